@@ -1,0 +1,61 @@
+//! Digests: 32-byte names of bytes, used to store equal bytes once.
+
+use std::fmt;
+
+use sha2::Digest as _;
+
+/// Names a block's bytes. Equal digests mean equal bytes.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Digest([u8; 32]);
+
+/// Which cryptographic hash makes a digest.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum DigestAlgorithm {
+    /// BLAKE3: the faster one from a few KiB on.
+    #[default]
+    Blake3,
+    /// SHA-256: what the founding document names.
+    Sha256,
+}
+
+/// Whether blocks are named by their content, and with which hash.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum DigestMode {
+    /// Chain keys alone: no content hashing, no deduplication across keys.
+    #[default]
+    Off,
+    /// Each put hashes its bytes; equal bytes under different keys are stored once.
+    On(DigestAlgorithm),
+}
+
+impl Digest {
+    /// Wraps 32 bytes that some hash of this crate produced.
+    pub const fn from_bytes(bytes: [u8; 32]) -> Self {
+        Self(bytes)
+    }
+
+    /// The 32 bytes.
+    pub const fn as_bytes(&self) -> &[u8; 32] {
+        &self.0
+    }
+
+    /// Hashes a block's bytes.
+    pub fn of(algorithm: DigestAlgorithm, bytes: &[u8]) -> Self {
+        match algorithm {
+            DigestAlgorithm::Blake3 => Self(*blake3::hash(bytes).as_bytes()),
+            DigestAlgorithm::Sha256 => Self(sha2::Sha256::digest(bytes).into()),
+        }
+    }
+}
+
+impl fmt::Display for Digest {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.iter().try_for_each(|byte| write!(f, "{byte:02x}"))
+    }
+}
+
+impl fmt::Debug for Digest {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Digest({self})")
+    }
+}

@@ -1,0 +1,15 @@
+//! The vocabulary of Cascade: keys, digests, manifests, geometry, sizes and clocks. No I/O.
+
+mod checksum;
+mod chain;
+mod clock;
+mod digest;
+mod key;
+mod namespace;
+
+pub use chain::{ChainTail, chain_keys};
+pub use checksum::{Checksum, checksum};
+pub use clock::{Clock, Deadline, ManualClock, SystemClock};
+pub use digest::{Digest, DigestAlgorithm, DigestMode};
+pub use key::{BlockKey, KeyParseError};
+pub use namespace::{Manifest, Namespace, NamespaceId, TenantSecret};

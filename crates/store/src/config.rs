@@ -1,0 +1,173 @@
+//! What a store is made of: one typed struct, checked before anything starts.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use cascade_block::DigestMode;
+use thiserror::Error;
+
+const MIB: u64 = 1 << 20;
+
+/// Which blocks leave DRAM first.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum PolicyKind {
+    /// Least recently used.
+    Lru,
+    /// Two FIFO queues and a ghost queue.
+    S3Fifo,
+    /// Adaptive replacement.
+    Arc,
+    /// Least recently used, new data always in the fastest tier (the MLPerf document's).
+    Waterfall,
+    /// Learns online which conversations return (`docs/eviction.md`).
+    #[default]
+    PrefixCost,
+}
+
+/// When a block that was put reaches the tiers below the first.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum WritePolicy {
+    /// A put returns once the block is in the first tier; the mover writes it down soon after.
+    #[default]
+    Back,
+    /// A put returns once every tier has the block.
+    Through,
+}
+
+/// How blocks lie in the file tier.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum FileLayout {
+    /// Append-only segments of many blocks.
+    #[default]
+    Segments,
+    /// One file a block, in sharded directories, for file systems shared by name.
+    FilePerBlock,
+}
+
+/// What reads and writes the file tier.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum IoEngine {
+    /// `io_uring` where the kernel allows it, else `Psync`.
+    #[default]
+    Auto,
+    /// `io_uring` or an error.
+    Uring,
+    /// `preadv` and `pwritev`.
+    Psync,
+}
+
+/// The file tier.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct FilesConfig {
+    /// Directory of this store alone.
+    pub directory: PathBuf,
+    /// Bytes that its files may take. Default: 4 GiB. Minimum: two segments.
+    pub capacity_bytes: u64,
+    /// Default: segments.
+    pub layout: FileLayout,
+    /// Size of a segment. Default: 256 MiB. Minimum: 1 MiB.
+    pub segment_bytes: u64,
+    /// Whether to pass by the page cache. Default: yes, where the file system allows it.
+    pub direct: bool,
+    /// Default: auto.
+    pub engine: IoEngine,
+    /// Whether a block counts as stored only once it is on stable storage. Default: no.
+    pub durable: bool,
+}
+
+impl FilesConfig {
+    /// The defaults, for a directory.
+    pub fn new(directory: impl Into<PathBuf>) -> Self {
+        Self {
+            directory: directory.into(),
+            capacity_bytes: 4096 * MIB,
+            layout: FileLayout::default(),
+            segment_bytes: 256 * MIB,
+            direct: true,
+            engine: IoEngine::default(),
+            durable: false,
+        }
+    }
+}
+
+/// Everything that a store needs to know.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct StoreConfig {
+    /// Stages from fast to slow, such as `Dram|Files`. Default: `Dram`.
+    pub pipeline: String,
+    /// Size of the DRAM pool. Default: 256 MiB. Minimum: 4 MiB.
+    pub dram_bytes: u64,
+    /// Most blocks in DRAM; for studies in blocks. Default: no limit but the bytes.
+    pub dram_blocks: Option<u64>,
+    /// Whether the pool asks for huge pages. Default: yes.
+    pub huge_pages: bool,
+    /// The file tier, when the pipeline names it.
+    pub files: Option<FilesConfig>,
+    /// Default: prefix-cost.
+    pub policy: PolicyKind,
+    /// Default: off.
+    pub digest: DigestMode,
+    /// Default: back.
+    pub write: WritePolicy,
+    /// Bytes that may wait to be written down before puts wait too. Default: a quarter of DRAM.
+    pub dirty_bytes_max: Option<u64>,
+    /// Bytes a second that the mover may write. Default: no limit.
+    pub mover_bytes_per_second: Option<u64>,
+    /// Share of DRAM that protected prefixes may hold, in percent. Default: 50.
+    pub protected_percent: u8,
+    /// Whether a request's last partial block is taken. Default: no.
+    pub admit_partial: bool,
+    /// How long a call may take unless it says otherwise. Default: 30 s.
+    pub timeout: Duration,
+}
+
+impl Default for StoreConfig {
+    fn default() -> Self {
+        Self {
+            pipeline: "Dram".to_owned(),
+            dram_bytes: 256 * MIB,
+            dram_blocks: None,
+            huge_pages: true,
+            files: None,
+            policy: PolicyKind::default(),
+            digest: DigestMode::default(),
+            write: WritePolicy::default(),
+            dirty_bytes_max: None,
+            mover_bytes_per_second: None,
+            protected_percent: 50,
+            admit_partial: false,
+            timeout: Duration::from_secs(30),
+        }
+    }
+}
+
+/// What one call asks beyond its arguments.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct CallOptions {
+    /// How long this call may take; the store's timeout otherwise.
+    pub timeout: Option<Duration>,
+}
+
+/// What is wrong with a pipeline.
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+#[non_exhaustive]
+pub enum PipelineError {
+    /// A stage nobody registered.
+    #[error("pipeline {pipeline:?} names the stage {stage:?}; known are {known}")]
+    UnknownStage {
+        /// The whole pipeline.
+        pipeline: String,
+        /// The culprit.
+        stage: String,
+        /// What could stand there.
+        known: String,
+    },
+    /// Stages in an order that makes no sense, or no stage.
+    #[error("pipeline {pipeline:?}: {reason}")]
+    BadOrder {
+        /// The whole pipeline.
+        pipeline: String,
+        /// What is wrong, and with which stage.
+        reason: String,
+    },
+}
