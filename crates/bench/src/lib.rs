@@ -1,1 +1,3 @@
-//! To be filled.
+//! Workloads with known answers, replay of recorded traces, and what they teach about eviction.
+
+pub mod trace;

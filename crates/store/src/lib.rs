@@ -1,6 +1,7 @@
 //! One node's decisions: catalog, leases, tiers, pipeline, placement, eviction and mover.
 
 mod config;
+pub mod eviction;
 mod outcome;
 
 pub use config::{
