@@ -42,7 +42,7 @@ pub fn replay_metadata(
         chain: Vec::new(),
         requests_declined: 0,
     };
-    let mut blocks_hit = 0;
+    let mut hits_of_requests = Vec::with_capacity(trace.requests.len());
     for event in Foresight::of(trace, &options.hints).events() {
         match event {
             Event::Hint { at, request, hints } => {
@@ -50,7 +50,8 @@ pub fn replay_metadata(
                 tier.eviction.hint(at, &tier.chain, &hints);
             }
             Event::Request { request, hints } => {
-                blocks_hit += tier.request(&trace.requests[request], &hints) as u64;
+                let hits = tier.request(&trace.requests[request], &hints);
+                hits_of_requests.push(u32::try_from(hits).expect("a request has fewer blocks"));
             }
         }
     }
@@ -60,7 +61,8 @@ pub fn replay_metadata(
         capacity_blocks,
         requests: trace.requests.len() as u64,
         blocks_requested: trace.block_count(),
-        blocks_hit,
+        blocks_hit: hits_of_requests.iter().map(|hits| u64::from(*hits)).sum(),
+        hits_of_requests,
         blocks_inserted: stats.inserted,
         blocks_evicted: stats.evicted,
         requests_declined: tier.requests_declined,
@@ -79,9 +81,9 @@ impl Tier {
 
     fn request(&mut self, request: &TraceRequest, hints: &Hints) -> usize {
         self.look_up(request);
-        let hits = self.eviction.request(request.at, &self.chain, request.partial_tail, hints);
-        let mut parent = hits.checked_sub(1).and_then(|last| self.chain[last].resident);
-        for (at, block) in request.blocks.iter().enumerate().skip(hits) {
+        let leading = self.eviction.request(request.at, &self.chain, request.partial_tail, hints);
+        let mut parent = leading.checked_sub(1).and_then(|last| self.chain[last].resident);
+        for (at, block) in request.blocks.iter().enumerate().skip(leading) {
             let is_partial = request.partial_tail && at + 1 == request.blocks.len();
             if !self.eviction.admits(is_partial) {
                 break;
@@ -96,7 +98,7 @@ impl Tier {
             };
             parent = Some(slot);
         }
-        hits
+        leading
     }
 
     /// Makes room for a block and takes it in, unless it is worth less than all others.
