@@ -1,7 +1,7 @@
 //! The vocabulary of Cascade: keys, digests, manifests, geometry, sizes and clocks. No I/O.
 
-mod checksum;
 mod chain;
+mod checksum;
 mod clock;
 mod digest;
 mod key;
