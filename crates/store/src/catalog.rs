@@ -86,11 +86,11 @@ const _: () = assert!(size_of::<Content>() <= 56, "memory per key is part of the
 
 impl KeyEntry {
     pub(crate) fn slot(&self) -> Option<Slot> {
-        (self.slot != NONE).then_some(self.slot)
+        Slot::some(self.slot)
     }
 
     pub(crate) fn set_slot(&mut self, slot: Option<Slot>) {
-        self.slot = slot.unwrap_or(NONE);
+        self.slot = Slot::raw(slot);
     }
 
     pub(crate) fn has_expired(&self, now_unix_ms: u64) -> bool {
@@ -272,7 +272,7 @@ impl Catalog {
         let key = self.keys.insert(KeyEntry {
             key: new.key,
             content,
-            slot: NONE,
+            slot: Slot::raw(None),
             next_of_content,
             parent: NONE,
             parent_tag: 0,

@@ -125,9 +125,11 @@ impl Store {
     /// requests: ask with the whole chain, then read what matched and put the rest.
     pub fn lookup_prefix(&self, request: &Request<'_>) -> PrefixMatch {
         let node = self.node();
-        let (now, now_unix_ms) = (node.clock.monotonic(), node.clock.unix_ms());
+        let now_unix_ms = node.clock.unix_ms();
         let mut found = Vec::with_capacity(request.keys.len());
         let mut state = node.lock();
+        state.policy_time = state.policy_time.max(request.at);
+        let now = node.policy_now(&state);
         state.catalog.find_batch(request.keys, &mut found);
         let mut chain = Vec::with_capacity(request.keys.len());
         let mut tiers = Vec::new();
@@ -347,7 +349,7 @@ impl Node {
             keys: state.catalog.key_count() as u64,
             contents: state.catalog.content_count() as u64,
             content_bytes: state.content_bytes,
-            dram_blocks: state.eviction.len() as u64,
+            dram_blocks: state.eviction.blocks().len() as u64,
             dram_bytes: state.dram_bytes,
             pending_bytes: state.pending_total(),
             pool,
