@@ -162,6 +162,13 @@ impl Catalog {
         self.contents.len()
     }
 
+    /// Memory of the tables and entries.
+    pub(crate) fn memory_bytes(&self) -> usize {
+        let tables = self.table.memory_bytes() + self.by_digest.memory_bytes();
+        let entries = self.keys.memory_bytes() + self.contents.memory_bytes();
+        tables + entries + self.digests.memory_bytes()
+    }
+
     pub(crate) fn find(&self, key: &BlockKey) -> Option<KeyIndex> {
         let found = self.table.find(key.fingerprint(), |index| self.keys.get(index).key == *key);
         found.map(KeyIndex)

@@ -159,6 +159,23 @@ impl Store {
         PrefixMatch { tiers }
     }
 
+    /// Tells the policy what became known of a chain after its request or ahead of the next: that
+    /// its session ended, that a waiting request will ask for it. Counts as nobody's access.
+    pub fn hint(&self, request: &Request<'_>) {
+        let node = self.node();
+        let mut found = Vec::with_capacity(request.keys.len());
+        let mut state = node.lock();
+        state.policy_time = state.policy_time.max(request.at);
+        state.catalog.find_batch(request.keys, &mut found);
+        let asked = |(key, found): (&BlockKey, Option<KeyIndex>)| Asked {
+            fingerprint: key.fingerprint(),
+            resident: found.and_then(|found| state.catalog.entry(found).slot()),
+        };
+        let chain: Vec<_> = request.keys.iter().zip(found).map(asked).collect();
+        let now = node.policy_now(&state);
+        state.eviction.hint(now, &chain, &request.hints);
+    }
+
     /// Whether each block is in any tier. Counts as nobody's access.
     pub fn contains(&self, keys: &[BlockKey]) -> Vec<bool> {
         let now_unix_ms = self.node().clock.unix_ms();
@@ -334,6 +351,7 @@ impl Node {
         let stages = self.stages.iter().map(|stage| (stage.name(), stage.stats())).collect();
         let pool = self.pool.stats();
         let state = self.lock();
+        let eviction = state.eviction.stats();
         let hits = |(tier, (blocks, bytes)): (usize, &(u64, u64))| TierHits {
             tier: self.tier_name(tier),
             blocks: *blocks,
@@ -351,6 +369,9 @@ impl Node {
             content_bytes: state.content_bytes,
             dram_blocks: state.eviction.blocks().len() as u64,
             dram_bytes: state.dram_bytes,
+            protected_blocks: eviction.protected_blocks,
+            protection_refused: eviction.protection_refused,
+            catalog_bytes: (state.catalog.memory_bytes() + state.eviction.memory_bytes()) as u64,
             pending_bytes: state.pending_total(),
             pool,
             stages,
