@@ -8,7 +8,7 @@ mod pool;
 mod region;
 mod slab;
 
-pub use copy::copy_bytes;
+pub use copy::{copy_in, copy_out};
 pub use pages::{HugePages, PageReport, PageSource};
 pub use pool::{DIRECT_ALIGN, MemoryError, Pool, PoolConfig, PoolStats};
 pub use region::Region;
