@@ -5,7 +5,9 @@ mod blocks;
 use std::path::Path;
 
 use blocks::{MIB, bytes_of, check, dram, key, keys, put};
-use cascade_block::{DigestAlgorithm, DigestMode};
+use cascade_block::{
+    ChainTail, DigestAlgorithm, DigestMode, Manifest, Namespace, TenantSecret, chain_keys,
+};
 use cascade_store::{
     CallOptions, FileLayout, FilesConfig, IoEngine, Put, PutOutcome, Store, StoreConfig,
     StoreError, ViewOutcome,
@@ -162,6 +164,31 @@ fn two_stores_on_one_directory_are_refused_by_name() {
     assert!(text.contains(&std::process::id().to_string()), "{text}");
     drop(first);
     Store::open(config(directory.path())).unwrap();
+}
+
+#[test]
+fn manifests_stand_beside_their_blocks_and_explain_a_near_miss() {
+    let directory = tempfile::tempdir().unwrap();
+    let config = config(directory.path());
+    let manifest = |dtype: &str| Manifest::new().with("weights", "abc").with("dtype", dtype);
+    let secret = TenantSecret::new("secret");
+    let ours = Namespace::new(manifest("bf16"), &secret);
+    let store = Store::open(config.clone()).unwrap();
+    store.register(&ours, CallOptions::default()).unwrap();
+    let tokens: Vec<u32> = (0..256).collect();
+    let chain = chain_keys(ours.root(), &tokens, 128, ChainTail::Drop);
+    put(&store, &chain, BLOCK);
+    drop(store);
+    let store = Store::open(config).unwrap();
+    let other = Namespace::new(manifest("fp8"), &secret);
+    let theirs = chain_keys(other.root(), &tokens, 128, ChainTail::Drop);
+    assert_eq!(store.contains(&theirs), [false; 2]);
+    let kept = store.manifests(CallOptions::default()).unwrap();
+    let [(id, kept)] = kept.as_slice() else { panic!("{kept:?}") };
+    assert_eq!(*id, ours.id());
+    let differences = kept.difference(other.manifest());
+    assert!(format!("{differences:?}").contains("dtype"), "{differences:?}");
+    assert_eq!(differences.len(), 1);
 }
 
 #[test]
