@@ -4,6 +4,7 @@
 pub mod cli;
 pub mod environment;
 pub mod latency;
+pub mod measure;
 pub mod payload;
 pub mod replay;
 pub mod report;
