@@ -293,6 +293,7 @@ impl Handle {
             // A thread that panicked has said so on stderr; closing goes on.
             drop(thread.join());
         }
+        self.node.stages.iter().for_each(|stage| stage.close());
         flushed
     }
 }
