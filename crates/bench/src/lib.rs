@@ -8,4 +8,5 @@ pub mod measure;
 pub mod payload;
 pub mod replay;
 pub mod report;
+pub mod study;
 pub mod trace;

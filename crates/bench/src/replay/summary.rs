@@ -161,10 +161,7 @@ fn show_bytes(result: &ReplayResult, screen: &mut Screen) -> Result<(), Failure>
     }
     let time = result.store_seconds;
     let inside = time.lookup + time.read + time.put + time.flush;
-    screen.line(format!(
-        "  {:<30}{:>10.1} s",
-        "time", result.seconds
-    ))?;
+    screen.line(format!("  {:<30}{:>10.1} s", "time", result.seconds))?;
     let workers = match result.run.threads {
         1 => String::new(),
         threads => format!(" ({threads} workers together)"),
