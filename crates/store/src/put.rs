@@ -13,7 +13,7 @@ use crate::eviction::{Incoming, Removal};
 use crate::node::{NoSlab, Node};
 use crate::outcome::PutSlab;
 use crate::stage::BlockFacts;
-use crate::state::{Pending, State};
+use crate::state::{NameChange, Pending, State};
 use crate::{CallOptions, DeclineReason, Put, PutOutcome, StoreError, WritePolicy};
 
 /// Most bytes that one round of a put holds outside the catalog.
@@ -157,7 +157,7 @@ impl Node {
             }
             at += 1;
         }
-        self.send_removals(state, deadline);
+        self.release(state);
         (taken, at)
     }
 
@@ -209,7 +209,7 @@ impl Node {
         let sealed: Vec<_> = taken
             .into_iter()
             .map(|Taken { index, mut slab }| {
-                cascade_memory::copy_bytes(&mut slab, round.batch[index].bytes);
+                cascade_memory::copy_in(&mut slab, round.batch[index].bytes);
                 (index, round.digests[index], slab.seal())
             })
             .collect();
@@ -287,7 +287,7 @@ impl Node {
         for stage in 0..self.stages.len() {
             // A content that is still queued gets its other names when it is written.
             if let Some(address) = state.catalog.content(content).address(stage) {
-                state.aliases[stage].push((facts, address));
+                state.names[stage].push(NameChange::Add(facts, address));
             }
         }
         PutOutcome::Deduplicated
@@ -347,7 +347,7 @@ impl Node {
             Err(why) => return self.not_taken(&state, why, put, options),
         };
         drop(state);
-        cascade_memory::copy_bytes(&mut slab, put.bytes);
+        cascade_memory::copy_in(&mut slab, put.bytes);
         let digest = self.digest(put.bytes);
         let mut state = self.lock();
         state.slabs_out -= 1;

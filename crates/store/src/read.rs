@@ -8,7 +8,7 @@ use cascade_memory::{Slab, SlabMut};
 use crate::catalog::{Address, Awaits, ContentIndex, KeyIndex};
 use crate::node::{NoSlab, Node};
 use crate::stage::{Load, Loaded, StageError};
-use crate::state::State;
+use crate::state::{NameChange, State};
 use crate::{CallOptions, GetOutcome, StoreError, ViewOutcome};
 
 /// Blocks that one step of a copying get holds in DRAM at most.
@@ -91,6 +91,7 @@ impl Node {
         assert_eq!(keys.len(), buffers.len(), "one buffer for each key");
         let mut outcomes = Vec::with_capacity(keys.len());
         let mut tiers = Vec::with_capacity(keys.len());
+        let batch_bytes = buffers.iter().map(|buffer| buffer.len()).sum();
         for (step, buffers) in keys.chunks(GET_STEP).zip(buffers.chunks_mut(GET_STEP)) {
             let views = self.read(step, options, Purpose::Use);
             for ((key, view), buffer) in step.iter().zip(views).zip(buffers) {
@@ -102,7 +103,7 @@ impl Node {
                     settled => settled,
                 };
                 tiers.push(Served::of_view(&view));
-                outcomes.push(copy_out(view, buffer));
+                outcomes.push(copy_out(view, buffer, batch_bytes));
             }
         }
         self.count_gets(keys.len(), tiers.into_iter());
@@ -127,7 +128,7 @@ impl Node {
         while !wanted.is_empty() {
             let state = self.lock();
             let (state, plan) = self.plan(state, &wanted, &mut reading);
-            self.send_removals(state, reading.deadline);
+            self.release(state);
             if plan.fetches.is_empty() && plan.waiting.is_empty() {
                 break;
             }
@@ -280,7 +281,7 @@ impl Node {
                     None => again.push(wanted),
                 }
             }
-            self.send_removals(state, reading.deadline);
+            self.release(state);
             self.announce_change();
         }
         again
@@ -381,7 +382,7 @@ impl Node {
         let entry = state.catalog.content_mut(content);
         if entry.address(stage) == Some(address) {
             entry.set_address(stage, None);
-            state.removals[stage].push((wanted.key, address));
+            state.names[stage].push(NameChange::Remove(wanted.key, address));
             state.forget_if_nowhere(content);
         }
     }
@@ -437,14 +438,14 @@ impl Served {
     }
 }
 
-fn copy_out(view: ViewOutcome, buffer: &mut [u8]) -> GetOutcome {
+fn copy_out(view: ViewOutcome, buffer: &mut [u8], batch_bytes: usize) -> GetOutcome {
     match view {
         ViewOutcome::Hit { slab, .. } if slab.len() > buffer.len() => {
             GetOutcome::TooShort { needed_bytes: slab.len() }
         }
         ViewOutcome::Hit { slab, tier } => {
             let bytes = slab.len();
-            cascade_memory::copy_bytes(&mut buffer[..bytes], &slab);
+            cascade_memory::copy_out(&mut buffer[..bytes], &slab, batch_bytes);
             GetOutcome::Hit { bytes, tier }
         }
         ViewOutcome::Miss => GetOutcome::Miss,

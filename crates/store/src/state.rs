@@ -26,8 +26,15 @@ pub(crate) struct Pending {
     pub(crate) generation: u32,
 }
 
-/// Names and addresses that a stage has to forget; sent after the lock is free.
-pub(crate) type Removals = [Vec<(BlockKey, Address)>; LOWER_STAGES_MAX];
+/// A name that a stage has to learn or to forget. Only the stage's mover tells it, in this order
+/// and before later blocks: a name that goes and comes back must not end up gone.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum NameChange {
+    /// Another name for a content that the stage has.
+    Add(BlockFacts, Address),
+    /// A name that is no longer valid.
+    Remove(BlockKey, Address),
+}
 
 /// What an attempt to evict one block came to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -49,15 +56,15 @@ pub(crate) struct State {
     /// Hits and their bytes: DRAM first, then the lower stages.
     pub(crate) tier_hits: [(u64, u64); 1 + LOWER_STAGES_MAX],
     pub(crate) queues: [VecDeque<Pending>; LOWER_STAGES_MAX],
-    /// Second names of contents that a stage has already.
-    pub(crate) aliases: [Vec<(BlockFacts, Address)>; LOWER_STAGES_MAX],
+    pub(crate) names: [Vec<NameChange>; LOWER_STAGES_MAX],
+    /// Whether a stage's mover is carrying out a batch.
+    pub(crate) is_moving: [bool; LOWER_STAGES_MAX],
     /// Bytes in the queues or being written, by stage.
     pub(crate) pending_bytes: [u64; LOWER_STAGES_MAX],
     pub(crate) content_bytes: u64,
     pub(crate) dram_bytes: u64,
     /// Slabs given to puts and loads that are under way.
     pub(crate) slabs_out: u64,
-    pub(crate) removals: Removals,
     /// The latest time that a request gave; the policy then goes by these.
     pub(crate) policy_time: Option<Duration>,
     pub(crate) has_dram: bool,
@@ -72,12 +79,12 @@ impl State {
             counters: Counters::default(),
             tier_hits: [(0, 0); 1 + LOWER_STAGES_MAX],
             queues: Default::default(),
-            aliases: Default::default(),
+            names: Default::default(),
+            is_moving: [false; LOWER_STAGES_MAX],
             pending_bytes: [0; LOWER_STAGES_MAX],
             content_bytes: 0,
             dram_bytes: 0,
             slabs_out: 0,
-            removals: Removals::default(),
             policy_time: None,
             has_dram,
             is_closed: false,
@@ -199,8 +206,8 @@ impl State {
         let (name, index) = (entry.key, entry.content);
         let addresses: [_; LOWER_STAGES_MAX] =
             std::array::from_fn(|stage| self.catalog.content(index).address(stage));
-        for (removals, address) in self.removals.iter_mut().zip(addresses) {
-            removals.extend(address.map(|address| (name, address)));
+        for (names, address) in self.names.iter_mut().zip(addresses) {
+            names.extend(address.map(|address| NameChange::Remove(name, address)));
         }
         match self.catalog.remove(key) {
             Some(content) => self.settle_removed(&content),
@@ -231,6 +238,13 @@ impl State {
         entry.awaits = Awaits::Nothing;
         self.eviction.remove(slot, why);
         self.catalog.content_mut(content).resident_keys -= 1;
+    }
+
+    /// Whether the stages know all that they have to know.
+    pub(crate) fn is_settled(&self) -> bool {
+        self.pending_total() == 0
+            && self.names.iter().all(Vec::is_empty)
+            && !self.is_moving.contains(&true)
     }
 
     /// Bytes that wait for lower stages, all together.

@@ -155,7 +155,7 @@ impl Store {
         state.counters.requests += 1;
         state.counters.blocks_requested += request.keys.len() as u64;
         state.counters.blocks_matched += tiers.len() as u64;
-        node.send_removals(state, node.deadline(CallOptions::default()));
+        node.release(state);
         PrefixMatch { tiers }
     }
 
@@ -231,13 +231,14 @@ impl Store {
             changed.is_some()
         };
         let changed = keys.iter().map(&mut change_one).collect();
-        node.send_removals(state, node.deadline(CallOptions::default()));
+        node.release(state);
         node.announce_change();
         changed
     }
 
     /// Removes blocks from every tier, pinned ones too; views that are held keep their bytes.
-    /// True for those that were here.
+    /// True for those that were here. Takes effect at once; a stage that survives restarts has
+    /// written it down by the next flush.
     pub fn delete(&self, keys: &[BlockKey]) -> Vec<bool> {
         let node = self.node();
         let mut state = node.lock();
@@ -246,7 +247,7 @@ impl Store {
             found.inspect(|found| state.forget(*found, Removal::Deleted)).is_some()
         };
         let deleted = keys.iter().map(&mut delete_one).collect();
-        node.send_removals(state, node.deadline(CallOptions::default()));
+        node.release(state);
         node.announce_change();
         deleted
     }
@@ -258,7 +259,7 @@ impl Store {
         for key in state.catalog.all_keys() {
             state.forget(key, Removal::Deleted);
         }
-        node.send_removals(state, node.deadline(CallOptions::default()));
+        node.release(state);
         node.announce_change();
     }
 
@@ -328,7 +329,7 @@ impl Node {
     fn flush(&self, options: CallOptions) -> Result<(), StoreError> {
         let deadline = self.deadline(options);
         let mut state = self.lock();
-        while state.pending_total() > 0 || state.aliases.iter().any(|names| !names.is_empty()) {
+        while !state.is_settled() {
             self.announce_work();
             let (again, in_time) = self.wait_changed(state, deadline);
             state = again;
@@ -336,7 +337,7 @@ impl Node {
                 return Err(self.timeout_error("flush", options));
             }
         }
-        self.send_removals(state, deadline);
+        drop(state);
         for stage in &self.stages {
             stage.flush(deadline).map_err(|error| StoreError::Tier {
                 tier: stage.name(),

@@ -23,7 +23,7 @@ fn config(directory: &Path) -> StoreConfig {
 }
 
 fn every_way(directory: &Path, mut check: impl FnMut(StoreConfig, &str)) {
-    for layout in [FileLayout::Segments] {
+    for layout in [FileLayout::Segments, FileLayout::FilePerBlock] {
         for engine in [IoEngine::Uring, IoEngine::Psync] {
             for direct in [true, false] {
                 let name = format!("{layout:?}-{engine:?}-{direct}");
