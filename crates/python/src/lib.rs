@@ -1,1 +1,37 @@
-//! To be filled.
+//! The Python module `cascadekv._native`: converts, calls the store, maps errors, decides nothing.
+
+mod buffers;
+mod config;
+mod errors;
+mod keys;
+mod namespace;
+mod owned;
+mod reservation;
+mod results;
+mod store;
+mod view;
+
+use pyo3::prelude::*;
+
+/// Keys, results and the store itself; `cascadekv` is what to import.
+#[pymodule]
+fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add("__version__", env!("CARGO_PKG_VERSION"))?;
+    keys::register(module)?;
+    namespace::register(module)?;
+    results::register(module)?;
+    view::register(module)?;
+    reservation::register(module)?;
+    store::register(module)?;
+    module.add_function(wrap_pyfunction!(config::parse_size, module)?)?;
+    module.add_function(wrap_pyfunction!(config::check_config, module)?)?;
+    module.add_function(wrap_pyfunction!(run_command, module)?)
+}
+
+/// Runs the command `cascade` with these arguments, the program's name first.
+///
+/// Returns its exit code.
+#[pyfunction]
+fn run_command(py: Python<'_>, arguments: Vec<String>) -> i32 {
+    py.detach(|| cascade_bench::cli::main(arguments))
+}
