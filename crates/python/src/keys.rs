@@ -50,16 +50,16 @@ impl PyBlockKey {
         self.0.to_string()
     }
 
-    fn __bytes__(&self) -> &[u8; KEY_BYTES] {
-        self.0.as_bytes()
+    fn __bytes__(&self) -> [u8; KEY_BYTES] {
+        *self.0.as_bytes()
     }
 
     fn __repr__(&self) -> String {
         format!("BlockKey.from_hex('{}')", self.0)
     }
 
-    fn __getnewargs__(&self) -> (&[u8; KEY_BYTES],) {
-        (self.0.as_bytes(),)
+    fn __getnewargs__(&self) -> ([u8; KEY_BYTES],) {
+        (*self.0.as_bytes(),)
     }
 }
 
@@ -225,8 +225,8 @@ fn chain_keys(
     block_tokens: usize,
     keep_partial: bool,
 ) -> PyResult<PyBlockKeys> {
-    if block_tokens == 0 {
-        return Err(PyValueError::new_err("block_tokens is at least 1"));
+    if block_tokens == 0 || u32::try_from(block_tokens).is_err() {
+        return Err(PyValueError::new_err("block_tokens is from 1 to 2**32 - 1"));
     }
     let parent = match parent.cast::<PyNamespace>() {
         Ok(namespace) => namespace.get().0.root(),

@@ -3,11 +3,12 @@
 mod buffers;
 mod config;
 mod errors;
+mod hints;
 mod keys;
 mod namespace;
 mod owned;
-mod reservation;
 mod results;
+mod stats;
 mod store;
 mod view;
 
@@ -20,8 +21,8 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     keys::register(module)?;
     namespace::register(module)?;
     results::register(module)?;
+    buffers::register(module)?;
     view::register(module)?;
-    reservation::register(module)?;
     store::register(module)?;
     module.add_function(wrap_pyfunction!(config::parse_size, module)?)?;
     module.add_function(wrap_pyfunction!(config::check_config, module)?)?;

@@ -2,16 +2,28 @@
 
 use std::collections::BTreeMap;
 
-use cascade_block::{Manifest, Namespace, TenantSecret};
+use cascade_block::{Manifest, Namespace, TenantSecret, WeightsFingerprint};
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyString};
 
+use crate::buffers::Sources;
 use crate::keys::PyBlockKey;
 
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<PyManifest>()?;
-    module.add_class::<PyNamespace>()
+    module.add_class::<PyNamespace>()?;
+    module.add_function(wrap_pyfunction!(weights_fingerprint, module)?)
+}
+
+/// Names weights by the bytes of their files, or of their headers and index, in a fixed order.
+#[pyfunction]
+#[pyo3(signature = (*parts))]
+fn weights_fingerprint(parts: Vec<Bound<'_, PyAny>>) -> PyResult<String> {
+    let sources = parts.iter().map(|part| Sources::new(part, 1));
+    let sources = sources.collect::<PyResult<Vec<_>>>()?;
+    let parts = sources.iter().flat_map(Sources::slices);
+    Ok(WeightsFingerprint::of_parts(parts).as_str().to_owned())
 }
 
 /// All that must match for one engine's KV to be right in another, as names and values.
@@ -36,9 +48,20 @@ impl PyManifest {
         self.0.fields().collect()
     }
 
+    /// The required fields that are not stated: without one, wrong KV could pass for right.
+    fn missing(&self) -> Vec<&'static str> {
+        self.0.missing()
+    }
+
+    /// The fields in which the two differ, each as a sentence; none when blocks may be reused.
+    #[pyo3(signature = (other, /))]
+    fn differences(&self, other: &Self) -> Vec<String> {
+        self.0.difference(&other.0).iter().map(ToString::to_string).collect()
+    }
+
     /// The bytes that are hashed.
-    fn canonical_bytes(&self) -> Vec<u8> {
-        self.0.canonical_bytes()
+    fn canonical_bytes<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
+        PyBytes::new(py, &self.0.canonical_bytes())
     }
 
     fn __repr__(&self) -> String {
@@ -71,8 +94,8 @@ impl PyNamespace {
 
     /// Sixteen bytes that name the namespace in stored records and reveal no secret.
     #[getter]
-    fn id(&self) -> &[u8; 16] {
-        self.0.id().as_bytes()
+    fn id(&self) -> [u8; 16] {
+        *self.0.id().as_bytes()
     }
 
     /// The manifest that it was made from.
