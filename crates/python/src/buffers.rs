@@ -46,6 +46,8 @@ pub(crate) struct Targets(Spans);
 // SAFETY: the pointers lead into buffers that `held` keeps exported, which is memory without
 // thread affinity; nothing here calls Python but the release of `held`, which attaches itself.
 unsafe impl Send for Spans {}
+// SAFETY: as above; through a shared reference the memory is only read.
+unsafe impl Sync for Spans {}
 
 impl Sources {
     /// One buffer for each of `count` blocks, or one buffer that holds them all in equal pieces.
@@ -126,7 +128,8 @@ impl Spans {
     }
 
     fn check_disjoint(&self) -> PyResult<()> {
-        let mut spans: Vec<Span> = self.spans.iter().filter(|span| span.bytes > 0).copied().collect();
+        let mut spans: Vec<Span> =
+            self.spans.iter().filter(|span| span.bytes > 0).copied().collect();
         spans.sort_unstable_by_key(|span| span.start);
         for pair in spans.windows(2) {
             if pair[0].start.addr().get() + pair[0].bytes > pair[1].start.addr().get() {

@@ -71,7 +71,7 @@ pub(crate) fn check_config(config: &Bound<'_, PyAny>) -> PyResult<()> {
 pub(crate) fn store_config(config: &Bound<'_, PyAny>) -> PyResult<StoreConfig> {
     let settings: Settings = config
         .extract()
-        .map_err(|error| ConfigError::new_err(error.value(config.py()).to_string()))?;
+        .map_err(|error: PyErr| ConfigError::new_err(error.value(config.py()).to_string()))?;
     let store = settings.into_store_config()?;
     store.check().map_err(|error| errors::to_python(&error))?;
     Ok(store)

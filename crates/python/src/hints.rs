@@ -2,7 +2,8 @@
 
 use std::time::Duration;
 
-use cascade_store::{Hints, Priority, StopReason};
+use cascade_store::Hints;
+use cascade_store::eviction::{Priority, StopReason};
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 
@@ -30,7 +31,7 @@ struct Fields {
 /// The hints of a call; none for `None`.
 pub(crate) fn hints(object: Option<&Bound<'_, PyAny>>) -> PyResult<Hints> {
     let Some(object) = object else { return Ok(Hints::default()) };
-    let fields: Fields = object.extract().map_err(|error| {
+    let fields: Fields = object.extract().map_err(|error: PyErr| {
         let told = PyTypeError::new_err(format!("hints is a Hints or None, not {object}"));
         told.set_cause(object.py(), Some(error));
         told

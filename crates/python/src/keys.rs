@@ -40,9 +40,9 @@ impl PyBlockKey {
     #[staticmethod]
     #[pyo3(signature = (text, /))]
     fn from_hex(text: &str) -> PyResult<Self> {
-        text.parse().map(Self).map_err(|error: cascade_block::KeyParseError| {
-            PyValueError::new_err(error.to_string())
-        })
+        text.parse()
+            .map(Self)
+            .map_err(|error: cascade_block::KeyParseError| PyValueError::new_err(error.to_string()))
     }
 
     /// The key as 64 hexadecimal digits.
@@ -116,7 +116,11 @@ impl PyBlockKeys {
 
 /// The position that a Python index means, counting from the end where negative.
 pub(crate) fn position(index: isize, count: usize) -> PyResult<usize> {
-    let at = if index < 0 { count.checked_sub(index.unsigned_abs()) } else { Some(index.unsigned_abs()) };
+    let at = if index < 0 {
+        count.checked_sub(index.unsigned_abs())
+    } else {
+        Some(index.unsigned_abs())
+    };
     at.filter(|at| *at < count)
         .ok_or_else(|| PyIndexError::new_err(format!("index {index} of {count} blocks")))
 }

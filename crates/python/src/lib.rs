@@ -12,6 +12,8 @@ mod stats;
 mod store;
 mod view;
 
+use std::ffi::OsString;
+
 use pyo3::prelude::*;
 
 /// Keys, results and the store itself; `cascadekv` is what to import.
@@ -33,6 +35,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
 ///
 /// Returns its exit code.
 #[pyfunction]
-fn run_command(py: Python<'_>, arguments: Vec<String>) -> i32 {
-    py.detach(|| cascade_bench::cli::main(arguments))
+#[pyo3(signature = (arguments, /))]
+fn run_command(py: Python<'_>, arguments: Vec<OsString>) -> i32 {
+    py.detach(|| cascade_bench::cli::main(arguments.into_iter()))
 }

@@ -39,7 +39,9 @@ impl PyManifest {
     #[pyo3(signature = (fields, /))]
     fn new(fields: BTreeMap<String, String>) -> Self {
         let manifest = Manifest::new();
-        Self(fields.into_iter().fold(manifest, |manifest, (name, value)| manifest.with(name, value)))
+        Self(
+            fields.into_iter().fold(manifest, |manifest, (name, value)| manifest.with(name, value)),
+        )
     }
 
     /// The fields in the order in which they are hashed.
@@ -74,6 +76,8 @@ impl PyManifest {
 }
 
 /// One set of blocks that may be reused for each other: a manifest under a tenant's secret.
+///
+/// Without a secret all tenants of a store share their blocks.
 #[pyclass(name = "Namespace", module = "cascadekv", frozen, eq)]
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct PyNamespace(pub(crate) Namespace);
@@ -81,9 +85,10 @@ pub(crate) struct PyNamespace(pub(crate) Namespace);
 #[pymethods]
 impl PyNamespace {
     #[new]
-    #[pyo3(signature = (manifest, secret = b""))]
-    fn new(manifest: &PyManifest, secret: &[u8]) -> Self {
-        Self(Namespace::new(manifest.0.clone(), &TenantSecret::new(secret)))
+    #[pyo3(signature = (manifest, secret = None))]
+    fn new(manifest: &PyManifest, secret: Option<&[u8]>) -> Self {
+        let secret = TenantSecret::new(secret.unwrap_or_default());
+        Self(Namespace::new(manifest.0.clone(), &secret))
     }
 
     /// The key that every chain of this namespace starts from. As secret as the tenant's secret.

@@ -1,8 +1,6 @@
 //! What became of each block of a call, and of a chain.
 
-use cascade_store::{
-    DeclineReason, GetOutcome, PrefixMatch, PutOutcome, StoreError, TierName,
-};
+use cascade_store::{DeclineReason, GetOutcome, PrefixMatch, PutOutcome, StoreError, TierName};
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyString, PyType};
@@ -166,7 +164,9 @@ impl PyGetResult {
 
     fn __repr__(&self) -> String {
         match &self.0 {
-            GetOutcome::Hit { bytes, tier } => format!("<GetResult hit: {bytes} bytes from {tier}>"),
+            GetOutcome::Hit { bytes, tier } => {
+                format!("<GetResult hit: {bytes} bytes from {tier}>")
+            }
             GetOutcome::TooShort { needed_bytes } => {
                 format!("<GetResult too_short: the block needs {needed_bytes} bytes>")
             }

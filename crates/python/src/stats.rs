@@ -1,6 +1,7 @@
 //! A store's statistics as plain dictionaries, named as in the store.
 
-use cascade_store::{Counters, StageStats, Stats};
+use cascade_store::stage::StageStats;
+use cascade_store::{Counters, Stats};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 

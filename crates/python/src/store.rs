@@ -1,9 +1,10 @@
 //! The store in Python: batches in, a result for each block out, the interpreter free meanwhile.
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use cascade_block::{BlockKey, NamespaceId};
-use cascade_store::{CallOptions, Put, PutSlab, Request, Store};
+use cascade_store::{CallOptions, Put, PutSlab, Request, Store, StoreError};
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
@@ -35,6 +36,7 @@ static STORE_CONFIG: PyOnceLock<Py<PyType>> = PyOnceLock::new();
 pub(crate) struct PyStore {
     store: Owned<Store>,
     config: Py<PyAny>,
+    is_closed: AtomicBool,
 }
 
 /// What the keywords of a put say of its blocks.
@@ -75,7 +77,7 @@ impl PyStore {
         };
         let settings = store_config(&config)?;
         let store = py.detach(|| Store::open(settings)).map_err(|error| to_python(&error))?;
-        Ok(Self { store: Owned::new(store), config: config.unbind() })
+        Ok(Self { store: Owned::new(store), config: config.unbind(), is_closed: AtomicBool::new(false) })
     }
 
     /// The settings that the store runs with.
@@ -115,8 +117,12 @@ impl PyStore {
         let sources = Sources::new(blocks, keys.len())?;
         let store = self.store()?;
         let outcomes = py.detach(|| {
-            let puts: Vec<Put<'_>> = sources.slices().into_iter().enumerate()
-                .map(|(at, bytes)| facts.put(at, keys[at], bytes, keys.len())).collect();
+            let puts: Vec<Put<'_>> = sources
+                .slices()
+                .into_iter()
+                .enumerate()
+                .map(|(at, bytes)| facts.put(at, keys[at], bytes, keys.len()))
+                .collect();
             store.put(&puts, options)
         });
         Ok(outcomes.into_iter().map(PyPutResult::from).collect())
@@ -124,7 +130,12 @@ impl PyStore {
 
     /// Memory of the pool for a block of that many bytes, to write in place and then put.
     #[pyo3(signature = (size, *, timeout = None))]
-    fn reserve(&self, py: Python<'_>, size: usize, timeout: Option<f64>) -> PyResult<PyReservation> {
+    fn reserve(
+        &self,
+        py: Python<'_>,
+        size: usize,
+        timeout: Option<f64>,
+    ) -> PyResult<PyReservation> {
         let options = options(timeout)?;
         let store = self.store()?;
         let slab = py.detach(|| store.reserve(size, options)).map_err(|error| to_python(&error))?;
@@ -169,7 +180,15 @@ impl PyStore {
         let mut puts = Vec::with_capacity(keys.len());
         for (at, reservation) in reservations.iter().enumerate() {
             let put = facts.put(at, keys[at], &[], keys.len());
-            puts.push(PutSlab { put, slab: reservation.borrow_mut().take()? });
+            puts.push(PutSlab {
+                key: put.key,
+                slab: reservation.borrow_mut().take()?,
+                parent: put.parent,
+                namespace: put.namespace,
+                is_prefix: put.is_prefix,
+                is_partial: put.is_partial,
+                ttl_ms: put.ttl_ms,
+            });
         }
         let outcomes = py.detach(|| store.put_slabs(puts, options));
         Ok(outcomes.into_iter().map(PyPutResult::from).collect())
@@ -223,11 +242,7 @@ impl PyStore {
     }
 
     /// The tiers that have each block, fast to slow.
-    fn locate<'py>(
-        &self,
-        py: Python<'py>,
-        keys: Keys,
-    ) -> PyResult<Vec<Vec<Bound<'py, PyString>>>> {
+    fn locate<'py>(&self, py: Python<'py>, keys: Keys) -> PyResult<Vec<Vec<Bound<'py, PyString>>>> {
         let store = self.store()?;
         let tiers = py.detach(|| store.locate(&keys));
         let names = |tiers: Vec<_>| tiers.iter().map(|tier| tier_name(py, tier)).collect();
@@ -273,17 +288,19 @@ impl PyStore {
         Ok(())
     }
 
-    /// What the store holds and did, as `Stats` describes it.
+    /// What the store holds and did, as `Stats` describes it. Also after `close`.
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let store = self.store()?;
+        let store = self.store.get("store")?;
         stats::to_dict(py, &py.detach(|| store.stats()))
     }
 
     /// Writes down what waits, stops the store's threads and closes its files. May be repeated.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
-        let store = self.store()?;
-        py.detach(|| store.close());
-        Ok(())
+        let store = self.store.get("store")?;
+        if self.is_closed.swap(true, Ordering::AcqRel) {
+            return Ok(());
+        }
+        py.detach(|| store.close()).map_err(|error| to_python(&error))
     }
 
     fn __enter__(slf: Py<Self>) -> Py<Self> {
@@ -306,6 +323,9 @@ impl PyStore {
 
 impl PyStore {
     fn store(&self) -> PyResult<&Store> {
+        if self.is_closed.load(Ordering::Acquire) {
+            return Err(to_python(&StoreError::Closed));
+        }
         self.store.get("store")
     }
 }

@@ -68,9 +68,7 @@ impl PyViews {
     fn error(&self, py: Python<'_>, index: isize) -> PyResult<Option<Py<PyAny>>> {
         let outcomes = self.outcomes()?;
         Ok(match &outcomes[position(index, outcomes.len())?] {
-            ViewOutcome::Failed(error) => {
-                Some(errors::to_python(error).into_value(py).into_any())
-            }
+            ViewOutcome::Failed(error) => Some(errors::to_python(error).into_value(py).into_any()),
             ViewOutcome::Hit { .. } | ViewOutcome::Miss => None,
         })
     }
