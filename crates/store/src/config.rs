@@ -4,7 +4,10 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use cascade_block::DigestMode;
+use cascade_memory::{HugePages, PoolConfig};
 use thiserror::Error;
+
+use crate::StoreError;
 
 const MIB: u64 = 1 << 20;
 
@@ -137,6 +140,40 @@ impl Default for StoreConfig {
             protected_percent: 50,
             admit_partial: false,
             timeout: Duration::from_secs(30),
+        }
+    }
+}
+
+impl StoreConfig {
+    /// Refuses what makes no sense, by name.
+    pub(crate) fn check(&self) -> Result<(), StoreError> {
+        let bad = |setting, reason: String| Err(StoreError::Config { setting, reason });
+        if self.dram_bytes < 4 * MIB {
+            return bad("dram", format!("{} bytes; the least is 4 MiB", self.dram_bytes));
+        }
+        if usize::try_from(self.dram_bytes).is_err() {
+            return bad("dram", format!("{} bytes do not fit the address space", self.dram_bytes));
+        }
+        if self.dram_blocks == Some(0) {
+            return bad("dram_blocks", "0 blocks; the least is 1, or leave it out".to_owned());
+        }
+        if self.protected_percent > 100 {
+            return bad("protected_percent", format!("{} is over 100", self.protected_percent));
+        }
+        if self.timeout.is_zero() {
+            return bad("timeout", "0; every call would fail: give at least 1 ms".to_owned());
+        }
+        if self.mover_bytes_per_second == Some(0) {
+            return bad("mover_bytes_per_second", "0 would never write; leave it out".to_owned());
+        }
+        Ok(())
+    }
+
+    pub(crate) fn pool(&self) -> PoolConfig {
+        PoolConfig {
+            capacity_bytes: usize::try_from(self.dram_bytes).expect("checked by check()"),
+            huge_pages: if self.huge_pages { HugePages::Auto } else { HugePages::Never },
+            populate: true,
         }
     }
 }

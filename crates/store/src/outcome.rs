@@ -3,13 +3,13 @@
 use std::sync::Arc;
 
 use cascade_block::{BlockKey, NamespaceId};
-use cascade_memory::{MemoryError, Slab};
+use cascade_memory::{MemoryError, Slab, SlabMut};
 use thiserror::Error;
 
 use crate::PipelineError;
 
 /// The name of a tier in results and statistics: `dram`, `files`, or a stage's own.
-pub type TierName = Arc<str>;
+pub type TierName = &'static str;
 
 /// One block to store.
 #[derive(Debug, Clone, Copy)]
@@ -36,6 +36,40 @@ impl<'a> Put<'a> {
         Self {
             key,
             bytes,
+            parent: None,
+            namespace: NamespaceId::default(),
+            is_prefix: false,
+            is_partial: false,
+            ttl_ms: None,
+        }
+    }
+}
+
+/// One block that its caller wrote in place, into a slab from `Store::reserve`.
+#[derive(Debug)]
+pub struct PutSlab {
+    /// Its name.
+    pub key: BlockKey,
+    /// Its bytes.
+    pub slab: SlabMut,
+    /// The block before it in its chain.
+    pub parent: Option<BlockKey>,
+    /// The namespace that the key is rooted in, stored with the data.
+    pub namespace: NamespaceId,
+    /// Whether it belongs to a protected prefix.
+    pub is_prefix: bool,
+    /// Whether it is a request's last, partly filled block.
+    pub is_partial: bool,
+    /// Milliseconds until it expires.
+    pub ttl_ms: Option<u64>,
+}
+
+impl PutSlab {
+    /// A block without parent, protection or time limit.
+    pub fn new(key: BlockKey, slab: SlabMut) -> Self {
+        Self {
+            key,
+            slab,
             parent: None,
             namespace: NamespaceId::default(),
             is_prefix: false,
@@ -164,6 +198,13 @@ pub enum StoreError {
     /// The pool could not be made.
     #[error("cannot make the DRAM tier")]
     Memory(#[source] Arc<MemoryError>),
+    /// A thread could not be started.
+    #[error("cannot start the store's threads")]
+    Threads {
+        /// What the kernel said.
+        #[source]
+        source: Arc<std::io::Error>,
+    },
     /// The store was closed.
     #[error("the store is closed")]
     Closed,
