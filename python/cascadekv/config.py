@@ -36,14 +36,14 @@ class StoreSettings(TypedDict, total=False):
     policy: Policy
     digest: DigestMode
     write: WritePolicy
-    dirty_max: int | str | None
-    mover_rate: int | str | None
+    dirty_bytes_max: int | str | None
+    mover_bytes_per_second: int | str | None
     protected_percent: int
     admit_partial: bool
     timeout: float
 
 
-_SIZES = ("dram", "files_capacity", "segment_size", "dirty_max", "mover_rate")
+_SIZES = ("dram", "files_capacity", "segment_size", "dirty_bytes_max", "mover_bytes_per_second")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,9 +82,9 @@ class StoreConfig:
     """Whether blocks are named by content too, so that equal bytes are stored once."""
     write: WritePolicy = "back"
     """Whether a put returns when the first tier has the block, or when every tier has it."""
-    dirty_max: int | str | None = None
+    dirty_bytes_max: int | str | None = None
     """Bytes that may wait to be written down before puts wait too. Default: a quarter of DRAM."""
-    mover_rate: int | str | None = None
+    mover_bytes_per_second: int | str | None = None
     """Bytes a second that may be written down. Default: no limit."""
     protected_percent: int = 50
     """Share of DRAM that protected prefixes may hold."""

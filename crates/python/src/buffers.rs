@@ -173,7 +173,7 @@ impl PyView {
     /// The tier where the block was found.
     #[getter]
     fn tier(&self) -> &str {
-        &self.tier
+        self.tier
     }
 
     /// Where the block starts in this process's memory.
@@ -388,11 +388,11 @@ struct ManagedTensor {
 ///
 /// # Safety
 /// `start` leads to `bytes` bytes that stay mapped and unchanged as long as `owner` lives.
-unsafe fn dlpack<'py>(
-    owner: Bound<'py, PyAny>,
+unsafe fn dlpack(
+    owner: Bound<'_, PyAny>,
     start: NonNull<u8>,
     bytes: usize,
-) -> PyResult<Bound<'py, PyCapsule>> {
+) -> PyResult<Bound<'_, PyCapsule>> {
     let py = owner.py();
     let tensor = Box::into_raw(Box::new(ManagedTensor {
         major: DLPACK_MAJOR,

@@ -11,6 +11,7 @@ use crate::errors::{self, ConfigError};
 
 /// The fields of the Python dataclass, sizes already in bytes.
 #[derive(FromPyObject)]
+#[expect(clippy::struct_excessive_bools, reason = "settings that are yes or no")]
 struct Settings {
     pipeline: String,
     dram: u64,
@@ -26,8 +27,8 @@ struct Settings {
     policy: String,
     digest: String,
     write: String,
-    dirty_max: Option<u64>,
-    mover_rate: Option<u64>,
+    dirty_bytes_max: Option<u64>,
+    mover_bytes_per_second: Option<u64>,
     protected_percent: u8,
     admit_partial: bool,
     timeout: f64,
@@ -99,8 +100,8 @@ impl Settings {
             policy: named("policy", &self.policy, &POLICIES)?,
             digest: named("digest", &self.digest, &DIGESTS)?,
             write: named("write", &self.write, &WRITES)?,
-            dirty_bytes_max: self.dirty_max,
-            mover_bytes_per_second: self.mover_rate,
+            dirty_bytes_max: self.dirty_bytes_max,
+            mover_bytes_per_second: self.mover_bytes_per_second,
             protected_percent: self.protected_percent,
             admit_partial: self.admit_partial,
             timeout: seconds("timeout", self.timeout)?,

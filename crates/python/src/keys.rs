@@ -151,7 +151,7 @@ impl Keys {
     }
 
     fn from_bytes(bytes: &[u8]) -> PyResult<Self> {
-        if bytes.len() % KEY_BYTES != 0 {
+        if !bytes.len().is_multiple_of(KEY_BYTES) {
             return Err(PyValueError::new_err(format!(
                 "{} bytes are no whole number of keys of {KEY_BYTES} bytes",
                 bytes.len()

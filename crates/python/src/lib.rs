@@ -1,4 +1,6 @@
 //! The Python module `cascadekv._native`: converts, calls the store, maps errors, decides nothing.
+#![expect(clippy::needless_pass_by_value, reason = "PyO3 hands arguments over by value")]
+#![expect(clippy::unused_self, reason = "Python's protocols pass self, needed or not")]
 
 mod buffers;
 mod config;
