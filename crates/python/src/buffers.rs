@@ -57,6 +57,13 @@ impl Sources {
         Spans::new(blocks, count, "blocks").map(Self)
     }
 
+    /// The whole of one buffer.
+    pub(crate) fn whole(object: &Bound<'_, PyAny>) -> PyResult<Self> {
+        let buffer = PyUntypedBuffer::get(object)?;
+        let whole = Span::of(&buffer, "buffer", 0)?;
+        Ok(Self(Spans { held: vec![buffer], spans: vec![whole] }))
+    }
+
     pub(crate) fn slices(&self) -> Vec<&[u8]> {
         // SAFETY: each span lies in a C-contiguous buffer that `self` keeps exported, so it is
         // mapped and initialised while the slice, which borrows `self`, lives. The caller of the

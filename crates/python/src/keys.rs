@@ -192,7 +192,7 @@ impl<'py> FromPyObject<'_, 'py> for Keys {
                  from text",
             ));
         }
-        if let Ok(buffer) = Sources::new(&object, 1) {
+        if let Ok(buffer) = Sources::whole(&object) {
             return Self::from_bytes(buffer.slices()[0]);
         }
         let keys = object.try_iter()?.map(|item| key_of(&item?));
@@ -275,7 +275,7 @@ fn digest(data: &Bound<'_, PyAny>, algorithm: &str) -> PyResult<[u8; KEY_BYTES]>
             return Err(PyValueError::new_err(told));
         }
     };
-    let source = Sources::new(data, 1)?;
+    let source = Sources::whole(data)?;
     let digest = data.py().detach(|| Digest::of(algorithm, source.slices()[0]));
     Ok(*digest.as_bytes())
 }
@@ -284,6 +284,6 @@ fn digest(data: &Bound<'_, PyAny>, algorithm: &str) -> PyResult<[u8; KEY_BYTES]>
 #[pyfunction]
 #[pyo3(signature = (data, /))]
 fn checksum(data: &Bound<'_, PyAny>) -> PyResult<u32> {
-    let source = Sources::new(data, 1)?;
+    let source = Sources::whole(data)?;
     Ok(data.py().detach(|| cascade_block::checksum(source.slices()[0])))
 }

@@ -20,7 +20,7 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 #[pyfunction]
 #[pyo3(signature = (*parts))]
 fn weights_fingerprint(parts: Vec<Bound<'_, PyAny>>) -> PyResult<String> {
-    let sources = parts.iter().map(|part| Sources::new(part, 1));
+    let sources = parts.iter().map(Sources::whole);
     let sources = sources.collect::<PyResult<Vec<_>>>()?;
     let parts = sources.iter().flat_map(Sources::slices);
     Ok(WeightsFingerprint::of_parts(parts).as_str().to_owned())

@@ -174,8 +174,11 @@ impl PyStore {
         let options = options(timeout)?;
         let store = self.store()?;
         // All are checked before any is taken, so that an error leaves every one as it was.
-        for reservation in &reservations {
+        for (at, reservation) in reservations.iter().enumerate() {
             reservation.borrow().check()?;
+            if reservations[..at].iter().any(|earlier| earlier.is(reservation)) {
+                return Err(PyValueError::new_err(format!("reservations[{at}] is there twice")));
+            }
         }
         let mut puts = Vec::with_capacity(keys.len());
         for (at, reservation) in reservations.iter().enumerate() {

@@ -1,0 +1,136 @@
+"""Threads share a store; a forked child is told that it does not have one."""
+
+import multiprocessing
+import os
+import random
+import signal
+import sys
+import threading
+import traceback
+
+import pytest
+
+import cascadekv
+from cascadekv import PutStatus, Store
+
+MIB = 1 << 20
+
+
+def test_a_waiting_call_lets_other_threads_run(keys_of):
+    keys = keys_of(range(1))
+    with Store(dram="8MiB", huge_pages=False, timeout=60) as store:
+        # The pool has no room until the other thread releases this: were the interpreter held,
+        # that thread could not, and the put would run into its deadline.
+        reservation = store.reserve(7 * MIB)
+        started = threading.Event()
+        helper = threading.Thread(target=lambda: (started.wait(), reservation.release()))
+        helper.start()
+        started.set()
+        result = store.put(keys, [bytes(6 * MIB)])[0]
+        helper.join()
+        assert result.status is PutStatus.STORED
+
+
+def test_a_deadline_is_kept_and_said(keys_of):
+    with Store(dram="8MiB", huge_pages=False) as store:
+        reservation = store.reserve(7 * MIB)
+        result = store.put(keys_of(range(1)), [bytes(6 * MIB)], timeout=0.01)[0]
+        assert result.status is PutStatus.FAILED
+        assert isinstance(result.error, cascadekv.DeadlineError)
+        with pytest.raises(cascadekv.DeadlineError, match="10 ms"):
+            store.reserve(6 * MIB, timeout=0.01)
+        reservation.release()
+
+
+def test_threads_hammer_one_store_and_read_no_wrong_byte(keys_of, bytes_of):
+    keys = keys_of(range(64))
+    blocks = {key: bytes_of(key, 200_000) for key in keys}
+    wrong = []
+
+    def hammer(seed: int) -> None:
+        chance = random.Random(seed)
+        for _ in range(150):
+            some = chance.sample(list(keys), 8)
+            action = chance.randrange(4)
+            if action == 0:
+                store.put(some, [blocks[key] for key in some], chain=False)
+            elif action == 1:
+                views = store.view(some)
+                wrong.extend(k for k, v in zip(some, views, strict=True) if v and v != blocks[k])
+            elif action == 2:
+                buffers = [bytearray(200_000) for _ in some]
+                results = store.get(some, buffers)
+                triples = zip(some, results, buffers, strict=True)
+                wrong.extend(k for k, r, b in triples if r.ok and b != blocks[k])
+            else:
+                store.delete(some[:2])
+
+    with Store(dram="8MiB", huge_pages=False) as store:
+        threads = [threading.Thread(target=hammer, args=(seed,)) for seed in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert wrong == []
+        assert store.stats()["hits"] > 0
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_a_forked_child_gets_an_error_and_does_not_hang(keys_of):
+    keys = keys_of(range(1))
+    store = Store(dram="8MiB")
+    store.put(keys, [b"block"])
+    views = store.view(keys)
+    view = views[0]
+    reservation = store.reserve(100)
+    child = os.fork()
+    if child == 0:
+        os._exit(_child_of_a_fork(store, views, view, reservation, keys))
+    watchdog = threading.Timer(60, os.kill, (child, signal.SIGKILL))
+    watchdog.start()
+    _, status = os.waitpid(child, 0)
+    watchdog.cancel()
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert bytes(view) == b"block"
+    reservation.release()
+    store.close()
+
+
+def _child_of_a_fork(store, views, view, reservation, keys) -> int:
+    uses = [
+        lambda: store.put(keys, [b"block"]),
+        lambda: store.view(keys),
+        store.stats,
+        store.close,
+        lambda: len(views),
+        lambda: memoryview(view),
+        reservation.release,
+    ]
+    try:
+        for use in uses:
+            with pytest.raises(cascadekv.ForkError, match="belongs to process"):
+                use()
+        del use, uses, store, views, view, reservation
+        with Store(dram="8MiB") as own:
+            assert own.put(keys, [b"block"])[0].ok
+    except BaseException:
+        traceback.print_exc(file=sys.stderr)
+        return 1
+    return 0
+
+
+def _use_a_store_of_its_own(answer) -> None:
+    with Store(dram="8MiB") as store:
+        key = cascadekv.Namespace(cascadekv.Manifest({})).key_of_id("a")
+        answer.put(store.put(key, [b"block"])[0].status.value)
+
+
+def test_a_spawned_child_opens_its_own():
+    context = multiprocessing.get_context("spawn")
+    answer = context.Queue()
+    child = context.Process(target=_use_a_store_of_its_own, args=(answer,))
+    child.start()
+    assert answer.get(timeout=60) == "stored"
+    child.join()
+    answer.close()
+    answer.join_thread()
