@@ -173,6 +173,13 @@ pub enum StoreError {
         /// How far it is behind.
         pending_bytes: u64,
     },
+    /// Every byte of DRAM is pinned or held by views. Drop some, ask for less at once, or give the
+    /// store more.
+    #[error("no room for {needed_bytes} bytes: all of DRAM is pinned or held by views")]
+    NoRoom {
+        /// Length of the block.
+        needed_bytes: usize,
+    },
     /// A tier failed. Compute.
     #[error("tier {tier} failed to {operation}")]
     Tier {

@@ -426,7 +426,7 @@ impl Node {
                 StoreError::Busy { tier: self.tier_name(1.min(self.stages.len())), pending_bytes }
             }
             NoSlab::Late => self.timeout_error("take room in DRAM", options),
-            NoSlab::Full => StoreError::Busy { tier: self.tier_name(0), pending_bytes },
+            NoSlab::Full => StoreError::NoRoom { needed_bytes: bytes },
         }
     }
 

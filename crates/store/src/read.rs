@@ -96,7 +96,9 @@ impl Node {
             for ((key, view), buffer) in step.iter().zip(views).zip(buffers) {
                 // What did not fit beside the others of its step may fit alone.
                 let view = match view {
-                    ViewOutcome::Failed(StoreError::Busy { .. }) => self.view_again(*key, options),
+                    ViewOutcome::Failed(StoreError::NoRoom { .. }) => {
+                        self.view_again(*key, options)
+                    }
                     settled => settled,
                 };
                 tiers.push(Served::of_view(&view));
