@@ -1,5 +1,6 @@
 """Threads share a store; a forked child is told that it does not have one."""
 
+import contextlib
 import multiprocessing
 import os
 import random
@@ -7,6 +8,7 @@ import signal
 import sys
 import threading
 import traceback
+from collections.abc import Iterator
 
 import pytest
 
@@ -16,30 +18,50 @@ from cascadekv import PutStatus, Store
 MIB = 1 << 20
 
 
-def test_a_waiting_call_lets_other_threads_run(keys_of):
-    keys = keys_of(range(1))
-    with Store(dram="8MiB", huge_pages=False, timeout=60) as store:
-        # The pool has no room until the other thread releases this: were the interpreter held,
-        # that thread could not, and the put would run into its deadline.
-        reservation = store.reserve(7 * MIB)
-        started = threading.Event()
-        helper = threading.Thread(target=lambda: (started.wait(), reservation.release()))
-        helper.start()
-        started.set()
-        result = store.put(keys, [bytes(6 * MIB)])[0]
-        helper.join()
-        assert result.status is PutStatus.STORED
+@pytest.fixture
+def stuck_store(keys_of) -> Iterator[Store]:
+    """A store whose second tier took a block and now waits for ever: a byte a second."""
+    store = Store(
+        pipeline="Dram|Fake",
+        dram="8MiB",
+        huge_pages=False,
+        mover_bytes_per_second=1,
+        dirty_bytes_max="2MiB",
+        timeout=0.1,
+    )
+    store.put(keys_of(range(1)), [bytes(MIB)])
+    store.flush(timeout=60)
+    store.put(keys_of(range(1, 2)), [bytes(MIB)])
+    yield store
+    with contextlib.suppress(cascadekv.DeadlineError):
+        store.close()
 
 
-def test_a_deadline_is_kept_and_said(keys_of):
-    with Store(dram="8MiB", huge_pages=False) as store:
-        reservation = store.reserve(7 * MIB)
-        result = store.put(keys_of(range(1)), [bytes(6 * MIB)], timeout=0.01)[0]
-        assert result.status is PutStatus.FAILED
-        assert isinstance(result.error, cascadekv.DeadlineError)
-        with pytest.raises(cascadekv.DeadlineError, match="10 ms"):
-            store.reserve(6 * MIB, timeout=0.01)
-        reservation.release()
+def test_a_waiting_call_lets_other_threads_run(stuck_store):
+    # Only closing ends the wait, and only another thread can do it: were the interpreter held, the
+    # flush would run into its deadline. Should closing win the race, the flush is refused at once.
+    def close() -> None:
+        with pytest.raises(cascadekv.DeadlineError):
+            stuck_store.close()
+
+    helper = threading.Thread(target=close)
+    helper.start()
+    with contextlib.suppress(cascadekv.ClosedError):
+        stuck_store.flush(timeout=60)
+    helper.join()
+
+
+def test_a_deadline_is_kept_and_said(stuck_store):
+    with pytest.raises(cascadekv.DeadlineError, match="10 ms"):
+        stuck_store.flush(timeout=0.01)
+
+
+def test_puts_wait_while_too_much_is_unwritten_and_say_so(stuck_store, keys_of):
+    results = [
+        stuck_store.put(key, [bytes(MIB)], timeout=0.01)[0] for key in keys_of(range(2, 6))
+    ]
+    assert results[-1].status is PutStatus.FAILED
+    assert isinstance(results[-1].error, cascadekv.BusyError | cascadekv.DeadlineError)
 
 
 def test_threads_hammer_one_store_and_read_no_wrong_byte(keys_of, bytes_of):
@@ -56,7 +78,7 @@ def test_threads_hammer_one_store_and_read_no_wrong_byte(keys_of, bytes_of):
                 store.put(some, [blocks[key] for key in some], chain=False)
             elif action == 1:
                 views = store.view(some)
-                wrong.extend(k for k, v in zip(some, views, strict=True) if v and v != blocks[k])
+                wrong.extend(k for k, v in zip(some, views, strict=True) if v and bytes(v) != blocks[k])
             elif action == 2:
                 buffers = [bytearray(200_000) for _ in some]
                 results = store.get(some, buffers)
