@@ -1,1 +1,25 @@
-//! To be filled.
+//! The file tier's bytes: segments, block files, and the engines that read and write them.
+//!
+//! Which blocks lie here, and which leave, is decided above. This crate keeps them so that they
+//! come back right or not at all: every payload carries a checksum that a read checks, every call
+//! has a deadline, and a restart finds what was stored. `docs/segment-format.md` draws the bytes.
+
+mod config;
+mod error;
+pub mod format;
+mod gate;
+pub mod io;
+mod lock;
+mod record;
+pub mod scan;
+mod segments;
+mod tier;
+
+pub use config::{EngineKind, FileTierConfig, Layout};
+pub use error::DiskError;
+pub use format::WriterName;
+pub use record::{Address, RecordMeta};
+pub use segments::SegmentFiles;
+pub use tier::{
+    BlockFiles, Damage, DiskStats, ReadOutcome, ReadRequest, Reclaimed, Recovery, open, open_with,
+};

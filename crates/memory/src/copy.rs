@@ -1,9 +1,9 @@
-//! Copies between callers and slabs.
+//! Copies between a caller's memory and slabs.
 
-/// Copies a whole block.
+/// Copies all of `source` over all of `target`.
 ///
 /// # Panics
 /// If the lengths differ.
-pub fn copy_in(target: &mut [u8], source: &[u8]) {
+pub fn copy_bytes(target: &mut [u8], source: &[u8]) {
     target.copy_from_slice(source);
 }

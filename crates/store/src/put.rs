@@ -186,7 +186,7 @@ impl Node {
         let sealed: Vec<_> = taken
             .into_iter()
             .map(|Taken { index, mut slab }| {
-                cascade_memory::copy_in(&mut slab, round.batch[index].bytes);
+                cascade_memory::copy_bytes(&mut slab, round.batch[index].bytes);
                 (index, round.digests[index], slab.seal())
             })
             .collect();
@@ -324,7 +324,7 @@ impl Node {
             Err(why) => return self.not_taken(&state, why, put, options),
         };
         drop(state);
-        cascade_memory::copy_in(&mut slab, put.bytes);
+        cascade_memory::copy_bytes(&mut slab, put.bytes);
         let digest = self.digest(put.bytes);
         let mut state = self.lock();
         state.slabs_out -= 1;

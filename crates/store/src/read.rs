@@ -443,7 +443,7 @@ fn copy_out(view: ViewOutcome, buffer: &mut [u8]) -> GetOutcome {
         }
         ViewOutcome::Hit { slab, tier } => {
             let bytes = slab.len();
-            cascade_memory::copy_in(&mut buffer[..bytes], &slab);
+            cascade_memory::copy_bytes(&mut buffer[..bytes], &slab);
             GetOutcome::Hit { bytes, tier }
         }
         ViewOutcome::Miss => GetOutcome::Miss,

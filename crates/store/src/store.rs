@@ -7,6 +7,7 @@ use std::thread::JoinHandle;
 use cascade_block::{BlockKey, Clock, SystemClock};
 use cascade_memory::SlabMut;
 
+use crate::catalog::KeyIndex;
 use crate::eviction::{Asked, Removal};
 use crate::node::Node;
 use crate::outcome::PutSlab;
@@ -158,16 +159,23 @@ impl Store {
 
     /// Whether each block is in any tier. Counts as nobody's access.
     pub fn contains(&self, keys: &[BlockKey]) -> Vec<bool> {
-        self.locate(keys).iter().map(|tiers| !tiers.is_empty()).collect()
+        let now_unix_ms = self.node().clock.unix_ms();
+        let mut found = Vec::with_capacity(keys.len());
+        let state = self.node().lock();
+        state.catalog.find_batch(keys, &mut found);
+        let is_live = |found| !state.catalog.entry(found).has_expired(now_unix_ms);
+        found.into_iter().map(|found| found.is_some_and(is_live)).collect()
     }
 
     /// The tiers that have each block, fast to slow. Counts as nobody's access.
     pub fn locate(&self, keys: &[BlockKey]) -> Vec<Vec<TierName>> {
         let node = self.node();
         let now_unix_ms = node.clock.unix_ms();
+        let mut found = Vec::with_capacity(keys.len());
         let state = node.lock();
-        let tiers_of = |key: &BlockKey| {
-            let entry = state.catalog.find(key).map(|found| state.catalog.entry(found));
+        state.catalog.find_batch(keys, &mut found);
+        let tiers_of = |found: Option<KeyIndex>| {
+            let entry = found.map(|found| state.catalog.entry(found));
             let Some(entry) = entry.filter(|entry| !entry.has_expired(now_unix_ms)) else {
                 return Vec::new();
             };
@@ -178,7 +186,7 @@ impl Store {
                 .map(|stage| node.tier_name(1 + stage));
             dram.into_iter().chain(lower).collect()
         };
-        keys.iter().map(tiers_of).collect()
+        found.into_iter().map(tiers_of).collect()
     }
 
     /// Keeps blocks from being evicted from DRAM until as many `unpin`s. True for those that are
