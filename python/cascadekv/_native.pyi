@@ -11,6 +11,28 @@ from cascadekv.hints import Hints
 from cascadekv.results import DeclineReason, GetStatus, PutStatus
 from cascadekv.stats import Stats
 
+__all__ = [
+    "BlockKey",
+    "BlockKeys",
+    "GetResult",
+    "Manifest",
+    "Namespace",
+    "PrefixMatch",
+    "PutResult",
+    "Reservation",
+    "Store",
+    "View",
+    "Views",
+    "__version__",
+    "chain_keys",
+    "check_config",
+    "checksum",
+    "digest",
+    "parse_size",
+    "run_command",
+    "weights_fingerprint",
+]
+
 __version__: str
 
 _Key: TypeAlias = BlockKey | bytes
@@ -174,7 +196,7 @@ class View:
     def __dlpack_device__(self) -> tuple[int, int]: ...
 
 @final
-class Views(Sequence[View | None]):
+class Views:
     """The views of one batch, in the order of its keys: a sequence of `View` or `None`.
 
     All blocks stay in the pool until this object goes or `release` is called; a `View` taken from
@@ -186,6 +208,7 @@ class Views(Sequence[View | None]):
     def __getitem__(self, index: int, /) -> View | None: ...
     @overload
     def __getitem__(self, index: slice, /) -> list[View | None]: ...
+    def __iter__(self) -> Iterator[View | None]: ...
     @property
     def hits(self) -> int:
         """Blocks that were found."""
@@ -242,7 +265,7 @@ class Store:
         that begins below `parent`, unless `chain` is false. `ttl` and `timeout` are in seconds.
         """
     def reserve(self, size: int, *, timeout: float | None = None) -> Reservation:
-        """Give memory of the pool for a block of that many bytes, to write in place and then put."""
+        """Give memory of the pool for a block of that many bytes: write in place, then put."""
     def put_reserved(
         self,
         keys: _Keys,
@@ -297,7 +320,10 @@ class Store:
     def stats(self) -> Stats:
         """Say what the store holds and did. Also after `close`."""
     def close(self) -> None:
-        """Write down what waits, stop the store's threads and close its files. May be repeated."""
+        """Write down what waits, stop the store's threads and close its files. May be repeated.
+
+        Raises `DeadlineError` when not all could be written in time; the store is closed anyway.
+        """
     def __enter__(self) -> Self: ...
     def __exit__(self, *_error: object) -> None: ...
 
@@ -326,7 +352,7 @@ def weights_fingerprint(*parts: Buffer) -> str:
 def parse_size(text: str, /) -> int:
     """Give a size such as `"512MiB"` in bytes; raises `ConfigError` for what is no size."""
 
-def check_config(config: StoreConfig, /) -> None:
+def check_config(config: object, /) -> None:
     """Raise `ConfigError` when a setting makes no sense, by its name."""
 
 def run_command(arguments: Sequence[str], /) -> int:

@@ -94,7 +94,7 @@ class StoreConfig:
     """Seconds that a call may take unless it says otherwise."""
 
     def __post_init__(self) -> None:
-        """Turns sizes into bytes, chooses the pipeline, and checks the whole."""
+        """Turn sizes into bytes, choose the pipeline, and check the whole."""
         for name in _SIZES:
             value: object = getattr(self, name)
             if isinstance(value, str):

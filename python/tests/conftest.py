@@ -4,9 +4,8 @@ import hashlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import pytest
-
 import cascadekv
+import pytest
 from cascadekv import BlockKey, BlockKeys, Namespace, Store
 
 MIB = 1 << 20

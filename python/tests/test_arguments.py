@@ -2,10 +2,9 @@
 
 import pickle
 
+import cascadekv
 import numpy as np
 import pytest
-
-import cascadekv
 from cascadekv import Store
 
 

@@ -4,7 +4,6 @@ import dataclasses
 import json
 
 import pytest
-
 from cascadekv import ConfigError, PipelineError, Store, StoreConfig
 
 MIB = 1 << 20

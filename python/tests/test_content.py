@@ -1,7 +1,6 @@
 """Equal bytes are stored once, and protected prefixes leave memory last."""
 
 import pytest
-
 from cascadekv import PutStatus, Store
 
 KIB, MIB = 1 << 10, 1 << 20

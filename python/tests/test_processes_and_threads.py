@@ -1,18 +1,17 @@
 """Threads share a store; a forked child is told that it does not have one."""
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import random
 import signal
 import sys
 import threading
-import traceback
 from collections.abc import Iterator
 
-import pytest
-
 import cascadekv
+import pytest
 from cascadekv import PutStatus, Store
 
 MIB = 1 << 20
@@ -20,7 +19,7 @@ MIB = 1 << 20
 
 @pytest.fixture
 def stuck_store(keys_of) -> Iterator[Store]:
-    """A store whose second tier took a block and now waits for ever: a byte a second."""
+    """Open a store whose second tier took a block and now waits for ever: a byte a second."""
     store = Store(
         pipeline="Dram|Fake",
         dram="8MiB",
@@ -57,9 +56,7 @@ def test_a_deadline_is_kept_and_said(stuck_store):
 
 
 def test_puts_wait_while_too_much_is_unwritten_and_say_so(stuck_store, keys_of):
-    results = [
-        stuck_store.put(key, [bytes(MIB)], timeout=0.01)[0] for key in keys_of(range(2, 6))
-    ]
+    results = [stuck_store.put(key, [bytes(MIB)], timeout=0.01)[0] for key in keys_of(range(2, 6))]
     assert results[-1].status is PutStatus.FAILED
     assert isinstance(results[-1].error, cascadekv.BusyError | cascadekv.DeadlineError)
 
@@ -78,7 +75,9 @@ def test_threads_hammer_one_store_and_read_no_wrong_byte(keys_of, bytes_of):
                 store.put(some, [blocks[key] for key in some], chain=False)
             elif action == 1:
                 views = store.view(some)
-                wrong.extend(k for k, v in zip(some, views, strict=True) if v and bytes(v) != blocks[k])
+                wrong.extend(
+                    k for k, v in zip(some, views, strict=True) if v and bytes(v) != blocks[k]
+                )
             elif action == 2:
                 buffers = [bytearray(200_000) for _ in some]
                 results = store.get(some, buffers)
@@ -107,7 +106,11 @@ def test_a_forked_child_gets_an_error_and_does_not_hang(keys_of):
     reservation = store.reserve(100)
     child = os.fork()
     if child == 0:
-        os._exit(_child_of_a_fork(store, views, view, reservation, keys))
+        code = _child_of_a_fork(store, views, view, reservation, keys)
+        # Letting go of the parent's objects must not touch them either.
+        del store, views, view, reservation
+        gc.collect()
+        os._exit(code)
     watchdog = threading.Timer(60, os.kill, (child, signal.SIGKILL))
     watchdog.start()
     _, status = os.waitpid(child, 0)
@@ -119,26 +122,25 @@ def test_a_forked_child_gets_an_error_and_does_not_hang(keys_of):
 
 
 def _child_of_a_fork(store, views, view, reservation, keys) -> int:
-    uses = [
-        lambda: store.put(keys, [b"block"]),
-        lambda: store.view(keys),
-        store.stats,
-        store.close,
-        lambda: len(views),
-        lambda: memoryview(view),
-        reservation.release,
-    ]
-    try:
-        for use in uses:
-            with pytest.raises(cascadekv.ForkError, match="belongs to process"):
-                use()
-        del use, uses, store, views, view, reservation
-        with Store(dram="8MiB") as own:
-            assert own.put(keys, [b"block"])[0].ok
-    except BaseException:
-        traceback.print_exc(file=sys.stderr)
+    uses = {
+        "put": lambda: store.put(keys, [b"block"]),
+        "view": lambda: store.view(keys),
+        "stats": lambda: store.stats(),
+        "close": lambda: store.close(),
+        "views": lambda: len(views),
+        "buffer": lambda: memoryview(view),
+        "release": lambda: reservation.release(),
+    }
+    for name, use in uses.items():
+        try:
+            use()
+        except cascadekv.ForkError as error:
+            if "belongs to process" in str(error):
+                continue
+        print(f"{name} was not refused in a forked child", file=sys.stderr)
         return 1
-    return 0
+    with Store(dram="8MiB") as own:
+        return 0 if own.put(keys, [b"block"])[0].ok else 2
 
 
 def _use_a_store_of_its_own(answer) -> None:

@@ -5,7 +5,6 @@ import pickle
 
 import numpy as np
 import pytest
-
 from cascadekv import Store
 
 MIB = 1 << 20

@@ -8,7 +8,7 @@ use cascade_block::{BlockKey, ChainTail, Digest, DigestAlgorithm};
 use pyo3::buffer::PyBuffer;
 use pyo3::exceptions::{PyIndexError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PySlice, PyString};
+use pyo3::types::{PyBytes, PyIterator, PyList, PySlice, PyString};
 
 use crate::buffers::Sources;
 use crate::namespace::PyNamespace;
@@ -94,6 +94,10 @@ impl PyBlockKeys {
         }
         let at = position(index.extract()?, self.0.len())?;
         Ok(PyBlockKey(self.0[at]).into_pyobject(py)?.into_any())
+    }
+
+    fn __iter__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyIterator>> {
+        PyList::new(py, self.0.iter().map(|key| PyBlockKey(*key)))?.try_iter()
     }
 
     fn __bytes__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {

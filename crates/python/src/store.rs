@@ -1,10 +1,10 @@
 //! The store in Python: batches in, a result for each block out, the interpreter free meanwhile.
 
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use cascade_block::{BlockKey, NamespaceId};
-use cascade_store::{CallOptions, Put, PutSlab, Request, Store, StoreError};
+use cascade_store::{CallOptions, Put, PutSlab, Request, Stats, Store, StoreError};
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
@@ -34,9 +34,15 @@ static STORE_CONFIG: PyOnceLock<Py<PyType>> = PyOnceLock::new();
 #[pyclass(name = "Store", module = "cascadekv", frozen)]
 #[derive(Debug)]
 pub(crate) struct PyStore {
-    store: Owned<Store>,
+    state: Owned<Mutex<Opened>>,
     config: Py<PyAny>,
-    is_closed: AtomicBool,
+}
+
+/// A closed store keeps no files open and no memory, only what it counted.
+#[derive(Debug)]
+enum Opened {
+    Yes(Store),
+    No(Box<Stats>),
 }
 
 /// What the keywords of a put say of its blocks.
@@ -77,7 +83,8 @@ impl PyStore {
         };
         let settings = store_config(&config)?;
         let store = py.detach(|| Store::open(settings)).map_err(|error| to_python(&error))?;
-        Ok(Self { store: Owned::new(store), config: config.unbind(), is_closed: AtomicBool::new(false) })
+        let state = Owned::new(Mutex::new(Opened::Yes(store)));
+        Ok(Self { state, config: config.unbind() })
     }
 
     /// The settings that the store runs with.
@@ -293,17 +300,26 @@ impl PyStore {
 
     /// What the store holds and did, as `Stats` describes it. Also after `close`.
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let store = self.store.get("store")?;
+        let store = match &*self.lock()? {
+            Opened::Yes(store) => store.clone(),
+            Opened::No(stats) => return stats::to_dict(py, stats),
+        };
         stats::to_dict(py, &py.detach(|| store.stats()))
     }
 
     /// Writes down what waits, stops the store's threads and closes its files. May be repeated.
+    ///
+    /// Raises `DeadlineError` when not all could be written in time; the store is closed anyway.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
-        let store = self.store.get("store")?;
-        if self.is_closed.swap(true, Ordering::AcqRel) {
-            return Ok(());
-        }
-        py.detach(|| store.close()).map_err(|error| to_python(&error))
+        let store = match &*self.lock()? {
+            Opened::Yes(store) => store.clone(),
+            Opened::No(_) => return Ok(()),
+        };
+        let closed = py.detach(|| store.close());
+        *self.lock()? = Opened::No(Box::new(store.stats()));
+        // With the last handle go the files' lock and the pool, but for what views hold.
+        py.detach(|| drop(store));
+        closed.map_err(|error| to_python(&error))
     }
 
     fn __enter__(slf: Py<Self>) -> Py<Self> {
@@ -325,11 +341,16 @@ impl PyStore {
 }
 
 impl PyStore {
-    fn store(&self) -> PyResult<&Store> {
-        if self.is_closed.load(Ordering::Acquire) {
-            return Err(to_python(&StoreError::Closed));
+    fn lock(&self) -> PyResult<MutexGuard<'_, Opened>> {
+        Ok(self.state.get("store")?.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// A handle for one call; what it does is refused by the store itself once that is closed.
+    fn store(&self) -> PyResult<Store> {
+        match &*self.lock()? {
+            Opened::Yes(store) => Ok(store.clone()),
+            Opened::No(_) => Err(to_python(&StoreError::Closed)),
         }
-        self.store.get("store")
     }
 }
 

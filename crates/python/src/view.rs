@@ -3,7 +3,7 @@
 use cascade_store::ViewOutcome;
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
-use pyo3::types::{PyList, PySlice};
+use pyo3::types::{PyIterator, PyList, PySlice};
 
 use crate::buffers::PyView;
 use crate::errors;
@@ -54,6 +54,11 @@ impl PyViews {
         }
         let view = self.view(position(index.extract()?, count)?)?;
         Ok(view.into_pyobject(index.py())?.into_any())
+    }
+
+    fn __iter__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyIterator>> {
+        let views = (0..self.outcomes()?.len()).map(|at| self.view(at));
+        PyList::new(py, views.collect::<PyResult<Vec<_>>>()?)?.try_iter()
     }
 
     /// Blocks that were found.
