@@ -86,11 +86,11 @@ const _: () = assert!(size_of::<Content>() <= 56, "memory per key is part of the
 
 impl KeyEntry {
     pub(crate) fn slot(&self) -> Option<Slot> {
-        (self.slot != NONE).then_some(self.slot)
+        Slot::some(self.slot)
     }
 
     pub(crate) fn set_slot(&mut self, slot: Option<Slot>) {
-        self.slot = slot.unwrap_or(NONE);
+        self.slot = Slot::raw(slot);
     }
 
     pub(crate) fn has_expired(&self, now_unix_ms: u64) -> bool {
@@ -160,6 +160,13 @@ impl Catalog {
     /// Contents known in any tier.
     pub(crate) fn content_count(&self) -> usize {
         self.contents.len()
+    }
+
+    /// Memory of the tables and entries.
+    pub(crate) fn memory_bytes(&self) -> usize {
+        let tables = self.table.memory_bytes() + self.by_digest.memory_bytes();
+        let entries = self.keys.memory_bytes() + self.contents.memory_bytes();
+        tables + entries + self.digests.memory_bytes()
     }
 
     pub(crate) fn find(&self, key: &BlockKey) -> Option<KeyIndex> {
@@ -272,7 +279,7 @@ impl Catalog {
         let key = self.keys.insert(KeyEntry {
             key: new.key,
             content,
-            slot: NONE,
+            slot: Slot::raw(None),
             next_of_content,
             parent: NONE,
             parent_tag: 0,

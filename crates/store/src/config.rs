@@ -116,7 +116,8 @@ pub struct StoreConfig {
     pub dirty_bytes_max: Option<u64>,
     /// Bytes a second that the mover may write. Default: no limit.
     pub mover_bytes_per_second: Option<u64>,
-    /// Share of DRAM that protected prefixes may hold, in percent. Default: 50.
+    /// Share of DRAM that protected prefixes may hold, in percent; beyond it further ones are
+    /// ordinary blocks. Default: 80.
     pub protected_percent: u8,
     /// Whether a request's last partial block is taken. Default: no.
     pub admit_partial: bool,
@@ -137,7 +138,7 @@ impl Default for StoreConfig {
             write: WritePolicy::default(),
             dirty_bytes_max: None,
             mover_bytes_per_second: None,
-            protected_percent: 50,
+            protected_percent: 80,
             admit_partial: false,
             timeout: Duration::from_secs(30),
         }

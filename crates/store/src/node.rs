@@ -7,14 +7,12 @@ use cascade_block::{Clock, Deadline};
 use cascade_memory::{Pool, SlabMut};
 
 use crate::catalog::{LOWER_STAGES_MAX, NewKey};
-use crate::eviction::Eviction;
+use crate::eviction::{self, Eviction, Incoming, Limits};
 use crate::pipeline::Pipeline;
 use crate::stage::{BlockFacts, Registry, Stage, StageContext, StageError};
-use crate::state::State;
+use crate::state::{Evicted, State};
 use crate::{CallOptions, StoreConfig, StoreError, TierName};
 
-/// Sizes what the policy prepares for when only bytes are given.
-const ASSUMED_BLOCK_BYTES: u64 = 64 << 10;
 /// How often a wait looks again for what nobody announces, such as a view that was dropped.
 const RECHECK: Duration = Duration::from_millis(5);
 
@@ -42,6 +40,8 @@ pub(crate) enum NoSlab {
     TooLarge,
     /// All that is resident is pinned or being read, and nothing under way will free any.
     Full,
+    /// All that may go is worth more.
+    WorthLess,
     /// Room will come, but did not in time.
     Late,
 }
@@ -58,11 +58,12 @@ impl Node {
         let context = StageContext { config: &config, pool: &pool, clock: &clock };
         let stages = pipeline.lower.iter().map(|name| registry.make(name, &context));
         let stages = stages.collect::<Result<Vec<_>, _>>()?;
-        let eviction = Eviction::new(
-            config.policy,
-            config.dram_blocks.unwrap_or(config.dram_bytes / ASSUMED_BLOCK_BYTES),
-            config.protected_percent,
-        );
+        let limits = Limits {
+            capacity_bytes: config.dram_bytes,
+            protected_percent: config.protected_percent,
+            admit_partial: config.admit_partial,
+        };
+        let eviction = Eviction::new(eviction::policy(config.policy), limits);
         let state = Mutex::new(State::new(eviction, pipeline.has_dram));
         let dirty_bytes_max = config.dirty_bytes_max.unwrap_or(config.dram_bytes / 4);
         let (changed, work) = (Condvar::new(), Condvar::new());
@@ -143,17 +144,23 @@ impl Node {
         StoreError::Timeout { operation, timeout_ms }
     }
 
+    /// The time that the policy goes by.
+    pub(crate) fn policy_now(&self, state: &State) -> Duration {
+        state.policy_time.unwrap_or_else(|| self.clock.monotonic())
+    }
+
     pub(crate) fn tier_name(&self, tier: usize) -> TierName {
         if tier == 0 { "dram" } else { self.stages[tier - 1].name() }
     }
 
-    /// Takes a slab for a put or a load, evicting as needed. `own` slabs of the caller are out
-    /// already: it never waits for itself.
+    /// Takes a slab for a put or a load, evicting as needed; for an incoming block, only what is
+    /// worth less. `own` slabs of the caller are out already: it never waits for itself.
     pub(crate) fn take_slab<'a>(
         &'a self,
         mut state: MutexGuard<'a, State>,
         bytes: usize,
         own: u64,
+        incoming: Option<&Incoming>,
         deadline: Deadline,
     ) -> (MutexGuard<'a, State>, Result<SlabMut, NoSlab>) {
         if bytes > self.pool.stats().capacity_bytes {
@@ -166,8 +173,11 @@ impl Node {
                 state.slabs_out += 1;
                 return (state, Ok(slab));
             }
-            if state.evict_one(self.clock.monotonic()) {
-                continue;
+            let now = self.policy_now(&state);
+            match state.evict_one(now, incoming) {
+                Evicted::One => continue,
+                Evicted::NothingWorthLess => return (state, Err(NoSlab::WorthLess)),
+                Evicted::NothingUsable => {}
             }
             if state.pending_total() == 0 && state.slabs_out <= own {
                 return (state, Err(NoSlab::Full));
@@ -182,7 +192,7 @@ impl Node {
 
     fn has_block_room(&self, state: &State) -> bool {
         let most = self.config.dram_blocks.unwrap_or(u64::MAX);
-        (state.eviction.len() as u64).saturating_add(state.slabs_out) < most
+        (state.eviction.blocks().len() as u64).saturating_add(state.slabs_out) < most
     }
 
     /// Sends what the state has collected for the stages to forget. A stage that fails to forget

@@ -86,8 +86,10 @@ pub enum DeclineReason {
     Partial,
     /// Larger than a tier of the pipeline can hold.
     TooLarge,
-    /// Everything resident is pinned or worth more.
+    /// Everything resident is pinned or held by views.
     Full,
+    /// Everything resident is worth more, and there is no tier below.
+    WorthLess,
     /// The pipeline stores nothing.
     Empty,
 }

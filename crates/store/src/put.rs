@@ -9,7 +9,7 @@ use cascade_block::{BlockKey, Deadline, Digest, DigestMode};
 use cascade_memory::{Slab, SlabMut};
 
 use crate::catalog::{ContentIndex, NewKey};
-use crate::eviction::Removal;
+use crate::eviction::{Incoming, Removal};
 use crate::node::{NoSlab, Node};
 use crate::outcome::PutSlab;
 use crate::stage::BlockFacts;
@@ -102,7 +102,7 @@ impl Node {
         if state.is_closed {
             return Err(StoreError::Closed);
         }
-        let (mut state, slab) = self.take_slab(state, bytes, 0, deadline);
+        let (mut state, slab) = self.take_slab(state, bytes, 0, None, deadline);
         let slab = slab.map_err(|why| self.no_slab_error(&state, why, bytes, options))?;
         // From here on the slab is the caller's: nobody waits for it to come back.
         state.slabs_out -= 1;
@@ -140,7 +140,7 @@ impl Node {
                     state = again;
                     let own = taken.len() as u64;
                     let (again, slab) = match room {
-                        true => self.take_slab(state, put.bytes.len(), own, deadline),
+                        true => self.take_worth(state, put, own, deadline),
                         false => (state, Err(NoSlab::Late)),
                     };
                     state = again;
@@ -159,6 +159,29 @@ impl Node {
         }
         self.send_removals(state, deadline);
         (taken, at)
+    }
+
+    /// Takes a slab for a put. Where no tier is below, a block that is worth less than all that is
+    /// resident is not taken; otherwise it has to pass through DRAM on its way down.
+    fn take_worth<'a>(
+        &'a self,
+        state: MutexGuard<'a, State>,
+        put: &Put<'_>,
+        own: u64,
+        deadline: Deadline,
+    ) -> (MutexGuard<'a, State>, Result<SlabMut, NoSlab>) {
+        if !self.stages.is_empty() {
+            return self.take_slab(state, put.bytes.len(), own, None, deadline);
+        }
+        let parent = put.parent.and_then(|parent| state.catalog.find(&parent));
+        let incoming = Incoming {
+            owner: u32::MAX,
+            fingerprint: put.key.fingerprint(),
+            parent: parent.and_then(|parent| state.catalog.entry(parent).slot()),
+            bytes: u32::try_from(put.bytes.len()).expect("longer blocks were refused"),
+            is_protected: put.is_prefix,
+        };
+        self.take_slab(state, put.bytes.len(), own, Some(&incoming), deadline)
     }
 
     /// Back-pressure: a put waits while too much waits to be written down.
@@ -259,7 +282,7 @@ impl Node {
         let facts = self.facts(put, digest);
         let key = state.catalog.link(&new_key(&facts), content);
         if state.catalog.content(content).slab.is_some() {
-            state.make_resident(key);
+            state.make_resident(key, self.policy_now(state));
         }
         for stage in 0..self.stages.len() {
             // A content that is still queued gets its other names when it is written.
@@ -289,7 +312,7 @@ impl Node {
             state.pending_bytes[stage] += bytes;
             state.queues[stage].push_back(Pending { facts, content, generation });
         }
-        state.make_resident(key);
+        state.make_resident(key, self.policy_now(state));
         PutOutcome::Stored
     }
 
@@ -318,7 +341,7 @@ impl Node {
             }
             state.forget(key, Removal::Deleted);
         }
-        let (state, slab) = self.take_slab(state, put.bytes.len(), 0, deadline);
+        let (state, slab) = self.take_slab(state, put.bytes.len(), 0, None, deadline);
         let mut slab = match slab {
             Ok(slab) => slab,
             Err(why) => return self.not_taken(&state, why, put, options),
@@ -405,6 +428,7 @@ impl Node {
         match why {
             NoSlab::TooLarge => PutOutcome::Declined(DeclineReason::TooLarge),
             NoSlab::Full => PutOutcome::Declined(DeclineReason::Full),
+            NoSlab::WorthLess => PutOutcome::Declined(DeclineReason::WorthLess),
             NoSlab::Late => PutOutcome::Failed(self.no_slab_error(state, why, put.bytes.len(), o)),
         }
     }
@@ -426,7 +450,7 @@ impl Node {
                 StoreError::Busy { tier: self.tier_name(1.min(self.stages.len())), pending_bytes }
             }
             NoSlab::Late => self.timeout_error("take room in DRAM", options),
-            NoSlab::Full => StoreError::NoRoom { needed_bytes: bytes },
+            NoSlab::Full | NoSlab::WorthLess => StoreError::NoRoom { needed_bytes: bytes },
         }
     }
 

@@ -155,7 +155,7 @@ impl Node {
         wanted: &[Wanted],
         reading: &mut Reading,
     ) -> (MutexGuard<'a, State>, Plan) {
-        let now = self.clock.monotonic();
+        let now = self.policy_now(&state);
         let now_unix_ms = self.clock.unix_ms();
         let keys: Vec<BlockKey> = wanted.iter().map(|wanted| wanted.key).collect();
         let mut found = Vec::with_capacity(keys.len());
@@ -225,7 +225,7 @@ impl Node {
         content.is_loading = true;
         let (bytes, generation) = (content.bytes as usize, content.generation);
         let own = plan.fetches.len() as u64;
-        let (again, slab) = self.take_slab(state, bytes, own, reading.deadline);
+        let (again, slab) = self.take_slab(state, bytes, own, None, reading.deadline);
         state = again;
         match slab {
             Ok(slab) => {
@@ -349,15 +349,16 @@ impl Node {
         state.catalog.content_mut(content).referenced |= 1 << stage;
         state.counters.promoted_blocks += 1;
         state.counters.promoted_bytes += slab.len() as u64;
-        if !self.pipeline.has_dram {
+        if !self.pipeline.has_dram || !state.eviction.policy().promotes_hits() {
             return;
         }
+        let now = self.policy_now(state);
         state.put_slab(content, slab.clone());
         let Some(key) = state.catalog.find(&wanted.key) else {
             let heir = state.catalog.keys_of(content)[0];
-            return state.make_resident(heir);
+            return state.make_resident(heir, now);
         };
-        state.make_resident(key);
+        state.make_resident(key, now);
         let entry = state.catalog.entry_mut(key);
         match purpose {
             Purpose::Use => entry.awaits = Awaits::Nothing,

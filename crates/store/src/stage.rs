@@ -79,6 +79,9 @@ pub enum StageError {
         /// Length of the block.
         bytes: u32,
     },
+    /// The stage was closed.
+    #[error("the stage is closed")]
+    Closed,
     /// The deadline passed.
     #[error("the stage did not answer in time")]
     Timeout,
@@ -159,6 +162,9 @@ pub trait Stage: Send + Sync + fmt::Debug {
 
     /// Returns once all that was stored would survive a restart, where the stage survives them.
     fn flush(&self, deadline: Deadline) -> Result<(), StageError>;
+
+    /// Lets go of what others may want, such as a directory. Later calls fail.
+    fn close(&self) {}
 
     /// What it holds and did.
     fn stats(&self) -> StageStats;

@@ -14,7 +14,7 @@ use std::time::Duration;
 use cascade_block::BlockKey;
 
 use crate::catalog::{Address, Awaits, Catalog, Content, ContentIndex, KeyIndex, LOWER_STAGES_MAX};
-use crate::eviction::{Eviction, Removal};
+use crate::eviction::{Eviction, Incoming, Removal, Verdict};
 use crate::stage::BlockFacts;
 use crate::stats::Counters;
 
@@ -28,6 +28,17 @@ pub(crate) struct Pending {
 
 /// Names and addresses that a stage has to forget; sent after the lock is free.
 pub(crate) type Removals = [Vec<(BlockKey, Address)>; LOWER_STAGES_MAX];
+
+/// What an attempt to evict one block came to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Evicted {
+    /// A block is gone.
+    One,
+    /// All that may go is worth more than what wants to come.
+    NothingWorthLess,
+    /// Everything is pinned, being read, or still to be written down.
+    NothingUsable,
+}
 
 /// Everything that a node decides from.
 #[derive(Debug)]
@@ -47,6 +58,8 @@ pub(crate) struct State {
     /// Slabs given to puts and loads that are under way.
     pub(crate) slabs_out: u64,
     pub(crate) removals: Removals,
+    /// The latest time that a request gave; the policy then goes by these.
+    pub(crate) policy_time: Option<Duration>,
     pub(crate) has_dram: bool,
     pub(crate) is_closed: bool,
 }
@@ -65,6 +78,7 @@ impl State {
             dram_bytes: 0,
             slabs_out: 0,
             removals: Removals::default(),
+            policy_time: None,
             has_dram,
             is_closed: false,
         }
@@ -81,17 +95,21 @@ impl State {
     }
 
     /// Tells the policy that a key's bytes are in DRAM and that it counts for them.
-    pub(crate) fn make_resident(&mut self, key: KeyIndex) {
+    pub(crate) fn make_resident(&mut self, key: KeyIndex, now: Duration) {
         if !self.has_dram || self.catalog.entry(key).slot().is_some() {
             return;
         }
         let parent = self.catalog.parent_of(key);
-        let parent_slot = parent.and_then(|parent| self.catalog.entry(parent).slot());
         let entry = self.catalog.entry(key);
         let content = entry.content;
-        let bytes = self.catalog.content(content).bytes;
-        let fingerprint = entry.key.fingerprint();
-        let slot = self.eviction.insert(key.0, fingerprint, parent_slot, bytes, entry.is_prefix);
+        let incoming = Incoming {
+            owner: key.0,
+            fingerprint: entry.key.fingerprint(),
+            parent: parent.and_then(|parent| self.catalog.entry(parent).slot()),
+            bytes: self.catalog.content(content).bytes,
+            is_protected: entry.is_prefix,
+        };
+        let slot = self.eviction.insert(now, &incoming);
         self.catalog.entry_mut(key).set_slot(Some(slot));
         self.catalog.content_mut(content).resident_keys += 1;
     }
@@ -110,17 +128,32 @@ impl State {
         self.counters.prefetched_used += u64::from(awaited == Awaits::FirstUse);
         match entry.slot() {
             Some(_) if awaited == Awaits::AnnouncedAccess => {}
-            Some(slot) => self.eviction.touch(slot, now),
-            None => self.make_resident(key),
+            Some(slot) => self.eviction.touch(now, slot),
+            None => self.make_resident(key, now),
         }
     }
 
-    /// Evicts one block from DRAM. False when nothing may go.
-    pub(crate) fn evict_one(&mut self, now: Duration) -> bool {
+    /// Evicts one block from DRAM to make room. With an incoming block, nothing is evicted that
+    /// the policy values more than it.
+    pub(crate) fn evict_one(&mut self, now: Duration, incoming: Option<&Incoming>) -> Evicted {
         let catalog = &self.catalog;
-        let mut usable = |owner: u32| is_evictable(catalog, KeyIndex(owner));
-        let Some(slot) = self.eviction.victim(now, &mut usable) else { return false };
-        let key = KeyIndex(self.eviction.owner(slot));
+        let mut may_any_go = false;
+        let mut usable = |owner: u32| {
+            let may_go = is_evictable(catalog, KeyIndex(owner));
+            may_any_go |= may_go;
+            may_go
+        };
+        let victim = match incoming {
+            None => self.eviction.victim(now, &mut usable),
+            Some(incoming) => match self.eviction.victim_for(now, incoming, &mut usable) {
+                Verdict::Evict(slot) => Some(slot),
+                Verdict::Decline => None,
+            },
+        };
+        let Some(slot) = victim else {
+            return if may_any_go { Evicted::NothingWorthLess } else { Evicted::NothingUsable };
+        };
+        let key = KeyIndex(self.eviction.blocks().owner(slot));
         self.release_slot(key, Removal::Evicted);
         let content = self.catalog.entry(key).content;
         if self.catalog.content(content).resident_keys == 0 {
@@ -130,7 +163,7 @@ impl State {
             self.counters.evicted_bytes += bytes;
             self.forget_if_nowhere(content);
         }
-        true
+        Evicted::One
     }
 
     /// Takes a content's bytes out of DRAM; views that are held keep theirs.
@@ -175,7 +208,8 @@ impl State {
             None if self.has_dram && self.catalog.content(index).resident_keys == 0 => {
                 if self.catalog.content(index).slab.is_some() {
                     let heir = self.catalog.keys_of(index)[0];
-                    self.make_resident(heir);
+                    // The policy takes a time that lies back for the latest that it saw.
+                    self.make_resident(heir, Duration::ZERO);
                 }
             }
             None => {}

@@ -96,6 +96,12 @@ pub struct Stats {
     pub dram_blocks: u64,
     /// Bytes of the contents resident in DRAM.
     pub dram_bytes: u64,
+    /// Protected blocks resident in DRAM.
+    pub protected_blocks: u64,
+    /// Blocks that were to be protected since the start, but the quota was full.
+    pub protection_refused: u64,
+    /// Memory of the catalog and the policy.
+    pub catalog_bytes: u64,
     /// Bytes waiting to be written to lower stages.
     pub pending_bytes: u64,
     /// The pool.

@@ -125,9 +125,11 @@ impl Store {
     /// requests: ask with the whole chain, then read what matched and put the rest.
     pub fn lookup_prefix(&self, request: &Request<'_>) -> PrefixMatch {
         let node = self.node();
-        let (now, now_unix_ms) = (node.clock.monotonic(), node.clock.unix_ms());
+        let now_unix_ms = node.clock.unix_ms();
         let mut found = Vec::with_capacity(request.keys.len());
         let mut state = node.lock();
+        state.policy_time = state.policy_time.max(request.at);
+        let now = node.policy_now(&state);
         state.catalog.find_batch(request.keys, &mut found);
         let mut chain = Vec::with_capacity(request.keys.len());
         let mut tiers = Vec::new();
@@ -155,6 +157,23 @@ impl Store {
         state.counters.blocks_matched += tiers.len() as u64;
         node.send_removals(state, node.deadline(CallOptions::default()));
         PrefixMatch { tiers }
+    }
+
+    /// Tells the policy what became known of a chain after its request or ahead of the next: that
+    /// its session ended, that a waiting request will ask for it. Counts as nobody's access.
+    pub fn hint(&self, request: &Request<'_>) {
+        let node = self.node();
+        let mut found = Vec::with_capacity(request.keys.len());
+        let mut state = node.lock();
+        state.policy_time = state.policy_time.max(request.at);
+        state.catalog.find_batch(request.keys, &mut found);
+        let asked = |(key, found): (&BlockKey, Option<KeyIndex>)| Asked {
+            fingerprint: key.fingerprint(),
+            resident: found.and_then(|found| state.catalog.entry(found).slot()),
+        };
+        let chain: Vec<_> = request.keys.iter().zip(found).map(asked).collect();
+        let now = node.policy_now(&state);
+        state.eviction.hint(now, &chain, &request.hints);
     }
 
     /// Whether each block is in any tier. Counts as nobody's access.
@@ -293,6 +312,7 @@ impl Handle {
             // A thread that panicked has said so on stderr; closing goes on.
             drop(thread.join());
         }
+        self.node.stages.iter().for_each(|stage| stage.close());
         flushed
     }
 }
@@ -331,6 +351,7 @@ impl Node {
         let stages = self.stages.iter().map(|stage| (stage.name(), stage.stats())).collect();
         let pool = self.pool.stats();
         let state = self.lock();
+        let eviction = state.eviction.stats();
         let hits = |(tier, (blocks, bytes)): (usize, &(u64, u64))| TierHits {
             tier: self.tier_name(tier),
             blocks: *blocks,
@@ -346,8 +367,11 @@ impl Node {
             keys: state.catalog.key_count() as u64,
             contents: state.catalog.content_count() as u64,
             content_bytes: state.content_bytes,
-            dram_blocks: state.eviction.len() as u64,
+            dram_blocks: state.eviction.blocks().len() as u64,
             dram_bytes: state.dram_bytes,
+            protected_blocks: eviction.protected_blocks,
+            protection_refused: eviction.protection_refused,
+            catalog_bytes: (state.catalog.memory_bytes() + state.eviction.memory_bytes()) as u64,
             pending_bytes: state.pending_total(),
             pool,
             stages,

@@ -21,6 +21,10 @@ impl<T> Arena<T> {
         self.len
     }
 
+    pub(super) fn memory_bytes(&self) -> usize {
+        self.chunks.len() * CHUNK * size_of::<Option<T>>() + self.free.capacity() * 4
+    }
+
     pub(super) fn get(&self, index: u32) -> &T {
         self.try_get(index).expect("an index is used only while its entry lives")
     }

@@ -26,6 +26,10 @@ impl KeyTable {
         Self { shards: (0..SHARDS).map(|_| Shard::default()).collect() }
     }
 
+    pub(crate) fn memory_bytes(&self) -> usize {
+        self.shards.iter().map(|shard| shard.slots.capacity() * size_of::<u64>()).sum()
+    }
+
     /// The index under this fingerprint for which `is_it` holds.
     pub(crate) fn find(&self, fingerprint: u64, is_it: impl Fn(u32) -> bool) -> Option<u32> {
         let shard = &self.shards[shard_of(fingerprint)];

@@ -1,7 +1,7 @@
 //! The file tier as a stage: adapts crate `disk` to the pipeline.
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 
 use cascade_block::{BlockKey, Clock, Deadline};
 use cascade_disk::{
@@ -10,15 +10,14 @@ use cascade_disk::{
 };
 use cascade_memory::Slab;
 
-use super::{
-    Address, BlockFacts, Load, Loaded, Room, Stage, StageContext, StageError, StageStats,
-};
+use super::{Address, BlockFacts, Load, Loaded, Room, Stage, StageContext, StageError, StageStats};
 use crate::{FileLayout, FilesConfig, IoEngine, StoreError, TierName};
 
 /// Keeps blocks in files.
 #[derive(Debug)]
 pub struct FilesStage {
-    files: Arc<dyn BlockFiles>,
+    /// Nothing once it is closed: closing gives the directory free for others.
+    files: RwLock<Option<Arc<dyn BlockFiles>>>,
     clock: Arc<dyn Clock>,
     capacity_bytes: u64,
     name: TierName,
@@ -61,7 +60,7 @@ impl FilesStage {
             damaged_structures: recovery.damaged_structures,
         };
         Ok(Arc::new(Self {
-            files,
+            files: RwLock::new(Some(files)),
             clock: Arc::clone(context.clock),
             capacity_bytes: config.capacity_bytes,
             name: "files",
@@ -70,6 +69,11 @@ impl FilesStage {
             found,
             elsewhere: Mutex::default(),
         }))
+    }
+
+    fn files(&self) -> Result<Arc<dyn BlockFiles>, StageError> {
+        let files = self.files.read().unwrap_or_else(PoisonError::into_inner);
+        files.clone().ok_or(StageError::Closed)
     }
 
     fn elsewhere(&self) -> MutexGuard<'_, HashMap<BlockKey, cascade_disk::Address>> {
@@ -138,12 +142,20 @@ impl Stage for FilesStage {
         batch: Vec<(BlockFacts, Slab)>,
         deadline: Deadline,
     ) -> Vec<Result<Address, StageError>> {
+        let files = match self.files() {
+            Ok(files) => files,
+            Err(error) => return batch.iter().map(|_| Err(error.clone())).collect(),
+        };
         let batch = batch.into_iter().map(|(facts, slab)| (self.meta(&facts), slab)).collect();
-        let results = self.files.append(batch, deadline).into_iter();
+        let results = files.append(batch, deadline).into_iter();
         results.map(|result| result.map(ours).map_err(stage_error)).collect()
     }
 
     fn load(&self, batch: Vec<Load>, deadline: Deadline) -> Vec<Loaded> {
+        let files = match self.files() {
+            Ok(files) => files,
+            Err(error) => return batch.iter().map(|_| Loaded::Failed(error.clone())).collect(),
+        };
         let requests = {
             let elsewhere = self.elsewhere();
             let place = |load: Load| ReadRequest {
@@ -153,7 +165,7 @@ impl Stage for FilesStage {
             };
             batch.into_iter().map(place).collect()
         };
-        let outcomes = self.files.read(requests, deadline).into_iter();
+        let outcomes = files.read(requests, deadline).into_iter();
         outcomes
             .map(|outcome| match outcome {
                 ReadOutcome::Hit(slab) => Loaded::Hit(slab),
@@ -171,7 +183,7 @@ impl Stage for FilesStage {
     ) -> Result<(), StageError> {
         let metas: Vec<_> =
             batch.iter().map(|(facts, address)| (self.meta(facts), theirs(*address))).collect();
-        let results = self.files.alias(&metas, deadline);
+        let results = self.files()?.alias(&metas, deadline);
         let mut failure = Ok(());
         for ((meta, address), result) in metas.iter().zip(results) {
             match result {
@@ -188,12 +200,11 @@ impl Stage for FilesStage {
     fn remove(&self, batch: &[(BlockKey, Address)], deadline: Deadline) -> Result<(), StageError> {
         let places: Vec<_> = {
             let mut elsewhere = self.elsewhere();
-            let mut place = |key: &BlockKey, address| {
-                (*key, elsewhere.remove(key).unwrap_or(theirs(address)))
-            };
+            let mut place =
+                |key: &BlockKey, address| (*key, elsewhere.remove(key).unwrap_or(theirs(address)));
             batch.iter().map(|(key, address)| place(key, *address)).collect()
         };
-        self.files.remove(&places, deadline).map_err(stage_error)
+        self.files()?.remove(&places, deadline).map_err(stage_error)
     }
 
     fn make_room(
@@ -202,7 +213,7 @@ impl Stage for FilesStage {
         deadline: Deadline,
     ) -> Result<Room, StageError> {
         let mut keeps = |meta: &RecordMeta, address| keep(&meta.key, ours(address));
-        let reclaimed = self.files.reclaim(&mut keeps, deadline).map_err(stage_error)?;
+        let reclaimed = self.files()?.reclaim(&mut keeps, deadline).map_err(stage_error)?;
         let mut elsewhere = self.elsewhere();
         for (key, old, new) in &reclaimed.moved {
             if let Some(place) = elsewhere.get_mut(key).filter(|place| *place == old) {
@@ -249,11 +260,19 @@ impl Stage for FilesStage {
     }
 
     fn flush(&self, deadline: Deadline) -> Result<(), StageError> {
-        self.files.checkpoint(deadline).map_err(stage_error)
+        self.files()?.checkpoint(deadline).map_err(stage_error)
+    }
+
+    fn close(&self) {
+        self.files.write().unwrap_or_else(PoisonError::into_inner).take();
     }
 
     fn stats(&self) -> StageStats {
-        let stats = self.files.stats();
+        let Ok(files) = self.files() else {
+            let notes = vec!["closed".to_owned()];
+            return StageStats { capacity_bytes: self.capacity_bytes, notes, ..Default::default() };
+        };
+        let stats = files.stats();
         let mut notes = vec![format!("engine {}", stats.engine)];
         if self.wants_direct && !stats.is_direct {
             notes.push("the file system refuses O_DIRECT: using the page cache".to_owned());

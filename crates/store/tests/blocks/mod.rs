@@ -50,7 +50,7 @@ pub(crate) fn check(store: &Store, keys: &[BlockKey]) -> Vec<Option<&'static str
         ViewOutcome::Failed(error) => panic!("{key}: {error}"),
     };
     // A few at a time: views hold their memory.
-    let views = keys.chunks(16).flat_map(|some| store.view(some, CallOptions::default()));
+    let views = keys.chunks(4).flat_map(|some| store.view(some, CallOptions::default()));
     keys.iter().zip(views).map(check_one).collect()
 }
 
