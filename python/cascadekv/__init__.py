@@ -10,6 +10,7 @@
 [b'first block', b'second block']
 """
 
+from cascadekv import keys
 from cascadekv._native import (
     BlockKey,
     BlockKeys,
@@ -72,4 +73,5 @@ __all__ = [
     "Views",
     "__version__",
     "chain_keys",
+    "keys",
 ]

@@ -294,12 +294,18 @@ class Store:
     def view(self, keys: _Keys, *, timeout: float | None = None) -> Views:
         """Give views on blocks in the pool, without a copy; `None` for a miss."""
     def lookup_prefix(
-        self, keys: _Keys, *, partial_tail: bool = False, hints: Hints | None = None
+        self,
+        keys: _Keys,
+        *,
+        partial_tail: bool = False,
+        hints: Hints | None = None,
+        at: float | None = None,
     ) -> PrefixMatch:
         """Say how many leading blocks of a chain are available, and where.
 
         This is how the eviction policy learns of requests: ask with the whole chain, then read what
-        matched and put the rest.
+        matched and put the rest. `at` is the time of the request in seconds, on a scale of the
+        caller's that never goes back; the store's clock otherwise.
         """
     def contains(self, keys: _Keys) -> list[bool]:
         """Say whether each block is in any tier. Counts as no use."""

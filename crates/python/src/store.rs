@@ -232,15 +232,21 @@ impl PyStore {
     }
 
     /// How many leading blocks of a chain are available, and where. Counts as a use of them.
-    #[pyo3(signature = (keys, *, partial_tail = false, hints = None))]
+    ///
+    /// `at` is the time of the request in seconds, on a scale of the caller's that never goes back;
+    /// the store's clock otherwise.
+    #[pyo3(signature = (keys, *, partial_tail = false, hints = None, at = None))]
     fn lookup_prefix(
         &self,
         py: Python<'_>,
         keys: Keys,
         partial_tail: bool,
         hints: Option<&Bound<'_, PyAny>>,
+        at: Option<f64>,
     ) -> PyResult<PyPrefixMatch> {
-        let request = Request { keys: &keys, partial_tail, hints: self::hints(hints)? };
+        let hints = self::hints(hints)?;
+        let at = at.map(|at| seconds("at", at)).transpose()?;
+        let request = Request { keys: &keys, partial_tail, hints, at };
         let store = self.store()?;
         Ok(py.detach(|| store.lookup_prefix(&request)).into())
     }
