@@ -147,7 +147,7 @@ impl Default for StoreConfig {
 
 impl StoreConfig {
     /// Refuses what makes no sense, by name.
-    pub(crate) fn check(&self) -> Result<(), StoreError> {
+    pub fn check(&self) -> Result<(), StoreError> {
         let bad = |setting, reason: String| Err(StoreError::Config { setting, reason });
         if self.dram_bytes < 4 * MIB {
             return bad("dram", format!("{} bytes; the least is 4 MiB", self.dram_bytes));

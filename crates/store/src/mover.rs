@@ -39,7 +39,7 @@ pub(crate) fn run(node: &Node, stage: usize) {
         allowance.wait_for(node, batch.blocks.iter().map(|(_, slab)| slab.len() as u64).sum());
         let deadline = Deadline::after(&*node.clock, node.config.timeout);
         tell_names(node, stage, &batch.names, deadline);
-        let results = store_with_room(node, stage, batch.blocks, deadline);
+        let results = store_with_room(node, stage, &batch.blocks, deadline);
         let mut state = node.lock();
         for (pending, result) in batch.pending.iter().zip(results) {
             settle(node, &mut state, stage, pending, result);
@@ -102,9 +102,10 @@ fn tell_names(node: &Node, stage: usize, names: &[NameChange], deadline: Deadlin
                 NameChange::Remove(key, address) => removes.push((key, address)),
             }
         }
-        let told = match adds.is_empty() {
-            false => node.stages[stage].alias(adds, deadline),
-            true => node.stages[stage].remove(&removes, deadline),
+        let told = if adds.is_empty() {
+            node.stages[stage].remove(&removes, deadline)
+        } else {
+            node.stages[stage].alias(adds, deadline)
         };
         if let Err(error) = told {
             node.note_stage_error(error);
@@ -117,7 +118,7 @@ fn tell_names(node: &Node, stage: usize, names: &[NameChange], deadline: Deadlin
 fn store_with_room(
     node: &Node,
     stage: usize,
-    blocks: Vec<(BlockFacts, Slab)>,
+    blocks: &[(BlockFacts, Slab)],
     deadline: Deadline,
 ) -> Vec<Result<Address, StageError>> {
     let mut results: Vec<_> = blocks.iter().map(|_| Err(StageError::Full)).collect();
@@ -271,15 +272,16 @@ impl Allowance {
         loop {
             let now = node.clock.monotonic();
             if now >= self.paid_until {
-                // Bytes over bytes a second is seconds; a double is exact enough for a pause.
-                self.paid_until = now + Duration::from_secs_f64(bytes as f64 / rate as f64);
+                let nanos = u128::from(bytes) * 1_000_000_000 / u128::from(rate);
+                self.paid_until =
+                    now + Duration::from_nanos(u64::try_from(nanos).unwrap_or(u64::MAX));
                 return;
             }
             let state = node.lock();
             if state.is_closed {
                 return;
             }
-            node.pause(state, self.paid_until - now);
+            node.pause(state, self.paid_until.saturating_sub(now));
         }
     }
 }

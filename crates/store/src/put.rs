@@ -63,12 +63,13 @@ impl Node {
                 *outcome = Some(self.compare(put, options));
             }
         }
-        self.finish_put(batch.iter().map(|put| put.key).collect(), outcomes, options)
+        let keys: Vec<BlockKey> = batch.iter().map(|put| put.key).collect();
+        self.finish_put(&keys, outcomes, options)
     }
 
     /// Publishes blocks that the caller wrote in place.
     pub(crate) fn put_slabs(&self, batch: Vec<PutSlab>, options: CallOptions) -> Vec<PutOutcome> {
-        let keys = batch.iter().map(|put| put.key).collect();
+        let keys: Vec<BlockKey> = batch.iter().map(|put| put.key).collect();
         let mut outcomes = Vec::with_capacity(batch.len());
         for put in batch {
             // The bytes are in place: nothing is copied, whatever the outcome.
@@ -88,7 +89,7 @@ impl Node {
             outcomes.push(Some(outcome));
         }
         self.announce_work();
-        self.finish_put(keys, outcomes, options)
+        self.finish_put(&keys, outcomes, options)
     }
 
     /// A slab to write a block into, outside any batch.
@@ -139,9 +140,10 @@ impl Node {
                     let (again, room) = self.wait_for_writers(state, deadline);
                     state = again;
                     let own = taken.len() as u64;
-                    let (again, slab) = match room {
-                        true => self.take_worth(state, put, own, deadline),
-                        false => (state, Err(NoSlab::Late)),
+                    let (again, slab) = if room {
+                        self.take_worth(state, put, own, deadline)
+                    } else {
+                        (state, Err(NoSlab::Late))
                     };
                     state = again;
                     match slab {
@@ -364,14 +366,14 @@ impl Node {
 
     fn finish_put(
         &self,
-        keys: Vec<BlockKey>,
+        keys: &[BlockKey],
         outcomes: Vec<Option<PutOutcome>>,
         options: CallOptions,
     ) -> Vec<PutOutcome> {
         let mut outcomes: Vec<PutOutcome> =
             outcomes.into_iter().map(|outcome| outcome.expect("every block was decided")).collect();
         if self.config.write == WritePolicy::Through || !self.pipeline.has_dram {
-            self.wait_written(&keys, &mut outcomes, options);
+            self.wait_written(keys, &mut outcomes, options);
         }
         let mut state = self.lock();
         state.counters.puts += outcomes.len() as u64;
@@ -404,9 +406,10 @@ impl Node {
                 let content = state.catalog.content(state.catalog.entry(found).content);
                 if content.dirty == 0 {
                     let everywhere = (0..self.stages.len()).all(|s| content.address(s).is_some());
-                    break match everywhere {
-                        true => PutOutcome::Stored,
-                        false => PutOutcome::Failed(self.stage_refused()),
+                    break if everywhere {
+                        PutOutcome::Stored
+                    } else {
+                        PutOutcome::Failed(self.stage_refused())
                     };
                 }
                 let (again, in_time) = self.wait_changed(state, deadline);

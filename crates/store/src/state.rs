@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use cascade_block::BlockKey;
 
-use crate::catalog::{Address, Awaits, Catalog, Content, ContentIndex, KeyIndex, LOWER_STAGES_MAX};
+use crate::catalog::{Address, Awaits, Catalog, ContentIndex, KeyIndex, LOWER_STAGES_MAX};
 use crate::eviction::{Eviction, Incoming, Removal, Verdict};
 use crate::stage::BlockFacts;
 use crate::stats::Counters;
@@ -209,24 +209,19 @@ impl State {
         for (names, address) in self.names.iter_mut().zip(addresses) {
             names.extend(address.map(|address| NameChange::Remove(name, address)));
         }
-        match self.catalog.remove(key) {
-            Some(content) => self.settle_removed(&content),
-            // Its other keys hold the bytes, but perhaps none of them counts for DRAM.
-            None if self.has_dram && self.catalog.content(index).resident_keys == 0 => {
-                if self.catalog.content(index).slab.is_some() {
-                    let heir = self.catalog.keys_of(index)[0];
-                    // The policy takes a time that lies back for the latest that it saw.
-                    self.make_resident(heir, Duration::ZERO);
-                }
+        if let Some(content) = self.catalog.remove(key) {
+            self.content_bytes -= u64::from(content.bytes);
+            if content.slab.is_some() {
+                self.dram_bytes -= u64::from(content.bytes);
             }
-            None => {}
+            return;
         }
-    }
-
-    fn settle_removed(&mut self, content: &Content) {
-        self.content_bytes -= u64::from(content.bytes);
-        if content.slab.is_some() {
-            self.dram_bytes -= u64::from(content.bytes);
+        // Its other keys hold the bytes, but perhaps none of them counts for DRAM.
+        let content = self.catalog.content(index);
+        if self.has_dram && content.resident_keys == 0 && content.slab.is_some() {
+            let heir = self.catalog.keys_of(index)[0];
+            // The policy takes a time that lies back for the latest that it saw.
+            self.make_resident(heir, Duration::ZERO);
         }
     }
 

@@ -4,14 +4,14 @@ use std::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 
-use cascade_block::{BlockKey, Clock, SystemClock};
+use cascade_block::{BlockKey, Clock, Manifest, Namespace, NamespaceId, SystemClock};
 use cascade_memory::SlabMut;
 
 use crate::catalog::KeyIndex;
 use crate::eviction::{Asked, Removal};
 use crate::node::Node;
 use crate::outcome::PutSlab;
-use crate::stage::Registry;
+use crate::stage::{Registry, Stage, StageError};
 use crate::stats::{Stats, TierHits};
 use crate::{
     CallOptions, GetOutcome, PrefixMatch, Put, PutOutcome, Request, StoreConfig, StoreError,
@@ -281,6 +281,32 @@ impl Store {
         }
     }
 
+    /// Keeps a namespace's manifest beside its blocks, so that whoever finds them later can tell
+    /// what they were made for. Do it once, before the first put.
+    pub fn register(&self, namespace: &Namespace, options: CallOptions) -> Result<(), StoreError> {
+        let deadline = self.node().deadline(options);
+        let each = self.node().stages.iter();
+        each.map(|stage| (stage, stage.register(namespace, deadline)))
+            .try_for_each(|(stage, kept)| kept.map_err(|e| tier_error(stage, "keep a manifest", e)))
+    }
+
+    /// The manifests whose blocks may be here: to explain a miss, compare them with your own by
+    /// [`Manifest::difference`].
+    pub fn manifests(
+        &self,
+        options: CallOptions,
+    ) -> Result<Vec<(NamespaceId, Manifest)>, StoreError> {
+        let deadline = self.node().deadline(options);
+        let mut all = Vec::new();
+        for stage in &self.node().stages {
+            let kept = stage.manifests(deadline);
+            all.extend(kept.map_err(|e| tier_error(stage, "list its manifests", e))?);
+        }
+        all.sort_by_key(|(id, _)| *id);
+        all.dedup_by_key(|(id, _)| *id);
+        Ok(all)
+    }
+
     /// Returns once all that was put is written down the pipeline and would survive a restart.
     pub fn flush(&self, options: CallOptions) -> Result<(), StoreError> {
         self.node().flush(options)
@@ -339,11 +365,7 @@ impl Node {
         }
         drop(state);
         for stage in &self.stages {
-            stage.flush(deadline).map_err(|error| StoreError::Tier {
-                tier: stage.name(),
-                operation: "flush",
-                source: Arc::new(error),
-            })?;
+            stage.flush(deadline).map_err(|error| tier_error(stage, "flush", error))?;
         }
         Ok(())
     }
@@ -379,6 +401,10 @@ impl Node {
             notes: self.pipeline.notes.clone(),
         }
     }
+}
+
+fn tier_error(stage: &Arc<dyn Stage>, operation: &'static str, error: StageError) -> StoreError {
+    StoreError::Tier { tier: stage.name(), operation, source: Arc::new(error) }
 }
 
 fn start_threads(
