@@ -5,6 +5,7 @@ mod bench;
 mod failure;
 mod inspect;
 mod interrupt;
+mod reference;
 mod replay;
 mod screen;
 mod size;
@@ -16,6 +17,7 @@ use clap_complete::Shell;
 
 pub use args::ReplayArgs;
 pub use failure::Failure;
+pub use reference::reference;
 pub use screen::{Screen, write_file};
 pub use size::{Count, WarmUp, parse_bytes};
 
@@ -23,7 +25,7 @@ pub use size::{Count, WarmUp, parse_bytes};
 pub const EXIT_OK: i32 = 0;
 /// A byte was wrong, a check failed, or the work could not be done.
 pub const EXIT_FAILED: i32 = 1;
-/// The command line makes no sense.
+/// The command line makes no sense, or names a file that cannot be used.
 pub const EXIT_USAGE: i32 = 2;
 /// Interrupted; what was done until then was reported.
 pub const EXIT_INTERRUPTED: i32 = 130;
@@ -44,7 +46,7 @@ Examples:
       What does this directory hold, and is all of it intact?
 
 Exit codes: 0 all is well; 1 a byte was wrong, a check failed or the work could not be done;
-2 the command line makes no sense; 130 interrupted.")]
+2 the command line or a file that it names makes no sense; 130 interrupted.")]
 struct Command {
     #[command(subcommand)]
     verb: Verb,

@@ -4,7 +4,6 @@ pub mod assemble;
 pub mod ceilings;
 pub mod pace;
 pub mod result;
-pub mod reuse;
 pub mod run;
 pub mod summary;
 pub mod tally;

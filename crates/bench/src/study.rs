@@ -14,7 +14,7 @@ use std::time::Duration;
 pub use curve::{ReuseDistances, reuse_distances};
 pub use foresight::{Foresight, HintSet};
 pub use optimum::optimum;
-pub use replay::replay_metadata;
+pub use replay::{replay_metadata, replay_watched};
 
 /// How a replay is run.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]

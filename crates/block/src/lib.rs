@@ -17,5 +17,5 @@ pub use digest::{Digest, DigestAlgorithm, DigestMode};
 pub use geometry::{Geometry, KvShape, UnknownModel};
 pub use key::{BlockKey, KeyParseError};
 pub use manifest::{Difference, Manifest, WeightsFingerprint};
-pub use namespace::{Namespace, NamespaceId, TenantSecret};
+pub use namespace::{Namespace, NamespaceId, TenantSecret, key_of_id};
 pub use size::{ByteSize, ByteSizeError};

@@ -96,18 +96,23 @@ impl Namespace {
         &self.manifest
     }
 
-    /// The key for a caller's own id, such as `"sys_prompt_v1"`.
-    ///
-    /// The length stands before the id, so that nobody who has seen one key can extend its id.
+    /// The key for a caller's own id, such as `"sys_prompt_v1"`, in this namespace.
     pub fn key_of_id(&self, id: &[u8]) -> BlockKey {
-        let hash = Sha256::new()
-            .chain_update(b"cascade id 1\0")
-            .chain_update((id.len() as u64).to_le_bytes())
-            .chain_update(self.root.as_bytes())
-            .chain_update(id)
-            .finalize();
-        BlockKey::from_bytes(hash.into())
+        key_of_id(self.root, id)
     }
+}
+
+/// The key for a caller's own id below a namespace's root.
+///
+/// The length stands before the id, so that nobody who has seen one key can extend its id.
+pub fn key_of_id(root: BlockKey, id: &[u8]) -> BlockKey {
+    let hash = Sha256::new()
+        .chain_update(b"cascade id 1\0")
+        .chain_update((id.len() as u64).to_le_bytes())
+        .chain_update(root.as_bytes())
+        .chain_update(id)
+        .finalize();
+    BlockKey::from_bytes(hash.into())
 }
 
 #[cfg(test)]

@@ -91,6 +91,14 @@ pub enum DiskError {
     /// The bytes that an alias should name are not there.
     #[error("an alias for bytes that are not stored")]
     NoTarget,
+    /// A manifest file that stands in the way.
+    #[error("{}: {reason}", path.display())]
+    Manifest {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it, and what to do.
+        reason: String,
+    },
     /// A setting makes no sense.
     #[error("{setting}: {reason}")]
     Config {

@@ -5,11 +5,16 @@
 //! has a deadline, and a restart finds what was stored. `docs/segment-format.md` draws the bytes.
 
 mod config;
+pub mod conformance;
 mod error;
 pub mod format;
 mod gate;
+pub mod inspect;
 pub mod io;
 mod lock;
+mod manifests;
+mod per_block;
+mod placement;
 mod record;
 pub mod scan;
 mod segments;
@@ -18,6 +23,9 @@ mod tier;
 pub use config::{EngineKind, FileTierConfig, Layout};
 pub use error::DiskError;
 pub use format::WriterName;
+pub use inspect::{InspectReport, inspect};
+pub use manifests::StoredManifest;
+pub use per_block::PerBlockFiles;
 pub use record::{Address, RecordMeta};
 pub use segments::SegmentFiles;
 pub use tier::{

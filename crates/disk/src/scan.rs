@@ -2,7 +2,9 @@
 //!
 //! Nothing here trusts a byte that has not been checked; the fuzzer feeds it anything.
 
+use std::fs::File;
 use std::io;
+use std::path::Path;
 
 use cascade_block::checksum;
 
@@ -10,7 +12,7 @@ use crate::format::{
     CoveredSegment, ENTRY_BYTES, Entry, EntryKind, FormatError, Frame, PAGE_BYTES, RandomId,
     SegmentHeader, Trailer, decode_entries, page_aligned, pages_of,
 };
-use crate::io::PageBuffer;
+use crate::io::{FileOperations, PageBuffer};
 
 /// Where a segment's bytes come from.
 pub trait Source {
@@ -248,4 +250,34 @@ impl Source for &[u8] {
     fn next_data(&self, offset: u64) -> io::Result<Option<u64>> {
         Ok((offset < self.len() as u64).then_some(offset))
     }
+}
+
+/// A file as a source of bytes, through the seam.
+pub(crate) struct FileSource<'a> {
+    pub(crate) files: &'a dyn FileOperations,
+    pub(crate) file: &'a File,
+}
+
+impl Source for FileSource<'_> {
+    fn length(&self) -> io::Result<u64> {
+        self.files.length(self.file)
+    }
+
+    fn read(&self, offset: u64, buffer: &mut [u8]) -> io::Result<usize> {
+        self.files.read(self.file, offset, buffer)
+    }
+
+    fn next_data(&self, offset: u64) -> io::Result<Option<u64>> {
+        self.files.next_data(self.file, offset)
+    }
+}
+
+/// Writer and number in the name of a segment's file.
+pub(crate) fn segment_name(path: &Path) -> Option<(&str, u32)> {
+    let name = path.file_name()?.to_str()?;
+    let (writer, number) = name.strip_suffix(".segment")?.rsplit_once('-')?;
+    if number.len() != 8 {
+        return None;
+    }
+    Some((writer, u32::from_str_radix(number, 16).ok()?))
 }

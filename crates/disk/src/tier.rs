@@ -3,12 +3,13 @@
 use std::fmt;
 use std::sync::Arc;
 
-use cascade_block::{BlockKey, Clock, Deadline};
+use cascade_block::{BlockKey, Clock, Deadline, Namespace};
 use cascade_memory::{Pool, Slab, SlabMut};
 
 use crate::io::Io;
+use crate::per_block::PerBlockFiles;
 use crate::segments::SegmentFiles;
-use crate::{Address, DiskError, FileTierConfig, Layout, RecordMeta};
+use crate::{Address, DiskError, FileTierConfig, Layout, RecordMeta, StoredManifest};
 
 /// A block to read, and where to.
 #[derive(Debug)]
@@ -28,7 +29,7 @@ pub enum ReadOutcome {
     Hit(SlabMut),
     /// The file does not hold what was written. The block is a miss from now on.
     Damaged(Damage),
-    /// The block was removed, has expired, or was never here.
+    /// The block was removed, or was never here.
     Gone,
     /// Failed. The block may still be there.
     Failed(DiskError),
@@ -74,6 +75,8 @@ pub struct Recovery {
     pub scanned_files: u64,
     /// Whether a checkpoint was used.
     pub used_checkpoint: bool,
+    /// Manifests that do not parse, or are not what their name says.
+    pub bad_manifests: Vec<StoredManifest>,
 }
 
 /// Counters since the start, and sizes now.
@@ -134,7 +137,9 @@ pub trait BlockFiles: Send + Sync + fmt::Debug {
 
     /// Removes keys from addresses, also beyond a restart. Pairs that are not here are skipped.
     ///
-    /// Reads answer `Gone` from now on even if the removal could not be written down.
+    /// Reads answer `Gone` from now on even if the removal could not be written down (then an
+    /// error says so, and a restart may bring the key back), except after a `Timeout` while
+    /// earlier writes were waited for: then nothing was done.
     fn remove(&self, keys: &[(BlockKey, Address)], deadline: Deadline) -> Result<(), DiskError>;
 
     /// Frees the oldest segment, or the one with least left in it. `keep` is asked for every live
@@ -159,6 +164,13 @@ pub trait BlockFiles: Send + Sync + fmt::Debug {
 
     /// Syncs, and writes down what is live, so that the next opening is short.
     fn checkpoint(&self, deadline: Deadline) -> Result<(), DiskError>;
+
+    /// Writes a namespace's compatibility manifest beside its blocks, unless it is there.
+    fn register_manifest(&self, namespace: &Namespace, deadline: Deadline)
+    -> Result<(), DiskError>;
+
+    /// The manifests beside the blocks, also those that do not parse.
+    fn manifests(&self, deadline: Deadline) -> Result<Vec<StoredManifest>, DiskError>;
 
     /// Bytes that the files take on the device.
     fn used_bytes(&self) -> u64;
@@ -193,9 +205,9 @@ pub fn open_with(
             let (files, recovery) = SegmentFiles::open(config, io, deadline)?;
             Ok((Arc::new(files), recovery))
         }
-        Layout::FilePerBlock => Err(DiskError::Config {
-            setting: "layout",
-            reason: "file per block is not built".to_owned(),
-        }),
+        Layout::FilePerBlock => {
+            let (files, recovery) = PerBlockFiles::open(config, io, deadline)?;
+            Ok((Arc::new(files), recovery))
+        }
     }
 }

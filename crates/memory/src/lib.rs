@@ -4,12 +4,15 @@ mod copy;
 mod heap;
 mod magazine;
 mod pages;
+mod pin;
 mod pool;
 mod region;
 mod slab;
+mod sync;
 
-pub use copy::copy_bytes;
+pub use copy::{copy_in, copy_out};
 pub use pages::{HugePages, PageReport, PageSource};
+pub use pin::{Generation, PinWord, SlotState};
 pub use pool::{DIRECT_ALIGN, MemoryError, Pool, PoolConfig, PoolStats};
 pub use region::Region;
 pub use slab::{Slab, SlabMut};

@@ -6,7 +6,7 @@ use std::ops::{Deref, DerefMut};
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-use crate::copy::copy_bytes;
+use crate::copy::{copy_in, copy_out};
 use crate::heap::Extent;
 use crate::pool::PoolInner;
 
@@ -51,7 +51,7 @@ impl SlabMut {
     /// # Panics
     /// If the lengths differ.
     pub fn fill_from(&mut self, bytes: &[u8]) {
-        copy_bytes(self, bytes);
+        copy_in(self, bytes);
     }
 
     /// The slab and the bytes that rounding added, for reads of whole sectors.
@@ -125,12 +125,12 @@ impl Slab {
         self.0.extent.bytes
     }
 
-    /// Copies the block out, at memory speed.
+    /// Copies the block out, at memory speed; for one of many see [`copy_out`].
     ///
     /// # Panics
     /// If the lengths differ.
     pub fn copy_to(&self, target: &mut [u8]) {
-        copy_bytes(target, self);
+        copy_out(target, self, self.len());
     }
 }
 

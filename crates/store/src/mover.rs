@@ -14,7 +14,7 @@ use cascade_memory::Slab;
 use crate::catalog::{Address, ContentIndex};
 use crate::node::Node;
 use crate::stage::{BlockFacts, Room, StageError};
-use crate::state::{Pending, State};
+use crate::state::{NameChange, Pending, State};
 
 /// Most bytes in one batch.
 const BATCH_BYTES: usize = 16 << 20;
@@ -29,7 +29,7 @@ const ROOM_TRIES_KEEPING: u32 = 4;
 struct Batch {
     pending: Vec<Pending>,
     blocks: Vec<(BlockFacts, Slab)>,
-    aliases: Vec<(BlockFacts, Address)>,
+    names: Vec<NameChange>,
 }
 
 /// Runs until the store closes and its queue is empty.
@@ -38,17 +38,14 @@ pub(crate) fn run(node: &Node, stage: usize) {
     while let Some(batch) = next_batch(node, stage) {
         allowance.wait_for(node, batch.blocks.iter().map(|(_, slab)| slab.len() as u64).sum());
         let deadline = Deadline::after(&*node.clock, node.config.timeout);
-        if !batch.aliases.is_empty()
-            && let Err(error) = node.stages[stage].alias(batch.aliases, deadline)
-        {
-            node.note_stage_error(error);
-        }
-        let results = store_with_room(node, stage, batch.blocks, deadline);
+        tell_names(node, stage, &batch.names, deadline);
+        let results = store_with_room(node, stage, &batch.blocks, deadline);
         let mut state = node.lock();
         for (pending, result) in batch.pending.iter().zip(results) {
             settle(node, &mut state, stage, pending, result);
         }
-        node.send_removals(state, deadline);
+        state.is_moving[stage] = false;
+        drop(state);
         node.announce_change();
     }
 }
@@ -65,8 +62,8 @@ pub(crate) fn run_prefetch(node: &Node, hints: &Mutex<Receiver<Vec<BlockKey>>>) 
 fn next_batch(node: &Node, stage: usize) -> Option<Batch> {
     let mut state = node.lock();
     loop {
-        let aliases = std::mem::take(&mut state.aliases[stage]);
-        let mut batch = Batch { pending: Vec::new(), blocks: Vec::new(), aliases };
+        let names = std::mem::take(&mut state.names[stage]);
+        let mut batch = Batch { pending: Vec::new(), blocks: Vec::new(), names };
         let mut bytes = 0;
         while bytes < BATCH_BYTES && batch.blocks.len() < BATCH_BLOCKS {
             let Some(pending) = state.queues[stage].pop_front() else { break };
@@ -81,7 +78,8 @@ fn next_batch(node: &Node, stage: usize) -> Option<Batch> {
             batch.blocks.push((pending.facts, slab));
             batch.pending.push(pending);
         }
-        if !batch.blocks.is_empty() || !batch.aliases.is_empty() {
+        if !batch.blocks.is_empty() || !batch.names.is_empty() {
+            state.is_moving[stage] = true;
             return Some(batch);
         }
         node.announce_change();
@@ -92,11 +90,35 @@ fn next_batch(node: &Node, stage: usize) -> Option<Batch> {
     }
 }
 
+/// Tells a stage names in their order, runs of one kind together. A name that it fails to learn is
+/// a miss after a restart, one that it fails to forget keeps dead bytes: both are counted.
+fn tell_names(node: &Node, stage: usize, names: &[NameChange], deadline: Deadline) {
+    let is_add = |change: &NameChange| matches!(change, NameChange::Add(..));
+    for run in names.chunk_by(|one, next| is_add(one) == is_add(next)) {
+        let (mut adds, mut removes) = (Vec::new(), Vec::new());
+        for change in run {
+            match *change {
+                NameChange::Add(facts, address) => adds.push((facts, address)),
+                NameChange::Remove(key, address) => removes.push((key, address)),
+            }
+        }
+        let told = if adds.is_empty() {
+            node.stages[stage].remove(&removes, deadline)
+        } else {
+            node.stages[stage].alias(adds, deadline)
+        };
+        if let Err(error) = told {
+            node.note_stage_error(error);
+            node.lock().counters.name_failures += run.len() as u64;
+        }
+    }
+}
+
 /// Stores a batch, making room for what does not fit.
 fn store_with_room(
     node: &Node,
     stage: usize,
-    blocks: Vec<(BlockFacts, Slab)>,
+    blocks: &[(BlockFacts, Slab)],
     deadline: Deadline,
 ) -> Vec<Result<Address, StageError>> {
     let mut results: Vec<_> = blocks.iter().map(|_| Err(StageError::Full)).collect();
@@ -181,7 +203,8 @@ fn settle(
     let Some(content) = state.catalog.live_content(place) else {
         // It was deleted while it was written.
         let address = result.ok();
-        state.removals[stage].extend(address.map(|address| (pending.facts.key, address)));
+        let name = pending.facts.key;
+        state.names[stage].extend(address.map(|address| NameChange::Remove(name, address)));
         return;
     };
     content.dirty &= !(1 << stage);
@@ -222,10 +245,10 @@ fn name_everywhere(state: &mut State, stage: usize, pending: &Pending, address: 
             expires_unix_ms: (expires != 0).then_some(expires),
             ..pending.facts
         };
-        state.aliases[stage].push((facts, address));
+        state.names[stage].push(NameChange::Add(facts, address));
     }
     if !is_named_as_written {
-        state.removals[stage].push((pending.facts.key, address));
+        state.names[stage].push(NameChange::Remove(pending.facts.key, address));
     }
 }
 
@@ -249,15 +272,16 @@ impl Allowance {
         loop {
             let now = node.clock.monotonic();
             if now >= self.paid_until {
-                // Bytes over bytes a second is seconds; a double is exact enough for a pause.
-                self.paid_until = now + Duration::from_secs_f64(bytes as f64 / rate as f64);
+                let nanos = u128::from(bytes) * 1_000_000_000 / u128::from(rate);
+                self.paid_until =
+                    now + Duration::from_nanos(u64::try_from(nanos).unwrap_or(u64::MAX));
                 return;
             }
             let state = node.lock();
             if state.is_closed {
                 return;
             }
-            node.pause(state, self.paid_until - now);
+            node.pause(state, self.paid_until.saturating_sub(now));
         }
     }
 }

@@ -10,7 +10,7 @@ use crate::catalog::{LOWER_STAGES_MAX, NewKey};
 use crate::eviction::{self, Eviction, Incoming, Limits};
 use crate::pipeline::Pipeline;
 use crate::stage::{BlockFacts, Registry, Stage, StageContext, StageError};
-use crate::state::{Evicted, State};
+use crate::state::{Evicted, NameChange, State};
 use crate::{CallOptions, StoreConfig, StoreError, TierName};
 
 /// How often a wait looks again for what nobody announces, such as a view that was dropped.
@@ -195,22 +195,12 @@ impl Node {
         (state.eviction.blocks().len() as u64).saturating_add(state.slabs_out) < most
     }
 
-    /// Sends what the state has collected for the stages to forget. A stage that fails to forget
-    /// keeps dead bytes until it reclaims them: space, not correctness.
-    pub(crate) fn send_removals(&self, mut state: MutexGuard<'_, State>, deadline: Deadline) {
-        if state.removals.iter().all(Vec::is_empty) {
-            return;
-        }
-        let removals = std::mem::take(&mut state.removals);
+    /// Gives the lock free, and wakes the movers if there are names to tell the stages.
+    pub(crate) fn release(&self, state: MutexGuard<'_, State>) {
+        let has_names = state.names.iter().any(|names| !names.is_empty());
         drop(state);
-        let mut failures = 0;
-        for (stage, batch) in self.stages.iter().zip(&removals) {
-            if !batch.is_empty() && stage.remove(batch, deadline).is_err() {
-                failures += batch.len() as u64;
-            }
-        }
-        if failures > 0 {
-            self.lock().counters.remove_failures += failures;
+        if has_names {
+            self.announce_work();
         }
     }
 
@@ -223,7 +213,7 @@ impl Node {
         for (at, stage) in self.stages.iter().enumerate() {
             for (facts, address) in stage.recover() {
                 if facts.expires_unix_ms.is_some_and(|expires| expires <= now_unix_ms) {
-                    state.removals[at].push((facts.key, address));
+                    state.names[at].push(NameChange::Remove(facts.key, address));
                     continue;
                 }
                 adopt(state, at, &facts, address);

@@ -13,7 +13,7 @@ use crate::eviction::{Incoming, Removal};
 use crate::node::{NoSlab, Node};
 use crate::outcome::PutSlab;
 use crate::stage::BlockFacts;
-use crate::state::{Pending, State};
+use crate::state::{NameChange, Pending, State};
 use crate::{CallOptions, DeclineReason, Put, PutOutcome, StoreError, WritePolicy};
 
 /// Most bytes that one round of a put holds outside the catalog.
@@ -63,12 +63,13 @@ impl Node {
                 *outcome = Some(self.compare(put, options));
             }
         }
-        self.finish_put(batch.iter().map(|put| put.key).collect(), outcomes, options)
+        let keys: Vec<BlockKey> = batch.iter().map(|put| put.key).collect();
+        self.finish_put(&keys, outcomes, options)
     }
 
     /// Publishes blocks that the caller wrote in place.
     pub(crate) fn put_slabs(&self, batch: Vec<PutSlab>, options: CallOptions) -> Vec<PutOutcome> {
-        let keys = batch.iter().map(|put| put.key).collect();
+        let keys: Vec<BlockKey> = batch.iter().map(|put| put.key).collect();
         let mut outcomes = Vec::with_capacity(batch.len());
         for put in batch {
             // The bytes are in place: nothing is copied, whatever the outcome.
@@ -88,7 +89,7 @@ impl Node {
             outcomes.push(Some(outcome));
         }
         self.announce_work();
-        self.finish_put(keys, outcomes, options)
+        self.finish_put(&keys, outcomes, options)
     }
 
     /// A slab to write a block into, outside any batch.
@@ -139,9 +140,10 @@ impl Node {
                     let (again, room) = self.wait_for_writers(state, deadline);
                     state = again;
                     let own = taken.len() as u64;
-                    let (again, slab) = match room {
-                        true => self.take_worth(state, put, own, deadline),
-                        false => (state, Err(NoSlab::Late)),
+                    let (again, slab) = if room {
+                        self.take_worth(state, put, own, deadline)
+                    } else {
+                        (state, Err(NoSlab::Late))
                     };
                     state = again;
                     match slab {
@@ -157,7 +159,7 @@ impl Node {
             }
             at += 1;
         }
-        self.send_removals(state, deadline);
+        self.release(state);
         (taken, at)
     }
 
@@ -209,7 +211,7 @@ impl Node {
         let sealed: Vec<_> = taken
             .into_iter()
             .map(|Taken { index, mut slab }| {
-                cascade_memory::copy_bytes(&mut slab, round.batch[index].bytes);
+                cascade_memory::copy_in(&mut slab, round.batch[index].bytes);
                 (index, round.digests[index], slab.seal())
             })
             .collect();
@@ -287,7 +289,7 @@ impl Node {
         for stage in 0..self.stages.len() {
             // A content that is still queued gets its other names when it is written.
             if let Some(address) = state.catalog.content(content).address(stage) {
-                state.aliases[stage].push((facts, address));
+                state.names[stage].push(NameChange::Add(facts, address));
             }
         }
         PutOutcome::Deduplicated
@@ -347,7 +349,7 @@ impl Node {
             Err(why) => return self.not_taken(&state, why, put, options),
         };
         drop(state);
-        cascade_memory::copy_bytes(&mut slab, put.bytes);
+        cascade_memory::copy_in(&mut slab, put.bytes);
         let digest = self.digest(put.bytes);
         let mut state = self.lock();
         state.slabs_out -= 1;
@@ -364,14 +366,14 @@ impl Node {
 
     fn finish_put(
         &self,
-        keys: Vec<BlockKey>,
+        keys: &[BlockKey],
         outcomes: Vec<Option<PutOutcome>>,
         options: CallOptions,
     ) -> Vec<PutOutcome> {
         let mut outcomes: Vec<PutOutcome> =
             outcomes.into_iter().map(|outcome| outcome.expect("every block was decided")).collect();
         if self.config.write == WritePolicy::Through || !self.pipeline.has_dram {
-            self.wait_written(&keys, &mut outcomes, options);
+            self.wait_written(keys, &mut outcomes, options);
         }
         let mut state = self.lock();
         state.counters.puts += outcomes.len() as u64;
@@ -404,9 +406,10 @@ impl Node {
                 let content = state.catalog.content(state.catalog.entry(found).content);
                 if content.dirty == 0 {
                     let everywhere = (0..self.stages.len()).all(|s| content.address(s).is_some());
-                    break match everywhere {
-                        true => PutOutcome::Stored,
-                        false => PutOutcome::Failed(self.stage_refused()),
+                    break if everywhere {
+                        PutOutcome::Stored
+                    } else {
+                        PutOutcome::Failed(self.stage_refused())
                     };
                 }
                 let (again, in_time) = self.wait_changed(state, deadline);

@@ -8,7 +8,7 @@ use cascade_memory::{Slab, SlabMut};
 use crate::catalog::{Address, Awaits, ContentIndex, KeyIndex};
 use crate::node::{NoSlab, Node};
 use crate::stage::{Load, Loaded, StageError};
-use crate::state::State;
+use crate::state::{NameChange, State};
 use crate::{CallOptions, GetOutcome, StoreError, ViewOutcome};
 
 /// Blocks that one step of a copying get holds in DRAM at most.
@@ -37,11 +37,24 @@ struct Wanted {
 /// A block to fetch from below.
 struct Fetch {
     wanted: Wanted,
+    from: Source,
+    slab: SlabMut,
+}
+
+/// Where a block was fetched from.
+#[derive(Debug, Clone, Copy)]
+struct Source {
     content: ContentIndex,
     generation: u32,
     stage: usize,
     address: Address,
-    slab: SlabMut,
+}
+
+impl Source {
+    /// The content, and what tells it from later ones at its index.
+    fn place(self) -> (ContentIndex, u32) {
+        (self.content, self.generation)
+    }
 }
 
 /// What one look at the catalog found.
@@ -91,6 +104,7 @@ impl Node {
         assert_eq!(keys.len(), buffers.len(), "one buffer for each key");
         let mut outcomes = Vec::with_capacity(keys.len());
         let mut tiers = Vec::with_capacity(keys.len());
+        let batch_bytes = buffers.iter().map(|buffer| buffer.len()).sum();
         for (step, buffers) in keys.chunks(GET_STEP).zip(buffers.chunks_mut(GET_STEP)) {
             let views = self.read(step, options, Purpose::Use);
             for ((key, view), buffer) in step.iter().zip(views).zip(buffers) {
@@ -102,7 +116,7 @@ impl Node {
                     settled => settled,
                 };
                 tiers.push(Served::of_view(&view));
-                outcomes.push(copy_out(view, buffer));
+                outcomes.push(copy_out(view, buffer, batch_bytes));
             }
         }
         self.count_gets(keys.len(), tiers.into_iter());
@@ -127,7 +141,7 @@ impl Node {
         while !wanted.is_empty() {
             let state = self.lock();
             let (state, plan) = self.plan(state, &wanted, &mut reading);
-            self.send_removals(state, reading.deadline);
+            self.release(state);
             if plan.fetches.is_empty() && plan.waiting.is_empty() {
                 break;
             }
@@ -135,7 +149,9 @@ impl Node {
             let again = self.fetch(plan.fetches, &mut reading);
             tries += u32::from(!again.is_empty());
             if tries == TRIES_MAX {
-                again.iter().for_each(|w| reading.outcomes[w.index] = Some(ViewOutcome::Miss));
+                for wanted in &again {
+                    reading.outcomes[wanted.index] = Some(ViewOutcome::Miss);
+                }
                 wanted = plan.waiting;
             } else {
                 wanted = [again, plan.waiting].concat();
@@ -176,7 +192,7 @@ impl Node {
                 reading.outcomes[wanted.index] = Some(ViewOutcome::Miss);
                 continue;
             };
-            if let Some(slab) = self.resident(&mut state, key, now, reading.purpose) {
+            if let Some(slab) = resident(&mut state, key, now, reading.purpose) {
                 let hit = ViewOutcome::Hit { slab, tier: self.tier_name(0) };
                 reading.outcomes[wanted.index] = Some(hit);
                 continue;
@@ -188,21 +204,6 @@ impl Node {
             }
         }
         (state, plan)
-    }
-
-    fn resident(
-        &self,
-        state: &mut State,
-        key: KeyIndex,
-        now: std::time::Duration,
-        purpose: Purpose,
-    ) -> Option<Slab> {
-        let content = state.catalog.entry(key).content;
-        let slab = state.catalog.content(content).slab.clone()?;
-        if purpose == Purpose::Use {
-            state.touch(key, now);
-        }
-        Some(slab)
     }
 
     fn plan_fetch<'a>(
@@ -229,14 +230,8 @@ impl Node {
         state = again;
         match slab {
             Ok(slab) => {
-                plan.fetches.push(Fetch {
-                    wanted,
-                    content: index,
-                    generation,
-                    stage,
-                    address,
-                    slab,
-                });
+                let from = Source { content: index, generation, stage, address };
+                plan.fetches.push(Fetch { wanted, from, slab });
                 (state, None)
             }
             Err(why) => {
@@ -258,7 +253,7 @@ impl Node {
         let mut again = Vec::new();
         let mut by_stage: Vec<Vec<Fetch>> = self.stages.iter().map(|_| Vec::new()).collect();
         for fetch in fetches {
-            by_stage[fetch.stage].push(fetch);
+            by_stage[fetch.from.stage].push(fetch);
         }
         for (stage, fetches) in by_stage.into_iter().enumerate() {
             if fetches.is_empty() {
@@ -266,21 +261,20 @@ impl Node {
             }
             let mut loads = Vec::with_capacity(fetches.len());
             let mut places = Vec::with_capacity(fetches.len());
-            for Fetch { wanted, content, generation, address, slab, .. } in fetches {
-                places.push((wanted, content, generation, address));
-                loads.push(Load { key: wanted.key, address, slab });
+            for Fetch { wanted, from, slab } in fetches {
+                places.push((wanted, from));
+                loads.push(Load { key: wanted.key, address: from.address, slab });
             }
             let loaded = self.stages[stage].load(loads, reading.deadline);
             let mut state = self.lock();
-            for ((wanted, content, generation, address), loaded) in places.into_iter().zip(loaded) {
+            for ((wanted, from), loaded) in places.into_iter().zip(loaded) {
                 state.slabs_out -= 1;
-                let place = (content, generation);
-                match self.settle(&mut state, &wanted, place, (stage, address), loaded, reading) {
+                match self.settle(&mut state, &wanted, from, loaded, reading) {
                     Some(outcome) => reading.outcomes[wanted.index] = Some(outcome),
                     None => again.push(wanted),
                 }
             }
-            self.send_removals(state, reading.deadline);
+            self.release(state);
             self.announce_change();
         }
         again
@@ -291,71 +285,62 @@ impl Node {
         &self,
         state: &mut State,
         wanted: &Wanted,
-        place: (ContentIndex, u32),
-        from: (usize, Address),
+        from: Source,
         loaded: Loaded,
         reading: &Reading,
     ) -> Option<ViewOutcome> {
-        let live = state.catalog.live_content(place).map(|content| {
+        if let Some(content) = state.catalog.live_content(from.place()) {
             content.is_loading = false;
-            content.bytes
-        });
-        match (loaded, live) {
-            (Loaded::Hit(slab), live) => {
+        }
+        let tier = self.tier_name(1 + from.stage);
+        match loaded {
+            Loaded::Hit(slab) => {
                 let slab = slab.seal();
-                // It was deleted meanwhile; what was read is still what was asked for.
-                if live.is_some() {
-                    self.promote(state, wanted, place.0, from.0, &slab, reading.purpose);
-                }
-                Some(ViewOutcome::Hit { slab, tier: self.tier_name(1 + from.0) })
+                self.promote(state, wanted, from, &slab, reading.purpose);
+                Some(ViewOutcome::Hit { slab, tier })
             }
-            (Loaded::Failed(StageError::Timeout), _) => {
+            Loaded::Failed(StageError::Timeout) => {
                 Some(ViewOutcome::Failed(self.timeout_error("read from a tier", reading.options)))
             }
-            (Loaded::Failed(error), _) => Some(ViewOutcome::Failed(StoreError::Tier {
-                tier: self.tier_name(1 + from.0),
+            Loaded::Failed(error) => Some(ViewOutcome::Failed(StoreError::Tier {
+                tier,
                 operation: "read a block",
                 source: std::sync::Arc::new(error),
             })),
-            (Loaded::Damaged, live) => {
-                state.counters.damaged_blocks += 1;
-                if live.is_some() {
-                    self.forget_address(state, wanted, place.0, from);
-                }
+            Loaded::Gone if self.stages[from.stage].keeps_names_only() => Some(ViewOutcome::Miss),
+            Loaded::Gone => {
+                forget_address(state, wanted, from);
                 None
             }
-            (Loaded::Gone, live) => {
-                let names_only = self.stages[from.0].keeps_names_only();
-                if names_only {
-                    return Some(ViewOutcome::Miss);
-                }
-                if live.is_some() {
-                    self.forget_address(state, wanted, place.0, from);
-                }
+            Loaded::Damaged => {
+                state.counters.damaged_blocks += 1;
+                forget_address(state, wanted, from);
                 None
             }
         }
     }
 
+    /// A block that came from below stays in DRAM, if the policy wants that and it was not deleted
+    /// meanwhile.
     fn promote(
         &self,
         state: &mut State,
         wanted: &Wanted,
-        content: ContentIndex,
-        stage: usize,
+        from: Source,
         slab: &Slab,
         purpose: Purpose,
     ) {
-        state.catalog.content_mut(content).referenced |= 1 << stage;
+        let Some(content) = state.catalog.live_content(from.place()) else { return };
+        content.referenced |= 1 << from.stage;
         state.counters.promoted_blocks += 1;
         state.counters.promoted_bytes += slab.len() as u64;
         if !self.pipeline.has_dram || !state.eviction.policy().promotes_hits() {
             return;
         }
         let now = self.policy_now(state);
-        state.put_slab(content, slab.clone());
+        state.put_slab(from.content, slab.clone());
         let Some(key) = state.catalog.find(&wanted.key) else {
-            let heir = state.catalog.keys_of(content)[0];
+            let heir = state.catalog.keys_of(from.content)[0];
             return state.make_resident(heir, now);
         };
         state.make_resident(key, now);
@@ -367,22 +352,6 @@ impl Node {
                 state.counters.prefetched_blocks += 1;
             }
             Purpose::Inspect => {}
-        }
-    }
-
-    /// The block is not where the catalog says: that address is forgotten, if it still says so.
-    fn forget_address(
-        &self,
-        state: &mut State,
-        wanted: &Wanted,
-        content: ContentIndex,
-        (stage, address): (usize, Address),
-    ) {
-        let entry = state.catalog.content_mut(content);
-        if entry.address(stage) == Some(address) {
-            entry.set_address(stage, None);
-            state.removals[stage].push((wanted.key, address));
-            state.forget_if_nowhere(content);
         }
     }
 
@@ -437,14 +406,38 @@ impl Served {
     }
 }
 
-fn copy_out(view: ViewOutcome, buffer: &mut [u8]) -> GetOutcome {
+fn resident(
+    state: &mut State,
+    key: KeyIndex,
+    now: std::time::Duration,
+    purpose: Purpose,
+) -> Option<Slab> {
+    let content = state.catalog.entry(key).content;
+    let slab = state.catalog.content(content).slab.clone()?;
+    if purpose == Purpose::Use {
+        state.touch(key, now);
+    }
+    Some(slab)
+}
+
+/// The block is not where the catalog says: that address is forgotten, if it still says so.
+fn forget_address(state: &mut State, wanted: &Wanted, from: Source) {
+    let Some(content) = state.catalog.live_content(from.place()) else { return };
+    if content.address(from.stage) == Some(from.address) {
+        content.set_address(from.stage, None);
+        state.names[from.stage].push(NameChange::Remove(wanted.key, from.address));
+        state.forget_if_nowhere(from.content);
+    }
+}
+
+fn copy_out(view: ViewOutcome, buffer: &mut [u8], batch_bytes: usize) -> GetOutcome {
     match view {
         ViewOutcome::Hit { slab, .. } if slab.len() > buffer.len() => {
             GetOutcome::TooShort { needed_bytes: slab.len() }
         }
         ViewOutcome::Hit { slab, tier } => {
             let bytes = slab.len();
-            cascade_memory::copy_bytes(&mut buffer[..bytes], &slab);
+            cascade_memory::copy_out(&mut buffer[..bytes], &slab, batch_bytes);
             GetOutcome::Hit { bytes, tier }
         }
         ViewOutcome::Miss => GetOutcome::Miss,

@@ -13,7 +13,7 @@ use std::error::Error;
 use std::fmt;
 use std::sync::Arc;
 
-use cascade_block::{BlockKey, Deadline, Digest, NamespaceId};
+use cascade_block::{BlockKey, Deadline, Digest, Manifest, Namespace, NamespaceId};
 use cascade_memory::{Slab, SlabMut};
 use thiserror::Error;
 
@@ -162,6 +162,16 @@ pub trait Stage: Send + Sync + fmt::Debug {
 
     /// Returns once all that was stored would survive a restart, where the stage survives them.
     fn flush(&self, deadline: Deadline) -> Result<(), StageError>;
+
+    /// Keeps a namespace's manifest beside its blocks, where the stage survives restarts.
+    fn register(&self, _namespace: &Namespace, _deadline: Deadline) -> Result<(), StageError> {
+        Ok(())
+    }
+
+    /// The manifests that are kept there.
+    fn manifests(&self, _deadline: Deadline) -> Result<Vec<(NamespaceId, Manifest)>, StageError> {
+        Ok(Vec::new())
+    }
 
     /// Lets go of what others may want, such as a directory. Later calls fail.
     fn close(&self) {}

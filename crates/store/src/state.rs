@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use cascade_block::BlockKey;
 
-use crate::catalog::{Address, Awaits, Catalog, Content, ContentIndex, KeyIndex, LOWER_STAGES_MAX};
+use crate::catalog::{Address, Awaits, Catalog, ContentIndex, KeyIndex, LOWER_STAGES_MAX};
 use crate::eviction::{Eviction, Incoming, Removal, Verdict};
 use crate::stage::BlockFacts;
 use crate::stats::Counters;
@@ -26,8 +26,15 @@ pub(crate) struct Pending {
     pub(crate) generation: u32,
 }
 
-/// Names and addresses that a stage has to forget; sent after the lock is free.
-pub(crate) type Removals = [Vec<(BlockKey, Address)>; LOWER_STAGES_MAX];
+/// A name that a stage has to learn or to forget. Only the stage's mover tells it, in this order
+/// and before later blocks: a name that goes and comes back must not end up gone.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum NameChange {
+    /// Another name for a content that the stage has.
+    Add(BlockFacts, Address),
+    /// A name that is no longer valid.
+    Remove(BlockKey, Address),
+}
 
 /// What an attempt to evict one block came to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -49,15 +56,15 @@ pub(crate) struct State {
     /// Hits and their bytes: DRAM first, then the lower stages.
     pub(crate) tier_hits: [(u64, u64); 1 + LOWER_STAGES_MAX],
     pub(crate) queues: [VecDeque<Pending>; LOWER_STAGES_MAX],
-    /// Second names of contents that a stage has already.
-    pub(crate) aliases: [Vec<(BlockFacts, Address)>; LOWER_STAGES_MAX],
+    pub(crate) names: [Vec<NameChange>; LOWER_STAGES_MAX],
+    /// Whether a stage's mover is carrying out a batch.
+    pub(crate) is_moving: [bool; LOWER_STAGES_MAX],
     /// Bytes in the queues or being written, by stage.
     pub(crate) pending_bytes: [u64; LOWER_STAGES_MAX],
     pub(crate) content_bytes: u64,
     pub(crate) dram_bytes: u64,
     /// Slabs given to puts and loads that are under way.
     pub(crate) slabs_out: u64,
-    pub(crate) removals: Removals,
     /// The latest time that a request gave; the policy then goes by these.
     pub(crate) policy_time: Option<Duration>,
     pub(crate) has_dram: bool,
@@ -72,12 +79,12 @@ impl State {
             counters: Counters::default(),
             tier_hits: [(0, 0); 1 + LOWER_STAGES_MAX],
             queues: Default::default(),
-            aliases: Default::default(),
+            names: Default::default(),
+            is_moving: [false; LOWER_STAGES_MAX],
             pending_bytes: [0; LOWER_STAGES_MAX],
             content_bytes: 0,
             dram_bytes: 0,
             slabs_out: 0,
-            removals: Removals::default(),
             policy_time: None,
             has_dram,
             is_closed: false,
@@ -199,27 +206,22 @@ impl State {
         let (name, index) = (entry.key, entry.content);
         let addresses: [_; LOWER_STAGES_MAX] =
             std::array::from_fn(|stage| self.catalog.content(index).address(stage));
-        for (removals, address) in self.removals.iter_mut().zip(addresses) {
-            removals.extend(address.map(|address| (name, address)));
+        for (names, address) in self.names.iter_mut().zip(addresses) {
+            names.extend(address.map(|address| NameChange::Remove(name, address)));
         }
-        match self.catalog.remove(key) {
-            Some(content) => self.settle_removed(&content),
-            // Its other keys hold the bytes, but perhaps none of them counts for DRAM.
-            None if self.has_dram && self.catalog.content(index).resident_keys == 0 => {
-                if self.catalog.content(index).slab.is_some() {
-                    let heir = self.catalog.keys_of(index)[0];
-                    // The policy takes a time that lies back for the latest that it saw.
-                    self.make_resident(heir, Duration::ZERO);
-                }
+        if let Some(content) = self.catalog.remove(key) {
+            self.content_bytes -= u64::from(content.bytes);
+            if content.slab.is_some() {
+                self.dram_bytes -= u64::from(content.bytes);
             }
-            None => {}
+            return;
         }
-    }
-
-    fn settle_removed(&mut self, content: &Content) {
-        self.content_bytes -= u64::from(content.bytes);
-        if content.slab.is_some() {
-            self.dram_bytes -= u64::from(content.bytes);
+        // Its other keys hold the bytes, but perhaps none of them counts for DRAM.
+        let content = self.catalog.content(index);
+        if self.has_dram && content.resident_keys == 0 && content.slab.is_some() {
+            let heir = self.catalog.keys_of(index)[0];
+            // The policy takes a time that lies back for the latest that it saw.
+            self.make_resident(heir, Duration::ZERO);
         }
     }
 
@@ -231,6 +233,13 @@ impl State {
         entry.awaits = Awaits::Nothing;
         self.eviction.remove(slot, why);
         self.catalog.content_mut(content).resident_keys -= 1;
+    }
+
+    /// Whether the stages know all that they have to know.
+    pub(crate) fn is_settled(&self) -> bool {
+        self.pending_total() == 0
+            && self.names.iter().all(Vec::is_empty)
+            && !self.is_moving.contains(&true)
     }
 
     /// Bytes that wait for lower stages, all together.

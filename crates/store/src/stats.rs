@@ -56,8 +56,8 @@ pub struct Counters {
     pub promoted_bytes: u64,
     /// Blocks that a lower stage could not take.
     pub demote_failures: u64,
-    /// Blocks that a lower stage could not be told to forget.
-    pub remove_failures: u64,
+    /// Names that a lower stage could not be told to learn or to forget.
+    pub name_failures: u64,
     /// Blocks that a lower stage dropped to make room.
     pub reclaimed_blocks: u64,
     /// Blocks found damaged, answered as misses.

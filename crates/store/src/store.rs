@@ -4,14 +4,14 @@ use std::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 
-use cascade_block::{BlockKey, Clock, SystemClock};
+use cascade_block::{BlockKey, Clock, Manifest, Namespace, NamespaceId, SystemClock};
 use cascade_memory::SlabMut;
 
 use crate::catalog::KeyIndex;
 use crate::eviction::{Asked, Removal};
 use crate::node::Node;
 use crate::outcome::PutSlab;
-use crate::stage::Registry;
+use crate::stage::{Registry, Stage, StageError};
 use crate::stats::{Stats, TierHits};
 use crate::{
     CallOptions, GetOutcome, PrefixMatch, Put, PutOutcome, Request, StoreConfig, StoreError,
@@ -155,7 +155,7 @@ impl Store {
         state.counters.requests += 1;
         state.counters.blocks_requested += request.keys.len() as u64;
         state.counters.blocks_matched += tiers.len() as u64;
-        node.send_removals(state, node.deadline(CallOptions::default()));
+        node.release(state);
         PrefixMatch { tiers }
     }
 
@@ -231,13 +231,14 @@ impl Store {
             changed.is_some()
         };
         let changed = keys.iter().map(&mut change_one).collect();
-        node.send_removals(state, node.deadline(CallOptions::default()));
+        node.release(state);
         node.announce_change();
         changed
     }
 
     /// Removes blocks from every tier, pinned ones too; views that are held keep their bytes.
-    /// True for those that were here.
+    /// True for those that were here. Takes effect at once; a stage that survives restarts has
+    /// written it down by the next flush.
     pub fn delete(&self, keys: &[BlockKey]) -> Vec<bool> {
         let node = self.node();
         let mut state = node.lock();
@@ -246,7 +247,7 @@ impl Store {
             found.inspect(|found| state.forget(*found, Removal::Deleted)).is_some()
         };
         let deleted = keys.iter().map(&mut delete_one).collect();
-        node.send_removals(state, node.deadline(CallOptions::default()));
+        node.release(state);
         node.announce_change();
         deleted
     }
@@ -258,7 +259,7 @@ impl Store {
         for key in state.catalog.all_keys() {
             state.forget(key, Removal::Deleted);
         }
-        node.send_removals(state, node.deadline(CallOptions::default()));
+        node.release(state);
         node.announce_change();
     }
 
@@ -278,6 +279,32 @@ impl Store {
             Some(Ok(())) => accepted,
             Some(Err(TrySendError::Full(_) | TrySendError::Disconnected(_))) | None => 0,
         }
+    }
+
+    /// Keeps a namespace's manifest beside its blocks, so that whoever finds them later can tell
+    /// what they were made for. Do it once, before the first put.
+    pub fn register(&self, namespace: &Namespace, options: CallOptions) -> Result<(), StoreError> {
+        let deadline = self.node().deadline(options);
+        let each = self.node().stages.iter();
+        each.map(|stage| (stage, stage.register(namespace, deadline)))
+            .try_for_each(|(stage, kept)| kept.map_err(|e| tier_error(stage, "keep a manifest", e)))
+    }
+
+    /// The manifests whose blocks may be here: to explain a miss, compare them with your own by
+    /// [`Manifest::difference`].
+    pub fn manifests(
+        &self,
+        options: CallOptions,
+    ) -> Result<Vec<(NamespaceId, Manifest)>, StoreError> {
+        let deadline = self.node().deadline(options);
+        let mut all = Vec::new();
+        for stage in &self.node().stages {
+            let kept = stage.manifests(deadline);
+            all.extend(kept.map_err(|e| tier_error(stage, "list its manifests", e))?);
+        }
+        all.sort_by_key(|(id, _)| *id);
+        all.dedup_by_key(|(id, _)| *id);
+        Ok(all)
     }
 
     /// Returns once all that was put is written down the pipeline and would survive a restart.
@@ -328,7 +355,7 @@ impl Node {
     fn flush(&self, options: CallOptions) -> Result<(), StoreError> {
         let deadline = self.deadline(options);
         let mut state = self.lock();
-        while state.pending_total() > 0 || state.aliases.iter().any(|names| !names.is_empty()) {
+        while !state.is_settled() {
             self.announce_work();
             let (again, in_time) = self.wait_changed(state, deadline);
             state = again;
@@ -336,13 +363,9 @@ impl Node {
                 return Err(self.timeout_error("flush", options));
             }
         }
-        self.send_removals(state, deadline);
+        drop(state);
         for stage in &self.stages {
-            stage.flush(deadline).map_err(|error| StoreError::Tier {
-                tier: stage.name(),
-                operation: "flush",
-                source: Arc::new(error),
-            })?;
+            stage.flush(deadline).map_err(|error| tier_error(stage, "flush", error))?;
         }
         Ok(())
     }
@@ -378,6 +401,10 @@ impl Node {
             notes: self.pipeline.notes.clone(),
         }
     }
+}
+
+fn tier_error(stage: &Arc<dyn Stage>, operation: &'static str, error: StageError) -> StoreError {
+    StoreError::Tier { tier: stage.name(), operation, source: Arc::new(error) }
 }
 
 fn start_threads(

@@ -26,10 +26,11 @@ enum Keeps {
     Nothing,
 }
 
-const CHAINS: [(&str, Keeps); 10] = [
+const CHAINS: [(&str, Keeps); 11] = [
     ("Dram", Keeps::Bytes),
     ("Files", Keeps::Bytes),
     ("Dram|Files", Keeps::Bytes),
+    ("Cache|Posix", Keeps::Bytes),
     ("Dram|Map", Keeps::Bytes),
     ("Dram|Files|Map", Keeps::Bytes),
     ("Dram|Empty", Keeps::Bytes),

@@ -5,7 +5,9 @@ mod blocks;
 use std::path::Path;
 
 use blocks::{MIB, bytes_of, check, dram, key, keys, put};
-use cascade_block::{DigestAlgorithm, DigestMode};
+use cascade_block::{
+    ChainTail, DigestAlgorithm, DigestMode, Manifest, Namespace, TenantSecret, chain_keys,
+};
 use cascade_store::{
     CallOptions, FileLayout, FilesConfig, IoEngine, Put, PutOutcome, Store, StoreConfig,
     StoreError, ViewOutcome,
@@ -23,7 +25,7 @@ fn config(directory: &Path) -> StoreConfig {
 }
 
 fn every_way(directory: &Path, mut check: impl FnMut(StoreConfig, &str)) {
-    for layout in [FileLayout::Segments] {
+    for layout in [FileLayout::Segments, FileLayout::FilePerBlock] {
         for engine in [IoEngine::Uring, IoEngine::Psync] {
             for direct in [true, false] {
                 let name = format!("{layout:?}-{engine:?}-{direct}");
@@ -41,8 +43,11 @@ fn blocks_survive_a_restart_in_every_layout_and_engine() {
     let directory = tempfile::tempdir().unwrap();
     every_way(directory.path(), |config, name| {
         let store = Store::open(config.clone()).unwrap();
-        put(&store, &keys(0..200), BLOCK);
+        let outcomes = put(&store, &keys(0..200), BLOCK);
+        assert!(outcomes.iter().all(|o| matches!(o, PutOutcome::Stored)), "{outcomes:?}");
         put(&store, &keys(200..220), 5000);
+        let served = check(&store, &keys(0..220));
+        assert!(served.iter().all(Option::is_some), "{served:?} {:?}", store.stats());
         assert!(check(&store, &keys(0..220)).iter().all(Option::is_some), "{name}");
         store.delete(&keys(7..8));
         store.close().unwrap();
@@ -162,6 +167,31 @@ fn two_stores_on_one_directory_are_refused_by_name() {
     assert!(text.contains(&std::process::id().to_string()), "{text}");
     drop(first);
     Store::open(config(directory.path())).unwrap();
+}
+
+#[test]
+fn manifests_stand_beside_their_blocks_and_explain_a_near_miss() {
+    let directory = tempfile::tempdir().unwrap();
+    let config = config(directory.path());
+    let manifest = |dtype: &str| Manifest::new().with("weights", "abc").with("dtype", dtype);
+    let secret = TenantSecret::new("secret");
+    let ours = Namespace::new(manifest("bf16"), &secret);
+    let store = Store::open(config.clone()).unwrap();
+    store.register(&ours, CallOptions::default()).unwrap();
+    let tokens: Vec<u32> = (0..256).collect();
+    let chain = chain_keys(ours.root(), &tokens, 128, ChainTail::Drop);
+    put(&store, &chain, BLOCK);
+    drop(store);
+    let store = Store::open(config).unwrap();
+    let other = Namespace::new(manifest("fp8"), &secret);
+    let theirs = chain_keys(other.root(), &tokens, 128, ChainTail::Drop);
+    assert_eq!(store.contains(&theirs), [false; 2]);
+    let kept = store.manifests(CallOptions::default()).unwrap();
+    let [(id, kept)] = kept.as_slice() else { panic!("{kept:?}") };
+    assert_eq!(*id, ours.id());
+    let differences = kept.difference(other.manifest());
+    assert!(format!("{differences:?}").contains("dtype"), "{differences:?}");
+    assert_eq!(differences.len(), 1);
 }
 
 #[test]

@@ -86,7 +86,8 @@ pub struct ReplayArgs {
     #[arg(long, value_name = "NAME", help_heading = "Workload")]
     pub model: Option<String>,
     /// 0 as fast as possible; 1 in real time; 60 a minute a second.
-    #[arg(long, value_name = "X", default_value_t = 0.0, help_heading = "Workload")]
+    #[arg(long, value_name = "X", default_value_t = 0.0, allow_negative_numbers = true)]
+    #[arg(help_heading = "Workload")]
     pub speed: f64,
     /// Workers that take requests in order of arrival.
     #[arg(long, value_name = "N", default_value_t = 1, help_heading = "Workload")]

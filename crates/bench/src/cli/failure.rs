@@ -91,7 +91,7 @@ impl Failure {
     /// The process's exit code for it.
     pub fn exit_code(&self) -> i32 {
         match self {
-            Self::Usage { .. } => EXIT_USAGE,
+            Self::Usage { .. } | Self::Read { .. } => EXIT_USAGE,
             Self::Store { source: StoreError::Config { .. } | StoreError::Pipeline(_), .. } => {
                 EXIT_USAGE
             }

@@ -71,7 +71,7 @@ fn deliver(args: &ReplayArgs, result: &ReplayResult, screen: &mut Screen) -> Res
 }
 
 /// Opens the store, replays and waits until all is written down.
-fn measure(args: &ReplayArgs, plan: &Plan<'_>, screen: &Screen) -> Result<Measured, Failure> {
+fn measure(args: &ReplayArgs, plan: &Plan<'_>, screen: &mut Screen) -> Result<Measured, Failure> {
     let during = |doing| move |source| Failure::Store { doing, source };
     let store = Store::open(args.store_config()).map_err(during("opening"))?;
     let mut started_with_blocks = store.stats().keys;
@@ -88,6 +88,10 @@ fn measure(args: &ReplayArgs, plan: &Plan<'_>, screen: &Screen) -> Result<Measur
     };
     interrupt::watch()?;
     let clock: Arc<dyn Clock> = Arc::new(SystemClock);
+    if !screen.is_interactive {
+        let count = workload.requests.len();
+        screen.remark(format!("replaying {count} requests; Control-C stops and reports"))?;
+    }
     let outcome = watched(&store, &workload, options, &*clock, screen);
     let began = clock.monotonic();
     let flushed = store.flush(CallOptions { timeout: Some(FLUSH_TIMEOUT), ..Default::default() });

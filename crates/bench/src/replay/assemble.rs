@@ -1,6 +1,6 @@
 //! From options to a plan, and from what was measured to the result.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 use std::time::Duration;
 
 use cascade_block::Geometry;
@@ -8,14 +8,14 @@ use cascade_store::Stats;
 
 use crate::cli::{Count, Failure, ReplayArgs};
 use crate::environment::Environment;
-use crate::replay::ceilings::Study;
+use crate::replay::ceilings::{Study, endless_cache_hits};
 use crate::replay::result::{
     LatencyFacts, PayloadFacts, ReplayResult, RunFacts, StoreSeconds, TimeSlice, TraceFacts, ratio,
 };
-use crate::replay::reuse::{ReuseDistances, endless_cache_hits};
 use crate::replay::run::RunOutcome;
 use crate::replay::tally::{RequestRecord, Tally};
 use crate::replay::workload::Workload;
+use crate::study::reuse_distances;
 use crate::trace::{Trace, TraceError};
 
 /// The model whose true block size is told when the payload is scaled down.
@@ -115,7 +115,7 @@ impl<'a> Plan<'a> {
     pub fn without_payload(&self, environment: Environment) -> Result<ReplayResult, Failure> {
         let study = self.study();
         let mut tally = Tally::default();
-        let outcomes = self.trace.requests.iter().zip(study.hits_by_request()?);
+        let outcomes = self.trace.requests.iter().zip(study.hits_by_request());
         for (index, (request, hits)) in outcomes.enumerate().skip(self.warm_up) {
             let blocks = request.blocks.len() as u64;
             let hits = vec![("dram", hits)];
@@ -146,7 +146,7 @@ impl<'a> Plan<'a> {
     fn frame(&self, tally: &Tally, environment: Environment) -> Result<ReplayResult, Failure> {
         let args = self.args;
         let endless = endless_cache_hits(&self.trace);
-        let (mut ceilings, dram_sweep) = self.study().ceilings(self.payload.block_bytes)?;
+        let (mut ceilings, dram_sweep) = self.study().ceilings(self.payload.block_bytes);
         let counted = || tally.requests.iter().map(|request| endless[request.index]);
         ceilings.endless = ratio(counted().sum::<u64>() as f64, tally.blocks_requested as f64);
         let hits = tally.blocks_hit();
@@ -184,7 +184,7 @@ impl<'a> Plan<'a> {
             ceilings,
             bytes_written_down: BTreeMap::new(),
             timeline: timeline(&tally.requests, &endless),
-            reuse: ReuseDistances::of(&self.trace),
+            reuse: reuse_distances(&self.trace),
             dram_sweep,
             store: BTreeMap::new(),
             environment,
@@ -198,7 +198,7 @@ impl<'a> Plan<'a> {
             files: self.args.traces.iter().map(|path| path.display().to_string()).collect(),
             requests: trace.requests.len() as u64,
             block_references: trace.block_count(),
-            unique_blocks: trace.unique_blocks,
+            unique_blocks: unique_blocks(trace),
             block_tokens: trace.block_tokens,
             seconds: trace.requests.last().map_or(0.0, |request| request.at.as_secs_f64()),
         }
@@ -221,6 +221,12 @@ fn read_trace(args: &ReplayArgs) -> Result<Trace, Failure> {
         advice: "give a trace in Mooncake's JSONL format or recorded agent sessions".to_owned(),
         source: Box::new(error),
     })
+}
+
+/// Different blocks among the requests that are left after `--limit`.
+fn unique_blocks(trace: &Trace) -> u64 {
+    let blocks = trace.requests.iter().flat_map(|request| &request.blocks);
+    blocks.collect::<HashSet<_>>().len() as u64
 }
 
 /// How large a block is here, and how large it would be in production.

@@ -6,7 +6,7 @@ use serde::Serialize;
 
 use crate::environment::Environment;
 use crate::latency::LatencySummary;
-use crate::replay::reuse::ReuseDistances;
+use crate::study::ReuseDistances;
 
 /// Everything that is known after a replay. Names and units are part of the contract.
 #[derive(Debug, Clone, Serialize)]

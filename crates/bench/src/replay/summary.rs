@@ -161,10 +161,13 @@ fn show_bytes(result: &ReplayResult, screen: &mut Screen) -> Result<(), Failure>
     }
     let time = result.store_seconds;
     let inside = time.lookup + time.read + time.put + time.flush;
-    screen.line(format!(
-        "  {:<30}{:>10.1} s  of it {inside:.1} s in the store, {:.1} s making and checking bytes",
-        "time", result.seconds, time.checking
-    ))
+    screen.line(format!("  {:<30}{:>10.1} s", "time", result.seconds))?;
+    let workers = match result.run.threads {
+        1 => String::new(),
+        threads => format!(" ({threads} workers together)"),
+    };
+    screen.line(format!("    in the store{workers:<16}{inside:>10.1} s"))?;
+    screen.line(format!("    {:<28}{:>10.1} s", "making and checking bytes", time.checking))
 }
 
 fn show_verdict(result: &ReplayResult, screen: &mut Screen) -> Result<(), Failure> {

@@ -1,5 +1,6 @@
 //! A trace turned into what a store is asked: keys, parents and sizes, request by request.
 
+use std::collections::HashMap;
 use std::time::Duration;
 
 use cascade_block::{BlockKey, Manifest, Namespace, NamespaceId, TenantSecret};
@@ -42,15 +43,12 @@ impl Workload {
             .with("block_bytes", block_bytes.to_string())
             .with("payload", "cascade replay 1");
         let namespace = Namespace::new(manifest, &TenantSecret::new(""));
-        let keys: Vec<BlockKey> =
-            (0..trace.unique_blocks).map(|id| namespace.key_of_id(&id.to_le_bytes())).collect();
-        let key_of = |id: &u64| {
-            let at = usize::try_from(*id).expect("a number of a block in memory fits an index");
-            keys[at]
-        };
+        let mut keys: HashMap<u64, BlockKey> = HashMap::new();
+        let mut key_of =
+            |id: &u64| *keys.entry(*id).or_insert_with(|| namespace.key_of_id(&id.to_le_bytes()));
         let requests = trace.requests.iter().map(|request| PlannedRequest {
             at: request.at,
-            keys: request.blocks.iter().map(key_of).collect(),
+            keys: request.blocks.iter().map(&mut key_of).collect(),
             has_partial_tail: request.partial_tail,
         });
         Self { requests: requests.collect(), namespace: namespace.id(), block_bytes }

@@ -41,10 +41,12 @@ pub(super) fn dram_sizes(result: &ReplayResult) -> String {
 
 /// Below the reuse distances.
 pub(super) fn reuse(result: &ReplayResult) -> String {
-    let uses = result.reuse.reuses() + result.reuse.first_uses;
-    let first = percent(ratio(result.reuse.first_uses as f64, uses as f64));
-    match result.reuse.bound_of(0.9) {
-        Some(bound) => format!(
+    let reuse = &result.reuse;
+    let first = percent(ratio(reuse.first_uses as f64, reuse.uses as f64));
+    let most = reuse.hit_rates().last().map_or(0.0, |(_, rate)| *rate);
+    let enough = reuse.hit_rates().into_iter().find(|(_, rate)| *rate > 0.0 && *rate >= most * 0.9);
+    match enough {
+        Some((bound, _)) => format!(
             "{first} of all uses are first uses, which no cache can serve. Nine of ten reuses come \
              within {} other blocks: an LRU of that size would have them.",
             short_count(bound)

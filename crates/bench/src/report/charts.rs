@@ -159,9 +159,9 @@ pub(super) fn bytes_moved(result: &ReplayResult) -> Result<String, Failure> {
 /// How many other blocks are used between two uses of one; marks what DRAM holds.
 pub(super) fn reuse_distances(result: &ReplayResult) -> Result<String, Failure> {
     let fail = failed("reuse distances");
-    let buckets = &result.reuse.buckets;
-    let total = result.reuse.reuses() as f64;
-    let heights = buckets.iter().map(|(_, count)| ratio(*count as f64, total));
+    let buckets = &result.reuse.uses_by_octave;
+    let total: u64 = buckets.iter().sum();
+    let heights = buckets.iter().map(|count| ratio(*count as f64, total as f64));
     let most = heights.clone().fold(0.05, f64::max) * 1.15;
     let width = buckets.len().max(1) as f64;
     let x = Axis {

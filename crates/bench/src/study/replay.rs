@@ -29,6 +29,20 @@ pub fn replay_metadata(
     capacity_blocks: u64,
     options: &StudyOptions,
 ) -> StudyResult {
+    replay_watched(trace, policy, capacity_blocks, options, &mut |_, _| ())
+}
+
+/// As [`replay_metadata`]; tells `watch` the number of each request and its leading hits.
+///
+/// # Panics
+/// If the trace has more than `u32::MAX` different blocks.
+pub fn replay_watched(
+    trace: &Trace,
+    policy: Box<dyn Policy>,
+    capacity_blocks: u64,
+    options: &StudyOptions,
+    watch: &mut dyn FnMut(usize, usize),
+) -> StudyResult {
     let limits = Limits {
         capacity_bytes: capacity_blocks,
         protected_percent: 0,
@@ -50,7 +64,9 @@ pub fn replay_metadata(
                 tier.eviction.hint(at, &tier.chain, &hints);
             }
             Event::Request { request, hints } => {
-                blocks_hit += tier.request(&trace.requests[request], &hints) as u64;
+                let hits = tier.request(&trace.requests[request], &hints);
+                watch(request, hits);
+                blocks_hit += hits as u64;
             }
         }
     }

@@ -5,7 +5,7 @@ use cascade_block::{Checksum, checksum};
 use super::fields::{Reader, Writer, begin_page, finish_page, open_page};
 use super::{ENTRY_BYTES, Entry, FormatError, PAGE_BYTES, RandomId, decode_entries};
 
-const MAGIC: &[u8; 8] = b"CSCCHKPT";
+const MAGIC: [u8; 8] = *b"CSCCHKPT";
 const SEGMENT_BYTES: usize = 24;
 
 /// A segment that a checkpoint speaks for, up to a page.
@@ -77,6 +77,9 @@ impl CheckpointHead {
 
 impl Checkpoint {
     /// The whole file: head page, segments, entries.
+    ///
+    /// # Panics
+    /// With more segments than there are numbers.
     pub fn encode(&self) -> Vec<u8> {
         let segments_end = PAGE_BYTES + self.segments.len() * SEGMENT_BYTES;
         let mut bytes = vec![0; segments_end + self.entries.len() * ENTRY_BYTES];

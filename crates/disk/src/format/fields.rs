@@ -84,10 +84,10 @@ impl<'a> Reader<'a> {
 }
 
 /// Starts a page: magic number, version, six reserved bytes. Fields follow at byte 16.
-pub(super) fn begin_page<'a>(page: &'a mut [u8], magic: &[u8; 8]) -> Writer<'a> {
+pub(super) fn begin_page(page: &mut [u8], magic: [u8; 8]) -> Writer<'_> {
     page.fill(0);
     let mut writer = Writer::new(page);
-    writer.bytes(magic).u16(FORMAT_VERSION).bytes(&[0; 6]);
+    writer.bytes(&magic).u16(FORMAT_VERSION).bytes(&[0; 6]);
     writer
 }
 
@@ -98,9 +98,9 @@ pub(super) fn finish_page(page: &mut [u8]) {
 }
 
 /// Checks magic number, version and checksum of a page, and gives its fields from byte 16 on.
-pub(super) fn open_page<'a>(page: &'a [u8], magic: &[u8; 8]) -> Result<Reader<'a>, FormatError> {
+pub(super) fn open_page(page: &[u8], magic: [u8; 8]) -> Result<Reader<'_>, FormatError> {
     let page = page.get(..PAGE_BYTES).ok_or(FormatError::Truncated)?;
-    if &page[..8] != magic {
+    if page[..8] != magic {
         return Err(FormatError::NotOurs);
     }
     let mut reader = Reader::new(&page[VERSION_AT..]);

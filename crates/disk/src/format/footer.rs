@@ -5,7 +5,7 @@ use cascade_block::{Checksum, checksum};
 use super::fields::{begin_page, finish_page, open_page};
 use super::{ENTRY_BYTES, Entry, FormatError, PAGE_BYTES, RandomId, page_aligned, pages_of};
 
-const MAGIC: &[u8; 8] = b"CSCFOOTR";
+const MAGIC: [u8; 8] = *b"CSCFOOTR";
 
 /// The last page of a sealed segment.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -28,6 +28,9 @@ pub fn footer_bytes(entry_count: usize) -> u64 {
 }
 
 /// Builds a footer: entries that are encoded already, padding, trailer.
+///
+/// # Panics
+/// With more entries than a segment can hold.
 pub fn encode_footer(
     encoded_entries: &[u8],
     segment_id: RandomId,

@@ -6,7 +6,7 @@
 use super::fields::{begin_page, finish_page, open_page};
 use super::{ENTRY_BYTES, Entry, EntryKind, FormatError, PAGE_BYTES, RandomId, pages_of};
 
-const MAGIC: &[u8; 8] = b"CSCFRAME";
+const MAGIC: [u8; 8] = *b"CSCFRAME";
 const FIELDS_END: usize = 48;
 
 /// Most entries in one frame.

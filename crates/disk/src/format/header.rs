@@ -5,7 +5,7 @@ use std::fmt;
 use super::fields::{begin_page, finish_page, open_page};
 use super::{FormatError, PAGE_BYTES, RandomId};
 
-const MAGIC: &[u8; 8] = b"CSCSEGMT";
+const MAGIC: [u8; 8] = *b"CSCSEGMT";
 const NAME_BYTES: usize = 32;
 
 /// Names one writer among those that share a directory: 1 to 32 of `a-z`, `0-9`, `_`.

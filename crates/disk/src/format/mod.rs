@@ -18,7 +18,7 @@ pub use footer::{Trailer, decode_entries, encode_footer, footer_bytes};
 pub use frame::{ENTRIES_PER_FRAME, Frame};
 pub use header::{SegmentHeader, WriterName};
 
-/// The unit of the format: alignment of records and of O_DIRECT transfers.
+/// The unit of the format: alignment of records and of `O_DIRECT` transfers.
 pub const PAGE_BYTES: usize = 4096;
 
 /// The version that this code writes; the only one that it reads.
@@ -57,6 +57,9 @@ pub const fn page_aligned(bytes: u64) -> u64 {
 }
 
 /// Pages that bytes fill.
+///
+/// # Panics
+/// From 16 TiB on; segments are smaller.
 pub fn pages_of(bytes: u64) -> u32 {
     u32::try_from(bytes.div_ceil(PAGE_BYTES as u64)).expect("segments are below 16 TiB")
 }

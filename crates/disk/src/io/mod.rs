@@ -131,7 +131,6 @@ impl Io {
                 }
             }
         }
-        let answered = answers.into_iter().flatten().collect();
-        answered
+        answers.into_iter().flatten().collect()
     }
 }

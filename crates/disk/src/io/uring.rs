@@ -45,7 +45,7 @@ unsafe impl Send for Flight {}
 
 /// One ring and what is under way on it.
 struct Ring {
-    ring: IoUring,
+    queue: IoUring,
     /// By the number that the kernel gives back. Not dropped while the kernel may use it.
     flights: ManuallyDrop<Vec<Option<Flight>>>,
     in_flight: usize,
@@ -143,9 +143,9 @@ impl Engine for UringEngine {
 
 impl Ring {
     fn new(depth: u32) -> io::Result<Self> {
-        let ring = IoUring::new(depth.next_power_of_two())?;
+        let queue = IoUring::new(depth.next_power_of_two())?;
         let flights = (0..depth).map(|_| None).collect();
-        Ok(Self { ring, flights: ManuallyDrop::new(flights), in_flight: 0 })
+        Ok(Self { queue, flights: ManuallyDrop::new(flights), in_flight: 0 })
     }
 
     /// Puts a transfer into the submission queue; the caller keeps to the depth.
@@ -157,7 +157,7 @@ impl Ring {
         self.in_flight += 1;
         // SAFETY: the entry's addresses lie in buffers and a list that the flight owns; `flights`
         // keeps it until its completion is reaped, and leaks it if the ring is dropped before.
-        let pushed = unsafe { self.ring.submission().push(&entry) };
+        let pushed = unsafe { self.queue.submission().push(&entry) };
         pushed.expect("the queue has as many entries as there are flights");
     }
 
@@ -165,7 +165,7 @@ impl Ring {
     fn wait(&mut self, want: usize, limit: Duration) -> io::Result<()> {
         let limit = Timespec::from(limit);
         let args = SubmitArgs::new().timespec(&limit);
-        match self.ring.submitter().submit_with_args(want, &args) {
+        match self.queue.submitter().submit_with_args(want, &args) {
             Ok(_submitted) => Ok(()),
             Err(error) if error.kind() == io::ErrorKind::Interrupted => Ok(()),
             Err(error) if error.raw_os_error() == Some(rustix::io::Errno::TIME.raw_os_error()) => {
@@ -180,7 +180,7 @@ impl Ring {
 
     /// Takes in what the kernel has finished.
     fn reap(&mut self, mut finish: impl FnMut(Flight, io::Result<usize>)) {
-        for completion in self.ring.completion() {
+        for completion in self.queue.completion() {
             let slot = usize::try_from(completion.user_data()).expect("it is a slot's number");
             let flight = self.flights[slot].take().expect("a flight completes once");
             self.in_flight -= 1;

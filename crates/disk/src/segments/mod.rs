@@ -7,6 +7,7 @@
 mod read;
 mod reclaim;
 mod recovery;
+mod replay;
 mod segment;
 mod write;
 
@@ -15,9 +16,10 @@ use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 
-use cascade_block::{BlockKey, Deadline};
+use cascade_block::{BlockKey, Deadline, Namespace};
 use cascade_memory::Slab;
 
+pub(crate) use self::replay::replay;
 use self::segment::Segment;
 use self::write::WriterState;
 use crate::gate::{Gate, GateGuard};
@@ -26,6 +28,7 @@ use crate::lock::DirectoryLock;
 use crate::tier::ReadRequest;
 use crate::{
     Address, BlockFiles, DiskError, DiskStats, FileTierConfig, ReadOutcome, Reclaimed, RecordMeta,
+    StoredManifest, manifests,
 };
 
 /// The file tier in segments.
@@ -154,6 +157,18 @@ impl BlockFiles for SegmentFiles {
 
     fn checkpoint(&self, deadline: Deadline) -> Result<(), DiskError> {
         self.write_checkpoint(deadline)
+    }
+
+    fn register_manifest(
+        &self,
+        namespace: &Namespace,
+        deadline: Deadline,
+    ) -> Result<(), DiskError> {
+        manifests::register(&self.io, &self.config.directory, namespace, deadline)
+    }
+
+    fn manifests(&self, deadline: Deadline) -> Result<Vec<StoredManifest>, DiskError> {
+        manifests::load_all(&self.io, &self.config.directory, deadline)
     }
 
     fn used_bytes(&self) -> u64 {

@@ -4,12 +4,11 @@ use std::io;
 use std::sync::Arc;
 
 use cascade_block::{BlockKey, Checksum, Deadline, checksum};
-use cascade_memory::SlabMut;
 
 use super::segment::{Segment, Slot};
 use super::{SegmentFiles, count};
-use crate::format::PAGE_BYTES;
-use crate::io::{Buffer, PageBuffer, Transfer, TransferKind};
+use crate::io::{Transfer, TransferKind};
+use crate::placement::{received_slab, receiving_buffers};
 use crate::tier::ReadRequest;
 use crate::{Address, Damage, DiskError, ReadOutcome};
 
@@ -109,34 +108,4 @@ impl SegmentFiles {
         count(&self.counters.bytes_read, fetch.payload_bytes as u64);
         ReadOutcome::Hit(slab)
     }
-}
-
-/// Whole pages come straight into the slab; a rest, or all of a slab off a page, is copied.
-pub(crate) fn receiving_buffers(slab: SlabMut) -> Vec<Buffer> {
-    let is_aligned = slab.as_ptr().addr().is_multiple_of(PAGE_BYTES);
-    let length = slab.len();
-    let whole = if is_aligned { length / PAGE_BYTES * PAGE_BYTES } else { 0 };
-    let mut buffers = vec![Buffer::Open(slab, 0..whole)];
-    if whole < length {
-        buffers.push(Buffer::Pages(PageBuffer::zeroed(length - whole)));
-    }
-    buffers
-}
-
-/// The slab of a finished read, complete.
-pub(crate) fn received_slab(transfer: Transfer, payload_bytes: usize) -> SlabMut {
-    let mut slab = None;
-    let mut rest = None;
-    for buffer in transfer.buffers {
-        match buffer {
-            Buffer::Open(open, range) => slab = Some((open, range.end)),
-            Buffer::Pages(pages) => rest = Some(pages),
-            Buffer::Sealed(..) => {}
-        }
-    }
-    let (mut slab, whole) = slab.expect("the transfer was made with an open slab");
-    if let Some(rest) = rest {
-        slab[whole..payload_bytes].copy_from_slice(&rest.bytes()[..payload_bytes - whole]);
-    }
-    slab
 }

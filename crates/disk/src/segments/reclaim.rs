@@ -1,6 +1,5 @@
 //! Getting space back: one segment at a time, what is kept moves first.
 
-use std::collections::HashMap;
 use std::sync::{Arc, PoisonError};
 
 use cascade_block::{Deadline, checksum};
@@ -35,9 +34,9 @@ impl SegmentFiles {
         let entries = victim.entries(&self.io, deadline)?;
         let mut reclaimed = Reclaimed::default();
         let moves = self.ask(&victim, &entries, keep, &mut reclaimed);
-        let mut forwards = HashMap::new();
+        self.forwards.write().unwrap_or_else(PoisonError::into_inner).clear();
         for batch in batches(moves) {
-            self.move_blocks(&victim, batch, &mut reclaimed, &mut forwards, deadline)?;
+            self.move_blocks(&victim, batch, &mut reclaimed, deadline)?;
         }
         let mut writer = self.enter(&self.writer, deadline)?;
         self.carry_statements(&mut writer, &victim, &entries, deadline)?;
@@ -108,7 +107,6 @@ impl SegmentFiles {
         victim: &Arc<Segment>,
         moves: Vec<Move>,
         reclaimed: &mut Reclaimed,
-        forwards: &mut HashMap<Address, Address>,
         deadline: Deadline,
     ) -> Result<(), DiskError> {
         let payloads = self.read_payloads(victim, &moves, deadline)?;
@@ -143,8 +141,7 @@ impl SegmentFiles {
             self.rewrite_aliases(&mut writer, &keys[1..], to, sum, deadline)?;
             self.aliases().remove(&from);
             reclaimed.moved.extend(keys.iter().map(|meta| (meta.key, from, to)));
-            forwards.insert(from, to);
-            *self.forwards.write().unwrap_or_else(PoisonError::into_inner) = forwards.clone();
+            self.forwards.write().unwrap_or_else(PoisonError::into_inner).insert(from, to);
         }
         Ok(())
     }

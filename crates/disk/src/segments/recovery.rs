@@ -3,11 +3,12 @@
 use std::collections::{BTreeMap, HashMap};
 use std::fs::File;
 use std::io;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::{Arc, Mutex, RwLock};
 
 use cascade_block::{BlockKey, Deadline, checksum};
 
+use super::replay::{Replay, replay};
 use super::segment::{Index, Segment, SegmentState, Slot};
 use super::write::{Space, WriterState, random_id, tombstone};
 use super::{Alias, Aliases, Counters, SegmentFiles};
@@ -15,10 +16,10 @@ use crate::format::{
     Checkpoint, CoveredSegment, ENTRY_BYTES, Entry, EntryKind, FormatError, RandomId,
 };
 use crate::gate::Gate;
-use crate::io::{FileOperations, Io, OpenMode};
-use crate::lock::DirectoryLock;
-use crate::scan::{ScanError, ScanOptions, SegmentContent, Source, read_segment};
-use crate::{Address, DiskError, FileTierConfig, Recovery, WriterName};
+use crate::io::{Io, OpenMode};
+use crate::lock::{DirectoryLock, probe_direct};
+use crate::scan::{FileSource, ScanError, ScanOptions, SegmentContent, read_segment, segment_name};
+use crate::{Address, DiskError, FileTierConfig, Recovery, StoredManifest, manifests};
 
 /// A segment that was found, and what it says.
 #[derive(Debug)]
@@ -30,20 +31,6 @@ struct Found {
     index: Index,
 }
 
-/// Result of replaying all statements in order.
-#[derive(Debug, Default)]
-struct Replay {
-    live: Vec<Entry>,
-    /// The blocks whose bytes live aliases name.
-    bodies: Vec<Entry>,
-    /// Blocks that a newer one of the same key replaced, without a tombstone.
-    superseded: Vec<(BlockKey, Address)>,
-    expired: u64,
-    /// Behind every sequence number and segment number that was seen.
-    sequence_end: u64,
-    number_end: u32,
-}
-
 impl SegmentFiles {
     /// Locks the directory, finds what is stored there and makes it ready to be written.
     pub(crate) fn open(
@@ -52,12 +39,7 @@ impl SegmentFiles {
         deadline: Deadline,
     ) -> Result<(Self, Recovery), DiskError> {
         let directory = config.directory.clone();
-        let made = directory.clone();
-        io.call("make", &directory, deadline, move |files| files.make_directory(&made))?;
-        let (lock_directory, writer) = (directory.clone(), config.writer.clone());
-        let lock = io.call("lock", &directory, deadline, move |_| {
-            Ok(DirectoryLock::take(&lock_directory, &writer))
-        })??;
+        let lock = DirectoryLock::make(&io, &config, deadline)?;
         let is_direct = config.direct && probe_direct(&io, &config, deadline)?;
         let mut recovery = Recovery::default();
         let checkpoint = load_checkpoint(&io, &config, &mut recovery, deadline)?;
@@ -69,6 +51,10 @@ impl SegmentFiles {
             .map_err(|source| DiskError::from_io("name", &directory, source))?;
         let (segments, aliases) = build(found, &replay);
         recovery.live = replay.live.iter().map(|entry| (entry.meta, entry.address)).collect();
+        recovery.bad_manifests = manifests::load_all(&io, &directory, deadline)?
+            .into_iter()
+            .filter(|each| matches!(each, StoredManifest::Bad { .. }))
+            .collect();
         let files = Self {
             config,
             io,
@@ -93,9 +79,9 @@ impl SegmentFiles {
     ) -> Result<(), DiskError> {
         for segment in self.all_segments() {
             let is_open = matches!(segment.state().index, Index::Memory(_));
-            if is_open && self.try_seal(&segment, deadline).is_err() {
-                // It stays readable; the next opening scans it again.
-                continue;
+            if is_open {
+                // Failing that it stays readable, and the next opening scans it again.
+                drop(self.try_seal(&segment, deadline));
             }
         }
         if !superseded.is_empty() {
@@ -181,53 +167,6 @@ fn checkpoint_path(config: &FileTierConfig) -> PathBuf {
     config.directory.join(format!("{}.checkpoint", config.writer))
 }
 
-/// Whether the file system takes O_DIRECT.
-fn probe_direct(io: &Io, config: &FileTierConfig, deadline: Deadline) -> Result<bool, DiskError> {
-    let path = config.directory.join(format!("{}.probe", config.writer));
-    let probe = path.clone();
-    io.call("create", &path, deadline, move |files| {
-        let leftover = files.remove(&probe);
-        drop(leftover);
-        let opened = files.open(&probe, OpenMode::Create { allocate_bytes: 0 }, true);
-        let removed = files.remove(&probe);
-        match opened {
-            Ok(_file) => removed.map(|()| true),
-            Err(error) if error.kind() == io::ErrorKind::InvalidInput => Ok(false),
-            Err(error) => Err(error),
-        }
-    })
-}
-
-/// A file as a source of bytes, through the seam.
-struct FileSource<'a> {
-    files: &'a dyn FileOperations,
-    file: &'a File,
-}
-
-impl Source for FileSource<'_> {
-    fn length(&self) -> io::Result<u64> {
-        self.files.length(self.file)
-    }
-
-    fn read(&self, offset: u64, buffer: &mut [u8]) -> io::Result<usize> {
-        self.files.read(self.file, offset, buffer)
-    }
-
-    fn next_data(&self, offset: u64) -> io::Result<Option<u64>> {
-        self.files.next_data(self.file, offset)
-    }
-}
-
-/// The number in a segment's file name, if it is one of this writer's.
-fn segment_number(path: &Path, writer: &WriterName) -> Option<u32> {
-    let name = path.file_name()?.to_str()?;
-    let (owner, number) = name.strip_suffix(".segment")?.rsplit_once('-')?;
-    if owner != writer.as_str() || number.len() != 8 {
-        return None;
-    }
-    u32::from_str_radix(number, 16).ok()
-}
-
 /// Opens and reads every segment of this writer, in the order of their numbers.
 fn find_segments(
     io: &Io,
@@ -242,7 +181,10 @@ fn find_segments(
         io.call("list", &config.directory, deadline, move |files| files.list(&directory))?;
     let mut numbered: Vec<_> = paths
         .into_iter()
-        .filter_map(|path| segment_number(&path, &config.writer).map(|number| (number, path)))
+        .filter_map(|path| {
+            let (writer, number) = segment_name(&path)?;
+            (writer == config.writer.as_str()).then_some((number, path.clone()))
+        })
         .collect();
     numbered.sort_unstable_by_key(|(number, _)| *number);
     let covered: HashMap<u32, CoveredSegment> = checkpoint
@@ -351,58 +293,6 @@ fn index_of(content: &SegmentContent) -> Index {
         // Nothing names the file; it holds nothing, and a reclaim removes it.
         (None, false) => Index::Footer { page: 1, count: 0, checksum: checksum(&[]) },
     }
-}
-
-/// Takes statements in, oldest first: what names each key in the end.
-fn replay(entries: &[Entry], now_unix_ms: u64) -> Replay {
-    let mut outcome = Replay {
-        sequence_end: entries.last().map_or(0, |last| last.sequence + 1),
-        number_end: entries.iter().map(|each| each.address.segment() + 1).max().unwrap_or(0),
-        ..Replay::default()
-    };
-    let mut blocks: HashMap<Address, usize> = HashMap::with_capacity(entries.len());
-    let mut names: HashMap<BlockKey, usize> = HashMap::with_capacity(entries.len());
-    for (at, entry) in entries.iter().enumerate() {
-        match entry.kind {
-            EntryKind::Block => {
-                blocks.insert(entry.address, at);
-            }
-            EntryKind::Alias => {
-                // An address whose segment is gone may be another's by now.
-                let is_same = |block: &usize| {
-                    entries[*block].payload_checksum == entry.payload_checksum
-                        && entries[*block].meta.payload_bytes == entry.meta.payload_bytes
-                };
-                if !blocks.get(&entry.address).is_some_and(is_same) {
-                    continue;
-                }
-            }
-            EntryKind::Tombstone => {
-                let named = names.get(&entry.meta.key);
-                if named.is_some_and(|named| entries[*named].address == entry.address) {
-                    names.remove(&entry.meta.key);
-                }
-                continue;
-            }
-        }
-        if let Some(before) = names.insert(entry.meta.key, at)
-            && entries[before].address != entry.address
-        {
-            outcome.superseded.push((entry.meta.key, entries[before].address));
-        }
-    }
-    let mut live: Vec<_> = names.into_values().collect();
-    live.sort_unstable();
-    let valid = live.iter().filter(|at| !entries[**at].meta.has_expired(now_unix_ms));
-    outcome.live = valid.map(|at| entries[*at]).collect();
-    outcome.expired = (live.len() - outcome.live.len()) as u64;
-    outcome.bodies = outcome
-        .live
-        .iter()
-        .filter(|entry| entry.kind == EntryKind::Alias)
-        .filter_map(|entry| blocks.get(&entry.address).map(|at| entries[*at]))
-        .collect();
-    outcome
 }
 
 /// The writer's state behind everything that was found.

@@ -14,6 +14,7 @@ use crate::format::{
     footer_bytes, pages_of,
 };
 use crate::io::{Buffer, OpenMode, PageBuffer, Transfer, TransferKind};
+use crate::placement::sending_buffers;
 use crate::{Address, DiskError, RecordMeta};
 
 /// Most bytes and buffers of one write; the kernel takes 1,024 buffers at once.
@@ -271,7 +272,7 @@ impl SegmentFiles {
         space: Space,
     ) -> Result<(), DiskError> {
         use crate::BlockFiles as _;
-        let used_bytes = self.used_bytes() - self.sealing_frees(writer);
+        let used_bytes = self.used_bytes() - sealing_frees(writer);
         let segment_bytes = self.config.segment_bytes;
         let kept_free = if space == Space::Reserve { 0 } else { segment_bytes };
         if used_bytes + segment_bytes + kept_free > self.config.capacity_bytes {
@@ -282,16 +283,6 @@ impl SegmentFiles {
             });
         }
         Ok(())
-    }
-
-    /// Bytes that the active segment's file would give back if it were sealed.
-    fn sealing_frees(&self, writer: &WriterState) -> u64 {
-        writer.active.as_ref().map_or(0, |active| {
-            let state = active.state();
-            let sealed =
-                u64::from(state.end_page) * PAGE_BYTES as u64 + footer_bytes(state.entry_count());
-            state.file_bytes.saturating_sub(sealed)
-        })
     }
 
     /// Takes as many entries as fit one write to the segment.
@@ -397,11 +388,11 @@ impl SegmentFiles {
         let written = self
             .one(transfer, deadline)
             .map_err(|source| DiskError::from_io("write", &path, source))
-            .and_then(|()| match self.config.durable {
-                true => self
-                    .io
-                    .call("sync", &path, deadline, move |files| files.sync_directory(&directory)),
-                false => Ok(()),
+            .and_then(|()| {
+                if !self.config.durable {
+                    return Ok(());
+                }
+                self.io.call("sync", &path, deadline, move |files| files.sync_directory(&directory))
             });
         let state = SegmentState::empty(allocate_bytes);
         let segment = Arc::new(Segment::new(number, header.segment_id, path, file, state));
@@ -522,22 +513,7 @@ impl Run {
         match pending.payload {
             None => {}
             Some(Payload::Pages(pages)) => self.buffers.push(Buffer::Pages(pages)),
-            Some(Payload::Slab(slab)) => self.add_slab(slab),
-        }
-    }
-
-    /// Whole pages go out of the slab itself; a rest, or a slab off a page, out of a copy.
-    fn add_slab(&mut self, slab: Slab) {
-        let is_aligned = slab.as_ptr().addr().is_multiple_of(PAGE_BYTES);
-        let whole = if is_aligned { slab.len() / PAGE_BYTES * PAGE_BYTES } else { 0 };
-        if whole < slab.len() {
-            let rest = PageBuffer::copied(&slab[whole..]);
-            if whole > 0 {
-                self.buffers.push(Buffer::Sealed(slab, 0..whole));
-            }
-            self.buffers.push(Buffer::Pages(rest));
-        } else {
-            self.buffers.push(Buffer::Sealed(slab, 0..whole));
+            Some(Payload::Slab(slab)) => self.buffers.extend(sending_buffers(slab)),
         }
     }
 
@@ -584,6 +560,16 @@ pub(super) fn random_id() -> io::Result<RandomId> {
         return Err(io::ErrorKind::UnexpectedEof.into());
     }
     Ok(id)
+}
+
+/// Bytes that the active segment's file would give back if it were sealed.
+fn sealing_frees(writer: &WriterState) -> u64 {
+    writer.active.as_ref().map_or(0, |active| {
+        let state = active.state();
+        let sealed =
+            u64::from(state.end_page) * PAGE_BYTES as u64 + footer_bytes(state.entry_count());
+        state.file_bytes.saturating_sub(sealed)
+    })
 }
 
 fn payload_pages(pending: &Pending) -> u32 {

@@ -125,7 +125,7 @@ fn shard_of(fingerprint: u64) -> usize {
 }
 
 fn tag_of(fingerprint: u64) -> u32 {
-    (fingerprint & u64::from(u32::MAX)) as u32
+    low_half(fingerprint)
 }
 
 fn pack(tag: u32, index: u32) -> u64 {
@@ -137,5 +137,10 @@ fn tag_in(slot: u64) -> u32 {
 }
 
 fn index_in(slot: u64) -> u32 {
-    ((slot & u64::from(u32::MAX)) - 1) as u32
+    low_half(slot) - 1
+}
+
+#[expect(clippy::cast_possible_truncation, reason = "the low half is what is wanted")]
+fn low_half(word: u64) -> u32 {
+    word as u32
 }

@@ -21,6 +21,9 @@ pub struct Bench<'a> {
 }
 
 /// A pool for the checks, as a store would make it.
+///
+/// # Panics
+/// If the machine has not 32 MiB of memory left.
 pub fn pool() -> Pool {
     let config =
         PoolConfig { capacity_bytes: 32 << 20, huge_pages: HugePages::Never, populate: false };
@@ -44,16 +47,12 @@ pub fn all(pool: &Pool, make: &mut dyn FnMut() -> Arc<dyn Stage>) {
 }
 
 impl Bench<'_> {
-    fn deadline(&self) -> Deadline {
-        Deadline::after(&SystemClock, Duration::from_secs(30))
-    }
-
     fn store(&self, blocks: &[(BlockKey, Vec<u8>)]) -> Vec<Address> {
         let batch: Vec<_> = blocks
             .iter()
             .map(|(key, bytes)| (facts(*key, bytes.len()), self.slab(bytes)))
             .collect();
-        let results = self.stage.store(batch, self.deadline());
+        let results = self.stage.store(batch, deadline());
         assert_eq!(results.len(), blocks.len(), "one result for each block");
         let expect = "a fresh stage takes a few blocks";
         results.into_iter().map(|result| result.expect(expect)).collect()
@@ -67,7 +66,7 @@ impl Bench<'_> {
 
     fn load(&self, key: BlockKey, address: Address, bytes: usize) -> Loaded {
         let slab = self.pool.allocate(bytes).expect("the checks fit the pool");
-        let mut loaded = self.stage.load(vec![Load { key, address, slab }], self.deadline());
+        let mut loaded = self.stage.load(vec![Load { key, address, slab }], deadline());
         assert_eq!(loaded.len(), 1, "one result for each block");
         loaded.remove(0)
     }
@@ -86,6 +85,10 @@ impl Bench<'_> {
     }
 }
 
+fn deadline() -> Deadline {
+    Deadline::after(&SystemClock, Duration::from_secs(30))
+}
+
 fn facts(key: BlockKey, bytes: usize) -> BlockFacts {
     BlockFacts {
         key,
@@ -100,7 +103,8 @@ fn facts(key: BlockKey, bytes: usize) -> BlockFacts {
 
 /// Block `n`: a key and bytes that no other block has.
 fn block(n: u8, bytes: usize) -> (BlockKey, Vec<u8>) {
-    let pattern = (0..bytes).map(|at| n ^ (at % 251) as u8).collect();
+    let period: Vec<u8> = (0..251).map(|at| n ^ at).collect();
+    let pattern = period.into_iter().cycle().take(bytes).collect();
     (BlockKey::from_bytes([n; 32]), pattern)
 }
 
@@ -115,7 +119,7 @@ fn what_was_stored_comes_back(bench: &Bench<'_>) {
     for ((key, bytes), address) in blocks.iter().zip(&addresses).rev() {
         bench.assert_served(*key, *address, bytes);
     }
-    bench.stage.flush(bench.deadline()).expect("a stage that works flushes");
+    bench.stage.flush(deadline()).expect("a stage that works flushes");
     for ((key, bytes), address) in blocks.iter().zip(&addresses) {
         bench.assert_served(*key, *address, bytes);
     }
@@ -131,16 +135,16 @@ fn sizes_need_not_be_round(bench: &Bench<'_>) {
 }
 
 fn an_empty_batch_is_ordinary(bench: &Bench<'_>) {
-    assert!(bench.stage.store(Vec::new(), bench.deadline()).is_empty());
-    assert!(bench.stage.load(Vec::new(), bench.deadline()).is_empty());
-    bench.stage.remove(&[], bench.deadline()).expect("nothing to forget");
-    bench.stage.alias(Vec::new(), bench.deadline()).expect("nothing to name");
+    assert!(bench.stage.store(Vec::new(), deadline()).is_empty());
+    assert!(bench.stage.load(Vec::new(), deadline()).is_empty());
+    bench.stage.remove(&[], deadline()).expect("nothing to forget");
+    bench.stage.alias(Vec::new(), deadline()).expect("nothing to name");
 }
 
 fn a_removed_block_is_gone(bench: &Bench<'_>) {
     let blocks = [block(1, 5000), block(2, 5000)];
     let addresses = bench.store(&blocks);
-    bench.stage.remove(&[(blocks[0].0, addresses[0])], bench.deadline()).expect("it is there");
+    bench.stage.remove(&[(blocks[0].0, addresses[0])], deadline()).expect("it is there");
     bench.assert_gone(blocks[0].0, addresses[0], 5000);
     bench.assert_served(blocks[1].0, addresses[1], &blocks[1].1);
 }
@@ -160,10 +164,10 @@ fn bytes_go_with_their_last_name(bench: &Bench<'_>) {
     let addresses = bench.store(&blocks);
     let other = BlockKey::from_bytes([7; 32]);
     let alias = vec![(facts(other, 5000), addresses[0])];
-    bench.stage.alias(alias, bench.deadline()).expect("the bytes are there");
+    bench.stage.alias(alias, deadline()).expect("the bytes are there");
     bench.assert_served(other, addresses[0], &blocks[0].1);
-    bench.stage.remove(&[(blocks[0].0, addresses[0])], bench.deadline()).expect("it is there");
+    bench.stage.remove(&[(blocks[0].0, addresses[0])], deadline()).expect("it is there");
     bench.assert_served(other, addresses[0], &blocks[0].1);
-    bench.stage.remove(&[(other, addresses[0])], bench.deadline()).expect("it is there");
+    bench.stage.remove(&[(other, addresses[0])], deadline()).expect("it is there");
     bench.assert_gone(other, addresses[0], 5000);
 }

@@ -3,10 +3,10 @@
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 
-use cascade_block::{BlockKey, Clock, Deadline};
+use cascade_block::{BlockKey, Clock, Deadline, Manifest, Namespace, NamespaceId};
 use cascade_disk::{
     BlockFiles, DiskError, EngineKind, FileTierConfig, Layout, ReadOutcome, ReadRequest,
-    RecordMeta, Recovery,
+    RecordMeta, Recovery, StoredManifest,
 };
 use cascade_memory::Slab;
 
@@ -261,6 +261,20 @@ impl Stage for FilesStage {
 
     fn flush(&self, deadline: Deadline) -> Result<(), StageError> {
         self.files()?.checkpoint(deadline).map_err(stage_error)
+    }
+
+    fn register(&self, namespace: &Namespace, deadline: Deadline) -> Result<(), StageError> {
+        self.files()?.register_manifest(namespace, deadline).map_err(stage_error)
+    }
+
+    fn manifests(&self, deadline: Deadline) -> Result<Vec<(NamespaceId, Manifest)>, StageError> {
+        let stored = self.files()?.manifests(deadline).map_err(stage_error)?;
+        let good = |stored| match stored {
+            StoredManifest::Good { namespace, manifest } => Some((namespace, manifest)),
+            // A damaged one explains nothing; `cascade inspect` reports it.
+            _ => None,
+        };
+        Ok(stored.into_iter().filter_map(good).collect())
     }
 
     fn close(&self) {
