@@ -104,7 +104,8 @@ impl Failure {
         let mut text = format!("error: {self}");
         let mut cause = self.source();
         while let Some(error) = cause {
-            text.push_str(&format!("\n  because: {error}"));
+            text.push_str("\n  because: ");
+            text.push_str(&error.to_string());
             cause = error.source();
         }
         text

@@ -104,7 +104,7 @@ fn key(id: u64) -> BlockKey {
     BlockKey::from_bytes(bytes)
 }
 
-/// SplitMix64: enough for picking keys.
+/// `SplitMix64`: enough for picking keys.
 struct Random(u64);
 
 impl Random {
