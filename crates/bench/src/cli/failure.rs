@@ -22,7 +22,10 @@ pub enum Failure {
         advice: String,
     },
     /// A file that was asked for could not be written.
-    #[error("cannot write {}\n  check that the directory exists, is writable and has space", path.display())]
+    #[error(
+        "cannot write {}\n  check that the directory exists, is writable and has space",
+        path.display()
+    )]
     Write {
         /// Which.
         path: PathBuf,
