@@ -38,8 +38,8 @@ build: $(STAMPS)/build
 .PHONY: run ## Build, then replay a real conversation trace and write a report (under 3 minutes)
 run: build
 	mkdir -p reports
-	$(BIN)/cascade replay $(TRACE) --json reports/conversation.json \
-		--report reports/conversation.html
+	$(BIN)/cascade replay $(TRACE) --dram 512MiB --files .cache/replay --files-capacity 4GiB \
+		--fresh --json reports/conversation.json --report reports/conversation.html
 	@echo "Report: reports/conversation.html (figures: reports/conversation.json)"
 
 .PHONY: test ## Run every Rust and Python test that takes seconds
