@@ -20,6 +20,8 @@ pub struct Environment {
     pub governor: Option<String>,
     /// Memory of the machine.
     pub memory_bytes: u64,
+    /// Load averages over 1, 5 and 15 minutes at the start: a busy machine's figures are low.
+    pub load_average: Option<String>,
     /// Huge page settings: what and how.
     pub huge_pages: BTreeMap<String, String>,
     /// Operating system, kernel release and architecture.
@@ -62,6 +64,7 @@ impl Environment {
             numa_nodes: numa_nodes(),
             governor: read_line("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor"),
             memory_bytes: memory_bytes(),
+            load_average: load_average(),
             huge_pages: huge_pages(),
             kernel: format!(
                 "{} {} {}",
@@ -85,9 +88,10 @@ impl Environment {
             .as_ref()
             .map_or(String::new(), |disk| format!(", {} on {}", disk.file_system, disk.source));
         format!(
-            "{} x {}, {} memory, {}{disk}; cascade {} ({}, {})",
+            "{} x {}, load {}, {} memory, {}{disk}; cascade {} ({}, {})",
             self.cpu_count,
             self.cpu,
+            self.load_average.as_deref().and_then(|load| load.split(' ').next()).unwrap_or("?"),
             ByteSize(self.memory_bytes).rounded(),
             self.kernel,
             self.version,
@@ -141,6 +145,11 @@ fn numa_nodes() -> usize {
 
 fn memory_bytes() -> u64 {
     status_kib("/proc/meminfo", "MemTotal:").unwrap_or(0)
+}
+
+fn load_average() -> Option<String> {
+    let line = read_line("/proc/loadavg")?;
+    Some(line.split(' ').take(3).collect::<Vec<_>>().join(" "))
 }
 
 fn status_kib(path: &str, field: &str) -> Option<u64> {

@@ -115,7 +115,9 @@ mod tests {
         }
 
         #[test]
-        fn a_block_of_another_length_is_wrong(seed: u64, bytes in 0_usize..5000, more in 1_usize..99) {
+        fn a_block_of_another_length_is_wrong(
+            seed: u64, bytes in 0_usize..5000, more in 1_usize..99,
+        ) {
             let mut block = vec![0; bytes + more];
             fill(&key(seed), &mut block);
             let long = check(&key(seed), &block, bytes).unwrap_err();

@@ -1,7 +1,5 @@
 //! The reference page in `docs/` is what the program prints.
 
-#![expect(clippy::unwrap_used, reason = "in a test, a surprise should panic")]
-
 use std::fs;
 use std::path::Path;
 

@@ -25,6 +25,7 @@ Examples:
 A block counts as hit only while the hits are unbroken from the start of its request: that is what
 an inference engine can use. Every byte that the store returns is compared with what was stored;
 one wrong byte makes the exit code 1.")]
+#[expect(clippy::struct_excessive_bools, reason = "each is a switch of the command line")]
 pub struct ReplayArgs {
     /// Trace files: Mooncake JSONL, or recorded agent sessions (JSON).
     #[arg(required = true, value_name = "TRACE")]

@@ -22,7 +22,10 @@ pub enum Failure {
         advice: String,
     },
     /// A file that was asked for could not be written.
-    #[error("cannot write {}\n  check that the directory exists, is writable and has space", path.display())]
+    #[error(
+        "cannot write {}\n  check that the directory exists, is writable and has space",
+        path.display()
+    )]
     Write {
         /// Which.
         path: PathBuf,
@@ -104,7 +107,8 @@ impl Failure {
         let mut text = format!("error: {self}");
         let mut cause = self.source();
         while let Some(error) = cause {
-            text.push_str(&format!("\n  because: {error}"));
+            text.push_str("\n  because: ");
+            text.push_str(&error.to_string());
             cause = error.source();
         }
         text

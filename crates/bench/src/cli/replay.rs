@@ -34,10 +34,10 @@ pub(super) fn run(args: &ReplayArgs, screen: &mut Screen) -> Result<i32, Failure
     }
     let plan = Plan::new(args)?;
     let result = if args.metadata_only {
-        plan.without_payload(environment)?
+        plan.without_payload(environment)
     } else {
         let measured = measure(args, &plan, screen)?;
-        plan.result(measured, environment)?
+        plan.result(&measured, environment)
     };
     deliver(args, &result, screen)?;
     Ok(match (result.wrong_blocks, result.run.was_stopped) {
@@ -94,7 +94,7 @@ fn measure(args: &ReplayArgs, plan: &Plan<'_>, screen: &mut Screen) -> Result<Me
     }
     let outcome = watched(&store, &workload, options, &*clock, screen);
     let began = clock.monotonic();
-    let flushed = store.flush(CallOptions { timeout: Some(FLUSH_TIMEOUT), ..Default::default() });
+    let flushed = store.flush(CallOptions { timeout: Some(FLUSH_TIMEOUT) });
     let flush = clock.monotonic().saturating_sub(began);
     let stats = store.stats();
     store.close().map_err(during("closing"))?;

@@ -18,7 +18,9 @@ pub struct Screen {
 
 impl fmt::Debug for Screen {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Screen").field("is_interactive", &self.is_interactive).finish()
+        f.debug_struct("Screen")
+            .field("is_interactive", &self.is_interactive)
+            .finish_non_exhaustive()
     }
 }
 

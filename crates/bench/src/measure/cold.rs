@@ -31,7 +31,7 @@ pub(super) fn forget(directory: &Path) -> io::Result<()> {
 
 /// Bytes of the files below a directory that are in the page cache, by `fincore`.
 ///
-/// None where that program is missing: then O_DIRECT is all the proof there is.
+/// None where that program is missing: then `O_DIRECT` is all the proof there is.
 pub(super) fn cached_bytes(directory: &Path) -> io::Result<Option<u64>> {
     let files = files(directory)?;
     let listing = Command::new("fincore").args(["-b", "-n", "-o", "RES"]).args(files).output();

@@ -12,8 +12,11 @@ pub(super) fn run(bench: &mut Bench<'_>) -> Result<(), Failure> {
     chains(bench)
 }
 
+/// Turns a block into something that depends on all of it.
+type Hash = fn(&[u8]) -> u64;
+
 fn content(bench: &mut Bench<'_>) -> Result<(), Failure> {
-    let functions: [(&str, fn(&[u8]) -> u64); 3] = [
+    let functions: [(&str, Hash); 3] = [
         ("crc32c", |block| u64::from(checksum(block))),
         ("blake3", |block| first_byte(&Digest::of(DigestAlgorithm::Blake3, block))),
         ("sha256", |block| first_byte(&Digest::of(DigestAlgorithm::Sha256, block))),

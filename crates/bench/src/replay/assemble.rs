@@ -29,6 +29,7 @@ pub struct Plan<'a> {
     args: &'a ReplayArgs,
     trace: Trace,
     payload: PayloadFacts,
+    block_bytes: usize,
     /// Requests before counting begins.
     pub warm_up: usize,
 }
@@ -60,24 +61,20 @@ impl<'a> Plan<'a> {
                 "raise --dram, or lower --block-bytes",
             ));
         }
+        let block_bytes = usize::try_from(payload.block_bytes).unwrap_or(usize::MAX);
         let warm_up = args.warm_up.of(trace.requests.len());
-        Ok(Self { args, trace, payload, warm_up })
+        Ok(Self { args, trace, payload, block_bytes, warm_up })
     }
 
     /// The requests as a store sees them.
     pub fn workload(&self) -> Workload {
-        let bytes = usize::try_from(self.payload.block_bytes).expect("a block fits into memory");
-        Workload::new(&self.trace, bytes)
+        Workload::new(&self.trace, self.block_bytes)
     }
 
     /// The result of a replay through a store.
-    pub fn result(
-        &self,
-        measured: Measured,
-        environment: Environment,
-    ) -> Result<ReplayResult, Failure> {
+    pub fn result(&self, measured: &Measured, environment: Environment) -> ReplayResult {
         let tally = &measured.outcome.tally;
-        let mut result = self.frame(tally, environment)?;
+        let mut result = self.frame(tally, environment);
         result.seconds = (measured.outcome.took + measured.flush).as_secs_f64();
         result.store_seconds = StoreSeconds {
             lookup: tally.time.lookup.as_secs_f64(),
@@ -108,11 +105,11 @@ impl<'a> Plan<'a> {
             result.bytes_written_down.insert("files".to_owned(), counters.demoted_bytes);
         }
         result.store = store_counters(&measured.stats);
-        Ok(result)
+        result
     }
 
     /// The result of placement alone.
-    pub fn without_payload(&self, environment: Environment) -> Result<ReplayResult, Failure> {
+    pub fn without_payload(&self, environment: Environment) -> ReplayResult {
         let study = self.study();
         let mut tally = Tally::default();
         let outcomes = self.trace.requests.iter().zip(study.hits_by_request());
@@ -143,14 +140,14 @@ impl<'a> Plan<'a> {
     }
 
     /// All that does not depend on a store.
-    fn frame(&self, tally: &Tally, environment: Environment) -> Result<ReplayResult, Failure> {
+    fn frame(&self, tally: &Tally, environment: Environment) -> ReplayResult {
         let args = self.args;
         let endless = endless_cache_hits(&self.trace);
         let (mut ceilings, dram_sweep) = self.study().ceilings(self.payload.block_bytes);
         let counted = || tally.requests.iter().map(|request| endless[request.index]);
         ceilings.endless = ratio(counted().sum::<u64>() as f64, tally.blocks_requested as f64);
         let hits = tally.blocks_hit();
-        Ok(ReplayResult {
+        ReplayResult {
             requests: tally.requests.len() as u64,
             blocks_requested: tally.blocks_requested,
             blocks_hit: hits,
@@ -188,7 +185,7 @@ impl<'a> Plan<'a> {
             dram_sweep,
             store: BTreeMap::new(),
             environment,
-        })
+        }
     }
 
     fn trace_facts(&self) -> TraceFacts {

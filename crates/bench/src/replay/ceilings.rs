@@ -99,14 +99,11 @@ mod tests {
 
     #[test]
     fn an_endless_cache_hits_only_while_unbroken() {
-        let lines: String = [[0, 1, 9], [0, 2, 1], [3, 0, 1]]
-            .iter()
-            .map(|ids| {
-                format!(
-                    "{{\"timestamp\":0,\"input_length\":1536,\"output_length\":1,\"hash_ids\":{ids:?}}}\n"
-                )
-            })
-            .collect();
+        let line = |ids: [u64; 3]| {
+            let lengths = "\"input_length\":1536,\"output_length\":1";
+            format!("{{\"timestamp\":0,{lengths},\"hash_ids\":{ids:?}}}")
+        };
+        let lines = [[0, 1, 9], [0, 2, 1], [3, 0, 1]].map(line).join("\n");
         let trace = parse("t", &[Source { name: "t", bytes: lines.as_bytes() }]).unwrap();
         assert_eq!(endless_cache_hits(&trace), [0, 1, 0]);
     }

@@ -254,7 +254,9 @@ impl<'a> Worker<'a> {
             self.tally.checking += filled.saturating_sub(began);
             self.tally.time.put += took;
             self.tally.put.record(took);
-            outcomes.iter().for_each(|outcome| self.tally.count_put(outcome, block_bytes));
+            for outcome in &outcomes {
+                self.tally.count_put(outcome, block_bytes);
+            }
         }
     }
 }

@@ -13,8 +13,8 @@ pub(super) fn over_time(result: &ReplayResult) -> String {
     });
     let shares: Vec<String> = shares.collect();
     format!(
-        "Of all blocks asked for, {}; the rest had to be computed. The closer the areas come to the \
-         line, the less there is left to gain.",
+        "Of all blocks asked for, {}; the rest had to be computed. The closer the areas come to \
+         the line, the less there is left to gain.",
         shares.join(", ")
     )
 }

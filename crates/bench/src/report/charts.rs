@@ -13,6 +13,7 @@ const BELOW: u32 = 42;
 /// Room for labels beside a plot.
 const BESIDE: u32 = 48;
 
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "the drawing library passes references")]
 fn whole_percent(share: &f64) -> String {
     format!("{:.0} %", share * 100.0)
 }
@@ -187,6 +188,9 @@ pub(super) fn reuse_distances(result: &ReplayResult) -> Result<String, Failure> 
     })
 }
 
+/// One of the rates of a point.
+type Rate = fn(&SweepPoint) -> f64;
+
 /// Hit rates of DRAM alone at several sizes.
 pub(super) fn dram_sizes(result: &ReplayResult) -> Result<String, Failure> {
     let fail = failed("DRAM sizes");
@@ -206,7 +210,7 @@ pub(super) fn dram_sizes(result: &ReplayResult) -> Result<String, Failure> {
         let level = result.ceilings.endless;
         let line = LineSeries::new([(low, level), (high, level)], Hue::Soft.marker());
         chart.draw_series(line).map_err(|error| fail(&error))?;
-        let rates: [(Hue, fn(&SweepPoint) -> f64); 2] =
+        let rates: [(Hue, Rate); 2] =
             [(Hue::Best, |point| point.optimum), (Hue::Dram, |point| point.hit_rate)];
         for (hue, rate) in rates {
             let curve = points.iter().map(|point| (size(point), rate(point)));

@@ -210,7 +210,10 @@ fn surroundings(result: &ReplayResult) -> Markup {
         details {
             summary { "What this was measured on" }
             table { @for (name, value) in rows { tr { th { (name) } td { (value) } } } }
-            p { "All figures are in this page as JSON, in the element " code { "cascade-replay" } "." }
+            p {
+                "All figures are in this page as JSON, in the element "
+                code { "cascade-replay" } "."
+            }
         }
     }
 }

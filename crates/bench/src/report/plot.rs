@@ -6,8 +6,12 @@ use plotters::prelude::*;
 use crate::cli::Failure;
 use crate::report::palette::Hue;
 
-/// A drawing area in its coordinates.
-pub(super) type Canvas<'a, 'b, X, Y> = ChartContext<'a, SVGBackend<'b>, Cartesian2d<X, Y>>;
+/// A drawing area in the coordinates of two axes.
+pub(super) type CanvasOf<'a, 'b, X, Y> = ChartContext<
+    'a,
+    SVGBackend<'b>,
+    Cartesian2d<<X as AsRangedCoord>::CoordDescType, <Y as AsRangedCoord>::CoordDescType>,
+>;
 
 /// The type of values along an axis.
 type Along<X> = <X as AsRangedCoord>::Value;
@@ -49,7 +53,7 @@ pub(super) fn svg<X, Y>(
     size: Size,
     x: Axis<'_, X>,
     y: Axis<'_, Y>,
-    draw: impl FnOnce(&mut Canvas<'_, '_, X::CoordDescType, Y::CoordDescType>) -> Result<(), Failure>,
+    draw: impl FnOnce(&mut CanvasOf<'_, '_, X, Y>) -> Result<(), Failure>,
 ) -> Result<String, Failure>
 where
     X: AsRangedCoord,
