@@ -6,6 +6,7 @@
 
 mod curve;
 mod foresight;
+mod generated;
 mod optimum;
 mod replay;
 
@@ -13,6 +14,7 @@ use std::time::Duration;
 
 pub use curve::{ReuseDistances, reuse_distances};
 pub use foresight::{Foresight, HintSet};
+pub use generated::generated;
 pub use optimum::optimum;
 pub use replay::{replay_metadata, replay_watched};
 

@@ -2,6 +2,7 @@
 //!
 //! Nothing here trusts a byte that has not been checked; the fuzzer feeds it anything.
 
+use std::cell::RefCell;
 use std::fs::File;
 use std::io;
 use std::path::Path;
@@ -164,6 +165,7 @@ fn scan(
     content: &mut SegmentContent,
 ) -> io::Result<()> {
     content.was_scanned = true;
+    let source = &ReadAhead::new(source);
     let covered = options.covered.filter(|covered| covered.segment_id == id);
     let covered_page = covered.map_or(0, |covered| covered.covered_page);
     let mut page = 1;
@@ -269,6 +271,53 @@ impl Source for FileSource<'_> {
 
     fn next_data(&self, offset: u64) -> io::Result<Option<u64>> {
         self.files.next_data(self.file, offset)
+    }
+}
+
+/// Serves many small reads, one behind the other, out of few large ones.
+struct ReadAhead<'a> {
+    inner: &'a dyn Source,
+    window: RefCell<Window>,
+}
+
+struct Window {
+    offset: u64,
+    filled: usize,
+    pages: PageBuffer,
+}
+
+const WINDOW_BYTES: usize = 1 << 20;
+
+impl<'a> ReadAhead<'a> {
+    fn new(inner: &'a dyn Source) -> Self {
+        let pages = PageBuffer::zeroed(WINDOW_BYTES);
+        Self { inner, window: RefCell::new(Window { offset: 0, filled: 0, pages }) }
+    }
+}
+
+impl Source for ReadAhead<'_> {
+    fn length(&self) -> io::Result<u64> {
+        self.inner.length()
+    }
+
+    fn read(&self, offset: u64, buffer: &mut [u8]) -> io::Result<usize> {
+        if buffer.len() > WINDOW_BYTES / 2 {
+            return self.inner.read(offset, buffer);
+        }
+        let mut window = self.window.borrow_mut();
+        let end = offset.saturating_add(buffer.len() as u64);
+        if offset < window.offset || end > window.offset + window.filled as u64 {
+            window.offset = offset;
+            window.filled = self.inner.read(offset, window.pages.bytes_mut())?;
+        }
+        let start = usize::try_from(offset - window.offset).expect("inside the window");
+        let count = buffer.len().min(window.filled.saturating_sub(start));
+        buffer[..count].copy_from_slice(&window.pages.bytes()[start..start + count]);
+        Ok(count)
+    }
+
+    fn next_data(&self, offset: u64) -> io::Result<Option<u64>> {
+        self.inner.next_data(offset)
     }
 }
 

@@ -370,6 +370,6 @@ impl Eviction {
             blocks.is_leaf(slot) && Some(slot) != parent && usable(blocks.owner(slot))
         };
         let chosen = self.policy.victim(&mut self.blocks, self.now, &mut may_go);
-        chosen.or_else(|| self.protected.oldest_that(&mut self.blocks, &mut may_go))
+        chosen.or_else(|| self.protected.oldest_that(&mut self.blocks, &mut may_go, usize::MAX))
     }
 }

@@ -40,6 +40,8 @@ pub(crate) fn run(node: &Node, stage: usize) {
         let deadline = Deadline::after(&*node.clock, node.config.timeout);
         tell_names(node, stage, &batch.names, deadline);
         let results = store_with_room(node, stage, &batch.blocks, deadline);
+        // Before anyone can see them as written: a slab that the mover holds cannot be evicted.
+        drop(batch.blocks);
         let mut state = node.lock();
         for (pending, result) in batch.pending.iter().zip(results) {
             settle(node, &mut state, stage, pending, result);

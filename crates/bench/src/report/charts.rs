@@ -139,7 +139,7 @@ pub(super) fn bytes_moved(result: &ReplayResult) -> Result<String, Failure> {
     };
     let y = Axis { range: 0.0..count, title: "", labels: 1, write: &|_| String::new(), room: 96 };
     svg("bytes moved", HALF, x, y, |chart| {
-        let ink = ("sans-serif", 12).into_font().color(&Hue::Ink.marker());
+        let ink = ("sans-serif", 13).into_font().color(&Hue::Ink.marker());
         for (at, (name, hue, bytes)) in bars.iter().enumerate() {
             let middle = count - at as f64 - 0.5;
             let bar = [(0.0, middle - 0.3), (gib(*bytes), middle + 0.3)];

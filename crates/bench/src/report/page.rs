@@ -93,7 +93,7 @@ fn tiles(result: &ReplayResult) -> Markup {
     let tokens = short_count(result.blocks_hit * u64::from(result.trace.block_tokens));
     let speed = result.latency.as_ref().and_then(|latency| {
         let (tier, reads) = latency.read.iter().max_by_key(|(_, reads)| reads.count)?;
-        let what = format!("until a request's hits are in memory, 99 of 100 from {tier}");
+        let what = format!("for 99 of 100 requests served from {tier} until their hits are there");
         Some((duration(reads.us_p99), what))
     });
     let class = if result.wrong_blocks == 0 { "good" } else { "bad" };

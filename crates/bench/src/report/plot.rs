@@ -69,7 +69,7 @@ where
             .y_label_area_size(y.room)
             .build_cartesian_2d(x.range, y.range)
             .map_err(|error| fail(&error))?;
-        let label = ("sans-serif", 12).into_font().color(&Hue::Soft.marker());
+        let label = ("sans-serif", 13).into_font().color(&Hue::Soft.marker());
         chart
             .configure_mesh()
             .disable_x_mesh()

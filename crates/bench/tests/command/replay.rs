@@ -27,11 +27,11 @@ impl Replay {
     /// Runs with some more options; the exit code and the JSON.
     fn run(&self, options: &[&str]) -> (i32, Value) {
         let out = self.path("out.json");
-        let trace = conversation_trace();
+        let trace = conversation_trace(self.directory.path());
         let output = cascade()
             .arg("replay")
             .arg(trace)
-            .args(["--limit", "400", "--block-bytes", "4KiB", "--json"])
+            .args(["--block-bytes", "4KiB", "--json"])
             .arg(&out)
             .args(options)
             .output()
@@ -143,6 +143,37 @@ fn damage(directory: &Path) {
 }
 
 #[test]
+fn a_directory_is_inspected_intact_and_damaged() {
+    let replay = Replay::new();
+    let files = replay.files();
+    let options = ["--dram", "8MiB", "--files", &files, "--files-capacity", "1GiB"];
+    replay.run(&options);
+    let inspect = || {
+        let output = crate::run(&["inspect", &files, "--verify", "--json"]);
+        let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+        (output.status.code().unwrap(), report)
+    };
+    let (code, intact) = inspect();
+    assert_eq!((code, &intact["is_clean"]), (0, &Value::Bool(true)), "{}", intact["problems"]);
+    assert!(count(&intact, "live_blocks") > 0);
+    damage(&replay.path("files"));
+    let (code, damaged) = inspect();
+    assert_eq!((code, &damaged["is_clean"]), (1, &Value::Bool(false)));
+    assert!(count(&damaged, "damaged_blocks") > 0, "{damaged}");
+}
+
+#[test]
+fn placement_alone_hits_what_real_blocks_do() {
+    let replay = Replay::new();
+    let (code, names) = replay.run(&["--metadata-only", "--dram-blocks", "500", "--policy", "lru"]);
+    assert_eq!(code, 0);
+    assert_eq!(count(&names, "bytes_read"), 0);
+    let (_, bytes) = replay.run(&["--dram", "64MiB", "--dram-blocks", "500", "--policy", "lru"]);
+    let [names, bytes] = [names, bytes].map(|result| count(&result, "blocks_hit"));
+    assert!(names.abs_diff(bytes) * 100 <= names, "{names} and {bytes} differ by more than 1 %");
+}
+
+#[test]
 fn the_page_needs_nothing_from_elsewhere() {
     let replay = Replay::new();
     let page = replay.path("page.html").display().to_string();
@@ -167,7 +198,7 @@ fn an_interrupted_replay_reports_what_it_did() {
     // In real time this would take an hour.
     let mut child = cascade()
         .arg("replay")
-        .arg(conversation_trace())
+        .arg(conversation_trace(replay.directory.path()))
         .args(["--speed", "1", "--block-bytes", "4KiB", "--dram", "64MiB", "--json"])
         .arg(&out)
         .stdout(Stdio::null())

@@ -11,7 +11,8 @@ fn refused(args: &[&str]) -> String {
 }
 
 fn refused_replay(options: &[&str]) -> String {
-    let trace = conversation_trace().display().to_string();
+    let directory = tempfile::TempDir::new().unwrap();
+    let trace = conversation_trace(directory.path()).display().to_string();
     refused(&[&["replay", &trace, "--limit", "5"], options].concat())
 }
 
@@ -38,6 +39,14 @@ fn bad_options_say_what_would_be_right() {
 }
 
 #[test]
+fn a_directory_without_blocks_is_refused() {
+    let directory = tempfile::TempDir::new().unwrap();
+    let path = directory.path().display().to_string();
+    assert!(refused(&["inspect", &path]).contains("--files"));
+    assert!(refused(&["inspect", "/no/such/directory"]).contains("/no/such/directory"));
+}
+
+#[test]
 fn a_trace_that_is_none_is_named() {
     let said = refused(&["replay", "no/such/trace.jsonl"]);
     assert!(said.contains("no/such/trace.jsonl"), "{said}");
@@ -50,7 +59,8 @@ fn a_trace_that_is_none_is_named() {
 
 #[test]
 fn a_file_that_cannot_be_written_is_named() {
-    let trace = conversation_trace().display().to_string();
+    let directory = tempfile::TempDir::new().unwrap();
+    let trace = conversation_trace(directory.path()).display().to_string();
     let output =
         run(&["replay", &trace, "--limit", "5", "--metadata-only", "--json", "/proc/no/out.json"]);
     assert_eq!(output.status.code(), Some(1));

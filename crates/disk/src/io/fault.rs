@@ -8,7 +8,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use cascade_block::Deadline;
 
-use super::{Engine, FileOperations, Finished, Io, OpenMode, Transfer, TransferKind};
+use super::{
+    Batch, Engine, FileOperations, Finished, Io, OpenMode, Traffic, Transfer, TransferKind,
+};
 use crate::format::PAGE_BYTES;
 
 /// How a call fails.
@@ -86,6 +88,12 @@ struct FaultyEngine {
 }
 
 impl FaultyEngine {
+    fn alone(&self, transfer: Transfer, deadline: Deadline) -> Finished {
+        let mut batch = Batch::new(vec![transfer]);
+        self.inner.carry(&mut batch, deadline);
+        batch.finished.pop().flatten().expect("a transfer that was taken is told of")
+    }
+
     /// Carries out only the first bytes of a transfer.
     fn partly(&self, transfer: &Transfer, bytes: usize, deadline: Deadline) -> io::Result<usize> {
         if transfer.kind != TransferKind::Write || bytes == 0 {
@@ -100,7 +108,7 @@ impl FaultyEngine {
             transfer.next_offset(),
             vec![super::Buffer::Pages(pages)],
         );
-        self.inner.transfer(vec![part], deadline).remove(0).result
+        self.alone(part, deadline).result
     }
 
     fn fail(&self, transfer: Transfer, fault: Fault, deadline: Deadline) -> Finished {
@@ -111,7 +119,7 @@ impl FaultyEngine {
             Fault::Short if transfer.kind == TransferKind::Write => {
                 self.partly(&transfer, PAGE_BYTES.min(bytes), deadline)
             }
-            Fault::Short => return self.inner.transfer(vec![transfer], deadline).remove(0),
+            Fault::Short => return self.alone(transfer, deadline),
             Fault::Torn => self
                 .partly(&transfer, bytes / 2 / PAGE_BYTES * PAGE_BYTES, deadline)
                 .and_then(|_| Err(io_error())),
@@ -128,14 +136,14 @@ impl Engine for FaultyEngine {
         "faulty"
     }
 
-    fn transfer(&self, transfers: Vec<Transfer>, deadline: Deadline) -> Vec<Finished> {
-        transfers
-            .into_iter()
-            .map(|transfer| match self.plan.next() {
-                None => self.inner.transfer(vec![transfer], deadline).remove(0),
+    fn carry(&self, traffic: &mut dyn Traffic, deadline: Deadline) {
+        while let Some((number, transfer)) = traffic.next() {
+            let finished = match self.plan.next() {
+                None => self.alone(transfer, deadline),
                 Some(fault) => self.fail(transfer, fault, deadline),
-            })
-            .collect()
+            };
+            traffic.end(number, finished);
+        }
     }
 }
 

@@ -31,17 +31,91 @@ pub struct Finished {
     pub result: io::Result<usize>,
 }
 
+/// Transfers on their way, as the one who wants them sees it.
+///
+/// The engine asks for the next one when it has room, and tells of each as it ends, while others
+/// are under way: checksums are computed then, and cost no time of the disk.
+pub trait Traffic {
+    /// The next transfer and the number that it is told of under; nothing when there is none
+    /// now. There may be more after something has ended.
+    fn next(&mut self) -> Option<(usize, Transfer)>;
+
+    /// A transfer ended.
+    fn end(&mut self, number: usize, finished: Finished);
+}
+
 /// Reads and writes files. Buffers go in owned and come back owned.
 pub trait Engine: Send + Sync + fmt::Debug {
     /// What the engine is called in statistics.
     fn name(&self) -> &'static str;
 
-    /// Carries out the transfers, in any order, and returns one answer each, in their order.
+    /// Carries out transfers, in any order, until there are none, or until the deadline.
     ///
-    /// Returns when all are done, or at the deadline; buffers of a transfer that the kernel has
-    /// not finished by then stay with the engine until it has, and then go back where they
+    /// Each that was taken is told of once. Buffers of a transfer that the kernel has not
+    /// finished at the deadline stay with the engine until it has, and then go back where they
     /// belong. A result may be short, as `preadv`'s may.
-    fn transfer(&self, transfers: Vec<Transfer>, deadline: Deadline) -> Vec<Finished>;
+    fn carry(&self, traffic: &mut dyn Traffic, deadline: Deadline);
+}
+
+/// A plain list of transfers, and what became of them.
+#[derive(Debug)]
+pub(crate) struct Batch {
+    waiting: std::vec::IntoIter<Transfer>,
+    taken: usize,
+    pub(crate) finished: Vec<Option<Finished>>,
+}
+
+impl Batch {
+    pub(crate) fn new(transfers: Vec<Transfer>) -> Self {
+        let finished = transfers.iter().map(|_| None).collect();
+        Self { waiting: transfers.into_iter(), taken: 0, finished }
+    }
+}
+
+impl Traffic for Batch {
+    fn next(&mut self) -> Option<(usize, Transfer)> {
+        let transfer = self.waiting.next()?;
+        self.taken += 1;
+        Some((self.taken - 1, transfer))
+    }
+
+    fn end(&mut self, number: usize, finished: Finished) {
+        self.finished[number] = Some(finished);
+    }
+}
+
+/// Carries each transfer to its end: short ones are continued, interrupted ones repeated.
+struct ToTheEnd<'a> {
+    inner: &'a mut dyn Traffic,
+    again: Vec<(usize, Transfer)>,
+    deadline: Deadline,
+    clock: &'a dyn Clock,
+}
+
+impl Traffic for ToTheEnd<'_> {
+    fn next(&mut self) -> Option<(usize, Transfer)> {
+        if self.deadline.has_passed(self.clock) {
+            return None;
+        }
+        self.again.pop().or_else(|| self.inner.next())
+    }
+
+    fn end(&mut self, number: usize, Finished { transfer, result }: Finished) {
+        let Some(mut transfer) = transfer else {
+            return self.inner.end(number, Finished { transfer: None, result });
+        };
+        match transfer.advance(result) {
+            Ok(false) => self.again.push((number, transfer)),
+            Ok(true) => {
+                let result = Ok(transfer.total_bytes());
+                self.inner.end(number, Finished { transfer: Some(transfer), result });
+            }
+            Err(error) => {
+                let result = Err(error);
+                self.inner.end(number, Finished { transfer: Some(transfer), result });
+            }
+        }
+    }
 }
 
 /// Everything that the file tier does with the machine.
@@ -102,35 +176,32 @@ impl Io {
             .map_err(|source| DiskError::from_io(operation, path, source))
     }
 
-    /// Carries transfers out to the end: short ones are continued, interrupted ones repeated.
+    /// Carries every transfer to its end or to the deadline.
+    ///
+    /// What the traffic still holds when this returns was not begun.
+    pub(crate) fn carry(&self, traffic: &mut dyn Traffic, deadline: Deadline) {
+        let clock = self.clock.as_ref();
+        let mut complete = ToTheEnd { inner: traffic, again: Vec::new(), deadline, clock };
+        self.engine.carry(&mut complete, deadline);
+        for (number, transfer) in std::mem::take(&mut complete.again) {
+            let result = Err(io::ErrorKind::TimedOut.into());
+            complete.inner.end(number, Finished { transfer: Some(transfer), result });
+        }
+    }
+
+    /// Carries out a list of transfers; one answer each, in their order.
     pub(crate) fn transfer_all(
         &self,
         transfers: Vec<Transfer>,
         deadline: Deadline,
     ) -> Vec<(Option<Transfer>, io::Result<()>)> {
-        let mut answers: Vec<_> = transfers.iter().map(|_| None).collect();
-        let mut open: Vec<(usize, Transfer)> = transfers.into_iter().enumerate().collect();
-        while !open.is_empty() {
-            let (indices, batch): (Vec<_>, Vec<_>) = open.drain(..).unzip();
-            let finished = self.engine.transfer(batch, deadline);
-            for (index, Finished { transfer, result }) in indices.into_iter().zip(finished) {
-                let Some(mut transfer) = transfer else {
-                    answers[index] = Some((None, result.map(|_| ())));
-                    continue;
-                };
-                match transfer.advance(result) {
-                    Ok(true) => answers[index] = Some((Some(transfer), Ok(()))),
-                    Ok(false) if !deadline.has_passed(self.clock.as_ref()) => {
-                        open.push((index, transfer));
-                    }
-                    Ok(false) => {
-                        let late = Err(io::ErrorKind::TimedOut.into());
-                        answers[index] = Some((Some(transfer), late));
-                    }
-                    Err(error) => answers[index] = Some((Some(transfer), Err(error))),
-                }
-            }
-        }
-        answers.into_iter().flatten().collect()
+        let mut batch = Batch::new(transfers);
+        self.carry(&mut batch, deadline);
+        let Batch { mut waiting, finished, .. } = batch;
+        let answers = finished.into_iter().map(|finished| match finished {
+            Some(Finished { transfer, result }) => (transfer, result.map(drop)),
+            None => (waiting.next(), Err(io::ErrorKind::TimedOut.into())),
+        });
+        answers.collect()
     }
 }

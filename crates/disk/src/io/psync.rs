@@ -1,12 +1,13 @@
 //! The engine that works everywhere: `preadv` and `pwritev` on worker threads.
 
+use std::collections::HashMap;
 use std::io;
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 
 use cascade_block::{Clock, Deadline};
 use rustix::io::{preadv, pwritev};
 
-use super::{Engine, Finished, Transfer, TransferKind, Workers};
+use super::{Engine, Finished, Traffic, Transfer, TransferKind, Workers};
 
 /// Reads and writes with ordinary system calls, several at once on threads of its own.
 #[derive(Debug)]
@@ -16,26 +17,37 @@ pub struct PsyncEngine {
     clock: Arc<dyn Clock>,
 }
 
-/// The transfers of one call. Lanes take waiting ones; the caller takes back what is left.
-#[derive(Debug)]
-struct Batch {
-    state: Mutex<BatchState>,
-    done: Condvar,
+/// Where a call's transfers come back to. What comes back too late is dropped with it.
+#[derive(Debug, Default)]
+struct Returned {
+    finished: Mutex<Vec<(usize, Finished)>>,
+    some: Condvar,
 }
 
-#[derive(Debug)]
-struct BatchState {
-    next: usize,
-    unfinished: usize,
-    waiting: Vec<Option<Transfer>>,
-    finished: Vec<Option<Finished>>,
-}
+/// A transfer that waits for a worker. The caller takes it back if none has begun in time.
+type Handed = Arc<Mutex<Option<Transfer>>>;
 
 impl PsyncEngine {
     /// At most `queue_depth` transfers at once, as far as there are threads.
     pub fn new(workers: Arc<Workers>, queue_depth: u32, clock: Arc<dyn Clock>) -> Self {
         let lanes = workers.threads_max().min(queue_depth as usize);
         Self { workers, lanes, clock }
+    }
+
+    fn hand_over(
+        &self,
+        number: usize,
+        handed: &Handed,
+        returned: &Arc<Returned>,
+    ) -> io::Result<()> {
+        let (handed, returned) = (Arc::clone(handed), Arc::clone(returned));
+        self.workers.submit(Box::new(move || {
+            let taken = handed.lock().unwrap_or_else(PoisonError::into_inner).take();
+            if let Some(mut transfer) = taken {
+                let result = carry_out(&mut transfer);
+                returned.put(number, Finished { transfer: Some(transfer), result });
+            }
+        }))
     }
 }
 
@@ -44,85 +56,61 @@ impl Engine for PsyncEngine {
         "psync"
     }
 
-    fn transfer(&self, transfers: Vec<Transfer>, deadline: Deadline) -> Vec<Finished> {
-        let count = transfers.len();
-        let batch = Arc::new(Batch::new(transfers));
-        let lanes = self.lanes.min(count);
-        let started = (0..lanes)
-            .filter(|_| {
-                let batch = Arc::clone(&batch);
-                self.workers.submit(Box::new(move || batch.run())).is_ok()
-            })
-            .count();
-        if started > 0 {
-            batch.wait(deadline, self.clock.as_ref());
+    fn carry(&self, traffic: &mut dyn Traffic, deadline: Deadline) {
+        let returned = Arc::new(Returned::default());
+        let mut under_way: HashMap<usize, Handed> = HashMap::new();
+        loop {
+            while under_way.len() < self.lanes {
+                let Some((number, transfer)) = traffic.next() else { break };
+                let handed = Arc::new(Mutex::new(Some(transfer)));
+                match self.hand_over(number, &handed, &returned) {
+                    Ok(()) => drop(under_way.insert(number, handed)),
+                    Err(error) => traffic.end(number, taken_back(&handed, error)),
+                }
+            }
+            if under_way.is_empty() {
+                return;
+            }
+            let Some(finished) = returned.wait(deadline, self.clock.as_ref()) else { break };
+            for (number, finished) in finished {
+                under_way.remove(&number);
+                traffic.end(number, finished);
+            }
         }
-        batch.collect()
+        for (number, handed) in under_way {
+            traffic.end(number, taken_back(&handed, io::ErrorKind::TimedOut.into()));
+        }
     }
 }
 
-impl Batch {
-    fn new(transfers: Vec<Transfer>) -> Self {
-        let count = transfers.len();
-        let state = BatchState {
-            next: 0,
-            unfinished: count,
-            waiting: transfers.into_iter().map(Some).collect(),
-            finished: (0..count).map(|_| None).collect(),
-        };
-        Self { state: Mutex::new(state), done: Condvar::new() }
+fn taken_back(handed: &Handed, error: io::Error) -> Finished {
+    let transfer = handed.lock().unwrap_or_else(PoisonError::into_inner).take();
+    Finished { transfer, result: Err(error) }
+}
+
+impl Returned {
+    fn put(&self, number: usize, finished: Finished) {
+        self.finished.lock().unwrap_or_else(PoisonError::into_inner).push((number, finished));
+        self.some.notify_one();
     }
 
-    /// One lane: carries out waiting transfers until there are none.
-    fn run(&self) {
-        while let Some((index, mut transfer)) = self.take() {
-            let result = carry_out(&mut transfer);
-            let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-            state.finished[index] = Some(Finished { transfer: Some(transfer), result });
-            state.unfinished -= 1;
-            if state.unfinished == 0 {
-                self.done.notify_all();
-            }
-        }
-    }
-
-    fn take(&self) -> Option<(usize, Transfer)> {
-        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        let index = state.next;
-        let transfer = state.waiting.get_mut(index)?.take()?;
-        state.next += 1;
-        Some((index, transfer))
-    }
-
-    fn wait(&self, deadline: Deadline, clock: &dyn Clock) {
-        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        while state.unfinished > 0 {
+    /// What has come back; nothing if that is nothing until the deadline.
+    fn wait(&self, deadline: Deadline, clock: &dyn Clock) -> Option<Vec<(usize, Finished)>> {
+        let mut finished = self.finished.lock().unwrap_or_else(PoisonError::into_inner);
+        while finished.is_empty() {
             let left = deadline.remaining(clock);
             if left.is_zero() {
-                return;
+                return None;
             }
-            state = self.done.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+            finished =
+                self.some.wait_timeout(finished, left).unwrap_or_else(PoisonError::into_inner).0;
         }
-    }
-
-    /// What is finished, and back what nobody began; the rest stays with its lane.
-    fn collect(&self) -> Vec<Finished> {
-        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        let count = state.finished.len();
-        state.next = count;
-        (0..count)
-            .map(|index| {
-                state.finished[index].take().unwrap_or_else(|| Finished {
-                    transfer: state.waiting[index].take(),
-                    result: Err(io::ErrorKind::TimedOut.into()),
-                })
-            })
-            .collect()
+        Some(std::mem::take(&mut *finished))
     }
 }
 
 /// One attempt, in this thread.
-pub(super) fn carry_out(transfer: &mut Transfer) -> io::Result<usize> {
+fn carry_out(transfer: &mut Transfer) -> io::Result<usize> {
     let file = Arc::clone(&transfer.file);
     let offset = transfer.next_offset();
     match transfer.kind {

@@ -15,8 +15,9 @@ use std::time::Duration;
 use cascade_block::{Clock, Deadline};
 use io_uring::types::{Fd, FsyncFlags, SubmitArgs, Timespec};
 use io_uring::{IoUring, opcode, squeue};
+use rustix::io::Errno;
 
-use super::{Engine, Finished, Transfer, TransferKind};
+use super::{Engine, Finished, Traffic, Transfer, TransferKind};
 
 /// Reads and writes through `io_uring`.
 pub struct UringEngine {
@@ -34,7 +35,7 @@ struct Piece {
 
 /// A transfer that the kernel works on, and the list of addresses that it reads.
 struct Flight {
-    index: usize,
+    number: usize,
     transfer: Transfer,
     pieces: Vec<Piece>,
 }
@@ -85,30 +86,34 @@ impl UringEngine {
     fn drive(
         &self,
         ring: &mut Ring,
-        transfers: &mut [Option<Transfer>],
-        finished: &mut [Option<Finished>],
+        traffic: &mut dyn Traffic,
         deadline: Deadline,
     ) -> io::Result<()> {
-        let mut next = 0;
-        while next < transfers.len() || ring.in_flight > 0 {
-            while next < transfers.len() && ring.in_flight < self.depth as usize {
-                if let Some(transfer) = transfers[next].take() {
-                    ring.push(next, transfer);
-                }
-                next += 1;
+        let mut ended = Vec::new();
+        loop {
+            while ring.in_flight < self.depth as usize {
+                let Some((number, transfer)) = traffic.next() else { break };
+                ring.push(number, transfer);
+                // The disk starts on this one while the next is being prepared.
+                ring.wait(0, Duration::ZERO)?;
+            }
+            for (number, finished) in ended.drain(..) {
+                traffic.end(number, finished);
+            }
+            ring.reap(|number, finished| ended.push((number, finished)));
+            if !ended.is_empty() {
+                continue;
+            }
+            if ring.in_flight == 0 {
+                return Ok(());
             }
             let left = deadline.remaining(self.clock.as_ref());
-            let want =
-                if next < transfers.len() { ring.in_flight.div_ceil(4) } else { ring.in_flight };
-            ring.wait(want, left)?;
-            ring.reap(|flight, result| {
-                finished[flight.index] = Some(Finished { transfer: Some(flight.transfer), result });
-            });
-            if left.is_zero() && ring.in_flight > 0 {
+            if left.is_zero() {
                 return Err(io::ErrorKind::TimedOut.into());
             }
+            ring.wait(1, left)?;
+            ring.reap(|number, finished| ended.push((number, finished)));
         }
-        Ok(())
     }
 }
 
@@ -117,28 +122,34 @@ impl Engine for UringEngine {
         "io_uring"
     }
 
-    fn transfer(&self, transfers: Vec<Transfer>, deadline: Deadline) -> Vec<Finished> {
-        let mut transfers: Vec<_> = transfers.into_iter().map(Some).collect();
-        let mut finished: Vec<_> = transfers.iter().map(|_| None).collect();
-        let failure = match self.take_ring() {
-            Ok(mut ring) => {
-                let driven = self.drive(&mut ring, &mut transfers, &mut finished, deadline);
-                self.give_back(ring);
-                driven.err()
-            }
-            Err(error) => Some(error),
+    fn carry(&self, traffic: &mut dyn Traffic, deadline: Deadline) {
+        let mut ring = match self.take_ring() {
+            Ok(ring) => ring,
+            Err(error) => return refuse_all(traffic, &error),
         };
-        let kind = failure.as_ref().map_or(io::ErrorKind::TimedOut, io::Error::kind);
-        let code = failure.as_ref().and_then(io::Error::raw_os_error);
-        let error = || code.map_or_else(|| kind.into(), io::Error::from_raw_os_error);
-        finished
-            .into_iter()
-            .zip(transfers)
-            .map(|(done, left)| {
-                done.unwrap_or_else(|| Finished { transfer: left, result: Err(error()) })
-            })
-            .collect()
+        let driven = self.drive(&mut ring, traffic, deadline);
+        let late: Vec<_> = ring.flights.iter().flatten().map(|flight| flight.number).collect();
+        self.give_back(ring);
+        if let Err(error) = driven {
+            for number in late {
+                traffic.end(number, Finished { transfer: None, result: Err(copy_of(&error)) });
+            }
+            if error.kind() != io::ErrorKind::TimedOut {
+                refuse_all(traffic, &error);
+            }
+        }
     }
+}
+
+/// Ends everything that was not begun.
+fn refuse_all(traffic: &mut dyn Traffic, error: &io::Error) {
+    while let Some((number, transfer)) = traffic.next() {
+        traffic.end(number, Finished { transfer: Some(transfer), result: Err(copy_of(error)) });
+    }
+}
+
+fn copy_of(error: &io::Error) -> io::Error {
+    error.raw_os_error().map_or_else(|| error.kind().into(), io::Error::from_raw_os_error)
 }
 
 impl Ring {
@@ -149,9 +160,9 @@ impl Ring {
     }
 
     /// Puts a transfer into the submission queue; the caller keeps to the depth.
-    fn push(&mut self, index: usize, transfer: Transfer) {
+    fn push(&mut self, number: usize, transfer: Transfer) {
         let slot = self.flights.iter().position(Option::is_none).expect("the caller counts");
-        let mut flight = Flight { index, transfer, pieces: Vec::new() };
+        let mut flight = Flight { number, transfer, pieces: Vec::new() };
         let entry = flight.submission().user_data(slot as u64);
         self.flights[slot] = Some(flight);
         self.in_flight += 1;
@@ -163,30 +174,33 @@ impl Ring {
 
     /// Submits, and waits for that many completions or until the time is over.
     fn wait(&mut self, want: usize, limit: Duration) -> io::Result<()> {
+        if want == 0 {
+            return match self.queue.submit() {
+                Err(error) if error.raw_os_error() == Some(Errno::BUSY.raw_os_error()) => Ok(()),
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => Ok(()),
+                other => other.map(drop),
+            };
+        }
         let limit = Timespec::from(limit);
         let args = SubmitArgs::new().timespec(&limit);
         match self.queue.submitter().submit_with_args(want, &args) {
             Ok(_submitted) => Ok(()),
             Err(error) if error.kind() == io::ErrorKind::Interrupted => Ok(()),
-            Err(error) if error.raw_os_error() == Some(rustix::io::Errno::TIME.raw_os_error()) => {
-                Ok(())
-            }
-            Err(error) if error.raw_os_error() == Some(rustix::io::Errno::BUSY.raw_os_error()) => {
-                Ok(())
-            }
+            Err(error) if error.raw_os_error() == Some(Errno::TIME.raw_os_error()) => Ok(()),
+            Err(error) if error.raw_os_error() == Some(Errno::BUSY.raw_os_error()) => Ok(()),
             Err(error) => Err(error),
         }
     }
 
     /// Takes in what the kernel has finished.
-    fn reap(&mut self, mut finish: impl FnMut(Flight, io::Result<usize>)) {
+    fn reap(&mut self, mut finish: impl FnMut(usize, Finished)) {
         for completion in self.queue.completion() {
             let slot = usize::try_from(completion.user_data()).expect("it is a slot's number");
             let flight = self.flights[slot].take().expect("a flight completes once");
             self.in_flight -= 1;
             let result = usize::try_from(completion.result())
                 .map_err(|_| io::Error::from_raw_os_error(-completion.result()));
-            finish(flight, result);
+            finish(flight.number, Finished { transfer: Some(flight.transfer), result });
         }
     }
 
@@ -194,7 +208,7 @@ impl Ring {
     fn drain(&mut self) -> io::Result<()> {
         while self.in_flight > 0 {
             self.wait(self.in_flight, Duration::from_secs(3600))?;
-            self.reap(|flight, _late| drop(flight));
+            self.reap(|_number, late| drop(late));
         }
         Ok(())
     }

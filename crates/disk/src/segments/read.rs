@@ -1,4 +1,4 @@
-//! Reading: payloads straight into slabs, neighbours in one transfer, every byte checked.
+//! Reading: payloads straight into slabs, each checked while the next ones are on their way.
 
 use std::io;
 use std::sync::Arc;
@@ -7,7 +7,7 @@ use cascade_block::{BlockKey, Checksum, Deadline, checksum};
 
 use super::segment::{Segment, Slot};
 use super::{SegmentFiles, count};
-use crate::io::{Transfer, TransferKind};
+use crate::io::{Finished, Traffic, Transfer, TransferKind};
 use crate::placement::{received_slab, receiving_buffers};
 use crate::tier::ReadRequest;
 use crate::{Address, Damage, DiskError, ReadOutcome};
@@ -15,10 +15,40 @@ use crate::{Address, Damage, DiskError, ReadOutcome};
 /// A block that was found, on its way.
 #[derive(Debug)]
 struct Fetch {
-    index: usize,
     segment: Arc<Segment>,
     payload_bytes: usize,
     checksum: Checksum,
+}
+
+/// A batch on its way: found, fetched and checked block by block.
+struct Reading<'a> {
+    files: &'a SegmentFiles,
+    batch: std::vec::IntoIter<ReadRequest>,
+    taken: usize,
+    fetches: Vec<Option<Fetch>>,
+    outcomes: Vec<Option<ReadOutcome>>,
+}
+
+impl Traffic for Reading<'_> {
+    fn next(&mut self) -> Option<(usize, Transfer)> {
+        loop {
+            let request = self.batch.next()?;
+            let number = self.taken;
+            self.taken += 1;
+            match self.files.prepare(request) {
+                Ok((fetch, transfer)) => {
+                    self.fetches[number] = Some(fetch);
+                    return Some((number, transfer));
+                }
+                Err(outcome) => self.outcomes[number] = Some(outcome),
+            }
+        }
+    }
+
+    fn end(&mut self, number: usize, finished: Finished) {
+        let fetch = self.fetches[number].take().expect("a transfer ends once");
+        self.outcomes[number] = Some(self.files.conclude(&fetch, finished));
+    }
 }
 
 impl SegmentFiles {
@@ -27,31 +57,25 @@ impl SegmentFiles {
         batch: Vec<ReadRequest>,
         deadline: Deadline,
     ) -> Vec<ReadOutcome> {
-        let mut outcomes: Vec<_> = batch.iter().map(|_| None).collect();
-        let mut fetches = Vec::with_capacity(batch.len());
-        let mut transfers = Vec::with_capacity(batch.len());
-        for (index, request) in batch.into_iter().enumerate() {
-            match self.prepare(index, request) {
-                Ok((fetch, transfer)) => {
-                    fetches.push(fetch);
-                    transfers.push(transfer);
-                }
-                Err(outcome) => outcomes[index] = Some(outcome),
-            }
-        }
-        let answers = self.io.transfer_all(transfers, deadline);
-        for (fetch, (transfer, result)) in fetches.into_iter().zip(answers) {
-            outcomes[fetch.index] = Some(self.conclude(&fetch, transfer, result));
-        }
-        outcomes.into_iter().map(|outcome| outcome.expect("each block was answered")).collect()
+        let mut reading = Reading {
+            files: self,
+            outcomes: batch.iter().map(|_| None).collect(),
+            fetches: batch.iter().map(|_| None).collect(),
+            batch: batch.into_iter(),
+            taken: 0,
+        };
+        self.io.carry(&mut reading, deadline);
+        let late = || {
+            ReadOutcome::Failed(DiskError::Timeout {
+                operation: "read",
+                path: self.config.directory.clone(),
+            })
+        };
+        reading.outcomes.into_iter().map(|outcome| outcome.unwrap_or_else(late)).collect()
     }
 
     /// Finds a block and checks what can be checked before its bytes are here.
-    fn prepare(
-        &self,
-        index: usize,
-        request: ReadRequest,
-    ) -> Result<(Fetch, Transfer), ReadOutcome> {
+    fn prepare(&self, request: ReadRequest) -> Result<(Fetch, Transfer), ReadOutcome> {
         let ReadRequest { address, key, slab } = request;
         let address = self.resolve(address);
         let (segment, slot) = self.find(&key, address).ok_or(ReadOutcome::Gone)?;
@@ -65,7 +89,7 @@ impl SegmentFiles {
         let file = Arc::clone(&segment.file);
         let buffers = receiving_buffers(slab);
         let transfer = Transfer::new(TransferKind::Read, file, address.byte_offset(), buffers);
-        Ok((Fetch { index, segment, payload_bytes, checksum: slot.checksum }, transfer))
+        Ok((Fetch { segment, payload_bytes, checksum: slot.checksum }, transfer))
     }
 
     fn find(&self, key: &BlockKey, address: Address) -> Option<(Arc<Segment>, Slot)> {
@@ -80,18 +104,13 @@ impl SegmentFiles {
     }
 
     /// Turns what the engine answered into what the caller learns.
-    fn conclude(
-        &self,
-        fetch: &Fetch,
-        transfer: Option<Transfer>,
-        result: io::Result<()>,
-    ) -> ReadOutcome {
+    fn conclude(&self, fetch: &Fetch, Finished { transfer, result }: Finished) -> ReadOutcome {
         let damaged = |damage| {
             count(&self.counters.records_damaged, 1);
             ReadOutcome::Damaged(damage)
         };
         match result {
-            Ok(()) => {}
+            Ok(_bytes) => {}
             Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => {
                 return damaged(Damage::Truncated);
             }

@@ -13,12 +13,12 @@ use crate::format::{
     ENTRIES_PER_FRAME, Entry, EntryKind, Frame, PAGE_BYTES, RandomId, SegmentHeader, encode_footer,
     footer_bytes, pages_of,
 };
-use crate::io::{Buffer, OpenMode, PageBuffer, Transfer, TransferKind};
+use crate::io::{Buffer, Finished, OpenMode, PageBuffer, Traffic, Transfer, TransferKind};
 use crate::placement::sending_buffers;
 use crate::{Address, DiskError, RecordMeta};
 
 /// Most bytes and buffers of one write; the kernel takes 1,024 buffers at once.
-const WRITE_BYTES_MAX: u64 = 16 << 20;
+const WRITE_BYTES_MAX: u64 = 4 << 20;
 const WRITE_BUFFERS_MAX: usize = 1000;
 
 /// Pages of a segment that no payload can use: header, one frame, the smallest footer.
@@ -57,6 +57,7 @@ pub(super) struct Pending {
     pub(super) meta: RecordMeta,
     /// What an alias or tombstone is about; a block's address is found when it is placed.
     pub(super) target: Address,
+    /// Of the payload; that of a slab is computed when it is placed.
     pub(super) checksum: Checksum,
     /// Its old number when it is only rewritten; otherwise it gets the next.
     pub(super) sequence: Option<u64>,
@@ -70,6 +71,66 @@ struct Run {
     buffers: Vec<Buffer>,
     pages: u32,
     entries: usize,
+}
+
+/// Entries on their way into one segment, some of them written while others are prepared.
+struct Writing<'a> {
+    files: &'a SegmentFiles,
+    segment: &'a Arc<Segment>,
+    next_page: u32,
+    entries: usize,
+    pending: &'a mut VecDeque<Pending>,
+    next_sequence: &'a mut u64,
+    runs: Vec<(Vec<Frame>, Result<(), DiskError>)>,
+}
+
+impl Writing<'_> {
+    /// Takes as many entries as fit one write and the segment.
+    fn gather(&mut self) -> Option<Run> {
+        let mut run = Run::default();
+        while let Some(next) = self.pending.front() {
+            let pages = payload_pages(next) + u32::from(run.needs_frame());
+            let end_page = self.next_page + run.pages + pages;
+            let fits = self.files.fits(end_page, self.entries + run.entries + 1);
+            if !fits || (run.entries > 0 && run.is_full(pages)) {
+                break;
+            }
+            let next = self.pending.pop_front().expect("it was looked at above");
+            run.add(self.segment, self.next_page, next, self.next_sequence);
+        }
+        run.finish();
+        (run.entries > 0).then_some(run)
+    }
+}
+
+impl Traffic for Writing<'_> {
+    fn next(&mut self) -> Option<(usize, Transfer)> {
+        if self.runs.iter().any(|(_, result)| matches!(result, Err(error) if !is_open(error))) {
+            return None;
+        }
+        let run = self.gather()?;
+        let offset = u64::from(self.next_page) * PAGE_BYTES as u64;
+        let file = Arc::clone(&self.segment.file);
+        let transfer = Transfer::new(TransferKind::Write, file, offset, run.buffers);
+        self.next_page += run.pages;
+        self.entries += run.entries;
+        let path = self.segment.path.clone();
+        let open = Err(DiskError::Timeout { operation: UNDER_WAY, path });
+        self.runs.push((run.frames, open));
+        Some((self.runs.len() - 1, transfer))
+    }
+
+    fn end(&mut self, number: usize, finished: Finished) {
+        let failed = |source| DiskError::from_io("write", &self.segment.path, source);
+        self.runs[number].1 = finished.result.map(drop).map_err(failed);
+    }
+}
+
+/// The result of a run while it is being written, and for good if nothing more is heard of it.
+const UNDER_WAY: &str = "writing";
+
+fn is_open(error: &DiskError) -> bool {
+    matches!(error, DiskError::Timeout { operation: UNDER_WAY, .. })
 }
 
 impl SegmentFiles {
@@ -87,7 +148,7 @@ impl SegmentFiles {
                     kind: EntryKind::Block,
                     meta,
                     target: Address::from_u64(0),
-                    checksum: checksum(&slab),
+                    checksum: 0,
                     sequence: None,
                     payload: Some(Payload::Slab(slab)),
                 });
@@ -220,21 +281,88 @@ impl SegmentFiles {
         let total = pending.len();
         let mut pending = VecDeque::from(pending);
         let mut answers = Vec::with_capacity(total);
+        let mut failure = None;
         while let Some(first) = pending.front() {
-            let first_pages = 1 + payload_pages(first);
-            let outcome = self.room(writer, first_pages, space, deadline).and_then(|segment| {
-                let run = self.gather(&segment, &mut pending, &mut writer.next_sequence);
-                self.write_run(writer, &segment, run, deadline)
-            });
-            match outcome {
-                Ok(addresses) => answers.extend(addresses.into_iter().map(Ok)),
+            let pages = 1 + payload_pages(first);
+            let segment = match self.room(writer, pages, space, deadline) {
+                Ok(segment) => segment,
                 Err(error) => {
-                    while answers.len() < total {
-                        answers.push(Err(error.clone()));
-                    }
+                    failure = Some(error);
                     break;
                 }
+            };
+            let runs = self.write_runs(writer, &segment, &mut pending, deadline);
+            let failed = runs.iter().find_map(|(_, result)| result.clone().err());
+            answers.extend(self.commit(&segment, runs));
+            if failed.is_some() {
+                self.fail(writer, &segment);
+                failure = failed;
+                break;
             }
+        }
+        if let Some(error) = failure {
+            answers.resize_with(total, || Err(error.clone()));
+        }
+        answers
+    }
+
+    /// Writes as many runs as fit the segment, several at once.
+    fn write_runs(
+        &self,
+        writer: &mut WriterState,
+        segment: &Arc<Segment>,
+        pending: &mut VecDeque<Pending>,
+        deadline: Deadline,
+    ) -> Vec<(Vec<Frame>, Result<(), DiskError>)> {
+        let mut writing = Writing {
+            files: self,
+            segment,
+            next_page: segment.state().end_page,
+            entries: segment.state().entry_count(),
+            pending,
+            next_sequence: &mut writer.next_sequence,
+            runs: Vec::new(),
+        };
+        self.io.carry(&mut writing, deadline);
+        let mut runs = writing.runs;
+        let is_written = runs.iter().all(|(_, result)| result.is_ok());
+        if self.config.durable && is_written {
+            let sync = Transfer::sync(Arc::clone(&segment.file));
+            if let Err(source) = self.one(sync, deadline) {
+                let error = DiskError::from_io("sync", &segment.path, source);
+                runs.iter_mut().for_each(|(_, result)| *result = Err(error.clone()));
+            }
+        } else if self.config.durable {
+            // What the others wrote is not on stable storage either.
+            let error = runs.iter().find_map(|(_, result)| result.clone().err());
+            let error = error.expect("one of them failed");
+            runs.iter_mut().for_each(|(_, result)| *result = Err(error.clone()));
+        }
+        runs
+    }
+
+    /// Takes in what was written, in the order of the segment.
+    fn commit(
+        &self,
+        segment: &Segment,
+        runs: Vec<(Vec<Frame>, Result<(), DiskError>)>,
+    ) -> Vec<Result<Address, DiskError>> {
+        let mut state = segment.state_mut();
+        let mut answers = Vec::new();
+        for (frames, result) in runs {
+            for entry in frames.iter().flat_map(|frame| &frame.entries) {
+                if result.is_ok() {
+                    state.record(entry);
+                    count(&self.counters.records_written, 1);
+                    if entry.kind == EntryKind::Block {
+                        let bytes = u64::from(entry.meta.payload_bytes);
+                        count(&self.counters.bytes_written, bytes);
+                    }
+                }
+                answers.push(result.clone().map(|()| entry.address));
+            }
+            let last = frames.last().expect("a run has a frame");
+            state.end_page = last.page + last.page_count;
         }
         answers
     }
@@ -283,67 +411,6 @@ impl SegmentFiles {
             });
         }
         Ok(())
-    }
-
-    /// Takes as many entries as fit one write to the segment.
-    fn gather(
-        &self,
-        segment: &Segment,
-        pending: &mut VecDeque<Pending>,
-        next_sequence: &mut u64,
-    ) -> Run {
-        let (start, entries) = {
-            let state = segment.state();
-            (state.end_page, state.entry_count())
-        };
-        let mut run = Run::default();
-        while let Some(next) = pending.front() {
-            let pages = payload_pages(next) + u32::from(run.needs_frame());
-            let fits = self.fits(start + run.pages + pages, entries + run.entries + 1);
-            if run.entries > 0 && (!fits || run.is_full(pages)) {
-                break;
-            }
-            let next = pending.pop_front().expect("it was looked at above");
-            run.add(segment, start, next, next_sequence);
-        }
-        run.finish();
-        run
-    }
-
-    /// Writes a run and takes its entries in; closes the segment for good if that fails.
-    fn write_run(
-        &self,
-        writer: &mut WriterState,
-        segment: &Arc<Segment>,
-        run: Run,
-        deadline: Deadline,
-    ) -> Result<Vec<Address>, DiskError> {
-        let page = run.frames.first().expect("a run has a frame").page;
-        let offset = u64::from(page) * PAGE_BYTES as u64;
-        let file = Arc::clone(&segment.file);
-        let transfer = Transfer::new(TransferKind::Write, file, offset, run.buffers);
-        let written = self.one(transfer, deadline).and_then(|()| {
-            if !self.config.durable {
-                return Ok(());
-            }
-            self.one(Transfer::sync(Arc::clone(&segment.file)), deadline)
-        });
-        if let Err(source) = written {
-            self.fail(writer, segment);
-            return Err(DiskError::from_io("write", &segment.path, source));
-        }
-        let mut state = segment.state_mut();
-        let mut addresses = Vec::with_capacity(run.entries);
-        for entry in run.frames.iter().flat_map(|frame| &frame.entries) {
-            state.record(entry);
-            addresses.push(entry.address);
-            if entry.kind == EntryKind::Block {
-                count(&self.counters.bytes_written, u64::from(entry.meta.payload_bytes));
-            }
-        }
-        state.end_page += run.pages;
-        count(&self.counters.records_written, addresses.len() as u64);
-        Ok(addresses)
     }
 
     /// One transfer to its end.
@@ -499,13 +566,17 @@ impl Run {
             EntryKind::Alias | EntryKind::Tombstone => pending.target,
         };
         let pages = payload_pages(&pending);
+        let payload_checksum = match &pending.payload {
+            Some(Payload::Slab(slab)) => checksum(slab),
+            Some(Payload::Pages(_)) | None => pending.checksum,
+        };
         let frame = self.frames.last_mut().expect("a frame was made above");
         frame.page_count += pages;
         frame.entries.push(Entry {
             kind: pending.kind,
             meta: pending.meta,
             address,
-            payload_checksum: pending.checksum,
+            payload_checksum,
             sequence,
         });
         self.pages += pages;

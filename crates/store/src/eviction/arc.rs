@@ -10,6 +10,10 @@ use super::{Asked, Blocks, Ghosts, Hints, List, MayGo, Policy, Removal, Slot};
 /// the request that used it last.
 const OFTEN: u32 = 1 << 31;
 
+/// Blocks of the list to shrink that are looked at before the other list has its turn: a list may
+/// consist of blocks whose children are in the other.
+const SEARCH_BLOCKS: usize = 64;
+
 /// The policy.
 #[derive(Debug, Default)]
 pub struct Arc {
@@ -113,13 +117,15 @@ impl Policy for Arc {
     }
 
     fn victim(&mut self, blocks: &mut Blocks, _: Duration, may_go: &mut MayGo<'_>) -> Option<Slot> {
-        if !self.once.is_empty() && self.once.len() > self.once_target {
-            let from_once = self.once.oldest_that(blocks, may_go);
-            from_once.or_else(|| self.often.oldest_that(blocks, may_go))
+        let (first, second) = if self.once.len() > self.once_target {
+            (&mut self.once, &mut self.often)
         } else {
-            let from_often = self.often.oldest_that(blocks, may_go);
-            from_often.or_else(|| self.once.oldest_that(blocks, may_go))
-        }
+            (&mut self.often, &mut self.once)
+        };
+        first
+            .oldest_that(blocks, may_go, SEARCH_BLOCKS)
+            .or_else(|| second.oldest_that(blocks, may_go, usize::MAX))
+            .or_else(|| first.oldest_that(blocks, may_go, usize::MAX))
     }
 
     fn memory_bytes(&self) -> usize {

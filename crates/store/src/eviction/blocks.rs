@@ -324,14 +324,15 @@ impl List {
         }
     }
 
-    /// The oldest block that may go. Those before it that may not are used, new, or hold others:
-    /// they move to the newest end, so that no search passes them twice.
+    /// The oldest block that may go, among so many of the oldest. Those before it that may not are
+    /// used, new, or hold others: they move to the newest end, so that no search passes them twice.
     pub fn oldest_that(
         &mut self,
         blocks: &mut Blocks,
         may_go: &mut super::MayGo<'_>,
+        among: usize,
     ) -> Option<Slot> {
-        for _ in 0..self.len {
+        for _ in 0..self.len.min(among) {
             let slot = self.oldest()?;
             if may_go(blocks, slot) {
                 return Some(slot);

@@ -68,7 +68,7 @@ impl Policy for Lru {
     }
 
     fn victim(&mut self, blocks: &mut Blocks, _: Duration, may_go: &mut MayGo<'_>) -> Option<Slot> {
-        self.list.oldest_that(blocks, may_go)
+        self.list.oldest_that(blocks, may_go, usize::MAX)
     }
 
     fn memory_bytes(&self) -> usize {

@@ -23,8 +23,8 @@ use units::Units;
 
 use super::{Asked, Blocks, Ghosts, Hints, Incoming, MayGo, Policy, Priority, Removal, Slot};
 
-/// Requests between two refreshes of the rates.
-const REFRESH_REQUESTS: u32 = 50;
+/// Most requests between two refreshes of the rates.
+const REFRESH_REQUESTS_MAX: u64 = 50;
 /// Ghosts for each block that the tier can hold.
 const GHOSTS_PER_BLOCK: usize = 8;
 /// Blocks that were asked for and have not come yet: at least and at most so many are kept apart.
@@ -44,7 +44,9 @@ pub struct PrefixCost {
     ghosts: Ghosts,
     /// The most blocks ever resident, which is what the tier can hold once it is full.
     capacity: usize,
-    requests: u32,
+    requests: u64,
+    /// The request with which the rates are learnt anew: often at first, when each one tells much.
+    refresh_at: u64,
     now: f64,
     /// The unit that gave the last victim of this request.
     giving: Option<u32>,
@@ -58,12 +60,28 @@ pub struct PrefixCost {
 #[derive(Debug, Clone, Copy)]
 struct Shape {
     turn: u8,
-    gap_seconds: Option<f64>,
     /// Whether the chain parts from one that is known.
     parts: bool,
     blocks: usize,
     known: usize,
     hints: Hints,
+}
+
+impl Shape {
+    /// A block that came on its own.
+    const ALONE: Self = Self {
+        turn: 0,
+        parts: false,
+        blocks: 1,
+        known: 0,
+        hints: Hints {
+            ends_session: false,
+            stop: None,
+            priority: Priority::Normal,
+            workload: None,
+            expected_within: None,
+        },
+    };
 }
 
 impl PrefixCost {
@@ -130,16 +148,12 @@ impl PrefixCost {
 
     fn shape(&self, blocks: usize, hints: &Hints) -> Shape {
         let known = self.known.len();
-        let mut shape =
-            Shape { turn: 0, gap_seconds: None, parts: false, blocks, known, hints: *hints };
+        let mut shape = Shape { turn: 0, parts: false, blocks, known, hints: *hints };
         let Some(last) = self.known.last() else { return shape };
-        let before = &self.units[last.unit()];
         shape.parts = known < blocks && last.has_child();
+        let before = &self.units[last.unit()];
         if before.request_blocks as usize == known {
             shape.turn = before.turn.saturating_add(1);
-            shape.gap_seconds = Some(self.now - before.at);
-        } else if shape.parts && last.fan() == 0 {
-            shape.gap_seconds = Some(self.now - before.at);
         }
         shape
     }
@@ -253,11 +267,8 @@ impl PrefixCost {
     }
 
     /// A chain of one block is used, or comes, on its own.
-    fn enter_alone(&mut self, blocks: &mut Blocks, slot: Slot, turn: u8, gap: Option<f64>) {
+    fn enter_alone(&mut self, blocks: &mut Blocks, slot: Slot, shape: Shape) {
         let fan = Mark::from_raw(blocks.state(slot)).fan();
-        let known = usize::from(gap.is_some());
-        let hints = Hints::default();
-        let shape = Shape { turn, gap_seconds: gap, parts: false, blocks: 1, known, hints };
         let cell = self.cell(features(&shape, fan));
         let unit = self.add_unit(cell, 1, &shape);
         let has_child = Mark::from_raw(blocks.state(slot)).has_child();
@@ -330,8 +341,9 @@ impl Policy for PrefixCost {
     ) {
         self.advance(now);
         self.giving = None;
-        self.requests = self.requests.wrapping_add(1);
-        if self.requests.is_multiple_of(REFRESH_REQUESTS) {
+        self.requests += 1;
+        if self.requests >= self.refresh_at {
+            self.refresh_at = self.requests + (self.requests / 16).clamp(1, REFRESH_REQUESTS_MAX);
             self.refresh();
         }
         self.recognise(blocks, chain, hits);
@@ -385,15 +397,12 @@ impl Policy for PrefixCost {
     fn touch(&mut self, blocks: &mut Blocks, now: Duration, slot: Slot) {
         self.advance(now);
         let mark = Mark::from_raw(blocks.state(slot));
-        let (turn, gap) = {
-            let unit = &self.units[mark.unit()];
-            (unit.turn.saturating_add(1), self.now - unit.at)
-        };
+        let turn = self.units[mark.unit()].turn.saturating_add(1);
         self.known.clear();
         self.known.push(mark);
         let fingerprint = blocks.fingerprint(slot);
         self.leave_units(blocks, &[Asked { fingerprint, resident: Some(slot) }]);
-        self.enter_alone(blocks, slot, turn, Some(gap));
+        self.enter_alone(blocks, slot, Shape { turn, known: 1, ..Shape::ALONE });
     }
 
     fn insert(&mut self, blocks: &mut Blocks, now: Duration, slot: Slot) {
@@ -408,7 +417,7 @@ impl Policy for PrefixCost {
                 self.take_in(blocks, slot);
                 self.relist(Mark::from_raw(raw).unit());
             }
-            None => self.enter_alone(blocks, slot, 0, None),
+            None => self.enter_alone(blocks, slot, Shape::ALONE),
         }
     }
 
@@ -507,9 +516,7 @@ fn features(shape: &Shape, fan: u8) -> Features {
         Kind::Private {
             turn: bucket(&[1, 2, 3, 4, 6, 9], usize::from(shape.turn)),
             added: bucket(&[5, 11, 21, 41], added),
-            gap_octave: shape.gap_seconds.map_or(0, |gap| octave(gap + 1.0)),
-            length_octave: octave_of(shape.blocks),
-            added_octave: octave_of(added),
+            added_octave: octave(added),
         }
     };
     Features { kind, stop, workload, priority }
@@ -542,13 +549,7 @@ fn bucket(edges: &[usize], number: usize) -> u8 {
     u8::try_from(reached).expect("a few edges")
 }
 
-/// One more than the binary logarithm of a number that is at least one, rounded down.
-fn octave(number: f64) -> u8 {
-    #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "clamped before")]
-    let octave = number.log2().floor().clamp(0.0, 20.0) as u8;
-    octave + 1
-}
-
-fn octave_of(count: usize) -> u8 {
+/// How many binary digits a count has.
+fn octave(count: usize) -> u8 {
     u8::try_from(usize::BITS - count.leading_zeros()).expect("at most 64").min(21)
 }

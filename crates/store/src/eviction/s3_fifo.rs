@@ -11,6 +11,10 @@ const USES_MAX: u32 = 3;
 /// Requests between two blocks that count as put together.
 const SAME_PUT_REQUESTS: u32 = 8;
 
+/// Blocks of one queue that are looked at before the other has its turn: a queue may consist of
+/// blocks whose children are in the other.
+const SEARCH_BLOCKS: usize = 256;
+
 /// State of a block: bit 0 its queue, bits 1 and 2 its uses, above them the number of the request
 /// it came with.
 #[derive(Debug, Clone, Copy)]
@@ -68,8 +72,13 @@ impl S3Fifo {
         }
     }
 
-    fn victim_of_small(&mut self, blocks: &mut Blocks, may_go: &mut MayGo<'_>) -> Option<Slot> {
-        for _ in 0..self.small.len() {
+    fn victim_of_small(
+        &mut self,
+        blocks: &mut Blocks,
+        may_go: &mut MayGo<'_>,
+        among: usize,
+    ) -> Option<Slot> {
+        for _ in 0..self.small.len().min(among) {
             let slot = self.small.oldest()?;
             let state = State(blocks.state(slot));
             if state.uses() >= self.promote_at {
@@ -85,9 +94,15 @@ impl S3Fifo {
         None
     }
 
-    fn victim_of_main(&mut self, blocks: &mut Blocks, may_go: &mut MayGo<'_>) -> Option<Slot> {
+    fn victim_of_main(
+        &mut self,
+        blocks: &mut Blocks,
+        may_go: &mut MayGo<'_>,
+        among: usize,
+    ) -> Option<Slot> {
         // Each pass takes one use off a block, so the last one meets only blocks without.
-        for _ in 0..self.main.len() * (USES_MAX as usize + 1) {
+        let passes = self.main.len() * (USES_MAX as usize + 1);
+        for _ in 0..passes.min(among) {
             let slot = self.main.oldest()?;
             let state = State(blocks.state(slot));
             if state.uses() == 0 && may_go(blocks, slot) {
@@ -164,11 +179,13 @@ impl Policy for S3Fifo {
     fn victim(&mut self, blocks: &mut Blocks, _: Duration, may_go: &mut MayGo<'_>) -> Option<Slot> {
         let small_is_full = self.small.len() * 100 >= blocks.len() * SMALL_PERCENT;
         if small_is_full {
-            let from_small = self.victim_of_small(blocks, may_go);
-            from_small.or_else(|| self.victim_of_main(blocks, may_go))
+            self.victim_of_small(blocks, may_go, SEARCH_BLOCKS)
+                .or_else(|| self.victim_of_main(blocks, may_go, usize::MAX))
+                .or_else(|| self.victim_of_small(blocks, may_go, usize::MAX))
         } else {
-            let from_main = self.victim_of_main(blocks, may_go);
-            from_main.or_else(|| self.victim_of_small(blocks, may_go))
+            self.victim_of_main(blocks, may_go, SEARCH_BLOCKS)
+                .or_else(|| self.victim_of_small(blocks, may_go, usize::MAX))
+                .or_else(|| self.victim_of_main(blocks, may_go, usize::MAX))
         }
     }
 
