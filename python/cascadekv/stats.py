@@ -62,6 +62,7 @@ class Stats(TypedDict):
     promoted_blocks: int
     promoted_bytes: int
     demote_failures: int
+    demote_declines: int
     name_failures: int
     reclaimed_blocks: int
     damaged_blocks: int

@@ -63,6 +63,7 @@ fn enter_counters(dict: &Bound<'_, PyDict>, counters: &Counters) -> PyResult<()>
             promoted_blocks,
             promoted_bytes,
             demote_failures,
+            demote_declines,
             name_failures,
             reclaimed_blocks,
             damaged_blocks,
