@@ -9,14 +9,18 @@ mod foresight;
 mod generated;
 mod optimum;
 mod replay;
+mod table;
 
-use std::time::Duration;
+use std::path::Path;
 
 pub use curve::{ReuseDistances, reuse_distances};
 pub use foresight::{Foresight, HintSet};
 pub use generated::generated;
 pub use optimum::optimum;
 pub use replay::{replay_metadata, replay_watched};
+pub use table::{Contender, Row, StudyTable, TraceTable, contenders, study_table};
+
+use crate::trace::{Trace, TraceError};
 
 /// How a replay is run.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
@@ -63,5 +67,17 @@ fn ratio(count: u64, of: u64) -> f64 {
     if of == 0 { 0.0 } else { count as f64 / of as f64 }
 }
 
-/// How late a hint comes, or how far ahead it looks.
-pub type Delay = Duration;
+/// Capacities that are studied, in percent of a trace's different blocks.
+pub const SIZES_PERCENT: [u64; 6] = [1, 2, 5, 10, 25, 50];
+
+/// The traces that come with the project, from its `data/traces`, and a generated one.
+///
+/// # Errors
+/// As [`Trace::read`].
+pub fn bundled_traces(directory: &Path) -> Result<Vec<Trace>, TraceError> {
+    Ok(vec![
+        Trace::read(&directory.join("mooncake/conversation_trace.jsonl"))?,
+        Trace::read(&directory.join("agents"))?,
+        generated(1),
+    ])
+}

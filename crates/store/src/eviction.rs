@@ -7,6 +7,7 @@
 
 mod arc;
 mod blocks;
+pub mod conformance;
 mod ghosts;
 mod hints;
 mod lru;

@@ -24,10 +24,9 @@ pub fn generated(seed: u64) -> Trace {
         next_block += blocks;
     }
     for session in 0..SESSIONS {
-        // The square makes the first documents popular.
-        let popular = random.unit() * random.unit();
-        let document = (popular * documents.len() as f64) as usize;
-        let mut chain = documents[document].clone();
+        // The product of two makes the first documents popular.
+        let popular = random.below(DOCUMENTS + 1) * random.below(DOCUMENTS) / DOCUMENTS;
+        let mut chain = documents[index(popular.min(DOCUMENTS - 1))].clone();
         let mut at = random.unit() * SECONDS;
         // Half of the people ask once; the others go on with three chances in four.
         let mut goes_on = 0.5;
@@ -46,8 +45,25 @@ pub fn generated(seed: u64) -> Trace {
         }
     }
     requests.sort_by_key(|request| request.at);
-    let name = "generated".to_owned();
-    Trace { name, block_tokens: BLOCK_TOKENS, requests, unique_blocks: next_block }
+    let unique_blocks = renumber(&mut requests, next_block);
+    Trace { name: "generated".to_owned(), block_tokens: BLOCK_TOKENS, requests, unique_blocks }
+}
+
+/// Numbers blocks by their first request, because some documents are asked for by nobody.
+fn renumber(requests: &mut [TraceRequest], blocks: u64) -> u64 {
+    let mut numbers = vec![None; index(blocks)];
+    let mut next = 0;
+    for block in requests.iter_mut().flat_map(|request| &mut request.blocks) {
+        *block = *numbers[index(*block)].get_or_insert_with(|| {
+            next += 1;
+            next - 1
+        });
+    }
+    next
+}
+
+fn index(block: u64) -> usize {
+    usize::try_from(block).expect("block numbers are dense")
 }
 
 fn request(at: f64, chain: &[u64], session: u64, random: &mut Random) -> TraceRequest {
@@ -81,6 +97,7 @@ impl Random {
 
     /// From zero to below one.
     fn unit(&mut self) -> f64 {
-        (self.next() >> 11) as f64 / (1_u64 << 53) as f64
+        let high = u32::try_from(self.next() >> 32).expect("32 bits are left");
+        f64::from(high) / (f64::from(u32::MAX) + 1.0)
     }
 }

@@ -60,28 +60,12 @@ pub struct PrefixCost {
 #[derive(Debug, Clone, Copy)]
 struct Shape {
     turn: u8,
+    gap_seconds: Option<f64>,
     /// Whether the chain parts from one that is known.
     parts: bool,
     blocks: usize,
     known: usize,
     hints: Hints,
-}
-
-impl Shape {
-    /// A block that came on its own.
-    const ALONE: Self = Self {
-        turn: 0,
-        parts: false,
-        blocks: 1,
-        known: 0,
-        hints: Hints {
-            ends_session: false,
-            stop: None,
-            priority: Priority::Normal,
-            workload: None,
-            expected_within: None,
-        },
-    };
 }
 
 impl PrefixCost {
@@ -148,12 +132,16 @@ impl PrefixCost {
 
     fn shape(&self, blocks: usize, hints: &Hints) -> Shape {
         let known = self.known.len();
-        let mut shape = Shape { turn: 0, parts: false, blocks, known, hints: *hints };
+        let mut shape =
+            Shape { turn: 0, gap_seconds: None, parts: false, blocks, known, hints: *hints };
         let Some(last) = self.known.last() else { return shape };
-        shape.parts = known < blocks && last.has_child();
         let before = &self.units[last.unit()];
+        shape.parts = known < blocks && last.has_child();
         if before.request_blocks as usize == known {
             shape.turn = before.turn.saturating_add(1);
+            shape.gap_seconds = Some(self.now - before.at);
+        } else if shape.parts && last.fan() == 0 {
+            shape.gap_seconds = Some(self.now - before.at);
         }
         shape
     }
@@ -267,8 +255,11 @@ impl PrefixCost {
     }
 
     /// A chain of one block is used, or comes, on its own.
-    fn enter_alone(&mut self, blocks: &mut Blocks, slot: Slot, shape: Shape) {
+    fn enter_alone(&mut self, blocks: &mut Blocks, slot: Slot, turn: u8, gap: Option<f64>) {
         let fan = Mark::from_raw(blocks.state(slot)).fan();
+        let known = usize::from(gap.is_some());
+        let hints = Hints::default();
+        let shape = Shape { turn, gap_seconds: gap, parts: false, blocks: 1, known, hints };
         let cell = self.cell(features(&shape, fan));
         let unit = self.add_unit(cell, 1, &shape);
         let has_child = Mark::from_raw(blocks.state(slot)).has_child();
@@ -397,12 +388,15 @@ impl Policy for PrefixCost {
     fn touch(&mut self, blocks: &mut Blocks, now: Duration, slot: Slot) {
         self.advance(now);
         let mark = Mark::from_raw(blocks.state(slot));
-        let turn = self.units[mark.unit()].turn.saturating_add(1);
+        let (turn, gap) = {
+            let unit = &self.units[mark.unit()];
+            (unit.turn.saturating_add(1), self.now - unit.at)
+        };
         self.known.clear();
         self.known.push(mark);
         let fingerprint = blocks.fingerprint(slot);
         self.leave_units(blocks, &[Asked { fingerprint, resident: Some(slot) }]);
-        self.enter_alone(blocks, slot, Shape { turn, known: 1, ..Shape::ALONE });
+        self.enter_alone(blocks, slot, turn, Some(gap));
     }
 
     fn insert(&mut self, blocks: &mut Blocks, now: Duration, slot: Slot) {
@@ -417,7 +411,7 @@ impl Policy for PrefixCost {
                 self.take_in(blocks, slot);
                 self.relist(Mark::from_raw(raw).unit());
             }
-            None => self.enter_alone(blocks, slot, Shape::ALONE),
+            None => self.enter_alone(blocks, slot, 0, None),
         }
     }
 
@@ -516,7 +510,9 @@ fn features(shape: &Shape, fan: u8) -> Features {
         Kind::Private {
             turn: bucket(&[1, 2, 3, 4, 6, 9], usize::from(shape.turn)),
             added: bucket(&[5, 11, 21, 41], added),
-            added_octave: octave(added),
+            gap_octave: shape.gap_seconds.map_or(0, |gap| octave(gap + 1.0)),
+            length_octave: octave_of(shape.blocks),
+            added_octave: octave_of(added),
         }
     };
     Features { kind, stop, workload, priority }
@@ -549,7 +545,13 @@ fn bucket(edges: &[usize], number: usize) -> u8 {
     u8::try_from(reached).expect("a few edges")
 }
 
-/// How many binary digits a count has.
-fn octave(count: usize) -> u8 {
+/// One more than the binary logarithm of a number that is at least one, rounded down.
+fn octave(number: f64) -> u8 {
+    #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "clamped before")]
+    let octave = number.log2().floor().clamp(0.0, 20.0) as u8;
+    octave + 1
+}
+
+fn octave_of(count: usize) -> u8 {
     u8::try_from(usize::BITS - count.leading_zeros()).expect("at most 64").min(21)
 }

@@ -13,7 +13,7 @@ use crate::eviction::{Priority, StopReason};
 /// Cells beyond which new ones forget their finer features.
 const CELLS_MAX: usize = 4096;
 /// Stands for an octave that was not looked at; no real one reaches it.
-pub(super) const UNKNOWN_OCTAVE: u8 = 22;
+const UNKNOWN_OCTAVE: u8 = 23;
 /// Kinds of work that are told apart.
 const WORKLOADS_MAX: u8 = 16;
 
@@ -26,6 +26,10 @@ pub(super) enum Kind {
         turn: u8,
         /// Blocks that it added, in coarse buckets.
         added: u8,
+        /// Octave of the time since the turn before, 0 for none.
+        gap_octave: u8,
+        /// Octave of its length in blocks.
+        length_octave: u8,
         /// Octave of the blocks that it added.
         added_octave: u8,
     },
@@ -56,10 +60,11 @@ impl Features {
         self
     }
 
-    /// Without what the factor is for.
+    /// Without what the factors are for.
     fn coarse(mut self) -> Self {
-        if let Kind::Private { added_octave, .. } = &mut self.kind {
-            *added_octave = UNKNOWN_OCTAVE;
+        if let Kind::Private { gap_octave, length_octave, added_octave, .. } = &mut self.kind {
+            (*gap_octave, *length_octave, *added_octave) =
+                (UNKNOWN_OCTAVE, UNKNOWN_OCTAVE, UNKNOWN_OCTAVE);
         }
         self
     }

@@ -1,11 +1,11 @@
 //! How likely units are asked for again, per class and age: learnt from what the cells observed.
 //!
 //! A class with little to go by leans on its parent: its rate is `(reused + K r parent) /
-//! (exposure + K)`, where `r` is the class's smoothed ratio to the parent. How much a request added, in
-//! octaves, acts on the rate of private units as a factor that all their classes share.
+//! (exposure + K)`, where `r` is the class's smoothed ratio to the parent. Finer features of private
+//! units (time since the turn before, length, blocks added) act as factors on their class's rate.
 
 use super::age::{BINS, EDGES, PerBin, width};
-use super::cells::{Cell, Cells, Features, Kind, UNKNOWN_OCTAVE};
+use super::cells::{Cell, Cells, Features, Kind};
 use crate::eviction::StopReason;
 
 /// Exposure that the parent's rate counts for.
@@ -14,13 +14,17 @@ const PARENT_WEIGHT: f64 = 50.0;
 const RATIO_WEIGHT: f64 = 2.5;
 /// Bins on each side over which the ratio is smoothed.
 const SMOOTH_BINS: usize = 6;
-/// Reuses that "no effect" counts for in the factor.
+/// Reuses that "no effect" counts for in a factor.
 const FACTOR_WEIGHT: f64 = 10.0;
-const FACTOR_MAX: f64 = 16.0;
+const FACTORS_MAX: f64 = 16.0;
 /// How a session whose end was announced compares with others until something is observed.
 const ENDED_RATIO: f64 = 0.01;
 
-const OCTAVES: usize = UNKNOWN_OCTAVE as usize + 1;
+/// How far a factor moves toward what was observed, as a power of the ratio.
+const DAMP: f64 = 0.5;
+
+const FACTORS: usize = 3;
+const OCTAVES: usize = 24;
 
 /// A class of units, by what it is called.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -71,11 +75,11 @@ struct Class {
     rate: PerBin,
 }
 
-/// All classes, and the factor of each octave.
+/// All classes and factors.
 #[derive(Debug)]
 pub(super) struct Hazard {
     classes: Vec<Class>,
-    factors: [f64; OCTAVES],
+    factors: [[f64; OCTAVES]; FACTORS],
     kernel: [f64; SMOOTH_BINS + 1],
 }
 
@@ -85,7 +89,7 @@ impl Default for Hazard {
         for (distance, weight) in (0_u32..).zip(&mut kernel) {
             *weight = (-f64::from(distance * distance) / 16.0).exp();
         }
-        let mut hazard = Self { classes: Vec::new(), factors: [1.0; OCTAVES], kernel };
+        let mut hazard = Self { classes: Vec::new(), factors: [[1.0; OCTAVES]; FACTORS], kernel };
         hazard.class(Name::Root);
         hazard
     }
@@ -101,15 +105,17 @@ impl Hazard {
         self.classes.len()
     }
 
-    /// Expected reuses per unit of exposure, without the factor.
+    /// Expected reuses per unit of exposure, without factors.
     pub(super) fn rate(&self, class: u16) -> &PerBin {
         &self.classes[usize::from(class)].rate
     }
 
-    /// How a cell's units compare with their class.
+    /// The product of a cell's factors.
     pub(super) fn factor(&self, features: &Features) -> f64 {
-        let factor = octave(features).map_or(1.0, |octave| self.factors[octave]);
-        factor.clamp(1.0 / FACTOR_MAX, FACTOR_MAX)
+        let Some(octaves) = octaves(features) else { return 1.0 };
+        let product: f64 =
+            octaves.iter().zip(&self.factors).map(|(octave, factor)| factor[*octave]).product();
+        product.clamp(1.0 / FACTORS_MAX, FACTORS_MAX)
     }
 
     /// Learns from everything observed until now.
@@ -189,25 +195,39 @@ impl Hazard {
     }
 
     fn refresh_factors(&mut self, cells: &mut Cells, now: f64) {
-        let mut observed = [FACTOR_WEIGHT; OCTAVES];
+        let mut observed = [[FACTOR_WEIGHT; OCTAVES]; FACTORS];
         let mut expected = observed;
         for cell in &mut cells.cells {
-            let Some(octave) = octave(&cell.features) else { continue };
-            let rates = &self.classes[usize::from(cell.class)].rate;
-            for (bin, rate) in rates.iter().enumerate() {
-                observed[octave] += cell.reused[bin];
-                expected[octave] += cell.exposure(bin, now) * rate;
+            let Some(octaves) = octaves(&cell.features) else { continue };
+            let rate = &self.classes[usize::from(cell.class)].rate;
+            let (mut cell_observed, mut cell_expected) = (0.0, 0.0);
+            for (bin, rate) in rate.iter().enumerate() {
+                cell_observed += cell.reused[bin];
+                cell_expected += cell.exposure(bin, now) * rate;
+            }
+            cell_expected *= self.factor(&cell.features);
+            for (factor, octave) in octaves.into_iter().enumerate() {
+                observed[factor][octave] += cell_observed;
+                expected[factor][octave] += cell_expected / self.factors[factor][octave];
             }
         }
-        for (octave, factor) in self.factors.iter_mut().enumerate() {
-            *factor = observed[octave] / expected[octave];
+        // All factors move at once and explain the same reuse, so each goes only part of the way.
+        for factor in 0..FACTORS {
+            for octave in 0..OCTAVES {
+                let target = observed[factor][octave] / expected[factor][octave];
+                let factor = &mut self.factors[factor][octave];
+                *factor *= (target / *factor).powf(DAMP);
+            }
         }
     }
 }
 
-fn octave(features: &Features) -> Option<usize> {
+fn octaves(features: &Features) -> Option<[usize; FACTORS]> {
     match features.kind {
-        Kind::Private { added_octave, .. } => Some(added_octave.min(UNKNOWN_OCTAVE).into()),
+        Kind::Private { gap_octave, length_octave, added_octave, .. } => Some(
+            [gap_octave, length_octave, added_octave]
+                .map(|octave| usize::from(octave).min(OCTAVES - 1)),
+        ),
         _ => None,
     }
 }
