@@ -17,7 +17,7 @@ pub use curve::{ReuseDistances, reuse_distances};
 pub use foresight::{Foresight, HintSet};
 pub use generated::generated;
 pub use optimum::optimum;
-pub use replay::replay_metadata;
+pub use replay::{replay_metadata, replay_watched};
 pub use table::{Contender, Row, StudyTable, TraceTable, contenders, study_table};
 
 use crate::trace::{Trace, TraceError};

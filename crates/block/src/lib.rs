@@ -1,15 +1,21 @@
 //! The vocabulary of Cascade: keys, digests, manifests, geometry, sizes and clocks. No I/O.
 
-mod checksum;
 mod chain;
+mod checksum;
 mod clock;
 mod digest;
+mod geometry;
 mod key;
+pub mod manifest;
 mod namespace;
+mod size;
 
-pub use chain::{ChainTail, chain_keys};
+pub use chain::{ChainTail, chain_keys, extend_chain_keys};
 pub use checksum::{Checksum, checksum};
 pub use clock::{Clock, Deadline, ManualClock, SystemClock};
 pub use digest::{Digest, DigestAlgorithm, DigestMode};
+pub use geometry::{Geometry, KvShape, UnknownModel};
 pub use key::{BlockKey, KeyParseError};
-pub use namespace::{Manifest, Namespace, NamespaceId, TenantSecret};
+pub use manifest::{Difference, Manifest, WeightsFingerprint};
+pub use namespace::{Namespace, NamespaceId, TenantSecret, key_of_id};
+pub use size::{ByteSize, ByteSizeError};

@@ -29,6 +29,20 @@ pub fn replay_metadata(
     capacity_blocks: u64,
     options: &StudyOptions,
 ) -> StudyResult {
+    replay_watched(trace, policy, capacity_blocks, options, &mut |_, _| ())
+}
+
+/// As [`replay_metadata`]; tells `watch` the number of each request and its leading hits.
+///
+/// # Panics
+/// If the trace has more than `u32::MAX` different blocks.
+pub fn replay_watched(
+    trace: &Trace,
+    policy: Box<dyn Policy>,
+    capacity_blocks: u64,
+    options: &StudyOptions,
+    watch: &mut dyn FnMut(usize, usize),
+) -> StudyResult {
     let limits = Limits {
         capacity_bytes: capacity_blocks,
         protected_percent: 0,
@@ -52,6 +66,7 @@ pub fn replay_metadata(
             Event::Request { request, hints } => {
                 let hits = tier.request(&trace.requests[request], &hints);
                 hits_of_requests.push(u32::try_from(hits).expect("a request has fewer blocks"));
+                watch(request, hits);
             }
         }
     }

@@ -16,11 +16,11 @@ impl Slot {
         self.0 as usize
     }
 
-    fn some(raw: u32) -> Option<Self> {
+    pub(crate) fn some(raw: u32) -> Option<Self> {
         (raw != NONE).then_some(Self(raw))
     }
 
-    fn raw(slot: Option<Self>) -> u32 {
+    pub(crate) fn raw(slot: Option<Self>) -> u32 {
         slot.map_or(NONE, |slot| slot.0)
     }
 }

@@ -1,0 +1,128 @@
+//! Reading and writing integers and byte strings at fixed places, and checksummed pages.
+
+use cascade_block::checksum;
+
+use super::{FORMAT_VERSION, FormatError, PAGE_BYTES};
+
+/// Where a page keeps the checksum of all its other bytes.
+const CHECKSUM_AT: usize = PAGE_BYTES - 4;
+
+/// Where a page keeps its format version, in every version.
+const VERSION_AT: usize = 8;
+
+/// Writes fields one after the other; the caller has sized the target.
+pub(super) struct Writer<'a> {
+    target: &'a mut [u8],
+    at: usize,
+}
+
+impl<'a> Writer<'a> {
+    pub(super) fn new(target: &'a mut [u8]) -> Self {
+        Self { target, at: 0 }
+    }
+
+    pub(super) fn bytes(&mut self, bytes: &[u8]) -> &mut Self {
+        self.target[self.at..self.at + bytes.len()].copy_from_slice(bytes);
+        self.at += bytes.len();
+        self
+    }
+
+    pub(super) fn u8(&mut self, value: u8) -> &mut Self {
+        self.bytes(&[value])
+    }
+
+    pub(super) fn u16(&mut self, value: u16) -> &mut Self {
+        self.bytes(&value.to_le_bytes())
+    }
+
+    pub(super) fn u32(&mut self, value: u32) -> &mut Self {
+        self.bytes(&value.to_le_bytes())
+    }
+
+    pub(super) fn u64(&mut self, value: u64) -> &mut Self {
+        self.bytes(&value.to_le_bytes())
+    }
+}
+
+/// Reads fields one after the other; the caller has checked the length.
+pub(super) struct Reader<'a> {
+    source: &'a [u8],
+}
+
+impl<'a> Reader<'a> {
+    pub(super) fn new(source: &'a [u8]) -> Self {
+        Self { source }
+    }
+
+    pub(super) fn bytes(&mut self, count: usize) -> &'a [u8] {
+        let (head, rest) = self.source.split_at(count);
+        self.source = rest;
+        head
+    }
+
+    pub(super) fn array<const N: usize>(&mut self) -> [u8; N] {
+        let mut array = [0; N];
+        array.copy_from_slice(self.bytes(N));
+        array
+    }
+
+    pub(super) fn u8(&mut self) -> u8 {
+        self.array::<1>()[0]
+    }
+
+    pub(super) fn u16(&mut self) -> u16 {
+        u16::from_le_bytes(self.array())
+    }
+
+    pub(super) fn u32(&mut self) -> u32 {
+        u32::from_le_bytes(self.array())
+    }
+
+    pub(super) fn u64(&mut self) -> u64 {
+        u64::from_le_bytes(self.array())
+    }
+}
+
+/// Starts a page: magic number, version, six reserved bytes. Fields follow at byte 16.
+pub(super) fn begin_page(page: &mut [u8], magic: [u8; 8]) -> Writer<'_> {
+    page.fill(0);
+    let mut writer = Writer::new(page);
+    writer.bytes(&magic).u16(FORMAT_VERSION).bytes(&[0; 6]);
+    writer
+}
+
+/// Ends a page: its last four bytes are the checksum of the others.
+pub(super) fn finish_page(page: &mut [u8]) {
+    let sum = checksum(&page[..CHECKSUM_AT]);
+    page[CHECKSUM_AT..PAGE_BYTES].copy_from_slice(&sum.to_le_bytes());
+}
+
+/// Checks magic number, version and checksum of a page, and gives its fields from byte 16 on.
+pub(super) fn open_page(page: &[u8], magic: [u8; 8]) -> Result<Reader<'_>, FormatError> {
+    let page = page.get(..PAGE_BYTES).ok_or(FormatError::Truncated)?;
+    if page[..8] != magic {
+        return Err(FormatError::NotOurs);
+    }
+    let mut reader = Reader::new(&page[VERSION_AT..]);
+    let found = reader.u16();
+    let stored = Reader::new(&page[CHECKSUM_AT..]).u32();
+    if found != FORMAT_VERSION {
+        return Err(foreign_version(page, found, stored));
+    }
+    if checksum(&page[..CHECKSUM_AT]) != stored {
+        return Err(FormatError::Checksum);
+    }
+    reader.bytes(6);
+    Ok(reader)
+}
+
+/// Tells a page of another version from one of ours whose version was damaged.
+fn foreign_version(page: &[u8], found: u16, stored: u32) -> FormatError {
+    let mut repaired = page.to_vec();
+    repaired[VERSION_AT..VERSION_AT + 2].copy_from_slice(&FORMAT_VERSION.to_le_bytes());
+    if checksum(&repaired[..CHECKSUM_AT]) == stored {
+        FormatError::Checksum
+    } else {
+        FormatError::Version { found }
+    }
+}

@@ -1,0 +1,83 @@
+//! A frame: one page of entries, then the payloads of its blocks, each from a page of its own.
+//!
+//! One write makes one or more frames. The page names the segment's random id and its own place,
+//! so that neither a stale tail nor a payload that looks like a frame is taken for one.
+
+use super::fields::{begin_page, finish_page, open_page};
+use super::{ENTRY_BYTES, Entry, EntryKind, FormatError, PAGE_BYTES, RandomId, pages_of};
+
+const MAGIC: [u8; 8] = *b"CSCFRAME";
+const FIELDS_END: usize = 48;
+
+/// Most entries in one frame.
+pub const ENTRIES_PER_FRAME: usize = (PAGE_BYTES - FIELDS_END - 4) / ENTRY_BYTES;
+
+/// A frame's header page.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Frame {
+    /// The segment that it belongs to.
+    pub segment_id: RandomId,
+    /// The page of the segment at which it starts.
+    pub page: u32,
+    /// Its length, header and payloads.
+    pub page_count: u32,
+    /// What it says, in the order of the payloads.
+    pub entries: Vec<Entry>,
+}
+
+impl Frame {
+    /// Writes the header page into the first 4 KiB of `page`.
+    ///
+    /// # Panics
+    /// If there are more than [`ENTRIES_PER_FRAME`] entries.
+    pub fn encode(&self, page: &mut [u8]) {
+        assert!(self.entries.len() <= ENTRIES_PER_FRAME, "a frame's entries fit its page");
+        let count = u16::try_from(self.entries.len()).expect("a frame holds few entries");
+        let mut writer = begin_page(&mut page[..PAGE_BYTES], MAGIC);
+        writer.bytes(&self.segment_id).u32(self.page).u32(self.page_count).u16(count);
+        for (slot, entry) in self.entries.iter().enumerate() {
+            entry.encode(&mut page[FIELDS_END + slot * ENTRY_BYTES..]);
+        }
+        finish_page(page);
+    }
+
+    /// Reads a header page that lies at `at_page` of the segment `number` with that id.
+    pub fn decode(
+        page: &[u8],
+        segment_id: &RandomId,
+        number: u32,
+        at_page: u32,
+    ) -> Result<Self, FormatError> {
+        let mut reader = open_page(page, MAGIC)?;
+        let frame_segment: RandomId = reader.array();
+        let (own_page, page_count, count) = (reader.u32(), reader.u32(), reader.u16());
+        if &frame_segment != segment_id || own_page != at_page {
+            return Err(FormatError::Content("a frame of another segment or place"));
+        }
+        if usize::from(count) > ENTRIES_PER_FRAME {
+            return Err(FormatError::Content("a frame with too many entries"));
+        }
+        let entries = (0..usize::from(count))
+            .map(|slot| Entry::decode(&page[FIELDS_END + slot * ENTRY_BYTES..]))
+            .collect::<Result<Vec<_>, _>>()?;
+        let frame = Self { segment_id: frame_segment, page: own_page, page_count, entries };
+        frame.check_places(number)?;
+        Ok(frame)
+    }
+
+    /// Payloads follow each other from the page after the header; nothing else is in a frame.
+    fn check_places(&self, number: u32) -> Result<(), FormatError> {
+        let mut next = self.page.checked_add(1);
+        for entry in self.entries.iter().filter(|entry| entry.kind == EntryKind::Block) {
+            if entry.address.segment() != number || Some(entry.address.page()) != next {
+                return Err(FormatError::Content("a payload outside its frame"));
+            }
+            let pages = pages_of(u64::from(entry.meta.payload_bytes));
+            next = next.and_then(|page| page.checked_add(pages));
+        }
+        if next != self.page.checked_add(self.page_count) {
+            return Err(FormatError::Content("a frame whose length is not that of its payloads"));
+        }
+        Ok(())
+    }
+}

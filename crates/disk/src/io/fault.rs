@@ -1,0 +1,211 @@
+//! A disk that fails at the k-th call, for tests of everything that stands on files.
+
+use std::fs::File;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use cascade_block::Deadline;
+
+use super::{
+    Batch, Engine, FileOperations, Finished, Io, OpenMode, Traffic, Transfer, TransferKind,
+};
+use crate::format::PAGE_BYTES;
+
+/// How a call fails.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Fault {
+    /// With an I/O error, nothing done.
+    Io,
+    /// With a full device, nothing done.
+    NoSpace,
+    /// A transfer moves its first page only and says so; other calls fail with an I/O error.
+    Short,
+    /// A write leaves its second half undone and then fails; other calls fail.
+    Torn,
+    /// Not at all: the call answers at its deadline, and its buffers are gone until then.
+    Hang,
+}
+
+/// Counts calls and makes one of them, and if so wished all later ones, fail.
+#[derive(Debug)]
+pub struct FaultPlan {
+    fault: Fault,
+    at_call: u64,
+    is_permanent: bool,
+    calls: AtomicU64,
+}
+
+impl FaultPlan {
+    /// Call number `at_call`, counted from zero, fails; with `is_permanent`, all later ones too.
+    pub fn new(fault: Fault, at_call: u64, is_permanent: bool) -> Arc<Self> {
+        Arc::new(Self { fault, at_call, is_permanent, calls: AtomicU64::new(0) })
+    }
+
+    /// How many calls there were.
+    pub fn calls(&self) -> u64 {
+        self.calls.load(Ordering::Relaxed)
+    }
+
+    fn next(&self) -> Option<Fault> {
+        let call = self.calls.fetch_add(1, Ordering::Relaxed);
+        let fails = call == self.at_call || (self.is_permanent && call > self.at_call);
+        fails.then_some(self.fault)
+    }
+
+    fn operation(&self) -> io::Result<()> {
+        match self.next() {
+            None => Ok(()),
+            Some(Fault::NoSpace) => Err(io::ErrorKind::StorageFull.into()),
+            Some(Fault::Hang) => Err(io::ErrorKind::TimedOut.into()),
+            Some(Fault::Io | Fault::Short | Fault::Torn) => Err(io_error()),
+        }
+    }
+
+    /// The same machine, failing by this plan.
+    pub fn wrap(self: &Arc<Self>, io: &Io) -> Io {
+        Io {
+            engine: Arc::new(FaultyEngine {
+                inner: Arc::clone(&io.engine),
+                plan: Arc::clone(self),
+            }),
+            files: Arc::new(FaultyFiles { inner: Arc::clone(&io.files), plan: Arc::clone(self) }),
+            workers: Arc::clone(&io.workers),
+            clock: Arc::clone(&io.clock),
+        }
+    }
+}
+
+fn io_error() -> io::Error {
+    rustix::io::Errno::IO.into()
+}
+
+#[derive(Debug)]
+struct FaultyEngine {
+    inner: Arc<dyn Engine>,
+    plan: Arc<FaultPlan>,
+}
+
+impl FaultyEngine {
+    fn alone(&self, transfer: Transfer, deadline: Deadline) -> Finished {
+        let mut batch = Batch::new(vec![transfer]);
+        self.inner.carry(&mut batch, deadline);
+        batch.finished.pop().flatten().expect("a transfer that was taken is told of")
+    }
+
+    /// Carries out only the first bytes of a transfer.
+    fn partly(&self, transfer: &Transfer, bytes: usize, deadline: Deadline) -> io::Result<usize> {
+        if transfer.kind != TransferKind::Write || bytes == 0 {
+            return Ok(0);
+        }
+        let slices = transfer.slices();
+        let head: Vec<u8> = slices.iter().flat_map(|slice| slice.iter().copied()).collect();
+        let pages = super::PageBuffer::copied(&head[..bytes]);
+        let part = Transfer::new(
+            TransferKind::Write,
+            Arc::clone(&transfer.file),
+            transfer.next_offset(),
+            vec![super::Buffer::Pages(pages)],
+        );
+        self.alone(part, deadline).result
+    }
+
+    fn fail(&self, transfer: Transfer, fault: Fault, deadline: Deadline) -> Finished {
+        let bytes: usize = transfer.slices().iter().map(|slice| slice.len()).sum();
+        let result = match fault {
+            Fault::Io => Err(io_error()),
+            Fault::NoSpace => Err(io::ErrorKind::StorageFull.into()),
+            Fault::Short if transfer.kind == TransferKind::Write => {
+                self.partly(&transfer, PAGE_BYTES.min(bytes), deadline)
+            }
+            Fault::Short => return self.alone(transfer, deadline),
+            Fault::Torn => self
+                .partly(&transfer, bytes / 2 / PAGE_BYTES * PAGE_BYTES, deadline)
+                .and_then(|_| Err(io_error())),
+            Fault::Hang => {
+                return Finished { transfer: None, result: Err(io::ErrorKind::TimedOut.into()) };
+            }
+        };
+        Finished { transfer: Some(transfer), result }
+    }
+}
+
+impl Engine for FaultyEngine {
+    fn name(&self) -> &'static str {
+        "faulty"
+    }
+
+    fn carry(&self, traffic: &mut dyn Traffic, deadline: Deadline) {
+        while let Some((number, transfer)) = traffic.next() {
+            let finished = match self.plan.next() {
+                None => self.alone(transfer, deadline),
+                Some(fault) => self.fail(transfer, fault, deadline),
+            };
+            traffic.end(number, finished);
+        }
+    }
+}
+
+#[derive(Debug)]
+struct FaultyFiles {
+    inner: Arc<dyn FileOperations>,
+    plan: Arc<FaultPlan>,
+}
+
+impl FileOperations for FaultyFiles {
+    fn open(&self, path: &Path, mode: OpenMode, direct: bool) -> io::Result<File> {
+        self.plan.operation()?;
+        self.inner.open(path, mode, direct)
+    }
+
+    fn truncate(&self, file: &File, bytes: u64) -> io::Result<()> {
+        self.plan.operation()?;
+        self.inner.truncate(file, bytes)
+    }
+
+    fn length(&self, file: &File) -> io::Result<u64> {
+        self.plan.operation()?;
+        self.inner.length(file)
+    }
+
+    fn read(&self, file: &File, offset: u64, buffer: &mut [u8]) -> io::Result<usize> {
+        self.plan.operation()?;
+        self.inner.read(file, offset, buffer)
+    }
+
+    fn next_data(&self, file: &File, offset: u64) -> io::Result<Option<u64>> {
+        self.plan.operation()?;
+        self.inner.next_data(file, offset)
+    }
+
+    fn replace(&self, path: &Path, bytes: &[u8]) -> io::Result<()> {
+        self.plan.operation()?;
+        self.inner.replace(path, bytes)
+    }
+
+    fn rename(&self, from: &Path, to: &Path) -> io::Result<()> {
+        self.plan.operation()?;
+        self.inner.rename(from, to)
+    }
+
+    fn remove(&self, path: &Path) -> io::Result<()> {
+        self.plan.operation()?;
+        self.inner.remove(path)
+    }
+
+    fn make_directory(&self, path: &Path) -> io::Result<()> {
+        self.plan.operation()?;
+        self.inner.make_directory(path)
+    }
+
+    fn sync_directory(&self, path: &Path) -> io::Result<()> {
+        self.plan.operation()?;
+        self.inner.sync_directory(path)
+    }
+
+    fn list(&self, path: &Path) -> io::Result<Vec<PathBuf>> {
+        self.plan.operation()?;
+        self.inner.list(path)
+    }
+}

@@ -1,0 +1,169 @@
+//! Everything about files that is not a transfer: making, finding, renaming, removing them.
+
+use std::fmt;
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, Write as _};
+use std::os::unix::fs::{FileExt as _, OpenOptionsExt as _};
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{FallocateFlags, OFlags, SeekFrom, fallocate, seek};
+
+use crate::format::PAGE_BYTES;
+
+/// What an opened file is for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum OpenMode {
+    /// To be read.
+    Read,
+    /// A new file, to be written and read; an error when it exists.
+    Create {
+        /// Bytes to set aside at once.
+        allocate_bytes: u64,
+    },
+    /// An existing file, to be written and read.
+    Write,
+}
+
+/// What the file tier asks of a file system, beside transfers. A fake one makes disks fail.
+pub trait FileOperations: Send + Sync + fmt::Debug {
+    /// Opens a file; with `direct`, past the page cache, or fails with `InvalidInput`.
+    fn open(&self, path: &Path, mode: OpenMode, direct: bool) -> io::Result<File>;
+
+    /// Cuts a file, or makes it longer with zeroes.
+    fn truncate(&self, file: &File, bytes: u64) -> io::Result<()>;
+
+    /// Length of a file.
+    fn length(&self, file: &File) -> io::Result<u64>;
+
+    /// Reads up to the end of the buffer or of the file; how many bytes there were.
+    fn read(&self, file: &File, offset: u64, buffer: &mut [u8]) -> io::Result<usize>;
+
+    /// The first byte at or after `offset` that was ever written, as far as the system knows.
+    fn next_data(&self, file: &File, offset: u64) -> io::Result<Option<u64>>;
+
+    /// Writes a file under another name, syncs it, and renames it: there is all of it or nothing.
+    fn replace(&self, path: &Path, bytes: &[u8]) -> io::Result<()>;
+
+    /// Renames a file within its file system, over an existing one.
+    fn rename(&self, from: &Path, to: &Path) -> io::Result<()>;
+
+    /// Removes a file.
+    fn remove(&self, path: &Path) -> io::Result<()>;
+
+    /// Makes a directory and those above it; fine when it exists.
+    fn make_directory(&self, path: &Path) -> io::Result<()>;
+
+    /// Brings creations, renames and removals in a directory to stable storage.
+    fn sync_directory(&self, path: &Path) -> io::Result<()>;
+
+    /// What is in a directory.
+    fn list(&self, path: &Path) -> io::Result<Vec<PathBuf>>;
+}
+
+/// The machine's file systems.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct SystemFiles;
+
+impl FileOperations for SystemFiles {
+    fn open(&self, path: &Path, mode: OpenMode, direct: bool) -> io::Result<File> {
+        let mut options = OpenOptions::new();
+        options.read(true).mode(0o600);
+        match mode {
+            OpenMode::Read => {}
+            OpenMode::Create { .. } => drop(options.write(true).create_new(true)),
+            OpenMode::Write => drop(options.write(true)),
+        }
+        if direct {
+            options.custom_flags(OFlags::DIRECT.bits().cast_signed());
+        }
+        let file = options.open(path)?;
+        if let OpenMode::Create { allocate_bytes } = mode {
+            allocate(path, &file, allocate_bytes)?;
+        }
+        Ok(file)
+    }
+
+    fn truncate(&self, file: &File, bytes: u64) -> io::Result<()> {
+        file.set_len(bytes)
+    }
+
+    fn length(&self, file: &File) -> io::Result<u64> {
+        Ok(file.metadata()?.len())
+    }
+
+    fn read(&self, file: &File, offset: u64, buffer: &mut [u8]) -> io::Result<usize> {
+        let mut filled = 0;
+        while filled < buffer.len() {
+            match file.read_at(&mut buffer[filled..], offset + filled as u64) {
+                Ok(0) => break,
+                Ok(count) => filled += count,
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(filled)
+    }
+
+    fn next_data(&self, file: &File, offset: u64) -> io::Result<Option<u64>> {
+        match seek(file, SeekFrom::Data(offset)) {
+            Ok(at) => Ok(Some(at / PAGE_BYTES as u64 * PAGE_BYTES as u64)),
+            Err(rustix::io::Errno::NXIO) => Ok(None),
+            Err(rustix::io::Errno::INVAL | rustix::io::Errno::OPNOTSUPP) => Ok(Some(offset)),
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    fn replace(&self, path: &Path, bytes: &[u8]) -> io::Result<()> {
+        let mut name = path.as_os_str().to_owned();
+        name.push(".tmp");
+        let temporary = PathBuf::from(name);
+        let mut file = OpenOptions::new()
+            .write(true)
+            .create(true)
+            .truncate(true)
+            .mode(0o600)
+            .open(&temporary)?;
+        file.write_all(bytes)?;
+        file.sync_all()?;
+        fs::rename(&temporary, path)?;
+        path.parent().map_or(Ok(()), |directory| self.sync_directory(directory))
+    }
+
+    fn rename(&self, from: &Path, to: &Path) -> io::Result<()> {
+        fs::rename(from, to)
+    }
+
+    fn remove(&self, path: &Path) -> io::Result<()> {
+        fs::remove_file(path)
+    }
+
+    fn make_directory(&self, path: &Path) -> io::Result<()> {
+        fs::create_dir_all(path)
+    }
+
+    fn sync_directory(&self, path: &Path) -> io::Result<()> {
+        File::open(path)?.sync_all()
+    }
+
+    fn list(&self, path: &Path) -> io::Result<Vec<PathBuf>> {
+        fs::read_dir(path)?.map(|entry| Ok(entry?.path())).collect()
+    }
+}
+
+/// Sets space aside, so that a full disk shows now and a direct write need not move the end.
+fn allocate(path: &Path, file: &File, bytes: u64) -> io::Result<()> {
+    if bytes == 0 {
+        return Ok(());
+    }
+    let allocated = match fallocate(file, FallocateFlags::empty(), 0, bytes) {
+        Ok(()) => return Ok(()),
+        Err(rustix::io::Errno::OPNOTSUPP | rustix::io::Errno::NOSYS) => file.set_len(bytes),
+        Err(error) => Err(error.into()),
+    };
+    if allocated.is_err() {
+        // Best effort: an empty file left behind is found and removed at the next open.
+        let removed = fs::remove_file(path);
+        drop(removed);
+    }
+    allocated
+}

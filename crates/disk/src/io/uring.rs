@@ -1,0 +1,263 @@
+//! The fast engine: `io_uring`, driven by the thread that calls, without a hand-off.
+//!
+//! A call takes an idle ring, submits, waits with a time limit and puts the ring back. A ring
+//! whose deadline passed with transfers under way goes to a thread that waits for the kernel.
+#![expect(unsafe_code, reason = "hands buffers to the kernel by address")]
+
+use std::fmt;
+use std::io;
+use std::mem::{self, ManuallyDrop};
+use std::os::fd::AsRawFd as _;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread;
+use std::time::Duration;
+
+use cascade_block::{Clock, Deadline};
+use io_uring::types::{Fd, FsyncFlags, SubmitArgs, Timespec};
+use io_uring::{IoUring, opcode, squeue};
+use rustix::io::Errno;
+
+use super::{Engine, Finished, Traffic, Transfer, TransferKind};
+
+/// Reads and writes through `io_uring`.
+pub struct UringEngine {
+    depth: u32,
+    clock: Arc<dyn Clock>,
+    idle: Arc<Mutex<Vec<Ring>>>,
+}
+
+/// What the kernel calls `struct iovec`.
+#[repr(C)]
+struct Piece {
+    base: *mut u8,
+    bytes: usize,
+}
+
+/// A transfer that the kernel works on, and the list of addresses that it reads.
+struct Flight {
+    number: usize,
+    transfer: Transfer,
+    pieces: Vec<Piece>,
+}
+
+// SAFETY: the addresses in `pieces` are those of buffers that `transfer`, next to them, owns and
+// does not move; all of them may be used from any thread.
+unsafe impl Send for Flight {}
+
+/// One ring and what is under way on it.
+struct Ring {
+    queue: IoUring,
+    /// By the number that the kernel gives back. Not dropped while the kernel may use it.
+    flights: ManuallyDrop<Vec<Option<Flight>>>,
+    in_flight: usize,
+}
+
+impl UringEngine {
+    /// An engine with at most `queue_depth` transfers at once a call, or why the kernel refuses.
+    pub fn new(queue_depth: u32, clock: Arc<dyn Clock>) -> io::Result<Self> {
+        let depth = queue_depth.max(1);
+        let first = Ring::new(depth)?;
+        Ok(Self { depth, clock, idle: Arc::new(Mutex::new(vec![first])) })
+    }
+
+    fn take_ring(&self) -> io::Result<Ring> {
+        let idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner).pop();
+        idle.map_or_else(|| Ring::new(self.depth), Ok)
+    }
+
+    /// Puts a ring back once the kernel is done with it.
+    fn give_back(&self, mut ring: Ring) {
+        if ring.in_flight == 0 {
+            self.idle.lock().unwrap_or_else(PoisonError::into_inner).push(ring);
+            return;
+        }
+        let idle = Arc::clone(&self.idle);
+        let wait = move || {
+            if ring.drain().is_ok() {
+                idle.lock().unwrap_or_else(PoisonError::into_inner).push(ring);
+            }
+        };
+        if thread::Builder::new().name("cascade-late-io".to_owned()).spawn(wait).is_err() {
+            // Dropping the ring with `wait` leaves its buffers to the kernel for good.
+        }
+    }
+
+    /// Submits and waits until all is done or the deadline passes.
+    fn drive(
+        &self,
+        ring: &mut Ring,
+        traffic: &mut dyn Traffic,
+        deadline: Deadline,
+    ) -> io::Result<()> {
+        let mut ended = Vec::new();
+        loop {
+            while ring.in_flight < self.depth as usize {
+                let Some((number, transfer)) = traffic.next() else { break };
+                ring.push(number, transfer);
+                // The disk starts on this one while the next is being prepared.
+                ring.wait(0, Duration::ZERO)?;
+            }
+            if !ended.is_empty() {
+                // What ended may bring more to do: a short transfer goes on.
+                for (number, finished) in ended.drain(..) {
+                    traffic.end(number, finished);
+                }
+                ring.reap(|number, finished| ended.push((number, finished)));
+                continue;
+            }
+            if ring.in_flight == 0 {
+                return Ok(());
+            }
+            let left = deadline.remaining(self.clock.as_ref());
+            if left.is_zero() {
+                return Err(io::ErrorKind::TimedOut.into());
+            }
+            ring.wait(1, left)?;
+            ring.reap(|number, finished| ended.push((number, finished)));
+        }
+    }
+}
+
+impl Engine for UringEngine {
+    fn name(&self) -> &'static str {
+        "io_uring"
+    }
+
+    fn carry(&self, traffic: &mut dyn Traffic, deadline: Deadline) {
+        let mut ring = match self.take_ring() {
+            Ok(ring) => ring,
+            Err(error) => return refuse_all(traffic, &error),
+        };
+        let driven = self.drive(&mut ring, traffic, deadline);
+        let late: Vec<_> = ring.flights.iter().flatten().map(|flight| flight.number).collect();
+        self.give_back(ring);
+        if let Err(error) = driven {
+            for number in late {
+                traffic.end(number, Finished { transfer: None, result: Err(copy_of(&error)) });
+            }
+            if error.kind() != io::ErrorKind::TimedOut {
+                refuse_all(traffic, &error);
+            }
+        }
+    }
+}
+
+/// Ends everything that was not begun.
+fn refuse_all(traffic: &mut dyn Traffic, error: &io::Error) {
+    while let Some((number, transfer)) = traffic.next() {
+        traffic.end(number, Finished { transfer: Some(transfer), result: Err(copy_of(error)) });
+    }
+}
+
+fn copy_of(error: &io::Error) -> io::Error {
+    error.raw_os_error().map_or_else(|| error.kind().into(), io::Error::from_raw_os_error)
+}
+
+impl Ring {
+    fn new(depth: u32) -> io::Result<Self> {
+        let queue = IoUring::new(depth.next_power_of_two())?;
+        let flights = (0..depth).map(|_| None).collect();
+        Ok(Self { queue, flights: ManuallyDrop::new(flights), in_flight: 0 })
+    }
+
+    /// Puts a transfer into the submission queue; the caller keeps to the depth.
+    fn push(&mut self, number: usize, transfer: Transfer) {
+        let slot = self.flights.iter().position(Option::is_none).expect("the caller counts");
+        let mut flight = Flight { number, transfer, pieces: Vec::new() };
+        let entry = flight.submission().user_data(slot as u64);
+        self.flights[slot] = Some(flight);
+        self.in_flight += 1;
+        // SAFETY: the entry's addresses lie in buffers and a list that the flight owns; `flights`
+        // keeps it until its completion is reaped, and leaks it if the ring is dropped before.
+        let pushed = unsafe { self.queue.submission().push(&entry) };
+        pushed.expect("the queue has as many entries as there are flights");
+    }
+
+    /// Submits, and waits for that many completions or until the time is over.
+    fn wait(&mut self, want: usize, limit: Duration) -> io::Result<()> {
+        if want == 0 {
+            return match self.queue.submit() {
+                Err(error) if error.raw_os_error() == Some(Errno::BUSY.raw_os_error()) => Ok(()),
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => Ok(()),
+                other => other.map(drop),
+            };
+        }
+        let limit = Timespec::from(limit);
+        let args = SubmitArgs::new().timespec(&limit);
+        match self.queue.submitter().submit_with_args(want, &args) {
+            Ok(_submitted) => Ok(()),
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => Ok(()),
+            Err(error) if error.raw_os_error() == Some(Errno::TIME.raw_os_error()) => Ok(()),
+            Err(error) if error.raw_os_error() == Some(Errno::BUSY.raw_os_error()) => Ok(()),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Takes in what the kernel has finished.
+    fn reap(&mut self, mut finish: impl FnMut(usize, Finished)) {
+        for completion in self.queue.completion() {
+            let slot = usize::try_from(completion.user_data()).expect("it is a slot's number");
+            let flight = self.flights[slot].take().expect("a flight completes once");
+            self.in_flight -= 1;
+            let result = usize::try_from(completion.result())
+                .map_err(|_| io::Error::from_raw_os_error(-completion.result()));
+            finish(flight.number, Finished { transfer: Some(flight.transfer), result });
+        }
+    }
+
+    /// Waits, however long it takes, until the kernel has given every buffer back.
+    fn drain(&mut self) -> io::Result<()> {
+        while self.in_flight > 0 {
+            self.wait(self.in_flight, Duration::from_secs(3600))?;
+            self.reap(|_number, late| drop(late));
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Ring {
+    fn drop(&mut self) {
+        if self.in_flight == 0 {
+            drop(mem::take(&mut *self.flights));
+        }
+    }
+}
+
+impl Flight {
+    fn submission(&mut self) -> squeue::Entry {
+        let file = Fd(self.transfer.file.as_raw_fd());
+        let offset = self.transfer.next_offset();
+        self.pieces = match self.transfer.kind {
+            TransferKind::Read => self
+                .transfer
+                .slices_mut()
+                .iter_mut()
+                .map(|slice| Piece { base: slice.as_mut_ptr(), bytes: slice.len() })
+                .collect(),
+            TransferKind::Write => self
+                .transfer
+                .slices()
+                .iter()
+                .map(|slice| Piece { base: slice.as_ptr().cast_mut(), bytes: slice.len() })
+                .collect(),
+            TransferKind::Sync => Vec::new(),
+        };
+        let count = u32::try_from(self.pieces.len()).expect("a transfer has few buffers");
+        let pieces = self.pieces.as_ptr();
+        match self.transfer.kind {
+            TransferKind::Read => {
+                opcode::Readv::new(file, pieces.cast(), count).offset(offset).build()
+            }
+            TransferKind::Write => {
+                opcode::Writev::new(file, pieces.cast(), count).offset(offset).build()
+            }
+            TransferKind::Sync => opcode::Fsync::new(file).flags(FsyncFlags::DATASYNC).build(),
+        }
+    }
+}
+
+impl fmt::Debug for UringEngine {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("UringEngine").field("depth", &self.depth).finish_non_exhaustive()
+    }
+}

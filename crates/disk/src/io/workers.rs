@@ -1,0 +1,128 @@
+//! A few threads for calls that may hang, so that nobody who has a deadline makes them.
+
+use std::collections::VecDeque;
+use std::fmt;
+use std::io;
+use std::sync::{Arc, Condvar, Mutex, PoisonError, mpsc};
+use std::thread;
+
+use cascade_block::{Clock, Deadline};
+
+type Job = Box<dyn FnOnce() + Send>;
+
+/// Threads that start when there is work and end when this value is dropped.
+///
+/// A thread that hangs in the kernel is left behind; it ends when the kernel lets it go.
+pub struct Workers {
+    shared: Arc<Shared>,
+    threads_max: usize,
+}
+
+#[derive(Default)]
+struct Shared {
+    queue: Mutex<Queue>,
+    wake: Condvar,
+}
+
+#[derive(Default)]
+struct Queue {
+    jobs: VecDeque<Job>,
+    threads: usize,
+    idle: usize,
+    is_closed: bool,
+}
+
+impl Workers {
+    /// At most that many threads, none yet.
+    pub fn new(threads_max: usize) -> Self {
+        Self { shared: Arc::default(), threads_max: threads_max.max(1) }
+    }
+
+    /// Most threads that there will be.
+    pub fn threads_max(&self) -> usize {
+        self.threads_max
+    }
+
+    /// Hands a job over; an error when no thread could be started for it.
+    pub(super) fn submit(&self, job: Job) -> io::Result<()> {
+        let mut queue = self.shared.queue.lock().unwrap_or_else(PoisonError::into_inner);
+        queue.jobs.push_back(job);
+        if queue.idle < queue.jobs.len() && queue.threads < self.threads_max {
+            let shared = Arc::clone(&self.shared);
+            let started =
+                thread::Builder::new().name("cascade-disk".to_owned()).spawn(move || shared.work());
+            match started {
+                Ok(_detached) => queue.threads += 1,
+                Err(error) if queue.threads == 0 => {
+                    queue.jobs.pop_back();
+                    return Err(error);
+                }
+                Err(_busy) => {}
+            }
+        }
+        drop(queue);
+        self.shared.wake.notify_one();
+        Ok(())
+    }
+
+    /// Runs a call and waits for it until the deadline; `TimedOut` when it is not back by then.
+    pub(super) fn call<T: Send + 'static>(
+        &self,
+        work: impl FnOnce() -> T + Send + 'static,
+        deadline: Deadline,
+        clock: &dyn Clock,
+    ) -> io::Result<T> {
+        let (sender, receiver) = mpsc::sync_channel(1);
+        self.submit(Box::new(move || {
+            let result = work();
+            if sender.send(result).is_err() {
+                // The caller's deadline passed; there is nobody to tell.
+            }
+        }))?;
+        loop {
+            match receiver.recv_timeout(deadline.remaining(clock)) {
+                Ok(result) => return Ok(result),
+                Err(mpsc::RecvTimeoutError::Timeout) if !deadline.has_passed(clock) => {}
+                Err(mpsc::RecvTimeoutError::Timeout) => {
+                    return Err(io::ErrorKind::TimedOut.into());
+                }
+                Err(mpsc::RecvTimeoutError::Disconnected) => {
+                    return Err(io::Error::other("a file operation panicked"));
+                }
+            }
+        }
+    }
+}
+
+impl Shared {
+    fn work(&self) {
+        let mut queue = self.queue.lock().unwrap_or_else(PoisonError::into_inner);
+        loop {
+            if let Some(job) = queue.jobs.pop_front() {
+                drop(queue);
+                job();
+                queue = self.queue.lock().unwrap_or_else(PoisonError::into_inner);
+            } else if queue.is_closed {
+                queue.threads -= 1;
+                return;
+            } else {
+                queue.idle += 1;
+                queue = self.wake.wait(queue).unwrap_or_else(PoisonError::into_inner);
+                queue.idle -= 1;
+            }
+        }
+    }
+}
+
+impl Drop for Workers {
+    fn drop(&mut self) {
+        self.shared.queue.lock().unwrap_or_else(PoisonError::into_inner).is_closed = true;
+        self.shared.wake.notify_all();
+    }
+}
+
+impl fmt::Debug for Workers {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Workers").field("threads_max", &self.threads_max).finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,150 @@
+//! The compatibility manifests of the namespaces whose blocks lie here, one file each.
+
+use std::io;
+use std::path::{Path, PathBuf};
+
+use cascade_block::{Deadline, Manifest, Namespace, NamespaceId};
+
+use crate::DiskError;
+use crate::io::{Io, OpenMode};
+
+/// A manifest that was found, or what is wrong with the file.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum StoredManifest {
+    /// What the namespace's blocks were made for.
+    Good {
+        /// The namespace.
+        namespace: NamespaceId,
+        /// Its manifest.
+        manifest: Manifest,
+    },
+    /// A file that is not what it should be. Its namespace's blocks are served all the same: their
+    /// keys hold the manifest's hash.
+    Bad {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        reason: String,
+    },
+}
+
+/// What a manifest's file holds; the checksum finds a file that was edited or damaged.
+#[derive(Debug, serde::Serialize, serde::Deserialize)]
+struct ManifestFile {
+    format_version: u16,
+    namespace: String,
+    manifest: Manifest,
+    manifest_crc32c: u32,
+}
+
+const MANIFEST_VERSION: u16 = 1;
+
+/// Writes a namespace's manifest beside its blocks, unless it stands there already.
+///
+/// An error if another manifest stands there under the same name.
+pub(crate) fn register(
+    io: &Io,
+    directory: &Path,
+    namespace: &Namespace,
+    deadline: Deadline,
+) -> Result<(), DiskError> {
+    let path = directory.join("manifests").join(format!("{}.json", namespace.id()));
+    if let Some(StoredManifest::Good { manifest, .. }) = load(io, &path, deadline)? {
+        if manifest == *namespace.manifest() {
+            return Ok(());
+        }
+        let reason = "another manifest stands there for the same namespace; remove the file if \
+                      its blocks may be lost";
+        return Err(DiskError::Manifest { path, reason: reason.to_owned() });
+    }
+    let file = ManifestFile {
+        format_version: MANIFEST_VERSION,
+        namespace: namespace.id().to_string(),
+        manifest: namespace.manifest().clone(),
+        manifest_crc32c: sum_of(namespace.manifest()),
+    };
+    let text = serde_json::to_vec_pretty(&file)
+        .map_err(|error| DiskError::Manifest { path: path.clone(), reason: error.to_string() })?;
+    let target = path.clone();
+    io.call("write", &path, deadline, move |files| {
+        if let Some(parent) = target.parent() {
+            files.make_directory(parent)?;
+        }
+        files.replace(&target, &text)
+    })
+}
+
+/// Every manifest that stands in a directory, in the order of the names.
+pub(crate) fn load_all(
+    io: &Io,
+    directory: &Path,
+    deadline: Deadline,
+) -> Result<Vec<StoredManifest>, DiskError> {
+    let directory = directory.join("manifests");
+    let listed = directory.clone();
+    let mut paths =
+        io.call("list", &directory, deadline, move |files| match files.list(&listed) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(Vec::new()),
+            other => other,
+        })?;
+    paths.retain(|path| path.extension().is_some_and(|extension| extension == "json"));
+    paths.sort_unstable();
+    let loaded = paths.iter().map(|path| load(io, path, deadline));
+    loaded.filter_map(Result::transpose).collect()
+}
+
+fn load(io: &Io, path: &Path, deadline: Deadline) -> Result<Option<StoredManifest>, DiskError> {
+    let source = path.to_owned();
+    let bytes = io.call("read", path, deadline, move |files| {
+        let file = match files.open(&source, OpenMode::Read, false) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+            other => other?,
+        };
+        let length = usize::try_from(files.length(&file)?).map_err(io::Error::other)?;
+        let mut bytes = vec![0; length];
+        let read = files.read(&file, 0, &mut bytes)?;
+        bytes.truncate(read);
+        Ok(Some(bytes))
+    })?;
+    Ok(bytes.map(|bytes| parse(path, &bytes)))
+}
+
+/// Reads a manifest file and checks that it is whole and has the right name.
+fn parse(path: &Path, bytes: &[u8]) -> StoredManifest {
+    let bad =
+        |reason: &str| StoredManifest::Bad { path: path.to_owned(), reason: reason.to_owned() };
+    let file: ManifestFile = match serde_json::from_slice(bytes) {
+        Ok(file) => file,
+        Err(error) => return bad(&format!("it does not parse: {error}")),
+    };
+    if file.format_version != MANIFEST_VERSION {
+        let found = file.format_version;
+        return bad(&format!("it has version {found}, this program reads {MANIFEST_VERSION}"));
+    }
+    if path.file_stem().and_then(|stem| stem.to_str()) != Some(&file.namespace) {
+        return bad("its name is not the namespace that it describes");
+    }
+    let Some(namespace) = namespace_id(&file.namespace) else {
+        return bad("a namespace is 32 hexadecimal digits");
+    };
+    if sum_of(&file.manifest) != file.manifest_crc32c {
+        return bad("its fields do not match their checksum");
+    }
+    StoredManifest::Good { namespace, manifest: file.manifest }
+}
+
+fn sum_of(manifest: &Manifest) -> u32 {
+    cascade_block::checksum(&manifest.canonical_bytes())
+}
+
+fn namespace_id(text: &str) -> Option<NamespaceId> {
+    let mut id = [0; 16];
+    if text.len() != 32 || !text.is_ascii() {
+        return None;
+    }
+    for (at, byte) in id.iter_mut().enumerate() {
+        *byte = u8::from_str_radix(&text[at * 2..at * 2 + 2], 16).ok()?;
+    }
+    Some(NamespaceId::from_bytes(id))
+}

@@ -1,0 +1,84 @@
+//! What a record says about its block, and where the block lies.
+
+use std::fmt;
+
+use cascade_block::{BlockKey, Digest, NamespaceId};
+
+use crate::format::PAGE_BYTES;
+
+/// All that is stored about a block beside its bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct RecordMeta {
+    /// The block's name.
+    pub key: BlockKey,
+    /// The name of its bytes, where content is hashed.
+    pub digest: Option<Digest>,
+    /// The block before it in its chain.
+    pub parent: Option<BlockKey>,
+    /// The namespace that the key is rooted in.
+    pub namespace: NamespaceId,
+    /// Length of the block; at least one.
+    pub payload_bytes: u32,
+    /// Whether it belongs to a protected prefix.
+    pub is_prefix: bool,
+    /// When it was stored, in milliseconds since 1970 UTC.
+    pub written_unix_ms: u64,
+    /// When it stops being valid, in milliseconds since 1970 UTC.
+    pub expires_unix_ms: Option<u64>,
+}
+
+impl RecordMeta {
+    /// Whether the block has stopped being valid.
+    pub fn has_expired(&self, now_unix_ms: u64) -> bool {
+        self.expires_unix_ms.is_some_and(|expires| expires <= now_unix_ms)
+    }
+}
+
+/// Where a block's bytes lie in the file tier. Opaque to callers; `u64::MAX` is never used.
+///
+/// An address is good until the block is removed or moved; afterwards a read answers `Gone`.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Address(u64);
+
+impl Address {
+    /// The address with that number, as [`Address::to_u64`] gave it.
+    pub const fn from_u64(number: u64) -> Self {
+        Self(number)
+    }
+
+    /// The address as a number, to be kept in a catalog.
+    pub const fn to_u64(self) -> u64 {
+        self.0
+    }
+
+    /// The address of a payload that starts at a page of a segment.
+    pub(crate) const fn in_segment(segment: u32, page: u32) -> Self {
+        Self((segment as u64) << 32 | page as u64)
+    }
+
+    /// The segment's number.
+    pub(crate) const fn segment(self) -> u32 {
+        (self.0 >> 32) as u32
+    }
+
+    /// The page of the segment at which the payload starts.
+    pub(crate) const fn page(self) -> u32 {
+        (self.0 & 0xffff_ffff) as u32
+    }
+
+    /// The byte of the segment at which the payload starts.
+    pub(crate) const fn byte_offset(self) -> u64 {
+        self.page() as u64 * PAGE_BYTES as u64
+    }
+
+    /// The address of a block that has a file of its own.
+    pub(crate) fn of_file(key: &BlockKey) -> Self {
+        Self(key.fingerprint().min(u64::MAX - 1))
+    }
+}
+
+impl fmt::Debug for Address {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Address({:#018x})", self.0)
+    }
+}

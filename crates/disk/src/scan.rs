@@ -1,0 +1,332 @@
+//! From the bytes of a segment to what it says: by its footer, or frame by frame.
+//!
+//! Nothing here trusts a byte that has not been checked; the fuzzer feeds it anything.
+
+use std::cell::RefCell;
+use std::fs::File;
+use std::io;
+use std::path::Path;
+
+use cascade_block::checksum;
+
+use crate::format::{
+    CoveredSegment, ENTRY_BYTES, Entry, EntryKind, FormatError, Frame, PAGE_BYTES, RandomId,
+    SegmentHeader, Trailer, decode_entries, page_aligned, pages_of,
+};
+use crate::io::{FileOperations, PageBuffer};
+
+/// Where a segment's bytes come from.
+pub trait Source {
+    /// How many there are.
+    fn length(&self) -> io::Result<u64>;
+
+    /// Reads from a page on, up to the end of the buffer or of the bytes; how many there were.
+    fn read(&self, offset: u64, buffer: &mut [u8]) -> io::Result<usize>;
+
+    /// The first page at or after `offset` that may hold anything but zeroes.
+    fn next_data(&self, offset: u64) -> io::Result<Option<u64>>;
+}
+
+/// How to read a segment.
+#[derive(Debug, Clone, Copy)]
+pub struct ScanOptions<'a> {
+    /// The number in the file's name.
+    pub number: u32,
+    /// What a checkpoint says about the segment: a covered footer is not read, and covered
+    /// payloads were synced.
+    pub covered: Option<&'a CoveredSegment>,
+    /// Whether payloads behind scanned frames are checked, so that torn ones are left out.
+    pub verify_scanned: bool,
+}
+
+/// What a segment says.
+#[derive(Debug, Clone, Default)]
+pub struct SegmentContent {
+    /// Its header, if that is right.
+    pub header: Option<SegmentHeader>,
+    /// Its trailer, if it was sealed and the footer is right.
+    pub trailer: Option<Trailer>,
+    /// Its entries, in the order of writing; none if a checkpoint covers its whole footer.
+    pub entries: Vec<Entry>,
+    /// The page behind its last frame.
+    pub end_page: u32,
+    /// Length of the file.
+    pub file_bytes: u64,
+    /// Blocks whose payload is not all there.
+    pub torn_records: u64,
+    /// Headers and footers that are there and wrong.
+    pub damaged_structures: u64,
+    /// Whether frames were looked for one by one.
+    pub was_scanned: bool,
+}
+
+impl SegmentContent {
+    /// The segment's id, if anything names it.
+    pub fn segment_id(&self) -> Option<RandomId> {
+        let of_header = self.header.as_ref().map(|header| header.segment_id);
+        of_header.or(self.trailer.map(|trailer| trailer.segment_id))
+    }
+}
+
+/// Why a segment cannot be read at all.
+#[derive(Debug)]
+pub enum ScanError {
+    /// The bytes could not be had.
+    Io(io::Error),
+    /// It has another version.
+    Version(u16),
+}
+
+impl From<io::Error> for ScanError {
+    fn from(error: io::Error) -> Self {
+        Self::Io(error)
+    }
+}
+
+/// Reads what a segment says. Damage is counted, not an error.
+pub fn read_segment(
+    source: &dyn Source,
+    options: ScanOptions<'_>,
+) -> Result<SegmentContent, ScanError> {
+    let mut content = SegmentContent { end_page: 1, ..SegmentContent::default() };
+    content.file_bytes = source.length()?;
+    let mut page = PageBuffer::zeroed(PAGE_BYTES);
+    let read = source.read(0, page.bytes_mut())?;
+    match SegmentHeader::decode(&page.bytes()[..read]) {
+        Ok(header) if header.number == options.number => content.header = Some(header),
+        Err(FormatError::Version { found }) => return Err(ScanError::Version(found)),
+        Ok(_) | Err(_) => content.damaged_structures += 1,
+    }
+    if let Some(trailer) = read_trailer(source, &content, options.number)? {
+        let is_covered = options.covered.is_some_and(|covered| {
+            covered.segment_id == trailer.segment_id && covered.covered_page == trailer.entries_page
+        });
+        content.end_page = trailer.entries_page;
+        let entries = if is_covered { Some(Vec::new()) } else { read_footer(source, &trailer)? };
+        if let Some(entries) = entries {
+            content.entries = entries;
+            content.trailer = Some(trailer);
+            return Ok(content);
+        }
+        content.damaged_structures += 1;
+        content.end_page = 1;
+        scan(source, options, trailer.segment_id, trailer.entries_page, &mut content)?;
+    } else if let Some(id) = content.segment_id() {
+        let pages = u32::try_from(content.file_bytes.div_ceil(PAGE_BYTES as u64));
+        scan(source, options, id, pages.unwrap_or(u32::MAX), &mut content)?;
+    }
+    Ok(content)
+}
+
+fn read_trailer(
+    source: &dyn Source,
+    content: &SegmentContent,
+    number: u32,
+) -> io::Result<Option<Trailer>> {
+    let length = content.file_bytes;
+    if length < 2 * PAGE_BYTES as u64 || !length.is_multiple_of(PAGE_BYTES as u64) {
+        return Ok(None);
+    }
+    let mut page = PageBuffer::zeroed(PAGE_BYTES);
+    let read = source.read(length - PAGE_BYTES as u64, page.bytes_mut())?;
+    let trailer = Trailer::decode(&page.bytes()[..read], length).ok();
+    Ok(trailer.filter(|trailer| {
+        let header_id = content.header.as_ref().map(|header| header.segment_id);
+        trailer.number == number && header_id.is_none_or(|id| id == trailer.segment_id)
+    }))
+}
+
+/// The entries of a footer, or nothing when they are damaged.
+fn read_footer(source: &dyn Source, trailer: &Trailer) -> io::Result<Option<Vec<Entry>>> {
+    let bytes = trailer.entry_count as usize * ENTRY_BYTES;
+    let mut pages = PageBuffer::zeroed(bytes);
+    let offset = u64::from(trailer.entries_page) * PAGE_BYTES as u64;
+    let read = source.read(offset, pages.bytes_mut())?;
+    if read < bytes {
+        return Ok(None);
+    }
+    let entries = decode_entries(&pages.bytes()[..bytes], trailer.entries_checksum).ok();
+    Ok(entries.filter(|entries| {
+        let is_inside = |entry: &Entry| {
+            entry.kind != EntryKind::Block
+                || (entry.address.segment() == trailer.number
+                    && entry.address.page() < trailer.entries_page)
+        };
+        entries.iter().all(is_inside)
+    }))
+}
+
+/// Looks for frames from the covered end on; what is no frame is passed over.
+fn scan(
+    source: &dyn Source,
+    options: ScanOptions<'_>,
+    id: RandomId,
+    end_page: u32,
+    content: &mut SegmentContent,
+) -> io::Result<()> {
+    content.was_scanned = true;
+    let source = &ReadAhead::new(source);
+    let covered = options.covered.filter(|covered| covered.segment_id == id);
+    let covered_page = covered.map_or(0, |covered| covered.covered_page);
+    let mut page = 1;
+    let mut buffer = PageBuffer::zeroed(PAGE_BYTES);
+    while page < end_page {
+        let offset = u64::from(page) * PAGE_BYTES as u64;
+        let read = source.read(offset, buffer.bytes_mut())?;
+        match Frame::decode(&buffer.bytes()[..read], &id, options.number, page) {
+            Ok(frame) => {
+                let verify = options.verify_scanned && page >= covered_page;
+                page = page.saturating_add(frame.page_count.max(1));
+                let kept = complete_entries(source, frame, verify, content)?;
+                content.entries.extend(kept);
+                content.end_page = page.min(end_page);
+            }
+            Err(error) => {
+                if error != FormatError::NotOurs {
+                    content.damaged_structures += 1;
+                }
+                let Some(next) = source.next_data(offset + PAGE_BYTES as u64)? else { break };
+                let next = u32::try_from(next / PAGE_BYTES as u64).unwrap_or(u32::MAX);
+                page = next.max(page + 1);
+            }
+        }
+    }
+    Ok(())
+}
+
+/// The entries of a frame without those whose payload is cut short or not what it should be.
+fn complete_entries(
+    source: &dyn Source,
+    frame: Frame,
+    verify: bool,
+    content: &mut SegmentContent,
+) -> io::Result<Vec<Entry>> {
+    let mut kept = Vec::with_capacity(frame.entries.len());
+    for entry in frame.entries {
+        let is_complete = entry.kind != EntryKind::Block
+            || payload_is_right(source, &entry, content.file_bytes, verify)?;
+        if is_complete {
+            kept.push(entry);
+        } else {
+            content.torn_records += 1;
+        }
+    }
+    Ok(kept)
+}
+
+/// Whether a block's payload lies inside the file and, if asked for, matches its checksum.
+pub(crate) fn payload_is_right(
+    source: &dyn Source,
+    entry: &Entry,
+    file_bytes: u64,
+    verify: bool,
+) -> io::Result<bool> {
+    let bytes = u64::from(entry.meta.payload_bytes);
+    let offset = entry.address.byte_offset();
+    if offset.checked_add(page_aligned(bytes)).is_none_or(|end| end > file_bytes) {
+        return Ok(false);
+    }
+    if !verify {
+        return Ok(true);
+    }
+    debug_assert!(pages_of(bytes) > 0);
+    let bytes = entry.meta.payload_bytes as usize;
+    let mut payload = PageBuffer::zeroed(bytes);
+    let read = source.read(offset, payload.bytes_mut())?;
+    Ok(read >= bytes && checksum(&payload.bytes()[..bytes]) == entry.payload_checksum)
+}
+
+/// A segment whose bytes are in memory.
+impl Source for &[u8] {
+    fn length(&self) -> io::Result<u64> {
+        Ok(self.len() as u64)
+    }
+
+    fn read(&self, offset: u64, buffer: &mut [u8]) -> io::Result<usize> {
+        let start = usize::try_from(offset).unwrap_or(usize::MAX).min(self.len());
+        let count = buffer.len().min(self.len() - start);
+        buffer[..count].copy_from_slice(&self[start..start + count]);
+        Ok(count)
+    }
+
+    fn next_data(&self, offset: u64) -> io::Result<Option<u64>> {
+        Ok((offset < self.len() as u64).then_some(offset))
+    }
+}
+
+/// A file as a source of bytes, through the seam.
+pub(crate) struct FileSource<'a> {
+    pub(crate) files: &'a dyn FileOperations,
+    pub(crate) file: &'a File,
+}
+
+impl Source for FileSource<'_> {
+    fn length(&self) -> io::Result<u64> {
+        self.files.length(self.file)
+    }
+
+    fn read(&self, offset: u64, buffer: &mut [u8]) -> io::Result<usize> {
+        self.files.read(self.file, offset, buffer)
+    }
+
+    fn next_data(&self, offset: u64) -> io::Result<Option<u64>> {
+        self.files.next_data(self.file, offset)
+    }
+}
+
+/// Serves many small reads, one behind the other, out of few large ones.
+struct ReadAhead<'a> {
+    inner: &'a dyn Source,
+    window: RefCell<Window>,
+}
+
+struct Window {
+    offset: u64,
+    filled: usize,
+    pages: PageBuffer,
+}
+
+const WINDOW_BYTES: usize = 1 << 20;
+
+impl<'a> ReadAhead<'a> {
+    fn new(inner: &'a dyn Source) -> Self {
+        let pages = PageBuffer::zeroed(WINDOW_BYTES);
+        Self { inner, window: RefCell::new(Window { offset: 0, filled: 0, pages }) }
+    }
+}
+
+impl Source for ReadAhead<'_> {
+    fn length(&self) -> io::Result<u64> {
+        self.inner.length()
+    }
+
+    fn read(&self, offset: u64, buffer: &mut [u8]) -> io::Result<usize> {
+        if buffer.len() > WINDOW_BYTES / 2 {
+            return self.inner.read(offset, buffer);
+        }
+        let mut window = self.window.borrow_mut();
+        let end = offset.saturating_add(buffer.len() as u64);
+        if offset < window.offset || end > window.offset + window.filled as u64 {
+            window.offset = offset;
+            window.filled = self.inner.read(offset, window.pages.bytes_mut())?;
+        }
+        let start = usize::try_from(offset - window.offset).expect("inside the window");
+        let count = buffer.len().min(window.filled.saturating_sub(start));
+        buffer[..count].copy_from_slice(&window.pages.bytes()[start..start + count]);
+        Ok(count)
+    }
+
+    fn next_data(&self, offset: u64) -> io::Result<Option<u64>> {
+        self.inner.next_data(offset)
+    }
+}
+
+/// Writer and number in the name of a segment's file.
+pub(crate) fn segment_name(path: &Path) -> Option<(&str, u32)> {
+    let name = path.file_name()?.to_str()?;
+    let (writer, number) = name.strip_suffix(".segment")?.rsplit_once('-')?;
+    if number.len() != 8 {
+        return None;
+    }
+    Some((writer, u32::from_str_radix(number, 16).ok()?))
+}

@@ -1,0 +1,198 @@
+//! Blocks in append-only segments: one writer, many readers.
+//!
+//! Invariants: a segment is written only behind its end and never again once sealed or failed;
+//! a slot appears in memory only after all of its frame was written; an address names the same
+//! bytes for as long as it names any.
+
+mod read;
+mod reclaim;
+mod recovery;
+mod replay;
+mod segment;
+mod write;
+
+use std::collections::{BTreeMap, HashMap};
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
+
+use cascade_block::{BlockKey, Deadline, Namespace};
+use cascade_memory::Slab;
+
+pub(crate) use self::replay::replay;
+use self::segment::Segment;
+use self::write::WriterState;
+use crate::gate::{Gate, GateGuard};
+use crate::io::Io;
+use crate::lock::DirectoryLock;
+use crate::tier::ReadRequest;
+use crate::{
+    Address, BlockFiles, DiskError, DiskStats, FileTierConfig, ReadOutcome, Reclaimed, RecordMeta,
+    StoredManifest, manifests,
+};
+
+/// The file tier in segments.
+#[derive(Debug)]
+pub struct SegmentFiles {
+    config: FileTierConfig,
+    io: Io,
+    is_direct: bool,
+    segments: RwLock<BTreeMap<u32, Arc<Segment>>>,
+    aliases: Mutex<Aliases>,
+    /// Where blocks lie that the last reclaim moved, by their old address.
+    forwards: RwLock<HashMap<Address, Address>>,
+    writer: Gate<WriterState>,
+    reclaimer: Gate<()>,
+    counters: Counters,
+    _lock: DirectoryLock,
+}
+
+/// Keys beyond the first of stored bytes, by address.
+pub(super) type Aliases = HashMap<Address, Vec<Alias>>;
+
+/// Another key for stored bytes.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Alias {
+    meta: RecordMeta,
+    sequence: u64,
+}
+
+#[derive(Debug, Default)]
+struct Counters {
+    records_written: AtomicU64,
+    bytes_written: AtomicU64,
+    records_read: AtomicU64,
+    bytes_read: AtomicU64,
+    records_damaged: AtomicU64,
+    segments_failed: AtomicU64,
+    bytes_moved: AtomicU64,
+}
+
+fn count(counter: &AtomicU64, by: u64) {
+    counter.fetch_add(by, Ordering::Relaxed);
+}
+
+impl SegmentFiles {
+    fn segment(&self, number: u32) -> Option<Arc<Segment>> {
+        let segments = self.segments.read().unwrap_or_else(PoisonError::into_inner);
+        segments.get(&number).cloned()
+    }
+
+    fn all_segments(&self) -> Vec<Arc<Segment>> {
+        let segments = self.segments.read().unwrap_or_else(PoisonError::into_inner);
+        segments.values().cloned().collect()
+    }
+
+    fn aliases(&self) -> MutexGuard<'_, Aliases> {
+        self.aliases.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Where the bytes of an address lie now.
+    fn resolve(&self, address: Address) -> Address {
+        let forwards = self.forwards.read().unwrap_or_else(PoisonError::into_inner);
+        forwards.get(&address).copied().unwrap_or(address)
+    }
+
+    fn enter<'a, T>(
+        &self,
+        gate: &'a Gate<T>,
+        deadline: Deadline,
+    ) -> Result<GateGuard<'a, T>, DiskError> {
+        gate.enter(deadline, self.io.clock.as_ref()).ok_or_else(|| DiskError::Timeout {
+            operation: "waiting for earlier writes",
+            path: self.config.directory.clone(),
+        })
+    }
+
+    fn segment_path(&self, number: u32) -> PathBuf {
+        self.config.directory.join(format!("{}-{number:08x}.segment", self.config.writer))
+    }
+}
+
+impl BlockFiles for SegmentFiles {
+    fn append(
+        &self,
+        batch: Vec<(RecordMeta, Slab)>,
+        deadline: Deadline,
+    ) -> Vec<Result<Address, DiskError>> {
+        self.append_blocks(batch, deadline)
+    }
+
+    fn read(&self, batch: Vec<ReadRequest>, deadline: Deadline) -> Vec<ReadOutcome> {
+        self.read_blocks(batch, deadline)
+    }
+
+    fn alias(
+        &self,
+        batch: &[(RecordMeta, Address)],
+        deadline: Deadline,
+    ) -> Vec<Result<Address, DiskError>> {
+        self.alias_blocks(batch, deadline)
+    }
+
+    fn remove(&self, keys: &[(BlockKey, Address)], deadline: Deadline) -> Result<(), DiskError> {
+        self.remove_keys(keys, deadline)
+    }
+
+    fn reclaim(
+        &self,
+        keep: &mut dyn FnMut(&RecordMeta, Address) -> bool,
+        deadline: Deadline,
+    ) -> Result<Reclaimed, DiskError> {
+        self.reclaim_segment(keep, deadline)
+    }
+
+    fn probe(
+        &self,
+        _key: &BlockKey,
+        _deadline: Deadline,
+    ) -> Result<Option<(RecordMeta, Address)>, DiskError> {
+        Ok(None)
+    }
+
+    fn sync(&self, deadline: Deadline) -> Result<(), DiskError> {
+        let mut writer = self.enter(&self.writer, deadline)?;
+        self.sync_active(&mut writer, deadline)
+    }
+
+    fn checkpoint(&self, deadline: Deadline) -> Result<(), DiskError> {
+        self.write_checkpoint(deadline)
+    }
+
+    fn register_manifest(
+        &self,
+        namespace: &Namespace,
+        deadline: Deadline,
+    ) -> Result<(), DiskError> {
+        manifests::register(&self.io, &self.config.directory, namespace, deadline)
+    }
+
+    fn manifests(&self, deadline: Deadline) -> Result<Vec<StoredManifest>, DiskError> {
+        manifests::load_all(&self.io, &self.config.directory, deadline)
+    }
+
+    fn used_bytes(&self) -> u64 {
+        self.all_segments().iter().map(|segment| segment.state().file_bytes).sum()
+    }
+
+    fn stats(&self) -> DiskStats {
+        let segments = self.all_segments();
+        let total = |size: fn(&Segment) -> u64| segments.iter().map(|each| size(each)).sum();
+        let load = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        DiskStats {
+            engine: self.io.engine.name(),
+            is_direct: self.is_direct,
+            files: segments.len() as u64,
+            used_bytes: total(|segment| segment.state().file_bytes),
+            live_bytes: total(|segment| segment.state().live_bytes),
+            live_records: total(|segment| segment.state().live_records()),
+            records_written: load(&self.counters.records_written),
+            bytes_written: load(&self.counters.bytes_written),
+            records_read: load(&self.counters.records_read),
+            bytes_read: load(&self.counters.bytes_read),
+            records_damaged: load(&self.counters.records_damaged),
+            segments_failed: load(&self.counters.segments_failed),
+            bytes_moved: load(&self.counters.bytes_moved),
+        }
+    }
+}

@@ -1,0 +1,302 @@
+//! Getting space back: one segment at a time, what is kept moves first.
+
+use std::sync::{Arc, PoisonError};
+
+use cascade_block::{Deadline, checksum};
+
+use super::segment::{Segment, Slot};
+use super::write::{Payload, Pending, Space, WriterState};
+use super::{Alias, SegmentFiles, count};
+use crate::format::{Entry, EntryKind, PAGE_BYTES, pages_of};
+use crate::io::{Buffer, PageBuffer, Transfer, TransferKind};
+use crate::{Address, DiskError, Reclaimed, RecordMeta};
+
+/// Most bytes that a reclaim holds in memory at once.
+const MOVE_BYTES_MAX: u64 = 8 << 20;
+
+/// A block that is to be moved, with the keys that stay on it; the first becomes its own.
+#[derive(Debug)]
+struct Move {
+    from: Address,
+    keys: Vec<RecordMeta>,
+}
+
+impl SegmentFiles {
+    pub(super) fn reclaim_segment(
+        &self,
+        keep: &mut dyn FnMut(&RecordMeta, Address) -> bool,
+        deadline: Deadline,
+    ) -> Result<Reclaimed, DiskError> {
+        use crate::BlockFiles as _;
+        let _turn = self.enter(&self.reclaimer, deadline)?;
+        let before = self.used_bytes();
+        let Some(victim) = self.choose_victim(deadline)? else { return Ok(Reclaimed::default()) };
+        let entries = victim.entries(&self.io, deadline)?;
+        let mut reclaimed = Reclaimed::default();
+        let moves = self.ask(&victim, &entries, keep, &mut reclaimed);
+        self.forwards.write().unwrap_or_else(PoisonError::into_inner).clear();
+        for batch in batches(moves) {
+            self.move_blocks(&victim, batch, &mut reclaimed, deadline)?;
+        }
+        let mut writer = self.enter(&self.writer, deadline)?;
+        self.carry_statements(&mut writer, &victim, &entries, deadline)?;
+        self.sync_active(&mut writer, deadline)?;
+        self.remove_segment(&mut writer, &victim, deadline)?;
+        reclaimed.bytes_freed = before.saturating_sub(self.used_bytes());
+        Ok(reclaimed)
+    }
+
+    /// An empty segment, else one that is mostly dead, else the oldest.
+    fn choose_victim(&self, deadline: Deadline) -> Result<Option<Arc<Segment>>, DiskError> {
+        let mut writer = self.enter(&self.writer, deadline)?;
+        let mut candidates = self.all_segments();
+        let is_active = |segment: &Arc<Segment>, writer: &WriterState| {
+            writer.active.as_ref().is_some_and(|active| Arc::ptr_eq(active, segment))
+        };
+        if candidates.iter().all(|segment| is_active(segment, &writer)) {
+            self.seal(&mut writer, deadline);
+        }
+        candidates.retain(|segment| !is_active(segment, &writer));
+        let live_percent = |segment: &Arc<Segment>| {
+            let state = segment.state();
+            state.live_bytes * 100 / state.file_bytes.max(1)
+        };
+        let emptiest = candidates.iter().min_by_key(|segment| live_percent(segment));
+        Ok(match emptiest {
+            Some(segment) if live_percent(segment) < 50 => Some(Arc::clone(segment)),
+            _ => candidates.into_iter().next(),
+        })
+    }
+
+    /// Asks for every live key of a segment whether it stays.
+    fn ask(
+        &self,
+        victim: &Segment,
+        entries: &[Entry],
+        keep: &mut dyn FnMut(&RecordMeta, Address) -> bool,
+        reclaimed: &mut Reclaimed,
+    ) -> Vec<Move> {
+        let now = self.io.clock.unix_ms();
+        let mut moves = Vec::new();
+        for entry in entries.iter().filter(|entry| entry.kind == EntryKind::Block) {
+            let from = entry.address;
+            let Some(slot) = victim.state().slot(from.page()).filter(Slot::is_live) else {
+                continue;
+            };
+            let own = slot.is_named(&entry.meta.key).then_some(entry.meta);
+            let others: Vec<_> =
+                self.aliases().get(&from).into_iter().flatten().map(|alias| alias.meta).collect();
+            let mut keys: Vec<RecordMeta> = own.into_iter().chain(others).collect();
+            keys.retain(|meta| {
+                let stays = !meta.has_expired(now) && keep(meta, from);
+                if !stays {
+                    reclaimed.dropped.push((meta.key, from));
+                }
+                stays
+            });
+            if !keys.is_empty() {
+                moves.push(Move { from, keys });
+            }
+        }
+        moves
+    }
+
+    /// Copies blocks to the end of the active segment and leads their old addresses there.
+    fn move_blocks(
+        &self,
+        victim: &Arc<Segment>,
+        moves: Vec<Move>,
+        reclaimed: &mut Reclaimed,
+        deadline: Deadline,
+    ) -> Result<(), DiskError> {
+        let payloads = self.read_payloads(victim, &moves, deadline)?;
+        let mut writer = self.enter(&self.writer, deadline)?;
+        let mut pending = Vec::new();
+        let mut placed = Vec::new();
+        for (each, payload) in moves.into_iter().zip(payloads) {
+            let Some((payload, sum)) = payload else {
+                count(&self.counters.records_damaged, 1);
+                let lost = each.keys.iter().map(|meta| (meta.key, each.from));
+                reclaimed.dropped.extend(lost);
+                continue;
+            };
+            // A key may have been removed since it was asked about.
+            let keys: Vec<_> =
+                each.keys.into_iter().filter(|meta| self.has(&meta.key, each.from)).collect();
+            let Some(&first) = keys.first() else { continue };
+            count(&self.counters.bytes_moved, u64::from(first.payload_bytes));
+            pending.push(Pending {
+                kind: EntryKind::Block,
+                meta: first,
+                target: each.from,
+                checksum: sum,
+                sequence: None,
+                payload: Some(Payload::Pages(payload)),
+            });
+            placed.push((each.from, sum, keys));
+        }
+        let written = self.write(&mut writer, pending, Space::Reserve, deadline);
+        for ((from, sum, keys), to) in placed.into_iter().zip(written) {
+            let to = match to {
+                Ok(to) => to,
+                // A reclaim must come to an end: what finds no place is lost, as in any cache.
+                Err(DiskError::Full { .. }) => {
+                    reclaimed.dropped.extend(keys.iter().map(|meta| (meta.key, from)));
+                    continue;
+                }
+                Err(error) => return Err(error),
+            };
+            self.rewrite_aliases(&mut writer, &keys[1..], to, sum, deadline)?;
+            self.aliases().remove(&from);
+            reclaimed.moved.extend(keys.iter().map(|meta| (meta.key, from, to)));
+            self.forwards.write().unwrap_or_else(PoisonError::into_inner).insert(from, to);
+        }
+        Ok(())
+    }
+
+    fn has(&self, key: &cascade_block::BlockKey, address: Address) -> bool {
+        let Some(segment) = self.segment(address.segment()) else { return false };
+        let slot = segment.state().slot(address.page());
+        let aliases = self.aliases();
+        let mut others = aliases.get(&address).into_iter().flatten();
+        slot.is_some_and(|slot| slot.is_named(key)) || others.any(|alias| alias.meta.key == *key)
+    }
+
+    fn rewrite_aliases(
+        &self,
+        writer: &mut WriterState,
+        metas: &[RecordMeta],
+        to: Address,
+        sum: u32,
+        deadline: Deadline,
+    ) -> Result<(), DiskError> {
+        let sequence = writer.next_sequence;
+        let pending = metas.iter().map(|&meta| Pending {
+            kind: EntryKind::Alias,
+            meta,
+            target: to,
+            checksum: sum,
+            sequence: None,
+            payload: None,
+        });
+        let pending = pending.collect();
+        let written = self.write(writer, pending, Space::Reserve, deadline);
+        for ((&meta, result), sequence) in metas.iter().zip(written).zip(sequence..) {
+            result?;
+            self.aliases().entry(to).or_default().push(Alias { meta, sequence });
+        }
+        Ok(())
+    }
+
+    /// Payloads of blocks that are to be moved, with their checksums; nothing for damaged ones.
+    fn read_payloads(
+        &self,
+        victim: &Arc<Segment>,
+        moves: &[Move],
+        deadline: Deadline,
+    ) -> Result<Vec<Option<(PageBuffer, u32)>>, DiskError> {
+        let slots: Vec<_> = moves
+            .iter()
+            .map(|each| victim.state().slot(each.from.page()).expect("slots are never taken out"))
+            .collect();
+        let transfers = moves
+            .iter()
+            .zip(&slots)
+            .map(|(each, slot)| {
+                let pages = PageBuffer::zeroed(slot.payload_bytes as usize);
+                let file = Arc::clone(&victim.file);
+                let buffers = vec![Buffer::Pages(pages)];
+                Transfer::new(TransferKind::Read, file, each.from.byte_offset(), buffers)
+            })
+            .collect();
+        let answers = self.io.transfer_all(transfers, deadline);
+        let mut payloads = Vec::with_capacity(moves.len());
+        for (slot, (transfer, result)) in slots.into_iter().zip(answers) {
+            let pages = match (result, transfer.and_then(|mut each| each.buffers.pop())) {
+                (Ok(()), Some(Buffer::Pages(pages))) => Some(pages),
+                (Err(error), _) if error.kind() == std::io::ErrorKind::TimedOut => {
+                    return Err(DiskError::from_io("read", &victim.path, error));
+                }
+                _ => None,
+            };
+            let is_right = |pages: &PageBuffer| {
+                checksum(&pages.bytes()[..slot.payload_bytes as usize]) == slot.checksum
+            };
+            payloads.push(pages.filter(is_right).map(|pages| (pages, slot.checksum)));
+        }
+        Ok(payloads)
+    }
+
+    /// Writes aliases and tombstones again that stand here and speak of other segments.
+    fn carry_statements(
+        &self,
+        writer: &mut WriterState,
+        victim: &Segment,
+        entries: &[Entry],
+        deadline: Deadline,
+    ) -> Result<(), DiskError> {
+        let pending: Vec<_> = entries
+            .iter()
+            .filter(|entry| entry.address.segment() != victim.number && self.still_holds(entry))
+            .map(|entry| Pending {
+                kind: entry.kind,
+                meta: entry.meta,
+                target: entry.address,
+                checksum: entry.payload_checksum,
+                sequence: Some(entry.sequence),
+                payload: None,
+            })
+            .collect();
+        self.write(writer, pending, Space::Reserve, deadline)
+            .into_iter()
+            .collect::<Result<Vec<_>, _>>()
+            .map(drop)
+    }
+
+    fn still_holds(&self, entry: &Entry) -> bool {
+        match entry.kind {
+            EntryKind::Block => false,
+            EntryKind::Tombstone => self.segment(entry.address.segment()).is_some(),
+            EntryKind::Alias => self
+                .aliases()
+                .get(&entry.address)
+                .into_iter()
+                .flatten()
+                .any(|alias| alias.sequence == entry.sequence),
+        }
+    }
+
+    /// Takes a segment out of the catalog of segments and its file out of the directory.
+    fn remove_segment(
+        &self,
+        writer: &mut WriterState,
+        victim: &Arc<Segment>,
+        deadline: Deadline,
+    ) -> Result<(), DiskError> {
+        let path = victim.path.clone();
+        self.io.call("remove", &victim.path, deadline, move |files| match files.remove(&path) {
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(()),
+            other => other,
+        })?;
+        writer.unsynced.retain(|segment| !Arc::ptr_eq(segment, victim));
+        self.segments.write().unwrap_or_else(PoisonError::into_inner).remove(&victim.number);
+        self.aliases().retain(|address, _| address.segment() != victim.number);
+        Ok(())
+    }
+}
+
+/// Cuts moves into batches that fit in memory.
+fn batches(moves: Vec<Move>) -> Vec<Vec<Move>> {
+    let mut batches: Vec<Vec<Move>> = Vec::new();
+    let mut bytes = u64::MAX;
+    for each in moves {
+        let length = u64::from(pages_of(u64::from(each.keys[0].payload_bytes))) * PAGE_BYTES as u64;
+        if bytes.saturating_add(length) > MOVE_BYTES_MAX {
+            batches.push(Vec::new());
+            bytes = 0;
+        }
+        bytes += length;
+        batches.last_mut().expect("one was pushed above").push(each);
+    }
+    batches
+}

@@ -1,0 +1,74 @@
+//! From statements in the order of writing to what holds in the end.
+
+use std::collections::HashMap;
+
+use cascade_block::BlockKey;
+
+use crate::Address;
+use crate::format::{Entry, EntryKind};
+
+/// Result of replaying all statements in order.
+#[derive(Debug, Default)]
+pub(crate) struct Replay {
+    pub(crate) live: Vec<Entry>,
+    /// The blocks whose bytes live aliases name.
+    pub(crate) bodies: Vec<Entry>,
+    /// Blocks that a newer one of the same key replaced, without a tombstone.
+    pub(crate) superseded: Vec<(BlockKey, Address)>,
+    pub(crate) expired: u64,
+    /// Behind every sequence number and segment number that was seen.
+    pub(crate) sequence_end: u64,
+    pub(crate) number_end: u32,
+}
+
+/// Takes statements in, oldest first: what names each key in the end.
+pub(crate) fn replay(entries: &[Entry], now_unix_ms: u64) -> Replay {
+    let mut outcome = Replay {
+        sequence_end: entries.last().map_or(0, |last| last.sequence + 1),
+        number_end: entries.iter().map(|each| each.address.segment() + 1).max().unwrap_or(0),
+        ..Replay::default()
+    };
+    let mut blocks: HashMap<Address, usize> = HashMap::with_capacity(entries.len());
+    let mut names: HashMap<BlockKey, usize> = HashMap::with_capacity(entries.len());
+    for (at, entry) in entries.iter().enumerate() {
+        match entry.kind {
+            EntryKind::Block => {
+                blocks.insert(entry.address, at);
+            }
+            EntryKind::Alias => {
+                // An address whose segment is gone may be another's by now.
+                let is_same = |block: &usize| {
+                    entries[*block].payload_checksum == entry.payload_checksum
+                        && entries[*block].meta.payload_bytes == entry.meta.payload_bytes
+                };
+                if !blocks.get(&entry.address).is_some_and(is_same) {
+                    continue;
+                }
+            }
+            EntryKind::Tombstone => {
+                let holder = names.get(&entry.meta.key);
+                if holder.is_some_and(|holder| entries[*holder].address == entry.address) {
+                    names.remove(&entry.meta.key);
+                }
+                continue;
+            }
+        }
+        if let Some(before) = names.insert(entry.meta.key, at)
+            && entries[before].address != entry.address
+        {
+            outcome.superseded.push((entry.meta.key, entries[before].address));
+        }
+    }
+    let mut live: Vec<_> = names.into_values().collect();
+    live.sort_unstable();
+    let valid = live.iter().filter(|at| !entries[**at].meta.has_expired(now_unix_ms));
+    outcome.live = valid.map(|at| entries[*at]).collect();
+    outcome.expired = (live.len() - outcome.live.len()) as u64;
+    outcome.bodies = outcome
+        .live
+        .iter()
+        .filter(|entry| entry.kind == EntryKind::Alias)
+        .filter_map(|entry| blocks.get(&entry.address).map(|at| entries[*at]))
+        .collect();
+    outcome
+}

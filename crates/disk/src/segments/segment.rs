@@ -1,0 +1,216 @@
+//! One segment in memory: its file, and a slot of 24 bytes for each block in it.
+
+use std::fs::File;
+use std::path::PathBuf;
+use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+
+use cascade_block::{BlockKey, Checksum, Deadline};
+
+use crate::DiskError;
+use crate::format::{
+    ENTRY_BYTES, Entry, EntryKind, FormatError, PAGE_BYTES, RandomId, decode_entries, page_aligned,
+};
+use crate::io::{Io, PageBuffer};
+
+/// A file of blocks.
+#[derive(Debug)]
+pub(super) struct Segment {
+    pub(super) number: u32,
+    pub(super) id: RandomId,
+    pub(super) path: PathBuf,
+    pub(super) file: Arc<File>,
+    state: RwLock<SegmentState>,
+}
+
+/// What changes about a segment.
+#[derive(Debug)]
+pub(super) struct SegmentState {
+    /// In the order of their payloads.
+    slots: Vec<Slot>,
+    pub(super) index: Index,
+    /// Bytes that the file takes on the device.
+    pub(super) file_bytes: u64,
+    /// Bytes of live payloads, padded to pages.
+    pub(super) live_bytes: u64,
+    /// The page behind the last frame.
+    pub(super) end_page: u32,
+}
+
+/// Where all entries of a segment stand.
+#[derive(Debug, Clone)]
+pub(super) enum Index {
+    /// Here, encoded: the segment has no footer, or not yet.
+    Memory(Vec<u8>),
+    /// In the footer.
+    Footer { page: u32, count: u32, checksum: Checksum },
+}
+
+/// One block of a segment.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Slot {
+    fingerprint: [u32; 2],
+    page: u32,
+    pub(super) payload_bytes: u32,
+    pub(super) checksum: Checksum,
+    /// Whether the key that it was written under still names it.
+    is_named: bool,
+    /// Whether anything names it.
+    is_live: bool,
+}
+
+fn halves(key: &BlockKey) -> [u32; 2] {
+    let bytes = key.as_bytes();
+    let half =
+        |at: usize| u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]]);
+    [half(0), half(4)]
+}
+
+impl Slot {
+    /// Whether the block was written under this key, and still has it.
+    pub(super) fn is_named(&self, key: &BlockKey) -> bool {
+        self.is_named && self.fingerprint == halves(key)
+    }
+
+    pub(super) fn is_live(&self) -> bool {
+        self.is_live
+    }
+
+    fn padded_bytes(&self) -> u64 {
+        page_aligned(u64::from(self.payload_bytes))
+    }
+}
+
+impl Segment {
+    pub(super) fn new(
+        number: u32,
+        id: RandomId,
+        path: PathBuf,
+        file: Arc<File>,
+        state: SegmentState,
+    ) -> Self {
+        Self { number, id, path, file, state: RwLock::new(state) }
+    }
+
+    pub(super) fn state(&self) -> RwLockReadGuard<'_, SegmentState> {
+        self.state.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn state_mut(&self) -> RwLockWriteGuard<'_, SegmentState> {
+        self.state.write().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// All entries that were ever written to it, from memory or from the footer.
+    pub(super) fn entries(&self, io: &Io, deadline: Deadline) -> Result<Vec<Entry>, DiskError> {
+        let index = self.state().index.clone();
+        let bad = |error: FormatError| {
+            DiskError::from_io("read the footer of", &self.path, std::io::Error::other(error))
+        };
+        match index {
+            Index::Memory(encoded) => encoded
+                .chunks(ENTRY_BYTES)
+                .map(Entry::decode)
+                .collect::<Result<_, _>>()
+                .map_err(bad),
+            Index::Footer { page, count, checksum } => {
+                let file = Arc::clone(&self.file);
+                let bytes = count as usize * ENTRY_BYTES;
+                let footer = io.call("read", &self.path, deadline, move |files| {
+                    let mut pages = PageBuffer::zeroed(bytes);
+                    let offset = u64::from(page) * PAGE_BYTES as u64;
+                    files.read(&file, offset, pages.bytes_mut())?;
+                    Ok(pages)
+                })?;
+                decode_entries(&footer.bytes()[..bytes], checksum).map_err(bad)
+            }
+        }
+    }
+}
+
+impl SegmentState {
+    /// An empty segment whose file takes that many bytes.
+    pub(super) fn empty(file_bytes: u64) -> Self {
+        Self {
+            slots: Vec::new(),
+            index: Index::Memory(Vec::new()),
+            file_bytes,
+            live_bytes: 0,
+            end_page: 1,
+        }
+    }
+
+    /// Takes in an entry that was written behind all others.
+    pub(super) fn record(&mut self, entry: &Entry) {
+        if let Index::Memory(encoded) = &mut self.index {
+            let start = encoded.len();
+            encoded.resize(start + ENTRY_BYTES, 0);
+            entry.encode(&mut encoded[start..]);
+        }
+        if entry.kind == EntryKind::Block {
+            self.add_slot(entry);
+        }
+    }
+
+    /// Takes in a live block, behind all others.
+    pub(super) fn add_slot(&mut self, entry: &Entry) {
+        let page = entry.address.page();
+        debug_assert!(self.slots.last().is_none_or(|last| last.page < page));
+        let slot = Slot {
+            fingerprint: halves(&entry.meta.key),
+            page,
+            payload_bytes: entry.meta.payload_bytes,
+            checksum: entry.payload_checksum,
+            is_named: true,
+            is_live: true,
+        };
+        self.live_bytes += slot.padded_bytes();
+        self.slots.push(slot);
+    }
+
+    /// The block whose payload starts at a page.
+    pub(super) fn slot(&self, page: u32) -> Option<Slot> {
+        self.position(page).map(|at| self.slots[at])
+    }
+
+    fn position(&self, page: u32) -> Option<usize> {
+        self.slots.binary_search_by_key(&page, |slot| slot.page).ok()
+    }
+
+    /// Takes the first key from a block; it dies unless it has another.
+    pub(super) fn unname(&mut self, page: u32, has_alias: bool) {
+        if let Some(at) = self.position(page) {
+            self.slots[at].is_named = false;
+        }
+        if !has_alias {
+            self.kill(page);
+        }
+    }
+
+    /// The last alias of a block is gone; it dies unless its first key still names it.
+    pub(super) fn kill_unless_named(&mut self, page: u32) {
+        if self.position(page).is_some_and(|at| !self.slots[at].is_named) {
+            self.kill(page);
+        }
+    }
+
+    /// Nothing names the block any more.
+    pub(super) fn kill(&mut self, page: u32) {
+        let Some(at) = self.position(page) else { return };
+        let slot = &mut self.slots[at];
+        if slot.is_live {
+            slot.is_live = false;
+            slot.is_named = false;
+            self.live_bytes -= slot.padded_bytes();
+        }
+    }
+
+    pub(super) fn live_records(&self) -> u64 {
+        self.slots.iter().filter(|slot| slot.is_live).count() as u64
+    }
+
+    pub(super) fn entry_count(&self) -> usize {
+        match &self.index {
+            Index::Memory(encoded) => encoded.len() / ENTRY_BYTES,
+            Index::Footer { count, .. } => *count as usize,
+        }
+    }
+}

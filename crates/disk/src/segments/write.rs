@@ -1,0 +1,681 @@
+//! Writing: frames behind the end of the active segment, sealing it, beginning the next.
+
+use std::collections::VecDeque;
+use std::io;
+use std::sync::Arc;
+
+use cascade_block::{BlockKey, Checksum, Deadline, checksum};
+use cascade_memory::Slab;
+
+use super::segment::{Index, Segment, SegmentState};
+use super::{Alias, SegmentFiles, count};
+use crate::format::{
+    ENTRIES_PER_FRAME, Entry, EntryKind, Frame, PAGE_BYTES, RandomId, SegmentHeader, encode_footer,
+    footer_bytes, pages_of,
+};
+use crate::io::{Buffer, Finished, OpenMode, PageBuffer, Traffic, Transfer, TransferKind};
+use crate::placement::sending_buffers;
+use crate::{Address, DiskError, RecordMeta};
+
+/// Most bytes and buffers of one write; the kernel takes 1,024 buffers at once.
+const WRITE_BYTES_MAX: u64 = 4 << 20;
+const WRITE_BUFFERS_MAX: usize = 1000;
+
+/// Pages of a segment that no payload can use: header, one frame, the smallest footer.
+const OVERHEAD_PAGES: u32 = 4;
+
+/// What only one writer at a time may change.
+#[derive(Debug)]
+pub(super) struct WriterState {
+    pub(super) store_id: RandomId,
+    pub(super) active: Option<Arc<Segment>>,
+    /// Segments that were closed by an error with data that no sync has covered.
+    pub(super) unsynced: Vec<Arc<Segment>>,
+    pub(super) next_number: u32,
+    pub(super) next_sequence: u64,
+}
+
+/// Whether a write may use the space that is kept free for reclaiming.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Space {
+    Ordinary,
+    Reserve,
+}
+
+/// A block's bytes on their way into a frame.
+#[derive(Debug)]
+pub(super) enum Payload {
+    Slab(Slab),
+    /// Padded to whole pages.
+    Pages(PageBuffer),
+}
+
+/// An entry that is to be written.
+#[derive(Debug)]
+pub(super) struct Pending {
+    pub(super) kind: EntryKind,
+    pub(super) meta: RecordMeta,
+    /// What an alias or tombstone is about; a block's address is found when it is placed.
+    pub(super) target: Address,
+    /// Of the payload; that of a slab is computed when it is placed.
+    pub(super) checksum: Checksum,
+    /// Its old number when it is only rewritten; otherwise it gets the next.
+    pub(super) sequence: Option<u64>,
+    pub(super) payload: Option<Payload>,
+}
+
+/// Frames that one write brings to a segment.
+#[derive(Debug, Default)]
+struct Run {
+    frames: Vec<Frame>,
+    buffers: Vec<Buffer>,
+    pages: u32,
+    entries: usize,
+}
+
+/// Entries on their way into one segment, some of them written while others are prepared.
+struct Writing<'a> {
+    files: &'a SegmentFiles,
+    segment: &'a Arc<Segment>,
+    next_page: u32,
+    entries: usize,
+    pending: &'a mut VecDeque<Pending>,
+    next_sequence: &'a mut u64,
+    runs: Vec<(Vec<Frame>, Result<(), DiskError>)>,
+}
+
+impl Writing<'_> {
+    /// Takes as many entries as fit one write and the segment.
+    fn gather(&mut self) -> Option<Run> {
+        let mut run = Run::default();
+        while let Some(next) = self.pending.front() {
+            let pages = payload_pages(next) + u32::from(run.needs_frame());
+            let end_page = self.next_page + run.pages + pages;
+            let fits = self.files.fits(end_page, self.entries + run.entries + 1);
+            if !fits || (run.entries > 0 && run.is_full(pages)) {
+                break;
+            }
+            let next = self.pending.pop_front().expect("it was looked at above");
+            run.add(self.segment, self.next_page, next, self.next_sequence);
+        }
+        run.finish();
+        (run.entries > 0).then_some(run)
+    }
+}
+
+impl Traffic for Writing<'_> {
+    fn next(&mut self) -> Option<(usize, Transfer)> {
+        if self.runs.iter().any(|(_, result)| matches!(result, Err(error) if !is_open(error))) {
+            return None;
+        }
+        let run = self.gather()?;
+        let offset = u64::from(self.next_page) * PAGE_BYTES as u64;
+        let file = Arc::clone(&self.segment.file);
+        let transfer = Transfer::new(TransferKind::Write, file, offset, run.buffers);
+        self.next_page += run.pages;
+        self.entries += run.entries;
+        let path = self.segment.path.clone();
+        let open = Err(DiskError::Timeout { operation: UNDER_WAY, path });
+        self.runs.push((run.frames, open));
+        Some((self.runs.len() - 1, transfer))
+    }
+
+    fn end(&mut self, number: usize, finished: Finished) {
+        let failed = |source| DiskError::from_io("write", &self.segment.path, source);
+        self.runs[number].1 = finished.result.map(drop).map_err(failed);
+    }
+}
+
+/// The result of a run while it is being written, and for good if nothing more is heard of it.
+const UNDER_WAY: &str = "writing";
+
+fn is_open(error: &DiskError) -> bool {
+    matches!(error, DiskError::Timeout { operation: UNDER_WAY, .. })
+}
+
+impl SegmentFiles {
+    pub(super) fn append_blocks(
+        &self,
+        batch: Vec<(RecordMeta, Slab)>,
+        deadline: Deadline,
+    ) -> Vec<Result<Address, DiskError>> {
+        let mut pending = Vec::with_capacity(batch.len());
+        let mut answers = Vec::with_capacity(batch.len());
+        for (meta, slab) in batch {
+            answers.push(self.refusal(&meta, &slab).map_or(Ok(()), Err));
+            if matches!(answers.last(), Some(Ok(()))) {
+                pending.push(Pending {
+                    kind: EntryKind::Block,
+                    meta,
+                    target: Address::from_u64(0),
+                    checksum: 0,
+                    sequence: None,
+                    payload: Some(Payload::Slab(slab)),
+                });
+            }
+        }
+        let written = match self.enter(&self.writer, deadline) {
+            Ok(mut writer) => self.write(&mut writer, pending, Space::Ordinary, deadline),
+            Err(error) => pending.iter().map(|_| Err(error.clone())).collect(),
+        };
+        let mut written = written.into_iter();
+        answers
+            .into_iter()
+            .map(|answer| {
+                answer.and_then(|()| written.next().expect("one answer for each pending block"))
+            })
+            .collect()
+    }
+
+    fn refusal(&self, meta: &RecordMeta, slab: &Slab) -> Option<DiskError> {
+        let payload_bytes = u64::from(meta.payload_bytes);
+        let limit_bytes = self.config.segment_bytes - u64::from(OVERHEAD_PAGES) * PAGE_BYTES as u64;
+        if payload_bytes == 0 || payload_bytes > limit_bytes {
+            return Some(DiskError::BadLength { payload_bytes, limit_bytes });
+        }
+        let slab_bytes = slab.len() as u64;
+        (slab_bytes != payload_bytes)
+            .then_some(DiskError::LengthMismatch { payload_bytes, slab_bytes })
+    }
+
+    pub(super) fn alias_blocks(
+        &self,
+        batch: &[(RecordMeta, Address)],
+        deadline: Deadline,
+    ) -> Vec<Result<Address, DiskError>> {
+        let mut writer = match self.enter(&self.writer, deadline) {
+            Ok(writer) => writer,
+            Err(error) => return batch.iter().map(|_| Err(error.clone())).collect(),
+        };
+        batch
+            .chunks(ENTRIES_PER_FRAME)
+            .flat_map(|chunk| {
+                let pending: Vec<_> = chunk
+                    .iter()
+                    .map(|(meta, address)| self.pending_alias(meta, *address))
+                    .collect();
+                let (good, mut answers) = split(pending);
+                let metas: Vec<_> = good.iter().map(|pending| pending.meta).collect();
+                let sequence = writer.next_sequence;
+                let written = self.write(&mut writer, good, Space::Ordinary, deadline);
+                for ((meta, result), sequence) in metas.into_iter().zip(&written).zip(sequence..) {
+                    if let Ok(address) = result {
+                        let alias = Alias { meta, sequence };
+                        self.aliases().entry(*address).or_default().push(alias);
+                    }
+                }
+                fill(&mut answers, written);
+                answers.into_iter().flatten().collect::<Vec<_>>()
+            })
+            .collect()
+    }
+
+    fn pending_alias(&self, meta: &RecordMeta, address: Address) -> Result<Pending, DiskError> {
+        let target = self.resolve(address);
+        let segment = self.segment(target.segment()).ok_or(DiskError::NoTarget)?;
+        let slot = segment.state().slot(target.page()).filter(super::segment::Slot::is_live);
+        let slot = slot.ok_or(DiskError::NoTarget)?;
+        if slot.payload_bytes != meta.payload_bytes {
+            return Err(DiskError::LengthMismatch {
+                payload_bytes: u64::from(meta.payload_bytes),
+                slab_bytes: u64::from(slot.payload_bytes),
+            });
+        }
+        Ok(Pending {
+            kind: EntryKind::Alias,
+            meta: *meta,
+            target,
+            checksum: slot.checksum,
+            sequence: None,
+            payload: None,
+        })
+    }
+
+    pub(super) fn remove_keys(
+        &self,
+        keys: &[(BlockKey, Address)],
+        deadline: Deadline,
+    ) -> Result<(), DiskError> {
+        let mut writer = self.enter(&self.writer, deadline)?;
+        let tombstones: Vec<_> = keys
+            .iter()
+            .map(|(key, address)| (key, self.resolve(*address)))
+            .filter(|(key, address)| self.forget(key, *address))
+            .map(|(key, address)| tombstone(key, address))
+            .collect();
+        self.write(&mut writer, tombstones, Space::Reserve, deadline)
+            .into_iter()
+            .collect::<Result<Vec<_>, _>>()
+            .map(drop)
+    }
+
+    /// Takes a key from its bytes, in memory; whether it was there.
+    pub(super) fn forget(&self, key: &BlockKey, address: Address) -> bool {
+        let Some(segment) = self.segment(address.segment()) else { return false };
+        let mut aliases = self.aliases();
+        let mut state = segment.state_mut();
+        let Some(slot) = state.slot(address.page()) else { return false };
+        if slot.is_named(key) {
+            state.unname(address.page(), aliases.contains_key(&address));
+            return true;
+        }
+        let Some(others) = aliases.get_mut(&address) else { return false };
+        let before = others.len();
+        others.retain(|alias| alias.meta.key != *key);
+        let was_there = others.len() < before;
+        if others.is_empty() {
+            aliases.remove(&address);
+            state.kill_unless_named(address.page());
+        }
+        was_there
+    }
+
+    /// Writes entries in order, over as many segments as it takes; one answer each.
+    pub(super) fn write(
+        &self,
+        writer: &mut WriterState,
+        pending: Vec<Pending>,
+        space: Space,
+        deadline: Deadline,
+    ) -> Vec<Result<Address, DiskError>> {
+        let total = pending.len();
+        let mut pending = VecDeque::from(pending);
+        let mut answers = Vec::with_capacity(total);
+        let mut failure = None;
+        while let Some(first) = pending.front() {
+            let pages = 1 + payload_pages(first);
+            let segment = match self.room(writer, pages, space, deadline) {
+                Ok(segment) => segment,
+                Err(error) => {
+                    failure = Some(error);
+                    break;
+                }
+            };
+            let runs = self.write_runs(writer, &segment, &mut pending, deadline);
+            let failed = runs.iter().find_map(|(_, result)| result.clone().err());
+            answers.extend(self.commit(&segment, runs));
+            if failed.is_some() {
+                self.fail(writer, &segment);
+                failure = failed;
+                break;
+            }
+        }
+        if let Some(error) = failure {
+            answers.resize_with(total, || Err(error.clone()));
+        }
+        answers
+    }
+
+    /// Writes as many runs as fit the segment, several at once.
+    fn write_runs(
+        &self,
+        writer: &mut WriterState,
+        segment: &Arc<Segment>,
+        pending: &mut VecDeque<Pending>,
+        deadline: Deadline,
+    ) -> Vec<(Vec<Frame>, Result<(), DiskError>)> {
+        let mut writing = Writing {
+            files: self,
+            segment,
+            next_page: segment.state().end_page,
+            entries: segment.state().entry_count(),
+            pending,
+            next_sequence: &mut writer.next_sequence,
+            runs: Vec::new(),
+        };
+        self.io.carry(&mut writing, deadline);
+        let mut runs = writing.runs;
+        let is_written = runs.iter().all(|(_, result)| result.is_ok());
+        if self.config.durable && is_written {
+            let sync = Transfer::sync(Arc::clone(&segment.file));
+            if let Err(source) = self.one(sync, deadline) {
+                let error = DiskError::from_io("sync", &segment.path, source);
+                runs.iter_mut().for_each(|(_, result)| *result = Err(error.clone()));
+            }
+        } else if self.config.durable {
+            // What the others wrote is not on stable storage either.
+            let error = runs.iter().find_map(|(_, result)| result.clone().err());
+            let error = error.expect("one of them failed");
+            runs.iter_mut().for_each(|(_, result)| *result = Err(error.clone()));
+        }
+        runs
+    }
+
+    /// Takes in what was written, in the order of the segment.
+    fn commit(
+        &self,
+        segment: &Segment,
+        runs: Vec<(Vec<Frame>, Result<(), DiskError>)>,
+    ) -> Vec<Result<Address, DiskError>> {
+        let mut state = segment.state_mut();
+        let mut answers = Vec::new();
+        for (frames, result) in runs {
+            for entry in frames.iter().flat_map(|frame| &frame.entries) {
+                if result.is_ok() {
+                    state.record(entry);
+                    count(&self.counters.records_written, 1);
+                    if entry.kind == EntryKind::Block {
+                        let bytes = u64::from(entry.meta.payload_bytes);
+                        count(&self.counters.bytes_written, bytes);
+                    }
+                }
+                answers.push(result.clone().map(|()| entry.address));
+            }
+            let last = frames.last().expect("a run has a frame");
+            state.end_page = last.page + last.page_count;
+        }
+        answers
+    }
+
+    /// The active segment if that many pages fit it, else a new one.
+    ///
+    /// Ordinary writes stop while a segment's worth is not free: removals and reclaims need it.
+    fn room(
+        &self,
+        writer: &mut WriterState,
+        pages: u32,
+        space: Space,
+        deadline: Deadline,
+    ) -> Result<Arc<Segment>, DiskError> {
+        let kept_free = if space == Space::Reserve { 0 } else { self.config.segment_bytes };
+        if let Some(active) = &writer.active {
+            let state = active.state();
+            let fits = self.fits(state.end_page + pages, state.entry_count() + 1);
+            drop(state);
+            if fits {
+                self.check_capacity(0, kept_free, pages)?;
+                return Ok(Arc::clone(active));
+            }
+        }
+        let sealed = sealing_frees(writer);
+        self.check_capacity(sealed, self.config.segment_bytes + kept_free, pages)?;
+        self.seal(writer, deadline);
+        let segment = self.begin_segment(writer, deadline)?;
+        writer.active = Some(Arc::clone(&segment));
+        Ok(segment)
+    }
+
+    fn fits(&self, end_page: u32, entry_count: usize) -> bool {
+        let end = u64::from(end_page) * PAGE_BYTES as u64 + footer_bytes(entry_count);
+        end <= self.config.segment_bytes
+    }
+
+    /// Whether that many bytes may be added to the files once `freed_bytes` have come back.
+    fn check_capacity(
+        &self,
+        freed_bytes: u64,
+        added_bytes: u64,
+        pages: u32,
+    ) -> Result<(), DiskError> {
+        use crate::BlockFiles as _;
+        let used_bytes = self.used_bytes() - freed_bytes;
+        let capacity_bytes = self.config.capacity_bytes;
+        if used_bytes + added_bytes > capacity_bytes {
+            let needed_bytes = u64::from(pages) * PAGE_BYTES as u64;
+            return Err(DiskError::Full { needed_bytes, used_bytes, capacity_bytes });
+        }
+        Ok(())
+    }
+
+    /// One transfer to its end.
+    pub(super) fn one(&self, transfer: Transfer, deadline: Deadline) -> io::Result<()> {
+        self.io.transfer_all(vec![transfer], deadline).remove(0).1
+    }
+
+    /// Nothing is written to the segment any more. What is in it stays readable.
+    pub(super) fn fail(&self, writer: &mut WriterState, segment: &Arc<Segment>) {
+        count(&self.counters.segments_failed, 1);
+        writer.active = None;
+        writer.unsynced.push(Arc::clone(segment));
+    }
+
+    fn begin_segment(
+        &self,
+        writer: &mut WriterState,
+        deadline: Deadline,
+    ) -> Result<Arc<Segment>, DiskError> {
+        let number = writer.next_number;
+        writer.next_number += 1;
+        let path = self.segment_path(number);
+        let allocate_bytes = self.config.segment_bytes;
+        let (create, direct) = (path.clone(), self.is_direct);
+        let file = self.io.call("create", &path, deadline, move |files| {
+            files.open(&create, OpenMode::Create { allocate_bytes }, direct)
+        })?;
+        let file = Arc::new(file);
+        let header = SegmentHeader {
+            segment_id: random_id().map_err(|error| DiskError::from_io("name", &path, error))?,
+            store_id: writer.store_id,
+            number,
+            writer: self.config.writer.clone(),
+            capacity_bytes: allocate_bytes,
+            created_unix_ms: self.io.clock.unix_ms(),
+        };
+        let mut page = PageBuffer::zeroed(PAGE_BYTES);
+        header.encode(page.bytes_mut());
+        let buffers = vec![Buffer::Pages(page)];
+        let transfer = Transfer::new(TransferKind::Write, Arc::clone(&file), 0, buffers);
+        let directory = self.config.directory.clone();
+        let written = self
+            .one(transfer, deadline)
+            .map_err(|source| DiskError::from_io("write", &path, source))
+            .and_then(|()| {
+                if !self.config.durable {
+                    return Ok(());
+                }
+                self.io.call("sync", &path, deadline, move |files| files.sync_directory(&directory))
+            });
+        let state = SegmentState::empty(allocate_bytes);
+        let segment = Arc::new(Segment::new(number, header.segment_id, path, file, state));
+        self.segments
+            .write()
+            .unwrap_or_else(std::sync::PoisonError::into_inner)
+            .insert(number, Arc::clone(&segment));
+        written.inspect_err(|_| self.fail(writer, &segment)).map(|()| segment)
+    }
+
+    /// Ends the active segment with a footer and gives back what it did not use.
+    pub(super) fn seal(&self, writer: &mut WriterState, deadline: Deadline) {
+        let Some(segment) = writer.active.take() else { return };
+        if self.try_seal(&segment, deadline).is_err() {
+            // Its entries stay in memory, and the next opening scans it.
+            self.fail(writer, &segment);
+        }
+    }
+
+    /// Writes the footer of a segment whose entries are in memory.
+    pub(super) fn try_seal(&self, segment: &Segment, deadline: Deadline) -> Result<(), DiskError> {
+        let (end_page, footer) = {
+            let state = segment.state();
+            let Index::Memory(entries) = &state.index else { return Ok(()) };
+            (state.end_page, encode_footer(entries, segment.id, segment.number, state.end_page))
+        };
+        let offset = u64::from(end_page) * PAGE_BYTES as u64;
+        let file_bytes = offset + footer.len() as u64;
+        let count = segment.state().entry_count();
+        let entries_checksum = checksum(&footer[..count * crate::format::ENTRY_BYTES]);
+        let buffers = vec![Buffer::Pages(PageBuffer::copied(&footer))];
+        let file = Arc::clone(&segment.file);
+        let write = Transfer::new(TransferKind::Write, Arc::clone(&file), offset, buffers);
+        let failed = |source| DiskError::from_io("seal", &segment.path, source);
+        self.one(write, deadline).map_err(failed)?;
+        let truncated = Arc::clone(&file);
+        self.io.call("truncate", &segment.path, deadline, move |files| {
+            files.truncate(&truncated, file_bytes)
+        })?;
+        self.one(Transfer::sync(file), deadline).map_err(failed)?;
+        let mut state = segment.state_mut();
+        state.file_bytes = file_bytes;
+        state.index = Index::Footer {
+            page: end_page,
+            count: u32::try_from(count).expect("a segment holds fewer entries than pages"),
+            checksum: entries_checksum,
+        };
+        Ok(())
+    }
+
+    /// Brings all that was written to stable storage; sealed segments are there already.
+    pub(super) fn sync_active(
+        &self,
+        writer: &mut WriterState,
+        deadline: Deadline,
+    ) -> Result<(), DiskError> {
+        let mut segments = std::mem::take(&mut writer.unsynced);
+        segments.extend(writer.active.clone());
+        let mut outcome = Ok(());
+        for segment in segments {
+            if let Err(source) = self.one(Transfer::sync(Arc::clone(&segment.file)), deadline) {
+                outcome = Err(DiskError::from_io("sync", &segment.path, source));
+                if writer.active.as_ref().is_some_and(|active| Arc::ptr_eq(active, &segment)) {
+                    count(&self.counters.segments_failed, 1);
+                    writer.active = None;
+                }
+            }
+        }
+        outcome?;
+        let directory = self.config.directory.clone();
+        let path = directory.clone();
+        self.io.call("sync", &path, deadline, move |files| files.sync_directory(&directory))
+    }
+}
+
+impl Run {
+    fn needs_frame(&self) -> bool {
+        self.frames.last().is_none_or(|frame| frame.entries.len() == ENTRIES_PER_FRAME)
+    }
+
+    fn is_full(&self, pages: u32) -> bool {
+        u64::from(self.pages + pages) * PAGE_BYTES as u64 > WRITE_BYTES_MAX
+            || self.buffers.len() + 3 > WRITE_BUFFERS_MAX
+    }
+
+    /// Places an entry behind the others.
+    fn add(&mut self, segment: &Segment, start: u32, pending: Pending, next_sequence: &mut u64) {
+        if self.needs_frame() {
+            self.frames.push(Frame {
+                segment_id: segment.id,
+                page: start + self.pages,
+                page_count: 1,
+                entries: Vec::with_capacity(1),
+            });
+            self.buffers.push(Buffer::Pages(PageBuffer::zeroed(PAGE_BYTES)));
+            self.pages += 1;
+        }
+        let sequence = pending.sequence.unwrap_or_else(|| {
+            *next_sequence += 1;
+            *next_sequence - 1
+        });
+        let address = match pending.kind {
+            EntryKind::Block => Address::in_segment(segment.number, start + self.pages),
+            EntryKind::Alias | EntryKind::Tombstone => pending.target,
+        };
+        let pages = payload_pages(&pending);
+        let payload_checksum = match &pending.payload {
+            Some(Payload::Slab(slab)) => checksum(slab),
+            Some(Payload::Pages(_)) | None => pending.checksum,
+        };
+        let frame = self.frames.last_mut().expect("a frame was made above");
+        frame.page_count += pages;
+        frame.entries.push(Entry {
+            kind: pending.kind,
+            meta: pending.meta,
+            address,
+            payload_checksum,
+            sequence,
+        });
+        self.pages += pages;
+        self.entries += 1;
+        match pending.payload {
+            None => {}
+            Some(Payload::Pages(pages)) => self.buffers.push(Buffer::Pages(pages)),
+            Some(Payload::Slab(slab)) => self.buffers.extend(sending_buffers(slab)),
+        }
+    }
+
+    /// Fills the header pages in, now that their frames are complete.
+    fn finish(&mut self) {
+        let mut frames = self.frames.iter();
+        let mut next = frames.next();
+        let mut page = next.map_or(0, |frame| frame.page);
+        for buffer in &mut self.buffers {
+            let pages = pages_of(buffer.bytes().len() as u64);
+            if let (Some(frame), Buffer::Pages(header)) = (next, buffer)
+                && frame.page == page
+            {
+                frame.encode(header.bytes_mut());
+                next = frames.next();
+            }
+            page += pages;
+        }
+        debug_assert!(next.is_none(), "every frame has its header page");
+    }
+}
+
+/// The removal of a key, as an entry.
+pub(super) fn tombstone(key: &BlockKey, target: Address) -> Pending {
+    let meta = RecordMeta {
+        key: *key,
+        digest: None,
+        parent: None,
+        namespace: cascade_block::NamespaceId::default(),
+        payload_bytes: 0,
+        is_prefix: false,
+        written_unix_ms: 0,
+        expires_unix_ms: None,
+    };
+    let kind = EntryKind::Tombstone;
+    Pending { kind, meta, target, checksum: 0, sequence: None, payload: None }
+}
+
+/// Sixteen random bytes from the kernel.
+pub(super) fn random_id() -> io::Result<RandomId> {
+    let mut id = RandomId::default();
+    let filled = rustix::rand::getrandom(&mut id[..], rustix::rand::GetRandomFlags::empty())?;
+    if filled < id.len() {
+        return Err(io::ErrorKind::UnexpectedEof.into());
+    }
+    Ok(id)
+}
+
+/// Bytes that the active segment's file would give back if it were sealed.
+fn sealing_frees(writer: &WriterState) -> u64 {
+    writer.active.as_ref().map_or(0, |active| {
+        let state = active.state();
+        let sealed =
+            u64::from(state.end_page) * PAGE_BYTES as u64 + footer_bytes(state.entry_count());
+        state.file_bytes.saturating_sub(sealed)
+    })
+}
+
+fn payload_pages(pending: &Pending) -> u32 {
+    match pending.kind {
+        EntryKind::Block => pages_of(u64::from(pending.meta.payload_bytes)),
+        EntryKind::Alias | EntryKind::Tombstone => 0,
+    }
+}
+
+type Answers = Vec<Option<Result<Address, DiskError>>>;
+
+/// Sets what can be written apart from what is refused; the places of the former stay open.
+fn split(pending: Vec<Result<Pending, DiskError>>) -> (Vec<Pending>, Answers) {
+    let mut good = Vec::with_capacity(pending.len());
+    let answers = pending
+        .into_iter()
+        .map(|each| match each {
+            Ok(pending) => {
+                good.push(pending);
+                None
+            }
+            Err(error) => Some(Err(error)),
+        })
+        .collect();
+    (good, answers)
+}
+
+/// Puts answers into the open places, in order.
+fn fill(answers: &mut Answers, written: Vec<Result<Address, DiskError>>) {
+    let open = answers.iter_mut().filter(|answer| answer.is_none());
+    for (place, answer) in open.zip(written) {
+        *place = Some(answer);
+    }
+}

@@ -1,0 +1,88 @@
+//! The conformance suite over both layouts, both engines, durable and not, direct and buffered.
+#![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+use std::sync::Arc;
+
+use cascade_block::SystemClock;
+use cascade_disk::conformance::{self, Reopen, deadline};
+use cascade_disk::{EngineKind, FileTierConfig, Layout, open};
+
+const CAPACITY_BYTES: u64 = 24 << 20;
+
+fn with_tier(
+    layout: Layout,
+    engine: EngineKind,
+    durable: bool,
+    direct: bool,
+    check: fn(&mut Reopen<'_>),
+) {
+    let directory = tempfile::tempdir().unwrap();
+    let config = FileTierConfig {
+        capacity_bytes: CAPACITY_BYTES,
+        segment_bytes: 4 << 20,
+        layout,
+        engine,
+        durable,
+        direct,
+        queue_depth: 8,
+        ..FileTierConfig::new(directory.path())
+    };
+    check(&mut |pool| open(config.clone(), Arc::new(SystemClock), pool, deadline()).unwrap());
+}
+
+macro_rules! suite {
+    ($($name:ident: $layout:expr, $engine:expr, $durable:expr, $direct:expr;)*) => {$(
+        mod $name {
+            use super::*;
+
+            fn run(check: fn(&mut Reopen<'_>)) {
+                with_tier($layout, $engine, $durable, $direct, check);
+            }
+
+            #[test]
+            fn blocks_come_back() {
+                run(conformance::blocks_come_back);
+            }
+
+            #[test]
+            fn removals_last() {
+                run(conformance::removals_last);
+            }
+
+            #[test]
+            fn aliases_hold_bytes() {
+                run(conformance::aliases_hold_bytes);
+            }
+
+            #[test]
+            fn capacity_holds() {
+                run(|reopen| conformance::capacity_holds(reopen, CAPACITY_BYTES));
+            }
+
+            #[test]
+            fn reclaim_keeps() {
+                run(conformance::reclaim_keeps);
+            }
+
+            #[test]
+            fn wrong_questions() {
+                run(conformance::wrong_questions);
+            }
+
+            #[test]
+            fn manifests_stand_by() {
+                run(conformance::manifests_stand_by);
+            }
+        }
+    )*};
+}
+
+suite! {
+    segments_uring: Layout::Segments, EngineKind::Uring, false, true;
+    segments_psync: Layout::Segments, EngineKind::Psync, false, true;
+    segments_durable: Layout::Segments, EngineKind::Auto, true, true;
+    segments_buffered: Layout::Segments, EngineKind::Auto, false, false;
+    per_block_uring: Layout::FilePerBlock, EngineKind::Uring, false, true;
+    per_block_psync: Layout::FilePerBlock, EngineKind::Psync, false, true;
+    per_block_durable: Layout::FilePerBlock, EngineKind::Auto, true, true;
+}

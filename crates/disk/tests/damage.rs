@@ -1,0 +1,175 @@
+//! Flipped bits and cut files: a miss or damage, never wrong bytes.
+#![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use cascade_block::SystemClock;
+use cascade_disk::conformance::{append, content, deadline, key, pool};
+use cascade_disk::format::{FORMAT_VERSION, PAGE_BYTES, SegmentHeader};
+use cascade_disk::scan::{ScanOptions, SegmentContent, read_segment};
+use cascade_disk::{DiskError, FileTierConfig, ReadOutcome, ReadRequest, inspect, open};
+use cascade_memory::Pool;
+
+const BLOCKS: [(u64, usize); 6] = [(0, 100), (1, 4096), (2, 9000), (3, 1), (4, 16_384), (5, 4097)];
+const OPTIONS: ScanOptions<'_> = ScanOptions { number: 0, covered: None, verify_scanned: true };
+
+fn config(directory: &Path) -> FileTierConfig {
+    FileTierConfig {
+        capacity_bytes: 4 << 20,
+        segment_bytes: 256 << 10,
+        direct: false,
+        ..FileTierConfig::new(directory)
+    }
+}
+
+/// A directory with one sealed segment.
+fn written(pool: &Pool) -> (tempfile::TempDir, PathBuf) {
+    let directory = tempfile::tempdir().unwrap();
+    let clock = || Arc::new(SystemClock);
+    let (files, _) = open(config(directory.path()), clock(), pool, deadline()).unwrap();
+    append(files.as_ref(), pool, &BLOCKS[..3]);
+    append(files.as_ref(), pool, &BLOCKS[3..]);
+    drop(files);
+    // Opening again seals it.
+    drop(open(config(directory.path()), clock(), pool, deadline()).unwrap());
+    let segment = directory.path().join("w0-00000000.segment");
+    (directory, segment)
+}
+
+fn scan(bytes: &[u8]) -> Option<SegmentContent> {
+    read_segment(&bytes, OPTIONS).ok()
+}
+
+/// Opens a directory and reads all that it says it has; how many blocks came back.
+fn read_back(directory: &Path, pool: &Pool) -> usize {
+    let opened = open(config(directory), Arc::new(SystemClock), pool, deadline());
+    let (files, recovery) = match opened {
+        Ok(opened) => opened,
+        Err(DiskError::UnknownVersion { .. }) => return 0,
+        Err(error) => panic!("{error:?}"),
+    };
+    let mut hits = 0;
+    for (meta, address) in recovery.live {
+        let length = meta.payload_bytes as usize;
+        let slab = pool.allocate(length).unwrap();
+        let request = ReadRequest { address, key: meta.key, slab };
+        if let ReadOutcome::Hit(slab) = files.read(vec![request], deadline()).remove(0) {
+            let number = BLOCKS.iter().find(|(number, _)| key(*number) == meta.key).unwrap().0;
+            assert!(slab[..] == content(number, length), "block {number} came back wrong");
+            hits += 1;
+        }
+    }
+    hits
+}
+
+#[test]
+fn every_flipped_bit_of_the_structures_is_noticed() {
+    let pool = pool();
+    let (_directory, segment) = written(&pool);
+    let good = fs::read(&segment).unwrap();
+    let original = scan(&good).unwrap();
+    assert_eq!(original.entries.len(), BLOCKS.len());
+    let trailer = original.trailer.unwrap();
+    let footer = trailer.entries_page as usize * PAGE_BYTES;
+    let structures = (0..2 * PAGE_BYTES).chain(footer..good.len());
+    let mut bytes = good.clone();
+    for (at, bit) in structures.enumerate().map(|(step, at)| (at, step % 8)) {
+        bytes[at] ^= 1 << bit;
+        if let Some(content) = scan(&bytes) {
+            let is_known = |entry| original.entries.contains(entry);
+            assert!(content.entries.iter().all(is_known), "byte {at}: an entry nobody wrote");
+        }
+        bytes[at] ^= 1 << bit;
+    }
+    assert!(bytes == good);
+}
+
+#[test]
+fn flipped_bits_anywhere_never_give_wrong_bytes() {
+    let pool = pool();
+    let (directory, segment) = written(&pool);
+    let good = fs::read(&segment).unwrap();
+    for step in 0..250 {
+        let at = step * good.len() / 250 + step % 7;
+        let mut bytes = good.clone();
+        bytes[at] ^= 1 << (step % 8);
+        fs::write(&segment, &bytes).unwrap();
+        let hits = read_back(directory.path(), &pool);
+        assert!(hits <= BLOCKS.len(), "byte {at}");
+        fs::remove_file(&segment).unwrap();
+        for leftover in fs::read_dir(directory.path()).unwrap() {
+            fs::remove_file(leftover.unwrap().path()).unwrap();
+        }
+    }
+}
+
+#[test]
+fn cut_files_give_what_is_left_of_them() {
+    let pool = pool();
+    let (directory, segment) = written(&pool);
+    let good = fs::read(&segment).unwrap();
+    let mut hits_before = 0;
+    for length in (0..good.len()).step_by(512) {
+        fs::write(&segment, &good[..length]).unwrap();
+        let hits = read_back(directory.path(), &pool);
+        assert!(hits >= hits_before, "{length} bytes hold {hits} blocks, fewer held {hits_before}");
+        hits_before = hits;
+    }
+    assert_eq!(hits_before, BLOCKS.len());
+}
+
+#[test]
+fn frames_of_another_file_are_not_taken_for_our_own() {
+    let pool = pool();
+    let (_directory, segment) = written(&pool);
+    let mut bytes = fs::read(&segment).unwrap();
+    let header = SegmentHeader::decode(&bytes).unwrap();
+    // The same blocks of the disk, now with the header of a newer segment in front.
+    SegmentHeader { segment_id: [9; 16], ..header }.encode(&mut bytes);
+    let content = scan(&bytes).unwrap();
+    assert!(content.entries.is_empty(), "{content:?}");
+}
+
+#[test]
+fn another_version_is_refused_by_name() {
+    let pool = pool();
+    let (directory, segment) = written(&pool);
+    let mut bytes = fs::read(&segment).unwrap();
+    // As a later version would write it: its number and a checksum of its own.
+    bytes[8..10].copy_from_slice(&(FORMAT_VERSION + 1).to_le_bytes());
+    bytes[PAGE_BYTES - 4..PAGE_BYTES].copy_from_slice(&[1, 2, 3, 4]);
+    fs::write(&segment, &bytes).unwrap();
+    let error = open(config(directory.path()), Arc::new(SystemClock), &pool, deadline())
+        .expect_err("a newer format");
+    let text = error.to_string();
+    assert!(matches!(error, DiskError::UnknownVersion { found: 2, .. }), "{text}");
+    assert!(text.contains("w0-00000000.segment") && text.contains("version 2"), "{text}");
+    assert_eq!(fs::read(&segment).unwrap(), bytes, "nothing was changed");
+    let report = inspect(directory.path(), true, &mut |_| {}).unwrap();
+    assert!(!report.is_clean());
+}
+
+#[test]
+fn inspection_finds_the_damaged_block() {
+    let pool = pool();
+    let (directory, segment) = written(&pool);
+    let clean = inspect(directory.path(), true, &mut |_| {}).unwrap();
+    assert!(clean.is_clean(), "{clean:?}");
+    assert_eq!(clean.files[0].live_records, 6);
+    let mut bytes = fs::read(&segment).unwrap();
+    let entry = scan(&bytes).unwrap().entries[4];
+    bytes[(entry.address.to_u64() & 0xffff_ffff) as usize * PAGE_BYTES + 77] ^= 4;
+    fs::write(&segment, &bytes).unwrap();
+    let mut damaged = Vec::new();
+    let report = inspect(directory.path(), true, &mut |record| {
+        if record.state == cascade_disk::inspect::RecordState::Damaged {
+            damaged.push(record.meta.key);
+        }
+    });
+    let report = report.unwrap();
+    assert!(!report.is_clean());
+    assert_eq!((report.files[0].damaged_records, report.files[0].live_records), (1, 5));
+    assert_eq!(damaged, [key(4)]);
+}

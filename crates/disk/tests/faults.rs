@@ -1,0 +1,194 @@
+//! A disk that fails at the k-th call, for every k: nothing acknowledged is lost or wrong.
+#![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::Arc;
+
+use cascade_block::SystemClock;
+use cascade_disk::conformance::{content, deadline, key, meta};
+use cascade_disk::io::Io;
+use cascade_disk::io::fault::{Fault, FaultPlan};
+use cascade_disk::{
+    Address, BlockFiles, EngineKind, FileTierConfig, Layout, ReadOutcome, ReadRequest, Recovery,
+    open_with,
+};
+use cascade_memory::{HugePages, Pool, PoolConfig};
+
+/// What the tier has promised about a block.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Promise {
+    Stored(Address),
+    Removed,
+    /// An operation on it failed half-way: it may be there or not, but never wrong.
+    Unknown,
+}
+
+type Promises = BTreeMap<u64, Promise>;
+
+fn config(directory: &Path, layout: Layout) -> FileTierConfig {
+    FileTierConfig {
+        capacity_bytes: 2 << 20,
+        segment_bytes: 128 << 10,
+        layout,
+        durable: true,
+        ..FileTierConfig::new(directory)
+    }
+}
+
+fn small_pool() -> Pool {
+    let config =
+        PoolConfig { capacity_bytes: 8 << 20, huge_pages: HugePages::Never, populate: false };
+    Pool::new(&config).unwrap()
+}
+
+fn machine() -> Io {
+    Io::system(EngineKind::Psync, false, 4, Arc::new(SystemClock)).unwrap()
+}
+
+fn length(number: u64) -> usize {
+    [100, 4096, 5000, 12_288][usize::try_from(number % 4).unwrap()]
+}
+
+fn append(files: &dyn BlockFiles, pool: &Pool, numbers: std::ops::Range<u64>, to: &mut Promises) {
+    let batch = numbers
+        .clone()
+        .map(|number| cascade_disk::conformance::block(pool, number, length(number)))
+        .collect();
+    for (number, answer) in numbers.zip(files.append(batch, deadline())) {
+        to.insert(number, answer.map_or(Promise::Unknown, Promise::Stored));
+    }
+}
+
+/// A life with everything in it; every error is taken as it comes.
+fn live_through(files: &dyn BlockFiles, pool: &Pool, promises: &mut Promises) {
+    append(files, pool, 0..8, promises);
+    append(files, pool, 8..20, promises);
+    for number in [1, 9] {
+        if let Promise::Stored(address) = promises[&number] {
+            let removed = files.remove(&[(key(number), address)], deadline());
+            promises.insert(number, removed.map_or(Promise::Unknown, |()| Promise::Removed));
+        }
+    }
+    if let Promise::Stored(address) = promises[&2] {
+        let alias = files.alias(&[(meta(102, length(2)), address)], deadline()).remove(0);
+        promises.insert(102, alias.map_or(Promise::Unknown, Promise::Stored));
+    }
+    let checkpoint = files.checkpoint(deadline());
+    drop(checkpoint);
+    append(files, pool, 20..32, promises);
+    let mut asked = Vec::new();
+    let reclaimed = files.reclaim(
+        &mut |meta, _| {
+            asked.push(meta.key);
+            meta.is_prefix
+        },
+        deadline(),
+    );
+    match reclaimed {
+        Ok(reclaimed) => {
+            for (number, promise) in promises.iter_mut() {
+                let named = |(key_of, _): &(_, _)| *key_of == key(*number);
+                if reclaimed.dropped.iter().any(named) {
+                    *promise = Promise::Removed;
+                }
+                let moved = reclaimed.moved.iter().find(|(moved, _, _)| *moved == key(*number));
+                if let Some((_, _, to)) = moved {
+                    *promise = Promise::Stored(*to);
+                }
+            }
+        }
+        Err(_failed) => {
+            for (number, promise) in promises.iter_mut() {
+                let was_kept = number.is_multiple_of(2);
+                if asked.contains(&key(*number)) && !was_kept {
+                    *promise = Promise::Unknown;
+                }
+            }
+        }
+    }
+    append(files, pool, 32..40, promises);
+    for (number, promise) in promises.iter() {
+        if let Promise::Stored(address) = promise {
+            check(files, pool, *number, *address, false);
+        }
+    }
+}
+
+/// Reads a block: right bytes, or (unless it must be there) anything but wrong ones.
+fn check(files: &dyn BlockFiles, pool: &Pool, number: u64, address: Address, must_hit: bool) {
+    let body = number % 100;
+    let slab = pool.allocate(length(body)).unwrap();
+    let request = ReadRequest { address, key: key(number), slab };
+    match files.read(vec![request], deadline()).remove(0) {
+        ReadOutcome::Hit(slab) => assert!(slab[..] == content(body, length(body)), "{number}"),
+        other => assert!(!must_hit, "block {number}: {other:?}"),
+    }
+}
+
+fn verify(files: &dyn BlockFiles, recovery: &Recovery, pool: &Pool, promises: &Promises) {
+    let found: BTreeMap<_, _> = recovery.live.iter().map(|(meta, at)| (meta.key, *at)).collect();
+    for (&number, promise) in promises {
+        match (promise, found.get(&key(number))) {
+            (Promise::Stored(_), Some(&address)) => check(files, pool, number, address, true),
+            (Promise::Stored(_), None) => panic!("block {number} was acknowledged and is lost"),
+            (Promise::Removed, Some(_)) => panic!("block {number} was removed and is back"),
+            (Promise::Unknown, Some(&address)) => check(files, pool, number, address, false),
+            (Promise::Removed | Promise::Unknown, None) => {}
+        }
+    }
+}
+
+/// Thousands of runs, each with many syncs: in memory where the machine has a place for it.
+fn memory_directory() -> tempfile::TempDir {
+    tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir()).unwrap()
+}
+
+/// One run; how many calls the disk saw.
+fn run(layout: Layout, fault: Fault, at_call: u64, is_permanent: bool) -> u64 {
+    let directory = memory_directory();
+    let pool = small_pool();
+    let plan = FaultPlan::new(fault, at_call, is_permanent);
+    let mut promises = Promises::new();
+    let config = config(directory.path(), layout);
+    if let Ok((files, _)) = open_with(config.clone(), plan.wrap(&machine()), &pool, deadline()) {
+        live_through(files.as_ref(), &pool, &mut promises);
+    }
+    for _ in 0..2 {
+        let (files, recovery) = open_with(config.clone(), machine(), &pool, deadline()).unwrap();
+        verify(files.as_ref(), &recovery, &pool, &promises);
+    }
+    assert_eq!(pool.stats().requested_bytes, 0, "every slab came back");
+    plan.calls()
+}
+
+fn every_call(layout: Layout, fault: Fault) {
+    let calls = run(layout, fault, u64::MAX, false);
+    for at_call in 0..calls {
+        for is_permanent in [false, true] {
+            run(layout, fault, at_call, is_permanent);
+        }
+    }
+}
+
+macro_rules! faults {
+    ($($name:ident: $layout:expr, $fault:expr;)*) => {$(
+        #[test]
+        fn $name() {
+            every_call($layout, $fault);
+        }
+    )*};
+}
+
+faults! {
+    segments_survive_io_errors: Layout::Segments, Fault::Io;
+    segments_survive_full_disks: Layout::Segments, Fault::NoSpace;
+    segments_survive_short_transfers: Layout::Segments, Fault::Short;
+    segments_survive_torn_writes: Layout::Segments, Fault::Torn;
+    segments_survive_hangs: Layout::Segments, Fault::Hang;
+    block_files_survive_io_errors: Layout::FilePerBlock, Fault::Io;
+    block_files_survive_full_disks: Layout::FilePerBlock, Fault::NoSpace;
+    block_files_survive_short_transfers: Layout::FilePerBlock, Fault::Short;
+    block_files_survive_torn_writes: Layout::FilePerBlock, Fault::Torn;
+    block_files_survive_hangs: Layout::FilePerBlock, Fault::Hang;
+}

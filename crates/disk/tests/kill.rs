@@ -1,0 +1,218 @@
+//! kill -9 of a process that writes: what it was told is stored is there, and right.
+#![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
+#![expect(clippy::print_stdout, reason = "the child reports through its standard output")]
+#![expect(clippy::disallowed_methods, reason = "the child is told its part by its environment")]
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::io::{BufRead as _, BufReader, Write as _};
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::sync::Arc;
+
+use cascade_block::SystemClock;
+use cascade_disk::conformance::{Stored, assert_hits, block, deadline, key, pool};
+use cascade_disk::{BlockFiles, DiskError, FileTierConfig, Layout, open};
+use cascade_memory::Pool;
+
+const DIRECTORY: &str = "CASCADE_TEST_KILL_DIRECTORY";
+const FIRST: &str = "CASCADE_TEST_KILL_FIRST";
+const LAYOUT: &str = "CASCADE_TEST_KILL_LAYOUT";
+
+fn config(directory: &Path, layout: Layout) -> FileTierConfig {
+    FileTierConfig {
+        capacity_bytes: 16 << 20,
+        segment_bytes: 2 << 20,
+        layout,
+        ..FileTierConfig::new(directory)
+    }
+}
+
+fn length(number: u64) -> usize {
+    [300, 4096, 20_000, 65_536, 131_072][usize::try_from(number % 5).unwrap()]
+}
+
+/// Says something to the parent, who must have it before anything else happens.
+fn say(word: &str, number: u64) {
+    let mut out = std::io::stdout().lock();
+    writeln!(out, "\n{word} {number}").unwrap();
+    out.flush().unwrap();
+}
+
+/// Not a test: what the child process does until it is killed.
+#[test]
+#[ignore = "run by kill_leaves_no_wrong_bytes in a process of its own"]
+fn child() {
+    let (Some(directory), Some(first)) = (std::env::var_os(DIRECTORY), std::env::var_os(FIRST))
+    else {
+        return;
+    };
+    let is_segments = std::env::var_os(LAYOUT).unwrap() == "segments";
+    let layout = if is_segments { Layout::Segments } else { Layout::FilePerBlock };
+    let pool = pool();
+    let config = config(Path::new(&directory), layout);
+    let (files, _) = open(config, Arc::new(SystemClock), &pool, deadline()).unwrap();
+    let first: u64 = first.to_str().unwrap().parse().unwrap();
+    say("open", u64::from(std::process::id()));
+    for start in (first..).step_by(8) {
+        write_batch(files.as_ref(), &pool, start);
+    }
+}
+
+fn write_batch(files: &dyn BlockFiles, pool: &Pool, start: u64) {
+    let mut open: Vec<u64> = (start..start + 8).collect();
+    while !open.is_empty() {
+        let batch = open.iter().map(|&number| block(pool, number, length(number))).collect();
+        let answers = files.append(batch, deadline());
+        let mut refused = Vec::new();
+        for (&number, answer) in open.iter().zip(answers) {
+            match answer {
+                Ok(address) => {
+                    say("stored", number);
+                    if number.is_multiple_of(7) {
+                        say("removing", number);
+                        files.remove(&[(key(number), address)], deadline()).unwrap();
+                        say("removed", number);
+                    }
+                }
+                Err(DiskError::Full { .. }) => refused.push(number),
+                Err(error) => panic!("block {number}: {error:?}"),
+            }
+        }
+        if !refused.is_empty() {
+            let keep = &mut |meta: &cascade_disk::RecordMeta, _| {
+                if meta.is_prefix && meta.written_unix_ms + 40 > start {
+                    return true;
+                }
+                say("removing", meta.written_unix_ms);
+                false
+            };
+            files.reclaim(keep, deadline()).unwrap();
+        }
+        open = refused;
+    }
+    if start.is_multiple_of(64) {
+        files.checkpoint(deadline()).unwrap();
+    }
+}
+
+/// What the parent knows: stored and not since begun to be removed; surely removed.
+#[derive(Default)]
+struct Heard {
+    stored: BTreeSet<u64>,
+    removed: BTreeSet<u64>,
+    last: u64,
+}
+
+fn kill_after(directory: &Path, layout: &str, lines: usize, heard: &mut Heard) {
+    let mut child = Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", "child", "--ignored", "--nocapture"])
+        .env(DIRECTORY, directory)
+        .env(FIRST, (heard.last + 8).next_multiple_of(8).to_string())
+        .env(LAYOUT, layout)
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut output = BufReader::new(child.stdout.take().unwrap()).lines();
+    let mut said = 0;
+    for line in output.by_ref() {
+        let is_word = hear(&line.unwrap(), heard);
+        said += usize::from(is_word);
+        if said == lines {
+            child.kill().unwrap();
+        }
+    }
+    child.wait().unwrap();
+    assert!(said >= lines, "the child ended by itself after {said} lines");
+}
+
+fn hear(line: &str, heard: &mut Heard) -> bool {
+    let Some((word, Ok(number))) =
+        line.split_once(' ').map(|(word, number)| (word, number.parse::<u64>()))
+    else {
+        return false;
+    };
+    match word {
+        "stored" => {
+            heard.stored.insert(number);
+            heard.last = heard.last.max(number);
+        }
+        "removing" => drop(heard.stored.remove(&number)),
+        "removed" => drop(heard.removed.insert(number)),
+        "open" => {}
+        _ => return false,
+    }
+    true
+}
+
+fn rounds(layout: Layout, name: &str, count: usize) {
+    let directory = tempfile::tempdir().unwrap();
+    let pool = pool();
+    let mut heard = Heard::default();
+    for round in 0..count {
+        // Between the first words and several turns through the capacity.
+        kill_after(directory.path(), name, 1 + round * 37 % 400, &mut heard);
+        let config = config(directory.path(), layout);
+        let (files, recovery) = open(config, Arc::new(SystemClock), &pool, deadline()).unwrap();
+        let live: BTreeMap<u64, Stored> = recovery
+            .live
+            .iter()
+            .map(|(meta, address)| {
+                let number = meta.written_unix_ms;
+                (number, Stored { number, length: length(number), address: *address })
+            })
+            .collect();
+        let all: Vec<_> = live.values().copied().collect();
+        assert_hits(files.as_ref(), &pool, &all);
+        let lost: Vec<_> = heard.stored.iter().filter(|each| !live.contains_key(each)).collect();
+        assert!(lost.is_empty(), "round {round}: acknowledged and lost: {lost:?}");
+        let back: Vec<_> = heard.removed.iter().filter(|each| live.contains_key(each)).collect();
+        assert!(back.is_empty(), "round {round}: removed and back: {back:?}");
+        // What was written but not acknowledged counts from now on.
+        heard.stored = live.keys().copied().collect();
+        heard.last = heard.last.max(live.keys().last().copied().unwrap_or(0));
+    }
+}
+
+#[test]
+fn kill_leaves_no_wrong_bytes() {
+    rounds(Layout::Segments, "segments", 20);
+    rounds(Layout::FilePerBlock, "per_block", 10);
+}
+
+#[test]
+#[ignore = "takes minutes; the build server runs it"]
+fn two_hundred_kills_leave_no_wrong_bytes() {
+    rounds(Layout::Segments, "segments", 160);
+    rounds(Layout::FilePerBlock, "per_block", 40);
+}
+
+#[test]
+fn a_second_writer_is_told_who_the_first_is() {
+    let directory = tempfile::tempdir().unwrap();
+    let mut child = Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", "child", "--ignored", "--nocapture"])
+        .env(DIRECTORY, directory.path())
+        .env(FIRST, "0")
+        .env(LAYOUT, "segments")
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
+    let is_open = lines.any(|line| line.unwrap().starts_with("open "));
+    assert!(is_open);
+    let pool = pool();
+    let second = config(directory.path(), Layout::Segments);
+    let error = open(second.clone(), Arc::new(SystemClock), &pool, deadline()).expect_err("locked");
+    assert!(
+        matches!(error, DiskError::Locked { pid: Some(pid), .. } if pid == child.id()),
+        "{error:?}"
+    );
+    let other = FileTierConfig { writer: cascade_disk::WriterName::new("w1").unwrap(), ..second };
+    let (files, recovery) = open(other, Arc::new(SystemClock), &pool, deadline()).unwrap();
+    assert!(recovery.live.is_empty(), "each writer has its own files");
+    let stored = cascade_disk::conformance::append(files.as_ref(), &pool, &[(1, 4096)]);
+    assert_hits(files.as_ref(), &pool, &stored);
+    child.kill().unwrap();
+    drop(lines);
+    child.wait().unwrap();
+}
