@@ -1,60 +1,23 @@
 //! Namespaces: which blocks may be reused for each other, from a manifest and a tenant's secret.
 
-use std::collections::BTreeMap;
 use std::fmt;
 
 use hmac::{Hmac, KeyInit, Mac};
 use sha2::{Digest as _, Sha256};
 
-use crate::BlockKey;
+use crate::{BlockKey, Manifest};
 
-/// All that must match for one engine's KV to be right in another: the compatibility manifest.
-///
-/// Fields are names and values in a fixed order of names, so that two writers with the same facts
-/// produce the same bytes. A path is never a fact: name weights by their fingerprint.
-#[derive(Debug, Clone, PartialEq, Eq, Default, serde::Serialize, serde::Deserialize)]
-#[serde(transparent)]
-pub struct Manifest {
-    fields: BTreeMap<String, String>,
-}
-
-impl Manifest {
-    /// An empty manifest.
-    pub fn new() -> Self {
-        Self::default()
-    }
-
-    /// Adds or replaces a field.
-    #[must_use]
-    pub fn with(mut self, name: impl Into<String>, value: impl Into<String>) -> Self {
-        self.fields.insert(name.into(), value.into());
-        self
-    }
-
-    /// The fields in the order in which they are hashed.
-    pub fn fields(&self) -> impl Iterator<Item = (&str, &str)> {
-        self.fields.iter().map(|(name, value)| (name.as_str(), value.as_str()))
-    }
-
-    /// The bytes that are hashed: per field, length and bytes of name, length and bytes of value.
-    pub fn canonical_bytes(&self) -> Vec<u8> {
-        let mut bytes = Vec::new();
-        for text in self.fields().flat_map(|(name, value)| [name, value]) {
-            bytes.extend_from_slice(&(text.len() as u64).to_le_bytes());
-            bytes.extend_from_slice(text.as_bytes());
-        }
-        bytes
-    }
-}
-
-/// What separates one tenant's keys from another's. Never printed.
-#[derive(Clone, PartialEq, Eq)]
-pub struct TenantSecret(Vec<u8>);
+/// What separates one tenant's keys from another's. Never printed; kept only as a hash.
+#[derive(Clone)]
+pub struct TenantSecret([u8; 32]);
 
 impl TenantSecret {
     /// A secret of the caller's; empty for a store with one tenant.
-    pub fn new(bytes: impl Into<Vec<u8>>) -> Self {
-        Self(bytes.into())
+    pub fn new(bytes: impl AsRef<[u8]>) -> Self {
+        // HMAC pads short keys with zeros and hashes long ones, so that different secrets could
+        // act as one; hashed first, they cannot.
+        let hash = Sha256::new().chain_update(b"cascade secret 1\0").chain_update(bytes);
+        Self(hash.finalize().into())
     }
 }
 
@@ -102,14 +65,19 @@ pub struct Namespace {
 
 impl Namespace {
     /// Derives the root: HMAC-SHA-256 of the manifest's canonical bytes under the tenant's secret.
+    #[expect(clippy::missing_panics_doc, reason = "HMAC takes a key of any length")]
     pub fn new(manifest: Manifest, secret: &TenantSecret) -> Self {
-        let root = BlockKey::from_bytes(keyed(&secret.0, b"cascade namespace 1", &manifest));
-        let id_bytes = Sha256::new()
-            .chain_update(b"cascade namespace id 1")
+        let mut mac = Hmac::<Sha256>::new_from_slice(&secret.0).expect("HMAC takes any key");
+        mac.update(b"cascade namespace 1\0");
+        mac.update(&manifest.canonical_bytes());
+        let root = BlockKey::from_bytes(mac.finalize().into_bytes().into());
+        let hash: [u8; 32] = Sha256::new()
+            .chain_update(b"cascade namespace id 1\0")
             .chain_update(root.as_bytes())
-            .finalize();
+            .finalize()
+            .into();
         let mut id = [0; 16];
-        id.copy_from_slice(&id_bytes[..16]);
+        id.copy_from_slice(&hash[..16]);
         Self { root, id: NamespaceId(id), manifest }
     }
 
@@ -128,20 +96,40 @@ impl Namespace {
         &self.manifest
     }
 
-    /// The key for a caller's own id, such as `"sys_prompt_v1"`.
+    /// The key for a caller's own id, such as `"sys_prompt_v1"`, in this namespace.
     pub fn key_of_id(&self, id: &[u8]) -> BlockKey {
-        let hash = Sha256::new()
-            .chain_update(b"cascade id 1\0")
-            .chain_update(self.root.as_bytes())
-            .chain_update(id)
-            .finalize();
-        BlockKey::from_bytes(hash.into())
+        key_of_id(self.root, id)
     }
 }
 
-fn keyed(secret: &[u8], domain: &[u8], manifest: &Manifest) -> [u8; 32] {
-    let mut mac = Hmac::<Sha256>::new_from_slice(secret).expect("HMAC takes a key of any length");
-    mac.update(domain);
-    mac.update(&manifest.canonical_bytes());
-    mac.finalize().into_bytes().into()
+/// The key for a caller's own id below a namespace's root.
+///
+/// The length stands before the id, so that nobody who has seen one key can extend its id.
+pub fn key_of_id(root: BlockKey, id: &[u8]) -> BlockKey {
+    let hash = Sha256::new()
+        .chain_update(b"cascade id 1\0")
+        .chain_update((id.len() as u64).to_le_bytes())
+        .chain_update(root.as_bytes())
+        .chain_update(id)
+        .finalize();
+    BlockKey::from_bytes(hash.into())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn secrets_that_hmac_would_pad_alike_differ() {
+        let roots = [b"".as_slice(), b"a", b"a\0", &[7; 64], &[7; 65], &Sha256::digest([7; 65])]
+            .map(|secret| Namespace::new(Manifest::new(), &TenantSecret::new(secret)).root());
+        for (at, root) in roots.iter().enumerate() {
+            assert!(!roots[..at].contains(root), "secret {at} acts as an earlier one");
+        }
+    }
+
+    #[test]
+    fn a_secret_is_not_printed() {
+        assert_eq!(format!("{:?}", TenantSecret::new("hunter2")), "TenantSecret(..)");
+    }
 }

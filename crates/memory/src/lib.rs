@@ -1,9 +1,16 @@
 //! The shared-memory pool: one mapping, the slabs cut from it, and who may touch them.
 
+mod copy;
+mod heap;
+mod magazine;
+mod pages;
 mod pool;
 mod region;
 mod slab;
+mod sync;
 
-pub use pool::{HugePages, MemoryError, Pool, PoolConfig, PoolStats};
+pub use copy::{copy_in, copy_out};
+pub use pages::{HugePages, PageReport, PageSource};
+pub use pool::{DIRECT_ALIGN, MemoryError, Pool, PoolConfig, PoolStats};
 pub use region::Region;
 pub use slab::{Slab, SlabMut};

@@ -1,27 +1,26 @@
 //! The pool: hands out slabs of one region and takes them back.
 
-use std::collections::HashMap;
+use std::fmt;
 use std::io;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use thiserror::Error;
 
-use crate::{Region, SlabMut};
+use crate::heap::{Extent, Heap};
+use crate::magazine::Magazines;
+use crate::{HugePages, Region, SlabMut};
 
-/// Whether the pool asks for huge pages.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum HugePages {
-    /// Use them where the machine gives them.
-    #[default]
-    Auto,
-    /// Ordinary pages.
-    Never,
-}
+/// Offsets and lengths of slabs that the kernel may read into directly are multiples of this.
+pub const DIRECT_ALIGN: usize = 4096;
+
+/// Misses of the magazines after which their sizes are chosen anew.
+const UNSERVED_MAX: usize = 4096;
 
 /// How to make a pool.
 #[derive(Debug, Clone)]
 pub struct PoolConfig {
-    /// Size of the region.
+    /// Size of the region. Rounded up to a page. Minimum: one page.
     pub capacity_bytes: usize,
     /// Whether to ask for huge pages.
     pub huge_pages: HugePages,
@@ -29,7 +28,7 @@ pub struct PoolConfig {
     pub populate: bool,
 }
 
-/// What the pool holds.
+/// What the pool holds. `reserved + magazine + free = capacity` whenever nobody is using it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct PoolStats {
     /// Size of the region.
@@ -38,7 +37,13 @@ pub struct PoolStats {
     pub requested_bytes: usize,
     /// Bytes that slabs hold, rounding included.
     pub reserved_bytes: usize,
-    /// Bytes backed by huge pages.
+    /// Free bytes kept ready for the sizes in use; they go back to the heap when it needs them.
+    pub magazine_bytes: usize,
+    /// Free bytes in the heap.
+    pub free_bytes: usize,
+    /// The largest piece of the heap that is free in a row.
+    pub largest_free_bytes: usize,
+    /// Bytes backed by huge pages, as the kernel reports it.
     pub huge_bytes: usize,
 }
 
@@ -55,38 +60,73 @@ pub enum MemoryError {
         #[source]
         source: io::Error,
     },
+    /// Populating the pool would get a process killed.
+    #[error(
+        "a pool of {bytes} bytes does not fit: the machine has {available_bytes} bytes of memory \
+         available; make the pool smaller or free memory"
+    )]
+    NotEnough {
+        /// Size that was asked for.
+        bytes: usize,
+        /// What the kernel says is available.
+        available_bytes: usize,
+    },
+    /// A pool of nothing.
+    #[error("a pool has at least one page of 4096 bytes")]
+    Empty,
 }
 
 /// Hands out slabs. Clones share the same memory.
+///
+/// Sizes are rounded up: below 4 KiB to 64 bytes, below 64 KiB to 512, above to 4 KiB, and a slab
+/// starts at a multiple of what its size is rounded to.
 #[derive(Debug, Clone)]
 pub struct Pool(Arc<PoolInner>);
 
-#[derive(Debug)]
 pub(crate) struct PoolInner {
     pub(crate) region: Region,
-    free: Mutex<FreeSpace>,
+    magazines: Magazines,
+    heap: Mutex<Heap>,
+    counters: Counters,
 }
 
+/// Written by every call, so kept off the cache lines that every call only reads.
 #[derive(Debug, Default)]
-struct FreeSpace {
-    next: usize,
-    recycled: HashMap<usize, Vec<usize>>,
-    reserved: usize,
+#[repr(align(128))]
+struct Counters {
+    requested: AtomicUsize,
+    reserved: AtomicUsize,
+    /// Calls that found no magazine for their size since the magazines were last emptied.
+    unserved: AtomicUsize,
 }
 
 impl Pool {
     /// Maps a region and prepares it.
     pub fn new(config: &PoolConfig) -> Result<Self, MemoryError> {
-        let bytes = config.capacity_bytes;
-        let region = Region::map(bytes).map_err(|source| MemoryError::Map { bytes, source })?;
-        Ok(Self(Arc::new(PoolInner { region, free: Mutex::default() })))
+        let region = Region::map(config)?;
+        let capacity = region.bytes();
+        Ok(Self(Arc::new(PoolInner {
+            region,
+            magazines: Magazines::new(capacity),
+            heap: Mutex::new(Heap::new(capacity)),
+            counters: Counters::default(),
+        })))
     }
 
     /// A slab of that many bytes, or nothing when no free piece is large enough.
+    ///
+    /// Its bytes are whatever was there before; whoever takes it writes all of them. Takes no lock
+    /// while the magazine of this size has a piece.
     pub fn allocate(&self, bytes: usize) -> Option<SlabMut> {
-        let reserved = bytes.max(1).next_multiple_of(4096);
-        let offset = self.0.take(reserved)?;
-        Some(SlabMut { pool: Arc::clone(&self.0), offset, len: bytes, reserved })
+        self.allocate_rounded(bytes, granule(bytes))
+    }
+
+    /// A slab that starts at a multiple of [`DIRECT_ALIGN`] and whose rounded length
+    /// ([`SlabMut::padded_mut`]) is one too, so that `O_DIRECT` may read into it.
+    ///
+    /// The same as [`Pool::allocate`] for 64 KiB and more.
+    pub fn allocate_direct(&self, bytes: usize) -> Option<SlabMut> {
+        self.allocate_rounded(bytes, DIRECT_ALIGN)
     }
 
     /// The region that all slabs lie in, to register it with the kernel.
@@ -94,37 +134,132 @@ impl Pool {
         &self.0.region
     }
 
-    /// What the pool holds now.
+    /// What the pool holds now; while others use it, each figure may be of another moment.
     pub fn stats(&self) -> PoolStats {
-        let free = self.0.free.lock().unwrap_or_else(PoisonError::into_inner);
+        let heap = self.0.lock_heap();
+        let capacity_bytes = self.0.region.bytes();
+        let reserved_bytes = self.0.counters.reserved.load(Ordering::Relaxed);
         PoolStats {
-            capacity_bytes: self.0.region.bytes(),
-            requested_bytes: free.reserved,
-            reserved_bytes: free.reserved,
-            huge_bytes: 0,
+            capacity_bytes,
+            requested_bytes: self.0.counters.requested.load(Ordering::Relaxed),
+            reserved_bytes,
+            magazine_bytes: (capacity_bytes - heap.free_bytes()).saturating_sub(reserved_bytes),
+            free_bytes: heap.free_bytes(),
+            largest_free_bytes: heap.largest_free_bytes(),
+            huge_bytes: self.0.region.pages().huge_bytes,
         }
+    }
+
+    /// Moves all free pieces back to the heap, so that large ones can be cut again.
+    ///
+    /// [`Pool::allocate`] does this itself before it gives up.
+    pub fn compact(&self) {
+        self.0.drain_magazines(&mut self.0.lock_heap());
+    }
+
+    fn allocate_rounded(&self, bytes: usize, granule: usize) -> Option<SlabMut> {
+        let reserved = bytes.max(1).checked_next_multiple_of(granule)?;
+        let extent = self.0.take(reserved, granule)?;
+        debug_assert!(extent.bytes == reserved && extent.offset.is_multiple_of(granule));
+        // Relaxed: plain counters, read for statistics.
+        self.0.counters.requested.fetch_add(bytes, Ordering::Relaxed);
+        self.0.counters.reserved.fetch_add(reserved, Ordering::Relaxed);
+        Some(SlabMut::new(Arc::clone(&self.0), extent, bytes))
     }
 }
 
 impl PoolInner {
-    fn take(&self, reserved: usize) -> Option<usize> {
-        let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
-        let recycled = free.recycled.get_mut(&reserved).and_then(Vec::pop);
-        let offset = match recycled {
-            Some(offset) => offset,
-            None if free.next + reserved <= self.region.bytes() => {
-                free.next += reserved;
-                free.next - reserved
-            }
-            None => return None,
-        };
-        free.reserved += reserved;
-        Some(offset)
+    /// Takes a slab's piece back; `requested` is what it was counted with.
+    pub(crate) fn release(&self, extent: Extent, requested: usize) {
+        self.counters.requested.fetch_sub(requested, Ordering::Relaxed);
+        self.counters.reserved.fetch_sub(extent.bytes, Ordering::Relaxed);
+        let Err(extent) = self.magazines.push(extent) else { return };
+        let mut heap = self.lock_heap();
+        self.magazines.drain_half(extent.bytes, |extent| heap.give_back(extent));
+        heap.give_back(extent);
     }
 
-    pub(crate) fn release(&self, offset: usize, reserved: usize) {
-        let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
-        free.recycled.entry(reserved).or_default().push(offset);
-        free.reserved -= reserved;
+    /// A slab gave up part of what it had asked for.
+    pub(crate) fn uncount_requested(&self, bytes: usize) {
+        self.counters.requested.fetch_sub(bytes, Ordering::Relaxed);
+    }
+
+    fn take(&self, bytes: usize, align: usize) -> Option<Extent> {
+        while let Some(extent) = self.magazines.pop(bytes) {
+            // A magazine is shared by pieces of one length but, between `allocate` and
+            // `allocate_direct`, perhaps of two alignments.
+            if extent.bytes == bytes && extent.offset.is_multiple_of(align) {
+                return Some(extent);
+            }
+            self.lock_heap().give_back(extent);
+        }
+        self.take_from_heap(bytes, align)
+    }
+
+    fn take_from_heap(&self, bytes: usize, align: usize) -> Option<Extent> {
+        let mut heap = self.lock_heap();
+        if bytes > self.region.bytes() {
+            return None;
+        }
+        if let Some(extent) = heap.take(bytes, align) {
+            self.refill(&mut heap, bytes, align);
+            return Some(extent);
+        }
+        // Under the lock, so that two callers who drain at once both see all that was drained.
+        self.drain_magazines(&mut heap);
+        heap.take(bytes, align)
+    }
+
+    /// Moves more pieces of that size into its magazine while the heap is locked anyway.
+    fn refill(&self, heap: &mut Heap, bytes: usize, align: usize) {
+        if !self.magazines.claim(bytes) {
+            // Relaxed: the count only decides when to look for better sizes.
+            let unserved = self.counters.unserved.fetch_add(1, Ordering::Relaxed);
+            if unserved >= UNSERVED_MAX {
+                self.drain_magazines(heap);
+            }
+            return;
+        }
+        for _ in 0..self.magazines.limit(bytes) / 2 {
+            let Some(extent) = heap.take(bytes, align) else { return };
+            if let Err(extent) = self.magazines.push(extent) {
+                heap.give_back(extent);
+                return;
+            }
+        }
+    }
+
+    fn drain_magazines(&self, heap: &mut Heap) {
+        self.magazines.drain(|extent| heap.give_back(extent));
+        self.counters.unserved.store(0, Ordering::Relaxed);
+    }
+
+    /// The heap is changed in steps that do not panic, so a poisoned lock still guards a sound one.
+    fn lock_heap(&self) -> MutexGuard<'_, Heap> {
+        self.heap.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Drop for PoolInner {
+    fn drop(&mut self) {
+        let heap = self.heap.get_mut().unwrap_or_else(PoisonError::into_inner);
+        self.magazines.drain(|extent| heap.give_back(extent));
+        let whole = heap.largest_free_bytes() == self.region.bytes();
+        debug_assert!(whole || std::thread::panicking(), "slabs hold the pool, so all came back");
+    }
+}
+
+impl fmt::Debug for PoolInner {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("PoolInner").field("region", &self.region).finish_non_exhaustive()
+    }
+}
+
+/// What a size is rounded up and aligned to.
+fn granule(bytes: usize) -> usize {
+    match bytes {
+        0..4096 => 64,
+        4096..65_536 => 512,
+        _ => DIRECT_ALIGN,
     }
 }

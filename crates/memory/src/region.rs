@@ -1,53 +1,236 @@
 //! One shared mapping of anonymous memory, addressed by offset.
 #![expect(unsafe_code, reason = "maps memory and hands out pointers into it")]
 
+use std::fs::File;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::ptr::{self, NonNull};
+use std::thread;
 
-use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
-use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
+use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
+use rustix::mm::{MapFlags, ProtFlags, mmap, mmap_anonymous, munmap};
+
+use crate::pages::{self, HUGE_PAGE};
+use crate::{HugePages, MemoryError, PageReport, PageSource, PoolConfig};
+
+const PAGE: usize = 4096;
+
+/// Threads that ask for huge pages; more are slower than the memory.
+const COLLAPSE_THREADS_MAX: usize = 16;
+
+/// What a thread is worth starting for.
+const COLLAPSE_BYTES_MIN: usize = 256 << 20;
 
 /// A shared mapping that lives as long as this value.
 #[derive(Debug)]
 pub struct Region {
+    mapping: Mapping,
+    file: File,
+    pages: PageReport,
+}
+
+/// Address space from `start` on, with the mapping at `base` inside it. Unmapped on drop.
+#[derive(Debug)]
+struct Mapping {
+    start: NonNull<u8>,
+    reserved_bytes: usize,
     base: NonNull<u8>,
     bytes: usize,
-    _file: OwnedFd,
 }
 
 // SAFETY: the mapping is plain memory without thread affinity; it is unmapped once, on drop.
-unsafe impl Send for Region {}
-// SAFETY: a shared Region gives out only addresses; access through them is argued by the slabs.
-unsafe impl Sync for Region {}
+unsafe impl Send for Mapping {}
+// SAFETY: a shared Mapping gives out only addresses; access through them is argued by the slabs.
+unsafe impl Sync for Mapping {}
 
 impl Region {
-    pub(crate) fn map(bytes: usize) -> io::Result<Self> {
-        let file = memfd_create("cascade-pool", MemfdFlags::CLOEXEC)?;
-        ftruncate(&file, bytes as u64)?;
-        let prot = ProtFlags::READ | ProtFlags::WRITE;
-        // SAFETY: a new mapping at an address of the kernel's choice overlaps nothing.
-        let base = unsafe { mmap(ptr::null_mut(), bytes, prot, MapFlags::SHARED, &file, 0) }?;
-        let base = NonNull::new(base.cast()).ok_or(io::ErrorKind::OutOfMemory)?;
-        Ok(Self { base, bytes, _file: file })
+    pub(crate) fn map(config: &PoolConfig) -> Result<Self, MemoryError> {
+        let bytes = config.capacity_bytes;
+        if bytes == 0 {
+            return Err(MemoryError::Empty);
+        }
+        let refused = |source| MemoryError::Map { bytes, source };
+        let huge = config.huge_pages == HugePages::Auto;
+        if huge && pages::reserved_huge_bytes() >= bytes {
+            // Another process may take the reserved pages first; then ordinary memory will do.
+            if let Ok(region) = Self::map_reserved(bytes) {
+                return Ok(region);
+            }
+        }
+        let available = pages::available_bytes().filter(|available| *available < bytes);
+        if let Some(available_bytes) = available.filter(|_| config.populate) {
+            return Err(MemoryError::NotEnough { bytes, available_bytes });
+        }
+        let rounded = bytes.checked_next_multiple_of(PAGE);
+        let rounded = rounded.ok_or_else(|| refused(io::ErrorKind::OutOfMemory.into()))?;
+        Self::map_ordinary(rounded, huge && config.populate, config.populate).map_err(refused)
     }
 
-    /// Where the mapping starts in this process.
+    fn map_reserved(bytes: usize) -> io::Result<Self> {
+        let huge = MemfdFlags::HUGETLB | MemfdFlags::HUGE_2MB;
+        let rounded = bytes.checked_next_multiple_of(HUGE_PAGE);
+        let bytes = rounded.ok_or(io::ErrorKind::OutOfMemory)?;
+        let file = create_file(bytes, huge)?;
+        let mapping = Mapping::of_file(&file, bytes)?;
+        // SAFETY: the mapping was just made.
+        unsafe { pages::populate(mapping.base, bytes) }?;
+        // SAFETY: as above.
+        unsafe { pages::leave_out_of_dumps(mapping.base, bytes) }?;
+        let huge_bytes = pages::huge_bytes(mapping.base, bytes)?;
+        let pages = PageReport { source: PageSource::Reserved, huge_bytes, refusal: None };
+        Ok(Self { mapping, file: file.into(), pages })
+    }
+
+    fn map_ordinary(bytes: usize, collapse: bool, populate: bool) -> io::Result<Self> {
+        let file = create_file(bytes, MemfdFlags::empty())?;
+        let mut mapping = Mapping::of_file(&file, bytes)?;
+        // SAFETY: the mapping was just made.
+        unsafe { pages::leave_out_of_dumps(mapping.base, bytes) }?;
+        let mut pages = PageReport { source: PageSource::Ordinary, huge_bytes: 0, refusal: None };
+        if collapse {
+            pages.refusal = mapping.collapse().err();
+            pages.huge_bytes = pages::huge_bytes(mapping.base, bytes)?;
+            if pages.huge_bytes > 0 {
+                pages.source = PageSource::Collapsed;
+            }
+        }
+        if populate && pages.huge_bytes < bytes {
+            // SAFETY: the mapping was just made.
+            unsafe { pages::populate(mapping.base, bytes) }?;
+        }
+        Ok(Self { mapping, file: file.into(), pages })
+    }
+
+    /// Where the mapping starts in this process: a multiple of 2 MiB.
     pub fn base(&self) -> NonNull<u8> {
-        self.base
+        self.mapping.base
     }
 
     /// Length of the mapping.
     pub fn bytes(&self) -> usize {
-        self.bytes
+        self.mapping.bytes
+    }
+
+    /// The memory as a file, to map it in another process. Its length cannot be changed.
+    pub fn file(&self) -> &File {
+        &self.file
+    }
+
+    /// Which pages the kernel gave.
+    pub fn pages(&self) -> &PageReport {
+        &self.pages
     }
 }
 
-impl Drop for Region {
+fn create_file(bytes: usize, extra: MemfdFlags) -> io::Result<OwnedFd> {
+    let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING | extra;
+    let file = memfd_create("cascade-pool", flags)?;
+    ftruncate(&file, bytes as u64)?;
+    // Whoever gets the file cannot shrink it and so kill us with SIGBUS.
+    fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
+    Ok(file)
+}
+
+impl Mapping {
+    fn of_file(file: &OwnedFd, bytes: usize) -> io::Result<Self> {
+        // Huge pages need an aligned address, which the kernel gives only to some mappings.
+        let reserved_bytes = bytes.checked_add(HUGE_PAGE).ok_or(io::ErrorKind::OutOfMemory)?;
+        let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
+        // SAFETY: a new mapping at an address of the kernel's choice overlaps nothing.
+        let start =
+            unsafe { mmap_anonymous(ptr::null_mut(), reserved_bytes, ProtFlags::empty(), flags) }?;
+        let start = NonNull::new(start.cast::<u8>()).ok_or(io::ErrorKind::OutOfMemory)?;
+        let skip = start.as_ptr().addr().next_multiple_of(HUGE_PAGE) - start.as_ptr().addr();
+        // SAFETY: `skip` is below HUGE_PAGE, which the reservation has on top of `bytes`.
+        let base = unsafe { start.add(skip) };
+        // From here on the reservation is unmapped on every way out.
+        let mapping = Self { start, reserved_bytes, base, bytes };
+        let prot = ProtFlags::READ | ProtFlags::WRITE;
+        let flags = MapFlags::SHARED | MapFlags::FIXED;
+        // SAFETY: replaces part of the reservation above, which nobody else knows of.
+        unsafe { mmap(base.as_ptr().cast(), bytes, prot, flags, file, 0) }?;
+        Ok(mapping)
+    }
+}
+
+impl Mapping {
+    /// Asks for huge pages, by several threads at once: one clears no more than 8 GiB a second.
+    fn collapse(&mut self) -> io::Result<()> {
+        let threads = thread::available_parallelism().map_or(1, usize::from);
+        let piece = self.bytes.div_ceil(threads.min(COLLAPSE_THREADS_MAX));
+        let piece = piece.max(COLLAPSE_BYTES_MIN).next_multiple_of(HUGE_PAGE);
+        let whole = &*self;
+        thread::scope(|scope| {
+            let pieces = (0..whole.bytes).step_by(piece);
+            let workers: Vec<_> = pieces
+                .map(|offset| scope.spawn(move || whole.collapse_piece(offset, piece)))
+                .collect();
+            let results = workers.into_iter().map(|worker| {
+                worker.join().unwrap_or_else(|_| Err(io::Error::other("a worker panicked")))
+            });
+            // All are joined; the first error stands for the others.
+            results.fold(Ok(()), io::Result::and)
+        })
+    }
+
+    fn collapse_piece(&self, offset: usize, piece: usize) -> io::Result<()> {
+        // SAFETY: `collapse` steps inside the mapping.
+        let base = unsafe { self.base.add(offset) };
+        // SAFETY: the piece is cut at the mapping's end; `collapse` has `&mut self` and gives each
+        // worker a piece of its own, and no slab was made yet.
+        unsafe { pages::collapse(base, piece.min(self.bytes - offset)) }
+    }
+}
+
+impl Drop for Mapping {
     fn drop(&mut self) {
-        // SAFETY: `base` and `bytes` are those of the mapping made in `map`; slabs hold the pool,
-        // which holds this, so nothing points into it any more.
-        let unmapped = unsafe { munmap(self.base.as_ptr().cast(), self.bytes) };
+        // SAFETY: the reservation was made in `of_file` and covers the mapping; slabs hold the
+        // pool, which holds the region and this, so nothing points into it any more.
+        let unmapped = unsafe { munmap(self.start.as_ptr().cast(), self.reserved_bytes) };
         debug_assert!(unmapped.is_ok(), "unmapping our own mapping");
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+    use std::os::unix::fs::FileExt;
+
+    fn region(bytes: usize, huge_pages: HugePages) -> Region {
+        let config = PoolConfig { capacity_bytes: bytes, huge_pages, populate: true };
+        Region::map(&config).expect("a few MiB are there")
+    }
+
+    #[test]
+    fn the_file_shows_what_the_mapping_holds_and_keeps_its_length() {
+        let region = region(3 << 20, HugePages::Auto);
+        // SAFETY: inside the mapping.
+        let at = unsafe { region.base().add(4097) };
+        // SAFETY: inside the mapping, which nobody else accesses.
+        unsafe { at.write(42) };
+        let mut byte = [0];
+        region.file().read_exact_at(&mut byte, 4097).expect("inside the file");
+        assert_eq!(byte, [42]);
+        region.file().set_len(0).expect_err("sealed against shrinking");
+    }
+
+    #[test]
+    fn what_the_kernel_gave_is_reported() {
+        let ordinary = region(8 << 20, HugePages::Never);
+        assert_eq!(ordinary.pages().source, PageSource::Ordinary);
+        assert_eq!(ordinary.pages().huge_bytes, 0);
+        let asked = region(8 << 20, HugePages::Auto);
+        let huge = asked.pages().huge_bytes;
+        assert!(huge <= asked.bytes() && huge.is_multiple_of(HUGE_PAGE), "{huge}");
+        assert_eq!(huge == 0, asked.pages().source == PageSource::Ordinary);
+        assert!(asked.base().as_ptr().addr().is_multiple_of(HUGE_PAGE));
+    }
+
+    #[test]
+    fn more_than_the_machine_has_is_refused_before_it_is_touched() {
+        let config =
+            PoolConfig { capacity_bytes: 1 << 60, huge_pages: HugePages::Auto, populate: true };
+        let error = Region::map(&config).expect_err("no machine has an exbibyte");
+        assert!(matches!(error, MemoryError::NotEnough { .. }), "{error}");
     }
 }

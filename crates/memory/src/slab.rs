@@ -1,42 +1,76 @@
 //! Slabs: pieces of the pool. One writer while open, any number of readers once sealed.
 #![expect(unsafe_code, reason = "turns offsets of the region into slices")]
 
+use std::fmt;
 use std::ops::{Deref, DerefMut};
 use std::ptr::NonNull;
 use std::sync::Arc;
 
+use crate::copy::{copy_in, copy_out};
+use crate::heap::Extent;
 use crate::pool::PoolInner;
 
 /// A piece of the pool with one owner, who may write it. Goes back to the pool when dropped.
-#[derive(Debug)]
+///
+/// Fresh from the pool its bytes are whatever was there before.
 pub struct SlabMut {
-    pub(crate) pool: Arc<PoolInner>,
-    pub(crate) offset: usize,
+    pool: Arc<PoolInner>,
+    /// Taken out only by `drop`.
+    extent: Extent,
     /// Bytes asked for; the visible length.
-    pub(crate) len: usize,
-    /// Bytes taken from the pool.
-    pub(crate) reserved: usize,
+    len: usize,
 }
 
 /// A sealed piece of the pool: never changes again, shared by all who hold a clone.
-#[derive(Debug, Clone)]
+///
+/// It stays as it is while any clone lives, whatever the store evicts meanwhile.
+#[derive(Clone)]
 pub struct Slab(Arc<SlabMut>);
 
 impl SlabMut {
+    pub(crate) fn new(pool: Arc<PoolInner>, extent: Extent, len: usize) -> Self {
+        assert!(len <= extent.bytes, "a slab lies in its extent");
+        assert!(extent.offset + extent.bytes <= pool.region.bytes(), "an extent of another pool");
+        Self { pool, extent, len }
+    }
+
     /// Ends writing: from now on the bytes do not change.
     pub fn seal(self) -> Slab {
         Slab(Arc::new(self))
     }
 
+    /// Shortens the slab; what it reserved stays the same. Longer lengths change nothing.
+    pub fn truncate(&mut self, len: usize) {
+        let cut = self.len.saturating_sub(len);
+        self.pool.uncount_requested(cut);
+        self.len -= cut;
+    }
+
+    /// Copies a block in, at memory speed.
+    ///
+    /// # Panics
+    /// If the lengths differ.
+    pub fn fill_from(&mut self, bytes: &[u8]) {
+        copy_in(self, bytes);
+    }
+
+    /// The slab and the bytes that rounding added, for reads of whole sectors.
+    pub fn padded_mut(&mut self) -> &mut [u8] {
+        // SAFETY: the extent is this slab's alone until it is dropped, mapped and initialised (the
+        // kernel zeroes it); `&mut self` excludes every other slice of it.
+        unsafe { std::slice::from_raw_parts_mut(self.pointer().as_ptr(), self.extent.bytes) }
+    }
+
     /// Where the slab starts in the pool's region, in bytes.
     pub fn offset(&self) -> usize {
-        self.offset
+        self.extent.offset
     }
 
     /// The first byte, for handing to the kernel; valid as long as the slab is held.
     pub fn pointer(&self) -> NonNull<u8> {
-        // SAFETY: the pool hands out only offsets inside the mapping.
-        unsafe { self.pool.region.base().add(self.offset) }
+        // SAFETY: `new` checked that the extent lies inside the mapping, which the pool that this
+        // slab holds keeps until it is dropped.
+        unsafe { self.pool.region.base().add(self.extent.offset) }
     }
 }
 
@@ -44,8 +78,8 @@ impl Deref for SlabMut {
     type Target = [u8];
 
     fn deref(&self) -> &[u8] {
-        // SAFETY: the pool gave this range to this slab alone, mapped and initialised (the kernel
-        // zeroes it), until it is dropped; writers need `&mut self`.
+        // SAFETY: the extent is this slab's alone until it is dropped, mapped and initialised (the
+        // kernel zeroes it), and `len` lies in it; writers need `&mut self`.
         unsafe { std::slice::from_raw_parts(self.pointer().as_ptr(), self.len) }
     }
 }
@@ -59,14 +93,21 @@ impl DerefMut for SlabMut {
 
 impl Drop for SlabMut {
     fn drop(&mut self) {
-        self.pool.release(self.offset, self.reserved);
+        let Extent { offset, bytes } = self.extent;
+        self.pool.release(Extent { offset, bytes }, self.len);
+    }
+}
+
+impl fmt::Debug for SlabMut {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "SlabMut({} bytes at {})", self.len, self.extent.offset)
     }
 }
 
 impl Slab {
     /// Where the slab starts in the pool's region, in bytes.
     pub fn offset(&self) -> usize {
-        self.0.offset
+        self.0.offset()
     }
 
     /// The first byte, for handing to the kernel; valid as long as the slab is held.
@@ -78,6 +119,19 @@ impl Slab {
     pub fn holders(&self) -> usize {
         Arc::strong_count(&self.0)
     }
+
+    /// Bytes that the slab takes from the pool, rounding included.
+    pub fn reserved_bytes(&self) -> usize {
+        self.0.extent.bytes
+    }
+
+    /// Copies the block out, at memory speed; for one of many see [`copy_out`].
+    ///
+    /// # Panics
+    /// If the lengths differ.
+    pub fn copy_to(&self, target: &mut [u8]) {
+        copy_out(target, self, self.len());
+    }
 }
 
 impl Deref for Slab {
@@ -85,5 +139,17 @@ impl Deref for Slab {
 
     fn deref(&self) -> &[u8] {
         &self.0
+    }
+}
+
+impl AsRef<[u8]> for Slab {
+    fn as_ref(&self) -> &[u8] {
+        self
+    }
+}
+
+impl fmt::Debug for Slab {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Slab({} bytes at {})", self.0.len, self.0.extent.offset)
     }
 }

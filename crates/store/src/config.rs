@@ -4,7 +4,10 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use cascade_block::DigestMode;
+use cascade_memory::{HugePages, PoolConfig};
 use thiserror::Error;
+
+use crate::StoreError;
 
 const MIB: u64 = 1 << 20;
 
@@ -113,7 +116,8 @@ pub struct StoreConfig {
     pub dirty_bytes_max: Option<u64>,
     /// Bytes a second that the mover may write. Default: no limit.
     pub mover_bytes_per_second: Option<u64>,
-    /// Share of DRAM that protected prefixes may hold, in percent. Default: 50.
+    /// Share of DRAM that protected prefixes may hold, in percent; beyond it further ones are
+    /// ordinary blocks. Default: 80.
     pub protected_percent: u8,
     /// Whether a request's last partial block is taken. Default: no.
     pub admit_partial: bool,
@@ -134,9 +138,43 @@ impl Default for StoreConfig {
             write: WritePolicy::default(),
             dirty_bytes_max: None,
             mover_bytes_per_second: None,
-            protected_percent: 50,
+            protected_percent: 80,
             admit_partial: false,
             timeout: Duration::from_secs(30),
+        }
+    }
+}
+
+impl StoreConfig {
+    /// Refuses what makes no sense, by name.
+    pub fn check(&self) -> Result<(), StoreError> {
+        let bad = |setting, reason: String| Err(StoreError::Config { setting, reason });
+        if self.dram_bytes < 4 * MIB {
+            return bad("dram", format!("{} bytes; the least is 4 MiB", self.dram_bytes));
+        }
+        if usize::try_from(self.dram_bytes).is_err() {
+            return bad("dram", format!("{} bytes do not fit the address space", self.dram_bytes));
+        }
+        if self.dram_blocks == Some(0) {
+            return bad("dram_blocks", "0 blocks; the least is 1, or leave it out".to_owned());
+        }
+        if self.protected_percent > 100 {
+            return bad("protected_percent", format!("{} is over 100", self.protected_percent));
+        }
+        if self.timeout.is_zero() {
+            return bad("timeout", "0; every call would fail: give at least 1 ms".to_owned());
+        }
+        if self.mover_bytes_per_second == Some(0) {
+            return bad("mover_bytes_per_second", "0 would never write; leave it out".to_owned());
+        }
+        Ok(())
+    }
+
+    pub(crate) fn pool(&self) -> PoolConfig {
+        PoolConfig {
+            capacity_bytes: usize::try_from(self.dram_bytes).expect("checked by check()"),
+            huge_pages: if self.huge_pages { HugePages::Auto } else { HugePages::Never },
+            populate: true,
         }
     }
 }

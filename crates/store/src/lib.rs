@@ -1,12 +1,29 @@
 //! One node's decisions: catalog, leases, tiers, pipeline, placement, eviction and mover.
 
+mod catalog;
 mod config;
+pub mod eviction;
+mod mover;
+mod node;
 mod outcome;
+mod pipeline;
+mod put;
+mod read;
+mod request;
+pub mod stage;
+mod state;
+mod stats;
+mod store;
 
 pub use config::{
     CallOptions, FileLayout, FilesConfig, IoEngine, PipelineError, PolicyKind, StoreConfig,
     WritePolicy,
 };
 pub use outcome::{
-    DeclineReason, GetOutcome, PrefixMatch, Put, PutOutcome, StoreError, TierName, ViewOutcome,
+    DeclineReason, GetOutcome, PrefixMatch, Put, PutOutcome, PutSlab, StoreError, TierName,
+    ViewOutcome,
 };
+pub use pipeline::Pipeline;
+pub use request::{Hints, Request};
+pub use stats::{Counters, Stats, TierHits};
+pub use store::Store;

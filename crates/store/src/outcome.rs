@@ -3,13 +3,13 @@
 use std::sync::Arc;
 
 use cascade_block::{BlockKey, NamespaceId};
-use cascade_memory::{MemoryError, Slab};
+use cascade_memory::{MemoryError, Slab, SlabMut};
 use thiserror::Error;
 
 use crate::PipelineError;
 
 /// The name of a tier in results and statistics: `dram`, `files`, or a stage's own.
-pub type TierName = Arc<str>;
+pub type TierName = &'static str;
 
 /// One block to store.
 #[derive(Debug, Clone, Copy)]
@@ -45,6 +45,40 @@ impl<'a> Put<'a> {
     }
 }
 
+/// One block that its caller wrote in place, into a slab from `Store::reserve`.
+#[derive(Debug)]
+pub struct PutSlab {
+    /// Its name.
+    pub key: BlockKey,
+    /// Its bytes.
+    pub slab: SlabMut,
+    /// The block before it in its chain.
+    pub parent: Option<BlockKey>,
+    /// The namespace that the key is rooted in, stored with the data.
+    pub namespace: NamespaceId,
+    /// Whether it belongs to a protected prefix.
+    pub is_prefix: bool,
+    /// Whether it is a request's last, partly filled block.
+    pub is_partial: bool,
+    /// Milliseconds until it expires.
+    pub ttl_ms: Option<u64>,
+}
+
+impl PutSlab {
+    /// A block without parent, protection or time limit.
+    pub fn new(key: BlockKey, slab: SlabMut) -> Self {
+        Self {
+            key,
+            slab,
+            parent: None,
+            namespace: NamespaceId::default(),
+            is_prefix: false,
+            is_partial: false,
+            ttl_ms: None,
+        }
+    }
+}
+
 /// Why a block was not taken although nothing failed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum DeclineReason {
@@ -52,8 +86,10 @@ pub enum DeclineReason {
     Partial,
     /// Larger than a tier of the pipeline can hold.
     TooLarge,
-    /// Everything resident is pinned or worth more.
+    /// Everything resident is pinned or held by views.
     Full,
+    /// Everything resident is worth more, and there is no tier below.
+    WorthLess,
     /// The pipeline stores nothing.
     Empty,
 }
@@ -139,6 +175,13 @@ pub enum StoreError {
         /// How far it is behind.
         pending_bytes: u64,
     },
+    /// Every byte of DRAM is pinned or held by views. Drop some, ask for less at once, or give the
+    /// store more.
+    #[error("no room for {needed_bytes} bytes: all of DRAM is pinned or held by views")]
+    NoRoom {
+        /// Length of the block.
+        needed_bytes: usize,
+    },
     /// A tier failed. Compute.
     #[error("tier {tier} failed to {operation}")]
     Tier {
@@ -164,6 +207,13 @@ pub enum StoreError {
     /// The pool could not be made.
     #[error("cannot make the DRAM tier")]
     Memory(#[source] Arc<MemoryError>),
+    /// A thread could not be started.
+    #[error("cannot start the store's threads")]
+    Threads {
+        /// What the kernel said.
+        #[source]
+        source: Arc<std::io::Error>,
+    },
     /// The store was closed.
     #[error("the store is closed")]
     Closed,

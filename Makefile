@@ -1,0 +1,140 @@
+# Everything a person, a hook or CI runs is a target here; `make help` lists them.
+# A machine needs cargo, Python 3.11 or later and a C compiler; the rest installs itself.
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+MAKEFLAGS += --no-builtin-rules
+
+CARGO_TARGET_DIR ?= $(CURDIR)/target
+export CARGO_TARGET_DIR
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# cargo finds the interpreter that the binding is built for.
+export PYO3_PYTHON := $(CURDIR)/.venv/bin/python
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMPS := $(VENV)/stamps
+TRACE := data/traces/mooncake/conversation_trace.jsonl
+LOOM_FLAGS := --cfg loom
+FUZZ_SECONDS ?= 60
+CARGO_FUZZ_VERSION := 0.13.2
+
+RUST_SOURCES := $(shell find crates -name '*.rs' -o -name '*.toml' 2>/dev/null) Cargo.toml Cargo.lock
+PYTHON_SOURCES := $(shell find python/cascadekv -name '*.py' -o -name '*.pyi' -o -name py.typed) \
+	pyproject.toml
+
+.PHONY: help ## Show this list
+help:
+	@echo "Cascade: a tiered, shared KV cache for LLM inference. Start with 'make run'."
+	@echo
+	@grep -E '^\.PHONY: [a-z-]+ ## ' Makefile \
+		| sed -E 's/^\.PHONY: ([a-z-]+) ## (.*)/  \1\t\2/' | expand -t 16
+
+.PHONY: build ## Build the release wheel and install it: .venv/bin/cascade, .venv/bin/python
+build: $(STAMPS)/build
+
+.PHONY: run ## Build, then replay a real conversation trace and write a report (under 3 minutes)
+run: build
+	mkdir -p reports
+	$(BIN)/cascade replay $(TRACE) --dram 512MiB --files .cache/replay --files-capacity 4GiB \
+		--fresh --json reports/conversation.json --report reports/conversation.html
+	@echo "Report: reports/conversation.html (figures: reports/conversation.json)"
+
+.PHONY: test ## Run every Rust and Python test that takes seconds
+test: test-rust test-python
+
+.PHONY: test-rust ## Run the Rust tests
+test-rust: $(STAMPS)/python
+	cargo test --locked --workspace --quiet
+
+.PHONY: test-python ## Run the Python tests against the installed wheel
+test-python: $(STAMPS)/build $(STAMPS)/test
+	$(BIN)/python -m pytest --quiet
+
+.PHONY: test-slow ## Run the long tests: kill -9 at random points, a minute of racing threads
+test-slow: $(STAMPS)/build $(STAMPS)/test
+	cargo test --locked --workspace --release --quiet -- --ignored
+	$(BIN)/python -m pytest --quiet -m stress --timeout 600
+
+.PHONY: check ## Format, lints, types, spelling, stubs and source tidiness; changes nothing
+check: check-rust check-python
+
+.PHONY: check-rust ## The Rust half of check
+check-rust: $(STAMPS)/python
+	cargo fmt --all --check
+	cargo clippy --locked --workspace --all-targets --quiet -- -D warnings
+	cargo test --locked --package cascade-block --test tidy --quiet
+
+.PHONY: check-python ## The Python half of check
+check-python: $(STAMPS)/build $(STAMPS)/test $(STAMPS)/check
+	$(BIN)/ruff format --check --quiet
+	$(BIN)/ruff check --quiet
+	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/typos
+	$(BIN)/python -m mypy.stubtest cascadekv._native --ignore-disjoint-bases \
+		--allowlist python/stubtest-allowlist.txt --ignore-unused-allowlist
+
+.PHONY: format ## Rewrite Rust and Python in the house format
+format: $(STAMPS)/check
+	cargo fmt --all
+	$(BIN)/ruff format --quiet
+	$(BIN)/ruff check --fix --quiet
+
+.PHONY: bench ## Measure the core beside the machine's limits: reports/core.json
+bench: build
+	mkdir -p reports
+	$(BIN)/cascade bench core --json reports/core.json
+
+.PHONY: wheel ## Build the wheel into dist/ and prove it in an empty environment
+wheel: $(STAMPS)/build
+	mkdir -p dist
+	cp $(CARGO_TARGET_DIR)/wheels/cascadekv-*.whl dist/
+	python=$(abspath $(BIN)/python) bash .ci/prove-wheel dist/cascadekv-*.whl
+
+.PHONY: docs ## Build the Rust documentation and run the examples of docs/python.md
+docs: $(STAMPS)/build $(STAMPS)/test
+	RUSTDOCFLAGS="-D warnings" cargo doc --locked --workspace --no-deps --quiet
+	$(BIN)/python -m pytest --quiet python/tests/test_guide.py
+	@echo "Rust documentation: $(CARGO_TARGET_DIR)/doc/cascade_store/index.html"
+
+.PHONY: loom ## Model-check the lock-free parts
+loom:
+	CARGO_TARGET_DIR=$(CARGO_TARGET_DIR)/loom RUSTFLAGS="$(LOOM_FLAGS)" \
+		cargo test --locked --package cascade-memory --release --lib --quiet loom
+
+.PHONY: fuzz ## Fuzz each target for FUZZ_SECONDS (60), where cargo-fuzz can be installed
+fuzz: .cache/cargo-fuzz/bin/cargo-fuzz
+	bash .ci/fuzz $(FUZZ_SECONDS)
+
+.PHONY: clean ## Remove everything that was built or installed here
+clean:
+	rm -rf $(VENV) .cache dist reports
+	cargo clean
+
+# --- What the targets stand on; each stamp is newer than what it was made from. ---
+
+$(STAMPS)/python: .ci/find-python
+	python=$$(bash .ci/find-python) && $$python -m venv --clear $(VENV)
+	mkdir -p $(STAMPS) && touch $@
+
+$(STAMPS)/tools: requirements/build.txt $(STAMPS)/python
+	$(BIN)/python -m pip install --quiet --requirement $<
+	touch $@
+
+$(STAMPS)/test $(STAMPS)/check: $(STAMPS)/%: requirements/%.txt $(STAMPS)/python
+	$(BIN)/python -m pip install --quiet --requirement $<
+	touch $@
+
+$(STAMPS)/build: $(RUST_SOURCES) $(PYTHON_SOURCES) $(STAMPS)/tools
+	rm -f $(CARGO_TARGET_DIR)/wheels/cascadekv-*.whl
+	$(BIN)/maturin build --release --locked --quiet \
+		--interpreter $(BIN)/python --out $(CARGO_TARGET_DIR)/wheels
+	$(BIN)/python -m pip install --quiet --force-reinstall --no-deps --no-index \
+		$(CARGO_TARGET_DIR)/wheels/cascadekv-*.whl
+	touch $@
+
+.cache/cargo-fuzz/bin/cargo-fuzz:
+	CARGO_TARGET_DIR=$(CARGO_TARGET_DIR)/cargo-fuzz cargo install --locked --quiet \
+		cargo-fuzz --version $(CARGO_FUZZ_VERSION) --root .cache/cargo-fuzz

@@ -1,0 +1,22 @@
+//! Tells the program which commit it was built from, so that its figures can be traced.
+
+use std::process::Command;
+
+fn main() {
+    let commit = git(&["rev-parse", "HEAD"]).unwrap_or_else(|| "unknown".to_owned());
+    let changes = git(&["status", "--porcelain", "--untracked-files=no"]).unwrap_or_default();
+    let mark = if changes.is_empty() { "" } else { " with local changes" };
+    println!("cargo::rustc-env=CASCADE_COMMIT={commit}{mark}");
+    println!("cargo::rerun-if-changed=build.rs");
+    println!("cargo::rerun-if-changed=src");
+    // The log of HEAD grows with every commit, wherever this working tree keeps it.
+    if let Some(log) = git(&["rev-parse", "--git-path", "logs/HEAD"]) {
+        println!("cargo::rerun-if-changed={log}");
+    }
+}
+
+fn git(args: &[&str]) -> Option<String> {
+    let output = Command::new("git").args(args).output().ok()?;
+    let text = String::from_utf8(output.stdout).ok()?;
+    output.status.success().then(|| text.trim().to_owned())
+}

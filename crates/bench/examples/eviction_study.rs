@@ -1,0 +1,20 @@
+//! Prints the study of all policies over the bundled traces, as `docs/eviction.md` shows it.
+//! Arguments are traces to study instead.
+
+#![expect(clippy::print_stdout, reason = "an example shows what it found")]
+
+use std::path::{Path, PathBuf};
+
+use cascade_bench::study::{SIZES_PERCENT, bundled_traces, study_table};
+use cascade_bench::trace::{Trace, TraceError};
+
+fn main() -> Result<(), TraceError> {
+    let paths: Vec<PathBuf> = std::env::args_os().skip(1).map(PathBuf::from).collect();
+    let traces = if paths.is_empty() {
+        bundled_traces(&Path::new(env!("CARGO_MANIFEST_DIR")).join("../../data/traces"))?
+    } else {
+        paths.iter().map(|path| Trace::read(path)).collect::<Result<_, _>>()?
+    };
+    println!("{}", study_table(&traces, &SIZES_PERCENT).markdown());
+    Ok(())
+}

@@ -1,0 +1,8 @@
+//! The command `cascade`, for use without Python.
+
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    let code = cascade_bench::cli::main(std::env::args_os());
+    ExitCode::from(u8::try_from(code).unwrap_or(1))
+}

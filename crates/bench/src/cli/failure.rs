@@ -1,0 +1,116 @@
+//! Why a command could not do its work: what, where, and what to do about it.
+
+use std::error::Error;
+use std::io;
+use std::path::{Path, PathBuf};
+
+use cascade_store::StoreError;
+use thiserror::Error;
+
+use crate::cli::{EXIT_FAILED, EXIT_USAGE};
+
+/// A command's failure. Each says what to do next.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum Failure {
+    /// Options that contradict each other or that the store refuses.
+    #[error("{what}\n  {advice}")]
+    Usage {
+        /// What makes no sense.
+        what: String,
+        /// What would.
+        advice: String,
+    },
+    /// A file that was asked for could not be written.
+    #[error(
+        "cannot write {}\n  check that the directory exists, is writable and has space",
+        path.display()
+    )]
+    Write {
+        /// Which.
+        path: PathBuf,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+    /// Something that has to be read cannot be.
+    #[error("cannot read {}\n  {advice}", path.display())]
+    Read {
+        /// Which.
+        path: PathBuf,
+        /// What to do.
+        advice: String,
+        /// Why.
+        #[source]
+        source: Box<dyn Error + Send + Sync>,
+    },
+    /// The store did not open or refused to go on.
+    #[error("the store failed while {doing}")]
+    Store {
+        /// What was under way.
+        doing: &'static str,
+        /// Why.
+        #[source]
+        source: StoreError,
+    },
+    /// A measurement could not be made.
+    #[error("cannot measure {what}")]
+    Measure {
+        /// Which.
+        what: String,
+        /// Why.
+        #[source]
+        source: Box<dyn Error + Send + Sync>,
+    },
+    /// A drawing of the report failed.
+    #[error("cannot draw the plot {plot:?}: {reason}")]
+    Plot {
+        /// Which.
+        plot: &'static str,
+        /// Why.
+        reason: String,
+    },
+}
+
+impl Failure {
+    /// Options that make no sense, and what would.
+    pub fn usage(what: impl Into<String>, advice: impl Into<String>) -> Self {
+        Self::Usage { what: what.into(), advice: advice.into() }
+    }
+
+    /// A file that could not be written; `-` is the terminal.
+    pub fn write(path: impl AsRef<Path>, source: io::Error) -> Self {
+        Self::Write { path: path.as_ref().to_owned(), source }
+    }
+
+    /// A measurement that could not be made.
+    pub fn measure(
+        what: impl Into<String>,
+        source: impl Into<Box<dyn Error + Send + Sync>>,
+    ) -> Self {
+        Self::Measure { what: what.into(), source: source.into() }
+    }
+
+    /// The process's exit code for it.
+    pub fn exit_code(&self) -> i32 {
+        match self {
+            Self::Usage { .. } | Self::Read { .. } => EXIT_USAGE,
+            Self::Store { source: StoreError::Config { .. } | StoreError::Pipeline(_), .. } => {
+                EXIT_USAGE
+            }
+            _ => EXIT_FAILED,
+        }
+    }
+
+    /// The message with all its causes, one a line.
+    pub fn explain(&self) -> String {
+        let mut text = format!("error: {self}");
+        let mut cause = self.source();
+        while let Some(error) = cause {
+            text.push_str("\n  because: ");
+            text.push_str(&error.to_string());
+            cause = error.source();
+        }
+        text
+    }
+}

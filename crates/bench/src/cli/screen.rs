@@ -1,0 +1,103 @@
+//! Everything that reaches the person: results to standard output, remarks to standard error.
+
+use std::fmt;
+use std::io::{self, IsTerminal, Write};
+use std::path::Path;
+
+use crate::cli::Failure;
+
+/// The only place that writes to the terminal. A closed pipe (`| head`) is not an error.
+pub struct Screen {
+    results: Box<dyn Write + Send>,
+    remarks: Box<dyn Write + Send>,
+    /// Whether a person watches, so that a progress bar makes sense.
+    pub is_interactive: bool,
+    /// Whether results may be coloured.
+    pub is_coloured: bool,
+}
+
+impl fmt::Debug for Screen {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Screen")
+            .field("is_interactive", &self.is_interactive)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Screen {
+    /// The process's own streams. Honours `NO_COLOR` and `CLICOLOR`.
+    pub fn of_process() -> Self {
+        Self {
+            results: Box::new(io::stdout()),
+            remarks: Box::new(io::stderr()),
+            is_interactive: io::stderr().is_terminal(),
+            is_coloured: console::colors_enabled(),
+        }
+    }
+
+    /// Writes a line of the result.
+    pub fn line(&mut self, text: impl fmt::Display) -> Result<(), Failure> {
+        let written = writeln!(self.results, "{text}");
+        written.or_else(ignore_closed_pipe).map_err(|source| Failure::write("-", source))
+    }
+
+    /// Writes a remark that is not part of the result.
+    pub fn remark(&mut self, text: impl fmt::Display) -> Result<(), Failure> {
+        let written = writeln!(self.remarks, "{text}");
+        written.or_else(ignore_closed_pipe).map_err(|source| Failure::write("-", source))
+    }
+
+    /// Text in bold, where colours are wanted.
+    pub fn bold(&self, text: &str) -> String {
+        self.style(console::Style::new().bold(), text)
+    }
+
+    /// Text in a lighter shade, where colours are wanted.
+    pub fn dim(&self, text: &str) -> String {
+        self.style(console::Style::new().dim(), text)
+    }
+
+    /// Text in green for good or red for bad, where colours are wanted.
+    pub fn verdict(&self, is_good: bool, text: &str) -> String {
+        let style = console::Style::new();
+        self.style(if is_good { style.green() } else { style.red().bold() }, text)
+    }
+
+    fn style(&self, style: console::Style, text: &str) -> String {
+        style.force_styling(self.is_coloured).apply_to(text).to_string()
+    }
+}
+
+fn ignore_closed_pipe(error: io::Error) -> io::Result<()> {
+    if error.kind() == io::ErrorKind::BrokenPipe { Ok(()) } else { Err(error) }
+}
+
+/// Writes figures as JSON to a file, or to the screen for `-`.
+pub fn write_json<T>(path: &Path, value: &T, screen: &mut Screen) -> Result<(), Failure>
+where
+    T: serde::Serialize + ?Sized,
+{
+    let text = serde_json::to_string_pretty(value);
+    let text = text.map_err(|error| Failure::write(path, io::Error::other(error)))?;
+    if path.as_os_str() == "-" { screen.line(text) } else { write_file(path, text.as_bytes()) }
+}
+
+/// Writes a whole file through a neighbour, so that readers never see half of it.
+///
+/// Devices and pipes (`/dev/stdout`) are written directly: they must not be replaced.
+pub fn write_file(path: &Path, bytes: &[u8]) -> Result<(), Failure> {
+    let write = || -> io::Result<()> {
+        let is_special = path.metadata().is_ok_and(|target| !target.is_file());
+        if is_special {
+            return std::fs::write(path, bytes);
+        }
+        if let Some(parent) = path.parent().filter(|parent| !parent.as_os_str().is_empty()) {
+            std::fs::create_dir_all(parent)?;
+        }
+        let mut neighbour = path.as_os_str().to_owned();
+        neighbour.push(".part");
+        std::fs::write(&neighbour, bytes)?;
+        std::fs::rename(&neighbour, path)
+    };
+    write().map_err(|source| Failure::write(path, source))
+}

@@ -1,0 +1,197 @@
+//! What a figure was measured on: processor, memory, kernel, disk, build and command line.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use cascade_block::{ByteSize, Clock, SystemClock};
+use serde::Serialize;
+
+/// The machine and the build, as far as they change figures.
+#[derive(Debug, Clone, Serialize)]
+pub struct Environment {
+    /// Model of the processor.
+    pub cpu: String,
+    /// Processors that this process may use.
+    pub cpu_count: usize,
+    /// NUMA nodes.
+    pub numa_nodes: usize,
+    /// Frequency governor, where the kernel tells.
+    pub governor: Option<String>,
+    /// Memory of the machine.
+    pub memory_bytes: u64,
+    /// Load averages over 1, 5 and 15 minutes at the start: a busy machine's figures are low.
+    pub load_average: Option<String>,
+    /// Huge page settings: what and how.
+    pub huge_pages: BTreeMap<String, String>,
+    /// Operating system, kernel release and architecture.
+    pub kernel: String,
+    /// Where the file tier lies.
+    pub disk: Option<Mount>,
+    /// Version of this program.
+    pub version: String,
+    /// Commit that it was built from.
+    pub commit: String,
+    /// `release` or `debug`; figures of a debug build mean nothing.
+    pub profile: String,
+    /// When the run began, milliseconds since 1970 UTC.
+    pub started_unix_ms: u64,
+    /// The whole command line.
+    pub argv: Vec<String>,
+}
+
+/// The file system that a directory lies on.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Mount {
+    /// Where it is mounted.
+    pub mount_point: PathBuf,
+    /// Its type, such as `ext4`.
+    pub file_system: String,
+    /// The device or export.
+    pub source: String,
+    /// Mount options.
+    pub options: String,
+}
+
+impl Environment {
+    /// Looks around. Whatever the system does not tell is `unknown` or left out.
+    pub fn capture(directory: Option<&Path>) -> Self {
+        let uname = rustix::system::uname();
+        let text = |part: &std::ffi::CStr| part.to_string_lossy().into_owned();
+        Self {
+            cpu: cpu_model(),
+            cpu_count: std::thread::available_parallelism().map_or(1, usize::from),
+            numa_nodes: numa_nodes(),
+            governor: read_line("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor"),
+            memory_bytes: memory_bytes(),
+            load_average: load_average(),
+            huge_pages: huge_pages(),
+            kernel: format!(
+                "{} {} {}",
+                text(uname.sysname()),
+                text(uname.release()),
+                text(uname.machine())
+            ),
+            disk: directory.and_then(mount_of),
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+            commit: env!("CASCADE_COMMIT").to_owned(),
+            profile: if cfg!(debug_assertions) { "debug" } else { "release" }.to_owned(),
+            started_unix_ms: SystemClock.unix_ms(),
+            argv: std::env::args_os().map(|arg| arg.to_string_lossy().into_owned()).collect(),
+        }
+    }
+
+    /// One line for a person.
+    pub fn headline(&self) -> String {
+        let disk = self
+            .disk
+            .as_ref()
+            .map_or(String::new(), |disk| format!(", {} on {}", disk.file_system, disk.source));
+        format!(
+            "{} x {}, load {}, {} memory, {}{disk}; cascade {} ({}, {})",
+            self.cpu_count,
+            self.cpu,
+            self.load_average.as_deref().and_then(|load| load.split(' ').next()).unwrap_or("?"),
+            ByteSize(self.memory_bytes).rounded(),
+            self.kernel,
+            self.version,
+            self.commit.get(..12).unwrap_or(&self.commit),
+            self.profile,
+        )
+    }
+}
+
+/// Resident memory of this process in bytes, shared mappings included.
+pub fn resident_bytes() -> Option<u64> {
+    status_kib("/proc/self/status", "VmRSS:")
+}
+
+/// The file system that a path lies on, or will lie on once it is made.
+fn mount_of(directory: &Path) -> Option<Mount> {
+    let existing = directory.ancestors().find(|path| path.exists()).filter(|path| *path != "")?;
+    let full = existing.canonicalize().ok()?;
+    let table = fs::read_to_string("/proc/self/mountinfo").ok()?;
+    let mounts = table.lines().filter_map(parse_mount);
+    mounts
+        .filter(|mount| full.starts_with(&mount.mount_point))
+        .max_by_key(|mount| mount.mount_point.as_os_str().len())
+}
+
+/// A line of `mountinfo`: `36 35 98:0 /root /point rw,noatime master:1 - ext4 /dev/x rw`.
+fn parse_mount(line: &str) -> Option<Mount> {
+    let (place, kind) = line.split_once(" - ")?;
+    let mut place = place.split(' ').skip(4);
+    let mut kind = kind.split(' ');
+    Some(Mount {
+        mount_point: PathBuf::from(place.next()?),
+        options: place.next()?.to_owned(),
+        file_system: kind.next()?.to_owned(),
+        source: kind.next()?.to_owned(),
+    })
+}
+
+fn cpu_model() -> String {
+    let info = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+    let model = info.lines().find_map(|line| line.strip_prefix("model name"));
+    model.map_or("unknown", |line| line.trim_start_matches([' ', '\t', ':']).trim()).to_owned()
+}
+
+fn numa_nodes() -> usize {
+    let nodes = fs::read_dir("/sys/devices/system/node").into_iter().flatten().flatten();
+    let is_node =
+        |name: &str| name.strip_prefix("node").is_some_and(|tail| tail.parse::<u32>().is_ok());
+    nodes.filter(|entry| entry.file_name().to_str().is_some_and(is_node)).count().max(1)
+}
+
+fn memory_bytes() -> u64 {
+    status_kib("/proc/meminfo", "MemTotal:").unwrap_or(0)
+}
+
+fn load_average() -> Option<String> {
+    let line = read_line("/proc/loadavg")?;
+    Some(line.split(' ').take(3).collect::<Vec<_>>().join(" "))
+}
+
+fn status_kib(path: &str, field: &str) -> Option<u64> {
+    let text = fs::read_to_string(path).ok()?;
+    let line = text.lines().find_map(|line| line.strip_prefix(field))?;
+    line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok().map(|kib| kib * 1024)
+}
+
+fn huge_pages() -> BTreeMap<String, String> {
+    let settings = ["enabled", "shmem_enabled", "defrag"];
+    let chosen = settings.iter().filter_map(|name| {
+        let line = read_line(&format!("/sys/kernel/mm/transparent_hugepage/{name}"))?;
+        let (_, rest) = line.split_once('[')?;
+        Some(((*name).to_owned(), rest.split(']').next()?.to_owned()))
+    });
+    chosen.collect()
+}
+
+fn read_line(path: &str) -> Option<String> {
+    fs::read_to_string(path).ok().map(|text| text.trim().to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_mountinfo_line_is_understood() {
+        let line = "36 35 98:0 /m /mnt/x rw,noatime master:1 - ext4 /dev/vda rw,discard";
+        let mount = parse_mount(line).unwrap();
+        assert_eq!(mount.mount_point, Path::new("/mnt/x"));
+        assert_eq!(
+            (mount.file_system.as_str(), mount.source.as_str(), mount.options.as_str()),
+            ("ext4", "/dev/vda", "rw,noatime")
+        );
+        assert_eq!(parse_mount("nonsense"), None);
+    }
+
+    #[test]
+    fn this_machine_is_described() {
+        let here = Environment::capture(Some(Path::new("no/such/directory")));
+        assert!(here.memory_bytes > 0 && here.cpu_count > 0);
+        assert!(resident_bytes().is_some_and(|bytes| bytes > 1 << 20));
+    }
+}

@@ -1,0 +1,98 @@
+//! Latencies in fixed memory: a histogram that merges, and what is told of it.
+
+use std::time::Duration;
+
+use hdrhistogram::Histogram;
+use serde::Serialize;
+
+/// Longest latency that is told apart: a minute, in nanoseconds.
+const CEILING_NS: u64 = 60_000_000_000;
+
+/// A recording of latencies with three significant digits.
+#[derive(Debug, Clone)]
+pub struct Latencies(Histogram<u64>);
+
+/// What a person or a plot needs of many latencies. Microseconds.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct LatencySummary {
+    /// How many were recorded.
+    pub count: u64,
+    /// Half were shorter.
+    pub us_p50: f64,
+    /// Nine of ten were shorter.
+    pub us_p90: f64,
+    /// All but one in a hundred were shorter.
+    pub us_p99: f64,
+    /// The longest.
+    pub us_max: f64,
+    /// Pairs of an upper bound in microseconds and the count below it, not cumulative.
+    pub buckets: Vec<(f64, u64)>,
+}
+
+impl Latencies {
+    /// An empty recording.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Records one.
+    pub fn record(&mut self, latency: Duration) {
+        let ns = u64::try_from(latency.as_nanos()).unwrap_or(u64::MAX);
+        self.0.saturating_record(ns);
+    }
+
+    /// Adds another recording to this one.
+    pub fn merge(&mut self, other: &Self) {
+        let added = self.0.add(&other.0);
+        debug_assert!(added.is_ok(), "all recordings have the same bounds");
+    }
+
+    /// What happened, in few numbers.
+    pub fn summary(&self) -> LatencySummary {
+        let us = |ns: u64| Duration::from_nanos(ns).as_secs_f64() * 1e6;
+        let steps = self.0.iter_log(1000, std::f64::consts::SQRT_2);
+        LatencySummary {
+            count: self.0.len(),
+            us_p50: us(self.0.value_at_quantile(0.5)),
+            us_p90: us(self.0.value_at_quantile(0.9)),
+            us_p99: us(self.0.value_at_quantile(0.99)),
+            us_max: us(self.0.max()),
+            buckets: steps
+                .map(|step| (us(step.value_iterated_to()), step.count_since_last_iteration()))
+                .collect(),
+        }
+    }
+}
+
+impl Default for Latencies {
+    fn default() -> Self {
+        let histogram = Histogram::new_with_bounds(1, CEILING_NS, 3);
+        Self(histogram.expect("one nanosecond to a minute at three digits is a valid range"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn merged_recordings_tell_of_both() {
+        let (mut one, mut other) = (Latencies::new(), Latencies::new());
+        (0..99).for_each(|_| one.record(Duration::from_micros(10)));
+        other.record(Duration::from_millis(5));
+        one.merge(&other);
+        let summary = one.summary();
+        assert_eq!(summary.count, 100);
+        assert!((summary.us_p50 - 10.0).abs() < 0.1, "{summary:?}");
+        assert!((summary.us_max - 5000.0).abs() < 10.0, "{summary:?}");
+        assert_eq!(summary.buckets.iter().map(|(_, count)| count).sum::<u64>(), 100);
+    }
+
+    #[test]
+    fn an_absurd_latency_is_the_ceiling_not_a_panic() {
+        let mut latencies = Latencies::new();
+        latencies.record(Duration::MAX);
+        latencies.record(Duration::ZERO);
+        assert_eq!(latencies.summary().count, 2);
+    }
+}

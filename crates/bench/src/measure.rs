@@ -1,0 +1,99 @@
+//! Figures of this machine and this build, each beside a limit measured in the same run.
+
+mod cold;
+mod disk;
+mod figure;
+mod hashing;
+mod index;
+mod memory;
+mod restart;
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use cascade_block::{BlockKey, Clock, Manifest, Namespace, SystemClock, TenantSecret};
+use cascade_store::{Store, StoreConfig, StoreError};
+
+use crate::cli::Failure;
+pub use figure::{Figure, Target, table_header};
+
+/// What to measure, and where results go.
+pub struct Bench<'a> {
+    /// Larger sizes and counts.
+    pub is_full: bool,
+    /// Directory on the disk to measure; figures of the file tier make one of their own in it.
+    pub directory: PathBuf,
+    /// Only figures whose name contains this.
+    pub only: Option<String>,
+    /// Called with each figure as it is there.
+    pub deliver: &'a mut dyn FnMut(Figure) -> Result<(), Failure>,
+}
+
+impl std::fmt::Debug for Bench<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Bench").field("is_full", &self.is_full).finish_non_exhaustive()
+    }
+}
+
+impl Bench<'_> {
+    /// Measures everything that is asked for.
+    pub fn run(&mut self) -> Result<(), Failure> {
+        // Resident memory first: later figures leave memory behind that would be counted.
+        restart::resident(self)?;
+        index::run(self)?;
+        memory::run(self)?;
+        hashing::run(self)?;
+        disk::run(self)?;
+        restart::run(self)
+    }
+
+    fn rounds(&self) -> usize {
+        if self.is_full { 9 } else { 5 }
+    }
+
+    fn wants(&self, name: &str) -> bool {
+        self.only.as_ref().is_none_or(|only| name.contains(only.as_str()))
+    }
+
+    fn wants_any(&self, names: &[&str]) -> bool {
+        names.iter().any(|name| self.wants(name))
+    }
+
+    fn deliver(&mut self, figure: Figure) -> Result<(), Failure> {
+        if self.wants(&figure.name) { (self.deliver)(figure) } else { Ok(()) }
+    }
+}
+
+/// Opens a store for a measurement.
+fn open(what: &str, config: StoreConfig) -> Result<Store, Failure> {
+    Store::open(config).map_err(|error| Failure::measure(what, error))
+}
+
+/// A failure of the store during a measurement.
+fn failed(what: &'static str) -> impl Fn(StoreError) -> Failure {
+    move |error| Failure::measure(what, error)
+}
+
+/// Keys of a bench of its own, in order.
+fn keys(label: &str, count: usize) -> Vec<BlockKey> {
+    let manifest = Manifest::new().with("workload", "cascade bench").with("label", label);
+    let namespace = Namespace::new(manifest, &TenantSecret::new(""));
+    (0..count as u64).map(|id| namespace.key_of_id(&id.to_le_bytes())).collect()
+}
+
+/// How long some work takes.
+fn timed(work: impl FnOnce()) -> Duration {
+    let began = SystemClock.monotonic();
+    work();
+    SystemClock.monotonic().saturating_sub(began)
+}
+
+/// Bytes over time in GB/s.
+fn gb_per_second(bytes: usize, took: Duration) -> f64 {
+    bytes as f64 / took.as_secs_f64().max(1e-9) / 1e9
+}
+
+/// A size as it stands in names: `128KiB`.
+fn size_name(bytes: usize) -> String {
+    cascade_block::ByteSize(bytes as u64).to_string()
+}

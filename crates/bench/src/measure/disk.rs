@@ -1,0 +1,251 @@
+//! Segment reads (cold, proved) and writes against what the disk gives to fio or to plain preads.
+
+use std::fs::{self, File, OpenOptions};
+use std::io;
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use cascade_block::BlockKey;
+use cascade_store::{CallOptions, FilesConfig, Put, Store, StoreConfig, ViewOutcome};
+
+use crate::cli::Failure;
+use crate::measure::{
+    Bench, Figure, Target, cold, failed, gb_per_second, keys, open, size_name, timed,
+};
+use crate::payload;
+
+const KIB: usize = 1 << 10;
+const MIB: usize = 1 << 20;
+/// Bytes of one read call: the depth that the limit is measured with is this over the block.
+const BATCH_BYTES: usize = 32 * MIB;
+/// Deepest queue for the limit.
+const DEPTH_MAX: usize = 32;
+
+pub(super) fn run(bench: &mut Bench<'_>) -> Result<(), Failure> {
+    for size in [128 * KIB, MIB, 2 * MIB] {
+        let names = ["read", "write"].map(|what| format!("{what}/segments/{}", size_name(size)));
+        if bench.wants_any(&[&names[0], &names[1]]) {
+            read_and_write(bench, size, names)?;
+        }
+    }
+    Ok(())
+}
+
+/// A directory that is gone when this is.
+pub(super) struct Scratch(PathBuf);
+
+impl Scratch {
+    pub(super) fn new(below: &Path) -> Result<Self, Failure> {
+        let path = below.join(format!("cascade-bench-{}", std::process::id()));
+        let made = fs::create_dir_all(&path);
+        made.map_err(|error| {
+            Failure::measure(format!("the disk below {}", below.display()), error)
+        })?;
+        Ok(Self(path))
+    }
+
+    pub(super) fn path(&self, name: &str) -> PathBuf {
+        self.0.join(name)
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        // What stays is named for this process and lies where the caller asked for it.
+        drop(fs::remove_dir_all(&self.0));
+    }
+}
+
+fn read_and_write(bench: &mut Bench<'_>, size: usize, names: [String; 2]) -> Result<(), Failure> {
+    let disk = |error: io::Error| Failure::measure("the disk", error);
+    let scratch = Scratch::new(&bench.directory)?;
+    let bytes = if bench.is_full { 2048 * MIB } else { 512 * MIB };
+    let keys = keys("disk", bytes / size);
+    let depth = (BATCH_BYTES / size).clamp(1, DEPTH_MAX);
+    let limit = Limit::new(scratch.path("limit.bin"), bytes, size, depth).map_err(disk)?;
+    let mut samples: [Vec<f64>; 4] = Default::default();
+    let mut cached_most = Some(0);
+    for round in 0..bench.rounds() {
+        let directory = scratch.path(&format!("store-{round}"));
+        samples[0].push(limit.write().map_err(disk)?);
+        samples[1].push(write(&directory, &keys, size)?);
+        cold::forget(&scratch.0).map_err(disk)?;
+        samples[2].push(limit.read().map_err(disk)?);
+        let before = cold::cached_bytes(&directory).map_err(disk)?;
+        samples[3].push(read(&directory, &keys, size)?);
+        let after = cold::cached_bytes(&directory).map_err(disk)?;
+        let both = before.zip(after).map(|(before, after)| before.max(after));
+        cached_most = cached_most.zip(both).map(|(most, now): (u64, u64)| most.max(now));
+        fs::remove_dir_all(&directory).map_err(disk)?;
+    }
+    let [limit_write, write, limit_read, read] = samples;
+    let proof = match cached_most {
+        Some(bytes) => format!("O_DIRECT; at most {bytes} bytes of the segments in the page cache"),
+        None => "O_DIRECT; fincore is not installed".to_owned(),
+    };
+    let text = format!("{}, {size} bytes a read, depth {depth}. Cold: {proof}", limit.tool());
+    let [name_read, name_write] = names;
+    let target = Target::ShareAtLeast(0.95);
+    bench.deliver(Figure::rate(name_read, "GB/s", read, (limit_read, &text), target))?;
+    let text = format!("{}, {size} bytes a write, depth {depth}", limit.tool());
+    let target = Target::ShareAtLeast(0.9);
+    bench.deliver(Figure::rate(name_write, "GB/s", write, (limit_write, &text), target))
+}
+
+fn config(directory: &Path, bytes: usize) -> StoreConfig {
+    let mut files = FilesConfig::new(directory);
+    files.capacity_bytes = (bytes * 2).max(1 << 30) as u64;
+    files.segment_bytes = 64 << 20;
+    StoreConfig {
+        pipeline: "Dram|Files".to_owned(),
+        dram_bytes: 256 << 20,
+        files: Some(files),
+        ..StoreConfig::default()
+    }
+}
+
+/// GB/s from the first put until all is written down.
+fn write(directory: &Path, keys: &[BlockKey], size: usize) -> Result<f64, Failure> {
+    let batch_blocks = BATCH_BYTES / size;
+    let mut batch_bytes = vec![0; BATCH_BYTES];
+    let store = open("segment writes", config(directory, keys.len() * size))?;
+    let mut took = std::time::Duration::ZERO;
+    let mut stored = true;
+    for batch in keys.chunks(batch_blocks) {
+        let pieces = batch.iter().zip(batch_bytes.chunks_exact_mut(size));
+        pieces.for_each(|(key, piece)| payload::fill(key, piece));
+        let puts = batch.iter().zip(batch_bytes.chunks_exact(size));
+        let puts: Vec<Put<'_>> = puts.map(|(key, bytes)| Put::new(*key, bytes)).collect();
+        took += timed(|| {
+            let outcomes = store.put(&puts, CallOptions::default());
+            stored &= outcomes.iter().all(|o| matches!(o, cascade_store::PutOutcome::Stored));
+        });
+    }
+    let mut flushed = Ok(());
+    took += timed(|| flushed = store.flush(CallOptions::default()));
+    flushed.map_err(failed("segment writes"))?;
+    store.close().map_err(failed("segment writes"))?;
+    if !stored {
+        return Err(Failure::measure("segment writes", "a block was not stored"));
+    }
+    Ok(gb_per_second(keys.len() * size, took))
+}
+
+/// GB/s of views on a store that was just opened: nothing of it is in DRAM.
+fn read(directory: &Path, keys: &[BlockKey], size: usize) -> Result<f64, Failure> {
+    let store: Store = open("segment reads", config(directory, keys.len() * size))?;
+    let mut took = std::time::Duration::ZERO;
+    for batch in keys.chunks(BATCH_BYTES / size) {
+        let mut outcomes = Vec::new();
+        took += timed(|| outcomes = store.view(batch, CallOptions::default()));
+        for (key, outcome) in batch.iter().zip(outcomes) {
+            let ViewOutcome::Hit { slab, tier } = outcome else {
+                return Err(Failure::measure("segment reads", format!("a view gave {outcome:?}")));
+            };
+            let is_right = payload::check(key, &slab, size).is_ok();
+            if !is_right || tier != "files" {
+                let what = format!("{key} came from {tier}, right bytes: {is_right}");
+                return Err(Failure::measure("segment reads", what));
+            }
+        }
+    }
+    store.close().map_err(failed("segment reads"))?;
+    Ok(gb_per_second(keys.len() * size, took))
+}
+
+/// What the disk gives without a store.
+struct Limit {
+    path: PathBuf,
+    bytes: usize,
+    block: usize,
+    depth: usize,
+    has_fio: bool,
+}
+
+impl Limit {
+    fn new(path: PathBuf, bytes: usize, block: usize, depth: usize) -> io::Result<Self> {
+        let has_fio =
+            Command::new("fio").arg("--version").output().is_ok_and(|o| o.status.success());
+        let file = File::create(&path)?;
+        let piece = vec![7; MIB];
+        for at in 0..bytes / MIB {
+            file.write_all_at(&piece, (at * MIB) as u64)?;
+        }
+        file.sync_all()?;
+        Ok(Self { path, bytes, block, depth, has_fio })
+    }
+
+    fn tool(&self) -> &'static str {
+        if self.has_fio {
+            "fio, io_uring, O_DIRECT"
+        } else {
+            "plain preadv and pwritev with O_DIRECT, a thread each (fio is not installed)"
+        }
+    }
+
+    fn read(&self) -> io::Result<f64> {
+        if self.has_fio { self.fio("read") } else { self.plain(false) }
+    }
+
+    fn write(&self) -> io::Result<f64> {
+        if self.has_fio { self.fio("write") } else { self.plain(true) }
+    }
+
+    fn fio(&self, direction: &str) -> io::Result<f64> {
+        let output = Command::new("fio")
+            .args(["--name=limit", "--direct=1", "--ioengine=io_uring", "--output-format=json"])
+            .arg(format!("--filename={}", self.path.display()))
+            .arg(format!("--rw={direction}"))
+            .arg(format!("--bs={}", self.block))
+            .arg(format!("--size={}", self.bytes))
+            .arg(format!("--iodepth={}", self.depth))
+            .output()?;
+        let told: serde_json::Value = serde_json::from_slice(&output.stdout)?;
+        let rate = told["jobs"][0][direction]["bw_bytes"].as_f64().filter(|rate| *rate > 0.0);
+        let rate = rate.ok_or_else(|| {
+            let said = String::from_utf8_lossy(&output.stderr);
+            io::Error::other(format!("fio told no rate: {}", said.trim()))
+        })?;
+        Ok(rate / 1e9)
+    }
+
+    /// As many threads as the queue is deep, each with an aligned buffer.
+    fn plain(&self, is_write: bool) -> io::Result<f64> {
+        let direct = rustix::fs::OFlags::DIRECT.bits().cast_signed();
+        let mut options = OpenOptions::new();
+        let file = options.read(true).write(is_write).custom_flags(direct).open(&self.path)?;
+        let (next, blocks) = (AtomicUsize::new(0), self.bytes / self.block);
+        let mut outcome = Ok(());
+        let took = timed(|| {
+            outcome = std::thread::scope(|scope| {
+                let threads: Vec<_> = (0..self.depth.min(blocks))
+                    .map(|_| scope.spawn(|| self.plain_thread(&file, is_write, &next)))
+                    .collect();
+                threads.into_iter().try_for_each(|thread| {
+                    thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+                })
+            });
+        });
+        outcome.map(|()| gb_per_second(blocks * self.block, took))
+    }
+
+    fn plain_thread(&self, file: &File, is_write: bool, next: &AtomicUsize) -> io::Result<()> {
+        let mut memory = vec![7_u8; self.block + 4096];
+        let start = memory.as_ptr().align_offset(4096);
+        let buffer = &mut memory[start..start + self.block];
+        loop {
+            let at = next.fetch_add(1, Ordering::Relaxed);
+            if at >= self.bytes / self.block {
+                return Ok(());
+            }
+            let offset = (at * self.block) as u64;
+            if is_write {
+                file.write_all_at(buffer, offset)?;
+            } else {
+                file.read_exact_at(buffer, offset)?;
+            }
+        }
+    }
+}

@@ -1,0 +1,186 @@
+//! One measured figure: its samples, its limit, the share reached and what was asked of it.
+
+use serde::Serialize;
+
+/// A figure as it is written to JSON.
+#[derive(Debug, Clone, Serialize)]
+pub struct Figure {
+    /// What was measured, such as `put/128KiB/1-thread`.
+    pub name: String,
+    /// Median of the samples.
+    pub value: f64,
+    /// Its unit.
+    pub unit: &'static str,
+    /// Median of the limit's samples, in the same unit; none where nothing physical bounds it.
+    pub limit: Option<f64>,
+    /// How much of the limit was reached: 1 is all of it, whichever direction is better.
+    pub share: Option<f64>,
+    /// One a round.
+    pub samples: Vec<f64>,
+    /// The limit's samples.
+    pub limit_samples: Vec<f64>,
+    /// How the limit was measured.
+    pub limit_is: String,
+    /// What was asked.
+    pub target: Target,
+    /// Whether it is reached; none without a target.
+    pub is_reached: Option<bool>,
+}
+
+/// What is asked of a figure.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Target {
+    /// Nothing: it is told for what it is worth.
+    None,
+    /// At least this share of the limit.
+    ShareAtLeast(f64),
+    /// At most this value.
+    AtMost(f64),
+}
+
+impl Figure {
+    /// A rate: more is better.
+    pub fn rate(
+        name: String,
+        unit: &'static str,
+        samples: Vec<f64>,
+        limit: (Vec<f64>, &str),
+        target: Target,
+    ) -> Self {
+        let value = median(&samples);
+        let (limit_samples, limit_is) = limit;
+        let limit = (!limit_samples.is_empty()).then(|| median(&limit_samples));
+        let share = limit.map(|limit| value / limit);
+        Self::new(name, unit, (samples, limit_samples), limit_is, (share, target))
+    }
+
+    /// A cost: less is better.
+    pub fn cost(
+        name: String,
+        unit: &'static str,
+        samples: Vec<f64>,
+        limit: (Vec<f64>, &str),
+        target: Target,
+    ) -> Self {
+        let value = median(&samples);
+        let (limit_samples, limit_is) = limit;
+        let limit = (!limit_samples.is_empty()).then(|| median(&limit_samples));
+        let share = limit.map(|limit| limit / value);
+        Self::new(name, unit, (samples, limit_samples), limit_is, (share, target))
+    }
+
+    fn new(
+        name: String,
+        unit: &'static str,
+        (samples, limit_samples): (Vec<f64>, Vec<f64>),
+        limit_is: &str,
+        (share, target): (Option<f64>, Target),
+    ) -> Self {
+        let value = median(&samples);
+        let is_reached = match target {
+            Target::None => None,
+            Target::ShareAtLeast(least) => Some(share.is_some_and(|share| share >= least)),
+            Target::AtMost(most) => Some(value <= most),
+        };
+        let limit = (!limit_samples.is_empty()).then(|| median(&limit_samples));
+        let limit_is = limit_is.to_owned();
+        Self {
+            name,
+            value,
+            unit,
+            limit,
+            share,
+            samples,
+            limit_samples,
+            limit_is,
+            target,
+            is_reached,
+        }
+    }
+
+    /// The figure as a row under [`table_header`].
+    pub fn row(&self) -> String {
+        let limit = self.limit.map_or("-".to_owned(), number);
+        let share = self.share.map_or("-".to_owned(), |share| format!("{:.0} %", share * 100.0));
+        let target = match self.target {
+            Target::None => String::new(),
+            Target::ShareAtLeast(least) => format!(">= {:.0} %", least * 100.0),
+            Target::AtMost(most) => format!("<= {}", number(most)),
+        };
+        let (low, high) = spread(&self.samples);
+        format!(
+            "{:<34}{:>9} {:<7}{:>9}{:>8}  {:<10}{:<9}{}..{}",
+            self.name,
+            number(self.value),
+            self.unit,
+            limit,
+            share,
+            target,
+            self.verdict(),
+            number(low),
+            number(high),
+        )
+    }
+
+    /// `met`, `MISSED`, or nothing.
+    pub fn verdict(&self) -> &'static str {
+        match self.is_reached {
+            None => "",
+            Some(true) => "met",
+            Some(false) => "MISSED",
+        }
+    }
+}
+
+/// The head of the table of figures.
+pub fn table_header() -> String {
+    format!(
+        "{:<34}{:>9} {:<7}{:>9}{:>8}  {:<10}{:<9}{}",
+        "figure", "median", "unit", "limit", "share", "target", "verdict", "range of samples"
+    )
+}
+
+fn number(value: f64) -> String {
+    match value.abs() {
+        size if size >= 1000.0 => format!("{value:.0}"),
+        size if size >= 100.0 => format!("{value:.1}"),
+        _ => format!("{value:.2}"),
+    }
+}
+
+fn spread(samples: &[f64]) -> (f64, f64) {
+    let low = samples.iter().copied().fold(f64::MAX, f64::min);
+    let high = samples.iter().copied().fold(f64::MIN, f64::max);
+    (low, high)
+}
+
+/// The middle of the samples.
+fn median(samples: &[f64]) -> f64 {
+    assert!(!samples.is_empty(), "a figure has samples");
+    let mut sorted = samples.to_vec();
+    sorted.sort_by(f64::total_cmp);
+    let middle = sorted.len() / 2;
+    if sorted.len().is_multiple_of(2) {
+        f64::midpoint(sorted[middle - 1], sorted[middle])
+    } else {
+        sorted[middle]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_share_says_how_close_to_the_limit_in_either_direction() {
+        let target = Target::ShareAtLeast(0.8);
+        let limit = || (vec![10.0, 10.0, 11.0], "memcpy");
+        let rate = Figure::rate("r".into(), "GB/s", vec![9.0, 7.0, 8.0], limit(), target);
+        assert_eq!((rate.value, rate.share, rate.is_reached), (8.0, Some(0.8), Some(true)));
+        let cost = Figure::cost("c".into(), "ns", vec![40.0], limit(), target);
+        assert_eq!((cost.share, cost.is_reached), (Some(0.25), Some(false)));
+        let free = Figure::cost("f".into(), "s", vec![3.0, 1.0], (vec![], ""), Target::AtMost(2.0));
+        assert_eq!((free.value, free.limit, free.is_reached), (2.0, None, Some(true)));
+    }
+}

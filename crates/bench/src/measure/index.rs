@@ -1,0 +1,154 @@
+//! Millions of keys: what a batched lookup costs and what a key takes, everything counted.
+
+use std::collections::HashMap;
+use std::hash::{BuildHasherDefault, Hasher};
+use std::time::Duration;
+
+use cascade_block::BlockKey;
+use cascade_store::{CallOptions, Put, PutOutcome, Request, Store, StoreConfig};
+
+use crate::cli::Failure;
+use crate::environment::resident_bytes;
+use crate::measure::{Bench, Figure, Target, open, timed};
+
+const BATCH: usize = 256;
+/// Batches that one percentile is taken of.
+const BATCHES: usize = 2000;
+
+pub(super) fn run(bench: &mut Bench<'_>) -> Result<(), Failure> {
+    let count: u64 = if bench.is_full { 10_000_000 } else { 1_000_000 };
+    let label = if bench.is_full { "10M" } else { "1M" };
+    let names = ["p50", "p99", "p99-cpu"].map(|p| format!("lookup/256-of-{label}/{p}"));
+    let memory = format!("memory/key/{label}");
+    if !bench.wants_any(&[&names[0], &names[1], &names[2], &memory]) {
+        return Ok(());
+    }
+    let (store, growth) = fill(count)?;
+    let per_key = vec![growth as f64 / count as f64];
+    let limit = (vec![32.0], "the 32 bytes of the key itself");
+    bench.deliver(Figure::cost(memory, "bytes", per_key, limit, Target::AtMost(200.0)))?;
+
+    let plain: HashMap<u64, u32, BuildHasherDefault<Fingerprint>> =
+        (0..count).map(|id| (key(id).fingerprint(), 0)).collect();
+    let mut random = Random(1);
+    let mut samples: [Vec<f64>; 5] = Default::default();
+    for _ in 0..bench.rounds() {
+        let (mut limit, mut value, mut cpu) = (Vec::new(), Vec::new(), Vec::new());
+        for _ in 0..BATCHES {
+            let keys: Vec<BlockKey> = (0..BATCH).map(|_| key(random.next() % count)).collect();
+            let (wall_ns, cpu_ns) = lookup(&store, &keys)?;
+            value.push(wall_ns);
+            cpu.push(cpu_ns);
+            let keys: Vec<BlockKey> = (0..BATCH).map(|_| key(random.next() % count)).collect();
+            limit.push(per_block(timed(|| {
+                let found = keys.iter().filter(|key| plain.contains_key(&key.fingerprint()));
+                assert_eq!(std::hint::black_box(found.count()), BATCH, "all keys were inserted");
+            })));
+        }
+        limit.sort_by(f64::total_cmp);
+        value.sort_by(f64::total_cmp);
+        cpu.sort_by(f64::total_cmp);
+        let at = |sorted: &[f64], percent: usize| sorted[sorted.len() * percent / 100];
+        samples[0].push(at(&limit, 50));
+        samples[1].push(at(&value, 50));
+        samples[2].push(at(&limit, 99));
+        samples[3].push(at(&value, 99));
+        samples[4].push(at(&cpu, 99));
+    }
+    let [limit_p50, p50, limit_p99, p99, p99_cpu] = samples;
+    let text = "std HashMap of as many 8-byte fingerprints, as many random keys, same percentile";
+    let [name_p50, name_p99, name_cpu] = names;
+    bench.deliver(Figure::cost(name_p50, "ns/key", p50, (limit_p50, text), Target::None))?;
+    let limit = (limit_p99, text);
+    bench.deliver(Figure::cost(name_p99, "ns/key", p99, limit.clone(), Target::AtMost(250.0)))?;
+    // On a busy machine one batch in a hundred is put off the processor; this is the cost without.
+    bench.deliver(Figure::cost(name_cpu, "ns/key", p99_cpu, limit, Target::None))
+}
+
+/// A store of that many keys without payload, and by how much it grew resident memory.
+fn fill(count: u64) -> Result<(Store, u64), Failure> {
+    let resident = || {
+        resident_bytes().ok_or_else(|| Failure::measure("resident memory", "no /proc/self/status"))
+    };
+    let config =
+        StoreConfig { pipeline: "Fake".to_owned(), dram_bytes: 4 << 20, ..StoreConfig::default() };
+    let store = open("lookups", config)?;
+    let before = resident()?;
+    let payload = [0_u8; 16];
+    for first in (0..count).step_by(BATCH) {
+        let ids = first..(first + BATCH as u64).min(count);
+        let keys: Vec<BlockKey> = ids.map(key).collect();
+        let batch: Vec<Put<'_>> = keys.iter().map(|key| Put::new(*key, &payload)).collect();
+        let outcomes = store.put(&batch, CallOptions::default());
+        if let Some(bad) = outcomes.iter().find(|o| !matches!(o, PutOutcome::Stored)) {
+            return Err(Failure::measure("lookups", format!("a put gave {bad:?}")));
+        }
+    }
+    Ok((store, resident()?.saturating_sub(before)))
+}
+
+/// Nanoseconds a key, by the clock and of this thread's processor time.
+fn lookup(store: &Store, keys: &[BlockKey]) -> Result<(f64, f64), Failure> {
+    let mut found = 0;
+    let cpu_before = processor_time();
+    let took = timed(|| found = store.lookup_prefix(&Request::new(keys)).tiers.len());
+    let cpu = processor_time().saturating_sub(cpu_before);
+    if found != keys.len() {
+        let what = format!("{found} of {} keys that were put are found", keys.len());
+        return Err(Failure::measure("lookups", what));
+    }
+    Ok((per_block(took), per_block(cpu)))
+}
+
+/// How long this thread has been on a processor.
+fn processor_time() -> Duration {
+    let time = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
+    Duration::try_from(time).unwrap_or_default()
+}
+
+fn per_block(took: Duration) -> f64 {
+    took.as_secs_f64() * 1e9 / BATCH as f64
+}
+
+/// A key that costs nothing to make and is as uniform as a hash.
+fn key(id: u64) -> BlockKey {
+    let mut random = Random(id);
+    let mut bytes = [0; 32];
+    for word in bytes.as_chunks_mut::<8>().0 {
+        *word = random.next().to_le_bytes();
+    }
+    BlockKey::from_bytes(bytes)
+}
+
+/// `SplitMix64`: enough for picking keys.
+struct Random(u64);
+
+impl Random {
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
+        let mut mixed = self.0;
+        mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+        mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+        mixed ^ (mixed >> 31)
+    }
+}
+
+/// Fingerprints are hashes already.
+#[derive(Debug, Default)]
+struct Fingerprint(u64);
+
+impl Hasher for Fingerprint {
+    fn finish(&self) -> u64 {
+        self.0
+    }
+
+    fn write(&mut self, bytes: &[u8]) {
+        for byte in bytes {
+            self.0 = self.0.rotate_left(8) ^ u64::from(*byte);
+        }
+    }
+
+    fn write_u64(&mut self, fingerprint: u64) {
+        self.0 = fingerprint;
+    }
+}

@@ -1,0 +1,269 @@
+//! Put, copying get and view against memcpy between the same kinds of memory, cold.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Barrier, Mutex, PoisonError};
+use std::time::Duration;
+
+use cascade_block::{BlockKey, Clock, DigestAlgorithm, DigestMode, SystemClock};
+use cascade_memory::{HugePages, Pool, PoolConfig, SlabMut};
+use cascade_store::{CallOptions, GetOutcome, Put, PutOutcome, Store, StoreConfig, ViewOutcome};
+
+use crate::cli::Failure;
+use crate::measure::{Bench, Figure, Target, gb_per_second, keys, open, size_name, timed};
+use crate::payload;
+
+const KIB: usize = 1 << 10;
+const MIB: usize = 1 << 20;
+/// From this size on, put and get have targets.
+const TARGET_FROM: usize = 128 * KIB;
+/// Bytes of one call.
+const BATCH_BYTES: usize = 8 * MIB;
+/// Blocks of one call at most, and of the batch that views are measured with.
+const BATCH_BLOCKS: usize = 256;
+
+const PUT_LIMIT: &str = "memcpy from the same source into slabs of such a pool, same order";
+const GET_LIMIT: &str = "memcpy from slabs of such a pool into the same buffer, same order";
+
+pub(super) fn run(bench: &mut Bench<'_>) -> Result<(), Failure> {
+    let sizes = [4 * KIB, 16 * KIB, 64 * KIB, 128 * KIB, MIB, 2 * MIB, 16 * MIB];
+    for threads in [1, 2] {
+        for size in sizes {
+            let tail = format!("/{}/{threads}-thread", size_name(size));
+            if bench.wants_any(&[&format!("put{tail}"), &format!("get{tail}")]) {
+                put_and_get(bench, size, threads, &tail, DigestMode::Off)?;
+            }
+        }
+    }
+    for (name, algorithm) in
+        [("blake3", DigestAlgorithm::Blake3), ("sha256", DigestAlgorithm::Sha256)]
+    {
+        let tail = format!("/1MiB/1-thread/{name}");
+        if bench.wants(&format!("put{tail}")) {
+            put_and_get(bench, MIB, 1, &tail, DigestMode::On(algorithm))?;
+        }
+    }
+    if bench.wants("view/128KiB/batch-256") { view(bench) } else { Ok(()) }
+}
+
+/// Memory and keys of one measurement.
+struct Bed {
+    size: usize,
+    keys: Vec<BlockKey>,
+    source: Vec<u8>,
+    buffer: Vec<u8>,
+    slabs: Vec<SlabMut>,
+    store: Store,
+    threads: usize,
+}
+
+fn put_and_get(
+    bench: &mut Bench<'_>,
+    size: usize,
+    threads: usize,
+    tail: &str,
+    digest: DigestMode,
+) -> Result<(), Failure> {
+    let mut bed = Bed::new(bench.is_full, size, threads, digest)?;
+    let mut samples: [Vec<f64>; 4] = Default::default();
+    // The first round touches memory that no later round finds untouched; it is not counted.
+    for round in 0..=bench.rounds() {
+        let seen = [bed.copy_in(), bed.put()?, bed.copy_out(), bed.get()?];
+        if round > 0 {
+            for (samples, took) in samples.iter_mut().zip(seen) {
+                samples.push(gb_per_second(bed.source.len(), took));
+            }
+        }
+    }
+    bed.check()?;
+    let [copy_in, put, copy_out, get] = samples;
+    let has_target = size >= TARGET_FROM && digest == DigestMode::Off;
+    let target = |share| if has_target { Target::ShareAtLeast(share) } else { Target::None };
+    let limit = (copy_in, PUT_LIMIT);
+    bench.deliver(Figure::rate(format!("put{tail}"), "GB/s", put, limit, target(0.8)))?;
+    if digest != DigestMode::Off {
+        return Ok(());
+    }
+    let limit = (copy_out, GET_LIMIT);
+    bench.deliver(Figure::rate(format!("get{tail}"), "GB/s", get, limit, target(0.9)))
+}
+
+impl Bed {
+    fn new(
+        is_full: bool,
+        size: usize,
+        threads: usize,
+        digest: DigestMode,
+    ) -> Result<Self, Failure> {
+        // Far beyond the caches, so that both sides are cold.
+        let bytes = if is_full { 512 * MIB } else { 192 * MIB };
+        let keys = keys("memory", bytes / size);
+        let mut source = vec![0; keys.len() * size];
+        keys.iter()
+            .zip(source.chunks_exact_mut(size))
+            .for_each(|(key, block)| payload::fill(key, block));
+        let pool = PoolConfig {
+            capacity_bytes: source.len() + source.len() / 4 + 64 * MIB,
+            huge_pages: HugePages::Auto,
+            populate: true,
+        };
+        let pool = Pool::new(&pool).map_err(|error| Failure::measure("memcpy", error))?;
+        let slabs: Option<Vec<SlabMut>> = keys.iter().map(|_| pool.allocate(size)).collect();
+        let config = StoreConfig {
+            dram_bytes: (source.len() + source.len() / 4 + 64 * MIB) as u64,
+            digest,
+            ..StoreConfig::default()
+        };
+        Ok(Self {
+            size,
+            buffer: vec![1; source.len()],
+            source,
+            slabs: slabs.ok_or_else(|| Failure::measure("memcpy", "the pool is too small"))?,
+            store: open("put and get", config)?,
+            threads,
+            keys,
+        })
+    }
+
+    fn batch_blocks(&self) -> usize {
+        (BATCH_BYTES / self.size).clamp(1, BATCH_BLOCKS)
+    }
+
+    /// Blocks of each thread.
+    fn share(&self) -> usize {
+        self.keys.len().div_ceil(self.threads)
+    }
+
+    fn copy_in(&mut self) -> Duration {
+        let (share, size) = (self.share(), self.size);
+        let parts = self.slabs.chunks_mut(share).zip(self.source.chunks(share * size));
+        in_parallel(parts.collect(), |(slabs, source)| {
+            for (slab, block) in slabs.iter_mut().zip(source.chunks_exact(size)) {
+                slab.copy_from_slice(block);
+            }
+        })
+    }
+
+    fn copy_out(&mut self) -> Duration {
+        let (share, size) = (self.share(), self.size);
+        let parts = self.slabs.chunks(share).zip(self.buffer.chunks_mut(share * size));
+        in_parallel(parts.collect(), |(slabs, buffer)| {
+            for (slab, block) in slabs.iter().zip(buffer.chunks_exact_mut(size)) {
+                block.copy_from_slice(slab);
+            }
+        })
+    }
+
+    fn put(&mut self) -> Result<Duration, Failure> {
+        self.store.clear();
+        let blocks: Vec<Put<'_>> = self
+            .keys
+            .iter()
+            .zip(self.source.chunks_exact(self.size))
+            .map(|(key, bytes)| Put::new(*key, bytes))
+            .collect();
+        let wrong = Mutex::new(None);
+        let batch_blocks = self.batch_blocks();
+        let took = in_parallel(blocks.chunks(self.share()).collect(), |part| {
+            for batch in part.chunks(batch_blocks) {
+                let outcomes = self.store.put(batch, CallOptions::default());
+                if let Some(bad) = outcomes.iter().find(|o| !matches!(o, PutOutcome::Stored)) {
+                    note(&wrong, format!("a put gave {bad:?}"));
+                }
+            }
+        });
+        refuse(wrong).map(|()| took)
+    }
+
+    fn get(&mut self) -> Result<Duration, Failure> {
+        let (share, batch_blocks) = (self.share(), self.batch_blocks());
+        let mut buffers: Vec<&mut [u8]> = self.buffer.chunks_exact_mut(self.size).collect();
+        let (store, wrong) = (&self.store, Mutex::new(None));
+        let parts = self.keys.chunks(share).zip(buffers.chunks_mut(share));
+        let took = in_parallel(parts.collect(), |(keys, buffers)| {
+            for (keys, buffers) in keys.chunks(batch_blocks).zip(buffers.chunks_mut(batch_blocks)) {
+                let outcomes = store.get(keys, buffers, CallOptions::default());
+                let is_hit = |outcome: &&GetOutcome| !matches!(outcome, GetOutcome::Hit { .. });
+                if let Some(bad) = outcomes.iter().find(is_hit) {
+                    note(&wrong, format!("a get gave {bad:?}"));
+                }
+            }
+        });
+        refuse(wrong).map(|()| took)
+    }
+
+    /// What the last get copied has to be what was put.
+    fn check(&self) -> Result<(), Failure> {
+        for (key, block) in self.keys.iter().zip(self.buffer.chunks_exact(self.size)) {
+            payload::check(key, block, self.size)
+                .map_err(|wrong| Failure::measure("get", format!("WRONG BYTE: {wrong:?}")))?;
+        }
+        Ok(())
+    }
+}
+
+fn note(place: &Mutex<Option<String>>, message: String) {
+    place.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(message);
+}
+
+fn refuse(place: Mutex<Option<String>>) -> Result<(), Failure> {
+    let message = place.into_inner().unwrap_or_else(PoisonError::into_inner);
+    message.map_or(Ok(()), |message| Err(Failure::measure("put and get", message)))
+}
+
+/// From the moment at which all threads start until the last is done.
+fn in_parallel<T: Send>(parts: Vec<T>, work: impl Fn(T) + Sync) -> Duration {
+    let barrier = Barrier::new(parts.len());
+    let spans = Mutex::new(Vec::with_capacity(parts.len()));
+    std::thread::scope(|scope| {
+        for part in parts {
+            scope.spawn(|| {
+                barrier.wait();
+                let began = SystemClock.monotonic();
+                work(part);
+                let ended = SystemClock.monotonic();
+                spans.lock().unwrap_or_else(PoisonError::into_inner).push((began, ended));
+            });
+        }
+    });
+    let spans = spans.into_inner().unwrap_or_else(PoisonError::into_inner);
+    let began = spans.iter().map(|(began, _)| *began).min().unwrap_or_default();
+    let ended = spans.iter().map(|(_, ended)| *ended).max().unwrap_or_default();
+    ended.saturating_sub(began)
+}
+
+/// A view copies nothing: its cost is finding the block and holding it.
+fn view(bench: &mut Bench<'_>) -> Result<(), Failure> {
+    let size = 128 * KIB;
+    let bed = Bed::new(false, size, 1, DigestMode::Off)?;
+    let blocks = bed.keys.iter().zip(bed.source.chunks_exact(size));
+    let blocks: Vec<Put<'_>> = blocks.map(|(key, bytes)| Put::new(*key, bytes)).collect();
+    drop(bed.store.put(&blocks, CallOptions::default()));
+    let held: HashMap<BlockKey, Arc<usize>> =
+        bed.keys.iter().enumerate().map(|(at, key)| (*key, Arc::new(at))).collect();
+    let mut samples = (Vec::new(), Vec::new());
+    let repeats = 200;
+    for _ in 0..bench.rounds() {
+        let (mut limit, mut value) = (Duration::ZERO, Duration::ZERO);
+        for repeat in 0..repeats {
+            let start = repeat * 131 % (bed.keys.len() - BATCH_BLOCKS);
+            let batch = &bed.keys[start..start + BATCH_BLOCKS];
+            limit += timed(|| {
+                let found: Vec<Option<Arc<usize>>> =
+                    batch.iter().map(|key| held.get(key).cloned()).collect();
+                drop(std::hint::black_box(found));
+            });
+            let mut outcomes = Vec::new();
+            value += timed(|| outcomes = bed.store.view(batch, CallOptions::default()));
+            if !outcomes.iter().all(|outcome| matches!(outcome, ViewOutcome::Hit { .. })) {
+                return Err(Failure::measure("view", "a resident block was not a hit"));
+            }
+            value += timed(|| drop(outcomes));
+        }
+        let blocks = (repeats * BATCH_BLOCKS) as f64;
+        samples.0.push(limit.as_secs_f64() * 1e9 / blocks);
+        samples.1.push(value.as_secs_f64() * 1e9 / blocks);
+    }
+    let limit = (samples.0, "std HashMap lookup, Arc clone and drop of the same keys");
+    let name = "view/128KiB/batch-256".to_owned();
+    bench.deliver(Figure::cost(name, "ns", samples.1, limit, Target::AtMost(200.0)))
+}

@@ -1,0 +1,122 @@
+//! How long a store takes to open with many blocks, and how much memory it takes under pressure.
+
+use std::collections::HashMap;
+
+use cascade_block::BlockKey;
+use cascade_store::{CallOptions, FilesConfig, GetOutcome, Put, PutOutcome, Store, StoreConfig};
+
+use crate::cli::Failure;
+use crate::environment::resident_bytes;
+use crate::measure::disk::Scratch;
+use crate::measure::{Bench, Figure, Target, failed, keys, open, timed};
+use crate::payload;
+
+const MIB: usize = 1 << 20;
+const BLOCK: usize = 4096;
+
+pub(super) fn run(bench: &mut Bench<'_>) -> Result<(), Failure> {
+    restart(bench, "restart/100k-blocks", 100_000, 2.0)?;
+    if bench.is_full { restart(bench, "restart/1M-blocks", 1_000_000, 10.0) } else { Ok(()) }
+}
+
+/// Opens a directory of many small blocks, then reads some of them.
+fn restart(bench: &mut Bench<'_>, name: &str, count: usize, most: f64) -> Result<(), Failure> {
+    if !bench.wants(name) {
+        return Ok(());
+    }
+    let scratch = Scratch::new(&bench.directory)?;
+    let mut files = FilesConfig::new(scratch.path("store"));
+    files.capacity_bytes = (count * BLOCK * 4).max(1024 * MIB) as u64;
+    let config = StoreConfig {
+        pipeline: "Dram|Files".to_owned(),
+        dram_bytes: 128 << 20,
+        files: Some(files),
+        ..StoreConfig::default()
+    };
+    let keys = keys("restart", count);
+    let store = open("restart", config.clone())?;
+    put_all(&store, &keys, BLOCK)?;
+    store.close().map_err(failed("restart"))?;
+    drop(store);
+    let (mut limit, mut value) = (Vec::new(), Vec::new());
+    for _ in 0..bench.rounds() {
+        let plain = timed(|| {
+            let map: HashMap<BlockKey, usize> =
+                keys.iter().enumerate().map(|(at, key)| (*key, at)).collect();
+            std::hint::black_box(map);
+        });
+        limit.push(plain.as_secs_f64());
+        let mut reopened = None;
+        value.push(timed(|| reopened = Some(Store::open(config.clone()))).as_secs_f64());
+        let store = reopened.expect("set by the closure").map_err(failed("restart"))?;
+        check_some(&store, &keys)?;
+        store.close().map_err(failed("restart"))?;
+    }
+    let limit = (limit, "putting as many keys into a std HashMap");
+    bench.deliver(Figure::cost(name.to_owned(), "s", value, limit, Target::AtMost(most)))
+}
+
+fn put_all(store: &Store, keys: &[BlockKey], size: usize) -> Result<(), Failure> {
+    let batch_blocks = (4 * MIB / size).max(1);
+    let mut bytes = vec![0; batch_blocks * size];
+    for batch in keys.chunks(batch_blocks) {
+        let pieces = batch.iter().zip(bytes.chunks_exact_mut(size));
+        pieces.for_each(|(key, piece)| payload::fill(key, piece));
+        let puts = batch.iter().zip(bytes.chunks_exact(size));
+        let puts: Vec<Put<'_>> = puts.map(|(key, bytes)| Put::new(*key, bytes)).collect();
+        let outcomes = store.put(&puts, CallOptions::default());
+        if let Some(bad) = outcomes.iter().find(|o| !matches!(o, PutOutcome::Stored)) {
+            return Err(Failure::measure("a put", format!("it gave {bad:?}")));
+        }
+    }
+    store.flush(CallOptions::default()).map_err(failed("a flush"))
+}
+
+/// Every hundredth block has to be there and right.
+fn check_some(store: &Store, keys: &[BlockKey]) -> Result<(), Failure> {
+    let mut buffer = vec![0; BLOCK];
+    for key in keys.iter().step_by(keys.len() / 100) {
+        let outcomes = store.get(&[*key], &mut [&mut buffer], CallOptions::default());
+        let is_hit = matches!(outcomes.first(), Some(GetOutcome::Hit { .. }));
+        if !is_hit || payload::check(key, &buffer, BLOCK).is_err() {
+            let what = format!("{key} came back as {outcomes:?} or with other bytes");
+            return Err(Failure::measure("restart", what));
+        }
+    }
+    Ok(())
+}
+
+/// Four times as many bytes as DRAM may hold, written through to files.
+pub(super) fn resident(bench: &mut Bench<'_>) -> Result<(), Failure> {
+    let name = "memory/resident/4x-oversubscribed";
+    if !bench.wants(name) {
+        return Ok(());
+    }
+    let resident = || {
+        let bytes = resident_bytes().map(|bytes| bytes as f64 / MIB as f64);
+        bytes.ok_or_else(|| Failure::measure("resident memory", "no /proc/self/status"))
+    };
+    let budget = if bench.is_full { 1024 } else { 256 } * MIB;
+    let scratch = Scratch::new(&bench.directory)?;
+    let mut files = FilesConfig::new(scratch.path("store"));
+    files.capacity_bytes = 8 * budget as u64;
+    let config = StoreConfig {
+        pipeline: "Dram|Files".to_owned(),
+        dram_bytes: budget as u64,
+        files: Some(files),
+        ..StoreConfig::default()
+    };
+    let keys = keys("resident", 4 * budget / (128 << 10));
+    let before = resident()?;
+    let store = open("resident memory", config)?;
+    let mut most: f64 = 0.0;
+    for part in keys.chunks(keys.len().div_ceil(32)) {
+        put_all(&store, part, 128 << 10)?;
+        most = most.max(resident()? - before);
+    }
+    store.close().map_err(failed("resident memory"))?;
+    let budget = budget as f64 / MIB as f64;
+    let limit = (vec![budget], "the budget given as dram_bytes");
+    let target = Target::AtMost(budget * 1.05);
+    bench.deliver(Figure::cost(name.to_owned(), "MiB", vec![most], limit, target))
+}

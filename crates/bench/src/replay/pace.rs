@@ -1,0 +1,68 @@
+//! Holds requests back until their recorded time, sped up; gives way when told to stop.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::Duration;
+
+use cascade_block::Clock;
+
+/// How soon a waiting worker notices that it should stop.
+const NOTICE: Duration = Duration::from_millis(50);
+
+/// When each request may start.
+#[derive(Debug)]
+pub struct Pace<'a> {
+    clock: &'a dyn Clock,
+    began: Duration,
+    speed: f64,
+}
+
+impl<'a> Pace<'a> {
+    /// Starts now. `speed` 0 never waits; 1 is real time; 60 a minute a second.
+    pub fn new(clock: &'a dyn Clock, speed: f64) -> Self {
+        Self { clock, began: clock.monotonic(), speed }
+    }
+
+    /// Waits for a request's arrival; false if `is_stopped` was set before it came.
+    pub fn wait_until(&self, arrival: Duration, is_stopped: &AtomicBool) -> bool {
+        if self.speed <= 0.0 {
+            return true;
+        }
+        // A speed close to zero puts an arrival beyond what a Duration holds: never, then.
+        let wait = Duration::try_from_secs_f64(arrival.as_secs_f64() / self.speed);
+        let due = self.began.saturating_add(wait.unwrap_or(Duration::MAX));
+        loop {
+            if is_stopped.load(Ordering::Relaxed) {
+                return false;
+            }
+            let left = due.saturating_sub(self.clock.monotonic());
+            if left.is_zero() {
+                return true;
+            }
+            thread::park_timeout(left.min(NOTICE));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use cascade_block::{ManualClock, SystemClock};
+
+    use super::*;
+
+    #[test]
+    fn a_stopped_replay_does_not_wait_for_an_arrival() {
+        let clock = ManualClock::default();
+        let pace = Pace::new(&clock, 1.0);
+        assert!(!pace.wait_until(Duration::from_secs(3600), &AtomicBool::new(true)));
+    }
+
+    #[test]
+    fn an_arrival_waits_for_its_time_divided_by_the_speed() {
+        let pace = Pace::new(&SystemClock, 100.0);
+        let began = SystemClock.monotonic();
+        assert!(pace.wait_until(Duration::from_secs(2), &AtomicBool::new(false)));
+        assert!(SystemClock.monotonic().saturating_sub(began) >= Duration::from_millis(20));
+        assert!(Pace::new(&SystemClock, 0.0).wait_until(Duration::MAX, &AtomicBool::new(false)));
+    }
+}

@@ -1,0 +1,80 @@
+//! Colours by meaning. A drawing carries a marker; the page's style sheet gives it its colour.
+
+use plotters::style::RGBColor;
+
+/// What a colour stands for, wherever it appears.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Hue {
+    /// Text.
+    Ink,
+    /// Axes and remarks.
+    Soft,
+    /// Grid lines.
+    Line,
+    /// The DRAM tier.
+    Dram,
+    /// The file tier.
+    Files,
+    /// Any other tier or call.
+    Other,
+    /// What would be best possible.
+    Best,
+    /// Not there.
+    Miss,
+}
+
+impl Hue {
+    /// The marker that `style.css` replaces.
+    pub(super) fn marker(self) -> RGBColor {
+        let level = match self {
+            Self::Ink => 1,
+            Self::Soft => 2,
+            Self::Line => 3,
+            Self::Dram => 4,
+            Self::Files => 5,
+            Self::Other => 6,
+            Self::Best => 7,
+            Self::Miss => 8,
+        };
+        RGBColor(level, level, level)
+    }
+
+    /// The class of its swatch in a legend.
+    pub(super) fn class(self) -> &'static str {
+        match self {
+            Self::Ink | Self::Soft | Self::Line => "c-soft",
+            Self::Dram => "c-dram",
+            Self::Files => "c-files",
+            Self::Other => "c-other",
+            Self::Best => "c-best",
+            Self::Miss => "c-miss",
+        }
+    }
+
+    /// A tier's colour.
+    pub(super) fn of_tier(tier: &str) -> Self {
+        match tier {
+            "dram" => Self::Dram,
+            "files" => Self::Files,
+            _ => Self::Other,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_style_sheet_knows_every_marker() {
+        use Hue::{Best, Dram, Files, Ink, Line, Miss, Other, Soft};
+        let css = include_str!("style.css");
+        for hue in [Ink, Soft, Line, Dram, Files, Other, Best, Miss] {
+            let RGBColor(r, g, b) = hue.marker();
+            let marker = format!("#{r:02X}{g:02X}{b:02X}");
+            assert!(css.contains(&format!("[fill=\"{marker}\"]")), "{hue:?}");
+            assert!(css.contains(&format!("[stroke=\"{marker}\"]")), "{hue:?}");
+            assert!(css.contains(&format!(".{}", hue.class())), "{hue:?}");
+        }
+    }
+}

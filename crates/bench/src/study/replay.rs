@@ -1,0 +1,148 @@
+//! Replays a trace through the store's eviction, without payload.
+
+use cascade_store::eviction::{
+    Asked, Eviction, Hints, Incoming, Limits, Policy, Removal, Slot, Verdict,
+};
+
+use super::foresight::{Event, Foresight};
+use super::{StudyOptions, StudyResult};
+use crate::trace::{Trace, TraceRequest};
+
+/// A tier that holds names only.
+struct Tier {
+    eviction: Eviction,
+    capacity: usize,
+    /// Where each block of the trace is.
+    slots: Vec<Option<Slot>>,
+    /// The chain in hand; kept to save allocations.
+    chain: Vec<Asked>,
+    requests_declined: u64,
+}
+
+/// Replays a trace on a tier of so many blocks.
+///
+/// # Panics
+/// If the trace has more than `u32::MAX` different blocks.
+pub fn replay_metadata(
+    trace: &Trace,
+    policy: Box<dyn Policy>,
+    capacity_blocks: u64,
+    options: &StudyOptions,
+) -> StudyResult {
+    replay_watched(trace, policy, capacity_blocks, options, &mut |_, _| ())
+}
+
+/// As [`replay_metadata`]; tells `watch` the number of each request and its leading hits.
+///
+/// # Panics
+/// If the trace has more than `u32::MAX` different blocks.
+pub fn replay_watched(
+    trace: &Trace,
+    policy: Box<dyn Policy>,
+    capacity_blocks: u64,
+    options: &StudyOptions,
+    watch: &mut dyn FnMut(usize, usize),
+) -> StudyResult {
+    let limits = Limits {
+        capacity_bytes: capacity_blocks,
+        protected_percent: 0,
+        admit_partial: options.admit_partial,
+    };
+    let unique = usize::try_from(trace.unique_blocks).expect("a trace that fits in memory");
+    let mut tier = Tier {
+        eviction: Eviction::new(policy, limits),
+        capacity: usize::try_from(capacity_blocks).unwrap_or(usize::MAX),
+        slots: vec![None; unique],
+        chain: Vec::new(),
+        requests_declined: 0,
+    };
+    let mut blocks_hit = 0;
+    for event in Foresight::of(trace, &options.hints).events() {
+        match event {
+            Event::Hint { at, request, hints } => {
+                tier.look_up(&trace.requests[request]);
+                tier.eviction.hint(at, &tier.chain, &hints);
+            }
+            Event::Request { request, hints } => {
+                let hits = tier.request(&trace.requests[request], &hints);
+                watch(request, hits);
+                blocks_hit += hits as u64;
+            }
+        }
+    }
+    let stats = tier.eviction.stats();
+    StudyResult {
+        policy: tier.eviction.policy().name().to_owned(),
+        capacity_blocks,
+        requests: trace.requests.len() as u64,
+        blocks_requested: trace.block_count(),
+        blocks_hit,
+        blocks_inserted: stats.inserted,
+        blocks_evicted: stats.evicted,
+        requests_declined: tier.requests_declined,
+        memory_bytes: tier.eviction.memory_bytes() as u64,
+    }
+}
+
+impl Tier {
+    fn look_up(&mut self, request: &TraceRequest) {
+        self.chain.clear();
+        self.chain.extend(request.blocks.iter().map(|block| Asked {
+            fingerprint: fingerprint(*block),
+            resident: self.slots[index(*block)],
+        }));
+    }
+
+    fn request(&mut self, request: &TraceRequest, hints: &Hints) -> usize {
+        self.look_up(request);
+        let hits = self.eviction.request(request.at, &self.chain, request.partial_tail, hints);
+        let mut parent = hits.checked_sub(1).and_then(|last| self.chain[last].resident);
+        for (at, block) in request.blocks.iter().enumerate().skip(hits) {
+            let is_partial = request.partial_tail && at + 1 == request.blocks.len();
+            if !self.eviction.admits(is_partial) {
+                break;
+            }
+            if let Some(slot) = self.slots[index(*block)] {
+                parent = Some(slot);
+                continue;
+            }
+            let Some(slot) = self.take(request, *block, parent) else {
+                self.requests_declined += 1;
+                break;
+            };
+            parent = Some(slot);
+        }
+        hits
+    }
+
+    /// Makes room for a block and takes it in, unless it is worth less than all others.
+    fn take(&mut self, request: &TraceRequest, block: u64, parent: Option<Slot>) -> Option<Slot> {
+        let owner = u32::try_from(block).expect("a trace has fewer than 2^32 different blocks");
+        let fingerprint = fingerprint(block);
+        let incoming = Incoming { owner, fingerprint, parent, bytes: 1, is_protected: false };
+        if self.eviction.blocks().len() >= self.capacity {
+            match self.eviction.victim_for(request.at, &incoming, &mut |_| true) {
+                Verdict::Decline => return None,
+                Verdict::Evict(victim) => {
+                    let evicted = self.eviction.blocks().owner(victim);
+                    self.eviction.remove(victim, Removal::Evicted);
+                    self.slots[evicted as usize] = None;
+                }
+            }
+        }
+        let slot = self.eviction.insert(request.at, &incoming);
+        self.slots[index(block)] = Some(slot);
+        Some(slot)
+    }
+}
+
+fn index(block: u64) -> usize {
+    usize::try_from(block).expect("block numbers are dense")
+}
+
+/// Spreads a block's number over 64 bits, one to one (the finaliser of `SplitMix64`).
+fn fingerprint(block: u64) -> u64 {
+    let mixed = (block ^ (block >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    mixed ^ (mixed >> 31)
+}

@@ -1,0 +1,143 @@
+//! Reads fields out of a JSON object, with errors that say where and what was expected.
+
+use serde_json::Value;
+
+use super::{BlockName, Parser, REQUEST_BLOCKS_MAX, TraceError};
+
+/// One object of a trace file and where it stands.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Object<'a> {
+    pub(super) file: &'a str,
+    pub(super) line: usize,
+    /// What stands before a field's name in errors, such as `requests[3].`.
+    pub(super) prefix: &'a str,
+    pub(super) value: &'a Value,
+}
+
+/// A time no trace reaches; it keeps sums of times far from overflow.
+const SECONDS_MAX: f64 = 1e10;
+
+impl<'a> Object<'a> {
+    pub(super) fn wrong(&self, field: &str, expected: &str, found: String) -> TraceError {
+        TraceError::Field {
+            file: self.file.to_owned(),
+            line: self.line,
+            field: format!("{}{field}", self.prefix),
+            expected: expected.to_owned(),
+            found,
+        }
+    }
+
+    pub(super) fn optional(&self, field: &str) -> Option<&'a Value> {
+        self.value.get(field).filter(|value| !value.is_null())
+    }
+
+    fn required(&self, field: &str, expected: &str) -> Result<&'a Value, TraceError> {
+        let found = self.optional(field);
+        found.ok_or_else(|| self.wrong(field, expected, "nothing".to_owned()))
+    }
+
+    /// An integer in `1..=max` or `0..=max`.
+    pub(super) fn integer(&self, field: &str, min: u32, max: u32) -> Result<u32, TraceError> {
+        let expected = format!("an integer from {min} to {max}");
+        let value = self.required(field, &expected)?;
+        let integer = value.as_u64().and_then(|integer| u32::try_from(integer).ok());
+        let inside = integer.filter(|integer| (min..=max).contains(integer));
+        inside.ok_or_else(|| self.wrong(field, &expected, shown(value)))
+    }
+
+    /// A time that is not negative, in units of which a second has `per_second`.
+    pub(super) fn time(
+        &self,
+        field: &str,
+        per_second: f64,
+    ) -> Result<std::time::Duration, TraceError> {
+        let expected = "a time that is not negative";
+        let value = self.required(field, expected)?;
+        let seconds = value.as_f64().map(|time| time / per_second);
+        let inside = seconds.filter(|seconds| (0.0..=SECONDS_MAX).contains(seconds));
+        let seconds = inside.ok_or_else(|| self.wrong(field, expected, shown(value)))?;
+        Ok(std::time::Duration::from_secs_f64(seconds))
+    }
+
+    pub(super) fn text(&self, field: &str, default: &'a str) -> Result<&'a str, TraceError> {
+        let Some(value) = self.optional(field) else { return Ok(default) };
+        value.as_str().ok_or_else(|| self.wrong(field, "a string", shown(value)))
+    }
+
+    pub(super) fn list(&self, field: &str, expected: &str) -> Result<&'a [Value], TraceError> {
+        let value = self.required(field, expected)?;
+        let list = value.as_array().ok_or_else(|| self.wrong(field, expected, shown(value)))?;
+        Ok(list)
+    }
+
+    /// The blocks of a request: integers, or keys in hex.
+    pub(super) fn blocks(
+        &self,
+        parser: &mut Parser,
+        is_global: bool,
+    ) -> Result<Vec<u64>, TraceError> {
+        let list = self.list("hash_ids", "a list of block ids")?;
+        if list.len() > REQUEST_BLOCKS_MAX {
+            let expected = format!("at most {REQUEST_BLOCKS_MAX} block ids");
+            return Err(self.wrong("hash_ids", &expected, list.len().to_string()));
+        }
+        let source = if is_global { u32::MAX } else { parser.sources };
+        let mut blocks = Vec::with_capacity(list.len());
+        for (index, value) in list.iter().enumerate() {
+            let name = block_name(value, source).ok_or_else(|| {
+                let expected = "an integer that is not negative, or 2 to 64 hex digits";
+                self.wrong(&format!("hash_ids[{index}]"), expected, shown(value))
+            })?;
+            blocks.push(parser.number(name));
+        }
+        Ok(blocks)
+    }
+
+    /// Whether the last of `ids` block ids stands for a block that is not full.
+    pub(super) fn has_partial_tail(
+        &self,
+        field: &str,
+        input_tokens: u32,
+        block_tokens: u32,
+        ids: usize,
+    ) -> Result<bool, TraceError> {
+        let full = (input_tokens / block_tokens) as usize;
+        let has_rest = !input_tokens.is_multiple_of(block_tokens);
+        if ids == full {
+            return Ok(false);
+        }
+        if has_rest && ids == full + 1 {
+            return Ok(true);
+        }
+        let expected = format!(
+            "{full} block ids{} for {field} = {input_tokens} at {block_tokens} tokens a block",
+            if has_rest { " or one more" } else { "" },
+        );
+        Err(self.wrong("hash_ids", &expected, ids.to_string()))
+    }
+}
+
+fn block_name(value: &Value, source: u32) -> Option<BlockName> {
+    if let Some(id) = value.as_u64() {
+        return Some(BlockName::Local { source, id });
+    }
+    let digits = value.as_str().filter(|text| (2..=64).contains(&text.len()))?.as_bytes();
+    let mut key = [0; 32];
+    for (at, digit) in digits.iter().rev().enumerate() {
+        let nibble = u8::try_from(char::from(*digit).to_digit(16)?).ok()?;
+        key[31 - at / 2] |= nibble << (4 * (at % 2));
+    }
+    Some(BlockName::Global(key))
+}
+
+/// The beginning of a value, for an error.
+pub(super) fn shown(value: &Value) -> String {
+    const CHARS_MAX: usize = 40;
+    let text = value.to_string();
+    let mut short: String = text.chars().take(CHARS_MAX).collect();
+    if short.len() < text.len() {
+        short.push('…');
+    }
+    short
+}

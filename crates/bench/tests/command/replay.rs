@@ -1,0 +1,215 @@
+//! `cascade replay` on a real trace.
+
+use std::fs;
+use std::io::{BufRead, BufReader};
+use std::path::{Path, PathBuf};
+use std::process::Stdio;
+
+use serde_json::Value;
+use tempfile::TempDir;
+
+use crate::{cascade, conversation_trace, json, stderr};
+
+/// A replay of the first requests of the conversation trace.
+struct Replay {
+    directory: TempDir,
+}
+
+impl Replay {
+    fn new() -> Self {
+        Self { directory: TempDir::new().unwrap() }
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.directory.path().join(name)
+    }
+
+    /// Runs with some more options; the exit code and the JSON.
+    fn run(&self, options: &[&str]) -> (i32, Value) {
+        let out = self.path("out.json");
+        let trace = conversation_trace(self.directory.path());
+        let output = cascade()
+            .arg("replay")
+            .arg(trace)
+            .args(["--block-bytes", "4KiB", "--json"])
+            .arg(&out)
+            .args(options)
+            .output()
+            .unwrap();
+        let code = output.status.code().unwrap();
+        assert!(out.exists(), "exit code {code}: {}", stderr(&output));
+        (code, json(&out))
+    }
+
+    fn files(&self) -> String {
+        self.path("files").display().to_string()
+    }
+}
+
+fn count(result: &Value, name: &str) -> u64 {
+    result[name].as_u64().unwrap_or_else(|| panic!("{name} is {}", result[name]))
+}
+
+#[test]
+fn the_json_has_the_contract_and_adds_up() {
+    let (code, result) = Replay::new().run(&["--dram", "64MiB"]);
+    assert_eq!(code, 0);
+    assert_eq!(count(&result, "requests"), 400);
+    assert_eq!(count(&result, "wrong_blocks"), 0);
+    assert_eq!(count(&result, "dram_bytes"), 64 << 20);
+    assert_eq!(count(&result, "files_bytes"), 0);
+    assert_eq!(result["policy"], "prefix-cost");
+    let by_tier = result["hits_by_tier"].as_object().unwrap();
+    let sum: u64 = by_tier.values().map(|hits| hits.as_u64().unwrap()).sum();
+    assert_eq!(sum, count(&result, "blocks_hit"));
+    assert_eq!(count(&result, "bytes_read"), sum * 4096);
+    let asked = result["blocks_requested"].as_f64().unwrap();
+    let rate = result["blocks_hit"].as_f64().unwrap() / asked;
+    assert!((result["hit_rate"].as_f64().unwrap() - rate).abs() < 1e-12);
+    assert!(result["seconds"].as_f64().unwrap() > 0.0);
+    assert!(count(&result, "bytes_written") > 0);
+    assert!(result["environment"]["argv"].as_array().unwrap().len() > 5);
+}
+
+#[test]
+fn a_cache_that_holds_all_hits_what_an_endless_one_does() {
+    let (code, result) = Replay::new().run(&["--dram", "256MiB", "--admit-partial"]);
+    assert_eq!(code, 0);
+    assert!(count(&result, "blocks_hit") > 0);
+    assert_eq!(result["hit_rate"], result["ceilings"]["endless"]);
+}
+
+#[test]
+fn workers_side_by_side_get_no_wrong_byte() {
+    let options = ["--dram", "8MiB", "--threads", "4", "--digest", "blake3"];
+    let (code, result) = Replay::new().run(&options);
+    assert_eq!((code, count(&result, "wrong_blocks")), (0, 0));
+    assert_eq!(count(&result, "requests"), 400);
+}
+
+#[test]
+fn a_warm_up_is_not_counted() {
+    let replay = Replay::new();
+    let (_, cold) = replay.run(&["--dram", "256MiB"]);
+    let (_, warm) = replay.run(&["--dram", "256MiB", "--warm-up", "50%"]);
+    assert_eq!(count(&warm, "requests"), 200);
+    assert!(count(&warm, "blocks_requested") < count(&cold, "blocks_requested"));
+    assert!(warm["hit_rate"].as_f64() > cold["hit_rate"].as_f64());
+}
+
+#[test]
+fn the_file_tier_serves_what_dram_dropped_and_survives_a_restart() {
+    let replay = Replay::new();
+    let files = replay.files();
+    let options = ["--dram", "8MiB", "--files", &files, "--files-capacity", "1GiB"];
+    let (code, first) = replay.run(&options);
+    assert_eq!((code, count(&first, "wrong_blocks")), (0, 0));
+    assert!(count(&first["hits_by_tier"], "files") > 0, "{}", first["hits_by_tier"]);
+    let (code, second) = replay.run(&options);
+    assert_eq!((code, count(&second, "wrong_blocks")), (0, 0));
+    assert!(count(&second["run"], "started_with_blocks") > 0);
+    assert!(count(&second, "blocks_hit") > count(&first, "blocks_hit"));
+    let (_, fresh) = replay.run(&[&options[..], &["--fresh"]].concat());
+    assert_eq!(count(&fresh["run"], "started_with_blocks"), 0);
+    assert_eq!(count(&fresh, "blocks_hit"), count(&first, "blocks_hit"));
+}
+
+#[test]
+fn damaged_files_are_misses_not_wrong_bytes() {
+    let replay = Replay::new();
+    let files = replay.files();
+    let options = ["--dram", "8MiB", "--files", &files, "--files-capacity", "1GiB"];
+    let (_, first) = replay.run(&options);
+    let (_, intact) = replay.run(&options);
+    damage(&replay.path("files"));
+    let (code, damaged) = replay.run(&options);
+    assert_eq!((code, count(&damaged, "wrong_blocks")), (0, 0));
+    assert!(count(&damaged, "blocks_hit") < count(&intact, "blocks_hit"));
+    assert!(count(&first, "blocks_hit") > 0);
+}
+
+/// Turns over a byte in every 64 KiB of every large file.
+fn damage(directory: &Path) {
+    for entry in fs::read_dir(directory).unwrap() {
+        let path = entry.unwrap().path();
+        if path.is_dir() {
+            damage(&path);
+            continue;
+        }
+        let mut bytes = fs::read(&path).unwrap();
+        let places = (0..bytes.len()).skip(100_000).step_by(65_536);
+        places.for_each(|at| bytes[at] ^= 0xff);
+        fs::write(&path, bytes).unwrap();
+    }
+}
+
+#[test]
+fn a_directory_is_inspected_intact_and_damaged() {
+    let replay = Replay::new();
+    let files = replay.files();
+    let options = ["--dram", "8MiB", "--files", &files, "--files-capacity", "1GiB"];
+    replay.run(&options);
+    let inspect = || {
+        let output = crate::run(&["inspect", &files, "--verify", "--json"]);
+        let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+        (output.status.code().unwrap(), report)
+    };
+    let (code, intact) = inspect();
+    assert_eq!((code, &intact["is_clean"]), (0, &Value::Bool(true)), "{}", intact["problems"]);
+    assert!(count(&intact, "live_blocks") > 0);
+    damage(&replay.path("files"));
+    let (code, damaged) = inspect();
+    assert_eq!((code, &damaged["is_clean"]), (1, &Value::Bool(false)));
+    assert!(count(&damaged, "damaged_blocks") > 0, "{damaged}");
+}
+
+#[test]
+fn placement_alone_hits_what_real_blocks_do() {
+    let replay = Replay::new();
+    let (code, names) = replay.run(&["--metadata-only", "--dram-blocks", "500", "--policy", "lru"]);
+    assert_eq!(code, 0);
+    assert_eq!(count(&names, "bytes_read"), 0);
+    let (_, bytes) = replay.run(&["--dram", "64MiB", "--dram-blocks", "500", "--policy", "lru"]);
+    let [names, bytes] = [names, bytes].map(|result| count(&result, "blocks_hit"));
+    assert!(names.abs_diff(bytes) * 100 <= names, "{names} and {bytes} differ by more than 1 %");
+}
+
+#[test]
+fn the_page_needs_nothing_from_elsewhere() {
+    let replay = Replay::new();
+    let page = replay.path("page.html").display().to_string();
+    let (code, _) = replay.run(&["--dram", "64MiB", "--report", &page]);
+    assert_eq!(code, 0);
+    let html = fs::read_to_string(page).unwrap();
+    assert!(html.matches("<svg").count() >= 4, "a plot is missing");
+    assert!(html.contains("<text"), "text has to stay text");
+    let elsewhere = html.replace("http://www.w3.org/2000/svg", "");
+    for sign in ["http://", "https://", "src=", "@import", "url("] {
+        assert!(!elsewhere.contains(sign), "the page fetches something: {sign}");
+    }
+    let data = html.split("id=\"cascade-replay\">").nth(1).unwrap();
+    let data: Value = serde_json::from_str(data.split("</script>").next().unwrap()).unwrap();
+    assert_eq!(count(&data, "requests"), 400);
+}
+
+#[test]
+fn an_interrupted_replay_reports_what_it_did() {
+    let replay = Replay::new();
+    let out = replay.path("out.json");
+    // In real time this would take an hour.
+    let mut child = cascade()
+        .arg("replay")
+        .arg(conversation_trace(replay.directory.path()))
+        .args(["--speed", "1", "--block-bytes", "4KiB", "--dram", "64MiB", "--json"])
+        .arg(&out)
+        .stdout(Stdio::null())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut remarks = BufReader::new(child.stderr.take().unwrap()).lines();
+    while !remarks.next().unwrap().unwrap().starts_with("replaying") {}
+    let process = rustix::process::Pid::from_child(&child);
+    rustix::process::kill_process(process, rustix::process::Signal::INT).unwrap();
+    assert_eq!(child.wait().unwrap().code(), Some(130));
+    assert_eq!(json(&out)["run"]["was_stopped"], true);
+}

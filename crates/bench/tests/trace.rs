@@ -1,0 +1,144 @@
+//! Traces are read as published, and damage is named, never skipped.
+
+#![expect(clippy::unwrap_used, reason = "in a test, a surprise should panic")]
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use cascade_bench::trace::{Source, Trace, TraceError, parse};
+use cascade_store::eviction::StopReason;
+use proptest::prelude::*;
+
+fn bundled(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../data/traces").join(name)
+}
+
+fn one(text: &str) -> Result<Trace, TraceError> {
+    parse("test", &[Source { name: "test.jsonl", bytes: text.as_bytes() }])
+}
+
+fn complaint(text: &str) -> String {
+    one(text).unwrap_err().to_string()
+}
+
+const LINE: &str =
+    r#"{"timestamp": 27, "input_length": 1100, "output_length": 5, "hash_ids": [7, 8, 9]}"#;
+
+#[test]
+fn the_conversation_trace_has_the_counts_that_its_authors_give() {
+    let trace = Trace::read(&bundled("mooncake/conversation_trace.jsonl")).unwrap();
+    assert_eq!(trace.requests.len(), 12_031);
+    assert_eq!(trace.block_count(), 288_500);
+    assert_eq!(trace.unique_blocks, 182_790);
+    assert_eq!(trace.block_tokens, 512);
+    let partial = trace.requests.iter().filter(|request| request.partial_tail).count();
+    assert_eq!(partial, 12_009);
+}
+
+#[test]
+fn agent_sessions_share_nothing_and_sub_agents_count_as_sessions() {
+    let trace = Trace::read(&bundled("agents")).unwrap();
+    assert_eq!(trace.block_tokens, 64);
+    assert_eq!(trace.requests.len(), 533);
+    assert!(trace.requests.is_sorted_by_key(|request| request.at));
+    let sessions: std::collections::BTreeSet<_> =
+        trace.requests.iter().map(|request| request.session.unwrap()).collect();
+    assert_eq!(sessions.len(), 12 + 2);
+    assert!(trace.requests.iter().all(|request| !request.partial_tail));
+}
+
+#[test]
+fn sub_agents_run_on_the_time_of_their_session() {
+    let text = r#"{"id": "a", "block_size": 2, "hash_id_scope": "local", "requests": [
+        {"t": 1.5, "type": "n", "in": 4, "out": 1, "hash_ids": [1, 2], "stop": "tool_use"},
+        {"t": 10, "type": "subagent", "requests": [
+            {"t": 0.25, "type": "n", "in": 5, "out": 1, "hash_ids": [1, 3], "stop": "end_turn"}]}
+    ]}"#;
+    let trace = one(text).unwrap();
+    assert_eq!(trace.requests[0].at, Duration::from_millis(1500));
+    assert_eq!(trace.requests[1].at, Duration::from_millis(10_250));
+    assert_eq!(trace.requests[1].blocks, [0, 2]);
+    assert_eq!(trace.requests[0].stop, Some(StopReason::ToolUse));
+    assert_ne!(trace.requests[0].session, trace.requests[1].session);
+}
+
+#[test]
+fn a_session_keeps_its_start_when_others_join() {
+    let session = |id: &str| {
+        format!(
+            r#"{{"id": "{id}", "block_size": 2, "requests": [{{"t": 0, "in": 2, "out": 1, "hash_ids": [1]}}]}}"#
+        )
+    };
+    let texts = ["a", "b", "c"].map(session);
+    let sources: Vec<_> =
+        texts.iter().map(|text| Source { name: "s", bytes: text.as_bytes() }).collect();
+    let two = parse("two", &sources[..2]).unwrap();
+    let three = parse("three", &sources).unwrap();
+    let at = |trace: &Trace, block| {
+        trace.requests.iter().find(|request| request.blocks == [block]).unwrap().at
+    };
+    assert_eq!((at(&two, 0), at(&two, 1)), (at(&three, 0), at(&three, 1)));
+    assert_eq!(one(&texts[0]).unwrap().requests[0].at, Duration::ZERO);
+}
+
+#[test]
+fn hex_ids_are_the_same_block_in_every_file_and_integers_are_not() {
+    let hex = r#"{"timestamp": 0, "input_length": 512, "output_length": 1, "hash_ids": ["00fF"]}"#;
+    let integer = r#"{"timestamp": 0, "input_length": 512, "output_length": 1, "hash_ids": [255]}"#;
+    let upper = hex.replace("fF", "FF");
+    let sources = [hex, integer, integer, hex, &upper]
+        .map(|text| Source { name: "x", bytes: text.as_bytes() });
+    let trace = parse("x", &sources).unwrap();
+    let blocks: Vec<_> = trace.requests.iter().map(|request| request.blocks[0]).collect();
+    assert_eq!(blocks, [0, 1, 2, 0, 0]);
+}
+
+#[test]
+fn damage_is_named_by_file_line_and_field() {
+    let after = |damaged: &str| complaint(&format!("{LINE}\n{damaged}\n"));
+    assert!(after(&LINE[..40]).starts_with("test.jsonl:2: not JSON"));
+    let missing = after(&LINE.replace("output_length", "output"));
+    assert!(
+        missing.contains("test.jsonl:2: field `output_length`: expected an integer"),
+        "{missing}"
+    );
+    let negative = after(&LINE.replace("27", "-1"));
+    assert!(negative.contains("`timestamp`: expected a time that is not negative, found -1"));
+    let word = after(&LINE.replace("8,", "\"x\","));
+    assert!(word.contains("`hash_ids[1]`"), "{word}");
+    let short = after(&LINE.replace(", 9]", "]").replace("1100", "2000"));
+    assert!(short.contains("3 block ids or one more for input_length = 2000"), "{short}");
+    assert!(after("[]").contains("expected a JSON object, found []"));
+    assert!(complaint("\n \n").contains("holds no request"));
+    let glued = format!("{{\"block_size\": 2, \"requests\": []}}{LINE}");
+    assert!(complaint(&glued).contains("not JSON (trailing characters"));
+    let nested = r#"{"block_size": 2, "requests": [{"t": 0, "type": "subagent", "requests": [{"t": 0, "in": -3}]}]}"#;
+    assert!(complaint(nested).contains("`requests[0].requests[0].in`"), "{}", complaint(nested));
+}
+
+#[test]
+fn a_directory_without_traces_is_an_error() {
+    let error = Trace::read(&bundled("..").join("../docs")).unwrap_err();
+    assert!(error.to_string().contains("holds no request"), "{error}");
+    assert!(matches!(Trace::read(Path::new("/nonexistent")), Err(TraceError::Read { .. })));
+}
+
+proptest! {
+    /// Whatever the bytes, the parser answers, and what it accepts is sound.
+    #[test]
+    fn noise_never_panics(
+        prefix in "[\\PC\n]{0,60}",
+        at in 0_usize..90,
+        byte in any::<u8>(),
+    ) {
+        let mut bytes = format!("{LINE}\n{prefix}").into_bytes();
+        let at = at.min(bytes.len() - 1);
+        bytes[at] = byte;
+        if let Ok(trace) = parse("noise", &[Source { name: "noise", bytes: &bytes }]) {
+            for request in &trace.requests {
+                prop_assert!(request.blocks.iter().all(|block| *block < trace.unique_blocks));
+                prop_assert!(request.blocks.len() * 512 < request.input_tokens as usize + 512);
+            }
+        }
+    }
+}

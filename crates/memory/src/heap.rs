@@ -1,0 +1,215 @@
+//! The extent heap: the pool's free space, best fit, neighbours merged. Not thread-safe.
+//!
+//! Invariants: free extents do not overlap or touch, `by_offset` and `by_size` hold the same
+//! ones, and their lengths add up to `free_bytes`.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+/// Exclusive right to a piece of the region. Cannot be copied, so cannot be given back twice.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Extent {
+    /// Where it starts in the region.
+    pub(crate) offset: usize,
+    /// How long it is.
+    pub(crate) bytes: usize,
+}
+
+/// Pieces aligned to less than this are cut from the end of a free extent, others from its start,
+/// so that small pieces gather at the top of the region and do not split it for the large.
+const PAGE: usize = 4096;
+
+/// Candidates that are tried for an aligned fit before one that is large enough for any alignment.
+const TIGHT_FITS_MAX: usize = 8;
+
+#[derive(Debug)]
+pub(crate) struct Heap {
+    by_offset: BTreeMap<usize, usize>,
+    by_size: BTreeSet<(usize, usize)>,
+    free_bytes: usize,
+    capacity_bytes: usize,
+}
+
+impl Heap {
+    pub(crate) fn new(capacity_bytes: usize) -> Self {
+        let mut heap = Self {
+            by_offset: BTreeMap::new(),
+            by_size: BTreeSet::new(),
+            free_bytes: 0,
+            capacity_bytes,
+        };
+        if capacity_bytes > 0 {
+            heap.insert(0, capacity_bytes);
+        }
+        heap
+    }
+
+    pub(crate) fn free_bytes(&self) -> usize {
+        self.free_bytes
+    }
+
+    pub(crate) fn largest_free_bytes(&self) -> usize {
+        self.by_size.last().map_or(0, |(bytes, _)| *bytes)
+    }
+
+    /// Takes `bytes` at a multiple of `align`, a power of two.
+    pub(crate) fn take(&mut self, bytes: usize, align: usize) -> Option<Extent> {
+        debug_assert!(bytes > 0 && align.is_power_of_two(), "{bytes} bytes at {align}");
+        let (free_offset, free_bytes, offset) = self.find(bytes, align)?;
+        self.remove(free_offset, free_bytes);
+        let end = free_offset + free_bytes;
+        if offset > free_offset {
+            self.insert(free_offset, offset - free_offset);
+        }
+        if end > offset + bytes {
+            self.insert(offset + bytes, end - offset - bytes);
+        }
+        Some(Extent { offset, bytes })
+    }
+
+    /// Takes an extent back and merges it with its free neighbours.
+    #[expect(clippy::needless_pass_by_value, reason = "giving an extent back ends the right to it")]
+    pub(crate) fn give_back(&mut self, extent: Extent) {
+        let Extent { mut offset, mut bytes } = extent;
+        let end = offset + bytes;
+        assert!(end <= self.capacity_bytes, "an extent of another pool");
+        let before = self.by_offset.range(..offset).next_back().map(|(at, len)| (*at, *len));
+        let after = self.by_offset.range(offset..).next().map(|(at, len)| (*at, *len));
+        assert!(before.is_none_or(|(at, len)| at + len <= offset), "freed twice");
+        assert!(after.is_none_or(|(at, _)| at >= end), "freed twice");
+        if let Some((at, len)) = before.filter(|(at, len)| at + len == offset) {
+            self.remove(at, len);
+            offset = at;
+            bytes += len;
+        }
+        if let Some((at, len)) = after.filter(|(at, _)| *at == end) {
+            self.remove(at, len);
+            bytes += len;
+        }
+        self.insert(offset, bytes);
+    }
+
+    /// The smallest free extent that fits, and where in it the piece goes.
+    fn find(&self, bytes: usize, align: usize) -> Option<(usize, usize, usize)> {
+        let tight = self.by_size.range((bytes, 0)..).take(TIGHT_FITS_MAX);
+        let ample = self.by_size.range((bytes.checked_add(align)?, 0)..).take(1);
+        tight.chain(ample).find_map(|(free_bytes, free_offset)| {
+            let end = free_offset + free_bytes;
+            let offset = if align < PAGE {
+                (end - bytes) / align * align
+            } else {
+                free_offset.next_multiple_of(align)
+            };
+            let fits = offset >= *free_offset && offset + bytes <= end;
+            fits.then_some((*free_offset, *free_bytes, offset))
+        })
+    }
+
+    fn insert(&mut self, offset: usize, bytes: usize) {
+        self.by_offset.insert(offset, bytes);
+        self.by_size.insert((bytes, offset));
+        self.free_bytes += bytes;
+    }
+
+    fn remove(&mut self, offset: usize, bytes: usize) {
+        let was_there = self.by_offset.remove(&offset) == Some(bytes);
+        debug_assert!(was_there && self.by_size.contains(&(bytes, offset)), "indexes agree");
+        self.by_size.remove(&(bytes, offset));
+        self.free_bytes -= bytes;
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn what_is_given_back_is_whole_again() {
+        let mut heap = Heap::new(1 << 20);
+        let pieces: Vec<Extent> = (0..16).map_while(|_| heap.take(PAGE, PAGE)).collect();
+        let (odd, even): (Vec<_>, Vec<_>) =
+            pieces.into_iter().partition(|piece| piece.offset / PAGE % 2 == 1);
+        for piece in odd {
+            heap.give_back(piece);
+        }
+        assert_eq!(heap.by_offset.len(), 8);
+        for piece in even {
+            heap.give_back(piece);
+        }
+        assert_eq!(heap.largest_free_bytes(), 1 << 20);
+    }
+
+    #[test]
+    #[should_panic(expected = "freed twice")]
+    fn an_extent_that_is_free_is_not_taken_back() {
+        let mut heap = Heap::new(1 << 20);
+        let piece = heap.take(PAGE, PAGE).expect("the heap is empty");
+        let Extent { offset, bytes } = piece;
+        heap.give_back(piece);
+        heap.give_back(Extent { offset, bytes });
+    }
+
+    #[derive(Debug, Clone)]
+    enum Step {
+        Take { bytes: usize, align: usize },
+        GiveBack { index: usize },
+    }
+
+    fn step() -> impl Strategy<Value = Step> {
+        prop_oneof![
+            (1_usize..200, 0_u32..3).prop_map(|(units, align)| Step::Take {
+                bytes: units * 64,
+                align: [64, 512, PAGE][align as usize],
+            }),
+            (0_usize..1000).prop_map(|index| Step::GiveBack { index }),
+        ]
+    }
+
+    /// A byte map that knows nothing of extents: true where taken.
+    fn model_fits(taken: &[bool], bytes: usize, align: usize) -> bool {
+        let units = bytes / 64;
+        (0..taken.len()).step_by(align / 64).any(|start| {
+            taken.get(start..start + units).is_some_and(|run| run.iter().all(|unit| !unit))
+        })
+    }
+
+    proptest! {
+        #[test]
+        fn behaves_as_a_map_of_bytes(steps in prop::collection::vec(step(), 1..400)) {
+            let mut heap = Heap::new(1 << 17);
+            let mut taken = vec![false; (1 << 17) / 64];
+            let mut held: Vec<Extent> = Vec::new();
+            for step in steps {
+                match step {
+                    Step::Take { bytes, align } => match heap.take(bytes, align) {
+                        Some(extent) => {
+                            prop_assert_eq!(extent.offset % align, 0);
+                            prop_assert_eq!(extent.bytes, bytes);
+                            let units = extent.offset / 64..(extent.offset + bytes) / 64;
+                            prop_assert!(taken[units.clone()].iter().all(|unit| !unit));
+                            taken[units].fill(true);
+                            held.push(extent);
+                        }
+                        None => {
+                            // It may miss a tight aligned fit, but never one with slack.
+                            prop_assert!(!model_fits(&taken, bytes + align, 64));
+                        }
+                    },
+                    Step::GiveBack { index } if !held.is_empty() => {
+                        let extent = held.swap_remove(index % held.len());
+                        let units = extent.offset / 64..(extent.offset + extent.bytes) / 64;
+                        taken[units].fill(false);
+                        heap.give_back(extent);
+                    }
+                    Step::GiveBack { .. } => {}
+                }
+                let free = taken.iter().filter(|unit| !**unit).count() * 64;
+                prop_assert_eq!(heap.free_bytes(), free);
+            }
+            for extent in held {
+                heap.give_back(extent);
+            }
+            prop_assert_eq!(heap.largest_free_bytes(), 1 << 17);
+        }
+    }
+}

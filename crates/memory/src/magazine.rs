@@ -1,0 +1,154 @@
+//! Magazines: free extents of the sizes in use, in front of the heap, without locks.
+//!
+//! The table of sizes is a hint and may be stale at any moment: an extent carries its own length,
+//! so a magazine that changed its size under a slow thread gives an extent of the wrong length,
+//! which the caller sees and returns to the heap. Ownership passes through the queues alone.
+
+use crate::heap::Extent;
+use crate::sync::{ArrayQueue, AtomicUsize, Ordering};
+
+/// Sizes that have a magazine at a time. Stores have one or two block sizes, tails a few more.
+const MAGAZINES: usize = if cfg!(loom) { 1 } else { 16 };
+
+/// Most extents in a magazine.
+const EXTENTS_MAX: usize = if cfg!(loom) { 2 } else { 64 };
+
+/// A magazine holds at most this share of the pool.
+const CAPACITY_DIVISOR: usize = 16;
+
+#[derive(Debug)]
+pub(crate) struct Magazines {
+    /// The size each magazine serves; 0 while nobody has claimed it.
+    sizes: [AtomicUsize; MAGAZINES],
+    queues: [ArrayQueue<Extent>; MAGAZINES],
+    bytes_max: usize,
+}
+
+impl Magazines {
+    pub(crate) fn new(capacity_bytes: usize) -> Self {
+        Self {
+            sizes: std::array::from_fn(|_| AtomicUsize::new(0)),
+            queues: std::array::from_fn(|_| ArrayQueue::new(EXTENTS_MAX)),
+            bytes_max: capacity_bytes / CAPACITY_DIVISOR,
+        }
+    }
+
+    /// How many extents of that size may lie in a magazine; none of sizes that are too large.
+    pub(crate) fn limit(&self, bytes: usize) -> usize {
+        (self.bytes_max / bytes).min(EXTENTS_MAX)
+    }
+
+    /// A free extent from the magazine of that size. Its length may differ: see above.
+    pub(crate) fn pop(&self, bytes: usize) -> Option<Extent> {
+        self.queue(bytes)?.pop()
+    }
+
+    /// Keeps a free extent, or gives it back when its size has no magazine or a full one.
+    pub(crate) fn push(&self, extent: Extent) -> Result<(), Extent> {
+        match self.queue(extent.bytes) {
+            Some(queue) if queue.len() < self.limit(extent.bytes) => queue.push(extent),
+            _ => Err(extent),
+        }
+    }
+
+    /// Claims a magazine for that size unless it has one; whether it has one now.
+    ///
+    /// For one caller at a time, together with `drain`: the pool calls both under its heap's lock.
+    pub(crate) fn claim(&self, bytes: usize) -> bool {
+        if self.limit(bytes) == 0 {
+            return false;
+        }
+        let unclaimed = || self.sizes.iter().find(|size| size.load(Ordering::Relaxed) == 0);
+        // Relaxed, here and below: a size is a hint and guards no memory.
+        self.queue(bytes).is_some()
+            || unclaimed().map(|size| size.store(bytes, Ordering::Relaxed)).is_some()
+    }
+
+    /// Empties all magazines and forgets their sizes.
+    pub(crate) fn drain(&self, mut into: impl FnMut(Extent)) {
+        for (size, queue) in self.sizes.iter().zip(&self.queues) {
+            size.store(0, Ordering::Relaxed);
+            while let Some(extent) = queue.pop() {
+                into(extent);
+            }
+        }
+    }
+
+    /// Takes half of a full magazine out, so that the next releases find room.
+    pub(crate) fn drain_half(&self, bytes: usize, mut into: impl FnMut(Extent)) {
+        let Some(queue) = self.queue(bytes) else { return };
+        for extent in std::iter::from_fn(|| queue.pop()).take(self.limit(bytes) / 2) {
+            into(extent);
+        }
+    }
+
+    fn queue(&self, bytes: usize) -> Option<&ArrayQueue<Extent>> {
+        let index = self.sizes.iter().position(|size| size.load(Ordering::Relaxed) == bytes)?;
+        Some(&self.queues[index])
+    }
+}
+
+/// Every order of two or three threads' steps. Whoever holds the heap's lock is one thread here.
+#[cfg(all(test, loom))]
+mod loom_models {
+    use std::sync::Arc;
+
+    use loom::thread;
+
+    use super::*;
+
+    fn extent(offset: usize, bytes: usize) -> Extent {
+        Extent { offset, bytes }
+    }
+
+    /// Everything that the threads hold and the magazines keep, by offset.
+    fn all(magazines: &Magazines, held: impl IntoIterator<Item = Extent>) -> Vec<usize> {
+        let mut offsets: Vec<usize> = held.into_iter().map(|extent| extent.offset).collect();
+        magazines.drain(|extent| offsets.push(extent.offset));
+        offsets.sort_unstable();
+        offsets
+    }
+
+    #[test]
+    fn loom_no_extent_is_lost_or_given_twice_while_sizes_change() {
+        loom::model(|| {
+            let magazines = Arc::new(Magazines::new(1 << 20));
+            assert!(magazines.claim(64));
+            magazines.push(extent(0, 64)).expect("there is room");
+            let user = {
+                let magazines = Arc::clone(&magazines);
+                thread::spawn(move || {
+                    let taken = magazines.pop(64)?;
+                    magazines.push(taken).err()
+                })
+            };
+            // The heap's holder gives the only magazine to another size.
+            let mut heap = Vec::new();
+            magazines.drain(|extent| heap.push(extent));
+            assert!(magazines.claim(128));
+            heap.extend(magazines.push(extent(64, 128)).err());
+            heap.extend(user.join().expect("the user finishes"));
+            assert_eq!(all(&magazines, heap), [0, 64]);
+        });
+    }
+
+    #[test]
+    fn loom_two_users_never_hold_the_same_extent() {
+        loom::model(|| {
+            let magazines = Arc::new(Magazines::new(1 << 20));
+            assert!(magazines.claim(64));
+            magazines.push(extent(0, 64)).expect("there is room");
+            magazines.push(extent(64, 64)).expect("there is room");
+            let other = {
+                let magazines = Arc::clone(&magazines);
+                thread::spawn(move || magazines.pop(64))
+            };
+            let ours = magazines.pop(64);
+            let mut heap = Vec::new();
+            magazines.drain(|extent| heap.push(extent));
+            heap.extend(ours);
+            heap.extend(other.join().expect("the other user finishes"));
+            assert_eq!(all(&magazines, heap), [0, 64]);
+        });
+    }
+}

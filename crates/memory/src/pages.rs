@@ -1,0 +1,157 @@
+//! Pages behind a region: populates them, asks for huge ones and reports what the kernel gave.
+#![expect(unsafe_code, reason = "advises the kernel about a mapping")]
+
+use std::fs;
+use std::io;
+use std::ptr::NonNull;
+
+use rustix::mm::{Advice, madvise};
+
+/// A huge page of this architecture, and the unit in which memory is collapsed.
+pub(crate) const HUGE_PAGE: usize = 2 << 20;
+
+/// Whether the pool asks for huge pages.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum HugePages {
+    /// Use them where the machine gives them.
+    #[default]
+    Auto,
+    /// Ordinary pages.
+    Never,
+}
+
+/// How a region came by its pages.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum PageSource {
+    /// Huge pages that the machine's operator had reserved (`vm.nr_hugepages`).
+    Reserved,
+    /// Ordinary memory that the kernel was asked to collapse into huge pages.
+    Collapsed,
+    /// Ordinary pages.
+    Ordinary,
+}
+
+/// What backs a region, read from the kernel after the fact.
+#[derive(Debug)]
+pub struct PageReport {
+    /// Where the pages are from.
+    pub source: PageSource,
+    /// Bytes that the kernel reports as mapped by huge pages.
+    pub huge_bytes: usize,
+    /// Why there are fewer huge pages than asked for, where the kernel said so.
+    pub refusal: Option<io::Error>,
+}
+
+/// Asks for huge pages behind a range that starts at one: its last bytes may not fill another.
+///
+/// Touches one page in each and lets the kernel make the rest, which clears memory once. Populated
+/// first, a range is cleared page by page and then copied: 0.6 to 0.8 s a GiB instead of 0.13.
+///
+/// # Safety
+/// The range is in a mapping of this process and nobody else accesses it yet.
+pub(crate) unsafe fn collapse(base: NonNull<u8>, bytes: usize) -> io::Result<()> {
+    let whole = bytes / HUGE_PAGE * HUGE_PAGE;
+    for offset in (0..whole).step_by(HUGE_PAGE) {
+        // SAFETY: the offset lies inside the caller's mapping.
+        let first = unsafe { base.add(offset) };
+        // SAFETY: as above, and nobody else accesses it; a write so that the page is there.
+        unsafe { first.write_volatile(0) };
+    }
+    if whole == 0 {
+        return Ok(());
+    }
+    // SAFETY: the range is inside the caller's mapping; collapsing changes no contents.
+    let refused = unsafe { libc::madvise(base.as_ptr().cast(), whole, libc::MADV_COLLAPSE) };
+    if refused == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
+
+/// Makes every page of the mapping present and writable.
+///
+/// # Safety
+/// The range is a mapping of this process.
+pub(crate) unsafe fn populate(base: NonNull<u8>, bytes: usize) -> io::Result<()> {
+    // SAFETY: the range is the caller's mapping; populating changes no contents.
+    unsafe { madvise(base.as_ptr().cast(), bytes, Advice::LinuxPopulateWrite) }?;
+    Ok(())
+}
+
+/// Keeps the mapping out of core dumps: they would hold prompts, and be as large as the pool.
+///
+/// # Safety
+/// The range is a mapping of this process.
+pub(crate) unsafe fn leave_out_of_dumps(base: NonNull<u8>, bytes: usize) -> io::Result<()> {
+    // SAFETY: the range is the caller's mapping; the advice changes no contents.
+    unsafe { madvise(base.as_ptr().cast(), bytes, Advice::LinuxDontDump) }?;
+    Ok(())
+}
+
+/// Bytes of the mapping at that address that are mapped by huge pages, from `/proc/self/smaps`.
+pub(crate) fn huge_bytes(base: NonNull<u8>, bytes: usize) -> io::Result<usize> {
+    let start = base.as_ptr().addr();
+    Ok(huge_bytes_in(&fs::read_to_string("/proc/self/smaps")?, start, start + bytes))
+}
+
+/// Bytes of huge pages that the operator reserved and nobody uses.
+pub(crate) fn reserved_huge_bytes() -> usize {
+    let free = fs::read_to_string("/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages");
+    // A kernel without huge pages has no such file, and none to give.
+    let pages = free.ok().and_then(|text| text.trim().parse::<usize>().ok()).unwrap_or(0);
+    pages.saturating_mul(HUGE_PAGE)
+}
+
+/// Bytes that the kernel could give without killing a process, if it says so.
+///
+/// The machine's figure, or the limit of the control group that a container sees as its root.
+pub(crate) fn available_bytes() -> Option<usize> {
+    let text = fs::read_to_string("/proc/meminfo").ok()?;
+    let machine = text.lines().find_map(|line| kib(line.strip_prefix("MemAvailable:")?))?;
+    // No file, or the word "max" in it, is no limit.
+    let group = fs::read_to_string("/sys/fs/cgroup/memory.max").ok();
+    let group = group.and_then(|text| text.trim().parse::<usize>().ok());
+    Some(group.map_or(machine, |limit| limit.min(machine)))
+}
+
+fn huge_bytes_in(smaps: &str, start: usize, end: usize) -> usize {
+    let mut is_ours = false;
+    let mut total = 0;
+    for line in smaps.lines() {
+        let (name, rest) = line.split_once(' ').unwrap_or((line, ""));
+        match name {
+            "ShmemPmdMapped:" | "Shared_Hugetlb:" | "Private_Hugetlb:" if is_ours => {
+                total += kib(rest).unwrap_or(0);
+            }
+            _ if name.ends_with(':') => {}
+            _ => {
+                let first = name.split('-').next().unwrap_or("");
+                is_ours = usize::from_str_radix(first, 16)
+                    .is_ok_and(|address| (start..end).contains(&address));
+            }
+        }
+    }
+    total
+}
+
+/// `   1024 kB` in bytes.
+fn kib(text: &str) -> Option<usize> {
+    text.trim().strip_suffix(" kB")?.parse::<usize>().ok()?.checked_mul(1024)
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn smaps_are_read_for_one_mapping_alone() {
+        let smaps = "\
+7f0000000000-7f0000400000 rw-s 00000000 00:01 5 /memfd:cascade-pool (deleted)
+Rss:                4096 kB
+ShmemPmdMapped:     2048 kB
+VmFlags: rd wr sh
+7f0000400000-7f0000600000 rw-s 00400000 00:01 5 /memfd:cascade-pool (deleted)
+ShmemPmdMapped:     2048 kB
+7f0000600000-7f0000a00000 rw-s 00000000 00:01 6 /memfd:other (deleted)
+ShmemPmdMapped:     4096 kB
+";
+        assert_eq!(huge_bytes_in(smaps, 0x7f00_0000_0000, 0x7f00_0060_0000), 4 << 20);
+    }
+}

@@ -1,0 +1,47 @@
+//! Store errors as Python exceptions: one class for each thing that a caller can do about it.
+
+use std::error::Error;
+
+use cascade_store::StoreError;
+use pyo3::PyErr;
+use pyo3::import_exception;
+
+import_exception!(cascadekv.errors, BusyError);
+import_exception!(cascadekv.errors, CascadeError);
+import_exception!(cascadekv.errors, ClosedError);
+import_exception!(cascadekv.errors, ConfigError);
+import_exception!(cascadekv.errors, DeadlineError);
+import_exception!(cascadekv.errors, ForkError);
+import_exception!(cascadekv.errors, PipelineError);
+import_exception!(cascadekv.errors, PoolError);
+import_exception!(cascadekv.errors, TierError);
+
+/// The exception for an error, its message followed by those of its causes.
+pub(crate) fn to_python(error: &StoreError) -> PyErr {
+    let message = with_causes(error);
+    match error {
+        StoreError::Timeout { .. } => DeadlineError::new_err(message),
+        StoreError::Busy { .. } => BusyError::new_err(message),
+        StoreError::Tier { .. } => TierError::new_err(message),
+        StoreError::Pipeline(_) => PipelineError::new_err(message),
+        StoreError::Config { .. } => ConfigError::new_err(message),
+        StoreError::Memory(_) => PoolError::new_err(message),
+        StoreError::Closed => ClosedError::new_err(message),
+        _ => CascadeError::new_err(message),
+    }
+}
+
+fn with_causes(error: &dyn Error) -> String {
+    let mut message = error.to_string();
+    let mut cause = error.source();
+    while let Some(error) = cause {
+        let text = error.to_string();
+        // A transparent error repeats its cause.
+        if !message.ends_with(&text) {
+            message.push_str(": ");
+            message.push_str(&text);
+        }
+        cause = error.source();
+    }
+    message
+}

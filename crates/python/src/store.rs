@@ -1,0 +1,401 @@
+//! The store in Python: batches in, a result for each block out, the interpreter free meanwhile.
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use cascade_block::{BlockKey, NamespaceId};
+use cascade_store::{CallOptions, Put, PutSlab, Request, Stats, Store, StoreError};
+use pyo3::exceptions::{PyTypeError, PyValueError};
+use pyo3::prelude::*;
+use pyo3::sync::PyOnceLock;
+use pyo3::types::{PyDict, PyString, PyType};
+
+use crate::buffers::{PyReservation, Sources, Targets};
+use crate::config::{seconds, store_config};
+use crate::errors::to_python;
+use crate::hints::hints;
+use crate::keys::{Keys, key_of};
+use crate::namespace::PyNamespace;
+use crate::owned::Owned;
+use crate::results::{PyGetResult, PyPrefixMatch, PyPutResult, tier_name};
+use crate::stats;
+use crate::view::PyViews;
+
+pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add_class::<PyStore>()
+}
+
+static STORE_CONFIG: PyOnceLock<Py<PyType>> = PyOnceLock::new();
+
+/// A block store: tiers of memory and files behind one set of calls.
+///
+/// Settings are those of `StoreConfig`, given as keywords or as one configuration. Calls take
+/// batches, answer for each block in order, and are safe from any thread. A context manager.
+#[pyclass(name = "Store", module = "cascadekv", frozen)]
+#[derive(Debug)]
+pub(crate) struct PyStore {
+    state: Owned<Mutex<Opened>>,
+    config: Py<PyAny>,
+}
+
+/// A closed store keeps no files open and no memory, only what it counted.
+#[derive(Debug)]
+enum Opened {
+    Yes(Store),
+    No(Box<Stats>),
+}
+
+/// What the keywords of a put say of its blocks.
+struct Facts {
+    parents: Vec<Option<BlockKey>>,
+    namespace: NamespaceId,
+    is_prefix: bool,
+    last_is_partial: bool,
+    ttl_ms: Option<u64>,
+}
+
+#[pymethods]
+impl PyStore {
+    #[new]
+    #[pyo3(signature = (config = None, **settings))]
+    fn new(
+        py: Python<'_>,
+        config: Option<Bound<'_, PyAny>>,
+        settings: Option<Bound<'_, PyDict>>,
+    ) -> PyResult<Self> {
+        let class = STORE_CONFIG.import(py, "cascadekv.config", "StoreConfig")?;
+        let config = match (config, settings) {
+            (Some(_), Some(_)) => {
+                return Err(PyTypeError::new_err(
+                    "pass a StoreConfig or keywords, not both; dataclasses.replace changes a \
+                     configuration",
+                ));
+            }
+            (Some(config), None) if config.is_instance(class)? => config,
+            (Some(config), None) => {
+                let kind = config.get_type();
+                return Err(PyTypeError::new_err(format!("config is a StoreConfig, not {kind}")));
+            }
+            (None, settings) => {
+                let settings = settings.unwrap_or_else(|| PyDict::new(py));
+                class.call_method1("from_dict", (settings,))?
+            }
+        };
+        let settings = store_config(&config)?;
+        let store = py.detach(|| Store::open(settings)).map_err(|error| to_python(&error))?;
+        let state = Owned::new(Mutex::new(Opened::Yes(store)));
+        Ok(Self { state, config: config.unbind() })
+    }
+
+    /// The settings that the store runs with.
+    #[getter]
+    fn config(&self, py: Python<'_>) -> Py<PyAny> {
+        self.config.clone_ref(py)
+    }
+
+    /// Stores blocks. Returns a `PutResult` for each.
+    ///
+    /// `blocks` is a buffer for each key, or one buffer that holds them all in equal pieces; do not
+    /// change them until the call returns. The keys of one call are consecutive blocks of one chain
+    /// that begins below `parent`, unless `chain` is false. `ttl` and `timeout` are in seconds.
+    #[pyo3(signature = (
+        keys, blocks, *, parent = None, chain = true, is_prefix = false, last_is_partial = false,
+        ttl = None, namespace = None, timeout = None
+    ))]
+    #[expect(clippy::too_many_arguments, reason = "keywords of a Python call")]
+    fn put(
+        &self,
+        py: Python<'_>,
+        keys: Keys,
+        blocks: &Bound<'_, PyAny>,
+        parent: Option<&Bound<'_, PyAny>>,
+        chain: bool,
+        is_prefix: bool,
+        last_is_partial: bool,
+        ttl: Option<f64>,
+        namespace: Option<&PyNamespace>,
+        timeout: Option<f64>,
+    ) -> PyResult<Vec<PyPutResult>> {
+        let parents = parents(&keys, parent, chain)?;
+        let namespace = namespace.map(|space| space.0.id()).unwrap_or_default();
+        let ttl_ms = ttl.map(milliseconds).transpose()?;
+        let facts = Facts { parents, namespace, is_prefix, last_is_partial, ttl_ms };
+        let options = options(timeout)?;
+        let sources = Sources::new(blocks, keys.len())?;
+        let store = self.store()?;
+        let outcomes = py.detach(|| {
+            let puts: Vec<Put<'_>> = sources
+                .slices()
+                .into_iter()
+                .enumerate()
+                .map(|(at, bytes)| facts.put(at, keys[at], bytes, keys.len()))
+                .collect();
+            store.put(&puts, options)
+        });
+        Ok(outcomes.into_iter().map(PyPutResult::from).collect())
+    }
+
+    /// Memory of the pool for a block of that many bytes, to write in place and then put.
+    #[pyo3(signature = (size, *, timeout = None))]
+    fn reserve(
+        &self,
+        py: Python<'_>,
+        size: usize,
+        timeout: Option<f64>,
+    ) -> PyResult<PyReservation> {
+        let options = options(timeout)?;
+        let store = self.store()?;
+        let slab = py.detach(|| store.reserve(size, options)).map_err(|error| to_python(&error))?;
+        Ok(PyReservation::new(slab))
+    }
+
+    /// Stores blocks that were written in place, without a copy. Keywords as for `put`.
+    ///
+    /// Every array and memoryview on the reservations must be released before.
+    #[pyo3(signature = (
+        keys, reservations, *, parent = None, chain = true, is_prefix = false,
+        last_is_partial = false, ttl = None, namespace = None, timeout = None
+    ))]
+    #[expect(clippy::too_many_arguments, reason = "keywords of a Python call")]
+    fn put_reserved(
+        &self,
+        py: Python<'_>,
+        keys: Keys,
+        reservations: Vec<Bound<'_, PyReservation>>,
+        parent: Option<&Bound<'_, PyAny>>,
+        chain: bool,
+        is_prefix: bool,
+        last_is_partial: bool,
+        ttl: Option<f64>,
+        namespace: Option<&PyNamespace>,
+        timeout: Option<f64>,
+    ) -> PyResult<Vec<PyPutResult>> {
+        if reservations.len() != keys.len() {
+            let (keys, got) = (keys.len(), reservations.len());
+            return Err(PyValueError::new_err(format!("{keys} keys but {got} reservations")));
+        }
+        let parents = parents(&keys, parent, chain)?;
+        let namespace = namespace.map(|space| space.0.id()).unwrap_or_default();
+        let ttl_ms = ttl.map(milliseconds).transpose()?;
+        let facts = Facts { parents, namespace, is_prefix, last_is_partial, ttl_ms };
+        let options = options(timeout)?;
+        let store = self.store()?;
+        // All are checked before any is taken, so that an error leaves every one as it was.
+        for (at, reservation) in reservations.iter().enumerate() {
+            reservation.borrow().check()?;
+            if reservations[..at].iter().any(|earlier| earlier.is(reservation)) {
+                return Err(PyValueError::new_err(format!("reservations[{at}] is there twice")));
+            }
+        }
+        let mut puts = Vec::with_capacity(keys.len());
+        for (at, reservation) in reservations.iter().enumerate() {
+            let put = facts.put(at, keys[at], &[], keys.len());
+            puts.push(PutSlab {
+                key: put.key,
+                slab: reservation.borrow_mut().take()?,
+                parent: put.parent,
+                namespace: put.namespace,
+                is_prefix: put.is_prefix,
+                is_partial: put.is_partial,
+                ttl_ms: put.ttl_ms,
+            });
+        }
+        let outcomes = py.detach(|| store.put_slabs(puts, options));
+        Ok(outcomes.into_iter().map(PyPutResult::from).collect())
+    }
+
+    /// Copies blocks into buffers. Returns a `GetResult` for each.
+    ///
+    /// `buffers` is a writable buffer for each key, or one that has room for all in equal pieces.
+    /// A block that does not fit is not copied; its result says how much it needs.
+    #[pyo3(signature = (keys, buffers, *, timeout = None))]
+    fn get(
+        &self,
+        py: Python<'_>,
+        keys: Keys,
+        buffers: &Bound<'_, PyAny>,
+        timeout: Option<f64>,
+    ) -> PyResult<Vec<PyGetResult>> {
+        let options = options(timeout)?;
+        let mut targets = Targets::new(buffers, keys.len())?;
+        let store = self.store()?;
+        let outcomes = py.detach(|| store.get(&keys, &mut targets.slices(), options));
+        Ok(outcomes.into_iter().map(PyGetResult::from).collect())
+    }
+
+    /// Views on blocks in the pool, without a copy: a sequence of `View`, `None` for a miss.
+    #[pyo3(signature = (keys, *, timeout = None))]
+    fn view(&self, py: Python<'_>, keys: Keys, timeout: Option<f64>) -> PyResult<PyViews> {
+        let options = options(timeout)?;
+        let store = self.store()?;
+        Ok(PyViews::new(py.detach(|| store.view(&keys, options))))
+    }
+
+    /// How many leading blocks of a chain are available, and where. Counts as a use of them.
+    ///
+    /// `at` is the time of the request in seconds, on a scale of the caller's that never goes back;
+    /// the store's clock otherwise.
+    #[pyo3(signature = (keys, *, partial_tail = false, hints = None, at = None))]
+    fn lookup_prefix(
+        &self,
+        py: Python<'_>,
+        keys: Keys,
+        partial_tail: bool,
+        hints: Option<&Bound<'_, PyAny>>,
+        at: Option<f64>,
+    ) -> PyResult<PyPrefixMatch> {
+        let hints = self::hints(hints)?;
+        let at = at.map(|at| seconds("at", at)).transpose()?;
+        let request = Request { keys: &keys, partial_tail, hints, at };
+        let store = self.store()?;
+        Ok(py.detach(|| store.lookup_prefix(&request)).into())
+    }
+
+    /// Whether each block is in any tier. Counts as no use.
+    fn contains(&self, py: Python<'_>, keys: Keys) -> PyResult<Vec<bool>> {
+        let store = self.store()?;
+        Ok(py.detach(|| store.contains(&keys)))
+    }
+
+    /// The tiers that have each block, fast to slow.
+    fn locate<'py>(&self, py: Python<'py>, keys: Keys) -> PyResult<Vec<Vec<Bound<'py, PyString>>>> {
+        let store = self.store()?;
+        let tiers = py.detach(|| store.locate(&keys));
+        let names = |tiers: Vec<_>| tiers.iter().map(|tier| tier_name(py, tier)).collect();
+        Ok(tiers.into_iter().map(names).collect())
+    }
+
+    /// Keeps blocks in memory until `unpin`, counted. Returns whether each is pinned now.
+    fn pin(&self, py: Python<'_>, keys: Keys) -> PyResult<Vec<bool>> {
+        let store = self.store()?;
+        Ok(py.detach(|| store.pin(&keys)))
+    }
+
+    /// Takes one pin from each block. Returns whether each had one.
+    fn unpin(&self, py: Python<'_>, keys: Keys) -> PyResult<Vec<bool>> {
+        let store = self.store()?;
+        Ok(py.detach(|| store.unpin(&keys)))
+    }
+
+    /// Forgets blocks in every tier. Returns whether each was there. Views on them stay right.
+    fn delete(&self, py: Python<'_>, keys: Keys) -> PyResult<Vec<bool>> {
+        let store = self.store()?;
+        Ok(py.detach(|| store.delete(&keys)))
+    }
+
+    /// Asks for blocks to be brought to memory in the background. Returns how many were accepted.
+    fn prefetch(&self, py: Python<'_>, keys: Keys) -> PyResult<usize> {
+        let store = self.store()?;
+        Ok(py.detach(|| store.prefetch(&keys)))
+    }
+
+    /// Waits until every tier has what was put, and would have it after a restart.
+    #[pyo3(signature = (*, timeout = None))]
+    fn flush(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
+        let options = options(timeout)?;
+        let store = self.store()?;
+        py.detach(|| store.flush(options)).map_err(|error| to_python(&error))
+    }
+
+    /// Forgets every block in every tier.
+    fn clear(&self, py: Python<'_>) -> PyResult<()> {
+        let store = self.store()?;
+        py.detach(|| store.clear());
+        Ok(())
+    }
+
+    /// What the store holds and did, as `Stats` describes it. Also after `close`.
+    fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let store = match &*self.lock()? {
+            Opened::Yes(store) => store.clone(),
+            Opened::No(stats) => return stats::to_dict(py, stats),
+        };
+        stats::to_dict(py, &py.detach(|| store.stats()))
+    }
+
+    /// Writes down what waits, stops the store's threads and closes its files. May be repeated.
+    ///
+    /// Raises `DeadlineError` when not all could be written in time; the store is closed anyway.
+    fn close(&self, py: Python<'_>) -> PyResult<()> {
+        let store = match &*self.lock()? {
+            Opened::Yes(store) => store.clone(),
+            Opened::No(_) => return Ok(()),
+        };
+        let closed = py.detach(|| store.close());
+        *self.lock()? = Opened::No(Box::new(store.stats()));
+        // With the last handle go the files' lock and the pool, but for what views hold.
+        py.detach(|| drop(store));
+        closed.map_err(|error| to_python(&error))
+    }
+
+    fn __enter__(slf: Py<Self>) -> Py<Self> {
+        slf
+    }
+
+    #[pyo3(signature = (*_error))]
+    fn __exit__(&self, py: Python<'_>, _error: &Bound<'_, PyAny>) -> PyResult<()> {
+        self.close(py)
+    }
+
+    fn __reduce__(&self) -> PyResult<()> {
+        Err(PyTypeError::new_err("a Store cannot be pickled; open one in each process"))
+    }
+
+    fn __repr__(&self, py: Python<'_>) -> PyResult<String> {
+        Ok(format!("<Store {}>", self.config.getattr(py, "pipeline")?))
+    }
+}
+
+impl PyStore {
+    fn lock(&self) -> PyResult<MutexGuard<'_, Opened>> {
+        Ok(self.state.get("store")?.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// A handle for one call; what it does is refused by the store itself once that is closed.
+    fn store(&self) -> PyResult<Store> {
+        match &*self.lock()? {
+            Opened::Yes(store) => Ok(store.clone()),
+            Opened::No(_) => Err(to_python(&StoreError::Closed)),
+        }
+    }
+}
+
+impl Facts {
+    fn put<'a>(&self, at: usize, key: BlockKey, bytes: &'a [u8], count: usize) -> Put<'a> {
+        Put {
+            key,
+            bytes,
+            parent: self.parents[at],
+            namespace: self.namespace,
+            is_prefix: self.is_prefix,
+            is_partial: self.last_is_partial && at + 1 == count,
+            ttl_ms: self.ttl_ms,
+        }
+    }
+}
+
+/// The parent of each key of a call.
+fn parents(
+    keys: &[BlockKey],
+    parent: Option<&Bound<'_, PyAny>>,
+    chain: bool,
+) -> PyResult<Vec<Option<BlockKey>>> {
+    let first = parent.map(key_of).transpose()?;
+    if chain {
+        let before = keys.iter().map(|key| Some(*key));
+        return Ok([first].into_iter().chain(before).take(keys.len()).collect());
+    }
+    if first.is_some() {
+        return Err(PyValueError::new_err("parent says where a chain begins; leave chain true"));
+    }
+    Ok(vec![None; keys.len()])
+}
+
+fn options(timeout: Option<f64>) -> PyResult<CallOptions> {
+    Ok(CallOptions { timeout: timeout.map(|timeout| seconds("timeout", timeout)).transpose()? })
+}
+
+fn milliseconds(ttl: f64) -> PyResult<u64> {
+    let ttl: Duration = seconds("ttl", ttl)?;
+    Ok(u64::try_from(ttl.as_millis()).unwrap_or(u64::MAX))
+}

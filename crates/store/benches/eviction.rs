@@ -1,0 +1,137 @@
+//! What eviction costs at a million resident blocks: a victim, and a request with what it brings.
+
+#![expect(missing_docs, reason = "criterion's macros make undocumented items")]
+
+use std::hint::black_box;
+use std::time::Duration;
+
+use cascade_store::PolicyKind;
+use cascade_store::eviction::{
+    Asked, Eviction, Hints, Incoming, Limits, Removal, Slot, Verdict, policy,
+};
+use criterion::{BatchSize, Criterion, criterion_group, criterion_main};
+
+const RESIDENT: usize = 1_000_000;
+const CHAIN: u32 = 20;
+
+/// A full tier under a load of conversations, a third of which come back for another turn.
+struct Load {
+    eviction: Eviction,
+    /// By block, wrapping round: owners are reused long after their block has gone.
+    slots: Vec<Option<Slot>>,
+    next_block: u32,
+    requests: u64,
+    chain: Vec<Asked>,
+}
+
+impl Load {
+    fn new(kind: PolicyKind) -> Self {
+        let limits =
+            Limits { capacity_bytes: RESIDENT as u64, protected_percent: 0, admit_partial: false };
+        let mut load = Self {
+            eviction: Eviction::new(policy(kind), limits),
+            slots: vec![None; 16 * RESIDENT],
+            next_block: 0,
+            requests: 0,
+            chain: Vec::new(),
+        };
+        while load.eviction.blocks().len() < RESIDENT || load.requests < 150_000 {
+            load.request();
+        }
+        load
+    }
+
+    fn now(&self) -> Duration {
+        Duration::from_millis(20 * self.requests)
+    }
+
+    /// Asks for the chain of an earlier request and a few blocks more, or for a new one.
+    fn request(&mut self) {
+        self.requests += 1;
+        let random = (self.requests.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 40) as u32;
+        let begin = match random % 3 {
+            0 => {
+                let back = (random / 3 % 40_000 + 1) * CHAIN;
+                self.next_block.saturating_sub(back)
+            }
+            _ => self.next_block,
+        };
+        let shared = self.next_block.min(begin + CHAIN / 2) - begin;
+        let known = begin..begin + shared;
+        let new = self.next_block..self.next_block + CHAIN - shared;
+        self.next_block += CHAIN;
+        let slots = &self.slots;
+        self.chain.clear();
+        self.chain.extend(known.chain(new).map(|block| Asked {
+            fingerprint: u64::from(block).wrapping_mul(0x9e37_79b9_7f4a_7c15),
+            resident: slots[block as usize % slots.len()],
+        }));
+        let now = self.now();
+        let hits = self.eviction.request(now, &self.chain, false, &Hints::default());
+        let mut parent = hits.checked_sub(1).and_then(|at| self.chain[at].resident);
+        for at in hits..self.chain.len() {
+            if self.chain[at].resident.is_some() {
+                continue;
+            }
+            let block = if at < shared as usize {
+                begin + at as u32
+            } else {
+                self.next_block - CHAIN + (at as u32 - shared)
+            };
+            let fingerprint = self.chain[at].fingerprint;
+            let owner = block % self.slots.len() as u32;
+            let incoming = Incoming { owner, fingerprint, parent, bytes: 1, is_protected: false };
+            if self.eviction.blocks().len() >= RESIDENT {
+                match self.eviction.victim_for(now, &incoming, &mut |_| true) {
+                    Verdict::Evict(victim) => self.evict(victim),
+                    Verdict::Decline => break,
+                }
+            }
+            let slot = self.eviction.insert(now, &incoming);
+            self.slots[owner as usize] = Some(slot);
+            parent = Some(slot);
+        }
+    }
+
+    fn evict(&mut self, victim: Slot) {
+        let owner = self.eviction.blocks().owner(victim);
+        self.slots[owner as usize] = None;
+        self.eviction.remove(victim, Removal::Evicted);
+    }
+}
+
+fn eviction(criterion: &mut Criterion) {
+    let kinds = [PolicyKind::Lru, PolicyKind::S3Fifo, PolicyKind::Arc, PolicyKind::PrefixCost];
+    for kind in kinds {
+        let mut load = Load::new(kind);
+        let name = load.eviction.policy().name();
+        let each = load.eviction.memory_bytes() / RESIDENT;
+        let mut group = criterion.benchmark_group(format!("{name}, {each} B a block"));
+        group.bench_function("request of 20 blocks, with inserts and victims", |bench| {
+            bench.iter(|| load.request());
+        });
+        group.bench_function("first victim of a request", |bench| {
+            bench.iter_batched(
+                || (),
+                |()| {
+                    load.requests += 1;
+                    let now = load.now();
+                    load.eviction.request(now, &[], false, &Hints::default());
+                    black_box(load.eviction.victim(now, &mut |_| true))
+                },
+                BatchSize::SmallInput,
+            );
+        });
+        group.finish();
+    }
+}
+
+criterion_group! {
+    name = benches;
+    config = Criterion::default()
+        .sample_size(20)
+        .warm_up_time(Duration::from_millis(500))
+        .measurement_time(Duration::from_secs(2));
+    targets = eviction
+}
+criterion_main!(benches);

@@ -1,0 +1,358 @@
+//! The catalog: block key to content, content to residences, with reference counts.
+//!
+//! Two layers, because a lookup happens before the bytes exist (it needs keys) and equal bytes are
+//! stored once (which needs contents). Without content hashing each key has a content of its own.
+
+mod arena;
+mod table;
+
+use cascade_block::{BlockKey, Digest};
+use cascade_memory::Slab;
+
+use crate::eviction::Slot;
+use arena::Arena;
+pub(crate) use table::KeyTable;
+
+/// Where a stage below DRAM keeps a block; only that stage understands it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Address(pub u64);
+
+/// Most stages below DRAM in one pipeline.
+pub(crate) const LOWER_STAGES_MAX: usize = 2;
+
+/// Stands for "no entry" where an index is stored.
+const NONE: u32 = u32::MAX;
+const NO_ADDRESS: u64 = u64::MAX;
+
+/// Index of a key's entry.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) struct KeyIndex(pub(crate) u32);
+
+/// Index of a content's entry.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) struct ContentIndex(pub(crate) u32);
+
+/// Which access to a block is expected, because something was done ahead for it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Awaits {
+    /// None.
+    Nothing,
+    /// A chain lookup told the policy of an access that is about to come.
+    AnnouncedAccess,
+    /// Prefetch brought it up and nobody has asked for it since.
+    FirstUse,
+}
+
+/// One key: what it names, and what eviction and callers know of it. One cache line.
+#[derive(Debug)]
+#[repr(align(64))]
+pub(crate) struct KeyEntry {
+    pub(crate) key: BlockKey,
+    pub(crate) content: ContentIndex,
+    slot: u32,
+    next_of_content: u32,
+    parent: u32,
+    parent_tag: u32,
+    pub(crate) pins: u16,
+    pub(crate) is_prefix: bool,
+    pub(crate) awaits: Awaits,
+    /// Milliseconds since 1970; zero for never.
+    pub(crate) expires_unix_ms: u64,
+}
+
+const _: () = assert!(size_of::<KeyEntry>() <= 64, "a key entry fits a cache line");
+
+/// One content: where its bytes are and which keys name it.
+#[derive(Debug)]
+pub(crate) struct Content {
+    pub(crate) slab: Option<Slab>,
+    addresses: [u64; LOWER_STAGES_MAX],
+    first_key: u32,
+    pub(crate) key_count: u32,
+    /// Keys of this content that the policy holds as resident in DRAM.
+    pub(crate) resident_keys: u32,
+    pub(crate) bytes: u32,
+    /// Tells this content from earlier ones at the same index.
+    pub(crate) generation: u32,
+    /// Bit per lower stage: queued there, not yet written.
+    pub(crate) dirty: u8,
+    /// Some caller is reading it from below.
+    pub(crate) is_loading: bool,
+    /// Bit per lower stage: asked for since it was written there.
+    pub(crate) referenced: u8,
+}
+
+const _: () = assert!(size_of::<Content>() <= 56, "memory per key is part of the contract");
+
+impl KeyEntry {
+    pub(crate) fn slot(&self) -> Option<Slot> {
+        Slot::some(self.slot)
+    }
+
+    pub(crate) fn set_slot(&mut self, slot: Option<Slot>) {
+        self.slot = Slot::raw(slot);
+    }
+
+    pub(crate) fn has_expired(&self, now_unix_ms: u64) -> bool {
+        self.expires_unix_ms != 0 && self.expires_unix_ms <= now_unix_ms
+    }
+}
+
+impl Content {
+    pub(crate) fn address(&self, stage: usize) -> Option<Address> {
+        let address = self.addresses[stage];
+        (address != NO_ADDRESS).then_some(Address(address))
+    }
+
+    pub(crate) fn set_address(&mut self, stage: usize, address: Option<Address>) {
+        self.addresses[stage] = address.map_or(NO_ADDRESS, |address| address.0);
+    }
+
+    /// The fastest lower stage that has it.
+    pub(crate) fn fastest_lower(&self) -> Option<(usize, Address)> {
+        (0..LOWER_STAGES_MAX).find_map(|stage| Some((stage, self.address(stage)?)))
+    }
+
+    /// Whether any tier has its bytes.
+    pub(crate) fn is_anywhere(&self) -> bool {
+        self.slab.is_some() || self.fastest_lower().is_some()
+    }
+}
+
+/// What a new key entry starts with.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct NewKey {
+    pub(crate) key: BlockKey,
+    pub(crate) parent: Option<BlockKey>,
+    pub(crate) is_prefix: bool,
+    pub(crate) expires_unix_ms: u64,
+}
+
+/// All keys and contents of one node.
+#[derive(Debug)]
+pub(crate) struct Catalog {
+    table: KeyTable,
+    keys: Arena<KeyEntry>,
+    contents: Arena<Content>,
+    /// Digest of each content by its index; empty when content hashing is off.
+    digests: Arena<Digest>,
+    by_digest: KeyTable,
+    generation: u32,
+}
+
+impl Catalog {
+    pub(crate) fn new() -> Self {
+        Self {
+            table: KeyTable::new(),
+            keys: Arena::new(),
+            contents: Arena::new(),
+            digests: Arena::new(),
+            by_digest: KeyTable::new(),
+            generation: 0,
+        }
+    }
+
+    /// Keys known in any tier.
+    pub(crate) fn key_count(&self) -> usize {
+        self.keys.len()
+    }
+
+    /// Contents known in any tier.
+    pub(crate) fn content_count(&self) -> usize {
+        self.contents.len()
+    }
+
+    /// Memory of the tables and entries.
+    pub(crate) fn memory_bytes(&self) -> usize {
+        let tables = self.table.memory_bytes() + self.by_digest.memory_bytes();
+        let entries = self.keys.memory_bytes() + self.contents.memory_bytes();
+        tables + entries + self.digests.memory_bytes()
+    }
+
+    pub(crate) fn find(&self, key: &BlockKey) -> Option<KeyIndex> {
+        let found = self.table.find(key.fingerprint(), |index| self.keys.get(index).key == *key);
+        found.map(KeyIndex)
+    }
+
+    /// Finds a batch. Reads tables, then keys, then contents, each in a row of independent loads,
+    /// so that the waits for memory overlap instead of adding up.
+    pub(crate) fn find_batch(&self, keys: &[BlockKey], found: &mut Vec<Option<KeyIndex>>) {
+        const ROW: usize = 64;
+        let mut candidates = [NONE; ROW];
+        let mut touched = 0u64;
+        for row in keys.chunks(ROW) {
+            for (candidate, key) in candidates.iter_mut().zip(row) {
+                *candidate = self.table.candidate(key.fingerprint()).unwrap_or(NONE);
+            }
+            let mut contents = [NONE; ROW];
+            for (content, candidate) in contents.iter_mut().zip(&candidates[..row.len()]) {
+                if *candidate != NONE {
+                    *content = self.keys.get(*candidate).content.0;
+                }
+            }
+            for content in contents.iter().filter(|content| **content != NONE) {
+                touched ^= u64::from(self.contents.get(*content).bytes);
+            }
+            found.extend(row.iter().map(|key| self.find(key)));
+        }
+        // Keeps the compiler from dropping the reads that only warm the caches.
+        std::hint::black_box(touched);
+    }
+
+    pub(crate) fn entry(&self, key: KeyIndex) -> &KeyEntry {
+        self.keys.get(key.0)
+    }
+
+    pub(crate) fn entry_mut(&mut self, key: KeyIndex) -> &mut KeyEntry {
+        self.keys.get_mut(key.0)
+    }
+
+    pub(crate) fn content(&self, content: ContentIndex) -> &Content {
+        self.contents.get(content.0)
+    }
+
+    pub(crate) fn content_mut(&mut self, content: ContentIndex) -> &mut Content {
+        self.contents.get_mut(content.0)
+    }
+
+    /// The content at that index, if it is still the one of that generation.
+    pub(crate) fn live_content(&mut self, of: (ContentIndex, u32)) -> Option<&mut Content> {
+        let content = self.contents.try_get_mut(of.0.0)?;
+        (content.generation == of.1).then_some(content)
+    }
+
+    pub(crate) fn find_digest(&self, digest: &Digest) -> Option<ContentIndex> {
+        let mark = fingerprint_of(digest);
+        self.by_digest.find(mark, |index| self.digests.get(index) == digest).map(ContentIndex)
+    }
+
+    pub(crate) fn digest_of(&self, content: ContentIndex) -> Option<&Digest> {
+        self.digests.try_get(content.0)
+    }
+
+    /// The entry of the block before this one, while it is known.
+    pub(crate) fn parent_of(&self, key: KeyIndex) -> Option<KeyIndex> {
+        let entry = self.entry(key);
+        let parent = self.keys.try_get(entry.parent)?;
+        // The index may have been given to another key since; its tag tells.
+        (tag_of(&parent.key) == entry.parent_tag).then_some(KeyIndex(entry.parent))
+    }
+
+    pub(crate) fn set_parent(&mut self, key: KeyIndex, parent: &BlockKey) {
+        let index = self.find(parent).map_or(NONE, |found| found.0);
+        let entry = self.entry_mut(key);
+        entry.parent = index;
+        entry.parent_tag = tag_of(parent);
+    }
+
+    /// Adds a key that names new bytes.
+    pub(crate) fn insert(
+        &mut self,
+        new: &NewKey,
+        bytes: u32,
+        digest: Option<Digest>,
+    ) -> (KeyIndex, ContentIndex) {
+        self.generation = self.generation.wrapping_add(1);
+        let content = ContentIndex(self.contents.insert(Content {
+            slab: None,
+            addresses: [NO_ADDRESS; LOWER_STAGES_MAX],
+            first_key: NONE,
+            key_count: 0,
+            resident_keys: 0,
+            bytes,
+            generation: self.generation,
+            dirty: 0,
+            is_loading: false,
+            referenced: 0,
+        }));
+        if let Some(digest) = digest {
+            self.digests.insert_at(content.0, digest);
+            self.by_digest.insert(fingerprint_of(&digest), content.0);
+        }
+        (self.link(new, content), content)
+    }
+
+    /// Adds a key that names bytes which are known already.
+    pub(crate) fn link(&mut self, new: &NewKey, content: ContentIndex) -> KeyIndex {
+        debug_assert!(self.find(&new.key).is_none(), "a key has one entry");
+        let next_of_content = self.content(content).first_key;
+        let key = self.keys.insert(KeyEntry {
+            key: new.key,
+            content,
+            slot: Slot::raw(None),
+            next_of_content,
+            parent: NONE,
+            parent_tag: 0,
+            pins: 0,
+            is_prefix: new.is_prefix,
+            awaits: Awaits::Nothing,
+            expires_unix_ms: new.expires_unix_ms,
+        });
+        self.table.insert(new.key.fingerprint(), key);
+        let content = self.content_mut(content);
+        content.first_key = key;
+        content.key_count += 1;
+        if let Some(parent) = &new.parent {
+            self.set_parent(KeyIndex(key), parent);
+        }
+        KeyIndex(key)
+    }
+
+    /// Forgets a key. Returns its content's entry when this was the last key that named it.
+    pub(crate) fn remove(&mut self, key: KeyIndex) -> Option<Content> {
+        let entry = self.keys.remove(key.0);
+        self.table.remove(entry.key.fingerprint(), key.0);
+        self.unlink(&entry, key);
+        let content = self.content_mut(entry.content);
+        content.key_count -= 1;
+        if content.key_count > 0 {
+            return None;
+        }
+        if let Some(digest) = self.digests.try_remove(entry.content.0) {
+            self.by_digest.remove(fingerprint_of(&digest), entry.content.0);
+        }
+        Some(self.contents.remove(entry.content.0))
+    }
+
+    fn unlink(&mut self, entry: &KeyEntry, key: KeyIndex) {
+        let first = self.content(entry.content).first_key;
+        if first == key.0 {
+            self.content_mut(entry.content).first_key = entry.next_of_content;
+            return;
+        }
+        let mut at = first;
+        while self.keys.get(at).next_of_content != key.0 {
+            at = self.keys.get(at).next_of_content;
+        }
+        self.keys.get_mut(at).next_of_content = entry.next_of_content;
+    }
+
+    /// The keys that name a content.
+    pub(crate) fn keys_of(&self, content: ContentIndex) -> Vec<KeyIndex> {
+        let mut at = self.content(content).first_key;
+        let mut keys = Vec::new();
+        while at != NONE {
+            keys.push(KeyIndex(at));
+            at = self.keys.get(at).next_of_content;
+        }
+        keys
+    }
+
+    /// Every key there is.
+    pub(crate) fn all_keys(&self) -> Vec<KeyIndex> {
+        self.keys.indices().map(KeyIndex).collect()
+    }
+}
+
+fn tag_of(key: &BlockKey) -> u32 {
+    (key.fingerprint() >> 32) as u32
+}
+
+fn fingerprint_of(digest: &Digest) -> u64 {
+    let mut first = [0; 8];
+    first.copy_from_slice(&digest.as_bytes()[..8]);
+    u64::from_le_bytes(first)
+}
+
+#[cfg(test)]
+mod tests;

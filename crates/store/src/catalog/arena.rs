@@ -1,0 +1,93 @@
+//! An arena of entries at stable indices that grows without moving what it holds.
+
+const CHUNK_BITS: u32 = 12;
+const CHUNK: usize = 1 << CHUNK_BITS;
+
+/// Entries by index. Growth adds a chunk, so no insert ever copies the others.
+#[derive(Debug)]
+pub(super) struct Arena<T> {
+    chunks: Vec<Box<[Option<T>]>>,
+    free: Vec<u32>,
+    next: u32,
+    len: usize,
+}
+
+impl<T> Arena<T> {
+    pub(super) fn new() -> Self {
+        Self { chunks: Vec::new(), free: Vec::new(), next: 0, len: 0 }
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.len
+    }
+
+    pub(super) fn memory_bytes(&self) -> usize {
+        self.chunks.len() * CHUNK * size_of::<Option<T>>() + self.free.capacity() * 4
+    }
+
+    pub(super) fn get(&self, index: u32) -> &T {
+        self.try_get(index).expect("an index is used only while its entry lives")
+    }
+
+    pub(super) fn get_mut(&mut self, index: u32) -> &mut T {
+        self.try_get_mut(index).expect("an index is used only while its entry lives")
+    }
+
+    pub(super) fn try_get(&self, index: u32) -> Option<&T> {
+        let (chunk, within) = split(index);
+        self.chunks.get(chunk)?[within].as_ref()
+    }
+
+    pub(super) fn try_get_mut(&mut self, index: u32) -> Option<&mut T> {
+        let (chunk, within) = split(index);
+        self.chunks.get_mut(chunk)?[within].as_mut()
+    }
+
+    pub(super) fn insert(&mut self, entry: T) -> u32 {
+        let index = self.free.pop().unwrap_or_else(|| {
+            assert!(self.next < u32::MAX, "an arena holds fewer than 2^32 - 1 entries");
+            self.next += 1;
+            self.next - 1
+        });
+        self.place(index, entry);
+        index
+    }
+
+    /// Puts an entry at an index of the caller's choice; such an arena is not used with `insert`.
+    pub(super) fn insert_at(&mut self, index: u32, entry: T) {
+        self.place(index, entry);
+    }
+
+    pub(super) fn remove(&mut self, index: u32) -> T {
+        let entry = self.try_remove(index).expect("an entry is removed once");
+        self.free.push(index);
+        entry
+    }
+
+    /// Takes out an entry that `insert_at` may have put there.
+    pub(super) fn try_remove(&mut self, index: u32) -> Option<T> {
+        let (chunk, within) = split(index);
+        let entry = self.chunks.get_mut(chunk)?[within].take()?;
+        self.len -= 1;
+        Some(entry)
+    }
+
+    pub(super) fn indices(&self) -> impl Iterator<Item = u32> + '_ {
+        let entries = self.chunks.iter().flat_map(|chunk| chunk.iter());
+        entries.zip(0..).filter_map(|(entry, index)| entry.is_some().then_some(index))
+    }
+
+    fn place(&mut self, index: u32, entry: T) {
+        let (chunk, within) = split(index);
+        while self.chunks.len() <= chunk {
+            self.chunks.push((0..CHUNK).map(|_| None).collect());
+        }
+        let before = self.chunks[chunk][within].replace(entry);
+        debug_assert!(before.is_none(), "an index holds one entry");
+        self.len += 1;
+    }
+}
+
+fn split(index: u32) -> (usize, usize) {
+    ((index >> CHUNK_BITS) as usize, index as usize & (CHUNK - 1))
+}

@@ -1,0 +1,146 @@
+//! A hash table from 64-bit fingerprints to 32-bit indices, in 256 shards that grow one by one.
+//!
+//! Not a general map: the key stays in the caller's entry, so a slot costs eight bytes, and a
+//! lookup is two waits for memory (slot, entry) that a batch can overlap. Growing one shard of 256
+//! keeps the pause at ten million keys under a millisecond. Linear probing; removal shifts back.
+
+const SHARD_BITS: u32 = 8;
+const SHARDS: usize = 1 << SHARD_BITS;
+const SLOTS_MIN: usize = 8;
+
+/// Fingerprints to indices.
+#[derive(Debug)]
+pub(crate) struct KeyTable {
+    shards: Vec<Shard>,
+}
+
+#[derive(Debug, Default)]
+struct Shard {
+    /// Tag in the high half, index + 1 in the low half; zero is free. Length: a power of two.
+    slots: Vec<u64>,
+    len: usize,
+}
+
+impl KeyTable {
+    pub(crate) fn new() -> Self {
+        Self { shards: (0..SHARDS).map(|_| Shard::default()).collect() }
+    }
+
+    pub(crate) fn memory_bytes(&self) -> usize {
+        self.shards.iter().map(|shard| shard.slots.capacity() * size_of::<u64>()).sum()
+    }
+
+    /// The index under this fingerprint for which `is_it` holds.
+    pub(crate) fn find(&self, fingerprint: u64, is_it: impl Fn(u32) -> bool) -> Option<u32> {
+        let shard = &self.shards[shard_of(fingerprint)];
+        let tag = tag_of(fingerprint);
+        let mut at = shard.home(tag)?;
+        loop {
+            let slot = shard.slots[at];
+            if slot == 0 {
+                return None;
+            }
+            if tag_in(slot) == tag && is_it(index_in(slot)) {
+                return Some(index_in(slot));
+            }
+            at = shard.after(at);
+        }
+    }
+
+    /// The first index whose tag fits: almost always the right one, found with one read.
+    pub(crate) fn candidate(&self, fingerprint: u64) -> Option<u32> {
+        let shard = &self.shards[shard_of(fingerprint)];
+        let slot = shard.slots[shard.home(tag_of(fingerprint))?];
+        (slot != 0 && tag_in(slot) == tag_of(fingerprint)).then(|| index_in(slot))
+    }
+
+    /// Adds an index; the caller knows that it is not there.
+    pub(crate) fn insert(&mut self, fingerprint: u64, index: u32) {
+        let shard = &mut self.shards[shard_of(fingerprint)];
+        if (shard.len + 1) * 8 > shard.slots.len() * 7 {
+            shard.grow();
+        }
+        shard.place(pack(tag_of(fingerprint), index));
+        shard.len += 1;
+    }
+
+    /// Removes an index that is there.
+    pub(crate) fn remove(&mut self, fingerprint: u64, index: u32) {
+        let shard = &mut self.shards[shard_of(fingerprint)];
+        let wanted = pack(tag_of(fingerprint), index);
+        let home = shard.home(tag_of(fingerprint)).expect("what is removed is there");
+        let mut at = home;
+        while shard.slots[at] != wanted {
+            assert_ne!(shard.slots[at], 0, "what is removed is there");
+            at = shard.after(at);
+        }
+        shard.close_gap(at);
+        shard.len -= 1;
+    }
+}
+
+impl Shard {
+    fn home(&self, tag: u32) -> Option<usize> {
+        (!self.slots.is_empty()).then(|| tag as usize & (self.slots.len() - 1))
+    }
+
+    fn after(&self, at: usize) -> usize {
+        (at + 1) & (self.slots.len() - 1)
+    }
+
+    fn place(&mut self, slot: u64) {
+        let mut at = tag_in(slot) as usize & (self.slots.len() - 1);
+        while self.slots[at] != 0 {
+            at = self.after(at);
+        }
+        self.slots[at] = slot;
+    }
+
+    fn grow(&mut self) {
+        let larger = (self.slots.len() * 2).max(SLOTS_MIN);
+        let old = std::mem::replace(&mut self.slots, vec![0; larger]);
+        old.into_iter().filter(|slot| *slot != 0).for_each(|slot| self.place(slot));
+    }
+
+    /// Moves later slots of the run back, so that no probe ends early at the gap.
+    fn close_gap(&mut self, mut gap: usize) {
+        let mask = self.slots.len() - 1;
+        let mut at = self.after(gap);
+        while self.slots[at] != 0 {
+            let home = tag_in(self.slots[at]) as usize & mask;
+            let from_home = at.wrapping_sub(home) & mask;
+            let from_gap = at.wrapping_sub(gap) & mask;
+            if from_home >= from_gap {
+                self.slots[gap] = self.slots[at];
+                gap = at;
+            }
+            at = self.after(at);
+        }
+        self.slots[gap] = 0;
+    }
+}
+
+fn shard_of(fingerprint: u64) -> usize {
+    (fingerprint >> (64 - SHARD_BITS)) as usize
+}
+
+fn tag_of(fingerprint: u64) -> u32 {
+    low_half(fingerprint)
+}
+
+fn pack(tag: u32, index: u32) -> u64 {
+    (u64::from(tag) << 32) | (u64::from(index) + 1)
+}
+
+fn tag_in(slot: u64) -> u32 {
+    (slot >> 32) as u32
+}
+
+fn index_in(slot: u64) -> u32 {
+    low_half(slot) - 1
+}
+
+#[expect(clippy::cast_possible_truncation, reason = "the low half is what is wanted")]
+fn low_half(word: u64) -> u32 {
+    word as u32
+}

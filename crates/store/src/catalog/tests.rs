@@ -1,0 +1,95 @@
+//! The catalog against a naive map, with colliding fingerprints.
+
+use std::collections::HashMap;
+
+use cascade_block::{BlockKey, DigestAlgorithm};
+use proptest::prelude::*;
+
+use super::*;
+
+fn key(fingerprint: u64, rest: u8) -> BlockKey {
+    let mut bytes = [rest; 32];
+    bytes[..8].copy_from_slice(&fingerprint.to_le_bytes());
+    BlockKey::from_bytes(bytes)
+}
+
+fn new_key(key: BlockKey) -> NewKey {
+    NewKey { key, parent: None, is_prefix: false, expires_unix_ms: 0 }
+}
+
+proptest! {
+    #[test]
+    fn it_finds_what_a_map_finds(
+        operations in prop::collection::vec((0u64..12, 0u8..3, any::<bool>()), 1..400),
+    ) {
+        let mut catalog = Catalog::new();
+        let mut model = HashMap::new();
+        for (fingerprint, rest, is_insert) in operations {
+            // Few fingerprints in one shard: long probe runs, equal tags, wrap-around.
+            let key = key(fingerprint * 3 + (u64::MAX << 40), rest);
+            match (is_insert, model.get(&key).copied()) {
+                (true, None) => {
+                    let (index, _) = catalog.insert(&new_key(key), 7, None);
+                    model.insert(key, index);
+                }
+                (false, Some(index)) => {
+                    prop_assert!(catalog.remove(index).is_some());
+                    model.remove(&key);
+                }
+                _ => {}
+            }
+            prop_assert_eq!(catalog.key_count(), model.len());
+            for (fingerprint, rest) in (0..12).flat_map(|f| (0..3).map(move |r| (f, r))) {
+                let probe = super::tests::key(fingerprint * 3 + (u64::MAX << 40), rest);
+                prop_assert_eq!(catalog.find(&probe), model.get(&probe).copied());
+            }
+        }
+    }
+}
+
+#[test]
+fn a_batch_finds_what_single_lookups_find() {
+    let mut catalog = Catalog::new();
+    let keys: Vec<_> =
+        (0..5000u64).map(|n| key(n.wrapping_mul(0x9E37_79B9_7F4A_7C15), 1)).collect();
+    for key in keys.iter().step_by(2) {
+        catalog.insert(&new_key(*key), 1, None);
+    }
+    let mut found = Vec::new();
+    catalog.find_batch(&keys, &mut found);
+    let singly: Vec<_> = keys.iter().map(|key| catalog.find(key)).collect();
+    assert_eq!(found, singly);
+    assert_eq!(found.iter().flatten().count(), 2500);
+}
+
+#[test]
+fn a_content_goes_with_its_last_key() {
+    let mut catalog = Catalog::new();
+    let digest = Digest::of(DigestAlgorithm::Blake3, b"bytes");
+    let (first, content) = catalog.insert(&new_key(key(1, 0)), 5, Some(digest));
+    let second = catalog.link(&new_key(key(2, 0)), content);
+    let third = catalog.link(&new_key(key(3, 0)), content);
+    assert_eq!(catalog.find_digest(&digest), Some(content));
+    assert_eq!(catalog.keys_of(content), [third, second, first]);
+    assert!(catalog.remove(second).is_none());
+    assert_eq!(catalog.keys_of(content), [third, first]);
+    assert!(catalog.remove(third).is_none());
+    assert_eq!(catalog.find_digest(&digest), Some(content));
+    assert!(catalog.remove(first).is_some());
+    assert_eq!(catalog.find_digest(&digest), None);
+    assert_eq!(catalog.content_count(), 0);
+}
+
+#[test]
+fn a_reused_index_is_not_taken_for_the_parent() {
+    let mut catalog = Catalog::new();
+    let (parent, _) = catalog.insert(&new_key(key(1 << 40, 0)), 1, None);
+    let child = NewKey { parent: Some(key(1 << 40, 0)), ..new_key(key(2 << 40, 0)) };
+    let (child, _) = catalog.insert(&child, 1, None);
+    assert_eq!(catalog.parent_of(child), Some(parent));
+    catalog.remove(parent);
+    assert_eq!(catalog.parent_of(child), None);
+    let (stranger, _) = catalog.insert(&new_key(key(3 << 40, 0)), 1, None);
+    assert_eq!(stranger, parent, "the index is given out again");
+    assert_eq!(catalog.parent_of(child), None);
+}

@@ -1,0 +1,134 @@
+//! ARC: two LRU lists, for blocks used once and more often, whose balance follows what their
+//! ghosts say (Megiddo and Modha, FAST '03).
+
+use std::time::Duration;
+
+use super::lru::place;
+use super::{Asked, Blocks, Ghosts, Hints, List, MayGo, Policy, Removal, Slot};
+
+/// State of a block: the top bit says that it was used more than once, the rest is the number of
+/// the request that used it last.
+const OFTEN: u32 = 1 << 31;
+
+/// Blocks of the list to shrink that are looked at before the other list has its turn: a list may
+/// consist of blocks whose children are in the other.
+const SEARCH_BLOCKS: usize = 64;
+
+/// The policy.
+#[derive(Debug, Default)]
+pub struct Arc {
+    once: List,
+    often: List,
+    once_ghosts: Ghosts,
+    often_ghosts: Ghosts,
+    /// How many blocks `once` should hold.
+    once_target: usize,
+    requests: u32,
+    /// The most blocks ever resident, which is what the tier can hold once it is full.
+    capacity: usize,
+}
+
+impl Arc {
+    fn list(&mut self, blocks: &Blocks, slot: Slot) -> &mut List {
+        if blocks.state(slot) & OFTEN == 0 { &mut self.once } else { &mut self.often }
+    }
+
+    /// Follows a ghost that came back; says whether there was one.
+    fn adapt(&mut self, fingerprint: u64) -> bool {
+        let (once, often) = (self.once_ghosts.len().max(1), self.often_ghosts.len().max(1));
+        if self.once_ghosts.take(fingerprint).is_some() {
+            self.once_target = (self.once_target + (often / once).max(1)).min(self.capacity);
+            return true;
+        }
+        if self.often_ghosts.take(fingerprint).is_some() {
+            self.once_target = self.once_target.saturating_sub((once / often).max(1));
+            return true;
+        }
+        false
+    }
+
+    /// Keeps the memory of the past at the size that the paper gives it.
+    fn forget(&mut self) {
+        while self.once_ghosts.len() > 0 && self.once.len() + self.once_ghosts.len() > self.capacity
+        {
+            self.once_ghosts.pop();
+        }
+        while self.often_ghosts.len() > 0
+            && self.once_ghosts.len() + self.often_ghosts.len() > self.capacity
+        {
+            self.often_ghosts.pop();
+        }
+    }
+}
+
+impl Policy for Arc {
+    fn name(&self) -> &'static str {
+        "arc"
+    }
+
+    fn request(
+        &mut self,
+        blocks: &mut Blocks,
+        now: Duration,
+        chain: &[Asked],
+        hits: usize,
+        _: &Hints,
+    ) {
+        self.requests = self.requests.wrapping_add(1) & !OFTEN;
+        for slot in chain[..hits].iter().rev().filter_map(|asked| asked.resident) {
+            self.touch(blocks, now, slot);
+        }
+    }
+
+    fn touch(&mut self, blocks: &mut Blocks, _: Duration, slot: Slot) {
+        if !blocks.is_protected(slot) {
+            self.list(blocks, slot).remove(blocks, slot);
+            blocks.set_state(slot, self.requests | OFTEN);
+            self.often.push_newest(blocks, slot);
+        }
+    }
+
+    fn insert(&mut self, blocks: &mut Blocks, _: Duration, slot: Slot) {
+        if blocks.is_protected(slot) {
+            return;
+        }
+        self.capacity = self.capacity.max(blocks.len());
+        let often = if self.adapt(blocks.fingerprint(slot)) { OFTEN } else { 0 };
+        blocks.set_state(slot, self.requests | often);
+        let beside = blocks.parent(slot).filter(|parent| {
+            !blocks.is_protected(*parent) && blocks.state(*parent) & OFTEN == often
+        });
+        place(self.list(blocks, slot), blocks, slot, beside);
+        self.forget();
+    }
+
+    fn remove(&mut self, blocks: &mut Blocks, slot: Slot, why: Removal) {
+        if blocks.is_protected(slot) {
+            return;
+        }
+        self.list(blocks, slot).remove(blocks, slot);
+        if why == Removal::Evicted {
+            let is_often = blocks.state(slot) & OFTEN != 0;
+            let ghosts = if is_often { &mut self.often_ghosts } else { &mut self.once_ghosts };
+            // Twice the room, because ghosts that came back leave holes.
+            ghosts.push(blocks.fingerprint(slot), 0, self.capacity * 2);
+            self.forget();
+        }
+    }
+
+    fn victim(&mut self, blocks: &mut Blocks, _: Duration, may_go: &mut MayGo<'_>) -> Option<Slot> {
+        let (first, second) = if self.once.len() > self.once_target {
+            (&mut self.once, &mut self.often)
+        } else {
+            (&mut self.often, &mut self.once)
+        };
+        first
+            .oldest_that(blocks, may_go, SEARCH_BLOCKS)
+            .or_else(|| second.oldest_that(blocks, may_go, usize::MAX))
+            .or_else(|| first.oldest_that(blocks, may_go, usize::MAX))
+    }
+
+    fn memory_bytes(&self) -> usize {
+        size_of::<Self>() + self.once_ghosts.memory_bytes() + self.often_ghosts.memory_bytes()
+    }
+}

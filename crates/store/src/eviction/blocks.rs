@@ -1,0 +1,359 @@
+//! The table of resident blocks: what the mechanism and every policy share about them.
+
+/// Where a resident block stands in the table; reused once the block is gone.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Slot(u32);
+
+/// No slot: the end of a list, or a block without parent.
+const NONE: u32 = u32::MAX;
+
+/// Most blocks that a table holds.
+pub const BLOCKS_MAX: usize = (NONE - 1) as usize;
+
+impl Slot {
+    /// Its number; numbers are dense, so that a policy may index by them.
+    pub const fn index(self) -> usize {
+        self.0 as usize
+    }
+
+    pub(crate) fn some(raw: u32) -> Option<Self> {
+        (raw != NONE).then_some(Self(raw))
+    }
+
+    pub(crate) fn raw(slot: Option<Self>) -> u32 {
+        slot.map_or(NONE, |slot| slot.0)
+    }
+}
+
+/// One entry: 40 bytes, so that a million blocks take 40 MB.
+#[derive(Debug, Clone)]
+struct Block {
+    fingerprint: u64,
+    owner: u32,
+    parent: u32,
+    children: u32,
+    bytes: u32,
+    older: u32,
+    newer: u32,
+    state: u32,
+    status: Status,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Status {
+    Free,
+    Ordinary,
+    Protected,
+    /// Deleted while children were resident: keeps its place until they are gone, so that their
+    /// parent never becomes another block.
+    Orphaning,
+}
+
+/// What the mechanism is told about a block that comes in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Incoming {
+    /// The caller's number for it, given back when a victim is chosen.
+    pub owner: u32,
+    /// Eight bytes of its key.
+    pub fingerprint: u64,
+    /// The block before it in its chain, if that is resident.
+    pub parent: Option<Slot>,
+    /// Its size.
+    pub bytes: u32,
+    /// Whether it belongs to a protected prefix.
+    pub is_protected: bool,
+}
+
+/// All resident blocks. Policies read it, keep a number per block in it, and link blocks into
+/// their [`List`]s through it.
+#[derive(Debug, Default)]
+pub struct Blocks {
+    blocks: Vec<Block>,
+    free: Vec<u32>,
+    resident: usize,
+    bytes: u64,
+}
+
+impl Blocks {
+    /// How many blocks are resident.
+    pub fn len(&self) -> usize {
+        self.resident
+    }
+
+    /// Whether none is.
+    pub fn is_empty(&self) -> bool {
+        self.resident == 0
+    }
+
+    /// Bytes of all resident blocks.
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// Slots that were ever used: every [`Slot::index`] is below it.
+    pub fn slots(&self) -> usize {
+        self.blocks.len()
+    }
+
+    /// The caller's number for a block.
+    pub fn owner(&self, slot: Slot) -> u32 {
+        self.blocks[slot.index()].owner
+    }
+
+    /// Eight bytes of a block's key.
+    pub fn fingerprint(&self, slot: Slot) -> u64 {
+        self.blocks[slot.index()].fingerprint
+    }
+
+    /// Size of a block.
+    pub fn bytes_of(&self, slot: Slot) -> u32 {
+        self.blocks[slot.index()].bytes
+    }
+
+    /// The block before it in its chain, if it is resident.
+    pub fn parent(&self, slot: Slot) -> Option<Slot> {
+        Slot::some(self.blocks[slot.index()].parent).filter(|parent| self.is_resident(*parent))
+    }
+
+    /// Whether a slot holds a block.
+    pub fn is_resident(&self, slot: Slot) -> bool {
+        let status = self.blocks.get(slot.index()).map(|block| block.status);
+        matches!(status, Some(Status::Ordinary | Status::Protected))
+    }
+
+    /// Whether no resident block follows it in a chain: only such blocks may go.
+    pub fn is_leaf(&self, slot: Slot) -> bool {
+        self.blocks[slot.index()].children == 0
+    }
+
+    /// Whether the mechanism keeps it for last; then it is in no policy's list.
+    pub fn is_protected(&self, slot: Slot) -> bool {
+        self.blocks[slot.index()].status == Status::Protected
+    }
+
+    /// The policy's number for a block; zero at first.
+    pub fn state(&self, slot: Slot) -> u32 {
+        self.blocks[slot.index()].state
+    }
+
+    /// Changes the policy's number for a block.
+    pub fn set_state(&mut self, slot: Slot, state: u32) {
+        self.blocks[slot.index()].state = state;
+    }
+
+    /// Memory of the table, its spare room included.
+    pub fn memory_bytes(&self) -> usize {
+        self.blocks.capacity() * size_of::<Block>() + self.free.capacity() * size_of::<u32>()
+    }
+
+    pub(super) fn insert(&mut self, incoming: &Incoming, is_protected: bool) -> Slot {
+        let parent = incoming.parent.filter(|parent| self.is_resident(*parent));
+        let block = Block {
+            fingerprint: incoming.fingerprint,
+            owner: incoming.owner,
+            parent: Slot::raw(parent),
+            children: 0,
+            bytes: incoming.bytes,
+            older: NONE,
+            newer: NONE,
+            state: 0,
+            status: if is_protected { Status::Protected } else { Status::Ordinary },
+        };
+        if let Some(parent) = parent {
+            self.blocks[parent.index()].children += 1;
+        }
+        self.resident += 1;
+        self.bytes += u64::from(incoming.bytes);
+        if let Some(index) = self.free.pop() {
+            self.blocks[index as usize] = block;
+            return Slot(index);
+        }
+        assert!(self.blocks.len() < BLOCKS_MAX, "more than {BLOCKS_MAX} blocks in one tier");
+        self.blocks.push(block);
+        Slot(u32::try_from(self.blocks.len() - 1).expect("BLOCKS_MAX is below u32::MAX"))
+    }
+
+    /// Takes a block out; it must be in no list. Returns the resident block that is a leaf now and
+    /// was none before.
+    pub(super) fn remove(&mut self, slot: Slot) -> Option<Slot> {
+        self.resident -= 1;
+        self.bytes -= u64::from(self.bytes_of(slot));
+        if self.is_leaf(slot) {
+            return self.release(slot);
+        }
+        self.blocks[slot.index()].status = Status::Orphaning;
+        None
+    }
+
+    /// Corrects a block's parent, when it was put while the parent was away.
+    pub(super) fn adopt(&mut self, child: Slot, parent: Slot) -> Adoption {
+        let before = Slot::some(self.blocks[child.index()].parent);
+        if before == Some(parent) {
+            return Adoption::Settled(None);
+        }
+        if self.descends_from(parent, child) {
+            return Adoption::Contradiction;
+        }
+        self.blocks[parent.index()].children += 1;
+        self.blocks[child.index()].parent = parent.0;
+        Adoption::Settled(before.and_then(|before| self.lose_child(before)))
+    }
+
+    /// Guards against callers whose chains contradict each other: parents must not form a ring.
+    fn descends_from(&self, mut slot: Slot, ancestor: Slot) -> bool {
+        loop {
+            if slot == ancestor {
+                return true;
+            }
+            let Some(parent) = Slot::some(self.blocks[slot.index()].parent) else { return false };
+            slot = parent;
+        }
+    }
+
+    fn release(&mut self, slot: Slot) -> Option<Slot> {
+        let parent = Slot::some(self.blocks[slot.index()].parent);
+        self.blocks[slot.index()].status = Status::Free;
+        self.free.push(slot.0);
+        parent.and_then(|parent| self.lose_child(parent))
+    }
+
+    fn lose_child(&mut self, mut parent: Slot) -> Option<Slot> {
+        loop {
+            let block = &mut self.blocks[parent.index()];
+            block.children -= 1;
+            if block.children > 0 {
+                return None;
+            }
+            if block.status != Status::Orphaning {
+                return Some(parent);
+            }
+            block.status = Status::Free;
+            self.free.push(parent.0);
+            parent = Slot::some(block.parent)?;
+        }
+    }
+}
+
+/// What came of correcting a parent.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Adoption {
+    /// The parent is right; a block that lost its last child by it is named.
+    Settled(Option<Slot>),
+    /// The parent follows the child: the caller's chains contradict each other.
+    Contradiction,
+}
+
+/// Blocks in an order, linked through the table. A block is in one list at most.
+#[derive(Debug, Clone, Copy)]
+pub struct List {
+    oldest: u32,
+    newest: u32,
+    len: usize,
+}
+
+impl Default for List {
+    fn default() -> Self {
+        Self { oldest: NONE, newest: NONE, len: 0 }
+    }
+}
+
+impl List {
+    /// How many blocks it holds.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether it holds none.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// The first to go.
+    pub fn oldest(&self) -> Option<Slot> {
+        Slot::some(self.oldest)
+    }
+
+    /// The last to go.
+    pub fn newest(&self) -> Option<Slot> {
+        Slot::some(self.newest)
+    }
+
+    /// The next one toward the newest.
+    pub fn newer(blocks: &Blocks, slot: Slot) -> Option<Slot> {
+        Slot::some(blocks.blocks[slot.index()].newer)
+    }
+
+    /// Adds a block at the newest end.
+    pub fn push_newest(&mut self, blocks: &mut Blocks, slot: Slot) {
+        self.link(blocks, slot, self.newest, NONE);
+    }
+
+    /// Adds a block at the oldest end.
+    pub fn push_oldest(&mut self, blocks: &mut Blocks, slot: Slot) {
+        self.link(blocks, slot, NONE, self.oldest);
+    }
+
+    /// Adds a block so that it goes right before `anchor`, which is in this list.
+    pub fn push_before(&mut self, blocks: &mut Blocks, slot: Slot, anchor: Slot) {
+        let older = blocks.blocks[anchor.index()].older;
+        self.link(blocks, slot, older, anchor.0);
+    }
+
+    /// Takes a block out, which is in this list.
+    pub fn remove(&mut self, blocks: &mut Blocks, slot: Slot) {
+        let block = &mut blocks.blocks[slot.index()];
+        let (older, newer) = (block.older, block.newer);
+        block.older = NONE;
+        block.newer = NONE;
+        match Slot::some(older) {
+            Some(older) => blocks.blocks[older.index()].newer = newer,
+            None => self.oldest = newer,
+        }
+        match Slot::some(newer) {
+            Some(newer) => blocks.blocks[newer.index()].older = older,
+            None => self.newest = older,
+        }
+        self.len -= 1;
+    }
+
+    /// Moves a block of this list to its newest end.
+    pub fn renew(&mut self, blocks: &mut Blocks, slot: Slot) {
+        if self.newest != slot.0 {
+            self.remove(blocks, slot);
+            self.push_newest(blocks, slot);
+        }
+    }
+
+    /// The oldest block that may go, among so many of the oldest. Those before it that may not are
+    /// used, new, or hold others: they move to the newest end, so that no search passes them twice.
+    pub fn oldest_that(
+        &mut self,
+        blocks: &mut Blocks,
+        may_go: &mut super::MayGo<'_>,
+        among: usize,
+    ) -> Option<Slot> {
+        for _ in 0..self.len.min(among) {
+            let slot = self.oldest()?;
+            if may_go(blocks, slot) {
+                return Some(slot);
+            }
+            self.renew(blocks, slot);
+        }
+        None
+    }
+
+    fn link(&mut self, blocks: &mut Blocks, slot: Slot, older: u32, newer: u32) {
+        let block = &mut blocks.blocks[slot.index()];
+        block.older = older;
+        block.newer = newer;
+        match Slot::some(older) {
+            Some(older) => blocks.blocks[older.index()].newer = slot.0,
+            None => self.oldest = slot.0,
+        }
+        match Slot::some(newer) {
+            Some(newer) => blocks.blocks[newer.index()].older = slot.0,
+            None => self.newest = slot.0,
+        }
+        self.len += 1;
+    }
+}

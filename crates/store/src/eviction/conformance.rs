@@ -1,0 +1,261 @@
+//! What every policy must do behind the mechanism: one list of checks, which a new policy runs too.
+//!
+//! The checks drive [`Eviction`] with chains of requests beside a naive model of what is resident,
+//! and panic with a sentence where the two part.
+
+use std::collections::HashMap;
+use std::time::Duration;
+
+use super::{
+    Asked, Eviction, Hints, Incoming, Limits, Policy, Priority, Removal, Slot, StopReason, Verdict,
+};
+
+/// Makes a fresh policy.
+pub type MakePolicy = fn() -> Box<dyn Policy>;
+
+/// Runs all checks on a policy.
+///
+/// # Panics
+/// If the policy breaks one of them.
+pub fn check(make: MakePolicy) {
+    for seed in 0..4 {
+        requests_keep_the_tables_right(make, seed);
+        equal_runs_choose_equal_victims(make, seed);
+    }
+    leaves_go_first_and_everything_can_go(make);
+    the_unusable_stay(make);
+    protected_blocks_go_last_within_their_quota(make);
+    odd_callers_do_no_harm(make);
+}
+
+/// A naive model: which blocks of a small forest are resident, and where.
+#[derive(Debug)]
+struct Model {
+    eviction: Eviction,
+    capacity: usize,
+    slots: HashMap<u64, Slot>,
+    parents: HashMap<u64, Option<u64>>,
+    victims: Vec<u64>,
+    random: u64,
+}
+
+impl Model {
+    fn new(make: MakePolicy, capacity: usize, seed: u64) -> Self {
+        let capacity_bytes = capacity as u64;
+        let limits = Limits { capacity_bytes, protected_percent: 50, admit_partial: false };
+        Self {
+            eviction: Eviction::new(make(), limits),
+            capacity,
+            slots: HashMap::new(),
+            parents: HashMap::new(),
+            victims: Vec::new(),
+            random: seed.wrapping_mul(2).wrapping_add(1),
+        }
+    }
+
+    fn below(&mut self, limit: u64) -> u64 {
+        self.random = self.random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+        (self.random >> 33) % limit
+    }
+
+    /// A path in a forest of four trees with three children a block.
+    fn chain(&mut self) -> Vec<u64> {
+        let mut block = 1 + self.below(4);
+        let mut chain = vec![block];
+        for _ in 0..self.below(12) {
+            block = block * 4 + self.below(3);
+            chain.push(block);
+        }
+        chain
+    }
+
+    fn asked(&self, chain: &[u64]) -> Vec<Asked> {
+        let asked =
+            |block: &u64| Asked { fingerprint: *block, resident: self.slots.get(block).copied() };
+        chain.iter().map(asked).collect()
+    }
+
+    fn request(&mut self, now: Duration, chain: &[u64], partial_tail: bool, hints: &Hints) {
+        let asked = self.asked(chain);
+        let leading = asked.iter().take_while(|asked| asked.resident.is_some()).count();
+        let hits = self.eviction.request(now, &asked, partial_tail, hints);
+        assert_eq!(hits, leading, "hits are the leading residents");
+        let full = chain.len() - usize::from(partial_tail);
+        let mut parent = hits.checked_sub(1).map(|last| chain[last]);
+        for block in chain[..full].iter().skip(hits) {
+            if !self.slots.contains_key(block) && !self.take(now, *block, parent, false) {
+                break;
+            }
+            parent = Some(*block);
+        }
+    }
+
+    fn take(&mut self, now: Duration, block: u64, parent: Option<u64>, is_protected: bool) -> bool {
+        let owner = u32::try_from(block % u64::from(u32::MAX)).expect("below u32::MAX");
+        let slot = parent.map(|parent| self.slots[&parent]);
+        let incoming = Incoming { owner, fingerprint: block, parent: slot, bytes: 1, is_protected };
+        if self.slots.len() == self.capacity {
+            match self.eviction.victim_for(now, &incoming, &mut |_| true) {
+                Verdict::Decline => return false,
+                Verdict::Evict(victim) => {
+                    assert_ne!(Some(victim), slot, "a block is not evicted for its own child");
+                    self.evict(victim);
+                }
+            }
+        }
+        self.slots.insert(block, self.eviction.insert(now, &incoming));
+        self.parents.insert(block, parent);
+        true
+    }
+
+    fn evict(&mut self, victim: Slot) {
+        let block = self.eviction.blocks().fingerprint(victim);
+        let has_children =
+            self.slots.keys().any(|child| self.parents[child] == Some(block) && *child != block);
+        assert!(!has_children, "block {block} went before its children");
+        assert_eq!(self.slots.remove(&block), Some(victim), "block {block} was resident");
+        self.victims.push(block);
+        self.eviction.remove(victim, Removal::Evicted);
+    }
+
+    fn compare(&self) {
+        let blocks = self.eviction.blocks();
+        assert_eq!(blocks.len(), self.slots.len(), "as many blocks as were put and not evicted");
+        assert!(self.slots.len() <= self.capacity, "no more than fit");
+        for (block, slot) in &self.slots {
+            assert!(blocks.is_resident(*slot), "block {block} is resident");
+            assert_eq!(blocks.fingerprint(*slot), *block, "a slot keeps its block");
+        }
+    }
+
+    /// Evicts until nothing may go.
+    fn drain(&mut self, now: Duration) {
+        while let Some(victim) = self.eviction.victim(now, &mut |_| true) {
+            self.evict(victim);
+        }
+        assert!(self.slots.is_empty(), "{} blocks can never go", self.slots.len());
+    }
+}
+
+fn run(make: MakePolicy, seed: u64) -> Model {
+    let mut model = Model::new(make, 40, seed);
+    let mut now = Duration::ZERO;
+    for step in 0..600 {
+        now += Duration::from_millis(model.below(20_000));
+        let chain = model.chain();
+        let partial_tail = chain.len() > 1 && model.below(2) == 0;
+        let hints = Hints {
+            ends_session: model.below(10) == 0,
+            stop: (model.below(3) == 0).then_some(StopReason::ToolUse),
+            priority: if model.below(9) == 0 { Priority::High } else { Priority::Normal },
+            workload: (model.below(4) == 0).then_some(3),
+            expected_within: (model.below(8) == 0).then_some(Duration::from_secs(30)),
+        };
+        model.request(now, &chain, partial_tail, &hints);
+        if step % 7 == 0 {
+            let asked = model.asked(&chain);
+            model.eviction.hint(now, &asked, &hints);
+        }
+        if step % 5 == 0
+            && let Some(slot) = model.slots.get(&chain[0]).copied()
+        {
+            model.eviction.touch(now, slot);
+        }
+        model.compare();
+    }
+    model.drain(now);
+    model
+}
+
+fn requests_keep_the_tables_right(make: MakePolicy, seed: u64) {
+    let model = run(make, seed);
+    let stats = model.eviction.stats();
+    assert_eq!(stats.inserted, stats.evicted, "what came in went out");
+    assert_eq!(stats.requests, 600, "each request counts once");
+}
+
+fn equal_runs_choose_equal_victims(make: MakePolicy, seed: u64) {
+    assert_eq!(run(make, seed).victims, run(make, seed).victims, "runs are repeatable");
+}
+
+fn leaves_go_first_and_everything_can_go(make: MakePolicy) {
+    let mut model = Model::new(make, 100, 1);
+    // Children that are put and touched before their parents are known to the policy.
+    for block in 1..=50 {
+        let parent = (block > 1).then_some(block / 2);
+        assert!(model.take(Duration::from_secs(block), block, parent, false), "there is room");
+    }
+    for block in [1, 2, 4, 50, 1] {
+        model.eviction.touch(Duration::from_secs(100 + block), model.slots[&block]);
+    }
+    model.drain(Duration::from_secs(1000));
+}
+
+fn the_unusable_stay(make: MakePolicy) {
+    let mut model = Model::new(make, 10, 1);
+    for block in 1..=10 {
+        model.take(Duration::ZERO, block, None, false);
+    }
+    let now = Duration::from_secs(5);
+    let none = model.eviction.victim(now, &mut |_| false);
+    assert_eq!(none, None, "nothing usable, no victim");
+    for _ in 0..3 {
+        let only = model.eviction.victim(now, &mut |owner| owner == 7);
+        assert_eq!(only, Some(model.slots[&7]), "the one usable block is found");
+    }
+    let mut owners = Vec::new();
+    let bytes = model.eviction.victims(now, 100, &mut |owner| owner != 7, &mut owners);
+    assert_eq!((bytes, owners.len()), (9, 9), "a batch takes all that it may, once each");
+    assert!(!owners.contains(&7), "and leaves the rest");
+}
+
+fn protected_blocks_go_last_within_their_quota(make: MakePolicy) {
+    let mut model = Model::new(make, 20, 1);
+    for block in 1..=12 {
+        model.take(Duration::ZERO, block, None, true);
+    }
+    let stats = model.eviction.stats();
+    assert_eq!(stats.protected_blocks, 10, "half of the tier may be protected");
+    assert_eq!(stats.protection_refused, 2, "what is beyond is counted");
+    for block in 100..400 {
+        let now = Duration::from_secs(block);
+        model.request(now, &[block], false, &Hints::default());
+    }
+    let kept = (1..=10).filter(|block| model.slots.contains_key(block)).count();
+    assert_eq!(kept, 10, "fillers do not displace protected blocks");
+    model.drain(Duration::from_secs(1000));
+    let last: Vec<_> = model.victims.iter().rev().take(10).rev().copied().collect();
+    assert_eq!(last, (1..=10).collect::<Vec<_>>(), "they go last, the least recently used first");
+    assert_eq!(model.eviction.stats().protected_bytes, 0, "and give their quota back");
+}
+
+/// Chains that contradict each other, blocks that are put twice or deleted under their children.
+fn odd_callers_do_no_harm(make: MakePolicy) {
+    let mut model = Model::new(make, 30, 9);
+    let now = Duration::from_secs(1);
+    let hints = Hints::default();
+    for chain in [&[1, 2, 3][..], &[3, 2, 1], &[9, 9, 9], &[1, 1], &[2, 1, 2, 3]] {
+        let asked = model.asked(chain);
+        model.eviction.request(now, &asked, false, &hints);
+        for block in chain {
+            if !model.slots.contains_key(block) {
+                model.take(now, *block, None, false);
+            }
+        }
+    }
+    assert_eq!(model.eviction.request(now, &[], true, &hints), 0, "nothing asked, nothing hit");
+    for block in [1, 9, 3, 2] {
+        let slot = model.slots.remove(&block).expect("it was put");
+        model.eviction.remove(slot, Removal::Deleted);
+        model.compare();
+    }
+    for (block, parent) in [(4, None), (5, Some(4)), (6, Some(5))] {
+        model.take(now, block, parent, false);
+    }
+    let root = model.slots.remove(&4).expect("it was put");
+    model.eviction.remove(root, Removal::Deleted);
+    model.take(now, 4, None, false);
+    let asked = model.asked(&[4, 5, 6]);
+    assert_eq!(model.eviction.request(now, &asked, false, &hints), 3, "the parent is found again");
+    model.drain(now);
+}

@@ -1,0 +1,172 @@
+//! What is remembered of blocks that are not resident: a fingerprint and a number each.
+
+const NONE: u32 = u32::MAX;
+
+#[derive(Debug, Clone, Copy)]
+struct Entry {
+    fingerprint: u64,
+    value: u32,
+    /// The next entry of the same bucket, or the entry itself for a hole.
+    next: u32,
+}
+
+/// A ring of ghosts with a hash index: the oldest is forgotten first. 20 to 24 bytes an entry.
+///
+/// A ghost that is taken out leaves a hole, which is reused when the ring comes round.
+#[derive(Debug, Default)]
+pub struct Ghosts {
+    /// Entries from `oldest` on, wrapping round at `entries.len()`.
+    entries: Vec<Entry>,
+    buckets: Vec<u32>,
+    oldest: usize,
+    /// Entries between the oldest and the newest, holes included.
+    span: usize,
+    live: usize,
+}
+
+impl Ghosts {
+    /// How many ghosts are remembered.
+    pub fn len(&self) -> usize {
+        self.live
+    }
+
+    /// Whether none is.
+    pub fn is_empty(&self) -> bool {
+        self.live == 0
+    }
+
+    /// Memory of ring and index.
+    pub fn memory_bytes(&self) -> usize {
+        self.entries.capacity() * size_of::<Entry>() + self.buckets.capacity() * size_of::<u32>()
+    }
+
+    /// Remembers a block as the newest ghost in a ring of at most `slots` entries. Returns what
+    /// was forgotten for it.
+    pub fn push(&mut self, fingerprint: u64, value: u32, slots: usize) -> Option<(u64, u32)> {
+        let slots = slots.clamp(1, NONE as usize - 1);
+        let mut forgotten = None;
+        self.drop_holes();
+        if self.span >= self.entries.len() {
+            if self.entries.len() < slots {
+                self.resize((self.entries.len() * 2).clamp(16.min(slots), slots));
+            } else {
+                forgotten = self.pop();
+            }
+        }
+        let index = self.wrap(self.oldest + self.span);
+        let bucket = self.bucket(fingerprint);
+        let next = self.buckets[bucket];
+        self.entries[index] = Entry { fingerprint, value, next };
+        self.buckets[bucket] = u32::try_from(index).expect("slots are below u32::MAX");
+        self.span += 1;
+        self.live += 1;
+        forgotten
+    }
+
+    /// Forgets the oldest ghost and returns it.
+    pub fn pop(&mut self) -> Option<(u64, u32)> {
+        self.drop_holes();
+        if self.live == 0 {
+            return None;
+        }
+        let Entry { fingerprint, value, .. } = self.entries[self.oldest];
+        self.unlink(self.oldest);
+        self.drop_holes();
+        Some((fingerprint, value))
+    }
+
+    /// The number of a ghost.
+    pub fn get(&self, fingerprint: u64) -> Option<u32> {
+        self.find(fingerprint).map(|index| self.entries[index].value)
+    }
+
+    /// Changes the number of a ghost, if there is one.
+    pub fn set(&mut self, fingerprint: u64, value: u32) -> bool {
+        let found = self.find(fingerprint);
+        found.inspect(|index| self.entries[*index].value = value).is_some()
+    }
+
+    /// Takes a ghost out.
+    pub fn take(&mut self, fingerprint: u64) -> Option<u32> {
+        let index = self.find(fingerprint)?;
+        let value = self.entries[index].value;
+        self.unlink(index);
+        Some(value)
+    }
+
+    fn wrap(&self, index: usize) -> usize {
+        if index < self.entries.len() { index } else { index - self.entries.len() }
+    }
+
+    fn bucket(&self, fingerprint: u64) -> usize {
+        // Fibonacci hashing: fingerprints may be small numbers in studies. The mask keeps it small.
+        let mixed = fingerprint.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32;
+        usize::try_from(mixed).expect("32 bits fit") & (self.buckets.len() - 1)
+    }
+
+    fn find(&self, fingerprint: u64) -> Option<usize> {
+        if self.live == 0 {
+            return None;
+        }
+        let mut index = self.buckets[self.bucket(fingerprint)];
+        while index != NONE {
+            let entry = &self.entries[index as usize];
+            if entry.fingerprint == fingerprint {
+                return Some(index as usize);
+            }
+            index = entry.next;
+        }
+        None
+    }
+
+    fn is_hole(&self, index: usize) -> bool {
+        self.entries[index].next as usize == index
+    }
+
+    fn drop_holes(&mut self) {
+        while self.span > 0 && self.is_hole(self.oldest) {
+            self.oldest = self.wrap(self.oldest + 1);
+            self.span -= 1;
+        }
+    }
+
+    /// Takes an entry out of its bucket and makes it a hole.
+    fn unlink(&mut self, index: usize) {
+        let this = u32::try_from(index).expect("slots are below u32::MAX");
+        let bucket = self.bucket(self.entries[index].fingerprint);
+        let next = self.entries[index].next;
+        if self.buckets[bucket] == this {
+            self.buckets[bucket] = next;
+        } else {
+            let mut before = self.buckets[bucket] as usize;
+            while self.entries[before].next != this {
+                before = self.entries[before].next as usize;
+            }
+            self.entries[before].next = next;
+        }
+        self.entries[index].next = this;
+        self.live -= 1;
+    }
+
+    /// Moves everything into a larger ring, without the holes.
+    fn resize(&mut self, slots: usize) {
+        let hole = |index: usize| Entry {
+            fingerprint: 0,
+            value: 0,
+            next: u32::try_from(index).expect("slots are below u32::MAX"),
+        };
+        let old = std::mem::take(&mut self.entries);
+        let (oldest, span) = (self.oldest, self.span);
+        self.entries = (0..slots).map(hole).collect();
+        self.buckets = vec![NONE; slots.next_power_of_two()];
+        (self.oldest, self.span, self.live) = (0, 0, 0);
+        for at in oldest..oldest + span {
+            let index = if at < old.len() { at } else { at - old.len() };
+            let entry = old[index];
+            if entry.next as usize != index {
+                let forgotten = self.push(entry.fingerprint, entry.value, slots);
+                debug_assert!(forgotten.is_none(), "the new ring is larger");
+            }
+        }
+    }
+}

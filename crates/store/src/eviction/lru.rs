@@ -1,0 +1,77 @@
+//! Least recently used, aware of chains: what one request touched goes from its end.
+
+use std::time::Duration;
+
+use super::{Asked, Blocks, Hints, List, MayGo, Policy, Removal, Slot};
+
+/// A parent that was used within so many requests counts as used by the same one: puts come after
+/// the request, and others may come between.
+const SAME_USE_REQUESTS: u32 = 8;
+
+/// Puts a block into a list whose blocks hold the number of their last use as state: right before
+/// its parent if both belong to one use, else as the newest.
+pub(super) fn place(list: &mut List, blocks: &mut Blocks, slot: Slot, parent: Option<Slot>) {
+    let request = blocks.state(slot);
+    let same_use = |parent: &Slot| request.wrapping_sub(blocks.state(*parent)) <= SAME_USE_REQUESTS;
+    match parent.filter(same_use) {
+        Some(parent) => list.push_before(blocks, slot, parent),
+        None => list.push_newest(blocks, slot),
+    }
+}
+
+/// The policy. State of a block: the number of the request that used it last.
+#[derive(Debug, Default)]
+pub struct Lru {
+    list: List,
+    requests: u32,
+}
+
+impl Policy for Lru {
+    fn name(&self) -> &'static str {
+        "lru"
+    }
+
+    fn request(
+        &mut self,
+        blocks: &mut Blocks,
+        now: Duration,
+        chain: &[Asked],
+        hits: usize,
+        _: &Hints,
+    ) {
+        self.requests = self.requests.wrapping_add(1);
+        // From the end, so that the root is the newest.
+        for slot in chain[..hits].iter().rev().filter_map(|asked| asked.resident) {
+            self.touch(blocks, now, slot);
+        }
+    }
+
+    fn touch(&mut self, blocks: &mut Blocks, _: Duration, slot: Slot) {
+        if !blocks.is_protected(slot) {
+            blocks.set_state(slot, self.requests);
+            self.list.renew(blocks, slot);
+        }
+    }
+
+    fn insert(&mut self, blocks: &mut Blocks, _: Duration, slot: Slot) {
+        if !blocks.is_protected(slot) {
+            blocks.set_state(slot, self.requests);
+            let parent = blocks.parent(slot).filter(|parent| !blocks.is_protected(*parent));
+            place(&mut self.list, blocks, slot, parent);
+        }
+    }
+
+    fn remove(&mut self, blocks: &mut Blocks, slot: Slot, _: Removal) {
+        if !blocks.is_protected(slot) {
+            self.list.remove(blocks, slot);
+        }
+    }
+
+    fn victim(&mut self, blocks: &mut Blocks, _: Duration, may_go: &mut MayGo<'_>) -> Option<Slot> {
+        self.list.oldest_that(blocks, may_go, usize::MAX)
+    }
+
+    fn memory_bytes(&self) -> usize {
+        size_of::<Self>()
+    }
+}

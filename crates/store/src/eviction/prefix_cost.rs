@@ -1,0 +1,557 @@
+//! Prefix-cost: keeps what is likely to be asked for again soon, per second of holding it, and
+//! learns online how likely that is. The idea and the figures are in `docs/eviction.md`.
+//!
+//! Blocks that one request used last form a unit (`units.rs`). Units that look alike form a cell
+//! (`cells.rs`), which counts reuse and exposure by age. From the counts come rates per class
+//! (`hazard.rs`), from these a worth per age (`index.rs`). The deepest block of the unit that is
+//! worth least goes first; a block that comes and is worth less than all others is not taken.
+
+mod age;
+mod cells;
+mod hazard;
+mod index;
+mod mark;
+mod units;
+
+use std::time::Duration;
+
+use cells::{Cells, Features, Kind};
+use hazard::Hazard;
+use index::Index;
+use mark::{FAN_MAX, Mark};
+use units::Units;
+
+use super::{Asked, Blocks, Ghosts, Hints, Incoming, MayGo, Policy, Priority, Removal, Slot};
+
+/// Most requests between two refreshes of the rates.
+const REFRESH_REQUESTS_MAX: u64 = 50;
+/// Ghosts for each block that the tier can hold.
+const GHOSTS_PER_BLOCK: usize = 8;
+/// Blocks that were asked for and have not come yet: at least and at most so many are kept apart.
+const PENDING_MIN: usize = 1024;
+const PENDING_MAX: usize = 1 << 16;
+
+/// The policy. State of a block: its [`Mark`].
+#[derive(Debug, Default)]
+pub struct PrefixCost {
+    units: Units,
+    cells: Cells,
+    hazard: Hazard,
+    index: Index,
+    /// Asked for, not resident yet.
+    pending: Ghosts,
+    /// Evicted or never taken.
+    ghosts: Ghosts,
+    /// The most blocks ever resident, which is what the tier can hold once it is full.
+    capacity: usize,
+    requests: u64,
+    /// The request with which the rates are learnt anew: often at first, when each one tells much.
+    refresh_at: u64,
+    now: f64,
+    /// The unit that gave the last victim of this request.
+    giving: Option<u32>,
+    /// Marks of the leading blocks of a chain that are known; kept to save allocations.
+    known: Vec<Mark>,
+    /// Units that were passed over in a search; kept to save allocations.
+    passed: Vec<u32>,
+}
+
+/// What one request tells about the units that it makes.
+#[derive(Debug, Clone, Copy)]
+struct Shape {
+    turn: u8,
+    gap_seconds: Option<f64>,
+    /// Whether the chain parts from one that is known.
+    parts: bool,
+    blocks: usize,
+    known: usize,
+    hints: Hints,
+}
+
+impl PrefixCost {
+    /// Units that are remembered now.
+    pub fn units(&self) -> usize {
+        self.units.len()
+    }
+
+    fn advance(&mut self, now: Duration) {
+        self.now = self.now.max(now.as_secs_f64());
+        self.units.age(&mut self.cells, self.now);
+    }
+
+    fn refresh(&mut self) {
+        self.hazard.refresh(&mut self.cells, self.now);
+        self.index.outdate();
+        for cell in &mut self.cells.cells {
+            let factor = self.hazard.factor(&cell.features) * boost(cell.features.priority);
+            cell.table = Index::table(cell.class, factor);
+        }
+    }
+
+    fn cell(&mut self, features: Features) -> u16 {
+        let wanted = features.normal();
+        if let Some(cell) = self.cells.find(wanted) {
+            return cell;
+        }
+        let features = self.cells.affordable(wanted);
+        if let Some(cell) = self.cells.find(features) {
+            return cell;
+        }
+        let class = self.hazard.class_of(&features);
+        self.index.grow(self.hazard.classes());
+        let cell = self.cells.add(features, class, self.now);
+        let factor = self.hazard.factor(&features) * boost(features.priority);
+        self.cells.cells[usize::from(cell)].table = Index::table(class, factor);
+        cell
+    }
+
+    /// Reads which leading blocks are known, and takes those that are not resident out of the
+    /// ghosts: they are about to come.
+    fn recognise(&mut self, blocks: &Blocks, chain: &[Asked], hits: usize) {
+        self.known.clear();
+        for (at, asked) in chain.iter().enumerate() {
+            let mark = match asked.resident {
+                Some(slot) if at < hits => Some(blocks.state(slot)),
+                // Resident behind a gap: its chain does not lead to it, so it is left alone.
+                Some(_) => None,
+                None => self.take_ghost(asked.fingerprint),
+            };
+            let Some(mark) = mark else { break };
+            self.known.push(Mark::from_raw(mark));
+        }
+    }
+
+    fn take_ghost(&mut self, fingerprint: u64) -> Option<u32> {
+        self.pending.take(fingerprint).or_else(|| self.ghosts.take(fingerprint))
+    }
+
+    fn ghost(&self, fingerprint: u64) -> Option<Mark> {
+        let raw = self.pending.get(fingerprint).or_else(|| self.ghosts.get(fingerprint));
+        raw.map(Mark::from_raw)
+    }
+
+    fn shape(&self, blocks: usize, hints: &Hints) -> Shape {
+        let known = self.known.len();
+        let mut shape =
+            Shape { turn: 0, gap_seconds: None, parts: false, blocks, known, hints: *hints };
+        let Some(last) = self.known.last() else { return shape };
+        let before = &self.units[last.unit()];
+        shape.parts = known < blocks && last.has_child();
+        if before.request_blocks as usize == known {
+            shape.turn = before.turn.saturating_add(1);
+            shape.gap_seconds = Some(self.now - before.at);
+        } else if shape.parts && last.fan() == 0 {
+            shape.gap_seconds = Some(self.now - before.at);
+        }
+        shape
+    }
+
+    /// The known blocks leave their units, which counts as reuse; what is left of these units is
+    /// superseded.
+    fn leave_units(&mut self, blocks: &mut Blocks, chain: &[Asked]) {
+        let known = std::mem::take(&mut self.known);
+        for (asked, mark) in chain.iter().zip(&known) {
+            let unit = mark.unit();
+            if let Some(slot) = asked.resident.filter(|slot| !blocks.is_protected(*slot)) {
+                self.units[unit].blocks.remove(blocks, slot);
+            }
+        }
+        for run in known.chunk_by(|one, other| one.unit() == other.unit()) {
+            let index = run[0].unit();
+            let unit = &self.units[index];
+            let count = u32::try_from(run.len()).expect("a request has fewer blocks");
+            let share = f64::from(count) / f64::from(unit.initial);
+            let features = self.cells.cells[usize::from(unit.cell)].features;
+            self.cells.cells[usize::from(unit.cell)].reused[usize::from(unit.bin)] += share;
+            let is_used_up = unit.live == count;
+            self.units.lose(&mut self.cells, index, count, self.now);
+            if !is_used_up {
+                let superseded = self.cell(Features { kind: Kind::Superseded, ..features });
+                self.units.change_cell(&mut self.cells, index, superseded, self.now);
+                self.relist(index);
+            }
+        }
+        self.known = known;
+    }
+
+    /// Makes the units of a request, one for each stretch of blocks that are shared alike.
+    fn enter_units(&mut self, blocks: &mut Blocks, chain: &[Asked], shape: &Shape) {
+        let mut begin = 0;
+        while begin < chain.len() {
+            let fan = self.fan(begin, shape);
+            let alike = |at: &usize| fan_bucket(self.fan(*at, shape)) == fan_bucket(fan);
+            let end = (begin..chain.len()).take_while(alike).last().map_or(begin, |at| at) + 1;
+            let members = (begin..end).filter(|at| belongs(chain, *at, shape.known)).count();
+            if members > 0 {
+                let cell = self.cell(features(shape, fan));
+                let unit = self.add_unit(cell, members, shape);
+                for at in begin..end {
+                    self.join(blocks, chain, at, unit, shape);
+                }
+                self.relist(unit);
+            }
+            begin = end;
+        }
+    }
+
+    fn add_unit(&mut self, cell: u16, members: usize, shape: &Shape) -> u32 {
+        let members = u32::try_from(members).expect("a request has fewer blocks");
+        let blocks = u32::try_from(shape.blocks).expect("a request has fewer blocks");
+        self.giving = None;
+        self.units.add(&mut self.cells, self.now, cell, members, (shape.turn, blocks))
+    }
+
+    fn join(&mut self, blocks: &mut Blocks, chain: &[Asked], at: usize, unit: u32, shape: &Shape) {
+        if !belongs(chain, at, shape.known) {
+            return;
+        }
+        let had_child = self.known.get(at).is_some_and(|mark| mark.has_child());
+        let mark = Mark::new(unit, had_child || at + 1 < chain.len(), self.fan(at, shape));
+        let Asked { fingerprint, resident } = chain[at];
+        if let Some(slot) = resident {
+            blocks.set_state(slot, mark.raw());
+            self.take_in(blocks, slot);
+            return;
+        }
+        if let Some(stale) = self.take_ghost(fingerprint) {
+            self.forget(stale);
+        }
+        let slots = (self.capacity / 4).clamp(PENDING_MIN, PENDING_MAX);
+        if let Some((fingerprint, raw)) = self.pending.push(fingerprint, mark.raw(), slots) {
+            self.remember(fingerprint, raw);
+        }
+    }
+
+    fn fan(&self, at: usize, shape: &Shape) -> u8 {
+        let fan = self.known.get(at).map_or(0, |mark| mark.fan());
+        if shape.parts && at < shape.known { (fan + 1).min(FAN_MAX) } else { fan }
+    }
+
+    /// A resident block joins the unit in its mark as the deepest.
+    fn take_in(&mut self, blocks: &mut Blocks, slot: Slot) {
+        if !blocks.is_protected(slot) {
+            let unit = Mark::from_raw(blocks.state(slot)).unit();
+            self.units[unit].blocks.push_oldest(blocks, slot);
+        }
+    }
+
+    fn relist(&mut self, unit: u32) {
+        if self.units[unit].blocks.is_empty() {
+            self.units.unlist(&mut self.cells, unit);
+        } else {
+            self.units.list(&mut self.cells, unit);
+        }
+    }
+
+    fn remember(&mut self, fingerprint: u64, raw: u32) {
+        let slots = self.capacity.max(1) * GHOSTS_PER_BLOCK;
+        if let Some((_, raw)) = self.ghosts.push(fingerprint, raw, slots) {
+            self.forget(raw);
+        }
+    }
+
+    fn forget(&mut self, raw: u32) {
+        self.units.lose(&mut self.cells, Mark::from_raw(raw).unit(), 1, self.now);
+    }
+
+    /// A chain of one block is used, or comes, on its own.
+    fn enter_alone(&mut self, blocks: &mut Blocks, slot: Slot, turn: u8, gap: Option<f64>) {
+        let fan = Mark::from_raw(blocks.state(slot)).fan();
+        let known = usize::from(gap.is_some());
+        let hints = Hints::default();
+        let shape = Shape { turn, gap_seconds: gap, parts: false, blocks: 1, known, hints };
+        let cell = self.cell(features(&shape, fan));
+        let unit = self.add_unit(cell, 1, &shape);
+        let has_child = Mark::from_raw(blocks.state(slot)).has_child();
+        blocks.set_state(slot, Mark::new(unit, has_child, fan).raw());
+        self.take_in(blocks, slot);
+        self.relist(unit);
+    }
+
+    /// The listed unit that is worth least now.
+    fn lowest(&mut self) -> Option<u32> {
+        if let Some(unit) = self.giving.filter(|unit| self.units[*unit].is_listed) {
+            return Some(unit);
+        }
+        let mut best = (f32::INFINITY, None);
+        for cell in self.cells.cells.iter().filter(|cell| cell.occupied != 0) {
+            self.index.prepare(cell.table, self.hazard.rate(cell.class));
+            let mut occupied = cell.occupied;
+            while occupied != 0 {
+                let bin = occupied.trailing_zeros() as usize;
+                occupied &= occupied - 1;
+                // Worth is linear in age within a bin: one of the ends is lowest.
+                let (oldest, newest) = cell.lists[bin];
+                for unit in [oldest, newest] {
+                    let worth = self.index.worth(cell.table, bin, self.now - self.units[unit].at);
+                    if worth < best.0 {
+                        best = (worth, Some(unit));
+                    }
+                }
+            }
+        }
+        best.1
+    }
+
+    fn worth(&mut self, unit: u32) -> f32 {
+        let unit = &self.units[unit];
+        let cell = &self.cells.cells[usize::from(unit.cell)];
+        self.index.prepare(cell.table, self.hazard.rate(cell.class));
+        self.index.worth(cell.table, usize::from(unit.bin), self.now - unit.at)
+    }
+
+    fn is_expected(&self, unit: u32) -> bool {
+        self.units[unit].expected_until > self.now
+    }
+
+    /// Among units that a waiting request wants: the one that is wanted last.
+    fn least_urgent(&self, blocks: &Blocks, may_go: &mut MayGo<'_>) -> Option<u32> {
+        let expected = self.passed.iter().copied().filter(|unit| self.is_expected(*unit));
+        let giving = expected.filter(|unit| {
+            let deepest = self.units[*unit].blocks.oldest();
+            deepest.is_some_and(|slot| may_go(blocks, slot))
+        });
+        giving.max_by(|one, other| {
+            self.units[*one].expected_until.total_cmp(&self.units[*other].expected_until)
+        })
+    }
+}
+
+impl Policy for PrefixCost {
+    fn name(&self) -> &'static str {
+        "prefix-cost"
+    }
+
+    fn request(
+        &mut self,
+        blocks: &mut Blocks,
+        now: Duration,
+        chain: &[Asked],
+        hits: usize,
+        hints: &Hints,
+    ) {
+        self.advance(now);
+        self.giving = None;
+        self.requests += 1;
+        if self.requests >= self.refresh_at {
+            self.refresh_at = self.requests + (self.requests / 16).clamp(1, REFRESH_REQUESTS_MAX);
+            self.refresh();
+        }
+        self.recognise(blocks, chain, hits);
+        let shape = self.shape(chain.len(), hints);
+        self.leave_units(blocks, chain);
+        self.enter_units(blocks, chain, &shape);
+        if let Some(within) = hints.expected_within {
+            self.hint(
+                blocks,
+                now,
+                chain,
+                &Hints { expected_within: Some(within), ..Hints::default() },
+            );
+        }
+    }
+
+    fn hint(&mut self, blocks: &mut Blocks, now: Duration, chain: &[Asked], hints: &Hints) {
+        self.advance(now);
+        self.known.clear();
+        for asked in chain {
+            let mark = match asked.resident {
+                Some(slot) => Some(Mark::from_raw(blocks.state(slot))),
+                None => self.ghost(asked.fingerprint),
+            };
+            let Some(mark) = mark else { break };
+            self.known.push(mark);
+        }
+        let Some(last) = self.known.last() else { return };
+        let (at, request_blocks) =
+            (self.units[last.unit()].at, self.units[last.unit()].request_blocks);
+        let known = std::mem::take(&mut self.known);
+        for run in known.chunk_by(|one, other| one.unit() == other.unit()) {
+            let index = run[0].unit();
+            if let Some(within) = hints.expected_within {
+                let until = self.now + within.as_secs_f64();
+                let unit = &mut self.units[index];
+                unit.expected_until = unit.expected_until.max(until);
+            }
+            let unit = &self.units[index];
+            #[expect(clippy::float_cmp, reason = "units of one request hold the same number")]
+            let is_latest = unit.at == at && unit.request_blocks == request_blocks;
+            let before = self.cells.cells[usize::from(unit.cell)].features;
+            if let Some(features) = told(before, hints).filter(|_| is_latest) {
+                let cell = self.cell(features);
+                self.units.change_cell(&mut self.cells, index, cell, self.now);
+            }
+        }
+        self.known = known;
+    }
+
+    fn touch(&mut self, blocks: &mut Blocks, now: Duration, slot: Slot) {
+        self.advance(now);
+        let mark = Mark::from_raw(blocks.state(slot));
+        let (turn, gap) = {
+            let unit = &self.units[mark.unit()];
+            (unit.turn.saturating_add(1), self.now - unit.at)
+        };
+        self.known.clear();
+        self.known.push(mark);
+        let fingerprint = blocks.fingerprint(slot);
+        self.leave_units(blocks, &[Asked { fingerprint, resident: Some(slot) }]);
+        self.enter_alone(blocks, slot, turn, Some(gap));
+    }
+
+    fn insert(&mut self, blocks: &mut Blocks, now: Duration, slot: Slot) {
+        self.advance(now);
+        self.capacity = self.capacity.max(blocks.len());
+        if let Some(parent) = blocks.parent(slot) {
+            blocks.set_state(parent, Mark::from_raw(blocks.state(parent)).with_child().raw());
+        }
+        match self.take_ghost(blocks.fingerprint(slot)) {
+            Some(raw) => {
+                blocks.set_state(slot, raw);
+                self.take_in(blocks, slot);
+                self.relist(Mark::from_raw(raw).unit());
+            }
+            None => self.enter_alone(blocks, slot, 0, None),
+        }
+    }
+
+    fn remove(&mut self, blocks: &mut Blocks, slot: Slot, why: Removal) {
+        let raw = blocks.state(slot);
+        let unit = Mark::from_raw(raw).unit();
+        if !blocks.is_protected(slot) {
+            self.units[unit].blocks.remove(blocks, slot);
+            if self.units[unit].blocks.is_empty() {
+                self.units.unlist(&mut self.cells, unit);
+            }
+        }
+        match why {
+            Removal::Evicted => self.remember(blocks.fingerprint(slot), raw),
+            Removal::Deleted => self.forget(raw),
+        }
+    }
+
+    fn bared(&mut self, blocks: &mut Blocks, slot: Slot) {
+        self.relist(Mark::from_raw(blocks.state(slot)).unit());
+    }
+
+    fn victim(
+        &mut self,
+        blocks: &mut Blocks,
+        now: Duration,
+        may_go: &mut MayGo<'_>,
+    ) -> Option<Slot> {
+        self.advance(now);
+        self.passed.clear();
+        let mut chosen = None;
+        while let Some(unit) = self.lowest() {
+            let deepest = self.units[unit].blocks.oldest();
+            if deepest.is_none_or(|slot| !blocks.is_leaf(slot)) {
+                // It is listed again when the last child of its deepest block goes.
+                self.units.unlist(&mut self.cells, unit);
+            } else if !self.is_expected(unit) && deepest.is_some_and(|slot| may_go(blocks, slot)) {
+                chosen = Some(unit);
+                break;
+            } else {
+                self.units.unlist(&mut self.cells, unit);
+                self.passed.push(unit);
+            }
+        }
+        self.giving = chosen;
+        let chosen = chosen.or_else(|| self.least_urgent(blocks, may_go));
+        while let Some(unit) = self.passed.pop() {
+            self.units.list(&mut self.cells, unit);
+        }
+        chosen.and_then(|unit| self.units[unit].blocks.oldest())
+    }
+
+    fn yields(&mut self, blocks: &Blocks, _: Duration, victim: Slot, incoming: &Incoming) -> bool {
+        let Some(unit) = self.ghost(incoming.fingerprint).map(Mark::unit) else { return true };
+        let victim = Mark::from_raw(blocks.state(victim)).unit();
+        if self.is_expected(victim) || self.is_expected(unit) {
+            return self.is_expected(unit);
+        }
+        victim != unit && self.worth(victim) <= self.worth(unit)
+    }
+
+    fn memory_bytes(&self) -> usize {
+        size_of::<Self>()
+            + self.units.memory_bytes()
+            + self.cells.memory_bytes()
+            + self.hazard.memory_bytes()
+            + self.index.memory_bytes()
+            + self.pending.memory_bytes()
+            + self.ghosts.memory_bytes()
+            + self.known.capacity() * size_of::<Mark>()
+            + self.passed.capacity() * size_of::<u32>()
+    }
+}
+
+/// Whether a request makes a block its own: all but residents that its chain does not lead to.
+fn belongs(chain: &[Asked], at: usize, known: usize) -> bool {
+    at < known || chain[at].resident.is_none()
+}
+
+fn boost(priority: Priority) -> f64 {
+    match priority {
+        Priority::Low => 0.25,
+        Priority::Normal => 1.0,
+        Priority::High => 4.0,
+    }
+}
+
+fn features(shape: &Shape, fan: u8) -> Features {
+    let Hints { stop, workload, priority, .. } = shape.hints;
+    let added = shape.blocks - shape.known;
+    let kind = if fan > 0 {
+        Kind::Shared { fan: fan_bucket(fan) }
+    } else if shape.hints.ends_session {
+        Kind::Ended
+    } else {
+        Kind::Private {
+            turn: bucket(&[1, 2, 3, 4, 6, 9], usize::from(shape.turn)),
+            added: bucket(&[5, 11, 21, 41], added),
+            gap_octave: shape.gap_seconds.map_or(0, |gap| octave(gap + 1.0)),
+            length_octave: octave_of(shape.blocks),
+            added_octave: octave_of(added),
+        }
+    };
+    Features { kind, stop, workload, priority }
+}
+
+/// Features after a hint that came later; none if it changes nothing.
+fn told(before: Features, hints: &Hints) -> Option<Features> {
+    let mut after = before;
+    if matches!(before.kind, Kind::Private { .. }) {
+        if hints.ends_session {
+            after.kind = Kind::Ended;
+        }
+        after.stop = hints.stop.or(before.stop);
+    }
+    after.workload = hints.workload.or(before.workload);
+    if hints.priority != Priority::Normal {
+        after.priority = hints.priority;
+    }
+    let after = after.normal();
+    (after != before).then_some(after)
+}
+
+fn fan_bucket(fan: u8) -> u8 {
+    bucket(&[1, 2, 4, 11, FAN_MAX.into()], fan.into())
+}
+
+/// How many of the rising `edges` a number reaches.
+fn bucket(edges: &[usize], number: usize) -> u8 {
+    let reached = edges.iter().take_while(|edge| number >= **edge).count();
+    u8::try_from(reached).expect("a few edges")
+}
+
+/// One more than the binary logarithm of a number that is at least one, rounded down.
+fn octave(number: f64) -> u8 {
+    #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "clamped before")]
+    let octave = number.log2().floor().clamp(0.0, 20.0) as u8;
+    octave + 1
+}
+
+fn octave_of(count: usize) -> u8 {
+    u8::try_from(usize::BITS - count.leading_zeros()).expect("at most 64").min(21)
+}

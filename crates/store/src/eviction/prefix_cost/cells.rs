@@ -1,0 +1,156 @@
+//! Cells: units that look alike, and what was observed of them.
+//!
+//! A cell counts, per age bin, how much of its units was asked for again (`reused`) and how long
+//! they were there to be asked for (`exposure`, in units times bins). Exposure is an exact integral
+//! over time: a survivor counts while it survives, not when its bin ends.
+
+use std::collections::HashMap;
+
+use super::age::{BINS, PerBin, width};
+use super::units::NONE;
+use crate::eviction::{Priority, StopReason};
+
+/// Cells beyond which new ones forget their finer features.
+const CELLS_MAX: usize = 4096;
+/// Stands for an octave that was not looked at; no real one reaches it.
+const UNKNOWN_OCTAVE: u8 = 23;
+/// Kinds of work that are told apart.
+const WORKLOADS_MAX: u8 = 16;
+
+/// What is known about the request that used a unit last.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(super) enum Kind {
+    /// Only one conversation goes through these blocks.
+    Private {
+        /// Turns before it, in buckets.
+        turn: u8,
+        /// Blocks that it added, in coarse buckets.
+        added: u8,
+        /// Octave of the time since the turn before, 0 for none.
+        gap_octave: u8,
+        /// Octave of its length in blocks.
+        length_octave: u8,
+        /// Octave of the blocks that it added.
+        added_octave: u8,
+    },
+    /// Conversations part below these blocks; how often, in buckets.
+    Shared { fan: u8 },
+    /// What a conversation left behind when it came back and went another way.
+    Superseded,
+    /// The caller said that the session is over.
+    Ended,
+}
+
+/// What makes units alike.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(super) struct Features {
+    pub(super) kind: Kind,
+    pub(super) stop: Option<StopReason>,
+    pub(super) workload: Option<u8>,
+    pub(super) priority: Priority,
+}
+
+impl Features {
+    /// Hints that cannot matter are dropped, and labels kept few.
+    pub(super) fn normal(mut self) -> Self {
+        if !matches!(self.kind, Kind::Private { .. }) {
+            self.stop = None;
+        }
+        self.workload = self.workload.map(|label| label % WORKLOADS_MAX);
+        self
+    }
+
+    /// Without what the factors are for.
+    fn coarse(mut self) -> Self {
+        if let Kind::Private { gap_octave, length_octave, added_octave, .. } = &mut self.kind {
+            (*gap_octave, *length_octave, *added_octave) =
+                (UNKNOWN_OCTAVE, UNKNOWN_OCTAVE, UNKNOWN_OCTAVE);
+        }
+        self
+    }
+}
+
+/// Units that look alike.
+#[derive(Debug)]
+pub(super) struct Cell {
+    pub(super) features: Features,
+    /// Its class in [`super::hazard::Hazard`].
+    pub(super) class: u16,
+    /// Its table in [`super::index::Index`].
+    pub(super) table: u32,
+    pub(super) reused: PerBin,
+    exposure: PerBin,
+    /// Weight of the units that are in each bin now.
+    at_risk: PerBin,
+    /// When `exposure` was last brought up to date.
+    counted_until: PerBin,
+    /// Ends of the lists of units that have a block to give: oldest, newest.
+    pub(super) lists: [(u32, u32); BINS],
+    /// Bit per bin whose list is not empty.
+    pub(super) occupied: u32,
+}
+
+impl Cell {
+    fn new(features: Features, class: u16, now: f64) -> Self {
+        Self {
+            features,
+            class,
+            table: 0,
+            reused: [0.0; BINS],
+            exposure: [0.0; BINS],
+            at_risk: [0.0; BINS],
+            counted_until: [now; BINS],
+            lists: [(NONE, NONE); BINS],
+            occupied: 0,
+        }
+    }
+
+    fn count_until(&mut self, bin: usize, now: f64) {
+        let elapsed = now - self.counted_until[bin];
+        self.exposure[bin] += self.at_risk[bin] * elapsed / width(bin);
+        self.counted_until[bin] = now;
+    }
+
+    /// Changes the weight in a bin, as of `since`, which is not after `now`.
+    pub(super) fn weigh(&mut self, bin: usize, change: f64, since: f64, now: f64) {
+        self.count_until(bin, now);
+        self.at_risk[bin] += change;
+        self.exposure[bin] += change * (now - since) / width(bin);
+    }
+
+    /// Exposure until now.
+    pub(super) fn exposure(&mut self, bin: usize, now: f64) -> f64 {
+        self.count_until(bin, now);
+        self.exposure[bin].max(0.0)
+    }
+}
+
+/// All cells, by their features.
+#[derive(Debug, Default)]
+pub(super) struct Cells {
+    pub(super) cells: Vec<Cell>,
+    by_features: HashMap<Features, u16>,
+}
+
+impl Cells {
+    pub(super) fn find(&self, features: Features) -> Option<u16> {
+        self.by_features.get(&features).copied()
+    }
+
+    /// The features that a new cell for `features` has: coarser ones once there are many.
+    pub(super) fn affordable(&self, features: Features) -> Features {
+        if self.cells.len() < CELLS_MAX { features } else { features.coarse() }
+    }
+
+    pub(super) fn add(&mut self, features: Features, class: u16, now: f64) -> u16 {
+        let index = u16::try_from(self.cells.len()).expect("features are few: classes times 3");
+        self.cells.push(Cell::new(features, class, now));
+        self.by_features.insert(features, index);
+        index
+    }
+
+    pub(super) fn memory_bytes(&self) -> usize {
+        self.cells.capacity() * size_of::<Cell>()
+            + self.by_features.capacity() * size_of::<(Features, u16)>()
+    }
+}

@@ -1,0 +1,233 @@
+//! How likely units are asked for again, per class and age: learnt from what the cells observed.
+//!
+//! A class with little to go by leans on its parent: its rate is `(reused + K r parent) /
+//! (exposure + K)`, where `r` is the class's smoothed ratio to the parent. Finer features of private
+//! units (time since the turn before, length, blocks added) act as factors on their class's rate.
+
+use super::age::{BINS, EDGES, PerBin, width};
+use super::cells::{Cell, Cells, Features, Kind};
+use crate::eviction::StopReason;
+
+/// Exposure that the parent's rate counts for.
+const PARENT_WEIGHT: f64 = 50.0;
+/// Reuses that "like the parent" counts for.
+const RATIO_WEIGHT: f64 = 2.5;
+/// Bins on each side over which the ratio is smoothed.
+const SMOOTH_BINS: usize = 6;
+/// Reuses that "no effect" counts for in a factor.
+const FACTOR_WEIGHT: f64 = 10.0;
+const FACTORS_MAX: f64 = 16.0;
+/// How a session whose end was announced compares with others until something is observed.
+const ENDED_RATIO: f64 = 0.01;
+
+/// How far a factor moves toward what was observed, as a power of the ratio.
+const DAMP: f64 = 0.5;
+
+const FACTORS: usize = 3;
+const OCTAVES: usize = 24;
+
+/// A class of units, by what it is called.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Name {
+    Root,
+    Work(Option<u8>),
+    Stop(Option<u8>, Option<StopReason>),
+    Turn(Option<u8>, Option<StopReason>, u8),
+    Added(Option<u8>, Option<StopReason>, u8, u8),
+    Shared(Option<u8>, u8),
+    Superseded(Option<u8>),
+    Ended(Option<u8>),
+}
+
+impl Name {
+    fn of(features: &Features) -> Self {
+        let work = features.workload;
+        match features.kind {
+            Kind::Private { turn, added, .. } => Self::Added(work, features.stop, turn, added),
+            Kind::Shared { fan } => Self::Shared(work, fan),
+            Kind::Superseded => Self::Superseded(work),
+            Kind::Ended => Self::Ended(work),
+        }
+    }
+
+    fn parent(self) -> Option<Self> {
+        Some(match self {
+            Self::Root => return None,
+            Self::Added(work, stop, turn, _) => Self::Turn(work, stop, turn),
+            Self::Turn(work, Some(stop), _) => Self::Stop(work, Some(stop)),
+            Self::Stop(work @ Some(_), _)
+            | Self::Turn(work @ Some(_), None, _)
+            | Self::Shared(work @ Some(_), _)
+            | Self::Superseded(work @ Some(_))
+            | Self::Ended(work @ Some(_)) => Self::Work(work),
+            _ => Self::Root,
+        })
+    }
+}
+
+#[derive(Debug)]
+struct Class {
+    name: Name,
+    parent: Option<u16>,
+    reused: PerBin,
+    exposure: PerBin,
+    /// Expected reuses per unit of exposure.
+    rate: PerBin,
+}
+
+/// All classes and factors.
+#[derive(Debug)]
+pub(super) struct Hazard {
+    classes: Vec<Class>,
+    factors: [[f64; OCTAVES]; FACTORS],
+    kernel: [f64; SMOOTH_BINS + 1],
+}
+
+impl Default for Hazard {
+    fn default() -> Self {
+        let mut kernel = [0.0; SMOOTH_BINS + 1];
+        for (distance, weight) in (0_u32..).zip(&mut kernel) {
+            *weight = (-f64::from(distance * distance) / 16.0).exp();
+        }
+        let mut hazard = Self { classes: Vec::new(), factors: [[1.0; OCTAVES]; FACTORS], kernel };
+        hazard.class(Name::Root);
+        hazard
+    }
+}
+
+impl Hazard {
+    /// The class of units with these features.
+    pub(super) fn class_of(&mut self, features: &Features) -> u16 {
+        self.class(Name::of(features))
+    }
+
+    pub(super) fn classes(&self) -> usize {
+        self.classes.len()
+    }
+
+    /// Expected reuses per unit of exposure, without factors.
+    pub(super) fn rate(&self, class: u16) -> &PerBin {
+        &self.classes[usize::from(class)].rate
+    }
+
+    /// The product of a cell's factors.
+    pub(super) fn factor(&self, features: &Features) -> f64 {
+        let Some(octaves) = octaves(features) else { return 1.0 };
+        let product: f64 =
+            octaves.iter().zip(&self.factors).map(|(octave, factor)| factor[*octave]).product();
+        product.clamp(1.0 / FACTORS_MAX, FACTORS_MAX)
+    }
+
+    /// Learns from everything observed until now.
+    pub(super) fn refresh(&mut self, cells: &mut Cells, now: f64) {
+        for class in &mut self.classes {
+            class.reused = [0.0; BINS];
+            class.exposure = [0.0; BINS];
+        }
+        for cell in &mut cells.cells {
+            let factor = self.factor(&cell.features);
+            self.collect(cell, factor, now);
+        }
+        // A parent stands before its children.
+        for index in 0..self.classes.len() {
+            self.estimate(index);
+        }
+        self.refresh_factors(cells, now);
+    }
+
+    pub(super) fn memory_bytes(&self) -> usize {
+        self.classes.capacity() * size_of::<Class>()
+    }
+
+    fn class(&mut self, name: Name) -> u16 {
+        if let Some(index) = self.classes.iter().position(|class| class.name == name) {
+            return u16::try_from(index).expect("classes are few");
+        }
+        let parent = name.parent().map(|parent| self.class(parent));
+        let (reused, exposure) = ([0.0; BINS], [0.0; BINS]);
+        self.classes.push(Class { name, parent, reused, exposure, rate: [0.0; BINS] });
+        self.estimate(self.classes.len() - 1);
+        u16::try_from(self.classes.len() - 1).expect("classes are few")
+    }
+
+    fn collect(&mut self, cell: &mut Cell, factor: f64, now: f64) {
+        let mut next = Some(cell.class);
+        let mut exposure = [0.0; BINS];
+        for (bin, exposure) in exposure.iter_mut().enumerate() {
+            *exposure = cell.exposure(bin, now) * factor;
+        }
+        while let Some(index) = next {
+            let class = &mut self.classes[usize::from(index)];
+            for bin in 0..BINS {
+                class.reused[bin] += cell.reused[bin];
+                class.exposure[bin] += exposure[bin];
+            }
+            next = class.parent;
+        }
+    }
+
+    fn estimate(&mut self, index: usize) {
+        let mut rate = [0.0; BINS];
+        let class = &self.classes[index];
+        let parent = class.parent.map(|parent| self.classes[usize::from(parent)].rate);
+        let ratio_before = if matches!(class.name, Name::Ended(_)) { ENDED_RATIO } else { 1.0 };
+        for bin in 0..BINS {
+            let expected = match &parent {
+                Some(parent) => self.ratio(class, parent, bin, ratio_before) * parent[bin],
+                None => 0.3 * width(bin) / (EDGES[bin] + 60.0),
+            };
+            rate[bin] = (class.reused[bin] + PARENT_WEIGHT * expected)
+                / (class.exposure[bin] + PARENT_WEIGHT);
+        }
+        self.classes[index].rate = rate;
+    }
+
+    /// How the class compares with its parent around a bin.
+    fn ratio(&self, class: &Class, parent: &PerBin, bin: usize, before: f64) -> f64 {
+        let (mut reused, mut expected) = (RATIO_WEIGHT * before, RATIO_WEIGHT);
+        let last = (bin + SMOOTH_BINS).min(BINS - 1);
+        for other in bin.saturating_sub(SMOOTH_BINS)..=last {
+            let weight = self.kernel[other.abs_diff(bin)];
+            reused += weight * class.reused[other];
+            expected += weight * class.exposure[other] * parent[other];
+        }
+        reused / expected
+    }
+
+    fn refresh_factors(&mut self, cells: &mut Cells, now: f64) {
+        let mut observed = [[FACTOR_WEIGHT; OCTAVES]; FACTORS];
+        let mut expected = observed;
+        for cell in &mut cells.cells {
+            let Some(octaves) = octaves(&cell.features) else { continue };
+            let rate = &self.classes[usize::from(cell.class)].rate;
+            let (mut cell_observed, mut cell_expected) = (0.0, 0.0);
+            for (bin, rate) in rate.iter().enumerate() {
+                cell_observed += cell.reused[bin];
+                cell_expected += cell.exposure(bin, now) * rate;
+            }
+            cell_expected *= self.factor(&cell.features);
+            for (factor, octave) in octaves.into_iter().enumerate() {
+                observed[factor][octave] += cell_observed;
+                expected[factor][octave] += cell_expected / self.factors[factor][octave];
+            }
+        }
+        // All factors move at once and explain the same reuse, so each goes only part of the way.
+        for factor in 0..FACTORS {
+            for octave in 0..OCTAVES {
+                let target = observed[factor][octave] / expected[factor][octave];
+                let factor = &mut self.factors[factor][octave];
+                *factor *= (target / *factor).powf(DAMP);
+            }
+        }
+    }
+}
+
+fn octaves(features: &Features) -> Option<[usize; FACTORS]> {
+    match features.kind {
+        Kind::Private { gap_octave, length_octave, added_octave, .. } => Some(
+            [gap_octave, length_octave, added_octave]
+                .map(|octave| usize::from(octave).min(OCTAVES - 1)),
+        ),
+        _ => None,
+    }
+}

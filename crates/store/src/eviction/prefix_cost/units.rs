@@ -1,0 +1,252 @@
+//! Units: blocks that the same request used last, which live and die together.
+
+use super::age::{BINS, EDGES};
+use super::cells::Cells;
+use crate::eviction::List;
+
+/// No unit: the end of a list.
+pub(super) const NONE: u32 = u32::MAX;
+/// Most units: what fits beside the rest in a [`super::mark::Mark`].
+pub(super) const UNITS_MAX: usize = 1 << 25;
+
+/// Links of one of the two lists that a unit is in.
+#[derive(Debug, Clone, Copy)]
+struct Links {
+    older: u32,
+    newer: u32,
+}
+
+const UNLINKED: Links = Links { older: NONE, newer: NONE };
+
+/// Blocks that the same request used last.
+#[derive(Debug, Clone)]
+pub(super) struct Unit {
+    /// When that was, in seconds.
+    pub(super) at: f64,
+    /// When a waiting request wants it, at the latest; zero when nobody said so.
+    pub(super) expected_until: f64,
+    /// Its resident blocks that may be evicted; the deepest goes first.
+    pub(super) blocks: List,
+    /// Blocks that are remembered, resident or not.
+    pub(super) live: u32,
+    /// Blocks at its birth.
+    pub(super) initial: u32,
+    /// Full blocks of the whole request.
+    pub(super) request_blocks: u32,
+    pub(super) cell: u16,
+    pub(super) bin: u8,
+    /// Turns of its conversation before that request.
+    pub(super) turn: u8,
+    /// Whether it is in its cell's list of units that have a block to give.
+    pub(super) is_listed: bool,
+    in_bin: Links,
+    in_cell: Links,
+}
+
+impl Unit {
+    pub(super) fn weight(&self) -> f64 {
+        f64::from(self.live) / f64::from(self.initial)
+    }
+}
+
+/// All units, linked by age over all cells, and by age within their cells.
+#[derive(Debug)]
+pub(super) struct Units {
+    units: Vec<Unit>,
+    free: Vec<u32>,
+    /// Units of each bin, oldest and newest.
+    bins: [(u32, u32); BINS],
+}
+
+impl Default for Units {
+    fn default() -> Self {
+        Self { units: Vec::new(), free: Vec::new(), bins: [(NONE, NONE); BINS] }
+    }
+}
+
+impl std::ops::Index<u32> for Units {
+    type Output = Unit;
+
+    fn index(&self, unit: u32) -> &Unit {
+        &self.units[unit as usize]
+    }
+}
+
+impl std::ops::IndexMut<u32> for Units {
+    fn index_mut(&mut self, unit: u32) -> &mut Unit {
+        &mut self.units[unit as usize]
+    }
+}
+
+impl Units {
+    /// A unit that was used at `at`, the latest time so far, with nothing resident yet.
+    pub(super) fn add(
+        &mut self,
+        cells: &mut Cells,
+        at: f64,
+        cell: u16,
+        blocks: u32,
+        (turn, request_blocks): (u8, u32),
+    ) -> u32 {
+        let unit = Unit {
+            at,
+            expected_until: 0.0,
+            blocks: List::default(),
+            live: blocks,
+            initial: blocks,
+            request_blocks,
+            cell,
+            bin: 0,
+            turn,
+            is_listed: false,
+            in_bin: UNLINKED,
+            in_cell: UNLINKED,
+        };
+        let index = self.free.pop().unwrap_or_else(|| {
+            assert!(self.units.len() < UNITS_MAX, "more than {UNITS_MAX} units");
+            self.units.push(unit.clone());
+            u32::try_from(self.units.len() - 1).expect("UNITS_MAX is below u32::MAX")
+        });
+        self[index] = unit;
+        self.push_bin(index);
+        cells.cells[usize::from(cell)].weigh(0, 1.0, at, at);
+        index
+    }
+
+    /// How many units are remembered.
+    pub(super) fn len(&self) -> usize {
+        self.units.len() - self.free.len()
+    }
+
+    /// Ages units: each bin's oldest move on when their time has come.
+    pub(super) fn age(&mut self, cells: &mut Cells, now: f64) {
+        for bin in 0..BINS - 1 {
+            loop {
+                let index = self.bins[bin].0;
+                if index == NONE || self[index].at + EDGES[bin + 1] > now {
+                    break;
+                }
+                self.cross(cells, index, now);
+            }
+        }
+    }
+
+    fn cross(&mut self, cells: &mut Cells, index: u32, now: f64) {
+        let unit = &self[index];
+        let (bin, weight) = (usize::from(unit.bin), unit.weight());
+        let (crossed_at, was_listed) = (unit.at + EDGES[bin + 1], unit.is_listed);
+        let cell = &mut cells.cells[usize::from(unit.cell)];
+        cell.weigh(bin, -weight, crossed_at, now);
+        cell.weigh(bin + 1, weight, crossed_at, now);
+        self.unlist(cells, index);
+        self.remove_bin(index);
+        self[index].bin += 1;
+        self.push_bin(index);
+        if was_listed {
+            self.list(cells, index);
+        }
+    }
+
+    /// Part of a unit is gone: used again, or forgotten. Frees the unit when nothing is left.
+    pub(super) fn lose(&mut self, cells: &mut Cells, index: u32, blocks: u32, now: f64) {
+        let unit = &mut self[index];
+        let share = f64::from(blocks) / f64::from(unit.initial);
+        unit.live -= blocks;
+        let (cell, bin, live) = (unit.cell, unit.bin, unit.live);
+        cells.cells[usize::from(cell)].weigh(usize::from(bin), -share, now, now);
+        if live == 0 {
+            self.unlist(cells, index);
+            self.remove_bin(index);
+            self.free.push(index);
+        }
+    }
+
+    /// Moves a unit to another cell.
+    pub(super) fn change_cell(&mut self, cells: &mut Cells, index: u32, cell: u16, now: f64) {
+        let unit = &self[index];
+        if unit.cell == cell {
+            return;
+        }
+        let (bin, weight, was_listed) = (usize::from(unit.bin), unit.weight(), unit.is_listed);
+        cells.cells[usize::from(unit.cell)].weigh(bin, -weight, now, now);
+        cells.cells[usize::from(cell)].weigh(bin, weight, now, now);
+        self.unlist(cells, index);
+        self[index].cell = cell;
+        if was_listed {
+            self.list(cells, index);
+        }
+    }
+
+    /// Enters a unit in its cell's list as the newest.
+    pub(super) fn list(&mut self, cells: &mut Cells, index: u32) {
+        let unit = &self[index];
+        if unit.is_listed {
+            return;
+        }
+        let bin = usize::from(unit.bin);
+        let cell = &mut cells.cells[usize::from(unit.cell)];
+        let ends = &mut cell.lists[bin];
+        let older = ends.1;
+        ends.1 = index;
+        if older == NONE {
+            ends.0 = index;
+            cell.occupied |= 1 << bin;
+        } else {
+            self[older].in_cell.newer = index;
+        }
+        let unit = &mut self[index];
+        unit.in_cell = Links { older, newer: NONE };
+        unit.is_listed = true;
+    }
+
+    /// Takes a unit out of its cell's list, if it is there.
+    pub(super) fn unlist(&mut self, cells: &mut Cells, index: u32) {
+        let unit = &mut self[index];
+        if !unit.is_listed {
+            return;
+        }
+        unit.is_listed = false;
+        let (bin, Links { older, newer }) = (usize::from(unit.bin), unit.in_cell);
+        let cell = &mut cells.cells[usize::from(unit.cell)];
+        let ends = &mut cell.lists[bin];
+        match older {
+            NONE => ends.0 = newer,
+            older => self.units[older as usize].in_cell.newer = newer,
+        }
+        match newer {
+            NONE => ends.1 = older,
+            newer => self.units[newer as usize].in_cell.older = older,
+        }
+        if ends.0 == NONE {
+            cell.occupied &= !(1 << bin);
+        }
+    }
+
+    pub(super) fn memory_bytes(&self) -> usize {
+        self.units.capacity() * size_of::<Unit>() + self.free.capacity() * size_of::<u32>()
+    }
+
+    fn push_bin(&mut self, index: u32) {
+        let bin = usize::from(self[index].bin);
+        let older = self.bins[bin].1;
+        self.bins[bin].1 = index;
+        match older {
+            NONE => self.bins[bin].0 = index,
+            older => self[older].in_bin.newer = index,
+        }
+        self[index].in_bin = Links { older, newer: NONE };
+    }
+
+    fn remove_bin(&mut self, index: u32) {
+        let Links { older, newer } = self[index].in_bin;
+        let bin = usize::from(self[index].bin);
+        match older {
+            NONE => self.bins[bin].0 = newer,
+            older => self[older].in_bin.newer = newer,
+        }
+        match newer {
+            NONE => self.bins[bin].1 = older,
+            newer => self[newer].in_bin.older = older,
+        }
+    }
+}

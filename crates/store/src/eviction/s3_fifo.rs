@@ -1,0 +1,195 @@
+//! S3-FIFO: a small queue for what is new, a main queue for what was used again, and a memory of
+//! what left the small one (Yang et al., SOSP '23).
+
+use std::time::Duration;
+
+use super::{Asked, Blocks, Ghosts, Hints, List, MayGo, Policy, Removal, Slot};
+
+/// Share of the blocks that the small queue may hold before it gives up its own.
+const SMALL_PERCENT: usize = 10;
+const USES_MAX: u32 = 3;
+/// Requests between two blocks that count as put together.
+const SAME_PUT_REQUESTS: u32 = 8;
+
+/// Blocks of one queue that are looked at before the other has its turn: a queue may consist of
+/// blocks whose children are in the other.
+const SEARCH_BLOCKS: usize = 256;
+
+/// State of a block: bit 0 its queue, bits 1 and 2 its uses, above them the number of the request
+/// it came with.
+#[derive(Debug, Clone, Copy)]
+struct State(u32);
+
+impl State {
+    fn new(is_main: bool, request: u32) -> Self {
+        Self(u32::from(is_main) | request << 3)
+    }
+
+    fn is_main(self) -> bool {
+        self.0 & 1 == 1
+    }
+
+    fn uses(self) -> u32 {
+        (self.0 >> 1) & USES_MAX
+    }
+
+    fn with_uses(self, uses: u32) -> Self {
+        Self(self.0 & !(USES_MAX << 1) | uses.min(USES_MAX) << 1)
+    }
+
+    /// Requests from the other's coming to its own.
+    fn since(self, other: Self) -> u32 {
+        (self.0 >> 3).wrapping_sub(other.0 >> 3) & (u32::MAX >> 3)
+    }
+}
+
+/// The policy.
+#[derive(Debug)]
+pub struct S3Fifo {
+    small: List,
+    main: List,
+    ghosts: Ghosts,
+    requests: u32,
+    /// Uses that bring a block from the small queue to the main one.
+    promote_at: u32,
+}
+
+impl Default for S3Fifo {
+    fn default() -> Self {
+        Self::promoting_at(2)
+    }
+}
+
+impl S3Fifo {
+    /// With the number of uses (1 to 3) that bring a block to the main queue; 2 is the paper's.
+    pub fn promoting_at(uses: u32) -> Self {
+        Self {
+            small: List::default(),
+            main: List::default(),
+            ghosts: Ghosts::default(),
+            requests: 0,
+            promote_at: uses.clamp(1, USES_MAX),
+        }
+    }
+
+    fn victim_of_small(
+        &mut self,
+        blocks: &mut Blocks,
+        may_go: &mut MayGo<'_>,
+        among: usize,
+    ) -> Option<Slot> {
+        for _ in 0..self.small.len().min(among) {
+            let slot = self.small.oldest()?;
+            let state = State(blocks.state(slot));
+            if state.uses() >= self.promote_at {
+                self.small.remove(blocks, slot);
+                blocks.set_state(slot, state.with_uses(0).0 | 1);
+                self.main.push_newest(blocks, slot);
+            } else if may_go(blocks, slot) {
+                return Some(slot);
+            } else {
+                self.small.renew(blocks, slot);
+            }
+        }
+        None
+    }
+
+    fn victim_of_main(
+        &mut self,
+        blocks: &mut Blocks,
+        may_go: &mut MayGo<'_>,
+        among: usize,
+    ) -> Option<Slot> {
+        // Each pass takes one use off a block, so the last one meets only blocks without.
+        let passes = self.main.len() * (USES_MAX as usize + 1);
+        for _ in 0..passes.min(among) {
+            let slot = self.main.oldest()?;
+            let state = State(blocks.state(slot));
+            if state.uses() == 0 && may_go(blocks, slot) {
+                return Some(slot);
+            }
+            blocks.set_state(slot, state.with_uses(state.uses().saturating_sub(1)).0);
+            self.main.renew(blocks, slot);
+        }
+        None
+    }
+}
+
+impl Policy for S3Fifo {
+    fn name(&self) -> &'static str {
+        "s3fifo"
+    }
+
+    fn request(
+        &mut self,
+        blocks: &mut Blocks,
+        now: Duration,
+        chain: &[Asked],
+        hits: usize,
+        _: &Hints,
+    ) {
+        self.requests = self.requests.wrapping_add(1);
+        for slot in chain[..hits].iter().filter_map(|asked| asked.resident) {
+            self.touch(blocks, now, slot);
+        }
+    }
+
+    fn touch(&mut self, blocks: &mut Blocks, _: Duration, slot: Slot) {
+        if !blocks.is_protected(slot) {
+            let state = State(blocks.state(slot));
+            blocks.set_state(slot, state.with_uses(state.uses() + 1).0);
+        }
+    }
+
+    fn insert(&mut self, blocks: &mut Blocks, _: Duration, slot: Slot) {
+        if blocks.is_protected(slot) {
+            return;
+        }
+        let is_main = self.ghosts.take(blocks.fingerprint(slot)).is_some();
+        let state = State::new(is_main, self.requests);
+        blocks.set_state(slot, state.0);
+        let list = if is_main { &mut self.main } else { &mut self.small };
+        let beside = blocks.parent(slot).filter(|parent| {
+            let other = State(blocks.state(*parent));
+            !blocks.is_protected(*parent)
+                && other.is_main() == is_main
+                && state.since(other) <= SAME_PUT_REQUESTS
+        });
+        match beside {
+            Some(parent) => list.push_before(blocks, slot, parent),
+            None => list.push_newest(blocks, slot),
+        }
+    }
+
+    fn remove(&mut self, blocks: &mut Blocks, slot: Slot, why: Removal) {
+        if blocks.is_protected(slot) {
+            return;
+        }
+        if State(blocks.state(slot)).is_main() {
+            self.main.remove(blocks, slot);
+        } else {
+            self.small.remove(blocks, slot);
+            if why == Removal::Evicted {
+                let main_blocks = blocks.len() - blocks.len() * SMALL_PERCENT / 100;
+                self.ghosts.push(blocks.fingerprint(slot), 0, main_blocks);
+            }
+        }
+    }
+
+    fn victim(&mut self, blocks: &mut Blocks, _: Duration, may_go: &mut MayGo<'_>) -> Option<Slot> {
+        let small_is_full = self.small.len() * 100 >= blocks.len() * SMALL_PERCENT;
+        if small_is_full {
+            self.victim_of_small(blocks, may_go, SEARCH_BLOCKS)
+                .or_else(|| self.victim_of_main(blocks, may_go, usize::MAX))
+                .or_else(|| self.victim_of_small(blocks, may_go, usize::MAX))
+        } else {
+            self.victim_of_main(blocks, may_go, SEARCH_BLOCKS)
+                .or_else(|| self.victim_of_small(blocks, may_go, usize::MAX))
+                .or_else(|| self.victim_of_main(blocks, may_go, usize::MAX))
+        }
+    }
+
+    fn memory_bytes(&self) -> usize {
+        size_of::<Self>() + self.ghosts.memory_bytes()
+    }
+}

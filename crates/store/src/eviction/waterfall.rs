@@ -1,0 +1,58 @@
+//! The waterfall of MLPerf's storage benchmark: new data goes to the fastest tier, the least
+//! recently used falls to the next one, and nothing climbs back.
+
+use std::time::Duration;
+
+use super::{Asked, Blocks, Hints, Lru, MayGo, Policy, Removal, Slot};
+
+/// The policy: the order is LRU's, but a hit below does not bring a block up.
+#[derive(Debug, Default)]
+pub struct Waterfall {
+    order: Lru,
+}
+
+impl Policy for Waterfall {
+    fn name(&self) -> &'static str {
+        "waterfall"
+    }
+
+    fn request(
+        &mut self,
+        blocks: &mut Blocks,
+        now: Duration,
+        chain: &[Asked],
+        hits: usize,
+        hints: &Hints,
+    ) {
+        self.order.request(blocks, now, chain, hits, hints);
+    }
+
+    fn touch(&mut self, blocks: &mut Blocks, now: Duration, slot: Slot) {
+        self.order.touch(blocks, now, slot);
+    }
+
+    fn insert(&mut self, blocks: &mut Blocks, now: Duration, slot: Slot) {
+        self.order.insert(blocks, now, slot);
+    }
+
+    fn remove(&mut self, blocks: &mut Blocks, slot: Slot, why: Removal) {
+        self.order.remove(blocks, slot, why);
+    }
+
+    fn victim(
+        &mut self,
+        blocks: &mut Blocks,
+        now: Duration,
+        may_go: &mut MayGo<'_>,
+    ) -> Option<Slot> {
+        self.order.victim(blocks, now, may_go)
+    }
+
+    fn promotes_hits(&self) -> bool {
+        false
+    }
+
+    fn memory_bytes(&self) -> usize {
+        self.order.memory_bytes()
+    }
+}

@@ -1,0 +1,302 @@
+//! The mover: carries blocks down to one stage in batches, within a byte budget.
+//!
+//! One thread a stage, so that a slow or failing stage holds up no other. Blocks go in the order in
+//! which they were put, which is about the order in which eviction will want them written.
+
+use std::sync::Arc;
+use std::sync::mpsc::Receiver;
+use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
+
+use cascade_block::{BlockKey, Deadline};
+use cascade_memory::Slab;
+
+use crate::catalog::{Address, ContentIndex};
+use crate::node::Node;
+use crate::stage::{BlockFacts, Room, StageError};
+use crate::state::{NameChange, Pending, State};
+
+/// Most bytes in one batch.
+const BATCH_BYTES: usize = 16 << 20;
+/// Most blocks in one batch.
+const BATCH_BLOCKS: usize = 256;
+/// How often a full stage is asked for room before its blocks are given up.
+const ROOM_TRIES: u32 = 8;
+/// From this try on, nothing is kept: room comes first.
+const ROOM_TRIES_KEEPING: u32 = 4;
+
+/// A batch on its way down.
+struct Batch {
+    pending: Vec<Pending>,
+    blocks: Vec<(BlockFacts, Slab)>,
+    names: Vec<NameChange>,
+}
+
+/// Runs until the store closes and its queue is empty.
+pub(crate) fn run(node: &Node, stage: usize) {
+    let mut allowance = Allowance::new(node);
+    while let Some(batch) = next_batch(node, stage) {
+        allowance.wait_for(node, batch.blocks.iter().map(|(_, slab)| slab.len() as u64).sum());
+        let deadline = Deadline::after(&*node.clock, node.config.timeout);
+        tell_names(node, stage, &batch.names, deadline);
+        let results = store_with_room(node, stage, &batch.blocks, deadline);
+        // Before anyone can see them as written: a slab that the mover holds cannot be evicted.
+        drop(batch.blocks);
+        let mut state = node.lock();
+        for (pending, result) in batch.pending.iter().zip(results) {
+            settle(node, &mut state, stage, pending, result);
+        }
+        state.is_moving[stage] = false;
+        drop(state);
+        node.announce_change();
+    }
+}
+
+/// Runs until the last sender of hints is gone.
+pub(crate) fn run_prefetch(node: &Node, hints: &Mutex<Receiver<Vec<BlockKey>>>) {
+    loop {
+        let hint = hints.lock().unwrap_or_else(PoisonError::into_inner).recv();
+        let Ok(keys) = hint else { return };
+        node.prefetch_now(&keys, crate::CallOptions::default());
+    }
+}
+
+fn next_batch(node: &Node, stage: usize) -> Option<Batch> {
+    let mut state = node.lock();
+    loop {
+        let names = std::mem::take(&mut state.names[stage]);
+        let mut batch = Batch { pending: Vec::new(), blocks: Vec::new(), names };
+        let mut bytes = 0;
+        while bytes < BATCH_BYTES && batch.blocks.len() < BATCH_BLOCKS {
+            let Some(pending) = state.queues[stage].pop_front() else { break };
+            let place = (pending.content, pending.generation);
+            let slab = state.catalog.live_content(place).and_then(|content| content.slab.clone());
+            let Some(slab) = slab else {
+                // It was deleted while it waited.
+                state.pending_bytes[stage] -= u64::from(pending.facts.bytes);
+                continue;
+            };
+            bytes += slab.len();
+            batch.blocks.push((pending.facts, slab));
+            batch.pending.push(pending);
+        }
+        if !batch.blocks.is_empty() || !batch.names.is_empty() {
+            state.is_moving[stage] = true;
+            return Some(batch);
+        }
+        node.announce_change();
+        if state.is_closed {
+            return None;
+        }
+        state = node.wait_work(state);
+    }
+}
+
+/// Tells a stage names in their order, runs of one kind together. A name that it fails to learn is
+/// a miss after a restart, one that it fails to forget keeps dead bytes: both are counted.
+fn tell_names(node: &Node, stage: usize, names: &[NameChange], deadline: Deadline) {
+    let is_add = |change: &NameChange| matches!(change, NameChange::Add(..));
+    for run in names.chunk_by(|one, next| is_add(one) == is_add(next)) {
+        let (mut adds, mut removes) = (Vec::new(), Vec::new());
+        for change in run {
+            match *change {
+                NameChange::Add(facts, address) => adds.push((facts, address)),
+                NameChange::Remove(key, address) => removes.push((key, address)),
+            }
+        }
+        let told = if adds.is_empty() {
+            node.stages[stage].remove(&removes, deadline)
+        } else {
+            node.stages[stage].alias(adds, deadline)
+        };
+        if let Err(error) = told {
+            node.note_stage_error(error);
+            node.lock().counters.name_failures += run.len() as u64;
+        }
+    }
+}
+
+/// Stores a batch, making room for what does not fit.
+fn store_with_room(
+    node: &Node,
+    stage: usize,
+    blocks: &[(BlockFacts, Slab)],
+    deadline: Deadline,
+) -> Vec<Result<Address, StageError>> {
+    let mut results: Vec<_> = blocks.iter().map(|_| Err(StageError::Full)).collect();
+    let mut left: Vec<usize> = (0..blocks.len()).collect();
+    for attempt in 0..=ROOM_TRIES {
+        let batch = left.iter().map(|at| blocks[*at].clone()).collect();
+        for (at, result) in left.iter().zip(node.stages[stage].store(batch, deadline)) {
+            results[*at] = result;
+        }
+        left.retain(|at| matches!(results[*at], Err(StageError::Full)));
+        if left.is_empty() || attempt == ROOM_TRIES {
+            break;
+        }
+        let may_keep = attempt < ROOM_TRIES_KEEPING;
+        let mut keep = |key: &BlockKey, address| may_keep && keeps(node, stage, key, address);
+        match node.stages[stage].make_room(&mut keep, deadline) {
+            Ok(room) => apply_room(node, stage, &room),
+            Err(error) => {
+                node.note_stage_error(error);
+                break;
+            }
+        }
+    }
+    results
+}
+
+/// A block survives its segment once for every time it was asked for; protected ones always do
+/// while room can be made otherwise.
+fn keeps(node: &Node, stage: usize, key: &BlockKey, address: Address) -> bool {
+    let mut state = node.lock();
+    let Some(found) = state.catalog.find(key) else { return false };
+    let entry = state.catalog.entry(found);
+    let (index, is_prefix) = (entry.content, entry.is_prefix);
+    let content = state.catalog.content_mut(index);
+    if content.address(stage) != Some(address) {
+        return false;
+    }
+    let was_referenced = content.referenced & (1 << stage) != 0;
+    content.referenced &= !(1 << stage);
+    was_referenced || is_prefix
+}
+
+fn apply_room(node: &Node, stage: usize, room: &Room) {
+    let mut state = node.lock();
+    for (key, old, new) in &room.moved {
+        if let Some(content) = content_at(&mut state, stage, key, *old) {
+            state.catalog.content_mut(content).set_address(stage, Some(*new));
+        }
+    }
+    for (key, address) in &room.dropped {
+        state.counters.reclaimed_blocks += 1;
+        if let Some(content) = content_at(&mut state, stage, key, *address) {
+            state.catalog.content_mut(content).set_address(stage, None);
+            state.forget_if_nowhere(content);
+        }
+    }
+    drop(state);
+    node.announce_change();
+}
+
+fn content_at(
+    state: &mut State,
+    stage: usize,
+    key: &BlockKey,
+    address: Address,
+) -> Option<ContentIndex> {
+    let found = state.catalog.find(key)?;
+    let index = state.catalog.entry(found).content;
+    (state.catalog.content(index).address(stage) == Some(address)).then_some(index)
+}
+
+/// Enters what became of one block that was written.
+fn settle(
+    node: &Node,
+    state: &mut State,
+    stage: usize,
+    pending: &Pending,
+    result: Result<Address, StageError>,
+) {
+    state.pending_bytes[stage] -= u64::from(pending.facts.bytes);
+    let place = (pending.content, pending.generation);
+    let Some(content) = state.catalog.live_content(place) else {
+        // It was deleted while it was written.
+        let address = result.ok();
+        let name = pending.facts.key;
+        state.names[stage].extend(address.map(|address| NameChange::Remove(name, address)));
+        return;
+    };
+    content.dirty &= !(1 << stage);
+    let is_clean = content.dirty == 0;
+    match result {
+        Ok(address) => {
+            content.set_address(stage, Some(address));
+            state.counters.demoted_blocks += 1;
+            state.counters.demoted_bytes += u64::from(pending.facts.bytes);
+            name_everywhere(state, stage, pending, address);
+        }
+        Err(StageError::Declined { .. }) => state.counters.demote_declines += 1,
+        Err(error) => {
+            state.counters.demote_failures += 1;
+            state.unwritten[stage] += 1;
+            node.note_stage_error(error);
+        }
+    }
+    if is_clean && !state.has_dram {
+        state.drop_slab(pending.content);
+        state.forget_if_nowhere(pending.content);
+    }
+}
+
+/// The stage learns the other names of a content, and forgets the one it was written under if
+/// that was deleted meanwhile.
+fn name_everywhere(state: &mut State, stage: usize, pending: &Pending, address: Address) {
+    let mut is_named_as_written = false;
+    for key in state.catalog.keys_of(pending.content) {
+        let entry = state.catalog.entry(key);
+        if entry.key == pending.facts.key {
+            is_named_as_written = true;
+            continue;
+        }
+        let expires = entry.expires_unix_ms;
+        let facts = BlockFacts {
+            key: entry.key,
+            parent: state.catalog.parent_of(key).map(|parent| state.catalog.entry(parent).key),
+            is_prefix: entry.is_prefix,
+            expires_unix_ms: (expires != 0).then_some(expires),
+            ..pending.facts
+        };
+        state.names[stage].push(NameChange::Add(facts, address));
+    }
+    if !is_named_as_written {
+        state.names[stage].push(NameChange::Remove(pending.facts.key, address));
+    }
+}
+
+/// The byte budget: what may be written now, refilled with time.
+struct Allowance {
+    bytes_per_second: Option<u64>,
+    /// When what was written so far is paid for.
+    paid_until: Duration,
+}
+
+impl Allowance {
+    fn new(node: &Node) -> Self {
+        Self {
+            bytes_per_second: node.config.mover_bytes_per_second,
+            paid_until: node.clock.monotonic(),
+        }
+    }
+
+    fn wait_for(&mut self, node: &Node, bytes: u64) {
+        let Some(rate) = self.bytes_per_second else { return };
+        loop {
+            let now = node.clock.monotonic();
+            if now >= self.paid_until {
+                let nanos = u128::from(bytes) * 1_000_000_000 / u128::from(rate);
+                self.paid_until =
+                    now + Duration::from_nanos(u64::try_from(nanos).unwrap_or(u64::MAX));
+                return;
+            }
+            let state = node.lock();
+            if state.is_closed {
+                return;
+            }
+            node.pause(state, self.paid_until.saturating_sub(now));
+        }
+    }
+}
+
+/// A mover of this node, for a thread of its own.
+pub(crate) fn start(
+    node: &Arc<Node>,
+    stage: usize,
+) -> std::io::Result<std::thread::JoinHandle<()>> {
+    let node = Arc::clone(node);
+    std::thread::Builder::new()
+        .name(format!("cascade-mover-{}", node.stages[stage].name()))
+        .spawn(move || run(&node, stage))
+}

@@ -1,0 +1,256 @@
+//! A node: the state, what it works on, and how its threads wait for each other.
+
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use cascade_block::{Clock, Deadline};
+use cascade_memory::{Pool, SlabMut};
+
+use crate::catalog::{LOWER_STAGES_MAX, NewKey};
+use crate::eviction::{self, Eviction, Incoming, Limits};
+use crate::pipeline::Pipeline;
+use crate::stage::{BlockFacts, Registry, Stage, StageContext, StageError};
+use crate::state::{Evicted, NameChange, State};
+use crate::{CallOptions, StoreConfig, StoreError, TierName};
+
+/// How often a wait looks again for what nobody announces, such as a view that was dropped.
+const RECHECK: Duration = Duration::from_millis(5);
+
+/// Shared by the handles, the movers and the prefetch threads.
+#[derive(Debug)]
+pub(crate) struct Node {
+    pub(crate) config: StoreConfig,
+    pub(crate) pipeline: Pipeline,
+    pub(crate) clock: Arc<dyn Clock>,
+    pub(crate) pool: Pool,
+    pub(crate) stages: Vec<Arc<dyn Stage>>,
+    pub(crate) dirty_bytes_max: u64,
+    last_stage_error: Mutex<Option<StageError>>,
+    state: Mutex<State>,
+    /// Something changed that a caller may wait for.
+    changed: Condvar,
+    /// A queue has work for a mover.
+    work: Condvar,
+}
+
+/// Why there is no slab.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum NoSlab {
+    /// The block is larger than the pool.
+    TooLarge,
+    /// All that is resident is pinned or being read, and nothing under way will free any.
+    Full,
+    /// All that may go is worth more.
+    WorthLess,
+    /// Room will come, but did not in time.
+    Late,
+}
+
+impl Node {
+    pub(crate) fn new(
+        config: StoreConfig,
+        registry: &Registry,
+        clock: Arc<dyn Clock>,
+    ) -> Result<Self, StoreError> {
+        config.check()?;
+        let pipeline = Pipeline::parse(&config.pipeline, registry)?;
+        let pool = Pool::new(&config.pool()).map_err(|e| StoreError::Memory(Arc::new(e)))?;
+        let context = StageContext { config: &config, pool: &pool, clock: &clock };
+        let stages = pipeline.lower.iter().map(|name| registry.make(name, &context));
+        let stages = stages.collect::<Result<Vec<_>, _>>()?;
+        let limits = Limits {
+            capacity_bytes: config.dram_bytes,
+            protected_percent: config.protected_percent,
+            admit_partial: config.admit_partial,
+        };
+        let eviction = Eviction::new(eviction::policy(config.policy), limits);
+        let state = Mutex::new(State::new(eviction, pipeline.has_dram));
+        let dirty_bytes_max = config.dirty_bytes_max.unwrap_or(config.dram_bytes / 4);
+        let (changed, work) = (Condvar::new(), Condvar::new());
+        let node = Self {
+            config,
+            pipeline,
+            clock,
+            pool,
+            stages,
+            dirty_bytes_max,
+            last_stage_error: Mutex::new(None),
+            state,
+            changed,
+            work,
+        };
+        node.recover();
+        Ok(node)
+    }
+
+    pub(crate) fn lock(&self) -> MutexGuard<'_, State> {
+        // A panic while the lock was held is a broken invariant; going on could serve wrong bytes.
+        self.state.lock().expect("no thread of the store panics while it holds the state")
+    }
+
+    /// Waits until something changes, for the rest of the deadline at most. False once it passed.
+    pub(crate) fn wait_changed<'a>(
+        &self,
+        state: MutexGuard<'a, State>,
+        deadline: Deadline,
+    ) -> (MutexGuard<'a, State>, bool) {
+        let left = deadline.remaining(&*self.clock);
+        if left.is_zero() {
+            return (state, false);
+        }
+        let waited = self.changed.wait_timeout(state, left.min(RECHECK));
+        (waited.unwrap_or_else(PoisonError::into_inner).0, true)
+    }
+
+    /// A mover waits until there is work, or the store closes.
+    pub(crate) fn wait_work<'a>(&self, state: MutexGuard<'a, State>) -> MutexGuard<'a, State> {
+        self.work.wait(state).unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A mover rests for that time, or until there may be a reason not to.
+    pub(crate) fn pause(&self, state: MutexGuard<'_, State>, time: Duration) {
+        drop(self.work.wait_timeout(state, time));
+    }
+
+    /// Remembers why a stage failed, for the errors and notes that callers see.
+    pub(crate) fn note_stage_error(&self, error: StageError) {
+        *self.last_stage_error.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
+    }
+
+    pub(crate) fn last_stage_error(&self) -> Arc<dyn std::error::Error + Send + Sync> {
+        let last = self.last_stage_error.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        Arc::new(last.unwrap_or(StageError::Full))
+    }
+
+    pub(crate) fn announce_change(&self) {
+        self.changed.notify_all();
+    }
+
+    pub(crate) fn announce_work(&self) {
+        self.work.notify_all();
+    }
+
+    pub(crate) fn deadline(&self, options: CallOptions) -> Deadline {
+        Deadline::after(&*self.clock, options.timeout.unwrap_or(self.config.timeout))
+    }
+
+    pub(crate) fn timeout_error(
+        &self,
+        operation: &'static str,
+        options: CallOptions,
+    ) -> StoreError {
+        let timeout = options.timeout.unwrap_or(self.config.timeout);
+        let timeout_ms = u64::try_from(timeout.as_millis()).unwrap_or(u64::MAX);
+        StoreError::Timeout { operation, timeout_ms }
+    }
+
+    /// The time that the policy goes by.
+    pub(crate) fn policy_now(&self, state: &State) -> Duration {
+        state.policy_time.unwrap_or_else(|| self.clock.monotonic())
+    }
+
+    pub(crate) fn tier_name(&self, tier: usize) -> TierName {
+        if tier == 0 { "dram" } else { self.stages[tier - 1].name() }
+    }
+
+    /// Takes a slab for a put or a load, evicting as needed; for an incoming block, only what is
+    /// worth less. `own` slabs of the caller are out already: it never waits for itself.
+    pub(crate) fn take_slab<'a>(
+        &'a self,
+        mut state: MutexGuard<'a, State>,
+        bytes: usize,
+        own: u64,
+        incoming: Option<&Incoming>,
+        deadline: Deadline,
+    ) -> (MutexGuard<'a, State>, Result<SlabMut, NoSlab>) {
+        if bytes > self.pool.region().bytes() {
+            return (state, Err(NoSlab::TooLarge));
+        }
+        loop {
+            if self.has_block_room(&state)
+                && let Some(slab) = self.pool.allocate(bytes)
+            {
+                state.slabs_out += 1;
+                return (state, Ok(slab));
+            }
+            let now = self.policy_now(&state);
+            match state.evict_one(now, incoming) {
+                Evicted::One => continue,
+                Evicted::NothingWorthLess => return (state, Err(NoSlab::WorthLess)),
+                Evicted::NothingUsable => {}
+            }
+            if state.pending_total() == 0 && state.slabs_out <= own {
+                return (state, Err(NoSlab::Full));
+            }
+            let (again, in_time) = self.wait_changed(state, deadline);
+            state = again;
+            if !in_time {
+                return (state, Err(NoSlab::Late));
+            }
+        }
+    }
+
+    fn has_block_room(&self, state: &State) -> bool {
+        let most = self.config.dram_blocks.unwrap_or(u64::MAX);
+        (state.eviction.blocks().len() as u64).saturating_add(state.slabs_out) < most
+    }
+
+    /// Gives the lock free, and wakes the movers if there are names to tell the stages.
+    pub(crate) fn release(&self, state: MutexGuard<'_, State>) {
+        let has_names = state.names.iter().any(|names| !names.is_empty());
+        drop(state);
+        if has_names {
+            self.announce_work();
+        }
+    }
+
+    /// Takes over what the stages kept from an earlier run.
+    fn recover(&self) {
+        let mut state = self.lock();
+        let state = &mut *state;
+        let now_unix_ms = self.clock.unix_ms();
+        let mut parents = Vec::new();
+        for (at, stage) in self.stages.iter().enumerate() {
+            for (facts, address) in stage.recover() {
+                if facts.expires_unix_ms.is_some_and(|expires| expires <= now_unix_ms) {
+                    state.names[at].push(NameChange::Remove(facts.key, address));
+                    continue;
+                }
+                adopt(state, at, &facts, address);
+                parents.extend(facts.parent.map(|parent| (facts.key, parent)));
+            }
+        }
+        for (key, parent) in parents {
+            if let Some(key) = state.catalog.find(&key) {
+                state.catalog.set_parent(key, &parent);
+            }
+        }
+    }
+}
+
+/// Enters one recovered block. The stage vouches for the key; bytes are checked when read.
+fn adopt(state: &mut State, stage: usize, facts: &BlockFacts, address: crate::stage::Address) {
+    debug_assert!(stage < LOWER_STAGES_MAX, "the pipeline has at most that many stages");
+    let new = NewKey {
+        key: facts.key,
+        parent: None,
+        is_prefix: facts.is_prefix,
+        expires_unix_ms: facts.expires_unix_ms.unwrap_or(0),
+    };
+    let known = facts.digest.and_then(|digest| state.catalog.find_digest(&digest));
+    let content = match (state.catalog.find(&facts.key), known) {
+        (Some(key), _) => state.catalog.entry(key).content,
+        (None, Some(content)) if state.catalog.content(content).bytes == facts.bytes => {
+            state.catalog.link(&new, content);
+            content
+        }
+        (None, _) => {
+            state.content_bytes += u64::from(facts.bytes);
+            state.catalog.insert(&new, facts.bytes, facts.digest).1
+        }
+    };
+    let content = state.catalog.content_mut(content);
+    if content.bytes == facts.bytes && content.address(stage).is_none() {
+        content.set_address(stage, Some(address));
+    }
+}

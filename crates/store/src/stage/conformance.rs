@@ -1,0 +1,173 @@
+//! What every stage has to do: checks to run over an implementation, ours or a third party's.
+//!
+//! Each check takes a function that makes a fresh stage, and panics with what went wrong. Call
+//! [`all`] from a test of your own.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use cascade_block::{BlockKey, Deadline, NamespaceId, SystemClock};
+use cascade_memory::{HugePages, Pool, PoolConfig, Slab};
+
+use super::{Address, BlockFacts, Load, Loaded, Stage};
+
+/// What a check runs against.
+#[derive(Debug)]
+pub struct Bench<'a> {
+    /// The stage, fresh.
+    pub stage: Arc<dyn Stage>,
+    /// Where slabs come from; the one that the stage was made with.
+    pub pool: &'a Pool,
+}
+
+/// A pool for the checks, as a store would make it.
+///
+/// # Panics
+/// If the machine has not 32 MiB of memory left.
+pub fn pool() -> Pool {
+    let config =
+        PoolConfig { capacity_bytes: 32 << 20, huge_pages: HugePages::Never, populate: false };
+    Pool::new(&config).expect("32 MiB of shared memory for a test")
+}
+
+/// Runs every check, each on a fresh stage.
+pub fn all(pool: &Pool, make: &mut dyn FnMut() -> Arc<dyn Stage>) {
+    let checks: [fn(&Bench<'_>); 7] = [
+        a_fresh_stage_has_nothing,
+        what_was_stored_comes_back,
+        sizes_need_not_be_round,
+        an_empty_batch_is_ordinary,
+        a_removed_block_is_gone,
+        a_wrong_key_is_never_served,
+        bytes_go_with_their_last_name,
+    ];
+    for check in checks {
+        check(&Bench { stage: make(), pool });
+    }
+}
+
+impl Bench<'_> {
+    fn store(&self, blocks: &[(BlockKey, Vec<u8>)]) -> Vec<Address> {
+        let batch: Vec<_> = blocks
+            .iter()
+            .map(|(key, bytes)| (facts(*key, bytes.len()), self.slab(bytes)))
+            .collect();
+        let results = self.stage.store(batch, deadline());
+        assert_eq!(results.len(), blocks.len(), "one result for each block");
+        let expect = "a fresh stage takes a few blocks";
+        results.into_iter().map(|result| result.expect(expect)).collect()
+    }
+
+    fn slab(&self, bytes: &[u8]) -> Slab {
+        let mut slab = self.pool.allocate(bytes.len()).expect("the checks fit the pool");
+        slab.copy_from_slice(bytes);
+        slab.seal()
+    }
+
+    fn load(&self, key: BlockKey, address: Address, bytes: usize) -> Loaded {
+        let slab = self.pool.allocate(bytes).expect("the checks fit the pool");
+        let mut loaded = self.stage.load(vec![Load { key, address, slab }], deadline());
+        assert_eq!(loaded.len(), 1, "one result for each block");
+        loaded.remove(0)
+    }
+
+    fn assert_served(&self, key: BlockKey, address: Address, bytes: &[u8]) {
+        match self.load(key, address, bytes.len()) {
+            Loaded::Hit(slab) => assert!(*slab == *bytes, "{key} came back with other bytes"),
+            Loaded::Gone if self.stage.keeps_names_only() => {}
+            other => panic!("{key} was stored and is {other:?}"),
+        }
+    }
+
+    fn assert_gone(&self, key: BlockKey, address: Address, bytes: usize) {
+        let loaded = self.load(key, address, bytes);
+        assert!(matches!(loaded, Loaded::Gone), "{key} is not here and is {loaded:?}");
+    }
+}
+
+fn deadline() -> Deadline {
+    Deadline::after(&SystemClock, Duration::from_secs(30))
+}
+
+fn facts(key: BlockKey, bytes: usize) -> BlockFacts {
+    BlockFacts {
+        key,
+        digest: None,
+        parent: None,
+        namespace: NamespaceId::default(),
+        bytes: u32::try_from(bytes).expect("a small block"),
+        is_prefix: false,
+        expires_unix_ms: None,
+    }
+}
+
+/// Block `n`: a key and bytes that no other block has.
+fn block(n: u8, bytes: usize) -> (BlockKey, Vec<u8>) {
+    let period: Vec<u8> = (0..251).map(|at| n ^ at).collect();
+    let pattern = period.into_iter().cycle().take(bytes).collect();
+    (BlockKey::from_bytes([n; 32]), pattern)
+}
+
+fn a_fresh_stage_has_nothing(bench: &Bench<'_>) {
+    assert_eq!(bench.stage.recover(), []);
+    assert_eq!(bench.stage.stats().damaged_blocks, 0);
+}
+
+fn what_was_stored_comes_back(bench: &Bench<'_>) {
+    let blocks: Vec<_> = (0..40).map(|n| block(n, 64 << 10)).collect();
+    let addresses = bench.store(&blocks);
+    for ((key, bytes), address) in blocks.iter().zip(&addresses).rev() {
+        bench.assert_served(*key, *address, bytes);
+    }
+    bench.stage.flush(deadline()).expect("a stage that works flushes");
+    for ((key, bytes), address) in blocks.iter().zip(&addresses) {
+        bench.assert_served(*key, *address, bytes);
+    }
+}
+
+fn sizes_need_not_be_round(bench: &Bench<'_>) {
+    let sizes = [1, 2, 511, 512, 513, 4095, 4096, 4097, 65_535, 65_537, 1_000_003];
+    let blocks: Vec<_> = (0u8..).zip(sizes).map(|(n, size)| block(n, size)).collect();
+    let addresses = bench.store(&blocks);
+    for ((key, bytes), address) in blocks.iter().zip(&addresses) {
+        bench.assert_served(*key, *address, bytes);
+    }
+}
+
+fn an_empty_batch_is_ordinary(bench: &Bench<'_>) {
+    assert!(bench.stage.store(Vec::new(), deadline()).is_empty());
+    assert!(bench.stage.load(Vec::new(), deadline()).is_empty());
+    bench.stage.remove(&[], deadline()).expect("nothing to forget");
+    bench.stage.alias(Vec::new(), deadline()).expect("nothing to name");
+}
+
+fn a_removed_block_is_gone(bench: &Bench<'_>) {
+    let blocks = [block(1, 5000), block(2, 5000)];
+    let addresses = bench.store(&blocks);
+    bench.stage.remove(&[(blocks[0].0, addresses[0])], deadline()).expect("it is there");
+    bench.assert_gone(blocks[0].0, addresses[0], 5000);
+    bench.assert_served(blocks[1].0, addresses[1], &blocks[1].1);
+}
+
+fn a_wrong_key_is_never_served(bench: &Bench<'_>) {
+    let blocks = [block(1, 5000)];
+    let addresses = bench.store(&blocks);
+    let loaded = bench.load(BlockKey::from_bytes([9; 32]), addresses[0], 5000);
+    let is_refused = matches!(loaded, Loaded::Gone | Loaded::Damaged);
+    assert!(is_refused, "a key that was never stored is {loaded:?}");
+    let loaded = bench.load(blocks[0].0, Address(u64::MAX - 1), 5000);
+    assert!(!matches!(loaded, Loaded::Hit(_)), "an address that was never given out is a hit");
+}
+
+fn bytes_go_with_their_last_name(bench: &Bench<'_>) {
+    let blocks = [block(1, 5000)];
+    let addresses = bench.store(&blocks);
+    let other = BlockKey::from_bytes([7; 32]);
+    let alias = vec![(facts(other, 5000), addresses[0])];
+    bench.stage.alias(alias, deadline()).expect("the bytes are there");
+    bench.assert_served(other, addresses[0], &blocks[0].1);
+    bench.stage.remove(&[(blocks[0].0, addresses[0])], deadline()).expect("it is there");
+    bench.assert_served(other, addresses[0], &blocks[0].1);
+    bench.stage.remove(&[(other, addresses[0])], deadline()).expect("it is there");
+    bench.assert_gone(other, addresses[0], 5000);
+}

@@ -1,0 +1,312 @@
+//! The file tier as a stage: adapts crate `disk` to the pipeline.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
+
+use cascade_block::{BlockKey, Clock, Deadline, Manifest, Namespace, NamespaceId};
+use cascade_disk::{
+    BlockFiles, DiskError, EngineKind, FileTierConfig, Layout, ReadOutcome, ReadRequest,
+    RecordMeta, Recovery, StoredManifest,
+};
+use cascade_memory::Slab;
+
+use super::{Address, BlockFacts, Load, Loaded, Room, Stage, StageContext, StageError, StageStats};
+use crate::{FileLayout, FilesConfig, IoEngine, StoreError, TierName};
+
+/// Keeps blocks in files.
+#[derive(Debug)]
+pub struct FilesStage {
+    /// Nothing once it is closed: closing gives the directory free for others.
+    files: RwLock<Option<Arc<dyn BlockFiles>>>,
+    clock: Arc<dyn Clock>,
+    capacity_bytes: u64,
+    name: TierName,
+    wants_direct: bool,
+    recovery: Mutex<Recovery>,
+    found: Found,
+    /// Names that lie elsewhere than the content they share: a block file has one name.
+    elsewhere: Mutex<HashMap<BlockKey, cascade_disk::Address>>,
+}
+
+/// What was found at opening, for the notes.
+#[derive(Debug, Clone, Copy)]
+struct Found {
+    torn_records: u64,
+    damaged_structures: u64,
+}
+
+impl FilesStage {
+    /// Opens the file tier that a store's settings describe; a layout given here overrules theirs.
+    pub fn open(
+        context: &StageContext<'_>,
+        layout: Option<FileLayout>,
+    ) -> Result<Arc<dyn Stage>, StoreError> {
+        let config = context.config.files.as_ref().ok_or_else(|| StoreError::Config {
+            setting: "files",
+            reason: "the pipeline has a file tier; name a directory for it".to_owned(),
+        })?;
+        let layout = layout.unwrap_or(config.layout);
+        let deadline = Deadline::after(&**context.clock, OPENING_TIMEOUT);
+        let clock = Arc::clone(context.clock);
+        let (files, recovery) =
+            cascade_disk::open(tier_config(config, layout), clock, context.pool, deadline)
+                .map_err(|error| StoreError::Tier {
+                    tier: "files",
+                    operation: "open its directory",
+                    source: Arc::new(error),
+                })?;
+        let found = Found {
+            torn_records: recovery.torn_records,
+            damaged_structures: recovery.damaged_structures,
+        };
+        Ok(Arc::new(Self {
+            files: RwLock::new(Some(files)),
+            clock: Arc::clone(context.clock),
+            capacity_bytes: config.capacity_bytes,
+            name: "files",
+            wants_direct: config.direct,
+            recovery: Mutex::new(recovery),
+            found,
+            elsewhere: Mutex::default(),
+        }))
+    }
+
+    fn files(&self) -> Result<Arc<dyn BlockFiles>, StageError> {
+        let files = self.files.read().unwrap_or_else(PoisonError::into_inner);
+        files.clone().ok_or(StageError::Closed)
+    }
+
+    fn elsewhere(&self) -> MutexGuard<'_, HashMap<BlockKey, cascade_disk::Address>> {
+        self.elsewhere.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn meta(&self, facts: &BlockFacts) -> RecordMeta {
+        RecordMeta {
+            key: facts.key,
+            digest: facts.digest,
+            parent: facts.parent,
+            namespace: facts.namespace,
+            payload_bytes: facts.bytes,
+            is_prefix: facts.is_prefix,
+            written_unix_ms: self.clock.unix_ms(),
+            expires_unix_ms: facts.expires_unix_ms,
+        }
+    }
+}
+
+/// Opening scans what an earlier run left; a million records take seconds.
+const OPENING_TIMEOUT: std::time::Duration = std::time::Duration::from_secs(300);
+
+fn tier_config(config: &FilesConfig, layout: FileLayout) -> FileTierConfig {
+    FileTierConfig {
+        capacity_bytes: config.capacity_bytes,
+        segment_bytes: config.segment_bytes,
+        direct: config.direct,
+        engine: match config.engine {
+            IoEngine::Auto => EngineKind::Auto,
+            IoEngine::Uring => EngineKind::Uring,
+            IoEngine::Psync => EngineKind::Psync,
+        },
+        durable: config.durable,
+        layout: match layout {
+            FileLayout::Segments => Layout::Segments,
+            FileLayout::FilePerBlock => Layout::FilePerBlock,
+        },
+        ..FileTierConfig::new(&config.directory)
+    }
+}
+
+fn ours(address: cascade_disk::Address) -> Address {
+    Address(address.to_u64())
+}
+
+fn theirs(address: Address) -> cascade_disk::Address {
+    cascade_disk::Address::from_u64(address.0)
+}
+
+fn stage_error(error: DiskError) -> StageError {
+    match error {
+        DiskError::Full { .. } => StageError::Full,
+        DiskError::Timeout { .. } => StageError::Timeout,
+        DiskError::BadLength { payload_bytes, .. } => {
+            StageError::Declined { bytes: u32::try_from(payload_bytes).unwrap_or(u32::MAX) }
+        }
+        error => StageError::Failed(Arc::new(error)),
+    }
+}
+
+impl Stage for FilesStage {
+    fn name(&self) -> TierName {
+        self.name
+    }
+
+    fn store(
+        &self,
+        batch: Vec<(BlockFacts, Slab)>,
+        deadline: Deadline,
+    ) -> Vec<Result<Address, StageError>> {
+        let files = match self.files() {
+            Ok(files) => files,
+            Err(error) => return batch.iter().map(|_| Err(error.clone())).collect(),
+        };
+        let batch = batch.into_iter().map(|(facts, slab)| (self.meta(&facts), slab)).collect();
+        let results = files.append(batch, deadline).into_iter();
+        results.map(|result| result.map(ours).map_err(stage_error)).collect()
+    }
+
+    fn load(&self, batch: Vec<Load>, deadline: Deadline) -> Vec<Loaded> {
+        let files = match self.files() {
+            Ok(files) => files,
+            Err(error) => return batch.iter().map(|_| Loaded::Failed(error.clone())).collect(),
+        };
+        let requests = {
+            let elsewhere = self.elsewhere();
+            let place = |load: Load| ReadRequest {
+                address: elsewhere.get(&load.key).copied().unwrap_or(theirs(load.address)),
+                key: load.key,
+                slab: load.slab,
+            };
+            batch.into_iter().map(place).collect()
+        };
+        let outcomes = files.read(requests, deadline).into_iter();
+        outcomes
+            .map(|outcome| match outcome {
+                ReadOutcome::Hit(slab) => Loaded::Hit(slab),
+                ReadOutcome::Damaged(_) => Loaded::Damaged,
+                ReadOutcome::Gone => Loaded::Gone,
+                ReadOutcome::Failed(error) => Loaded::Failed(stage_error(error)),
+            })
+            .collect()
+    }
+
+    fn alias(
+        &self,
+        batch: Vec<(BlockFacts, Address)>,
+        deadline: Deadline,
+    ) -> Result<(), StageError> {
+        let metas: Vec<_> =
+            batch.iter().map(|(facts, address)| (self.meta(facts), theirs(*address))).collect();
+        let results = self.files()?.alias(&metas, deadline);
+        let mut failure = Ok(());
+        for ((meta, address), result) in metas.iter().zip(results) {
+            match result {
+                Ok(place) if place != *address => {
+                    self.elsewhere().insert(meta.key, place);
+                }
+                Ok(_) => {}
+                Err(error) => failure = Err(stage_error(error)),
+            }
+        }
+        failure
+    }
+
+    fn remove(&self, batch: &[(BlockKey, Address)], deadline: Deadline) -> Result<(), StageError> {
+        let places: Vec<_> = {
+            let mut elsewhere = self.elsewhere();
+            let mut place =
+                |key: &BlockKey, address| (*key, elsewhere.remove(key).unwrap_or(theirs(address)));
+            batch.iter().map(|(key, address)| place(key, *address)).collect()
+        };
+        self.files()?.remove(&places, deadline).map_err(stage_error)
+    }
+
+    fn make_room(
+        &self,
+        keep: &mut dyn FnMut(&BlockKey, Address) -> bool,
+        deadline: Deadline,
+    ) -> Result<Room, StageError> {
+        let mut keeps = |meta: &RecordMeta, address| keep(&meta.key, ours(address));
+        let reclaimed = self.files()?.reclaim(&mut keeps, deadline).map_err(stage_error)?;
+        let mut elsewhere = self.elsewhere();
+        for (key, old, new) in &reclaimed.moved {
+            if let Some(place) = elsewhere.get_mut(key).filter(|place| *place == old) {
+                *place = *new;
+            }
+        }
+        for (key, address) in &reclaimed.dropped {
+            if elsewhere.get(key) == Some(address) {
+                elsewhere.remove(key);
+            }
+        }
+        let moved = reclaimed.moved.into_iter();
+        let dropped = reclaimed.dropped.into_iter();
+        Ok(Room {
+            moved: moved.map(|(key, old, new)| (key, ours(old), ours(new))).collect(),
+            dropped: dropped.map(|(key, address)| (key, ours(address))).collect(),
+            freed_bytes: reclaimed.bytes_freed,
+        })
+    }
+
+    fn recover(&self) -> Vec<(BlockFacts, Address)> {
+        let mut recovery = self.recovery.lock().unwrap_or_else(PoisonError::into_inner);
+        let live = std::mem::take(&mut recovery.live);
+        let mut elsewhere = self.elsewhere();
+        let mut first_place = HashMap::new();
+        let mut enter = |meta: RecordMeta, place: cascade_disk::Address| {
+            if let Some(digest) = meta.digest
+                && *first_place.entry(digest).or_insert(place) != place
+            {
+                elsewhere.insert(meta.key, place);
+            }
+            let facts = BlockFacts {
+                key: meta.key,
+                digest: meta.digest,
+                parent: meta.parent,
+                namespace: meta.namespace,
+                bytes: meta.payload_bytes,
+                is_prefix: meta.is_prefix,
+                expires_unix_ms: meta.expires_unix_ms,
+            };
+            (facts, ours(place))
+        };
+        live.into_iter().map(|(meta, place)| enter(meta, place)).collect()
+    }
+
+    fn flush(&self, deadline: Deadline) -> Result<(), StageError> {
+        self.files()?.checkpoint(deadline).map_err(stage_error)
+    }
+
+    fn register(&self, namespace: &Namespace, deadline: Deadline) -> Result<(), StageError> {
+        self.files()?.register_manifest(namespace, deadline).map_err(stage_error)
+    }
+
+    fn manifests(&self, deadline: Deadline) -> Result<Vec<(NamespaceId, Manifest)>, StageError> {
+        let stored = self.files()?.manifests(deadline).map_err(stage_error)?;
+        let good = |stored| match stored {
+            StoredManifest::Good { namespace, manifest } => Some((namespace, manifest)),
+            // A damaged one explains nothing; `cascade inspect` reports it.
+            _ => None,
+        };
+        Ok(stored.into_iter().filter_map(good).collect())
+    }
+
+    fn close(&self) {
+        self.files.write().unwrap_or_else(PoisonError::into_inner).take();
+    }
+
+    fn stats(&self) -> StageStats {
+        let Ok(files) = self.files() else {
+            let notes = vec!["closed".to_owned()];
+            return StageStats { capacity_bytes: self.capacity_bytes, notes, ..Default::default() };
+        };
+        let stats = files.stats();
+        let mut notes = vec![format!("engine {}", stats.engine)];
+        if self.wants_direct && !stats.is_direct {
+            notes.push("the file system refuses O_DIRECT: using the page cache".to_owned());
+        }
+        if self.found.torn_records > 0 {
+            notes.push(format!("skipped {} torn records at opening", self.found.torn_records));
+        }
+        if self.found.damaged_structures > 0 {
+            let damaged = self.found.damaged_structures;
+            notes.push(format!("skipped {damaged} damaged headers or footers at opening"));
+        }
+        StageStats {
+            used_bytes: stats.used_bytes,
+            capacity_bytes: self.capacity_bytes,
+            creates: stats.files,
+            damaged_blocks: stats.records_damaged,
+            notes,
+        }
+    }
+}

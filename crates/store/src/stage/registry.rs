@@ -1,0 +1,78 @@
+//! The registry: which stages a pipeline may name, third parties' included.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::sync::Arc;
+
+use cascade_block::Clock;
+use cascade_memory::Pool;
+
+use super::{FakeStage, FilesStage, Stage};
+use crate::{FileLayout, StoreConfig, StoreError};
+
+/// What a factory may use to make its stage.
+#[derive(Debug, Clone, Copy)]
+pub struct StageContext<'a> {
+    /// The store's settings.
+    pub config: &'a StoreConfig,
+    /// The pool that slabs come from, to register it with the kernel.
+    pub pool: &'a Pool,
+    /// The store's clock.
+    pub clock: &'a Arc<dyn Clock>,
+}
+
+/// Makes a stage for one store.
+pub type StageFactory =
+    Arc<dyn Fn(&StageContext<'_>) -> Result<Arc<dyn Stage>, StoreError> + Send + Sync>;
+
+/// Stages by name. The default one knows `Files`, `Posix` and `Fake`.
+#[derive(Clone)]
+pub struct Registry {
+    factories: BTreeMap<String, StageFactory>,
+}
+
+impl Registry {
+    /// Adds a stage, or replaces one, under a name that pipelines then use in any case.
+    pub fn register(&mut self, name: &str, factory: StageFactory) {
+        self.factories.insert(name.to_lowercase(), factory);
+    }
+
+    /// Whether a pipeline may name it.
+    pub fn knows(&self, name: &str) -> bool {
+        self.factories.contains_key(&name.to_lowercase())
+    }
+
+    /// All names a pipeline may use.
+    pub fn names(&self) -> Vec<String> {
+        let own = ["dram", "cache", "empty"].map(str::to_owned);
+        own.into_iter().chain(self.factories.keys().cloned()).collect()
+    }
+
+    pub(crate) fn make(
+        &self,
+        name: &str,
+        context: &StageContext<'_>,
+    ) -> Result<Arc<dyn Stage>, StoreError> {
+        let factory = self.factories.get(name).expect("the pipeline was checked against this");
+        factory(context)
+    }
+}
+
+impl Default for Registry {
+    fn default() -> Self {
+        let mut registry = Self { factories: BTreeMap::new() };
+        registry.register("files", Arc::new(|context| FilesStage::open(context, None)));
+        registry.register(
+            "posix",
+            Arc::new(|context| FilesStage::open(context, Some(FileLayout::FilePerBlock))),
+        );
+        registry.register("fake", Arc::new(|_| Ok(Arc::new(FakeStage::default()))));
+        registry
+    }
+}
+
+impl fmt::Debug for Registry {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_set().entries(self.factories.keys()).finish()
+    }
+}

@@ -1,0 +1,263 @@
+//! A node's state under its one lock, and the steps that keep its parts in agreement.
+//!
+//! Invariants, whenever the lock is free:
+//! - a key has a slot in the policy exactly while DRAM is a tier, its content has a slab there, and
+//!   the key itself brought it there or used it since;
+//! - `resident_keys` of a content counts the slots of its keys;
+//! - a content that no tier has does not exist, and neither do its keys;
+//! - a content with a dirty bit waits in that stage's queue or is being written by its mover, and
+//!   keeps its slab until then.
+
+use std::collections::VecDeque;
+use std::time::Duration;
+
+use cascade_block::BlockKey;
+
+use crate::catalog::{Address, Awaits, Catalog, ContentIndex, KeyIndex, LOWER_STAGES_MAX};
+use crate::eviction::{Eviction, Incoming, Removal, Verdict};
+use crate::stage::BlockFacts;
+use crate::stats::Counters;
+
+/// A block that waits to be written to a lower stage.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Pending {
+    pub(crate) facts: BlockFacts,
+    pub(crate) content: ContentIndex,
+    pub(crate) generation: u32,
+}
+
+/// A name that a stage has to learn or to forget. Only the stage's mover tells it, in this order
+/// and before later blocks: a name that goes and comes back must not end up gone.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum NameChange {
+    /// Another name for a content that the stage has.
+    Add(BlockFacts, Address),
+    /// A name that is no longer valid.
+    Remove(BlockKey, Address),
+}
+
+/// What an attempt to evict one block came to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Evicted {
+    /// A block is gone.
+    One,
+    /// All that may go is worth more than what wants to come.
+    NothingWorthLess,
+    /// Everything is pinned, being read, or still to be written down.
+    NothingUsable,
+}
+
+/// Everything that a node decides from.
+#[derive(Debug)]
+pub(crate) struct State {
+    pub(crate) catalog: Catalog,
+    pub(crate) eviction: Eviction,
+    pub(crate) counters: Counters,
+    /// Hits and their bytes: DRAM first, then the lower stages.
+    pub(crate) tier_hits: [(u64, u64); 1 + LOWER_STAGES_MAX],
+    pub(crate) queues: [VecDeque<Pending>; LOWER_STAGES_MAX],
+    pub(crate) names: [Vec<NameChange>; LOWER_STAGES_MAX],
+    /// Blocks that a stage did not take since the last flush said so.
+    pub(crate) unwritten: [u64; LOWER_STAGES_MAX],
+    /// Whether a stage's mover is carrying out a batch.
+    pub(crate) is_moving: [bool; LOWER_STAGES_MAX],
+    /// Bytes in the queues or being written, by stage.
+    pub(crate) pending_bytes: [u64; LOWER_STAGES_MAX],
+    pub(crate) content_bytes: u64,
+    pub(crate) dram_bytes: u64,
+    /// Slabs given to puts and loads that are under way.
+    pub(crate) slabs_out: u64,
+    /// The latest time that a request gave; the policy then goes by these.
+    pub(crate) policy_time: Option<Duration>,
+    pub(crate) has_dram: bool,
+    pub(crate) is_closed: bool,
+}
+
+impl State {
+    pub(crate) fn new(eviction: Eviction, has_dram: bool) -> Self {
+        Self {
+            catalog: Catalog::new(),
+            eviction,
+            counters: Counters::default(),
+            tier_hits: [(0, 0); 1 + LOWER_STAGES_MAX],
+            queues: Default::default(),
+            names: Default::default(),
+            unwritten: [0; LOWER_STAGES_MAX],
+            is_moving: [false; LOWER_STAGES_MAX],
+            pending_bytes: [0; LOWER_STAGES_MAX],
+            content_bytes: 0,
+            dram_bytes: 0,
+            slabs_out: 0,
+            policy_time: None,
+            has_dram,
+            is_closed: false,
+        }
+    }
+
+    /// The entry of a key, unless it has expired; an expired one is forgotten on the way.
+    pub(crate) fn find_live(&mut self, key: &BlockKey, now_unix_ms: u64) -> Option<KeyIndex> {
+        let found = self.catalog.find(key)?;
+        if self.catalog.entry(found).has_expired(now_unix_ms) {
+            self.forget(found, Removal::Deleted);
+            return None;
+        }
+        Some(found)
+    }
+
+    /// Tells the policy that a key's bytes are in DRAM and that it counts for them.
+    pub(crate) fn make_resident(&mut self, key: KeyIndex, now: Duration) {
+        if !self.has_dram || self.catalog.entry(key).slot().is_some() {
+            return;
+        }
+        let parent = self.catalog.parent_of(key);
+        let entry = self.catalog.entry(key);
+        let content = entry.content;
+        let incoming = Incoming {
+            owner: key.0,
+            fingerprint: entry.key.fingerprint(),
+            parent: parent.and_then(|parent| self.catalog.entry(parent).slot()),
+            bytes: self.catalog.content(content).bytes,
+            is_protected: entry.is_prefix,
+        };
+        let slot = self.eviction.insert(now, &incoming);
+        self.catalog.entry_mut(key).set_slot(Some(slot));
+        self.catalog.content_mut(content).resident_keys += 1;
+    }
+
+    /// A chain lookup found this block, and its caller is about to read it.
+    pub(crate) fn announce(&mut self, key: KeyIndex) {
+        let entry = self.catalog.entry_mut(key);
+        let awaited = std::mem::replace(&mut entry.awaits, Awaits::AnnouncedAccess);
+        self.counters.prefetched_used += u64::from(awaited == Awaits::FirstUse);
+    }
+
+    /// Tells the policy of an access, unless a chain lookup has told it already.
+    pub(crate) fn touch(&mut self, key: KeyIndex, now: Duration) {
+        let entry = self.catalog.entry_mut(key);
+        let awaited = std::mem::replace(&mut entry.awaits, Awaits::Nothing);
+        self.counters.prefetched_used += u64::from(awaited == Awaits::FirstUse);
+        match entry.slot() {
+            Some(_) if awaited == Awaits::AnnouncedAccess => {}
+            Some(slot) => self.eviction.touch(now, slot),
+            None => self.make_resident(key, now),
+        }
+    }
+
+    /// Evicts one block from DRAM to make room. With an incoming block, nothing is evicted that
+    /// the policy values more than it.
+    pub(crate) fn evict_one(&mut self, now: Duration, incoming: Option<&Incoming>) -> Evicted {
+        let catalog = &self.catalog;
+        let mut may_any_go = false;
+        let mut usable = |owner: u32| {
+            let may_go = is_evictable(catalog, KeyIndex(owner));
+            may_any_go |= may_go;
+            may_go
+        };
+        let victim = match incoming {
+            None => self.eviction.victim(now, &mut usable),
+            Some(incoming) => match self.eviction.victim_for(now, incoming, &mut usable) {
+                Verdict::Evict(slot) => Some(slot),
+                Verdict::Decline => None,
+            },
+        };
+        let Some(slot) = victim else {
+            return if may_any_go { Evicted::NothingWorthLess } else { Evicted::NothingUsable };
+        };
+        let key = KeyIndex(self.eviction.blocks().owner(slot));
+        self.release_slot(key, Removal::Evicted);
+        let content = self.catalog.entry(key).content;
+        if self.catalog.content(content).resident_keys == 0 {
+            self.drop_slab(content);
+            let bytes = u64::from(self.catalog.content(content).bytes);
+            self.counters.evicted_blocks += 1;
+            self.counters.evicted_bytes += bytes;
+            self.forget_if_nowhere(content);
+        }
+        Evicted::One
+    }
+
+    /// Takes a content's bytes out of DRAM; views that are held keep theirs.
+    pub(crate) fn drop_slab(&mut self, content: ContentIndex) {
+        let content = self.catalog.content_mut(content);
+        if content.slab.take().is_some() {
+            self.dram_bytes -= u64::from(content.bytes);
+        }
+    }
+
+    pub(crate) fn put_slab(&mut self, content: ContentIndex, slab: cascade_memory::Slab) {
+        let content = self.catalog.content_mut(content);
+        if content.slab.replace(slab).is_none() {
+            self.dram_bytes += u64::from(content.bytes);
+        }
+    }
+
+    /// Forgets a content that no tier has any more.
+    pub(crate) fn forget_if_nowhere(&mut self, content: ContentIndex) {
+        if self.catalog.content(content).is_anywhere() {
+            return;
+        }
+        self.counters.lost_blocks += 1;
+        for key in self.catalog.keys_of(content) {
+            self.forget(key, Removal::Evicted);
+        }
+    }
+
+    /// Removes a key, and with the last key its content, from every tier.
+    pub(crate) fn forget(&mut self, key: KeyIndex, why: Removal) {
+        self.release_slot(key, why);
+        let entry = self.catalog.entry(key);
+        let (name, index) = (entry.key, entry.content);
+        let addresses: [_; LOWER_STAGES_MAX] =
+            std::array::from_fn(|stage| self.catalog.content(index).address(stage));
+        for (names, address) in self.names.iter_mut().zip(addresses) {
+            names.extend(address.map(|address| NameChange::Remove(name, address)));
+        }
+        if let Some(content) = self.catalog.remove(key) {
+            self.content_bytes -= u64::from(content.bytes);
+            if content.slab.is_some() {
+                self.dram_bytes -= u64::from(content.bytes);
+            }
+            return;
+        }
+        // Its other keys hold the bytes, but perhaps none of them counts for DRAM.
+        let content = self.catalog.content(index);
+        if self.has_dram && content.resident_keys == 0 && content.slab.is_some() {
+            let heir = self.catalog.keys_of(index)[0];
+            // The policy takes a time that lies back for the latest that it saw.
+            self.make_resident(heir, Duration::ZERO);
+        }
+    }
+
+    fn release_slot(&mut self, key: KeyIndex, why: Removal) {
+        let entry = self.catalog.entry_mut(key);
+        let content = entry.content;
+        let Some(slot) = entry.slot() else { return };
+        entry.set_slot(None);
+        entry.awaits = Awaits::Nothing;
+        self.eviction.remove(slot, why);
+        self.catalog.content_mut(content).resident_keys -= 1;
+    }
+
+    /// Whether the stages know all that they have to know.
+    pub(crate) fn is_settled(&self) -> bool {
+        self.pending_total() == 0 && self.knows_names()
+    }
+
+    /// Whether the stages know all names, those of blocks that are still queued apart.
+    pub(crate) fn knows_names(&self) -> bool {
+        self.names.iter().all(Vec::is_empty) && !self.is_moving.contains(&true)
+    }
+
+    /// Bytes that wait for lower stages, all together.
+    pub(crate) fn pending_total(&self) -> u64 {
+        self.pending_bytes.iter().sum()
+    }
+}
+
+/// Whether a block may leave DRAM now: not pinned, not being read, and written where it has to be.
+fn is_evictable(catalog: &Catalog, key: KeyIndex) -> bool {
+    let entry = catalog.entry(key);
+    let content = catalog.content(entry.content);
+    let is_read = content.slab.as_ref().is_some_and(|slab| slab.holders() > 1);
+    entry.pins == 0 && content.dirty == 0 && !is_read
+}

@@ -1,0 +1,434 @@
+//! The store: what callers hold. Batches in, a result per block out, a deadline on every call.
+
+use std::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
+
+use cascade_block::{BlockKey, Clock, Manifest, Namespace, NamespaceId, SystemClock};
+use cascade_memory::SlabMut;
+
+use crate::catalog::KeyIndex;
+use crate::eviction::{Asked, Removal};
+use crate::node::Node;
+use crate::outcome::PutSlab;
+use crate::stage::{Registry, Stage, StageError};
+use crate::stats::{Stats, TierHits};
+use crate::{
+    CallOptions, GetOutcome, PrefixMatch, Put, PutOutcome, Request, StoreConfig, StoreError,
+    TierName, ViewOutcome, mover,
+};
+
+/// Prefetch hints that may wait; more are declined.
+const PREFETCH_QUEUE: usize = 64;
+/// Threads that follow prefetch hints.
+const PREFETCH_THREADS: usize = 2;
+
+/// Keeps blocks in the tiers of a pipeline. Clones are handles on the same store; the last one to
+/// go closes it.
+///
+/// ```
+/// use cascade_block::{Manifest, Namespace, TenantSecret};
+/// use cascade_store::{CallOptions, Put, PutOutcome, Store, StoreConfig, ViewOutcome};
+///
+/// let config = StoreConfig { dram_bytes: 8 << 20, ..StoreConfig::default() };
+/// let store = Store::open(config)?;
+/// let manifest = Manifest::new().with("weights", "example");
+/// let namespace = Namespace::new(manifest, &TenantSecret::new("secret"));
+/// let key = namespace.key_of_id(b"sys_prompt_v1");
+///
+/// let outcomes = store.put(&[Put::new(key, b"keys and values")], CallOptions::default());
+/// assert!(matches!(outcomes[0], PutOutcome::Stored));
+/// let views = store.view(&[key], CallOptions::default());
+/// assert!(matches!(&views[0], ViewOutcome::Hit { slab, .. } if **slab == *b"keys and values"));
+/// # Ok::<(), cascade_store::StoreError>(())
+/// ```
+#[derive(Debug, Clone)]
+pub struct Store(Arc<Handle>);
+
+/// Owns the node's threads.
+#[derive(Debug)]
+struct Handle {
+    node: Arc<Node>,
+    prefetch: Mutex<Option<SyncSender<Vec<BlockKey>>>>,
+    threads: Mutex<Vec<JoinHandle<()>>>,
+}
+
+impl Store {
+    /// Opens a store with the stages that come with Cascade, on the machine's clock.
+    pub fn open(config: StoreConfig) -> Result<Self, StoreError> {
+        Self::open_with(config, &Registry::default(), Arc::new(SystemClock))
+    }
+
+    /// Opens a store with stages of the caller's and a clock of the caller's.
+    pub fn open_with(
+        config: StoreConfig,
+        registry: &Registry,
+        clock: Arc<dyn Clock>,
+    ) -> Result<Self, StoreError> {
+        let node = Arc::new(Node::new(config, registry, clock)?);
+        let (sender, receiver) = sync_channel(PREFETCH_QUEUE);
+        let handle = Handle {
+            node: Arc::clone(&node),
+            prefetch: Mutex::new(Some(sender)),
+            threads: Mutex::new(Vec::new()),
+        };
+        let threads = start_threads(&node, receiver)
+            .map_err(|error| StoreError::Threads { source: Arc::new(error) })?;
+        handle.threads.lock().unwrap_or_else(PoisonError::into_inner).extend(threads);
+        Ok(Self(Arc::new(handle)))
+    }
+
+    fn node(&self) -> &Node {
+        &self.0.node
+    }
+
+    /// The settings it was opened with.
+    pub fn config(&self) -> &StoreConfig {
+        &self.node().config
+    }
+
+    /// Stores blocks: copies their bytes into the first tier.
+    pub fn put(&self, batch: &[Put<'_>], options: CallOptions) -> Vec<PutOutcome> {
+        self.node().put(batch, options)
+    }
+
+    /// A slab to write a block into in place; give it to [`Store::put_slabs`] when it is full.
+    pub fn reserve(&self, bytes: usize, options: CallOptions) -> Result<SlabMut, StoreError> {
+        self.node().reserve(bytes, options)
+    }
+
+    /// Stores blocks that were written in place: nothing is copied.
+    pub fn put_slabs(&self, batch: Vec<PutSlab>, options: CallOptions) -> Vec<PutOutcome> {
+        self.node().put_slabs(batch, options)
+    }
+
+    /// Copies blocks into the caller's buffers, one each. Never writes past a block's length.
+    ///
+    /// # Panics
+    /// If there are not as many buffers as keys.
+    pub fn get(
+        &self,
+        keys: &[BlockKey],
+        buffers: &mut [&mut [u8]],
+        options: CallOptions,
+    ) -> Vec<GetOutcome> {
+        self.node().get(keys, buffers, options)
+    }
+
+    /// Views on blocks, without a copy. A view's bytes stay as they are while it is held, whatever
+    /// is evicted, deleted or written meanwhile; the memory comes back when the last one goes.
+    pub fn view(&self, keys: &[BlockKey], options: CallOptions) -> Vec<ViewOutcome> {
+        self.node().view(keys, options)
+    }
+
+    /// How many leading blocks of a chain are here, and where. This is how the policy learns of
+    /// requests: ask with the whole chain, then read what matched and put the rest.
+    pub fn lookup_prefix(&self, request: &Request<'_>) -> PrefixMatch {
+        let node = self.node();
+        let now_unix_ms = node.clock.unix_ms();
+        let mut found = Vec::with_capacity(request.keys.len());
+        let mut state = node.lock();
+        state.policy_time = state.policy_time.max(request.at);
+        let now = node.policy_now(&state);
+        state.catalog.find_batch(request.keys, &mut found);
+        let mut chain = Vec::with_capacity(request.keys.len());
+        let mut tiers = Vec::new();
+        let mut is_unbroken = true;
+        for (key, found) in request.keys.iter().zip(found) {
+            let found = found.and_then(|_| state.find_live(key, now_unix_ms));
+            let Some(found) = found else {
+                is_unbroken = false;
+                chain.push(Asked { fingerprint: key.fingerprint(), resident: None });
+                continue;
+            };
+            let entry = state.catalog.entry(found);
+            let (content, resident) = (entry.content, entry.slot());
+            chain.push(Asked { fingerprint: key.fingerprint(), resident });
+            if is_unbroken {
+                state.announce(found);
+                let content = state.catalog.content(content);
+                let lower = content.fastest_lower().map_or(0, |(stage, _)| 1 + stage);
+                tiers.push(node.tier_name(if content.slab.is_some() { 0 } else { lower }));
+            }
+        }
+        state.eviction.request(now, &chain, request.partial_tail, &request.hints);
+        state.counters.requests += 1;
+        state.counters.blocks_requested += request.keys.len() as u64;
+        state.counters.blocks_matched += tiers.len() as u64;
+        node.release(state);
+        PrefixMatch { tiers }
+    }
+
+    /// Tells the policy what became known of a chain after its request or ahead of the next: that
+    /// its session ended, that a waiting request will ask for it. Counts as nobody's access.
+    pub fn hint(&self, request: &Request<'_>) {
+        let node = self.node();
+        let mut found = Vec::with_capacity(request.keys.len());
+        let mut state = node.lock();
+        state.policy_time = state.policy_time.max(request.at);
+        state.catalog.find_batch(request.keys, &mut found);
+        let asked = |(key, found): (&BlockKey, Option<KeyIndex>)| Asked {
+            fingerprint: key.fingerprint(),
+            resident: found.and_then(|found| state.catalog.entry(found).slot()),
+        };
+        let chain: Vec<_> = request.keys.iter().zip(found).map(asked).collect();
+        let now = node.policy_now(&state);
+        state.eviction.hint(now, &chain, &request.hints);
+    }
+
+    /// Whether each block is in any tier. Counts as nobody's access.
+    pub fn contains(&self, keys: &[BlockKey]) -> Vec<bool> {
+        let now_unix_ms = self.node().clock.unix_ms();
+        let mut found = Vec::with_capacity(keys.len());
+        let state = self.node().lock();
+        state.catalog.find_batch(keys, &mut found);
+        let is_live = |found| !state.catalog.entry(found).has_expired(now_unix_ms);
+        found.into_iter().map(|found| found.is_some_and(is_live)).collect()
+    }
+
+    /// The tiers that have each block, fast to slow. Counts as nobody's access.
+    pub fn locate(&self, keys: &[BlockKey]) -> Vec<Vec<TierName>> {
+        let node = self.node();
+        let now_unix_ms = node.clock.unix_ms();
+        let mut found = Vec::with_capacity(keys.len());
+        let state = node.lock();
+        state.catalog.find_batch(keys, &mut found);
+        let tiers_of = |found: Option<KeyIndex>| {
+            let entry = found.map(|found| state.catalog.entry(found));
+            let Some(entry) = entry.filter(|entry| !entry.has_expired(now_unix_ms)) else {
+                return Vec::new();
+            };
+            let content = state.catalog.content(entry.content);
+            let dram = content.slab.is_some().then(|| node.tier_name(0));
+            let lower = (0..node.stages.len())
+                .filter(|stage| content.address(*stage).is_some())
+                .map(|stage| node.tier_name(1 + stage));
+            dram.into_iter().chain(lower).collect()
+        };
+        found.into_iter().map(tiers_of).collect()
+    }
+
+    /// Keeps blocks from being evicted from DRAM until as many `unpin`s. True for those that are
+    /// here. Pins are counted and do not expire.
+    pub fn pin(&self, keys: &[BlockKey]) -> Vec<bool> {
+        self.change_pins(keys, |pins| pins.checked_add(1))
+    }
+
+    /// Takes back one pin of each block. True for those that had one.
+    pub fn unpin(&self, keys: &[BlockKey]) -> Vec<bool> {
+        self.change_pins(keys, |pins| pins.checked_sub(1))
+    }
+
+    fn change_pins(&self, keys: &[BlockKey], change: impl Fn(u16) -> Option<u16>) -> Vec<bool> {
+        let node = self.node();
+        let now_unix_ms = node.clock.unix_ms();
+        let mut state = node.lock();
+        let mut change_one = |key: &BlockKey| {
+            let Some(found) = state.find_live(key, now_unix_ms) else { return false };
+            let entry = state.catalog.entry_mut(found);
+            let changed = change(entry.pins);
+            entry.pins = changed.unwrap_or(entry.pins);
+            changed.is_some()
+        };
+        let changed = keys.iter().map(&mut change_one).collect();
+        node.release(state);
+        node.announce_change();
+        changed
+    }
+
+    /// Removes blocks from every tier, pinned ones too; views that are held keep their bytes.
+    /// True for those that were here. Takes effect at once; a stage that survives restarts has
+    /// written it down by the next flush.
+    pub fn delete(&self, keys: &[BlockKey]) -> Vec<bool> {
+        let node = self.node();
+        let mut state = node.lock();
+        let mut delete_one = |key: &BlockKey| {
+            let found = state.catalog.find(key);
+            found.inspect(|found| state.forget(*found, Removal::Deleted)).is_some()
+        };
+        let deleted = keys.iter().map(&mut delete_one).collect();
+        node.release(state);
+        node.announce_change();
+        deleted
+    }
+
+    /// Removes every block from every tier.
+    pub fn clear(&self) {
+        let node = self.node();
+        let mut state = node.lock();
+        for key in state.catalog.all_keys() {
+            state.forget(key, Removal::Deleted);
+        }
+        node.release(state);
+        node.announce_change();
+    }
+
+    /// Hints that blocks will be read soon: brings them to DRAM in the background. Returns how many
+    /// were accepted: those that are below DRAM, or none while too many hints wait.
+    pub fn prefetch(&self, keys: &[BlockKey]) -> usize {
+        let located = self.locate(keys);
+        let is_below = |tiers: &Vec<TierName>| tiers.first().is_some_and(|tier| *tier != "dram");
+        let below: Vec<BlockKey> =
+            keys.iter().zip(&located).filter(|(_, t)| is_below(t)).map(|(key, _)| *key).collect();
+        if below.is_empty() || !self.node().pipeline.has_dram {
+            return 0;
+        }
+        let accepted = below.len();
+        let sender = self.0.prefetch.lock().unwrap_or_else(PoisonError::into_inner);
+        match sender.as_ref().map(|sender| sender.try_send(below)) {
+            Some(Ok(())) => accepted,
+            Some(Err(TrySendError::Full(_) | TrySendError::Disconnected(_))) | None => 0,
+        }
+    }
+
+    /// Keeps a namespace's manifest beside its blocks, so that whoever finds them later can tell
+    /// what they were made for. Do it once, before the first put.
+    pub fn register(&self, namespace: &Namespace, options: CallOptions) -> Result<(), StoreError> {
+        let deadline = self.node().deadline(options);
+        let each = self.node().stages.iter();
+        each.map(|stage| (stage, stage.register(namespace, deadline)))
+            .try_for_each(|(stage, kept)| kept.map_err(|e| tier_error(stage, "keep a manifest", e)))
+    }
+
+    /// The manifests whose blocks may be here: to explain a miss, compare them with your own by
+    /// [`Manifest::difference`].
+    pub fn manifests(
+        &self,
+        options: CallOptions,
+    ) -> Result<Vec<(NamespaceId, Manifest)>, StoreError> {
+        let deadline = self.node().deadline(options);
+        let mut all = Vec::new();
+        for stage in &self.node().stages {
+            let kept = stage.manifests(deadline);
+            all.extend(kept.map_err(|e| tier_error(stage, "list its manifests", e))?);
+        }
+        all.sort_by_key(|(id, _)| *id);
+        all.dedup_by_key(|(id, _)| *id);
+        Ok(all)
+    }
+
+    /// Returns once all that was put is written down the pipeline and would survive a restart.
+    /// Fails if a stage did not take some of it since the last flush; what is missing there is in
+    /// DRAM for as long as it lasts.
+    pub fn flush(&self, options: CallOptions) -> Result<(), StoreError> {
+        self.node().flush(options)
+    }
+
+    /// What it holds and did, at this moment.
+    pub fn stats(&self) -> Stats {
+        self.node().stats()
+    }
+
+    /// Flushes and stops. Later calls fail with [`StoreError::Closed`]; views that are held stay.
+    pub fn close(&self) -> Result<(), StoreError> {
+        self.0.close()
+    }
+}
+
+impl Handle {
+    fn close(&self) -> Result<(), StoreError> {
+        self.prefetch.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let threads =
+            std::mem::take(&mut *self.threads.lock().unwrap_or_else(PoisonError::into_inner));
+        if self.node.lock().is_closed {
+            return Ok(());
+        }
+        let flushed = self.node.flush(CallOptions::default());
+        self.node.lock().is_closed = true;
+        self.node.announce_work();
+        self.node.announce_change();
+        for thread in threads {
+            // A thread that panicked has said so on stderr; closing goes on.
+            drop(thread.join());
+        }
+        self.node.stages.iter().for_each(|stage| stage.close());
+        flushed
+    }
+}
+
+impl Drop for Handle {
+    fn drop(&mut self) {
+        // Whoever needs to know whether the flush worked calls close().
+        drop(self.close());
+    }
+}
+
+impl Node {
+    fn flush(&self, options: CallOptions) -> Result<(), StoreError> {
+        let deadline = self.deadline(options);
+        let mut state = self.lock();
+        while !state.is_settled() {
+            self.announce_work();
+            let (again, in_time) = self.wait_changed(state, deadline);
+            state = again;
+            if !in_time {
+                return Err(self.timeout_error("flush", options));
+            }
+        }
+        let unwritten = std::mem::take(&mut state.unwritten);
+        drop(state);
+        for stage in &self.stages {
+            stage.flush(deadline).map_err(|error| tier_error(stage, "flush", error))?;
+        }
+        if let Some(at) = unwritten.iter().position(|blocks| *blocks > 0) {
+            let (tier, source) = (self.stages[at].name(), self.last_stage_error());
+            return Err(StoreError::Tier { tier, operation: "write some blocks down", source });
+        }
+        Ok(())
+    }
+
+    fn stats(&self) -> Stats {
+        let stages = self.stages.iter().map(|stage| (stage.name(), stage.stats())).collect();
+        let pool = self.pool.stats();
+        let state = self.lock();
+        let eviction = state.eviction.stats();
+        let hits = |(tier, (blocks, bytes)): (usize, &(u64, u64))| TierHits {
+            tier: self.tier_name(tier),
+            blocks: *blocks,
+            bytes: *bytes,
+        };
+        Stats {
+            counters: state.counters,
+            hits_by_tier: state.tier_hits[..=self.stages.len()]
+                .iter()
+                .enumerate()
+                .map(hits)
+                .collect(),
+            keys: state.catalog.key_count() as u64,
+            contents: state.catalog.content_count() as u64,
+            content_bytes: state.content_bytes,
+            dram_blocks: state.eviction.blocks().len() as u64,
+            dram_bytes: state.dram_bytes,
+            protected_blocks: eviction.protected_blocks,
+            protection_refused: eviction.protection_refused,
+            catalog_bytes: (state.catalog.memory_bytes() + state.eviction.memory_bytes()) as u64,
+            pending_bytes: state.pending_total(),
+            pool,
+            stages,
+            notes: self.pipeline.notes.clone(),
+        }
+    }
+}
+
+fn tier_error(stage: &Arc<dyn Stage>, operation: &'static str, error: StageError) -> StoreError {
+    StoreError::Tier { tier: stage.name(), operation, source: Arc::new(error) }
+}
+
+fn start_threads(
+    node: &Arc<Node>,
+    hints: Receiver<Vec<BlockKey>>,
+) -> std::io::Result<Vec<JoinHandle<()>>> {
+    let mut threads = Vec::new();
+    for stage in 0..node.stages.len() {
+        threads.push(mover::start(node, stage)?);
+    }
+    let hints = Arc::new(Mutex::new(hints));
+    for _ in 0..if node.stages.is_empty() { 0 } else { PREFETCH_THREADS } {
+        let (node, hints) = (Arc::clone(node), Arc::clone(&hints));
+        let thread = std::thread::Builder::new()
+            .name("cascade-prefetch".to_owned())
+            .spawn(move || mover::run_prefetch(&node, &hints))?;
+        threads.push(thread);
+    }
+    Ok(threads)
+}

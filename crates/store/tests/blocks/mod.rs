@@ -1,0 +1,59 @@
+//! Blocks whose bytes are a function of their key, so that any reader can tell right from wrong.
+
+#![allow(dead_code, reason = "each test file uses its own part of these")]
+
+use cascade_block::{BlockKey, Manifest, Namespace, TenantSecret};
+use cascade_store::{CallOptions, Put, PutOutcome, Store, StoreConfig, ViewOutcome};
+
+pub(crate) const MIB: u64 = 1 << 20;
+
+pub(crate) fn namespace() -> Namespace {
+    Namespace::new(Manifest::new().with("weights", "test"), &TenantSecret::new("secret"))
+}
+
+pub(crate) fn key(n: u64) -> BlockKey {
+    namespace().key_of_id(&n.to_le_bytes())
+}
+
+pub(crate) fn keys(range: std::ops::Range<u64>) -> Vec<BlockKey> {
+    let namespace = namespace();
+    range.map(|n| namespace.key_of_id(&n.to_le_bytes())).collect()
+}
+
+/// The only right bytes of a block.
+pub(crate) fn bytes_of(key: &BlockKey, length: usize) -> Vec<u8> {
+    let mut state = key.fingerprint() | 1;
+    let mut bytes = Vec::with_capacity(length + 8);
+    while bytes.len() < length {
+        state =
+            state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        bytes.extend_from_slice(&(state ^ (state >> 29)).to_le_bytes());
+    }
+    bytes.truncate(length);
+    bytes
+}
+
+pub(crate) fn put(store: &Store, keys: &[BlockKey], length: usize) -> Vec<PutOutcome> {
+    let bytes: Vec<_> = keys.iter().map(|key| bytes_of(key, length)).collect();
+    let batch: Vec<_> = keys.iter().zip(&bytes).map(|(key, bytes)| Put::new(*key, bytes)).collect();
+    store.put(&batch, CallOptions::default())
+}
+
+/// The tier each block was served from; checks every byte.
+pub(crate) fn check(store: &Store, keys: &[BlockKey]) -> Vec<Option<&'static str>> {
+    let check_one = |(key, view): (&BlockKey, ViewOutcome)| match view {
+        ViewOutcome::Hit { slab, tier } => {
+            assert!(*slab == *bytes_of(key, slab.len()), "wrong bytes for {key} from {tier}");
+            Some(tier)
+        }
+        ViewOutcome::Miss => None,
+        ViewOutcome::Failed(error) => panic!("{key}: {error}"),
+    };
+    // A few at a time: views hold their memory.
+    let views = keys.chunks(4).flat_map(|some| store.view(some, CallOptions::default()));
+    keys.iter().zip(views).map(check_one).collect()
+}
+
+pub(crate) fn dram(mib: u64) -> StoreConfig {
+    StoreConfig { dram_bytes: mib * MIB, huge_pages: false, ..StoreConfig::default() }
+}

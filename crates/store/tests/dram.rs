@@ -1,0 +1,191 @@
+//! One tier: what put, get, view, pin and delete promise in DRAM alone.
+
+mod blocks;
+
+use std::time::Duration;
+
+use blocks::{bytes_of, check, dram, key, keys, put};
+use cascade_block::{DigestAlgorithm, DigestMode};
+use cascade_store::{
+    CallOptions, DeclineReason, GetOutcome, Put, PutOutcome, PutSlab, Store, StoreConfig,
+    StoreError, ViewOutcome,
+};
+
+const NOW: CallOptions = CallOptions { timeout: Some(Duration::from_secs(5)) };
+
+#[test]
+fn a_batch_reports_each_block_and_keeps_the_order() {
+    let store = Store::open(dram(64)).unwrap();
+    put(&store, &keys(0..990), 1000);
+    let wanted = keys(0..1000);
+    let mut buffers: Vec<Vec<u8>> = wanted.iter().map(|_| vec![0xEE; 1200]).collect();
+    let mut slices: Vec<&mut [u8]> = buffers.iter_mut().map(Vec::as_mut_slice).collect();
+    let outcomes = store.get(&wanted, &mut slices, NOW);
+    for (at, outcome) in outcomes.iter().enumerate() {
+        match outcome {
+            GetOutcome::Hit { bytes: 1000, tier: "dram" } => assert!(at < 990),
+            GetOutcome::Miss => assert!(at >= 990),
+            other => panic!("{at}: {other:?}"),
+        }
+    }
+    assert_eq!(buffers[7][..1000], bytes_of(&wanted[7], 1000));
+    assert!(buffers.iter().all(|buffer| buffer[1000..].iter().all(|byte| *byte == 0xEE)));
+    let stats = store.stats().counters;
+    assert_eq!((stats.gets, stats.hits, stats.misses), (1000, 990, 10));
+}
+
+#[test]
+fn a_short_buffer_is_told_what_it_needs_and_left_alone() {
+    let store = Store::open(dram(8)).unwrap();
+    put(&store, &keys(0..1), 5000);
+    let mut buffer = [0xEE; 4999];
+    let outcomes = store.get(&keys(0..1), &mut [&mut buffer], NOW);
+    assert!(matches!(outcomes[0], GetOutcome::TooShort { needed_bytes: 5000 }), "{outcomes:?}");
+    assert!(buffer.iter().all(|byte| *byte == 0xEE));
+}
+
+#[test]
+fn other_bytes_under_a_key_are_a_conflict_and_the_old_stay() {
+    for digest in [DigestMode::Off, DigestMode::On(DigestAlgorithm::Sha256)] {
+        let store = Store::open(StoreConfig { digest, ..dram(8) }).unwrap();
+        put(&store, &keys(0..1), 4096);
+        let again = put(&store, &keys(0..1), 4096);
+        assert!(matches!(again[0], PutOutcome::Present), "{again:?}");
+        for wrong in [vec![1; 4096], vec![1; 100]] {
+            let outcome = store.put(&[Put::new(key(0), &wrong)], NOW);
+            assert!(matches!(outcome[0], PutOutcome::Conflict), "{digest:?}: {outcome:?}");
+        }
+        assert_eq!(check(&store, &keys(0..1)), [Some("dram")]);
+    }
+}
+
+#[test]
+fn a_view_stays_right_while_everything_around_it_is_evicted() {
+    let store = Store::open(dram(8)).unwrap();
+    put(&store, &keys(0..1), 1 << 20);
+    let view = store.view(&keys(0..1), NOW).pop().unwrap();
+    let ViewOutcome::Hit { slab, .. } = view else { panic!("{view:?}") };
+    for round in 1..20 {
+        put(&store, &keys(round * 8..round * 8 + 8), 1 << 20);
+    }
+    store.delete(&keys(0..1));
+    put(&store, &keys(1000..1008), 1 << 20);
+    assert_eq!(*slab, *bytes_of(&key(0), 1 << 20));
+    assert_eq!(check(&store, &keys(0..1)), [None]);
+}
+
+#[test]
+fn equal_bytes_are_stored_once() {
+    // 100 sessions of 1,280 KiB shared and 64 KiB own content, each under keys of its own.
+    let config = StoreConfig { digest: DigestMode::On(DigestAlgorithm::Blake3), ..dram(64) };
+    let store = Store::open(config).unwrap();
+    let block = 64 << 10;
+    let shared: Vec<_> = (0..20).map(|n| bytes_of(&key(n), block)).collect();
+    for session in 0..100 {
+        let own = bytes_of(&key(1000 + session), block);
+        let names = keys(10_000 + session * 100..10_000 + session * 100 + 21);
+        let bytes = shared.iter().chain([&own]);
+        let batch: Vec<_> = names.iter().zip(bytes).map(|(key, b)| Put::new(*key, b)).collect();
+        let outcomes = store.put(&batch, NOW);
+        let new = outcomes.iter().filter(|o| matches!(o, PutOutcome::Stored)).count();
+        assert_eq!(new, if session == 0 { 21 } else { 1 });
+    }
+    let stats = store.stats();
+    assert_eq!(stats.keys, 2100);
+    assert_eq!(stats.content_bytes, 120 * 64 << 10, "7.5 MiB instead of 131.25");
+    assert_eq!(stats.pool.requested_bytes, 120 * 64 << 10);
+    assert_eq!(stats.counters.deduplicated, 99 * 20);
+    // Bytes moved into the store: the new ones only.
+    assert_eq!(stats.counters.bytes_written, 120 * 64 << 10);
+    // One session goes; the shared bytes stay for the others.
+    store.delete(&keys(10_000..10_021));
+    assert_eq!(store.stats().content_bytes, 119 * 64 << 10);
+    let views = store.view(&keys(10_100..10_120), NOW);
+    for (view, bytes) in views.iter().zip(&shared) {
+        assert!(matches!(view, ViewOutcome::Hit { slab, .. } if **slab == **bytes));
+    }
+}
+
+#[test]
+fn a_pinned_block_outlasts_eviction_until_unpinned() {
+    let store = Store::open(dram(8)).unwrap();
+    put(&store, &keys(0..1), 1 << 20);
+    assert_eq!(store.pin(&keys(0..2)), [true, false]);
+    put(&store, &keys(10..40), 1 << 20);
+    assert_eq!(check(&store, &keys(0..1)), [Some("dram")]);
+    assert_eq!(store.unpin(&keys(0..1)), [true]);
+    assert_eq!(store.unpin(&keys(0..1)), [false]);
+    put(&store, &keys(40..70), 1 << 20);
+    put(&store, &keys(70..100), 1 << 20);
+    assert_eq!(store.contains(&keys(0..1)), [false]);
+}
+
+#[test]
+fn a_store_full_of_pins_declines_at_once() {
+    let store = Store::open(dram(4)).unwrap();
+    put(&store, &keys(0..4), 1 << 20);
+    store.pin(&keys(0..4));
+    let outcomes = put(&store, &keys(4..5), 1 << 20);
+    assert!(matches!(outcomes[0], PutOutcome::Declined(DeclineReason::Full)), "{outcomes:?}");
+    let outcomes = put(&store, &keys(5..6), 5 << 20);
+    assert!(matches!(outcomes[0], PutOutcome::Declined(DeclineReason::TooLarge)), "{outcomes:?}");
+}
+
+#[test]
+fn an_expired_block_is_a_miss_and_frees_its_memory() {
+    use std::sync::Arc;
+    let clock = Arc::new(cascade_block::ManualClock::default());
+    let registry = cascade_store::stage::Registry::default();
+    let store = Store::open_with(dram(8), &registry, clock.clone()).unwrap();
+    let bytes = bytes_of(&key(0), 4096);
+    store.put(&[Put { ttl_ms: Some(1000), ..Put::new(key(0), &bytes) }], NOW);
+    assert_eq!(check(&store, &keys(0..1)), [Some("dram")]);
+    clock.advance(Duration::from_millis(1001));
+    assert_eq!(check(&store, &keys(0..1)), [None]);
+    assert_eq!(store.stats().pool.requested_bytes, 0);
+}
+
+#[test]
+fn a_block_written_in_place_is_not_copied() {
+    let store = Store::open(dram(8)).unwrap();
+    let mut slab = store.reserve(1 << 20, NOW).unwrap();
+    slab.copy_from_slice(&bytes_of(&key(0), 1 << 20));
+    let place = slab.offset();
+    let outcomes = store.put_slabs(vec![PutSlab::new(key(0), slab)], NOW);
+    assert!(matches!(outcomes[0], PutOutcome::Stored), "{outcomes:?}");
+    let view = store.view(&keys(0..1), NOW).pop().unwrap();
+    assert!(matches!(view, ViewOutcome::Hit { slab, .. } if slab.offset() == place));
+}
+
+#[test]
+fn a_partial_block_is_declined_unless_wanted() {
+    let bytes = bytes_of(&key(0), 100);
+    let batch = [Put { is_partial: true, ..Put::new(key(0), &bytes) }];
+    let store = Store::open(dram(8)).unwrap();
+    let outcome = store.put(&batch, NOW);
+    assert!(matches!(outcome[0], PutOutcome::Declined(DeclineReason::Partial)));
+    let store = Store::open(StoreConfig { admit_partial: true, ..dram(8) }).unwrap();
+    assert!(matches!(store.put(&batch, NOW)[0], PutOutcome::Stored));
+}
+
+#[test]
+fn empty_blocks_and_empty_batches_are_ordinary() {
+    let store = Store::open(dram(8)).unwrap();
+    assert!(store.put(&[], NOW).is_empty());
+    assert!(matches!(store.put(&[Put::new(key(0), b"")], NOW)[0], PutOutcome::Stored));
+    assert!(
+        matches!(&store.view(&keys(0..1), NOW)[0], ViewOutcome::Hit { slab, .. } if slab.is_empty())
+    );
+}
+
+#[test]
+fn a_closed_store_says_so() {
+    let store = Store::open(dram(8)).unwrap();
+    put(&store, &keys(0..1), 100);
+    store.close().unwrap();
+    let view = store.view(&keys(0..1), NOW).pop().unwrap();
+    assert!(matches!(view, ViewOutcome::Failed(StoreError::Closed)));
+    let outcome = put(&store, &keys(1..2), 100);
+    assert!(matches!(outcome[0], PutOutcome::Failed(StoreError::Closed)));
+    assert!(matches!(store.reserve(1, NOW), Err(StoreError::Closed)));
+}

@@ -1,0 +1,236 @@
+//! Every policy passes the conformance list; LRU and the mechanism match naive ones.
+
+#![expect(clippy::unwrap_used, reason = "in a test, a surprise should panic")]
+
+use std::time::Duration;
+
+use cascade_store::PolicyKind;
+use cascade_store::eviction::{
+    Asked, Eviction, Ghosts, Hints, Incoming, Limits, Lru, PrefixCost, Removal, S3Fifo, Slot,
+    StopReason, Verdict, conformance, policy,
+};
+use proptest::prelude::*;
+
+const LIMITS: Limits = Limits { capacity_bytes: 100, protected_percent: 0, admit_partial: false };
+
+#[test]
+fn lru_conforms() {
+    conformance::check(|| policy(PolicyKind::Lru));
+}
+
+#[test]
+fn s3_fifo_conforms() {
+    conformance::check(|| policy(PolicyKind::S3Fifo));
+    conformance::check(|| Box::new(S3Fifo::promoting_at(1)));
+}
+
+#[test]
+fn arc_conforms() {
+    conformance::check(|| policy(PolicyKind::Arc));
+}
+
+#[test]
+fn waterfall_conforms_and_lets_nothing_climb() {
+    conformance::check(|| policy(PolicyKind::Waterfall));
+    assert!(!policy(PolicyKind::Waterfall).promotes_hits());
+    assert!(policy(PolicyKind::Lru).promotes_hits());
+}
+
+#[test]
+fn prefix_cost_conforms() {
+    conformance::check(|| policy(PolicyKind::PrefixCost));
+}
+
+#[test]
+fn partial_blocks_are_refused_unless_asked_for() {
+    let taking = Limits { admit_partial: true, ..LIMITS };
+    assert!(!Eviction::new(policy(PolicyKind::Lru), LIMITS).admits(true));
+    assert!(Eviction::new(policy(PolicyKind::Lru), LIMITS).admits(false));
+    assert!(Eviction::new(policy(PolicyKind::Lru), taking).admits(true));
+}
+
+/// A tier of a few blocks without children, driven by hand.
+struct Tier {
+    eviction: Eviction,
+    slots: Vec<Option<Slot>>,
+    capacity: usize,
+}
+
+impl Tier {
+    fn new(kind: PolicyKind, capacity: usize) -> Self {
+        Self { eviction: Eviction::new(policy(kind), LIMITS), slots: vec![None; 4096], capacity }
+    }
+
+    /// Asks for a chain and puts what is missing; returns the hits.
+    fn request(&mut self, seconds: u64, chain: &[usize], hints: &Hints) -> usize {
+        let now = Duration::from_secs(seconds);
+        let asked: Vec<_> = chain
+            .iter()
+            .map(|block| Asked { fingerprint: *block as u64, resident: self.slots[*block] })
+            .collect();
+        let hits = self.eviction.request(now, &asked, false, hints);
+        let mut parent = hits.checked_sub(1).and_then(|at| asked[at].resident);
+        for block in &chain[hits..] {
+            let owner = u32::try_from(*block).unwrap();
+            let fingerprint = *block as u64;
+            let incoming = Incoming { owner, fingerprint, parent, bytes: 1, is_protected: false };
+            if self.eviction.blocks().len() == self.capacity {
+                let verdict = self.eviction.victim_for(now, &incoming, &mut |_| true);
+                let Verdict::Evict(victim) = verdict else { break };
+                self.slots[self.eviction.blocks().owner(victim) as usize] = None;
+                self.eviction.remove(victim, Removal::Evicted);
+            }
+            parent = Some(self.eviction.insert(now, &incoming));
+            self.slots[*block] = parent;
+        }
+        hits
+    }
+
+    fn holds(&self, block: usize) -> bool {
+        self.slots[block].is_some()
+    }
+}
+
+#[test]
+fn the_end_of_a_session_frees_what_it_alone_used() {
+    let mut tier = Tier::new(PolicyKind::PrefixCost, 4);
+    let over = Hints { ends_session: true, ..Hints::default() };
+    tier.request(0, &[1, 2], &Hints::default());
+    tier.request(1, &[3, 4], &over);
+    tier.request(2, &[5, 6], &Hints::default());
+    assert!(tier.holds(1) && tier.holds(2) && !tier.holds(3) && !tier.holds(4));
+}
+
+#[test]
+fn what_a_waiting_request_wants_stays() {
+    for first in [[1, 2], [3, 4]] {
+        let mut tier = Tier::new(PolicyKind::PrefixCost, 4);
+        tier.request(0, &[1, 2], &Hints::default());
+        tier.request(0, &[3, 4], &Hints::default());
+        let asked = first
+            .map(|block: usize| Asked { fingerprint: block as u64, resident: tier.slots[block] });
+        let expected = Hints { expected_within: Some(Duration::from_secs(60)), ..Hints::default() };
+        tier.eviction.hint(Duration::from_secs(1), &asked, &expected);
+        tier.request(2, &[5, 6], &Hints::default());
+        assert!(first.iter().all(|block| tier.holds(*block)), "{first:?} was evicted");
+    }
+}
+
+#[test]
+fn stop_reasons_are_told_apart_once_they_mean_something() {
+    let mut tier = Tier::new(PolicyKind::PrefixCost, 60);
+    let stopped = |stop| Hints { stop: Some(stop), ..Hints::default() };
+    // Chains that stop for a tool come back after ten seconds, the others never.
+    for round in 0..400_usize {
+        let block = 10 + 4 * round;
+        let seconds = 10 * round as u64;
+        tier.request(seconds, &[block, block + 1], &stopped(StopReason::EndTurn));
+        tier.request(seconds, &[block + 2], &stopped(StopReason::ToolUse));
+        if round > 0 {
+            tier.request(seconds, &[block - 2, block + 3], &stopped(StopReason::EndTurn));
+        }
+    }
+    tier.request(4000, &[3001], &stopped(StopReason::ToolUse));
+    tier.request(4000, &[3002], &stopped(StopReason::EndTurn));
+    let now = Duration::from_secs(4001);
+    let mut order = Vec::new();
+    tier.eviction.victims(now, 60, &mut |_| true, &mut order);
+    // A block that was not even taken comes before all.
+    let place = |owner| order.iter().position(|other| *other == owner);
+    assert!(place(3001).is_some() && place(3002) < place(3001), "{order:?}");
+}
+
+#[test]
+fn memory_per_block_stays_small() {
+    let mut eviction = Eviction::new(Box::new(PrefixCost::default()), LIMITS);
+    let blocks = 100_000_u32;
+    for chain in 0..blocks / 20 {
+        let now = Duration::from_millis(u64::from(chain));
+        let fingerprints = chain * 20..chain * 20 + 20;
+        let asked: Vec<_> = fingerprints
+            .clone()
+            .map(|block| Asked { fingerprint: block.into(), resident: None })
+            .collect();
+        eviction.request(now, &asked, false, &Hints::default());
+        let mut parent = None;
+        for owner in fingerprints {
+            let fingerprint = owner.into();
+            let incoming = Incoming { owner, fingerprint, parent, bytes: 1, is_protected: false };
+            parent = Some(eviction.insert(now, &incoming));
+        }
+    }
+    let each = eviction.memory_bytes() / blocks as usize;
+    assert!(each <= 80, "{each} bytes a resident block");
+}
+
+proptest! {
+    /// LRU behind the mechanism evicts what a list that is searched would.
+    #[test]
+    fn lru_matches_a_searched_list(uses in prop::collection::vec((0_usize..30, 0_usize..3), 1..200)) {
+        let mut tier = Tier::new(PolicyKind::Lru, 8);
+        let mut list: Vec<usize> = Vec::new();
+        for (step, (block, extra)) in uses.into_iter().enumerate() {
+            // Roots only, or a root with its one child: the child is the older of the two.
+            let chain = if extra == 0 { vec![block, block + 100] } else { vec![block] };
+            tier.request(step as u64, &chain, &Hints::default());
+            let hits = chain.iter().take_while(|block| list.contains(block)).count();
+            for block in chain[..hits].iter().rev() {
+                list.retain(|other| other != block);
+                list.push(*block);
+            }
+            for (at, block) in chain.iter().enumerate().skip(hits) {
+                if list.len() == 8 {
+                    let leaf = |at: &usize| *at >= 100 || !list.contains(&(at + 100));
+                    let parent = at.checked_sub(1).map(|at| chain[at]);
+                    let oldest = list.iter().position(|at| leaf(at) && Some(*at) != parent);
+                    list.remove(oldest.unwrap());
+                }
+                let parent = list.iter().position(|other| at > 0 && *other == chain[at - 1]);
+                list.insert(parent.unwrap_or(list.len()), *block);
+            }
+            let resident = (0..200).filter(|block| tier.holds(*block)).collect::<Vec<_>>();
+            let mut expected = list.clone();
+            expected.sort_unstable();
+            prop_assert_eq!(resident, expected);
+        }
+    }
+
+    /// The ring of ghosts is a bounded queue with a lookup.
+    #[test]
+    fn ghosts_match_a_queue(steps in prop::collection::vec((0_u64..40, 0_u8..4), 1..300)) {
+        let mut ghosts = Ghosts::default();
+        // A hole stays until the ring comes round, so the model keeps it as `None`.
+        let mut queue: std::collections::VecDeque<Option<(u64, u32)>> = Default::default();
+        for (number, (fingerprint, action)) in (0_u32..).zip(steps) {
+            let at = queue.iter().position(|ghost| ghost.is_some_and(|(key, _)| key == fingerprint));
+            let known = at.and_then(|at| queue[at]);
+            prop_assert_eq!(ghosts.get(fingerprint), known.map(|(_, value)| value));
+            match (action, at) {
+                (0, Some(at)) => {
+                    prop_assert_eq!(ghosts.take(fingerprint), queue[at].take().map(|ghost| ghost.1));
+                }
+                (1, _) => {
+                    let oldest = queue.iter_mut().find(|ghost| ghost.is_some());
+                    prop_assert_eq!(ghosts.pop(), oldest.and_then(Option::take));
+                }
+                (_, None) => {
+                    while queue.front().is_some_and(Option::is_none) {
+                        queue.pop_front();
+                    }
+                    let forgotten = if queue.len() == 16 { queue.pop_front().flatten() } else { None };
+                    queue.push_back(Some((fingerprint, number)));
+                    prop_assert_eq!(ghosts.push(fingerprint, number, 16), forgotten);
+                }
+                _ => {}
+            }
+            prop_assert_eq!(ghosts.len(), queue.iter().flatten().count());
+        }
+    }
+}
+
+#[test]
+fn lru_is_the_default_of_nothing_but_itself() {
+    let eviction = Eviction::new(Box::new(Lru::default()), LIMITS);
+    assert_eq!(eviction.policy().name(), "lru");
+    assert_eq!(policy(PolicyKind::default()).name(), "prefix-cost");
+}

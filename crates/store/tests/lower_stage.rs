@@ -1,0 +1,242 @@
+//! Two tiers: demotion, promotion, back-pressure, deadlines and failures of the stage below.
+
+mod blocks;
+mod third_party;
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
+use std::time::Duration;
+
+use blocks::{MIB, bytes_of, check, dram, key, keys, put};
+use cascade_block::{DigestAlgorithm, DigestMode, SystemClock};
+use cascade_store::{
+    CallOptions, Put, PutOutcome, Store, StoreConfig, StoreError, ViewOutcome, WritePolicy,
+};
+use third_party::MapStage;
+
+const BLOCK: usize = 64 << 10;
+
+fn open(config: StoreConfig) -> (Store, Arc<MapStage>) {
+    let stage = MapStage::new();
+    let config = StoreConfig { pipeline: "Dram|Map".to_owned(), ..config };
+    let store = Store::open_with(config, &stage.registry(), Arc::new(SystemClock)).unwrap();
+    (store, stage)
+}
+
+fn flush(store: &Store) {
+    store.flush(CallOptions::default()).unwrap();
+}
+
+#[test]
+fn what_leaves_dram_is_found_below_and_comes_back_up() {
+    let (store, stage) = open(dram(4));
+    put(&store, &keys(0..256), BLOCK);
+    flush(&store);
+    assert_eq!(store.stats().counters.lost_blocks, 0);
+    assert_eq!(check(&store, &keys(0..1)), [Some("map")]);
+    assert_eq!(check(&store, &keys(0..1)), [Some("dram")]);
+    assert_eq!(store.locate(&keys(0..1)), [vec!["dram", "map"]]);
+    let all = check(&store, &keys(0..256));
+    assert!(all.iter().all(Option::is_some));
+    assert!(store.stats().dram_bytes <= 4 * MIB);
+    assert_eq!(stage.stored.load(Relaxed), 256, "nothing is written twice");
+    let stats = store.stats();
+    let by_tier: u64 = stats.hits_by_tier.iter().map(|hits| hits.blocks).sum();
+    assert_eq!(by_tier, stats.counters.hits);
+    assert_eq!(stats.counters.gets, stats.counters.hits + stats.counters.misses);
+}
+
+#[test]
+fn a_write_through_put_is_below_when_it_returns() {
+    let (store, stage) = open(StoreConfig { write: WritePolicy::Through, ..dram(4) });
+    put(&store, &keys(0..8), BLOCK);
+    assert_eq!(stage.stored.load(Relaxed), 8);
+    stage.fails.store(true, Relaxed);
+    let outcomes = put(&store, &keys(8..9), BLOCK);
+    assert!(matches!(outcomes[0], PutOutcome::Failed(StoreError::Tier { tier: "map", .. })));
+    // The block itself is in DRAM: failing to write it down does not make it wrong.
+    assert_eq!(check(&store, &keys(8..9)), [Some("dram")]);
+}
+
+#[test]
+fn a_slow_stage_holds_puts_back_instead_of_dropping_blocks() {
+    let (store, stage) = open(StoreConfig { dirty_bytes_max: Some(MIB), ..dram(4) });
+    stage.delay_ms.store(20, Relaxed);
+    for at in 0..32 {
+        let outcomes = put(&store, &keys(at * 8..at * 8 + 8), BLOCK);
+        assert!(outcomes.iter().all(|o| matches!(o, PutOutcome::Stored)), "{outcomes:?}");
+        let pending = store.stats().pending_bytes;
+        assert!(pending <= MIB + (BLOCK as u64) * 64, "{pending} bytes pending");
+    }
+    flush(&store);
+    assert_eq!(stage.stored.load(Relaxed), 256);
+    assert!(check(&store, &keys(0..256)).iter().all(Option::is_some));
+}
+
+#[test]
+fn a_stuck_stage_makes_puts_busy_by_their_deadline() {
+    let (store, stage) = open(StoreConfig { dirty_bytes_max: Some(MIB), ..dram(4) });
+    stage.delay_ms.store(2000, Relaxed);
+    put(&store, &keys(0..16), BLOCK);
+    let bytes = bytes_of(&key(99), BLOCK);
+    let options = CallOptions { timeout: Some(Duration::from_millis(50)) };
+    let outcome = store.put(&[Put::new(key(99), &bytes)], options).pop().unwrap();
+    let PutOutcome::Failed(StoreError::Busy { tier: "map", pending_bytes }) = outcome else {
+        panic!("{outcome:?}")
+    };
+    assert_eq!(pending_bytes, MIB);
+    assert_eq!(check(&store, &keys(99..100)), [None]);
+}
+
+#[test]
+fn a_late_read_is_a_timeout_and_the_block_stays() {
+    let (store, stage) = open(dram(4));
+    put(&store, &keys(0..256), BLOCK);
+    flush(&store);
+    stage.delay_ms.store(500, Relaxed);
+    let options = CallOptions { timeout: Some(Duration::from_millis(20)) };
+    let view = store.view(&keys(0..1), options).pop().unwrap();
+    assert!(matches!(view, ViewOutcome::Failed(StoreError::Timeout { .. })), "{view:?}");
+    stage.delay_ms.store(0, Relaxed);
+    assert_eq!(check(&store, &keys(0..1)), [Some("map")]);
+}
+
+#[test]
+fn a_failing_stage_costs_its_blocks_and_nothing_else() {
+    let (store, stage) = open(dram(4));
+    put(&store, &keys(0..256), BLOCK);
+    flush(&store);
+    stage.fails.store(true, Relaxed);
+    let view = store.view(&keys(0..1), CallOptions::default()).pop().unwrap();
+    assert!(matches!(view, ViewOutcome::Failed(StoreError::Tier { tier: "map", .. })), "{view:?}");
+    assert_eq!(check(&store, &keys(255..256)), [Some("dram")]);
+    // Blocks that cannot be written down live in DRAM for as long as they last there.
+    let outcomes = put(&store, &keys(300..304), BLOCK);
+    assert!(outcomes.iter().all(|o| matches!(o, PutOutcome::Stored)));
+    assert!(check(&store, &keys(300..304)).iter().all(|tier| *tier == Some("dram")));
+    stage.fails.store(false, Relaxed);
+    let error = store.flush(CallOptions::default()).unwrap_err();
+    assert!(matches!(error, StoreError::Tier { tier: "map", .. }), "blocks are missing: {error}");
+    store.flush(CallOptions::default()).expect("said once");
+    assert_eq!(check(&store, &keys(0..1)), [Some("map")]);
+}
+
+#[test]
+fn a_damaged_block_is_a_miss_and_counted_once() {
+    let (store, stage) = open(dram(4));
+    put(&store, &keys(0..256), BLOCK);
+    flush(&store);
+    stage.damages.store(true, Relaxed);
+    assert_eq!(check(&store, &keys(0..1)), [None]);
+    assert_eq!(check(&store, &keys(0..1)), [None]);
+    stage.damages.store(false, Relaxed);
+    assert_eq!(check(&store, &keys(0..1)), [None], "a damaged copy is not tried again");
+    assert_eq!(store.stats().counters.damaged_blocks, 1);
+    put(&store, &keys(0..1), BLOCK);
+    assert_eq!(check(&store, &keys(0..1)), [Some("dram")]);
+}
+
+#[test]
+fn a_full_stage_gives_up_its_oldest_blocks_and_keeps_what_was_asked_for() {
+    let (store, stage) = open(dram(4));
+    stage.capacity_bytes.store(8 * MIB, Relaxed);
+    put(&store, &keys(0..100), BLOCK);
+    flush(&store);
+    assert_eq!(check(&store, &keys(0..1)), [Some("map")]);
+    for at in 1..4 {
+        put(&store, &keys(at * 100..at * 100 + 50), BLOCK);
+        flush(&store);
+    }
+    let used = store.stats().stages[0].1.used_bytes;
+    assert!(used <= 8 * MIB, "{used}");
+    assert_eq!(check(&store, &keys(0..1)).len(), 1);
+    assert_eq!(check(&store, &keys(1..2)), [None], "nobody asked for it");
+    assert!(store.stats().counters.reclaimed_blocks > 0);
+    // The catalog agrees with the stage about what is left.
+    let all = keys(0..400);
+    let located = store.locate(&all);
+    let served = check(&store, &all);
+    for (tiers, tier) in located.iter().zip(served) {
+        assert_eq!(tiers.is_empty(), tier.is_none());
+    }
+}
+
+#[test]
+fn many_readers_of_one_block_below_cost_one_read() {
+    let (store, stage) = open(dram(4));
+    put(&store, &keys(0..256), BLOCK);
+    flush(&store);
+    stage.delay_ms.store(50, Relaxed);
+    std::thread::scope(|scope| {
+        for _ in 0..8 {
+            scope.spawn(|| assert!(check(&store, &keys(0..1))[0].is_some()));
+        }
+    });
+    assert_eq!(stage.loads.load(Relaxed), 1);
+}
+
+#[test]
+fn a_prefetched_block_is_a_hit_in_dram() {
+    let (store, stage) = open(dram(4));
+    put(&store, &keys(0..256), BLOCK);
+    flush(&store);
+    assert_eq!(store.prefetch(&keys(0..16)), 16);
+    assert_eq!(store.prefetch(&keys(250..256)), 0, "they are there already");
+    while store.stats().counters.prefetched_blocks < 16 {
+        std::thread::yield_now();
+    }
+    assert_eq!(check(&store, &keys(0..16)), [Some("dram"); 16]);
+    assert_eq!(store.stats().counters.prefetched_used, 16);
+    assert_eq!(stage.loads.load(Relaxed), 16);
+}
+
+#[test]
+fn a_shared_content_keeps_all_its_names_below() {
+    let digest = DigestMode::On(DigestAlgorithm::Blake3);
+    let (store, _stage) = open(StoreConfig { digest, ..dram(4) });
+    let bytes = bytes_of(&key(0), BLOCK);
+    let put_one = |n| store.put(&[Put::new(key(n), &bytes)], CallOptions::default());
+    put_one(0);
+    put_one(1);
+    flush(&store);
+    put_one(2);
+    flush(&store);
+    store.delete(&keys(0..1));
+    put(&store, &keys(100..356), BLOCK);
+    flush(&store);
+    for n in 1..3 {
+        let view = store.view(&keys(n..n + 1), CallOptions::default()).pop().unwrap();
+        assert!(
+            matches!(&view, ViewOutcome::Hit { slab, .. } if **slab == *bytes),
+            "{n}: {view:?}"
+        );
+    }
+    store.delete(&keys(1..3));
+    assert_eq!(store.stats().content_bytes, 256 * BLOCK as u64);
+}
+
+#[test]
+fn a_block_deleted_on_its_way_down_does_not_stay_below() {
+    let (store, stage) = open(dram(4));
+    stage.delay_ms.store(30, Relaxed);
+    for round in 0..10 {
+        put(&store, &keys(round..round + 1), BLOCK);
+        store.delete(&keys(round..round + 1));
+    }
+    flush(&store);
+    put(&store, &keys(50..51), BLOCK);
+    flush(&store);
+    assert_eq!(store.stats().stages[0].1.used_bytes, BLOCK as u64);
+}
+
+#[test]
+fn without_dram_blocks_are_served_from_below_and_none_stays_in_memory() {
+    let stage = MapStage::new();
+    let config = StoreConfig { pipeline: "Map".to_owned(), ..dram(4) };
+    let store = Store::open_with(config, &stage.registry(), Arc::new(SystemClock)).unwrap();
+    put(&store, &keys(0..256), BLOCK);
+    assert_eq!(check(&store, &keys(0..256)), [Some("map"); 256]);
+    assert_eq!(store.stats().pool.requested_bytes, 0);
+    let outcomes = put(&store, &keys(0..1), BLOCK);
+    assert!(matches!(outcomes[0], PutOutcome::Present), "{outcomes:?}");
+}

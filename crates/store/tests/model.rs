@@ -1,0 +1,149 @@
+//! The store against a naive model: a map that forgets nothing it is not told to forget.
+
+mod blocks;
+mod third_party;
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use blocks::{bytes_of, dram, key};
+use cascade_block::{BlockKey, DigestAlgorithm, DigestMode, SystemClock};
+use cascade_store::{CallOptions, Put, PutOutcome, Store, StoreConfig, ViewOutcome, WritePolicy};
+use proptest::prelude::*;
+use third_party::MapStage;
+
+#[derive(Debug, Clone)]
+enum Operation {
+    /// Key, which bytes (equal numbers are equal bytes), length.
+    Put(u64, u64, usize),
+    View(u64),
+    Delete(u64),
+    Pin(u64),
+    Unpin(u64),
+    Clear,
+    Flush,
+}
+
+fn operation() -> impl Strategy<Value = Operation> {
+    let length = prop::sample::select(vec![0usize, 1, 500, 4096, 70_000, 300_000]);
+    prop_oneof![
+        6 => (0u64..12, 0u64..4, length).prop_map(|(k, b, l)| Operation::Put(k, b, l)),
+        6 => (0u64..12).prop_map(Operation::View),
+        2 => (0u64..12).prop_map(Operation::Delete),
+        1 => (0u64..12).prop_map(Operation::Pin),
+        1 => (0u64..12).prop_map(Operation::Unpin),
+        1 => Just(Operation::Clear),
+        1 => Just(Operation::Flush),
+    ]
+}
+
+fn bytes(number: u64, length: usize) -> Vec<u8> {
+    bytes_of(&key(1_000_000 + number), length)
+}
+
+struct Played {
+    store: Store,
+    model: HashMap<BlockKey, Vec<u8>>,
+    /// Whether everything put must still be there (nothing may be lost to eviction).
+    keeps_all: bool,
+}
+
+impl Played {
+    fn put(&mut self, n: u64, number: u64, length: usize) {
+        let (key, new) = (key(n), bytes(number, length));
+        let outcome = self.store.put(&[Put::new(key, &new)], CallOptions::default()).pop().unwrap();
+        match (&outcome, self.model.get(&key)) {
+            (PutOutcome::Stored | PutOutcome::Deduplicated, None) => {
+                self.model.insert(key, new);
+            }
+            (PutOutcome::Stored | PutOutcome::Deduplicated, Some(_)) if !self.keeps_all => {
+                self.model.insert(key, new);
+            }
+            (PutOutcome::Present, Some(old)) => assert_eq!(*old, new),
+            (PutOutcome::Conflict, Some(old)) => assert_ne!(*old, new),
+            (PutOutcome::Declined(_), _) if !self.keeps_all => {}
+            (outcome, old) => panic!("{outcome:?} while the model has {:?}", old.map(Vec::len)),
+        }
+    }
+
+    fn view(&self, n: u64) {
+        let view = self.store.view(&[key(n)], CallOptions::default()).pop().unwrap();
+        match (view, self.model.get(&key(n))) {
+            (ViewOutcome::Hit { slab, .. }, Some(bytes)) => assert!(*slab == **bytes),
+            (ViewOutcome::Miss, None) => {}
+            (ViewOutcome::Miss, Some(_)) if !self.keeps_all => {}
+            (view, bytes) => panic!("{view:?} while the model has {:?}", bytes.map(Vec::len)),
+        }
+    }
+
+    fn play(&mut self, operation: &Operation) {
+        match *operation {
+            Operation::Put(n, number, length) => self.put(n, number, length),
+            Operation::View(n) => self.view(n),
+            Operation::Delete(n) => {
+                let deleted = self.store.delete(&[key(n)])[0];
+                let known = self.model.remove(&key(n)).is_some();
+                assert!(deleted == known || (!self.keeps_all && !deleted));
+            }
+            Operation::Pin(n) => {
+                self.store.pin(&[key(n)]);
+            }
+            Operation::Unpin(n) => {
+                self.store.unpin(&[key(n)]);
+            }
+            Operation::Clear => {
+                self.store.clear();
+                self.model.clear();
+            }
+            Operation::Flush => self.store.flush(CallOptions::default()).unwrap(),
+        }
+        let stats = self.store.stats();
+        assert!(stats.pool.reserved_bytes <= stats.pool.capacity_bytes);
+        if self.keeps_all {
+            assert_eq!(stats.keys, self.model.len() as u64);
+        }
+    }
+}
+
+fn digest() -> impl Strategy<Value = DigestMode> {
+    prop_oneof![
+        Just(DigestMode::Off),
+        Just(DigestMode::On(DigestAlgorithm::Blake3)),
+        Just(DigestMode::On(DigestAlgorithm::Sha256)),
+    ]
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(48))]
+
+    #[test]
+    fn two_tiers_lose_nothing(
+        operations in prop::collection::vec(operation(), 1..60),
+        digest in digest(),
+        is_through in any::<bool>(),
+    ) {
+        let stage = MapStage::new();
+        let write = if is_through { WritePolicy::Through } else { WritePolicy::Back };
+        let config = StoreConfig {
+            pipeline: "Dram|Map".to_owned(), digest, write, dram_blocks: Some(4), ..dram(4)
+        };
+        let registry = stage.registry();
+        let store = Store::open_with(config, &registry, Arc::new(SystemClock)).unwrap();
+        let mut played = Played { store, model: HashMap::new(), keeps_all: true };
+        // Pins could fill four blocks for good; the other test has them.
+        for operation in operations.iter().filter(|o| !matches!(o, Operation::Pin(_))) {
+            played.play(operation);
+        }
+    }
+
+    #[test]
+    fn one_small_tier_may_forget_but_never_lies(
+        operations in prop::collection::vec(operation(), 1..60),
+        digest in digest(),
+    ) {
+        let config = StoreConfig { digest, dram_blocks: Some(3), ..dram(4) };
+        let store = Store::open(config).unwrap();
+        let mut played = Played { store, model: HashMap::new(), keeps_all: false };
+        operations.iter().for_each(|operation| played.play(operation));
+    }
+}

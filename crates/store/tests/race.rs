@@ -1,0 +1,153 @@
+//! Put, view, get, evict, delete and prefetch at once, with every byte checked.
+//!
+//! Two seconds by default; `CASCADE_RACE_SECONDS=60` is what the slow gate runs. A failure means
+//! that a reader met bytes that were not its block's.
+
+mod blocks;
+mod third_party;
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
+use std::time::Duration;
+
+use blocks::{bytes_of, dram, keys, put};
+use cascade_block::{BlockKey, DigestAlgorithm, DigestMode, SystemClock};
+use cascade_store::{CallOptions, GetOutcome, Store, StoreConfig, StoreError, ViewOutcome};
+use third_party::MapStage;
+
+const BLOCK: usize = 32 << 10;
+const KEYS: u64 = 600;
+
+#[expect(clippy::disallowed_methods, reason = "how long to run is the caller's choice")]
+fn seconds() -> u64 {
+    std::env::var("CASCADE_RACE_SECONDS").ok().and_then(|text| text.parse().ok()).unwrap_or(2)
+}
+
+/// A small generator of its own for each thread, so that a run is as random as its seed.
+struct Dice(u64);
+
+impl Dice {
+    fn roll(&mut self, sides: u64) -> u64 {
+        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+        (self.0 >> 33) % sides
+    }
+}
+
+/// Lengths differ from block to block, so that slabs are cut and merged all the time.
+fn length_of(key: &BlockKey) -> usize {
+    BLOCK + usize::try_from(key.fingerprint() % 5).unwrap() * 7000
+}
+
+fn is_expected(error: &StoreError) -> bool {
+    matches!(
+        error,
+        StoreError::NoRoom { .. } | StoreError::Busy { .. } | StoreError::Timeout { .. }
+    )
+}
+
+fn view_some(store: &Store, keys: &[BlockKey], checked: &AtomicU64) {
+    for (key, view) in keys.iter().zip(store.view(keys, CallOptions::default())) {
+        match view {
+            ViewOutcome::Hit { slab, tier } => {
+                assert!(*slab == *bytes_of(key, length_of(key)), "wrong bytes from {tier}");
+                std::thread::yield_now();
+                assert!(*slab == *bytes_of(key, length_of(key)), "bytes changed under a view");
+                checked.fetch_add(slab.len() as u64, Relaxed);
+            }
+            ViewOutcome::Miss => {}
+            ViewOutcome::Failed(error) => assert!(is_expected(&error), "{error}"),
+        }
+    }
+}
+
+fn get_some(store: &Store, keys: &[BlockKey], checked: &AtomicU64) {
+    let mut buffers: Vec<Vec<u8>> = keys.iter().map(|_| vec![0; BLOCK * 2]).collect();
+    let mut slices: Vec<&mut [u8]> = buffers.iter_mut().map(Vec::as_mut_slice).collect();
+    let outcomes = store.get(keys, &mut slices, CallOptions::default());
+    for ((key, buffer), outcome) in keys.iter().zip(&buffers).zip(outcomes) {
+        match outcome {
+            GetOutcome::Hit { bytes, tier } => {
+                assert!(buffer[..bytes] == *bytes_of(key, length_of(key)), "wrong from {tier}");
+                checked.fetch_add(bytes as u64, Relaxed);
+            }
+            GetOutcome::Miss => {}
+            GetOutcome::TooShort { needed_bytes } => panic!("{needed_bytes} bytes needed"),
+            GetOutcome::Failed(error) => assert!(is_expected(&error), "{error}"),
+        }
+    }
+}
+
+fn play(store: &Store, seed: u64, stop: &AtomicBool, checked: &AtomicU64) {
+    let all = keys(0..KEYS);
+    let mut dice = Dice(seed);
+    while !stop.load(Relaxed) {
+        let start = usize::try_from(dice.roll(KEYS - 8)).unwrap();
+        let some = &all[start..start + 1 + usize::try_from(dice.roll(8)).unwrap()];
+        match dice.roll(10) {
+            0..4 => some.iter().for_each(|key| {
+                drop(put(store, std::slice::from_ref(key), length_of(key)));
+            }),
+            4..6 => view_some(store, some, checked),
+            6..8 => get_some(store, some, checked),
+            8 => drop(store.delete(&some[..1])),
+            _ => {
+                store.prefetch(some);
+            }
+        }
+    }
+}
+
+fn race(digest: DigestMode) {
+    let stage = MapStage::new();
+    stage.capacity_bytes.store(12 << 20, Relaxed);
+    let config = StoreConfig { pipeline: "Dram|Map".to_owned(), digest, ..dram(6) };
+    let store = Store::open_with(config, &stage.registry(), Arc::new(SystemClock)).unwrap();
+    let (stop, checked) = (AtomicBool::new(false), AtomicU64::new(0));
+    std::thread::scope(|scope| {
+        for seed in 0..4 {
+            let (store, stop, checked) = (&store, &stop, &checked);
+            scope.spawn(move || {
+                // A panic in one player ends the others too.
+                let _stopper = StopOnDrop(stop);
+                play(store, seed, stop, checked);
+            });
+        }
+        wait(Duration::from_secs(seconds()), &stop);
+        stop.store(true, Relaxed);
+    });
+    assert!(checked.load(Relaxed) > 1 << 20, "the race has to read something");
+    store.clear();
+    store.flush(CallOptions::default()).unwrap();
+    let stats = store.stats();
+    assert_eq!((stats.keys, stats.contents, stats.content_bytes), (0, 0, 0));
+    assert_eq!((stats.dram_blocks, stats.dram_bytes, stats.pool.requested_bytes), (0, 0, 0));
+    assert_eq!(stats.stages[0].1.used_bytes, 0, "the stage has forgotten everything too");
+    let counters = stats.counters;
+    assert_eq!(counters.gets, counters.hits + counters.misses + counters.get_failures);
+}
+
+struct StopOnDrop<'a>(&'a AtomicBool);
+
+impl Drop for StopOnDrop<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Relaxed);
+    }
+}
+
+#[expect(clippy::disallowed_methods, reason = "the race lasts as long as it is told to")]
+fn wait(time: Duration, stop: &AtomicBool) {
+    let start = std::time::Instant::now();
+    while start.elapsed() < time && !stop.load(Relaxed) {
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+#[test]
+fn no_reader_ever_meets_a_wrong_byte() {
+    race(DigestMode::Off);
+}
+
+#[test]
+fn no_reader_ever_meets_a_wrong_byte_with_shared_contents() {
+    race(DigestMode::On(DigestAlgorithm::Blake3));
+}

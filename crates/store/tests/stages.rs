@@ -1,0 +1,18 @@
+//! Every stage, third parties' included, passes the same checks.
+
+mod third_party;
+
+use std::sync::Arc;
+
+use cascade_store::stage::{FakeStage, conformance};
+use third_party::MapStage;
+
+#[test]
+fn the_fake_stage_conforms() {
+    conformance::all(&conformance::pool(), &mut || Arc::new(FakeStage::default()));
+}
+
+#[test]
+fn a_third_party_stage_conforms() {
+    conformance::all(&conformance::pool(), &mut || MapStage::new());
+}

@@ -1,0 +1,187 @@
+//! A stage that a third party might write: blocks in a map, with faults on demand.
+
+#![allow(dead_code, reason = "each test file uses its own part of it")]
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use cascade_block::{BlockKey, Deadline};
+use cascade_memory::Slab;
+use cascade_store::TierName;
+use cascade_store::stage::{
+    Address, BlockFacts, Load, Loaded, Registry, Room, Stage, StageError, StageStats,
+};
+
+/// Keeps blocks in a map.
+#[derive(Debug, Default)]
+pub(crate) struct MapStage {
+    blocks: Mutex<BTreeMap<u64, Kept>>,
+    next: AtomicU64,
+    pub(crate) capacity_bytes: AtomicU64,
+    pub(crate) fails: AtomicBool,
+    pub(crate) damages: AtomicBool,
+    /// How long each call takes, in milliseconds.
+    pub(crate) delay_ms: AtomicU64,
+    pub(crate) loads: AtomicU64,
+    pub(crate) stored: AtomicU64,
+}
+
+#[derive(Debug)]
+struct Kept {
+    names: BTreeSet<BlockKey>,
+    bytes: Vec<u8>,
+}
+
+impl MapStage {
+    pub(crate) fn new() -> Arc<Self> {
+        let stage = Self::default();
+        stage.capacity_bytes.store(u64::MAX, Ordering::Relaxed);
+        Arc::new(stage)
+    }
+
+    /// A registry in which pipelines can name this stage `Map`.
+    pub(crate) fn registry(self: &Arc<Self>) -> Registry {
+        let mut registry = Registry::default();
+        let stage = Arc::clone(self);
+        registry.register("Map", Arc::new(move |_| Ok(stage.clone())));
+        registry
+    }
+
+    fn used(blocks: &BTreeMap<u64, Kept>) -> u64 {
+        blocks.values().map(|kept| kept.bytes.len() as u64).sum()
+    }
+
+    /// Sleeps for the delay, or until the deadline; then it is too late.
+    #[expect(clippy::disallowed_methods, reason = "stands for a device that takes real time")]
+    fn work(&self, deadline: Deadline) -> Result<(), StageError> {
+        let left = deadline.remaining(&cascade_block::SystemClock);
+        let delay = Duration::from_millis(self.delay_ms.load(Ordering::Relaxed));
+        std::thread::sleep(delay.min(left));
+        if delay > left { Err(StageError::Timeout) } else { Ok(()) }
+    }
+
+    fn broken(&self) -> bool {
+        self.fails.load(Ordering::Relaxed)
+    }
+}
+
+fn eio() -> StageError {
+    StageError::Failed(Arc::new(std::io::Error::other("injected")))
+}
+
+impl Stage for MapStage {
+    fn name(&self) -> TierName {
+        "map"
+    }
+
+    fn store(
+        &self,
+        batch: Vec<(BlockFacts, Slab)>,
+        deadline: Deadline,
+    ) -> Vec<Result<Address, StageError>> {
+        let worked = self.work(deadline);
+        let mut blocks = self.blocks.lock().unwrap();
+        let mut keep = |(facts, slab): (BlockFacts, Slab)| {
+            worked.clone()?;
+            if self.broken() {
+                return Err(eio());
+            }
+            let capacity = self.capacity_bytes.load(Ordering::Relaxed);
+            if Self::used(&blocks) + slab.len() as u64 > capacity {
+                return Err(StageError::Full);
+            }
+            let address = self.next.fetch_add(1, Ordering::Relaxed);
+            let names = BTreeSet::from([facts.key]);
+            blocks.insert(address, Kept { names, bytes: slab.to_vec() });
+            self.stored.fetch_add(1, Ordering::Relaxed);
+            Ok(Address(address))
+        };
+        batch.into_iter().map(&mut keep).collect()
+    }
+
+    fn load(&self, batch: Vec<Load>, deadline: Deadline) -> Vec<Loaded> {
+        let worked = self.work(deadline);
+        let blocks = self.blocks.lock().unwrap();
+        let load_one = |mut load: Load| {
+            self.loads.fetch_add(1, Ordering::Relaxed);
+            if let Err(error) = &worked {
+                return Loaded::Failed(error.clone());
+            }
+            if self.broken() {
+                return Loaded::Failed(eio());
+            }
+            match blocks.get(&load.address.0) {
+                Some(kept) if kept.names.contains(&load.key) => {
+                    if self.damages.load(Ordering::Relaxed) {
+                        return Loaded::Damaged;
+                    }
+                    load.slab.copy_from_slice(&kept.bytes);
+                    Loaded::Hit(load.slab)
+                }
+                _ => Loaded::Gone,
+            }
+        };
+        batch.into_iter().map(load_one).collect()
+    }
+
+    fn alias(&self, batch: Vec<(BlockFacts, Address)>, _: Deadline) -> Result<(), StageError> {
+        let mut blocks = self.blocks.lock().unwrap();
+        for (facts, address) in batch {
+            if let Some(kept) = blocks.get_mut(&address.0) {
+                kept.names.insert(facts.key);
+            }
+        }
+        Ok(())
+    }
+
+    fn remove(&self, batch: &[(BlockKey, Address)], _: Deadline) -> Result<(), StageError> {
+        let mut blocks = self.blocks.lock().unwrap();
+        for (key, address) in batch {
+            let Some(kept) = blocks.get_mut(&address.0) else { continue };
+            kept.names.remove(key);
+            if kept.names.is_empty() {
+                blocks.remove(&address.0);
+            }
+        }
+        Ok(())
+    }
+
+    fn make_room(
+        &self,
+        keep: &mut dyn FnMut(&BlockKey, Address) -> bool,
+        _deadline: Deadline,
+    ) -> Result<Room, StageError> {
+        let names: Vec<(u64, Vec<BlockKey>)> = {
+            let blocks = self.blocks.lock().unwrap();
+            let oldest = blocks.iter().take(8);
+            oldest.map(|(at, kept)| (*at, kept.names.iter().copied().collect())).collect()
+        };
+        let mut room = Room::default();
+        for (at, names) in names {
+            if names.iter().any(|name| keep(name, Address(at))) {
+                continue;
+            }
+            if let Some(kept) = self.blocks.lock().unwrap().remove(&at) {
+                room.freed_bytes += kept.bytes.len() as u64;
+                room.dropped.extend(names.into_iter().map(|name| (name, Address(at))));
+            }
+        }
+        Ok(room)
+    }
+
+    fn recover(&self) -> Vec<(BlockFacts, Address)> {
+        Vec::new()
+    }
+
+    fn flush(&self, _deadline: Deadline) -> Result<(), StageError> {
+        Ok(())
+    }
+
+    fn stats(&self) -> StageStats {
+        let used_bytes = Self::used(&self.blocks.lock().unwrap());
+        let capacity_bytes = self.capacity_bytes.load(Ordering::Relaxed);
+        StageStats { used_bytes, capacity_bytes, ..StageStats::default() }
+    }
+}

@@ -1,0 +1,77 @@
+"""Cascade: a tiered, shared KV cache for LLM inference.
+
+>>> import cascadekv
+>>> space = cascadekv.Namespace(cascadekv.Manifest({"weights": "sha256:9f86", "dtype": "bf16"}))
+>>> keys = cascadekv.chain_keys(space, tokens=range(1024), block_tokens=512)
+>>> with cascadekv.Store(dram="16MiB") as store:
+...     results = store.put(keys, [b"first block", b"second block"])
+...     views = store.view(keys)
+...     [bytes(view) for view in views]
+[b'first block', b'second block']
+"""
+
+from cascadekv import keys
+from cascadekv._native import (
+    BlockKey,
+    BlockKeys,
+    GetResult,
+    Manifest,
+    Namespace,
+    PrefixMatch,
+    PutResult,
+    Reservation,
+    Store,
+    View,
+    Views,
+    __version__,
+    chain_keys,
+)
+from cascadekv.config import StoreConfig
+from cascadekv.errors import (
+    BusyError,
+    CascadeError,
+    ClosedError,
+    ConfigError,
+    DeadlineError,
+    ForkError,
+    PipelineError,
+    PoolError,
+    TierError,
+)
+from cascadekv.hints import Hints, Priority, StopReason
+from cascadekv.results import DeclineReason, GetStatus, PutStatus
+from cascadekv.stats import Stats
+
+__all__ = [
+    "BlockKey",
+    "BlockKeys",
+    "BusyError",
+    "CascadeError",
+    "ClosedError",
+    "ConfigError",
+    "DeadlineError",
+    "DeclineReason",
+    "ForkError",
+    "GetResult",
+    "GetStatus",
+    "Hints",
+    "Manifest",
+    "Namespace",
+    "PipelineError",
+    "PoolError",
+    "PrefixMatch",
+    "Priority",
+    "PutResult",
+    "PutStatus",
+    "Reservation",
+    "Stats",
+    "StopReason",
+    "Store",
+    "StoreConfig",
+    "TierError",
+    "View",
+    "Views",
+    "__version__",
+    "chain_keys",
+    "keys",
+]

@@ -1,0 +1,365 @@
+"""The native module; import from `cascadekv` and its modules."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Literal, Self, SupportsIndex, TypeAlias, Unpack, final, overload
+
+from typing_extensions import Buffer, CapsuleType
+
+from cascadekv.config import StoreConfig, StoreSettings
+from cascadekv.errors import CascadeError
+from cascadekv.hints import Hints
+from cascadekv.results import DeclineReason, GetStatus, PutStatus
+from cascadekv.stats import Stats
+
+__all__ = [
+    "BlockKey",
+    "BlockKeys",
+    "GetResult",
+    "Manifest",
+    "Namespace",
+    "PrefixMatch",
+    "PutResult",
+    "Reservation",
+    "Store",
+    "View",
+    "Views",
+    "__version__",
+    "chain_keys",
+    "check_config",
+    "checksum",
+    "digest",
+    "parse_size",
+    "run_command",
+    "weights_fingerprint",
+]
+
+__version__: str
+
+_Key: TypeAlias = BlockKey | bytes
+_Keys: TypeAlias = BlockKeys | BlockKey | Buffer | Iterable[BlockKey | bytes]
+
+@final
+class BlockKey:
+    """Names a block by what it stands for: all tokens up to its end, in one namespace. 32 bytes."""
+
+    def __new__(cls, key: bytes, /) -> Self: ...
+    @staticmethod
+    def from_hex(text: str, /) -> BlockKey:
+        """Give the key that 64 hexadecimal digits stand for."""
+    def hex(self) -> str:
+        """Give the key as 64 hexadecimal digits."""
+    def __bytes__(self) -> bytes: ...
+    def __getnewargs__(self) -> tuple[bytes]: ...
+    def __eq__(self, other: object, /) -> bool: ...
+    def __ne__(self, other: object, /) -> bool: ...
+    def __lt__(self, other: BlockKey, /) -> bool: ...
+    def __le__(self, other: BlockKey, /) -> bool: ...
+    def __gt__(self, other: BlockKey, /) -> bool: ...
+    def __ge__(self, other: BlockKey, /) -> bool: ...
+    def __hash__(self) -> int: ...
+
+@final
+class BlockKeys:
+    """Keys of consecutive blocks as one object; a sequence of `BlockKey`."""
+
+    def __new__(cls, keys: _Keys, /) -> Self: ...
+    def __len__(self) -> int: ...
+    @overload
+    def __getitem__(self, index: SupportsIndex, /) -> BlockKey: ...
+    @overload
+    def __getitem__(self, index: slice, /) -> BlockKeys: ...
+    def __iter__(self) -> Iterator[BlockKey]: ...
+    def __bytes__(self) -> bytes: ...
+    def __getnewargs__(self) -> tuple[bytes]: ...
+    def __eq__(self, other: object, /) -> bool: ...
+    def __ne__(self, other: object, /) -> bool: ...
+
+@final
+class Manifest:
+    """All that must match for one engine's KV to be right in another, as names and values.
+
+    Weights are named by a fingerprint, never by a path.
+    """
+
+    def __new__(cls, fields: Mapping[str, str], /) -> Self: ...
+    @property
+    def fields(self) -> dict[str, str]:
+        """The fields in the order in which they are hashed."""
+    def missing(self) -> list[str]:
+        """Name the required fields that are not stated."""
+    def differences(self, other: Manifest, /) -> list[str]:
+        """Say in which fields the two differ; none when blocks may be reused."""
+    def canonical_bytes(self) -> bytes:
+        """Give the bytes that are hashed."""
+    def __getnewargs__(self) -> tuple[dict[str, str]]: ...
+    def __eq__(self, other: object, /) -> bool: ...
+    def __ne__(self, other: object, /) -> bool: ...
+
+@final
+class Namespace:
+    """One set of blocks that may be reused for each other: a manifest under a tenant's secret.
+
+    Without a secret all tenants of a store share their blocks.
+    """
+
+    def __new__(cls, manifest: Manifest, secret: bytes | None = None) -> Self: ...
+    @property
+    def root(self) -> BlockKey:
+        """The key that every chain starts from. As secret as the tenant's secret."""
+    @property
+    def id(self) -> bytes:
+        """Sixteen bytes that name the namespace in stored records and reveal no secret."""
+    @property
+    def manifest(self) -> Manifest:
+        """The manifest that it was made from."""
+    def key_of_id(self, id: str | bytes, /) -> BlockKey:  # noqa: A002
+        """Give the key for an id of the caller's; text counts as UTF-8."""
+    def __eq__(self, other: object, /) -> bool: ...
+    def __ne__(self, other: object, /) -> bool: ...
+
+@final
+class PutResult:
+    """What became of one block of a put."""
+
+    @property
+    def status(self) -> PutStatus:
+        """What became of it."""
+    @property
+    def ok(self) -> bool:
+        """Whether the store has the block now: stored, deduplicated or present."""
+    @property
+    def reason(self) -> DeclineReason | None:
+        """Why the block was declined."""
+    @property
+    def error(self) -> CascadeError | None:
+        """The failure, when there was one."""
+
+@final
+class GetResult:
+    """What became of one block of a copying get."""
+
+    @property
+    def status(self) -> GetStatus:
+        """What became of it."""
+    @property
+    def ok(self) -> bool:
+        """Whether the block's bytes are in the buffer."""
+    @property
+    def bytes(self) -> int:
+        """Bytes written to the start of the buffer."""
+    @property
+    def needed_bytes(self) -> int | None:
+        """Bytes that the block needs, when the buffer was too short."""
+    @property
+    def tier(self) -> str | None:
+        """The tier where the block was found."""
+    @property
+    def error(self) -> CascadeError | None:
+        """The failure, when there was one."""
+
+@final
+class PrefixMatch:
+    """How much of a chain is here."""
+
+    @property
+    def blocks(self) -> int:
+        """Leading blocks that are available."""
+    @property
+    def tiers(self) -> list[str]:
+        """The fastest tier of each of them."""
+    def __eq__(self, other: object, /) -> bool: ...
+    def __ne__(self, other: object, /) -> bool: ...
+
+@final
+class View:
+    """A block in the pool, read in place; the block stays until the last user drops this.
+
+    A read-only buffer (`memoryview(view)`, `numpy.frombuffer(view, dtype)`) and a DLPack exporter.
+    """
+
+    @property
+    def tier(self) -> str:
+        """The tier where the block was found."""
+    @property
+    def address(self) -> int:
+        """Where the block starts in this process's memory."""
+    def __len__(self) -> int: ...
+    def __buffer__(self, flags: int, /) -> memoryview: ...
+    def __dlpack__(
+        self,
+        *,
+        stream: object = None,
+        max_version: tuple[int, int] | None = None,
+        dl_device: tuple[int, int] | None = None,
+        copy: bool | None = None,
+    ) -> CapsuleType: ...
+    def __dlpack_device__(self) -> tuple[int, int]: ...
+
+@final
+class Views:
+    """The views of one batch, in the order of its keys: a sequence of `View` or `None`.
+
+    All blocks stay in the pool until this object goes or `release` is called; a `View` taken from
+    it keeps its own block for as long as it lives.
+    """
+
+    def __len__(self) -> int: ...
+    @overload
+    def __getitem__(self, index: int, /) -> View | None: ...
+    @overload
+    def __getitem__(self, index: slice, /) -> list[View | None]: ...
+    def __iter__(self) -> Iterator[View | None]: ...
+    @property
+    def hits(self) -> int:
+        """Blocks that were found."""
+    def error(self, index: int, /) -> CascadeError | None:
+        """Say why the block failed; `None` for a hit and for a plain miss."""
+    def release(self) -> None:
+        """Let go of every block now; the sequence is empty afterwards."""
+    def __enter__(self) -> Self: ...
+    def __exit__(self, *_error: object) -> None: ...
+
+@final
+class Reservation:
+    """Memory of the pool to write a block into, before it has a key: a writable buffer.
+
+    Goes back to the pool unless `Store.put_reserved` takes it.
+    """
+
+    def __len__(self) -> int: ...
+    def __buffer__(self, flags: int, /) -> memoryview: ...
+    def __release_buffer__(self, buffer: memoryview, /) -> None: ...
+    def release(self) -> None:
+        """Give the memory back to the pool unused."""
+
+@final
+class Store:
+    """A block store: tiers of memory and files behind one set of calls.
+
+    Settings are those of `StoreConfig`, given as keywords or as one configuration. Calls take
+    batches, answer for each block in order, and are safe from any thread. A context manager.
+    """
+
+    def __new__(cls, config: StoreConfig | None = None, **settings: Unpack[StoreSettings]) -> Self:
+        """Open a store; raises `ConfigError` for what makes no sense."""
+    @property
+    def config(self) -> StoreConfig:
+        """The settings that the store runs with."""
+    def put(
+        self,
+        keys: _Keys,
+        blocks: Buffer | Iterable[Buffer],
+        *,
+        parent: _Key | None = None,
+        chain: bool = True,
+        is_prefix: bool = False,
+        last_is_partial: bool = False,
+        ttl: float | None = None,
+        namespace: Namespace | None = None,
+        timeout: float | None = None,
+    ) -> list[PutResult]:
+        """Store blocks.
+
+        `blocks` is a buffer for each key, or one buffer that holds them all in equal pieces; do not
+        change them until the call returns. The keys of one call are consecutive blocks of one chain
+        that begins below `parent`, unless `chain` is false. `ttl` and `timeout` are in seconds.
+        """
+    def reserve(self, size: int, *, timeout: float | None = None) -> Reservation:
+        """Give memory of the pool for a block of that many bytes: write in place, then put."""
+    def put_reserved(
+        self,
+        keys: _Keys,
+        reservations: Sequence[Reservation],
+        *,
+        parent: _Key | None = None,
+        chain: bool = True,
+        is_prefix: bool = False,
+        last_is_partial: bool = False,
+        ttl: float | None = None,
+        namespace: Namespace | None = None,
+        timeout: float | None = None,
+    ) -> list[PutResult]:
+        """Store blocks that were written in place, without a copy. Keywords as for `put`.
+
+        Every array and memoryview on the reservations must be released before.
+        """
+    def get(
+        self, keys: _Keys, buffers: Buffer | Iterable[Buffer], *, timeout: float | None = None
+    ) -> list[GetResult]:
+        """Copy blocks into buffers.
+
+        `buffers` is a writable buffer for each key, or one that has room for all in equal pieces.
+        A block that does not fit is not copied; its result says how much it needs.
+        """
+    def view(self, keys: _Keys, *, timeout: float | None = None) -> Views:
+        """Give views on blocks in the pool, without a copy; `None` for a miss."""
+    def lookup_prefix(
+        self,
+        keys: _Keys,
+        *,
+        partial_tail: bool = False,
+        hints: Hints | None = None,
+        at: float | None = None,
+    ) -> PrefixMatch:
+        """Say how many leading blocks of a chain are available, and where.
+
+        This is how the eviction policy learns of requests: ask with the whole chain, then read what
+        matched and put the rest. `at` is the time of the request in seconds, on a scale of the
+        caller's that never goes back; the store's clock otherwise.
+        """
+    def contains(self, keys: _Keys) -> list[bool]:
+        """Say whether each block is in any tier. Counts as no use."""
+    def locate(self, keys: _Keys) -> list[list[str]]:
+        """Name the tiers that have each block, fast to slow."""
+    def pin(self, keys: _Keys) -> list[bool]:
+        """Keep blocks in memory until `unpin`, counted. True for those that are here."""
+    def unpin(self, keys: _Keys) -> list[bool]:
+        """Take one pin from each block. True for those that had one."""
+    def delete(self, keys: _Keys) -> list[bool]:
+        """Forget blocks in every tier. True for those that were here. Views on them stay right."""
+    def prefetch(self, keys: _Keys) -> int:
+        """Ask for blocks to be brought to memory in the background; says how many were accepted."""
+    def flush(self, *, timeout: float | None = None) -> None:
+        """Wait until every tier has what was put, and would have it after a restart."""
+    def clear(self) -> None:
+        """Forget every block in every tier."""
+    def stats(self) -> Stats:
+        """Say what the store holds and did. Also after `close`."""
+    def close(self) -> None:
+        """Write down what waits, stop the store's threads and close its files. May be repeated.
+
+        Raises `DeadlineError` when not all could be written in time; the store is closed anyway.
+        """
+    def __enter__(self) -> Self: ...
+    def __exit__(self, *_error: object) -> None: ...
+
+def chain_keys(
+    parent: Namespace | _Key,
+    tokens: Buffer | Iterable[int],
+    block_tokens: int,
+    *,
+    keep_partial: bool = False,
+) -> BlockKeys:
+    """Give the keys of consecutive blocks of `block_tokens` tokens below `parent`.
+
+    `parent` is a `Namespace`, or the key of the block before the first token. Tokens that do not
+    fill the last block get no key unless `keep_partial` is true.
+    """
+
+def digest(data: Buffer, algorithm: Literal["blake3", "sha256"] = "blake3") -> bytes:
+    """Give the 32-byte digest of some bytes."""
+
+def checksum(data: Buffer, /) -> int:
+    """Give the CRC-32C of some bytes: what guards every byte that leaves DRAM."""
+
+def weights_fingerprint(*parts: Buffer) -> str:
+    """Name weights by the bytes of their files, or of their headers and index, in a fixed order."""
+
+def parse_size(text: str, /) -> int:
+    """Give a size such as `"512MiB"` in bytes; raises `ConfigError` for what is no size."""
+
+def check_config(config: object, /) -> None:
+    """Raise `ConfigError` when a setting makes no sense, by its name."""
+
+def run_command(arguments: Sequence[str], /) -> int:
+    """Run the command `cascade` with these arguments, the program's name first."""

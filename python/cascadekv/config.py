@@ -1,0 +1,124 @@
+"""A store's settings: checked when made, and dumpable."""
+
+import dataclasses
+import difflib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, Self, TypedDict
+
+from cascadekv._native import check_config, parse_size
+from cascadekv.errors import ConfigError
+
+__all__ = ["StoreConfig", "StoreSettings"]
+
+Policy = Literal["prefix-cost", "lru", "s3fifo", "arc", "waterfall"]
+DigestMode = Literal["off", "blake3", "sha256"]
+WritePolicy = Literal["back", "through"]
+FilesLayout = Literal["segments", "file-per-block"]
+Engine = Literal["auto", "uring", "psync"]
+
+
+class StoreSettings(TypedDict, total=False):
+    """The keywords of `Store` and `StoreConfig`."""
+
+    pipeline: str | None
+    dram: int | str
+    dram_blocks: int | None
+    huge_pages: bool
+    files: str | os.PathLike[str] | None
+    files_capacity: int | str
+    files_layout: FilesLayout
+    segment_size: int | str
+    direct: bool
+    engine: Engine
+    durable: bool
+    policy: Policy
+    digest: DigestMode
+    write: WritePolicy
+    dirty_bytes_max: int | str | None
+    mover_bytes_per_second: int | str | None
+    protected_percent: int
+    admit_partial: bool
+    timeout: float
+
+
+_SIZES = ("dram", "files_capacity", "segment_size", "dirty_bytes_max", "mover_bytes_per_second")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreConfig:
+    """Everything that a store needs to know. Raises `ConfigError` for what makes no sense.
+
+    Sizes are bytes or text such as `"512MiB"` (powers of 1024) or `"100MB"` (powers of 1000), and
+    are bytes once the configuration is made. `dataclasses.replace` makes a changed copy.
+    """
+
+    pipeline: str | None = None
+    """Tiers from fast to slow. Default: `"Dram|Files"` with `files`, else `"Dram"`."""
+    dram: int | str = "256MiB"
+    """Size of the DRAM tier, taken at once. Minimum: 4 MiB."""
+    dram_blocks: int | None = None
+    """Most blocks in DRAM, for studies in blocks. Default: no limit but the bytes."""
+    huge_pages: bool = True
+    """Whether to ask for huge pages."""
+    files: str | os.PathLike[str] | None = None
+    """Directory of the file tier, of this store alone."""
+    files_capacity: int | str = "4GiB"
+    """Bytes that the file tier may take. Minimum: two segments."""
+    files_layout: FilesLayout = "segments"
+    """Append-only segments of many blocks, or one file a block."""
+    segment_size: int | str = "256MiB"
+    """Size of a segment. Minimum: 1 MiB."""
+    direct: bool = True
+    """Whether to pass by the page cache, where the file system allows it."""
+    engine: Engine = "auto"
+    """What reads and writes files: io_uring where the kernel allows it, else preadv/pwritev."""
+    durable: bool = False
+    """Whether a block counts as stored only once it is on stable storage."""
+    policy: Policy = "prefix-cost"
+    """Which blocks leave DRAM first."""
+    digest: DigestMode = "off"
+    """Whether blocks are named by content too, so that equal bytes are stored once."""
+    write: WritePolicy = "back"
+    """Whether a put returns when the first tier has the block, or when every tier has it."""
+    dirty_bytes_max: int | str | None = None
+    """Bytes that may wait to be written down before puts wait too. Default: a quarter of DRAM."""
+    mover_bytes_per_second: int | str | None = None
+    """Bytes a second that may be written down. Default: no limit."""
+    protected_percent: int = 50
+    """Share of DRAM that protected prefixes may hold."""
+    admit_partial: bool = False
+    """Whether a request's last, partly filled block is taken."""
+    timeout: float = 30.0
+    """Seconds that a call may take unless it says otherwise."""
+
+    def __post_init__(self) -> None:
+        """Turn sizes into bytes, choose the pipeline, and check the whole."""
+        for name in _SIZES:
+            value: object = getattr(self, name)
+            if isinstance(value, str):
+                try:
+                    object.__setattr__(self, name, parse_size(value))
+                except ConfigError as error:
+                    raise ConfigError(f"{name}: {error}") from None
+        if self.files is not None:
+            object.__setattr__(self, "files", os.fspath(self.files))
+        if self.pipeline is None:
+            object.__setattr__(self, "pipeline", "Dram" if self.files is None else "Dram|Files")
+        check_config(self)
+
+    @classmethod
+    def from_dict(cls, settings: Mapping[str, object]) -> Self:
+        """Make a configuration from names and values; an unknown name is a `ConfigError`."""
+        known = [field.name for field in dataclasses.fields(cls)]
+        for name in settings:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=1)
+                advice = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
+                raise ConfigError(f"{name}: no such setting; {advice}")
+        return cls(**settings)  # type: ignore[arg-type] # checked by __post_init__
+
+    def to_dict(self) -> dict[str, object]:
+        """Give the settings as plain values that `from_dict` and JSON take."""
+        return dataclasses.asdict(self)

@@ -1,0 +1,23 @@
+"""Names of blocks: chain keys over token ids, keys of a caller's ids, digests of bytes."""
+
+from cascadekv._native import (
+    BlockKey,
+    BlockKeys,
+    Manifest,
+    Namespace,
+    chain_keys,
+    checksum,
+    digest,
+    weights_fingerprint,
+)
+
+__all__ = [
+    "BlockKey",
+    "BlockKeys",
+    "Manifest",
+    "Namespace",
+    "chain_keys",
+    "checksum",
+    "digest",
+    "weights_fingerprint",
+]

@@ -1,0 +1,83 @@
+"""What a store holds and did, at one moment: plain dictionaries, ready for JSON."""
+
+from typing import TypedDict
+
+
+class TierHits(TypedDict):
+    """One tier's share of the hits."""
+
+    blocks: int
+    bytes: int
+
+
+class PoolStats(TypedDict):
+    """The memory pool."""
+
+    capacity_bytes: int
+    requested_bytes: int
+    reserved_bytes: int
+    magazine_bytes: int
+    free_bytes: int
+    largest_free_bytes: int
+    huge_bytes: int
+
+
+class StageStats(TypedDict):
+    """One tier below DRAM."""
+
+    used_bytes: int
+    capacity_bytes: int
+    creates: int
+    damaged_blocks: int
+    notes: list[str]
+
+
+class Stats(TypedDict):
+    """Counters since the store was opened (`hits + misses + get_failures == gets`), and contents.
+
+    `content_bytes` counts equal bytes once; `hits_by_tier` adds up to `hits`.
+    """
+
+    requests: int
+    blocks_requested: int
+    blocks_matched: int
+    gets: int
+    hits: int
+    misses: int
+    get_failures: int
+    bytes_read: int
+    puts: int
+    stored: int
+    deduplicated: int
+    present: int
+    conflicts: int
+    declined: int
+    put_failures: int
+    bytes_written: int
+    evicted_blocks: int
+    evicted_bytes: int
+    lost_blocks: int
+    demoted_blocks: int
+    demoted_bytes: int
+    promoted_blocks: int
+    promoted_bytes: int
+    demote_failures: int
+    demote_declines: int
+    name_failures: int
+    reclaimed_blocks: int
+    damaged_blocks: int
+    prefetched_blocks: int
+    prefetched_used: int
+    hits_by_tier: dict[str, TierHits]
+    keys: int
+    contents: int
+    content_bytes: int
+    dram_blocks: int
+    dram_bytes: int
+    protected_blocks: int
+    protection_refused: int
+    catalog_bytes: int
+    pending_bytes: int
+    pool: PoolStats
+    stages: dict[str, StageStats]
+    notes: list[str]

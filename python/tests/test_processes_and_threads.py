@@ -1,0 +1,160 @@
+"""Threads share a store; a forked child is told that it does not have one."""
+
+import contextlib
+import gc
+import multiprocessing
+import os
+import random
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+
+import cascadekv
+import pytest
+from cascadekv import PutStatus, Store
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def stuck_store(keys_of) -> Iterator[Store]:
+    """Open a store whose second tier took a block and now waits for ever: a byte a second."""
+    store = Store(
+        pipeline="Dram|Fake",
+        dram="8MiB",
+        huge_pages=False,
+        mover_bytes_per_second=1,
+        dirty_bytes_max="2MiB",
+        timeout=0.1,
+    )
+    store.put(keys_of(range(1)), [bytes(MIB)])
+    store.flush(timeout=60)
+    store.put(keys_of(range(1, 2)), [bytes(MIB)])
+    yield store
+    with contextlib.suppress(cascadekv.DeadlineError):
+        store.close()
+
+
+def test_a_waiting_call_lets_other_threads_run(stuck_store):
+    # Only closing ends the wait, and only another thread can do it: were the interpreter held, the
+    # flush would run into its deadline. Should closing win the race, the flush is refused at once.
+    def close() -> None:
+        with pytest.raises(cascadekv.DeadlineError):
+            stuck_store.close()
+
+    helper = threading.Thread(target=close)
+    helper.start()
+    with contextlib.suppress(cascadekv.ClosedError):
+        stuck_store.flush(timeout=60)
+    helper.join()
+
+
+def test_a_deadline_is_kept_and_said(stuck_store):
+    with pytest.raises(cascadekv.DeadlineError, match="10 ms"):
+        stuck_store.flush(timeout=0.01)
+
+
+def test_puts_wait_while_too_much_is_unwritten_and_say_so(stuck_store, keys_of):
+    results = [stuck_store.put(key, [bytes(MIB)], timeout=0.01)[0] for key in keys_of(range(2, 6))]
+    assert results[-1].status is PutStatus.FAILED
+    assert isinstance(results[-1].error, cascadekv.BusyError | cascadekv.DeadlineError)
+
+
+def test_threads_hammer_one_store_and_read_no_wrong_byte(keys_of, bytes_of):
+    keys = keys_of(range(64))
+    blocks = {key: bytes_of(key, 200_000) for key in keys}
+    wrong = []
+
+    def hammer(seed: int) -> None:
+        chance = random.Random(seed)
+        for _ in range(150):
+            some = chance.sample(list(keys), 8)
+            action = chance.randrange(4)
+            if action == 0:
+                store.put(some, [blocks[key] for key in some], chain=False)
+            elif action == 1:
+                views = store.view(some)
+                wrong.extend(
+                    k for k, v in zip(some, views, strict=True) if v and bytes(v) != blocks[k]
+                )
+            elif action == 2:
+                buffers = [bytearray(200_000) for _ in some]
+                results = store.get(some, buffers)
+                triples = zip(some, results, buffers, strict=True)
+                wrong.extend(k for k, r, b in triples if r.ok and b != blocks[k])
+            else:
+                store.delete(some[:2])
+
+    with Store(dram="8MiB", huge_pages=False) as store:
+        threads = [threading.Thread(target=hammer, args=(seed,)) for seed in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert wrong == []
+        assert store.stats()["hits"] > 0
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_a_forked_child_gets_an_error_and_does_not_hang(keys_of):
+    keys = keys_of(range(1))
+    store = Store(dram="8MiB")
+    store.put(keys, [b"block"])
+    views = store.view(keys)
+    view = views[0]
+    reservation = store.reserve(100)
+    child = os.fork()
+    if child == 0:
+        code = _child_of_a_fork(store, views, view, reservation, keys)
+        # Letting go of the parent's objects must not touch them either.
+        del store, views, view, reservation
+        gc.collect()
+        os._exit(code)
+    watchdog = threading.Timer(60, os.kill, (child, signal.SIGKILL))
+    watchdog.start()
+    _, status = os.waitpid(child, 0)
+    watchdog.cancel()
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert bytes(view) == b"block"
+    reservation.release()
+    store.close()
+
+
+def _child_of_a_fork(store, views, view, reservation, keys) -> int:
+    uses = {
+        "put": lambda: store.put(keys, [b"block"]),
+        "view": lambda: store.view(keys),
+        "stats": lambda: store.stats(),
+        "close": lambda: store.close(),
+        "views": lambda: len(views),
+        "buffer": lambda: memoryview(view),
+        "release": lambda: reservation.release(),
+    }
+    for name, use in uses.items():
+        try:
+            use()
+        except cascadekv.ForkError as error:
+            if "belongs to process" in str(error):
+                continue
+        print(f"{name} was not refused in a forked child", file=sys.stderr)
+        return 1
+    with Store(dram="8MiB") as own:
+        return 0 if own.put(keys, [b"block"])[0].ok else 2
+
+
+def _use_a_store_of_its_own(answer) -> None:
+    with Store(dram="8MiB") as store:
+        key = cascadekv.Namespace(cascadekv.Manifest({})).key_of_id("a")
+        answer.put(store.put(key, [b"block"])[0].status.value)
+
+
+def test_a_spawned_child_opens_its_own():
+    context = multiprocessing.get_context("spawn")
+    answer = context.Queue()
+    child = context.Process(target=_use_a_store_of_its_own, args=(answer,))
+    child.start()
+    assert answer.get(timeout=60) == "stored"
+    child.join()
+    answer.close()
+    answer.join_thread()
