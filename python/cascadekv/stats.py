@@ -16,6 +16,9 @@ class PoolStats(TypedDict):
     capacity_bytes: int
     requested_bytes: int
     reserved_bytes: int
+    magazine_bytes: int
+    free_bytes: int
+    largest_free_bytes: int
     huge_bytes: int
 
 
@@ -59,7 +62,8 @@ class Stats(TypedDict):
     promoted_blocks: int
     promoted_bytes: int
     demote_failures: int
-    remove_failures: int
+    demote_declines: int
+    name_failures: int
     reclaimed_blocks: int
     damaged_blocks: int
     prefetched_blocks: int
@@ -70,6 +74,9 @@ class Stats(TypedDict):
     content_bytes: int
     dram_blocks: int
     dram_bytes: int
+    protected_blocks: int
+    protection_refused: int
+    catalog_bytes: int
     pending_bytes: int
     pool: PoolStats
     stages: dict[str, StageStats]

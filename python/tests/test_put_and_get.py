@@ -147,18 +147,3 @@ def test_a_pinned_block_outlives_the_flood(store, keys_of, bytes_of):
     assert store.contains(keys).count(True) < 40
     assert store.unpin(keys[:1]) == [True]
     assert store.unpin(keys[:1]) == [False]
-
-
-def test_hits_and_misses_add_up_to_gets(store, keys_of, bytes_of):
-    keys = keys_of(range(60))
-    store.put(keys, [bytes_of(key, MIB // 2) for key in keys], chain=False)
-    store.view(keys)
-    store.get(keys, bytearray(60 * MIB // 2))
-    store.get(keys[:3], bytearray(3))
-    stats = store.stats()
-    assert stats["gets"] == 123
-    assert stats["hits"] + stats["misses"] + stats["get_failures"] == stats["gets"]
-    assert sum(tier["blocks"] for tier in stats["hits_by_tier"].values()) == stats["hits"]
-    put_outcomes = ("stored", "deduplicated", "present", "conflicts", "declined", "put_failures")
-    assert sum(stats[name] for name in put_outcomes) == stats["puts"] == 60
-    assert stats["dram_bytes"] <= stats["pool"]["capacity_bytes"] == 16 * MIB

@@ -444,7 +444,7 @@ unsafe fn dlpack(
 
 /// Frees a tensor; its consumer calls it once, from any thread.
 unsafe extern "C" fn delete_tensor(tensor: *mut ManagedTensor) {
-    // SAFETY: the pointer came from `Box::into_raw` in `dlpack`, and DLPack lets it be deleted once.
+    // SAFETY: the pointer came from `Box::into_raw` in `dlpack`; DLPack lets it be deleted once.
     let mut tensor = unsafe { Box::from_raw(tensor) };
     // A consumer may call this without the interpreter; at its end there is nothing left to free.
     let _gone = Python::try_attach(|_| tensor.owner.take());

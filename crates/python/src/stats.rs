@@ -1,56 +1,116 @@
 //! A store's statistics as plain dictionaries, named as in the store.
 
+use cascade_memory::PoolStats;
 use cascade_store::stage::StageStats;
-use cascade_store::{Counters, Stats};
+use cascade_store::{Counters, Stats, TierHits, TierName};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
-/// Enters fields of a struct under their own names.
-macro_rules! set_fields {
-    ($dict:expr, $from:expr, $($field:ident),+ $(,)?) => {
-        $($dict.set_item(stringify!($field), &$from.$field)?;)+
+/// Takes a struct apart and enters every field under its own name, but for those after `but`.
+///
+/// The compiler checks that all are named, so that what the store counts is not forgotten here.
+macro_rules! enter {
+    ($dict:expr, $from:expr, $struct:ident { $($field:ident),+ $(,)? } $(but $($no:ident),+)?) => {
+        let $struct { $($field,)+ $($($no: _,)+)? } = $from;
+        $($dict.set_item(stringify!($field), $field)?;)+
     };
 }
 
 /// The dictionary that `cascadekv.stats.Stats` describes.
 pub(crate) fn to_dict<'py>(py: Python<'py>, stats: &Stats) -> PyResult<Bound<'py, PyDict>> {
     let dict = PyDict::new(py);
-    set_counters(&dict, &stats.counters)?;
-    let hits_by_tier = PyDict::new(py);
+    enter_counters(&dict, &stats.counters)?;
+    enter!(dict, stats, Stats {
+        keys, contents, content_bytes, dram_blocks, dram_bytes, protected_blocks,
+        protection_refused, catalog_bytes, pending_bytes, notes,
+    } but counters, hits_by_tier, pool, stages);
+    let by_tier = PyDict::new(py);
     for hits in &stats.hits_by_tier {
-        let tier = PyDict::new(py);
-        set_fields!(tier, hits, blocks, bytes);
-        hits_by_tier.set_item(hits.tier, tier)?;
+        by_tier.set_item(hits.tier, hits_dict(py, hits)?)?;
     }
-    dict.set_item("hits_by_tier", hits_by_tier)?;
-    set_fields!(dict, stats, keys, contents, content_bytes, dram_blocks, dram_bytes);
-    set_fields!(dict, stats, pending_bytes);
-    let pool = PyDict::new(py);
-    set_fields!(pool, stats.pool, capacity_bytes, requested_bytes, reserved_bytes, huge_bytes);
-    dict.set_item("pool", pool)?;
-    let stages = PyDict::new(py);
-    for (tier, stage) in &stats.stages {
-        stages.set_item(tier, stage_dict(py, stage)?)?;
-    }
-    dict.set_item("stages", stages)?;
-    set_fields!(dict, stats, notes);
+    dict.set_item("hits_by_tier", by_tier)?;
+    dict.set_item("pool", pool_dict(py, &stats.pool)?)?;
+    dict.set_item("stages", stages_dict(py, &stats.stages)?)?;
     Ok(dict)
 }
 
-fn set_counters(dict: &Bound<'_, PyDict>, counters: &Counters) -> PyResult<()> {
-    set_fields!(dict, counters, requests, blocks_requested, blocks_matched);
-    set_fields!(dict, counters, gets, hits, misses, get_failures, bytes_read);
-    set_fields!(dict, counters, puts, stored, deduplicated, present, conflicts, declined);
-    set_fields!(dict, counters, put_failures, bytes_written);
-    set_fields!(dict, counters, evicted_blocks, evicted_bytes, lost_blocks);
-    set_fields!(dict, counters, demoted_blocks, demoted_bytes, promoted_blocks, promoted_bytes);
-    set_fields!(dict, counters, demote_failures, remove_failures, reclaimed_blocks);
-    set_fields!(dict, counters, damaged_blocks, prefetched_blocks, prefetched_used);
+fn enter_counters(dict: &Bound<'_, PyDict>, counters: &Counters) -> PyResult<()> {
+    enter!(
+        dict,
+        counters,
+        Counters {
+            requests,
+            blocks_requested,
+            blocks_matched,
+            gets,
+            hits,
+            misses,
+            get_failures,
+            bytes_read,
+            puts,
+            stored,
+            deduplicated,
+            present,
+            conflicts,
+            declined,
+            put_failures,
+            bytes_written,
+            evicted_blocks,
+            evicted_bytes,
+            lost_blocks,
+            demoted_blocks,
+            demoted_bytes,
+            promoted_blocks,
+            promoted_bytes,
+            demote_failures,
+            demote_declines,
+            name_failures,
+            reclaimed_blocks,
+            damaged_blocks,
+            prefetched_blocks,
+            prefetched_used,
+        }
+    );
     Ok(())
 }
 
-fn stage_dict<'py>(py: Python<'py>, stage: &StageStats) -> PyResult<Bound<'py, PyDict>> {
+fn hits_dict<'py>(py: Python<'py>, hits: &TierHits) -> PyResult<Bound<'py, PyDict>> {
     let dict = PyDict::new(py);
-    set_fields!(dict, stage, used_bytes, capacity_bytes, creates, damaged_blocks, notes);
+    enter!(dict, hits, TierHits { blocks, bytes } but tier);
+    Ok(dict)
+}
+
+fn pool_dict<'py>(py: Python<'py>, pool: &PoolStats) -> PyResult<Bound<'py, PyDict>> {
+    let dict = PyDict::new(py);
+    enter!(
+        dict,
+        pool,
+        PoolStats {
+            capacity_bytes,
+            requested_bytes,
+            reserved_bytes,
+            magazine_bytes,
+            free_bytes,
+            largest_free_bytes,
+            huge_bytes,
+        }
+    );
+    Ok(dict)
+}
+
+fn stages_dict<'py>(
+    py: Python<'py>,
+    stages: &[(TierName, StageStats)],
+) -> PyResult<Bound<'py, PyDict>> {
+    let dict = PyDict::new(py);
+    for (tier, stage) in stages {
+        let one = PyDict::new(py);
+        enter!(
+            one,
+            stage,
+            StageStats { used_bytes, capacity_bytes, creates, damaged_blocks, notes }
+        );
+        dict.set_item(tier, one)?;
+    }
     Ok(dict)
 }

@@ -218,8 +218,10 @@ fn settle(
             state.counters.demoted_bytes += u64::from(pending.facts.bytes);
             name_everywhere(state, stage, pending, address);
         }
+        Err(StageError::Declined { .. }) => state.counters.demote_declines += 1,
         Err(error) => {
             state.counters.demote_failures += 1;
+            state.unwritten[stage] += 1;
             node.note_stage_error(error);
         }
     }

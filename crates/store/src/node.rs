@@ -163,7 +163,7 @@ impl Node {
         incoming: Option<&Incoming>,
         deadline: Deadline,
     ) -> (MutexGuard<'a, State>, Result<SlabMut, NoSlab>) {
-        if bytes > self.pool.stats().capacity_bytes {
+        if bytes > self.pool.region().bytes() {
             return (state, Err(NoSlab::TooLarge));
         }
         loop {

@@ -396,7 +396,8 @@ impl Node {
         let deadline = self.deadline(options);
         let mut state = self.lock();
         for (key, outcome) in keys.iter().zip(outcomes) {
-            if !matches!(outcome, PutOutcome::Stored) {
+            let names_bytes = matches!(outcome, PutOutcome::Deduplicated);
+            if !names_bytes && !matches!(outcome, PutOutcome::Stored) {
                 continue;
             }
             *outcome = loop {
@@ -404,10 +405,10 @@ impl Node {
                     break PutOutcome::Failed(self.stage_refused());
                 };
                 let content = state.catalog.content(state.catalog.entry(found).content);
-                if content.dirty == 0 {
+                if content.dirty == 0 && (state.knows_names() || !names_bytes) {
                     let everywhere = (0..self.stages.len()).all(|s| content.address(s).is_some());
                     break if everywhere {
-                        PutOutcome::Stored
+                        if names_bytes { PutOutcome::Deduplicated } else { PutOutcome::Stored }
                     } else {
                         PutOutcome::Failed(self.stage_refused())
                     };

@@ -57,6 +57,8 @@ pub(crate) struct State {
     pub(crate) tier_hits: [(u64, u64); 1 + LOWER_STAGES_MAX],
     pub(crate) queues: [VecDeque<Pending>; LOWER_STAGES_MAX],
     pub(crate) names: [Vec<NameChange>; LOWER_STAGES_MAX],
+    /// Blocks that a stage did not take since the last flush said so.
+    pub(crate) unwritten: [u64; LOWER_STAGES_MAX],
     /// Whether a stage's mover is carrying out a batch.
     pub(crate) is_moving: [bool; LOWER_STAGES_MAX],
     /// Bytes in the queues or being written, by stage.
@@ -80,6 +82,7 @@ impl State {
             tier_hits: [(0, 0); 1 + LOWER_STAGES_MAX],
             queues: Default::default(),
             names: Default::default(),
+            unwritten: [0; LOWER_STAGES_MAX],
             is_moving: [false; LOWER_STAGES_MAX],
             pending_bytes: [0; LOWER_STAGES_MAX],
             content_bytes: 0,
@@ -237,9 +240,12 @@ impl State {
 
     /// Whether the stages know all that they have to know.
     pub(crate) fn is_settled(&self) -> bool {
-        self.pending_total() == 0
-            && self.names.iter().all(Vec::is_empty)
-            && !self.is_moving.contains(&true)
+        self.pending_total() == 0 && self.knows_names()
+    }
+
+    /// Whether the stages know all names, those of blocks that are still queued apart.
+    pub(crate) fn knows_names(&self) -> bool {
+        self.names.iter().all(Vec::is_empty) && !self.is_moving.contains(&true)
     }
 
     /// Bytes that wait for lower stages, all together.

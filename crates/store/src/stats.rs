@@ -54,8 +54,10 @@ pub struct Counters {
     pub promoted_blocks: u64,
     /// Their bytes.
     pub promoted_bytes: u64,
-    /// Blocks that a lower stage could not take.
+    /// Blocks that a lower stage failed to take.
     pub demote_failures: u64,
+    /// Blocks that a lower stage never takes, such as empty ones.
+    pub demote_declines: u64,
     /// Names that a lower stage could not be told to learn or to forget.
     pub name_failures: u64,
     /// Blocks that a lower stage dropped to make room.

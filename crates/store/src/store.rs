@@ -308,6 +308,8 @@ impl Store {
     }
 
     /// Returns once all that was put is written down the pipeline and would survive a restart.
+    /// Fails if a stage did not take some of it since the last flush; what is missing there is in
+    /// DRAM for as long as it lasts.
     pub fn flush(&self, options: CallOptions) -> Result<(), StoreError> {
         self.node().flush(options)
     }
@@ -363,9 +365,14 @@ impl Node {
                 return Err(self.timeout_error("flush", options));
             }
         }
+        let unwritten = std::mem::take(&mut state.unwritten);
         drop(state);
         for stage in &self.stages {
             stage.flush(deadline).map_err(|error| tier_error(stage, "flush", error))?;
+        }
+        if let Some(at) = unwritten.iter().position(|blocks| *blocks > 0) {
+            let (tier, source) = (self.stages[at].name(), self.last_stage_error());
+            return Err(StoreError::Tier { tier, operation: "write some blocks down", source });
         }
         Ok(())
     }

@@ -115,6 +115,9 @@ fn a_failing_stage_costs_its_blocks_and_nothing_else() {
     assert!(outcomes.iter().all(|o| matches!(o, PutOutcome::Stored)));
     assert!(check(&store, &keys(300..304)).iter().all(|tier| *tier == Some("dram")));
     stage.fails.store(false, Relaxed);
+    let error = store.flush(CallOptions::default()).unwrap_err();
+    assert!(matches!(error, StoreError::Tier { tier: "map", .. }), "blocks are missing: {error}");
+    store.flush(CallOptions::default()).expect("said once");
     assert_eq!(check(&store, &keys(0..1)), [Some("map")]);
 }
 

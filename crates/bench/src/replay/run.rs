@@ -135,6 +135,8 @@ impl<'a> Worker<'a> {
         let began = self.clock.monotonic();
         let mut asked = Request::new(&request.keys);
         asked.partial_tail = request.has_partial_tail;
+        // The policy learns from the trace's own times, however fast it is replayed.
+        asked.at = Some(request.at);
         let leading = self.store.lookup_prefix(&asked).tiers.len().min(request.keys.len());
         let took = self.clock.monotonic().saturating_sub(began);
         self.tally.lookup.record(took);

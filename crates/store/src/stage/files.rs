@@ -128,6 +128,9 @@ fn stage_error(error: DiskError) -> StageError {
     match error {
         DiskError::Full { .. } => StageError::Full,
         DiskError::Timeout { .. } => StageError::Timeout,
+        DiskError::BadLength { payload_bytes, .. } => {
+            StageError::Declined { bytes: u32::try_from(payload_bytes).unwrap_or(u32::MAX) }
+        }
         error => StageError::Failed(Arc::new(error)),
     }
 }
