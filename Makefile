@@ -16,6 +16,7 @@ export PYO3_PYTHON := $(CURDIR)/.venv/bin/python
 VENV := .venv
 BIN := $(VENV)/bin
 STAMPS := $(VENV)/stamps
+PEERS := .cache/peers
 TRACE := data/traces/mooncake/conversation_trace.jsonl
 LOOM_FLAGS := --cfg loom
 FUZZ_SECONDS ?= 60
@@ -82,10 +83,16 @@ format: $(STAMPS)/check
 	$(BIN)/ruff format --quiet
 	$(BIN)/ruff check --fix --quiet
 
-.PHONY: bench ## Measure the core beside the machine's limits: reports/core.json
-bench: build
+.PHONY: bench ## Measure the core and the binding beside the machine's limits: reports/*.json
+bench: build $(STAMPS)/test
+	mkdir -p reports .cache
+	$(BIN)/cascade bench core --directory .cache --json reports/core.json
+	$(BIN)/python python/bench/core.py reports/python.json
+
+.PHONY: bench-peers ## Measure LMCache's CPU backend beside the store: reports/peers.json
+bench-peers: build $(STAMPS)/peers
 	mkdir -p reports
-	$(BIN)/cascade bench core --json reports/core.json
+	$(PEERS)/bin/python python/bench/peers.py reports/peers.json
 
 .PHONY: wheel ## Build the wheel into dist/ and prove it in an empty environment
 wheel: $(STAMPS)/build
