@@ -56,8 +56,7 @@ def measure() -> list[dict[str, object]]:
     gigabytes = source.nbytes / 1e9
     puts, gets, views, lookups, copies_in, copies_out = [], [], [], [], [], []
     with cascadekv.Store(dram=8 * source.nbytes, policy="lru") as store:
-        reservation = store.reserve(source.nbytes)
-        inside = np.frombuffer(reservation, dtype=np.uint8).reshape(source.shape)
+        inside = np.frombuffer(store.reserve(source.nbytes), np.uint8).reshape(source.shape)
         for number in range(ROUNDS + 1):
             keys = cascadekv.BlockKeys(
                 [space.key_of_id(f"{number} {block}") for block in range(BATCH)]
@@ -78,8 +77,6 @@ def measure() -> list[dict[str, object]]:
                 lookups.append(lookup)
                 copies_in.append(copy_in)
                 copies_out.append(copy_out)
-        del inside
-        reservation.release()
     return [
         figure("python/put/128KiB", "GB/s", puts, copies_in),
         figure("python/get/128KiB", "GB/s", gets, copies_out),
