@@ -2,6 +2,7 @@
 
 mod args;
 mod bench;
+mod eviction;
 mod failure;
 mod inspect;
 mod interrupt;
@@ -18,7 +19,7 @@ use clap_complete::Shell;
 pub use args::ReplayArgs;
 pub use failure::Failure;
 pub use reference::reference;
-pub use screen::{Screen, write_file};
+pub use screen::{Screen, write_file, write_json};
 pub use size::{Count, WarmUp, parse_bytes};
 
 /// Everything went well.

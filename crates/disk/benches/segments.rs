@@ -133,8 +133,19 @@ fn alternate(
     (figures[ROUNDS / 2], limits.get(ROUNDS / 2).copied())
 }
 
-fn throughput(root: &Path, pool: &Pool) {
+/// A pool whose slabs of that length were touched: page faults are no property of the disk.
+fn touched_pool(length: usize) -> Pool {
+    let config =
+        PoolConfig { capacity_bytes: 256 << 20, huge_pages: HugePages::Auto, populate: true };
+    let pool = Pool::new(&config).unwrap();
+    let slabs: Vec<_> = std::iter::from_fn(|| pool.allocate(length)).collect();
+    slabs.into_iter().for_each(|mut slab| slab.fill(1));
+    pool
+}
+
+fn throughput(root: &Path) {
     for length in [128 << 10, 1 << 20, 2 << 20] {
+        let pool = &touched_pool(length);
         let directory = root.join("tier");
         let (written, limit) = alternate(
             || fio(root, "write", length, 8),
@@ -203,13 +214,8 @@ fn main() {
     let given = std::env::args().skip(1).find(|argument| !argument.starts_with('-'));
     let parent = given.map_or_else(std::env::temp_dir, PathBuf::from);
     let root = tempfile::tempdir_in(parent).unwrap();
-    let config =
-        PoolConfig { capacity_bytes: 256 << 20, huge_pages: HugePages::Auto, populate: true };
-    let pool = Pool::new(&config).unwrap();
-    // First touches cost page faults, which are no property of the disk.
-    let slabs: Vec<_> = std::iter::from_fn(|| pool.allocate(2 << 20)).collect();
-    slabs.into_iter().for_each(|mut slab| slab.fill(1));
-    throughput(root.path(), &pool);
+    throughput(root.path());
+    let pool = touched_pool(4096);
     for count in [100_000, 400_000] {
         restart(root.path(), &pool, count);
     }

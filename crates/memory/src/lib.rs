@@ -4,7 +4,6 @@ mod copy;
 mod heap;
 mod magazine;
 mod pages;
-mod pin;
 mod pool;
 mod region;
 mod slab;
@@ -12,7 +11,6 @@ mod sync;
 
 pub use copy::{copy_in, copy_out};
 pub use pages::{HugePages, PageReport, PageSource};
-pub use pin::{Generation, PinWord, SlotState};
 pub use pool::{DIRECT_ALIGN, MemoryError, Pool, PoolConfig, PoolStats};
 pub use region::Region;
 pub use slab::{Slab, SlabMut};

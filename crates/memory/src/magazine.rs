@@ -4,17 +4,14 @@
 //! so a magazine that changed its size under a slow thread gives an extent of the wrong length,
 //! which the caller sees and returns to the heap. Ownership passes through the queues alone.
 
-use std::sync::atomic::{AtomicUsize, Ordering};
-
-use crossbeam_queue::ArrayQueue;
-
 use crate::heap::Extent;
+use crate::sync::{ArrayQueue, AtomicUsize, Ordering};
 
 /// Sizes that have a magazine at a time. Stores have one or two block sizes, tails a few more.
-const MAGAZINES: usize = 16;
+const MAGAZINES: usize = if cfg!(loom) { 1 } else { 16 };
 
 /// Most extents in a magazine.
-const EXTENTS_MAX: usize = 64;
+const EXTENTS_MAX: usize = if cfg!(loom) { 2 } else { 64 };
 
 /// A magazine holds at most this share of the pool.
 const CAPACITY_DIVISOR: usize = 16;
@@ -88,5 +85,70 @@ impl Magazines {
     fn queue(&self, bytes: usize) -> Option<&ArrayQueue<Extent>> {
         let index = self.sizes.iter().position(|size| size.load(Ordering::Relaxed) == bytes)?;
         Some(&self.queues[index])
+    }
+}
+
+/// Every order of two or three threads' steps. Whoever holds the heap's lock is one thread here.
+#[cfg(all(test, loom))]
+mod loom_models {
+    use std::sync::Arc;
+
+    use loom::thread;
+
+    use super::*;
+
+    fn extent(offset: usize, bytes: usize) -> Extent {
+        Extent { offset, bytes }
+    }
+
+    /// Everything that the threads hold and the magazines keep, by offset.
+    fn all(magazines: &Magazines, held: impl IntoIterator<Item = Extent>) -> Vec<usize> {
+        let mut offsets: Vec<usize> = held.into_iter().map(|extent| extent.offset).collect();
+        magazines.drain(|extent| offsets.push(extent.offset));
+        offsets.sort_unstable();
+        offsets
+    }
+
+    #[test]
+    fn loom_no_extent_is_lost_or_given_twice_while_sizes_change() {
+        loom::model(|| {
+            let magazines = Arc::new(Magazines::new(1 << 20));
+            assert!(magazines.claim(64));
+            magazines.push(extent(0, 64)).expect("there is room");
+            let user = {
+                let magazines = Arc::clone(&magazines);
+                thread::spawn(move || {
+                    let taken = magazines.pop(64)?;
+                    magazines.push(taken).err()
+                })
+            };
+            // The heap's holder gives the only magazine to another size.
+            let mut heap = Vec::new();
+            magazines.drain(|extent| heap.push(extent));
+            assert!(magazines.claim(128));
+            heap.extend(magazines.push(extent(64, 128)).err());
+            heap.extend(user.join().expect("the user finishes"));
+            assert_eq!(all(&magazines, heap), [0, 64]);
+        });
+    }
+
+    #[test]
+    fn loom_two_users_never_hold_the_same_extent() {
+        loom::model(|| {
+            let magazines = Arc::new(Magazines::new(1 << 20));
+            assert!(magazines.claim(64));
+            magazines.push(extent(0, 64)).expect("there is room");
+            magazines.push(extent(64, 64)).expect("there is room");
+            let other = {
+                let magazines = Arc::clone(&magazines);
+                thread::spawn(move || magazines.pop(64))
+            };
+            let ours = magazines.pop(64);
+            let mut heap = Vec::new();
+            magazines.drain(|extent| heap.push(extent));
+            heap.extend(ours);
+            heap.extend(other.join().expect("the other user finishes"));
+            assert_eq!(all(&magazines, heap), [0, 64]);
+        });
     }
 }

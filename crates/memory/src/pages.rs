@@ -136,7 +136,7 @@ fn kib(text: &str) -> Option<usize> {
     text.trim().strip_suffix(" kB")?.parse::<usize>().ok()?.checked_mul(1024)
 }
 
-#[cfg(test)]
+#[cfg(all(test, not(loom)))]
 mod tests {
     use super::*;
 

@@ -191,7 +191,7 @@ impl Drop for Mapping {
     }
 }
 
-#[cfg(test)]
+#[cfg(all(test, not(loom)))]
 mod tests {
     use super::*;
     use std::os::unix::fs::FileExt;

@@ -1,6 +1,47 @@
-//! Atomics, which loom replaces when it checks every order of what threads do.
+//! What threads share without a lock; loom replaces it when it checks every order of their steps.
+
+#[cfg(not(loom))]
+pub(crate) use crossbeam_queue::ArrayQueue;
+#[cfg(loom)]
+pub(crate) use loom::sync::atomic::{AtomicUsize, Ordering};
+#[cfg(loom)]
+pub(crate) use modelled::ArrayQueue;
+#[cfg(not(loom))]
+pub(crate) use std::sync::atomic::{AtomicUsize, Ordering};
 
 #[cfg(loom)]
-pub(crate) use loom::sync::atomic::{AtomicU64, Ordering};
-#[cfg(not(loom))]
-pub(crate) use std::sync::atomic::{AtomicU64, Ordering};
+mod modelled {
+    use std::collections::VecDeque;
+
+    use loom::sync::Mutex;
+
+    /// Stands for crossbeam's queue, which loom cannot look into: what is checked is our use of it.
+    #[derive(Debug)]
+    pub(crate) struct ArrayQueue<T> {
+        items: Mutex<VecDeque<T>>,
+        capacity: usize,
+    }
+
+    impl<T> ArrayQueue<T> {
+        pub(crate) fn new(capacity: usize) -> Self {
+            Self { items: Mutex::new(VecDeque::new()), capacity }
+        }
+
+        pub(crate) fn len(&self) -> usize {
+            self.items.lock().expect("no model panics inside").len()
+        }
+
+        pub(crate) fn push(&self, item: T) -> Result<(), T> {
+            let mut items = self.items.lock().expect("no model panics inside");
+            if items.len() == self.capacity {
+                return Err(item);
+            }
+            items.push_back(item);
+            Ok(())
+        }
+
+        pub(crate) fn pop(&self) -> Option<T> {
+            self.items.lock().expect("no model panics inside").pop_front()
+        }
+    }
+}

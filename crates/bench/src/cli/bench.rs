@@ -4,7 +4,8 @@ use std::path::{Path, PathBuf};
 
 use clap::{Args, Subcommand};
 
-use crate::cli::{EXIT_OK, Failure, Screen, write_file};
+use crate::cli::eviction::{self, EvictionArgs};
+use crate::cli::{EXIT_OK, Failure, Screen, write_json};
 use crate::environment::Environment;
 use crate::measure::{Bench, Figure, table_header};
 
@@ -12,6 +13,8 @@ use crate::measure::{Bench, Figure, table_header};
 pub(super) enum BenchVerb {
     /// Put, get, view, lookup, restart and disk, each beside its physical limit.
     Core(CoreArgs),
+    /// Replay every eviction policy over traces and capacities, beside Belady's optimum.
+    Eviction(EvictionArgs),
 }
 
 /// Which measurements.
@@ -47,6 +50,7 @@ pub(super) struct CoreArgs {
 pub(super) fn run(args: &BenchVerb, screen: &mut Screen) -> Result<i32, Failure> {
     match args {
         BenchVerb::Core(args) => core(args, screen),
+        BenchVerb::Eviction(args) => eviction::run(args, screen),
     }
 }
 
@@ -105,18 +109,12 @@ fn finish(
     let Some(path) = &args.json else {
         return screen.line(format!("{} of {asked} targets met", asked - missed));
     };
-    let text = pretty(path, figures)?;
+    write_json(path, figures, screen)?;
     if path == Path::new("-") {
-        return screen.line(text);
+        return Ok(());
     }
-    write_file(path, text.as_bytes())?;
     let beside = path.with_extension("environment.json");
-    write_file(&beside, pretty(path, environment)?.as_bytes())?;
+    write_json(&beside, environment, screen)?;
     screen.line(format!("{} of {asked} targets met", asked - missed))?;
     screen.remark(format!("figures: {}, machine: {}", path.display(), beside.display()))
-}
-
-fn pretty<T: serde::Serialize + ?Sized>(path: &Path, value: &T) -> Result<String, Failure> {
-    let text = serde_json::to_string_pretty(value);
-    text.map_err(|error| Failure::write(path, std::io::Error::other(error)))
 }

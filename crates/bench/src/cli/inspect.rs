@@ -1,13 +1,13 @@
 //! `cascade inspect`: what a file tier's directory holds, and whether it is intact.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use cascade_block::ByteSize;
 use cascade_disk::{InspectReport, StoredManifest, inspect};
 use clap::Args;
 use serde_json::{Value, json};
 
-use crate::cli::{EXIT_FAILED, EXIT_OK, Failure, Screen};
+use crate::cli::{EXIT_FAILED, EXIT_OK, Failure, Screen, write_json};
 use crate::replay::summary::grouped;
 
 /// Files that are listed one by one; of more, only the sums are told.
@@ -47,9 +47,7 @@ pub(super) fn run(args: &InspectArgs, screen: &mut Screen) -> Result<i32, Failur
         ));
     }
     if args.json {
-        let text = serde_json::to_string_pretty(&as_json(args, &report));
-        let text = text.map_err(|error| Failure::write("-", std::io::Error::other(error)))?;
-        screen.line(text)?;
+        write_json(Path::new("-"), &as_json(args, &report), screen)?;
     } else {
         show(args, &report, screen)?;
     }

@@ -12,6 +12,7 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 use crate::cli::{
     EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, Failure, ReplayArgs, Screen, interrupt, write_file,
+    write_json,
 };
 use crate::environment::Environment;
 use crate::replay::assemble::{Measured, Plan};
@@ -54,12 +55,8 @@ fn deliver(args: &ReplayArgs, result: &ReplayResult, screen: &mut Screen) -> Res
         summary::show(result, screen)?;
     }
     if let Some(path) = &args.json {
-        let text = serde_json::to_string_pretty(result)
-            .map_err(|error| Failure::write(path, std::io::Error::other(error)))?;
-        if is_json_on_screen {
-            screen.line(text)?;
-        } else {
-            write_file(path, text.as_bytes())?;
+        write_json(path, result, screen)?;
+        if !is_json_on_screen {
             screen.remark(format!("figures: {}", path.display()))?;
         }
     }

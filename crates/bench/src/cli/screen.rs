@@ -72,6 +72,16 @@ fn ignore_closed_pipe(error: io::Error) -> io::Result<()> {
     if error.kind() == io::ErrorKind::BrokenPipe { Ok(()) } else { Err(error) }
 }
 
+/// Writes figures as JSON to a file, or to the screen for `-`.
+pub fn write_json<T>(path: &Path, value: &T, screen: &mut Screen) -> Result<(), Failure>
+where
+    T: serde::Serialize + ?Sized,
+{
+    let text = serde_json::to_string_pretty(value);
+    let text = text.map_err(|error| Failure::write(path, io::Error::other(error)))?;
+    if path.as_os_str() == "-" { screen.line(text) } else { write_file(path, text.as_bytes()) }
+}
+
 /// Writes a whole file through a neighbour, so that readers never see half of it.
 ///
 /// Devices and pipes (`/dev/stdout`) are written directly: they must not be replaced.

@@ -97,11 +97,12 @@ impl UringEngine {
                 // The disk starts on this one while the next is being prepared.
                 ring.wait(0, Duration::ZERO)?;
             }
-            for (number, finished) in ended.drain(..) {
-                traffic.end(number, finished);
-            }
-            ring.reap(|number, finished| ended.push((number, finished)));
             if !ended.is_empty() {
+                // What ended may bring more to do: a short transfer goes on.
+                for (number, finished) in ended.drain(..) {
+                    traffic.end(number, finished);
+                }
+                ring.reap(|number, finished| ended.push((number, finished)));
                 continue;
             }
             if ring.in_flight == 0 {

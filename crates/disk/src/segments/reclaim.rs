@@ -137,7 +137,15 @@ impl SegmentFiles {
         }
         let written = self.write(&mut writer, pending, Space::Reserve, deadline);
         for ((from, sum, keys), to) in placed.into_iter().zip(written) {
-            let to = to?;
+            let to = match to {
+                Ok(to) => to,
+                // A reclaim must come to an end: what finds no place is lost, as in any cache.
+                Err(DiskError::Full { .. }) => {
+                    reclaimed.dropped.extend(keys.iter().map(|meta| (meta.key, from)));
+                    continue;
+                }
+                Err(error) => return Err(error),
+            };
             self.rewrite_aliases(&mut writer, &keys[1..], to, sum, deadline)?;
             self.aliases().remove(&from);
             reclaimed.moved.extend(keys.iter().map(|meta| (meta.key, from, to)));

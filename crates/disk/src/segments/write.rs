@@ -368,6 +368,8 @@ impl SegmentFiles {
     }
 
     /// The active segment if that many pages fit it, else a new one.
+    ///
+    /// Ordinary writes stop while a segment's worth is not free: removals and reclaims need it.
     fn room(
         &self,
         writer: &mut WriterState,
@@ -375,13 +377,18 @@ impl SegmentFiles {
         space: Space,
         deadline: Deadline,
     ) -> Result<Arc<Segment>, DiskError> {
+        let kept_free = if space == Space::Reserve { 0 } else { self.config.segment_bytes };
         if let Some(active) = &writer.active {
             let state = active.state();
-            if self.fits(state.end_page + pages, state.entry_count() + 1) {
+            let fits = self.fits(state.end_page + pages, state.entry_count() + 1);
+            drop(state);
+            if fits {
+                self.check_capacity(0, kept_free, pages)?;
                 return Ok(Arc::clone(active));
             }
         }
-        self.check_capacity(writer, pages, space)?;
+        let sealed = sealing_frees(writer);
+        self.check_capacity(sealed, self.config.segment_bytes + kept_free, pages)?;
         self.seal(writer, deadline);
         let segment = self.begin_segment(writer, deadline)?;
         writer.active = Some(Arc::clone(&segment));
@@ -393,22 +400,19 @@ impl SegmentFiles {
         end <= self.config.segment_bytes
     }
 
+    /// Whether that many bytes may be added to the files once `freed_bytes` have come back.
     fn check_capacity(
         &self,
-        writer: &WriterState,
+        freed_bytes: u64,
+        added_bytes: u64,
         pages: u32,
-        space: Space,
     ) -> Result<(), DiskError> {
         use crate::BlockFiles as _;
-        let used_bytes = self.used_bytes() - sealing_frees(writer);
-        let segment_bytes = self.config.segment_bytes;
-        let kept_free = if space == Space::Reserve { 0 } else { segment_bytes };
-        if used_bytes + segment_bytes + kept_free > self.config.capacity_bytes {
-            return Err(DiskError::Full {
-                needed_bytes: u64::from(pages) * PAGE_BYTES as u64,
-                used_bytes,
-                capacity_bytes: self.config.capacity_bytes,
-            });
+        let used_bytes = self.used_bytes() - freed_bytes;
+        let capacity_bytes = self.config.capacity_bytes;
+        if used_bytes + added_bytes > capacity_bytes {
+            let needed_bytes = u64::from(pages) * PAGE_BYTES as u64;
+            return Err(DiskError::Full { needed_bytes, used_bytes, capacity_bytes });
         }
         Ok(())
     }

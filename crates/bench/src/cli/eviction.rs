@@ -1,0 +1,57 @@
+//! `cascade bench eviction`: every policy over traces and sizes, beside the optimum.
+
+use std::path::PathBuf;
+
+use clap::Args;
+
+use crate::cli::{EXIT_OK, Failure, Screen, write_json};
+use crate::study::study_table;
+use crate::trace::Trace;
+
+/// Which traces and sizes.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  cascade bench eviction data/traces/mooncake/conversation_trace.jsonl data/traces/agents
+      The tables of the documentation: two traces, the second of all files of a directory.
+  cascade bench eviction trace.jsonl --sizes 1,10 --json study.json
+
+Names only, no payload: a hit counts while the hits are unbroken from the start of its request.
+Every policy evicts leaves first and refuses a request's last partial block.")]
+pub(super) struct EvictionArgs {
+    /// Trace files, or directories whose .json and .jsonl files are one trace.
+    #[arg(required = true, value_name = "TRACE")]
+    traces: Vec<PathBuf>,
+    /// Capacities in percent of a trace's different blocks.
+    #[arg(
+        long,
+        value_name = "PERCENT,...",
+        value_delimiter = ',',
+        default_value = "1,2,5,10,25,50"
+    )]
+    #[arg(value_parser = clap::value_parser!(u64).range(1..=100))]
+    sizes: Vec<u64>,
+    /// Write the figures as JSON; - is standard output.
+    #[arg(long, value_name = "FILE")]
+    json: Option<PathBuf>,
+}
+
+pub(super) fn run(args: &EvictionArgs, screen: &mut Screen) -> Result<i32, Failure> {
+    let read = |path: &PathBuf| {
+        Trace::read(path).map_err(|error| Failure::Read {
+            path: path.clone(),
+            advice: "give a trace in Mooncake's JSONL format or recorded agent sessions".to_owned(),
+            source: Box::new(error),
+        })
+    };
+    let traces = args.traces.iter().map(read).collect::<Result<Vec<_>, _>>()?;
+    let table = study_table(&traces, &args.sizes);
+    match &args.json {
+        Some(path) if path.as_os_str() == "-" => (),
+        _ => screen.line(table.markdown().trim_end())?,
+    }
+    if let Some(path) = &args.json {
+        write_json(path, &table, screen)?;
+    }
+    Ok(EXIT_OK)
+}

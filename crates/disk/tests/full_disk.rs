@@ -1,0 +1,75 @@
+//! A file system that is really full: typed errors, and everything acknowledged stays.
+#![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+use std::path::Path;
+use std::process::Command;
+use std::sync::Arc;
+
+use cascade_block::SystemClock;
+use cascade_disk::conformance::{Stored, assert_hits, assert_recovered, block, deadline, pool};
+use cascade_disk::{DiskError, FileTierConfig, Layout, open};
+
+/// A small file system in memory; nothing where this user may not mount one.
+struct SmallDisk(tempfile::TempDir);
+
+impl SmallDisk {
+    fn mount() -> Option<Self> {
+        let directory = tempfile::tempdir().unwrap();
+        let mounted = Command::new("mount")
+            .args(["-t", "tmpfs", "-o", "size=6m", "tmpfs"])
+            .arg(directory.path())
+            .output()
+            .is_ok_and(|output| output.status.success());
+        mounted.then(|| Self(directory))
+    }
+
+    fn path(&self) -> &Path {
+        self.0.path()
+    }
+}
+
+impl Drop for SmallDisk {
+    fn drop(&mut self) {
+        let unmounted = Command::new("umount").arg(self.path()).status();
+        assert!(unmounted.is_ok_and(|status| status.success()), "the disk is still in use");
+    }
+}
+
+fn fill(layout: Layout) {
+    let Some(disk) = SmallDisk::mount() else { return };
+    let pool = pool();
+    let config = FileTierConfig {
+        capacity_bytes: 64 << 20,
+        segment_bytes: 1 << 20,
+        layout,
+        ..FileTierConfig::new(disk.path())
+    };
+    let clock = || Arc::new(SystemClock);
+    let (files, _) = open(config.clone(), clock(), &pool, deadline()).unwrap();
+    let mut stored = Vec::new();
+    let mut is_full = false;
+    for number in 0..100 {
+        let batch = vec![block(&pool, number, 100_000)];
+        match files.append(batch, deadline()).remove(0) {
+            Ok(address) => stored.push(Stored { number, length: 100_000, address }),
+            Err(DiskError::NoSpace { .. }) => is_full = true,
+            Err(error) => panic!("{error:?}"),
+        }
+    }
+    assert!(is_full && stored.len() > 30, "{} blocks were stored", stored.len());
+    assert_hits(files.as_ref(), &pool, &stored);
+    drop(files);
+    let (files, recovery) = open(config, clock(), &pool, deadline()).unwrap();
+    assert_recovered(&recovery, &stored);
+    assert_hits(files.as_ref(), &pool, &stored);
+}
+
+#[test]
+fn segments_on_a_full_disk_keep_what_they_have() {
+    fill(Layout::Segments);
+}
+
+#[test]
+fn block_files_on_a_full_disk_keep_what_they_have() {
+    fill(Layout::FilePerBlock);
+}
