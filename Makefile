@@ -21,6 +21,7 @@ TRACE := data/traces/mooncake/conversation_trace.jsonl
 LOOM_FLAGS := --cfg loom
 FUZZ_SECONDS ?= 60
 CARGO_FUZZ_VERSION := 0.13.2
+UV_VERSION := 0.13.8
 
 RUST_SOURCES := $(shell find crates -name '*.rs' -o -name '*.toml' 2>/dev/null) Cargo.toml Cargo.lock
 PYTHON_SOURCES := $(shell find python/cascadekv -name '*.py' -o -name '*.pyi' -o -name py.typed) \
@@ -89,9 +90,11 @@ bench: build $(STAMPS)/test
 	$(BIN)/cascade bench core --directory .cache --json reports/core.json
 	$(BIN)/python python/bench/core.py reports/python.json
 
-.PHONY: bench-peers ## Measure LMCache's CPU backend beside the store: reports/peers.json
+.PHONY: bench-peers ## Measure LMCache's CPU backend beside the store (6 GB): reports/peers.json
 bench-peers: build $(STAMPS)/peers
 	mkdir -p reports
+	$(PEERS)/bin/python -m pip install --quiet --force-reinstall --no-deps --no-index \
+		$(CARGO_TARGET_DIR)/wheels/cascadekv-*.whl
 	$(PEERS)/bin/python python/bench/peers.py reports/peers.json
 
 .PHONY: wheel ## Build the wheel into dist/ and prove it in an empty environment
@@ -140,6 +143,12 @@ $(STAMPS)/build: $(RUST_SOURCES) $(PYTHON_SOURCES) $(STAMPS)/tools
 		--interpreter $(BIN)/python --out $(CARGO_TARGET_DIR)/wheels
 	$(BIN)/python -m pip install --quiet --force-reinstall --no-deps --no-index \
 		$(CARGO_TARGET_DIR)/wheels/cascadekv-*.whl
+	touch $@
+
+$(STAMPS)/peers: requirements/peers.txt $(STAMPS)/python
+	$(BIN)/python -m venv --clear $(PEERS)
+	$(PEERS)/bin/python -m pip install --quiet uv==$(UV_VERSION)
+	$(PEERS)/bin/uv pip install --quiet --python $(PEERS)/bin/python --requirement $<
 	touch $@
 
 .cache/cargo-fuzz/bin/cargo-fuzz:
