@@ -1,5 +1,7 @@
 //! One tier: what put, get, view, pin and delete promise in DRAM alone.
 
+#![expect(clippy::unwrap_used, reason = "in a test, a surprise should panic")]
+
 mod blocks;
 
 use std::time::Duration;

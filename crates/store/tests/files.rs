@@ -1,5 +1,7 @@
 //! DRAM over real files: restart, damage, full tiers, two stores on one directory.
 
+#![expect(clippy::unwrap_used, reason = "in a test, a surprise should panic")]
+
 mod blocks;
 
 use std::path::Path;

@@ -1,5 +1,7 @@
 //! The store against a naive model: a map that forgets nothing it is not told to forget.
 
+#![expect(clippy::unwrap_used, reason = "in a test, a surprise should panic")]
+
 mod blocks;
 mod third_party;
 
