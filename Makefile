@@ -16,10 +16,12 @@ export PYO3_PYTHON := $(CURDIR)/.venv/bin/python
 VENV := .venv
 BIN := $(VENV)/bin
 STAMPS := $(VENV)/stamps
+PEERS := .cache/peers
 TRACE := data/traces/mooncake/conversation_trace.jsonl
 LOOM_FLAGS := --cfg loom
 FUZZ_SECONDS ?= 60
 CARGO_FUZZ_VERSION := 0.13.2
+UV_VERSION := 0.13.8
 
 RUST_SOURCES := $(shell find crates -name '*.rs' -o -name '*.toml' 2>/dev/null) Cargo.toml Cargo.lock
 PYTHON_SOURCES := $(shell find python/cascadekv -name '*.py' -o -name '*.pyi' -o -name py.typed) \
@@ -82,10 +84,18 @@ format: $(STAMPS)/check
 	$(BIN)/ruff format --quiet
 	$(BIN)/ruff check --fix --quiet
 
-.PHONY: bench ## Measure the core beside the machine's limits: reports/core.json
-bench: build
+.PHONY: bench ## Measure the core and the binding beside the machine's limits: reports/*.json
+bench: build $(STAMPS)/test
+	mkdir -p reports .cache
+	$(BIN)/cascade bench core --directory .cache --json reports/core.json
+	$(BIN)/python python/bench/core.py reports/python.json
+
+.PHONY: bench-peers ## Measure LMCache's CPU backend beside the store (6 GB): reports/peers.json
+bench-peers: build $(STAMPS)/peers
 	mkdir -p reports
-	$(BIN)/cascade bench core --json reports/core.json
+	$(PEERS)/bin/python -m pip install --quiet --force-reinstall --no-deps --no-index \
+		$(CARGO_TARGET_DIR)/wheels/cascadekv-*.whl
+	$(PEERS)/bin/python python/bench/peers.py reports/peers.json
 
 .PHONY: wheel ## Build the wheel into dist/ and prove it in an empty environment
 wheel: $(STAMPS)/build
@@ -133,6 +143,12 @@ $(STAMPS)/build: $(RUST_SOURCES) $(PYTHON_SOURCES) $(STAMPS)/tools
 		--interpreter $(BIN)/python --out $(CARGO_TARGET_DIR)/wheels
 	$(BIN)/python -m pip install --quiet --force-reinstall --no-deps --no-index \
 		$(CARGO_TARGET_DIR)/wheels/cascadekv-*.whl
+	touch $@
+
+$(STAMPS)/peers: requirements/peers.txt $(STAMPS)/python
+	$(BIN)/python -m venv --clear $(PEERS)
+	$(PEERS)/bin/python -m pip install --quiet uv==$(UV_VERSION)
+	$(PEERS)/bin/uv pip install --quiet --python $(PEERS)/bin/python --requirement $<
 	touch $@
 
 .cache/cargo-fuzz/bin/cargo-fuzz:

@@ -2,12 +2,57 @@
 
 import array
 import hashlib
+import json
 import pickle
+from pathlib import Path
 
 import cascadekv
 import numpy as np
 import pytest
 from cascadekv import BlockKey, BlockKeys, Manifest, Namespace, keys
+
+# The vectors that the Rust tests check too: keys outlive processes, machines and versions.
+VECTORS = json.loads((Path(__file__).parents[2] / "testdata" / "key-vectors.json").read_text())
+
+
+@pytest.mark.parametrize("vector", VECTORS["namespaces"])
+def test_namespaces_match_the_vectors(vector):
+    space = Namespace(Manifest(vector["manifest"]), bytes.fromhex(vector["secret_hex"]))
+    assert space.root.hex() == vector["root"]
+    assert space.id.hex() == vector["id"]
+
+
+@pytest.mark.parametrize("vector", VECTORS["chains"])
+def test_chains_match_the_vectors(vector):
+    parent = BlockKey.from_hex(vector["parent"])
+    chain = cascadekv.chain_keys(
+        parent, vector["tokens"], vector["block_tokens"], keep_partial=vector["keep_tail"]
+    )
+    assert [key.hex() for key in chain] == vector["keys"]
+
+
+@pytest.mark.parametrize("vector", VECTORS["ids"])
+def test_ids_match_the_vectors(vector):
+    roots = {
+        space.root.hex(): space
+        for entry in VECTORS["namespaces"]
+        for space in [Namespace(Manifest(entry["manifest"]), bytes.fromhex(entry["secret_hex"]))]
+    }
+    space = roots[vector["root"]]
+    assert space.key_of_id(bytes.fromhex(vector["id_hex"])).hex() == vector["key"]
+
+
+@pytest.mark.parametrize("vector", VECTORS["digests"])
+def test_digests_match_the_vectors(vector):
+    data = bytes.fromhex(vector["pattern_hex"]) * vector["repeats"]
+    assert keys.digest(data, "blake3").hex() == vector["blake3"]
+    assert keys.digest(data, "sha256").hex() == vector["sha256"]
+
+
+@pytest.mark.parametrize("vector", VECTORS["checksums"])
+def test_checksums_match_the_vectors(vector):
+    data = bytes.fromhex(vector["pattern_hex"]) * vector["repeats"]
+    assert keys.checksum(data) == vector["crc32c"]
 
 
 def test_tokens_come_in_any_form(space):

@@ -147,9 +147,14 @@ impl State {
     /// the policy values more than it.
     pub(crate) fn evict_one(&mut self, now: Duration, incoming: Option<&Incoming>) -> Evicted {
         let catalog = &self.catalog;
-        let mut may_any_go = false;
+        let (mut may_any_go, mut is_one_unwritten) = (false, false);
         let mut usable = |owner: u32| {
-            let may_go = is_evictable(catalog, KeyIndex(owner));
+            let entry = catalog.entry(KeyIndex(owner));
+            is_one_unwritten |= catalog.content(entry.content).dirty > 0;
+            // Ordinary blocks are named first. One that is still to be written down will be free to
+            // go soon: better wait for it than evict a protected one.
+            let is_spared = entry.is_prefix && is_one_unwritten;
+            let may_go = !is_spared && is_evictable(catalog, KeyIndex(owner));
             may_any_go |= may_go;
             may_go
         };

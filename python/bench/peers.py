@@ -1,0 +1,141 @@
+"""Measures LMCache's CPU backend beside the store: the same blocks, one process, in turn.
+
+Runs in an environment of its own that has the real package (`make bench-peers`). Both sides copy a
+block in with one call each or as a batch, whichever they offer, and copy it out into the caller's
+array; every byte is checked.
+"""
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+
+import cascadekv
+import numpy as np
+import torch
+from lmcache.utils import CacheEngineKey
+from lmcache.v1.config import LMCacheEngineConfig
+from lmcache.v1.memory_allocators.mixed_memory_allocator import MixedMemoryAllocator
+from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
+
+ROUNDS = 7
+BATCH = 256
+BLOCK_BYTES = 128 << 10
+POOL_BYTES = 1 << 30
+
+
+def seconds(work: Callable[[], object]) -> float:
+    """Time one call."""
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+class Lmcache:
+    """LMCache's CPU backend as its storage manager drives it."""
+
+    def __init__(self) -> None:
+        config = LMCacheEngineConfig.from_defaults(local_cpu=True, max_local_cpu_size=1.0)
+        allocator = MixedMemoryAllocator(POOL_BYTES)
+        self._backend = LocalCPUBackend(config, dst_device="cpu", memory_allocator=allocator)
+
+    def keys(self, number: int) -> list[CacheEngineKey]:
+        """Name the blocks of a round."""
+        start = number * BATCH
+        return [CacheEngineKey("model", 1, 0, start + block, torch.uint8) for block in range(BATCH)]
+
+    def put(self, keys: list[CacheEngineKey], blocks: torch.Tensor) -> None:
+        """Allocate, copy in, hand over."""
+        for key, block in zip(keys, blocks, strict=True):
+            slot = self._backend.allocate(block.shape, block.dtype)
+            slot.tensor.copy_(block)
+            self._backend.submit_put_task(key, slot)
+            slot.ref_count_down()
+
+    def get(self, keys: list[CacheEngineKey], targets: torch.Tensor) -> None:
+        """Look up, copy out, let go."""
+        for key, target in zip(keys, targets, strict=True):
+            slot = self._backend.get_blocking(key)
+            target.copy_(slot.tensor)
+            slot.ref_count_down()
+
+    def delete(self, keys: list[CacheEngineKey]) -> None:
+        """Forget the blocks of a round."""
+        for key in keys:
+            self._backend.remove(key)
+
+
+class Cascade:
+    """The store, through the package."""
+
+    def __init__(self) -> None:
+        self._store = cascadekv.Store(dram=POOL_BYTES)
+        self._space = cascadekv.Namespace(cascadekv.Manifest({"weights": "bench"}))
+
+    def keys(self, number: int) -> cascadekv.BlockKeys:
+        """Name the blocks of a round."""
+        return cascadekv.BlockKeys(
+            [self._space.key_of_id(f"{number} {block}") for block in range(BATCH)]
+        )
+
+    def put(self, keys: cascadekv.BlockKeys, blocks: torch.Tensor) -> None:
+        """Copy in."""
+        self._store.put(keys, blocks.numpy())
+
+    def get(self, keys: cascadekv.BlockKeys, targets: torch.Tensor) -> None:
+        """Copy out."""
+        self._store.get(keys, targets.numpy())
+
+    def delete(self, keys: cascadekv.BlockKeys) -> None:
+        """Forget the blocks of a round."""
+        self._store.delete(keys)
+
+
+def measure() -> list[dict[str, object]]:
+    """Put and get a batch on each side in turn, ROUNDS times after one that warms up."""
+    random = np.random.default_rng(1)
+    source = torch.from_numpy(random.integers(0, 256, (BATCH, BLOCK_BYTES), dtype=np.uint8))
+    target = torch.ones_like(source)
+    gigabytes = source.numel() / 1e9
+    samples: dict[str, list[float]] = {}
+    sides = {"cascade": Cascade(), "lmcache": Lmcache()}
+    for number in range(ROUNDS + 1):
+        for name, side in sides.items():
+            keys = side.keys(number)
+            put = gigabytes / seconds(lambda side=side, keys=keys: side.put(keys, source))
+            target.zero_()
+            get = gigabytes / seconds(lambda side=side, keys=keys: side.get(keys, target))
+            if not torch.equal(source, target):
+                raise AssertionError(f"{name} gave a wrong byte")
+            side.delete(keys)
+            if number > 0:
+                samples.setdefault(f"{name}/put/128KiB", []).append(put)
+                samples.setdefault(f"{name}/get/128KiB", []).append(get)
+        copy = gigabytes / seconds(lambda: target.copy_(source))
+        samples.setdefault("memcpy/torch", []).append(copy)
+    limit = statistics.median(samples["memcpy/torch"])
+    return [
+        {
+            "name": name,
+            "value": statistics.median(values),
+            "unit": "GB/s",
+            "limit": limit,
+            "share": statistics.median(values) / limit,
+            "samples": values,
+        }
+        for name, values in samples.items()
+    ]
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    print(f"lmcache {version('lmcache')}, cascadekv {cascadekv.__version__}, one thread")
+    figures = measure()
+    for figure in figures:
+        low, high = min(figure["samples"]), max(figure["samples"])
+        print(f"{figure['name']:22} {figure['value']:7.2f} GB/s   ({low:.2f} to {high:.2f})")
+    if len(sys.argv) > 1:
+        Path(sys.argv[1]).write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
