@@ -44,6 +44,9 @@ pub struct StudyResult {
     pub blocks_requested: u64,
     /// Blocks that were there, leading ones only.
     pub blocks_hit: u64,
+    /// The same for each request, in order.
+    #[serde(skip)]
+    pub hits_of_requests: Vec<u32>,
     /// Blocks that came in.
     pub blocks_inserted: u64,
     /// Blocks that went to make room.

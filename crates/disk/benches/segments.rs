@@ -27,7 +27,7 @@ fn deadline() -> Deadline {
 fn seconds<T>(work: impl FnOnce() -> T) -> (T, f64) {
     let start = SystemClock.monotonic();
     let result = work();
-    (result, (SystemClock.monotonic() - start).as_secs_f64())
+    (result, SystemClock.monotonic().saturating_sub(start).as_secs_f64())
 }
 
 fn open_tier(
@@ -46,7 +46,8 @@ fn open_tier(
 }
 
 fn gigabytes_per_second(bytes: usize, seconds: f64) -> f64 {
-    bytes as f64 / seconds / 1e9
+    let mebibytes = u32::try_from(bytes >> 20).expect("a few GiB");
+    f64::from(mebibytes) * f64::from(1 << 20) / seconds / 1e9
 }
 
 fn write_all(files: &dyn BlockFiles, pool: &Pool, length: usize) -> f64 {
@@ -139,7 +140,9 @@ fn touched_pool(length: usize) -> Pool {
         PoolConfig { capacity_bytes: 256 << 20, huge_pages: HugePages::Auto, populate: true };
     let pool = Pool::new(&config).unwrap();
     let slabs: Vec<_> = std::iter::from_fn(|| pool.allocate(length)).collect();
-    slabs.into_iter().for_each(|mut slab| slab.fill(1));
+    for mut slab in slabs {
+        slab.fill(1);
+    }
     pool
 }
 

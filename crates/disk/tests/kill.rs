@@ -1,6 +1,5 @@
 //! kill -9 of a process that writes: what it was told is stored is there, and right.
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
-#![expect(clippy::print_stdout, reason = "the child reports through its standard output")]
 #![expect(clippy::disallowed_methods, reason = "the child is told its part by its environment")]
 
 use std::collections::{BTreeMap, BTreeSet};

@@ -20,7 +20,7 @@ pub enum PolicyKind {
     S3Fifo,
     /// Adaptive replacement.
     Arc,
-    /// Least recently used, new data always in the fastest tier (the MLPerf document's).
+    /// Least recently used, new data always in the fastest tier (the `MLPerf` document's).
     Waterfall,
     /// Learns online which conversations return (`docs/eviction.md`).
     #[default]

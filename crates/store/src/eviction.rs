@@ -69,13 +69,13 @@ pub trait Policy: fmt::Debug + Send {
     /// What it is called on the command line.
     fn name(&self) -> &'static str;
 
-    /// A chain was asked for; its first `hits` blocks are resident. Its partial tail is left out.
+    /// A chain was asked for; its first `leading` blocks are resident. Its partial tail is left out.
     fn request(
         &mut self,
         blocks: &mut Blocks,
         now: Duration,
         chain: &[Asked],
-        hits: usize,
+        leading: usize,
         hints: &Hints,
     );
 
@@ -222,16 +222,16 @@ impl Eviction {
     ) -> usize {
         self.advance(now);
         self.stats.requests += 1;
-        let (chain, hits) = self.leading(chain);
+        let (chain, leading) = self.leading(chain);
         let is_cut = partial_tail && !self.limits.admit_partial;
         let full = chain.len() - usize::from(is_cut && !chain.is_empty());
-        for asked in chain[..hits].iter().rev() {
+        for asked in chain[..leading].iter().rev() {
             let slot = asked.resident.filter(|slot| self.blocks.is_protected(*slot));
             slot.inspect(|slot| self.protected.renew(&mut self.blocks, *slot));
         }
-        let full_hits = hits.min(full);
-        self.policy.request(&mut self.blocks, self.now, &chain[..full], full_hits, hints);
-        hits
+        let leading_full = leading.min(full);
+        self.policy.request(&mut self.blocks, self.now, &chain[..full], leading_full, hints);
+        leading
     }
 
     /// Something becomes known about a chain after its request, or before the next one.

@@ -2,6 +2,7 @@
 
 #![expect(clippy::unwrap_used, reason = "in a test, a surprise should panic")]
 
+use std::collections::VecDeque;
 use std::time::Duration;
 
 use cascade_store::PolicyKind;
@@ -68,9 +69,9 @@ impl Tier {
             .iter()
             .map(|block| Asked { fingerprint: *block as u64, resident: self.slots[*block] })
             .collect();
-        let hits = self.eviction.request(now, &asked, false, hints);
-        let mut parent = hits.checked_sub(1).and_then(|at| asked[at].resident);
-        for block in &chain[hits..] {
+        let leading = self.eviction.request(now, &asked, false, hints);
+        let mut parent = leading.checked_sub(1).and_then(|at| asked[at].resident);
+        for block in &chain[leading..] {
             let owner = u32::try_from(*block).unwrap();
             let fingerprint = *block as u64;
             let incoming = Incoming { owner, fingerprint, parent, bytes: 1, is_protected: false };
@@ -83,7 +84,7 @@ impl Tier {
             parent = Some(self.eviction.insert(now, &incoming));
             self.slots[*block] = parent;
         }
-        hits
+        leading
     }
 
     fn holds(&self, block: usize) -> bool {
@@ -200,7 +201,7 @@ proptest! {
     fn ghosts_match_a_queue(steps in prop::collection::vec((0_u64..40, 0_u8..4), 1..300)) {
         let mut ghosts = Ghosts::default();
         // A hole stays until the ring comes round, so the model keeps it as `None`.
-        let mut queue: std::collections::VecDeque<Option<(u64, u32)>> = Default::default();
+        let mut queue: VecDeque<Option<(u64, u32)>> = VecDeque::new();
         for (number, (fingerprint, action)) in (0_u32..).zip(steps) {
             let at = queue.iter().position(|ghost| ghost.is_some_and(|(key, _)| key == fingerprint));
             let known = at.and_then(|at| queue[at]);

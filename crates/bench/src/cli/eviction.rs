@@ -1,26 +1,30 @@
 //! `cascade bench eviction`: every policy over traces and sizes, beside the optimum.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use clap::Args;
 
 use crate::cli::{EXIT_OK, Failure, Screen, write_json};
-use crate::study::study_table;
+use crate::study::{bundled_traces, study_table};
 use crate::trace::Trace;
+
+/// Where the traces lie that come with the source.
+const BUNDLED: &str = "data/traces";
 
 /// Which traces and sizes.
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
-  cascade bench eviction data/traces/mooncake/conversation_trace.jsonl data/traces/agents
-      The tables of the documentation: two traces, the second of all files of a directory.
-  cascade bench eviction trace.jsonl --sizes 1,10 --json study.json
+  cascade bench eviction
+      The tables of the documentation: the traces below data/traces and a generated one.
+  cascade bench eviction trace.jsonl sessions/ --sizes 1,10 --json study.json
+      Two traces of your own, the second from all files of a directory.
 
 Names only, no payload: a hit counts while the hits are unbroken from the start of its request.
 Every policy evicts leaves first and refuses a request's last partial block.")]
 pub(super) struct EvictionArgs {
-    /// Trace files, or directories whose .json and .jsonl files are one trace.
-    #[arg(required = true, value_name = "TRACE")]
+    /// Trace files, or directories whose files are one trace [default: the bundled ones].
+    #[arg(value_name = "TRACE")]
     traces: Vec<PathBuf>,
     /// Capacities in percent of a trace's different blocks.
     #[arg(
@@ -44,7 +48,15 @@ pub(super) fn run(args: &EvictionArgs, screen: &mut Screen) -> Result<i32, Failu
             source: Box::new(error),
         })
     };
-    let traces = args.traces.iter().map(read).collect::<Result<Vec<_>, _>>()?;
+    let traces = if args.traces.is_empty() {
+        bundled_traces(Path::new(BUNDLED)).map_err(|error| Failure::Read {
+            path: BUNDLED.into(),
+            advice: "run it in Cascade's source directory, or name traces of your own".to_owned(),
+            source: Box::new(error),
+        })?
+    } else {
+        args.traces.iter().map(read).collect::<Result<Vec<_>, _>>()?
+    };
     let table = study_table(&traces, &args.sizes);
     match &args.json {
         Some(path) if path.as_os_str() == "-" => (),

@@ -164,9 +164,9 @@ fn show_bytes(result: &ReplayResult, screen: &mut Screen) -> Result<(), Failure>
     screen.line(format!("  {:<30}{:>10.1} s", "time", result.seconds))?;
     let workers = match result.run.threads {
         1 => String::new(),
-        threads => format!(" ({threads} workers together)"),
+        threads => format!("  {threads} workers together"),
     };
-    screen.line(format!("    in the store{workers:<16}{inside:>10.1} s"))?;
+    screen.line(format!("    {:<28}{inside:>10.1} s{workers}", "in the store"))?;
     screen.line(format!("    {:<28}{:>10.1} s", "making and checking bytes", time.checking))
 }
 

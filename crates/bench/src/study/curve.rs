@@ -30,6 +30,9 @@ impl ReuseDistances {
 }
 
 /// Measures all reuse distances in one pass (Mattson's stack, in a Fenwick tree).
+///
+/// # Panics
+/// If the trace's block numbers are not dense.
 pub fn reuse_distances(trace: &Trace) -> ReuseDistances {
     let references = usize::try_from(trace.block_count()).expect("a trace that fits in memory");
     let blocks = usize::try_from(trace.unique_blocks).expect("a trace that fits in memory");

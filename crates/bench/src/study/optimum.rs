@@ -26,6 +26,7 @@ pub fn optimum(trace: &Trace, capacity_blocks: u64) -> StudyResult {
         requests: trace.requests.len() as u64,
         blocks_requested: trace.block_count(),
         blocks_hit: 0,
+        hits_of_requests: Vec::with_capacity(trace.requests.len()),
         blocks_inserted: 0,
         blocks_evicted: 0,
         requests_declined: 0,
@@ -33,7 +34,9 @@ pub fn optimum(trace: &Trace, capacity_blocks: u64) -> StudyResult {
     };
     for request in &trace.requests {
         let is_resident = |block: &&u64| resident[index(**block)].is_some();
-        result.blocks_hit += request.blocks.iter().take_while(is_resident).count() as u64;
+        let hits = request.blocks.iter().take_while(is_resident).count();
+        result.blocks_hit += hits as u64;
+        result.hits_of_requests.push(u32::try_from(hits).expect("a request has fewer blocks"));
         for (depth, block) in request.blocks.iter().enumerate() {
             let next = next_uses[at];
             at += 1;

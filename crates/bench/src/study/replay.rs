@@ -56,7 +56,7 @@ pub fn replay_watched(
         chain: Vec::new(),
         requests_declined: 0,
     };
-    let mut blocks_hit = 0;
+    let mut hits_of_requests = Vec::with_capacity(trace.requests.len());
     for event in Foresight::of(trace, &options.hints).events() {
         match event {
             Event::Hint { at, request, hints } => {
@@ -65,8 +65,8 @@ pub fn replay_watched(
             }
             Event::Request { request, hints } => {
                 let hits = tier.request(&trace.requests[request], &hints);
+                hits_of_requests.push(u32::try_from(hits).expect("a request has fewer blocks"));
                 watch(request, hits);
-                blocks_hit += hits as u64;
             }
         }
     }
@@ -76,7 +76,8 @@ pub fn replay_watched(
         capacity_blocks,
         requests: trace.requests.len() as u64,
         blocks_requested: trace.block_count(),
-        blocks_hit,
+        blocks_hit: hits_of_requests.iter().map(|hits| u64::from(*hits)).sum(),
+        hits_of_requests,
         blocks_inserted: stats.inserted,
         blocks_evicted: stats.evicted,
         requests_declined: tier.requests_declined,
@@ -95,9 +96,9 @@ impl Tier {
 
     fn request(&mut self, request: &TraceRequest, hints: &Hints) -> usize {
         self.look_up(request);
-        let hits = self.eviction.request(request.at, &self.chain, request.partial_tail, hints);
-        let mut parent = hits.checked_sub(1).and_then(|last| self.chain[last].resident);
-        for (at, block) in request.blocks.iter().enumerate().skip(hits) {
+        let leading = self.eviction.request(request.at, &self.chain, request.partial_tail, hints);
+        let mut parent = leading.checked_sub(1).and_then(|last| self.chain[last].resident);
+        for (at, block) in request.blocks.iter().enumerate().skip(leading) {
             let is_partial = request.partial_tail && at + 1 == request.blocks.len();
             if !self.eviction.admits(is_partial) {
                 break;
@@ -112,7 +113,7 @@ impl Tier {
             };
             parent = Some(slot);
         }
-        hits
+        leading
     }
 
     /// Makes room for a block and takes it in, unless it is worth less than all others.

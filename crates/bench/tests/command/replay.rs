@@ -5,6 +5,10 @@ use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
 
+use cascade_bench::payload;
+use cascade_bench::replay::workload::Workload;
+use cascade_bench::trace::Trace;
+use cascade_store::{CallOptions, FilesConfig, Put, PutOutcome, Store, StoreConfig};
 use serde_json::Value;
 use tempfile::TempDir;
 
@@ -126,6 +130,34 @@ fn damaged_files_are_misses_not_wrong_bytes() {
     assert_eq!((code, count(&damaged, "wrong_blocks")), (0, 0));
     assert!(count(&damaged, "blocks_hit") < count(&intact, "blocks_hit"));
     assert!(count(&first, "blocks_hit") > 0);
+}
+
+#[test]
+fn a_wrong_byte_is_found_named_and_fails_the_command() {
+    let replay = Replay::new();
+    let trace = conversation_trace(replay.directory.path());
+    let workload = Workload::new(&Trace::read(&trace).unwrap(), 4096);
+    let [key, other] = [0, 1].map(|at| workload.requests[0].keys[at]);
+    let mut bytes = vec![0; 4096];
+    payload::fill(&other, &mut bytes);
+    let store = Store::open(StoreConfig {
+        pipeline: "Dram|Files".to_owned(),
+        files: Some(FilesConfig {
+            segment_bytes: 1 << 26,
+            ..FilesConfig::new(replay.path("files"))
+        }),
+        ..StoreConfig::default()
+    });
+    let store = store.unwrap();
+    let outcomes = store.put(&[Put::new(key, &bytes)], CallOptions::default());
+    assert!(matches!(outcomes[0], PutOutcome::Stored), "{outcomes:?}");
+    store.close().unwrap();
+    let files = replay.files();
+    let (code, result) = replay.run(&["--files", &files, "--segment", "64MiB"]);
+    assert_eq!(code, 1);
+    assert!(count(&result, "wrong_blocks") >= 1);
+    let described = result["wrong_examples"][0].as_str().unwrap();
+    assert!(described.contains(&key.to_string()), "{described}");
 }
 
 /// Turns over a byte in every 64 KiB of every large file.

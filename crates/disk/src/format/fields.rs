@@ -1,6 +1,6 @@
 //! Reading and writing integers and byte strings at fixed places, and checksummed pages.
 
-use cascade_block::checksum;
+use cascade_block::{Checksum, checksum};
 
 use super::{FORMAT_VERSION, FormatError, PAGE_BYTES};
 
@@ -91,9 +91,17 @@ pub(super) fn begin_page(page: &mut [u8], magic: [u8; 8]) -> Writer<'_> {
     writer
 }
 
+/// The checksum that the last four bytes of a page must hold: CRC-32C of all before.
+///
+/// # Panics
+/// If there are fewer bytes than a page.
+pub fn page_checksum(page: &[u8]) -> Checksum {
+    checksum(&page[..CHECKSUM_AT])
+}
+
 /// Ends a page: its last four bytes are the checksum of the others.
 pub(super) fn finish_page(page: &mut [u8]) {
-    let sum = checksum(&page[..CHECKSUM_AT]);
+    let sum = page_checksum(page);
     page[CHECKSUM_AT..PAGE_BYTES].copy_from_slice(&sum.to_le_bytes());
 }
 
@@ -109,7 +117,7 @@ pub(super) fn open_page(page: &[u8], magic: [u8; 8]) -> Result<Reader<'_>, Forma
     if found != FORMAT_VERSION {
         return Err(foreign_version(page, found, stored));
     }
-    if checksum(&page[..CHECKSUM_AT]) != stored {
+    if page_checksum(page) != stored {
         return Err(FormatError::Checksum);
     }
     reader.bytes(6);
@@ -120,7 +128,7 @@ pub(super) fn open_page(page: &[u8], magic: [u8; 8]) -> Result<Reader<'_>, Forma
 fn foreign_version(page: &[u8], found: u16, stored: u32) -> FormatError {
     let mut repaired = page.to_vec();
     repaired[VERSION_AT..VERSION_AT + 2].copy_from_slice(&FORMAT_VERSION.to_le_bytes());
-    if checksum(&repaired[..CHECKSUM_AT]) == stored {
+    if page_checksum(&repaired) == stored {
         FormatError::Checksum
     } else {
         FormatError::Version { found }

@@ -19,6 +19,9 @@ use rustix::io::Errno;
 
 use super::{Engine, Finished, Traffic, Transfer, TransferKind};
 
+/// As many transfers keep the disk busy while more are being prepared.
+const BUSY_TRANSFERS: usize = 2;
+
 /// Reads and writes through `io_uring`.
 pub struct UringEngine {
     depth: u32,
@@ -94,10 +97,13 @@ impl UringEngine {
             while ring.in_flight < self.depth as usize {
                 let Some((number, transfer)) = traffic.next() else { break };
                 ring.push(number, transfer);
-                // The disk starts on this one while the next is being prepared.
-                ring.wait(0, Duration::ZERO)?;
+                if ring.submitted() < BUSY_TRANSFERS {
+                    // The disk starts on this one while the next is being prepared.
+                    ring.wait(0, Duration::ZERO)?;
+                }
             }
             if !ended.is_empty() {
+                ring.wait(0, Duration::ZERO)?;
                 // What ended may bring more to do: a short transfer goes on.
                 for (number, finished) in ended.drain(..) {
                     traffic.end(number, finished);
@@ -112,7 +118,8 @@ impl UringEngine {
             if left.is_zero() {
                 return Err(io::ErrorKind::TimedOut.into());
             }
-            ring.wait(1, left)?;
+            // Waking for each one costs more than the disk gains while it has others to do.
+            ring.wait((ring.in_flight / 4).max(1), left)?;
             ring.reap(|number, finished| ended.push((number, finished)));
         }
     }
@@ -158,6 +165,11 @@ impl Ring {
         let queue = IoUring::new(depth.next_power_of_two())?;
         let flights = (0..depth).map(|_| None).collect();
         Ok(Self { queue, flights: ManuallyDrop::new(flights), in_flight: 0 })
+    }
+
+    /// How many transfers the kernel knows of.
+    fn submitted(&mut self) -> usize {
+        self.in_flight - self.queue.submission().len()
     }
 
     /// Puts a transfer into the submission queue; the caller keeps to the depth.

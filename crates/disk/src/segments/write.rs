@@ -325,18 +325,16 @@ impl SegmentFiles {
         };
         self.io.carry(&mut writing, deadline);
         let mut runs = writing.runs;
-        let is_written = runs.iter().all(|(_, result)| result.is_ok());
-        if self.config.durable && is_written {
-            let sync = Transfer::sync(Arc::clone(&segment.file));
-            if let Err(source) = self.one(sync, deadline) {
-                let error = DiskError::from_io("sync", &segment.path, source);
-                runs.iter_mut().for_each(|(_, result)| *result = Err(error.clone()));
+        if self.config.durable {
+            // One that failed leaves the others without their sync.
+            let failed = runs.iter().find_map(|(_, result)| result.clone().err());
+            let error = failed.or_else(|| {
+                let sync = self.one(Transfer::sync(Arc::clone(&segment.file)), deadline);
+                sync.err().map(|source| DiskError::from_io("sync", &segment.path, source))
+            });
+            for (_, result) in &mut runs {
+                *result = error.clone().map_or(Ok(()), Err);
             }
-        } else if self.config.durable {
-            // What the others wrote is not on stable storage either.
-            let error = runs.iter().find_map(|(_, result)| result.clone().err());
-            let error = error.expect("one of them failed");
-            runs.iter_mut().for_each(|(_, result)| *result = Err(error.clone()));
         }
         runs
     }

@@ -49,11 +49,12 @@ impl Arc {
 
     /// Keeps the memory of the past at the size that the paper gives it.
     fn forget(&mut self) {
-        while self.once_ghosts.len() > 0 && self.once.len() + self.once_ghosts.len() > self.capacity
+        while !self.once_ghosts.is_empty()
+            && self.once.len() + self.once_ghosts.len() > self.capacity
         {
             self.once_ghosts.pop();
         }
-        while self.often_ghosts.len() > 0
+        while !self.often_ghosts.is_empty()
             && self.once_ghosts.len() + self.often_ghosts.len() > self.capacity
         {
             self.often_ghosts.pop();
@@ -71,11 +72,11 @@ impl Policy for Arc {
         blocks: &mut Blocks,
         now: Duration,
         chain: &[Asked],
-        hits: usize,
+        leading: usize,
         _: &Hints,
     ) {
         self.requests = self.requests.wrapping_add(1) & !OFTEN;
-        for slot in chain[..hits].iter().rev().filter_map(|asked| asked.resident) {
+        for slot in chain[..leading].iter().rev().filter_map(|asked| asked.resident) {
             self.touch(blocks, now, slot);
         }
     }

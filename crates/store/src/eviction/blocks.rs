@@ -68,7 +68,7 @@ pub struct Incoming {
 /// their [`List`]s through it.
 #[derive(Debug, Default)]
 pub struct Blocks {
-    blocks: Vec<Block>,
+    table: Vec<Block>,
     free: Vec<u32>,
     resident: usize,
     bytes: u64,
@@ -92,58 +92,58 @@ impl Blocks {
 
     /// Slots that were ever used: every [`Slot::index`] is below it.
     pub fn slots(&self) -> usize {
-        self.blocks.len()
+        self.table.len()
     }
 
     /// The caller's number for a block.
     pub fn owner(&self, slot: Slot) -> u32 {
-        self.blocks[slot.index()].owner
+        self.table[slot.index()].owner
     }
 
     /// Eight bytes of a block's key.
     pub fn fingerprint(&self, slot: Slot) -> u64 {
-        self.blocks[slot.index()].fingerprint
+        self.table[slot.index()].fingerprint
     }
 
     /// Size of a block.
     pub fn bytes_of(&self, slot: Slot) -> u32 {
-        self.blocks[slot.index()].bytes
+        self.table[slot.index()].bytes
     }
 
     /// The block before it in its chain, if it is resident.
     pub fn parent(&self, slot: Slot) -> Option<Slot> {
-        Slot::some(self.blocks[slot.index()].parent).filter(|parent| self.is_resident(*parent))
+        Slot::some(self.table[slot.index()].parent).filter(|parent| self.is_resident(*parent))
     }
 
     /// Whether a slot holds a block.
     pub fn is_resident(&self, slot: Slot) -> bool {
-        let status = self.blocks.get(slot.index()).map(|block| block.status);
+        let status = self.table.get(slot.index()).map(|block| block.status);
         matches!(status, Some(Status::Ordinary | Status::Protected))
     }
 
     /// Whether no resident block follows it in a chain: only such blocks may go.
     pub fn is_leaf(&self, slot: Slot) -> bool {
-        self.blocks[slot.index()].children == 0
+        self.table[slot.index()].children == 0
     }
 
     /// Whether the mechanism keeps it for last; then it is in no policy's list.
     pub fn is_protected(&self, slot: Slot) -> bool {
-        self.blocks[slot.index()].status == Status::Protected
+        self.table[slot.index()].status == Status::Protected
     }
 
     /// The policy's number for a block; zero at first.
     pub fn state(&self, slot: Slot) -> u32 {
-        self.blocks[slot.index()].state
+        self.table[slot.index()].state
     }
 
     /// Changes the policy's number for a block.
     pub fn set_state(&mut self, slot: Slot, state: u32) {
-        self.blocks[slot.index()].state = state;
+        self.table[slot.index()].state = state;
     }
 
     /// Memory of the table, its spare room included.
     pub fn memory_bytes(&self) -> usize {
-        self.blocks.capacity() * size_of::<Block>() + self.free.capacity() * size_of::<u32>()
+        self.table.capacity() * size_of::<Block>() + self.free.capacity() * size_of::<u32>()
     }
 
     pub(super) fn insert(&mut self, incoming: &Incoming, is_protected: bool) -> Slot {
@@ -160,17 +160,17 @@ impl Blocks {
             status: if is_protected { Status::Protected } else { Status::Ordinary },
         };
         if let Some(parent) = parent {
-            self.blocks[parent.index()].children += 1;
+            self.table[parent.index()].children += 1;
         }
         self.resident += 1;
         self.bytes += u64::from(incoming.bytes);
         if let Some(index) = self.free.pop() {
-            self.blocks[index as usize] = block;
+            self.table[index as usize] = block;
             return Slot(index);
         }
-        assert!(self.blocks.len() < BLOCKS_MAX, "more than {BLOCKS_MAX} blocks in one tier");
-        self.blocks.push(block);
-        Slot(u32::try_from(self.blocks.len() - 1).expect("BLOCKS_MAX is below u32::MAX"))
+        assert!(self.table.len() < BLOCKS_MAX, "more than {BLOCKS_MAX} blocks in one tier");
+        self.table.push(block);
+        Slot(u32::try_from(self.table.len() - 1).expect("BLOCKS_MAX is below u32::MAX"))
     }
 
     /// Takes a block out; it must be in no list. Returns the resident block that is a leaf now and
@@ -181,21 +181,21 @@ impl Blocks {
         if self.is_leaf(slot) {
             return self.release(slot);
         }
-        self.blocks[slot.index()].status = Status::Orphaning;
+        self.table[slot.index()].status = Status::Orphaning;
         None
     }
 
     /// Corrects a block's parent, when it was put while the parent was away.
     pub(super) fn adopt(&mut self, child: Slot, parent: Slot) -> Adoption {
-        let before = Slot::some(self.blocks[child.index()].parent);
+        let before = Slot::some(self.table[child.index()].parent);
         if before == Some(parent) {
             return Adoption::Settled(None);
         }
         if self.descends_from(parent, child) {
             return Adoption::Contradiction;
         }
-        self.blocks[parent.index()].children += 1;
-        self.blocks[child.index()].parent = parent.0;
+        self.table[parent.index()].children += 1;
+        self.table[child.index()].parent = parent.0;
         Adoption::Settled(before.and_then(|before| self.lose_child(before)))
     }
 
@@ -205,21 +205,21 @@ impl Blocks {
             if slot == ancestor {
                 return true;
             }
-            let Some(parent) = Slot::some(self.blocks[slot.index()].parent) else { return false };
+            let Some(parent) = Slot::some(self.table[slot.index()].parent) else { return false };
             slot = parent;
         }
     }
 
     fn release(&mut self, slot: Slot) -> Option<Slot> {
-        let parent = Slot::some(self.blocks[slot.index()].parent);
-        self.blocks[slot.index()].status = Status::Free;
+        let parent = Slot::some(self.table[slot.index()].parent);
+        self.table[slot.index()].status = Status::Free;
         self.free.push(slot.0);
         parent.and_then(|parent| self.lose_child(parent))
     }
 
     fn lose_child(&mut self, mut parent: Slot) -> Option<Slot> {
         loop {
-            let block = &mut self.blocks[parent.index()];
+            let block = &mut self.table[parent.index()];
             block.children -= 1;
             if block.children > 0 {
                 return None;
@@ -280,7 +280,7 @@ impl List {
 
     /// The next one toward the newest.
     pub fn newer(blocks: &Blocks, slot: Slot) -> Option<Slot> {
-        Slot::some(blocks.blocks[slot.index()].newer)
+        Slot::some(blocks.table[slot.index()].newer)
     }
 
     /// Adds a block at the newest end.
@@ -295,22 +295,22 @@ impl List {
 
     /// Adds a block so that it goes right before `anchor`, which is in this list.
     pub fn push_before(&mut self, blocks: &mut Blocks, slot: Slot, anchor: Slot) {
-        let older = blocks.blocks[anchor.index()].older;
+        let older = blocks.table[anchor.index()].older;
         self.link(blocks, slot, older, anchor.0);
     }
 
     /// Takes a block out, which is in this list.
     pub fn remove(&mut self, blocks: &mut Blocks, slot: Slot) {
-        let block = &mut blocks.blocks[slot.index()];
+        let block = &mut blocks.table[slot.index()];
         let (older, newer) = (block.older, block.newer);
         block.older = NONE;
         block.newer = NONE;
         match Slot::some(older) {
-            Some(older) => blocks.blocks[older.index()].newer = newer,
+            Some(older) => blocks.table[older.index()].newer = newer,
             None => self.oldest = newer,
         }
         match Slot::some(newer) {
-            Some(newer) => blocks.blocks[newer.index()].older = older,
+            Some(newer) => blocks.table[newer.index()].older = older,
             None => self.newest = older,
         }
         self.len -= 1;
@@ -343,15 +343,15 @@ impl List {
     }
 
     fn link(&mut self, blocks: &mut Blocks, slot: Slot, older: u32, newer: u32) {
-        let block = &mut blocks.blocks[slot.index()];
+        let block = &mut blocks.table[slot.index()];
         block.older = older;
         block.newer = newer;
         match Slot::some(older) {
-            Some(older) => blocks.blocks[older.index()].newer = slot.0,
+            Some(older) => blocks.table[older.index()].newer = slot.0,
             None => self.oldest = slot.0,
         }
         match Slot::some(newer) {
-            Some(newer) => blocks.blocks[newer.index()].older = slot.0,
+            Some(newer) => blocks.table[newer.index()].older = slot.0,
             None => self.newest = slot.0,
         }
         self.len += 1;

@@ -78,11 +78,11 @@ impl Model {
     fn request(&mut self, now: Duration, chain: &[u64], partial_tail: bool, hints: &Hints) {
         let asked = self.asked(chain);
         let leading = asked.iter().take_while(|asked| asked.resident.is_some()).count();
-        let hits = self.eviction.request(now, &asked, partial_tail, hints);
-        assert_eq!(hits, leading, "hits are the leading residents");
+        let found = self.eviction.request(now, &asked, partial_tail, hints);
+        assert_eq!(found, leading, "hits are the leading residents");
         let full = chain.len() - usize::from(partial_tail);
-        let mut parent = hits.checked_sub(1).map(|last| chain[last]);
-        for block in chain[..full].iter().skip(hits) {
+        let mut parent = leading.checked_sub(1).map(|last| chain[last]);
+        for block in chain[..full].iter().skip(leading) {
             if !self.slots.contains_key(block) && !self.take(now, *block, parent, false) {
                 break;
             }

@@ -40,8 +40,8 @@ impl Ghosts {
         self.entries.capacity() * size_of::<Entry>() + self.buckets.capacity() * size_of::<u32>()
     }
 
-    /// Remembers a block as the newest ghost in a ring of at most `slots` entries. Returns what
-    /// was forgotten for it.
+    /// Remembers a block as the newest ghost in a ring of at most `slots` entries (at least one,
+    /// and fewer than 2^32). Returns what was forgotten for it.
     pub fn push(&mut self, fingerprint: u64, value: u32, slots: usize) -> Option<(u64, u32)> {
         let slots = slots.clamp(1, NONE as usize - 1);
         let mut forgotten = None;
@@ -57,7 +57,7 @@ impl Ghosts {
         let bucket = self.bucket(fingerprint);
         let next = self.buckets[bucket];
         self.entries[index] = Entry { fingerprint, value, next };
-        self.buckets[bucket] = u32::try_from(index).expect("slots are below u32::MAX");
+        self.buckets[bucket] = narrow(index);
         self.span += 1;
         self.live += 1;
         forgotten
@@ -132,7 +132,7 @@ impl Ghosts {
 
     /// Takes an entry out of its bucket and makes it a hole.
     fn unlink(&mut self, index: usize) {
-        let this = u32::try_from(index).expect("slots are below u32::MAX");
+        let this = narrow(index);
         let bucket = self.bucket(self.entries[index].fingerprint);
         let next = self.entries[index].next;
         if self.buckets[bucket] == this {
@@ -150,11 +150,7 @@ impl Ghosts {
 
     /// Moves everything into a larger ring, without the holes.
     fn resize(&mut self, slots: usize) {
-        let hole = |index: usize| Entry {
-            fingerprint: 0,
-            value: 0,
-            next: u32::try_from(index).expect("slots are below u32::MAX"),
-        };
+        let hole = |index: usize| Entry { fingerprint: 0, value: 0, next: narrow(index) };
         let old = std::mem::take(&mut self.entries);
         let (oldest, span) = (self.oldest, self.span);
         self.entries = (0..slots).map(hole).collect();
@@ -169,4 +165,8 @@ impl Ghosts {
             }
         }
     }
+}
+
+fn narrow(index: usize) -> u32 {
+    u32::try_from(index).expect("a ring has fewer than u32::MAX slots")
 }

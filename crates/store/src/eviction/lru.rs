@@ -36,12 +36,12 @@ impl Policy for Lru {
         blocks: &mut Blocks,
         now: Duration,
         chain: &[Asked],
-        hits: usize,
+        leading: usize,
         _: &Hints,
     ) {
         self.requests = self.requests.wrapping_add(1);
         // From the end, so that the root is the newest.
-        for slot in chain[..hits].iter().rev().filter_map(|asked| asked.resident) {
+        for slot in chain[..leading].iter().rev().filter_map(|asked| asked.resident) {
             self.touch(blocks, now, slot);
         }
     }

@@ -107,11 +107,11 @@ impl PrefixCost {
 
     /// Reads which leading blocks are known, and takes those that are not resident out of the
     /// ghosts: they are about to come.
-    fn recognise(&mut self, blocks: &Blocks, chain: &[Asked], hits: usize) {
+    fn recognise(&mut self, blocks: &Blocks, chain: &[Asked], leading: usize) {
         self.known.clear();
         for (at, asked) in chain.iter().enumerate() {
             let mark = match asked.resident {
-                Some(slot) if at < hits => Some(blocks.state(slot)),
+                Some(slot) if at < leading => Some(blocks.state(slot)),
                 // Resident behind a gap: its chain does not lead to it, so it is left alone.
                 Some(_) => None,
                 None => self.take_ghost(asked.fingerprint),
@@ -327,7 +327,7 @@ impl Policy for PrefixCost {
         blocks: &mut Blocks,
         now: Duration,
         chain: &[Asked],
-        hits: usize,
+        leading: usize,
         hints: &Hints,
     ) {
         self.advance(now);
@@ -337,7 +337,7 @@ impl Policy for PrefixCost {
             self.refresh_at = self.requests + (self.requests / 16).clamp(1, REFRESH_REQUESTS_MAX);
             self.refresh();
         }
-        self.recognise(blocks, chain, hits);
+        self.recognise(blocks, chain, leading);
         let shape = self.shape(chain.len(), hints);
         self.leave_units(blocks, chain);
         self.enter_units(blocks, chain, &shape);

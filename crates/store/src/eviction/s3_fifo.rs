@@ -125,11 +125,11 @@ impl Policy for S3Fifo {
         blocks: &mut Blocks,
         now: Duration,
         chain: &[Asked],
-        hits: usize,
+        leading: usize,
         _: &Hints,
     ) {
         self.requests = self.requests.wrapping_add(1);
-        for slot in chain[..hits].iter().filter_map(|asked| asked.resident) {
+        for slot in chain[..leading].iter().filter_map(|asked| asked.resident) {
             self.touch(blocks, now, slot);
         }
     }

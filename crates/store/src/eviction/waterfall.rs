@@ -1,4 +1,4 @@
-//! The waterfall of MLPerf's storage benchmark: new data goes to the fastest tier, the least
+//! The waterfall of `MLPerf`'s storage benchmark: new data goes to the fastest tier, the least
 //! recently used falls to the next one, and nothing climbs back.
 
 use std::time::Duration;
@@ -21,10 +21,10 @@ impl Policy for Waterfall {
         blocks: &mut Blocks,
         now: Duration,
         chain: &[Asked],
-        hits: usize,
+        leading: usize,
         hints: &Hints,
     ) {
-        self.order.request(blocks, now, chain, hits, hints);
+        self.order.request(blocks, now, chain, leading, hints);
     }
 
     fn touch(&mut self, blocks: &mut Blocks, now: Duration, slot: Slot) {

@@ -158,9 +158,9 @@ impl Hazard {
         }
         while let Some(index) = next {
             let class = &mut self.classes[usize::from(index)];
-            for bin in 0..BINS {
+            for (bin, exposure) in exposure.iter().enumerate() {
                 class.reused[bin] += cell.reused[bin];
-                class.exposure[bin] += exposure[bin];
+                class.exposure[bin] += exposure;
             }
             next = class.parent;
         }
@@ -186,10 +186,11 @@ impl Hazard {
     fn ratio(&self, class: &Class, parent: &PerBin, bin: usize, before: f64) -> f64 {
         let (mut reused, mut expected) = (RATIO_WEIGHT * before, RATIO_WEIGHT);
         let last = (bin + SMOOTH_BINS).min(BINS - 1);
-        for other in bin.saturating_sub(SMOOTH_BINS)..=last {
+        let begin = bin.saturating_sub(SMOOTH_BINS);
+        for (other, parent) in (begin..).zip(&parent[begin..=last]) {
             let weight = self.kernel[other.abs_diff(bin)];
             reused += weight * class.reused[other];
-            expected += weight * class.exposure[other] * parent[other];
+            expected += weight * class.exposure[other] * parent;
         }
         reused / expected
     }

@@ -77,14 +77,14 @@ fn worth(rates: &PerBin, factor: f64) -> [f32; BINS + 1] {
         held[bin] = width(bin) * -(-rate).exp_m1() / rate;
     }
     let mut worth = [0.0; BINS + 1];
-    for from in 0..BINS {
+    for (from, worth) in worth[..BINS].iter_mut().enumerate() {
         let (mut alive, mut time, mut best) = (1.0, 0.0, 0.0_f64);
         for bin in from..BINS {
             time += alive * held[bin];
             alive *= survives[bin];
             best = best.max((1.0 - alive) / time);
         }
-        worth[from] = best;
+        *worth = best;
     }
     worth[BINS] = rates[BINS - 1] * factor / width(BINS - 1);
     #[expect(clippy::cast_possible_truncation, reason = "tables are compared, not summed")]

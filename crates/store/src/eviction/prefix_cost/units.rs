@@ -52,7 +52,7 @@ impl Unit {
 /// All units, linked by age over all cells, and by age within their cells.
 #[derive(Debug)]
 pub(super) struct Units {
-    units: Vec<Unit>,
+    table: Vec<Unit>,
     free: Vec<u32>,
     /// Units of each bin, oldest and newest.
     bins: [(u32, u32); BINS],
@@ -60,7 +60,7 @@ pub(super) struct Units {
 
 impl Default for Units {
     fn default() -> Self {
-        Self { units: Vec::new(), free: Vec::new(), bins: [(NONE, NONE); BINS] }
+        Self { table: Vec::new(), free: Vec::new(), bins: [(NONE, NONE); BINS] }
     }
 }
 
@@ -68,13 +68,13 @@ impl std::ops::Index<u32> for Units {
     type Output = Unit;
 
     fn index(&self, unit: u32) -> &Unit {
-        &self.units[unit as usize]
+        &self.table[unit as usize]
     }
 }
 
 impl std::ops::IndexMut<u32> for Units {
     fn index_mut(&mut self, unit: u32) -> &mut Unit {
-        &mut self.units[unit as usize]
+        &mut self.table[unit as usize]
     }
 }
 
@@ -103,9 +103,9 @@ impl Units {
             in_cell: UNLINKED,
         };
         let index = self.free.pop().unwrap_or_else(|| {
-            assert!(self.units.len() < UNITS_MAX, "more than {UNITS_MAX} units");
-            self.units.push(unit.clone());
-            u32::try_from(self.units.len() - 1).expect("UNITS_MAX is below u32::MAX")
+            assert!(self.table.len() < UNITS_MAX, "more than {UNITS_MAX} units");
+            self.table.push(unit.clone());
+            u32::try_from(self.table.len() - 1).expect("UNITS_MAX is below u32::MAX")
         });
         self[index] = unit;
         self.push_bin(index);
@@ -115,7 +115,7 @@ impl Units {
 
     /// How many units are remembered.
     pub(super) fn len(&self) -> usize {
-        self.units.len() - self.free.len()
+        self.table.len() - self.free.len()
     }
 
     /// Ages units: each bin's oldest move on when their time has come.
@@ -211,11 +211,11 @@ impl Units {
         let ends = &mut cell.lists[bin];
         match older {
             NONE => ends.0 = newer,
-            older => self.units[older as usize].in_cell.newer = newer,
+            older => self.table[older as usize].in_cell.newer = newer,
         }
         match newer {
             NONE => ends.1 = older,
-            newer => self.units[newer as usize].in_cell.older = older,
+            newer => self.table[newer as usize].in_cell.older = older,
         }
         if ends.0 == NONE {
             cell.occupied &= !(1 << bin);
@@ -223,7 +223,7 @@ impl Units {
     }
 
     pub(super) fn memory_bytes(&self) -> usize {
-        self.units.capacity() * size_of::<Unit>() + self.free.capacity() * size_of::<u32>()
+        self.table.capacity() * size_of::<Unit>() + self.free.capacity() * size_of::<u32>()
     }
 
     fn push_bin(&mut self, index: u32) {

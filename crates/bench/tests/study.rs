@@ -1,0 +1,178 @@
+//! The study counts right: known cells of a real trace, a brute-force optimum, and no look-ahead.
+
+#![expect(clippy::unwrap_used, reason = "in a test, a surprise should panic")]
+
+use std::path::Path;
+use std::time::Duration;
+
+use cascade_bench::study::{
+    HintSet, StudyOptions, contenders, generated, optimum, replay_metadata, reuse_distances,
+    study_table,
+};
+use cascade_bench::trace::{Trace, TraceRequest};
+use cascade_store::PolicyKind;
+use cascade_store::eviction::policy;
+use proptest::prelude::*;
+
+fn conversation() -> Trace {
+    let path = "../../data/traces/mooncake/conversation_trace.jsonl";
+    Trace::read(&Path::new(env!("CARGO_MANIFEST_DIR")).join(path)).unwrap()
+}
+
+fn hits(trace: &Trace, kind: PolicyKind, capacity: u64) -> u64 {
+    replay_metadata(trace, policy(kind), capacity, &StudyOptions::default()).blocks_hit
+}
+
+/// Another simulator gave these hit rates, in hundredths of a percent.
+#[test]
+fn lru_and_the_optimum_reach_the_known_cells_of_the_conversation_trace() {
+    let trace = conversation();
+    for (percent, lru, best) in [(1, 528, 2464), (10, 2834, 3664)] {
+        let capacity = trace.unique_blocks * percent / 100;
+        let hundredths = |hits: u64| (hits * 20_000 / trace.block_count()).div_ceil(2);
+        assert_eq!(hundredths(hits(&trace, PolicyKind::Lru, capacity)), lru);
+        assert_eq!(hundredths(optimum(&trace, capacity).blocks_hit), best);
+    }
+}
+
+/// The bar of the project, on one trace: what prefix-cost gains where memory is scarce.
+#[test]
+fn prefix_cost_beats_the_others_on_the_conversation_trace() {
+    let trace = conversation();
+    for (percent, at_least) in [(2, 110), (10, 102)] {
+        let capacity = trace.unique_blocks * percent / 100;
+        let others = [PolicyKind::Lru, PolicyKind::S3Fifo, PolicyKind::Arc];
+        let best = others.map(|kind| hits(&trace, kind, capacity)).into_iter().max().unwrap();
+        let ours = hits(&trace, PolicyKind::PrefixCost, capacity);
+        assert!(ours * 100 >= best * at_least, "{percent} %: {ours} against {best}");
+    }
+}
+
+#[test]
+fn hints_help() {
+    let trace = conversation().until(Duration::from_secs(1200));
+    let capacity = trace.unique_blocks / 60;
+    let with = |hints| {
+        let options = StudyOptions { hints, ..StudyOptions::default() };
+        replay_metadata(&trace, policy(PolicyKind::PrefixCost), capacity, &options).blocks_hit
+    };
+    let none = with(HintSet::default());
+    let over = with(HintSet { session_end_after: Some(Duration::ZERO), ..HintSet::default() });
+    let soon = with(HintSet { look_ahead: Some(Duration::from_secs(30)), ..HintSet::default() });
+    assert!(over > none * 13 / 10, "session ends: {over} against {none}");
+    assert!(soon > none, "look-ahead: {soon} against {none}");
+}
+
+#[test]
+fn no_policy_looks_ahead() {
+    let whole = generated(7);
+    let cut = whole.until(Duration::from_secs(1800));
+    assert!(cut.requests.len() < whole.requests.len());
+    for contender in contenders() {
+        let run = |trace| {
+            let options = StudyOptions::default();
+            replay_metadata(trace, (contender.make)(), 900, &options).hits_of_requests
+        };
+        let shared = &run(&whole)[..cut.requests.len()];
+        assert_eq!(run(&cut), shared, "{}", contender.name);
+    }
+}
+
+#[test]
+fn runs_are_repeatable() {
+    let trace = generated(3);
+    assert_eq!(trace, generated(3));
+    assert_ne!(trace, generated(4));
+    for contender in contenders() {
+        let run = || replay_metadata(&trace, (contender.make)(), 500, &StudyOptions::default());
+        assert_eq!(run(), run());
+    }
+}
+
+#[test]
+fn the_table_shows_every_policy_beside_the_optimum() {
+    let trace = generated(5);
+    let table = study_table(&[trace], &[5, 50]);
+    let text = table.markdown();
+    for name in ["lru", "s3fifo", "arc", "waterfall", "prefix-cost", "optimum", "look-ahead 30 s"] {
+        assert!(text.contains(&format!("| {name}")), "{name} is missing:\n{text}");
+    }
+    let rows = &table.traces[0].policies;
+    let best = &rows.last().unwrap().hit_percent;
+    assert!(rows.iter().all(|row| row.hit_percent.iter().zip(best).all(|(one, best)| one <= best)));
+}
+
+/// A forest of two roots, three children a block, asked for in any order.
+fn small_traces() -> impl Strategy<Value = Trace> {
+    prop::collection::vec(prop::collection::vec(0_u64..2, 1..4), 1..9).prop_map(|paths| {
+        let request = |(at, path): (usize, Vec<u64>)| {
+            let mut block = 0;
+            let blocks = path.into_iter().map(|branch| {
+                block = block * 2 + 1 + branch;
+                block - 1
+            });
+            TraceRequest {
+                at: Duration::from_secs(at as u64),
+                blocks: blocks.collect(),
+                input_tokens: 0,
+                output_tokens: 0,
+                partial_tail: false,
+                session: None,
+                stop: None,
+            }
+        };
+        let requests = paths.into_iter().enumerate().map(request).collect();
+        Trace { name: "small".to_owned(), block_tokens: 1, requests, unique_blocks: 14 }
+    })
+}
+
+/// The most hits that any choice of what to keep can give.
+fn best_of_all(requests: &[TraceRequest], resident: u16, capacity: u32) -> u64 {
+    let Some((request, rest)) = requests.split_first() else { return 0 };
+    let bit = |block: &u64| 1_u16 << block;
+    let hits = request.blocks.iter().take_while(|block| resident & bit(block) != 0).count() as u64;
+    let here = resident | request.blocks.iter().fold(0, |bits, block| bits | bit(block));
+    // What is kept: subsets of what is here; it never pays to keep fewer than fit.
+    let size = here.count_ones().min(capacity);
+    let mut kept = here;
+    let mut best = 0;
+    loop {
+        if kept.count_ones() == size {
+            best = best.max(best_of_all(rest, kept, capacity));
+        }
+        if kept == 0 {
+            return hits + best;
+        }
+        kept = (kept - 1) & here;
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+
+    #[test]
+    fn the_optimum_is_the_best_of_all_choices(trace in small_traces(), capacity in 1_u32..4) {
+        prop_assume!(trace.requests.len() <= 6);
+        let best = best_of_all(&trace.requests, 0, capacity);
+        prop_assert_eq!(optimum(&trace, u64::from(capacity)).blocks_hit, best);
+    }
+
+    /// Counting the blocks between two uses gives the same distances.
+    #[test]
+    fn reuse_distances_match_a_list(trace in small_traces()) {
+        let mut list: Vec<u64> = Vec::new();
+        let mut octaves = vec![0_u64; 8];
+        for block in trace.requests.iter().flat_map(|request| request.blocks.iter().rev()) {
+            if let Some(at) = list.iter().position(|other| other == block) {
+                let distance = (list.len() - 1 - at) as u64;
+                octaves[(u64::BITS - distance.leading_zeros()) as usize] += 1;
+                list.remove(at);
+            }
+            list.push(*block);
+        }
+        let measured = reuse_distances(&trace);
+        prop_assert_eq!(measured.first_uses, list.len() as u64);
+        octaves.truncate(measured.uses_by_octave.len());
+        prop_assert_eq!(measured.uses_by_octave, octaves);
+    }
+}
