@@ -108,9 +108,9 @@ impl Node {
                 Known::Compare => {}
             }
             drop(state);
-            match compared(self.compare(&[(put.key, put.bytes)], call).remove(0)) {
-                Some(outcome) => return outcome,
-                None => continue,
+            let is_same = self.compare(&[(put.key, put.bytes)], call).remove(0);
+            if let Some(outcome) = compared(is_same) {
+                return outcome;
             }
         }
         PutOutcome::Failed(call.timeout_error("put a key that others delete"))

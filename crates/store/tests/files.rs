@@ -139,7 +139,7 @@ fn a_flipped_bit_in_a_file_is_a_miss() {
     let mut flipped = 0;
     for entry in std::fs::read_dir(directory.path()).unwrap() {
         let path = entry.unwrap().path();
-        if !path.extension().is_some_and(|extension| extension == "segment") {
+        if path.extension().is_none_or(|extension| extension != "segment") {
             continue;
         }
         let mut bytes = std::fs::read(&path).unwrap();
