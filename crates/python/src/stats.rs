@@ -108,7 +108,7 @@ fn stages_dict<'py>(
         enter!(
             one,
             stage,
-            StageStats { used_bytes, capacity_bytes, creates, damaged_blocks, notes }
+            StageStats { used_bytes, capacity_bytes, files, damaged_blocks, notes }
         );
         dict.set_item(tier, one)?;
     }

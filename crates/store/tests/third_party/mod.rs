@@ -1,5 +1,6 @@
 //! A stage that a third party might write: blocks in a map, with faults on demand.
 
+#![expect(clippy::unwrap_used, reason = "in a test, a surprise should panic")]
 #![allow(dead_code, reason = "each test file uses its own part of it")]
 
 use std::collections::{BTreeMap, BTreeSet};
