@@ -146,6 +146,8 @@ proptest! {
         let config = StoreConfig { digest, dram_blocks: Some(3), ..dram(4) };
         let store = Store::open(config).unwrap();
         let mut played = Played { store, model: HashMap::new(), keeps_all: false };
-        operations.iter().for_each(|operation| played.play(operation));
+        for operation in &operations {
+            played.play(operation);
+        }
     }
 }
