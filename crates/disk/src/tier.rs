@@ -143,7 +143,8 @@ pub trait BlockFiles: Send + Sync + fmt::Debug {
     fn remove(&self, keys: &[(BlockKey, Address)], deadline: Deadline) -> Result<(), DiskError>;
 
     /// Frees the oldest segment, or the one with least left in it. `keep` is asked for every live
-    /// key in it; what is kept is moved first, as far as the capacity goes. `keep` may read, but not write or reclaim.
+    /// key in it; what is kept is moved first, as far as the capacity goes. `keep` may read, but
+    /// not write or reclaim.
     ///
     /// Reads are not held up: those under way finish on the old file.
     fn reclaim(

@@ -8,6 +8,7 @@ mod read;
 mod reclaim;
 mod recovery;
 mod replay;
+mod run;
 mod segment;
 mod write;
 
