@@ -117,7 +117,7 @@ pub fn inspect(
     }
     let clock = std::sync::Arc::new(SystemClock);
     let deadline = Deadline::after(clock.as_ref(), std::time::Duration::from_secs(60));
-    let io = Io::system(EngineKind::Psync, false, 2, clock)?;
+    let io = Io::system(EngineKind::Psync, false, 2, None, clock)?;
     report.manifests = manifests::load_all(&io, directory, deadline)?;
     Ok(report)
 }

@@ -86,6 +86,8 @@ pub struct DiskStats {
     pub engine: &'static str,
     /// Whether the page cache is passed by. False if the file system refused.
     pub is_direct: bool,
+    /// Whether the pool's memory is registered with the kernel, so that transfers do not pin it.
+    pub is_registered: bool,
     /// Files now.
     pub files: u64,
     /// Bytes that the files take.
@@ -189,7 +191,7 @@ pub fn open(
     pool: &Pool,
     deadline: Deadline,
 ) -> Result<(Arc<dyn BlockFiles>, Recovery), DiskError> {
-    let io = Io::system(config.engine, config.direct, config.queue_depth, clock)?;
+    let io = Io::system(config.engine, config.direct, config.queue_depth, Some(pool), clock)?;
     open_with(config, io, pool, deadline)
 }
 

@@ -143,7 +143,7 @@ fn a_failed_removal_hides_the_block() {
     let (files, _) = open_tier(directory.path(), &pool);
     let stored = append(files.as_ref(), &pool, &[(1, LENGTH), (2, LENGTH)]);
     drop(files);
-    let machine = Io::system(EngineKind::Psync, false, 4, Arc::new(SystemClock)).unwrap();
+    let machine = Io::system(EngineKind::Psync, false, 4, None, Arc::new(SystemClock)).unwrap();
     let counting = FaultPlan::new(Fault::Io, u64::MAX, false);
     let opened = open_with(config(directory.path()), counting.wrap(&machine), &pool, deadline());
     drop(opened.unwrap());

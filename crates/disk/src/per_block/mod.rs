@@ -378,6 +378,7 @@ impl BlockFiles for PerBlockFiles {
         DiskStats {
             engine: self.io.engine.name(),
             is_direct: self.is_direct,
+            is_registered: self.io.engine.is_registered(),
             files: known.file_count(),
             used_bytes: known.used_bytes(),
             live_bytes: known.used_bytes(),
