@@ -11,8 +11,10 @@ use std::time::Duration;
 
 use cascade_block::{BlockKey, Clock, Deadline, SystemClock};
 use cascade_disk::conformance::{key, meta};
+use cascade_disk::io::Io;
 use cascade_disk::{
     Address, BlockFiles, EngineKind, FileTierConfig, ReadOutcome, ReadRequest, Recovery, open,
+    open_with,
 };
 use cascade_memory::{HugePages, Pool, PoolConfig};
 
@@ -112,6 +114,54 @@ fn print(name: &str, ours: f64, limit: Option<f64>) {
         |limit| format!("fio {limit:.2} GB/s, share {:.2}", ours / limit),
     );
     println!("{name:44} {ours:6.2} GB/s   {limit}");
+}
+
+/// Processor time that this process has used, in seconds.
+fn processor_seconds() -> f64 {
+    let spent = rustix::time::clock_gettime(rustix::time::ClockId::ProcessCPUTime);
+    Duration::try_from(spent).unwrap().as_secs_f64()
+}
+
+/// What registering the pool with the kernel brings: throughput, processor time a block.
+fn registered(root: &Path) {
+    for length in [16 << 10, 128 << 10, 1 << 20] {
+        let pool = &touched_pool(length);
+        let directory = root.join("tier");
+        let (files, _) = open_tier(&directory, EngineKind::Uring, 8, pool);
+        write_all(files.as_ref(), pool, length);
+        drop(files);
+        let mut rows = [Vec::new(), Vec::new()];
+        for _ in 0..ROUNDS {
+            for (given, row) in [None, Some(pool)].into_iter().zip(&mut rows) {
+                let clock = Arc::new(SystemClock);
+                let io = Io::system(EngineKind::Uring, true, 8, given, clock).unwrap();
+                let config = FileTierConfig {
+                    capacity_bytes: 8 << 30,
+                    queue_depth: 8,
+                    ..FileTierConfig::new(&directory)
+                };
+                let (files, recovery) = open_with(config, io, pool, deadline()).unwrap();
+                assert!(given.is_some() || !files.stats().is_registered);
+                let live = recovery.live.iter().map(|(meta, at)| (meta.key, *at)).collect();
+                let blocks = shuffled(live);
+                let before = processor_seconds();
+                let rate = read_all(files.as_ref(), pool, length, &blocks);
+                let blocks_read = u32::try_from(blocks.len()).unwrap();
+                let spent = (processor_seconds() - before) / f64::from(blocks_read);
+                row.push((spent * 1e6, rate, files.stats().is_registered));
+            }
+        }
+        for mut row in rows {
+            row.sort_unstable_by(|a, b| a.0.total_cmp(&b.0));
+            let (spent, rate, is_registered) = row[ROUNDS / 2];
+            println!(
+                "read {} KiB, registered {is_registered:5}: {spent:7.1} us of processor, \
+                 {rate:.2} GB/s",
+                length >> 10
+            );
+        }
+        std::fs::remove_dir_all(&directory).unwrap();
+    }
 }
 
 fn shuffled(mut blocks: Vec<(BlockKey, Address)>) -> Vec<(BlockKey, Address)> {
@@ -217,6 +267,7 @@ fn main() {
     let given = std::env::args().skip(1).find(|argument| !argument.starts_with('-'));
     let parent = given.map_or_else(std::env::temp_dir, PathBuf::from);
     let root = tempfile::tempdir_in(parent).unwrap();
+    registered(root.path());
     throughput(root.path());
     let pool = touched_pool(4096);
     for count in [100_000, 400_000] {

@@ -9,7 +9,7 @@ use cascade_block::{BlockKey, Clock as _, Deadline, SystemClock};
 
 use crate::format::{Checkpoint, Entry, EntryKind, PAGE_BYTES, page_aligned};
 use crate::io::{FileOperations as _, Io, OpenMode, SystemFiles};
-use crate::per_block::{key_of, read_header};
+use crate::per_block::{address_of, key_of, read_header};
 use crate::scan::{
     FileSource, ScanError, ScanOptions, Source, payload_is_right, read_segment, segment_name,
 };
@@ -117,7 +117,7 @@ pub fn inspect(
     }
     let clock = std::sync::Arc::new(SystemClock);
     let deadline = Deadline::after(clock.as_ref(), std::time::Duration::from_secs(60));
-    let io = Io::system(EngineKind::Psync, false, 2, clock)?;
+    let io = Io::system(EngineKind::Psync, false, 2, None, clock)?;
     report.manifests = manifests::load_all(&io, directory, deadline)?;
     Ok(report)
 }
@@ -278,7 +278,7 @@ fn inspect_block_file(
     let is_right = payload_is_right(&source, &entry, file_bytes, verify_payload).map_err(text)?;
     let is_valid = !entry.meta.has_expired(SystemClock.unix_ms());
     let state = report.add(&entry, is_valid, is_valid, is_right);
-    let address = Address::of_file(key);
+    let address = address_of(&entry);
     visitor(InspectedRecord { path, meta: &entry.meta, address, is_alias: false, state });
     Ok(())
 }

@@ -15,6 +15,7 @@ mod lock;
 mod manifests;
 mod per_block;
 mod placement;
+mod random;
 mod record;
 pub mod scan;
 mod segments;

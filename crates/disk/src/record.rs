@@ -40,6 +40,9 @@ impl RecordMeta {
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Address(u64);
 
+/// Writes of block files are numbered with 63 bits.
+const NONCE_MAX: u64 = u64::MAX >> 1;
+
 impl Address {
     /// The address with that number, as [`Address::to_u64`] gave it.
     pub const fn from_u64(number: u64) -> Self {
@@ -71,9 +74,14 @@ impl Address {
         self.page() as u64 * PAGE_BYTES as u64
     }
 
-    /// The address of a block that has a file of its own.
-    pub(crate) fn of_file(key: &BlockKey) -> Self {
-        Self(key.fingerprint().min(u64::MAX - 1))
+    /// The address of a block that has a file of its own: the number of its write.
+    pub(crate) const fn of_write(nonce: u64) -> Self {
+        Self(nonce & NONCE_MAX)
+    }
+
+    /// Whether this can be the number of a write.
+    pub(crate) const fn is_write(self) -> bool {
+        self.0 <= NONCE_MAX
     }
 }
 

@@ -86,6 +86,8 @@ pub struct DiskStats {
     pub engine: &'static str,
     /// Whether the page cache is passed by. False if the file system refused.
     pub is_direct: bool,
+    /// Whether the pool's memory is registered with the kernel, so that transfers do not pin it.
+    pub is_registered: bool,
     /// Files now.
     pub files: u64,
     /// Bytes that the files take.
@@ -143,7 +145,8 @@ pub trait BlockFiles: Send + Sync + fmt::Debug {
     fn remove(&self, keys: &[(BlockKey, Address)], deadline: Deadline) -> Result<(), DiskError>;
 
     /// Frees the oldest segment, or the one with least left in it. `keep` is asked for every live
-    /// key in it; what is kept is moved first, as far as the capacity goes. `keep` may read, but not write or reclaim.
+    /// key in it; what is kept is moved first, as far as the capacity goes. `keep` may read, but
+    /// not write or reclaim.
     ///
     /// Reads are not held up: those under way finish on the old file.
     fn reclaim(
@@ -188,7 +191,7 @@ pub fn open(
     pool: &Pool,
     deadline: Deadline,
 ) -> Result<(Arc<dyn BlockFiles>, Recovery), DiskError> {
-    let io = Io::system(config.engine, config.direct, config.queue_depth, clock)?;
+    let io = Io::system(config.engine, config.direct, config.queue_depth, Some(pool), clock)?;
     open_with(config, io, pool, deadline)
 }
 

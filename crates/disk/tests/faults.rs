@@ -43,7 +43,7 @@ fn small_pool() -> Pool {
 }
 
 fn machine() -> Io {
-    Io::system(EngineKind::Psync, false, 4, Arc::new(SystemClock)).unwrap()
+    Io::system(EngineKind::Psync, false, 4, None, Arc::new(SystemClock)).unwrap()
 }
 
 fn length(number: u64) -> usize {

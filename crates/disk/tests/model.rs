@@ -163,7 +163,11 @@ fn live(layout: Layout, engine: EngineKind, steps: Vec<Step>) {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 48, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig {
+        cases: 48,
+        failure_persistence: None,
+        ..ProptestConfig::default()
+    })]
 
     #[test]
     fn segments_are_a_map(steps in prop::collection::vec(step(), 1..40)) {

@@ -2,6 +2,7 @@
 
 pub mod fault;
 mod files;
+mod fixed;
 mod psync;
 mod transfer;
 mod uring;
@@ -13,6 +14,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use cascade_block::{Clock, Deadline};
+use cascade_memory::Pool;
 
 use crate::{DiskError, EngineKind};
 
@@ -48,6 +50,11 @@ pub trait Traffic {
 pub trait Engine: Send + Sync + fmt::Debug {
     /// What the engine is called in statistics.
     fn name(&self) -> &'static str;
+
+    /// Whether the pool's memory is registered with the kernel.
+    fn is_registered(&self) -> bool {
+        false
+    }
 
     /// Carries out transfers, in any order, until there are none, or until the deadline.
     ///
@@ -133,15 +140,18 @@ pub struct Io {
 
 impl Io {
     /// The machine's own files, read and written by the engine that was asked for.
+    ///
+    /// `pool` is the memory that the engine may register with the kernel.
     pub fn system(
         kind: EngineKind,
         direct: bool,
         queue_depth: u32,
+        pool: Option<&Pool>,
         clock: Arc<dyn Clock>,
     ) -> Result<Self, DiskError> {
         let workers = Arc::new(Workers::new(queue_depth.clamp(2, 16) as usize));
         let psync = || PsyncEngine::new(Arc::clone(&workers), queue_depth, Arc::clone(&clock));
-        let uring = || UringEngine::new(queue_depth, Arc::clone(&clock));
+        let uring = || UringEngine::new(queue_depth, pool, Arc::clone(&clock));
         let engine: Arc<dyn Engine> = match kind {
             EngineKind::Psync => Arc::new(psync()),
             EngineKind::Auto if !direct => Arc::new(psync()),

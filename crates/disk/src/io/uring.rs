@@ -13,10 +13,12 @@ use std::thread;
 use std::time::Duration;
 
 use cascade_block::{Clock, Deadline};
+use cascade_memory::Pool;
 use io_uring::types::{Fd, FsyncFlags, SubmitArgs, Timespec};
 use io_uring::{IoUring, opcode, squeue};
 use rustix::io::Errno;
 
+use super::fixed::FixedBuffers;
 use super::{Engine, Finished, Traffic, Transfer, TransferKind};
 
 /// As many transfers keep the disk busy while more are being prepared.
@@ -26,14 +28,15 @@ const BUSY_TRANSFERS: usize = 2;
 pub struct UringEngine {
     depth: u32,
     clock: Arc<dyn Clock>,
+    fixed: Option<Arc<FixedBuffers>>,
     idle: Arc<Mutex<Vec<Ring>>>,
 }
 
 /// What the kernel calls `struct iovec`.
 #[repr(C)]
-struct Piece {
-    base: *mut u8,
-    bytes: usize,
+pub(super) struct Piece {
+    pub(super) base: *mut u8,
+    pub(super) bytes: usize,
 }
 
 /// A transfer that the kernel works on, and the list of addresses that it reads.
@@ -53,19 +56,26 @@ struct Ring {
     /// By the number that the kernel gives back. Not dropped while the kernel may use it.
     flights: ManuallyDrop<Vec<Option<Flight>>>,
     in_flight: usize,
+    /// The pool's memory, where this ring may use it without pinning it anew.
+    fixed: Option<Arc<FixedBuffers>>,
 }
 
 impl UringEngine {
     /// An engine with at most `queue_depth` transfers at once a call, or why the kernel refuses.
-    pub fn new(queue_depth: u32, clock: Arc<dyn Clock>) -> io::Result<Self> {
+    ///
+    /// Transfers from and to slabs of `pool` skip the pinning of pages, if its region can be
+    /// registered with the kernel; [`Engine::is_registered`] says whether.
+    pub fn new(queue_depth: u32, pool: Option<&Pool>, clock: Arc<dyn Clock>) -> io::Result<Self> {
         let depth = queue_depth.max(1);
-        let first = Ring::new(depth)?;
-        Ok(Self { depth, clock, idle: Arc::new(Mutex::new(vec![first])) })
+        let fixed = pool.and_then(FixedBuffers::register).map(Arc::new);
+        let first = Ring::new(depth, fixed.as_ref())?;
+        let fixed = first.fixed.clone();
+        Ok(Self { depth, clock, fixed, idle: Arc::new(Mutex::new(vec![first])) })
     }
 
     fn take_ring(&self) -> io::Result<Ring> {
         let idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner).pop();
-        idle.map_or_else(|| Ring::new(self.depth), Ok)
+        idle.map_or_else(|| Ring::new(self.depth, self.fixed.as_ref()), Ok)
     }
 
     /// Puts a ring back once the kernel is done with it.
@@ -130,6 +140,10 @@ impl Engine for UringEngine {
         "io_uring"
     }
 
+    fn is_registered(&self) -> bool {
+        self.fixed.is_some()
+    }
+
     fn carry(&self, traffic: &mut dyn Traffic, deadline: Deadline) {
         let mut ring = match self.take_ring() {
             Ok(ring) => ring,
@@ -161,10 +175,11 @@ fn copy_of(error: &io::Error) -> io::Error {
 }
 
 impl Ring {
-    fn new(depth: u32) -> io::Result<Self> {
+    fn new(depth: u32, fixed: Option<&Arc<FixedBuffers>>) -> io::Result<Self> {
         let queue = IoUring::new(depth.next_power_of_two())?;
-        let flights = (0..depth).map(|_| None).collect();
-        Ok(Self { queue, flights: ManuallyDrop::new(flights), in_flight: 0 })
+        let flights = ManuallyDrop::new((0..depth).map(|_| None).collect());
+        let fixed = fixed.filter(|fixed| fixed.share_with(&queue).is_ok()).cloned();
+        Ok(Self { queue, flights, in_flight: 0, fixed })
     }
 
     /// How many transfers the kernel knows of.
@@ -176,7 +191,7 @@ impl Ring {
     fn push(&mut self, number: usize, transfer: Transfer) {
         let slot = self.flights.iter().position(Option::is_none).expect("the caller counts");
         let mut flight = Flight { number, transfer, pieces: Vec::new() };
-        let entry = flight.submission().user_data(slot as u64);
+        let entry = flight.submission(self.fixed.as_deref()).user_data(slot as u64);
         self.flights[slot] = Some(flight);
         self.in_flight += 1;
         // SAFETY: the entry's addresses lie in buffers and a list that the flight owns; `flights`
@@ -236,7 +251,7 @@ impl Drop for Ring {
 }
 
 impl Flight {
-    fn submission(&mut self) -> squeue::Entry {
+    fn submission(&mut self, fixed: Option<&FixedBuffers>) -> squeue::Entry {
         let file = Fd(self.transfer.file.as_raw_fd());
         let offset = self.transfer.next_offset();
         self.pieces = match self.transfer.kind {
@@ -254,6 +269,19 @@ impl Flight {
                 .collect(),
             TransferKind::Sync => Vec::new(),
         };
+        if let ([piece], Some(fixed)) = (self.pieces.as_slice(), fixed)
+            && let Some(index) = fixed.index_of(piece)
+        {
+            let bytes = u32::try_from(piece.bytes).expect("a fixed buffer is at most 1 GiB");
+            return match self.transfer.kind {
+                TransferKind::Read => {
+                    opcode::ReadFixed::new(file, piece.base, bytes, index).offset(offset).build()
+                }
+                TransferKind::Write | TransferKind::Sync => {
+                    opcode::WriteFixed::new(file, piece.base, bytes, index).offset(offset).build()
+                }
+            };
+        }
         let count = u32::try_from(self.pieces.len()).expect("a transfer has few buffers");
         let pieces = self.pieces.as_ptr();
         match self.transfer.kind {

@@ -22,30 +22,42 @@ const NO_SEGMENT: RandomId = [0; 16];
 #[derive(Debug)]
 pub(super) struct BlockImage {
     pub(super) meta: RecordMeta,
+    /// The number of the write that is about to happen.
+    address: Address,
     checksum: Checksum,
     buffers: Vec<Buffer>,
 }
 
 impl BlockImage {
-    pub(super) fn of_slab(meta: RecordMeta, checksum: Checksum, slab: Slab) -> Self {
-        Self { meta, checksum, buffers: sending_buffers(slab) }
+    pub(super) fn of_slab(
+        meta: RecordMeta,
+        address: Address,
+        checksum: Checksum,
+        slab: Slab,
+    ) -> Self {
+        Self { meta, address, checksum, buffers: sending_buffers(slab) }
     }
 
-    /// The same bytes, described otherwise.
-    pub(super) fn under(self, meta: RecordMeta) -> Self {
-        Self { meta, ..self }
+    /// The same bytes, described otherwise, for another write.
+    pub(super) fn under(self, meta: RecordMeta, address: Address) -> Self {
+        Self { meta, address, ..self }
+    }
+
+    /// What the file's page says about the block.
+    pub(super) fn entry(&self) -> Entry {
+        Entry {
+            kind: EntryKind::Block,
+            meta: self.meta,
+            address: Address::in_segment(0, 1),
+            payload_checksum: self.checksum,
+            sequence: self.address.to_u64(),
+        }
     }
 
     /// Everything that is written: the page, then the payload.
     fn into_buffers(self) -> Vec<Buffer> {
         let mut header = PageBuffer::zeroed(PAGE_BYTES);
-        let entry = Entry {
-            kind: EntryKind::Block,
-            meta: self.meta,
-            address: Address::in_segment(0, 1),
-            payload_checksum: self.checksum,
-            sequence: 0,
-        };
+        let entry = self.entry();
         let page_count = 1 + pages_of(u64::from(self.meta.payload_bytes));
         let frame = Frame { segment_id: NO_SEGMENT, page: 0, page_count, entries: vec![entry] };
         frame.encode(header.bytes_mut());
@@ -64,7 +76,13 @@ pub(super) fn file_bytes(payload_bytes: u32) -> u64 {
 pub(super) fn decode_header(page: &[u8], key: &BlockKey) -> Option<Entry> {
     let frame = Frame::decode(page, &NO_SEGMENT, 0, 0).ok()?;
     let [entry] = frame.entries.as_slice() else { return None };
-    (entry.kind == EntryKind::Block && entry.meta.key == *key).then_some(*entry)
+    let is_block = entry.kind == EntryKind::Block && Address::from_u64(entry.sequence).is_write();
+    (is_block && entry.meta.key == *key).then_some(*entry)
+}
+
+/// A block's address: the number of the write, which a block file has in place of a sequence.
+pub(crate) fn address_of(entry: &Entry) -> Address {
+    Address::from_u64(entry.sequence)
 }
 
 impl PerBlockFiles {
@@ -74,7 +92,8 @@ impl PerBlockFiles {
         images: Vec<BlockImage>,
         deadline: Deadline,
     ) -> Vec<Result<(PathBuf, Transfer), DiskError>> {
-        let paths: Vec<_> = images.iter().map(|each| self.temporary_path(&each.meta.key)).collect();
+        let paths: Vec<_> =
+            images.iter().map(|each| self.temporary_path(&each.meta.key, each.address)).collect();
         let (targets, direct) = (paths.clone(), self.is_direct);
         let created = self.io.call("create", &self.config.directory, deadline, move |files| {
             Ok(targets.iter().map(|path| create(files, path, direct)).collect::<Vec<_>>())
@@ -110,29 +129,35 @@ impl PerBlockFiles {
                 return paths.iter().map(|_| ReadOutcome::Failed(error.clone())).collect();
             }
         };
+        let is_hidden: Vec<_> = {
+            let known = self.known();
+            batch.iter().map(|request| known.is_hidden(&request.key, request.address)).collect()
+        };
         let mut transfers = Vec::with_capacity(batch.len());
         let mut outcomes = Vec::with_capacity(batch.len());
-        for ((request, path), file) in batch.into_iter().zip(&paths).zip(opened) {
+        for (((request, path), file), is_hidden) in
+            batch.into_iter().zip(&paths).zip(opened).zip(is_hidden)
+        {
             outcomes.push(match file {
-                _ if request.address != Address::of_file(&request.key) => Err(ReadOutcome::Gone),
+                _ if is_hidden => Err(ReadOutcome::Gone),
                 Err(error) if error.kind() == io::ErrorKind::NotFound => Err(ReadOutcome::Gone),
                 Err(error) => Err(ReadOutcome::Failed(DiskError::from_io("open", path, error))),
                 Ok(file) => {
-                    let (key, slab_bytes) = (request.key, request.slab.len());
+                    let asked = (request.key, request.address, request.slab.len());
                     let mut buffers = vec![Buffer::Pages(PageBuffer::zeroed(PAGE_BYTES))];
                     buffers.extend(receiving_buffers(request.slab));
                     let file = Arc::new(file);
                     transfers.push(Transfer::new(TransferKind::Read, file, 0, buffers));
-                    Ok((key, slab_bytes))
+                    Ok(asked)
                 }
             });
         }
         let mut answers = self.io.transfer_all(transfers, deadline).into_iter();
         let concluded = outcomes.into_iter().zip(&paths).map(|(outcome, path)| match outcome {
             Err(outcome) => outcome,
-            Ok((key, slab_bytes)) => {
+            Ok(asked) => {
                 let answer = answers.next().expect("one answer for each transfer");
-                self.conclude(&key, slab_bytes, path, answer)
+                self.conclude(&asked, path, answer)
             }
         });
         concluded.collect()
@@ -140,8 +165,7 @@ impl PerBlockFiles {
 
     fn conclude(
         &self,
-        key: &BlockKey,
-        slab_bytes: usize,
+        &(ref key, address, slab_bytes): &(BlockKey, Address, usize),
         path: &Path,
         (transfer, result): (Option<Transfer>, io::Result<()>),
     ) -> ReadOutcome {
@@ -158,6 +182,9 @@ impl PerBlockFiles {
         let Some(entry) = decode_header(header.bytes(), key) else {
             return self.damaged(Damage::Header);
         };
+        if address_of(&entry) != address {
+            return ReadOutcome::Gone;
+        }
         if entry.meta.payload_bytes as usize != slab_bytes {
             return ReadOutcome::Failed(DiskError::LengthMismatch {
                 payload_bytes: u64::from(entry.meta.payload_bytes),
@@ -176,29 +203,30 @@ impl PerBlockFiles {
     }
 
     /// The description in a block's file; nothing if there is no file or it is not right.
-    pub(super) fn load_meta(
+    pub(super) fn load_entry(
         &self,
         key: &BlockKey,
         deadline: Deadline,
-    ) -> Result<Option<RecordMeta>, DiskError> {
+    ) -> Result<Option<Entry>, DiskError> {
         let (path, own) = (self.path(key), *key);
         let source = path.clone();
-        self.io.call("read", &path, deadline, move |files| {
-            Ok(read_header(files, &source, &own)?.map(|entry| entry.meta))
-        })
+        self.io.call("read", &path, deadline, move |files| read_header(files, &source, &own))
     }
 
-    /// A block's file as an image of its own, checked.
+    /// The file of one write as an image, checked; nothing if another file lies there.
     pub(super) fn load(
         &self,
         key: &BlockKey,
+        address: Address,
         deadline: Deadline,
     ) -> Result<Option<BlockImage>, DiskError> {
         let (path, own) = (self.path(key), *key);
         let source = path.clone();
         self.io.call("read", &path, deadline, move |files| {
-            let Some(entry) = read_header(files, &source, &own)? else { return Ok(None) };
-            let file = files.open(&source, OpenMode::Read, false)?;
+            let Some((file, entry)) = open_block(files, &source, &own)? else { return Ok(None) };
+            if address_of(&entry) != address {
+                return Ok(None);
+            }
             let bytes = entry.meta.payload_bytes as usize;
             let mut pages = PageBuffer::zeroed(bytes);
             let read = files.read(&file, PAGE_BYTES as u64, pages.bytes_mut())?;
@@ -206,30 +234,11 @@ impl PerBlockFiles {
                 read >= bytes && checksum(&pages.bytes()[..bytes]) == entry.payload_checksum;
             Ok(is_right.then(|| BlockImage {
                 meta: entry.meta,
+                address,
                 checksum: entry.payload_checksum,
                 buffers: vec![Buffer::Pages(pages)],
             }))
         })
-    }
-
-    /// The key whose file an address names: the address is the start of the key.
-    pub(super) fn find_by_address(
-        &self,
-        address: Address,
-        deadline: Deadline,
-    ) -> Result<Option<BlockKey>, DiskError> {
-        let mut bytes = [0; 32];
-        bytes[..8].copy_from_slice(&address.to_u64().to_le_bytes());
-        let path = self.path(&BlockKey::from_bytes(bytes));
-        let directory = path.parent().map(Path::to_owned).unwrap_or_default();
-        let listed = directory.clone();
-        let names =
-            self.io.call("list", &directory, deadline, move |files| match files.list(&listed) {
-                Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(Vec::new()),
-                other => other,
-            })?;
-        let keys = names.iter().filter_map(|path| key_of(path));
-        Ok(keys.into_iter().find(|key| Address::of_file(key) == address))
     }
 
     /// Asks for the oldest files, about a segment's worth, whether they stay.
@@ -238,27 +247,45 @@ impl PerBlockFiles {
         keep: &mut dyn FnMut(&RecordMeta, Address) -> bool,
         deadline: Deadline,
     ) -> Result<Reclaimed, DiskError> {
-        let now = self.io.clock.unix_ms();
-        let mut reclaimed = Reclaimed::default();
-        let mut seen_bytes = 0;
-        let mut kept = Vec::new();
-        let mut gone = Vec::new();
-        while seen_bytes < self.config.segment_bytes {
-            let next = self.known().order.pop_front();
-            let Some(key) = next else { break };
-            let bytes = self.known().files.get(&key).copied();
-            let Some(bytes) = bytes else { continue };
-            seen_bytes += bytes;
-            let address = Address::of_file(&key);
-            match self.load_meta(&key, deadline)? {
-                Some(meta) if !meta.has_expired(now) && keep(&meta, address) => kept.push(key),
-                _ => gone.push(key),
+        let (mut kept, mut gone) = (Vec::new(), Vec::new());
+        let chosen = self.choose(keep, &mut kept, &mut gone, deadline);
+        let freed = chosen.and_then(|()| self.remove_files(&gone, deadline));
+        let mut known = self.known();
+        known.put_back(kept);
+        match freed {
+            Ok(bytes_freed) => Ok(Reclaimed { moved: Vec::new(), dropped: gone, bytes_freed }),
+            Err(error) => {
+                known.put_back(gone.into_iter().map(|(_, address)| address));
+                Err(error)
             }
         }
-        reclaimed.dropped = gone.iter().map(|key| (*key, Address::of_file(key))).collect();
-        self.known().order.extend(kept);
-        reclaimed.bytes_freed = self.remove_files(&gone, deadline)?;
-        Ok(reclaimed)
+    }
+
+    /// Takes the oldest writes out of the order, and says of each whether it stays.
+    fn choose(
+        &self,
+        keep: &mut dyn FnMut(&RecordMeta, Address) -> bool,
+        kept: &mut Vec<Address>,
+        gone: &mut Vec<(BlockKey, Address)>,
+        deadline: Deadline,
+    ) -> Result<(), DiskError> {
+        let now = self.io.clock.unix_ms();
+        let mut seen_bytes = 0;
+        while seen_bytes < self.config.segment_bytes {
+            let next = self.known().next_in_order();
+            let Some((key, address, bytes)) = next else { break };
+            seen_bytes += bytes;
+            let entry = self.load_entry(&key, deadline).inspect_err(|_| kept.push(address))?;
+            let own = entry.filter(|entry| address_of(entry) == address);
+            match own {
+                Some(entry) if !entry.meta.has_expired(now) && keep(&entry.meta, address) => {
+                    kept.push(address);
+                }
+                // Its file is removed only if it is still this write's.
+                _ => gone.push((key, address)),
+            }
+        }
+        Ok(())
     }
 
     pub(super) fn sync_files(
@@ -304,13 +331,45 @@ pub(crate) fn read_header(
     path: &Path,
     key: &BlockKey,
 ) -> io::Result<Option<Entry>> {
+    Ok(open_block(files, path, key)?.map(|(_file, entry)| entry))
+}
+
+/// A block's file with what its first page says, if the file is there and the page right.
+fn open_block(
+    files: &dyn FileOperations,
+    path: &Path,
+    key: &BlockKey,
+) -> io::Result<Option<(File, Entry)>> {
     let file = match files.open(path, OpenMode::Read, false) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
         other => other?,
     };
     let mut page = PageBuffer::zeroed(PAGE_BYTES);
     let read = files.read(&file, 0, page.bytes_mut())?;
-    Ok(decode_header(&page.bytes()[..read], key))
+    Ok(decode_header(&page.bytes()[..read], key).map(|entry| (file, entry)))
+}
+
+/// Removes the file of one write; if another's lies there, leaves it and says what it is.
+///
+/// A file that cannot be read is removed if it is known to be that write's.
+pub(super) fn remove_file(
+    files: &dyn FileOperations,
+    path: &Path,
+    key: &BlockKey,
+    address: Address,
+    is_known: bool,
+) -> io::Result<Option<Entry>> {
+    match read_header(files, path, key) {
+        Ok(Some(entry)) if address_of(&entry) != address => return Ok(Some(entry)),
+        Ok(Some(_)) => {}
+        Ok(None) | Err(_) if is_known => {}
+        Ok(None) => return Ok(None),
+        Err(error) => return Err(error),
+    }
+    match files.remove(path) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
+        Ok(()) | Err(_) => Ok(None),
+    }
 }
 
 /// Creates a file, and the directory that it lies in if that is the first.

@@ -1,24 +1,29 @@
 //! One file a block, named by its key, for file systems that share blocks by name.
 //!
-//! Invariant: a file appears under its name by a rename, once all of it was written. Others may
+//! Invariants: a file appears under its name by a rename, once all of it was written. Each write
+//! has a number of its own, in the file's header, which is the block's address: whatever lies
+//! under a name, late or by others, is never taken for what an address was given for. Others may
 //! add and remove files at any time, so what is in memory is a hint: every call asks the disk.
 
 mod block_file;
+mod known;
 mod recovery;
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::BTreeSet;
 use std::io;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use cascade_block::{BlockKey, Deadline, Namespace, checksum};
 use cascade_memory::Slab;
 
-use self::block_file::{BlockImage, file_bytes};
-pub(crate) use self::block_file::{key_of, read_header};
+use self::block_file::{BlockImage, file_bytes, remove_file};
+pub(crate) use self::block_file::{address_of, key_of, read_header};
+use self::known::Known;
+use crate::format::Entry;
 use crate::gate::Gate;
-use crate::io::{Io, Transfer};
+use crate::io::{FileOperations, Io, Transfer};
 use crate::lock::DirectoryLock;
 use crate::tier::ReadRequest;
 use crate::{
@@ -34,20 +39,12 @@ pub struct PerBlockFiles {
     is_direct: bool,
     known: Mutex<Known>,
     reclaimer: Gate<()>,
-    next_temporary: AtomicU64,
+    /// Held by whoever changes which file lies under a name, until that is done.
+    names: Arc<Gate<()>>,
+    /// The next write's number: from a random start, so that no other process has the same.
+    next_nonce: AtomicU64,
     counters: Counters,
     _lock: DirectoryLock,
-}
-
-/// The files that this writer knows of.
-#[derive(Debug, Default)]
-struct Known {
-    /// Bytes of each file.
-    files: HashMap<BlockKey, u64>,
-    /// The order in which they are reclaimed; may name files that are gone.
-    order: VecDeque<BlockKey>,
-    used_bytes: u64,
-    unsynced: Vec<BlockKey>,
 }
 
 #[derive(Debug, Default)]
@@ -57,22 +54,6 @@ struct Counters {
     records_read: AtomicU64,
     bytes_read: AtomicU64,
     records_damaged: AtomicU64,
-}
-
-impl Known {
-    fn add(&mut self, key: BlockKey, bytes: u64) {
-        match self.files.insert(key, bytes) {
-            Some(before) => self.used_bytes -= before,
-            None => self.order.push_back(key),
-        }
-        self.used_bytes += bytes;
-    }
-
-    fn forget(&mut self, key: &BlockKey) -> u64 {
-        let bytes = self.files.remove(key).unwrap_or(0);
-        self.used_bytes -= bytes;
-        bytes
-    }
 }
 
 impl PerBlockFiles {
@@ -88,9 +69,33 @@ impl PerBlockFiles {
     }
 
     /// A name in the block's own directory that no reader looks for.
-    fn temporary_path(&self, key: &BlockKey) -> PathBuf {
-        let number = self.next_temporary.fetch_add(1, Ordering::Relaxed);
-        self.path(key).with_extension(format!("{}.{number}.tmp", self.config.writer))
+    fn temporary_path(&self, key: &BlockKey, address: Address) -> PathBuf {
+        let nonce = address.to_u64();
+        self.path(key).with_extension(format!("{}.{nonce:016x}.tmp", self.config.writer))
+    }
+
+    /// The address of a write that is about to begin.
+    fn next_address(&self) -> Address {
+        Address::of_write(self.next_nonce.fetch_add(1, Ordering::Relaxed))
+    }
+
+    /// Runs a call that changes which file lies under a name: one at a time, and none that has
+    /// not begun by its deadline.
+    fn change_names<T: Send + 'static>(
+        &self,
+        operation: &'static str,
+        path: &Path,
+        deadline: Deadline,
+        work: impl FnOnce(&dyn FileOperations) -> io::Result<T> + Send + 'static,
+    ) -> Result<T, DiskError> {
+        let (names, clock) = (Arc::clone(&self.names), Arc::clone(&self.io.clock));
+        self.io.call(operation, path, deadline, move |files| {
+            let turn = names.enter(deadline, clock.as_ref());
+            let _turn = turn
+                .filter(|_| !deadline.has_passed(clock.as_ref()))
+                .ok_or(io::ErrorKind::TimedOut)?;
+            work(files)
+        })
     }
 
     fn refusal(&self, meta: &RecordMeta, slab: &Slab) -> Option<DiskError> {
@@ -107,7 +112,7 @@ impl PerBlockFiles {
     /// Sets bytes aside for a file, or says that there are none.
     fn admit(&self, meta: &RecordMeta, under_way: u64) -> Result<u64, DiskError> {
         let needed_bytes = file_bytes(meta.payload_bytes);
-        let used_bytes = self.known().used_bytes + under_way;
+        let used_bytes = self.known().used_bytes() + under_way;
         if used_bytes + needed_bytes > self.config.capacity_bytes {
             let capacity_bytes = self.config.capacity_bytes;
             return Err(DiskError::Full { needed_bytes, used_bytes, capacity_bytes });
@@ -121,7 +126,7 @@ impl PerBlockFiles {
         images: Vec<BlockImage>,
         deadline: Deadline,
     ) -> Vec<Result<Address, DiskError>> {
-        let metas: Vec<_> = images.iter().map(|image| image.meta).collect();
+        let entries: Vec<_> = images.iter().map(BlockImage::entry).collect();
         let created = self.create_all(images, deadline);
         let mut transfers = Vec::with_capacity(created.len());
         let mut places = Vec::with_capacity(created.len());
@@ -146,11 +151,11 @@ impl PerBlockFiles {
         let mut results = results.into_iter();
         places
             .into_iter()
-            .zip(metas)
-            .map(|(place, meta)| {
+            .zip(entries)
+            .map(|(place, entry)| {
                 let path = place?;
                 let written = results.next().expect("one result for each created file");
-                self.publish(&path, &meta, written, deadline)
+                self.publish(path, &entry, written, deadline)
             })
             .collect()
     }
@@ -158,54 +163,83 @@ impl PerBlockFiles {
     /// Gives a written file its name, or takes it away if it is not complete.
     fn publish(
         &self,
-        temporary: &std::path::Path,
-        meta: &RecordMeta,
+        temporary: PathBuf,
+        entry: &Entry,
         written: io::Result<()>,
         deadline: Deadline,
     ) -> Result<Address, DiskError> {
-        let path = self.path(&meta.key);
-        let (from, to, durable) = (temporary.to_owned(), path.clone(), self.config.durable);
-        self.io.call("write", &path, deadline, move |files| {
-            let renamed = written.and_then(|()| files.rename(&from, &to));
-            if renamed.is_err() {
-                // Best effort: what stays behind is removed at the next opening.
-                drop(files.remove(&from));
-            }
-            renamed?;
-            match to.parent() {
-                Some(directory) if durable => files.sync_directory(directory),
-                _ => Ok(()),
-            }
-        })?;
+        let path = self.path(&entry.meta.key);
+        let (from, to, durable) = (temporary.clone(), path.clone(), self.config.durable);
+        let published =
+            written.map_err(|source| DiskError::from_io("write", &path, source)).and_then(|()| {
+                self.change_names("rename", &path, deadline, move |files| {
+                    files.rename(&from, &to)?;
+                    match to.parent() {
+                        Some(directory) if durable => files.sync_directory(directory),
+                        _ => Ok(()),
+                    }
+                })
+            });
+        if let Err(error) = published {
+            // Best effort: what stays behind is removed at the next opening.
+            let removed =
+                self.io.call("remove", &path, deadline, move |files| files.remove(&temporary));
+            drop(removed);
+            return Err(error);
+        }
         let mut known = self.known();
-        known.add(meta.key, file_bytes(meta.payload_bytes));
+        known.add(entry);
         if !self.config.durable {
-            known.unsynced.push(meta.key);
+            known.unsynced.push(entry.meta.key);
         }
         drop(known);
+        let payload_bytes = u64::from(entry.meta.payload_bytes);
         self.counters.records_written.fetch_add(1, Ordering::Relaxed);
-        self.counters.bytes_written.fetch_add(u64::from(meta.payload_bytes), Ordering::Relaxed);
-        Ok(Address::of_file(&meta.key))
+        self.counters.bytes_written.fetch_add(payload_bytes, Ordering::Relaxed);
+        Ok(address_of(entry))
     }
 
-    fn remove_files(&self, keys: &[BlockKey], deadline: Deadline) -> Result<u64, DiskError> {
-        let paths: Vec<_> = keys.iter().map(|key| self.path(key)).collect();
+    /// Removes the files of writes, and no others; by how many bytes the known files shrank.
+    fn remove_files(
+        &self,
+        blocks: &[(BlockKey, Address)],
+        deadline: Deadline,
+    ) -> Result<u64, DiskError> {
+        let targets: Vec<_> = {
+            let mut known = self.known();
+            known.hide(blocks);
+            let target = |(key, address): &(BlockKey, Address)| {
+                (self.path(key), *key, *address, known.is(key, *address))
+            };
+            blocks.iter().map(target).collect()
+        };
         let durable = self.config.durable;
         let directory = self.config.directory.clone();
-        self.io.call("remove files under", &directory, deadline, move |files| {
-            for path in paths {
-                match files.remove(&path) {
-                    Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
-                    Ok(()) | Err(_) => {}
+        let others = self.change_names("remove files under", &directory, deadline, {
+            move |files| {
+                let mut others = Vec::new();
+                let mut directories = BTreeSet::new();
+                for (path, key, address, is_known) in targets {
+                    others.extend(remove_file(files, &path, &key, address, is_known)?);
+                    directories.extend(path.parent().map(Path::to_owned));
                 }
-                if let Some(directory) = path.parent().filter(|_| durable) {
-                    files.sync_directory(directory)?;
+                for directory in directories.iter().filter(|_| durable) {
+                    match files.sync_directory(directory) {
+                        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+                        Ok(()) | Err(_) => {}
+                    }
                 }
+                Ok(others)
             }
-            Ok(())
         })?;
         let mut known = self.known();
-        Ok(keys.iter().map(|key| known.forget(key)).sum())
+        known.unhide(blocks);
+        let freed = blocks.iter().map(|(key, address)| known.forget(key, *address)).sum();
+        // Files of other writes under these names are there, whoever made them.
+        for entry in &others {
+            known.add(entry);
+        }
+        Ok(freed)
     }
 
     fn damaged(&self, damage: Damage) -> ReadOutcome {
@@ -219,8 +253,12 @@ impl PerBlockFiles {
         target: Address,
         deadline: Deadline,
     ) -> Result<Address, DiskError> {
-        let source = self.find_by_address(target, deadline)?.ok_or(DiskError::NoTarget)?;
-        let image = self.load(&source, deadline)?.ok_or(DiskError::NoTarget)?;
+        let source = {
+            let known = self.known();
+            let key = known.key_at(target).filter(|key| !known.is_hidden(key, target));
+            key.ok_or(DiskError::NoTarget)?
+        };
+        let image = self.load(&source, target, deadline)?.ok_or(DiskError::NoTarget)?;
         if image.meta.payload_bytes != meta.payload_bytes {
             return Err(DiskError::LengthMismatch {
                 payload_bytes: u64::from(meta.payload_bytes),
@@ -228,7 +266,7 @@ impl PerBlockFiles {
             });
         }
         self.admit(meta, 0)?;
-        self.store(vec![image.under(*meta)], deadline).remove(0)
+        self.store(vec![image.under(*meta, self.next_address())], deadline).remove(0)
     }
 }
 
@@ -249,7 +287,7 @@ impl BlockFiles for PerBlockFiles {
             answers.push(admitted.map(|bytes| {
                 under_way += bytes;
                 let sum = checksum(&slab);
-                images.push(BlockImage::of_slab(meta, sum, slab));
+                images.push(BlockImage::of_slab(meta, self.next_address(), sum, slab));
             }));
         }
         let mut stored = self.store(images, deadline).into_iter();
@@ -272,11 +310,7 @@ impl BlockFiles for PerBlockFiles {
     }
 
     fn remove(&self, keys: &[(BlockKey, Address)], deadline: Deadline) -> Result<(), DiskError> {
-        let own = |(key, address): &(BlockKey, Address)| {
-            (Address::of_file(key) == *address).then_some(*key)
-        };
-        let keys: Vec<_> = keys.iter().filter_map(own).collect();
-        self.remove_files(&keys, deadline).map(drop)
+        self.remove_files(keys, deadline).map(drop)
     }
 
     fn reclaim(
@@ -298,9 +332,14 @@ impl BlockFiles for PerBlockFiles {
         key: &BlockKey,
         deadline: Deadline,
     ) -> Result<Option<(RecordMeta, Address)>, DiskError> {
-        let Some(meta) = self.load_meta(key, deadline)? else { return Ok(None) };
-        self.known().add(*key, file_bytes(meta.payload_bytes));
-        Ok(Some((meta, Address::of_file(key))))
+        let Some(entry) = self.load_entry(key, deadline)? else { return Ok(None) };
+        let address = address_of(&entry);
+        let mut known = self.known();
+        if known.is_hidden(key, address) {
+            return Ok(None);
+        }
+        known.add(&entry);
+        Ok(Some((entry.meta, address)))
     }
 
     fn sync(&self, deadline: Deadline) -> Result<(), DiskError> {
@@ -330,7 +369,7 @@ impl BlockFiles for PerBlockFiles {
     }
 
     fn used_bytes(&self) -> u64 {
-        self.known().used_bytes
+        self.known().used_bytes()
     }
 
     fn stats(&self) -> DiskStats {
@@ -339,10 +378,11 @@ impl BlockFiles for PerBlockFiles {
         DiskStats {
             engine: self.io.engine.name(),
             is_direct: self.is_direct,
-            files: known.files.len() as u64,
-            used_bytes: known.used_bytes,
-            live_bytes: known.used_bytes,
-            live_records: known.files.len() as u64,
+            is_registered: self.io.engine.is_registered(),
+            files: known.file_count(),
+            used_bytes: known.used_bytes(),
+            live_bytes: known.used_bytes(),
+            live_records: known.file_count(),
             records_written: load(&self.counters.records_written),
             bytes_written: load(&self.counters.bytes_written),
             records_read: load(&self.counters.records_read),

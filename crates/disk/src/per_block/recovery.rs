@@ -2,18 +2,20 @@
 
 use std::io;
 use std::path::Path;
-use std::sync::Mutex;
 use std::sync::atomic::AtomicU64;
+use std::sync::{Arc, Mutex};
 
 use cascade_block::Deadline;
 
-use super::block_file::{file_bytes, key_of, read_header};
-use super::{Counters, Known, PerBlockFiles};
-use crate::format::{FormatError, Frame, PAGE_BYTES};
+use super::block_file::{address_of, key_of, read_header};
+use super::known::Known;
+use super::{Counters, PerBlockFiles};
+use crate::format::{Entry, FormatError, Frame, PAGE_BYTES};
 use crate::gate::Gate;
 use crate::io::{FileOperations, Io, OpenMode, PageBuffer};
 use crate::lock::{DirectoryLock, probe_direct};
-use crate::{Address, DiskError, FileTierConfig, Recovery, StoredManifest, manifests};
+use crate::random::random_bytes;
+use crate::{DiskError, FileTierConfig, Recovery, StoredManifest, manifests};
 
 impl PerBlockFiles {
     /// Locks the writer's name and finds the block files that are there, whoever wrote them.
@@ -28,30 +30,35 @@ impl PerBlockFiles {
         let writer = config.writer.to_string();
         let blocks = directory.join("blocks");
         let listed = blocks.clone();
-        let mut recovery = io.call("read", &blocks, deadline, move |files| {
+        let (mut recovery, mut entries) = io.call("read", &blocks, deadline, move |files| {
             files.make_directory(&listed)?;
             Ok(find_blocks(files, &listed, &writer))
         })??;
-        recovery.live.sort_by_key(|(meta, _)| meta.written_unix_ms);
+        entries.sort_by_key(|entry| entry.meta.written_unix_ms);
         let now = io.clock.unix_ms();
-        let before = recovery.live.len();
-        recovery.live.retain(|(meta, _)| !meta.has_expired(now));
-        recovery.expired_records = (before - recovery.live.len()) as u64;
+        let mut known = Known::default();
+        for entry in &entries {
+            // Expired files are known too: a reclaim takes them away.
+            known.add(entry);
+        }
+        let found = entries.len();
+        entries.retain(|entry| !entry.meta.has_expired(now));
+        recovery.expired_records = (found - entries.len()) as u64;
+        recovery.live = entries.iter().map(|entry| (entry.meta, address_of(entry))).collect();
         recovery.bad_manifests = manifests::load_all(&io, &directory, deadline)?
             .into_iter()
             .filter(|each| matches!(each, StoredManifest::Bad { .. }))
             .collect();
-        let mut known = Known::default();
-        for (meta, _) in &recovery.live {
-            known.add(meta.key, file_bytes(meta.payload_bytes));
-        }
+        let first_nonce = random_bytes()
+            .map_err(|source| DiskError::from_io("number the writes under", &blocks, source))?;
         let files = Self {
             config,
             io,
             is_direct,
             known: Mutex::new(known),
             reclaimer: Gate::new(()),
-            next_temporary: AtomicU64::new(0),
+            names: Arc::new(Gate::new(())),
+            next_nonce: AtomicU64::new(u64::from_le_bytes(first_nonce)),
             counters: Counters::default(),
             _lock: lock,
         };
@@ -64,15 +71,16 @@ fn find_blocks(
     files: &dyn FileOperations,
     blocks: &Path,
     writer: &str,
-) -> Result<Recovery, DiskError> {
+) -> Result<(Recovery, Vec<Entry>), DiskError> {
     let mut recovery = Recovery::default();
+    let mut entries = Vec::new();
     let failed = |path: &Path, source| DiskError::from_io("read", path, source);
     let mut pending = files.list(blocks).map_err(|error| failed(blocks, error))?;
     while let Some(path) = pending.pop() {
         if let Some(key) = key_of(&path) {
             recovery.files += 1;
             match read_header(files, &path, &key) {
-                Ok(Some(entry)) => recovery.live.push((entry.meta, Address::of_file(&key))),
+                Ok(Some(entry)) => entries.push(entry),
                 Ok(None) => note_damage(files, &path, &mut recovery)?,
                 Err(error) => return Err(failed(&path, error)),
             }
@@ -87,7 +95,7 @@ fn find_blocks(
             }
         }
     }
-    Ok(recovery)
+    Ok((recovery, entries))
 }
 
 /// Counts a file that is no block, or refuses one of another version.

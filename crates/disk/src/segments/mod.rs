@@ -8,6 +8,7 @@ mod read;
 mod reclaim;
 mod recovery;
 mod replay;
+mod run;
 mod segment;
 mod write;
 
@@ -182,6 +183,7 @@ impl BlockFiles for SegmentFiles {
         DiskStats {
             engine: self.io.engine.name(),
             is_direct: self.is_direct,
+            is_registered: self.io.engine.is_registered(),
             files: segments.len() as u64,
             used_bytes: total(|segment| segment.state().file_bytes),
             live_bytes: total(|segment| segment.state().live_bytes),

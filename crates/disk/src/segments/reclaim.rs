@@ -4,8 +4,9 @@ use std::sync::{Arc, PoisonError};
 
 use cascade_block::{Deadline, checksum};
 
+use super::run::{Payload, Pending};
 use super::segment::{Segment, Slot};
-use super::write::{Payload, Pending, Space, WriterState};
+use super::write::{Space, WriterState};
 use super::{Alias, SegmentFiles, count};
 use crate::format::{Entry, EntryKind, PAGE_BYTES, pages_of};
 use crate::io::{Buffer, PageBuffer, Transfer, TransferKind};

@@ -9,8 +9,9 @@ use std::sync::{Arc, Mutex, RwLock};
 use cascade_block::{BlockKey, Deadline, checksum};
 
 use super::replay::{Replay, replay};
+use super::run::tombstone;
 use super::segment::{Index, Segment, SegmentState, Slot};
-use super::write::{Space, WriterState, random_id, tombstone};
+use super::write::{Space, WriterState};
 use super::{Alias, Aliases, Counters, SegmentFiles};
 use crate::format::{
     Checkpoint, CoveredSegment, ENTRY_BYTES, Entry, EntryKind, FormatError, RandomId,
@@ -18,6 +19,7 @@ use crate::format::{
 use crate::gate::Gate;
 use crate::io::{Io, OpenMode};
 use crate::lock::{DirectoryLock, probe_direct};
+use crate::random::random_bytes;
 use crate::scan::{FileSource, ScanError, ScanOptions, SegmentContent, read_segment, segment_name};
 use crate::{Address, DiskError, FileTierConfig, Recovery, StoredManifest, manifests};
 
@@ -305,7 +307,7 @@ fn next_state(
     let of_checkpoint = checkpoint.map_or(0, |checkpoint| checkpoint.next_number);
     let known_id = found.iter().find_map(|each| Some(each.content.header.as_ref()?.store_id));
     Ok(WriterState {
-        store_id: known_id.map_or_else(random_id, Ok)?,
+        store_id: known_id.map_or_else(random_bytes, Ok)?,
         active: None,
         unsynced: Vec::new(),
         next_number: of_files.max(of_checkpoint).max(replay.number_end),

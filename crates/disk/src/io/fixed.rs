@@ -1,0 +1,76 @@
+//! The pool's memory as fixed buffers of the rings: pinned once, not once for each transfer.
+#![expect(unsafe_code, reason = "hands the pool's region to the kernel by address")]
+
+use std::fmt;
+use std::io;
+use std::os::fd::AsRawFd as _;
+use std::slice;
+
+use cascade_memory::Pool;
+use io_uring::IoUring;
+
+use super::uring::Piece;
+
+/// The kernel takes no longer buffer.
+const BUFFER_BYTES_MAX: usize = 1 << 30;
+
+const HUGE_PAGE_BYTES: usize = 2 << 20;
+
+/// The pool's region, registered with a ring that does nothing else; other rings share it.
+pub(super) struct FixedBuffers {
+    root: IoUring,
+    /// Outlives every ring that uses its region.
+    pool: Pool,
+}
+
+impl FixedBuffers {
+    /// Pins the pool's region, if it lies in huge pages and the kernel allows it.
+    ///
+    /// Ordinary pages are pinned one by one, for seconds; and those that were never touched would
+    /// be made for it.
+    pub(super) fn register(pool: &Pool) -> Option<Self> {
+        let region = pool.region();
+        let huge_bytes = region.bytes() / HUGE_PAGE_BYTES * HUGE_PAGE_BYTES;
+        if region.pages().huge_bytes < huge_bytes {
+            return None;
+        }
+        let pieces: Vec<_> = (0..region.bytes())
+            .step_by(BUFFER_BYTES_MAX)
+            .map(|offset| Piece {
+                base: region.base().as_ptr().wrapping_add(offset),
+                bytes: BUFFER_BYTES_MAX.min(region.bytes() - offset),
+            })
+            .collect();
+        let root = IoUring::new(1).ok()?;
+        // SAFETY: `Piece` is laid out as `iovec`; the list lives until the call has returned.
+        let vectors = unsafe { slice::from_raw_parts(pieces.as_ptr().cast(), pieces.len()) };
+        // SAFETY: the pieces lie in the pool's mapping, which `pool`, kept beside every ring that
+        // shares them, keeps. The kernel touches only memory that a transfer names, and a flight
+        // owns that until the transfer has ended.
+        let registered = unsafe { root.submitter().register_buffers(vectors) };
+        // RLIMIT_MEMLOCK, or too many buffers: transfers do without.
+        registered.ok()?;
+        Some(Self { root, pool: pool.clone() })
+    }
+
+    /// Lets another ring use the buffers too.
+    pub(super) fn share_with(&self, ring: &IoUring) -> io::Result<()> {
+        ring.submitter().register_buffers_clone(self.root.as_raw_fd())
+    }
+
+    /// Which buffer a piece of memory lies in, if it lies in one.
+    pub(super) fn index_of(&self, piece: &Piece) -> Option<u16> {
+        let region = self.pool.region();
+        let start = piece.base.addr().checked_sub(region.base().as_ptr().addr())?;
+        let last = start.checked_add(piece.bytes.checked_sub(1)?)?;
+        let index = start / BUFFER_BYTES_MAX;
+        let is_inside = last < region.bytes() && last / BUFFER_BYTES_MAX == index;
+        is_inside.then(|| u16::try_from(index).ok()).flatten()
+    }
+}
+
+impl fmt::Debug for FixedBuffers {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("FixedBuffers").field("pool", &self.pool).finish_non_exhaustive()
+    }
+}

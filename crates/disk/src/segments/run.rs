@@ -1,0 +1,149 @@
+//! A run: entries placed in frames, with the buffers that one write brings to a segment.
+
+use cascade_block::{BlockKey, Checksum, NamespaceId, checksum};
+use cascade_memory::Slab;
+
+use super::segment::Segment;
+use crate::format::{ENTRIES_PER_FRAME, Entry, EntryKind, Frame, PAGE_BYTES, pages_of};
+use crate::io::{Buffer, PageBuffer};
+use crate::placement::sending_buffers;
+use crate::{Address, RecordMeta};
+
+/// Most bytes and buffers of one write; the kernel takes 1,024 buffers at once.
+const WRITE_BYTES_MAX: u64 = 4 << 20;
+const WRITE_BUFFERS_MAX: usize = 1000;
+
+/// A block's bytes on their way into a frame.
+#[derive(Debug)]
+pub(super) enum Payload {
+    Slab(Slab),
+    /// Padded to whole pages.
+    Pages(PageBuffer),
+}
+
+/// An entry that is to be written.
+#[derive(Debug)]
+pub(super) struct Pending {
+    pub(super) kind: EntryKind,
+    pub(super) meta: RecordMeta,
+    /// What an alias or tombstone is about; a block's address is found when it is placed.
+    pub(super) target: Address,
+    /// Of the payload; that of a slab is computed when it is placed.
+    pub(super) checksum: Checksum,
+    /// Its old number when it is only rewritten; otherwise it gets the next.
+    pub(super) sequence: Option<u64>,
+    pub(super) payload: Option<Payload>,
+}
+
+/// Frames that one write brings to a segment.
+#[derive(Debug, Default)]
+pub(super) struct Run {
+    pub(super) frames: Vec<Frame>,
+    pub(super) buffers: Vec<Buffer>,
+    pub(super) pages: u32,
+    pub(super) entries: usize,
+}
+
+impl Run {
+    /// Whether the next entry needs a frame of its own.
+    pub(super) fn needs_frame(&self) -> bool {
+        self.frames.last().is_none_or(|frame| frame.entries.len() == ENTRIES_PER_FRAME)
+    }
+
+    /// Whether that many pages more would be too much for one write.
+    pub(super) fn is_full(&self, pages: u32) -> bool {
+        u64::from(self.pages + pages) * PAGE_BYTES as u64 > WRITE_BYTES_MAX
+            || self.buffers.len() + 3 > WRITE_BUFFERS_MAX
+    }
+
+    /// Places an entry behind the others.
+    pub(super) fn add(
+        &mut self,
+        segment: &Segment,
+        start: u32,
+        pending: Pending,
+        next_sequence: &mut u64,
+    ) {
+        if self.needs_frame() {
+            self.frames.push(Frame {
+                segment_id: segment.id,
+                page: start + self.pages,
+                page_count: 1,
+                entries: Vec::with_capacity(1),
+            });
+            self.buffers.push(Buffer::Pages(PageBuffer::zeroed(PAGE_BYTES)));
+            self.pages += 1;
+        }
+        let sequence = pending.sequence.unwrap_or_else(|| {
+            *next_sequence += 1;
+            *next_sequence - 1
+        });
+        let address = match pending.kind {
+            EntryKind::Block => Address::in_segment(segment.number, start + self.pages),
+            EntryKind::Alias | EntryKind::Tombstone => pending.target,
+        };
+        let pages = payload_pages(&pending);
+        let payload_checksum = match &pending.payload {
+            Some(Payload::Slab(slab)) => checksum(slab),
+            Some(Payload::Pages(_)) | None => pending.checksum,
+        };
+        let frame = self.frames.last_mut().expect("a frame was made above");
+        frame.page_count += pages;
+        frame.entries.push(Entry {
+            kind: pending.kind,
+            meta: pending.meta,
+            address,
+            payload_checksum,
+            sequence,
+        });
+        self.pages += pages;
+        self.entries += 1;
+        match pending.payload {
+            None => {}
+            Some(Payload::Pages(pages)) => self.buffers.push(Buffer::Pages(pages)),
+            Some(Payload::Slab(slab)) => self.buffers.extend(sending_buffers(slab)),
+        }
+    }
+
+    /// Fills the header pages in, now that their frames are complete.
+    pub(super) fn finish(&mut self) {
+        let mut frames = self.frames.iter();
+        let mut next = frames.next();
+        let mut page = next.map_or(0, |frame| frame.page);
+        for buffer in &mut self.buffers {
+            let pages = pages_of(buffer.bytes().len() as u64);
+            if let (Some(frame), Buffer::Pages(header)) = (next, buffer)
+                && frame.page == page
+            {
+                frame.encode(header.bytes_mut());
+                next = frames.next();
+            }
+            page += pages;
+        }
+        debug_assert!(next.is_none(), "every frame has its header page");
+    }
+}
+
+/// The removal of a key, as an entry.
+pub(super) fn tombstone(key: &BlockKey, target: Address) -> Pending {
+    let meta = RecordMeta {
+        key: *key,
+        digest: None,
+        parent: None,
+        namespace: NamespaceId::default(),
+        payload_bytes: 0,
+        is_prefix: false,
+        written_unix_ms: 0,
+        expires_unix_ms: None,
+    };
+    let kind = EntryKind::Tombstone;
+    Pending { kind, meta, target, checksum: 0, sequence: None, payload: None }
+}
+
+/// Pages that the payload of an entry takes in its segment.
+pub(super) fn payload_pages(pending: &Pending) -> u32 {
+    match pending.kind {
+        EntryKind::Block => pages_of(u64::from(pending.meta.payload_bytes)),
+        EntryKind::Alias | EntryKind::Tombstone => 0,
+    }
+}

@@ -1,0 +1,158 @@
+//! A file per block: an address stands for one write, whatever lies under the key's name later.
+#![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use cascade_block::SystemClock;
+use cascade_disk::conformance::{
+    Stored, append, assert_gone, assert_hits, assert_recovered, block, content, deadline, key,
+    meta, pool, read_as,
+};
+use cascade_disk::io::Io;
+use cascade_disk::io::fault::{Fault, FaultPlan};
+use cascade_disk::{
+    Address, BlockFiles, DiskError, EngineKind, FileTierConfig, Layout, ReadOutcome, Recovery,
+    WriterName, open, open_with,
+};
+use cascade_memory::Pool;
+
+const LENGTH: usize = 5000;
+
+fn config(directory: &Path) -> FileTierConfig {
+    FileTierConfig {
+        capacity_bytes: 1 << 20,
+        layout: Layout::FilePerBlock,
+        ..FileTierConfig::new(directory)
+    }
+}
+
+fn open_tier(directory: &Path, pool: &Pool) -> (Arc<dyn BlockFiles>, Recovery) {
+    open(config(directory), Arc::new(SystemClock), pool, deadline()).unwrap()
+}
+
+fn file_of(directory: &Path, number: u64) -> PathBuf {
+    let name = key(number).to_string();
+    directory.join("blocks").join(&name[..2]).join(format!("{name}.block"))
+}
+
+/// Stores block 1 with the bytes of another block.
+fn append_other(files: &dyn BlockFiles, pool: &Pool, body: u64) -> Address {
+    let (_, slab) = block(pool, body, LENGTH);
+    files.append(vec![(meta(1, LENGTH), slab)], deadline()).remove(0).unwrap()
+}
+
+fn assert_body(files: &dyn BlockFiles, pool: &Pool, address: Address, body: u64) {
+    let stored = Stored { number: 1, length: LENGTH, address };
+    match read_as(files, pool, &[(key(1), stored)]).remove(0) {
+        ReadOutcome::Hit(slab) => assert!(slab[..] == content(body, LENGTH), "{address:?}"),
+        other => panic!("{address:?}: {other:?}"),
+    }
+}
+
+/// Nothing that is done with a stale address finds, names or removes what lies there now.
+fn assert_stale(files: &dyn BlockFiles, pool: &Pool, stale: Address) {
+    assert_gone(files, pool, &[Stored { number: 1, length: LENGTH, address: stale }]);
+    let alias = files.alias(&[(meta(2, LENGTH), stale)], deadline()).remove(0);
+    assert!(matches!(alias, Err(DiskError::NoTarget)), "{alias:?}");
+    files.remove(&[(key(1), stale)], deadline()).unwrap();
+}
+
+#[test]
+fn an_address_is_never_used_again() {
+    let directory = tempfile::tempdir().unwrap();
+    let pool = pool();
+    let (files, _) = open_tier(directory.path(), &pool);
+    let old = append(files.as_ref(), &pool, &[(1, LENGTH)])[0].address;
+    files.remove(&[(key(1), old)], deadline()).unwrap();
+    let removed_then_stored = append_other(files.as_ref(), &pool, 77);
+    assert_ne!(removed_then_stored, old);
+    assert_stale(files.as_ref(), &pool, old);
+    assert_body(files.as_ref(), &pool, removed_then_stored, 77);
+    let stored_over = append_other(files.as_ref(), &pool, 78);
+    assert_stale(files.as_ref(), &pool, removed_then_stored);
+    assert_body(files.as_ref(), &pool, stored_over, 78);
+    assert_eq!(files.stats().files, 1);
+    drop(files);
+    let (files, recovery) = open_tier(directory.path(), &pool);
+    assert_eq!(recovery.live, [(meta(1, LENGTH), stored_over)]);
+    assert_stale(files.as_ref(), &pool, old);
+    assert_body(files.as_ref(), &pool, stored_over, 78);
+    let next = append_other(files.as_ref(), &pool, 79);
+    assert!(![old, removed_then_stored, stored_over].contains(&next), "{next:?}");
+}
+
+/// A rename that was given up comes late and puts an old file over a new one.
+#[test]
+fn a_late_rename_brings_no_wrong_byte() {
+    let directory = tempfile::tempdir().unwrap();
+    let pool = pool();
+    let (files, _) = open_tier(directory.path(), &pool);
+    let path = file_of(directory.path(), 1);
+    let late = path.with_extension("late");
+    let old = append(files.as_ref(), &pool, &[(1, LENGTH)])[0];
+    fs::rename(&path, &late).unwrap();
+    files.remove(&[(key(1), old.address)], deadline()).unwrap();
+    let new = append_other(files.as_ref(), &pool, 77);
+    fs::rename(&late, &path).unwrap();
+    assert_stale(files.as_ref(), &pool, new);
+    assert!(path.exists(), "a stale address removes nothing");
+    assert_eq!(files.stats().files, 1, "what lies there is accounted for");
+    let newest = append_other(files.as_ref(), &pool, 78);
+    assert_body(files.as_ref(), &pool, newest, 78);
+    fs::copy(&path, &late).unwrap();
+    files.remove(&[(key(1), newest)], deadline()).unwrap();
+    fs::rename(&late, &path).unwrap();
+    drop(files);
+    let (files, recovery) = open_tier(directory.path(), &pool);
+    assert_recovered_body(&recovery, newest);
+    assert_body(files.as_ref(), &pool, newest, 78);
+}
+
+fn assert_recovered_body(recovery: &Recovery, address: Address) {
+    assert_recovered(recovery, &[Stored { number: 1, length: LENGTH, address }]);
+}
+
+#[test]
+fn a_reclaim_leaves_what_others_have_put_there() {
+    let directory = tempfile::tempdir().unwrap();
+    let pool = pool();
+    let (ours, _) = open_tier(directory.path(), &pool);
+    let old = append(ours.as_ref(), &pool, &[(1, LENGTH)])[0].address;
+    let writer = WriterName::new("w1").unwrap();
+    let config = FileTierConfig { writer, ..config(directory.path()) };
+    let (theirs, _) = open(config, Arc::new(SystemClock), &pool, deadline()).unwrap();
+    let new = append_other(theirs.as_ref(), &pool, 77);
+    let reclaimed = ours.reclaim(&mut |_, _| false, deadline()).unwrap();
+    assert_eq!(reclaimed.dropped, [(key(1), old)]);
+    assert_body(theirs.as_ref(), &pool, new, 77);
+    let probed = ours.probe(&key(1), deadline()).unwrap();
+    assert_eq!(probed, Some((meta(1, LENGTH), new)));
+    assert_body(ours.as_ref(), &pool, new, 77);
+    let reclaimed = ours.reclaim(&mut |_, _| false, deadline()).unwrap();
+    assert_eq!(reclaimed.dropped, [(key(1), new)]);
+    assert!(!file_of(directory.path(), 1).exists());
+}
+
+/// The promise of `remove`: `Gone` from now on, even if the file could not be taken away.
+#[test]
+fn a_failed_removal_hides_the_block() {
+    let directory = tempfile::tempdir().unwrap();
+    let pool = pool();
+    let (files, _) = open_tier(directory.path(), &pool);
+    let stored = append(files.as_ref(), &pool, &[(1, LENGTH), (2, LENGTH)]);
+    drop(files);
+    let machine = Io::system(EngineKind::Psync, false, 4, None, Arc::new(SystemClock)).unwrap();
+    let counting = FaultPlan::new(Fault::Io, u64::MAX, false);
+    let opened = open_with(config(directory.path()), counting.wrap(&machine), &pool, deadline());
+    drop(opened.unwrap());
+    let plan = FaultPlan::new(Fault::Io, counting.calls(), true);
+    let opened = open_with(config(directory.path()), plan.wrap(&machine), &pool, deadline());
+    let (files, _) = opened.unwrap();
+    files.remove(&[(key(1), stored[0].address)], deadline()).unwrap_err();
+    assert_gone(files.as_ref(), &pool, &stored[..1]);
+    drop(files);
+    let (files, _) = open_tier(directory.path(), &pool);
+    assert_hits(files.as_ref(), &pool, &stored);
+}
