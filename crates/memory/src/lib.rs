@@ -1,5 +1,6 @@
 //! The shared-memory pool: one mapping, the slabs cut from it, and who may touch them.
 
+mod advice;
 mod copy;
 mod heap;
 mod magazine;
@@ -9,6 +10,7 @@ mod region;
 mod slab;
 mod sync;
 
+pub use advice::{prefer_huge_pages, prefetch};
 pub use copy::{copy_in, copy_out};
 pub use pages::{HugePages, PageReport, PageSource};
 pub use pool::{DIRECT_ALIGN, MemoryError, Pool, PoolConfig, PoolStats};

@@ -64,10 +64,12 @@ pub(crate) struct KeyEntry {
     pub(crate) expires_unix_ms: u64,
 }
 
-const _: () = assert!(size_of::<KeyEntry>() <= 64, "a key entry fits a cache line");
+const _: () = assert!(size_of::<Option<KeyEntry>>() == 64, "a key entry fits a cache line");
 
-/// One content: where its bytes are and which keys name it.
+/// One content: where its bytes are and which keys name it. One cache line, like a key's entry: a
+/// lookup waits for memory three times, for slot, key and content, and never for a fourth.
 #[derive(Debug)]
+#[repr(align(64))]
 pub(crate) struct Content {
     pub(crate) slab: Option<Slab>,
     addresses: [u64; LOWER_STAGES_MAX],
@@ -86,7 +88,7 @@ pub(crate) struct Content {
     pub(crate) referenced: u8,
 }
 
-const _: () = assert!(size_of::<Content>() <= 56, "memory per key is part of the contract");
+const _: () = assert!(size_of::<Option<Content>>() == 64, "a content fits a cache line");
 
 impl KeyEntry {
     pub(crate) fn slot(&self) -> Option<Slot> {
@@ -184,29 +186,26 @@ impl Catalog {
         found.map(KeyIndex)
     }
 
-    /// Finds a batch. Reads tables, then keys, then contents, each in a row of independent loads,
-    /// so that the waits for memory overlap instead of adding up.
+    /// Finds a batch. Asks for a row of slots, then of keys, then of contents before it needs
+    /// them, so that the waits for memory overlap instead of adding up.
     pub(crate) fn find_batch(&self, keys: &[BlockKey], found: &mut Vec<Option<KeyIndex>>) {
+        /// As many rows of three cache lines stay in the first cache.
         const ROW: usize = 64;
-        let mut candidates = [NONE; ROW];
-        let mut touched = 0u64;
         for row in keys.chunks(ROW) {
-            for (candidate, key) in candidates.iter_mut().zip(row) {
-                *candidate = self.table.candidate(key.fingerprint()).unwrap_or(NONE);
+            for key in row {
+                self.table.prefetch(key.fingerprint());
             }
-            let mut contents = [NONE; ROW];
-            for (content, candidate) in contents.iter_mut().zip(&candidates[..row.len()]) {
-                if *candidate != NONE {
-                    *content = self.keys.get(*candidate).content.0;
+            for key in row {
+                if let Some(candidate) = self.table.candidate(key.fingerprint()) {
+                    self.keys.prefetch(candidate);
                 }
             }
-            for content in contents.iter().filter(|content| **content != NONE) {
-                touched ^= u64::from(self.contents.get(*content).bytes);
-            }
+            let first = found.len();
             found.extend(row.iter().map(|key| self.find(key)));
+            for key in found[first..].iter().flatten() {
+                self.contents.prefetch(self.entry(*key).content.0);
+            }
         }
-        // Keeps the compiler from dropping the reads that only warm the caches.
-        std::hint::black_box(touched);
     }
 
     pub(crate) fn entry(&self, key: KeyIndex) -> &KeyEntry {

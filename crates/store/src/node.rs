@@ -25,6 +25,8 @@ pub(crate) struct Node {
     pub(crate) clock: Arc<dyn Clock>,
     pub(crate) pool: Pool,
     pub(crate) stages: Vec<Arc<dyn Stage>>,
+    /// Of DRAM, then of the stages.
+    tier_names: Vec<TierName>,
     pub(crate) dirty_bytes_max: u64,
     state: Mutex<State>,
     /// Something changed that a caller may wait for.
@@ -66,9 +68,19 @@ impl Node {
         let eviction = Eviction::new(eviction::policy(config.policy), limits);
         let state = Mutex::new(State::new(eviction, pipeline.has_dram));
         let dirty_bytes_max = config.dirty_bytes_max.unwrap_or(config.dram_bytes / 4);
-        let (changed, work) = (Condvar::new(), Condvar::new());
-        let node =
-            Self { config, pipeline, clock, pool, stages, dirty_bytes_max, state, changed, work };
+        let names = stages.iter().map(|stage| stage.name());
+        let node = Self {
+            tier_names: std::iter::once("dram").chain(names).collect(),
+            config,
+            pipeline,
+            clock,
+            pool,
+            stages,
+            dirty_bytes_max,
+            state,
+            changed: Condvar::new(),
+            work: Condvar::new(),
+        };
         node.recover();
         Ok(node)
     }
@@ -168,7 +180,7 @@ impl Node {
     }
 
     pub(crate) fn tier_name(&self, tier: usize) -> TierName {
-        if tier == 0 { "dram" } else { self.stages[tier - 1].name() }
+        self.tier_names[tier]
     }
 
     /// Takes a slab for a put or a load, evicting as needed; for an incoming block, only what is

@@ -207,17 +207,19 @@ impl Node {
         state.catalog.find_batch(&keys, &mut found);
         let tier = self.tier_name(self.memory_tier());
         let mut plan = Plan::default();
+        let mut may_have_changed = state.is_closed;
         for (wanted, mut found) in wanted.iter().zip(found) {
             if state.is_closed {
                 reading.settle(wanted, ViewOutcome::Failed(StoreError::Closed));
                 continue;
             }
             // Room taken for an earlier block of this batch may have evicted this one.
-            if !plan.fetches.is_empty() {
-                found = state.catalog.find(&wanted.key);
+            let has_expired = |key| state.catalog.entry(key).has_expired(now_unix_ms);
+            if may_have_changed || found.is_some_and(has_expired) {
+                found = state.find_live(&wanted.key, now_unix_ms);
+                may_have_changed = true;
             }
-            let live = found.and_then(|_| state.find_live(&wanted.key, now_unix_ms));
-            let Some(key) = live else {
+            let Some(key) = found else {
                 reading.settle(wanted, ViewOutcome::Miss);
                 continue;
             };
@@ -225,6 +227,7 @@ impl Node {
                 reading.settle(wanted, ViewOutcome::Hit { slab, tier });
                 continue;
             }
+            may_have_changed = true;
             let (again, settled) = self.plan_fetch(state, *wanted, key, &mut plan, reading);
             state = again;
             if let Some(outcome) = settled {

@@ -150,7 +150,9 @@ impl Store {
             let (content, resident) = (entry.content, entry.slot());
             chain.push(Asked { fingerprint: key.fingerprint(), resident });
             if is_unbroken {
-                state.announce(found);
+                if state.has_dram {
+                    state.announce(found);
+                }
                 let content = state.catalog.content(content);
                 let lower = content.fastest_lower().map_or(0, |(stage, _)| 1 + stage);
                 tiers.push(node.tier_name(if content.slab.is_some() { 0 } else { lower }));

@@ -1,12 +1,15 @@
 //! An arena of entries at stable indices that grows without moving what it holds.
 
-const CHUNK_BITS: u32 = 12;
+use cascade_memory::{prefer_huge_pages, prefetch};
+
+const CHUNK_BITS: u32 = 16;
 const CHUNK: usize = 1 << CHUNK_BITS;
 
-/// Entries by index. Growth adds a chunk, so no insert ever copies the others.
+/// Entries by index. Growth adds a chunk, so no insert ever copies the others; a chunk's memory is
+/// touched only as it fills.
 #[derive(Debug)]
 pub(super) struct Arena<T> {
-    chunks: Vec<Box<[Option<T>]>>,
+    chunks: Vec<Vec<Option<T>>>,
     free: Vec<u32>,
     next: u32,
     len: usize,
@@ -21,8 +24,10 @@ impl<T> Arena<T> {
         self.len
     }
 
+    /// What the entries so far take; a chunk's untouched rest takes nothing.
     pub(super) fn memory_bytes(&self) -> usize {
-        self.chunks.len() * CHUNK * size_of::<Option<T>>() + self.free.capacity() * 4
+        let entries: usize = self.chunks.iter().map(Vec::len).sum();
+        entries * size_of::<Option<T>>() + self.free.capacity() * size_of::<u32>()
     }
 
     pub(super) fn get(&self, index: u32) -> &T {
@@ -33,14 +38,22 @@ impl<T> Arena<T> {
         self.try_get_mut(index).expect("an index is used only while its entry lives")
     }
 
+    /// Begins to bring an entry into the cache.
+    pub(super) fn prefetch(&self, index: u32) {
+        let (chunk, within) = split(index);
+        if let Some(entry) = self.chunks.get(chunk).and_then(|chunk| chunk.get(within)) {
+            prefetch(entry);
+        }
+    }
+
     pub(super) fn try_get(&self, index: u32) -> Option<&T> {
         let (chunk, within) = split(index);
-        self.chunks.get(chunk)?[within].as_ref()
+        self.chunks.get(chunk)?.get(within)?.as_ref()
     }
 
     pub(super) fn try_get_mut(&mut self, index: u32) -> Option<&mut T> {
         let (chunk, within) = split(index);
-        self.chunks.get_mut(chunk)?[within].as_mut()
+        self.chunks.get_mut(chunk)?.get_mut(within)?.as_mut()
     }
 
     pub(super) fn insert(&mut self, entry: T) -> u32 {
@@ -67,22 +80,29 @@ impl<T> Arena<T> {
     /// Takes out an entry that `insert_at` may have put there.
     pub(super) fn try_remove(&mut self, index: u32) -> Option<T> {
         let (chunk, within) = split(index);
-        let entry = self.chunks.get_mut(chunk)?[within].take()?;
+        let entry = self.chunks.get_mut(chunk)?.get_mut(within)?.take()?;
         self.len -= 1;
         Some(entry)
     }
 
     pub(super) fn indices(&self) -> impl Iterator<Item = u32> + '_ {
-        let entries = self.chunks.iter().flat_map(|chunk| chunk.iter());
-        entries.zip(0..).filter_map(|(entry, index)| entry.is_some().then_some(index))
+        let chunks = (0u32..).step_by(CHUNK).zip(&self.chunks);
+        let entries = chunks.flat_map(|(first, chunk)| (first..).zip(chunk));
+        entries.filter_map(|(index, entry)| entry.is_some().then_some(index))
     }
 
     fn place(&mut self, index: u32, entry: T) {
         let (chunk, within) = split(index);
         while self.chunks.len() <= chunk {
-            self.chunks.push((0..CHUNK).map(|_| None).collect());
+            let entries = Vec::with_capacity(CHUNK);
+            prefer_huge_pages(&entries);
+            self.chunks.push(entries);
         }
-        let before = self.chunks[chunk][within].replace(entry);
+        let entries = &mut self.chunks[chunk];
+        if entries.len() <= within {
+            entries.resize_with(within + 1, || None);
+        }
+        let before = entries[within].replace(entry);
         debug_assert!(before.is_none(), "an index holds one entry");
         self.len += 1;
     }
