@@ -49,7 +49,7 @@ test: test-rust test-python
 
 .PHONY: test-rust ## Run the Rust tests
 test-rust: $(STAMPS)/python
-	cargo test --locked --workspace --quiet
+	cargo test --locked --workspace --quiet --no-fail-fast
 
 .PHONY: test-python ## Run the Python tests against the installed wheel
 test-python: $(STAMPS)/build $(STAMPS)/test
@@ -57,7 +57,7 @@ test-python: $(STAMPS)/build $(STAMPS)/test
 
 .PHONY: test-slow ## Run the long tests: kill -9 at random points, a minute of racing threads
 test-slow: $(STAMPS)/build $(STAMPS)/test
-	cargo test --locked --workspace --release --quiet -- --ignored
+	cargo test --locked --workspace --release --quiet --no-fail-fast -- --ignored
 	$(BIN)/python -m pytest --quiet -m stress --timeout 600
 
 .PHONY: check ## Format, lints, types, spelling, stubs and source tidiness; changes nothing

@@ -27,7 +27,7 @@ class StageStats(TypedDict):
 
     used_bytes: int
     capacity_bytes: int
-    creates: int
+    files: int
     damaged_blocks: int
     notes: list[str]
 

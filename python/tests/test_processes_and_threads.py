@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import cascadekv
 import pytest
@@ -61,39 +62,48 @@ def test_puts_wait_while_too_much_is_unwritten_and_say_so(stuck_store, keys_of):
     assert isinstance(results[-1].error, cascadekv.BusyError | cascadekv.DeadlineError)
 
 
-def test_threads_hammer_one_store_and_read_no_wrong_byte(keys_of, bytes_of):
-    keys = keys_of(range(64))
-    blocks = {key: bytes_of(key, 200_000) for key in keys}
+def hammer(store, keys, blocks, seed: int, rounds: int) -> list[cascadekv.BlockKey]:
+    """Put, view, get and delete at random; return the keys of blocks that were read wrong."""
+    chance = random.Random(seed)
     wrong = []
+    for _ in range(rounds):
+        some = chance.sample(list(keys), 8)
+        action = chance.randrange(4)
+        if action == 0:
+            store.put(some, [blocks[key] for key in some], chain=False)
+        elif action == 1:
+            # Views are let go at once: held ones would leave too little memory for the others.
+            with store.view(some) as views:
+                found = zip(some, views, strict=True)
+                wrong += [k for k, v in found if v and bytes(v) != blocks[k]]
+                del found
+        elif action == 2:
+            buffers = [bytearray(200_000) for _ in some]
+            results = store.get(some, buffers)
+            triples = zip(some, results, buffers, strict=True)
+            wrong += [k for k, r, b in triples if r.ok and b != blocks[k]]
+        else:
+            store.delete(some[:2])
+    return wrong
 
-    def hammer(seed: int) -> None:
-        chance = random.Random(seed)
-        for _ in range(150):
-            some = chance.sample(list(keys), 8)
-            action = chance.randrange(4)
-            if action == 0:
-                store.put(some, [blocks[key] for key in some], chain=False)
-            elif action == 1:
-                views = store.view(some)
-                wrong.extend(
-                    k for k, v in zip(some, views, strict=True) if v and bytes(v) != blocks[k]
-                )
-            elif action == 2:
-                buffers = [bytearray(200_000) for _ in some]
-                results = store.get(some, buffers)
-                triples = zip(some, results, buffers, strict=True)
-                wrong.extend(k for k, r, b in triples if r.ok and b != blocks[k])
-            else:
-                store.delete(some[:2])
 
-    with Store(dram="8MiB", huge_pages=False) as store:
-        threads = [threading.Thread(target=hammer, args=(seed,)) for seed in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert wrong == []
-        assert store.stats()["hits"] > 0
+def race(store, keys, bytes_of, rounds: int) -> None:
+    blocks = {key: bytes_of(key, 200_000) for key in keys}
+    with ThreadPoolExecutor(4) as pool:
+        threads = [pool.submit(hammer, store, keys, blocks, seed, rounds) for seed in range(4)]
+        assert [thread.result() for thread in threads] == [[]] * 4
+    stats = store.stats()
+    assert stats["hits"] > 0
+    assert stats["damaged_blocks"] == 0
+
+
+def test_threads_hammer_one_store_and_read_no_wrong_byte(store, keys_of, bytes_of):
+    race(store, keys_of(range(128)), bytes_of, rounds=150)
+
+
+@pytest.mark.stress
+def test_threads_hammer_two_tiers_for_long_and_read_no_wrong_byte(two_tiers, keys_of, bytes_of):
+    race(two_tiers, keys_of(range(256)), bytes_of, rounds=2_000)
 
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")

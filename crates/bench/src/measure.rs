@@ -12,7 +12,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use cascade_block::{BlockKey, Clock, Manifest, Namespace, SystemClock, TenantSecret};
-use cascade_store::{Store, StoreConfig, StoreError};
+use cascade_store::{CallOptions, Store, StoreConfig, StoreError};
 
 use crate::cli::Failure;
 pub use figure::{Figure, Target, table_header};
@@ -63,6 +63,9 @@ impl Bench<'_> {
         if self.wants(&figure.name) { (self.deliver)(figure) } else { Ok(()) }
     }
 }
+
+/// For calls that wait until gigabytes are written down.
+const PATIENT: CallOptions = CallOptions { timeout: Some(Duration::from_secs(600)) };
 
 /// Opens a store for a measurement.
 fn open(what: &str, config: StoreConfig) -> Result<Store, Failure> {

@@ -1,4 +1,4 @@
-//! What a policy is worth: traces replayed on names alone, beside the best that any policy could do.
+//! What a policy is worth: traces replayed on names alone, beside the best that any could do.
 //!
 //! A replay drives the store's own eviction as the store does: a request, then for each block that
 //! was missing, root first, room is made and the block comes in. Hits count while they are unbroken

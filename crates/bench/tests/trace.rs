@@ -66,7 +66,8 @@ fn sub_agents_run_on_the_time_of_their_session() {
 fn a_session_keeps_its_start_when_others_join() {
     let session = |id: &str| {
         format!(
-            r#"{{"id": "{id}", "block_size": 2, "requests": [{{"t": 0, "in": 2, "out": 1, "hash_ids": [1]}}]}}"#
+            r#"{{"id": "{id}", "block_size": 2,
+                "requests": [{{"t": 0, "in": 2, "out": 1, "hash_ids": [1]}}]}}"#
         )
     };
     let texts = ["a", "b", "c"].map(session);
@@ -112,7 +113,8 @@ fn damage_is_named_by_file_line_and_field() {
     assert!(complaint("\n \n").contains("holds no request"));
     let glued = format!("{{\"block_size\": 2, \"requests\": []}}{LINE}");
     assert!(complaint(&glued).contains("not JSON (trailing characters"));
-    let nested = r#"{"block_size": 2, "requests": [{"t": 0, "type": "subagent", "requests": [{"t": 0, "in": -3}]}]}"#;
+    let nested = r#"{"block_size": 2, "requests": [
+        {"t": 0, "type": "subagent", "requests": [{"t": 0, "in": -3}]}]}"#;
     assert!(complaint(nested).contains("`requests[0].requests[0].in`"), "{}", complaint(nested));
 }
 

@@ -105,11 +105,7 @@ fn stages_dict<'py>(
     let dict = PyDict::new(py);
     for (tier, stage) in stages {
         let one = PyDict::new(py);
-        enter!(
-            one,
-            stage,
-            StageStats { used_bytes, capacity_bytes, creates, damaged_blocks, notes }
-        );
+        enter!(one, stage, StageStats { used_bytes, capacity_bytes, files, damaged_blocks, notes });
         dict.set_item(tier, one)?;
     }
     Ok(dict)

@@ -20,6 +20,10 @@ pub struct Address(pub u64);
 /// Most stages below DRAM in one pipeline.
 pub(crate) const LOWER_STAGES_MAX: usize = 2;
 
+/// Most keys that share a content: going through them stays short. A content that more keys share
+/// is stored once for every so many.
+const KEYS_PER_CONTENT_MAX: u32 = 1024;
+
 /// Stands for "no entry" where an index is stored.
 const NONE: u32 = u32::MAX;
 const NO_ADDRESS: u64 = u64::MAX;
@@ -110,7 +114,13 @@ impl Content {
 
     /// The fastest lower stage that has it.
     pub(crate) fn fastest_lower(&self) -> Option<(usize, Address)> {
-        (0..LOWER_STAGES_MAX).find_map(|stage| Some((stage, self.address(stage)?)))
+        self.fastest_lower_but(0)
+    }
+
+    /// The fastest lower stage that has it, but for those whose bit is set.
+    pub(crate) fn fastest_lower_but(&self, avoid: u8) -> Option<(usize, Address)> {
+        let mut stages = (0..LOWER_STAGES_MAX).filter(|stage| avoid & (1 << stage) == 0);
+        stages.find_map(|stage| Some((stage, self.address(stage)?)))
     }
 
     /// Whether any tier has its bytes.
@@ -289,9 +299,15 @@ impl Catalog {
             expires_unix_ms: new.expires_unix_ms,
         });
         self.table.insert(new.key.fingerprint(), key);
+        let at = content;
         let content = self.content_mut(content);
         content.first_key = key;
         content.key_count += 1;
+        let is_full = content.key_count == KEYS_PER_CONTENT_MAX;
+        if is_full && let Some(digest) = self.digests.try_get(at.0) {
+            // Further equal bytes become a content of their own.
+            self.by_digest.remove(fingerprint_of(digest), at.0);
+        }
         if let Some(parent) = &new.parent {
             self.set_parent(KeyIndex(key), parent);
         }
@@ -309,7 +325,7 @@ impl Catalog {
             return None;
         }
         if let Some(digest) = self.digests.try_remove(entry.content.0) {
-            self.by_digest.remove(fingerprint_of(&digest), entry.content.0);
+            self.by_digest.remove_if_there(fingerprint_of(&digest), entry.content.0);
         }
         Some(self.contents.remove(entry.content.0))
     }
@@ -325,6 +341,11 @@ impl Catalog {
             at = self.keys.get(at).next_of_content;
         }
         self.keys.get_mut(at).next_of_content = entry.next_of_content;
+    }
+
+    /// One of the keys that name a content.
+    pub(crate) fn first_key_of(&self, content: ContentIndex) -> KeyIndex {
+        KeyIndex(self.content(content).first_key)
     }
 
     /// The keys that name a content.

@@ -164,6 +164,9 @@ impl StoreConfig {
         if self.timeout.is_zero() {
             return bad("timeout", "0; every call would fail: give at least 1 ms".to_owned());
         }
+        if self.dirty_bytes_max == Some(0) {
+            return bad("dirty_bytes_max", "0 would never take a block; leave it out".to_owned());
+        }
         if self.mover_bytes_per_second == Some(0) {
             return bad("mover_bytes_per_second", "0 would never write; leave it out".to_owned());
         }

@@ -69,7 +69,8 @@ pub trait Policy: fmt::Debug + Send {
     /// What it is called on the command line.
     fn name(&self) -> &'static str;
 
-    /// A chain was asked for; its first `leading` blocks are resident. Its partial tail is left out.
+    /// A chain was asked for; its first `leading` blocks are resident. Its partial tail is left
+    /// out.
     fn request(
         &mut self,
         blocks: &mut Blocks,

@@ -1,5 +1,6 @@
 //! One node's decisions: catalog, leases, tiers, pipeline, placement, eviction and mover.
 
+mod call;
 mod catalog;
 mod config;
 pub mod eviction;

@@ -3,6 +3,7 @@
 //! One thread a stage, so that a slow or failing stage holds up no other. Blocks go in the order in
 //! which they were put, which is about the order in which eviction will want them written.
 
+use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::mpsc::Receiver;
 use std::sync::{Mutex, PoisonError};
@@ -13,23 +14,27 @@ use cascade_memory::Slab;
 
 use crate::catalog::{Address, ContentIndex};
 use crate::node::Node;
-use crate::stage::{BlockFacts, Room, StageError};
+use crate::stage::{BlockFacts, Room, StageError, guarded};
 use crate::state::{NameChange, Pending, State};
 
 /// Most bytes in one batch.
 const BATCH_BYTES: usize = 16 << 20;
 /// Most blocks in one batch.
 const BATCH_BLOCKS: usize = 256;
-/// How often a full stage is asked for room before its blocks are given up.
-const ROOM_TRIES: u32 = 8;
-/// From this try on, nothing is kept: room comes first.
-const ROOM_TRIES_KEEPING: u32 = 4;
+/// Most names in one call.
+const NAMES_MAX: usize = 4096;
+/// How often a full stage is asked for room in vain before its blocks are given up.
+const ROOM_TRIES: u32 = 3;
+/// After so many rounds of making room for one batch nothing is kept: room comes first.
+const ROOM_ROUNDS_KEEPING: u32 = 4;
 
 /// A batch on its way down.
 struct Batch {
     pending: Vec<Pending>,
     blocks: Vec<(BlockFacts, Slab)>,
     names: Vec<NameChange>,
+    /// Queued blocks that were deleted while they waited.
+    deleted: u64,
 }
 
 /// Runs until the store closes and its queue is empty.
@@ -43,12 +48,28 @@ pub(crate) fn run(node: &Node, stage: usize) {
         // Before anyone can see them as written: a slab that the mover holds cannot be evicted.
         drop(batch.blocks);
         let mut state = node.lock();
+        let is_late = |result: &Result<_, _>| matches!(result, Err(StageError::Timeout));
+        let is_stuck = !results.is_empty() && results.iter().all(is_late);
         for (pending, result) in batch.pending.iter().zip(results) {
-            settle(node, &mut state, stage, pending, result);
+            settle(&mut state, stage, pending, result);
         }
-        state.is_moving[stage] = false;
+        state.blocks_tickets[stage].settled += batch.pending.len() as u64 + batch.deleted;
+        state.names_tickets[stage].settled += batch.names.len() as u64;
+        if is_stuck {
+            give_up_queue(&mut state, stage);
+        }
         drop(state);
         node.announce_change();
+    }
+}
+
+/// Gives up what is queued for a stage: it let a whole batch run out of time, or the store closes
+/// and cannot wait. The blocks stay in DRAM for as long as they last there, and are counted.
+pub(crate) fn give_up_queue(state: &mut State, stage: usize) {
+    let queue = std::mem::take(&mut state.queues[stage]);
+    state.blocks_tickets[stage].settled += queue.len() as u64;
+    for pending in queue {
+        settle(state, stage, &pending, Err(StageError::Timeout));
     }
 }
 
@@ -65,7 +86,7 @@ fn next_batch(node: &Node, stage: usize) -> Option<Batch> {
     let mut state = node.lock();
     loop {
         let names = std::mem::take(&mut state.names[stage]);
-        let mut batch = Batch { pending: Vec::new(), blocks: Vec::new(), names };
+        let mut batch = Batch { pending: Vec::new(), blocks: Vec::new(), names, deleted: 0 };
         let mut bytes = 0;
         while bytes < BATCH_BYTES && batch.blocks.len() < BATCH_BLOCKS {
             let Some(pending) = state.queues[stage].pop_front() else { break };
@@ -74,6 +95,7 @@ fn next_batch(node: &Node, stage: usize) -> Option<Batch> {
             let Some(slab) = slab else {
                 // It was deleted while it waited.
                 state.pending_bytes[stage] -= u64::from(pending.facts.bytes);
+                batch.deleted += 1;
                 continue;
             };
             bytes += slab.len();
@@ -81,9 +103,9 @@ fn next_batch(node: &Node, stage: usize) -> Option<Batch> {
             batch.pending.push(pending);
         }
         if !batch.blocks.is_empty() || !batch.names.is_empty() {
-            state.is_moving[stage] = true;
             return Some(batch);
         }
+        state.blocks_tickets[stage].settled += batch.deleted;
         node.announce_change();
         if state.is_closed {
             return None;
@@ -92,11 +114,12 @@ fn next_batch(node: &Node, stage: usize) -> Option<Batch> {
     }
 }
 
-/// Tells a stage names in their order, runs of one kind together. A name that it fails to learn is
-/// a miss after a restart, one that it fails to forget keeps dead bytes: both are counted.
+/// Tells a stage names in their order, runs of one kind together. What it fails to learn or to
+/// forget shows after a restart: it is counted, and the next flush says so.
 fn tell_names(node: &Node, stage: usize, names: &[NameChange], deadline: Deadline) {
     let is_add = |change: &NameChange| matches!(change, NameChange::Add(..));
-    for run in names.chunk_by(|one, next| is_add(one) == is_add(next)) {
+    let runs = names.chunk_by(|one, next| is_add(one) == is_add(next));
+    for run in runs.flat_map(|run| run.chunks(NAMES_MAX)) {
         let (mut adds, mut removes) = (Vec::new(), Vec::new());
         for change in run {
             match *change {
@@ -105,13 +128,15 @@ fn tell_names(node: &Node, stage: usize, names: &[NameChange], deadline: Deadlin
             }
         }
         let told = if adds.is_empty() {
-            node.stages[stage].remove(&removes, deadline)
+            guarded::call(|| node.stages[stage].remove(&removes, deadline))
         } else {
-            node.stages[stage].alias(adds, deadline)
+            guarded::call(|| node.stages[stage].alias(adds, deadline))
         };
         if let Err(error) = told {
-            node.note_stage_error(error);
-            node.lock().counters.name_failures += run.len() as u64;
+            let mut state = node.lock();
+            state.note_error(stage, error);
+            state.counters.name_failures += run.len() as u64;
+            state.unwritten[stage] += run.len() as u64;
         }
     }
 }
@@ -125,21 +150,28 @@ fn store_with_room(
 ) -> Vec<Result<Address, StageError>> {
     let mut results: Vec<_> = blocks.iter().map(|_| Err(StageError::Full)).collect();
     let mut left: Vec<usize> = (0..blocks.len()).collect();
-    for attempt in 0..=ROOM_TRIES {
+    let (mut vain, mut rounds) = (0, 0);
+    while !left.is_empty() {
         let batch = left.iter().map(|at| blocks[*at].clone()).collect();
-        for (at, result) in left.iter().zip(node.stages[stage].store(batch, deadline)) {
+        let answers = guarded::store(&*node.stages[stage], batch, deadline);
+        for (at, result) in left.iter().zip(answers) {
             results[*at] = result;
         }
+        let before = left.len();
         left.retain(|at| matches!(results[*at], Err(StageError::Full)));
-        if left.is_empty() || attempt == ROOM_TRIES {
+        let may_keep = rounds < ROOM_ROUNDS_KEEPING;
+        rounds += 1;
+        vain = if left.len() < before || may_keep { 0 } else { vain + 1 };
+        if left.is_empty() || vain > ROOM_TRIES || deadline.has_passed(&*node.clock) {
             break;
         }
-        let may_keep = attempt < ROOM_TRIES_KEEPING;
-        let mut keep = |key: &BlockKey, address| may_keep && keeps(node, stage, key, address);
-        match node.stages[stage].make_room(&mut keep, deadline) {
+        let mut kept = HashMap::new();
+        let mut keep = |key: &BlockKey, _| may_keep && keeps(node, stage, key, &mut kept);
+        let room = guarded::call(|| node.stages[stage].make_room(&mut keep, deadline));
+        match room {
             Ok(room) => apply_room(node, stage, &room),
             Err(error) => {
-                node.note_stage_error(error);
+                node.lock().note_error(stage, error);
                 break;
             }
         }
@@ -147,24 +179,32 @@ fn store_with_room(
     results
 }
 
-/// A block survives its segment once for every time it was asked for; protected ones always do
-/// while room can be made otherwise.
-fn keeps(node: &Node, stage: usize, key: &BlockKey, address: Address) -> bool {
+/// A block survives its segment if it was asked for since it was written there, is in DRAM, or is
+/// protected. Decided once for all names of a content: they go or stay together.
+fn keeps(node: &Node, stage: usize, key: &BlockKey, kept: &mut HashMap<(u32, u32), bool>) -> bool {
     let mut state = node.lock();
     let Some(found) = state.catalog.find(key) else { return false };
     let entry = state.catalog.entry(found);
     let (index, is_prefix) = (entry.content, entry.is_prefix);
     let content = state.catalog.content_mut(index);
-    if content.address(stage) != Some(address) {
+    if content.address(stage).is_none() {
         return false;
     }
-    let was_referenced = content.referenced & (1 << stage) != 0;
-    content.referenced &= !(1 << stage);
-    was_referenced || is_prefix
+    *kept.entry((index.0, content.generation)).or_insert_with(|| {
+        let was_referenced = content.referenced & (1 << stage) != 0;
+        content.referenced &= !(1 << stage);
+        was_referenced || is_prefix || content.slab.is_some()
+    })
 }
 
 fn apply_room(node: &Node, stage: usize, room: &Room) {
     let mut state = node.lock();
+    // Names that wait to be told were meant for where the blocks lay before.
+    let places: HashMap<_, _> = room.moved.iter().map(|(_, old, new)| (*old, *new)).collect();
+    for change in &mut state.names[stage] {
+        let (NameChange::Add(_, address) | NameChange::Remove(_, address)) = change;
+        *address = places.get(address).copied().unwrap_or(*address);
+    }
     for (key, old, new) in &room.moved {
         if let Some(content) = content_at(&mut state, stage, key, *old) {
             state.catalog.content_mut(content).set_address(stage, Some(*new));
@@ -193,20 +233,15 @@ fn content_at(
 }
 
 /// Enters what became of one block that was written.
-fn settle(
-    node: &Node,
-    state: &mut State,
-    stage: usize,
-    pending: &Pending,
-    result: Result<Address, StageError>,
-) {
+fn settle(state: &mut State, stage: usize, pending: &Pending, result: Result<Address, StageError>) {
     state.pending_bytes[stage] -= u64::from(pending.facts.bytes);
     let place = (pending.content, pending.generation);
     let Some(content) = state.catalog.live_content(place) else {
         // It was deleted while it was written.
         let address = result.ok();
-        let name = pending.facts.key;
-        state.names[stage].extend(address.map(|address| NameChange::Remove(name, address)));
+        if let Some(address) = address {
+            state.push_name(stage, NameChange::Remove(pending.facts.key, address));
+        }
         return;
     };
     content.dirty &= !(1 << stage);
@@ -222,7 +257,7 @@ fn settle(
         Err(error) => {
             state.counters.demote_failures += 1;
             state.unwritten[stage] += 1;
-            node.note_stage_error(error);
+            state.note_error(stage, error);
         }
     }
     if is_clean && !state.has_dram {
@@ -249,10 +284,10 @@ fn name_everywhere(state: &mut State, stage: usize, pending: &Pending, address: 
             expires_unix_ms: (expires != 0).then_some(expires),
             ..pending.facts
         };
-        state.names[stage].push(NameChange::Add(facts, address));
+        state.push_name(stage, NameChange::Add(facts, address));
     }
     if !is_named_as_written {
-        state.names[stage].push(NameChange::Remove(pending.facts.key, address));
+        state.push_name(stage, NameChange::Remove(pending.facts.key, address));
     }
 }
 

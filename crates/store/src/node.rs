@@ -3,9 +3,10 @@
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use cascade_block::{Clock, Deadline};
+use cascade_block::Clock;
 use cascade_memory::{Pool, SlabMut};
 
+use crate::call::Call;
 use crate::catalog::{LOWER_STAGES_MAX, NewKey};
 use crate::eviction::{self, Eviction, Incoming, Limits};
 use crate::pipeline::Pipeline;
@@ -25,7 +26,6 @@ pub(crate) struct Node {
     pub(crate) pool: Pool,
     pub(crate) stages: Vec<Arc<dyn Stage>>,
     pub(crate) dirty_bytes_max: u64,
-    last_stage_error: Mutex<Option<StageError>>,
     state: Mutex<State>,
     /// Something changed that a caller may wait for.
     changed: Condvar,
@@ -67,18 +67,8 @@ impl Node {
         let state = Mutex::new(State::new(eviction, pipeline.has_dram));
         let dirty_bytes_max = config.dirty_bytes_max.unwrap_or(config.dram_bytes / 4);
         let (changed, work) = (Condvar::new(), Condvar::new());
-        let node = Self {
-            config,
-            pipeline,
-            clock,
-            pool,
-            stages,
-            dirty_bytes_max,
-            last_stage_error: Mutex::new(None),
-            state,
-            changed,
-            work,
-        };
+        let node =
+            Self { config, pipeline, clock, pool, stages, dirty_bytes_max, state, changed, work };
         node.recover();
         Ok(node)
     }
@@ -88,18 +78,49 @@ impl Node {
         self.state.lock().expect("no thread of the store panics while it holds the state")
     }
 
+    /// Whether a thread panicked while it held the state: then nothing can be said of it any more.
+    pub(crate) fn is_broken(&self) -> bool {
+        self.state.is_poisoned()
+    }
+
     /// Waits until something changes, for the rest of the deadline at most. False once it passed.
     pub(crate) fn wait_changed<'a>(
         &self,
         state: MutexGuard<'a, State>,
-        deadline: Deadline,
+        call: Call,
     ) -> (MutexGuard<'a, State>, bool) {
-        let left = deadline.remaining(&*self.clock);
+        let left = call.deadline.remaining(&*self.clock);
         if left.is_zero() {
             return (state, false);
         }
         let waited = self.changed.wait_timeout(state, left.min(RECHECK));
         (waited.unwrap_or_else(PoisonError::into_inner).0, true)
+    }
+
+    /// As `wait_changed`, but late is an error.
+    pub(crate) fn wait_in_time<'a>(
+        &self,
+        state: MutexGuard<'a, State>,
+        operation: &'static str,
+        call: Call,
+    ) -> Result<MutexGuard<'a, State>, StoreError> {
+        let (state, in_time) = self.wait_changed(state, call);
+        if in_time { Ok(state) } else { Err(call.timeout_error(operation)) }
+    }
+
+    /// Waits until the stages know the names that were queued when `tickets` were drawn.
+    pub(crate) fn wait_names<'a>(
+        &self,
+        mut state: MutexGuard<'a, State>,
+        tickets: [u64; LOWER_STAGES_MAX],
+        operation: &'static str,
+        call: Call,
+    ) -> Result<MutexGuard<'a, State>, StoreError> {
+        while (0..LOWER_STAGES_MAX).any(|at| state.names_tickets[at].settled < tickets[at]) {
+            self.announce_work();
+            state = self.wait_in_time(state, operation, call)?;
+        }
+        Ok(state)
     }
 
     /// A mover waits until there is work, or the store closes.
@@ -112,14 +133,15 @@ impl Node {
         drop(self.work.wait_timeout(state, time));
     }
 
-    /// Remembers why a stage failed, for the errors and notes that callers see.
-    pub(crate) fn note_stage_error(&self, error: StageError) {
-        *self.last_stage_error.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
-    }
-
-    pub(crate) fn last_stage_error(&self) -> Arc<dyn std::error::Error + Send + Sync> {
-        let last = self.last_stage_error.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        Arc::new(last.unwrap_or(StageError::Full))
+    /// A stage did not take a block; why, as far as it said.
+    pub(crate) fn stage_error(
+        &self,
+        state: &State,
+        stage: usize,
+        operation: &'static str,
+    ) -> StoreError {
+        let source = Arc::new(state.last_errors[stage].clone().unwrap_or(StageError::NoAnswer));
+        StoreError::Tier { tier: self.stages[stage].name(), operation, source }
     }
 
     pub(crate) fn announce_change(&self) {
@@ -130,18 +152,8 @@ impl Node {
         self.work.notify_all();
     }
 
-    pub(crate) fn deadline(&self, options: CallOptions) -> Deadline {
-        Deadline::after(&*self.clock, options.timeout.unwrap_or(self.config.timeout))
-    }
-
-    pub(crate) fn timeout_error(
-        &self,
-        operation: &'static str,
-        options: CallOptions,
-    ) -> StoreError {
-        let timeout = options.timeout.unwrap_or(self.config.timeout);
-        let timeout_ms = u64::try_from(timeout.as_millis()).unwrap_or(u64::MAX);
-        StoreError::Timeout { operation, timeout_ms }
+    pub(crate) fn call(&self, options: CallOptions) -> Call {
+        Call::new(&*self.clock, options.timeout.unwrap_or(self.config.timeout))
     }
 
     /// The time that the policy goes by.
@@ -149,19 +161,26 @@ impl Node {
         state.policy_time.unwrap_or_else(|| self.clock.monotonic())
     }
 
+    /// The tier that serves what is in memory: without a DRAM stage that is only what waits to be
+    /// written to the first one below.
+    pub(crate) fn memory_tier(&self) -> usize {
+        usize::from(!self.pipeline.has_dram && !self.stages.is_empty())
+    }
+
     pub(crate) fn tier_name(&self, tier: usize) -> TierName {
         if tier == 0 { "dram" } else { self.stages[tier - 1].name() }
     }
 
     /// Takes a slab for a put or a load, evicting as needed; for an incoming block, only what is
-    /// worth less. `own` slabs of the caller are out already: it never waits for itself.
+    /// worth less. A caller that holds slabs already does not wait for more: two such callers
+    /// would wait for each other.
     pub(crate) fn take_slab<'a>(
         &'a self,
         mut state: MutexGuard<'a, State>,
         bytes: usize,
-        own: u64,
+        holds_some: bool,
         incoming: Option<&Incoming>,
-        deadline: Deadline,
+        call: Call,
     ) -> (MutexGuard<'a, State>, Result<SlabMut, NoSlab>) {
         if bytes > self.pool.region().bytes() {
             return (state, Err(NoSlab::TooLarge));
@@ -179,10 +198,10 @@ impl Node {
                 Evicted::NothingWorthLess => return (state, Err(NoSlab::WorthLess)),
                 Evicted::NothingUsable => {}
             }
-            if state.pending_total() == 0 && state.slabs_out <= own {
+            if holds_some || (state.pending_total() == 0 && state.slabs_out == 0) {
                 return (state, Err(NoSlab::Full));
             }
-            let (again, in_time) = self.wait_changed(state, deadline);
+            let (again, in_time) = self.wait_changed(state, call);
             state = again;
             if !in_time {
                 return (state, Err(NoSlab::Late));
@@ -213,7 +232,7 @@ impl Node {
         for (at, stage) in self.stages.iter().enumerate() {
             for (facts, address) in stage.recover() {
                 if facts.expires_unix_ms.is_some_and(|expires| expires <= now_unix_ms) {
-                    state.names[at].push(NameChange::Remove(facts.key, address));
+                    state.push_name(at, NameChange::Remove(facts.key, address));
                     continue;
                 }
                 adopt(state, at, &facts, address);
@@ -237,20 +256,32 @@ fn adopt(state: &mut State, stage: usize, facts: &BlockFacts, address: crate::st
         is_prefix: facts.is_prefix,
         expires_unix_ms: facts.expires_unix_ms.unwrap_or(0),
     };
+    if let Some(key) = state.catalog.find(&facts.key) {
+        // A faster stage has this key already. The same bytes may be in both; if these cannot be
+        // shown to be the same, the slower copy goes: it may be older.
+        let content = state.catalog.entry(key).content;
+        let is_same = state.catalog.content(content).bytes == facts.bytes
+            && state.catalog.content(content).address(stage).is_none()
+            && facts.digest.is_some()
+            && facts.digest.as_ref() == state.catalog.digest_of(content);
+        if is_same {
+            state.catalog.content_mut(content).set_address(stage, Some(address));
+        } else {
+            state.push_name(stage, NameChange::Remove(facts.key, address));
+        }
+        return;
+    }
     let known = facts.digest.and_then(|digest| state.catalog.find_digest(&digest));
-    let content = match (state.catalog.find(&facts.key), known) {
-        (Some(key), _) => state.catalog.entry(key).content,
-        (None, Some(content)) if state.catalog.content(content).bytes == facts.bytes => {
-            state.catalog.link(&new, content);
-            content
-        }
-        (None, _) => {
-            state.content_bytes += u64::from(facts.bytes);
-            state.catalog.insert(&new, facts.bytes, facts.digest).1
-        }
+    let known = known.filter(|content| state.catalog.content(*content).bytes == facts.bytes);
+    let content = if let Some(content) = known {
+        state.catalog.link(&new, content);
+        content
+    } else {
+        state.content_bytes += u64::from(facts.bytes);
+        state.catalog.insert(&new, facts.bytes, facts.digest).1
     };
     let content = state.catalog.content_mut(content);
-    if content.bytes == facts.bytes && content.address(stage).is_none() {
+    if content.address(stage).is_none() {
         content.set_address(stage, Some(address));
     }
 }

@@ -101,7 +101,7 @@ pub enum PutOutcome {
     Stored,
     /// Equal bytes were there under another key; nothing was copied.
     Deduplicated,
-    /// This key was there already with the same bytes (or the same length without digests).
+    /// This key was there already, with the same bytes.
     Present,
     /// This key is there with other bytes, which stay.
     Conflict,

@@ -5,21 +5,26 @@
 
 use std::sync::MutexGuard;
 
-use cascade_block::{BlockKey, Deadline, Digest, DigestMode};
+use cascade_block::{Digest, DigestMode};
 use cascade_memory::{Slab, SlabMut};
 
+use crate::call::Call;
 use crate::catalog::{ContentIndex, NewKey};
-use crate::eviction::{Incoming, Removal};
+use crate::eviction::Incoming;
 use crate::node::{NoSlab, Node};
 use crate::outcome::PutSlab;
 use crate::stage::BlockFacts;
-use crate::state::{NameChange, Pending, State};
+use crate::state::{NameChange, State};
 use crate::{CallOptions, DeclineReason, Put, PutOutcome, StoreError, WritePolicy};
 
 /// Most bytes that one round of a put holds outside the catalog.
 const ROUND_BYTES: usize = 16 << 20;
 /// Most blocks in one round.
 const ROUND_BLOCKS: usize = 64;
+/// How often a put begins anew with blocks that other callers put and delete under it.
+const PASSES_MAX: u32 = 3;
+/// Most names that wait for a stage before puts wait too.
+const NAMES_WAITING_MAX: usize = 64 << 10;
 
 /// A block that was taken: its slab is filled by the caller and then published.
 struct Taken {
@@ -27,12 +32,12 @@ struct Taken {
     slab: SlabMut,
 }
 
-/// What the rounds of one put have in common.
-struct Round<'a> {
+/// One put under way.
+struct Putting<'a> {
     batch: &'a [Put<'a>],
-    digests: &'a [Option<Digest>],
-    options: CallOptions,
-    deadline: Deadline,
+    digests: Vec<Option<Digest>>,
+    outcomes: Vec<Option<PutOutcome>>,
+    call: Call,
 }
 
 /// What the catalog says about a block before its bytes are copied.
@@ -47,49 +52,68 @@ enum Known {
 
 impl Node {
     pub(crate) fn put(&self, batch: &[Put<'_>], options: CallOptions) -> Vec<PutOutcome> {
-        let deadline = self.deadline(options);
-        let mut outcomes: Vec<Option<PutOutcome>> = batch.iter().map(|_| None).collect();
         // Hashing comes before copying: bytes that are known already are never moved.
-        let digests: Vec<_> = batch.iter().map(|put| self.digest(put.bytes)).collect();
-        let round = Round { batch, digests: &digests, options, deadline };
-        let mut at = 0;
-        while at < batch.len() {
-            let (taken, next) = self.take_round(&round, at, &mut outcomes);
-            at = next;
-            self.fill_and_publish(&round, taken, &mut outcomes);
-        }
-        for (put, outcome) in batch.iter().zip(&mut outcomes) {
-            if outcome.is_none() {
-                *outcome = Some(self.compare(put, options));
+        let digests = batch.iter().map(|put| self.digest(put.bytes)).collect();
+        let outcomes = batch.iter().map(|_| None).collect();
+        let mut putting = Putting { batch, digests, outcomes, call: self.call(options) };
+        for _ in 0..PASSES_MAX {
+            let open: Vec<usize> =
+                (0..batch.len()).filter(|at| putting.outcomes[*at].is_none()).collect();
+            let mut rest = open.as_slice();
+            while !rest.is_empty() {
+                let (taken, done) = self.take_round(&mut putting, rest);
+                rest = &rest[done..];
+                self.fill_and_publish(&mut putting, taken);
             }
+            // Keys that are there without a digest to go by are told apart by their bytes. One
+            // that is gone again by then is new in the next pass.
+            self.compare_open(&mut putting);
         }
-        let keys: Vec<BlockKey> = batch.iter().map(|put| put.key).collect();
-        self.finish_put(&keys, outcomes, options)
+        let Putting { outcomes, call, .. } = putting;
+        let restless = || PutOutcome::Failed(call.timeout_error("put a key that others delete"));
+        let outcomes = outcomes.into_iter().map(|outcome| outcome.unwrap_or_else(restless));
+        self.finish_put(batch, outcomes.collect(), call)
     }
 
     /// Publishes blocks that the caller wrote in place.
     pub(crate) fn put_slabs(&self, batch: Vec<PutSlab>, options: CallOptions) -> Vec<PutOutcome> {
-        let keys: Vec<BlockKey> = batch.iter().map(|put| put.key).collect();
+        let call = self.call(options);
         let mut outcomes = Vec::with_capacity(batch.len());
+        let mut slabs = Vec::with_capacity(batch.len());
+        let mut facts = Vec::with_capacity(batch.len());
         for put in batch {
-            // The bytes are in place: nothing is copied, whatever the outcome.
-            let facts = put.facts();
-            let slab = put.slab.seal();
-            let facts = Put { bytes: &slab, ..facts };
-            let digest = self.digest(facts.bytes);
-            let mut state = self.lock();
-            let outcome = match self.known(&mut state, &facts, digest) {
-                Known::Settled(outcome) => outcome,
-                Known::New => self.publish(&mut state, &facts, digest, slab.clone()),
-                Known::Compare => {
-                    drop(state);
-                    self.compare(&facts, options)
-                }
-            };
-            outcomes.push(Some(outcome));
+            facts.push(put.facts());
+            slabs.push(put.slab.seal());
+        }
+        let puts: Vec<Put<'_>> =
+            facts.iter().zip(&slabs).map(|(facts, slab)| Put { bytes: slab, ..*facts }).collect();
+        for (put, slab) in puts.iter().zip(&slabs) {
+            outcomes.push(self.put_slab(put, slab, call));
         }
         self.announce_work();
-        self.finish_put(&keys, outcomes, options)
+        self.finish_put(&puts, outcomes, call)
+    }
+
+    /// The bytes are in place: nothing is copied, whatever the outcome.
+    fn put_slab(&self, put: &Put<'_>, slab: &Slab, call: Call) -> PutOutcome {
+        let digest = self.digest(put.bytes);
+        for _ in 0..PASSES_MAX {
+            let (mut state, has_room) = self.wait_for_writers(self.lock(), call);
+            if !has_room {
+                return PutOutcome::Failed(self.busy_error(&state));
+            }
+            match self.known(&mut state, put, digest) {
+                Known::Settled(outcome) => return outcome,
+                Known::New => return self.publish(&mut state, put, digest, slab.clone()),
+                Known::Compare => {}
+            }
+            drop(state);
+            let is_same = self.compare(&[(put.key, put.bytes)], call).remove(0);
+            if let Some(outcome) = compared(is_same) {
+                return outcome;
+            }
+        }
+        PutOutcome::Failed(call.timeout_error("put a key that others delete"))
     }
 
     /// A slab to write a block into, outside any batch.
@@ -98,13 +122,13 @@ impl Node {
         bytes: usize,
         options: CallOptions,
     ) -> Result<SlabMut, StoreError> {
-        let deadline = self.deadline(options);
+        let call = self.call(options);
         let state = self.lock();
-        if state.is_closed {
+        if state.is_closing {
             return Err(StoreError::Closed);
         }
-        let (mut state, slab) = self.take_slab(state, bytes, 0, None, deadline);
-        let slab = slab.map_err(|why| self.no_slab_error(&state, why, bytes, options))?;
+        let (mut state, slab) = self.take_slab(state, bytes, false, None, call);
+        let slab = slab.map_err(|why| self.no_slab_error(&state, why, bytes, call))?;
         // From here on the slab is the caller's: nobody waits for it to come back.
         state.slabs_out -= 1;
         Ok(slab)
@@ -117,50 +141,52 @@ impl Node {
         }
     }
 
-    /// Decides blocks from `at` on until a round is full. Returns slabs to fill and where to go on.
-    fn take_round(
-        &self,
-        round: &Round<'_>,
-        mut at: usize,
-        outcomes: &mut [Option<PutOutcome>],
-    ) -> (Vec<Taken>, usize) {
-        let Round { batch, digests, options, deadline } = *round;
-        let mut taken = Vec::new();
+    /// Decides blocks until a round is full. Returns slabs to fill, and how many were decided.
+    fn take_round(&self, putting: &mut Putting<'_>, open: &[usize]) -> (Vec<Taken>, usize) {
+        let mut taken: Vec<Taken> = Vec::new();
         let mut taken_bytes = 0;
+        let mut declined = None;
         let mut state = self.lock();
-        while at < batch.len() && taken.len() < ROUND_BLOCKS && taken_bytes < ROUND_BYTES {
-            let put = &batch[at];
-            match self.known(&mut state, put, digests[at]) {
-                Known::Settled(outcome) => outcomes[at] = Some(outcome),
+        for (done, at) in open.iter().enumerate() {
+            if taken.len() == ROUND_BLOCKS || taken_bytes >= ROUND_BYTES {
+                self.release(state);
+                return (taken, done);
+            }
+            let put = &putting.batch[*at];
+            match self.known(&mut state, put, putting.digests[*at]) {
+                Known::Settled(outcome) => putting.outcomes[*at] = Some(outcome),
                 Known::Compare => {}
+                // Without its parent a block is never asked for.
+                Known::New if declined.is_some() && put.parent == declined => {
+                    declined = Some(put.key);
+                    let outcome = PutOutcome::Declined(DeclineReason::WorthLess);
+                    putting.outcomes[*at] = Some(outcome);
+                }
                 Known::New => {
-                    if !taken.is_empty() && state.pending_total() >= self.dirty_bytes_max {
-                        break;
-                    }
-                    let (again, room) = self.wait_for_writers(state, deadline);
-                    state = again;
-                    let own = taken.len() as u64;
-                    let (again, slab) = if room {
-                        self.take_worth(state, put, own, deadline)
-                    } else {
-                        (state, Err(NoSlab::Late))
-                    };
+                    let (again, slab) =
+                        self.take_worth(state, put, !taken.is_empty(), putting.call);
                     state = again;
                     match slab {
                         Ok(slab) => {
                             taken_bytes += slab.len();
-                            taken.push(Taken { index: at, slab });
+                            taken.push(Taken { index: *at, slab });
                         }
                         // What this round holds may be all that is in the way.
-                        Err(_) if !taken.is_empty() => break,
-                        Err(why) => outcomes[at] = Some(self.not_taken(&state, why, put, options)),
+                        Err(_) if !taken.is_empty() => {
+                            self.release(state);
+                            return (taken, done);
+                        }
+                        Err(why) => {
+                            declined = (why == NoSlab::WorthLess).then_some(put.key);
+                            let outcome = self.not_taken(&state, why, put, putting.call);
+                            putting.outcomes[*at] = Some(outcome);
+                        }
                     }
                 }
             }
-            at += 1;
         }
         self.release(state);
-        (taken, at)
+        (taken, open.len())
     }
 
     /// Takes a slab for a put. Where no tier is below, a block that is worth less than all that is
@@ -169,31 +195,45 @@ impl Node {
         &'a self,
         state: MutexGuard<'a, State>,
         put: &Put<'_>,
-        own: u64,
-        deadline: Deadline,
+        holds_some: bool,
+        call: Call,
     ) -> (MutexGuard<'a, State>, Result<SlabMut, NoSlab>) {
+        let bytes = put.bytes.len();
         if !self.stages.is_empty() {
-            return self.take_slab(state, put.bytes.len(), own, None, deadline);
+            if holds_some && self.is_behind(&state) {
+                return (state, Err(NoSlab::Late));
+            }
+            let (state, has_room) = self.wait_for_writers(state, call);
+            if !has_room {
+                return (state, Err(NoSlab::Late));
+            }
+            return self.take_slab(state, bytes, holds_some, None, call);
         }
         let parent = put.parent.and_then(|parent| state.catalog.find(&parent));
         let incoming = Incoming {
             owner: u32::MAX,
             fingerprint: put.key.fingerprint(),
             parent: parent.and_then(|parent| state.catalog.entry(parent).slot()),
-            bytes: u32::try_from(put.bytes.len()).expect("longer blocks were refused"),
+            bytes: u32::try_from(bytes).expect("longer blocks were refused"),
             is_protected: put.is_prefix,
         };
-        self.take_slab(state, put.bytes.len(), own, Some(&incoming), deadline)
+        self.take_slab(state, bytes, holds_some, Some(&incoming), call)
+    }
+
+    /// Whether too much waits to be written down.
+    fn is_behind(&self, state: &State) -> bool {
+        let names = state.names.iter().map(Vec::len).max().unwrap_or(0);
+        state.pending_total() >= self.dirty_bytes_max || names >= NAMES_WAITING_MAX
     }
 
     /// Back-pressure: a put waits while too much waits to be written down.
     fn wait_for_writers<'a>(
         &'a self,
         mut state: MutexGuard<'a, State>,
-        deadline: Deadline,
+        call: Call,
     ) -> (MutexGuard<'a, State>, bool) {
-        while state.pending_total() >= self.dirty_bytes_max {
-            let (again, in_time) = self.wait_changed(state, deadline);
+        while self.is_behind(&state) {
+            let (again, in_time) = self.wait_changed(state, call);
             state = again;
             if !in_time {
                 return (state, false);
@@ -202,28 +242,23 @@ impl Node {
         (state, true)
     }
 
-    fn fill_and_publish(
-        &self,
-        round: &Round<'_>,
-        taken: Vec<Taken>,
-        outcomes: &mut [Option<PutOutcome>],
-    ) {
+    fn fill_and_publish(&self, putting: &mut Putting<'_>, taken: Vec<Taken>) {
         let sealed: Vec<_> = taken
             .into_iter()
             .map(|Taken { index, mut slab }| {
-                cascade_memory::copy_in(&mut slab, round.batch[index].bytes);
-                (index, round.digests[index], slab.seal())
+                cascade_memory::copy_in(&mut slab, putting.batch[index].bytes);
+                (index, slab.seal())
             })
             .collect();
         if sealed.is_empty() {
             return;
         }
         let mut state = self.lock();
-        for (index, digest, slab) in sealed {
+        for (index, slab) in sealed {
             state.slabs_out -= 1;
-            let put = &round.batch[index];
+            let (put, digest) = (&putting.batch[index], putting.digests[index]);
             // Another thread may have put the same key or bytes meanwhile.
-            outcomes[index] = match self.known(&mut state, put, digest) {
+            putting.outcomes[index] = match self.known(&mut state, put, digest) {
                 Known::Settled(outcome) => Some(outcome),
                 Known::Compare => None,
                 Known::New => Some(self.publish(&mut state, put, digest, slab)),
@@ -234,9 +269,19 @@ impl Node {
         self.announce_change();
     }
 
+    fn compare_open(&self, putting: &mut Putting<'_>) {
+        let open: Vec<usize> =
+            (0..putting.batch.len()).filter(|at| putting.outcomes[*at].is_none()).collect();
+        let blocks: Vec<_> =
+            open.iter().map(|at| (putting.batch[*at].key, putting.batch[*at].bytes)).collect();
+        for (at, is_same) in open.iter().zip(self.compare(&blocks, putting.call)) {
+            putting.outcomes[*at] = compared(is_same);
+        }
+    }
+
     fn refused(&self, state: &State, put: &Put<'_>) -> Known {
         let declined = |reason| Known::Settled(PutOutcome::Declined(reason));
-        if state.is_closed {
+        if state.is_closing {
             return Known::Settled(PutOutcome::Failed(StoreError::Closed));
         }
         if !state.has_dram && self.stages.is_empty() {
@@ -254,14 +299,21 @@ impl Node {
     fn known(&self, state: &mut State, put: &Put<'_>, digest: Option<Digest>) -> Known {
         let now_unix_ms = self.clock.unix_ms();
         if let Some(key) = state.find_live(&put.key, now_unix_ms) {
-            let content = state.catalog.entry(key).content;
-            if state.catalog.content(content).bytes as usize != put.bytes.len() {
+            let index = state.catalog.entry(key).content;
+            let content = state.catalog.content(index);
+            if content.bytes as usize != put.bytes.len() {
                 return Known::Settled(PutOutcome::Conflict);
             }
-            return match (digest, state.catalog.digest_of(content)) {
-                (Some(new), Some(old)) if new == *old => Known::Settled(PutOutcome::Present),
-                (Some(_), Some(_)) => Known::Settled(PutOutcome::Conflict),
-                _ => Known::Compare,
+            let keeps_bytes = |stage: usize| !self.stages[stage].keeps_names_only();
+            let has_bytes = (0..self.stages.len())
+                .any(|stage| content.address(stage).is_some() && keeps_bytes(stage));
+            let is_same = digest.is_some() && digest.as_ref() == state.catalog.digest_of(index);
+            // Digests that differ may be of two algorithms, the catalog's from an earlier run: only
+            // bytes decide that. Where a stage keeps names, the name is all there is to compare.
+            return if is_same || (content.slab.is_none() && !has_bytes) {
+                Known::Settled(PutOutcome::Present)
+            } else {
+                Known::Compare
             };
         }
         if let Known::Settled(outcome) = self.refused(state, put) {
@@ -289,7 +341,7 @@ impl Node {
         for stage in 0..self.stages.len() {
             // A content that is still queued gets its other names when it is written.
             if let Some(address) = state.catalog.content(content).address(stage) {
-                state.names[stage].push(NameChange::Add(facts, address));
+                state.push_name(stage, NameChange::Add(facts, address));
             }
         }
         PutOutcome::Deduplicated
@@ -308,72 +360,25 @@ impl Node {
         state.content_bytes += bytes;
         state.counters.bytes_written += bytes;
         state.put_slab(content, slab);
-        let generation = state.catalog.content(content).generation;
         for stage in 0..self.stages.len() {
-            state.catalog.content_mut(content).dirty |= 1 << stage;
-            state.pending_bytes[stage] += bytes;
-            state.queues[stage].push_back(Pending { facts, content, generation });
+            state.push_block(stage, facts, content);
         }
         state.make_resident(key, self.policy_now(state));
         PutOutcome::Stored
     }
 
-    /// The key is there without a digest to go by: its bytes are compared, read back if need be.
-    fn compare(&self, put: &Put<'_>, options: CallOptions) -> PutOutcome {
-        let views = self.view_uncounted(&[put.key], options);
-        match views.into_iter().next() {
-            Some(crate::ViewOutcome::Hit { slab, .. }) if *slab == *put.bytes => {
-                PutOutcome::Present
-            }
-            Some(crate::ViewOutcome::Hit { .. }) => PutOutcome::Conflict,
-            Some(crate::ViewOutcome::Failed(error)) => PutOutcome::Failed(error),
-            // It was damaged, has expired or was only a name: the new bytes take its place.
-            Some(crate::ViewOutcome::Miss) | None => self.put_again(put, options),
-        }
-    }
-
-    fn put_again(&self, put: &Put<'_>, options: CallOptions) -> PutOutcome {
-        let deadline = self.deadline(options);
-        let mut state = self.lock();
-        if let Some(key) = state.catalog.find(&put.key) {
-            let content = state.catalog.entry(key).content;
-            if state.catalog.content(content).fastest_lower().is_some() {
-                // A stage that keeps names without bytes: the name is all there is to compare.
-                return PutOutcome::Present;
-            }
-            state.forget(key, Removal::Deleted);
-        }
-        let (state, slab) = self.take_slab(state, put.bytes.len(), 0, None, deadline);
-        let mut slab = match slab {
-            Ok(slab) => slab,
-            Err(why) => return self.not_taken(&state, why, put, options),
-        };
-        drop(state);
-        cascade_memory::copy_in(&mut slab, put.bytes);
-        let digest = self.digest(put.bytes);
-        let mut state = self.lock();
-        state.slabs_out -= 1;
-        let outcome = match self.known(&mut state, put, digest) {
-            Known::Settled(outcome) => outcome,
-            Known::New => self.publish(&mut state, put, digest, slab.seal()),
-            // A third writer came in between; its bytes are the old data now.
-            Known::Compare => PutOutcome::Present,
-        };
-        drop(state);
-        self.announce_work();
-        outcome
-    }
-
     fn finish_put(
         &self,
-        keys: &[BlockKey],
-        outcomes: Vec<Option<PutOutcome>>,
-        options: CallOptions,
+        batch: &[Put<'_>],
+        mut outcomes: Vec<PutOutcome>,
+        call: Call,
     ) -> Vec<PutOutcome> {
-        let mut outcomes: Vec<PutOutcome> =
-            outcomes.into_iter().map(|outcome| outcome.expect("every block was decided")).collect();
         if self.config.write == WritePolicy::Through || !self.pipeline.has_dram {
-            self.wait_written(keys, &mut outcomes, options);
+            for (put, outcome) in batch.iter().zip(&mut outcomes) {
+                if let Err(error) = self.wait_written(put, outcome, call) {
+                    *outcome = PutOutcome::Failed(error);
+                }
+            }
         }
         let mut state = self.lock();
         state.counters.puts += outcomes.len() as u64;
@@ -391,49 +396,58 @@ impl Node {
         outcomes
     }
 
-    /// Write-through: a block counts as stored once no stage has it queued any more.
-    fn wait_written(&self, keys: &[BlockKey], outcomes: &mut [PutOutcome], options: CallOptions) {
-        let deadline = self.deadline(options);
-        let mut state = self.lock();
-        for (key, outcome) in keys.iter().zip(outcomes) {
-            let names_bytes = matches!(outcome, PutOutcome::Deduplicated);
-            if !names_bytes && !matches!(outcome, PutOutcome::Stored) {
-                continue;
-            }
-            *outcome = loop {
-                let Some(found) = state.catalog.find(key) else {
-                    break PutOutcome::Failed(self.stage_refused());
-                };
-                let content = state.catalog.content(state.catalog.entry(found).content);
-                if content.dirty == 0 && (state.knows_names() || !names_bytes) {
-                    let everywhere = (0..self.stages.len()).all(|s| content.address(s).is_some());
-                    break if everywhere {
-                        if names_bytes { PutOutcome::Deduplicated } else { PutOutcome::Stored }
-                    } else {
-                        PutOutcome::Failed(self.stage_refused())
-                    };
-                }
-                let (again, in_time) = self.wait_changed(state, deadline);
-                state = again;
-                if !in_time {
-                    break PutOutcome::Failed(self.timeout_error("put", options));
-                }
-            };
+    /// Write-through: a block counts once every stage has it. One that is in DRAM alone, because
+    /// an earlier try failed, is tried again.
+    fn wait_written(
+        &self,
+        put: &Put<'_>,
+        outcome: &PutOutcome,
+        call: Call,
+    ) -> Result<(), StoreError> {
+        use PutOutcome::{Deduplicated, Present, Stored};
+        if !matches!(outcome, Stored | Deduplicated | Present) {
+            return Ok(());
         }
+        let mut state = self.lock();
+        let may_try_again = !matches!(outcome, Stored);
+        for stage in 0..self.stages.len() {
+            let mut is_tried = !may_try_again;
+            loop {
+                let Some(key) = state.catalog.find(&put.key) else {
+                    return Err(self.stage_error(&state, stage, "write a block"));
+                };
+                let content = state.catalog.entry(key).content;
+                let entry = state.catalog.content(content);
+                if entry.dirty & (1 << stage) == 0 {
+                    if entry.address(stage).is_some() {
+                        break;
+                    }
+                    if is_tried || entry.slab.is_none() {
+                        return Err(self.stage_error(&state, stage, "write a block"));
+                    }
+                    is_tried = true;
+                    let digest = state.catalog.digest_of(content).copied();
+                    state.push_block(stage, self.facts(put, digest), content);
+                    self.announce_work();
+                }
+                state = self.wait_in_time(state, "put", call)?;
+            }
+        }
+        if matches!(outcome, Deduplicated) {
+            let tickets = state.names_tickets.map(|tickets| tickets.pushed);
+            drop(self.wait_names(state, tickets, "put", call)?);
+        }
+        Ok(())
     }
 
-    fn stage_refused(&self) -> StoreError {
-        let error = self.last_stage_error();
-        let tier = self.tier_name(1.min(self.stages.len()));
-        StoreError::Tier { tier, operation: "write a block", source: error }
-    }
-
-    fn not_taken(&self, state: &State, why: NoSlab, put: &Put<'_>, o: CallOptions) -> PutOutcome {
+    fn not_taken(&self, state: &State, why: NoSlab, put: &Put<'_>, call: Call) -> PutOutcome {
         match why {
             NoSlab::TooLarge => PutOutcome::Declined(DeclineReason::TooLarge),
             NoSlab::Full => PutOutcome::Declined(DeclineReason::Full),
             NoSlab::WorthLess => PutOutcome::Declined(DeclineReason::WorthLess),
-            NoSlab::Late => PutOutcome::Failed(self.no_slab_error(state, why, put.bytes.len(), o)),
+            NoSlab::Late => {
+                PutOutcome::Failed(self.no_slab_error(state, why, put.bytes.len(), call))
+            }
         }
     }
 
@@ -442,19 +456,26 @@ impl Node {
         state: &State,
         why: NoSlab,
         bytes: usize,
-        options: CallOptions,
+        call: Call,
     ) -> StoreError {
-        let pending_bytes = state.pending_total();
         match why {
             NoSlab::TooLarge => StoreError::Config {
                 setting: "dram",
                 reason: format!("a block of {bytes} bytes is larger than the pool"),
             },
-            NoSlab::Late if pending_bytes > 0 => {
-                StoreError::Busy { tier: self.tier_name(1.min(self.stages.len())), pending_bytes }
-            }
-            NoSlab::Late => self.timeout_error("take room in DRAM", options),
+            NoSlab::Late if state.pending_total() > 0 => self.busy_error(state),
+            NoSlab::Late => call.timeout_error("take room in DRAM"),
             NoSlab::Full | NoSlab::WorthLess => StoreError::NoRoom { needed_bytes: bytes },
+        }
+    }
+
+    /// Names the stage that is furthest behind.
+    fn busy_error(&self, state: &State) -> StoreError {
+        let stages = 0..self.stages.len();
+        let behind = stages.max_by_key(|stage| state.pending_bytes[*stage]);
+        StoreError::Busy {
+            tier: self.tier_name(behind.map_or(0, |stage| 1 + stage)),
+            pending_bytes: state.pending_total(),
         }
     }
 
@@ -478,6 +499,16 @@ fn new_key(facts: &BlockFacts) -> NewKey {
         parent: facts.parent,
         is_prefix: facts.is_prefix,
         expires_unix_ms: facts.expires_unix_ms.unwrap_or(0),
+    }
+}
+
+/// What a comparison says about a put; nothing if the key is gone again.
+fn compared(is_same: Result<Option<bool>, StoreError>) -> Option<PutOutcome> {
+    match is_same {
+        Ok(Some(true)) => Some(PutOutcome::Present),
+        Ok(Some(false)) => Some(PutOutcome::Conflict),
+        Ok(None) => None,
+        Err(error) => Some(PutOutcome::Failed(error)),
     }
 }
 

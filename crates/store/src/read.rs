@@ -2,28 +2,32 @@
 
 use std::sync::MutexGuard;
 
-use cascade_block::{BlockKey, Deadline};
+use cascade_block::BlockKey;
 use cascade_memory::{Slab, SlabMut};
 
+use crate::call::Call;
 use crate::catalog::{Address, Awaits, ContentIndex, KeyIndex};
-use crate::node::{NoSlab, Node};
-use crate::stage::{Load, Loaded, StageError};
+use crate::eviction::Removal;
+use crate::node::Node;
+use crate::stage::{Load, Loaded, StageError, guarded};
 use crate::state::{NameChange, State};
 use crate::{CallOptions, GetOutcome, StoreError, ViewOutcome};
 
-/// Blocks that one step of a copying get holds in DRAM at most.
-const GET_STEP: usize = 64;
+/// A copying get holds at most this share of DRAM at a time.
+const GET_SHARE: usize = 8;
+/// Blocks that prefetch brought up are spared until their first use in this share of DRAM.
+const PREFETCHED_SHARE: u64 = 4;
 /// How often a read follows a block that moved or was damaged before it is a miss.
 const TRIES_MAX: u32 = 4;
 
-/// Who asks: decides what is counted.
+/// Who asks: decides what is counted and what stays in DRAM.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Purpose {
     /// A caller that will use the bytes.
     Use,
     /// A hint that somebody will.
     Prefetch,
-    /// The store itself.
+    /// The store itself, to compare.
     Inspect,
 }
 
@@ -32,6 +36,9 @@ enum Purpose {
 struct Wanted {
     index: usize,
     key: BlockKey,
+    /// Bit per lower stage that failed, or keeps only its name.
+    avoid: u8,
+    tries: u32,
 }
 
 /// A block to fetch from below.
@@ -69,29 +76,53 @@ struct Plan {
 struct Reading {
     outcomes: Vec<Option<ViewOutcome>>,
     purpose: Purpose,
-    options: CallOptions,
-    deadline: Deadline,
+    call: Call,
+}
+
+impl Reading {
+    fn settle(&mut self, wanted: &Wanted, outcome: ViewOutcome) {
+        self.outcomes[wanted.index] = Some(outcome);
+    }
 }
 
 impl Node {
     pub(crate) fn view(&self, keys: &[BlockKey], options: CallOptions) -> Vec<ViewOutcome> {
-        let outcomes = self.read(keys, options, Purpose::Use);
+        let outcomes = self.read(keys, self.call(options), Purpose::Use);
         self.count_gets(keys.len(), outcomes.iter().map(Served::of_view));
         outcomes
     }
 
-    /// As `view`, but for the store itself: it counts as nobody's access.
-    pub(crate) fn view_uncounted(
+    /// Whether each block's bytes are these; nothing where the block is not here. Counts as
+    /// nobody's access, and brings nothing up.
+    pub(crate) fn compare(
         &self,
-        keys: &[BlockKey],
-        options: CallOptions,
-    ) -> Vec<ViewOutcome> {
-        self.read(keys, options, Purpose::Inspect)
+        blocks: &[(BlockKey, &[u8])],
+        call: Call,
+    ) -> Vec<Result<Option<bool>, StoreError>> {
+        let mut results = Vec::with_capacity(blocks.len());
+        while results.len() < blocks.len() {
+            let rest = &blocks[results.len()..];
+            let keys: Vec<BlockKey> = rest.iter().map(|(key, _)| *key).collect();
+            let step = &keys[..self.step(&keys)];
+            for (view, (_, bytes)) in self.read(step, call, Purpose::Inspect).into_iter().zip(rest)
+            {
+                results.push(match view {
+                    ViewOutcome::Hit { slab, .. } => Ok(Some(*slab == **bytes)),
+                    ViewOutcome::Miss => Ok(None),
+                    ViewOutcome::Failed(error) => Err(error),
+                });
+            }
+        }
+        results
     }
 
     pub(crate) fn prefetch_now(&self, keys: &[BlockKey], options: CallOptions) {
-        for step in keys.chunks(GET_STEP) {
-            drop(self.read(step, options, Purpose::Prefetch));
+        let call = self.call(options);
+        let mut rest = keys;
+        while !rest.is_empty() {
+            let (step, later) = rest.split_at(self.step(rest));
+            drop(self.read(step, call, Purpose::Prefetch));
+            rest = later;
         }
     }
 
@@ -102,61 +133,59 @@ impl Node {
         options: CallOptions,
     ) -> Vec<GetOutcome> {
         assert_eq!(keys.len(), buffers.len(), "one buffer for each key");
-        let mut outcomes = Vec::with_capacity(keys.len());
-        let mut tiers = Vec::with_capacity(keys.len());
+        let call = self.call(options);
         let batch_bytes = buffers.iter().map(|buffer| buffer.len()).sum();
-        for (step, buffers) in keys.chunks(GET_STEP).zip(buffers.chunks_mut(GET_STEP)) {
-            let views = self.read(step, options, Purpose::Use);
-            for ((key, view), buffer) in step.iter().zip(views).zip(buffers) {
+        let mut outcomes = Vec::with_capacity(keys.len());
+        while outcomes.len() < keys.len() {
+            let at = outcomes.len();
+            let step = &keys[at..at + self.step(&keys[at..])];
+            let views = self.read(step, call, Purpose::Use);
+            for ((key, view), buffer) in step.iter().zip(views).zip(&mut buffers[at..]) {
                 // What did not fit beside the others of its step may fit alone.
                 let view = match view {
                     ViewOutcome::Failed(StoreError::NoRoom { .. }) => {
-                        self.view_again(*key, options)
+                        let mut alone = self.read(&[*key], call, Purpose::Use);
+                        alone.pop().expect("one outcome for one key")
                     }
                     settled => settled,
                 };
-                tiers.push(Served::of_view(&view));
                 outcomes.push(copy_out(view, buffer, batch_bytes));
             }
         }
-        self.count_gets(keys.len(), tiers.into_iter());
+        self.count_gets(keys.len(), outcomes.iter().map(Served::of_get));
         outcomes
     }
 
-    fn view_again(&self, key: BlockKey, options: CallOptions) -> ViewOutcome {
-        let mut views = self.read(&[key], options, Purpose::Use);
-        views.pop().expect("one outcome for one key")
+    /// How many of the leading keys to read in one step, so that their blocks take no more than a
+    /// share of DRAM; at least one.
+    fn step(&self, keys: &[BlockKey]) -> usize {
+        let most = self.pool.region().bytes() / GET_SHARE;
+        let mut found = Vec::with_capacity(keys.len());
+        let state = self.lock();
+        state.catalog.find_batch(keys, &mut found);
+        let mut bytes = 0;
+        let mut fits = |found: &Option<KeyIndex>| {
+            let content = found.map(|key| state.catalog.content(state.catalog.entry(key).content));
+            bytes += content.map_or(0, |content| content.bytes as usize);
+            bytes <= most
+        };
+        found.iter().take_while(|found| fits(found)).count().max(1)
     }
 
-    fn read(&self, keys: &[BlockKey], options: CallOptions, purpose: Purpose) -> Vec<ViewOutcome> {
-        let mut reading = Reading {
-            outcomes: keys.iter().map(|_| None).collect(),
-            purpose,
-            options,
-            deadline: self.deadline(options),
-        };
-        let mut wanted: Vec<Wanted> =
-            keys.iter().enumerate().map(|(index, key)| Wanted { index, key: *key }).collect();
-        let mut tries = 0;
+    fn read(&self, keys: &[BlockKey], call: Call, purpose: Purpose) -> Vec<ViewOutcome> {
+        let mut reading = Reading { outcomes: keys.iter().map(|_| None).collect(), purpose, call };
+        let wanted =
+            |(index, key): (usize, &BlockKey)| Wanted { index, key: *key, avoid: 0, tries: 0 };
+        let mut wanted: Vec<Wanted> = keys.iter().enumerate().map(wanted).collect();
         while !wanted.is_empty() {
             let state = self.lock();
             let (state, plan) = self.plan(state, &wanted, &mut reading);
             self.release(state);
-            if plan.fetches.is_empty() && plan.waiting.is_empty() {
-                break;
-            }
             let progressed = !plan.fetches.is_empty();
-            let again = self.fetch(plan.fetches, &mut reading);
-            tries += u32::from(!again.is_empty());
-            if tries == TRIES_MAX {
-                for wanted in &again {
-                    reading.outcomes[wanted.index] = Some(ViewOutcome::Miss);
-                }
-                wanted = plan.waiting;
-            } else {
-                wanted = [again, plan.waiting].concat();
-            }
-            if !progressed && !self.wait_for_others(&wanted, &mut reading) {
+            let mut again = self.fetch(plan.fetches, &mut reading);
+            again.extend(plan.waiting);
+            wanted = again;
+            if !wanted.is_empty() && !progressed && !self.wait_for_others(&wanted, &mut reading) {
                 break;
             }
         }
@@ -176,11 +205,11 @@ impl Node {
         let keys: Vec<BlockKey> = wanted.iter().map(|wanted| wanted.key).collect();
         let mut found = Vec::with_capacity(keys.len());
         state.catalog.find_batch(&keys, &mut found);
+        let tier = self.tier_name(self.memory_tier());
         let mut plan = Plan::default();
         for (wanted, mut found) in wanted.iter().zip(found) {
             if state.is_closed {
-                let closed = ViewOutcome::Failed(StoreError::Closed);
-                reading.outcomes[wanted.index] = Some(closed);
+                reading.settle(wanted, ViewOutcome::Failed(StoreError::Closed));
                 continue;
             }
             // Room taken for an earlier block of this batch may have evicted this one.
@@ -189,18 +218,17 @@ impl Node {
             }
             let live = found.and_then(|_| state.find_live(&wanted.key, now_unix_ms));
             let Some(key) = live else {
-                reading.outcomes[wanted.index] = Some(ViewOutcome::Miss);
+                reading.settle(wanted, ViewOutcome::Miss);
                 continue;
             };
             if let Some(slab) = resident(&mut state, key, now, reading.purpose) {
-                let hit = ViewOutcome::Hit { slab, tier: self.tier_name(0) };
-                reading.outcomes[wanted.index] = Some(hit);
+                reading.settle(wanted, ViewOutcome::Hit { slab, tier });
                 continue;
             }
             let (again, settled) = self.plan_fetch(state, *wanted, key, &mut plan, reading);
             state = again;
             if let Some(outcome) = settled {
-                reading.outcomes[wanted.index] = Some(outcome);
+                reading.settle(wanted, outcome);
             }
         }
         (state, plan)
@@ -212,7 +240,7 @@ impl Node {
         wanted: Wanted,
         key: KeyIndex,
         plan: &mut Plan,
-        reading: &Reading,
+        reading: &mut Reading,
     ) -> (MutexGuard<'a, State>, Option<ViewOutcome>) {
         let index = state.catalog.entry(key).content;
         let content = state.catalog.content_mut(index);
@@ -220,13 +248,15 @@ impl Node {
             plan.waiting.push(wanted);
             return (state, None);
         }
-        let Some((stage, address)) = content.fastest_lower() else {
-            return (state, Some(ViewOutcome::Miss));
+        let Some((stage, address)) = content.fastest_lower_but(wanted.avoid) else {
+            // A failure of a stage that has the block, if there was one, is told already.
+            let told = reading.outcomes[wanted.index].take();
+            return (state, Some(told.unwrap_or(ViewOutcome::Miss)));
         };
         content.is_loading = true;
         let (bytes, generation) = (content.bytes as usize, content.generation);
-        let own = plan.fetches.len() as u64;
-        let (again, slab) = self.take_slab(state, bytes, own, None, reading.deadline);
+        let holds_some = !plan.fetches.is_empty();
+        let (again, slab) = self.take_slab(state, bytes, holds_some, None, reading.call);
         state = again;
         match slab {
             Ok(slab) => {
@@ -238,11 +268,11 @@ impl Node {
                 if let Some(content) = state.catalog.live_content((index, generation)) {
                     content.is_loading = false;
                 }
-                if !plan.fetches.is_empty() && why == NoSlab::Full {
+                if holds_some {
                     plan.waiting.push(wanted);
                     return (state, None);
                 }
-                let error = self.no_slab_error(&state, why, bytes, reading.options);
+                let error = self.no_slab_error(&state, why, bytes, reading.call);
                 (state, Some(ViewOutcome::Failed(error)))
             }
         }
@@ -265,13 +295,12 @@ impl Node {
                 places.push((wanted, from));
                 loads.push(Load { key: wanted.key, address: from.address, slab });
             }
-            let loaded = self.stages[stage].load(loads, reading.deadline);
+            let loaded = guarded::load(&*self.stages[stage], loads, reading.call.deadline);
             let mut state = self.lock();
-            for ((wanted, from), loaded) in places.into_iter().zip(loaded) {
+            for ((mut wanted, from), loaded) in places.into_iter().zip(loaded) {
                 state.slabs_out -= 1;
-                match self.settle(&mut state, &wanted, from, loaded, reading) {
-                    Some(outcome) => reading.outcomes[wanted.index] = Some(outcome),
-                    None => again.push(wanted),
+                if !self.settle(&mut state, &mut wanted, from, loaded, reading) {
+                    again.push(wanted);
                 }
             }
             self.release(state);
@@ -280,15 +309,15 @@ impl Node {
         again
     }
 
-    /// Enters what a stage answered. Nothing means: look it up again.
+    /// Enters what a stage answered. False: the block has to be looked up again.
     fn settle(
         &self,
         state: &mut State,
-        wanted: &Wanted,
+        wanted: &mut Wanted,
         from: Source,
         loaded: Loaded,
-        reading: &Reading,
-    ) -> Option<ViewOutcome> {
+        reading: &mut Reading,
+    ) -> bool {
         if let Some(content) = state.catalog.live_content(from.place()) {
             content.is_loading = false;
         }
@@ -297,27 +326,36 @@ impl Node {
             Loaded::Hit(slab) => {
                 let slab = slab.seal();
                 self.promote(state, wanted, from, &slab, reading.purpose);
-                Some(ViewOutcome::Hit { slab, tier })
+                reading.settle(wanted, ViewOutcome::Hit { slab, tier });
+                return true;
             }
+            // What is slow is not asked twice: a slower stage would be later still.
             Loaded::Failed(StageError::Timeout) => {
-                Some(ViewOutcome::Failed(self.timeout_error("read from a tier", reading.options)))
+                let late = reading.call.timeout_error("read from a tier");
+                reading.settle(wanted, ViewOutcome::Failed(late));
+                return true;
             }
-            Loaded::Failed(error) => Some(ViewOutcome::Failed(StoreError::Tier {
-                tier,
-                operation: "read a block",
-                source: std::sync::Arc::new(error),
-            })),
-            Loaded::Gone if self.stages[from.stage].keeps_names_only() => Some(ViewOutcome::Miss),
-            Loaded::Gone => {
-                forget_address(state, wanted, from);
-                None
+            Loaded::Failed(error) => {
+                wanted.avoid |= 1 << from.stage;
+                let (operation, source) = ("read a block", std::sync::Arc::new(error));
+                let failure = StoreError::Tier { tier, operation, source };
+                reading.settle(wanted, ViewOutcome::Failed(failure));
             }
+            Loaded::Gone if self.stages[from.stage].keeps_names_only() => {
+                wanted.avoid |= 1 << from.stage;
+            }
+            Loaded::Gone => forget_name(state, wanted, from),
             Loaded::Damaged => {
                 state.counters.damaged_blocks += 1;
-                forget_address(state, wanted, from);
-                None
+                forget_address(state, from);
             }
         }
+        wanted.tries += 1;
+        if wanted.tries >= TRIES_MAX {
+            let told = reading.outcomes[wanted.index].take();
+            reading.settle(wanted, told.unwrap_or(ViewOutcome::Miss));
+        }
+        wanted.tries >= TRIES_MAX
     }
 
     /// A block that came from below stays in DRAM, if the policy wants that and it was not deleted
@@ -331,38 +369,41 @@ impl Node {
         purpose: Purpose,
     ) {
         let Some(content) = state.catalog.live_content(from.place()) else { return };
+        if purpose == Purpose::Inspect {
+            return;
+        }
         content.referenced |= 1 << from.stage;
-        state.counters.promoted_blocks += 1;
-        state.counters.promoted_bytes += slab.len() as u64;
         if !self.pipeline.has_dram || !state.eviction.policy().promotes_hits() {
             return;
         }
+        state.counters.promoted_blocks += 1;
+        state.counters.promoted_bytes += slab.len() as u64;
         let now = self.policy_now(state);
         state.put_slab(from.content, slab.clone());
-        let Some(key) = state.catalog.find(&wanted.key) else {
-            let heir = state.catalog.keys_of(from.content)[0];
+        let wanted_key = state.catalog.find(&wanted.key);
+        let names_it = |key: &KeyIndex| state.catalog.entry(*key).content == from.content;
+        let Some(key) = wanted_key.filter(names_it) else {
+            // It was deleted and put again with other bytes; another name holds these.
+            let heir = state.catalog.first_key_of(from.content);
             return state.make_resident(heir, now);
         };
         state.make_resident(key, now);
-        let entry = state.catalog.entry_mut(key);
-        match purpose {
-            Purpose::Use => entry.awaits = Awaits::Nothing,
-            Purpose::Prefetch => {
-                entry.awaits = Awaits::FirstUse;
-                state.counters.prefetched_blocks += 1;
-            }
-            Purpose::Inspect => {}
+        if purpose == Purpose::Prefetch {
+            state.counters.prefetched_blocks += 1;
+            state.spare_prefetched(key, self.config.dram_bytes / PREFETCHED_SHARE);
+        } else {
+            state.catalog.entry_mut(key).awaits = Awaits::Nothing;
         }
     }
 
     /// Waits for other callers' fetches. False when the deadline passed.
     fn wait_for_others(&self, wanted: &[Wanted], reading: &mut Reading) -> bool {
-        let (state, in_time) = self.wait_changed(self.lock(), reading.deadline);
+        let (state, in_time) = self.wait_changed(self.lock(), reading.call);
         drop(state);
         if !in_time {
             for wanted in wanted {
-                let late = self.timeout_error("wait for another reader's fetch", reading.options);
-                reading.outcomes[wanted.index] = Some(ViewOutcome::Failed(late));
+                let late = reading.call.timeout_error("wait for another reader's fetch");
+                reading.settle(wanted, ViewOutcome::Failed(late));
             }
         }
         in_time
@@ -374,7 +415,7 @@ impl Node {
         for served in served {
             match served {
                 Served::Hit { tier, bytes } => {
-                    let tier = (0..=self.stages.len())
+                    let tier = (self.memory_tier()..=self.stages.len())
                         .find(|at| self.tier_name(*at) == tier)
                         .expect("hits come from tiers of this pipeline");
                     state.counters.hits += 1;
@@ -404,6 +445,14 @@ impl Served {
             ViewOutcome::Failed(_) => Self::Failed,
         }
     }
+
+    fn of_get(outcome: &GetOutcome) -> Self {
+        match outcome {
+            GetOutcome::Hit { bytes, tier } => Self::Hit { tier, bytes: *bytes as u64 },
+            GetOutcome::Miss => Self::Miss,
+            GetOutcome::TooShort { .. } | GetOutcome::Failed(_) => Self::Failed,
+        }
+    }
 }
 
 fn resident(
@@ -420,13 +469,35 @@ fn resident(
     Some(slab)
 }
 
-/// The block is not where the catalog says: that address is forgotten, if it still says so.
-fn forget_address(state: &mut State, wanted: &Wanted, from: Source) {
+/// The block's bytes are no longer where the catalog says: the address goes, for all its names.
+fn forget_address(state: &mut State, from: Source) {
     let Some(content) = state.catalog.live_content(from.place()) else { return };
     if content.address(from.stage) == Some(from.address) {
         content.set_address(from.stage, None);
-        state.names[from.stage].push(NameChange::Remove(wanted.key, from.address));
+        for key in state.catalog.keys_of(from.content) {
+            let name = state.catalog.entry(key).key;
+            state.push_name(from.stage, NameChange::Remove(name, from.address));
+        }
         state.forget_if_nowhere(from.content);
+    }
+}
+
+/// The stage does not know the block under this name. If it is the only one, the bytes are gone.
+/// If there are others, the name may be on its way to the stage; else this name alone goes.
+fn forget_name(state: &mut State, wanted: &Wanted, from: Source) {
+    let Some(content) = state.catalog.live_content(from.place()) else { return };
+    if content.address(from.stage) != Some(from.address) {
+        return;
+    }
+    if content.key_count == 1 {
+        return forget_address(state, from);
+    }
+    let tickets = state.names_tickets[from.stage];
+    if tickets.settled == tickets.pushed
+        && let Some(key) = state.catalog.find(&wanted.key)
+        && state.catalog.entry(key).content == from.content
+    {
+        state.forget(key, Removal::Deleted);
     }
 }
 

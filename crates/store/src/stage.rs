@@ -7,6 +7,7 @@
 pub mod conformance;
 mod fake;
 mod files;
+pub(crate) mod guarded;
 mod registry;
 
 use std::error::Error;
@@ -79,6 +80,9 @@ pub enum StageError {
         /// Length of the block.
         bytes: u32,
     },
+    /// The stage panicked, or did not say what became of the block.
+    #[error("the stage gave no answer")]
+    NoAnswer,
     /// The stage was closed.
     #[error("the stage is closed")]
     Closed,
@@ -108,8 +112,8 @@ pub struct StageStats {
     pub used_bytes: u64,
     /// Bytes it may use.
     pub capacity_bytes: u64,
-    /// Files or other containers created so far.
-    pub creates: u64,
+    /// Files or other containers now.
+    pub files: u64,
     /// Blocks that were found damaged.
     pub damaged_blocks: u64,
     /// What an operator should know, such as a fallback that was taken.

@@ -15,7 +15,7 @@ use cascade_block::BlockKey;
 
 use crate::catalog::{Address, Awaits, Catalog, ContentIndex, KeyIndex, LOWER_STAGES_MAX};
 use crate::eviction::{Eviction, Incoming, Removal, Verdict};
-use crate::stage::BlockFacts;
+use crate::stage::{BlockFacts, StageError};
 use crate::stats::Counters;
 
 /// A block that waits to be written to a lower stage.
@@ -47,6 +47,14 @@ pub(crate) enum Evicted {
     NothingUsable,
 }
 
+/// Tickets of a queue: whoever wants to know when what is queued now is done keeps the number of
+/// what was pushed, and waits until as much is settled.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct Tickets {
+    pub(crate) pushed: u64,
+    pub(crate) settled: u64,
+}
+
 /// Everything that a node decides from.
 #[derive(Debug)]
 pub(crate) struct State {
@@ -55,14 +63,21 @@ pub(crate) struct State {
     pub(crate) counters: Counters,
     /// Hits and their bytes: DRAM first, then the lower stages.
     pub(crate) tier_hits: [(u64, u64); 1 + LOWER_STAGES_MAX],
+    /// Blocks to be written, by stage.
     pub(crate) queues: [VecDeque<Pending>; LOWER_STAGES_MAX],
+    pub(crate) blocks_tickets: [Tickets; LOWER_STAGES_MAX],
     pub(crate) names: [Vec<NameChange>; LOWER_STAGES_MAX],
     /// Blocks that a stage did not take since the last flush said so.
     pub(crate) unwritten: [u64; LOWER_STAGES_MAX],
-    /// Whether a stage's mover is carrying out a batch.
-    pub(crate) is_moving: [bool; LOWER_STAGES_MAX],
+    pub(crate) names_tickets: [Tickets; LOWER_STAGES_MAX],
+    /// Why a stage failed last.
+    pub(crate) last_errors: [Option<StageError>; LOWER_STAGES_MAX],
     /// Bytes in the queues or being written, by stage.
     pub(crate) pending_bytes: [u64; LOWER_STAGES_MAX],
+    /// Blocks that prefetch brought up and that eviction spares until their first use, oldest
+    /// first, with their bytes.
+    pub(crate) prefetched: VecDeque<(BlockKey, u64)>,
+    pub(crate) prefetched_bytes: u64,
     pub(crate) content_bytes: u64,
     pub(crate) dram_bytes: u64,
     /// Slabs given to puts and loads that are under way.
@@ -70,6 +85,8 @@ pub(crate) struct State {
     /// The latest time that a request gave; the policy then goes by these.
     pub(crate) policy_time: Option<Duration>,
     pub(crate) has_dram: bool,
+    /// Nothing new is taken any more.
+    pub(crate) is_closing: bool,
     pub(crate) is_closed: bool,
 }
 
@@ -81,15 +98,20 @@ impl State {
             counters: Counters::default(),
             tier_hits: [(0, 0); 1 + LOWER_STAGES_MAX],
             queues: Default::default(),
+            blocks_tickets: Default::default(),
             names: Default::default(),
             unwritten: [0; LOWER_STAGES_MAX],
-            is_moving: [false; LOWER_STAGES_MAX],
+            names_tickets: Default::default(),
+            last_errors: Default::default(),
             pending_bytes: [0; LOWER_STAGES_MAX],
+            prefetched: VecDeque::new(),
+            prefetched_bytes: 0,
             content_bytes: 0,
             dram_bytes: 0,
             slabs_out: 0,
             policy_time: None,
             has_dram,
+            is_closing: false,
             is_closed: false,
         }
     }
@@ -176,6 +198,7 @@ impl State {
             let bytes = u64::from(self.catalog.content(content).bytes);
             self.counters.evicted_blocks += 1;
             self.counters.evicted_bytes += bytes;
+            self.counters.lost_blocks += u64::from(!self.catalog.content(content).is_anywhere());
             self.forget_if_nowhere(content);
         }
         Evicted::One
@@ -201,7 +224,6 @@ impl State {
         if self.catalog.content(content).is_anywhere() {
             return;
         }
-        self.counters.lost_blocks += 1;
         for key in self.catalog.keys_of(content) {
             self.forget(key, Removal::Evicted);
         }
@@ -214,8 +236,10 @@ impl State {
         let (name, index) = (entry.key, entry.content);
         let addresses: [_; LOWER_STAGES_MAX] =
             std::array::from_fn(|stage| self.catalog.content(index).address(stage));
-        for (names, address) in self.names.iter_mut().zip(addresses) {
-            names.extend(address.map(|address| NameChange::Remove(name, address)));
+        for (stage, address) in addresses.into_iter().enumerate() {
+            if let Some(address) = address {
+                self.push_name(stage, NameChange::Remove(name, address));
+            }
         }
         if let Some(content) = self.catalog.remove(key) {
             self.content_bytes -= u64::from(content.bytes);
@@ -227,7 +251,7 @@ impl State {
         // Its other keys hold the bytes, but perhaps none of them counts for DRAM.
         let content = self.catalog.content(index);
         if self.has_dram && content.resident_keys == 0 && content.slab.is_some() {
-            let heir = self.catalog.keys_of(index)[0];
+            let heir = self.catalog.first_key_of(index);
             // The policy takes a time that lies back for the latest that it saw.
             self.make_resident(heir, Duration::ZERO);
         }
@@ -243,14 +267,47 @@ impl State {
         self.catalog.content_mut(content).resident_keys -= 1;
     }
 
-    /// Whether the stages know all that they have to know.
-    pub(crate) fn is_settled(&self) -> bool {
-        self.pending_total() == 0 && self.knows_names()
+    /// Queues a name for a stage's mover.
+    pub(crate) fn push_name(&mut self, stage: usize, change: NameChange) {
+        self.names[stage].push(change);
+        self.names_tickets[stage].pushed += 1;
     }
 
-    /// Whether the stages know all names, those of blocks that are still queued apart.
-    pub(crate) fn knows_names(&self) -> bool {
-        self.names.iter().all(Vec::is_empty) && !self.is_moving.contains(&true)
+    /// Queues a content for a stage's mover, which keeps its slab until then.
+    pub(crate) fn push_block(&mut self, stage: usize, facts: BlockFacts, content: ContentIndex) {
+        let entry = self.catalog.content_mut(content);
+        entry.dirty |= 1 << stage;
+        let generation = entry.generation;
+        self.pending_bytes[stage] += u64::from(facts.bytes);
+        self.queues[stage].push_back(Pending { facts, content, generation });
+        self.blocks_tickets[stage].pushed += 1;
+    }
+
+    /// A stage failed.
+    pub(crate) fn note_error(&mut self, stage: usize, error: StageError) {
+        self.last_errors[stage] = Some(error);
+    }
+
+    /// A prefetched block is spared until its first use; within a limit, beyond which the oldest
+    /// are spared no longer.
+    pub(crate) fn spare_prefetched(&mut self, key: KeyIndex, bytes_max: u64) {
+        let entry = self.catalog.entry_mut(key);
+        entry.awaits = Awaits::FirstUse;
+        let (name, content) = (entry.key, entry.content);
+        let bytes = u64::from(self.catalog.content(content).bytes);
+        self.prefetched.push_back((name, bytes));
+        self.prefetched_bytes += bytes;
+        while self.prefetched_bytes > bytes_max
+            && let Some((oldest, bytes)) = self.prefetched.pop_front()
+        {
+            self.prefetched_bytes -= bytes;
+            if let Some(key) = self.catalog.find(&oldest) {
+                let entry = self.catalog.entry_mut(key);
+                if entry.awaits == Awaits::FirstUse {
+                    entry.awaits = Awaits::Nothing;
+                }
+            }
+        }
     }
 
     /// Bytes that wait for lower stages, all together.
@@ -259,10 +316,12 @@ impl State {
     }
 }
 
-/// Whether a block may leave DRAM now: not pinned, not being read, and written where it has to be.
+/// Whether a block may leave DRAM now: not pinned, not prefetched for somebody who is still to
+/// come, not being read, and written where it has to be.
 fn is_evictable(catalog: &Catalog, key: KeyIndex) -> bool {
     let entry = catalog.entry(key);
     let content = catalog.content(entry.content);
     let is_read = content.slab.as_ref().is_some_and(|slab| slab.holders() > 1);
-    entry.pins == 0 && content.dirty == 0 && !is_read
+    let is_spared = entry.awaits == Awaits::FirstUse;
+    entry.pins == 0 && !is_spared && content.dirty == 0 && !is_read
 }

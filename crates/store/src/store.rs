@@ -11,7 +11,7 @@ use crate::catalog::KeyIndex;
 use crate::eviction::{Asked, Removal};
 use crate::node::Node;
 use crate::outcome::PutSlab;
-use crate::stage::{Registry, Stage, StageError};
+use crate::stage::{Registry, Stage, StageError, guarded};
 use crate::stats::{Stats, TierHits};
 use crate::{
     CallOptions, GetOutcome, PrefixMatch, Put, PutOutcome, Request, StoreConfig, StoreError,
@@ -134,8 +134,13 @@ impl Store {
         let mut chain = Vec::with_capacity(request.keys.len());
         let mut tiers = Vec::new();
         let mut is_unbroken = true;
-        for (key, found) in request.keys.iter().zip(found) {
-            let found = found.and_then(|_| state.find_live(key, now_unix_ms));
+        let mut has_forgotten = state.is_closed;
+        for (key, mut found) in request.keys.iter().zip(found) {
+            let expired = |found| state.catalog.entry(found).has_expired(now_unix_ms);
+            if has_forgotten || found.is_some_and(expired) {
+                found = if state.is_closed { None } else { state.find_live(key, now_unix_ms) };
+                has_forgotten = true;
+            }
             let Some(found) = found else {
                 is_unbroken = false;
                 chain.push(Asked { fingerprint: key.fingerprint(), resident: None });
@@ -151,7 +156,9 @@ impl Store {
                 tiers.push(node.tier_name(if content.slab.is_some() { 0 } else { lower }));
             }
         }
-        state.eviction.request(now, &chain, request.partial_tail, &request.hints);
+        if state.has_dram {
+            state.eviction.request(now, &chain, request.partial_tail, &request.hints);
+        }
         state.counters.requests += 1;
         state.counters.blocks_requested += request.keys.len() as u64;
         state.counters.blocks_matched += tiers.len() as u64;
@@ -223,8 +230,14 @@ impl Store {
         let node = self.node();
         let now_unix_ms = node.clock.unix_ms();
         let mut state = node.lock();
+        let now = node.policy_now(&state);
         let mut change_one = |key: &BlockKey| {
             let Some(found) = state.find_live(key, now_unix_ms) else { return false };
+            let content = state.catalog.entry(found).content;
+            if state.catalog.content(content).slab.is_some() {
+                // It may be in DRAM through another of its names, which eviction may take.
+                state.make_resident(found, now);
+            }
             let entry = state.catalog.entry_mut(found);
             let changed = change(entry.pins);
             entry.pins = changed.unwrap_or(entry.pins);
@@ -242,6 +255,9 @@ impl Store {
     pub fn delete(&self, keys: &[BlockKey]) -> Vec<bool> {
         let node = self.node();
         let mut state = node.lock();
+        if state.is_closing {
+            return vec![false; keys.len()];
+        }
         let mut delete_one = |key: &BlockKey| {
             let found = state.catalog.find(key);
             found.inspect(|found| state.forget(*found, Removal::Deleted)).is_some()
@@ -284,7 +300,7 @@ impl Store {
     /// Keeps a namespace's manifest beside its blocks, so that whoever finds them later can tell
     /// what they were made for. Do it once, before the first put.
     pub fn register(&self, namespace: &Namespace, options: CallOptions) -> Result<(), StoreError> {
-        let deadline = self.node().deadline(options);
+        let deadline = self.node().call(options).deadline;
         let each = self.node().stages.iter();
         each.map(|stage| (stage, stage.register(namespace, deadline)))
             .try_for_each(|(stage, kept)| kept.map_err(|e| tier_error(stage, "keep a manifest", e)))
@@ -296,7 +312,7 @@ impl Store {
         &self,
         options: CallOptions,
     ) -> Result<Vec<(NamespaceId, Manifest)>, StoreError> {
-        let deadline = self.node().deadline(options);
+        let deadline = self.node().call(options).deadline;
         let mut all = Vec::new();
         for stage in &self.node().stages {
             let kept = stage.manifests(deadline);
@@ -326,18 +342,25 @@ impl Store {
 }
 
 impl Handle {
+    /// Takes nothing new, writes down what is queued, and stops. What cannot be written by the
+    /// store's timeout is given up: closing ends soon after it, whatever the stages do.
     fn close(&self) -> Result<(), StoreError> {
-        self.prefetch.lock().unwrap_or_else(PoisonError::into_inner).take();
-        let threads =
-            std::mem::take(&mut *self.threads.lock().unwrap_or_else(PoisonError::into_inner));
-        if self.node.lock().is_closed {
+        let mut threads = self.threads.lock().unwrap_or_else(PoisonError::into_inner);
+        if std::mem::replace(&mut self.node.lock().is_closing, true) {
             return Ok(());
         }
+        self.prefetch.lock().unwrap_or_else(PoisonError::into_inner).take();
         let flushed = self.node.flush(CallOptions::default());
-        self.node.lock().is_closed = true;
+        let mut state = self.node.lock();
+        state.is_closed = true;
+        for stage in 0..self.node.stages.len() {
+            mover::give_up_queue(&mut state, stage);
+            state.names[stage].clear();
+        }
+        drop(state);
         self.node.announce_work();
         self.node.announce_change();
-        for thread in threads {
+        for thread in threads.drain(..) {
             // A thread that panicked has said so on stderr; closing goes on.
             drop(thread.join());
         }
@@ -348,6 +371,9 @@ impl Handle {
 
 impl Drop for Handle {
     fn drop(&mut self) {
+        if self.node.is_broken() {
+            return;
+        }
         // Whoever needs to know whether the flush worked calls close().
         drop(self.close());
     }
@@ -355,26 +381,28 @@ impl Drop for Handle {
 
 impl Node {
     fn flush(&self, options: CallOptions) -> Result<(), StoreError> {
-        let deadline = self.deadline(options);
+        let call = self.call(options);
         let mut state = self.lock();
-        while !state.is_settled() {
-            self.announce_work();
-            let (again, in_time) = self.wait_changed(state, deadline);
-            state = again;
-            if !in_time {
-                return Err(self.timeout_error("flush", options));
-            }
+        if state.is_closed {
+            return Err(StoreError::Closed);
         }
-        let unwritten = std::mem::take(&mut state.unwritten);
-        drop(state);
+        let tickets = state.blocks_tickets.map(|tickets| tickets.pushed);
+        while (0..self.stages.len()).any(|at| state.blocks_tickets[at].settled < tickets[at]) {
+            state = self.wait_in_time(state, "flush", call)?;
+        }
+        // Blocks that were written have left names to be told.
+        let tickets = state.names_tickets.map(|tickets| tickets.pushed);
+        drop(self.wait_names(state, tickets, "flush", call)?);
         for stage in &self.stages {
-            stage.flush(deadline).map_err(|error| tier_error(stage, "flush", error))?;
+            let flushed = guarded::call(|| stage.flush(call.deadline));
+            flushed.map_err(|error| tier_error(stage, "flush", error))?;
         }
-        if let Some(at) = unwritten.iter().position(|blocks| *blocks > 0) {
-            let (tier, source) = (self.stages[at].name(), self.last_stage_error());
-            return Err(StoreError::Tier { tier, operation: "write some blocks down", source });
+        let mut state = self.lock();
+        let unwritten = std::mem::take(&mut state.unwritten);
+        match unwritten.iter().position(|blocks| *blocks > 0) {
+            Some(stage) => Err(self.stage_error(&state, stage, "write some blocks down")),
+            None => Ok(()),
         }
-        Ok(())
     }
 
     fn stats(&self) -> Stats {

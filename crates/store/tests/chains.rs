@@ -1,5 +1,7 @@
 //! Every sensible pipeline passes the same checks.
 
+#![expect(clippy::unwrap_used, reason = "in a test, a surprise should panic")]
+
 mod blocks;
 mod third_party;
 

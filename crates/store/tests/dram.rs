@@ -92,14 +92,14 @@ fn equal_bytes_are_stored_once() {
     }
     let stats = store.stats();
     assert_eq!(stats.keys, 2100);
-    assert_eq!(stats.content_bytes, 120 * 64 << 10, "7.5 MiB instead of 131.25");
-    assert_eq!(stats.pool.requested_bytes, 120 * 64 << 10);
+    assert_eq!(stats.content_bytes, (120 * 64) << 10, "7.5 MiB instead of 131.25");
+    assert_eq!(stats.pool.requested_bytes, (120 * 64) << 10);
     assert_eq!(stats.counters.deduplicated, 99 * 20);
     // Bytes moved into the store: the new ones only.
-    assert_eq!(stats.counters.bytes_written, 120 * 64 << 10);
+    assert_eq!(stats.counters.bytes_written, (120 * 64) << 10);
     // One session goes; the shared bytes stay for the others.
     store.delete(&keys(10_000..10_021));
-    assert_eq!(store.stats().content_bytes, 119 * 64 << 10);
+    assert_eq!(store.stats().content_bytes, (119 * 64) << 10);
     let views = store.view(&keys(10_100..10_120), NOW);
     for (view, bytes) in views.iter().zip(&shared) {
         assert!(matches!(view, ViewOutcome::Hit { slab, .. } if **slab == **bytes));

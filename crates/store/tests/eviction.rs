@@ -167,7 +167,9 @@ fn memory_per_block_stays_small() {
 proptest! {
     /// LRU behind the mechanism evicts what a list that is searched would.
     #[test]
-    fn lru_matches_a_searched_list(uses in prop::collection::vec((0_usize..30, 0_usize..3), 1..200)) {
+    fn lru_matches_a_searched_list(
+        uses in prop::collection::vec((0_usize..30, 0_usize..3), 1..200),
+    ) {
         let mut tier = Tier::new(PolicyKind::Lru, 8);
         let mut list: Vec<usize> = Vec::new();
         for (step, (block, extra)) in uses.into_iter().enumerate() {
@@ -203,12 +205,14 @@ proptest! {
         // A hole stays until the ring comes round, so the model keeps it as `None`.
         let mut queue: VecDeque<Option<(u64, u32)>> = VecDeque::new();
         for (number, (fingerprint, action)) in (0_u32..).zip(steps) {
-            let at = queue.iter().position(|ghost| ghost.is_some_and(|(key, _)| key == fingerprint));
+            let fits = |(key, _): (u64, u32)| key == fingerprint;
+            let at = queue.iter().position(|ghost| ghost.is_some_and(fits));
             let known = at.and_then(|at| queue[at]);
             prop_assert_eq!(ghosts.get(fingerprint), known.map(|(_, value)| value));
             match (action, at) {
                 (0, Some(at)) => {
-                    prop_assert_eq!(ghosts.take(fingerprint), queue[at].take().map(|ghost| ghost.1));
+                    let value = queue[at].take().map(|ghost| ghost.1);
+                    prop_assert_eq!(ghosts.take(fingerprint), value);
                 }
                 (1, _) => {
                     let oldest = queue.iter_mut().find(|ghost| ghost.is_some());
@@ -218,7 +222,8 @@ proptest! {
                     while queue.front().is_some_and(Option::is_none) {
                         queue.pop_front();
                     }
-                    let forgotten = if queue.len() == 16 { queue.pop_front().flatten() } else { None };
+                    let is_full = queue.len() == 16;
+                    let forgotten = if is_full { queue.pop_front().flatten() } else { None };
                     queue.push_back(Some((fingerprint, number)));
                     prop_assert_eq!(ghosts.push(fingerprint, number, 16), forgotten);
                 }

@@ -1,5 +1,7 @@
 //! DRAM over real files: restart, damage, full tiers, two stores on one directory.
 
+#![expect(clippy::unwrap_used, reason = "in a test, a surprise should panic")]
+
 mod blocks;
 
 use std::path::Path;
@@ -137,7 +139,7 @@ fn a_flipped_bit_in_a_file_is_a_miss() {
     let mut flipped = 0;
     for entry in std::fs::read_dir(directory.path()).unwrap() {
         let path = entry.unwrap().path();
-        if !path.extension().is_some_and(|extension| extension == "segment") {
+        if path.extension().is_none_or(|extension| extension != "segment") {
             continue;
         }
         let mut bytes = std::fs::read(&path).unwrap();

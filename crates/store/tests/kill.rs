@@ -3,6 +3,8 @@
 //! 20 rounds by default; the slow gate runs 200 with `CASCADE_KILL_ROUNDS=200`. A failure means
 //! that a restart served a byte that nobody wrote, lost what a flush had promised, or hung.
 
+#![expect(clippy::unwrap_used, reason = "in a test, a surprise should panic")]
+
 mod blocks;
 
 use std::io::{BufRead, BufReader};

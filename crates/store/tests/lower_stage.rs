@@ -1,5 +1,7 @@
 //! Two tiers: demotion, promotion, back-pressure, deadlines and failures of the stage below.
 
+#![expect(clippy::unwrap_used, reason = "in a test, a surprise should panic")]
+
 mod blocks;
 mod third_party;
 
@@ -114,9 +116,9 @@ fn a_failing_stage_costs_its_blocks_and_nothing_else() {
     let outcomes = put(&store, &keys(300..304), BLOCK);
     assert!(outcomes.iter().all(|o| matches!(o, PutOutcome::Stored)));
     assert!(check(&store, &keys(300..304)).iter().all(|tier| *tier == Some("dram")));
-    stage.fails.store(false, Relaxed);
     let error = store.flush(CallOptions::default()).unwrap_err();
     assert!(matches!(error, StoreError::Tier { tier: "map", .. }), "blocks are missing: {error}");
+    stage.fails.store(false, Relaxed);
     store.flush(CallOptions::default()).expect("said once");
     assert_eq!(check(&store, &keys(0..1)), [Some("map")]);
 }
@@ -188,6 +190,21 @@ fn a_prefetched_block_is_a_hit_in_dram() {
     assert_eq!(check(&store, &keys(0..16)), [Some("dram"); 16]);
     assert_eq!(store.stats().counters.prefetched_used, 16);
     assert_eq!(stage.loads.load(Relaxed), 16);
+}
+
+#[test]
+fn prefetched_blocks_that_nobody_reads_do_not_fill_dram_for_good() {
+    let (store, _stage) = open(dram(4));
+    put(&store, &keys(0..256), BLOCK);
+    flush(&store);
+    store.prefetch(&keys(0..128));
+    while store.stats().counters.prefetched_blocks < 128 {
+        std::thread::yield_now();
+    }
+    let outcomes = put(&store, &keys(300..428), BLOCK);
+    assert!(outcomes.iter().all(|o| matches!(o, PutOutcome::Stored)));
+    let in_dram = |keys| store.locate(keys).iter().filter(|t| t.first() == Some(&"dram")).count();
+    assert!(in_dram(&keys(0..128)) <= 17, "a quarter of 64 blocks, and one");
 }
 
 #[test]

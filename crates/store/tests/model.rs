@@ -1,5 +1,7 @@
 //! The store against a naive model: a map that forgets nothing it is not told to forget.
 
+#![expect(clippy::unwrap_used, reason = "in a test, a surprise should panic")]
+
 mod blocks;
 mod third_party;
 
@@ -144,6 +146,8 @@ proptest! {
         let config = StoreConfig { digest, dram_blocks: Some(3), ..dram(4) };
         let store = Store::open(config).unwrap();
         let mut played = Played { store, model: HashMap::new(), keeps_all: false };
-        operations.iter().for_each(|operation| played.play(operation));
+        for operation in &operations {
+            played.play(operation);
+        }
     }
 }

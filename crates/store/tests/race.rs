@@ -3,6 +3,8 @@
 //! Two seconds by default; `CASCADE_RACE_SECONDS=60` is what the slow gate runs. A failure means
 //! that a reader met bytes that were not its block's.
 
+#![expect(clippy::unwrap_used, reason = "in a test, a surprise should panic")]
+
 mod blocks;
 mod third_party;
 
@@ -10,9 +12,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
-use blocks::{bytes_of, dram, keys, put};
+use blocks::{bytes_of, dram, keys};
 use cascade_block::{BlockKey, DigestAlgorithm, DigestMode, SystemClock};
-use cascade_store::{CallOptions, GetOutcome, Store, StoreConfig, StoreError, ViewOutcome};
+use cascade_store::{CallOptions, GetOutcome, Put, Store, StoreConfig, StoreError, ViewOutcome};
 use third_party::MapStage;
 
 const BLOCK: usize = 32 << 10;
@@ -33,9 +35,20 @@ impl Dice {
     }
 }
 
+/// With shared contents there are 64 different ones.
+fn content_of(key: &BlockKey, is_shared: bool) -> BlockKey {
+    let group = u8::try_from(key.fingerprint() % 64).unwrap();
+    if is_shared { BlockKey::from_bytes([group; 32]) } else { *key }
+}
+
 /// Lengths differ from block to block, so that slabs are cut and merged all the time.
 fn length_of(key: &BlockKey) -> usize {
     BLOCK + usize::try_from(key.fingerprint() % 5).unwrap() * 7000
+}
+
+fn right_bytes(key: &BlockKey, is_shared: bool) -> Vec<u8> {
+    let content = content_of(key, is_shared);
+    bytes_of(&content, length_of(&content))
 }
 
 fn is_expected(error: &StoreError) -> bool {
@@ -45,13 +58,13 @@ fn is_expected(error: &StoreError) -> bool {
     )
 }
 
-fn view_some(store: &Store, keys: &[BlockKey], checked: &AtomicU64) {
+fn view_some(store: &Store, keys: &[BlockKey], is_shared: bool, checked: &AtomicU64) {
     for (key, view) in keys.iter().zip(store.view(keys, CallOptions::default())) {
         match view {
             ViewOutcome::Hit { slab, tier } => {
-                assert!(*slab == *bytes_of(key, length_of(key)), "wrong bytes from {tier}");
+                assert!(*slab == *right_bytes(key, is_shared), "wrong bytes from {tier}");
                 std::thread::yield_now();
-                assert!(*slab == *bytes_of(key, length_of(key)), "bytes changed under a view");
+                assert!(*slab == *right_bytes(key, is_shared), "bytes changed under a view");
                 checked.fetch_add(slab.len() as u64, Relaxed);
             }
             ViewOutcome::Miss => {}
@@ -60,14 +73,14 @@ fn view_some(store: &Store, keys: &[BlockKey], checked: &AtomicU64) {
     }
 }
 
-fn get_some(store: &Store, keys: &[BlockKey], checked: &AtomicU64) {
+fn get_some(store: &Store, keys: &[BlockKey], is_shared: bool, checked: &AtomicU64) {
     let mut buffers: Vec<Vec<u8>> = keys.iter().map(|_| vec![0; BLOCK * 2]).collect();
     let mut slices: Vec<&mut [u8]> = buffers.iter_mut().map(Vec::as_mut_slice).collect();
     let outcomes = store.get(keys, &mut slices, CallOptions::default());
     for ((key, buffer), outcome) in keys.iter().zip(&buffers).zip(outcomes) {
         match outcome {
             GetOutcome::Hit { bytes, tier } => {
-                assert!(buffer[..bytes] == *bytes_of(key, length_of(key)), "wrong from {tier}");
+                assert!(buffer[..bytes] == *right_bytes(key, is_shared), "wrong from {tier}");
                 checked.fetch_add(bytes as u64, Relaxed);
             }
             GetOutcome::Miss => {}
@@ -77,7 +90,7 @@ fn get_some(store: &Store, keys: &[BlockKey], checked: &AtomicU64) {
     }
 }
 
-fn play(store: &Store, seed: u64, stop: &AtomicBool, checked: &AtomicU64) {
+fn play(store: &Store, seed: u64, is_shared: bool, stop: &AtomicBool, checked: &AtomicU64) {
     let all = keys(0..KEYS);
     let mut dice = Dice(seed);
     while !stop.load(Relaxed) {
@@ -85,10 +98,11 @@ fn play(store: &Store, seed: u64, stop: &AtomicBool, checked: &AtomicU64) {
         let some = &all[start..start + 1 + usize::try_from(dice.roll(8)).unwrap()];
         match dice.roll(10) {
             0..4 => some.iter().for_each(|key| {
-                drop(put(store, std::slice::from_ref(key), length_of(key)));
+                let bytes = right_bytes(key, is_shared);
+                drop(store.put(&[Put::new(*key, &bytes)], CallOptions::default()));
             }),
-            4..6 => view_some(store, some, checked),
-            6..8 => get_some(store, some, checked),
+            4..6 => view_some(store, some, is_shared, checked),
+            6..8 => get_some(store, some, is_shared, checked),
             8 => drop(store.delete(&some[..1])),
             _ => {
                 store.prefetch(some);
@@ -109,7 +123,7 @@ fn race(digest: DigestMode) {
             scope.spawn(move || {
                 // A panic in one player ends the others too.
                 let _stopper = StopOnDrop(stop);
-                play(store, seed, stop, checked);
+                play(store, seed, digest != DigestMode::Off, stop, checked);
             });
         }
         wait(Duration::from_secs(seconds()), &stop);

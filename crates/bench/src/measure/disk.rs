@@ -12,7 +12,7 @@ use cascade_store::{CallOptions, FilesConfig, Put, Store, StoreConfig, ViewOutco
 
 use crate::cli::Failure;
 use crate::measure::{
-    Bench, Figure, Target, cold, failed, gb_per_second, keys, open, size_name, timed,
+    Bench, Figure, PATIENT, Target, cold, failed, gb_per_second, keys, open, size_name, timed,
 };
 use crate::payload;
 
@@ -124,7 +124,7 @@ fn write(directory: &Path, keys: &[BlockKey], size: usize) -> Result<f64, Failur
         });
     }
     let mut flushed = Ok(());
-    took += timed(|| flushed = store.flush(CallOptions::default()));
+    took += timed(|| flushed = store.flush(PATIENT));
     flushed.map_err(failed("segment writes"))?;
     store.close().map_err(failed("segment writes"))?;
     if !stored {

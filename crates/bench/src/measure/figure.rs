@@ -156,7 +156,7 @@ fn spread(samples: &[f64]) -> (f64, f64) {
 }
 
 /// The middle of the samples.
-fn median(samples: &[f64]) -> f64 {
+pub(super) fn median(samples: &[f64]) -> f64 {
     assert!(!samples.is_empty(), "a figure has samples");
     let mut sorted = samples.to_vec();
     sorted.sort_by(f64::total_cmp);

@@ -8,7 +8,7 @@ use cascade_store::{CallOptions, FilesConfig, GetOutcome, Put, PutOutcome, Store
 use crate::cli::Failure;
 use crate::environment::resident_bytes;
 use crate::measure::disk::Scratch;
-use crate::measure::{Bench, Figure, Target, failed, keys, open, timed};
+use crate::measure::{Bench, Figure, PATIENT, Target, failed, keys, open, timed};
 use crate::payload;
 
 const MIB: usize = 1 << 20;
@@ -69,7 +69,7 @@ fn put_all(store: &Store, keys: &[BlockKey], size: usize) -> Result<(), Failure>
             return Err(Failure::measure("a put", format!("it gave {bad:?}")));
         }
     }
-    store.flush(CallOptions::default()).map_err(failed("a flush"))
+    store.flush(PATIENT).map_err(failed("a flush"))
 }
 
 /// Every hundredth block has to be there and right.

@@ -66,16 +66,24 @@ impl KeyTable {
 
     /// Removes an index that is there.
     pub(crate) fn remove(&mut self, fingerprint: u64, index: u32) {
+        let was_there = self.remove_if_there(fingerprint, index);
+        assert!(was_there, "what is removed is there");
+    }
+
+    /// Removes an index if it is there; whether it was.
+    pub(crate) fn remove_if_there(&mut self, fingerprint: u64, index: u32) -> bool {
         let shard = &mut self.shards[shard_of(fingerprint)];
         let wanted = pack(tag_of(fingerprint), index);
-        let home = shard.home(tag_of(fingerprint)).expect("what is removed is there");
-        let mut at = home;
+        let Some(mut at) = shard.home(tag_of(fingerprint)) else { return false };
         while shard.slots[at] != wanted {
-            assert_ne!(shard.slots[at], 0, "what is removed is there");
+            if shard.slots[at] == 0 {
+                return false;
+            }
             at = shard.after(at);
         }
         shard.close_gap(at);
         shard.len -= 1;
+        true
     }
 }
 

@@ -149,6 +149,12 @@ impl Stage for FilesStage {
             Ok(files) => files,
             Err(error) => return batch.iter().map(|_| Err(error.clone())).collect(),
         };
+        {
+            let mut elsewhere = self.elsewhere();
+            for (facts, _) in &batch {
+                elsewhere.remove(&facts.key);
+            }
+        }
         let batch = batch.into_iter().map(|(facts, slab)| (self.meta(&facts), slab)).collect();
         let results = files.append(batch, deadline).into_iter();
         results.map(|result| result.map(ours).map_err(stage_error)).collect()
@@ -304,7 +310,7 @@ impl Stage for FilesStage {
         StageStats {
             used_bytes: stats.used_bytes,
             capacity_bytes: self.capacity_bytes,
-            creates: stats.files,
+            files: stats.files,
             damaged_blocks: stats.records_damaged,
             notes,
         }

@@ -1,5 +1,6 @@
 //! A stage that a third party might write: blocks in a map, with faults on demand.
 
+#![expect(clippy::unwrap_used, reason = "in a test, a surprise should panic")]
 #![allow(dead_code, reason = "each test file uses its own part of it")]
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -26,6 +27,13 @@ pub(crate) struct MapStage {
     pub(crate) delay_ms: AtomicU64,
     pub(crate) loads: AtomicU64,
     pub(crate) stored: AtomicU64,
+    pub(crate) panics: AtomicBool,
+    /// Answers for all but the last block of a batch.
+    pub(crate) answers_short: AtomicBool,
+    /// How long it takes to learn a name, in milliseconds.
+    pub(crate) name_delay_ms: AtomicU64,
+    /// What it says it kept from an earlier run.
+    pub(crate) survivors: Mutex<Vec<(BlockFacts, Address)>>,
 }
 
 #[derive(Debug)]
@@ -53,9 +61,22 @@ impl MapStage {
         blocks.values().map(|kept| kept.bytes.len() as u64).sum()
     }
 
+    /// Keeps a block as if an earlier run had stored it.
+    pub(crate) fn keep_from_before(&self, facts: BlockFacts, bytes: Vec<u8>) {
+        let address = self.next.fetch_add(1, Ordering::Relaxed);
+        let names = BTreeSet::from([facts.key]);
+        self.blocks.lock().unwrap().insert(address, Kept { names, bytes });
+        self.survivors.lock().unwrap().push((facts, Address(address)));
+    }
+
+    pub(crate) fn lose_everything(&self) {
+        self.blocks.lock().unwrap().clear();
+    }
+
     /// Sleeps for the delay, or until the deadline; then it is too late.
     #[expect(clippy::disallowed_methods, reason = "stands for a device that takes real time")]
     fn work(&self, deadline: Deadline) -> Result<(), StageError> {
+        assert!(!self.panics.load(Ordering::Relaxed), "injected");
         let left = deadline.remaining(&cascade_block::SystemClock);
         let delay = Duration::from_millis(self.delay_ms.load(Ordering::Relaxed));
         std::thread::sleep(delay.min(left));
@@ -98,7 +119,11 @@ impl Stage for MapStage {
             self.stored.fetch_add(1, Ordering::Relaxed);
             Ok(Address(address))
         };
-        batch.into_iter().map(&mut keep).collect()
+        let mut results: Vec<_> = batch.into_iter().map(&mut keep).collect();
+        if self.answers_short.load(Ordering::Relaxed) {
+            results.pop();
+        }
+        results
     }
 
     fn load(&self, batch: Vec<Load>, deadline: Deadline) -> Vec<Loaded> {
@@ -123,10 +148,16 @@ impl Stage for MapStage {
                 _ => Loaded::Gone,
             }
         };
-        batch.into_iter().map(load_one).collect()
+        let mut results: Vec<_> = batch.into_iter().map(load_one).collect();
+        if self.answers_short.load(Ordering::Relaxed) {
+            results.pop();
+        }
+        results
     }
 
+    #[expect(clippy::disallowed_methods, reason = "stands for a device that takes real time")]
     fn alias(&self, batch: Vec<(BlockFacts, Address)>, _: Deadline) -> Result<(), StageError> {
+        std::thread::sleep(Duration::from_millis(self.name_delay_ms.load(Ordering::Relaxed)));
         let mut blocks = self.blocks.lock().unwrap();
         for (facts, address) in batch {
             if let Some(kept) = blocks.get_mut(&address.0) {
@@ -172,7 +203,7 @@ impl Stage for MapStage {
     }
 
     fn recover(&self) -> Vec<(BlockFacts, Address)> {
-        Vec::new()
+        std::mem::take(&mut self.survivors.lock().unwrap())
     }
 
     fn flush(&self, _deadline: Deadline) -> Result<(), StageError> {

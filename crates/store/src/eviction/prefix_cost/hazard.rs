@@ -1,8 +1,9 @@
 //! How likely units are asked for again, per class and age: learnt from what the cells observed.
 //!
 //! A class with little to go by leans on its parent: its rate is `(reused + K r parent) /
-//! (exposure + K)`, where `r` is the class's smoothed ratio to the parent. Finer features of private
-//! units (time since the turn before, length, blocks added) act as factors on their class's rate.
+//! (exposure + K)`, where `r` is the class's smoothed ratio to the parent. Finer features of
+//! private units (time since the turn before, length, blocks added) act as factors on their
+//! class's rate.
 
 use super::age::{BINS, EDGES, PerBin, width};
 use super::cells::{Cell, Cells, Features, Kind};

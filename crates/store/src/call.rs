@@ -1,0 +1,25 @@
+//! One call's time: when it gives up, and what it says then.
+
+use std::time::Duration;
+
+use cascade_block::{Clock, Deadline};
+
+use crate::StoreError;
+
+/// The deadline of one call, shared by all its steps.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Call {
+    pub(crate) deadline: Deadline,
+    timeout: Duration,
+}
+
+impl Call {
+    pub(crate) fn new(clock: &dyn Clock, timeout: Duration) -> Self {
+        Self { deadline: Deadline::after(clock, timeout), timeout }
+    }
+
+    pub(crate) fn timeout_error(self, operation: &'static str) -> StoreError {
+        let timeout_ms = u64::try_from(self.timeout.as_millis()).unwrap_or(u64::MAX);
+        StoreError::Timeout { operation, timeout_ms }
+    }
+}
