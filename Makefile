@@ -57,7 +57,9 @@ test-python: $(STAMPS)/build $(STAMPS)/test
 
 .PHONY: test-slow ## Run the long tests: kill -9 at random points, a minute of racing threads
 test-slow: $(STAMPS)/build $(STAMPS)/test
-	cargo test --locked --workspace --release --quiet --no-fail-fast -- --ignored
+	CASCADE_KILL_ROUNDS=200 CASCADE_RACE_SECONDS=60 \
+		cargo test --locked --package cascade-store --test kill --test race
+	cargo test --locked --package cascade-disk --test kill -- --include-ignored
 	$(BIN)/python -m pytest --quiet -m stress --timeout 600
 
 .PHONY: check ## Format, lints, types, spelling, stubs and source tidiness; changes nothing
