@@ -85,8 +85,8 @@ class StoreConfig:
     dirty_bytes_max: int | str | None = None
     """Bytes that may wait to be written down before puts wait too. Default: a quarter of DRAM."""
     mover_bytes_per_second: int | str | None = None
-    """Bytes a second that may be written down. Default: no limit."""
-    protected_percent: int = 50
+    """Bytes a second that may be written down, and that prefetch may bring up. Default: no limit."""
+    protected_percent: int = 90
     """Share of DRAM that protected prefixes may hold."""
     admit_partial: bool = False
     """Whether a request's last, partly filled block is taken."""

@@ -27,7 +27,7 @@ def test_defaults_are_the_documented_ones():
         "write": "back",
         "dirty_bytes_max": None,
         "mover_bytes_per_second": None,
-        "protected_percent": 50,
+        "protected_percent": 90,
         "admit_partial": False,
         "timeout": 30.0,
     }

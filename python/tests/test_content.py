@@ -46,7 +46,6 @@ def test_protected_prefixes_outlast_the_fillers(tmp_path, space, bytes_of, polic
     fillers = [space.key_of_id(f"filler {n}") for n in range(40)]
     with Store(
         dram=25_000_000,
-        protected_percent=100,
         policy=policy,
         huge_pages=False,
         files=tmp_path / "files",

@@ -114,10 +114,11 @@ pub struct StoreConfig {
     pub write: WritePolicy,
     /// Bytes that may wait to be written down before puts wait too. Default: a quarter of DRAM.
     pub dirty_bytes_max: Option<u64>,
-    /// Bytes a second that the mover may write. Default: no limit.
+    /// Bytes a second that the mover may write to each stage, and that prefetch may bring up.
+    /// Default: no limit.
     pub mover_bytes_per_second: Option<u64>,
     /// Share of DRAM that protected prefixes may hold, in percent; beyond it further ones are
-    /// ordinary blocks. Default: 80.
+    /// ordinary blocks. Default: 90.
     pub protected_percent: u8,
     /// Whether a request's last partial block is taken. Default: no.
     pub admit_partial: bool,
@@ -138,7 +139,7 @@ impl Default for StoreConfig {
             write: WritePolicy::default(),
             dirty_bytes_max: None,
             mover_bytes_per_second: None,
-            protected_percent: 80,
+            protected_percent: 90,
             admit_partial: false,
             timeout: Duration::from_secs(30),
         }

@@ -75,10 +75,11 @@ pub(crate) fn give_up_queue(state: &mut State, stage: usize) {
 
 /// Runs until the last sender of hints is gone.
 pub(crate) fn run_prefetch(node: &Node, hints: &Mutex<Receiver<Vec<BlockKey>>>) {
+    let mut allowance = Allowance::new(node);
     loop {
         let hint = hints.lock().unwrap_or_else(PoisonError::into_inner).recv();
         let Ok(keys) = hint else { return };
-        node.prefetch_now(&keys, crate::CallOptions::default());
+        node.prefetch_now(&keys, &mut |bytes| allowance.wait_for(node, bytes));
     }
 }
 

@@ -116,12 +116,17 @@ impl Node {
         results
     }
 
-    pub(crate) fn prefetch_now(&self, keys: &[BlockKey], options: CallOptions) {
-        let call = self.call(options);
+    /// Brings blocks up, a step at a time; tells `pace` how many bytes each step was.
+    pub(crate) fn prefetch_now(&self, keys: &[BlockKey], pace: &mut dyn FnMut(u64)) {
         let mut rest = keys;
         while !rest.is_empty() {
             let (step, later) = rest.split_at(self.step(rest));
-            drop(self.read(step, call, Purpose::Prefetch));
+            let views = self.read(step, self.call(CallOptions::default()), Purpose::Prefetch);
+            let bytes = views.iter().map(|view| match view {
+                ViewOutcome::Hit { slab, .. } => slab.len() as u64,
+                ViewOutcome::Miss | ViewOutcome::Failed(_) => 0,
+            });
+            pace(bytes.sum());
             rest = later;
         }
     }

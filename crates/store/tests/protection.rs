@@ -56,8 +56,8 @@ fn prefixes_beyond_the_quota_are_ordinary_blocks_and_counted() {
     put_all(&store, &keys(100..104), false);
     store.flush(CallOptions::default()).unwrap();
     let stats = store.stats();
-    assert_eq!(stats.protected_blocks, 10, "80 % of 25 MiB");
-    assert_eq!(stats.protection_refused, 14);
+    assert_eq!(stats.protected_blocks, 11, "90 % of 25 MiB");
+    assert_eq!(stats.protection_refused, 13);
     assert!(stats.dram_bytes <= 25 * MIB);
     assert!(check(&store, &keys(0..24)).iter().all(Option::is_some));
 }
