@@ -85,7 +85,7 @@ class StoreConfig:
     dirty_bytes_max: int | str | None = None
     """Bytes that may wait to be written down before puts wait too. Default: a quarter of DRAM."""
     mover_bytes_per_second: int | str | None = None
-    """Bytes a second that may be written down, and that prefetch may bring up. Default: no limit."""
+    """Bytes a second that may be written down, or prefetched. Default: no limit."""
     protected_percent: int = 90
     """Share of DRAM that protected prefixes may hold."""
     admit_partial: bool = False
