@@ -31,7 +31,7 @@ const GHOSTS_PER_BLOCK: usize = 8;
 const PENDING_MIN: usize = 1024;
 const PENDING_MAX: usize = 1 << 16;
 
-/// The policy. State of a block: its [`Mark`].
+/// The policy. State of a block: its `Mark`.
 #[derive(Debug, Default)]
 pub struct PrefixCost {
     units: Units,
