@@ -3,7 +3,7 @@
 //! One thread a stage, so that a slow or failing stage holds up no other. Blocks go in the order in
 //! which they were put, which is about the order in which eviction will want them written.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 use std::sync::mpsc::Receiver;
 use std::sync::{Mutex, PoisonError};
@@ -170,7 +170,10 @@ fn store_with_room(
         let mut keep = |key: &BlockKey, _| may_keep && keeps(node, stage, key, &mut kept);
         let room = guarded::call(|| node.stages[stage].make_room(&mut keep, deadline));
         match room {
-            Ok(room) => apply_room(node, stage, &room),
+            Ok(room) => {
+                apply_room(node, stage, &room);
+                left.extend(follow_room(blocks, &room, &mut results));
+            }
             Err(error) => {
                 node.lock().note_error(stage, error);
                 break;
@@ -178,6 +181,28 @@ fn store_with_room(
         }
     }
     results
+}
+
+/// Blocks of this very batch may have been moved or dropped to make room for its rest, before the
+/// catalog knows of them. Returns those that have to be stored again.
+fn follow_room(
+    blocks: &[(BlockFacts, Slab)],
+    room: &Room,
+    results: &mut [Result<Address, StageError>],
+) -> Vec<usize> {
+    let moved: HashMap<_, _> = room.moved.iter().map(|(_, old, new)| (*old, *new)).collect();
+    let dropped: HashSet<_> = room.dropped.iter().copied().collect();
+    let mut again = Vec::new();
+    for (at, ((facts, _), result)) in blocks.iter().zip(results).enumerate() {
+        let Ok(address) = *result else { continue };
+        if dropped.contains(&(facts.key, address)) {
+            *result = Err(StageError::Full);
+            again.push(at);
+        } else if let Some(new) = moved.get(&address) {
+            *result = Ok(*new);
+        }
+    }
+    again
 }
 
 /// A block survives its segment if it was asked for since it was written there, is in DRAM, or is

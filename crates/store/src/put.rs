@@ -233,6 +233,8 @@ impl Node {
         call: Call,
     ) -> (MutexGuard<'a, State>, bool) {
         while self.is_behind(&state) {
+            // What this very call has queued may be unknown to its mover.
+            self.announce_work();
             let (again, in_time) = self.wait_changed(state, call);
             state = again;
             if !in_time {
@@ -413,6 +415,9 @@ impl Node {
         for stage in 0..self.stages.len() {
             let mut is_tried = !may_try_again;
             loop {
+                if state.is_closed {
+                    return Err(StoreError::Closed);
+                }
                 let Some(key) = state.catalog.find(&put.key) else {
                     return Err(self.stage_error(&state, stage, "write a block"));
                 };

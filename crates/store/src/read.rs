@@ -126,7 +126,9 @@ impl Node {
                 ViewOutcome::Hit { slab, .. } => slab.len() as u64,
                 ViewOutcome::Miss | ViewOutcome::Failed(_) => 0,
             });
-            pace(bytes.sum());
+            let bytes = bytes.sum();
+            drop(views);
+            pace(bytes);
             rest = later;
         }
     }
@@ -376,8 +378,14 @@ impl Node {
         slab: &Slab,
         purpose: Purpose,
     ) {
+        // Only if the key still names this content and the content still lies there: the stage was
+        // asked by key, and that may have come to mean other bytes meanwhile.
+        let named = state.catalog.find(&wanted.key);
+        let names_it = |key: &KeyIndex| state.catalog.entry(*key).content == from.content;
+        let Some(key) = named.filter(names_it) else { return };
         let Some(content) = state.catalog.live_content(from.place()) else { return };
-        if purpose == Purpose::Inspect {
+        let has_moved = content.address(from.stage) != Some(from.address);
+        if has_moved || purpose == Purpose::Inspect {
             return;
         }
         content.referenced |= 1 << from.stage;
@@ -388,14 +396,15 @@ impl Node {
         state.counters.promoted_bytes += slab.len() as u64;
         let now = self.policy_now(state);
         state.put_slab(from.content, slab.clone());
-        let wanted_key = state.catalog.find(&wanted.key);
-        let names_it = |key: &KeyIndex| state.catalog.entry(*key).content == from.content;
-        let Some(key) = wanted_key.filter(names_it) else {
-            // It was deleted and put again with other bytes; another name holds these.
-            let heir = state.catalog.first_key_of(from.content);
-            return state.make_resident(heir, now);
-        };
         state.make_resident(key, now);
+        if state.catalog.content(from.content).key_count > 1 {
+            // A pin holds the content whichever of its names brought it up.
+            for other in state.catalog.keys_of(from.content) {
+                if state.catalog.entry(other).pins > 0 {
+                    state.make_resident(other, now);
+                }
+            }
+        }
         if purpose == Purpose::Prefetch {
             state.counters.prefetched_blocks += 1;
             state.spare_prefetched(key, self.config.dram_bytes / PREFETCHED_SHARE);

@@ -274,6 +274,9 @@ impl Store {
     pub fn clear(&self) {
         let node = self.node();
         let mut state = node.lock();
+        if state.is_closing {
+            return;
+        }
         for key in state.catalog.all_keys() {
             state.forget(key, Removal::Deleted);
         }
@@ -357,6 +360,7 @@ impl Handle {
         state.is_closed = true;
         for stage in 0..self.node.stages.len() {
             mover::give_up_queue(&mut state, stage);
+            state.names_tickets[stage].settled += state.names[stage].len() as u64;
             state.names[stage].clear();
         }
         drop(state);

@@ -92,6 +92,30 @@ fn shared_contents_survive_a_restart_under_all_their_names() {
 }
 
 #[test]
+fn a_content_outlives_the_name_it_was_stored_under() {
+    let directory = tempfile::tempdir().unwrap();
+    every_way(directory.path(), |config, name| {
+        let digest = DigestMode::On(DigestAlgorithm::Blake3);
+        let store = Store::open(StoreConfig { digest, ..config }).unwrap();
+        let bytes = bytes_of(&key(0), BLOCK);
+        let put_as = |n| store.put(&[Put::new(key(n), &bytes)], CallOptions::default()).remove(0);
+        put_as(0);
+        put_as(1);
+        store.flush(CallOptions::default()).unwrap();
+        store.delete(&keys(0..1));
+        store.flush(CallOptions::default()).unwrap();
+        assert!(matches!(put_as(2), PutOutcome::Deduplicated), "{name}");
+        store.flush(CallOptions::default()).unwrap();
+        put(&store, &keys(100..300), BLOCK);
+        for n in 1..3 {
+            let view = store.view(&[key(n)], CallOptions::default()).remove(0);
+            let is_right = matches!(&view, ViewOutcome::Hit { slab, .. } if **slab == *bytes);
+            assert!(is_right, "{name}, key {n}: {view:?}");
+        }
+    });
+}
+
+#[test]
 fn files_stay_within_their_capacity_and_the_newest_blocks_stay() {
     let directory = tempfile::tempdir().unwrap();
     let mut config = config(directory.path());

@@ -13,7 +13,7 @@ use blocks::{MIB, bytes_of, check, dram, key, keys, put};
 use cascade_block::{DigestAlgorithm, DigestMode, NamespaceId, SystemClock};
 use cascade_store::stage::{BlockFacts, Registry};
 use cascade_store::{
-    CallOptions, GetOutcome, Put, PutOutcome, Store, StoreConfig, StoreError, ViewOutcome,
+    CallOptions, GetOutcome, Put, PutOutcome, PutSlab, Store, StoreConfig, StoreError, ViewOutcome,
     WritePolicy,
 };
 use third_party::MapStage;
@@ -219,6 +219,21 @@ fn a_block_is_read_from_the_next_stage_when_the_first_fails() {
     fast.fails.store(true, Relaxed);
     assert_eq!(check(&store, &keys(0..1)), [Some("map")], "both stages share a name here");
     assert_eq!(slow.loads.load(Relaxed), 1);
+}
+
+#[test]
+fn blocks_written_in_place_wake_the_mover_that_they_wait_for() {
+    let timeout = Duration::from_secs(5);
+    let (store, _stage) = open(StoreConfig { dirty_bytes_max: Some(MIB), timeout, ..dram(16) });
+    let mut batch = Vec::new();
+    for n in 0..64 {
+        let mut slab = store.reserve(BLOCK, CallOptions::default()).unwrap();
+        slab.copy_from_slice(&bytes_of(&key(n), BLOCK));
+        batch.push(PutSlab::new(key(n), slab));
+    }
+    let outcomes = store.put_slabs(batch, CallOptions::default());
+    let other = outcomes.iter().find(|outcome| !matches!(outcome, PutOutcome::Stored));
+    assert!(other.is_none(), "{other:?}");
 }
 
 #[test]

@@ -24,8 +24,16 @@ pub struct FilesStage {
     wants_direct: bool,
     recovery: Mutex<Recovery>,
     found: Found,
-    /// Names that lie elsewhere than the content they share: a block file has one name.
-    elsewhere: Mutex<HashMap<BlockKey, cascade_disk::Address>>,
+    elsewhere: Mutex<HashMap<BlockKey, Elsewhere>>,
+}
+
+/// A name whose bytes lie elsewhere than those of the content it shares: a block file has one name.
+#[derive(Debug, Clone, Copy)]
+struct Elsewhere {
+    /// The address that the store knows for the content.
+    shared: cascade_disk::Address,
+    /// Where this name's bytes are.
+    place: cascade_disk::Address,
 }
 
 /// What was found at opening, for the notes.
@@ -76,8 +84,27 @@ impl FilesStage {
         files.clone().ok_or(StageError::Closed)
     }
 
-    fn elsewhere(&self) -> MutexGuard<'_, HashMap<BlockKey, cascade_disk::Address>> {
+    fn elsewhere(&self) -> MutexGuard<'_, HashMap<BlockKey, Elsewhere>> {
         self.elsewhere.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn alias_of_another(
+        &self,
+        files: &dyn BlockFiles,
+        meta: &RecordMeta,
+        shared: cascade_disk::Address,
+        deadline: Deadline,
+    ) -> Result<cascade_disk::Address, DiskError> {
+        let others: Vec<_> =
+            self.elsewhere().values().filter(|other| other.shared == shared).copied().collect();
+        let mut result = Err(DiskError::NoTarget);
+        for other in others {
+            result = files.alias(&[(*meta, other.place)], deadline).remove(0);
+            if !matches!(result, Err(DiskError::NoTarget)) {
+                break;
+            }
+        }
+        result
     }
 
     fn meta(&self, facts: &BlockFacts) -> RecordMeta {
@@ -168,7 +195,7 @@ impl Stage for FilesStage {
         let requests = {
             let elsewhere = self.elsewhere();
             let place = |load: Load| ReadRequest {
-                address: elsewhere.get(&load.key).copied().unwrap_or(theirs(load.address)),
+                address: elsewhere.get(&load.key).map_or(theirs(load.address), |other| other.place),
                 key: load.key,
                 slab: load.slab,
             };
@@ -190,14 +217,19 @@ impl Stage for FilesStage {
         batch: Vec<(BlockFacts, Address)>,
         deadline: Deadline,
     ) -> Result<(), StageError> {
+        let files = self.files()?;
         let metas: Vec<_> =
             batch.iter().map(|(facts, address)| (self.meta(facts), theirs(*address))).collect();
-        let results = self.files()?.alias(&metas, deadline);
         let mut failure = Ok(());
-        for ((meta, address), result) in metas.iter().zip(results) {
+        for ((meta, shared), result) in metas.iter().zip(files.alias(&metas, deadline)) {
+            let result = match result {
+                // The name it was stored under is gone; another name may have the bytes still.
+                Err(DiskError::NoTarget) => self.alias_of_another(&*files, meta, *shared, deadline),
+                result => result,
+            };
             match result {
-                Ok(place) if place != *address => {
-                    self.elsewhere().insert(meta.key, place);
+                Ok(place) if place != *shared => {
+                    self.elsewhere().insert(meta.key, Elsewhere { shared: *shared, place });
                 }
                 Ok(_) => {}
                 Err(error) => failure = Err(stage_error(error)),
@@ -209,8 +241,9 @@ impl Stage for FilesStage {
     fn remove(&self, batch: &[(BlockKey, Address)], deadline: Deadline) -> Result<(), StageError> {
         let places: Vec<_> = {
             let mut elsewhere = self.elsewhere();
-            let mut place =
-                |key: &BlockKey, address| (*key, elsewhere.remove(key).unwrap_or(theirs(address)));
+            let mut place = |key: &BlockKey, address| {
+                (*key, elsewhere.remove(key).map_or(theirs(address), |other| other.place))
+            };
             batch.iter().map(|(key, address)| place(key, *address)).collect()
         };
         self.files()?.remove(&places, deadline).map_err(stage_error)
@@ -225,12 +258,12 @@ impl Stage for FilesStage {
         let reclaimed = self.files()?.reclaim(&mut keeps, deadline).map_err(stage_error)?;
         let mut elsewhere = self.elsewhere();
         for (key, old, new) in &reclaimed.moved {
-            if let Some(place) = elsewhere.get_mut(key).filter(|place| *place == old) {
-                *place = *new;
+            if let Some(other) = elsewhere.get_mut(key).filter(|other| other.place == *old) {
+                other.place = *new;
             }
         }
         for (key, address) in &reclaimed.dropped {
-            if elsewhere.get(key) == Some(address) {
+            if elsewhere.get(key).is_some_and(|other| other.place == *address) {
                 elsewhere.remove(key);
             }
         }
@@ -249,10 +282,11 @@ impl Stage for FilesStage {
         let mut elsewhere = self.elsewhere();
         let mut first_place = HashMap::new();
         let mut enter = |meta: RecordMeta, place: cascade_disk::Address| {
-            if let Some(digest) = meta.digest
-                && *first_place.entry(digest).or_insert(place) != place
-            {
-                elsewhere.insert(meta.key, place);
+            if let Some(digest) = meta.digest {
+                let shared = *first_place.entry(digest).or_insert(place);
+                if shared != place {
+                    elsewhere.insert(meta.key, Elsewhere { shared, place });
+                }
             }
             let facts = BlockFacts {
                 key: meta.key,
