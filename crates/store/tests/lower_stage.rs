@@ -1,7 +1,5 @@
 //! Two tiers: demotion, promotion, back-pressure, deadlines and failures of the stage below.
 
-#![expect(clippy::unwrap_used, reason = "in a test, a surprise should panic")]
-
 mod blocks;
 mod third_party;
 
@@ -14,20 +12,9 @@ use cascade_block::{DigestAlgorithm, DigestMode, SystemClock};
 use cascade_store::{
     CallOptions, Put, PutOutcome, Store, StoreConfig, StoreError, ViewOutcome, WritePolicy,
 };
-use third_party::MapStage;
+use third_party::{MapStage, flush, open};
 
 const BLOCK: usize = 64 << 10;
-
-fn open(config: StoreConfig) -> (Store, Arc<MapStage>) {
-    let stage = MapStage::new();
-    let config = StoreConfig { pipeline: "Dram|Map".to_owned(), ..config };
-    let store = Store::open_with(config, &stage.registry(), Arc::new(SystemClock)).unwrap();
-    (store, stage)
-}
-
-fn flush(store: &Store) {
-    store.flush(CallOptions::default()).unwrap();
-}
 
 #[test]
 fn what_leaves_dram_is_found_below_and_comes_back_up() {

@@ -1,7 +1,5 @@
 //! Stages that are late, lie, panic or come back with other bytes: what they cost, and whom.
 
-#![expect(clippy::unwrap_used, reason = "in a test, a surprise should panic")]
-
 mod blocks;
 mod third_party;
 
@@ -16,20 +14,9 @@ use cascade_store::{
     CallOptions, GetOutcome, Put, PutOutcome, PutSlab, Store, StoreConfig, StoreError, ViewOutcome,
     WritePolicy,
 };
-use third_party::MapStage;
+use third_party::{MapStage, flush, open};
 
 const BLOCK: usize = 64 << 10;
-
-fn open(config: StoreConfig) -> (Store, Arc<MapStage>) {
-    let stage = MapStage::new();
-    let config = StoreConfig { pipeline: "Dram|Map".to_owned(), ..config };
-    let store = Store::open_with(config, &stage.registry(), Arc::new(SystemClock)).unwrap();
-    (store, stage)
-}
-
-fn flush(store: &Store) {
-    store.flush(CallOptions::default()).unwrap();
-}
 
 #[test]
 fn callers_that_each_want_all_of_dram_do_not_wait_for_each_other() {

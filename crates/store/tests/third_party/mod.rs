@@ -8,12 +8,24 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use cascade_block::{BlockKey, Deadline};
+use cascade_block::{BlockKey, Deadline, SystemClock};
 use cascade_memory::Slab;
-use cascade_store::TierName;
 use cascade_store::stage::{
     Address, BlockFacts, Load, Loaded, Registry, Room, Stage, StageError, StageStats,
 };
+use cascade_store::{CallOptions, Store, StoreConfig, TierName};
+
+/// A store over DRAM and a fresh map stage.
+pub(crate) fn open(config: StoreConfig) -> (Store, Arc<MapStage>) {
+    let stage = MapStage::new();
+    let config = StoreConfig { pipeline: "Dram|Map".to_owned(), ..config };
+    let store = Store::open_with(config, &stage.registry(), Arc::new(SystemClock)).unwrap();
+    (store, stage)
+}
+
+pub(crate) fn flush(store: &Store) {
+    store.flush(CallOptions::default()).unwrap();
+}
 
 /// Keeps blocks in a map.
 #[derive(Debug, Default)]
