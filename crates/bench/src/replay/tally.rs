@@ -134,9 +134,11 @@ impl Tally {
         }
     }
 
-    /// Counts a failure by its message.
+    /// Counts a failure by its message and the causes of it.
     pub fn count_failure(&mut self, error: &dyn std::error::Error) {
-        *self.failures.entry(error.to_string()).or_default() += 1;
+        let causes = std::iter::successors(Some(error), |error| error.source());
+        let text: Vec<String> = causes.map(ToString::to_string).collect();
+        *self.failures.entry(text.join(": ")).or_default() += 1;
     }
 
     /// Hits of all tiers.
@@ -189,5 +191,30 @@ impl std::fmt::Display for WrongBlock {
             shown(self.first.found),
             shown(self.first.expected)
         )
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io;
+    use std::sync::Arc;
+
+    use cascade_store::StoreError;
+
+    use super::*;
+
+    /// A full disk was once reported as "failed to write" alone, which tells nobody what to do.
+    #[test]
+    fn a_failure_is_told_with_its_causes() {
+        let source = Arc::new(io::Error::from(io::ErrorKind::StorageFull));
+        let error = StoreError::Tier { tier: "files", operation: "write", source };
+        let mut tally = Tally::default();
+        tally.count_failure(&error);
+        tally.count_failure(&error);
+        let [(text, 2)] = tally.failures.iter().map(|(t, n)| (t, *n)).collect::<Vec<_>>()[..]
+        else {
+            panic!("{:?}", tally.failures)
+        };
+        assert_eq!(text, "tier files failed to write: no storage space");
     }
 }
