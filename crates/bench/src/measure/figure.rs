@@ -48,11 +48,7 @@ impl Figure {
         limit: (Vec<f64>, &str),
         target: Target,
     ) -> Self {
-        let value = median(&samples);
-        let (limit_samples, limit_is) = limit;
-        let limit = (!limit_samples.is_empty()).then(|| median(&limit_samples));
-        let share = limit.map(|limit| value / limit);
-        Self::new(name, unit, (samples, limit_samples), limit_is, (share, target))
+        Self::new(name, unit, samples, limit, (target, |value, limit| value / limit))
     }
 
     /// A cost: less is better.
@@ -63,27 +59,24 @@ impl Figure {
         limit: (Vec<f64>, &str),
         target: Target,
     ) -> Self {
-        let value = median(&samples);
-        let (limit_samples, limit_is) = limit;
-        let limit = (!limit_samples.is_empty()).then(|| median(&limit_samples));
-        let share = limit.map(|limit| limit / value);
-        Self::new(name, unit, (samples, limit_samples), limit_is, (share, target))
+        Self::new(name, unit, samples, limit, (target, |value, limit| limit / value))
     }
 
     fn new(
         name: String,
         unit: &'static str,
-        (samples, limit_samples): (Vec<f64>, Vec<f64>),
-        limit_is: &str,
-        (share, target): (Option<f64>, Target),
+        samples: Vec<f64>,
+        (limit_samples, limit_is): (Vec<f64>, &str),
+        (target, share_of): (Target, fn(f64, f64) -> f64),
     ) -> Self {
         let value = median(&samples);
+        let limit = (!limit_samples.is_empty()).then(|| median(&limit_samples));
+        let share = limit.map(|limit| share_of(value, limit));
         let is_reached = match target {
             Target::None => None,
             Target::ShareAtLeast(least) => Some(share.is_some_and(|share| share >= least)),
             Target::AtMost(most) => Some(value <= most),
         };
-        let limit = (!limit_samples.is_empty()).then(|| median(&limit_samples));
         let limit_is = limit_is.to_owned();
         Self {
             name,
