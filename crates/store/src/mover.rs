@@ -1,8 +1,8 @@
 //! The mover: carries blocks down to one stage in batches, within a byte budget.
 //!
-//! One thread a stage, so that no stage waits for another's writes. (Puts wait for the slowest: what
-//! is queued is bounded.) Blocks go in the order in which they were put, which is about the order in
-//! which eviction will want them written.
+//! One thread a stage, so that no stage waits for another's writes. (Puts wait for the slowest:
+//! what is queued is bounded.) Blocks go in the order in which they were put, which is about the
+//! order in which eviction will want them written.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
