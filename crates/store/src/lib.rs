@@ -1,5 +1,6 @@
 //! One node's decisions: catalog, leases, tiers, pipeline, placement, eviction and mover.
 
+mod block_store;
 mod call;
 mod catalog;
 mod config;
@@ -16,6 +17,7 @@ mod state;
 mod stats;
 mod store;
 
+pub use block_store::BlockStore;
 pub use config::{
     CallOptions, FileLayout, FilesConfig, IoEngine, PipelineError, PolicyKind, StoreConfig,
     WritePolicy,

@@ -1,0 +1,108 @@
+//! Everything that a node needs to know, in one typed value that was checked.
+
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use cascade_store::StoreConfig;
+
+/// A node's settings.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct NodeConfig {
+    /// The Unix socket for workers on this host.
+    pub socket: PathBuf,
+    /// Permissions of the socket's file. Default: 0600.
+    pub socket_mode: u32,
+    /// The TCP port for everything remote; nothing listens there without it.
+    pub listen: Option<SocketAddr>,
+    /// Who may use the TCP port.
+    pub security: SecurityConfig,
+    /// The store of the default tenant.
+    pub store: StoreConfig,
+    /// Tenants beside the default one, each with a store of its own.
+    pub tenants: Vec<TenantConfig>,
+    /// What clients may take.
+    pub limits: LimitsConfig,
+    /// Where the pool survives a crash of the node. Default: `/dev/shm`.
+    pub pool_directory: Option<PathBuf>,
+    /// How long a clean shutdown may take. Default: 30 s.
+    pub shutdown_timeout: Duration,
+    /// What is written to standard error.
+    pub log: LogConfig,
+    /// Where traces go (an OTLP endpoint over HTTP). Default: nowhere.
+    pub trace_endpoint: Option<String>,
+}
+
+/// Who may use the TCP port, and how the bytes travel.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct SecurityConfig {
+    /// A file with the token that callers present.
+    pub token_file: Option<PathBuf>,
+    /// The node's certificate chain, PEM.
+    pub certificate: Option<PathBuf>,
+    /// The certificate's private key, PEM.
+    pub private_key: Option<PathBuf>,
+    /// Who signs certificates of callers (mutual TLS), PEM.
+    pub client_authority: Option<PathBuf>,
+}
+
+/// One tenant: an identity with a store of its own.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct TenantConfig {
+    /// Its name in metrics and admin calls.
+    pub name: String,
+    /// Users of this host that are this tenant.
+    pub users: Vec<u32>,
+    /// A file with the token that proves this tenant.
+    pub token_file: Option<PathBuf>,
+    /// Its store: quotas are its tiers' capacities.
+    pub store: StoreConfig,
+    /// A file with the key that its file tier is encrypted with.
+    pub encryption_key_file: Option<PathBuf>,
+}
+
+/// Bounds of what clients may take.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct LimitsConfig {
+    /// Connections at a time. Default: 4096.
+    pub connections_max: usize,
+    /// Share of a tenant's DRAM that one client may hold leased or reserved, in percent.
+    /// Default: 50.
+    pub client_share_percent: u8,
+    /// Threads that serve requests. Default: 64.
+    pub threads_max: usize,
+}
+
+/// What is written to standard error.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct LogConfig {
+    /// One JSON object a line rather than text.
+    pub json: bool,
+    /// A filter such as `info` or `cascade_node=debug`. Default: `info`.
+    pub filter: Option<String>,
+}
+
+impl Default for LimitsConfig {
+    fn default() -> Self {
+        Self { connections_max: 4096, client_share_percent: 50, threads_max: 64 }
+    }
+}
+
+impl NodeConfig {
+    /// The defaults, for a socket.
+    pub fn new(socket: impl Into<PathBuf>) -> Self {
+        Self {
+            socket: socket.into(),
+            socket_mode: 0o600,
+            listen: None,
+            security: SecurityConfig::default(),
+            store: StoreConfig::default(),
+            tenants: Vec::new(),
+            limits: LimitsConfig::default(),
+            pool_directory: None,
+            shutdown_timeout: Duration::from_secs(30),
+            log: LogConfig::default(),
+            trace_endpoint: None,
+        }
+    }
+}

@@ -1,0 +1,1 @@
+//! What a worker process and its node say to each other: frames and messages. No I/O, no state.
