@@ -3,6 +3,7 @@
 use cascade_memory::PoolStats;
 
 use crate::TierName;
+use crate::outcome::PutOutcome;
 use crate::stage::StageStats;
 
 /// Counters since the store was opened.
@@ -68,6 +69,21 @@ pub struct Counters {
     pub prefetched_blocks: u64,
     /// Of these, read before they were evicted again.
     pub prefetched_used: u64,
+}
+
+impl Counters {
+    /// One block's put is over.
+    pub(crate) fn count_put(&mut self, outcome: &PutOutcome) {
+        self.puts += 1;
+        *match outcome {
+            PutOutcome::Stored => &mut self.stored,
+            PutOutcome::Deduplicated => &mut self.deduplicated,
+            PutOutcome::Present => &mut self.present,
+            PutOutcome::Conflict => &mut self.conflicts,
+            PutOutcome::Declined(_) => &mut self.declined,
+            PutOutcome::Failed(_) => &mut self.put_failures,
+        } += 1;
+    }
 }
 
 /// One tier's share of the hits.

@@ -14,8 +14,8 @@ use crate::outcome::PutSlab;
 use crate::stage::{Registry, Stage, StageError, guarded};
 use crate::stats::{Stats, TierHits};
 use crate::{
-    CallOptions, GetOutcome, PrefixMatch, Put, PutOutcome, Request, StoreConfig, StoreError,
-    TierName, ViewOutcome, mover,
+    CallOptions, GetOutcome, PrefixMatch, Prepared, Put, PutOutcome, Request, StoreConfig,
+    StoreError, TierName, ViewOutcome, mover,
 };
 
 /// Prefetch hints that may wait; more are declined.
@@ -95,6 +95,43 @@ impl Store {
     /// A slab to write a block into in place; give it to [`Store::put_slabs`] when it is full.
     pub fn reserve(&self, bytes: usize, options: CallOptions) -> Result<SlabMut, StoreError> {
         self.node().reserve(bytes, options)
+    }
+
+    /// Decides blocks of a put whose bytes, `lengths` long, are in another process: says where to
+    /// write each, if anywhere. Gives slabs of `bytes_max` bytes in all at most; what comes after
+    /// the last that fits is to be asked for again ([`Prepared::Later`]). `Put::bytes` is not
+    /// looked at. With a timeout of zero it never waits: what would have to, fails with
+    /// [`StoreError::Timeout`] or [`StoreError::Busy`] and is not counted.
+    ///
+    /// # Panics
+    /// If there are not as many lengths as blocks.
+    pub fn prepare(
+        &self,
+        batch: &[Put<'_>],
+        lengths: &[usize],
+        bytes_max: usize,
+        options: CallOptions,
+    ) -> Vec<Prepared> {
+        assert_eq!(batch.len(), lengths.len(), "one length for each block");
+        self.node().prepare(batch, lengths, bytes_max, options)
+    }
+
+    /// Counts puts that were settled by who asked [`Store::prepare`]: compared, or given up.
+    pub fn count_puts(&self, outcomes: &[PutOutcome]) {
+        let mut state = self.node().lock();
+        for outcome in outcomes {
+            state.counters.count_put(outcome);
+        }
+    }
+
+    /// Views on blocks for comparing them: counted as nobody's access, and nothing is brought up.
+    pub fn inspect(&self, keys: &[BlockKey], options: CallOptions) -> Vec<ViewOutcome> {
+        self.node().inspect(keys, options)
+    }
+
+    /// Whether [`Store::view`] of these blocks would be answered without reading a lower tier.
+    pub fn reads_at_once(&self, keys: &[BlockKey]) -> bool {
+        self.node().reads_at_once(keys)
     }
 
     /// Stores blocks that were written in place: nothing is copied.
