@@ -7,7 +7,7 @@ use std::os::fd::OwnedFd;
 use std::ptr::{self, NonNull};
 use std::thread;
 
-use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
+use rustix::fs::{MemfdFlags, Mode, SealFlags, fchmod, fcntl_add_seals, ftruncate, memfd_create};
 use rustix::mm::{MapFlags, ProtFlags, mmap, mmap_anonymous, munmap};
 
 use crate::pages::{self, HUGE_PAGE};
@@ -125,6 +125,8 @@ impl Region {
 fn create_file(bytes: usize, extra: MemfdFlags) -> io::Result<OwnedFd> {
     let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING | extra;
     let file = memfd_create("cascade-pool", flags)?;
+    // Made for everybody; whoever gets it for reading could open it for writing by its /proc name.
+    fchmod(&file, Mode::RUSR | Mode::WUSR)?;
     ftruncate(&file, bytes as u64)?;
     // Whoever gets the file cannot shrink it and so kill us with SIGBUS.
     fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;

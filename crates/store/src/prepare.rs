@@ -3,13 +3,13 @@
 
 use std::time::Duration;
 
-use cascade_block::BlockKey;
+use cascade_block::{BlockKey, DigestMode};
 
 use crate::call::Call;
 use crate::node::{NoSlab, Node};
 use crate::outcome::{Prepared, PutOutcome};
 use crate::put::{Known, ROUND_BYTES};
-use crate::{CallOptions, DeclineReason, Put, StoreError, ViewOutcome};
+use crate::{CallOptions, DeclineReason, Put, StoreError, ViewOutcome, WritePolicy};
 
 impl Node {
     /// Decides each block of a put whose bytes are `lengths` long and elsewhere; see
@@ -83,6 +83,14 @@ impl Node {
             let entry = state.catalog.entry(key);
             entry.has_expired(now_unix_ms) || state.catalog.content(entry.content).slab.is_some()
         })
+    }
+
+    /// Whether a put of these blocks, written in place, would be answered without waiting.
+    pub(crate) fn puts_at_once(&self, keys: &[BlockKey]) -> bool {
+        let waits_for_tiers = self.config.write == WritePolicy::Through
+            || !self.pipeline.has_dram
+            || self.config.digest != DigestMode::Off;
+        !waits_for_tiers && !self.is_behind(&self.lock()) && self.reads_at_once(keys)
     }
 
     /// Views for a comparison: counted nowhere, nothing is brought up.

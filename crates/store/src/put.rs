@@ -223,7 +223,7 @@ impl Node {
     }
 
     /// Whether too much waits to be written down.
-    fn is_behind(&self, state: &State) -> bool {
+    pub(crate) fn is_behind(&self, state: &State) -> bool {
         let names = state.names.iter().map(Vec::len).max().unwrap_or(0);
         state.pending_total() >= self.dirty_bytes_max || names >= NAMES_WAITING_MAX
     }

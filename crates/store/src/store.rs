@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 
 use cascade_block::{BlockKey, Clock, Manifest, Namespace, NamespaceId, SystemClock};
-use cascade_memory::SlabMut;
+use cascade_memory::{Region, SlabMut};
 
 use crate::catalog::KeyIndex;
 use crate::eviction::{Asked, Removal};
@@ -132,6 +132,22 @@ impl Store {
     /// Whether [`Store::view`] of these blocks would be answered without reading a lower tier.
     pub fn reads_at_once(&self, keys: &[BlockKey]) -> bool {
         self.node().reads_at_once(keys)
+    }
+
+    /// Whether [`Store::put_slabs`] of these blocks would be answered without hashing them, reading
+    /// a lower tier or waiting for one.
+    pub fn puts_at_once(&self, keys: &[BlockKey]) -> bool {
+        self.node().puts_at_once(keys)
+    }
+
+    /// The tiers, fast to slow, DRAM first whether or not it is one of the pipeline.
+    pub fn tier_names(&self) -> &[TierName] {
+        self.node().tier_names()
+    }
+
+    /// The shared memory that all blocks in DRAM lie in, to map it in another process.
+    pub fn region(&self) -> &Region {
+        self.node().pool.region()
     }
 
     /// Stores blocks that were written in place: nothing is copied.

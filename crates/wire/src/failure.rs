@@ -6,7 +6,7 @@ use cascade_store::{DeclineReason, PutOutcome, StoreError};
 use thiserror::Error;
 
 use crate::WireError;
-use crate::fields::{Reader, Writer};
+use crate::fields::{Reader, Writer, cut};
 
 /// What failed in the node, in its own words.
 #[derive(Debug, Error)]
@@ -131,6 +131,5 @@ fn chain(error: &dyn std::error::Error) -> String {
         text.push_str(&cause.to_string());
         source = cause.source();
     }
-    text.truncate(text.floor_char_boundary(CAUSE_BYTES_MAX));
-    text
+    cut(&text, CAUSE_BYTES_MAX).to_owned()
 }

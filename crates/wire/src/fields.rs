@@ -9,6 +9,12 @@ const KEY_BYTES: usize = 32;
 /// Most fields of a manifest.
 const MANIFEST_FIELDS_MAX: usize = 256;
 
+/// As much of a text as fits `bytes_max`, ending with a whole character.
+pub(crate) fn cut(text: &str, bytes_max: usize) -> &str {
+    let end = (0..=bytes_max.min(text.len())).rev().find(|end| text.is_char_boundary(*end));
+    &text[..end.unwrap_or(0)]
+}
+
 /// Appends fields one after the other.
 pub(crate) struct Writer<'a>(pub(crate) &'a mut Vec<u8>);
 
@@ -66,8 +72,7 @@ impl Writer<'_> {
 
     /// Text, cut at the limit.
     pub(crate) fn text(&mut self, text: &str) {
-        let end = text.floor_char_boundary(TEXT_BYTES_MAX);
-        self.blob(&text.as_bytes()[..end]);
+        self.blob(cut(text, TEXT_BYTES_MAX).as_bytes());
     }
 
     pub(crate) fn blob(&mut self, bytes: &[u8]) {
