@@ -8,8 +8,12 @@ use cascade_block::{BlockKey, DigestMode};
 use crate::call::Call;
 use crate::node::{NoSlab, Node};
 use crate::outcome::{Prepared, PutOutcome};
-use crate::put::{Known, ROUND_BYTES};
+use crate::put::Known;
 use crate::{CallOptions, DeclineReason, Put, StoreError, ViewOutcome, WritePolicy};
+
+/// Most bytes of slabs that one call gives out: a batch of large blocks is several calls, so that
+/// their copies and the next call's evictions overlap between workers.
+const BATCH_BYTES: usize = 64 << 20;
 
 impl Node {
     /// Decides each block of a put whose bytes are `lengths` long and elsewhere; see
@@ -27,7 +31,7 @@ impl Node {
         let (mut taken, mut declined) = (0, None);
         let mut state = self.lock();
         for (put, bytes) in batch.iter().zip(lengths) {
-            let is_over = taken > 0 && taken + bytes > bytes_max.min(ROUND_BYTES);
+            let is_over = taken > 0 && taken + bytes > bytes_max.min(BATCH_BYTES);
             if is_over {
                 break;
             }

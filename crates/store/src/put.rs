@@ -18,7 +18,7 @@ use crate::state::{NameChange, State};
 use crate::{CallOptions, DeclineReason, Put, PutOutcome, StoreError, WritePolicy};
 
 /// Most bytes that one round of a put holds outside the catalog.
-pub(crate) const ROUND_BYTES: usize = 16 << 20;
+const ROUND_BYTES: usize = 16 << 20;
 /// Most blocks in one round.
 const ROUND_BLOCKS: usize = 64;
 /// How often a put begins anew with blocks that other callers put and delete under it.

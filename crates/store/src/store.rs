@@ -221,6 +221,13 @@ impl Store {
         PrefixMatch { tiers }
     }
 
+    /// A lookup, and views on the leading blocks that it finds; one fewer round trip where the
+    /// store is another process.
+    pub fn acquire(&self, request: &Request<'_>, options: CallOptions) -> Vec<ViewOutcome> {
+        let found = self.lookup_prefix(request).tiers.len();
+        self.view(&request.keys[..found], options)
+    }
+
     /// Tells the policy what became known of a chain after its request or ahead of the next: that
     /// its session ended, that a waiting request will ask for it. Counts as nobody's access.
     pub fn hint(&self, request: &Request<'_>) {

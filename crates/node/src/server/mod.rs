@@ -15,13 +15,12 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixListener;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
 use rustix::event::{EventfdFlags, epoll, eventfd};
 
-use cascade_block::{Deadline, SystemClock};
 use connection::{Connection, Next, Scratch};
 use dispatch::Waiters;
 pub use session::SessionFacts;
@@ -39,6 +38,8 @@ const PROCESS: u64 = 1;
 const THREADS_MIN: usize = 2;
 /// Connections that are accepted in one go.
 const ACCEPT_MAX: usize = 64;
+/// How long nothing is accepted after that failed: what is missing is not there at once again.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(10);
 /// How long a connection may take to say who it is.
 const HELLO_TIMEOUT: Duration = Duration::from_secs(10);
 /// How long the server waits for its threads when it stops.
@@ -62,7 +63,9 @@ pub(crate) struct Shared {
     /// Threads that wait for events.
     idle: AtomicUsize,
     threads: Mutex<Vec<JoinHandle<()>>>,
-    running: AtomicUsize,
+    running: Mutex<usize>,
+    /// One of them ended.
+    stopped: Condvar,
     is_stopping: AtomicBool,
 }
 
@@ -90,7 +93,8 @@ impl Server {
             next: AtomicU64::new(FIRST),
             idle: AtomicUsize::new(0),
             threads: Mutex::default(),
-            running: AtomicUsize::new(0),
+            running: Mutex::new(0),
+            stopped: Condvar::new(),
             is_stopping: AtomicBool::new(false),
         };
         shared.watch(shared.listener.as_fd(), LISTENER, epoll::EventFlags::IN)?;
@@ -107,17 +111,19 @@ impl Server {
         if let Err(error) = rustix::io::write(&shared.wake, &1_u64.to_le_bytes()) {
             tracing::error!(%error, "cannot wake the server's threads");
         }
-        let deadline = Deadline::after(&SystemClock, STOP_TIMEOUT);
-        while shared.running.load(Ordering::Acquire) > 0 && !deadline.has_passed(&SystemClock) {
-            std::thread::sleep(Duration::from_millis(2));
-        }
+        let running = lock(&shared.running);
+        let is_busy = |running: &mut usize| *running > 0;
+        // Poisoned or late, what is to be done next is the same.
+        drop(shared.stopped.wait_timeout_while(running, STOP_TIMEOUT, is_busy));
         let threads = std::mem::take(&mut *lock(&shared.threads));
         for thread in threads.into_iter().filter(JoinHandle::is_finished) {
             // A thread that panicked has said so; stopping goes on.
             drop(thread.join());
         }
         let connections = std::mem::take(&mut *lock(&shared.connections));
-        connections.values().for_each(|connection| shared.leave(connection));
+        for connection in connections.values() {
+            shared.leave(connection);
+        }
     }
 }
 
@@ -136,15 +142,16 @@ impl Shared {
     fn spawn(self: &Arc<Self>) -> io::Result<()> {
         let shared = Arc::clone(self);
         self.idle.fetch_add(1, Ordering::AcqRel);
-        self.running.fetch_add(1, Ordering::AcqRel);
-        let spawned =
-            std::thread::Builder::new().name("cascade-serve".to_owned()).spawn(move || {
-                shared.run();
-                shared.running.fetch_sub(1, Ordering::AcqRel);
-            });
+        *lock(&self.running) += 1;
+        let serve = move || {
+            shared.run();
+            *lock(&shared.running) -= 1;
+            shared.stopped.notify_all();
+        };
+        let spawned = std::thread::Builder::new().name("cascade-serve".to_owned()).spawn(serve);
         if spawned.is_err() {
             self.idle.fetch_sub(1, Ordering::AcqRel);
-            self.running.fetch_sub(1, Ordering::AcqRel);
+            *lock(&self.running) -= 1;
         }
         lock(&self.threads).push(spawned?);
         Ok(())
@@ -195,7 +202,7 @@ impl Shared {
 
     fn grow(self: &Arc<Self>) {
         let most = self.node.config().limits.threads_max.max(2 * THREADS_MIN);
-        if self.running.load(Ordering::Acquire) >= most {
+        if *lock(&self.running) >= most {
             return;
         }
         if let Err(error) = self.spawn() {
@@ -242,7 +249,7 @@ impl Shared {
                 Err(error) => {
                     // Out of descriptors, most likely: the others are served, this one waits.
                     tracing::warn!(%error, "cannot accept a connection");
-                    std::thread::sleep(Duration::from_millis(10));
+                    std::thread::park_timeout(ACCEPT_PAUSE);
                     return;
                 }
             };
