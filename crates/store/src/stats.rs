@@ -98,7 +98,7 @@ pub struct TierHits {
 }
 
 /// What a store holds and did, at one moment.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Stats {
     /// Counters since it was opened.
     pub counters: Counters,
