@@ -2,6 +2,9 @@
 
 pub mod config;
 mod node;
+pub mod notify;
+pub mod process;
+pub mod socket_place;
 pub mod status;
 
 pub use config::NodeConfig;

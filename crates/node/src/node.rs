@@ -13,6 +13,9 @@ use crate::status::Status;
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum NodeError {
+    /// This build has no server.
+    #[error("this build cannot serve")]
+    NotBuilt,
     /// A tenant's store could not be opened.
     #[error("cannot open the store of tenant {tenant:?}")]
     Store {

@@ -26,8 +26,7 @@ file, `CASCADE_DRAM_CAPACITY` in the environment, and has a flag where the table
 
 | kind | written | notes |
 |---|---|---|
-| size | `\"512MiB\"`, `\"100MB\"`, `4096` | KiB, MiB, GiB, TiB are powers of 1024; KB, MB, GB, TB of \
-1000; bytes without a unit |
+| size | `\"512MiB\"`, `\"100MB\"`, `4096` | KiB to TiB: powers of 1024; KB to TB: of 1000; else bytes |
 | rate | `\"500MiB/s\"` | bytes a second |
 | time | `\"500ms\"`, `\"30s\"`, `\"5min\"`, `\"1h\"` | the unit is required |
 | share | `\"25%\"` | whole percent |
