@@ -4,9 +4,11 @@ mod admin;
 pub mod calls;
 pub mod config;
 mod node;
+pub mod notify;
 pub mod process;
 mod server;
 mod socket;
+pub mod socket_place;
 pub mod status;
 pub mod tenants;
 

@@ -1,5 +1,6 @@
 //! The node: its tenants' stores and what it knows of its clients, behind every socket it serves.
 
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering};
 use std::time::Duration;
@@ -11,6 +12,7 @@ use thiserror::Error;
 use crate::NodeConfig;
 use crate::calls::{CallFigures, Calls};
 use crate::server::{Peer, SessionFacts, Sessions};
+use crate::socket_place::SocketPlaceError;
 use crate::status::Status;
 use crate::tenants::{Tenant, Tenants};
 
@@ -36,13 +38,25 @@ pub enum NodeError {
         #[source]
         source: std::io::Error,
     },
-    /// The Unix socket cannot be used.
-    #[error("cannot listen at {path}: {reason}")]
+    /// The Unix socket cannot be there.
+    #[error("cannot listen at {}", path.display())]
+    Place {
+        /// Where.
+        path: PathBuf,
+        /// Why not.
+        #[source]
+        source: SocketPlaceError,
+    },
+    /// The Unix socket cannot be made.
+    #[error("cannot {operation} at {}", path.display())]
     Socket {
         /// Where.
-        path: String,
-        /// What is wrong and what would be right.
-        reason: String,
+        path: PathBuf,
+        /// What failed.
+        operation: &'static str,
+        /// What the kernel said.
+        #[source]
+        source: std::io::Error,
     },
     /// The node stopped, but not all could be written down.
     #[error("the node stopped, but {unfinished}")]

@@ -1,73 +1,122 @@
 //! The life of a node's process: start, serve, reload, stop.
 
-use std::io::Write;
+use std::io::{self, Write};
+
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use tokio::signal::unix::{SignalKind, signal};
 
+use crate::config::{self, ConfigError, Environment};
+use crate::notify::Supervisor;
 use crate::socket::SocketFile;
 use crate::{Node, NodeConfig, NodeError, Phase, Server};
 
-/// Why the process stops serving.
+/// What a signal asks for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Signal {
+enum Order {
     Stop,
     Reload,
 }
 
-/// Runs a node until it is told to stop: SIGTERM and SIGINT stop it cleanly, a second one at once;
-/// SIGHUP makes it read its configuration again by `reload`. Prints one line with `ready` to
-/// `output` when it serves.
+/// Serves until the process is told to end: SIGTERM and SIGINT end it cleanly, a second one at
+/// once; SIGHUP makes it read its configuration anew by `reload`. Prints one line with `ready` to
+/// standard output once it serves.
 pub fn run(
     config: NodeConfig,
-    reload: impl Fn() -> Result<NodeConfig, String>,
-    output: &mut dyn Write,
+    reload: impl Fn() -> Result<NodeConfig, ConfigError> + Send + 'static,
 ) -> Result<(), NodeError> {
     let failed = |operation| move |source| NodeError::Server { operation, source };
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
     let runtime = runtime.map_err(failed("start the thread that waits for signals"))?;
-    let mut signals =
-        runtime.block_on(async { Signals::new() }).map_err(failed("wait for signals"))?;
+    let orders = runtime.block_on(async { Orders::new() });
+    let mut orders = orders.map_err(failed("wait for signals"))?;
+    let supervisor =
+        Supervisor::of(&Environment::of_process()).map_err(failed("reach the service manager"))?;
+    raise_descriptors();
     let (listener, file) = SocketFile::listen(&config.socket, config.socket_mode)?;
-    let shutdown_timeout = config.shutdown_timeout;
     let node = Node::open(config)?;
     let server = Server::start(node.clone(), listener)?;
     node.set_phase(Phase::Serving);
-    writeln!(output, "{}", ready_line(&node))
-        .and_then(|()| output.flush())
-        .map_err(failed("say that it is ready"))?;
-    while runtime.block_on(signals.next()) == Signal::Reload {
-        match reload() {
-            Ok(_) => tracing::info!("the configuration was read again"),
-            Err(error) => tracing::error!(%error, "the configuration stays as it was"),
-        }
+    let line = ready_line(&node);
+    let mut output = io::stdout();
+    let printed = writeln!(output, "{line}").and_then(|()| output.flush());
+    printed.map_err(failed("print that it is ready"))?;
+    tell(supervisor.ready(&line));
+    while runtime.block_on(orders.next()) == Order::Reload {
+        tell(supervisor.reloading());
+        follow(node.config(), &reload());
+        tell(supervisor.ready(&line));
     }
-    tracing::info!("stopping: nothing new is taken, what is queued is written down");
+    tracing::info!("stopping: nothing new is taken, what waits for the tiers is written down");
     node.set_phase(Phase::Draining);
+    tell(supervisor.stopping());
     server.stop();
     drop(file);
+    close(&runtime, &mut orders, &node)
+}
+
+/// Closes the stores, for as long as the shutdown may take.
+fn close(
+    runtime: &tokio::runtime::Runtime,
+    orders: &mut Orders,
+    node: &Node,
+) -> Result<(), NodeError> {
     let (sender, closed) = tokio::sync::oneshot::channel();
     let closing = node.clone();
-    std::thread::Builder::new()
-        .name("cascade-close".to_owned())
-        .spawn(move || {
-            if sender.send(closing.close()).is_err() {
-                tracing::warn!("the stores closed after the shutdown's deadline");
-            }
-        })
-        .map_err(failed("start the thread that closes the stores"))?;
+    let close = move || {
+        if sender.send(closing.close()).is_err() {
+            tracing::warn!("the stores closed after the shutdown's deadline");
+        }
+    };
+    let thread = std::thread::Builder::new().name("cascade-close".to_owned()).spawn(close);
+    let operation = "start the thread that closes the stores";
+    drop(thread.map_err(|source| NodeError::Server { operation, source })?);
+    let most = node.config().shutdown_timeout;
     runtime.block_on(async {
         tokio::select! {
             closed = closed => closed.unwrap_or_else(|_| Err(unfinished("a store panicked"))),
-            () = tokio::time::sleep(shutdown_timeout) => Err(unfinished(&format!(
+            () = tokio::time::sleep(most) => Err(unfinished(&format!(
                 "its tiers did not take everything within {} s; what is missing there is lost",
-                shutdown_timeout.as_secs_f64()
+                most.as_secs_f64()
             ))),
-            _ = signals.next() => Err(unfinished("it was told to stop at once")),
+            _ = orders.next() => Err(unfinished("it was told to stop at once")),
         }
     })
 }
 
 fn unfinished(what: &str) -> NodeError {
     NodeError::Unfinished { unfinished: what.to_owned() }
+}
+
+/// Every client is a descriptor or two: as many as the machine lets this user have.
+fn raise_descriptors() {
+    let Rlimit { current, maximum } = getrlimit(Resource::Nofile);
+    if current == maximum {
+        return;
+    }
+    if let Err(error) = setrlimit(Resource::Nofile, Rlimit { current: maximum, maximum }) {
+        tracing::warn!(%error, ?current, "cannot raise the limit of open files");
+    }
+}
+
+/// Says what a configuration that was read again changes.
+fn follow(now: &NodeConfig, read: &Result<NodeConfig, ConfigError>) {
+    match read {
+        Ok(new) => {
+            let found = config::difference(now, new);
+            let (live, restart) = (found.live.join(", "), found.restart.join(", "));
+            tracing::info!(%live, waits_for_restart = %restart, "the configuration was read again");
+        }
+        Err(error) => {
+            let error: &dyn std::error::Error = error;
+            tracing::error!(error, "the configuration is refused; it stays as it was");
+        }
+    }
+}
+
+fn tell(told: io::Result<()>) {
+    if let Err(error) = told {
+        tracing::warn!(%error, "the service manager was not told");
+    }
 }
 
 fn ready_line(node: &Node) -> String {
@@ -78,14 +127,14 @@ fn ready_line(node: &Node) -> String {
 }
 
 /// The signals that a node follows.
-struct Signals {
+struct Orders {
     terminate: tokio::signal::unix::Signal,
     interrupt: tokio::signal::unix::Signal,
     hangup: tokio::signal::unix::Signal,
 }
 
-impl Signals {
-    fn new() -> std::io::Result<Self> {
+impl Orders {
+    fn new() -> io::Result<Self> {
         Ok(Self {
             terminate: signal(SignalKind::terminate())?,
             interrupt: signal(SignalKind::interrupt())?,
@@ -93,11 +142,11 @@ impl Signals {
         })
     }
 
-    async fn next(&mut self) -> Signal {
+    async fn next(&mut self) -> Order {
         tokio::select! {
-            _ = self.terminate.recv() => Signal::Stop,
-            _ = self.interrupt.recv() => Signal::Stop,
-            _ = self.hangup.recv() => Signal::Reload,
+            _ = self.terminate.recv() => Order::Stop,
+            _ = self.interrupt.recv() => Order::Stop,
+            _ = self.hangup.recv() => Order::Reload,
         }
     }
 }
