@@ -254,7 +254,7 @@ impl Shared {
                 }
             };
             self.drop_silent();
-            let most = self.node.config().limits.connections_max;
+            let most = self.node.live().connections_max;
             let mut connections = lock(&self.connections);
             if connections.len() >= most {
                 drop(connections);
