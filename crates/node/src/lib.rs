@@ -1,6 +1,7 @@
 //! The process: configuration, wiring, sockets, metrics, admin and shutdown.
 
 pub mod config;
+pub mod doctor;
 mod node;
 pub mod notify;
 pub mod process;
