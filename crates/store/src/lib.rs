@@ -6,9 +6,11 @@ mod catalog;
 mod config;
 pub mod eviction;
 mod mover;
+mod names;
 mod node;
 mod outcome;
 mod pipeline;
+mod prepare;
 mod put;
 mod read;
 mod request;
@@ -22,9 +24,10 @@ pub use config::{
     CallOptions, FileLayout, FilesConfig, IoEngine, PipelineError, PolicyKind, StoreConfig,
     WritePolicy,
 };
+pub use names::intern;
 pub use outcome::{
-    DeclineReason, GetOutcome, PrefixMatch, Put, PutOutcome, PutSlab, StoreError, TierName,
-    ViewOutcome,
+    DeclineReason, GetOutcome, PrefixMatch, Prepared, Put, PutOutcome, PutSlab, StoreError,
+    TierName, ViewOutcome,
 };
 pub use pipeline::Pipeline;
 pub use request::{Hints, Request};

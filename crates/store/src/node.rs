@@ -179,6 +179,10 @@ impl Node {
         usize::from(!self.pipeline.has_dram && !self.stages.is_empty())
     }
 
+    pub(crate) fn tier_names(&self) -> &[TierName] {
+        &self.tier_names
+    }
+
     pub(crate) fn tier_name(&self, tier: usize) -> TierName {
         self.tier_names[tier]
     }

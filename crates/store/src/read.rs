@@ -92,6 +92,10 @@ impl Node {
         outcomes
     }
 
+    pub(crate) fn read_to_compare(&self, keys: &[BlockKey], call: Call) -> Vec<ViewOutcome> {
+        self.read(keys, call, Purpose::Inspect)
+    }
+
     /// Whether each block's bytes are these; nothing where the block is not here. Counts as
     /// nobody's access, and brings nothing up.
     pub(crate) fn compare(
