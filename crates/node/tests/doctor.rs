@@ -298,16 +298,6 @@ const FAULTS: &[Fault] = &[
     (|machine| machine.ring = Ok(false), "io_uring", State::Warning, "registered", "memlock"),
     (
         |machine| {
-            let limits = machine.texts["/proc/self/limits"].replacen("65536", "1024 ", 1);
-            machine.text("/proc/self/limits", &limits);
-        },
-        "open_files",
-        State::Warning,
-        "1024",
-        "LimitNOFILE=",
-    ),
-    (
-        |machine| {
             let limits = machine.texts["/proc/self/limits"].replace("65536", "1024 ");
             machine.text("/proc/self/limits", &limits);
         },

@@ -44,7 +44,8 @@ pub(super) const SPACE: Check = Check {
         let Some(files) = &config.store.files else { return Outcome::absent(NO_FILES) };
         let tenants = config.tenants.iter().filter_map(|tenant| tenant.store.files.as_ref());
         let below = tenants.filter(|other| other.directory.starts_with(&files.directory));
-        let capacity = below.map(|other| other.capacity_bytes).sum::<u64>() + files.capacity_bytes;
+        let below = below.map(|other| other.capacity_bytes);
+        let capacity = below.fold(files.capacity_bytes, u64::saturating_add);
         match space(files, machine) {
             Err(outcome) => outcome,
             Ok((at, space)) => {

@@ -103,7 +103,7 @@ pub(super) const SHARED_MEMORY: Check = Check {
         let own_bytes = machine.used_bytes(directory, POOL_PREFIX).unwrap_or(0);
         if needed > space.free_bytes.saturating_add(own_bytes) {
             let short = needed - space.free_bytes.saturating_add(own_bytes);
-            let size = format!("{}M", (space.total_bytes + short).div_ceil(1 << 20));
+            let size = format!("{}M", space.total_bytes.saturating_add(short).div_ceil(1 << 20));
             return Outcome::failed(
                 format!("{found}; {} configured", ByteSize(needed).rounded()),
                 format!("sudo mount -o remount,size={size} {at}; Docker: --shm-size={size}"),
