@@ -230,9 +230,7 @@ impl Connection {
                 if is_new {
                     let pool = descriptors::for_client(file, session.access)?;
                     descriptors::send(self.fd(), &message, pool.as_fd())?;
-                    if let Some(process) = &session.process {
-                        shared.watch_process(self, process.as_fd());
-                    }
+                    shared.watch_process(self, &session);
                 } else {
                     (&self.stream).write_all(&message)?;
                 }
