@@ -5,13 +5,16 @@ mod call;
 mod catalog;
 mod config;
 pub mod eviction;
+mod health;
 mod mover;
 mod node;
 mod outcome;
 mod pipeline;
+mod prober;
 mod put;
 mod read;
 mod request;
+mod shedding;
 pub mod stage;
 mod state;
 mod stats;
@@ -22,6 +25,7 @@ pub use config::{
     CallOptions, FileLayout, FilesConfig, IoEngine, PipelineError, PolicyKind, StoreConfig,
     WritePolicy,
 };
+pub use health::{HealthConfig, HealthState, StageHealth};
 pub use outcome::{
     DeclineReason, GetOutcome, PrefixMatch, Put, PutOutcome, PutSlab, StoreError, TierName,
     ViewOutcome,

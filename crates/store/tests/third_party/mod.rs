@@ -13,7 +13,7 @@ use cascade_memory::Slab;
 use cascade_store::stage::{
     Address, BlockFacts, Load, Loaded, Registry, Room, Stage, StageError, StageStats,
 };
-use cascade_store::{CallOptions, Store, StoreConfig, TierName};
+use cascade_store::{CallOptions, HealthConfig, HealthState, Store, StoreConfig, TierName};
 
 /// A store over DRAM and a fresh map stage.
 pub(crate) fn open(config: StoreConfig) -> (Store, Arc<MapStage>) {
@@ -21,6 +21,26 @@ pub(crate) fn open(config: StoreConfig) -> (Store, Arc<MapStage>) {
     let config = StoreConfig { pipeline: "Dram|Map".to_owned(), ..config };
     let store = Store::open_with(config, &stage.registry(), Arc::new(SystemClock)).unwrap();
     (store, stage)
+}
+
+/// Probes that a test can wait for.
+pub(crate) fn often() -> HealthConfig {
+    let probe_interval = Duration::from_millis(20);
+    HealthConfig {
+        probe_interval,
+        probe_timeout: Duration::from_secs(3),
+        ..HealthConfig::default()
+    }
+}
+
+/// Waits until a stage is used, or not used, any more.
+#[expect(clippy::disallowed_methods, reason = "waits for another thread of the store")]
+pub(crate) fn wait_for(store: &Store, stage: usize, is_healthy: bool) {
+    let limit = Deadline::after(&SystemClock, Duration::from_secs(60));
+    while (store.stats().health[stage].1.state == HealthState::Healthy) != is_healthy {
+        assert!(!limit.has_passed(&SystemClock), "{:?}", store.stats().health);
+        std::thread::sleep(Duration::from_millis(2));
+    }
 }
 
 pub(crate) fn flush(store: &Store) {
@@ -220,6 +240,15 @@ impl Stage for MapStage {
 
     fn flush(&self, _deadline: Deadline) -> Result<(), StageError> {
         Ok(())
+    }
+
+    fn probe(&self, deadline: Deadline) -> Result<(), StageError> {
+        self.work(deadline)?;
+        if self.broken() || self.answers_short.load(Ordering::Relaxed) {
+            Err(eio())
+        } else {
+            Ok(())
+        }
     }
 
     fn stats(&self) -> StageStats {
