@@ -34,8 +34,8 @@ pub(crate) struct Node {
     changed: Condvar,
     /// A queue has work for a mover.
     work: Condvar,
-    /// The store closes: probers end.
-    closing: Condvar,
+    /// Probers look: a stage is suspected, somebody asks how they are, or the store closes.
+    look: Condvar,
 }
 
 /// Why there is no slab.
@@ -85,7 +85,7 @@ impl Node {
             state,
             changed: Condvar::new(),
             work: Condvar::new(),
-            closing: Condvar::new(),
+            look: Condvar::new(),
         };
         node.recover();
         Ok(node)
@@ -150,17 +150,17 @@ impl Node {
         self.work.wait(state).unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A prober rests for that time, or until the store closes.
+    /// A prober rests for that time, or until there is a reason to look.
     pub(crate) fn wait_look<'a>(
         &self,
         state: MutexGuard<'a, State>,
         time: Duration,
     ) -> MutexGuard<'a, State> {
-        self.closing.wait_timeout(state, time).unwrap_or_else(PoisonError::into_inner).0
+        self.look.wait_timeout(state, time).unwrap_or_else(PoisonError::into_inner).0
     }
 
-    pub(crate) fn announce_closing(&self) {
-        self.closing.notify_all();
+    pub(crate) fn announce_look(&self) {
+        self.look.notify_all();
     }
 
     /// A mover rests for that time, or until there may be a reason not to.

@@ -72,9 +72,13 @@ impl Node {
                 breaker.succeed(now);
                 Turn::None
             }
-            Verdict::Failed(error) => breaker.fail(error, now, self.clock.unix_ms()),
+            Verdict::Failed(error) => {
+                self.announce_look();
+                breaker.fail(error, now, self.clock.unix_ms())
+            }
             Verdict::Unclear => {
                 breaker.suspect(now);
+                self.announce_look();
                 Turn::None
             }
             Verdict::Nothing => Turn::None,

@@ -4,7 +4,7 @@ use std::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 
-use cascade_block::{BlockKey, Clock, Manifest, Namespace, NamespaceId, SystemClock};
+use cascade_block::{BlockKey, Clock, Deadline, Manifest, Namespace, NamespaceId, SystemClock};
 use cascade_memory::SlabMut;
 
 use crate::catalog::KeyIndex;
@@ -380,12 +380,15 @@ impl Handle {
         drop(state);
         self.node.announce_work();
         self.node.announce_change();
-        self.node.announce_closing();
+        self.node.announce_look();
         for thread in threads.drain(..) {
             // A thread that panicked has said so on stderr; closing goes on.
             drop(thread.join());
         }
-        let deadline = self.node.call(CallOptions::default()).deadline;
+        // As long as a probe gets: who waits for a close wants to go.
+        let config = &self.node.config;
+        let time = config.timeout.min(config.health.probe_timeout);
+        let deadline = Deadline::after(&*self.node.clock, time);
         self.node.stages.iter().for_each(|stage| stage.close(deadline));
         flushed
     }
@@ -445,6 +448,8 @@ impl Node {
         let stuck = self.stages.iter().map(|stage| (stage.name(), stage.stuck_calls()));
         let stuck: Vec<_> = stuck.collect();
         let pool = self.pool.stats();
+        // Whoever asks gets an answer that is no older than the last time somebody did.
+        self.announce_look();
         let state = self.lock();
         let eviction = state.eviction.stats();
         let hits = |(tier, (blocks, bytes)): (usize, &(u64, u64))| TierHits {

@@ -5,7 +5,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
 
 use cascade_block::{BlockKey, Deadline, SystemClock};
@@ -64,8 +64,33 @@ pub(crate) struct MapStage {
     pub(crate) answers_short: AtomicBool,
     /// How long it takes to learn a name, in milliseconds.
     pub(crate) name_delay_ms: AtomicU64,
+    hung: Arc<Hung>,
     /// What it says it kept from an earlier run.
     pub(crate) survivors: Mutex<Vec<(BlockFacts, Address)>>,
+}
+
+/// Whether every call hangs, as over a device that is gone.
+#[derive(Debug, Default)]
+struct Hung {
+    is_hung: Mutex<bool>,
+    released: Condvar,
+}
+
+impl Hung {
+    fn wait(&self) {
+        let is_hung = self.is_hung.lock().unwrap();
+        drop(self.released.wait_while(is_hung, |is_hung| *is_hung).unwrap());
+    }
+}
+
+/// Calls hang until this is dropped.
+pub(crate) struct Hang(Arc<Hung>);
+
+impl Drop for Hang {
+    fn drop(&mut self) {
+        *self.0.is_hung.lock().unwrap() = false;
+        self.0.released.notify_all();
+    }
 }
 
 #[derive(Debug)]
@@ -89,6 +114,12 @@ impl MapStage {
         registry
     }
 
+    /// Makes every call hang, whatever its deadline.
+    pub(crate) fn hang(&self) -> Hang {
+        *self.hung.is_hung.lock().unwrap() = true;
+        Hang(Arc::clone(&self.hung))
+    }
+
     fn used(blocks: &BTreeMap<u64, Kept>) -> u64 {
         blocks.values().map(|kept| kept.bytes.len() as u64).sum()
     }
@@ -108,6 +139,7 @@ impl MapStage {
     /// Sleeps for the delay, or until the deadline; then it is too late.
     #[expect(clippy::disallowed_methods, reason = "stands for a device that takes real time")]
     fn work(&self, deadline: Deadline) -> Result<(), StageError> {
+        self.hung.wait();
         assert!(!self.panics.load(Ordering::Relaxed), "injected");
         let left = deadline.remaining(&cascade_block::SystemClock);
         let delay = Duration::from_millis(self.delay_ms.load(Ordering::Relaxed));
@@ -189,6 +221,7 @@ impl Stage for MapStage {
 
     #[expect(clippy::disallowed_methods, reason = "stands for a device that takes real time")]
     fn alias(&self, batch: Vec<(BlockFacts, Address)>, _: Deadline) -> Result<(), StageError> {
+        self.hung.wait();
         std::thread::sleep(Duration::from_millis(self.name_delay_ms.load(Ordering::Relaxed)));
         let mut blocks = self.blocks.lock().unwrap();
         for (facts, address) in batch {
@@ -200,6 +233,7 @@ impl Stage for MapStage {
     }
 
     fn remove(&self, batch: &[(BlockKey, Address)], _: Deadline) -> Result<(), StageError> {
+        self.hung.wait();
         let mut blocks = self.blocks.lock().unwrap();
         for (key, address) in batch {
             let Some(kept) = blocks.get_mut(&address.0) else { continue };
@@ -239,7 +273,12 @@ impl Stage for MapStage {
     }
 
     fn flush(&self, _deadline: Deadline) -> Result<(), StageError> {
+        self.hung.wait();
         Ok(())
+    }
+
+    fn close(&self) {
+        self.hung.wait();
     }
 
     fn probe(&self, deadline: Deadline) -> Result<(), StageError> {
@@ -252,6 +291,7 @@ impl Stage for MapStage {
     }
 
     fn stats(&self) -> StageStats {
+        self.hung.wait();
         let used_bytes = Self::used(&self.blocks.lock().unwrap());
         let capacity_bytes = self.capacity_bytes.load(Ordering::Relaxed);
         StageStats { used_bytes, capacity_bytes, ..StageStats::default() }
