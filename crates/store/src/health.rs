@@ -173,7 +173,8 @@ impl Breaker {
             HealthState::Healthy => self.last_probe.max(self.last_success),
         };
         let is_due = now.saturating_sub(since) >= self.config.probe_interval;
-        if !is_due && !(self.is_healthy() && self.is_suspect) {
+        let is_wanted = is_due || (self.is_healthy() && self.is_suspect);
+        if !is_wanted {
             return false;
         }
         self.last_probe = now;

@@ -73,7 +73,7 @@ impl Node {
         let state = State::new(eviction, pipeline.has_dram, config.health, &*clock);
         let state = Mutex::new(state);
         let dirty_bytes_max = config.dirty_bytes_max.unwrap_or(config.dram_bytes / 4);
-        let names = stages.iter().map(|stage| stage.name());
+        let names = stages.iter().map(Guarded::name);
         let node = Self {
             tier_names: std::iter::once("dram").chain(names).collect(),
             config,

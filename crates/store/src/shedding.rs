@@ -54,11 +54,11 @@ impl Verdict {
 
     /// The verdict on a load.
     pub(crate) fn of_load(loaded: &[Loaded], is_long_enough: bool) -> Self {
-        let error = |loaded| match loaded {
-            &Loaded::Failed(ref error) => Some(error),
+        let errors = loaded.iter().map(|loaded| match loaded {
+            Loaded::Failed(error) => Some(error),
             Loaded::Hit(_) | Loaded::Gone | Loaded::Damaged => None,
-        };
-        Self::of(loaded.iter().map(error), is_long_enough)
+        });
+        Self::of(errors, is_long_enough)
     }
 }
 

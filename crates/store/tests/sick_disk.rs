@@ -2,6 +2,9 @@
 //!
 //! Needs root and loop devices; where they are missing a test says so and passes.
 
+#![expect(clippy::unwrap_used, reason = "in a test, a surprise should panic")]
+#![expect(clippy::print_stdout, reason = "says what could not be tried")]
+
 mod blocks;
 mod third_party;
 
@@ -140,7 +143,7 @@ fn a_frozen_file_system_holds_up_nobody(engine: IoEngine, layout: FileLayout) {
     disk.thaw();
     wait_for(&store, 0, true);
     assert!(check(&store, &keys(0..400)).iter().all(Option::is_some), "they were there all along");
-    store.close().ok();
+    drop(store.close());
 }
 
 #[test]
@@ -207,14 +210,14 @@ fn a_full_file_system_is_not_a_broken_one() {
             let outcomes = put(&store, &keys(at * 8..at * 8 + 8), BLOCK);
             assert!(outcomes.iter().all(|o| matches!(o, PutOutcome::Stored)), "{outcomes:?}");
         }
-        store.flush(CallOptions::default()).ok();
+        drop(store.flush(CallOptions::default()));
         let stats = store.stats();
         assert_eq!(stats.health[0].1.opened_count, 0, "{layout:?}: {:?}", stats.health);
         let found = check(&store, &keys(0..1536));
         let below = found.iter().filter(|tier| **tier == Some("files")).count();
         assert!(below > 50, "{layout:?}: {below} blocks are read from a full disk");
         assert_eq!(store.stats().health[0].1.state, HealthState::Healthy);
-        store.close().ok();
+        drop(store.close());
     }
 }
 

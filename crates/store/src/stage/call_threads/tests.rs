@@ -9,7 +9,9 @@ use cascade_block::{Deadline, ManualClock, SystemClock};
 use super::{CallThreads, Patience};
 use crate::stage::StageError;
 
-const NEVER: AtomicBool = AtomicBool::new(false);
+fn never() -> AtomicBool {
+    AtomicBool::new(false)
+}
 
 fn patience(milliseconds: u64, is_over: &AtomicBool) -> Patience<'_> {
     let deadline = Deadline::after(&SystemClock, Duration::from_millis(milliseconds));
@@ -22,7 +24,7 @@ fn threads(calls_max: usize) -> CallThreads {
 
 #[test]
 fn a_call_that_hangs_is_left_behind_and_its_result_is_told_when_it_comes() {
-    let (threads, never) = (threads(1), NEVER);
+    let (threads, never) = (threads(1), never());
     let (release, hold) = mpsc::channel::<u32>();
     let (tell, told) = mpsc::channel();
     let late = move |value| tell.send(value).unwrap();
@@ -52,7 +54,7 @@ fn a_wait_ends_at_once_when_nobody_wants_the_answer_any_more() {
 
 #[test]
 fn a_panic_is_no_answer_and_the_thread_serves_the_next_call() {
-    let (threads, never) = (threads(1), NEVER);
+    let (threads, never) = (threads(1), never());
     let result = threads.call(patience(60_000, &never), || panic!("injected"), |(): ()| ());
     assert!(matches!(result, Err(StageError::NoAnswer)), "{result:?}");
     assert_eq!(threads.call(patience(60_000, &never), || 1, drop).unwrap(), 1);
@@ -60,7 +62,7 @@ fn a_panic_is_no_answer_and_the_thread_serves_the_next_call() {
 
 #[test]
 fn callers_take_turns_when_there_are_more_than_threads() {
-    let (threads, never) = (threads(2), NEVER);
+    let (threads, never) = (threads(2), never());
     std::thread::scope(|scope| {
         for number in 0..8 {
             let (threads, never) = (&threads, &never);
