@@ -21,8 +21,8 @@ pub struct HealthConfig {
     /// Time between two probes of a stage that is shed, or that has had nothing to do.
     /// Default: 5 s. Minimum: 1 ms.
     pub probe_interval: Duration,
-    /// How long a probe may take. A call that lasts as long without an answer counts as a failure,
-    /// and once more when it lasts twice as long. Default: 3 s. Minimum: 1 ms.
+    /// How long a probe may take. A call that lasts the threshold's times as long without an answer
+    /// has its stage shed. Default: 3 s. Minimum: 1 ms.
     pub probe_timeout: Duration,
     /// How many of the last calls count. Default: 8. Minimum: 1. Maximum: 64.
     pub window: u32,
@@ -108,6 +108,8 @@ pub(crate) struct Breaker {
     failures: u64,
     last_success: Duration,
     last_probe: Duration,
+    /// In a row: successes of other kinds, such as reads from a cache, do not outvote them.
+    failed_probes: u32,
     is_suspect: bool,
 }
 
@@ -122,6 +124,7 @@ impl Breaker {
             failures: 0,
             last_success: now,
             last_probe: now,
+            failed_probes: 0,
             is_suspect: false,
         }
     }
@@ -135,7 +138,6 @@ impl Breaker {
         if self.is_healthy() {
             self.failures <<= 1;
             self.last_success = now;
-            self.is_suspect = false;
         }
     }
 
@@ -151,6 +153,16 @@ impl Breaker {
             self.is_suspect = true;
             return Turn::None;
         }
+        self.open(now, now_unix_ms)
+    }
+
+    /// A call has lasted for so long that no other's success counts against it.
+    pub(crate) fn hang(&mut self, now: Duration, now_unix_ms: u64) -> Turn {
+        self.last_error = Some(StageError::Timeout);
+        if self.is_healthy() { self.open(now, now_unix_ms) } else { Turn::None }
+    }
+
+    fn open(&mut self, now: Duration, now_unix_ms: u64) -> Turn {
         self.state = HealthState::Open;
         self.since_unix_ms = now_unix_ms;
         self.opened_count += 1;
@@ -194,6 +206,7 @@ impl Breaker {
     ) -> Turn {
         match result {
             Ok(()) if self.is_healthy() => {
+                self.failed_probes = 0;
                 self.succeed(now);
                 Turn::None
             }
@@ -201,6 +214,7 @@ impl Breaker {
                 self.state = HealthState::Healthy;
                 self.since_unix_ms = now_unix_ms;
                 self.failures = 0;
+                self.failed_probes = 0;
                 self.last_success = now;
                 Turn::Closed
             }
@@ -208,7 +222,15 @@ impl Breaker {
                 if self.state == HealthState::Probing {
                     self.state = HealthState::Open;
                 }
-                self.fail(error, now, now_unix_ms)
+                self.failed_probes = self.failed_probes.saturating_add(1);
+                match self.fail(error, now, now_unix_ms) {
+                    Turn::None
+                        if self.is_healthy() && self.failed_probes >= self.config.threshold =>
+                    {
+                        self.open(now, now_unix_ms)
+                    }
+                    turn => turn,
+                }
             }
         }
     }

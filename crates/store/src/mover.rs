@@ -99,7 +99,7 @@ fn next_batch(node: &Node, stage: usize) -> Option<Batch> {
             state = node.wait_work(state);
             continue;
         }
-        if state.queues[stage].is_empty() {
+        if state.queues[stage].is_empty() && !state.is_closed {
             state.queue_lacking(stage, retry_bytes);
         }
         let names = std::mem::take(&mut state.names[stage]);
@@ -191,7 +191,9 @@ fn store_with_room(
                 left.extend(follow_room(blocks, &room, &mut results));
             }
             Err(error) => {
-                node.lock().note_error(stage, error);
+                let mut state = node.lock();
+                node.judge(&mut state, stage, Verdict::of([Some(&error)].into_iter(), false));
+                state.note_error(stage, error);
                 break;
             }
         }

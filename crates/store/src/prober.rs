@@ -20,9 +20,9 @@ fn run(node: &Node, stage: usize) {
     let rest = (health.probe_interval / LOOKS_PER_INTERVAL).min(health.probe_timeout).min(LOOK);
     let mut state = node.lock();
     while !state.is_closed {
-        for _ in 0..node.stages[stage].overdue(health.probe_timeout, health.threshold) {
+        if node.stages[stage].has_hung(health.probe_timeout * health.threshold) {
             state.note_error(stage, StageError::Timeout);
-            node.judge(&mut state, stage, Verdict::Failed(StageError::Timeout));
+            node.judge(&mut state, stage, Verdict::Hangs);
         }
         if state.breakers[stage].begin_probe(node.clock.monotonic()) {
             drop(state);

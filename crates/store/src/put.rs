@@ -458,6 +458,9 @@ impl Node {
             }
         }
         if matches!(outcome, Deduplicated) {
+            if let Some(stage) = (0..self.stages.len()).find(|stage| state.is_shed(*stage)) {
+                return Err(self.stage_error(&state, stage, "learn a name"));
+            }
             let tickets = state.names_tickets.map(|tickets| tickets.pushed);
             drop(self.wait_names(state, tickets, "put", call)?);
         }

@@ -23,6 +23,8 @@ pub(crate) enum Verdict {
     Works,
     /// It does not.
     Failed(StageError),
+    /// A call to it has lasted too long.
+    Hangs,
     /// It did not answer in a time that was too short to tell.
     Unclear,
     /// Nothing.
@@ -76,6 +78,7 @@ impl Node {
                 self.announce_look();
                 breaker.fail(error, now, self.clock.unix_ms())
             }
+            Verdict::Hangs => breaker.hang(now, self.clock.unix_ms()),
             Verdict::Unclear => {
                 breaker.suspect(now);
                 self.announce_look();

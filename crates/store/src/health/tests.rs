@@ -85,6 +85,29 @@ fn a_busy_stage_is_not_probed_unless_it_keeps_somebody_waiting() {
 }
 
 #[test]
+fn reads_from_a_cache_do_not_hide_that_writes_fail() {
+    let mut breaker = breaker();
+    assert_eq!(fail(&mut breaker, 1), Turn::None);
+    let mut turns = Vec::new();
+    for _ in 0..2 {
+        for _ in 0..100 {
+            breaker.succeed(at(1));
+        }
+        assert!(breaker.begin_probe(at(1)), "a failure is looked into, whatever succeeds since");
+        turns.push(breaker.end_probe(Err(StageError::NoAnswer), at(1), 1000));
+    }
+    assert_eq!(turns, [Turn::None, Turn::Opened]);
+}
+
+#[test]
+fn a_call_that_hangs_opens_it_whatever_else_succeeds() {
+    let mut breaker = breaker();
+    breaker.succeed(at(1));
+    assert_eq!(breaker.hang(at(7), 7000), Turn::Opened);
+    assert_eq!(breaker.hang(at(8), 8000), Turn::None);
+}
+
+#[test]
 fn settings_that_make_no_sense_are_refused_by_name() {
     let good = HealthConfig::default();
     good.check().unwrap();

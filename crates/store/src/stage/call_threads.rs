@@ -34,7 +34,7 @@ pub(crate) struct Patience<'a> {
     pub(crate) deadline: Deadline,
     /// Set when nobody waits any longer, whatever the deadline says.
     pub(crate) is_over: &'a AtomicBool,
-    /// Whether the call counts as a failure when it takes too long.
+    /// Whether the stage is shed when the call takes too long.
     pub(crate) is_watched: bool,
 }
 
@@ -62,8 +62,8 @@ struct Running {
     is_watched: bool,
     /// Its caller has given up.
     is_stuck: bool,
-    /// How often it was counted as a failure.
-    charges: u32,
+    /// It was told of as hanging.
+    is_told: bool,
 }
 
 /// Where a call's result is left for its caller.
@@ -118,7 +118,7 @@ impl CallThreads {
             began: self.clock.monotonic(),
             is_watched: patience.is_watched,
             is_stuck: false,
-            charges: 0,
+            is_told: false,
         });
         drop(queue);
         self.shared.wake.notify_one();
@@ -188,18 +188,16 @@ impl CallThreads {
         self.shared.lock().running.iter().filter(|call| call.is_stuck).count() as u64
     }
 
-    /// How many failures there are to count: one for each time that a watched call has lasted for
-    /// as long as `patience`, and no more than `charges_max` for one call.
-    pub(crate) fn overdue(&self, patience: Duration, charges_max: u32) -> u32 {
+    /// Whether a watched call has come to last as long as `patience`; of each it is said once.
+    pub(crate) fn has_hung(&self, patience: Duration) -> bool {
         let now = self.clock.monotonic();
-        let mut overdue = 0;
+        let mut has_hung = false;
         for call in self.shared.lock().running.iter_mut().filter(|call| call.is_watched) {
-            let lasted = now.saturating_sub(call.began).as_nanos() / patience.as_nanos().max(1);
-            let due = u32::try_from(lasted).unwrap_or(u32::MAX).min(charges_max);
-            overdue += due.saturating_sub(call.charges);
-            call.charges = call.charges.max(due);
+            let hangs = now.saturating_sub(call.began) >= patience;
+            has_hung |= hangs && !call.is_told;
+            call.is_told |= hangs;
         }
-        overdue
+        has_hung
     }
 }
 

@@ -237,9 +237,10 @@ impl Guarded {
         ours + caught(|| self.stage.stuck_calls()).unwrap_or(0)
     }
 
-    /// How many failures to count for calls that have lasted too long.
-    pub(crate) fn overdue(&self, patience: Duration, charges_max: u32) -> u32 {
-        self.loads.overdue(patience, charges_max) + self.changes.overdue(patience, charges_max)
+    /// Whether a load or a change has come to last as long as `patience`; said once of each.
+    pub(crate) fn has_hung(&self, patience: Duration) -> bool {
+        let threads = [&self.loads, &self.changes];
+        threads.map(|threads| threads.has_hung(patience)).contains(&true)
     }
 
     fn patience(&self, deadline: Deadline, is_watched: bool) -> Patience<'_> {
