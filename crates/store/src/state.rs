@@ -79,7 +79,7 @@ pub(crate) struct State {
     pub(crate) breakers: [Breaker; LOWER_STAGES_MAX],
     /// Bit per lower stage: its breaker is open.
     pub(crate) shed: u8,
-    /// Blocks that a stage failed to take, oldest first, to be queued again when its breaker closes.
+    /// Blocks that a stage failed to take, oldest first: queued again when its breaker closes.
     pub(crate) lacking: [VecDeque<Pending>; LOWER_STAGES_MAX],
     /// How many of these are to be queued again now.
     pub(crate) retries: [usize; LOWER_STAGES_MAX],

@@ -33,7 +33,8 @@ fn state(store: &Store, stage: usize) -> HealthState {
     store.stats().health[stage].1.state
 }
 
-/// Lets time pass, a quarter of a second at a time, until a stage is used or not used; how long it took.
+/// Lets time pass, a quarter of a second at a time, until a stage is used or not; how long it
+/// took.
 #[expect(clippy::disallowed_methods, reason = "gives the prober its turn")]
 fn pass_until(store: &Store, clock: &ManualClock, is_healthy: bool) -> Duration {
     let began = clock.monotonic();
