@@ -9,6 +9,7 @@ mod interrupt;
 mod reference;
 mod replay;
 mod screen;
+mod shadow;
 mod size;
 
 use std::ffi::OsString;

@@ -5,6 +5,10 @@ mod call;
 mod catalog;
 mod config;
 pub mod eviction;
+mod explain;
+mod history;
+mod hot;
+mod insight;
 mod mover;
 mod node;
 mod outcome;
@@ -12,6 +16,7 @@ mod pipeline;
 mod put;
 mod read;
 mod request;
+mod shadow;
 pub mod stage;
 mod state;
 mod stats;
@@ -20,13 +25,17 @@ mod store;
 pub use block_store::BlockStore;
 pub use config::{
     CallOptions, FileLayout, FilesConfig, IoEngine, PipelineError, PolicyKind, StoreConfig,
-    WritePolicy,
+    WritePolicy, Writer,
 };
+pub use explain::{BlockExplanation, BlockHere, BlockState, Explanation, NamespaceDifference};
+pub use history::Loss;
+pub use insight::{HotPrefix, TierBytes};
 pub use outcome::{
     DeclineReason, GetOutcome, PrefixMatch, Put, PutOutcome, PutSlab, StoreError, TierName,
     ViewOutcome,
 };
 pub use pipeline::Pipeline;
 pub use request::{Hints, Request};
+pub use shadow::{ShadowFigure, ShadowRates};
 pub use stats::{Counters, Stats, TierHits};
 pub use store::Store;

@@ -14,6 +14,7 @@ use cascade_block::{BlockKey, Deadline};
 use cascade_memory::Slab;
 
 use crate::catalog::{Address, ContentIndex};
+use crate::history::Loss;
 use crate::node::Node;
 use crate::stage::{BlockFacts, Room, StageError, guarded};
 use crate::state::{NameChange, Pending, State};
@@ -240,8 +241,10 @@ fn apply_room(node: &Node, stage: usize, room: &Room) {
     for (key, address) in &room.dropped {
         state.counters.reclaimed_blocks += 1;
         if let Some(content) = content_at(&mut state, stage, key, *address) {
-            state.catalog.content_mut(content).set_address(stage, None);
-            state.forget_if_nowhere(content);
+            let entry = state.catalog.content_mut(content);
+            entry.set_address(stage, None);
+            entry.was_reclaimed = true;
+            state.forget_if_nowhere(content, Loss::Reclaimed);
         }
     }
     drop(state);
@@ -276,6 +279,7 @@ fn settle(state: &mut State, stage: usize, pending: &Pending, result: Result<Add
     match result {
         Ok(address) => {
             content.set_address(stage, Some(address));
+            content.was_reclaimed = false;
             state.counters.demoted_blocks += 1;
             state.counters.demoted_bytes += u64::from(pending.facts.bytes);
             name_everywhere(state, stage, pending, address);
@@ -289,7 +293,7 @@ fn settle(state: &mut State, stage: usize, pending: &Pending, result: Result<Add
     }
     if is_clean && !state.has_dram {
         state.drop_slab(pending.content);
-        state.forget_if_nowhere(pending.content);
+        state.forget_if_nowhere(pending.content, Loss::Unwritten);
     }
 }
 

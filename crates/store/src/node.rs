@@ -9,6 +9,8 @@ use cascade_memory::{Pool, SlabMut};
 use crate::call::Call;
 use crate::catalog::{LOWER_STAGES_MAX, NewKey};
 use crate::eviction::{self, Eviction, Incoming, Limits};
+use crate::history::History;
+use crate::insight::Insight;
 use crate::pipeline::Pipeline;
 use crate::stage::{BlockFacts, Registry, Stage, StageContext, StageError};
 use crate::state::{Evicted, NameChange, State};
@@ -29,6 +31,8 @@ pub(crate) struct Node {
     tier_names: Vec<TierName>,
     pub(crate) dirty_bytes_max: u64,
     state: Mutex<State>,
+    /// What watches the traffic; a lock of its own, never taken while the state's is held.
+    pub(crate) insight: Mutex<Insight>,
     /// Something changed that a caller may wait for.
     changed: Condvar,
     /// A queue has work for a mover.
@@ -66,9 +70,13 @@ impl Node {
             admit_partial: config.admit_partial,
         };
         let eviction = Eviction::new(eviction::policy(config.policy), limits);
-        let state = Mutex::new(State::new(eviction, pipeline.has_dram));
+        let history = History::new(Arc::clone(&clock));
+        let has_lower = !stages.is_empty();
+        let state = State::new(eviction, pipeline.has_dram, has_lower, history);
+        let state = Mutex::new(state);
         let dirty_bytes_max = config.dirty_bytes_max.unwrap_or(config.dram_bytes / 4);
-        let names = stages.iter().map(|stage| stage.name());
+        let names: Vec<TierName> = stages.iter().map(|stage| stage.name()).collect();
+        let insight = Mutex::new(Insight::new(&config, pipeline.has_dram, &names));
         let node = Self {
             tier_names: std::iter::once("dram").chain(names).collect(),
             config,
@@ -78,6 +86,7 @@ impl Node {
             stages,
             dirty_bytes_max,
             state,
+            insight,
             changed: Condvar::new(),
             work: Condvar::new(),
         };
@@ -165,7 +174,8 @@ impl Node {
     }
 
     pub(crate) fn call(&self, options: CallOptions) -> Call {
-        Call::new(&*self.clock, options.timeout.unwrap_or(self.config.timeout))
+        let timeout = options.timeout.unwrap_or(self.config.timeout);
+        Call::new(&*self.clock, timeout, options.writer)
     }
 
     /// The time that the policy goes by.

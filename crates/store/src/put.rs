@@ -11,6 +11,7 @@ use cascade_memory::{Slab, SlabMut};
 use crate::call::Call;
 use crate::catalog::{ContentIndex, NewKey};
 use crate::eviction::Incoming;
+use crate::history::Loss;
 use crate::node::{NoSlab, Node};
 use crate::outcome::PutSlab;
 use crate::stage::BlockFacts;
@@ -104,7 +105,9 @@ impl Node {
             }
             match self.known(&mut state, put, digest) {
                 Known::Settled(outcome) => return outcome,
-                Known::New => return self.publish(&mut state, put, digest, slab.clone()),
+                Known::New => {
+                    return self.publish(&mut state, put, digest, slab.clone(), call);
+                }
                 Known::Compare => {}
             }
             drop(state);
@@ -263,7 +266,7 @@ impl Node {
             putting.outcomes[index] = match self.known(&mut state, put, digest) {
                 Known::Settled(outcome) => Some(outcome),
                 Known::Compare => None,
-                Known::New => Some(self.publish(&mut state, put, digest, slab)),
+                Known::New => Some(self.publish(&mut state, put, digest, slab, putting.call)),
             };
         }
         drop(state);
@@ -337,6 +340,7 @@ impl Node {
     ) -> PutOutcome {
         let facts = self.facts(put, digest);
         let key = state.catalog.link(&new_key(&facts), content);
+        state.history.forget(&put.key);
         if state.catalog.content(content).slab.is_some() {
             state.make_resident(key, self.policy_now(state));
         }
@@ -355,12 +359,18 @@ impl Node {
         put: &Put<'_>,
         digest: Option<Digest>,
         slab: Slab,
+        call: Call,
     ) -> PutOutcome {
         let facts = self.facts(put, digest);
         let (key, content) = state.catalog.insert(&new_key(&facts), facts.bytes, digest);
         let bytes = u64::from(facts.bytes);
         state.content_bytes += bytes;
         state.counters.bytes_written += bytes;
+        state.history.forget(&put.key);
+        let put_stamp = state.history.stamp_now();
+        let entry = state.catalog.content_mut(content);
+        entry.put_stamp = put_stamp;
+        entry.writer = call.writer.map_or(0, |writer| writer.0.get());
         state.put_slab(content, slab);
         for stage in 0..self.stages.len() {
             state.push_block(stage, facts, content);
@@ -383,8 +393,14 @@ impl Node {
             }
         }
         let mut state = self.lock();
+        let now = self.policy_now(&state);
         state.counters.puts += outcomes.len() as u64;
-        for outcome in &outcomes {
+        for (put, outcome) in batch.iter().zip(&outcomes) {
+            match outcome {
+                PutOutcome::Declined(why) => state.history.note(&put.key, (*why).into()),
+                PutOutcome::Failed(_) => state.history.note(&put.key, Loss::PutFailed),
+                _ => {}
+            }
             let counters = &mut state.counters;
             *match outcome {
                 PutOutcome::Stored => &mut counters.stored,
@@ -395,6 +411,8 @@ impl Node {
                 PutOutcome::Failed(_) => &mut counters.put_failures,
             } += 1;
         }
+        drop(state);
+        self.insight().shadows.put(now, batch, &outcomes);
         outcomes
     }
 

@@ -3,6 +3,7 @@
 use cascade_memory::PoolStats;
 
 use crate::TierName;
+use crate::shadow::ShadowFigure;
 use crate::stage::StageStats;
 
 /// Counters since the store was opened.
@@ -110,6 +111,10 @@ pub struct Stats {
     pub pool: PoolStats,
     /// Lower stages, fast to slow.
     pub stages: Vec<(TierName, StageStats)>,
+    /// What other sizes of each bounded tier would give, by tier and size.
+    pub shadows: Vec<ShadowFigure>,
+    /// Memory of the shadows, of what is known of blocks that are gone, and of hot prefixes.
+    pub insight_bytes: u64,
     /// What an operator should know, such as a tier that was left out.
     pub notes: Vec<String>,
 }

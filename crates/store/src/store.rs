@@ -8,9 +8,11 @@ use cascade_block::{BlockKey, Clock, Manifest, Namespace, NamespaceId, SystemClo
 use cascade_memory::SlabMut;
 
 use crate::catalog::KeyIndex;
-use crate::eviction::{Asked, Removal};
+use crate::eviction::Asked;
+use crate::history::Loss;
 use crate::node::Node;
 use crate::outcome::PutSlab;
+use crate::shadow::Answered;
 use crate::stage::{Registry, Stage, StageError, guarded};
 use crate::stats::{Stats, TierHits};
 use crate::{
@@ -78,7 +80,7 @@ impl Store {
         Ok(Self(Arc::new(handle)))
     }
 
-    fn node(&self) -> &Node {
+    pub(crate) fn node(&self) -> &Node {
         &self.0.node
     }
 
@@ -133,6 +135,7 @@ impl Store {
         state.catalog.find_batch(request.keys, &mut found);
         let mut chain = Vec::with_capacity(request.keys.len());
         let mut tiers = Vec::new();
+        let mut in_dram = 0;
         let mut is_unbroken = true;
         let mut has_forgotten = state.is_closed;
         for (key, mut found) in request.keys.iter().zip(found) {
@@ -154,6 +157,7 @@ impl Store {
                     state.announce(found);
                 }
                 let content = state.catalog.content(content);
+                in_dram += usize::from(content.slab.is_some() && in_dram == tiers.len());
                 let lower = content.fastest_lower().map_or(0, |(stage, _)| 1 + stage);
                 tiers.push(node.tier_name(if content.slab.is_some() { 0 } else { lower }));
             }
@@ -164,7 +168,17 @@ impl Store {
         state.counters.requests += 1;
         state.counters.blocks_requested += request.keys.len() as u64;
         state.counters.blocks_matched += tiers.len() as u64;
+        let block_bytes = state.typical_block_bytes();
         node.release(state);
+        node.insight().request(&Answered {
+            at: now,
+            keys: request.keys,
+            partial_tail: request.partial_tail,
+            hints: &request.hints,
+            in_dram,
+            matched: tiers.len(),
+            block_bytes,
+        });
         PrefixMatch { tiers }
     }
 
@@ -183,6 +197,8 @@ impl Store {
         let chain: Vec<_> = request.keys.iter().zip(found).map(asked).collect();
         let now = node.policy_now(&state);
         state.eviction.hint(now, &chain, &request.hints);
+        drop(state);
+        node.insight().shadows.hint(now, request.keys, &request.hints);
     }
 
     /// Whether each block is in any tier. Counts as nobody's access.
@@ -262,11 +278,12 @@ impl Store {
         }
         let mut delete_one = |key: &BlockKey| {
             let found = state.catalog.find(key);
-            found.inspect(|found| state.forget(*found, Removal::Deleted)).is_some()
+            found.inspect(|found| state.forget(*found, Loss::Deleted)).is_some()
         };
         let deleted = keys.iter().map(&mut delete_one).collect();
         node.release(state);
         node.announce_change();
+        node.insight().shadows.remove(keys);
         deleted
     }
 
@@ -278,10 +295,11 @@ impl Store {
             return;
         }
         for key in state.catalog.all_keys() {
-            state.forget(key, Removal::Deleted);
+            state.forget(key, Loss::Cleared);
         }
         node.release(state);
         node.announce_change();
+        node.insight().shadows.clear();
     }
 
     /// Hints that blocks will be read soon: brings them to DRAM in the background. Returns how many
@@ -306,6 +324,7 @@ impl Store {
     /// what they were made for. Do it once, before the first put.
     pub fn register(&self, namespace: &Namespace, options: CallOptions) -> Result<(), StoreError> {
         let deadline = self.node().call(options).deadline;
+        self.node().insight().register(namespace);
         let each = self.node().stages.iter();
         each.map(|stage| (stage, stage.register(namespace, deadline)))
             .try_for_each(|(stage, kept)| kept.map_err(|e| tier_error(stage, "keep a manifest", e)))
@@ -323,6 +342,7 @@ impl Store {
             let kept = stage.manifests(deadline);
             all.extend(kept.map_err(|e| tier_error(stage, "list its manifests", e))?);
         }
+        all.extend(self.node().insight().manifests());
         all.sort_by_key(|(id, _)| *id);
         all.dedup_by_key(|(id, _)| *id);
         Ok(all)
@@ -414,6 +434,7 @@ impl Node {
     fn stats(&self) -> Stats {
         let stages = self.stages.iter().map(|stage| (stage.name(), stage.stats())).collect();
         let pool = self.pool.stats();
+        let (shadows, watching_bytes) = self.insight().figures();
         let state = self.lock();
         let eviction = state.eviction.stats();
         let hits = |(tier, (blocks, bytes)): (usize, &(u64, u64))| TierHits {
@@ -439,6 +460,8 @@ impl Node {
             pending_bytes: state.pending_total(),
             pool,
             stages,
+            shadows,
+            insight_bytes: (watching_bytes + state.history.memory_bytes()) as u64,
             notes: self.pipeline.notes.clone(),
         }
     }

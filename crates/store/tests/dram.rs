@@ -11,7 +11,7 @@ use cascade_store::{
     StoreError, ViewOutcome,
 };
 
-const NOW: CallOptions = CallOptions { timeout: Some(Duration::from_secs(5)) };
+const NOW: CallOptions = CallOptions { timeout: Some(Duration::from_secs(5)), writer: None };
 
 #[test]
 fn a_batch_reports_each_block_and_keeps_the_order() {
