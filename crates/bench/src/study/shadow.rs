@@ -4,11 +4,12 @@
 
 use std::fmt::Write as _;
 use std::path::Path;
+use std::sync::Arc;
 
 use cascade_block::BlockKey;
 use cascade_store::{
     CallOptions, FilesConfig, PolicyKind, Put, Request, Stats, Store, StoreConfig, StoreError,
-    TierName,
+    TierName, WritePolicy,
 };
 use serde::Serialize;
 
@@ -69,7 +70,7 @@ impl ShadowCell {
 pub enum ShadowTier<'a> {
     /// DRAM with nothing below.
     Dram,
-    /// A file tier in this directory, below a small DRAM. What is there is removed.
+    /// A file tier below a small DRAM, in this directory's `replay`, which is removed.
     Files(&'a Path),
 }
 
@@ -146,12 +147,14 @@ fn store_config(
         },
         ShadowTier::Files(directory) => StoreConfig {
             pipeline: "Dram|Files".to_owned(),
+            // So that a fast replay and a slow machine measure the same.
+            write: WritePolicy::Through,
             dram_bytes: (trace.unique_blocks * DRAM_PERCENT / 100 * FILES_BLOCK_BYTES).max(4 << 20),
             files: Some(FilesConfig {
                 capacity_bytes: (blocks * FILES_BLOCK_BYTES).max(4 * SEGMENT_BYTES),
                 segment_bytes: SEGMENT_BYTES,
                 direct: false,
-                ..FilesConfig::new(directory)
+                ..FilesConfig::new(directory.join("replay"))
             }),
             ..config
         },
@@ -163,8 +166,9 @@ fn replay(trace: &Trace, config: StoreConfig, sample: u64) -> Result<Stats, Stor
     let has_files = config.files.is_some();
     let bytes = if has_files { FILES_BLOCK_BYTES } else { DRAM_BLOCK_BYTES };
     let payload = vec![0_u8; usize::try_from(bytes).expect("a page at most")];
+    let directory = config.files.as_ref().map(|files| files.directory.clone());
+    directory.as_deref().map_or(Ok(()), discard)?;
     let store = Store::open(config)?;
-    store.clear();
     for request in &trace.requests {
         let keys: Vec<_> = request.blocks.iter().map(|block| key(*block, sample)).collect();
         let asked = Request {
@@ -176,15 +180,23 @@ fn replay(trace: &Trace, config: StoreConfig, sample: u64) -> Result<Stats, Stor
         // What matched is read, as an engine would.
         drop(store.view(&keys[..matched], CallOptions::default()));
         drop(store.put(&missing(request, &keys, matched, &payload), CallOptions::default()));
-        if has_files {
-            // So that a fast replay and a slow machine measure the same.
-            store.flush(CallOptions::default())?;
-        }
     }
     let stats = store.stats();
-    store.clear();
-    store.close()?;
+    drop(store);
+    directory.as_deref().map_or(Ok(()), discard)?;
     Ok(stats)
+}
+
+/// Every replay begins with an empty directory.
+fn discard(directory: &Path) -> Result<(), StoreError> {
+    match std::fs::remove_dir_all(directory) {
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(StoreError::Tier {
+            tier: "files",
+            operation: "remove its directory",
+            source: Arc::new(error),
+        }),
+        _ => Ok(()),
+    }
 }
 
 fn missing<'a>(
