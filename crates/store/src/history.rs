@@ -1,9 +1,8 @@
 //! What became of blocks that are not here: the latest events, in a fixed amount of memory.
 
 use std::fmt;
-use std::sync::Arc;
 
-use cascade_block::{BlockKey, Clock};
+use cascade_block::BlockKey;
 
 use crate::DeclineReason;
 use crate::eviction::{Ghosts, Removal};
@@ -124,19 +123,25 @@ const _: () = assert!(LOSSES.len() <= 1 << LOSS_BITS, "every loss has a number")
 pub(crate) struct History {
     /// Why and when, in one number each.
     ends: Ghosts,
-    clock: Arc<dyn Clock>,
     opened_unix_ms: u64,
+    /// The latest moment that it was told, in seconds since the store was opened.
+    now: u64,
 }
 
 impl History {
-    pub(crate) fn new(clock: Arc<dyn Clock>) -> Self {
-        let opened_unix_ms = clock.unix_ms();
-        Self { ends: Ghosts::default(), clock, opened_unix_ms }
+    pub(crate) fn new(opened_unix_ms: u64) -> Self {
+        Self { ends: Ghosts::default(), opened_unix_ms, now: 0 }
+    }
+
+    /// Whoever takes the state's lock and may note something tells the time first: asking a clock
+    /// for every block would cost more than noting it.
+    pub(crate) fn tell_time(&mut self, unix_ms: u64) {
+        self.now = unix_ms.saturating_sub(self.opened_unix_ms) / 1000;
     }
 
     /// A block has gone, or did not come.
     pub(crate) fn note(&mut self, key: &BlockKey, why: Loss) {
-        let seconds = self.seconds_at(self.clock.unix_ms()).min(SECONDS_MAX);
+        let seconds = self.now.min(SECONDS_MAX);
         let number = u32::try_from(seconds << LOSS_BITS).expect("within the maximum");
         self.ends.take(key.fingerprint());
         self.ends.push(key.fingerprint(), number | why.number(), EVENTS_MAX);
@@ -155,14 +160,9 @@ impl History {
         Some((why, self.opened_unix_ms + seconds * 1000))
     }
 
-    /// A moment as blocks keep it: seconds since the store was opened, plus one; zero is never.
-    pub(crate) fn stamp(&self, unix_ms: u64) -> u32 {
-        u32::try_from(self.seconds_at(unix_ms) + 1).unwrap_or(u32::MAX)
-    }
-
-    /// As [`Self::stamp`], of this moment.
-    pub(crate) fn stamp_now(&self) -> u32 {
-        self.stamp(self.clock.unix_ms())
+    /// This moment as blocks keep it: seconds since the store was opened, plus one; zero is never.
+    pub(crate) fn stamp(&self) -> u32 {
+        u32::try_from(self.now + 1).unwrap_or(u32::MAX)
     }
 
     /// The moment of a stamp, in milliseconds since 1970.
@@ -174,18 +174,10 @@ impl History {
     pub(crate) fn memory_bytes(&self) -> usize {
         self.ends.memory_bytes()
     }
-
-    fn seconds_at(&self, unix_ms: u64) -> u64 {
-        unix_ms.saturating_sub(self.opened_unix_ms) / 1000
-    }
 }
 
 #[cfg(test)]
 mod tests {
-    use std::time::Duration;
-
-    use cascade_block::ManualClock;
-
     use super::*;
 
     fn key(number: u64) -> BlockKey {
@@ -196,11 +188,10 @@ mod tests {
 
     #[test]
     fn the_latest_end_of_a_block_is_told_and_a_new_beginning_ends_it() {
-        let clock = Arc::new(ManualClock::default());
-        let mut history = History::new(Arc::clone(&clock) as Arc<dyn Clock>);
-        let opened = clock.unix_ms();
+        let opened = 5_000;
+        let mut history = History::new(opened);
         for (seconds, (why, text)) in (1..).zip(LOSSES) {
-            clock.advance(Duration::from_secs(1));
+            history.tell_time(opened + seconds * 1000);
             history.note(&key(1), why);
             assert_eq!(history.end_of(&key(1)), Some((why, opened + seconds * 1000)));
             assert_eq!(why.to_string(), text);
@@ -211,7 +202,7 @@ mod tests {
 
     #[test]
     fn the_oldest_ends_are_forgotten_first() {
-        let mut history = History::new(Arc::new(ManualClock::default()));
+        let mut history = History::new(0);
         let count = EVENTS_MAX as u64 + 10;
         (0..count).for_each(|number| history.note(&key(number), Loss::Deleted));
         assert!((0..10).all(|number| history.end_of(&key(number)).is_none()));
@@ -221,9 +212,8 @@ mod tests {
 
     #[test]
     fn a_store_of_many_years_does_not_wrap() {
-        let clock = Arc::new(ManualClock::default());
-        let mut history = History::new(Arc::clone(&clock) as Arc<dyn Clock>);
-        clock.advance(Duration::from_secs(SECONDS_MAX + 77));
+        let mut history = History::new(0);
+        history.tell_time((SECONDS_MAX + 77) * 1000);
         history.note(&key(1), Loss::Expired);
         let (why, at) = history.end_of(&key(1)).expect("it was noted");
         assert_eq!((why, at / 1000), (Loss::Expired, SECONDS_MAX));

@@ -50,6 +50,7 @@ pub(crate) fn run(node: &Node, stage: usize) {
         // Before anyone can see them as written: a slab that the mover holds cannot be evicted.
         drop(batch.blocks);
         let mut state = node.lock();
+        state.history.tell_time(node.clock.unix_ms());
         let is_late = |result: &Result<_, _>| matches!(result, Err(StageError::Timeout));
         let is_stuck = !results.is_empty() && results.iter().all(is_late);
         for (pending, result) in batch.pending.iter().zip(results) {
@@ -227,6 +228,7 @@ fn keeps(node: &Node, stage: usize, key: &BlockKey, kept: &mut HashMap<(u32, u32
 
 fn apply_room(node: &Node, stage: usize, room: &Room) {
     let mut state = node.lock();
+    state.history.tell_time(node.clock.unix_ms());
     // Names that wait to be told were meant for where the blocks lay before.
     let places: HashMap<_, _> = room.moved.iter().map(|(_, old, new)| (*old, *new)).collect();
     for change in &mut state.names[stage] {

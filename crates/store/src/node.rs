@@ -70,9 +70,8 @@ impl Node {
             admit_partial: config.admit_partial,
         };
         let eviction = Eviction::new(eviction::policy(config.policy), limits);
-        let history = History::new(Arc::clone(&clock));
-        let has_lower = !stages.is_empty();
-        let state = State::new(eviction, pipeline.has_dram, has_lower, history);
+        let history = History::new(clock.unix_ms());
+        let state = State::new(eviction, pipeline.has_dram, stages.len(), history);
         let state = Mutex::new(state);
         let dirty_bytes_max = config.dirty_bytes_max.unwrap_or(config.dram_bytes / 4);
         let names: Vec<TierName> = stages.iter().map(|stage| stage.name()).collect();

@@ -303,6 +303,7 @@ impl Node {
 
     fn known(&self, state: &mut State, put: &Put<'_>, digest: Option<Digest>) -> Known {
         let now_unix_ms = self.clock.unix_ms();
+        state.history.tell_time(now_unix_ms);
         if let Some(key) = state.find_live(&put.key, now_unix_ms) {
             let index = state.catalog.entry(key).content;
             let content = state.catalog.content(index);
@@ -367,7 +368,7 @@ impl Node {
         state.content_bytes += bytes;
         state.counters.bytes_written += bytes;
         state.history.forget(&put.key);
-        let put_stamp = state.history.stamp_now();
+        let put_stamp = state.history.stamp();
         let entry = state.catalog.content_mut(content);
         entry.put_stamp = put_stamp;
         entry.writer = call.writer.map_or(0, |writer| writer.0.get());

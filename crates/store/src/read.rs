@@ -209,7 +209,8 @@ impl Node {
     ) -> (MutexGuard<'a, State>, Plan) {
         let now = self.policy_now(&state);
         let now_unix_ms = self.clock.unix_ms();
-        let stamp = state.history.stamp(now_unix_ms);
+        state.history.tell_time(now_unix_ms);
+        let stamp = state.history.stamp();
         let keys: Vec<BlockKey> = wanted.iter().map(|wanted| wanted.key).collect();
         let mut found = Vec::with_capacity(keys.len());
         state.catalog.find_batch(&keys, &mut found);
@@ -307,7 +308,9 @@ impl Node {
                 loads.push(Load { key: wanted.key, address: from.address, slab });
             }
             let loaded = guarded::load(&*self.stages[stage], loads, reading.call.deadline);
+            let now_unix_ms = self.clock.unix_ms();
             let mut state = self.lock();
+            state.history.tell_time(now_unix_ms);
             for ((mut wanted, from), loaded) in places.into_iter().zip(loaded) {
                 state.slabs_out -= 1;
                 if !self.settle(&mut state, &mut wanted, from, loaded, reading) {
@@ -384,7 +387,7 @@ impl Node {
         let named = state.catalog.find(&wanted.key);
         let names_it = |key: &KeyIndex| state.catalog.entry(*key).content == from.content;
         let Some(key) = named.filter(names_it) else { return };
-        let stamp = state.history.stamp_now();
+        let stamp = state.history.stamp();
         let Some(content) = state.catalog.live_content(from.place()) else { return };
         let has_moved = content.address(from.stage) != Some(from.address);
         if has_moved || purpose == Purpose::Inspect {

@@ -88,8 +88,8 @@ pub(crate) struct State {
     /// The latest time that a request gave; the policy then goes by these.
     pub(crate) policy_time: Option<Duration>,
     pub(crate) has_dram: bool,
-    /// Whether a tier stands below DRAM.
-    pub(crate) has_lower: bool,
+    /// How many tiers stand below DRAM.
+    pub(crate) lower_stages: usize,
     /// Nothing new is taken any more.
     pub(crate) is_closing: bool,
     pub(crate) is_closed: bool,
@@ -99,7 +99,7 @@ impl State {
     pub(crate) fn new(
         eviction: Eviction,
         has_dram: bool,
-        has_lower: bool,
+        lower_stages: usize,
         history: History,
     ) -> Self {
         Self {
@@ -122,7 +122,7 @@ impl State {
             slabs_out: 0,
             policy_time: None,
             has_dram,
-            has_lower,
+            lower_stages,
             is_closing: false,
             is_closed: false,
         }
@@ -222,7 +222,7 @@ impl State {
         let content = self.catalog.content(content);
         match content {
             _ if content.was_reclaimed => Loss::EvictedReclaimed,
-            _ if self.has_lower => Loss::EvictedUnwritten,
+            _ if self.lower_stages > 0 => Loss::EvictedUnwritten,
             _ if is_protected => Loss::EvictedProtected,
             _ if content.uses > 0 => Loss::EvictedRead,
             _ => Loss::EvictedUnread,

@@ -130,6 +130,7 @@ impl Store {
         let now_unix_ms = node.clock.unix_ms();
         let mut found = Vec::with_capacity(request.keys.len());
         let mut state = node.lock();
+        state.history.tell_time(now_unix_ms);
         state.policy_time = state.policy_time.max(request.at);
         let now = node.policy_now(&state);
         state.catalog.find_batch(request.keys, &mut found);
@@ -248,6 +249,7 @@ impl Store {
         let node = self.node();
         let now_unix_ms = node.clock.unix_ms();
         let mut state = node.lock();
+        state.history.tell_time(now_unix_ms);
         let now = node.policy_now(&state);
         let mut change_one = |key: &BlockKey| {
             let Some(found) = state.find_live(key, now_unix_ms) else { return false };
@@ -276,6 +278,7 @@ impl Store {
         if state.is_closing {
             return vec![false; keys.len()];
         }
+        state.history.tell_time(node.clock.unix_ms());
         let mut delete_one = |key: &BlockKey| {
             let found = state.catalog.find(key);
             found.inspect(|found| state.forget(*found, Loss::Deleted)).is_some()
@@ -294,6 +297,7 @@ impl Store {
         if state.is_closing {
             return;
         }
+        state.history.tell_time(node.clock.unix_ms());
         for key in state.catalog.all_keys() {
             state.forget(key, Loss::Cleared);
         }

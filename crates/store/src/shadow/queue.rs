@@ -118,7 +118,9 @@ impl Queue {
             }
         }
         self.used_bytes -= taken;
-        kept.into_iter().for_each(|entry| self.push(entry));
+        for entry in kept {
+            self.push(entry);
+        }
     }
 
     /// Becomes the shadow of a smaller sample.

@@ -127,6 +127,7 @@ impl Cell {
 
 /// All cells, by their features.
 #[derive(Debug)]
+#[expect(clippy::struct_field_names, reason = "they are the cells")]
 pub(super) struct Cells {
     pub(super) cells: Vec<Cell>,
     by_features: HashMap<Features, u16>,
