@@ -5,12 +5,12 @@
 
 use std::sync::MutexGuard;
 
-use cascade_block::{Digest, DigestMode};
+use cascade_block::{BlockKey, Digest, DigestMode};
 use cascade_memory::{Slab, SlabMut};
 
 use crate::call::Call;
 use crate::catalog::{ContentIndex, NewKey};
-use crate::eviction::Incoming;
+use crate::eviction::{Incoming, Slot};
 use crate::history::Loss;
 use crate::node::{NoSlab, Node};
 use crate::outcome::PutSlab;
@@ -148,7 +148,9 @@ impl Node {
     fn take_round(&self, putting: &mut Putting<'_>, open: &[usize]) -> (Vec<Taken>, usize) {
         let mut taken: Vec<Taken> = Vec::new();
         let mut taken_bytes = 0;
-        let mut declined = None;
+        let mut declined: Option<(BlockKey, DeclineReason)> = None;
+        // The block before in its chain, if this round took it, and what it hangs on.
+        let mut hanging: Option<(BlockKey, Option<Slot>)> = None;
         let mut state = self.lock();
         for (done, at) in open.iter().enumerate() {
             if taken.len() == ROUND_BLOCKS || taken_bytes >= ROUND_BYTES {
@@ -160,17 +162,19 @@ impl Node {
                 Known::Settled(outcome) => putting.outcomes[*at] = Some(outcome),
                 Known::Compare => {}
                 // Without its parent a block is never asked for.
-                Known::New if declined.is_some() && put.parent == declined => {
-                    declined = Some(put.key);
-                    let outcome = PutOutcome::Declined(DeclineReason::WorthLess);
-                    putting.outcomes[*at] = Some(outcome);
+                Known::New if declined.is_some_and(|(key, _)| put.parent == Some(key)) => {
+                    let (_, reason) = declined.expect("just asked");
+                    declined = Some((put.key, reason));
+                    putting.outcomes[*at] = Some(PutOutcome::Declined(reason));
                 }
                 Known::New => {
+                    let parent = resident_ancestor(&state, put, hanging);
                     let (again, slab) =
-                        self.take_worth(state, put, !taken.is_empty(), putting.call);
+                        self.take_worth(state, put, parent, !taken.is_empty(), putting.call);
                     state = again;
                     match slab {
                         Ok(slab) => {
+                            hanging = Some((put.key, parent));
                             taken_bytes += slab.len();
                             taken.push(Taken { index: *at, slab });
                         }
@@ -180,8 +184,10 @@ impl Node {
                             return (taken, done);
                         }
                         Err(why) => {
-                            declined = (why == NoSlab::WorthLess).then_some(put.key);
                             let outcome = self.not_taken(&state, why, put, putting.call);
+                            if let PutOutcome::Declined(reason) = outcome {
+                                declined = Some((put.key, reason));
+                            }
                             putting.outcomes[*at] = Some(outcome);
                         }
                     }
@@ -198,6 +204,7 @@ impl Node {
         &'a self,
         state: MutexGuard<'a, State>,
         put: &Put<'_>,
+        parent: Option<Slot>,
         holds_some: bool,
         call: Call,
     ) -> (MutexGuard<'a, State>, Result<SlabMut, NoSlab>) {
@@ -212,11 +219,10 @@ impl Node {
             }
             return self.take_slab(state, bytes, holds_some, None, call);
         }
-        let parent = put.parent.and_then(|parent| state.catalog.find(&parent));
         let incoming = Incoming {
             owner: u32::MAX,
             fingerprint: put.key.fingerprint(),
-            parent: parent.and_then(|parent| state.catalog.entry(parent).slot()),
+            parent,
             bytes: u32::try_from(bytes).expect("longer blocks were refused"),
             is_protected: put.is_prefix,
         };
@@ -514,6 +520,20 @@ impl Node {
             is_prefix: put.is_prefix,
             expires_unix_ms: expires,
         }
+    }
+}
+
+/// What a block hangs on in DRAM: its parent, or what that will hang on once this round is in. It
+/// must not go for the block itself: then all that follows would be of no use.
+fn resident_ancestor(
+    state: &State,
+    put: &Put<'_>,
+    hanging: Option<(BlockKey, Option<Slot>)>,
+) -> Option<Slot> {
+    let parent = put.parent?;
+    match state.catalog.find(&parent) {
+        Some(found) => state.catalog.entry(found).slot(),
+        None => hanging.filter(|(key, _)| *key == parent).and_then(|(_, slot)| slot),
     }
 }
 
