@@ -12,6 +12,7 @@ mod reference;
 mod replay;
 mod screen;
 mod serve;
+mod shadow;
 mod size;
 
 use std::ffi::OsString;

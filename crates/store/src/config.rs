@@ -1,5 +1,6 @@
 //! What a store is made of: one typed struct, checked before anything starts.
 
+use std::num::NonZeroU32;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -191,7 +192,13 @@ impl StoreConfig {
 pub struct CallOptions {
     /// How long this call may take; the store's timeout otherwise.
     pub timeout: Option<Duration>,
+    /// Who calls: kept with the blocks that it puts, for [`crate::Store::explain`].
+    pub writer: Option<Writer>,
 }
+
+/// Who put a block: a number that means something to the caller, such as a session's.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Writer(pub NonZeroU32);
 
 /// What is wrong with a pipeline.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]

@@ -5,7 +5,11 @@ mod call;
 mod catalog;
 mod config;
 pub mod eviction;
+mod explain;
 mod health;
+mod history;
+mod hot;
+mod insight;
 mod mover;
 mod names;
 mod node;
@@ -16,6 +20,7 @@ mod prober;
 mod put;
 mod read;
 mod request;
+mod shadow;
 mod shedding;
 pub mod stage;
 mod state;
@@ -25,9 +30,12 @@ mod store;
 pub use block_store::BlockStore;
 pub use config::{
     CallOptions, FileLayout, FilesConfig, IoEngine, PipelineError, PolicyKind, StoreConfig,
-    WritePolicy,
+    WritePolicy, Writer,
 };
+pub use explain::{BlockExplanation, BlockHere, BlockState, Explanation, NamespaceDifference};
 pub use health::{HealthConfig, HealthState, StageHealth};
+pub use history::Loss;
+pub use insight::{HotPrefix, TierBytes};
 pub use names::intern;
 pub use outcome::{
     DeclineReason, GetOutcome, PrefixMatch, Prepared, Put, PutOutcome, PutSlab, StoreError,
@@ -35,5 +43,6 @@ pub use outcome::{
 };
 pub use pipeline::Pipeline;
 pub use request::{Hints, Request};
+pub use shadow::{ShadowFigure, ShadowRates};
 pub use stats::{Counters, Stats, TierHits};
 pub use store::Store;

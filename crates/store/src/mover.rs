@@ -14,6 +14,7 @@ use cascade_block::{BlockKey, Deadline};
 use cascade_memory::Slab;
 
 use crate::catalog::{Address, ContentIndex};
+use crate::history::Loss;
 use crate::node::Node;
 use crate::shedding::Verdict;
 use crate::stage::{BlockFacts, Room, StageError};
@@ -53,6 +54,7 @@ pub(crate) fn run(node: &Arc<Node>, stage: usize) {
         // Before anyone can see them as written: a slab that the mover holds cannot be evicted.
         drop(batch.blocks);
         let mut state = node.lock();
+        state.history.tell_time(node.clock.unix_ms());
         let is_late = |result: &Result<_, _>| matches!(result, Err(StageError::Timeout));
         let is_stuck = !results.is_empty() && results.iter().all(is_late);
         for (pending, result) in batch.pending.iter().zip(results) {
@@ -268,6 +270,7 @@ fn keeps(node: &Node, stage: usize, key: &BlockKey, kept: &mut HashMap<(u32, u32
 
 fn apply_room(node: &Node, stage: usize, room: &Room) {
     let mut state = node.lock();
+    state.history.tell_time(node.clock.unix_ms());
     // Names that wait to be told were meant for where the blocks lay before.
     let places: HashMap<_, _> = room.moved.iter().map(|(_, old, new)| (*old, *new)).collect();
     for change in &mut state.names[stage] {
@@ -282,8 +285,10 @@ fn apply_room(node: &Node, stage: usize, room: &Room) {
     for (key, address) in &room.dropped {
         state.counters.reclaimed_blocks += 1;
         if let Some(content) = content_at(&mut state, stage, key, *address) {
-            state.catalog.content_mut(content).set_address(stage, None);
-            state.forget_if_nowhere(content);
+            let entry = state.catalog.content_mut(content);
+            entry.set_address(stage, None);
+            entry.was_reclaimed = true;
+            state.forget_if_nowhere(content, Loss::Reclaimed);
         }
     }
     drop(state);
@@ -318,6 +323,7 @@ fn settle(state: &mut State, stage: usize, pending: &Pending, result: Result<Add
     match result {
         Ok(address) => {
             content.set_address(stage, Some(address));
+            content.was_reclaimed = false;
             state.counters.demoted_blocks += 1;
             state.counters.demoted_bytes += u64::from(pending.facts.bytes);
             name_everywhere(state, stage, pending, address);
@@ -334,7 +340,7 @@ fn settle(state: &mut State, stage: usize, pending: &Pending, result: Result<Add
     }
     if is_clean && !state.has_dram {
         state.drop_slab(pending.content);
-        state.forget_if_nowhere(pending.content);
+        state.forget_if_nowhere(pending.content, Loss::Unwritten);
     }
 }
 

@@ -9,6 +9,8 @@ use cascade_memory::{Pool, SlabMut};
 use crate::call::Call;
 use crate::catalog::{LOWER_STAGES_MAX, NewKey};
 use crate::eviction::{self, Eviction, Incoming, Limits};
+use crate::history::History;
+use crate::insight::Insight;
 use crate::pipeline::Pipeline;
 use crate::stage::guarded::Guarded;
 use crate::stage::{BlockFacts, Registry, StageContext, StageError};
@@ -30,6 +32,8 @@ pub(crate) struct Node {
     tier_names: Vec<TierName>,
     pub(crate) dirty_bytes_max: u64,
     state: Mutex<State>,
+    /// What watches the traffic; a lock of its own, never taken while the state's is held.
+    pub(crate) insight: Mutex<Insight>,
     /// Something changed that a caller may wait for.
     changed: Condvar,
     /// A queue has work for a mover.
@@ -70,10 +74,13 @@ impl Node {
             admit_partial: config.admit_partial,
         };
         let eviction = Eviction::new(eviction::policy(config.policy), limits);
-        let state = State::new(eviction, pipeline.has_dram, config.health, &*clock);
+        let history = History::new(clock.unix_ms());
+        let lower = stages.len();
+        let state = State::new(eviction, pipeline.has_dram, lower, history, config.health, &*clock);
         let state = Mutex::new(state);
         let dirty_bytes_max = config.dirty_bytes_max.unwrap_or(config.dram_bytes / 4);
-        let names = stages.iter().map(Guarded::name);
+        let names: Vec<TierName> = stages.iter().map(Guarded::name).collect();
+        let insight = Mutex::new(Insight::new(&config, pipeline.has_dram, &names));
         let node = Self {
             tier_names: std::iter::once("dram").chain(names).collect(),
             config,
@@ -83,6 +90,7 @@ impl Node {
             stages,
             dirty_bytes_max,
             state,
+            insight,
             changed: Condvar::new(),
             work: Condvar::new(),
             look: Condvar::new(),
@@ -188,7 +196,8 @@ impl Node {
     }
 
     pub(crate) fn call(&self, options: CallOptions) -> Call {
-        Call::new(&*self.clock, options.timeout.unwrap_or(self.config.timeout))
+        let timeout = options.timeout.unwrap_or(self.config.timeout);
+        Call::new(&*self.clock, timeout, options.writer)
     }
 
     /// The time that the policy goes by.

@@ -7,7 +7,7 @@ use cascade_memory::{Slab, SlabMut};
 
 use crate::call::Call;
 use crate::catalog::{Address, Awaits, ContentIndex, KeyIndex};
-use crate::eviction::Removal;
+use crate::history::Loss;
 use crate::node::Node;
 use crate::shedding::Verdict;
 use crate::stage::{Load, Loaded, StageError};
@@ -218,6 +218,8 @@ impl Node {
     ) -> (MutexGuard<'a, State>, Plan) {
         let now = self.policy_now(&state);
         let now_unix_ms = self.clock.unix_ms();
+        state.history.tell_time(now_unix_ms);
+        let stamp = state.history.stamp();
         let keys: Vec<BlockKey> = wanted.iter().map(|wanted| wanted.key).collect();
         let mut found = Vec::with_capacity(keys.len());
         state.catalog.find_batch(&keys, &mut found);
@@ -239,7 +241,7 @@ impl Node {
                 reading.settle(wanted, ViewOutcome::Miss);
                 continue;
             };
-            if let Some(slab) = resident(&mut state, key, now, reading.purpose) {
+            if let Some(slab) = resident(&mut state, key, now, stamp, reading.purpose) {
                 reading.settle(wanted, ViewOutcome::Hit { slab, tier });
                 continue;
             }
@@ -321,8 +323,10 @@ impl Node {
             let time = reading.call.deadline.remaining(&*self.clock);
             let loaded = self.stages[stage].load(loads, reading.call.deadline);
             let verdict = Verdict::of_load(&loaded, time >= self.config.health.probe_timeout);
+            let now_unix_ms = self.clock.unix_ms();
             let mut state = self.lock();
             self.judge(&mut state, stage, verdict);
+            state.history.tell_time(now_unix_ms);
             for ((mut wanted, from), loaded) in places.into_iter().zip(loaded) {
                 state.slabs_out -= 1;
                 if !self.settle(&mut state, &mut wanted, from, loaded, reading) {
@@ -377,7 +381,7 @@ impl Node {
             Loaded::Gone => forget_name(state, wanted, from),
             Loaded::Damaged => {
                 state.counters.damaged_blocks += 1;
-                forget_address(state, from);
+                forget_address(state, from, Loss::Damaged);
             }
         }
         wanted.tries += 1;
@@ -403,12 +407,16 @@ impl Node {
         let named = state.catalog.find(&wanted.key);
         let names_it = |key: &KeyIndex| state.catalog.entry(*key).content == from.content;
         let Some(key) = named.filter(names_it) else { return };
+        let stamp = state.history.stamp();
         let Some(content) = state.catalog.live_content(from.place()) else { return };
         let has_moved = content.address(from.stage) != Some(from.address);
         if has_moved || purpose == Purpose::Inspect {
             return;
         }
         content.referenced |= 1 << from.stage;
+        if purpose == Purpose::Use {
+            content.note_use(stamp);
+        }
         if !self.pipeline.has_dram || !state.eviction.policy().promotes_hits() {
             return;
         }
@@ -496,18 +504,21 @@ fn resident(
     state: &mut State,
     key: KeyIndex,
     now: std::time::Duration,
+    stamp: u32,
     purpose: Purpose,
 ) -> Option<Slab> {
     let content = state.catalog.entry(key).content;
-    let slab = state.catalog.content(content).slab.clone()?;
+    let content = state.catalog.content_mut(content);
+    let slab = content.slab.clone()?;
     if purpose == Purpose::Use {
+        content.note_use(stamp);
         state.touch(key, now);
     }
     Some(slab)
 }
 
 /// The block's bytes are no longer where the catalog says: the address goes, for all its names.
-fn forget_address(state: &mut State, from: Source) {
+fn forget_address(state: &mut State, from: Source, why: Loss) {
     let Some(content) = state.catalog.live_content(from.place()) else { return };
     if content.address(from.stage) == Some(from.address) {
         content.set_address(from.stage, None);
@@ -515,7 +526,7 @@ fn forget_address(state: &mut State, from: Source) {
             let name = state.catalog.entry(key).key;
             state.push_name(from.stage, NameChange::Remove(name, from.address));
         }
-        state.forget_if_nowhere(from.content);
+        state.forget_if_nowhere(from.content, why);
     }
 }
 
@@ -527,14 +538,14 @@ fn forget_name(state: &mut State, wanted: &Wanted, from: Source) {
         return;
     }
     if content.key_count == 1 {
-        return forget_address(state, from);
+        return forget_address(state, from, Loss::Vanished);
     }
     let tickets = state.names_tickets[from.stage];
     if tickets.settled == tickets.pushed
         && let Some(key) = state.catalog.find(&wanted.key)
         && state.catalog.entry(key).content == from.content
     {
-        state.forget(key, Removal::Deleted);
+        state.forget(key, Loss::Vanished);
     }
 }
 

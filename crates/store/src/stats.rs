@@ -3,6 +3,7 @@
 use cascade_memory::PoolStats;
 
 use crate::outcome::PutOutcome;
+use crate::shadow::ShadowFigure;
 use crate::stage::StageStats;
 use crate::{StageHealth, TierName};
 
@@ -132,6 +133,10 @@ pub struct Stats {
     pub stages: Vec<(TierName, StageStats)>,
     /// Their health, in the same order.
     pub health: Vec<(TierName, StageHealth)>,
+    /// What other sizes of each bounded tier would give, by tier and size.
+    pub shadows: Vec<ShadowFigure>,
+    /// Memory of the shadows, of what is known of blocks that are gone, and of hot prefixes.
+    pub insight_bytes: u64,
     /// What an operator should know, such as a tier that was left out.
     pub notes: Vec<String>,
 }

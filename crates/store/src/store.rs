@@ -8,9 +8,11 @@ use cascade_block::{BlockKey, Clock, Deadline, Manifest, Namespace, NamespaceId,
 use cascade_memory::{Region, SlabMut};
 
 use crate::catalog::KeyIndex;
-use crate::eviction::{Asked, Removal};
+use crate::eviction::Asked;
+use crate::history::Loss;
 use crate::node::Node;
 use crate::outcome::PutSlab;
+use crate::shadow::Answered;
 use crate::shedding::Verdict;
 use crate::stage::guarded::Guarded;
 use crate::stage::{Registry, StageError};
@@ -80,7 +82,7 @@ impl Store {
         Ok(Self(Arc::new(handle)))
     }
 
-    fn node(&self) -> &Node {
+    pub(crate) fn node(&self) -> &Node {
         &self.0.node
     }
 
@@ -183,11 +185,13 @@ impl Store {
         let now_unix_ms = node.clock.unix_ms();
         let mut found = Vec::with_capacity(request.keys.len());
         let mut state = node.lock();
+        state.history.tell_time(now_unix_ms);
         state.policy_time = state.policy_time.max(request.at);
         let now = node.policy_now(&state);
         state.catalog.find_batch(request.keys, &mut found);
         let mut chain = Vec::with_capacity(request.keys.len());
         let mut tiers = Vec::new();
+        let mut in_dram = 0;
         let mut is_unbroken = true;
         let mut has_forgotten = state.is_closed;
         for (key, mut found) in request.keys.iter().zip(found) {
@@ -210,6 +214,7 @@ impl Store {
                     state.announce(found);
                 }
                 let content = state.catalog.content(content);
+                in_dram += usize::from(content.slab.is_some() && in_dram == tiers.len());
                 let lower = content.fastest_lower_but(state.shed);
                 let lower = lower.map_or(0, |(stage, _)| 1 + stage);
                 tiers.push(node.tier_name(if content.slab.is_some() { 0 } else { lower }));
@@ -221,7 +226,17 @@ impl Store {
         state.counters.requests += 1;
         state.counters.blocks_requested += request.keys.len() as u64;
         state.counters.blocks_matched += tiers.len() as u64;
+        let block_bytes = state.typical_block_bytes();
         node.release(state);
+        node.insight().request(&Answered {
+            at: now,
+            keys: request.keys,
+            partial_tail: request.partial_tail,
+            hints: &request.hints,
+            in_dram,
+            matched: tiers.len(),
+            block_bytes,
+        });
         PrefixMatch { tiers }
     }
 
@@ -247,6 +262,8 @@ impl Store {
         let chain: Vec<_> = request.keys.iter().zip(found).map(asked).collect();
         let now = node.policy_now(&state);
         state.eviction.hint(now, &chain, &request.hints);
+        drop(state);
+        node.insight().shadows.hint(now, request.keys, &request.hints);
     }
 
     /// Whether each block is in any tier. Counts as nobody's access.
@@ -300,6 +317,7 @@ impl Store {
         let node = self.node();
         let now_unix_ms = node.clock.unix_ms();
         let mut state = node.lock();
+        state.history.tell_time(now_unix_ms);
         let now = node.policy_now(&state);
         let mut change_one = |key: &BlockKey| {
             let Some(found) = state.find_live(key, now_unix_ms) else { return false };
@@ -328,13 +346,15 @@ impl Store {
         if state.is_closing {
             return vec![false; keys.len()];
         }
+        state.history.tell_time(node.clock.unix_ms());
         let mut delete_one = |key: &BlockKey| {
             let found = state.catalog.find(key);
-            found.inspect(|found| state.forget(*found, Removal::Deleted)).is_some()
+            found.inspect(|found| state.forget(*found, Loss::Deleted)).is_some()
         };
         let deleted = keys.iter().map(&mut delete_one).collect();
         node.release(state);
         node.announce_change();
+        node.insight().shadows.remove(keys);
         deleted
     }
 
@@ -345,11 +365,13 @@ impl Store {
         if state.is_closing {
             return;
         }
+        state.history.tell_time(node.clock.unix_ms());
         for key in state.catalog.all_keys() {
-            state.forget(key, Removal::Deleted);
+            state.forget(key, Loss::Cleared);
         }
         node.release(state);
         node.announce_change();
+        node.insight().shadows.clear();
     }
 
     /// Hints that blocks will be read soon: brings them to DRAM in the background. Returns how many
@@ -374,6 +396,7 @@ impl Store {
     /// what they were made for. Do it once, before the first put.
     pub fn register(&self, namespace: &Namespace, options: CallOptions) -> Result<(), StoreError> {
         let deadline = self.node().call(options).deadline;
+        self.node().insight().register(namespace);
         let mut registered = Ok(());
         // One that fails keeps the others from nothing.
         for stage in &self.node().stages {
@@ -396,6 +419,7 @@ impl Store {
             let kept = stage.manifests(deadline);
             all.extend(kept.map_err(|e| tier_error(stage, "list its manifests", e))?);
         }
+        all.extend(self.node().insight().manifests());
         all.sort_by_key(|(id, _)| *id);
         all.dedup_by_key(|(id, _)| *id);
         Ok(all)
@@ -510,6 +534,7 @@ impl Node {
         let pool = self.pool.stats();
         // Whoever asks gets an answer that is no older than the last time somebody did.
         self.announce_look();
+        let (shadows, watching_bytes) = self.insight().figures();
         let state = self.lock();
         let eviction = state.eviction.stats();
         let hits = |(tier, (blocks, bytes)): (usize, &(u64, u64))| TierHits {
@@ -540,6 +565,8 @@ impl Node {
                 .zip(&state.breakers)
                 .map(|((name, stuck_calls), breaker)| (name, breaker.health(stuck_calls)))
                 .collect(),
+            shadows,
+            insight_bytes: (watching_bytes + state.history.memory_bytes()) as u64,
             notes: self.pipeline.notes.clone(),
         }
     }

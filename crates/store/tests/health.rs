@@ -48,7 +48,7 @@ fn pass_until(store: &Store, clock: &ManualClock, is_healthy: bool) -> Duration 
 }
 
 fn no_wait() -> CallOptions {
-    CallOptions { timeout: Some(Duration::from_secs(20)) }
+    CallOptions { timeout: Some(Duration::from_secs(20)), ..CallOptions::default() }
 }
 
 #[test]
@@ -248,7 +248,7 @@ fn a_hung_stage_costs_nobody(write: WritePolicy) {
     flush(&store);
     println!("the hang is injected: a stage that ignores its deadlines, as a dead mount does");
     let released = stage.hang();
-    let hourly = CallOptions { timeout: Some(Duration::from_secs(3600)) };
+    let hourly = CallOptions { timeout: Some(Duration::from_secs(3600)), ..CallOptions::default() };
     // Whoever asked it before it is shed is let go when it is: no hour passes in this test.
     std::thread::scope(|scope| {
         for at in 0..4 {

@@ -68,7 +68,7 @@ fn a_stuck_stage_makes_puts_busy_by_their_deadline() {
     stage.delay_ms.store(2000, Relaxed);
     put(&store, &keys(0..16), BLOCK);
     let bytes = bytes_of(&key(99), BLOCK);
-    let options = CallOptions { timeout: Some(Duration::from_millis(50)) };
+    let options = CallOptions { timeout: Some(Duration::from_millis(50)), writer: None };
     let outcome = store.put(&[Put::new(key(99), &bytes)], options).pop().unwrap();
     let PutOutcome::Failed(StoreError::Busy { tier: "map", pending_bytes }) = outcome else {
         panic!("{outcome:?}")
@@ -83,7 +83,7 @@ fn a_late_read_is_a_timeout_and_the_block_stays() {
     put(&store, &keys(0..256), BLOCK);
     flush(&store);
     stage.delay_ms.store(500, Relaxed);
-    let options = CallOptions { timeout: Some(Duration::from_millis(20)) };
+    let options = CallOptions { timeout: Some(Duration::from_millis(20)), writer: None };
     let view = store.view(&keys(0..1), options).pop().unwrap();
     assert!(matches!(view, ViewOutcome::Failed(StoreError::Timeout { .. })), "{view:?}");
     stage.delay_ms.store(0, Relaxed);

@@ -47,7 +47,7 @@ impl Reach {
         "cascade (command line)".clone_into(&mut options.name);
         options.timeout = timeout;
         let client = Client::connect(options).map_err(|source| unreachable_node(source, &socket))?;
-        Ok(Asker { client, socket, options: CallOptions { timeout: Some(timeout), ..CallOptions::default() } })
+        Ok(Asker { client, socket, options: CallOptions { timeout: Some(timeout), ..CallOptions::default(), ..CallOptions::default() } })
     }
 }
 

@@ -18,7 +18,7 @@ use super::session::Session;
 use crate::Node;
 
 /// A call that asks without time to wait.
-const AT_ONCE: CallOptions = CallOptions { timeout: Some(Duration::ZERO) };
+const AT_ONCE: CallOptions = CallOptions { timeout: Some(Duration::ZERO), writer: None };
 
 /// How many calls may wait for a tier or for room at a time. The threads beyond these serve those
 /// that need not wait, so that a slow disk slows nobody who does not ask it.
@@ -369,7 +369,10 @@ impl Dispatch<'_> {
 }
 
 fn timeout(timeout_ms: u32) -> CallOptions {
-    CallOptions { timeout: Some(Duration::from_millis(u64::from(timeout_ms))) }
+    CallOptions {
+        timeout: Some(Duration::from_millis(u64::from(timeout_ms))),
+        ..CallOptions::default()
+    }
 }
 
 fn put_of(block: &AskedBlock) -> Put<'static> {
