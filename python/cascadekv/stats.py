@@ -42,6 +42,26 @@ class StageHealth(TypedDict):
     stuck_calls: int
 
 
+class ShadowRates(TypedDict):
+    """Blocks of chain lookups: what was, and what a shadow's size would have given."""
+
+    blocks_requested: int
+    blocks_matched: int
+    blocks_simulated: int
+    blocks_predicted: int
+
+
+class ShadowFigure(TypedDict):
+    """A tier at another size; 100 percent is the calibration."""
+
+    tier: str
+    capacity_percent: int
+    capacity_bytes: int
+    sampled_one_in: int
+    recent: ShadowRates
+    since_start: ShadowRates
+
+
 class Stats(TypedDict):
     """Counters since the store was opened (`hits + misses + get_failures == gets`), and contents.
 
@@ -90,6 +110,8 @@ class Stats(TypedDict):
     protection_refused: int
     catalog_bytes: int
     pending_bytes: int
+    insight_bytes: int
+    shadows: list[ShadowFigure]
     pool: PoolStats
     stages: dict[str, StageStats]
     health: dict[str, StageHealth]

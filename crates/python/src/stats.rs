@@ -2,7 +2,9 @@
 
 use cascade_memory::PoolStats;
 use cascade_store::stage::StageStats;
-use cascade_store::{Counters, HealthState, StageHealth, Stats, TierHits, TierName};
+use cascade_store::{
+    Counters, HealthState, ShadowFigure, ShadowRates, StageHealth, Stats, TierHits, TierName,
+};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
@@ -22,8 +24,9 @@ pub(crate) fn to_dict<'py>(py: Python<'py>, stats: &Stats) -> PyResult<Bound<'py
     enter_counters(&dict, &stats.counters)?;
     enter!(dict, stats, Stats {
         keys, contents, content_bytes, dram_blocks, dram_bytes, protected_blocks,
-        protection_refused, catalog_bytes, pending_bytes, notes,
-    } but counters, hits_by_tier, pool, stages, health);
+        protection_refused, catalog_bytes, pending_bytes,
+        insight_bytes, notes,
+    } but counters, hits_by_tier, pool, stages, health, shadows);
     let by_tier = PyDict::new(py);
     for hits in &stats.hits_by_tier {
         by_tier.set_item(hits.tier, hits_dict(py, hits)?)?;
@@ -32,6 +35,8 @@ pub(crate) fn to_dict<'py>(py: Python<'py>, stats: &Stats) -> PyResult<Bound<'py
     dict.set_item("pool", pool_dict(py, &stats.pool)?)?;
     dict.set_item("stages", stages_dict(py, &stats.stages)?)?;
     dict.set_item("health", health_dict(py, &stats.health)?)?;
+    let shadows = stats.shadows.iter().map(|figure| shadow_dict(py, figure));
+    dict.set_item("shadows", shadows.collect::<PyResult<Vec<_>>>()?)?;
     Ok(dict)
 }
 
@@ -75,6 +80,23 @@ fn enter_counters(dict: &Bound<'_, PyDict>, counters: &Counters) -> PyResult<()>
         }
     );
     Ok(())
+}
+
+fn shadow_dict<'py>(py: Python<'py>, figure: &ShadowFigure) -> PyResult<Bound<'py, PyDict>> {
+    let dict = PyDict::new(py);
+    enter!(dict, figure, ShadowFigure {
+        tier, capacity_percent, capacity_bytes, sampled_one_in,
+    } but recent, since_start);
+    for (name, rates) in [("recent", &figure.recent), ("since_start", &figure.since_start)] {
+        let one = PyDict::new(py);
+        enter!(
+            one,
+            rates,
+            ShadowRates { blocks_requested, blocks_matched, blocks_simulated, blocks_predicted }
+        );
+        dict.set_item(name, one)?;
+    }
+    Ok(dict)
 }
 
 fn hits_dict<'py>(py: Python<'py>, hits: &TierHits) -> PyResult<Bound<'py, PyDict>> {
