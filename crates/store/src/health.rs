@@ -22,7 +22,7 @@ pub struct HealthConfig {
     /// Default: 5 s. Minimum: 1 ms.
     pub probe_interval: Duration,
     /// How long a probe may take. A call that lasts the threshold's times as long without an answer
-    /// has its stage shed. Default: 3 s. Minimum: 1 ms.
+    /// has its stage shed, unless that keeps its deadlines by itself. Default: 3 s. Minimum: 1 ms.
     pub probe_timeout: Duration,
     /// How many of the last calls count. Default: 8. Minimum: 1. Maximum: 64.
     pub window: u32,

@@ -125,12 +125,15 @@ impl Node {
 
     /// Whether a content is where only shed stages have its bytes: nobody can read it now.
     pub(crate) fn is_out_of_reach(&self, state: &State, content: &Content) -> bool {
+        if state.shed == 0 || content.slab.is_some() {
+            return false;
+        }
         let keeps_bytes = |stage: &usize| {
             content.address(*stage).is_some() && !self.stages[*stage].keeps_names_only()
         };
         let mut holders = (0..self.stages.len()).filter(keeps_bytes).peekable();
         let is_below = holders.peek().is_some();
-        content.slab.is_none() && is_below && holders.all(|stage| state.is_shed(stage))
+        is_below && holders.all(|stage| state.is_shed(stage))
     }
 
     /// Whether no tier takes blocks: there is no DRAM, and all that keeps bytes is shed.

@@ -110,7 +110,7 @@ fn store(directory: PathBuf, engine: IoEngine, layout: FileLayout) -> Store {
     };
     let health = HealthConfig {
         probe_interval: Duration::from_millis(50),
-        probe_timeout: Duration::from_millis(300),
+        probe_timeout: Duration::from_secs(1),
         ..HealthConfig::default()
     };
     let pipeline = "Dram|Files".to_owned();
