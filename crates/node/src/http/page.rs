@@ -167,7 +167,84 @@ fn hit_legend(series: &Series) -> Markup {
     html! {
         ul.legend {
             @for tier in &series.tiers { li { i class=(tier_hue(tier)) {} (tier) } }
-            li { i.c-miss {} "not there" }
+            li { i.c-miss {} "not served" }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::status::{
+        ClientStatus, HealthStatus, HotPrefix, ShadowStatus, TenantStatus, TierStatus,
+    };
+
+    /// A status with something in every part of it.
+    fn full() -> Status {
+        let mut status = Status::default();
+        let mut tenant = TenantStatus { name: "research".to_owned(), ..TenantStatus::default() };
+        tenant.tiers = vec![TierStatus {
+            name: "files".to_owned(),
+            health: Some(HealthStatus {
+                state: HealthState::Open,
+                last_error: Some("input/output error".to_owned()),
+                ..HealthStatus::default()
+            }),
+            ..TierStatus::default()
+        }];
+        tenant.damaged_blocks = 3;
+        tenant.shadows = vec![ShadowStatus {
+            tier: "dram".to_owned(),
+            capacity_percent: 150,
+            capacity_bytes: 12 << 30,
+            predicted_hit_rate: 0.625,
+        }];
+        tenant.hot_prefixes = vec![HotPrefix {
+            key: "ab".repeat(32),
+            depth_blocks: 17,
+            requests: 420,
+            resident_bytes: 1 << 20,
+            tiers: vec!["dram".to_owned(), "files".to_owned()],
+        }];
+        status.tenants = vec![TenantStatus::default(), tenant];
+        status.clients.stopped = 1;
+        status.clients.list = vec![ClientStatus {
+            pid: 4711,
+            name: "<script>alert(1)</script>".to_owned(),
+            is_stopped: true,
+            ..ClientStatus::default()
+        }];
+        status.notes = vec!["a note & more".to_owned()];
+        status
+    }
+
+    #[test]
+    fn each_part_of_a_status_has_its_place() {
+        let page = page(&full(), &Series::default(), "0").into_string();
+        for part in [
+            "What more capacity would give",
+            "150 %",
+            "62.5 %",
+            "Hot prefixes",
+            "abababababababab",
+            "420",
+            "Clients that hold most",
+            "4711",
+            "is passed over",
+            "input/output error",
+            "3 damaged blocks",
+            "1 stopped and 0 silent",
+            "node: a note &amp; more",
+            "research",
+        ] {
+            assert!(page.contains(part), "{part:?} is missing");
+        }
+    }
+
+    #[test]
+    fn what_a_client_calls_itself_cannot_become_part_of_the_page() {
+        let page = page(&full(), &Series::default(), "0").into_string();
+        assert!(page.contains("&lt;script&gt;alert(1)"));
+        assert!(!page.contains("<script>"));
     }
 }

@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
+use cascade_node::config::SecurityConfig;
 use serde_json::Value;
 
 use crate::served::Served;
@@ -110,19 +111,21 @@ fn the_page_shows_the_status_and_its_plots_in_a_browser() {
 #[ignore = "takes a minute: makes docs/images/status-page.png"]
 fn the_picture_of_the_page_is_of_a_busy_node() {
     let Some(browser) = browser() else { return };
-    let served = Served::start();
+    let served = Served::start_of(32 << 20, SecurityConfig::default(), |_| {});
     let clock = Instant::now();
     let mut round = 0;
-    while clock.elapsed() < Duration::from_secs(62) {
+    while clock.elapsed() < Duration::from_secs(75) {
         served.get("/status.json");
-        let busy = 1 + round % 4;
+        // New turns of many conversations: mostly known blocks, some of them long ago.
+        let busy = 2 + (round / 12) % 4;
         for part in 0..busy {
-            let from = (round * 7 + part * 40) % 400;
-            served.read(from..from + 60);
-            served.put(from + 20..from + 60);
+            let end = 400 + round * 9 + part * 5;
+            let behind = [30, 60, 400, 90][((round + part) % 4) as usize];
+            served.read(end - behind..end - behind + 30);
+            served.put(end..end + 5);
         }
         round += 1;
-        std::thread::park_timeout(Duration::from_millis(350));
+        std::thread::park_timeout(Duration::from_millis(300));
     }
     let target: PathBuf =
         Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/images/status-page.png");

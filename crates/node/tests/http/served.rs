@@ -32,10 +32,19 @@ impl Served {
         security: SecurityConfig,
         adjust: impl FnOnce(&mut HttpConfig),
     ) -> Self {
+        Self::start_of(8 << 20, security, adjust)
+    }
+
+    /// With so many bytes of DRAM.
+    pub(crate) fn start_of(
+        dram_bytes: u64,
+        security: SecurityConfig,
+        adjust: impl FnOnce(&mut HttpConfig),
+    ) -> Self {
         let files = tempfile::tempdir().unwrap();
         let mut config = NodeConfig::new(files.path().join("socket"));
         "Dram|Files".clone_into(&mut config.store.pipeline);
-        config.store.dram_bytes = 8 << 20;
+        config.store.dram_bytes = dram_bytes;
         config.store.files = Some(files_config(files.path()));
         let node = Node::open(config).unwrap();
         node.set_state(NodeState::Serving);

@@ -99,7 +99,7 @@ fn sums(at: usize, tenant: &TenantStatus, many: bool) -> Markup {
             (part("puts.stored", puts.stored, "stored"))
             (part("puts.deduplicated", puts.deduplicated, "known by content"))
             (part("evictions.blocks", tenant.evictions.blocks, "evicted"))
-            (part("evictions.lost_blocks", tenant.evictions.lost_blocks, "of them lost"))
+            (part("evictions.lost_blocks", tenant.evictions.lost_blocks, "of these lost"))
         }
     }
 }
@@ -221,13 +221,17 @@ fn clients(status: &Status) -> Markup {
 }
 
 fn notes(status: &Status) -> Markup {
-    let of_tenants = status.tenants.iter().flat_map(|tenant| {
-        let of_tiers = tenant.tiers.iter().flat_map(|tier| &tier.notes);
-        tenant.notes.iter().chain(of_tiers)
-    });
-    let notes: Vec<&String> = status.notes.iter().chain(of_tenants).collect();
+    let mut notes: Vec<(String, &String)> =
+        status.notes.iter().map(|note| ("node".to_owned(), note)).collect();
+    for tenant in &status.tenants {
+        notes.extend(tenant.notes.iter().map(|note| (format!("tenant {}", tenant.name), note)));
+        for tier in &tenant.tiers {
+            let whose = format!("{} of tenant {}", tier.name, tenant.name);
+            notes.extend(tier.notes.iter().map(|note| (whose.clone(), note)));
+        }
+    }
     if notes.is_empty() {
         return html! {};
     }
-    section("Notes", &html! { ul { @for note in notes { li { (note) } } } })
+    section("Notes", &html! { ul { @for (whose, note) in notes { li { (whose) ": " (note) } } } })
 }
