@@ -49,11 +49,8 @@ impl Page<'_> {
             let mut line = String::from("  ");
             for (column, (cell, width)) in row.iter().zip(&widths).enumerate() {
                 let gap = " ".repeat(width - cell.chars().count());
-                line.push_str(&if column == 0 {
-                    format!("{cell}{gap}")
-                } else {
-                    format!("{gap}{cell}")
-                });
+                let (before, after) = if column == 0 { ("", gap.as_str()) } else { (&*gap, "") };
+                line.extend([before, cell, after]);
                 line.push_str("  ");
             }
             let line = line.trim_end();
@@ -240,10 +237,11 @@ impl Page<'_> {
         let clients = &status.clients;
         self.text.push('\n');
         let held = ByteSize(clients.leased_bytes).rounded();
-        let mut text = format!("{} connected, {held} leased", grouped(clients.connected));
-        if let Some(oldest) = clients.oldest_lease_s {
-            text += &format!(", the oldest lease for {}", span(oldest));
-        }
+        let connected = grouped(clients.connected);
+        let oldest = clients.oldest_lease_s;
+        let oldest =
+            oldest.map_or_else(String::new, |age| format!(", the oldest for {}", span(age)));
+        let text = format!("{connected} connected, {held} leased{oldest}");
         self.line("clients", &text);
         if clients.stopped + clients.silent > 0 {
             let stuck = format!("{} stopped, {} silent", clients.stopped, clients.silent);
@@ -283,7 +281,9 @@ mod tests {
     use cascade_node::status::{HealthStatus, TierStatus};
 
     fn plain() -> Screen {
-        Screen { is_coloured: false, ..Screen::of_process() }
+        let mut screen = Screen::of_process();
+        screen.is_coloured = false;
+        screen
     }
 
     fn busy() -> Status {

@@ -4,7 +4,7 @@ use std::fmt::Write as _;
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::path::Path;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use cascade_block::BlockKey;
 use cascade_node::config::SecurityConfig;
@@ -72,17 +72,27 @@ impl Served {
     pub(crate) fn put(&self, range: std::ops::Range<u64>) {
         for number in range {
             let bytes = bytes_of(number);
+            let began = Instant::now();
             self.node.store().put(&[Put::new(key(number), &bytes)], CallOptions::default());
-            self.record(Operation::Seal, 1, 1, BLOCK_BYTES as u64);
+            self.record(Operation::Seal, began.elapsed(), 1, 1, BLOCK_BYTES as u64);
         }
     }
 
     /// Looks chains up and reads what is there; checks every byte.
     pub(crate) fn read(&self, range: std::ops::Range<u64>) {
         let keys: Vec<BlockKey> = range.clone().map(key).collect();
+        let began = Instant::now();
         let matched = self.node.store().lookup_prefix(&Request::new(&keys));
-        self.record(Operation::Lookup, keys.len() as u64, matched.tiers.len() as u64, 0);
+        self.record(
+            Operation::Lookup,
+            began.elapsed(),
+            keys.len() as u64,
+            matched.tiers.len() as u64,
+            0,
+        );
+        let began = Instant::now();
         let views = self.node.store().view(&keys, CallOptions::default());
+        let duration = began.elapsed();
         let mut hits = 0;
         for (number, view) in range.zip(views) {
             if let ViewOutcome::Hit { slab, .. } = view {
@@ -91,11 +101,17 @@ impl Served {
             }
         }
         let bytes = hits * BLOCK_BYTES as u64;
-        self.record(Operation::View, keys.len() as u64, hits, bytes);
+        self.record(Operation::View, duration, keys.len() as u64, hits, bytes);
     }
 
-    fn record(&self, operation: Operation, blocks: u64, hit_blocks: u64, bytes: u64) {
-        let duration = Duration::from_micros(20 + 3 * blocks + bytes / 10_000);
+    fn record(
+        &self,
+        operation: Operation,
+        duration: Duration,
+        blocks: u64,
+        hit_blocks: u64,
+        bytes: u64,
+    ) {
         let answered = Answered { operation, duration, blocks, hit_blocks, bytes, failed: false };
         self.node.traffic().record(&answered);
     }
