@@ -289,6 +289,7 @@ mod tests {
     fn busy() -> Status {
         let mut status = Status::default();
         status.node.version = "1.2.3".to_owned();
+        status.node.socket = "/run/cascade.sock".to_owned();
         status.node.state = NodeState::Serving;
         let mut tenant = TenantStatus { name: "default".to_owned(), ..TenantStatus::default() };
         tenant.gets.blocks = 2000;

@@ -30,7 +30,8 @@ fn tiers(status: &Status) -> Markup {
     let head = html! {
         tr {
             @if many { th { "tenant" } }
-            th { "tier" } th { "state" } th.number { "used" } th.number { "of" } th.number { "full" }
+            th { "tier" } th { "state" } th.number { "used" } th.number { "of" }
+            th.number { "full" }
             th.number { "blocks" } th.number { "hits" } th.number { "bytes served" }
             th.number { "damaged" }
         }
@@ -178,7 +179,8 @@ fn hot_prefixes(status: &Status) -> Markup {
                 @for prefix in &tenant.hot_prefixes {
                     tr {
                         td { (tenant.name) }
-                        td { code title=(prefix.key) { (prefix.key.get(..16).unwrap_or(&prefix.key)) } }
+                        @let short = prefix.key.get(..16).unwrap_or(&prefix.key);
+                        td { code title=(prefix.key) { (short) } }
                         td.number { (count(prefix.depth_blocks)) }
                         td.number { (count(prefix.requests)) }
                         td.number { (bytes(prefix.resident_bytes)) }
