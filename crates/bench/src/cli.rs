@@ -14,6 +14,7 @@ mod screen;
 mod serve;
 mod shadow;
 mod size;
+mod status;
 
 use std::ffi::OsString;
 
@@ -25,6 +26,7 @@ pub use failure::Failure;
 pub use reference::reference;
 pub use screen::{Screen, write_file, write_json};
 pub use size::{Count, WarmUp, parse_bytes};
+pub use status::render as render_status;
 
 /// Everything went well.
 pub const EXIT_OK: i32 = 0;
