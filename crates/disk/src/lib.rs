@@ -6,6 +6,7 @@
 
 mod config;
 pub mod conformance;
+mod erase;
 mod error;
 pub mod format;
 mod gate;
@@ -22,6 +23,7 @@ mod segments;
 mod tier;
 
 pub use config::{EngineKind, FileTierConfig, Layout};
+pub use erase::{ErasedFiles, FileLeft};
 pub use error::DiskError;
 pub use format::WriterName;
 pub use inspect::{InspectReport, inspect};

@@ -9,7 +9,7 @@ use cascade_memory::{Pool, Slab, SlabMut};
 use crate::io::Io;
 use crate::per_block::PerBlockFiles;
 use crate::segments::SegmentFiles;
-use crate::{Address, DiskError, FileTierConfig, Layout, RecordMeta, StoredManifest};
+use crate::{Address, DiskError, ErasedFiles, FileTierConfig, Layout, RecordMeta, StoredManifest};
 
 /// A block to read, and where to.
 #[derive(Debug)]
@@ -174,6 +174,10 @@ pub trait BlockFiles: Send + Sync + fmt::Debug {
 
     /// The manifests beside the blocks, also those that do not parse.
     fn manifests(&self, deadline: Deadline) -> Result<Vec<StoredManifest>, DiskError>;
+
+    /// Overwrites and removes every file of the tier: blocks, checkpoint, manifests. It is empty
+    /// and usable afterwards; the result names the files that resisted.
+    fn erase(&self, deadline: Deadline) -> Result<ErasedFiles, DiskError>;
 
     /// Bytes that the files take on the device.
     fn used_bytes(&self) -> u64;

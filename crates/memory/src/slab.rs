@@ -19,6 +19,8 @@ pub struct SlabMut {
     extent: Extent,
     /// Bytes asked for; the visible length.
     len: usize,
+    /// The pool's epoch when it was taken; see [`crate::Pool::begin_wipe`].
+    epoch: usize,
 }
 
 /// A sealed piece of the pool: never changes again, shared by all who hold a clone.
@@ -28,10 +30,10 @@ pub struct SlabMut {
 pub struct Slab(Arc<SlabMut>);
 
 impl SlabMut {
-    pub(crate) fn new(pool: Arc<PoolInner>, extent: Extent, len: usize) -> Self {
+    pub(crate) fn new(pool: Arc<PoolInner>, extent: Extent, len: usize, epoch: usize) -> Self {
         assert!(len <= extent.bytes, "a slab lies in its extent");
         assert!(extent.offset + extent.bytes <= pool.region.bytes(), "an extent of another pool");
-        Self { pool, extent, len }
+        Self { pool, extent, len, epoch }
     }
 
     /// Ends writing: from now on the bytes do not change.
@@ -93,6 +95,9 @@ impl DerefMut for SlabMut {
 
 impl Drop for SlabMut {
     fn drop(&mut self) {
+        if self.pool.is_wiped_since(self.epoch) {
+            self.padded_mut().fill(0);
+        }
         let Extent { offset, bytes } = self.extent;
         self.pool.release(Extent { offset, bytes }, self.len);
     }

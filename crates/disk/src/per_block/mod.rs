@@ -6,6 +6,7 @@
 //! add and remove files at any time, so what is in memory is a hint: every call asks the disk.
 
 mod block_file;
+mod erase;
 mod known;
 mod recovery;
 
@@ -27,8 +28,8 @@ use crate::io::{FileOperations, Io, Transfer};
 use crate::lock::DirectoryLock;
 use crate::tier::ReadRequest;
 use crate::{
-    Address, BlockFiles, Damage, DiskError, DiskStats, FileTierConfig, ReadOutcome, Reclaimed,
-    RecordMeta, StoredManifest, manifests,
+    Address, BlockFiles, Damage, DiskError, DiskStats, ErasedFiles, FileTierConfig, ReadOutcome,
+    Reclaimed, RecordMeta, StoredManifest, manifests,
 };
 
 /// The file tier with one file a block.
@@ -366,6 +367,10 @@ impl BlockFiles for PerBlockFiles {
 
     fn manifests(&self, deadline: Deadline) -> Result<Vec<StoredManifest>, DiskError> {
         manifests::load_all(&self.io, &self.config.directory, deadline)
+    }
+
+    fn erase(&self, deadline: Deadline) -> Result<ErasedFiles, DiskError> {
+        self.erase_all(deadline)
     }
 
     fn used_bytes(&self) -> u64 {

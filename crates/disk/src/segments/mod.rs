@@ -4,6 +4,7 @@
 //! a slot appears in memory only after all of its frame was written; an address names the same
 //! bytes for as long as it names any.
 
+mod erase;
 mod read;
 mod reclaim;
 mod recovery;
@@ -28,8 +29,8 @@ use crate::io::Io;
 use crate::lock::DirectoryLock;
 use crate::tier::ReadRequest;
 use crate::{
-    Address, BlockFiles, DiskError, DiskStats, FileTierConfig, ReadOutcome, Reclaimed, RecordMeta,
-    StoredManifest, manifests,
+    Address, BlockFiles, DiskError, DiskStats, ErasedFiles, FileTierConfig, ReadOutcome, Reclaimed,
+    RecordMeta, StoredManifest, manifests,
 };
 
 /// The file tier in segments.
@@ -170,6 +171,10 @@ impl BlockFiles for SegmentFiles {
 
     fn manifests(&self, deadline: Deadline) -> Result<Vec<StoredManifest>, DiskError> {
         manifests::load_all(&self.io, &self.config.directory, deadline)
+    }
+
+    fn erase(&self, deadline: Deadline) -> Result<ErasedFiles, DiskError> {
+        self.erase_all(deadline)
     }
 
     fn used_bytes(&self) -> u64 {
