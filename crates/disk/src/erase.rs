@@ -66,12 +66,9 @@ impl ErasedFiles {
     }
 
     pub(crate) fn leave(&mut self, path: PathBuf, what: &str, why: &dyn std::error::Error) {
-        let mut reason = format!("{what}: {why}");
-        let mut cause = why.source();
-        while let Some(error) = cause {
-            reason.push_str(&format!(": {error}"));
-            cause = error.source();
-        }
+        let told = [format!("{what}: {why}")].into_iter();
+        let causes = std::iter::successors(why.source(), |error| error.source());
+        let reason = told.chain(causes.map(ToString::to_string)).collect::<Vec<_>>().join(": ");
         self.left.push(FileLeft { path, reason });
     }
 }

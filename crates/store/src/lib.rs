@@ -4,6 +4,7 @@ mod block_store;
 mod call;
 mod catalog;
 mod config;
+mod erase;
 pub mod eviction;
 mod mover;
 mod node;
@@ -12,6 +13,7 @@ mod pipeline;
 mod put;
 mod read;
 mod request;
+mod secret;
 pub mod stage;
 mod state;
 mod stats;
@@ -19,14 +21,16 @@ mod store;
 
 pub use block_store::BlockStore;
 pub use config::{
-    CallOptions, FileLayout, FilesConfig, IoEngine, PipelineError, PolicyKind, StoreConfig,
-    WritePolicy,
+    CallOptions, EncryptionConfig, FileLayout, FilesConfig, IoEngine, PipelineError, PolicyKind,
+    StoreConfig, WritePolicy,
 };
+pub use erase::{Erased, Left, TierErased};
 pub use outcome::{
     DeclineReason, GetOutcome, PrefixMatch, Put, PutOutcome, PutSlab, StoreError, TierName,
     ViewOutcome,
 };
 pub use pipeline::Pipeline;
 pub use request::{Hints, Request};
+pub use secret::{SecretError, read_secret};
 pub use stats::{Counters, Stats, TierHits};
 pub use store::Store;

@@ -10,7 +10,7 @@ use crate::call::Call;
 use crate::catalog::{LOWER_STAGES_MAX, NewKey};
 use crate::eviction::{self, Eviction, Incoming, Limits};
 use crate::pipeline::Pipeline;
-use crate::stage::{BlockFacts, Registry, Stage, StageContext, StageError};
+use crate::stage::{BlockFacts, Registry, Stage, StageContext, StageError, encrypted};
 use crate::state::{Evicted, NameChange, State};
 use crate::{CallOptions, StoreConfig, StoreError, TierName};
 
@@ -58,15 +58,10 @@ impl Node {
         let pipeline = Pipeline::parse(&config.pipeline, registry)?;
         let pool = Pool::new(&config.pool()).map_err(|e| StoreError::Memory(Arc::new(e)))?;
         let context = StageContext { config: &config, pool: &pool, clock: &clock };
-        let stages = pipeline.lower.iter().map(|name| registry.make(name, &context));
+        let make = |name| encrypted::protect(registry.make(name, &context)?, &context);
+        let stages = pipeline.lower.iter().map(|name| make(name));
         let stages = stages.collect::<Result<Vec<_>, _>>()?;
-        let limits = Limits {
-            capacity_bytes: config.dram_bytes,
-            protected_percent: config.protected_percent,
-            admit_partial: config.admit_partial,
-        };
-        let eviction = Eviction::new(eviction::policy(config.policy), limits);
-        let state = Mutex::new(State::new(eviction, pipeline.has_dram));
+        let state = Mutex::new(State::new(new_eviction(&config), pipeline.has_dram));
         let dirty_bytes_max = config.dirty_bytes_max.unwrap_or(config.dram_bytes / 4);
         let names = stages.iter().map(|stage| stage.name());
         let node = Self {
@@ -88,6 +83,11 @@ impl Node {
     pub(crate) fn lock(&self) -> MutexGuard<'_, State> {
         // A panic while the lock was held is a broken invariant; going on could serve wrong bytes.
         self.state.lock().expect("no thread of the store panics while it holds the state")
+    }
+
+    /// An eviction that knows nothing yet.
+    pub(crate) fn new_eviction(&self) -> Eviction {
+        new_eviction(&self.config)
     }
 
     /// Whether a thread panicked while it held the state: then nothing can be said of it any more.
@@ -257,6 +257,15 @@ impl Node {
             }
         }
     }
+}
+
+fn new_eviction(config: &StoreConfig) -> Eviction {
+    let limits = Limits {
+        capacity_bytes: config.dram_bytes,
+        protected_percent: config.protected_percent,
+        admit_partial: config.admit_partial,
+    };
+    Eviction::new(eviction::policy(config.policy), limits)
 }
 
 /// Enters one recovered block. The stage vouches for the key; bytes are checked when read.

@@ -127,6 +127,9 @@ impl Node {
         if state.is_closing {
             return Err(StoreError::Closed);
         }
+        if state.is_erasing {
+            return Err(StoreError::Erasing);
+        }
         let (mut state, slab) = self.take_slab(state, bytes, false, None, call);
         let slab = slab.map_err(|why| self.no_slab_error(&state, why, bytes, call))?;
         // From here on the slab is the caller's: nobody waits for it to come back.
@@ -285,6 +288,9 @@ impl Node {
         let declined = |reason| Known::Settled(PutOutcome::Declined(reason));
         if state.is_closing {
             return Known::Settled(PutOutcome::Failed(StoreError::Closed));
+        }
+        if state.is_erasing {
+            return Known::Settled(PutOutcome::Failed(StoreError::Erasing));
         }
         if !state.has_dram && self.stages.is_empty() {
             return declined(DeclineReason::Empty);

@@ -57,6 +57,7 @@ pub(crate) struct Tickets {
 
 /// Everything that a node decides from.
 #[derive(Debug)]
+#[expect(clippy::struct_excessive_bools, reason = "facts that do not exclude each other")]
 pub(crate) struct State {
     pub(crate) catalog: Catalog,
     pub(crate) eviction: Eviction,
@@ -87,6 +88,8 @@ pub(crate) struct State {
     pub(crate) has_dram: bool,
     /// Nothing new is taken any more.
     pub(crate) is_closing: bool,
+    /// Nothing is taken while everything is erased.
+    pub(crate) is_erasing: bool,
     pub(crate) is_closed: bool,
 }
 
@@ -112,6 +115,7 @@ impl State {
             policy_time: None,
             has_dram,
             is_closing: false,
+            is_erasing: false,
             is_closed: false,
         }
     }

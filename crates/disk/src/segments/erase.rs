@@ -46,12 +46,10 @@ impl SegmentFiles {
 
     fn owns(&self, path: &Path) -> bool {
         let writer = self.config.writer.as_str();
-        match segment_name(path) {
-            Some((name, _)) => name == writer,
-            None => {
-                let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
-                name.split('.').next() == Some(writer)
-            }
+        if let Some((name, _)) = segment_name(path) {
+            return name == writer;
         }
+        let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+        name.split('.').next() == Some(writer)
     }
 }
