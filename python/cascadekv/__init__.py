@@ -25,9 +25,11 @@ from cascadekv._native import (
     Views,
     __version__,
     chain_keys,
+    connect,
 )
 from cascadekv.config import StoreConfig
 from cascadekv.errors import (
+    AwayError,
     BusyError,
     CascadeError,
     ClosedError,
@@ -36,6 +38,7 @@ from cascadekv.errors import (
     ForkError,
     PipelineError,
     PoolError,
+    RefusedError,
     TierError,
 )
 from cascadekv.hints import Hints, Priority, StopReason
@@ -43,6 +46,7 @@ from cascadekv.results import DeclineReason, GetStatus, PutStatus
 from cascadekv.stats import Stats
 
 __all__ = [
+    "AwayError",
     "BlockKey",
     "BlockKeys",
     "BusyError",
@@ -63,6 +67,7 @@ __all__ = [
     "Priority",
     "PutResult",
     "PutStatus",
+    "RefusedError",
     "Reservation",
     "Stats",
     "StopReason",
@@ -73,5 +78,6 @@ __all__ = [
     "Views",
     "__version__",
     "chain_keys",
+    "connect",
     "keys",
 ]

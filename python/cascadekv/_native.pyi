@@ -1,5 +1,6 @@
 """The native module; import from `cascadekv` and its modules."""
 
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal, Self, SupportsIndex, TypeAlias, Unpack, final, overload
 
@@ -27,6 +28,7 @@ __all__ = [
     "chain_keys",
     "check_config",
     "checksum",
+    "connect",
     "digest",
     "parse_size",
     "run_command",
@@ -243,8 +245,8 @@ class Store:
     def __new__(cls, config: StoreConfig | None = None, **settings: Unpack[StoreSettings]) -> Self:
         """Open a store; raises `ConfigError` for what makes no sense."""
     @property
-    def config(self) -> StoreConfig:
-        """The settings that the store runs with."""
+    def config(self) -> StoreConfig | None:
+        """The settings that an embedded store runs with; `None` for a served one."""
     def put(
         self,
         keys: _Keys,
@@ -307,6 +309,16 @@ class Store:
         matched and put the rest. `at` is the time of the request in seconds, on a scale of the
         caller's that never goes back; the store's clock otherwise.
         """
+    def acquire(
+        self,
+        keys: _Keys,
+        *,
+        partial_tail: bool = False,
+        hints: Hints | None = None,
+        at: float | None = None,
+        timeout: float | None = None,
+    ) -> Views:
+        """Look a chain up and view the leading blocks that are available, in one call."""
     def contains(self, keys: _Keys) -> list[bool]:
         """Say whether each block is in any tier. Counts as no use."""
     def locate(self, keys: _Keys) -> list[list[str]]:
@@ -332,6 +344,23 @@ class Store:
         """
     def __enter__(self) -> Self: ...
     def __exit__(self, *_error: object) -> None: ...
+
+def connect(
+    socket: str | os.PathLike[str],
+    *,
+    token: str | bytes | None = None,
+    access: str = "write",
+    name: str | None = None,
+    timeout: float = 5.0,
+) -> Store:
+    """Connect to the node that serves at a Unix socket.
+
+    Returns a `Store`, as an embedded one is. Raises `AwayError` when no node answers there and
+    `RefusedError` when it does not want this client. Once connected, calls are answered at once
+    while the node is away: reads by misses, puts by `failed`; the connection comes back by itself.
+    `access` is "write" or "read"; `token` proves a tenant; `timeout` in seconds is what a call may
+    take unless it says otherwise.
+    """
 
 def chain_keys(
     parent: Namespace | _Key,

@@ -33,5 +33,13 @@ class ClosedError(CascadeError):
     """The store was closed."""
 
 
+class AwayError(CascadeError, ConnectionError):
+    """No node answers at the socket. Compute; a connected store finds it again by itself."""
+
+
+class RefusedError(CascadeError, PermissionError):
+    """The node does not want this client; the message has its reason. Change what it presents."""
+
+
 class ForkError(CascadeError):
     """The object belongs to the process that forked this one. Open a store of its own here."""

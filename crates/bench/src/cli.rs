@@ -6,9 +6,11 @@ mod eviction;
 mod failure;
 mod inspect;
 mod interrupt;
+mod key_flags;
 mod reference;
 mod replay;
 mod screen;
+mod serve;
 mod size;
 
 use std::ffi::OsString;
@@ -37,6 +39,8 @@ pub const EXIT_INTERRUPTED: i32 = 130;
 #[command(arg_required_else_help = true, subcommand_required = true)]
 #[command(after_help = "\
 Examples:
+  cascade serve --dram 64GiB --files /var/lib/cascade
+      Share 64 GiB among all workers of this host, with files below.
   cascade replay trace.jsonl --dram 256MiB
       What would a cache of 256 MiB have done for this traffic? Real bytes, each one checked.
   cascade replay trace.jsonl --files /var/tmp/cache --report report.html
@@ -55,6 +59,8 @@ struct Command {
 
 #[derive(Debug, Subcommand)]
 enum Verb {
+    /// Serve a node: one pool of KV for all processes of this host.
+    Serve(Box<serve::ServeArgs>),
     /// Replay a request trace through a store, check every byte, and show what the cache did.
     Replay(Box<ReplayArgs>),
     /// Measure this machine and this build against the physical limits.
@@ -102,6 +108,7 @@ pub fn definition() -> clap::Command {
 
 fn run(verb: Verb, screen: &mut Screen) -> Result<i32, Failure> {
     match verb {
+        Verb::Serve(args) => serve::run(*args, screen),
         Verb::Replay(args) => replay::run(&args, screen),
         Verb::Bench(args) => bench::run(&args, screen),
         Verb::Inspect(args) => inspect::run(&args, screen),

@@ -70,7 +70,11 @@ impl Namespace {
         let mut mac = Hmac::<Sha256>::new_from_slice(&secret.0).expect("HMAC takes any key");
         mac.update(b"cascade namespace 1\0");
         mac.update(&manifest.canonical_bytes());
-        let root = BlockKey::from_bytes(mac.finalize().into_bytes().into());
+        Self::from_root(BlockKey::from_bytes(mac.finalize().into_bytes().into()), manifest)
+    }
+
+    /// A namespace whose root was derived elsewhere, by [`Namespace::new`] in another process.
+    pub fn from_root(root: BlockKey, manifest: Manifest) -> Self {
         let hash: [u8; 32] = Sha256::new()
             .chain_update(b"cascade namespace id 1\0")
             .chain_update(root.as_bytes())

@@ -1,1 +1,15 @@
 //! What a worker process links: maps the node's pool and talks to the node.
+//!
+//! A [`Client`] answers the calls of [`cascade_store::BlockStore`] as an embedded store does.
+//! Payload never crosses a socket: it is copied between the caller's memory and the mapped pool.
+//! While the node is away every call is answered at once, by a miss or by
+//! [`cascade_store::StoreError::Away`]; the client connects again by itself.
+
+mod batches;
+mod client;
+mod keeper;
+mod line;
+mod session;
+
+pub use cascade_wire::Access;
+pub use client::{Client, ConnectOptions};

@@ -3,6 +3,7 @@
 mod advice;
 mod copy;
 mod heap;
+mod lent;
 mod magazine;
 mod pages;
 mod pool;
@@ -12,6 +13,7 @@ mod sync;
 
 pub use advice::{prefer_huge_pages, prefetch};
 pub use copy::{copy_in, copy_out};
+pub use lent::{Attachment, Lender};
 pub use pages::{HugePages, PageReport, PageSource};
 pub use pool::{DIRECT_ALIGN, MemoryError, Pool, PoolConfig, PoolStats, Wiped};
 pub use region::Region;

@@ -7,7 +7,7 @@ use std::os::fd::OwnedFd;
 use std::ptr::{self, NonNull};
 use std::thread;
 
-use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
+use rustix::fs::{MemfdFlags, Mode, SealFlags, fchmod, fcntl_add_seals, ftruncate, memfd_create};
 use rustix::mm::{MapFlags, ProtFlags, mmap, mmap_anonymous, munmap};
 
 use crate::pages::{self, HUGE_PAGE};
@@ -31,7 +31,7 @@ pub struct Region {
 
 /// Address space from `start` on, with the mapping at `base` inside it. Unmapped on drop.
 #[derive(Debug)]
-struct Mapping {
+pub(crate) struct Mapping {
     start: NonNull<u8>,
     reserved_bytes: usize,
     base: NonNull<u8>,
@@ -71,7 +71,7 @@ impl Region {
         let rounded = bytes.checked_next_multiple_of(HUGE_PAGE);
         let bytes = rounded.ok_or(io::ErrorKind::OutOfMemory)?;
         let file = create_file(bytes, huge)?;
-        let mapping = Mapping::of_file(&file, bytes)?;
+        let mapping = Mapping::of_file(&file, bytes, READ_WRITE)?;
         // SAFETY: the mapping was just made.
         unsafe { pages::populate(mapping.base, bytes) }?;
         // SAFETY: as above.
@@ -83,7 +83,7 @@ impl Region {
 
     fn map_ordinary(bytes: usize, collapse: bool, populate: bool) -> io::Result<Self> {
         let file = create_file(bytes, MemfdFlags::empty())?;
-        let mut mapping = Mapping::of_file(&file, bytes)?;
+        let mut mapping = Mapping::of_file(&file, bytes, READ_WRITE)?;
         // SAFETY: the mapping was just made.
         unsafe { pages::leave_out_of_dumps(mapping.base, bytes) }?;
         let mut pages = PageReport { source: PageSource::Ordinary, huge_bytes: 0, refusal: None };
@@ -125,14 +125,19 @@ impl Region {
 fn create_file(bytes: usize, extra: MemfdFlags) -> io::Result<OwnedFd> {
     let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING | extra;
     let file = memfd_create("cascade-pool", flags)?;
+    // Made for everybody; whoever gets it for reading could open it for writing by its /proc name.
+    fchmod(&file, Mode::RUSR | Mode::WUSR)?;
     ftruncate(&file, bytes as u64)?;
     // Whoever gets the file cannot shrink it and so kill us with SIGBUS.
     fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
     Ok(file)
 }
 
+/// How a node maps its own pool.
+const READ_WRITE: ProtFlags = ProtFlags::READ.union(ProtFlags::WRITE);
+
 impl Mapping {
-    fn of_file(file: &OwnedFd, bytes: usize) -> io::Result<Self> {
+    pub(crate) fn of_file(file: &OwnedFd, bytes: usize, prot: ProtFlags) -> io::Result<Self> {
         // Huge pages need an aligned address, which the kernel gives only to some mappings.
         let reserved_bytes = bytes.checked_add(HUGE_PAGE).ok_or(io::ErrorKind::OutOfMemory)?;
         let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
@@ -145,11 +150,18 @@ impl Mapping {
         let base = unsafe { start.add(skip) };
         // From here on the reservation is unmapped on every way out.
         let mapping = Self { start, reserved_bytes, base, bytes };
-        let prot = ProtFlags::READ | ProtFlags::WRITE;
         let flags = MapFlags::SHARED | MapFlags::FIXED;
         // SAFETY: replaces part of the reservation above, which nobody else knows of.
         unsafe { mmap(base.as_ptr().cast(), bytes, prot, flags, file, 0) }?;
         Ok(mapping)
+    }
+
+    pub(crate) fn base(&self) -> NonNull<u8> {
+        self.base
+    }
+
+    pub(crate) fn bytes(&self) -> usize {
+        self.bytes
     }
 }
 

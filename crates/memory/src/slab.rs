@@ -8,19 +8,28 @@ use std::sync::Arc;
 
 use crate::copy::{copy_in, copy_out};
 use crate::heap::Extent;
+use crate::lent::Attachment;
 use crate::pool::PoolInner;
 
 /// A piece of the pool with one owner, who may write it. Goes back to the pool when dropped.
 ///
 /// Fresh from the pool its bytes are whatever was there before.
 pub struct SlabMut {
-    pool: Arc<PoolInner>,
+    home: Home,
     /// Taken out only by `drop`.
     extent: Extent,
     /// Bytes asked for; the visible length.
     len: usize,
-    /// The pool's epoch when it was taken; see [`crate::Pool::begin_wipe`].
-    epoch: usize,
+}
+
+/// Where a slab goes back to.
+enum Home {
+    /// A pool of this process, and its epoch when the slab was taken: see
+    /// [`crate::Pool::begin_wipe`].
+    Pool(Arc<PoolInner>, usize),
+    /// A node that lent a piece of its pool; the hold is what it knows the piece by, until it was
+    /// given back.
+    Node(Arc<Attachment>, Option<u64>),
 }
 
 /// A sealed piece of the pool: never changes again, shared by all who hold a clone.
@@ -33,7 +42,31 @@ impl SlabMut {
     pub(crate) fn new(pool: Arc<PoolInner>, extent: Extent, len: usize, epoch: usize) -> Self {
         assert!(len <= extent.bytes, "a slab lies in its extent");
         assert!(extent.offset + extent.bytes <= pool.region.bytes(), "an extent of another pool");
-        Self { pool, extent, len, epoch }
+        Self { home: Home::Pool(pool, epoch), extent, len }
+    }
+
+    /// A piece of another process's pool; `None` if it does not lie in what is mapped.
+    pub(crate) fn lent(
+        from: Arc<Attachment>,
+        hold: u64,
+        offset: usize,
+        len: usize,
+    ) -> Option<Self> {
+        let fits = offset.checked_add(len).is_some_and(|end| end <= from.bytes());
+        fits.then(|| Self {
+            home: Home::Node(from, Some(hold)),
+            extent: Extent { offset, bytes: len },
+            len,
+        })
+    }
+
+    /// The hold under which `node` lent this slab, which is then no longer given back on drop;
+    /// the slab itself when somebody else did.
+    pub fn surrender(mut self, node: &Arc<Attachment>) -> Result<u64, Self> {
+        match &mut self.home {
+            Home::Node(from, hold) if Arc::ptr_eq(from, node) => hold.take().ok_or(self),
+            Home::Node(..) | Home::Pool(..) => Err(self),
+        }
     }
 
     /// Ends writing: from now on the bytes do not change.
@@ -44,7 +77,9 @@ impl SlabMut {
     /// Shortens the slab; what it reserved stays the same. Longer lengths change nothing.
     pub fn truncate(&mut self, len: usize) {
         let cut = self.len.saturating_sub(len);
-        self.pool.uncount_requested(cut);
+        if let Home::Pool(pool, _) = &self.home {
+            pool.uncount_requested(cut);
+        }
         self.len -= cut;
     }
 
@@ -58,8 +93,9 @@ impl SlabMut {
 
     /// The slab and the bytes that rounding added, for reads of whole sectors.
     pub fn padded_mut(&mut self) -> &mut [u8] {
-        // SAFETY: the extent is this slab's alone until it is dropped, mapped and initialised (the
-        // kernel zeroes it); `&mut self` excludes every other slice of it.
+        // SAFETY: the extent is this slab's alone until it is dropped (in a pool of ours by the
+        // heap, in a node's because the node lends it to nobody else), mapped writable and
+        // initialised (the kernel zeroes it); `&mut self` excludes every other slice of it.
         unsafe { std::slice::from_raw_parts_mut(self.pointer().as_ptr(), self.extent.bytes) }
     }
 
@@ -70,9 +106,13 @@ impl SlabMut {
 
     /// The first byte, for handing to the kernel; valid as long as the slab is held.
     pub fn pointer(&self) -> NonNull<u8> {
-        // SAFETY: `new` checked that the extent lies inside the mapping, which the pool that this
-        // slab holds keeps until it is dropped.
-        unsafe { self.pool.region.base().add(self.extent.offset) }
+        let base = match &self.home {
+            Home::Pool(pool, _) => pool.region.base(),
+            Home::Node(from, _) => from.base(),
+        };
+        // SAFETY: `new` and `lent` checked that the extent lies inside the mapping, which the pool
+        // or the attachment that this slab holds keeps until it is dropped.
+        unsafe { base.add(self.extent.offset) }
     }
 }
 
@@ -80,7 +120,8 @@ impl Deref for SlabMut {
     type Target = [u8];
 
     fn deref(&self) -> &[u8] {
-        // SAFETY: the extent is this slab's alone until it is dropped, mapped and initialised (the
+        // SAFETY: the extent is this slab's alone until it is dropped, or sealed and then written
+        // by nobody (a node keeps to that for what it lent); it is mapped and initialised (the
         // kernel zeroes it), and `len` lies in it; writers need `&mut self`.
         unsafe { std::slice::from_raw_parts(self.pointer().as_ptr(), self.len) }
     }
@@ -95,11 +136,18 @@ impl DerefMut for SlabMut {
 
 impl Drop for SlabMut {
     fn drop(&mut self) {
-        if self.pool.is_wiped_since(self.epoch) {
+        if matches!(&self.home, Home::Pool(pool, epoch) if pool.is_wiped_since(*epoch)) {
             self.padded_mut().fill(0);
         }
         let Extent { offset, bytes } = self.extent;
-        self.pool.release(Extent { offset, bytes }, self.len);
+        match &mut self.home {
+            Home::Pool(pool, _) => pool.release(Extent { offset, bytes }, self.len),
+            Home::Node(from, hold) => {
+                if let Some(hold) = hold.take() {
+                    from.give_back(hold);
+                }
+            }
+        }
     }
 }
 

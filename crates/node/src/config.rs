@@ -6,6 +6,28 @@ use std::time::Duration;
 
 use cascade_store::StoreConfig;
 
+mod build;
+mod check;
+mod difference;
+mod environment;
+mod error;
+mod file;
+mod key;
+mod keys;
+mod reference;
+mod settings;
+mod value;
+
+pub use check::SOCKET_PATH_BYTES_MAX;
+pub use difference::{Difference, difference};
+pub use environment::Environment;
+pub use error::ConfigError;
+pub use key::Key;
+pub use keys::{KEYS, SECTIONS, TENANT_KEYS};
+pub use reference::{example, reference};
+pub use settings::{Setting, Settings, Source};
+pub use value::{Kind, Value};
+
 /// A node's settings.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct NodeConfig {
@@ -21,16 +43,35 @@ pub struct NodeConfig {
     pub store: StoreConfig,
     /// Tenants beside the default one, each with a store of its own.
     pub tenants: Vec<TenantConfig>,
+    /// A file with the key that the default tenant's file tier is encrypted with.
+    pub encryption_key_file: Option<PathBuf>,
     /// What clients may take.
     pub limits: LimitsConfig,
-    /// Where the pool survives a crash of the node. Default: `/dev/shm`.
+    /// Where the pool survives a crash of the node; without it the pool has no name. Default of
+    /// the configuration file: `/dev/shm`.
     pub pool_directory: Option<PathBuf>,
+    /// When the next node finds this one's blocks in DRAM.
+    pub keep_pool: KeepPool,
     /// How long a clean shutdown may take. Default: 30 s.
     pub shutdown_timeout: Duration,
     /// What is written to standard error.
     pub log: LogConfig,
     /// Where traces go (an OTLP endpoint over HTTP). Default: nowhere.
     pub trace_endpoint: Option<String>,
+    /// What set each key; empty in a configuration that was not loaded.
+    pub settings: Settings,
+}
+
+/// When the next node finds this one's blocks in DRAM.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum KeepPool {
+    /// When this one crashed or was killed.
+    #[default]
+    AfterCrash,
+    /// After a clean shutdown too.
+    Always,
+    /// Never.
+    Never,
 }
 
 /// Who may use the TCP port, and how the bytes travel.
@@ -98,11 +139,46 @@ impl NodeConfig {
             security: SecurityConfig::default(),
             store: StoreConfig::default(),
             tenants: Vec::new(),
+            encryption_key_file: None,
             limits: LimitsConfig::default(),
             pool_directory: None,
+            keep_pool: KeepPool::default(),
             shutdown_timeout: Duration::from_secs(30),
             log: LogConfig::default(),
             trace_endpoint: None,
+            settings: Settings::default(),
         }
     }
+}
+
+/// Where settings come from beside the built-in values and the environment.
+#[derive(Debug, Clone, Default)]
+pub struct Sources {
+    /// The configuration file; else the one that `CASCADE_CONFIG` names.
+    pub file: Option<PathBuf>,
+    /// Keys that the command line sets, each with its text.
+    pub flags: Vec<(&'static Key, String)>,
+}
+
+/// Reads all sources, the later winning: built-in values, file, environment, flags; and checks.
+///
+/// # Errors
+/// What is wrong, where, and what would be right.
+pub fn load(sources: &Sources, environment: &Environment) -> Result<NodeConfig, ConfigError> {
+    let mut settings = Settings::built_in();
+    if let Some(path) = sources.file.clone().or_else(|| environment.config_file()) {
+        file::read(&path, &mut settings)?;
+    }
+    environment.apply(&mut settings)?;
+    for (key, text) in &sources.flags {
+        let place = Source::Flag(key.flag.unwrap_or(key.path));
+        let value = key.parse(text).map_err(|reason| {
+            let place = place.clone();
+            ConfigError::Value { key: key.path.to_owned(), reason, place }
+        })?;
+        settings.node.set(key, value, place);
+    }
+    let config = build::node_config(settings, environment)?;
+    config.check()?;
+    Ok(config)
 }

@@ -6,6 +6,7 @@ use cascade_store::StoreError;
 use pyo3::PyErr;
 use pyo3::import_exception;
 
+import_exception!(cascadekv.errors, AwayError);
 import_exception!(cascadekv.errors, BusyError);
 import_exception!(cascadekv.errors, CascadeError);
 import_exception!(cascadekv.errors, ClosedError);
@@ -14,6 +15,7 @@ import_exception!(cascadekv.errors, DeadlineError);
 import_exception!(cascadekv.errors, ForkError);
 import_exception!(cascadekv.errors, PipelineError);
 import_exception!(cascadekv.errors, PoolError);
+import_exception!(cascadekv.errors, RefusedError);
 import_exception!(cascadekv.errors, TierError);
 
 /// The exception for an error, its message followed by those of its causes.
@@ -21,11 +23,13 @@ pub(crate) fn to_python(error: &StoreError) -> PyErr {
     let message = with_causes(error);
     match error {
         StoreError::Timeout { .. } => DeadlineError::new_err(message),
-        StoreError::Busy { .. } => BusyError::new_err(message),
+        StoreError::Busy { .. } | StoreError::Erasing => BusyError::new_err(message),
         StoreError::Tier { .. } => TierError::new_err(message),
         StoreError::Pipeline(_) => PipelineError::new_err(message),
         StoreError::Config { .. } => ConfigError::new_err(message),
         StoreError::Memory(_) => PoolError::new_err(message),
+        StoreError::Away { .. } => AwayError::new_err(message),
+        StoreError::Refused { .. } => RefusedError::new_err(message),
         StoreError::Closed => ClosedError::new_err(message),
         _ => CascadeError::new_err(message),
     }

@@ -1,10 +1,12 @@
 //! The store in Python: batches in, a result for each block out, the interpreter free meanwhile.
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use cascade_block::{BlockKey, NamespaceId};
-use cascade_store::{CallOptions, Put, PutSlab, Request, Stats, Store, StoreError};
+use cascade_client::{Access, Client, ConnectOptions};
+use cascade_store::{BlockStore, CallOptions, Put, PutSlab, Request, Stats, Store, StoreError};
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
@@ -22,7 +24,8 @@ use crate::stats;
 use crate::view::PyViews;
 
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
-    module.add_class::<PyStore>()
+    module.add_class::<PyStore>()?;
+    module.add_function(wrap_pyfunction!(connect, module)?)
 }
 
 static STORE_CONFIG: PyOnceLock<Py<PyType>> = PyOnceLock::new();
@@ -35,13 +38,16 @@ static STORE_CONFIG: PyOnceLock<Py<PyType>> = PyOnceLock::new();
 #[derive(Debug)]
 pub(crate) struct PyStore {
     state: Owned<Mutex<Opened>>,
-    config: Py<PyAny>,
+    /// Of an embedded store; a served one has its node's.
+    config: Option<Py<PyAny>>,
+    /// Where it is: a pipeline, or a node's socket.
+    place: String,
 }
 
 /// A closed store keeps no files open and no memory, only what it counted.
 #[derive(Debug)]
 enum Opened {
-    Yes(Store),
+    Yes(Arc<dyn BlockStore>),
     No(Box<Stats>),
 }
 
@@ -83,14 +89,15 @@ impl PyStore {
         };
         let settings = store_config(&config)?;
         let store = py.detach(|| Store::open(settings)).map_err(|error| to_python(&error))?;
-        let state = Owned::new(Mutex::new(Opened::Yes(store)));
-        Ok(Self { state, config: config.unbind() })
+        let place = config.getattr("pipeline")?.to_string();
+        let state = Owned::new(Mutex::new(Opened::Yes(Arc::new(store))));
+        Ok(Self { state, config: Some(config.unbind()), place })
     }
 
-    /// The settings that the store runs with.
+    /// The settings that an embedded store runs with; `None` for a served one.
     #[getter]
-    fn config(&self, py: Python<'_>) -> Py<PyAny> {
-        self.config.clone_ref(py)
+    fn config(&self, py: Python<'_>) -> Option<Py<PyAny>> {
+        self.config.as_ref().map(|config| config.clone_ref(py))
     }
 
     /// Stores blocks. Returns a `PutResult` for each.
@@ -251,6 +258,26 @@ impl PyStore {
         Ok(py.detach(|| store.lookup_prefix(&request)).into())
     }
 
+    /// As `lookup_prefix`, and views on the leading blocks that are available, in one call.
+    #[pyo3(signature = (keys, *, partial_tail = false, hints = None, at = None, timeout = None))]
+    #[expect(clippy::too_many_arguments, reason = "keywords of a Python call")]
+    fn acquire(
+        &self,
+        py: Python<'_>,
+        keys: Keys,
+        partial_tail: bool,
+        hints: Option<&Bound<'_, PyAny>>,
+        at: Option<f64>,
+        timeout: Option<f64>,
+    ) -> PyResult<PyViews> {
+        let hints = self::hints(hints)?;
+        let at = at.map(|at| seconds("at", at)).transpose()?;
+        let options = options(timeout)?;
+        let request = Request { keys: &keys, partial_tail, hints, at };
+        let store = self.store()?;
+        Ok(PyViews::new(py.detach(|| store.acquire(&request, options))))
+    }
+
     /// Whether each block is in any tier. Counts as no use.
     fn contains(&self, py: Python<'_>, keys: Keys) -> PyResult<Vec<bool>> {
         let store = self.store()?;
@@ -307,7 +334,7 @@ impl PyStore {
     /// What the store holds and did, as `Stats` describes it. Also after `close`.
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let store = match &*self.lock()? {
-            Opened::Yes(store) => store.clone(),
+            Opened::Yes(store) => Arc::clone(store),
             Opened::No(stats) => return stats::to_dict(py, stats),
         };
         stats::to_dict(py, &py.detach(|| store.stats()))
@@ -318,7 +345,7 @@ impl PyStore {
     /// Raises `DeadlineError` when not all could be written in time; the store is closed anyway.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
         let store = match &*self.lock()? {
-            Opened::Yes(store) => store.clone(),
+            Opened::Yes(store) => Arc::clone(store),
             Opened::No(_) => return Ok(()),
         };
         let closed = py.detach(|| store.close());
@@ -341,8 +368,8 @@ impl PyStore {
         Err(PyTypeError::new_err("a Store cannot be pickled; open one in each process"))
     }
 
-    fn __repr__(&self, py: Python<'_>) -> PyResult<String> {
-        Ok(format!("<Store {}>", self.config.getattr(py, "pipeline")?))
+    fn __repr__(&self) -> String {
+        format!("<Store {}>", self.place)
     }
 }
 
@@ -352,11 +379,52 @@ impl PyStore {
     }
 
     /// A handle for one call; what it does is refused by the store itself once that is closed.
-    fn store(&self) -> PyResult<Store> {
+    fn store(&self) -> PyResult<Arc<dyn BlockStore>> {
         match &*self.lock()? {
-            Opened::Yes(store) => Ok(store.clone()),
+            Opened::Yes(store) => Ok(Arc::clone(store)),
             Opened::No(_) => Err(to_python(&StoreError::Closed)),
         }
+    }
+}
+
+/// Connects to the node that serves at a Unix socket. Returns a `Store`, as an embedded one is.
+///
+/// Raises `AwayError` when no node answers there and `RefusedError` when it does not want this
+/// client. Once connected, calls are answered at once while the node is away: reads by misses,
+/// puts by `failed`; the connection comes back by itself. `access` is "write" or "read"; `token`
+/// proves a tenant; `timeout` in seconds is what a call may take unless it says otherwise.
+#[pyfunction]
+#[pyo3(signature = (socket, *, token = None, access = "write", name = None, timeout = 5.0))]
+fn connect(
+    py: Python<'_>,
+    socket: PathBuf,
+    token: Option<&Bound<'_, PyAny>>,
+    access: &str,
+    name: Option<String>,
+    timeout: f64,
+) -> PyResult<PyStore> {
+    let mut options = ConnectOptions::new(socket);
+    options.access = match access {
+        "write" => Access::Write,
+        "read" => Access::Read,
+        other => {
+            let text = format!("access is \"write\" or \"read\", not {other:?}");
+            return Err(PyValueError::new_err(text));
+        }
+    };
+    options.token = token.map(token_bytes).transpose()?;
+    options.name = name.unwrap_or(options.name);
+    options.timeout = seconds("timeout", timeout)?;
+    let place = format!("served at {}", options.socket.display());
+    let client = py.detach(|| Client::connect(options)).map_err(|error| to_python(&error))?;
+    let state = Owned::new(Mutex::new(Opened::Yes(Arc::new(client))));
+    Ok(PyStore { state, config: None, place })
+}
+
+fn token_bytes(token: &Bound<'_, PyAny>) -> PyResult<Vec<u8>> {
+    match token.extract::<String>() {
+        Ok(text) => Ok(text.into_bytes()),
+        Err(_) => Ok(token.extract::<Vec<u8>>()?),
     }
 }
 

@@ -34,6 +34,8 @@ pub trait BlockStore: Send + Sync + fmt::Debug {
     fn view(&self, keys: &[BlockKey], options: CallOptions) -> Vec<ViewOutcome>;
     /// As [`Store::lookup_prefix`].
     fn lookup_prefix(&self, request: &Request<'_>) -> PrefixMatch;
+    /// As [`Store::acquire`].
+    fn acquire(&self, request: &Request<'_>, options: CallOptions) -> Vec<ViewOutcome>;
     /// As [`Store::hint`].
     fn hint(&self, request: &Request<'_>);
     /// As [`Store::contains`].
@@ -90,6 +92,10 @@ impl BlockStore for Store {
 
     fn lookup_prefix(&self, request: &Request<'_>) -> PrefixMatch {
         Store::lookup_prefix(self, request)
+    }
+
+    fn acquire(&self, request: &Request<'_>, options: CallOptions) -> Vec<ViewOutcome> {
+        Store::acquire(self, request, options)
     }
 
     fn hint(&self, request: &Request<'_>) {

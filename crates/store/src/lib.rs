@@ -7,9 +7,11 @@ mod config;
 mod erase;
 pub mod eviction;
 mod mover;
+mod names;
 mod node;
 mod outcome;
 mod pipeline;
+mod prepare;
 mod put;
 mod read;
 mod request;
@@ -25,12 +27,13 @@ pub use config::{
     StoreConfig, WritePolicy,
 };
 pub use erase::{Erased, Left, TierErased};
+pub use names::intern;
 pub use outcome::{
-    DeclineReason, GetOutcome, PrefixMatch, Put, PutOutcome, PutSlab, StoreError, TierName,
-    ViewOutcome,
+    DeclineReason, GetOutcome, PrefixMatch, Prepared, Put, PutOutcome, PutSlab, StoreError,
+    TierName, ViewOutcome,
 };
 pub use pipeline::Pipeline;
 pub use request::{Hints, Request};
-pub use secret::{SecretError, read_secret};
+pub use secret::{Readers, SecretError, read_secret};
 pub use stats::{Counters, Stats, TierHits};
 pub use store::Store;

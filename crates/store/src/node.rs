@@ -46,6 +46,8 @@ pub(crate) enum NoSlab {
     WorthLess,
     /// Room will come, but did not in time.
     Late,
+    /// Everything is being erased.
+    Erasing,
 }
 
 impl Node {
@@ -179,6 +181,10 @@ impl Node {
         usize::from(!self.pipeline.has_dram && !self.stages.is_empty())
     }
 
+    pub(crate) fn tier_names(&self) -> &[TierName] {
+        &self.tier_names
+    }
+
     pub(crate) fn tier_name(&self, tier: usize) -> TierName {
         self.tier_names[tier]
     }
@@ -198,6 +204,9 @@ impl Node {
             return (state, Err(NoSlab::TooLarge));
         }
         loop {
+            if state.is_erasing {
+                return (state, Err(NoSlab::Erasing));
+            }
             if self.has_block_room(&state)
                 && let Some(slab) = self.pool.allocate(bytes)
             {

@@ -111,6 +111,20 @@ pub enum PutOutcome {
     Failed(StoreError),
 }
 
+/// What a store says to a block before its bytes are there: where to write them, if anywhere.
+#[derive(Debug)]
+pub enum Prepared {
+    /// Write the block here, then give it to `Store::put_slabs`.
+    Slab(SlabMut),
+    /// Nothing is to be written.
+    Settled(PutOutcome),
+    /// The key is there; compare the bytes of `Store::inspect`, and say what came of it by
+    /// `Store::count_puts`.
+    Compare,
+    /// Settle what was prepared first, then ask again.
+    Later,
+}
+
 /// What became of one block of a copying get.
 #[derive(Debug)]
 pub enum GetOutcome {
@@ -220,4 +234,20 @@ pub enum StoreError {
     /// The store was closed.
     #[error("the store is closed")]
     Closed,
+    /// The node that keeps the blocks is away. Compute; the client connects again by itself.
+    #[error("the node at {socket} is away: {reason}")]
+    Away {
+        /// Where it should be.
+        socket: String,
+        /// What was seen last.
+        reason: String,
+    },
+    /// The node refuses this client. Change what it presents.
+    #[error("the node at {socket} refuses this client: {reason}")]
+    Refused {
+        /// Where the node is.
+        socket: String,
+        /// Why, in the node's words.
+        reason: String,
+    },
 }

@@ -41,7 +41,7 @@ struct Putting<'a> {
 }
 
 /// What the catalog says about a block before its bytes are copied.
-enum Known {
+pub(crate) enum Known {
     /// Nothing: it needs a slab.
     New,
     /// The outcome is certain.
@@ -166,8 +166,10 @@ impl Node {
                     putting.outcomes[*at] = Some(outcome);
                 }
                 Known::New => {
+                    let holds_some = !taken.is_empty();
+                    let bytes = put.bytes.len();
                     let (again, slab) =
-                        self.take_worth(state, put, !taken.is_empty(), putting.call);
+                        self.take_worth(state, put, bytes, holds_some, putting.call);
                     state = again;
                     match slab {
                         Ok(slab) => {
@@ -181,7 +183,7 @@ impl Node {
                         }
                         Err(why) => {
                             declined = (why == NoSlab::WorthLess).then_some(put.key);
-                            let outcome = self.not_taken(&state, why, put, putting.call);
+                            let outcome = self.not_taken(&state, why, bytes, putting.call);
                             putting.outcomes[*at] = Some(outcome);
                         }
                     }
@@ -194,14 +196,14 @@ impl Node {
 
     /// Takes a slab for a put. Where no tier is below, a block that is worth less than all that is
     /// resident is not taken; otherwise it has to pass through DRAM on its way down.
-    fn take_worth<'a>(
+    pub(crate) fn take_worth<'a>(
         &'a self,
         state: MutexGuard<'a, State>,
         put: &Put<'_>,
+        bytes: usize,
         holds_some: bool,
         call: Call,
     ) -> (MutexGuard<'a, State>, Result<SlabMut, NoSlab>) {
-        let bytes = put.bytes.len();
         if !self.stages.is_empty() {
             if holds_some && self.is_behind(&state) {
                 return (state, Err(NoSlab::Late));
@@ -224,7 +226,7 @@ impl Node {
     }
 
     /// Whether too much waits to be written down.
-    fn is_behind(&self, state: &State) -> bool {
+    pub(crate) fn is_behind(&self, state: &State) -> bool {
         let names = state.names.iter().map(Vec::len).max().unwrap_or(0);
         state.pending_total() >= self.dirty_bytes_max || names >= NAMES_WAITING_MAX
     }
@@ -284,7 +286,7 @@ impl Node {
         }
     }
 
-    fn refused(&self, state: &State, put: &Put<'_>) -> Known {
+    fn refused(&self, state: &State, put: &Put<'_>, bytes: usize) -> Known {
         let declined = |reason| Known::Settled(PutOutcome::Declined(reason));
         if state.is_closing {
             return Known::Settled(PutOutcome::Failed(StoreError::Closed));
@@ -298,18 +300,29 @@ impl Node {
         if put.is_partial && !self.config.admit_partial {
             return declined(DeclineReason::Partial);
         }
-        if u32::try_from(put.bytes.len()).is_err() {
+        if u32::try_from(bytes).is_err() {
             return declined(DeclineReason::TooLarge);
         }
         Known::New
     }
 
     fn known(&self, state: &mut State, put: &Put<'_>, digest: Option<Digest>) -> Known {
+        self.known_by_length(state, put, put.bytes.len(), digest)
+    }
+
+    /// As `known`, for a block whose bytes may be elsewhere still.
+    pub(crate) fn known_by_length(
+        &self,
+        state: &mut State,
+        put: &Put<'_>,
+        bytes: usize,
+        digest: Option<Digest>,
+    ) -> Known {
         let now_unix_ms = self.clock.unix_ms();
         if let Some(key) = state.find_live(&put.key, now_unix_ms) {
             let index = state.catalog.entry(key).content;
             let content = state.catalog.content(index);
-            if content.bytes as usize != put.bytes.len() {
+            if content.bytes as usize != bytes {
                 return Known::Settled(PutOutcome::Conflict);
             }
             let keeps_bytes = |stage: usize| !self.stages[stage].keeps_names_only();
@@ -324,7 +337,7 @@ impl Node {
                 Known::Compare
             };
         }
-        if let Known::Settled(outcome) = self.refused(state, put) {
+        if let Known::Settled(outcome) = self.refused(state, put, bytes) {
             return Known::Settled(outcome);
         }
         match digest.and_then(|digest| state.catalog.find_digest(&digest)) {
@@ -389,18 +402,10 @@ impl Node {
             }
         }
         let mut state = self.lock();
-        state.counters.puts += outcomes.len() as u64;
         for outcome in &outcomes {
-            let counters = &mut state.counters;
-            *match outcome {
-                PutOutcome::Stored => &mut counters.stored,
-                PutOutcome::Deduplicated => &mut counters.deduplicated,
-                PutOutcome::Present => &mut counters.present,
-                PutOutcome::Conflict => &mut counters.conflicts,
-                PutOutcome::Declined(_) => &mut counters.declined,
-                PutOutcome::Failed(_) => &mut counters.put_failures,
-            } += 1;
+            state.counters.count_put(outcome);
         }
+        drop(state);
         outcomes
     }
 
@@ -451,13 +456,19 @@ impl Node {
         Ok(())
     }
 
-    fn not_taken(&self, state: &State, why: NoSlab, put: &Put<'_>, call: Call) -> PutOutcome {
+    pub(crate) fn not_taken(
+        &self,
+        state: &State,
+        why: NoSlab,
+        bytes: usize,
+        call: Call,
+    ) -> PutOutcome {
         match why {
             NoSlab::TooLarge => PutOutcome::Declined(DeclineReason::TooLarge),
             NoSlab::Full => PutOutcome::Declined(DeclineReason::Full),
             NoSlab::WorthLess => PutOutcome::Declined(DeclineReason::WorthLess),
-            NoSlab::Late => {
-                PutOutcome::Failed(self.no_slab_error(state, why, put.bytes.len(), call))
+            NoSlab::Late | NoSlab::Erasing => {
+                PutOutcome::Failed(self.no_slab_error(state, why, bytes, call))
             }
         }
     }
@@ -475,6 +486,7 @@ impl Node {
                 reason: format!("a block of {bytes} bytes is larger than the pool"),
             },
             NoSlab::Late if state.pending_total() > 0 => self.busy_error(state),
+            NoSlab::Erasing => StoreError::Erasing,
             NoSlab::Late => call.timeout_error("take room in DRAM"),
             NoSlab::Full | NoSlab::WorthLess => StoreError::NoRoom { needed_bytes: bytes },
         }

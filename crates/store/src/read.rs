@@ -8,7 +8,7 @@ use cascade_memory::{Slab, SlabMut};
 use crate::call::Call;
 use crate::catalog::{Address, Awaits, ContentIndex, KeyIndex};
 use crate::eviction::Removal;
-use crate::node::Node;
+use crate::node::{NoSlab, Node};
 use crate::stage::{Load, Loaded, StageError, guarded};
 use crate::state::{NameChange, State};
 use crate::{CallOptions, GetOutcome, StoreError, ViewOutcome};
@@ -90,6 +90,10 @@ impl Node {
         let outcomes = self.read(keys, self.call(options), Purpose::Use);
         self.count_gets(keys.len(), outcomes.iter().map(Served::of_view));
         outcomes
+    }
+
+    pub(crate) fn read_to_compare(&self, keys: &[BlockKey], call: Call) -> Vec<ViewOutcome> {
+        self.read(keys, call, Purpose::Inspect)
     }
 
     /// Whether each block's bytes are these; nothing where the block is not here. Counts as
@@ -281,6 +285,9 @@ impl Node {
                 if holds_some {
                     plan.waiting.push(wanted);
                     return (state, None);
+                }
+                if why == NoSlab::Erasing {
+                    return (state, Some(ViewOutcome::Miss));
                 }
                 let error = self.no_slab_error(&state, why, bytes, reading.call);
                 (state, Some(ViewOutcome::Failed(error)))

@@ -41,10 +41,20 @@ pub enum SecretError {
     },
 }
 
-/// Reads a file of at most that many bytes, whose permissions are its owner's alone (0600, 0400).
+/// Who may read a secret beside its owner; nobody else may change it in any case.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Readers {
+    /// Nobody: 0600, 0400.
+    Owner,
+    /// Its group: 0640, 0440.
+    Group,
+}
+
+/// Reads a file of at most that many bytes, if no others than `readers` may.
 ///
 /// Looks at the file that it reads, not at the name once more, so that nobody can swap it between.
-pub fn read_secret(path: &Path, bytes_max: u64) -> Result<Vec<u8>, SecretError> {
+pub fn read_secret(path: &Path, bytes_max: u64, readers: Readers) -> Result<Vec<u8>, SecretError> {
+    let forbidden = if readers == Readers::Owner { 0o077 } else { 0o037 };
     let failed = |source| SecretError::Read { path: path.to_owned(), source };
     let content = |reason: String| SecretError::Content { path: path.to_owned(), reason };
     let file = File::open(path).map_err(failed)?;
@@ -53,7 +63,7 @@ pub fn read_secret(path: &Path, bytes_max: u64) -> Result<Vec<u8>, SecretError> 
         return Err(content("it is no regular file".to_owned()));
     }
     let mode = facts.mode() & 0o7777;
-    if mode & 0o077 != 0 {
+    if mode & forbidden != 0 {
         return Err(SecretError::Exposed { path: path.to_owned(), mode });
     }
     let mut secret = Vec::new();

@@ -3,6 +3,7 @@
 use cascade_memory::PoolStats;
 
 use crate::TierName;
+use crate::outcome::PutOutcome;
 use crate::stage::StageStats;
 
 /// Counters since the store was opened.
@@ -70,6 +71,21 @@ pub struct Counters {
     pub prefetched_used: u64,
 }
 
+impl Counters {
+    /// One block's put is over.
+    pub(crate) fn count_put(&mut self, outcome: &PutOutcome) {
+        self.puts += 1;
+        *match outcome {
+            PutOutcome::Stored => &mut self.stored,
+            PutOutcome::Deduplicated => &mut self.deduplicated,
+            PutOutcome::Present => &mut self.present,
+            PutOutcome::Conflict => &mut self.conflicts,
+            PutOutcome::Declined(_) => &mut self.declined,
+            PutOutcome::Failed(_) => &mut self.put_failures,
+        } += 1;
+    }
+}
+
 /// One tier's share of the hits.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TierHits {
@@ -82,7 +98,7 @@ pub struct TierHits {
 }
 
 /// What a store holds and did, at one moment.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Stats {
     /// Counters since it was opened.
     pub counters: Counters,

@@ -4,6 +4,8 @@ use std::error::Error;
 use std::io;
 use std::path::{Path, PathBuf};
 
+use cascade_node::NodeError;
+use cascade_node::config::ConfigError;
 use cascade_store::StoreError;
 use thiserror::Error;
 
@@ -53,6 +55,12 @@ pub enum Failure {
         #[source]
         source: StoreError,
     },
+    /// A node's configuration makes no sense.
+    #[error("the configuration is refused")]
+    Config(#[source] ConfigError),
+    /// A node could not start or go on.
+    #[error("the node ended")]
+    Node(#[source] NodeError),
     /// A measurement could not be made.
     #[error("cannot measure {what}")]
     Measure {
@@ -94,7 +102,7 @@ impl Failure {
     /// The process's exit code for it.
     pub fn exit_code(&self) -> i32 {
         match self {
-            Self::Usage { .. } | Self::Read { .. } => EXIT_USAGE,
+            Self::Usage { .. } | Self::Read { .. } | Self::Config(_) => EXIT_USAGE,
             Self::Store { source: StoreError::Config { .. } | StoreError::Pipeline(_), .. } => {
                 EXIT_USAGE
             }

@@ -1,0 +1,81 @@
+//! Flags that set keys of the node's configuration, made from its table.
+
+use std::path::Path;
+
+use cascade_node::NodeConfig;
+use cascade_node::config::{self, ConfigError, Environment, KEYS, Key, Kind, Sources};
+use clap::builder::{PossibleValuesParser, ValueParser};
+use clap::{Arg, ArgMatches, Args, Command, FromArgMatches};
+
+/// The configuration as a command line gives it: a file, and keys that win over it.
+#[derive(Debug, Clone, Args)]
+pub(super) struct Settings {
+    /// Configuration file (TOML) [default: the one that `CASCADE_CONFIG` names, if any].
+    #[arg(long, value_name = "FILE", help_heading = "Configuration")]
+    config: Option<std::path::PathBuf>,
+    #[command(flatten)]
+    flags: KeyFlags,
+}
+
+impl Settings {
+    /// Reads file, environment and flags.
+    pub(super) fn load(&self) -> Result<NodeConfig, ConfigError> {
+        let sources = Sources { file: self.config.clone(), flags: self.flags.0.clone() };
+        config::load(&sources, &Environment::of_process())
+    }
+}
+
+/// Keys that were set, each with its text.
+#[derive(Debug, Clone, Default)]
+struct KeyFlags(Vec<(&'static Key, String)>);
+
+fn flags() -> impl Iterator<Item = (&'static Key, &'static str)> {
+    KEYS.iter().filter_map(|key| key.flag.map(|flag| (key, flag)))
+}
+
+impl FromArgMatches for KeyFlags {
+    fn from_arg_matches(matches: &ArgMatches) -> Result<Self, clap::Error> {
+        let given = flags().filter_map(|(key, flag)| Some((key, matches.get_one::<String>(flag)?)));
+        Ok(Self(given.map(|(key, text)| (key, text.clone())).collect()))
+    }
+
+    fn update_from_arg_matches(&mut self, matches: &ArgMatches) -> Result<(), clap::Error> {
+        *self = Self::from_arg_matches(matches)?;
+        Ok(())
+    }
+}
+
+impl Args for KeyFlags {
+    fn augment_args(command: Command) -> Command {
+        command.args(flags().map(|(key, flag)| {
+            let meaning = key.meaning.trim_end_matches('.').replace('`', "");
+            let default = match key.default_text() {
+                "not set" => String::new(),
+                text => format!(" [default: {}]", text.replace('`', "")),
+            };
+            Arg::new(flag)
+                .long(flag)
+                .value_name(key.kind.placeholder())
+                .help(format!("{meaning}{default}"))
+                .help_heading("Configuration")
+                .value_parser(parser(key))
+        }))
+    }
+
+    fn augment_args_for_update(command: Command) -> Command {
+        Self::augment_args(command)
+    }
+}
+
+/// Refuses on the command line what the configuration would refuse.
+fn parser(key: &'static Key) -> ValueParser {
+    match key.kind {
+        Kind::Choice(words) => PossibleValuesParser::new(words).into(),
+        Kind::Path => ValueParser::new(|text: &str| {
+            // A person at a prompt means the directory that the command runs in.
+            let path = std::path::absolute(Path::new(text)).map_err(|error| error.to_string())?;
+            path.into_os_string().into_string().map_err(|_| "is not UTF-8".to_owned())
+        }),
+        _ => ValueParser::new(|text: &str| key.parse(text).map(|_| text.to_owned())),
+    }
+}

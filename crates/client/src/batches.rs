@@ -1,0 +1,406 @@
+//! Puts and reads: batches of messages, and copies between the caller's memory and the pool.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use cascade_block::{BlockKey, Deadline, SystemClock};
+use cascade_memory::{SlabMut, copy_in, copy_out};
+use cascade_store::{
+    CallOptions, DeclineReason, GetOutcome, Put, PutOutcome, PutSlab, Request, StoreError,
+    ViewOutcome,
+};
+use cascade_wire::{
+    Answer, AskedBlock, BLOCKS_MAX, Call, ChainRequest, Lease, LeasePurpose, PreparedBlock,
+    SealedBlock,
+};
+
+use crate::client::{Inner, node_time};
+use crate::session::Link;
+
+/// How often a put begins anew with blocks that others put and delete under it.
+const PASSES_MAX: u32 = 3;
+/// A copying get holds at most this share of what a client may hold.
+const GET_SHARE: usize = 2;
+
+/// One batch under way.
+struct Batch<'a> {
+    link: &'a Arc<Link>,
+    deadline: Deadline,
+    time: Duration,
+}
+
+impl Batch<'_> {
+    fn node_time(&self) -> u32 {
+        node_time(self.deadline.remaining(&SystemClock).min(self.time))
+    }
+}
+
+impl Inner {
+    pub(crate) fn put(&self, batch: &[Put<'_>], options: CallOptions) -> Vec<PutOutcome> {
+        let link = match self.linked() {
+            Ok(link) => link,
+            Err(error) => return batch.iter().map(|_| PutOutcome::Failed(error.clone())).collect(),
+        };
+        let (deadline, time) = self.deadline(options);
+        let on = Batch { link: &link, deadline, time };
+        let mut outcomes: Vec<Option<PutOutcome>> = batch.iter().map(|_| None).collect();
+        for (outcome, put) in outcomes.iter_mut().zip(batch) {
+            if u32::try_from(put.bytes.len()).is_err() {
+                *outcome = Some(PutOutcome::Declined(DeclineReason::TooLarge));
+            }
+        }
+        for _ in 0..PASSES_MAX {
+            let mut compare = Vec::new();
+            let mut open: Vec<usize> =
+                (0..batch.len()).filter(|at| outcomes[*at].is_none()).collect();
+            while !open.is_empty() {
+                let round = &open[..open.len().min(BLOCKS_MAX)];
+                match self.put_round(&on, batch, round, &mut outcomes) {
+                    Ok(to_compare) => compare.extend(to_compare),
+                    Err(error) => {
+                        for at in round {
+                            outcomes[*at].get_or_insert_with(|| PutOutcome::Failed(error.clone()));
+                        }
+                    }
+                }
+                open.retain(|at| outcomes[*at].is_none() && !compare.contains(at));
+            }
+            if compare.is_empty() {
+                break;
+            }
+            self.compare(&on, batch, &compare, &mut outcomes);
+        }
+        let timeout_ms = u64::try_from(time.as_millis()).unwrap_or(u64::MAX);
+        let operation = "put a key that others delete";
+        let restless = || PutOutcome::Failed(StoreError::Timeout { operation, timeout_ms });
+        outcomes.into_iter().map(|outcome| outcome.unwrap_or_else(restless)).collect()
+    }
+
+    /// Asks where blocks go, copies them there and seals them. Returns those to compare.
+    fn put_round(
+        &self,
+        on: &Batch<'_>,
+        batch: &[Put<'_>],
+        round: &[usize],
+        outcomes: &mut [Option<PutOutcome>],
+    ) -> Result<Vec<usize>, StoreError> {
+        let first_hold = on.link.session.draw_holds(round.len());
+        let blocks = round.iter().map(|at| asked(&batch[*at])).collect();
+        let call = Call::Prepare { timeout_ms: on.node_time(), first_hold, blocks };
+        let answer = self.ask_on(on.link, "prepare a put", &call, on.deadline, on.time);
+        let prepared = match answer {
+            Ok(Answer::Prepared(prepared)) if prepared.len() == round.len() => prepared,
+            Ok(other) => return Err(self.odd(&other)),
+            Err(error) => {
+                // What it may still grant comes back.
+                on.link.session.give_back_range(first_hold, round.len());
+                return Err(error);
+            }
+        };
+        let (mut sealed, mut placed, mut compare) = (Vec::new(), Vec::new(), Vec::new());
+        for ((at, prepared), hold) in round.iter().zip(prepared).zip(first_hold..) {
+            let put = &batch[*at];
+            match prepared {
+                PreparedBlock::Slab { offset } => {
+                    let mut slab = self.lent(on.link, hold, offset, put.bytes.len())?;
+                    copy_in(&mut slab, put.bytes);
+                    let hold = slab.surrender(&on.link.attachment);
+                    sealed.push(seal(put, hold.expect("this node lent it"), put.bytes.len()));
+                    placed.push(*at);
+                }
+                PreparedBlock::Settled(outcome) => outcomes[*at] = Some(outcome),
+                PreparedBlock::Compare => compare.push(*at),
+                PreparedBlock::Later => {}
+            }
+        }
+        if sealed.is_empty() {
+            return Ok(compare);
+        }
+        for (at, outcome) in placed.iter().zip(self.seal(on, sealed)) {
+            outcomes[*at] = Some(outcome);
+        }
+        Ok(compare)
+    }
+
+    fn lent(
+        &self,
+        link: &Link,
+        hold: u64,
+        offset: u64,
+        bytes: usize,
+    ) -> Result<SlabMut, StoreError> {
+        let offset = usize::try_from(offset).ok();
+        let slab = offset.and_then(|offset| link.attachment.writable(hold, offset, bytes));
+        slab.ok_or_else(|| {
+            let reason = "the node lends memory outside of its pool".to_owned();
+            self.note_odd(reason)
+        })
+    }
+
+    fn note_odd(&self, reason: String) -> StoreError {
+        StoreError::Away { socket: self.socket(), reason }
+    }
+
+    fn seal(&self, on: &Batch<'_>, blocks: Vec<SealedBlock>) -> Vec<PutOutcome> {
+        let count = blocks.len();
+        let holds: Vec<u64> = blocks.iter().map(|block| block.hold).collect();
+        let call = Call::Seal { timeout_ms: on.node_time(), blocks };
+        let answer = self.ask_on(on.link, "seal a put", &call, on.deadline, on.time);
+        let error = match answer {
+            Ok(Answer::Puts(outcomes)) if outcomes.len() == count => return outcomes,
+            Ok(other) => self.odd(&other),
+            Err(error) => error,
+        };
+        // Those that it did not take come back; of the others it knows nothing any more.
+        for hold in holds {
+            on.link.session.give_back_range(hold, 1);
+        }
+        (0..count).map(|_| PutOutcome::Failed(error.clone())).collect()
+    }
+
+    /// Compares blocks that are there with what was to be put. What is gone again stays open.
+    fn compare(
+        &self,
+        on: &Batch<'_>,
+        batch: &[Put<'_>],
+        blocks: &[usize],
+        outcomes: &mut [Option<PutOutcome>],
+    ) {
+        let (mut present, mut conflicts, mut failures) = (0, 0, 0);
+        let mut rest = blocks;
+        while !rest.is_empty() {
+            let lengths = rest.iter().map(|at| batch[*at].bytes.len());
+            let (step, later) = rest.split_at(on.link.step(lengths));
+            rest = later;
+            let keys: Vec<BlockKey> = step.iter().map(|at| batch[*at].key).collect();
+            let views = self.lease(on, LeasePurpose::Compare, &keys);
+            for (at, view) in step.iter().zip(views) {
+                outcomes[*at] = match view {
+                    ViewOutcome::Hit { slab, .. } if *slab == *batch[*at].bytes => {
+                        present += 1;
+                        Some(PutOutcome::Present)
+                    }
+                    ViewOutcome::Hit { .. } => {
+                        conflicts += 1;
+                        Some(PutOutcome::Conflict)
+                    }
+                    ViewOutcome::Miss => None,
+                    ViewOutcome::Failed(error) => {
+                        failures += 1;
+                        Some(PutOutcome::Failed(error))
+                    }
+                };
+            }
+        }
+        let settled = Call::Settled { present, conflicts, failures };
+        // Only a count is lost with it.
+        drop(on.link.session.tell(vec![settled], on.deadline));
+    }
+
+    pub(crate) fn reserve(
+        &self,
+        bytes: usize,
+        options: CallOptions,
+    ) -> Result<SlabMut, StoreError> {
+        let link = self.linked()?;
+        let (deadline, time) = self.deadline(options);
+        let hold = link.session.draw_holds(1);
+        let call = Call::Reserve { timeout_ms: node_time(time), hold, bytes: bytes as u64 };
+        match self.ask_on(&link, "reserve a slab", &call, deadline, time) {
+            Ok(Answer::Slab { offset }) => self.lent(&link, hold, offset, bytes),
+            Ok(other) => Err(self.odd(&other)),
+            Err(error) => {
+                link.session.give_back_range(hold, 1);
+                Err(error)
+            }
+        }
+    }
+
+    pub(crate) fn put_slabs(&self, batch: Vec<PutSlab>, options: CallOptions) -> Vec<PutOutcome> {
+        let link = match self.linked() {
+            Ok(link) => link,
+            Err(error) => return batch.iter().map(|_| PutOutcome::Failed(error.clone())).collect(),
+        };
+        let (deadline, time) = self.deadline(options);
+        let on = Batch { link: &link, deadline, time };
+        let mut outcomes: Vec<Option<PutOutcome>> = batch.iter().map(|_| None).collect();
+        let (mut sealed, mut placed) = (Vec::new(), Vec::new());
+        for (at, put) in batch.into_iter().enumerate() {
+            let PutSlab { key, slab, parent, namespace, is_prefix, is_partial, ttl_ms } = put;
+            let bytes = slab.len();
+            let facts = Put { bytes: &[], key, parent, namespace, is_prefix, is_partial, ttl_ms };
+            if let Ok(hold) = slab.surrender(&link.attachment) {
+                sealed.push(seal(&facts, hold, bytes));
+                placed.push(at);
+            } else {
+                // Reserved before the node was started anew, or in another store.
+                let reason = "the slab was reserved from a node that is gone".to_owned();
+                outcomes[at] = Some(PutOutcome::Failed(self.note_odd(reason)));
+            }
+        }
+        let mut settled = Vec::with_capacity(placed.len());
+        for step in sealed.chunks(BLOCKS_MAX) {
+            settled.extend(self.seal(&on, step.to_vec()));
+        }
+        for (at, outcome) in placed.into_iter().zip(settled) {
+            outcomes[at] = Some(outcome);
+        }
+        outcomes.into_iter().map(|outcome| outcome.expect("every block was settled")).collect()
+    }
+
+    pub(crate) fn view(&self, keys: &[BlockKey], options: CallOptions) -> Vec<ViewOutcome> {
+        let link = match self.linked() {
+            Ok(link) => link,
+            Err(StoreError::Closed) => {
+                return keys.iter().map(|_| ViewOutcome::Failed(StoreError::Closed)).collect();
+            }
+            Err(_) => return keys.iter().map(|_| ViewOutcome::Miss).collect(),
+        };
+        let (deadline, time) = self.deadline(options);
+        let on = Batch { link: &link, deadline, time };
+        keys.chunks(BLOCKS_MAX).flat_map(|step| self.lease(&on, LeasePurpose::Use, step)).collect()
+    }
+
+    pub(crate) fn acquire(&self, request: &Request<'_>, options: CallOptions) -> Vec<ViewOutcome> {
+        let Some(link) = self.link() else { return Vec::new() };
+        let (deadline, time) = self.deadline(options);
+        let on = Batch { link: &link, deadline, time };
+        let mut request = ChainRequest::of(request);
+        request.keys.truncate(BLOCKS_MAX);
+        let count = request.keys.len();
+        let first_hold = link.session.draw_holds(count);
+        let call = Call::Acquire { timeout_ms: on.node_time(), first_hold, request };
+        let answer = self.ask_on(&link, "look a chain up", &call, deadline, time);
+        match answer {
+            Ok(Answer::Leases(leases)) if leases.len() <= count => {
+                self.views(&link, first_hold, leases)
+            }
+            Ok(_) => Vec::new(),
+            Err(_) => {
+                link.session.give_back_range(first_hold, count);
+                Vec::new()
+            }
+        }
+    }
+
+    pub(crate) fn get(
+        &self,
+        keys: &[BlockKey],
+        buffers: &mut [&mut [u8]],
+        options: CallOptions,
+    ) -> Vec<GetOutcome> {
+        assert_eq!(keys.len(), buffers.len(), "one buffer for each key");
+        let link = match self.linked() {
+            Ok(link) => link,
+            Err(StoreError::Closed) => {
+                return keys.iter().map(|_| GetOutcome::Failed(StoreError::Closed)).collect();
+            }
+            Err(_) => return keys.iter().map(|_| GetOutcome::Miss).collect(),
+        };
+        let (deadline, time) = self.deadline(options);
+        let on = Batch { link: &link, deadline, time };
+        let mut outcomes = Vec::with_capacity(keys.len());
+        while outcomes.len() < keys.len() {
+            let done = outcomes.len();
+            let step = link.step(buffers[done..].iter().map(|buffer| buffer.len()));
+            let views = self.lease(&on, LeasePurpose::Use, &keys[done..done + step]);
+            let total = views.iter().map(|view| match view {
+                ViewOutcome::Hit { slab, .. } => slab.len(),
+                ViewOutcome::Miss | ViewOutcome::Failed(_) => 0,
+            });
+            let total = total.sum();
+            for (view, buffer) in views.into_iter().zip(&mut buffers[done..]) {
+                outcomes.push(match view {
+                    ViewOutcome::Hit { slab, .. } if slab.len() > buffer.len() => {
+                        GetOutcome::TooShort { needed_bytes: slab.len() }
+                    }
+                    ViewOutcome::Hit { slab, tier } => {
+                        copy_out(&mut buffer[..slab.len()], &slab, total);
+                        GetOutcome::Hit { bytes: slab.len(), tier }
+                    }
+                    ViewOutcome::Miss => GetOutcome::Miss,
+                    ViewOutcome::Failed(error) => GetOutcome::Failed(error),
+                });
+            }
+        }
+        outcomes
+    }
+
+    fn lease(&self, on: &Batch<'_>, purpose: LeasePurpose, keys: &[BlockKey]) -> Vec<ViewOutcome> {
+        let first_hold = on.link.session.draw_holds(keys.len());
+        let timeout_ms = on.node_time();
+        let call = Call::Lease { timeout_ms, first_hold, purpose, keys: keys.to_vec() };
+        let answer = self.ask_on(on.link, "read blocks", &call, on.deadline, on.time);
+        let error = match answer {
+            Ok(Answer::Leases(leases)) if leases.len() == keys.len() => {
+                return self.views(on.link, first_hold, leases);
+            }
+            Ok(other) => self.odd(&other),
+            Err(error) => {
+                on.link.session.give_back_range(first_hold, keys.len());
+                error
+            }
+        };
+        let one = || match &error {
+            StoreError::Away { .. } => ViewOutcome::Miss,
+            error => ViewOutcome::Failed(error.clone()),
+        };
+        keys.iter().map(|_| one()).collect()
+    }
+
+    fn views(&self, link: &Link, first_hold: u64, leases: Vec<Lease>) -> Vec<ViewOutcome> {
+        let view = |(hold, lease)| match lease {
+            Lease::Hit { offset, bytes, tier } => {
+                let offset = usize::try_from(offset).ok();
+                let slab =
+                    offset.and_then(|offset| link.attachment.sealed(hold, offset, bytes as usize));
+                if let (Some(slab), Some(tier)) = (slab, link.tiers.get(usize::from(tier))) {
+                    ViewOutcome::Hit { slab, tier }
+                } else {
+                    let reason = "the node leases memory outside of its pool".to_owned();
+                    ViewOutcome::Failed(self.note_odd(reason))
+                }
+            }
+            Lease::Miss => ViewOutcome::Miss,
+            Lease::Failed(error) => ViewOutcome::Failed(error),
+        };
+        (first_hold..).zip(leases).map(view).collect()
+    }
+}
+
+impl Link {
+    /// How many of some blocks can be held at a time, at least one.
+    fn step(&self, lengths: impl Iterator<Item = usize>) -> usize {
+        let share = usize::try_from(self.welcome.hold_bytes_max).unwrap_or(usize::MAX) / GET_SHARE;
+        let mut left = share;
+        let fits = |bytes: &usize| {
+            let fits = *bytes <= left;
+            left = left.saturating_sub(*bytes);
+            fits
+        };
+        lengths.take_while(fits).take(BLOCKS_MAX).count().max(1)
+    }
+}
+
+fn asked(put: &Put<'_>) -> AskedBlock {
+    AskedBlock {
+        key: put.key,
+        parent: put.parent,
+        bytes: u32::try_from(put.bytes.len()).expect("longer blocks were declined"),
+        is_prefix: put.is_prefix,
+        is_partial: put.is_partial,
+    }
+}
+
+fn seal(put: &Put<'_>, hold: u64, bytes: usize) -> SealedBlock {
+    SealedBlock {
+        hold,
+        bytes: u32::try_from(bytes).unwrap_or(u32::MAX),
+        key: put.key,
+        parent: put.parent,
+        namespace: put.namespace,
+        is_prefix: put.is_prefix,
+        is_partial: put.is_partial,
+        ttl_ms: put.ttl_ms,
+    }
+}

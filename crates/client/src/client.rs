@@ -1,0 +1,413 @@
+//! The client: what a worker holds instead of a store.
+
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use cascade_block::{BlockKey, Deadline, Manifest, Namespace, NamespaceId, SystemClock};
+use cascade_memory::SlabMut;
+use cascade_store::{
+    BlockStore, CallOptions, GetOutcome, PrefixMatch, Put, PutOutcome, PutSlab, Request, Stats,
+    StoreError, TierName, ViewOutcome,
+};
+use cascade_wire::{Access, Answer, Call, ChainRequest, KEYS_MAX, KeyQuestion, Welcome};
+
+use crate::keeper::{self, Chores};
+use crate::session::{CALL_MIN, Identity, Link, NoAnswer};
+
+/// How to reach a node, and as whom.
+#[derive(Debug, Clone)]
+pub struct ConnectOptions {
+    /// The node's Unix socket.
+    pub socket: PathBuf,
+    /// What the client does with the pool. Default: write.
+    pub access: Access,
+    /// Proves which tenant it is. Default: the user says it.
+    pub token: Option<Vec<u8>>,
+    /// What it calls itself in the node's status. Default: the process number.
+    pub name: String,
+    /// How long a call may take unless it says otherwise. Default: 5 s.
+    pub timeout: Duration,
+}
+
+impl ConnectOptions {
+    /// The defaults, for a socket.
+    pub fn new(socket: impl Into<PathBuf>) -> Self {
+        Self {
+            socket: socket.into(),
+            access: Access::Write,
+            token: None,
+            name: format!("process {}", std::process::id()),
+            timeout: Duration::from_secs(5),
+        }
+    }
+}
+
+/// A client of a served store. Clones are handles on the same one; the last one to go closes it.
+#[derive(Debug, Clone)]
+pub struct Client(Arc<Handle>);
+
+/// Ends the keeper.
+#[derive(Debug)]
+struct Handle(Arc<Inner>);
+
+impl Drop for Handle {
+    fn drop(&mut self) {
+        self.0.close();
+    }
+}
+
+#[derive(Debug)]
+pub(crate) struct Inner {
+    identity: Identity,
+    timeout: Duration,
+    state: Mutex<State>,
+    chores: Arc<Chores>,
+}
+
+#[derive(Debug)]
+enum State {
+    Linked(Arc<Link>),
+    /// The node does not answer; the link it had stays for when it does again.
+    Away {
+        reason: String,
+        link: Arc<Link>,
+    },
+    Closed,
+}
+
+impl Client {
+    /// Connects to a node that is there.
+    pub fn connect(options: ConnectOptions) -> Result<Self, StoreError> {
+        let ConnectOptions { socket, access, token, name, timeout } = options;
+        if timeout.is_zero() {
+            let reason = "0; every call would fail: give at least 1 ms".to_owned();
+            return Err(StoreError::Config { setting: "timeout", reason });
+        }
+        let identity = Identity { socket, access, token, name };
+        let chores = Arc::new(Chores::default());
+        let link = Link::open(&identity, &chores, Deadline::after(&SystemClock, timeout))?;
+        let state = Mutex::new(State::Linked(Arc::new(link)));
+        let inner = Arc::new(Inner { identity, timeout, state, chores });
+        keeper::start(&inner).map_err(|e| StoreError::Threads { source: Arc::new(e) })?;
+        Ok(Self(Arc::new(Handle(inner))))
+    }
+
+    pub(crate) fn inner(&self) -> &Inner {
+        &self.0.0
+    }
+
+    /// What the node said of itself and its pool; `None` while it is away.
+    pub fn welcome(&self) -> Option<Welcome> {
+        self.inner().link().map(|link| link.welcome.clone())
+    }
+
+    /// An administrator's question or order: a topic and arguments in JSON. The answer is JSON.
+    pub fn administer(
+        &self,
+        topic: &str,
+        arguments: &str,
+        options: CallOptions,
+    ) -> Result<String, StoreError> {
+        let call = |timeout_ms| Call::Admin {
+            timeout_ms,
+            topic: topic.to_owned(),
+            arguments: arguments.to_owned(),
+        };
+        match self.inner().ask_with_time("ask the node", options, call)? {
+            Answer::Text(text) => Ok(text),
+            other => Err(self.inner().odd(&other)),
+        }
+    }
+
+    fn ask_flags(&self, question: KeyQuestion, keys: &[BlockKey]) -> Vec<bool> {
+        let flags = |keys: &[BlockKey]| {
+            let call = Call::Ask { question, keys: keys.to_vec() };
+            match self.inner().ask("ask about blocks", &call, CallOptions::default()) {
+                Ok(Answer::Flags(flags)) if flags.len() == keys.len() => flags,
+                _ => vec![false; keys.len()],
+            }
+        };
+        keys.chunks(KEYS_MAX).flat_map(flags).collect()
+    }
+}
+
+impl Inner {
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(crate) fn chores(&self) -> &Arc<Chores> {
+        &self.chores
+    }
+
+    /// The link, unless the node is away.
+    pub(crate) fn link(&self) -> Option<Arc<Link>> {
+        self.linked().ok()
+    }
+
+    /// The link, or why there is none.
+    pub(crate) fn linked(&self) -> Result<Arc<Link>, StoreError> {
+        match &*self.state() {
+            State::Linked(link) => Ok(Arc::clone(link)),
+            State::Away { reason, .. } => {
+                Err(StoreError::Away { socket: self.socket(), reason: reason.clone() })
+            }
+            State::Closed => Err(StoreError::Closed),
+        }
+    }
+
+    pub(crate) fn deadline(&self, options: CallOptions) -> (Deadline, Duration) {
+        let time = options.timeout.unwrap_or(self.timeout).max(CALL_MIN);
+        (Deadline::after(&SystemClock, time), time)
+    }
+
+    /// From now on calls are answered at once, until the node is found again.
+    pub(crate) fn note_away(&self, reason: &str, link: &Arc<Link>) {
+        let mut state = self.state();
+        if matches!(&*state, State::Linked(current) if Arc::ptr_eq(current, link)) {
+            *state = State::Away { reason: reason.to_owned(), link: Arc::clone(link) };
+            drop(state);
+            self.chores.node_is_away();
+        }
+    }
+
+    /// Tries to reach the node that was away: the run that it knows, or else a new one.
+    pub(crate) fn find_again(&self, deadline: Deadline) -> bool {
+        let link = match &*self.state() {
+            State::Away { link, .. } => Arc::clone(link),
+            State::Linked(_) | State::Closed => return true,
+        };
+        let found = match link.session.revive(deadline) {
+            Ok(()) => Ok(link),
+            // It does not answer: a new session would not be answered either.
+            Err(NoAnswer::Late) => return false,
+            Err(NoAnswer::Broken(_)) => {
+                Link::open(&self.identity, &self.chores, deadline).map(Arc::new)
+            }
+        };
+        let mut state = self.state();
+        match (&mut *state, found) {
+            (State::Away { .. }, Ok(link)) => {
+                *state = State::Linked(link);
+                true
+            }
+            (State::Away { reason, .. }, Err(error)) => {
+                *reason = match error {
+                    StoreError::Away { reason, .. } | StoreError::Refused { reason, .. } => reason,
+                    other => other.to_string(),
+                };
+                false
+            }
+            (State::Linked(_) | State::Closed, _) => true,
+        }
+    }
+
+    /// One call and its answer; failures of the node as a whole are errors here.
+    pub(crate) fn ask(
+        &self,
+        operation: &'static str,
+        call: &Call,
+        options: CallOptions,
+    ) -> Result<Answer, StoreError> {
+        let link = self.linked()?;
+        let (deadline, time) = self.deadline(options);
+        self.ask_on(&link, operation, call, deadline, time)
+    }
+
+    /// As `ask`, for calls that tell the node how long they may take.
+    fn ask_with_time(
+        &self,
+        operation: &'static str,
+        options: CallOptions,
+        call: impl FnOnce(u32) -> Call,
+    ) -> Result<Answer, StoreError> {
+        let link = self.linked()?;
+        let (deadline, time) = self.deadline(options);
+        self.ask_on(&link, operation, &call(node_time(time)), deadline, time)
+    }
+
+    pub(crate) fn ask_on(
+        &self,
+        link: &Arc<Link>,
+        operation: &'static str,
+        call: &Call,
+        deadline: Deadline,
+        time: Duration,
+    ) -> Result<Answer, StoreError> {
+        let timeout_ms = u64::try_from(time.as_millis()).unwrap_or(u64::MAX);
+        match link.session.ask(call, deadline) {
+            Ok(Answer::Failed(error)) => Err(error),
+            Ok(Answer::Refused { reason }) => {
+                let socket = self.socket();
+                Err(StoreError::Refused { socket, reason })
+            }
+            Ok(answer) => Ok(answer),
+            // A living node answers in time whatever its tiers do.
+            Err(NoAnswer::Late) => {
+                self.note_away("it does not answer; is it stopped?", link);
+                Err(StoreError::Timeout { operation, timeout_ms })
+            }
+            Err(NoAnswer::Broken(reason)) => {
+                self.note_away(&reason, link);
+                let socket = self.socket();
+                Err(StoreError::Away { socket, reason })
+            }
+        }
+    }
+
+    /// An answer that does not fit the call.
+    pub(crate) fn odd(&self, answer: &Answer) -> StoreError {
+        let reason = format!("it answers something else than was asked: {answer:?}");
+        StoreError::Away { socket: self.socket(), reason }
+    }
+
+    pub(crate) fn socket(&self) -> String {
+        self.identity.socket.display().to_string()
+    }
+
+    fn close(&self) {
+        *self.state() = State::Closed;
+        self.chores.end();
+    }
+}
+
+/// What the node is told a call may take: a little less, so that its answer comes in time.
+pub(crate) fn node_time(time: Duration) -> u32 {
+    let most = time.saturating_sub((time / 10).min(Duration::from_millis(100)));
+    u32::try_from(most.as_millis()).unwrap_or(u32::MAX)
+}
+
+impl BlockStore for Client {
+    fn put(&self, batch: &[Put<'_>], options: CallOptions) -> Vec<PutOutcome> {
+        self.inner().put(batch, options)
+    }
+
+    fn reserve(&self, bytes: usize, options: CallOptions) -> Result<SlabMut, StoreError> {
+        self.inner().reserve(bytes, options)
+    }
+
+    fn put_slabs(&self, batch: Vec<PutSlab>, options: CallOptions) -> Vec<PutOutcome> {
+        self.inner().put_slabs(batch, options)
+    }
+
+    fn get(
+        &self,
+        keys: &[BlockKey],
+        buffers: &mut [&mut [u8]],
+        options: CallOptions,
+    ) -> Vec<GetOutcome> {
+        self.inner().get(keys, buffers, options)
+    }
+
+    fn view(&self, keys: &[BlockKey], options: CallOptions) -> Vec<ViewOutcome> {
+        self.inner().view(keys, options)
+    }
+
+    fn lookup_prefix(&self, request: &Request<'_>) -> PrefixMatch {
+        let Some(link) = self.inner().link() else { return PrefixMatch::default() };
+        let mut request = ChainRequest::of(request);
+        request.keys.truncate(KEYS_MAX);
+        let call = Call::Lookup(request);
+        match self.inner().ask("look a chain up", &call, CallOptions::default()) {
+            Ok(Answer::Matched(tiers)) => {
+                let named = |tier: u8| link.tiers.get(usize::from(tier)).copied();
+                PrefixMatch { tiers: tiers.into_iter().map_while(named).collect() }
+            }
+            Ok(_) | Err(_) => PrefixMatch::default(),
+        }
+    }
+
+    fn acquire(&self, request: &Request<'_>, options: CallOptions) -> Vec<ViewOutcome> {
+        self.inner().acquire(request, options)
+    }
+
+    fn hint(&self, request: &Request<'_>) {
+        let mut request = ChainRequest::of(request);
+        request.keys.truncate(KEYS_MAX);
+        // A hint that is lost costs nothing.
+        drop(self.inner().ask("give a hint", &Call::Hint(request), CallOptions::default()));
+    }
+
+    fn contains(&self, keys: &[BlockKey]) -> Vec<bool> {
+        self.ask_flags(KeyQuestion::Contains, keys)
+    }
+
+    fn locate(&self, keys: &[BlockKey]) -> Vec<Vec<TierName>> {
+        let places = |keys: &[BlockKey]| {
+            let call = Call::Ask { question: KeyQuestion::Locate, keys: keys.to_vec() };
+            let link = self.inner().link();
+            let answer = self.inner().ask("locate blocks", &call, CallOptions::default());
+            match (link, answer) {
+                (Some(link), Ok(Answer::Places(places))) if places.len() == keys.len() => places
+                    .into_iter()
+                    .map(|bits| {
+                        let has = |at: &usize| bits & (1 << at) != 0;
+                        (0..link.tiers.len()).filter(has).map(|at| link.tiers[at]).collect()
+                    })
+                    .collect(),
+                _ => vec![Vec::new(); keys.len()],
+            }
+        };
+        keys.chunks(KEYS_MAX).flat_map(places).collect()
+    }
+
+    fn pin(&self, keys: &[BlockKey]) -> Vec<bool> {
+        self.ask_flags(KeyQuestion::Pin, keys)
+    }
+
+    fn unpin(&self, keys: &[BlockKey]) -> Vec<bool> {
+        self.ask_flags(KeyQuestion::Unpin, keys)
+    }
+
+    fn delete(&self, keys: &[BlockKey]) -> Vec<bool> {
+        self.ask_flags(KeyQuestion::Delete, keys)
+    }
+
+    fn clear(&self) {
+        // As in an embedded store that is closed, nothing happens while the node is away.
+        drop(self.inner().ask("clear", &Call::Clear, CallOptions::default()));
+    }
+
+    fn prefetch(&self, keys: &[BlockKey]) -> usize {
+        let accepted = |keys: &[BlockKey]| {
+            let call = Call::Ask { question: KeyQuestion::Prefetch, keys: keys.to_vec() };
+            match self.inner().ask("prefetch", &call, CallOptions::default()) {
+                Ok(Answer::Count(count)) => usize::try_from(count).unwrap_or(0),
+                _ => 0,
+            }
+        };
+        keys.chunks(KEYS_MAX).map(accepted).sum()
+    }
+
+    fn register(&self, namespace: &Namespace, options: CallOptions) -> Result<(), StoreError> {
+        let call = |timeout_ms| Call::Register {
+            timeout_ms,
+            root: namespace.root(),
+            manifest: namespace.manifest().clone(),
+        };
+        self.inner().ask_with_time("keep a manifest", options, call).map(drop)
+    }
+
+    fn manifests(&self, options: CallOptions) -> Result<Vec<(NamespaceId, Manifest)>, StoreError> {
+        let call = |timeout_ms| Call::Manifests { timeout_ms };
+        match self.inner().ask_with_time("list manifests", options, call)? {
+            Answer::Manifests(all) => Ok(all),
+            other => Err(self.inner().odd(&other)),
+        }
+    }
+
+    fn flush(&self, options: CallOptions) -> Result<(), StoreError> {
+        let call = |timeout_ms| Call::Flush { timeout_ms };
+        self.inner().ask_with_time("flush", options, call).map(drop)
+    }
+
+    fn stats(&self) -> Stats {
+        Stats::default()
+    }
+
+    fn close(&self) -> Result<(), StoreError> {
+        self.inner().close();
+        Ok(())
+    }
+}

@@ -1,0 +1,183 @@
+//! A line: one connection to the node, one call at a time on it.
+
+use std::io::{self, IoSliceMut, Read, Write};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::time::Duration;
+
+use cascade_block::{Deadline, SystemClock};
+use cascade_wire::{Answer, Call, Frame, HEADER_BYTES, frame_length};
+use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
+
+/// What one read takes at most; longer answers take several.
+const READ_BYTES: usize = 64 << 10;
+
+/// A connection.
+#[derive(Debug)]
+pub(crate) struct Line {
+    stream: UnixStream,
+    input: Vec<u8>,
+    output: Vec<u8>,
+    timeout: Duration,
+    calls: u32,
+}
+
+/// Why a line is of no use any more.
+#[derive(Debug)]
+pub(crate) enum LineError {
+    /// The deadline passed; the answer may still come, so the line is out of step.
+    Late,
+    /// The node closed it, or is gone, or speaks another language.
+    Broken(String),
+}
+
+impl From<io::Error> for LineError {
+    fn from(error: io::Error) -> Self {
+        match error.kind() {
+            io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => Self::Late,
+            _ => Self::Broken(error.to_string()),
+        }
+    }
+}
+
+impl From<cascade_wire::WireError> for LineError {
+    fn from(error: cascade_wire::WireError) -> Self {
+        Self::Broken(error.to_string())
+    }
+}
+
+impl Line {
+    /// Connects. A node that does not accept is noticed by the first call's deadline.
+    pub(crate) fn connect(socket: &Path) -> Result<Self, LineError> {
+        let stream = UnixStream::connect(socket)?;
+        Ok(Self {
+            stream,
+            input: Vec::new(),
+            output: Vec::new(),
+            timeout: Duration::ZERO,
+            calls: 0,
+        })
+    }
+
+    /// One call and its answer. `ahead` is sent before it; those calls have no answers.
+    pub(crate) fn ask(
+        &mut self,
+        ahead: &[Call],
+        call: &Call,
+        deadline: Deadline,
+    ) -> Result<Answer, LineError> {
+        self.send(ahead, call, deadline)?;
+        self.input.clear();
+        loop {
+            if let Some(length) = frame_length(&self.input)?
+                && self.input.len() >= length
+            {
+                return self.read_answer();
+            }
+            self.await_bytes(deadline)?;
+            let start = self.input.len();
+            let room = frame_length(&self.input)?.map_or(READ_BYTES, |length| length - start);
+            self.input.resize(start + room.max(READ_BYTES), 0);
+            let count = (&self.stream).read(&mut self.input[start..]);
+            self.input.truncate(start + *count.as_ref().unwrap_or(&0));
+            match count {
+                Ok(0) => {
+                    return Err(LineError::Broken("the node closed the connection".to_owned()));
+                }
+                Ok(_) => {}
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(error.into()),
+            }
+        }
+    }
+
+    /// The first call, whose answer brings the pool's descriptor unless the line joins a session.
+    pub(crate) fn greet(
+        &mut self,
+        hello: &Call,
+        deadline: Deadline,
+    ) -> Result<(Answer, Option<OwnedFd>), LineError> {
+        self.send(&[], hello, deadline)?;
+        self.await_bytes(deadline)?;
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+        let mut control = RecvAncillaryBuffer::new(&mut space);
+        self.input.resize(READ_BYTES, 0);
+        let mut parts = [IoSliceMut::new(&mut self.input)];
+        let received = recvmsg(&self.stream, &mut parts, &mut control, RecvFlags::CMSG_CLOEXEC);
+        let count = received.map_err(io::Error::from)?.bytes;
+        self.input.truncate(count);
+        let descriptor = control.drain().find_map(|message| match message {
+            RecvAncillaryMessage::ScmRights(mut descriptors) => descriptors.next(),
+            _ => None,
+        });
+        if frame_length(&self.input)? != Some(count) {
+            return Err(LineError::Broken("the node's welcome is cut".to_owned()));
+        }
+        Ok((self.read_answer()?, descriptor))
+    }
+
+    /// Calls that have no answer.
+    pub(crate) fn tell(&mut self, calls: &[Call], deadline: Deadline) -> Result<(), LineError> {
+        self.output.clear();
+        for call in calls {
+            call.write(&mut self.output, self.calls, None)?;
+        }
+        self.write_output(deadline)
+    }
+
+    fn send(&mut self, ahead: &[Call], call: &Call, deadline: Deadline) -> Result<(), LineError> {
+        self.calls = self.calls.wrapping_add(1);
+        self.output.clear();
+        for call in ahead {
+            call.write(&mut self.output, self.calls, None)?;
+        }
+        call.write(&mut self.output, self.calls, None)?;
+        self.write_output(deadline)
+    }
+
+    fn write_output(&mut self, deadline: Deadline) -> Result<(), LineError> {
+        self.await_bytes(deadline)?;
+        (&self.stream).write_all(&self.output)?;
+        // A line that rests keeps no memory of its longest call.
+        self.output.shrink_to(READ_BYTES);
+        Ok(())
+    }
+
+    /// Sets what the next system call may take.
+    fn await_bytes(&mut self, deadline: Deadline) -> Result<(), LineError> {
+        let left = deadline.remaining(&SystemClock);
+        if left.is_zero() {
+            return Err(LineError::Late);
+        }
+        // A setting per call is a system call; one that is a little too long does no harm.
+        let is_close = self.timeout >= left && self.timeout <= left + left / 16;
+        if !is_close {
+            self.timeout = left + left / 32;
+            self.stream.set_read_timeout(Some(self.timeout))?;
+            self.stream.set_write_timeout(Some(self.timeout))?;
+        }
+        Ok(())
+    }
+
+    fn read_answer(&mut self) -> Result<Answer, LineError> {
+        let frame = Frame::read(&self.input)?;
+        debug_assert!(self.input.len() >= HEADER_BYTES, "frames have headers");
+        if frame.header.call != self.calls {
+            return Err(LineError::Broken("the node answers another call".to_owned()));
+        }
+        let answer = Answer::read(&frame)?;
+        self.input.clear();
+        self.input.shrink_to(READ_BYTES);
+        Ok(answer)
+    }
+
+    /// The socket, to keep it open without using it.
+    pub(crate) fn into_stream(self) -> OwnedFd {
+        debug_assert!(
+            self.stream.as_fd().try_clone_to_owned().is_ok() || cfg!(not(debug_assertions))
+        );
+        self.stream.into()
+    }
+}

@@ -1,0 +1,286 @@
+//! A session with one run of a node: its lines, the numbers of its holds, and what goes back.
+
+use std::os::fd::OwnedFd;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use cascade_block::{Deadline, SystemClock};
+use cascade_memory::{Attachment, Lender};
+use cascade_store::{StoreError, TierName, intern};
+use cascade_wire::{
+    Access, Answer, BLOCKS_MAX, Call, Hello, HoldRange, KEYS_MAX, SessionId, VERSION, VERSION_MIN,
+    Welcome,
+};
+
+use crate::keeper::Chores;
+use crate::line::{Line, LineError};
+
+/// Lines of one session: calls that are under way at a time. Further ones wait for a line.
+const LINES_MAX: usize = 32;
+
+/// Who a client is.
+#[derive(Debug, Clone)]
+pub(crate) struct Identity {
+    pub(crate) socket: PathBuf,
+    pub(crate) access: Access,
+    pub(crate) token: Option<Vec<u8>>,
+    pub(crate) name: String,
+}
+
+/// The lines of a session. Slabs that the node lent hold it, so it lasts as long as they do: the
+/// node takes back what a client holds once its last line is closed.
+#[derive(Debug)]
+pub(crate) struct Session {
+    id: SessionId,
+    pub(crate) epoch: u64,
+    identity: Identity,
+    lines: Mutex<Lines>,
+    line_came_back: Condvar,
+    next_hold: AtomicU64,
+    returns: Mutex<Vec<HoldRange>>,
+    chores: Arc<Chores>,
+}
+
+#[derive(Debug, Default)]
+struct Lines {
+    idle: Vec<Line>,
+    open: usize,
+    /// Lines that are out of step. They stay open until another one is, so that the session does
+    /// not end while slabs are held.
+    retired: Vec<OwnedFd>,
+}
+
+/// A session and the pool that it mapped.
+#[derive(Debug)]
+pub(crate) struct Link {
+    pub(crate) session: Arc<Session>,
+    pub(crate) attachment: Arc<Attachment>,
+    pub(crate) tiers: Vec<TierName>,
+    pub(crate) welcome: Welcome,
+}
+
+/// Why a call has no answer.
+#[derive(Debug)]
+pub(crate) enum NoAnswer {
+    /// The deadline passed.
+    Late,
+    /// The session is of no use any more.
+    Broken(String),
+}
+
+impl Link {
+    /// Opens a session.
+    pub(crate) fn open(
+        identity: &Identity,
+        chores: &Arc<Chores>,
+        deadline: Deadline,
+    ) -> Result<Self, StoreError> {
+        let socket = || identity.socket.display().to_string();
+        let away = |reason: String| StoreError::Away { socket: socket(), reason };
+        let failed = |error: LineError| match error {
+            LineError::Late => away("it does not answer; is it stopped?".to_owned()),
+            LineError::Broken(reason) => away(reason),
+        };
+        let mut line = Line::connect(&identity.socket).map_err(failed)?;
+        let (answer, pool) = line.greet(&hello(identity, None), deadline).map_err(failed)?;
+        let welcome = match answer {
+            Answer::Welcome(welcome) => welcome,
+            Answer::Refused { reason } => {
+                return Err(StoreError::Refused { socket: socket(), reason });
+            }
+            other => return Err(away(format!("it answers {other:?} to a hello"))),
+        };
+        let pool = pool.ok_or_else(|| away("it did not pass its pool on".to_owned()))?;
+        let session = Arc::new(Session {
+            id: welcome.session,
+            epoch: welcome.epoch,
+            identity: identity.clone(),
+            lines: Mutex::new(Lines { idle: vec![line], open: 1, retired: Vec::new() }),
+            line_came_back: Condvar::new(),
+            next_hold: AtomicU64::new(1),
+            returns: Mutex::default(),
+            chores: Arc::clone(chores),
+        });
+        let bytes = usize::try_from(welcome.pool_bytes)
+            .map_err(|_| away("its pool does not fit this process's addresses".to_owned()))?;
+        let lender = Arc::clone(&session) as Arc<dyn Lender>;
+        let is_writable = identity.access == Access::Write;
+        let attachment = Attachment::map(pool, bytes, is_writable, lender)
+            .map_err(|error| StoreError::Memory(Arc::new(error)))?;
+        let tiers = welcome.tiers.iter().map(|tier| intern(tier)).collect();
+        Ok(Self { session, attachment, tiers, welcome })
+    }
+}
+
+fn hello(identity: &Identity, session: Option<SessionId>) -> Call {
+    Call::Hello(Hello {
+        version_min: VERSION_MIN,
+        version_max: VERSION,
+        access: identity.access,
+        session,
+        token: identity.token.clone(),
+        name: identity.name.clone(),
+    })
+}
+
+impl Session {
+    fn lines(&self) -> MutexGuard<'_, Lines> {
+        self.lines.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn returns(&self) -> MutexGuard<'_, Vec<HoldRange>> {
+        self.returns.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Numbers for holds that were never used before.
+    pub(crate) fn draw_holds(&self, count: usize) -> u64 {
+        // Relaxed: the numbers only have to differ.
+        self.next_hold.fetch_add(count as u64, Ordering::Relaxed)
+    }
+
+    /// One call and its answer.
+    pub(crate) fn ask(&self, call: &Call, deadline: Deadline) -> Result<Answer, NoAnswer> {
+        let mut line = self.take_line(deadline)?;
+        let ahead = self.take_returns();
+        let asked = line.ask(ahead.as_slice(), call, deadline);
+        self.settle(line, asked)
+    }
+
+    /// Sends what goes back, if nothing has carried it along meanwhile.
+    pub(crate) fn send_returns(&self, deadline: Deadline) -> Result<(), NoAnswer> {
+        if self.returns().is_empty() { Ok(()) } else { self.tell(Vec::new(), deadline) }
+    }
+
+    /// Calls that have no answer, and what goes back.
+    pub(crate) fn tell(&self, calls: Vec<Call>, deadline: Deadline) -> Result<(), NoAnswer> {
+        let mut line = self.take_line(deadline)?;
+        let all: Vec<Call> = self.take_returns().into_iter().chain(calls).collect();
+        let told = line.tell(&all, deadline);
+        self.settle(line, told)
+    }
+
+    /// Whether the node still knows this session: tried on a new line.
+    pub(crate) fn revive(&self, deadline: Deadline) -> Result<(), NoAnswer> {
+        let line = self.join(deadline)?;
+        let mut lines = self.lines();
+        lines.retired.clear();
+        lines.open += 1;
+        lines.idle.push(line);
+        Ok(())
+    }
+
+    fn settle<T>(&self, line: Line, asked: Result<T, LineError>) -> Result<T, NoAnswer> {
+        let mut lines = self.lines();
+        let result = match asked {
+            Ok(answer) => {
+                lines.idle.push(line);
+                Ok(answer)
+            }
+            Err(LineError::Late) => {
+                lines.open -= 1;
+                lines.retired.push(line.into_stream());
+                Err(NoAnswer::Late)
+            }
+            Err(LineError::Broken(reason)) => {
+                lines.open -= 1;
+                Err(NoAnswer::Broken(reason))
+            }
+        };
+        drop(lines);
+        self.line_came_back.notify_one();
+        result
+    }
+
+    fn take_line(&self, deadline: Deadline) -> Result<Line, NoAnswer> {
+        let mut lines = self.lines();
+        loop {
+            if let Some(line) = lines.idle.pop() {
+                return Ok(line);
+            }
+            if lines.open < LINES_MAX {
+                lines.open += 1;
+                drop(lines);
+                let joined = self.join(deadline);
+                let mut lines = self.lines();
+                match &joined {
+                    Ok(_) => lines.retired.clear(),
+                    Err(_) => lines.open -= 1,
+                }
+                return joined;
+            }
+            let left = deadline.remaining(&SystemClock);
+            if left.is_zero() {
+                return Err(NoAnswer::Late);
+            }
+            let waited = self.line_came_back.wait_timeout(lines, left);
+            lines = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
+    fn join(&self, deadline: Deadline) -> Result<Line, NoAnswer> {
+        let failed = |error| match error {
+            LineError::Late => NoAnswer::Late,
+            LineError::Broken(reason) => NoAnswer::Broken(reason),
+        };
+        let mut line = Line::connect(&self.identity.socket).map_err(failed)?;
+        let hello = hello(&self.identity, Some(self.id));
+        match line.greet(&hello, deadline).map_err(failed)?.0 {
+            Answer::Welcome(welcome) if welcome.epoch == self.epoch => Ok(line),
+            Answer::Welcome(_) => Err(NoAnswer::Broken("the node was started anew".to_owned())),
+            Answer::Refused { reason } => Err(NoAnswer::Broken(reason)),
+            other => Err(NoAnswer::Broken(format!("it answers {other:?} to a hello"))),
+        }
+    }
+
+    fn take_returns(&self) -> Option<Call> {
+        let mut returns = self.returns();
+        let kept = returns.len().saturating_sub(BLOCKS_MAX);
+        let holds = returns.split_off(kept);
+        drop(returns);
+        (!holds.is_empty()).then_some(Call::Release { holds })
+    }
+
+    /// Gives holds back that a call was to bring and that nobody will use.
+    pub(crate) fn give_back_range(&self, first: u64, count: usize) {
+        let count = u32::try_from(count).expect("batches are small");
+        self.add_return(HoldRange { first, count });
+    }
+
+    fn add_return(&self, range: HoldRange) {
+        let mut returns = self.returns();
+        match returns.last_mut() {
+            // Views are dropped in their order, most often: one range for all of them.
+            Some(last) if follows(*last, range) => last.count += range.count,
+            Some(_) => returns.push(range),
+            None => {
+                returns.push(range);
+                drop(returns);
+                self.chores.returns_wait();
+            }
+        }
+    }
+}
+
+/// Whether two ranges can be one in a message.
+fn follows(last: HoldRange, next: HoldRange) -> bool {
+    let is_next = last.first + u64::from(last.count) == next.first;
+    is_next && (last.count as usize).saturating_add(next.count as usize) <= KEYS_MAX
+}
+
+impl Lender for Session {
+    fn give_back(&self, hold: u64) {
+        self.add_return(HoldRange { first: hold, count: 1 });
+    }
+}
+
+impl Drop for Session {
+    fn drop(&mut self) {
+        // Everything that this run of the node lent has come back.
+        self.chores.session_over(self.epoch);
+    }
+}
+
+/// The shortest time that a call is given.
+pub(crate) const CALL_MIN: Duration = Duration::from_millis(1);

@@ -1,0 +1,41 @@
+//! A client and a node in one process: the shortest way through all of it.
+
+use cascade_block::BlockKey;
+use cascade_client::{Client, ConnectOptions};
+use cascade_node::{Node, NodeConfig, Server};
+use cascade_store::{BlockStore, CallOptions, Put, PutOutcome, ViewOutcome};
+use std::os::unix::net::UnixListener;
+
+const NOW: CallOptions = CallOptions { timeout: None };
+
+#[test]
+fn a_block_that_one_client_puts_is_read_by_another() {
+    let directory = tempfile::tempdir().expect("a temporary directory");
+    let socket = directory.path().join("cascade.sock");
+    let listener = UnixListener::bind(&socket).expect("the directory is empty");
+    let mut config = NodeConfig::new(&socket);
+    config.store.dram_bytes = 32 << 20;
+    let node = Node::open(config).expect("32 MiB are there");
+    let server = Server::start(node.clone(), listener).expect("it can serve");
+    let writer = Client::connect(ConnectOptions::new(&socket)).expect("the node serves");
+    let reader = Client::connect(ConnectOptions::new(&socket)).expect("the node serves");
+    let keys: Vec<BlockKey> = (0..100).map(|fill| BlockKey::from_bytes([fill; 32])).collect();
+    let blocks: Vec<Vec<u8>> = (0..100).map(|fill| vec![fill; 5000]).collect();
+    let puts: Vec<Put<'_>> =
+        keys.iter().zip(&blocks).map(|(key, bytes)| Put::new(*key, bytes)).collect();
+    let outcomes = writer.put(&puts, NOW);
+    assert!(outcomes.iter().all(|outcome| matches!(outcome, PutOutcome::Stored)), "{outcomes:?}");
+    let outcomes = writer.put(&puts[..2], NOW);
+    assert!(outcomes.iter().all(|outcome| matches!(outcome, PutOutcome::Present)), "{outcomes:?}");
+    let views = reader.view(&keys, NOW);
+    for (view, bytes) in views.iter().zip(&blocks) {
+        assert!(matches!(view, ViewOutcome::Hit { slab, .. } if **slab == **bytes), "{view:?}");
+    }
+    assert!(node.clients().iter().any(|client| client.leases == 100), "the reader holds them");
+    drop(views);
+    drop((writer, reader));
+    while !node.clients().is_empty() {
+        std::thread::yield_now();
+    }
+    drop(server);
+}

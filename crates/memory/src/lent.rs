@@ -1,0 +1,141 @@
+//! A node's pool, mapped in a worker process: slabs there are lent, and go back by a message.
+
+use std::fmt;
+use std::fs::File;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+use rustix::fs::fstat;
+use rustix::mm::ProtFlags;
+
+use crate::region::Mapping;
+use crate::{MemoryError, Slab, SlabMut};
+
+/// Tells the node that a slab is no longer used here. Called from whatever thread drops it.
+pub trait Lender: Send + Sync + fmt::Debug {
+    /// The node may use the memory of this hold again.
+    fn give_back(&self, hold: u64);
+}
+
+/// The mapping of a node's pool in this process. Slabs hold it, so it stays while any is in use.
+#[derive(Debug)]
+pub struct Attachment {
+    mapping: Mapping,
+    is_writable: bool,
+    lender: Arc<dyn Lender>,
+}
+
+impl Attachment {
+    /// Maps a pool that a node passed on. Pages are shared with the node, so nothing is populated.
+    pub fn map(
+        file: OwnedFd,
+        bytes: usize,
+        is_writable: bool,
+        lender: Arc<dyn Lender>,
+    ) -> Result<Arc<Self>, MemoryError> {
+        let refused = |source: io::Error| MemoryError::Map { bytes, source };
+        let actual = fstat(&file).map_err(|error| refused(error.into()))?.st_size;
+        if usize::try_from(actual).ok() != Some(bytes) || bytes == 0 {
+            let text = format!("the file is {actual} bytes long");
+            return Err(refused(io::Error::new(io::ErrorKind::InvalidData, text)));
+        }
+        let write = if is_writable { ProtFlags::WRITE } else { ProtFlags::empty() };
+        let mapping = Mapping::of_file(&file, bytes, ProtFlags::READ | write).map_err(refused)?;
+        drop(File::from(file));
+        Ok(Arc::new(Self { mapping, is_writable, lender }))
+    }
+
+    /// Length of the pool.
+    pub fn bytes(&self) -> usize {
+        self.mapping.bytes()
+    }
+
+    /// A slab that the node gave out to be written; `None` if it lies outside the pool or the
+    /// pool is mapped for reading.
+    pub fn writable(self: &Arc<Self>, hold: u64, offset: usize, len: usize) -> Option<SlabMut> {
+        if !self.is_writable {
+            return None;
+        }
+        SlabMut::lent(Arc::clone(self), hold, offset, len)
+    }
+
+    /// A block that the node leased; `None` if it lies outside the pool.
+    pub fn sealed(self: &Arc<Self>, hold: u64, offset: usize, len: usize) -> Option<Slab> {
+        SlabMut::lent(Arc::clone(self), hold, offset, len).map(SlabMut::seal)
+    }
+
+    pub(crate) fn base(&self) -> NonNull<u8> {
+        self.mapping.base()
+    }
+
+    pub(crate) fn give_back(&self, hold: u64) {
+        self.lender.give_back(hold);
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use std::sync::Mutex;
+
+    use super::*;
+    use crate::{HugePages, Pool, PoolConfig};
+
+    #[derive(Debug, Default)]
+    struct Returned(Mutex<Vec<u64>>);
+
+    impl Lender for Returned {
+        fn give_back(&self, hold: u64) {
+            self.0.lock().expect("not poisoned").push(hold);
+        }
+    }
+
+    fn pool() -> Pool {
+        let config =
+            PoolConfig { capacity_bytes: 1 << 20, huge_pages: HugePages::Never, populate: true };
+        Pool::new(&config).expect("a MiB is there")
+    }
+
+    fn attach(pool: &Pool, is_writable: bool, lender: &Arc<Returned>) -> Arc<Attachment> {
+        let file = pool.region().file().try_clone().expect("descriptors are left");
+        let lender = Arc::clone(lender) as Arc<dyn Lender>;
+        Attachment::map(file.into(), 1 << 20, is_writable, lender).expect("it can be mapped")
+    }
+
+    #[test]
+    fn what_is_written_through_one_mapping_is_read_through_the_other() {
+        let (pool, lender) = (pool(), Arc::new(Returned::default()));
+        let there = pool.allocate(5000).expect("the pool is empty");
+        let here = attach(&pool, true, &lender);
+        let mut slab = here.writable(7, there.offset(), 5000).expect("it lies in the pool");
+        slab.fill(42);
+        assert!(there.iter().all(|byte| *byte == 42));
+        assert_eq!(slab.surrender(&here).expect("it was lent by this node"), 7);
+        assert!(lender.0.lock().expect("not poisoned").is_empty(), "a surrendered slab is settled");
+        drop(here.sealed(8, there.offset(), 5000));
+        assert_eq!(*lender.0.lock().expect("not poisoned"), [8]);
+    }
+
+    #[test]
+    fn nothing_outside_the_pool_or_against_its_protection_is_handed_out() {
+        let (pool, lender) = (pool(), Arc::new(Returned::default()));
+        let here = attach(&pool, false, &lender);
+        assert!(here.sealed(1, 1 << 20, 1).is_none());
+        assert!(here.sealed(1, usize::MAX, 2).is_none());
+        assert!(here.writable(1, 0, 64).is_none(), "mapped for reading");
+        let file = pool.region().file().try_clone().expect("descriptors are left");
+        let other = Attachment::map(file.into(), 2 << 20, false, lender).expect_err("too long");
+        assert!(matches!(other, MemoryError::Map { .. }), "{other}");
+    }
+
+    #[test]
+    fn a_slab_of_another_node_is_not_surrendered_to_this_one() {
+        let (pool, lender) = (pool(), Arc::new(Returned::default()));
+        let (one, other) = (attach(&pool, true, &lender), attach(&pool, true, &lender));
+        let slab = one.writable(1, 0, 64).expect("it lies in the pool");
+        let slab = slab.surrender(&other).expect_err("lent by somebody else");
+        drop(slab);
+        assert_eq!(*lender.0.lock().expect("not poisoned"), [1]);
+    }
+}

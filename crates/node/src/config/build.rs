@@ -1,0 +1,183 @@
+//! From settings to the typed configuration; what depends on other keys is worked out here.
+
+use std::fs;
+use std::path::Path;
+
+use cascade_block::{DigestAlgorithm, DigestMode};
+use cascade_store::{FileLayout, FilesConfig, IoEngine, PolicyKind, StoreConfig, WritePolicy};
+
+use super::environment::Environment;
+use super::error::ConfigError;
+use super::settings::{Settings, Values};
+use super::value::Value;
+use super::{KeepPool, LimitsConfig, LogConfig, NodeConfig, SecurityConfig, TenantConfig};
+
+const MIB: u64 = 1 << 20;
+
+/// The configuration that the settings describe, contradictions and all.
+pub(super) fn node_config(
+    mut settings: Settings,
+    environment: &Environment,
+) -> Result<NodeConfig, ConfigError> {
+    imply(&mut settings.node, environment);
+    let values = &settings.node;
+    let store = store_config(values);
+    let tenants = settings.tenants.iter().map(|tenant| tenant_config(tenant, &store, environment));
+    let tenants = tenants.collect::<Result<_, _>>()?;
+    let keep_pool = match values.choice("dram.keep_pool") {
+        "always" => KeepPool::Always,
+        "never" => KeepPool::Never,
+        _ => KeepPool::AfterCrash,
+    };
+    let pool_directory = values.path("dram.pool_directory");
+    let new = NodeConfig::new(values.path("node.socket").unwrap_or_default());
+    let limits = LimitsConfig::default();
+    Ok(NodeConfig {
+        socket_mode: values.mode("node.socket_mode").unwrap_or(new.socket_mode),
+        listen: values.address("node.listen"),
+        security: SecurityConfig {
+            token_file: values.path("security.token_file"),
+            certificate: values.path("security.certificate"),
+            private_key: values.path("security.private_key"),
+            client_authority: values.path("security.client_authority"),
+        },
+        store,
+        tenants,
+        encryption_key_file: values.path("security.encryption_key_file"),
+        limits: LimitsConfig {
+            connections_max: values.count("limits.connections").unwrap_or(limits.connections_max),
+            client_share_percent: values
+                .percent("limits.client_share")
+                .unwrap_or(limits.client_share_percent),
+            threads_max: values.count("limits.threads").unwrap_or(limits.threads_max),
+        },
+        pool_directory: pool_directory.filter(|_| keep_pool != KeepPool::Never),
+        keep_pool,
+        shutdown_timeout: values.duration("node.shutdown_timeout").unwrap_or(new.shutdown_timeout),
+        log: LogConfig {
+            json: values.choice("log.format") == "json",
+            filter: values.text("log.filter"),
+        },
+        trace_endpoint: values.text("traces.endpoint"),
+        settings,
+        ..new
+    })
+}
+
+/// Sets what follows from other settings.
+fn imply(values: &mut Values, environment: &Environment) {
+    values.imply("node.socket", Value::Path(environment.default_socket()));
+    let has_files = values.path("files.directory").is_some();
+    let pipeline = if has_files { "Dram|Files" } else { "Dram" };
+    values.imply("store.pipeline", Value::Text(pipeline.to_owned()));
+    let capacity = values.bytes("files.capacity").unwrap_or_default();
+    values.imply("files.segment", Value::Size(fitting_segment(capacity)));
+}
+
+/// Enough segments that taking one back does not drop a large share of the tier.
+fn fitting_segment(capacity_bytes: u64) -> u64 {
+    (capacity_bytes / 16).clamp(MIB, 256 * MIB).next_power_of_two()
+}
+
+fn store_config(values: &Values) -> StoreConfig {
+    let built_in = StoreConfig::default();
+    StoreConfig {
+        pipeline: values.text("store.pipeline").unwrap_or(built_in.pipeline),
+        dram_bytes: values.bytes("dram.capacity").unwrap_or(built_in.dram_bytes),
+        huge_pages: values.is_on("dram.huge_pages"),
+        files: values.path("files.directory").map(|directory| files_config(&directory, values)),
+        policy: match values.choice("dram.policy") {
+            "lru" => PolicyKind::Lru,
+            "s3fifo" => PolicyKind::S3Fifo,
+            "arc" => PolicyKind::Arc,
+            "waterfall" => PolicyKind::Waterfall,
+            _ => PolicyKind::PrefixCost,
+        },
+        digest: match values.choice("store.digest") {
+            "blake3" => DigestMode::On(DigestAlgorithm::Blake3),
+            "sha256" => DigestMode::On(DigestAlgorithm::Sha256),
+            _ => DigestMode::Off,
+        },
+        write: match values.choice("store.write") {
+            "through" => WritePolicy::Through,
+            _ => WritePolicy::Back,
+        },
+        dirty_bytes_max: values.bytes("store.dirty_max"),
+        mover_bytes_per_second: values.bytes("store.mover_rate"),
+        protected_percent: values.percent("dram.protected").unwrap_or(built_in.protected_percent),
+        admit_partial: values.is_on("store.admit_partial"),
+        timeout: values.duration("store.timeout").unwrap_or(built_in.timeout),
+        ..built_in
+    }
+}
+
+fn files_config(directory: &Path, values: &Values) -> FilesConfig {
+    let built_in = FilesConfig::new(directory);
+    FilesConfig {
+        capacity_bytes: values.bytes("files.capacity").unwrap_or(built_in.capacity_bytes),
+        layout: match values.choice("files.layout") {
+            "file-per-block" => FileLayout::FilePerBlock,
+            _ => FileLayout::Segments,
+        },
+        segment_bytes: values.bytes("files.segment").unwrap_or(built_in.segment_bytes),
+        direct: values.is_on("files.direct"),
+        engine: match values.choice("files.engine") {
+            "uring" => IoEngine::Uring,
+            "psync" => IoEngine::Psync,
+            _ => IoEngine::Auto,
+        },
+        durable: values.is_on("files.durable"),
+        ..built_in
+    }
+}
+
+/// A tenant's store is the default one's, with quotas and a directory of its own.
+fn tenant_config(
+    values: &Values,
+    default: &StoreConfig,
+    environment: &Environment,
+) -> Result<TenantConfig, ConfigError> {
+    let name = values.text("tenant.name").unwrap_or_default();
+    let mut store = default.clone();
+    if let Some(bytes) = values.bytes("tenant.dram") {
+        store.dram_bytes = bytes;
+        store.dirty_bytes_max = store.dirty_bytes_max.map(|dirty| dirty.min(bytes));
+    }
+    if let Some(files) = &mut store.files {
+        let below = || files.directory.join("tenants").join(&name);
+        files.directory = values.path("tenant.files_directory").unwrap_or_else(below);
+        if let Some(bytes) = values.bytes("tenant.files") {
+            files.capacity_bytes = bytes;
+            files.segment_bytes = files.segment_bytes.min(fitting_segment(bytes));
+        }
+    }
+    let users = values.list("tenant.users").iter().map(|user| {
+        user_number(user, &environment.passwd).ok_or_else(|| ConfigError::Value {
+            key: format!("tenant.users of {name:?}"),
+            reason: format!(
+                "{} does not know the user {user:?}; write its number (id -u {user})",
+                environment.passwd.display()
+            ),
+            place: values.source("tenant.users"),
+        })
+    });
+    Ok(TenantConfig {
+        users: users.collect::<Result<_, _>>()?,
+        token_file: values.path("tenant.token_file"),
+        encryption_key_file: values.path("tenant.encryption_key_file"),
+        store,
+        name,
+    })
+}
+
+/// The number of a user that is given by number or name.
+fn user_number(user: &str, passwd: &Path) -> Option<u32> {
+    user.parse().ok().or_else(|| {
+        let text = fs::read_to_string(passwd).ok()?;
+        text.lines().find_map(|line| {
+            let mut fields = line.split(':');
+            let is_it = fields.next() == Some(user);
+            fields.nth(1).filter(|_| is_it)?.parse().ok()
+        })
+    })
+}

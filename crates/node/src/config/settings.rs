@@ -1,0 +1,199 @@
+//! What each key is set to and by what, before and after it became a [`NodeConfig`].
+//!
+//! [`NodeConfig`]: super::NodeConfig
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::fmt::Write as _;
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use super::key::Key;
+use super::keys::{KEYS, SECTIONS, TENANT_KEYS, key};
+use super::value::Value;
+
+/// What gave a value.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Source {
+    /// Nobody: it is the built-in value.
+    Default,
+    /// A line of the configuration file, from 1.
+    File {
+        /// The file.
+        path: PathBuf,
+        /// The line.
+        line: usize,
+    },
+    /// An environment variable.
+    Environment(String),
+    /// A flag of the command line.
+    Flag(&'static str),
+}
+
+impl fmt::Display for Source {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Default => f.write_str("default"),
+            Self::File { path, line } => write!(f, "{}:{line}", path.display()),
+            Self::Environment(name) => f.write_str(name),
+            Self::Flag(name) => write!(f, "--{name}"),
+        }
+    }
+}
+
+/// A value and what gave it.
+#[derive(Debug, Clone)]
+pub struct Setting {
+    /// The value.
+    pub value: Value,
+    /// What gave it.
+    pub source: Source,
+}
+
+/// Two settings are equal when their values are: where they come from changes no behaviour.
+impl PartialEq for Setting {
+    fn eq(&self, other: &Self) -> bool {
+        self.value == other.value
+    }
+}
+
+impl Eq for Setting {}
+
+/// Values by the path of their key.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(super) struct Values(BTreeMap<&'static str, Setting>);
+
+/// What every key is set to.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Settings {
+    pub(super) node: Values,
+    pub(super) tenants: Vec<Values>,
+}
+
+impl Settings {
+    /// The built-in values of all keys that have one.
+    pub(super) fn built_in() -> Self {
+        let mut node = Values::default();
+        for key in KEYS {
+            if let Some(text) = key.default {
+                let value = key.parse(text).expect("a test reads all defaults");
+                node.set(key, value, Source::Default);
+            }
+        }
+        Self { node, tenants: Vec::new() }
+    }
+
+    /// A TOML file that sets every key as it is set now; each line says what set it.
+    pub fn print(&self) -> String {
+        let mut out = String::new();
+        for (section, _) in SECTIONS.iter().filter(|(section, _)| *section != "tenant") {
+            writeln!(out, "[{section}]").expect("a String takes everything");
+            self.node.print(KEYS.iter().filter(|key| key.section() == *section), &mut out);
+            out.push('\n');
+        }
+        for tenant in &self.tenants {
+            out.push_str("[[tenant]]\n");
+            tenant.print(TENANT_KEYS.iter(), &mut out);
+            out.push('\n');
+        }
+        out.truncate(out.trim_end().len());
+        out
+    }
+}
+
+impl Values {
+    pub(super) fn set(&mut self, key: &Key, value: Value, source: Source) {
+        self.0.insert(key.path, Setting { value, source });
+    }
+
+    /// Sets what nobody gave.
+    pub(super) fn imply(&mut self, path: &str, value: Value) {
+        let path = key(path).path;
+        self.0.entry(path).or_insert(Setting { value, source: Source::Default });
+    }
+
+    pub(super) fn get(&self, path: &str) -> Option<&Setting> {
+        assert_eq!(key(path).path, path, "only paths of the table are asked for");
+        self.0.get(path)
+    }
+
+    fn value(&self, path: &str) -> Option<&Value> {
+        self.get(path).map(|setting| &setting.value)
+    }
+
+    pub(super) fn source(&self, path: &str) -> Source {
+        self.get(path).map_or(Source::Default, |setting| setting.source.clone())
+    }
+
+    /// Whether somebody gave it.
+    pub(super) fn is_given(&self, path: &str) -> bool {
+        self.source(path) != Source::Default
+    }
+
+    pub(super) fn text(&self, path: &str) -> Option<String> {
+        self.value(path).map(Value::text)
+    }
+
+    pub(super) fn path(&self, path: &str) -> Option<PathBuf> {
+        let Some(Value::Path(path)) = self.value(path) else { return None };
+        Some(Path::to_owned(path))
+    }
+
+    pub(super) fn bytes(&self, path: &str) -> Option<u64> {
+        let Some(Value::Size(bytes) | Value::Rate(bytes)) = self.value(path) else { return None };
+        Some(*bytes)
+    }
+
+    pub(super) fn duration(&self, path: &str) -> Option<Duration> {
+        let Some(Value::Duration(time)) = self.value(path) else { return None };
+        Some(*time)
+    }
+
+    pub(super) fn percent(&self, path: &str) -> Option<u8> {
+        let Some(Value::Percent(percent)) = self.value(path) else { return None };
+        Some(*percent)
+    }
+
+    pub(super) fn count(&self, path: &str) -> Option<usize> {
+        let Some(Value::Count(count)) = self.value(path) else { return None };
+        Some(*count)
+    }
+
+    pub(super) fn mode(&self, path: &str) -> Option<u32> {
+        let Some(Value::Mode(mode)) = self.value(path) else { return None };
+        Some(*mode)
+    }
+
+    pub(super) fn is_on(&self, path: &str) -> bool {
+        matches!(self.value(path), Some(Value::Switch(true)))
+    }
+
+    pub(super) fn address(&self, path: &str) -> Option<SocketAddr> {
+        let Some(Value::Address(address)) = self.value(path) else { return None };
+        Some(*address)
+    }
+
+    pub(super) fn choice(&self, path: &str) -> &'static str {
+        let Some(Value::Choice(word)) = self.value(path) else { return "" };
+        word
+    }
+
+    pub(super) fn list(&self, path: &str) -> &[String] {
+        let Some(Value::List(parts)) = self.value(path) else { return &[] };
+        parts
+    }
+
+    fn print<'a>(&self, keys: impl Iterator<Item = &'a Key>, out: &mut String) {
+        for key in keys {
+            let line = match self.get(key.path) {
+                Some(Setting { value, source }) => {
+                    let setting = format!("{} = {}", key.name(), value.toml());
+                    format!("{setting:<48} # {source}")
+                }
+                None => format!("{:<48} # {}", format!("# {} =", key.name()), key.default_text()),
+            };
+            writeln!(out, "{line}").expect("a String takes everything");
+        }
+    }
+}

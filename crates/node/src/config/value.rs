@@ -1,0 +1,278 @@
+//! What a key may hold, read from text with its unit and written back so that it reads the same.
+
+use std::fmt::Write as _;
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use cascade_block::ByteSize;
+
+/// What kind of value a key takes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Kind {
+    /// Any text.
+    Text,
+    /// An absolute path.
+    Path,
+    /// Bytes.
+    Size,
+    /// Bytes a second.
+    Rate,
+    /// A time span.
+    Duration,
+    /// A share.
+    Percent,
+    /// A whole number.
+    Count,
+    /// Permissions of a file.
+    Mode,
+    /// Yes or no.
+    Switch,
+    /// An IP address and a TCP port.
+    Address,
+    /// The address of an HTTP service.
+    Url,
+    /// One of these words.
+    Choice(&'static [&'static str]),
+    /// Several texts.
+    List,
+}
+
+/// A value that was read.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd)]
+pub enum Value {
+    /// Of [`Kind::Text`] and [`Kind::Url`].
+    Text(String),
+    /// Of [`Kind::Path`].
+    Path(PathBuf),
+    /// Of [`Kind::Size`], in bytes.
+    Size(u64),
+    /// Of [`Kind::Rate`], in bytes a second.
+    Rate(u64),
+    /// Of [`Kind::Duration`].
+    Duration(Duration),
+    /// Of [`Kind::Percent`], 0 to 255.
+    Percent(u8),
+    /// Of [`Kind::Count`].
+    Count(usize),
+    /// Of [`Kind::Mode`].
+    Mode(u32),
+    /// Of [`Kind::Switch`].
+    Switch(bool),
+    /// Of [`Kind::Address`].
+    Address(SocketAddr),
+    /// Of [`Kind::Choice`].
+    Choice(&'static str),
+    /// Of [`Kind::List`].
+    List(Vec<String>),
+}
+
+/// Units of time, from large to small, in milliseconds.
+const TIME_UNITS: [(&str, u64); 4] = [("h", 3_600_000), ("min", 60_000), ("s", 1000), ("ms", 1)];
+
+impl Kind {
+    /// Reads a value, or says what would be right.
+    pub fn parse(self, text: &str) -> Result<Value, String> {
+        let trimmed = text.trim();
+        let wrong = || format!("{trimmed:?} is not {}", self.description());
+        let size = |text: &str| text.parse::<ByteSize>().map(|size| size.0);
+        match self {
+            Self::Text if trimmed.is_empty() => Err(wrong()),
+            Self::Text => Ok(Value::Text(trimmed.to_owned())),
+            Self::Url => {
+                let is_url = ["http://", "https://"].iter().any(|scheme| {
+                    trimmed.strip_prefix(scheme).is_some_and(|rest| !rest.is_empty())
+                });
+                is_url.then(|| Value::Text(trimmed.to_owned())).ok_or_else(wrong)
+            }
+            Self::Path => {
+                let path = Path::new(text);
+                path.is_absolute().then(|| Value::Path(path.to_owned())).ok_or_else(wrong)
+            }
+            Self::Size => size(trimmed).map(Value::Size).map_err(|error| error.to_string()),
+            Self::Rate => {
+                let bytes = trimmed.strip_suffix("/s").ok_or_else(wrong)?;
+                size(bytes).map(Value::Rate).map_err(|error| error.to_string())
+            }
+            Self::Duration => duration(trimmed).map(Value::Duration).ok_or_else(wrong),
+            Self::Percent => {
+                let number = trimmed.strip_suffix('%').unwrap_or(trimmed).trim_end();
+                number.parse().map(Value::Percent).map_err(|_| wrong())
+            }
+            Self::Count => trimmed.parse().map(Value::Count).map_err(|_| wrong()),
+            Self::Mode => {
+                let digits = trimmed.strip_prefix("0o").unwrap_or(trimmed);
+                let mode = u32::from_str_radix(digits, 8).ok().filter(|mode| *mode <= 0o777);
+                mode.filter(|_| digits.len() >= 3).map(Value::Mode).ok_or_else(wrong)
+            }
+            Self::Switch => trimmed.parse().map(Value::Switch).map_err(|_| wrong()),
+            Self::Address => trimmed.parse().map(Value::Address).map_err(|_| wrong()),
+            Self::Choice(words) => {
+                let word = words.iter().find(|word| word.eq_ignore_ascii_case(trimmed));
+                word.map(|word| Value::Choice(word)).ok_or_else(wrong)
+            }
+            Self::List => {
+                let parts = trimmed.split(',').map(str::trim).filter(|part| !part.is_empty());
+                Ok(Value::List(parts.map(str::to_owned).collect()))
+            }
+        }
+    }
+
+    /// What a value of this kind is, with an example.
+    pub fn description(self) -> String {
+        match self {
+            Self::Text => "text".to_owned(),
+            Self::Path => "an absolute path, such as /var/lib/cascade".to_owned(),
+            Self::Size => "a size, such as 512MiB".to_owned(),
+            Self::Rate => "a rate, such as 500MiB/s".to_owned(),
+            Self::Duration => "a time with its unit, such as 500ms, 30s, 5min or 1h".to_owned(),
+            Self::Percent => "a share, such as 25%".to_owned(),
+            Self::Count => "a whole number".to_owned(),
+            Self::Mode => "permissions in octal digits, such as 0600".to_owned(),
+            Self::Switch => "true or false".to_owned(),
+            Self::Address => "an IP address and a port, such as 127.0.0.1:9000".to_owned(),
+            Self::Url => "an address such as http://localhost:4318".to_owned(),
+            Self::Choice(words) => format!("one of {}", words.join(", ")),
+            Self::List => "a list of texts".to_owned(),
+        }
+    }
+
+    /// What stands for a value in a command line.
+    pub fn placeholder(self) -> &'static str {
+        match self {
+            Self::Text => "TEXT",
+            Self::Path => "PATH",
+            Self::Size => "SIZE",
+            Self::Rate => "RATE",
+            Self::Duration => "TIME",
+            Self::Percent => "PERCENT",
+            Self::Count => "N",
+            Self::Mode => "MODE",
+            Self::Switch => "true|false",
+            Self::Address => "ADDRESS:PORT",
+            Self::Url => "URL",
+            Self::Choice(_) => "NAME",
+            Self::List => "LIST",
+        }
+    }
+
+    /// Whether a TOML file has to quote it, so that `socket = true` is a mistake.
+    pub(super) fn is_quoted(self) -> bool {
+        matches!(self, Self::Text | Self::Path | Self::Address | Self::Url | Self::Choice(_))
+    }
+}
+
+fn duration(text: &str) -> Option<Duration> {
+    let digits_end = text.find(|letter: char| !letter.is_ascii_digit())?;
+    let (digits, unit) = text.split_at(digits_end);
+    let (_, factor) = TIME_UNITS.iter().find(|(name, _)| *name == unit.trim_start())?;
+    digits.parse::<u64>().ok()?.checked_mul(*factor).map(Duration::from_millis)
+}
+
+impl Value {
+    /// As it is written in a TOML file; a file that holds it gives the same value.
+    pub fn toml(&self) -> String {
+        match self {
+            Self::Count(count) => count.to_string(),
+            Self::Switch(is_on) => is_on.to_string(),
+            Self::List(parts) => {
+                let parts: Vec<String> = parts.iter().map(|part| quoted(part)).collect();
+                format!("[{}]", parts.join(", "))
+            }
+            _ => quoted(&self.text()),
+        }
+    }
+
+    /// As it is written in the environment or after a flag.
+    pub fn text(&self) -> String {
+        match self {
+            Self::Text(text) => text.clone(),
+            Self::Path(path) => path.display().to_string(),
+            Self::Size(bytes) => ByteSize(*bytes).to_string(),
+            Self::Rate(bytes) => format!("{}/s", ByteSize(*bytes)),
+            Self::Duration(time) => {
+                let ms = u64::try_from(time.as_millis()).unwrap_or(u64::MAX);
+                let exact = |(_, factor): &&(&str, u64)| ms != 0 && ms.is_multiple_of(*factor);
+                let (name, factor) = TIME_UNITS.iter().find(exact).unwrap_or(&TIME_UNITS[3]);
+                format!("{}{name}", ms / factor)
+            }
+            Self::Percent(percent) => format!("{percent}%"),
+            Self::Count(count) => count.to_string(),
+            Self::Mode(mode) => format!("{mode:04o}"),
+            Self::Switch(is_on) => is_on.to_string(),
+            Self::Address(address) => address.to_string(),
+            Self::Choice(word) => (*word).to_owned(),
+            Self::List(parts) => parts.join(","),
+        }
+    }
+}
+
+/// A basic string of TOML.
+pub(super) fn quoted(text: &str) -> String {
+    let mut out = String::from("\"");
+    for letter in text.chars() {
+        match letter {
+            '"' | '\\' => out.extend(['\\', letter]),
+            control if control.is_control() => {
+                write!(out, "\\u{:04X}", u32::from(control)).expect("a String takes everything");
+            }
+            plain => out.push(plain),
+        }
+    }
+    out.push('"');
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn values_that_people_write_are_read_and_written_back() {
+        for (kind, text, value, back) in [
+            (Kind::Size, "1GiB", Value::Size(1 << 30), "\"1GiB\""),
+            (Kind::Size, "4096", Value::Size(4096), "\"4KiB\""),
+            (Kind::Rate, "500MiB/s", Value::Rate(500 << 20), "\"500MiB/s\""),
+            (Kind::Duration, "90s", Value::Duration(Duration::from_secs(90)), "\"90s\""),
+            (Kind::Duration, "5 min", Value::Duration(Duration::from_secs(300)), "\"5min\""),
+            (Kind::Duration, "0ms", Value::Duration(Duration::ZERO), "\"0ms\""),
+            (Kind::Percent, "25%", Value::Percent(25), "\"25%\""),
+            (Kind::Percent, "25", Value::Percent(25), "\"25%\""),
+            (Kind::Mode, "0660", Value::Mode(0o660), "\"0660\""),
+            (Kind::Mode, "0o600", Value::Mode(0o600), "\"0600\""),
+            (Kind::Switch, "false", Value::Switch(false), "false"),
+            (Kind::Count, "64", Value::Count(64), "64"),
+            (Kind::Text, "a \"b\"", Value::Text("a \"b\"".to_owned()), r#""a \"b\"""#),
+            (Kind::Choice(&["lru", "arc"]), "LRU", Value::Choice("lru"), "\"lru\""),
+        ] {
+            let read = kind.parse(text).unwrap();
+            assert_eq!((&read, read.toml().as_str()), (&value, back), "{text}");
+            assert_eq!(kind.parse(&read.text()), Ok(value), "{text}");
+        }
+    }
+
+    #[test]
+    fn what_is_no_value_says_what_would_be() {
+        for (kind, text, hint) in [
+            (Kind::Size, "lots", "512MiB"),
+            (Kind::Rate, "500MiB", "500MiB/s"),
+            (Kind::Duration, "30", "30s"),
+            (Kind::Duration, "s", "30s"),
+            (Kind::Duration, "99999999999999999999s", "30s"),
+            (Kind::Percent, "300%", "25%"),
+            (Kind::Mode, "rw", "0600"),
+            (Kind::Mode, "7777", "0600"),
+            (Kind::Mode, "6", "0600"),
+            (Kind::Path, "cache", "/var/lib/cascade"),
+            (Kind::Path, "~/cache", "/var/lib/cascade"),
+            (Kind::Address, "localhost", "127.0.0.1:9000"),
+            (Kind::Url, "localhost:4318", "http://"),
+            (Kind::Switch, "yes", "true or false"),
+            (Kind::Count, "-1", "whole number"),
+            (Kind::Choice(&["lru", "arc"]), "clock", "lru, arc"),
+        ] {
+            let said = kind.parse(text).unwrap_err();
+            assert!(said.contains(hint), "{text}: {said}");
+        }
+    }
+}

@@ -1,0 +1,153 @@
+//! The life of a node's process: start, serve, reload, stop.
+
+use std::io::{self, Write};
+
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+use tokio::signal::unix::{SignalKind, signal};
+
+use crate::config::{self, ConfigError, Environment};
+use crate::notify::Supervisor;
+use crate::socket::SocketFile;
+use crate::{Node, NodeConfig, NodeError, Phase, Server};
+
+/// What a signal asks for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Order {
+    Stop,
+    Reload,
+}
+
+/// Serves until the process is told to end: SIGTERM and SIGINT end it cleanly, a second one at
+/// once; SIGHUP makes it read its configuration anew by `reload`. Prints one line with `ready` to
+/// standard output once it serves.
+pub fn run(
+    config: NodeConfig,
+    reload: impl Fn() -> Result<NodeConfig, ConfigError> + Send + 'static,
+) -> Result<(), NodeError> {
+    let failed = |operation| move |source| NodeError::Server { operation, source };
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+    let runtime = runtime.map_err(failed("start the thread that waits for signals"))?;
+    let orders = runtime.block_on(async { Orders::new() });
+    let mut orders = orders.map_err(failed("wait for signals"))?;
+    let supervisor =
+        Supervisor::of(&Environment::of_process()).map_err(failed("reach the service manager"))?;
+    raise_descriptors();
+    let (listener, file) = SocketFile::listen(&config.socket, config.socket_mode)?;
+    let node = Node::open(config)?;
+    let server = Server::start(node.clone(), listener)?;
+    node.set_phase(Phase::Serving);
+    let line = ready_line(&node);
+    let mut output = io::stdout();
+    let printed = writeln!(output, "{line}").and_then(|()| output.flush());
+    printed.map_err(failed("print that it is ready"))?;
+    tell(supervisor.ready(&line));
+    while runtime.block_on(orders.next()) == Order::Reload {
+        tell(supervisor.reloading());
+        follow(&node, reload());
+        tell(supervisor.ready(&line));
+    }
+    tracing::info!("stopping: nothing new is taken, what waits for the tiers is written down");
+    node.set_phase(Phase::Draining);
+    tell(supervisor.stopping());
+    server.stop();
+    drop(file);
+    close(&runtime, &mut orders, &node)
+}
+
+/// Closes the stores, for as long as the shutdown may take.
+fn close(
+    runtime: &tokio::runtime::Runtime,
+    orders: &mut Orders,
+    node: &Node,
+) -> Result<(), NodeError> {
+    let (sender, closed) = tokio::sync::oneshot::channel();
+    let closing = node.clone();
+    let close = move || {
+        if sender.send(closing.close()).is_err() {
+            tracing::warn!("the stores closed after the shutdown's deadline");
+        }
+    };
+    let thread = std::thread::Builder::new().name("cascade-close".to_owned()).spawn(close);
+    let operation = "start the thread that closes the stores";
+    drop(thread.map_err(|source| NodeError::Server { operation, source })?);
+    let most = node.live().shutdown_timeout;
+    runtime.block_on(async {
+        tokio::select! {
+            closed = closed => closed.unwrap_or_else(|_| Err(unfinished("a store panicked"))),
+            () = tokio::time::sleep(most) => Err(unfinished(&format!(
+                "its tiers did not take everything within {} s; what is missing there is lost",
+                most.as_secs_f64()
+            ))),
+            _ = orders.next() => Err(unfinished("it was told to stop at once")),
+        }
+    })
+}
+
+fn unfinished(what: &str) -> NodeError {
+    NodeError::Unfinished { unfinished: what.to_owned() }
+}
+
+/// Every client is a descriptor or two: as many as the machine lets this user have.
+fn raise_descriptors() {
+    let Rlimit { current, maximum } = getrlimit(Resource::Nofile);
+    if current == maximum {
+        return;
+    }
+    if let Err(error) = setrlimit(Resource::Nofile, Rlimit { current: maximum, maximum }) {
+        tracing::warn!(%error, ?current, "cannot raise the limit of open files");
+    }
+}
+
+/// Takes from a configuration that was read again what a running node can take.
+fn follow(node: &Node, read: Result<NodeConfig, ConfigError>) {
+    match read {
+        Ok(new) => {
+            let found = config::difference(node.config(), &new);
+            node.follow(&new);
+            let (live, restart) = (found.live.join(", "), found.restart.join(", "));
+            tracing::info!(%live, waits_for_restart = %restart, "the configuration was read again");
+        }
+        Err(error) => {
+            let error: &dyn std::error::Error = &error;
+            tracing::error!(error, "the configuration is refused; it stays as it was");
+        }
+    }
+}
+
+fn tell(told: io::Result<()>) {
+    if let Err(error) = told {
+        tracing::warn!(%error, "the service manager was not told");
+    }
+}
+
+fn ready_line(node: &Node) -> String {
+    let config = node.config();
+    let version = env!("CARGO_PKG_VERSION");
+    let pipeline = &config.store.pipeline;
+    format!("cascade {version} ready: socket {}, pipeline {pipeline}", config.socket.display())
+}
+
+/// The signals that a node follows.
+struct Orders {
+    terminate: tokio::signal::unix::Signal,
+    interrupt: tokio::signal::unix::Signal,
+    hangup: tokio::signal::unix::Signal,
+}
+
+impl Orders {
+    fn new() -> io::Result<Self> {
+        Ok(Self {
+            terminate: signal(SignalKind::terminate())?,
+            interrupt: signal(SignalKind::interrupt())?,
+            hangup: signal(SignalKind::hangup())?,
+        })
+    }
+
+    async fn next(&mut self) -> Order {
+        tokio::select! {
+            _ = self.terminate.recv() => Order::Stop,
+            _ = self.interrupt.recv() => Order::Stop,
+            _ = self.hangup.recv() => Order::Reload,
+        }
+    }
+}

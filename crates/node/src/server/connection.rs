@@ -1,0 +1,314 @@
+//! One connection: bytes in, frames, answers, bytes out; never waiting for the client.
+
+use std::io::{self, Read, Write};
+use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::net::UnixStream;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use cascade_block::{Clock, SystemClock};
+use cascade_wire::{
+    Answer, Call, Frame, Hello, VERSION, VERSION_MIN, Welcome, WireError, frame_length,
+};
+use rustix::event::epoll::EventFlags;
+use rustix::net::sockopt::socket_peercred;
+use rustix::process::{Pid, PidfdFlags, pidfd_open};
+
+use super::dispatch::Dispatch;
+use super::session::{Peer, Session};
+use super::{Shared, descriptors, lock};
+
+/// What a thread reads at a time, and what it keeps for its next answers.
+const SCRATCH_BYTES: usize = 64 << 10;
+
+/// A thread's buffers: connections that rest have none.
+#[derive(Debug)]
+pub(super) struct Scratch {
+    input: Vec<u8>,
+    output: Vec<u8>,
+}
+
+impl Scratch {
+    pub(super) fn new() -> Self {
+        Self { input: vec![0; SCRATCH_BYTES], output: Vec::new() }
+    }
+}
+/// Longest name of a client, in characters.
+const NAME_MAX: usize = 128;
+
+/// What a connection waits for next.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Next {
+    Read,
+    Write,
+    Close,
+}
+
+/// A client's socket and what was read or is still to be written.
+#[derive(Debug)]
+pub(super) struct Connection {
+    pub(super) id: u64,
+    stream: UnixStream,
+    peer: Peer,
+    since: Duration,
+    state: Mutex<State>,
+    session: Mutex<Option<Arc<Session>>>,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    /// The beginning of a frame that is not here as a whole.
+    input: Vec<u8>,
+    /// Answers that the client has not taken yet.
+    output: Vec<u8>,
+    written: usize,
+}
+
+/// Why a connection ends.
+enum End {
+    /// The client closed it, or is gone.
+    Gone,
+    /// It does not keep to the protocol.
+    Wire(WireError),
+}
+
+impl From<WireError> for End {
+    fn from(error: WireError) -> Self {
+        Self::Wire(error)
+    }
+}
+
+impl From<io::Error> for End {
+    fn from(_: io::Error) -> Self {
+        Self::Gone
+    }
+}
+
+impl Connection {
+    pub(super) fn new(id: u64, stream: UnixStream) -> io::Result<Self> {
+        stream.set_nonblocking(true)?;
+        let credentials = socket_peercred(&stream)?;
+        let process = credentials.pid.as_raw_nonzero().get();
+        let peer = Peer { process, user: credentials.uid.as_raw() };
+        let session = Mutex::default();
+        let since = SystemClock.monotonic();
+        Ok(Self { id, stream, peer, since, state: Mutex::default(), session })
+    }
+
+    pub(super) fn fd(&self) -> BorrowedFd<'_> {
+        self.stream.as_fd()
+    }
+
+    pub(super) fn session(&self) -> Option<Arc<Session>> {
+        lock(&self.session).as_ref().map(Arc::clone)
+    }
+
+    pub(super) fn is_silent(&self, longer_than: Duration) -> bool {
+        SystemClock.monotonic().saturating_sub(self.since) > longer_than
+            && lock(&self.session).is_none()
+    }
+
+    pub(super) fn shut(&self) {
+        if let Err(error) = self.stream.shutdown(std::net::Shutdown::Both) {
+            tracing::trace!(%error, "the connection was closed at the other end");
+        }
+    }
+
+    /// Does what can be done now.
+    pub(super) fn serve(&self, shared: &Shared, flags: EventFlags, scratch: &mut Scratch) -> Next {
+        if flags.intersects(EventFlags::ERR) {
+            return Next::Close;
+        }
+        let mut state = lock(&self.state);
+        let Scratch { input, output } = scratch;
+        if state.output.is_empty() {
+            std::mem::swap(&mut state.output, output);
+        }
+        let turn = self.turn(shared, &mut state, input);
+        if state.output.is_empty() {
+            std::mem::swap(&mut state.output, output);
+            output.shrink_to(SCRATCH_BYTES);
+        }
+        match turn {
+            Ok(next) => next,
+            Err(End::Gone) => Next::Close,
+            Err(End::Wire(error)) => {
+                let Peer { process, user } = self.peer;
+                tracing::warn!(process, user, %error, "a connection is closed: no such protocol");
+                Next::Close
+            }
+        }
+    }
+
+    fn turn(&self, shared: &Shared, state: &mut State, scratch: &mut [u8]) -> Result<Next, End> {
+        if !self.flush(state)? {
+            return Ok(Next::Write);
+        }
+        loop {
+            let count = match (&self.stream).read(scratch) {
+                Ok(0) => return Err(End::Gone),
+                Ok(count) => count,
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(Next::Read),
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
+                Err(error) => return Err(error.into()),
+            };
+            let is_whole = self.take(shared, state, &scratch[..count])?;
+            if !self.flush(state)? {
+                return Ok(Next::Write);
+            }
+            // More of a long message is there already, most likely.
+            if is_whole || count < scratch.len() {
+                return Ok(Next::Read);
+            }
+        }
+    }
+
+    /// Answers every whole frame of what came. True if nothing is left over.
+    fn take(&self, shared: &Shared, state: &mut State, bytes: &[u8]) -> Result<bool, End> {
+        if state.input.is_empty() {
+            let used = self.answer_all(shared, &mut state.output, bytes)?;
+            state.input.extend_from_slice(&bytes[used..]);
+        } else {
+            state.input.extend_from_slice(bytes);
+            let input = std::mem::take(&mut state.input);
+            let used = self.answer_all(shared, &mut state.output, &input)?;
+            if used < input.len() {
+                state.input = input;
+                state.input.drain(..used);
+            }
+        }
+        Ok(state.input.is_empty())
+    }
+
+    fn answer_all(
+        &self,
+        shared: &Shared,
+        output: &mut Vec<u8>,
+        bytes: &[u8],
+    ) -> Result<usize, End> {
+        let mut used = 0;
+        while let Some(length) = frame_length(&bytes[used..])? {
+            let Some(frame) = bytes.get(used..used + length) else { break };
+            let frame = Frame::read(frame)?;
+            let call = Call::read(&frame)?;
+            self.answer(shared, output, frame.header.call, call)?;
+            used += length;
+        }
+        Ok(used)
+    }
+
+    fn answer(
+        &self,
+        shared: &Shared,
+        output: &mut Vec<u8>,
+        number: u32,
+        call: Call,
+    ) -> Result<(), End> {
+        let Some(session) = self.session() else {
+            return self.greet(shared, number, call);
+        };
+        session.note_call();
+        let timer = shared.node.calls().begin(&call);
+        let dispatch = Dispatch { node: &shared.node, session: &session, waiters: &shared.waiters };
+        let answer = dispatch.answer(call);
+        drop(timer);
+        if let Some(answer) = answer {
+            answer.write(output, number);
+        }
+        Ok(())
+    }
+
+    /// The first message: who is it, and what may it do?
+    fn greet(&self, shared: &Shared, number: u32, call: Call) -> Result<(), End> {
+        let Call::Hello(hello) = call else { return Err(WireError::Field("first message").into()) };
+        let mut message = Vec::new();
+        match self.admit(shared, &hello) {
+            Ok((session, is_new)) => {
+                let store = session.tenant.store();
+                self.welcome(shared, &session).write(&mut message, number);
+                let file = store.region().file();
+                if is_new {
+                    let pool = descriptors::for_client(file, session.access)?;
+                    descriptors::send(self.fd(), &message, pool.as_fd())?;
+                    if let Some(process) = &session.process {
+                        shared.watch_process(self, process.as_fd());
+                    }
+                } else {
+                    (&self.stream).write_all(&message)?;
+                }
+                Ok(())
+            }
+            Err(reason) => {
+                let Peer { process, user } = self.peer;
+                tracing::warn!(process, user, %reason, "a client is refused");
+                Answer::Refused { reason }.write(&mut message, number);
+                (&self.stream).write_all(&message)?;
+                Err(End::Gone)
+            }
+        }
+    }
+
+    fn welcome(&self, shared: &Shared, session: &Session) -> Answer {
+        let store = session.tenant.store();
+        let timeout = store.config().timeout.as_millis();
+        debug_assert!(!self.is_silent(Duration::ZERO), "a welcome follows a hello");
+        Answer::Welcome(Welcome {
+            version: VERSION,
+            epoch: shared.node.epoch(),
+            session: session.id,
+            pool_bytes: store.region().bytes() as u64,
+            hold_bytes_max: session.hold_bytes_max,
+            timeout_ms: u64::try_from(timeout).unwrap_or(u64::MAX),
+            writes_through: store.config().write == cascade_store::WritePolicy::Through,
+            tiers: store.tier_names().iter().map(|name| (*name).to_owned()).collect(),
+            tenant: session.tenant.name().to_owned(),
+            node_version: env!("CARGO_PKG_VERSION").to_owned(),
+        })
+    }
+
+    /// The session of a client, new or joined.
+    fn admit(&self, shared: &Shared, hello: &Hello) -> Result<(Arc<Session>, bool), String> {
+        if hello.version_min > VERSION || hello.version_max < VERSION_MIN {
+            return Err(format!(
+                "it speaks versions {} to {} of the protocol, this node {VERSION_MIN} to \
+                 {VERSION}; upgrade the older of the two",
+                hello.version_min, hello.version_max
+            ));
+        }
+        if let Some(id) = &hello.session {
+            let session = shared.node.sessions().find(id, self.peer);
+            let session = session.ok_or("its session is over; connect anew")?;
+            *lock(&self.session) = Some(Arc::clone(&session));
+            return Ok((session, false));
+        }
+        let token = hello.token.as_deref();
+        let tenant = shared.node.tenants().identify(self.peer.user, token);
+        let tenant = tenant.map_err(|refusal| refusal.to_string())?;
+        let share = u64::from(shared.node.live().client_share_percent);
+        let hold_bytes_max = tenant.store().region().bytes() as u64 / 100 * share;
+        let id = crate::node::random().map_err(|error| error.to_string())?;
+        let name = hello.name.chars().filter(|c| !c.is_control()).take(NAME_MAX).collect();
+        let process = Pid::from_raw(self.peer.process)
+            .and_then(|pid| pidfd_open(pid, PidfdFlags::empty()).ok());
+        let facts = (name, hello.access);
+        let session = Arc::new(Session::new(id, tenant, self.peer, process, facts, hold_bytes_max));
+        shared.node.sessions().add(&session);
+        *lock(&self.session) = Some(Arc::clone(&session));
+        Ok((session, true))
+    }
+
+    /// Writes what the client takes. False if it does not take all now.
+    fn flush(&self, state: &mut State) -> Result<bool, End> {
+        while state.written < state.output.len() {
+            match (&self.stream).write(&state.output[state.written..]) {
+                Ok(count) => state.written += count,
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(false),
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(error.into()),
+            }
+        }
+        state.written = 0;
+        state.output.clear();
+        Ok(true)
+    }
+}

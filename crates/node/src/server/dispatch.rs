@@ -1,0 +1,433 @@
+//! What the node does for each call of a client.
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use cascade_block::{BlockKey, Namespace};
+use cascade_memory::SlabMut;
+use cascade_store::{
+    CallOptions, Prepared, Put, PutOutcome, PutSlab, Store, StoreError, TierName, ViewOutcome,
+};
+use cascade_wire::{
+    Access, Answer, AskedBlock, BLOCKS_MAX, Call, ChainRequest, KeyQuestion, Lease, LeasePurpose,
+    PreparedBlock, SealedBlock,
+};
+
+use super::holds::Held;
+use super::session::Session;
+use crate::Node;
+
+/// A call that asks without time to wait.
+const AT_ONCE: CallOptions = CallOptions { timeout: Some(Duration::ZERO) };
+
+/// How many calls may wait for a tier or for room at a time. The threads beyond these serve those
+/// that need not wait, so that a slow disk slows nobody who does not ask it.
+#[derive(Debug)]
+pub(super) struct Waiters {
+    now: AtomicUsize,
+    most: usize,
+}
+
+/// The right to wait.
+struct Waiter<'a>(&'a Waiters);
+
+impl Waiters {
+    pub(super) fn new(most: usize) -> Self {
+        Self { now: AtomicUsize::new(0), most }
+    }
+
+    fn begin(&self) -> Result<Waiter<'_>, StoreError> {
+        let one_more = |now: usize| (now < self.most).then_some(now + 1);
+        match self.now.fetch_update(Ordering::AcqRel, Ordering::Acquire, one_more) {
+            Ok(_) => Ok(Waiter(self)),
+            Err(_) => Err(StoreError::Timeout {
+                operation: "wait for one of the node's threads, which all wait for a tier",
+                timeout_ms: 0,
+            }),
+        }
+    }
+}
+
+impl Drop for Waiter<'_> {
+    fn drop(&mut self) {
+        self.0.now.fetch_sub(1, Ordering::AcqRel);
+    }
+}
+
+/// One call being answered.
+pub(super) struct Dispatch<'a> {
+    pub(super) node: &'a Node,
+    pub(super) session: &'a Session,
+    pub(super) waiters: &'a Waiters,
+}
+
+impl Dispatch<'_> {
+    fn store(&self) -> &Store {
+        self.session.tenant.store()
+    }
+
+    /// The answer to a call; nothing for calls that have none.
+    pub(super) fn answer(&self, call: Call) -> Option<Answer> {
+        Some(match call {
+            // A connection says hello once; again is harmless.
+            Call::Hello(_) | Call::Ping => Answer::Done,
+            Call::Prepare { timeout_ms, first_hold, blocks } => {
+                self.prepare(timeout(timeout_ms), first_hold, &blocks)
+            }
+            Call::Reserve { timeout_ms, hold, bytes } => {
+                self.reserve(timeout(timeout_ms), hold, bytes)
+            }
+            Call::Seal { timeout_ms, blocks } => self.seal(timeout(timeout_ms), &blocks),
+            Call::Release { holds } => {
+                self.session.release(&holds);
+                return None;
+            }
+            Call::Settled { present, conflicts, failures } => {
+                self.settled(present, conflicts, failures);
+                return None;
+            }
+            Call::Lease { timeout_ms, first_hold, purpose, keys } => {
+                self.lease(timeout(timeout_ms), first_hold, purpose, &keys)
+            }
+            Call::Acquire { timeout_ms, first_hold, request } => {
+                self.acquire(timeout(timeout_ms), first_hold, &request)
+            }
+            Call::Lookup(request) => {
+                let found = self.store().lookup_prefix(&request.as_request());
+                Answer::Matched(found.tiers.iter().map(|tier| self.tier(tier)).collect())
+            }
+            Call::Hint(request) => {
+                self.store().hint(&request.as_request());
+                Answer::Done
+            }
+            Call::Ask { question, keys } => self.ask(question, &keys),
+            Call::Clear if self.session.access == Access::Read => Answer::Failed(read_only()),
+            Call::Clear => {
+                self.store().clear();
+                Answer::Done
+            }
+            Call::Register { timeout_ms, root, manifest } => {
+                let namespace = Namespace::from_root(root, manifest);
+                let register = || self.store().register(&namespace, timeout(timeout_ms));
+                self.waiting(register, |()| Answer::Done)
+            }
+            Call::Manifests { timeout_ms } => {
+                self.waiting(|| self.store().manifests(timeout(timeout_ms)), Answer::Manifests)
+            }
+            Call::Flush { timeout_ms } => {
+                self.waiting(|| self.store().flush(timeout(timeout_ms)), |()| Answer::Done)
+            }
+            Call::Admin { timeout_ms, topic, arguments } => {
+                let _waiter = match self.waiters.begin() {
+                    Ok(waiter) => waiter,
+                    Err(error) => return Some(Answer::Failed(error)),
+                };
+                let time = Duration::from_millis(u64::from(timeout_ms));
+                match self.node.administer(&self.session.tenant, &topic, &arguments, time) {
+                    Ok(text) => Answer::Text(text),
+                    Err(reason) => Answer::Refused { reason },
+                }
+            }
+            Call::Forget { epoch } => {
+                self.node.forget_epoch(self.session.peer, epoch);
+                return None;
+            }
+        })
+    }
+
+    /// A call that may wait for a tier.
+    fn waiting<T>(
+        &self,
+        call: impl FnOnce() -> Result<T, StoreError>,
+        answer: impl FnOnce(T) -> Answer,
+    ) -> Answer {
+        match self.waiters.begin().and_then(|_waiter| call()) {
+            Ok(value) => answer(value),
+            Err(error) => Answer::Failed(error),
+        }
+    }
+
+    fn prepare(&self, options: CallOptions, first: u64, blocks: &[AskedBlock]) -> Answer {
+        if let Some(refused) = self.refuses_to_write(blocks.len()) {
+            return refused;
+        }
+        let Some(granting) = self.session.expect(first, blocks.len()) else {
+            return Answer::Failed(numbers_in_use());
+        };
+        let puts: Vec<Put<'_>> = blocks.iter().map(put_of).collect();
+        let lengths: Vec<usize> = blocks.iter().map(|block| block.bytes as usize).collect();
+        let left = || usize::try_from(self.session.bytes_left()).unwrap_or(usize::MAX);
+        let mut prepared = self.store().prepare(&puts, &lengths, left(), AT_ONCE);
+        let mut granted: Vec<(usize, Held)> = Vec::new();
+        let mut answers: Vec<PreparedBlock> = Vec::with_capacity(blocks.len());
+        let mut settle = |prepared: Vec<Prepared>, answers: &mut Vec<PreparedBlock>| {
+            for prepared in prepared {
+                let index = answers.len();
+                answers.push(match prepared {
+                    Prepared::Slab(slab) => {
+                        let offset = slab.offset() as u64;
+                        granted.push((index, Held::Slab(slab)));
+                        PreparedBlock::Slab { offset }
+                    }
+                    Prepared::Settled(outcome) => PreparedBlock::Settled(outcome),
+                    Prepared::Compare => PreparedBlock::Compare,
+                    Prepared::Later => PreparedBlock::Later,
+                });
+            }
+        };
+        // What would have to wait, and all after it, is asked for again with time to wait, unless
+        // the client has slabs now: it fills these first.
+        let late = prepared.iter().position(is_late);
+        let rest = late.map(|at| prepared.split_off(at));
+        settle(prepared, &mut answers);
+        if let Some(rest) = rest {
+            let at = answers.len();
+            let has_slabs =
+                answers.iter().any(|answer| matches!(answer, PreparedBlock::Slab { .. }));
+            // Slabs after the one that was late go back.
+            drop(rest);
+            let rest = if has_slabs {
+                (at..blocks.len()).map(|_| Prepared::Later).collect()
+            } else {
+                match self.waiters.begin() {
+                    Ok(_waiter) => {
+                        self.store().prepare(&puts[at..], &lengths[at..], left(), options)
+                    }
+                    Err(error) => failed(&error, blocks.len() - at),
+                }
+            };
+            settle(rest, &mut answers);
+        }
+        granting.grant(granted);
+        Answer::Prepared(answers)
+    }
+
+    fn reserve(&self, options: CallOptions, hold: u64, bytes: u64) -> Answer {
+        if let Some(refused) = self.refuses_to_write(1) {
+            return refused;
+        }
+        let Some(granting) = self.session.expect(hold, 1) else {
+            return Answer::Failed(numbers_in_use());
+        };
+        let needed_bytes = usize::try_from(bytes).unwrap_or(usize::MAX);
+        if bytes > self.session.bytes_left() {
+            return Answer::Failed(StoreError::NoRoom { needed_bytes });
+        }
+        let reserved = match self.store().reserve(needed_bytes, AT_ONCE) {
+            Err(StoreError::Timeout { .. } | StoreError::Busy { .. }) => {
+                self.waiters.begin().and_then(|_waiter| self.store().reserve(needed_bytes, options))
+            }
+            reserved => reserved,
+        };
+        match reserved {
+            Ok(slab) => {
+                let offset = slab.offset() as u64;
+                granting.grant([(0, Held::Slab(slab))]);
+                Answer::Slab { offset }
+            }
+            Err(error) => Answer::Failed(error),
+        }
+    }
+
+    fn seal(&self, options: CallOptions, blocks: &[SealedBlock]) -> Answer {
+        if let Some(refused) = self.refuses_to_write(blocks.len()) {
+            return refused;
+        }
+        let mut outcomes: Vec<Option<PutOutcome>> = Vec::with_capacity(blocks.len());
+        let mut puts = Vec::with_capacity(blocks.len());
+        for block in blocks {
+            let slab = self.session.take_slab(block.hold);
+            match slab.filter(|slab| slab.len() >= block.bytes as usize) {
+                Some(slab) => {
+                    puts.push(sealed(block, slab));
+                    outcomes.push(None);
+                }
+                None => outcomes.push(Some(PutOutcome::Failed(not_held()))),
+            }
+        }
+        let keys: Vec<BlockKey> = puts.iter().map(|put| put.key).collect();
+        // Hashing, comparing and waiting for tiers are for threads that may.
+        let settled = if self.store().puts_at_once(&keys) {
+            self.store().put_slabs(puts, options)
+        } else {
+            match self.waiters.begin() {
+                Ok(_waiter) => self.store().put_slabs(puts, options),
+                Err(error) => puts.iter().map(|_| PutOutcome::Failed(error.clone())).collect(),
+            }
+        };
+        let mut settled = settled.into_iter();
+        let outcome = |known: Option<PutOutcome>| {
+            known.or_else(|| settled.next()).unwrap_or(PutOutcome::Failed(not_held()))
+        };
+        Answer::Puts(outcomes.into_iter().map(outcome).collect())
+    }
+
+    fn settled(&self, present: u32, conflicts: u32, failures: u32) {
+        // The counts come from the client and count only for its own tenant.
+        let most = u32::try_from(BLOCKS_MAX).unwrap_or(u32::MAX);
+        let repeat = |outcome: fn() -> PutOutcome, count: u32| {
+            std::iter::repeat_with(outcome).take(count.min(most) as usize)
+        };
+        let failed = || PutOutcome::Failed(StoreError::Closed);
+        let all: Vec<PutOutcome> = repeat(|| PutOutcome::Present, present)
+            .chain(repeat(|| PutOutcome::Conflict, conflicts))
+            .chain(repeat(failed, failures))
+            .collect();
+        self.store().count_puts(&all);
+    }
+
+    fn lease(
+        &self,
+        options: CallOptions,
+        first: u64,
+        purpose: LeasePurpose,
+        keys: &[BlockKey],
+    ) -> Answer {
+        if keys.len() > BLOCKS_MAX {
+            return Answer::Failed(too_many(keys.len()));
+        }
+        let Some(granting) = self.session.expect(first, keys.len()) else {
+            return Answer::Failed(numbers_in_use());
+        };
+        let read = || match purpose {
+            LeasePurpose::Use => self.store().view(keys, options),
+            LeasePurpose::Compare => self.store().inspect(keys, options),
+        };
+        let views = if self.store().reads_at_once(keys) {
+            read()
+        } else {
+            match self.waiters.begin() {
+                Ok(_waiter) => read(),
+                Err(error) => keys.iter().map(|_| ViewOutcome::Failed(error.clone())).collect(),
+            }
+        };
+        let mut left = self.session.bytes_left();
+        let mut granted = Vec::with_capacity(keys.len());
+        let mut leases = Vec::with_capacity(keys.len());
+        for (index, view) in views.into_iter().enumerate() {
+            leases.push(match view {
+                ViewOutcome::Hit { slab, .. } if slab.len() as u64 > left => {
+                    Lease::Failed(StoreError::NoRoom { needed_bytes: slab.len() })
+                }
+                ViewOutcome::Hit { slab, tier } => {
+                    left -= slab.len() as u64;
+                    let bytes = u32::try_from(slab.len()).expect("blocks are shorter than 4 GiB");
+                    let offset = slab.offset() as u64;
+                    granted.push((index, Held::Lease(slab)));
+                    Lease::Hit { offset, bytes, tier: self.tier(tier) }
+                }
+                ViewOutcome::Miss => Lease::Miss,
+                ViewOutcome::Failed(error) => Lease::Failed(error),
+            });
+        }
+        granting.grant(granted);
+        Answer::Leases(leases)
+    }
+
+    fn acquire(&self, options: CallOptions, first: u64, request: &ChainRequest) -> Answer {
+        if request.keys.len() > BLOCKS_MAX {
+            return Answer::Failed(too_many(request.keys.len()));
+        }
+        let found = self.store().lookup_prefix(&request.as_request()).tiers.len();
+        self.lease(options, first, LeasePurpose::Use, &request.keys[..found])
+    }
+
+    fn ask(&self, question: KeyQuestion, keys: &[BlockKey]) -> Answer {
+        let store = self.store();
+        let changes = !matches!(question, KeyQuestion::Contains | KeyQuestion::Locate);
+        if changes && self.session.access == Access::Read && question != KeyQuestion::Prefetch {
+            return Answer::Failed(read_only());
+        }
+        match question {
+            KeyQuestion::Contains => Answer::Flags(store.contains(keys)),
+            KeyQuestion::Pin => Answer::Flags(store.pin(keys)),
+            KeyQuestion::Unpin => Answer::Flags(store.unpin(keys)),
+            KeyQuestion::Delete => Answer::Flags(store.delete(keys)),
+            KeyQuestion::Prefetch => Answer::Count(store.prefetch(keys) as u64),
+            KeyQuestion::Locate => {
+                let bits = |tiers: Vec<TierName>| {
+                    tiers.into_iter().fold(0, |bits, tier| bits | 1 << self.tier(tier))
+                };
+                Answer::Places(store.locate(keys).into_iter().map(bits).collect())
+            }
+        }
+    }
+
+    /// A tier's place in the list that the client knows.
+    fn tier(&self, tier: TierName) -> u8 {
+        let names = self.store().tier_names();
+        let place = names.iter().position(|name| *name == tier).unwrap_or(0);
+        u8::try_from(place).expect("a pipeline has a handful of tiers")
+    }
+
+    fn refuses_to_write(&self, blocks: usize) -> Option<Answer> {
+        if self.session.access == Access::Read {
+            return Some(Answer::Failed(read_only()));
+        }
+        (blocks > BLOCKS_MAX).then(|| Answer::Failed(too_many(blocks)))
+    }
+}
+
+fn timeout(timeout_ms: u32) -> CallOptions {
+    CallOptions { timeout: Some(Duration::from_millis(u64::from(timeout_ms))) }
+}
+
+fn put_of(block: &AskedBlock) -> Put<'static> {
+    Put {
+        parent: block.parent,
+        is_prefix: block.is_prefix,
+        is_partial: block.is_partial,
+        ..Put::new(block.key, &[])
+    }
+}
+
+fn sealed(block: &SealedBlock, mut slab: SlabMut) -> PutSlab {
+    slab.truncate(block.bytes as usize);
+    PutSlab {
+        parent: block.parent,
+        namespace: block.namespace,
+        is_prefix: block.is_prefix,
+        is_partial: block.is_partial,
+        ttl_ms: block.ttl_ms,
+        ..PutSlab::new(block.key, slab)
+    }
+}
+
+fn is_late(prepared: &Prepared) -> bool {
+    let Prepared::Settled(PutOutcome::Failed(error)) = prepared else { return false };
+    matches!(error, StoreError::Timeout { .. } | StoreError::Busy { .. })
+}
+
+fn failed(error: &StoreError, count: usize) -> Vec<Prepared> {
+    let one = || Prepared::Settled(PutOutcome::Failed(error.clone()));
+    std::iter::repeat_with(one).take(count).collect()
+}
+
+fn numbers_in_use() -> StoreError {
+    StoreError::Config {
+        setting: "hold",
+        reason: "the client uses a number again that it still holds".to_owned(),
+    }
+}
+
+fn not_held() -> StoreError {
+    StoreError::Config {
+        setting: "hold",
+        reason: "the client seals a slab that it does not hold, or more of it than it has"
+            .to_owned(),
+    }
+}
+
+fn read_only() -> StoreError {
+    StoreError::Config {
+        setting: "access",
+        reason: "this client connected for reading; connect with access to write".to_owned(),
+    }
+}
+
+fn too_many(blocks: usize) -> StoreError {
+    StoreError::Config {
+        setting: "batch",
+        reason: format!("{blocks} blocks in one message; the most is {BLOCKS_MAX}"),
+    }
+}

@@ -1,0 +1,327 @@
+//! The Unix socket: connections of this host's workers, served by a few threads.
+//!
+//! All threads wait on one epoll instance. Each connection is armed for one event at a time, so
+//! one thread at a time serves it; that thread may wait for a tier while the others go on. A
+//! client that says nothing costs a socket and its session, and wakes nobody.
+
+mod connection;
+mod descriptors;
+mod dispatch;
+mod holds;
+mod session;
+
+use std::collections::HashMap;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixListener;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use rustix::event::{EventfdFlags, epoll, eventfd};
+
+use connection::{Connection, Next, Scratch};
+use dispatch::Waiters;
+pub use session::SessionFacts;
+pub(crate) use session::{Peer, Sessions};
+
+use crate::{Node, NodeError};
+
+const LISTENER: u64 = 0;
+const WAKE: u64 = 1;
+/// Connections are numbered from here on; the lowest bit tells a client's process from its socket.
+const FIRST: u64 = 2;
+const PROCESS: u64 = 1;
+
+/// Threads at the start; more come while these are busy.
+const THREADS_MIN: usize = 2;
+/// Connections that are accepted in one go.
+const ACCEPT_MAX: usize = 64;
+/// How long nothing is accepted after that failed: what is missing is not there at once again.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(10);
+/// How long a connection may take to say who it is.
+const HELLO_TIMEOUT: Duration = Duration::from_secs(10);
+/// How long the server waits for its threads when it stops.
+const STOP_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// Serves a node's clients until it is stopped.
+#[derive(Debug)]
+pub struct Server {
+    shared: Arc<Shared>,
+}
+
+#[derive(Debug)]
+pub(crate) struct Shared {
+    node: Node,
+    epoll: OwnedFd,
+    wake: OwnedFd,
+    listener: UnixListener,
+    connections: Mutex<HashMap<u64, Arc<Connection>>>,
+    waiters: Waiters,
+    next: AtomicU64,
+    /// Threads that wait for events.
+    idle: AtomicUsize,
+    threads: Mutex<Vec<JoinHandle<()>>>,
+    running: Mutex<usize>,
+    /// One of them ended.
+    stopped: Condvar,
+    is_stopping: AtomicBool,
+}
+
+impl Server {
+    /// Begins to serve a socket that listens.
+    pub fn start(node: Node, listener: UnixListener) -> Result<Self, NodeError> {
+        let failed = |source| NodeError::Server { operation: "serve the Unix socket", source };
+        let shared = Self::prepare(node, listener).map_err(failed)?;
+        for _ in 0..THREADS_MIN {
+            shared.spawn().map_err(failed)?;
+        }
+        Ok(Self { shared })
+    }
+
+    fn prepare(node: Node, listener: UnixListener) -> io::Result<Arc<Shared>> {
+        listener.set_nonblocking(true)?;
+        let threads_max = node.config().limits.threads_max.max(2 * THREADS_MIN);
+        let shared = Shared {
+            node,
+            epoll: epoll::create(epoll::CreateFlags::CLOEXEC)?,
+            wake: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?,
+            listener,
+            connections: Mutex::default(),
+            waiters: Waiters::new(threads_max - THREADS_MIN),
+            next: AtomicU64::new(FIRST),
+            idle: AtomicUsize::new(0),
+            threads: Mutex::default(),
+            running: Mutex::new(0),
+            stopped: Condvar::new(),
+            is_stopping: AtomicBool::new(false),
+        };
+        shared.watch(shared.listener.as_fd(), LISTENER, epoll::EventFlags::IN)?;
+        let data = epoll::EventData::new_u64(WAKE);
+        epoll::add(&shared.epoll, &shared.wake, data, epoll::EventFlags::IN)?;
+        Ok(Arc::new(shared))
+    }
+
+    /// Stops: no further call is taken, and what clients hold goes back.
+    pub fn stop(&self) {
+        let shared = &self.shared;
+        shared.is_stopping.store(true, Ordering::Release);
+        // The count stays above zero, so every thread sees it.
+        if let Err(error) = rustix::io::write(&shared.wake, &1_u64.to_le_bytes()) {
+            tracing::error!(%error, "cannot wake the server's threads");
+        }
+        let running = lock(&shared.running);
+        let is_busy = |running: &mut usize| *running > 0;
+        // Poisoned or late, what is to be done next is the same.
+        drop(shared.stopped.wait_timeout_while(running, STOP_TIMEOUT, is_busy));
+        let threads = std::mem::take(&mut *lock(&shared.threads));
+        for thread in threads.into_iter().filter(JoinHandle::is_finished) {
+            // A thread that panicked has said so; stopping goes on.
+            drop(thread.join());
+        }
+        let connections = std::mem::take(&mut *lock(&shared.connections));
+        for connection in connections.values() {
+            shared.leave(connection);
+        }
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        self.stop();
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    // What these guard changes in single steps.
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Shared {
+    fn spawn(self: &Arc<Self>) -> io::Result<()> {
+        let shared = Arc::clone(self);
+        self.idle.fetch_add(1, Ordering::AcqRel);
+        *lock(&self.running) += 1;
+        let serve = move || {
+            shared.run();
+            *lock(&shared.running) -= 1;
+            shared.stopped.notify_all();
+        };
+        let spawned = std::thread::Builder::new().name("cascade-serve".to_owned()).spawn(serve);
+        if spawned.is_err() {
+            self.idle.fetch_sub(1, Ordering::AcqRel);
+            *lock(&self.running) -= 1;
+        }
+        lock(&self.threads).push(spawned?);
+        Ok(())
+    }
+
+    /// One event for one thread, then not again until it is armed anew.
+    fn watch(&self, fd: BorrowedFd<'_>, token: u64, flags: epoll::EventFlags) -> io::Result<()> {
+        let flags = flags | epoll::EventFlags::ONESHOT;
+        epoll::add(&self.epoll, fd, epoll::EventData::new_u64(token), flags)?;
+        Ok(())
+    }
+
+    fn arm(&self, fd: BorrowedFd<'_>, token: u64, flags: epoll::EventFlags) -> io::Result<()> {
+        let flags = flags | epoll::EventFlags::ONESHOT;
+        epoll::modify(&self.epoll, fd, epoll::EventData::new_u64(token), flags)?;
+        Ok(())
+    }
+
+    fn run(self: &Arc<Self>) {
+        let mut scratch = Scratch::new();
+        let mut events = [epoll::Event {
+            flags: epoll::EventFlags::empty(),
+            data: epoll::EventData::new_u64(0),
+        }];
+        loop {
+            let count = match epoll::wait(&self.epoll, &mut events, None) {
+                Ok(count) => count,
+                Err(rustix::io::Errno::INTR) => continue,
+                Err(error) => {
+                    tracing::error!(%error, "a server thread cannot wait for events");
+                    return;
+                }
+            };
+            if self.is_stopping.load(Ordering::Acquire) {
+                return;
+            }
+            if count == 0 {
+                continue;
+            }
+            // Somebody has to wait for the next event while this thread may be held up.
+            if self.idle.fetch_sub(1, Ordering::AcqRel) == 1 {
+                self.grow();
+            }
+            self.handle(events[0].data.u64(), events[0].flags, &mut scratch);
+            self.idle.fetch_add(1, Ordering::AcqRel);
+        }
+    }
+
+    fn grow(self: &Arc<Self>) {
+        let most = self.node.config().limits.threads_max.max(2 * THREADS_MIN);
+        if *lock(&self.running) >= most {
+            return;
+        }
+        if let Err(error) = self.spawn() {
+            tracing::warn!(%error, "cannot start another server thread; going on with those there");
+        }
+    }
+
+    fn handle(&self, token: u64, flags: epoll::EventFlags, scratch: &mut Scratch) {
+        if token == LISTENER {
+            self.accept();
+            if let Err(error) = self.arm(self.listener.as_fd(), LISTENER, epoll::EventFlags::IN) {
+                tracing::error!(%error, "no further connection can be accepted");
+            }
+            return;
+        }
+        let id = token & !PROCESS;
+        let connection = lock(&self.connections).get(&id).map(Arc::clone);
+        let Some(connection) = connection else { return };
+        if token & PROCESS != 0 {
+            // The process is gone; children that inherited its sockets do not stand for it.
+            self.end_session(&connection);
+            return;
+        }
+        let next = connection.serve(self, flags, scratch);
+        let armed = match next {
+            Next::Read => self.arm(connection.fd(), token, epoll::EventFlags::IN),
+            Next::Write => self.arm(connection.fd(), token, epoll::EventFlags::OUT),
+            Next::Close => {
+                self.close(&connection);
+                return;
+            }
+        };
+        if let Err(error) = armed {
+            tracing::warn!(%error, "a connection is closed: it cannot be watched");
+            self.close(&connection);
+        }
+    }
+
+    fn accept(&self) {
+        for _ in 0..ACCEPT_MAX {
+            let stream = match self.listener.accept() {
+                Ok((stream, _)) => stream,
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return,
+                Err(error) => {
+                    // Out of descriptors, most likely: the others are served, this one waits.
+                    tracing::warn!(%error, "cannot accept a connection");
+                    std::thread::park_timeout(ACCEPT_PAUSE);
+                    return;
+                }
+            };
+            self.drop_silent();
+            let most = self.node.live().connections_max;
+            let mut connections = lock(&self.connections);
+            if connections.len() >= most {
+                drop(connections);
+                tracing::warn!(most, "a connection is refused: limits.connections are all there");
+                continue;
+            }
+            let id = self.next.fetch_add(2, Ordering::Relaxed);
+            match Connection::new(id, stream) {
+                Ok(connection) => {
+                    let connection = Arc::new(connection);
+                    connections.insert(id, Arc::clone(&connection));
+                    drop(connections);
+                    if let Err(error) = self.watch(connection.fd(), id, epoll::EventFlags::IN) {
+                        tracing::warn!(%error, "a connection is closed: it cannot be watched");
+                        self.close(&connection);
+                    }
+                }
+                Err(error) => tracing::warn!(%error, "a connection is closed: no credentials"),
+            }
+        }
+    }
+
+    /// Closes connections that never said who they are.
+    fn drop_silent(&self) {
+        let silent: Vec<_> = lock(&self.connections)
+            .values()
+            .filter(|connection| connection.is_silent(HELLO_TIMEOUT))
+            .map(Arc::clone)
+            .collect();
+        for connection in silent {
+            self.close(&connection);
+        }
+    }
+
+    /// Watches the process of a new session.
+    fn watch_process(&self, connection: &Connection, process: BorrowedFd<'_>) {
+        let token = connection.id | PROCESS;
+        if let Err(error) = self.watch(process, token, epoll::EventFlags::IN) {
+            tracing::debug!(%error, "a client's death will be seen by its socket alone");
+        }
+    }
+
+    fn close(&self, connection: &Connection) {
+        if lock(&self.connections).remove(&connection.id).is_some() {
+            connection.shut();
+            self.leave(connection);
+        }
+    }
+
+    /// Ends the connection's part in its session, and the session with its last connection.
+    fn leave(&self, connection: &Connection) {
+        if let Some(session) = connection.session()
+            && session.leave()
+        {
+            self.node.sessions().remove(&session);
+        }
+    }
+
+    /// Ends a session at once, with all its connections.
+    fn end_session(&self, connection: &Connection) {
+        let Some(session) = connection.session() else { return };
+        let all: Vec<_> = lock(&self.connections).values().map(Arc::clone).collect();
+        self.node.sessions().remove(&session);
+        for other in all {
+            if other.session().is_some_and(|one| one.id == session.id) {
+                self.close(&other);
+            }
+        }
+    }
+}

@@ -1,0 +1,227 @@
+//! A session: one client, in all its connections, and what it holds.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::os::fd::OwnedFd;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use cascade_block::{Clock, SystemClock};
+use cascade_wire::{Access, HoldRange, SessionId};
+
+use super::holds::{Held, Holds};
+use crate::tenants::Tenant;
+
+/// Who is at the other end of a Unix socket, as the kernel says.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Peer {
+    /// Its process; 0 when it lives in another process namespace.
+    pub(crate) process: i32,
+    /// Its user.
+    pub(crate) user: u32,
+}
+
+/// One client.
+pub(crate) struct Session {
+    pub(crate) id: SessionId,
+    pub(crate) tenant: Arc<Tenant>,
+    pub(crate) peer: Peer,
+    pub(crate) name: String,
+    pub(crate) access: Access,
+    /// Most bytes that it may hold at a time.
+    pub(crate) hold_bytes_max: u64,
+    /// Readable once the process is gone, however many children inherited its sockets.
+    pub(super) process: Option<OwnedFd>,
+    started: Duration,
+    /// Milliseconds since `started` of its last call.
+    last_call_ms: AtomicU64,
+    connections: AtomicUsize,
+    holds: Mutex<Holds>,
+}
+
+impl fmt::Debug for Session {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Session({:?} of {:?})", self.name, self.tenant.name())
+    }
+}
+
+/// What a status says of a client.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct SessionFacts {
+    /// What it calls itself.
+    pub name: String,
+    /// Which tenant it is.
+    pub tenant: String,
+    /// Its process.
+    pub process: i32,
+    /// Its user.
+    pub user: u32,
+    /// Its connections.
+    pub connections: usize,
+    /// Blocks that it reads.
+    pub leases: usize,
+    /// Slabs that it writes.
+    pub reservations: usize,
+    /// Bytes of both.
+    pub held_bytes: u64,
+    /// How long it has been here.
+    pub age: Duration,
+    /// How long it has said nothing.
+    pub silent: Duration,
+}
+
+impl Session {
+    pub(super) fn new(
+        id: SessionId,
+        tenant: Arc<Tenant>,
+        peer: Peer,
+        process: Option<OwnedFd>,
+        hello: (String, Access),
+        hold_bytes_max: u64,
+    ) -> Self {
+        let (name, access) = hello;
+        Self {
+            id,
+            tenant,
+            peer,
+            name,
+            access,
+            hold_bytes_max,
+            process,
+            started: SystemClock.monotonic(),
+            last_call_ms: AtomicU64::new(0),
+            connections: AtomicUsize::new(1),
+            holds: Mutex::default(),
+        }
+    }
+
+    fn holds(&self) -> MutexGuard<'_, Holds> {
+        // Holds change in steps that do not panic.
+        self.holds.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn age(&self) -> Duration {
+        SystemClock.monotonic().saturating_sub(self.started)
+    }
+
+    pub(super) fn note_call(&self) {
+        let now = u64::try_from(self.age().as_millis()).unwrap_or(u64::MAX);
+        // Relaxed: read for the status alone.
+        self.last_call_ms.store(now, Ordering::Relaxed);
+    }
+
+    /// Bytes that it may still take.
+    pub(super) fn bytes_left(&self) -> u64 {
+        self.hold_bytes_max.saturating_sub(self.holds().bytes())
+    }
+
+    /// A call that may grant these numbers; `None` if one is in use or the client is gone. The
+    /// call is over when the value is dropped.
+    pub(super) fn expect(&self, first: u64, count: usize) -> Option<Granting<'_>> {
+        let range = HoldRange { first, count: u32::try_from(count).ok()? };
+        self.holds().expect(range).then_some(Granting { session: self, range })
+    }
+
+    pub(super) fn release(&self, ranges: &[HoldRange]) {
+        for range in ranges {
+            let released = self.holds().release(*range);
+            drop(released);
+        }
+    }
+
+    pub(super) fn take_slab(&self, hold: u64) -> Option<cascade_memory::SlabMut> {
+        self.holds().take_slab(hold)
+    }
+
+    /// The client is gone: what it held goes back to the pool.
+    pub(super) fn end(&self) {
+        let held = self.holds().end();
+        drop(held);
+    }
+
+    /// A further connection; false if the session ended meanwhile.
+    pub(super) fn join(&self) -> bool {
+        let joined = |count: usize| (count > 0).then_some(count + 1);
+        self.connections.fetch_update(Ordering::AcqRel, Ordering::Acquire, joined).is_ok()
+    }
+
+    /// A connection closed. True if it was the last.
+    pub(super) fn leave(&self) -> bool {
+        self.connections.fetch_sub(1, Ordering::AcqRel) == 1
+    }
+
+    pub(crate) fn facts(&self) -> SessionFacts {
+        let holds = self.holds();
+        let (pieces, reservations) = holds.counts();
+        let age = self.age();
+        let last = Duration::from_millis(self.last_call_ms.load(Ordering::Relaxed));
+        SessionFacts {
+            name: self.name.clone(),
+            tenant: self.tenant.name().to_owned(),
+            process: self.peer.process,
+            user: self.peer.user,
+            connections: self.connections.load(Ordering::Relaxed),
+            leases: pieces - reservations,
+            reservations,
+            held_bytes: holds.bytes(),
+            age,
+            silent: age.saturating_sub(last),
+        }
+    }
+}
+
+/// A call under way that grants holds.
+pub(super) struct Granting<'a> {
+    session: &'a Session,
+    range: HoldRange,
+}
+
+impl Granting<'_> {
+    /// Grants holds by their place in the call. Those that nobody waits for any more go back.
+    pub(super) fn grant(&self, all: impl IntoIterator<Item = (usize, Held)>) {
+        let mut unwanted = Vec::new();
+        let mut holds = self.session.holds();
+        for (index, held) in all {
+            unwanted.extend(holds.grant(self.range.first + index as u64, held));
+        }
+        drop(holds);
+        drop(unwanted);
+    }
+}
+
+impl Drop for Granting<'_> {
+    fn drop(&mut self) {
+        self.session.holds().expected(self.range);
+    }
+}
+
+/// The sessions of a node.
+#[derive(Debug, Default)]
+pub(crate) struct Sessions(Mutex<HashMap<SessionId, Arc<Session>>>);
+
+impl Sessions {
+    fn lock(&self) -> MutexGuard<'_, HashMap<SessionId, Arc<Session>>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn add(&self, session: &Arc<Session>) {
+        self.lock().insert(session.id, Arc::clone(session));
+    }
+
+    /// The session that a further connection of the same process may join.
+    pub(super) fn find(&self, id: &SessionId, peer: Peer) -> Option<Arc<Session>> {
+        let found = self.lock().get(id).map(Arc::clone);
+        found.filter(|session| session.peer == peer && session.join())
+    }
+
+    pub(super) fn remove(&self, session: &Session) {
+        self.lock().remove(&session.id);
+        session.end();
+    }
+
+    /// All that are connected.
+    pub(crate) fn all(&self) -> Vec<Arc<Session>> {
+        self.lock().values().map(Arc::clone).collect()
+    }
+}

@@ -1,0 +1,386 @@
+//! The configuration as an operator meets it: sources, messages, the pages made from the table.
+
+#![expect(clippy::unwrap_used, reason = "in a test, a surprise should panic")]
+
+use std::fs;
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::{Path, PathBuf};
+
+use cascade_node::NodeConfig;
+use cascade_node::config::{
+    self, ConfigError, Environment, KEYS, KeepPool, Key, Kind, Sources, TENANT_KEYS, difference,
+};
+use tempfile::TempDir;
+
+const USER: u32 = 1000;
+
+/// One configuration file in a directory of its own, which `HERE` stands for in the text.
+struct Case {
+    directory: TempDir,
+    variables: Vec<(&'static str, String)>,
+    flags: Vec<(&'static Key, String)>,
+}
+
+impl Case {
+    fn new(text: &str) -> Self {
+        let directory = TempDir::new().unwrap();
+        let text = text.replace("HERE", &directory.path().display().to_string());
+        fs::write(directory.path().join("cascade.toml"), text).unwrap();
+        Self { directory, variables: Vec::new(), flags: Vec::new() }
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.directory.path().join(name)
+    }
+
+    fn variable(mut self, name: &'static str, value: &str) -> Self {
+        self.variables.push((name, value.to_owned()));
+        self
+    }
+
+    fn flag(mut self, path: &str, value: &str) -> Self {
+        let key = KEYS.iter().find(|key| key.path == path).unwrap();
+        self.flags.push((key, value.to_owned()));
+        self
+    }
+
+    fn secret(self, name: &str, mode: u32) -> Self {
+        fs::write(self.path(name), "0123456789abcdef0123456789abcdef").unwrap();
+        fs::set_permissions(self.path(name), fs::Permissions::from_mode(mode)).unwrap();
+        self
+    }
+
+    fn load(&self) -> Result<NodeConfig, ConfigError> {
+        let mut environment = Environment::new(self.variables.clone(), USER);
+        environment.passwd = self.path("passwd");
+        let file = Some(self.path("cascade.toml"));
+        config::load(&Sources { file, flags: self.flags.clone() }, &environment)
+    }
+
+    fn refusal(&self) -> String {
+        self.load().unwrap_err().to_string()
+    }
+}
+
+fn without_file() -> NodeConfig {
+    config::load(&Sources::default(), &Environment::new([("A", "")], USER)).unwrap()
+}
+
+/// Without what set each key, which is no setting itself.
+fn plain(mut config: NodeConfig) -> NodeConfig {
+    config.settings = config::Settings::default();
+    config
+}
+
+#[test]
+fn the_tables_defaults_are_the_codes() {
+    let mut expected = NodeConfig::new("/tmp/cascade-1000/cascade.sock");
+    // Where the code leaves a choice to its caller, the file says what it is.
+    expected.pool_directory = Some("/dev/shm".into());
+    expected.log.filter = Some("info".to_owned());
+    assert_eq!(plain(without_file()), expected);
+}
+
+#[test]
+fn later_sources_win_key_by_key() {
+    let text = "[dram]\ncapacity = \"1GiB\"\npolicy = \"lru\"\n[limits]\nconnections = 10\n";
+    let case = Case::new(text)
+        .variable("CASCADE_DRAM_CAPACITY", "2GiB")
+        .variable("CASCADE_DRAM_POLICY", "arc")
+        .flag("dram.capacity", "3GiB");
+    let config = case.load().unwrap();
+    assert_eq!(config.store.dram_bytes, 3 << 30);
+    assert_eq!(config.store.policy, cascade_store::PolicyKind::Arc);
+    assert_eq!(config.limits.connections_max, 10);
+    let printed = config.settings.print();
+    for line in [
+        "capacity = \"3GiB\"|--dram",
+        "policy = \"arc\"|CASCADE_DRAM_POLICY",
+        "connections = 10|cascade.toml:5",
+        "huge_pages = true|# default",
+        "# listen =|not set",
+    ] {
+        let (start, end) = line.split_once('|').unwrap();
+        let found = printed.lines().any(|text| text.starts_with(start) && text.contains(end));
+        assert!(found, "{line}\n{printed}");
+    }
+}
+
+#[test]
+fn what_is_printed_configures_the_same_node() {
+    let case = Case::new(
+        "[files]\ndirectory = \"/srv/a \\\"b\\\"\"\n[store]\nmover_rate = \"5MB/s\"\n\
+         [[tenant]]\nname = \"a\"\nusers = [7, \"9\"]\ndram = \"8MiB\"\n",
+    );
+    let config = case.load().unwrap();
+    let again = Case::new(&config.settings.print()).load().unwrap();
+    assert_eq!(config, again);
+}
+
+#[test]
+fn the_file_may_be_named_by_the_environment() {
+    let case = Case::new("[dram]\ncapacity = \"1GiB\"\n");
+    let file = case.path("cascade.toml").display().to_string();
+    let environment = Environment::new([("CASCADE_CONFIG", file)], USER);
+    let config = config::load(&Sources::default(), &environment).unwrap();
+    assert_eq!(config.store.dram_bytes, 1 << 30);
+    let missing = Environment::new([("CASCADE_CONFIG", "/no/such/file.toml")], USER);
+    let error = config::load(&Sources::default(), &missing).unwrap_err().to_string();
+    assert!(error.contains("/no/such/file.toml"), "{error}");
+}
+
+fn assert_refused(cases: &[(&str, &[&str])]) {
+    for (text, hints) in cases {
+        let said = Case::new(text).refusal();
+        for hint in *hints {
+            assert!(said.contains(hint), "{text:?} should name {hint:?}: {said}");
+        }
+    }
+}
+
+#[test]
+fn what_is_unknown_or_wrong_is_named_with_its_place() {
+    assert_refused(&[
+        ("[dram]\n\ncapactiy = 1", &["cascade.toml:3", "dram.capactiy", "dram.capacity"]),
+        ("[drma]\ncapacity = 1", &["cascade.toml:1", "\"drma\"", "\"dram\""]),
+        ("[dram]\npipeline = \"Dram\"", &["cascade.toml:2", "store.pipeline"]),
+        ("capacity = \"1GiB\"", &["cascade.toml:1", "dram.capacity"]),
+        ("dram = \"1GiB\"", &["cascade.toml:1", "[dram]"]),
+        ("[dram]\ncapacity = \"lots\"", &["cascade.toml:2", "dram.capacity", "512MiB"]),
+        ("[dram]\ncapacity = 1.5", &["cascade.toml:2", "float", "512MiB"]),
+        ("[dram]\ncapacity = \"1MiB\"", &["dram.capacity", "the least is 4MiB"]),
+        ("[dram]\nprotected = 101", &["dram.protected", "the most is 100%"]),
+        ("[dram]\npolicy = true", &["dram.policy", "prefix-cost"]),
+        ("[store]\ntimeout = 30", &["store.timeout", "30s"]),
+        ("[node]\nsocket_mode = 600", &["node.socket_mode", "\"0600\""]),
+        ("[node]\nsocket = \"run/c.sock\"", &["node.socket", "absolute"]),
+        ("[dram\n", &["cascade.toml:1"]),
+        ("[dram]\ncapacity = \"1GiB\"\ncapacity = \"2GiB\"", &["cascade.toml:3", "duplicate"]),
+        ("[tenant]\nname = \"a\"", &["cascade.toml:1", "[[tenant]]"]),
+        ("[[tenant]]\nname = \"a\"\nquota = 1", &["cascade.toml:3", "tenant.quota"]),
+    ]);
+    let said = Case::new("").variable("CASCADE_DRAM_CAPACTIY", "1GiB").refusal();
+    assert!(said.contains("did you mean \"CASCADE_DRAM_CAPACITY\""), "{said}");
+    let said = Case::new("").variable("CASCADE_DRAM_CAPACITY", "big").refusal();
+    assert!(said.contains("CASCADE_DRAM_CAPACITY: dram.capacity"), "{said}");
+    let said = Case::new("").flag("dram.capacity", "big").refusal();
+    assert!(said.contains("--dram: dram.capacity"), "{said}");
+}
+
+#[test]
+fn contradictions_are_named_by_their_keys() {
+    assert_refused(&[
+        ("[store]\npipeline = \"Dram|Files\"", &["store.pipeline", "cascade.toml:2", "--files"]),
+        ("[store]\npipeline = \"Dram\"\n[files]\ndirectory = \"/a\"", &["files.directory"]),
+        ("[store]\npipeline = \"Dram|Tape\"", &["store.pipeline", "Tape"]),
+        ("[store]\ndirty_max = \"1GiB\"", &["store.dirty_max", "dram.capacity"]),
+        (
+            "[files]\ndirectory = \"/a\"\ncapacity = \"1GiB\"\nsegment = \"1GiB\"",
+            &["files.segment", "files.capacity", "two segments"],
+        ),
+        ("[node]\nlisten = \"0.0.0.0:9000\"", &["node.listen", "security.token_file"]),
+        ("[node]\nlisten = \"[::]:9000\"", &["node.listen", "127.0.0.1"]),
+        ("[security]\ncertificate = \"/a\"", &["security.private_key"]),
+        ("[security]\nclient_authority = \"/a\"", &["security.certificate"]),
+        ("[security]\nencryption_key_file = \"HERE/cascade.toml\"", &["encryption_key_file"]),
+        ("[[tenant]]\nname = \"default\"\nusers = [1]", &["tenant.name", "default"]),
+        ("[[tenant]]\nname = \"../a\"\nusers = [1]", &["tenant.name", "../a"]),
+        ("[[tenant]]\nusers = [1]", &["tenant.name"]),
+        ("[[tenant]]\nname = \"a\"", &["tenant.users", "tenant.token_file"]),
+        (
+            "[[tenant]]\nname = \"a\"\nusers = [1]\n[[tenant]]\nname = \"b\"\nusers = [1]",
+            &["user 1", "\"a\"", "\"b\""],
+        ),
+        (
+            "[files]\ndirectory = \"/x\"\n[[tenant]]\nname = \"a\"\nusers = [1]\n\
+             files_directory = \"/x\"",
+            &["/x", "\"default\"", "\"a\""],
+        ),
+        ("[[tenant]]\nname = \"a\"\nusers = [\"nobody-here\"]", &["nobody-here", "id -u"]),
+    ]);
+    let long = format!("[node]\nsocket = \"/{}\"", "s".repeat(107));
+    assert!(Case::new(&long).refusal().contains("107"));
+}
+
+#[test]
+fn a_port_beyond_loopback_opens_with_proof() {
+    let text = "[node]\nlisten = \"0.0.0.0:9000\"\n[security]\ntoken_file = \"HERE/token\"\n";
+    let config = Case::new(text).secret("token", 0o600).load().unwrap();
+    assert_eq!(config.listen.unwrap().port(), 9000);
+    assert!(Case::new("[node]\nlisten = \"127.0.0.1:9000\"").load().is_ok());
+    assert!(Case::new("[node]\nlisten = \"[::1]:9000\"").load().is_ok());
+}
+
+#[test]
+fn secrets_that_others_can_use_are_refused() {
+    for (head, key) in
+        [("[security]", "security.token_file"), ("[[tenant]]\nname = \"a\"", "tenant.token_file")]
+    {
+        let text = format!("{head}\ntoken_file = \"HERE/token\"\n");
+        for mode in [0o644, 0o604, 0o660, 0o620] {
+            let said = Case::new(&text).secret("token", mode).refusal();
+            assert!(said.contains(key) && said.contains("chmod 600"), "{mode:o}: {said}");
+        }
+        for mode in [0o600, 0o400, 0o640] {
+            assert!(Case::new(&text).secret("token", mode).load().is_ok(), "{mode:o}");
+        }
+        let said = Case::new(&text).refusal();
+        assert!(said.contains("cannot be read"), "{said}");
+    }
+    let inside = "[files]\ndirectory = \"HERE\"\n[security]\nencryption_key_file = \"HERE/key\"\n";
+    let said = Case::new(inside).secret("key", 0o600).refusal();
+    assert!(said.contains("lies among the files"), "{said}");
+}
+
+#[test]
+fn a_tenant_is_a_store_of_its_own() {
+    let case = Case::new(
+        "[dram]\ncapacity = \"1GiB\"\npolicy = \"lru\"\n[files]\ndirectory = \"/srv/c\"\n\
+         [[tenant]]\nname = \"research\"\nusers = [\"alice\", 1005]\ndram = \"64MiB\"\n\
+         files = \"32MiB\"\n[[tenant]]\nname = \"other\"\nusers = [7]\n",
+    );
+    fs::write(case.path("passwd"), "root:x:0:0::/:\nalice:x:1001:100:A:/home/a:/bin/sh\n").unwrap();
+    let config = case.load().unwrap();
+    let [research, other] = &config.tenants[..] else { panic!("two tenants") };
+    assert_eq!(research.users, [1001, 1005]);
+    assert_eq!(research.store.dram_bytes, 64 << 20);
+    assert_eq!(research.store.policy, cascade_store::PolicyKind::Lru);
+    let files = research.store.files.as_ref().unwrap();
+    assert_eq!(files.directory, Path::new("/srv/c/tenants/research"));
+    assert_eq!((files.capacity_bytes, files.segment_bytes), (32 << 20, 2 << 20));
+    assert_eq!(other.store.dram_bytes, 1 << 30);
+    assert_eq!(config.store.dram_bytes, 1 << 30);
+}
+
+#[test]
+fn a_pool_that_is_not_kept_has_no_directory() {
+    let config = Case::new("[dram]\nkeep_pool = \"never\"").load().unwrap();
+    assert_eq!((config.keep_pool, config.pool_directory), (KeepPool::Never, None));
+    let config = Case::new("[dram]\npool_directory = \"/mnt/pool\"").load().unwrap();
+    assert_eq!(config.pool_directory, Some("/mnt/pool".into()));
+}
+
+/// A value of a key that differs from its default, as TOML.
+fn other_value(key: &Key) -> String {
+    let text = match key.kind {
+        Kind::Choice(choices) => {
+            *choices.iter().find(|choice| Some(**choice) != key.default).unwrap()
+        }
+        Kind::Switch if key.default == Some("true") => return "false".to_owned(),
+        Kind::Switch => return "true".to_owned(),
+        Kind::Count => return "42".to_owned(),
+        Kind::List => return "[4711]".to_owned(),
+        Kind::Path => "HERE/secret",
+        Kind::Size => "8MiB",
+        Kind::Rate => "3MiB/s",
+        Kind::Duration => "7s",
+        Kind::Percent => "42%",
+        Kind::Mode => "0666",
+        Kind::Address => "127.0.0.1:9000",
+        Kind::Url => "http://localhost:4318",
+        Kind::Text if key.path == "store.pipeline" => "Files",
+        Kind::Text => "debug",
+    };
+    format!("{text:?}")
+}
+
+/// Loads lines of TOML; `HERE` differs from case to case and is taken out again.
+fn load_lines(lines: &[(&str, String)]) -> (NodeConfig, String) {
+    let mut sections: Vec<&str> = lines.iter().map(|(section, _)| *section).collect();
+    sections.sort_unstable();
+    sections.dedup();
+    let mut text = String::new();
+    for section in sections {
+        text.push_str(if section == "tenant" { "[[tenant]]\n" } else { "" });
+        let ours = lines.iter().filter(|(other, _)| *other == section);
+        let prefix = if section == "tenant" { String::new() } else { format!("{section}.") };
+        text.extend(ours.map(|(_, line)| format!("{prefix}{line}\n")));
+    }
+    let case = Case::new(&text).secret("secret", 0o600).secret("other", 0o600);
+    let config = case.load().unwrap();
+    let shown = format!("{:?}", plain(config.clone()));
+    (config, shown.replace(&case.directory.path().display().to_string(), "HERE"))
+}
+
+/// A key that nothing reads would be accepted and do nothing.
+#[test]
+fn every_key_has_an_effect() {
+    for key in KEYS {
+        // What other keys need to be accepted.
+        let mut given = vec![
+            ("files", "directory = \"/srv/cascade\""),
+            ("security", "certificate = \"/srv/certificate\""),
+            ("security", "private_key = \"HERE/other\""),
+        ];
+        let before: Vec<_> =
+            given.iter().map(|(section, line)| (*section, (*line).to_owned())).collect();
+        given.retain(|(section, line)| {
+            *section != key.section() || !line.starts_with(&format!("{} =", key.name()))
+        });
+        let mut after: Vec<_> =
+            given.iter().map(|(section, line)| (*section, (*line).to_owned())).collect();
+        after.push((key.section(), format!("{} = {}", key.name(), other_value(key))));
+        let ((old, old_shown), (new, new_shown)) = (load_lines(&before), load_lines(&after));
+        assert_ne!(old_shown, new_shown, "{} changes nothing", key.path);
+        let changes = difference(&old, &new);
+        let list = if key.is_live { changes.live } else { changes.restart };
+        assert!(list.contains(&key.path.to_owned()), "{}: {list:?}", key.path);
+    }
+}
+
+#[test]
+fn every_tenant_key_has_an_effect() {
+    let given = [("name", "\"a\"".to_owned()), ("users", "[1]".to_owned())];
+    let lines = |keys: &[(&'static str, String)]| {
+        let mut lines = vec![("files", "directory = \"/srv/cascade\"".to_owned())];
+        lines.extend(keys.iter().map(|(name, value)| ("tenant", format!("{name} = {value}"))));
+        load_lines(&lines).1
+    };
+    for key in TENANT_KEYS {
+        let mut changed = given.to_vec();
+        changed.retain(|(name, _)| *name != key.name());
+        changed.push((key.name(), other_value(key)));
+        assert_ne!(lines(&given), lines(&changed), "{} changes nothing", key.path);
+    }
+}
+
+#[test]
+fn a_reload_tells_what_it_can_take() {
+    let old = Case::new("[log]\nfilter = \"info\"\n[[tenant]]\nname = \"a\"\nusers = [1]\n");
+    let new = Case::new(
+        "[log]\nfilter = \"debug\"\n[dram]\ncapacity = \"1GiB\"\n\
+         [[tenant]]\nname = \"b\"\nusers = [1]\n",
+    );
+    let (old, new) = (old.load().unwrap(), new.load().unwrap());
+    let changes = difference(&old, &new);
+    assert_eq!(changes.live, ["log.filter"]);
+    assert_eq!(changes.restart, ["dram.capacity", "tenant \"b\" (new)", "tenant \"a\" (removed)"]);
+    assert_eq!(difference(&old, &old), config::Difference::default());
+}
+
+#[test]
+fn the_example_file_is_the_defaults() {
+    let example = config::example();
+    let config = Case::new(&example).load().unwrap();
+    assert_eq!(plain(config), plain(without_file()));
+    for key in KEYS.iter().chain(TENANT_KEYS) {
+        assert!(example.contains(&format!("{} =", key.name())), "{}", key.path);
+    }
+    assert_current("packaging/cascade.toml", &example);
+}
+
+#[test]
+fn the_reference_page_is_current() {
+    assert_current("docs/configuration.md", &config::reference());
+}
+
+fn assert_current(path: &str, expected: &str) {
+    let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").join(path);
+    if fs::read_to_string(&file).is_ok_and(|found| found == expected) {
+        return;
+    }
+    let name = Path::new(path).file_name().unwrap();
+    let fresh = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
+    fs::write(&fresh, expected).unwrap();
+    panic!("{path} is behind the program; copy {} over it", fresh.display());
+}

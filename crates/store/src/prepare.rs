@@ -1,0 +1,111 @@
+//! Calls for a caller that moves the bytes itself, in another process: slabs ahead of a put, and
+//! reads that never wait.
+
+use std::time::Duration;
+
+use cascade_block::{BlockKey, DigestMode};
+
+use crate::call::Call;
+use crate::node::{NoSlab, Node};
+use crate::outcome::{Prepared, PutOutcome};
+use crate::put::Known;
+use crate::{CallOptions, DeclineReason, Put, StoreError, ViewOutcome, WritePolicy};
+
+/// Most bytes of slabs that one call gives out: a batch of large blocks is several calls, so that
+/// their copies and the next call's evictions overlap between workers.
+const BATCH_BYTES: usize = 64 << 20;
+
+impl Node {
+    /// Decides each block of a put whose bytes are `lengths` long and elsewhere; see
+    /// [`crate::Store::prepare`].
+    pub(crate) fn prepare(
+        &self,
+        batch: &[Put<'_>],
+        lengths: &[usize],
+        bytes_max: usize,
+        options: CallOptions,
+    ) -> Vec<Prepared> {
+        let call = self.call(options);
+        let mut prepared = Vec::with_capacity(batch.len());
+        let may_wait = options.timeout != Some(Duration::ZERO);
+        let (mut taken, mut declined) = (0, None);
+        let mut state = self.lock();
+        for (put, bytes) in batch.iter().zip(lengths) {
+            let is_over = taken > 0 && taken + bytes > bytes_max.min(BATCH_BYTES);
+            if is_over {
+                break;
+            }
+            let next = match self.known_by_length(&mut state, put, *bytes, None) {
+                Known::Settled(outcome) => Prepared::Settled(outcome),
+                Known::Compare => Prepared::Compare,
+                // Without its parent a block is never asked for.
+                Known::New if declined.is_some() && put.parent == declined => {
+                    declined = Some(put.key);
+                    Prepared::Settled(PutOutcome::Declined(DeclineReason::WorthLess))
+                }
+                Known::New if *bytes > bytes_max => {
+                    Prepared::Settled(PutOutcome::Declined(DeclineReason::Full))
+                }
+                Known::New => {
+                    let (again, slab) = self.take_worth(state, put, *bytes, taken > 0, call);
+                    state = again;
+                    match slab {
+                        Ok(slab) => {
+                            // From here on it is the caller's: nobody waits for it to come back.
+                            state.slabs_out -= 1;
+                            taken += slab.len().max(1);
+                            Prepared::Slab(slab)
+                        }
+                        // What this batch holds may be all that is in the way.
+                        Err(_) if taken > 0 => break,
+                        Err(why) => {
+                            declined = (why == NoSlab::WorthLess).then_some(put.key);
+                            Prepared::Settled(self.not_taken(&state, why, *bytes, call))
+                        }
+                    }
+                }
+            };
+            if let Prepared::Settled(outcome) = &next
+                && (may_wait || !is_late(outcome))
+            {
+                state.counters.count_put(outcome);
+            }
+            prepared.push(next);
+        }
+        self.release(state);
+        prepared.resize_with(batch.len(), || Prepared::Later);
+        prepared
+    }
+
+    /// Whether a read of these blocks would be answered from memory alone.
+    pub(crate) fn reads_at_once(&self, keys: &[BlockKey]) -> bool {
+        let now_unix_ms = self.clock.unix_ms();
+        let mut found = Vec::with_capacity(keys.len());
+        let state = self.lock();
+        state.catalog.find_batch(keys, &mut found);
+        found.into_iter().flatten().all(|key| {
+            let entry = state.catalog.entry(key);
+            entry.has_expired(now_unix_ms) || state.catalog.content(entry.content).slab.is_some()
+        })
+    }
+
+    /// Whether a put of these blocks, written in place, would be answered without waiting.
+    pub(crate) fn puts_at_once(&self, keys: &[BlockKey]) -> bool {
+        let waits_for_tiers = self.config.write == WritePolicy::Through
+            || !self.pipeline.has_dram
+            || self.config.digest != DigestMode::Off;
+        !waits_for_tiers && !self.is_behind(&self.lock()) && self.reads_at_once(keys)
+    }
+
+    /// Views for a comparison: counted nowhere, nothing is brought up.
+    pub(crate) fn inspect(&self, keys: &[BlockKey], options: CallOptions) -> Vec<ViewOutcome> {
+        let call: Call = self.call(options);
+        self.read_to_compare(keys, call)
+    }
+}
+
+/// Whether an outcome only says that the deadline passed: a caller that asked without time to wait
+/// asks again with it, and only that counts.
+fn is_late(outcome: &PutOutcome) -> bool {
+    matches!(outcome, PutOutcome::Failed(StoreError::Timeout { .. } | StoreError::Busy { .. }))
+}

@@ -1,0 +1,611 @@
+//! Calls: what a worker asks of its node.
+
+use std::time::Duration;
+
+use cascade_block::{BlockKey, Manifest, NamespaceId};
+use cascade_store::Request;
+use cascade_store::eviction::{Hints, Priority, StopReason};
+
+use crate::fields::{Reader, Writer};
+use crate::frame::{Frame, TraceContext};
+use crate::{KEYS_MAX, WireError};
+
+/// Names one client in all its connections. Whoever knows it may join the session, so it is drawn
+/// at random and told to the client alone.
+pub type SessionId = [u8; 16];
+
+/// What a client does with the pool.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Access {
+    /// Maps it for reading only; cannot put.
+    Read,
+    /// Maps it for writing too.
+    Write,
+}
+
+/// The first call on every connection.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Hello {
+    /// The oldest protocol that the client speaks.
+    pub version_min: u16,
+    /// The newest.
+    pub version_max: u16,
+    /// What it will do with the pool.
+    pub access: Access,
+    /// The session to join with a further connection.
+    pub session: Option<SessionId>,
+    /// Proves which tenant it is.
+    pub token: Option<Vec<u8>>,
+    /// What it calls itself in the node's status, such as a program's name.
+    pub name: String,
+}
+
+/// A block that a client wants to put.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct AskedBlock {
+    /// Its name.
+    pub key: BlockKey,
+    /// The block before it.
+    pub parent: Option<BlockKey>,
+    /// Its length.
+    pub bytes: u32,
+    /// Whether it belongs to a protected prefix.
+    pub is_prefix: bool,
+    /// Whether it is a request's last, partly filled block.
+    pub is_partial: bool,
+}
+
+/// A block that a client has written in place.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct SealedBlock {
+    /// The hold that it was written into.
+    pub hold: u64,
+    /// Its length; at most what was reserved.
+    pub bytes: u32,
+    /// Its name.
+    pub key: BlockKey,
+    /// The block before it.
+    pub parent: Option<BlockKey>,
+    /// The namespace that the key is rooted in.
+    pub namespace: NamespaceId,
+    /// Whether it belongs to a protected prefix.
+    pub is_prefix: bool,
+    /// Whether it is a request's last, partly filled block.
+    pub is_partial: bool,
+    /// Milliseconds until it expires.
+    pub ttl_ms: Option<u64>,
+}
+
+/// Holds with consecutive numbers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct HoldRange {
+    /// The first.
+    pub first: u64,
+    /// How many.
+    pub count: u32,
+}
+
+/// Why blocks are leased.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum LeasePurpose {
+    /// Somebody uses the bytes.
+    Use,
+    /// A put compares them: counted as nobody's access.
+    Compare,
+}
+
+/// A question about each of some blocks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum KeyQuestion {
+    /// Is it in any tier?
+    Contains,
+    /// Which tiers have it?
+    Locate,
+    /// Keep it in DRAM.
+    Pin,
+    /// Take one pin back.
+    Unpin,
+    /// Forget it.
+    Delete,
+    /// Bring it to DRAM.
+    Prefetch,
+}
+
+const QUESTIONS: [KeyQuestion; 6] = [
+    KeyQuestion::Contains,
+    KeyQuestion::Locate,
+    KeyQuestion::Pin,
+    KeyQuestion::Unpin,
+    KeyQuestion::Delete,
+    KeyQuestion::Prefetch,
+];
+
+/// A chain and what its caller knows about it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ChainRequest {
+    /// The prompt's blocks, root first.
+    pub keys: Vec<BlockKey>,
+    /// Whether the last key names a partly filled block.
+    pub partial_tail: bool,
+    /// What the caller knows of the future.
+    pub hints: Hints,
+    /// When it arrived, on the caller's scale.
+    pub at: Option<Duration>,
+}
+
+/// What a worker asks of its node. `timeout_ms` is what the caller has left; holds are numbered by
+/// the client, which never uses a number twice.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Call {
+    /// Who calls; the first on every connection.
+    Hello(Hello),
+    /// Is anybody there?
+    Ping,
+    /// Where do these blocks go? The slab of block `i` is hold `first_hold + i`.
+    Prepare {
+        /// What the caller has left.
+        timeout_ms: u32,
+        /// The first block's hold.
+        first_hold: u64,
+        /// The blocks.
+        blocks: Vec<AskedBlock>,
+    },
+    /// A slab outside any batch.
+    Reserve {
+        /// What the caller has left.
+        timeout_ms: u32,
+        /// The slab's hold.
+        hold: u64,
+        /// Its length.
+        bytes: u64,
+    },
+    /// Blocks that were written in place.
+    Seal {
+        /// What the caller has left.
+        timeout_ms: u32,
+        /// The blocks.
+        blocks: Vec<SealedBlock>,
+    },
+    /// Holds that are no longer used. Has no answer.
+    Release {
+        /// The holds.
+        holds: Vec<HoldRange>,
+    },
+    /// Puts that the client settled itself. Has no answer.
+    Settled {
+        /// Blocks that were there with equal bytes.
+        present: u32,
+        /// Blocks that were there with other bytes.
+        conflicts: u32,
+        /// Blocks whose comparison failed.
+        failures: u32,
+    },
+    /// Leases on blocks; that on key `i` is hold `first_hold + i`.
+    Lease {
+        /// What the caller has left.
+        timeout_ms: u32,
+        /// The first key's hold.
+        first_hold: u64,
+        /// Why.
+        purpose: LeasePurpose,
+        /// The blocks.
+        keys: Vec<BlockKey>,
+    },
+    /// A lookup and leases on the leading blocks that it finds.
+    Acquire {
+        /// What the caller has left.
+        timeout_ms: u32,
+        /// The first key's hold.
+        first_hold: u64,
+        /// The chain.
+        request: ChainRequest,
+    },
+    /// How many leading blocks of a chain are here, and where?
+    Lookup(ChainRequest),
+    /// What became known of a chain.
+    Hint(ChainRequest),
+    /// One question about each of some blocks.
+    Ask {
+        /// The question.
+        question: KeyQuestion,
+        /// The blocks.
+        keys: Vec<BlockKey>,
+    },
+    /// Forget every block.
+    Clear,
+    /// Keep a namespace's manifest.
+    Register {
+        /// What the caller has left.
+        timeout_ms: u32,
+        /// The namespace's root key.
+        root: BlockKey,
+        /// Its manifest.
+        manifest: Manifest,
+    },
+    /// Which manifests are kept?
+    Manifests {
+        /// What the caller has left.
+        timeout_ms: u32,
+    },
+    /// Write everything down.
+    Flush {
+        /// What the caller has left.
+        timeout_ms: u32,
+    },
+    /// An administrator's question or order, in words: `topic` says which, `arguments` is JSON.
+    Admin {
+        /// What the caller has left.
+        timeout_ms: u32,
+        /// Which.
+        topic: String,
+        /// Its arguments.
+        arguments: String,
+    },
+    /// The client holds nothing any more that an earlier node at this place gave it. No answer.
+    Forget {
+        /// The earlier node.
+        epoch: u64,
+    },
+}
+
+impl ChainRequest {
+    /// Copies what a caller asks.
+    pub fn of(request: &Request<'_>) -> Self {
+        Self {
+            keys: request.keys.to_vec(),
+            partial_tail: request.partial_tail,
+            hints: request.hints,
+            at: request.at,
+        }
+    }
+
+    /// As the store takes it.
+    pub fn as_request(&self) -> Request<'_> {
+        Request {
+            keys: &self.keys,
+            partial_tail: self.partial_tail,
+            hints: self.hints,
+            at: self.at,
+        }
+    }
+
+    fn write(&self, into: &mut Writer<'_>) {
+        into.keys(&self.keys);
+        into.u8(u8::from(self.partial_tail));
+        let Hints { ends_session, stop, priority, workload, expected_within } = self.hints;
+        into.u8(u8::from(ends_session));
+        into.u8(match stop {
+            None => 0,
+            Some(StopReason::ToolUse) => 1,
+            Some(StopReason::EndTurn) => 2,
+            Some(StopReason::Length) => 3,
+            Some(StopReason::Cancelled) => 4,
+        });
+        into.u8(match priority {
+            Priority::Low => 0,
+            Priority::Normal => 1,
+            Priority::High => 2,
+        });
+        into.u16(workload.map_or(u16::MAX, u16::from));
+        into.maybe_u64(expected_within.map(nanos));
+        into.maybe_u64(self.at.map(nanos));
+    }
+
+    fn read(from: &mut Reader<'_>) -> Result<Self, WireError> {
+        let keys = from.keys()?;
+        let partial_tail = from.flag("partial tail")?;
+        let ends_session = from.flag("ends session")?;
+        let stop = match from.u8("stop")? {
+            0 => None,
+            1 => Some(StopReason::ToolUse),
+            2 => Some(StopReason::EndTurn),
+            3 => Some(StopReason::Length),
+            4 => Some(StopReason::Cancelled),
+            _ => return Err(WireError::Field("stop")),
+        };
+        let priority = match from.u8("priority")? {
+            0 => Priority::Low,
+            1 => Priority::Normal,
+            2 => Priority::High,
+            _ => return Err(WireError::Field("priority")),
+        };
+        let workload = match from.u16("workload")? {
+            u16::MAX => None,
+            number => Some(u8::try_from(number).map_err(|_| WireError::Field("workload"))?),
+        };
+        let expected_within = from.maybe_u64("expected within")?.map(Duration::from_nanos);
+        let at = from.maybe_u64("at")?.map(Duration::from_nanos);
+        let hints = Hints { ends_session, stop, priority, workload, expected_within };
+        Ok(Self { keys, partial_tail, hints, at })
+    }
+}
+
+fn nanos(time: Duration) -> u64 {
+    u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
+}
+
+impl Hello {
+    fn write(&self, into: &mut Writer<'_>) {
+        into.u16(self.version_min);
+        into.u16(self.version_max);
+        into.u8(u8::from(self.access == Access::Write));
+        into.u8(u8::from(self.session.is_some()));
+        if let Some(session) = &self.session {
+            into.bytes(session);
+        }
+        into.u8(u8::from(self.token.is_some()));
+        if let Some(token) = &self.token {
+            into.blob(token);
+        }
+        into.text(&self.name);
+    }
+
+    fn read(from: &mut Reader<'_>) -> Result<Self, WireError> {
+        let (version_min, version_max) = (from.u16("version")?, from.u16("version")?);
+        let access = if from.flag("access")? { Access::Write } else { Access::Read };
+        let session = if from.flag("session")? { Some(from.array("session")?) } else { None };
+        let token = if from.flag("token")? { Some(from.blob("token")?.to_vec()) } else { None };
+        let name = from.text("name")?.to_owned();
+        Ok(Self { version_min, version_max, access, session, token, name })
+    }
+}
+
+impl AskedBlock {
+    fn write(&self, into: &mut Writer<'_>) {
+        into.key(&self.key);
+        into.u32(self.bytes);
+        into.u8(u8::from(self.is_prefix));
+        into.u8(u8::from(self.is_partial));
+        into.maybe_key(self.parent.as_ref());
+    }
+
+    fn read(from: &mut Reader<'_>) -> Result<Self, WireError> {
+        Ok(Self {
+            key: from.key()?,
+            bytes: from.u32("length")?,
+            is_prefix: from.flag("prefix")?,
+            is_partial: from.flag("partial")?,
+            parent: from.maybe_key()?,
+        })
+    }
+}
+
+impl SealedBlock {
+    fn write(&self, into: &mut Writer<'_>) {
+        into.u64(self.hold);
+        into.u32(self.bytes);
+        into.key(&self.key);
+        into.bytes(self.namespace.as_bytes());
+        into.u8(u8::from(self.is_prefix));
+        into.u8(u8::from(self.is_partial));
+        into.maybe_u64(self.ttl_ms);
+        into.maybe_key(self.parent.as_ref());
+    }
+
+    fn read(from: &mut Reader<'_>) -> Result<Self, WireError> {
+        Ok(Self {
+            hold: from.u64("hold")?,
+            bytes: from.u32("length")?,
+            key: from.key()?,
+            namespace: from.namespace()?,
+            is_prefix: from.flag("prefix")?,
+            is_partial: from.flag("partial")?,
+            ttl_ms: from.maybe_u64("ttl")?,
+            parent: from.maybe_key()?,
+        })
+    }
+}
+
+impl Call {
+    fn kind(&self) -> u16 {
+        match self {
+            Self::Hello(_) => 1,
+            Self::Ping => 2,
+            Self::Prepare { .. } => 3,
+            Self::Reserve { .. } => 4,
+            Self::Seal { .. } => 5,
+            Self::Release { .. } => 6,
+            Self::Settled { .. } => 7,
+            Self::Lease { .. } => 8,
+            Self::Acquire { .. } => 9,
+            Self::Lookup(_) => 10,
+            Self::Hint(_) => 11,
+            Self::Ask { .. } => 12,
+            Self::Clear => 13,
+            Self::Register { .. } => 14,
+            Self::Manifests { .. } => 15,
+            Self::Flush { .. } => 16,
+            Self::Admin { .. } => 17,
+            Self::Forget { .. } => 18,
+        }
+    }
+
+    /// What it is called in figures and logs.
+    pub fn name(&self) -> &'static str {
+        match self {
+            Self::Hello(_) => "hello",
+            Self::Ping => "ping",
+            Self::Prepare { .. } => "prepare",
+            Self::Reserve { .. } => "reserve",
+            Self::Seal { .. } => "seal",
+            Self::Release { .. } => "release",
+            Self::Settled { .. } => "settled",
+            Self::Lease { .. } => "lease",
+            Self::Acquire { .. } => "acquire",
+            Self::Lookup(_) => "lookup",
+            Self::Hint(_) => "hint",
+            Self::Ask { .. } => "ask",
+            Self::Clear => "clear",
+            Self::Register { .. } => "register",
+            Self::Manifests { .. } => "manifests",
+            Self::Flush { .. } => "flush",
+            Self::Admin { .. } => "admin",
+            Self::Forget { .. } => "forget",
+        }
+    }
+
+    /// Appends its frame; nothing if it would be longer than a frame may be.
+    pub fn write(
+        &self,
+        into: &mut Vec<u8>,
+        call: u32,
+        trace: Option<TraceContext>,
+    ) -> Result<(), WireError> {
+        Frame::write(into, self.kind(), call, trace, |body| self.write_body(&mut Writer(body)))
+    }
+
+    fn write_body(&self, into: &mut Writer<'_>) {
+        match self {
+            Self::Hello(hello) => hello.write(into),
+            Self::Ping | Self::Clear => {}
+            Self::Prepare { timeout_ms, first_hold, blocks } => {
+                into.u32(*timeout_ms);
+                into.u64(*first_hold);
+                into.count(blocks.len());
+                for block in blocks {
+                    block.write(into);
+                }
+            }
+            Self::Reserve { timeout_ms, hold, bytes } => {
+                into.u32(*timeout_ms);
+                into.u64(*hold);
+                into.u64(*bytes);
+            }
+            Self::Seal { timeout_ms, blocks } => {
+                into.u32(*timeout_ms);
+                into.count(blocks.len());
+                for block in blocks {
+                    block.write(into);
+                }
+            }
+            Self::Release { holds } => {
+                into.count(holds.len());
+                for range in holds {
+                    into.u64(range.first);
+                    into.u32(range.count);
+                }
+            }
+            Self::Settled { present, conflicts, failures } => {
+                into.u32(*present);
+                into.u32(*conflicts);
+                into.u32(*failures);
+            }
+            Self::Lease { timeout_ms, first_hold, purpose, keys } => {
+                into.u32(*timeout_ms);
+                into.u64(*first_hold);
+                into.u8(u8::from(*purpose == LeasePurpose::Compare));
+                into.keys(keys);
+            }
+            Self::Acquire { timeout_ms, first_hold, request } => {
+                into.u32(*timeout_ms);
+                into.u64(*first_hold);
+                request.write(into);
+            }
+            Self::Lookup(request) | Self::Hint(request) => request.write(into),
+            Self::Ask { question, keys } => {
+                let code = QUESTIONS.iter().position(|known| known == question);
+                let code = code.expect("every question is in the list");
+                into.u8(u8::try_from(code).expect("a handful of questions"));
+                into.keys(keys);
+            }
+            Self::Register { timeout_ms, root, manifest } => {
+                into.u32(*timeout_ms);
+                into.key(root);
+                into.manifest(manifest);
+            }
+            Self::Manifests { timeout_ms } | Self::Flush { timeout_ms } => into.u32(*timeout_ms),
+            Self::Admin { timeout_ms, topic, arguments } => {
+                into.u32(*timeout_ms);
+                into.text(topic);
+                into.text(arguments);
+            }
+            Self::Forget { epoch } => into.u64(*epoch),
+        }
+    }
+
+    /// Reads the message of a frame.
+    pub fn read(frame: &Frame<'_>) -> Result<Self, WireError> {
+        let mut from = Reader::new(frame.body);
+        let call = match frame.header.kind {
+            1 => Self::Hello(Hello::read(&mut from)?),
+            2 => Self::Ping,
+            3 => {
+                let (timeout_ms, first_hold) = (from.u32("timeout")?, from.u64("hold")?);
+                let count = from.count(39, "blocks")?;
+                let blocks = (0..count).map(|_| AskedBlock::read(&mut from));
+                Self::Prepare { timeout_ms, first_hold, blocks: blocks.collect::<Result<_, _>>()? }
+            }
+            4 => Self::Reserve {
+                timeout_ms: from.u32("timeout")?,
+                hold: from.u64("hold")?,
+                bytes: from.u64("length")?,
+            },
+            5 => {
+                let timeout_ms = from.u32("timeout")?;
+                let count = from.count(64, "blocks")?;
+                let blocks = (0..count).map(|_| SealedBlock::read(&mut from));
+                Self::Seal { timeout_ms, blocks: blocks.collect::<Result<_, _>>()? }
+            }
+            6 => {
+                let count = from.count(12, "holds")?;
+                let mut range = || {
+                    let (first, count) = (from.u64("hold")?, from.u32("count")?);
+                    let is_small = count as usize <= KEYS_MAX;
+                    let is_sound = is_small && first.checked_add(u64::from(count)).is_some();
+                    if is_sound { Ok(HoldRange { first, count }) } else { Err("count") }
+                        .map_err(WireError::Field)
+                };
+                let holds = (0..count).map(|_| range()).collect::<Result<_, _>>()?;
+                Self::Release { holds }
+            }
+            7 => Self::Settled {
+                present: from.u32("present")?,
+                conflicts: from.u32("conflicts")?,
+                failures: from.u32("failures")?,
+            },
+            8..=12 => return Self::read_question(frame.header.kind, from),
+            13 => Self::Clear,
+            14 => Self::Register {
+                timeout_ms: from.u32("timeout")?,
+                root: from.key()?,
+                manifest: from.manifest()?,
+            },
+            15 => Self::Manifests { timeout_ms: from.u32("timeout")? },
+            16 => Self::Flush { timeout_ms: from.u32("timeout")? },
+            17 => Self::Admin {
+                timeout_ms: from.u32("timeout")?,
+                topic: from.text("topic")?.to_owned(),
+                arguments: from.text("arguments")?.to_owned(),
+            },
+            18 => Self::Forget { epoch: from.u64("epoch")? },
+            kind => return Err(WireError::Kind(kind)),
+        };
+        from.end(call)
+    }
+
+    /// The calls that ask about blocks.
+    fn read_question(kind: u16, mut from: Reader<'_>) -> Result<Self, WireError> {
+        let call = match kind {
+            8 => {
+                let (timeout_ms, first_hold) = (from.u32("timeout")?, from.u64("hold")?);
+                let is_compare = from.flag("purpose")?;
+                let purpose = if is_compare { LeasePurpose::Compare } else { LeasePurpose::Use };
+                Self::Lease { timeout_ms, first_hold, purpose, keys: from.keys()? }
+            }
+            9 => Self::Acquire {
+                timeout_ms: from.u32("timeout")?,
+                first_hold: from.u64("hold")?,
+                request: ChainRequest::read(&mut from)?,
+            },
+            10 => Self::Lookup(ChainRequest::read(&mut from)?),
+            11 => Self::Hint(ChainRequest::read(&mut from)?),
+            12 => {
+                let code = usize::from(from.u8("question")?);
+                let question = QUESTIONS.get(code).ok_or(WireError::Field("question"))?;
+                Self::Ask { question: *question, keys: from.keys()? }
+            }
+            kind => return Err(WireError::Kind(kind)),
+        };
+        from.end(call)
+    }
+}

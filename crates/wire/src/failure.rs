@@ -1,0 +1,137 @@
+//! Outcomes and failures of a store, as they stand in messages.
+
+use std::sync::Arc;
+
+use cascade_store::{DeclineReason, PutOutcome, StoreError};
+use thiserror::Error;
+
+use crate::WireError;
+use crate::fields::{Reader, Writer, cut};
+
+/// What failed in the node, in its own words.
+#[derive(Debug, Error)]
+#[error("{0}")]
+struct Cause(String);
+
+/// In the order of their codes.
+const DECLINE_REASONS: [DeclineReason; 5] = [
+    DeclineReason::Partial,
+    DeclineReason::TooLarge,
+    DeclineReason::Full,
+    DeclineReason::WorthLess,
+    DeclineReason::Empty,
+];
+
+pub(crate) fn write_outcome(into: &mut Writer<'_>, outcome: &PutOutcome) {
+    match outcome {
+        PutOutcome::Stored => into.u8(0),
+        PutOutcome::Deduplicated => into.u8(1),
+        PutOutcome::Present => into.u8(2),
+        PutOutcome::Conflict => into.u8(3),
+        PutOutcome::Declined(reason) => {
+            into.u8(4);
+            let code = DECLINE_REASONS.iter().position(|known| known == reason);
+            let code = code.expect("every reason is in the list");
+            into.u8(u8::try_from(code).expect("a handful of reasons"));
+        }
+        PutOutcome::Failed(error) => {
+            into.u8(5);
+            write_error(into, error);
+        }
+    }
+}
+
+pub(crate) fn read_outcome(from: &mut Reader<'_>) -> Result<PutOutcome, WireError> {
+    Ok(match from.u8("outcome")? {
+        0 => PutOutcome::Stored,
+        1 => PutOutcome::Deduplicated,
+        2 => PutOutcome::Present,
+        3 => PutOutcome::Conflict,
+        4 => {
+            let code = usize::from(from.u8("reason")?);
+            let reason = DECLINE_REASONS.get(code).ok_or(WireError::Field("reason"))?;
+            PutOutcome::Declined(*reason)
+        }
+        5 => PutOutcome::Failed(read_error(from)?),
+        _ => return Err(WireError::Field("outcome")),
+    })
+}
+
+pub(crate) fn write_error(into: &mut Writer<'_>, error: &StoreError) {
+    match error {
+        StoreError::Timeout { operation, timeout_ms } => {
+            into.u8(0);
+            into.text(operation);
+            into.u64(*timeout_ms);
+        }
+        StoreError::Busy { tier, pending_bytes } => {
+            into.u8(1);
+            into.text(tier);
+            into.u64(*pending_bytes);
+        }
+        StoreError::NoRoom { needed_bytes } => {
+            into.u8(2);
+            into.u64(*needed_bytes as u64);
+        }
+        StoreError::Tier { tier, operation, source } => {
+            into.u8(3);
+            into.text(tier);
+            into.text(operation);
+            into.text(&chain(&**source));
+        }
+        StoreError::Config { setting, reason } => {
+            into.u8(4);
+            into.text(setting);
+            into.text(reason);
+        }
+        StoreError::Closed => into.u8(5),
+        StoreError::Erasing => into.u8(6),
+        other => {
+            into.u8(3);
+            into.text("node");
+            into.text("answer");
+            into.text(&chain(other));
+        }
+    }
+}
+
+pub(crate) fn read_error(from: &mut Reader<'_>) -> Result<StoreError, WireError> {
+    Ok(match from.u8("error")? {
+        0 => StoreError::Timeout {
+            operation: from.name("operation")?,
+            timeout_ms: from.u64("timeout")?,
+        },
+        1 => StoreError::Busy { tier: from.name("tier")?, pending_bytes: from.u64("bytes")? },
+        2 => {
+            let needed = usize::try_from(from.u64("bytes")?);
+            StoreError::NoRoom { needed_bytes: needed.map_err(|_| WireError::Field("bytes"))? }
+        }
+        3 => StoreError::Tier {
+            tier: from.name("tier")?,
+            operation: from.name("operation")?,
+            source: Arc::new(Cause(from.text("cause")?.to_owned())),
+        },
+        4 => StoreError::Config {
+            setting: from.name("setting")?,
+            reason: from.text("reason")?.to_owned(),
+        },
+        5 => StoreError::Closed,
+        6 => StoreError::Erasing,
+        _ => return Err(WireError::Field("error")),
+    })
+}
+
+/// Longest cause in a message: an answer for many blocks still fits a frame.
+const CAUSE_BYTES_MAX: usize = 1024;
+
+/// An error and its causes in one line.
+fn chain(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut source = error.source();
+    while let Some(cause) = source {
+        text.push_str(": ");
+        text.push_str(&cause.to_string());
+        source = cause.source();
+    }
+    cut(&text, CAUSE_BYTES_MAX).to_owned()
+}

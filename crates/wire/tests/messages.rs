@@ -1,0 +1,257 @@
+//! Every message comes back as it went, and noise is refused without a panic.
+
+use cascade_block::{BlockKey, Manifest, NamespaceId};
+use cascade_store::eviction::{Hints, Priority, StopReason};
+use cascade_store::{DeclineReason, PutOutcome, StoreError};
+use cascade_wire::{
+    Access, Answer, AskedBlock, BLOCKS_MAX, Call, ChainRequest, Frame, HEADER_BYTES, Hello,
+    HoldRange, KeyQuestion, Lease, LeasePurpose, PreparedBlock, SealedBlock, TraceContext, VERSION,
+    Welcome, WireError, frame_length,
+};
+use proptest::prelude::*;
+use std::sync::Arc;
+use std::time::Duration;
+
+fn key(fill: u8) -> BlockKey {
+    BlockKey::from_bytes([fill; 32])
+}
+
+fn request() -> ChainRequest {
+    ChainRequest {
+        keys: vec![key(1), key(2)],
+        partial_tail: true,
+        hints: Hints {
+            ends_session: true,
+            stop: Some(StopReason::ToolUse),
+            priority: Priority::High,
+            workload: Some(200),
+            expected_within: Some(Duration::from_millis(1500)),
+        },
+        at: Some(Duration::from_secs(12)),
+    }
+}
+
+fn hello() -> Hello {
+    Hello {
+        version_min: 1,
+        version_max: 7,
+        access: Access::Write,
+        session: Some([9; 16]),
+        token: Some(b"secret".to_vec()),
+        name: "worker 3".to_owned(),
+    }
+}
+
+fn calls() -> Vec<Call> {
+    let (timeout_ms, first_hold, keys) = (250, 77, vec![key(1), key(2), key(3)]);
+    let asked = AskedBlock {
+        key: key(4),
+        parent: Some(key(3)),
+        bytes: 131_072,
+        is_prefix: true,
+        is_partial: false,
+    };
+    let sealed = SealedBlock {
+        hold: 5,
+        bytes: 9,
+        key: key(4),
+        parent: None,
+        namespace: NamespaceId::from_bytes([3; 16]),
+        is_prefix: false,
+        is_partial: true,
+        ttl_ms: Some(60_000),
+    };
+    vec![
+        Call::Hello(hello()),
+        Call::Ping,
+        Call::Prepare { timeout_ms, first_hold, blocks: vec![asked, asked] },
+        Call::Reserve { timeout_ms, hold: 1, bytes: 4096 },
+        Call::Seal { timeout_ms, blocks: vec![sealed] },
+        Call::Release { holds: vec![HoldRange { first: 3, count: 4 }] },
+        Call::Settled { present: 1, conflicts: 2, failures: 3 },
+        Call::Lease { timeout_ms, first_hold, purpose: LeasePurpose::Compare, keys: keys.clone() },
+        Call::Acquire { timeout_ms, first_hold, request: request() },
+        Call::Lookup(request()),
+        Call::Hint(request()),
+        Call::Ask { question: KeyQuestion::Prefetch, keys },
+        Call::Clear,
+        Call::Register {
+            timeout_ms,
+            root: key(6),
+            manifest: Manifest::new().with("weights", "w").with("dtype", "bf16"),
+        },
+        Call::Manifests { timeout_ms },
+        Call::Flush { timeout_ms },
+        Call::Admin { timeout_ms, topic: "status".to_owned(), arguments: "{}".to_owned() },
+        Call::Forget { epoch: u64::MAX },
+    ]
+}
+
+fn failures() -> Vec<StoreError> {
+    vec![
+        StoreError::Timeout { operation: "flush", timeout_ms: 30 },
+        StoreError::Busy { tier: "files", pending_bytes: 1 << 40 },
+        StoreError::NoRoom { needed_bytes: 5 },
+        StoreError::Tier {
+            tier: "files",
+            operation: "read a block",
+            source: Arc::new(std::io::Error::other("the disk is gone")),
+        },
+        StoreError::Config { setting: "dram", reason: "too small".to_owned() },
+        StoreError::Closed,
+    ]
+}
+
+fn answers() -> Vec<Answer> {
+    let welcome = Welcome {
+        version: VERSION,
+        epoch: 42,
+        session: [7; 16],
+        pool_bytes: 1 << 30,
+        hold_bytes_max: 1 << 29,
+        timeout_ms: 30_000,
+        writes_through: false,
+        tiers: vec!["dram".to_owned(), "files".to_owned()],
+        tenant: "default".to_owned(),
+        node_version: "0.1.0".to_owned(),
+    };
+    let mut all = vec![
+        Answer::Welcome(welcome),
+        Answer::Refused { reason: "no".to_owned() },
+        Answer::Done,
+        Answer::Prepared(vec![
+            PreparedBlock::Slab { offset: 4096 },
+            PreparedBlock::Settled(PutOutcome::Declined(DeclineReason::WorthLess)),
+            PreparedBlock::Compare,
+            PreparedBlock::Later,
+        ]),
+        Answer::Slab { offset: 64 },
+        Answer::Puts(vec![PutOutcome::Stored, PutOutcome::Deduplicated, PutOutcome::Conflict]),
+        Answer::Leases(vec![Lease::Hit { offset: 1 << 33, bytes: 7, tier: 1 }, Lease::Miss]),
+        Answer::Matched(vec![0, 0, 1]),
+        Answer::Flags(vec![true, false]),
+        Answer::Places(vec![3, 0]),
+        Answer::Count(12),
+        Answer::Manifests(vec![(
+            NamespaceId::from_bytes([1; 16]),
+            Manifest::new().with("layout", "nhd"),
+        )]),
+        Answer::Text("{\"ready\":true}".to_owned()),
+    ];
+    all.extend(failures().into_iter().map(Answer::Failed));
+    all.push(Answer::Puts(failures().into_iter().map(PutOutcome::Failed).collect()));
+    all.push(Answer::Leases(failures().into_iter().map(Lease::Failed).collect()));
+    all
+}
+
+#[test]
+fn every_call_comes_back_as_it_went() {
+    let trace = Some(TraceContext { trace: [1; 16], span: [2; 8] });
+    for (number, call) in (0..).zip(calls()) {
+        let mut bytes = vec![0xEE];
+        call.write(&mut bytes, number, trace).expect("it is short");
+        let frame = &bytes[1..];
+        assert_eq!(frame_length(frame), Ok(Some(frame.len())));
+        let frame = Frame::read(frame).expect("it was just written");
+        assert_eq!((frame.header.call, frame.trace), (number, trace));
+        assert_eq!(Call::read(&frame), Ok(call));
+    }
+}
+
+#[test]
+fn every_answer_comes_back_as_it_went() {
+    for (number, answer) in (0..).zip(answers()) {
+        let mut bytes = Vec::new();
+        answer.write(&mut bytes, number);
+        let frame = Frame::read(&bytes).expect("it was just written");
+        let back = Answer::read(&frame).expect("it was just written");
+        let mut again = Vec::new();
+        back.write(&mut again, number);
+        assert_eq!(bytes, again, "{answer:?} came back as {back:?}");
+    }
+}
+
+#[test]
+fn the_longest_answer_about_blocks_fits_a_frame() {
+    let worst = || StoreError::Tier {
+        tier: "files",
+        operation: "read a block",
+        source: Arc::new(std::io::Error::other("x".repeat(100_000))),
+    };
+    let leases = (0..BLOCKS_MAX).map(|_| Lease::Failed(worst())).collect();
+    let mut bytes = Vec::new();
+    Answer::Leases(leases).write(&mut bytes, 1);
+    let frame = Frame::read(&bytes).expect("it was just written");
+    assert!(matches!(Answer::read(&frame), Ok(Answer::Leases(all)) if all.len() == BLOCKS_MAX));
+}
+
+#[test]
+fn an_answer_that_is_too_long_becomes_a_failure() {
+    let manifest = Manifest::new().with("name", "v".repeat(1 << 20));
+    let many = (0..9).map(|fill| (NamespaceId::from_bytes([fill; 16]), manifest.clone()));
+    let mut bytes = Vec::new();
+    Answer::Manifests(many.collect()).write(&mut bytes, 1);
+    let frame = Frame::read(&bytes).expect("it was just written");
+    let answer = Answer::read(&frame);
+    assert!(matches!(answer, Ok(Answer::Failed(StoreError::Config { .. }))), "{answer:?}");
+}
+
+#[test]
+fn what_is_no_frame_is_refused_by_name() {
+    let mut bytes = Vec::new();
+    Call::Ping.write(&mut bytes, 1, None).expect("it is short");
+    let with = |at: usize, value: u8| {
+        let mut changed = bytes.clone();
+        changed[at] = value;
+        changed
+    };
+    assert!(matches!(frame_length(&with(0, b'G')), Err(WireError::Magic(_))));
+    assert_eq!(frame_length(&with(4, 99)), Err(WireError::Version(99)));
+    assert!(matches!(frame_length(&with(11, 0xFF)), Err(WireError::TooLong(_))));
+    assert_eq!(frame_length(&with(16, 4)), Err(WireError::Field("flags")));
+    assert_eq!(Frame::read(&with(12, 9)), Err(WireError::Checksum));
+    assert_eq!(frame_length(&bytes[..HEADER_BYTES - 1]), Ok(None));
+}
+
+#[test]
+fn a_count_that_cannot_follow_is_refused_before_memory_is_taken() {
+    let mut bytes = Vec::new();
+    let call = Call::Ask { question: KeyQuestion::Pin, keys: Vec::new() };
+    call.write(&mut bytes, 1, None).expect("it is short");
+    let mut body = bytes[HEADER_BYTES..].to_vec();
+    body[1..5].copy_from_slice(&u32::MAX.to_le_bytes());
+    let mut frame = Vec::new();
+    Frame::write(&mut frame, 12, 1, None, |into| into.extend_from_slice(&body))
+        .expect("it is short");
+    let frame = Frame::read(&frame).expect("its checksum is right");
+    assert_eq!(Call::read(&frame), Err(WireError::Field("keys")));
+}
+
+proptest! {
+    #[test]
+    fn noise_in_a_body_is_an_error_or_a_message_never_a_panic(
+        kind in 0_u16..130,
+        body in prop::collection::vec(any::<u8>(), 0..300),
+    ) {
+        let mut bytes = Vec::new();
+        Frame::write(&mut bytes, kind, 1, None, |into| into.extend_from_slice(&body))
+            .expect("it is short");
+        let frame = Frame::read(&bytes).expect("its checksum is right");
+        if let Ok(call) = Call::read(&frame) {
+            let mut again = Vec::new();
+            call.write(&mut again, 1, None).expect("it was as short");
+            prop_assert_eq!(Call::read(&Frame::read(&again).expect("sound")), Ok(call));
+        }
+        drop(Answer::read(&frame));
+    }
+
+    #[test]
+    fn a_flipped_bit_anywhere_is_noticed(index in 0_usize..18, at in 0_usize..200, bit in 0_u8..8) {
+        let mut bytes = Vec::new();
+        calls()[index].write(&mut bytes, 3, None).expect("it is short");
+        let at = at % bytes.len();
+        bytes[at] ^= 1 << bit;
+        let read = frame_length(&bytes).and_then(|_| Frame::read(&bytes).map(|_| ()));
+        prop_assert!(read.is_err());
+    }
+}
