@@ -6,7 +6,7 @@ use std::sync::{Arc, PoisonError, RwLock};
 use std::time::Duration;
 
 use cascade_block::{Clock, SystemClock};
-use cascade_store::{Store, StoreError};
+use cascade_store::StoreError;
 use thiserror::Error;
 
 use crate::NodeConfig;
@@ -14,12 +14,15 @@ use crate::calls::{CallFigures, Calls};
 use crate::server::{Peer, SessionFacts, Sessions};
 use crate::socket_place::SocketPlaceError;
 use crate::status::Status;
-use crate::tenants::{Tenant, Tenants};
+use crate::tenants::{Tenant, TenantError, Tenants};
 
 /// Why a node could not start or go on, by what the operator can do.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum NodeError {
+    /// The tenants cannot be served as they are configured.
+    #[error(transparent)]
+    Tenant(#[from] TenantError),
     /// A tenant's store could not be opened.
     #[error("cannot open the store of tenant {tenant:?}")]
     Store {
@@ -117,8 +120,7 @@ struct Inner {
 impl Node {
     /// Opens the stores. Serves nothing yet.
     pub fn open(config: NodeConfig) -> Result<Self, NodeError> {
-        let store = Store::open(config.store.clone())
-            .map_err(|source| NodeError::Store { tenant: "default".to_owned(), source })?;
+        let tenants = Tenants::open(&config)?;
         let epoch = random().map_err(|source| NodeError::Server {
             operation: "draw a random number for the epoch",
             source,
@@ -126,7 +128,7 @@ impl Node {
         Ok(Self(Arc::new(Inner {
             live: RwLock::new(Live::of(&config)),
             config,
-            tenants: Tenants::of_default(store),
+            tenants,
             sessions: Sessions::default(),
             calls: Calls::default(),
             epoch: u64::from_le_bytes(epoch),
