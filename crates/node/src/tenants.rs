@@ -73,8 +73,8 @@ pub enum Refusal {
     Token,
     /// No tenant has this user, and there is no token.
     #[error(
-        "user {user} is no tenant of this node; present a tenant's token, or add `users = [{user}]` \
-         to a [[tenant]] of the node's configuration and restart it"
+        "user {user} is no tenant of this node; present a tenant's token, or add \
+         `users = [{user}]` to a [[tenant]] of the node's configuration and restart it"
     )]
     User {
         /// The user's number.

@@ -232,3 +232,30 @@ fn after_forgetting_a_search_of_memory_and_files_finds_none_of_its_bytes() {
         assert_eq!(serde_json::from_str::<Receipt>(&text).unwrap(), receipt);
     }
 }
+
+#[test]
+fn a_tenant_forgets_itself_and_the_nodes_own_user_any() {
+    let directory = tempfile::tempdir().unwrap();
+    let at = directory.path();
+    let strangers = [4_000_000_001, 4_000_000_002];
+    let config = config(
+        at,
+        vec![tenant(at, "a", &strangers[..1], None), tenant(at, "b", &strangers[1..], None)],
+    );
+    let node = crate::Node::open(config).unwrap();
+    let named = |name: &str| Arc::clone(node.tenants().named(name).unwrap());
+    let forget = |asks: &str, name: &str| {
+        let arguments = format!("{{\"tenant\": {name:?}}}");
+        node.administer(&named(asks), "forget", &arguments, Duration::from_secs(30))
+    };
+    fill(&named("b"), 0..10);
+    let refusal = forget("a", "b").unwrap_err();
+    assert_eq!(refusal.replace("\"b\"", "\"x\""), forget("a", "x").unwrap_err());
+    assert_eq!(hits(&named("b"), 0..10), 10);
+    for asks in ["b", DEFAULT] {
+        let receipt: Receipt = serde_json::from_str(&forget(asks, "b").unwrap()).unwrap();
+        assert!(receipt.is_complete && receipt.tenant == "b", "{receipt:?}");
+    }
+    assert_eq!(hits(&named("b"), 0..10), 0);
+    assert!(node.administer(&named("b"), "forget", "{}", Duration::ZERO).is_err());
+}
