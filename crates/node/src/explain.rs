@@ -90,9 +90,8 @@ impl ChainStory {
         let keys = question.keys.iter().map(|key| key.parse::<BlockKey>());
         let keys: Vec<_> = keys.collect::<Result<_, _>>().map_err(|error| error.to_string())?;
         let namespace = question.manifest.as_ref().map(|fields| {
-            let with = |manifest: Manifest, (name, value): (&String, &String)| {
-                manifest.with(name, value)
-            };
+            let with =
+                |manifest: Manifest, (name, value): (&String, &String)| manifest.with(name, value);
             let manifest = fields.iter().fold(Manifest::new(), with);
             // Only its fields are compared.
             Namespace::from_root(BlockKey::from_bytes([0; 32]), manifest)
@@ -109,9 +108,7 @@ impl ChainStory {
             id: other.id.to_string(),
             difference: match other.fields.as_slice() {
                 [] => "in nothing but the tenant's secret".to_owned(),
-                fields => {
-                    fields.iter().map(ToString::to_string).collect::<Vec<_>>().join("; ")
-                }
+                fields => fields.iter().map(ToString::to_string).collect::<Vec<_>>().join("; "),
             },
         });
         Self {

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock};
 use std::time::Duration;
 
 use cascade_block::{Clock, SystemClock};
-use cascade_store::{Store, StoreError};
+use cascade_store::StoreError;
 use thiserror::Error;
 
 use crate::NodeConfig;

@@ -94,6 +94,23 @@ impl FilesConfig {
     }
 }
 
+/// Encryption of what leaves DRAM: AES-256-GCM, every block for itself.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct EncryptionConfig {
+    /// A file of 32 raw bytes, or of lines of 64 hexadecimal digits: the first one writes, further
+    /// ones read what was written before. Mode 0600 or 0400, outside of the file tier's directory.
+    pub key_file: PathBuf,
+    /// Whose blocks these are; tenants with one key have different ciphers. Default: `default`.
+    pub scope: String,
+}
+
+impl EncryptionConfig {
+    /// The defaults, for a key file.
+    pub fn new(key_file: impl Into<PathBuf>) -> Self {
+        Self { key_file: key_file.into(), scope: "default".to_owned() }
+    }
+}
+
 /// Everything that a store needs to know.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct StoreConfig {
@@ -107,6 +124,8 @@ pub struct StoreConfig {
     pub huge_pages: bool,
     /// The file tier, when the pipeline names it.
     pub files: Option<FilesConfig>,
+    /// Encrypts every tier below DRAM. Default: none.
+    pub encryption: Option<EncryptionConfig>,
     /// Default: prefix-cost.
     pub policy: PolicyKind,
     /// Default: off.
@@ -137,6 +156,7 @@ impl Default for StoreConfig {
             dram_blocks: None,
             huge_pages: true,
             files: None,
+            encryption: None,
             policy: PolicyKind::default(),
             digest: DigestMode::default(),
             write: WritePolicy::default(),

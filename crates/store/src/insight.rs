@@ -103,6 +103,12 @@ impl Store {
 }
 
 impl Node {
+    /// Begins to watch anew: nothing is known of what was asked for before.
+    pub(crate) fn forget_watched(&self) {
+        let lower = &self.tier_names()[1..];
+        *self.insight() = Insight::new(&self.config, self.pipeline.has_dram, lower);
+    }
+
     pub(crate) fn insight(&self) -> MutexGuard<'_, Insight> {
         // Figures that a panic left half counted are still only figures.
         self.insight.lock().unwrap_or_else(PoisonError::into_inner)

@@ -4,6 +4,7 @@ mod block_store;
 mod call;
 mod catalog;
 mod config;
+mod erase;
 pub mod eviction;
 mod explain;
 mod health;
@@ -20,6 +21,7 @@ mod prober;
 mod put;
 mod read;
 mod request;
+mod secret;
 mod shadow;
 mod shedding;
 pub mod stage;
@@ -29,9 +31,10 @@ mod store;
 
 pub use block_store::BlockStore;
 pub use config::{
-    CallOptions, FileLayout, FilesConfig, IoEngine, PipelineError, PolicyKind, StoreConfig,
-    WritePolicy, Writer,
+    CallOptions, EncryptionConfig, FileLayout, FilesConfig, IoEngine, PipelineError, PolicyKind,
+    StoreConfig, WritePolicy, Writer,
 };
+pub use erase::{Erased, Left, TierErased};
 pub use explain::{BlockExplanation, BlockHere, BlockState, Explanation, NamespaceDifference};
 pub use health::{HealthConfig, HealthState, StageHealth};
 pub use history::Loss;
@@ -43,6 +46,7 @@ pub use outcome::{
 };
 pub use pipeline::Pipeline;
 pub use request::{Hints, Request};
+pub use secret::{Readers, SecretError, read_secret};
 pub use shadow::{ShadowFigure, ShadowRates};
 pub use stats::{Counters, Stats, TierHits};
 pub use store::Store;

@@ -13,7 +13,7 @@ use crate::history::History;
 use crate::insight::Insight;
 use crate::pipeline::Pipeline;
 use crate::stage::guarded::Guarded;
-use crate::stage::{BlockFacts, Registry, StageContext, StageError};
+use crate::stage::{BlockFacts, Registry, StageContext, StageError, encrypted};
 use crate::state::{Evicted, NameChange, State};
 use crate::{CallOptions, StoreConfig, StoreError, TierName};
 
@@ -53,6 +53,8 @@ pub(crate) enum NoSlab {
     WorthLess,
     /// Room will come, but did not in time.
     Late,
+    /// Everything is being erased.
+    Erasing,
 }
 
 impl Node {
@@ -65,17 +67,12 @@ impl Node {
         let pipeline = Pipeline::parse(&config.pipeline, registry)?;
         let pool = Pool::new(&config.pool()).map_err(|e| StoreError::Memory(Arc::new(e)))?;
         let context = StageContext { config: &config, pool: &pool, clock: &clock };
-        let made = pipeline.lower.iter().map(|name| registry.make(name, &context));
+        let make = |name| encrypted::protect(registry.make(name, &context)?, &context);
+        let made = pipeline.lower.iter().map(|name| make(name));
         let guarded = |stage| Guarded::new(stage, &clock);
         let stages = made.map(|made| made.map(guarded)).collect::<Result<Vec<_>, _>>()?;
-        let limits = Limits {
-            capacity_bytes: config.dram_bytes,
-            protected_percent: config.protected_percent,
-            admit_partial: config.admit_partial,
-        };
-        let eviction = Eviction::new(eviction::policy(config.policy), limits);
         let history = History::new(clock.unix_ms());
-        let lower = stages.len();
+        let (eviction, lower) = (new_eviction(&config), stages.len());
         let state = State::new(eviction, pipeline.has_dram, lower, history, config.health, &*clock);
         let state = Mutex::new(state);
         let dirty_bytes_max = config.dirty_bytes_max.unwrap_or(config.dram_bytes / 4);
@@ -102,6 +99,11 @@ impl Node {
     pub(crate) fn lock(&self) -> MutexGuard<'_, State> {
         // A panic while the lock was held is a broken invariant; going on could serve wrong bytes.
         self.state.lock().expect("no thread of the store panics while it holds the state")
+    }
+
+    /// An eviction that knows nothing yet.
+    pub(crate) fn new_eviction(&self) -> Eviction {
+        new_eviction(&self.config)
     }
 
     /// Whether a thread panicked while it held the state: then nothing can be said of it any more.
@@ -234,6 +236,9 @@ impl Node {
             return (state, Err(NoSlab::TooLarge));
         }
         loop {
+            if state.is_erasing {
+                return (state, Err(NoSlab::Erasing));
+            }
             if self.has_block_room(&state)
                 && let Some(slab) = self.pool.allocate(bytes)
             {
@@ -293,6 +298,15 @@ impl Node {
             }
         }
     }
+}
+
+fn new_eviction(config: &StoreConfig) -> Eviction {
+    let limits = Limits {
+        capacity_bytes: config.dram_bytes,
+        protected_percent: config.protected_percent,
+        admit_partial: config.admit_partial,
+    };
+    Eviction::new(eviction::policy(config.policy), limits)
 }
 
 /// Enters one recovered block. The stage vouches for the key; bytes are checked when read.

@@ -140,6 +140,9 @@ impl Node {
         if state.is_closing {
             return Err(StoreError::Closed);
         }
+        if state.is_erasing {
+            return Err(StoreError::Erasing);
+        }
         let (mut state, slab) = self.take_slab(state, bytes, false, None, call);
         let slab = slab.map_err(|why| self.no_slab_error(&state, why, bytes, call))?;
         // From here on the slab is the caller's: nobody waits for it to come back.
@@ -309,6 +312,9 @@ impl Node {
             let shed = state.shed.trailing_zeros() as usize;
             let error = self.stage_error(state, shed, "take a block");
             return Known::Settled(PutOutcome::Failed(error));
+        }
+        if state.is_erasing {
+            return Known::Settled(PutOutcome::Failed(StoreError::Erasing));
         }
         if !state.has_dram && self.stages.is_empty() {
             return declined(DeclineReason::Empty);
@@ -510,7 +516,9 @@ impl Node {
             NoSlab::TooLarge => PutOutcome::Declined(DeclineReason::TooLarge),
             NoSlab::Full => PutOutcome::Declined(DeclineReason::Full),
             NoSlab::WorthLess => PutOutcome::Declined(DeclineReason::WorthLess),
-            NoSlab::Late => PutOutcome::Failed(self.no_slab_error(state, why, bytes, call)),
+            NoSlab::Late | NoSlab::Erasing => {
+                PutOutcome::Failed(self.no_slab_error(state, why, bytes, call))
+            }
         }
     }
 
@@ -527,6 +535,7 @@ impl Node {
                 reason: format!("a block of {bytes} bytes is larger than the pool"),
             },
             NoSlab::Late if state.pending_total() > 0 => self.busy_error(state),
+            NoSlab::Erasing => StoreError::Erasing,
             NoSlab::Late => call.timeout_error("take room in DRAM"),
             NoSlab::Full | NoSlab::WorthLess => StoreError::NoRoom { needed_bytes: bytes },
         }

@@ -8,7 +8,7 @@ use cascade_memory::{Slab, SlabMut};
 use crate::call::Call;
 use crate::catalog::{Address, Awaits, ContentIndex, KeyIndex};
 use crate::history::Loss;
-use crate::node::Node;
+use crate::node::{NoSlab, Node};
 use crate::shedding::Verdict;
 use crate::stage::{Load, Loaded, StageError};
 use crate::state::{NameChange, State};
@@ -296,6 +296,9 @@ impl Node {
                 if holds_some {
                     plan.waiting.push(wanted);
                     return (state, None);
+                }
+                if why == NoSlab::Erasing {
+                    return (state, Some(ViewOutcome::Miss));
                 }
                 let error = self.no_slab_error(&state, why, bytes, reading.call);
                 (state, Some(ViewOutcome::Failed(error)))

@@ -6,6 +6,7 @@
 
 mod call_threads;
 pub mod conformance;
+pub(crate) mod encrypted;
 mod fake;
 mod files;
 pub(crate) mod guarded;
@@ -21,6 +22,8 @@ use thiserror::Error;
 
 use crate::TierName;
 pub use crate::catalog::Address;
+pub use crate::erase::Left;
+pub use encrypted::EncryptedStage;
 pub use fake::FakeStage;
 pub use files::FilesStage;
 pub use registry::{Registry, StageContext, StageFactory};
@@ -84,6 +87,9 @@ pub enum StageError {
     /// The stage panicked, or did not say what became of the block.
     #[error("the stage gave no answer")]
     NoAnswer,
+    /// The stage has no way to erase what it keeps.
+    #[error("the stage cannot erase what it keeps")]
+    CannotErase,
     /// The stage was closed.
     #[error("the stage is closed")]
     Closed,
@@ -122,6 +128,17 @@ pub struct StageStats {
     pub damaged_blocks: u64,
     /// What an operator should know, such as a fallback that was taken.
     pub notes: Vec<String>,
+}
+
+/// What erasing a stage did.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct StageErased {
+    /// Files or other containers that are gone.
+    pub files_removed: u64,
+    /// Bytes of them that were overwritten.
+    pub overwritten_bytes: u64,
+    /// What resisted.
+    pub left: Vec<Left>,
 }
 
 /// A place below DRAM that keeps blocks.
@@ -200,6 +217,12 @@ pub trait Stage: Send + Sync + fmt::Debug {
     /// Calls of its own that go on although their deadline passed.
     fn stuck_calls(&self) -> u64 {
         0
+    }
+
+    /// Does away with everything that is kept, bytes and names and manifests, and is empty and
+    /// usable afterwards. No other call is under way.
+    fn erase(&self, _deadline: Deadline) -> Result<StageErased, StageError> {
+        Err(StageError::CannotErase)
     }
 
     /// Lets go of what others may want, such as a directory. Later calls fail.

@@ -61,6 +61,7 @@ pub(crate) struct Tickets {
 
 /// Everything that a node decides from.
 #[derive(Debug)]
+#[expect(clippy::struct_excessive_bools, reason = "facts that do not exclude each other")]
 pub(crate) struct State {
     pub(crate) catalog: Catalog,
     pub(crate) eviction: Eviction,
@@ -102,6 +103,8 @@ pub(crate) struct State {
     pub(crate) lower_stages: usize,
     /// Nothing new is taken any more.
     pub(crate) is_closing: bool,
+    /// Nothing is taken while everything is erased.
+    pub(crate) is_erasing: bool,
     pub(crate) is_closed: bool,
 }
 
@@ -141,6 +144,7 @@ impl State {
             has_dram,
             lower_stages,
             is_closing: false,
+            is_erasing: false,
             is_closed: false,
         }
     }

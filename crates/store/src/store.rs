@@ -18,7 +18,7 @@ use crate::stage::guarded::Guarded;
 use crate::stage::{Registry, StageError};
 use crate::stats::{Stats, TierHits};
 use crate::{
-    CallOptions, GetOutcome, PrefixMatch, Prepared, Put, PutOutcome, Request, StoreConfig,
+    CallOptions, Erased, GetOutcome, PrefixMatch, Prepared, Put, PutOutcome, Request, StoreConfig,
     StoreError, TierName, ViewOutcome, mover, prober,
 };
 
@@ -430,6 +430,14 @@ impl Store {
     /// DRAM for as long as it lasts.
     pub fn flush(&self, options: CallOptions) -> Result<(), StoreError> {
         self.node().flush(options)
+    }
+
+    /// Removes everything from every tier, and zeroes what held it: memory, and files before they
+    /// are removed. Puts fail with [`StoreError::Erasing`] meanwhile and reads are misses;
+    /// afterwards the store is empty and usable. Goes on after a failure: the result says what is
+    /// left.
+    pub fn erase(&self, options: CallOptions) -> Result<Erased, StoreError> {
+        self.node().erase(options)
     }
 
     /// What it holds and did, at this moment.

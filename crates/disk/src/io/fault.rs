@@ -193,6 +193,11 @@ impl FileOperations for FaultyFiles {
         self.inner.rename(from, to)
     }
 
+    fn overwrite(&self, path: &Path) -> io::Result<u64> {
+        self.plan.operation()?;
+        self.inner.overwrite(path)
+    }
+
     fn remove(&self, path: &Path) -> io::Result<()> {
         self.plan.operation()?;
         self.inner.remove(path)

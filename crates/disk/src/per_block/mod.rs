@@ -6,6 +6,7 @@
 //! add and remove files at any time, so what is in memory is a hint: every call asks the disk.
 
 mod block_file;
+mod erase;
 mod known;
 mod recovery;
 
@@ -27,8 +28,8 @@ use crate::io::{FileOperations, Io, Transfer};
 use crate::lock::DirectoryLock;
 use crate::tier::ReadRequest;
 use crate::{
-    Address, BlockFiles, Damage, DiskError, DiskStats, FileTierConfig, ReadOutcome, Reclaimed,
-    RecordMeta, StoredManifest, device_probe, manifests,
+    Address, BlockFiles, Damage, DiskError, DiskStats, ErasedFiles, FileTierConfig, ReadOutcome,
+    Reclaimed, RecordMeta, StoredManifest, device_probe, manifests,
 };
 
 /// The file tier with one file a block.
@@ -370,6 +371,10 @@ impl BlockFiles for PerBlockFiles {
 
     fn probe_device(&self, deadline: Deadline) -> Result<(), DiskError> {
         device_probe::probe(&self.io, &self.config, &self.lock, self.is_direct, deadline)
+    }
+
+    fn erase(&self, deadline: Deadline) -> Result<ErasedFiles, DiskError> {
+        self.erase_all(deadline)
     }
 
     fn used_bytes(&self) -> u64 {

@@ -4,6 +4,7 @@
 //! a slot appears in memory only after all of its frame was written; an address names the same
 //! bytes for as long as it names any.
 
+mod erase;
 mod read;
 mod reclaim;
 mod recovery;
@@ -28,8 +29,8 @@ use crate::io::Io;
 use crate::lock::DirectoryLock;
 use crate::tier::ReadRequest;
 use crate::{
-    Address, BlockFiles, DiskError, DiskStats, FileTierConfig, ReadOutcome, Reclaimed, RecordMeta,
-    StoredManifest, device_probe, manifests,
+    Address, BlockFiles, DiskError, DiskStats, ErasedFiles, FileTierConfig, ReadOutcome, Reclaimed,
+    RecordMeta, StoredManifest, device_probe, manifests,
 };
 
 /// The file tier in segments.
@@ -174,6 +175,10 @@ impl BlockFiles for SegmentFiles {
 
     fn probe_device(&self, deadline: Deadline) -> Result<(), DiskError> {
         device_probe::probe(&self.io, &self.config, &self.lock, self.is_direct, deadline)
+    }
+
+    fn erase(&self, deadline: Deadline) -> Result<ErasedFiles, DiskError> {
+        self.erase_all(deadline)
     }
 
     fn used_bytes(&self) -> u64 {

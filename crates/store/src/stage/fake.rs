@@ -6,7 +6,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use cascade_block::{BlockKey, Deadline};
 use cascade_memory::Slab;
 
-use super::{Address, BlockFacts, Load, Loaded, Room, Stage, StageError, StageStats};
+use super::{Address, BlockFacts, Load, Loaded, Room, Stage, StageErased, StageError, StageStats};
 use crate::TierName;
 
 /// Knows which blocks it would have. A load finds nothing, because there are no bytes to serve.
@@ -103,6 +103,13 @@ impl Stage for FakeStage {
 
     fn flush(&self, _deadline: Deadline) -> Result<(), StageError> {
         Ok(())
+    }
+
+    fn erase(&self, _deadline: Deadline) -> Result<StageErased, StageError> {
+        let mut names = self.state();
+        names.lengths.clear();
+        names.bytes = 0;
+        Ok(StageErased::default())
     }
 
     fn stats(&self) -> StageStats {

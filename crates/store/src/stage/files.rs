@@ -10,7 +10,10 @@ use cascade_disk::{
 };
 use cascade_memory::Slab;
 
-use super::{Address, BlockFacts, Load, Loaded, Room, Stage, StageContext, StageError, StageStats};
+use super::{
+    Address, BlockFacts, Left, Load, Loaded, Room, Stage, StageContext, StageErased, StageError,
+    StageStats,
+};
 use crate::{FileLayout, FilesConfig, IoEngine, StoreError, TierName};
 
 /// Keeps blocks in files.
@@ -335,6 +338,20 @@ impl Stage for FilesStage {
 
     fn stuck_calls(&self) -> u64 {
         self.files().map_or(0, |files| files.stats().stuck_calls)
+    }
+
+    fn erase(&self, deadline: Deadline) -> Result<StageErased, StageError> {
+        self.elsewhere().clear();
+        let erased = self.files()?.erase(deadline).map_err(stage_error)?;
+        let left = |file: cascade_disk::FileLeft| Left {
+            what: file.path.display().to_string(),
+            why: file.reason,
+        };
+        Ok(StageErased {
+            files_removed: erased.files_removed,
+            overwritten_bytes: erased.overwritten_bytes,
+            left: erased.left.into_iter().map(left).collect(),
+        })
     }
 
     fn close(&self) {

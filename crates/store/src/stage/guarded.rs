@@ -13,7 +13,7 @@ use cascade_block::{BlockKey, Clock, Deadline, Manifest, Namespace, NamespaceId}
 use cascade_memory::Slab;
 
 use super::call_threads::{CallThreads, Patience};
-use super::{Address, BlockFacts, Load, Loaded, Room, Stage, StageError, StageStats};
+use super::{Address, BlockFacts, Load, Loaded, Room, Stage, StageErased, StageError, StageStats};
 use crate::TierName;
 
 /// Most loads at once, of a stage that cannot be trusted to come back.
@@ -163,6 +163,11 @@ impl Guarded {
     /// As [`Stage::flush`].
     pub(crate) fn flush(&self, deadline: Deadline) -> Result<(), StageError> {
         self.run(&self.errands, deadline, false, move |stage| stage.flush(deadline))
+    }
+
+    /// As [`Stage::erase`].
+    pub(crate) fn erase(&self, deadline: Deadline) -> Result<StageErased, StageError> {
+        self.run(&self.errands, deadline, false, move |stage| stage.erase(deadline))
     }
 
     /// As [`Stage::register`].
