@@ -4,10 +4,12 @@ mod args;
 mod bench;
 mod doctor;
 mod eviction;
+mod explain;
 mod failure;
 mod inspect;
 mod interrupt;
 mod key_flags;
+mod reach;
 mod reference;
 mod replay;
 mod screen;
@@ -15,6 +17,8 @@ mod serve;
 mod shadow;
 mod size;
 mod status;
+mod tenant;
+mod top;
 
 use std::ffi::OsString;
 
@@ -72,6 +76,15 @@ enum Verb {
     /// Measure this machine and this build against the physical limits.
     #[command(subcommand)]
     Bench(bench::BenchVerb),
+    /// Show what a running node holds and does.
+    Status(status::StatusArgs),
+    /// Watch a running node, live in the terminal.
+    Top(top::TopArgs),
+    /// Tell why a chain of blocks hits as far as it does.
+    Explain(explain::ExplainArgs),
+    /// Do something to one tenant's data.
+    #[command(subcommand)]
+    Tenant(tenant::TenantVerb),
     /// Show what a file tier's directory holds, and check it.
     Inspect(inspect::InspectArgs),
     /// Print a completion script for a shell.
@@ -118,6 +131,10 @@ fn run(verb: Verb, screen: &mut Screen) -> Result<i32, Failure> {
         Verb::Doctor(args) => doctor::run(&args, screen),
         Verb::Replay(args) => replay::run(&args, screen),
         Verb::Bench(args) => bench::run(&args, screen),
+        Verb::Status(args) => status::run(&args, screen),
+        Verb::Top(args) => top::run(&args, screen),
+        Verb::Explain(args) => explain::run(&args, screen),
+        Verb::Tenant(verb) => tenant::run(&verb, screen),
         Verb::Inspect(args) => inspect::run(&args, screen),
         Verb::Completions { shell } => {
             let mut script = Vec::new();

@@ -42,7 +42,8 @@ pub(super) struct ExplainArgs {
 
 pub(super) fn run(args: &ExplainArgs, screen: &mut Screen) -> Result<i32, Failure> {
     let question = Question { keys: keys(args)?, manifest: manifest(args)? };
-    let question = serde_json::to_value(&question).map_err(|error| Failure::measure("the request", error))?;
+    let question =
+        serde_json::to_value(&question).map_err(|error| Failure::measure("the request", error))?;
     let story: ChainStory = args.reach.connect()?.ask("explain", &question)?;
     if args.json {
         write_json(Path::new("-"), &story, screen)?;
@@ -122,7 +123,8 @@ fn show(story: &ChainStory, screen: &mut Screen) -> Result<(), Failure> {
 
 fn line(block: &BlockStory) -> String {
     let Some(here) = &block.here else { return block.missing.clone().unwrap_or_default() };
-    let mut parts = vec![format!("{} in {}", ByteSize(u64::from(here.bytes)), here.tiers.join("+"))];
+    let mut parts =
+        vec![format!("{} in {}", ByteSize(u64::from(here.bytes)), here.tiers.join("+"))];
     if !here.queued_for.is_empty() {
         parts.push(format!("waits to be written to {}", here.queued_for.join("+")));
     }

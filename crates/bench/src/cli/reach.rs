@@ -46,8 +46,13 @@ impl Reach {
         options.access = Access::Read;
         "cascade (command line)".clone_into(&mut options.name);
         options.timeout = timeout;
-        let client = Client::connect(options).map_err(|source| unreachable_node(source, &socket))?;
-        Ok(Asker { client, socket, options: CallOptions { timeout: Some(timeout), ..CallOptions::default(), ..CallOptions::default() } })
+        let client =
+            Client::connect(options).map_err(|source| unreachable_node(source, &socket))?;
+        Ok(Asker {
+            client,
+            socket,
+            options: CallOptions { timeout: Some(timeout), ..CallOptions::default() },
+        })
     }
 }
 
@@ -72,13 +77,11 @@ impl Asker {
 
 fn unreachable_node(source: StoreError, socket: &std::path::Path) -> Failure {
     let advice = match &source {
-        StoreError::Away { .. } => "start a node with `cascade serve`, or say where it is with --socket",
+        StoreError::Away { .. } => {
+            "start a node with `cascade serve`, or say where it is with --socket"
+        }
         StoreError::Refused { .. } => "run the command as the user that the node runs as",
         _ => "try again with a longer --timeout",
     };
-    Failure::Read {
-        path: socket.to_owned(),
-        advice: advice.to_owned(),
-        source: Box::new(source),
-    }
+    Failure::Read { path: socket.to_owned(), advice: advice.to_owned(), source: Box::new(source) }
 }

@@ -1,12 +1,45 @@
 //! A node's status as text for a terminal: aligned, with units, the unusual in red.
 
 use std::fmt::Write;
+use std::path::Path;
 
 use cascade_block::ByteSize;
 use cascade_node::status::{HealthState, NodeState, OperationStatus, Status, TenantStatus};
 
-use crate::cli::Screen;
+use clap::Args;
+use serde_json::json;
+
+use crate::cli::reach::Reach;
+use crate::cli::{EXIT_OK, Failure, Screen, write_json};
 use crate::replay::summary::{duration, grouped, percent, span};
+
+/// What to print of which node.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  cascade status
+      Tiers, hit rates, what moved, clients and what an operator should know.
+  cascade status --json | jq '.tenants[0].tiers'
+      The same for programs; docs/observability.md has every field.
+  cascade top
+      Live.")]
+pub(super) struct StatusArgs {
+    /// Print JSON.
+    #[arg(long)]
+    json: bool,
+    #[command(flatten)]
+    reach: Reach,
+}
+
+pub(super) fn run(args: &StatusArgs, screen: &mut Screen) -> Result<i32, Failure> {
+    let status: Status = args.reach.connect()?.ask("status", &json!({}))?;
+    if args.json {
+        write_json(Path::new("-"), &status, screen)?;
+    } else {
+        screen.line(render(&status, screen))?;
+    }
+    Ok(EXIT_OK)
+}
 
 /// The status as it is printed by `cascade status`, without a last newline.
 pub fn render(status: &Status, screen: &Screen) -> String {

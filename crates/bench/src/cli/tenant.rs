@@ -47,8 +47,7 @@ pub(super) fn run(verb: &TenantVerb, screen: &mut Screen) -> Result<i32, Failure
             "add --yes to do it",
         ));
     }
-    let receipt: Value =
-        args.reach.connect()?.ask("tenant.forget", &json!({ "name": args.name }))?;
+    let receipt: Value = args.reach.connect()?.ask("forget", &json!({ "tenant": args.name }))?;
     write_json(Path::new("-"), &receipt, screen)?;
     let is_complete = receipt.get("is_complete").and_then(Value::as_bool).unwrap_or(false);
     Ok(if is_complete { EXIT_OK } else { EXIT_FAILED })
