@@ -124,7 +124,7 @@ fn show(story: &ChainStory, screen: &mut Screen) -> Result<(), Failure> {
 fn line(block: &BlockStory) -> String {
     let Some(here) = &block.here else { return block.missing.clone().unwrap_or_default() };
     let mut parts =
-        vec![format!("{} in {}", ByteSize(u64::from(here.bytes)), here.tiers.join("+"))];
+        vec![format!("{} in {}", ByteSize(u64::from(here.bytes)).rounded(), here.tiers.join("+"))];
     if !here.queued_for.is_empty() {
         parts.push(format!("waits to be written to {}", here.queued_for.join("+")));
     }

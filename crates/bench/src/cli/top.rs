@@ -199,7 +199,7 @@ fn draw_head(view: &View, frame: &mut Frame<'_>, area: Rect) {
         node.state.name(),
         node.uptime_s,
         node.socket,
-        ByteSize(node.memory_bytes),
+        ByteSize(node.memory_bytes).rounded(),
         node.cpu_s,
     );
     let second = match &view.trouble {
@@ -250,8 +250,8 @@ fn draw_fill(tenant: &TenantStatus, frame: &mut Frame<'_>, area: Rect) {
         let label = format!(
             "{:<8} {} of {}{health}",
             tier.name,
-            ByteSize(tier.used_bytes),
-            ByteSize(tier.capacity_bytes)
+            ByteSize(tier.used_bytes).rounded(),
+            ByteSize(tier.capacity_bytes).rounded()
         );
         let colour = if health.is_empty() { Color::Blue } else { Color::Red };
         let gauge = Gauge::default()
@@ -268,7 +268,7 @@ fn draw_tenant(tenant: &TenantStatus, frame: &mut Frame<'_>, area: Rect) {
         .tiers
         .iter()
         .map(|tier| {
-            let hits = format!("{} blocks, {}", tier.hits, ByteSize(tier.hit_bytes));
+            let hits = format!("{} blocks, {}", tier.hits, ByteSize(tier.hit_bytes).rounded());
             row(&format!("hits {}", tier.name), hits)
         })
         .collect();
@@ -276,10 +276,10 @@ fn draw_tenant(tenant: &TenantStatus, frame: &mut Frame<'_>, area: Rect) {
     rows.extend([
         row("misses", format!("{} (+ {} failed)", gets.misses, gets.failures)),
         row("puts", format!("{} stored of {}", puts.stored, puts.blocks)),
-        row("evicted", ByteSize(tenant.evictions.bytes).to_string()),
-        row("written down", ByteSize(tenant.mover.demoted_bytes).to_string()),
-        row("brought up", ByteSize(tenant.mover.promoted_bytes).to_string()),
-        row("waits", ByteSize(tenant.mover.pending_bytes).to_string()),
+        row("evicted", ByteSize(tenant.evictions.bytes).rounded()),
+        row("written down", ByteSize(tenant.mover.demoted_bytes).rounded()),
+        row("brought up", ByteSize(tenant.mover.promoted_bytes).rounded()),
+        row("waits", ByteSize(tenant.mover.pending_bytes).rounded()),
     ]);
     rows.extend(tenant.shadows.iter().map(|shadow| {
         let rate = format!("{:.1} % hits expected", shadow.predicted_hit_rate * 100.0);
@@ -293,7 +293,7 @@ fn draw_tenant(tenant: &TenantStatus, frame: &mut Frame<'_>, area: Rect) {
 fn draw_clients(view: &View, frame: &mut Frame<'_>, area: Rect) {
     let clients = &view.status.clients;
     let rows = clients.list.iter().map(|client| {
-        let held = ByteSize(client.leased_bytes + client.reserved_bytes).to_string();
+        let held = ByteSize(client.leased_bytes + client.reserved_bytes).rounded();
         let silent = format!("{:.0} s", client.silent_s);
         let row = Row::new([
             client.pid.to_string(),
@@ -357,7 +357,7 @@ mod tests {
         let page = page(&view);
         // 100 more were asked for, none matched.
         assert!(page.contains("hit rate 0.0 %"), "{page}");
-        assert!(page.contains("512 MiB of 1 GiB"), "{page}");
+        assert!(page.contains("512.0 MiB of 1.0 GiB"), "{page}");
         assert!(page.contains("4321") && page.contains("vllm"), "{page}");
         assert_eq!(view.hit_rates, [500, 0]);
     }

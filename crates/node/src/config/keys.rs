@@ -185,8 +185,7 @@ pub const KEYS: &[Key] = &[
         .flag("log-format"),
     Key::new("log.filter", Kind::Text, "What is logged, such as `info` or `cascade_node=debug`.")
         .default("info")
-        .flag("log-filter")
-        .live(),
+        .flag("log-filter"),
     Key::new(
         "traces.endpoint",
         Kind::Url,

@@ -1,5 +1,6 @@
 //! What the node does for each call of a client.
 
+use std::num::NonZeroU32;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
@@ -7,6 +8,7 @@ use cascade_block::{BlockKey, Namespace};
 use cascade_memory::SlabMut;
 use cascade_store::{
     CallOptions, Prepared, Put, PutOutcome, PutSlab, Store, StoreError, TierName, ViewOutcome,
+    Writer,
 };
 use cascade_wire::{
     Access, Answer, AskedBlock, BLOCKS_MAX, Call, ChainRequest, KeyQuestion, Lease, LeasePurpose,
@@ -77,7 +79,10 @@ impl Dispatch<'_> {
             Call::Reserve { timeout_ms, hold, bytes } => {
                 self.reserve(timeout(timeout_ms), hold, bytes)
             }
-            Call::Seal { timeout_ms, blocks } => self.seal(timeout(timeout_ms), &blocks),
+            Call::Seal { timeout_ms, blocks } => {
+                let writer = NonZeroU32::new(self.session.peer.process.unsigned_abs()).map(Writer);
+                self.seal(CallOptions { writer, ..timeout(timeout_ms) }, &blocks)
+            }
             Call::Release { holds } => {
                 self.session.release(&holds);
                 return None;
