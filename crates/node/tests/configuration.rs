@@ -269,7 +269,7 @@ fn other_value(key: &Key) -> String {
         }
         Kind::Switch if key.default == Some("true") => return "false".to_owned(),
         Kind::Switch => return "true".to_owned(),
-        Kind::Count => return "42".to_owned(),
+        Kind::Count => return "5".to_owned(),
         Kind::List => return "[4711]".to_owned(),
         Kind::Path => "HERE/secret",
         Kind::Size => "8MiB",

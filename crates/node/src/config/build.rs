@@ -4,7 +4,9 @@ use std::fs;
 use std::path::Path;
 
 use cascade_block::{DigestAlgorithm, DigestMode};
-use cascade_store::{FileLayout, FilesConfig, IoEngine, PolicyKind, StoreConfig, WritePolicy};
+use cascade_store::{
+    FileLayout, FilesConfig, HealthConfig, IoEngine, PolicyKind, StoreConfig, WritePolicy,
+};
 
 use super::environment::Environment;
 use super::error::ConfigError;
@@ -107,7 +109,19 @@ fn store_config(values: &Values) -> StoreConfig {
         protected_percent: values.percent("dram.protected").unwrap_or(built_in.protected_percent),
         admit_partial: values.is_on("store.admit_partial"),
         timeout: values.duration("store.timeout").unwrap_or(built_in.timeout),
+        health: health_config(values),
         ..built_in
+    }
+}
+
+fn health_config(values: &Values) -> HealthConfig {
+    let built_in = HealthConfig::default();
+    let count = |path| values.count(path).and_then(|count| u32::try_from(count).ok());
+    HealthConfig {
+        probe_interval: values.duration("health.probe_interval").unwrap_or(built_in.probe_interval),
+        probe_timeout: values.duration("health.probe_timeout").unwrap_or(built_in.probe_timeout),
+        window: count("health.window").unwrap_or(built_in.window),
+        threshold: count("health.threshold").unwrap_or(built_in.threshold),
     }
 }
 

@@ -11,6 +11,10 @@ pub const SECTIONS: &[(&str, &str)] = &[
     ("dram", "The DRAM tier: the pool that every client of this host maps."),
     ("files", "The file tier. It is there when a directory is given."),
     ("store", "How tiers work together."),
+    (
+        "health",
+        "When a tier below DRAM is shed: it fails too often, and is left alone until it recovers.",
+    ),
     ("limits", "What clients may take."),
     ("log", "What is written to standard error."),
     ("traces", "OpenTelemetry traces."),
@@ -162,6 +166,32 @@ pub const KEYS: &[Key] = &[
     )
     .default_rule("no limit")
     .minimum("1B/s"),
+    Key::new(
+        "health.probe_interval",
+        Kind::Duration,
+        "Time between two probes of a tier that is shed, or that has had nothing to do.",
+    )
+    .default("5s")
+    .minimum("1ms"),
+    Key::new(
+        "health.probe_timeout",
+        Kind::Duration,
+        "How long a probe may take; a call that lasts as long counts as a failure.",
+    )
+    .default("3s")
+    .minimum("1ms"),
+    Key::new("health.window", Kind::Count, "How many of the last calls count.")
+        .default("8")
+        .minimum("1")
+        .maximum("64"),
+    Key::new(
+        "health.threshold",
+        Kind::Count,
+        "So many failures among them, and the tier is shed; at most the window.",
+    )
+    .default("2")
+    .minimum("1")
+    .maximum("64"),
     Key::new("limits.connections", Kind::Count, "Connections at a time.")
         .default("4096")
         .minimum("1")
