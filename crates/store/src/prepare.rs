@@ -48,7 +48,11 @@ impl Node {
                     Prepared::Settled(PutOutcome::Declined(reason))
                 }
                 Known::New if *bytes > bytes_max => {
-                    Prepared::Settled(PutOutcome::Declined(DeclineReason::Full))
+                    // Later there may be more for this caller, but never more than the pool.
+                    let is_too_large = *bytes > self.pool.region().bytes();
+                    let reason =
+                        if is_too_large { DeclineReason::TooLarge } else { DeclineReason::Full };
+                    Prepared::Settled(PutOutcome::Declined(reason))
                 }
                 Known::New => {
                     let parent = resident_ancestor(&state, put, hanging);
