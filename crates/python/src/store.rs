@@ -348,8 +348,14 @@ impl PyStore {
             Opened::Yes(store) => Arc::clone(store),
             Opened::No(_) => return Ok(()),
         };
-        let closed = py.detach(|| store.close());
-        *self.lock()? = Opened::No(Box::new(store.stats()));
+        // An embedded store counts until it is closed; a node can be asked only until then.
+        let is_served = self.config.is_none();
+        let (closed, counted) = py.detach(|| {
+            let counted = is_served.then(|| store.stats());
+            let closed = store.close();
+            (closed, counted.unwrap_or_else(|| store.stats()))
+        });
+        *self.lock()? = Opened::No(Box::new(counted));
         // With the last handle go the files' lock and the pool, but for what views hold.
         py.detach(|| drop(store));
         closed.map_err(|error| to_python(&error))
