@@ -151,8 +151,9 @@ impl Dispatch<'_> {
         if let Some(refused) = self.refuses_to_write(blocks.len()) {
             return refused;
         }
-        let Some(granting) = self.session.expect(first, blocks.len()) else {
-            return Answer::Failed(numbers_in_use());
+        let granting = match self.session.expect(first, blocks.len()) {
+            Ok(granting) => granting,
+            Err(error) => return Answer::Failed(error),
         };
         let puts: Vec<Put<'_>> = blocks.iter().map(put_of).collect();
         let lengths: Vec<usize> = blocks.iter().map(|block| block.bytes as usize).collect();
@@ -206,11 +207,15 @@ impl Dispatch<'_> {
         if let Some(refused) = self.refuses_to_write(1) {
             return refused;
         }
-        let Some(granting) = self.session.expect(hold, 1) else {
-            return Answer::Failed(numbers_in_use());
+        let granting = match self.session.expect(hold, 1) {
+            Ok(granting) => granting,
+            Err(error) => return Answer::Failed(error),
         };
         let needed_bytes = usize::try_from(bytes).unwrap_or(usize::MAX);
-        if bytes > self.session.bytes_left() {
+        // What no pool of this size ever has room for is refused by the store, as an embedded one
+        // refuses it.
+        let is_possible = needed_bytes <= self.store().region().bytes();
+        if is_possible && bytes > self.session.bytes_left() {
             return Answer::Failed(StoreError::NoRoom { needed_bytes });
         }
         let reserved = match self.store().reserve(needed_bytes, AT_ONCE) {
@@ -286,8 +291,9 @@ impl Dispatch<'_> {
         if keys.len() > BLOCKS_MAX {
             return Answer::Failed(too_many(keys.len()));
         }
-        let Some(granting) = self.session.expect(first, keys.len()) else {
-            return Answer::Failed(numbers_in_use());
+        let granting = match self.session.expect(first, keys.len()) {
+            Ok(granting) => granting,
+            Err(error) => return Answer::Failed(error),
         };
         let read = || match purpose {
             LeasePurpose::Use => self.store().view(keys, options),
@@ -306,11 +312,11 @@ impl Dispatch<'_> {
         let mut leases = Vec::with_capacity(keys.len());
         for (index, view) in views.into_iter().enumerate() {
             leases.push(match view {
-                ViewOutcome::Hit { slab, .. } if slab.len() as u64 > left => {
+                ViewOutcome::Hit { slab, .. } if slab.reserved_bytes() as u64 > left => {
                     Lease::Failed(StoreError::NoRoom { needed_bytes: slab.len() })
                 }
                 ViewOutcome::Hit { slab, tier } => {
-                    left -= slab.len() as u64;
+                    left -= slab.reserved_bytes() as u64;
                     let bytes = u32::try_from(slab.len()).expect("blocks are shorter than 4 GiB");
                     let offset = slab.offset() as u64;
                     granted.push((index, Held::Lease(slab)));
@@ -340,8 +346,8 @@ impl Dispatch<'_> {
         }
         match question {
             KeyQuestion::Contains => Answer::Flags(store.contains(keys)),
-            KeyQuestion::Pin => Answer::Flags(store.pin(keys)),
-            KeyQuestion::Unpin => Answer::Flags(store.unpin(keys)),
+            KeyQuestion::Pin => Answer::Flags(self.session.pin(keys)),
+            KeyQuestion::Unpin => Answer::Flags(self.session.unpin(keys)),
             KeyQuestion::Delete => Answer::Flags(store.delete(keys)),
             KeyQuestion::Prefetch => Answer::Count(store.prefetch(keys) as u64),
             KeyQuestion::Locate => {
@@ -401,13 +407,6 @@ fn is_late(prepared: &Prepared) -> bool {
 fn failed(error: &StoreError, count: usize) -> Vec<Prepared> {
     let one = || Prepared::Settled(PutOutcome::Failed(error.clone()));
     std::iter::repeat_with(one).take(count).collect()
-}
-
-fn numbers_in_use() -> StoreError {
-    StoreError::Config {
-        setting: "hold",
-        reason: "the client uses a number again that it still holds".to_owned(),
-    }
 }
 
 fn not_held() -> StoreError {

@@ -23,6 +23,7 @@ use rustix::event::{EventfdFlags, epoll, eventfd};
 
 use connection::{Connection, Next, Scratch};
 use dispatch::Waiters;
+use session::Session;
 pub use session::SessionFacts;
 pub(crate) use session::{Peer, Sessions};
 
@@ -59,6 +60,8 @@ pub(crate) struct Shared {
     listener: UnixListener,
     connections: Mutex<HashMap<u64, Arc<Connection>>>,
     waiters: Waiters,
+    /// Bytes of unfinished messages and of answers not taken.
+    waiting: Arc<AtomicUsize>,
     next: AtomicU64,
     /// Threads that wait for events.
     idle: AtomicUsize,
@@ -90,6 +93,7 @@ impl Server {
             listener,
             connections: Mutex::default(),
             waiters: Waiters::new(threads_max - THREADS_MIN),
+            waiting: Arc::default(),
             next: AtomicU64::new(FIRST),
             idle: AtomicUsize::new(0),
             threads: Mutex::default(),
@@ -136,6 +140,13 @@ impl Drop for Server {
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     // What these guard changes in single steps.
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Whether a process has its half of all connections already. Processes of other containers have
+/// no number here that could tell them apart.
+fn is_greedy(connections: &HashMap<u64, Arc<Connection>>, process: i32, most: usize) -> bool {
+    let of_process = |one: &&Arc<Connection>| one.process() == process;
+    process != 0 && connections.values().filter(of_process).count() >= most.div_ceil(2)
 }
 
 impl Shared {
@@ -219,13 +230,13 @@ impl Shared {
             return;
         }
         let id = token & !PROCESS;
-        let connection = lock(&self.connections).get(&id).map(Arc::clone);
-        let Some(connection) = connection else { return };
         if token & PROCESS != 0 {
             // The process is gone; children that inherited its sockets do not stand for it.
-            self.end_session(&connection);
+            self.end_session(id);
             return;
         }
+        let connection = lock(&self.connections).get(&id).map(Arc::clone);
+        let Some(connection) = connection else { return };
         let next = connection.serve(self, flags, scratch);
         let armed = match next {
             Next::Read => self.arm(connection.fd(), token, epoll::EventFlags::IN),
@@ -262,7 +273,15 @@ impl Shared {
                 continue;
             }
             let id = self.next.fetch_add(2, Ordering::Relaxed);
-            match Connection::new(id, stream) {
+            match Connection::new(id, stream, &self.waiting) {
+                Ok(connection) if is_greedy(&connections, connection.process(), most) => {
+                    drop(connections);
+                    let process = connection.process();
+                    tracing::warn!(
+                        process,
+                        "a connection is refused: it has half of all there are"
+                    );
+                }
                 Ok(connection) => {
                     let connection = Arc::new(connection);
                     connections.insert(id, Arc::clone(&connection));
@@ -306,16 +325,19 @@ impl Shared {
 
     /// Ends the connection's part in its session, and the session with its last connection.
     fn leave(&self, connection: &Connection) {
-        if let Some(session) = connection.session()
-            && session.leave()
-        {
+        let Some(session) = connection.session() else { return };
+        if let Some(unseen) = connection.take_unseen() {
+            session.release(&[unseen]);
+        }
+        if session.leave() {
             self.node.sessions().remove(&session);
         }
     }
 
-    /// Ends a session at once, with all its connections.
-    fn end_session(&self, connection: &Connection) {
-        let Some(session) = connection.session() else { return };
+    /// Ends the session that a connection began at once, with all its connections.
+    fn end_session(&self, connection: u64) {
+        let began = |session: &Arc<Session>| session.connection == connection;
+        let Some(session) = self.node.sessions().all().into_iter().find(began) else { return };
         let all: Vec<_> = lock(&self.connections).values().map(Arc::clone).collect();
         self.node.sessions().remove(&session);
         for other in all {
