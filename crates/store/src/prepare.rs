@@ -43,7 +43,8 @@ impl Node {
                     declined = Some(put.key);
                     Prepared::Settled(PutOutcome::Declined(DeclineReason::WorthLess))
                 }
-                Known::New if *bytes > bytes_max => {
+                // What is larger than the pool is declined for that, below.
+                Known::New if *bytes > bytes_max && *bytes <= self.pool.region().bytes() => {
                     Prepared::Settled(PutOutcome::Declined(DeclineReason::Full))
                 }
                 Known::New => {
