@@ -2,6 +2,7 @@
 
 mod args;
 mod bench;
+mod doctor;
 mod eviction;
 mod failure;
 mod inspect;
@@ -11,7 +12,9 @@ mod reference;
 mod replay;
 mod screen;
 mod serve;
+mod shadow;
 mod size;
+mod status;
 
 use std::ffi::OsString;
 
@@ -23,6 +26,7 @@ pub use failure::Failure;
 pub use reference::reference;
 pub use screen::{Screen, write_file, write_json};
 pub use size::{Count, WarmUp, parse_bytes};
+pub use status::render as render_status;
 
 /// Everything went well.
 pub const EXIT_OK: i32 = 0;
@@ -61,6 +65,8 @@ struct Command {
 enum Verb {
     /// Serve a node: one pool of KV for all processes of this host.
     Serve(Box<serve::ServeArgs>),
+    /// Say what is wrong with this machine, and what to do, before a node serves on it.
+    Doctor(Box<doctor::DoctorArgs>),
     /// Replay a request trace through a store, check every byte, and show what the cache did.
     Replay(Box<ReplayArgs>),
     /// Measure this machine and this build against the physical limits.
@@ -109,6 +115,7 @@ pub fn definition() -> clap::Command {
 fn run(verb: Verb, screen: &mut Screen) -> Result<i32, Failure> {
     match verb {
         Verb::Serve(args) => serve::run(*args, screen),
+        Verb::Doctor(args) => doctor::run(&args, screen),
         Verb::Replay(args) => replay::run(&args, screen),
         Verb::Bench(args) => bench::run(&args, screen),
         Verb::Inspect(args) => inspect::run(&args, screen),

@@ -65,7 +65,7 @@ impl Bench<'_> {
 }
 
 /// For calls that wait until gigabytes are written down.
-const PATIENT: CallOptions = CallOptions { timeout: Some(Duration::from_secs(600)) };
+const PATIENT: CallOptions = CallOptions { timeout: Some(Duration::from_secs(600)), writer: None };
 
 /// Opens a store for a measurement.
 fn open(what: &str, config: StoreConfig) -> Result<Store, Failure> {

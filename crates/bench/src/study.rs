@@ -9,6 +9,7 @@ mod foresight;
 mod generated;
 mod optimum;
 mod replay;
+mod shadow;
 mod table;
 
 use std::path::Path;
@@ -18,6 +19,7 @@ pub use foresight::{Foresight, HintSet};
 pub use generated::generated;
 pub use optimum::optimum;
 pub use replay::{replay_metadata, replay_watched};
+pub use shadow::{ShadowCell, ShadowRow, ShadowTier, shadow_markdown, shadow_row};
 pub use table::{Contender, Row, StudyTable, TraceTable, contenders, study_table};
 
 use crate::trace::{Trace, TraceError};

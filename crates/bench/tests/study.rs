@@ -2,21 +2,24 @@
 
 #![expect(clippy::unwrap_used, reason = "in a test, a surprise should panic")]
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use cascade_bench::study::{
-    HintSet, StudyOptions, contenders, generated, optimum, replay_metadata, reuse_distances,
-    study_table,
+    HintSet, ShadowTier, StudyOptions, bundled_traces, contenders, generated, optimum,
+    replay_metadata, reuse_distances, shadow_row, study_table,
 };
 use cascade_bench::trace::{Trace, TraceRequest};
 use cascade_store::PolicyKind;
 use cascade_store::eviction::policy;
 use proptest::prelude::*;
 
+fn data() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../data")
+}
+
 fn conversation() -> Trace {
-    let path = "../../data/traces/mooncake/conversation_trace.jsonl";
-    Trace::read(&Path::new(env!("CARGO_MANIFEST_DIR")).join(path)).unwrap()
+    Trace::read(&data().join("traces/mooncake/conversation_trace.jsonl")).unwrap()
 }
 
 fn hits(trace: &Trace, kind: PolicyKind, capacity: u64) -> u64 {
@@ -76,6 +79,38 @@ fn no_policy_looks_ahead() {
         let shared = &run(&whole)[..cut.requests.len()];
         assert_eq!(run(&cut), shared, "{}", contender.name);
     }
+}
+
+/// The bar of the project: what shadows predict lies within two points of what larger stores then
+/// measure.
+fn assert_predicted(trace: &Trace, kind: PolicyKind, tier: ShadowTier<'_>, samples: u64) {
+    for percent in [5, 10, 25] {
+        let row = shadow_row(trace, kind, tier, percent, samples).unwrap();
+        for cell in &row.larger {
+            assert!(cell.error_points() <= 2.0, "{kind:?}: {row:?}");
+        }
+        assert!(row.memory_bytes <= 8 << 20, "{} bytes", row.memory_bytes);
+    }
+}
+
+#[test]
+fn shadows_predict_what_larger_stores_measure() {
+    let trace = conversation().until(Duration::from_secs(900));
+    assert_predicted(&trace, PolicyKind::PrefixCost, ShadowTier::Dram, 1);
+    assert_predicted(&trace, PolicyKind::Lru, ShadowTier::Dram, 1);
+}
+
+#[test]
+#[ignore = "replays whole traces dozens of times: minutes"]
+fn shadows_predict_what_larger_stores_measure_on_whole_traces() {
+    for trace in bundled_traces(&data().join("traces")).unwrap() {
+        for kind in [PolicyKind::Lru, PolicyKind::S3Fifo, PolicyKind::Arc, PolicyKind::PrefixCost] {
+            assert_predicted(&trace, kind, ShadowTier::Dram, 3);
+        }
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let files = ShadowTier::Files(directory.path());
+    assert_predicted(&conversation(), PolicyKind::PrefixCost, files, 1);
 }
 
 #[test]

@@ -6,6 +6,8 @@
 
 mod config;
 pub mod conformance;
+mod device_probe;
+mod erase;
 mod error;
 pub mod format;
 mod gate;
@@ -22,6 +24,7 @@ mod segments;
 mod tier;
 
 pub use config::{EngineKind, FileTierConfig, Layout};
+pub use erase::{ErasedFiles, FileLeft};
 pub use error::DiskError;
 pub use format::WriterName;
 pub use inspect::{InspectReport, inspect};

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use cascade_block::{Deadline, Manifest, Namespace, NamespaceId};
 
 use crate::DiskError;
+use crate::erase::has_extension;
 use crate::io::{Io, OpenMode};
 
 /// A manifest that was found, or what is wrong with the file.
@@ -81,6 +82,18 @@ pub(crate) fn load_all(
     directory: &Path,
     deadline: Deadline,
 ) -> Result<Vec<StoredManifest>, DiskError> {
+    let mut paths = files(io, directory, deadline)?;
+    paths.retain(|path| path.extension().is_some_and(|extension| extension == "json"));
+    let loaded = paths.iter().map(|path| load(io, path, deadline));
+    loaded.filter_map(Result::transpose).collect()
+}
+
+/// The files of manifests in a directory, in the order of their names.
+pub(crate) fn files(
+    io: &Io,
+    directory: &Path,
+    deadline: Deadline,
+) -> Result<Vec<PathBuf>, DiskError> {
     let directory = directory.join("manifests");
     let listed = directory.clone();
     let mut paths =
@@ -88,10 +101,9 @@ pub(crate) fn load_all(
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(Vec::new()),
             other => other,
         })?;
-    paths.retain(|path| path.extension().is_some_and(|extension| extension == "json"));
+    paths.retain(|path| has_extension(path, &["json", "tmp"]));
     paths.sort_unstable();
-    let loaded = paths.iter().map(|path| load(io, path, deadline));
-    loaded.filter_map(Result::transpose).collect()
+    Ok(paths)
 }
 
 fn load(io: &Io, path: &Path, deadline: Deadline) -> Result<Option<StoredManifest>, DiskError> {

@@ -9,7 +9,7 @@ use cascade_memory::{Pool, Slab, SlabMut};
 use crate::io::Io;
 use crate::per_block::PerBlockFiles;
 use crate::segments::SegmentFiles;
-use crate::{Address, DiskError, FileTierConfig, Layout, RecordMeta, StoredManifest};
+use crate::{Address, DiskError, ErasedFiles, FileTierConfig, Layout, RecordMeta, StoredManifest};
 
 /// A block to read, and where to.
 #[derive(Debug)]
@@ -110,6 +110,8 @@ pub struct DiskStats {
     pub segments_failed: u64,
     /// Bytes that reclaims rewrote.
     pub bytes_moved: u64,
+    /// Calls that go on although their deadline passed.
+    pub stuck_calls: u64,
 }
 
 /// Blocks in files. Implemented once a layout; `conformance` holds the tests for all.
@@ -174,6 +176,14 @@ pub trait BlockFiles: Send + Sync + fmt::Debug {
 
     /// The manifests beside the blocks, also those that do not parse.
     fn manifests(&self, deadline: Deadline) -> Result<Vec<StoredManifest>, DiskError>;
+
+    /// Writes a page beside the blocks, syncs it and reads it back: whether the device answers, and
+    /// the directory is still the one that was opened. `NoSpace` is an answer.
+    fn probe_device(&self, deadline: Deadline) -> Result<(), DiskError>;
+
+    /// Overwrites and removes every file of the tier: blocks, checkpoint, manifests. It is empty
+    /// and usable afterwards; the result names the files that resisted.
+    fn erase(&self, deadline: Deadline) -> Result<ErasedFiles, DiskError>;
 
     /// Bytes that the files take on the device.
     fn used_bytes(&self) -> u64;

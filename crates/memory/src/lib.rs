@@ -15,6 +15,6 @@ pub use advice::{prefer_huge_pages, prefetch};
 pub use copy::{copy_in, copy_out};
 pub use lent::{Attachment, Lender};
 pub use pages::{HugePages, PageReport, PageSource};
-pub use pool::{DIRECT_ALIGN, MemoryError, Pool, PoolConfig, PoolStats};
+pub use pool::{DIRECT_ALIGN, MemoryError, Pool, PoolConfig, PoolStats, Wiped};
 pub use region::Region;
 pub use slab::{Slab, SlabMut};

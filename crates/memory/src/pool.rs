@@ -14,6 +14,9 @@ use crate::{HugePages, Region, SlabMut};
 /// Offsets and lengths of slabs that the kernel may read into directly are multiples of this.
 pub const DIRECT_ALIGN: usize = 4096;
 
+/// What is zeroed between two looks at the time.
+const WIPE_STEP_BYTES: usize = 16 << 20;
+
 /// Misses of the magazines after which their sizes are chosen anew.
 const UNSERVED_MAX: usize = 4096;
 
@@ -88,6 +91,20 @@ pub(crate) struct PoolInner {
     magazines: Magazines,
     heap: Mutex<Heap>,
     counters: Counters,
+    /// Raised by every wipe: slabs of an earlier epoch are zeroed when they come back.
+    epoch: AtomicUsize,
+}
+
+/// What wiping the free memory of a pool came to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Wiped {
+    /// Free bytes that hold zeroes now.
+    pub zeroed_bytes: usize,
+    /// Free bytes that were left as they were because time ran out.
+    pub left_bytes: usize,
+    /// Bytes in slabs that are held. Those taken before the last [`Pool::begin_wipe`] are zeroed
+    /// when they come back.
+    pub held_bytes: usize,
 }
 
 /// Written by every call, so kept off the cache lines that every call only reads.
@@ -110,6 +127,7 @@ impl Pool {
             magazines: Magazines::new(capacity),
             heap: Mutex::new(Heap::new(capacity)),
             counters: Counters::default(),
+            epoch: AtomicUsize::new(0),
         })))
     }
 
@@ -157,26 +175,80 @@ impl Pool {
         self.0.drain_magazines(&mut self.0.lock_heap());
     }
 
+    /// From now on every slab that was taken before is zeroed when it comes back.
+    pub fn begin_wipe(&self) {
+        // SeqCst, as where it is read: a slab that comes back after this has returned sees it.
+        self.0.epoch.fetch_add(1, Ordering::SeqCst);
+    }
+
+    /// Zeroes all that is free, until `may_go_on` says no; it is asked every 16 MiB.
+    ///
+    /// What is being zeroed is not free meanwhile, so [`Pool::allocate`] finds less. Nothing of
+    /// earlier blocks is left in the pool if no bytes are left, and none held, after a
+    /// [`Pool::begin_wipe`].
+    pub fn wipe(&self, may_go_on: &mut dyn FnMut() -> bool) -> Wiped {
+        // Read before the free pieces are taken: a slab is counted as held until it is free.
+        let held_bytes = self.0.counters.reserved.load(Ordering::Acquire);
+        let mut wiped = Wiped { held_bytes, ..Wiped::default() };
+        for mut piece in self.take_all_free() {
+            for step in piece.padded_mut().chunks_mut(WIPE_STEP_BYTES) {
+                if wiped.left_bytes > 0 || !may_go_on() {
+                    wiped.left_bytes += step.len();
+                } else {
+                    step.fill(0);
+                    wiped.zeroed_bytes += step.len();
+                }
+            }
+        }
+        wiped
+    }
+
+    fn take_all_free(&self) -> Vec<SlabMut> {
+        let mut heap = self.0.lock_heap();
+        self.0.drain_magazines(&mut heap);
+        let mut pieces = Vec::new();
+        while heap.largest_free_bytes() > 0 {
+            let bytes = heap.largest_free_bytes();
+            let Some(extent) = heap.take(bytes, granule(0)) else { break };
+            pieces.push(self.slab(extent, bytes, self.0.epoch.load(Ordering::SeqCst)));
+        }
+        pieces
+    }
+
     fn allocate_rounded(&self, bytes: usize, granule: usize) -> Option<SlabMut> {
+        // Read before the piece is taken: one that a wipe passed by must not count as newer.
+        let epoch = self.0.epoch.load(Ordering::SeqCst);
         let reserved = bytes.max(1).checked_next_multiple_of(granule)?;
         let extent = self.0.take(reserved, granule)?;
         debug_assert!(extent.bytes == reserved && extent.offset.is_multiple_of(granule));
+        Some(self.slab(extent, bytes, epoch))
+    }
+
+    fn slab(&self, extent: Extent, bytes: usize, epoch: usize) -> SlabMut {
         // Relaxed: plain counters, read for statistics.
         self.0.counters.requested.fetch_add(bytes, Ordering::Relaxed);
-        self.0.counters.reserved.fetch_add(reserved, Ordering::Relaxed);
-        Some(SlabMut::new(Arc::clone(&self.0), extent, bytes))
+        self.0.counters.reserved.fetch_add(extent.bytes, Ordering::Relaxed);
+        SlabMut::new(Arc::clone(&self.0), extent, bytes, epoch)
     }
 }
 
 impl PoolInner {
     /// Takes a slab's piece back; `requested` is what it was counted with.
     pub(crate) fn release(&self, extent: Extent, requested: usize) {
+        let bytes = extent.bytes;
+        if let Err(extent) = self.magazines.push(extent) {
+            let mut heap = self.lock_heap();
+            self.magazines.drain_half(extent.bytes, |extent| heap.give_back(extent));
+            heap.give_back(extent);
+        }
         self.counters.requested.fetch_sub(requested, Ordering::Relaxed);
-        self.counters.reserved.fetch_sub(extent.bytes, Ordering::Relaxed);
-        let Err(extent) = self.magazines.push(extent) else { return };
-        let mut heap = self.lock_heap();
-        self.magazines.drain_half(extent.bytes, |extent| heap.give_back(extent));
-        heap.give_back(extent);
+        // Last, and Release: who sees that nothing is held finds all of it free, and wipes it.
+        self.counters.reserved.fetch_sub(bytes, Ordering::Release);
+    }
+
+    /// Whether a wipe began after a slab of that epoch was taken.
+    pub(crate) fn is_wiped_since(&self, epoch: usize) -> bool {
+        self.epoch.load(Ordering::SeqCst) != epoch
     }
 
     /// A slab gave up part of what it had asked for.

@@ -24,8 +24,9 @@ pub struct SlabMut {
 
 /// Where a slab goes back to.
 enum Home {
-    /// A pool of this process.
-    Pool(Arc<PoolInner>),
+    /// A pool of this process, and its epoch when the slab was taken: see
+    /// [`crate::Pool::begin_wipe`].
+    Pool(Arc<PoolInner>, usize),
     /// A node that lent a piece of its pool; the hold is what it knows the piece by, until it was
     /// given back.
     Node(Arc<Attachment>, Option<u64>),
@@ -38,10 +39,10 @@ enum Home {
 pub struct Slab(Arc<SlabMut>);
 
 impl SlabMut {
-    pub(crate) fn new(pool: Arc<PoolInner>, extent: Extent, len: usize) -> Self {
+    pub(crate) fn new(pool: Arc<PoolInner>, extent: Extent, len: usize, epoch: usize) -> Self {
         assert!(len <= extent.bytes, "a slab lies in its extent");
         assert!(extent.offset + extent.bytes <= pool.region.bytes(), "an extent of another pool");
-        Self { home: Home::Pool(pool), extent, len }
+        Self { home: Home::Pool(pool, epoch), extent, len }
     }
 
     /// A piece of another process's pool; `None` if it does not lie in what is mapped.
@@ -64,7 +65,7 @@ impl SlabMut {
     pub fn surrender(mut self, node: &Arc<Attachment>) -> Result<u64, Self> {
         match &mut self.home {
             Home::Node(from, hold) if Arc::ptr_eq(from, node) => hold.take().ok_or(self),
-            Home::Node(..) | Home::Pool(_) => Err(self),
+            Home::Node(..) | Home::Pool(..) => Err(self),
         }
     }
 
@@ -76,7 +77,7 @@ impl SlabMut {
     /// Shortens the slab; what it reserved stays the same. Longer lengths change nothing.
     pub fn truncate(&mut self, len: usize) {
         let cut = self.len.saturating_sub(len);
-        if let Home::Pool(pool) = &self.home {
+        if let Home::Pool(pool, _) = &self.home {
             pool.uncount_requested(cut);
         }
         self.len -= cut;
@@ -111,7 +112,7 @@ impl SlabMut {
     /// The first byte, for handing to the kernel; valid as long as the slab is held.
     pub fn pointer(&self) -> NonNull<u8> {
         let base = match &self.home {
-            Home::Pool(pool) => pool.region.base(),
+            Home::Pool(pool, _) => pool.region.base(),
             Home::Node(from, _) => from.base(),
         };
         // SAFETY: `new` and `lent` checked that the extent lies inside the mapping, which the pool
@@ -140,9 +141,12 @@ impl DerefMut for SlabMut {
 
 impl Drop for SlabMut {
     fn drop(&mut self) {
+        if matches!(&self.home, Home::Pool(pool, epoch) if pool.is_wiped_since(*epoch)) {
+            self.padded_mut().fill(0);
+        }
         let Extent { offset, bytes } = self.extent;
         match &mut self.home {
-            Home::Pool(pool) => pool.release(Extent { offset, bytes }, self.len),
+            Home::Pool(pool, _) => pool.release(Extent { offset, bytes }, self.len),
             Home::Node(from, hold) => {
                 if let Some(hold) = hold.take() {
                     from.give_back(hold);

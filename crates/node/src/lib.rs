@@ -1,17 +1,24 @@
 //! The process: configuration, wiring, sockets, metrics, admin and shutdown.
 
 mod admin;
-pub mod calls;
 pub mod config;
+pub mod doctor;
+pub mod explain;
+mod history;
+pub mod http;
+pub mod metrics;
 mod node;
 pub mod notify;
+mod own_process;
 pub mod process;
 mod server;
 mod socket;
 pub mod socket_place;
 pub mod status;
+pub mod telemetry;
 pub mod tenants;
+pub mod traffic;
 
 pub use config::NodeConfig;
-pub use node::{Node, NodeError, Phase};
+pub use node::{Node, NodeError};
 pub use server::{Server, SessionFacts};

@@ -1,27 +1,38 @@
 //! The node: its tenants' stores and what it knows of its clients, behind every socket it serves.
 
+use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU8, Ordering};
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock};
 use std::time::Duration;
 
 use cascade_block::{Clock, SystemClock};
-use cascade_store::{Store, StoreError};
+use cascade_store::StoreError;
 use thiserror::Error;
 
 use crate::NodeConfig;
-use crate::calls::{CallFigures, Calls};
+use crate::history::History;
+use crate::http::HttpError;
+use crate::own_process::OwnProcess;
 use crate::server::{Peer, SessionFacts, Sessions};
 use crate::socket_place::SocketPlaceError;
-use crate::status::Status;
-use crate::tenants::{Tenant, Tenants};
+use crate::status::{ClientsStatus, NodeState, NodeStatus, Status, TenantStatus};
+use crate::telemetry::{Spans, TelemetryError};
+use crate::tenants::{Tenant, TenantError, Tenants};
+use crate::traffic::Traffic;
+
+/// Prefixes that a status names.
+const HOT_PREFIXES: usize = 10;
 
 /// Why a node could not start or go on, by what the operator can do.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum NodeError {
-    /// A tenant's store could not be opened.
-    #[error("cannot open the store of tenant {tenant:?}")]
+    /// The tenants cannot be served.
+    #[error(transparent)]
+    Tenant(#[from] TenantError),
+    /// A tenant's store could not be closed as it should.
+    #[error("cannot close the store of tenant {tenant:?}")]
     Store {
         /// The tenant.
         tenant: String,
@@ -58,23 +69,18 @@ pub enum NodeError {
         #[source]
         source: std::io::Error,
     },
+    /// The TCP port cannot be served.
+    #[error(transparent)]
+    Http(#[from] HttpError),
+    /// Logs or traces cannot be written.
+    #[error(transparent)]
+    Telemetry(#[from] TelemetryError),
     /// The node stopped, but not all could be written down.
     #[error("the node stopped, but {unfinished}")]
     Unfinished {
         /// What is missing.
         unfinished: String,
     },
-}
-
-/// What a node does at the moment.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Phase {
-    /// It opens its stores.
-    Starting,
-    /// It serves.
-    Serving,
-    /// It stops: nothing new is taken.
-    Draining,
 }
 
 /// What a running node takes from a configuration that was read again.
@@ -108,17 +114,19 @@ struct Inner {
     live: RwLock<Live>,
     tenants: Tenants,
     sessions: Sessions,
-    calls: Calls,
     epoch: u64,
-    phase: AtomicU8,
+    state: AtomicU8,
     started: Duration,
+    traffic: Traffic,
+    history: History,
+    address: OnceLock<SocketAddr>,
+    spans: Mutex<Option<Spans>>,
 }
 
 impl Node {
     /// Opens the stores. Serves nothing yet.
     pub fn open(config: NodeConfig) -> Result<Self, NodeError> {
-        let store = Store::open(config.store.clone())
-            .map_err(|source| NodeError::Store { tenant: "default".to_owned(), source })?;
+        let tenants = Tenants::open(&config)?;
         let epoch = random().map_err(|source| NodeError::Server {
             operation: "draw a random number for the epoch",
             source,
@@ -126,12 +134,15 @@ impl Node {
         Ok(Self(Arc::new(Inner {
             live: RwLock::new(Live::of(&config)),
             config,
-            tenants: Tenants::of_default(store),
+            tenants,
             sessions: Sessions::default(),
-            calls: Calls::default(),
             epoch: u64::from_le_bytes(epoch),
-            phase: AtomicU8::new(Phase::Starting as u8),
+            state: AtomicU8::new(NodeState::Starting as u8),
             started: SystemClock.monotonic(),
+            traffic: Traffic::default(),
+            history: History::default(),
+            address: OnceLock::new(),
+            spans: Mutex::new(None),
         })))
     }
 
@@ -155,38 +166,56 @@ impl Node {
         &self.0.tenants
     }
 
+    /// The default tenant's store.
+    pub fn store(&self) -> &Store {
+        self.0.tenants.all()[0].store()
+    }
+
     /// Names this run: it differs after every start.
     pub fn epoch(&self) -> u64 {
         self.0.epoch
     }
 
-    /// What it does at the moment.
-    pub fn phase(&self) -> Phase {
-        match self.0.phase.load(Ordering::Acquire) {
-            0 => Phase::Starting,
-            1 => Phase::Serving,
-            _ => Phase::Draining,
-        }
+    /// Where it is in its life.
+    pub fn state(&self) -> NodeState {
+        NodeState::ALL[usize::from(self.0.state.load(Ordering::Acquire))]
     }
 
-    /// Enters a phase.
-    pub fn set_phase(&self, phase: Phase) {
-        self.0.phase.store(phase as u8, Ordering::Release);
+    /// Says where it is in its life from now on.
+    pub fn set_state(&self, state: NodeState) {
+        self.0.state.store(state as u8, Ordering::Release);
     }
 
-    /// How long it has run.
-    pub fn uptime(&self) -> Duration {
-        SystemClock.monotonic().saturating_sub(self.0.started)
+    /// Where answered requests are counted.
+    pub fn traffic(&self) -> &Traffic {
+        &self.0.traffic
+    }
+
+    /// Says whose spans the status tells of.
+    pub fn set_spans(&self, spans: Spans) {
+        *self.0.spans.lock().unwrap_or_else(PoisonError::into_inner) = Some(spans);
+    }
+
+    /// Says where the TCP port is; the first time counts.
+    pub(crate) fn note_address(&self, address: SocketAddr) {
+        self.0.address.get_or_init(|| address);
+    }
+
+    pub(crate) fn address(&self) -> Option<SocketAddr> {
+        self.0.address.get().copied()
+    }
+
+    pub(crate) fn history(&self) -> &History {
+        &self.0.history
+    }
+
+    pub(crate) fn sessions(&self) -> &Sessions {
+        &self.0.sessions
     }
 
     /// Its clients.
     pub fn clients(&self) -> Vec<SessionFacts> {
         self.0.sessions.all().iter().map(|session| session.facts()).collect()
-    }
-
-    /// What clients asked, by kind.
-    pub fn call_figures(&self) -> Vec<CallFigures> {
-        self.0.calls.figures()
     }
 
     /// Flushes and closes its stores.
@@ -202,15 +231,34 @@ impl Node {
 
     /// What it holds and does, at this moment.
     pub fn status(&self) -> Status {
-        Status { uptime_s: self.uptime().as_secs_f64() }
-    }
-
-    pub(crate) fn calls(&self) -> &Calls {
-        &self.0.calls
-    }
-
-    pub(crate) fn sessions(&self) -> &Sessions {
-        &self.0.sessions
+        let inner = &self.0;
+        let process = OwnProcess::now();
+        let tenants = inner.tenants.all().iter().map(|tenant| {
+            let store = tenant.store();
+            let hot = store.hot_prefixes(HOT_PREFIXES);
+            TenantStatus::of(tenant.name(), &store.stats(), SystemClock.unix_ms()).with_hot(&hot)
+        });
+        let tenants = tenants.collect();
+        let spans = inner.spans.lock().unwrap_or_else(PoisonError::into_inner);
+        Status {
+            node: NodeStatus {
+                version: env!("CARGO_PKG_VERSION").to_owned(),
+                pid: std::process::id(),
+                state: self.state(),
+                at_unix_ms: SystemClock.unix_ms(),
+                uptime_s: SystemClock.monotonic().saturating_sub(inner.started).as_secs_f64(),
+                socket: inner.config.socket.display().to_string(),
+                listen: inner.address.get().map(ToString::to_string),
+                threads: process.threads,
+                cpu_s: process.cpu_s,
+                memory_bytes: process.memory_bytes,
+            },
+            tenants,
+            clients: ClientsStatus::of(&self.clients(), inner.sessions.reaped()),
+            server: inner.traffic.status(),
+            traces: spans.as_ref().map(Spans::status),
+            notes: Vec::new(),
+        }
     }
 
     /// Answers an administrator. The text is JSON; a refusal is for a person to read.

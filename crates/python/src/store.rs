@@ -460,7 +460,8 @@ fn parents(
 }
 
 fn options(timeout: Option<f64>) -> PyResult<CallOptions> {
-    Ok(CallOptions { timeout: timeout.map(|timeout| seconds("timeout", timeout)).transpose()? })
+    let timeout = timeout.map(|timeout| seconds("timeout", timeout)).transpose()?;
+    Ok(CallOptions { timeout, ..CallOptions::default() })
 }
 
 fn milliseconds(ttl: f64) -> PyResult<u64> {

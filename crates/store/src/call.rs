@@ -4,18 +4,19 @@ use std::time::Duration;
 
 use cascade_block::{Clock, Deadline};
 
-use crate::StoreError;
+use crate::{StoreError, Writer};
 
 /// The deadline of one call, shared by all its steps.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Call {
     pub(crate) deadline: Deadline,
     timeout: Duration,
+    pub(crate) writer: Option<Writer>,
 }
 
 impl Call {
-    pub(crate) fn new(clock: &dyn Clock, timeout: Duration) -> Self {
-        Self { deadline: Deadline::after(clock, timeout), timeout }
+    pub(crate) fn new(clock: &dyn Clock, timeout: Duration, writer: Option<Writer>) -> Self {
+        Self { deadline: Deadline::after(clock, timeout), timeout, writer }
     }
 
     pub(crate) fn timeout_error(self, operation: &'static str) -> StoreError {

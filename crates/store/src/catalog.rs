@@ -86,6 +86,16 @@ pub(crate) struct Content {
     pub(crate) is_loading: bool,
     /// Bit per lower stage: asked for since it was written there.
     pub(crate) referenced: u8,
+    /// Whether a tier below gave up its copy to make room.
+    pub(crate) was_reclaimed: bool,
+    /// Reads since it was put or recovered, as far as they can be counted.
+    pub(crate) uses: u16,
+    /// When it was put, as the history keeps moments; zero if it was recovered.
+    pub(crate) put_stamp: u32,
+    /// When it was read last, likewise; zero for never.
+    pub(crate) used_stamp: u32,
+    /// Who put it; zero if nobody said.
+    pub(crate) writer: u32,
 }
 
 const _: () = assert!(size_of::<Option<Content>>() == 64, "a content fits a cache line");
@@ -123,6 +133,12 @@ impl Content {
     pub(crate) fn fastest_lower_but(&self, avoid: u8) -> Option<(usize, Address)> {
         let mut stages = (0..LOWER_STAGES_MAX).filter(|stage| avoid & (1 << stage) == 0);
         stages.find_map(|stage| Some((stage, self.address(stage)?)))
+    }
+
+    /// A caller was given its bytes.
+    pub(crate) fn note_use(&mut self, stamp: u32) {
+        self.uses = self.uses.saturating_add(1);
+        self.used_stamp = stamp;
     }
 
     /// Whether any tier has its bytes.
@@ -273,6 +289,11 @@ impl Catalog {
             dirty: 0,
             is_loading: false,
             referenced: 0,
+            was_reclaimed: false,
+            uses: 0,
+            put_stamp: 0,
+            used_stamp: 0,
+            writer: 0,
         }));
         if let Some(digest) = digest {
             self.digests.insert_at(content.0, digest);

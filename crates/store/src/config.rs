@@ -1,5 +1,6 @@
 //! What a store is made of: one typed struct, checked before anything starts.
 
+use std::num::NonZeroU32;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -7,7 +8,7 @@ use cascade_block::DigestMode;
 use cascade_memory::{HugePages, PoolConfig};
 use thiserror::Error;
 
-use crate::StoreError;
+use crate::{HealthConfig, StoreError};
 
 const MIB: u64 = 1 << 20;
 
@@ -93,6 +94,23 @@ impl FilesConfig {
     }
 }
 
+/// Encryption of what leaves DRAM: AES-256-GCM, every block for itself.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct EncryptionConfig {
+    /// A file of 32 raw bytes, or of lines of 64 hexadecimal digits: the first one writes, further
+    /// ones read what was written before. Mode 0600 or 0400, outside of the file tier's directory.
+    pub key_file: PathBuf,
+    /// Whose blocks these are; tenants with one key have different ciphers. Default: `default`.
+    pub scope: String,
+}
+
+impl EncryptionConfig {
+    /// The defaults, for a key file.
+    pub fn new(key_file: impl Into<PathBuf>) -> Self {
+        Self { key_file: key_file.into(), scope: "default".to_owned() }
+    }
+}
+
 /// Everything that a store needs to know.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct StoreConfig {
@@ -106,6 +124,8 @@ pub struct StoreConfig {
     pub huge_pages: bool,
     /// The file tier, when the pipeline names it.
     pub files: Option<FilesConfig>,
+    /// Encrypts every tier below DRAM. Default: none.
+    pub encryption: Option<EncryptionConfig>,
     /// Default: prefix-cost.
     pub policy: PolicyKind,
     /// Default: off.
@@ -124,6 +144,8 @@ pub struct StoreConfig {
     pub admit_partial: bool,
     /// How long a call may take unless it says otherwise. Default: 30 s.
     pub timeout: Duration,
+    /// When a stage below DRAM is left alone because it fails, and how it comes back.
+    pub health: HealthConfig,
 }
 
 impl Default for StoreConfig {
@@ -134,6 +156,7 @@ impl Default for StoreConfig {
             dram_blocks: None,
             huge_pages: true,
             files: None,
+            encryption: None,
             policy: PolicyKind::default(),
             digest: DigestMode::default(),
             write: WritePolicy::default(),
@@ -142,6 +165,7 @@ impl Default for StoreConfig {
             protected_percent: 90,
             admit_partial: false,
             timeout: Duration::from_secs(30),
+            health: HealthConfig::default(),
         }
     }
 }
@@ -171,7 +195,7 @@ impl StoreConfig {
         if self.mover_bytes_per_second == Some(0) {
             return bad("mover_bytes_per_second", "0 would never write; leave it out".to_owned());
         }
-        Ok(())
+        self.health.check()
     }
 
     pub(crate) fn pool(&self) -> PoolConfig {
@@ -188,7 +212,13 @@ impl StoreConfig {
 pub struct CallOptions {
     /// How long this call may take; the store's timeout otherwise.
     pub timeout: Option<Duration>,
+    /// Who calls: kept with the blocks that it puts, for [`crate::Store::explain`].
+    pub writer: Option<Writer>,
 }
+
+/// Who put a block: a number that means something to the caller, such as a session's.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Writer(pub NonZeroU32);
 
 /// What is wrong with a pipeline.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]

@@ -37,7 +37,7 @@ pub const DRAM_BYTES: u64 = 64 << 20;
 const SIZES: [usize; 5] = [0, 1, 4096, 5000, 1 << 20];
 /// How long a check waits for what happens by itself.
 const PATIENCE: Duration = Duration::from_secs(20);
-const NOW: CallOptions = CallOptions { timeout: None };
+const NOW: CallOptions = CallOptions { timeout: None, writer: None };
 
 /// Runs every check, each on a fresh store.
 ///
@@ -409,7 +409,7 @@ fn manifests_are_listed_as_kept(subject: &Subject) {
 }
 
 fn a_call_without_time_harms_nothing(subject: &Subject) {
-    let none = CallOptions { timeout: Some(Duration::ZERO) };
+    let none = CallOptions { timeout: Some(Duration::ZERO), writer: None };
     let keys = keys(0..50);
     subject.put_new(&keys[..40], 4096);
     for _ in 0..20 {

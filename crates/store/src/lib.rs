@@ -5,16 +5,26 @@ mod call;
 mod catalog;
 mod config;
 pub mod conformance;
+mod erase;
 pub mod eviction;
+mod explain;
+mod health;
+mod history;
+mod hot;
+mod insight;
 mod mover;
 mod names;
 mod node;
 mod outcome;
 mod pipeline;
 mod prepare;
+mod prober;
 mod put;
 mod read;
 mod request;
+mod secret;
+mod shadow;
+mod shedding;
 pub mod stage;
 mod state;
 mod stats;
@@ -22,9 +32,14 @@ mod store;
 
 pub use block_store::BlockStore;
 pub use config::{
-    CallOptions, FileLayout, FilesConfig, IoEngine, PipelineError, PolicyKind, StoreConfig,
-    WritePolicy,
+    CallOptions, EncryptionConfig, FileLayout, FilesConfig, IoEngine, PipelineError, PolicyKind,
+    StoreConfig, WritePolicy, Writer,
 };
+pub use erase::{Erased, Left, TierErased};
+pub use explain::{BlockExplanation, BlockHere, BlockState, Explanation, NamespaceDifference};
+pub use health::{HealthConfig, HealthState, StageHealth};
+pub use history::Loss;
+pub use insight::{HotPrefix, TierBytes};
 pub use names::intern;
 pub use outcome::{
     DeclineReason, GetOutcome, PrefixMatch, Prepared, Put, PutOutcome, PutSlab, StoreError,
@@ -32,5 +47,7 @@ pub use outcome::{
 };
 pub use pipeline::Pipeline;
 pub use request::{Hints, Request};
+pub use secret::{Readers, SecretError, read_secret};
+pub use shadow::{ShadowFigure, ShadowRates};
 pub use stats::{Counters, Stats, TierHits};
 pub use store::Store;

@@ -9,8 +9,11 @@ use cascade_memory::{Pool, SlabMut};
 use crate::call::Call;
 use crate::catalog::{LOWER_STAGES_MAX, NewKey};
 use crate::eviction::{self, Eviction, Incoming, Limits};
+use crate::history::History;
+use crate::insight::Insight;
 use crate::pipeline::Pipeline;
-use crate::stage::{BlockFacts, Registry, Stage, StageContext, StageError};
+use crate::stage::guarded::Guarded;
+use crate::stage::{BlockFacts, Registry, StageContext, StageError, encrypted};
 use crate::state::{Evicted, NameChange, State};
 use crate::{CallOptions, StoreConfig, StoreError, TierName};
 
@@ -24,15 +27,19 @@ pub(crate) struct Node {
     pub(crate) pipeline: Pipeline,
     pub(crate) clock: Arc<dyn Clock>,
     pub(crate) pool: Pool,
-    pub(crate) stages: Vec<Arc<dyn Stage>>,
+    pub(crate) stages: Vec<Guarded>,
     /// Of DRAM, then of the stages.
     tier_names: Vec<TierName>,
     pub(crate) dirty_bytes_max: u64,
     state: Mutex<State>,
+    /// What watches the traffic; a lock of its own, never taken while the state's is held.
+    pub(crate) insight: Mutex<Insight>,
     /// Something changed that a caller may wait for.
     changed: Condvar,
     /// A queue has work for a mover.
     work: Condvar,
+    /// Probers look: a stage is suspected, somebody asks how they are, or the store closes.
+    look: Condvar,
 }
 
 /// Why there is no slab.
@@ -46,6 +53,8 @@ pub(crate) enum NoSlab {
     WorthLess,
     /// Room will come, but did not in time.
     Late,
+    /// Everything is being erased.
+    Erasing,
 }
 
 impl Node {
@@ -58,17 +67,17 @@ impl Node {
         let pipeline = Pipeline::parse(&config.pipeline, registry)?;
         let pool = Pool::new(&config.pool()).map_err(|e| StoreError::Memory(Arc::new(e)))?;
         let context = StageContext { config: &config, pool: &pool, clock: &clock };
-        let stages = pipeline.lower.iter().map(|name| registry.make(name, &context));
-        let stages = stages.collect::<Result<Vec<_>, _>>()?;
-        let limits = Limits {
-            capacity_bytes: config.dram_bytes,
-            protected_percent: config.protected_percent,
-            admit_partial: config.admit_partial,
-        };
-        let eviction = Eviction::new(eviction::policy(config.policy), limits);
-        let state = Mutex::new(State::new(eviction, pipeline.has_dram));
+        let make = |name| encrypted::protect(registry.make(name, &context)?, &context);
+        let made = pipeline.lower.iter().map(|name| make(name));
+        let guarded = |stage| Guarded::new(stage, &clock);
+        let stages = made.map(|made| made.map(guarded)).collect::<Result<Vec<_>, _>>()?;
+        let history = History::new(clock.unix_ms());
+        let (eviction, lower) = (new_eviction(&config), stages.len());
+        let state = State::new(eviction, pipeline.has_dram, lower, history, config.health, &*clock);
+        let state = Mutex::new(state);
         let dirty_bytes_max = config.dirty_bytes_max.unwrap_or(config.dram_bytes / 4);
-        let names = stages.iter().map(|stage| stage.name());
+        let names: Vec<TierName> = stages.iter().map(Guarded::name).collect();
+        let insight = Mutex::new(Insight::new(&config, pipeline.has_dram, &names));
         let node = Self {
             tier_names: std::iter::once("dram").chain(names).collect(),
             config,
@@ -78,8 +87,10 @@ impl Node {
             stages,
             dirty_bytes_max,
             state,
+            insight,
             changed: Condvar::new(),
             work: Condvar::new(),
+            look: Condvar::new(),
         };
         node.recover();
         Ok(node)
@@ -88,6 +99,11 @@ impl Node {
     pub(crate) fn lock(&self) -> MutexGuard<'_, State> {
         // A panic while the lock was held is a broken invariant; going on could serve wrong bytes.
         self.state.lock().expect("no thread of the store panics while it holds the state")
+    }
+
+    /// An eviction that knows nothing yet.
+    pub(crate) fn new_eviction(&self) -> Eviction {
+        new_eviction(&self.config)
     }
 
     /// Whether a thread panicked while it held the state: then nothing can be said of it any more.
@@ -128,7 +144,11 @@ impl Node {
         operation: &'static str,
         call: Call,
     ) -> Result<MutexGuard<'a, State>, StoreError> {
-        while (0..LOWER_STAGES_MAX).any(|at| state.names_tickets[at].settled < tickets[at]) {
+        // A stage that is shed learns them when it is back, and nobody waits for that.
+        let is_awaited = |state: &State, at: usize| {
+            !state.is_shed(at) && state.names_tickets[at].settled < tickets[at]
+        };
+        while (0..LOWER_STAGES_MAX).any(|at| is_awaited(&state, at)) {
             self.announce_work();
             state = self.wait_in_time(state, operation, call)?;
         }
@@ -138,6 +158,19 @@ impl Node {
     /// A mover waits until there is work, or the store closes.
     pub(crate) fn wait_work<'a>(&self, state: MutexGuard<'a, State>) -> MutexGuard<'a, State> {
         self.work.wait(state).unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A prober rests for that time, or until there is a reason to look.
+    pub(crate) fn wait_look<'a>(
+        &self,
+        state: MutexGuard<'a, State>,
+        time: Duration,
+    ) -> MutexGuard<'a, State> {
+        self.look.wait_timeout(state, time).unwrap_or_else(PoisonError::into_inner).0
+    }
+
+    pub(crate) fn announce_look(&self) {
+        self.look.notify_all();
     }
 
     /// A mover rests for that time, or until there may be a reason not to.
@@ -165,7 +198,8 @@ impl Node {
     }
 
     pub(crate) fn call(&self, options: CallOptions) -> Call {
-        Call::new(&*self.clock, options.timeout.unwrap_or(self.config.timeout))
+        let timeout = options.timeout.unwrap_or(self.config.timeout);
+        Call::new(&*self.clock, timeout, options.writer)
     }
 
     /// The time that the policy goes by.
@@ -202,6 +236,9 @@ impl Node {
             return (state, Err(NoSlab::TooLarge));
         }
         loop {
+            if state.is_erasing {
+                return (state, Err(NoSlab::Erasing));
+            }
             if self.has_block_room(&state)
                 && let Some(slab) = self.pool.allocate(bytes)
             {
@@ -261,6 +298,15 @@ impl Node {
             }
         }
     }
+}
+
+fn new_eviction(config: &StoreConfig) -> Eviction {
+    let limits = Limits {
+        capacity_bytes: config.dram_bytes,
+        protected_percent: config.protected_percent,
+        admit_partial: config.admit_partial,
+    };
+    Eviction::new(eviction::policy(config.policy), limits)
 }
 
 /// Enters one recovered block. The stage vouches for the key; bytes are checked when read.

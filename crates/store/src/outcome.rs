@@ -228,6 +228,9 @@ pub enum StoreError {
         #[source]
         source: Arc<std::io::Error>,
     },
+    /// Everything in the store is being erased. Retry when that has ended.
+    #[error("everything in the store is being erased; retry when that has ended")]
+    Erasing,
     /// The store was closed.
     #[error("the store is closed")]
     Closed,

@@ -5,10 +5,10 @@ use std::time::Duration;
 
 use cascade_block::{BlockKey, DigestMode};
 
-use crate::call::Call;
-use crate::node::{NoSlab, Node};
+use crate::eviction::Slot;
+use crate::node::Node;
 use crate::outcome::{Prepared, PutOutcome};
-use crate::put::Known;
+use crate::put::{Arriving, Known, resident_ancestor};
 use crate::{CallOptions, DeclineReason, Put, StoreError, ViewOutcome, WritePolicy};
 
 /// Most bytes of slabs that one call gives out: a batch of large blocks is several calls, so that
@@ -28,7 +28,10 @@ impl Node {
         let call = self.call(options);
         let mut prepared = Vec::with_capacity(batch.len());
         let may_wait = options.timeout != Some(Duration::ZERO);
-        let (mut taken, mut declined) = (0, None);
+        let mut taken = 0;
+        let mut declined: Option<(BlockKey, DeclineReason)> = None;
+        // The block before in its chain, if this call took it, and what it hangs on.
+        let mut hanging: Option<(BlockKey, Option<Slot>)> = None;
         let mut state = self.lock();
         for (put, bytes) in batch.iter().zip(lengths) {
             let is_over = taken > 0 && taken + bytes > bytes_max.min(BATCH_BYTES);
@@ -39,37 +42,41 @@ impl Node {
                 Known::Settled(outcome) => Prepared::Settled(outcome),
                 Known::Compare => Prepared::Compare,
                 // Without its parent a block is never asked for.
-                Known::New if declined.is_some() && put.parent == declined => {
-                    declined = Some(put.key);
-                    Prepared::Settled(PutOutcome::Declined(DeclineReason::WorthLess))
+                Known::New if declined.is_some_and(|(key, _)| put.parent == Some(key)) => {
+                    let (_, reason) = declined.expect("just asked");
+                    declined = Some((put.key, reason));
+                    Prepared::Settled(PutOutcome::Declined(reason))
                 }
                 // What is larger than the pool is declined for that, below.
                 Known::New if *bytes > bytes_max && *bytes <= self.pool.region().bytes() => {
                     Prepared::Settled(PutOutcome::Declined(DeclineReason::Full))
                 }
                 Known::New => {
-                    let (again, slab) = self.take_worth(state, put, *bytes, taken > 0, call);
+                    let parent = resident_ancestor(&state, put, hanging);
+                    let arriving = Arriving { put, bytes: *bytes, parent };
+                    let (again, slab) = self.take_worth(state, arriving, taken > 0, call);
                     state = again;
                     match slab {
                         Ok(slab) => {
                             // From here on it is the caller's: nobody waits for it to come back.
                             state.slabs_out -= 1;
                             taken += slab.len().max(1);
+                            hanging = Some((put.key, parent));
                             Prepared::Slab(slab)
                         }
                         // What this batch holds may be all that is in the way.
                         Err(_) if taken > 0 => break,
-                        Err(why) => {
-                            declined = (why == NoSlab::WorthLess).then_some(put.key);
-                            Prepared::Settled(self.not_taken(&state, why, *bytes, call))
-                        }
+                        Err(why) => Prepared::Settled(self.not_taken(&state, why, *bytes, call)),
                     }
                 }
             };
-            if let Prepared::Settled(outcome) = &next
-                && (may_wait || !is_late(outcome))
-            {
-                state.counters.count_put(outcome);
+            if let Prepared::Settled(outcome) = &next {
+                if let PutOutcome::Declined(reason) = outcome {
+                    declined = Some((put.key, *reason));
+                }
+                if may_wait || !is_late(outcome) {
+                    state.count_put(&put.key, outcome);
+                }
             }
             prepared.push(next);
         }
@@ -100,8 +107,7 @@ impl Node {
 
     /// Views for a comparison: counted nowhere, nothing is brought up.
     pub(crate) fn inspect(&self, keys: &[BlockKey], options: CallOptions) -> Vec<ViewOutcome> {
-        let call: Call = self.call(options);
-        self.read_to_compare(keys, call)
+        self.read_to_compare(keys, self.call(options))
     }
 }
 

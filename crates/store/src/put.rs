@@ -5,12 +5,13 @@
 
 use std::sync::MutexGuard;
 
-use cascade_block::{Digest, DigestMode};
+use cascade_block::{BlockKey, Digest, DigestMode};
 use cascade_memory::{Slab, SlabMut};
 
 use crate::call::Call;
 use crate::catalog::{ContentIndex, NewKey};
-use crate::eviction::Incoming;
+use crate::eviction::{Incoming, Slot};
+use crate::history::Loss;
 use crate::node::{NoSlab, Node};
 use crate::outcome::PutSlab;
 use crate::stage::BlockFacts;
@@ -38,6 +39,16 @@ struct Putting<'a> {
     digests: Vec<Option<Digest>>,
     outcomes: Vec<Option<PutOutcome>>,
     call: Call,
+}
+
+/// A block that wants room.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Arriving<'a> {
+    pub(crate) put: &'a Put<'a>,
+    /// Its length; its bytes may be elsewhere still.
+    pub(crate) bytes: usize,
+    /// What it hangs on in DRAM.
+    pub(crate) parent: Option<Slot>,
 }
 
 /// What the catalog says about a block before its bytes are copied.
@@ -104,7 +115,9 @@ impl Node {
             }
             match self.known(&mut state, put, digest) {
                 Known::Settled(outcome) => return outcome,
-                Known::New => return self.publish(&mut state, put, digest, slab.clone()),
+                Known::New => {
+                    return self.publish(&mut state, put, digest, slab.clone(), call);
+                }
                 Known::Compare => {}
             }
             drop(state);
@@ -127,6 +140,9 @@ impl Node {
         if state.is_closing {
             return Err(StoreError::Closed);
         }
+        if state.is_erasing {
+            return Err(StoreError::Erasing);
+        }
         let (mut state, slab) = self.take_slab(state, bytes, false, None, call);
         let slab = slab.map_err(|why| self.no_slab_error(&state, why, bytes, call))?;
         // From here on the slab is the caller's: nobody waits for it to come back.
@@ -145,7 +161,9 @@ impl Node {
     fn take_round(&self, putting: &mut Putting<'_>, open: &[usize]) -> (Vec<Taken>, usize) {
         let mut taken: Vec<Taken> = Vec::new();
         let mut taken_bytes = 0;
-        let mut declined = None;
+        let mut declined: Option<(BlockKey, DeclineReason)> = None;
+        // The block before in its chain, if this round took it, and what it hangs on.
+        let mut hanging: Option<(BlockKey, Option<Slot>)> = None;
         let mut state = self.lock();
         for (done, at) in open.iter().enumerate() {
             if taken.len() == ROUND_BLOCKS || taken_bytes >= ROUND_BYTES {
@@ -157,19 +175,20 @@ impl Node {
                 Known::Settled(outcome) => putting.outcomes[*at] = Some(outcome),
                 Known::Compare => {}
                 // Without its parent a block is never asked for.
-                Known::New if declined.is_some() && put.parent == declined => {
-                    declined = Some(put.key);
-                    let outcome = PutOutcome::Declined(DeclineReason::WorthLess);
-                    putting.outcomes[*at] = Some(outcome);
+                Known::New if declined.is_some_and(|(key, _)| put.parent == Some(key)) => {
+                    let (_, reason) = declined.expect("just asked");
+                    declined = Some((put.key, reason));
+                    putting.outcomes[*at] = Some(PutOutcome::Declined(reason));
                 }
                 Known::New => {
-                    let holds_some = !taken.is_empty();
-                    let bytes = put.bytes.len();
-                    let (again, slab) =
-                        self.take_worth(state, put, bytes, holds_some, putting.call);
+                    let (bytes, holds_some) = (put.bytes.len(), !taken.is_empty());
+                    let parent = resident_ancestor(&state, put, hanging);
+                    let arriving = Arriving { put, bytes, parent };
+                    let (again, slab) = self.take_worth(state, arriving, holds_some, putting.call);
                     state = again;
                     match slab {
                         Ok(slab) => {
+                            hanging = Some((put.key, parent));
                             taken_bytes += slab.len();
                             taken.push(Taken { index: *at, slab });
                         }
@@ -179,8 +198,10 @@ impl Node {
                             return (taken, done);
                         }
                         Err(why) => {
-                            declined = (why == NoSlab::WorthLess).then_some(put.key);
                             let outcome = self.not_taken(&state, why, bytes, putting.call);
+                            if let PutOutcome::Declined(reason) = outcome {
+                                declined = Some((put.key, reason));
+                            }
                             putting.outcomes[*at] = Some(outcome);
                         }
                     }
@@ -196,11 +217,11 @@ impl Node {
     pub(crate) fn take_worth<'a>(
         &'a self,
         state: MutexGuard<'a, State>,
-        put: &Put<'_>,
-        bytes: usize,
+        arriving: Arriving<'_>,
         holds_some: bool,
         call: Call,
     ) -> (MutexGuard<'a, State>, Result<SlabMut, NoSlab>) {
+        let Arriving { put, bytes, parent } = arriving;
         if !self.stages.is_empty() {
             if holds_some && self.is_behind(&state) {
                 return (state, Err(NoSlab::Late));
@@ -211,11 +232,10 @@ impl Node {
             }
             return self.take_slab(state, bytes, holds_some, None, call);
         }
-        let parent = put.parent.and_then(|parent| state.catalog.find(&parent));
         let incoming = Incoming {
             owner: u32::MAX,
             fingerprint: put.key.fingerprint(),
-            parent: parent.and_then(|parent| state.catalog.entry(parent).slot()),
+            parent,
             bytes: u32::try_from(bytes).expect("longer blocks were refused"),
             is_protected: put.is_prefix,
         };
@@ -224,8 +244,7 @@ impl Node {
 
     /// Whether too much waits to be written down.
     pub(crate) fn is_behind(&self, state: &State) -> bool {
-        let names = state.names.iter().map(Vec::len).max().unwrap_or(0);
-        state.pending_total() >= self.dirty_bytes_max || names >= NAMES_WAITING_MAX
+        state.pending_total() >= self.dirty_bytes_max || state.names_waiting() >= NAMES_WAITING_MAX
     }
 
     /// Back-pressure: a put waits while too much waits to be written down.
@@ -235,6 +254,7 @@ impl Node {
         call: Call,
     ) -> (MutexGuard<'a, State>, bool) {
         while self.is_behind(&state) {
+            self.suspect_those_behind(&mut state);
             // What this very call has queued may be unknown to its mover.
             self.announce_work();
             let (again, in_time) = self.wait_changed(state, call);
@@ -265,7 +285,7 @@ impl Node {
             putting.outcomes[index] = match self.known(&mut state, put, digest) {
                 Known::Settled(outcome) => Some(outcome),
                 Known::Compare => None,
-                Known::New => Some(self.publish(&mut state, put, digest, slab)),
+                Known::New => Some(self.publish(&mut state, put, digest, slab, putting.call)),
             };
         }
         drop(state);
@@ -287,6 +307,14 @@ impl Node {
         let declined = |reason| Known::Settled(PutOutcome::Declined(reason));
         if state.is_closing {
             return Known::Settled(PutOutcome::Failed(StoreError::Closed));
+        }
+        if self.takes_nothing(state) {
+            let shed = state.shed.trailing_zeros() as usize;
+            let error = self.stage_error(state, shed, "take a block");
+            return Known::Settled(PutOutcome::Failed(error));
+        }
+        if state.is_erasing {
+            return Known::Settled(PutOutcome::Failed(StoreError::Erasing));
         }
         if !state.has_dram && self.stages.is_empty() {
             return declined(DeclineReason::Empty);
@@ -313,9 +341,14 @@ impl Node {
         digest: Option<Digest>,
     ) -> Known {
         let now_unix_ms = self.clock.unix_ms();
+        state.history.tell_time(now_unix_ms);
         if let Some(key) = state.find_live(&put.key, now_unix_ms) {
             let index = state.catalog.entry(key).content;
             let content = state.catalog.content(index);
+            if self.is_out_of_reach(state, content) {
+                // Nobody can read it now: it comes back as if it were new.
+                return self.refused(state, put, bytes);
+            }
             if content.bytes as usize != bytes {
                 return Known::Settled(PutOutcome::Conflict);
             }
@@ -335,8 +368,10 @@ impl Node {
             return Known::Settled(outcome);
         }
         match digest.and_then(|digest| state.catalog.find_digest(&digest)) {
-            Some(content) => Known::Settled(self.deduplicate(state, put, digest, content)),
-            None => Known::New,
+            Some(content) if !self.is_out_of_reach(state, state.catalog.content(content)) => {
+                Known::Settled(self.deduplicate(state, put, digest, content))
+            }
+            Some(_) | None => Known::New,
         }
     }
 
@@ -350,6 +385,7 @@ impl Node {
     ) -> PutOutcome {
         let facts = self.facts(put, digest);
         let key = state.catalog.link(&new_key(&facts), content);
+        state.history.forget(&put.key);
         if state.catalog.content(content).slab.is_some() {
             state.make_resident(key, self.policy_now(state));
         }
@@ -368,12 +404,26 @@ impl Node {
         put: &Put<'_>,
         digest: Option<Digest>,
         slab: Slab,
+        call: Call,
     ) -> PutOutcome {
         let facts = self.facts(put, digest);
-        let (key, content) = state.catalog.insert(&new_key(&facts), facts.bytes, digest);
         let bytes = u64::from(facts.bytes);
-        state.content_bytes += bytes;
         state.counters.bytes_written += bytes;
+        let pins = state.catalog.find(&put.key).map_or(0, |key| {
+            // A shed stage has bytes under this name that nobody can compare with these. It is
+            // told to forget them when it is back: the name means these bytes from now on.
+            let pins = state.catalog.entry(key).pins;
+            state.forget(key, Loss::Deleted);
+            pins
+        });
+        let (key, content) = state.catalog.insert(&new_key(&facts), facts.bytes, digest);
+        state.catalog.entry_mut(key).pins = pins;
+        state.content_bytes += bytes;
+        state.history.forget(&put.key);
+        let put_stamp = state.history.stamp();
+        let entry = state.catalog.content_mut(content);
+        entry.put_stamp = put_stamp;
+        entry.writer = call.writer.map_or(0, |writer| writer.0.get());
         state.put_slab(content, slab);
         for stage in 0..self.stages.len() {
             state.push_block(stage, facts, content);
@@ -396,10 +446,12 @@ impl Node {
             }
         }
         let mut state = self.lock();
-        for outcome in &outcomes {
-            state.counters.count_put(outcome);
+        let now = self.policy_now(&state);
+        for (put, outcome) in batch.iter().zip(&outcomes) {
+            state.count_put(&put.key, outcome);
         }
         drop(state);
+        self.insight().shadows.put(now, batch, &outcomes);
         outcomes
     }
 
@@ -432,7 +484,7 @@ impl Node {
                     if entry.address(stage).is_some() {
                         break;
                     }
-                    if is_tried || entry.slab.is_none() {
+                    if is_tried || entry.slab.is_none() || state.is_shed(stage) {
                         return Err(self.stage_error(&state, stage, "write a block"));
                     }
                     is_tried = true;
@@ -444,6 +496,9 @@ impl Node {
             }
         }
         if matches!(outcome, Deduplicated) {
+            if let Some(stage) = (0..self.stages.len()).find(|stage| state.is_shed(*stage)) {
+                return Err(self.stage_error(&state, stage, "learn a name"));
+            }
             let tickets = state.names_tickets.map(|tickets| tickets.pushed);
             drop(self.wait_names(state, tickets, "put", call)?);
         }
@@ -461,7 +516,9 @@ impl Node {
             NoSlab::TooLarge => PutOutcome::Declined(DeclineReason::TooLarge),
             NoSlab::Full => PutOutcome::Declined(DeclineReason::Full),
             NoSlab::WorthLess => PutOutcome::Declined(DeclineReason::WorthLess),
-            NoSlab::Late => PutOutcome::Failed(self.no_slab_error(state, why, bytes, call)),
+            NoSlab::Late | NoSlab::Erasing => {
+                PutOutcome::Failed(self.no_slab_error(state, why, bytes, call))
+            }
         }
     }
 
@@ -478,6 +535,7 @@ impl Node {
                 reason: format!("a block of {bytes} bytes is larger than the pool"),
             },
             NoSlab::Late if state.pending_total() > 0 => self.busy_error(state),
+            NoSlab::Erasing => StoreError::Erasing,
             NoSlab::Late => call.timeout_error("take room in DRAM"),
             NoSlab::Full | NoSlab::WorthLess => StoreError::NoRoom { needed_bytes: bytes },
         }
@@ -504,6 +562,20 @@ impl Node {
             is_prefix: put.is_prefix,
             expires_unix_ms: expires,
         }
+    }
+}
+
+/// What a block hangs on in DRAM: its parent, or what that will hang on once this round is in. It
+/// must not go for the block itself: then all that follows would be of no use.
+pub(crate) fn resident_ancestor(
+    state: &State,
+    put: &Put<'_>,
+    hanging: Option<(BlockKey, Option<Slot>)>,
+) -> Option<Slot> {
+    let parent = put.parent?;
+    match state.catalog.find(&parent) {
+        Some(found) => state.catalog.entry(found).slot(),
+        None => hanging.filter(|(key, _)| *key == parent).and_then(|(_, slot)| slot),
     }
 }
 

@@ -7,9 +7,10 @@ use cascade_memory::{Slab, SlabMut};
 
 use crate::call::Call;
 use crate::catalog::{Address, Awaits, ContentIndex, KeyIndex};
-use crate::eviction::Removal;
-use crate::node::Node;
-use crate::stage::{Load, Loaded, StageError, guarded};
+use crate::history::Loss;
+use crate::node::{NoSlab, Node};
+use crate::shedding::Verdict;
+use crate::stage::{Load, Loaded, StageError};
 use crate::state::{NameChange, State};
 use crate::{CallOptions, GetOutcome, StoreError, ViewOutcome};
 
@@ -38,6 +39,8 @@ struct Wanted {
     key: BlockKey,
     /// Bit per lower stage that failed, or keeps only its name.
     avoid: u8,
+    /// A stage that has it was shed while it was asked.
+    was_shed: bool,
     tries: u32,
 }
 
@@ -185,8 +188,10 @@ impl Node {
 
     fn read(&self, keys: &[BlockKey], call: Call, purpose: Purpose) -> Vec<ViewOutcome> {
         let mut reading = Reading { outcomes: keys.iter().map(|_| None).collect(), purpose, call };
-        let wanted =
-            |(index, key): (usize, &BlockKey)| Wanted { index, key: *key, avoid: 0, tries: 0 };
+        let wanted = |(index, key): (usize, &BlockKey)| {
+            let key = *key;
+            Wanted { index, key, avoid: 0, was_shed: false, tries: 0 }
+        };
         let mut wanted: Vec<Wanted> = keys.iter().enumerate().map(wanted).collect();
         while !wanted.is_empty() {
             let state = self.lock();
@@ -213,6 +218,8 @@ impl Node {
     ) -> (MutexGuard<'a, State>, Plan) {
         let now = self.policy_now(&state);
         let now_unix_ms = self.clock.unix_ms();
+        state.history.tell_time(now_unix_ms);
+        let stamp = state.history.stamp();
         let keys: Vec<BlockKey> = wanted.iter().map(|wanted| wanted.key).collect();
         let mut found = Vec::with_capacity(keys.len());
         state.catalog.find_batch(&keys, &mut found);
@@ -234,7 +241,7 @@ impl Node {
                 reading.settle(wanted, ViewOutcome::Miss);
                 continue;
             };
-            if let Some(slab) = resident(&mut state, key, now, reading.purpose) {
+            if let Some(slab) = resident(&mut state, key, now, stamp, reading.purpose) {
                 reading.settle(wanted, ViewOutcome::Hit { slab, tier });
                 continue;
             }
@@ -256,15 +263,19 @@ impl Node {
         plan: &mut Plan,
         reading: &mut Reading,
     ) -> (MutexGuard<'a, State>, Option<ViewOutcome>) {
-        let index = state.catalog.entry(key).content;
+        let (index, shed) = (state.catalog.entry(key).content, state.shed);
         let content = state.catalog.content_mut(index);
         if content.is_loading {
             plan.waiting.push(wanted);
             return (state, None);
         }
-        let Some((stage, address)) = content.fastest_lower_but(wanted.avoid) else {
+        let Some((stage, address)) = content.fastest_lower_but(wanted.avoid | shed) else {
+            let is_shed = wanted.was_shed || content.fastest_lower_but(wanted.avoid).is_some();
             // A failure of a stage that has the block, if there was one, is told already.
             let told = reading.outcomes[wanted.index].take();
+            if told.is_none() && is_shed && reading.purpose == Purpose::Use {
+                state.counters.shed_gets += 1;
+            }
             return (state, Some(told.unwrap_or(ViewOutcome::Miss)));
         };
         content.is_loading = true;
@@ -285,6 +296,9 @@ impl Node {
                 if holds_some {
                     plan.waiting.push(wanted);
                     return (state, None);
+                }
+                if why == NoSlab::Erasing {
+                    return (state, Some(ViewOutcome::Miss));
                 }
                 let error = self.no_slab_error(&state, why, bytes, reading.call);
                 (state, Some(ViewOutcome::Failed(error)))
@@ -309,8 +323,13 @@ impl Node {
                 places.push((wanted, from));
                 loads.push(Load { key: wanted.key, address: from.address, slab });
             }
-            let loaded = guarded::load(&*self.stages[stage], loads, reading.call.deadline);
+            let time = reading.call.deadline.remaining(&*self.clock);
+            let loaded = self.stages[stage].load(loads, reading.call.deadline);
+            let verdict = Verdict::of_load(&loaded, time >= self.config.health.probe_timeout);
+            let now_unix_ms = self.clock.unix_ms();
             let mut state = self.lock();
+            self.judge(&mut state, stage, verdict);
+            state.history.tell_time(now_unix_ms);
             for ((mut wanted, from), loaded) in places.into_iter().zip(loaded) {
                 state.slabs_out -= 1;
                 if !self.settle(&mut state, &mut wanted, from, loaded, reading) {
@@ -349,6 +368,10 @@ impl Node {
                 reading.settle(wanted, ViewOutcome::Failed(late));
                 return true;
             }
+            Loaded::Failed(StageError::Shed) => {
+                wanted.avoid |= 1 << from.stage;
+                wanted.was_shed = true;
+            }
             Loaded::Failed(error) => {
                 wanted.avoid |= 1 << from.stage;
                 let (operation, source) = ("read a block", std::sync::Arc::new(error));
@@ -361,7 +384,7 @@ impl Node {
             Loaded::Gone => forget_name(state, wanted, from),
             Loaded::Damaged => {
                 state.counters.damaged_blocks += 1;
-                forget_address(state, from);
+                forget_address(state, from, Loss::Damaged);
             }
         }
         wanted.tries += 1;
@@ -387,12 +410,16 @@ impl Node {
         let named = state.catalog.find(&wanted.key);
         let names_it = |key: &KeyIndex| state.catalog.entry(*key).content == from.content;
         let Some(key) = named.filter(names_it) else { return };
+        let stamp = state.history.stamp();
         let Some(content) = state.catalog.live_content(from.place()) else { return };
         let has_moved = content.address(from.stage) != Some(from.address);
         if has_moved || purpose == Purpose::Inspect {
             return;
         }
         content.referenced |= 1 << from.stage;
+        if purpose == Purpose::Use {
+            content.note_use(stamp);
+        }
         if !self.pipeline.has_dram || !state.eviction.policy().promotes_hits() {
             return;
         }
@@ -480,18 +507,21 @@ fn resident(
     state: &mut State,
     key: KeyIndex,
     now: std::time::Duration,
+    stamp: u32,
     purpose: Purpose,
 ) -> Option<Slab> {
     let content = state.catalog.entry(key).content;
-    let slab = state.catalog.content(content).slab.clone()?;
+    let content = state.catalog.content_mut(content);
+    let slab = content.slab.clone()?;
     if purpose == Purpose::Use {
+        content.note_use(stamp);
         state.touch(key, now);
     }
     Some(slab)
 }
 
 /// The block's bytes are no longer where the catalog says: the address goes, for all its names.
-fn forget_address(state: &mut State, from: Source) {
+fn forget_address(state: &mut State, from: Source, why: Loss) {
     let Some(content) = state.catalog.live_content(from.place()) else { return };
     if content.address(from.stage) == Some(from.address) {
         content.set_address(from.stage, None);
@@ -499,7 +529,7 @@ fn forget_address(state: &mut State, from: Source) {
             let name = state.catalog.entry(key).key;
             state.push_name(from.stage, NameChange::Remove(name, from.address));
         }
-        state.forget_if_nowhere(from.content);
+        state.forget_if_nowhere(from.content, why);
     }
 }
 
@@ -511,14 +541,14 @@ fn forget_name(state: &mut State, wanted: &Wanted, from: Source) {
         return;
     }
     if content.key_count == 1 {
-        return forget_address(state, from);
+        return forget_address(state, from, Loss::Vanished);
     }
     let tickets = state.names_tickets[from.stage];
     if tickets.settled == tickets.pushed
         && let Some(key) = state.catalog.find(&wanted.key)
         && state.catalog.entry(key).content == from.content
     {
-        state.forget(key, Removal::Deleted);
+        state.forget(key, Loss::Vanished);
     }
 }
 

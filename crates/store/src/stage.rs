@@ -4,7 +4,9 @@
 //! blocks come, stay and go is the store's business. Anyone can add one: implement [`Stage`],
 //! run [`conformance`] over it, register it in a [`Registry`].
 
+mod call_threads;
 pub mod conformance;
+pub(crate) mod encrypted;
 mod fake;
 mod files;
 pub(crate) mod guarded;
@@ -20,6 +22,8 @@ use thiserror::Error;
 
 use crate::TierName;
 pub use crate::catalog::Address;
+pub use crate::erase::Left;
+pub use encrypted::EncryptedStage;
 pub use fake::FakeStage;
 pub use files::FilesStage;
 pub use registry::{Registry, StageContext, StageFactory};
@@ -83,12 +87,18 @@ pub enum StageError {
     /// The stage panicked, or did not say what became of the block.
     #[error("the stage gave no answer")]
     NoAnswer,
+    /// The stage has no way to erase what it keeps.
+    #[error("the stage cannot erase what it keeps")]
+    CannotErase,
     /// The stage was closed.
     #[error("the stage is closed")]
     Closed,
     /// The deadline passed.
     #[error("the stage did not answer in time")]
     Timeout,
+    /// It failed lately, or all its calls hang, and it is left alone until it answers a probe.
+    #[error("the stage is left alone until it answers a probe, because it failed lately")]
+    Shed,
     /// Anything else.
     #[error("the stage failed")]
     Failed(#[source] Arc<dyn Error + Send + Sync>),
@@ -120,16 +130,36 @@ pub struct StageStats {
     pub notes: Vec<String>,
 }
 
+/// What erasing a stage did.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct StageErased {
+    /// Files or other containers that are gone.
+    pub files_removed: u64,
+    /// Bytes of them that were overwritten.
+    pub overwritten_bytes: u64,
+    /// What resisted.
+    pub left: Vec<Left>,
+}
+
 /// A place below DRAM that keeps blocks.
 ///
 /// Calls come from several threads. Every call returns by its deadline; what is unfinished then
 /// fails with [`StageError::Timeout`], and slabs still in flight stay with the stage until free.
+/// A stage that does not keep to that costs the store a thread for each call that hangs, up to a
+/// bound, and nobody waits for it beyond the deadline.
 pub trait Stage: Send + Sync + fmt::Debug {
     /// The tier's name in results and statistics.
     fn name(&self) -> TierName;
 
     /// Whether it keeps names without bytes, so that a load never finds anything.
     fn keeps_names_only(&self) -> bool {
+        false
+    }
+
+    /// Whether a load returns by its deadline even while the device below hangs in the kernel. The
+    /// store then loads in the caller's thread, which saves two wake-ups a call; a stage that says
+    /// yes and hangs takes its callers with it.
+    fn keeps_deadlines(&self) -> bool {
         false
     }
 
@@ -175,6 +205,24 @@ pub trait Stage: Send + Sync + fmt::Debug {
     /// The manifests that are kept there.
     fn manifests(&self, _deadline: Deadline) -> Result<Vec<(NamespaceId, Manifest)>, StageError> {
         Ok(Vec::new())
+    }
+
+    /// Goes to the device and back, as a store and a load would, without changing any block. Asked
+    /// while the stage is idle, and while it is shed: when this succeeds, blocks are asked of it
+    /// again. A device that is full answers, and so is not broken.
+    fn probe(&self, _deadline: Deadline) -> Result<(), StageError> {
+        Ok(())
+    }
+
+    /// Calls of its own that go on although their deadline passed.
+    fn stuck_calls(&self) -> u64 {
+        0
+    }
+
+    /// Does away with everything that is kept, bytes and names and manifests, and is empty and
+    /// usable afterwards. No other call is under way.
+    fn erase(&self, _deadline: Deadline) -> Result<StageErased, StageError> {
+        Err(StageError::CannotErase)
     }
 
     /// Lets go of what others may want, such as a directory. Later calls fail.

@@ -11,10 +11,14 @@
 use std::collections::VecDeque;
 use std::time::Duration;
 
-use cascade_block::BlockKey;
+use cascade_block::{BlockKey, Clock};
 
+use crate::HealthConfig;
 use crate::catalog::{Address, Awaits, Catalog, ContentIndex, KeyIndex, LOWER_STAGES_MAX};
 use crate::eviction::{Eviction, Incoming, Removal, Verdict};
+use crate::health::Breaker;
+use crate::history::{History, Loss};
+use crate::outcome::PutOutcome;
 use crate::stage::{BlockFacts, StageError};
 use crate::stats::Counters;
 
@@ -57,10 +61,13 @@ pub(crate) struct Tickets {
 
 /// Everything that a node decides from.
 #[derive(Debug)]
+#[expect(clippy::struct_excessive_bools, reason = "facts that do not exclude each other")]
 pub(crate) struct State {
     pub(crate) catalog: Catalog,
     pub(crate) eviction: Eviction,
     pub(crate) counters: Counters,
+    /// What became of blocks that are gone.
+    pub(crate) history: History,
     /// Hits and their bytes: DRAM first, then the lower stages.
     pub(crate) tier_hits: [(u64, u64); 1 + LOWER_STAGES_MAX],
     /// Blocks to be written, by stage.
@@ -74,6 +81,13 @@ pub(crate) struct State {
     pub(crate) last_errors: [Option<StageError>; LOWER_STAGES_MAX],
     /// Bytes in the queues or being written, by stage.
     pub(crate) pending_bytes: [u64; LOWER_STAGES_MAX],
+    pub(crate) breakers: [Breaker; LOWER_STAGES_MAX],
+    /// Bit per lower stage: its breaker is open.
+    pub(crate) shed: u8,
+    /// Blocks that a stage failed to take, oldest first: queued again when its breaker closes.
+    pub(crate) lacking: [VecDeque<Pending>; LOWER_STAGES_MAX],
+    /// How many of these are to be queued again now.
+    pub(crate) retries: [usize; LOWER_STAGES_MAX],
     /// Blocks that prefetch brought up and that eviction spares until their first use, oldest
     /// first, with their bytes.
     pub(crate) prefetched: VecDeque<(BlockKey, u64)>,
@@ -85,17 +99,30 @@ pub(crate) struct State {
     /// The latest time that a request gave; the policy then goes by these.
     pub(crate) policy_time: Option<Duration>,
     pub(crate) has_dram: bool,
+    /// How many tiers stand below DRAM.
+    pub(crate) lower_stages: usize,
     /// Nothing new is taken any more.
     pub(crate) is_closing: bool,
+    /// Nothing is taken while everything is erased.
+    pub(crate) is_erasing: bool,
     pub(crate) is_closed: bool,
 }
 
 impl State {
-    pub(crate) fn new(eviction: Eviction, has_dram: bool) -> Self {
+    pub(crate) fn new(
+        eviction: Eviction,
+        has_dram: bool,
+        lower_stages: usize,
+        history: History,
+        health: HealthConfig,
+        clock: &dyn Clock,
+    ) -> Self {
+        let (now, now_unix_ms) = (clock.monotonic(), clock.unix_ms());
         Self {
             catalog: Catalog::new(),
             eviction,
             counters: Counters::default(),
+            history,
             tier_hits: [(0, 0); 1 + LOWER_STAGES_MAX],
             queues: Default::default(),
             blocks_tickets: Default::default(),
@@ -104,6 +131,10 @@ impl State {
             names_tickets: Default::default(),
             last_errors: Default::default(),
             pending_bytes: [0; LOWER_STAGES_MAX],
+            breakers: std::array::from_fn(|_| Breaker::new(health, now, now_unix_ms)),
+            shed: 0,
+            lacking: Default::default(),
+            retries: [0; LOWER_STAGES_MAX],
             prefetched: VecDeque::new(),
             prefetched_bytes: 0,
             content_bytes: 0,
@@ -111,7 +142,9 @@ impl State {
             slabs_out: 0,
             policy_time: None,
             has_dram,
+            lower_stages,
             is_closing: false,
+            is_erasing: false,
             is_closed: false,
         }
     }
@@ -120,7 +153,7 @@ impl State {
     pub(crate) fn find_live(&mut self, key: &BlockKey, now_unix_ms: u64) -> Option<KeyIndex> {
         let found = self.catalog.find(key)?;
         if self.catalog.entry(found).has_expired(now_unix_ms) {
-            self.forget(found, Removal::Deleted);
+            self.forget(found, Loss::Expired);
             return None;
         }
         Some(found)
@@ -191,6 +224,7 @@ impl State {
             return if may_any_go { Evicted::NothingWorthLess } else { Evicted::NothingUsable };
         };
         let key = KeyIndex(self.eviction.blocks().owner(slot));
+        let is_protected = self.eviction.blocks().is_protected(slot);
         self.release_slot(key, Removal::Evicted);
         let content = self.catalog.entry(key).content;
         if self.catalog.content(content).resident_keys == 0 {
@@ -199,9 +233,21 @@ impl State {
             self.counters.evicted_blocks += 1;
             self.counters.evicted_bytes += bytes;
             self.counters.lost_blocks += u64::from(!self.catalog.content(content).is_anywhere());
-            self.forget_if_nowhere(content);
+            self.forget_if_nowhere(content, self.why_evicted(content, is_protected));
         }
         Evicted::One
+    }
+
+    /// Why a content that DRAM lets go would be lost with it.
+    fn why_evicted(&self, content: ContentIndex, is_protected: bool) -> Loss {
+        let content = self.catalog.content(content);
+        match content {
+            _ if content.was_reclaimed => Loss::EvictedReclaimed,
+            _ if self.lower_stages > 0 => Loss::EvictedUnwritten,
+            _ if is_protected => Loss::EvictedProtected,
+            _ if content.uses > 0 => Loss::EvictedRead,
+            _ => Loss::EvictedUnread,
+        }
     }
 
     /// Takes a content's bytes out of DRAM; views that are held keep theirs.
@@ -220,20 +266,21 @@ impl State {
     }
 
     /// Forgets a content that no tier has any more.
-    pub(crate) fn forget_if_nowhere(&mut self, content: ContentIndex) {
+    pub(crate) fn forget_if_nowhere(&mut self, content: ContentIndex, why: Loss) {
         if self.catalog.content(content).is_anywhere() {
             return;
         }
         for key in self.catalog.keys_of(content) {
-            self.forget(key, Removal::Evicted);
+            self.forget(key, why);
         }
     }
 
     /// Removes a key, and with the last key its content, from every tier.
-    pub(crate) fn forget(&mut self, key: KeyIndex, why: Removal) {
-        self.release_slot(key, why);
+    pub(crate) fn forget(&mut self, key: KeyIndex, why: Loss) {
+        self.release_slot(key, why.removal());
         let entry = self.catalog.entry(key);
         let (name, index) = (entry.key, entry.content);
+        self.history.note(&name, why);
         let addresses: [_; LOWER_STAGES_MAX] =
             std::array::from_fn(|stage| self.catalog.content(index).address(stage));
         for (stage, address) in addresses.into_iter().enumerate() {
@@ -269,23 +316,47 @@ impl State {
 
     /// Queues a name for a stage's mover.
     pub(crate) fn push_name(&mut self, stage: usize, change: NameChange) {
+        self.bound_names(stage);
         self.names[stage].push(change);
         self.names_tickets[stage].pushed += 1;
     }
 
-    /// Queues a content for a stage's mover, which keeps its slab until then.
+    /// Queues a content for a stage's mover, which keeps its slab until then; for a stage that is
+    /// shed, only notes that it lacks it.
     pub(crate) fn push_block(&mut self, stage: usize, facts: BlockFacts, content: ContentIndex) {
+        let is_shed = self.is_shed(stage);
         let entry = self.catalog.content_mut(content);
-        entry.dirty |= 1 << stage;
         let generation = entry.generation;
+        if is_shed {
+            self.counters.shed_puts += 1;
+            self.unwritten[stage] += 1;
+            return self.note_lacking(stage, Pending { facts, content, generation });
+        }
+        entry.dirty |= 1 << stage;
         self.pending_bytes[stage] += u64::from(facts.bytes);
         self.queues[stage].push_back(Pending { facts, content, generation });
         self.blocks_tickets[stage].pushed += 1;
     }
 
+    /// One block's put is over.
+    pub(crate) fn count_put(&mut self, key: &BlockKey, outcome: &PutOutcome) {
+        self.counters.count_put(outcome);
+        match outcome {
+            PutOutcome::Declined(why) => self.history.note(key, (*why).into()),
+            PutOutcome::Failed(_) => self.history.note(key, Loss::PutFailed),
+            PutOutcome::Stored
+            | PutOutcome::Deduplicated
+            | PutOutcome::Present
+            | PutOutcome::Conflict => {}
+        }
+    }
+
     /// A stage failed.
     pub(crate) fn note_error(&mut self, stage: usize, error: StageError) {
-        self.last_errors[stage] = Some(error);
+        // That a stage is shed follows from an earlier failure, which says more.
+        if !matches!(error, StageError::Shed) || self.last_errors[stage].is_none() {
+            self.last_errors[stage] = Some(error);
+        }
     }
 
     /// A prefetched block is spared until its first use; within a limit, beyond which the oldest
@@ -308,6 +379,13 @@ impl State {
                 }
             }
         }
+    }
+
+    /// The mean length of the contents; zero while there is none.
+    pub(crate) fn typical_block_bytes(&self) -> u32 {
+        let contents = self.catalog.content_count() as u64;
+        let mean = self.content_bytes.checked_div(contents).unwrap_or(0);
+        u32::try_from(mean).unwrap_or(u32::MAX)
     }
 
     /// Bytes that wait for lower stages, all together.

@@ -7,11 +7,11 @@ use std::time::Duration;
 use blocks::{bytes_of, check, dram, key, keys, put};
 use cascade_block::{DigestAlgorithm, DigestMode};
 use cascade_store::{
-    CallOptions, DeclineReason, GetOutcome, Put, PutOutcome, PutSlab, Store, StoreConfig,
-    StoreError, ViewOutcome,
+    CallOptions, DeclineReason, GetOutcome, PolicyKind, Put, PutOutcome, PutSlab, Request, Store,
+    StoreConfig, StoreError, ViewOutcome,
 };
 
-const NOW: CallOptions = CallOptions { timeout: Some(Duration::from_secs(5)) };
+const NOW: CallOptions = CallOptions { timeout: Some(Duration::from_secs(5)), writer: None };
 
 #[test]
 fn a_batch_reports_each_block_and_keeps_the_order() {
@@ -188,4 +188,24 @@ fn a_closed_store_says_so() {
     let outcome = put(&store, &keys(1..2), 100);
     assert!(matches!(outcome[0], PutOutcome::Failed(StoreError::Closed)));
     assert!(matches!(store.reserve(1, NOW), Err(StoreError::Closed)));
+}
+
+/// A round of a put made room for all its blocks before any was in. The later ones were taken for
+/// blocks without a parent, so a chain longer than the tier evicted its own end and kept blocks
+/// that no lookup leads to: on recorded agent sessions LRU lost 3.5 of 37.7 points of hit rate.
+#[test]
+fn a_chain_longer_than_the_tier_keeps_its_beginning() {
+    for policy in [PolicyKind::Lru, PolicyKind::S3Fifo, PolicyKind::PrefixCost] {
+        let config = StoreConfig { dram_blocks: Some(100), policy, ..dram(4) };
+        let store = Store::open(config).unwrap();
+        let keys = keys(0..300);
+        store.lookup_prefix(&Request::new(&keys));
+        let put = |at: usize| Put {
+            parent: at.checked_sub(1).map(|before| keys[before]),
+            ..Put::new(keys[at], b"a block")
+        };
+        store.put(&(0..keys.len()).map(put).collect::<Vec<_>>(), CallOptions::default());
+        let matched = store.lookup_prefix(&Request::new(&keys)).tiers.len();
+        assert_eq!(matched, 100, "{policy:?}");
+    }
 }

@@ -12,7 +12,7 @@ use cascade_block::{DigestAlgorithm, DigestMode, SystemClock};
 use cascade_store::{
     CallOptions, Put, PutOutcome, Store, StoreConfig, StoreError, ViewOutcome, WritePolicy,
 };
-use third_party::{MapStage, flush, open};
+use third_party::{MapStage, flush, often, open, wait_for};
 
 const BLOCK: usize = 64 << 10;
 
@@ -68,7 +68,7 @@ fn a_stuck_stage_makes_puts_busy_by_their_deadline() {
     stage.delay_ms.store(2000, Relaxed);
     put(&store, &keys(0..16), BLOCK);
     let bytes = bytes_of(&key(99), BLOCK);
-    let options = CallOptions { timeout: Some(Duration::from_millis(50)) };
+    let options = CallOptions { timeout: Some(Duration::from_millis(50)), writer: None };
     let outcome = store.put(&[Put::new(key(99), &bytes)], options).pop().unwrap();
     let PutOutcome::Failed(StoreError::Busy { tier: "map", pending_bytes }) = outcome else {
         panic!("{outcome:?}")
@@ -83,7 +83,7 @@ fn a_late_read_is_a_timeout_and_the_block_stays() {
     put(&store, &keys(0..256), BLOCK);
     flush(&store);
     stage.delay_ms.store(500, Relaxed);
-    let options = CallOptions { timeout: Some(Duration::from_millis(20)) };
+    let options = CallOptions { timeout: Some(Duration::from_millis(20)), writer: None };
     let view = store.view(&keys(0..1), options).pop().unwrap();
     assert!(matches!(view, ViewOutcome::Failed(StoreError::Timeout { .. })), "{view:?}");
     stage.delay_ms.store(0, Relaxed);
@@ -92,7 +92,7 @@ fn a_late_read_is_a_timeout_and_the_block_stays() {
 
 #[test]
 fn a_failing_stage_costs_its_blocks_and_nothing_else() {
-    let (store, stage) = open(dram(4));
+    let (store, stage) = open(StoreConfig { health: often(), ..dram(4) });
     put(&store, &keys(0..256), BLOCK);
     flush(&store);
     stage.fails.store(true, Relaxed);
@@ -106,6 +106,7 @@ fn a_failing_stage_costs_its_blocks_and_nothing_else() {
     let error = store.flush(CallOptions::default()).unwrap_err();
     assert!(matches!(error, StoreError::Tier { tier: "map", .. }), "blocks are missing: {error}");
     stage.fails.store(false, Relaxed);
+    wait_for(&store, 0, true);
     store.flush(CallOptions::default()).expect("said once");
     assert_eq!(check(&store, &keys(0..1)), [Some("map")]);
 }

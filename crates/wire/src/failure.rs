@@ -85,6 +85,7 @@ pub(crate) fn write_error(into: &mut Writer<'_>, error: &StoreError) {
             into.text(reason);
         }
         StoreError::Closed => into.u8(5),
+        StoreError::Erasing => into.u8(6),
         other => {
             into.u8(3);
             into.text("node");
@@ -115,6 +116,7 @@ pub(crate) fn read_error(from: &mut Reader<'_>) -> Result<StoreError, WireError>
             reason: from.text("reason")?.to_owned(),
         },
         5 => StoreError::Closed,
+        6 => StoreError::Erasing,
         _ => return Err(WireError::Field("error")),
     })
 }

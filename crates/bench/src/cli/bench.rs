@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use clap::{Args, Subcommand};
 
 use crate::cli::eviction::{self, EvictionArgs};
+use crate::cli::shadow::{self, ShadowArgs};
 use crate::cli::{EXIT_OK, Failure, Screen, write_json};
 use crate::environment::Environment;
 use crate::measure::{Bench, Figure, table_header};
@@ -15,6 +16,8 @@ pub(super) enum BenchVerb {
     Core(CoreArgs),
     /// Replay every eviction policy over traces and capacities, beside Belady's optimum.
     Eviction(EvictionArgs),
+    /// Compare what shadow caches predict with what stores of those sizes measure.
+    Shadow(ShadowArgs),
 }
 
 /// Which measurements.
@@ -51,6 +54,7 @@ pub(super) fn run(args: &BenchVerb, screen: &mut Screen) -> Result<i32, Failure>
     match args {
         BenchVerb::Core(args) => core(args, screen),
         BenchVerb::Eviction(args) => eviction::run(args, screen),
+        BenchVerb::Shadow(args) => shadow::run(args, screen),
     }
 }
 

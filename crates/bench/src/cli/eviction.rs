@@ -41,22 +41,7 @@ pub(super) struct EvictionArgs {
 }
 
 pub(super) fn run(args: &EvictionArgs, screen: &mut Screen) -> Result<i32, Failure> {
-    let read = |path: &PathBuf| {
-        Trace::read(path).map_err(|error| Failure::Read {
-            path: path.clone(),
-            advice: "give a trace in Mooncake's JSONL format or recorded agent sessions".to_owned(),
-            source: Box::new(error),
-        })
-    };
-    let traces = if args.traces.is_empty() {
-        bundled_traces(Path::new(BUNDLED)).map_err(|error| Failure::Read {
-            path: BUNDLED.into(),
-            advice: "run it in Cascade's source directory, or name traces of your own".to_owned(),
-            source: Box::new(error),
-        })?
-    } else {
-        args.traces.iter().map(read).collect::<Result<Vec<_>, _>>()?
-    };
+    let traces = traces(&args.traces)?;
     let table = study_table(&traces, &args.sizes);
     match &args.json {
         Some(path) if path.as_os_str() == "-" => (),
@@ -66,4 +51,24 @@ pub(super) fn run(args: &EvictionArgs, screen: &mut Screen) -> Result<i32, Failu
         write_json(path, &table, screen)?;
     }
     Ok(EXIT_OK)
+}
+
+/// The traces that were named, or the bundled ones.
+pub(super) fn traces(paths: &[PathBuf]) -> Result<Vec<Trace>, Failure> {
+    let read = |path: &PathBuf| {
+        Trace::read(path).map_err(|error| Failure::Read {
+            path: path.clone(),
+            advice: "give a trace in Mooncake's JSONL format or recorded agent sessions".to_owned(),
+            source: Box::new(error),
+        })
+    };
+    if paths.is_empty() {
+        bundled_traces(Path::new(BUNDLED)).map_err(|error| Failure::Read {
+            path: BUNDLED.into(),
+            advice: "run it in Cascade's source directory, or name traces of your own".to_owned(),
+            source: Box::new(error),
+        })
+    } else {
+        paths.iter().map(read).collect()
+    }
 }

@@ -91,7 +91,7 @@ fn measure(args: &ReplayArgs, plan: &Plan<'_>, screen: &mut Screen) -> Result<Me
     }
     let outcome = watched(&store, &workload, options, &*clock, screen);
     let began = clock.monotonic();
-    let flushed = store.flush(CallOptions { timeout: Some(FLUSH_TIMEOUT) });
+    let flushed = store.flush(CallOptions { timeout: Some(FLUSH_TIMEOUT), writer: None });
     let flush = clock.monotonic().saturating_sub(began);
     let stats = store.stats();
     store.close().map_err(during("closing"))?;

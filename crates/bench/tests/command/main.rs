@@ -3,6 +3,7 @@
 #![expect(clippy::unwrap_used, reason = "in a test, a surprise should panic")]
 
 mod replay;
+mod serve;
 mod usage;
 
 use std::path::{Path, PathBuf};

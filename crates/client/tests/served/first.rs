@@ -6,7 +6,7 @@ use cascade_node::{Node, NodeConfig, Server};
 use cascade_store::{BlockStore, CallOptions, Put, PutOutcome, ViewOutcome};
 use std::os::unix::net::UnixListener;
 
-const NOW: CallOptions = CallOptions { timeout: None };
+const NOW: CallOptions = CallOptions { timeout: None, writer: None };
 
 #[test]
 fn a_block_that_one_client_puts_is_read_by_another() {

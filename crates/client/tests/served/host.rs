@@ -9,7 +9,7 @@ use cascade_client::{Client, ConnectOptions};
 use cascade_node::{Node, NodeConfig, Server};
 use cascade_store::{BlockStore, CallOptions, Put, PutOutcome, Stats, Store, ViewOutcome};
 
-pub(crate) const NOW: CallOptions = CallOptions { timeout: None };
+pub(crate) const NOW: CallOptions = CallOptions { timeout: None, writer: None };
 /// How long a test waits for what happens by itself before it says that it never does.
 const PATIENCE: Duration = Duration::from_secs(30);
 
@@ -91,7 +91,7 @@ pub(crate) fn timed<T>(call: impl FnOnce() -> T) -> (T, Duration) {
 }
 
 pub(crate) fn within(milliseconds: u64) -> CallOptions {
-    CallOptions { timeout: Some(Duration::from_millis(milliseconds)) }
+    CallOptions { timeout: Some(Duration::from_millis(milliseconds)), writer: None }
 }
 
 pub(crate) fn key(n: u64) -> BlockKey {

@@ -136,6 +136,10 @@ impl Engine for FaultyEngine {
         "faulty"
     }
 
+    fn stuck_calls(&self) -> u64 {
+        self.inner.stuck_calls()
+    }
+
     fn carry(&self, traffic: &mut dyn Traffic, deadline: Deadline) {
         while let Some((number, transfer)) = traffic.next() {
             let finished = match self.plan.next() {
@@ -187,6 +191,11 @@ impl FileOperations for FaultyFiles {
     fn rename(&self, from: &Path, to: &Path) -> io::Result<()> {
         self.plan.operation()?;
         self.inner.rename(from, to)
+    }
+
+    fn overwrite(&self, path: &Path) -> io::Result<u64> {
+        self.plan.operation()?;
+        self.inner.overwrite(path)
     }
 
     fn remove(&self, path: &Path) -> io::Result<()> {

@@ -10,6 +10,9 @@ use rustix::fs::{FallocateFlags, OFlags, SeekFrom, fallocate, seek};
 
 use crate::format::PAGE_BYTES;
 
+/// What is overwritten in one call.
+const OVERWRITE_BYTES: usize = 1 << 20;
+
 /// What an opened file is for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum OpenMode {
@@ -46,6 +49,9 @@ pub trait FileOperations: Send + Sync + fmt::Debug {
 
     /// Renames a file within its file system, over an existing one.
     fn rename(&self, from: &Path, to: &Path) -> io::Result<()>;
+
+    /// Writes zeroes over all of a file that was ever written, and syncs it; how many bytes.
+    fn overwrite(&self, path: &Path) -> io::Result<u64>;
 
     /// Removes a file.
     fn remove(&self, path: &Path) -> io::Result<()>;
@@ -131,6 +137,30 @@ impl FileOperations for SystemFiles {
 
     fn rename(&self, from: &Path, to: &Path) -> io::Result<()> {
         fs::rename(from, to)
+    }
+
+    fn overwrite(&self, path: &Path) -> io::Result<u64> {
+        let file = OpenOptions::new().write(true).open(path)?;
+        let length = file.metadata()?.len();
+        let zeroes = vec![0; OVERWRITE_BYTES];
+        let (mut at, mut overwritten) = (0, 0);
+        while let Some(start) = self.next_data(&file, at)?.filter(|start| *start < length) {
+            let end = match seek(&file, SeekFrom::Hole(start)) {
+                Ok(hole) if hole > start => hole.min(length),
+                // No holes are known of: all of it is data.
+                Ok(_) | Err(_) => length,
+            };
+            at = start;
+            while at < end {
+                let step = usize::try_from(end - at)
+                    .map_or(OVERWRITE_BYTES, |left| left.min(OVERWRITE_BYTES));
+                file.write_all_at(&zeroes[..step], at)?;
+                at += step as u64;
+            }
+            overwritten += end - start;
+        }
+        file.sync_all()?;
+        Ok(overwritten)
     }
 
     fn remove(&self, path: &Path) -> io::Result<()> {

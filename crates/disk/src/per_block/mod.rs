@@ -6,6 +6,7 @@
 //! add and remove files at any time, so what is in memory is a hint: every call asks the disk.
 
 mod block_file;
+mod erase;
 mod known;
 mod recovery;
 
@@ -27,8 +28,8 @@ use crate::io::{FileOperations, Io, Transfer};
 use crate::lock::DirectoryLock;
 use crate::tier::ReadRequest;
 use crate::{
-    Address, BlockFiles, Damage, DiskError, DiskStats, FileTierConfig, ReadOutcome, Reclaimed,
-    RecordMeta, StoredManifest, manifests,
+    Address, BlockFiles, Damage, DiskError, DiskStats, ErasedFiles, FileTierConfig, ReadOutcome,
+    Reclaimed, RecordMeta, StoredManifest, device_probe, manifests,
 };
 
 /// The file tier with one file a block.
@@ -44,7 +45,7 @@ pub struct PerBlockFiles {
     /// The next write's number: from a random start, so that no other process has the same.
     next_nonce: AtomicU64,
     counters: Counters,
-    _lock: DirectoryLock,
+    lock: DirectoryLock,
 }
 
 #[derive(Debug, Default)]
@@ -368,6 +369,14 @@ impl BlockFiles for PerBlockFiles {
         manifests::load_all(&self.io, &self.config.directory, deadline)
     }
 
+    fn probe_device(&self, deadline: Deadline) -> Result<(), DiskError> {
+        device_probe::probe(&self.io, &self.config, &self.lock, self.is_direct, deadline)
+    }
+
+    fn erase(&self, deadline: Deadline) -> Result<ErasedFiles, DiskError> {
+        self.erase_all(deadline)
+    }
+
     fn used_bytes(&self) -> u64 {
         self.known().used_bytes()
     }
@@ -388,6 +397,7 @@ impl BlockFiles for PerBlockFiles {
             records_read: load(&self.counters.records_read),
             bytes_read: load(&self.counters.bytes_read),
             records_damaged: load(&self.counters.records_damaged),
+            stuck_calls: self.io.stuck_calls(),
             ..DiskStats::default()
         }
     }

@@ -16,7 +16,7 @@ use rustix::net::sockopt::socket_peercred;
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
 use super::dispatch::Dispatch;
-use super::session::{Greeting, Peer, Session};
+use super::session::{Peer, Session};
 use super::{Shared, descriptors, lock};
 
 /// What a thread reads at a time, and what it keeps for its next answers.
@@ -304,9 +304,7 @@ impl Connection {
                 if is_new {
                     let pool = descriptors::for_client(file, session.access)?;
                     descriptors::send(self.fd(), &message, pool.as_fd())?;
-                    if let Some(process) = &session.process {
-                        shared.watch_process(self, process.as_fd());
-                    }
+                    shared.watch_process(self, &session);
                 } else {
                     (&self.stream).write_all(&message)?;
                 }
@@ -364,9 +362,8 @@ impl Connection {
         let name = hello.name.chars().filter(|c| !c.is_control()).take(NAME_MAX).collect();
         let process = Pid::from_raw(self.peer.process)
             .and_then(|pid| pidfd_open(pid, PidfdFlags::empty()).ok());
-        let greeting = Greeting { name, access: hello.access, connection: self.id };
-        let session =
-            Arc::new(Session::new(id, tenant, self.peer, process, greeting, hold_bytes_max));
+        let facts = (name, hello.access);
+        let session = Arc::new(Session::new(id, tenant, self.peer, process, facts, hold_bytes_max));
         shared.node.sessions().add(&session);
         *lock(&self.session) = Some(Arc::clone(&session));
         Ok((session, true))

@@ -13,12 +13,12 @@ use cascade_wire::{
     PreparedBlock, SealedBlock,
 };
 
-use super::holds::Held;
+use super::holds::{Held, counted};
 use super::session::Session;
 use crate::Node;
 
 /// A call that asks without time to wait.
-const AT_ONCE: CallOptions = CallOptions { timeout: Some(Duration::ZERO) };
+const AT_ONCE: CallOptions = CallOptions { timeout: Some(Duration::ZERO), writer: None };
 
 /// How many calls may wait for a tier or for room at a time. The threads beyond these serve those
 /// that need not wait, so that a slow disk slows nobody who does not ask it.
@@ -215,7 +215,7 @@ impl Dispatch<'_> {
         // What no pool of this size ever has room for is refused by the store, as an embedded one
         // refuses it.
         let is_possible = needed_bytes <= self.store().region().bytes();
-        if is_possible && bytes > self.session.bytes_left() {
+        if is_possible && counted(needed_bytes) > self.session.bytes_left() {
             return Answer::Failed(StoreError::NoRoom { needed_bytes });
         }
         let reserved = match self.store().reserve(needed_bytes, AT_ONCE) {
@@ -312,11 +312,11 @@ impl Dispatch<'_> {
         let mut leases = Vec::with_capacity(keys.len());
         for (index, view) in views.into_iter().enumerate() {
             leases.push(match view {
-                ViewOutcome::Hit { slab, .. } if slab.reserved_bytes() as u64 > left => {
+                ViewOutcome::Hit { slab, .. } if counted(slab.len()) > left => {
                     Lease::Failed(StoreError::NoRoom { needed_bytes: slab.len() })
                 }
                 ViewOutcome::Hit { slab, tier } => {
-                    left -= slab.reserved_bytes() as u64;
+                    left -= counted(slab.len());
                     let bytes = u32::try_from(slab.len()).expect("blocks are shorter than 4 GiB");
                     let offset = slab.offset() as u64;
                     granted.push((index, Held::Lease(slab)));
@@ -375,7 +375,10 @@ impl Dispatch<'_> {
 }
 
 fn timeout(timeout_ms: u32) -> CallOptions {
-    CallOptions { timeout: Some(Duration::from_millis(u64::from(timeout_ms))) }
+    CallOptions {
+        timeout: Some(Duration::from_millis(u64::from(timeout_ms))),
+        ..CallOptions::default()
+    }
 }
 
 fn put_of(block: &AskedBlock) -> Put<'static> {

@@ -12,6 +12,8 @@ use cascade_wire::HoldRange;
 /// Most pieces that one client may hold at a time: empty blocks cost no share of the pool, but each
 /// piece costs the node some memory of its own.
 pub(super) const HOLDS_MAX: usize = 256 << 10;
+/// Least that a hold counts towards a client's share, in bytes.
+const COUNTED_MIN: usize = 1024;
 
 /// A piece of the pool in a client's hands.
 #[derive(Debug)]
@@ -23,13 +25,19 @@ pub(super) enum Held {
 }
 
 impl Held {
-    /// What it takes of the pool, rounding included: many tiny blocks are no way round a share.
+    /// What it counts towards the client's share.
     fn bytes(&self) -> u64 {
-        match self {
-            Self::Slab(slab) => slab.reserved_bytes() as u64,
-            Self::Lease(slab) => slab.reserved_bytes() as u64,
-        }
+        counted(match self {
+            Self::Slab(slab) => slab.len(),
+            Self::Lease(slab) => slab.len(),
+        })
     }
+}
+
+/// What a piece of that length counts: the smallest do not count for nothing, so that a client
+/// cannot hold without end.
+pub(super) fn counted(bytes: usize) -> u64 {
+    bytes.max(COUNTED_MIN) as u64
 }
 
 /// A call that will grant holds.
@@ -245,7 +253,7 @@ mod tests {
         holds.expect(CALL).expect("the numbers are new");
         let tiny = pool.allocate(1).expect("the pool is empty");
         assert!(holds.grant(10, Held::Slab(tiny)).is_none());
-        assert_eq!(holds.bytes(), 64);
+        assert_eq!(holds.bytes(), COUNTED_MIN as u64);
     }
 
     #[test]

@@ -34,8 +34,6 @@ pub(crate) struct Session {
     pub(crate) hold_bytes_max: u64,
     /// Readable once the process is gone, however many children inherited its sockets.
     pub(super) process: Option<OwnedFd>,
-    /// The connection that began it, which may be closed long before the session is over.
-    pub(super) connection: u64,
     started: Duration,
     /// Milliseconds since `started` of its last call.
     last_call_ms: AtomicU64,
@@ -53,13 +51,6 @@ impl fmt::Debug for Session {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "Session({:?} of {:?})", self.name, self.tenant.name())
     }
-}
-
-/// What a client said of itself, and where.
-pub(super) struct Greeting {
-    pub(super) name: String,
-    pub(super) access: Access,
-    pub(super) connection: u64,
 }
 
 /// What a status says of a client.
@@ -93,10 +84,10 @@ impl Session {
         tenant: Arc<Tenant>,
         peer: Peer,
         process: Option<OwnedFd>,
-        greeting: Greeting,
+        hello: (String, Access),
         hold_bytes_max: u64,
     ) -> Self {
-        let Greeting { name, access, connection } = greeting;
+        let (name, access) = hello;
         Self {
             id,
             tenant,
@@ -105,7 +96,6 @@ impl Session {
             access,
             hold_bytes_max,
             process,
-            connection,
             started: SystemClock.monotonic(),
             last_call_ms: AtomicU64::new(0),
             connections: AtomicUsize::new(1),

@@ -69,6 +69,12 @@ struct Shape {
 }
 
 impl PrefixCost {
+    /// With fewer counts (about a kilobyte each) than the 4096 of the default: what comes after
+    /// them is told apart less finely.
+    pub fn with_counts(most: usize) -> Self {
+        Self { cells: Cells::at_most(most), ..Self::default() }
+    }
+
     /// Units that are remembered now.
     pub fn units(&self) -> usize {
         self.units.len()

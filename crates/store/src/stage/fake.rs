@@ -6,7 +6,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use cascade_block::{BlockKey, Deadline};
 use cascade_memory::Slab;
 
-use super::{Address, BlockFacts, Load, Loaded, Room, Stage, StageError, StageStats};
+use super::{Address, BlockFacts, Load, Loaded, Room, Stage, StageErased, StageError, StageStats};
 use crate::TierName;
 
 /// Knows which blocks it would have. A load finds nothing, because there are no bytes to serve.
@@ -34,6 +34,10 @@ impl Stage for FakeStage {
     }
 
     fn keeps_names_only(&self) -> bool {
+        true
+    }
+
+    fn keeps_deadlines(&self) -> bool {
         true
     }
 
@@ -99,6 +103,13 @@ impl Stage for FakeStage {
 
     fn flush(&self, _deadline: Deadline) -> Result<(), StageError> {
         Ok(())
+    }
+
+    fn erase(&self, _deadline: Deadline) -> Result<StageErased, StageError> {
+        let mut names = self.state();
+        names.lengths.clear();
+        names.bytes = 0;
+        Ok(StageErased::default())
     }
 
     fn stats(&self) -> StageStats {

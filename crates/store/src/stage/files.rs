@@ -10,7 +10,10 @@ use cascade_disk::{
 };
 use cascade_memory::Slab;
 
-use super::{Address, BlockFacts, Load, Loaded, Room, Stage, StageContext, StageError, StageStats};
+use super::{
+    Address, BlockFacts, Left, Load, Loaded, Room, Stage, StageContext, StageErased, StageError,
+    StageStats,
+};
 use crate::{FileLayout, FilesConfig, IoEngine, StoreError, TierName};
 
 /// Keeps blocks in files.
@@ -153,7 +156,8 @@ fn theirs(address: Address) -> cascade_disk::Address {
 
 fn stage_error(error: DiskError) -> StageError {
     match error {
-        DiskError::Full { .. } => StageError::Full,
+        // Room that the tier gives back is room on the device too.
+        DiskError::Full { .. } | DiskError::NoSpace { .. } => StageError::Full,
         DiskError::Timeout { .. } => StageError::Timeout,
         DiskError::BadLength { payload_bytes, .. } => {
             StageError::Declined { bytes: u32::try_from(payload_bytes).unwrap_or(u32::MAX) }
@@ -165,6 +169,10 @@ fn stage_error(error: DiskError) -> StageError {
 impl Stage for FilesStage {
     fn name(&self) -> TierName {
         self.name
+    }
+
+    fn keeps_deadlines(&self) -> bool {
+        true
     }
 
     fn store(
@@ -318,6 +326,32 @@ impl Stage for FilesStage {
             _ => None,
         };
         Ok(stored.into_iter().filter_map(good).collect())
+    }
+
+    fn probe(&self, deadline: Deadline) -> Result<(), StageError> {
+        match self.files()?.probe_device(deadline).map_err(stage_error) {
+            // A device that says so answers: what is there can be read.
+            Err(StageError::Full) => Ok(()),
+            result => result,
+        }
+    }
+
+    fn stuck_calls(&self) -> u64 {
+        self.files().map_or(0, |files| files.stats().stuck_calls)
+    }
+
+    fn erase(&self, deadline: Deadline) -> Result<StageErased, StageError> {
+        self.elsewhere().clear();
+        let erased = self.files()?.erase(deadline).map_err(stage_error)?;
+        let left = |file: cascade_disk::FileLeft| Left {
+            what: file.path.display().to_string(),
+            why: file.reason,
+        };
+        Ok(StageErased {
+            files_removed: erased.files_removed,
+            overwritten_bytes: erased.overwritten_bytes,
+            left: erased.left.into_iter().map(left).collect(),
+        })
     }
 
     fn close(&self) {

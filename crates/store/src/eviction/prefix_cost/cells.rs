@@ -10,7 +10,7 @@ use super::age::{BINS, PerBin, width};
 use super::units::NONE;
 use crate::eviction::{Priority, StopReason};
 
-/// Cells beyond which new ones forget their finer features.
+/// Cells beyond which new ones forget their finer features, unless told otherwise.
 const CELLS_MAX: usize = 4096;
 /// Stands for an octave that was not looked at; no real one reaches it.
 const UNKNOWN_OCTAVE: u8 = 23;
@@ -126,20 +126,33 @@ impl Cell {
 }
 
 /// All cells, by their features.
-#[derive(Debug, Default)]
+#[derive(Debug)]
+#[expect(clippy::struct_field_names, reason = "they are the cells")]
 pub(super) struct Cells {
     pub(super) cells: Vec<Cell>,
     by_features: HashMap<Features, u16>,
+    /// Cells beyond which new ones forget their finer features.
+    most: usize,
+}
+
+impl Default for Cells {
+    fn default() -> Self {
+        Self::at_most(CELLS_MAX)
+    }
 }
 
 impl Cells {
+    pub(super) fn at_most(most: usize) -> Self {
+        Self { cells: Vec::new(), by_features: HashMap::new(), most: most.min(CELLS_MAX) }
+    }
+
     pub(super) fn find(&self, features: Features) -> Option<u16> {
         self.by_features.get(&features).copied()
     }
 
     /// The features that a new cell for `features` has: coarser ones once there are many.
     pub(super) fn affordable(&self, features: Features) -> Features {
-        if self.cells.len() < CELLS_MAX { features } else { features.coarse() }
+        if self.cells.len() < self.most { features } else { features.coarse() }
     }
 
     pub(super) fn add(&mut self, features: Features, class: u16, now: f64) -> u16 {

@@ -1,0 +1,338 @@
+//! A node's status as text for a terminal: aligned, with units, the unusual in red.
+
+use std::fmt::Write;
+
+use cascade_block::ByteSize;
+use cascade_node::status::{HealthState, NodeState, OperationStatus, Status, TenantStatus};
+
+use crate::cli::Screen;
+use crate::replay::summary::{duration, grouped, percent, span};
+
+/// The status as it is printed by `cascade status`, without a last newline.
+pub fn render(status: &Status, screen: &Screen) -> String {
+    let mut page = Page { text: String::new(), screen };
+    page.node(status);
+    for tenant in &status.tenants {
+        page.tenant(tenant, status.tenants.len() > 1);
+    }
+    page.requests(&status.server.operations);
+    page.clients(status);
+    page.notes(status);
+    page.text.trim_end().to_owned()
+}
+
+struct Page<'a> {
+    text: String,
+    screen: &'a Screen,
+}
+
+/// One row of a table; the first column is on the left, the others on the right.
+type Row = Vec<String>;
+
+impl Page<'_> {
+    fn line(&mut self, label: &str, text: &str) {
+        self.write(format_args!("  {} {text}\n", self.screen.dim(&format!("{label:<9}"))));
+    }
+
+    fn write(&mut self, text: std::fmt::Arguments<'_>) {
+        self.text.write_fmt(text).expect("a string takes whatever is written to it");
+    }
+
+    fn table(&mut self, rows: &[Row]) {
+        let columns = rows.iter().map(Vec::len).max().unwrap_or(0);
+        let width = |column: usize| {
+            let cells = rows.iter().filter_map(|row| row.get(column));
+            cells.map(|cell| cell.chars().count()).max().unwrap_or(0)
+        };
+        let widths: Vec<usize> = (0..columns).map(width).collect();
+        for (at, row) in rows.iter().enumerate() {
+            let mut line = String::from("  ");
+            for (column, (cell, width)) in row.iter().zip(&widths).enumerate() {
+                let gap = " ".repeat(width - cell.chars().count());
+                let (before, after) = if column == 0 { ("", gap.as_str()) } else { (&*gap, "") };
+                line.extend([before, cell, after]);
+                line.push_str("  ");
+            }
+            let line = line.trim_end();
+            let line = if at == 0 { self.screen.dim(line) } else { line.to_owned() };
+            self.write(format_args!("{line}\n"));
+        }
+    }
+
+    fn node(&mut self, status: &Status) {
+        let node = &status.node;
+        let state = self.screen.verdict(node.state == NodeState::Serving, node.state.name());
+        let name = self.screen.bold(&format!("Cascade {}", node.version));
+        let uptime = span(node.uptime_s);
+        self.write(format_args!("{name} {state}, up {uptime}, process {}\n", node.pid));
+        self.line("socket", &node.socket);
+        self.line("port", node.listen.as_deref().unwrap_or("none"));
+        let memory = ByteSize(node.memory_bytes).rounded();
+        let cpu = duration(node.cpu_s * 1e6);
+        self.line("uses", &format!("{memory}, {} threads, {cpu} of processor", node.threads));
+    }
+
+    fn tenant(&mut self, tenant: &TenantStatus, many: bool) {
+        let heading = if many { format!("\ntenant {}", tenant.name) } else { String::new() };
+        self.write(format_args!("{}\n", self.screen.bold(&heading)));
+        let gets = &tenant.gets;
+        let rate = share(gets.hits, gets.blocks).map_or_else(|| "no".to_owned(), percent);
+        self.line(
+            "asked",
+            &format!(
+                "{} blocks: {rate} hits ({}), {} misses, {} failed",
+                grouped(gets.blocks),
+                ByteSize(gets.bytes).rounded(),
+                grouped(gets.misses),
+                grouped(gets.failures),
+            ),
+        );
+        let lookups = &tenant.lookups;
+        let matched = share(lookups.matched_blocks, lookups.requested_blocks);
+        let matched = matched.map_or_else(|| "none".to_owned(), percent);
+        let requests = grouped(lookups.requests);
+        self.line("matched", &format!("{matched} of the blocks of {requests} lookups"));
+        let puts = &tenant.puts;
+        self.line(
+            "given",
+            &format!(
+                "{} blocks: {} stored ({}), {} known by content, {} there, {} declined, {} \
+                 conflicts, {} failed",
+                grouped(puts.blocks),
+                grouped(puts.stored),
+                ByteSize(puts.bytes).rounded(),
+                grouped(puts.deduplicated),
+                grouped(puts.present),
+                grouped(puts.declined),
+                grouped(puts.conflicts),
+                grouped(puts.failures),
+            ),
+        );
+        self.movement(tenant);
+        self.tiers(tenant);
+        self.shadows(tenant);
+        self.hot_prefixes(tenant);
+    }
+
+    fn movement(&mut self, tenant: &TenantStatus) {
+        let (mover, evictions) = (&tenant.mover, &tenant.evictions);
+        self.line(
+            "moved",
+            &format!(
+                "{} down, {} up, {} waiting",
+                ByteSize(mover.demoted_bytes).rounded(),
+                ByteSize(mover.promoted_bytes).rounded(),
+                ByteSize(mover.pending_bytes).rounded(),
+            ),
+        );
+        self.line(
+            "evicted",
+            &format!(
+                "{} blocks from DRAM, {} of them lost; {} from lower tiers",
+                grouped(evictions.blocks),
+                grouped(evictions.lost_blocks),
+                grouped(evictions.reclaimed_blocks),
+            ),
+        );
+        if let Some(warm) = &tenant.warm_restart {
+            let blocks = grouped(warm.recovered_blocks);
+            let bytes = ByteSize(warm.recovered_bytes).rounded();
+            let took = duration(warm.recover_s * 1e6);
+            self.line("restart", &format!("{blocks} blocks ({bytes}) came back in {took}"));
+        }
+        if tenant.damaged_blocks > 0 {
+            let damaged = format!("{} blocks, answered as misses", grouped(tenant.damaged_blocks));
+            let damaged = self.screen.verdict(false, &damaged);
+            self.line("damaged", &damaged);
+        }
+    }
+
+    fn tiers(&mut self, tenant: &TenantStatus) {
+        let heads = ["tier", "state", "used", "of", "full", "blocks", "hits", "served"];
+        let mut rows = vec![heads.map(str::to_owned).to_vec()];
+        for tier in &tenant.tiers {
+            let state = tier.health.as_ref().map_or("healthy", |health| health.state.name());
+            rows.push(vec![
+                tier.name.clone(),
+                state.to_owned(),
+                ByteSize(tier.used_bytes).rounded(),
+                ByteSize(tier.capacity_bytes).rounded(),
+                share(tier.used_bytes, tier.capacity_bytes).map_or_else(dash, percent),
+                tier.blocks.map_or_else(dash, grouped),
+                grouped(tier.hits),
+                ByteSize(tier.hit_bytes).rounded(),
+            ]);
+        }
+        self.table(&rows);
+        for tier in &tenant.tiers {
+            let health = tier.health.as_ref();
+            let Some(health) = health.filter(|it| it.state != HealthState::Healthy) else {
+                continue;
+            };
+            let error = health.last_error.as_deref().unwrap_or("no error was told");
+            let what = format!("passed over for {}: {error}", span(health.since_s));
+            let what = self.screen.verdict(false, &what);
+            self.line(&tier.name, &what);
+        }
+    }
+
+    fn shadows(&mut self, tenant: &TenantStatus) {
+        if tenant.shadows.is_empty() {
+            return;
+        }
+        let mut rows = vec![["capacity of", "would be", "matches"].map(str::to_owned).to_vec()];
+        for shadow in &tenant.shadows {
+            rows.push(vec![
+                format!("{} at {} %", shadow.tier, shadow.capacity_percent),
+                ByteSize(shadow.capacity_bytes).rounded(),
+                percent(shadow.predicted_hit_rate),
+            ]);
+        }
+        self.table(&rows);
+    }
+
+    fn hot_prefixes(&mut self, tenant: &TenantStatus) {
+        if tenant.hot_prefixes.is_empty() {
+            return;
+        }
+        let heads = ["hot prefix", "blocks", "requests", "resident", "tiers"];
+        let mut rows = vec![heads.map(str::to_owned).to_vec()];
+        for prefix in &tenant.hot_prefixes {
+            rows.push(vec![
+                prefix.key.get(..16).unwrap_or(&prefix.key).to_owned(),
+                grouped(prefix.depth_blocks),
+                grouped(prefix.requests),
+                ByteSize(prefix.resident_bytes).rounded(),
+                prefix.tiers.join(" "),
+            ]);
+        }
+        self.table(&rows);
+    }
+
+    fn requests(&mut self, operations: &[OperationStatus]) {
+        let heads = ["operation", "requests", "failed", "median", "99 %", "blocks a request"];
+        let mut rows = vec![heads.map(str::to_owned).to_vec()];
+        let within = |bound: Option<f64>| match bound {
+            None => dash(),
+            Some(seconds) if seconds.is_infinite() => "over 17 s".to_owned(),
+            Some(seconds) => duration(seconds * 1e6),
+        };
+        for operation in operations.iter().filter(|one| one.duration_s.count() > 0) {
+            rows.push(vec![
+                operation.operation.clone(),
+                grouped(operation.duration_s.count()),
+                grouped(operation.failures),
+                within(operation.duration_s.quantile(0.5)),
+                within(operation.duration_s.quantile(0.99)),
+                operation.blocks.mean().map_or_else(dash, |mean| format!("{mean:.1}")),
+            ]);
+        }
+        if rows.len() > 1 {
+            self.text.push('\n');
+            self.table(&rows);
+        }
+    }
+
+    fn clients(&mut self, status: &Status) {
+        let clients = &status.clients;
+        self.text.push('\n');
+        let held = ByteSize(clients.leased_bytes).rounded();
+        let connected = grouped(clients.connected);
+        let oldest = clients.oldest_lease_s;
+        let oldest =
+            oldest.map_or_else(String::new, |age| format!(", the oldest for {}", span(age)));
+        let text = format!("{connected} connected, {held} leased{oldest}");
+        self.line("clients", &text);
+        if clients.stopped + clients.silent > 0 {
+            let stuck = format!("{} stopped, {} silent", clients.stopped, clients.silent);
+            let stuck = self.screen.verdict(false, &stuck);
+            self.line("stuck", &stuck);
+        }
+        for client in &clients.list {
+            let held = ByteSize(client.leased_bytes).rounded();
+            let state = if client.is_stopped { ", stopped" } else { "" };
+            let text = format!("process {} ({}) holds {held}{state}", client.pid, client.name);
+            self.line("", &text);
+        }
+    }
+
+    fn notes(&mut self, status: &Status) {
+        let of_tenants = status.tenants.iter().flat_map(|tenant| {
+            let of_tiers = tenant.tiers.iter().flat_map(|tier| &tier.notes);
+            tenant.notes.iter().chain(of_tiers)
+        });
+        for note in status.notes.iter().chain(of_tenants) {
+            self.line("note", note);
+        }
+    }
+}
+
+fn share(part: u64, whole: u64) -> Option<f64> {
+    (whole > 0).then(|| part as f64 / whole as f64)
+}
+
+fn dash() -> String {
+    "-".to_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use cascade_node::status::{HealthStatus, TierStatus};
+
+    fn plain() -> Screen {
+        let mut screen = Screen::of_process();
+        screen.is_coloured = false;
+        screen
+    }
+
+    fn busy() -> Status {
+        let mut status = Status::default();
+        status.node.version = "1.2.3".to_owned();
+        status.node.socket = "/run/cascade.sock".to_owned();
+        status.node.state = NodeState::Serving;
+        let mut tenant = TenantStatus { name: "default".to_owned(), ..TenantStatus::default() };
+        tenant.gets.blocks = 2000;
+        tenant.gets.hits = 1500;
+        tenant.gets.misses = 500;
+        tenant.tiers = vec![TierStatus {
+            name: "files".to_owned(),
+            capacity_bytes: 4 << 30,
+            used_bytes: 1 << 30,
+            hits: 1500,
+            health: Some(HealthStatus {
+                state: HealthState::Open,
+                since_s: 30.0,
+                last_error: Some("input/output error".to_owned()),
+                ..HealthStatus::default()
+            }),
+            notes: vec!["io_uring is not allowed here".to_owned()],
+            ..TierStatus::default()
+        }];
+        status.tenants = vec![tenant];
+        status
+    }
+
+    #[test]
+    fn what_an_operator_looks_for_is_there() {
+        let text = render(&busy(), &plain());
+        for part in [
+            "Cascade 1.2.3 serving",
+            "2,000 blocks: 75.0 % hits",
+            "500 misses",
+            "1.0 GiB  4.0 GiB  25.0 %",
+            "passed over for 30 seconds: input/output error",
+            "io_uring is not allowed here",
+        ] {
+            assert!(text.contains(part), "{part:?} is not in:\n{text}");
+        }
+        assert!(text.lines().all(|line| line.trim_end() == line), "no spaces at ends:\n{text}");
+    }
+
+    #[test]
+    fn a_status_survives_its_way_through_json() {
+        let status = busy();
+        let json = serde_json::to_string(&status).unwrap();
+        assert_eq!(serde_json::from_str::<Status>(&json).unwrap(), status);
+    }
+}

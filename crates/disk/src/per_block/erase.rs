@@ -1,0 +1,38 @@
+//! Erasing every block file below the directory, whoever wrote it, and the manifests beside them.
+
+use cascade_block::Deadline;
+
+use super::PerBlockFiles;
+use super::known::Known;
+use crate::erase::{ErasedFiles, files_below, has_extension};
+use crate::{DiskError, manifests};
+
+impl PerBlockFiles {
+    pub(super) fn erase_all(&self, deadline: Deadline) -> Result<ErasedFiles, DiskError> {
+        let late = || DiskError::Timeout {
+            operation: "waiting for earlier writes",
+            path: self.config.directory.clone(),
+        };
+        let clock = self.io.clock.as_ref();
+        let _reclaims = self.reclaimer.enter(deadline, clock).ok_or_else(late)?;
+        let _names = self.names.enter(deadline, clock).ok_or_else(late)?;
+        let blocks = self.config.directory.join("blocks");
+        let found = files_below(&self.io, &blocks, deadline, |path| {
+            has_extension(path, &["block", "tmp"])
+        })?;
+        *self.known() = Known::default();
+        let mut erased = ErasedFiles::default();
+        let mut directories: Vec<_> =
+            found.iter().filter_map(|path| path.parent().map(ToOwned::to_owned)).collect();
+        erased.erase(&self.io, found, deadline);
+        directories.sort_unstable();
+        directories.dedup();
+        for directory in directories {
+            erased.sync(&self.io, &directory, deadline);
+        }
+        let directory = &self.config.directory;
+        erased.erase(&self.io, manifests::files(&self.io, directory, deadline)?, deadline);
+        erased.sync(&self.io, directory, deadline);
+        Ok(erased)
+    }
+}

@@ -1,0 +1,55 @@
+//! Erasing all segments of this writer, their checkpoint and the manifests beside them.
+
+use std::path::Path;
+use std::sync::PoisonError;
+
+use cascade_block::Deadline;
+
+use super::SegmentFiles;
+use crate::erase::{ErasedFiles, has_extension};
+use crate::scan::segment_name;
+use crate::{DiskError, manifests};
+
+impl SegmentFiles {
+    pub(super) fn erase_all(&self, deadline: Deadline) -> Result<ErasedFiles, DiskError> {
+        let _turn = self.enter(&self.reclaimer, deadline)?;
+        let mut writer = self.enter(&self.writer, deadline)?;
+        let directory = &self.config.directory;
+        let found = self.files_beside(deadline)?;
+        // From here on reads answer `Gone`, and what fails below is told file by file.
+        writer.active = None;
+        writer.unsynced.clear();
+        self.segments.write().unwrap_or_else(PoisonError::into_inner).clear();
+        self.forwards.write().unwrap_or_else(PoisonError::into_inner).clear();
+        self.aliases().clear();
+        let mut erased = ErasedFiles::default();
+        let (own, others): (Vec<_>, Vec<_>) = found.into_iter().partition(|path| self.owns(path));
+        for path in others {
+            let why = std::io::Error::other("another writer of this directory made it");
+            erased.leave(path, "still there", &why);
+        }
+        erased.erase(&self.io, own, deadline);
+        erased.erase(&self.io, manifests::files(&self.io, directory, deadline)?, deadline);
+        erased.sync(&self.io, directory, deadline);
+        Ok(erased)
+    }
+
+    /// Files of segments in the directory itself: what lies deeper is somebody else's.
+    fn files_beside(&self, deadline: Deadline) -> Result<Vec<std::path::PathBuf>, DiskError> {
+        let is_ours = |path: &Path| has_extension(path, &["segment", "checkpoint", "probe", "tmp"]);
+        let directory = self.config.directory.clone();
+        let found = self
+            .io
+            .call("list", &self.config.directory, deadline, move |files| files.list(&directory))?;
+        Ok(found.into_iter().filter(|path| is_ours(path)).collect())
+    }
+
+    fn owns(&self, path: &Path) -> bool {
+        let writer = self.config.writer.as_str();
+        if let Some((name, _)) = segment_name(path) {
+            return name == writer;
+        }
+        let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+        name.split('.').next() == Some(writer)
+    }
+}

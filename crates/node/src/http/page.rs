@@ -1,0 +1,250 @@
+//! The status page: one page without anything from elsewhere, whose middle is fetched anew.
+
+mod flows;
+mod shown;
+mod tables;
+
+use maud::{DOCTYPE, Markup, PreEscaped, html};
+
+use crate::history::{Flow, Series};
+use crate::http::plot;
+use crate::status::{HealthState, NodeState, Status};
+
+pub(super) use shown::tier_hue;
+use shown::{bytes, count, percent, rate, time};
+
+/// The whole page.
+pub(super) fn page(status: &Status, series: &Series, nonce: &str) -> Markup {
+    html! {
+        (DOCTYPE)
+        html lang="en" {
+            head {
+                meta charset="utf-8";
+                meta name="viewport" content="width=device-width, initial-scale=1";
+                title { "Cascade" }
+                link rel="icon" href="data:,";
+                style nonce=(nonce) { (PreEscaped(include_str!("page/page.css"))) }
+                noscript { meta http-equiv="refresh" content="5"; }
+            }
+            body {
+                main id="live" { (live(status, series)) }
+                footer {
+                    a href="status.json" { "status.json" }
+                    a href="metrics" { "metrics" }
+                    a href="healthz" { "healthz" }
+                    a href="readyz" { "readyz" }
+                    span id="lost" hidden { "The node does not answer; these are its last words." }
+                }
+                script nonce=(nonce) { (PreEscaped(include_str!("page/page.js"))) }
+            }
+        }
+    }
+}
+
+/// What changes.
+pub(super) fn live(status: &Status, series: &Series) -> Markup {
+    html! {
+        (head(status))
+        (alarms(status))
+        (tiles(status, series))
+        figure.wide {
+            h2 { "Where blocks are, and what moves" }
+            (flows::drawing(status, series))
+        }
+        div.plots {
+            figure {
+                h2 { "Blocks asked for, by where they were" }
+                (hit_legend(series))
+                (plot::hits(series))
+            }
+            figure {
+                h2 { "Bytes a second" }
+                ul.legend {
+                    @for (flow, name) in plot::LINES {
+                        li { i class=(plot::hue(*flow)) {} (name) }
+                    }
+                }
+                (plot::rates(series))
+            }
+        }
+        (tables::all(status))
+    }
+}
+
+fn head(status: &Status) -> Markup {
+    let node = &status.node;
+    let class = match node.state {
+        NodeState::Serving => "pill good",
+        NodeState::Starting | NodeState::Draining => "pill wait",
+    };
+    html! {
+        header {
+            h1 { "Cascade " span class=(class) data-path="node.state" { (node.state.name()) } }
+            p {
+                "version " b data-path="node.version" { (node.version) }
+                ", process " b data-path="node.pid" { (node.pid) }
+                ", up " b { (time(node.uptime_s)) }
+                ", socket " b data-path="node.socket" { (node.socket) }
+                @if let Some(listen) = &node.listen {
+                    ", port " b data-path="node.listen" { (listen) }
+                }
+            }
+        }
+    }
+}
+
+fn alarms(status: &Status) -> Markup {
+    let tiers = status.tenants.iter().flat_map(|tenant| {
+        tenant.tiers.iter().filter_map(move |tier| Some((tenant, tier, tier.health.as_ref()?)))
+    });
+    html! {
+        @for (tenant, tier, health) in tiers {
+            @if health.state != HealthState::Healthy {
+                p.alarm {
+                    b { "Tier " (tier.name) " of tenant " (tenant.name) " is passed over" }
+                    " for " (time(health.since_s)) "; its blocks are misses until it answers. "
+                    @if let Some(error) = &health.last_error { (error) }
+                }
+            }
+        }
+        @for tenant in status.tenants.iter().filter(|tenant| tenant.damaged_blocks > 0) {
+            p.alarm {
+                b { (count(tenant.damaged_blocks)) " damaged blocks" } " of tenant " (tenant.name)
+                " were found and answered as misses. Look at the disk below the file tier."
+            }
+        }
+        @if status.clients.stopped + status.clients.silent > 0 {
+            p.alarm {
+                b { (status.clients.stopped) " stopped and " (status.clients.silent) " silent" }
+                " clients hold memory. See the clients below."
+            }
+        }
+    }
+}
+
+/// One figure that stands out.
+fn tile(value: &str, what: &str) -> Markup {
+    html! { div.tile { b { (value) } span { (what) } } }
+}
+
+#[expect(clippy::cast_precision_loss, reason = "a share for people")]
+fn tiles(status: &Status, series: &Series) -> Markup {
+    let gets: f64 = series.pieces.iter().map(|piece| piece.gets).sum();
+    let hits: f64 = series.pieces.iter().flat_map(|piece| &piece.hits).sum();
+    let all_gets: u64 = status.tenants.iter().map(|tenant| tenant.gets.blocks).sum();
+    let all_hits: u64 = status.tenants.iter().map(|tenant| tenant.gets.hits).sum();
+    let span = time(series.span_s);
+    let lately = (gets >= 1.0).then(|| hits / gets);
+    let (hit_rate, when) = match (lately, all_gets) {
+        (Some(lately), _) => (percent(lately), format!("of blocks asked for served, last {span}")),
+        (None, 0) => ("–".to_owned(), "nobody asked for a block yet".to_owned()),
+        (None, _) => {
+            let share = all_hits as f64 / all_gets as f64;
+            (percent(share), "of blocks asked for served since the start".to_owned())
+        }
+    };
+    let load = status.server.operations.iter().find(|operation| operation.operation == "view");
+    let load = load.and_then(|load| load.duration_s.quantile(0.99));
+    let used: u64 = status.tenants.iter().map(|tenant| tenant.pool.reserved_bytes).sum();
+    let pools: u64 = status.tenants.iter().map(|tenant| tenant.pool.capacity_bytes).sum();
+    let clients = &status.clients;
+    html! {
+        div.tiles {
+            (tile(&hit_rate, &when))
+            (tile(&rate(series, Flow::Got), "served to clients"))
+            (tile(&rate(series, Flow::Put), "taken in"))
+            @if let Some(load) = load { (tile(&time(load), "or less for 99 of 100 loads")) }
+            (tile(&bytes(used), &format!("of {} of memory in use", bytes(pools))))
+            (tile(
+                &count(clients.connected),
+                &format!("clients, {} under lease", bytes(clients.leased_bytes)),
+            ))
+        }
+    }
+}
+
+fn hit_legend(series: &Series) -> Markup {
+    html! {
+        ul.legend {
+            @for tier in &series.tiers { li { i class=(tier_hue(tier)) {} (tier) } }
+            li { i.c-miss {} "not served" }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::status::{
+        ClientStatus, HealthStatus, HotPrefix, ShadowStatus, TenantStatus, TierStatus,
+    };
+
+    /// A status with something in every part of it.
+    fn full() -> Status {
+        let mut status = Status::default();
+        let mut tenant = TenantStatus { name: "research".to_owned(), ..TenantStatus::default() };
+        tenant.tiers = vec![TierStatus {
+            name: "files".to_owned(),
+            health: Some(HealthStatus {
+                state: HealthState::Open,
+                last_error: Some("input/output error".to_owned()),
+                ..HealthStatus::default()
+            }),
+            ..TierStatus::default()
+        }];
+        tenant.damaged_blocks = 3;
+        tenant.shadows = vec![ShadowStatus {
+            tier: "dram".to_owned(),
+            capacity_percent: 150,
+            capacity_bytes: 12 << 30,
+            predicted_hit_rate: 0.625,
+        }];
+        tenant.hot_prefixes = vec![HotPrefix {
+            key: "ab".repeat(32),
+            depth_blocks: 17,
+            requests: 420,
+            resident_bytes: 1 << 20,
+            tiers: vec!["dram".to_owned(), "files".to_owned()],
+        }];
+        status.tenants = vec![TenantStatus::default(), tenant];
+        status.clients.stopped = 1;
+        status.clients.list = vec![ClientStatus {
+            pid: 4711,
+            name: "<script>alert(1)</script>".to_owned(),
+            is_stopped: true,
+            ..ClientStatus::default()
+        }];
+        status.notes = vec!["a note & more".to_owned()];
+        status
+    }
+
+    #[test]
+    fn each_part_of_a_status_has_its_place() {
+        let page = page(&full(), &Series::default(), "0").into_string();
+        for part in [
+            "What more capacity would give",
+            "150 %",
+            "62.5 %",
+            "Hot prefixes",
+            "abababababababab",
+            "420",
+            "Clients that hold most",
+            "4711",
+            "is passed over",
+            "input/output error",
+            "3 damaged blocks",
+            "1 stopped and 0 silent",
+            "node: a note &amp; more",
+            "research",
+        ] {
+            assert!(page.contains(part), "{part:?} is missing");
+        }
+    }
+
+    #[test]
+    fn what_a_client_calls_itself_cannot_become_part_of_the_page() {
+        let page = page(&full(), &Series::default(), "0").into_string();
+        assert!(page.contains("&lt;script&gt;alert(1)"));
+        assert!(!page.contains("<script>"));
+    }
+}

@@ -1,0 +1,239 @@
+//! The tables of the page. Where a cell carries `data-path`, it shows that value of the status.
+
+use maud::{Markup, html};
+
+use crate::http::page::shown::{bytes, count, percent, tier_hue, time};
+use crate::status::{HealthState, Status, TenantStatus, TierStatus};
+
+pub(super) fn all(status: &Status) -> Markup {
+    html! {
+        (tiers(status))
+        (requests(status))
+        (shadows(status))
+        (hot_prefixes(status))
+        (clients(status))
+        (notes(status))
+    }
+}
+
+/// A cell whose figure is that of the status.
+fn cell(path: &str, value: u64, shown: &str) -> Markup {
+    html! { td.number data-path=(path) data-value=(value) { (shown) } }
+}
+
+fn section(title: &str, body: &Markup) -> Markup {
+    html! { section { h2 { (title) } div.scroll { (body) } } }
+}
+
+fn tiers(status: &Status) -> Markup {
+    let many = status.tenants.len() > 1;
+    let head = html! {
+        tr {
+            @if many { th { "tenant" } }
+            th { "tier" } th { "state" } th.number { "used" } th.number { "of" }
+            th.number { "full" }
+            th.number { "blocks" } th.number { "hits" } th.number { "bytes served" }
+            th.number { "damaged" }
+        }
+    };
+    let body = html! {
+        table {
+            (head)
+            @for (at, tenant) in status.tenants.iter().enumerate() {
+                @for (tier_at, tier) in tenant.tiers.iter().enumerate() {
+                    tr {
+                        @if many { td { (tenant.name) } }
+                        (tier_row(&format!("tenants.{at}.tiers.{tier_at}"), tier))
+                    }
+                }
+            }
+        }
+        @for (at, tenant) in status.tenants.iter().enumerate() { (sums(at, tenant, many)) }
+    };
+    section("Tiers", &body)
+}
+
+#[expect(clippy::cast_precision_loss, reason = "a share for people")]
+fn tier_row(path: &str, tier: &TierStatus) -> Markup {
+    let full = tier.used_bytes as f64 / tier.capacity_bytes.max(1) as f64;
+    let (class, state) = match tier.health.as_ref().map(|health| health.state) {
+        None | Some(HealthState::Healthy) => ("good", "healthy"),
+        Some(HealthState::Open) => ("bad", "open"),
+        Some(HealthState::Probing) => ("wait", "probing"),
+    };
+    let field = |name: &str| format!("{path}.{name}");
+    html! {
+        td { i class=(tier_hue(&tier.name)) {} (tier.name) }
+        td class=(class) { (state) }
+        (cell(&field("used_bytes"), tier.used_bytes, &bytes(tier.used_bytes)))
+        (cell(&field("capacity_bytes"), tier.capacity_bytes, &bytes(tier.capacity_bytes)))
+        td.number { (percent(full)) }
+        @match tier.blocks {
+            Some(blocks) => (cell(&field("blocks"), blocks, &count(blocks))),
+            None => td.number { "–" },
+        }
+        (cell(&field("hits"), tier.hits, &count(tier.hits)))
+        (cell(&field("hit_bytes"), tier.hit_bytes, &bytes(tier.hit_bytes)))
+        (cell(&field("damaged_blocks"), tier.damaged_blocks, &count(tier.damaged_blocks)))
+    }
+}
+
+/// One line of sums a tenant: what was asked for and what became of it.
+fn sums(at: usize, tenant: &TenantStatus, many: bool) -> Markup {
+    let part = |field: &str, value: u64, what: &str| {
+        html! {
+            span.part {
+                b data-path={ "tenants." (at) "." (field) } data-value=(value) { (count(value)) }
+                " " (what)
+            }
+        }
+    };
+    let (gets, puts) = (&tenant.gets, &tenant.puts);
+    html! {
+        p.sums {
+            @if many { span.part { (tenant.name) ":" } }
+            (part("gets.blocks", gets.blocks, "blocks asked for"))
+            (part("gets.hits", gets.hits, "hits"))
+            (part("gets.misses", gets.misses, "misses"))
+            (part("gets.failures", gets.failures, "failed"))
+            (part("puts.blocks", puts.blocks, "given"))
+            (part("puts.stored", puts.stored, "stored"))
+            (part("puts.deduplicated", puts.deduplicated, "known by content"))
+            (part("evictions.blocks", tenant.evictions.blocks, "evicted"))
+            (part("evictions.lost_blocks", tenant.evictions.lost_blocks, "of these lost"))
+        }
+    }
+}
+
+fn requests(status: &Status) -> Markup {
+    let seen = |operation: &&crate::status::OperationStatus| operation.duration_s.count() > 0;
+    let mut operations = status.server.operations.iter().filter(seen).peekable();
+    if operations.peek().is_none() {
+        return html! {};
+    }
+    let quantile = |value: Option<f64>| value.map_or_else(|| "–".to_owned(), time);
+    let body = html! {
+        table {
+            tr {
+                th { "operation" } th.number { "requests" } th.number { "failed" }
+                th.number { "half within" } th.number { "99 % within" }
+                th.number { "blocks a request" }
+            }
+            @for operation in operations {
+                tr {
+                    td { (operation.operation) }
+                    td.number { (count(operation.duration_s.count())) }
+                    td.number { (count(operation.failures)) }
+                    td.number { (quantile(operation.duration_s.quantile(0.5))) }
+                    td.number { (quantile(operation.duration_s.quantile(0.99))) }
+                    td.number {
+                        @match operation.blocks.mean() {
+                            Some(mean) => (format!("{mean:.1}")),
+                            None => "–",
+                        }
+                    }
+                }
+            }
+        }
+    };
+    section("Requests", &body)
+}
+
+fn shadows(status: &Status) -> Markup {
+    if status.tenants.iter().all(|tenant| tenant.shadows.is_empty()) {
+        return html! {};
+    }
+    let body = html! {
+        table {
+            tr {
+                th { "tenant" } th { "tier" } th.number { "capacity" } th.number { "would be" }
+                th.number { "share of blocks that would match" }
+            }
+            @for tenant in &status.tenants {
+                @for shadow in &tenant.shadows {
+                    tr {
+                        td { (tenant.name) }
+                        td { i class=(tier_hue(&shadow.tier)) {} (shadow.tier) }
+                        td.number { (shadow.capacity_percent) " %" }
+                        td.number { (bytes(shadow.capacity_bytes)) }
+                        td.number { (percent(shadow.predicted_hit_rate)) }
+                    }
+                }
+            }
+        }
+    };
+    section("What more capacity would give", &body)
+}
+
+fn hot_prefixes(status: &Status) -> Markup {
+    if status.tenants.iter().all(|tenant| tenant.hot_prefixes.is_empty()) {
+        return html! {};
+    }
+    let body = html! {
+        table {
+            tr {
+                th { "tenant" } th { "last block" } th.number { "blocks" }
+                th.number { "requests lately" } th.number { "resident" } th { "tiers" }
+            }
+            @for tenant in &status.tenants {
+                @for prefix in &tenant.hot_prefixes {
+                    tr {
+                        td { (tenant.name) }
+                        @let short = prefix.key.get(..16).unwrap_or(&prefix.key);
+                        td { code title=(prefix.key) { (short) } }
+                        td.number { (count(prefix.depth_blocks)) }
+                        td.number { (count(prefix.requests)) }
+                        td.number { (bytes(prefix.resident_bytes)) }
+                        td { (prefix.tiers.join(", ")) }
+                    }
+                }
+            }
+        }
+    };
+    section("Hot prefixes", &body)
+}
+
+fn clients(status: &Status) -> Markup {
+    if status.clients.list.is_empty() {
+        return html! {};
+    }
+    let body = html! {
+        table {
+            tr {
+                th { "process" } th { "program" } th { "tenant" } th.number { "leases" }
+                th.number { "leased" } th.number { "filling" } th.number { "oldest lease" }
+                th.number { "silent for" } th { "state" }
+            }
+            @for client in &status.clients.list {
+                tr {
+                    td { (client.pid) }
+                    td { (client.name) }
+                    td { (client.tenant) }
+                    td.number { (count(client.leases)) }
+                    td.number { (bytes(client.leased_bytes)) }
+                    td.number { (bytes(client.reserved_bytes)) }
+                    td.number { (client.oldest_lease_s.map_or_else(|| "–".to_owned(), time)) }
+                    td.number { (time(client.silent_s)) }
+                    @if client.is_stopped { td.bad { "stopped" } } @else { td { "running" } }
+                }
+            }
+        }
+    };
+    section("Clients that hold most", &body)
+}
+
+fn notes(status: &Status) -> Markup {
+    let mut notes: Vec<(String, &String)> =
+        status.notes.iter().map(|note| ("node".to_owned(), note)).collect();
+    for tenant in &status.tenants {
+        notes.extend(tenant.notes.iter().map(|note| (format!("tenant {}", tenant.name), note)));
+        for tier in &tenant.tiers {
+            let whose = format!("{} of tenant {}", tier.name, tenant.name);
+            notes.extend(tier.notes.iter().map(|note| (whose.clone(), note)));
+        }
+    }
+    if notes.is_empty() {
+        return html! {};
+    }
+    section("Notes", &html! { ul { @for (whose, note) in notes { li { (whose) ": " (note) } } } })
+}

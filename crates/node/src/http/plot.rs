@@ -1,0 +1,163 @@
+//! The plots of the page, drawn as SVG whose colours the page's style sheet decides.
+
+use std::fmt::Write;
+
+use cascade_block::ByteSize;
+use maud::{Markup, html};
+
+use crate::history::{Flow, PIECES, Piece, Series};
+use crate::http::page::tier_hue;
+
+const WIDTH: f64 = 480.0;
+const HEIGHT: f64 = 220.0;
+const LEFT: f64 = 62.0;
+const RIGHT: f64 = 12.0;
+const TOP: f64 = 10.0;
+const BOTTOM: f64 = 28.0;
+
+/// The flows that are drawn as lines, and what they are called.
+pub(super) const LINES: &[(Flow, &str)] = &[
+    (Flow::Got, "served"),
+    (Flow::Put, "put"),
+    (Flow::Demoted, "demoted"),
+    (Flow::Promoted, "promoted"),
+];
+
+/// The class that gives a flow its colour.
+pub(super) fn hue(flow: Flow) -> &'static str {
+    match flow {
+        Flow::Got => "c-got",
+        Flow::Put => "c-put",
+        Flow::Demoted => "c-demoted",
+        Flow::Promoted => "c-promoted",
+        Flow::Evicted => "c-miss",
+    }
+}
+
+/// Share of the blocks asked for that each tier served, stacked, over time.
+pub(super) fn hits(series: &Series) -> Markup {
+    let mut areas: Vec<(&str, String)> = Vec::new();
+    let mut base = vec![0.0; series.pieces.len()];
+    for (at, tier) in series.tiers.iter().enumerate() {
+        let path = stack(series, &mut base, |piece| piece.hits[at]);
+        areas.push((tier_hue(tier), path));
+    }
+    let missed = |piece: &Piece| piece.gets - piece.hits.iter().sum::<f64>();
+    areas.push(("c-miss", stack(series, &mut base, missed)));
+    let ticks = [0.0, 0.25, 0.5, 0.75, 1.0].map(|share| (share, format!("{:.0} %", share * 100.0)));
+    let is_quiet = series.pieces.iter().all(|piece| piece.gets <= 0.0);
+    html! {
+        svg.plot viewBox={ "0 0 " (WIDTH) " " (HEIGHT) } role="img" data-plot="hits"
+            aria-label="Share of the blocks asked for that each tier served, over time" {
+            (axes(series, &ticks))
+            @for (class, path) in &areas { path class={ "area " (class) } d=(path) {} }
+            @if is_quiet { (quiet("nobody asked for a block in this time")) }
+        }
+    }
+}
+
+/// One layer of a stack: a step for each piece, on top of what is there.
+fn stack(series: &Series, base: &mut [f64], amount: impl Fn(&Piece) -> f64) -> String {
+    let mut path = String::new();
+    for (at, (piece, base)) in series.pieces.iter().zip(base).enumerate() {
+        if piece.gets <= 0.0 {
+            continue;
+        }
+        let share = (amount(piece) / piece.gets).clamp(0.0, 1.0 - *base);
+        if share > 0.0 {
+            let (left, right) = (across(at), across(at + 1));
+            let (low, high) = (up(*base), up(*base + share));
+            draw(&mut path, format_args!("M{left:.1} {low:.1}H{right:.1}V{high:.1}H{left:.1}Z"));
+            *base += share;
+        }
+    }
+    path
+}
+
+/// Bytes a second of the flows, over time.
+pub(super) fn rates(series: &Series) -> Markup {
+    let all = LINES
+        .iter()
+        .flat_map(|(flow, _)| series.pieces.iter().filter_map(move |piece| piece.rate(*flow)));
+    let most = all.fold(0.0, f64::max);
+    let top = round_up(most);
+    let ticks = [0.0, 0.25, 0.5, 0.75, 1.0].map(|share| (share, size(share * top)));
+    html! {
+        svg.plot viewBox={ "0 0 " (WIDTH) " " (HEIGHT) } role="img" data-plot="rates"
+            aria-label="Bytes a second served, put, demoted and promoted, over time" {
+            (axes(series, &ticks))
+            @for (flow, _) in LINES {
+                path class={ "line " (hue(*flow)) } d=(line(series, *flow, top)) {}
+            }
+            @if most <= 0.0 { (quiet("nothing moved in this time")) }
+        }
+    }
+}
+
+fn line(series: &Series, flow: Flow, top: f64) -> String {
+    let mut path = String::new();
+    let mut is_drawing = false;
+    for (at, piece) in series.pieces.iter().enumerate() {
+        let Some(rate) = piece.rate(flow) else {
+            is_drawing = false;
+            continue;
+        };
+        let (from, to, height) = (across(at), across(at + 1), up(rate / top));
+        let pen = if is_drawing { 'L' } else { 'M' };
+        draw(&mut path, format_args!("{pen}{from:.1} {height:.1}H{to:.1}"));
+        is_drawing = true;
+    }
+    path
+}
+
+fn axes(series: &Series, ticks: &[(f64, String)]) -> Markup {
+    let span = series.span_s;
+    let times = [(0.0, span), (0.5, span / 2.0), (1.0, 0.0)];
+    let right = WIDTH - RIGHT;
+    html! {
+        @for (share, label) in ticks {
+            line.grid x1=(LEFT) x2=(right) y1=(up(*share)) y2=(up(*share)) {}
+            text.tick x=(LEFT - 6.0) y=(up(*share) + 4.0) text-anchor="end" { (label) }
+        }
+        @for (share, ago) in times {
+            @let anchor = if share > 0.9 { "end" } else { "middle" };
+            text.tick x=(LEFT + share * (right - LEFT)) y=(HEIGHT - 8.0) text-anchor=(anchor) {
+                @if ago <= 0.0 { "now" }
+                @else if ago < 120.0 { (format!("{ago:.0} s ago")) }
+                @else { (format!("{:.0} min ago", ago / 60.0)) }
+            }
+        }
+    }
+}
+
+fn quiet(reason: &str) -> Markup {
+    html! {
+        text.quiet x=((LEFT + WIDTH - RIGHT) / 2.0) y=((TOP + HEIGHT - BOTTOM) / 2.0)
+            text-anchor="middle" { (reason) }
+    }
+}
+
+/// Where a piece begins.
+#[expect(clippy::cast_precision_loss, reason = "a place among sixty")]
+fn across(at: usize) -> f64 {
+    LEFT + (WIDTH - LEFT - RIGHT) * at as f64 / PIECES as f64
+}
+
+/// How high a share of the axis is.
+fn up(share: f64) -> f64 {
+    HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * share.clamp(0.0, 1.0)
+}
+
+/// The next power of two, so that the axis rarely changes and its quarters are round.
+fn round_up(most: f64) -> f64 {
+    if most < 4096.0 { 4096.0 } else { most.log2().ceil().exp2() }
+}
+
+#[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "bytes for people")]
+fn size(bytes: f64) -> String {
+    if bytes <= 0.0 { "0".to_owned() } else { ByteSize(bytes.round() as u64).to_string() }
+}
+
+fn draw(path: &mut String, step: std::fmt::Arguments<'_>) {
+    path.write_fmt(step).expect("a string takes whatever is written to it");
+}

@@ -1,0 +1,54 @@
+//! What the kernel says of this process: threads, processor time, memory.
+
+use std::fs;
+
+use rustix::param::{clock_ticks_per_second, page_size};
+
+/// Figures of this process; zeros where there is no `/proc`.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub(crate) struct OwnProcess {
+    pub(crate) threads: u64,
+    pub(crate) cpu_s: f64,
+    pub(crate) memory_bytes: u64,
+}
+
+impl OwnProcess {
+    pub(crate) fn now() -> Self {
+        fs::read_to_string("/proc/self/stat").map_or_else(|_| Self::default(), |text| of(&text))
+    }
+}
+
+/// The fields of `/proc/<pid>/stat` behind the name, which may hold spaces and brackets itself.
+#[expect(clippy::cast_precision_loss, reason = "seconds for people")]
+fn of(stat: &str) -> OwnProcess {
+    let fields = stat.rsplit_once(')').map_or("", |(_, rest)| rest);
+    let fields: Vec<u64> =
+        fields.split_whitespace().map(|field| field.parse().unwrap_or(0)).collect();
+    // Counted from field 3, the state: 14 and 15 are the times, 20 the threads, 24 the pages.
+    let field = |number: usize| fields.get(number - 3).copied().unwrap_or(0);
+    OwnProcess {
+        threads: field(20),
+        cpu_s: (field(14) + field(15)) as f64 / clock_ticks_per_second() as f64,
+        memory_bytes: field(24) * page_size() as u64,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_name_with_brackets_does_not_shift_the_fields() {
+        let stat = "7 (a) b) S 1 7 7 0 -1 4194560 9 0 0 0 300 100 0 0 20 0 5 0 1 4096 3 0";
+        let process = of(stat);
+        assert_eq!(process.threads, 5);
+        assert_eq!(process.memory_bytes, 3 * page_size() as u64);
+        assert!(process.cpu_s > 0.0);
+    }
+
+    #[test]
+    fn this_process_has_a_thread_and_memory() {
+        let process = OwnProcess::now();
+        assert!(process.threads >= 1 && process.memory_bytes > 0, "{process:?}");
+    }
+}

@@ -1,0 +1,261 @@
+//! Tenants against each other: identity, isolation, quotas, forgetting.
+
+use std::fs;
+use std::os::unix::fs::{FileExt as _, PermissionsExt as _};
+use std::path::{Path, PathBuf};
+
+use cascade_block::{BlockKey, Manifest, Namespace, TenantSecret};
+use cascade_store::{FilesConfig, Put, PutOutcome, ViewOutcome};
+
+use super::*;
+use crate::config::TenantConfig;
+
+const OWN: u32 = 500;
+const MIB: u64 = 1 << 20;
+const BLOCK: usize = 64 << 10;
+
+fn secret_file(directory: &Path, name: &str, text: &str) -> PathBuf {
+    let path = directory.join(name);
+    fs::write(&path, text).unwrap();
+    fs::set_permissions(&path, fs::Permissions::from_mode(0o600)).unwrap();
+    path
+}
+
+fn store(directory: &Path, name: &str) -> StoreConfig {
+    let files = FilesConfig {
+        capacity_bytes: 32 * MIB,
+        segment_bytes: 2 * MIB,
+        ..FilesConfig::new(directory.join("files").join(name))
+    };
+    StoreConfig {
+        pipeline: "Dram|Files".to_owned(),
+        dram_bytes: 8 * MIB,
+        huge_pages: false,
+        files: Some(files),
+        ..StoreConfig::default()
+    }
+}
+
+fn tenant(directory: &Path, name: &str, users: &[u32], token: Option<&str>) -> TenantConfig {
+    TenantConfig {
+        name: name.to_owned(),
+        users: users.to_vec(),
+        token_file: token.map(|text| secret_file(directory, &format!("{name}.token"), text)),
+        store: store(directory, name),
+        encryption_key_file: None,
+    }
+}
+
+fn config(directory: &Path, tenants: Vec<TenantConfig>) -> NodeConfig {
+    NodeConfig {
+        store: store(directory, DEFAULT),
+        tenants,
+        ..NodeConfig::new(directory.join("socket"))
+    }
+}
+
+fn keys(range: std::ops::Range<u64>) -> Vec<BlockKey> {
+    let namespace = Namespace::new(Manifest::new(), &TenantSecret::new("the same for all"));
+    range.map(|n| namespace.key_of_id(&n.to_le_bytes())).collect()
+}
+
+/// Bytes of a block of a tenant; both tenants use the same keys for other bytes.
+fn bytes_of(tenant: &str, key: &BlockKey) -> Vec<u8> {
+    let seed = key.as_bytes().iter().chain(tenant.as_bytes()).fold(7_u64, |sum, byte| {
+        sum.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(u64::from(*byte) + 1)
+    });
+    let next = |sum: &u64| Some(sum.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1));
+    let words = std::iter::successors(Some(seed | 1), next).take(BLOCK / 8);
+    words.flat_map(|word| (word ^ (word >> 31)).to_le_bytes()).collect()
+}
+
+fn fill(tenant: &Tenant, range: std::ops::Range<u64>) {
+    for key in keys(range) {
+        let bytes = bytes_of(tenant.name(), &key);
+        let outcome = tenant.store().put(&[Put::new(key, &bytes)], CallOptions::default());
+        assert!(matches!(outcome[0], PutOutcome::Stored), "{outcome:?}");
+    }
+    tenant.store().flush(CallOptions::default()).unwrap();
+}
+
+/// How many are hits; checks every byte.
+fn hits(tenant: &Tenant, range: std::ops::Range<u64>) -> usize {
+    let hit = |key: &BlockKey| match tenant.store().view(&[*key], CallOptions::default()).remove(0)
+    {
+        ViewOutcome::Hit { slab, .. } => {
+            assert!(*slab == *bytes_of(tenant.name(), key), "{} got wrong bytes", tenant.name());
+            true
+        }
+        _ => false,
+    };
+    keys(range).iter().filter(|key| hit(key)).count()
+}
+
+fn holds(bytes: &[u8], mark: &[u8]) -> bool {
+    // Marks begin with a byte pair that is rare enough to look further.
+    bytes.windows(mark.len()).any(|window| window == mark)
+}
+
+fn files_below(directory: &Path) -> Vec<PathBuf> {
+    let entries = fs::read_dir(directory).unwrap().map(|entry| entry.unwrap().path());
+    entries.flat_map(|path| if path.is_dir() { files_below(&path) } else { vec![path] }).collect()
+}
+
+/// Where a search finds a mark: in the pool's mapping, as another process sees it, or in files.
+fn found(tenant: &Tenant, mark: &[u8]) -> Vec<String> {
+    let region = tenant.store().region();
+    let mut memory = vec![0; region.bytes()];
+    region.file().read_exact_at(&mut memory, 0).unwrap();
+    let in_memory = holds(&memory, mark).then(|| "memory".to_owned());
+    let directory = &tenant.store().config().files.as_ref().unwrap().directory;
+    let in_files =
+        files_below(directory).into_iter().filter(|path| holds(&fs::read(path).unwrap(), mark));
+    in_memory.into_iter().chain(in_files.map(|path| path.display().to_string())).collect()
+}
+
+#[test]
+fn a_peer_is_the_tenant_of_its_token_or_of_its_user() {
+    let directory = tempfile::tempdir().unwrap();
+    let token = "0123456789abcdef-a";
+    let config = config(
+        directory.path(),
+        vec![
+            tenant(directory.path(), "a", &[1001], Some(&format!("{token}\n"))),
+            tenant(directory.path(), "b", &[1002, 1003], None),
+        ],
+    );
+    let tenants = Tenants::open_for(&config, OWN).unwrap();
+    let name = |user, token: Option<&str>| {
+        tenants.identify(user, token.map(str::as_bytes)).map(|tenant| tenant.name().to_owned())
+    };
+    assert_eq!(name(OWN, None).unwrap(), DEFAULT);
+    assert_eq!(name(1001, None).unwrap(), "a");
+    assert_eq!(name(1003, None).unwrap(), "b");
+    assert_eq!(name(OWN, Some(token)).unwrap(), "a", "a token says otherwise");
+    assert_eq!(name(4242, Some(token)).unwrap(), "a");
+    assert_eq!(name(1002, Some("0123456789abcdef-x")), Err(Refusal::Token), "never overlooked");
+    assert_eq!(name(OWN, Some("")), Err(Refusal::Token));
+    for stranger in [0, 4242] {
+        let refusal = name(stranger, None).unwrap_err().to_string();
+        assert!(refusal.contains(&format!("users = [{stranger}]")), "{refusal}");
+    }
+}
+
+#[test]
+fn what_leaves_a_doubt_who_is_who_is_refused() {
+    let directory = tempfile::tempdir().unwrap();
+    let at = directory.path();
+    let refusal = |tenants| {
+        let error = Tenants::open_for(&config(at, tenants), OWN).unwrap_err();
+        let cause = std::error::Error::source(&error).map(ToString::to_string);
+        format!("{error} {}", cause.unwrap_or_default())
+    };
+    let token = "a token that is long enough";
+    let two = |one: TenantConfig, other: TenantConfig| refusal(vec![one, other]);
+    let text = two(tenant(at, "a", &[7], None), tenant(at, "b", &[7], None));
+    assert!(text.contains("user 7"), "{text}");
+    let text = refusal(vec![tenant(at, "a", &[OWN], None)]);
+    assert!(text.contains("user 500") && text.contains(DEFAULT), "{text}");
+    let text = two(tenant(at, "a", &[], Some(token)), tenant(at, "b", &[], Some(token)));
+    assert!(text.contains("same token"), "{text}");
+    let text = two(tenant(at, "a", &[7], None), tenant(at, "a", &[8], None));
+    assert!(text.contains("one name"), "{text}");
+    let text = refusal(vec![tenant(at, DEFAULT, &[8], None)]);
+    assert!(text.contains("one name"), "{text}");
+    let text = refusal(vec![tenant(at, "a", &[], None)]);
+    assert!(text.contains("nobody can be"), "{text}");
+    let text = refusal(vec![tenant(at, "a", &[], Some("short"))]);
+    assert!(text.contains("openssl rand") && !text.contains("short"), "{text}");
+    let same = TenantConfig { store: store(at, DEFAULT), ..tenant(at, "a", &[7], None) };
+    let text = refusal(vec![same]);
+    assert!(text.contains("both have the directory"), "{text}");
+    let exposed = tenant(at, "a", &[], Some(token));
+    let path = exposed.token_file.clone().unwrap();
+    fs::set_permissions(path, fs::Permissions::from_mode(0o644)).unwrap();
+    let text = refusal(vec![exposed]);
+    assert!(text.contains("chmod 600"), "{text}");
+    assert!(!text.contains(token));
+}
+
+#[test]
+fn equal_keys_of_two_tenants_are_two_blocks_and_a_burst_of_one_evicts_none_of_the_other() {
+    let directory = tempfile::tempdir().unwrap();
+    let at = directory.path();
+    let config = config(at, vec![tenant(at, "a", &[1001], None), tenant(at, "b", &[1002], None)]);
+    let tenants = Tenants::open_for(&config, OWN).unwrap();
+    let (a, b) = (tenants.named("a").unwrap(), tenants.named("b").unwrap());
+    fill(b, 0..60);
+    let before = b.store().locate(&keys(0..60));
+    assert_eq!(a.store().contains(&keys(0..60)), [false; 60]);
+    assert_eq!(hits(a, 0..60), 0);
+    // Far more than both of its tiers hold.
+    fill(a, 0..800);
+    assert!(a.store().stats().counters.evicted_blocks > 0);
+    assert!(a.store().stats().counters.reclaimed_blocks > 0);
+    assert_eq!(b.store().locate(&keys(0..60)), before);
+    assert_eq!(hits(b, 0..60), 60);
+    assert!(hits(a, 700..800) > 0);
+    let mark = &bytes_of("b", &keys(3..4)[0])[500..532];
+    assert!(!found(b, mark).is_empty(), "the search finds what is there");
+    assert_eq!(found(a, mark), [""; 0], "no byte of b is in what a can map or open");
+}
+
+#[test]
+fn after_forgetting_a_search_of_memory_and_files_finds_none_of_its_bytes() {
+    let directory = tempfile::tempdir().unwrap();
+    let at = directory.path();
+    let key = secret_file(at, "b.key", &"5a".repeat(32));
+    let mut b = tenant(at, "b", &[1002], None);
+    b.encryption_key_file = Some(key);
+    let config = config(at, vec![tenant(at, "a", &[1001], None), b]);
+    let tenants = Tenants::open_for(&config, OWN).unwrap();
+    for name in ["a", "b", DEFAULT] {
+        let (tenant, other) = (tenants.named(name).unwrap(), tenants.named("a").unwrap());
+        fill(tenant, 0..100);
+        let marks: Vec<_> =
+            [1, 50, 98].map(|n| bytes_of(name, &keys(n..n + 1)[0])[64..96].to_vec()).into();
+        assert!(!marks.iter().all(|mark| found(tenant, mark).is_empty()), "{name}");
+        let receipt = tenant.forget(Duration::from_secs(30)).unwrap();
+        assert!(receipt.is_complete, "{receipt:?}");
+        assert_eq!((receipt.tenant.as_str(), receipt.tiers[1].blocks), (name, 100));
+        assert_eq!(receipt.memory.zeroed_bytes, 8 * MIB);
+        for mark in &marks {
+            assert_eq!(found(tenant, mark), [""; 0], "{name}");
+        }
+        assert_eq!(hits(tenant, 0..100), 0);
+        fill(tenant, 0..20);
+        assert_eq!(hits(tenant, 0..20), 20, "it can be used again");
+        if name != "a" {
+            assert_eq!(hits(other, 0..20), 20, "the others keep theirs");
+        }
+        let text = serde_json::to_string(&receipt).unwrap();
+        assert_eq!(serde_json::from_str::<Receipt>(&text).unwrap(), receipt);
+    }
+}
+
+#[test]
+fn a_tenant_forgets_itself_and_the_nodes_own_user_any() {
+    let directory = tempfile::tempdir().unwrap();
+    let at = directory.path();
+    let strangers = [4_000_000_001, 4_000_000_002];
+    let config = config(
+        at,
+        vec![tenant(at, "a", &strangers[..1], None), tenant(at, "b", &strangers[1..], None)],
+    );
+    let node = crate::Node::open(config).unwrap();
+    let named = |name: &str| Arc::clone(node.tenants().named(name).unwrap());
+    let forget = |asks: &str, name: &str| {
+        let arguments = format!("{{\"tenant\": {name:?}}}");
+        node.administer(&named(asks), "forget", &arguments, Duration::from_secs(30))
+    };
+    fill(&named("b"), 0..10);
+    let refusal = forget("a", "b").unwrap_err();
+    assert_eq!(refusal.replace("\"b\"", "\"x\""), forget("a", "x").unwrap_err());
+    assert_eq!(hits(&named("b"), 0..10), 10);
+    for asks in ["b", DEFAULT] {
+        let receipt: Receipt = serde_json::from_str(&forget(asks, "b").unwrap()).unwrap();
+        assert!(receipt.is_complete && receipt.tenant == "b", "{receipt:?}");
+    }
+    assert_eq!(hits(&named("b"), 0..10), 0);
+    assert!(node.administer(&named("b"), "forget", "{}", Duration::ZERO).is_err());
+}

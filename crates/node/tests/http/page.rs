@@ -1,0 +1,135 @@
+//! The status page in a real browser, when there is one: it loads, shows the status and lives.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use cascade_node::config::SecurityConfig;
+use serde_json::Value;
+
+use crate::served::Served;
+
+/// Where browsers are called what.
+const BROWSERS: [&str; 3] = ["chromium", "chromium-browser", "google-chrome"];
+
+fn browser() -> Option<&'static str> {
+    let exists = |name: &&str| Command::new(name).arg("--version").output().is_ok();
+    let found = BROWSERS.into_iter().find(exists);
+    if found.is_none() {
+        println!("skipped: none of {BROWSERS:?} is installed (Debian: apt-get install chromium)");
+    }
+    found
+}
+
+/// What a browser did with the page.
+struct Visit {
+    dom: String,
+    said: String,
+}
+
+fn visit(browser: &str, url: &str, extra: &[&str]) -> Visit {
+    let profile = tempfile::tempdir().unwrap();
+    let output = Command::new(browser)
+        .args(["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"])
+        .args(["--no-first-run", "--enable-logging=stderr", "--v=0", "--hide-scrollbars"])
+        // Long enough, in the browser's own time, for the page to fetch its middle three times.
+        .args(["--virtual-time-budget=4000", "--window-size=1200,1500"])
+        .arg(format!("--user-data-dir={}", profile.path().display()))
+        .args(extra)
+        .arg(url)
+        .stdin(Stdio::null())
+        .output()
+        .unwrap();
+    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+    let visit = Visit { dom: text(&output.stdout), said: text(&output.stderr) };
+    assert!(output.status.success(), "{}", visit.said);
+    visit
+}
+
+impl Visit {
+    /// What the page's own console said.
+    fn console(&self) -> Vec<&str> {
+        self.said.lines().filter(|line| line.contains("CONSOLE")).collect()
+    }
+
+    /// Values that the page shows, by their path in the status.
+    fn values(&self) -> Vec<(&str, &str)> {
+        let mut values = Vec::new();
+        for rest in self.dom.split("data-path=\"").skip(1) {
+            let (path, rest) = rest.split_once('"').unwrap();
+            let (attributes, rest) = rest.split_once('>').unwrap();
+            let shown = rest.split('<').next().unwrap();
+            let value = attributes.split("data-value=\"").nth(1);
+            values.push((path, value.map_or(shown, |value| value.split('"').next().unwrap())));
+        }
+        values
+    }
+}
+
+fn at<'a>(status: &'a Value, path: &str) -> &'a Value {
+    path.split('.').fold(status, |value, step| match step.parse::<usize>() {
+        Ok(index) => &value[index],
+        Err(_) => &value[step],
+    })
+}
+
+#[test]
+fn the_page_shows_the_status_and_its_plots_in_a_browser() {
+    let Some(browser) = browser() else { return };
+    let served = Served::start();
+    served.get("/status.json");
+    served.put(0..180);
+    served.read(0..60);
+    served.settle();
+    // The samples of the history are at least a second apart.
+    std::thread::park_timeout(Duration::from_secs(1));
+    let visit = visit(browser, &format!("http://{}/", served.address()), &["--dump-dom"]);
+    assert_eq!(visit.console(), [""; 0], "an error in the page");
+    assert!(visit.dom.contains("data-refreshed="), "the page fetched its middle again");
+    let status: Value = serde_json::from_str(&served.get("/status.json").body).unwrap();
+    let values = visit.values();
+    assert!(values.len() > 20, "{values:?}");
+    for (path, shown) in values {
+        let told = match at(&status, path) {
+            Value::String(text) => text.clone(),
+            other => other.to_string(),
+        };
+        assert_eq!(shown, told, "{path}");
+    }
+    for plot in ["hits", "rates"] {
+        let svg = visit.dom.split(&format!("data-plot=\"{plot}\"")).nth(1);
+        let svg = svg.unwrap().split("</svg>").next().unwrap();
+        assert!(svg.matches("<path").count() >= 2 && svg.contains(" d=\"M"), "{plot}: {svg}");
+    }
+    assert!(visit.dom.contains("class=\"arrow"), "the flows are drawn");
+    assert!(!visit.dom.contains("http://"), "nothing comes from elsewhere");
+}
+
+/// Makes the picture in the documents. Look at it.
+#[test]
+#[ignore = "takes a minute: makes docs/images/status-page.png"]
+fn the_picture_of_the_page_is_of_a_busy_node() {
+    let Some(browser) = browser() else { return };
+    let served = Served::start_of(32 << 20, SecurityConfig::default(), |_| {});
+    let clock = Instant::now();
+    let mut round = 0;
+    while clock.elapsed() < Duration::from_secs(75) {
+        served.get("/status.json");
+        // New turns of many conversations: mostly known blocks, some of them long ago.
+        let busy = 2 + (round / 12) % 4;
+        for part in 0..busy {
+            let end = 400 + round * 9 + part * 5;
+            let behind = [30, 60, 400, 90][((round + part) % 4) as usize];
+            served.read(end - behind..end - behind + 30);
+            served.put(end..end + 5);
+        }
+        round += 1;
+        std::thread::park_timeout(Duration::from_millis(300));
+    }
+    let target: PathBuf =
+        Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/images/status-page.png");
+    let shot = format!("--screenshot={}", target.display());
+    visit(browser, &format!("http://{}/", served.address()), &[&shot]);
+    assert!(fs::metadata(target).unwrap().len() > 10_000);
+}

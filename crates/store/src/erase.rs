@@ -1,0 +1,197 @@
+//! Erasing a store: every block leaves every tier, and what held it is zeroed.
+
+use std::collections::HashSet;
+
+use cascade_memory::Wiped;
+
+use crate::call::Call;
+use crate::catalog::LOWER_STAGES_MAX;
+use crate::history::{History, Loss};
+use crate::node::Node;
+use crate::stage::StageErased;
+use crate::state::State;
+use crate::{CallOptions, StoreError, TierName};
+
+/// What erasing a store did, and what it could not.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Erased {
+    /// What each tier had, fast to slow.
+    pub tiers: Vec<TierErased>,
+    /// The pool: freed memory that was zeroed, and what was not.
+    pub memory: Wiped,
+    /// What is left, and why; empty when everything is gone.
+    pub left: Vec<Left>,
+}
+
+/// What one tier had.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct TierErased {
+    /// The tier.
+    pub tier: TierName,
+    /// Blocks that it had.
+    pub blocks: u64,
+    /// Their bytes, each content counted once.
+    pub bytes: u64,
+    /// Files that were overwritten and removed.
+    pub files_removed: u64,
+    /// Bytes of them that were overwritten.
+    pub overwritten_bytes: u64,
+}
+
+/// Something that resisted.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Left {
+    /// What: a file, a tier, memory.
+    pub what: String,
+    /// Why.
+    pub why: String,
+}
+
+impl Erased {
+    /// Whether nothing is left.
+    pub fn is_complete(&self) -> bool {
+        self.left.is_empty()
+    }
+
+    fn leave(&mut self, what: impl Into<String>, why: impl Into<String>) {
+        self.left.push(Left { what: what.into(), why: why.into() });
+    }
+}
+
+impl Node {
+    /// Forgets every block, waits for what is under way, erases the stages and zeroes the pool.
+    pub(crate) fn erase(&self, options: CallOptions) -> Result<Erased, StoreError> {
+        let call = self.call(options);
+        let mut state = self.lock();
+        if state.is_closing {
+            return Err(StoreError::Closed);
+        }
+        if std::mem::replace(&mut state.is_erasing, true) {
+            return Err(StoreError::Erasing);
+        }
+        let mut erased = Erased { tiers: self.forget_all(&mut state), ..Erased::default() };
+        drop(state);
+        self.forget_watched();
+        self.announce_change();
+        self.announce_work();
+        self.pool.begin_wipe();
+        self.wait_quiet(&mut erased, call);
+        self.erase_stages(&mut erased, call);
+        self.wipe(&mut erased, call);
+        self.lock().is_erasing = false;
+        Ok(erased)
+    }
+
+    /// Empties the catalog and what the policy remembers; says what each tier had.
+    fn forget_all(&self, state: &mut State) -> Vec<TierErased> {
+        let tier = |at| TierErased { tier: self.tier_name(at), ..TierErased::default() };
+        let mut tiers: Vec<_> = (0..=self.stages.len()).map(tier).collect();
+        let mut counted = HashSet::new();
+        let keys = state.catalog.all_keys();
+        for key in &keys {
+            let index = state.catalog.entry(*key).content;
+            let content = state.catalog.content(index);
+            let is_first = counted.insert(index);
+            let bytes = if is_first { u64::from(content.bytes) } else { 0 };
+            let in_dram = content.slab.is_some();
+            for (at, tier) in tiers.iter_mut().enumerate() {
+                let has = match at {
+                    0 => in_dram,
+                    at => content.address(at - 1).is_some(),
+                };
+                tier.blocks += u64::from(has);
+                tier.bytes += if has { bytes } else { 0 };
+            }
+        }
+        for key in keys {
+            state.forget(key, Loss::Deleted);
+        }
+        // Ghost lists and histories know keys of blocks that are gone.
+        state.eviction = self.new_eviction();
+        state.history = History::new(self.clock.unix_ms());
+        state.prefetched.clear();
+        state.prefetched_bytes = 0;
+        drop_names(state);
+        tiers
+    }
+
+    /// Waits until no call and no mover holds a block.
+    fn wait_quiet(&self, erased: &mut Erased, call: Call) {
+        let mut state = self.lock();
+        loop {
+            drop_names(&mut state);
+            let is_settled = |stage: usize| {
+                let (blocks, names) = (&state.blocks_tickets[stage], &state.names_tickets[stage]);
+                blocks.settled == blocks.pushed && names.settled == names.pushed
+            };
+            if state.slabs_out == 0 && (0..self.stages.len()).all(is_settled) {
+                state.unwritten = [0; LOWER_STAGES_MAX];
+                return;
+            }
+            let (again, in_time) = self.wait_changed(state, call);
+            state = again;
+            if !in_time {
+                let why = "they did not end before the deadline, and may still write";
+                return erased.leave("calls and writes under way", why);
+            }
+        }
+    }
+
+    fn erase_stages(&self, erased: &mut Erased, call: Call) {
+        for (at, stage) in self.stages.iter().enumerate() {
+            match stage.erase(call.deadline) {
+                Ok(StageErased { files_removed, overwritten_bytes, left }) => {
+                    let tier = &mut erased.tiers[1 + at];
+                    tier.files_removed = files_removed;
+                    tier.overwritten_bytes = overwritten_bytes;
+                    erased.left.extend(left);
+                }
+                Err(error) => {
+                    let why = match std::error::Error::source(&error) {
+                        Some(cause) => format!("{error}: {cause}"),
+                        None => error.to_string(),
+                    };
+                    erased.leave(format!("tier {}", stage.name()), why);
+                }
+            }
+        }
+    }
+
+    fn wipe(&self, erased: &mut Erased, call: Call) {
+        let mut may_go_on = || !call.deadline.has_passed(&*self.clock);
+        let mut wiped = self.pool.wipe(&mut may_go_on);
+        let held_before = wiped.held_bytes;
+        let mut state = self.lock();
+        while wiped.held_bytes > 0 {
+            let (again, in_time) = self.wait_changed(state, call);
+            state = again;
+            wiped.held_bytes = self.pool.stats().reserved_bytes.min(held_before);
+            if !in_time {
+                break;
+            }
+        }
+        drop(state);
+        if held_before > 0 && wiped.held_bytes == 0 {
+            // Whoever gave it back has zeroed it, unless it was on its way when this began.
+            wiped = self.pool.wipe(&mut may_go_on);
+        }
+        erased.memory = wiped;
+        if wiped.left_bytes > 0 {
+            let why = format!("{} bytes were not zeroed before the deadline", wiped.left_bytes);
+            erased.leave("memory of the pool", why);
+        }
+        if wiped.held_bytes > 0 {
+            let bytes = wiped.held_bytes;
+            let why = format!("{bytes} bytes are held by readers; zeroed when they come back");
+            erased.leave("memory of the pool", why);
+        }
+    }
+}
+
+/// Names need not be told to a stage that is about to be erased.
+fn drop_names(state: &mut State) {
+    for stage in 0..LOWER_STAGES_MAX {
+        state.names_tickets[stage].settled += state.names[stage].len() as u64;
+        state.names[stage].clear();
+    }
+}

@@ -1,0 +1,181 @@
+//! Hot prefixes: which chains many requests share lately, in a few kilobytes.
+//!
+//! Where the blocks that a request found come to an end, it parts from those before it: that block
+//! is watched. Every later request through a watched block counts for it. A new one takes the place
+//! of the least asked for among a few, so what is asked for often stays.
+
+use std::collections::HashMap;
+use std::time::Duration;
+
+use cascade_block::BlockKey;
+
+/// Prefixes that are watched.
+const WATCHED_MAX: usize = 192;
+/// Watched prefixes of which the least asked for gives way.
+const SEARCHED: usize = 8;
+/// Half of the window, as for the shadows.
+const HALF: Duration = Duration::from_secs(15 * 60);
+/// Marks that tell most blocks from watched ones without a search.
+const MARKS: usize = 4096;
+
+/// One watched prefix.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Watched {
+    pub(crate) key: BlockKey,
+    /// Blocks from the root to it, itself included.
+    pub(crate) depth: u32,
+    current: u64,
+    before: u64,
+}
+
+impl Watched {
+    /// Requests through it of late.
+    pub(crate) fn hits(&self) -> u64 {
+        self.current + self.before
+    }
+}
+
+#[derive(Debug)]
+pub(crate) struct HotPrefixes {
+    watched: Vec<Watched>,
+    places: HashMap<u64, usize>,
+    /// How many watched blocks have each mark.
+    marks: Box<[u8; MARKS]>,
+    hand: usize,
+    half_since: Duration,
+}
+
+impl HotPrefixes {
+    pub(crate) fn new() -> Self {
+        Self {
+            watched: Vec::new(),
+            places: HashMap::new(),
+            marks: Box::new([0; MARKS]),
+            hand: 0,
+            half_since: Duration::ZERO,
+        }
+    }
+
+    /// A chain was looked up, and that many of its leading blocks were found.
+    pub(crate) fn request(&mut self, now: Duration, keys: &[BlockKey], matched: usize) {
+        self.advance(now);
+        let mut is_end_watched = false;
+        for (at, key) in keys[..matched].iter().enumerate() {
+            if self.marks[mark(key)] == 0 {
+                continue;
+            }
+            if let Some(place) = self.place(key) {
+                self.watched[place].current += 1;
+                is_end_watched |= at + 1 == matched;
+            }
+        }
+        if matched > 0 && !is_end_watched {
+            self.watch(keys[matched - 1], matched);
+        }
+    }
+
+    /// The prefixes that most requests went through, most first.
+    pub(crate) fn most(&self, count: usize) -> Vec<Watched> {
+        let mut all = self.watched.clone();
+        // Of nested prefixes that the same requests went through, the deeper one tells more.
+        all.sort_by_key(|one| (std::cmp::Reverse((one.hits(), one.depth)), one.key));
+        all.retain(|one| one.hits() > 0);
+        all.truncate(count);
+        all
+    }
+
+    /// Memory of all that is watched.
+    pub(crate) fn memory_bytes(&self) -> usize {
+        let places = self.places.capacity() * (size_of::<(u64, usize)>() + 1);
+        let watched = self.watched.capacity() * size_of::<Watched>();
+        size_of::<Self>() + watched + places + MARKS
+    }
+
+    fn place(&self, key: &BlockKey) -> Option<usize> {
+        let place = *self.places.get(&key.fingerprint())?;
+        (self.watched[place].key == *key).then_some(place)
+    }
+
+    fn watch(&mut self, key: BlockKey, depth: usize) {
+        let depth = u32::try_from(depth).unwrap_or(u32::MAX);
+        let new = Watched { key, depth, current: 1, before: 0 };
+        if self.places.contains_key(&key.fingerprint()) {
+            // Another block with the same fingerprint is watched: one of them is enough.
+            return;
+        }
+        let place = if self.watched.len() < WATCHED_MAX {
+            self.watched.push(new);
+            self.watched.len() - 1
+        } else {
+            let searched = (self.hand..self.hand + SEARCHED).map(|at| at % WATCHED_MAX);
+            self.hand = (self.hand + SEARCHED) % WATCHED_MAX;
+            let least = searched.min_by_key(|at| self.watched[*at].hits());
+            let place = least.expect("several were looked at");
+            let old = std::mem::replace(&mut self.watched[place], new);
+            self.places.remove(&old.key.fingerprint());
+            self.marks[mark(&old.key)] -= 1;
+            place
+        };
+        self.places.insert(key.fingerprint(), place);
+        self.marks[mark(&key)] += 1;
+    }
+
+    fn advance(&mut self, now: Duration) {
+        let age = now.saturating_sub(self.half_since);
+        if age < HALF {
+            return;
+        }
+        for watched in &mut self.watched {
+            watched.before = if age < 2 * HALF { watched.current } else { 0 };
+            watched.current = 0;
+        }
+        self.half_since = now;
+    }
+}
+
+const _: () = assert!(WATCHED_MAX < u8::MAX as usize, "a mark counts them all");
+
+#[expect(clippy::cast_possible_truncation, reason = "the low bits are wanted")]
+fn mark(key: &BlockKey) -> usize {
+    key.fingerprint() as usize % MARKS
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn chain(name: u8, blocks: u8) -> Vec<BlockKey> {
+        let key = |block: u8| {
+            let mut bytes = [0; 32];
+            bytes[..2].copy_from_slice(&[name, block]);
+            BlockKey::from_bytes(bytes)
+        };
+        (0..blocks).map(key).collect()
+    }
+
+    #[test]
+    fn a_shared_prefix_rises_above_what_each_session_adds() {
+        let mut hot = HotPrefixes::new();
+        let shared = chain(0, 3);
+        for session in 1..=200 {
+            let keys = [shared.clone(), chain(session, 4)].concat();
+            hot.request(Duration::ZERO, &keys, 3);
+            hot.request(Duration::ZERO, &keys, 7);
+        }
+        let most = hot.most(2);
+        assert_eq!((most[0].key, most[0].depth, most[0].hits()), (shared[2], 3, 400));
+        assert!(most[1].hits() < 3, "{most:?}");
+    }
+
+    #[test]
+    fn what_was_hot_cools_down() {
+        let mut hot = HotPrefixes::new();
+        let keys = chain(1, 2);
+        (0..5).for_each(|_| hot.request(Duration::ZERO, &keys, 2));
+        assert_eq!(hot.most(9)[0].hits(), 5);
+        hot.request(Duration::from_secs(16 * 60), &keys, 2);
+        assert_eq!(hot.most(9)[0].hits(), 6);
+        hot.request(Duration::from_secs(120 * 60), &keys, 1);
+        assert_eq!(hot.most(9).iter().map(Watched::hits).sum::<u64>(), 1);
+    }
+}

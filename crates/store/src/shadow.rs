@@ -1,0 +1,430 @@
+//! Shadow caches: what half as much again, and twice as much, of each tier would give.
+//!
+//! Beside each bounded tier run three models of it on names alone: at its size, at 150 % and at
+//! 200 %. They follow a sample of all blocks (`sample.rs`), see the same chain lookups and puts,
+//! and use the store's own rules: the policy for DRAM, segments for the file tier. The one at 100 %
+//! is the calibration: what is predicted is what was measured, plus what the larger one misses
+//! less. Misses are counted, not hits: blocks that everybody asks for never miss, so whether they
+//! are in the sample does not matter.
+
+mod cache;
+mod queue;
+mod sample;
+mod window;
+
+use std::collections::HashMap;
+use std::time::Duration;
+
+use cascade_block::BlockKey;
+
+use crate::eviction::{Hints, Limits};
+use crate::{PolicyKind, Put, PutOutcome, StoreConfig, TierName};
+use cache::{Arrival, Cache};
+use queue::Queue;
+use sample::Sample;
+use window::{Counts, Window};
+
+/// Sizes of the shadows, in percent of their tier.
+const SIZES: [u64; 3] = [100, 150, 200];
+/// Most blocks in the sample of the shadow that is as large as its tier.
+const SAMPLE_BLOCKS: u64 = 2048;
+/// Most blocks of the sample that were asked for and are still to be put.
+const AWAITED_MAX: usize = 4096;
+/// Blocks lie in whole pages in the file tier.
+const PAGE_BYTES: u32 = 4096;
+
+/// One shadow's figures.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ShadowFigure {
+    /// The tier; hits count from the start of a request, in this tier and those above it.
+    pub tier: TierName,
+    /// The shadow's size in percent of the tier's: 100 is the calibration.
+    pub capacity_percent: u64,
+    /// The size that it stands for.
+    pub capacity_bytes: u64,
+    /// One block in so many is followed.
+    pub sampled_one_in: u64,
+    /// Over the last 15 to 30 minutes of requests.
+    pub recent: ShadowRates,
+    /// Since the store was opened.
+    pub since_start: ShadowRates,
+}
+
+/// Blocks of chain lookups: what was, and what would have been.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct ShadowRates {
+    /// Blocks asked for.
+    pub blocks_requested: u64,
+    /// Of these, found in the tier as it is, unbroken from the start of their request.
+    pub blocks_matched: u64,
+    /// What the shadow alone says of its size.
+    pub blocks_simulated: u64,
+    /// What is expected at the shadow's size: matched, plus what the shadow misses less than the
+    /// one at 100 %.
+    pub blocks_predicted: u64,
+}
+
+impl ShadowRates {
+    /// The share of blocks found, as it was.
+    pub fn hit_rate(&self) -> f64 {
+        self.rate(self.blocks_matched)
+    }
+
+    /// The share of blocks that the shadow's size is expected to find.
+    pub fn predicted_hit_rate(&self) -> f64 {
+        self.rate(self.blocks_predicted)
+    }
+
+    /// What the shadow alone says; at 100 %, its distance to the measured rate is its error.
+    pub fn simulated_hit_rate(&self) -> f64 {
+        self.rate(self.blocks_simulated)
+    }
+
+    #[expect(clippy::cast_precision_loss, reason = "counts of blocks stay far below 2^52")]
+    fn rate(&self, blocks: u64) -> f64 {
+        if self.blocks_requested == 0 {
+            return 0.0;
+        }
+        blocks as f64 / self.blocks_requested as f64
+    }
+
+    fn of(counts: &Counts, size: usize) -> Self {
+        let Counts { requested, matched, missed } = *counts;
+        let expected = (matched + missed[0]).saturating_sub(missed[size]);
+        Self {
+            blocks_requested: requested,
+            blocks_matched: matched,
+            blocks_simulated: requested.saturating_sub(missed[size]),
+            blocks_predicted: expected.min(requested),
+        }
+    }
+}
+
+/// A chain lookup, as the store answered it.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Answered<'a> {
+    pub(crate) at: Duration,
+    pub(crate) keys: &'a [BlockKey],
+    pub(crate) partial_tail: bool,
+    pub(crate) hints: &'a Hints,
+    /// Leading blocks in DRAM.
+    pub(crate) in_dram: usize,
+    /// Leading blocks in any tier.
+    pub(crate) matched: usize,
+    /// Length of the blocks of this store, about; zero while there are none.
+    pub(crate) block_bytes: u32,
+}
+
+/// One tier: its models, smallest first, and what they said.
+#[derive(Debug)]
+struct Tier<M> {
+    sample: Sample,
+    models: [M; SIZES.len()],
+}
+
+/// What is known of a tier before its first block.
+#[derive(Debug, Clone, Copy)]
+struct Plan {
+    name: TierName,
+    capacity_bytes: u64,
+}
+
+/// The shadows of one store.
+#[derive(Debug)]
+pub(crate) struct Shadows {
+    policy: PolicyKind,
+    limits: Limits,
+    dram_blocks: u64,
+    segment_bytes: u64,
+    dram_plan: Option<Plan>,
+    files_plan: Option<Plan>,
+    dram: Option<Tier<Cache>>,
+    files: Option<Tier<Queue>>,
+    dram_window: Window,
+    files_window: Window,
+    /// Whether a block that comes may be refused: nothing is below DRAM.
+    may_decline: bool,
+    /// Blocks of DRAM's sample that are still to be put, and the one before each in its chain.
+    awaited: HashMap<u64, Option<u64>>,
+    /// A request's blocks in the sample, and where they stand in it; kept to save allocations.
+    chain: Vec<u64>,
+    places: Vec<usize>,
+}
+
+impl Shadows {
+    /// Of a store of those settings and tiers, fast to slow.
+    pub(crate) fn new(config: &StoreConfig, has_dram: bool, lower: &[TierName]) -> Self {
+        let plan = |name, capacity_bytes| Plan { name, capacity_bytes };
+        let files = config.files.as_ref().filter(|_| lower.contains(&"files"));
+        let is_segmented =
+            |files: &&crate::FilesConfig| files.layout == crate::FileLayout::Segments;
+        Self {
+            policy: config.policy,
+            limits: Limits {
+                capacity_bytes: config.dram_bytes,
+                protected_percent: config.protected_percent,
+                admit_partial: config.admit_partial,
+            },
+            dram_blocks: config.dram_blocks.unwrap_or(u64::MAX),
+            segment_bytes: files.filter(is_segmented).map_or(0, |files| files.segment_bytes),
+            dram_plan: has_dram.then(|| plan("dram", config.dram_bytes)),
+            files_plan: files.map(|files| plan("files", files.capacity_bytes)),
+            dram: None,
+            files: None,
+            dram_window: Window::default(),
+            files_window: Window::default(),
+            may_decline: lower.is_empty(),
+            awaited: HashMap::new(),
+            chain: Vec::new(),
+            places: Vec::new(),
+        }
+    }
+
+    /// The size of the sample follows from how many blocks a tier can hold, so it waits for one.
+    fn start(&mut self, block_bytes: u32) {
+        if block_bytes == 0 || self.dram.is_some() || self.files.is_some() {
+            return;
+        }
+        let mut sample = Sample::of_at_most(0, SAMPLE_BLOCKS);
+        if let Some(plan) = self.dram_plan {
+            let blocks = (plan.capacity_bytes / u64::from(block_bytes)).min(self.dram_blocks);
+            sample = Sample::of_at_most(blocks, SAMPLE_BLOCKS);
+            let models = SIZES.map(|percent| {
+                let of = |whole: u64| sample.share(scale(whole, percent));
+                let limits = Limits { capacity_bytes: of(plan.capacity_bytes), ..self.limits };
+                Cache::new(self.policy, limits, of(self.dram_blocks))
+            });
+            self.dram = Some(Tier { sample, models });
+        }
+        if let Some(plan) = self.files_plan {
+            let blocks = plan.capacity_bytes / u64::from(in_pages(block_bytes));
+            // Not finer than DRAM's: what the file tier keeps depends on what DRAM has.
+            let sample = sample.max(Sample::of_at_most(blocks, SAMPLE_BLOCKS));
+            let models = SIZES.map(|percent| {
+                let capacity = sample.share(scale(plan.capacity_bytes, percent));
+                Queue::new(capacity, sample.share(self.segment_bytes))
+            });
+            self.files = Some(Tier { sample, models });
+        }
+    }
+
+    /// A chain was looked up.
+    pub(crate) fn request(&mut self, answered: &Answered<'_>) {
+        self.start(answered.block_bytes);
+        // First: what the file tier serves depends on what DRAM had before.
+        self.request_files(answered);
+        self.request_dram(answered);
+    }
+
+    /// Picks the blocks of a sample; whether the last block of the chain is one.
+    fn pick(&mut self, keys: &[BlockKey], sample: Sample) -> bool {
+        self.chain.clear();
+        self.places.clear();
+        for (place, key) in keys.iter().enumerate() {
+            let fingerprint = key.fingerprint();
+            if sample.holds(fingerprint) {
+                self.chain.push(fingerprint);
+                self.places.push(place);
+            }
+        }
+        self.places.last().is_some_and(|last| last + 1 == keys.len())
+    }
+
+    fn request_dram(&mut self, answered: &Answered<'_>) {
+        let Some(sample) = self.dram.as_ref().map(|tier| tier.sample) else { return };
+        let has_tail = self.pick(answered.keys, sample);
+        let mut counts = Counts::asked(answered.keys.len(), answered.in_dram);
+        let Some(tier) = self.dram.as_mut().filter(|_| !self.chain.is_empty()) else {
+            return self.dram_window.add(answered.at, &counts);
+        };
+        let partial_tail = answered.partial_tail && has_tail;
+        for (cache, missed) in tier.models.iter_mut().zip(&mut counts.missed) {
+            let leading = cache.request(answered.at, &self.chain, partial_tail, answered.hints);
+            *missed = (self.chain.len() - leading) as u64 * sample.weight();
+            let here = if cache.promotes_hits() { answered.matched } else { answered.in_dram };
+            for at in leading..self.chain.len() {
+                let parent = at.checked_sub(1).map(|before| self.chain[before]);
+                // What the store has nobody will put: it comes in now. The rest waits for its put.
+                if self.places[at] < here {
+                    cache.take(
+                        answered.at,
+                        &Arrival {
+                            fingerprint: self.chain[at],
+                            parent,
+                            bytes: answered.block_bytes,
+                            is_protected: false,
+                            may_decline: self.may_decline,
+                        },
+                    );
+                } else if !(partial_tail && at + 1 == self.chain.len()) {
+                    if self.awaited.len() >= AWAITED_MAX {
+                        self.awaited.clear();
+                    }
+                    self.awaited.insert(self.chain[at], parent);
+                }
+            }
+        }
+        self.dram_window.add(answered.at, &counts);
+    }
+
+    fn request_files(&mut self, answered: &Answered<'_>) {
+        let Some(sample) = self.files.as_ref().map(|tier| tier.sample) else { return };
+        self.pick(answered.keys, sample);
+        let mut counts = Counts::asked(answered.keys.len(), answered.matched);
+        if let Some(tier) = self.files.as_mut() {
+            let dram = self.dram.as_ref().map(|tier| &tier.models[0]);
+            let is_in_dram = |fingerprint: u64| dram.is_some_and(|dram| dram.holds(fingerprint));
+            for (queue, missed) in tier.models.iter_mut().zip(&mut counts.missed) {
+                let mut leading = 0;
+                for fingerprint in &self.chain {
+                    if !is_in_dram(*fingerprint) {
+                        if !queue.holds(*fingerprint) {
+                            break;
+                        }
+                        queue.refer(*fingerprint);
+                    }
+                    leading += 1;
+                }
+                *missed = (self.chain.len() - leading) as u64 * sample.weight();
+                for at in leading..self.chain.len() {
+                    if self.places[at] < answered.matched {
+                        let bytes = in_pages(answered.block_bytes);
+                        queue.take(self.chain[at], bytes, false, &is_in_dram);
+                    }
+                }
+            }
+        }
+        self.files_window.add(answered.at, &counts);
+    }
+
+    /// Something became known about a chain without a request for it.
+    pub(crate) fn hint(&mut self, now: Duration, keys: &[BlockKey], hints: &Hints) {
+        let Some(sample) = self.dram.as_ref().map(|tier| tier.sample) else { return };
+        self.pick(keys, sample);
+        if let Some(tier) = self.dram.as_mut().filter(|_| !self.chain.is_empty()) {
+            for cache in &mut tier.models {
+                cache.hint(now, &self.chain, hints);
+            }
+        }
+    }
+
+    /// Blocks were given to the store, and this became of them.
+    pub(crate) fn put(&mut self, now: Duration, batch: &[Put<'_>], outcomes: &[PutOutcome]) {
+        use crate::DeclineReason::{Full, WorthLess};
+        for (put, outcome) in batch.iter().zip(outcomes) {
+            let is_taken = match outcome {
+                PutOutcome::Stored | PutOutcome::Deduplicated | PutOutcome::Present => true,
+                // What a small tier refuses a larger one may take.
+                PutOutcome::Declined(reason) => matches!(reason, Full | WorthLess),
+                PutOutcome::Conflict | PutOutcome::Failed(_) => false,
+            };
+            if let Some(bytes) = u32::try_from(put.bytes.len()).ok().filter(|_| is_taken) {
+                self.start(bytes);
+                self.take(now, put, bytes);
+            }
+        }
+        self.keep_small();
+    }
+
+    fn take(&mut self, now: Duration, put: &Put<'_>, bytes: u32) {
+        let fingerprint = put.key.fingerprint();
+        if let Some(tier) = self.dram.as_mut().filter(|tier| tier.sample.holds(fingerprint)) {
+            let beside = put.parent.map(|parent| parent.fingerprint());
+            let beside = beside.filter(|parent| tier.sample.holds(*parent));
+            let arrival = Arrival {
+                fingerprint,
+                parent: self.awaited.remove(&fingerprint).flatten().or(beside),
+                bytes,
+                is_protected: put.is_prefix,
+                may_decline: self.may_decline,
+            };
+            tier.models.iter_mut().for_each(|cache| cache.take(now, &arrival));
+        }
+        let Some(tier) = self.files.as_mut() else { return };
+        if tier.sample.holds(fingerprint) {
+            let dram = self.dram.as_ref().map(|tier| &tier.models[0]);
+            let is_in_dram = |fingerprint: u64| dram.is_some_and(|dram| dram.holds(fingerprint));
+            for queue in &mut tier.models {
+                queue.take(fingerprint, in_pages(bytes), put.is_prefix, &is_in_dram);
+            }
+        }
+    }
+
+    /// Blocks were deleted.
+    pub(crate) fn remove(&mut self, keys: &[BlockKey]) {
+        for fingerprint in keys.iter().map(BlockKey::fingerprint) {
+            if let Some(tier) = &mut self.dram {
+                tier.models.iter_mut().for_each(|cache| cache.remove(fingerprint));
+            }
+            if let Some(tier) = &mut self.files {
+                tier.models.iter_mut().for_each(|queue| queue.remove(fingerprint));
+            }
+        }
+    }
+
+    /// Every block was deleted: what comes next may be of another length.
+    pub(crate) fn clear(&mut self) {
+        self.dram = None;
+        self.files = None;
+        self.awaited.clear();
+    }
+
+    /// Blocks that are shorter than the first were make the sample larger than it should be.
+    fn keep_small(&mut self) {
+        let most = 2 * usize::try_from(SAMPLE_BLOCKS).expect("a few thousand");
+        if let Some(tier) = self.dram.as_mut().filter(|tier| tier.models[0].len() > most) {
+            tier.sample = tier.sample.halved();
+            tier.models.iter_mut().for_each(|cache| cache.thin(tier.sample));
+        }
+        let least = self.dram.as_ref().map(|tier| tier.sample);
+        let Some(tier) = &mut self.files else { return };
+        if tier.models[0].len() > most || least.is_some_and(|least| tier.sample < least) {
+            tier.sample = tier.sample.halved();
+            tier.models.iter_mut().for_each(|queue| queue.thin(tier.sample));
+        }
+    }
+
+    /// Memory of all shadows.
+    pub(crate) fn memory_bytes(&self) -> usize {
+        let dram = self.dram.iter().flat_map(|tier| &tier.models).map(Cache::memory_bytes);
+        let files = self.files.iter().flat_map(|tier| &tier.models).map(Queue::memory_bytes);
+        let awaited = self.awaited.capacity() * (size_of::<(u64, Option<u64>)>() + 1);
+        let chain = self.chain.capacity() * size_of::<(u64, usize)>();
+        size_of::<Self>() + dram.chain(files).sum::<usize>() + awaited + chain
+    }
+
+    /// What they say, by tier and size; nothing before the first block.
+    pub(crate) fn figures(&self) -> Vec<ShadowFigure> {
+        let dram = self.dram.as_ref().map(|tier| tier.sample).zip(self.dram_plan);
+        let files = self.files.as_ref().map(|tier| tier.sample).zip(self.files_plan);
+        let tiers = [(dram, &self.dram_window), (files, &self.files_window)];
+        let known = tiers.into_iter().filter_map(|(tier, window)| Some((tier?, window)));
+        let mut figures = Vec::new();
+        for ((sample, plan), window) in known {
+            figures.extend(SIZES.iter().enumerate().map(|(size, percent)| ShadowFigure {
+                tier: plan.name,
+                capacity_percent: *percent,
+                capacity_bytes: scale(plan.capacity_bytes, *percent),
+                sampled_one_in: sample.weight(),
+                recent: ShadowRates::of(&window.recent(), size),
+                since_start: ShadowRates::of(&window.all(), size),
+            }));
+        }
+        figures
+    }
+}
+
+impl Counts {
+    fn asked(requested: usize, matched: usize) -> Self {
+        Self { requested: requested as u64, matched: matched as u64, ..Self::default() }
+    }
+}
+
+fn scale(whole: u64, percent: u64) -> u64 {
+    let scaled = u128::from(whole) * u128::from(percent) / 100;
+    u64::try_from(scaled).unwrap_or(u64::MAX)
+}
+
+fn in_pages(bytes: u32) -> u32 {
+    bytes.div_ceil(PAGE_BYTES).saturating_mul(PAGE_BYTES)
+}

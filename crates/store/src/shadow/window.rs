@@ -1,0 +1,79 @@
+//! Counts since the start and of late: a window that moves in halves.
+
+use std::time::Duration;
+
+use super::SIZES;
+
+/// Half of the window: what is called recent covers the last 15 to 30 minutes. Long enough that a
+/// busy minute does not decide, short enough that yesterday's traffic does not either.
+const HALF: Duration = Duration::from_secs(15 * 60);
+
+/// What requests asked for, what the tier had, and what its shadows missed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(super) struct Counts {
+    pub(super) requested: u64,
+    pub(super) matched: u64,
+    /// By size, each block of the sample counted for all that it stands for.
+    pub(super) missed: [u64; SIZES.len()],
+}
+
+impl Counts {
+    fn add(&mut self, other: &Self) {
+        self.requested += other.requested;
+        self.matched += other.matched;
+        for (sum, more) in self.missed.iter_mut().zip(other.missed) {
+            *sum += more;
+        }
+    }
+}
+
+/// Counts of two half windows and of all time.
+#[derive(Debug, Default)]
+pub(super) struct Window {
+    all: Counts,
+    current: Counts,
+    before: Counts,
+    current_since: Duration,
+}
+
+impl Window {
+    pub(super) fn add(&mut self, now: Duration, counts: &Counts) {
+        let age = now.saturating_sub(self.current_since);
+        if age >= HALF {
+            self.before = if age < 2 * HALF { self.current } else { Counts::default() };
+            self.current = Counts::default();
+            self.current_since = now;
+        }
+        self.current.add(counts);
+        self.all.add(counts);
+    }
+
+    pub(super) fn all(&self) -> Counts {
+        self.all
+    }
+
+    pub(super) fn recent(&self) -> Counts {
+        let mut recent = self.before;
+        recent.add(&self.current);
+        recent
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn recent_counts_forget_and_the_others_do_not() {
+        let mut window = Window::default();
+        let one = Counts { requested: 1, matched: 1, missed: [0, 1, 2] };
+        let minutes = |minutes: u64| Duration::from_secs(60 * minutes);
+        window.add(minutes(1), &one);
+        window.add(minutes(16), &one);
+        assert_eq!(window.recent().requested, 2);
+        window.add(minutes(32), &one);
+        assert_eq!((window.recent().requested, window.recent().missed[2]), (2, 4));
+        window.add(minutes(300), &one);
+        assert_eq!((window.recent().requested, window.all().requested), (1, 4));
+    }
+}

@@ -1,0 +1,260 @@
+//! The keys of an encrypted tier: read from a file, and never used for anything but deriving.
+//!
+//! From each key of the file come, by HKDF-SHA-256 over the tenant's and the tier's name, an
+//! identifier that may be shown, a key that tags contents, and the keys of sessions. Every opening
+//! of a tier draws a session at random and counts its nonces up from zero, so that no nonce is used
+//! twice under one key; `docs/decisions/0016-encryption.md` has the bounds.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::sync::{Arc, Mutex, PoisonError, RwLock};
+
+use cascade_block::Digest;
+use ring::aead::{AES_256_GCM, LessSafeKey, NONCE_LEN, UnboundKey};
+use ring::rand::{SecureRandom as _, SystemRandom};
+use ring::{hkdf, hmac};
+
+use crate::secret::{Readers, SecretError, read_secret};
+use crate::{EncryptionConfig, StoreError};
+
+/// Bytes of a key.
+const KEY_BYTES: usize = 32;
+/// Keys that a file may hold: one that writes, and those from before.
+const KEYS_MAX: usize = 64;
+/// Longest file with keys.
+const FILE_BYTES_MAX: u64 = 16 << 10;
+/// Bytes that one session's key encrypts: 2^36 cipher blocks, far below where their birthdays tell.
+const SESSION_BYTES_MAX: u64 = 1 << 40;
+/// Sessions of earlier openings whose keys are kept derived.
+const SESSIONS_KEPT_MAX: usize = 256;
+
+/// Names a key without saying anything of it.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+pub(super) struct KeyId(pub(super) [u8; 8]);
+
+/// Names a session: drawn at random.
+pub(super) type SessionId = [u8; 16];
+
+/// All keys of a tier, the one that writes first.
+pub(super) struct KeyRing {
+    keys: Vec<TierKey>,
+    writer: Mutex<Writer>,
+    sessions: RwLock<HashMap<(KeyId, SessionId), Arc<LessSafeKey>>>,
+}
+
+struct TierKey {
+    id: KeyId,
+    secret: hkdf::Prk,
+    contents: hmac::Key,
+    scope: String,
+}
+
+/// The session that new records are written in.
+struct Writer {
+    session: SessionId,
+    key: Arc<LessSafeKey>,
+    next: u64,
+    bytes: u64,
+}
+
+/// What one record is sealed with. Handed out once.
+pub(super) struct Seal {
+    pub(super) key_id: KeyId,
+    pub(super) session: SessionId,
+    pub(super) nonce: [u8; NONCE_LEN],
+    pub(super) key: Arc<LessSafeKey>,
+}
+
+/// The kernel gave no random bytes.
+#[derive(Debug, thiserror::Error)]
+#[error("the kernel gave no random bytes")]
+pub(super) struct NoRandomness;
+
+impl KeyRing {
+    /// Reads the file and derives the keys of one tier.
+    pub(super) fn open(config: &EncryptionConfig, tier: &str) -> Result<Self, StoreError> {
+        let bad = |reason: String| StoreError::Config { setting: "encryption", reason };
+        let scope = format!("{}\0{tier}", config.scope);
+        let text = read_secret(&config.key_file, FILE_BYTES_MAX, Readers::Owner)
+            .map_err(|e| bad(explain(&e)))?;
+        let keys = parse(&text)
+            .map_err(|reason| bad(format!("{}: {reason}", config.key_file.display())))?;
+        let keys: Vec<_> = keys.iter().map(|key| TierKey::derive(key, &scope)).collect();
+        let writer = Writer::begin(&keys[0]).map_err(|error| bad(error.to_string()))?;
+        Ok(Self { keys, writer: Mutex::new(writer), sessions: RwLock::default() })
+    }
+
+    /// The key that writes.
+    pub(super) fn writing_id(&self) -> KeyId {
+        self.keys[0].id
+    }
+
+    pub(super) fn knows(&self, id: KeyId) -> bool {
+        self.find(id).is_some()
+    }
+
+    fn find(&self, id: KeyId) -> Option<&TierKey> {
+        self.keys.iter().find(|key| key.id == id)
+    }
+
+    /// A nonce of the writing session that nobody has had, with the session's key.
+    pub(super) fn next_seal(&self, bytes: u64) -> Result<Seal, NoRandomness> {
+        let mut writer = self.writer.lock().unwrap_or_else(PoisonError::into_inner);
+        if writer.bytes.saturating_add(bytes) > SESSION_BYTES_MAX {
+            *writer = Writer::begin(&self.keys[0])?;
+        }
+        let mut nonce = [0; NONCE_LEN];
+        nonce[..8].copy_from_slice(&writer.next.to_le_bytes());
+        writer.next += 1;
+        writer.bytes += bytes;
+        let (session, key) = (writer.session, Arc::clone(&writer.key));
+        Ok(Seal { key_id: self.keys[0].id, session, nonce, key })
+    }
+
+    /// The key of a session, derived anew unless it is kept.
+    pub(super) fn session(&self, id: KeyId, session: SessionId) -> Option<Arc<LessSafeKey>> {
+        let key = self.find(id)?;
+        let kept = self.sessions.read().unwrap_or_else(PoisonError::into_inner);
+        if let Some(kept) = kept.get(&(id, session)) {
+            return Some(Arc::clone(kept));
+        }
+        drop(kept);
+        let derived = Arc::new(key.session(session));
+        let mut kept = self.sessions.write().unwrap_or_else(PoisonError::into_inner);
+        if kept.len() >= SESSIONS_KEPT_MAX {
+            kept.clear();
+        }
+        kept.insert((id, session), Arc::clone(&derived));
+        Some(derived)
+    }
+
+    /// What a record says of its content: a digest that only holders of the key can tell.
+    pub(super) fn content_tag(&self, id: KeyId, digest: &Digest) -> Option<[u8; 32]> {
+        let tag = hmac::sign(&self.find(id)?.contents, digest.as_bytes());
+        tag.as_ref().try_into().ok()
+    }
+}
+
+impl TierKey {
+    fn derive(key: &[u8; KEY_BYTES], scope: &str) -> Self {
+        let secret = hkdf::Salt::new(hkdf::HKDF_SHA256, b"cascade encryption 1").extract(key);
+        let mut id = [0; 8];
+        let scoped = [b"id\0".as_slice(), scope.as_bytes()];
+        secret
+            .expand(&scoped, Bytes(id.len()))
+            .and_then(|okm| okm.fill(&mut id))
+            .expect("eight bytes are fewer than HKDF gives");
+        let contents = secret
+            .expand(&[b"contents\0", scope.as_bytes()], hmac::HMAC_SHA256)
+            .expect("a key is shorter than what HKDF gives")
+            .into();
+        Self { id: KeyId(id), secret, contents, scope: scope.to_owned() }
+    }
+
+    fn session(&self, session: SessionId) -> LessSafeKey {
+        let parts = [b"session\0".as_slice(), &session, self.scope.as_bytes()];
+        let key: UnboundKey = self
+            .secret
+            .expand(&parts, &AES_256_GCM)
+            .expect("a key is shorter than what HKDF gives")
+            .into();
+        LessSafeKey::new(key)
+    }
+}
+
+impl Writer {
+    fn begin(key: &TierKey) -> Result<Self, NoRandomness> {
+        let mut session = [0; 16];
+        SystemRandom::new().fill(&mut session).map_err(|_| NoRandomness)?;
+        Ok(Self { session, key: Arc::new(key.session(session)), next: 0, bytes: 0 })
+    }
+}
+
+struct Bytes(usize);
+
+impl hkdf::KeyType for Bytes {
+    fn len(&self) -> usize {
+        self.0
+    }
+}
+
+/// Keys in a file: 32 raw bytes, or lines of 64 hexadecimal digits. The reason never quotes it.
+fn parse(text: &[u8]) -> Result<Vec<[u8; KEY_BYTES]>, String> {
+    if let Ok(raw) = text.try_into() {
+        return Ok(vec![raw]);
+    }
+    let wanted = "a key is 32 raw bytes, or a line of 64 hexadecimal digits; the first line \
+                  writes, further ones read what was written before";
+    let text = str::from_utf8(text).map_err(|_| wanted.to_owned())?;
+    let lines = text.lines().map(str::trim).enumerate().filter(|(_, line)| !line.is_empty());
+    let keys = lines
+        .map(|(at, line)| hex(line).ok_or_else(|| format!("line {}: {wanted}", at + 1)))
+        .collect::<Result<Vec<_>, _>>()?;
+    match keys.len() {
+        0 => Err(format!("it is empty; {wanted}")),
+        1..=KEYS_MAX => Ok(keys),
+        count => Err(format!("{count} keys; the most is {KEYS_MAX}")),
+    }
+}
+
+fn hex(line: &str) -> Option<[u8; KEY_BYTES]> {
+    if line.len() != 2 * KEY_BYTES || !line.bytes().all(|byte| byte.is_ascii_hexdigit()) {
+        return None;
+    }
+    let mut key = [0; KEY_BYTES];
+    for (at, byte) in key.iter_mut().enumerate() {
+        *byte = u8::from_str_radix(&line[2 * at..2 * at + 2], 16).ok()?;
+    }
+    Some(key)
+}
+
+fn explain(error: &SecretError) -> String {
+    match std::error::Error::source(error) {
+        Some(cause) => format!("{error}: {cause}"),
+        None => error.to_string(),
+    }
+}
+
+impl fmt::Display for KeyId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.iter().try_for_each(|byte| write!(f, "{byte:02x}"))
+    }
+}
+
+impl fmt::Debug for KeyId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "KeyId({self})")
+    }
+}
+
+impl fmt::Debug for KeyRing {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_list().entries(self.keys.iter().map(|key| key.id)).finish()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn keys_are_raw_bytes_or_lines_of_digits() {
+        let digits = "0123456789abcdef".repeat(4);
+        assert_eq!(parse(&[7; 32]).unwrap(), [[7; 32]]);
+        assert_eq!(parse(format!("{digits}\n").as_bytes()).unwrap().len(), 1);
+        let two = format!("\n{digits}\r\n\n{}\n", "ff".repeat(32));
+        assert_eq!(parse(two.as_bytes()).unwrap()[1], [0xff; 32]);
+        for bad in [&b""[..], b"\n", &[7; 31], &[0xff; 64], b"not a key", &digits.as_bytes()[1..]] {
+            let reason = parse(bad).unwrap_err();
+            assert!(reason.contains("32 raw bytes") && !reason.contains("not a key"), "{reason}");
+        }
+    }
+
+    #[test]
+    fn tenants_and_tiers_have_keys_of_their_own() {
+        let id = |scope: &str| TierKey::derive(&[7; 32], scope).id;
+        assert_eq!(id("a\0files"), id("a\0files"));
+        assert_ne!(id("a\0files"), id("b\0files"));
+        assert_ne!(id("a\0files"), id("a\0posix"));
+    }
+}

@@ -1,0 +1,264 @@
+//! Encryption at rest: no plaintext below DRAM, and a wrong key or a swapped record is a miss.
+
+#![expect(clippy::unwrap_used, reason = "in a test, a surprise should panic")]
+
+mod blocks;
+mod third_party;
+
+use std::fs;
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use blocks::{MIB, bytes_of, check, dram, key, keys, put};
+use cascade_block::{Clock, DigestAlgorithm, DigestMode, SystemClock};
+use cascade_store::stage::{EncryptedStage, FilesStage, StageContext, conformance};
+use cascade_store::{
+    CallOptions, EncryptionConfig, FileLayout, FilesConfig, IoEngine, Put, PutOutcome, Store,
+    StoreConfig,
+};
+use third_party::MapStage;
+
+const BLOCK: usize = 64 << 10;
+const LAYOUTS: [FileLayout; 2] = [FileLayout::Segments, FileLayout::FilePerBlock];
+
+fn key_file(directory: &Path, name: &str, keys: &[u8]) -> PathBuf {
+    let lines: Vec<_> = keys.iter().map(|key| format!("{key:02x}").repeat(32)).collect();
+    let path = directory.join(name);
+    fs::write(&path, lines.join("\n")).unwrap();
+    fs::set_permissions(&path, fs::Permissions::from_mode(0o600)).unwrap();
+    path
+}
+
+fn config(directory: &Path, layout: FileLayout, keys: &[u8]) -> StoreConfig {
+    let files = FilesConfig {
+        capacity_bytes: 64 * MIB,
+        segment_bytes: 4 * MIB,
+        layout,
+        ..FilesConfig::new(directory.join("tier"))
+    };
+    let encryption = EncryptionConfig::new(key_file(directory, &format!("key{keys:?}"), keys));
+    StoreConfig {
+        pipeline: "Dram|Files".to_owned(),
+        files: Some(files),
+        encryption: Some(encryption),
+        ..dram(4)
+    }
+}
+
+fn files_below(directory: &Path) -> Vec<PathBuf> {
+    let entries = fs::read_dir(directory).unwrap().map(|entry| entry.unwrap().path());
+    entries.flat_map(|path| if path.is_dir() { files_below(&path) } else { vec![path] }).collect()
+}
+
+fn is_on_disk(directory: &Path, bytes: &[u8]) -> bool {
+    let holds = |path: &PathBuf| {
+        let content = fs::read(path).unwrap();
+        content.windows(bytes.len()).any(|window| window == bytes)
+    };
+    files_below(&directory.join("tier")).iter().any(holds)
+}
+
+fn fill(config: &StoreConfig) {
+    let store = Store::open(config.clone()).unwrap();
+    let outcomes = put(&store, &keys(0..100), BLOCK);
+    assert!(outcomes.iter().all(|outcome| matches!(outcome, PutOutcome::Stored)));
+    store.close().unwrap();
+}
+
+fn hits(store: &Store, range: std::ops::Range<u64>) -> usize {
+    check(store, &keys(range)).iter().filter(|tier| tier.is_some()).count()
+}
+
+fn notes(store: &Store) -> String {
+    store.stats().stages[0].1.notes.join("; ")
+}
+
+#[test]
+fn files_hold_no_plaintext_and_give_every_block_back_after_a_restart() {
+    for layout in LAYOUTS {
+        let directory = tempfile::tempdir().unwrap();
+        let config = config(directory.path(), layout, &[1]);
+        fill(&config);
+        let plain = StoreConfig {
+            encryption: None,
+            files: Some(FilesConfig::new(directory.path().join("plain/tier"))),
+            ..config.clone()
+        };
+        fill(&plain);
+        let mark = &bytes_of(&key(42), BLOCK)[1000..1032];
+        assert!(is_on_disk(&directory.path().join("plain"), mark), "the search finds plaintext");
+        assert!(!is_on_disk(directory.path(), mark), "{layout:?}");
+        let store = Store::open(config).unwrap();
+        assert_eq!(hits(&store, 0..100), 100, "{layout:?}");
+        assert_eq!(store.stats().counters.damaged_blocks, 0);
+    }
+}
+
+#[test]
+fn a_wrong_key_is_a_miss_and_is_named_once() {
+    let directory = tempfile::tempdir().unwrap();
+    let right = config(directory.path(), FileLayout::Segments, &[1]);
+    fill(&right);
+    let wrong = config(directory.path(), FileLayout::Segments, &[2]);
+    let store = Store::open(wrong.clone()).unwrap();
+    assert_eq!(hits(&store, 0..100), 0);
+    assert_eq!(store.stats().counters.damaged_blocks, 0, "not a hundred damages, but one note");
+    assert!(notes(&store).contains("does not hold"), "{}", notes(&store));
+    drop(store);
+    // Nothing was thrown away while the wrong key was in place.
+    let store = Store::open(right).unwrap();
+    assert_eq!(hits(&store, 0..100), 100);
+}
+
+#[test]
+fn a_new_key_writes_while_the_old_one_still_reads() {
+    let directory = tempfile::tempdir().unwrap();
+    fill(&config(directory.path(), FileLayout::Segments, &[1]));
+    let rotated = config(directory.path(), FileLayout::Segments, &[2, 1]);
+    let store = Store::open(rotated).unwrap();
+    assert_eq!(hits(&store, 0..100), 100);
+    put(&store, &keys(200..240), BLOCK);
+    drop(store);
+    let store = Store::open(config(directory.path(), FileLayout::Segments, &[2])).unwrap();
+    assert_eq!(hits(&store, 0..100), 0, "the old key is gone");
+    assert_eq!(hits(&store, 200..240), 40);
+    let told = notes(&store);
+    assert!(told.contains("100 reads met a key"), "{told}");
+}
+
+/// A stage below that anybody can write to: the checksum of the file tier does not help here.
+#[test]
+fn a_stage_that_swaps_records_is_found_out() {
+    let directory = tempfile::tempdir().unwrap();
+    let stage = MapStage::new();
+    let encryption = EncryptionConfig::new(key_file(directory.path(), "key", &[1]));
+    let config =
+        StoreConfig { pipeline: "Map".to_owned(), encryption: Some(encryption), ..dram(8) };
+    let store = Store::open_with(config, &stage.registry(), Arc::new(SystemClock)).unwrap();
+    put(&store, &keys(0..20), 5000);
+    assert_eq!(hits(&store, 0..20), 20);
+    stage.swap_all();
+    assert_eq!(hits(&store, 0..20), 0);
+}
+
+#[test]
+fn equal_contents_share_a_record_while_the_store_knows_their_names() {
+    for layout in LAYOUTS {
+        let directory = tempfile::tempdir().unwrap();
+        let digest = DigestMode::On(DigestAlgorithm::Blake3);
+        let config = StoreConfig { digest, ..config(directory.path(), layout, &[1]) };
+        let store = Store::open(config.clone()).unwrap();
+        let bytes = bytes_of(&key(1), BLOCK);
+        let twins = keys(0..8);
+        for twin in &twins {
+            drop(store.put(&[Put::new(*twin, &bytes)], CallOptions::default()));
+        }
+        store.flush(CallOptions::default()).unwrap();
+        // Others push them out of DRAM.
+        put(&store, &keys(100..200), BLOCK);
+        let read = |store: &Store| {
+            let mut buffer = vec![0; BLOCK];
+            let hit = |twin| {
+                buffer.fill(0);
+                drop(store.get(&[twin], &mut [&mut buffer], CallOptions::default()));
+                if buffer == bytes {
+                    1
+                } else {
+                    assert!(buffer.iter().all(|byte| *byte == 0), "never a wrong byte");
+                    0
+                }
+            };
+            twins.iter().copied().map(hit).sum::<usize>()
+        };
+        assert_eq!(read(&store), 8, "{layout:?}");
+        store.close().unwrap();
+        drop(store);
+        // After a restart only the first name is believed; putting the others again links them.
+        let store = Store::open(config).unwrap();
+        assert!((1..8).contains(&read(&store)), "{layout:?}");
+        for twin in &twins {
+            drop(store.put(&[Put::new(*twin, &bytes)], CallOptions::default()));
+        }
+        assert_eq!(read(&store), 8, "{layout:?}");
+    }
+}
+
+#[test]
+fn keys_that_others_can_read_or_that_lie_beside_the_blocks_are_refused() {
+    let directory = tempfile::tempdir().unwrap();
+    let mut config = config(directory.path(), FileLayout::Segments, &[1]);
+    let path = config.encryption.as_ref().unwrap().key_file.clone();
+    let refusal = |config: &StoreConfig| Store::open(config.clone()).unwrap_err().to_string();
+    for mode in [0o640, 0o604, 0o620, 0o777] {
+        fs::set_permissions(&path, fs::Permissions::from_mode(mode)).unwrap();
+        assert!(refusal(&config).contains("chmod 600"), "{mode:o}");
+    }
+    fs::create_dir_all(directory.path().join("tier")).unwrap();
+    let beside = key_file(&directory.path().join("tier"), "key", &[1]);
+    config.encryption = Some(EncryptionConfig::new(&beside));
+    assert!(refusal(&config).contains("keep it elsewhere"));
+    let link = directory.path().join("link");
+    std::os::unix::fs::symlink(beside, &link).unwrap();
+    config.encryption = Some(EncryptionConfig::new(link));
+    assert!(refusal(&config).contains("keep it elsewhere"));
+    config.encryption = Some(EncryptionConfig::new(directory.path().join("missing")));
+    assert!(refusal(&config).contains("missing"));
+}
+
+#[test]
+fn a_tier_is_either_encrypted_or_in_the_clear() {
+    let directory = tempfile::tempdir().unwrap();
+    let encrypted = config(directory.path(), FileLayout::Segments, &[1]);
+    let plain = StoreConfig { encryption: None, ..encrypted.clone() };
+    fill(&encrypted);
+    let error = Store::open(plain.clone()).unwrap_err().to_string();
+    assert!(error.contains("encrypted blocks"), "{error}");
+    fs::remove_dir_all(directory.path().join("tier")).unwrap();
+    fill(&plain);
+    let error = Store::open(encrypted).unwrap_err().to_string();
+    assert!(error.contains("in the clear"), "{error}");
+}
+
+#[test]
+fn the_encrypted_stage_conforms() {
+    let directory = tempfile::tempdir().unwrap();
+    let pool = conformance::pool();
+    let clock: Arc<dyn Clock> = Arc::new(SystemClock);
+    for (layout, engine, direct) in [
+        (FileLayout::Segments, IoEngine::Uring, true),
+        (FileLayout::Segments, IoEngine::Psync, false),
+        (FileLayout::FilePerBlock, IoEngine::Psync, true),
+    ] {
+        let mut fresh = 0;
+        conformance::all(&pool, &mut || {
+            fresh += 1;
+            let mut config = config(directory.path(), layout, &[1]);
+            let files = config.files.as_mut().unwrap();
+            (files.engine, files.direct) = (engine, direct);
+            files.directory = directory.path().join(format!("{layout:?}-{engine:?}-{fresh}"));
+            let context = StageContext { config: &config, pool: &pool, clock: &clock };
+            let inner = FilesStage::open(&context, None).unwrap();
+            let encryption = config.encryption.as_ref().unwrap();
+            Arc::new(EncryptedStage::open(inner, encryption, &context).unwrap())
+        });
+    }
+}
+
+#[test]
+fn a_full_tier_goes_on_and_larger_blocks_than_the_buffers_pass() {
+    let directory = tempfile::tempdir().unwrap();
+    let mut config = config(directory.path(), FileLayout::Segments, &[1]);
+    config.dram_bytes = 16 * MIB;
+    config.files.as_mut().unwrap().capacity_bytes = 16 * MIB;
+    let store = Store::open(config).unwrap();
+    for from in (0..512).step_by(64) {
+        put(&store, &keys(from..from + 64), BLOCK);
+    }
+    put(&store, &keys(600..602), 3 << 20);
+    store.flush(CallOptions::default()).unwrap();
+    let stats = store.stats();
+    assert!(stats.counters.reclaimed_blocks > 0 && stats.counters.damaged_blocks == 0);
+    assert!(hits(&store, 0..512) > 100);
+    assert_eq!(hits(&store, 600..602), 2);
+}

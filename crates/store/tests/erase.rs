@@ -1,0 +1,130 @@
+//! Erasing a store: a search of its memory and files finds none of what was in it.
+
+#![expect(clippy::unwrap_used, reason = "in a test, a surprise should panic")]
+
+mod blocks;
+mod third_party;
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::Duration;
+
+use blocks::{MIB, bytes_of, check, dram, key, keys, put};
+use cascade_store::{
+    CallOptions, FileLayout, FilesConfig, PutOutcome, Store, StoreConfig, StoreError, ViewOutcome,
+};
+
+const BLOCK: usize = 64 << 10;
+
+fn config(directory: &Path, layout: FileLayout) -> StoreConfig {
+    let files = FilesConfig {
+        capacity_bytes: 64 * MIB,
+        segment_bytes: 4 * MIB,
+        layout,
+        ..FilesConfig::new(directory)
+    };
+    StoreConfig { pipeline: "Dram|Files".to_owned(), files: Some(files), ..dram(8) }
+}
+
+fn files_below(directory: &Path) -> Vec<PathBuf> {
+    let entries = fs::read_dir(directory).unwrap().map(|entry| entry.unwrap().path());
+    entries.flat_map(|path| if path.is_dir() { files_below(&path) } else { vec![path] }).collect()
+}
+
+#[test]
+fn every_tier_is_empty_and_takes_blocks_again() {
+    for layout in [FileLayout::Segments, FileLayout::FilePerBlock] {
+        let directory = tempfile::tempdir().unwrap();
+        let store = Store::open(config(directory.path(), layout)).unwrap();
+        put(&store, &keys(0..200), BLOCK);
+        store.flush(CallOptions::default()).unwrap();
+        let before = store.stats();
+        let erased = store.erase(CallOptions::default()).unwrap();
+        assert!(erased.is_complete(), "{layout:?}: {erased:?}");
+        assert_eq!(erased.tiers[0].bytes, before.dram_bytes);
+        assert_eq!((erased.tiers[1].tier, erased.tiers[1].blocks), ("files", 200));
+        assert!(erased.tiers[1].overwritten_bytes >= 200 * BLOCK as u64);
+        assert_eq!(erased.memory.zeroed_bytes, 8 << 20);
+        let stats = store.stats();
+        assert_eq!((stats.keys, stats.dram_bytes, stats.pending_bytes), (0, 0, 0));
+        assert_eq!(check(&store, &keys(0..200)), vec![None; 200]);
+        let left = files_below(directory.path());
+        assert_eq!(left.len(), 1, "{layout:?}: only the lock's file: {left:?}");
+        put(&store, &keys(100..300), BLOCK);
+        store.close().unwrap();
+        drop(store);
+        let store = Store::open(config(directory.path(), layout)).unwrap();
+        let hits = check(&store, &keys(0..300));
+        assert!(hits[..100].iter().all(Option::is_none), "{layout:?}: none comes back");
+        assert!(hits[100..].iter().all(Option::is_some), "{layout:?}");
+    }
+}
+
+#[test]
+fn a_view_keeps_its_bytes_and_the_result_says_that_they_are_held() {
+    let store = Store::open(dram(8)).unwrap();
+    put(&store, &keys(0..10), BLOCK);
+    let ViewOutcome::Hit { slab, .. } = store.view(&[key(3)], CallOptions::default()).remove(0)
+    else {
+        panic!("it was put")
+    };
+    let timeout = Some(Duration::from_millis(50));
+    let erased = store.erase(CallOptions { timeout }).unwrap();
+    assert_eq!(erased.memory.held_bytes, BLOCK);
+    assert!(!erased.is_complete() && erased.left[0].why.contains("held"), "{erased:?}");
+    assert!(*slab == *bytes_of(&key(3), BLOCK), "a view outlives even this");
+    drop(slab);
+    let erased = store.erase(CallOptions::default()).unwrap();
+    assert!(erased.is_complete(), "{erased:?}");
+}
+
+/// Writers and readers go on meanwhile: they see refusals and misses, never an old or wrong byte,
+/// and nothing that was there before comes back.
+#[test]
+fn callers_are_refused_meanwhile_and_nothing_comes_back() {
+    let directory = tempfile::tempdir().unwrap();
+    let store = Store::open(config(directory.path(), FileLayout::Segments)).unwrap();
+    put(&store, &keys(0..400), BLOCK);
+    let is_done = AtomicBool::new(false);
+    thread::scope(|scope| {
+        for worker in 0..2 {
+            let (store, is_done) = (&store, &is_done);
+            scope.spawn(move || {
+                let mut n = 1000 * (1 + worker);
+                while !is_done.load(Ordering::Relaxed) {
+                    n += 1;
+                    for outcome in put(store, &keys(n..n + 1), BLOCK) {
+                        let is_fine = matches!(
+                            outcome,
+                            PutOutcome::Stored | PutOutcome::Failed(StoreError::Erasing)
+                        );
+                        assert!(is_fine, "{outcome:?}");
+                    }
+                    check(store, &keys(n % 400..n % 400 + 4));
+                }
+            });
+        }
+        for _ in 0..5 {
+            let erased = store.erase(CallOptions::default()).unwrap();
+            assert!(erased.is_complete(), "{erased:?}");
+            assert_eq!(check(&store, &keys(0..400)), vec![None; 400]);
+        }
+        is_done.store(true, Ordering::Relaxed);
+    });
+    assert!(store.erase(CallOptions::default()).unwrap().is_complete());
+    assert_eq!(store.stats().pool.reserved_bytes, 0);
+}
+
+#[test]
+fn a_stage_that_cannot_erase_is_named() {
+    let (store, _stage) = third_party::open(dram(8));
+    put(&store, &keys(0..4), BLOCK);
+    let erased = store.erase(CallOptions::default()).unwrap();
+    assert_eq!(erased.left.len(), 1);
+    assert_eq!(erased.left[0].what, "tier map");
+    store.close().unwrap();
+    let closed = store.erase(CallOptions::default()).unwrap_err();
+    assert!(matches!(closed, StoreError::Closed));
+}
