@@ -77,7 +77,7 @@ fuzz_target!(|bytes: &[u8]| {
     drop(stream.shutdown(std::net::Shutdown::Write));
     drop(stream.read_to_end(&mut Vec::new()));
     drop(stream);
-    let held = || host.node.clients().iter().map(|client| client.held_bytes).sum::<u64>();
+    let held = || host.node.clients().iter().map(|client| client.leased_bytes + client.reserved_bytes).sum::<u64>();
     for _ in 0..20_000 {
         if host.node.clients().is_empty() {
             break;

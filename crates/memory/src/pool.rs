@@ -1,5 +1,6 @@
 //! The pool: hands out slabs of one region and takes them back.
 
+use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::io;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -32,7 +33,7 @@ pub struct PoolConfig {
 }
 
 /// What the pool holds. `reserved + magazine + free = capacity` whenever nobody is using it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct PoolStats {
     /// Size of the region.
     pub capacity_bytes: usize,

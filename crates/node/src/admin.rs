@@ -2,12 +2,17 @@
 
 use std::time::Duration;
 
+use cascade_store::CallOptions;
+use serde::Serialize;
+
 use crate::Node;
-use crate::tenants::{DEFAULT, Leftover, Tenant};
+use crate::explain::{ChainStory, Question};
+use crate::tenants::{DEFAULT, Leftover, Receipt, Tenant};
 
 /// Topics that there are.
-const TOPICS: &str = "status, forget";
+const TOPICS: &str = "status, stats, explain, forget";
 
+/// Answers a question. A tenant may ask about itself; the node's own user about all.
 pub(crate) fn answer(
     node: &Node,
     asks: &Tenant,
@@ -16,10 +21,60 @@ pub(crate) fn answer(
     time: Duration,
 ) -> Result<String, String> {
     match topic {
-        "status" => serde_json::to_string(&node.status()).map_err(|error| error.to_string()),
-        "forget" => forget(node, asks, arguments, time),
+        "status" => json(&status(node, asks)),
+        "stats" => json(&asks.store().stats()),
+        "explain" => {
+            let asked: Explain = read(topic, arguments)?;
+            let tenant = asked.tenant.as_deref().unwrap_or(asks.name());
+            let tenant = reach(node, asks, tenant)?;
+            let options = CallOptions { timeout: Some(time), ..CallOptions::default() };
+            json(&ChainStory::of(tenant.store(), &asked.question, options)?)
+        }
+        "forget" => {
+            let Forget { tenant } = read(topic, arguments)?;
+            json(&forget(node, asks, &tenant, time)?)
+        }
         _ => Err(format!("there is no topic {topic:?}; there are {TOPICS}")),
     }
+}
+
+fn json(value: &impl Serialize) -> Result<String, String> {
+    serde_json::to_string(value).map_err(|error| error.to_string())
+}
+
+fn read<'a, T: serde::Deserialize<'a>>(topic: &str, arguments: &'a str) -> Result<T, String> {
+    serde_json::from_str(arguments).map_err(|error| format!("{topic}: {error}"))
+}
+
+/// A tenant by name, if who asks may know of it. Who may not is not told which there are.
+fn reach<'a>(node: &'a Node, asks: &Tenant, name: &str) -> Result<&'a Tenant, String> {
+    let may_ask = asks.name() == name || asks.name() == DEFAULT;
+    let found = node.tenants().named(name).filter(|_| may_ask);
+    found.map(AsRef::as_ref).ok_or_else(|| {
+        let asks = asks.name();
+        format!("tenant {asks:?} has no say over {name:?}: it is not its own, or there is none")
+    })
+}
+
+/// A tenant that is not the node's own sees itself and its own clients alone.
+fn status(node: &Node, asks: &Tenant) -> crate::status::Status {
+    let mut status = node.status();
+    if asks.name() != DEFAULT {
+        let clients: Vec<_> =
+            node.clients().into_iter().filter(|client| client.tenant == asks.name()).collect();
+        status.tenants.retain(|tenant| tenant.name == asks.name());
+        status.clients = crate::status::ClientsStatus::of(&clients, 0);
+    }
+    status
+}
+
+/// Which chain to explain, and whose.
+#[derive(Debug, serde::Deserialize)]
+struct Explain {
+    #[serde(default)]
+    tenant: Option<String>,
+    #[serde(flatten)]
+    question: Question,
 }
 
 /// Which tenant to forget.
@@ -30,27 +85,19 @@ struct Forget {
 }
 
 /// Forgets a tenant: its own people may ask for that, and the node's own user for every tenant.
-fn forget(node: &Node, asks: &Tenant, arguments: &str, time: Duration) -> Result<String, String> {
-    let Forget { tenant: name } =
-        serde_json::from_str(arguments).map_err(|error| format!("forget: {error}"))?;
-    // Who may not ask is not told which tenants there are.
-    let may_ask = asks.name() == name || asks.name() == DEFAULT;
-    let found = node.tenants().named(&name).filter(|_| may_ask);
-    let tenant = found.ok_or_else(|| {
-        format!("tenant {:?} cannot forget {name:?}: it is not its own, or there is none", {
-            asks.name()
-        })
-    })?;
+fn forget(node: &Node, asks: &Tenant, name: &str, time: Duration) -> Result<Receipt, String> {
+    let tenant = reach(node, asks, name)?;
     tracing::info!(tenant = name, asked_by = asks.name(), "everything of a tenant is removed");
     let mut receipt = tenant.forget(time).map_err(|error| error.to_string())?;
     if receipt.memory.held_bytes > 0 {
+        let held = |client: &crate::SessionFacts| client.leased_bytes + client.reserved_bytes;
         let holders = node.clients().into_iter();
-        let holders = holders.filter(|it| it.tenant == name && it.held_bytes > 0);
+        let holders = holders.filter(|client| client.tenant == name && held(client) > 0);
         receipt.left.extend(holders.map(|client| Leftover {
             what: format!("client {:?}, process {}", client.name, client.process),
-            why: format!("holds {} bytes; end it, and they are zeroed", client.held_bytes),
+            why: format!("holds {} bytes; end it, and they are zeroed", held(&client)),
         }));
     }
     tracing::info!(tenant = name, complete = receipt.is_complete, "a tenant was forgotten");
-    serde_json::to_string(&receipt).map_err(|error| error.to_string())
+    Ok(receipt)
 }

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use cascade_block::{BlockKey, Manifest, Namespace};
+use cascade_block::{BlockKey, Clock, Manifest, Namespace, SystemClock};
 use cascade_store::{BlockExplanation, BlockState, CallOptions, Explanation, Store};
 use serde::{Deserialize, Serialize};
 
@@ -98,7 +98,7 @@ impl ChainStory {
         });
         let explained = store.explain(&keys, namespace.as_ref(), options);
         let explained = explained.map_err(|error| error.to_string())?;
-        Ok(Self::tell(&explained, store.now_unix_ms()))
+        Ok(Self::tell(&explained, SystemClock.unix_ms()))
     }
 
     fn tell(explained: &Explanation, now_unix_ms: u64) -> Self {

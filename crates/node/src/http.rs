@@ -114,7 +114,7 @@ pub struct HttpHandle {
 /// # Errors
 /// If the address cannot be had or the security settings make no sense.
 pub fn serve(node: &Node, config: HttpConfig) -> Result<HttpHandle, NodeError> {
-    config.security.check(config.listen)?;
+    config.security.check_port(config.listen)?;
     let secrets = Secrets::read(&config.security)?;
     let bind = |source| HttpError::Bind { address: config.listen, source };
     let listener = TcpListener::bind(config.listen).map_err(bind)?;
@@ -154,7 +154,7 @@ impl HttpHandle {
     /// # Errors
     /// If the new ones make no sense; then the old ones stay.
     pub fn reload(&self, security: &SecurityConfig) -> Result<(), HttpError> {
-        security.check(self.address)?;
+        security.check_port(self.address)?;
         let access = Arc::new(Access::new(self.address, Secrets::read(security)?));
         *self.access.write().unwrap_or_else(PoisonError::into_inner) = access;
         tracing::info!(address = %self.address, "token and certificates were read again");

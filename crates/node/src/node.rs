@@ -2,12 +2,12 @@
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock};
 use std::time::Duration;
 
 use cascade_block::{Clock, SystemClock};
-use cascade_store::StoreError;
+use cascade_store::{Store, StoreError};
 use thiserror::Error;
 
 use crate::NodeConfig;
@@ -121,6 +121,7 @@ struct Inner {
     history: History,
     address: OnceLock<SocketAddr>,
     spans: Mutex<Option<Spans>>,
+    is_tracing: AtomicBool,
 }
 
 impl Node {
@@ -143,6 +144,7 @@ impl Node {
             history: History::default(),
             address: OnceLock::new(),
             spans: Mutex::new(None),
+            is_tracing: AtomicBool::new(false),
         })))
     }
 
@@ -191,8 +193,14 @@ impl Node {
         &self.0.traffic
     }
 
+    /// Whether spans of requests go to a collector.
+    pub(crate) fn is_tracing(&self) -> bool {
+        self.0.is_tracing.load(Ordering::Relaxed)
+    }
+
     /// Says whose spans the status tells of.
     pub fn set_spans(&self, spans: Spans) {
+        self.0.is_tracing.store(true, Ordering::Relaxed);
         *self.0.spans.lock().unwrap_or_else(PoisonError::into_inner) = Some(spans);
     }
 

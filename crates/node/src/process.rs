@@ -1,14 +1,18 @@
 //! The life of a node's process: start, serve, reload, stop.
 
 use std::io::{self, Write};
+use std::time::Duration;
 
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use tokio::signal::unix::{SignalKind, signal};
 
 use crate::config::{self, ConfigError, Environment};
+use crate::http::{self, HttpConfig};
 use crate::notify::Supervisor;
 use crate::socket::SocketFile;
-use crate::{Node, NodeConfig, NodeError, Phase, Server};
+use crate::status::NodeState;
+use crate::telemetry::{self, Spans};
+use crate::{Node, NodeConfig, NodeError, Server};
 
 /// What a signal asks for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -16,6 +20,9 @@ enum Order {
     Stop,
     Reload,
 }
+
+/// How long requests of the TCP port and spans under way may take at the end.
+const PORT_STOP_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Serves until the process is told to end: SIGTERM and SIGINT end it cleanly, a second one at
 /// once; SIGHUP makes it read its configuration anew by `reload`. Prints one line with `ready` to
@@ -32,10 +39,18 @@ pub fn run(
     let supervisor =
         Supervisor::of(&Environment::of_process()).map_err(failed("reach the service manager"))?;
     raise_descriptors();
+    let spans = config.trace_endpoint.as_deref().map(Spans::open).transpose()?;
+    telemetry::start(&config.log, spans.as_ref())?;
     let (listener, file) = SocketFile::listen(&config.socket, config.socket_mode)?;
     let node = Node::open(config)?;
+    if let Some(spans) = &spans {
+        node.set_spans(spans.clone());
+    }
+    let security = node.config().security.clone();
+    let port = node.config().listen.map(|listen| HttpConfig::new(listen, security));
+    let port = port.map(|port| http::serve(&node, port)).transpose()?;
     let server = Server::start(node.clone(), listener)?;
-    node.set_phase(Phase::Serving);
+    node.set_state(NodeState::Serving);
     let line = ready_line(&node);
     let mut output = io::stdout();
     let printed = writeln!(output, "{line}").and_then(|()| output.flush());
@@ -47,11 +62,19 @@ pub fn run(
         tell(supervisor.ready(&line));
     }
     tracing::info!("stopping: nothing new is taken, what waits for the tiers is written down");
-    node.set_phase(Phase::Draining);
+    node.set_state(NodeState::Draining);
     tell(supervisor.stopping());
     server.stop();
     drop(file);
-    close(&runtime, &mut orders, &node)
+    let closed = close(&runtime, &mut orders, &node);
+    // Whoever watches sees the node drain until it is over.
+    if let Some(port) = port {
+        port.stop(PORT_STOP_TIMEOUT);
+    }
+    if let Some(spans) = spans {
+        spans.close(PORT_STOP_TIMEOUT);
+    }
+    closed
 }
 
 /// Closes the stores, for as long as the shutdown may take.
@@ -124,7 +147,11 @@ fn ready_line(node: &Node) -> String {
     let config = node.config();
     let version = env!("CARGO_PKG_VERSION");
     let pipeline = &config.store.pipeline;
-    format!("cascade {version} ready: socket {}, pipeline {pipeline}", config.socket.display())
+    let socket = config.socket.display();
+    let scheme = if config.security.certificate.is_some() { "https" } else { "http" };
+    let port = node.address().map(|address| format!(", {scheme}://{address}/"));
+    let port = port.unwrap_or_default();
+    format!("cascade {version} ready: socket {socket}{port}, pipeline {pipeline}")
 }
 
 /// The signals that a node follows.

@@ -120,7 +120,8 @@ impl Tenant {
     /// Waits up to `time` for what clients hold: a reader that is under way must not find zeroes.
     pub fn forget(&self, time: Duration) -> Result<Receipt, StoreError> {
         let began = SystemClock.unix_ms();
-        let erased = self.store.erase(CallOptions { timeout: Some(time) })?;
+        let erased =
+            self.store.erase(CallOptions { timeout: Some(time), ..CallOptions::default() })?;
         Ok(Receipt::new(&self.name, began, erased))
     }
 }

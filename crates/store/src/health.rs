@@ -3,6 +3,7 @@
 //! A breaker counts calls, not blocks: two failures among the last eight open it, and then nobody
 //! waits for the stage until it has answered a probe. It takes its time from its caller.
 
+use serde::{Deserialize, Serialize};
 use std::error::Error as _;
 use std::time::Duration;
 
@@ -60,7 +61,7 @@ impl HealthConfig {
 }
 
 /// Whether a stage is used.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum HealthState {
     /// It is used.
     Healthy,
@@ -71,7 +72,7 @@ pub enum HealthState {
 }
 
 /// A stage's health at one moment.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StageHealth {
     /// Whether it is used.
     pub state: HealthState,

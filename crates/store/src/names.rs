@@ -3,6 +3,10 @@
 use std::collections::BTreeSet;
 use std::sync::{Mutex, PoisonError};
 
+use serde::{Deserialize, Deserializer};
+
+use crate::TierName;
+
 /// Names that are kept for good at most; those of a build are a few dozen.
 const NAMES_MAX: usize = 1024;
 
@@ -23,6 +27,21 @@ pub fn intern(name: &str) -> &'static str {
     let kept: &'static str = Box::leak(name.to_owned().into_boxed_str());
     names.insert(kept);
     kept
+}
+
+/// Reads the name of a tier.
+pub(crate) fn tier_name<'de, D: Deserializer<'de>>(from: D) -> Result<TierName, D::Error> {
+    String::deserialize(from).map(|name| intern(&name))
+}
+
+/// Reads figures that stand beside the names of their tiers.
+pub(crate) fn by_tier<'de, T, D>(from: D) -> Result<Vec<(TierName, T)>, D::Error>
+where
+    T: Deserialize<'de>,
+    D: Deserializer<'de>,
+{
+    let figures = Vec::<(String, T)>::deserialize(from)?;
+    Ok(figures.into_iter().map(|(name, figure)| (intern(&name), figure)).collect())
 }
 
 #[cfg(test)]

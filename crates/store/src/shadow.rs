@@ -12,6 +12,7 @@ mod queue;
 mod sample;
 mod window;
 
+use serde::{Deserialize, Serialize};
 use std::collections::HashMap;
 use std::time::Duration;
 
@@ -34,9 +35,10 @@ const AWAITED_MAX: usize = 4096;
 const PAGE_BYTES: u32 = 4096;
 
 /// One shadow's figures.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ShadowFigure {
     /// The tier; hits count from the start of a request, in this tier and those above it.
+    #[serde(deserialize_with = "crate::names::tier_name")]
     pub tier: TierName,
     /// The shadow's size in percent of the tier's: 100 is the calibration.
     pub capacity_percent: u64,
@@ -51,7 +53,7 @@ pub struct ShadowFigure {
 }
 
 /// Blocks of chain lookups: what was, and what would have been.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct ShadowRates {
     /// Blocks asked for.
     pub blocks_requested: u64,

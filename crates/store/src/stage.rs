@@ -12,6 +12,7 @@ mod files;
 pub(crate) mod guarded;
 mod registry;
 
+use serde::{Deserialize, Serialize};
 use std::error::Error;
 use std::fmt;
 use std::sync::Arc;
@@ -116,7 +117,7 @@ pub struct Room {
 }
 
 /// What a stage holds and did.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StageStats {
     /// Bytes in use.
     pub used_bytes: u64,

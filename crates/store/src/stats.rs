@@ -1,14 +1,16 @@
 //! What a store counts. Counters are exact: hits and misses add up to gets.
 
 use cascade_memory::PoolStats;
+use serde::{Deserialize, Serialize};
 
+use crate::names::{by_tier, tier_name};
 use crate::outcome::PutOutcome;
 use crate::shadow::ShadowFigure;
 use crate::stage::StageStats;
 use crate::{StageHealth, TierName};
 
 /// Counters since the store was opened.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct Counters {
     /// Chain lookups.
     pub requests: u64,
@@ -92,9 +94,10 @@ impl Counters {
 }
 
 /// One tier's share of the hits.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TierHits {
     /// The tier.
+    #[serde(deserialize_with = "tier_name")]
     pub tier: TierName,
     /// Blocks served from it.
     pub blocks: u64,
@@ -103,7 +106,7 @@ pub struct TierHits {
 }
 
 /// What a store holds and did, at one moment.
-#[derive(Debug, Clone, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct Stats {
     /// Counters since it was opened.
     pub counters: Counters,
@@ -130,8 +133,10 @@ pub struct Stats {
     /// The pool.
     pub pool: PoolStats,
     /// Lower stages, fast to slow.
+    #[serde(deserialize_with = "by_tier")]
     pub stages: Vec<(TierName, StageStats)>,
     /// Their health, in the same order.
+    #[serde(deserialize_with = "by_tier")]
     pub health: Vec<(TierName, StageHealth)>,
     /// What other sizes of each bounded tier would give, by tier and size.
     pub shadows: Vec<ShadowFigure>,

@@ -71,7 +71,7 @@ fn a_view_keeps_its_bytes_and_the_result_says_that_they_are_held() {
         panic!("it was put")
     };
     let timeout = Some(Duration::from_millis(50));
-    let erased = store.erase(CallOptions { timeout }).unwrap();
+    let erased = store.erase(CallOptions { timeout, writer: None }).unwrap();
     assert_eq!(erased.memory.held_bytes, BLOCK);
     assert!(!erased.is_complete() && erased.left[0].why.contains("held"), "{erased:?}");
     assert!(*slab == *bytes_of(&key(3), BLOCK), "a view outlives even this");

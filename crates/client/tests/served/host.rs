@@ -59,7 +59,7 @@ impl Host {
     }
 
     pub(crate) fn held_bytes(&self) -> u64 {
-        self.node.clients().iter().map(|client| client.held_bytes).sum()
+        self.node.clients().iter().map(|client| client.leased_bytes + client.reserved_bytes).sum()
     }
 }
 

@@ -22,11 +22,12 @@ const FILE_BYTES_MAX: u64 = 1 << 20;
 
 impl SecurityConfig {
     /// Whether the TCP port may listen there: on loopback as it is, elsewhere only with a token or
-    /// with certificates on both sides.
+    /// with certificates on both sides. The configuration says so earlier, by its keys; this holds
+    /// for whoever opens the port without one.
     ///
     /// # Errors
     /// Names the setting that is missing or contradicts another.
-    pub fn check(&self, listen: SocketAddr) -> Result<(), HttpError> {
+    pub fn check_port(&self, listen: SocketAddr) -> Result<(), HttpError> {
         let half = |setting, missing| Err(HttpError::Half { setting, missing });
         match (&self.certificate, &self.private_key) {
             (Some(_), None) => return half("certificate", "private_key"),
@@ -180,7 +181,7 @@ mod tests {
     fn beyond_loopback_the_port_needs_a_token_or_certificates_on_both_sides() {
         let inside = ["127.0.0.1:0", "127.9.9.9:80", "[::1]:9"];
         let outside = ["0.0.0.0:0", "[::]:0", "192.0.2.1:80"];
-        let check = |names: &[&str], at: &str| with(names).check(at.parse().unwrap());
+        let check = |names: &[&str], at: &str| with(names).check_port(at.parse().unwrap());
         for at in inside {
             check(&[], at).unwrap();
         }
@@ -200,7 +201,7 @@ mod tests {
         for (names, missing) in
             [(["certificate"], "private_key"), (["key"], "certificate"), (["authority"], "certif")]
         {
-            let said = with(&names).check(at).unwrap_err().to_string();
+            let said = with(&names).check_port(at).unwrap_err().to_string();
             assert!(said.contains(missing), "{said}");
         }
     }

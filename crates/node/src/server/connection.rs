@@ -9,15 +9,18 @@ use std::time::Duration;
 
 use cascade_block::{Clock, SystemClock};
 use cascade_wire::{
-    Answer, Call, Frame, Hello, HoldRange, VERSION, VERSION_MIN, Welcome, WireError, frame_length,
+    Answer, Call, Frame, Header, Hello, HoldRange, TraceContext, VERSION, VERSION_MIN, Welcome,
+    WireError, frame_length,
 };
 use rustix::event::epoll::EventFlags;
 use rustix::net::sockopt::socket_peercred;
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
 use super::dispatch::Dispatch;
+use super::figures::Asked;
 use super::session::{Peer, Session};
 use super::{Shared, descriptors, lock};
+use crate::telemetry;
 
 /// What a thread reads at a time, and what it keeps for its next answers.
 const SCRATCH_BYTES: usize = 64 << 10;
@@ -265,7 +268,7 @@ impl Connection {
             let frame = Frame::read(frame)?;
             let call = Call::read(&frame)?;
             *lock(&self.granted) = granted(&call);
-            self.answer(shared, &mut state.output, frame.header.call, call)?;
+            self.answer(shared, &mut state.output, &frame.header, call, frame.trace)?;
             used += length;
         }
         Ok(used)
@@ -275,19 +278,36 @@ impl Connection {
         &self,
         shared: &Shared,
         output: &mut Vec<u8>,
-        number: u32,
+        header: &Header,
         call: Call,
+        trace: Option<TraceContext>,
     ) -> Result<(), End> {
         let Some(session) = self.session() else {
-            return self.greet(shared, number, call);
+            return self.greet(shared, header.call, call);
         };
-        session.note_call();
-        let timer = shared.node.calls().begin(&call);
+        let began = SystemClock.monotonic();
+        session.note_call(began);
+        let asked = Asked::of(&call);
+        let span = shared.node.is_tracing().then(|| {
+            let parent = trace.map(|context| telemetry::TraceContext {
+                trace_id: context.trace,
+                span_id: context.span,
+                is_sampled: true,
+            });
+            telemetry::request_span(asked.operation.name(), session.tenant.name(), parent)
+        });
+        let entered = span.as_ref().map(tracing::Span::enter);
         let dispatch = Dispatch { node: &shared.node, session: &session, waiters: &shared.waiters };
         let answer = dispatch.answer(call);
-        drop(timer);
+        let took = SystemClock.monotonic().saturating_sub(began);
+        let answered = asked.answered(answer.as_ref(), took);
+        if let Some(span) = &span {
+            span.record("blocks", answered.blocks).record("hit_blocks", answered.hit_blocks);
+        }
+        drop(entered);
+        shared.node.traffic().record(&answered);
         if let Some(answer) = answer {
-            answer.write(output, number);
+            answer.write(output, header.call);
         }
         Ok(())
     }

@@ -4,6 +4,7 @@
 //! granted them: its call ran out of time, and it gives back whatever that call still brings.
 
 use std::collections::{HashMap, HashSet};
+use std::time::Duration;
 
 use cascade_memory::{Slab, SlabMut};
 use cascade_store::StoreError;
@@ -48,10 +49,22 @@ struct Coming {
     returned: HashSet<u64>,
 }
 
+/// What a client holds, in sums.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(super) struct Sums {
+    pub(super) leases: usize,
+    pub(super) leased_bytes: u64,
+    pub(super) reservations: usize,
+    pub(super) reserved_bytes: u64,
+    /// When the oldest lease was granted.
+    pub(super) oldest_lease: Option<Duration>,
+}
+
 /// What a client holds.
 #[derive(Debug, Default)]
 pub(super) struct Holds {
-    held: HashMap<u64, Held>,
+    /// Each with the time at which it was granted.
+    held: HashMap<u64, (Held, Duration)>,
     bytes: u64,
     coming: Vec<Coming>,
     is_over: bool,
@@ -63,10 +76,24 @@ impl Holds {
         self.bytes
     }
 
-    /// How many pieces it holds, and how many of them it writes.
-    pub(super) fn counts(&self) -> (usize, usize) {
-        let writes = |held: &&Held| matches!(held, Held::Slab(_));
-        (self.held.len(), self.held.values().filter(writes).count())
+    /// What a status says of it.
+    pub(super) fn sums(&self) -> Sums {
+        let mut sums = Sums::default();
+        for (held, granted) in self.held.values() {
+            match held {
+                Held::Slab(slab) => {
+                    sums.reservations += 1;
+                    sums.reserved_bytes += slab.len() as u64;
+                }
+                Held::Lease(slab) => {
+                    sums.leases += 1;
+                    sums.leased_bytes += slab.len() as u64;
+                    let oldest = sums.oldest_lease.get_or_insert(*granted);
+                    *oldest = (*oldest).min(*granted);
+                }
+            }
+        }
+        sums
     }
 
     /// A call that may grant these numbers begins. Refused if one of them is in use, if there would
@@ -94,15 +121,15 @@ impl Holds {
 
     /// Grants a hold. Gives it back when the client has returned it meanwhile, or is gone: dropping
     /// it is the caller's, outside the lock.
-    pub(super) fn grant(&mut self, hold: u64, held: Held) -> Option<Held> {
+    pub(super) fn grant(&mut self, hold: u64, held: Held, now: Duration) -> Option<Held> {
         let is_returned = self.coming.iter().any(|coming| coming.returned.contains(&hold));
         if is_returned || self.is_over {
             return Some(held);
         }
         self.bytes += held.bytes();
-        let earlier = self.held.insert(hold, held);
+        let earlier = self.held.insert(hold, (held, now));
         debug_assert!(earlier.is_none(), "expect() refuses numbers in use");
-        earlier
+        earlier.map(|(held, _)| held)
     }
 
     /// The call that was to grant these numbers is over.
@@ -119,9 +146,15 @@ impl Holds {
         }
         let taken: Vec<Held> = if self.held.len() < range.count as usize {
             let numbers = numbers(range);
-            self.held.extract_if(|hold, _| numbers.contains(hold)).map(|(_, held)| held).collect()
+            self.held
+                .extract_if(|hold, _| numbers.contains(hold))
+                .map(|(_, (held, _))| held)
+                .collect()
         } else {
-            numbers(range).filter_map(|hold| self.held.remove(&hold)).collect()
+            numbers(range)
+                .filter_map(|hold| self.held.remove(&hold))
+                .map(|(held, _)| held)
+                .collect()
         };
         self.bytes -= taken.iter().map(Held::bytes).sum::<u64>();
         taken
@@ -129,10 +162,10 @@ impl Holds {
 
     /// Takes a slab that the client has written.
     pub(super) fn take_slab(&mut self, hold: u64) -> Option<SlabMut> {
-        if !matches!(self.held.get(&hold), Some(Held::Slab(_))) {
+        if !matches!(self.held.get(&hold), Some((Held::Slab(_), _))) {
             return None;
         }
-        let held = self.held.remove(&hold)?;
+        let (held, _) = self.held.remove(&hold)?;
         self.bytes -= held.bytes();
         match held {
             Held::Slab(slab) => Some(slab),
@@ -149,7 +182,7 @@ impl Holds {
     pub(super) fn end(&mut self) -> Vec<Held> {
         self.is_over = true;
         self.bytes = 0;
-        self.held.drain().map(|(_, held)| held).collect()
+        self.held.drain().map(|(_, (held, _))| held).collect()
     }
 }
 
@@ -198,12 +231,15 @@ mod tests {
     fn what_is_returned_before_it_is_granted_goes_back_at_once() {
         let (pool, mut holds) = (pool(), Holds::default());
         holds.expect(CALL).expect("the numbers are new");
-        assert!(holds.grant(10, slab(&pool)).is_none());
+        assert!(holds.grant(10, slab(&pool), Duration::ZERO).is_none());
         // The client's deadline passes: it returns the whole call through another connection.
         assert_eq!(holds.release(CALL).len(), 1);
-        assert!(holds.grant(11, slab(&pool)).is_some(), "nobody waits for it any more");
+        assert!(
+            holds.grant(11, slab(&pool), Duration::ZERO).is_some(),
+            "nobody waits for it any more"
+        );
         holds.expected(CALL);
-        assert_eq!((holds.bytes(), holds.counts()), (0, (0, 0)));
+        assert_eq!((holds.bytes(), holds.sums()), (0, Sums::default()));
         drop(holds);
         assert_eq!(pool.stats().requested_bytes, 0);
     }
@@ -213,7 +249,7 @@ mod tests {
         let (pool, mut holds) = (pool(), Holds::default());
         holds.expect(CALL).expect("the numbers are new");
         assert!(holds.expect(HoldRange { first: 13, count: 1 }).is_err(), "coming");
-        assert!(holds.grant(12, slab(&pool)).is_none());
+        assert!(holds.grant(12, slab(&pool), Duration::ZERO).is_none());
         holds.expected(CALL);
         assert!(holds.expect(HoldRange { first: 12, count: 1 }).is_err(), "held");
         holds.expect(HoldRange { first: 13, count: 9 }).expect("the call of 13 is over");
@@ -227,9 +263,9 @@ mod tests {
     fn nothing_is_granted_to_a_client_that_is_gone() {
         let (pool, mut holds) = (pool(), Holds::default());
         holds.expect(CALL).expect("the numbers are new");
-        assert!(holds.grant(10, slab(&pool)).is_none());
+        assert!(holds.grant(10, slab(&pool), Duration::ZERO).is_none());
         assert_eq!(holds.end().len(), 1);
-        assert!(holds.grant(11, slab(&pool)).is_some());
+        assert!(holds.grant(11, slab(&pool), Duration::ZERO).is_some());
         assert!(holds.expect(HoldRange { first: 50, count: 1 }).is_err());
     }
 
@@ -243,7 +279,7 @@ mod tests {
             assert!(holds.release(HoldRange { first: 0, count: 60_000 }).is_empty());
         }
         assert_eq!(holds.coming[0].returned.len(), 4);
-        assert!(holds.grant(13, slab(&pool)).is_some(), "it was given back ahead");
+        assert!(holds.grant(13, slab(&pool), Duration::ZERO).is_some(), "it was given back ahead");
     }
 
     /// A hold of one byte takes 64 of the pool. Counted by length, a client could hold all of it.
@@ -252,7 +288,7 @@ mod tests {
         let (pool, mut holds) = (pool(), Holds::default());
         holds.expect(CALL).expect("the numbers are new");
         let tiny = pool.allocate(1).expect("the pool is empty");
-        assert!(holds.grant(10, Held::Slab(tiny)).is_none());
+        assert!(holds.grant(10, Held::Slab(tiny), Duration::ZERO).is_none());
         assert_eq!(holds.bytes(), COUNTED_MIN as u64);
     }
 

@@ -7,6 +7,7 @@
 mod connection;
 mod descriptors;
 mod dispatch;
+mod figures;
 mod holds;
 mod session;
 

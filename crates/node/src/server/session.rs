@@ -70,8 +70,12 @@ pub struct SessionFacts {
     pub leases: usize,
     /// Slabs that it writes.
     pub reservations: usize,
-    /// Bytes of both.
-    pub held_bytes: u64,
+    /// Bytes of the blocks that it reads.
+    pub leased_bytes: u64,
+    /// Bytes of the slabs that it writes.
+    pub reserved_bytes: u64,
+    /// Age of the oldest block that it reads.
+    pub oldest_lease: Option<Duration>,
     /// How long it has been here.
     pub age: Duration,
     /// How long it has said nothing.
@@ -113,8 +117,9 @@ impl Session {
         SystemClock.monotonic().saturating_sub(self.started)
     }
 
-    pub(super) fn note_call(&self) {
-        let now = u64::try_from(self.age().as_millis()).unwrap_or(u64::MAX);
+    pub(super) fn note_call(&self, now: Duration) {
+        let since = now.saturating_sub(self.started);
+        let now = u64::try_from(since.as_millis()).unwrap_or(u64::MAX);
         // Relaxed: read for the status alone.
         self.last_call_ms.store(now, Ordering::Relaxed);
     }
@@ -178,15 +183,16 @@ impl Session {
         self.pins.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The client is gone: what it held goes back to the pool, and its pins are taken back.
-    pub(super) fn end(&self) {
+    /// The client is gone: what it held goes back to the pool, and its pins are taken back. Whether
+    /// it held anything.
+    pub(super) fn end(&self) -> bool {
         let held = self.holds().end();
-        drop(held);
         for (key, count) in std::mem::take(&mut *self.pins()) {
             for _ in 0..count {
                 self.tenant.store().unpin(&[key]);
             }
         }
+        !held.is_empty()
     }
 
     /// A further connection; false if the session ended meanwhile.
@@ -202,7 +208,8 @@ impl Session {
 
     pub(crate) fn facts(&self) -> SessionFacts {
         let holds = self.holds();
-        let (pieces, reservations) = holds.counts();
+        let sums = holds.sums();
+        let now = SystemClock.monotonic();
         let age = self.age();
         let last = Duration::from_millis(self.last_call_ms.load(Ordering::Relaxed));
         SessionFacts {
@@ -211,9 +218,11 @@ impl Session {
             process: self.peer.process,
             user: self.peer.user,
             connections: self.connections.load(Ordering::Relaxed),
-            leases: pieces - reservations,
-            reservations,
-            held_bytes: holds.bytes(),
+            leases: sums.leases,
+            reservations: sums.reservations,
+            leased_bytes: sums.leased_bytes,
+            reserved_bytes: sums.reserved_bytes,
+            oldest_lease: sums.oldest_lease.map(|granted| now.saturating_sub(granted)),
             age,
             silent: age.saturating_sub(last),
         }
@@ -230,9 +239,10 @@ impl Granting<'_> {
     /// Grants holds by their place in the call. Those that nobody waits for any more go back.
     pub(super) fn grant(&self, all: impl IntoIterator<Item = (usize, Held)>) {
         let mut unwanted = Vec::new();
+        let now = SystemClock.monotonic();
         let mut holds = self.session.holds();
         for (index, held) in all {
-            unwanted.extend(holds.grant(self.range.first + index as u64, held));
+            unwanted.extend(holds.grant(self.range.first + index as u64, held, now));
         }
         drop(holds);
         drop(unwanted);
@@ -247,11 +257,15 @@ impl Drop for Granting<'_> {
 
 /// The sessions of a node.
 #[derive(Debug, Default)]
-pub(crate) struct Sessions(Mutex<HashMap<SessionId, Arc<Session>>>);
+pub(crate) struct Sessions {
+    all: Mutex<HashMap<SessionId, Arc<Session>>>,
+    /// Those that ended while they held something.
+    reaped: AtomicU64,
+}
 
 impl Sessions {
     fn lock(&self) -> MutexGuard<'_, HashMap<SessionId, Arc<Session>>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.all.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     pub(super) fn add(&self, session: &Arc<Session>) {
@@ -266,7 +280,14 @@ impl Sessions {
 
     pub(super) fn remove(&self, session: &Session) {
         self.lock().remove(&session.id);
-        session.end();
+        if session.end() {
+            self.reaped.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    /// How many sessions ended while they held something.
+    pub(crate) fn reaped(&self) -> u64 {
+        self.reaped.load(Ordering::Relaxed)
     }
 
     /// All that are connected.

@@ -1,9 +1,11 @@
 //! How a status is made from what a store and the kernel say.
 
-use cascade_store::{Counters, Stats};
+use cascade_store::{Counters, HealthState as StoreHealth, ShadowFigure, Stats};
 
+use crate::server::SessionFacts;
 use crate::status::{
-    CatalogStatus, EvictionStatus, GetStatus, LookupStatus, MoverStatus, PoolStatus, PutStatus,
+    CatalogStatus, ClientStatus, ClientsStatus, EvictionStatus, GetStatus, HealthState,
+    HealthStatus, HotPrefix, LookupStatus, MoverStatus, PoolStatus, PutStatus, ShadowStatus,
     TenantStatus, TierStatus,
 };
 
@@ -12,7 +14,7 @@ const DRAM: &str = "dram";
 
 impl TenantStatus {
     /// A tenant's status from its store's statistics.
-    pub fn of(name: &str, stats: &Stats) -> Self {
+    pub fn of(name: &str, stats: &Stats, now_unix_ms: u64) -> Self {
         let counters = &stats.counters;
         Self {
             name: name.to_owned(),
@@ -26,11 +28,12 @@ impl TenantStatus {
                 hits: counters.hits,
                 misses: counters.misses,
                 failures: counters.get_failures,
-                shed: 0,
+                shed: counters.shed_gets,
                 bytes: counters.bytes_read,
             },
             puts: puts(counters),
-            tiers: tiers(stats),
+            tiers: tiers(stats, now_unix_ms),
+            shadows: stats.shadows.iter().map(shadow).collect(),
             mover: mover(stats),
             evictions: EvictionStatus {
                 blocks: counters.evicted_blocks,
@@ -58,6 +61,21 @@ impl TenantStatus {
             notes: stats.notes.clone(),
             ..Self::default()
         }
+    }
+
+    /// With the prefixes that are asked for most.
+    pub fn with_hot(mut self, hot: &[cascade_store::HotPrefix]) -> Self {
+        self.hot_prefixes = hot
+            .iter()
+            .map(|prefix| HotPrefix {
+                key: prefix.key.to_string(),
+                depth_blocks: u64::from(prefix.depth_blocks),
+                requests: prefix.hits,
+                resident_bytes: prefix.tiers.first().map_or(0, |tier| tier.bytes),
+                tiers: prefix.tiers.iter().map(|tier| tier.tier.to_owned()).collect(),
+            })
+            .collect();
+        self
     }
 
     /// Share of the blocks asked for by lookups that were there, 0 to 1; none without lookups.
@@ -102,7 +120,7 @@ fn mover(stats: &Stats) -> MoverStatus {
 }
 
 /// DRAM and the stages below it, and whatever else hits came from: hits by tier add up to hits.
-fn tiers(stats: &Stats) -> Vec<TierStatus> {
+fn tiers(stats: &Stats, now_unix_ms: u64) -> Vec<TierStatus> {
     let mut tiers = vec![TierStatus {
         name: DRAM.to_owned(),
         capacity_bytes: stats.pool.capacity_bytes as u64,
@@ -119,6 +137,21 @@ fn tiers(stats: &Stats) -> Vec<TierStatus> {
         notes: stage.notes.clone(),
         ..TierStatus::default()
     }));
+    for (name, health) in &stats.health {
+        if let Some(tier) = tiers.iter_mut().find(|tier| tier.name == *name) {
+            tier.health = Some(HealthStatus {
+                state: match health.state {
+                    StoreHealth::Healthy => HealthState::Healthy,
+                    StoreHealth::Open => HealthState::Open,
+                    StoreHealth::Probing => HealthState::Probing,
+                },
+                since_s: seconds(now_unix_ms.saturating_sub(health.since_unix_ms)),
+                opened: health.opened_count,
+                stuck_calls: health.stuck_calls,
+                last_error: health.last_error.clone(),
+            });
+        }
+    }
     for served in &stats.hits_by_tier {
         let known = tiers.iter().position(|tier| tier.name == served.tier);
         let at = known.unwrap_or_else(|| {
@@ -129,4 +162,74 @@ fn tiers(stats: &Stats) -> Vec<TierStatus> {
         tiers[at].hit_bytes += served.bytes;
     }
     tiers
+}
+
+#[expect(clippy::cast_precision_loss, reason = "seconds for people")]
+fn seconds(milliseconds: u64) -> f64 {
+    milliseconds as f64 / 1000.0
+}
+
+fn shadow(figure: &ShadowFigure) -> ShadowStatus {
+    ShadowStatus {
+        tier: figure.tier.to_owned(),
+        capacity_percent: u32::try_from(figure.capacity_percent).unwrap_or(u32::MAX),
+        capacity_bytes: figure.capacity_bytes,
+        predicted_hit_rate: figure.recent.predicted_hit_rate(),
+    }
+}
+
+/// Clients that a status names; of more, those that hold most.
+const CLIENTS_MAX: usize = 50;
+/// How long a client that holds leases may say nothing before it is pointed out.
+const SILENT: std::time::Duration = std::time::Duration::from_secs(60);
+
+impl ClientsStatus {
+    /// The clients' status from what their sessions say; `reaped` ended while they held something.
+    pub fn of(clients: &[SessionFacts], reaped: u64) -> Self {
+        let is_silent = |client: &&SessionFacts| client.leases > 0 && client.silent > SILENT;
+        let mut list: Vec<_> = clients.iter().map(ClientStatus::of).collect();
+        list.sort_by_key(|client| {
+            (std::cmp::Reverse(client.leased_bytes + client.reserved_bytes), client.pid)
+        });
+        let oldest = clients.iter().filter_map(|client| client.oldest_lease).max();
+        let mut status = Self {
+            connected: clients.len() as u64,
+            stopped: list.iter().filter(|client| client.is_stopped).count() as u64,
+            silent: clients.iter().filter(is_silent).count() as u64,
+            leases: list.iter().map(|client| client.leases).sum(),
+            leased_bytes: list.iter().map(|client| client.leased_bytes).sum(),
+            reserved_bytes: list.iter().map(|client| client.reserved_bytes).sum(),
+            oldest_lease_s: oldest.map(|age| age.as_secs_f64()),
+            reaped,
+            list,
+        };
+        status.list.truncate(CLIENTS_MAX);
+        status
+    }
+}
+
+impl ClientStatus {
+    fn of(client: &SessionFacts) -> Self {
+        let holds_some = client.leases + client.reservations > 0;
+        Self {
+            pid: u32::try_from(client.process).unwrap_or(0),
+            name: client.name.clone(),
+            tenant: client.tenant.clone(),
+            leases: client.leases as u64,
+            leased_bytes: client.leased_bytes,
+            reserved_bytes: client.reserved_bytes,
+            oldest_lease_s: client.oldest_lease.map(|age| age.as_secs_f64()),
+            silent_s: client.silent.as_secs_f64(),
+            // Only of those that keep memory from others, so that a status stays cheap.
+            is_stopped: holds_some && is_stopped(client.process),
+        }
+    }
+}
+
+/// Whether a signal stopped a process, as the kernel says.
+fn is_stopped(process: i32) -> bool {
+    let stat = std::fs::read_to_string(format!("/proc/{process}/stat")).unwrap_or_default();
+    // The state follows the name, which may hold anything but ends with the last parenthesis.
+    let state = stat.rsplit_once(") ").and_then(|(_, rest)| rest.chars().next());
+    matches!(state, Some('T' | 't'))
 }
