@@ -104,6 +104,11 @@ impl SlabMut {
         self.extent.offset
     }
 
+    /// Bytes of the pool that it takes, rounding included.
+    pub fn reserved_bytes(&self) -> usize {
+        self.extent.bytes
+    }
+
     /// The first byte, for handing to the kernel; valid as long as the slab is held.
     pub fn pointer(&self) -> NonNull<u8> {
         let base = match &self.home {

@@ -4,6 +4,7 @@ mod block_store;
 mod call;
 mod catalog;
 mod config;
+pub mod conformance;
 mod erase;
 pub mod eviction;
 mod explain;

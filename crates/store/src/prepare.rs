@@ -47,7 +47,8 @@ impl Node {
                     declined = Some((put.key, reason));
                     Prepared::Settled(PutOutcome::Declined(reason))
                 }
-                Known::New if *bytes > bytes_max => {
+                // What is larger than the pool is declined for that, below.
+                Known::New if *bytes > bytes_max && *bytes <= self.pool.region().bytes() => {
                     Prepared::Settled(PutOutcome::Declined(DeclineReason::Full))
                 }
                 Known::New => {

@@ -156,8 +156,9 @@ impl Dispatch<'_> {
         if let Some(refused) = self.refuses_to_write(blocks.len()) {
             return refused;
         }
-        let Some(granting) = self.session.expect(first, blocks.len()) else {
-            return Answer::Failed(numbers_in_use());
+        let granting = match self.session.expect(first, blocks.len()) {
+            Ok(granting) => granting,
+            Err(error) => return Answer::Failed(error),
         };
         let puts: Vec<Put<'_>> = blocks.iter().map(put_of).collect();
         let lengths: Vec<usize> = blocks.iter().map(|block| block.bytes as usize).collect();
@@ -211,11 +212,15 @@ impl Dispatch<'_> {
         if let Some(refused) = self.refuses_to_write(1) {
             return refused;
         }
-        let Some(granting) = self.session.expect(hold, 1) else {
-            return Answer::Failed(numbers_in_use());
+        let granting = match self.session.expect(hold, 1) {
+            Ok(granting) => granting,
+            Err(error) => return Answer::Failed(error),
         };
         let needed_bytes = usize::try_from(bytes).unwrap_or(usize::MAX);
-        if counted(needed_bytes) > self.session.bytes_left() {
+        // What no pool of this size ever has room for is refused by the store, as an embedded one
+        // refuses it.
+        let is_possible = needed_bytes <= self.store().region().bytes();
+        if is_possible && counted(needed_bytes) > self.session.bytes_left() {
             return Answer::Failed(StoreError::NoRoom { needed_bytes });
         }
         let reserved = match self.store().reserve(needed_bytes, AT_ONCE) {
@@ -291,8 +296,9 @@ impl Dispatch<'_> {
         if keys.len() > BLOCKS_MAX {
             return Answer::Failed(too_many(keys.len()));
         }
-        let Some(granting) = self.session.expect(first, keys.len()) else {
-            return Answer::Failed(numbers_in_use());
+        let granting = match self.session.expect(first, keys.len()) {
+            Ok(granting) => granting,
+            Err(error) => return Answer::Failed(error),
         };
         let read = || match purpose {
             LeasePurpose::Use => self.store().view(keys, options),
@@ -345,8 +351,8 @@ impl Dispatch<'_> {
         }
         match question {
             KeyQuestion::Contains => Answer::Flags(store.contains(keys)),
-            KeyQuestion::Pin => Answer::Flags(store.pin(keys)),
-            KeyQuestion::Unpin => Answer::Flags(store.unpin(keys)),
+            KeyQuestion::Pin => Answer::Flags(self.session.pin(keys)),
+            KeyQuestion::Unpin => Answer::Flags(self.session.unpin(keys)),
             KeyQuestion::Delete => Answer::Flags(store.delete(keys)),
             KeyQuestion::Prefetch => Answer::Count(store.prefetch(keys) as u64),
             KeyQuestion::Locate => {
@@ -409,13 +415,6 @@ fn is_late(prepared: &Prepared) -> bool {
 fn failed(error: &StoreError, count: usize) -> Vec<Prepared> {
     let one = || Prepared::Settled(PutOutcome::Failed(error.clone()));
     std::iter::repeat_with(one).take(count).collect()
-}
-
-fn numbers_in_use() -> StoreError {
-    StoreError::Config {
-        setting: "hold",
-        reason: "the client uses a number again that it still holds".to_owned(),
-    }
 }
 
 fn not_held() -> StoreError {

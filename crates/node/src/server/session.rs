@@ -7,7 +7,8 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use cascade_block::{Clock, SystemClock};
+use cascade_block::{BlockKey, Clock, SystemClock};
+use cascade_store::StoreError;
 use cascade_wire::{Access, HoldRange, SessionId};
 
 use super::holds::{Held, Holds};
@@ -38,7 +39,13 @@ pub(crate) struct Session {
     last_call_ms: AtomicU64,
     connections: AtomicUsize,
     holds: Mutex<Holds>,
+    /// How often it pinned each block. A pin of a client ends with it: nobody else would know that
+    /// it is to be taken back.
+    pins: Mutex<HashMap<BlockKey, u16>>,
 }
+
+/// Most distinct blocks that one client may have pinned at a time.
+const PINS_MAX: usize = 64 << 10;
 
 impl fmt::Debug for Session {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -97,6 +104,7 @@ impl Session {
             last_call_ms: AtomicU64::new(0),
             connections: AtomicUsize::new(1),
             holds: Mutex::default(),
+            pins: Mutex::default(),
         }
     }
 
@@ -121,11 +129,13 @@ impl Session {
         self.hold_bytes_max.saturating_sub(self.holds().bytes())
     }
 
-    /// A call that may grant these numbers; `None` if one is in use or the client is gone. The
-    /// call is over when the value is dropped.
-    pub(super) fn expect(&self, first: u64, count: usize) -> Option<Granting<'_>> {
-        let range = HoldRange { first, count: u32::try_from(count).ok()? };
-        self.holds().expect(range).then_some(Granting { session: self, range })
+    /// A call that may grant these numbers, unless one is in use, they are too many, or the client
+    /// is gone. The call is over when the value is dropped.
+    pub(super) fn expect(&self, first: u64, count: usize) -> Result<Granting<'_>, StoreError> {
+        let count = u32::try_from(count).expect("messages keep to their limits");
+        let range = HoldRange { first, count };
+        self.holds().expect(range)?;
+        Ok(Granting { session: self, range })
     }
 
     pub(super) fn release(&self, ranges: &[HoldRange]) {
@@ -139,9 +149,49 @@ impl Session {
         self.holds().take_slab(hold)
     }
 
-    /// The client is gone: what it held goes back to the pool. Whether that was anything.
+    /// Pins blocks for this client. True for those that are here.
+    pub(super) fn pin(&self, keys: &[BlockKey]) -> Vec<bool> {
+        let mut pins = self.pins();
+        let is_over = self.holds().is_over();
+        let mut pin_one = |key: &BlockKey| {
+            let fits = pins.len() < PINS_MAX || pins.contains_key(key);
+            let is_pinned = !is_over && fits && self.tenant.store().pin(&[*key])[0];
+            if is_pinned {
+                *pins.entry(*key).or_default() += 1;
+            }
+            is_pinned
+        };
+        keys.iter().map(&mut pin_one).collect()
+    }
+
+    /// Takes back one of this client's pins of each block. True for those that had one.
+    pub(super) fn unpin(&self, keys: &[BlockKey]) -> Vec<bool> {
+        let mut pins = self.pins();
+        let mut unpin_one = |key: &BlockKey| {
+            let Some(count) = pins.get_mut(key) else { return false };
+            *count -= 1;
+            if *count == 0 {
+                pins.remove(key);
+            }
+            self.tenant.store().unpin(&[*key])[0]
+        };
+        keys.iter().map(&mut unpin_one).collect()
+    }
+
+    fn pins(&self) -> MutexGuard<'_, HashMap<BlockKey, u16>> {
+        // Each pin and its count change together, in steps that do not panic.
+        self.pins.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The client is gone: what it held goes back to the pool, and its pins are taken back. Whether
+    /// it held anything.
     pub(super) fn end(&self) -> bool {
         let held = self.holds().end();
+        for (key, count) in std::mem::take(&mut *self.pins()) {
+            for _ in 0..count {
+                self.tenant.store().unpin(&[key]);
+            }
+        }
         !held.is_empty()
     }
 
