@@ -59,9 +59,7 @@ impl Worker {
 
     fn report(&mut self, within: Duration) -> Result<Report, Failure> {
         let failed = |error: std::io::Error| Failure::measure("a worker process", error);
-        let within = Timespec::try_from(within).unwrap_or(Timespec { tv_sec: 60, tv_nsec: 0 });
-        let mut fds = [PollFd::new(self.reports.get_ref(), PollFlags::IN)];
-        if poll(&mut fds, Some(&within)).map_err(|error| failed(error.into()))? == 0 {
+        if !self.has_report(within)? {
             return Err(Failure::measure("a worker process", "it does not answer"));
         }
         let mut line = String::new();
@@ -85,6 +83,22 @@ impl Worker {
     /// Orders work until a time on the machine's clock, and does not wait for it.
     pub(super) fn begin(&mut self, work: Work, stop_ns: u64) -> Result<(), Failure> {
         self.order(&Order::Work { work, start_ns: 0, stop_ns: Some(stop_ns) })
+    }
+
+    /// Looks whether it is still at work; one that reported early found something wrong.
+    pub(super) fn expect_busy(&mut self) -> Result<(), Failure> {
+        if !self.has_report(Duration::ZERO)? {
+            return Ok(());
+        }
+        let report = self.report(Duration::ZERO)?;
+        Err(Failure::measure("a worker process", format!("it ended early: {report:?}")))
+    }
+
+    fn has_report(&mut self, within: Duration) -> Result<bool, Failure> {
+        let within = Timespec::try_from(within).unwrap_or(Timespec { tv_sec: 60, tv_nsec: 0 });
+        let mut fds = [PollFd::new(self.reports.get_ref(), PollFlags::IN)];
+        let count = poll(&mut fds, Some(&within));
+        Ok(count.map_err(|error| Failure::measure("a worker process", error))? > 0)
     }
 
     /// Waits for what [`Worker::begin`] ordered.

@@ -75,6 +75,9 @@ fn churn(served: &Served, lasting: Duration) -> Result<Seen, Failure> {
     while machine_ns() < stop_ns {
         killed(served, 1000 + seen.kills, stop_ns)?;
         seen.kills += 1;
+        if machine_ns() < stop_ns {
+            steady.workers().iter_mut().try_for_each(Worker::expect_busy)?;
+        }
         if machine_ns() >= look_ns {
             let ProcessFacts { own_bytes, .. } = served.facts()?;
             seen.own_mib.push(own_bytes as f64 / MIB as f64);
@@ -96,8 +99,7 @@ fn killed(served: &Served, seed: u64, stop_ns: u64) -> Result<(), Failure> {
     worker.begin(Work::Churn(seed), stop_ns + 1_000_000_000)?;
     // Not always at the same point of its work.
     rest(LIFE / 2 + LIFE * u32::try_from(seed % 17).unwrap_or(0) / 17);
-    drop(crew);
-    Ok(())
+    worker.expect_busy()
 }
 
 /// How many blocks the node has room for: what is lost to dead workers is missing here.

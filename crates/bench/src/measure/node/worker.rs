@@ -7,7 +7,7 @@ use std::path::Path;
 use cascade_block::BlockKey;
 use cascade_client::{Client, ConnectOptions};
 use cascade_memory::{Slab, SlabMut, copy_in, copy_out};
-use cascade_store::{BlockStore as _, GetOutcome, ViewOutcome};
+use cascade_store::{BlockStore as _, GetOutcome, Put, ViewOutcome};
 
 use super::echo::FRAME_BYTES;
 use super::order::{Blocks, Order, Report, Work};
@@ -20,8 +20,10 @@ use crate::payload;
 const CHURN_KEYS: usize = 4096;
 /// Blocks of one call of a churn.
 const CHURN_BATCH: usize = 8;
-/// The smallest block of a churn; the largest has 64 times as much.
+/// The smallest block of a churn.
 const CHURN_BYTES_MIN: usize = 4 << 10;
+/// Sizes of a churn's blocks, each twice the one before.
+const CHURN_SIZES: usize = 7;
 
 /// Takes orders until there are no more.
 pub fn run(orders: impl BufRead, mut reports: impl Write) -> io::Result<()> {
@@ -218,7 +220,7 @@ impl Worker {
         let (mut random, keys) = (Random(seed), keys("churn", CHURN_KEYS));
         let (mut blocks, mut hits, began_ns) = (0, 0, machine_ns());
         let mut draw = || usize::try_from(random.next() >> 33).unwrap_or(0);
-        let mut bytes = vec![0; CHURN_BATCH * churn_bytes(CHURN_KEYS - 1)];
+        let mut bytes = vec![0; CHURN_BATCH * churn_bytes(CHURN_SIZES - 1)];
         while machine_ns() < stop_ns {
             let first = draw() % (CHURN_KEYS - CHURN_BATCH);
             let chosen = &keys[first..first + CHURN_BATCH];
@@ -231,24 +233,9 @@ impl Worker {
                 rest = tail;
             }
             match draw() % 16 {
-                0..5 => {
-                    chosen.iter().zip(&mut pieces).for_each(|(k, piece)| payload::fill(k, piece));
-                    let puts = chosen.iter().zip(&pieces);
-                    let puts = puts.map(|(k, piece)| cascade_store::Put::new(*k, piece));
-                    // Declined or busy is an answer; what is there later is what counts.
-                    drop(client.put(&puts.collect::<Vec<_>>(), PATIENT));
-                }
+                0..5 => put_some(client, chosen, &mut pieces),
                 5 => drop(client.delete(chosen)),
-                _ => {
-                    let outcomes = client.get(chosen, &mut pieces, PATIENT);
-                    for ((key, piece), outcome) in chosen.iter().zip(&pieces).zip(outcomes) {
-                        if let GetOutcome::Hit { bytes, .. } = outcome {
-                            payload::check(key, &piece[..bytes], piece.len())
-                                .map_err(|wrong| format!("WRONG BYTE of {key}: {wrong:?}"))?;
-                            hits += 1;
-                        }
-                    }
-                }
+                _ => hits += get_some(client, chosen, &mut pieces)?,
             }
             blocks += CHURN_BATCH as u64;
         }
@@ -256,7 +243,85 @@ impl Worker {
     }
 }
 
+/// Declined or busy is an answer here; what counts is what is there later.
+fn put_some(client: &Client, keys: &[BlockKey], pieces: &mut [&mut [u8]]) {
+    keys.iter().zip(&mut *pieces).for_each(|(key, piece)| payload::fill(key, piece));
+    let puts: Vec<Put<'_>> =
+        keys.iter().zip(&*pieces).map(|(key, piece)| Put::new(*key, piece)).collect();
+    drop(client.put(&puts, PATIENT));
+}
+
+/// How many were there; a byte that is not what its key says is an error.
+fn get_some(client: &Client, keys: &[BlockKey], pieces: &mut [&mut [u8]]) -> Result<u64, String> {
+    let mut hits = 0;
+    let outcomes = client.get(keys, pieces, PATIENT);
+    for ((key, piece), outcome) in keys.iter().zip(&*pieces).zip(outcomes) {
+        match outcome {
+            GetOutcome::Hit { bytes, .. } => {
+                payload::check(key, &piece[..bytes], piece.len())
+                    .map_err(|wrong| format!("WRONG BYTE of {key}: {wrong:?}"))?;
+                hits += 1;
+            }
+            GetOutcome::TooShort { needed_bytes } => {
+                return Err(format!("{key} has {needed_bytes} bytes, not {}", piece.len()));
+            }
+            _ => {}
+        }
+    }
+    Ok(hits)
+}
+
 /// A block's length in a churn: a function of its number, so that every reader knows it.
 fn churn_bytes(number: usize) -> usize {
-    CHURN_BYTES_MIN << (number % 7)
+    CHURN_BYTES_MIN << (number % CHURN_SIZES)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn answers(orders: &[Order]) -> Vec<Report> {
+        let lines = orders.iter().map(|order| serde_json::to_string(order).unwrap() + "\n");
+        let mut reports = Vec::new();
+        run(lines.collect::<String>().as_bytes(), &mut reports).unwrap();
+        let reports = String::from_utf8(reports).unwrap();
+        reports.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+    }
+
+    #[test]
+    fn what_cannot_be_done_is_reported_and_the_worker_goes_on() {
+        let blocks = Blocks { label: "x".into(), first: 1, count: 2, size: 4096, batch: 1 };
+        let work = |work| Order::Work { work, start_ns: 0, stop_ns: None };
+        let orders = [
+            work(Work::Put),
+            Order::Open { socket: "/no/such/socket".into() },
+            Order::Blocks(blocks),
+            work(Work::CopyIn),
+            work(Work::Churn(1)),
+        ];
+        let reports = answers(&orders);
+        assert_eq!(reports.len(), orders.len());
+        let failed = |at: usize| matches!(reports[at], Report::Failed(_));
+        assert!(failed(0) && failed(1) && failed(4), "{reports:?}");
+        assert_eq!(reports[2], Report::Done);
+        assert!(matches!(reports[3], Report::Span { blocks: 0, .. }), "nothing was reserved");
+    }
+
+    #[test]
+    fn bytes_that_were_not_read_are_found_wrong() {
+        let mut worker = Worker::default();
+        let blocks = Blocks { label: "x".into(), first: 0, count: 2, size: 8192, batch: 1 };
+        worker.name(&blocks);
+        assert!(worker.check().is_err_and(|why| why.contains("WRONG BYTE")));
+        worker.buffer.clone_from(&worker.source);
+        assert_eq!(worker.check(), Ok(()));
+        worker.work(Work::CopyOut, 0, None).unwrap();
+        assert!(worker.check().is_err(), "no slab was copied, so the old bytes do not pass");
+    }
+
+    #[test]
+    fn a_churns_largest_block_is_what_its_memory_is_made_for() {
+        let most = (0..CHURN_KEYS).map(churn_bytes).max();
+        assert_eq!(most, Some(churn_bytes(CHURN_SIZES - 1)));
+    }
 }
