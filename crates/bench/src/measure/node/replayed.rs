@@ -19,8 +19,10 @@ use crate::trace::Trace;
 const SIZE: usize = 64 * KIB;
 /// Blocks of one call.
 const BATCH: usize = 256;
-/// The DRAM tier.
+/// The DRAM tier that blocks have.
 const DRAM_BYTES: usize = 512 * MIB;
+/// Slabs that copies alone go to in turn: as cold as what eviction gives back.
+const SLABS: usize = 2048;
 /// What a call would cost over a ring in shared memory with both sides awake.
 const RING_CALL: Duration = Duration::from_nanos(500);
 
@@ -31,6 +33,7 @@ struct Spent {
     views: Duration,
     copies_out: Duration,
     puts: Duration,
+    node: Duration,
     /// As `puts`, only the copies, into slabs that are there.
     copies_in: Duration,
     round_trips: u64,
@@ -63,15 +66,17 @@ pub(super) fn run(bench: &mut NodeBench<'_, '_>) -> Result<(), Failure> {
         (Vec::new(), Vec::new(), Vec::new(), Vec::new());
     let mut text = String::new();
     for _ in 0..bench.rounds().min(5) {
-        let served = Served::start(DRAM_BYTES)?;
+        let served = Served::start(DRAM_BYTES + SLABS * SIZE)?;
         let (client, mut echo) = (served.connect()?, Echo::start()?);
         let mut replay = Replay::new(&client)?;
         let mut bare = Vec::new();
+        let before = served.facts()?.processor;
         for request in &workload.requests {
             replay.serve(&client, request)?;
             bare.push(echo.round_trip()?.as_secs_f64());
         }
-        let spent = replay.spent;
+        let mut spent = replay.spent;
+        spent.node = served.facts()?.processor.saturating_sub(before);
         let bare = crate::measure::figure::median(&bare);
         let seconds = spent.calls().as_secs_f64();
         let ring = bare - RING_CALL.as_secs_f64();
@@ -96,7 +101,8 @@ pub(super) fn run(bench: &mut NodeBench<'_, '_>) -> Result<(), Failure> {
 fn describe(spent: &Spent, bare: f64) -> String {
     format!(
         "none; {} round trips, each priced as a {LIMIT_IS} ({:.1} us); lookups {:.2} s, leases \
-         {:.2} s, copies out {:.2} s, puts {:.2} s (of which copies {:.2} s); {} of {} blocks hit",
+         {:.2} s, copies out {:.2} s, puts {:.2} s (of which copies {:.2} s); the node was on a \
+         processor for {:.2} s; {} of {} blocks hit",
         spent.round_trips,
         bare * 1e6,
         spent.lookups.as_secs_f64(),
@@ -104,6 +110,7 @@ fn describe(spent: &Spent, bare: f64) -> String {
         spent.copies_out.as_secs_f64(),
         spent.puts.as_secs_f64(),
         spent.copies_in.as_secs_f64(),
+        spent.node.as_secs_f64(),
         spent.hits,
         spent.blocks
     )
@@ -115,15 +122,16 @@ struct Replay {
     source: Vec<u8>,
     buffer: Vec<u8>,
     slabs: Vec<SlabMut>,
+    next_slab: usize,
 }
 
 impl Replay {
     fn new(client: &Client) -> Result<Self, Failure> {
         let slabs: Result<Vec<SlabMut>, StoreError> =
-            (0..BATCH).map(|_| client.reserve(SIZE, PATIENT)).collect();
+            (0..SLABS).map(|_| client.reserve(SIZE, PATIENT)).collect();
         let slabs = slabs.map_err(|error| Failure::measure("a replay", error))?;
         let (source, buffer) = (vec![0; BATCH * SIZE], vec![1; BATCH * SIZE]);
-        Ok(Self { spent: Spent::default(), source, buffer, slabs })
+        Ok(Self { spent: Spent::default(), source, buffer, slabs, next_slab: 0 })
     }
 
     /// What an engine does for a request: look its chain up, load what is there, save the rest.
@@ -171,9 +179,11 @@ impl Replay {
             return Err(Failure::measure("a replay", format!("a put gave {bad:?}")));
         }
         let pieces = self.source.chunks_exact(SIZE).take(keys.len());
-        let slabs = &mut self.slabs;
+        let first = self.next_slab;
+        self.next_slab = (first + BATCH) % SLABS;
+        let slabs = self.slabs[first..].iter_mut();
         self.spent.copies_in +=
-            timed(|| slabs.iter_mut().zip(pieces).for_each(|(slab, block)| copy_in(slab, block)));
+            timed(|| slabs.zip(pieces).for_each(|(slab, block)| copy_in(slab, block)));
         Ok(())
     }
 }
