@@ -1,6 +1,6 @@
 """What a store holds and did, at one moment: plain dictionaries, ready for JSON."""
 
-from typing import TypedDict
+from typing import Literal, TypedDict
 
 
 class TierHits(TypedDict):
@@ -32,6 +32,16 @@ class StageStats(TypedDict):
     notes: list[str]
 
 
+class StageHealth(TypedDict):
+    """Whether a tier below DRAM is asked for blocks; while it is not, it counts as having none."""
+
+    state: Literal["healthy", "open", "probing"]
+    since_unix_ms: int
+    opened_count: int
+    last_error: str | None
+    stuck_calls: int
+
+
 class Stats(TypedDict):
     """Counters since the store was opened (`hits + misses + get_failures == gets`), and contents.
 
@@ -44,6 +54,7 @@ class Stats(TypedDict):
     gets: int
     hits: int
     misses: int
+    shed_gets: int
     get_failures: int
     bytes_read: int
     puts: int
@@ -62,6 +73,7 @@ class Stats(TypedDict):
     promoted_blocks: int
     promoted_bytes: int
     demote_failures: int
+    shed_puts: int
     demote_declines: int
     name_failures: int
     reclaimed_blocks: int
@@ -80,4 +92,5 @@ class Stats(TypedDict):
     pending_bytes: int
     pool: PoolStats
     stages: dict[str, StageStats]
+    health: dict[str, StageHealth]
     notes: list[str]

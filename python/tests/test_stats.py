@@ -14,6 +14,7 @@ def test_the_types_name_what_a_store_counts(two_tiers, keys_of):
     assert set(seen) == set(get_type_hints(stats.Stats))
     assert set(seen["pool"]) == set(get_type_hints(stats.PoolStats))
     assert set(seen["stages"]["files"]) == set(get_type_hints(stats.StageStats))
+    assert set(seen["health"]["files"]) == set(get_type_hints(stats.StageHealth))
     assert set(seen["hits_by_tier"]["dram"]) == set(get_type_hints(stats.TierHits))
     assert json.loads(json.dumps(seen)) == seen
 

@@ -2,6 +2,7 @@
 
 mod args;
 mod bench;
+mod doctor;
 mod eviction;
 mod failure;
 mod inspect;
@@ -61,6 +62,8 @@ struct Command {
 enum Verb {
     /// Serve a node: one pool of KV for all processes of this host.
     Serve(Box<serve::ServeArgs>),
+    /// Say what is wrong with this machine, and what to do, before a node serves on it.
+    Doctor(Box<doctor::DoctorArgs>),
     /// Replay a request trace through a store, check every byte, and show what the cache did.
     Replay(Box<ReplayArgs>),
     /// Measure this machine and this build against the physical limits.
@@ -109,6 +112,7 @@ pub fn definition() -> clap::Command {
 fn run(verb: Verb, screen: &mut Screen) -> Result<i32, Failure> {
     match verb {
         Verb::Serve(args) => serve::run(*args, screen),
+        Verb::Doctor(args) => doctor::run(&args, screen),
         Verb::Replay(args) => replay::run(&args, screen),
         Verb::Bench(args) => bench::run(&args, screen),
         Verb::Inspect(args) => inspect::run(&args, screen),

@@ -6,6 +6,7 @@
 
 mod config;
 pub mod conformance;
+mod device_probe;
 mod error;
 pub mod format;
 mod gate;

@@ -2,8 +2,8 @@
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read as _, Seek as _, Write as _};
-use std::os::unix::fs::OpenOptionsExt as _;
-use std::path::Path;
+use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
+use std::path::{Path, PathBuf};
 
 use cascade_block::Deadline;
 use rustix::fs::{FlockOperation, flock};
@@ -15,6 +15,26 @@ use crate::{DiskError, FileTierConfig, WriterName};
 #[derive(Debug)]
 pub(crate) struct DirectoryLock {
     _file: File,
+    place: LockPlace,
+}
+
+/// Where the lock file lies, and what tells it from others that come to lie there.
+#[derive(Debug, Clone)]
+pub(crate) struct LockPlace {
+    path: PathBuf,
+    device: u64,
+    inode: u64,
+}
+
+impl LockPlace {
+    /// An error if the lock file is no longer there: then neither is what it stands for. May hang.
+    pub(crate) fn check(&self) -> io::Result<()> {
+        let found = std::fs::metadata(&self.path)?;
+        if (found.dev(), found.ino()) == (self.device, self.inode) {
+            return Ok(());
+        }
+        Err(io::Error::other("another directory lies there now: look whether it is still mounted"))
+    }
 }
 
 impl DirectoryLock {
@@ -29,6 +49,10 @@ impl DirectoryLock {
             files.make_directory(&directory)?;
             Ok(Self::take(&directory, &writer))
         })?
+    }
+
+    pub(crate) fn place(&self) -> &LockPlace {
+        &self.place
     }
 
     /// Takes the lock of a writer, or says who has it.
@@ -57,7 +81,9 @@ impl DirectoryLock {
             .and_then(|()| file.rewind())
             .and_then(|()| writeln!(file, "{}", std::process::id()))
             .map_err(failed)?;
-        Ok(Self { _file: file })
+        let found = file.metadata().map_err(failed)?;
+        let place = LockPlace { path: path.clone(), device: found.dev(), inode: found.ino() };
+        Ok(Self { _file: file, place })
     }
 }
 

@@ -110,6 +110,8 @@ pub struct DiskStats {
     pub segments_failed: u64,
     /// Bytes that reclaims rewrote.
     pub bytes_moved: u64,
+    /// Calls that go on although their deadline passed.
+    pub stuck_calls: u64,
 }
 
 /// Blocks in files. Implemented once a layout; `conformance` holds the tests for all.
@@ -174,6 +176,10 @@ pub trait BlockFiles: Send + Sync + fmt::Debug {
 
     /// The manifests beside the blocks, also those that do not parse.
     fn manifests(&self, deadline: Deadline) -> Result<Vec<StoredManifest>, DiskError>;
+
+    /// Writes a page beside the blocks, syncs it and reads it back: whether the device answers, and
+    /// the directory is still the one that was opened. `NoSpace` is an answer.
+    fn probe_device(&self, deadline: Deadline) -> Result<(), DiskError>;
 
     /// Bytes that the files take on the device.
     fn used_bytes(&self) -> u64;

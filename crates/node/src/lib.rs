@@ -3,6 +3,7 @@
 mod admin;
 pub mod calls;
 pub mod config;
+pub mod doctor;
 mod node;
 pub mod notify;
 pub mod process;

@@ -1,8 +1,8 @@
 //! The node: its tenants' stores and what it knows of its clients, behind every socket it serves.
 
 use std::path::PathBuf;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::{Arc, PoisonError, RwLock};
 use std::time::Duration;
 
 use cascade_block::{Clock, SystemClock};
@@ -77,6 +77,27 @@ pub enum Phase {
     Draining,
 }
 
+/// What a running node takes from a configuration that was read again.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Live {
+    /// Connections at a time.
+    pub(crate) connections_max: usize,
+    /// Share of a tenant's DRAM that a client which connects from now on may hold.
+    pub(crate) client_share_percent: u8,
+    /// How long a clean shutdown may take.
+    pub(crate) shutdown_timeout: Duration,
+}
+
+impl Live {
+    fn of(config: &NodeConfig) -> Self {
+        Self {
+            connections_max: config.limits.connections_max,
+            client_share_percent: config.limits.client_share_percent,
+            shutdown_timeout: config.shutdown_timeout,
+        }
+    }
+}
+
 /// One node. Clones are handles on it.
 #[derive(Debug, Clone)]
 pub struct Node(Arc<Inner>);
@@ -84,6 +105,7 @@ pub struct Node(Arc<Inner>);
 #[derive(Debug)]
 struct Inner {
     config: NodeConfig,
+    live: RwLock<Live>,
     tenants: Tenants,
     sessions: Sessions,
     calls: Calls,
@@ -102,6 +124,7 @@ impl Node {
             source,
         })?;
         Ok(Self(Arc::new(Inner {
+            live: RwLock::new(Live::of(&config)),
             config,
             tenants: Tenants::of_default(store),
             sessions: Sessions::default(),
@@ -115,6 +138,16 @@ impl Node {
     /// The settings it runs with.
     pub fn config(&self) -> &NodeConfig {
         &self.0.config
+    }
+
+    /// Those settings that may change while it runs.
+    pub(crate) fn live(&self) -> Live {
+        *self.0.live.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Takes what a running node can take from another configuration.
+    pub(crate) fn follow(&self, config: &NodeConfig) {
+        *self.0.live.write().unwrap_or_else(PoisonError::into_inner) = Live::of(config);
     }
 
     /// Its tenants.

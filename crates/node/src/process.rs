@@ -43,7 +43,7 @@ pub fn run(
     tell(supervisor.ready(&line));
     while runtime.block_on(orders.next()) == Order::Reload {
         tell(supervisor.reloading());
-        follow(node.config(), &reload());
+        follow(&node, reload());
         tell(supervisor.ready(&line));
     }
     tracing::info!("stopping: nothing new is taken, what waits for the tiers is written down");
@@ -70,7 +70,7 @@ fn close(
     let thread = std::thread::Builder::new().name("cascade-close".to_owned()).spawn(close);
     let operation = "start the thread that closes the stores";
     drop(thread.map_err(|source| NodeError::Server { operation, source })?);
-    let most = node.config().shutdown_timeout;
+    let most = node.live().shutdown_timeout;
     runtime.block_on(async {
         tokio::select! {
             closed = closed => closed.unwrap_or_else(|_| Err(unfinished("a store panicked"))),
@@ -98,16 +98,17 @@ fn raise_descriptors() {
     }
 }
 
-/// Says what a configuration that was read again changes.
-fn follow(now: &NodeConfig, read: &Result<NodeConfig, ConfigError>) {
+/// Takes from a configuration that was read again what a running node can take.
+fn follow(node: &Node, read: Result<NodeConfig, ConfigError>) {
     match read {
         Ok(new) => {
-            let found = config::difference(now, new);
+            let found = config::difference(node.config(), &new);
+            node.follow(&new);
             let (live, restart) = (found.live.join(", "), found.restart.join(", "));
             tracing::info!(%live, waits_for_restart = %restart, "the configuration was read again");
         }
         Err(error) => {
-            let error: &dyn std::error::Error = error;
+            let error: &dyn std::error::Error = &error;
             tracing::error!(error, "the configuration is refused; it stays as it was");
         }
     }

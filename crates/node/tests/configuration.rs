@@ -10,6 +10,7 @@ use cascade_node::NodeConfig;
 use cascade_node::config::{
     self, ConfigError, Environment, KEYS, KeepPool, Key, Kind, Sources, TENANT_KEYS, difference,
 };
+use proptest::prelude::*;
 use tempfile::TempDir;
 
 const USER: u32 = 1000;
@@ -356,6 +357,36 @@ fn a_reload_tells_what_it_can_take() {
     assert_eq!(changes.live, ["log.filter"]);
     assert_eq!(changes.restart, ["dram.capacity", "tenant \"b\" (new)", "tenant \"a\" (removed)"]);
     assert_eq!(difference(&old, &old), config::Difference::default());
+}
+
+proptest! {
+    /// Whatever a file holds, it is read or refused.
+    #[test]
+    fn no_file_is_too_odd(
+        section in "[a-z]{0,9}|dram|files|limits|tenant",
+        name in "[a-z_]{0,9}|capacity|segment|connections|users",
+        value in "\\PC{0,24}|[0-9]{1,25}|\"[0-9]{1,22}[KMGT]i?B\"|\\[[0-9,\"a]{0,9}\\]",
+    ) {
+        for text in [
+            format!("[{section}]\n{name} = {value}\n"),
+            format!("[[{section}]]\n{name} = {value}\n"),
+            format!("{section} = {value}\n{name}"),
+        ] {
+            // What is accepted is printed so that it is accepted again, as the same.
+            if let Ok(config) = Case::new(&text).load() {
+                let again = Case::new(&config.settings.print()).load().unwrap();
+                prop_assert_eq!(config, again);
+            }
+        }
+    }
+
+    #[test]
+    fn a_value_of_a_key_reads_back(index in 0..KEYS.len(), text in "[0-9]{1,8}(MiB|s|%|MB/s)?") {
+        let key = &KEYS[index];
+        if let Ok(value) = key.parse(&text) {
+            prop_assert_eq!(key.parse(&value.text()), Ok(value));
+        }
+    }
 }
 
 #[test]

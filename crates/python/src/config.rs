@@ -4,7 +4,9 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use cascade_block::{ByteSize, DigestAlgorithm, DigestMode};
-use cascade_store::{FileLayout, FilesConfig, IoEngine, PolicyKind, StoreConfig, WritePolicy};
+use cascade_store::{
+    FileLayout, FilesConfig, HealthConfig, IoEngine, PolicyKind, StoreConfig, WritePolicy,
+};
 use pyo3::prelude::*;
 
 use crate::errors::{self, ConfigError};
@@ -105,6 +107,7 @@ impl Settings {
             protected_percent: self.protected_percent,
             admit_partial: self.admit_partial,
             timeout: seconds("timeout", self.timeout)?,
+            health: HealthConfig::default(),
         })
     }
 }

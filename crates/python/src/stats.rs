@@ -2,7 +2,7 @@
 
 use cascade_memory::PoolStats;
 use cascade_store::stage::StageStats;
-use cascade_store::{Counters, Stats, TierHits, TierName};
+use cascade_store::{Counters, HealthState, StageHealth, Stats, TierHits, TierName};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
@@ -23,7 +23,7 @@ pub(crate) fn to_dict<'py>(py: Python<'py>, stats: &Stats) -> PyResult<Bound<'py
     enter!(dict, stats, Stats {
         keys, contents, content_bytes, dram_blocks, dram_bytes, protected_blocks,
         protection_refused, catalog_bytes, pending_bytes, notes,
-    } but counters, hits_by_tier, pool, stages);
+    } but counters, hits_by_tier, pool, stages, health);
     let by_tier = PyDict::new(py);
     for hits in &stats.hits_by_tier {
         by_tier.set_item(hits.tier, hits_dict(py, hits)?)?;
@@ -31,6 +31,7 @@ pub(crate) fn to_dict<'py>(py: Python<'py>, stats: &Stats) -> PyResult<Bound<'py
     dict.set_item("hits_by_tier", by_tier)?;
     dict.set_item("pool", pool_dict(py, &stats.pool)?)?;
     dict.set_item("stages", stages_dict(py, &stats.stages)?)?;
+    dict.set_item("health", health_dict(py, &stats.health)?)?;
     Ok(dict)
 }
 
@@ -45,6 +46,7 @@ fn enter_counters(dict: &Bound<'_, PyDict>, counters: &Counters) -> PyResult<()>
             gets,
             hits,
             misses,
+            shed_gets,
             get_failures,
             bytes_read,
             puts,
@@ -63,6 +65,7 @@ fn enter_counters(dict: &Bound<'_, PyDict>, counters: &Counters) -> PyResult<()>
             promoted_blocks,
             promoted_bytes,
             demote_failures,
+            shed_puts,
             demote_declines,
             name_failures,
             reclaimed_blocks,
@@ -106,6 +109,27 @@ fn stages_dict<'py>(
     for (tier, stage) in stages {
         let one = PyDict::new(py);
         enter!(one, stage, StageStats { used_bytes, capacity_bytes, files, damaged_blocks, notes });
+        dict.set_item(tier, one)?;
+    }
+    Ok(dict)
+}
+
+fn health_dict<'py>(
+    py: Python<'py>,
+    health: &[(TierName, StageHealth)],
+) -> PyResult<Bound<'py, PyDict>> {
+    let dict = PyDict::new(py);
+    for (tier, health) in health {
+        let one = PyDict::new(py);
+        enter!(one, health, StageHealth {
+            since_unix_ms, opened_count, last_error, stuck_calls,
+        } but state);
+        let state = match health.state {
+            HealthState::Healthy => "healthy",
+            HealthState::Open => "open",
+            HealthState::Probing => "probing",
+        };
+        one.set_item("state", state)?;
         dict.set_item(tier, one)?;
     }
     Ok(dict)

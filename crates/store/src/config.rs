@@ -7,7 +7,7 @@ use cascade_block::DigestMode;
 use cascade_memory::{HugePages, PoolConfig};
 use thiserror::Error;
 
-use crate::StoreError;
+use crate::{HealthConfig, StoreError};
 
 const MIB: u64 = 1 << 20;
 
@@ -124,6 +124,8 @@ pub struct StoreConfig {
     pub admit_partial: bool,
     /// How long a call may take unless it says otherwise. Default: 30 s.
     pub timeout: Duration,
+    /// When a stage below DRAM is left alone because it fails, and how it comes back.
+    pub health: HealthConfig,
 }
 
 impl Default for StoreConfig {
@@ -142,6 +144,7 @@ impl Default for StoreConfig {
             protected_percent: 90,
             admit_partial: false,
             timeout: Duration::from_secs(30),
+            health: HealthConfig::default(),
         }
     }
 }
@@ -171,7 +174,7 @@ impl StoreConfig {
         if self.mover_bytes_per_second == Some(0) {
             return bad("mover_bytes_per_second", "0 would never write; leave it out".to_owned());
         }
-        Ok(())
+        self.health.check()
     }
 
     pub(crate) fn pool(&self) -> PoolConfig {

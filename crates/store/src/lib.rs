@@ -5,15 +5,18 @@ mod call;
 mod catalog;
 mod config;
 pub mod eviction;
+mod health;
 mod mover;
 mod names;
 mod node;
 mod outcome;
 mod pipeline;
 mod prepare;
+mod prober;
 mod put;
 mod read;
 mod request;
+mod shedding;
 pub mod stage;
 mod state;
 mod stats;
@@ -24,6 +27,7 @@ pub use config::{
     CallOptions, FileLayout, FilesConfig, IoEngine, PipelineError, PolicyKind, StoreConfig,
     WritePolicy,
 };
+pub use health::{HealthConfig, HealthState, StageHealth};
 pub use names::intern;
 pub use outcome::{
     DeclineReason, GetOutcome, PrefixMatch, Prepared, Put, PutOutcome, PutSlab, StoreError,

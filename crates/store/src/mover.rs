@@ -15,7 +15,8 @@ use cascade_memory::Slab;
 
 use crate::catalog::{Address, ContentIndex};
 use crate::node::Node;
-use crate::stage::{BlockFacts, Room, StageError, guarded};
+use crate::shedding::Verdict;
+use crate::stage::{BlockFacts, Room, StageError};
 use crate::state::{NameChange, Pending, State};
 
 /// Most bytes in one batch.
@@ -39,13 +40,16 @@ struct Batch {
 }
 
 /// Runs until the store closes and its queue is empty.
-pub(crate) fn run(node: &Node, stage: usize) {
+pub(crate) fn run(node: &Arc<Node>, stage: usize) {
     let mut allowance = Allowance::new(node);
     while let Some(batch) = next_batch(node, stage) {
         allowance.wait_for(node, batch.blocks.iter().map(|(_, slab)| slab.len() as u64).sum());
         let deadline = Deadline::after(&*node.clock, node.config.timeout);
         tell_names(node, stage, &batch.names, deadline);
         let results = store_with_room(node, stage, &batch.blocks, deadline);
+        let is_long_enough = node.config.timeout >= node.config.health.probe_timeout;
+        let verdict =
+            Verdict::of(results.iter().map(|result| result.as_ref().err()), is_long_enough);
         // Before anyone can see them as written: a slab that the mover holds cannot be evicted.
         drop(batch.blocks);
         let mut state = node.lock();
@@ -57,20 +61,22 @@ pub(crate) fn run(node: &Node, stage: usize) {
         state.blocks_tickets[stage].settled += batch.pending.len() as u64 + batch.deleted;
         state.names_tickets[stage].settled += batch.names.len() as u64;
         if is_stuck {
-            give_up_queue(&mut state, stage);
+            give_up_queue(&mut state, stage, &StageError::Timeout);
         }
+        node.judge(&mut state, stage, verdict);
         drop(state);
         node.announce_change();
     }
 }
 
-/// Gives up what is queued for a stage: it let a whole batch run out of time, or the store closes
-/// and cannot wait. The blocks stay in DRAM for as long as they last there, and are counted.
-pub(crate) fn give_up_queue(state: &mut State, stage: usize) {
+/// Gives up what is queued for a stage: it let a whole batch run out of time, it is shed, or the
+/// store closes and cannot wait. The blocks stay in DRAM for as long as they last there, and are
+/// counted.
+pub(crate) fn give_up_queue(state: &mut State, stage: usize, why: &StageError) {
     let queue = std::mem::take(&mut state.queues[stage]);
     state.blocks_tickets[stage].settled += queue.len() as u64;
     for pending in queue {
-        settle(state, stage, &pending, Err(StageError::Timeout));
+        settle(state, stage, &pending, Err(why.clone()));
     }
 }
 
@@ -86,7 +92,16 @@ pub(crate) fn run_prefetch(node: &Node, hints: &Mutex<Receiver<Vec<BlockKey>>>) 
 
 fn next_batch(node: &Node, stage: usize) -> Option<Batch> {
     let mut state = node.lock();
+    // A quarter of what may wait leaves puts their room.
+    let retry_bytes = (BATCH_BYTES as u64).min(node.dirty_bytes_max / 4).max(1);
     loop {
+        if state.is_shed(stage) && !state.is_closed {
+            state = node.wait_work(state);
+            continue;
+        }
+        if state.queues[stage].is_empty() && !state.is_closed {
+            state.queue_lacking(stage, retry_bytes);
+        }
         let names = std::mem::take(&mut state.names[stage]);
         let mut batch = Batch { pending: Vec::new(), blocks: Vec::new(), names, deleted: 0 };
         let mut bytes = 0;
@@ -118,7 +133,7 @@ fn next_batch(node: &Node, stage: usize) -> Option<Batch> {
 
 /// Tells a stage names in their order, runs of one kind together. What it fails to learn or to
 /// forget shows after a restart: it is counted, and the next flush says so.
-fn tell_names(node: &Node, stage: usize, names: &[NameChange], deadline: Deadline) {
+fn tell_names(node: &Arc<Node>, stage: usize, names: &[NameChange], deadline: Deadline) {
     let is_add = |change: &NameChange| matches!(change, NameChange::Add(..));
     let runs = names.chunk_by(|one, next| is_add(one) == is_add(next));
     for run in runs.flat_map(|run| run.chunks(NAMES_MAX)) {
@@ -130,12 +145,13 @@ fn tell_names(node: &Node, stage: usize, names: &[NameChange], deadline: Deadlin
             }
         }
         let told = if adds.is_empty() {
-            guarded::call(|| node.stages[stage].remove(&removes, deadline))
+            node.stages[stage].remove(removes, deadline)
         } else {
-            guarded::call(|| node.stages[stage].alias(adds, deadline))
+            node.stages[stage].alias(adds, deadline)
         };
         if let Err(error) = told {
             let mut state = node.lock();
+            node.judge(&mut state, stage, Verdict::of([Some(&error)].into_iter(), false));
             state.note_error(stage, error);
             state.counters.name_failures += run.len() as u64;
             state.unwritten[stage] += run.len() as u64;
@@ -145,7 +161,7 @@ fn tell_names(node: &Node, stage: usize, names: &[NameChange], deadline: Deadlin
 
 /// Stores a batch, making room for what does not fit.
 fn store_with_room(
-    node: &Node,
+    node: &Arc<Node>,
     stage: usize,
     blocks: &[(BlockFacts, Slab)],
     deadline: Deadline,
@@ -155,7 +171,9 @@ fn store_with_room(
     let (mut vain, mut rounds) = (0, 0);
     while !left.is_empty() {
         let batch = left.iter().map(|at| blocks[*at].clone()).collect();
-        let answers = guarded::store(&*node.stages[stage], batch, deadline);
+        let at = Arc::clone(node);
+        let late = move |stored: Vec<_>| forget_late(&at, stage, &stored);
+        let answers = node.stages[stage].store(batch, deadline, late);
         for (at, result) in left.iter().zip(answers) {
             results[*at] = result;
         }
@@ -167,21 +185,45 @@ fn store_with_room(
         if left.is_empty() || vain > ROOM_TRIES || deadline.has_passed(&*node.clock) {
             break;
         }
-        let mut kept = HashMap::new();
-        let mut keep = |key: &BlockKey, _| may_keep && keeps(node, stage, key, &mut kept);
-        let room = guarded::call(|| node.stages[stage].make_room(&mut keep, deadline));
-        match room {
+        match make_room(node, stage, may_keep, deadline) {
             Ok(room) => {
                 apply_room(node, stage, &room);
                 left.extend(follow_room(blocks, &room, &mut results));
             }
             Err(error) => {
-                node.lock().note_error(stage, error);
+                let mut state = node.lock();
+                node.judge(&mut state, stage, Verdict::of([Some(&error)].into_iter(), false));
+                state.note_error(stage, error);
                 break;
             }
         }
     }
     results
+}
+
+fn make_room(
+    node: &Arc<Node>,
+    stage: usize,
+    may_keep: bool,
+    deadline: Deadline,
+) -> Result<Room, StageError> {
+    let mut kept = HashMap::new();
+    let (asked, told) = (Arc::clone(node), Arc::clone(node));
+    let keep = move |key: &BlockKey, _| may_keep && keeps(&asked, stage, key, &mut kept);
+    let late = move |room| apply_room(&told, stage, &room);
+    node.stages[stage].make_room(Box::new(keep), deadline, late)
+}
+
+/// Blocks that were stored after they had been given up: the stage is to forget them, because they
+/// will be stored again, or have been deleted since.
+fn forget_late(node: &Node, stage: usize, stored: &[(BlockKey, Address)]) {
+    let mut state = node.lock();
+    if !state.is_closed {
+        for (key, address) in stored {
+            state.push_name(stage, NameChange::Remove(*key, *address));
+        }
+    }
+    node.release(state);
 }
 
 /// Blocks of this very batch may have been moved or dropped to make room for its rest, before the
@@ -284,6 +326,9 @@ fn settle(state: &mut State, stage: usize, pending: &Pending, result: Result<Add
         Err(error) => {
             state.counters.demote_failures += 1;
             state.unwritten[stage] += 1;
+            if !matches!(error, StageError::Full) {
+                state.note_lacking(stage, *pending);
+            }
             state.note_error(stage, error);
         }
     }

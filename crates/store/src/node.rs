@@ -10,7 +10,8 @@ use crate::call::Call;
 use crate::catalog::{LOWER_STAGES_MAX, NewKey};
 use crate::eviction::{self, Eviction, Incoming, Limits};
 use crate::pipeline::Pipeline;
-use crate::stage::{BlockFacts, Registry, Stage, StageContext, StageError};
+use crate::stage::guarded::Guarded;
+use crate::stage::{BlockFacts, Registry, StageContext, StageError};
 use crate::state::{Evicted, NameChange, State};
 use crate::{CallOptions, StoreConfig, StoreError, TierName};
 
@@ -24,7 +25,7 @@ pub(crate) struct Node {
     pub(crate) pipeline: Pipeline,
     pub(crate) clock: Arc<dyn Clock>,
     pub(crate) pool: Pool,
-    pub(crate) stages: Vec<Arc<dyn Stage>>,
+    pub(crate) stages: Vec<Guarded>,
     /// Of DRAM, then of the stages.
     tier_names: Vec<TierName>,
     pub(crate) dirty_bytes_max: u64,
@@ -33,6 +34,8 @@ pub(crate) struct Node {
     changed: Condvar,
     /// A queue has work for a mover.
     work: Condvar,
+    /// Probers look: a stage is suspected, somebody asks how they are, or the store closes.
+    look: Condvar,
 }
 
 /// Why there is no slab.
@@ -58,17 +61,19 @@ impl Node {
         let pipeline = Pipeline::parse(&config.pipeline, registry)?;
         let pool = Pool::new(&config.pool()).map_err(|e| StoreError::Memory(Arc::new(e)))?;
         let context = StageContext { config: &config, pool: &pool, clock: &clock };
-        let stages = pipeline.lower.iter().map(|name| registry.make(name, &context));
-        let stages = stages.collect::<Result<Vec<_>, _>>()?;
+        let made = pipeline.lower.iter().map(|name| registry.make(name, &context));
+        let guarded = |stage| Guarded::new(stage, &clock);
+        let stages = made.map(|made| made.map(guarded)).collect::<Result<Vec<_>, _>>()?;
         let limits = Limits {
             capacity_bytes: config.dram_bytes,
             protected_percent: config.protected_percent,
             admit_partial: config.admit_partial,
         };
         let eviction = Eviction::new(eviction::policy(config.policy), limits);
-        let state = Mutex::new(State::new(eviction, pipeline.has_dram));
+        let state = State::new(eviction, pipeline.has_dram, config.health, &*clock);
+        let state = Mutex::new(state);
         let dirty_bytes_max = config.dirty_bytes_max.unwrap_or(config.dram_bytes / 4);
-        let names = stages.iter().map(|stage| stage.name());
+        let names = stages.iter().map(Guarded::name);
         let node = Self {
             tier_names: std::iter::once("dram").chain(names).collect(),
             config,
@@ -80,6 +85,7 @@ impl Node {
             state,
             changed: Condvar::new(),
             work: Condvar::new(),
+            look: Condvar::new(),
         };
         node.recover();
         Ok(node)
@@ -128,7 +134,11 @@ impl Node {
         operation: &'static str,
         call: Call,
     ) -> Result<MutexGuard<'a, State>, StoreError> {
-        while (0..LOWER_STAGES_MAX).any(|at| state.names_tickets[at].settled < tickets[at]) {
+        // A stage that is shed learns them when it is back, and nobody waits for that.
+        let is_awaited = |state: &State, at: usize| {
+            !state.is_shed(at) && state.names_tickets[at].settled < tickets[at]
+        };
+        while (0..LOWER_STAGES_MAX).any(|at| is_awaited(&state, at)) {
             self.announce_work();
             state = self.wait_in_time(state, operation, call)?;
         }
@@ -138,6 +148,19 @@ impl Node {
     /// A mover waits until there is work, or the store closes.
     pub(crate) fn wait_work<'a>(&self, state: MutexGuard<'a, State>) -> MutexGuard<'a, State> {
         self.work.wait(state).unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A prober rests for that time, or until there is a reason to look.
+    pub(crate) fn wait_look<'a>(
+        &self,
+        state: MutexGuard<'a, State>,
+        time: Duration,
+    ) -> MutexGuard<'a, State> {
+        self.look.wait_timeout(state, time).unwrap_or_else(PoisonError::into_inner).0
+    }
+
+    pub(crate) fn announce_look(&self) {
+        self.look.notify_all();
     }
 
     /// A mover rests for that time, or until there may be a reason not to.

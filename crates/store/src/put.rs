@@ -10,7 +10,7 @@ use cascade_memory::{Slab, SlabMut};
 
 use crate::call::Call;
 use crate::catalog::{ContentIndex, NewKey};
-use crate::eviction::Incoming;
+use crate::eviction::{Incoming, Removal};
 use crate::node::{NoSlab, Node};
 use crate::outcome::PutSlab;
 use crate::stage::BlockFacts;
@@ -224,8 +224,7 @@ impl Node {
 
     /// Whether too much waits to be written down.
     pub(crate) fn is_behind(&self, state: &State) -> bool {
-        let names = state.names.iter().map(Vec::len).max().unwrap_or(0);
-        state.pending_total() >= self.dirty_bytes_max || names >= NAMES_WAITING_MAX
+        state.pending_total() >= self.dirty_bytes_max || state.names_waiting() >= NAMES_WAITING_MAX
     }
 
     /// Back-pressure: a put waits while too much waits to be written down.
@@ -235,6 +234,7 @@ impl Node {
         call: Call,
     ) -> (MutexGuard<'a, State>, bool) {
         while self.is_behind(&state) {
+            self.suspect_those_behind(&mut state);
             // What this very call has queued may be unknown to its mover.
             self.announce_work();
             let (again, in_time) = self.wait_changed(state, call);
@@ -288,6 +288,11 @@ impl Node {
         if state.is_closing {
             return Known::Settled(PutOutcome::Failed(StoreError::Closed));
         }
+        if self.takes_nothing(state) {
+            let shed = state.shed.trailing_zeros() as usize;
+            let error = self.stage_error(state, shed, "take a block");
+            return Known::Settled(PutOutcome::Failed(error));
+        }
         if !state.has_dram && self.stages.is_empty() {
             return declined(DeclineReason::Empty);
         }
@@ -316,6 +321,10 @@ impl Node {
         if let Some(key) = state.find_live(&put.key, now_unix_ms) {
             let index = state.catalog.entry(key).content;
             let content = state.catalog.content(index);
+            if self.is_out_of_reach(state, content) {
+                // Nobody can read it now: it comes back as if it were new.
+                return self.refused(state, put, bytes);
+            }
             if content.bytes as usize != bytes {
                 return Known::Settled(PutOutcome::Conflict);
             }
@@ -335,8 +344,10 @@ impl Node {
             return Known::Settled(outcome);
         }
         match digest.and_then(|digest| state.catalog.find_digest(&digest)) {
-            Some(content) => Known::Settled(self.deduplicate(state, put, digest, content)),
-            None => Known::New,
+            Some(content) if !self.is_out_of_reach(state, state.catalog.content(content)) => {
+                Known::Settled(self.deduplicate(state, put, digest, content))
+            }
+            Some(_) | None => Known::New,
         }
     }
 
@@ -370,10 +381,18 @@ impl Node {
         slab: Slab,
     ) -> PutOutcome {
         let facts = self.facts(put, digest);
-        let (key, content) = state.catalog.insert(&new_key(&facts), facts.bytes, digest);
         let bytes = u64::from(facts.bytes);
-        state.content_bytes += bytes;
         state.counters.bytes_written += bytes;
+        let pins = state.catalog.find(&put.key).map_or(0, |key| {
+            // A shed stage has bytes under this name that nobody can compare with these. It is
+            // told to forget them when it is back: the name means these bytes from now on.
+            let pins = state.catalog.entry(key).pins;
+            state.forget(key, Removal::Deleted);
+            pins
+        });
+        let (key, content) = state.catalog.insert(&new_key(&facts), facts.bytes, digest);
+        state.catalog.entry_mut(key).pins = pins;
+        state.content_bytes += bytes;
         state.put_slab(content, slab);
         for stage in 0..self.stages.len() {
             state.push_block(stage, facts, content);
@@ -432,7 +451,7 @@ impl Node {
                     if entry.address(stage).is_some() {
                         break;
                     }
-                    if is_tried || entry.slab.is_none() {
+                    if is_tried || entry.slab.is_none() || state.is_shed(stage) {
                         return Err(self.stage_error(&state, stage, "write a block"));
                     }
                     is_tried = true;
@@ -444,6 +463,9 @@ impl Node {
             }
         }
         if matches!(outcome, Deduplicated) {
+            if let Some(stage) = (0..self.stages.len()).find(|stage| state.is_shed(*stage)) {
+                return Err(self.stage_error(&state, stage, "learn a name"));
+            }
             let tickets = state.names_tickets.map(|tickets| tickets.pushed);
             drop(self.wait_names(state, tickets, "put", call)?);
         }

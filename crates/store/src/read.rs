@@ -9,7 +9,8 @@ use crate::call::Call;
 use crate::catalog::{Address, Awaits, ContentIndex, KeyIndex};
 use crate::eviction::Removal;
 use crate::node::Node;
-use crate::stage::{Load, Loaded, StageError, guarded};
+use crate::shedding::Verdict;
+use crate::stage::{Load, Loaded, StageError};
 use crate::state::{NameChange, State};
 use crate::{CallOptions, GetOutcome, StoreError, ViewOutcome};
 
@@ -38,6 +39,8 @@ struct Wanted {
     key: BlockKey,
     /// Bit per lower stage that failed, or keeps only its name.
     avoid: u8,
+    /// A stage that has it was shed while it was asked.
+    was_shed: bool,
     tries: u32,
 }
 
@@ -185,8 +188,10 @@ impl Node {
 
     fn read(&self, keys: &[BlockKey], call: Call, purpose: Purpose) -> Vec<ViewOutcome> {
         let mut reading = Reading { outcomes: keys.iter().map(|_| None).collect(), purpose, call };
-        let wanted =
-            |(index, key): (usize, &BlockKey)| Wanted { index, key: *key, avoid: 0, tries: 0 };
+        let wanted = |(index, key): (usize, &BlockKey)| {
+            let key = *key;
+            Wanted { index, key, avoid: 0, was_shed: false, tries: 0 }
+        };
         let mut wanted: Vec<Wanted> = keys.iter().enumerate().map(wanted).collect();
         while !wanted.is_empty() {
             let state = self.lock();
@@ -256,15 +261,19 @@ impl Node {
         plan: &mut Plan,
         reading: &mut Reading,
     ) -> (MutexGuard<'a, State>, Option<ViewOutcome>) {
-        let index = state.catalog.entry(key).content;
+        let (index, shed) = (state.catalog.entry(key).content, state.shed);
         let content = state.catalog.content_mut(index);
         if content.is_loading {
             plan.waiting.push(wanted);
             return (state, None);
         }
-        let Some((stage, address)) = content.fastest_lower_but(wanted.avoid) else {
+        let Some((stage, address)) = content.fastest_lower_but(wanted.avoid | shed) else {
+            let is_shed = wanted.was_shed || content.fastest_lower_but(wanted.avoid).is_some();
             // A failure of a stage that has the block, if there was one, is told already.
             let told = reading.outcomes[wanted.index].take();
+            if told.is_none() && is_shed && reading.purpose == Purpose::Use {
+                state.counters.shed_gets += 1;
+            }
             return (state, Some(told.unwrap_or(ViewOutcome::Miss)));
         };
         content.is_loading = true;
@@ -309,8 +318,11 @@ impl Node {
                 places.push((wanted, from));
                 loads.push(Load { key: wanted.key, address: from.address, slab });
             }
-            let loaded = guarded::load(&*self.stages[stage], loads, reading.call.deadline);
+            let time = reading.call.deadline.remaining(&*self.clock);
+            let loaded = self.stages[stage].load(loads, reading.call.deadline);
+            let verdict = Verdict::of_load(&loaded, time >= self.config.health.probe_timeout);
             let mut state = self.lock();
+            self.judge(&mut state, stage, verdict);
             for ((mut wanted, from), loaded) in places.into_iter().zip(loaded) {
                 state.slabs_out -= 1;
                 if !self.settle(&mut state, &mut wanted, from, loaded, reading) {
@@ -348,6 +360,10 @@ impl Node {
                 let late = reading.call.timeout_error("read from a tier");
                 reading.settle(wanted, ViewOutcome::Failed(late));
                 return true;
+            }
+            Loaded::Failed(StageError::Shed) => {
+                wanted.avoid |= 1 << from.stage;
+                wanted.was_shed = true;
             }
             Loaded::Failed(error) => {
                 wanted.avoid |= 1 << from.stage;

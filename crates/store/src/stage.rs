@@ -4,6 +4,7 @@
 //! blocks come, stay and go is the store's business. Anyone can add one: implement [`Stage`],
 //! run [`conformance`] over it, register it in a [`Registry`].
 
+mod call_threads;
 pub mod conformance;
 mod fake;
 mod files;
@@ -89,6 +90,9 @@ pub enum StageError {
     /// The deadline passed.
     #[error("the stage did not answer in time")]
     Timeout,
+    /// It failed lately, or all its calls hang, and it is left alone until it answers a probe.
+    #[error("the stage is left alone until it answers a probe, because it failed lately")]
+    Shed,
     /// Anything else.
     #[error("the stage failed")]
     Failed(#[source] Arc<dyn Error + Send + Sync>),
@@ -124,12 +128,21 @@ pub struct StageStats {
 ///
 /// Calls come from several threads. Every call returns by its deadline; what is unfinished then
 /// fails with [`StageError::Timeout`], and slabs still in flight stay with the stage until free.
+/// A stage that does not keep to that costs the store a thread for each call that hangs, up to a
+/// bound, and nobody waits for it beyond the deadline.
 pub trait Stage: Send + Sync + fmt::Debug {
     /// The tier's name in results and statistics.
     fn name(&self) -> TierName;
 
     /// Whether it keeps names without bytes, so that a load never finds anything.
     fn keeps_names_only(&self) -> bool {
+        false
+    }
+
+    /// Whether a load returns by its deadline even while the device below hangs in the kernel. The
+    /// store then loads in the caller's thread, which saves two wake-ups a call; a stage that says
+    /// yes and hangs takes its callers with it.
+    fn keeps_deadlines(&self) -> bool {
         false
     }
 
@@ -175,6 +188,18 @@ pub trait Stage: Send + Sync + fmt::Debug {
     /// The manifests that are kept there.
     fn manifests(&self, _deadline: Deadline) -> Result<Vec<(NamespaceId, Manifest)>, StageError> {
         Ok(Vec::new())
+    }
+
+    /// Goes to the device and back, as a store and a load would, without changing any block. Asked
+    /// while the stage is idle, and while it is shed: when this succeeds, blocks are asked of it
+    /// again. A device that is full answers, and so is not broken.
+    fn probe(&self, _deadline: Deadline) -> Result<(), StageError> {
+        Ok(())
+    }
+
+    /// Calls of its own that go on although their deadline passed.
+    fn stuck_calls(&self) -> u64 {
+        0
     }
 
     /// Lets go of what others may want, such as a directory. Later calls fail.

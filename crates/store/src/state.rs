@@ -11,10 +11,12 @@
 use std::collections::VecDeque;
 use std::time::Duration;
 
-use cascade_block::BlockKey;
+use cascade_block::{BlockKey, Clock};
 
+use crate::HealthConfig;
 use crate::catalog::{Address, Awaits, Catalog, ContentIndex, KeyIndex, LOWER_STAGES_MAX};
 use crate::eviction::{Eviction, Incoming, Removal, Verdict};
+use crate::health::Breaker;
 use crate::stage::{BlockFacts, StageError};
 use crate::stats::Counters;
 
@@ -74,6 +76,13 @@ pub(crate) struct State {
     pub(crate) last_errors: [Option<StageError>; LOWER_STAGES_MAX],
     /// Bytes in the queues or being written, by stage.
     pub(crate) pending_bytes: [u64; LOWER_STAGES_MAX],
+    pub(crate) breakers: [Breaker; LOWER_STAGES_MAX],
+    /// Bit per lower stage: its breaker is open.
+    pub(crate) shed: u8,
+    /// Blocks that a stage failed to take, oldest first: queued again when its breaker closes.
+    pub(crate) lacking: [VecDeque<Pending>; LOWER_STAGES_MAX],
+    /// How many of these are to be queued again now.
+    pub(crate) retries: [usize; LOWER_STAGES_MAX],
     /// Blocks that prefetch brought up and that eviction spares until their first use, oldest
     /// first, with their bytes.
     pub(crate) prefetched: VecDeque<(BlockKey, u64)>,
@@ -91,7 +100,13 @@ pub(crate) struct State {
 }
 
 impl State {
-    pub(crate) fn new(eviction: Eviction, has_dram: bool) -> Self {
+    pub(crate) fn new(
+        eviction: Eviction,
+        has_dram: bool,
+        health: HealthConfig,
+        clock: &dyn Clock,
+    ) -> Self {
+        let (now, now_unix_ms) = (clock.monotonic(), clock.unix_ms());
         Self {
             catalog: Catalog::new(),
             eviction,
@@ -104,6 +119,10 @@ impl State {
             names_tickets: Default::default(),
             last_errors: Default::default(),
             pending_bytes: [0; LOWER_STAGES_MAX],
+            breakers: std::array::from_fn(|_| Breaker::new(health, now, now_unix_ms)),
+            shed: 0,
+            lacking: Default::default(),
+            retries: [0; LOWER_STAGES_MAX],
             prefetched: VecDeque::new(),
             prefetched_bytes: 0,
             content_bytes: 0,
@@ -269,15 +288,23 @@ impl State {
 
     /// Queues a name for a stage's mover.
     pub(crate) fn push_name(&mut self, stage: usize, change: NameChange) {
+        self.bound_names(stage);
         self.names[stage].push(change);
         self.names_tickets[stage].pushed += 1;
     }
 
-    /// Queues a content for a stage's mover, which keeps its slab until then.
+    /// Queues a content for a stage's mover, which keeps its slab until then; for a stage that is
+    /// shed, only notes that it lacks it.
     pub(crate) fn push_block(&mut self, stage: usize, facts: BlockFacts, content: ContentIndex) {
+        let is_shed = self.is_shed(stage);
         let entry = self.catalog.content_mut(content);
-        entry.dirty |= 1 << stage;
         let generation = entry.generation;
+        if is_shed {
+            self.counters.shed_puts += 1;
+            self.unwritten[stage] += 1;
+            return self.note_lacking(stage, Pending { facts, content, generation });
+        }
+        entry.dirty |= 1 << stage;
         self.pending_bytes[stage] += u64::from(facts.bytes);
         self.queues[stage].push_back(Pending { facts, content, generation });
         self.blocks_tickets[stage].pushed += 1;
@@ -285,7 +312,10 @@ impl State {
 
     /// A stage failed.
     pub(crate) fn note_error(&mut self, stage: usize, error: StageError) {
-        self.last_errors[stage] = Some(error);
+        // That a stage is shed follows from an earlier failure, which says more.
+        if !matches!(error, StageError::Shed) || self.last_errors[stage].is_none() {
+            self.last_errors[stage] = Some(error);
+        }
     }
 
     /// A prefetched block is spared until its first use; within a limit, beyond which the oldest

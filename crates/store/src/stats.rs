@@ -2,9 +2,9 @@
 
 use cascade_memory::PoolStats;
 
-use crate::TierName;
 use crate::outcome::PutOutcome;
 use crate::stage::StageStats;
+use crate::{StageHealth, TierName};
 
 /// Counters since the store was opened.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -21,6 +21,8 @@ pub struct Counters {
     pub hits: u64,
     /// Of these, not found.
     pub misses: u64,
+    /// Misses of blocks that only a stage has which is shed (part of `misses`).
+    pub shed_gets: u64,
     /// Of these, failed (deadline, busy, a tier's failure).
     pub get_failures: u64,
     /// Bytes handed out by get and view.
@@ -57,6 +59,8 @@ pub struct Counters {
     pub promoted_bytes: u64,
     /// Blocks that a lower stage failed to take.
     pub demote_failures: u64,
+    /// Blocks that were not queued for a lower stage because it was shed.
+    pub shed_puts: u64,
     /// Blocks that a lower stage never takes, such as empty ones.
     pub demote_declines: u64,
     /// Names that a lower stage could not be told to learn or to forget.
@@ -126,6 +130,8 @@ pub struct Stats {
     pub pool: PoolStats,
     /// Lower stages, fast to slow.
     pub stages: Vec<(TierName, StageStats)>,
+    /// Their health, in the same order.
+    pub health: Vec<(TierName, StageHealth)>,
     /// What an operator should know, such as a tier that was left out.
     pub notes: Vec<String>,
 }

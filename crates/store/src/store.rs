@@ -4,18 +4,20 @@ use std::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 
-use cascade_block::{BlockKey, Clock, Manifest, Namespace, NamespaceId, SystemClock};
+use cascade_block::{BlockKey, Clock, Deadline, Manifest, Namespace, NamespaceId, SystemClock};
 use cascade_memory::{Region, SlabMut};
 
 use crate::catalog::KeyIndex;
 use crate::eviction::{Asked, Removal};
 use crate::node::Node;
 use crate::outcome::PutSlab;
-use crate::stage::{Registry, Stage, StageError, guarded};
+use crate::shedding::Verdict;
+use crate::stage::guarded::Guarded;
+use crate::stage::{Registry, StageError};
 use crate::stats::{Stats, TierHits};
 use crate::{
     CallOptions, GetOutcome, PrefixMatch, Prepared, Put, PutOutcome, Request, StoreConfig,
-    StoreError, TierName, ViewOutcome, mover,
+    StoreError, TierName, ViewOutcome, mover, prober,
 };
 
 /// Prefetch hints that may wait; more are declined.
@@ -202,12 +204,14 @@ impl Store {
             let entry = state.catalog.entry(found);
             let (content, resident) = (entry.content, entry.slot());
             chain.push(Asked { fingerprint: key.fingerprint(), resident });
+            is_unbroken &= !node.is_out_of_reach(&state, state.catalog.content(content));
             if is_unbroken {
                 if state.has_dram {
                     state.announce(found);
                 }
                 let content = state.catalog.content(content);
-                let lower = content.fastest_lower().map_or(0, |(stage, _)| 1 + stage);
+                let lower = content.fastest_lower_but(state.shed);
+                let lower = lower.map_or(0, |(stage, _)| 1 + stage);
                 tiers.push(node.tier_name(if content.slab.is_some() { 0 } else { lower }));
             }
         }
@@ -251,8 +255,12 @@ impl Store {
         let mut found = Vec::with_capacity(keys.len());
         let state = self.node().lock();
         state.catalog.find_batch(keys, &mut found);
-        let is_live = |found| !state.catalog.entry(found).has_expired(now_unix_ms);
-        found.into_iter().map(|found| found.is_some_and(is_live)).collect()
+        let is_here = |found| {
+            let entry = state.catalog.entry(found);
+            let content = state.catalog.content(entry.content);
+            !entry.has_expired(now_unix_ms) && !self.node().is_out_of_reach(&state, content)
+        };
+        found.into_iter().map(|found| found.is_some_and(is_here)).collect()
     }
 
     /// The tiers that have each block, fast to slow. Counts as nobody's access.
@@ -270,7 +278,7 @@ impl Store {
             let content = state.catalog.content(entry.content);
             let dram = content.slab.is_some().then(|| node.tier_name(0));
             let lower = (0..node.stages.len())
-                .filter(|stage| content.address(*stage).is_some())
+                .filter(|at| content.address(*at).is_some() && !state.is_shed(*at))
                 .map(|stage| node.tier_name(1 + stage));
             dram.into_iter().chain(lower).collect()
         };
@@ -366,9 +374,14 @@ impl Store {
     /// what they were made for. Do it once, before the first put.
     pub fn register(&self, namespace: &Namespace, options: CallOptions) -> Result<(), StoreError> {
         let deadline = self.node().call(options).deadline;
-        let each = self.node().stages.iter();
-        each.map(|stage| (stage, stage.register(namespace, deadline)))
-            .try_for_each(|(stage, kept)| kept.map_err(|e| tier_error(stage, "keep a manifest", e)))
+        let mut registered = Ok(());
+        // One that fails keeps the others from nothing.
+        for stage in &self.node().stages {
+            let kept = stage.register(namespace, deadline);
+            registered =
+                registered.and(kept.map_err(|error| tier_error(stage, "keep a manifest", error)));
+        }
+        registered
     }
 
     /// The manifests whose blocks may be here: to explain a miss, compare them with your own by
@@ -419,18 +432,24 @@ impl Handle {
         let mut state = self.node.lock();
         state.is_closed = true;
         for stage in 0..self.node.stages.len() {
-            mover::give_up_queue(&mut state, stage);
+            mover::give_up_queue(&mut state, stage, &StageError::Timeout);
+            self.node.stages[stage].let_go();
             state.names_tickets[stage].settled += state.names[stage].len() as u64;
             state.names[stage].clear();
         }
         drop(state);
         self.node.announce_work();
         self.node.announce_change();
+        self.node.announce_look();
         for thread in threads.drain(..) {
             // A thread that panicked has said so on stderr; closing goes on.
             drop(thread.join());
         }
-        self.node.stages.iter().for_each(|stage| stage.close());
+        // As long as a probe gets: who waits for a close wants to go.
+        let config = &self.node.config;
+        let time = config.timeout.min(config.health.probe_timeout);
+        let deadline = Deadline::after(&*self.node.clock, time);
+        self.node.stages.iter().for_each(|stage| stage.close(deadline));
         flushed
     }
 }
@@ -459,21 +478,38 @@ impl Node {
         // Blocks that were written have left names to be told.
         let tickets = state.names_tickets.map(|tickets| tickets.pushed);
         drop(self.wait_names(state, tickets, "flush", call)?);
-        for stage in &self.stages {
-            let flushed = guarded::call(|| stage.flush(call.deadline));
-            flushed.map_err(|error| tier_error(stage, "flush", error))?;
+        let shed = self.lock().shed;
+        let mut flushed = Ok(());
+        // One that fails keeps the others from nothing.
+        for (at, stage) in self.stages.iter().enumerate().filter(|(at, _)| shed & (1 << at) == 0) {
+            let result = stage.flush(call.deadline);
+            let verdict = match &result {
+                // What is to be brought to stable storage may be much: late says nothing.
+                Ok(()) | Err(StageError::Timeout) => Verdict::Nothing,
+                Err(error) => Verdict::Failed(error.clone()),
+            };
+            self.judge(&mut self.lock(), at, verdict);
+            flushed = flushed.and(result.map_err(|error| tier_error(stage, "flush", error)));
         }
+        flushed?;
         let mut state = self.lock();
         let unwritten = std::mem::take(&mut state.unwritten);
-        match unwritten.iter().position(|blocks| *blocks > 0) {
-            Some(stage) => Err(self.stage_error(&state, stage, "write some blocks down")),
+        if let Some(stage) = unwritten.iter().position(|blocks| *blocks > 0) {
+            return Err(self.stage_error(&state, stage, "write some blocks down"));
+        }
+        match (0..self.stages.len()).find(|stage| shed & (1 << stage) != 0) {
+            Some(stage) => Err(self.stage_error(&state, stage, "flush")),
             None => Ok(()),
         }
     }
 
     fn stats(&self) -> Stats {
         let stages = self.stages.iter().map(|stage| (stage.name(), stage.stats())).collect();
+        let stuck = self.stages.iter().map(|stage| (stage.name(), stage.stuck_calls()));
+        let stuck: Vec<_> = stuck.collect();
         let pool = self.pool.stats();
+        // Whoever asks gets an answer that is no older than the last time somebody did.
+        self.announce_look();
         let state = self.lock();
         let eviction = state.eviction.stats();
         let hits = |(tier, (blocks, bytes)): (usize, &(u64, u64))| TierHits {
@@ -499,12 +535,17 @@ impl Node {
             pending_bytes: state.pending_total(),
             pool,
             stages,
+            health: stuck
+                .into_iter()
+                .zip(&state.breakers)
+                .map(|((name, stuck_calls), breaker)| (name, breaker.health(stuck_calls)))
+                .collect(),
             notes: self.pipeline.notes.clone(),
         }
     }
 }
 
-fn tier_error(stage: &Arc<dyn Stage>, operation: &'static str, error: StageError) -> StoreError {
+fn tier_error(stage: &Guarded, operation: &'static str, error: StageError) -> StoreError {
     StoreError::Tier { tier: stage.name(), operation, source: Arc::new(error) }
 }
 
@@ -515,6 +556,7 @@ fn start_threads(
     let mut threads = Vec::new();
     for stage in 0..node.stages.len() {
         threads.push(mover::start(node, stage)?);
+        threads.push(prober::start(node, stage)?);
     }
     let hints = Arc::new(Mutex::new(hints));
     for _ in 0..if node.stages.is_empty() { 0 } else { PREFETCH_THREADS } {

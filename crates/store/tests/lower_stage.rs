@@ -12,7 +12,7 @@ use cascade_block::{DigestAlgorithm, DigestMode, SystemClock};
 use cascade_store::{
     CallOptions, Put, PutOutcome, Store, StoreConfig, StoreError, ViewOutcome, WritePolicy,
 };
-use third_party::{MapStage, flush, open};
+use third_party::{MapStage, flush, often, open, wait_for};
 
 const BLOCK: usize = 64 << 10;
 
@@ -92,7 +92,7 @@ fn a_late_read_is_a_timeout_and_the_block_stays() {
 
 #[test]
 fn a_failing_stage_costs_its_blocks_and_nothing_else() {
-    let (store, stage) = open(dram(4));
+    let (store, stage) = open(StoreConfig { health: often(), ..dram(4) });
     put(&store, &keys(0..256), BLOCK);
     flush(&store);
     stage.fails.store(true, Relaxed);
@@ -106,6 +106,7 @@ fn a_failing_stage_costs_its_blocks_and_nothing_else() {
     let error = store.flush(CallOptions::default()).unwrap_err();
     assert!(matches!(error, StoreError::Tier { tier: "map", .. }), "blocks are missing: {error}");
     stage.fails.store(false, Relaxed);
+    wait_for(&store, 0, true);
     store.flush(CallOptions::default()).expect("said once");
     assert_eq!(check(&store, &keys(0..1)), [Some("map")]);
 }

@@ -14,7 +14,7 @@ use cascade_store::{
     CallOptions, GetOutcome, Put, PutOutcome, PutSlab, Store, StoreConfig, StoreError, ViewOutcome,
     WritePolicy,
 };
-use third_party::{MapStage, flush, open};
+use third_party::{MapStage, flush, often, open, wait_for};
 
 const BLOCK: usize = 64 << 10;
 
@@ -83,7 +83,7 @@ fn closing_over_a_hung_stage_ends_and_says_what_was_left_behind() {
 #[test]
 fn a_stage_that_answers_short_or_panics_costs_its_blocks_and_nothing_else() {
     for is_panic in [false, true] {
-        let (store, stage) = open(dram(4));
+        let (store, stage) = open(StoreConfig { health: often(), ..dram(4) });
         put(&store, &keys(0..128), BLOCK);
         flush(&store);
         let fault = if is_panic { &stage.panics } else { &stage.answers_short };
@@ -93,6 +93,7 @@ fn a_stage_that_answers_short_or_panics_costs_its_blocks_and_nothing_else() {
         put(&store, &keys(200..204), BLOCK);
         assert!(store.flush(CallOptions::default()).is_err(), "not all was written");
         fault.store(false, Relaxed);
+        wait_for(&store, 0, true);
         assert_eq!(check(&store, &keys(0..1)), [Some("map")], "nobody waits for it for ever");
         assert_eq!(store.stats().pending_bytes, 0);
         put(&store, &keys(300..500), BLOCK);
@@ -126,13 +127,15 @@ fn a_name_that_the_stage_has_yet_to_learn_costs_no_block() {
 
 #[test]
 fn a_write_through_put_that_failed_is_written_when_it_is_tried_again() {
-    let (store, stage) = open(StoreConfig { write: WritePolicy::Through, ..dram(4) });
+    let config = StoreConfig { write: WritePolicy::Through, health: often(), ..dram(4) };
+    let (store, stage) = open(config);
     stage.fails.store(true, Relaxed);
     let outcomes = put(&store, &keys(0..1), BLOCK);
     assert!(matches!(outcomes[0], PutOutcome::Failed(StoreError::Tier { .. })), "{outcomes:?}");
     let outcomes = put(&store, &keys(0..1), BLOCK);
     assert!(matches!(outcomes[0], PutOutcome::Failed(StoreError::Tier { .. })), "{outcomes:?}");
     stage.fails.store(false, Relaxed);
+    wait_for(&store, 0, true);
     let outcomes = put(&store, &keys(0..1), BLOCK);
     assert!(matches!(outcomes[0], PutOutcome::Present), "{outcomes:?}");
     assert_eq!(stage.stored.load(Relaxed), 1);

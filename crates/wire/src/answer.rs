@@ -3,10 +3,10 @@
 use cascade_block::{Manifest, NamespaceId};
 use cascade_store::{PutOutcome, StoreError};
 
-use crate::call::SessionId;
 use crate::failure::{read_error, read_outcome, write_error, write_outcome};
 use crate::fields::{Reader, Writer};
 use crate::frame::Frame;
+use crate::hello::SessionId;
 use crate::{BODY_BYTES_MAX, WireError};
 
 /// The answer to a hello. With the first of a session comes the pool's file descriptor.

@@ -1,44 +1,12 @@
 //! Calls: what a worker asks of its node.
 
-use std::time::Duration;
-
 use cascade_block::{BlockKey, Manifest, NamespaceId};
-use cascade_store::Request;
-use cascade_store::eviction::{Hints, Priority, StopReason};
 
+use crate::chain::ChainRequest;
 use crate::fields::{Reader, Writer};
 use crate::frame::{Frame, TraceContext};
+use crate::hello::Hello;
 use crate::{KEYS_MAX, WireError};
-
-/// Names one client in all its connections. Whoever knows it may join the session, so it is drawn
-/// at random and told to the client alone.
-pub type SessionId = [u8; 16];
-
-/// What a client does with the pool.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Access {
-    /// Maps it for reading only; cannot put.
-    Read,
-    /// Maps it for writing too.
-    Write,
-}
-
-/// The first call on every connection.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Hello {
-    /// The oldest protocol that the client speaks.
-    pub version_min: u16,
-    /// The newest.
-    pub version_max: u16,
-    /// What it will do with the pool.
-    pub access: Access,
-    /// The session to join with a further connection.
-    pub session: Option<SessionId>,
-    /// Proves which tenant it is.
-    pub token: Option<Vec<u8>>,
-    /// What it calls itself in the node's status, such as a program's name.
-    pub name: String,
-}
 
 /// A block that a client wants to put.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -119,19 +87,6 @@ const QUESTIONS: [KeyQuestion; 6] = [
     KeyQuestion::Delete,
     KeyQuestion::Prefetch,
 ];
-
-/// A chain and what its caller knows about it.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct ChainRequest {
-    /// The prompt's blocks, root first.
-    pub keys: Vec<BlockKey>,
-    /// Whether the last key names a partly filled block.
-    pub partial_tail: bool,
-    /// What the caller knows of the future.
-    pub hints: Hints,
-    /// When it arrived, on the caller's scale.
-    pub at: Option<Duration>,
-}
 
 /// What a worker asks of its node. `timeout_ms` is what the caller has left; holds are numbered by
 /// the client, which never uses a number twice.
@@ -246,108 +201,6 @@ pub enum Call {
         /// The earlier node.
         epoch: u64,
     },
-}
-
-impl ChainRequest {
-    /// Copies what a caller asks.
-    pub fn of(request: &Request<'_>) -> Self {
-        Self {
-            keys: request.keys.to_vec(),
-            partial_tail: request.partial_tail,
-            hints: request.hints,
-            at: request.at,
-        }
-    }
-
-    /// As the store takes it.
-    pub fn as_request(&self) -> Request<'_> {
-        Request {
-            keys: &self.keys,
-            partial_tail: self.partial_tail,
-            hints: self.hints,
-            at: self.at,
-        }
-    }
-
-    fn write(&self, into: &mut Writer<'_>) {
-        into.keys(&self.keys);
-        into.u8(u8::from(self.partial_tail));
-        let Hints { ends_session, stop, priority, workload, expected_within } = self.hints;
-        into.u8(u8::from(ends_session));
-        into.u8(match stop {
-            None => 0,
-            Some(StopReason::ToolUse) => 1,
-            Some(StopReason::EndTurn) => 2,
-            Some(StopReason::Length) => 3,
-            Some(StopReason::Cancelled) => 4,
-        });
-        into.u8(match priority {
-            Priority::Low => 0,
-            Priority::Normal => 1,
-            Priority::High => 2,
-        });
-        into.u16(workload.map_or(u16::MAX, u16::from));
-        into.maybe_u64(expected_within.map(nanos));
-        into.maybe_u64(self.at.map(nanos));
-    }
-
-    fn read(from: &mut Reader<'_>) -> Result<Self, WireError> {
-        let keys = from.keys()?;
-        let partial_tail = from.flag("partial tail")?;
-        let ends_session = from.flag("ends session")?;
-        let stop = match from.u8("stop")? {
-            0 => None,
-            1 => Some(StopReason::ToolUse),
-            2 => Some(StopReason::EndTurn),
-            3 => Some(StopReason::Length),
-            4 => Some(StopReason::Cancelled),
-            _ => return Err(WireError::Field("stop")),
-        };
-        let priority = match from.u8("priority")? {
-            0 => Priority::Low,
-            1 => Priority::Normal,
-            2 => Priority::High,
-            _ => return Err(WireError::Field("priority")),
-        };
-        let workload = match from.u16("workload")? {
-            u16::MAX => None,
-            number => Some(u8::try_from(number).map_err(|_| WireError::Field("workload"))?),
-        };
-        let expected_within = from.maybe_u64("expected within")?.map(Duration::from_nanos);
-        let at = from.maybe_u64("at")?.map(Duration::from_nanos);
-        let hints = Hints { ends_session, stop, priority, workload, expected_within };
-        Ok(Self { keys, partial_tail, hints, at })
-    }
-}
-
-fn nanos(time: Duration) -> u64 {
-    u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
-}
-
-impl Hello {
-    fn write(&self, into: &mut Writer<'_>) {
-        into.u16(self.version_min);
-        into.u16(self.version_max);
-        into.u8(u8::from(self.access == Access::Write));
-        into.u8(u8::from(self.session.is_some()));
-        if let Some(session) = &self.session {
-            into.bytes(session);
-        }
-        into.u8(u8::from(self.token.is_some()));
-        if let Some(token) = &self.token {
-            into.blob(token);
-        }
-        into.text(&self.name);
-    }
-
-    fn read(from: &mut Reader<'_>) -> Result<Self, WireError> {
-        let (version_min, version_max) = (from.u16("version")?, from.u16("version")?);
-        let access = if from.flag("access")? { Access::Write } else { Access::Read };
-        let session = if from.flag("session")? { Some(from.array("session")?) } else { None };
-        let token = if from.flag("token")? { Some(from.blob("token")?.to_vec()) } else { None };
-        let name = from.text("name")?.to_owned();
-        Ok(Self { version_min, version_max, access, session, token, name })
-    }
 }
 
 impl AskedBlock {

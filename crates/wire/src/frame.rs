@@ -11,7 +11,7 @@ pub const VERSION_MIN: u16 = 1;
 /// Length of a header.
 pub const HEADER_BYTES: usize = 24;
 /// Most bytes after the header.
-pub const BODY_BYTES_MAX: u32 = 8 << 20;
+pub const BODY_BYTES_MAX: u32 = 4 << 20;
 
 const MAGIC: [u8; 4] = *b"CSCD";
 const CHECKSUM_AT: usize = 20;

@@ -4,18 +4,20 @@
 
 mod answer;
 mod call;
+mod chain;
 mod failure;
 mod fields;
 mod frame;
+mod hello;
 
 pub use answer::{Answer, Lease, PreparedBlock, Welcome};
-pub use call::{
-    Access, AskedBlock, Call, ChainRequest, Hello, HoldRange, KeyQuestion, LeasePurpose,
-    SealedBlock, SessionId,
-};
+pub use call::{AskedBlock, Call, HoldRange, KeyQuestion, LeasePurpose, SealedBlock};
+pub use chain::ChainRequest;
 pub use frame::{
     BODY_BYTES_MAX, Frame, HEADER_BYTES, Header, TraceContext, VERSION, VERSION_MIN, frame_length,
 };
+
+pub use hello::{Access, Hello, SessionId};
 
 use thiserror::Error;
 

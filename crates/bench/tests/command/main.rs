@@ -4,6 +4,7 @@
 
 mod node;
 mod replay;
+mod serve;
 mod usage;
 
 use std::path::{Path, PathBuf};

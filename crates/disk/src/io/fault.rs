@@ -136,6 +136,10 @@ impl Engine for FaultyEngine {
         "faulty"
     }
 
+    fn stuck_calls(&self) -> u64 {
+        self.inner.stuck_calls()
+    }
+
     fn carry(&self, traffic: &mut dyn Traffic, deadline: Deadline) {
         while let Some((number, transfer)) = traffic.next() {
             let finished = match self.plan.next() {

@@ -56,6 +56,11 @@ pub trait Engine: Send + Sync + fmt::Debug {
         false
     }
 
+    /// Calls whose deadline passed and that the kernel has not given up.
+    fn stuck_calls(&self) -> u64 {
+        0
+    }
+
     /// Carries out transfers, in any order, until there are none, or until the deadline.
     ///
     /// Each that was taken is told of once. Buffers of a transfer that the kernel has not
@@ -165,6 +170,11 @@ impl Io {
             })?),
         };
         Ok(Self { engine, files: Arc::new(SystemFiles), workers, clock })
+    }
+
+    /// Calls whose deadline passed and that go on in the kernel.
+    pub(crate) fn stuck_calls(&self) -> u64 {
+        self.workers.stuck_jobs() + self.engine.stuck_calls()
     }
 
     /// Runs a file operation on a worker, so that a hung file system costs only the deadline.

@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::io;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 
 use cascade_block::{Clock, Deadline};
@@ -15,13 +16,22 @@ pub struct PsyncEngine {
     workers: Arc<Workers>,
     lanes: usize,
     clock: Arc<dyn Clock>,
+    /// Transfers that a thread carries out although nobody waits for them.
+    stuck: Arc<AtomicU64>,
 }
 
 /// Where a call's transfers come back to. What comes back too late is dropped with it.
 #[derive(Debug, Default)]
 struct Returned {
-    finished: Mutex<Vec<(usize, Finished)>>,
+    finished: Mutex<Arrivals>,
     some: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct Arrivals {
+    list: Vec<(usize, Finished)>,
+    /// The call's deadline has passed: nobody looks here any more.
+    is_over: bool,
 }
 
 /// A transfer that waits for a worker. The caller takes it back if none has begun in time.
@@ -31,7 +41,7 @@ impl PsyncEngine {
     /// At most `queue_depth` transfers at once, as far as there are threads.
     pub fn new(workers: Arc<Workers>, queue_depth: u32, clock: Arc<dyn Clock>) -> Self {
         let lanes = workers.threads_max().min(queue_depth as usize);
-        Self { workers, lanes, clock }
+        Self { workers, lanes, clock, stuck: Arc::default() }
     }
 
     fn hand_over(
@@ -41,11 +51,14 @@ impl PsyncEngine {
         returned: &Arc<Returned>,
     ) -> io::Result<()> {
         let (handed, returned) = (Arc::clone(handed), Arc::clone(returned));
+        let stuck = Arc::clone(&self.stuck);
         self.workers.submit(Box::new(move || {
             let taken = handed.lock().unwrap_or_else(PoisonError::into_inner).take();
             if let Some(mut transfer) = taken {
                 let result = carry_out(&mut transfer);
-                returned.put(number, Finished { transfer: Some(transfer), result });
+                if !returned.put(number, Finished { transfer: Some(transfer), result }) {
+                    stuck.fetch_sub(1, Ordering::Relaxed);
+                }
             }
         }))
     }
@@ -54,6 +67,10 @@ impl PsyncEngine {
 impl Engine for PsyncEngine {
     fn name(&self) -> &'static str {
         "psync"
+    }
+
+    fn stuck_calls(&self) -> u64 {
+        self.stuck.load(Ordering::Relaxed)
     }
 
     fn carry(&self, traffic: &mut dyn Traffic, deadline: Deadline) {
@@ -77,8 +94,13 @@ impl Engine for PsyncEngine {
                 traffic.end(number, finished);
             }
         }
+        let arrived = returned.end();
         for (number, handed) in under_way {
-            traffic.end(number, taken_back(&handed, io::ErrorKind::TimedOut.into()));
+            let finished = taken_back(&handed, io::ErrorKind::TimedOut.into());
+            if finished.transfer.is_none() && !arrived.contains(&number) {
+                self.stuck.fetch_add(1, Ordering::Relaxed);
+            }
+            traffic.end(number, finished);
         }
     }
 }
@@ -89,15 +111,25 @@ fn taken_back(handed: &Handed, error: io::Error) -> Finished {
 }
 
 impl Returned {
-    fn put(&self, number: usize, finished: Finished) {
-        self.finished.lock().unwrap_or_else(PoisonError::into_inner).push((number, finished));
+    /// False when it comes too late.
+    fn put(&self, number: usize, finished: Finished) -> bool {
+        let mut arrivals = self.finished.lock().unwrap_or_else(PoisonError::into_inner);
+        arrivals.list.push((number, finished));
         self.some.notify_one();
+        !arrivals.is_over
+    }
+
+    /// Nobody looks any more. The numbers of what has come since somebody looked last.
+    fn end(&self) -> Vec<usize> {
+        let mut arrivals = self.finished.lock().unwrap_or_else(PoisonError::into_inner);
+        arrivals.is_over = true;
+        std::mem::take(&mut arrivals.list).into_iter().map(|(number, _)| number).collect()
     }
 
     /// What has come back; nothing if that is nothing until the deadline.
     fn wait(&self, deadline: Deadline, clock: &dyn Clock) -> Option<Vec<(usize, Finished)>> {
         let mut finished = self.finished.lock().unwrap_or_else(PoisonError::into_inner);
-        while finished.is_empty() {
+        while finished.list.is_empty() {
             let left = deadline.remaining(clock);
             if left.is_zero() {
                 return None;
@@ -105,7 +137,7 @@ impl Returned {
             finished =
                 self.some.wait_timeout(finished, left).unwrap_or_else(PoisonError::into_inner).0;
         }
-        Some(std::mem::take(&mut *finished))
+        Some(std::mem::take(&mut finished.list))
     }
 }
 

@@ -8,6 +8,7 @@ use std::fmt;
 use std::io;
 use std::mem::{self, ManuallyDrop};
 use std::os::fd::AsRawFd as _;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::Duration;
@@ -24,12 +25,18 @@ use super::{Engine, Finished, Traffic, Transfer, TransferKind};
 /// As many transfers keep the disk busy while more are being prepared.
 const BUSY_TRANSFERS: usize = 2;
 
+/// Most rings, each with its thread, that wait for a kernel which hangs. Calls beyond are late at
+/// once.
+const STUCK_RINGS_MAX: u64 = 32;
+
 /// Reads and writes through `io_uring`.
 pub struct UringEngine {
     depth: u32,
     clock: Arc<dyn Clock>,
     fixed: Option<Arc<FixedBuffers>>,
     idle: Arc<Mutex<Vec<Ring>>>,
+    /// Rings that wait for the kernel after their caller's deadline.
+    stuck: Arc<AtomicU64>,
 }
 
 /// What the kernel calls `struct iovec`.
@@ -70,7 +77,8 @@ impl UringEngine {
         let fixed = pool.and_then(FixedBuffers::register).map(Arc::new);
         let first = Ring::new(depth, fixed.as_ref())?;
         let fixed = first.fixed.clone();
-        Ok(Self { depth, clock, fixed, idle: Arc::new(Mutex::new(vec![first])) })
+        let idle = Arc::new(Mutex::new(vec![first]));
+        Ok(Self { depth, clock, fixed, idle, stuck: Arc::default() })
     }
 
     fn take_ring(&self) -> io::Result<Ring> {
@@ -84,9 +92,12 @@ impl UringEngine {
             self.idle.lock().unwrap_or_else(PoisonError::into_inner).push(ring);
             return;
         }
-        let idle = Arc::clone(&self.idle);
+        let (idle, stuck) = (Arc::clone(&self.idle), Arc::clone(&self.stuck));
+        stuck.fetch_add(1, Ordering::Relaxed);
         let wait = move || {
-            if ring.drain().is_ok() {
+            let drained = ring.drain();
+            stuck.fetch_sub(1, Ordering::Relaxed);
+            if drained.is_ok() {
                 idle.lock().unwrap_or_else(PoisonError::into_inner).push(ring);
             }
         };
@@ -144,7 +155,14 @@ impl Engine for UringEngine {
         self.fixed.is_some()
     }
 
+    fn stuck_calls(&self) -> u64 {
+        self.stuck.load(Ordering::Relaxed)
+    }
+
     fn carry(&self, traffic: &mut dyn Traffic, deadline: Deadline) {
+        if self.stuck_calls() >= STUCK_RINGS_MAX {
+            return refuse_all(traffic, &io::ErrorKind::TimedOut.into());
+        }
         let mut ring = match self.take_ring() {
             Ok(ring) => ring,
             Err(error) => return refuse_all(traffic, &error),

@@ -3,6 +3,7 @@
 use std::collections::VecDeque;
 use std::fmt;
 use std::io;
+use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError, mpsc};
 use std::thread;
 
@@ -22,7 +23,14 @@ pub struct Workers {
 struct Shared {
     queue: Mutex<Queue>,
     wake: Condvar,
+    /// Calls that go on although their caller has given up.
+    stuck: AtomicU64,
 }
+
+/// How far a call is: begun or not, given up by its caller, or over.
+const OPEN: u8 = 0;
+const GIVEN_UP: u8 = 1;
+const OVER: u8 = 2;
 
 #[derive(Default)]
 struct Queue {
@@ -41,6 +49,11 @@ impl Workers {
     /// Most threads that there will be.
     pub fn threads_max(&self) -> usize {
         self.threads_max
+    }
+
+    /// Calls that go on although their caller has given up.
+    pub(super) fn stuck_jobs(&self) -> u64 {
+        self.shared.stuck.load(Ordering::Relaxed)
     }
 
     /// Hands a job over; an error when no thread could be started for it.
@@ -73,8 +86,13 @@ impl Workers {
         clock: &dyn Clock,
     ) -> io::Result<T> {
         let (sender, receiver) = mpsc::sync_channel(1);
+        let stage = Arc::new(AtomicU8::new(OPEN));
+        let (shared, reached) = (Arc::clone(&self.shared), Arc::clone(&stage));
         self.submit(Box::new(move || {
             let result = work();
+            if reached.swap(OVER, Ordering::AcqRel) == GIVEN_UP {
+                shared.stuck.fetch_sub(1, Ordering::Relaxed);
+            }
             if sender.send(result).is_err() {
                 // The caller's deadline passed; there is nobody to tell.
             }
@@ -84,6 +102,10 @@ impl Workers {
                 Ok(result) => return Ok(result),
                 Err(mpsc::RecvTimeoutError::Timeout) if !deadline.has_passed(clock) => {}
                 Err(mpsc::RecvTimeoutError::Timeout) => {
+                    self.shared.stuck.fetch_add(1, Ordering::Relaxed);
+                    if stage.swap(GIVEN_UP, Ordering::AcqRel) == OVER {
+                        self.shared.stuck.fetch_sub(1, Ordering::Relaxed);
+                    }
                     return Err(io::ErrorKind::TimedOut.into());
                 }
                 Err(mpsc::RecvTimeoutError::Disconnected) => {

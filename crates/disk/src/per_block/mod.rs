@@ -28,7 +28,7 @@ use crate::lock::DirectoryLock;
 use crate::tier::ReadRequest;
 use crate::{
     Address, BlockFiles, Damage, DiskError, DiskStats, FileTierConfig, ReadOutcome, Reclaimed,
-    RecordMeta, StoredManifest, manifests,
+    RecordMeta, StoredManifest, device_probe, manifests,
 };
 
 /// The file tier with one file a block.
@@ -44,7 +44,7 @@ pub struct PerBlockFiles {
     /// The next write's number: from a random start, so that no other process has the same.
     next_nonce: AtomicU64,
     counters: Counters,
-    _lock: DirectoryLock,
+    lock: DirectoryLock,
 }
 
 #[derive(Debug, Default)]
@@ -368,6 +368,10 @@ impl BlockFiles for PerBlockFiles {
         manifests::load_all(&self.io, &self.config.directory, deadline)
     }
 
+    fn probe_device(&self, deadline: Deadline) -> Result<(), DiskError> {
+        device_probe::probe(&self.io, &self.config, &self.lock, self.is_direct, deadline)
+    }
+
     fn used_bytes(&self) -> u64 {
         self.known().used_bytes()
     }
@@ -388,6 +392,7 @@ impl BlockFiles for PerBlockFiles {
             records_read: load(&self.counters.records_read),
             bytes_read: load(&self.counters.bytes_read),
             records_damaged: load(&self.counters.records_damaged),
+            stuck_calls: self.io.stuck_calls(),
             ..DiskStats::default()
         }
     }

@@ -60,7 +60,7 @@ impl PerBlockFiles {
             names: Arc::new(Gate::new(())),
             next_nonce: AtomicU64::new(u64::from_le_bytes(first_nonce)),
             counters: Counters::default(),
-            _lock: lock,
+            lock,
         };
         Ok((files, recovery))
     }

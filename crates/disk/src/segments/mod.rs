@@ -29,7 +29,7 @@ use crate::lock::DirectoryLock;
 use crate::tier::ReadRequest;
 use crate::{
     Address, BlockFiles, DiskError, DiskStats, FileTierConfig, ReadOutcome, Reclaimed, RecordMeta,
-    StoredManifest, manifests,
+    StoredManifest, device_probe, manifests,
 };
 
 /// The file tier in segments.
@@ -45,7 +45,7 @@ pub struct SegmentFiles {
     writer: Gate<WriterState>,
     reclaimer: Gate<()>,
     counters: Counters,
-    _lock: DirectoryLock,
+    lock: DirectoryLock,
 }
 
 /// Keys beyond the first of stored bytes, by address.
@@ -172,6 +172,10 @@ impl BlockFiles for SegmentFiles {
         manifests::load_all(&self.io, &self.config.directory, deadline)
     }
 
+    fn probe_device(&self, deadline: Deadline) -> Result<(), DiskError> {
+        device_probe::probe(&self.io, &self.config, &self.lock, self.is_direct, deadline)
+    }
+
     fn used_bytes(&self) -> u64 {
         self.all_segments().iter().map(|segment| segment.state().file_bytes).sum()
     }
@@ -195,6 +199,7 @@ impl BlockFiles for SegmentFiles {
             records_damaged: load(&self.counters.records_damaged),
             segments_failed: load(&self.counters.segments_failed),
             bytes_moved: load(&self.counters.bytes_moved),
+            stuck_calls: self.io.stuck_calls(),
         }
     }
 }

@@ -67,7 +67,7 @@ impl SegmentFiles {
             writer: Gate::new(state),
             reclaimer: Gate::new(()),
             counters: Counters::default(),
-            _lock: lock,
+            lock,
         };
         files.tidy(&replay.superseded, deadline)?;
         Ok((files, recovery))

@@ -165,6 +165,7 @@ pub const KEYS: &[Key] = &[
     Key::new("limits.connections", Kind::Count, "Connections at a time.")
         .default("4096")
         .minimum("1")
+        .maximum("1048576")
         .live(),
     Key::new(
         "limits.client_share",

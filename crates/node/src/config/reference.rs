@@ -26,7 +26,7 @@ file, `CASCADE_DRAM_CAPACITY` in the environment, and has a flag where the table
 
 | kind | written | notes |
 |---|---|---|
-| size | `\"512MiB\"`, `\"100MB\"`, `4096` | KiB to TiB: powers of 1024; KB to TB: of 1000; else bytes |
+| size | `\"512MiB\"`, `\"100MB\"`, `4096` | KiB is 1024, KB 1000; bytes without a unit |
 | rate | `\"500MiB/s\"` | bytes a second |
 | time | `\"500ms\"`, `\"30s\"`, `\"5min\"`, `\"1h\"` | the unit is required |
 | share | `\"25%\"` | whole percent |

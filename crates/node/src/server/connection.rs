@@ -230,9 +230,7 @@ impl Connection {
                 if is_new {
                     let pool = descriptors::for_client(file, session.access)?;
                     descriptors::send(self.fd(), &message, pool.as_fd())?;
-                    if let Some(process) = &session.process {
-                        shared.watch_process(self, process.as_fd());
-                    }
+                    shared.watch_process(self, &session);
                 } else {
                     (&self.stream).write_all(&message)?;
                 }
@@ -284,7 +282,7 @@ impl Connection {
         let token = hello.token.as_deref();
         let tenant = shared.node.tenants().identify(self.peer.user, token);
         let tenant = tenant.map_err(|refusal| refusal.to_string())?;
-        let share = u64::from(shared.node.config().limits.client_share_percent);
+        let share = u64::from(shared.node.live().client_share_percent);
         let hold_bytes_max = tenant.store().region().bytes() as u64 / 100 * share;
         let id = crate::node::random().map_err(|error| error.to_string())?;
         let name = hello.name.chars().filter(|c| !c.is_control()).take(NAME_MAX).collect();

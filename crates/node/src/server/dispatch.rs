@@ -13,7 +13,7 @@ use cascade_wire::{
     PreparedBlock, SealedBlock,
 };
 
-use super::holds::Held;
+use super::holds::{Held, counted};
 use super::session::Session;
 use crate::Node;
 
@@ -210,7 +210,7 @@ impl Dispatch<'_> {
             return Answer::Failed(numbers_in_use());
         };
         let needed_bytes = usize::try_from(bytes).unwrap_or(usize::MAX);
-        if bytes > self.session.bytes_left() {
+        if counted(needed_bytes) > self.session.bytes_left() {
             return Answer::Failed(StoreError::NoRoom { needed_bytes });
         }
         let reserved = match self.store().reserve(needed_bytes, AT_ONCE) {
@@ -306,11 +306,11 @@ impl Dispatch<'_> {
         let mut leases = Vec::with_capacity(keys.len());
         for (index, view) in views.into_iter().enumerate() {
             leases.push(match view {
-                ViewOutcome::Hit { slab, .. } if slab.len() as u64 > left => {
+                ViewOutcome::Hit { slab, .. } if counted(slab.len()) > left => {
                     Lease::Failed(StoreError::NoRoom { needed_bytes: slab.len() })
                 }
                 ViewOutcome::Hit { slab, tier } => {
-                    left -= slab.len() as u64;
+                    left -= counted(slab.len());
                     let bytes = u32::try_from(slab.len()).expect("blocks are shorter than 4 GiB");
                     let offset = slab.offset() as u64;
                     granted.push((index, Held::Lease(slab)));

@@ -8,6 +8,9 @@ use std::collections::HashMap;
 use cascade_memory::{Slab, SlabMut};
 use cascade_wire::HoldRange;
 
+/// Least that a hold counts towards a client's share, in bytes.
+const COUNTED_MIN: usize = 1024;
+
 /// A piece of the pool in a client's hands.
 #[derive(Debug)]
 pub(super) enum Held {
@@ -18,12 +21,19 @@ pub(super) enum Held {
 }
 
 impl Held {
+    /// What it counts towards the client's share.
     fn bytes(&self) -> u64 {
-        match self {
-            Self::Slab(slab) => slab.len() as u64,
-            Self::Lease(slab) => slab.len() as u64,
-        }
+        counted(match self {
+            Self::Slab(slab) => slab.len(),
+            Self::Lease(slab) => slab.len(),
+        })
     }
+}
+
+/// What a piece of that length counts: the smallest do not count for nothing, so that a client
+/// cannot hold without end.
+pub(super) fn counted(bytes: usize) -> u64 {
+    bytes.max(COUNTED_MIN) as u64
 }
 
 /// A call that will grant holds.

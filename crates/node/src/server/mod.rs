@@ -15,7 +15,7 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixListener;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -23,6 +23,7 @@ use rustix::event::{EventfdFlags, epoll, eventfd};
 
 use connection::{Connection, Next, Scratch};
 use dispatch::Waiters;
+use session::Session;
 pub use session::SessionFacts;
 pub(crate) use session::{Peer, Sessions};
 
@@ -58,6 +59,8 @@ pub(crate) struct Shared {
     wake: OwnedFd,
     listener: UnixListener,
     connections: Mutex<HashMap<u64, Arc<Connection>>>,
+    /// Sessions by the token of their process.
+    processes: Mutex<HashMap<u64, Weak<Session>>>,
     waiters: Waiters,
     next: AtomicU64,
     /// Threads that wait for events.
@@ -89,6 +92,7 @@ impl Server {
             wake: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?,
             listener,
             connections: Mutex::default(),
+            processes: Mutex::default(),
             waiters: Waiters::new(threads_max - THREADS_MIN),
             next: AtomicU64::new(FIRST),
             idle: AtomicUsize::new(0),
@@ -218,14 +222,16 @@ impl Shared {
             }
             return;
         }
-        let id = token & !PROCESS;
-        let connection = lock(&self.connections).get(&id).map(Arc::clone);
-        let Some(connection) = connection else { return };
         if token & PROCESS != 0 {
             // The process is gone; children that inherited its sockets do not stand for it.
-            self.end_session(&connection);
+            let session = lock(&self.processes).remove(&token);
+            if let Some(session) = session.and_then(|session| session.upgrade()) {
+                self.end_session(&session);
+            }
             return;
         }
+        let connection = lock(&self.connections).get(&token).map(Arc::clone);
+        let Some(connection) = connection else { return };
         let next = connection.serve(self, flags, scratch);
         let armed = match next {
             Next::Read => self.arm(connection.fd(), token, epoll::EventFlags::IN),
@@ -254,7 +260,7 @@ impl Shared {
                 }
             };
             self.drop_silent();
-            let most = self.node.config().limits.connections_max;
+            let most = self.node.live().connections_max;
             let mut connections = lock(&self.connections);
             if connections.len() >= most {
                 drop(connections);
@@ -289,10 +295,12 @@ impl Shared {
         }
     }
 
-    /// Watches the process of a new session.
-    fn watch_process(&self, connection: &Connection, process: BorrowedFd<'_>) {
+    /// Watches the process of a new session, which came with this connection.
+    fn watch_process(&self, connection: &Connection, session: &Arc<Session>) {
+        let Some(process) = &session.process else { return };
         let token = connection.id | PROCESS;
-        if let Err(error) = self.watch(process, token, epoll::EventFlags::IN) {
+        lock(&self.processes).insert(token, Arc::downgrade(session));
+        if let Err(error) = self.watch(process.as_fd(), token, epoll::EventFlags::IN) {
             tracing::debug!(%error, "a client's death will be seen by its socket alone");
         }
     }
@@ -310,14 +318,15 @@ impl Shared {
             && session.leave()
         {
             self.node.sessions().remove(&session);
+            // Its descriptor goes with it, and with that the kernel's interest in it.
+            lock(&self.processes).retain(|_, known| known.strong_count() > 0);
         }
     }
 
     /// Ends a session at once, with all its connections.
-    fn end_session(&self, connection: &Connection) {
-        let Some(session) = connection.session() else { return };
+    fn end_session(&self, session: &Session) {
         let all: Vec<_> = lock(&self.connections).values().map(Arc::clone).collect();
-        self.node.sessions().remove(&session);
+        self.node.sessions().remove(session);
         for other in all {
             if other.session().is_some_and(|one| one.id == session.id) {
                 self.close(&other);

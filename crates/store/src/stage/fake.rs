@@ -37,6 +37,10 @@ impl Stage for FakeStage {
         true
     }
 
+    fn keeps_deadlines(&self) -> bool {
+        true
+    }
+
     fn store(
         &self,
         batch: Vec<(BlockFacts, Slab)>,

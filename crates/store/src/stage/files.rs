@@ -153,7 +153,8 @@ fn theirs(address: Address) -> cascade_disk::Address {
 
 fn stage_error(error: DiskError) -> StageError {
     match error {
-        DiskError::Full { .. } => StageError::Full,
+        // Room that the tier gives back is room on the device too.
+        DiskError::Full { .. } | DiskError::NoSpace { .. } => StageError::Full,
         DiskError::Timeout { .. } => StageError::Timeout,
         DiskError::BadLength { payload_bytes, .. } => {
             StageError::Declined { bytes: u32::try_from(payload_bytes).unwrap_or(u32::MAX) }
@@ -165,6 +166,10 @@ fn stage_error(error: DiskError) -> StageError {
 impl Stage for FilesStage {
     fn name(&self) -> TierName {
         self.name
+    }
+
+    fn keeps_deadlines(&self) -> bool {
+        true
     }
 
     fn store(
@@ -318,6 +323,18 @@ impl Stage for FilesStage {
             _ => None,
         };
         Ok(stored.into_iter().filter_map(good).collect())
+    }
+
+    fn probe(&self, deadline: Deadline) -> Result<(), StageError> {
+        match self.files()?.probe_device(deadline).map_err(stage_error) {
+            // A device that says so answers: what is there can be read.
+            Err(StageError::Full) => Ok(()),
+            result => result,
+        }
+    }
+
+    fn stuck_calls(&self) -> u64 {
+        self.files().map_or(0, |files| files.stats().stuck_calls)
     }
 
     fn close(&self) {

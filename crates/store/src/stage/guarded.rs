@@ -1,41 +1,263 @@
-//! Calls to stages, guarded: a stage that panics, or answers too little or with the wrong length,
-//! costs its blocks and nothing else.
+//! A stage as the store calls it: guarded against whatever the stage does.
+//!
+//! One that panics, hangs past its deadline, or answers too little or with the wrong length costs
+//! its blocks and nothing else. What may hang is called on a thread of its own; what was given to
+//! a call that is late, slabs above all, stays with it until it ends.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
-use cascade_block::Deadline;
+use cascade_block::{BlockKey, Clock, Deadline, Manifest, Namespace, NamespaceId};
 use cascade_memory::Slab;
 
-use super::{Address, BlockFacts, Load, Loaded, Stage, StageError};
+use super::call_threads::{CallThreads, Patience};
+use super::{Address, BlockFacts, Load, Loaded, Room, Stage, StageError, StageStats};
+use crate::TierName;
 
-/// As [`Stage::store`], with exactly one result for each block.
-pub(crate) fn store(
-    stage: &dyn Stage,
-    batch: Vec<(BlockFacts, Slab)>,
-    deadline: Deadline,
-) -> Vec<Result<Address, StageError>> {
-    let count = batch.len();
-    let mut results = caught(|| stage.store(batch, deadline)).unwrap_or_default();
-    results.resize_with(count, || Err(StageError::NoAnswer));
-    results
+/// Most loads at once, of a stage that cannot be trusted to come back.
+const LOADS_MAX: usize = 16;
+/// Most calls at once that neither load nor change blocks.
+const ERRANDS_MAX: usize = 4;
+/// How long statistics are waited for.
+const STATS_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// Decides which blocks survive when room is made.
+pub(crate) type Keep = Box<dyn FnMut(&BlockKey, Address) -> bool + Send>;
+
+/// A stage behind its guard.
+#[derive(Debug)]
+pub(crate) struct Guarded {
+    stage: Arc<dyn Stage>,
+    name: TierName,
+    keeps_names_only: bool,
+    keeps_deadlines: bool,
+    loads: CallThreads,
+    /// One at a time, so that they happen in their order.
+    changes: CallThreads,
+    errands: CallThreads,
+    probes: CallThreads,
+    clock: Arc<dyn Clock>,
+    /// The breaker is open: whoever waits for an answer goes on without.
+    is_shed: AtomicBool,
+    is_closed: AtomicBool,
+    stats: Mutex<StageStats>,
 }
 
-/// As [`Stage::load`], with exactly one result for each block, each of the right length.
-pub(crate) fn load(stage: &dyn Stage, batch: Vec<Load>, deadline: Deadline) -> Vec<Loaded> {
-    let lengths: Vec<usize> = batch.iter().map(|load| load.slab.len()).collect();
-    let mut results = caught(|| stage.load(batch, deadline)).unwrap_or_default();
-    results.resize_with(lengths.len(), || Loaded::Failed(StageError::NoAnswer));
-    for (loaded, length) in results.iter_mut().zip(lengths) {
-        if matches!(loaded, Loaded::Hit(slab) if slab.len() != length) {
-            *loaded = Loaded::Damaged;
+impl Guarded {
+    pub(crate) fn new(stage: Arc<dyn Stage>, clock: &Arc<dyn Clock>) -> Self {
+        let threads = |calls_max| CallThreads::new(calls_max, Arc::clone(clock));
+        Self {
+            name: stage.name(),
+            keeps_names_only: stage.keeps_names_only(),
+            keeps_deadlines: stage.keeps_deadlines(),
+            stage,
+            loads: threads(LOADS_MAX),
+            changes: threads(1),
+            errands: threads(ERRANDS_MAX),
+            probes: threads(1),
+            clock: Arc::clone(clock),
+            is_shed: AtomicBool::new(false),
+            is_closed: AtomicBool::new(false),
+            stats: Mutex::default(),
         }
     }
-    results
-}
 
-/// Any other call that succeeds or fails.
-pub(crate) fn call<T>(call: impl FnOnce() -> Result<T, StageError>) -> Result<T, StageError> {
-    caught(call).unwrap_or(Err(StageError::NoAnswer))
+    pub(crate) fn name(&self) -> TierName {
+        self.name
+    }
+
+    pub(crate) fn keeps_names_only(&self) -> bool {
+        self.keeps_names_only
+    }
+
+    /// Lets go of everyone who waits for the stage, or lets callers in again.
+    pub(crate) fn set_shed(&self, is_shed: bool) {
+        self.is_shed.store(is_shed, Ordering::Release);
+    }
+
+    /// As [`Stage::recover`].
+    pub(crate) fn recover(&self) -> Vec<(BlockFacts, Address)> {
+        self.stage.recover()
+    }
+
+    /// As [`Stage::store`], with exactly one result for each block. Addresses that come after the
+    /// deadline go to `late`.
+    pub(crate) fn store(
+        &self,
+        batch: Vec<(BlockFacts, Slab)>,
+        deadline: Deadline,
+        late: impl FnOnce(Vec<(BlockKey, Address)>) + Send + 'static,
+    ) -> Vec<Result<Address, StageError>> {
+        let keys: Vec<BlockKey> = batch.iter().map(|(facts, _)| facts.key).collect();
+        let count = keys.len();
+        let stage = Arc::clone(&self.stage);
+        let late = move |results: Vec<Result<Address, StageError>>| {
+            let stored = keys.into_iter().zip(results);
+            late(stored.filter_map(|(key, result)| Some((key, result.ok()?))).collect());
+        };
+        let work = move || stage.store(batch, deadline);
+        let stored = self.changes.call(self.patience(deadline, true), work, late);
+        let mut results = stored.unwrap_or_else(|error| vec![Err(error); count]);
+        results.resize_with(count, || Err(StageError::NoAnswer));
+        results
+    }
+
+    /// As [`Stage::load`], with exactly one result for each block, each of the right length.
+    pub(crate) fn load(&self, batch: Vec<Load>, deadline: Deadline) -> Vec<Loaded> {
+        let lengths: Vec<usize> = batch.iter().map(|load| load.slab.len()).collect();
+        let count = lengths.len();
+        let failed = |error: StageError| -> Vec<Loaded> {
+            (0..count).map(|_| Loaded::Failed(error.clone())).collect()
+        };
+        let mut results = if self.keeps_deadlines {
+            caught(|| self.stage.load(batch, deadline)).unwrap_or_default()
+        } else {
+            let stage = Arc::clone(&self.stage);
+            let work = move || stage.load(batch, deadline);
+            let loaded = self.loads.call(self.patience(deadline, true), work, drop);
+            loaded.unwrap_or_else(failed)
+        };
+        results.resize_with(count, || Loaded::Failed(StageError::NoAnswer));
+        for (loaded, length) in results.iter_mut().zip(lengths) {
+            if matches!(loaded, Loaded::Hit(slab) if slab.len() != length) {
+                *loaded = Loaded::Damaged;
+            }
+        }
+        results
+    }
+
+    /// As [`Stage::alias`].
+    pub(crate) fn alias(
+        &self,
+        batch: Vec<(BlockFacts, Address)>,
+        deadline: Deadline,
+    ) -> Result<(), StageError> {
+        self.run(&self.changes, deadline, true, move |stage| stage.alias(batch, deadline))
+    }
+
+    /// As [`Stage::remove`].
+    pub(crate) fn remove(
+        &self,
+        batch: Vec<(BlockKey, Address)>,
+        deadline: Deadline,
+    ) -> Result<(), StageError> {
+        self.run(&self.changes, deadline, true, move |stage| stage.remove(&batch, deadline))
+    }
+
+    /// As [`Stage::make_room`]. Room that comes after the deadline goes to `late`.
+    pub(crate) fn make_room(
+        &self,
+        mut keep: Keep,
+        deadline: Deadline,
+        late: impl FnOnce(Room) + Send + 'static,
+    ) -> Result<Room, StageError> {
+        let stage = Arc::clone(&self.stage);
+        let late = move |room: Result<Room, StageError>| room.map_or_else(drop, late);
+        // Moving what is kept takes longer than a call may that stores a batch.
+        let patience = self.patience(deadline, false);
+        self.changes.call(patience, move || stage.make_room(&mut keep, deadline), late)?
+    }
+
+    /// As [`Stage::flush`].
+    pub(crate) fn flush(&self, deadline: Deadline) -> Result<(), StageError> {
+        self.run(&self.errands, deadline, false, move |stage| stage.flush(deadline))
+    }
+
+    /// As [`Stage::register`].
+    pub(crate) fn register(
+        &self,
+        namespace: &Namespace,
+        deadline: Deadline,
+    ) -> Result<(), StageError> {
+        let namespace = namespace.clone();
+        let work = move |stage: &dyn Stage| stage.register(&namespace, deadline);
+        self.run(&self.errands, deadline, false, work)
+    }
+
+    /// As [`Stage::manifests`].
+    pub(crate) fn manifests(
+        &self,
+        deadline: Deadline,
+    ) -> Result<Vec<(NamespaceId, Manifest)>, StageError> {
+        self.run(&self.errands, deadline, false, move |stage| stage.manifests(deadline))
+    }
+
+    /// As [`Stage::probe`]; also while the breaker is open.
+    pub(crate) fn probe(&self, deadline: Deadline) -> Result<(), StageError> {
+        let stage = Arc::clone(&self.stage);
+        let patience = Patience { deadline, is_over: &self.is_closed, is_watched: false };
+        match self.probes.call(patience, move || stage.probe(deadline), drop) {
+            // The last one is still stuck.
+            Err(StageError::Shed) => Err(StageError::Timeout),
+            result => result?,
+        }
+    }
+
+    /// As [`Stage::close`]; nobody waits for an answer from now on.
+    pub(crate) fn close(&self, deadline: Deadline) {
+        let stage = Arc::clone(&self.stage);
+        let closed = self.errands.call(
+            Patience { deadline, is_over: &AtomicBool::new(false), is_watched: false },
+            move || stage.close(),
+            drop,
+        );
+        // One that hangs ends when it ends: the store has let go of it.
+        drop(closed);
+    }
+
+    /// Lets go of everyone who waits, for good.
+    pub(crate) fn let_go(&self) {
+        self.is_closed.store(true, Ordering::Release);
+        self.is_shed.store(true, Ordering::Release);
+    }
+
+    /// As [`Stage::stats`]; what it said last, while it does not answer.
+    pub(crate) fn stats(&self) -> StageStats {
+        let current = if self.keeps_deadlines {
+            caught(|| self.stage.stats())
+        } else {
+            let stage = Arc::clone(&self.stage);
+            let deadline = Deadline::after(&*self.clock, STATS_TIMEOUT);
+            let patience = Patience { deadline, is_over: &self.is_shed, is_watched: false };
+            self.errands.call(patience, move || stage.stats(), drop).ok()
+        };
+        let mut last = self.stats.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(current) = current {
+            *last = current;
+        }
+        last.clone()
+    }
+
+    /// Calls that go on although nobody waits for them.
+    pub(crate) fn stuck_calls(&self) -> u64 {
+        let threads = [&self.loads, &self.changes, &self.errands, &self.probes];
+        let ours: u64 = threads.iter().map(|threads| threads.stuck_calls()).sum();
+        ours + caught(|| self.stage.stuck_calls()).unwrap_or(0)
+    }
+
+    /// Whether a load or a change has come to last as long as `patience`; said once of each.
+    pub(crate) fn has_hung(&self, patience: Duration) -> bool {
+        let threads = [&self.loads, &self.changes];
+        threads.map(|threads| threads.has_hung(patience)).contains(&true)
+    }
+
+    fn patience(&self, deadline: Deadline, is_watched: bool) -> Patience<'_> {
+        Patience { deadline, is_over: &self.is_shed, is_watched }
+    }
+
+    /// Any other call that succeeds or fails.
+    fn run<T: Send + 'static>(
+        &self,
+        threads: &CallThreads,
+        deadline: Deadline,
+        is_watched: bool,
+        work: impl FnOnce(&dyn Stage) -> Result<T, StageError> + Send + 'static,
+    ) -> Result<T, StageError> {
+        let stage = Arc::clone(&self.stage);
+        threads.call(self.patience(deadline, is_watched), move || work(&*stage), drop)?
+    }
 }
 
 /// What unwinds is the stage's own affair: the store shares nothing with it that could be torn.

@@ -5,7 +5,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
 
 use cascade_block::{BlockKey, Deadline, SystemClock};
@@ -13,7 +13,7 @@ use cascade_memory::Slab;
 use cascade_store::stage::{
     Address, BlockFacts, Load, Loaded, Registry, Room, Stage, StageError, StageStats,
 };
-use cascade_store::{CallOptions, Store, StoreConfig, TierName};
+use cascade_store::{CallOptions, HealthConfig, HealthState, Store, StoreConfig, TierName};
 
 /// A store over DRAM and a fresh map stage.
 pub(crate) fn open(config: StoreConfig) -> (Store, Arc<MapStage>) {
@@ -21,6 +21,26 @@ pub(crate) fn open(config: StoreConfig) -> (Store, Arc<MapStage>) {
     let config = StoreConfig { pipeline: "Dram|Map".to_owned(), ..config };
     let store = Store::open_with(config, &stage.registry(), Arc::new(SystemClock)).unwrap();
     (store, stage)
+}
+
+/// Probes that a test can wait for.
+pub(crate) fn often() -> HealthConfig {
+    let probe_interval = Duration::from_millis(20);
+    HealthConfig {
+        probe_interval,
+        probe_timeout: Duration::from_secs(3),
+        ..HealthConfig::default()
+    }
+}
+
+/// Waits until a stage is used, or not used, any more.
+#[expect(clippy::disallowed_methods, reason = "waits for another thread of the store")]
+pub(crate) fn wait_for(store: &Store, stage: usize, is_healthy: bool) {
+    let limit = Deadline::after(&SystemClock, Duration::from_secs(60));
+    while (store.stats().health[stage].1.state == HealthState::Healthy) != is_healthy {
+        assert!(!limit.has_passed(&SystemClock), "{:?}", store.stats().health);
+        std::thread::sleep(Duration::from_millis(2));
+    }
 }
 
 pub(crate) fn flush(store: &Store) {
@@ -44,8 +64,33 @@ pub(crate) struct MapStage {
     pub(crate) answers_short: AtomicBool,
     /// How long it takes to learn a name, in milliseconds.
     pub(crate) name_delay_ms: AtomicU64,
+    hung: Arc<Hung>,
     /// What it says it kept from an earlier run.
     pub(crate) survivors: Mutex<Vec<(BlockFacts, Address)>>,
+}
+
+/// Whether every call hangs, as over a device that is gone.
+#[derive(Debug, Default)]
+struct Hung {
+    is_hung: Mutex<bool>,
+    released: Condvar,
+}
+
+impl Hung {
+    fn wait(&self) {
+        let is_hung = self.is_hung.lock().unwrap();
+        drop(self.released.wait_while(is_hung, |is_hung| *is_hung).unwrap());
+    }
+}
+
+/// Calls hang until this is dropped.
+pub(crate) struct Hang(Arc<Hung>);
+
+impl Drop for Hang {
+    fn drop(&mut self) {
+        *self.0.is_hung.lock().unwrap() = false;
+        self.0.released.notify_all();
+    }
 }
 
 #[derive(Debug)]
@@ -69,6 +114,12 @@ impl MapStage {
         registry
     }
 
+    /// Makes every call hang, whatever its deadline.
+    pub(crate) fn hang(&self) -> Hang {
+        *self.hung.is_hung.lock().unwrap() = true;
+        Hang(Arc::clone(&self.hung))
+    }
+
     fn used(blocks: &BTreeMap<u64, Kept>) -> u64 {
         blocks.values().map(|kept| kept.bytes.len() as u64).sum()
     }
@@ -88,6 +139,7 @@ impl MapStage {
     /// Sleeps for the delay, or until the deadline; then it is too late.
     #[expect(clippy::disallowed_methods, reason = "stands for a device that takes real time")]
     fn work(&self, deadline: Deadline) -> Result<(), StageError> {
+        self.hung.wait();
         assert!(!self.panics.load(Ordering::Relaxed), "injected");
         let left = deadline.remaining(&cascade_block::SystemClock);
         let delay = Duration::from_millis(self.delay_ms.load(Ordering::Relaxed));
@@ -169,6 +221,7 @@ impl Stage for MapStage {
 
     #[expect(clippy::disallowed_methods, reason = "stands for a device that takes real time")]
     fn alias(&self, batch: Vec<(BlockFacts, Address)>, _: Deadline) -> Result<(), StageError> {
+        self.hung.wait();
         std::thread::sleep(Duration::from_millis(self.name_delay_ms.load(Ordering::Relaxed)));
         let mut blocks = self.blocks.lock().unwrap();
         for (facts, address) in batch {
@@ -180,6 +233,7 @@ impl Stage for MapStage {
     }
 
     fn remove(&self, batch: &[(BlockKey, Address)], _: Deadline) -> Result<(), StageError> {
+        self.hung.wait();
         let mut blocks = self.blocks.lock().unwrap();
         for (key, address) in batch {
             let Some(kept) = blocks.get_mut(&address.0) else { continue };
@@ -219,10 +273,25 @@ impl Stage for MapStage {
     }
 
     fn flush(&self, _deadline: Deadline) -> Result<(), StageError> {
+        self.hung.wait();
         Ok(())
     }
 
+    fn close(&self) {
+        self.hung.wait();
+    }
+
+    fn probe(&self, deadline: Deadline) -> Result<(), StageError> {
+        self.work(deadline)?;
+        if self.broken() || self.answers_short.load(Ordering::Relaxed) {
+            Err(eio())
+        } else {
+            Ok(())
+        }
+    }
+
     fn stats(&self) -> StageStats {
+        self.hung.wait();
         let used_bytes = Self::used(&self.blocks.lock().unwrap());
         let capacity_bytes = self.capacity_bytes.load(Ordering::Relaxed);
         StageStats { used_bytes, capacity_bytes, ..StageStats::default() }

@@ -1,0 +1,76 @@
+//! `cascade doctor`: what is wrong with this machine, before a node serves on it.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use cascade_node::doctor::{self, Finding, Machine, Report, State, ThisMachine};
+use clap::Args;
+
+use crate::cli::key_flags::Settings;
+use crate::cli::{EXIT_FAILED, EXIT_OK, Failure, Screen, write_json};
+
+/// What the machine is to carry.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  cascade doctor
+      Could a node with every setting at its default serve here?
+  cascade doctor --dram 64GiB --files /var/lib/cascade --files-capacity 2TiB
+      Is there the memory, the shared memory and the disk for that?
+  cascade doctor --config /etc/cascade/cascade.toml --json
+      The same for a configuration, for programs.
+
+It changes nothing but a probe file that it makes and removes where files are to lie. A warning
+costs speed; a failure keeps a node from starting or from doing what it is for, and makes the exit
+code 1. What each check is about: docs/doctor.md.")]
+pub(super) struct DoctorArgs {
+    #[command(flatten)]
+    settings: Settings,
+    /// Print JSON.
+    #[arg(long)]
+    json: bool,
+}
+
+pub(super) fn run(args: &DoctorArgs, screen: &mut Screen) -> Result<i32, Failure> {
+    let machine: Arc<dyn Machine> = Arc::new(ThisMachine);
+    let report = doctor::examine(args.settings.load(), &machine, doctor::TIME_LIMIT);
+    if args.json {
+        write_json(Path::new("-"), &report, screen)?;
+    } else {
+        show(&report, screen)?;
+    }
+    Ok(if report.is_ready { EXIT_OK } else { EXIT_FAILED })
+}
+
+fn show(report: &Report, screen: &mut Screen) -> Result<(), Failure> {
+    for finding in &report.checks {
+        show_finding(finding, screen)?;
+    }
+    let count = |state| report.checks.iter().filter(|finding| finding.state == state).count();
+    let (failed, warnings) = (count(State::Failed), count(State::Warning));
+    let verdict = match (failed, warnings) {
+        (0, 0) => "this machine is ready".to_owned(),
+        (0, warnings) => format!("this machine is ready; warnings: {warnings}"),
+        _ => format!("NOT READY: failed: {failed}, warnings: {warnings}"),
+    };
+    let verdict = screen.verdict(report.is_ready, &verdict);
+    screen.line("")?;
+    screen.line(verdict)
+}
+
+fn show_finding(finding: &Finding, screen: &mut Screen) -> Result<(), Failure> {
+    let state = format!("{:<8}", finding.state);
+    let state = match finding.state {
+        State::Ok => screen.verdict(true, &state),
+        State::Failed => screen.verdict(false, &state),
+        State::Warning => screen.bold(&state),
+        State::Absent => screen.dim(&state),
+    };
+    screen.line(format!("{state} {:<16} {}", finding.id, finding.found))?;
+    if let Some(remedy) = &finding.remedy {
+        let (why, indent) = (screen.dim(&format!("why: {}", finding.why)), " ".repeat(26));
+        screen.line(format!("{indent}{why}"))?;
+        screen.line(format!("{indent}do:  {remedy}"))?;
+    }
+    Ok(())
+}

@@ -1,0 +1,120 @@
+//! `cascade serve` and `cascade doctor` as a person meets them, before anything is served.
+
+use std::process::Output;
+
+use serde_json::Value;
+
+use crate::{cascade, run, stderr};
+
+fn stdout(output: &Output) -> String {
+    String::from_utf8_lossy(&output.stdout).into_owned()
+}
+
+#[test]
+fn the_effective_configuration_is_printed_with_what_set_it() {
+    let directory = tempfile::TempDir::new().unwrap();
+    let file = directory.path().join("cascade.toml");
+    std::fs::write(&file, "[dram]\ncapacity = \"1GiB\"\npolicy = \"arc\"\n").unwrap();
+    let output = cascade()
+        .args(["serve", "--print-config", "--dram", "2GiB", "--files", "cache"])
+        .arg("--config")
+        .arg(&file)
+        .env("CASCADE_STORE_WRITE", "through")
+        .current_dir(&directory)
+        .output()
+        .unwrap();
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    let shown = stdout(&output);
+    let below = format!("{}/cache", directory.path().canonicalize().unwrap().display());
+    for (setting, source) in [
+        ("capacity = \"2GiB\"", "--dram"),
+        ("policy = \"arc\"", "cascade.toml:3"),
+        ("write = \"through\"", "CASCADE_STORE_WRITE"),
+        ("pipeline = \"Dram|Files\"", "default"),
+        (&format!("directory = \"{below}\""), "--files"),
+    ] {
+        let found = |line: &str| line.starts_with(setting) && line.ends_with(source);
+        assert!(shown.lines().any(found), "{setting} by {source}: {shown}");
+    }
+}
+
+#[test]
+fn what_a_node_would_refuse_is_refused_with_a_hint() {
+    let directory = tempfile::TempDir::new().unwrap();
+    let file = directory.path().join("cascade.toml");
+    std::fs::write(&file, "[dram]\n\ncapactiy = \"1GiB\"\n").unwrap();
+    let file = file.display().to_string();
+    for (options, hints) in [
+        (&["--dram", "lots"][..], &["--dram", "512MiB"][..]),
+        (&["--dram", "1MiB"], &["the least is 4MiB"]),
+        (&["--policy", "clock"], &["prefix-cost"]),
+        (&["--listen", "localhost"], &["127.0.0.1:9000"]),
+        (&["--listen", "0.0.0.0:9000"], &["node.listen", "security.token_file"]),
+        (&["--pipeline", "Dram|Files"], &["store.pipeline (--pipeline)", "--files"]),
+        (&["--config", &file], &["cascade.toml:3", "dram.capacity"]),
+        (&["--config", "/no/such.toml"], &["/no/such.toml", "No such file"]),
+    ] {
+        let output = run(&[&["serve"], options].concat());
+        let said = stderr(&output);
+        assert_eq!(output.status.code(), Some(2), "{options:?}: {said}");
+        for hint in hints {
+            assert!(said.contains(hint), "{options:?} should name {hint:?}: {said}");
+        }
+    }
+}
+
+#[test]
+fn the_reference_and_the_example_are_printed() {
+    for (flag, file) in [
+        ("--print-reference", "docs/configuration.md"),
+        ("--print-example", "packaging/cascade.toml"),
+    ] {
+        let output = run(&["serve", flag]);
+        let kept = format!("{}/../../{file}", env!("CARGO_MANIFEST_DIR"));
+        let kept = std::fs::read_to_string(kept).unwrap();
+        assert_eq!(stdout(&output).trim_end(), kept.trim_end(), "{file}");
+    }
+}
+
+/// A real limit, lowered for the child alone.
+#[test]
+fn the_doctor_of_a_process_with_few_descriptors_says_so() {
+    let directory = tempfile::TempDir::new().unwrap();
+    let socket = directory.path().join("cascade.sock");
+    let output = std::process::Command::new("sh")
+        .args(["-c", "ulimit -n 64; exec \"$0\" doctor --json --socket \"$1\""])
+        .arg(env!("CARGO_BIN_EXE_cascade"))
+        .arg(&socket)
+        .output()
+        .unwrap();
+    let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+    let checks = report["checks"].as_array().unwrap();
+    let check = checks.iter().find(|check| check["id"] == "open_files").unwrap();
+    assert_eq!(check["state"], "failed", "{check}");
+    assert!(check["found"].as_str().unwrap().contains("64"), "{check}");
+    assert!(check["remedy"].as_str().unwrap().contains("ulimit -n"), "{check}");
+    assert_eq!((output.status.code(), &report["is_ready"]), (Some(1), &Value::Bool(false)));
+}
+
+#[test]
+fn the_doctor_tells_a_person_what_to_do() {
+    let directory = tempfile::TempDir::new().unwrap();
+    let socket = directory.path().join("cascade.sock");
+    std::fs::write(&socket, "").unwrap();
+    let output = run(&["doctor", "--socket", &socket.display().to_string()]);
+    let said = stdout(&output);
+    assert_eq!(output.status.code(), Some(1), "{said}");
+    for part in ["socket", "no socket", "why: ", "do:  move", "NOT READY"] {
+        assert!(said.contains(part), "{part}: {said}");
+    }
+}
+
+#[test]
+fn the_doctor_finds_a_configuration_that_is_refused() {
+    let output = run(&["doctor", "--json", "--listen", "0.0.0.0:9000"]);
+    let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(output.status.code(), Some(1));
+    assert_eq!(report["checks"][0]["id"], "configuration");
+    assert_eq!(report["checks"][0]["state"], "failed");
+    assert_eq!(report["checks"].as_array().unwrap().len(), 1);
+}

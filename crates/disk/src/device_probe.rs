@@ -1,0 +1,56 @@
+//! A probe of the device below a file tier: a page there and back, as blocks go.
+
+use std::io;
+use std::sync::Arc;
+
+use cascade_block::Deadline;
+
+use crate::format::PAGE_BYTES;
+use crate::io::{Buffer, Io, OpenMode, PageBuffer, Transfer, TransferKind};
+use crate::lock::DirectoryLock;
+use crate::random::random_bytes;
+use crate::{DiskError, FileTierConfig};
+
+/// Writes a page to a file of its own beside the blocks, syncs it and reads it back, through the
+/// engine that moves blocks. Takes part in no queue of theirs, so that it does not wait for them.
+pub(crate) fn probe(
+    io: &Io,
+    config: &FileTierConfig,
+    lock: &DirectoryLock,
+    direct: bool,
+    deadline: Deadline,
+) -> Result<(), DiskError> {
+    let path = config.directory.join(format!("{}.probe", config.writer));
+    let (target, place) = (path.clone(), lock.place().clone());
+    let file = io.call("open", &path, deadline, move |files| {
+        place.check()?;
+        match files.open(&target, OpenMode::Write, direct) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                files.open(&target, OpenMode::Create { allocate_bytes: 0 }, direct)
+            }
+            opened => opened,
+        }
+    })?;
+    let failed = |operation, source| DiskError::from_io(operation, &path, source);
+    let mut written = PageBuffer::zeroed(PAGE_BYTES);
+    let mark: [u8; 16] = random_bytes().map_err(|source| failed("probe", source))?;
+    for piece in written.bytes_mut().chunks_mut(mark.len()) {
+        piece.copy_from_slice(&mark[..piece.len()]);
+    }
+    let file = Arc::new(file);
+    let page = |kind, pages| Transfer::new(kind, Arc::clone(&file), 0, vec![Buffer::Pages(pages)]);
+    let steps = [
+        ("write", page(TransferKind::Write, written)),
+        ("sync", Transfer::sync(Arc::clone(&file))),
+        ("read", page(TransferKind::Read, PageBuffer::zeroed(PAGE_BYTES))),
+    ];
+    let mut found = None;
+    for (operation, transfer) in steps {
+        let (transfer, result) = io.transfer_all(vec![transfer], deadline).remove(0);
+        result.map_err(|source| failed(operation, source))?;
+        found = transfer;
+    }
+    let read = found.expect("a finished transfer comes back");
+    let is_same = read.buffers[0].bytes().chunks(mark.len()).all(|piece| *piece == mark);
+    if is_same { Ok(()) } else { Err(failed("read", io::Error::other("it holds other bytes"))) }
+}

@@ -1,0 +1,93 @@
+//! The probe of a device: right when it works, an error for every way in which it does not.
+#![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use cascade_block::{Deadline, SystemClock};
+use cascade_disk::conformance::{append, assert_hits, deadline, pool};
+use cascade_disk::io::Io;
+use cascade_disk::io::fault::{Fault, FaultPlan};
+use cascade_disk::{BlockFiles, DiskError, EngineKind, FileTierConfig, Layout, open_with};
+
+fn config(directory: &Path, layout: Layout) -> FileTierConfig {
+    FileTierConfig { direct: false, layout, ..FileTierConfig::new(directory) }
+}
+
+fn machine() -> Io {
+    Io::system(EngineKind::Psync, false, 4, None, Arc::new(SystemClock)).unwrap()
+}
+
+fn opened(directory: &Path, layout: Layout, io: Io) -> Arc<dyn BlockFiles> {
+    open_with(config(directory, layout), io, &pool(), deadline()).unwrap().0
+}
+
+#[test]
+fn a_probe_touches_no_block_and_outlives_a_restart() {
+    for layout in [Layout::Segments, Layout::FilePerBlock] {
+        let directory = tempfile::tempdir().unwrap();
+        let pool = pool();
+        let files = opened(directory.path(), layout, machine());
+        let stored = append(files.as_ref(), &pool, &[(1, 5000), (2, 9000)]);
+        for _ in 0..3 {
+            files.probe_device(deadline()).unwrap();
+        }
+        assert_hits(files.as_ref(), &pool, &stored);
+        files.checkpoint(deadline()).unwrap();
+        drop(files);
+        let files = opened(directory.path(), layout, machine());
+        files.probe_device(deadline()).unwrap();
+        assert_hits(files.as_ref(), &pool, &stored);
+        assert_eq!(files.stats().stuck_calls, 0);
+    }
+}
+
+/// How many calls to the machine an opening makes, and then a probe.
+fn calls(layout: Layout) -> (u64, u64) {
+    let directory = tempfile::tempdir().unwrap();
+    let plan = FaultPlan::new(Fault::Io, u64::MAX, false);
+    let files = opened(directory.path(), layout, plan.wrap(&machine()));
+    let opening = plan.calls();
+    files.probe_device(deadline()).unwrap();
+    (opening, plan.calls())
+}
+
+#[test]
+fn a_probe_fails_as_the_device_does_at_every_step() {
+    for layout in [Layout::Segments, Layout::FilePerBlock] {
+        let (opening, probed) = calls(layout);
+        assert!(probed > opening + 3, "it opens, writes, syncs and reads");
+        for fault in [Fault::Io, Fault::NoSpace, Fault::Torn, Fault::Hang] {
+            for at in opening..probed {
+                let directory = tempfile::tempdir().unwrap();
+                let plan = FaultPlan::new(fault, at, true);
+                let files = opened(directory.path(), layout, plan.wrap(&machine()));
+                let soon = Deadline::after(&SystemClock, Duration::from_secs(30));
+                let result = files.probe_device(soon);
+                let is_right = match fault {
+                    Fault::NoSpace => matches!(result, Err(DiskError::NoSpace { .. })),
+                    Fault::Hang => matches!(result, Err(DiskError::Timeout { .. })),
+                    _ => matches!(result, Err(DiskError::Io { .. })),
+                };
+                assert!(is_right, "{layout:?}, {fault:?} at call {at}: {result:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_directory_that_another_took_the_place_of_is_not_the_one_that_was_opened() {
+    let parent = tempfile::tempdir().unwrap();
+    let (here, away) = (parent.path().join("here"), parent.path().join("away"));
+    let files = opened(&here, Layout::Segments, machine());
+    std::fs::rename(&here, &away).unwrap();
+    let error = files.probe_device(deadline()).unwrap_err();
+    assert!(matches!(error, DiskError::Io { .. }), "{error:?}");
+    let other = opened(&here, Layout::Segments, machine());
+    let DiskError::Io { source, .. } = files.probe_device(deadline()).unwrap_err() else {
+        panic!("it is another directory")
+    };
+    assert!(source.to_string().contains("mounted"), "{source}");
+    other.probe_device(deadline()).unwrap();
+}

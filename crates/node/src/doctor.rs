@@ -1,0 +1,227 @@
+//! `cascade doctor`: what is wrong with this machine, before a node serves on it.
+//!
+//! Each check says what it found, why that matters and what to do. Checks look at the machine
+//! through [`Machine`], so that a test can show them any fault.
+
+mod devices;
+mod files;
+mod machine;
+mod memory;
+mod network;
+mod space;
+
+use std::fmt;
+use std::sync::{Arc, mpsc};
+use std::thread;
+use std::time::Duration;
+
+use cascade_block::{Deadline, SystemClock};
+use serde::{Deserialize, Serialize};
+
+use crate::NodeConfig;
+use crate::config::ConfigError;
+
+pub use machine::{Machine, ProbeFile, ThisMachine};
+pub use space::{FileSystem, Space};
+
+/// How long all checks should be given; one that hangs longer (a dead mount) has failed.
+pub const TIME_LIMIT: Duration = Duration::from_secs(10);
+
+/// How a check came out.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum State {
+    /// All is well.
+    Ok,
+    /// A node serves, but slower or with less than it could.
+    Warning,
+    /// A node does not start, or loses what it is for.
+    Failed,
+    /// There is nothing to check: not configured, or the machine has no such device.
+    Absent,
+}
+
+impl fmt::Display for State {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Self::Ok => "ok",
+            Self::Warning => "warning",
+            Self::Failed => "failed",
+            Self::Absent => "absent",
+        })
+    }
+}
+
+/// One check's answer.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Finding {
+    /// The check, such as `shared_memory`.
+    pub id: String,
+    /// How it came out.
+    pub state: State,
+    /// What the machine showed.
+    pub found: String,
+    /// Why a node cares.
+    pub why: String,
+    /// What to do, a command where there is one.
+    pub remedy: Option<String>,
+}
+
+/// All answers.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Report {
+    /// This program's version.
+    pub version: String,
+    /// Whether no check failed.
+    pub is_ready: bool,
+    /// The answers, in the order of the documentation.
+    pub checks: Vec<Finding>,
+}
+
+/// What a check found.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Outcome {
+    state: State,
+    found: String,
+    remedy: Option<String>,
+}
+
+impl Outcome {
+    fn ok(found: impl Into<String>) -> Self {
+        Self { state: State::Ok, found: found.into(), remedy: None }
+    }
+
+    fn absent(found: impl Into<String>) -> Self {
+        Self { state: State::Absent, found: found.into(), remedy: None }
+    }
+
+    fn warning(found: impl Into<String>, remedy: impl Into<String>) -> Self {
+        Self { state: State::Warning, found: found.into(), remedy: Some(remedy.into()) }
+    }
+
+    fn failed(found: impl Into<String>, remedy: impl Into<String>) -> Self {
+        Self { state: State::Failed, found: found.into(), remedy: Some(remedy.into()) }
+    }
+}
+
+/// A check: its name, why it is made, and how.
+struct Check {
+    id: &'static str,
+    why: &'static str,
+    run: fn(&NodeConfig, &dyn Machine) -> Outcome,
+}
+
+const CONFIGURATION: Check = Check {
+    id: "configuration",
+    why: "a node starts only with a configuration that makes sense and is safe",
+    run: |config, _| {
+        let names = config.tenants.iter().map(|tenant| tenant.name.as_str());
+        let names: Vec<&str> = std::iter::once("default").chain(names).collect();
+        Outcome::ok(format!("accepted; tenants: {}", names.join(", ")))
+    },
+};
+
+/// All checks, in the order in which they are shown.
+const CHECKS: &[Check] = &[
+    CONFIGURATION,
+    devices::KERNEL,
+    memory::MEMORY,
+    memory::MEMLOCK,
+    memory::HUGE_PAGES,
+    memory::SHARED_MEMORY,
+    files::DIRECTORY,
+    files::SPACE,
+    files::FILE_SYSTEM,
+    files::DIRECT_IO,
+    files::IO_URING,
+    network::OPEN_FILES,
+    network::SOCKET,
+    network::PORT,
+    network::EXPOSURE,
+    devices::CLOCK,
+    devices::CUDA,
+    devices::RDMA,
+    devices::VALKEY,
+];
+
+/// Names of all checks, in the order of a report.
+pub fn check_ids() -> impl Iterator<Item = &'static str> {
+    CHECKS.iter().map(|check| check.id)
+}
+
+/// Checks the machine against a configuration, within a time limit.
+///
+/// A configuration that is refused is a finding, and then the only one: what to check the machine
+/// against is not known.
+pub fn examine(
+    config: Result<NodeConfig, ConfigError>,
+    machine: &Arc<dyn Machine>,
+    time_limit: Duration,
+) -> Report {
+    let checks = match config {
+        Ok(config) => run_all(&Arc::new(config), machine, time_limit),
+        Err(error) => {
+            let remedy = "correct it; cascade serve --print-config then shows what is set";
+            vec![finding(&CONFIGURATION, Outcome::failed(explained(&error), remedy))]
+        }
+    };
+    let is_ready = checks.iter().all(|finding| finding.state != State::Failed);
+    Report { version: env!("CARGO_PKG_VERSION").to_owned(), is_ready, checks }
+}
+
+/// All at once, each on a thread of its own: one that hangs keeps no other from answering.
+fn run_all(
+    config: &Arc<NodeConfig>,
+    machine: &Arc<dyn Machine>,
+    time_limit: Duration,
+) -> Vec<Finding> {
+    let deadline = Deadline::after(&SystemClock, time_limit);
+    let started = CHECKS.iter().map(|check| {
+        let (sender, answer) = mpsc::sync_channel(1);
+        let (config, machine) = (Arc::clone(config), Arc::clone(machine));
+        let run = check.run;
+        let thread = thread::Builder::new().name(format!("doctor-{}", check.id));
+        let spawned = thread.spawn(move || {
+            // The receiver is gone when the time was up; then nobody wants the answer.
+            drop(sender.send(run(&config, machine.as_ref())));
+        });
+        (check, spawned.map(|_| answer))
+    });
+    let started: Vec<_> = started.collect();
+    let findings = started.into_iter().map(|(check, answer)| {
+        let outcome = match answer {
+            Ok(answer) => answer.recv_timeout(deadline.remaining(&SystemClock)).ok(),
+            Err(error) => Some(Outcome::failed(format!("no thread could be started ({error})"), {
+                "raise the limit on processes: ulimit -u"
+            })),
+        };
+        let outcome = outcome.unwrap_or_else(|| {
+            let found = format!("no answer within {} s", time_limit.as_secs_f64());
+            Outcome::failed(found, "look for a mount or device that hangs: dmesg, mount")
+        });
+        finding(check, outcome)
+    });
+    findings.collect()
+}
+
+fn finding(check: &Check, outcome: Outcome) -> Finding {
+    Finding {
+        id: check.id.to_owned(),
+        state: outcome.state,
+        found: outcome.found,
+        why: check.why.to_owned(),
+        remedy: outcome.remedy,
+    }
+}
+
+/// An error with its causes.
+fn explained(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut cause = error.source();
+    while let Some(error) = cause {
+        text.push_str(": ");
+        text.push_str(&error.to_string());
+        cause = error.source();
+    }
+    text
+}

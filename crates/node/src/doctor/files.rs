@@ -1,0 +1,166 @@
+//! Checks of the file tier: its directory, its room, and how it can be read and written.
+
+use std::path::{Path, PathBuf};
+
+use cascade_block::ByteSize;
+use cascade_store::{FilesConfig, IoEngine};
+
+use super::{Check, FileSystem, Machine, Outcome};
+use crate::NodeConfig;
+
+const NO_FILES: &str = "no file tier is configured (files.directory)";
+
+pub(super) const DIRECTORY: Check = Check {
+    id: "files_directory",
+    why: "the file tier keeps blocks there",
+    run: |config, machine| {
+        let directories = directories(config);
+        if directories.is_empty() {
+            return Outcome::absent(NO_FILES);
+        }
+        for directory in &directories {
+            let at = directory.display();
+            let existing = existing(directory);
+            if !existing.is_dir() {
+                let found = format!("{} is no directory", existing.display());
+                return Outcome::failed(found, "set files.directory (--files) to another path");
+            }
+            if let Err(error) = machine.try_file(existing) {
+                return Outcome::failed(
+                    format!("no file can be made in {} ({error})", existing.display()),
+                    format!("sudo install -d -m 0700 -o \"$USER\" {at}; or set files.directory"),
+                );
+            }
+        }
+        let names = directories.iter().map(|directory| directory.display().to_string());
+        Outcome::ok(names.collect::<Vec<_>>().join(", "))
+    },
+};
+
+pub(super) const SPACE: Check = Check {
+    id: "files_space",
+    why: "a file system that fills up before the tier reaches its capacity ends writing early",
+    run: |config, machine| {
+        let Some(files) = &config.store.files else { return Outcome::absent(NO_FILES) };
+        let tenants = config.tenants.iter().filter_map(|tenant| tenant.store.files.as_ref());
+        let below = tenants.filter(|other| other.directory.starts_with(&files.directory));
+        let below = below.map(|other| other.capacity_bytes);
+        let capacity = below.fold(files.capacity_bytes, u64::saturating_add);
+        match space(files, machine) {
+            Err(outcome) => outcome,
+            Ok((at, space)) => {
+                // What lies in the directory already is the tier's own, and is counted in it. A
+                // directory above, where this one is missing, is somebody else's.
+                let is_own = at == files.directory;
+                let own = if is_own { machine.used_bytes(at, "").unwrap_or(0) } else { 0 };
+                let room = space.free_bytes.saturating_add(own);
+                let [free, own, wanted] =
+                    [space.free_bytes, own, capacity].map(|bytes| ByteSize(bytes).rounded());
+                let found = format!("{wanted} configured, {free} free, {own} taken by the tier");
+                if room >= capacity {
+                    return Outcome::ok(found);
+                }
+                let remedy = match room >> 20 {
+                    0 => "free space, or set files.directory to another file system".to_owned(),
+                    mib => format!("lower files.capacity (--files-capacity) to {mib}MiB"),
+                };
+                Outcome::failed(found, remedy)
+            }
+        }
+    },
+};
+
+pub(super) const FILE_SYSTEM: Check = Check {
+    id: "file_system",
+    why: "blocks in files are to outlive the machine's restart, at the speed of the disk",
+    run: |config, machine| {
+        let Some(files) = &config.store.files else { return Outcome::absent(NO_FILES) };
+        match space(files, machine) {
+            Err(outcome) => outcome,
+            Ok((_, space)) if space.file_system.is_memory() => Outcome::warning(
+                format!("{}: memory, gone with the machine's restart", space.file_system),
+                "set files.directory to a disk's file system (df -hT lists them)",
+            ),
+            Ok((_, space)) if space.file_system == FileSystem::OVERLAY => Outcome::warning(
+                "overlay: the container's own layer, gone with it",
+                "mount a volume and set files.directory to it: docker run -v /srv/cascade:/cache",
+            ),
+            Ok((_, space)) if space.file_system == FileSystem::NFS => Outcome::warning(
+                "nfs: reads wait for the network, and a server that is away makes them hang",
+                "set files.directory to a local disk; keep NFS for files.layout = file-per-block",
+            ),
+            Ok((_, space)) => Outcome::ok(space.file_system.to_string()),
+        }
+    },
+};
+
+pub(super) const DIRECT_IO: Check = Check {
+    id: "direct_io",
+    why: "past the page cache a block costs no second copy and no memory of the machine",
+    run: |config, machine| {
+        let Some(files) = &config.store.files else { return Outcome::absent(NO_FILES) };
+        if !files.direct {
+            return Outcome::absent("files.direct is false");
+        }
+        match machine.try_file(existing(&files.directory)) {
+            Ok(probe) => match probe.direct_refusal {
+                None => Outcome::ok("O_DIRECT works"),
+                Some(error) => Outcome::warning(
+                    format!("the file system refuses O_DIRECT ({error}): the page cache is used"),
+                    "use ext4 or xfs; or set files.direct = false to accept it",
+                ),
+            },
+            Err(error) => Outcome::failed(
+                format!("no file can be made in {} ({error})", files.directory.display()),
+                "see files_directory",
+            ),
+        }
+    },
+};
+
+pub(super) const IO_URING: Check = Check {
+    id: "io_uring",
+    why: "one system call carries a whole batch of reads; without it a few threads share them",
+    run: |config, machine| {
+        let Some(files) = &config.store.files else { return Outcome::absent(NO_FILES) };
+        let allow = "sudo sysctl kernel.io_uring_disabled=0; Docker: a seccomp profile that \
+                     allows io_uring_setup, io_uring_enter and io_uring_register";
+        match (files.engine, machine.try_ring()) {
+            (IoEngine::Psync, _) => Outcome::absent("files.engine is psync"),
+            (_, Ok(true)) => Outcome::ok("allowed, with registered memory"),
+            (_, Ok(false)) => Outcome::warning(
+                "allowed, but memory cannot be registered",
+                "see huge_pages and memlock; buffers are shared between rings from Linux 6.12 on",
+            ),
+            (IoEngine::Uring, Err(error)) => Outcome::failed(
+                format!("the kernel refuses it ({error}), and files.engine is uring"),
+                format!("{allow}; or set files.engine = auto"),
+            ),
+            (IoEngine::Auto, Err(error)) => {
+                Outcome::warning(format!("the kernel refuses it ({error}): psync is used"), allow)
+            }
+        }
+    },
+};
+
+/// Directories of all tenants.
+fn directories(config: &NodeConfig) -> Vec<PathBuf> {
+    let tenants = config.tenants.iter().map(|tenant| &tenant.store);
+    let stores = std::iter::once(&config.store).chain(tenants);
+    stores.filter_map(|store| Some(store.files.as_ref()?.directory.clone())).collect()
+}
+
+/// The directory, or what is there of the path to it; the node makes the rest.
+fn existing(directory: &Path) -> &Path {
+    directory.ancestors().find(|path| path.exists()).unwrap_or(Path::new("/"))
+}
+
+fn space<'a>(
+    files: &'a FilesConfig,
+    machine: &dyn Machine,
+) -> Result<(&'a Path, super::Space), Outcome> {
+    let at = existing(&files.directory);
+    machine.space(at).map(|space| (at, space)).map_err(|error| {
+        Outcome::failed(format!("{}: {error}", at.display()), "see files_directory")
+    })
+}

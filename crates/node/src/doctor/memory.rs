@@ -1,0 +1,157 @@
+//! Checks of memory: is there enough, may it be locked, does it come in huge pages.
+
+use cascade_block::ByteSize;
+use cascade_memory::PageSource;
+
+use super::{Check, FileSystem, Machine, Outcome};
+use crate::NodeConfig;
+
+/// What names of pools and what lies beside them begin with.
+const POOL_PREFIX: &str = "cascade";
+
+/// `CAP_IPC_LOCK` in the set of capabilities: its owner may lock any amount.
+const CAPABILITY_IPC_LOCK: u64 = 1 << 14;
+
+pub(super) const MEMORY: Check = Check {
+    id: "memory",
+    why: "all of the pools is taken at start, so that the machine never runs out while it serves",
+    run: |config, machine| {
+        let needed = dram_bytes(config);
+        let Some(available) = available_bytes(machine) else {
+            return Outcome::warning("/proc/meminfo does not say what is available", {
+                "mount /proc in this container"
+            });
+        };
+        let (needed_text, text) = (ByteSize(needed).rounded(), ByteSize(available).rounded());
+        let found = format!("{needed_text} configured, {text} available");
+        if needed > available {
+            let remedy = format!("lower dram.capacity (--dram) below {text}, or free memory");
+            return Outcome::failed(found, remedy);
+        }
+        Outcome::ok(found)
+    },
+};
+
+pub(super) const MEMLOCK: Check = Check {
+    id: "memlock",
+    why: "memory that may be locked can be registered with io_uring (and RDMA): no copy, no \
+          pinning of pages at each transfer",
+    run: |config, machine| {
+        let needed = dram_bytes(config);
+        let Some((soft, _)) = limit(machine, "Max locked memory") else {
+            return Outcome::warning("/proc/self/limits does not say", "mount /proc");
+        };
+        if soft >= needed {
+            let text = if soft == u64::MAX { "unlimited".into() } else { ByteSize(soft).rounded() };
+            return Outcome::ok(text);
+        }
+        if is_privileged(machine) {
+            return Outcome::ok(format!("{} and CAP_IPC_LOCK", ByteSize(soft).rounded()));
+        }
+        Outcome::warning(
+            format!("{} for {} of DRAM", ByteSize(soft).rounded(), ByteSize(needed).rounded()),
+            "ulimit -l unlimited; systemd: LimitMEMLOCK=infinity; Docker: --ulimit memlock=-1",
+        )
+    },
+};
+
+pub(super) const HUGE_PAGES: Check = Check {
+    id: "huge_pages",
+    why: "with 2 MiB pages copies are faster and registering the pool takes less memory and time",
+    run: |config, machine| {
+        if !config.store.huge_pages {
+            return Outcome::absent("dram.huge_pages is false");
+        }
+        let remedy = "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled, on \
+                      Linux 6.1 or later; or reserve some: sudo sysctl vm.nr_hugepages=N";
+        match machine.try_huge_pages() {
+            Ok(report) if report.huge_bytes > 0 => Outcome::ok(match report.source {
+                PageSource::Reserved => "reserved ones are free",
+                _ => "the kernel makes them",
+            }),
+            Ok(report) => {
+                let reason = report.refusal.map_or_else(String::new, |error| format!(" ({error})"));
+                Outcome::warning(format!("the kernel gave none{reason}"), remedy)
+            }
+            Err(error) => Outcome::warning(super::explained(&error), remedy),
+        }
+    },
+};
+
+pub(super) const SHARED_MEMORY: Check = Check {
+    id: "shared_memory",
+    why: "the pool is a file of this directory: all of it must fit, and on a tmpfs it is memory",
+    run: |config, machine| {
+        let Some(directory) = &config.pool_directory else {
+            return Outcome::absent("dram.keep_pool is never: the pool has no name");
+        };
+        let (needed, at) = (dram_bytes(config), directory.display());
+        let space = match machine.space(directory) {
+            Ok(space) => space,
+            Err(error) => {
+                let remedy = format!("sudo mount -t tmpfs tmpfs {at}; or set dram.pool_directory");
+                return Outcome::failed(format!("{at}: {error}"), remedy);
+            }
+        };
+        if let Err(error) = machine.may_write(directory) {
+            let remedy = format!("sudo chmod 1777 {at}; or set dram.pool_directory");
+            return Outcome::failed(format!("{at} cannot be written ({error})"), remedy);
+        }
+        let free = ByteSize(space.free_bytes).rounded();
+        let found = format!("{at}: {}, {free} free", space.file_system);
+        // A pool that a crashed node left is taken over, not made anew.
+        let own_bytes = machine.used_bytes(directory, POOL_PREFIX).unwrap_or(0);
+        if needed > space.free_bytes.saturating_add(own_bytes) {
+            let short = needed - space.free_bytes.saturating_add(own_bytes);
+            let size = format!("{}M", space.total_bytes.saturating_add(short).div_ceil(1 << 20));
+            return Outcome::failed(
+                format!("{found}; {} configured", ByteSize(needed).rounded()),
+                format!("sudo mount -o remount,size={size} {at}; Docker: --shm-size={size}"),
+            );
+        }
+        if !space.file_system.is_memory() {
+            return Outcome::warning(found, "set dram.pool_directory to a tmpfs such as /dev/shm");
+        }
+        if space.file_system == FileSystem::HUGETLBFS {
+            return Outcome::warning(found, "use a tmpfs: the pool's size is no multiple of 2 MiB");
+        }
+        Outcome::ok(found)
+    },
+};
+
+/// What the pools of all tenants take.
+fn dram_bytes(config: &NodeConfig) -> u64 {
+    let tenants = config.tenants.iter().map(|tenant| tenant.store.dram_bytes);
+    tenants.fold(config.store.dram_bytes, u64::saturating_add)
+}
+
+/// What the machine could give, or the control group that a container sees as its root.
+fn available_bytes(machine: &dyn Machine) -> Option<u64> {
+    let text = machine.read("/proc/meminfo").ok()?;
+    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
+    let kib = line.trim().strip_suffix(" kB")?.parse::<u64>().ok()?;
+    let number = |path: &str| machine.read(path).ok()?.trim().parse::<u64>().ok();
+    // No file, or the word "max" in it, is no limit.
+    let limit = number("/sys/fs/cgroup/memory.max");
+    let used = number("/sys/fs/cgroup/memory.current").unwrap_or(0);
+    let group = limit.map_or(u64::MAX, |limit| limit.saturating_sub(used));
+    Some(kib.saturating_mul(1024).min(group))
+}
+
+/// A resource limit of this process, soft and hard; no limit is the largest number.
+pub(super) fn limit(machine: &dyn Machine, name: &str) -> Option<(u64, u64)> {
+    let text = machine.read("/proc/self/limits").ok()?;
+    let rest = text.lines().find_map(|line| line.strip_prefix(name))?;
+    let mut numbers = rest.split_whitespace().map(|word| match word {
+        "unlimited" => Some(u64::MAX),
+        number => number.parse().ok(),
+    });
+    Some((numbers.next()??, numbers.next()??))
+}
+
+fn is_privileged(machine: &dyn Machine) -> bool {
+    let status = machine.read("/proc/self/status").unwrap_or_default();
+    let set = status.lines().find_map(|line| line.strip_prefix("CapEff:"));
+    let set = set.and_then(|set| u64::from_str_radix(set.trim(), 16).ok());
+    set.is_some_and(|set| set & CAPABILITY_IPC_LOCK != 0)
+}

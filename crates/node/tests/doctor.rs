@@ -1,0 +1,543 @@
+//! Each fault of a machine is shown to the doctor once, and named with its remedy.
+
+#![expect(clippy::unwrap_used, reason = "in a test, a surprise should panic")]
+#![expect(clippy::print_stderr, reason = "tells why a test was skipped")]
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::io;
+use std::net::{SocketAddr, TcpListener};
+use std::os::unix::fs::PermissionsExt as _;
+use std::os::unix::net::UnixListener;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::{Arc, Mutex, mpsc};
+use std::time::Duration;
+
+use cascade_memory::{MemoryError, PageReport, PageSource};
+use cascade_node::NodeConfig;
+use cascade_node::config::{self, Environment, Sources};
+use cascade_node::doctor::{
+    FileSystem, Machine, ProbeFile, Report, Space, State, ThisMachine, check_ids, examine,
+};
+use cascade_node::socket_place::{Occupant, SocketPlaceError};
+use cascade_store::{FilesConfig, IoEngine};
+use tempfile::TempDir;
+
+const GIB: u64 = 1 << 30;
+const LIMIT: Duration = Duration::from_secs(30);
+
+/// A machine without fault, but for what a test changes.
+#[derive(Debug)]
+struct Fake {
+    texts: BTreeMap<String, String>,
+    lists: BTreeMap<String, Vec<String>>,
+    pool: Space,
+    files: Space,
+    direct_refusal: Option<io::ErrorKind>,
+    huge_bytes: usize,
+    ring: Result<bool, io::ErrorKind>,
+    unix_seconds: u64,
+    /// The ring's answer comes when the other end is dropped.
+    hangs_until: Option<Mutex<mpsc::Receiver<()>>>,
+}
+
+impl Fake {
+    fn healthy() -> Self {
+        let texts = [
+            ("/proc/sys/kernel/osrelease", "6.12.5-generic\n"),
+            ("/proc/meminfo", "MemTotal: 67108864 kB\nMemAvailable:   33554432 kB\n"),
+            ("/proc/self/status", "Name:\tcascade\nCapEff:\t0000000000000000\n"),
+            (
+                "/proc/self/limits",
+                "Limit                     Soft Limit           Hard Limit           Units\n\
+                 Max open files            65536                65536                files\n\
+                 Max locked memory         unlimited            unlimited            bytes\n",
+            ),
+            ("/sys/devices/system/clocksource/clocksource0/current_clocksource", "tsc\n"),
+            ("/proc/driver/nvidia/version", "NVRM version: 570.1\nGCC version: 12\n"),
+            ("/sys/class/infiniband/mlx5_0/ports/1/state", "4: ACTIVE\n"),
+        ];
+        let lists = [
+            ("/sys/class/infiniband", "mlx5_0"),
+            ("/sys/class/infiniband/mlx5_0/ports", "1"),
+            ("/dev/infiniband", "uverbs0"),
+            ("/usr/lib64", "libcuda.so.1"),
+        ];
+        let space =
+            |file_system| Space { file_system, free_bytes: 20 * GIB, total_bytes: 32 * GIB };
+        Self {
+            texts: texts.map(|(path, text)| (path.to_owned(), text.to_owned())).into(),
+            lists: lists.map(|(path, name)| (path.to_owned(), vec![name.to_owned()])).into(),
+            pool: space(FileSystem::TMPFS),
+            files: space(FileSystem(0xef53)),
+            direct_refusal: None,
+            huge_bytes: 4 << 20,
+            ring: Ok(true),
+            unix_seconds: 1_800_000_000,
+            hangs_until: None,
+        }
+    }
+
+    fn text(&mut self, path: &str, text: &str) {
+        self.texts.insert(path.to_owned(), text.to_owned());
+    }
+}
+
+impl Machine for Fake {
+    fn read(&self, path: &str) -> io::Result<String> {
+        self.texts.get(path).cloned().ok_or_else(|| io::ErrorKind::NotFound.into())
+    }
+
+    fn list(&self, path: &str) -> io::Result<Vec<String>> {
+        self.lists.get(path).cloned().ok_or_else(|| io::ErrorKind::NotFound.into())
+    }
+
+    fn space(&self, directory: &Path) -> io::Result<Space> {
+        Ok(if directory == Path::new("/dev/shm") { self.pool } else { self.files })
+    }
+
+    fn used_bytes(&self, _: &Path, _: &str) -> io::Result<u64> {
+        Ok(0)
+    }
+
+    fn try_file(&self, _: &Path) -> io::Result<ProbeFile> {
+        Ok(ProbeFile { direct_refusal: self.direct_refusal.map(Into::into) })
+    }
+
+    fn may_write(&self, _: &Path) -> io::Result<()> {
+        Ok(())
+    }
+
+    fn socket(&self, path: &Path) -> Result<Occupant, SocketPlaceError> {
+        ThisMachine.socket(path)
+    }
+
+    fn try_listen(&self, address: SocketAddr) -> io::Result<()> {
+        ThisMachine.try_listen(address)
+    }
+
+    fn try_huge_pages(&self) -> Result<PageReport, MemoryError> {
+        let source = PageSource::Collapsed;
+        let refusal = (self.huge_bytes == 0).then(|| io::ErrorKind::InvalidInput.into());
+        Ok(PageReport { source, huge_bytes: self.huge_bytes, refusal })
+    }
+
+    fn try_ring(&self) -> io::Result<bool> {
+        if let Some(end) = &self.hangs_until {
+            assert!(end.lock().unwrap().recv().is_err(), "nothing is sent");
+        }
+        self.ring.map_err(Into::into)
+    }
+
+    fn unix_seconds(&self) -> u64 {
+        self.unix_seconds
+    }
+}
+
+/// A node of 8 GiB with 16 GiB of files, all in a directory of its own.
+fn node(directory: &Path) -> NodeConfig {
+    let mut config = NodeConfig::new(directory.join("cascade.sock"));
+    config.listen = Some("127.0.0.1:0".parse().unwrap());
+    config.pool_directory = Some("/dev/shm".into());
+    config.store.dram_bytes = 8 * GIB;
+    "Dram|Files".clone_into(&mut config.store.pipeline);
+    let mut files = FilesConfig::new(directory.join("files"));
+    files.capacity_bytes = 16 * GIB;
+    config.store.files = Some(files);
+    config
+}
+
+fn diagnose(config: NodeConfig, machine: impl Machine + 'static) -> Report {
+    let machine: Arc<dyn Machine> = Arc::new(machine);
+    examine(Ok(config), &machine, LIMIT)
+}
+
+/// The report names exactly this trouble.
+#[track_caller]
+fn assert_named(report: &Report, id: &str, state: State, found: &str, remedy: &str) {
+    let is_trouble = |state| matches!(state, State::Warning | State::Failed);
+    let troubles: Vec<_> = report.checks.iter().filter(|check| is_trouble(check.state)).collect();
+    let [check] = &troubles[..] else { panic!("one trouble, {id}: {troubles:#?}") };
+    assert_eq!((check.id.as_str(), check.state), (id, state), "{check:?}");
+    assert!(check.found.contains(found), "{found}: {check:?}");
+    assert!(check.remedy.as_ref().unwrap().contains(remedy), "{remedy}: {check:?}");
+    assert_eq!(report.is_ready, state != State::Failed);
+}
+
+#[test]
+fn a_healthy_machine_has_no_trouble() {
+    let directory = TempDir::new().unwrap();
+    let report = diagnose(node(directory.path()), Fake::healthy());
+    let states: Vec<_> = report.checks.iter().map(|check| (&*check.id, check.state)).collect();
+    for (id, state) in states {
+        let expected = if id == "valkey" { State::Absent } else { State::Ok };
+        assert_eq!(state, expected, "{id}: {:#?}", report.checks);
+    }
+    assert!(report.is_ready);
+}
+
+#[test]
+fn what_is_not_configured_is_not_checked() {
+    let directory = TempDir::new().unwrap();
+    let mut config = NodeConfig::new(directory.path().join("cascade.sock"));
+    config.store.huge_pages = false;
+    let mut machine = Fake::healthy();
+    machine.lists.clear();
+    machine.texts.remove("/proc/driver/nvidia/version");
+    machine.direct_refusal = Some(io::ErrorKind::InvalidInput);
+    machine.ring = Err(io::ErrorKind::PermissionDenied);
+    machine.huge_bytes = 0;
+    let report = diagnose(config, machine);
+    let absent = report.checks.iter().filter(|check| check.state == State::Absent).count();
+    assert!(report.is_ready && absent == 12, "{absent}: {:#?}", report.checks);
+}
+
+/// A change of a healthy machine, and the one trouble that it makes.
+type Fault = (fn(&mut Fake), &'static str, State, &'static str, &'static str);
+
+const FAULTS: &[Fault] = &[
+    (
+        |machine| machine.text("/proc/sys/kernel/osrelease", "5.10.0-8-amd64\n"),
+        "kernel",
+        State::Failed,
+        "5.10.0",
+        "6.1",
+    ),
+    (
+        |machine| machine.text("/proc/sys/kernel/osrelease", "5.15.0\n"),
+        "kernel",
+        State::Warning,
+        "5.15.0",
+        "6.1",
+    ),
+    (
+        |machine| machine.text("/proc/meminfo", "MemAvailable:    1048576 kB\n"),
+        "memory",
+        State::Failed,
+        "1.0 GiB available",
+        "--dram",
+    ),
+    (
+        |machine| {
+            machine.text("/sys/fs/cgroup/memory.max", "4294967296\n");
+            machine.text("/sys/fs/cgroup/memory.current", "1073741824\n");
+        },
+        "memory",
+        State::Failed,
+        "3.0 GiB available",
+        "--dram",
+    ),
+    (
+        |machine| {
+            let limits = machine.texts["/proc/self/limits"].replace("unlimited", "8388608  ");
+            machine.text("/proc/self/limits", &limits);
+        },
+        "memlock",
+        State::Warning,
+        "8.0 MiB",
+        "ulimit -l unlimited",
+    ),
+    (|machine| machine.huge_bytes = 0, "huge_pages", State::Warning, "none", "vm.nr_hugepages"),
+    (
+        |machine| machine.pool.free_bytes = 64 << 20,
+        "shared_memory",
+        State::Failed,
+        "64.0 MiB free",
+        "remount,size=40896M",
+    ),
+    (
+        |machine| machine.pool.file_system = FileSystem(0xef53),
+        "shared_memory",
+        State::Warning,
+        "ext4",
+        "/dev/shm",
+    ),
+    (
+        |machine| machine.files.free_bytes = GIB,
+        "files_space",
+        State::Failed,
+        "1.0 GiB free",
+        "1024MiB",
+    ),
+    (
+        |machine| machine.files.file_system = FileSystem::TMPFS,
+        "file_system",
+        State::Warning,
+        "tmpfs",
+        "files.directory",
+    ),
+    (
+        |machine| machine.files.file_system = FileSystem::OVERLAY,
+        "file_system",
+        State::Warning,
+        "container",
+        "docker run -v",
+    ),
+    (
+        |machine| machine.files.file_system = FileSystem::NFS,
+        "file_system",
+        State::Warning,
+        "nfs",
+        "local disk",
+    ),
+    (
+        |machine| machine.direct_refusal = Some(io::ErrorKind::InvalidInput),
+        "direct_io",
+        State::Warning,
+        "refuses O_DIRECT",
+        "ext4",
+    ),
+    (
+        |machine| machine.ring = Err(io::ErrorKind::PermissionDenied),
+        "io_uring",
+        State::Warning,
+        "psync is used",
+        "kernel.io_uring_disabled=0",
+    ),
+    (|machine| machine.ring = Ok(false), "io_uring", State::Warning, "registered", "memlock"),
+    (
+        |machine| {
+            let limits = machine.texts["/proc/self/limits"].replace("65536", "1024 ");
+            machine.text("/proc/self/limits", &limits);
+        },
+        "open_files",
+        State::Failed,
+        "1024",
+        "ulimit -n",
+    ),
+    (|machine| machine.unix_seconds = 86_400, "clock", State::Failed, "86400", "timedatectl"),
+    (
+        |machine| {
+            let path = "/sys/devices/system/clocksource/clocksource0/current_clocksource";
+            machine.text(path, "hpet\n");
+        },
+        "clock",
+        State::Warning,
+        "hpet",
+        "available_clocksource",
+    ),
+    (
+        |machine| drop(machine.lists.remove("/usr/lib64")),
+        "cuda",
+        State::Warning,
+        "libcuda.so.1",
+        "--gpus all",
+    ),
+    (
+        |machine| machine.text("/sys/class/infiniband/mlx5_0/ports/1/state", "1: DOWN\n"),
+        "rdma",
+        State::Warning,
+        "no port is active",
+        "rdma link",
+    ),
+    (
+        |machine| drop(machine.lists.remove("/dev/infiniband")),
+        "rdma",
+        State::Warning,
+        "uverbs",
+        "modprobe ib_uverbs",
+    ),
+];
+
+#[test]
+fn each_fault_is_named_with_its_remedy() {
+    let directory = TempDir::new().unwrap();
+    for (inject, id, state, found, remedy) in FAULTS {
+        let mut machine = Fake::healthy();
+        inject(&mut machine);
+        let report = diagnose(node(directory.path()), machine);
+        assert_named(&report, id, *state, found, remedy);
+    }
+}
+
+#[test]
+fn a_fault_that_only_the_configuration_makes_one_is_named() {
+    let directory = TempDir::new().unwrap();
+    let mut config = node(directory.path());
+    config.store.files.as_mut().unwrap().engine = IoEngine::Uring;
+    let mut machine = Fake::healthy();
+    machine.ring = Err(io::ErrorKind::PermissionDenied);
+    let report = diagnose(config, machine);
+    assert_named(&report, "io_uring", State::Failed, "files.engine is uring", "auto");
+
+    let mut config = node(directory.path());
+    config.listen = Some("0.0.0.0:0".parse().unwrap());
+    let report = diagnose(config, Fake::healthy());
+    assert_named(&report, "exposure", State::Warning, "without TLS", "security.certificate");
+}
+
+#[test]
+fn a_refused_configuration_is_the_only_finding() {
+    let file = TempDir::new().unwrap();
+    let path = file.path().join("cascade.toml");
+    fs::write(&path, "[dram]\ncapactiy = \"1GiB\"\n").unwrap();
+    let sources = Sources { file: Some(path), flags: Vec::new() };
+    let config = config::load(&sources, &Environment::new([("A", "")], 0));
+    let machine: Arc<dyn Machine> = Arc::new(Fake::healthy());
+    let report = examine(config, &machine, LIMIT);
+    assert_named(&report, "configuration", State::Failed, "dram.capacity", "correct it");
+    assert_eq!(report.checks.len(), 1);
+}
+
+#[test]
+fn a_real_port_that_is_taken_is_named() {
+    let directory = TempDir::new().unwrap();
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let mut config = node(directory.path());
+    config.listen = Some(listener.local_addr().unwrap());
+    let report = diagnose(config, Fake::healthy());
+    assert_named(&report, "port", State::Failed, "in use", "ss -ltnp");
+}
+
+#[test]
+fn an_address_of_another_host_is_named() {
+    let directory = TempDir::new().unwrap();
+    let mut config = node(directory.path());
+    // Of a network that is for documentation.
+    config.listen = Some("192.0.2.1:9000".parse().unwrap());
+    config.security.certificate = Some("/certificate".into());
+    let report = diagnose(config, Fake::healthy());
+    assert_named(&report, "port", State::Failed, "192.0.2.1", "ip -brief address");
+}
+
+#[test]
+fn real_sockets_are_told_apart() {
+    let directory = TempDir::new().unwrap();
+    let path = directory.path().join("cascade.sock");
+    let listener = UnixListener::bind(&path).unwrap();
+    let report = diagnose(node(directory.path()), Fake::healthy());
+    assert_named(&report, "socket", State::Failed, "another process listens", "ss -xlp");
+
+    drop(listener);
+    let report = diagnose(node(directory.path()), Fake::healthy());
+    let socket = report.checks.iter().find(|check| check.id == "socket").unwrap();
+    assert!(socket.state == State::Ok && socket.found.contains("gone"), "{socket:?}");
+
+    fs::remove_file(&path).unwrap();
+    fs::write(&path, "").unwrap();
+    let report = diagnose(node(directory.path()), Fake::healthy());
+    assert_named(&report, "socket", State::Failed, "no socket", "move");
+
+    fs::remove_file(&path).unwrap();
+    fs::set_permissions(directory.path(), fs::Permissions::from_mode(0o777)).unwrap();
+    let report = diagnose(node(directory.path()), Fake::healthy());
+    assert_named(&report, "socket", State::Failed, "0777", "chmod go-w");
+}
+
+#[test]
+fn a_file_where_the_directory_should_be_is_named() {
+    let directory = TempDir::new().unwrap();
+    fs::write(directory.path().join("files"), "").unwrap();
+    let report = diagnose(node(directory.path()), Fake::healthy());
+    assert_named(&report, "files_directory", State::Failed, "no directory", "files.directory");
+}
+
+/// What one check says of the machine that the test runs on; others differ from host to host.
+fn real(report: &Report, id: &str) -> (State, String, String) {
+    let check = report.checks.iter().find(|check| check.id == id).unwrap();
+    (check.state, check.found.clone(), check.remedy.clone().unwrap_or_default())
+}
+
+/// A tmpfs of 8 MiB, unmounted on drop; nothing where mounting is not allowed.
+struct TinyFileSystem(TempDir);
+
+impl TinyFileSystem {
+    fn mount(options: &str) -> Option<Self> {
+        let directory = TempDir::new().unwrap();
+        let options = format!("size=8M,{options}");
+        let mut mount = Command::new("mount");
+        mount.args(["-t", "tmpfs", "-o", &options, "tmpfs"]).arg(directory.path());
+        mount.output().is_ok_and(|out| out.status.success()).then_some(Self(directory))
+    }
+
+    fn path(&self) -> PathBuf {
+        self.0.path().to_owned()
+    }
+}
+
+impl Drop for TinyFileSystem {
+    fn drop(&mut self) {
+        let unmounted = Command::new("umount").arg("-l").arg(self.0.path()).status();
+        assert!(unmounted.is_ok_and(|status| status.success()), "unmounting our own mount");
+    }
+}
+
+#[test]
+fn a_real_file_system_that_is_too_small_is_named() {
+    let Some(tiny) = TinyFileSystem::mount("mode=0700") else {
+        eprintln!("skipped: this user may not mount a tmpfs");
+        return;
+    };
+    let mut config = node(&tiny.path());
+    config.pool_directory = Some(tiny.path());
+    let report = diagnose(config, ThisMachine);
+    let (state, found, remedy) = real(&report, "files_space");
+    assert_eq!(state, State::Failed);
+    assert!(found.contains("8.0 MiB free") && remedy.contains("8MiB"), "{found}: {remedy}");
+    let (state, found, remedy) = real(&report, "shared_memory");
+    assert_eq!(state, State::Failed);
+    assert!(found.contains("8.0 MiB free") && remedy.contains("size=8192M"), "{found}: {remedy}");
+    assert_eq!(real(&report, "file_system").0, State::Warning);
+    assert_eq!(real(&report, "files_directory").0, State::Ok);
+    assert_eq!(fs::read_dir(tiny.path()).unwrap().count(), 0, "probes are removed");
+}
+
+#[test]
+fn a_real_file_system_that_cannot_be_written_is_named() {
+    let Some(tiny) = TinyFileSystem::mount("ro") else {
+        eprintln!("skipped: this user may not mount a tmpfs");
+        return;
+    };
+    let mut config = node(&tiny.path());
+    config.pool_directory = Some(tiny.path());
+    config.socket = tiny.path().join("run/cascade.sock");
+    let report = diagnose(config, ThisMachine);
+    for id in ["files_directory", "shared_memory", "socket"] {
+        let (state, found, remedy) = real(&report, id);
+        assert_eq!(state, State::Failed, "{id}: {found}");
+        assert!(found.contains("Read-only file system"), "{id}: {found}");
+        assert!(!remedy.is_empty(), "{id}");
+    }
+}
+
+#[test]
+fn a_pool_directory_that_is_missing_is_named() {
+    let directory = TempDir::new().unwrap();
+    let mut config = node(directory.path());
+    config.pool_directory = Some(directory.path().join("shm"));
+    let (state, _, remedy) = real(&diagnose(config, ThisMachine), "shared_memory");
+    assert!(state == State::Failed && remedy.contains("mount -t tmpfs"), "{remedy}");
+}
+
+/// What a tier has on disk already is part of its capacity, not missing from it.
+#[test]
+fn the_tiers_own_files_count_as_room() {
+    let directory = TempDir::new().unwrap();
+    fs::create_dir_all(directory.path().join("files/sub")).unwrap();
+    fs::write(directory.path().join("files/sub/segment"), vec![7; 1 << 20]).unwrap();
+    let used = ThisMachine.used_bytes(&directory.path().join("files"), "").unwrap();
+    assert!((1 << 20..2 << 20).contains(&used), "{used}");
+    assert_eq!(ThisMachine.used_bytes(directory.path(), "other").unwrap(), 0);
+}
+
+#[test]
+fn a_check_that_hangs_keeps_no_other_from_answering() {
+    let directory = TempDir::new().unwrap();
+    let (end, until) = mpsc::channel();
+    let machine: Arc<dyn Machine> =
+        Arc::new(Fake { hangs_until: Some(Mutex::new(until)), ..Fake::healthy() });
+    let limit = Duration::from_secs(5);
+    let report = examine(Ok(node(directory.path())), &machine, limit);
+    assert_named(&report, "io_uring", State::Failed, "no answer within 5 s", "hangs");
+    drop(end);
+}
+
+#[test]
+fn every_check_is_documented() {
+    let page = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/doctor.md");
+    let page = fs::read_to_string(page).unwrap();
+    for id in check_ids() {
+        assert!(page.contains(&format!("| `{id}` |")), "docs/doctor.md lacks {id}");
+    }
+}

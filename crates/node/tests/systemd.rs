@@ -1,0 +1,54 @@
+//! The systemd unit fits the program: its variables are keys, its limits those of the node.
+
+#![expect(clippy::unwrap_used, reason = "in a test, a surprise should panic")]
+#![expect(clippy::print_stderr, reason = "tells why a test was skipped")]
+
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use cascade_node::config::{self, Environment, Sources};
+
+fn unit() -> String {
+    let path =
+        Path::new(env!("CARGO_MANIFEST_DIR")).join("../../packaging/systemd/cascade.service");
+    fs::read_to_string(path).unwrap()
+}
+
+/// All values of a key, in order.
+fn values<'a>(unit: &'a str, key: &str) -> Vec<&'a str> {
+    let lines = unit.lines().filter_map(|line| line.split_once('='));
+    lines.filter(|(name, _)| *name == key).map(|(_, value)| value).collect()
+}
+
+#[test]
+fn its_environment_is_a_configuration() {
+    let unit = unit();
+    let variables = values(&unit, "Environment");
+    let variables = variables.iter().map(|pair| pair.split_once('=').unwrap());
+    let config = config::load(&Sources::default(), &Environment::new(variables, 999)).unwrap();
+    assert_eq!(config.socket, PathBuf::from("/run/cascade/cascade.sock"));
+    assert_eq!(config.socket_mode, 0o660);
+    let stop: u64 = values(&unit, "TimeoutStopSec")[0].parse().unwrap();
+    assert!(stop > config.shutdown_timeout.as_secs(), "the node ends itself first");
+    let descriptors: usize = values(&unit, "LimitNOFILE")[0].parse().unwrap();
+    assert!(descriptors > 2 * config.limits.connections_max);
+}
+
+#[test]
+fn systemd_finds_no_fault_in_it() {
+    let directory = tempfile::TempDir::new().unwrap();
+    let path = directory.path().join("cascade-under-test.service");
+    // The program is not installed where the test runs.
+    fs::write(&path, unit().replace("/usr/bin/cascade", "/bin/true")).unwrap();
+    let checked = match Command::new("systemd-analyze").arg("verify").arg(&path).output() {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {
+            eprintln!("skipped: there is no systemd-analyze here");
+            return;
+        }
+        checked => checked.unwrap(),
+    };
+    let said = String::from_utf8_lossy(&checked.stderr).into_owned();
+    assert!(!said.contains("cascade-under-test"), "{said}");
+}

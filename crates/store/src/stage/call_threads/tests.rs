@@ -1,0 +1,101 @@
+//! Calls that end in time, late, or never; on a clock that the test moves.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, mpsc};
+use std::time::Duration;
+
+use cascade_block::{Deadline, ManualClock, SystemClock};
+
+use super::{CallThreads, Patience};
+use crate::stage::StageError;
+
+fn never() -> AtomicBool {
+    AtomicBool::new(false)
+}
+
+fn patience(milliseconds: u64, is_over: &AtomicBool) -> Patience<'_> {
+    let deadline = Deadline::after(&SystemClock, Duration::from_millis(milliseconds));
+    Patience { deadline, is_over, is_watched: true }
+}
+
+fn threads(calls_max: usize) -> CallThreads {
+    CallThreads::new(calls_max, Arc::new(SystemClock))
+}
+
+#[test]
+fn a_call_that_hangs_is_left_behind_and_its_result_is_told_when_it_comes() {
+    let (threads, never) = (threads(1), never());
+    let (release, hold) = mpsc::channel::<u32>();
+    let (tell, told) = mpsc::channel();
+    let late = move |value| tell.send(value).unwrap();
+    let result = threads.call(patience(10, &never), move || hold.recv().unwrap(), late);
+    assert!(matches!(result, Err(StageError::Timeout)), "{result:?}");
+    assert_eq!(threads.stuck_calls(), 1);
+    let refused = threads.call(patience(60_000, &never), || 1, drop);
+    assert!(matches!(refused, Err(StageError::Shed)), "at once, as no thread is left: {refused:?}");
+    release.send(7).unwrap();
+    assert_eq!(told.recv().unwrap(), 7);
+    assert_eq!(threads.call(patience(60_000, &never), || 8, drop).unwrap(), 8);
+    assert_eq!(threads.stuck_calls(), 0);
+}
+
+#[test]
+fn a_wait_ends_at_once_when_nobody_wants_the_answer_any_more() {
+    let (threads, is_over) = (threads(1), AtomicBool::new(false));
+    let (_release, hold) = mpsc::channel::<u32>();
+    std::thread::scope(|scope| {
+        let waiting =
+            scope.spawn(|| threads.call(patience(600_000, &is_over), move || hold.recv(), drop));
+        is_over.store(true, Ordering::Release);
+        let result = waiting.join().unwrap();
+        assert!(matches!(result, Err(StageError::Shed)), "{result:?}");
+    });
+}
+
+#[test]
+fn a_panic_is_no_answer_and_the_thread_serves_the_next_call() {
+    let (threads, never) = (threads(1), never());
+    let result = threads.call(patience(60_000, &never), || panic!("injected"), |(): ()| ());
+    assert!(matches!(result, Err(StageError::NoAnswer)), "{result:?}");
+    assert_eq!(threads.call(patience(60_000, &never), || 1, drop).unwrap(), 1);
+}
+
+#[test]
+fn callers_take_turns_when_there_are_more_than_threads() {
+    let (threads, never) = (threads(2), never());
+    std::thread::scope(|scope| {
+        for number in 0..8 {
+            let (threads, never) = (&threads, &never);
+            scope.spawn(move || {
+                for _ in 0..50 {
+                    let result = threads.call(patience(60_000, never), move || number, drop);
+                    assert_eq!(result.unwrap(), number);
+                }
+            });
+        }
+    });
+    assert!(threads.shared.lock().threads <= 2);
+}
+
+#[test]
+fn a_call_that_lasts_too_long_is_told_of_once() {
+    let clock = Arc::new(ManualClock::default());
+    let threads = CallThreads::new(1, Arc::clone(&clock) as _);
+    let (is_over, limit) = (AtomicBool::new(false), Duration::from_secs(3));
+    let (_release, hold) = mpsc::channel::<u32>();
+    std::thread::scope(|scope| {
+        let deadline = Deadline::after(&*clock, Duration::from_secs(30));
+        let patience = Patience { deadline, is_over: &is_over, is_watched: true };
+        let asked = &threads;
+        let waiting = scope.spawn(move || asked.call(patience, move || hold.recv(), drop));
+        while threads.shared.lock().running.is_empty() {
+            std::thread::yield_now();
+        }
+        assert!(!threads.has_hung(limit));
+        clock.advance(Duration::from_secs(4));
+        assert!(threads.has_hung(limit));
+        assert!(!threads.has_hung(limit), "one call opens a breaker once");
+        clock.advance(Duration::from_secs(30));
+        assert!(matches!(waiting.join().unwrap(), Err(StageError::Timeout)));
+    });
+}

@@ -1,0 +1,99 @@
+//! A chain of blocks and what its caller knows about it, as it stands in messages.
+
+use std::time::Duration;
+
+use cascade_block::BlockKey;
+use cascade_store::Request;
+use cascade_store::eviction::{Hints, Priority, StopReason};
+
+use crate::WireError;
+use crate::fields::{Reader, Writer};
+
+/// A chain and what its caller knows about it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ChainRequest {
+    /// The prompt's blocks, root first.
+    pub keys: Vec<BlockKey>,
+    /// Whether the last key names a partly filled block.
+    pub partial_tail: bool,
+    /// What the caller knows of the future.
+    pub hints: Hints,
+    /// When it arrived, on the caller's scale.
+    pub at: Option<Duration>,
+}
+
+impl ChainRequest {
+    /// Copies what a caller asks.
+    pub fn of(request: &Request<'_>) -> Self {
+        Self {
+            keys: request.keys.to_vec(),
+            partial_tail: request.partial_tail,
+            hints: request.hints,
+            at: request.at,
+        }
+    }
+
+    /// As the store takes it.
+    pub fn as_request(&self) -> Request<'_> {
+        Request {
+            keys: &self.keys,
+            partial_tail: self.partial_tail,
+            hints: self.hints,
+            at: self.at,
+        }
+    }
+
+    pub(crate) fn write(&self, into: &mut Writer<'_>) {
+        into.keys(&self.keys);
+        into.u8(u8::from(self.partial_tail));
+        let Hints { ends_session, stop, priority, workload, expected_within } = self.hints;
+        into.u8(u8::from(ends_session));
+        into.u8(match stop {
+            None => 0,
+            Some(StopReason::ToolUse) => 1,
+            Some(StopReason::EndTurn) => 2,
+            Some(StopReason::Length) => 3,
+            Some(StopReason::Cancelled) => 4,
+        });
+        into.u8(match priority {
+            Priority::Low => 0,
+            Priority::Normal => 1,
+            Priority::High => 2,
+        });
+        into.u16(workload.map_or(u16::MAX, u16::from));
+        into.maybe_u64(expected_within.map(nanos));
+        into.maybe_u64(self.at.map(nanos));
+    }
+
+    pub(crate) fn read(from: &mut Reader<'_>) -> Result<Self, WireError> {
+        let keys = from.keys()?;
+        let partial_tail = from.flag("partial tail")?;
+        let ends_session = from.flag("ends session")?;
+        let stop = match from.u8("stop")? {
+            0 => None,
+            1 => Some(StopReason::ToolUse),
+            2 => Some(StopReason::EndTurn),
+            3 => Some(StopReason::Length),
+            4 => Some(StopReason::Cancelled),
+            _ => return Err(WireError::Field("stop")),
+        };
+        let priority = match from.u8("priority")? {
+            0 => Priority::Low,
+            1 => Priority::Normal,
+            2 => Priority::High,
+            _ => return Err(WireError::Field("priority")),
+        };
+        let workload = match from.u16("workload")? {
+            u16::MAX => None,
+            number => Some(u8::try_from(number).map_err(|_| WireError::Field("workload"))?),
+        };
+        let expected_within = from.maybe_u64("expected within")?.map(Duration::from_nanos);
+        let at = from.maybe_u64("at")?.map(Duration::from_nanos);
+        let hints = Hints { ends_session, stop, priority, workload, expected_within };
+        Ok(Self { keys, partial_tail, hints, at })
+    }
+}
+
+fn nanos(time: Duration) -> u64 {
+    u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
+}
