@@ -6,6 +6,7 @@ use cascade_memory::{SlabMut, copy_in};
 use cascade_store::{BlockStore as _, StoreError, ViewOutcome};
 
 use super::echo::{Echo, LIMIT_IS};
+use super::process::Placement;
 use super::served::Served;
 use super::{KIB, MIB, NodeBench, PATIENT, all_stored, puts};
 use crate::cli::Failure;
@@ -46,8 +47,10 @@ struct Samples {
 }
 
 fn measure(bench: &mut NodeBench<'_, '_>, size: usize, names: [String; 3]) -> Result<(), Failure> {
-    let served = Served::start(128 * MIB)?;
-    let (client, mut echo) = (served.connect()?, Echo::start()?);
+    let placement = Placement::apart()?;
+    let served = placement.elsewhere(|| Served::start(128 * MIB))?;
+    let mut echo = placement.elsewhere(Echo::start)?;
+    let client = served.connect()?;
     let mut bed = Bed::new(&client, size)?;
     let batches = bench.scaled(BATCHES);
     let mut samples = Samples::default();

@@ -6,6 +6,7 @@ use cascade_client::Client;
 use cascade_store::{BlockStore as _, Request, ViewOutcome};
 
 use super::echo::{Echo, LIMIT_IS};
+use super::process::Placement;
 use super::served::Served;
 use super::{MIB, NodeBench, PATIENT, all_stored, puts};
 use crate::cli::Failure;
@@ -30,8 +31,10 @@ pub(super) fn run(bench: &mut NodeBench<'_, '_>) -> Result<(), Failure> {
     if !bench.wants_any(&names.collect::<Vec<_>>()) {
         return Ok(());
     }
-    let served = Served::start(64 * MIB)?;
-    let (client, mut echo) = (served.connect()?, Echo::start()?);
+    let placement = Placement::apart()?;
+    let served = placement.elsewhere(|| Served::start(64 * MIB))?;
+    let mut echo = placement.elsewhere(Echo::start)?;
+    let client = served.connect()?;
     let keys = keys("control", 64);
     let bytes = vec![5; 4096 * keys.len()];
     all_stored(&client.put(&puts(&keys, &bytes, 4096), PATIENT))

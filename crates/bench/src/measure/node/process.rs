@@ -6,6 +6,7 @@ use std::process::Command;
 use std::time::Duration;
 
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
 use crate::cli::Failure;
 
@@ -74,6 +75,60 @@ pub(super) fn raise_descriptors() -> Result<(), Failure> {
         .map_err(|error| Failure::measure("thousands of clients", error))
 }
 
+/// Keeps both sides of a socket on a processor each while this lives, the same for every pair of
+/// processes that is compared: waking a neighbour costs several times what waking on the same
+/// processor costs, and the scheduler decides anew in every run.
+#[derive(Debug)]
+pub(super) struct Placement {
+    whole: CpuSet,
+    here: CpuSet,
+    there: CpuSet,
+}
+
+impl Placement {
+    /// Nothing on a machine with one processor.
+    pub(super) fn apart() -> Result<Self, Failure> {
+        let whole = sched_getaffinity(None).map_err(misplaced)?;
+        let mut allowed = (0..CpuSet::MAX_CPU).filter(|at| whole.is_set(*at));
+        let first = allowed.next().unwrap_or(0);
+        let second = allowed.next().unwrap_or(first);
+        let only = |processor| {
+            let mut set = CpuSet::new();
+            set.set(processor);
+            set
+        };
+        let placement = Self { whole, here: only(first), there: only(second) };
+        go_to(&placement.here)?;
+        Ok(placement)
+    }
+
+    /// Starts something on the other processor: children stay where they were started.
+    pub(super) fn elsewhere<T>(
+        &self,
+        start: impl FnOnce() -> Result<T, Failure>,
+    ) -> Result<T, Failure> {
+        go_to(&self.there)?;
+        let started = start();
+        go_to(&self.here)?;
+        started
+    }
+}
+
+impl Drop for Placement {
+    fn drop(&mut self) {
+        // It was allowed before.
+        drop(go_to(&self.whole));
+    }
+}
+
+fn go_to(processors: &CpuSet) -> Result<(), Failure> {
+    sched_setaffinity(None, processors).map_err(misplaced)
+}
+
+fn misplaced(error: rustix::io::Errno) -> Failure {
+    Failure::measure("processes on processors of their own", error)
+}
+
 fn read(path: &Path) -> Result<String, Failure> {
     fs::read_to_string(path).map_err(|e| Failure::measure(path.display().to_string(), e))
 }
@@ -116,6 +171,16 @@ mod tests {
         let facts = ProcessFacts::of(std::process::id()).unwrap();
         assert!(facts.own_bytes > 0 && facts.descriptors > 2, "{facts:?}");
         assert!(kernel_bytes().unwrap() > 0);
+    }
+
+    #[test]
+    fn a_placement_ends_where_it_began() {
+        let before = sched_getaffinity(None).unwrap();
+        let placement = Placement::apart().unwrap();
+        let there = placement.elsewhere(|| Ok(sched_getaffinity(None).unwrap())).unwrap();
+        assert_eq!((there.count(), sched_getaffinity(None).unwrap().count()), (1, 1));
+        drop(placement);
+        assert_eq!(sched_getaffinity(None).unwrap(), before);
     }
 
     #[test]
