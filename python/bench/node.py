@@ -65,10 +65,9 @@ def node() -> Iterator[str]:
         path = f"{directory}/s"
         command = [sys.executable, "-m", "cascadekv", "serve", "--socket", path]
         command += ["--pipeline", "Dram", "--dram", "256MiB", "--log-filter", "warn"]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:  # noqa: S603
             try:
-                assert process.stdout is not None
-                if "ready" not in process.stdout.readline():
+                if process.stdout is None or "ready" not in process.stdout.readline():
                     raise RuntimeError("the node did not start")
                 yield path
             finally:
