@@ -66,7 +66,13 @@ impl Chores {
 
     /// Slabs wait to go back.
     pub(crate) fn returns_wait(&self) {
-        self.note(|list| list.has_returns = true);
+        let mut list = self.lock();
+        let is_known = std::mem::replace(&mut list.has_returns, true);
+        drop(list);
+        // Waking it for every call would cost each of them as much as the call itself.
+        if !is_known {
+            self.changed.notify_one();
+        }
     }
 
     /// All that a run of the node lent has come back.
