@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use crate::copy::{copy_in, copy_out};
 use crate::heap::Extent;
-use crate::pool::PoolInner;
+use crate::pool::{Pool, PoolInner};
 
 /// A piece of the pool with one owner, who may write it. Goes back to the pool when dropped.
 ///
@@ -66,6 +66,11 @@ impl SlabMut {
         self.extent.offset
     }
 
+    /// Bytes that the slab takes from the pool, rounding included.
+    pub fn reserved_bytes(&self) -> usize {
+        self.extent.bytes
+    }
+
     /// The first byte, for handing to the kernel; valid as long as the slab is held.
     pub fn pointer(&self) -> NonNull<u8> {
         // SAFETY: `new` checked that the extent lies inside the mapping, which the pool that this
@@ -113,6 +118,11 @@ impl Slab {
     /// The first byte, for handing to the kernel; valid as long as the slab is held.
     pub fn pointer(&self) -> NonNull<u8> {
         self.0.pointer()
+    }
+
+    /// Whether the slab is a piece of that pool.
+    pub fn is_of(&self, pool: &Pool) -> bool {
+        Arc::ptr_eq(&self.0.pool, &pool.0)
     }
 
     /// How many clones of this slab are held, this one included.
