@@ -105,6 +105,7 @@ impl Settings {
             protected_percent: self.protected_percent,
             admit_partial: self.admit_partial,
             timeout: seconds("timeout", self.timeout)?,
+            ..StoreConfig::default()
         })
     }
 }

@@ -5,6 +5,7 @@ mod call;
 mod catalog;
 mod config;
 pub mod eviction;
+mod ledger;
 mod mover;
 mod node;
 mod outcome;
@@ -16,12 +17,14 @@ pub mod stage;
 mod state;
 mod stats;
 mod store;
+mod warm;
 
 pub use block_store::BlockStore;
 pub use config::{
-    CallOptions, FileLayout, FilesConfig, IoEngine, PipelineError, PolicyKind, StoreConfig,
-    WritePolicy,
+    CallOptions, FileLayout, FilesConfig, IoEngine, KeepPool, PipelineError, PolicyKind,
+    StoreConfig, WritePolicy,
 };
+pub use ledger::{HeldId, HeldKind, HeldPiece, Process, WarmStats};
 pub use outcome::{
     DeclineReason, GetOutcome, PrefixMatch, Put, PutOutcome, PutSlab, StoreError, TierName,
     ViewOutcome,

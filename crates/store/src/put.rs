@@ -338,6 +338,7 @@ impl Node {
         let facts = self.facts(put, digest);
         let key = state.catalog.link(&new_key(&facts), content);
         if state.catalog.content(content).slab.is_some() {
+            state.record(key, Some(&facts));
             state.make_resident(key, self.policy_now(state));
         }
         for stage in 0..self.stages.len() {
@@ -361,7 +362,7 @@ impl Node {
         let bytes = u64::from(facts.bytes);
         state.content_bytes += bytes;
         state.counters.bytes_written += bytes;
-        state.put_slab(content, slab);
+        state.put_slab(content, slab, Some(&facts));
         for stage in 0..self.stages.len() {
             state.push_block(stage, facts, content);
         }

@@ -2,8 +2,8 @@
 
 use cascade_memory::PoolStats;
 
-use crate::TierName;
 use crate::stage::StageStats;
+use crate::{TierName, WarmStats};
 
 /// Counters since the store was opened.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -110,6 +110,8 @@ pub struct Stats {
     pub pool: PoolStats,
     /// Lower stages, fast to slow.
     pub stages: Vec<(TierName, StageStats)>,
+    /// What an earlier run left, if the pool has a name.
+    pub warm: Option<WarmStats>,
     /// What an operator should know, such as a tier that was left out.
     pub notes: Vec<String>,
 }

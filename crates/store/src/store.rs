@@ -78,7 +78,7 @@ impl Store {
         Ok(Self(Arc::new(handle)))
     }
 
-    fn node(&self) -> &Node {
+    pub(crate) fn node(&self) -> &Node {
         &self.0.node
     }
 
@@ -371,7 +371,7 @@ impl Handle {
             drop(thread.join());
         }
         self.node.stages.iter().for_each(|stage| stage.close());
-        flushed
+        flushed.and(self.node.end_pool())
     }
 }
 
@@ -439,7 +439,8 @@ impl Node {
             pending_bytes: state.pending_total(),
             pool,
             stages,
-            notes: self.pipeline.notes.clone(),
+            warm: self.warm.as_ref().map(|warm| warm.stats(&state)),
+            notes: self.pipeline.notes.iter().chain(self.warm_notes()).cloned().collect(),
         }
     }
 }
