@@ -403,7 +403,8 @@ pub(crate) fn open(path: &Path, config: &PoolConfig) -> Result<WarmPool, MemoryE
     if !is_ours {
         if had_name {
             notes.push(format!(
-                "what {} held was discarded: it is of another size, version or start of the machine",
+                "what {} held was discarded: it is of another size, version or start of the \
+                 machine",
                 path.display()
             ));
         }

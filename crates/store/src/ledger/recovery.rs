@@ -272,7 +272,8 @@ mod tests {
         HeldRecord { piece, process, kind: HeldKind::Lease as u32 }
     }
 
-    /// Opens a pool whose ledger holds these records: names of blocks, rejected records, free bytes.
+    /// Opens a pool whose ledger holds these records: names of blocks, rejected records, what is
+    /// free.
     fn found(blocks: &[BlockRecord], holders: &[HeldRecord]) -> (Vec<u8>, u64, u64, WarmPool) {
         let directory = tempfile::tempdir().expect("a directory");
         let path = directory.path().join("pool");
