@@ -387,6 +387,7 @@ impl Node {
         let key = state.catalog.link(&new_key(&facts), content);
         state.history.forget(&put.key);
         if state.catalog.content(content).slab.is_some() {
+            state.record(key, Some(&facts));
             state.make_resident(key, self.policy_now(state));
         }
         for stage in 0..self.stages.len() {
@@ -424,7 +425,7 @@ impl Node {
         let entry = state.catalog.content_mut(content);
         entry.put_stamp = put_stamp;
         entry.writer = call.writer.map_or(0, |writer| writer.0.get());
-        state.put_slab(content, slab);
+        state.put_slab(content, slab, Some(&facts));
         for stage in 0..self.stages.len() {
             state.push_block(stage, facts, content);
         }

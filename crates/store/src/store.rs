@@ -482,7 +482,7 @@ impl Handle {
         let time = config.timeout.min(config.health.probe_timeout);
         let deadline = Deadline::after(&*self.node.clock, time);
         self.node.stages.iter().for_each(|stage| stage.close(deadline));
-        flushed
+        flushed.and(self.node.end_pool())
     }
 }
 
@@ -575,7 +575,8 @@ impl Node {
                 .collect(),
             shadows,
             insight_bytes: (watching_bytes + state.history.memory_bytes()) as u64,
-            notes: self.pipeline.notes.clone(),
+            warm: self.warm.as_ref().map(|warm| warm.stats(&state)),
+            notes: self.pipeline.notes.iter().chain(self.warm_notes()).cloned().collect(),
         }
     }
 }
