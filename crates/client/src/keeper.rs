@@ -8,6 +8,7 @@ use cascade_block::{Deadline, SystemClock};
 use cascade_wire::Call;
 
 use crate::client::{Inner, PATIENCE};
+use crate::living;
 use crate::session::NoAnswer;
 
 /// How long returned slabs wait for a call that carries them along.
@@ -152,11 +153,12 @@ fn run(client: &Weak<Inner>, chores: &Chores) {
 
 /// Sends what goes back to the node of now.
 fn send(client: &Inner, chores: &Chores) {
-    let past = std::mem::take(&mut chores.lock().past_epochs);
     let Some(link) = client.link() else { return };
+    let past = std::mem::take(&mut chores.lock().past_epochs);
     let deadline = Deadline::after(&SystemClock, ATTEMPT_TIMEOUT);
     let session = &link.session;
-    let forget = past.into_iter().filter(|epoch| *epoch != session.epoch);
+    let is_only = living::is_only(&link.welcome.tenant, session.epoch);
+    let forget = past.into_iter().filter(|epoch| is_only && *epoch != session.epoch);
     let forget: Vec<Call> = forget.map(|epoch| Call::Forget { epoch }).collect();
     let mut sent = session.send_returns(deadline);
     if sent.is_ok() && !forget.is_empty() {

@@ -15,6 +15,7 @@ use cascade_wire::{
 
 use crate::keeper::Chores;
 use crate::line::{Line, LineError};
+use crate::living::Living;
 
 /// Lines of one session: calls that are under way at a time. Further ones wait for a line.
 const LINES_MAX: usize = 32;
@@ -42,6 +43,8 @@ pub(crate) struct Session {
     chores: Arc<Chores>,
     /// The process that it belongs to; a child that was forked since has copies of it all.
     process: u32,
+    /// Taken out on drop, before the keeper is told.
+    living: Option<Living>,
 }
 
 #[derive(Debug, Default)]
@@ -113,6 +116,7 @@ impl Link {
             returns: Mutex::default(),
             chores: Arc::clone(chores),
             process: std::process::id(),
+            living: Some(Living::begin(&welcome.tenant, welcome.epoch)),
         });
         let bytes = usize::try_from(welcome.pool_bytes)
             .map_err(|_| away("its pool does not fit this process's addresses".to_owned()))?;
@@ -311,6 +315,7 @@ impl Lender for Session {
 impl Drop for Session {
     fn drop(&mut self) {
         // Everything that this run of the node lent has come back.
+        drop(self.living.take());
         self.chores.session_over(self.epoch);
     }
 }

@@ -8,6 +8,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use cascade_block::{Clock, SystemClock};
+use cascade_store::Process;
 use cascade_wire::{
     Answer, Call, Frame, Header, Hello, HoldRange, TraceContext, VERSION, VERSION_MIN, Welcome,
     WireError, frame_length,
@@ -382,7 +383,15 @@ impl Connection {
         let name = hello.name.chars().filter(|c| !c.is_control()).take(NAME_MAX).collect();
         let process = Pid::from_raw(self.peer.process)
             .and_then(|pid| pidfd_open(pid, PidfdFlags::empty()).ok());
-        let facts = (name, hello.access);
+        let holder = u32::try_from(self.peer.process).ok().and_then(|pid| Process::of(pid).ok());
+        if holder.is_none() && tenant.store().config().pool_file.is_some() {
+            return Err(
+                "this node cannot see the client's process, and its pool outlives the node: \
+                        share the process namespace, or set dram.keep_pool to \"never\""
+                    .to_owned(),
+            );
+        }
+        let (process, facts) = ((process, holder), (name, hello.access));
         let session = Arc::new(Session::new(id, tenant, self.peer, process, facts, hold_bytes_max));
         shared.node.sessions().add(&session);
         *lock(&self.session) = Some(Arc::clone(&session));

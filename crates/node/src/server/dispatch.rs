@@ -134,7 +134,7 @@ impl Dispatch<'_> {
                 }
             }
             Call::Forget { epoch } => {
-                self.node.forget_epoch(self.session.peer, epoch);
+                self.session.forget_earlier(epoch);
                 return None;
             }
         })
@@ -204,7 +204,14 @@ impl Dispatch<'_> {
             };
             settle(rest, &mut answers);
         }
-        granting.grant(granted);
+        if !granting.grant(granted) {
+            for (answer, block) in answers.iter_mut().zip(blocks) {
+                if matches!(answer, PreparedBlock::Slab { .. }) {
+                    let error = StoreError::NoRoom { needed_bytes: block.bytes as usize };
+                    *answer = PreparedBlock::Settled(PutOutcome::Failed(error));
+                }
+            }
+        }
         Answer::Prepared(answers)
     }
 
@@ -232,8 +239,11 @@ impl Dispatch<'_> {
         match reserved {
             Ok(slab) => {
                 let offset = slab.offset() as u64;
-                granting.grant([(0, Held::Slab(slab))]);
-                Answer::Slab { offset }
+                if granting.grant(vec![(0, Held::Slab(slab))]) {
+                    Answer::Slab { offset }
+                } else {
+                    Answer::Failed(StoreError::NoRoom { needed_bytes })
+                }
             }
             Err(error) => Answer::Failed(error),
         }
@@ -245,10 +255,12 @@ impl Dispatch<'_> {
         }
         let mut outcomes: Vec<Option<PutOutcome>> = Vec::with_capacity(blocks.len());
         let mut puts = Vec::with_capacity(blocks.len());
+        let mut notes = Vec::with_capacity(blocks.len());
         for block in blocks {
             let slab = self.session.take_slab(block.hold);
-            match slab.filter(|slab| slab.len() >= block.bytes as usize) {
-                Some(slab) => {
+            match slab.filter(|(slab, _)| slab.len() >= block.bytes as usize) {
+                Some((slab, note)) => {
+                    notes.extend(note);
                     puts.push(sealed(block, slab));
                     outcomes.push(None);
                 }
@@ -265,6 +277,7 @@ impl Dispatch<'_> {
                 Err(error) => puts.iter().map(|_| PutOutcome::Failed(error.clone())).collect(),
             }
         };
+        drop(notes);
         let mut settled = settled.into_iter();
         let outcome = |known: Option<PutOutcome>| {
             known.or_else(|| settled.next()).unwrap_or(PutOutcome::Failed(not_held()))
@@ -331,7 +344,13 @@ impl Dispatch<'_> {
                 ViewOutcome::Failed(error) => Lease::Failed(error),
             });
         }
-        granting.grant(granted);
+        if !granting.grant(granted) {
+            for lease in &mut leases {
+                if let Lease::Hit { bytes, .. } = *lease {
+                    *lease = Lease::Failed(StoreError::NoRoom { needed_bytes: bytes as usize });
+                }
+            }
+        }
         Answer::Leases(leases)
     }
 

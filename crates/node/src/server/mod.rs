@@ -26,7 +26,7 @@ use connection::{Connection, Next, Scratch};
 use dispatch::Waiters;
 use session::Session;
 pub use session::SessionFacts;
-pub(crate) use session::{Peer, Sessions};
+pub(crate) use session::Sessions;
 
 use crate::{Node, NodeError};
 

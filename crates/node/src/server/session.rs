@@ -8,10 +8,11 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use cascade_block::{BlockKey, Clock, SystemClock};
-use cascade_store::StoreError;
+use cascade_memory::SlabMut;
+use cascade_store::{Process, StoreError};
 use cascade_wire::{Access, HoldRange, SessionId};
 
-use super::holds::{Held, Holds};
+use super::holds::{Granted, Held, Holds, Note};
 use crate::tenants::Tenant;
 
 /// Who is at the other end of a Unix socket, as the kernel says.
@@ -34,6 +35,8 @@ pub(crate) struct Session {
     pub(crate) hold_bytes_max: u64,
     /// Readable once the process is gone, however many children inherited its sockets.
     pub(super) process: Option<OwnedFd>,
+    /// The same as a ledger names it; unknown for one of another process namespace.
+    holder: Option<Process>,
     started: Duration,
     /// Milliseconds since `started` of its last call.
     last_call_ms: AtomicU64,
@@ -87,11 +90,11 @@ impl Session {
         id: SessionId,
         tenant: Arc<Tenant>,
         peer: Peer,
-        process: Option<OwnedFd>,
+        process: (Option<OwnedFd>, Option<Process>),
         hello: (String, Access),
         hold_bytes_max: u64,
     ) -> Self {
-        let (name, access) = hello;
+        let ((name, access), (process, holder)) = (hello, process);
         Self {
             id,
             tenant,
@@ -100,6 +103,7 @@ impl Session {
             access,
             hold_bytes_max,
             process,
+            holder,
             started: SystemClock.monotonic(),
             last_call_ms: AtomicU64::new(0),
             connections: AtomicUsize::new(1),
@@ -145,8 +149,31 @@ impl Session {
         }
     }
 
-    pub(super) fn take_slab(&self, hold: u64) -> Option<cascade_memory::SlabMut> {
+    pub(super) fn take_slab(&self, hold: u64) -> Option<(SlabMut, Option<Note>)> {
         self.holds().take_slab(hold)
+    }
+
+    /// The process holds nothing any more that an earlier run of the node gave it.
+    pub(super) fn forget_earlier(&self, epoch: u64) {
+        if let Some(Process { pid, .. }) = self.holder {
+            let pieces = self.tenant.store().release_process(pid);
+            tracing::debug!(pid, epoch, pieces, "a client let go of an earlier run's memory");
+        }
+    }
+
+    /// Notes in the ledger what is about to be granted; no notes where the pool has no name, none
+    /// at all when the ledger is full.
+    fn note(&self, all: &[(usize, Held)]) -> Option<Vec<Note>> {
+        let store = self.tenant.store();
+        if store.config().pool_file.is_none() {
+            return Some(Vec::new());
+        }
+        let pieces: Vec<_> = all.iter().map(|(_, held)| held.piece()).collect();
+        let mut ids = Vec::with_capacity(pieces.len());
+        if !store.note_held(&pieces, self.holder?, &mut ids) {
+            return None;
+        }
+        Some(ids.into_iter().map(|id| Note::new(Arc::clone(&self.tenant), id)).collect())
     }
 
     /// Pins blocks for this client. True for those that are here.
@@ -236,16 +263,21 @@ pub(super) struct Granting<'a> {
 }
 
 impl Granting<'_> {
-    /// Grants holds by their place in the call. Those that nobody waits for any more go back.
-    pub(super) fn grant(&self, all: impl IntoIterator<Item = (usize, Held)>) {
+    /// Grants holds by their place in the call. Those that nobody waits for any more go back. False
+    /// if the ledger has no place for them: then nothing is granted.
+    pub(super) fn grant(&self, all: Vec<(usize, Held)>) -> bool {
+        let Some(notes) = self.session.note(&all) else { return false };
+        let mut notes = notes.into_iter();
         let mut unwanted = Vec::new();
         let now = SystemClock.monotonic();
         let mut holds = self.session.holds();
         for (index, held) in all {
-            unwanted.extend(holds.grant(self.range.first + index as u64, held, now));
+            let granted = Granted::new(held, notes.next(), now);
+            unwanted.extend(holds.grant(self.range.first + index as u64, granted));
         }
         drop(holds);
         drop(unwanted);
+        true
     }
 }
 
