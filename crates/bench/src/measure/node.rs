@@ -29,7 +29,7 @@ const KIB: usize = 1 << 10;
 const MIB: usize = 1 << 20;
 
 /// How calls wait in measurements: a busy machine is slow, a hang is still an error.
-const PATIENT: CallOptions = CallOptions { timeout: Some(Duration::from_secs(60)) };
+const PATIENT: CallOptions = CallOptions { timeout: Some(Duration::from_secs(60)), writer: None };
 
 /// What is measured of a node, beside names and rounds.
 #[derive(Debug, Clone, Default)]
