@@ -30,6 +30,7 @@ pub mod stage;
 mod state;
 mod stats;
 mod store;
+mod through;
 mod warm;
 
 pub use block_store::BlockStore;
