@@ -60,6 +60,8 @@ test-slow: $(STAMPS)/build $(STAMPS)/test
 	CASCADE_KILL_ROUNDS=200 CASCADE_RACE_SECONDS=60 \
 		cargo test --locked --package cascade-store --test kill --test race
 	cargo test --locked --package cascade-disk --test kill -- --include-ignored
+	CASCADE_KILL_ROUNDS=500 CASCADE_TRAFFIC_MIB=1024 \
+		cargo test --locked --package cascade-client --test served
 	$(BIN)/python -m pytest --quiet -m stress --timeout 600
 
 .PHONY: check ## Format, lints, types, spelling, stubs and source tidiness; changes nothing

@@ -47,6 +47,11 @@ impl Latencies {
         debug_assert!(added.is_ok(), "all recordings have the same bounds");
     }
 
+    /// The latency in microseconds that this share of all, 0 to 1, did not pass.
+    pub fn us_at(&self, quantile: f64) -> f64 {
+        Duration::from_nanos(self.0.value_at_quantile(quantile)).as_secs_f64() * 1e6
+    }
+
     /// What happened, in few numbers.
     pub fn summary(&self) -> LatencySummary {
         let us = |ns: u64| Duration::from_nanos(ns).as_secs_f64() * 1e6;

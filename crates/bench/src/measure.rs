@@ -6,6 +6,7 @@ mod figure;
 mod hashing;
 mod index;
 mod memory;
+pub mod node;
 mod restart;
 
 use std::path::PathBuf;

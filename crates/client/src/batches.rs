@@ -166,9 +166,9 @@ impl Inner {
         blocks: &[usize],
         outcomes: &mut [Option<PutOutcome>],
     ) {
-        let (mut present, mut conflicts, mut failures) = (0, 0, 0);
         let mut rest = blocks;
         while !rest.is_empty() {
+            let (mut present, mut conflicts, mut failures) = (0, 0, 0);
             let lengths = rest.iter().map(|at| batch[*at].bytes.len());
             let (step, later) = rest.split_at(on.link.step(lengths));
             rest = later;
@@ -191,10 +191,11 @@ impl Inner {
                     }
                 };
             }
+            // One for each step: the node counts no more of them at a time than a message has.
+            let settled = Call::Settled { present, conflicts, failures };
+            // Only a count is lost with it.
+            drop(on.link.session.tell(vec![settled], on.deadline));
         }
-        let settled = Call::Settled { present, conflicts, failures };
-        // Only a count is lost with it.
-        drop(on.link.session.tell(vec![settled], on.deadline));
     }
 
     pub(crate) fn reserve(

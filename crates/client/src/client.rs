@@ -63,7 +63,16 @@ pub(crate) struct Inner {
     timeout: Duration,
     state: Mutex<State>,
     chores: Arc<Chores>,
+    /// The process that connected.
+    process: u32,
 }
+
+/// What is said of a node that takes its time.
+const SILENT: &str = "it does not answer; is it stopped?";
+/// What is said to a child of the process that connected.
+const INHERITED: &str = "this process was forked after the client had connected; connect in it";
+/// A call that had less time than this and no answer says little about the node.
+pub(crate) const PATIENCE: Duration = Duration::from_millis(200);
 
 #[derive(Debug)]
 enum State {
@@ -88,7 +97,8 @@ impl Client {
         let chores = Arc::new(Chores::default());
         let link = Link::open(&identity, &chores, Deadline::after(&SystemClock, timeout))?;
         let state = Mutex::new(State::Linked(Arc::new(link)));
-        let inner = Arc::new(Inner { identity, timeout, state, chores });
+        let process = std::process::id();
+        let inner = Arc::new(Inner { identity, timeout, state, chores, process });
         keeper::start(&inner).map_err(|e| StoreError::Threads { source: Arc::new(e) })?;
         Ok(Self(Arc::new(Handle(inner))))
     }
@@ -148,6 +158,10 @@ impl Inner {
 
     /// The link, or why there is none.
     pub(crate) fn linked(&self) -> Result<Arc<Link>, StoreError> {
+        // Before the lock: another thread may have held it when the process was forked.
+        if self.is_inherited() {
+            return Err(StoreError::Away { socket: self.socket(), reason: INHERITED.to_owned() });
+        }
         match &*self.state() {
             State::Linked(link) => Ok(Arc::clone(link)),
             State::Away { reason, .. } => {
@@ -181,7 +195,7 @@ impl Inner {
         let found = match link.session.revive(deadline) {
             Ok(()) => Ok(link),
             // It does not answer: a new session would not be answered either.
-            Err(NoAnswer::Late) => return false,
+            Err(NoAnswer::Late | NoAnswer::Crowded) => return false,
             Err(NoAnswer::Broken(_)) => {
                 Link::open(&self.identity, &self.chores, deadline).map(Arc::new)
             }
@@ -243,11 +257,16 @@ impl Inner {
                 Err(StoreError::Refused { socket, reason })
             }
             Ok(answer) => Ok(answer),
-            // A living node answers in time whatever its tiers do.
+            // A living node answers in time whatever its tiers do, if it has the time to.
             Err(NoAnswer::Late) => {
-                self.note_away("it does not answer; is it stopped?", link);
+                if time < PATIENCE {
+                    self.chores.node_may_be_away();
+                } else {
+                    self.note_away(SILENT, link);
+                }
                 Err(StoreError::Timeout { operation, timeout_ms })
             }
+            Err(NoAnswer::Crowded) => Err(StoreError::Timeout { operation, timeout_ms }),
             Err(NoAnswer::Broken(reason)) => {
                 self.note_away(&reason, link);
                 let socket = self.socket();
@@ -266,7 +285,25 @@ impl Inner {
         self.identity.socket.display().to_string()
     }
 
+    fn is_inherited(&self) -> bool {
+        std::process::id() != self.process
+    }
+
+    /// Makes sure that the node is there after a call that had little time was not answered.
+    pub(crate) fn look_for_node(&self, deadline: Deadline) {
+        let Some(link) = self.link() else { return };
+        match link.session.ask(&Call::Ping, deadline) {
+            Ok(_) | Err(NoAnswer::Crowded) => {}
+            Err(NoAnswer::Late) => self.note_away(SILENT, &link),
+            Err(NoAnswer::Broken(reason)) => self.note_away(&reason, &link),
+        }
+    }
+
     fn close(&self) {
+        if self.is_inherited() {
+            // The client is the parent's; it goes on there.
+            return;
+        }
         *self.state() = State::Closed;
         self.chores.end();
     }

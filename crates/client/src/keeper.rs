@@ -7,7 +7,8 @@ use std::time::Duration;
 use cascade_block::{Deadline, SystemClock};
 use cascade_wire::Call;
 
-use crate::client::Inner;
+use crate::client::{Inner, PATIENCE};
+use crate::living;
 use crate::session::NoAnswer;
 
 /// How long returned slabs wait for a call that carries them along.
@@ -26,13 +27,32 @@ pub(crate) struct Chores {
     changed: Condvar,
 }
 
+/// What is known of the node.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+enum Standing {
+    /// It answers.
+    #[default]
+    There,
+    /// A call that had little time was not answered.
+    Suspect,
+    /// It has to be found again.
+    Away,
+}
+
 #[derive(Debug, Default)]
 struct List {
     has_returns: bool,
-    is_away: bool,
+    node: Standing,
     is_over: bool,
     /// Runs of the node whose slabs have all come back.
     past_epochs: Vec<u64>,
+}
+
+impl List {
+    fn has_work(&self) -> bool {
+        let has_messages = self.has_returns || !self.past_epochs.is_empty();
+        has_messages || self.node != Standing::There || self.is_over
+    }
 }
 
 impl Chores {
@@ -47,7 +67,13 @@ impl Chores {
 
     /// Slabs wait to go back.
     pub(crate) fn returns_wait(&self) {
-        self.note(|list| list.has_returns = true);
+        let mut list = self.lock();
+        let is_known = std::mem::replace(&mut list.has_returns, true);
+        drop(list);
+        // Waking it for every call would cost each of them as much as the call itself.
+        if !is_known {
+            self.changed.notify_one();
+        }
     }
 
     /// All that a run of the node lent has come back.
@@ -57,7 +83,16 @@ impl Chores {
 
     /// The node has to be found again.
     pub(crate) fn node_is_away(&self) {
-        self.note(|list| list.is_away = true);
+        self.note(|list| list.node = Standing::Away);
+    }
+
+    /// A call that had little time was not answered.
+    pub(crate) fn node_may_be_away(&self) {
+        self.note(|list| {
+            if list.node == Standing::There {
+                list.node = Standing::Suspect;
+            }
+        });
     }
 
     /// The client is closed.
@@ -80,14 +115,13 @@ fn run(client: &Weak<Inner>, chores: &Chores) {
     let mut back_off = BACK_OFF_MIN;
     loop {
         let mut list = chores.lock();
-        while !(list.has_returns || list.is_away || list.is_over || !list.past_epochs.is_empty()) {
+        while !list.has_work() {
             list = chores.changed.wait(list).unwrap_or_else(PoisonError::into_inner);
         }
         if list.is_over {
             return;
         }
-        let is_away = list.is_away;
-        let pause = if is_away { back_off } else { RETURN_DELAY };
+        let pause = if list.node == Standing::Away { back_off } else { RETURN_DELAY };
         // A call may carry the returns along meanwhile; a node that just went away needs a moment.
         let waited = chores.changed.wait_timeout_while(list, pause, |list| !list.is_over);
         let mut list = waited.unwrap_or_else(PoisonError::into_inner).0;
@@ -95,16 +129,23 @@ fn run(client: &Weak<Inner>, chores: &Chores) {
             return;
         }
         list.has_returns = false;
+        // Before looking for it: whoever finds it away from here on says so anew, and is heard.
+        let node = std::mem::take(&mut list.node);
         drop(list);
         let Some(client) = client.upgrade() else { return };
-        if is_away {
+        if node == Standing::Away {
             if client.find_again(Deadline::after(&SystemClock, ATTEMPT_TIMEOUT)) {
-                chores.lock().is_away = false;
+                // What came back meanwhile goes to the node now, call or no call.
+                chores.returns_wait();
                 back_off = BACK_OFF_MIN;
             } else {
+                chores.node_is_away();
                 back_off = (back_off * 2).min(BACK_OFF_MAX);
             }
             continue;
+        }
+        if node == Standing::Suspect {
+            client.look_for_node(Deadline::after(&SystemClock, PATIENCE));
         }
         send(&client, chores);
     }
@@ -112,11 +153,12 @@ fn run(client: &Weak<Inner>, chores: &Chores) {
 
 /// Sends what goes back to the node of now.
 fn send(client: &Inner, chores: &Chores) {
-    let past = std::mem::take(&mut chores.lock().past_epochs);
     let Some(link) = client.link() else { return };
+    let past = std::mem::take(&mut chores.lock().past_epochs);
     let deadline = Deadline::after(&SystemClock, ATTEMPT_TIMEOUT);
     let session = &link.session;
-    let forget = past.into_iter().filter(|epoch| *epoch != session.epoch);
+    let is_only = living::is_only(&link.welcome.tenant, session.epoch);
+    let forget = past.into_iter().filter(|epoch| is_only && *epoch != session.epoch);
     let forget: Vec<Call> = forget.map(|epoch| Call::Forget { epoch }).collect();
     let mut sent = session.send_returns(deadline);
     if sent.is_ok() && !forget.is_empty() {
@@ -124,6 +166,8 @@ fn send(client: &Inner, chores: &Chores) {
     }
     match sent {
         Ok(()) => {}
+        // Whoever has a line carries the returns along with the next call, or the next chore does.
+        Err(NoAnswer::Crowded) => chores.returns_wait(),
         Err(NoAnswer::Late) => client.note_away("it takes no messages", &link),
         Err(NoAnswer::Broken(reason)) => client.note_away(&reason, &link),
     }

@@ -9,6 +9,7 @@ mod batches;
 mod client;
 mod keeper;
 mod line;
+mod living;
 mod session;
 
 pub use cascade_wire::Access;

@@ -2,14 +2,17 @@
 
 use std::io::{self, IoSliceMut, Read, Write};
 use std::mem::MaybeUninit;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::Duration;
 
 use cascade_block::{Deadline, SystemClock};
 use cascade_wire::{Answer, Call, Frame, HEADER_BYTES, frame_length};
-use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
+use rustix::net::{
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SocketAddrUnix,
+    SocketFlags, SocketType, connect, recvmsg, socket_with,
+};
 
 /// What one read takes at most; longer answers take several.
 const READ_BYTES: usize = 64 << 10;
@@ -49,16 +52,22 @@ impl From<cascade_wire::WireError> for LineError {
 }
 
 impl Line {
-    /// Connects. A node that does not accept is noticed by the first call's deadline.
-    pub(crate) fn connect(socket: &Path) -> Result<Self, LineError> {
-        let stream = UnixStream::connect(socket)?;
-        Ok(Self {
-            stream,
+    /// Connects, by the deadline: connecting to a stopped node waits once its queue is full.
+    pub(crate) fn connect(path: &Path, deadline: Deadline) -> Result<Self, LineError> {
+        let address = SocketAddrUnix::new(path).map_err(io::Error::from)?;
+        let flags = SocketFlags::CLOEXEC;
+        let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None);
+        let mut line = Self {
+            stream: UnixStream::from(socket.map_err(io::Error::from)?),
             input: Vec::new(),
             output: Vec::new(),
             timeout: Duration::ZERO,
             calls: 0,
-        })
+        };
+        line.await_bytes(deadline)?;
+        // The kernel bounds the wait by the socket's timeout for writing.
+        connect(&line.stream, &address).map_err(io::Error::from)?;
+        Ok(line)
     }
 
     /// One call and its answer. `ahead` is sent before it; those calls have no answers.
@@ -173,11 +182,10 @@ impl Line {
         Ok(answer)
     }
 
-    /// The socket, to keep it open without using it.
-    pub(crate) fn into_stream(self) -> OwnedFd {
-        debug_assert!(
-            self.stream.as_fd().try_clone_to_owned().is_ok() || cfg!(not(debug_assertions))
-        );
-        self.stream.into()
+    /// Closes the connection for every process that has it. The node then takes back what the last
+    /// call granted, or would have.
+    pub(crate) fn shut(self) {
+        // At the other end it may be closed already; then that has happened.
+        drop(self.stream.shutdown(std::net::Shutdown::Both));
     }
 }

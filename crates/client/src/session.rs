@@ -1,6 +1,5 @@
 //! A session with one run of a node: its lines, the numbers of its holds, and what goes back.
 
-use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -16,6 +15,7 @@ use cascade_wire::{
 
 use crate::keeper::Chores;
 use crate::line::{Line, LineError};
+use crate::living::Living;
 
 /// Lines of one session: calls that are under way at a time. Further ones wait for a line.
 const LINES_MAX: usize = 32;
@@ -41,6 +41,10 @@ pub(crate) struct Session {
     next_hold: AtomicU64,
     returns: Mutex<Vec<HoldRange>>,
     chores: Arc<Chores>,
+    /// The process that it belongs to; a child that was forked since has copies of it all.
+    process: u32,
+    /// Taken out on drop, before the keeper is told.
+    living: Option<Living>,
 }
 
 #[derive(Debug, Default)]
@@ -49,7 +53,14 @@ struct Lines {
     open: usize,
     /// Lines that are out of step. They stay open until another one is, so that the session does
     /// not end while slabs are held.
-    retired: Vec<OwnedFd>,
+    retired: Vec<Line>,
+}
+
+impl Lines {
+    /// Another line is open: those out of step are closed.
+    fn shut_retired(&mut self) {
+        self.retired.drain(..).for_each(Line::shut);
+    }
 }
 
 /// A session and the pool that it mapped.
@@ -66,6 +77,8 @@ pub(crate) struct Link {
 pub(crate) enum NoAnswer {
     /// The deadline passed.
     Late,
+    /// The deadline passed before one of the session's lines was free.
+    Crowded,
     /// The session is of no use any more.
     Broken(String),
 }
@@ -83,7 +96,7 @@ impl Link {
             LineError::Late => away("it does not answer; is it stopped?".to_owned()),
             LineError::Broken(reason) => away(reason),
         };
-        let mut line = Line::connect(&identity.socket).map_err(failed)?;
+        let mut line = Line::connect(&identity.socket, deadline).map_err(failed)?;
         let (answer, pool) = line.greet(&hello(identity, None), deadline).map_err(failed)?;
         let welcome = match answer {
             Answer::Welcome(welcome) => welcome,
@@ -102,6 +115,8 @@ impl Link {
             next_hold: AtomicU64::new(1),
             returns: Mutex::default(),
             chores: Arc::clone(chores),
+            process: std::process::id(),
+            living: Some(Living::begin(&welcome.tenant, welcome.epoch)),
         });
         let bytes = usize::try_from(welcome.pool_bytes)
             .map_err(|_| away("its pool does not fit this process's addresses".to_owned()))?;
@@ -140,11 +155,18 @@ impl Session {
         self.next_hold.fetch_add(count as u64, Ordering::Relaxed)
     }
 
+    /// Whether this is a child that was forked since. It shares the sockets with its parent: were
+    /// both to use them, each could read the other's answers. The holds are the parent's too.
+    pub(crate) fn is_inherited(&self) -> bool {
+        std::process::id() != self.process
+    }
+
     /// One call and its answer.
     pub(crate) fn ask(&self, call: &Call, deadline: Deadline) -> Result<Answer, NoAnswer> {
         let mut line = self.take_line(deadline)?;
         let ahead = self.take_returns();
         let asked = line.ask(ahead.as_slice(), call, deadline);
+        self.keep_unsent(ahead, asked.is_err());
         self.settle(line, asked)
     }
 
@@ -156,16 +178,28 @@ impl Session {
     /// Calls that have no answer, and what goes back.
     pub(crate) fn tell(&self, calls: Vec<Call>, deadline: Deadline) -> Result<(), NoAnswer> {
         let mut line = self.take_line(deadline)?;
-        let all: Vec<Call> = self.take_returns().into_iter().chain(calls).collect();
+        let ahead = self.take_returns();
+        let all: Vec<Call> = ahead.iter().cloned().chain(calls).collect();
         let told = line.tell(&all, deadline);
+        self.keep_unsent(ahead, told.is_err());
         self.settle(line, told)
+    }
+
+    /// What went back along with a call that failed may not have arrived: it goes back again.
+    /// Numbers are never used twice, so once more does no harm.
+    fn keep_unsent(&self, ahead: Option<Call>, has_failed: bool) {
+        if let (Some(Call::Release { holds }), true) = (ahead, has_failed) {
+            for range in holds {
+                self.add_return(range);
+            }
+        }
     }
 
     /// Whether the node still knows this session: tried on a new line.
     pub(crate) fn revive(&self, deadline: Deadline) -> Result<(), NoAnswer> {
         let line = self.join(deadline)?;
         let mut lines = self.lines();
-        lines.retired.clear();
+        lines.shut_retired();
         lines.open += 1;
         lines.idle.push(line);
         Ok(())
@@ -180,7 +214,7 @@ impl Session {
             }
             Err(LineError::Late) => {
                 lines.open -= 1;
-                lines.retired.push(line.into_stream());
+                lines.retired.push(line);
                 Err(NoAnswer::Late)
             }
             Err(LineError::Broken(reason)) => {
@@ -205,14 +239,14 @@ impl Session {
                 let joined = self.join(deadline);
                 let mut lines = self.lines();
                 match &joined {
-                    Ok(_) => lines.retired.clear(),
+                    Ok(_) => lines.shut_retired(),
                     Err(_) => lines.open -= 1,
                 }
                 return joined;
             }
             let left = deadline.remaining(&SystemClock);
             if left.is_zero() {
-                return Err(NoAnswer::Late);
+                return Err(NoAnswer::Crowded);
             }
             let waited = self.line_came_back.wait_timeout(lines, left);
             lines = waited.unwrap_or_else(PoisonError::into_inner).0;
@@ -224,7 +258,7 @@ impl Session {
             LineError::Late => NoAnswer::Late,
             LineError::Broken(reason) => NoAnswer::Broken(reason),
         };
-        let mut line = Line::connect(&self.identity.socket).map_err(failed)?;
+        let mut line = Line::connect(&self.identity.socket, deadline).map_err(failed)?;
         let hello = hello(&self.identity, Some(self.id));
         match line.greet(&hello, deadline).map_err(failed)?.0 {
             Answer::Welcome(welcome) if welcome.epoch == self.epoch => Ok(line),
@@ -271,6 +305,9 @@ fn follows(last: HoldRange, next: HoldRange) -> bool {
 
 impl Lender for Session {
     fn give_back(&self, hold: u64) {
+        if self.is_inherited() {
+            return;
+        }
         self.add_return(HoldRange { first: hold, count: 1 });
     }
 }
@@ -278,6 +315,7 @@ impl Lender for Session {
 impl Drop for Session {
     fn drop(&mut self) {
         // Everything that this run of the node lent has come back.
+        drop(self.living.take());
         self.chores.session_over(self.epoch);
     }
 }

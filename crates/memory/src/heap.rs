@@ -66,6 +66,25 @@ impl Heap {
         Some(Extent { offset, bytes })
     }
 
+    /// Takes exactly that piece, if all of it is free.
+    pub(crate) fn take_at(&mut self, offset: usize, bytes: usize) -> Option<Extent> {
+        let end = offset.checked_add(bytes).filter(|_| bytes > 0)?;
+        let (free_offset, free_bytes) =
+            self.by_offset.range(..=offset).next_back().map(|(at, len)| (*at, *len))?;
+        let free_end = free_offset + free_bytes;
+        if end > free_end {
+            return None;
+        }
+        self.remove(free_offset, free_bytes);
+        if offset > free_offset {
+            self.insert(free_offset, offset - free_offset);
+        }
+        if free_end > end {
+            self.insert(end, free_end - end);
+        }
+        Some(Extent { offset, bytes })
+    }
+
     /// Takes an extent back and merges it with its free neighbours.
     #[expect(clippy::needless_pass_by_value, reason = "giving an extent back ends the right to it")]
     pub(crate) fn give_back(&mut self, extent: Extent) {
@@ -137,6 +156,23 @@ mod tests {
             heap.give_back(piece);
         }
         assert_eq!(heap.largest_free_bytes(), 1 << 20);
+    }
+
+    #[test]
+    fn a_piece_is_taken_where_it_was_only_while_all_of_it_is_free() {
+        let mut heap = Heap::new(16 * PAGE);
+        let middle = heap.take_at(4 * PAGE, 2 * PAGE).expect("all is free");
+        for (offset, bytes) in [(4, 2), (3, 2), (5, 2), (0, 16), (15, 2), (16, 1), (2, 0)] {
+            assert_eq!(heap.take_at(offset * PAGE, bytes * PAGE), None, "{bytes} at {offset}");
+        }
+        assert_eq!(heap.take_at(usize::MAX, 2), None, "no offset is trusted");
+        let before = heap.take_at(3 * PAGE, PAGE).expect("free up to the middle");
+        let after = heap.take_at(6 * PAGE, 10 * PAGE).expect("free up to the end");
+        assert_eq!(heap.free_bytes(), 3 * PAGE);
+        for piece in [middle, before, after] {
+            heap.give_back(piece);
+        }
+        assert_eq!(heap.largest_free_bytes(), 16 * PAGE);
     }
 
     #[test]

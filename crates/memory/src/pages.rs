@@ -42,21 +42,29 @@ pub struct PageReport {
     pub refusal: Option<io::Error>,
 }
 
-/// Asks for huge pages behind a range that starts at one: its last bytes may not fill another.
+/// Writes to one page of each huge page that a range fills, and so to its first bytes.
 ///
-/// Touches one page in each and lets the kernel make the rest, which clears memory once. Populated
-/// first, a range is cleared page by page and then copied: 0.6 to 0.8 s a GiB instead of 0.13.
+/// For [`collapse`], which makes the rest and so clears memory once. Populated first, a range is
+/// cleared page by page and then copied: 0.6 to 0.8 s a GiB instead of 0.13.
 ///
 /// # Safety
-/// The range is in a mapping of this process and nobody else accesses it yet.
-pub(crate) unsafe fn collapse(base: NonNull<u8>, bytes: usize) -> io::Result<()> {
-    let whole = bytes / HUGE_PAGE * HUGE_PAGE;
-    for offset in (0..whole).step_by(HUGE_PAGE) {
+/// The range is in a mapping of this process, holds nothing, and nobody else accesses it yet.
+pub(crate) unsafe fn touch(base: NonNull<u8>, bytes: usize) {
+    for offset in (0..bytes / HUGE_PAGE * HUGE_PAGE).step_by(HUGE_PAGE) {
         // SAFETY: the offset lies inside the caller's mapping.
         let first = unsafe { base.add(offset) };
         // SAFETY: as above, and nobody else accesses it; a write so that the page is there.
         unsafe { first.write_volatile(0) };
     }
+}
+
+/// Asks for huge pages behind a range that starts at one: its last bytes may not fill another.
+/// Each has one page at least; see [`touch`].
+///
+/// # Safety
+/// The range is in a mapping of this process.
+pub(crate) unsafe fn collapse(base: NonNull<u8>, bytes: usize) -> io::Result<()> {
+    let whole = bytes / HUGE_PAGE * HUGE_PAGE;
     if whole == 0 {
         return Ok(());
     }

@@ -3,6 +3,7 @@
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::io;
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -10,13 +11,15 @@ use thiserror::Error;
 
 use crate::heap::{Extent, Heap};
 use crate::magazine::Magazines;
-use crate::{HugePages, Region, SlabMut};
+use crate::{HugePages, PoolFiles, Region, SlabMut};
 
 /// Offsets and lengths of slabs that the kernel may read into directly are multiples of this.
 pub const DIRECT_ALIGN: usize = 4096;
 
 /// What is zeroed between two looks at the time.
 const WIPE_STEP_BYTES: usize = 16 << 20;
+/// What every slab's offset and length are multiples of.
+const GRANULE_MIN: usize = 64;
 
 /// Misses of the magazines after which their sizes are chosen anew.
 const UNSERVED_MAX: usize = 4096;
@@ -75,6 +78,44 @@ pub enum MemoryError {
         /// What the kernel says is available.
         available_bytes: usize,
     },
+    /// A pool's file could not be worked with.
+    #[error("cannot {operation} {path}")]
+    Named {
+        /// What was tried.
+        operation: &'static str,
+        /// The file.
+        path: PathBuf,
+        /// What the kernel said.
+        #[source]
+        source: io::Error,
+    },
+    /// A pool's file could not be reserved in full.
+    #[error(
+        "cannot reserve {bytes} bytes for {path}: make the pool smaller or its file system larger"
+    )]
+    NotReserved {
+        /// The file.
+        path: PathBuf,
+        /// Size that was asked for.
+        bytes: usize,
+        /// What the kernel said.
+        #[source]
+        source: io::Error,
+    },
+    /// Another store has the pool's files.
+    #[error("{path} is in use by another store: stop that one or give this one another name")]
+    InUse {
+        /// The file that is locked.
+        path: PathBuf,
+    },
+    /// The pool's file cannot be trusted.
+    #[error("{path} is not taken for a pool: {reason}; remove it or give another name")]
+    NotOurs {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        reason: &'static str,
+    },
     /// A pool of nothing.
     #[error("a pool has at least one page of 4096 bytes")]
     Empty,
@@ -85,7 +126,7 @@ pub enum MemoryError {
 /// Sizes are rounded up: below 4 KiB to 64 bytes, below 64 KiB to 512, above to 4 KiB, and a slab
 /// starts at a multiple of what its size is rounded to.
 #[derive(Debug, Clone)]
-pub struct Pool(Arc<PoolInner>);
+pub struct Pool(pub(crate) Arc<PoolInner>);
 
 pub(crate) struct PoolInner {
     pub(crate) region: Region,
@@ -121,15 +162,45 @@ struct Counters {
 impl Pool {
     /// Maps a region and prepares it.
     pub fn new(config: &PoolConfig) -> Result<Self, MemoryError> {
-        let region = Region::map(config)?;
+        Region::map(config).map(Self::of_region)
+    }
+
+    /// Maps a pool that has a name; its size is the files'.
+    ///
+    /// # Errors
+    /// The machine has not the memory, or the kernel refuses.
+    pub fn of_files(config: &PoolConfig, files: &PoolFiles) -> Result<Self, MemoryError> {
+        let bytes = files.pool_bytes();
+        let region = Region::of_files(config, files);
+        let region = region.map_err(|source| MemoryError::Map { bytes, source })?;
+        Ok(Self::of_region(region))
+    }
+
+    fn of_region(region: Region) -> Self {
         let capacity = region.bytes();
-        Ok(Self(Arc::new(PoolInner {
+        Self(Arc::new(PoolInner {
             region,
             magazines: Magazines::new(capacity),
             heap: Mutex::new(Heap::new(capacity)),
             counters: Counters::default(),
             epoch: AtomicUsize::new(0),
-        })))
+        }))
+    }
+
+    /// The slab of `len` bytes that an earlier run of this pool had there, its bytes as they are;
+    /// nothing if that cannot have been one or if part of it is taken. To be called before anything
+    /// is allocated.
+    pub fn adopt(&self, offset: usize, reserved_bytes: usize, len: usize) -> Option<SlabMut> {
+        let is_slab = [offset, reserved_bytes].iter().all(|it| it.is_multiple_of(GRANULE_MIN));
+        if len > reserved_bytes || !is_slab {
+            return None;
+        }
+        let extent = self.0.lock_heap().take_at(offset, reserved_bytes)?;
+        // Relaxed: plain counters, read for statistics.
+        self.0.counters.requested.fetch_add(len, Ordering::Relaxed);
+        self.0.counters.reserved.fetch_add(reserved_bytes, Ordering::Relaxed);
+        let epoch = self.0.epoch.load(Ordering::SeqCst);
+        Some(SlabMut::new(Arc::clone(&self.0), extent, len, epoch))
     }
 
     /// A slab of that many bytes, or nothing when no free piece is large enough.
@@ -331,7 +402,7 @@ impl fmt::Debug for PoolInner {
 /// What a size is rounded up and aligned to.
 fn granule(bytes: usize) -> usize {
     match bytes {
-        0..4096 => 64,
+        0..4096 => GRANULE_MIN,
         4096..65_536 => 512,
         _ => DIRECT_ALIGN,
     }

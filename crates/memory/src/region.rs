@@ -1,17 +1,19 @@
-//! One shared mapping of anonymous memory, addressed by offset.
+//! One shared mapping, of anonymous memory or of a file in memory, addressed by offset.
 #![expect(unsafe_code, reason = "maps memory and hands out pointers into it")]
 
 use std::fs::File;
 use std::io;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::ptr::{self, NonNull};
+use std::sync::Arc;
 use std::thread;
 
 use rustix::fs::{MemfdFlags, Mode, SealFlags, fchmod, fcntl_add_seals, ftruncate, memfd_create};
 use rustix::mm::{MapFlags, ProtFlags, mmap, mmap_anonymous, munmap};
 
+use crate::named::LockedFile;
 use crate::pages::{self, HUGE_PAGE};
-use crate::{HugePages, MemoryError, PageReport, PageSource, PoolConfig};
+use crate::{HugePages, MemoryError, PageReport, PageSource, PoolConfig, PoolFiles};
 
 const PAGE: usize = 4096;
 
@@ -27,6 +29,8 @@ pub struct Region {
     mapping: Mapping,
     file: File,
     pages: PageReport,
+    /// Keeps a named pool locked for as long as a slab of it is held.
+    _lock: Option<Arc<LockedFile>>,
 }
 
 /// Address space from `start` on, with the mapping at `base` inside it. Unmapped on drop.
@@ -78,7 +82,34 @@ impl Region {
         unsafe { pages::leave_out_of_dumps(mapping.base, bytes) }?;
         let huge_bytes = pages::huge_bytes(mapping.base, bytes)?;
         let pages = PageReport { source: PageSource::Reserved, huge_bytes, refusal: None };
-        Ok(Self { mapping, file: file.into(), pages })
+        Ok(Self { mapping, file: file.into(), pages, _lock: None })
+    }
+
+    /// Maps a pool that has a name. What an earlier run left in it stays as it is.
+    pub(crate) fn of_files(config: &PoolConfig, files: &PoolFiles) -> io::Result<Self> {
+        let file = files.pool().try_clone()?;
+        let lock = files.lock();
+        let bytes = files.pool_bytes();
+        let mut mapping = Mapping::of_file(&file, bytes, READ_WRITE)?;
+        // SAFETY: the mapping was just made.
+        unsafe { pages::leave_out_of_dumps(mapping.base, bytes) }?;
+        let mut pages = PageReport { source: PageSource::Ordinary, huge_bytes: 0, refusal: None };
+        if files.is_kept() {
+            // SAFETY: the mapping was just made.
+            unsafe { pages::populate(mapping.base, bytes) }?;
+        }
+        if config.huge_pages == HugePages::Auto {
+            pages.refusal = mapping.collapse(!files.is_kept()).err();
+            pages.huge_bytes = pages::huge_bytes(mapping.base, bytes)?;
+            if pages.huge_bytes > 0 {
+                pages.source = PageSource::Collapsed;
+            }
+        }
+        if !files.is_kept() && pages.huge_bytes < bytes {
+            // SAFETY: the mapping was just made.
+            unsafe { pages::populate(mapping.base, bytes) }?;
+        }
+        Ok(Self { mapping, file, pages, _lock: Some(lock) })
     }
 
     fn map_ordinary(bytes: usize, collapse: bool, populate: bool) -> io::Result<Self> {
@@ -88,7 +119,7 @@ impl Region {
         unsafe { pages::leave_out_of_dumps(mapping.base, bytes) }?;
         let mut pages = PageReport { source: PageSource::Ordinary, huge_bytes: 0, refusal: None };
         if collapse {
-            pages.refusal = mapping.collapse().err();
+            pages.refusal = mapping.collapse(true).err();
             pages.huge_bytes = pages::huge_bytes(mapping.base, bytes)?;
             if pages.huge_bytes > 0 {
                 pages.source = PageSource::Collapsed;
@@ -98,7 +129,7 @@ impl Region {
             // SAFETY: the mapping was just made.
             unsafe { pages::populate(mapping.base, bytes) }?;
         }
-        Ok(Self { mapping, file: file.into(), pages })
+        Ok(Self { mapping, file: file.into(), pages, _lock: None })
     }
 
     /// Where the mapping starts in this process: a multiple of 2 MiB.
@@ -111,7 +142,9 @@ impl Region {
         self.mapping.bytes
     }
 
-    /// The memory as a file, to map it in another process. Its length cannot be changed.
+    /// The memory as a file, to map it in another process. Its length cannot be changed, but for
+    /// that of a pool with a name: only anonymous memory can be sealed, so whoever gets a named
+    /// file with the right to write can shrink it and so kill its other users.
     pub fn file(&self) -> &File {
         &self.file
     }
@@ -134,10 +167,10 @@ fn create_file(bytes: usize, extra: MemfdFlags) -> io::Result<OwnedFd> {
 }
 
 /// How a node maps its own pool.
-const READ_WRITE: ProtFlags = ProtFlags::READ.union(ProtFlags::WRITE);
+pub(crate) const READ_WRITE: ProtFlags = ProtFlags::READ.union(ProtFlags::WRITE);
 
 impl Mapping {
-    pub(crate) fn of_file(file: &OwnedFd, bytes: usize, prot: ProtFlags) -> io::Result<Self> {
+    pub(crate) fn of_file(file: impl AsFd, bytes: usize, prot: ProtFlags) -> io::Result<Self> {
         // Huge pages need an aligned address, which the kernel gives only to some mappings.
         let reserved_bytes = bytes.checked_add(HUGE_PAGE).ok_or(io::ErrorKind::OutOfMemory)?;
         let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
@@ -167,7 +200,9 @@ impl Mapping {
 
 impl Mapping {
     /// Asks for huge pages, by several threads at once: one clears no more than 8 GiB a second.
-    fn collapse(&mut self) -> io::Result<()> {
+    ///
+    /// A fresh mapping holds nothing yet; one that is not is populated and keeps its bytes.
+    fn collapse(&mut self, is_fresh: bool) -> io::Result<()> {
         let threads = thread::available_parallelism().map_or(1, usize::from);
         let piece = self.bytes.div_ceil(threads.min(COLLAPSE_THREADS_MAX));
         let piece = piece.max(COLLAPSE_BYTES_MIN).next_multiple_of(HUGE_PAGE);
@@ -175,7 +210,7 @@ impl Mapping {
         thread::scope(|scope| {
             let pieces = (0..whole.bytes).step_by(piece);
             let workers: Vec<_> = pieces
-                .map(|offset| scope.spawn(move || whole.collapse_piece(offset, piece)))
+                .map(|offset| scope.spawn(move || whole.collapse_piece(offset, piece, is_fresh)))
                 .collect();
             let results = workers.into_iter().map(|worker| {
                 worker.join().unwrap_or_else(|_| Err(io::Error::other("a worker panicked")))
@@ -185,12 +220,17 @@ impl Mapping {
         })
     }
 
-    fn collapse_piece(&self, offset: usize, piece: usize) -> io::Result<()> {
+    fn collapse_piece(&self, offset: usize, piece: usize, is_fresh: bool) -> io::Result<()> {
         // SAFETY: `collapse` steps inside the mapping.
         let base = unsafe { self.base.add(offset) };
-        // SAFETY: the piece is cut at the mapping's end; `collapse` has `&mut self` and gives each
-        // worker a piece of its own, and no slab was made yet.
-        unsafe { pages::collapse(base, piece.min(self.bytes - offset)) }
+        let bytes = piece.min(self.bytes - offset);
+        if is_fresh {
+            // SAFETY: the piece is cut at the mapping's end; `collapse` has `&mut self` and gives
+            // each worker a piece of its own, and no slab was made yet.
+            unsafe { pages::touch(base, bytes) };
+        }
+        // SAFETY: the piece lies inside the mapping.
+        unsafe { pages::collapse(base, bytes) }
     }
 }
 

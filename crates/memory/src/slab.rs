@@ -9,7 +9,7 @@ use std::sync::Arc;
 use crate::copy::{copy_in, copy_out};
 use crate::heap::Extent;
 use crate::lent::Attachment;
-use crate::pool::PoolInner;
+use crate::pool::{Pool, PoolInner};
 
 /// A piece of the pool with one owner, who may write it. Goes back to the pool when dropped.
 ///
@@ -104,6 +104,11 @@ impl SlabMut {
         self.extent.offset
     }
 
+    /// Bytes that the slab takes from the pool, rounding included.
+    pub fn reserved_bytes(&self) -> usize {
+        self.extent.bytes
+    }
+
     /// The first byte, for handing to the kernel; valid as long as the slab is held.
     pub fn pointer(&self) -> NonNull<u8> {
         let base = match &self.home {
@@ -166,6 +171,11 @@ impl Slab {
     /// The first byte, for handing to the kernel; valid as long as the slab is held.
     pub fn pointer(&self) -> NonNull<u8> {
         self.0.pointer()
+    }
+
+    /// Whether the slab is a piece of that pool.
+    pub fn is_of(&self, pool: &Pool) -> bool {
+        matches!(&self.0.home, Home::Pool(of, _) if Arc::ptr_eq(of, &pool.0))
     }
 
     /// How many clones of this slab are held, this one included.

@@ -4,6 +4,7 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
+pub use cascade_store::KeepPool;
 use cascade_store::StoreConfig;
 
 mod build;
@@ -60,18 +61,6 @@ pub struct NodeConfig {
     pub trace_endpoint: Option<String>,
     /// What set each key; empty in a configuration that was not loaded.
     pub settings: Settings,
-}
-
-/// When the next node finds this one's blocks in DRAM.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum KeepPool {
-    /// When this one crashed or was killed.
-    #[default]
-    AfterCrash,
-    /// After a clean shutdown too.
-    Always,
-    /// Never.
-    Never,
 }
 
 /// Who may use the TCP port, and how the bytes travel.

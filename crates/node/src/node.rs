@@ -14,7 +14,7 @@ use crate::NodeConfig;
 use crate::history::History;
 use crate::http::HttpError;
 use crate::own_process::OwnProcess;
-use crate::server::{Peer, SessionFacts, Sessions};
+use crate::server::{SessionFacts, Sessions};
 use crate::socket_place::SocketPlaceError;
 use crate::status::{ClientsStatus, NodeState, NodeStatus, Status, TenantStatus};
 use crate::telemetry::{Spans, TelemetryError};
@@ -278,12 +278,6 @@ impl Node {
         time: Duration,
     ) -> Result<String, String> {
         crate::admin::answer(self, asks, topic, arguments, time)
-    }
-
-    /// A client holds nothing any more that an earlier node gave it.
-    #[expect(clippy::unused_self, reason = "the pool of an earlier node comes with warm restarts")]
-    pub(crate) fn forget_epoch(&self, peer: Peer, epoch: u64) {
-        tracing::debug!(process = peer.process, epoch, "a client let go of an earlier node's pool");
     }
 }
 

@@ -8,12 +8,15 @@ mod identity;
 mod receipt;
 
 use std::collections::BTreeMap;
+use std::os::unix::ffi::OsStrExt;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
 use cascade_block::{Clock as _, SystemClock};
+use cascade_memory::MemoryError;
 use cascade_store::{CallOptions, EncryptionConfig, SecretError, Store, StoreConfig, StoreError};
+use ring::digest::{SHA256, digest};
 use thiserror::Error;
 
 pub use self::receipt::{Leftover, MemoryReceipt, Receipt, TierReceipt};
@@ -94,13 +97,28 @@ impl Tenant {
         name: &str,
         mut store: StoreConfig,
         key: Option<&PathBuf>,
+        node: &NodeConfig,
     ) -> Result<Self, TenantError> {
+        store.keep_pool = node.keep_pool;
+        store.pool_file = pool_file(node, name);
         if let Some(key_file) = key {
             let key_file = key_file.clone();
             store.encryption = Some(EncryptionConfig { key_file, scope: name.to_owned() });
         }
-        let store = Store::open(store)
-            .map_err(|source| TenantError::Store { tenant: name.to_owned(), source })?;
+        let opened = match Store::open(store.clone()) {
+            Err(StoreError::Memory(error)) if is_placeless(&error) => {
+                let error: &dyn std::error::Error = &*error;
+                tracing::warn!(
+                    tenant = name,
+                    error,
+                    "the pool has no place of its own: a crash of the node loses what is in DRAM"
+                );
+                Store::open(StoreConfig { pool_file: None, ..store })
+            }
+            opened => opened,
+        };
+        let store =
+            opened.map_err(|source| TenantError::Store { tenant: name.to_owned(), source })?;
         Ok(Self { name: name.to_owned(), store })
     }
 
@@ -181,11 +199,16 @@ impl Tenants {
             }
         }
         check_directories(config, &ambiguous)?;
-        let own = Tenant::open(DEFAULT, config.store.clone(), config.encryption_key_file.as_ref())?;
+        let own = Tenant::open(
+            DEFAULT,
+            config.store.clone(),
+            config.encryption_key_file.as_ref(),
+            config,
+        )?;
         let mut all = vec![Arc::new(own)];
         for tenant in &config.tenants {
             let key = tenant.encryption_key_file.as_ref();
-            all.push(Arc::new(Tenant::open(&tenant.name, tenant.store.clone(), key)?));
+            all.push(Arc::new(Tenant::open(&tenant.name, tenant.store.clone(), key, config)?));
         }
         Ok(Self { all, users, tokens })
     }
@@ -209,6 +232,26 @@ impl Tenants {
         };
         Ok(Arc::clone(&self.all[place]))
     }
+}
+
+/// Where a tenant's pool lies: a name of its own for each user, socket and tenant, found again by
+/// the next node at that socket.
+fn pool_file(node: &NodeConfig, tenant: &str) -> Option<PathBuf> {
+    let directory = node.pool_directory.as_ref()?;
+    let socket = std::path::absolute(&node.socket).unwrap_or_else(|_| node.socket.clone());
+    let hash = digest(&SHA256, socket.as_os_str().as_bytes());
+    let place = hash
+        .as_ref()
+        .iter()
+        .take(6)
+        .fold(String::new(), |text, byte| text + &format!("{byte:02x}"));
+    let user = rustix::process::geteuid().as_raw();
+    Some(directory.join(format!("cascade-{user}-{place}-{tenant}.pool")))
+}
+
+/// Whether a pool could be made, if it had no name: the directory is missing or too small.
+fn is_placeless(error: &MemoryError) -> bool {
+    matches!(error, MemoryError::NotReserved { .. } | MemoryError::Named { .. })
 }
 
 /// No two tenants write to one directory.

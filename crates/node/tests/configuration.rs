@@ -347,14 +347,14 @@ fn every_tenant_key_has_an_effect() {
 
 #[test]
 fn a_reload_tells_what_it_can_take() {
-    let old = Case::new("[log]\nfilter = \"info\"\n[[tenant]]\nname = \"a\"\nusers = [1]\n");
+    let old = Case::new("[limits]\nconnections = 10\n[[tenant]]\nname = \"a\"\nusers = [1]\n");
     let new = Case::new(
-        "[log]\nfilter = \"debug\"\n[dram]\ncapacity = \"1GiB\"\n\
+        "[limits]\nconnections = 20\n[dram]\ncapacity = \"1GiB\"\n\
          [[tenant]]\nname = \"b\"\nusers = [1]\n",
     );
     let (old, new) = (old.load().unwrap(), new.load().unwrap());
     let changes = difference(&old, &new);
-    assert_eq!(changes.live, ["log.filter"]);
+    assert_eq!(changes.live, ["limits.connections"]);
     assert_eq!(changes.restart, ["dram.capacity", "tenant \"b\" (new)", "tenant \"a\" (removed)"]);
     assert_eq!(difference(&old, &old), config::Difference::default());
 }

@@ -86,5 +86,26 @@ fn lookup_among_many(criterion: &mut Criterion) {
     group.finish();
 }
 
-criterion_group!(benches, hot, lookup_among_many);
+/// What it costs that the pool outlives its process: a ledger's record written and taken out.
+fn ledger(criterion: &mut Criterion) {
+    let keys = keys(BATCH as u64);
+    let bytes = [7; 64];
+    let batch: Vec<_> = keys.iter().map(|key| Put::new(*key, &bytes)).collect();
+    let directory = tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir());
+    let directory = directory.expect("a place for a small file");
+    let mut group = criterion.benchmark_group("put and delete 256 blocks of 64 bytes");
+    group.throughput(Throughput::Elements(BATCH as u64));
+    for (name, pool_file) in [("anonymous", None), ("named", Some(directory.path().join("pool")))] {
+        let config = StoreConfig { dram_bytes: 1 << 30, pool_file, ..StoreConfig::default() };
+        let store = Store::open(config).expect("a pool of memory");
+        group.bench_function(name, |bencher| {
+            bencher.iter(|| {
+                black_box(store.put(&batch, CallOptions::default()));
+                black_box(store.delete(&keys))
+            });
+        });
+    }
+}
+
+criterion_group!(benches, ledger, hot, lookup_among_many);
 criterion_main!(benches);

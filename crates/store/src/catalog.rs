@@ -368,6 +368,12 @@ impl Catalog {
         KeyIndex(self.content(content).first_key)
     }
 
+    /// The next of the keys that name the same content, in no order that means anything.
+    pub(crate) fn next_key_of(&self, key: KeyIndex) -> Option<KeyIndex> {
+        let next = self.entry(key).next_of_content;
+        (next != NONE).then_some(KeyIndex(next))
+    }
+
     /// The keys that name a content.
     pub(crate) fn keys_of(&self, content: ContentIndex) -> Vec<KeyIndex> {
         let mut at = self.content(content).first_key;

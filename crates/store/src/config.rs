@@ -48,6 +48,18 @@ pub enum FileLayout {
     FilePerBlock,
 }
 
+/// When the blocks in DRAM survive the store, if its pool has a name.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum KeepPool {
+    /// When its process dies; a store that is closed takes its pool with it.
+    #[default]
+    AfterCrash,
+    /// When it is closed, too: for an upgrade of the program.
+    Always,
+    /// Never; what an earlier run left is removed.
+    Never,
+}
+
 /// What reads and writes the file tier.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum IoEngine {
@@ -122,6 +134,12 @@ pub struct StoreConfig {
     pub dram_blocks: Option<u64>,
     /// Whether the pool asks for huge pages. Default: yes.
     pub huge_pages: bool,
+    /// Where the pool lies so that a process that dies leaves its blocks to the next one, such as
+    /// `/dev/shm/cascade-pool`; its ledger lies beside it. Needs a file system in memory to be
+    /// fast. Default: none, the pool ends with the process.
+    pub pool_file: Option<PathBuf>,
+    /// What `pool_file` outlives. Default: a crash.
+    pub keep_pool: KeepPool,
     /// The file tier, when the pipeline names it.
     pub files: Option<FilesConfig>,
     /// Encrypts every tier below DRAM. Default: none.
@@ -155,6 +173,8 @@ impl Default for StoreConfig {
             dram_bytes: 256 * MIB,
             dram_blocks: None,
             huge_pages: true,
+            pool_file: None,
+            keep_pool: KeepPool::default(),
             files: None,
             encryption: None,
             policy: PolicyKind::default(),

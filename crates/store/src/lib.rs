@@ -4,6 +4,7 @@ mod block_store;
 mod call;
 mod catalog;
 mod config;
+pub mod conformance;
 mod erase;
 pub mod eviction;
 mod explain;
@@ -11,6 +12,7 @@ mod health;
 mod history;
 mod hot;
 mod insight;
+mod ledger;
 mod mover;
 mod names;
 mod node;
@@ -28,17 +30,20 @@ pub mod stage;
 mod state;
 mod stats;
 mod store;
+mod through;
+mod warm;
 
 pub use block_store::BlockStore;
 pub use config::{
-    CallOptions, EncryptionConfig, FileLayout, FilesConfig, IoEngine, PipelineError, PolicyKind,
-    StoreConfig, WritePolicy, Writer,
+    CallOptions, EncryptionConfig, FileLayout, FilesConfig, IoEngine, KeepPool, PipelineError,
+    PolicyKind, StoreConfig, WritePolicy, Writer,
 };
 pub use erase::{Erased, Left, TierErased};
 pub use explain::{BlockExplanation, BlockHere, BlockState, Explanation, NamespaceDifference};
 pub use health::{HealthConfig, HealthState, StageHealth};
 pub use history::Loss;
 pub use insight::{HotPrefix, TierBytes};
+pub use ledger::{HeldId, HeldKind, HeldPiece, Process, WarmStats};
 pub use names::intern;
 pub use outcome::{
     DeclineReason, GetOutcome, PrefixMatch, Prepared, Put, PutOutcome, PutSlab, StoreError,

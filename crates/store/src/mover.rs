@@ -279,7 +279,7 @@ fn apply_room(node: &Node, stage: usize, room: &Room) {
     }
     for (key, old, new) in &room.moved {
         if let Some(content) = content_at(&mut state, stage, key, *old) {
-            state.catalog.content_mut(content).set_address(stage, Some(*new));
+            state.set_address(content, stage, *new);
         }
     }
     for (key, address) in &room.dropped {
@@ -322,8 +322,8 @@ fn settle(state: &mut State, stage: usize, pending: &Pending, result: Result<Add
     let is_clean = content.dirty == 0;
     match result {
         Ok(address) => {
-            content.set_address(stage, Some(address));
             content.was_reclaimed = false;
+            state.set_address(pending.content, stage, address);
             state.counters.demoted_blocks += 1;
             state.counters.demoted_bytes += u64::from(pending.facts.bytes);
             name_everywhere(state, stage, pending, address);

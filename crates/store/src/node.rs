@@ -11,10 +11,12 @@ use crate::catalog::{LOWER_STAGES_MAX, NewKey};
 use crate::eviction::{self, Eviction, Incoming, Limits};
 use crate::history::History;
 use crate::insight::Insight;
+use crate::ledger::Recovered;
 use crate::pipeline::Pipeline;
 use crate::stage::guarded::Guarded;
 use crate::stage::{BlockFacts, Registry, StageContext, StageError, encrypted};
 use crate::state::{Evicted, NameChange, State};
+use crate::warm::{OpenedPool, Warm, open_pool};
 use crate::{CallOptions, StoreConfig, StoreError, TierName};
 
 /// How often a wait looks again for what nobody announces, such as a view that was dropped.
@@ -31,6 +33,8 @@ pub(crate) struct Node {
     /// Of DRAM, then of the stages.
     tier_names: Vec<TierName>,
     pub(crate) dirty_bytes_max: u64,
+    /// What an earlier run left, if the pool has a name.
+    pub(crate) warm: Option<Warm>,
     state: Mutex<State>,
     /// What watches the traffic; a lock of its own, never taken while the state's is held.
     pub(crate) insight: Mutex<Insight>,
@@ -65,7 +69,8 @@ impl Node {
     ) -> Result<Self, StoreError> {
         config.check()?;
         let pipeline = Pipeline::parse(&config.pipeline, registry)?;
-        let pool = Pool::new(&config.pool()).map_err(|e| StoreError::Memory(Arc::new(e)))?;
+        let OpenedPool { pool, ledger, recovered, warm } =
+            open_pool(&config, pipeline.has_dram, &*clock)?;
         let context = StageContext { config: &config, pool: &pool, clock: &clock };
         let make = |name| encrypted::protect(registry.make(name, &context)?, &context);
         let made = pipeline.lower.iter().map(|name| make(name));
@@ -73,12 +78,13 @@ impl Node {
         let stages = made.map(|made| made.map(guarded)).collect::<Result<Vec<_>, _>>()?;
         let history = History::new(clock.unix_ms());
         let (eviction, lower) = (new_eviction(&config), stages.len());
-        let state = State::new(eviction, pipeline.has_dram, lower, history, config.health, &*clock);
-        let state = Mutex::new(state);
+        let mut state =
+            State::new(eviction, pipeline.has_dram, lower, history, config.health, &*clock);
+        state.ledger = ledger;
         let dirty_bytes_max = config.dirty_bytes_max.unwrap_or(config.dram_bytes / 4);
         let names: Vec<TierName> = stages.iter().map(Guarded::name).collect();
         let insight = Mutex::new(Insight::new(&config, pipeline.has_dram, &names));
-        let node = Self {
+        let mut node = Self {
             tier_names: std::iter::once("dram").chain(names).collect(),
             config,
             pipeline,
@@ -86,13 +92,14 @@ impl Node {
             pool,
             stages,
             dirty_bytes_max,
-            state,
+            warm,
+            state: Mutex::new(state),
             insight,
             changed: Condvar::new(),
             work: Condvar::new(),
             look: Condvar::new(),
         };
-        node.recover();
+        node.recover(recovered);
         Ok(node)
     }
 
@@ -245,6 +252,9 @@ impl Node {
                 state.slabs_out += 1;
                 return (state, Ok(slab));
             }
+            if self.sweep_holders() {
+                continue;
+            }
             let now = self.policy_now(&state);
             match state.evict_one(now, incoming) {
                 Evicted::One => continue,
@@ -276,8 +286,12 @@ impl Node {
         }
     }
 
-    /// Takes over what the stages kept from an earlier run.
-    fn recover(&self) {
+    /// Takes over what DRAM and the stages kept from an earlier run, DRAM first: where a stage's
+    /// block cannot be shown to be the same, the one in DRAM is at least as new.
+    fn recover(&mut self, recovered: Vec<Recovered>) {
+        let started = self.clock.monotonic();
+        let revived = self.revive(&mut self.lock(), recovered);
+        self.count_revived(started);
         let mut state = self.lock();
         let state = &mut *state;
         let now_unix_ms = self.clock.unix_ms();
@@ -286,6 +300,13 @@ impl Node {
             for (facts, address) in stage.recover() {
                 if facts.expires_unix_ms.is_some_and(|expires| expires <= now_unix_ms) {
                     state.push_name(at, NameChange::Remove(facts.key, address));
+                    continue;
+                }
+                if revived.is_stored_at(&facts.key, at, address)
+                    && let Some(key) = state.catalog.find(&facts.key)
+                {
+                    let content = state.catalog.entry(key).content;
+                    state.catalog.content_mut(content).set_address(at, Some(address));
                     continue;
                 }
                 adopt(state, at, &facts, address);
@@ -297,6 +318,7 @@ impl Node {
                 state.catalog.set_parent(key, &parent);
             }
         }
+        self.requeue(state, &revived);
     }
 }
 
@@ -327,7 +349,7 @@ fn adopt(state: &mut State, stage: usize, facts: &BlockFacts, address: crate::st
             && facts.digest.is_some()
             && facts.digest.as_ref() == state.catalog.digest_of(content);
         if is_same {
-            state.catalog.content_mut(content).set_address(stage, Some(address));
+            state.set_address(content, stage, address);
         } else {
             state.push_name(stage, NameChange::Remove(facts.key, address));
         }

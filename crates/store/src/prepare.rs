@@ -4,16 +4,74 @@
 use std::time::Duration;
 
 use cascade_block::{BlockKey, DigestMode};
+use cascade_memory::Region;
 
 use crate::eviction::Slot;
 use crate::node::Node;
 use crate::outcome::{Prepared, PutOutcome};
 use crate::put::{Arriving, Known, resident_ancestor};
-use crate::{CallOptions, DeclineReason, Put, StoreError, ViewOutcome, WritePolicy};
+use crate::{
+    CallOptions, DeclineReason, Put, Store, StoreError, TierName, ViewOutcome, WritePolicy,
+};
 
 /// Most bytes of slabs that one call gives out: a batch of large blocks is several calls, so that
 /// their copies and the next call's evictions overlap between workers.
 const BATCH_BYTES: usize = 64 << 20;
+
+impl Store {
+    /// Decides blocks of a put whose bytes, `lengths` long, are in another process: says where to
+    /// write each, if anywhere. Gives slabs of `bytes_max` bytes in all at most; what comes after
+    /// the last that fits is to be asked for again ([`Prepared::Later`]). `Put::bytes` is not
+    /// looked at. With a timeout of zero it never waits: what would have to, fails with
+    /// [`StoreError::Timeout`] or [`StoreError::Busy`] and is not counted.
+    ///
+    /// # Panics
+    /// If there are not as many lengths as blocks.
+    pub fn prepare(
+        &self,
+        batch: &[Put<'_>],
+        lengths: &[usize],
+        bytes_max: usize,
+        options: CallOptions,
+    ) -> Vec<Prepared> {
+        assert_eq!(batch.len(), lengths.len(), "one length for each block");
+        self.node().prepare(batch, lengths, bytes_max, options)
+    }
+
+    /// Counts puts that were settled by who asked [`Store::prepare`]: compared, or given up.
+    pub fn count_puts(&self, outcomes: &[PutOutcome]) {
+        let mut state = self.node().lock();
+        for outcome in outcomes {
+            state.counters.count_put(outcome);
+        }
+    }
+
+    /// Views on blocks for comparing them: counted as nobody's access, and nothing is brought up.
+    pub fn inspect(&self, keys: &[BlockKey], options: CallOptions) -> Vec<ViewOutcome> {
+        self.node().inspect(keys, options)
+    }
+
+    /// Whether [`Store::view`] of these blocks would be answered without reading a lower tier.
+    pub fn reads_at_once(&self, keys: &[BlockKey]) -> bool {
+        self.node().reads_at_once(keys)
+    }
+
+    /// Whether [`Store::put_slabs`] of these blocks would be answered without hashing them, reading
+    /// a lower tier or waiting for one.
+    pub fn puts_at_once(&self, keys: &[BlockKey]) -> bool {
+        self.node().puts_at_once(keys)
+    }
+
+    /// The tiers, fast to slow, DRAM first whether or not it is one of the pipeline.
+    pub fn tier_names(&self) -> &[TierName] {
+        self.node().tier_names()
+    }
+
+    /// The shared memory that all blocks in DRAM lie in, to map it in another process.
+    pub fn region(&self) -> &Region {
+        self.node().pool.region()
+    }
+}
 
 impl Node {
     /// Decides each block of a put whose bytes are `lengths` long and elsewhere; see
@@ -47,12 +105,9 @@ impl Node {
                     declined = Some((put.key, reason));
                     Prepared::Settled(PutOutcome::Declined(reason))
                 }
-                Known::New if *bytes > bytes_max => {
-                    // Later there may be more for this caller, but never more than the pool.
-                    let is_too_large = *bytes > self.pool.region().bytes();
-                    let reason =
-                        if is_too_large { DeclineReason::TooLarge } else { DeclineReason::Full };
-                    Prepared::Settled(PutOutcome::Declined(reason))
+                // What is larger than the pool is declined for that, below.
+                Known::New if *bytes > bytes_max && *bytes <= self.pool.region().bytes() => {
+                    Prepared::Settled(PutOutcome::Declined(DeclineReason::Full))
                 }
                 Known::New => {
                     let parent = resident_ancestor(&state, put, hanging);

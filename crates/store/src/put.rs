@@ -387,6 +387,7 @@ impl Node {
         let key = state.catalog.link(&new_key(&facts), content);
         state.history.forget(&put.key);
         if state.catalog.content(content).slab.is_some() {
+            state.record(key, Some(&facts));
             state.make_resident(key, self.policy_now(state));
         }
         for stage in 0..self.stages.len() {
@@ -424,7 +425,7 @@ impl Node {
         let entry = state.catalog.content_mut(content);
         entry.put_stamp = put_stamp;
         entry.writer = call.writer.map_or(0, |writer| writer.0.get());
-        state.put_slab(content, slab);
+        state.put_slab(content, slab, Some(&facts));
         for stage in 0..self.stages.len() {
             state.push_block(stage, facts, content);
         }
@@ -453,56 +454,6 @@ impl Node {
         drop(state);
         self.insight().shadows.put(now, batch, &outcomes);
         outcomes
-    }
-
-    /// Write-through: a block counts once every stage has it. One that is in DRAM alone, because
-    /// an earlier try failed, is tried again.
-    fn wait_written(
-        &self,
-        put: &Put<'_>,
-        outcome: &PutOutcome,
-        call: Call,
-    ) -> Result<(), StoreError> {
-        use PutOutcome::{Deduplicated, Present, Stored};
-        if !matches!(outcome, Stored | Deduplicated | Present) {
-            return Ok(());
-        }
-        let mut state = self.lock();
-        let may_try_again = !matches!(outcome, Stored);
-        for stage in 0..self.stages.len() {
-            let mut is_tried = !may_try_again;
-            loop {
-                if state.is_closed {
-                    return Err(StoreError::Closed);
-                }
-                let Some(key) = state.catalog.find(&put.key) else {
-                    return Err(self.stage_error(&state, stage, "write a block"));
-                };
-                let content = state.catalog.entry(key).content;
-                let entry = state.catalog.content(content);
-                if entry.dirty & (1 << stage) == 0 {
-                    if entry.address(stage).is_some() {
-                        break;
-                    }
-                    if is_tried || entry.slab.is_none() || state.is_shed(stage) {
-                        return Err(self.stage_error(&state, stage, "write a block"));
-                    }
-                    is_tried = true;
-                    let digest = state.catalog.digest_of(content).copied();
-                    state.push_block(stage, self.facts(put, digest), content);
-                    self.announce_work();
-                }
-                state = self.wait_in_time(state, "put", call)?;
-            }
-        }
-        if matches!(outcome, Deduplicated) {
-            if let Some(stage) = (0..self.stages.len()).find(|stage| state.is_shed(*stage)) {
-                return Err(self.stage_error(&state, stage, "learn a name"));
-            }
-            let tickets = state.names_tickets.map(|tickets| tickets.pushed);
-            drop(self.wait_names(state, tickets, "put", call)?);
-        }
-        Ok(())
     }
 
     pub(crate) fn not_taken(
@@ -551,7 +502,7 @@ impl Node {
         }
     }
 
-    fn facts(&self, put: &Put<'_>, digest: Option<Digest>) -> BlockFacts {
+    pub(crate) fn facts(&self, put: &Put<'_>, digest: Option<Digest>) -> BlockFacts {
         let expires = put.ttl_ms.map(|ttl| self.clock.unix_ms().saturating_add(ttl));
         BlockFacts {
             key: put.key,

@@ -8,6 +8,7 @@ use cascade_memory::{Slab, SlabMut};
 use crate::call::Call;
 use crate::catalog::{Address, Awaits, ContentIndex, KeyIndex};
 use crate::history::Loss;
+use crate::ledger::HeldId;
 use crate::node::{NoSlab, Node};
 use crate::shedding::Verdict;
 use crate::stage::{Load, Loaded, StageError};
@@ -49,6 +50,8 @@ struct Fetch {
     wanted: Wanted,
     from: Source,
     slab: SlabMut,
+    /// The kernel may write into the slab after this process was killed.
+    note: HeldId,
 }
 
 /// Where a block was fetched from.
@@ -286,7 +289,8 @@ impl Node {
         match slab {
             Ok(slab) => {
                 let from = Source { content: index, generation, stage, address };
-                plan.fetches.push(Fetch { wanted, from, slab });
+                let note = self.note_load(&slab);
+                plan.fetches.push(Fetch { wanted, from, slab, note });
                 (state, None)
             }
             Err(why) => {
@@ -319,8 +323,8 @@ impl Node {
             }
             let mut loads = Vec::with_capacity(fetches.len());
             let mut places = Vec::with_capacity(fetches.len());
-            for Fetch { wanted, from, slab } in fetches {
-                places.push((wanted, from));
+            for Fetch { wanted, from, slab, note } in fetches {
+                places.push((wanted, from, note));
                 loads.push(Load { key: wanted.key, address: from.address, slab });
             }
             let time = reading.call.deadline.remaining(&*self.clock);
@@ -330,8 +334,12 @@ impl Node {
             let mut state = self.lock();
             self.judge(&mut state, stage, verdict);
             state.history.tell_time(now_unix_ms);
-            for ((mut wanted, from), loaded) in places.into_iter().zip(loaded) {
+            for ((mut wanted, from, note), loaded) in places.into_iter().zip(loaded) {
                 state.slabs_out -= 1;
+                if !matches!(loaded, Loaded::Failed(StageError::Timeout)) {
+                    // What came too late may still be written to.
+                    self.end_load(note);
+                }
                 if !self.settle(&mut state, &mut wanted, from, loaded, reading) {
                     again.push(wanted);
                 }
@@ -426,7 +434,7 @@ impl Node {
         state.counters.promoted_blocks += 1;
         state.counters.promoted_bytes += slab.len() as u64;
         let now = self.policy_now(state);
-        state.put_slab(from.content, slab.clone());
+        state.put_slab(from.content, slab.clone(), None);
         state.make_resident(key, now);
         if state.catalog.content(from.content).key_count > 1 {
             // A pin holds the content whichever of its names brought it up.

@@ -18,6 +18,7 @@ use crate::catalog::{Address, Awaits, Catalog, ContentIndex, KeyIndex, LOWER_STA
 use crate::eviction::{Eviction, Incoming, Removal, Verdict};
 use crate::health::Breaker;
 use crate::history::{History, Loss};
+use crate::ledger::{Ledger, unknown_namespace};
 use crate::outcome::PutOutcome;
 use crate::stage::{BlockFacts, StageError};
 use crate::stats::Counters;
@@ -98,6 +99,8 @@ pub(crate) struct State {
     pub(crate) slabs_out: u64,
     /// The latest time that a request gave; the policy then goes by these.
     pub(crate) policy_time: Option<Duration>,
+    /// What the next run finds of the blocks in DRAM, if the pool outlives its process.
+    pub(crate) ledger: Option<Ledger>,
     pub(crate) has_dram: bool,
     /// How many tiers stand below DRAM.
     pub(crate) lower_stages: usize,
@@ -141,6 +144,7 @@ impl State {
             dram_bytes: 0,
             slabs_out: 0,
             policy_time: None,
+            ledger: None,
             has_dram,
             lower_stages,
             is_closing: false,
@@ -252,16 +256,76 @@ impl State {
 
     /// Takes a content's bytes out of DRAM; views that are held keep theirs.
     pub(crate) fn drop_slab(&mut self, content: ContentIndex) {
+        self.clear_records(content);
         let content = self.catalog.content_mut(content);
         if content.slab.take().is_some() {
             self.dram_bytes -= u64::from(content.bytes);
         }
     }
 
-    pub(crate) fn put_slab(&mut self, content: ContentIndex, slab: cascade_memory::Slab) {
-        let content = self.catalog.content_mut(content);
+    /// Puts a content's bytes into DRAM; `facts` are those of a put that brought them.
+    pub(crate) fn put_slab(
+        &mut self,
+        index: ContentIndex,
+        slab: cascade_memory::Slab,
+        facts: Option<&BlockFacts>,
+    ) {
+        self.clear_records(index);
+        let content = self.catalog.content_mut(index);
         if content.slab.replace(slab).is_none() {
             self.dram_bytes += u64::from(content.bytes);
+        }
+        if self.ledger.is_some() {
+            let mut next = Some(self.catalog.first_key_of(index));
+            while let Some(key) = next {
+                let is_its = |facts: &&BlockFacts| facts.key == self.catalog.entry(key).key;
+                self.record(key, facts.filter(is_its));
+                next = self.catalog.next_key_of(key);
+            }
+        }
+    }
+
+    /// Enters a key into the ledger if its content is in DRAM. `facts` are those of its put, if it
+    /// is put just now; what the catalog knows will do otherwise.
+    pub(crate) fn record(&mut self, key: KeyIndex, facts: Option<&BlockFacts>) {
+        let Some(ledger) = &mut self.ledger else { return };
+        let entry = self.catalog.entry(key);
+        let content = self.catalog.content(entry.content);
+        let Some(slab) = &content.slab else { return };
+        let known = || BlockFacts {
+            key: entry.key,
+            digest: None,
+            parent: self.catalog.parent_of(key).map(|parent| self.catalog.entry(parent).key),
+            namespace: unknown_namespace(),
+            bytes: content.bytes,
+            is_prefix: entry.is_prefix,
+            expires_unix_ms: (entry.expires_unix_ms != 0).then_some(entry.expires_unix_ms),
+        };
+        let digest = self.catalog.digest_of(entry.content).copied();
+        let record = BlockFacts { digest, ..facts.copied().unwrap_or_else(known) };
+        let addresses = std::array::from_fn(|stage| content.address(stage));
+        ledger.record(key, &record, facts.is_some(), slab, addresses);
+    }
+
+    /// Before a content's slab goes: from then on its memory may be another's.
+    fn clear_records(&mut self, content: ContentIndex) {
+        let Some(ledger) = &mut self.ledger else { return };
+        let mut next = Some(self.catalog.first_key_of(content));
+        while let Some(key) = next {
+            ledger.clear(key);
+            next = self.catalog.next_key_of(key);
+        }
+    }
+
+    /// A stage has a content there now.
+    pub(crate) fn set_address(&mut self, index: ContentIndex, stage: usize, address: Address) {
+        self.catalog.content_mut(index).set_address(stage, Some(address));
+        if let Some(ledger) = &self.ledger {
+            let mut next = Some(self.catalog.first_key_of(index));
+            while let Some(key) = next {
+                ledger.note_stored(key, stage, address);
+                next = self.catalog.next_key_of(key);
+            }
         }
     }
 
@@ -277,6 +341,9 @@ impl State {
 
     /// Removes a key, and with the last key its content, from every tier.
     pub(crate) fn forget(&mut self, key: KeyIndex, why: Loss) {
+        if let Some(ledger) = &mut self.ledger {
+            ledger.clear(key);
+        }
         self.release_slot(key, why.removal());
         let entry = self.catalog.entry(key);
         let (name, index) = (entry.key, entry.content);

@@ -7,7 +7,7 @@ use crate::names::{by_tier, tier_name};
 use crate::outcome::PutOutcome;
 use crate::shadow::ShadowFigure;
 use crate::stage::StageStats;
-use crate::{StageHealth, TierName};
+use crate::{StageHealth, TierName, WarmStats};
 
 /// Counters since the store was opened.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
@@ -142,6 +142,8 @@ pub struct Stats {
     pub shadows: Vec<ShadowFigure>,
     /// Memory of the shadows, of what is known of blocks that are gone, and of hot prefixes.
     pub insight_bytes: u64,
+    /// What an earlier run left, if the pool has a name.
+    pub warm: Option<WarmStats>,
     /// What an operator should know, such as a tier that was left out.
     pub notes: Vec<String>,
 }

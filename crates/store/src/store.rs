@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 
 use cascade_block::{BlockKey, Clock, Deadline, Manifest, Namespace, NamespaceId, SystemClock};
-use cascade_memory::{Region, SlabMut};
+use cascade_memory::SlabMut;
 
 use crate::catalog::KeyIndex;
 use crate::eviction::Asked;
@@ -18,7 +18,7 @@ use crate::stage::guarded::Guarded;
 use crate::stage::{Registry, StageError};
 use crate::stats::{Stats, TierHits};
 use crate::{
-    CallOptions, Erased, GetOutcome, PrefixMatch, Prepared, Put, PutOutcome, Request, StoreConfig,
+    CallOptions, Erased, GetOutcome, PrefixMatch, Put, PutOutcome, Request, StoreConfig,
     StoreError, TierName, ViewOutcome, mover, prober,
 };
 
@@ -99,59 +99,6 @@ impl Store {
     /// A slab to write a block into in place; give it to [`Store::put_slabs`] when it is full.
     pub fn reserve(&self, bytes: usize, options: CallOptions) -> Result<SlabMut, StoreError> {
         self.node().reserve(bytes, options)
-    }
-
-    /// Decides blocks of a put whose bytes, `lengths` long, are in another process: says where to
-    /// write each, if anywhere. Gives slabs of `bytes_max` bytes in all at most; what comes after
-    /// the last that fits is to be asked for again ([`Prepared::Later`]). `Put::bytes` is not
-    /// looked at. With a timeout of zero it never waits: what would have to, fails with
-    /// [`StoreError::Timeout`] or [`StoreError::Busy`] and is not counted.
-    ///
-    /// # Panics
-    /// If there are not as many lengths as blocks.
-    pub fn prepare(
-        &self,
-        batch: &[Put<'_>],
-        lengths: &[usize],
-        bytes_max: usize,
-        options: CallOptions,
-    ) -> Vec<Prepared> {
-        assert_eq!(batch.len(), lengths.len(), "one length for each block");
-        self.node().prepare(batch, lengths, bytes_max, options)
-    }
-
-    /// Counts puts that were settled by who asked [`Store::prepare`]: compared, or given up.
-    pub fn count_puts(&self, outcomes: &[PutOutcome]) {
-        let mut state = self.node().lock();
-        for outcome in outcomes {
-            state.counters.count_put(outcome);
-        }
-    }
-
-    /// Views on blocks for comparing them: counted as nobody's access, and nothing is brought up.
-    pub fn inspect(&self, keys: &[BlockKey], options: CallOptions) -> Vec<ViewOutcome> {
-        self.node().inspect(keys, options)
-    }
-
-    /// Whether [`Store::view`] of these blocks would be answered without reading a lower tier.
-    pub fn reads_at_once(&self, keys: &[BlockKey]) -> bool {
-        self.node().reads_at_once(keys)
-    }
-
-    /// Whether [`Store::put_slabs`] of these blocks would be answered without hashing them, reading
-    /// a lower tier or waiting for one.
-    pub fn puts_at_once(&self, keys: &[BlockKey]) -> bool {
-        self.node().puts_at_once(keys)
-    }
-
-    /// The tiers, fast to slow, DRAM first whether or not it is one of the pipeline.
-    pub fn tier_names(&self) -> &[TierName] {
-        self.node().tier_names()
-    }
-
-    /// The shared memory that all blocks in DRAM lie in, to map it in another process.
-    pub fn region(&self) -> &Region {
-        self.node().pool.region()
     }
 
     /// Stores blocks that were written in place: nothing is copied.
@@ -482,7 +429,7 @@ impl Handle {
         let time = config.timeout.min(config.health.probe_timeout);
         let deadline = Deadline::after(&*self.node.clock, time);
         self.node.stages.iter().for_each(|stage| stage.close(deadline));
-        flushed
+        flushed.and(self.node.end_pool())
     }
 }
 
@@ -580,7 +527,8 @@ impl Node {
                 .collect(),
             shadows,
             insight_bytes: (watching_bytes + state.history.memory_bytes()) as u64,
-            notes: self.pipeline.notes.clone(),
+            warm: self.warm.as_ref().map(|warm| warm.stats(&state)),
+            notes: self.pipeline.notes.iter().chain(self.warm_notes()).cloned().collect(),
         }
     }
 }

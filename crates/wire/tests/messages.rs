@@ -171,6 +171,63 @@ fn every_answer_comes_back_as_it_went() {
     }
 }
 
+/// The frames of version 1, one a line in hexadecimal: every call, then every answer.
+const FIXTURE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../testdata/wire-v1.txt");
+
+fn frames() -> Vec<Vec<u8>> {
+    let trace = Some(TraceContext { trace: [1; 16], span: [2; 8] });
+    let call = |(number, call): (u32, Call)| {
+        let mut bytes = Vec::new();
+        // Every second call belongs to a trace.
+        call.write(&mut bytes, number, trace.filter(|_| number % 2 == 1)).expect("it is short");
+        bytes
+    };
+    let answer = |(number, answer): (u32, Answer)| {
+        let mut bytes = Vec::new();
+        answer.write(&mut bytes, number);
+        bytes
+    };
+    (0..).zip(calls()).map(call).chain((0..).zip(answers()).map(answer)).collect()
+}
+
+fn hexadecimal(bytes: &[u8]) -> String {
+    use std::fmt::Write;
+    bytes.iter().fold(String::new(), |mut text, byte| {
+        write!(text, "{byte:02x}").expect("a String takes everything");
+        text
+    })
+}
+
+/// A fixture of a released version never changes. To add one for a new version, raise `VERSION`,
+/// name a new file, and run this test with `--ignored`.
+#[test]
+#[ignore = "writes the fixture"]
+fn write_the_fixture() {
+    let lines: Vec<String> = frames().iter().map(|frame| hexadecimal(frame) + "\n").collect();
+    std::fs::write(FIXTURE, lines.concat()).expect("the directory is there");
+}
+
+#[test]
+fn frames_of_version_1_are_read_as_they_were_written() {
+    let text = std::fs::read_to_string(FIXTURE).expect("the fixture is there");
+    let mut kinds = std::collections::BTreeSet::new();
+    let frames = frames();
+    assert_eq!(text.lines().count(), frames.len());
+    for (line, now) in text.lines().zip(frames) {
+        assert_eq!(line, hexadecimal(&now), "a frame is written otherwise than in version 1");
+        let digits = |at: usize| u8::from_str_radix(&line[at..at + 2], 16).expect("hexadecimal");
+        let bytes: Vec<u8> = (0..line.len()).step_by(2).map(digits).collect();
+        let frame = Frame::read(&bytes).expect("a frame of version 1");
+        let kind = frame.header.kind;
+        kinds.insert(kind);
+        let is_read =
+            if kind < 100 { Call::read(&frame).is_ok() } else { Answer::read(&frame).is_ok() };
+        assert!(is_read, "kind {kind}");
+    }
+    let all: std::collections::BTreeSet<u16> = (1..=18).chain(101..=114).collect();
+    assert_eq!(kinds, all, "every kind of message has a frame in the fixture");
+}
+
 #[test]
 fn the_longest_answer_about_blocks_fits_a_frame() {
     let worst = || StoreError::Tier {

@@ -23,7 +23,8 @@ fn append(page: &mut String, command: &mut clap::Command, path: &str, level: usi
     let (mark, help) = ("#".repeat(level), help.join("\n"));
     write!(page, "\n{mark} `{path}`\n\n```text\n{}\n```\n", help.trim_end())
         .expect("a String takes everything");
-    for below in command.get_subcommands_mut().filter(|below| below.get_name() != "help") {
+    let is_told = |below: &&mut clap::Command| below.get_name() != "help" && !below.is_hide_set();
+    for below in command.get_subcommands_mut().filter(is_told) {
         let path = format!("{path} {}", below.get_name());
         append(page, below, &path, (level + 1).min(4));
     }

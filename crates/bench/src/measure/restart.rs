@@ -1,9 +1,12 @@
 //! How long a store takes to open with many blocks, and how much memory it takes under pressure.
 
 use std::collections::HashMap;
+use std::path::Path;
 
 use cascade_block::BlockKey;
-use cascade_store::{CallOptions, FilesConfig, GetOutcome, Put, PutOutcome, Store, StoreConfig};
+use cascade_store::{
+    CallOptions, FilesConfig, GetOutcome, KeepPool, Put, PutOutcome, Store, StoreConfig,
+};
 
 use crate::cli::Failure;
 use crate::environment::resident_bytes;
@@ -16,6 +19,8 @@ const BLOCK: usize = 4096;
 
 pub(super) fn run(bench: &mut Bench<'_>) -> Result<(), Failure> {
     restart(bench, "restart/100k-blocks", 100_000, 2.0)?;
+    let gib = if bench.is_full { 4 } else { 1 };
+    warm_restart(bench, &format!("restart/warm-{gib}GiB"), gib << 30)?;
     if bench.is_full { restart(bench, "restart/1M-blocks", 1_000_000, 10.0) } else { Ok(()) }
 }
 
@@ -56,6 +61,41 @@ fn restart(bench: &mut Bench<'_>, name: &str, count: usize, most: f64) -> Result
     bench.deliver(Figure::cost(name.to_owned(), "s", value, limit, Target::AtMost(most)))
 }
 
+/// Opens a pool whose name outlived its store, then reads all of it.
+fn warm_restart(bench: &mut Bench<'_>, name: &str, bytes: usize) -> Result<(), Failure> {
+    const SIZE: usize = 128 << 10;
+    /// What the pool may keep ready, so that nothing is evicted.
+    const MAGAZINE_BLOCKS: usize = 128;
+    if !bench.wants(name) {
+        return Ok(());
+    }
+    let memory = Path::new("/dev/shm");
+    let scratch = Scratch::new(if memory.is_dir() { memory } else { &bench.directory })?;
+    let config = StoreConfig {
+        dram_bytes: bytes as u64,
+        pool_file: Some(scratch.path("pool")),
+        keep_pool: KeepPool::Always,
+        ..StoreConfig::default()
+    };
+    let keys = keys("warm restart", (bytes / SIZE) - MAGAZINE_BLOCKS);
+    let (mut limit, mut value) = (Vec::new(), Vec::new());
+    let mut reopened = open("warm restart", config.clone())?;
+    put_all(&reopened, &keys, SIZE)?;
+    for _ in 0..bench.rounds() {
+        reopened.close().map_err(failed("warm restart"))?;
+        drop(reopened);
+        let mut opened = None;
+        value.push(timed(|| opened = Some(Store::open(config.clone()))).as_secs_f64());
+        reopened = opened.expect("set by the closure").map_err(failed("warm restart"))?;
+        check_each(&reopened, keys.iter(), SIZE)?;
+        let empty = StoreConfig { pool_file: None, ..config.clone() };
+        limit.push(timed(|| drop(Store::open(empty))).as_secs_f64());
+    }
+    let limit = (limit, "opening and closing an empty store of that size");
+    let target = Target::AtMost(5.0 * bytes as f64 / (4_u64 << 30) as f64);
+    bench.deliver(Figure::cost(name.to_owned(), "s", value, limit, target))
+}
+
 fn put_all(store: &Store, keys: &[BlockKey], size: usize) -> Result<(), Failure> {
     let batch_blocks = (4 * MIB / size).max(1);
     let mut bytes = vec![0; batch_blocks * size];
@@ -74,11 +114,19 @@ fn put_all(store: &Store, keys: &[BlockKey], size: usize) -> Result<(), Failure>
 
 /// Every hundredth block has to be there and right.
 fn check_some(store: &Store, keys: &[BlockKey]) -> Result<(), Failure> {
-    let mut buffer = vec![0; BLOCK];
-    for key in keys.iter().step_by(keys.len() / 100) {
+    check_each(store, keys.iter().step_by(keys.len() / 100), BLOCK)
+}
+
+fn check_each<'a>(
+    store: &Store,
+    keys: impl Iterator<Item = &'a BlockKey>,
+    size: usize,
+) -> Result<(), Failure> {
+    let mut buffer = vec![0; size];
+    for key in keys {
         let outcomes = store.get(&[*key], &mut [&mut buffer], CallOptions::default());
         let is_hit = matches!(outcomes.first(), Some(GetOutcome::Hit { .. }));
-        if !is_hit || payload::check(key, &buffer, BLOCK).is_err() {
+        if !is_hit || payload::check(key, &buffer, size).is_err() {
             let what = format!("{key} came back as {outcomes:?} or with other bytes");
             return Err(Failure::measure("restart", what));
         }

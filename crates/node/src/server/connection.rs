@@ -3,13 +3,15 @@
 use std::io::{self, Read, Write};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use cascade_block::{Clock, SystemClock};
+use cascade_store::Process;
 use cascade_wire::{
-    Answer, Call, Frame, Header, Hello, TraceContext, VERSION, VERSION_MIN, Welcome, WireError,
-    frame_length,
+    Answer, Call, Frame, Header, Hello, HoldRange, TraceContext, VERSION, VERSION_MIN, Welcome,
+    WireError, frame_length,
 };
 use rustix::event::epoll::EventFlags;
 use rustix::net::sockopt::socket_peercred;
@@ -38,6 +40,15 @@ impl Scratch {
 }
 /// Longest name of a client, in characters.
 const NAME_MAX: usize = 128;
+/// Longest first message: nobody has said yet who it is.
+const HELLO_BYTES_MAX: usize = 64 << 10;
+/// Answers that may wait for a client to take them before its next call is looked at.
+const OUTPUT_BYTES_MAX: usize = 1 << 20;
+/// Bytes of unfinished messages and of answers not taken, of all connections together; the one
+/// that comes to lie beyond it is closed.
+const WAITING_BYTES_MAX: usize = 256 << 20;
+/// Reads in a row on one connection before the others have their turn: one longest message.
+const READS_MAX: usize = 160;
 
 /// What a connection waits for next.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -56,6 +67,17 @@ pub(super) struct Connection {
     since: Duration,
     state: Mutex<State>,
     session: Mutex<Option<Arc<Session>>>,
+    /// What the last call may have granted, until another message shows that its answer came.
+    granted: Mutex<Option<HoldRange>>,
+    /// Bytes that wait in the input and output, as they count in the sum of all connections.
+    waiting: AtomicUsize,
+    waiting_of_all: Arc<AtomicUsize>,
+}
+
+impl Drop for Connection {
+    fn drop(&mut self) {
+        self.waiting_of_all.fetch_sub(*self.waiting.get_mut(), Ordering::Relaxed);
+    }
 }
 
 #[derive(Debug, Default)]
@@ -65,6 +87,8 @@ struct State {
     /// Answers that the client has not taken yet.
     output: Vec<u8>,
     written: usize,
+    /// Whole messages are in the input: the client was to take its answers first.
+    has_more: bool,
 }
 
 /// Why a connection ends.
@@ -88,14 +112,28 @@ impl From<io::Error> for End {
 }
 
 impl Connection {
-    pub(super) fn new(id: u64, stream: UnixStream) -> io::Result<Self> {
+    pub(super) fn new(
+        id: u64,
+        stream: UnixStream,
+        waiting_of_all: &Arc<AtomicUsize>,
+    ) -> io::Result<Self> {
         stream.set_nonblocking(true)?;
         let credentials = socket_peercred(&stream)?;
         let process = credentials.pid.as_raw_nonzero().get();
         let peer = Peer { process, user: credentials.uid.as_raw() };
         let session = Mutex::default();
         let since = SystemClock.monotonic();
-        Ok(Self { id, stream, peer, since, state: Mutex::default(), session })
+        Ok(Self {
+            id,
+            stream,
+            peer,
+            since,
+            state: Mutex::default(),
+            session,
+            granted: Mutex::default(),
+            waiting: AtomicUsize::new(0),
+            waiting_of_all: Arc::clone(waiting_of_all),
+        })
     }
 
     pub(super) fn fd(&self) -> BorrowedFd<'_> {
@@ -109,6 +147,16 @@ impl Connection {
     pub(super) fn is_silent(&self, longer_than: Duration) -> bool {
         SystemClock.monotonic().saturating_sub(self.since) > longer_than
             && lock(&self.session).is_none()
+    }
+
+    /// What its last call granted and nobody will use, now that it is closed: had the client read
+    /// the answer, another message would have followed, or the session would end.
+    pub(super) fn take_unseen(&self) -> Option<HoldRange> {
+        lock(&self.granted).take()
+    }
+
+    pub(super) fn process(&self) -> i32 {
+        self.peer.process
     }
 
     pub(super) fn shut(&self) {
@@ -132,7 +180,13 @@ impl Connection {
             std::mem::swap(&mut state.output, output);
             output.shrink_to(SCRATCH_BYTES);
         }
+        let waiting = state.input.len() + state.output.len();
         match turn {
+            Ok(_) if self.is_too_much(waiting) => {
+                let Peer { process, user } = self.peer;
+                tracing::warn!(process, user, waiting, "a connection is closed: too much waits");
+                Next::Close
+            }
             Ok(next) => next,
             Err(End::Gone) => Next::Close,
             Err(End::Wire(error)) => {
@@ -147,7 +201,14 @@ impl Connection {
         if !self.flush(state)? {
             return Ok(Next::Write);
         }
-        loop {
+        for _ in 0..READS_MAX {
+            if std::mem::take(&mut state.has_more) {
+                self.take(shared, state, &[])?;
+                if !self.flush(state)? {
+                    return Ok(Next::Write);
+                }
+                continue;
+            }
             let count = match (&self.stream).read(scratch) {
                 Ok(0) => return Err(End::Gone),
                 Ok(count) => count,
@@ -160,21 +221,32 @@ impl Connection {
                 return Ok(Next::Write);
             }
             // More of a long message is there already, most likely.
-            if is_whole || count < scratch.len() {
+            if !state.has_more && (is_whole || count < scratch.len()) {
                 return Ok(Next::Read);
             }
         }
+        // The others have their turn; what is left here needs no further byte to go on.
+        Ok(if state.has_more { Next::Write } else { Next::Read })
+    }
+
+    /// Notes what waits here. True if that is more than the node has memory for.
+    fn is_too_much(&self, waiting: usize) -> bool {
+        // Relaxed: a bound that is met a little late is as good. One thread at a time is here.
+        let before = self.waiting.swap(waiting, Ordering::Relaxed);
+        let rest = self.waiting_of_all.fetch_sub(before, Ordering::Relaxed) - before;
+        self.waiting_of_all.fetch_add(waiting, Ordering::Relaxed);
+        waiting > SCRATCH_BYTES && rest + waiting > WAITING_BYTES_MAX
     }
 
     /// Answers every whole frame of what came. True if nothing is left over.
     fn take(&self, shared: &Shared, state: &mut State, bytes: &[u8]) -> Result<bool, End> {
         if state.input.is_empty() {
-            let used = self.answer_all(shared, &mut state.output, bytes)?;
+            let used = self.answer_all(shared, state, bytes)?;
             state.input.extend_from_slice(&bytes[used..]);
         } else {
             state.input.extend_from_slice(bytes);
             let input = std::mem::take(&mut state.input);
-            let used = self.answer_all(shared, &mut state.output, &input)?;
+            let used = self.answer_all(shared, state, &input)?;
             if used < input.len() {
                 state.input = input;
                 state.input.drain(..used);
@@ -183,18 +255,21 @@ impl Connection {
         Ok(state.input.is_empty())
     }
 
-    fn answer_all(
-        &self,
-        shared: &Shared,
-        output: &mut Vec<u8>,
-        bytes: &[u8],
-    ) -> Result<usize, End> {
+    fn answer_all(&self, shared: &Shared, state: &mut State, bytes: &[u8]) -> Result<usize, End> {
         let mut used = 0;
         while let Some(length) = frame_length(&bytes[used..])? {
+            if length > HELLO_BYTES_MAX && lock(&self.session).is_none() {
+                return Err(WireError::Field("first message").into());
+            }
             let Some(frame) = bytes.get(used..used + length) else { break };
+            if state.output.len() > OUTPUT_BYTES_MAX {
+                state.has_more = true;
+                break;
+            }
             let frame = Frame::read(frame)?;
             let call = Call::read(&frame)?;
-            self.answer(shared, output, &frame.header, call, frame.trace)?;
+            *lock(&self.granted) = granted(&call);
+            self.answer(shared, &mut state.output, &frame.header, call, frame.trace)?;
             used += length;
         }
         Ok(used)
@@ -308,7 +383,15 @@ impl Connection {
         let name = hello.name.chars().filter(|c| !c.is_control()).take(NAME_MAX).collect();
         let process = Pid::from_raw(self.peer.process)
             .and_then(|pid| pidfd_open(pid, PidfdFlags::empty()).ok());
-        let facts = (name, hello.access);
+        let holder = u32::try_from(self.peer.process).ok().and_then(|pid| Process::of(pid).ok());
+        if holder.is_none() && tenant.store().config().pool_file.is_some() {
+            return Err(
+                "this node cannot see the client's process, and its pool outlives the node: \
+                        share the process namespace, or set dram.keep_pool to \"never\""
+                    .to_owned(),
+            );
+        }
+        let (process, facts) = ((process, holder), (name, hello.access));
         let session = Arc::new(Session::new(id, tenant, self.peer, process, facts, hold_bytes_max));
         shared.node.sessions().add(&session);
         *lock(&self.session) = Some(Arc::clone(&session));
@@ -329,4 +412,16 @@ impl Connection {
         state.output.clear();
         Ok(true)
     }
+}
+
+/// What a call may grant.
+fn granted(call: &Call) -> Option<HoldRange> {
+    let (first, count) = match call {
+        Call::Prepare { first_hold, blocks, .. } => (*first_hold, blocks.len()),
+        Call::Reserve { hold, .. } => (*hold, 1),
+        Call::Lease { first_hold, keys, .. } => (*first_hold, keys.len()),
+        Call::Acquire { first_hold, request, .. } => (*first_hold, request.keys.len()),
+        _ => return None,
+    };
+    Some(HoldRange { first, count: u32::try_from(count).ok()? })
 }

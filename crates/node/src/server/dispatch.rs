@@ -134,7 +134,7 @@ impl Dispatch<'_> {
                 }
             }
             Call::Forget { epoch } => {
-                self.node.forget_epoch(self.session.peer, epoch);
+                self.session.forget_earlier(epoch);
                 return None;
             }
         })
@@ -156,8 +156,9 @@ impl Dispatch<'_> {
         if let Some(refused) = self.refuses_to_write(blocks.len()) {
             return refused;
         }
-        let Some(granting) = self.session.expect(first, blocks.len()) else {
-            return Answer::Failed(numbers_in_use());
+        let granting = match self.session.expect(first, blocks.len()) {
+            Ok(granting) => granting,
+            Err(error) => return Answer::Failed(error),
         };
         let puts: Vec<Put<'_>> = blocks.iter().map(put_of).collect();
         let lengths: Vec<usize> = blocks.iter().map(|block| block.bytes as usize).collect();
@@ -203,7 +204,14 @@ impl Dispatch<'_> {
             };
             settle(rest, &mut answers);
         }
-        granting.grant(granted);
+        if !granting.grant(granted) {
+            for (answer, block) in answers.iter_mut().zip(blocks) {
+                if matches!(answer, PreparedBlock::Slab { .. }) {
+                    let error = StoreError::NoRoom { needed_bytes: block.bytes as usize };
+                    *answer = PreparedBlock::Settled(PutOutcome::Failed(error));
+                }
+            }
+        }
         Answer::Prepared(answers)
     }
 
@@ -211,11 +219,15 @@ impl Dispatch<'_> {
         if let Some(refused) = self.refuses_to_write(1) {
             return refused;
         }
-        let Some(granting) = self.session.expect(hold, 1) else {
-            return Answer::Failed(numbers_in_use());
+        let granting = match self.session.expect(hold, 1) {
+            Ok(granting) => granting,
+            Err(error) => return Answer::Failed(error),
         };
         let needed_bytes = usize::try_from(bytes).unwrap_or(usize::MAX);
-        if counted(needed_bytes) > self.session.bytes_left() {
+        // What no pool of this size ever has room for is refused by the store, as an embedded one
+        // refuses it.
+        let is_possible = needed_bytes <= self.store().region().bytes();
+        if is_possible && counted(needed_bytes) > self.session.bytes_left() {
             return Answer::Failed(StoreError::NoRoom { needed_bytes });
         }
         let reserved = match self.store().reserve(needed_bytes, AT_ONCE) {
@@ -227,8 +239,11 @@ impl Dispatch<'_> {
         match reserved {
             Ok(slab) => {
                 let offset = slab.offset() as u64;
-                granting.grant([(0, Held::Slab(slab))]);
-                Answer::Slab { offset }
+                if granting.grant(vec![(0, Held::Slab(slab))]) {
+                    Answer::Slab { offset }
+                } else {
+                    Answer::Failed(StoreError::NoRoom { needed_bytes })
+                }
             }
             Err(error) => Answer::Failed(error),
         }
@@ -240,10 +255,12 @@ impl Dispatch<'_> {
         }
         let mut outcomes: Vec<Option<PutOutcome>> = Vec::with_capacity(blocks.len());
         let mut puts = Vec::with_capacity(blocks.len());
+        let mut notes = Vec::with_capacity(blocks.len());
         for block in blocks {
             let slab = self.session.take_slab(block.hold);
-            match slab.filter(|slab| slab.len() >= block.bytes as usize) {
-                Some(slab) => {
+            match slab.filter(|(slab, _)| slab.len() >= block.bytes as usize) {
+                Some((slab, note)) => {
+                    notes.extend(note);
                     puts.push(sealed(block, slab));
                     outcomes.push(None);
                 }
@@ -260,6 +277,7 @@ impl Dispatch<'_> {
                 Err(error) => puts.iter().map(|_| PutOutcome::Failed(error.clone())).collect(),
             }
         };
+        drop(notes);
         let mut settled = settled.into_iter();
         let outcome = |known: Option<PutOutcome>| {
             known.or_else(|| settled.next()).unwrap_or(PutOutcome::Failed(not_held()))
@@ -291,8 +309,9 @@ impl Dispatch<'_> {
         if keys.len() > BLOCKS_MAX {
             return Answer::Failed(too_many(keys.len()));
         }
-        let Some(granting) = self.session.expect(first, keys.len()) else {
-            return Answer::Failed(numbers_in_use());
+        let granting = match self.session.expect(first, keys.len()) {
+            Ok(granting) => granting,
+            Err(error) => return Answer::Failed(error),
         };
         let read = || match purpose {
             LeasePurpose::Use => self.store().view(keys, options),
@@ -325,7 +344,13 @@ impl Dispatch<'_> {
                 ViewOutcome::Failed(error) => Lease::Failed(error),
             });
         }
-        granting.grant(granted);
+        if !granting.grant(granted) {
+            for lease in &mut leases {
+                if let Lease::Hit { bytes, .. } = *lease {
+                    *lease = Lease::Failed(StoreError::NoRoom { needed_bytes: bytes as usize });
+                }
+            }
+        }
         Answer::Leases(leases)
     }
 
@@ -345,8 +370,8 @@ impl Dispatch<'_> {
         }
         match question {
             KeyQuestion::Contains => Answer::Flags(store.contains(keys)),
-            KeyQuestion::Pin => Answer::Flags(store.pin(keys)),
-            KeyQuestion::Unpin => Answer::Flags(store.unpin(keys)),
+            KeyQuestion::Pin => Answer::Flags(self.session.pin(keys)),
+            KeyQuestion::Unpin => Answer::Flags(self.session.unpin(keys)),
             KeyQuestion::Delete => Answer::Flags(store.delete(keys)),
             KeyQuestion::Prefetch => Answer::Count(store.prefetch(keys) as u64),
             KeyQuestion::Locate => {
@@ -409,13 +434,6 @@ fn is_late(prepared: &Prepared) -> bool {
 fn failed(error: &StoreError, count: usize) -> Vec<Prepared> {
     let one = || Prepared::Settled(PutOutcome::Failed(error.clone()));
     std::iter::repeat_with(one).take(count).collect()
-}
-
-fn numbers_in_use() -> StoreError {
-    StoreError::Config {
-        setting: "hold",
-        reason: "the client uses a number again that it still holds".to_owned(),
-    }
 }
 
 fn not_held() -> StoreError {

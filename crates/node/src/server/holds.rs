@@ -3,12 +3,19 @@
 //! A client numbers its holds and says which it no longer needs. It may say so before the node has
 //! granted them: its call ran out of time, and it gives back whatever that call still brings.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
+use std::sync::Arc;
 use std::time::Duration;
 
 use cascade_memory::{Slab, SlabMut};
+use cascade_store::{HeldId, HeldPiece, StoreError};
 use cascade_wire::HoldRange;
 
+use crate::tenants::Tenant;
+
+/// Most pieces that one client may hold at a time: empty blocks cost no share of the pool, but each
+/// piece costs the node some memory of its own.
+pub(super) const HOLDS_MAX: usize = 256 << 10;
 /// Least that a hold counts towards a client's share, in bytes.
 const COUNTED_MIN: usize = 1024;
 
@@ -21,7 +28,50 @@ pub(super) enum Held {
     Lease(Slab),
 }
 
+/// What stands in a tenant's ledger about a piece, so that a node after this one leaves it alone.
+/// Taken back when dropped.
+#[derive(Debug)]
+pub(super) struct Note {
+    tenant: Arc<Tenant>,
+    id: Option<HeldId>,
+}
+
+impl Note {
+    pub(super) fn new(tenant: Arc<Tenant>, id: HeldId) -> Self {
+        Self { tenant, id: Some(id) }
+    }
+}
+
+impl Drop for Note {
+    fn drop(&mut self) {
+        self.tenant.store().unhold(self.id.take());
+    }
+}
+
+/// A piece that was granted. The note goes before the piece: its memory is noted while it is held.
+#[derive(Debug)]
+pub(super) struct Granted {
+    note: Option<Note>,
+    held: Held,
+    /// When it was granted.
+    since: Duration,
+}
+
+impl Granted {
+    pub(super) fn new(held: Held, note: Option<Note>, since: Duration) -> Self {
+        Self { note, held, since }
+    }
+}
+
 impl Held {
+    /// What it is in a ledger.
+    pub(super) fn piece(&self) -> HeldPiece {
+        match self {
+            Self::Slab(slab) => HeldPiece::reservation(slab),
+            Self::Lease(slab) => HeldPiece::lease(slab),
+        }
+    }
+
     /// What it counts towards the client's share.
     fn bytes(&self) -> u64 {
         counted(match self {
@@ -41,8 +91,8 @@ pub(super) fn counted(bytes: usize) -> u64 {
 #[derive(Debug)]
 struct Coming {
     range: HoldRange,
-    /// Those that the client gave back already.
-    returned: Vec<HoldRange>,
+    /// Those of them that the client gave back already, however often it says so.
+    returned: HashSet<u64>,
 }
 
 /// What a client holds, in sums.
@@ -59,8 +109,7 @@ pub(super) struct Sums {
 /// What a client holds.
 #[derive(Debug, Default)]
 pub(super) struct Holds {
-    /// Each with the time at which it was granted.
-    held: HashMap<u64, (Held, Duration)>,
+    held: HashMap<u64, Granted>,
     bytes: u64,
     coming: Vec<Coming>,
     is_over: bool,
@@ -75,7 +124,7 @@ impl Holds {
     /// What a status says of it.
     pub(super) fn sums(&self) -> Sums {
         let mut sums = Sums::default();
-        for (held, granted) in self.held.values() {
+        for Granted { held, since, .. } in self.held.values() {
             match held {
                 Held::Slab(slab) => {
                     sums.reservations += 1;
@@ -84,24 +133,31 @@ impl Holds {
                 Held::Lease(slab) => {
                     sums.leases += 1;
                     sums.leased_bytes += slab.len() as u64;
-                    let oldest = sums.oldest_lease.get_or_insert(*granted);
-                    *oldest = (*oldest).min(*granted);
+                    let oldest = sums.oldest_lease.get_or_insert(*since);
+                    *oldest = (*oldest).min(*since);
                 }
             }
         }
         sums
     }
 
-    /// A call that may grant these numbers begins. False if one of them is in use or the client is
-    /// gone.
-    pub(super) fn expect(&mut self, range: HoldRange) -> bool {
+    /// A call that may grant these numbers begins. Refused if one of them is in use, if there would
+    /// be too many, or if the client is gone.
+    pub(super) fn expect(&mut self, range: HoldRange) -> Result<(), StoreError> {
+        let coming: usize = self.coming.iter().map(|coming| coming.range.count as usize).sum();
+        if self.held.len() + coming + range.count as usize > HOLDS_MAX {
+            return Err(too_many());
+        }
         let is_coming = self.coming.iter().any(|coming| overlap(coming.range, range));
         let is_held = !self.held.is_empty() && numbers(range).any(|hold| self.has(hold));
-        if is_coming || is_held || self.is_over {
-            return false;
+        if is_coming || is_held {
+            return Err(numbers_in_use());
         }
-        self.coming.push(Coming { range, returned: Vec::new() });
-        true
+        if self.is_over {
+            return Err(StoreError::Closed);
+        }
+        self.coming.push(Coming { range, returned: HashSet::new() });
+        Ok(())
     }
 
     fn has(&self, hold: u64) -> bool {
@@ -110,18 +166,15 @@ impl Holds {
 
     /// Grants a hold. Gives it back when the client has returned it meanwhile, or is gone: dropping
     /// it is the caller's, outside the lock.
-    pub(super) fn grant(&mut self, hold: u64, held: Held, now: Duration) -> Option<Held> {
-        let is_returned = self
-            .coming
-            .iter()
-            .any(|coming| coming.returned.iter().any(|range| numbers(*range).contains(&hold)));
+    pub(super) fn grant(&mut self, hold: u64, granted: Granted) -> Option<Granted> {
+        let is_returned = self.coming.iter().any(|coming| coming.returned.contains(&hold));
         if is_returned || self.is_over {
-            return Some(held);
+            return Some(granted);
         }
-        self.bytes += held.bytes();
-        let earlier = self.held.insert(hold, (held, now));
+        self.bytes += granted.held.bytes();
+        let earlier = self.held.insert(hold, granted);
         debug_assert!(earlier.is_none(), "expect() refuses numbers in use");
-        earlier.map(|(held, _)| held)
+        earlier
     }
 
     /// The call that was to grant these numbers is over.
@@ -130,46 +183,59 @@ impl Holds {
     }
 
     /// The client no longer needs these. Dropping them is the caller's.
-    pub(super) fn release(&mut self, range: HoldRange) -> Vec<Held> {
+    pub(super) fn release(&mut self, range: HoldRange) -> Vec<Granted> {
         for coming in &mut self.coming {
-            if overlap(coming.range, range) {
-                coming.returned.push(range);
-            }
+            let (coming_now, back) = (numbers(coming.range), numbers(range));
+            let both = coming_now.start.max(back.start)..coming_now.end.min(back.end);
+            coming.returned.extend(both);
         }
-        let taken: Vec<Held> = if self.held.len() < range.count as usize {
+        let taken: Vec<Granted> = if self.held.len() < range.count as usize {
             let numbers = numbers(range);
-            self.held
-                .extract_if(|hold, _| numbers.contains(hold))
-                .map(|(_, (held, _))| held)
-                .collect()
+            self.held.extract_if(|hold, _| numbers.contains(hold)).map(|(_, it)| it).collect()
         } else {
-            numbers(range)
-                .filter_map(|hold| self.held.remove(&hold))
-                .map(|(held, _)| held)
-                .collect()
+            numbers(range).filter_map(|hold| self.held.remove(&hold)).collect()
         };
-        self.bytes -= taken.iter().map(Held::bytes).sum::<u64>();
+        self.bytes -= taken.iter().map(|it| it.held.bytes()).sum::<u64>();
         taken
     }
 
-    /// Takes a slab that the client has written.
-    pub(super) fn take_slab(&mut self, hold: u64) -> Option<SlabMut> {
-        if !matches!(self.held.get(&hold), Some((Held::Slab(_), _))) {
+    /// Takes a slab that the client has written. Its note stays until the block is in the catalog.
+    pub(super) fn take_slab(&mut self, hold: u64) -> Option<(SlabMut, Option<Note>)> {
+        if !matches!(self.held.get(&hold), Some(Granted { held: Held::Slab(_), .. })) {
             return None;
         }
-        let (held, _) = self.held.remove(&hold)?;
+        let Granted { note, held, .. } = self.held.remove(&hold)?;
         self.bytes -= held.bytes();
         match held {
-            Held::Slab(slab) => Some(slab),
+            Held::Slab(slab) => Some((slab, note)),
             Held::Lease(_) => None,
         }
     }
 
+    /// Whether the client is gone.
+    pub(super) fn is_over(&self) -> bool {
+        self.is_over
+    }
+
     /// The client is gone: all that it held, and nothing is granted any more.
-    pub(super) fn end(&mut self) -> Vec<Held> {
+    pub(super) fn end(&mut self) -> Vec<Granted> {
         self.is_over = true;
         self.bytes = 0;
-        self.held.drain().map(|(_, (held, _))| held).collect()
+        self.held.drain().map(|(_, granted)| granted).collect()
+    }
+}
+
+fn numbers_in_use() -> StoreError {
+    StoreError::Config {
+        setting: "hold",
+        reason: "the client uses a number again that it still holds".to_owned(),
+    }
+}
+
+fn too_many() -> StoreError {
+    StoreError::Config {
+        setting: "hold",
+        reason: format!("a client holds at most {HOLDS_MAX} pieces at a time; drop some views"),
     }
 }
 
@@ -194,8 +260,9 @@ mod tests {
         Pool::new(&config).expect("a MiB is there")
     }
 
-    fn slab(pool: &Pool) -> Held {
-        Held::Slab(pool.allocate(4096).expect("the pool is large enough"))
+    fn slab(pool: &Pool) -> Granted {
+        let slab = pool.allocate(4096).expect("the pool is large enough");
+        Granted::new(Held::Slab(slab), None, Duration::ZERO)
     }
 
     const CALL: HoldRange = HoldRange { first: 10, count: 4 };
@@ -203,14 +270,11 @@ mod tests {
     #[test]
     fn what_is_returned_before_it_is_granted_goes_back_at_once() {
         let (pool, mut holds) = (pool(), Holds::default());
-        assert!(holds.expect(CALL));
-        assert!(holds.grant(10, slab(&pool), Duration::ZERO).is_none());
+        holds.expect(CALL).expect("the numbers are new");
+        assert!(holds.grant(10, slab(&pool)).is_none());
         // The client's deadline passes: it returns the whole call through another connection.
         assert_eq!(holds.release(CALL).len(), 1);
-        assert!(
-            holds.grant(11, slab(&pool), Duration::ZERO).is_some(),
-            "nobody waits for it any more"
-        );
+        assert!(holds.grant(11, slab(&pool)).is_some(), "nobody waits for it any more");
         holds.expected(CALL);
         assert_eq!((holds.bytes(), holds.sums()), (0, Sums::default()));
         drop(holds);
@@ -220,12 +284,12 @@ mod tests {
     #[test]
     fn numbers_in_use_are_not_granted_again() {
         let (pool, mut holds) = (pool(), Holds::default());
-        assert!(holds.expect(CALL));
-        assert!(!holds.expect(HoldRange { first: 13, count: 1 }), "coming");
-        assert!(holds.grant(12, slab(&pool), Duration::ZERO).is_none());
+        holds.expect(CALL).expect("the numbers are new");
+        assert!(holds.expect(HoldRange { first: 13, count: 1 }).is_err(), "coming");
+        assert!(holds.grant(12, slab(&pool)).is_none());
         holds.expected(CALL);
-        assert!(!holds.expect(HoldRange { first: 12, count: 1 }), "held");
-        assert!(holds.expect(HoldRange { first: 13, count: 9 }));
+        assert!(holds.expect(HoldRange { first: 12, count: 1 }).is_err(), "held");
+        holds.expect(HoldRange { first: 13, count: 9 }).expect("the call of 13 is over");
         assert_eq!(holds.bytes(), 4096);
         assert!(holds.take_slab(13).is_none());
         assert!(holds.take_slab(12).is_some());
@@ -235,10 +299,42 @@ mod tests {
     #[test]
     fn nothing_is_granted_to_a_client_that_is_gone() {
         let (pool, mut holds) = (pool(), Holds::default());
-        assert!(holds.expect(CALL));
-        assert!(holds.grant(10, slab(&pool), Duration::ZERO).is_none());
+        holds.expect(CALL).expect("the numbers are new");
+        assert!(holds.grant(10, slab(&pool)).is_none());
         assert_eq!(holds.end().len(), 1);
-        assert!(holds.grant(11, slab(&pool), Duration::ZERO).is_some());
-        assert!(!holds.expect(HoldRange { first: 50, count: 1 }));
+        assert!(holds.grant(11, slab(&pool)).is_some());
+        assert!(holds.expect(HoldRange { first: 50, count: 1 }).is_err());
+    }
+
+    /// A client that gave the same numbers back again and again while a call was under way had the
+    /// node remember each time: its memory grew without bound.
+    #[test]
+    fn giving_back_again_and_again_costs_no_memory() {
+        let (pool, mut holds) = (pool(), Holds::default());
+        holds.expect(CALL).expect("the numbers are new");
+        for _ in 0..1000 {
+            assert!(holds.release(HoldRange { first: 0, count: 60_000 }).is_empty());
+        }
+        assert_eq!(holds.coming[0].returned.len(), 4);
+        assert!(holds.grant(13, slab(&pool)).is_some(), "it was given back ahead");
+    }
+
+    /// A hold of one byte takes 64 of the pool. Counted by length, a client could hold all of it.
+    #[test]
+    fn a_tiny_block_counts_with_what_it_takes_of_the_pool() {
+        let (pool, mut holds) = (pool(), Holds::default());
+        holds.expect(CALL).expect("the numbers are new");
+        let tiny = pool.allocate(1).expect("the pool is empty");
+        assert!(holds.grant(10, Granted::new(Held::Slab(tiny), None, Duration::ZERO)).is_none());
+        assert_eq!(holds.bytes(), COUNTED_MIN as u64);
+    }
+
+    #[test]
+    fn a_client_holds_no_more_pieces_than_the_limit() {
+        let mut holds = Holds::default();
+        let most = u32::try_from(HOLDS_MAX).expect("the limit is small");
+        holds.expect(HoldRange { first: 1, count: most }).expect("the numbers are new");
+        let error = holds.expect(HoldRange { first: 1 << 40, count: 1 }).expect_err("one more");
+        assert!(error.to_string().contains("drop some views"), "{error}");
     }
 }

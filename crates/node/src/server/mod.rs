@@ -26,7 +26,7 @@ use connection::{Connection, Next, Scratch};
 use dispatch::Waiters;
 use session::Session;
 pub use session::SessionFacts;
-pub(crate) use session::{Peer, Sessions};
+pub(crate) use session::Sessions;
 
 use crate::{Node, NodeError};
 
@@ -63,6 +63,8 @@ pub(crate) struct Shared {
     /// Sessions by the token of their process.
     processes: Mutex<HashMap<u64, Weak<Session>>>,
     waiters: Waiters,
+    /// Bytes of unfinished messages and of answers not taken.
+    waiting: Arc<AtomicUsize>,
     next: AtomicU64,
     /// Threads that wait for events.
     idle: AtomicUsize,
@@ -95,6 +97,7 @@ impl Server {
             connections: Mutex::default(),
             processes: Mutex::default(),
             waiters: Waiters::new(threads_max - THREADS_MIN),
+            waiting: Arc::default(),
             next: AtomicU64::new(FIRST),
             idle: AtomicUsize::new(0),
             threads: Mutex::default(),
@@ -141,6 +144,13 @@ impl Drop for Server {
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     // What these guard changes in single steps.
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Whether a process has its half of all connections already. Processes of other containers have
+/// no number here that could tell them apart.
+fn is_greedy(connections: &HashMap<u64, Arc<Connection>>, process: i32, most: usize) -> bool {
+    let of_process = |one: &&Arc<Connection>| one.process() == process;
+    process != 0 && connections.values().filter(of_process).count() >= most.div_ceil(2)
 }
 
 impl Shared {
@@ -269,7 +279,15 @@ impl Shared {
                 continue;
             }
             let id = self.next.fetch_add(2, Ordering::Relaxed);
-            match Connection::new(id, stream) {
+            match Connection::new(id, stream, &self.waiting) {
+                Ok(connection) if is_greedy(&connections, connection.process(), most) => {
+                    drop(connections);
+                    let process = connection.process();
+                    tracing::warn!(
+                        process,
+                        "a connection is refused: it has half of all there are"
+                    );
+                }
                 Ok(connection) => {
                     let connection = Arc::new(connection);
                     connections.insert(id, Arc::clone(&connection));
@@ -315,9 +333,11 @@ impl Shared {
 
     /// Ends the connection's part in its session, and the session with its last connection.
     fn leave(&self, connection: &Connection) {
-        if let Some(session) = connection.session()
-            && session.leave()
-        {
+        let Some(session) = connection.session() else { return };
+        if let Some(unseen) = connection.take_unseen() {
+            session.release(&[unseen]);
+        }
+        if session.leave() {
             self.node.sessions().remove(&session);
             // Its descriptor goes with it, and with that the kernel's interest in it.
             lock(&self.processes).retain(|_, known| known.strong_count() > 0);

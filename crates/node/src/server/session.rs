@@ -7,10 +7,12 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use cascade_block::{Clock, SystemClock};
+use cascade_block::{BlockKey, Clock, SystemClock};
+use cascade_memory::SlabMut;
+use cascade_store::{Process, StoreError};
 use cascade_wire::{Access, HoldRange, SessionId};
 
-use super::holds::{Held, Holds};
+use super::holds::{Granted, Held, Holds, Note};
 use crate::tenants::Tenant;
 
 /// Who is at the other end of a Unix socket, as the kernel says.
@@ -33,12 +35,20 @@ pub(crate) struct Session {
     pub(crate) hold_bytes_max: u64,
     /// Readable once the process is gone, however many children inherited its sockets.
     pub(super) process: Option<OwnedFd>,
+    /// The same as a ledger names it; unknown for one of another process namespace.
+    holder: Option<Process>,
     started: Duration,
     /// Milliseconds since `started` of its last call.
     last_call_ms: AtomicU64,
     connections: AtomicUsize,
     holds: Mutex<Holds>,
+    /// How often it pinned each block. A pin of a client ends with it: nobody else would know that
+    /// it is to be taken back.
+    pins: Mutex<HashMap<BlockKey, u16>>,
 }
+
+/// Most distinct blocks that one client may have pinned at a time.
+const PINS_MAX: usize = 64 << 10;
 
 impl fmt::Debug for Session {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -80,11 +90,11 @@ impl Session {
         id: SessionId,
         tenant: Arc<Tenant>,
         peer: Peer,
-        process: Option<OwnedFd>,
+        process: (Option<OwnedFd>, Option<Process>),
         hello: (String, Access),
         hold_bytes_max: u64,
     ) -> Self {
-        let (name, access) = hello;
+        let ((name, access), (process, holder)) = (hello, process);
         Self {
             id,
             tenant,
@@ -93,10 +103,12 @@ impl Session {
             access,
             hold_bytes_max,
             process,
+            holder,
             started: SystemClock.monotonic(),
             last_call_ms: AtomicU64::new(0),
             connections: AtomicUsize::new(1),
             holds: Mutex::default(),
+            pins: Mutex::default(),
         }
     }
 
@@ -121,11 +133,13 @@ impl Session {
         self.hold_bytes_max.saturating_sub(self.holds().bytes())
     }
 
-    /// A call that may grant these numbers; `None` if one is in use or the client is gone. The
-    /// call is over when the value is dropped.
-    pub(super) fn expect(&self, first: u64, count: usize) -> Option<Granting<'_>> {
-        let range = HoldRange { first, count: u32::try_from(count).ok()? };
-        self.holds().expect(range).then_some(Granting { session: self, range })
+    /// A call that may grant these numbers, unless one is in use, they are too many, or the client
+    /// is gone. The call is over when the value is dropped.
+    pub(super) fn expect(&self, first: u64, count: usize) -> Result<Granting<'_>, StoreError> {
+        let count = u32::try_from(count).expect("messages keep to their limits");
+        let range = HoldRange { first, count };
+        self.holds().expect(range)?;
+        Ok(Granting { session: self, range })
     }
 
     pub(super) fn release(&self, ranges: &[HoldRange]) {
@@ -135,13 +149,76 @@ impl Session {
         }
     }
 
-    pub(super) fn take_slab(&self, hold: u64) -> Option<cascade_memory::SlabMut> {
+    pub(super) fn take_slab(&self, hold: u64) -> Option<(SlabMut, Option<Note>)> {
         self.holds().take_slab(hold)
     }
 
-    /// The client is gone: what it held goes back to the pool. Whether that was anything.
+    /// The process holds nothing any more that an earlier run of the node gave it.
+    pub(super) fn forget_earlier(&self, epoch: u64) {
+        if let Some(Process { pid, .. }) = self.holder {
+            let pieces = self.tenant.store().release_process(pid);
+            tracing::debug!(pid, epoch, pieces, "a client let go of an earlier run's memory");
+        }
+    }
+
+    /// Notes in the ledger what is about to be granted; no notes where the pool has no name, none
+    /// at all when the ledger is full.
+    fn note(&self, all: &[(usize, Held)]) -> Option<Vec<Note>> {
+        let store = self.tenant.store();
+        if store.config().pool_file.is_none() {
+            return Some(Vec::new());
+        }
+        let pieces: Vec<_> = all.iter().map(|(_, held)| held.piece()).collect();
+        let mut ids = Vec::with_capacity(pieces.len());
+        if !store.note_held(&pieces, self.holder?, &mut ids) {
+            return None;
+        }
+        Some(ids.into_iter().map(|id| Note::new(Arc::clone(&self.tenant), id)).collect())
+    }
+
+    /// Pins blocks for this client. True for those that are here.
+    pub(super) fn pin(&self, keys: &[BlockKey]) -> Vec<bool> {
+        let mut pins = self.pins();
+        let is_over = self.holds().is_over();
+        let mut pin_one = |key: &BlockKey| {
+            let fits = pins.len() < PINS_MAX || pins.contains_key(key);
+            let is_pinned = !is_over && fits && self.tenant.store().pin(&[*key])[0];
+            if is_pinned {
+                *pins.entry(*key).or_default() += 1;
+            }
+            is_pinned
+        };
+        keys.iter().map(&mut pin_one).collect()
+    }
+
+    /// Takes back one of this client's pins of each block. True for those that had one.
+    pub(super) fn unpin(&self, keys: &[BlockKey]) -> Vec<bool> {
+        let mut pins = self.pins();
+        let mut unpin_one = |key: &BlockKey| {
+            let Some(count) = pins.get_mut(key) else { return false };
+            *count -= 1;
+            if *count == 0 {
+                pins.remove(key);
+            }
+            self.tenant.store().unpin(&[*key])[0]
+        };
+        keys.iter().map(&mut unpin_one).collect()
+    }
+
+    fn pins(&self) -> MutexGuard<'_, HashMap<BlockKey, u16>> {
+        // Each pin and its count change together, in steps that do not panic.
+        self.pins.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The client is gone: what it held goes back to the pool, and its pins are taken back. Whether
+    /// it held anything.
     pub(super) fn end(&self) -> bool {
         let held = self.holds().end();
+        for (key, count) in std::mem::take(&mut *self.pins()) {
+            for _ in 0..count {
+                self.tenant.store().unpin(&[key]);
+            }
+        }
         !held.is_empty()
     }
 
@@ -186,16 +263,21 @@ pub(super) struct Granting<'a> {
 }
 
 impl Granting<'_> {
-    /// Grants holds by their place in the call. Those that nobody waits for any more go back.
-    pub(super) fn grant(&self, all: impl IntoIterator<Item = (usize, Held)>) {
+    /// Grants holds by their place in the call. Those that nobody waits for any more go back. False
+    /// if the ledger has no place for them: then nothing is granted.
+    pub(super) fn grant(&self, all: Vec<(usize, Held)>) -> bool {
+        let Some(notes) = self.session.note(&all) else { return false };
+        let mut notes = notes.into_iter();
         let mut unwanted = Vec::new();
         let now = SystemClock.monotonic();
         let mut holds = self.session.holds();
         for (index, held) in all {
-            unwanted.extend(holds.grant(self.range.first + index as u64, held, now));
+            let granted = Granted::new(held, notes.next(), now);
+            unwanted.extend(holds.grant(self.range.first + index as u64, granted));
         }
         drop(holds);
         drop(unwanted);
+        true
     }
 }
 

@@ -201,10 +201,10 @@ impl Stage for MapStage {
     }
 
     fn load(&self, batch: Vec<Load>, deadline: Deadline) -> Vec<Loaded> {
+        self.loads.fetch_add(batch.len() as u64, Ordering::Relaxed);
         let worked = self.work(deadline);
         let blocks = self.blocks.lock().unwrap();
         let load_one = |mut load: Load| {
-            self.loads.fetch_add(1, Ordering::Relaxed);
             if let Err(error) = &worked {
                 return Loaded::Failed(error.clone());
             }

@@ -1,0 +1,160 @@
+//! Processes of their own: this test binary run again, as a node or as a client, to be killed.
+
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::net::UnixListener;
+use std::path::Path;
+use std::process::{Child, ChildStdout, Command, Stdio};
+
+use cascade_client::{Client, ConnectOptions};
+use cascade_node::{Node, NodeConfig, Server};
+use cascade_store::{BlockStore, PutSlab};
+
+use crate::host::{bytes_of, hits, keys, pause, put, within};
+
+pub(crate) const SOCKET: &str = "CASCADE_TEST_SOCKET";
+
+#[expect(clippy::disallowed_methods, reason = "children and the slow gate are told by variables")]
+pub(crate) fn variable(name: &str) -> Option<String> {
+    std::env::var(name).ok()
+}
+
+/// A child process, killed when it is dropped.
+pub(crate) struct Process {
+    child: Child,
+    lines: BufReader<ChildStdout>,
+}
+
+impl Process {
+    /// Runs one of the tests below in a process of its own.
+    pub(crate) fn start(role: &str, socket: &Path) -> Self {
+        let mut child = Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", role, "--ignored", "--nocapture"])
+            .env(SOCKET, socket)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::null())
+            .spawn()
+            .unwrap();
+        let lines = BufReader::new(child.stdout.take().unwrap());
+        Self { child, lines }
+    }
+
+    /// Waits until the child says that it is where the test wants it.
+    pub(crate) fn await_ready(&mut self) {
+        let mut line = String::new();
+        while !line.contains("is ready") {
+            line.clear();
+            assert!(self.lines.read_line(&mut line).unwrap() > 0, "the child ended early");
+        }
+    }
+
+    /// Lets the child go on.
+    pub(crate) fn poke(&mut self) {
+        self.child.stdin.as_mut().unwrap().write_all(b"\n").unwrap();
+    }
+
+    pub(crate) fn signal(&self, signal: rustix::process::Signal) {
+        let process = i32::try_from(self.child.id()).unwrap();
+        let process = rustix::process::Pid::from_raw(process).unwrap();
+        rustix::process::kill_process(process, signal).unwrap();
+    }
+
+    /// Where the kernel lists its open descriptors.
+    pub(crate) fn descriptors(&self) -> String {
+        format!("/proc/{}/fd", self.child.id())
+    }
+
+    pub(crate) fn kill(&mut self) {
+        self.child.kill().unwrap();
+        self.child.wait().unwrap();
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        self.kill();
+    }
+}
+
+pub(crate) fn say_ready() {
+    let mut out = std::io::stdout().lock();
+    writeln!(out, "\nis ready").and_then(|()| out.flush()).unwrap();
+}
+
+fn await_poke() {
+    std::io::stdin().lock().read_line(&mut String::new()).unwrap();
+}
+
+fn connect() -> Option<Client> {
+    let socket = variable(SOCKET)?;
+    Some(Client::connect(ConnectOptions::new(socket)).unwrap())
+}
+
+/// A node that serves until it is killed.
+#[test]
+#[ignore = "runs as a child"]
+fn node() {
+    let Some(socket) = variable(SOCKET) else { return };
+    drop(std::fs::remove_file(&socket));
+    let mut config = NodeConfig::new(&socket);
+    config.store.dram_bytes = 16 << 20;
+    config.store.huge_pages = false;
+    let node = Node::open(config).unwrap();
+    let _server = Server::start(node, UnixListener::bind(&socket).unwrap()).unwrap();
+    say_ready();
+    loop {
+        pause(std::time::Duration::from_secs(1));
+    }
+}
+
+/// A client that does a bit of everything until it is killed.
+#[test]
+#[ignore = "runs as a child"]
+fn restless() {
+    let Some(client) = connect() else { return };
+    say_ready();
+    let mut views = Vec::new();
+    for at in u64::from(std::process::id()).. {
+        let first = at * 13 % 400;
+        let some = keys(first..first + 16);
+        drop(put(&client, &some, 16 << 10, within(5000)));
+        let got = client.view(&some, within(5000));
+        hits(&some, &got);
+        views.push(got);
+        let mut slab = client.reserve(16 << 10, within(5000));
+        if let Ok(slab) = &mut slab {
+            // Half a block is written when the kill comes, now and then.
+            let bytes = bytes_of(&some[3], 16 << 10);
+            slab[..8 << 10].copy_from_slice(&bytes[..8 << 10]);
+            slab[8 << 10..].copy_from_slice(&bytes[8 << 10..]);
+        }
+        if let (Ok(slab), true) = (slab, at % 3 == 0) {
+            client.put_slabs(vec![PutSlab::new(some[3], slab)], within(5000));
+        }
+        client.pin(&some[..1]);
+        client.delete(&some[8..10]);
+        if views.len() > 3 {
+            views.clear();
+        }
+    }
+}
+
+/// A client that holds views and a reservation, sleeps, and looks at them again when told.
+#[test]
+#[ignore = "runs as a child"]
+fn holder() {
+    let Some(client) = connect() else { return };
+    let some = keys(0..16);
+    let views = client.view(&some, within(5000));
+    assert_eq!(hits(&some, &views), 16);
+    let mut slab = client.reserve(8192, within(5000)).unwrap();
+    say_ready();
+    await_poke();
+    assert_eq!(hits(&some, &views), 16, "what it held is as it was");
+    let key = keys(900..901)[0];
+    slab.copy_from_slice(&bytes_of(&key, 8192));
+    let outcomes = client.put_slabs(vec![PutSlab::new(key, slab)], within(5000));
+    assert!(matches!(outcomes[..], [cascade_store::PutOutcome::Stored]), "{outcomes:?}");
+    say_ready();
+    await_poke();
+}

@@ -1,0 +1,139 @@
+//! A node in the test's own process, its figures, and blocks whose bytes are a function of the key.
+
+use std::os::unix::net::UnixListener;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use cascade_block::{BlockKey, Clock, Deadline, SystemClock};
+use cascade_client::{Client, ConnectOptions};
+use cascade_node::{Node, NodeConfig, Server};
+use cascade_store::{BlockStore, CallOptions, Put, PutOutcome, Stats, Store, ViewOutcome};
+
+pub(crate) const NOW: CallOptions = CallOptions { timeout: None, writer: None };
+/// How long a test waits for what happens by itself before it says that it never does.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+/// A node that serves until it is dropped.
+pub(crate) struct Host {
+    pub(crate) node: Node,
+    pub(crate) socket: PathBuf,
+    server: Option<Server>,
+    _directory: tempfile::TempDir,
+}
+
+impl Host {
+    pub(crate) fn start(configure: impl FnOnce(&mut NodeConfig)) -> Self {
+        let directory = tempfile::tempdir().unwrap();
+        let socket = directory.path().join("cascade.sock");
+        let listener = UnixListener::bind(&socket).unwrap();
+        let mut config = NodeConfig::new(&socket);
+        config.store.dram_bytes = 16 << 20;
+        config.store.huge_pages = false;
+        configure(&mut config);
+        let node = Node::open(config).unwrap();
+        let server = Some(Server::start(node.clone(), listener).unwrap());
+        Self { node, socket, server, _directory: directory }
+    }
+
+    pub(crate) fn connect(&self) -> Client {
+        Client::connect(ConnectOptions::new(&self.socket)).unwrap()
+    }
+
+    pub(crate) fn store(&self) -> Store {
+        self.node.tenants().all()[0].store().clone()
+    }
+
+    pub(crate) fn stats(&self) -> Stats {
+        self.store().stats()
+    }
+
+    /// Waits until every client is gone, then clears the store: all of the pool has to be back.
+    pub(crate) fn assert_nothing_leaks(&self) {
+        wait_until("the sessions end", || self.node.clients().is_empty());
+        self.store().clear();
+        // A call of a client that died may be under way still; it ends by its deadline.
+        wait_until("the slabs come back", || self.stats().pool.reserved_bytes == 0);
+        let pool = self.stats().pool;
+        assert_eq!((pool.reserved_bytes, pool.requested_bytes), (0, 0));
+        assert_eq!(pool.magazine_bytes + pool.free_bytes, pool.capacity_bytes);
+    }
+
+    pub(crate) fn held_bytes(&self) -> u64 {
+        self.node.clients().iter().map(|client| client.leased_bytes + client.reserved_bytes).sum()
+    }
+}
+
+impl Drop for Host {
+    fn drop(&mut self) {
+        drop(self.server.take());
+    }
+}
+
+#[expect(clippy::disallowed_methods, reason = "other processes and threads need real time")]
+pub(crate) fn pause(time: Duration) {
+    std::thread::sleep(time);
+}
+
+/// Waits for what happens by itself.
+pub(crate) fn wait_until(what: &str, is_so: impl Fn() -> bool) {
+    let deadline = Deadline::after(&SystemClock, PATIENCE);
+    while !is_so() {
+        assert!(!deadline.remaining(&SystemClock).is_zero(), "it never happens that {what}");
+        pause(Duration::from_millis(1));
+    }
+}
+
+/// How long something takes.
+pub(crate) fn timed<T>(call: impl FnOnce() -> T) -> (T, Duration) {
+    let start = SystemClock.monotonic();
+    let result = call();
+    (result, SystemClock.monotonic().saturating_sub(start))
+}
+
+pub(crate) fn within(milliseconds: u64) -> CallOptions {
+    CallOptions { timeout: Some(Duration::from_millis(milliseconds)), writer: None }
+}
+
+pub(crate) fn key(n: u64) -> BlockKey {
+    let mut bytes = [0xC5; 32];
+    bytes[..8].copy_from_slice(&n.wrapping_mul(0x9E37_79B9_7F4A_7C15).to_le_bytes());
+    bytes[8..16].copy_from_slice(&n.to_le_bytes());
+    BlockKey::from_bytes(bytes)
+}
+
+pub(crate) fn keys(range: std::ops::Range<u64>) -> Vec<BlockKey> {
+    range.map(key).collect()
+}
+
+/// The only right bytes of a block.
+pub(crate) fn bytes_of(key: &BlockKey, length: usize) -> Vec<u8> {
+    let mut state = key.fingerprint() | 1;
+    let mut bytes = Vec::with_capacity(length + 8);
+    while bytes.len() < length {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+        bytes.extend_from_slice(&(state ^ (state >> 29)).to_le_bytes());
+    }
+    bytes.truncate(length);
+    bytes
+}
+
+pub(crate) fn put(
+    store: &dyn BlockStore,
+    keys: &[BlockKey],
+    length: usize,
+    options: CallOptions,
+) -> Vec<PutOutcome> {
+    let bytes: Vec<_> = keys.iter().map(|key| bytes_of(key, length)).collect();
+    let batch: Vec<_> = keys.iter().zip(&bytes).map(|(key, bytes)| Put::new(*key, bytes)).collect();
+    store.put(&batch, options)
+}
+
+/// How many of some views are hits, each with the bytes of its key.
+pub(crate) fn hits(keys: &[BlockKey], views: &[ViewOutcome]) -> usize {
+    let is_hit = |(key, view): &(&BlockKey, &ViewOutcome)| {
+        let ViewOutcome::Hit { slab, .. } = view else { return false };
+        assert!(**slab == *bytes_of(key, slab.len()), "wrong bytes for {key}");
+        true
+    };
+    keys.iter().zip(views).filter(is_hit).count()
+}

@@ -1,0 +1,15 @@
+//! A node and its clients: what they do together, and what the one does when the other is gone.
+
+#![expect(clippy::unwrap_used, reason = "in a test, a surprise should panic")]
+
+mod child;
+mod conformance;
+mod deadlines;
+mod first;
+mod host;
+mod kill;
+mod lies;
+mod restart;
+mod stop;
+mod traffic;
+mod trouble;

@@ -1,0 +1,48 @@
+//! A node that is killed, and the next one at the same place.
+
+use std::time::Duration;
+
+use cascade_client::{Client, ConnectOptions};
+use cascade_store::{BlockStore, PutOutcome, PutSlab, StoreError, ViewOutcome};
+
+use crate::child::Process;
+use crate::host::{NOW, bytes_of, hits, keys, put, timed, wait_until, within};
+
+#[test]
+fn a_killed_node_is_missed_at_once_and_its_successor_found() {
+    let directory = tempfile::tempdir().unwrap();
+    let socket = directory.path().join("cascade.sock");
+    let mut node = Process::start("child::node", &socket);
+    node.await_ready();
+    let client = Client::connect(ConnectOptions::new(&socket)).unwrap();
+    let some = keys(0..8);
+    put(&client, &some, 4096, NOW);
+    let views = client.view(&some, NOW);
+    let mut slab = client.reserve(4096, NOW).unwrap();
+    let epoch = client.welcome().unwrap().epoch;
+    node.kill();
+    for _ in 0..100 {
+        let (seen, took) = timed(|| client.view(&some, within(60_000)));
+        assert!(matches!(seen[0], ViewOutcome::Miss), "{seen:?}");
+        assert!(took < Duration::from_secs(5), "a call waits for a dead node: {took:?}");
+        let outcomes = put(&client, &some[..1], 4096, within(60_000));
+        let PutOutcome::Failed(StoreError::Away { .. }) = outcomes[0] else {
+            panic!("{outcomes:?}");
+        };
+    }
+    assert_eq!(hits(&some, &views), 8, "what it holds stays mapped");
+    let mut next = Process::start("child::node", &socket);
+    next.await_ready();
+    wait_until("the new node is found", || client.welcome().is_some_and(|w| w.epoch != epoch));
+    assert!(put(&client, &some, 4096, NOW).iter().all(|o| matches!(o, PutOutcome::Stored)));
+    let fresh = client.view(&some, NOW);
+    assert_eq!((hits(&some, &views), hits(&some, &fresh)), (8, 8));
+    // A slab of the dead node's pool is nothing to the new one.
+    slab.copy_from_slice(&bytes_of(&some[0], 4096));
+    let key = keys(50..51)[0];
+    let outcomes = client.put_slabs(vec![PutSlab::new(key, slab)], NOW);
+    assert!(matches!(outcomes[0], PutOutcome::Failed(_)), "{outcomes:?}");
+    assert_eq!(client.contains(&[key]), [false]);
+    drop(views);
+    assert_eq!(hits(&some, &client.view(&some, NOW)), 8, "old holds go back to nobody else");
+}

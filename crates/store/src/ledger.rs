@@ -1,0 +1,516 @@
+//! The ledger: which blocks lie where in a pool that outlives its process, and who holds memory.
+//!
+//! A table in a mapped file. Every change is made under the lock of what it describes, and in an
+//! order that is right whenever the process dies: a record is published after its block's bytes are
+//! complete and cleared before their memory can be given to anybody else. The kernel keeps what a
+//! killed process had stored, so neither bytes nor records are flushed or checksummed against
+//! tearing; the checksums here find damage, and a machine that was started anew makes every record
+//! void.
+
+mod process;
+mod record;
+mod recovery;
+
+use std::fs;
+use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use cascade_block::{NamespaceId, checksum};
+use cascade_memory::{MemoryError, Pool, PoolConfig, PoolFiles, Slab, SlabMut};
+
+use crate::catalog::{Address, KeyIndex, LOWER_STAGES_MAX};
+use crate::stage::BlockFacts;
+pub use process::Process;
+use record::{BLOCK_WORDS, BlockRecord, HELD_WORDS, HeldRecord, Piece};
+pub(crate) use recovery::Recovered;
+
+/// `CASCWARM` in the order of the file's bytes.
+const MAGIC: u64 = u64::from_le_bytes(*b"CASCWARM");
+const VERSION: u64 = 1;
+/// The header takes a page, so that records start at cache lines.
+const HEADER_WORDS: usize = 512;
+/// Words of the header that its checksum covers; the checksum follows, then the count of runs.
+const HEADER_FIELDS: usize = 10;
+const RUNS_WORD: usize = HEADER_FIELDS + 1;
+
+/// One record for so many bytes of the pool: blocks that are smaller may find no place.
+const POOL_BYTES_PER_RECORD: usize = 32 << 10;
+const RECORDS_MIN: usize = 1024;
+/// Several processes may hold one block.
+const HELD_PER_RECORD: usize = 2;
+
+/// How often it is looked whether holders of memory from an earlier run still live.
+const HOLDERS_RECHECK: Duration = Duration::from_secs(1);
+
+const PAGE: usize = 4096;
+
+/// What became of the blocks of an earlier run, and how full the ledger is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize, serde::Deserialize)]
+pub struct WarmStats {
+    /// Keys that were in DRAM when the process before this one ended, and are again.
+    pub recovered_blocks: u64,
+    /// Bytes of their contents, each counted once.
+    pub recovered_bytes: u64,
+    /// Records that were damaged, contradicted each other or had no memory.
+    pub rejected_records: u64,
+    /// How long it took to open the pool and take its blocks over.
+    pub recover_ms: u64,
+    /// How often a store has opened these files, this time included.
+    pub runs: u64,
+    /// Places for keys in the ledger.
+    pub ledger_capacity: u64,
+    /// Of these, taken.
+    pub ledger_records: u64,
+    /// Keys that came to DRAM while the ledger was full: a restart will not find them there.
+    pub ledger_full_drops: u64,
+    /// Memory that processes of an earlier run may still touch, as pieces.
+    pub held_by_earlier: u64,
+}
+
+/// What another process may do with a piece of the pool.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u32)]
+pub enum HeldKind {
+    /// Read it.
+    Lease = 1,
+    /// Write it, until it is sealed.
+    Reservation = 2,
+}
+
+/// As a `HeldKind`: the kernel reads into it for this process.
+const LOAD: u32 = 3;
+/// The same of the run before: nobody can tell when the kernel is done, but a run is long.
+const EARLIER_LOAD: u32 = 4;
+
+/// A piece of the pool that another process holds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct HeldPiece {
+    offset: usize,
+    bytes: usize,
+    kind: HeldKind,
+}
+
+impl HeldPiece {
+    /// A block that is read.
+    pub fn lease(slab: &Slab) -> Self {
+        Self { offset: slab.offset(), bytes: slab.reserved_bytes(), kind: HeldKind::Lease }
+    }
+
+    /// A slab that is written.
+    pub fn reservation(slab: &SlabMut) -> Self {
+        let (offset, bytes) = (slab.offset(), slab.reserved_bytes());
+        Self { offset, bytes, kind: HeldKind::Reservation }
+    }
+}
+
+/// Names a note about held memory, to take it back.
+#[derive(Debug, PartialEq, Eq)]
+pub struct HeldId(u32);
+
+/// Stands for a note that no ledger keeps.
+const NOT_KEPT: u32 = u32::MAX;
+
+/// Memory that a process of an earlier run may still touch: out of circulation until it is gone.
+#[derive(Debug)]
+struct Kept {
+    place: u32,
+    /// None: the kernel, for a process that is gone.
+    process: Option<Process>,
+    _slab: Slab,
+}
+
+/// The mapped table and its parts.
+#[derive(Debug)]
+struct Table {
+    files: PoolFiles,
+    block_count: u32,
+    held_count: u32,
+}
+
+impl Table {
+    fn block(&self, place: u32) -> &[AtomicU64] {
+        let start = HEADER_WORDS + place as usize * BLOCK_WORDS;
+        &self.files.words().words()[start..start + BLOCK_WORDS]
+    }
+
+    fn held(&self, place: u32) -> &[AtomicU64] {
+        let blocks = self.block_count as usize * BLOCK_WORDS;
+        let start = HEADER_WORDS + blocks + place as usize * HELD_WORDS;
+        &self.files.words().words()[start..start + HELD_WORDS]
+    }
+
+    fn clear_block(&self, place: u32) {
+        record::clear(self.block(place));
+    }
+
+    fn clear_held(&self, place: u32) {
+        record::clear(self.held(place));
+    }
+}
+
+/// Which keys' blocks lie where. Belongs to the node's state and its lock.
+#[derive(Debug)]
+pub(crate) struct Ledger {
+    table: Arc<Table>,
+    pool: Pool,
+    free: Vec<u32>,
+    /// The place of each key's record, by the key's index.
+    place_of: Vec<u32>,
+    full_drops: u64,
+}
+
+const NO_PLACE: u32 = u32::MAX;
+
+impl Ledger {
+    /// Enters that a key's content lies in a slab. `facts` are those it was put with, if it was
+    /// put just now. A full ledger counts what it does not take.
+    pub(crate) fn record(
+        &mut self,
+        key: KeyIndex,
+        facts: &BlockFacts,
+        has_namespace: bool,
+        slab: &Slab,
+        addresses: [Option<Address>; LOWER_STAGES_MAX],
+    ) {
+        self.clear(key);
+        // A slab of another pool means nothing to whoever opens this one.
+        if !slab.is_of(&self.pool) || slab.len() != facts.bytes as usize {
+            return;
+        }
+        let Some(place) = self.free.pop() else {
+            self.full_drops += 1;
+            return;
+        };
+        let record = BlockRecord {
+            piece: Piece { offset: slab.offset() as u64, bytes: slab.reserved_bytes() as u64 },
+            facts: *facts,
+            has_namespace,
+            stored: addresses.map(stored),
+        };
+        record.write(self.table.block(place));
+        self.set_place(key, place);
+    }
+
+    /// Takes a key's record out, before its slab can go or mean something else.
+    pub(crate) fn clear(&mut self, key: KeyIndex) {
+        let Some(place) = self.place_of.get_mut(key.0 as usize) else { return };
+        let place = std::mem::replace(place, NO_PLACE);
+        if place != NO_PLACE {
+            self.table.clear_block(place);
+            self.free.push(place);
+        }
+    }
+
+    /// A stage has a key's block there.
+    pub(crate) fn note_stored(&self, key: KeyIndex, stage: usize, address: Address) {
+        let place = self.place_of.get(key.0 as usize).filter(|place| **place != NO_PLACE);
+        if let Some(place) = place {
+            record::note_stored(self.table.block(*place), stage, stored(Some(address)));
+        }
+    }
+
+    /// A recovered key keeps the record that it was found by.
+    pub(crate) fn keep(&mut self, key: KeyIndex, recovered: &Recovered) {
+        self.set_place(key, recovered.place);
+    }
+
+    /// A recovered record is of no use after all, such as an expired block's.
+    pub(crate) fn discard(&mut self, recovered: &Recovered) {
+        self.table.clear_block(recovered.place);
+        self.free.push(recovered.place);
+    }
+
+    /// Adds what this part knows to the figures.
+    pub(crate) fn add_to(&self, stats: &mut WarmStats) {
+        stats.ledger_capacity = u64::from(self.table.block_count);
+        stats.ledger_records = stats.ledger_capacity - self.free.len() as u64;
+        stats.ledger_full_drops = self.full_drops;
+    }
+
+    fn set_place(&mut self, key: KeyIndex, place: u32) {
+        let at = key.0 as usize;
+        if at >= self.place_of.len() {
+            self.place_of.resize(at + 1, NO_PLACE);
+        }
+        self.place_of[at] = place;
+    }
+}
+
+impl Recovered {
+    /// What the block was put with.
+    pub(crate) fn facts(&self) -> &BlockFacts {
+        &self.record.facts
+    }
+
+    /// Whether `facts` has the namespace, without which it cannot be written down.
+    pub(crate) fn has_namespace(&self) -> bool {
+        self.record.has_namespace
+    }
+
+    pub(crate) fn slab(&self) -> &Slab {
+        &self.slab
+    }
+
+    /// Whether a stage had taken these very bytes under this address.
+    pub(crate) fn is_stored_at(&self, stage: usize, address: Address) -> bool {
+        self.record.stored[stage] == stored(Some(address))
+    }
+}
+
+fn stored(address: Option<Address>) -> u64 {
+    address.map_or(0, |address| address.0.wrapping_add(1))
+}
+
+/// Who holds memory. Has a lock of its own: leases come and go beside the blocks.
+#[derive(Debug)]
+pub(crate) struct Holders {
+    table: Arc<Table>,
+    state: Mutex<HoldersState>,
+}
+
+#[derive(Debug)]
+struct HoldersState {
+    free: Vec<u32>,
+    kept: Vec<Kept>,
+    checked_at: Duration,
+}
+
+impl Holders {
+    /// Notes pieces that a process holds; all or none.
+    pub(crate) fn note(
+        &self,
+        pieces: &[HeldPiece],
+        process: Process,
+        ids: &mut Vec<HeldId>,
+    ) -> bool {
+        let mut state = self.lock();
+        if state.free.len() < pieces.len() {
+            return false;
+        }
+        let rest = state.free.len() - pieces.len();
+        for (piece, place) in pieces.iter().zip(state.free.drain(rest..)) {
+            let held = HeldRecord {
+                piece: Piece { offset: piece.offset as u64, bytes: piece.bytes as u64 },
+                process,
+                kind: piece.kind as u32,
+            };
+            held.write(self.table.held(place));
+            ids.push(HeldId(place));
+        }
+        true
+    }
+
+    /// Notes that a stage reads into a slab; nothing if there is no place for it.
+    pub(crate) fn note_load(&self, slab: &SlabMut) -> Option<HeldId> {
+        let place = self.lock().free.pop()?;
+        let HeldPiece { offset, bytes, .. } = HeldPiece::reservation(slab);
+        let piece = Piece { offset: offset as u64, bytes: bytes as u64 };
+        // Whose it is does not matter: it counts when this process is gone.
+        let process = Process { pid: 0, start_time: 0 };
+        HeldRecord { piece, process, kind: LOAD }.write(self.table.held(place));
+        Some(HeldId(place))
+    }
+
+    pub(crate) fn take_back(&self, ids: impl IntoIterator<Item = HeldId>) {
+        let mut state = self.lock();
+        for HeldId(place) in ids {
+            if place != NOT_KEPT {
+                self.table.clear_held(place);
+                state.free.push(place);
+            }
+        }
+    }
+
+    /// Gives back what a process of an earlier run held. Returns how many pieces.
+    pub(crate) fn release(&self, pid: u32) -> usize {
+        self.release_where(&mut self.lock(), |process| process.is_some_and(|it| it.pid == pid))
+    }
+
+    /// Gives back what processes held that are gone; looks no more than once a second. True if
+    /// there was any.
+    pub(crate) fn sweep(&self, now: Duration) -> bool {
+        let mut state = self.lock();
+        if state.kept.is_empty() || now.saturating_sub(state.checked_at) < HOLDERS_RECHECK {
+            return false;
+        }
+        state.checked_at = now;
+        let mut known: Vec<(Process, bool)> = Vec::new();
+        for process in state.kept.iter().filter_map(|kept| kept.process) {
+            if known.iter().all(|(it, _)| *it != process) {
+                known.push((process, process.is_alive()));
+            }
+        }
+        let is_gone =
+            |process| known.iter().any(|(it, is_alive)| Some(*it) == process && !is_alive);
+        self.release_where(&mut state, is_gone) > 0
+    }
+
+    pub(crate) fn add_to(&self, stats: &mut WarmStats) {
+        stats.held_by_earlier = self.lock().kept.len() as u64;
+    }
+
+    fn release_where(
+        &self,
+        state: &mut HoldersState,
+        mut is_released: impl FnMut(Option<Process>) -> bool,
+    ) -> usize {
+        let (released, kept): (Vec<_>, Vec<_>) =
+            state.kept.drain(..).partition(|kept| is_released(kept.process));
+        state.kept = kept;
+        for kept in &released {
+            self.table.clear_held(kept.place);
+            state.free.push(kept.place);
+        }
+        released.len()
+    }
+
+    /// Changed in steps that do not panic, so a poisoned lock still guards a sound list.
+    fn lock(&self) -> MutexGuard<'_, HoldersState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// A pool with a name, and what an earlier run left in it.
+#[derive(Debug)]
+pub(crate) struct WarmPool {
+    pub(crate) pool: Pool,
+    pub(crate) ledger: Ledger,
+    pub(crate) holders: Holders,
+    pub(crate) recovered: Vec<Recovered>,
+    pub(crate) stats: WarmStats,
+    pub(crate) notes: Vec<String>,
+}
+
+/// Removes what an earlier run left, unless a store has it.
+pub(crate) fn remove(path: &Path) -> Result<(), MemoryError> {
+    PoolFiles::discard(path)
+}
+
+/// Opens the files, or makes them, and takes over the memory of what they say is there.
+pub(crate) fn open(path: &Path, config: &PoolConfig) -> Result<WarmPool, MemoryError> {
+    let pool_bytes = config.capacity_bytes.next_multiple_of(PAGE);
+    let block_count = (pool_bytes / POOL_BYTES_PER_RECORD).max(RECORDS_MIN);
+    let held_count = block_count * HELD_PER_RECORD;
+    let table_words = HEADER_WORDS + block_count * BLOCK_WORDS + held_count * HELD_WORDS;
+    let table_bytes = (table_words * size_of::<u64>()).next_multiple_of(PAGE);
+    let had_name = path.exists();
+    let mut files = PoolFiles::open(path, pool_bytes, table_bytes)?;
+    let sizes = [pool_bytes, block_count, held_count].map(|size| size as u64);
+    let mut notes = Vec::new();
+    let is_ours = files.is_kept() && has_header(&files, header(&files, sizes)?);
+    if !is_ours {
+        if had_name {
+            notes.push(format!(
+                "what {} held was discarded: it is of another size, version or start of the \
+                 machine",
+                path.display()
+            ));
+        }
+        if files.is_kept() {
+            files.renew()?;
+        }
+        write_header(&files, header(&files, sizes)?);
+    }
+    let runs = &files.words().words()[RUNS_WORD];
+    let runs = runs.fetch_add(1, Ordering::Relaxed) + 1;
+    let pool = Pool::of_files(config, &files)?;
+    let count = |count: usize| u32::try_from(count).map_err(|_| MemoryError::Empty);
+    let table = Table { files, block_count: count(block_count)?, held_count: count(held_count)? };
+    let mut opened = WarmPool::new(table, pool);
+    opened.stats.runs = runs;
+    opened.notes = notes;
+    Ok(opened)
+}
+
+impl WarmPool {
+    fn new(table: Table, pool: Pool) -> Self {
+        let harvest = recovery::harvest(&table, &pool);
+        let free = |count: u32, is_free: &dyn Fn(u32) -> bool| {
+            // The lowest are taken first: they are the ones whose cache lines are warm.
+            (0..count).rev().filter(|place| is_free(*place)).collect::<Vec<_>>()
+        };
+        let is_zero = |place: &[AtomicU64]| place[0].load(Ordering::Relaxed) == 0;
+        let free_blocks = free(table.block_count, &|place| is_zero(table.block(place)));
+        let free_held = free(table.held_count, &|place| is_zero(table.held(place)));
+        let table = Arc::new(table);
+        let state =
+            HoldersState { free: free_held, kept: harvest.kept, checked_at: Duration::ZERO };
+        let stats = WarmStats { rejected_records: harvest.rejected, ..WarmStats::default() };
+        Self {
+            ledger: Ledger {
+                table: Arc::clone(&table),
+                pool: pool.clone(),
+                free: free_blocks,
+                place_of: Vec::new(),
+                full_drops: 0,
+            },
+            holders: Holders { table, state: Mutex::new(state) },
+            pool,
+            recovered: harvest.blocks,
+            stats,
+            notes: Vec::new(),
+        }
+    }
+}
+
+impl Holders {
+    /// Takes the files' names away: the next start finds nothing.
+    pub(crate) fn remove_files(&self) -> Result<(), MemoryError> {
+        self.table.files.remove()
+    }
+}
+
+/// What the header says of this pool, on this machine, since it was started.
+fn header(files: &PoolFiles, sizes: [u64; 3]) -> Result<[u64; HEADER_FIELDS], MemoryError> {
+    let [pool_bytes, block_count, held_count] = sizes;
+    let [device, inode] = files.pool_identity()?;
+    let [boot_low, boot_high] = boot_id();
+    let records = [block_count, held_count, (BLOCK_WORDS << 32 | HELD_WORDS) as u64];
+    let [blocks, held, words] = records;
+    Ok([MAGIC, VERSION, pool_bytes, blocks, held, words, device, inode, boot_low, boot_high])
+}
+
+fn has_header(files: &PoolFiles, header: [u64; HEADER_FIELDS]) -> bool {
+    let words = files.words().words();
+    let is_known = header[8..] != [0, 0];
+    let is_same = header.iter().zip(words).all(|(is, was)| *is == was.load(Ordering::Relaxed));
+    let sum = words[HEADER_FIELDS].load(Ordering::Acquire);
+    is_known && is_same && sum == header_sum(&header)
+}
+
+fn write_header(files: &PoolFiles, header: [u64; HEADER_FIELDS]) {
+    let words = files.words().words();
+    for (word, field) in words.iter().zip(header) {
+        word.store(field, Ordering::Relaxed);
+    }
+    words[RUNS_WORD].store(0, Ordering::Relaxed);
+    words[HEADER_FIELDS].store(header_sum(&header), Ordering::Release);
+}
+
+fn header_sum(header: &[u64; HEADER_FIELDS]) -> u64 {
+    let bytes: Vec<u8> = header.iter().flat_map(|field| field.to_le_bytes()).collect();
+    u64::from(checksum(&bytes))
+}
+
+/// Names this start of the machine: after another one a file on a disk may hold older bytes than
+/// its table says. Zero where the kernel does not tell; then nothing is ever taken over.
+fn boot_id() -> [u64; 2] {
+    let text = fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
+    let digits: String = text.chars().filter(char::is_ascii_hexdigit).collect();
+    let half = |range| u64::from_str_radix(digits.get(range).unwrap_or(""), 16).unwrap_or(0);
+    [half(0..16), half(16..32)]
+}
+
+impl HeldId {
+    /// For a store whose pool ends with it: there is nothing to note.
+    pub(crate) fn not_kept() -> Self {
+        Self(NOT_KEPT)
+    }
+}
+
+/// What a record has for the namespace of a block whose put is not at hand.
+pub(crate) fn unknown_namespace() -> NamespaceId {
+    NamespaceId::default()
+}

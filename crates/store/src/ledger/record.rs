@@ -1,0 +1,254 @@
+//! Records of the ledger, word by word. `docs/warm-restart.md` has the layout.
+
+use std::sync::atomic::{AtomicU64, Ordering, compiler_fence};
+
+use cascade_block::{BlockKey, Digest, NamespaceId, checksum};
+
+use super::process::Process;
+use crate::catalog::LOWER_STAGES_MAX;
+use crate::stage::BlockFacts;
+
+/// Words of a block's record: three cache lines.
+pub(super) const BLOCK_WORDS: usize = 24;
+/// Of these, fields under the checksum: all between the state and the addresses.
+const BLOCK_FIELDS: usize = 18;
+/// Where a record says which lower stages have the block.
+const ADDRESS_WORD: usize = 20;
+/// Words of a record of held memory: one cache line.
+pub(super) const HELD_WORDS: usize = 8;
+const HELD_FIELDS: usize = 4;
+
+/// In the upper half of a record's first word; its checksum is in the lower.
+const LIVE: u64 = 1 << 32;
+
+const IS_PREFIX: u64 = 1 << 32;
+const HAS_PARENT: u64 = 1 << 33;
+const HAS_DIGEST: u64 = 1 << 34;
+const HAS_NAMESPACE: u64 = 1 << 35;
+
+/// A piece of the pool, as records name it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub(super) struct Piece {
+    pub(super) offset: u64,
+    pub(super) bytes: u64,
+}
+
+/// A key whose content lies in DRAM.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct BlockRecord {
+    pub(super) piece: Piece,
+    pub(super) facts: BlockFacts,
+    /// Whether `facts` has the namespace: of a block that came up from a stage it is not known.
+    pub(super) has_namespace: bool,
+    /// Addresses in the lower stages plus one; zero where it has none.
+    pub(super) stored: [u64; LOWER_STAGES_MAX],
+}
+
+/// Memory that another process may touch.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct HeldRecord {
+    pub(super) piece: Piece,
+    pub(super) process: Process,
+    pub(super) kind: u32,
+}
+
+/// What a place for a record holds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Found<T> {
+    /// Nothing.
+    Free,
+    /// What was written there.
+    Record(T),
+    /// What nobody wrote.
+    Damaged,
+}
+
+/// The state word of a record with these fields.
+fn seal(fields: &[u64]) -> u64 {
+    let mut bytes = [0; BLOCK_FIELDS * 8];
+    for (piece, field) in bytes.chunks_exact_mut(8).zip(fields) {
+        piece.copy_from_slice(&field.to_le_bytes());
+    }
+    LIVE | u64::from(checksum(&bytes[..fields.len() * 8]))
+}
+
+/// Fields first, then the word that makes them valid: a process that dies in between leaves the
+/// place free, as it was.
+fn publish(place: &[AtomicU64], fields: &[u64]) {
+    for (word, field) in place[1..].iter().zip(fields) {
+        word.store(*field, Ordering::Relaxed);
+    }
+    place[0].store(seal(fields), Ordering::Release);
+}
+
+/// Frees a place. What follows in the program happens after it, also in the eyes of whoever finds
+/// the memory when this process was killed: the kernel kills between two instructions, so only the
+/// compiler could turn them round.
+pub(super) fn clear(place: &[AtomicU64]) {
+    place[0].store(0, Ordering::Release);
+    compiler_fence(Ordering::SeqCst);
+}
+
+fn find<const FIELDS: usize>(place: &[AtomicU64]) -> Found<[u64; FIELDS]> {
+    let state = place[0].load(Ordering::Acquire);
+    if state == 0 {
+        return Found::Free;
+    }
+    let fields = std::array::from_fn(|at| place[1 + at].load(Ordering::Relaxed));
+    if seal(&fields) == state { Found::Record(fields) } else { Found::Damaged }
+}
+
+impl BlockRecord {
+    pub(super) fn write(&self, place: &[AtomicU64]) {
+        let facts = &self.facts;
+        let flag = |is_set: bool, flag: u64| if is_set { flag } else { 0 };
+        let flags = flag(facts.is_prefix, IS_PREFIX)
+            | flag(facts.parent.is_some(), HAS_PARENT)
+            | flag(facts.digest.is_some(), HAS_DIGEST)
+            | flag(self.has_namespace, HAS_NAMESPACE);
+        let mut fields = [0; BLOCK_FIELDS];
+        fields[0] = self.piece.offset;
+        fields[1] = self.piece.bytes;
+        fields[2] = u64::from(facts.bytes) | flags;
+        put(&mut fields[3..7], facts.key.as_bytes());
+        facts.parent.inspect(|parent| put(&mut fields[7..11], parent.as_bytes()));
+        facts.digest.inspect(|digest| put(&mut fields[11..15], digest.as_bytes()));
+        put(&mut fields[15..17], facts.namespace.as_bytes());
+        fields[17] = facts.expires_unix_ms.unwrap_or(0);
+        for (word, stored) in place[ADDRESS_WORD..].iter().zip(self.stored) {
+            word.store(stored, Ordering::Relaxed);
+        }
+        publish(place, &fields);
+    }
+
+    pub(super) fn read(place: &[AtomicU64]) -> Found<Self> {
+        let fields = match find::<BLOCK_FIELDS>(place) {
+            Found::Free => return Found::Free,
+            Found::Damaged => return Found::Damaged,
+            Found::Record(fields) => fields,
+        };
+        let has = |flag: u64| fields[2] & flag != 0;
+        let facts = BlockFacts {
+            key: BlockKey::from_bytes(get(&fields[3..7])),
+            digest: has(HAS_DIGEST).then(|| Digest::from_bytes(get(&fields[11..15]))),
+            parent: has(HAS_PARENT).then(|| BlockKey::from_bytes(get(&fields[7..11]))),
+            namespace: NamespaceId::from_bytes(get(&fields[15..17])),
+            bytes: low(fields[2]),
+            is_prefix: has(IS_PREFIX),
+            expires_unix_ms: (fields[17] != 0).then_some(fields[17]),
+        };
+        Found::Record(Self {
+            piece: Piece { offset: fields[0], bytes: fields[1] },
+            facts,
+            has_namespace: has(HAS_NAMESPACE),
+            stored: std::array::from_fn(|at| place[ADDRESS_WORD + at].load(Ordering::Relaxed)),
+        })
+    }
+}
+
+/// A stage has the block there now. One word, so it is there or not.
+pub(super) fn note_stored(place: &[AtomicU64], stage: usize, stored: u64) {
+    place[ADDRESS_WORD + stage].store(stored, Ordering::Release);
+}
+
+impl HeldRecord {
+    pub(super) fn write(&self, place: &[AtomicU64]) {
+        let who = u64::from(self.process.pid) | u64::from(self.kind) << 32;
+        let fields = [self.piece.offset, self.piece.bytes, who, self.process.start_time];
+        publish(place, &fields);
+    }
+
+    pub(super) fn read(place: &[AtomicU64]) -> Found<Self> {
+        match find::<HELD_FIELDS>(place) {
+            Found::Free => Found::Free,
+            Found::Damaged => Found::Damaged,
+            Found::Record([offset, bytes, who, start_time]) => Found::Record(Self {
+                piece: Piece { offset, bytes },
+                process: Process { pid: low(who), start_time },
+                kind: low(who >> 32),
+            }),
+        }
+    }
+}
+
+fn low(word: u64) -> u32 {
+    u32::try_from(word & u64::from(u32::MAX)).expect("the upper half is masked")
+}
+
+fn put(fields: &mut [u64], bytes: &[u8]) {
+    for (field, piece) in fields.iter_mut().zip(bytes.chunks_exact(8)) {
+        let mut word = [0; 8];
+        word.copy_from_slice(piece);
+        *field = u64::from_le_bytes(word);
+    }
+}
+
+fn get<const BYTES: usize>(fields: &[u64]) -> [u8; BYTES] {
+    let mut bytes = [0; BYTES];
+    for (piece, field) in bytes.chunks_exact_mut(8).zip(fields) {
+        piece.copy_from_slice(&field.to_le_bytes());
+    }
+    bytes
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn place(words: usize) -> Vec<AtomicU64> {
+        (0..words).map(|_| AtomicU64::new(0)).collect()
+    }
+
+    fn record() -> BlockRecord {
+        let facts = BlockFacts {
+            key: BlockKey::from_bytes([1; 32]),
+            digest: Some(Digest::from_bytes([2; 32])),
+            parent: Some(BlockKey::from_bytes([3; 32])),
+            namespace: NamespaceId::from_bytes([4; 16]),
+            bytes: u32::MAX,
+            is_prefix: true,
+            expires_unix_ms: Some(5),
+        };
+        let piece = Piece { offset: 64, bytes: 1 << 32 };
+        BlockRecord { piece, facts, has_namespace: true, stored: [7, 0] }
+    }
+
+    #[test]
+    fn a_record_comes_back_as_it_was_written() {
+        let place = place(BLOCK_WORDS);
+        assert_eq!(BlockRecord::read(&place), Found::Free);
+        record().write(&place);
+        assert_eq!(BlockRecord::read(&place), Found::Record(record()));
+        let mut bare = record();
+        bare.facts.digest = None;
+        bare.facts.parent = None;
+        bare.facts.expires_unix_ms = None;
+        clear(&place);
+        bare.write(&place);
+        assert_eq!(BlockRecord::read(&place), Found::Record(bare));
+        clear(&place);
+        assert_eq!(BlockRecord::read(&place), Found::Free);
+    }
+
+    #[test]
+    fn a_changed_bit_is_found_wherever_it_is() {
+        let place = place(BLOCK_WORDS);
+        record().write(&place);
+        for (at, word) in place.iter().enumerate().take(1 + BLOCK_FIELDS) {
+            for bit in 0..64 {
+                word.fetch_xor(1 << bit, Ordering::Relaxed);
+                assert_eq!(BlockRecord::read(&place), Found::Damaged, "bit {bit} of word {at}");
+                word.fetch_xor(1 << bit, Ordering::Relaxed);
+            }
+        }
+    }
+
+    #[test]
+    fn held_memory_comes_back_as_it_was_written() {
+        let place = place(HELD_WORDS);
+        let process = Process { pid: u32::MAX, start_time: u64::MAX };
+        let held = HeldRecord { piece: Piece { offset: 1, bytes: 2 }, process, kind: 1 };
+        held.write(&place);
+        assert_eq!(HeldRecord::read(&place), Found::Record(held));
+    }
+}

@@ -1,0 +1,361 @@
+//! What a new process makes of a dead one's ledger: which blocks are right, and what memory other
+//! processes may still touch. Nothing in a record is trusted beyond its own checksum.
+
+use std::collections::HashMap;
+
+use cascade_block::BlockKey;
+use cascade_memory::{Pool, Slab};
+
+use super::process::Process;
+use super::record::{BlockRecord, Found, HeldRecord, Piece};
+use super::{EARLIER_LOAD, Kept, LOAD, Table};
+
+/// A block whose memory was taken over.
+#[derive(Debug)]
+pub(crate) struct Recovered {
+    pub(super) place: u32,
+    pub(super) record: BlockRecord,
+    pub(super) slab: Slab,
+}
+
+/// All that a ledger gave.
+#[derive(Debug, Default)]
+pub(super) struct Harvest {
+    pub(super) blocks: Vec<Recovered>,
+    pub(super) kept: Vec<Kept>,
+    pub(super) rejected: u64,
+}
+
+/// Records that name one piece of the pool as one content.
+#[derive(Debug)]
+struct Group {
+    piece: Piece,
+    members: Vec<(u32, BlockRecord)>,
+    is_rejected: bool,
+}
+
+/// Reads the tables and takes the memory from the pool, before anything else does. Places that
+/// hold nothing of use are free afterwards.
+pub(super) fn harvest(table: &Table, pool: &Pool) -> Harvest {
+    let mut harvest = Harvest::default();
+    let held = read_held(table, pool, &mut harvest);
+    let mut groups = read_groups(table, pool, &mut harvest);
+    let strays = reject_touched(&mut groups, &held);
+    let mut slabs = HashMap::new();
+    for group in groups {
+        adopt_group(table, pool, group, &mut slabs, &mut harvest);
+    }
+    for stray in merged(strays) {
+        if let Some(slab) = adopt(pool, stray, stray.bytes) {
+            slabs.insert(stray, slab);
+        }
+    }
+    let mut by_offset: Vec<_> = slabs.into_iter().collect();
+    by_offset.sort_unstable_by_key(|(piece, _)| *piece);
+    for (place, record) in held {
+        // It lies in one that was adopted: as a block's own piece or as part of a stray one.
+        let at = by_offset.partition_point(|(piece, _)| piece.offset <= record.piece.offset);
+        let around = at.checked_sub(1).map(|at| &by_offset[at]);
+        if let Some((_, slab)) = around.filter(|(piece, _)| end(*piece) >= end(record.piece)) {
+            let process = (record.kind != EARLIER_LOAD).then_some(record.process);
+            harvest.kept.push(Kept { place, process, _slab: slab.clone() });
+        } else {
+            table.clear_held(place);
+            harvest.rejected += 1;
+        }
+    }
+    harvest
+}
+
+/// Records of memory whose holders live, with the places they stand in.
+fn read_held(table: &Table, pool: &Pool, harvest: &mut Harvest) -> Vec<(u32, HeldRecord)> {
+    let mut alive: HashMap<Process, bool> = HashMap::new();
+    let mut held = Vec::new();
+    for place in 0..table.held_count {
+        match HeldRecord::read(table.held(place)) {
+            Found::Free => continue,
+            Found::Record(record) if record.kind == EARLIER_LOAD => {}
+            Found::Record(record) if !is_inside(pool, record.piece) => harvest.rejected += 1,
+            Found::Record(record) if record.kind == LOAD => {
+                table.clear_held(place);
+                let record = HeldRecord { kind: EARLIER_LOAD, ..record };
+                record.write(table.held(place));
+                held.push((place, record));
+                continue;
+            }
+            Found::Record(record) => {
+                let is_alive = alive.entry(record.process);
+                if *is_alive.or_insert_with(|| record.process.is_alive()) {
+                    held.push((place, record));
+                    continue;
+                }
+            }
+            Found::Damaged => harvest.rejected += 1,
+        }
+        table.clear_held(place);
+    }
+    held
+}
+
+/// Blocks by piece, in the order of their offsets; pieces that overlap are rejected, all of them,
+/// for nothing tells which is right.
+fn read_groups(table: &Table, pool: &Pool, harvest: &mut Harvest) -> Vec<Group> {
+    let mut found: Vec<(u32, BlockRecord)> = Vec::new();
+    for place in 0..table.block_count {
+        match BlockRecord::read(table.block(place)) {
+            Found::Free => {}
+            Found::Record(record)
+                if is_inside(pool, record.piece)
+                    && u64::from(record.facts.bytes) <= record.piece.bytes =>
+            {
+                found.push((place, record));
+            }
+            Found::Record(_) | Found::Damaged => {
+                table.clear_block(place);
+                harvest.rejected += 1;
+            }
+        }
+    }
+    let mut names: HashMap<BlockKey, u32> = HashMap::with_capacity(found.len());
+    for (_, record) in &found {
+        *names.entry(record.facts.key).or_default() += 1;
+    }
+    found.sort_unstable_by_key(|(_, record)| record.piece);
+    let mut groups: Vec<Group> = Vec::with_capacity(found.len());
+    let mut furthest = 0;
+    for (place, record) in found {
+        let is_named_twice = names[&record.facts.key] > 1;
+        match groups.last_mut() {
+            Some(last) if last.piece == record.piece => {
+                let first = &last.members[0].1.facts;
+                let is_same =
+                    (first.bytes, first.digest) == (record.facts.bytes, record.facts.digest);
+                last.is_rejected |= is_named_twice || !is_same;
+                last.members.push((place, record));
+                continue;
+            }
+            _ => {}
+        }
+        let overlaps = groups
+            .get(furthest)
+            .is_some_and(|group: &Group| end(group.piece) > record.piece.offset);
+        if overlaps {
+            groups[furthest].is_rejected = true;
+        }
+        let is_rejected = is_named_twice || overlaps;
+        let piece = record.piece;
+        groups.push(Group { piece, members: vec![(place, record)], is_rejected });
+        if end(piece) > end(groups[furthest].piece) {
+            furthest = groups.len() - 1;
+        }
+    }
+    groups
+}
+
+/// A holder has either exactly a block's piece, and the block is as good as before, or memory that
+/// is no block's. Blocks that such memory touches are rejected. Returns the memory that is no
+/// block's.
+fn reject_touched(groups: &mut [Group], held: &[(u32, HeldRecord)]) -> Vec<Piece> {
+    let mut strays: Vec<Piece> = Vec::new();
+    let mut left: Vec<Piece> = held.iter().map(|(_, record)| record.piece).collect();
+    loop {
+        let is_block = |piece: &Piece| {
+            let at = groups.binary_search_by_key(piece, |group| group.piece);
+            at.is_ok_and(|at| !groups[at].is_rejected)
+        };
+        let (blocks, new): (Vec<_>, Vec<_>) = left.into_iter().partition(is_block);
+        if new.is_empty() {
+            return strays;
+        }
+        left = blocks;
+        for piece in &new {
+            // Pieces that overlap are rejected already; the others' ends are in order, too.
+            let from = groups.partition_point(|group| group.piece.offset < piece.offset);
+            let before = groups[..from].iter_mut().rev().find(|group| !group.is_rejected);
+            if let Some(group) = before.filter(|group| end(group.piece) > piece.offset) {
+                group.is_rejected = true;
+            }
+            for group in &mut groups[from..] {
+                if group.piece.offset >= end(*piece) {
+                    break;
+                }
+                group.is_rejected = true;
+            }
+        }
+        strays.extend(new);
+    }
+}
+
+fn adopt_group(
+    table: &Table,
+    pool: &Pool,
+    group: Group,
+    slabs: &mut HashMap<Piece, Slab>,
+    harvest: &mut Harvest,
+) {
+    let length = u64::from(group.members[0].1.facts.bytes);
+    let slab = if group.is_rejected { None } else { adopt(pool, group.piece, length) };
+    let Some(slab) = slab else {
+        for (place, _) in &group.members {
+            table.clear_block(*place);
+        }
+        harvest.rejected += group.members.len() as u64;
+        return;
+    };
+    for (place, record) in group.members {
+        harvest.blocks.push(Recovered { place, record, slab: slab.clone() });
+    }
+    slabs.insert(group.piece, slab);
+}
+
+fn adopt(pool: &Pool, piece: Piece, length: u64) -> Option<Slab> {
+    let whole = |number: u64| usize::try_from(number).ok();
+    let slab = pool.adopt(whole(piece.offset)?, whole(piece.bytes)?, whole(length)?)?;
+    Some(slab.seal())
+}
+
+/// The same memory as pieces that do not overlap.
+fn merged(mut pieces: Vec<Piece>) -> Vec<Piece> {
+    pieces.sort_unstable();
+    let mut merged: Vec<Piece> = Vec::new();
+    for piece in pieces {
+        match merged.last_mut() {
+            Some(last) if piece.offset <= end(*last) => {
+                last.bytes = end(*last).max(end(piece)) - last.offset;
+            }
+            _ => merged.push(piece),
+        }
+    }
+    merged
+}
+
+fn is_inside(pool: &Pool, piece: Piece) -> bool {
+    let end = piece.offset.checked_add(piece.bytes);
+    piece.bytes > 0 && end.is_some_and(|end| end <= pool.region().bytes() as u64)
+}
+
+/// Of a piece that lies inside the pool, so it cannot overflow.
+fn end(piece: Piece) -> u64 {
+    piece.offset + piece.bytes
+}
+
+#[cfg(test)]
+mod tests {
+    use cascade_block::{Digest, NamespaceId};
+    use cascade_memory::{HugePages, PoolConfig};
+
+    use super::super::{HeldKind, WarmPool, open};
+    use super::*;
+    use crate::stage::BlockFacts;
+
+    const UNIT: u64 = 4096;
+
+    fn piece(from: u64, to: u64) -> Piece {
+        Piece { offset: from * UNIT, bytes: (to - from) * UNIT }
+    }
+
+    fn block(name: u8, piece: Piece) -> BlockRecord {
+        let facts = BlockFacts {
+            key: BlockKey::from_bytes([name; 32]),
+            digest: None,
+            parent: None,
+            namespace: NamespaceId::default(),
+            bytes: 4000,
+            is_prefix: false,
+            expires_unix_ms: None,
+        };
+        BlockRecord { piece, facts, has_namespace: true, stored: [0; 2] }
+    }
+
+    fn held(piece: Piece) -> HeldRecord {
+        let process = Process::of(std::process::id()).expect("this process is there");
+        HeldRecord { piece, process, kind: HeldKind::Lease as u32 }
+    }
+
+    /// Opens a pool whose ledger holds these records: names of blocks, rejected records, what is
+    /// free.
+    fn found(blocks: &[BlockRecord], holders: &[HeldRecord]) -> (Vec<u8>, u64, u64, WarmPool) {
+        let directory = tempfile::tempdir().expect("a directory");
+        let path = directory.path().join("pool");
+        let capacity_bytes = 1 << 20;
+        let config = PoolConfig { capacity_bytes, huge_pages: HugePages::Never, populate: false };
+        let first = open(&path, &config).expect("a small pool");
+        let table = &first.ledger.table;
+        for (place, record) in blocks.iter().enumerate() {
+            record.write(table.block(u32::try_from(place).expect("a few")));
+        }
+        for (place, record) in holders.iter().enumerate() {
+            record.write(table.held(u32::try_from(place).expect("a few")));
+        }
+        drop(first);
+        let second = open(&path, &config).expect("the same pool");
+        let name = |one: &Recovered| one.record.facts.key.as_bytes()[0];
+        let mut names: Vec<u8> = second.recovered.iter().map(name).collect();
+        names.sort_unstable();
+        let stats = second.pool.stats();
+        let free = (stats.capacity_bytes - stats.reserved_bytes) as u64 / UNIT;
+        (names, second.stats.rejected_records, free, second)
+    }
+
+    #[test]
+    fn of_pieces_that_overlap_none_is_taken() {
+        let blocks = [
+            block(1, piece(0, 2)),
+            block(2, piece(2, 12)),
+            block(3, piece(3, 5)),
+            block(4, piece(6, 8)),
+            block(5, piece(11, 13)),
+            block(6, piece(13, 14)),
+        ];
+        let (names, rejected, free, opened) = found(&blocks, &[]);
+        assert_eq!((names, rejected, free), (vec![1, 6], 4, 256 - 3));
+        assert_eq!(opened.ledger.free.len(), 1024 - 2, "their places are free again");
+    }
+
+    #[test]
+    fn records_that_contradict_each_other_all_go() {
+        let mut other_digest = block(3, piece(2, 3));
+        other_digest.facts.digest = Some(Digest::from_bytes([9; 32]));
+        let mut other_length = block(5, piece(4, 5));
+        other_length.facts.bytes = 1;
+        let mut too_long = block(8, piece(9, 10));
+        too_long.facts.bytes = 4097;
+        let blocks = [
+            block(1, piece(0, 1)),
+            block(1, piece(1, 2)),
+            block(2, piece(2, 3)),
+            other_digest,
+            block(4, piece(4, 5)),
+            other_length,
+            block(6, piece(6, 7)),
+            block(7, piece(6, 7)),
+            too_long,
+            block(9, piece(256, 257)),
+            block(10, Piece { offset: u64::MAX - 63, bytes: UNIT }),
+            block(11, Piece { offset: 20 * UNIT + 1, bytes: UNIT }),
+        ];
+        let (names, rejected, free, _) = found(&blocks, &[]);
+        assert_eq!((names, rejected, free), (vec![6, 7], 10, 255), "two names of one piece are");
+    }
+
+    #[test]
+    fn what_is_held_is_out_whatever_else_is_there() {
+        let blocks = [
+            block(1, piece(0, 2)),
+            block(2, piece(2, 4)),
+            block(3, piece(4, 6)),
+            block(4, piece(6, 8)),
+        ];
+        // One holds a block, two hold memory that two blocks and then a third were said to have.
+        let holders =
+            [held(piece(0, 2)), held(piece(3, 5)), held(piece(4, 6)), held(piece(20, 21))];
+        let (names, rejected, free, opened) = found(&blocks, &holders);
+        assert_eq!((names, rejected), (vec![1, 4], 2));
+        assert_eq!(free, 256 - 2 - 2 - 3 - 1);
+        assert_eq!(opened.holders.lock().kept.len(), 4);
+        let pid = std::process::id();
+        assert_eq!(opened.holders.release(pid), 4);
+        let stats = opened.pool.stats();
+        assert_eq!((stats.capacity_bytes - stats.reserved_bytes) as u64 / UNIT, 256 - 4);
+    }
+}

@@ -1,0 +1,273 @@
+//! Warm restart: a new process goes on with the blocks that a dead one had in DRAM.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use cascade_block::{BlockKey, Clock};
+use cascade_memory::{Pool, SlabMut};
+
+use crate::catalog::{ContentIndex, NewKey};
+use crate::ledger::{self, HeldId, HeldPiece, Holders, Ledger, Process, Recovered, WarmStats};
+use crate::node::Node;
+use crate::state::State;
+use crate::{KeepPool, Store, StoreConfig, StoreError};
+
+/// What a node keeps of its named pool, besides the ledger in its state.
+#[derive(Debug)]
+pub(crate) struct Warm {
+    pub(crate) holders: Holders,
+    stats: WarmStats,
+    pub(crate) notes: Vec<String>,
+}
+
+/// A pool and, if it has a name, what came with it.
+pub(crate) struct OpenedPool {
+    pub(crate) pool: Pool,
+    pub(crate) ledger: Option<Ledger>,
+    pub(crate) recovered: Vec<Recovered>,
+    pub(crate) warm: Option<Warm>,
+}
+
+/// Makes the pool that the settings ask for. What an earlier run left is taken from it already.
+pub(crate) fn open_pool(
+    config: &StoreConfig,
+    has_dram: bool,
+    clock: &dyn Clock,
+) -> Result<OpenedPool, StoreError> {
+    let refused = |error| StoreError::Memory(Arc::new(error));
+    let bare = |pool| OpenedPool { pool, ledger: None, recovered: Vec::new(), warm: None };
+    let settings = config.pool();
+    let Some(path) = &config.pool_file else {
+        return Pool::new(&settings).map(bare).map_err(refused);
+    };
+    if !has_dram {
+        let reason = "the pipeline keeps no blocks in DRAM; leave it out".to_owned();
+        return Err(StoreError::Config { setting: "pool_file", reason });
+    }
+    if config.keep_pool == KeepPool::Never {
+        ledger::remove(path).map_err(refused)?;
+        return Pool::new(&settings).map(bare).map_err(refused);
+    }
+    let started = clock.monotonic();
+    let mut opened = ledger::open(path, &settings).map_err(refused)?;
+    opened.stats.recover_ms = millis(clock.monotonic().saturating_sub(started));
+    Ok(OpenedPool {
+        pool: opened.pool,
+        ledger: Some(opened.ledger),
+        recovered: opened.recovered,
+        warm: Some(Warm { holders: opened.holders, stats: opened.stats, notes: opened.notes }),
+    })
+}
+
+fn millis(time: Duration) -> u64 {
+    u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
+}
+
+impl Warm {
+    pub(crate) fn stats(&self, state: &State) -> WarmStats {
+        let mut stats = self.stats;
+        if let Some(ledger) = &state.ledger {
+            ledger.add_to(&mut stats);
+        }
+        self.holders.add_to(&mut stats);
+        stats
+    }
+}
+
+/// Blocks that came back in DRAM, by key, until the stages have said what they have.
+#[derive(Debug, Default)]
+pub(crate) struct Revived(HashMap<BlockKey, Recovered>);
+
+impl Revived {
+    /// Whether the bytes that a stage has there are those that are in DRAM under this key.
+    pub(crate) fn is_stored_at(
+        &self,
+        key: &BlockKey,
+        stage: usize,
+        address: crate::stage::Address,
+    ) -> bool {
+        self.0.get(key).is_some_and(|recovered| recovered.is_stored_at(stage, address))
+    }
+}
+
+impl Node {
+    /// Enters the blocks of an earlier run into the catalog and the policy, each after its parent,
+    /// so that chains are known as chains. How recently they were used is not known any more.
+    pub(crate) fn revive(&self, state: &mut State, recovered: Vec<Recovered>) -> Revived {
+        let now_unix_ms = self.clock.unix_ms();
+        let now = self.policy_now(state);
+        let mut contents = HashMap::new();
+        let recovered = parents_first(recovered);
+        for one in &recovered {
+            let facts = one.facts();
+            if facts.expires_unix_ms.is_some_and(|expires| expires <= now_unix_ms) {
+                if let Some(ledger) = &mut state.ledger {
+                    ledger.discard(one);
+                }
+                continue;
+            }
+            let key = enter(state, one, &mut contents);
+            state.make_resident(key, now);
+        }
+        let by_key = recovered.into_iter().map(|one| (one.facts().key, one));
+        Revived(by_key.collect())
+    }
+
+    /// Queues what is in DRAM alone because its mover had not come to it. A block that came up
+    /// from a stage which has given it up since stays in DRAM alone, as without a restart.
+    pub(crate) fn requeue(&self, state: &mut State, revived: &Revived) {
+        for (name, recovered) in &revived.0 {
+            let Some(key) = state.catalog.find(name) else { continue };
+            let content = state.catalog.entry(key).content;
+            for stage in 0..self.stages.len() {
+                let entry = state.catalog.content(content);
+                let is_there = entry.address(stage).is_some() || entry.dirty & (1 << stage) != 0;
+                if !is_there && entry.slab.is_some() && recovered.has_namespace() {
+                    state.push_block(stage, *recovered.facts(), content);
+                }
+            }
+        }
+    }
+
+    /// A stage is about to read into a slab. Where `io_uring` reads, the kernel may go on writing
+    /// there when this process is gone already. A ledger without a place is no reason not to read.
+    pub(crate) fn note_load(&self, slab: &SlabMut) -> HeldId {
+        let note = self.warm.as_ref().and_then(|warm| warm.holders.note_load(slab));
+        note.unwrap_or(HeldId::not_kept())
+    }
+
+    pub(crate) fn end_load(&self, note: HeldId) {
+        if let Some(warm) = &self.warm {
+            warm.holders.take_back([note]);
+        }
+    }
+
+    /// Gives memory back that processes of an earlier run held and that are gone. True if there
+    /// was any.
+    pub(crate) fn sweep_holders(&self) -> bool {
+        let now = self.clock.monotonic();
+        self.warm.as_ref().is_some_and(|warm| warm.holders.sweep(now))
+    }
+
+    /// What an operator should know of the pool that an earlier run left.
+    pub(crate) fn warm_notes(&self) -> &[String] {
+        self.warm.as_ref().map_or(&[], |warm| &warm.notes)
+    }
+
+    /// The end of a store that was closed: unless its blocks are to be kept, its files go.
+    pub(crate) fn end_pool(&self) -> Result<(), StoreError> {
+        match &self.warm {
+            Some(warm) if self.config.keep_pool == KeepPool::AfterCrash => {
+                warm.holders.remove_files().map_err(|error| StoreError::Memory(Arc::new(error)))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Counts what was taken over.
+    pub(crate) fn count_revived(&mut self, started: Duration) {
+        let state = self.lock();
+        let (blocks, bytes) = (state.catalog.key_count() as u64, state.dram_bytes);
+        drop(state);
+        let took = self.clock.monotonic().saturating_sub(started);
+        if let Some(warm) = &mut self.warm {
+            warm.stats.recovered_blocks = blocks;
+            warm.stats.recovered_bytes = bytes;
+            warm.stats.recover_ms += millis(took);
+        }
+    }
+}
+
+/// Enters one block; blocks of one piece of memory share a content.
+fn enter(
+    state: &mut State,
+    recovered: &Recovered,
+    contents: &mut HashMap<usize, ContentIndex>,
+) -> crate::catalog::KeyIndex {
+    let facts = recovered.facts();
+    let new = NewKey {
+        key: facts.key,
+        parent: facts.parent,
+        is_prefix: facts.is_prefix,
+        expires_unix_ms: facts.expires_unix_ms.unwrap_or(0),
+    };
+    let offset = recovered.slab().offset();
+    let key = if let Some(content) = contents.get(&offset) {
+        state.catalog.link(&new, *content)
+    } else {
+        // Two contents may have one digest, when many keys share it: the first is found by it.
+        let digest = facts.digest.filter(|digest| state.catalog.find_digest(digest).is_none());
+        let (key, content) = state.catalog.insert(&new, facts.bytes, digest);
+        state.content_bytes += u64::from(facts.bytes);
+        state.dram_bytes += u64::from(facts.bytes);
+        state.catalog.content_mut(content).slab = Some(recovered.slab().clone());
+        contents.insert(offset, content);
+        key
+    };
+    if let Some(ledger) = &mut state.ledger {
+        ledger.keep(key, recovered);
+    }
+    key
+}
+
+/// The same blocks, each behind its parent if that is among them.
+fn parents_first(mut recovered: Vec<Recovered>) -> Vec<Recovered> {
+    let at: HashMap<BlockKey, usize> =
+        recovered.iter().enumerate().map(|(at, one)| (one.facts().key, at)).collect();
+    let parent = |one: &Recovered| one.facts().parent.and_then(|parent| at.get(&parent).copied());
+    let parents: Vec<Option<usize>> = recovered.iter().map(parent).collect();
+    let mut depths: Vec<Option<u32>> = vec![None; recovered.len()];
+    for start in 0..recovered.len() {
+        let mut chain = Vec::new();
+        let mut next = Some(start);
+        // A chain that bites its tail ends where it does: it is not longer than all blocks.
+        while let Some(one) = next.filter(|one| depths[*one].is_none())
+            && chain.len() < recovered.len()
+        {
+            chain.push(one);
+            next = parents[one];
+        }
+        let mut depth = next.and_then(|known| depths[known]).map_or(0, |depth| depth + 1);
+        for one in chain.into_iter().rev() {
+            depths[one] = Some(depth);
+            depth = depth.saturating_add(1);
+        }
+    }
+    let mut order: Vec<usize> = (0..recovered.len()).collect();
+    order.sort_by_key(|one| depths[*one]);
+    let mut places: Vec<Option<Recovered>> = recovered.drain(..).map(Some).collect();
+    order.into_iter().filter_map(|one| places[one].take()).collect()
+}
+
+impl Store {
+    /// Notes that another process may touch pieces of the pool, in case this one dies: the next
+    /// run gives them to nobody while that process lives. All or none; false when the ledger has
+    /// no place for so many: then do not hand them out. Cheap, and always true without a
+    /// `pool_file`.
+    pub fn note_held(&self, pieces: &[HeldPiece], process: Process, ids: &mut Vec<HeldId>) -> bool {
+        if let Some(warm) = &self.node().warm {
+            return warm.holders.note(pieces, process, ids);
+        }
+        ids.extend(pieces.iter().map(|_| HeldId::not_kept()));
+        true
+    }
+
+    /// Takes notes back: the process has given the pieces up. To be called before they are free.
+    pub fn unhold(&self, ids: impl IntoIterator<Item = HeldId>) {
+        if let Some(warm) = &self.node().warm {
+            warm.holders.take_back(ids);
+        }
+    }
+
+    /// A process that held memory of an earlier run's says that it touches none of it any more.
+    /// Returns how many pieces it had. Without this call they come back when it ends.
+    pub fn release_process(&self, pid: u32) -> usize {
+        let node = self.node();
+        let released = node.warm.as_ref().map_or(0, |warm| warm.holders.release(pid));
+        if released > 0 {
+            node.announce_change();
+        }
+        released
+    }
+}

@@ -1,0 +1,33 @@
+//! A pool with a name in a directory of its own, as tests of warm restarts open it.
+
+#![allow(dead_code, reason = "each test file uses its own part of these")]
+
+use std::path::{Path, PathBuf};
+
+use cascade_store::{KeepPool, Store, StoreConfig, WarmStats};
+
+use crate::blocks::dram;
+
+/// In memory where the machine has such a file system by its usual name.
+pub(crate) fn directory() -> tempfile::TempDir {
+    let shared = Path::new("/dev/shm");
+    let made = tempfile::Builder::new().prefix("cascade-test").tempdir_in(shared);
+    made.or_else(|_| tempfile::tempdir()).unwrap()
+}
+
+pub(crate) fn pool(directory: &Path) -> PathBuf {
+    directory.join("pool")
+}
+
+pub(crate) fn ledger(directory: &Path) -> PathBuf {
+    directory.join("pool.ledger")
+}
+
+pub(crate) fn config(directory: &Path, mib: u64) -> StoreConfig {
+    let keep_pool = KeepPool::Always;
+    StoreConfig { pool_file: Some(pool(directory)), keep_pool, ..dram(mib) }
+}
+
+pub(crate) fn warm(store: &Store) -> WarmStats {
+    store.stats().warm.unwrap()
+}

@@ -1,0 +1,207 @@
+//! The files of a pool with a name: whose they are, when they are discarded, and that damage to
+//! them costs blocks and never a byte.
+
+#![expect(clippy::unwrap_used, reason = "in a test, a surprise should panic")]
+
+mod blocks;
+mod named_pool;
+
+use std::os::unix::fs::{FileExt, PermissionsExt};
+use std::path::Path;
+use std::process::Command;
+
+use blocks::{MIB, check, keys, put};
+use cascade_store::{
+    CallOptions, FilesConfig, KeepPool, Store, StoreConfig, StoreError, WarmStats,
+};
+use named_pool::{config, directory, ledger, pool, warm};
+
+const BLOCK: usize = 48 << 10;
+
+/// What a store finds after its files were changed by `damage` between two runs.
+fn after(mut damage: impl FnMut(&Path)) -> (WarmStats, Vec<String>) {
+    let directory = directory();
+    let store = Store::open(config(directory.path(), 8)).unwrap();
+    put(&store, &keys(0..100), BLOCK);
+    store.close().unwrap();
+    drop(store);
+    damage(directory.path());
+    let store = Store::open(config(directory.path(), 8)).unwrap();
+    // Whatever was taken over is right, and the store works.
+    check(&store, &keys(0..100));
+    put(&store, &keys(100..300), BLOCK);
+    check(&store, &keys(0..300));
+    (warm(&store), store.stats().notes)
+}
+
+fn overwrite(path: &Path, at: u64, bytes: &[u8]) {
+    let file = std::fs::File::options().write(true).open(path).unwrap();
+    file.write_all_at(bytes, at).unwrap();
+}
+
+fn cut(path: &Path, bytes: u64) {
+    std::fs::File::options().write(true).open(path).unwrap().set_len(bytes).unwrap();
+}
+
+type Damage<'a> = &'a dyn Fn(&Path);
+
+#[test]
+fn files_that_do_not_fit_are_discarded_and_said_to_be() {
+    let damages: [(&str, Damage<'_>); 8] = [
+        ("a magic number of something else", &|at| overwrite(&ledger(at), 0, b"SOMETHIN")),
+        ("another version", &|at| overwrite(&ledger(at), 8, &[2])),
+        ("another start of the machine", &|at| overwrite(&ledger(at), 64, &[7; 8])),
+        ("another checksum", &|at| overwrite(&ledger(at), 80, &[7; 8])),
+        ("a short ledger", &|at| cut(&ledger(at), 4096)),
+        ("no ledger", &|at| std::fs::remove_file(ledger(at)).unwrap()),
+        ("a short pool", &|at| cut(&pool(at), MIB)),
+        ("another pool of that size", &|at| {
+            std::fs::copy(pool(at), at.join("copy")).unwrap();
+            let mode = std::fs::Permissions::from_mode(0o600);
+            std::fs::set_permissions(at.join("copy"), mode).unwrap();
+            std::fs::rename(at.join("copy"), pool(at)).unwrap();
+        }),
+    ];
+    for (name, damage) in damages {
+        let (stats, notes) = after(damage);
+        assert_eq!((stats.recovered_blocks, stats.runs), (0, 1), "{name}");
+        assert!(notes.iter().any(|note| note.contains("discarded")), "{name}: {notes:?}");
+    }
+    assert_eq!(after(|_| {}).0.recovered_blocks, 100, "nothing else discards");
+}
+
+#[test]
+fn a_damaged_ledger_costs_blocks_and_no_byte() {
+    let mut random = 1_u64;
+    for round in 0..20 {
+        let (stats, _) = after(|directory| {
+            for _ in 0..round * 10 {
+                random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+                // Behind the header, among the first records.
+                let at = 4096 + (random >> 33) % (110 * 192);
+                overwrite(&ledger(directory), at, &random.to_le_bytes()[3..4]);
+            }
+        });
+        let all = stats.recovered_blocks + stats.rejected_records;
+        assert!((100..=110).contains(&all), "round {round}: {stats:?}");
+    }
+}
+
+#[test]
+fn one_store_at_a_time() {
+    let directory = directory();
+    let store = Store::open(config(directory.path(), 4)).unwrap();
+    put(&store, &keys(0..10), BLOCK);
+    let view = store.view(&keys(0..1), CallOptions::default());
+    let refused = || match Store::open(config(directory.path(), 4)) {
+        Err(StoreError::Memory(error)) => error.to_string(),
+        other => panic!("{other:?}"),
+    };
+    assert!(refused().contains("in use by another store"), "{}", refused());
+    store.close().unwrap();
+    drop(store);
+    assert!(refused().contains("in use"), "a view of it is still held");
+    drop(view);
+    assert_eq!(warm(&Store::open(config(directory.path(), 4)).unwrap()).recovered_blocks, 10);
+}
+
+#[test]
+fn a_closed_store_takes_its_files_with_it_unless_told_otherwise() {
+    let directory = directory();
+    let open = |keep_pool| {
+        let store = Store::open(StoreConfig { keep_pool, ..config(directory.path(), 4) }).unwrap();
+        put(&store, &keys(0..10), BLOCK);
+        store
+    };
+    let are_there = || (pool(directory.path()).exists(), ledger(directory.path()).exists());
+    let store = open(KeepPool::AfterCrash);
+    assert_eq!(are_there(), (true, true));
+    drop(store);
+    assert_eq!(are_there(), (false, false));
+    drop(open(KeepPool::Always));
+    assert_eq!(are_there(), (true, true));
+    let store = open(KeepPool::Never);
+    assert_eq!(are_there(), (false, false));
+    assert!(store.stats().warm.is_none());
+}
+
+#[test]
+fn files_of_others_are_refused() {
+    for (name, spoil) in [
+        ("rights", (|path| set_mode(path, 0o644)) as fn(&Path)),
+        ("link", |path| {
+            let target = path.with_extension("target");
+            std::fs::rename(path, &target).unwrap();
+            std::os::unix::fs::symlink(&target, path).unwrap();
+        }),
+        ("name", |path| std::fs::hard_link(path, path.with_extension("twin")).unwrap()),
+        ("directory", |path| {
+            std::fs::remove_file(path).unwrap();
+            std::fs::create_dir(path).unwrap();
+        }),
+    ] {
+        for file in [pool, ledger] {
+            let directory = directory();
+            Store::open(config(directory.path(), 4)).unwrap().close().unwrap();
+            spoil(&file(directory.path()));
+            let error = Store::open(config(directory.path(), 4)).unwrap_err();
+            assert!(matches!(error, StoreError::Memory(_)), "{name}: {error}");
+        }
+    }
+}
+
+fn set_mode(path: &Path, mode: u32) {
+    std::fs::set_permissions(path, std::fs::Permissions::from_mode(mode)).unwrap();
+}
+
+#[test]
+fn the_files_are_their_owners_alone() {
+    let directory = directory();
+    let _store = Store::open(config(directory.path(), 4)).unwrap();
+    for path in [pool(directory.path()), ledger(directory.path())] {
+        assert_eq!(std::fs::metadata(path).unwrap().permissions().mode() & 0o777, 0o600);
+    }
+}
+
+#[test]
+fn a_pipeline_without_dram_has_no_pool_to_keep() {
+    let directory = directory();
+    let pipeline = "Files".to_owned();
+    let files = Some(FilesConfig::new(directory.path().join("files")));
+    let error = Store::open(StoreConfig { pipeline, files, ..config(directory.path(), 4) });
+    assert!(matches!(error, Err(StoreError::Config { setting: "pool_file", .. })), "{error:?}");
+}
+
+/// A small file system in memory; nothing where this user may not mount one.
+struct SmallDisk(tempfile::TempDir);
+
+impl SmallDisk {
+    fn mount() -> Option<Self> {
+        let directory = tempfile::tempdir().unwrap();
+        let mounted = Command::new("mount")
+            .args(["-t", "tmpfs", "-o", "size=6m", "tmpfs"])
+            .arg(directory.path())
+            .output()
+            .is_ok_and(|output| output.status.success());
+        mounted.then(|| Self(directory))
+    }
+}
+
+impl Drop for SmallDisk {
+    fn drop(&mut self) {
+        let unmounted = Command::new("umount").arg(self.0.path()).status();
+        assert!(unmounted.is_ok_and(|status| status.success()), "the disk is still in use");
+    }
+}
+
+#[test]
+fn a_file_system_without_room_is_an_error_and_not_a_signal() {
+    let Some(disk) = SmallDisk::mount() else { return };
+    let error = Store::open(config(disk.0.path(), 8)).unwrap_err();
+    let StoreError::Memory(cause) = &error else { panic!("{error}") };
+    assert!(cause.to_string().contains("cannot reserve"), "{cause}");
+    assert!(!pool(disk.0.path()).exists(), "what could not be reserved is not left behind");
+    let store = Store::open(config(disk.0.path(), 4)).unwrap();
+    put(&store, &keys(0..50), BLOCK);
+    store.close().unwrap();
+}
