@@ -471,14 +471,14 @@ impl Node {
             flushed = flushed.and(result.map_err(|error| tier_error(stage, "flush", error)));
         }
         let mut state = self.lock();
-        let unwritten = std::mem::take(&mut state.unwritten);
-        let unwritten = unwritten.iter().position(|blocks| *blocks > 0);
-        if state.is_closed && (flushed.is_err() || unwritten.is_some()) {
+        let is_whole = flushed.is_ok() && state.unwritten.iter().all(|blocks| *blocks == 0);
+        if state.is_closed && !is_whole {
             // Another thread closed the store meanwhile: the stages are well, but let go.
             return Err(StoreError::Closed);
         }
         flushed?;
-        if let Some(stage) = unwritten {
+        let unwritten = std::mem::take(&mut state.unwritten);
+        if let Some(stage) = unwritten.iter().position(|blocks| *blocks > 0) {
             return Err(self.stage_error(&state, stage, "write some blocks down"));
         }
         match (0..self.stages.len()).find(|stage| shed & (1 << stage) != 0) {

@@ -80,6 +80,26 @@ fn closing_over_a_hung_stage_ends_and_says_what_was_left_behind() {
     assert_eq!(store.delete(&keys(0..1)), [false]);
 }
 
+/// A flush that a close overtook blamed the stage for failing lately, which sent whoever read that
+/// to look for a broken disk.
+#[test]
+fn a_flush_that_a_close_overtakes_says_that_the_store_is_closed() {
+    let timeout = Duration::from_millis(100);
+    let (store, _stage) =
+        open(StoreConfig { timeout, mover_bytes_per_second: Some(1), ..dram(16) });
+    // The first block is free; from then on the mover has nothing to spend for a day.
+    put(&store, &keys(0..1), BLOCK);
+    flush(&store);
+    put(&store, &keys(1..2), BLOCK);
+    let patient = CallOptions { timeout: Some(Duration::from_secs(60)), ..Default::default() };
+    std::thread::scope(|scope| {
+        let flushing = scope.spawn(|| store.flush(patient));
+        store.close().unwrap_err();
+        let flushed = flushing.join().unwrap();
+        assert!(matches!(flushed, Err(StoreError::Closed)), "{flushed:?}");
+    });
+}
+
 #[test]
 fn a_stage_that_answers_short_or_panics_costs_its_blocks_and_nothing_else() {
     for is_panic in [false, true] {
