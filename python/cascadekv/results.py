@@ -41,7 +41,9 @@ class DeclineReason(StrEnum):
     TOO_LARGE = "too_large"
     """Larger than a tier of the pipeline can hold."""
     FULL = "full"
-    """Everything resident is pinned or worth more."""
+    """Everything resident is pinned or held by views, or what this client holds leaves no room."""
+    WORTH_LESS = "worth_less"
+    """The eviction policy expects less of it than of everything resident."""
     EMPTY = "empty"
     """The pipeline stores nothing."""
 

@@ -1,6 +1,19 @@
-"""Blocks whose bytes are a function of their key, so that any reader can tell right from wrong."""
+"""Blocks whose bytes are a function of their key, and stores of both kinds to keep them in.
 
+A test that takes `store` or `two_tiers` runs twice: with an embedded store, and with one that a
+node in a process of its own serves. Such tests are what makes the two interchangeable.
+"""
+
+import contextlib
 import hashlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -9,6 +22,94 @@ import pytest
 from cascadekv import BlockKey, BlockKeys, Namespace, Store
 
 MIB = 1 << 20
+START_S = 30
+"""How long a node may take to be ready."""
+STOP_S = 30
+"""How long a node may take to end."""
+BOTH = ["embedded", "served"]
+
+
+class Node:
+    """`cascade serve` in a process of its own, on a socket of its own."""
+
+    def __init__(self, home: Path, pools: Path, *flags: str, **settings: str) -> None:
+        """Remember what to start; `settings` are keys of the configuration as in TOML."""
+        self.socket = home / "node.sock"
+        self.ready_line = ""
+        self._flags = ["--socket", str(self.socket), *flags]
+        # Nothing of the caller's environment tells this node what to do.
+        outside = {name: v for name, v in os.environ.items() if not name.startswith("CASCADE_")}
+        fixed = {
+            "dram_huge_pages": "false",
+            "dram_pool_directory": str(pools),
+            "limits_client_share": "100%",
+        }
+        chosen = {f"CASCADE_{key.upper()}": value for key, value in (fixed | settings).items()}
+        self._environment = outside | chosen
+        self._log = home / "node.log"
+        self.process: subprocess.Popen[str] | None = None
+
+    def start(self) -> "Node":
+        """Return once it serves."""
+        with self._log.open("a") as log:
+            self.process = subprocess.Popen(  # noqa: S603 # our own command
+                [sys.executable, "-m", "cascadekv", "serve", *self._flags],
+                env=self._environment,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+            )
+        watchdog = threading.Timer(START_S, self.process.kill)
+        watchdog.start()
+        self.ready_line = self.process.stdout.readline()
+        watchdog.cancel()
+        assert "ready" in self.ready_line, self.log()
+        return self
+
+    def log(self) -> str:
+        """Give what it wrote to standard error."""
+        return self._log.read_text()
+
+    def kill(self) -> None:
+        """End it as a crash does."""
+        self.process.kill()
+        self._wait()
+
+    def stop(self) -> int:
+        """End it cleanly; returns its exit code."""
+        self.process.send_signal(signal.SIGTERM)
+        return self._wait()
+
+    def _wait(self) -> int:
+        self.process.stdout.close()
+        try:
+            return self.process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+            raise
+
+
+@contextlib.contextmanager
+def nodes(home: Path) -> Iterator[Callable[..., Node]]:
+    """Start nodes; end what is left of them, and their pools."""
+    pools = Path(tempfile.mkdtemp(prefix="cascade-test-", dir="/dev/shm"))
+    started: list[Node] = []
+
+    def start(*flags: str, **settings: str) -> Node:
+        own = home / f"node-{len(started)}"
+        own.mkdir()
+        node = Node(own, pools, *flags, **settings)
+        started.append(node)
+        return node.start()
+
+    try:
+        yield start
+    finally:
+        for node in started:
+            if node.process is not None and node.process.poll() is None:
+                node.kill()
+        shutil.rmtree(pools)
 
 
 @pytest.fixture(scope="session")
@@ -32,20 +133,57 @@ def bytes_of() -> Callable[..., bytes]:
     return make
 
 
+@pytest.fixture(scope="session")
+def eventually() -> Callable[[Callable[[], object]], None]:
+    """Wait for what another process does in its own time."""
+
+    def wait(condition: Callable[[], object], limit_s: float = 30) -> None:
+        end = time.monotonic() + limit_s
+        while not condition():
+            assert time.monotonic() < end, f"not so within {limit_s} s"
+            time.sleep(0.01)
+
+    return wait
+
+
 @pytest.fixture
-def store() -> Iterator[Store]:
-    with Store(dram="16MiB", huge_pages=False) as opened:
+def serve(tmp_path: Path) -> Iterator[Callable[..., Node]]:
+    """Start nodes for one test."""
+    with nodes(tmp_path) as start:
+        yield start
+
+
+@pytest.fixture(scope="session")
+def shared_node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
+    """Serve the tests that need no node of their own, one after the other."""
+    with nodes(tmp_path_factory.mktemp("shared")) as start:
+        node = start("--dram", "16MiB")
+        yield node
+        assert node.stop() == 0, node.log()
+
+
+@pytest.fixture(params=BOTH)
+def store(request: pytest.FixtureRequest) -> Iterator[Store]:
+    """Open 16 MiB of DRAM, empty; a served one may have counted before."""
+    if request.param == "embedded":
+        opened = Store(dram="16MiB", huge_pages=False)
+    else:
+        opened = cascadekv.connect(request.getfixturevalue("shared_node").socket)
+        opened.clear()
+    with opened:
         yield opened
 
 
-@pytest.fixture
-def two_tiers(tmp_path: Path) -> Iterator[Store]:
+@pytest.fixture(params=BOTH)
+def two_tiers(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
     """DRAM over files, the second large enough for whatever leaves the first."""
-    with Store(
-        dram="8MiB",
-        huge_pages=False,
-        files=tmp_path / "files",
-        files_capacity="256MiB",
-        segment_size="8MiB",
-    ) as opened:
+    files = tmp_path / "files"
+    if request.param == "embedded":
+        settings = {"files_capacity": "256MiB", "segment_size": "8MiB"}
+        opened = Store(dram="8MiB", huge_pages=False, files=files, **settings)
+    else:
+        serve = request.getfixturevalue("serve")
+        flags = ["--dram", "8MiB", "--files", str(files), "--files-capacity", "256MiB"]
+        opened = cascadekv.connect(serve(*flags, files_segment="8MiB").socket)
+    with opened:
         yield opened

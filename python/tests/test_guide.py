@@ -9,11 +9,12 @@ import cascadekv
 GUIDE = Path(__file__).parents[2] / "docs" / "python.md"
 
 
-def test_the_guides_examples_run(tmp_path):
+def test_the_guides_examples_run(tmp_path, serve):
+    node = serve("--dram", "64MiB")
     failed, attempted = doctest.testfile(
         str(GUIDE),
         module_relative=False,
-        globs={"directory": str(tmp_path / "files")},
+        globs={"directory": str(tmp_path / "files"), "node_socket": str(node.socket)},
     )
     sys.modules.pop("cascade_cpp", None)
     assert attempted > 20

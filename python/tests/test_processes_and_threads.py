@@ -107,9 +107,8 @@ def test_threads_hammer_two_tiers_for_long_and_read_no_wrong_byte(two_tiers, key
 
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
-def test_a_forked_child_gets_an_error_and_does_not_hang(keys_of):
+def test_a_forked_child_gets_an_error_and_does_not_hang(store, keys_of):
     keys = keys_of(range(1))
-    store = Store(dram="8MiB")
     store.put(keys, [b"block"])
     views = store.view(keys)
     view = views[0]

@@ -1,5 +1,6 @@
 """Blocks go in and come out, in batches, and each answers for itself."""
 
+import cascadekv
 import numpy as np
 import pytest
 from cascadekv import DeclineReason, GetStatus, PutStatus, Store
@@ -79,15 +80,24 @@ def test_a_long_buffer_keeps_its_tail(store, keys_of, bytes_of):
     assert buffer == bytes_of(keys[0], 5000) + b"\xaa" * 1000
 
 
-@pytest.mark.parametrize("digest", ["off", "blake3", "sha256"])
-def test_other_bytes_under_a_known_key_are_a_conflict_and_change_nothing(keys_of, digest):
-    keys = keys_of(range(1))
+def conflict(store, keys) -> None:
+    store.put(keys, [b"old bytes"])
+    assert store.put(keys, [b"old bytes"])[0].status is PutStatus.PRESENT
+    assert store.put(keys, [b"new bytes"])[0].status is PutStatus.CONFLICT
+    assert store.put(keys, [b"new and longer bytes"])[0].status is PutStatus.CONFLICT
+    assert bytes(store.view(keys)[0]) == b"old bytes"
+
+
+def test_other_bytes_under_a_known_key_are_a_conflict_and_change_nothing(store, keys_of):
+    conflict(store, keys_of(range(1)))
+
+
+@pytest.mark.parametrize("digest", ["blake3", "sha256"])
+def test_digests_know_a_conflict_too(keys_of, serve, digest):
     with Store(dram="8MiB", digest=digest) as store:
-        store.put(keys, [b"old bytes"])
-        assert store.put(keys, [b"old bytes"])[0].status is PutStatus.PRESENT
-        assert store.put(keys, [b"new bytes"])[0].status is PutStatus.CONFLICT
-        assert store.put(keys, [b"new and longer bytes"])[0].status is PutStatus.CONFLICT
-        assert bytes(store.view(keys)[0]) == b"old bytes"
+        conflict(store, keys_of(range(1)))
+    with cascadekv.connect(serve("--dram", "8MiB", "--digest", digest).socket) as store:
+        conflict(store, keys_of(range(1)))
 
 
 def test_a_partial_block_is_declined_unless_admitted(store, keys_of):
@@ -126,6 +136,16 @@ def test_a_prefix_counts_only_while_it_is_unbroken(store, keys_of):
     found = store.lookup_prefix(keys)
     assert found.blocks == 6
     assert found.tiers == ["dram"] * 6
+
+
+def test_acquire_views_the_leading_blocks_alone(store, keys_of):
+    keys = keys_of(range(10))
+    store.put(keys, [bytes([n]) * 100 for n in range(10)])
+    store.delete(keys[6:7])
+    hints = cascadekv.Hints(priority=cascadekv.Priority.HIGH)
+    with store.acquire(keys, hints=hints, timeout=5) as views:
+        assert [bytes(view) for view in views if view] == [bytes([n]) * 100 for n in range(6)]
+        assert views.hits == 6
 
 
 def test_deleted_and_cleared_blocks_are_gone(store, keys_of):

@@ -1,5 +1,6 @@
 """Blocks may be written in place: reserve, fill, put."""
 
+import cascadekv
 import numpy as np
 import pytest
 from cascadekv import PutStatus
@@ -37,11 +38,16 @@ def test_a_reservation_is_used_once(store, keys_of):
             use()
 
 
-def test_a_released_reservation_goes_back_to_the_pool(store):
+def test_a_released_reservation_goes_back_to_the_pool(store, eventually):
     reservation = store.reserve(1 << 20)
     assert store.stats()["pool"]["requested_bytes"] >= 1 << 20
     reservation.release()
-    assert store.stats()["pool"]["requested_bytes"] == 0
+    eventually(lambda: store.stats()["pool"]["requested_bytes"] == 0)
+
+
+def test_memory_that_the_pool_does_not_have_is_refused(store):
+    with pytest.raises(cascadekv.ConfigError, match="larger than the pool"):
+        store.reserve(17 << 20)
 
 
 def test_the_same_reservation_twice_in_a_batch_is_refused(store, keys_of):

@@ -55,6 +55,7 @@ impl PyPutResult {
             PutOutcome::Declined(DeclineReason::Partial) => Some("partial"),
             PutOutcome::Declined(DeclineReason::TooLarge) => Some("too_large"),
             PutOutcome::Declined(DeclineReason::Full) => Some("full"),
+            PutOutcome::Declined(DeclineReason::WorthLess) => Some("worth_less"),
             PutOutcome::Declined(DeclineReason::Empty) => Some("empty"),
             _ => None,
         }

@@ -14,7 +14,7 @@ use pyo3::types::{PyDict, PyString, PyType};
 
 use crate::buffers::{PyReservation, Sources, Targets};
 use crate::config::{seconds, store_config};
-use crate::errors::to_python;
+use crate::errors::{AwayError, to_python};
 use crate::hints::hints;
 use crate::keys::{Keys, key_of};
 use crate::namespace::PyNamespace;
@@ -348,8 +348,14 @@ impl PyStore {
             Opened::Yes(store) => Arc::clone(store),
             Opened::No(_) => return Ok(()),
         };
-        let closed = py.detach(|| store.close());
-        *self.lock()? = Opened::No(Box::new(store.stats()));
+        // An embedded store counts until it is closed; a node can be asked only until then.
+        let is_served = self.config.is_none();
+        let (closed, counted) = py.detach(|| {
+            let counted = is_served.then(|| store.stats());
+            let closed = store.close();
+            (closed, counted.unwrap_or_else(|| store.stats()))
+        });
+        *self.lock()? = Opened::No(Box::new(counted));
         // With the last handle go the files' lock and the pool, but for what views hold.
         py.detach(|| drop(store));
         closed.map_err(|error| to_python(&error))
@@ -416,7 +422,14 @@ fn connect(
     options.name = name.unwrap_or(options.name);
     options.timeout = seconds("timeout", timeout)?;
     let place = format!("served at {}", options.socket.display());
-    let client = py.detach(|| Client::connect(options)).map_err(|error| to_python(&error))?;
+    let named = options.socket.display().to_string();
+    let client = py.detach(|| Client::connect(options)).map_err(|error| match error {
+        StoreError::Away { .. } => AwayError::new_err(format!(
+            "{error}; start it with `cascade serve --socket {named}`, or connect to the socket \
+             that the node's line with `ready` names"
+        )),
+        _ => to_python(&error),
+    })?;
     let state = Owned::new(Mutex::new(Opened::Yes(Arc::new(client))));
     Ok(PyStore { state, config: None, place })
 }

@@ -470,10 +470,15 @@ impl Node {
             self.judge(&mut self.lock(), at, verdict);
             flushed = flushed.and(result.map_err(|error| tier_error(stage, "flush", error)));
         }
-        flushed?;
         let mut state = self.lock();
         let unwritten = std::mem::take(&mut state.unwritten);
-        if let Some(stage) = unwritten.iter().position(|blocks| *blocks > 0) {
+        let unwritten = unwritten.iter().position(|blocks| *blocks > 0);
+        if state.is_closed && (flushed.is_err() || unwritten.is_some()) {
+            // Another thread closed the store meanwhile: the stages are well, but let go.
+            return Err(StoreError::Closed);
+        }
+        flushed?;
+        if let Some(stage) = unwritten {
             return Err(self.stage_error(&state, stage, "write some blocks down"));
         }
         match (0..self.stages.len()).find(|stage| shed & (1 << stage) != 0) {
