@@ -55,6 +55,12 @@ test-rust: $(STAMPS)/python
 test-python: $(STAMPS)/build $(STAMPS)/test
 	$(BIN)/python -m pytest --quiet
 
+.PHONY: test-machine ## Run the tests that need Prometheus, a browser or root; shows what they skip
+test-machine: $(STAMPS)/python
+	bash .ci/debian-packages prometheus chromium
+	cargo test --locked --package cascade-node --test http --test doctor --test systemd -- --nocapture
+	cargo test --locked --package cascade-store --test sick_disk -- --nocapture
+
 .PHONY: test-slow ## Run the long tests: kill -9 at random points, a minute of racing threads
 test-slow: $(STAMPS)/build $(STAMPS)/test
 	CASCADE_KILL_ROUNDS=200 CASCADE_RACE_SECONDS=60 \
@@ -93,6 +99,11 @@ bench: build $(STAMPS)/test
 	mkdir -p reports .cache
 	$(BIN)/cascade bench core --directory .cache --json reports/core.json
 	$(BIN)/python python/bench/core.py reports/python.json
+
+.PHONY: bench-node ## Measure a served node and its workers beside bare sockets: reports/node.json
+bench-node: build
+	mkdir -p reports
+	$(BIN)/cascade bench node --trace $(TRACE) --json reports/node.json
 
 .PHONY: bench-peers ## Measure LMCache's CPU backend beside the store (6 GB): reports/peers.json
 bench-peers: build $(STAMPS)/peers
