@@ -11,7 +11,9 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use rustix::fs::{FallocateFlags, FlockOperation, Mode, OFlags, fallocate, flock, ftruncate, open};
+use rustix::fs::{
+    FallocateFlags, FlockOperation, Mode, OFlags, fallocate, flock, fstatvfs, ftruncate, open,
+};
 use rustix::process::geteuid;
 
 use crate::{MemoryError, SharedWords};
@@ -222,12 +224,25 @@ fn make_pool(path: &Path, bytes: usize) -> Result<File, MemoryError> {
     remove_if_there(path)?;
     let flags = OFlags::CREATE | OFlags::EXCL;
     let file = open_file(path, flags).map_err(|source| named("make", path, source))?;
-    if let Err(error) = reserve(&file, path, bytes) {
+    if let Err(error) = size(&file, path, bytes) {
         // What could not be reserved is not left behind to fill the file system.
         remove_if_there(path)?;
         return Err(error);
     }
     Ok(file)
+}
+
+/// Gives a new pool its length. Its memory is reserved once it is mapped: huge pages first, which
+/// the kernel would otherwise have to copy together from small ones, at a third of the speed.
+fn size(file: &File, path: &Path, bytes: usize) -> Result<(), MemoryError> {
+    let room = fstatvfs(file).map_err(|error| named("look at", path, error.into()))?;
+    let free = room.f_bavail.saturating_mul(room.f_frsize);
+    // A file system without a limit of its own says that it has no blocks.
+    if room.f_blocks > 0 && free < bytes as u64 {
+        let source = rustix::io::Errno::NOSPC.into();
+        return Err(MemoryError::NotReserved { path: path.to_owned(), bytes, source });
+    }
+    ftruncate(file, bytes as u64).map_err(|error| named("size", path, error.into()))
 }
 
 fn reserve_anew(file: &File, path: &Path, bytes: usize) -> Result<(), MemoryError> {

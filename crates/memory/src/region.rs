@@ -8,7 +8,10 @@ use std::ptr::{self, NonNull};
 use std::sync::Arc;
 use std::thread;
 
-use rustix::fs::{MemfdFlags, Mode, SealFlags, fchmod, fcntl_add_seals, ftruncate, memfd_create};
+use rustix::fs::{
+    FallocateFlags, MemfdFlags, Mode, SealFlags, fallocate, fchmod, fcntl_add_seals, ftruncate,
+    memfd_create,
+};
 use rustix::mm::{MapFlags, ProtFlags, mmap, mmap_anonymous, munmap};
 
 use crate::named::LockedFile;
@@ -104,6 +107,10 @@ impl Region {
             if pages.huge_bytes > 0 {
                 pages.source = PageSource::Collapsed;
             }
+        }
+        if !files.is_kept() {
+            // From here on nobody can take the memory away, so that no access ends in SIGBUS.
+            fallocate(&file, FallocateFlags::empty(), 0, bytes as u64)?;
         }
         if !files.is_kept() && pages.huge_bytes < bytes {
             // SAFETY: the mapping was just made.
