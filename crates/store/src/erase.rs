@@ -76,6 +76,7 @@ impl Node {
         self.announce_work();
         self.pool.begin_wipe();
         self.wait_quiet(&mut erased, call);
+        self.wait_for_late_calls(&mut erased, call);
         self.erase_stages(&mut erased, call);
         self.wipe(&mut erased, call);
         self.lock().is_erasing = false;
@@ -133,6 +134,22 @@ impl Node {
             if !in_time {
                 let why = "they did not end before the deadline, and may still write";
                 return erased.leave("calls and writes under way", why);
+            }
+        }
+    }
+
+    /// Waits for calls to stages that their callers have given up: one that stores goes on writing.
+    /// For half of the time that is left, so that one that hangs for good leaves some for the rest.
+    fn wait_for_late_calls(&self, erased: &mut Erased, call: Call) {
+        let wait = call.half(&*self.clock);
+        for stage in &self.stages {
+            let mut in_time = true;
+            while stage.stuck_calls() > 0 && in_time {
+                in_time = self.wait_changed(self.lock(), wait).1;
+            }
+            if !in_time {
+                let why = "calls that have not come back, and may still write";
+                erased.leave(format!("tier {}", stage.name()), why);
             }
         }
     }
