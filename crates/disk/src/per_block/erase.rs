@@ -5,7 +5,7 @@ use cascade_block::Deadline;
 use super::PerBlockFiles;
 use super::known::Known;
 use crate::erase::{ErasedFiles, files_below, has_extension};
-use crate::{DiskError, manifests};
+use crate::DiskError;
 
 impl PerBlockFiles {
     pub(super) fn erase_all(&self, deadline: Deadline) -> Result<ErasedFiles, DiskError> {
@@ -31,8 +31,7 @@ impl PerBlockFiles {
             erased.sync(&self.io, &directory, deadline);
         }
         let directory = &self.config.directory;
-        erased.erase(&self.io, manifests::files(&self.io, directory, deadline)?, deadline);
-        erased.sync(&self.io, directory, deadline);
+        erased.erase_manifests(&self.io, directory, deadline);
         Ok(erased)
     }
 }
