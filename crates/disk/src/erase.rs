@@ -83,7 +83,19 @@ impl ErasedFiles {
     }
 
     /// Erases the manifests that stand in a directory, and brings its removals to stable storage.
-    pub(crate) fn erase_manifests(&mut self, io: &Io, directory: &Path, deadline: Deadline) {
+    /// They stay with files of blocks that do: without them ciphertext would pass for blocks.
+    pub(crate) fn erase_manifests(
+        &mut self,
+        io: &Io,
+        directory: &Path,
+        still_there: &[PathBuf],
+        deadline: Deadline,
+    ) {
+        if !still_there.is_empty() {
+            let why = io::Error::other("files that they describe are still there");
+            self.leave(directory.join("manifests"), "still there", &why);
+            return self.sync(io, directory, deadline);
+        }
         match manifests::files(io, directory, deadline) {
             Ok(paths) => drop(self.erase(io, paths, deadline)),
             Err(error) => self.leave(directory.join("manifests"), "not looked into", &error),

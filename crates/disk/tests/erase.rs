@@ -131,6 +131,8 @@ fn what_hangs_is_left_alone_told_and_counted() {
         let prepare = |plan: &Arc<FaultPlan>| {
             let (files, _) = open_with(config.clone(), plan.wrap(&io), &pool, deadline()).unwrap();
             let stored = append(&*files, &pool, &[(1, LENGTH)]);
+            let namespace = Namespace::new(Manifest::new().with("a", "b"), &TenantSecret::new("s"));
+            files.register_manifest(&namespace, deadline()).unwrap();
             (files, stored)
         };
         let counting = FaultPlan::new(Fault::Io, u64::MAX, false);
@@ -154,6 +156,9 @@ fn what_hangs_is_left_alone_told_and_counted() {
             segments.iter().filter(is_segment).map(|path| fs::metadata(path).unwrap().len()).sum();
         assert_eq!(files.stats().used_bytes, bytes, "step {step}: {erased:?}");
         left += u32::from(bytes > 0);
+        let has_manifest =
+            segments.iter().any(|path| path.extension().is_some_and(|it| it == "json"));
+        assert!(has_manifest || bytes == 0, "step {step}: what marks its blocks stays with them");
         conformance::assert_gone(&*files, &pool, &stored);
         assert_eq!(files.erase(deadline()).unwrap().left, [], "step {step}: once more");
         assert_eq!(files.stats().used_bytes, 0);

@@ -7,9 +7,9 @@ use cascade_block::Deadline;
 
 use super::SegmentFiles;
 use super::segment::{Segment, SegmentState};
+use crate::DiskError;
 use crate::erase::{ErasedFiles, has_extension};
 use crate::scan::segment_name;
-use crate::DiskError;
 
 impl SegmentFiles {
     pub(super) fn erase_all(&self, deadline: Deadline) -> Result<ErasedFiles, DiskError> {
@@ -41,7 +41,7 @@ impl SegmentFiles {
                 segments.insert(number, Arc::new(left));
             }
         }
-        erased.erase_manifests(&self.io, directory, deadline);
+        erased.erase_manifests(&self.io, directory, &still_there, deadline);
         Ok(erased)
     }
 

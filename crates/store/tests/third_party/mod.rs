@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
 
-use cascade_block::{BlockKey, Deadline, SystemClock};
+use cascade_block::{BlockKey, Deadline, Namespace, SystemClock};
 use cascade_memory::Slab;
 use cascade_store::stage::{
     Address, BlockFacts, Load, Loaded, Registry, Room, Stage, StageErased, StageError, StageStats,
@@ -77,6 +77,8 @@ pub(crate) struct MapStage {
     hung: Arc<Hung>,
     /// Whether it can erase what it keeps.
     pub(crate) erases: AtomicBool,
+    /// Whether it fails to keep manifests.
+    pub(crate) fails_to_register: AtomicBool,
     erase_hung: Arc<Hung>,
     /// What it says it kept from an earlier run.
     pub(crate) survivors: Mutex<Vec<(BlockFacts, Address)>>,
@@ -309,6 +311,10 @@ impl Stage for MapStage {
     fn flush(&self, _deadline: Deadline) -> Result<(), StageError> {
         self.hung.wait();
         Ok(())
+    }
+
+    fn register(&self, _namespace: &Namespace, _deadline: Deadline) -> Result<(), StageError> {
+        if self.fails_to_register.load(Ordering::Relaxed) { Err(eio()) } else { Ok(()) }
     }
 
     fn erase(&self, _deadline: Deadline) -> Result<StageErased, StageError> {
