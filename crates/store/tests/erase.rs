@@ -119,11 +119,15 @@ fn callers_are_refused_meanwhile_and_nothing_comes_back() {
 
 #[test]
 fn a_stage_that_cannot_erase_is_named() {
-    let (store, _stage) = third_party::open(dram(8));
+    let (store, stage) = third_party::open(dram(8));
     put(&store, &keys(0..4), BLOCK);
+    store.flush(CallOptions::default()).unwrap();
+    assert_eq!(stage.block_count(), 4);
     let erased = store.erase(CallOptions::default()).unwrap();
     assert_eq!(erased.left.len(), 1);
     assert_eq!(erased.left[0].what, "tier map");
+    store.flush(CallOptions::default()).unwrap();
+    assert_eq!(stage.block_count(), 0, "it forgot what it could not erase");
     store.close().unwrap();
     let closed = store.erase(CallOptions::default()).unwrap_err();
     assert!(matches!(closed, StoreError::Closed));
