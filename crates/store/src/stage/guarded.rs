@@ -165,8 +165,8 @@ impl Guarded {
         self.run(&self.errands, deadline, false, move |stage| stage.flush(deadline))
     }
 
-    /// As [`Stage::erase`]; also while the breaker is open. It takes its turn among the changes: one
-    /// that is late keeps that turn until it ends, so that it never meets a block stored after it.
+    /// As [`Stage::erase`]; also while the breaker is open. It takes its turn among the changes:
+    /// one that is late keeps that turn until it ends, and never meets a block stored after it.
     pub(crate) fn erase(&self, deadline: Deadline) -> Result<StageErased, StageError> {
         let stage = Arc::clone(&self.stage);
         let patience = Patience { deadline, is_over: &self.is_closed, is_watched: false };
