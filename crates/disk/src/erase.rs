@@ -5,8 +5,8 @@ use std::path::{Path, PathBuf};
 
 use cascade_block::Deadline;
 
-use crate::DiskError;
 use crate::io::{FileOperations, Io};
+use crate::{DiskError, manifests};
 
 /// What an erase did. Overwriting reaches the bytes that the file system shows; an SSD or a file
 /// system that copies on write may keep older ones (`docs/security.md`).
@@ -30,29 +30,77 @@ pub struct FileLeft {
 }
 
 impl ErasedFiles {
-    /// Erases files one by one. One that cannot be overwritten is removed all the same, so that no
-    /// later opening takes it in.
-    pub(crate) fn erase(&mut self, io: &Io, paths: Vec<PathBuf>, deadline: Deadline) {
+    /// Erases files one by one and returns those that are still there. One that cannot be
+    /// overwritten is removed all the same, so that no later opening takes it in; but not while it
+    /// may still be overwritten: that could not be told from one that is gone. What has not begun
+    /// at the deadline never does, because the file may be another's by then.
+    pub(crate) fn erase(
+        &mut self,
+        io: &Io,
+        paths: Vec<PathBuf>,
+        deadline: Deadline,
+    ) -> Vec<PathBuf> {
+        let mut still_there = Vec::new();
         for path in paths {
-            let target = path.clone();
-            let overwritten =
-                io.call("overwrite", &path, deadline, move |files| files.overwrite(&target));
-            let target = path.clone();
-            let removed =
-                io.call("remove", &path, deadline, move |files| match files.remove(&target) {
-                    Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
-                    other => other,
-                });
-            match (overwritten, removed) {
-                (Ok(bytes), Ok(())) => {
-                    self.files_removed += 1;
-                    self.overwritten_bytes += bytes;
-                }
-                (Ok(_), Err(error)) => self.leave(path, "overwritten, not removed", &error),
-                (Err(error), Ok(())) => self.leave(path, "removed, not overwritten", &error),
-                (Err(error), Err(_)) => self.leave(path, "still there", &error),
+            if !self.erase_one(io, &path, deadline) {
+                still_there.push(path);
             }
         }
+        still_there
+    }
+
+    /// Whether the file is gone.
+    fn erase_one(&mut self, io: &Io, path: &Path, deadline: Deadline) -> bool {
+        let late = || DiskError::Timeout { operation: "overwrite", path: path.to_owned() };
+        if deadline.has_passed(io.clock.as_ref()) {
+            self.leave(path.to_owned(), "still there", &late());
+            return false;
+        }
+        let target = path.to_owned();
+        let overwritten =
+            io.call("overwrite", path, deadline, move |files| files.overwrite(&target));
+        if let Err(error @ DiskError::Timeout { .. }) = &overwritten {
+            self.leave(path.to_owned(), "still there", error);
+            return false;
+        }
+        let target = path.to_owned();
+        let removed = io.call("remove", path, deadline, move |files| match files.remove(&target) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+            other => other,
+        });
+        let is_gone = removed.is_ok();
+        let path = path.to_owned();
+        match (overwritten, removed) {
+            (Ok(bytes), Ok(())) => {
+                self.files_removed += 1;
+                self.overwritten_bytes += bytes;
+            }
+            (Ok(_), Err(error)) => self.leave(path, "overwritten, not removed", &error),
+            (Err(error), Ok(())) => self.leave(path, "removed, not overwritten", &error),
+            (Err(error), Err(_)) => self.leave(path, "still there", &error),
+        }
+        is_gone
+    }
+
+    /// Erases the manifests that stand in a directory, and brings its removals to stable storage.
+    /// They stay with files of blocks that do: without them ciphertext would pass for blocks.
+    pub(crate) fn erase_manifests(
+        &mut self,
+        io: &Io,
+        directory: &Path,
+        still_there: &[PathBuf],
+        deadline: Deadline,
+    ) {
+        if !still_there.is_empty() {
+            let why = io::Error::other("files that they describe are still there");
+            self.leave(directory.join("manifests"), "still there", &why);
+            return self.sync(io, directory, deadline);
+        }
+        match manifests::files(io, directory, deadline) {
+            Ok(paths) => drop(self.erase(io, paths, deadline)),
+            Err(error) => self.leave(directory.join("manifests"), "not looked into", &error),
+        }
+        self.sync(io, directory, deadline);
     }
 
     /// Brings the removals in a directory to stable storage.

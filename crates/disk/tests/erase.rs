@@ -116,3 +116,52 @@ fn whatever_resists_is_told() {
     }
     assert!(told >= 3, "listing, overwriting and removing can fail: {told}");
 }
+
+/// A file was removed while it might still be overwritten, and one that was left behind took no
+/// part of the capacity any more.
+#[test]
+fn what_hangs_is_left_alone_told_and_counted() {
+    let mut left = 0;
+    for step in 0..8 {
+        let directory = tempfile::tempdir().unwrap();
+        let pool = conformance::pool();
+        let config = config(directory.path(), Layout::Segments);
+        let clock = Arc::new(SystemClock);
+        let io = Io::system(EngineKind::Psync, false, 8, Some(&pool), clock).unwrap();
+        let prepare = |plan: &Arc<FaultPlan>| {
+            let (files, _) = open_with(config.clone(), plan.wrap(&io), &pool, deadline()).unwrap();
+            let stored = append(&*files, &pool, &[(1, LENGTH)]);
+            let namespace = Namespace::new(Manifest::new().with("a", "b"), &TenantSecret::new("s"));
+            files.register_manifest(&namespace, deadline()).unwrap();
+            (files, stored)
+        };
+        let counting = FaultPlan::new(Fault::Io, u64::MAX, false);
+        let (files, _) = prepare(&counting);
+        let calls = counting.calls();
+        files.erase(deadline()).unwrap();
+        drop(files);
+        let plan = FaultPlan::new(Fault::Hang, calls + step, false);
+        let (files, stored) = prepare(&plan);
+        let erased = files.erase(deadline());
+        if plan.calls() <= calls + step {
+            break;
+        }
+        let Ok(erased) = erased else { continue };
+        for file in &erased.left {
+            assert!(!file.reason.starts_with("removed,"), "step {step}: {erased:?}");
+        }
+        let segments = files_below(directory.path());
+        let is_segment = |path: &&PathBuf| path.extension().is_some_and(|it| it == "segment");
+        let bytes: u64 =
+            segments.iter().filter(is_segment).map(|path| fs::metadata(path).unwrap().len()).sum();
+        assert_eq!(files.stats().used_bytes, bytes, "step {step}: {erased:?}");
+        left += u32::from(bytes > 0);
+        let has_manifest =
+            segments.iter().any(|path| path.extension().is_some_and(|it| it == "json"));
+        assert!(has_manifest || bytes == 0, "step {step}: what marks its blocks stays with them");
+        conformance::assert_gone(&*files, &pool, &stored);
+        assert_eq!(files.erase(deadline()).unwrap().left, [], "step {step}: once more");
+        assert_eq!(files.stats().used_bytes, 0);
+    }
+    assert!(left >= 1, "overwriting or removing a segment can hang");
+}

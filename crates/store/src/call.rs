@@ -19,6 +19,11 @@ impl Call {
         Self { deadline: Deadline::after(clock, timeout), timeout, writer }
     }
 
+    /// The same call for a step that may take half of the time that is left.
+    pub(crate) fn half(self, clock: &dyn Clock) -> Self {
+        Self { deadline: Deadline::after(clock, self.deadline.remaining(clock) / 2), ..self }
+    }
+
     pub(crate) fn timeout_error(self, operation: &'static str) -> StoreError {
         let timeout_ms = u64::try_from(self.timeout.as_millis()).unwrap_or(u64::MAX);
         StoreError::Timeout { operation, timeout_ms }

@@ -9,7 +9,7 @@ use crate::catalog::LOWER_STAGES_MAX;
 use crate::history::{History, Loss};
 use crate::node::Node;
 use crate::stage::StageErased;
-use crate::state::State;
+use crate::state::{NameChange, State};
 use crate::{CallOptions, StoreError, TierName};
 
 /// What erasing a store did, and what it could not.
@@ -70,15 +70,23 @@ impl Node {
             return Err(StoreError::Erasing);
         }
         let mut erased = Erased { tiers: self.forget_all(&mut state), ..Erased::default() };
+        let mut removed = Removed::default();
+        removed.take(&mut state);
         drop(state);
         self.forget_watched();
         self.announce_change();
         self.announce_work();
         self.pool.begin_wipe();
-        self.wait_quiet(&mut erased, call);
-        self.erase_stages(&mut erased, call);
+        self.wait_quiet(&mut erased, &mut removed, call);
+        self.wait_for_late_calls(&mut erased, call);
+        self.erase_stages(&mut erased, removed, call);
         self.wipe(&mut erased, call);
-        self.lock().is_erasing = false;
+        let mut state = self.lock();
+        if let Some(ledger) = &state.ledger {
+            ledger.wipe_free();
+        }
+        state.is_erasing = false;
+        drop(state);
         Ok(erased)
     }
 
@@ -111,15 +119,16 @@ impl Node {
         state.history = History::new(self.clock.unix_ms());
         state.prefetched.clear();
         state.prefetched_bytes = 0;
-        drop_names(state);
+        state.lacking = Default::default();
+        state.retries = [0; LOWER_STAGES_MAX];
         tiers
     }
 
     /// Waits until no call and no mover holds a block.
-    fn wait_quiet(&self, erased: &mut Erased, call: Call) {
+    fn wait_quiet(&self, erased: &mut Erased, removed: &mut Removed, call: Call) {
         let mut state = self.lock();
         loop {
-            drop_names(&mut state);
+            removed.take(&mut state);
             let is_settled = |stage: usize| {
                 let (blocks, names) = (&state.blocks_tickets[stage], &state.names_tickets[stage]);
                 blocks.settled == blocks.pushed && names.settled == names.pushed
@@ -137,8 +146,25 @@ impl Node {
         }
     }
 
-    fn erase_stages(&self, erased: &mut Erased, call: Call) {
-        for (at, stage) in self.stages.iter().enumerate() {
+    /// Waits for calls to stages that their callers have given up: one that stores goes on writing.
+    /// For half of the time that is left, so that one that hangs for good leaves some for the rest.
+    fn wait_for_late_calls(&self, erased: &mut Erased, call: Call) {
+        let wait = call.half(&*self.clock);
+        for stage in &self.stages {
+            let mut in_time = true;
+            while stage.stuck_calls() > 0 && in_time {
+                in_time = self.wait_changed(self.lock(), wait).1;
+            }
+            if !in_time {
+                let why = "calls that have not come back, and may still write";
+                erased.leave(format!("tier {}", stage.name()), why);
+            }
+        }
+    }
+
+    fn erase_stages(&self, erased: &mut Erased, removed: Removed, call: Call) {
+        for ((at, stage), removed) in self.stages.iter().enumerate().zip(removed.0) {
+            let left_before = erased.left.len();
             match stage.erase(call.deadline) {
                 Ok(StageErased { files_removed, overwritten_bytes, left }) => {
                     let tier = &mut erased.tiers[1 + at];
@@ -154,6 +180,14 @@ impl Node {
                     erased.leave(format!("tier {}", stage.name()), why);
                 }
             }
+            if erased.left.len() > left_before {
+                // Then it forgets block by block what it can, or all would be back after a restart.
+                let mut state = self.lock();
+                for change in removed {
+                    state.push_name(at, change);
+                }
+                self.release(state);
+            }
         }
     }
 
@@ -162,16 +196,19 @@ impl Node {
         let mut wiped = self.pool.wipe(&mut may_go_on);
         let held_before = wiped.held_bytes;
         let mut state = self.lock();
-        while wiped.held_bytes > 0 {
+        let kernel_bytes = self.warm.as_ref().map_or(0, |warm| warm.holders.kernel_bytes());
+        while wiped.held_bytes > kernel_bytes {
             let (again, in_time) = self.wait_changed(state, call);
             state = again;
+            // Holders of an earlier run end without a word.
+            self.sweep_holders();
             wiped.held_bytes = self.pool.stats().reserved_bytes.min(held_before);
             if !in_time {
                 break;
             }
         }
         drop(state);
-        if held_before > 0 && wiped.held_bytes == 0 {
+        if held_before > 0 && wiped.held_bytes <= kernel_bytes {
             // Whoever gave it back has zeroed it, unless it was on its way when this began.
             wiped = self.pool.wipe(&mut may_go_on);
         }
@@ -180,18 +217,32 @@ impl Node {
             let why = format!("{} bytes were not zeroed before the deadline", wiped.left_bytes);
             erased.leave("memory of the pool", why);
         }
-        if wiped.held_bytes > 0 {
-            let bytes = wiped.held_bytes;
+        let kernel_bytes = kernel_bytes.min(wiped.held_bytes);
+        if kernel_bytes > 0 {
+            let why = format!(
+                "the kernel may still write {kernel_bytes} bytes for a process that was killed; \
+                 erase again after a restart"
+            );
+            erased.leave("memory of the pool", why);
+        }
+        if wiped.held_bytes > kernel_bytes {
+            let bytes = wiped.held_bytes - kernel_bytes;
             let why = format!("{bytes} bytes are held by readers; zeroed when they come back");
             erased.leave("memory of the pool", why);
         }
     }
 }
 
-/// Names need not be told to a stage that is about to be erased.
-fn drop_names(state: &mut State) {
-    for stage in 0..LOWER_STAGES_MAX {
-        state.names_tickets[stage].settled += state.names[stage].len() as u64;
-        state.names[stage].clear();
+/// Names that the stages need not be told to forget if they are erased.
+#[derive(Default)]
+struct Removed([Vec<NameChange>; LOWER_STAGES_MAX]);
+
+impl Removed {
+    fn take(&mut self, state: &mut State) {
+        for (stage, removed) in self.0.iter_mut().enumerate() {
+            state.names_tickets[stage].settled += state.names[stage].len() as u64;
+            let is_removal = |change: &NameChange| matches!(change, NameChange::Remove(..));
+            removed.extend(state.names[stage].drain(..).filter(is_removal));
+        }
     }
 }

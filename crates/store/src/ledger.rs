@@ -11,6 +11,7 @@ mod process;
 mod record;
 mod recovery;
 
+use std::collections::HashSet;
 use std::fs;
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -118,7 +119,7 @@ struct Kept {
     place: u32,
     /// None: the kernel, for a process that is gone.
     process: Option<Process>,
-    _slab: Slab,
+    slab: Slab,
 }
 
 /// The mapped table and its parts.
@@ -208,6 +209,13 @@ impl Ledger {
         let place = self.place_of.get(key.0 as usize).filter(|place| **place != NO_PLACE);
         if let Some(place) = place {
             record::note_stored(self.table.block(*place), stage, stored(Some(address)));
+        }
+    }
+
+    /// Zeroes what cleared records have left: the names and digests of blocks.
+    pub(crate) fn wipe_free(&self) {
+        for place in &self.free {
+            record::wipe(self.table.block(*place));
         }
     }
 
@@ -345,6 +353,14 @@ impl Holders {
         let is_gone =
             |process| known.iter().any(|(it, is_alive)| Some(*it) == process && !is_alive);
         self.release_where(&mut state, is_gone) > 0
+    }
+
+    /// Bytes that the kernel may still write for an earlier run: they come back with the next one.
+    pub(crate) fn kernel_bytes(&self) -> usize {
+        let state = self.lock();
+        let slabs = state.kept.iter().filter(|kept| kept.process.is_none()).map(|kept| &kept.slab);
+        let pieces: HashSet<_> = slabs.map(|slab| (slab.offset(), slab.reserved_bytes())).collect();
+        pieces.iter().map(|(_, bytes)| bytes).sum()
     }
 
     pub(crate) fn add_to(&self, stats: &mut WarmStats) {

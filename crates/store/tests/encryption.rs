@@ -9,6 +9,7 @@ use std::fs;
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use blocks::{MIB, bytes_of, check, dram, key, keys, put};
 use cascade_block::{Clock, DigestAlgorithm, DigestMode, SystemClock};
@@ -261,4 +262,27 @@ fn a_full_tier_goes_on_and_larger_blocks_than_the_buffers_pass() {
     assert!(stats.counters.reclaimed_blocks > 0 && stats.counters.damaged_blocks == 0);
     assert!(hits(&store, 0..512) > 100);
     assert_eq!(hits(&store, 600..602), 2);
+}
+
+/// An erase takes the mark with it. While it could not be made again, ciphertext was written that
+/// an opening without the key would have taken for blocks.
+#[test]
+fn nothing_is_written_before_the_tier_is_marked_again() {
+    let directory = tempfile::tempdir().unwrap();
+    let encryption = Some(EncryptionConfig::new(key_file(directory.path(), "key", &[1])));
+    let (store, stage) = third_party::open(StoreConfig { encryption, ..dram(8) });
+    stage.erases.store(true, Ordering::Relaxed);
+    put(&store, &keys(0..4), BLOCK);
+    third_party::flush(&store);
+    assert_eq!(stage.block_count(), 4);
+    stage.fails_to_register.store(true, Ordering::Relaxed);
+    let erased = store.erase(CallOptions::default()).unwrap();
+    assert!(erased.is_complete(), "{erased:?}");
+    put(&store, &keys(10..11), BLOCK);
+    assert!(store.flush(CallOptions::default()).is_err());
+    assert_eq!(stage.block_count(), 0);
+    stage.fails_to_register.store(false, Ordering::Relaxed);
+    put(&store, &keys(20..24), BLOCK);
+    third_party::flush(&store);
+    assert!(stage.block_count() >= 4);
 }

@@ -119,12 +119,75 @@ fn callers_are_refused_meanwhile_and_nothing_comes_back() {
 
 #[test]
 fn a_stage_that_cannot_erase_is_named() {
-    let (store, _stage) = third_party::open(dram(8));
+    let (store, stage) = third_party::open(dram(8));
     put(&store, &keys(0..4), BLOCK);
+    store.flush(CallOptions::default()).unwrap();
+    assert_eq!(stage.block_count(), 4);
     let erased = store.erase(CallOptions::default()).unwrap();
     assert_eq!(erased.left.len(), 1);
     assert_eq!(erased.left[0].what, "tier map");
+    store.flush(CallOptions::default()).unwrap();
+    assert_eq!(stage.block_count(), 0, "it forgot what it could not erase");
     store.close().unwrap();
     let closed = store.erase(CallOptions::default()).unwrap_err();
     assert!(matches!(closed, StoreError::Closed));
+}
+
+#[test]
+fn a_stage_that_is_left_alone_is_erased_all_the_same() {
+    let (store, stage) = third_party::open(dram(8));
+    stage.erases.store(true, Ordering::Relaxed);
+    put(&store, &keys(0..4), BLOCK);
+    store.flush(CallOptions::default()).unwrap();
+    stage.fails.store(true, Ordering::Relaxed);
+    for n in 10..12 {
+        put(&store, &keys(n..n + 1), BLOCK);
+        assert!(store.flush(CallOptions::default()).is_err());
+    }
+    third_party::wait_for(&store, 0, false);
+    assert_eq!(stage.block_count(), 4);
+    let erased = store.erase(CallOptions::default()).unwrap();
+    assert!(erased.is_complete(), "{erased:?}");
+    assert_eq!(stage.block_count(), 0);
+}
+
+/// An erase that was given up went on by itself, while blocks were stored that it then met.
+#[test]
+fn an_erase_that_is_late_meets_no_later_block() {
+    let (store, stage) = third_party::open(dram(8));
+    stage.erases.store(true, Ordering::Relaxed);
+    put(&store, &keys(0..4), BLOCK);
+    store.flush(CallOptions::default()).unwrap();
+    let hang = stage.hang_erase();
+    let timeout = Some(Duration::from_millis(50));
+    let erased = store.erase(CallOptions { timeout, writer: None }).unwrap();
+    assert_eq!(erased.left[0].what, "tier map", "{erased:?}");
+    put(&store, &keys(10..14), BLOCK);
+    assert!(store.flush(CallOptions::default()).is_err(), "the stage does not take them");
+    assert_eq!(stage.stored.load(Ordering::Relaxed), 4);
+    drop(hang);
+    let erased = store.erase(CallOptions::default()).unwrap();
+    assert!(erased.is_complete(), "{erased:?}");
+    put(&store, &keys(20..24), BLOCK);
+    store.flush(CallOptions::default()).unwrap();
+    assert_eq!(stage.block_count(), 4);
+}
+
+/// A write that had run out of time was counted as over, although its bytes still came.
+#[test]
+fn a_late_write_is_waited_for_or_told() {
+    let timeout = Duration::from_millis(300);
+    let (store, stage) = third_party::open(StoreConfig { timeout, ..dram(8) });
+    stage.erases.store(true, Ordering::Relaxed);
+    let hang = stage.hang();
+    put(&store, &keys(0..4), BLOCK);
+    assert!(store.flush(CallOptions::default()).is_err());
+    third_party::wait_for_stuck(&store, 0);
+    let erased = store.erase(CallOptions::default()).unwrap();
+    assert!(erased.left[0].why.contains("not come back"), "{erased:?}");
+    drop(hang);
+    let timeout = Some(Duration::from_secs(60));
+    let erased = store.erase(CallOptions { timeout, writer: None }).unwrap();
+    assert!(erased.is_complete(), "{erased:?}");
+    assert_eq!(stage.block_count(), 0);
 }

@@ -205,3 +205,18 @@ fn a_file_system_without_room_is_an_error_and_not_a_signal() {
     put(&store, &keys(0..50), BLOCK);
     store.close().unwrap();
 }
+
+#[test]
+fn an_erased_ledger_names_no_block() {
+    let directory = directory();
+    let store = Store::open(config(directory.path(), 4)).unwrap();
+    put(&store, &keys(0..20), 4096);
+    let is_named = || {
+        let ledger = std::fs::read(ledger(directory.path())).unwrap();
+        ledger.windows(32).any(|window| window == keys(7..8)[0].as_bytes())
+    };
+    assert!(is_named());
+    let erased = store.erase(cascade_store::CallOptions::default()).unwrap();
+    assert!(erased.is_complete(), "{erased:?}");
+    assert!(!is_named());
+}

@@ -27,10 +27,11 @@ struct Shared {
     stuck: AtomicU64,
 }
 
-/// How far a call is: begun or not, given up by its caller, or over.
-const OPEN: u8 = 0;
-const GIVEN_UP: u8 = 1;
-const OVER: u8 = 2;
+/// How far a call is: not begun, under way, given up by its caller, or over.
+const WAITING: u8 = 0;
+const BEGUN: u8 = 1;
+const GIVEN_UP: u8 = 2;
+const OVER: u8 = 3;
 
 #[derive(Default)]
 struct Queue {
@@ -79,6 +80,7 @@ impl Workers {
     }
 
     /// Runs a call and waits for it until the deadline; `TimedOut` when it is not back by then.
+    /// One that had not begun by then never does.
     pub(super) fn call<T: Send + 'static>(
         &self,
         work: impl FnOnce() -> T + Send + 'static,
@@ -86,9 +88,14 @@ impl Workers {
         clock: &dyn Clock,
     ) -> io::Result<T> {
         let (sender, receiver) = mpsc::sync_channel(1);
-        let stage = Arc::new(AtomicU8::new(OPEN));
+        let stage = Arc::new(AtomicU8::new(WAITING));
         let (shared, reached) = (Arc::clone(&self.shared), Arc::clone(&stage));
         self.submit(Box::new(move || {
+            let begun =
+                reached.compare_exchange(WAITING, BEGUN, Ordering::AcqRel, Ordering::Acquire);
+            if begun.is_err() {
+                return;
+            }
             let result = work();
             if reached.swap(OVER, Ordering::AcqRel) == GIVEN_UP {
                 shared.stuck.fetch_sub(1, Ordering::Relaxed);
@@ -103,7 +110,7 @@ impl Workers {
                 Err(mpsc::RecvTimeoutError::Timeout) if !deadline.has_passed(clock) => {}
                 Err(mpsc::RecvTimeoutError::Timeout) => {
                     self.shared.stuck.fetch_add(1, Ordering::Relaxed);
-                    if stage.swap(GIVEN_UP, Ordering::AcqRel) == OVER {
+                    if stage.swap(GIVEN_UP, Ordering::AcqRel) != BEGUN {
                         self.shared.stuck.fetch_sub(1, Ordering::Relaxed);
                     }
                     return Err(io::ErrorKind::TimedOut.into());
@@ -146,5 +153,33 @@ impl Drop for Workers {
 impl fmt::Debug for Workers {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Workers").field("threads_max", &self.threads_max).finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::AtomicBool;
+    use std::time::Duration;
+
+    use cascade_block::SystemClock;
+
+    use super::*;
+
+    /// An erase that was over removed files that had been written since.
+    #[test]
+    fn a_call_that_was_given_up_before_it_began_never_begins() {
+        let workers = Workers::new(1);
+        let (release, hold) = mpsc::channel::<()>();
+        workers.submit(Box::new(move || hold.recv().unwrap_or(()))).unwrap();
+        let has_begun = Arc::new(AtomicBool::new(false));
+        let begins = Arc::clone(&has_begun);
+        let soon = Deadline::after(&SystemClock, Duration::from_millis(5));
+        let work = move || begins.store(true, Ordering::Release);
+        let late = workers.call(work, soon, &SystemClock).unwrap_err();
+        assert_eq!((late.kind(), workers.stuck_jobs()), (io::ErrorKind::TimedOut, 0));
+        drop(release);
+        let later = Deadline::after(&SystemClock, Duration::from_secs(60));
+        workers.call(|| (), later, &SystemClock).unwrap();
+        assert!(!has_begun.load(Ordering::Acquire));
     }
 }

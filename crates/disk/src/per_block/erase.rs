@@ -4,8 +4,8 @@ use cascade_block::Deadline;
 
 use super::PerBlockFiles;
 use super::known::Known;
+use crate::DiskError;
 use crate::erase::{ErasedFiles, files_below, has_extension};
-use crate::{DiskError, manifests};
 
 impl PerBlockFiles {
     pub(super) fn erase_all(&self, deadline: Deadline) -> Result<ErasedFiles, DiskError> {
@@ -24,15 +24,14 @@ impl PerBlockFiles {
         let mut erased = ErasedFiles::default();
         let mut directories: Vec<_> =
             found.iter().filter_map(|path| path.parent().map(ToOwned::to_owned)).collect();
-        erased.erase(&self.io, found, deadline);
+        let still_there = erased.erase(&self.io, found, deadline);
         directories.sort_unstable();
         directories.dedup();
         for directory in directories {
             erased.sync(&self.io, &directory, deadline);
         }
         let directory = &self.config.directory;
-        erased.erase(&self.io, manifests::files(&self.io, directory, deadline)?, deadline);
-        erased.sync(&self.io, directory, deadline);
+        erased.erase_manifests(&self.io, directory, &still_there, deadline);
         Ok(erased)
     }
 }

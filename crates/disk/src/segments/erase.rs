@@ -1,14 +1,15 @@
 //! Erasing all segments of this writer, their checkpoint and the manifests beside them.
 
 use std::path::Path;
-use std::sync::PoisonError;
+use std::sync::{Arc, PoisonError};
 
 use cascade_block::Deadline;
 
 use super::SegmentFiles;
+use super::segment::{Segment, SegmentState};
+use crate::DiskError;
 use crate::erase::{ErasedFiles, has_extension};
 use crate::scan::segment_name;
-use crate::{DiskError, manifests};
 
 impl SegmentFiles {
     pub(super) fn erase_all(&self, deadline: Deadline) -> Result<ErasedFiles, DiskError> {
@@ -19,7 +20,8 @@ impl SegmentFiles {
         // From here on reads answer `Gone`, and what fails below is told file by file.
         writer.active = None;
         writer.unsynced.clear();
-        self.segments.write().unwrap_or_else(PoisonError::into_inner).clear();
+        let segments =
+            std::mem::take(&mut *self.segments.write().unwrap_or_else(PoisonError::into_inner));
         self.forwards.write().unwrap_or_else(PoisonError::into_inner).clear();
         self.aliases().clear();
         let mut erased = ErasedFiles::default();
@@ -28,9 +30,18 @@ impl SegmentFiles {
             let why = std::io::Error::other("another writer of this directory made it");
             erased.leave(path, "still there", &why);
         }
-        erased.erase(&self.io, own, deadline);
-        erased.erase(&self.io, manifests::files(&self.io, directory, deadline)?, deadline);
-        erased.sync(&self.io, directory, deadline);
+        let still_there = erased.erase(&self.io, own, deadline);
+        // What is left takes space until it is reclaimed or erased, and has no block to read.
+        for (number, segment) in segments {
+            if still_there.contains(&segment.path) {
+                let state = SegmentState::empty(segment.state().file_bytes);
+                let (id, path) = (segment.id, segment.path.clone());
+                let left = Segment::new(number, id, path, Arc::clone(&segment.file), state);
+                let mut segments = self.segments.write().unwrap_or_else(PoisonError::into_inner);
+                segments.insert(number, Arc::new(left));
+            }
+        }
+        erased.erase_manifests(&self.io, directory, &still_there, deadline);
         Ok(erased)
     }
 

@@ -89,6 +89,14 @@ pub(super) fn clear(place: &[AtomicU64]) {
     compiler_fence(Ordering::SeqCst);
 }
 
+/// Zeroes a place that was cleared.
+pub(super) fn wipe(place: &[AtomicU64]) {
+    clear(place);
+    for word in &place[1..] {
+        word.store(0, Ordering::Relaxed);
+    }
+}
+
 fn find<const FIELDS: usize>(place: &[AtomicU64]) -> Found<[u64; FIELDS]> {
     let state = place[0].load(Ordering::Acquire);
     if state == 0 {

@@ -58,7 +58,7 @@ pub(super) fn harvest(table: &Table, pool: &Pool) -> Harvest {
         let around = at.checked_sub(1).map(|at| &by_offset[at]);
         if let Some((_, slab)) = around.filter(|(piece, _)| end(*piece) >= end(record.piece)) {
             let process = (record.kind != EARLIER_LOAD).then_some(record.process);
-            harvest.kept.push(Kept { place, process, _slab: slab.clone() });
+            harvest.kept.push(Kept { place, process, slab: slab.clone() });
         } else {
             table.clear_held(place);
             harvest.rejected += 1;

@@ -85,7 +85,8 @@ impl CallThreads {
         Self { shared: Arc::default(), calls_max, clock }
     }
 
-    /// Makes a call and waits for its result. One that comes later goes to `late`.
+    /// Makes a call and waits for its result. One that comes later goes to `late`. A call whose
+    /// patience is over before it begins is not made at all: nobody would know what it did.
     pub(crate) fn call<T: Send + 'static>(
         &self,
         patience: Patience<'_>,
@@ -128,11 +129,14 @@ impl CallThreads {
     /// Waits until a thread is free for one more call. When all are stuck, that is not soon.
     fn wait_for_thread(&self, patience: Patience<'_>) -> Result<MutexGuard<'_, Queue>, StageError> {
         let mut queue = self.shared.lock();
-        while queue.running.len() >= self.calls_max {
-            if queue.running.iter().all(|call| call.is_stuck) {
+        loop {
+            if patience.is_over.load(Ordering::Acquire) {
                 return Err(StageError::Shed);
             }
-            if patience.is_over.load(Ordering::Acquire) {
+            if queue.running.len() < self.calls_max {
+                return Ok(queue);
+            }
+            if queue.running.iter().all(|call| call.is_stuck) {
                 return Err(StageError::Shed);
             }
             let left = patience.deadline.remaining(&*self.clock);
@@ -142,7 +146,6 @@ impl CallThreads {
             let waited = self.shared.freed.wait_timeout(queue, left.min(RECHECK));
             queue = waited.unwrap_or_else(PoisonError::into_inner).0;
         }
-        Ok(queue)
     }
 
     fn start_thread(&self, queue: &mut Queue) -> std::io::Result<()> {

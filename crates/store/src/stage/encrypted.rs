@@ -44,6 +44,8 @@ const MARK_KEY: &str = "key_id";
 pub struct EncryptedStage {
     inner: Arc<dyn Stage>,
     keys: KeyRing,
+    /// Whether the stage below says that it is encrypted. Held while that is written down.
+    is_marked: Mutex<bool>,
     bounce: Pool,
     /// Wakes those who wait for a bounce buffer; some are given back without a word.
     returned: Condvar,
@@ -135,6 +137,7 @@ impl EncryptedStage {
         let stage = Self {
             inner,
             keys,
+            is_marked: Mutex::new(false),
             bounce,
             returned: Condvar::new(),
             waiting: Mutex::new(()),
@@ -153,12 +156,19 @@ impl EncryptedStage {
         Ok(stage)
     }
 
-    /// Writes down which key is in use, before the first block that needs it.
+    /// Writes down which key is in use, unless that stands there: before any block that needs it,
+    /// or else an opening without the key would take ciphertext for blocks.
     fn mark(&self, deadline: Deadline) -> Result<(), StageError> {
-        let manifest = Manifest::new()
-            .with(MARK, "aes-256-gcm 1")
-            .with(MARK_KEY, self.keys.writing_id().to_string());
-        self.inner.register(&Namespace::new(manifest, &TenantSecret::new("")), deadline)
+        let mut is_marked = self.is_marked.lock().unwrap_or_else(PoisonError::into_inner);
+        if !*is_marked {
+            let manifest = Manifest::new()
+                .with(MARK, "aes-256-gcm 1")
+                .with(MARK_KEY, self.keys.writing_id().to_string());
+            let mark = Namespace::new(manifest, &TenantSecret::new(""));
+            self.inner.register(&mark, deadline)?;
+            *is_marked = true;
+        }
+        Ok(())
     }
 
     fn aliases(&self) -> MutexGuard<'_, HashMap<BlockKey, Trusted>> {
@@ -344,6 +354,9 @@ impl Stage for EncryptedStage {
         batch: Vec<(BlockFacts, Slab)>,
         deadline: Deadline,
     ) -> Vec<Result<Address, StageError>> {
+        if let Err(error) = self.mark(deadline) {
+            return vec![Err(error); batch.len()];
+        }
         {
             let mut aliases = self.aliases();
             for (facts, _) in &batch {
@@ -518,11 +531,12 @@ impl Stage for EncryptedStage {
 
     fn erase(&self, deadline: Deadline) -> Result<StageErased, StageError> {
         self.aliases().clear();
+        // The mark goes with the manifests, however far this comes; the next store makes it again.
+        *self.is_marked.lock().unwrap_or_else(PoisonError::into_inner) = false;
         let erased = self.inner.erase(deadline)?;
         // Blocks that were read lie in these buffers in the clear.
         self.bounce.begin_wipe();
         self.bounce.wipe(&mut || !deadline.has_passed(&*self.clock));
-        self.mark(deadline)?;
         Ok(erased)
     }
 

@@ -165,9 +165,12 @@ impl Guarded {
         self.run(&self.errands, deadline, false, move |stage| stage.flush(deadline))
     }
 
-    /// As [`Stage::erase`].
+    /// As [`Stage::erase`]; also while the breaker is open. It takes its turn among the changes:
+    /// one that is late keeps that turn until it ends, and never meets a block stored after it.
     pub(crate) fn erase(&self, deadline: Deadline) -> Result<StageErased, StageError> {
-        self.run(&self.errands, deadline, false, move |stage| stage.erase(deadline))
+        let stage = Arc::clone(&self.stage);
+        let patience = Patience { deadline, is_over: &self.is_closed, is_watched: false };
+        self.changes.call(patience, move || stage.erase(deadline), drop)?
     }
 
     /// As [`Stage::register`].

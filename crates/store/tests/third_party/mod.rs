@@ -8,10 +8,10 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
 
-use cascade_block::{BlockKey, Deadline, SystemClock};
+use cascade_block::{BlockKey, Deadline, Namespace, SystemClock};
 use cascade_memory::Slab;
 use cascade_store::stage::{
-    Address, BlockFacts, Load, Loaded, Registry, Room, Stage, StageError, StageStats,
+    Address, BlockFacts, Load, Loaded, Registry, Room, Stage, StageErased, StageError, StageStats,
 };
 use cascade_store::{CallOptions, HealthConfig, HealthState, Store, StoreConfig, TierName};
 
@@ -43,6 +43,16 @@ pub(crate) fn wait_for(store: &Store, stage: usize, is_healthy: bool) {
     }
 }
 
+/// Waits until a stage has a call that nobody waits for any more.
+#[expect(clippy::disallowed_methods, reason = "waits for another thread of the store")]
+pub(crate) fn wait_for_stuck(store: &Store, stage: usize) {
+    let limit = Deadline::after(&SystemClock, Duration::from_secs(60));
+    while store.stats().health[stage].1.stuck_calls == 0 {
+        assert!(!limit.has_passed(&SystemClock), "{:?}", store.stats().health);
+        std::thread::sleep(Duration::from_millis(2));
+    }
+}
+
 pub(crate) fn flush(store: &Store) {
     store.flush(CallOptions::default()).unwrap();
 }
@@ -65,6 +75,11 @@ pub(crate) struct MapStage {
     /// How long it takes to learn a name, in milliseconds.
     pub(crate) name_delay_ms: AtomicU64,
     hung: Arc<Hung>,
+    /// Whether it can erase what it keeps.
+    pub(crate) erases: AtomicBool,
+    /// Whether it fails to keep manifests.
+    pub(crate) fails_to_register: AtomicBool,
+    erase_hung: Arc<Hung>,
     /// What it says it kept from an earlier run.
     pub(crate) survivors: Mutex<Vec<(BlockFacts, Address)>>,
 }
@@ -118,6 +133,17 @@ impl MapStage {
     pub(crate) fn hang(&self) -> Hang {
         *self.hung.is_hung.lock().unwrap() = true;
         Hang(Arc::clone(&self.hung))
+    }
+
+    /// Makes erasing hang, and nothing else.
+    pub(crate) fn hang_erase(&self) -> Hang {
+        *self.erase_hung.is_hung.lock().unwrap() = true;
+        Hang(Arc::clone(&self.erase_hung))
+    }
+
+    /// How many blocks it has.
+    pub(crate) fn block_count(&self) -> usize {
+        self.blocks.lock().unwrap().len()
     }
 
     fn used(blocks: &BTreeMap<u64, Kept>) -> u64 {
@@ -285,6 +311,19 @@ impl Stage for MapStage {
     fn flush(&self, _deadline: Deadline) -> Result<(), StageError> {
         self.hung.wait();
         Ok(())
+    }
+
+    fn register(&self, _namespace: &Namespace, _deadline: Deadline) -> Result<(), StageError> {
+        if self.fails_to_register.load(Ordering::Relaxed) { Err(eio()) } else { Ok(()) }
+    }
+
+    fn erase(&self, _deadline: Deadline) -> Result<StageErased, StageError> {
+        if !self.erases.load(Ordering::Relaxed) {
+            return Err(StageError::CannotErase);
+        }
+        self.erase_hung.wait();
+        self.blocks.lock().unwrap().clear();
+        Ok(StageErased::default())
     }
 
     fn close(&self) {

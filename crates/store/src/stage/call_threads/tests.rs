@@ -52,6 +52,20 @@ fn a_wait_ends_at_once_when_nobody_wants_the_answer_any_more() {
     });
 }
 
+/// An erase that was refused while the breaker was open went on by itself, and met new blocks.
+#[test]
+fn a_call_that_is_refused_is_not_made() {
+    let (threads, is_over) = (threads(1), AtomicBool::new(true));
+    let is_made = Arc::new(AtomicBool::new(false));
+    let made = Arc::clone(&is_made);
+    let work = move || made.store(true, Ordering::Release);
+    let refused = threads.call(patience(600_000, &is_over), work, drop);
+    assert!(matches!(refused, Err(StageError::Shed)), "{refused:?}");
+    is_over.store(false, Ordering::Release);
+    threads.call(patience(600_000, &is_over), || (), drop).unwrap();
+    assert!(!is_made.load(Ordering::Acquire));
+}
+
 #[test]
 fn a_panic_is_no_answer_and_the_thread_serves_the_next_call() {
     let (threads, never) = (threads(1), never());
