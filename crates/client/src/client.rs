@@ -195,7 +195,7 @@ impl Inner {
         let found = match link.session.revive(deadline) {
             Ok(()) => Ok(link),
             // It does not answer: a new session would not be answered either.
-            Err(NoAnswer::Late | NoAnswer::Crowded) => return false,
+            Err(NoAnswer::Late | NoAnswer::Crowded | NoAnswer::TooLong(_)) => return false,
             Err(NoAnswer::Broken(_)) => {
                 Link::open(&self.identity, &self.chores, deadline).map(Arc::new)
             }
@@ -267,6 +267,9 @@ impl Inner {
                 Err(StoreError::Timeout { operation, timeout_ms })
             }
             Err(NoAnswer::Crowded) => Err(StoreError::Timeout { operation, timeout_ms }),
+            Err(NoAnswer::TooLong(reason)) => {
+                Err(StoreError::Config { setting: "request", reason })
+            }
             Err(NoAnswer::Broken(reason)) => {
                 self.note_away(&reason, link);
                 let socket = self.socket();
@@ -293,7 +296,7 @@ impl Inner {
     pub(crate) fn look_for_node(&self, deadline: Deadline) {
         let Some(link) = self.link() else { return };
         match link.session.ask(&Call::Ping, deadline) {
-            Ok(_) | Err(NoAnswer::Crowded) => {}
+            Ok(_) | Err(NoAnswer::Crowded | NoAnswer::TooLong(_)) => {}
             Err(NoAnswer::Late) => self.note_away(SILENT, &link),
             Err(NoAnswer::Broken(reason)) => self.note_away(&reason, &link),
         }

@@ -79,6 +79,8 @@ pub(crate) enum NoAnswer {
     Late,
     /// The deadline passed before one of the session's lines was free.
     Crowded,
+    /// The call fits no message.
+    TooLong(String),
     /// The session is of no use any more.
     Broken(String),
 }
@@ -93,8 +95,10 @@ impl Link {
         let socket = || identity.socket.display().to_string();
         let away = |reason: String| StoreError::Away { socket: socket(), reason };
         let failed = |error: LineError| match error {
-            LineError::Late => away("it does not answer; is it stopped?".to_owned()),
-            LineError::Broken(reason) => away(reason),
+            LineError::Late | LineError::NoTime | LineError::Stuck => {
+                away("it does not answer; is it stopped?".to_owned())
+            }
+            LineError::TooLong(reason) | LineError::Broken(reason) => away(reason),
         };
         let mut line = Line::connect(&identity.socket, deadline).map_err(failed)?;
         let (answer, pool) = line.greet(&hello(identity, None), deadline).map_err(failed)?;
@@ -212,6 +216,20 @@ impl Session {
                 lines.idle.push(line);
                 Ok(answer)
             }
+            // Nothing was sent, so the line is in step. Closed now, it would look to the node as if
+            // the answer before had not come: it would take back what that granted.
+            Err(LineError::NoTime) => {
+                lines.idle.push(line);
+                Err(NoAnswer::Crowded)
+            }
+            Err(LineError::Stuck) => {
+                lines.idle.push(line);
+                Err(NoAnswer::Late)
+            }
+            Err(LineError::TooLong(reason)) => {
+                lines.idle.push(line);
+                Err(NoAnswer::TooLong(reason))
+            }
             Err(LineError::Late) => {
                 lines.open -= 1;
                 lines.retired.push(line);
@@ -255,7 +273,8 @@ impl Session {
 
     fn join(&self, deadline: Deadline) -> Result<Line, NoAnswer> {
         let failed = |error| match error {
-            LineError::Late => NoAnswer::Late,
+            LineError::Late | LineError::NoTime | LineError::Stuck => NoAnswer::Late,
+            LineError::TooLong(reason) => NoAnswer::TooLong(reason),
             LineError::Broken(reason) => NoAnswer::Broken(reason),
         };
         let mut line = Line::connect(&self.identity.socket, deadline).map_err(failed)?;

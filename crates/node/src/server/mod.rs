@@ -254,6 +254,8 @@ impl Shared {
         };
         if let Err(error) = armed {
             tracing::warn!(%error, "a connection is closed: it cannot be watched");
+            // The client reads what was answered, closed or not: that stays granted.
+            drop(connection.take_unseen());
             self.close(&connection);
         }
     }
