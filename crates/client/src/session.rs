@@ -333,11 +333,27 @@ impl Lender for Session {
 
 impl Drop for Session {
     fn drop(&mut self) {
+        if self.is_inherited() {
+            // Another thread may have held any lock when the process was forked.
+            std::mem::forget(self.living.take());
+            return;
+        }
+        // A session with holds outlives its connections, so the node is told of the last ones. If
+        // that fails, it learns it from the process's end.
+        let deadline = Deadline::after(&SystemClock, GOODBYE_TIMEOUT);
+        while !self.returns().is_empty() {
+            if self.tell(Vec::new(), deadline).is_err() {
+                break;
+            }
+        }
         // Everything that this run of the node lent has come back.
         drop(self.living.take());
         self.chores.session_over(self.epoch);
     }
 }
+
+/// How long the end of a session may wait for the node to take what goes back.
+const GOODBYE_TIMEOUT: Duration = Duration::from_millis(200);
 
 /// The shortest time that a call is given.
 pub(crate) const CALL_MIN: Duration = Duration::from_millis(1);

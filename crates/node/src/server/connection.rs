@@ -155,6 +155,11 @@ impl Connection {
         lock(&self.granted).take()
     }
 
+    /// What its last call granted stays so: the node closes it, and the client may read the answer.
+    pub(super) fn keep_unseen(&self) {
+        *lock(&self.granted) = None;
+    }
+
     pub(super) fn process(&self) -> i32 {
         self.peer.process
     }
