@@ -199,8 +199,15 @@ impl Session {
         }
     }
 
-    /// Whether the node still knows this session: tried on a new line.
+    /// Whether the node still knows this session: tried on an idle line, then on a new one.
     pub(crate) fn revive(&self, deadline: Deadline) -> Result<(), NoAnswer> {
+        let idle = self.lines().idle.pop();
+        if let Some(mut line) = idle {
+            let asked = line.ask(&[], &Call::Ping, deadline);
+            if self.settle(line, asked).is_ok() {
+                return Ok(());
+            }
+        }
         let line = self.join(deadline)?;
         let mut lines = self.lines();
         lines.shut_retired();
@@ -232,7 +239,11 @@ impl Session {
             }
             Err(LineError::Late) => {
                 lines.open -= 1;
-                lines.retired.push(line);
+                if lines.open > 0 {
+                    line.shut()
+                } else {
+                    lines.retired.push(line)
+                }
                 Err(NoAnswer::Late)
             }
             Err(LineError::Broken(reason)) => {
@@ -240,31 +251,48 @@ impl Session {
                 Err(NoAnswer::Broken(reason))
             }
         };
+        let is_last = lines.open == 0;
         drop(lines);
-        self.line_came_back.notify_one();
+        if is_last {
+            self.line_came_back.notify_all();
+        } else {
+            self.line_came_back.notify_one();
+        }
         result
     }
 
+    /// A line, opened if all are busy. A node that refuses one more still serves the others, so
+    /// then a call waits for one of them.
     fn take_line(&self, deadline: Deadline) -> Result<Line, NoAnswer> {
+        let mut refusal = None;
         let mut lines = self.lines();
         loop {
             if let Some(line) = lines.idle.pop() {
                 return Ok(line);
             }
-            if lines.open < LINES_MAX {
+            if refusal.is_none() && lines.open < LINES_MAX {
                 lines.open += 1;
                 drop(lines);
                 let joined = self.join(deadline);
-                let mut lines = self.lines();
-                match &joined {
-                    Ok(_) => lines.shut_retired(),
-                    Err(_) => lines.open -= 1,
+                lines = self.lines();
+                match joined {
+                    Ok(line) => {
+                        lines.shut_retired();
+                        return Ok(line);
+                    }
+                    Err(error) => refusal = Some(error),
                 }
-                return joined;
+                lines.open -= 1;
+                self.line_came_back.notify_all();
+                continue;
             }
             let left = deadline.remaining(&SystemClock);
-            if left.is_zero() {
-                return Err(NoAnswer::Crowded);
+            match refusal {
+                Some(error) if lines.open == 0 || matches!(error, NoAnswer::Late) => {
+                    return Err(error);
+                }
+                _ if left.is_zero() => return Err(NoAnswer::Crowded),
+                _ => {}
             }
             let waited = self.line_came_back.wait_timeout(lines, left);
             lines = waited.unwrap_or_else(PoisonError::into_inner).0;
@@ -292,6 +320,10 @@ impl Session {
         let kept = returns.len().saturating_sub(BLOCKS_MAX);
         let holds = returns.split_off(kept);
         drop(returns);
+        if kept > 0 {
+            // Those that came before were the keeper's already; nobody else wakes it for the rest.
+            self.chores.returns_wait();
+        }
         (!holds.is_empty()).then_some(Call::Release { holds })
     }
 
