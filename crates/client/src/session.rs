@@ -240,9 +240,9 @@ impl Session {
             Err(LineError::Late) => {
                 lines.open -= 1;
                 if lines.open > 0 {
-                    line.shut()
+                    line.shut();
                 } else {
-                    lines.retired.push(line)
+                    lines.retired.push(line);
                 }
                 Err(NoAnswer::Late)
             }
@@ -367,7 +367,7 @@ impl Drop for Session {
     fn drop(&mut self) {
         if self.is_inherited() {
             // Another thread may have held any lock when the process was forked.
-            std::mem::forget(self.living.take());
+            let _never_dropped = std::mem::ManuallyDrop::new(self.living.take());
             return;
         }
         // A session with holds outlives its connections, so the node is told of the last ones. If

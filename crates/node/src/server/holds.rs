@@ -217,8 +217,8 @@ impl Holds {
         self.is_over
     }
 
-    /// The node stops: nothing is granted any more, what is held stays, and so do the notes, for the
-    /// run after this one.
+    /// The node stops: nothing is granted any more. What is held stays, and so do the notes, for
+    /// the run after this one.
     pub(super) fn keep(&mut self) {
         self.is_over = true;
         for granted in self.held.values_mut() {
