@@ -21,6 +21,8 @@ use crate::session::Link;
 const PASSES_MAX: u32 = 3;
 /// A copying get holds at most this share of what a client may hold.
 const GET_SHARE: usize = 2;
+/// Between two attempts to lease one block for which the client's share has no room.
+const ROOM_PAUSE: Duration = Duration::from_millis(1);
 
 /// One batch under way.
 struct Batch<'a> {
@@ -51,19 +53,25 @@ impl Inner {
         }
         for _ in 0..PASSES_MAX {
             let mut compare = Vec::new();
+            let mut is_compared = vec![false; batch.len()];
             let mut open: Vec<usize> =
                 (0..batch.len()).filter(|at| outcomes[*at].is_none()).collect();
             while !open.is_empty() {
                 let round = &open[..open.len().min(BLOCKS_MAX)];
                 match self.put_round(&on, batch, round, &mut outcomes) {
-                    Ok(to_compare) => compare.extend(to_compare),
+                    Ok(to_compare) => {
+                        for at in &to_compare {
+                            is_compared[*at] = true;
+                        }
+                        compare.extend(to_compare);
+                    }
                     Err(error) => {
                         for at in round {
                             outcomes[*at].get_or_insert_with(|| PutOutcome::Failed(error.clone()));
                         }
                     }
                 }
-                open.retain(|at| outcomes[*at].is_none() && !compare.contains(at));
+                open.retain(|at| outcomes[*at].is_none() && !is_compared[*at]);
             }
             if compare.is_empty() {
                 break;
@@ -88,21 +96,25 @@ impl Inner {
         let blocks = round.iter().map(|at| asked(&batch[*at])).collect();
         let call = Call::Prepare { timeout_ms: on.node_time(), first_hold, blocks };
         let answer = self.ask_on(on.link, "prepare a put", &call, on.deadline, on.time);
+        // What a failed round may still grant, or has granted, comes back.
+        let fail = |error| {
+            on.link.session.give_back_range(first_hold, round.len());
+            Err(error)
+        };
         let prepared = match answer {
             Ok(Answer::Prepared(prepared)) if prepared.len() == round.len() => prepared,
-            Ok(other) => return Err(self.odd(&other)),
-            Err(error) => {
-                // What it may still grant comes back.
-                on.link.session.give_back_range(first_hold, round.len());
-                return Err(error);
-            }
+            Ok(other) => return fail(self.odd(&other)),
+            Err(error) => return fail(error),
         };
         let (mut sealed, mut placed, mut compare) = (Vec::new(), Vec::new(), Vec::new());
         for ((at, prepared), hold) in round.iter().zip(prepared).zip(first_hold..) {
             let put = &batch[*at];
             match prepared {
                 PreparedBlock::Slab { offset } => {
-                    let mut slab = self.lent(on.link, hold, offset, put.bytes.len())?;
+                    let mut slab = match self.lent(on.link, hold, offset, put.bytes.len()) {
+                        Ok(slab) => slab,
+                        Err(error) => return fail(error),
+                    };
                     copy_in(&mut slab, put.bytes);
                     let hold = slab.surrender(&on.link.attachment);
                     sealed.push(seal(put, hold.expect("this node lent it"), put.bytes.len()));
@@ -170,10 +182,11 @@ impl Inner {
         while !rest.is_empty() {
             let (mut present, mut conflicts, mut failures) = (0, 0, 0);
             let lengths = rest.iter().map(|at| batch[*at].bytes.len());
-            let (step, later) = rest.split_at(on.link.step(lengths));
-            rest = later;
+            let step = &rest[..on.link.step(lengths)];
             let keys: Vec<BlockKey> = step.iter().map(|at| batch[*at].key).collect();
-            let views = self.lease(on, LeasePurpose::Compare, &keys);
+            let views = self.lease_step(on, LeasePurpose::Compare, &keys);
+            let (step, later) = rest.split_at(views.len());
+            rest = later;
             for (at, view) in step.iter().zip(views) {
                 outcomes[*at] = match view {
                     ViewOutcome::Hit { slab, .. } if *slab == *batch[*at].bytes => {
@@ -207,14 +220,15 @@ impl Inner {
         let (deadline, time) = self.deadline(options);
         let hold = link.session.draw_holds(1);
         let call = Call::Reserve { timeout_ms: node_time(time), hold, bytes: bytes as u64 };
-        match self.ask_on(&link, "reserve a slab", &call, deadline, time) {
+        let reserved = match self.ask_on(&link, "reserve a slab", &call, deadline, time) {
             Ok(Answer::Slab { offset }) => self.lent(&link, hold, offset, bytes),
             Ok(other) => Err(self.odd(&other)),
-            Err(error) => {
-                link.session.give_back_range(hold, 1);
-                Err(error)
-            }
+            Err(error) => Err(error),
+        };
+        if reserved.is_err() {
+            link.session.give_back_range(hold, 1);
         }
+        reserved
     }
 
     pub(crate) fn put_slabs(&self, batch: Vec<PutSlab>, options: CallOptions) -> Vec<PutOutcome> {
@@ -276,8 +290,7 @@ impl Inner {
             Ok(Answer::Leases(leases)) if leases.len() <= count => {
                 self.views(&link, first_hold, leases)
             }
-            Ok(_) => Vec::new(),
-            Err(_) => {
+            Ok(_) | Err(_) => {
                 link.session.give_back_range(first_hold, count);
                 Vec::new()
             }
@@ -304,7 +317,7 @@ impl Inner {
         while outcomes.len() < keys.len() {
             let done = outcomes.len();
             let step = link.step(buffers[done..].iter().map(|buffer| buffer.len()));
-            let views = self.lease(&on, LeasePurpose::Use, &keys[done..done + step]);
+            let views = self.lease_step(&on, LeasePurpose::Use, &keys[done..done + step]);
             let total = views.iter().map(|view| match view {
                 ViewOutcome::Hit { slab, .. } => slab.len(),
                 ViewOutcome::Miss | ViewOutcome::Failed(_) => 0,
@@ -327,6 +340,37 @@ impl Inner {
         outcomes
     }
 
+    /// Leases the first of some blocks, at most `step` of them. Other calls of this client may hold
+    /// its share for a moment: then fewer at a time, and again until the deadline.
+    fn lease_step(
+        &self,
+        on: &Batch<'_>,
+        purpose: LeasePurpose,
+        keys: &[BlockKey],
+    ) -> Vec<ViewOutcome> {
+        let mut step = keys.len();
+        loop {
+            let views = self.lease(on, purpose, &keys[..step]);
+            let share = on.link.welcome.hold_bytes_max;
+            let is_full = |view: &ViewOutcome| match view {
+                ViewOutcome::Failed(StoreError::NoRoom { needed_bytes }) => {
+                    *needed_bytes as u64 <= share
+                }
+                _ => false,
+            };
+            let has_time = !on.deadline.remaining(&SystemClock).is_zero();
+            if !has_time || !views.iter().any(is_full) {
+                return views;
+            }
+            // What it has goes back first: two calls that each wait for the other get nowhere.
+            drop(views);
+            if step == 1 {
+                std::thread::park_timeout(ROOM_PAUSE);
+            }
+            step = step.div_ceil(2);
+        }
+    }
+
     fn lease(&self, on: &Batch<'_>, purpose: LeasePurpose, keys: &[BlockKey]) -> Vec<ViewOutcome> {
         let first_hold = on.link.session.draw_holds(keys.len());
         let timeout_ms = on.node_time();
@@ -337,11 +381,9 @@ impl Inner {
                 return self.views(on.link, first_hold, leases);
             }
             Ok(other) => self.odd(&other),
-            Err(error) => {
-                on.link.session.give_back_range(first_hold, keys.len());
-                error
-            }
+            Err(error) => error,
         };
+        on.link.session.give_back_range(first_hold, keys.len());
         let one = || match &error {
             StoreError::Away { .. } => ViewOutcome::Miss,
             error => ViewOutcome::Failed(error.clone()),
@@ -358,6 +400,7 @@ impl Inner {
                 if let (Some(slab), Some(tier)) = (slab, link.tiers.get(usize::from(tier))) {
                     ViewOutcome::Hit { slab, tier }
                 } else {
+                    link.session.give_back_range(hold, 1);
                     let reason = "the node leases memory outside of its pool".to_owned();
                     ViewOutcome::Failed(self.note_odd(reason))
                 }

@@ -10,7 +10,10 @@ use cascade_store::{
     BlockStore, CallOptions, GetOutcome, PrefixMatch, Put, PutOutcome, PutSlab, Request, Stats,
     StoreError, TierName, ViewOutcome,
 };
-use cascade_wire::{Access, Answer, Call, ChainRequest, KEYS_MAX, KeyQuestion, Welcome};
+use cascade_wire::{
+    Access, Answer, Call, ChainRequest, KEYS_MAX, KeyQuestion, MANIFEST_FIELDS_MAX, TEXT_BYTES_MAX,
+    Welcome,
+};
 
 use crate::keeper::{self, Chores};
 use crate::session::{CALL_MIN, Identity, Link, NoAnswer};
@@ -195,7 +198,7 @@ impl Inner {
         let found = match link.session.revive(deadline) {
             Ok(()) => Ok(link),
             // It does not answer: a new session would not be answered either.
-            Err(NoAnswer::Late | NoAnswer::Crowded) => return false,
+            Err(NoAnswer::Late | NoAnswer::Crowded | NoAnswer::TooLong(_)) => return false,
             Err(NoAnswer::Broken(_)) => {
                 Link::open(&self.identity, &self.chores, deadline).map(Arc::new)
             }
@@ -203,7 +206,10 @@ impl Inner {
         let mut state = self.state();
         match (&mut *state, found) {
             (State::Away { .. }, Ok(link)) => {
-                *state = State::Linked(link);
+                let before = std::mem::replace(&mut *state, State::Linked(link));
+                // Outside the lock: the end of a session says goodbye.
+                drop(state);
+                drop(before);
                 true
             }
             (State::Away { reason, .. }, Err(error)) => {
@@ -267,6 +273,9 @@ impl Inner {
                 Err(StoreError::Timeout { operation, timeout_ms })
             }
             Err(NoAnswer::Crowded) => Err(StoreError::Timeout { operation, timeout_ms }),
+            Err(NoAnswer::TooLong(reason)) => {
+                Err(StoreError::Config { setting: "request", reason })
+            }
             Err(NoAnswer::Broken(reason)) => {
                 self.note_away(&reason, link);
                 let socket = self.socket();
@@ -293,7 +302,7 @@ impl Inner {
     pub(crate) fn look_for_node(&self, deadline: Deadline) {
         let Some(link) = self.link() else { return };
         match link.session.ask(&Call::Ping, deadline) {
-            Ok(_) | Err(NoAnswer::Crowded) => {}
+            Ok(_) | Err(NoAnswer::Crowded | NoAnswer::TooLong(_)) => {}
             Err(NoAnswer::Late) => self.note_away(SILENT, &link),
             Err(NoAnswer::Broken(reason)) => self.note_away(&reason, &link),
         }
@@ -304,8 +313,10 @@ impl Inner {
             // The client is the parent's; it goes on there.
             return;
         }
-        *self.state() = State::Closed;
+        let before = std::mem::replace(&mut *self.state(), State::Closed);
         self.chores.end();
+        // Outside the lock: the end of a session says goodbye.
+        drop(before);
     }
 }
 
@@ -313,6 +324,12 @@ impl Inner {
 pub(crate) fn node_time(time: Duration) -> u32 {
     let most = time.saturating_sub((time / 10).min(Duration::from_millis(100)));
     u32::try_from(most.as_millis()).unwrap_or(u32::MAX)
+}
+
+/// Whether a message has room for a manifest.
+fn manifest_fits(manifest: &Manifest) -> bool {
+    let is_short = |(name, value): (&str, &str)| name.len().max(value.len()) <= TEXT_BYTES_MAX;
+    manifest.fields().count() <= MANIFEST_FIELDS_MAX && manifest.fields().all(is_short)
 }
 
 impl BlockStore for Client {
@@ -418,6 +435,11 @@ impl BlockStore for Client {
     }
 
     fn register(&self, namespace: &Namespace, options: CallOptions) -> Result<(), StoreError> {
+        if !manifest_fits(namespace.manifest()) {
+            let most = format!("{MANIFEST_FIELDS_MAX} fields of {TEXT_BYTES_MAX} bytes");
+            let reason = format!("a node takes at most {most}; name fewer, or use shorter ones");
+            return Err(StoreError::Config { setting: "manifest", reason });
+        }
         let call = |timeout_ms| Call::Register {
             timeout_ms,
             root: namespace.root(),

@@ -16,6 +16,8 @@ use rustix::net::{
 
 /// What one read takes at most; longer answers take several.
 const READ_BYTES: usize = 64 << 10;
+/// What one write takes at most; between two of them the deadline is looked at.
+const WRITE_BYTES: usize = 32 << 10;
 
 /// A connection.
 #[derive(Debug)]
@@ -27,9 +29,15 @@ pub(crate) struct Line {
     calls: u32,
 }
 
-/// Why a line is of no use any more.
+/// Why a call has no answer.
 #[derive(Debug)]
 pub(crate) enum LineError {
+    /// The deadline passed before a byte was sent: the line is in step, and the node knows nothing.
+    NoTime,
+    /// The same, because the node takes nothing from the line.
+    Stuck,
+    /// The call fits no message; nothing was sent.
+    TooLong(String),
     /// The deadline passed; the answer may still come, so the line is out of step.
     Late,
     /// The node closed it, or is gone, or speaks another language.
@@ -131,24 +139,47 @@ impl Line {
     pub(crate) fn tell(&mut self, calls: &[Call], deadline: Deadline) -> Result<(), LineError> {
         self.output.clear();
         for call in calls {
-            call.write(&mut self.output, self.calls, None)?;
+            self.put_together(call)?;
         }
         self.write_output(deadline)
+    }
+
+    fn put_together(&mut self, call: &Call) -> Result<(), LineError> {
+        let written = call.write(&mut self.output, self.calls, None);
+        written.map_err(|error| LineError::TooLong(error.to_string()))
     }
 
     fn send(&mut self, ahead: &[Call], call: &Call, deadline: Deadline) -> Result<(), LineError> {
         self.calls = self.calls.wrapping_add(1);
         self.output.clear();
         for call in ahead {
-            call.write(&mut self.output, self.calls, None)?;
+            self.put_together(call)?;
         }
-        call.write(&mut self.output, self.calls, None)?;
+        self.put_together(call)?;
         self.write_output(deadline)
     }
 
     fn write_output(&mut self, deadline: Deadline) -> Result<(), LineError> {
-        self.await_bytes(deadline)?;
-        (&self.stream).write_all(&self.output)?;
+        let mut rest = 0;
+        while rest < self.output.len() {
+            let is_unsent = |error| match error {
+                LineError::Late if rest == 0 => LineError::NoTime,
+                other => other,
+            };
+            self.await_bytes(deadline).map_err(is_unsent)?;
+            // The kernel bounds the wait for each write alone, and only while nothing of it went.
+            let piece = &self.output[rest..self.output.len().min(rest + WRITE_BYTES)];
+            match (&self.stream).write(piece) {
+                Ok(count) => rest += count,
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => {
+                    return Err(match LineError::from(error) {
+                        LineError::Late if rest == 0 => LineError::Stuck,
+                        other => other,
+                    });
+                }
+            }
+        }
         // A line that rests keeps no memory of its longest call.
         self.output.shrink_to(READ_BYTES);
         Ok(())
@@ -187,5 +218,32 @@ impl Line {
     pub(crate) fn shut(self) {
         // At the other end it may be closed already; then that has happened.
         drop(self.stream.shutdown(std::net::Shutdown::Both));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use cascade_block::BlockKey;
+    use cascade_wire::KeyQuestion;
+
+    use super::*;
+
+    /// Such a line was closed, and the node took back what the call before it had granted.
+    #[test]
+    fn a_call_that_was_never_sent_leaves_the_line_in_step() {
+        let (here, there) = UnixStream::pair().expect("descriptors are left");
+        let (input, output) = (Vec::new(), Vec::new());
+        let mut line = Line { stream: here, input, output, timeout: Duration::ZERO, calls: 0 };
+        let past = Deadline::after(&SystemClock, Duration::ZERO);
+        let asked = line.ask(&[], &Call::Ping, past);
+        assert!(matches!(asked, Err(LineError::NoTime)), "{asked:?}");
+        let keys = vec![BlockKey::from_bytes([7; 32]); 200_000];
+        let long = Call::Ask { question: KeyQuestion::Contains, keys };
+        let soon = Deadline::after(&SystemClock, Duration::from_secs(5));
+        let told = line.tell(&[long], soon);
+        assert!(matches!(told, Err(LineError::TooLong(_))), "{told:?}");
+        there.set_nonblocking(true).expect("it is a socket");
+        let read = (&there).read(&mut [0; 64]).expect_err("nothing was sent");
+        assert_eq!(read.kind(), io::ErrorKind::WouldBlock);
     }
 }

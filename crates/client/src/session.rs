@@ -79,6 +79,8 @@ pub(crate) enum NoAnswer {
     Late,
     /// The deadline passed before one of the session's lines was free.
     Crowded,
+    /// The call fits no message.
+    TooLong(String),
     /// The session is of no use any more.
     Broken(String),
 }
@@ -93,8 +95,10 @@ impl Link {
         let socket = || identity.socket.display().to_string();
         let away = |reason: String| StoreError::Away { socket: socket(), reason };
         let failed = |error: LineError| match error {
-            LineError::Late => away("it does not answer; is it stopped?".to_owned()),
-            LineError::Broken(reason) => away(reason),
+            LineError::Late | LineError::NoTime | LineError::Stuck => {
+                away("it does not answer; is it stopped?".to_owned())
+            }
+            LineError::TooLong(reason) | LineError::Broken(reason) => away(reason),
         };
         let mut line = Line::connect(&identity.socket, deadline).map_err(failed)?;
         let (answer, pool) = line.greet(&hello(identity, None), deadline).map_err(failed)?;
@@ -195,8 +199,15 @@ impl Session {
         }
     }
 
-    /// Whether the node still knows this session: tried on a new line.
+    /// Whether the node still knows this session: tried on an idle line, then on a new one.
     pub(crate) fn revive(&self, deadline: Deadline) -> Result<(), NoAnswer> {
+        let idle = self.lines().idle.pop();
+        if let Some(mut line) = idle {
+            let asked = line.ask(&[], &Call::Ping, deadline);
+            if self.settle(line, asked).is_ok() {
+                return Ok(());
+            }
+        }
         let line = self.join(deadline)?;
         let mut lines = self.lines();
         lines.shut_retired();
@@ -212,9 +223,27 @@ impl Session {
                 lines.idle.push(line);
                 Ok(answer)
             }
+            // Nothing was sent, so the line is in step. Closed now, it would look to the node as if
+            // the answer before had not come: it would take back what that granted.
+            Err(LineError::NoTime) => {
+                lines.idle.push(line);
+                Err(NoAnswer::Crowded)
+            }
+            Err(LineError::Stuck) => {
+                lines.idle.push(line);
+                Err(NoAnswer::Late)
+            }
+            Err(LineError::TooLong(reason)) => {
+                lines.idle.push(line);
+                Err(NoAnswer::TooLong(reason))
+            }
             Err(LineError::Late) => {
                 lines.open -= 1;
-                lines.retired.push(line);
+                if lines.open > 0 {
+                    line.shut();
+                } else {
+                    lines.retired.push(line);
+                }
                 Err(NoAnswer::Late)
             }
             Err(LineError::Broken(reason)) => {
@@ -222,31 +251,48 @@ impl Session {
                 Err(NoAnswer::Broken(reason))
             }
         };
+        let is_last = lines.open == 0;
         drop(lines);
-        self.line_came_back.notify_one();
+        if is_last {
+            self.line_came_back.notify_all();
+        } else {
+            self.line_came_back.notify_one();
+        }
         result
     }
 
+    /// A line, opened if all are busy. A node that refuses one more still serves the others, so
+    /// then a call waits for one of them.
     fn take_line(&self, deadline: Deadline) -> Result<Line, NoAnswer> {
+        let mut refusal = None;
         let mut lines = self.lines();
         loop {
             if let Some(line) = lines.idle.pop() {
                 return Ok(line);
             }
-            if lines.open < LINES_MAX {
+            if refusal.is_none() && lines.open < LINES_MAX {
                 lines.open += 1;
                 drop(lines);
                 let joined = self.join(deadline);
-                let mut lines = self.lines();
-                match &joined {
-                    Ok(_) => lines.shut_retired(),
-                    Err(_) => lines.open -= 1,
+                lines = self.lines();
+                match joined {
+                    Ok(line) => {
+                        lines.shut_retired();
+                        return Ok(line);
+                    }
+                    Err(error) => refusal = Some(error),
                 }
-                return joined;
+                lines.open -= 1;
+                self.line_came_back.notify_all();
+                continue;
             }
             let left = deadline.remaining(&SystemClock);
-            if left.is_zero() {
-                return Err(NoAnswer::Crowded);
+            match refusal {
+                Some(error) if lines.open == 0 || matches!(error, NoAnswer::Late) => {
+                    return Err(error);
+                }
+                _ if left.is_zero() => return Err(NoAnswer::Crowded),
+                _ => {}
             }
             let waited = self.line_came_back.wait_timeout(lines, left);
             lines = waited.unwrap_or_else(PoisonError::into_inner).0;
@@ -255,7 +301,8 @@ impl Session {
 
     fn join(&self, deadline: Deadline) -> Result<Line, NoAnswer> {
         let failed = |error| match error {
-            LineError::Late => NoAnswer::Late,
+            LineError::Late | LineError::NoTime | LineError::Stuck => NoAnswer::Late,
+            LineError::TooLong(reason) => NoAnswer::TooLong(reason),
             LineError::Broken(reason) => NoAnswer::Broken(reason),
         };
         let mut line = Line::connect(&self.identity.socket, deadline).map_err(failed)?;
@@ -273,6 +320,10 @@ impl Session {
         let kept = returns.len().saturating_sub(BLOCKS_MAX);
         let holds = returns.split_off(kept);
         drop(returns);
+        if kept > 0 {
+            // Those that came before were the keeper's already; nobody else wakes it for the rest.
+            self.chores.returns_wait();
+        }
         (!holds.is_empty()).then_some(Call::Release { holds })
     }
 
@@ -314,11 +365,27 @@ impl Lender for Session {
 
 impl Drop for Session {
     fn drop(&mut self) {
+        if self.is_inherited() {
+            // Another thread may have held any lock when the process was forked.
+            let _never_dropped = std::mem::ManuallyDrop::new(self.living.take());
+            return;
+        }
+        // A session with holds outlives its connections, so the node is told of the last ones. If
+        // that fails, it learns it from the process's end.
+        let deadline = Deadline::after(&SystemClock, GOODBYE_TIMEOUT);
+        while !self.returns().is_empty() {
+            if self.tell(Vec::new(), deadline).is_err() {
+                break;
+            }
+        }
         // Everything that this run of the node lent has come back.
         drop(self.living.take());
         self.chores.session_over(self.epoch);
     }
 }
+
+/// How long the end of a session may wait for the node to take what goes back.
+const GOODBYE_TIMEOUT: Duration = Duration::from_millis(200);
 
 /// The shortest time that a call is given.
 pub(crate) const CALL_MIN: Duration = Duration::from_millis(1);

@@ -42,7 +42,10 @@ impl Attachment {
             return Err(refused(io::Error::new(io::ErrorKind::InvalidData, text)));
         }
         let write = if is_writable { ProtFlags::WRITE } else { ProtFlags::empty() };
-        let mapping = Mapping::of_file(&file, bytes, ProtFlags::READ | write).map_err(refused)?;
+        let mut mapping =
+            Mapping::of_file(&file, bytes, ProtFlags::READ | write).map_err(refused)?;
+        // A child that is forked has no holds: the node would fill what it reads with other blocks.
+        mapping.leave_out_of_children().map_err(refused)?;
         drop(File::from(file));
         Ok(Arc::new(Self { mapping, is_writable, lender }))
     }

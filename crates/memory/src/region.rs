@@ -12,7 +12,7 @@ use rustix::fs::{
     FallocateFlags, MemfdFlags, Mode, SealFlags, fallocate, fchmod, fcntl_add_seals, ftruncate,
     memfd_create,
 };
-use rustix::mm::{MapFlags, ProtFlags, mmap, mmap_anonymous, munmap};
+use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, mmap_anonymous, munmap};
 
 use crate::named::LockedFile;
 use crate::pages::{self, HUGE_PAGE};
@@ -43,6 +43,8 @@ pub(crate) struct Mapping {
     reserved_bytes: usize,
     base: NonNull<u8>,
     bytes: usize,
+    /// The one process that has it, if children have not.
+    process: Option<u32>,
 }
 
 // SAFETY: the mapping is plain memory without thread affinity; it is unmapped once, on drop.
@@ -189,11 +191,20 @@ impl Mapping {
         // SAFETY: `skip` is below HUGE_PAGE, which the reservation has on top of `bytes`.
         let base = unsafe { start.add(skip) };
         // From here on the reservation is unmapped on every way out.
-        let mapping = Self { start, reserved_bytes, base, bytes };
+        let mapping = Self { start, reserved_bytes, base, bytes, process: None };
         let flags = MapFlags::SHARED | MapFlags::FIXED;
         // SAFETY: replaces part of the reservation above, which nobody else knows of.
         unsafe { mmap(base.as_ptr().cast(), bytes, prot, flags, file, 0) }?;
         Ok(mapping)
+    }
+
+    /// Children that are forked from here on do not have this mapping.
+    pub(crate) fn leave_out_of_children(&mut self) -> io::Result<()> {
+        let start = self.start.as_ptr().cast();
+        // SAFETY: the range is the reservation of this mapping; the advice changes no contents.
+        unsafe { madvise(start, self.reserved_bytes, Advice::LinuxDontFork) }?;
+        self.process = Some(std::process::id());
+        Ok(())
     }
 
     pub(crate) fn base(&self) -> NonNull<u8> {
@@ -243,6 +254,10 @@ impl Mapping {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
+        if self.process.is_some_and(|process| process != std::process::id()) {
+            // A child never had it; something else may lie at these addresses by now.
+            return;
+        }
         // SAFETY: the reservation was made in `of_file` and covers the mapping; slabs hold the
         // pool, which holds the region and this, so nothing points into it any more.
         let unmapped = unsafe { munmap(self.start.as_ptr().cast(), self.reserved_bytes) };
@@ -271,6 +286,19 @@ mod tests {
         region.file().read_exact_at(&mut byte, 4097).expect("inside the file");
         assert_eq!(byte, [42]);
         region.file().set_len(0).expect_err("sealed against shrinking");
+    }
+
+    #[test]
+    fn a_mapping_is_left_out_of_children() {
+        let region = region(1 << 20, HugePages::Never);
+        let mapping = Mapping::of_file(region.file(), 1 << 20, ProtFlags::READ);
+        let mut mapping = mapping.expect("it can be mapped");
+        mapping.leave_out_of_children().expect("the kernel knows the advice");
+        let smaps = std::fs::read_to_string("/proc/self/smaps").expect("there is /proc");
+        let start = format!("{:x}-", mapping.base().as_ptr().addr());
+        let ours = smaps.split_once(&start).expect("it is mapped").1;
+        let flags = ours.lines().find(|line| line.starts_with("VmFlags:"));
+        assert!(flags.is_some_and(|flags| flags.contains(" dc")), "{flags:?}");
     }
 
     #[test]

@@ -6,8 +6,8 @@ use cascade_store::TierName;
 use crate::{KEYS_MAX, TEXT_BYTES_MAX, WireError};
 
 const KEY_BYTES: usize = 32;
-/// Most fields of a manifest.
-const MANIFEST_FIELDS_MAX: usize = 256;
+/// Most fields of a manifest in a message.
+pub const MANIFEST_FIELDS_MAX: usize = 256;
 
 /// As much of a text as fits `bytes_max`, ending with a whole character.
 pub(crate) fn cut(text: &str, bytes_max: usize) -> &str {

@@ -13,6 +13,7 @@ mod hello;
 pub use answer::{Answer, Lease, PreparedBlock, Welcome};
 pub use call::{AskedBlock, Call, HoldRange, KeyQuestion, LeasePurpose, SealedBlock};
 pub use chain::ChainRequest;
+pub use fields::MANIFEST_FIELDS_MAX;
 pub use frame::{
     BODY_BYTES_MAX, Frame, HEADER_BYTES, Header, TraceContext, VERSION, VERSION_MIN, frame_length,
 };

@@ -35,6 +35,11 @@ impl Host {
         Self { node, socket, server, _directory: directory }
     }
 
+    /// Stops serving; the stores stay open.
+    pub(crate) fn stop(&mut self) {
+        drop(self.server.take());
+    }
+
     pub(crate) fn connect(&self) -> Client {
         Client::connect(ConnectOptions::new(&self.socket)).unwrap()
     }

@@ -212,6 +212,8 @@ fn a_client_holds_no_more_than_its_share() {
     let reserved = host.stats().pool.reserved_bytes as u64;
     assert!(reserved <= share + 2048 * 64, "{reserved} bytes are held; the share is {share}");
     assert_serves(&host);
+    let count = u32::try_from(hold).unwrap();
+    liar.tell(&Call::Release { holds: vec![HoldRange { first: 0, count }] });
     drop(liar);
     host.assert_nothing_leaks();
 }
@@ -276,8 +278,8 @@ fn one_process_takes_at_most_half_of_the_connections() {
         (0..1000).filter_map(|_| UnixStream::connect(&host.socket).ok()).collect();
     assert_eq!(hits(&keys(0..4), &witness.view(&keys(0..4), NOW)), 4);
     // Another process still gets in.
-    let mut other = crate::child::Process::start("child::holder", &host.socket);
     put(&witness, &keys(0..16), 4096, NOW);
+    let mut other = crate::child::Process::start("child::holder", &host.socket);
     other.await_ready();
     drop((other, streams, witness));
     host.assert_nothing_leaks();
@@ -332,4 +334,68 @@ fn heir() {
         .unwrap();
     crate::child::say_ready();
     sleeper.wait().unwrap();
+}
+
+/// A second connection of a session, and blocks that were leased through it.
+fn lease_on_second(host: &Host, first: &Liar) -> Liar {
+    let mut second = Liar::connect(host);
+    let session = first.welcome.as_ref().map(|welcome| welcome.session);
+    let (version_min, version_max, access, token) = (1, 1, Access::Write, None);
+    let name = "liar".to_owned();
+    let hello = Hello { version_min, version_max, access, session, token, name };
+    assert!(matches!(second.ask(&Call::Hello(hello)), Answer::Welcome(_)));
+    let purpose = LeasePurpose::Use;
+    let lease = Call::Lease { timeout_ms: 1000, first_hold: 1, purpose, keys: keys(0..4) };
+    assert!(matches!(second.ask(&lease), Answer::Leases(_)));
+    second
+}
+
+/// A client whose next call was cut by its deadline had read the answer before: the node took back
+/// what that had granted, under the views.
+#[test]
+fn what_was_answered_before_a_cut_call_stays_granted() {
+    let host = Host::start(|_| {});
+    put(&host.store(), &keys(0..4), 4096, NOW);
+    let mut first = Liar::greet(&host);
+    let mut second = lease_on_second(&host, &first);
+    let mut ping = Vec::new();
+    Call::Ping.write(&mut ping, 2, None).unwrap();
+    second.stream.write_all(&ping[..ping.len() / 2]).unwrap();
+    drop(second);
+    wait_until("the second connection closes", || host.node.clients()[0].connections == 1);
+    assert!(matches!(first.ask(&Call::Ping), Answer::Done));
+    assert_eq!(host.node.clients()[0].leases, 4);
+    // Nothing followed this answer: nobody has seen it.
+    let release = Call::Release { holds: vec![HoldRange { first: 1, count: 4 }] };
+    first.tell(&release);
+    assert!(matches!(first.ask(&Call::Ping), Answer::Done));
+    drop(lease_on_second(&host, &first));
+    wait_until("the second connection closes", || host.node.clients()[0].connections == 1);
+    assert_eq!(host.node.clients()[0].leases, 0);
+    drop(first);
+    host.assert_nothing_leaks();
+}
+
+/// The session ended with its last connection, whatever closed that, and what its living process
+/// held was given to others under its views.
+#[test]
+fn what_a_living_process_holds_outlives_its_connections() {
+    let host = Host::start(|_| {});
+    put(&host.store(), &keys(0..4), 4096, NOW);
+    let first = Liar::greet(&host);
+    let mut second = lease_on_second(&host, &first);
+    assert!(matches!(second.ask(&Call::Ping), Answer::Done));
+    let welcome = first.welcome.clone();
+    drop((first, second));
+    wait_until("both connections close", || host.node.clients()[0].connections == 0);
+    assert_eq!(host.node.clients()[0].leases, 4);
+    let mut again = Liar::connect(&host);
+    let session = welcome.map(|welcome| welcome.session);
+    let (version_min, version_max, access, token) = (1, 1, Access::Write, None);
+    let name = "liar".to_owned();
+    let hello = Hello { version_min, version_max, access, session, token, name };
+    assert!(matches!(again.ask(&Call::Hello(hello)), Answer::Welcome(_)));
+    again.tell(&Call::Release { holds: vec![HoldRange { first: 1, count: 4 }] });
+    drop(again);
+    host.assert_nothing_leaks();
 }

@@ -94,3 +94,21 @@ fn connecting_to_a_stopped_node_ends_by_its_deadline() {
     pause(Duration::ZERO);
     drop(listener);
 }
+
+/// What clients held went back to the pool when the node stopped, and what the store did until it
+/// was closed was done over their views.
+#[test]
+fn a_node_that_stops_leaves_views_as_they_are() {
+    let mut host = Host::start(|_| {});
+    let client = host.connect();
+    let some = keys(0..16);
+    put(&client, &some, 64 << 10, NOW);
+    let views = client.view(&some, NOW);
+    assert_eq!(hits(&some, &views), 16);
+    host.stop();
+    let store = host.store();
+    for first in (1000..1600).step_by(8) {
+        put(&store, &keys(first..first + 8), 256 << 10, NOW);
+    }
+    assert_eq!(hits(&some, &views), 16);
+}

@@ -67,7 +67,7 @@ pub(super) struct Connection {
     since: Duration,
     state: Mutex<State>,
     session: Mutex<Option<Arc<Session>>>,
-    /// What the last call may have granted, until another message shows that its answer came.
+    /// What the last call may have granted, until a byte of another shows that its answer came.
     granted: Mutex<Option<HoldRange>>,
     /// Bytes that wait in the input and output, as they count in the sum of all connections.
     waiting: AtomicUsize,
@@ -155,6 +155,11 @@ impl Connection {
         lock(&self.granted).take()
     }
 
+    /// What its last call granted stays so: the node closes it, and the client may read the answer.
+    pub(super) fn keep_unseen(&self) {
+        *lock(&self.granted) = None;
+    }
+
     pub(super) fn process(&self) -> i32 {
         self.peer.process
     }
@@ -216,6 +221,8 @@ impl Connection {
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
                 Err(error) => return Err(error.into()),
             };
+            // A byte of a further message: the last answer came, and what it granted is in use.
+            *lock(&self.granted) = None;
             let is_whole = self.take(shared, state, &scratch[..count])?;
             if !self.flush(state)? {
                 return Ok(Next::Write);
@@ -271,6 +278,9 @@ impl Connection {
             *lock(&self.granted) = granted(&call);
             self.answer(shared, &mut state.output, &frame.header, call, frame.trace)?;
             used += length;
+            if used < bytes.len() {
+                *lock(&self.granted) = None;
+            }
         }
         Ok(used)
     }

@@ -217,6 +217,17 @@ impl Holds {
         self.is_over
     }
 
+    /// The node stops: nothing is granted any more. What is held stays, and so do the notes, for
+    /// the run after this one.
+    pub(super) fn keep(&mut self) {
+        self.is_over = true;
+        for granted in self.held.values_mut() {
+            if let Some(mut note) = granted.note.take() {
+                note.id = None;
+            }
+        }
+    }
+
     /// The client is gone: all that it held, and nothing is granted any more.
     pub(super) fn end(&mut self) -> Vec<Granted> {
         self.is_over = true;

@@ -111,7 +111,7 @@ impl Server {
         Ok(Arc::new(shared))
     }
 
-    /// Stops: no further call is taken, and what clients hold goes back.
+    /// Stops: no further call is taken. What clients hold stays theirs until the node is dropped.
     pub fn stop(&self) {
         let shared = &self.shared;
         shared.is_stopping.store(true, Ordering::Release);
@@ -130,7 +130,12 @@ impl Server {
         }
         let connections = std::mem::take(&mut *lock(&shared.connections));
         for connection in connections.values() {
-            shared.leave(connection);
+            connection.shut();
+        }
+        // Clients read on in what they hold: it goes back to no pool, and stays noted for the next
+        // run, which asks the kernel whose process is gone.
+        for session in shared.node.sessions().all() {
+            session.keep_held();
         }
     }
 }
@@ -254,6 +259,8 @@ impl Shared {
         };
         if let Err(error) = armed {
             tracing::warn!(%error, "a connection is closed: it cannot be watched");
+            // The client reads what was answered, closed or not: that stays granted.
+            connection.keep_unseen();
             self.close(&connection);
         }
     }
@@ -321,7 +328,9 @@ impl Shared {
         lock(&self.processes).insert(token, Arc::downgrade(session));
         if let Err(error) = self.watch(process.as_fd(), token, epoll::EventFlags::IN) {
             tracing::debug!(%error, "a client's death will be seen by its socket alone");
+            return;
         }
+        session.note_watched();
     }
 
     fn close(&self, connection: &Connection) {
@@ -331,14 +340,14 @@ impl Shared {
         }
     }
 
-    /// Ends the connection's part in its session, and the session with its last connection.
+    /// Ends the connection's part in its session, and with the last one the session, unless its
+    /// process lives on and holds something.
     fn leave(&self, connection: &Connection) {
         let Some(session) = connection.session() else { return };
         if let Some(unseen) = connection.take_unseen() {
             session.release(&[unseen]);
         }
-        if session.leave() {
-            self.node.sessions().remove(&session);
+        if self.node.sessions().leave(&session) {
             // Its descriptor goes with it, and with that the kernel's interest in it.
             lock(&self.processes).retain(|_, known| known.strong_count() > 0);
         }

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::fmt;
 use std::os::fd::OwnedFd;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -41,6 +41,8 @@ pub(crate) struct Session {
     /// Milliseconds since `started` of its last call.
     last_call_ms: AtomicU64,
     connections: AtomicUsize,
+    /// Its process's end is seen: it may have holds without a connection.
+    is_watched: AtomicBool,
     holds: Mutex<Holds>,
     /// How often it pinned each block. A pin of a client ends with it: nobody else would know that
     /// it is to be taken back.
@@ -107,6 +109,7 @@ impl Session {
             started: SystemClock.monotonic(),
             last_call_ms: AtomicU64::new(0),
             connections: AtomicUsize::new(1),
+            is_watched: AtomicBool::new(false),
             holds: Mutex::default(),
             pins: Mutex::default(),
         }
@@ -222,15 +225,19 @@ impl Session {
         !held.is_empty()
     }
 
-    /// A further connection; false if the session ended meanwhile.
-    pub(super) fn join(&self) -> bool {
-        let joined = |count: usize| (count > 0).then_some(count + 1);
-        self.connections.fetch_update(Ordering::AcqRel, Ordering::Acquire, joined).is_ok()
+    /// Its process's end will be seen.
+    pub(super) fn note_watched(&self) {
+        self.is_watched.store(true, Ordering::Release);
     }
 
-    /// A connection closed. True if it was the last.
-    pub(super) fn leave(&self) -> bool {
-        self.connections.fetch_sub(1, Ordering::AcqRel) == 1
+    /// Whether it goes on without a connection: its process lives and may be at what it holds.
+    fn outlives_connections(&self) -> bool {
+        self.is_watched.load(Ordering::Acquire) && self.holds().bytes() > 0
+    }
+
+    /// The node stops: what the client holds stays where it is, for as long as this process lives.
+    pub(super) fn keep_held(&self) {
+        self.holds().keep();
     }
 
     pub(crate) fn facts(&self) -> SessionFacts {
@@ -306,12 +313,36 @@ impl Sessions {
 
     /// The session that a further connection of the same process may join.
     pub(super) fn find(&self, id: &SessionId, peer: Peer) -> Option<Arc<Session>> {
-        let found = self.lock().get(id).map(Arc::clone);
-        found.filter(|session| session.peer == peer && session.join())
+        let all = self.lock();
+        let found = all.get(id).filter(|session| session.peer == peer)?;
+        // Under the lock, as the last connection's end.
+        found.connections.fetch_add(1, Ordering::AcqRel);
+        Some(Arc::clone(found))
+    }
+
+    /// A connection closed. The session ends with its last one, unless its process lives on and
+    /// holds something: that is not given to others under it. True if it ended.
+    pub(super) fn leave(&self, session: &Session) -> bool {
+        let all = self.lock();
+        let is_last = session.connections.fetch_sub(1, Ordering::AcqRel) == 1;
+        if !is_last || session.outlives_connections() {
+            return false;
+        }
+        self.remove_from(all, session);
+        true
     }
 
     pub(super) fn remove(&self, session: &Session) {
-        self.lock().remove(&session.id);
+        self.remove_from(self.lock(), session);
+    }
+
+    fn remove_from(
+        &self,
+        mut all: MutexGuard<'_, HashMap<SessionId, Arc<Session>>>,
+        session: &Session,
+    ) {
+        all.remove(&session.id);
+        drop(all);
         if session.end() {
             self.reaped.fetch_add(1, Ordering::Relaxed);
         }
@@ -322,7 +353,7 @@ impl Sessions {
         self.reaped.load(Ordering::Relaxed)
     }
 
-    /// All that are connected.
+    /// All that are connected or hold something.
     pub(crate) fn all(&self) -> Vec<Arc<Session>> {
         self.lock().values().map(Arc::clone).collect()
     }
