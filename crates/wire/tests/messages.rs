@@ -312,3 +312,25 @@ proptest! {
         prop_assert!(read.is_err());
     }
 }
+
+/// Numbers beyond the last one would overflow in whoever counts through them.
+#[test]
+fn holds_beyond_the_last_number_are_refused() {
+    let (timeout_ms, keys, first_hold) = (1, vec![key(1), key(2)], u64::MAX - 1);
+    let asked =
+        AskedBlock { key: key(1), parent: None, bytes: 1, is_prefix: false, is_partial: false };
+    let purpose = LeasePurpose::Use;
+    for call in [
+        Call::Prepare { timeout_ms, first_hold, blocks: vec![asked; 2] },
+        Call::Reserve { timeout_ms, hold: u64::MAX, bytes: 1 },
+        Call::Lease { timeout_ms, first_hold, purpose, keys },
+        Call::Acquire { timeout_ms, first_hold, request: request() },
+        Call::Release { holds: vec![HoldRange { first: u64::MAX, count: 1 }] },
+    ] {
+        let mut bytes = Vec::new();
+        call.write(&mut bytes, 1, None).unwrap();
+        let read = Call::read(&Frame::read(&bytes).unwrap());
+        let expected = matches!(read, Err(WireError::Field("hold" | "count")));
+        assert!(expected, "{call:?} was read as {read:?}");
+    }
+}
