@@ -15,6 +15,7 @@ use std::collections::HashMap;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixListener;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::thread::JoinHandle;
@@ -46,6 +47,8 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(10);
 const HELLO_TIMEOUT: Duration = Duration::from_secs(10);
 /// How long the server waits for its threads when it stops.
 const STOP_TIMEOUT: Duration = Duration::from_secs(5);
+/// The process ended because a store is broken: an internal error, as `sysexits.h` has it.
+const EXIT_BROKEN: i32 = 70;
 
 /// Serves a node's clients until it is stopped.
 #[derive(Debug)]
@@ -135,6 +138,16 @@ impl Server {
     }
 }
 
+/// A thread of the server, counted as long as it runs, however it ends.
+struct Running(Arc<Shared>);
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        *lock(&self.0.running) -= 1;
+        self.0.stopped.notify_all();
+    }
+}
+
 impl Drop for Server {
     fn drop(&mut self) {
         self.stop();
@@ -158,11 +171,7 @@ impl Shared {
         let shared = Arc::clone(self);
         self.idle.fetch_add(1, Ordering::AcqRel);
         *lock(&self.running) += 1;
-        let serve = move || {
-            shared.run();
-            *lock(&shared.running) -= 1;
-            shared.stopped.notify_all();
-        };
+        let serve = move || Running(shared).0.run();
         let spawned = std::thread::Builder::new().name("cascade-serve".to_owned()).spawn(serve);
         if spawned.is_err() {
             self.idle.fetch_sub(1, Ordering::AcqRel);
@@ -210,8 +219,44 @@ impl Shared {
             if self.idle.fetch_sub(1, Ordering::AcqRel) == 1 {
                 self.grow();
             }
-            self.handle(events[0].data.u64(), events[0].flags, &mut scratch);
+            let (token, flags) = (events[0].data.u64(), events[0].flags);
+            // What a call changes is behind locks that are asked below whether they are sound; the
+            // buffers are emptied.
+            let handle = AssertUnwindSafe(|| self.handle(token, flags, &mut scratch));
+            if catch_unwind(handle).is_err() {
+                scratch = Scratch::new();
+                self.after_panic(token);
+            }
             self.idle.fetch_add(1, Ordering::AcqRel);
+        }
+    }
+
+    /// A call panicked: its client has no answer to wait for, and the others go on, unless a store
+    /// is no longer sound. Then the process ends, as killed: its supervisor starts another, and a
+    /// pool with a name is found again.
+    fn after_panic(&self, token: u64) {
+        let tenants = self.node.tenants().all();
+        if let Some(broken) = tenants.iter().find(|tenant| tenant.store().is_broken()) {
+            tracing::error!(
+                tenant = broken.name(),
+                "the node ends: a thread panicked inside the tenant's store, and nothing can be \
+                 said of its blocks any more; start it again"
+            );
+            std::process::exit(EXIT_BROKEN);
+        }
+        tracing::error!(token, "a call panicked: its connection is closed, the node goes on");
+        if token == LISTENER {
+            self.arm_listener();
+        }
+        let connection = lock(&self.connections).get(&token).map(Arc::clone);
+        if let Some(connection) = connection {
+            self.close(&connection);
+        }
+    }
+
+    fn arm_listener(&self) {
+        if let Err(error) = self.arm(self.listener.as_fd(), LISTENER, epoll::EventFlags::IN) {
+            tracing::error!(%error, "no further connection can be accepted");
         }
     }
 
@@ -228,9 +273,7 @@ impl Shared {
     fn handle(&self, token: u64, flags: epoll::EventFlags, scratch: &mut Scratch) {
         if token == LISTENER {
             self.accept();
-            if let Err(error) = self.arm(self.listener.as_fd(), LISTENER, epoll::EventFlags::IN) {
-                tracing::error!(%error, "no further connection can be accepted");
-            }
+            self.arm_listener();
             return;
         }
         if token & PROCESS != 0 {
