@@ -1,7 +1,9 @@
 //! What the node does for each call of a client.
 
+use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 use std::num::NonZeroU32;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::Mutex;
 use std::time::Duration;
 
 use cascade_block::{BlockKey, Namespace};
@@ -12,47 +14,84 @@ use cascade_store::{
 };
 use cascade_wire::{
     Access, Answer, AskedBlock, BLOCKS_MAX, Call, ChainRequest, KeyQuestion, Lease, LeasePurpose,
-    PreparedBlock, SealedBlock,
+    PreparedBlock, SealedBlock, SessionId,
 };
 
 use super::holds::{Held, counted};
+use super::lock;
 use super::session::Session;
 use crate::Node;
 
 /// A call that asks without time to wait.
 const AT_ONCE: CallOptions = CallOptions { timeout: Some(Duration::ZERO), writer: None };
 
+/// What a call without the right to wait would have had to do.
+const LATE: &str = "wait for one of the node's threads, which all wait for a tier";
+/// The least that the node lets calls wait at most, however short its store's own timeout is.
+const TIMEOUT_MAX: Duration = Duration::from_secs(60);
+
 /// How many calls may wait for a tier or for room at a time. The threads beyond these serve those
 /// that need not wait, so that a slow disk slows nobody who does not ask it.
 #[derive(Debug)]
 pub(super) struct Waiters {
-    now: AtomicUsize,
+    now: Mutex<Now>,
     most: usize,
 }
 
+/// Calls that wait.
+#[derive(Debug, Default)]
+struct Now {
+    all: usize,
+    of_session: HashMap<SessionId, usize>,
+}
+
+/// What a call waits for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Purpose {
+    /// Sealing blocks that are written: giving up would throw them away, so a few places are kept.
+    Seal,
+    Other,
+}
+
 /// The right to wait.
-struct Waiter<'a>(&'a Waiters);
+struct Waiter<'a>(&'a Waiters, SessionId);
 
 impl Waiters {
     pub(super) fn new(most: usize) -> Self {
-        Self { now: AtomicUsize::new(0), most }
+        Self { now: Mutex::default(), most }
     }
 
-    fn begin(&self) -> Result<Waiter<'_>, StoreError> {
-        let one_more = |now: usize| (now < self.most).then_some(now + 1);
-        match self.now.fetch_update(Ordering::AcqRel, Ordering::Acquire, one_more) {
-            Ok(_) => Ok(Waiter(self)),
-            Err(_) => Err(StoreError::Timeout {
-                operation: "wait for one of the node's threads, which all wait for a tier",
-                timeout_ms: 0,
-            }),
+    /// The most that one client has of them: half, so that the calls of a client that is stuck
+    /// leave the others some.
+    fn of_session_max(&self) -> usize {
+        self.most.div_ceil(2)
+    }
+
+    fn begin(&self, session: SessionId, purpose: Purpose) -> Result<Waiter<'_>, StoreError> {
+        let mut now = lock(&self.now);
+        // One in eight is for sealing alone.
+        let most = if purpose == Purpose::Seal { self.most } else { self.most - self.most / 8 };
+        let of_session = now.of_session.get(&session).map_or(0, |count| *count);
+        let is_greedy = purpose == Purpose::Other && of_session >= self.of_session_max();
+        if now.all >= most || is_greedy {
+            return Err(StoreError::Timeout { operation: LATE, timeout_ms: 0 });
         }
+        now.all += 1;
+        *now.of_session.entry(session).or_default() += 1;
+        Ok(Waiter(self, session))
     }
 }
 
 impl Drop for Waiter<'_> {
     fn drop(&mut self) {
-        self.0.now.fetch_sub(1, Ordering::AcqRel);
+        let mut now = lock(&self.0.now);
+        now.all -= 1;
+        if let Entry::Occupied(mut count) = now.of_session.entry(self.1) {
+            *count.get_mut() -= 1;
+            if *count.get() == 0 {
+                count.remove();
+            }
+        }
     }
 }
 
@@ -74,14 +113,14 @@ impl Dispatch<'_> {
             // A connection says hello once; again is harmless.
             Call::Hello(_) | Call::Ping => Answer::Done,
             Call::Prepare { timeout_ms, first_hold, blocks } => {
-                self.prepare(timeout(timeout_ms), first_hold, &blocks)
+                self.prepare(self.timeout(timeout_ms), first_hold, &blocks)
             }
             Call::Reserve { timeout_ms, hold, bytes } => {
-                self.reserve(timeout(timeout_ms), hold, bytes)
+                self.reserve(self.timeout(timeout_ms), hold, bytes)
             }
             Call::Seal { timeout_ms, blocks } => {
                 let writer = NonZeroU32::new(self.session.peer.process.unsigned_abs()).map(Writer);
-                self.seal(CallOptions { writer, ..timeout(timeout_ms) }, &blocks)
+                self.seal(CallOptions { writer, ..self.timeout(timeout_ms) }, &blocks)
             }
             Call::Release { holds } => {
                 self.session.release(&holds);
@@ -92,10 +131,10 @@ impl Dispatch<'_> {
                 return None;
             }
             Call::Lease { timeout_ms, first_hold, purpose, keys } => {
-                self.lease(timeout(timeout_ms), first_hold, purpose, &keys)
+                self.lease(self.timeout(timeout_ms), first_hold, purpose, &keys)
             }
             Call::Acquire { timeout_ms, first_hold, request } => {
-                self.acquire(timeout(timeout_ms), first_hold, &request)
+                self.acquire(self.timeout(timeout_ms), first_hold, &request)
             }
             Call::Lookup(request) => {
                 let found = self.store().lookup_prefix(&request.as_request());
@@ -113,21 +152,21 @@ impl Dispatch<'_> {
             }
             Call::Register { timeout_ms, root, manifest } => {
                 let namespace = Namespace::from_root(root, manifest);
-                let register = || self.store().register(&namespace, timeout(timeout_ms));
+                let register = || self.store().register(&namespace, self.timeout(timeout_ms));
                 self.waiting(register, |()| Answer::Done)
             }
             Call::Manifests { timeout_ms } => {
-                self.waiting(|| self.store().manifests(timeout(timeout_ms)), Answer::Manifests)
+                self.waiting(|| self.store().manifests(self.timeout(timeout_ms)), Answer::Manifests)
             }
             Call::Flush { timeout_ms } => {
-                self.waiting(|| self.store().flush(timeout(timeout_ms)), |()| Answer::Done)
+                self.waiting(|| self.store().flush(self.timeout(timeout_ms)), |()| Answer::Done)
             }
             Call::Admin { timeout_ms, topic, arguments } => {
-                let _waiter = match self.waiters.begin() {
+                let _waiter = match self.wait() {
                     Ok(waiter) => waiter,
                     Err(error) => return Some(Answer::Failed(error)),
                 };
-                let time = Duration::from_millis(u64::from(timeout_ms));
+                let time = self.time(timeout_ms);
                 match self.node.administer(&self.session.tenant, &topic, &arguments, time) {
                     Ok(text) => Answer::Text(text),
                     Err(reason) => Answer::Refused { reason },
@@ -140,13 +179,29 @@ impl Dispatch<'_> {
         })
     }
 
+    /// The right to wait, if not too many calls do already.
+    fn wait(&self) -> Result<Waiter<'_>, StoreError> {
+        self.waiters.begin(self.session.id, Purpose::Other)
+    }
+
+    /// What the caller has left, but no longer than the node lets anybody wait: a client that died
+    /// meanwhile does not keep a thread for ever.
+    fn time(&self, timeout_ms: u32) -> Duration {
+        let most = (2 * self.store().config().timeout).max(TIMEOUT_MAX);
+        Duration::from_millis(u64::from(timeout_ms)).min(most)
+    }
+
+    fn timeout(&self, timeout_ms: u32) -> CallOptions {
+        CallOptions { timeout: Some(self.time(timeout_ms)), ..CallOptions::default() }
+    }
+
     /// A call that may wait for a tier.
     fn waiting<T>(
         &self,
         call: impl FnOnce() -> Result<T, StoreError>,
         answer: impl FnOnce(T) -> Answer,
     ) -> Answer {
-        match self.waiters.begin().and_then(|_waiter| call()) {
+        match self.wait().and_then(|_waiter| call()) {
             Ok(value) => answer(value),
             Err(error) => Answer::Failed(error),
         }
@@ -195,7 +250,7 @@ impl Dispatch<'_> {
             let rest = if has_slabs {
                 (at..blocks.len()).map(|_| Prepared::Later).collect()
             } else {
-                match self.waiters.begin() {
+                match self.wait() {
                     Ok(_waiter) => {
                         self.store().prepare(&puts[at..], &lengths[at..], left(), options)
                     }
@@ -232,7 +287,7 @@ impl Dispatch<'_> {
         }
         let reserved = match self.store().reserve(needed_bytes, AT_ONCE) {
             Err(StoreError::Timeout { .. } | StoreError::Busy { .. }) => {
-                self.waiters.begin().and_then(|_waiter| self.store().reserve(needed_bytes, options))
+                self.wait().and_then(|_waiter| self.store().reserve(needed_bytes, options))
             }
             reserved => reserved,
         };
@@ -269,12 +324,15 @@ impl Dispatch<'_> {
         }
         let keys: Vec<BlockKey> = puts.iter().map(|put| put.key).collect();
         // Hashing, comparing and waiting for tiers are for threads that may.
+        let writer = options.writer;
         let settled = if self.store().puts_at_once(&keys) {
             self.store().put_slabs(puts, options)
         } else {
-            match self.waiters.begin() {
+            match self.waiters.begin(self.session.id, Purpose::Seal) {
                 Ok(_waiter) => self.store().put_slabs(puts, options),
-                Err(error) => puts.iter().map(|_| PutOutcome::Failed(error.clone())).collect(),
+                // What is written is taken if that needs no waiting after all: hashing needs none,
+                // nor does a tier that keeps up.
+                Err(_) => self.store().put_slabs(puts, CallOptions { writer, ..AT_ONCE }),
             }
         };
         drop(notes);
@@ -320,7 +378,7 @@ impl Dispatch<'_> {
         let views = if self.store().reads_at_once(keys) {
             read()
         } else {
-            match self.waiters.begin() {
+            match self.wait() {
                 Ok(_waiter) => read(),
                 Err(error) => keys.iter().map(|_| ViewOutcome::Failed(error.clone())).collect(),
             }
@@ -398,13 +456,6 @@ impl Dispatch<'_> {
     }
 }
 
-fn timeout(timeout_ms: u32) -> CallOptions {
-    CallOptions {
-        timeout: Some(Duration::from_millis(u64::from(timeout_ms))),
-        ..CallOptions::default()
-    }
-}
-
 fn put_of(block: &AskedBlock) -> Put<'static> {
     Put {
         parent: block.parent,
@@ -455,5 +506,29 @@ fn too_many(blocks: usize) -> StoreError {
     StoreError::Config {
         setting: "batch",
         reason: format!("{blocks} blocks in one message; the most is {BLOCKS_MAX}"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const ONE: SessionId = [1; 16];
+
+    #[test]
+    fn a_client_has_half_of_the_waiting_calls_and_sealing_has_some_of_its_own() {
+        let waiters = Waiters::new(16);
+        let begin = |session, purpose| waiters.begin(session, purpose);
+        let mut one: Vec<_> = (0..8).map(|_| begin(ONE, Purpose::Other).unwrap()).collect();
+        assert!(begin(ONE, Purpose::Other).is_err(), "half are one client's at most");
+        let others: Vec<_> = (2..8).map(|id| begin([id; 16], Purpose::Other).unwrap()).collect();
+        assert!(begin([9; 16], Purpose::Other).is_err(), "the last are for sealing");
+        let seals: Vec<_> = (0..2).map(|_| begin(ONE, Purpose::Seal).unwrap()).collect();
+        assert!(begin(ONE, Purpose::Seal).is_err(), "none is left");
+        drop((seals, one.pop()));
+        assert!(begin(ONE, Purpose::Other).is_ok(), "one came back");
+        drop((one, others));
+        assert_eq!(lock(&waiters.now).all, 0);
+        assert!(lock(&waiters.now).of_session.is_empty(), "nothing is kept of who is gone");
     }
 }
