@@ -5,8 +5,8 @@ use cascade_store::eviction::{Hints, Priority, StopReason};
 use cascade_store::{DeclineReason, PutOutcome, StoreError};
 use cascade_wire::{
     Access, Answer, AskedBlock, BLOCKS_MAX, Call, ChainRequest, Frame, HEADER_BYTES, Hello,
-    HoldRange, KeyQuestion, Lease, LeasePurpose, PreparedBlock, SealedBlock, TraceContext, VERSION,
-    Welcome, WireError, frame_length,
+    HoldRange, KeyQuestion, Lease, LeasePurpose, PreparedBlock, SealedBlock, TEXT_BYTES_MAX,
+    TraceContext, VERSION, Welcome, WireError, frame_length,
 };
 use proptest::prelude::*;
 use std::sync::Arc;
@@ -333,4 +333,22 @@ fn holds_beyond_the_last_number_are_refused() {
         let expected = matches!(read, Err(WireError::Field("hold" | "count")));
         assert!(expected, "{call:?} was read as {read:?}");
     }
+}
+
+/// A status of many clients came back cut in the middle, and its reader took it for nothing at all.
+#[test]
+fn long_text_is_refused_instead_of_cut() {
+    let write = |text: String| {
+        let mut bytes = Vec::new();
+        Answer::Text(text).write(&mut bytes, 1);
+        Answer::read(&Frame::read(&bytes).unwrap()).unwrap()
+    };
+    let whole = "x".repeat(TEXT_BYTES_MAX);
+    assert!(matches!(write(whole.clone()), Answer::Text(text) if text == whole));
+    let answer = write(whole + "x");
+    let Answer::Failed(StoreError::Config { setting, reason }) = answer else {
+        panic!("{answer:?}");
+    };
+    assert_eq!(setting, "answer");
+    assert!(reason.contains("ask for less"), "{reason}");
 }
