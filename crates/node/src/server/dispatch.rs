@@ -1,99 +1,34 @@
 //! What the node does for each call of a client.
 
-use std::collections::HashMap;
-use std::collections::hash_map::Entry;
 use std::num::NonZeroU32;
-use std::sync::Mutex;
 use std::time::Duration;
 
-use cascade_block::{BlockKey, Namespace};
+use cascade_block::{BlockKey, Manifest, Namespace};
 use cascade_memory::SlabMut;
 use cascade_store::{
-    CallOptions, Prepared, Put, PutOutcome, PutSlab, Store, StoreError, TierName, ViewOutcome,
-    Writer,
+    CallOptions, Prepared, Put, PutOutcome, PutSlab, Request, Store, StoreError, TierName,
+    ViewOutcome, Writer,
 };
 use cascade_wire::{
     Access, Answer, AskedBlock, BLOCKS_MAX, Call, ChainRequest, KeyQuestion, Lease, LeasePurpose,
-    PreparedBlock, SealedBlock, SessionId,
+    PreparedBlock, SealedBlock,
 };
 
 use super::holds::{Held, counted};
-use super::lock;
 use super::session::Session;
+use super::waiters::{Purpose, Waiter, Waiters};
 use crate::Node;
+
+/// Longest name or value of a manifest's field, in bytes.
+const FIELD_BYTES_MAX: usize = 4 << 10;
+/// Most bytes of a manifest's names and values together.
+const MANIFEST_BYTES_MAX: usize = 64 << 10;
 
 /// A call that asks without time to wait.
 const AT_ONCE: CallOptions = CallOptions { timeout: Some(Duration::ZERO), writer: None };
 
-/// What a call without the right to wait would have had to do.
-const LATE: &str = "wait for one of the node's threads, which all wait for a tier";
 /// The least that the node lets calls wait at most, however short its store's own timeout is.
 const TIMEOUT_MAX: Duration = Duration::from_secs(60);
-
-/// How many calls may wait for a tier or for room at a time. The threads beyond these serve those
-/// that need not wait, so that a slow disk slows nobody who does not ask it.
-#[derive(Debug)]
-pub(super) struct Waiters {
-    now: Mutex<Now>,
-    most: usize,
-}
-
-/// Calls that wait.
-#[derive(Debug, Default)]
-struct Now {
-    all: usize,
-    of_session: HashMap<SessionId, usize>,
-}
-
-/// What a call waits for.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Purpose {
-    /// Sealing blocks that are written: giving up would throw them away, so a few places are kept.
-    Seal,
-    Other,
-}
-
-/// The right to wait.
-struct Waiter<'a>(&'a Waiters, SessionId);
-
-impl Waiters {
-    pub(super) fn new(most: usize) -> Self {
-        Self { now: Mutex::default(), most }
-    }
-
-    /// The most that one client has of them: half, so that the calls of a client that is stuck
-    /// leave the others some.
-    fn of_session_max(&self) -> usize {
-        self.most.div_ceil(2)
-    }
-
-    fn begin(&self, session: SessionId, purpose: Purpose) -> Result<Waiter<'_>, StoreError> {
-        let mut now = lock(&self.now);
-        // One in eight is for sealing alone.
-        let most = if purpose == Purpose::Seal { self.most } else { self.most - self.most / 8 };
-        let of_session = now.of_session.get(&session).map_or(0, |count| *count);
-        let is_greedy = purpose == Purpose::Other && of_session >= self.of_session_max();
-        if now.all >= most || is_greedy {
-            return Err(StoreError::Timeout { operation: LATE, timeout_ms: 0 });
-        }
-        now.all += 1;
-        *now.of_session.entry(session).or_default() += 1;
-        Ok(Waiter(self, session))
-    }
-}
-
-impl Drop for Waiter<'_> {
-    fn drop(&mut self) {
-        let mut now = lock(&self.0.now);
-        now.all -= 1;
-        if let Entry::Occupied(mut count) = now.of_session.entry(self.1) {
-            *count.get_mut() -= 1;
-            if *count.get() == 0 {
-                count.remove();
-            }
-        }
-    }
-}
 
 /// One call being answered.
 pub(super) struct Dispatch<'a> {
@@ -137,23 +72,22 @@ impl Dispatch<'_> {
                 self.acquire(self.timeout(timeout_ms), first_hold, &request)
             }
             Call::Lookup(request) => {
-                let found = self.store().lookup_prefix(&request.as_request());
+                let found = self.store().lookup_prefix(&arriving(&request));
                 Answer::Matched(found.tiers.iter().map(|tier| self.tier(tier)).collect())
             }
             Call::Hint(request) => {
-                self.store().hint(&request.as_request());
+                self.store().hint(&arriving(&request));
                 Answer::Done
             }
             Call::Ask { question, keys } => self.ask(question, &keys),
             Call::Clear if self.session.access == Access::Read => Answer::Failed(read_only()),
             Call::Clear => {
+                self.node.sessions().forget_pins(&self.session.tenant, None);
                 self.store().clear();
                 Answer::Done
             }
             Call::Register { timeout_ms, root, manifest } => {
-                let namespace = Namespace::from_root(root, manifest);
-                let register = || self.store().register(&namespace, self.timeout(timeout_ms));
-                self.waiting(register, |()| Answer::Done)
+                self.register(self.timeout(timeout_ms), root, manifest)
             }
             Call::Manifests { timeout_ms } => {
                 self.waiting(|| self.store().manifests(self.timeout(timeout_ms)), Answer::Manifests)
@@ -205,6 +139,17 @@ impl Dispatch<'_> {
             Ok(value) => answer(value),
             Err(error) => Answer::Failed(error),
         }
+    }
+
+    fn register(&self, options: CallOptions, root: BlockKey, manifest: Manifest) -> Answer {
+        if self.session.access == Access::Read {
+            return Answer::Failed(read_only());
+        }
+        if is_too_long(&manifest) {
+            return Answer::Failed(long_manifest());
+        }
+        let namespace = Namespace::from_root(root, manifest);
+        self.waiting(|| self.store().register(&namespace, options), |()| Answer::Done)
     }
 
     fn prepare(&self, options: CallOptions, first: u64, blocks: &[AskedBlock]) -> Answer {
@@ -259,13 +204,9 @@ impl Dispatch<'_> {
             };
             settle(rest, &mut answers);
         }
-        if !granting.grant(granted) {
-            for (answer, block) in answers.iter_mut().zip(blocks) {
-                if matches!(answer, PreparedBlock::Slab { .. }) {
-                    let error = StoreError::NoRoom { needed_bytes: block.bytes as usize };
-                    *answer = PreparedBlock::Settled(PutOutcome::Failed(error));
-                }
-            }
+        for refused in granting.grant(granted) {
+            let error = StoreError::NoRoom { needed_bytes: blocks[refused].bytes as usize };
+            answers[refused] = PreparedBlock::Settled(PutOutcome::Failed(error));
         }
         Answer::Prepared(answers)
     }
@@ -294,7 +235,7 @@ impl Dispatch<'_> {
         match reserved {
             Ok(slab) => {
                 let offset = slab.offset() as u64;
-                if granting.grant(vec![(0, Held::Slab(slab))]) {
+                if granting.grant(vec![(0, Held::Slab(slab))]).is_empty() {
                     Answer::Slab { offset }
                 } else {
                     Answer::Failed(StoreError::NoRoom { needed_bytes })
@@ -371,18 +312,7 @@ impl Dispatch<'_> {
             Ok(granting) => granting,
             Err(error) => return Answer::Failed(error),
         };
-        let read = || match purpose {
-            LeasePurpose::Use => self.store().view(keys, options),
-            LeasePurpose::Compare => self.store().inspect(keys, options),
-        };
-        let views = if self.store().reads_at_once(keys) {
-            read()
-        } else {
-            match self.wait() {
-                Ok(_waiter) => read(),
-                Err(error) => keys.iter().map(|_| ViewOutcome::Failed(error.clone())).collect(),
-            }
-        };
+        let views = self.read(options, purpose, keys);
         let mut left = self.session.bytes_left();
         let mut granted = Vec::with_capacity(keys.len());
         let mut leases = Vec::with_capacity(keys.len());
@@ -402,21 +332,52 @@ impl Dispatch<'_> {
                 ViewOutcome::Failed(error) => Lease::Failed(error),
             });
         }
-        if !granting.grant(granted) {
-            for lease in &mut leases {
-                if let Lease::Hit { bytes, .. } = *lease {
-                    *lease = Lease::Failed(StoreError::NoRoom { needed_bytes: bytes as usize });
-                }
+        for refused in granting.grant(granted) {
+            if let Lease::Hit { bytes, .. } = leases[refused] {
+                let error = StoreError::NoRoom { needed_bytes: bytes as usize };
+                leases[refused] = Lease::Failed(error);
             }
         }
         Answer::Leases(leases)
+    }
+
+    /// Reads without the right to wait what is in memory. What left it meanwhile, and all else, is
+    /// read with that right.
+    fn read(
+        &self,
+        options: CallOptions,
+        purpose: LeasePurpose,
+        keys: &[BlockKey],
+    ) -> Vec<ViewOutcome> {
+        let read = |keys: &[BlockKey], options| match purpose {
+            LeasePurpose::Use => self.store().view(keys, options),
+            LeasePurpose::Compare => self.store().inspect(keys, options),
+        };
+        let read_in_time = |keys: &[BlockKey]| match self.wait() {
+            Ok(_waiter) => read(keys, options),
+            Err(error) => keys.iter().map(|_| ViewOutcome::Failed(error.clone())).collect(),
+        };
+        if !self.store().reads_at_once(keys) {
+            return read_in_time(keys);
+        }
+        let mut views = read(keys, AT_ONCE);
+        let is_late =
+            |view: &ViewOutcome| matches!(view, ViewOutcome::Failed(StoreError::Timeout { .. }));
+        let late: Vec<usize> = (0..views.len()).filter(|at| is_late(&views[*at])).collect();
+        if !late.is_empty() {
+            let again: Vec<BlockKey> = late.iter().map(|at| keys[*at]).collect();
+            for (at, view) in late.into_iter().zip(read_in_time(&again)) {
+                views[at] = view;
+            }
+        }
+        views
     }
 
     fn acquire(&self, options: CallOptions, first: u64, request: &ChainRequest) -> Answer {
         if request.keys.len() > BLOCKS_MAX {
             return Answer::Failed(too_many(request.keys.len()));
         }
-        let found = self.store().lookup_prefix(&request.as_request()).tiers.len();
+        let found = self.store().lookup_prefix(&arriving(request)).tiers.len();
         self.lease(options, first, LeasePurpose::Use, &request.keys[..found])
     }
 
@@ -430,7 +391,10 @@ impl Dispatch<'_> {
             KeyQuestion::Contains => Answer::Flags(store.contains(keys)),
             KeyQuestion::Pin => Answer::Flags(self.session.pin(keys)),
             KeyQuestion::Unpin => Answer::Flags(self.session.unpin(keys)),
-            KeyQuestion::Delete => Answer::Flags(store.delete(keys)),
+            KeyQuestion::Delete => {
+                self.node.sessions().forget_pins(&self.session.tenant, Some(keys));
+                Answer::Flags(store.delete(keys))
+            }
             KeyQuestion::Prefetch => Answer::Count(store.prefetch(keys) as u64),
             KeyQuestion::Locate => {
                 let bits = |tiers: Vec<TierName>| {
@@ -477,6 +441,12 @@ fn sealed(block: &SealedBlock, mut slab: SlabMut) -> PutSlab {
     }
 }
 
+/// The request at the node's own time: the store's clock is of all clients, and the time that one
+/// of them gives, which never goes back, would be everybody's from then on.
+fn arriving(request: &ChainRequest) -> Request<'_> {
+    Request { at: None, ..request.as_request() }
+}
+
 fn is_late(prepared: &Prepared) -> bool {
     let Prepared::Settled(PutOutcome::Failed(error)) = prepared else { return false };
     matches!(error, StoreError::Timeout { .. } | StoreError::Busy { .. })
@@ -502,6 +472,23 @@ fn read_only() -> StoreError {
     }
 }
 
+/// Every tier that survives restarts keeps a manifest in each place that has blocks of it.
+fn is_too_long(manifest: &Manifest) -> bool {
+    let lengths = || manifest.fields().flat_map(|(name, value)| [name.len(), value.len()]);
+    lengths().any(|length| length > FIELD_BYTES_MAX)
+        || lengths().sum::<usize>() > MANIFEST_BYTES_MAX
+}
+
+fn long_manifest() -> StoreError {
+    StoreError::Config {
+        setting: "manifest",
+        reason: format!(
+            "a node keeps names and values of {FIELD_BYTES_MAX} bytes each and \
+             {MANIFEST_BYTES_MAX} bytes in all at most; name long things by a hash of them"
+        ),
+    }
+}
+
 fn too_many(blocks: usize) -> StoreError {
     StoreError::Config {
         setting: "batch",
@@ -513,22 +500,16 @@ fn too_many(blocks: usize) -> StoreError {
 mod tests {
     use super::*;
 
-    const ONE: SessionId = [1; 16];
-
     #[test]
-    fn a_client_has_half_of_the_waiting_calls_and_sealing_has_some_of_its_own() {
-        let waiters = Waiters::new(16);
-        let begin = |session, purpose| waiters.begin(session, purpose);
-        let mut one: Vec<_> = (0..8).map(|_| begin(ONE, Purpose::Other).unwrap()).collect();
-        assert!(begin(ONE, Purpose::Other).is_err(), "half are one client's at most");
-        let others: Vec<_> = (2..8).map(|id| begin([id; 16], Purpose::Other).unwrap()).collect();
-        assert!(begin([9; 16], Purpose::Other).is_err(), "the last are for sealing");
-        let seals: Vec<_> = (0..2).map(|_| begin(ONE, Purpose::Seal).unwrap()).collect();
-        assert!(begin(ONE, Purpose::Seal).is_err(), "none is left");
-        drop((seals, one.pop()));
-        assert!(begin(ONE, Purpose::Other).is_ok(), "one came back");
-        drop((one, others));
-        assert_eq!(lock(&waiters.now).all, 0);
-        assert!(lock(&waiters.now).of_session.is_empty(), "nothing is kept of who is gone");
+    fn manifests_are_bounded_by_field_and_in_all() {
+        assert!(!is_too_long(
+            &Manifest::new().with("weights", "w".repeat(FIELD_BYTES_MAX).as_str())
+        ));
+        let long = "w".repeat(FIELD_BYTES_MAX + 1);
+        assert!(is_too_long(&Manifest::new().with("weights", long.as_str())));
+        let many = (0..17).fold(Manifest::new(), |manifest, number| {
+            manifest.with(format!("field {number}"), "w".repeat(FIELD_BYTES_MAX).as_str())
+        });
+        assert!(is_too_long(&many));
     }
 }

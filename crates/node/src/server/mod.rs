@@ -10,6 +10,7 @@ mod dispatch;
 mod figures;
 mod holds;
 mod session;
+mod waiters;
 
 use std::collections::HashMap;
 use std::io;
@@ -24,10 +25,10 @@ use std::time::Duration;
 use rustix::event::{EventfdFlags, epoll, eventfd};
 
 use connection::{Connection, Next, Scratch};
-use dispatch::Waiters;
 use session::Session;
 pub use session::SessionFacts;
 pub(crate) use session::Sessions;
+use waiters::Waiters;
 
 use crate::{Node, NodeError};
 
