@@ -46,6 +46,8 @@ const ACCEPT_MAX: usize = 64;
 const ACCEPT_PAUSE: Duration = Duration::from_millis(10);
 /// How long a connection may take to say who it is.
 const HELLO_TIMEOUT: Duration = Duration::from_secs(10);
+/// Connections that may be here without having said who they are.
+const STRANGERS_MAX: usize = 128;
 /// How long the server waits for its threads when it stops.
 const STOP_TIMEOUT: Duration = Duration::from_secs(5);
 /// The process ended because a store is broken: an internal error, as `sysexits.h` has it.
@@ -158,6 +160,12 @@ impl Drop for Server {
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     // What these guard changes in single steps.
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Whether so many have not said who they are that nobody else is let in before one does.
+fn has_strangers_enough(connections: &HashMap<u64, Arc<Connection>>) -> bool {
+    let strangers = connections.values().filter(|one| one.is_silent(Duration::ZERO));
+    strangers.take(STRANGERS_MAX).count() == STRANGERS_MAX
 }
 
 /// Whether a process has its half of all connections already. Processes of other containers have
@@ -303,7 +311,13 @@ impl Shared {
     }
 
     fn accept(&self) {
+        self.drop_silent();
         for _ in 0..ACCEPT_MAX {
+            if has_strangers_enough(&lock(&self.connections)) {
+                // Those that mean it say hello at once; the next wait in the socket's queue.
+                std::thread::park_timeout(ACCEPT_PAUSE);
+                return;
+            }
             let stream = match self.listener.accept() {
                 Ok((stream, _)) => stream,
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return,
@@ -314,7 +328,6 @@ impl Shared {
                     return;
                 }
             };
-            self.drop_silent();
             let most = self.node.live().connections_max;
             let mut connections = lock(&self.connections);
             if connections.len() >= most {
