@@ -462,9 +462,16 @@ impl BlockStore for Client {
     }
 
     fn stats(&self) -> Stats {
-        // Figures of nothing are the answer of a node that is away.
         let asked = self.administer("stats", "{}", CallOptions::default());
-        asked.ok().and_then(|text| serde_json::from_str(&text).ok()).unwrap_or_default()
+        let asked = asked.map_err(|error| error.to_string());
+        let read = asked.and_then(|text| {
+            serde_json::from_str(&text).map_err(|error| format!("they make no sense: {error}"))
+        });
+        // Figures of nothing are the answer of a node that is away; they say so.
+        read.unwrap_or_else(|reason| Stats {
+            notes: vec![format!("these are no figures of the node: {reason}")],
+            ..Stats::default()
+        })
     }
 
     fn close(&self) -> Result<(), StoreError> {

@@ -64,6 +64,9 @@ fn status(node: &Node, asks: &Tenant) -> crate::status::Status {
             node.clients().into_iter().filter(|client| client.tenant == asks.name()).collect();
         status.tenants.retain(|tenant| tenant.name == asks.name());
         status.clients = crate::status::ClientsStatus::of(&clients, 0);
+        // What others ask of the node, and how fast, is theirs.
+        status.server = crate::traffic::Traffic::default().status();
+        status.traces = None;
     }
     status
 }
@@ -88,6 +91,7 @@ struct Forget {
 fn forget(node: &Node, asks: &Tenant, name: &str, time: Duration) -> Result<Receipt, String> {
     let tenant = reach(node, asks, name)?;
     tracing::info!(tenant = name, asked_by = asks.name(), "everything of a tenant is removed");
+    node.sessions().forget_pins(tenant, None);
     let mut receipt = tenant.forget(time).map_err(|error| error.to_string())?;
     if receipt.memory.held_bytes > 0 {
         let held = |client: &crate::SessionFacts| client.leased_bytes + client.reserved_bytes;

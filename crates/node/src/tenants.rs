@@ -235,8 +235,12 @@ impl Tenants {
 }
 
 /// Where a tenant's pool lies: a name of its own for each user, socket and tenant, found again by
-/// the next node at that socket.
+/// the next node at that socket. Only the node's own user has one: a file with a name cannot be
+/// sealed, so whoever else had its descriptor could truncate it and end the node by SIGBUS.
 fn pool_file(node: &NodeConfig, tenant: &str) -> Option<PathBuf> {
+    if tenant != DEFAULT {
+        return None;
+    }
     let directory = node.pool_directory.as_ref()?;
     let socket = std::path::absolute(&node.socket).unwrap_or_else(|_| node.socket.clone());
     let hash = digest(&SHA256, socket.as_os_str().as_bytes());

@@ -62,6 +62,12 @@ impl Store {
         self.node().puts_at_once(keys)
     }
 
+    /// Whether a thread panicked while it changed what the store knows of its blocks: whatever else
+    /// is asked panics too, and only a new store helps.
+    pub fn is_broken(&self) -> bool {
+        self.node().is_broken()
+    }
+
     /// The tiers, fast to slow, DRAM first whether or not it is one of the pipeline.
     pub fn tier_names(&self) -> &[TierName] {
         self.node().tier_names()

@@ -7,7 +7,7 @@ use crate::failure::{read_error, read_outcome, write_error, write_outcome};
 use crate::fields::{Reader, Writer};
 use crate::frame::Frame;
 use crate::hello::SessionId;
-use crate::{BODY_BYTES_MAX, WireError};
+use crate::{BODY_BYTES_MAX, TEXT_BYTES_MAX, WireError};
 
 /// The answer to a hello. With the first of a session comes the pool's file descriptor.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -234,8 +234,13 @@ impl Answer {
             let body = |body: &mut Vec<u8>| answer.write_body(&mut Writer(body));
             Frame::write(into, answer.kind(), call, None, body)
         };
-        if write(self, into).is_err() {
-            let reason = format!("{BODY_BYTES_MAX} bytes are the most; ask for less at once");
+        // Cut text is no JSON.
+        let (is_cut, most) = match self {
+            Self::Text(text) => (text.len() > TEXT_BYTES_MAX, TEXT_BYTES_MAX),
+            _ => (false, BODY_BYTES_MAX as usize),
+        };
+        if is_cut || write(self, into).is_err() {
+            let reason = format!("{most} bytes are the most; ask for less at once");
             let failed = Self::Failed(StoreError::Config { setting: "answer", reason });
             write(&failed, into).expect("a failure is a short message");
         }

@@ -385,12 +385,13 @@ impl Call {
             3 => {
                 let (timeout_ms, first_hold) = (from.u32("timeout")?, from.u64("hold")?);
                 let count = from.count(39, "blocks")?;
+                let first_hold = first_of(first_hold, count)?;
                 let blocks = (0..count).map(|_| AskedBlock::read(&mut from));
                 Self::Prepare { timeout_ms, first_hold, blocks: blocks.collect::<Result<_, _>>()? }
             }
             4 => Self::Reserve {
                 timeout_ms: from.u32("timeout")?,
-                hold: from.u64("hold")?,
+                hold: first_of(from.u64("hold")?, 1)?,
                 bytes: from.u64("length")?,
             },
             5 => {
@@ -443,13 +444,16 @@ impl Call {
                 let (timeout_ms, first_hold) = (from.u32("timeout")?, from.u64("hold")?);
                 let is_compare = from.flag("purpose")?;
                 let purpose = if is_compare { LeasePurpose::Compare } else { LeasePurpose::Use };
-                Self::Lease { timeout_ms, first_hold, purpose, keys: from.keys()? }
+                let keys = from.keys()?;
+                let first_hold = first_of(first_hold, keys.len())?;
+                Self::Lease { timeout_ms, first_hold, purpose, keys }
             }
-            9 => Self::Acquire {
-                timeout_ms: from.u32("timeout")?,
-                first_hold: from.u64("hold")?,
-                request: ChainRequest::read(&mut from)?,
-            },
+            9 => {
+                let (timeout_ms, first_hold) = (from.u32("timeout")?, from.u64("hold")?);
+                let request = ChainRequest::read(&mut from)?;
+                let first_hold = first_of(first_hold, request.keys.len())?;
+                Self::Acquire { timeout_ms, first_hold, request }
+            }
             10 => Self::Lookup(ChainRequest::read(&mut from)?),
             11 => Self::Hint(ChainRequest::read(&mut from)?),
             12 => {
@@ -461,4 +465,10 @@ impl Call {
         };
         from.end(call)
     }
+}
+
+/// The first of `count` holds, all of which have a number.
+fn first_of(first: u64, count: usize) -> Result<u64, WireError> {
+    let end = u64::try_from(count).ok().and_then(|count| first.checked_add(count));
+    end.map(|_| first).ok_or(WireError::Field("hold"))
 }

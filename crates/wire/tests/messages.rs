@@ -5,8 +5,8 @@ use cascade_store::eviction::{Hints, Priority, StopReason};
 use cascade_store::{DeclineReason, PutOutcome, StoreError};
 use cascade_wire::{
     Access, Answer, AskedBlock, BLOCKS_MAX, Call, ChainRequest, Frame, HEADER_BYTES, Hello,
-    HoldRange, KeyQuestion, Lease, LeasePurpose, PreparedBlock, SealedBlock, TraceContext, VERSION,
-    Welcome, WireError, frame_length,
+    HoldRange, KeyQuestion, Lease, LeasePurpose, PreparedBlock, SealedBlock, TEXT_BYTES_MAX,
+    TraceContext, VERSION, Welcome, WireError, frame_length,
 };
 use proptest::prelude::*;
 use std::sync::Arc;
@@ -311,4 +311,44 @@ proptest! {
         let read = frame_length(&bytes).and_then(|_| Frame::read(&bytes).map(|_| ()));
         prop_assert!(read.is_err());
     }
+}
+
+/// Numbers beyond the last one would overflow in whoever counts through them.
+#[test]
+fn holds_beyond_the_last_number_are_refused() {
+    let (timeout_ms, keys, first_hold) = (1, vec![key(1), key(2)], u64::MAX - 1);
+    let asked =
+        AskedBlock { key: key(1), parent: None, bytes: 1, is_prefix: false, is_partial: false };
+    let purpose = LeasePurpose::Use;
+    for call in [
+        Call::Prepare { timeout_ms, first_hold, blocks: vec![asked; 2] },
+        Call::Reserve { timeout_ms, hold: u64::MAX, bytes: 1 },
+        Call::Lease { timeout_ms, first_hold, purpose, keys },
+        Call::Acquire { timeout_ms, first_hold, request: request() },
+        Call::Release { holds: vec![HoldRange { first: u64::MAX, count: 1 }] },
+    ] {
+        let mut bytes = Vec::new();
+        call.write(&mut bytes, 1, None).unwrap();
+        let read = Call::read(&Frame::read(&bytes).unwrap());
+        let expected = matches!(read, Err(WireError::Field("hold" | "count")));
+        assert!(expected, "{call:?} was read as {read:?}");
+    }
+}
+
+/// A status of many clients came back cut in the middle, and its reader took it for nothing at all.
+#[test]
+fn long_text_is_refused_instead_of_cut() {
+    let write = |text: String| {
+        let mut bytes = Vec::new();
+        Answer::Text(text).write(&mut bytes, 1);
+        Answer::read(&Frame::read(&bytes).unwrap()).unwrap()
+    };
+    let whole = "x".repeat(TEXT_BYTES_MAX);
+    assert!(matches!(write(whole.clone()), Answer::Text(text) if text == whole));
+    let answer = write(whole + "x");
+    let Answer::Failed(StoreError::Config { setting, reason }) = answer else {
+        panic!("{answer:?}");
+    };
+    assert_eq!(setting, "answer");
+    assert!(reason.contains("ask for less"), "{reason}");
 }

@@ -17,7 +17,7 @@ use rustix::net::{
 };
 
 use crate::child::variable;
-use crate::host::{Host, NOW, bytes_of, hits, keys, put};
+use crate::host::{Host, NOW, bytes_of, hits, keys, put, wait_until};
 
 const BLOCK: usize = 1 << 20;
 
@@ -113,4 +113,21 @@ fn payload_never_crosses_the_socket() {
     let payload = 3 * mebibytes * BLOCK as u64;
     assert!(crossed > 0, "nothing was counted; the test shows nothing");
     assert!(crossed * 1000 < payload, "{crossed} bytes crossed for {payload} of payload");
+}
+
+/// The pin of a client that had it deleted was taken back from whoever pinned the block that was
+/// put under the same name afterwards.
+#[test]
+fn a_client_that_ends_takes_back_no_pin_of_a_block_put_again() {
+    let host = Host::start(|_| {});
+    let (one, other) = (host.connect(), host.connect());
+    let some = keys(0..1);
+    put(&one, &some, 4096, NOW);
+    assert_eq!(one.pin(&some), [true]);
+    assert_eq!(other.delete(&some), [true]);
+    put(&other, &some, 4096, NOW);
+    assert_eq!(other.pin(&some), [true]);
+    drop(one);
+    wait_until("the first client is gone", || host.node.clients().len() == 1);
+    assert_eq!(other.unpin(&some), [true], "its pin is still there");
 }

@@ -1,14 +1,13 @@
 //! What the node does for each call of a client.
 
 use std::num::NonZeroU32;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-use cascade_block::{BlockKey, Namespace};
+use cascade_block::{BlockKey, Manifest, Namespace};
 use cascade_memory::SlabMut;
 use cascade_store::{
-    CallOptions, Prepared, Put, PutOutcome, PutSlab, Store, StoreError, TierName, ViewOutcome,
-    Writer,
+    CallOptions, Prepared, Put, PutOutcome, PutSlab, Request, Store, StoreError, TierName,
+    ViewOutcome, Writer,
 };
 use cascade_wire::{
     Access, Answer, AskedBlock, BLOCKS_MAX, Call, ChainRequest, KeyQuestion, Lease, LeasePurpose,
@@ -17,44 +16,19 @@ use cascade_wire::{
 
 use super::holds::{Held, counted};
 use super::session::Session;
+use super::waiters::{Purpose, Waiter, Waiters};
 use crate::Node;
+
+/// Longest name or value of a manifest's field, in bytes.
+const FIELD_BYTES_MAX: usize = 4 << 10;
+/// Most bytes of a manifest's names and values together.
+const MANIFEST_BYTES_MAX: usize = 64 << 10;
 
 /// A call that asks without time to wait.
 const AT_ONCE: CallOptions = CallOptions { timeout: Some(Duration::ZERO), writer: None };
 
-/// How many calls may wait for a tier or for room at a time. The threads beyond these serve those
-/// that need not wait, so that a slow disk slows nobody who does not ask it.
-#[derive(Debug)]
-pub(super) struct Waiters {
-    now: AtomicUsize,
-    most: usize,
-}
-
-/// The right to wait.
-struct Waiter<'a>(&'a Waiters);
-
-impl Waiters {
-    pub(super) fn new(most: usize) -> Self {
-        Self { now: AtomicUsize::new(0), most }
-    }
-
-    fn begin(&self) -> Result<Waiter<'_>, StoreError> {
-        let one_more = |now: usize| (now < self.most).then_some(now + 1);
-        match self.now.fetch_update(Ordering::AcqRel, Ordering::Acquire, one_more) {
-            Ok(_) => Ok(Waiter(self)),
-            Err(_) => Err(StoreError::Timeout {
-                operation: "wait for one of the node's threads, which all wait for a tier",
-                timeout_ms: 0,
-            }),
-        }
-    }
-}
-
-impl Drop for Waiter<'_> {
-    fn drop(&mut self) {
-        self.0.now.fetch_sub(1, Ordering::AcqRel);
-    }
-}
+/// The least that the node lets calls wait at most, however short its store's own timeout is.
+const TIMEOUT_MAX: Duration = Duration::from_secs(60);
 
 /// One call being answered.
 pub(super) struct Dispatch<'a> {
@@ -74,14 +48,14 @@ impl Dispatch<'_> {
             // A connection says hello once; again is harmless.
             Call::Hello(_) | Call::Ping => Answer::Done,
             Call::Prepare { timeout_ms, first_hold, blocks } => {
-                self.prepare(timeout(timeout_ms), first_hold, &blocks)
+                self.prepare(self.timeout(timeout_ms), first_hold, &blocks)
             }
             Call::Reserve { timeout_ms, hold, bytes } => {
-                self.reserve(timeout(timeout_ms), hold, bytes)
+                self.reserve(self.timeout(timeout_ms), hold, bytes)
             }
             Call::Seal { timeout_ms, blocks } => {
                 let writer = NonZeroU32::new(self.session.peer.process.unsigned_abs()).map(Writer);
-                self.seal(CallOptions { writer, ..timeout(timeout_ms) }, &blocks)
+                self.seal(CallOptions { writer, ..self.timeout(timeout_ms) }, &blocks)
             }
             Call::Release { holds } => {
                 self.session.release(&holds);
@@ -92,42 +66,41 @@ impl Dispatch<'_> {
                 return None;
             }
             Call::Lease { timeout_ms, first_hold, purpose, keys } => {
-                self.lease(timeout(timeout_ms), first_hold, purpose, &keys)
+                self.lease(self.timeout(timeout_ms), first_hold, purpose, &keys)
             }
             Call::Acquire { timeout_ms, first_hold, request } => {
-                self.acquire(timeout(timeout_ms), first_hold, &request)
+                self.acquire(self.timeout(timeout_ms), first_hold, &request)
             }
             Call::Lookup(request) => {
-                let found = self.store().lookup_prefix(&request.as_request());
+                let found = self.store().lookup_prefix(&arriving(&request));
                 Answer::Matched(found.tiers.iter().map(|tier| self.tier(tier)).collect())
             }
             Call::Hint(request) => {
-                self.store().hint(&request.as_request());
+                self.store().hint(&arriving(&request));
                 Answer::Done
             }
             Call::Ask { question, keys } => self.ask(question, &keys),
             Call::Clear if self.session.access == Access::Read => Answer::Failed(read_only()),
             Call::Clear => {
+                self.node.sessions().forget_pins(&self.session.tenant, None);
                 self.store().clear();
                 Answer::Done
             }
             Call::Register { timeout_ms, root, manifest } => {
-                let namespace = Namespace::from_root(root, manifest);
-                let register = || self.store().register(&namespace, timeout(timeout_ms));
-                self.waiting(register, |()| Answer::Done)
+                self.register(self.timeout(timeout_ms), root, manifest)
             }
             Call::Manifests { timeout_ms } => {
-                self.waiting(|| self.store().manifests(timeout(timeout_ms)), Answer::Manifests)
+                self.waiting(|| self.store().manifests(self.timeout(timeout_ms)), Answer::Manifests)
             }
             Call::Flush { timeout_ms } => {
-                self.waiting(|| self.store().flush(timeout(timeout_ms)), |()| Answer::Done)
+                self.waiting(|| self.store().flush(self.timeout(timeout_ms)), |()| Answer::Done)
             }
             Call::Admin { timeout_ms, topic, arguments } => {
-                let _waiter = match self.waiters.begin() {
+                let _waiter = match self.wait() {
                     Ok(waiter) => waiter,
                     Err(error) => return Some(Answer::Failed(error)),
                 };
-                let time = Duration::from_millis(u64::from(timeout_ms));
+                let time = self.time(timeout_ms);
                 match self.node.administer(&self.session.tenant, &topic, &arguments, time) {
                     Ok(text) => Answer::Text(text),
                     Err(reason) => Answer::Refused { reason },
@@ -140,16 +113,43 @@ impl Dispatch<'_> {
         })
     }
 
+    /// The right to wait, if not too many calls do already.
+    fn wait(&self) -> Result<Waiter<'_>, StoreError> {
+        self.waiters.begin(self.session.id, Purpose::Other)
+    }
+
+    /// What the caller has left, but no longer than the node lets anybody wait: a client that died
+    /// meanwhile does not keep a thread for ever.
+    fn time(&self, timeout_ms: u32) -> Duration {
+        let most = (2 * self.store().config().timeout).max(TIMEOUT_MAX);
+        Duration::from_millis(u64::from(timeout_ms)).min(most)
+    }
+
+    fn timeout(&self, timeout_ms: u32) -> CallOptions {
+        CallOptions { timeout: Some(self.time(timeout_ms)), ..CallOptions::default() }
+    }
+
     /// A call that may wait for a tier.
     fn waiting<T>(
         &self,
         call: impl FnOnce() -> Result<T, StoreError>,
         answer: impl FnOnce(T) -> Answer,
     ) -> Answer {
-        match self.waiters.begin().and_then(|_waiter| call()) {
+        match self.wait().and_then(|_waiter| call()) {
             Ok(value) => answer(value),
             Err(error) => Answer::Failed(error),
         }
+    }
+
+    fn register(&self, options: CallOptions, root: BlockKey, manifest: Manifest) -> Answer {
+        if self.session.access == Access::Read {
+            return Answer::Failed(read_only());
+        }
+        if is_too_long(&manifest) {
+            return Answer::Failed(long_manifest());
+        }
+        let namespace = Namespace::from_root(root, manifest);
+        self.waiting(|| self.store().register(&namespace, options), |()| Answer::Done)
     }
 
     fn prepare(&self, options: CallOptions, first: u64, blocks: &[AskedBlock]) -> Answer {
@@ -195,7 +195,7 @@ impl Dispatch<'_> {
             let rest = if has_slabs {
                 (at..blocks.len()).map(|_| Prepared::Later).collect()
             } else {
-                match self.waiters.begin() {
+                match self.wait() {
                     Ok(_waiter) => {
                         self.store().prepare(&puts[at..], &lengths[at..], left(), options)
                     }
@@ -204,13 +204,9 @@ impl Dispatch<'_> {
             };
             settle(rest, &mut answers);
         }
-        if !granting.grant(granted) {
-            for (answer, block) in answers.iter_mut().zip(blocks) {
-                if matches!(answer, PreparedBlock::Slab { .. }) {
-                    let error = StoreError::NoRoom { needed_bytes: block.bytes as usize };
-                    *answer = PreparedBlock::Settled(PutOutcome::Failed(error));
-                }
-            }
+        for refused in granting.grant(granted) {
+            let error = StoreError::NoRoom { needed_bytes: blocks[refused].bytes as usize };
+            answers[refused] = PreparedBlock::Settled(PutOutcome::Failed(error));
         }
         Answer::Prepared(answers)
     }
@@ -232,14 +228,14 @@ impl Dispatch<'_> {
         }
         let reserved = match self.store().reserve(needed_bytes, AT_ONCE) {
             Err(StoreError::Timeout { .. } | StoreError::Busy { .. }) => {
-                self.waiters.begin().and_then(|_waiter| self.store().reserve(needed_bytes, options))
+                self.wait().and_then(|_waiter| self.store().reserve(needed_bytes, options))
             }
             reserved => reserved,
         };
         match reserved {
             Ok(slab) => {
                 let offset = slab.offset() as u64;
-                if granting.grant(vec![(0, Held::Slab(slab))]) {
+                if granting.grant(vec![(0, Held::Slab(slab))]).is_empty() {
                     Answer::Slab { offset }
                 } else {
                     Answer::Failed(StoreError::NoRoom { needed_bytes })
@@ -269,12 +265,15 @@ impl Dispatch<'_> {
         }
         let keys: Vec<BlockKey> = puts.iter().map(|put| put.key).collect();
         // Hashing, comparing and waiting for tiers are for threads that may.
+        let writer = options.writer;
         let settled = if self.store().puts_at_once(&keys) {
             self.store().put_slabs(puts, options)
         } else {
-            match self.waiters.begin() {
+            match self.waiters.begin(self.session.id, Purpose::Seal) {
                 Ok(_waiter) => self.store().put_slabs(puts, options),
-                Err(error) => puts.iter().map(|_| PutOutcome::Failed(error.clone())).collect(),
+                // What is written is taken if that needs no waiting after all: hashing needs none,
+                // nor does a tier that keeps up.
+                Err(_) => self.store().put_slabs(puts, CallOptions { writer, ..AT_ONCE }),
             }
         };
         drop(notes);
@@ -313,18 +312,7 @@ impl Dispatch<'_> {
             Ok(granting) => granting,
             Err(error) => return Answer::Failed(error),
         };
-        let read = || match purpose {
-            LeasePurpose::Use => self.store().view(keys, options),
-            LeasePurpose::Compare => self.store().inspect(keys, options),
-        };
-        let views = if self.store().reads_at_once(keys) {
-            read()
-        } else {
-            match self.waiters.begin() {
-                Ok(_waiter) => read(),
-                Err(error) => keys.iter().map(|_| ViewOutcome::Failed(error.clone())).collect(),
-            }
-        };
+        let views = self.read(options, purpose, keys);
         let mut left = self.session.bytes_left();
         let mut granted = Vec::with_capacity(keys.len());
         let mut leases = Vec::with_capacity(keys.len());
@@ -344,21 +332,52 @@ impl Dispatch<'_> {
                 ViewOutcome::Failed(error) => Lease::Failed(error),
             });
         }
-        if !granting.grant(granted) {
-            for lease in &mut leases {
-                if let Lease::Hit { bytes, .. } = *lease {
-                    *lease = Lease::Failed(StoreError::NoRoom { needed_bytes: bytes as usize });
-                }
+        for refused in granting.grant(granted) {
+            if let Lease::Hit { bytes, .. } = leases[refused] {
+                let error = StoreError::NoRoom { needed_bytes: bytes as usize };
+                leases[refused] = Lease::Failed(error);
             }
         }
         Answer::Leases(leases)
+    }
+
+    /// Reads without the right to wait what is in memory. What left it meanwhile, and all else, is
+    /// read with that right.
+    fn read(
+        &self,
+        options: CallOptions,
+        purpose: LeasePurpose,
+        keys: &[BlockKey],
+    ) -> Vec<ViewOutcome> {
+        let read = |keys: &[BlockKey], options| match purpose {
+            LeasePurpose::Use => self.store().view(keys, options),
+            LeasePurpose::Compare => self.store().inspect(keys, options),
+        };
+        let read_in_time = |keys: &[BlockKey]| match self.wait() {
+            Ok(_waiter) => read(keys, options),
+            Err(error) => keys.iter().map(|_| ViewOutcome::Failed(error.clone())).collect(),
+        };
+        if !self.store().reads_at_once(keys) {
+            return read_in_time(keys);
+        }
+        let mut views = read(keys, AT_ONCE);
+        let is_late =
+            |view: &ViewOutcome| matches!(view, ViewOutcome::Failed(StoreError::Timeout { .. }));
+        let late: Vec<usize> = (0..views.len()).filter(|at| is_late(&views[*at])).collect();
+        if !late.is_empty() {
+            let again: Vec<BlockKey> = late.iter().map(|at| keys[*at]).collect();
+            for (at, view) in late.into_iter().zip(read_in_time(&again)) {
+                views[at] = view;
+            }
+        }
+        views
     }
 
     fn acquire(&self, options: CallOptions, first: u64, request: &ChainRequest) -> Answer {
         if request.keys.len() > BLOCKS_MAX {
             return Answer::Failed(too_many(request.keys.len()));
         }
-        let found = self.store().lookup_prefix(&request.as_request()).tiers.len();
+        let found = self.store().lookup_prefix(&arriving(request)).tiers.len();
         self.lease(options, first, LeasePurpose::Use, &request.keys[..found])
     }
 
@@ -372,7 +391,10 @@ impl Dispatch<'_> {
             KeyQuestion::Contains => Answer::Flags(store.contains(keys)),
             KeyQuestion::Pin => Answer::Flags(self.session.pin(keys)),
             KeyQuestion::Unpin => Answer::Flags(self.session.unpin(keys)),
-            KeyQuestion::Delete => Answer::Flags(store.delete(keys)),
+            KeyQuestion::Delete => {
+                self.node.sessions().forget_pins(&self.session.tenant, Some(keys));
+                Answer::Flags(store.delete(keys))
+            }
             KeyQuestion::Prefetch => Answer::Count(store.prefetch(keys) as u64),
             KeyQuestion::Locate => {
                 let bits = |tiers: Vec<TierName>| {
@@ -398,13 +420,6 @@ impl Dispatch<'_> {
     }
 }
 
-fn timeout(timeout_ms: u32) -> CallOptions {
-    CallOptions {
-        timeout: Some(Duration::from_millis(u64::from(timeout_ms))),
-        ..CallOptions::default()
-    }
-}
-
 fn put_of(block: &AskedBlock) -> Put<'static> {
     Put {
         parent: block.parent,
@@ -424,6 +439,12 @@ fn sealed(block: &SealedBlock, mut slab: SlabMut) -> PutSlab {
         ttl_ms: block.ttl_ms,
         ..PutSlab::new(block.key, slab)
     }
+}
+
+/// The request at the node's own time: the store's clock is of all clients, and the time that one
+/// of them gives, which never goes back, would be everybody's from then on.
+fn arriving(request: &ChainRequest) -> Request<'_> {
+    Request { at: None, ..request.as_request() }
 }
 
 fn is_late(prepared: &Prepared) -> bool {
@@ -451,9 +472,44 @@ fn read_only() -> StoreError {
     }
 }
 
+/// Every tier that survives restarts keeps a manifest in each place that has blocks of it.
+fn is_too_long(manifest: &Manifest) -> bool {
+    let lengths = || manifest.fields().flat_map(|(name, value)| [name.len(), value.len()]);
+    lengths().any(|length| length > FIELD_BYTES_MAX)
+        || lengths().sum::<usize>() > MANIFEST_BYTES_MAX
+}
+
+fn long_manifest() -> StoreError {
+    StoreError::Config {
+        setting: "manifest",
+        reason: format!(
+            "a node keeps names and values of {FIELD_BYTES_MAX} bytes each and \
+             {MANIFEST_BYTES_MAX} bytes in all at most; name long things by a hash of them"
+        ),
+    }
+}
+
 fn too_many(blocks: usize) -> StoreError {
     StoreError::Config {
         setting: "batch",
         reason: format!("{blocks} blocks in one message; the most is {BLOCKS_MAX}"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn manifests_are_bounded_by_field_and_in_all() {
+        assert!(!is_too_long(
+            &Manifest::new().with("weights", "w".repeat(FIELD_BYTES_MAX).as_str())
+        ));
+        let long = "w".repeat(FIELD_BYTES_MAX + 1);
+        assert!(is_too_long(&Manifest::new().with("weights", long.as_str())));
+        let many = (0..17).fold(Manifest::new(), |manifest, number| {
+            manifest.with(format!("field {number}"), "w".repeat(FIELD_BYTES_MAX).as_str())
+        });
+        assert!(is_too_long(&many));
     }
 }

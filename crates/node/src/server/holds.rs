@@ -73,7 +73,7 @@ impl Held {
     }
 
     /// What it counts towards the client's share.
-    fn bytes(&self) -> u64 {
+    pub(super) fn bytes(&self) -> u64 {
         counted(match self {
             Self::Slab(slab) => slab.len(),
             Self::Lease(slab) => slab.len(),

@@ -10,11 +10,13 @@ mod dispatch;
 mod figures;
 mod holds;
 mod session;
+mod waiters;
 
 use std::collections::HashMap;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixListener;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::thread::JoinHandle;
@@ -23,10 +25,10 @@ use std::time::Duration;
 use rustix::event::{EventfdFlags, epoll, eventfd};
 
 use connection::{Connection, Next, Scratch};
-use dispatch::Waiters;
 use session::Session;
 pub use session::SessionFacts;
 pub(crate) use session::Sessions;
+use waiters::Waiters;
 
 use crate::{Node, NodeError};
 
@@ -44,8 +46,12 @@ const ACCEPT_MAX: usize = 64;
 const ACCEPT_PAUSE: Duration = Duration::from_millis(10);
 /// How long a connection may take to say who it is.
 const HELLO_TIMEOUT: Duration = Duration::from_secs(10);
+/// Connections that may be here without having said who they are.
+const STRANGERS_MAX: usize = 128;
 /// How long the server waits for its threads when it stops.
 const STOP_TIMEOUT: Duration = Duration::from_secs(5);
+/// The process ended because a store is broken: an internal error, as `sysexits.h` has it.
+const EXIT_BROKEN: i32 = 70;
 
 /// Serves a node's clients until it is stopped.
 #[derive(Debug)]
@@ -140,6 +146,16 @@ impl Server {
     }
 }
 
+/// A thread of the server, counted as long as it runs, however it ends.
+struct Running(Arc<Shared>);
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        *lock(&self.0.running) -= 1;
+        self.0.stopped.notify_all();
+    }
+}
+
 impl Drop for Server {
     fn drop(&mut self) {
         self.stop();
@@ -149,6 +165,12 @@ impl Drop for Server {
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     // What these guard changes in single steps.
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Whether so many have not said who they are that nobody else is let in before one does.
+fn has_strangers_enough(connections: &HashMap<u64, Arc<Connection>>) -> bool {
+    let strangers = connections.values().filter(|one| one.is_silent(Duration::ZERO));
+    strangers.take(STRANGERS_MAX).count() == STRANGERS_MAX
 }
 
 /// Whether a process has its half of all connections already. Processes of other containers have
@@ -163,11 +185,7 @@ impl Shared {
         let shared = Arc::clone(self);
         self.idle.fetch_add(1, Ordering::AcqRel);
         *lock(&self.running) += 1;
-        let serve = move || {
-            shared.run();
-            *lock(&shared.running) -= 1;
-            shared.stopped.notify_all();
-        };
+        let serve = move || Running(shared).0.run();
         let spawned = std::thread::Builder::new().name("cascade-serve".to_owned()).spawn(serve);
         if spawned.is_err() {
             self.idle.fetch_sub(1, Ordering::AcqRel);
@@ -215,8 +233,44 @@ impl Shared {
             if self.idle.fetch_sub(1, Ordering::AcqRel) == 1 {
                 self.grow();
             }
-            self.handle(events[0].data.u64(), events[0].flags, &mut scratch);
+            let (token, flags) = (events[0].data.u64(), events[0].flags);
+            // What a call changes is behind locks that are asked below whether they are sound; the
+            // buffers are emptied.
+            let handle = AssertUnwindSafe(|| self.handle(token, flags, &mut scratch));
+            if catch_unwind(handle).is_err() {
+                scratch = Scratch::new();
+                self.after_panic(token);
+            }
             self.idle.fetch_add(1, Ordering::AcqRel);
+        }
+    }
+
+    /// A call panicked: its client has no answer to wait for, and the others go on, unless a store
+    /// is no longer sound. Then the process ends, as killed: its supervisor starts another, and a
+    /// pool with a name is found again.
+    fn after_panic(&self, token: u64) {
+        let tenants = self.node.tenants().all();
+        if let Some(broken) = tenants.iter().find(|tenant| tenant.store().is_broken()) {
+            tracing::error!(
+                tenant = broken.name(),
+                "the node ends: a thread panicked inside the tenant's store, and nothing can be \
+                 said of its blocks any more; start it again"
+            );
+            std::process::exit(EXIT_BROKEN);
+        }
+        tracing::error!(token, "a call panicked: its connection is closed, the node goes on");
+        if token == LISTENER {
+            self.arm_listener();
+        }
+        let connection = lock(&self.connections).get(&token).map(Arc::clone);
+        if let Some(connection) = connection {
+            self.close(&connection);
+        }
+    }
+
+    fn arm_listener(&self) {
+        if let Err(error) = self.arm(self.listener.as_fd(), LISTENER, epoll::EventFlags::IN) {
+            tracing::error!(%error, "no further connection can be accepted");
         }
     }
 
@@ -233,9 +287,7 @@ impl Shared {
     fn handle(&self, token: u64, flags: epoll::EventFlags, scratch: &mut Scratch) {
         if token == LISTENER {
             self.accept();
-            if let Err(error) = self.arm(self.listener.as_fd(), LISTENER, epoll::EventFlags::IN) {
-                tracing::error!(%error, "no further connection can be accepted");
-            }
+            self.arm_listener();
             return;
         }
         if token & PROCESS != 0 {
@@ -266,7 +318,13 @@ impl Shared {
     }
 
     fn accept(&self) {
+        self.drop_silent();
         for _ in 0..ACCEPT_MAX {
+            if has_strangers_enough(&lock(&self.connections)) {
+                // Those that mean it say hello at once; the next wait in the socket's queue.
+                std::thread::park_timeout(ACCEPT_PAUSE);
+                return;
+            }
             let stream = match self.listener.accept() {
                 Ok((stream, _)) => stream,
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return,
@@ -277,7 +335,6 @@ impl Shared {
                     return;
                 }
             };
-            self.drop_silent();
             let most = self.node.live().connections_max;
             let mut connections = lock(&self.connections);
             if connections.len() >= most {

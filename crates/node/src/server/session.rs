@@ -184,10 +184,14 @@ impl Session {
         let mut pins = self.pins();
         let is_over = self.holds().is_over();
         let mut pin_one = |key: &BlockKey| {
-            let fits = pins.len() < PINS_MAX || pins.contains_key(key);
-            let is_pinned = !is_over && fits && self.tenant.store().pin(&[*key])[0];
+            let count = pins.get(key).map_or(0, |count| *count);
+            let fits = count > 0 || pins.len() < PINS_MAX;
+            let Some(count) = count.checked_add(1).filter(|_| fits && !is_over) else {
+                return false;
+            };
+            let is_pinned = self.tenant.store().pin(&[*key])[0];
             if is_pinned {
-                *pins.entry(*key).or_default() += 1;
+                pins.insert(*key, count);
             }
             is_pinned
         };
@@ -206,6 +210,20 @@ impl Session {
             self.tenant.store().unpin(&[*key])[0]
         };
         keys.iter().map(&mut unpin_one).collect()
+    }
+
+    /// The blocks are about to be deleted, and their pins with them: a block put again under one
+    /// of these names has none of this client's. All blocks without a list.
+    fn forget_pins(&self, keys: Option<&[BlockKey]>) {
+        let mut pins = self.pins();
+        match keys {
+            Some(keys) => {
+                for key in keys {
+                    pins.remove(key);
+                }
+            }
+            None => pins.clear(),
+        }
     }
 
     fn pins(&self) -> MutexGuard<'_, HashMap<BlockKey, u16>> {
@@ -270,21 +288,31 @@ pub(super) struct Granting<'a> {
 }
 
 impl Granting<'_> {
-    /// Grants holds by their place in the call. Those that nobody waits for any more go back. False
-    /// if the ledger has no place for them: then nothing is granted.
-    pub(super) fn grant(&self, all: Vec<(usize, Held)>) -> bool {
-        let Some(notes) = self.session.note(&all) else { return false };
+    /// Grants holds by their place in the call. Those that nobody waits for any more go back, and
+    /// so do those returned, for which there is no room: all if the ledger has no place for them,
+    /// else those beyond the client's share, which another of its calls may have used meanwhile.
+    pub(super) fn grant(&self, all: Vec<(usize, Held)>) -> Vec<usize> {
+        let Some(notes) = self.session.note(&all) else {
+            return all.iter().map(|(index, _)| *index).collect();
+        };
         let mut notes = notes.into_iter();
         let mut unwanted = Vec::new();
+        let mut refused = Vec::new();
         let now = SystemClock.monotonic();
         let mut holds = self.session.holds();
         for (index, held) in all {
+            let bytes = held.bytes();
             let granted = Granted::new(held, notes.next(), now);
-            unwanted.extend(holds.grant(self.range.first + index as u64, granted));
+            if bytes > self.session.hold_bytes_max.saturating_sub(holds.bytes()) {
+                refused.push(index);
+                unwanted.push(granted);
+            } else {
+                unwanted.extend(holds.grant(self.range.first + index as u64, granted));
+            }
         }
         drop(holds);
         drop(unwanted);
-        true
+        refused
     }
 }
 
@@ -345,6 +373,15 @@ impl Sessions {
         drop(all);
         if session.end() {
             self.reaped.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    /// The blocks are about to be deleted; the clients' pins of them go with them. A block that
+    /// expires keeps them on its clients' lists, which take back a later pin for it then.
+    pub(crate) fn forget_pins(&self, tenant: &Tenant, keys: Option<&[BlockKey]>) {
+        let of_tenant = |session: &&Arc<Session>| session.tenant.name() == tenant.name();
+        for session in self.all().iter().filter(of_tenant) {
+            session.forget_pins(keys);
         }
     }
 

@@ -113,6 +113,20 @@ fn found(tenant: &Tenant, mark: &[u8]) -> Vec<String> {
     in_memory.into_iter().chain(in_files.map(|path| path.display().to_string())).collect()
 }
 
+/// A pool with a name cannot be sealed: its descriptor in the hands of another user would end the
+/// node by SIGBUS, once truncated.
+#[test]
+fn only_the_nodes_own_user_has_a_pool_that_can_be_truncated() {
+    let directory = tempfile::tempdir().unwrap();
+    let mut config = config(directory.path(), vec![tenant(directory.path(), "a", &[1001], None)]);
+    config.pool_directory = Some(directory.path().to_owned());
+    assert!(pool_file(&config, DEFAULT).is_some());
+    let tenants = Tenants::open_for(&config, OWN).unwrap();
+    let foreign = tenants.named("a").unwrap().store();
+    assert_eq!(foreign.config().pool_file, None);
+    foreign.region().file().set_len(0).expect_err("the pool is sealed");
+}
+
 #[test]
 fn a_peer_is_the_tenant_of_its_token_or_of_its_user() {
     let directory = tempfile::tempdir().unwrap();
