@@ -160,7 +160,7 @@ impl Node {
         let waits_for_tiers = self.config.write == WritePolicy::Through
             || !self.pipeline.has_dram
             || self.config.digest != DigestMode::Off;
-        !waits_for_tiers && !self.is_behind(&self.lock()) && self.reads_at_once(keys)
+        !waits_for_tiers && self.reads_at_once(keys)
     }
 
     /// Views for a comparison: counted nowhere, nothing is brought up.

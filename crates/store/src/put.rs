@@ -109,10 +109,9 @@ impl Node {
     fn put_slab(&self, put: &Put<'_>, slab: &Slab, call: Call) -> PutOutcome {
         let digest = self.digest(put.bytes);
         for _ in 0..PASSES_MAX {
-            let (mut state, has_room) = self.wait_for_writers(self.lock(), call);
-            if !has_room {
-                return PutOutcome::Failed(self.busy_error(&state));
-            }
+            // Its memory is taken, so waiting for the writers would free none: whoever gave the slab
+            // out has waited for them.
+            let mut state = self.lock();
             match self.known(&mut state, put, digest) {
                 Known::Settled(outcome) => return outcome,
                 Known::New => {
@@ -136,12 +135,15 @@ impl Node {
         options: CallOptions,
     ) -> Result<SlabMut, StoreError> {
         let call = self.call(options);
-        let state = self.lock();
+        let (state, has_room) = self.wait_for_writers(self.lock(), call);
         if state.is_closing {
             return Err(StoreError::Closed);
         }
         if state.is_erasing {
             return Err(StoreError::Erasing);
+        }
+        if !has_room {
+            return Err(self.busy_error(&state));
         }
         let (mut state, slab) = self.take_slab(state, bytes, false, None, call);
         let slab = slab.map_err(|why| self.no_slab_error(&state, why, bytes, call))?;
