@@ -8,7 +8,7 @@ use crate::health::Turn;
 use crate::mover;
 use crate::node::Node;
 use crate::stage::{Loaded, StageError};
-use crate::state::{Pending, State};
+use crate::state::{NameChange, Pending, State};
 
 /// Most blocks that are remembered as lacking in a stage; beyond it the oldest, which eviction
 /// takes first, are not queued again.
@@ -172,6 +172,14 @@ impl State {
             self.retries[stage] = self.retries[stage].min(LACKING_MAX - 1);
         }
         lacking.push_back(pending);
+    }
+
+    /// Names that a stage was told in vain go before those that came since.
+    pub(crate) fn keep_names(&mut self, stage: usize, untold: &[NameChange]) {
+        self.names[stage].splice(0..0, untold.iter().copied());
+        while self.is_shed(stage) && self.names[stage].len() >= NAMES_KEPT_MAX {
+            self.bound_names(stage);
+        }
     }
 
     /// Names that a shed stage has yet to be told are kept, in a bounded number: what is given up

@@ -210,6 +210,21 @@ fn names_deleted_while_a_stage_is_shed_are_gone_there_when_it_is_back() {
     assert_eq!(store.stats().stages[0].1.used_bytes, 0);
 }
 
+#[test]
+fn names_that_a_stage_failed_to_forget_are_told_again_when_it_works() {
+    let (store, stage, clock) = on_clock(dram(4));
+    put(&store, &keys(0..64), BLOCK);
+    flush(&store);
+    stage.fails_removes.store(true, Relaxed);
+    assert_eq!(store.delete(&keys(0..64)), [true; 64]);
+    pass_until(&store, &clock, false);
+    stage.fails_removes.store(false, Relaxed);
+    pass_until(&store, &clock, true);
+    flush(&store);
+    let stats = store.stats();
+    assert_eq!((stats.stages[0].1.used_bytes, stats.counters.name_failures), (0, 0));
+}
+
 /// Two stages: `Map`, which the test breaks, and `Slow` below it, which goes on.
 fn two_stages() -> (Store, Arc<MapStage>, Arc<MapStage>) {
     let (broken, sound) = (MapStage::new(), MapStage::new());

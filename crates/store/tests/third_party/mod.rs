@@ -54,6 +54,8 @@ pub(crate) struct MapStage {
     next: AtomicU64,
     pub(crate) capacity_bytes: AtomicU64,
     pub(crate) fails: AtomicBool,
+    /// Forgets no name.
+    pub(crate) fails_removes: AtomicBool,
     pub(crate) damages: AtomicBool,
     /// How long each call takes, in milliseconds.
     pub(crate) delay_ms: AtomicU64,
@@ -244,6 +246,9 @@ impl Stage for MapStage {
 
     fn remove(&self, batch: &[(BlockKey, Address)], _: Deadline) -> Result<(), StageError> {
         self.hung.wait();
+        if self.fails_removes.load(Ordering::Relaxed) {
+            return Err(eio());
+        }
         let mut blocks = self.blocks.lock().unwrap();
         for (key, address) in batch {
             let Some(kept) = blocks.get_mut(&address.0) else { continue };
