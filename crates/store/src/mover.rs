@@ -28,6 +28,9 @@ const BATCH_BLOCKS: usize = 256;
 const NAMES_MAX: usize = 4096;
 /// How long a stage that did not learn its names is left alone.
 const UNTOLD_PAUSE: Duration = Duration::from_millis(20);
+/// So many failed writes of one block to a stage that is used, and it is not written again: it may
+/// be what the stage fails on.
+const WRITE_TRIES: u8 = 3;
 /// How often a full stage is asked for room in vain before its blocks are given up.
 const ROOM_TRIES: u32 = 3;
 /// After so many rounds of making room for one batch nothing is kept: room comes first.
@@ -52,6 +55,8 @@ pub(crate) fn run(node: &Arc<Node>, stage: usize) {
             wait_for_names(node, stage, batch, &why);
             continue;
         }
+        // Names may have taken all of the time.
+        let deadline = Deadline::after(&*node.clock, node.config.timeout);
         let results = store_with_room(node, stage, &batch.blocks, deadline);
         let is_long_enough = node.config.timeout >= node.config.health.probe_timeout;
         let verdict =
@@ -369,8 +374,10 @@ fn settle(state: &mut State, stage: usize, pending: &Pending, result: Result<Add
         Err(error) => {
             state.counters.demote_failures += 1;
             state.unwritten[stage] += 1;
-            if !matches!(error, StageError::Full) {
-                state.note_lacking(stage, *pending);
+            let is_its_own = matches!(error, StageError::Failed(_) | StageError::NoAnswer);
+            let tries = pending.tries + u8::from(is_its_own && !state.is_shed(stage));
+            if !matches!(error, StageError::Full) && tries < WRITE_TRIES {
+                state.note_lacking(stage, Pending { tries, ..*pending });
             }
             state.note_error(stage, error);
         }

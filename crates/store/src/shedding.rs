@@ -100,6 +100,11 @@ impl Node {
             state.note_error(stage, error.clone());
         }
         let (now, now_unix_ms) = (self.clock.monotonic(), self.clock.unix_ms());
+        if result.is_ok() && !state.lacking[stage].is_empty() {
+            // Too few writes failed to shed it: they are tried again.
+            state.retries[stage] = state.lacking[stage].len();
+            self.announce_work();
+        }
         let turn = state.breakers[stage].end_probe(result, now, now_unix_ms);
         self.turn(state, stage, turn);
     }
@@ -209,7 +214,7 @@ impl State {
             });
             if is_lacking {
                 bytes += u64::from(pending.facts.bytes);
-                self.push_block(stage, pending.facts, pending.content);
+                self.push_again(stage, pending.facts, pending.content, pending.tries);
             }
         }
     }

@@ -75,6 +75,9 @@ fn a_stage_with_errors_is_shed_after_two_calls_and_is_back_after_one_probe() {
     let chain = keys(0..4);
     let matched = store.lookup_prefix(&Request::new(&chain));
     assert!(matched.tiers.is_empty(), "{matched:?}");
+    let explained = store.explain(&chain, None, CallOptions::default()).unwrap();
+    assert_eq!((explained.leading, explained.behind_gap), (0, 0), "{explained:?}");
+    assert!(store.reads_at_once(&chain), "a miss needs no tier");
     stage.fails.store(false, Relaxed);
     let took = pass_until(&store, &clock, true);
     assert!(took <= 15 * SECOND, "{took:?}");
@@ -119,6 +122,23 @@ fn what_was_put_while_a_stage_was_shed_is_written_when_it_is_back() {
     for key in keys(0..20) {
         assert_eq!(store.locate(&[key]), [vec!["dram", "map"]]);
     }
+}
+
+#[test]
+fn one_write_that_failed_is_tried_again_after_a_good_probe() {
+    let (store, stage, clock) = on_clock(dram(4));
+    stage.fails_stores.store(1, Relaxed);
+    put(&store, &keys(0..1), BLOCK);
+    store.flush(CallOptions::default()).unwrap_err();
+    let limit = Deadline::after(&SystemClock, Duration::from_secs(60));
+    while stage.stored.load(Relaxed) == 0 {
+        assert!(!limit.has_passed(&SystemClock), "it is never tried again");
+        clock.advance(Duration::from_millis(250));
+        std::thread::yield_now();
+    }
+    flush(&store);
+    assert_eq!(store.locate(&keys(0..1)), [vec!["dram", "map"]]);
+    assert_eq!(store.stats().health[0].1.opened_count, 0);
 }
 
 #[test]
