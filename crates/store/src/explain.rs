@@ -119,7 +119,10 @@ impl Store {
             })
             .collect();
         drop(state);
-        let is_here = |block: &&BlockExplanation| matches!(&block.state, BlockState::Here(here) if !here.tiers.is_empty());
+        let is_here = |block: &&BlockExplanation| match &block.state {
+            BlockState::Here(here) => !here.tiers.is_empty(),
+            BlockState::Gone { .. } | BlockState::Unknown => false,
+        };
         let leading = blocks.iter().take_while(is_here).count();
         let behind_gap = blocks[leading..].iter().filter(is_here).count();
         let is_unknown = |block: &BlockExplanation| block.state == BlockState::Unknown;

@@ -23,8 +23,8 @@ impl Store {
     /// write each, if anywhere. Gives slabs of `bytes_max` bytes in all at most; what comes after
     /// the last that fits is to be asked for again ([`Prepared::Later`]). `Put::bytes` is not
     /// looked at. With a timeout of zero it never waits: what would have to, fails with
-    /// [`StoreError::Timeout`] or [`StoreError::Busy`] and is not counted, and all after the first of
-    /// these is to be asked for again.
+    /// [`StoreError::Timeout`] or [`StoreError::Busy`] and is not counted, and all after the first
+    /// of these is to be asked for again.
     ///
     /// # Panics
     /// If there are not as many lengths as blocks.
@@ -93,8 +93,7 @@ impl Node {
         let mut hanging: Option<(BlockKey, Option<Slot>)> = None;
         let mut state = self.lock();
         for (put, bytes) in batch.iter().zip(lengths) {
-            let is_over = taken > 0 && taken + bytes > bytes_max.min(BATCH_BYTES);
-            if is_over {
+            if taken > 0 && taken + bytes > bytes_max.min(BATCH_BYTES) {
                 break;
             }
             let next = match self.known_by_length(&mut state, put, *bytes, None) {
@@ -134,7 +133,6 @@ impl Node {
                     declined = Some((put.key, *reason));
                 }
                 if !may_wait && is_late(outcome) {
-                    // All from here on is asked for again: nothing is evicted for it now.
                     prepared.push(next);
                     break;
                 }

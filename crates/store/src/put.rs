@@ -108,8 +108,8 @@ impl Node {
     fn put_slab(&self, put: &Put<'_>, slab: &Slab, call: Call) -> PutOutcome {
         let digest = self.digest(put.bytes);
         for _ in 0..PASSES_MAX {
-            // Its memory is taken, so waiting for the writers would free none: whoever gave the slab
-            // out has waited for them.
+            // Its memory is taken, so waiting for the writers would free none: whoever gave the
+            // slab out has waited for them.
             let mut state = self.lock();
             match self.known(&mut state, put, digest) {
                 Known::Settled(outcome) => return outcome,
@@ -375,9 +375,9 @@ impl Node {
         }
     }
 
-    /// A put of a key whose bytes only shed stages have, so that nobody can compare them. Bytes that
-    /// a digest shows to be the same come back into DRAM; others are refused, because the old ones
-    /// would be back under this key if the process ended before a stage forgot them.
+    /// A put of a key whose bytes only shed stages have, so that nobody can compare them. Bytes
+    /// that a digest shows to be the same come back into DRAM; others are refused, because the old
+    /// ones would be back under this key if the process ended before a stage forgot them.
     fn known_by_digest(
         &self,
         state: &State,
