@@ -1,6 +1,7 @@
 //! Slabs: pieces of the pool. One writer while open, any number of readers once sealed.
 #![expect(unsafe_code, reason = "turns offsets of the region into slices")]
 
+use std::any::Any;
 use std::fmt;
 use std::ops::{Deref, DerefMut};
 use std::ptr::NonNull;
@@ -20,6 +21,8 @@ pub struct SlabMut {
     extent: Extent,
     /// Bytes asked for; the visible length.
     len: usize,
+    /// Dropped when nobody writes any more.
+    companion: Option<Box<dyn Any + Send + Sync>>,
 }
 
 /// Where a slab goes back to.
@@ -42,7 +45,7 @@ impl SlabMut {
     pub(crate) fn new(pool: Arc<PoolInner>, extent: Extent, len: usize, epoch: usize) -> Self {
         assert!(len <= extent.bytes, "a slab lies in its extent");
         assert!(extent.offset + extent.bytes <= pool.region.bytes(), "an extent of another pool");
-        Self { home: Home::Pool(pool, epoch), extent, len }
+        Self { home: Home::Pool(pool, epoch), extent, len, companion: None }
     }
 
     /// A piece of another process's pool; `None` if it does not lie in what is mapped.
@@ -57,6 +60,7 @@ impl SlabMut {
             home: Home::Node(from, Some(hold)),
             extent: Extent { offset, bytes: len },
             len,
+            companion: None,
         })
     }
 
@@ -70,8 +74,15 @@ impl SlabMut {
     }
 
     /// Ends writing: from now on the bytes do not change.
-    pub fn seal(self) -> Slab {
+    pub fn seal(mut self) -> Slab {
+        self.companion = None;
         Slab(Arc::new(self))
+    }
+
+    /// Gives the slab something that lasts for as long as it may be written, whoever has it: it is
+    /// dropped when the slab is sealed or dropped.
+    pub fn accompany(&mut self, companion: Box<dyn Any + Send + Sync>) {
+        self.companion = Some(companion);
     }
 
     /// Shortens the slab; what it reserved stays the same. Longer lengths change nothing.

@@ -126,6 +126,11 @@ impl BlockStory {
         let seconds = |since: u64| now_unix_ms.saturating_sub(since) / 1000;
         let key = block.key.to_string();
         match &block.state {
+            BlockState::Here(here) if here.tiers.is_empty() => Self {
+                key,
+                missing: Some("out of reach: all that has it is a tier that failed".to_owned()),
+                ..Self::default()
+            },
             BlockState::Here(here) => Self {
                 key,
                 here: Some(HereStory {

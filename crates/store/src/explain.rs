@@ -57,7 +57,8 @@ pub enum BlockState {
 /// What is known of a block that is here. Moments are milliseconds since 1970, to the second.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct BlockHere {
-    /// The tiers that have it, fast to slow.
+    /// The tiers that have it and are used, fast to slow; none while it is out of reach because
+    /// all that has it is shed.
     pub tiers: Vec<TierName>,
     /// Tiers that it waits to be written to.
     pub queued_for: Vec<TierName>,
@@ -118,7 +119,10 @@ impl Store {
             })
             .collect();
         drop(state);
-        let is_here = |block: &&BlockExplanation| matches!(block.state, BlockState::Here(_));
+        let is_here = |block: &&BlockExplanation| match &block.state {
+            BlockState::Here(here) => !here.tiers.is_empty(),
+            BlockState::Gone { .. } | BlockState::Unknown => false,
+        };
         let leading = blocks.iter().take_while(is_here).count();
         let behind_gap = blocks[leading..].iter().filter(is_here).count();
         let is_unknown = |block: &BlockExplanation| block.state == BlockState::Unknown;

@@ -114,11 +114,12 @@ impl Node {
         self.insight.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The tiers that have the bytes of a content, by their numbers, fast to slow.
+    /// The tiers that have the bytes of a content and are used, by their numbers, fast to slow.
     pub(crate) fn tiers_with(&self, state: &State, key: KeyIndex) -> Vec<usize> {
         let content = state.catalog.content(state.catalog.entry(key).content);
         let memory = content.slab.is_some().then_some(0);
-        let lower = (0..self.stages.len()).filter(|stage| content.address(*stage).is_some());
+        let has_it = |stage: &usize| content.address(*stage).is_some() && !state.is_shed(*stage);
+        let lower = (0..self.stages.len()).filter(has_it);
         memory.into_iter().chain(lower.map(|stage| 1 + stage)).collect()
     }
 

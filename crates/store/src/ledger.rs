@@ -285,6 +285,19 @@ struct HoldersState {
     checked_at: Duration,
 }
 
+/// A note that lasts as long as a stage may read into its slab.
+#[derive(Debug)]
+struct LoadNote {
+    holders: Arc<Holders>,
+    id: HeldId,
+}
+
+impl Drop for LoadNote {
+    fn drop(&mut self) {
+        self.holders.take_back([std::mem::replace(&mut self.id, HeldId::not_kept())]);
+    }
+}
+
 impl Holders {
     /// Notes pieces that a process holds; all or none.
     pub(crate) fn note(
@@ -310,15 +323,16 @@ impl Holders {
         true
     }
 
-    /// Notes that a stage reads into a slab; nothing if there is no place for it.
-    pub(crate) fn note_load(&self, slab: &SlabMut) -> Option<HeldId> {
-        let place = self.lock().free.pop()?;
+    /// Notes that a stage reads into a slab, if there is a place for it. The note goes with the
+    /// slab, also one that a stage gives back late, and ends when that is sealed or dropped.
+    pub(crate) fn note_load(self: &Arc<Self>, slab: &mut SlabMut) {
+        let Some(place) = self.lock().free.pop() else { return };
         let HeldPiece { offset, bytes, .. } = HeldPiece::reservation(slab);
         let piece = Piece { offset: offset as u64, bytes: bytes as u64 };
         // Whose it is does not matter: it counts when this process is gone.
         let process = Process { pid: 0, start_time: 0 };
         HeldRecord { piece, process, kind: LOAD }.write(self.table.held(place));
-        Some(HeldId(place))
+        slab.accompany(Box::new(LoadNote { holders: Arc::clone(self), id: HeldId(place) }));
     }
 
     pub(crate) fn take_back(&self, ids: impl IntoIterator<Item = HeldId>) {
@@ -393,7 +407,7 @@ impl Holders {
 pub(crate) struct WarmPool {
     pub(crate) pool: Pool,
     pub(crate) ledger: Ledger,
-    pub(crate) holders: Holders,
+    pub(crate) holders: Arc<Holders>,
     pub(crate) recovered: Vec<Recovered>,
     pub(crate) stats: WarmStats,
     pub(crate) notes: Vec<String>,
@@ -462,7 +476,7 @@ impl WarmPool {
                 place_of: Vec::new(),
                 full_drops: 0,
             },
-            holders: Holders { table, state: Mutex::new(state) },
+            holders: Arc::new(Holders { table, state: Mutex::new(state) }),
             pool,
             recovered: harvest.blocks,
             stats,

@@ -26,6 +26,11 @@ const BATCH_BYTES: usize = 16 << 20;
 const BATCH_BLOCKS: usize = 256;
 /// Most names in one call.
 const NAMES_MAX: usize = 4096;
+/// How long a stage that did not learn its names is left alone.
+const UNTOLD_PAUSE: Duration = Duration::from_millis(20);
+/// So many failed writes of one block to a stage that is used, and it is not written again: it may
+/// be what the stage fails on.
+const WRITE_TRIES: u8 = 3;
 /// How often a full stage is asked for room in vain before its blocks are given up.
 const ROOM_TRIES: u32 = 3;
 /// After so many rounds of making room for one batch nothing is kept: room comes first.
@@ -46,7 +51,12 @@ pub(crate) fn run(node: &Arc<Node>, stage: usize) {
     while let Some(batch) = next_batch(node, stage) {
         allowance.wait_for(node, batch.blocks.iter().map(|(_, slab)| slab.len() as u64).sum());
         let deadline = Deadline::after(&*node.clock, node.config.timeout);
-        tell_names(node, stage, &batch.names, deadline);
+        if let Some(why) = tell_names(node, stage, &batch.names, deadline) {
+            wait_for_names(node, stage, batch, &why);
+            continue;
+        }
+        // Names may have taken all of the time.
+        let deadline = Deadline::after(&*node.clock, node.config.timeout);
         let results = store_with_room(node, stage, &batch.blocks, deadline);
         let is_long_enough = node.config.timeout >= node.config.health.probe_timeout;
         let verdict =
@@ -61,7 +71,6 @@ pub(crate) fn run(node: &Arc<Node>, stage: usize) {
             settle(&mut state, stage, pending, result);
         }
         state.blocks_tickets[stage].settled += batch.pending.len() as u64 + batch.deleted;
-        state.names_tickets[stage].settled += batch.names.len() as u64;
         if is_stuck {
             give_up_queue(&mut state, stage, &StageError::Timeout);
         }
@@ -133,9 +142,32 @@ fn next_batch(node: &Node, stage: usize) -> Option<Batch> {
     }
 }
 
-/// Tells a stage names in their order, runs of one kind together. What it fails to learn or to
-/// forget shows after a restart: it is counted, and the next flush says so.
-fn tell_names(node: &Arc<Node>, stage: usize, names: &[NameChange], deadline: Deadline) {
+/// Blocks wait behind names that their stage did not learn: they keep their order.
+fn wait_for_names(node: &Node, stage: usize, batch: Batch, why: &StageError) {
+    drop(batch.blocks);
+    let mut state = node.lock();
+    state.history.tell_time(node.clock.unix_ms());
+    state.blocks_tickets[stage].settled += batch.deleted;
+    for pending in batch.pending.into_iter().rev() {
+        state.queues[stage].push_front(pending);
+    }
+    if state.is_shed(stage) || matches!(why, StageError::Timeout | StageError::Shed) {
+        give_up_queue(&mut state, stage, why);
+    }
+    node.announce_change();
+    node.pause(state, UNTOLD_PAUSE);
+}
+
+/// Tells a stage names in their order, runs of one kind together. What it did not learn or forget
+/// waits to be told again, first of all, and why is returned; what a store that is closed does not
+/// tell shows after a restart, and is counted.
+fn tell_names(
+    node: &Arc<Node>,
+    stage: usize,
+    names: &[NameChange],
+    deadline: Deadline,
+) -> Option<StageError> {
+    let mut told = 0;
     let is_add = |change: &NameChange| matches!(change, NameChange::Add(..));
     let runs = names.chunk_by(|one, next| is_add(one) == is_add(next));
     for run in runs.flat_map(|run| run.chunks(NAMES_MAX)) {
@@ -146,19 +178,29 @@ fn tell_names(node: &Arc<Node>, stage: usize, names: &[NameChange], deadline: De
                 NameChange::Remove(key, address) => removes.push((key, address)),
             }
         }
-        let told = if adds.is_empty() {
+        let result = if adds.is_empty() {
             node.stages[stage].remove(removes, deadline)
         } else {
             node.stages[stage].alias(adds, deadline)
         };
-        if let Err(error) = told {
+        if let Err(error) = result {
             let mut state = node.lock();
             node.judge(&mut state, stage, Verdict::of([Some(&error)].into_iter(), false));
-            state.note_error(stage, error);
+            state.note_error(stage, error.clone());
+            if !state.is_closed {
+                state.names_tickets[stage].settled += told as u64;
+                state.keep_names(stage, &names[told..]);
+                return Some(error);
+            }
             state.counters.name_failures += run.len() as u64;
             state.unwritten[stage] += run.len() as u64;
         }
+        told += run.len();
     }
+    if told > 0 {
+        node.lock().names_tickets[stage].settled += told as u64;
+    }
+    None
 }
 
 /// Stores a batch, making room for what does not fit.
@@ -332,8 +374,10 @@ fn settle(state: &mut State, stage: usize, pending: &Pending, result: Result<Add
         Err(error) => {
             state.counters.demote_failures += 1;
             state.unwritten[stage] += 1;
-            if !matches!(error, StageError::Full) {
-                state.note_lacking(stage, *pending);
+            let is_its_own = matches!(error, StageError::Failed(_) | StageError::NoAnswer);
+            let tries = pending.tries + u8::from(is_its_own && !state.is_shed(stage));
+            if !matches!(error, StageError::Full) && tries < WRITE_TRIES {
+                state.note_lacking(stage, Pending { tries, ..*pending });
             }
             state.note_error(stage, error);
         }

@@ -23,7 +23,8 @@ impl Store {
     /// write each, if anywhere. Gives slabs of `bytes_max` bytes in all at most; what comes after
     /// the last that fits is to be asked for again ([`Prepared::Later`]). `Put::bytes` is not
     /// looked at. With a timeout of zero it never waits: what would have to, fails with
-    /// [`StoreError::Timeout`] or [`StoreError::Busy`] and is not counted.
+    /// [`StoreError::Timeout`] or [`StoreError::Busy`] and is not counted, and all after the first
+    /// of these is to be asked for again.
     ///
     /// # Panics
     /// If there are not as many lengths as blocks.
@@ -98,8 +99,7 @@ impl Node {
         let mut hanging: Option<(BlockKey, Option<Slot>)> = None;
         let mut state = self.lock();
         for (put, bytes) in batch.iter().zip(lengths) {
-            let is_over = taken > 0 && taken + bytes > bytes_max.min(BATCH_BYTES);
-            if is_over {
+            if taken > 0 && taken + bytes > bytes_max.min(BATCH_BYTES) {
                 break;
             }
             let next = match self.known_by_length(&mut state, put, *bytes, None) {
@@ -138,13 +138,17 @@ impl Node {
                 if let PutOutcome::Declined(reason) = outcome {
                     declined = Some((put.key, *reason));
                 }
-                if may_wait || !is_late(outcome) {
-                    state.count_put(&put.key, outcome);
+                if !may_wait && is_late(outcome) {
+                    prepared.push(next);
+                    break;
                 }
+                state.count_put(&put.key, outcome);
             }
             prepared.push(next);
         }
+        let now = self.policy_now(&state);
         self.release(state);
+        self.insight().shadows.declined(now, batch, lengths, &prepared);
         prepared.resize_with(batch.len(), || Prepared::Later);
         prepared
     }
@@ -157,7 +161,10 @@ impl Node {
         state.catalog.find_batch(keys, &mut found);
         found.into_iter().flatten().all(|key| {
             let entry = state.catalog.entry(key);
-            entry.has_expired(now_unix_ms) || state.catalog.content(entry.content).slab.is_some()
+            let content = state.catalog.content(entry.content);
+            entry.has_expired(now_unix_ms)
+                || content.slab.is_some()
+                || self.is_out_of_reach(&state, content)
         })
     }
 
@@ -166,7 +173,7 @@ impl Node {
         let waits_for_tiers = self.config.write == WritePolicy::Through
             || !self.pipeline.has_dram
             || self.config.digest != DigestMode::Off;
-        !waits_for_tiers && !self.is_behind(&self.lock()) && self.reads_at_once(keys)
+        !waits_for_tiers && self.reads_at_once(keys)
     }
 
     /// Views for a comparison: counted nowhere, nothing is brought up.

@@ -11,7 +11,6 @@ use cascade_memory::{Slab, SlabMut};
 use crate::call::Call;
 use crate::catalog::{ContentIndex, NewKey};
 use crate::eviction::{Incoming, Slot};
-use crate::history::Loss;
 use crate::node::{NoSlab, Node};
 use crate::outcome::PutSlab;
 use crate::stage::BlockFacts;
@@ -109,10 +108,9 @@ impl Node {
     fn put_slab(&self, put: &Put<'_>, slab: &Slab, call: Call) -> PutOutcome {
         let digest = self.digest(put.bytes);
         for _ in 0..PASSES_MAX {
-            let (mut state, has_room) = self.wait_for_writers(self.lock(), call);
-            if !has_room {
-                return PutOutcome::Failed(self.busy_error(&state));
-            }
+            // Its memory is taken, so waiting for the writers would free none: whoever gave the
+            // slab out has waited for them.
+            let mut state = self.lock();
             match self.known(&mut state, put, digest) {
                 Known::Settled(outcome) => return outcome,
                 Known::New => {
@@ -136,12 +134,15 @@ impl Node {
         options: CallOptions,
     ) -> Result<SlabMut, StoreError> {
         let call = self.call(options);
-        let state = self.lock();
+        let (state, has_room) = self.wait_for_writers(self.lock(), call);
         if state.is_closing {
             return Err(StoreError::Closed);
         }
         if state.is_erasing {
             return Err(StoreError::Erasing);
+        }
+        if !has_room {
+            return Err(self.busy_error(&state));
         }
         let (mut state, slab) = self.take_slab(state, bytes, false, None, call);
         let slab = slab.map_err(|why| self.no_slab_error(&state, why, bytes, call))?;
@@ -345,12 +346,11 @@ impl Node {
         if let Some(key) = state.find_live(&put.key, now_unix_ms) {
             let index = state.catalog.entry(key).content;
             let content = state.catalog.content(index);
-            if self.is_out_of_reach(state, content) {
-                // Nobody can read it now: it comes back as if it were new.
-                return self.refused(state, put, bytes);
-            }
             if content.bytes as usize != bytes {
                 return Known::Settled(PutOutcome::Conflict);
+            }
+            if self.is_out_of_reach(state, content) {
+                return self.known_by_digest(state, put, index, digest);
             }
             let keeps_bytes = |stage: usize| !self.stages[stage].keeps_names_only();
             let has_bytes = (0..self.stages.len())
@@ -373,6 +373,32 @@ impl Node {
             }
             Some(_) | None => Known::New,
         }
+    }
+
+    /// A put of a key whose bytes only shed stages have, so that nobody can compare them. Bytes
+    /// that a digest shows to be the same come back into DRAM; others are refused, because the old
+    /// ones would be back under this key if the process ended before a stage forgot them.
+    fn known_by_digest(
+        &self,
+        state: &State,
+        put: &Put<'_>,
+        index: ContentIndex,
+        digest: Option<Digest>,
+    ) -> Known {
+        let known = state.catalog.digest_of(index);
+        let is_same = match digest {
+            Some(digest) => known == Some(&digest),
+            // Its bytes are elsewhere still: they are asked about once they are here.
+            None => known.is_some() && self.config.digest != DigestMode::Off,
+        };
+        if is_same {
+            return self.refused(state, put, state.catalog.content(index).bytes as usize);
+        }
+        let content = state.catalog.content(index);
+        let has_it = |stage: &usize| content.address(*stage).is_some() && state.is_shed(*stage);
+        let stage = (0..self.stages.len()).find(has_it).unwrap_or(0);
+        let error = self.stage_error(state, stage, "compare a block that only this tier has");
+        Known::Settled(PutOutcome::Failed(error))
     }
 
     /// The bytes are known under another key: this key is linked to them.
@@ -410,16 +436,13 @@ impl Node {
         let facts = self.facts(put, digest);
         let bytes = u64::from(facts.bytes);
         state.counters.bytes_written += bytes;
-        let pins = state.catalog.find(&put.key).map_or(0, |key| {
-            // A shed stage has bytes under this name that nobody can compare with these. It is
-            // told to forget them when it is back: the name means these bytes from now on.
-            let pins = state.catalog.entry(key).pins;
-            state.forget(key, Loss::Deleted);
-            pins
-        });
-        let (key, content) = state.catalog.insert(&new_key(&facts), facts.bytes, digest);
-        state.catalog.entry_mut(key).pins = pins;
-        state.content_bytes += bytes;
+        let (key, content) = if let Some(key) = state.catalog.find(&put.key) {
+            // Only shed stages have it, and its digest is the same: they keep it where it is.
+            (key, state.catalog.entry(key).content)
+        } else {
+            state.content_bytes += bytes;
+            state.catalog.insert(&new_key(&facts), facts.bytes, digest)
+        };
         state.history.forget(&put.key);
         let put_stamp = state.history.stamp();
         let entry = state.catalog.content_mut(content);
@@ -427,7 +450,9 @@ impl Node {
         entry.writer = call.writer.map_or(0, |writer| writer.0.get());
         state.put_slab(content, slab, Some(&facts));
         for stage in 0..self.stages.len() {
-            state.push_block(stage, facts, content);
+            if state.catalog.content(content).address(stage).is_none() {
+                state.push_block(stage, facts, content);
+            }
         }
         state.make_resident(key, self.policy_now(state));
         PutOutcome::Stored

@@ -8,7 +8,6 @@ use cascade_memory::{Slab, SlabMut};
 use crate::call::Call;
 use crate::catalog::{Address, Awaits, ContentIndex, KeyIndex};
 use crate::history::Loss;
-use crate::ledger::HeldId;
 use crate::node::{NoSlab, Node};
 use crate::shedding::Verdict;
 use crate::stage::{Load, Loaded, StageError};
@@ -50,8 +49,6 @@ struct Fetch {
     wanted: Wanted,
     from: Source,
     slab: SlabMut,
-    /// The kernel may write into the slab after this process was killed.
-    note: HeldId,
 }
 
 /// Where a block was fetched from.
@@ -287,10 +284,11 @@ impl Node {
         let (again, slab) = self.take_slab(state, bytes, holds_some, None, reading.call);
         state = again;
         match slab {
-            Ok(slab) => {
+            Ok(mut slab) => {
                 let from = Source { content: index, generation, stage, address };
-                let note = self.note_load(&slab);
-                plan.fetches.push(Fetch { wanted, from, slab, note });
+                // The kernel may write into the slab after this process was killed.
+                self.note_load(&mut slab);
+                plan.fetches.push(Fetch { wanted, from, slab });
                 (state, None)
             }
             Err(why) => {
@@ -323,8 +321,8 @@ impl Node {
             }
             let mut loads = Vec::with_capacity(fetches.len());
             let mut places = Vec::with_capacity(fetches.len());
-            for Fetch { wanted, from, slab, note } in fetches {
-                places.push((wanted, from, note));
+            for Fetch { wanted, from, slab } in fetches {
+                places.push((wanted, from));
                 loads.push(Load { key: wanted.key, address: from.address, slab });
             }
             let time = reading.call.deadline.remaining(&*self.clock);
@@ -334,12 +332,8 @@ impl Node {
             let mut state = self.lock();
             self.judge(&mut state, stage, verdict);
             state.history.tell_time(now_unix_ms);
-            for ((mut wanted, from, note), loaded) in places.into_iter().zip(loaded) {
+            for ((mut wanted, from), loaded) in places.into_iter().zip(loaded) {
                 state.slabs_out -= 1;
-                if !matches!(loaded, Loaded::Failed(StageError::Timeout)) {
-                    // What came too late may still be written to.
-                    self.end_load(note);
-                }
                 if !self.settle(&mut state, &mut wanted, from, loaded, reading) {
                     again.push(wanted);
                 }

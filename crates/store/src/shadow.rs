@@ -19,7 +19,7 @@ use std::time::Duration;
 use cascade_block::BlockKey;
 
 use crate::eviction::{Hints, Limits};
-use crate::{PolicyKind, Put, PutOutcome, StoreConfig, TierName};
+use crate::{PolicyKind, Prepared, Put, PutOutcome, StoreConfig, TierName};
 use cache::{Arrival, Cache};
 use queue::Queue;
 use sample::Sample;
@@ -321,6 +321,28 @@ impl Shadows {
                 PutOutcome::Conflict | PutOutcome::Failed(_) => false,
             };
             if let Some(bytes) = u32::try_from(put.bytes.len()).ok().filter(|_| is_taken) {
+                self.start(bytes);
+                self.take(now, put, bytes);
+            }
+        }
+        self.keep_small();
+    }
+
+    /// Blocks whose bytes, `lengths` long, are elsewhere were asked about; those that were refused
+    /// for want of room are never put.
+    pub(crate) fn declined(
+        &mut self,
+        now: Duration,
+        batch: &[Put<'_>],
+        lengths: &[usize],
+        prepared: &[Prepared],
+    ) {
+        use crate::DeclineReason::{Full, WorthLess};
+        for ((put, bytes), prepared) in batch.iter().zip(lengths).zip(prepared) {
+            let Prepared::Settled(PutOutcome::Declined(Full | WorthLess)) = prepared else {
+                continue;
+            };
+            if let Ok(bytes) = u32::try_from(*bytes) {
                 self.start(bytes);
                 self.take(now, put, bytes);
             }

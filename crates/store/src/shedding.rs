@@ -8,7 +8,7 @@ use crate::health::Turn;
 use crate::mover;
 use crate::node::Node;
 use crate::stage::{Loaded, StageError};
-use crate::state::{Pending, State};
+use crate::state::{NameChange, Pending, State};
 
 /// Most blocks that are remembered as lacking in a stage; beyond it the oldest, which eviction
 /// takes first, are not queued again.
@@ -100,6 +100,11 @@ impl Node {
             state.note_error(stage, error.clone());
         }
         let (now, now_unix_ms) = (self.clock.monotonic(), self.clock.unix_ms());
+        if result.is_ok() && !state.lacking[stage].is_empty() {
+            // Too few writes failed to shed it: they are tried again.
+            state.retries[stage] = state.lacking[stage].len();
+            self.announce_work();
+        }
         let turn = state.breakers[stage].end_probe(result, now, now_unix_ms);
         self.turn(state, stage, turn);
     }
@@ -174,6 +179,14 @@ impl State {
         lacking.push_back(pending);
     }
 
+    /// Names that a stage was told in vain go before those that came since.
+    pub(crate) fn keep_names(&mut self, stage: usize, untold: &[NameChange]) {
+        self.names[stage].splice(0..0, untold.iter().copied());
+        while self.is_shed(stage) && self.names[stage].len() >= NAMES_KEPT_MAX {
+            self.bound_names(stage);
+        }
+    }
+
     /// Names that a shed stage has yet to be told are kept, in a bounded number: what is given up
     /// shows after a restart, as a block that was deleted or a name that is missing.
     pub(crate) fn bound_names(&mut self, stage: usize) {
@@ -201,7 +214,7 @@ impl State {
             });
             if is_lacking {
                 bytes += u64::from(pending.facts.bytes);
-                self.push_block(stage, pending.facts, pending.content);
+                self.push_again(stage, pending.facts, pending.content, pending.tries);
             }
         }
     }

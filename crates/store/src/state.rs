@@ -29,6 +29,8 @@ pub(crate) struct Pending {
     pub(crate) facts: BlockFacts,
     pub(crate) content: ContentIndex,
     pub(crate) generation: u32,
+    /// How often the stage failed to take it.
+    pub(crate) tries: u8,
 }
 
 /// A name that a stage has to learn or to forget. Only the stage's mover tells it, in this order
@@ -391,17 +393,28 @@ impl State {
     /// Queues a content for a stage's mover, which keeps its slab until then; for a stage that is
     /// shed, only notes that it lacks it.
     pub(crate) fn push_block(&mut self, stage: usize, facts: BlockFacts, content: ContentIndex) {
+        self.push_again(stage, facts, content, 0);
+    }
+
+    /// As `push_block`, for a block that the stage failed to take so often.
+    pub(crate) fn push_again(
+        &mut self,
+        stage: usize,
+        facts: BlockFacts,
+        content: ContentIndex,
+        tries: u8,
+    ) {
         let is_shed = self.is_shed(stage);
         let entry = self.catalog.content_mut(content);
         let generation = entry.generation;
         if is_shed {
             self.counters.shed_puts += 1;
             self.unwritten[stage] += 1;
-            return self.note_lacking(stage, Pending { facts, content, generation });
+            return self.note_lacking(stage, Pending { facts, content, generation, tries });
         }
         entry.dirty |= 1 << stage;
         self.pending_bytes[stage] += u64::from(facts.bytes);
-        self.queues[stage].push_back(Pending { facts, content, generation });
+        self.queues[stage].push_back(Pending { facts, content, generation, tries });
         self.blocks_tickets[stage].pushed += 1;
     }
 

@@ -96,7 +96,8 @@ impl Store {
         self.node().put(batch, options)
     }
 
-    /// A slab to write a block into in place; give it to [`Store::put_slabs`] when it is full.
+    /// A slab to write a block into in place; give it to [`Store::put_slabs`] when it is full. As
+    /// a put, it waits while too much waits to be written down; the put of the slab does not.
     pub fn reserve(&self, bytes: usize, options: CallOptions) -> Result<SlabMut, StoreError> {
         self.node().reserve(bytes, options)
     }

@@ -16,7 +16,7 @@ use crate::{KeepPool, Store, StoreConfig, StoreError};
 /// What a node keeps of its named pool, besides the ledger in its state.
 #[derive(Debug)]
 pub(crate) struct Warm {
-    pub(crate) holders: Holders,
+    pub(crate) holders: Arc<Holders>,
     stats: WarmStats,
     pub(crate) notes: Vec<String>,
 }
@@ -132,14 +132,9 @@ impl Node {
 
     /// A stage is about to read into a slab. Where `io_uring` reads, the kernel may go on writing
     /// there when this process is gone already. A ledger without a place is no reason not to read.
-    pub(crate) fn note_load(&self, slab: &SlabMut) -> HeldId {
-        let note = self.warm.as_ref().and_then(|warm| warm.holders.note_load(slab));
-        note.unwrap_or(HeldId::not_kept())
-    }
-
-    pub(crate) fn end_load(&self, note: HeldId) {
+    pub(crate) fn note_load(&self, slab: &mut SlabMut) {
         if let Some(warm) = &self.warm {
-            warm.holders.take_back([note]);
+            warm.holders.note_load(slab);
         }
     }
 

@@ -10,7 +10,7 @@ use std::time::Duration;
 use blocks::{MIB, bytes_of, check, dram, key, keys, put};
 use cascade_block::{DigestAlgorithm, DigestMode, SystemClock};
 use cascade_store::{
-    CallOptions, Put, PutOutcome, Store, StoreConfig, StoreError, ViewOutcome, WritePolicy,
+    CallOptions, Put, PutOutcome, PutSlab, Store, StoreConfig, StoreError, ViewOutcome, WritePolicy,
 };
 use third_party::{MapStage, flush, often, open, wait_for};
 
@@ -75,6 +75,21 @@ fn a_stuck_stage_makes_puts_busy_by_their_deadline() {
     };
     assert_eq!(pending_bytes, MIB);
     assert_eq!(check(&store, &keys(99..100)), [None]);
+}
+
+#[test]
+fn a_block_in_place_is_put_at_once_behind_a_stuck_stage_and_no_slab_is_given_out() {
+    let (store, stage) = open(StoreConfig { dirty_bytes_max: Some(MIB), ..dram(4) });
+    let slab = store.reserve(BLOCK, CallOptions::default()).unwrap();
+    let held = stage.hang();
+    put(&store, &keys(0..16), BLOCK);
+    let at_once = CallOptions { timeout: Some(Duration::ZERO), writer: None };
+    assert!(store.puts_at_once(&keys(99..100)));
+    let outcome = store.put_slabs(vec![PutSlab::new(key(99), slab)], at_once).remove(0);
+    assert!(matches!(outcome, PutOutcome::Stored), "{outcome:?}");
+    let refused = store.reserve(BLOCK, at_once);
+    assert!(matches!(refused, Err(StoreError::Busy { .. })), "{refused:?}");
+    drop(held);
 }
 
 #[test]

@@ -418,6 +418,11 @@ impl Stage for EncryptedStage {
                         loads.push(Load { key, address, slab });
                         targets.push((key, target));
                     }
+                    // Even the first got none: memory of its own has run out.
+                    Ok(None) if loads.is_empty() => {
+                        failure = Some(StageError::Timeout);
+                        break;
+                    }
                     Ok(None) => break,
                     Err(error) => {
                         failure = Some(error);

@@ -64,6 +64,10 @@ pub(crate) struct MapStage {
     next: AtomicU64,
     pub(crate) capacity_bytes: AtomicU64,
     pub(crate) fails: AtomicBool,
+    /// So many stores fail from now on.
+    pub(crate) fails_stores: AtomicU64,
+    /// Forgets no name.
+    pub(crate) fails_removes: AtomicBool,
     pub(crate) damages: AtomicBool,
     /// How long each call takes, in milliseconds.
     pub(crate) delay_ms: AtomicU64,
@@ -203,10 +207,13 @@ impl Stage for MapStage {
         deadline: Deadline,
     ) -> Vec<Result<Address, StageError>> {
         let worked = self.work(deadline);
+        let one_less = |left: u64| left.checked_sub(1);
+        let (set, get) = (Ordering::Relaxed, Ordering::Relaxed);
+        let fails = self.fails_stores.fetch_update(set, get, one_less).is_ok();
         let mut blocks = self.blocks.lock().unwrap();
         let mut keep = |(facts, slab): (BlockFacts, Slab)| {
             worked.clone()?;
-            if self.broken() {
+            if fails || self.broken() {
                 return Err(eio());
             }
             let capacity = self.capacity_bytes.load(Ordering::Relaxed);
@@ -270,6 +277,9 @@ impl Stage for MapStage {
 
     fn remove(&self, batch: &[(BlockKey, Address)], _: Deadline) -> Result<(), StageError> {
         self.hung.wait();
+        if self.fails_removes.load(Ordering::Relaxed) {
+            return Err(eio());
+        }
         let mut blocks = self.blocks.lock().unwrap();
         for (key, address) in batch {
             let Some(kept) = blocks.get_mut(&address.0) else { continue };
