@@ -56,11 +56,14 @@ pub(super) fn kernel_bytes() -> Result<u64, Failure> {
 }
 
 /// This very command, for a child process. The program may be Python: then the command's script
-/// stands before its arguments.
+/// stands before its arguments, and the name it was called by has to stay, because that is how an
+/// interpreter knows its environment (its file is a link to one that does not).
 pub(super) fn this_command() -> Result<Command, Failure> {
-    let program = std::env::current_exe().map_err(|e| Failure::measure("this program", e))?;
+    let mut before = std::env::args_os().take_while(|argument| argument != "bench");
+    let program = before.next().ok_or_else(|| {
+        Failure::usage("this program has no name", "run it as `cascade bench node`")
+    })?;
     let mut command = Command::new(program);
-    let before = std::env::args_os().skip(1).take_while(|argument| argument != "bench");
     command.args(before);
     Ok(command)
 }
