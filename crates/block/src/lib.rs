@@ -1,5 +1,6 @@
 //! The vocabulary of Cascade: keys, digests, manifests, geometry, sizes and clocks. No I/O.
 
+mod causes;
 mod chain;
 mod checksum;
 mod clock;
@@ -10,6 +11,7 @@ pub mod manifest;
 mod namespace;
 mod size;
 
+pub use causes::with_causes;
 pub use chain::{ChainTail, chain_keys, extend_chain_keys};
 pub use checksum::{Checksum, checksum};
 pub use clock::{Clock, Deadline, ManualClock, SystemClock};

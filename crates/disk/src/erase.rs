@@ -3,7 +3,7 @@
 use std::io;
 use std::path::{Path, PathBuf};
 
-use cascade_block::Deadline;
+use cascade_block::{Deadline, with_causes};
 
 use crate::io::{FileOperations, Io};
 use crate::{DiskError, manifests};
@@ -114,9 +114,7 @@ impl ErasedFiles {
     }
 
     pub(crate) fn leave(&mut self, path: PathBuf, what: &str, why: &dyn std::error::Error) {
-        let told = [format!("{what}: {why}")].into_iter();
-        let causes = std::iter::successors(why.source(), |error| error.source());
-        let reason = told.chain(causes.map(ToString::to_string)).collect::<Vec<_>>().join(": ");
+        let reason = format!("{what}: {}", with_causes(why));
         self.left.push(FileLeft { path, reason });
     }
 }

@@ -20,6 +20,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::NodeConfig;
 use crate::config::ConfigError;
+use cascade_block::with_causes;
 
 pub use machine::{Machine, ProbeFile, ThisMachine};
 pub use space::{FileSystem, Space};
@@ -162,7 +163,7 @@ pub fn examine(
         Ok(config) => run_all(&Arc::new(config), machine, time_limit),
         Err(error) => {
             let remedy = "correct it; cascade serve --print-config then shows what is set";
-            vec![finding(&CONFIGURATION, Outcome::failed(explained(&error), remedy))]
+            vec![finding(&CONFIGURATION, Outcome::failed(with_causes(&error), remedy))]
         }
     };
     let is_ready = checks.iter().all(|finding| finding.state != State::Failed);
@@ -212,16 +213,4 @@ fn finding(check: &Check, outcome: Outcome) -> Finding {
         why: check.why.to_owned(),
         remedy: outcome.remedy,
     }
-}
-
-/// An error with its causes.
-fn explained(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut cause = error.source();
-    while let Some(error) = cause {
-        text.push_str(": ");
-        text.push_str(&error.to_string());
-        cause = error.source();
-    }
-    text
 }

@@ -1,7 +1,6 @@
 //! Store errors as Python exceptions: one class for each thing that a caller can do about it.
 
-use std::error::Error;
-
+use cascade_block::with_causes;
 use cascade_store::StoreError;
 use pyo3::PyErr;
 use pyo3::import_exception;
@@ -33,19 +32,4 @@ pub(crate) fn to_python(error: &StoreError) -> PyErr {
         StoreError::Closed => ClosedError::new_err(message),
         _ => CascadeError::new_err(message),
     }
-}
-
-fn with_causes(error: &dyn Error) -> String {
-    let mut message = error.to_string();
-    let mut cause = error.source();
-    while let Some(error) = cause {
-        let text = error.to_string();
-        // A transparent error repeats its cause.
-        if !message.ends_with(&text) {
-            message.push_str(": ");
-            message.push_str(&text);
-        }
-        cause = error.source();
-    }
-    message
 }

@@ -2,6 +2,7 @@
 
 use std::collections::HashSet;
 
+use cascade_block::with_causes;
 use cascade_memory::Wiped;
 
 use crate::call::Call;
@@ -173,11 +174,7 @@ impl Node {
                     erased.left.extend(left);
                 }
                 Err(error) => {
-                    let why = match std::error::Error::source(&error) {
-                        Some(cause) => format!("{error}: {cause}"),
-                        None => error.to_string(),
-                    };
-                    erased.leave(format!("tier {}", stage.name()), why);
+                    erased.leave(format!("tier {}", stage.name()), with_causes(&error));
                 }
             }
             if erased.left.len() > left_before {

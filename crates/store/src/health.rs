@@ -4,8 +4,9 @@
 //! waits for the stage until it has answered a probe. It takes its time from its caller.
 
 use serde::{Deserialize, Serialize};
-use std::error::Error as _;
 use std::time::Duration;
+
+use cascade_block::with_causes;
 
 use crate::StoreError;
 use crate::stage::StageError;
@@ -241,22 +242,10 @@ impl Breaker {
             state: self.state,
             since_unix_ms: self.since_unix_ms,
             opened_count: self.opened_count,
-            last_error: self.last_error.as_ref().map(in_full),
+            last_error: self.last_error.as_ref().map(|error| with_causes(error)),
             stuck_calls,
         }
     }
-}
-
-/// An error with its causes, in one line.
-fn in_full(error: &StageError) -> String {
-    let mut text = error.to_string();
-    let mut cause = error.source();
-    while let Some(error) = cause {
-        text.push_str(": ");
-        text.push_str(&error.to_string());
-        cause = error.source();
-    }
-    text
 }
 
 #[cfg(test)]

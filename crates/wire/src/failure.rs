@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use cascade_block::with_causes;
 use cascade_store::{DeclineReason, PutOutcome, StoreError};
 use thiserror::Error;
 
@@ -77,7 +78,7 @@ pub(crate) fn write_error(into: &mut Writer<'_>, error: &StoreError) {
             into.u8(3);
             into.text(tier);
             into.text(operation);
-            into.text(&chain(&**source));
+            into.text(cut(&with_causes(&**source), CAUSE_BYTES_MAX));
         }
         StoreError::Config { setting, reason } => {
             into.u8(4);
@@ -90,7 +91,7 @@ pub(crate) fn write_error(into: &mut Writer<'_>, error: &StoreError) {
             into.u8(3);
             into.text("node");
             into.text("answer");
-            into.text(&chain(other));
+            into.text(cut(&with_causes(other), CAUSE_BYTES_MAX));
         }
     }
 }
@@ -123,15 +124,3 @@ pub(crate) fn read_error(from: &mut Reader<'_>) -> Result<StoreError, WireError>
 
 /// Longest cause in a message: an answer for many blocks still fits a frame.
 const CAUSE_BYTES_MAX: usize = 1024;
-
-/// An error and its causes in one line.
-fn chain(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut source = error.source();
-    while let Some(cause) = source {
-        text.push_str(": ");
-        text.push_str(&cause.to_string());
-        source = cause.source();
-    }
-    cut(&text, CAUSE_BYTES_MAX).to_owned()
-}

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use cascade_block::BlockKey;
+use cascade_block::{BlockKey, with_causes};
 use cascade_store::{PutOutcome, TierName};
 
 use crate::latency::Latencies;
@@ -136,9 +136,7 @@ impl Tally {
 
     /// Counts a failure by its message and the causes of it.
     pub fn count_failure(&mut self, error: &dyn std::error::Error) {
-        let causes = std::iter::successors(Some(error), |error| error.source());
-        let text: Vec<String> = causes.map(ToString::to_string).collect();
-        *self.failures.entry(text.join(": ")).or_default() += 1;
+        *self.failures.entry(with_causes(error)).or_default() += 1;
     }
 
     /// Hits of all tiers.

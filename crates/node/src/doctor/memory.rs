@@ -1,6 +1,6 @@
 //! Checks of memory: is there enough, may it be locked, does it come in huge pages.
 
-use cascade_block::ByteSize;
+use cascade_block::{ByteSize, with_causes};
 use cascade_memory::PageSource;
 
 use super::{Check, FileSystem, Machine, Outcome};
@@ -73,7 +73,7 @@ pub(super) const HUGE_PAGES: Check = Check {
                 let reason = report.refusal.map_or_else(String::new, |error| format!(" ({error})"));
                 Outcome::warning(format!("the kernel gave none{reason}"), remedy)
             }
-            Err(error) => Outcome::warning(super::explained(&error), remedy),
+            Err(error) => Outcome::warning(with_causes(&error), remedy),
         }
     },
 };

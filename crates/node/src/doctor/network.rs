@@ -2,7 +2,9 @@
 
 use std::io;
 
-use super::{Check, Outcome, explained};
+use cascade_block::with_causes;
+
+use super::{Check, Outcome};
 use crate::socket_place::{Occupant, SocketPlaceError};
 
 /// Descriptors that a node has open besides those of clients and files.
@@ -79,7 +81,7 @@ pub(super) const SOCKET: Check = Check {
                     }
                     _ => "set node.socket (--socket) to another path".to_owned(),
                 };
-                Outcome::failed(explained(&error), remedy)
+                Outcome::failed(with_causes(&error), remedy)
             }
         }
     },
