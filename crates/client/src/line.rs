@@ -8,7 +8,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use cascade_block::{Deadline, SystemClock};
-use cascade_wire::{Answer, Call, Frame, HEADER_BYTES, frame_length};
+use cascade_wire::{Answer, Call, Frame, frame_length};
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SocketAddrUnix,
     SocketFlags, SocketType, connect, recvmsg, socket_with,
@@ -23,7 +23,10 @@ const WRITE_BYTES: usize = 32 << 10;
 #[derive(Debug)]
 pub(crate) struct Line {
     stream: UnixStream,
+    /// What was read lies at its start; the rest keeps whatever was there, so that a short answer
+    /// does not cost clearing it.
     input: Vec<u8>,
+    read: usize,
     output: Vec<u8>,
     timeout: Duration,
     calls: u32,
@@ -68,6 +71,7 @@ impl Line {
         let mut line = Self {
             stream: UnixStream::from(socket.map_err(io::Error::from)?),
             input: Vec::new(),
+            read: 0,
             output: Vec::new(),
             timeout: Duration::ZERO,
             calls: 0,
@@ -86,24 +90,22 @@ impl Line {
         deadline: Deadline,
     ) -> Result<Answer, LineError> {
         self.send(ahead, call, deadline)?;
-        self.input.clear();
+        self.read = 0;
         loop {
-            if let Some(length) = frame_length(&self.input)?
-                && self.input.len() >= length
-            {
+            let length = frame_length(&self.input[..self.read])?;
+            if length.is_some_and(|length| self.read >= length) {
                 return self.read_answer();
             }
             self.await_bytes(deadline)?;
-            let start = self.input.len();
-            let room = frame_length(&self.input)?.map_or(READ_BYTES, |length| length - start);
-            self.input.resize(start + room.max(READ_BYTES), 0);
-            let count = (&self.stream).read(&mut self.input[start..]);
-            self.input.truncate(start + *count.as_ref().unwrap_or(&0));
-            match count {
+            let needed = length.unwrap_or(0).max(READ_BYTES);
+            if self.input.len() < needed {
+                self.input.resize(needed, 0);
+            }
+            match (&self.stream).read(&mut self.input[self.read..]) {
                 Ok(0) => {
                     return Err(LineError::Broken("the node closed the connection".to_owned()));
                 }
-                Ok(_) => {}
+                Ok(count) => self.read += count,
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) => return Err(error.into()),
             }
@@ -124,12 +126,12 @@ impl Line {
         let mut parts = [IoSliceMut::new(&mut self.input)];
         let received = recvmsg(&self.stream, &mut parts, &mut control, RecvFlags::CMSG_CLOEXEC);
         let count = received.map_err(io::Error::from)?.bytes;
-        self.input.truncate(count);
+        self.read = count;
         let descriptor = control.drain().find_map(|message| match message {
             RecvAncillaryMessage::ScmRights(mut descriptors) => descriptors.next(),
             _ => None,
         });
-        if frame_length(&self.input)? != Some(count) {
+        if frame_length(&self.input[..count])? != Some(count) {
             return Err(LineError::Broken("the node's welcome is cut".to_owned()));
         }
         Ok((self.read_answer()?, descriptor))
@@ -202,13 +204,13 @@ impl Line {
     }
 
     fn read_answer(&mut self) -> Result<Answer, LineError> {
-        let frame = Frame::read(&self.input)?;
-        debug_assert!(self.input.len() >= HEADER_BYTES, "frames have headers");
+        let frame = Frame::read(&self.input[..self.read])?;
         if frame.header.call != self.calls {
             return Err(LineError::Broken("the node answers another call".to_owned()));
         }
         let answer = Answer::read(&frame)?;
-        self.input.clear();
+        // A line that rests keeps no memory of its longest answer.
+        self.input.truncate(READ_BYTES);
         self.input.shrink_to(READ_BYTES);
         Ok(answer)
     }
@@ -233,7 +235,8 @@ mod tests {
     fn a_call_that_was_never_sent_leaves_the_line_in_step() {
         let (here, there) = UnixStream::pair().expect("descriptors are left");
         let (input, output) = (Vec::new(), Vec::new());
-        let mut line = Line { stream: here, input, output, timeout: Duration::ZERO, calls: 0 };
+        let timeout = Duration::ZERO;
+        let mut line = Line { stream: here, input, read: 0, output, timeout, calls: 0 };
         let past = Deadline::after(&SystemClock, Duration::ZERO);
         let asked = line.ask(&[], &Call::Ping, past);
         assert!(matches!(asked, Err(LineError::NoTime)), "{asked:?}");
