@@ -13,10 +13,11 @@ use std::sync::{Arc, PoisonError, RwLock};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
+use cascade_store::SecretError;
 use thiserror::Error;
 use tokio::sync::watch;
 
-use crate::config::SecurityConfig;
+use crate::config::{ConfigError, SecurityConfig};
 use crate::node::{Node, NodeError};
 
 use access::Access;
@@ -64,23 +65,16 @@ pub enum HttpError {
         #[source]
         source: std::io::Error,
     },
-    /// Anybody could read what is there.
-    #[error(
-        "listen = {address} is open to the network, which needs security.token_file, or \
-         security.certificate with security.private_key and security.client_authority; \
-         listen on 127.0.0.1 otherwise"
-    )]
-    Open {
-        /// The address.
-        address: SocketAddr,
-    },
-    /// Settings that only make sense together.
-    #[error("security.{setting} needs security.{missing} beside it")]
-    Half {
-        /// What is there.
+    /// The security settings contradict each other, or leave the port open to strangers.
+    #[error(transparent)]
+    Settings(#[from] ConfigError),
+    /// A file with a secret cannot be read, or others can.
+    #[error("security.{setting}: {source}")]
+    Secret {
+        /// The setting.
         setting: &'static str,
-        /// What is not.
-        missing: &'static str,
+        /// What is wrong, and what would be right.
+        source: SecretError,
     },
     /// A file that a setting names is of no use.
     #[error("security.{setting}: {path:?} {reason}")]
@@ -114,7 +108,7 @@ pub struct HttpHandle {
 /// # Errors
 /// If the address cannot be had or the security settings make no sense.
 pub fn serve(node: &Node, config: HttpConfig) -> Result<HttpHandle, NodeError> {
-    config.security.check_port(config.listen)?;
+    config.security.check(Some(config.listen)).map_err(HttpError::Settings)?;
     let secrets = Secrets::read(&config.security)?;
     let bind = |source| HttpError::Bind { address: config.listen, source };
     let listener = TcpListener::bind(config.listen).map_err(bind)?;
@@ -154,7 +148,7 @@ impl HttpHandle {
     /// # Errors
     /// If the new ones make no sense; then the old ones stay.
     pub fn reload(&self, security: &SecurityConfig) -> Result<(), HttpError> {
-        security.check_port(self.address)?;
+        security.check(Some(self.address))?;
         let access = Arc::new(Access::new(self.address, Secrets::read(security)?));
         *self.access.write().unwrap_or_else(PoisonError::into_inner) = access;
         tracing::info!(address = %self.address, "token and certificates were read again");

@@ -12,7 +12,7 @@ use thiserror::Error;
 #[non_exhaustive]
 pub enum SecretError {
     /// It cannot be opened or read.
-    #[error("cannot read {}", path.display())]
+    #[error("{} cannot be read", path.display())]
     Read {
         /// The file.
         path: PathBuf,

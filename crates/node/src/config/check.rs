@@ -1,13 +1,11 @@
 //! What makes no sense together, or is not safe, is refused by name before anything starts.
 
 use std::collections::BTreeMap;
-use std::fs;
 use std::net::SocketAddr;
-use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 
 use cascade_store::stage::Registry;
-use cascade_store::{Pipeline, StoreConfig, StoreError};
+use cascade_store::{Pipeline, Readers, StoreConfig, StoreError, read_secret};
 
 use super::error::ConfigError;
 use super::settings::Source;
@@ -19,8 +17,8 @@ pub const SOCKET_PATH_BYTES_MAX: usize = 107;
 /// A tenant's longest name: it is a directory's name and a label of metrics.
 const TENANT_NAME_BYTES_MAX: usize = 64;
 
-/// Permissions that nobody but owner and group may have on a secret, nor the group for writing.
-const SECRET_MODE_FORBIDDEN: u32 = 0o027;
+/// No token, key or certificate is longer.
+const SECRET_BYTES_MAX: u64 = 1 << 20;
 
 impl NodeConfig {
     /// Refuses what contradicts itself or is not safe, by the names of its keys.
@@ -156,21 +154,24 @@ impl NodeConfig {
 
     fn check_secrets(&self) -> Result<(), ConfigError> {
         let own = [
-            ("security.token_file", &self.security.token_file),
-            ("security.private_key", &self.security.private_key),
-            ("security.encryption_key_file", &self.encryption_key_file),
+            ("security.token_file", &self.security.token_file, Readers::Group),
+            ("security.private_key", &self.security.private_key, Readers::Owner),
+            ("security.encryption_key_file", &self.encryption_key_file, Readers::Owner),
         ];
-        for (key, path) in own {
-            path.as_deref().map_or(Ok(()), |path| check_secret(&self.named(&[key]), path))?;
+        for (key, path, readers) in own {
+            if let Some(path) = path {
+                check_secret(&self.named(&[key]), path, readers)?;
+            }
         }
         for tenant in &self.tenants {
             let files = [
-                ("tenant.token_file", &tenant.token_file),
-                ("tenant.encryption_key_file", &tenant.encryption_key_file),
+                ("tenant.token_file", &tenant.token_file, Readers::Group),
+                ("tenant.encryption_key_file", &tenant.encryption_key_file, Readers::Owner),
             ];
-            for (key, path) in files {
-                let key = format!("{key} of {:?}", tenant.name);
-                path.as_deref().map_or(Ok(()), |path| check_secret(&key, path))?;
+            for (key, path, readers) in files {
+                if let Some(path) = path {
+                    check_secret(&format!("{key} of {:?}", tenant.name), path, readers)?;
+                }
             }
         }
         let stores = self.tenants.iter().map(|tenant| (&tenant.store, &tenant.encryption_key_file));
@@ -250,29 +251,12 @@ fn check_tenant(tenant: &TenantConfig, taken: &[&str]) -> Result<(), ConfigError
     Ok(())
 }
 
-/// Refuses a secret that is missing, is no file, or that others can read.
-fn check_secret(key: &str, path: &Path) -> Result<(), ConfigError> {
-    let refuse = |reason: String, advice: String| {
-        Err(ConfigError::Secret { key: key.to_owned(), path: path.to_owned(), reason, advice })
-    };
-    let facts = match fs::metadata(path) {
-        Ok(facts) => facts,
-        Err(error) => {
-            let advice = "make the file, readable by the node's user alone".to_owned();
-            return refuse(format!("cannot be read ({error})"), advice);
-        }
-    };
-    if !facts.is_file() {
-        return refuse("is no file".to_owned(), "give the path of a file".to_owned());
+/// Refuses a secret that is missing, is no file, or that others can use.
+fn check_secret(key: &str, path: &Path, readers: Readers) -> Result<(), ConfigError> {
+    match read_secret(path, SECRET_BYTES_MAX, readers) {
+        Ok(_) => Ok(()),
+        Err(source) => Err(ConfigError::Secret { key: key.to_owned(), source }),
     }
-    let mode = facts.permissions().mode() & 0o777;
-    if mode & SECRET_MODE_FORBIDDEN != 0 {
-        return refuse(
-            format!("has permissions {mode:04o}: others than its owner can use it"),
-            format!("chmod 600 {}", path.display()),
-        );
-    }
-    Ok(())
 }
 
 /// A key beside what it protects protects nothing.
@@ -292,5 +276,49 @@ fn check_key_is_apart(store: &StoreConfig, key: Option<&Path>) -> Result<(), Con
             "set files.directory, or leave the key out",
         )),
         _ => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn with(names: &[&str]) -> SecurityConfig {
+        let file = |name: &str| names.contains(&name).then(|| format!("/{name}").into());
+        SecurityConfig {
+            token_file: file("token"),
+            certificate: file("certificate"),
+            private_key: file("key"),
+            client_authority: file("authority"),
+        }
+    }
+
+    #[test]
+    fn beyond_loopback_the_port_needs_a_token_or_certificates_on_both_sides() {
+        let inside = ["127.0.0.1:0", "127.9.9.9:80", "[::1]:9"];
+        let outside = ["0.0.0.0:0", "[::]:0", "192.0.2.1:80"];
+        let check = |names: &[&str], at: &str| with(names).check(Some(at.parse().unwrap()));
+        for at in inside {
+            check(&[], at).unwrap();
+        }
+        for at in outside {
+            let said = check(&[], at).unwrap_err().to_string();
+            assert!(said.contains(at) && said.contains("token_file"), "{said}");
+            let one_sided = check(&["certificate", "key"], at).unwrap_err().to_string();
+            assert!(one_sided.contains("node.listen"), "encrypted is not guarded: {one_sided}");
+            check(&["token"], at).unwrap();
+            check(&["certificate", "key", "authority"], at).unwrap();
+        }
+    }
+
+    #[test]
+    fn half_of_a_pair_is_refused_by_name() {
+        let at = "127.0.0.1:0".parse().unwrap();
+        for (names, missing) in
+            [(["certificate"], "private_key"), (["key"], "certificate"), (["authority"], "certif")]
+        {
+            let said = with(&names).check(Some(at)).unwrap_err().to_string();
+            assert!(said.contains(missing), "{said}");
+        }
     }
 }

@@ -3,6 +3,7 @@
 use std::io;
 use std::path::PathBuf;
 
+use cascade_store::SecretError;
 use thiserror::Error;
 
 use super::settings::Source;
@@ -63,16 +64,12 @@ pub enum ConfigError {
         advice: String,
     },
     /// A file with a secret that cannot be read, or that others can.
-    #[error("{key}: {} {reason}; {advice}", path.display())]
+    #[error("{key}: {source}")]
     Secret {
         /// The key that names it.
         key: String,
-        /// The file.
-        path: PathBuf,
-        /// What is wrong.
-        reason: String,
-        /// What to do.
-        advice: String,
+        /// What is wrong, and what would be right.
+        source: SecretError,
     },
 }
 

@@ -1,11 +1,10 @@
-//! What protects the TCP port: the rule when it may be open, and the secrets read from files.
+//! What protects the TCP port: the token and the certificates, read from files.
 
-use std::fs;
 use std::net::SocketAddr;
-use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::sync::Arc;
 
+use cascade_store::{Readers, read_secret};
 use ring::digest::{SHA256, digest};
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer};
@@ -20,34 +19,11 @@ const TOKEN_BYTES_MIN: usize = 16;
 /// No token, certificate chain or key is longer.
 const FILE_BYTES_MAX: u64 = 1 << 20;
 
-impl SecurityConfig {
-    /// Whether the TCP port may listen there: on loopback as it is, elsewhere only with a token or
-    /// with certificates on both sides. The configuration says so earlier, by its keys; this holds
-    /// for whoever opens the port without one.
-    ///
-    /// # Errors
-    /// Names the setting that is missing or contradicts another.
-    pub fn check_port(&self, listen: SocketAddr) -> Result<(), HttpError> {
-        let half = |setting, missing| Err(HttpError::Half { setting, missing });
-        match (&self.certificate, &self.private_key) {
-            (Some(_), None) => return half("certificate", "private_key"),
-            (None, Some(_)) => return half("private_key", "certificate"),
-            _ => {}
-        }
-        if self.client_authority.is_some() && self.certificate.is_none() {
-            return half("client_authority", "certificate");
-        }
-        let is_guarded = self.token_file.is_some() || self.client_authority.is_some();
-        if !listen.ip().is_loopback() && !is_guarded {
-            return Err(HttpError::Open { address: listen });
-        }
-        Ok(())
-    }
-}
-
 /// Whether somebody on the network could read the token on its way.
 pub(super) fn is_token_in_the_clear(security: &SecurityConfig, address: SocketAddr) -> bool {
-    security.token_file.is_some() && security.certificate.is_none() && !address.ip().is_loopback()
+    security.token_file.is_some()
+        && security.certificate.is_none()
+        && !address.ip().to_canonical().is_loopback()
 }
 
 /// What the settings' files hold.
@@ -80,7 +56,7 @@ pub(super) fn token_hash(token: &[u8]) -> [u8; 32] {
 
 fn read_token(path: &Path) -> Result<[u8; 32], HttpError> {
     let bad = |reason| file("token_file", path, reason, None);
-    let token = read_secret("token_file", path)?;
+    let token = secret("token_file", path, Readers::Group)?;
     let token = token.trim_ascii();
     if token.len() < TOKEN_BYTES_MIN {
         return Err(bad("has fewer than 16 characters; make one with `openssl rand -hex 32`"));
@@ -91,17 +67,9 @@ fn read_token(path: &Path) -> Result<[u8; 32], HttpError> {
     Ok(token_hash(token))
 }
 
-/// A file that nobody else may read.
-fn read_secret(setting: &'static str, path: &Path) -> Result<Vec<u8>, HttpError> {
-    let cannot = |source| file(setting, path, "cannot be read", Some(Box::new(source)));
-    let metadata = fs::metadata(path).map_err(cannot)?;
-    if metadata.mode() & 0o077 != 0 {
-        return Err(file(setting, path, "can be read by others; `chmod 600` it", None));
-    }
-    if metadata.len() > FILE_BYTES_MAX {
-        return Err(file(setting, path, "is longer than 1 MiB; is it the right file?", None));
-    }
-    fs::read(path).map_err(cannot)
+fn secret(setting: &'static str, path: &Path, readers: Readers) -> Result<Vec<u8>, HttpError> {
+    read_secret(path, FILE_BYTES_MAX, readers)
+        .map_err(|source| HttpError::Secret { setting, source })
 }
 
 fn certificates(
@@ -123,7 +91,7 @@ fn tls(
     authority: Option<&Path>,
 ) -> Result<Arc<ServerConfig>, HttpError> {
     let chain = certificates("certificate", certificate)?;
-    let key = read_secret("private_key", private_key)?;
+    let key = secret("private_key", private_key, Readers::Owner)?;
     let key = PrivateKeyDer::from_pem_slice(&key).map_err(|error| {
         file("private_key", private_key, "holds no private key in PEM", Some(Box::new(error)))
     })?;
@@ -161,48 +129,4 @@ fn file(
     source: Option<Box<dyn std::error::Error + Send + Sync>>,
 ) -> HttpError {
     HttpError::File { setting, path: path.to_owned(), reason, source }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn with(names: &[&str]) -> SecurityConfig {
-        let file = |name: &str| names.contains(&name).then(|| format!("/{name}").into());
-        SecurityConfig {
-            token_file: file("token"),
-            certificate: file("certificate"),
-            private_key: file("key"),
-            client_authority: file("authority"),
-        }
-    }
-
-    #[test]
-    fn beyond_loopback_the_port_needs_a_token_or_certificates_on_both_sides() {
-        let inside = ["127.0.0.1:0", "127.9.9.9:80", "[::1]:9"];
-        let outside = ["0.0.0.0:0", "[::]:0", "192.0.2.1:80"];
-        let check = |names: &[&str], at: &str| with(names).check_port(at.parse().unwrap());
-        for at in inside {
-            check(&[], at).unwrap();
-        }
-        for at in outside {
-            let said = check(&[], at).unwrap_err().to_string();
-            assert!(said.contains(at) && said.contains("token_file"), "{said}");
-            let one_sided = check(&["certificate", "key"], at);
-            assert!(matches!(one_sided, Err(HttpError::Open { .. })), "encrypted is not guarded");
-            check(&["token"], at).unwrap();
-            check(&["certificate", "key", "authority"], at).unwrap();
-        }
-    }
-
-    #[test]
-    fn half_of_a_pair_is_refused_by_name() {
-        let at = "127.0.0.1:0".parse().unwrap();
-        for (names, missing) in
-            [(["certificate"], "private_key"), (["key"], "certificate"), (["authority"], "certif")]
-        {
-            let said = with(&names).check_port(at).unwrap_err().to_string();
-            assert!(said.contains(missing), "{said}");
-        }
-    }
 }

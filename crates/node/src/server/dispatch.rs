@@ -286,16 +286,8 @@ impl Dispatch<'_> {
 
     fn settled(&self, present: u32, conflicts: u32, failures: u32) {
         // The counts come from the client and count only for its own tenant.
-        let most = u32::try_from(BLOCKS_MAX).unwrap_or(u32::MAX);
-        let repeat = |outcome: fn() -> PutOutcome, count: u32| {
-            std::iter::repeat_with(outcome).take(count.min(most) as usize)
-        };
-        let failed = || PutOutcome::Failed(StoreError::Closed);
-        let all: Vec<PutOutcome> = repeat(|| PutOutcome::Present, present)
-            .chain(repeat(|| PutOutcome::Conflict, conflicts))
-            .chain(repeat(failed, failures))
-            .collect();
-        self.store().count_puts(&all);
+        let bounded = |count: u32| u64::from(count).min(BLOCKS_MAX as u64);
+        self.store().count_settled(bounded(present), bounded(conflicts), bounded(failures));
     }
 
     fn lease(
