@@ -25,26 +25,30 @@ const GET_SHARE: usize = 2;
 const ROOM_PAUSE: Duration = Duration::from_millis(1);
 
 /// One batch under way.
-struct Batch<'a> {
-    link: &'a Arc<Link>,
+struct Batch {
+    link: Arc<Link>,
     deadline: Deadline,
     time: Duration,
 }
 
-impl Batch<'_> {
+impl Batch {
     fn node_time(&self) -> u32 {
         node_time(self.deadline.remaining(&SystemClock).min(self.time))
     }
 }
 
 impl Inner {
+    fn begin(&self, options: CallOptions) -> Result<Batch, StoreError> {
+        let link = self.linked()?;
+        let (deadline, time) = self.deadline(options);
+        Ok(Batch { link, deadline, time })
+    }
+
     pub(crate) fn put(&self, batch: &[Put<'_>], options: CallOptions) -> Vec<PutOutcome> {
-        let link = match self.linked() {
-            Ok(link) => link,
+        let on = match self.begin(options) {
+            Ok(on) => on,
             Err(error) => return batch.iter().map(|_| PutOutcome::Failed(error.clone())).collect(),
         };
-        let (deadline, time) = self.deadline(options);
-        let on = Batch { link: &link, deadline, time };
         let mut outcomes: Vec<Option<PutOutcome>> = batch.iter().map(|_| None).collect();
         for (outcome, put) in outcomes.iter_mut().zip(batch) {
             if u32::try_from(put.bytes.len()).is_err() {
@@ -78,7 +82,7 @@ impl Inner {
             }
             self.compare(&on, batch, &compare, &mut outcomes);
         }
-        let timeout_ms = u64::try_from(time.as_millis()).unwrap_or(u64::MAX);
+        let timeout_ms = u64::try_from(on.time.as_millis()).unwrap_or(u64::MAX);
         let operation = "put a key that others delete";
         let restless = || PutOutcome::Failed(StoreError::Timeout { operation, timeout_ms });
         outcomes.into_iter().map(|outcome| outcome.unwrap_or_else(restless)).collect()
@@ -87,7 +91,7 @@ impl Inner {
     /// Asks where blocks go, copies them there and seals them. Returns those to compare.
     fn put_round(
         &self,
-        on: &Batch<'_>,
+        on: &Batch,
         batch: &[Put<'_>],
         round: &[usize],
         outcomes: &mut [Option<PutOutcome>],
@@ -95,7 +99,7 @@ impl Inner {
         let first_hold = on.link.session.draw_holds(round.len());
         let blocks = round.iter().map(|at| asked(&batch[*at])).collect();
         let call = Call::Prepare { timeout_ms: on.node_time(), first_hold, blocks };
-        let answer = self.ask_on(on.link, "prepare a put", &call, on.deadline, on.time);
+        let answer = self.ask_on(&on.link, "prepare a put", &call, on.deadline, on.time);
         // What a failed round may still grant, or has granted, comes back.
         let fail = |error| {
             on.link.session.give_back_range(first_hold, round.len());
@@ -111,7 +115,7 @@ impl Inner {
             let put = &batch[*at];
             match prepared {
                 PreparedBlock::Slab { offset } => {
-                    let mut slab = match self.lent(on.link, hold, offset, put.bytes.len()) {
+                    let mut slab = match self.lent(&on.link, hold, offset, put.bytes.len()) {
                         Ok(slab) => slab,
                         Err(error) => return fail(error),
                     };
@@ -153,11 +157,11 @@ impl Inner {
         StoreError::Away { socket: self.socket(), reason }
     }
 
-    fn seal(&self, on: &Batch<'_>, blocks: Vec<SealedBlock>) -> Vec<PutOutcome> {
+    fn seal(&self, on: &Batch, blocks: Vec<SealedBlock>) -> Vec<PutOutcome> {
         let count = blocks.len();
         let holds: Vec<u64> = blocks.iter().map(|block| block.hold).collect();
         let call = Call::Seal { timeout_ms: on.node_time(), blocks };
-        let answer = self.ask_on(on.link, "seal a put", &call, on.deadline, on.time);
+        let answer = self.ask_on(&on.link, "seal a put", &call, on.deadline, on.time);
         let error = match answer {
             Ok(Answer::Puts(outcomes)) if outcomes.len() == count => return outcomes,
             Ok(other) => self.odd(&other),
@@ -173,7 +177,7 @@ impl Inner {
     /// Compares blocks that are there with what was to be put. What is gone again stays open.
     fn compare(
         &self,
-        on: &Batch<'_>,
+        on: &Batch,
         batch: &[Put<'_>],
         blocks: &[usize],
         outcomes: &mut [Option<PutOutcome>],
@@ -216,35 +220,32 @@ impl Inner {
         bytes: usize,
         options: CallOptions,
     ) -> Result<SlabMut, StoreError> {
-        let link = self.linked()?;
-        let (deadline, time) = self.deadline(options);
-        let hold = link.session.draw_holds(1);
-        let call = Call::Reserve { timeout_ms: node_time(time), hold, bytes: bytes as u64 };
-        let reserved = match self.ask_on(&link, "reserve a slab", &call, deadline, time) {
-            Ok(Answer::Slab { offset }) => self.lent(&link, hold, offset, bytes),
+        let on = self.begin(options)?;
+        let hold = on.link.session.draw_holds(1);
+        let call = Call::Reserve { timeout_ms: on.node_time(), hold, bytes: bytes as u64 };
+        let reserved = match self.ask_on(&on.link, "reserve a slab", &call, on.deadline, on.time) {
+            Ok(Answer::Slab { offset }) => self.lent(&on.link, hold, offset, bytes),
             Ok(other) => Err(self.odd(&other)),
             Err(error) => Err(error),
         };
         if reserved.is_err() {
-            link.session.give_back_range(hold, 1);
+            on.link.session.give_back_range(hold, 1);
         }
         reserved
     }
 
     pub(crate) fn put_slabs(&self, batch: Vec<PutSlab>, options: CallOptions) -> Vec<PutOutcome> {
-        let link = match self.linked() {
-            Ok(link) => link,
+        let on = match self.begin(options) {
+            Ok(on) => on,
             Err(error) => return batch.iter().map(|_| PutOutcome::Failed(error.clone())).collect(),
         };
-        let (deadline, time) = self.deadline(options);
-        let on = Batch { link: &link, deadline, time };
         let mut outcomes: Vec<Option<PutOutcome>> = batch.iter().map(|_| None).collect();
         let (mut sealed, mut placed) = (Vec::new(), Vec::new());
         for (at, put) in batch.into_iter().enumerate() {
             let PutSlab { key, slab, parent, namespace, is_prefix, is_partial, ttl_ms } = put;
             let bytes = slab.len();
             let facts = Put { bytes: &[], key, parent, namespace, is_prefix, is_partial, ttl_ms };
-            if let Ok(hold) = slab.surrender(&link.attachment) {
+            if let Ok(hold) = slab.surrender(&on.link.attachment) {
                 sealed.push(seal(&facts, hold, bytes));
                 placed.push(at);
             } else {
@@ -264,34 +265,30 @@ impl Inner {
     }
 
     pub(crate) fn view(&self, keys: &[BlockKey], options: CallOptions) -> Vec<ViewOutcome> {
-        let link = match self.linked() {
-            Ok(link) => link,
+        let on = match self.begin(options) {
+            Ok(on) => on,
             Err(StoreError::Closed) => {
                 return keys.iter().map(|_| ViewOutcome::Failed(StoreError::Closed)).collect();
             }
             Err(_) => return keys.iter().map(|_| ViewOutcome::Miss).collect(),
         };
-        let (deadline, time) = self.deadline(options);
-        let on = Batch { link: &link, deadline, time };
         keys.chunks(BLOCKS_MAX).flat_map(|step| self.lease(&on, LeasePurpose::Use, step)).collect()
     }
 
     pub(crate) fn acquire(&self, request: &Request<'_>, options: CallOptions) -> Vec<ViewOutcome> {
-        let Some(link) = self.link() else { return Vec::new() };
-        let (deadline, time) = self.deadline(options);
-        let on = Batch { link: &link, deadline, time };
+        let Ok(on) = self.begin(options) else { return Vec::new() };
         let mut request = ChainRequest::of(request);
         request.keys.truncate(BLOCKS_MAX);
         let count = request.keys.len();
-        let first_hold = link.session.draw_holds(count);
+        let first_hold = on.link.session.draw_holds(count);
         let call = Call::Acquire { timeout_ms: on.node_time(), first_hold, request };
-        let answer = self.ask_on(&link, "look a chain up", &call, deadline, time);
+        let answer = self.ask_on(&on.link, "look a chain up", &call, on.deadline, on.time);
         match answer {
             Ok(Answer::Leases(leases)) if leases.len() <= count => {
-                self.views(&link, first_hold, leases)
+                self.views(&on.link, first_hold, leases)
             }
             Ok(_) | Err(_) => {
-                link.session.give_back_range(first_hold, count);
+                on.link.session.give_back_range(first_hold, count);
                 Vec::new()
             }
         }
@@ -304,19 +301,17 @@ impl Inner {
         options: CallOptions,
     ) -> Vec<GetOutcome> {
         assert_eq!(keys.len(), buffers.len(), "one buffer for each key");
-        let link = match self.linked() {
-            Ok(link) => link,
+        let on = match self.begin(options) {
+            Ok(on) => on,
             Err(StoreError::Closed) => {
                 return keys.iter().map(|_| GetOutcome::Failed(StoreError::Closed)).collect();
             }
             Err(_) => return keys.iter().map(|_| GetOutcome::Miss).collect(),
         };
-        let (deadline, time) = self.deadline(options);
-        let on = Batch { link: &link, deadline, time };
         let mut outcomes = Vec::with_capacity(keys.len());
         while outcomes.len() < keys.len() {
             let done = outcomes.len();
-            let step = link.step(buffers[done..].iter().map(|buffer| buffer.len()));
+            let step = on.link.step(buffers[done..].iter().map(|buffer| buffer.len()));
             let views = self.lease_step(&on, LeasePurpose::Use, &keys[done..done + step]);
             let total = views.iter().map(|view| match view {
                 ViewOutcome::Hit { slab, .. } => slab.len(),
@@ -342,12 +337,7 @@ impl Inner {
 
     /// Leases the first of some blocks, at most `step` of them. Other calls of this client may hold
     /// its share for a moment: then fewer at a time, and again until the deadline.
-    fn lease_step(
-        &self,
-        on: &Batch<'_>,
-        purpose: LeasePurpose,
-        keys: &[BlockKey],
-    ) -> Vec<ViewOutcome> {
+    fn lease_step(&self, on: &Batch, purpose: LeasePurpose, keys: &[BlockKey]) -> Vec<ViewOutcome> {
         let mut step = keys.len();
         loop {
             let views = self.lease(on, purpose, &keys[..step]);
@@ -371,14 +361,14 @@ impl Inner {
         }
     }
 
-    fn lease(&self, on: &Batch<'_>, purpose: LeasePurpose, keys: &[BlockKey]) -> Vec<ViewOutcome> {
+    fn lease(&self, on: &Batch, purpose: LeasePurpose, keys: &[BlockKey]) -> Vec<ViewOutcome> {
         let first_hold = on.link.session.draw_holds(keys.len());
         let timeout_ms = on.node_time();
         let call = Call::Lease { timeout_ms, first_hold, purpose, keys: keys.to_vec() };
-        let answer = self.ask_on(on.link, "read blocks", &call, on.deadline, on.time);
+        let answer = self.ask_on(&on.link, "read blocks", &call, on.deadline, on.time);
         let error = match answer {
             Ok(Answer::Leases(leases)) if leases.len() == keys.len() => {
-                return self.views(on.link, first_hold, leases);
+                return self.views(&on.link, first_hold, leases);
             }
             Ok(other) => self.odd(&other),
             Err(error) => error,

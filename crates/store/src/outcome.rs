@@ -119,7 +119,7 @@ pub enum Prepared {
     /// Nothing is to be written.
     Settled(PutOutcome),
     /// The key is there; compare the bytes of `Store::inspect`, and say what came of it by
-    /// `Store::count_puts`.
+    /// `Store::count_settled`.
     Compare,
     /// Settle what was prepared first, then ask again.
     Later,

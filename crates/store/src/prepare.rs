@@ -40,11 +40,13 @@ impl Store {
     }
 
     /// Counts puts that were settled by who asked [`Store::prepare`]: compared, or given up.
-    pub fn count_puts(&self, outcomes: &[PutOutcome]) {
+    pub fn count_settled(&self, present: u64, conflicts: u64, failures: u64) {
         let mut state = self.node().lock();
-        for outcome in outcomes {
-            state.counters.count_put(outcome);
-        }
+        let counters = &mut state.counters;
+        counters.puts += present + conflicts + failures;
+        counters.present += present;
+        counters.conflicts += conflicts;
+        counters.put_failures += failures;
     }
 
     /// Views on blocks for comparing them: counted as nobody's access, and nothing is brought up.
