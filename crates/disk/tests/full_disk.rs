@@ -1,42 +1,17 @@
 //! A file system that is really full: typed errors, and everything acknowledged stays.
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
-use std::path::Path;
-use std::process::Command;
+mod small_disk;
+
 use std::sync::Arc;
 
 use cascade_block::SystemClock;
 use cascade_disk::conformance::{Stored, assert_hits, assert_recovered, block, deadline, pool};
 use cascade_disk::{DiskError, FileTierConfig, Layout, open};
-
-/// A small file system in memory; nothing where this user may not mount one.
-struct SmallDisk(tempfile::TempDir);
-
-impl SmallDisk {
-    fn mount() -> Option<Self> {
-        let directory = tempfile::tempdir().unwrap();
-        let mounted = Command::new("mount")
-            .args(["-t", "tmpfs", "-o", "size=6m", "tmpfs"])
-            .arg(directory.path())
-            .output()
-            .is_ok_and(|output| output.status.success());
-        mounted.then(|| Self(directory))
-    }
-
-    fn path(&self) -> &Path {
-        self.0.path()
-    }
-}
-
-impl Drop for SmallDisk {
-    fn drop(&mut self) {
-        let unmounted = Command::new("umount").arg(self.path()).status();
-        assert!(unmounted.is_ok_and(|status| status.success()), "the disk is still in use");
-    }
-}
+use small_disk::SmallDisk;
 
 fn fill(layout: Layout) {
-    let Some(disk) = SmallDisk::mount() else { return };
+    let Some(disk) = SmallDisk::mount(6) else { return };
     let pool = pool();
     let config = FileTierConfig {
         capacity_bytes: 64 << 20,

@@ -5,16 +5,18 @@
 
 mod blocks;
 mod named_pool;
+#[path = "../../disk/tests/small_disk/mod.rs"]
+mod small_disk;
 
 use std::os::unix::fs::{FileExt, PermissionsExt};
 use std::path::Path;
-use std::process::Command;
 
 use blocks::{MIB, check, keys, put};
 use cascade_store::{
     CallOptions, FilesConfig, KeepPool, Store, StoreConfig, StoreError, WarmStats,
 };
 use named_pool::{config, directory, ledger, pool, warm};
+use small_disk::SmallDisk;
 
 const BLOCK: usize = 48 << 10;
 
@@ -172,36 +174,14 @@ fn a_pipeline_without_dram_has_no_pool_to_keep() {
     assert!(matches!(error, Err(StoreError::Config { setting: "pool_file", .. })), "{error:?}");
 }
 
-/// A small file system in memory; nothing where this user may not mount one.
-struct SmallDisk(tempfile::TempDir);
-
-impl SmallDisk {
-    fn mount() -> Option<Self> {
-        let directory = tempfile::tempdir().unwrap();
-        let mounted = Command::new("mount")
-            .args(["-t", "tmpfs", "-o", "size=6m", "tmpfs"])
-            .arg(directory.path())
-            .output()
-            .is_ok_and(|output| output.status.success());
-        mounted.then(|| Self(directory))
-    }
-}
-
-impl Drop for SmallDisk {
-    fn drop(&mut self) {
-        let unmounted = Command::new("umount").arg(self.0.path()).status();
-        assert!(unmounted.is_ok_and(|status| status.success()), "the disk is still in use");
-    }
-}
-
 #[test]
 fn a_file_system_without_room_is_an_error_and_not_a_signal() {
-    let Some(disk) = SmallDisk::mount() else { return };
-    let error = Store::open(config(disk.0.path(), 8)).unwrap_err();
+    let Some(disk) = SmallDisk::mount(6) else { return };
+    let error = Store::open(config(disk.path(), 8)).unwrap_err();
     let StoreError::Memory(cause) = &error else { panic!("{error}") };
     assert!(cause.to_string().contains("cannot reserve"), "{cause}");
-    assert!(!pool(disk.0.path()).exists(), "what could not be reserved is not left behind");
-    let store = Store::open(config(disk.0.path(), 4)).unwrap();
+    assert!(!pool(disk.path()).exists(), "what could not be reserved is not left behind");
+    let store = Store::open(config(disk.path(), 4)).unwrap();
     put(&store, &keys(0..50), BLOCK);
     store.close().unwrap();
 }

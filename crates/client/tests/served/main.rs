@@ -10,6 +10,8 @@ mod host;
 mod kill;
 mod lies;
 mod restart;
+#[path = "../../../disk/tests/small_disk/mod.rs"]
+mod small_disk;
 mod stop;
 mod traffic;
 mod trouble;

@@ -1,41 +1,13 @@
 //! A file tier in trouble behind a served store: who does not need it does not notice.
 
-use std::path::Path;
-use std::process::Command;
-
 use cascade_store::{BlockStore, FilesConfig, PutOutcome};
 
 use crate::host::{Host, NOW, hits, keys, put, within};
-
-/// A small file system in memory; nothing where this user may not mount one.
-struct SmallDisk(tempfile::TempDir);
-
-impl SmallDisk {
-    fn mount() -> Option<Self> {
-        let directory = tempfile::tempdir().unwrap();
-        let mounted = Command::new("mount")
-            .args(["-t", "tmpfs", "-o", "size=8m", "tmpfs"])
-            .arg(directory.path())
-            .output()
-            .is_ok_and(|output| output.status.success());
-        mounted.then(|| Self(directory))
-    }
-
-    fn path(&self) -> &Path {
-        self.0.path()
-    }
-}
-
-impl Drop for SmallDisk {
-    fn drop(&mut self) {
-        let unmounted = Command::new("umount").arg("-l").arg(self.path()).status();
-        assert!(unmounted.is_ok_and(|status| status.success()), "the disk is still in use");
-    }
-}
+use crate::small_disk::SmallDisk;
 
 #[test]
 fn a_full_disk_costs_what_does_not_fit_and_nobody_a_byte() {
-    let Some(disk) = SmallDisk::mount() else { return };
+    let Some(disk) = SmallDisk::mount(8) else { return };
     let host = Host::start(|config| {
         config.store.pipeline = "Dram|Files".to_owned();
         config.store.files = Some(FilesConfig {
