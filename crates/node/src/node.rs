@@ -11,9 +11,9 @@ use cascade_store::{Store, StoreError};
 use thiserror::Error;
 
 use crate::NodeConfig;
-use crate::history::History;
 use crate::http::HttpError;
 use crate::own_process::OwnProcess;
+use crate::samples::Samples;
 use crate::server::{SessionFacts, Sessions};
 use crate::socket_place::SocketPlaceError;
 use crate::status::{ClientsStatus, NodeState, NodeStatus, Status, TenantStatus};
@@ -118,7 +118,7 @@ struct Inner {
     state: AtomicU8,
     started: Duration,
     traffic: Traffic,
-    history: History,
+    samples: Samples,
     address: OnceLock<SocketAddr>,
     spans: Mutex<Option<Spans>>,
     is_tracing: AtomicBool,
@@ -141,7 +141,7 @@ impl Node {
             state: AtomicU8::new(NodeState::Starting as u8),
             started: SystemClock.monotonic(),
             traffic: Traffic::default(),
-            history: History::default(),
+            samples: Samples::default(),
             address: OnceLock::new(),
             spans: Mutex::new(None),
             is_tracing: AtomicBool::new(false),
@@ -213,8 +213,8 @@ impl Node {
         self.0.address.get().copied()
     }
 
-    pub(crate) fn history(&self) -> &History {
-        &self.0.history
+    pub(crate) fn samples(&self) -> &Samples {
+        &self.0.samples
     }
 
     pub(crate) fn sessions(&self) -> &Sessions {

@@ -6,8 +6,8 @@ mod tables;
 
 use maud::{DOCTYPE, Markup, PreEscaped, html};
 
-use crate::history::{Flow, Series};
 use crate::http::plot;
+use crate::samples::{Flow, Series};
 use crate::status::{HealthState, NodeState, Status};
 
 pub(super) use shown::tier_hue;

@@ -5,8 +5,8 @@ use std::fmt::Write;
 use cascade_block::ByteSize;
 use maud::{Markup, html};
 
-use crate::history::{Flow, PIECES, Piece, Series};
 use crate::http::page::tier_hue;
+use crate::samples::{Flow, PIECES, Piece, Series};
 
 const WIDTH: f64 = 480.0;
 const HEIGHT: f64 = 220.0;

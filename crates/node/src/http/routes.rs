@@ -116,7 +116,7 @@ fn unready(node: &Node) -> Option<&'static str> {
 /// A status, remembered for the plots.
 fn look(node: &Node) -> Status {
     let status = node.status();
-    node.history().note(&status);
+    node.samples().note(&status);
     status
 }
 
@@ -134,7 +134,7 @@ async fn scrape(State(node): State<Node>, headers: HeaderMap) -> Response {
 /// The part of the page that changes.
 async fn live(State(node): State<Node>) -> Html<String> {
     let status = look(&node);
-    Html(page::live(&status, &node.history().series()).into_string())
+    Html(page::live(&status, &node.samples().series()).into_string())
 }
 
 async fn status_page(State(node): State<Node>) -> Response {
@@ -144,7 +144,7 @@ async fn status_page(State(node): State<Node>) -> Response {
     }
     let nonce = format!("{:032x}", u128::from_le_bytes(nonce));
     let status = look(&node);
-    let page = page::page(&status, &node.history().series(), &nonce).into_string();
+    let page = page::page(&status, &node.samples().series(), &nonce).into_string();
     let policy = format!(
         "default-src 'none'; style-src 'nonce-{nonce}'; script-src 'nonce-{nonce}'; \
          connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; \

@@ -2,8 +2,8 @@
 
 use maud::{Markup, html};
 
-use crate::history::{Flow, Series};
 use crate::http::page::shown::{bytes, count, per_second, percent, rate_now, tier_hue};
+use crate::samples::{Flow, Series};
 use crate::status::{HealthState, Status};
 
 const WIDTH: usize = 1000;

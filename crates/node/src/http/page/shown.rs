@@ -2,7 +2,7 @@
 
 use cascade_block::ByteSize;
 
-use crate::history::{Flow, Series};
+use crate::samples::{Flow, Series};
 
 /// Pieces of time that a rate "now" is a mean of.
 const NOW_PIECES: usize = 3;

@@ -21,7 +21,7 @@ pub(crate) const PIECES: usize = 60;
 
 /// A bounded memory of samples.
 #[derive(Debug, Default)]
-pub(crate) struct History(Mutex<VecDeque<Sample>>);
+pub(crate) struct Samples(Mutex<VecDeque<Sample>>);
 
 /// Counters at one moment, summed over tenants.
 #[derive(Debug, Clone, PartialEq)]
@@ -79,7 +79,7 @@ impl Piece {
     }
 }
 
-impl History {
+impl Samples {
     /// Remembers a status, unless one was remembered just now.
     pub(crate) fn note(&self, status: &Status) {
         let at_ms = status.node.at_unix_ms;
@@ -192,11 +192,11 @@ mod tests {
 
     #[test]
     fn what_happened_between_samples_is_spread_over_the_time_between_them() {
-        let history = History::default();
-        history.note(&status(100, 0, 0, 0));
-        history.note(&status(110, 100, 50, 1000));
-        history.note(&status(120, 100, 50, 1000));
-        let series = history.series();
+        let samples = Samples::default();
+        samples.note(&status(100, 0, 0, 0));
+        samples.note(&status(110, 100, 50, 1000));
+        samples.note(&status(120, 100, 50, 1000));
+        let series = samples.series();
         assert_eq!(series.span_s.to_bits(), 60f64.to_bits());
         assert_eq!(total(&series), (100.0, 50.0));
         let last = &series.pieces[PIECES - 1];
@@ -208,22 +208,22 @@ mod tests {
 
     #[test]
     fn it_is_bounded_and_forgets_what_is_older_than_its_span() {
-        let history = History::default();
+        let samples = Samples::default();
         for at_s in 0..5000 {
-            history.note(&status(1000 + at_s, at_s, 0, 0));
-            history.note(&status(1000 + at_s, at_s, 0, 0));
+            samples.note(&status(1000 + at_s, at_s, 0, 0));
+            samples.note(&status(1000 + at_s, at_s, 0, 0));
         }
-        assert_eq!(history.0.lock().unwrap().len(), 602);
-        let series = history.series();
+        assert_eq!(samples.0.lock().unwrap().len(), 602);
+        let series = samples.series();
         assert_eq!(total(&series).0.to_bits(), 600f64.to_bits());
     }
 
     #[test]
     fn a_clock_that_is_set_back_starts_anew() {
-        let history = History::default();
-        history.note(&status(1000, 10, 0, 0));
-        history.note(&status(10, 20, 0, 0));
-        history.note(&status(12, 30, 0, 0));
-        assert_eq!(total(&history.series()).0.to_bits(), 10f64.to_bits());
+        let samples = Samples::default();
+        samples.note(&status(1000, 10, 0, 0));
+        samples.note(&status(10, 20, 0, 0));
+        samples.note(&status(12, 30, 0, 0));
+        assert_eq!(total(&samples.series()).0.to_bits(), 10f64.to_bits());
     }
 }
