@@ -36,7 +36,8 @@ class Node:
         """Remember what to start; `settings` are keys of the configuration as in TOML."""
         self.socket = home / "node.sock"
         self.ready_line = ""
-        self._flags = ["--socket", str(self.socket), *flags]
+        self._command = [sys.executable, "-m", "cascadekv", "serve"]
+        self._command += ["--socket", str(self.socket), *flags]
         # Nothing of the caller's environment tells this node what to do.
         outside = {name: v for name, v in os.environ.items() if not name.startswith("CASCADE_")}
         fixed = {
@@ -49,11 +50,11 @@ class Node:
         self._log = home / "node.log"
         self.process: subprocess.Popen[str] | None = None
 
-    def start(self) -> "Node":
-        """Return once it serves."""
+    def start(self, *within: str) -> "Node":
+        """Return once it serves; `within` is a command that runs it, such as `unshare`."""
         with self._log.open("a") as log:
             self.process = subprocess.Popen(  # noqa: S603 # our own command
-                [sys.executable, "-m", "cascadekv", "serve", *self._flags],
+                [*within, *self._command],
                 env=self._environment,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -96,12 +97,12 @@ def nodes(home: Path) -> Iterator[Callable[..., Node]]:
     pools = Path(tempfile.mkdtemp(prefix="cascade-test-", dir="/dev/shm"))
     started: list[Node] = []
 
-    def start(*flags: str, **settings: str) -> Node:
+    def start(*flags: str, within: tuple[str, ...] = (), **settings: str) -> Node:
         own = home / f"node-{len(started)}"
         own.mkdir()
         node = Node(own, pools, *flags, **settings)
         started.append(node)
-        return node.start()
+        return node.start(*within)
 
     try:
         yield start

@@ -189,6 +189,20 @@ def test_a_token_proves_a_tenant(serve, tmp_path):
     assert [tenant["name"] for tenant in ask(node, "status")["tenants"]] == ["default", "alice"]
 
 
+def test_a_client_that_the_node_cannot_see_needs_a_pool_that_ends_with_the_node(serve):
+    within = ("unshare", "--pid", "--fork", "--kill-child")
+    if subprocess.run([*within, "true"], capture_output=True, check=False).returncode:  # noqa: S603
+        pytest.skip("this user may not make a process namespace")
+    blind = serve("--dram", "8MiB", within=within)
+    with pytest.raises(cascadekv.RefusedError, match="share the process namespace"):
+        cascadekv.connect(blind.socket)
+    node = serve("--dram", "8MiB", within=within, dram_keep_pool="never")
+    keys = _keys(range(1))
+    with cascadekv.connect(node.socket) as store:
+        assert store.put(keys, [b"block"])[0].ok
+        assert bytes(store.view(keys)[0]) == b"block"
+
+
 def test_without_a_node_it_says_what_to_do(tmp_path):
     place = tmp_path / "nobody.sock"
     with pytest.raises(cascadekv.AwayError, match="cascade serve") as caught:

@@ -13,8 +13,8 @@ use cascade_wire::{
     Answer, Call, Frame, Header, Hello, HoldRange, TraceContext, VERSION, VERSION_MIN, Welcome,
     WireError, frame_length,
 };
+use nix::sys::socket::{getsockopt, sockopt};
 use rustix::event::epoll::EventFlags;
-use rustix::net::sockopt::socket_peercred;
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
 use super::dispatch::Dispatch;
@@ -118,9 +118,9 @@ impl Connection {
         waiting_of_all: &Arc<AtomicUsize>,
     ) -> io::Result<Self> {
         stream.set_nonblocking(true)?;
-        let credentials = socket_peercred(&stream)?;
-        let process = credentials.pid.as_raw_nonzero().get();
-        let peer = Peer { process, user: credentials.uid.as_raw() };
+        // Not rustix's: it cannot tell a process of another namespace, whose number here is 0.
+        let credentials = getsockopt(&stream, sockopt::PeerCredentials)?;
+        let peer = Peer { process: credentials.pid(), user: credentials.uid() };
         let session = Mutex::default();
         let since = SystemClock.monotonic();
         Ok(Self {
