@@ -203,6 +203,14 @@ def test_a_client_that_the_node_cannot_see_needs_a_pool_that_ends_with_the_node(
         assert bytes(store.view(keys)[0]) == b"block"
 
 
+def test_a_node_that_the_machine_does_not_carry_says_so_and_serves(serve, tmp_path):
+    node = serve("--dram", "8MiB", "--files", str(tmp_path / "files"), "--files-capacity", "1PiB")
+    assert "files_space" in node.log()
+    assert "lower files.capacity" in node.log()
+    with cascadekv.connect(node.socket) as store:
+        assert store.put(_keys(range(1)), [b"block"])[0].ok
+
+
 def test_without_a_node_it_says_what_to_do(tmp_path):
     place = tmp_path / "nobody.sock"
     with pytest.raises(cascadekv.AwayError, match="cascade serve") as caught:

@@ -1,12 +1,14 @@
 //! The life of a node's process: start, serve, reload, stop.
 
 use std::io::{self, Write};
+use std::sync::Arc;
 use std::time::Duration;
 
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use tokio::signal::unix::{SignalKind, signal};
 
 use crate::config::{self, ConfigError, Environment};
+use crate::doctor::{self, Finding, Machine, State, ThisMachine};
 use crate::http::{self, HttpConfig};
 use crate::notify::Supervisor;
 use crate::socket::SocketFile;
@@ -41,6 +43,7 @@ pub fn run(
     raise_descriptors();
     let spans = config.trace_endpoint.as_deref().map(Spans::open).transpose()?;
     telemetry::start(&config.log, spans.as_ref())?;
+    foresee(&config);
     let (listener, file) = SocketFile::listen(&config.socket, config.socket_mode)?;
     let node = Node::open(config)?;
     if let Some(spans) = &spans {
@@ -134,6 +137,16 @@ fn follow(node: &Node, read: Result<NodeConfig, ConfigError>) {
             let error: &dyn std::error::Error = &error;
             tracing::error!(error, "the configuration is refused; it stays as it was");
         }
+    }
+}
+
+/// Logs what the doctor calls failed: who starts a node often has not asked the doctor before.
+fn foresee(config: &NodeConfig) {
+    let machine: Arc<dyn Machine> = Arc::new(ThisMachine);
+    let report = doctor::examine(Ok(config.clone()), &machine, doctor::TIME_LIMIT);
+    for finding in report.checks.iter().filter(|finding| finding.state == State::Failed) {
+        let Finding { id: check, found, why, remedy, .. } = finding;
+        tracing::warn!(%check, %found, %why, remedy, "this machine does not carry the node");
     }
 }
 
