@@ -319,6 +319,41 @@ pub fn capacity_holds(reopen: &mut Reopen<'_>, capacity_bytes: u64) {
     assert!(files.used_bytes() <= capacity_bytes, "{:?}", files.stats());
 }
 
+/// Restarts of a full tier, each with a removal, take nothing from what reclaiming needs.
+///
+/// # Panics
+/// If a removal or a reclaim is refused, more is used than allowed, or what was removed comes back.
+pub fn restarts_leave_room(reopen: &mut Reopen<'_>, capacity_bytes: u64) {
+    let pool = pool();
+    let (files, _) = reopen(&pool);
+    let mut live: Vec<Stored> = Vec::new();
+    for number in 0.. {
+        match files.append(vec![block(&pool, number, 128 << 10)], deadline()).remove(0) {
+            Ok(address) => live.push(Stored { number, length: 128 << 10, address }),
+            Err(DiskError::Full { .. }) => break,
+            Err(error) => panic!("block {number}: {error:?}"),
+        }
+    }
+    drop(files);
+    for _ in 0..40 {
+        let (files, _) = reopen(&pool);
+        let gone = live.swap_remove(live.len() / 2);
+        files.remove(&[(key(gone.number), gone.address)], deadline()).expect("a removal");
+        assert!(files.used_bytes() <= capacity_bytes, "{:?}", files.stats());
+    }
+    let (files, recovery) = reopen(&pool);
+    assert_recovered(&recovery, &live);
+    for _ in 0..60 {
+        let reclaimed = files.reclaim(&mut |_, _| false, deadline()).expect("a reclaim");
+        live.retain(|each| !reclaimed.dropped.contains(&(key(each.number), each.address)));
+    }
+    assert!(files.used_bytes() < capacity_bytes / 2, "{:?}", files.stats());
+    drop(files);
+    let (files, recovery) = reopen(&pool);
+    assert_recovered(&recovery, &live);
+    assert_hits(files.as_ref(), &pool, &live);
+}
+
 /// What a reclaim is told to keep is kept, with its aliases and across restarts.
 ///
 /// # Panics

@@ -60,6 +60,11 @@ macro_rules! suite {
             }
 
             #[test]
+            fn restarts_leave_room() {
+                run(|reopen| conformance::restarts_leave_room(reopen, CAPACITY_BYTES));
+            }
+
+            #[test]
             fn reclaim_keeps() {
                 run(conformance::reclaim_keeps);
             }

@@ -248,7 +248,7 @@ impl SegmentFiles {
                 payload: None,
             })
             .collect();
-        self.write(writer, pending, Space::Reserve, deadline)
+        self.write(writer, pending, Space::Owed, deadline)
             .into_iter()
             .collect::<Result<Vec<_>, _>>()
             .map(drop)

@@ -37,12 +37,15 @@ pub(super) struct WriterState {
 pub(super) enum Space {
     Ordinary,
     Reserve,
+    /// As the reserve, and beyond the capacity where that is used up: what is written takes the
+    /// place of a segment that goes at once.
+    Owed,
 }
 
 /// Entries on their way into one segment, some of them written while others are prepared.
 struct Writing<'a> {
-    files: &'a SegmentFiles,
     segment: &'a Arc<Segment>,
+    limit_bytes: u64,
     next_page: u32,
     entries: usize,
     pending: &'a mut VecDeque<Pending>,
@@ -57,7 +60,7 @@ impl Writing<'_> {
         while let Some(next) = self.pending.front() {
             let pages = payload_pages(next) + u32::from(run.needs_frame());
             let end_page = self.next_page + run.pages + pages;
-            let fits = self.files.fits(end_page, self.entries + run.entries + 1);
+            let fits = fits(self.limit_bytes, end_page, self.entries + run.entries + 1);
             if !fits || (run.entries > 0 && run.is_full(pages)) {
                 break;
             }
@@ -281,8 +284,8 @@ impl SegmentFiles {
         deadline: Deadline,
     ) -> Vec<(Vec<Frame>, Result<(), DiskError>)> {
         let mut writing = Writing {
-            files: self,
             segment,
+            limit_bytes: segment.state().file_bytes,
             next_page: segment.state().end_page,
             entries: segment.state().entry_count(),
             pending,
@@ -334,6 +337,7 @@ impl SegmentFiles {
     /// The active segment if that many pages fit it, else a new one.
     ///
     /// Ordinary writes stop while a segment's worth is not free: removals and reclaims need it.
+    /// Of the reserve they take what there is.
     fn room(
         &self,
         writer: &mut WriterState,
@@ -341,27 +345,52 @@ impl SegmentFiles {
         space: Space,
         deadline: Deadline,
     ) -> Result<Arc<Segment>, DiskError> {
-        let kept_free = if space == Space::Reserve { 0 } else { self.config.segment_bytes };
+        let kept_free = if space == Space::Ordinary { self.config.segment_bytes } else { 0 };
         if let Some(active) = &writer.active {
             let state = active.state();
-            let fits = self.fits(state.end_page + pages, state.entry_count() + 1);
+            let (end_page, entries) = (state.end_page + pages, state.entry_count() + 1);
+            let fits = fits(state.file_bytes, end_page, entries);
             drop(state);
             if fits {
-                self.check_capacity(0, kept_free, pages)?;
+                if space != Space::Owed {
+                    self.check_capacity(0, kept_free, pages)?;
+                }
                 return Ok(Arc::clone(active));
             }
         }
         let sealed = sealing_frees(writer);
-        self.check_capacity(sealed, self.config.segment_bytes + kept_free, pages)?;
+        let allocate_bytes = match space {
+            Space::Ordinary => {
+                let segment_bytes = self.config.segment_bytes;
+                self.check_capacity(sealed, segment_bytes + kept_free, pages)?;
+                segment_bytes
+            }
+            Space::Reserve | Space::Owed => self.reserve(sealed, pages, space)?,
+        };
         self.seal(writer, deadline);
-        let segment = self.begin_segment(writer, deadline)?;
+        let segment = self.begin_segment(writer, allocate_bytes, deadline)?;
         writer.active = Some(Arc::clone(&segment));
         Ok(segment)
     }
 
-    fn fits(&self, end_page: u32, entry_count: usize) -> bool {
-        let end = u64::from(end_page) * PAGE_BYTES as u64 + footer_bytes(entry_count);
-        end <= self.config.segment_bytes
+    /// How large a segment in the reserve can be. A process that was killed as it wrote there has
+    /// left less than a whole one.
+    fn reserve(&self, freed_bytes: u64, pages: u32, space: Space) -> Result<u64, DiskError> {
+        use crate::BlockFiles as _;
+        let used_bytes = self.used_bytes() - freed_bytes;
+        let left_bytes = self.config.capacity_bytes.saturating_sub(used_bytes);
+        let page_bytes = PAGE_BYTES as u64;
+        let allocate_bytes = left_bytes.min(self.config.segment_bytes) / page_bytes * page_bytes;
+        let least_bytes = u64::from(OVERHEAD_PAGES - 1 + pages) * page_bytes;
+        if allocate_bytes >= least_bytes {
+            Ok(allocate_bytes)
+        } else if space == Space::Owed {
+            Ok(least_bytes)
+        } else {
+            let needed_bytes = u64::from(pages) * page_bytes;
+            let capacity_bytes = self.config.capacity_bytes;
+            Err(DiskError::Full { needed_bytes, used_bytes, capacity_bytes })
+        }
     }
 
     /// Whether that many bytes may be added to the files once `freed_bytes` have come back.
@@ -396,12 +425,12 @@ impl SegmentFiles {
     fn begin_segment(
         &self,
         writer: &mut WriterState,
+        allocate_bytes: u64,
         deadline: Deadline,
     ) -> Result<Arc<Segment>, DiskError> {
         let number = writer.next_number;
         writer.next_number += 1;
         let path = self.segment_path(number);
-        let allocate_bytes = self.config.segment_bytes;
         let (create, direct) = (path.clone(), self.is_direct);
         let file = self.io.call("create", &path, deadline, move |files| {
             files.open(&create, OpenMode::Create { allocate_bytes }, direct)
@@ -501,6 +530,11 @@ impl SegmentFiles {
         let path = directory.clone();
         self.io.call("sync", &path, deadline, move |files| files.sync_directory(&directory))
     }
+}
+
+/// Whether a segment of that many bytes has room for the pages, the entries and their footer.
+fn fits(limit_bytes: u64, end_page: u32, entry_count: usize) -> bool {
+    u64::from(end_page) * PAGE_BYTES as u64 + footer_bytes(entry_count) <= limit_bytes
 }
 
 /// Bytes that the active segment's file would give back if it were sealed.
