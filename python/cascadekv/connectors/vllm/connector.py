@@ -1,0 +1,420 @@
+"""`CascadeConnector`: vLLM's V1 interface for KV connectors, over a Cascade store.
+
+Public interface only. Every call of the engine ends here, and no fault of the cache leaves: it is
+logged, counted, and answered as if nothing were cached.
+"""
+
+import functools
+import logging
+import time
+import uuid
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    SupportsHMA,
+)
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from cascadekv import Hints, Manifest, Namespace
+from cascadekv.connectors.vllm.groups import groups_of
+from cascadekv.connectors.vllm.identity import adapter_fingerprint, manifest_of
+from cascadekv.connectors.vllm.keys import RequestKeys, origin_of
+from cascadekv.connectors.vllm.layout import Held, LayoutError, Rank, describe
+from cascadekv.connectors.vllm.memory import memory_of
+from cascadekv.connectors.vllm.metadata import Part, Plan, Progress, WorkerFacts
+from cascadekv.connectors.vllm.scheduler import Policy, Scheduler
+from cascadekv.connectors.vllm.settings import ConnectorSettings, read_connector_settings
+from cascadekv.connectors.vllm.store import (
+    EngineStore,
+    PrivateNode,
+    private_socket,
+    wait_for_socket,
+)
+from cascadekv.connectors.vllm.worker import Worker
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+__all__ = ["CascadeConnector"]
+
+_LOG = logging.getLogger("vllm.cascade")
+_SOURCES = {
+    "dram": CacheHitSource.HOST,
+    "files": CacheHitSource.DISK,
+    "posix": CacheHitSource.DISK,
+    "peers": CacheHitSource.P2P,
+}
+Answer = TypeVar("Answer")
+
+
+def _guarded(default: Callable[[], Any]) -> Callable[[Callable[..., Answer]], Callable[..., Answer]]:
+    """Answer `default()` where a call of the engine meets a fault of ours, which is logged."""
+
+    def wrap(call: Callable[..., Answer]) -> Callable[..., Answer]:
+        @functools.wraps(call)
+        def guarded(self: "CascadeConnector", *arguments: Any, **named: Any) -> Answer:  # noqa: ANN401
+            try:
+                return call(self, *arguments, **named)
+            except Exception:
+                _LOG.exception("Cascade: %s failed; the engine goes on without", call.__name__)
+                return default()
+
+        return guarded
+
+    return wrap
+
+
+class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
+    """Keeps the KV of prompts and answers in a Cascade store, and loads it instead of computing."""
+
+    def __init__(
+        self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig"
+    ) -> None:
+        """Read the settings and open the store. Raises `ConfigError` for settings without sense."""
+        super().__init__(vllm_config, role, kv_cache_config)
+        extra = self._kv_transfer_config.kv_connector_extra_config
+        self.settings = read_connector_settings(extra)
+        for note in self.settings.notes if role is KVConnectorRole.SCHEDULER else ():
+            _LOG.info("Cascade: %s", note)
+        self._block_tokens = vllm_config.cache_config.block_size
+        self._secret = _secret(self.settings)
+        self._manifest: dict[str, str] | None = None
+        self._generation = ""
+        self._spaces: dict[str, Namespace] = {}
+        self._scheduler: Scheduler | None = None
+        self._worker: Worker | None = None
+        self._held: list[Held] = []
+        self._node: PrivateNode | None = None
+        self._facts: WorkerFacts | None = None
+        self._store = self._open()
+        if role is KVConnectorRole.SCHEDULER:
+            self._expect_misses()
+
+    # Both sides.
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A save that is dropped is a miss later, nothing more."""
+        return False
+
+    def shutdown(self) -> None:
+        """Close the store; an engine's private node ends with its first worker."""
+        if self._worker is not None:
+            self._worker.close()
+        self._store.close()
+        if self._node is not None:
+            self._node.close()
+
+    # The worker's side.
+
+    def register_kv_caches(self, kv_caches: "dict[str, torch.Tensor]") -> None:
+        """Take the engine's KV memory."""
+        try:
+            self._facts = self._attach(kv_caches)
+        except (LayoutError, OSError, ValueError) as why:
+            _LOG.warning("Cascade: this engine's KV is not kept: %s", why)
+            self._facts = WorkerFacts({}, [], str(why))
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        """Tell the scheduler what this worker holds."""
+        return self._facts
+
+    @_guarded(lambda: None)
+    def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:  # noqa: ANN401, ARG002
+        """Load what the step needs, and begin to load what later steps need."""
+        if self._worker is not None:
+            self._worker.start_loads(self._plan())
+
+    @_guarded(lambda: None)
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Return once the layer's blocks are there."""
+        if self._worker is not None:
+            self._worker.wait_for_layer(layer_name)
+
+    def save_kv_layer(
+        self,
+        layer_name: str,
+        kv_layer: "torch.Tensor",
+        attn_metadata: "AttentionMetadata",
+        **kwargs: Any,  # noqa: ANN401
+    ) -> None:
+        """Do nothing: blocks are copied whole when the step is over."""
+
+    @_guarded(lambda: None)
+    def wait_for_save(self) -> None:
+        """Copy what the step computed."""
+        if self._worker is not None:
+            self._worker.save(self._plan())
+
+    @_guarded(lambda: (None, None))
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Name requests whose asynchronous loads ended."""
+        results = self.get_transfer_results(finished_req_ids)
+        return None, results.finished_recving
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:  # noqa: ANN401, ARG002
+        """Name requests whose asynchronous loads ended, and those that failed as a whole."""
+        from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # noqa: PLC0415
+            KVConnectorTransferResults,
+        )
+
+        arrived, failed = self._worker.arrivals() if self._worker is not None else (set(), set())
+        return KVConnectorTransferResults(finished_recving=arrived, failed_recving=failed)
+
+    @_guarded(set)
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Name blocks that are not there, late or damaged: the engine computes them."""
+        return self._worker.bad_blocks() if self._worker is not None else set()
+
+    @_guarded(lambda: None)
+    def build_connector_worker_meta(self) -> Progress | None:
+        """Tell the scheduler what became of its plan."""
+        return self._worker.progress() if self._worker is not None else None
+
+    # The scheduler's side.
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        """Learn what the workers hold; from now on blocks are kept."""
+        facts = [each for each in metadata.values() if isinstance(each, WorkerFacts)]
+        refusal = next((each.refusal for each in facts if each.refusal), None)
+        if refusal is None and len({_canonical(each.manifest) for each in facts}) != 1:
+            refusal = "its workers disagree on what their KV is"
+        if refusal is not None or not facts:
+            _LOG.warning("Cascade: this engine's KV is not kept: %s", refusal or "no worker said")
+            return
+        self._begin(facts)
+
+    @_guarded(lambda: None)
+    def on_new_request(self, request: "Request") -> None:
+        """Take note of a request that begins to wait."""
+        if self._scheduler is not None:
+            self._scheduler.arrive(request)
+
+    @_guarded(lambda: (0, False))
+    def get_num_new_matched_tokens(
+        self, request: "Request", num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """Say how many tokens can be loaded, and whether in the meantime."""
+        if self._scheduler is None:
+            return 0, False
+        return self._scheduler.matched(request, num_computed_tokens)
+
+    @_guarded(lambda: None)
+    def update_state_after_alloc(
+        self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int
+    ) -> None:
+        """Plan the load into the blocks that were given."""
+        if self._scheduler is not None:
+            self._scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
+
+    def get_external_cache_hit_sources(
+        self, request: "Request", num_external_tokens: int
+    ) -> dict[CacheHitSource, int]:
+        """Say from which tiers the tokens come."""
+        sources: dict[CacheHitSource, int] = {}
+        left = num_external_tokens
+        if self._scheduler is not None:
+            for tier, tokens in self._scheduler.sources(request, num_external_tokens).items():
+                source = _SOURCES.get(tier, CacheHitSource.EXTERNAL_UNSPECIFIED)
+                sources[source] = sources.get(source, 0) + min(tokens, left)
+                left -= min(tokens, left)
+        if left:
+            unknown = CacheHitSource.EXTERNAL_UNSPECIFIED
+            sources[unknown] = sources.get(unknown, 0) + left
+        return {source: tokens for source, tokens in sources.items() if tokens}
+
+    @_guarded(Plan)
+    def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
+        """Give the workers the step's plan."""
+        if self._scheduler is None:
+            return Plan()
+        return self._scheduler.plan(scheduler_output, self._generation)
+
+    @_guarded(lambda: None)
+    def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
+        """Take in what became of earlier plans."""
+        progress = connector_output.kv_connector_worker_meta
+        if self._scheduler is not None and isinstance(progress, Progress):
+            self._scheduler.learn(progress)
+
+    def request_finished(
+        self, request: "Request", block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Forget a request; its blocks are free at once."""
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    @_guarded(lambda: (False, None))
+    def request_finished_all_groups(
+        self,
+        request: "Request",
+        block_ids: tuple[list[int], ...],  # noqa: ARG002 # all that is saved was copied
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Forget a request; its blocks are free at once."""
+        if self._scheduler is not None:
+            self._scheduler.finish(request, lambda hints: hints)
+        return False, None
+
+    @_guarded(lambda: False)
+    def reset_cache(self) -> bool:
+        """Never again load what was kept up to now: the weights may be others.
+
+        A shared node keeps the blocks under names that this engine does not ask for any more.
+        """
+        self._generation = uuid.uuid4().hex
+        if self._scheduler is not None:
+            self._scheduler.forget()
+        return True
+
+    # How it is put together.
+
+    def _open(self) -> EngineStore:
+        config = self._vllm_config
+        address, name = self.settings.address, f"vllm {config.model_config.served_model_name}"
+        if self.role is KVConnectorRole.SCHEDULER:
+            wait = self.settings.lookup_timeout
+        else:
+            wait = max(self.settings.load_timeout, self.settings.save_timeout)
+        engine = str(self._kv_transfer_config.engine_id)
+        key = f"{engine} {'one process' if self._is_one_process() else self.role.name}"
+        if address.node is None and not self._is_one_process():
+            socket = private_socket(engine)
+            if self.role is KVConnectorRole.WORKER and config.parallel_config.rank == 0:
+                self._node = PrivateNode(socket, self.settings.store_options)
+            elif not wait_for_socket(socket):
+                _LOG.warning("Cascade: the engine's private node is not there: %s", socket)
+            address = type(address)(node=str(socket), timeout=wait)
+        elif address.node is not None:
+            # A handle for each side: their calls may take differently long.
+            address = type(address)(node=address.node, token=address.token, timeout=wait)
+            key = f"{key} {self.role.name}"
+        return EngineStore(address, key=key, name=name)
+
+    def _is_one_process(self) -> bool:
+        """Whether scheduler and worker are in one process."""
+        parallel = self._vllm_config.parallel_config
+        return parallel.world_size == 1 and parallel.distributed_executor_backend == "uni"
+
+    def _expect_misses(self) -> None:
+        """Have the engine compute what cannot be loaded; it would fail the request otherwise."""
+        if self._kv_transfer_config.kv_load_failure_policy != "recompute":
+            _LOG.info("Cascade: kv_load_failure_policy is set to recompute")
+            self._kv_transfer_config.kv_load_failure_policy = "recompute"
+
+    def _attach(self, kv_caches: "dict[str, torch.Tensor]") -> WorkerFacts:
+        import torch  # noqa: PLC0415 # only engines have it
+
+        cache = self._kv_cache_config
+        self._held = describe(cache, self._rank(), self.settings.shards)
+        first = next(iter(kv_caches.values()))
+        storage = first.untyped_storage()
+        for name, tensor in kv_caches.items():
+            if tensor.untyped_storage().data_ptr() != storage.data_ptr():
+                raise LayoutError(f"layer {name} lies in a memory of its own")
+        memory = torch.empty(0, dtype=torch.uint8, device=first.device)
+        memory.set_(storage, 0, (storage.nbytes(),))
+        pages = cache.num_blocks
+        attached = [(each, memory_of(memory, each.regions, pages)) for each in self._held]
+        manifest = manifest_of(self._vllm_config, cache, self.settings.weights)
+        self._manifest = manifest
+        self._worker = Worker(
+            self._store.store,
+            self._namespace,
+            load_timeout=self.settings.load_timeout,
+            save_timeout=self.settings.save_timeout,
+            is_layerwise=self.settings.layerwise,
+        )
+        self._worker.attach(attached, list(cache.kv_cache_groups[0].layer_names))
+        return WorkerFacts(manifest, [each.part for each in self._held])
+
+    def _rank(self) -> Rank:
+        from vllm.distributed.parallel_state import (  # noqa: PLC0415
+            get_tensor_model_parallel_rank,
+        )
+
+        model: Any = self._vllm_config.model_config
+        parallel = self._vllm_config.parallel_config
+        context = parallel.decode_context_parallel_size
+        rank = get_tensor_model_parallel_rank()
+        return Rank(
+            rank,
+            parallel.tensor_parallel_size,
+            rank % context,
+            context,
+            1 if model.use_mla else model.get_total_num_kv_heads(),
+        )
+
+    def _begin(self, facts: Sequence[WorkerFacts]) -> None:
+        self._manifest = facts[0].manifest
+        prefix = "names only; " if self.settings.lite else ""
+        named = {
+            prefix + part.name: Part(prefix + part.name, part.group, part.block_bytes)
+            for each in facts
+            for part in each.parts
+        }
+        settings = self.settings
+        policy = Policy(settings.load, settings.hit_ratio, settings.min_tokens, settings.lite)
+        try:
+            groups = groups_of(self._kv_cache_config, self._block_tokens)
+        except LayoutError as why:
+            _LOG.warning("Cascade: this engine's KV is not kept: %s", why)
+            return
+        self._scheduler = Scheduler(
+            self._store.store,
+            list(named.values()),
+            groups,
+            functools.partial(self._keys_of, list(named)),
+            policy,
+            block_tokens=self._block_tokens,
+            choose=lambda tiers, _tokens: len(tiers),
+            hints_of=lambda _request: Hints(),
+        )
+
+    def _keys_of(self, parts: Sequence[str], request: "Request") -> RequestKeys:
+        features = [
+            (feature.mm_position.offset, feature.mm_position.length, feature.identifier)
+            for feature in request.mm_features or ()
+        ]
+        origin = origin_of(request, adapter_fingerprint)
+        space = self._namespace(self._generation)
+        return RequestKeys(space, parts, self._block_tokens, origin, features)
+
+    def _namespace(self, generation: str) -> Namespace:
+        """Give the namespace; another one for every time that the engine forgot its cache."""
+        if generation not in self._spaces:
+            fields = dict(self._manifest or {})
+            if generation:
+                fields["generation"] = generation
+            self._spaces = {generation: Namespace(Manifest(fields), self._secret)}
+        return self._spaces[generation]
+
+    def _plan(self) -> Plan:
+        plan = self._get_connector_metadata()
+        if not isinstance(plan, Plan):
+            raise TypeError(f"the scheduler's side sent {type(plan).__name__}, not a plan")
+        return plan
+
+
+def _canonical(fields: dict[str, str]) -> tuple[tuple[str, str], ...]:
+    return tuple(sorted(fields.items()))
+
+
+def _secret(settings: ConnectorSettings) -> bytes | None:
+    if settings.secret_file is None:
+        return None
+    with open(settings.secret_file, "rb") as file:  # noqa: PTH123 # checked by the settings
+        return file.read().strip()

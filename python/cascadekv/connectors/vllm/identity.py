@@ -1,0 +1,118 @@
+"""What tells KV of one engine from KV of another: the fields of the compatibility manifest.
+
+Everything that changes a byte of the KV is a field: the weights by content, element types and
+scales, the geometry, the layout of a block's bytes, the CPU's instruction set where the engine
+packs for it, and the engine's version. What the engine alone knows of its configuration counts by
+a hash that it makes of it.
+"""
+
+import hashlib
+from typing import TYPE_CHECKING, Any
+
+from cascadekv.connectors.weights import fingerprint_of_model
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.lora.request import LoRARequest
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+__all__ = ["adapter_fingerprint", "manifest_of"]
+
+
+def manifest_of(config: "VllmConfig", cache: "KVCacheConfig", weights: str) -> dict[str, str]:
+    """Give the fields, the same on every worker of an engine."""
+    import vllm  # noqa: PLC0415 # only an engine has it
+    from vllm.platforms import current_platform  # noqa: PLC0415
+
+    model: Any = config.model_config
+    parallel = config.parallel_config
+    fields = {
+        "weights": _weights(config, weights),
+        "dtype": f"{model.dtype}; kv {config.cache_config.cache_dtype}",
+        "scales": "none" if config.cache_config.cache_dtype == "auto" else "in the weights",
+        "block_tokens": str(config.cache_config.block_size),
+        "layers": str(model.get_total_num_hidden_layers()),
+        "kv_heads": str(1 if model.use_mla else model.get_total_num_kv_heads()),
+        "head_dim": str(model.get_head_size()),
+        "layout": cache.kv_cache_layout or "LBHNC",
+        "tensor_parallel": "in the part",
+        "context_parallel": str(parallel.decode_context_parallel_size),
+        "engine_format": f"vllm {vllm.__version__} {current_platform.device_type}",
+        "model_settings": _digest(model.hf_config.to_json_string(use_diff=False)),
+        "groups": _digest(repr([type(g.kv_cache_spec).__name__ for g in cache.kv_cache_groups])),
+        "speculative": _speculative(config),
+    }
+    if current_platform.device_type == "cpu":
+        fields["isa"] = _isa(config)
+    return fields
+
+
+def adapter_fingerprint(request: "LoRARequest") -> str | None:
+    """Name an adapter by its files; nothing where they cannot be read."""
+    fingerprint = fingerprint_of_model(request.lora_path)
+    return fingerprint and _digest(f"{fingerprint} {_adapter_settings(request.lora_path)}")
+
+
+def _adapter_settings(path: str) -> str:
+    from pathlib import Path  # noqa: PLC0415
+
+    settings = Path(path) / "adapter_config.json"
+    return settings.read_text(errors="replace") if settings.is_file() else ""
+
+
+def _weights(config: "VllmConfig", weights: str) -> str:
+    if weights not in ("sampled", "full"):
+        return f"named {weights}"
+    model: Any = config.model_config
+    load = str(config.load_config.load_format)
+    if "dummy" in load:
+        return f"dummy {model.model} {model.seed}"
+    path = model.model_weights or model.model
+    fingerprint = fingerprint_of_model(path, is_full=weights == "full")
+    if fingerprint is None:
+        fingerprint = fingerprint_of_model(_snapshot(model), is_full=weights == "full")
+    if fingerprint is None:
+        raise FileNotFoundError(
+            f"the weights of {path} are not on this machine's disks, so nothing tells them from "
+            f"others; set cascade.weights to a name that changes whenever they do"
+        )
+    return f"{fingerprint} {load}"
+
+
+def _snapshot(model: Any) -> str:  # noqa: ANN401 # the engine's own configuration
+    """Give where a hub's cache keeps a model."""
+    from huggingface_hub import snapshot_download  # noqa: PLC0415 # comes with the engine
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError  # noqa: PLC0415
+
+    try:
+        return snapshot_download(model.model, revision=model.revision, local_files_only=True)
+    except (HfHubHTTPError, LocalEntryNotFoundError, ValueError, OSError):
+        return ""
+
+
+def _speculative(config: "VllmConfig") -> str:
+    speculative: Any = config.speculative_config
+    if speculative is None:
+        return "none"
+    draft = getattr(speculative, "draft_model_config", None)
+    path = getattr(draft, "model", None)
+    fingerprint = fingerprint_of_model(path) if path else None
+    return _digest(f"{speculative.method} {path} {fingerprint}")
+
+
+def _isa(config: "VllmConfig") -> str:
+    """Name how the CPU backend packs a block; its own choice where it can be asked."""
+    from vllm.v1.attention.backends import cpu_attn  # noqa: PLC0415
+
+    model: Any = config.model_config
+    choose = getattr(cpu_attn, "_get_attn_isa", None)
+    if choose is None:
+        import torch  # noqa: PLC0415
+
+        return f"{torch.backends.cpu.get_cpu_capability()}, packing unknown"
+    size, kind = config.cache_config.block_size, config.cache_config.cache_dtype
+    return str(choose(model.dtype, size, model.get_head_size(), kind))
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:32]

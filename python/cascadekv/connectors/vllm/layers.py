@@ -1,0 +1,84 @@
+"""A load that arrives layer by layer, while the engine computes the layers before."""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+from cascadekv import BlockKeys, CascadeError, PagedMemory, Store
+from cascadekv.connectors.failures import FailureLog
+from cascadekv.connectors.vllm.metadata import Load, Loaded
+
+if TYPE_CHECKING:
+    from cascadekv import Views
+
+__all__ = ["LayeredLoad"]
+
+GRACE_S = 5.0
+"""How much longer than its own deadline a load is waited for: it ends by that in any case."""
+
+
+class LayeredLoad:
+    """Blocks of one request on their way, and which of their layers are there."""
+
+    def __init__(
+        self, load: Load, memory: PagedMemory, pages: Sequence[int], timeout: float
+    ) -> None:
+        """Every region of the memory is a layer."""
+        self.load = load
+        self._memory = memory
+        self._pages = pages
+        self._timeout = timeout
+        self._ready = [threading.Event() for _ in range(memory.regions)]
+        self._future: Future[Loaded] | None = None
+
+    def begin(
+        self,
+        pool: ThreadPoolExecutor,
+        store: Callable[[], Store | None],
+        keys: bytes,
+        failures: FailureLog,
+    ) -> None:
+        """Start on a thread of the pool."""
+        self._future = pool.submit(self._run, store, BlockKeys(keys), failures)
+
+    def wait(self, layer: int) -> None:
+        """Return once a layer's blocks are in place, or are known to be bad."""
+        self._ready[layer].wait(self._timeout + GRACE_S)
+
+    def result(self) -> Loaded:
+        """Return how it ended, once it has."""
+        if self._future is None:
+            raise RuntimeError("a load by layers was not begun")
+        return self._future.result()
+
+    def _run(
+        self, store: Callable[[], Store | None], keys: BlockKeys, failures: FailureLog
+    ) -> Loaded:
+        started, cpu = time.perf_counter(), time.thread_time()
+        there = [False] * len(self._pages)
+        try:
+            opened = store()
+            if opened is not None:
+                with opened.view(keys, timeout=self._timeout) as views:
+                    there = self._scatter(views)
+        except (CascadeError, ValueError, BufferError) as error:
+            failures.count("reading blocks", error)
+            there = [False] * len(self._pages)
+        finally:
+            for event in self._ready:
+                event.set()
+        load = self.load
+        times = time.perf_counter() - started, time.thread_time() - cpu
+        bad = [load.first + at for at, is_there in enumerate(there) if not is_there]
+        copied = sum(there) * self._memory.block_bytes
+        return Loaded(load.request, load.first, load.tier, len(there), bad, copied, *times)
+
+    def _scatter(self, views: "Views") -> list[bool]:
+        there = [True] * len(self._pages)
+        for layer, event in enumerate(self._ready):
+            copied = views.scatter(self._memory, self._pages, first=layer, count=1)
+            there = [before and now for before, now in zip(there, copied, strict=True)]
+            event.set()
+        return there

@@ -1,0 +1,360 @@
+"""The scheduler side: which blocks of a request are here, which of them to load, what to save.
+
+One batched lookup a request, within a budget: an answer that is late is a miss. Everything is
+answered from this process's memory after that, so that being asked again costs nothing.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from cascadekv import CascadeError, Hints, Store
+from cascadekv.connectors.failures import FailureLog
+from cascadekv.connectors.vllm.groups import Group, usable
+from cascadekv.connectors.vllm.keys import RequestKeys, Unkeyed
+from cascadekv.connectors.vllm.metadata import Load, Part, Plan, Progress, Save
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+__all__ = ["Found", "Policy", "Scheduler"]
+
+_LOG = logging.getLogger("vllm.cascade")
+SLOW_TIERS = ("files", "posix")
+"""Tiers whose loads are not waited for by the whole batch."""
+ANSWER_S = 1.0
+"""How long an answer of the store stands for a request that goes on waiting."""
+RETRY_S = 5.0
+"""How long a request's blocks are not offered again after the store did not take them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What the operator chose."""
+
+    load: str = "auto"
+    hit_ratio: float = 1.0
+    min_tokens: int = 0
+    is_lite: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a lookup found."""
+
+    blocks: int = 0
+    """Leading blocks of the request that are here, as far as every group can use them."""
+    tiers: tuple[str, ...] = ()
+    """The slowest tier of each of them."""
+    preemptions: int = 0
+    """How often the request had been preempted when it was asked."""
+    at: float = 0.0
+    """When it was asked, by the monotonic clock."""
+
+
+@dataclass(slots=True)
+class _Tracked:
+    """What is known of one request."""
+
+    request: "Request"
+    keys: RequestKeys
+    hints: Hints
+    found: Found | None = None
+    is_reported: bool = False
+    may_load: bool = True
+    """False once a load failed: what is asked again is computed."""
+    is_async: bool = False
+    load: tuple[int, int] | None = None
+    """Blocks to load, from and to."""
+    saved: int = 0
+    """Leading blocks that need no saving."""
+    save_after: float = 0.0
+    """When the store is offered blocks again, by the monotonic clock."""
+
+
+@dataclass(slots=True)
+class Tally:
+    """What happened since the last interval of the engine's statistics."""
+
+    lookups: int = 0
+    lookup_seconds: list[float] = field(default_factory=list[float])
+    asked: int = 0
+    found: int = 0
+    planned: int = 0
+    declined: int = 0
+    """Blocks that were here and are computed all the same, because that is faster."""
+    unkeyed: int = 0
+    """Requests whose blocks are not kept."""
+
+
+class Scheduler:
+    """Decides for one engine."""
+
+    def __init__(  # noqa: PLR0913 # what it decides by
+        self,
+        store: Callable[[], Store | None],
+        parts: Sequence[Part],
+        groups: Sequence[Group],
+        keys_of: Callable[["Request"], RequestKeys],
+        policy: Policy,
+        *,
+        block_tokens: int,
+        choose: Callable[[Sequence[str], int], int],
+        hints_of: Callable[["Request"], Hints],
+    ) -> None:
+        """`choose` says how many of the blocks found are faster to load than to compute."""
+        self._store = store
+        self._parts = list(parts)
+        self._groups = list(groups)
+        self._keys_of = keys_of
+        self._policy = policy
+        self._block_tokens = block_tokens
+        self._choose = choose
+        self._hints_of = hints_of
+        self._tracked: dict[str, _Tracked] = {}
+        self._loads: list[Load] = []
+        self._failures = FailureLog(_LOG)
+        self.tally = Tally()
+
+    def arrive(self, request: "Request") -> None:
+        """Take note of a request that begins to wait, and have its blocks brought up meanwhile."""
+        tracked = self._track(request)
+        if tracked is None or self._policy.is_lite:
+            return
+        store = self._store()
+        blocks = tracked.keys.blocks
+        if store is None or not blocks:
+            return
+        try:
+            for part in self._parts:
+                store.prefetch(tracked.keys.keys(part.name, 0, blocks))
+        except CascadeError as error:
+            self._failures.count("looking ahead", error)
+
+    def matched(self, request: "Request", computed_tokens: int) -> tuple[int, bool]:
+        """Say how many tokens beyond the computed ones can be loaded, and whether in the meantime."""
+        tracked = self._tracked.get(request.request_id) or self._track(request)
+        if tracked is None:
+            return 0, False
+        tracked.load = None
+        tracked.keys.extend(request.all_token_ids)
+        if not _stands(tracked.found, request):
+            tracked.found = self._look_up(tracked)
+        computed = computed_tokens // self._block_tokens
+        self._report(tracked, computed)
+        first, last, is_async = self._wanted(tracked, request, computed)
+        if last <= first or not tracked.may_load or request.skip_reading_prefix_cache:
+            return 0, False
+        tracked.load, tracked.is_async = (first, last), is_async
+        return last * self._block_tokens - computed_tokens, is_async
+
+    def allocated(
+        self, request: "Request", tables: Sequence[Sequence[int]], external_tokens: int
+    ) -> None:
+        """Plan a load into the blocks that the engine gave for it."""
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None or tracked.load is None or not external_tokens:
+            return
+        first, most = tracked.load
+        last = min(most, first + external_tokens // self._block_tokens)
+        tracked.load = None
+        if last <= first:
+            return
+        found = tracked.found or Found()
+        self._loads.append(
+            Load(
+                request.request_id,
+                tracked.is_async,
+                first,
+                {part.name: tracked.keys.raw(part.name, first, last) for part in self._parts},
+                _select(tables, self._groups, first, last),
+                found.tiers[last - 1] if last <= len(found.tiers) else "",
+            )
+        )
+        self.tally.planned += last - first
+        tracked.saved = max(tracked.saved, last)
+
+    def sources(self, request: "Request", external_tokens: int) -> dict[str, int]:
+        """Say from which tiers those tokens come."""
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None or tracked.found is None or not external_tokens:
+            return {}
+        blocks = external_tokens // self._block_tokens
+        last = min(tracked.found.blocks, len(tracked.found.tiers))
+        tokens: dict[str, int] = {}
+        for tier in tracked.found.tiers[max(0, last - blocks) : last]:
+            tokens[tier] = tokens.get(tier, 0) + self._block_tokens
+        return tokens
+
+    def plan(self, output: "SchedulerOutput", generation: str) -> Plan:
+        """Give what the step under way loads and saves."""
+        plan = Plan(generation, self._loads, tokens=output.total_num_scheduled_tokens)
+        self._loads = []
+        plan.requests = len(output.num_scheduled_tokens)
+        state = output.kv_connector_block_state
+        for name, tokens in output.num_scheduled_tokens.items():
+            tracked = self._tracked.get(name)
+            if tracked is None:
+                continue
+            request = tracked.request
+            plan.context_tokens = request.num_computed_tokens
+            # Only tokens that are the request's for good: a guess may be taken back.
+            known = min(request.num_computed_tokens + tokens, len(request.all_token_ids))
+            last = known // self._block_tokens
+            is_due = last > tracked.saved and time.monotonic() >= tracked.save_after
+            if not is_due or not self._is_long_enough(request):
+                continue
+            if self._policy.is_lite:
+                self._note(tracked, last)
+                continue
+            tables = state.get_block_ids(name) if state is not None else None
+            if tables is None:
+                continue
+            tracked.keys.extend(request.all_token_ids[: last * self._block_tokens])
+            plan.saves.append(self._save(tracked, tables, last))
+            tracked.saved = last
+        return plan
+
+    def learn(self, progress: Progress) -> None:
+        """Take in what became of loads and saves."""
+        for loaded in progress.loaded:
+            tracked = self._tracked.get(loaded.request)
+            if tracked is not None and loaded.bad:
+                tracked.may_load = False
+                tracked.saved = min(tracked.saved, loaded.bad[0])
+        for saved in progress.saved:
+            tracked = self._tracked.get(saved.request)
+            if tracked is not None and not any(saved.kept):
+                # Away or slow: blocks behind a gap are of no use, so this one is tried again.
+                tracked.saved = min(tracked.saved, saved.first)
+                tracked.save_after = time.monotonic() + RETRY_S
+
+    def finish(self, request: "Request", hints: Callable[[Hints], Hints]) -> RequestKeys | None:
+        """Forget a request; tells the store how it ended. Returns its keys."""
+        tracked = self._tracked.pop(request.request_id, None)
+        if tracked is None:
+            return None
+        store = self._store()
+        last = hints(tracked.hints)
+        if store is not None and last != Hints() and tracked.keys.blocks:
+            try:
+                for part in self._parts:
+                    keys = tracked.keys.keys(part.name, 0, tracked.keys.blocks)
+                    store.hint(keys, hints=last)
+            except CascadeError as error:
+                self._failures.count("telling how a request ended", error)
+        return tracked.keys
+
+    def forget(self) -> None:
+        """Forget what was found: the keys are others from now on."""
+        for tracked in self._tracked.values():
+            tracked.keys = self._keys_of(tracked.request)
+            tracked.found, tracked.load, tracked.saved = None, None, 0
+            tracked.may_load = False
+
+    def _track(self, request: "Request") -> _Tracked | None:
+        try:
+            keys = self._keys_of(request)
+            keys.extend(request.all_token_ids)
+        except Unkeyed as why:
+            self.tally.unkeyed += 1
+            self._failures.count("naming a request's blocks", why)
+            return None
+        tracked = _Tracked(request, keys, self._hints_of(request))
+        self._tracked[request.request_id] = tracked
+        return tracked
+
+    def _look_up(self, tracked: _Tracked) -> Found:
+        blocks = tracked.keys.blocks
+        store = self._store()
+        nothing = Found(0, (), tracked.request.num_preemptions, time.monotonic())
+        if store is None or not blocks or not self._is_long_enough(tracked.request):
+            return nothing
+        started = time.perf_counter()
+        try:
+            tiers = usable(store, self._groups, self._parts, tracked.keys, tracked.hints)
+        except CascadeError as error:
+            self._failures.count("looking up", error)
+            tiers = ()
+        seconds = time.perf_counter() - started
+        self.tally.lookups += 1
+        self.tally.lookup_seconds.append(seconds)
+        self.tally.asked += blocks
+        self.tally.found += len(tiers)
+        return Found(len(tiers), tiers, tracked.request.num_preemptions, time.monotonic())
+
+    def _report(self, tracked: _Tracked, computed: int) -> None:
+        if tracked.is_reported:
+            return
+        tracked.is_reported = True
+        found = tracked.found or Found()
+        _LOG.info(
+            "request_id: %s, total_blocks_num: %d, hit hbm: %d, hit external: %d",
+            tracked.request.request_id,
+            tracked.keys.blocks,
+            computed,
+            max(0, found.blocks - computed),
+        )
+
+    def _wanted(
+        self, tracked: _Tracked, request: "Request", computed: int
+    ) -> tuple[int, int, bool]:
+        """Say which blocks to load, and whether while others compute."""
+        found = tracked.found or Found()
+        if self._policy.is_lite or found.blocks <= computed:
+            return computed, computed, False
+        whole = request.num_tokens // self._block_tokens
+        last = min(found.blocks, int(whole * self._policy.hit_ratio))
+        chosen = self._choose(found.tiers[computed:last], request.num_tokens) + computed
+        self.tally.declined += max(0, last - chosen)
+        last = chosen
+        is_whole = last * self._block_tokens >= request.num_tokens
+        is_slow = any(tier in SLOW_TIERS for tier in found.tiers[computed:last])
+        is_async = len(self._groups) > 1 or self._policy.load == "async"
+        is_async = is_async or (self._policy.load == "auto" and (is_whole or is_slow))
+        if not is_async:
+            # The engine has to compute a token to go on from.
+            last = min(last, (request.num_tokens - 1) // self._block_tokens)
+        return computed, last, is_async
+
+    def _is_long_enough(self, request: "Request") -> bool:
+        return request.num_prompt_tokens >= self._policy.min_tokens
+
+    def _note(self, tracked: _Tracked, last: int) -> None:
+        """Remember names without bytes, to say what would have been hits."""
+        store = self._store()
+        if store is None:
+            return
+        tracked.keys.extend(tracked.request.all_token_ids[: last * self._block_tokens])
+        for part in self._parts:
+            keys = tracked.keys.keys(part.name, tracked.saved, last)
+            store.put(keys, bytes(len(keys)), parent=tracked.keys.parent(part.name, tracked.saved))
+        tracked.saved = last
+
+    def _save(self, tracked: _Tracked, tables: Sequence[Sequence[int]], last: int) -> Save:
+        first, keys = tracked.saved, tracked.keys
+        return Save(
+            tracked.request.request_id,
+            first,
+            {part.name: keys.raw(part.name, first, last) for part in self._parts},
+            {part.name: keys.parent(part.name, first) for part in self._parts},
+            _select(tables, self._groups, first, last),
+            _select(tables, self._groups, 0, last),
+        )
+
+
+def _stands(found: Found | None, request: "Request") -> bool:
+    """Whether an answer need not be asked for again."""
+    if found is None or found.preemptions != request.num_preemptions:
+        return False
+    return time.monotonic() < found.at + ANSWER_S
+
+
+def _select(
+    tables: Sequence[Sequence[int]], groups: Sequence[Group], first: int, last: int
+) -> dict[int, list[int]]:
+    """Give some blocks of each group's table."""
+    return {group.number: list(tables[group.number][first:last]) for group in groups}

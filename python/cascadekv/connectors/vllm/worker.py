@@ -1,0 +1,289 @@
+"""The worker side: copies blocks between the engine's KV memory and the store.
+
+Loads and saves are batches of blocks, read from and written to the store's own memory. A save is
+over before the step ends, because the engine may give its blocks to another request in the next.
+Nothing that happens to the store raises into the engine: what is not there, late or damaged is
+named by block, and the engine computes it.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from cascadekv import BlockKeys, CascadeError, Namespace, Store
+from cascadekv.connectors.failures import FailureLog
+from cascadekv.connectors.vllm.keys import KEY_BYTES
+from cascadekv.connectors.vllm.layout import Held
+from cascadekv.connectors.vllm.layers import LayeredLoad
+from cascadekv.connectors.vllm.memory import HostMemory, Memory
+from cascadekv.connectors.vllm.metadata import Load, Loaded, Plan, Progress, Save, Saved
+
+__all__ = ["Worker"]
+
+_LOG = logging.getLogger("vllm.cascade")
+LOADERS = 2
+"""Loads beside the engine's own thread; more would take its cores."""
+LOAD_FAILURES = (CascadeError, ValueError, BufferError)
+"""What a store or a copy may raise; everything else is a fault of ours and is raised."""
+
+
+@dataclass(slots=True)
+class _Step:
+    """What the step under way loads before it computes."""
+
+    bad: dict[int, set[int]] = field(default_factory=dict[int, set[int]])
+    """By group: blocks whose bytes are not right in this step."""
+    layered: list[LayeredLoad] = field(default_factory=list[LayeredLoad])
+    computing_since: float | None = None
+
+
+class Worker:
+    """Carries out a scheduler's plans on one worker's KV memory."""
+
+    def __init__(
+        self,
+        store: Callable[[], Store | None],
+        namespace: Callable[[str], Namespace],
+        *,
+        load_timeout: float,
+        save_timeout: float,
+        is_layerwise: bool = False,
+    ) -> None:
+        """`store` gives the store, or `None` while there is none; timeouts are in seconds."""
+        self._store = store
+        self._namespace = namespace
+        self._load_timeout = load_timeout
+        self._save_timeout = save_timeout
+        self._is_layerwise = is_layerwise
+        self._held: dict[str, tuple[Held, Memory]] = {}
+        self._layers: dict[str, int] = {}
+        self._loaders = ThreadPoolExecutor(LOADERS, thread_name_prefix="cascade-load")
+        self._step = _Step()
+        self._under_way: dict[str, tuple[Load, Future[Loaded]]] = {}
+        self._bad: set[int] = set()
+        self._progress = Progress()
+        self._counted: dict[str, int] = {}
+        self._failures = FailureLog(_LOG)
+
+    def attach(self, held: Sequence[tuple[Held, Memory]], layers: Sequence[str]) -> None:
+        """Take the KV memory; `layers` are those of the first part, in the order of its regions."""
+        self._held = {each.part.name: (each, memory) for each, memory in held}
+        if self._is_layerwise and len(held) == 1 and isinstance(held[0][1], HostMemory):
+            self._layers = {layer: at for at, layer in enumerate(layers)}
+
+    def start_loads(self, plan: Plan) -> None:
+        """Read what this step needs, and begin to read what later steps need."""
+        self._step = _Step()
+        for load in plan.loads:
+            if load.is_async:
+                self._under_way[load.request] = (load, self._loaders.submit(self._load, load))
+            elif self._layers and self._fits_at_once(load):
+                self._step.layered.append(self._load_by_layer(load))
+            else:
+                self._take(load, self._load(load))
+
+    def wait_for_layer(self, layer: str) -> None:
+        """Return once the layer's KV is there, or is known to be bad."""
+        if self._step.computing_since is None:
+            self._step.computing_since = time.perf_counter()
+        at = self._layers.get(layer)
+        if at is not None:
+            for layered in self._step.layered:
+                layered.wait(at)
+
+    def save(self, plan: Plan) -> None:
+        """Copy what this step computed, and end what it loaded."""
+        since = self._step.computing_since
+        if since is not None and plan.requests == 1 and plan.tokens > 1:
+            seconds = time.perf_counter() - since
+            self._progress.prefill = (plan.tokens, plan.context_tokens, seconds)
+        for layered in self._step.layered:
+            self._take(layered.load, layered.result())
+        self._step.layered = []
+        deadline = time.monotonic() + self._save_timeout
+        for save in plan.saves:
+            if not self._stands_on_bad(save):
+                saved = self._save(save, self._namespace(plan.generation), deadline)
+                self._progress.saved.append(saved)
+
+    def arrivals(self) -> tuple[set[str], set[str]]:
+        """Give requests whose asynchronous loads ended, and those of them that failed whole."""
+        arrived: set[str] = set()
+        failed: set[str] = set()
+        for request, (load, future) in list(self._under_way.items()):
+            if not future.done():
+                continue
+            del self._under_way[request]
+            arrived.add(request)
+            loaded = future.result()
+            self._progress.loaded.append(loaded)
+            if loaded.bad and len(load.blocks) > 1:
+                # With several groups the engine cannot be told of single blocks.
+                failed.add(request)
+            for blocks in load.blocks.values() if request not in failed else ():
+                self._bad |= {blocks[at - load.first] for at in loaded.bad} - {0}
+        return arrived, failed
+
+    def bad_blocks(self) -> set[int]:
+        """Give the blocks that could not be loaded since the last call."""
+        bad, self._bad = self._bad, set()
+        return bad
+
+    def progress(self) -> Progress | None:
+        """Give what became of loads and saves since the last call; nothing if there was nothing."""
+        progress, self._progress = self._progress, Progress()
+        counts = self._failures.counts()
+        new = {kind: total - self._counted.get(kind, 0) for kind, total in counts.items()}
+        progress.failures = {kind: count for kind, count in new.items() if count}
+        self._counted = counts
+        busy = progress.loaded or progress.saved or progress.prefill or progress.failures
+        return progress if busy else None
+
+    def close(self) -> None:
+        """End the loads and let go of the engine's memory."""
+        self._loaders.shutdown(wait=True, cancel_futures=True)
+        self._held = {}
+
+    def _take(self, load: Load, loaded: Loaded) -> None:
+        """Note how a load of this step ended."""
+        self._progress.loaded.append(loaded)
+        for group, blocks in load.blocks.items():
+            bad = {blocks[at - load.first] for at in loaded.bad} - {0}
+            self._step.bad.setdefault(group, set()).update(bad)
+            self._bad |= bad
+
+    def _stands_on_bad(self, save: Save) -> bool:
+        """Whether blocks were computed from such as could not be loaded: theirs are wrong too."""
+        bad = self._step.bad
+        return any(not bad.get(group, set()).isdisjoint(on) for group, on in save.stands_on.items())
+
+    def _fits_at_once(self, load: Load) -> bool:
+        held, memory = next(iter(self._held.values()))
+        return len(load.blocks[held.part.group]) <= memory.batch_blocks
+
+    def _load_by_layer(self, load: Load) -> LayeredLoad:
+        held, memory = next(iter(self._held.values()))
+        assert isinstance(memory, HostMemory)  # noqa: S101 # attach names layers of no other
+        pages = load.blocks[held.part.group]
+        layered = LayeredLoad(load, memory.paged, pages, self._load_timeout)
+        layered.begin(self._loaders, self._store, load.keys[held.part.name], self._failures)
+        return layered
+
+    def _load(self, load: Load) -> Loaded:
+        started, cpu = time.perf_counter(), time.thread_time()
+        deadline = time.monotonic() + self._load_timeout
+        bad: set[int] = set()
+        copied = count = 0
+        for held, memory in self._held.values():
+            keys, pages = load.keys[held.part.name], load.blocks[held.part.group]
+            count = len(pages)
+            wanted = [at for at in range(count) if pages[at]]
+            missing = self._load_part(memory, keys, pages, wanted, deadline)
+            copied += (len(wanted) - len(missing)) * memory.block_bytes
+            bad.update(missing)
+        times = time.perf_counter() - started, time.thread_time() - cpu
+        named = sorted(load.first + at for at in bad)
+        return Loaded(load.request, load.first, load.tier, count, named, copied, *times)
+
+    def _load_part(
+        self,
+        memory: Memory,
+        keys: bytes,
+        pages: Sequence[int],
+        wanted: Sequence[int],
+        deadline: float,
+    ) -> list[int]:
+        """Copy a part's blocks to their pages; returns those that are not there."""
+        missing: list[int] = []
+        for at in range(0, len(wanted), memory.batch_blocks):
+            batch = wanted[at : at + memory.batch_blocks]
+            left = deadline - time.monotonic()
+            store = self._store()
+            if store is None or left <= 0:
+                missing += batch
+                continue
+            try:
+                with store.view(_select(keys, batch), timeout=left) as views:
+                    there = memory.load(views, [pages[each] for each in batch])
+            except LOAD_FAILURES as error:
+                self._failures.count("reading blocks", error)
+                missing += batch
+            else:
+                missing += [each for each, is_there in zip(batch, there, strict=True) if not is_there]
+        return missing
+
+    def _save(self, save: Save, namespace: Namespace, deadline: float) -> Saved:
+        started, cpu = time.perf_counter(), time.thread_time()
+        count = len(next(iter(save.blocks.values())))
+        kept = [True] * count
+        copied = 0
+        for held, memory in self._held.values():
+            if not held.is_writer:
+                continue
+            pages = save.blocks[held.part.group]
+            for first, last in _runs(pages, memory.batch_blocks):
+                copied += self._save_run(
+                    held.part.name, memory, save, (first, last), namespace, deadline, kept
+                )
+        times = time.perf_counter() - started, time.thread_time() - cpu
+        return Saved(save.request, save.first, kept, copied, *times)
+
+    def _save_run(  # noqa: PLR0913 # what there is to say of one run
+        self,
+        part: str,
+        memory: Memory,
+        save: Save,
+        run: tuple[int, int],
+        namespace: Namespace,
+        deadline: float,
+        kept: list[bool],
+    ) -> int:
+        """Save consecutive blocks of a part; returns the bytes that were copied."""
+        first, last = run
+        keys = save.keys[part][first * KEY_BYTES : last * KEY_BYTES]
+        before = save.keys[part][(first - 1) * KEY_BYTES : first * KEY_BYTES] if first else None
+        pages = save.blocks[next(h.part.group for h, _ in self._held.values() if h.part.name == part)]
+        store, left = self._store(), deadline - time.monotonic()
+        results: Sequence[bool] = [False] * (last - first)
+        copied = 0
+        if store is not None and left > 0:
+            try:
+                with store.prepare(
+                    BlockKeys(keys),
+                    memory.block_bytes,
+                    parent=before or save.parents[part],
+                    namespace=namespace,
+                    timeout=left,
+                ) as prepared:
+                    if prepared.needed:
+                        memory.save(prepared, pages[first:last])
+                        copied = len(prepared.needed) * memory.block_bytes
+                    results = [result.ok for result in prepared.seal(timeout=left)]
+            except LOAD_FAILURES as error:
+                self._failures.count("saving blocks", error)
+        for at, ok in zip(range(first, last), results, strict=True):
+            kept[at] = kept[at] and ok
+        return copied
+
+
+def _select(keys: bytes, indices: Sequence[int]) -> BlockKeys:
+    first, last = indices[0], indices[-1] + 1
+    if last - first == len(indices):
+        return BlockKeys(keys[first * KEY_BYTES : last * KEY_BYTES])
+    return BlockKeys(b"".join(keys[at * KEY_BYTES : (at + 1) * KEY_BYTES] for at in indices))
+
+
+def _runs(pages: Sequence[int], most: int) -> list[tuple[int, int]]:
+    """Cut into runs of consecutive pages that are kept, none longer than `most`."""
+    runs: list[tuple[int, int]] = []
+    for at, page in enumerate(pages):
+        if not page:
+            continue
+        if runs and runs[-1][1] == at and at - runs[-1][0] < most:
+            runs[-1] = (runs[-1][0], at + 1)
+        else:
+            runs.append((at, at + 1))
+    return runs
+
