@@ -17,6 +17,11 @@ import numpy as np
 ROUNDS = 7
 BATCH = 256
 BLOCK_BYTES = 128 << 10
+LAYERS = 8
+SAVED = 32
+PAGES = 4 * SAVED
+LARGE_PAGE_BYTES = 64 << 10
+SMALL_PAGE_BYTES = 1 << 10
 
 
 def seconds(work: Callable[[], object]) -> float:
@@ -32,7 +37,7 @@ def figure(name: str, unit: str, samples: list[float], limits: list[float]) -> d
     limit = statistics.median(limits) if limits else None
     share = value / limit if limit else None
     print(
-        f"{name:34} {value:9.3f} {unit:9}"
+        f"{name:44} {value:9.3f} {unit:9}"
         + (f" of {limit:8.3f}: {share:6.1%}" if limit and share else "")
         + f"   ({min(samples):.3f} to {max(samples):.3f})"
     )
@@ -85,7 +90,63 @@ def measure() -> list[dict[str, object]]:
     ]
 
 
+def page_seconds(page_bytes: int) -> list[list[float]]:
+    """Time saves and loads of pages of an engine's cache, and numpy's copies of as many pages.
+
+    Gives the seconds of the saves, the loads, and the copies in and out, each of all rounds.
+    """
+    space = cascadekv.Namespace(cascadekv.Manifest({"weights": "bench"}))
+    shape = (LAYERS, PAGES, page_bytes)
+    source = np.random.default_rng(1).integers(0, 256, shape, dtype=np.uint8)
+    target = np.ones_like(source)
+    saved, loaded = (
+        cascadekv.PagedMemory([(layer, 0, page_bytes, page_bytes) for layer in array], PAGES)
+        for array in (source, target)
+    )
+    rounds = []
+    with cascadekv.Store(dram=16 * source.nbytes + (64 << 20), policy="lru") as store:
+        inside = np.frombuffer(store.reserve(SAVED * LAYERS * page_bytes), np.uint8)
+        inside = inside.reshape(SAVED, LAYERS, page_bytes).transpose(1, 0, 2)
+        for number in range(ROUNDS + 1):
+            keys = cascadekv.BlockKeys([space.key_of_id(f"{number} {n}") for n in range(SAVED)])
+            first = number % (PAGES // SAVED) * SAVED
+            pages, some = range(first, first + SAVED), np.s_[:, first : first + SAVED]
+
+            def save(keys: cascadekv.BlockKeys = keys, pages: range = pages) -> None:
+                with store.prepare(keys, saved.block_bytes) as prepared:
+                    prepared.gather(saved, pages)
+                    prepared.seal()
+
+            def load(keys: cascadekv.BlockKeys = keys, pages: range = pages) -> None:
+                with store.view(keys) as views:
+                    views.scatter(loaded, pages)
+
+            times = [seconds(save), seconds(load)]
+            if not (target[some] == source[some]).all():
+                raise AssertionError("a byte is wrong")
+            times.append(seconds(lambda some=some: np.copyto(inside, source[some])))
+            times.append(seconds(lambda some=some: np.copyto(target[some], inside)))
+            store.delete(keys)
+            rounds.append(times)
+    # The first round touches memory for the first time.
+    return [list(samples) for samples in zip(*rounds[1:], strict=True)]
+
+
+def measure_pages() -> list[dict[str, object]]:
+    """Save and load blocks of 8 pages: large ones for their bytes, small ones for their calls."""
+    what = f"{SAVED} blocks of {LAYERS} pages of"
+    gigabytes = SAVED * LAYERS * LARGE_PAGE_BYTES / 1e9
+    large = [[gigabytes / one for one in some] for some in page_seconds(LARGE_PAGE_BYTES)]
+    small = [[one / SAVED * 1e6 for one in some] for some in page_seconds(SMALL_PAGE_BYTES)]
+    return [
+        figure(f"python/save/{what} 64KiB", "GB/s", large[0], large[2]),
+        figure(f"python/load/{what} 64KiB", "GB/s", large[1], large[3]),
+        figure(f"python/save/{what} 1KiB", "us/block", small[0], []),
+        figure(f"python/load/{what} 1KiB", "us/block", small[1], []),
+    ]
+
+
 if __name__ == "__main__":
-    figures = measure()
+    figures = measure() + measure_pages()
     if len(sys.argv) > 1:
         Path(sys.argv[1]).write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")

@@ -18,7 +18,9 @@ __all__ = [
     "GetResult",
     "Manifest",
     "Namespace",
+    "PagedMemory",
     "PrefixMatch",
+    "PreparedPut",
     "PutResult",
     "Reservation",
     "Store",
@@ -216,6 +218,20 @@ class Views:
         """Blocks that were found."""
     def error(self, index: int, /) -> CascadeError | None:
         """Say why the block failed; `None` for a hit and for a plain miss."""
+    def scatter(
+        self,
+        memory: PagedMemory,
+        pages: Buffer | Iterable[int],
+        *,
+        first: int = 0,
+        count: int | None = None,
+    ) -> list[bool]:
+        """Copy view i to page `pages[i]`: `count` regions from `first` on, all by default.
+
+        Says whether each block was copied. It is not, in no byte, where the view is a miss or the
+        block has another length than the memory's blocks. Threads may scatter at once to different
+        pages; a page twice in one call is refused.
+        """
     def release(self) -> None:
         """Let go of every block now; the sequence is empty afterwards."""
     def __enter__(self) -> Self: ...
@@ -233,6 +249,64 @@ class Reservation:
     def __release_buffer__(self, buffer: memoryview, /) -> None: ...
     def release(self) -> None:
         """Give the memory back to the pool unused."""
+
+@final
+class PagedMemory:
+    """An engine's KV cache as the store sees it: `regions` of equally many `pages`.
+
+    A region is a `(buffer, offset, stride, page_bytes)`: its page i is `page_bytes` bytes at
+    `offset + i * stride` of a C-contiguous, writable buffer. Block i is page i of each region, one
+    after the other in the given order. No two pages may share a byte. The buffers stay exported,
+    hence where they are, as long as this object lives.
+
+    While a call copies to or from a page, nobody else may write it, nor read one that is written:
+    this is the engine's to keep, as for any memory that it hands to another thread.
+    """
+
+    def __new__(cls, regions: Iterable[tuple[Buffer, int, int, int]], pages: int) -> Self: ...
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block: a page of each region."""
+    @property
+    def pages(self) -> int:
+        """Pages of each region."""
+    @property
+    def regions(self) -> int:
+        """How many regions there are."""
+
+@final
+class PreparedPut:
+    """Blocks that the store has memory for, from `Store.prepare`: gather their bytes, then seal.
+
+    What is not sealed goes back to the store with `release`, or with this object. A context
+    manager. Calls from several threads take turns.
+    """
+
+    @property
+    def needed(self) -> list[int]:
+        """Positions of the keys whose bytes the store wants."""
+    def gather(
+        self,
+        memory: PagedMemory,
+        pages: Buffer | Iterable[int],
+        *,
+        first: int = 0,
+        count: int | None = None,
+    ) -> None:
+        """Copy page `pages[i]` into block i, for every block that is needed.
+
+        `pages` names a page for each key. `count` regions from `first` on are copied, all by
+        default: a connector may save layer by layer.
+        """
+    def seal(self, *, timeout: float | None = None) -> list[PutResult]:
+        """Store the blocks; gives a result for each key, needed or not.
+
+        Raises `ValueError`, and changes nothing, while bytes of the needed blocks are missing.
+        """
+    def release(self) -> None:
+        """Give everything back that was not sealed. May be repeated."""
+    def __enter__(self) -> Self: ...
+    def __exit__(self, *_error: object) -> None: ...
 
 @final
 class Store:
@@ -285,6 +359,23 @@ class Store:
 
         Every array and memoryview on the reservations must be released before.
         """
+    def prepare(
+        self,
+        keys: _Keys,
+        size: int,
+        *,
+        parent: _Key | None = None,
+        chain: bool = True,
+        is_prefix: bool = False,
+        last_is_partial: bool = False,
+        ttl: float | None = None,
+        namespace: Namespace | None = None,
+        timeout: float | None = None,
+    ) -> PreparedPut:
+        """Ask which of some blocks of `size` bytes the store wants, and take memory for them.
+
+        Keywords as for `put`. A key that is there with as many bytes is present, whatever they are.
+        """
     def get(
         self, keys: _Keys, buffers: Buffer | Iterable[Buffer], *, timeout: float | None = None
     ) -> list[GetResult]:
@@ -331,6 +422,11 @@ class Store:
         """Forget blocks in every tier. True for those that were here. Views on them stay right."""
     def prefetch(self, keys: _Keys) -> int:
         """Ask for blocks to be brought to memory in the background; says how many were accepted."""
+    def register(self, namespace: Namespace, *, timeout: float | None = None) -> None:
+        """Keep a namespace's manifest with the data.
+
+        `cascade explain` can then name the field in which two namespaces differ.
+        """
     def flush(self, *, timeout: float | None = None) -> None:
         """Wait until every tier has what was put, and would have it after a restart."""
     def clear(self) -> None:

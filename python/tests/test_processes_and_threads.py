@@ -113,11 +113,15 @@ def test_a_forked_child_gets_an_error_and_does_not_hang(store, keys_of):
     views = store.view(keys)
     view = views[0]
     reservation = store.reserve(100)
+    prepared = store.prepare(keys_of(range(1, 2)), 100)
+    memory = cascadekv.PagedMemory([(bytearray(b"x" * 100), 0, 100, 100)], 1)
+    prepared.gather(memory, [0])
     child = os.fork()
     if child == 0:
-        code = _child_of_a_fork(store, views, view, reservation, keys)
+        held = (views, view, reservation, prepared)
+        code = _child_of_a_fork(store, keys, *held)
         # Letting go of the parent's objects must not touch them either.
-        del store, views, view, reservation
+        del store, views, view, reservation, prepared, held
         gc.collect()
         os._exit(code)
     watchdog = threading.Timer(60, os.kill, (child, signal.SIGKILL))
@@ -127,10 +131,12 @@ def test_a_forked_child_gets_an_error_and_does_not_hang(store, keys_of):
     assert os.waitstatus_to_exitcode(status) == 0
     assert bytes(view) == b"block"
     reservation.release()
+    assert prepared.seal()[0].ok
     store.close()
 
 
-def _child_of_a_fork(store, views, view, reservation, keys) -> int:
+def _child_of_a_fork(store, keys, *held) -> int:
+    views, view, reservation, prepared = held
     uses = {
         "put": lambda: store.put(keys, [b"block"]),
         "view": lambda: store.view(keys),
@@ -139,6 +145,9 @@ def _child_of_a_fork(store, views, view, reservation, keys) -> int:
         "views": lambda: len(views),
         "buffer": lambda: memoryview(view),
         "release": lambda: reservation.release(),
+        "prepare": lambda: store.prepare(keys, 100),
+        "seal": lambda: prepared.seal(),
+        "give back": lambda: prepared.release(),
     }
     for name, use in uses.items():
         try:

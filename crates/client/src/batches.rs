@@ -6,8 +6,8 @@ use std::time::Duration;
 use cascade_block::{BlockKey, Deadline, SystemClock};
 use cascade_memory::{SlabMut, copy_in, copy_out};
 use cascade_store::{
-    CallOptions, DeclineReason, GetOutcome, Put, PutOutcome, PutSlab, Request, StoreError,
-    ViewOutcome,
+    CallOptions, DeclineReason, GetOutcome, Prepared, Put, PutOutcome, PutSlab, Request,
+    StoreError, ViewOutcome,
 };
 use cascade_wire::{
     Answer, AskedBlock, BLOCKS_MAX, Call, ChainRequest, Lease, LeasePurpose, PreparedBlock,
@@ -34,6 +34,16 @@ struct Batch {
 impl Batch {
     fn node_time(&self) -> u32 {
         node_time(self.deadline.remaining(&SystemClock).min(self.time))
+    }
+
+    /// Tells the node what became of puts that were settled here, a message's worth at most.
+    fn tell_settled(&self, present: u32, conflicts: u32, failures: u32) {
+        if (present, conflicts, failures) == (0, 0, 0) {
+            return;
+        }
+        let settled = Call::Settled { present, conflicts, failures };
+        // Only a count is lost with it.
+        drop(self.link.session.tell(vec![settled], self.deadline));
     }
 }
 
@@ -96,37 +106,21 @@ impl Inner {
         round: &[usize],
         outcomes: &mut [Option<PutOutcome>],
     ) -> Result<Vec<usize>, StoreError> {
-        let first_hold = on.link.session.draw_holds(round.len());
-        let blocks = round.iter().map(|at| asked(&batch[*at])).collect();
-        let call = Call::Prepare { timeout_ms: on.node_time(), first_hold, blocks };
-        let answer = self.ask_on(&on.link, "prepare a put", &call, on.deadline, on.time);
-        // What a failed round may still grant, or has granted, comes back.
-        let fail = |error| {
-            on.link.session.give_back_range(first_hold, round.len());
-            Err(error)
-        };
-        let prepared = match answer {
-            Ok(Answer::Prepared(prepared)) if prepared.len() == round.len() => prepared,
-            Ok(other) => return fail(self.odd(&other)),
-            Err(error) => return fail(error),
-        };
+        let asked = round.iter().map(|at| asked(&batch[*at], batch[*at].bytes.len())).collect();
+        let prepared = self.ask_where(on, asked)?;
         let (mut sealed, mut placed, mut compare) = (Vec::new(), Vec::new(), Vec::new());
-        for ((at, prepared), hold) in round.iter().zip(prepared).zip(first_hold..) {
+        for (at, prepared) in round.iter().zip(prepared) {
             let put = &batch[*at];
             match prepared {
-                PreparedBlock::Slab { offset } => {
-                    let mut slab = match self.lent(&on.link, hold, offset, put.bytes.len()) {
-                        Ok(slab) => slab,
-                        Err(error) => return fail(error),
-                    };
+                Prepared::Slab(mut slab) => {
                     copy_in(&mut slab, put.bytes);
                     let hold = slab.surrender(&on.link.attachment);
                     sealed.push(seal(put, hold.expect("this node lent it"), put.bytes.len()));
                     placed.push(*at);
                 }
-                PreparedBlock::Settled(outcome) => outcomes[*at] = Some(outcome),
-                PreparedBlock::Compare => compare.push(*at),
-                PreparedBlock::Later => {}
+                Prepared::Settled(outcome) => outcomes[*at] = Some(outcome),
+                Prepared::Compare => compare.push(*at),
+                Prepared::Later => {}
             }
         }
         if sealed.is_empty() {
@@ -136,6 +130,95 @@ impl Inner {
             outcomes[*at] = Some(outcome);
         }
         Ok(compare)
+    }
+
+    /// One message's worth of blocks: where each goes, if anywhere.
+    fn ask_where(&self, on: &Batch, blocks: Vec<AskedBlock>) -> Result<Vec<Prepared>, StoreError> {
+        let lengths: Vec<usize> = blocks.iter().map(|block| block.bytes as usize).collect();
+        let first_hold = on.link.session.draw_holds(lengths.len());
+        let call = Call::Prepare { timeout_ms: on.node_time(), first_hold, blocks };
+        let answer = self.ask_on(&on.link, "prepare a put", &call, on.deadline, on.time);
+        let place = |((block, bytes), hold)| {
+            Ok(match block {
+                PreparedBlock::Slab { offset } => {
+                    Prepared::Slab(self.lent(&on.link, hold, offset, bytes)?)
+                }
+                PreparedBlock::Settled(outcome) => Prepared::Settled(outcome),
+                PreparedBlock::Compare => Prepared::Compare,
+                PreparedBlock::Later => Prepared::Later,
+            })
+        };
+        let prepared = match answer {
+            Ok(Answer::Prepared(blocks)) if blocks.len() == lengths.len() => blocks
+                .into_iter()
+                .zip(&lengths)
+                .map(|(block, bytes)| (block, *bytes))
+                .zip(first_hold..)
+                .map(place)
+                .collect(),
+            Ok(other) => Err(self.odd(&other)),
+            Err(error) => Err(error),
+        };
+        if prepared.is_err() {
+            // What a failed round may still grant, or has granted, comes back.
+            on.link.session.give_back_range(first_hold, lengths.len());
+        }
+        prepared
+    }
+
+    /// Slabs for blocks that the caller fills before it seals any. A key that is there is present,
+    /// whatever its bytes.
+    pub(crate) fn prepare(
+        &self,
+        batch: &[Put<'_>],
+        lengths: &[usize],
+        options: CallOptions,
+    ) -> Vec<Prepared> {
+        assert_eq!(batch.len(), lengths.len(), "one length for each block");
+        let settled = |outcome| Some(Prepared::Settled(outcome));
+        let on = match self.begin(options) {
+            Ok(on) => on,
+            Err(error) => {
+                let failed = |_| Prepared::Settled(PutOutcome::Failed(error.clone()));
+                return batch.iter().map(failed).collect();
+            }
+        };
+        let mut all: Vec<Option<Prepared>> = batch.iter().map(|_| None).collect();
+        for (one, bytes) in all.iter_mut().zip(lengths) {
+            if u32::try_from(*bytes).is_err() {
+                *one = settled(PutOutcome::Declined(DeclineReason::TooLarge));
+            }
+        }
+        let mut open: Vec<usize> = (0..batch.len()).filter(|at| all[*at].is_none()).collect();
+        while !open.is_empty() {
+            // What is put off, because the slabs of one answer are bounded, opens the next round:
+            // the node decides the first block of each. By the deadline rounds fail.
+            let round = &open[..open.len().min(BLOCKS_MAX)];
+            let blocks = round.iter().map(|at| asked(&batch[*at], lengths[*at])).collect();
+            let mut present = 0;
+            match self.ask_where(&on, blocks) {
+                Ok(prepared) => {
+                    for (at, prepared) in round.iter().zip(prepared) {
+                        all[*at] = match prepared {
+                            Prepared::Compare => {
+                                present += 1;
+                                settled(PutOutcome::Present)
+                            }
+                            Prepared::Later => None,
+                            decided => Some(decided),
+                        };
+                    }
+                }
+                Err(error) => {
+                    for at in round {
+                        all[*at] = settled(PutOutcome::Failed(error.clone()));
+                    }
+                }
+            }
+            on.tell_settled(present, 0, 0);
+            open.retain(|at| all[*at].is_none());
+        }
+        all.into_iter().map(|one| one.expect("every block was decided")).collect()
     }
 
     fn lent(
@@ -209,9 +292,7 @@ impl Inner {
                 };
             }
             // One for each step: the node counts no more of them at a time than a message has.
-            let settled = Call::Settled { present, conflicts, failures };
-            // Only a count is lost with it.
-            drop(on.link.session.tell(vec![settled], on.deadline));
+            on.tell_settled(present, conflicts, failures);
         }
     }
 
@@ -416,11 +497,11 @@ impl Link {
     }
 }
 
-fn asked(put: &Put<'_>) -> AskedBlock {
+fn asked(put: &Put<'_>, bytes: usize) -> AskedBlock {
     AskedBlock {
         key: put.key,
         parent: put.parent,
-        bytes: u32::try_from(put.bytes.len()).expect("longer blocks were declined"),
+        bytes: u32::try_from(bytes).expect("longer blocks were declined"),
         is_prefix: put.is_prefix,
         is_partial: put.is_partial,
     }

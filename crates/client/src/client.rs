@@ -7,8 +7,8 @@ use std::time::Duration;
 use cascade_block::{BlockKey, Deadline, Manifest, Namespace, NamespaceId, SystemClock};
 use cascade_memory::SlabMut;
 use cascade_store::{
-    BlockStore, CallOptions, GetOutcome, PrefixMatch, Put, PutOutcome, PutSlab, Request, Stats,
-    StoreError, TierName, ViewOutcome,
+    BlockStore, CallOptions, GetOutcome, PrefixMatch, Prepared, Put, PutOutcome, PutSlab, Request,
+    Stats, StoreError, TierName, ViewOutcome,
 };
 use cascade_wire::{
     Access, Answer, Call, ChainRequest, KEYS_MAX, KeyQuestion, MANIFEST_FIELDS_MAX, TEXT_BYTES_MAX,
@@ -339,6 +339,10 @@ impl BlockStore for Client {
 
     fn reserve(&self, bytes: usize, options: CallOptions) -> Result<SlabMut, StoreError> {
         self.inner().reserve(bytes, options)
+    }
+
+    fn prepare(&self, batch: &[Put<'_>], lengths: &[usize], options: CallOptions) -> Vec<Prepared> {
+        self.inner().prepare(batch, lengths, options)
     }
 
     fn put_slabs(&self, batch: Vec<PutSlab>, options: CallOptions) -> Vec<PutOutcome> {

@@ -10,6 +10,7 @@ mod pages;
 mod pool;
 mod region;
 mod slab;
+mod strided;
 mod sync;
 mod words;
 
@@ -21,4 +22,5 @@ pub use pages::{HugePages, PageReport, PageSource};
 pub use pool::{DIRECT_ALIGN, MemoryError, Pool, PoolConfig, PoolStats, Wiped};
 pub use region::Region;
 pub use slab::{Slab, SlabMut};
+pub use strided::Strided;
 pub use words::SharedWords;

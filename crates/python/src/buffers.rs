@@ -1,4 +1,5 @@
-//! Memory that crosses between Python and the store. The only unsafe file of the binding.
+//! Memory that crosses between Python and the store. Unsafe in the binding is here and in
+//! `paged.rs` only.
 //!
 //! Inwards: any object with a C-contiguous buffer (`bytes`, `bytearray`, `memoryview`, NumPy, a
 //! CPU tensor's `numpy()`), read or filled in place. Outwards: a slab as a buffer and as DLPack.
@@ -25,7 +26,7 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 
 /// Some bytes of a buffer that is held elsewhere.
 #[derive(Debug, Clone, Copy)]
-struct Span {
+pub(crate) struct Span {
     start: NonNull<u8>,
     bytes: usize,
 }
@@ -148,7 +149,16 @@ impl Spans {
 }
 
 impl Span {
-    fn of(buffer: &PyUntypedBuffer, name: &str, at: usize) -> PyResult<Self> {
+    pub(crate) fn start(&self) -> NonNull<u8> {
+        self.start
+    }
+
+    pub(crate) fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// The whole of a buffer, if it is contiguous; an error calls it `name[at]`.
+    pub(crate) fn of(buffer: &PyUntypedBuffer, name: &str, at: usize) -> PyResult<Self> {
         if !buffer.is_c_contiguous() {
             return Err(PyBufferError::new_err(format!(
                 "{name}[{at}] is not contiguous in memory; pass a contiguous copy"

@@ -9,6 +9,8 @@ mod hints;
 mod keys;
 mod namespace;
 mod owned;
+mod paged;
+mod prepared;
 mod results;
 mod stats;
 mod store;
@@ -27,6 +29,8 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     results::register(module)?;
     buffers::register(module)?;
     view::register(module)?;
+    paged::register(module)?;
+    prepared::register(module)?;
     store::register(module)?;
     module.add_function(wrap_pyfunction!(config::parse_size, module)?)?;
     module.add_function(wrap_pyfunction!(config::check_config, module)?)?;

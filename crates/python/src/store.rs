@@ -19,6 +19,7 @@ use crate::hints::hints;
 use crate::keys::{Keys, key_of};
 use crate::namespace::PyNamespace;
 use crate::owned::Owned;
+use crate::prepared::PyPreparedPut;
 use crate::results::{PyGetResult, PyPrefixMatch, PyPutResult, tier_name};
 use crate::stats;
 use crate::view::PyViews;
@@ -211,6 +212,39 @@ impl PyStore {
         Ok(outcomes.into_iter().map(PyPutResult::from).collect())
     }
 
+    /// Asks which of some blocks of `size` bytes the store wants, and takes memory for them.
+    ///
+    /// Keywords as for `put`. A key that is there with as many bytes is present, whatever they are.
+    /// Returns a `PreparedPut`, to gather the wanted blocks and then seal.
+    #[pyo3(signature = (
+        keys, size, *, parent = None, chain = true, is_prefix = false, last_is_partial = false,
+        ttl = None, namespace = None, timeout = None
+    ))]
+    #[expect(clippy::too_many_arguments, reason = "keywords of a Python call")]
+    fn prepare(
+        slf: Bound<'_, Self>,
+        keys: Keys,
+        size: usize,
+        parent: Option<&Bound<'_, PyAny>>,
+        chain: bool,
+        is_prefix: bool,
+        last_is_partial: bool,
+        ttl: Option<f64>,
+        namespace: Option<&PyNamespace>,
+        timeout: Option<f64>,
+    ) -> PyResult<PyPreparedPut> {
+        let parents = parents(&keys, parent, chain)?;
+        let namespace = namespace.map(|space| space.0.id()).unwrap_or_default();
+        let ttl_ms = ttl.map(milliseconds).transpose()?;
+        let facts = Facts { parents, namespace, is_prefix, last_is_partial, ttl_ms };
+        let options = options(timeout)?;
+        let store = slf.get().store()?;
+        let put = |(at, key): (usize, &BlockKey)| facts.put(at, *key, &[], keys.len());
+        let puts: Vec<Put<'_>> = keys.iter().enumerate().map(put).collect();
+        let prepared = slf.py().detach(|| store.prepare(&puts, &vec![size; puts.len()], options));
+        Ok(PyPreparedPut::new(slf.unbind(), &puts, size, prepared))
+    }
+
     /// Copies blocks into buffers. Returns a `GetResult` for each.
     ///
     /// `buffers` is a writable buffer for each key, or one that has room for all in equal pieces.
@@ -316,6 +350,20 @@ impl PyStore {
         Ok(py.detach(|| store.prefetch(&keys)))
     }
 
+    /// Keeps a namespace's manifest with the data, so that `cascade explain` can name the field in
+    /// which two namespaces differ.
+    #[pyo3(signature = (namespace, *, timeout = None))]
+    fn register(
+        &self,
+        py: Python<'_>,
+        namespace: &PyNamespace,
+        timeout: Option<f64>,
+    ) -> PyResult<()> {
+        let options = options(timeout)?;
+        let store = self.store()?;
+        py.detach(|| store.register(&namespace.0, options)).map_err(|error| to_python(&error))
+    }
+
     /// Waits until every tier has what was put, and would have it after a restart.
     #[pyo3(signature = (*, timeout = None))]
     fn flush(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
@@ -385,7 +433,7 @@ impl PyStore {
     }
 
     /// A handle for one call; what it does is refused by the store itself once that is closed.
-    fn store(&self) -> PyResult<Arc<dyn BlockStore>> {
+    pub(crate) fn store(&self) -> PyResult<Arc<dyn BlockStore>> {
         match &*self.lock()? {
             Opened::Yes(store) => Ok(Arc::clone(store)),
             Opened::No(_) => Err(to_python(&StoreError::Closed)),
@@ -472,7 +520,7 @@ fn parents(
     Ok(vec![None; keys.len()])
 }
 
-fn options(timeout: Option<f64>) -> PyResult<CallOptions> {
+pub(crate) fn options(timeout: Option<f64>) -> PyResult<CallOptions> {
     let timeout = timeout.map(|timeout| seconds("timeout", timeout)).transpose()?;
     Ok(CallOptions { timeout, ..CallOptions::default() })
 }

@@ -1,7 +1,8 @@
 //! The views of one batch: a sequence that makes a `View` only of what is looked at.
 
+use cascade_memory::Slab;
 use cascade_store::ViewOutcome;
-use pyo3::exceptions::PyTypeError;
+use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyIterator, PyList, PySlice};
 
@@ -9,6 +10,7 @@ use crate::buffers::PyView;
 use crate::errors;
 use crate::keys::{picked_by, position};
 use crate::owned::Owned;
+use crate::paged::PyPagedMemory;
 
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<PyViews>()
@@ -78,6 +80,42 @@ impl PyViews {
         })
     }
 
+    /// Copies view i to page `pages[i]` of an engine's memory: `count` regions from `first` on, all
+    /// by default. Returns whether each block was copied.
+    ///
+    /// It is not, in no byte, where the view is a miss or the block has another length than the
+    /// memory's blocks. Threads may scatter at once to different pages; a page twice in one call is
+    /// refused.
+    #[pyo3(signature = (memory, pages, *, first = 0, count = None))]
+    fn scatter(
+        &self,
+        py: Python<'_>,
+        memory: &Bound<'_, PyPagedMemory>,
+        pages: &Bound<'_, PyAny>,
+        first: usize,
+        count: Option<usize>,
+    ) -> PyResult<Vec<bool>> {
+        let outcomes = self.outcomes()?;
+        let memory = memory.get();
+        let pages = memory.page_numbers(pages, outcomes.len())?;
+        let regions = memory.some_regions(first, count)?;
+        let mut sorted = pages.clone();
+        sorted.sort_unstable();
+        if let Some([twice, ..]) = sorted.windows(2).find(|pair| pair[0] == pair[1]) {
+            let told = format!("page {twice} is there twice; a page holds one block");
+            return Err(PyValueError::new_err(told));
+        }
+        Ok(py.detach(|| {
+            let blocks: Vec<_> =
+                outcomes.iter().map(|outcome| block_of(outcome, memory.block_bytes())).collect();
+            let batch_bytes = blocks.iter().flatten().count() * memory.in_block(&regions).len();
+            let copy = |(block, page): (Option<&Slab>, usize)| {
+                block.map(|block| memory.scatter(block, page, regions.clone(), batch_bytes))
+            };
+            blocks.into_iter().zip(pages).map(|one| copy(one).is_some()).collect()
+        }))
+    }
+
     /// Lets go of every block now; the sequence is empty afterwards.
     fn release(&mut self) -> PyResult<()> {
         self.0.get_mut("batch of views")?.clear();
@@ -99,5 +137,13 @@ impl PyViews {
 
     fn __repr__(&self) -> PyResult<String> {
         Ok(format!("<Views of {} blocks, {} hits>", self.__len__()?, self.hits()?))
+    }
+}
+
+/// The block of a view, if it has that many bytes.
+fn block_of(outcome: &ViewOutcome, bytes: usize) -> Option<&Slab> {
+    match outcome {
+        ViewOutcome::Hit { slab, .. } => Some(slab).filter(|slab| slab.len() == bytes),
+        ViewOutcome::Miss | ViewOutcome::Failed(_) => None,
     }
 }

@@ -5,7 +5,7 @@ use std::fmt;
 use cascade_block::{BlockKey, Manifest, Namespace, NamespaceId};
 use cascade_memory::SlabMut;
 
-use crate::outcome::PutSlab;
+use crate::outcome::{Prepared, PutSlab};
 use crate::{
     CallOptions, GetOutcome, PrefixMatch, Put, PutOutcome, Request, Stats, Store, StoreError,
     TierName, ViewOutcome,
@@ -18,6 +18,12 @@ pub trait BlockStore: Send + Sync + fmt::Debug {
     fn put(&self, batch: &[Put<'_>], options: CallOptions) -> Vec<PutOutcome>;
     /// As [`Store::reserve`].
     fn reserve(&self, bytes: usize, options: CallOptions) -> Result<SlabMut, StoreError>;
+    /// As [`Store::prepare_whole`]: slabs or outcomes, for `put_slabs` when they are filled. What
+    /// is not sealed goes back when it is dropped, and counts as nothing.
+    ///
+    /// # Panics
+    /// If there are not as many lengths as blocks.
+    fn prepare(&self, batch: &[Put<'_>], lengths: &[usize], options: CallOptions) -> Vec<Prepared>;
     /// As [`Store::put_slabs`].
     fn put_slabs(&self, batch: Vec<PutSlab>, options: CallOptions) -> Vec<PutOutcome>;
     /// As [`Store::get`].
@@ -71,6 +77,10 @@ impl BlockStore for Store {
 
     fn reserve(&self, bytes: usize, options: CallOptions) -> Result<SlabMut, StoreError> {
         Store::reserve(self, bytes, options)
+    }
+
+    fn prepare(&self, batch: &[Put<'_>], lengths: &[usize], options: CallOptions) -> Vec<Prepared> {
+        Store::prepare_whole(self, batch, lengths, options)
     }
 
     fn put_slabs(&self, batch: Vec<PutSlab>, options: CallOptions) -> Vec<PutOutcome> {

@@ -3,6 +3,8 @@
 //! Each check runs on a fresh store and panics with what went wrong. Call [`all`] from a test of
 //! your own. Bytes of a block are a function of its key, so every read is compared in full.
 
+mod prepared;
+
 use std::fmt;
 use std::time::Duration;
 
@@ -44,7 +46,7 @@ const NOW: CallOptions = CallOptions { timeout: None, writer: None };
 /// # Panics
 /// If the store does not do what it has to.
 pub fn all(open: &mut dyn FnMut() -> Subject) {
-    let checks: [fn(&Subject); 18] = [
+    let checks: [fn(&Subject); 25] = [
         a_fresh_store_has_nothing,
         what_was_put_is_read_back,
         batches_have_any_length,
@@ -62,6 +64,13 @@ pub fn all(open: &mut dyn FnMut() -> Subject) {
         more_than_fits_is_a_miss_or_below,
         manifests_are_listed_as_kept,
         a_call_without_time_harms_nothing,
+        prepared::what_was_prepared_is_read_back_once_sealed,
+        prepared::what_is_there_is_present_and_counted_once,
+        prepared::what_is_prepared_and_dropped_leaves_nothing,
+        prepared::of_two_preparers_the_first_to_seal_stores,
+        prepared::what_is_not_taken_gets_no_slab,
+        prepared::preparing_without_time_harms_nothing,
+        prepared::a_closed_store_prepares_and_seals_nothing,
         a_closed_store_says_so,
     ];
     for check in checks {

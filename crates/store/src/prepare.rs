@@ -6,6 +6,7 @@ use std::time::Duration;
 use cascade_block::{BlockKey, DigestMode};
 use cascade_memory::Region;
 
+use crate::call::Call;
 use crate::eviction::Slot;
 use crate::node::Node;
 use crate::outcome::{Prepared, PutOutcome};
@@ -36,17 +37,34 @@ impl Store {
         options: CallOptions,
     ) -> Vec<Prepared> {
         assert_eq!(batch.len(), lengths.len(), "one length for each block");
-        self.node().prepare(batch, lengths, bytes_max, options)
+        let bounds = Bounds {
+            bytes_max,
+            call: self.node().call(options),
+            may_wait: options.timeout != Some(Duration::ZERO),
+        };
+        self.node().prepare(batch, lengths, bounds, &mut Chain::default())
+    }
+
+    /// As [`Store::prepare`], for a caller that fills all slabs before it seals any: every block
+    /// gets a slab or is settled, all by one deadline, and what this very call holds makes no
+    /// later block wait. A key that is there with as many bytes is [`PutOutcome::Present`],
+    /// whatever they are.
+    ///
+    /// # Panics
+    /// If there are not as many lengths as blocks.
+    pub fn prepare_whole(
+        &self,
+        batch: &[Put<'_>],
+        lengths: &[usize],
+        options: CallOptions,
+    ) -> Vec<Prepared> {
+        assert_eq!(batch.len(), lengths.len(), "one length for each block");
+        self.node().prepare_whole(batch, lengths, options)
     }
 
     /// Counts puts that were settled by who asked [`Store::prepare`]: compared, or given up.
     pub fn count_settled(&self, present: u64, conflicts: u64, failures: u64) {
-        let mut state = self.node().lock();
-        let counters = &mut state.counters;
-        counters.puts += present + conflicts + failures;
-        counters.present += present;
-        counters.conflicts += conflicts;
-        counters.put_failures += failures;
+        self.node().count_settled(present, conflicts, failures);
     }
 
     /// Views on blocks for comparing them: counted as nobody's access, and nothing is brought up.
@@ -82,23 +100,76 @@ impl Store {
     }
 }
 
+/// What one step of a preparation may take.
+#[derive(Clone, Copy)]
+struct Bounds {
+    bytes_max: usize,
+    call: Call,
+    /// Whether the caller asks again with time to wait for what would have to.
+    may_wait: bool,
+}
+
+/// What the blocks after a step have to know of those before.
+#[derive(Default)]
+struct Chain {
+    /// The last block that was refused.
+    declined: Option<(BlockKey, DeclineReason)>,
+    /// The block before in its chain, if this call took it, and what it hangs on.
+    hanging: Option<(BlockKey, Option<Slot>)>,
+}
+
 impl Node {
-    /// Decides each block of a put whose bytes are `lengths` long and elsewhere; see
-    /// [`crate::Store::prepare`].
-    pub(crate) fn prepare(
+    /// Decides each block of a put whose bytes the caller writes before it seals any; see
+    /// [`crate::Store::prepare_whole`].
+    fn prepare_whole(
         &self,
         batch: &[Put<'_>],
         lengths: &[usize],
-        bytes_max: usize,
         options: CallOptions,
     ) -> Vec<Prepared> {
-        let call = self.call(options);
+        let bounds = Bounds { bytes_max: usize::MAX, call: self.call(options), may_wait: true };
+        let mut chain = Chain::default();
+        let mut all = Vec::with_capacity(batch.len());
+        while all.len() < batch.len() {
+            // A step always decides its first block: what is held by then is no reason to put it
+            // off.
+            let (rest, lengths) = (&batch[all.len()..], &lengths[all.len()..]);
+            let step = self.prepare(rest, lengths, bounds, &mut chain);
+            all.extend(step.into_iter().take_while(|one| !matches!(one, Prepared::Later)));
+        }
+        let mut present = 0;
+        for prepared in &mut all {
+            if matches!(prepared, Prepared::Compare) {
+                *prepared = Prepared::Settled(PutOutcome::Present);
+                present += 1;
+            }
+        }
+        if present > 0 {
+            self.count_settled(present, 0, 0);
+        }
+        all
+    }
+
+    fn count_settled(&self, present: u64, conflicts: u64, failures: u64) {
+        let mut state = self.lock();
+        let counters = &mut state.counters;
+        counters.puts += present + conflicts + failures;
+        counters.present += present;
+        counters.conflicts += conflicts;
+        counters.put_failures += failures;
+    }
+
+    /// Decides each block of a put whose bytes are `lengths` long and elsewhere; see
+    /// [`crate::Store::prepare`].
+    fn prepare(
+        &self,
+        batch: &[Put<'_>],
+        lengths: &[usize],
+        Bounds { bytes_max, call, may_wait }: Bounds,
+        Chain { declined, hanging }: &mut Chain,
+    ) -> Vec<Prepared> {
         let mut prepared = Vec::with_capacity(batch.len());
-        let may_wait = options.timeout != Some(Duration::ZERO);
         let mut taken = 0;
-        let mut declined: Option<(BlockKey, DeclineReason)> = None;
-        // The block before in its chain, if this call took it, and what it hangs on.
-        let mut hanging: Option<(BlockKey, Option<Slot>)> = None;
         let mut state = self.lock();
         for (put, bytes) in batch.iter().zip(lengths) {
             if taken > 0 && taken + bytes > bytes_max.min(BATCH_BYTES) {
@@ -110,7 +181,7 @@ impl Node {
                 // Without its parent a block is never asked for.
                 Known::New if declined.is_some_and(|(key, _)| put.parent == Some(key)) => {
                     let (_, reason) = declined.expect("just asked");
-                    declined = Some((put.key, reason));
+                    *declined = Some((put.key, reason));
                     Prepared::Settled(PutOutcome::Declined(reason))
                 }
                 // What is larger than the pool is declined for that, below.
@@ -118,7 +189,7 @@ impl Node {
                     Prepared::Settled(PutOutcome::Declined(DeclineReason::Full))
                 }
                 Known::New => {
-                    let parent = resident_ancestor(&state, put, hanging);
+                    let parent = resident_ancestor(&state, put, *hanging);
                     let arriving = Arriving { put, bytes: *bytes, parent };
                     let (again, slab) = self.take_worth(state, arriving, taken > 0, call);
                     state = again;
@@ -127,7 +198,7 @@ impl Node {
                             // From here on it is the caller's: nobody waits for it to come back.
                             state.slabs_out -= 1;
                             taken += slab.len().max(1);
-                            hanging = Some((put.key, parent));
+                            *hanging = Some((put.key, parent));
                             Prepared::Slab(slab)
                         }
                         // What this batch holds may be all that is in the way.
@@ -138,7 +209,7 @@ impl Node {
             };
             if let Prepared::Settled(outcome) = &next {
                 if let PutOutcome::Declined(reason) = outcome {
-                    declined = Some((put.key, *reason));
+                    *declined = Some((put.key, *reason));
                 }
                 if !may_wait && is_late(outcome) {
                     prepared.push(next);

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use cascade_client::{Client, ConnectOptions};
-use cascade_store::{BlockStore, PutOutcome, PutSlab, StoreError, ViewOutcome};
+use cascade_store::{BlockStore, Prepared, Put, PutOutcome, PutSlab, StoreError, ViewOutcome};
 
 use crate::child::Process;
 use crate::host::{NOW, bytes_of, hits, keys, put, timed, wait_until, within};
@@ -45,4 +45,47 @@ fn a_killed_node_is_missed_at_once_and_its_successor_found() {
     assert_eq!(client.contains(&[key]), [false]);
     drop(views);
     assert_eq!(hits(&some, &client.view(&some, NOW)), 8, "old holds go back to nobody else");
+}
+
+#[test]
+fn what_was_prepared_before_a_restart_is_sealed_nowhere_and_harms_nobody() {
+    let directory = tempfile::tempdir().unwrap();
+    let socket = directory.path().join("cascade.sock");
+    let mut node = Process::start("child::node", &socket);
+    node.await_ready();
+    let client = Client::connect(ConnectOptions::new(&socket)).unwrap();
+    let (some, others) = (keys(0..8), keys(100..108));
+    let prepare = |keys: &[_]| {
+        let batch: Vec<_> = keys.iter().map(|key| Put::new(*key, &[])).collect();
+        client.prepare(&batch, &vec![4096; keys.len()], NOW)
+    };
+    let (prepared, dropped) = (prepare(&some), prepare(&others));
+    let epoch = client.welcome().unwrap().epoch;
+    node.kill();
+    wait_until("the node is missed", || {
+        let [PutOutcome::Failed(_)] = put(&client, &some[..1], 4096, within(60_000))[..] else {
+            return false;
+        };
+        true
+    });
+    let (away, took) = timed(|| prepare(&others));
+    let is_away = |one: &Prepared| {
+        matches!(one, Prepared::Settled(PutOutcome::Failed(StoreError::Away { .. })))
+    };
+    assert!(away.iter().all(is_away), "{away:?}");
+    assert!(took < Duration::from_secs(5), "a call waits for a dead node: {took:?}");
+    let mut next = Process::start("child::node", &socket);
+    next.await_ready();
+    wait_until("the new node is found", || client.welcome().is_some_and(|w| w.epoch != epoch));
+    assert!(put(&client, &others, 4096, NOW).iter().all(|o| matches!(o, PutOutcome::Stored)));
+    let sealed = some.iter().zip(prepared).map(|(key, one)| {
+        let Prepared::Slab(mut slab) = one else { panic!("{one:?}") };
+        slab.fill(0xDB);
+        PutSlab::new(*key, slab)
+    });
+    let outcomes = client.put_slabs(sealed.collect(), NOW);
+    assert!(outcomes.iter().all(|o| matches!(o, PutOutcome::Failed(_))), "{outcomes:?}");
+    drop(dropped);
+    assert_eq!(client.contains(&some), [false; 8]);
+    assert_eq!(hits(&others, &client.view(&others, NOW)), 8, "old slabs go back to nobody else");
 }
