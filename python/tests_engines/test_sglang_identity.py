@@ -149,7 +149,8 @@ def test_sglang_publishes_what_is_read_of_it():
     from sglang.srt.arg_groups.fields.spec import Spec  # noqa: PLC0415
 
     model = {"model_path", "revision", "quantization_param_path"}
-    assert model | set(sglang_identity._MODEL_SETTINGS) <= set(Model.__struct_fields__)  # noqa: SLF001
+    model |= set(sglang_identity._MODEL_SETTINGS)  # noqa: SLF001 # what it reads
+    assert model <= set(Model.__struct_fields__)
     draft = {"speculative_draft_model_path", "speculative_draft_model_revision"}
     assert draft <= set(Spec.__struct_fields__)
     assert "lora_paths" in Lora.__struct_fields__

@@ -151,8 +151,8 @@ class _Region:
 def _tensors(pool: Any) -> list[Any]:
     """Give the tensors that the pool keeps pages in, as it lists them for zero-copy transfer."""
     listed = getattr(pool, "get_hybrid_pool_buffer", None)
-    kept = listed() if listed is not None else pool.kv_buffer
-    several: list[Any] = list(kept) if isinstance(kept, (list, tuple)) else [kept]  # pyright: ignore[reportUnknownArgumentType]
+    kept: Any = listed() if listed is not None else pool.kv_buffer
+    several: list[Any] = [kept] if hasattr(kept, "data_ptr") else list(kept)
     return [tensor for tensor in several if tensor is not None and _is_plain(tensor)]
 
 
