@@ -410,6 +410,11 @@ class Store:
         timeout: float | None = None,
     ) -> Views:
         """Look a chain up and view the leading blocks that are available, in one call."""
+    def hint(self, keys: _Keys, *, hints: Hints, at: float | None = None) -> None:
+        """Say what the caller knows about a chain, without asking for it. Counts as no use.
+
+        `at` as for `lookup_prefix`.
+        """
     def contains(self, keys: _Keys) -> list[bool]:
         """Say whether each block is in any tier. Counts as no use."""
     def locate(self, keys: _Keys) -> list[list[str]]:

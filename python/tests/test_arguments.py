@@ -55,6 +55,7 @@ def test_hints_that_are_no_hints(store, keys_of):
         ends_session=True, stop=cascadekv.StopReason.END_TURN, workload=3, expected_within=0.5
     )
     assert store.lookup_prefix(keys, hints=hints).blocks == 0
+    store.hint(keys, hints=hints)
     with pytest.raises(TypeError, match="Hints or None"):
         store.lookup_prefix(keys, hints="soon")
     with pytest.raises(cascadekv.ConfigError, match="priority"):

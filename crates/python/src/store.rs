@@ -312,6 +312,23 @@ impl PyStore {
         Ok(PyViews::new(py.detach(|| store.acquire(&request, options))))
     }
 
+    /// Says what a caller knows about a chain, without asking for it.
+    #[pyo3(signature = (keys, *, hints, at = None))]
+    fn hint(
+        &self,
+        py: Python<'_>,
+        keys: Keys,
+        hints: &Bound<'_, PyAny>,
+        at: Option<f64>,
+    ) -> PyResult<()> {
+        let hints = self::hints(Some(hints))?;
+        let at = at.map(|at| seconds("at", at)).transpose()?;
+        let request = Request { keys: &keys, partial_tail: false, hints, at };
+        let store = self.store()?;
+        py.detach(|| store.hint(&request));
+        Ok(())
+    }
+
     /// Whether each block is in any tier. Counts as no use.
     fn contains(&self, py: Python<'_>, keys: Keys) -> PyResult<Vec<bool>> {
         let store = self.store()?;

@@ -11,14 +11,15 @@ from pathlib import Path
 
 from cascadekv._native import Store, connect
 from cascadekv.config import StoreConfig
-from cascadekv.errors import AwayError, CascadeError, ConfigError
+from cascadekv.errors import AwayError, CascadeError, ConfigError, PipelineError
 
 __all__ = ["KEYS", "StoreAddress", "StoreLink", "open_store", "read_settings"]
 
 PREFIX = "cascade."
 _EMBEDDED = ("pipeline", "dram", "files", "files_capacity")
 _NODE = ("node", "token_file")
-KEYS = tuple(PREFIX + name for name in (*_EMBEDDED, *_NODE, "timeout"))
+_NAMES = (*_EMBEDDED, *_NODE, "timeout")
+KEYS = tuple(PREFIX + name for name in _NAMES)
 """Every key that an engine's configuration may have for the store."""
 
 TIMEOUT_S = 5.0
@@ -55,8 +56,8 @@ def read_settings(options: Mapping[str, object]) -> StoreAddress:
         if not key.startswith(PREFIX):
             continue
         if key not in KEYS:
-            near = difflib.get_close_matches(key, KEYS, n=1)
-            advice = f"did you mean {near[0]}?" if near else f"known are {', '.join(KEYS)}"
+            near = difflib.get_close_matches(key.removeprefix(PREFIX), _NAMES, n=1)
+            advice = f"did you mean {PREFIX}{near[0]}?" if near else f"known are {', '.join(KEYS)}"
             raise ConfigError(f"{key}: no such setting; {advice}")
         given[key.removeprefix(PREFIX)] = value
     timeout = _seconds(given.pop("timeout", TIMEOUT_S))
@@ -76,7 +77,10 @@ def open_store(address: StoreAddress, *, name: str) -> Store:
     it does not want this client.
     """
     if address.node is None:
-        return Store(address.embedded)
+        try:
+            return Store(address.embedded)
+        except PipelineError as error:
+            raise PipelineError(f"cascade.pipeline: {error}") from error
     return connect(address.node, token=address.token, name=name, timeout=address.timeout)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from cascadekv import BlockKeys, CascadeError, Namespace, Store
+from cascadekv import BlockKeys, CascadeError, Namespace, PutResult, PutStatus, Store
 from cascadekv.connectors.failures import FailureLog
 from cascadekv.connectors.vllm.keys import KEY_BYTES
 from cascadekv.connectors.vllm.layout import Held
@@ -260,12 +260,17 @@ class Worker:
                     if prepared.needed:
                         memory.save(prepared, pages[first:last])
                         copied = len(prepared.needed) * memory.block_bytes
-                    results = [result.ok for result in prepared.seal(timeout=left)]
+                    results = [_is_kept(result) for result in prepared.seal(timeout=left)]
             except LOAD_FAILURES as error:
                 self._failures.count("saving blocks", error)
         for at, ok in zip(range(first, last), results, strict=True):
             kept[at] = kept[at] and ok
         return copied
+
+
+def _is_kept(result: PutResult) -> bool:
+    """Whether the store has the block. Another's KV of the same tokens is as good as ours."""
+    return result.ok or result.status is PutStatus.CONFLICT
 
 
 def _select(keys: bytes, indices: Sequence[int]) -> BlockKeys:
