@@ -30,7 +30,9 @@ def test_the_documents_examples_load_and_every_key_is_read(example):
 
     def keys(value, prefix=""):
         if isinstance(value, list):
-            return [key for n, item in enumerate(value) for key in keys(item, f"{prefix[:-1]}[{n}].")]
+            return [
+                key for n, item in enumerate(value) for key in keys(item, f"{prefix[:-1]}[{n}].")
+            ]
         if not isinstance(value, dict):
             return []
         return [
@@ -105,7 +107,7 @@ def test_a_metrics_file_has_to_be_there(tmp_path):
     there.write_text("log_interval: 5\n")
     settings = parse({"metrics_config_path": str(there)})
     assert settings.metrics_config_path == str(there)
-    with pytest.raises(ConfigError, match="metrics_config_path.*is no file"):
+    with pytest.raises(ConfigError, match=r"metrics_config_path.*is no file"):
         parse({"metrics_config_path": str(tmp_path / "none.yaml")})
 
 
