@@ -21,6 +21,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from cascadekv import Hints, Manifest, Namespace
+from cascadekv.connectors.hints import finish_hints, request_hints
+from cascadekv.connectors.load_or_compute import LoadOrCompute
+from cascadekv.connectors.record import TraceRecorder
 from cascadekv.connectors.vllm.groups import groups_of
 from cascadekv.connectors.vllm.identity import adapter_fingerprint, manifest_of
 from cascadekv.connectors.vllm.keys import RequestKeys, origin_of
@@ -99,6 +102,8 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
         self._held: list[Held] = []
         self._node: PrivateNode | None = None
         self._facts: WorkerFacts | None = None
+        self._recorder: TraceRecorder | None = None
+        self._economy: LoadOrCompute | None = None
         self._store = self._open()
         if role is KVConnectorRole.SCHEDULER:
             self._expect_misses()
@@ -114,6 +119,8 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
         """Close the store; an engine's private node ends with its first worker."""
         if self._worker is not None:
             self._worker.close()
+        if self._recorder is not None:
+            self._recorder.close()
         self._store.close()
         if self._node is not None:
             self._node.close()
@@ -249,8 +256,14 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
         """Take in what became of earlier plans."""
         progress = connector_output.kv_connector_worker_meta
-        if self._scheduler is not None and isinstance(progress, Progress):
-            self._scheduler.learn(progress)
+        if self._scheduler is None or not isinstance(progress, Progress):
+            return
+        self._scheduler.learn(progress)
+        if self._economy is not None:
+            for loaded in progress.loaded:
+                self._economy.observe_load(loaded.tier, loaded.blocks, loaded.seconds)
+            if progress.prefill is not None:
+                self._economy.observe_prefill(*progress.prefill)
 
     def request_finished(
         self, request: "Request", block_ids: list[int]
@@ -265,8 +278,19 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
         block_ids: tuple[list[int], ...],  # noqa: ARG002 # all that is saved was copied
     ) -> tuple[bool, dict[str, Any] | None]:
         """Forget a request; its blocks are free at once."""
-        if self._scheduler is not None:
-            self._scheduler.finish(request, lambda hints: hints)
+        if self._scheduler is None:
+            return False, None
+        finished = functools.partial(
+            finish_hints, status_name=request.status.name, stop_reason=request.stop_reason
+        )
+        keys = self._scheduler.finish(request, finished)
+        if self._recorder is not None and keys is not None:
+            self._recorder.record(
+                input_tokens=request.num_prompt_tokens,
+                output_tokens=request.num_output_tokens,
+                keys=keys.prompt(request.num_prompt_tokens),
+                arrived_unix_s=request.arrival_time,
+            )
         return False, None
 
     @_guarded(lambda: False)
@@ -380,9 +404,22 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
             functools.partial(self._keys_of, list(named)),
             policy,
             block_tokens=self._block_tokens,
-            choose=lambda tiers, _tokens: len(tiers),
-            hints_of=lambda _request: Hints(),
+            choose=self._chosen,
+            hints_of=_hints_of,
         )
+        block_bytes = sum(part.block_bytes for part in named.values())
+        if settings.load_or_compute:
+            self._economy = LoadOrCompute(
+                block_tokens=self._block_tokens, block_bytes=max(1, block_bytes)
+            )
+        if settings.record is not None:
+            self._recorder = TraceRecorder(settings.record, block_tokens=self._block_tokens)
+
+    def _chosen(self, tiers: Sequence[str], total_tokens: int) -> int:
+        """Say how many leading blocks are faster to load than to compute."""
+        if self._economy is None:
+            return len(tiers)
+        return self._economy.choose(tiers, total_tokens=total_tokens)
 
     def _keys_of(self, parts: Sequence[str], request: "Request") -> RequestKeys:
         features = [
@@ -407,6 +444,13 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
         if not isinstance(plan, Plan):
             raise TypeError(f"the scheduler's side sent {type(plan).__name__}, not a plan")
         return plan
+
+
+def _hints_of(request: "Request") -> Hints:
+    hints, complaints = request_hints(request.kv_transfer_params, priority=request.priority)
+    for complaint in complaints:
+        _LOG.warning("Cascade: request %s: %s", request.request_id, complaint)
+    return hints
 
 
 def _canonical(fields: dict[str, str]) -> tuple[tuple[str, str], ...]:

@@ -90,6 +90,12 @@ class RequestKeys:
         """Give the same as bytes."""
         return bytes(self._keys[part][first * KEY_BYTES : last * KEY_BYTES])
 
+    def prompt(self, tokens: int) -> list[bytes]:
+        """Give the keys of a prompt's whole blocks, of the first part."""
+        keys = next(iter(self._keys.values()), bytearray())
+        last = min(tokens // self._block_tokens, self.blocks) * KEY_BYTES
+        return [bytes(keys[at : at + KEY_BYTES]) for at in range(0, last, KEY_BYTES)]
+
     def parent(self, part: str, first: int) -> bytes | None:
         """Give the key before block `first`; none before the first."""
         return self.raw(part, first - 1, first) if first else None

@@ -4,10 +4,14 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from cascadekv.connectors.settings import KEYS as STORE_KEYS
 from cascadekv.connectors.settings import StoreAddress, read_settings
 from cascadekv.errors import ConfigError
+
+if TYPE_CHECKING:
+    from cascadekv.connectors.ucm import UcmSettings
 
 __all__ = ["ConnectorSettings", "read_connector_settings"]
 
@@ -80,11 +84,12 @@ def read_connector_settings(extra: Mapping[str, object]) -> ConnectorSettings:
         from cascadekv.connectors.ucm import read_ucm  # noqa: PLC0415 # needs PyYAML
 
         ucm = read_ucm(_text(UCM_KEY, options.pop(UCM_KEY)))
-        both = sorted(set(ucm.options) & set(options))
+        theirs = _of_ucm(ucm)
+        both = sorted(set(theirs) & set(options))
         if both:
             raise ConfigError(f"{both[0]}: is given here and by {UCM_KEY}; give it once")
-        options |= ucm.options
-        notes = tuple(ucm.notes)
+        options |= theirs
+        notes = ucm.notes
     known = (*STORE_KEYS, *_OWN)
     for key in options:
         if key not in known:
@@ -97,6 +102,21 @@ def read_connector_settings(extra: Mapping[str, object]) -> ConnectorSettings:
     return ConnectorSettings(
         address=read_settings(store), store_options=store, notes=notes, **checked
     )
+
+
+def _of_ucm(ucm: "UcmSettings") -> dict[str, object]:
+    """Give what a UCM file says by our keys."""
+    options = dict(ucm.options) | {
+        "cascade.layerwise": ucm.use_layerwise,
+        "cascade.lite": ucm.use_lite,
+        "cascade.min_tokens": ucm.persist_token_threshold,
+        "cascade.load_timeout": ucm.options.get("cascade.timeout", ConnectorSettings.load_timeout),
+    }
+    if ucm.hit_ratio is not None:
+        options["cascade.hit_ratio"] = ucm.hit_ratio
+    if ucm.enable_record_traces:
+        options["cascade.record"] = str(Path.cwd())
+    return options
 
 
 def _check(name: str, value: object) -> object:
