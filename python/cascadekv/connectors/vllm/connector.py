@@ -6,9 +6,8 @@ logged, counted, and answered as if nothing were cached.
 
 import functools
 import logging
-import time
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -63,15 +62,17 @@ _SOURCES = {
 Answer = TypeVar("Answer")
 
 
-def _guarded(default: Callable[[], Any]) -> Callable[[Callable[..., Answer]], Callable[..., Answer]]:
+def _guarded(
+    default: Callable[[], Any],
+) -> Callable[[Callable[..., Answer]], Callable[..., Answer]]:
     """Answer `default()` where a call of the engine meets a fault of ours, which is logged."""
 
     def wrap(call: Callable[..., Answer]) -> Callable[..., Answer]:
         @functools.wraps(call)
-        def guarded(self: "CascadeConnector", *arguments: Any, **named: Any) -> Answer:  # noqa: ANN401
+        def guarded(self: "CascadeConnector", *arguments: Any, **named: Any) -> Answer:
             try:
                 return call(self, *arguments, **named)
-            except Exception:
+            except Exception:  # noqa: BLE001 # the engine must not fail because the cache did
                 _LOG.exception("Cascade: %s failed; the engine goes on without", call.__name__)
                 return default()
 
@@ -140,7 +141,7 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
         return self._facts
 
     @_guarded(lambda: None)
-    def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:  # noqa: ANN401, ARG002
+    def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:  # noqa: ARG002
         """Load what the step needs, and begin to load what later steps need."""
         if self._worker is not None:
             self._worker.start_loads(self._plan())
@@ -156,7 +157,7 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
         layer_name: str,
         kv_layer: "torch.Tensor",
         attn_metadata: "AttentionMetadata",
-        **kwargs: Any,  # noqa: ANN401
+        **kwargs: Any,
     ) -> None:
         """Do nothing: blocks are copied whole when the step is over."""
 
@@ -172,7 +173,7 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
         results = self.get_transfer_results(finished_req_ids)
         return None, results.finished_recving
 
-    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:  # noqa: ANN401, ARG002
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:  # noqa: ARG002
         """Name requests whose asynchronous loads ended, and those that failed as a whole."""
         from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # noqa: PLC0415
             KVConnectorTransferResults,
@@ -245,7 +246,6 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
             sources[unknown] = sources.get(unknown, 0) + left
         return {source: tokens for source, tokens in sources.items() if tokens}
 
-    @_guarded(Plan)
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
         """Give the workers the step's plan."""
         if self._scheduler is None:

@@ -135,7 +135,7 @@ class Scheduler:
             self._failures.count("looking ahead", error)
 
     def matched(self, request: "Request", computed_tokens: int) -> tuple[int, bool]:
-        """Say how many tokens beyond the computed ones can be loaded, and whether in the meantime."""
+        """Say how many tokens beyond the computed ones can be loaded, and whether meanwhile."""
         tracked = self._tracked.get(request.request_id) or self._track(request)
         if tracked is None:
             return 0, False
@@ -164,16 +164,18 @@ class Scheduler:
         if last <= first:
             return
         found = tracked.found or Found()
-        self._loads.append(
-            Load(
-                request.request_id,
-                tracked.is_async,
-                first,
-                {part.name: tracked.keys.raw(part.name, first, last) for part in self._parts},
-                _select(tables, self._groups, first, last),
-                found.tiers[last - 1] if last <= len(found.tiers) else "",
-            )
+        load = Load(
+            request.request_id,
+            tracked.is_async,
+            first,
+            {},
+            _select(tables, self._groups, first, last),
+            found.tiers[last - 1] if last <= len(found.tiers) else "",
         )
+        # Planned before anything can fail: the engine takes these tokens for loaded, and a load
+        # without keys ends as one of which nothing is there.
+        self._loads.append(load)
+        load.keys = {part.name: tracked.keys.raw(part.name, first, last) for part in self._parts}
         self.tally.planned += last - first
         tracked.saved = max(tracked.saved, last)
 
@@ -194,6 +196,15 @@ class Scheduler:
         plan = Plan(generation, self._loads, tokens=output.total_num_scheduled_tokens)
         self._loads = []
         plan.requests = len(output.num_scheduled_tokens)
+        try:
+            self._plan_saves(output, plan)
+        except Exception as error:
+            # The loads have to reach the workers in any case.
+            _LOG.exception("Cascade: planning saves failed; nothing more is saved in this step")
+            self._failures.count("planning saves", error)
+        return plan
+
+    def _plan_saves(self, output: "SchedulerOutput", plan: Plan) -> None:
         state = output.kv_connector_block_state
         for name, tokens in output.num_scheduled_tokens.items():
             tracked = self._tracked.get(name)
@@ -216,7 +227,6 @@ class Scheduler:
             tracked.keys.extend(request.all_token_ids[: last * self._block_tokens])
             plan.saves.append(self._save(tracked, tables, last))
             tracked.saved = last
-        return plan
 
     def learn(self, progress: Progress) -> None:
         """Take in what became of loads and saves."""
