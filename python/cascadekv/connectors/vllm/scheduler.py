@@ -198,7 +198,7 @@ class Scheduler:
         plan.requests = len(output.num_scheduled_tokens)
         try:
             self._plan_saves(output, plan)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 # a fault of ours must not reach the engine
             # The loads have to reach the workers in any case.
             _LOG.exception("Cascade: planning saves failed; nothing more is saved in this step")
             self._failures.count("planning saves", error)

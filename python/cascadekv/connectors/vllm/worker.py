@@ -153,7 +153,7 @@ class Worker:
         """Give how a load ended; after a fault of ours none of its blocks is taken for good."""
         try:
             return result()
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 # a fault of ours must not reach the engine
             _LOG.exception("Cascade: a load failed; the engine computes instead")
             self._failures.count("loading", error)
             count = max(len(blocks) for blocks in load.blocks.values())
