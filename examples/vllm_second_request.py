@@ -30,7 +30,7 @@ def main() -> None:
     from vllm import LLM, SamplingParams  # noqa: PLC0415
     from vllm.config import KVTransferConfig  # noqa: PLC0415
 
-    model = make_model(arguments.size, "bfloat16", arguments.models)
+    model = make_model(arguments.models, arguments.size, "bfloat16")
     with tempfile.TemporaryDirectory() as files:
         store = {"cascade.dram": "1GiB", "cascade.files": files, "cascade.files_capacity": "2GiB"}
         if arguments.node:
