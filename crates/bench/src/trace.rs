@@ -1,10 +1,11 @@
 //! Request traces: what was asked when, in blocks, read from the formats that are published.
 //!
 //! Two formats are recognised by their content. **Mooncake JSONL** has one request a line
-//! (`timestamp` in milliseconds, `input_length`, `output_length`, `hash_ids`); what
-//! `cascade replay` records is the same with keys in hex. **Agent sessions** have one JSON object
-//! a file, with sub-agents nested inside (`trace/agents.rs`). Anything damaged is an error that
-//! names file, line and field; nothing is skipped.
+//! (`timestamp` in milliseconds, `input_length`, `output_length`, `hash_ids`); what connectors
+//! record is the same with keys in hex, milliseconds since 1970 and `block_tokens`.
+//! **Agent sessions** have one JSON object a file, with sub-agents nested inside
+//! (`trace/agents.rs`). Anything damaged is an error that names file, line and field; nothing is
+//! skipped.
 
 mod agents;
 mod field;
@@ -30,6 +31,8 @@ pub const REQUEST_BLOCKS_MAX: usize = 1 << 20;
 pub const BLOCK_TOKENS_MAX: u32 = 1 << 20;
 /// Sessions that bring only their own clock start within this time of each other.
 pub const SESSION_STARTS_WITHIN: Duration = Duration::from_secs(3600);
+/// Times from here on (2001) are dates, as recorders write them, and count from the first one.
+const DATES_BEGIN: Duration = Duration::from_secs(1_000_000_000);
 
 /// A recorded run of requests, by time.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
@@ -256,6 +259,10 @@ impl Parser {
             }
         }
         self.requests.sort_by_key(|request| request.at);
+        let first = self.requests[0].at;
+        if first >= DATES_BEGIN {
+            self.requests.iter_mut().for_each(|request| request.at -= first);
+        }
         Ok(Trace {
             name: name.to_owned(),
             block_tokens: self.block_tokens.unwrap_or(mooncake::BLOCK_TOKENS),

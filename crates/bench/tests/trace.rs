@@ -94,6 +94,32 @@ fn hex_ids_are_the_same_block_in_every_file_and_integers_are_not() {
     assert_eq!(blocks, [0, 1, 2, 0, 0]);
 }
 
+/// What a connector records: dates, keys in hex, its own block size.
+#[test]
+fn dates_count_from_the_first_request() {
+    let line = |ms: u64, ids: &str, tokens: u32| {
+        format!(
+            "{{\"timestamp\": {ms}, \"input_length\": {tokens}, \"output_length\": 2, \
+             \"hash_ids\": [{ids}], \"block_tokens\": 128}}\n"
+        )
+    };
+    let (first, second) = ("\"00112233445566778899aabbccddeeff\"", "\"ff\"");
+    let both = format!("{first}, {second}");
+    let older = line(1_790_000_001_500, first, 130) + &line(1_790_000_001_000, &both, 256);
+    let newer = line(1_790_000_003_000, second, 128);
+    let trace = parse(
+        "recorded",
+        &[older.as_str(), newer.as_str()]
+            .map(|text| Source { name: "recorded", bytes: text.as_bytes() }),
+    )
+    .unwrap();
+    let at: Vec<_> = trace.requests.iter().map(|request| request.at.as_millis()).collect();
+    assert_eq!(at, [0, 500, 2000]);
+    assert_eq!((trace.block_tokens, trace.unique_blocks), (128, 2));
+    let relative = one(&LINE.replace("27", "900000000000")).unwrap();
+    assert_eq!(relative.requests[0].at, Duration::from_secs(900_000_000));
+}
+
 #[test]
 fn damage_is_named_by_file_line_and_field() {
     let after = |damaged: &str| complaint(&format!("{LINE}\n{damaged}\n"));
