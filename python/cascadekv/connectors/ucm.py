@@ -238,7 +238,7 @@ class _Section:
 
 _IN_CONFIG = "belongs below ucm_connectors, ucm_connector_config; move it there"
 _ON_TOP = "belongs to the top level of the file; move it there"
-_ELSEWHERE = {
+_ELSEWHERE: dict[str, str] = {
     **dict.fromkeys(
         (
             "store_pipeline",
@@ -256,7 +256,7 @@ _ELSEWHERE = {
     ),
     "ucm_sparse_config": "sparse attention is not done here; remove it",
 }
-_TOP_LEVEL = dict.fromkeys(
+_TOP_LEVEL: dict[str, str] = dict.fromkeys(
     (
         "enable_event_sync",
         "use_layerwise",
@@ -405,9 +405,13 @@ def _load_yaml(text: str) -> object:
     try:
         yaml: Any = importlib.import_module("yaml")
     except ImportError as error:
-        raise ConfigError("a UCM file is YAML, and PyYAML is missing; pip install PyYAML") from error
+        raise ConfigError(
+            "a UCM file is YAML, and PyYAML is missing; pip install PyYAML"
+        ) from error
 
-    class Loader(yaml.SafeLoader):
+    base: Any = yaml.SafeLoader
+
+    class Loader(base):
         """Refuses a key that stands in a mapping twice, which YAML's own loader lets pass."""
 
         def construct_mapping(self, node: Any, deep: bool = False) -> Any:  # noqa: FBT001, FBT002
@@ -417,10 +421,10 @@ def _load_yaml(text: str) -> object:
                 if isinstance(key, str) and key in seen:
                     raise ConfigError(f"{key}: stands twice; leave one")
                 seen.add(str(key))
-            return super().construct_mapping(node, deep=deep)
+            return base.construct_mapping(self, node, deep=deep)
 
     try:
-        return yaml.load(text, Loader=Loader)  # noqa: S506 # a SafeLoader
+        return yaml.load(text, Loader=Loader)
     except yaml.YAMLError as error:
         raise ConfigError(f"no YAML: {error}") from error
 
