@@ -10,10 +10,12 @@ BLOCK_BYTES = 1 << 20
 
 
 class Clock:
+    """A clock that stands still until it is set."""
+
     def __init__(self):
         self.now = 100.0
 
-    def __call__(self):
+    def __call__(self):  # noqa: D102
         return self.now
 
 
@@ -28,15 +30,15 @@ class Engine:
         self.token_s, self.growth_s, self.tiers = token_s, growth_s, tiers
         self.chance = random.Random(7)
 
-    def load_s(self, tier, blocks):
+    def load_s(self, tier, blocks):  # noqa: D102
         latency_s, block_s = self.tiers[tier]
         return latency_s + blocks * block_s
 
-    def compute_s(self, first, end):
+    def compute_s(self, first, end):  # noqa: D102
         count = end - first
         return count * (self.token_s + self.growth_s * (first + count / 2))
 
-    def learn(self, samples=20, noise=0.0):
+    def learn(self, samples=20, noise=0.0):  # noqa: D102
         for _ in range(samples):
             factor = 1 + self.chance.uniform(-noise, noise)
             context, tokens = self.chance.randrange(0, 8192, 128), self.chance.randrange(128, 4096)
@@ -215,5 +217,5 @@ def test_steps_of_less_than_a_block_teach_nothing():
 
 def test_sizes_that_make_no_sense_are_refused():
     for bad in ({"block_tokens": 0}, {"block_bytes": 0}, {"probe_interval_s": -1.0}):
-        with pytest.raises(ValueError, match="at least 1|negative"):
+        with pytest.raises(ValueError, match=r"at least 1|negative"):
             LoadOrCompute(**{"block_tokens": 1, "block_bytes": 1, **bad})
