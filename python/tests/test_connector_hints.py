@@ -67,7 +67,22 @@ def test_an_unknown_name_is_named_with_the_nearest():
 
 def test_no_parameters_of_any_kind_raise():
     chance = random.Random(3)
-    values = [None, 0, -1, 10**400, 1.5, float("inf"), "", "x" * 10_000, b"x", [], {}, object(), True, 10**9999]
+    values = [
+        None,
+        0,
+        -1,
+        10**400,
+        1.5,
+        float("inf"),
+        "",
+        "x" * 10_000,
+        b"x",
+        [],
+        {},
+        object(),
+        True,
+        10**9999,
+    ]
     names = [*PARAMETERS, "cascade.", "cascade.x" * 99, "other", 5, None, b"cascade.stop"]
     for _ in range(2000):
         params = {chance.choice(names): chance.choice(values) for _ in range(chance.randrange(6))}

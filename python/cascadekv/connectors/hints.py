@@ -43,11 +43,7 @@ def request_hints(
     hints = Hints(priority=_of_engine(priority))
     complaints: list[str] = []
     try:
-        given = {
-            name: value
-            for name, value in (params or {}).items()
-            if _is_ours(name)
-        }
+        given = {name: value for name, value in (params or {}).items() if _is_ours(name)}
     except (AttributeError, TypeError, ValueError):
         return hints, [f"kv_transfer_params: {_shown(params)} is no mapping; left out"]
     for name, value in given.items():
