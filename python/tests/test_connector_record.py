@@ -4,8 +4,8 @@ import errno
 import json
 import os
 import random
-import shutil
 import subprocess
+import sys
 import threading
 
 import pytest
@@ -93,20 +93,20 @@ class Disk:
     def __init__(self, file, faults):
         self.file, self.faults = file, faults
 
-    def write(self, line):
+    def write(self, line):  # noqa: D102
         fault = self.faults.pop() if self.faults else None
         if fault == "refuses":
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return self.file.write(line[: len(line) // 2] if fault == "half" else line)
 
-    def __getattr__(self, name):
+    def __getattr__(self, name):  # noqa: D105
         return getattr(self.file, name)
 
 
 def test_what_a_disk_refuses_is_counted_and_leaves_no_half_lines(tmp_path, monkeypatch, caplog):
     faults = ["half", None, "refuses", "half", "refuses", None]
-    opens = record._open
-    monkeypatch.setattr(record, "_open", lambda path: Disk(opens(path), faults))
+    opens = record.open_trace
+    monkeypatch.setattr(record, "open_trace", lambda path: Disk(opens(path), faults))
     recorder = TraceRecorder(tmp_path, block_tokens=1)
     for number in range(10):
         recorder.record(input_tokens=number, output_tokens=0, keys=[bytes(32)])
@@ -118,14 +118,14 @@ def test_what_a_disk_refuses_is_counted_and_leaves_no_half_lines(tmp_path, monke
 
 
 def test_a_slow_disk_makes_nobody_wait(tmp_path, monkeypatch):
-    opens, gate = record._open, threading.Event()
+    opens, gate = record.open_trace, threading.Event()
 
     class Slow(Disk):
         def write(self, line):
             assert gate.wait(60)
             return self.file.write(line)
 
-    monkeypatch.setattr(record, "_open", lambda path: Slow(opens(path), []))
+    monkeypatch.setattr(record, "open_trace", lambda path: Slow(opens(path), []))
     monkeypatch.setattr(record, "WAITING_MAX", 8)
     recorder = TraceRecorder(tmp_path, block_tokens=1)
     for number in range(100):
@@ -138,16 +138,13 @@ def test_a_slow_disk_makes_nobody_wait(tmp_path, monkeypatch):
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="file/trace.*cannot be written: File exists"):
+    with pytest.raises(ConfigError, match=r"file/trace.*cannot be written: File exists"):
         TraceRecorder(tmp_path / "file", block_tokens=128)
     with pytest.raises(ConfigError, match="max_files 0"):
         TraceRecorder(tmp_path, block_tokens=128, max_files=0)
 
 
 def test_replay_reads_what_was_recorded(tmp_path):
-    command = os.environ.get("CASCADE_COMMAND") or shutil.which("cascade")
-    if command is None:
-        pytest.skip("needs the command `cascade`")
     chance = random.Random(5)
     system = keys(chance, 4)
     recorder = TraceRecorder(tmp_path, block_tokens=128, max_bytes=4000, max_files=9)
@@ -162,11 +159,15 @@ def test_replay_reads_what_was_recorded(tmp_path):
     recorder.close()
     assert len(list(tmp_path.iterdir())) > 2
     result = subprocess.run(  # noqa: S603 # our own command
-        [command, "replay", tmp_path, "--metadata-only", "--dram-blocks", "1000", "--json", "-"],
+        [sys.executable, "-m", "cascadekv", "replay", tmp_path, "--metadata-only", "--json", "-"],
         capture_output=True,
         text=True,
         check=False,
         timeout=60,
     )
     assert result.returncode == 0, result.stderr
-    assert '"requests": 40' in result.stdout
+    figures = json.loads(result.stdout)
+    assert figures["requests"] == 40
+    assert figures["blocks_requested"] == 40 * 7
+    assert figures["blocks_hit"] == 39 * 4
+    assert figures["trace"]["block_tokens"] == 128

@@ -70,7 +70,7 @@ class TraceRecorder:
         self._logged_at = 0.0
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._file: io.FileIO | None = _open(self._path)
+            self._file: io.FileIO | None = open_trace(self._path)
         except OSError as error:
             raise ConfigError(
                 f"{self._path}: the trace cannot be written: {error.strerror}; name another place "
@@ -149,12 +149,12 @@ class TraceRecorder:
     def _append(self, line: bytes) -> None:
         """Write a whole line, or nothing: half a line would make the trace unreadable."""
         if self._file is None:
-            self._file = _open(self._path)
+            self._file = open_trace(self._path)
         used = self._file.seek(0, os.SEEK_END)
         if used and used + len(line) > self._max_bytes:
             self._let_go()
             self._rotate()
-            self._file = _open(self._path)
+            self._file = open_trace(self._path)
             used = 0
         if self._file.write(line) != len(line):
             self._file.truncate(used)
@@ -193,8 +193,8 @@ class TraceRecorder:
             logger.warning("Cascade: requests are missing from the trace: %s", reason)
 
 
-def _open(path: Path) -> io.FileIO:
-    """Open to append, behind the last whole line: a process that was killed may leave half a one."""
+def open_trace(path: Path) -> io.FileIO:
+    """Open to append behind the last whole line: a killed process may leave half a one."""
     file = io.FileIO(path, "ab+")
     end = file.seek(0, os.SEEK_END)
     begin = max(end - LINE_BYTES_MAX, 0)
