@@ -7,8 +7,8 @@ use cascade_memory::SlabMut;
 
 use crate::outcome::PutSlab;
 use crate::{
-    CallOptions, GetOutcome, PrefixMatch, Put, PutOutcome, Request, Stats, Store, StoreError,
-    TierName, ViewOutcome,
+    CallOptions, ChangeCursor, Changes, GetOutcome, PrefixMatch, Put, PutOutcome, Request, Stats,
+    Store, StoreError, TierName, ViewOutcome,
 };
 
 /// The calls of a block store. [`Store`] answers them in this process, a client by asking its
@@ -58,6 +58,8 @@ pub trait BlockStore: Send + Sync + fmt::Debug {
     fn manifests(&self, options: CallOptions) -> Result<Vec<(NamespaceId, Manifest)>, StoreError>;
     /// As [`Store::flush`].
     fn flush(&self, options: CallOptions) -> Result<(), StoreError>;
+    /// As [`Store::changes`].
+    fn changes(&self, since: Option<ChangeCursor>, max: usize) -> Result<Changes, StoreError>;
     /// As [`Store::stats`].
     fn stats(&self) -> Stats;
     /// As [`Store::close`].
@@ -140,6 +142,10 @@ impl BlockStore for Store {
 
     fn flush(&self, options: CallOptions) -> Result<(), StoreError> {
         Store::flush(self, options)
+    }
+
+    fn changes(&self, since: Option<ChangeCursor>, max: usize) -> Result<Changes, StoreError> {
+        Store::changes(self, since, max)
     }
 
     fn stats(&self) -> Stats {
