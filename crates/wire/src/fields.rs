@@ -1,7 +1,7 @@
 //! Reading and writing the fields of a message.
 
 use cascade_block::{BlockKey, Manifest, NamespaceId};
-use cascade_store::TierName;
+use cascade_store::{ChangeCursor, TierName};
 
 use crate::{KEYS_MAX, TEXT_BYTES_MAX, WireError};
 
@@ -185,6 +185,10 @@ impl<'a> Reader<'a> {
 
     pub(crate) fn name(&mut self, field: &'static str) -> Result<TierName, WireError> {
         Ok(cascade_store::intern(self.text(field)?))
+    }
+
+    pub(crate) fn cursor(&mut self) -> Result<ChangeCursor, WireError> {
+        Ok(ChangeCursor::from_bytes(self.array("cursor")?))
     }
 
     pub(crate) fn namespace(&mut self) -> Result<NamespaceId, WireError> {

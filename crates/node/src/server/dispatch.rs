@@ -10,8 +10,8 @@ use cascade_store::{
     ViewOutcome, Writer,
 };
 use cascade_wire::{
-    Access, Answer, AskedBlock, BLOCKS_MAX, Call, ChainRequest, KeyQuestion, Lease, LeasePurpose,
-    PreparedBlock, SealedBlock,
+    Access, Answer, AskedBlock, BLOCKS_MAX, Call, ChainRequest, KEYS_MAX, KeyQuestion, Lease,
+    LeasePurpose, PreparedBlock, SealedBlock,
 };
 
 use super::holds::{Held, counted};
@@ -104,6 +104,12 @@ impl Dispatch<'_> {
                 match self.node.administer(&self.session.tenant, &topic, &arguments, time) {
                     Ok(text) => Answer::Text(text),
                     Err(reason) => Answer::Refused { reason },
+                }
+            }
+            Call::Changes { since, most } => {
+                match self.store().changes(since, (most as usize).min(KEYS_MAX)) {
+                    Ok(changes) => Answer::Changes(changes),
+                    Err(error) => Answer::Failed(error),
                 }
             }
             Call::Forget { epoch } => {
