@@ -61,14 +61,9 @@ impl ChangeCursor {
     /// The cursor that these bytes stand for. Any bytes are a cursor; one that no store gave is
     /// one whose changes are lost.
     pub fn from_bytes(bytes: [u8; Self::BYTES]) -> Self {
-        let (epoch, rest) = bytes.split_first_chunk().expect("it has 20 bytes");
-        let (sequence, rest) = rest.split_first_chunk().expect("it has 12 more");
-        let walk = u32::from_le_bytes(*rest.first_chunk().expect("and 4 more"));
-        Self {
-            epoch: u64::from_le_bytes(*epoch),
-            sequence: u64::from_le_bytes(*sequence),
-            walk: (walk != NO_WALK).then_some(walk),
-        }
+        let word = |first: usize| u64::from_le_bytes(std::array::from_fn(|at| bytes[first + at]));
+        let walk = u32::from_le_bytes(std::array::from_fn(|at| bytes[16 + at]));
+        Self { epoch: word(0), sequence: word(8), walk: (walk != NO_WALK).then_some(walk) }
     }
 }
 

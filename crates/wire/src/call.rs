@@ -324,10 +324,7 @@ impl Call {
             Self::Prepare { timeout_ms, first_hold, blocks } => {
                 into.u32(*timeout_ms);
                 into.u64(*first_hold);
-                into.count(blocks.len());
-                for block in blocks {
-                    block.write(into);
-                }
+                into.list(blocks, AskedBlock::write);
             }
             Self::Reserve { timeout_ms, hold, bytes } => {
                 into.u32(*timeout_ms);
@@ -336,10 +333,7 @@ impl Call {
             }
             Self::Seal { timeout_ms, blocks } => {
                 into.u32(*timeout_ms);
-                into.count(blocks.len());
-                for block in blocks {
-                    block.write(into);
-                }
+                into.list(blocks, SealedBlock::write);
             }
             Self::Release { holds } => {
                 into.count(holds.len());
@@ -384,10 +378,7 @@ impl Call {
             }
             Self::Forget { epoch } => into.u64(*epoch),
             Self::Changes { since, most } => {
-                into.u8(u8::from(since.is_some()));
-                if let Some(since) = since {
-                    into.bytes(&since.to_bytes());
-                }
+                into.maybe_cursor(since.as_ref());
                 into.u32(*most);
             }
         }
@@ -478,10 +469,7 @@ impl Call {
                 let question = QUESTIONS.get(code).ok_or(WireError::Field("question"))?;
                 Self::Ask { question: *question, keys: from.keys()? }
             }
-            19 => {
-                let since = if from.flag("cursor")? { Some(from.cursor()?) } else { None };
-                Self::Changes { since, most: from.u32("most")? }
-            }
+            19 => Self::Changes { since: from.maybe_cursor()?, most: from.u32("most")? },
             kind => return Err(WireError::Kind(kind)),
         };
         from.end(call)

@@ -58,9 +58,23 @@ impl Writer<'_> {
         }
     }
 
+    pub(crate) fn maybe_cursor(&mut self, cursor: Option<&ChangeCursor>) {
+        self.u8(u8::from(cursor.is_some()));
+        if let Some(cursor) = cursor {
+            self.bytes(&cursor.to_bytes());
+        }
+    }
+
     /// The count of what follows.
     pub(crate) fn count(&mut self, count: usize) {
         self.u32(u32::try_from(count).expect("messages keep to their limits"));
+    }
+
+    pub(crate) fn list<T>(&mut self, all: &[T], write: impl Fn(&T, &mut Self)) {
+        self.count(all.len());
+        for one in all {
+            write(one, self);
+        }
     }
 
     pub(crate) fn keys(&mut self, keys: &[BlockKey]) {
@@ -189,6 +203,10 @@ impl<'a> Reader<'a> {
 
     pub(crate) fn cursor(&mut self) -> Result<ChangeCursor, WireError> {
         Ok(ChangeCursor::from_bytes(self.array("cursor")?))
+    }
+
+    pub(crate) fn maybe_cursor(&mut self) -> Result<Option<ChangeCursor>, WireError> {
+        if self.flag("cursor")? { Ok(Some(self.cursor()?)) } else { Ok(None) }
     }
 
     pub(crate) fn namespace(&mut self) -> Result<NamespaceId, WireError> {
