@@ -88,6 +88,9 @@ test-engines: $(VLLM)/wheel $(SGLANG)/installed
 		--ignore-glob='*/test_sglang*' $(ENGINE_TESTS)
 	$(if $(wildcard $(ENGINE_TESTS)/test_sglang*.py),$(SGLANG)/bin/python -m pytest --quiet \
 		$(wildcard $(ENGINE_TESTS)/test_sglang*.py))
+	mkdir -p reports
+	$(VLLM_ENVIRONMENT) $(BIN)/cascade bench vllm --short --python $(VLLM)/bin/python \
+		--directory .cache --json reports/vllm-smoke.json
 
 .PHONY: check ## Format, lints, types, spelling, stubs and source tidiness; changes nothing
 check: check-rust check-python
