@@ -17,11 +17,18 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMPS := $(VENV)/stamps
 PEERS := .cache/peers
+# Engines and what comes with them, in environments of their own: 6 GB, so kept from build to build.
+VLLM := .cache/vllm
+SGLANG := .cache/sglang
+ENGINE_TESTS := python/tests_engines
+# No downloads of models, no statistics, little memory for KV, all processors.
+VLLM_ENVIRONMENT := HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 VLLM_CPU_KVCACHE_SPACE=1 \
+	VLLM_CPU_NUM_OF_RESERVED_CPU=0 VLLM_CACHE_ROOT=$(CURDIR)/$(VLLM)/cache
 TRACE := data/traces/mooncake/conversation_trace.jsonl
 LOOM_FLAGS := --cfg loom
 FUZZ_SECONDS ?= 60
 CARGO_FUZZ_VERSION := 0.13.2
-UV_VERSION := 0.13.8
+UV_VERSION := 0.13.9
 
 RUST_SOURCES := $(shell find crates -name '*.rs' -o -name '*.toml' 2>/dev/null) Cargo.toml Cargo.lock
 PYTHON_SOURCES := $(shell find python/cascadekv -name '*.py' -o -name '*.pyi' -o -name py.typed) \
@@ -70,6 +77,21 @@ test-slow: $(STAMPS)/build $(STAMPS)/test
 		cargo test --locked --package cascade-client --test served
 	$(BIN)/python -m pytest --quiet -m stress --timeout 600
 
+.PHONY: test-vllm ## Run the tests with real engines: vLLM on CPUs, SGLang's classes (6 GB, once)
+test-vllm: $(STAMPS)/build
+	@if reason=$$(vllm=$(VLLM) sglang=$(SGLANG) bash .ci/engines-missing); then \
+		echo "skipped, nothing was tested: $$reason"; else $(MAKE) test-engines; fi
+
+.PHONY: test-engines
+test-engines: $(VLLM)/wheel $(SGLANG)/installed
+	$(VLLM_ENVIRONMENT) $(VLLM)/bin/python -m pytest --quiet -W ignore --timeout 600 \
+		--ignore-glob='*/test_sglang*' $(ENGINE_TESTS)
+	$(if $(wildcard $(ENGINE_TESTS)/test_sglang*.py),$(SGLANG)/bin/python -m pytest --quiet \
+		$(wildcard $(ENGINE_TESTS)/test_sglang*.py))
+	mkdir -p reports
+	$(VLLM_ENVIRONMENT) $(BIN)/cascade bench vllm --short --python $(VLLM)/bin/python \
+		--directory .cache --json reports/vllm-smoke.json
+
 .PHONY: check ## Format, lints, types, spelling, stubs and source tidiness; changes nothing
 check: check-rust check-python
 
@@ -111,6 +133,12 @@ bench-peers: build $(STAMPS)/peers
 	$(PEERS)/bin/python -m pip install --quiet --force-reinstall --no-deps --no-index \
 		$(CARGO_TARGET_DIR)/wheels/cascadekv-*.whl
 	$(PEERS)/bin/python python/bench/peers.py reports/peers.json
+
+.PHONY: bench-vllm ## Measure vLLM with the connector and beside others (an hour): reports/vllm.json
+bench-vllm: build $(VLLM)/wheel
+	mkdir -p reports .cache
+	$(VLLM_ENVIRONMENT) $(BIN)/cascade bench vllm --python $(VLLM)/bin/python --directory .cache \
+		--json reports/vllm.json
 
 .PHONY: wheel ## Build the wheel into dist/ and prove it in an empty environment
 wheel: $(STAMPS)/build
@@ -164,6 +192,29 @@ $(STAMPS)/peers: requirements/peers.txt $(STAMPS)/python
 	$(BIN)/python -m venv --clear $(PEERS)
 	$(PEERS)/bin/python -m pip install --quiet uv==$(UV_VERSION)
 	$(PEERS)/bin/uv pip install --quiet --python $(PEERS)/bin/python --requirement $<
+	touch $@
+
+# What the lock files name and nothing else: hashes are required, nothing is resolved.
+$(VLLM)/installed: requirements/vllm.lock | $(STAMPS)/python
+	$(BIN)/python -m venv --clear $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet uv==$(UV_VERSION)
+	$(VLLM)/bin/uv pip install --quiet --python $(VLLM)/bin/python --no-deps --require-hashes \
+		--requirement $<
+	touch $@
+
+$(VLLM)/wheel: $(STAMPS)/build $(VLLM)/installed
+	$(VLLM)/bin/python -m pip install --quiet --force-reinstall --no-deps --no-index \
+		$(CARGO_TARGET_DIR)/wheels/cascadekv-*.whl
+	touch $@
+
+# SGLang asks for another torch and for Triton, which would change what vLLM runs: it stands beside
+# vLLM's packages and not among them.
+$(SGLANG)/installed: requirements/sglang.lock $(VLLM)/installed
+	$(BIN)/python -m venv --clear $(SGLANG)
+	$(VLLM)/bin/uv pip install --quiet --python $(SGLANG)/bin/python --no-deps --require-hashes \
+		--requirement $<
+	$(VLLM)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+		> "$$($(SGLANG)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/vllm.pth"
 	touch $@
 
 .cache/cargo-fuzz/bin/cargo-fuzz:

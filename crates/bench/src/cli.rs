@@ -19,8 +19,10 @@ mod size;
 mod status;
 mod tenant;
 mod top;
+mod vllm;
 
 use std::ffi::OsString;
+use std::path::PathBuf;
 
 use clap::{CommandFactory, Parser, Subcommand};
 use clap_complete::Shell;
@@ -100,7 +102,10 @@ Examples:
 }
 
 /// Runs one command line (its first element is the program's name) and returns the exit code.
-pub fn main(args: impl Iterator<Item = OsString>) -> i32 {
+///
+/// `interpreter` is the Python that runs this program, if one does: measurements of an engine prefer
+/// it to others.
+pub fn main(args: impl Iterator<Item = OsString>, interpreter: Option<PathBuf>) -> i32 {
     let command = match Command::try_parse_from(args) {
         Ok(command) => command,
         Err(usage) => {
@@ -110,7 +115,7 @@ pub fn main(args: impl Iterator<Item = OsString>) -> i32 {
         }
     };
     let mut screen = Screen::of_process();
-    match run(command.verb, &mut screen) {
+    match run(command.verb, interpreter, &mut screen) {
         Ok(code) => code,
         Err(failure) => {
             let code = failure.exit_code();
@@ -125,12 +130,12 @@ pub fn definition() -> clap::Command {
     Command::command()
 }
 
-fn run(verb: Verb, screen: &mut Screen) -> Result<i32, Failure> {
+fn run(verb: Verb, interpreter: Option<PathBuf>, screen: &mut Screen) -> Result<i32, Failure> {
     match verb {
         Verb::Serve(args) => serve::run(*args, screen),
         Verb::Doctor(args) => doctor::run(&args, screen),
         Verb::Replay(args) => replay::run(&args, screen),
-        Verb::Bench(args) => bench::run(&args, screen),
+        Verb::Bench(args) => bench::run(&args, interpreter, screen),
         Verb::Status(args) => status::run(&args, screen),
         Verb::Top(args) => top::run(&args, screen),
         Verb::Explain(args) => explain::run(&args, screen),

@@ -18,6 +18,7 @@ mod store;
 mod view;
 
 use std::ffi::OsString;
+use std::path::PathBuf;
 
 use pyo3::prelude::*;
 
@@ -41,9 +42,10 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
 
 /// Runs the command `cascade` with these arguments, the program's name first.
 ///
-/// Returns its exit code.
+/// What measures an engine runs in this interpreter where it has one. Returns the exit code.
 #[pyfunction]
 #[pyo3(signature = (arguments, /))]
-fn run_command(py: Python<'_>, arguments: Vec<OsString>) -> i32 {
-    py.detach(|| cascade_bench::cli::main(arguments.into_iter()))
+fn run_command(py: Python<'_>, arguments: Vec<OsString>) -> PyResult<i32> {
+    let interpreter: Option<PathBuf> = py.import("sys")?.getattr("executable")?.extract()?;
+    Ok(py.detach(|| cascade_bench::cli::main(arguments.into_iter(), interpreter)))
 }

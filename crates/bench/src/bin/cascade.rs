@@ -3,6 +3,6 @@
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
-    let code = cascade_bench::cli::main(std::env::args_os());
+    let code = cascade_bench::cli::main(std::env::args_os(), None);
     ExitCode::from(u8::try_from(code).unwrap_or(1))
 }

@@ -7,6 +7,7 @@ use clap::{Args, Subcommand};
 
 use crate::cli::eviction::{self, EvictionArgs};
 use crate::cli::shadow::{self, ShadowArgs};
+use crate::cli::vllm::{self, VllmArgs};
 use crate::cli::{EXIT_OK, Failure, Screen, write_json};
 use crate::environment::Environment;
 use crate::measure::node::{self, NodeOptions};
@@ -22,6 +23,8 @@ pub(super) enum BenchVerb {
     Eviction(EvictionArgs),
     /// Compare what shadow caches predict with what stores of those sizes measure.
     Shadow(ShadowArgs),
+    /// vLLM with the connector: how much faster is a prompt that was seen before?
+    Vllm(Box<VllmArgs>),
     /// A worker process of `bench node`: orders on standard input, reports on standard output.
     #[command(hide = true)]
     NodeWorker,
@@ -94,12 +97,18 @@ pub(super) struct NodeArgs {
     soak: Option<u64>,
 }
 
-pub(super) fn run(args: &BenchVerb, screen: &mut Screen) -> Result<i32, Failure> {
+/// Runs one of the measurements; those of an engine in `interpreter` if it has the engine.
+pub(super) fn run(
+    args: &BenchVerb,
+    interpreter: Option<PathBuf>,
+    screen: &mut Screen,
+) -> Result<i32, Failure> {
     match args {
         BenchVerb::Core(args) => core(args, screen),
         BenchVerb::Node(args) => node(args, screen),
         BenchVerb::Eviction(args) => eviction::run(args, screen),
         BenchVerb::Shadow(args) => shadow::run(args, screen),
+        BenchVerb::Vllm(args) => vllm::run(args, interpreter, screen),
         BenchVerb::NodeWorker => {
             let orders = std::io::stdin().lock();
             node::run_worker(orders, std::io::stdout().lock())

@@ -1,0 +1,127 @@
+"""What a measurement with an engine says of its figures, without an engine."""
+
+import io
+import json
+
+import pytest
+from cascadekv.bench import page_cache
+from cascadekv.bench.engine_process import Answer
+from cascadekv.bench.figures import Figure, Sheet, Target
+from cascadekv.bench.prompts import prompt, with_prefix
+from cascadekv.bench.rounds import Pairs, hit_most, overhead
+from cascadekv.bench.vllm import read_options
+
+IDLE = {"calls": 0, "wall_s": 0.0, "cpu_s": 0.0}
+
+
+def answer(first_token_s, hit=0, tokens=(7, 8)):
+    return Answer([first_token_s], [list(tokens)], [hit], IDLE, IDLE)
+
+
+def pairs(tokens=4096, hit=3968, **changes):
+    slow = [answer(4.0), answer(5.0), answer(6.0)]
+    fast = [answer(0.5, hit), answer(0.5, hit), answer(1.0, hit)]
+    return Pairs(f"dram/22m/{tokens}", tokens, 3968, slow, fast, **changes)
+
+
+def gain(made, **options):
+    return made.figures(is_short=False, **options)[-1]
+
+
+def test_a_gain_is_the_median_of_its_rounds_and_met_from_the_document_s_figure_on():
+    figure = gain(pairs())
+    assert (figure.name, figure.samples) == ("gain/dram/22m/4096", [8.0, 10.0, 6.0])
+    assert (figure.value, figure.verdict) == (8.0, "met")
+    assert figure.facts["answers_that_differ"] == 0
+    assert Figure("g", "x", [5.19], target=Target(at_least=5.2)).verdict == "MISSED"
+    assert Figure("o", "%", [2.1], target=Target(at_most=2.0)).verdict == "MISSED"
+    assert Figure("o", "%", [-1.0, 1.9], target=Target(at_most=2.0)).verdict == "met"
+
+
+def test_a_second_run_that_hit_too_little_is_invalid_however_fast():
+    figures = pairs(hit=3840).figures(is_short=False)
+    assert [figure.verdict for figure in figures] == ["", "INVALID", "INVALID"]
+    assert "3840 tokens, not 3968" in figures[-1].faults[0]
+    assert figures[-1].to_json()["is_reached"] is False
+
+
+def test_a_first_run_that_hit_is_invalid_too():
+    made = pairs()
+    made.slow[1] = answer(0.5, hit=128)
+    assert gain(made).verdict == "INVALID"
+    assert "not cold" in gain(made).faults[0]
+
+
+def test_answers_that_differ_are_counted_and_not_forgiven_in_silence():
+    made = pairs()
+    made.fast[0] = answer(0.5, 3968, tokens=(7, 9))
+    assert gain(made).facts["answers_that_differ"] == 1
+    assert gain(made).verdict == "met"
+
+
+def test_nothing_is_asked_of_short_prompts_and_short_runs():
+    assert gain(pairs(tokens=1024)).verdict == ""
+    assert [figure.verdict for figure in pairs().figures(is_short=True)] == ["", "", ""]
+
+
+def test_overhead_is_paired_round_by_round():
+    bare = [answer(1.0), answer(2.0), answer(4.0)]
+    figure = overhead("22m/4096", bare, [answer(1.01), answer(2.0), answer(4.2)], is_short=False)
+    assert figure.samples == pytest.approx([1.0, 0.0, 5.0])
+    assert (figure.value, figure.verdict) == (pytest.approx(1.0), "met")
+    hit = overhead("22m/4096", bare, [answer(1.0, 128)] * 3, is_short=False)
+    assert hit.verdict == "INVALID"
+
+
+def test_a_sheet_has_the_form_of_other_measurements_and_ends_with_1_for_what_is_invalid(tmp_path):
+    out = io.StringIO()
+    sheet = Sheet(out)
+    sheet.begin("vLLM")
+    sheet.add(Figure("gain/dram", "x", [6.0, 5.0, 7.0], target=Target(at_least=5.2)))
+    sheet.add(Figure("gain/lmcache", "x", (), skipped="lmcache is not here"))
+    assert sheet.end() == 0
+    sheet.add(Figure("gain/files", "x", (), target=Target(at_least=5.2), faults=["it ended"]))
+    assert sheet.end() == 1
+    sheet.write(tmp_path / "f.json", {"cpu": "c"})
+    figures = json.loads((tmp_path / "f.json").read_text())
+    assert [figure["verdict"] for figure in figures] == ["met", "skipped", "INVALID"]
+    assert [figure["is_reached"] for figure in figures] == [True, None, False]
+    shared = {"name", "value", "unit", "limit", "share", "samples", "limit_samples", "limit_is"}
+    assert all(shared | {"target", "is_reached"} <= figure.keys() for figure in figures)
+    assert (figures[0]["value"], figures[0]["target"]) == (6.0, {"at_least": 5.2})
+    assert figures[1]["value"] is None
+    assert json.loads((tmp_path / "f.environment.json").read_text()) == {"cpu": "c"}
+    told = out.getvalue()
+    assert "1 of 1 targets met" in told
+    assert "1 of 2 targets met, 1 figures INVALID" in told
+    assert "skipped: lmcache is not here" in told
+
+
+def test_prompts_differ_from_their_first_block_on_and_share_what_they_are_to_share():
+    one, other = prompt(512, "round", 1), prompt(512, "round", 2)
+    assert one == prompt(512, "round", 1)
+    assert one[:16] != other[:16]
+    # Lengths once shared their beginnings: first runs hit what the shorter prompt had left.
+    assert one[:16] != prompt(1024, "round", 1)[:16]
+    tail = with_prefix(one, 384, "tail")
+    assert (len(tail), tail[:384]) == (512, one[:384])
+    assert tail[384] != one[384]
+    assert [hit_most(tokens, 128) for tokens in (127, 128, 129, 256, 257)] == [0, 0, 128, 128, 256]
+
+
+def test_files_are_cold_after_their_pages_were_dropped(tmp_path):
+    (tmp_path / "segment").write_bytes(b"x" * 3_000_000)
+    (tmp_path / "empty").touch()
+    warm = page_cache.cached_bytes(tmp_path)
+    left = page_cache.drop(tmp_path)
+    if left == warm:
+        pytest.skip("this file system keeps its pages in memory")
+    assert (warm, left) == (3_002_368, 0)
+
+
+def test_the_command_line_is_what_the_command_hands_over():
+    line = "--models 22m --prompts 1024,4096 --rounds 5 --from dram --beside none --directory d"
+    args = read_options(line.split())
+    assert (args.models, args.rounds, args.short) == ("22m", 5, False)
+    with pytest.raises(SystemExit):
+        read_options(["--models", "22m"])
