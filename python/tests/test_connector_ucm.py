@@ -133,7 +133,7 @@ def test_a_metrics_file_has_to_be_there(tmp_path):
         ({"running_queue_depth": 1.5}, "running_queue_depth: 1.5 is no whole number"),
         ({"timeout_ms": 0}, "timeout_ms: 0 is no whole number"),
         ({"timeout_ms": 3_600_001}, "timeout_ms"),
-        ({"io_dirct": True}, "io_dirct: no such setting; did you mean io_direct"),
+        ({"io_directs": True}, "io_directs: no such setting; did you mean io_direct"),
         ({"use_lite": True}, "use_lite: belongs to the top level"),
     ],
 )

@@ -90,6 +90,16 @@ class RequestKeys:
         """Give the same as bytes."""
         return bytes(self._keys[part][first * KEY_BYTES : last * KEY_BYTES])
 
+    def prompt(self, tokens: int) -> list[bytes]:
+        """Give the keys of a prompt's whole blocks, of the first part."""
+        part = next(iter(self._keys))
+        return self.split(part, 0, min(tokens // self._block_tokens, self.blocks))
+
+    def split(self, part: str, first: int, last: int) -> list[bytes]:
+        """Give keys one by one."""
+        whole = self.raw(part, first, last)
+        return [whole[at : at + KEY_BYTES] for at in range(0, len(whole), KEY_BYTES)]
+
     def parent(self, part: str, first: int) -> bytes | None:
         """Give the key before block `first`; none before the first."""
         return self.raw(part, first - 1, first) if first else None
