@@ -76,7 +76,9 @@ def test_usable_is_what_the_definition_says(store, kind):
         for part in parts:
             there[part.name] = [chance.random() < share for _ in range(BLOCKS)]
             whole = keys.keys(part.name, 0, BLOCKS)
-            present = [key for key, is_there in zip(whole, there[part.name], strict=True) if is_there]
+            present = [
+                key for key, is_there in zip(whole, there[part.name], strict=True) if is_there
+            ]
             if present:
                 # Each block by itself: what lies between is not there.
                 put = store.put(present, [bytes(key) for key in present], chain=False)
@@ -111,8 +113,10 @@ def test_groups_are_read_from_the_engines_specification():
     full = FullAttentionSpec(block_size=BLOCK_TOKENS, **COMMON)
     latent = MLAAttentionSpec(block_size=BLOCK_TOKENS, **COMMON)
     specs = [full, latent]
-    specs += [SlidingWindowSpec(block_size=BLOCK_TOKENS, sliding_window=n, **COMMON)
-              for n in (1, 2, 17, 18, 33)]
+    specs += [
+        SlidingWindowSpec(block_size=BLOCK_TOKENS, sliding_window=n, **COMMON)
+        for n in (1, 2, 17, 18, 33)
+    ]
     specs.append(UniformTypeKVCacheSpecs(block_size=BLOCK_TOKENS, kv_cache_specs={"layer 7": full}))
     config = config_of(specs)
     windows = [group.window_blocks for group in groups_of(config, BLOCK_TOKENS)]
@@ -129,7 +133,9 @@ def test_groups_are_read_from_the_engines_specification():
 )
 def test_groups_that_cannot_be_kept_are_refused(spec):
     with pytest.raises(LayoutError):
-        groups_of(config_of([FullAttentionSpec(block_size=BLOCK_TOKENS, **COMMON), spec]), BLOCK_TOKENS)
+        groups_of(
+            config_of([FullAttentionSpec(block_size=BLOCK_TOKENS, **COMMON), spec]), BLOCK_TOKENS
+        )
 
 
 def config_of(specs):

@@ -194,7 +194,6 @@ def test_a_device_whose_loads_all_miss_is_left_alone(store):
     assert not target.buffer.any()
 
 
-
 def test_a_worker_is_what_the_engine_reads():
     worker = Worker(EIGHT_HEADS, Rank(1, 2, kv_heads=8))
     assert np.array_equal(worker.page(2, 5), EIGHT_HEADS.kv[2, 5, 4:])

@@ -61,7 +61,9 @@ def test_bad_values_are_refused_by_their_key(name, value):
 
 @pytest.mark.parametrize("given", MEANT)
 def test_an_unknown_key_is_refused_with_what_was_meant(given):
-    with pytest.raises(ConfigError, match=f"^{given}: no such setting; did you mean {MEANT[given]}"):
+    with pytest.raises(
+        ConfigError, match=f"^{given}: no such setting; did you mean {MEANT[given]}"
+    ):
         read_connector_settings(STORE | {given: 1})
 
 
