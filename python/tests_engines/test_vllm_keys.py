@@ -1,4 +1,4 @@
-"""Names of blocks cover all that changes their KV, from the block on where it does, and only there."""
+"""Names of blocks cover all that changes their KV, from the block on where it does."""
 
 import itertools
 import os

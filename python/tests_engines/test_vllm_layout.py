@@ -9,7 +9,7 @@ import torch
 from cascadekv.connectors.vllm.layout import HEAD_RUNS, LayoutError, Rank, describe
 from cascadekv.connectors.vllm.memory import DeviceMemory, HostMemory
 from vllm.v1.kv_cache_interface import MambaSpec
-from vllm_caches import BLOCK_TOKENS, PAGES, SPACE, Model, Worker, config_of, keys_of, workers_of
+from vllm_caches import BLOCK_TOKENS, PAGES, Model, Worker, config_of, keys_of, workers_of
 
 SIZES = [1, 2, 4, 8]
 PAIRS = list(itertools.product(SIZES, SIZES))
@@ -27,7 +27,7 @@ def store():
         yield opened
 
 
-def assert_read_elsewhere(store, model, written, read, shards, layouts=("LBHNC", "LBHNC")):
+def assert_read_elsewhere(store, model, written, read, shards, *, layouts=("LBHNC", "LBHNC")):
     """Write with one tensor parallel size and read with another, byte by byte."""
     for worker in workers_of(model, written, layout=layouts[0], shards=shards):
         worker.save(store, SAVED)
@@ -60,12 +60,12 @@ def test_shares_may_be_of_several_heads(store, written, read):
 def test_layouts_with_whole_heads_are_cut_alike(store, written, read):
     # Such layouts differ in where pages are, not in what is in them; the manifest still keeps
     # them apart, because only the engine knows what is inside a page.
-    assert_read_elsewhere(store, EIGHT_HEADS, 4, 2, 8, (written, read))
+    assert_read_elsewhere(store, EIGHT_HEADS, 4, 2, 8, layouts=(written, read))
 
 
 @pytest.mark.parametrize("layout", ["LBHNC", "BLHNC", "LBNHC", "BLNHC"])
 def test_an_equal_size_reads_every_layout_with_whole_pages(store, layout):
-    assert_read_elsewhere(store, EIGHT_HEADS, 4, 4, None, (layout, layout))
+    assert_read_elsewhere(store, EIGHT_HEADS, 4, 4, None, layouts=(layout, layout))
 
 
 @pytest.mark.parametrize("size", SIZES)

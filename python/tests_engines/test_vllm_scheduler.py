@@ -21,6 +21,7 @@ from vllm_caches import SPACE
 TOKENS = 16
 """Tokens of a block."""
 PARTS = [Part("heads 0-3", 0, 64), Part("heads 4-7", 0, 64)]
+WHOLE = (Group(0),)
 TABLE = list(range(100, 400))
 
 
@@ -41,7 +42,7 @@ def keys_of(request):
     return RequestKeys(SPACE, [part.name for part in PARTS], TOKENS, origin)
 
 
-def scheduler_of(store, *, groups=(Group(0),), choose=None, keys=keys_of, **policy):
+def scheduler_of(store, *, groups=WHOLE, choose=None, keys=keys_of, **policy):
     return Scheduler(
         lambda: store,
         PARTS,

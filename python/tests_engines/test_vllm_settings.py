@@ -11,7 +11,7 @@ GOOD = {
     "hit_ratio": [0, 0.25, 1, 1.0],
     "min_tokens": [0, 4096],
     "lite": [True, False],
-    "record": ["/var/tmp/trace.jsonl"],
+    "record": ["traces/trace.jsonl"],
     "shards": [1, 8],
     "weights": ["sampled", "full", "model of november"],
     "load_or_compute": [True, False],

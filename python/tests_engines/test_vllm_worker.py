@@ -39,12 +39,13 @@ class Engine:
     options: dict = field(default_factory=dict)
 
     def __post_init__(self):
+        """Allocate, and attach a worker."""
         self.cache = Cache(Model(), Rank(kv_heads=8), shards=self.shards, is_filled=self.is_filled)
         if self.groups > 1:
             (held,) = self.cache.held
             parts = [Part(f"group {at}", at, held.part.block_bytes) for at in range(self.groups)]
             # As in a hybrid model, all groups are in the same bytes.
-            self.cache.held = [type(held)(part, held.regions, True) for part in parts]
+            self.cache.held = [type(held)(part, held.regions, is_writer=True) for part in parts]
         self.names = [each.part.name for each in self.cache.held]
         self.keys = keys_of(self.names, PAGES)
         given = {"load_timeout": 5.0, "save_timeout": 5.0} | self.options
@@ -55,11 +56,13 @@ class Engine:
         self.worker.attach(memories, list(self.cache.caches))
 
     def load(self, pages, first=0, *, is_async=False, tables=None, request="request"):
+        """Plan a load."""
         last = first + len(pages)
         keys = {name: self.keys.raw(name, first, last) for name in self.names}
         return Load(request, is_async, first, keys, tables or {0: pages}, "dram")
 
     def save(self, pages, first=0, *, stands_on=None, tables=None):
+        """Plan a save."""
         last = first + len(pages)
         keys = {name: self.keys.raw(name, first, last) for name in self.names}
         parents = {name: self.keys.parent(name, first) for name in self.names}
@@ -74,6 +77,7 @@ class Engine:
         self.worker.save(plan)
 
     def kept(self):
+        """Say which blocks of the request the store has."""
         return self.store.contains(self.keys.keys(self.names[0], 0, PAGES))
 
     def assert_loaded(self, pages):
@@ -256,7 +260,10 @@ def test_a_layer_that_is_not_there_in_time_makes_its_blocks_bad(saved, monkeypat
     options = {"is_layerwise": True, "load_timeout": 0.05}
     engine = Engine(saved, is_filled=False, options=options)
     busy = threading.Event()
-    others = [engine.worker._loaders.submit(busy.wait, LIMIT_S) for _ in range(2)]
+    others = [
+        engine.worker._loaders.submit(busy.wait, LIMIT_S)  # noqa: SLF001 # to keep them busy
+        for _ in range(2)
+    ]
     plan = Plan(
         1, 0, loads=[engine.load(LOADED)], saves=[engine.save([8], 6, stands_on={0: LOADED})]
     )
@@ -278,7 +285,8 @@ def test_a_layer_that_is_not_there_in_time_makes_its_blocks_bad(saved, monkeypat
 class Broken(HostMemory):
     """Memory of a device that fails in a way of its own."""
 
-    def load(self, views, pages):
+    def load(self, views, pages):  # noqa: ARG002 # as its parent
+        """Fail."""
         raise RuntimeError("device-side assert")
 
 

@@ -49,6 +49,7 @@ class Model:
         self.kv = noise.view(np.int16)
 
     def spec(self, heads: int) -> FullAttentionSpec:
+        """Describe a layer of a rank with that many heads."""
         common = {
             "block_size": BLOCK_TOKENS,
             "num_kv_heads": heads,
@@ -108,6 +109,7 @@ class Worker:
         return list(self.caches.values())[layer][page].view(torch.int16).numpy()
 
     def keys(self, blocks: int) -> RequestKeys:
+        """Name the blocks of a request, for each part of this rank."""
         return keys_of([each.part.name for each in self.held], blocks)
 
     def save(self, store: Store, pages: list[int]) -> None:
