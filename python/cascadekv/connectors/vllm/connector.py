@@ -426,7 +426,14 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
             for part in each.parts
         }
         settings = self.settings
-        policy = Policy(settings.load, settings.hit_ratio, settings.min_tokens, settings.lite)
+        policy = Policy(
+            settings.load,
+            settings.hit_ratio,
+            settings.min_tokens,
+            settings.lite,
+            settings.loads_max,
+            settings.blocks_max,
+        )
         try:
             groups = groups_of(self._kv_cache_config, self._block_tokens)
         except LayoutError as why:

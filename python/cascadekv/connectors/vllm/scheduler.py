@@ -40,6 +40,8 @@ class Policy:
     hit_ratio: float = 1.0
     min_tokens: int = 0
     is_lite: bool = False
+    loads_max: int = 8192
+    blocks_max: int = 524_288
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +107,7 @@ class Scheduler:
         self._tracked: dict[str, _Tracked] = {}
         self._loads: list[Load] = []
         self._plans = self._learned = 0
+        self._waiting: dict[str, int] = {}
         self._failures = FailureLog(_LOG)
         self.stats = CascadeStats()
 
@@ -137,6 +140,9 @@ class Scheduler:
         first, last, is_async = self._wanted(tracked, request, computed)
         if last <= first or not tracked.may_load or request.skip_reading_prefix_cache:
             return 0, False
+        if is_async and not self._has_room(last - first):
+            self.stats.count("declined_blocks", last - first)
+            return 0, False
         tracked.load, tracked.is_async = (first, last), is_async
         return last * self._block_tokens - computed_tokens, is_async
 
@@ -167,6 +173,8 @@ class Scheduler:
         self._loads.append(load)
         load.keys = {part.name: tracked.keys.raw(part.name, first, last) for part in self._parts}
         tracked.saved = max(tracked.saved, last)
+        if tracked.is_async:
+            self._waiting[request.request_id] = last - first
 
     def sources(self, request: "Request", external_tokens: int) -> dict[str, int]:
         """Say from which tiers those tokens come."""
@@ -224,6 +232,7 @@ class Scheduler:
         """Take in what became of loads and saves."""
         self._learned = max(self._learned, progress.plan)
         for loaded in progress.loaded:
+            self._waiting.pop(loaded.request, None)
             self.stats.count("failed_blocks", len(loaded.bad))
             self.stats.load(
                 loaded.tier,
@@ -336,6 +345,13 @@ class Scheduler:
             # The engine has to compute a token to go on from.
             last = min(last, (request.num_tokens - 1) // self._block_tokens)
         return computed, last, is_async
+
+    def _has_room(self, blocks: int) -> bool:
+        """Whether one more load may wait."""
+        under_way = sum(self._waiting.values())
+        is_first = not self._waiting
+        fits = is_first or under_way + blocks <= self._policy.blocks_max
+        return fits and len(self._waiting) < self._policy.loads_max
 
     def _is_long_enough(self, request: "Request") -> bool:
         return request.num_prompt_tokens >= self._policy.min_tokens

@@ -23,6 +23,7 @@ _SWITCH = "true or false"
 _SHARE = "a share from 0 to 1"
 _TOKENS = "a number of tokens"
 _SHARDS = "a number of shares of the KV heads"
+_COUNT = "a number from 1 on"
 _SECONDS = f"a number of seconds from {SECONDS_MIN} to {SECONDS_MAX:g}"
 _FILE = "a file that is there"
 _PLACE = "a directory or a file for traces"
@@ -41,6 +42,8 @@ _OWN = {
     "cascade.lookup_timeout": _SECONDS,
     "cascade.load_timeout": _SECONDS,
     "cascade.save_timeout": _SECONDS,
+    "cascade.loads_max": _COUNT,
+    "cascade.blocks_max": _COUNT,
 }
 """Keys of this connector, and what each takes."""
 
@@ -82,6 +85,10 @@ class ConnectorSettings:
     """Seconds that a load may take; the rest is computed after that."""
     save_timeout: float = 0.2
     """Seconds of a step that saving may take; what is left is not saved."""
+    loads_max: int = 8192
+    """Most asynchronous loads at a time; a request beyond them is computed."""
+    blocks_max: int = 524_288
+    """Most blocks of asynchronous loads at a time; the rest is computed."""
     notes: tuple[str, ...] = ()
     """What the operator should know of how the settings were read."""
 
@@ -119,6 +126,8 @@ def _of_ucm(ucm: "UcmSettings") -> dict[str, object]:
         "cascade.layerwise": ucm.use_layerwise,
         "cascade.lite": ucm.use_lite,
         "cascade.min_tokens": ucm.persist_token_threshold,
+        "cascade.loads_max": ucm.waiting_queue_depth,
+        "cascade.blocks_max": ucm.running_queue_depth,
         "cascade.load_timeout": ucm.options.get("cascade.timeout", ConnectorSettings.load_timeout),
     }
     if ucm.hit_ratio is not None:
@@ -155,6 +164,7 @@ _KINDS: Mapping[str, Callable[[object], bool]] = {
     _SHARE: lambda value: _is_number(value, 0, 1),
     _TOKENS: lambda value: _is_count(value, 0),
     _SHARDS: lambda value: _is_count(value, 1),
+    _COUNT: lambda value: _is_count(value, 1),
     _SECONDS: lambda value: _is_number(value, SECONDS_MIN, SECONDS_MAX),
     _FILE: lambda value: _is_name(value) and Path(str(value)).is_file(),
     _PLACE: _is_name,
