@@ -138,6 +138,13 @@ def test_groups_that_cannot_be_kept_are_refused(spec):
         )
 
 
+def test_a_block_of_context_parallel_ranks_has_the_tokens_of_all():
+    config = config_of([FullAttentionSpec(block_size=BLOCK_TOKENS, **COMMON)])
+    with pytest.raises(LayoutError, match="blocks of 64 and 16"):
+        groups_of(config, BLOCK_TOKENS, 4)
+    assert groups_of(config, 4 * BLOCK_TOKENS, 4) == [Group(0)]
+
+
 def config_of(specs):
     groups = [KVCacheGroupSpec([f"layer {at}"], spec) for at, spec in enumerate(specs)]
     return KVCacheConfig(8, [], groups)
