@@ -100,7 +100,9 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
         self.settings = read_connector_settings(extra)
         for note in self.settings.notes if role is KVConnectorRole.SCHEDULER else ():
             _LOG.info("Cascade: %s", note)
-        self._block_tokens = vllm_config.cache_config.block_size
+        # A block is on all context parallel ranks, with its share of the tokens on each.
+        self._context_size = vllm_config.parallel_config.decode_context_parallel_size
+        self._block_tokens = vllm_config.cache_config.block_size * self._context_size
         self._secret = _secret(self.settings)
         self._manifest: dict[str, str] | None = None
         self._generation = ""
@@ -381,7 +383,8 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
         import torch  # noqa: PLC0415 # only engines have it
 
         cache = self._kv_cache_config
-        self._held = describe(cache, self._rank(), self.settings.shards)
+        pieces = max(len(layer) for layer in kv_caches.values()) // cache.num_blocks
+        self._held = describe(cache, self._rank(), self.settings.shards, pieces=pieces)
         first = next(iter(kv_caches.values()))
         storage = first.untyped_storage()
         for name, tensor in kv_caches.items():
@@ -391,7 +394,7 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
         memory.set_(storage)
         pages = cache.num_blocks
         attached = [(each, memory_of(memory, each.regions, pages)) for each in self._held]
-        manifest = manifest_of(self._vllm_config, cache, self.settings.weights)
+        manifest = manifest_of(self._vllm_config, cache, self.settings.weights, pieces)
         self._manifest = manifest
         self._worker = Worker(
             self._store.store,
@@ -410,7 +413,9 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
 
         model: Any = self._vllm_config.model_config
         parallel = self._vllm_config.parallel_config
-        context = parallel.decode_context_parallel_size
+        if parallel.prefill_context_parallel_size > 1:
+            raise LayoutError("its prefill is context parallel, of which no layout is known here")
+        context = self._context_size
         rank = get_tensor_model_parallel_rank()
         return Rank(
             rank,
@@ -438,7 +443,7 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
             settings.blocks_max,
         )
         try:
-            groups = groups_of(self._kv_cache_config, self._block_tokens)
+            groups = groups_of(self._kv_cache_config, self._block_tokens, self._context_size)
         except LayoutError as why:
             _LOG.warning("Cascade: this engine's KV is not kept: %s", why)
             return

@@ -28,14 +28,18 @@ class Group:
     """Last blocks that it needs; every one when there is no window."""
 
 
-def groups_of(config: "KVCacheConfig", block_tokens: int) -> list[Group]:
-    """Describe the groups. Raises `LayoutError` for one whose KV cannot be kept."""
+def groups_of(config: "KVCacheConfig", block_tokens: int, context_size: int = 1) -> list[Group]:
+    """Describe the groups. Raises `LayoutError` for one whose KV cannot be kept.
+
+    `block_tokens` are those of a block on all of `context_size` context parallel ranks.
+    """
     groups: list[Group] = []
     for number, specs in enumerate(group_specs(config)):
         kinds = {type(spec).__name__ for spec in specs.values()}
         spec: Any = next(iter(specs.values()))
-        if spec.block_size != block_tokens:
-            raise LayoutError(f"groups with blocks of {spec.block_size} and {block_tokens} tokens")
+        tokens = spec.block_size * (context_size if spec.dcp_sharded else 1)
+        if tokens != block_tokens:
+            raise LayoutError(f"groups with blocks of {tokens} and {block_tokens} tokens")
         if kinds <= {"FullAttentionSpec", "MLAAttentionSpec"}:
             groups.append(Group(number))
         elif kinds == {"SlidingWindowSpec"}:

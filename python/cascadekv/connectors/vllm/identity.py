@@ -19,8 +19,13 @@ if TYPE_CHECKING:
 __all__ = ["adapter_fingerprint", "manifest_of"]
 
 
-def manifest_of(config: "VllmConfig", cache: "KVCacheConfig", weights: str) -> dict[str, str]:
-    """Give the fields, the same on every worker of an engine."""
+def manifest_of(
+    config: "VllmConfig", cache: "KVCacheConfig", weights: str, pieces: int = 1
+) -> dict[str, str]:
+    """Give the fields, the same on every worker of an engine.
+
+    `pieces` is in how many blocks of its own the attention backend keeps one of the engine's.
+    """
     import vllm  # noqa: PLC0415 # only an engine has it
     from vllm.platforms import current_platform  # noqa: PLC0415
 
@@ -36,7 +41,8 @@ def manifest_of(config: "VllmConfig", cache: "KVCacheConfig", weights: str) -> d
         "head_dim": str(model.get_head_size()),
         "layout": cache.kv_cache_layout or "LBHNC",
         "tensor_parallel": "in the part",
-        "context_parallel": str(parallel.decode_context_parallel_size),
+        "context_parallel": _context_parallel(parallel),
+        "attention": f"{_attention(config, cache)}; {pieces} pieces a block",
         "engine_format": f"vllm {vllm.__version__} {current_platform.device_type}",
         "model_settings": _digest(model.hf_config.to_json_string(use_diff=False)),
         "groups": _digest(repr([type(g.kv_cache_spec).__name__ for g in cache.kv_cache_groups])),
@@ -45,6 +51,19 @@ def manifest_of(config: "VllmConfig", cache: "KVCacheConfig", weights: str) -> d
     if current_platform.device_type == "cpu":
         fields["isa"] = _isa(config)
     return fields
+
+
+def _context_parallel(parallel: Any) -> str:
+    size = parallel.decode_context_parallel_size
+    return "1" if size == 1 else f"{size}, {parallel.cp_kv_cache_interleave_size} tokens in turn"
+
+
+def _attention(config: "VllmConfig", cache: "KVCacheConfig") -> str:
+    """Name what writes the pages: each attention backend orders their bytes in its own way."""
+    layers: dict[str, Any] = config.compilation_config.static_forward_context
+    kept = [name for group in cache.kv_cache_groups for name in group.layer_names]
+    names = {layers[name].get_attn_backend().get_name() for name in kept if name in layers}
+    return ", ".join(sorted(names)) or "unknown"
 
 
 def adapter_fingerprint(request: "LoRARequest") -> str | None:

@@ -23,13 +23,20 @@ class LayeredLoad:
     """Blocks of one request on their way, and which of their layers are there."""
 
     def __init__(
-        self, load: Load, memory: PagedMemory, pages: Sequence[int], timeout: float
+        self,
+        load: Load,
+        memory: PagedMemory,
+        pages: Sequence[int],
+        timeout: float,
+        at_once: Callable[[Load], Loaded],
     ) -> None:
-        """Every region of the memory is a layer."""
+        """Every region of the memory is a layer; `at_once` loads without regard to layers."""
         self.load = load
         self._memory = memory
         self._pages = pages
         self._timeout = timeout
+        self._at_once = at_once
+        self._is_late = False
         self._ready = [threading.Event() for _ in range(memory.regions)]
         self._future: Future[Loaded] | None = None
 
@@ -45,13 +52,22 @@ class LayeredLoad:
 
     def wait(self, layer: int) -> None:
         """Return once a layer's blocks are in place, or are known to be bad."""
-        self._ready[layer].wait(self._timeout + GRACE_S)
+        if not self._is_late:
+            self._is_late = not self._ready[layer].wait(self._timeout + GRACE_S)
 
     def result(self) -> Loaded:
         """Return how it ended, once it has."""
         if self._future is None:
             raise RuntimeError("a load by layers was not begun")
-        return self._future.result()
+        load, count = self.load, len(self._pages)
+        every = list(range(load.first, load.first + count))
+        if self._future.cancel():
+            return Loaded(load.request, load.first, load.tier, count, every, 0, 0.0, 0.0)
+        loaded = self._future.result()
+        if self._is_late:
+            # A layer was computed before its blocks came.
+            loaded.bad = every
+        return loaded
 
     def _run(
         self, store: Callable[[], Store | None], keys: BlockKeys, failures: FailureLog
@@ -62,7 +78,12 @@ class LayeredLoad:
             opened = store()
             if opened is not None:
                 with opened.view(keys, timeout=self._timeout) as views:
-                    there = self._scatter(views)
+                    failed = [at for at in range(len(views)) if views.error(at) is not None]
+                    if not failed:
+                        there = self._scatter(views)
+                if failed:
+                    # Too many for the pool at once.
+                    return self._at_once(self.load)
         except (CascadeError, ValueError, BufferError) as error:
             failures.count("reading blocks", error)
             there = [False] * len(self._pages)

@@ -68,11 +68,14 @@ def group_specs(config: "KVCacheConfig") -> list[dict[str, "KVCacheSpec"]]:
     return groups
 
 
-def describe(config: "KVCacheConfig", rank: Rank, shards: int | None = None) -> list[Held]:
+def describe(
+    config: "KVCacheConfig", rank: Rank, shards: int | None = None, *, pieces: int = 1
+) -> list[Held]:
     """Give the parts that a worker holds.
 
     `shards` is into how many shares of heads the whole model is cut, so that engines of any tensor
     parallel size up to it read each other's blocks; each worker's heads are one share otherwise.
+    `pieces` is in how many blocks of its own the attention backend keeps one of the engine's.
     Raises `LayoutError` for KV that cannot be kept.
     """
     layout = config.kv_cache_layout or HEAD_RUNS[0]
@@ -85,7 +88,14 @@ def describe(config: "KVCacheConfig", rank: Rank, shards: int | None = None) -> 
     }
     held: list[Held] = []
     for number, specs in enumerate(group_specs(config)):
-        for share in _shares(rank, shards, _heads_of(specs, rank), layout):
+        shares = _shares(rank, shards, _heads_of(specs, rank), layout)
+        if len(shares) > 1 and pieces > 1:
+            raise LayoutError(
+                f"cascade.shards: the attention backend keeps a block in {pieces} pieces, so that "
+                f"a head is not one run of bytes; leave it out, or start the engine with its "
+                f"--block-size divided by {pieces}"
+            )
+        for share in shares:
             regions = tuple(share.region(*places[layer], specs[layer]) for layer in specs)
             name = f"{_layers(list(specs))}; {share.name}"
             if rank.context_size > 1:
@@ -106,11 +116,16 @@ class _Share:
     is_writer: bool
 
     def region(self, offset: int, stride: int, spec: "KVCacheSpec") -> Region:
-        page = spec.page_size_bytes
-        if page % self.of:
+        # A page may end in bytes that align it, whose number differs between ranks.
+        attention: Any = spec
+        page: int = attention.unpadded_page_size_bytes
+        is_by_head = attention.num_heads == self.of
+        if self.count < self.of and (page % self.of or not is_by_head):
             message = f"a page of {page} bytes is not {self.of} heads of equal size"
-            raise LayoutError(message)
+            raise LayoutError(f"cascade.shards: {message}; leave it out")
         head = page // self.of
+        if self.count == self.of:
+            return Region(offset, stride, page)
         return Region(offset + self.first * head, stride, self.count * head)
 
 
@@ -130,11 +145,12 @@ def _heads_of(specs: Mapping[str, "KVCacheSpec"], rank: Rank) -> int:
 
 def _shares(rank: Rank, shards: int | None, heads: int, layout: str) -> list[_Share]:
     """Cut this worker's heads into the shares that are stored apart."""
-    if rank.kv_heads == 1:
-        return [_Share("latent", 0, heads, heads, rank.tensor == 0)]
     replicas = max(1, rank.tensor_size // rank.kv_heads)
+    # Of the ranks with the same heads, those of another context have other tokens.
+    is_writer = rank.tensor % replicas == rank.context
+    if rank.kv_heads == 1:
+        return [_Share("latent", 0, heads, heads, is_writer)]
     start = rank.tensor // replicas * heads
-    is_writer = rank.tensor % replicas == 0
     size = heads if shards is None else rank.kv_heads // min(shards, rank.kv_heads)
     if shards is not None and (rank.kv_heads % min(shards, rank.kv_heads) or heads % size):
         raise LayoutError(

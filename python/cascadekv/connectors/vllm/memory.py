@@ -99,6 +99,8 @@ class DeviceMemory:
 
         there = views.scatter(self.paged, range(len(pages)))
         rows = [row for row, is_there in enumerate(there) if is_there]
+        if not rows:
+            return there
         staged = self._staging[rows]
         where = torch.as_tensor([pages[row] for row in rows], device=self._pages[0].device)
         at = 0

@@ -76,6 +76,10 @@ class Save:
 class Plan(KVConnectorMetadata):
     """What one step loads and saves."""
 
+    number: int = 0
+    """Plans are numbered in the order in which they are made."""
+    learned: int = 0
+    """The latest plan of which the scheduler knew the outcome when it made this one."""
     generation: str = ""
     """Which namespace the keys are of; a new one after the engine forgot its cache."""
     loads: list[Load] = field(default_factory=list[Load])
@@ -127,6 +131,8 @@ class Progress(KVConnectorWorkerMetadata):
     prefill: tuple[int, int, float] | None = None
     """Tokens of the step, tokens before them, seconds."""
     workers: int = 1
+    plan: int = 0
+    """Which plan this is the outcome of."""
     failures: dict[str, int] = field(default_factory=dict[str, int])
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "Progress":
@@ -143,5 +149,6 @@ class Progress(KVConnectorWorkerMetadata):
             [*self.saved, *other.saved],
             slower,
             self.workers + other.workers,
+            max(self.plan, other.plan),
             failures,
         )

@@ -106,6 +106,7 @@ class Scheduler:
         self._on_saved = on_saved
         self._tracked: dict[str, _Tracked] = {}
         self._loads: list[Load] = []
+        self._plans = self._learned = 0
         self._waiting: dict[str, int] = {}
         self._failures = FailureLog(_LOG)
         self.stats = CascadeStats()
@@ -153,7 +154,8 @@ class Scheduler:
         if tracked is None or tracked.load is None or not external_tokens:
             return
         first, most = tracked.load
-        last = min(most, first + external_tokens // self._block_tokens)
+        # A block of which the engine takes some tokens for loaded is loaded whole.
+        last = min(most, first + -(-external_tokens // self._block_tokens))
         tracked.load = None
         if last <= first:
             return
@@ -179,16 +181,19 @@ class Scheduler:
         tracked = self._tracked.get(request.request_id)
         if tracked is None or tracked.found is None or not external_tokens:
             return {}
-        blocks = external_tokens // self._block_tokens
-        last = min(tracked.found.blocks, len(tracked.found.tiers))
+        planned = [load for load in self._loads if load.request == request.request_id]
         tokens: dict[str, int] = {}
-        for tier in tracked.found.tiers[max(0, last - blocks) : last]:
-            tokens[tier] = tokens.get(tier, 0) + self._block_tokens
+        for load in planned[-1:]:
+            last = load.first + -(-external_tokens // self._block_tokens)
+            for tier in tracked.found.tiers[load.first : last]:
+                tokens[tier] = tokens.get(tier, 0) + self._block_tokens
         return tokens
 
     def plan(self, output: "SchedulerOutput", generation: str) -> Plan:
         """Give what the step under way loads and saves."""
-        plan = Plan(generation, self._loads, tokens=output.total_num_scheduled_tokens)
+        self._plans += 1
+        plan = Plan(self._plans, self._learned, generation, self._loads)
+        plan.tokens = output.total_num_scheduled_tokens
         self._loads = []
         plan.requests = len(output.num_scheduled_tokens)
         try:
@@ -225,6 +230,7 @@ class Scheduler:
 
     def learn(self, progress: Progress) -> None:
         """Take in what became of loads and saves."""
+        self._learned = max(self._learned, progress.plan)
         for loaded in progress.loaded:
             self._waiting.pop(loaded.request, None)
             self.stats.count("failed_blocks", len(loaded.bad))

@@ -6,6 +6,7 @@ Nothing that happens to the store raises into the engine: what is not there, lat
 named by block, and the engine computes it.
 """
 
+import dataclasses
 import functools
 import logging
 import time
@@ -27,16 +28,16 @@ __all__ = ["Worker"]
 _LOG = logging.getLogger("vllm.cascade")
 LOADERS = 2
 """Loads beside the engine's own thread; more would take its cores."""
+SEAL_S = 0.01
+"""What copied blocks still get when the time for saving is over: they cost more than a look."""
 LOAD_FAILURES = (CascadeError, ValueError, BufferError)
 """What a store or a copy may raise; everything else is a fault of ours and is raised."""
 
 
 @dataclass(slots=True)
 class _Step:
-    """What the step under way loads before it computes."""
+    """What the step under way loads while it computes; the engine may compute before it loads."""
 
-    bad: dict[int, set[int]] = field(default_factory=dict[int, set[int]])
-    """By group: blocks whose bytes are not right in this step."""
     layered: list[LayeredLoad] = field(default_factory=list[LayeredLoad])
     computing_since: float | None = None
 
@@ -65,6 +66,9 @@ class Worker:
         self._step = _Step()
         self._under_way: dict[str, tuple[Load, Future[Loaded]]] = {}
         self._bad: set[int] = set()
+        self._doubted: dict[tuple[int, int], int] = {}
+        """By group and block: in which plan it was to be loaded and could not be."""
+        self._plan = 0
         self._progress = Progress()
         self._counted: dict[str, int] = {}
         self._failures = FailureLog(_LOG)
@@ -78,7 +82,10 @@ class Worker:
 
     def start_loads(self, plan: Plan) -> None:
         """Read what this step needs, and begin to read what later steps need."""
-        self._step = _Step()
+        self._plan = max(self._plan, plan.number)
+        # Steps are planned before the one before is over: blocks are in doubt until one is
+        # planned that knows of them.
+        self._doubted = {at: of for at, of in self._doubted.items() if of > plan.learned}
         for load in plan.loads:
             if load.is_async:
                 self._under_way[load.request] = (load, self._loaders.submit(self._load, load))
@@ -104,7 +111,7 @@ class Worker:
             self._progress.prefill = (plan.tokens, plan.context_tokens, seconds)
         for layered in self._step.layered:
             self._take(layered.load, self._ended(layered.load, layered.result))
-        self._step.layered = []
+        self._step = _Step()
         deadline = time.monotonic() + self._save_timeout
         for save in plan.saves:
             if not self._stands_on_bad(save):
@@ -137,6 +144,7 @@ class Worker:
     def progress(self) -> Progress | None:
         """Give what became of loads and saves since the last call; nothing if there was nothing."""
         progress, self._progress = self._progress, Progress()
+        progress.plan = self._plan
         counts = self._failures.counts()
         new = {kind: total - self._counted.get(kind, 0) for kind, total in counts.items()}
         progress.failures = {kind: count for kind, count in new.items() if count}
@@ -165,23 +173,31 @@ class Worker:
         self._progress.loaded.append(loaded)
         for group, blocks in load.blocks.items():
             bad = {blocks[at - load.first] for at in loaded.bad} - {0}
-            self._step.bad.setdefault(group, set()).update(bad)
+            self._doubted |= dict.fromkeys(((group, block) for block in bad), self._plan)
             self._bad |= bad
 
     def _stands_on_bad(self, save: Save) -> bool:
         """Whether blocks were computed from such as could not be loaded: theirs are wrong too."""
-        bad = self._step.bad
-        return any(not bad.get(group, set()).isdisjoint(on) for group, on in save.stands_on.items())
+        return (
+            any(
+                (group, on) in self._doubted
+                for group, every in save.stands_on.items()
+                for on in every
+            )
+            if self._doubted
+            else False
+        )
 
     def _fits_at_once(self, load: Load) -> bool:
         held, memory = next(iter(self._held.values()))
-        return len(load.blocks[held.part.group]) <= memory.batch_blocks
+        pages = load.blocks[held.part.group]
+        return len(pages) <= memory.batch_blocks and all(pages)
 
     def _load_by_layer(self, load: Load) -> LayeredLoad:
         held, memory = next(iter(self._held.values()))
         assert isinstance(memory, HostMemory)  # noqa: S101 # attach names layers of no other
         pages = load.blocks[held.part.group]
-        layered = LayeredLoad(load, memory.paged, pages, self._load_timeout)
+        layered = LayeredLoad(load, memory.paged, pages, self._load_timeout, self._load)
         layered.begin(self._loaders, self._store, load.keys[held.part.name], self._failures)
         return layered
 
@@ -216,24 +232,36 @@ class Worker:
     ) -> list[int]:
         """Copy a part's blocks to their pages; returns those that are not there."""
         missing: list[int] = []
-        for at in range(0, len(wanted), memory.batch_blocks):
-            batch = wanted[at : at + memory.batch_blocks]
-            left = deadline - time.monotonic()
-            store = self._store()
-            if store is None or left <= 0:
-                missing += batch
-                continue
-            try:
-                with store.view(_select(keys, batch), timeout=left) as views:
-                    there = memory.load(views, [pages[each] for each in batch])
-            except LOAD_FAILURES as error:
-                self._failures.count("reading blocks", error)
-                missing += batch
-            else:
-                missing += [
-                    each for each, is_there in zip(batch, there, strict=True) if not is_there
-                ]
+        left = list(wanted)
+        while left:
+            batch, left = left[: memory.batch_blocks], left[memory.batch_blocks :]
+            gone, crowded = self._load_batch(memory, keys, pages, batch, deadline)
+            missing += gone
+            left = crowded + left
         return missing
+
+    def _load_batch(
+        self,
+        memory: Memory,
+        keys: bytes,
+        pages: Sequence[int],
+        batch: list[int],
+        deadline: float,
+    ) -> tuple[list[int], list[int]]:
+        """Copy what the pool has room for at once; returns what is gone, and what had no room."""
+        store, left = self._store(), deadline - time.monotonic()
+        if store is None or left <= 0:
+            return batch, []
+        try:
+            with store.view(_select(keys, batch), timeout=left) as views:
+                there = memory.load(views, [pages[each] for each in batch])
+                failed = [views.error(at) is not None for at in range(len(batch))]
+        except LOAD_FAILURES as error:
+            self._failures.count("reading blocks", error)
+            return batch, []
+        missing = [(at, each) for at, each in enumerate(batch) if not there[at]]
+        crowded = [each for at, each in missing if failed[at] and any(there)]
+        return [each for _, each in missing if each not in crowded], crowded
 
     def _save(self, save: Save, namespace: Namespace, deadline: float) -> Saved:
         started, cpu = time.perf_counter(), time.thread_time()
@@ -245,8 +273,8 @@ class Worker:
             pages = save.blocks[held.part.group]
             for first, last in _runs(pages, memory.batch_blocks):
                 size = (last - first) * memory.block_bytes
-                run = _Run(save, held.part.name, first, last, pages[first:last])
                 with self._tasks.save(last - first, size):
+                    run = _Run(save, held.part.name, first, last, pages)
                     results, written = self._save_run(run, memory, namespace, deadline)
                 copied += written
                 kept[first:last] = [a and b for a, b in zip(kept[first:last], results, strict=True)]
@@ -255,9 +283,26 @@ class Worker:
 
     def _save_run(
         self, run: "_Run", memory: Memory, namespace: Namespace, deadline: float
-    ) -> tuple[Sequence[bool], int]:
+    ) -> tuple[list[bool], int]:
         """Save consecutive blocks of a part; says which are kept, and how many bytes were new."""
-        nothing = [False] * len(run.pages)
+        kept: list[bool] = []
+        copied = 0
+        while run.first < run.last:
+            results, written = self._save_batch(run, memory, namespace, deadline)
+            copied += written
+            # The store has room for some at once: what comes after them is offered again.
+            taken = results.index(False) if False in results else len(results)
+            if not taken:
+                return kept + results, copied
+            kept += results[:taken]
+            run = dataclasses.replace(run, first=run.first + taken)
+        return kept, copied
+
+    def _save_batch(
+        self, run: "_Run", memory: Memory, namespace: Namespace, deadline: float
+    ) -> tuple[list[bool], int]:
+        pages = run.pages[run.first : run.last]
+        nothing = [False] * len(pages)
         store, left = self._store(), deadline - time.monotonic()
         if store is None or left <= 0:
             return nothing, 0
@@ -271,7 +316,8 @@ class Worker:
             ) as prepared:
                 needed = len(prepared.needed)
                 if needed:
-                    memory.save(prepared, run.pages)
+                    memory.save(prepared, pages)
+                left = max(deadline - time.monotonic(), SEAL_S)
                 results = prepared.seal(timeout=left)
         except LOAD_FAILURES as error:
             self._failures.count("saving blocks", error)
@@ -288,6 +334,7 @@ class _Run:
     first: int
     last: int
     pages: Sequence[int]
+    """Of all blocks of the save."""
 
     def keys(self) -> BlockKeys:
         return BlockKeys(self.save.keys[self.part][self.first * KEY_BYTES : self.last * KEY_BYTES])

@@ -1,0 +1,369 @@
+"""`CascadeTier`: a store as a secondary tier of vLLM's native offload, behind its CPU tier.
+
+vLLM copies between the GPU and its CPU tier; this tier copies between that and the store. It runs
+in the scheduler's process, whose loop must not wait: lookups are made by a thread, copies by a few
+more, and what fails or is late is a miss.
+"""
+
+import difflib
+import functools
+import hashlib
+import json
+import logging
+import queue
+import time
+import uuid
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Any, ClassVar
+
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.kv_offload.base import (
+    Locality,
+    LookupResult,
+    Medium,
+    OffloadingSpec,
+    OffloadKey,
+    ReqContext,
+    RequestOffloadingContext,
+    ScheduleEndContext,
+)
+from vllm.v1.kv_offload.config import OffloadingConfig
+from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
+from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
+from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
+
+from cascadekv import BlockKeys, CascadeError, Manifest, Namespace, PagedMemory, Store
+from cascadekv.connectors.failures import FailureLog
+from cascadekv.connectors.settings import KEYS as STORE_KEYS
+from cascadekv.connectors.settings import StoreLink, read_settings
+from cascadekv.connectors.weights import fingerprint_of_model
+from cascadekv.errors import ConfigError
+
+__all__ = ["CascadeTier", "manifest_of"]
+
+_LOG = logging.getLogger("vllm.cascade")
+WEIGHTS, SECRET = "cascade.weights", "cascade.secret_file"
+_KNOWN = (*STORE_KEYS, WEIGHTS, SECRET)
+COPIERS = 2
+"""Threads for each direction."""
+BATCH_BYTES = 64 << 20
+"""Most bytes of one call, so that a job does not hold a small pool."""
+_FAILURES = (CascadeError, ValueError, BufferError)
+
+
+class CascadeTier(SecondaryTierManager):
+    """Chunks of vLLM's CPU tier in a Cascade store."""
+
+    medium: ClassVar[Medium | None] = Medium.STORAGE
+
+    def __init__(
+        self,
+        offloading_spec: OffloadingSpec,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        backpressure_detector: BackpressureDetector | None = None,
+        locality: str | None = None,
+        **settings: object,
+    ) -> None:
+        """Open the store. Raises `ConfigError` for settings without sense, and names the key."""
+        super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        self.locality = None if locality is None else Locality(locality)
+        weights, self._secret, store = _read(settings)
+        self._fields = functools.partial(
+            manifest_of, offloading_spec.config, self.block_size_bytes, weights
+        )
+        self._fields()
+        address = read_settings(store)
+        self._timeout = address.timeout
+        self._link = StoreLink(address, name=f"vllm offload {offloading_spec.config.model.name}")
+        chunk = self.block_size_bytes
+        chunks = len(primary_kv_view)
+        self._memory: PagedMemory | None = PagedMemory([(primary_kv_view, 0, chunk, chunk)], chunks)
+        self._batch = max(1, BATCH_BYTES // chunk)
+        self._space: Namespace | None = None
+        self._generation = ""
+        self._failures = FailureLog(_LOG)
+        self._savers = ThreadPoolExecutor(COPIERS, thread_name_prefix="cascade-tier-save")
+        self._loaders = ThreadPoolExecutor(COPIERS, thread_name_prefix="cascade-tier-load")
+        self._jobs: set[Future[None]] = set()
+        self._finished: queue.SimpleQueue[tuple[JobResult, list[OffloadKey]]] = queue.SimpleQueue()
+        self._lookups = _Lookups(self._present, tier_type)
+
+    # What the scheduler asks, without waiting.
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:  # noqa: ARG002
+        """Ask for chunks as they are computed, nothing more."""
+        return RequestOffloadingContext()
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        """Say whether a chunk is here, or that a thread is looking."""
+        found = self._lookups.lookup(key, req_context)
+        if found is None:
+            return LookupResult.RETRY
+        return LookupResult.HIT if found else LookupResult.MISS
+
+    def submit_store(self, job_metadata: TransferJob) -> None:
+        """Have chunks of the CPU tier copied to the store."""
+        self._submit(self._savers, self._save, job_metadata)
+
+    def submit_load(self, job_metadata: TransferJob) -> None:
+        """Have chunks copied from the store to the CPU tier."""
+        self._submit(self._loaders, self._load, job_metadata)
+
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        """Give the jobs that ended since the last call; chunks that did not come are misses."""
+        results: list[JobResult] = []
+        while True:
+            try:
+                result, missing = self._finished.get_nowait()
+            except queue.Empty:
+                break
+            self._lookups.mark_miss(missing)
+            results.append(result)
+        self._jobs = {job for job in self._jobs if not job.done()}
+        return results
+
+    def on_schedule_end(self, context: ScheduleEndContext) -> None:  # noqa: ARG002
+        """Have the thread look for what this step asked."""
+        self._lookups.flush()
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        """Forget what was found for a request."""
+        self._lookups.cleanup(req_context.req_id)
+
+    def drain_jobs(self) -> None:
+        """Wait for all jobs; from now on nothing that was kept up to now is loaded.
+
+        vLLM calls this when its cache is reset, which is how it says that the weights may be
+        others. Each job ends by its own deadline.
+        """
+        wait(self._jobs)
+        self._generation = uuid.uuid4().hex
+        self._space = None
+
+    def shutdown(self) -> None:
+        """End the threads, let go of the CPU tier's memory, close the store."""
+        self._lookups.shutdown()
+        for pool in (self._savers, self._loaders):
+            pool.shutdown(wait=True)
+        self._memory = None
+        try:
+            self._link.close()
+        except CascadeError as error:
+            _LOG.warning("Cascade: closing the store: %s", error)
+
+    # What the threads do.
+
+    def _submit(
+        self,
+        pool: ThreadPoolExecutor,
+        copy: Callable[[Namespace, list[OffloadKey], list[int]], tuple[list[bool], int]],
+        job: TransferJob,
+    ) -> None:
+        keys, chunks = list(job.keys), [int(chunk) for chunk in job.chunk_ids]
+        # The namespace of now: a job never writes under one that began after it.
+        self._jobs.add(pool.submit(self._run, copy, job, self._namespace(), keys, chunks))
+
+    def _run(
+        self,
+        copy: Callable[[Namespace, list[OffloadKey], list[int]], tuple[list[bool], int]],
+        job: TransferJob,
+        space: Namespace,
+        keys: list[OffloadKey],
+        chunks: list[int],
+    ) -> None:
+        started = time.perf_counter()
+        try:
+            done, copied = copy(space, keys, chunks)
+        except Exception as error:  # noqa: BLE001 # a fault of ours must not reach the engine
+            # A job that is not reported holds its chunks, and the request, for good.
+            _LOG.exception("Cascade: a copy failed; the engine computes instead")
+            self._failures.count("copying chunks", error)
+            done, copied = [False] * len(keys), 0
+        there = [key for key, is_done in zip(keys, done, strict=True) if is_done]
+        missing = [key for key, is_done in zip(keys, done, strict=True) if not is_done]
+        seconds = time.perf_counter() - started
+        partly = there if job.is_promotion and missing and there else None
+        result = JobResult(job.job_id, not missing, partly, seconds, copied)
+        self._finished.put((result, missing if job.is_promotion else []))
+
+    def _save(
+        self, space: Namespace, keys: list[OffloadKey], chunks: list[int]
+    ) -> tuple[list[bool], int]:
+        done: list[bool] = []
+        copied = 0
+        deadline = time.monotonic() + self._timeout
+        while len(done) < len(keys):
+            first, last = len(done), len(done) + self._batch
+            results, written = self._save_batch(
+                space, keys[first:last], chunks[first:last], deadline
+            )
+            copied += written
+            taken = results.index(False) if False in results else len(results)
+            # The store has room for some at once; a chunk that it does not want is skipped.
+            done += results[: max(1, taken)]
+        return done, copied
+
+    def _save_batch(
+        self, space: Namespace, keys: Sequence[OffloadKey], chunks: Sequence[int], deadline: float
+    ) -> tuple[list[bool], int]:
+        store, left = self._link.store(), deadline - time.monotonic()
+        if store is None or left <= 0 or self._memory is None:
+            return [False] * len(keys), 0
+        try:
+            names = _names(space, keys)
+            size = self.block_size_bytes
+            with store.prepare(names, size, chain=False, namespace=space, timeout=left) as prepared:
+                needed = len(prepared.needed)
+                if needed:
+                    prepared.gather(self._memory, chunks)
+                results = prepared.seal(timeout=max(left, 0.01))
+        except _FAILURES as error:
+            self._failures.count("saving chunks", error)
+            return [False] * len(keys), 0
+        return [result.ok for result in results], needed * size
+
+    def _load(
+        self, space: Namespace, keys: list[OffloadKey], chunks: list[int]
+    ) -> tuple[list[bool], int]:
+        done = [False] * len(keys)
+        deadline = time.monotonic() + self._timeout
+        left = list(range(len(keys)))
+        while left:
+            batch, left = left[: self._batch], left[self._batch :]
+            there, crowded = self._load_batch(
+                space, [keys[at] for at in batch], [chunks[at] for at in batch], deadline
+            )
+            for at, is_there in zip(batch, there, strict=True):
+                done[at] = is_there
+            if any(there):
+                left = [batch[at] for at in crowded] + left
+        return done, sum(done) * self.block_size_bytes
+
+    def _load_batch(
+        self, space: Namespace, keys: Sequence[OffloadKey], chunks: Sequence[int], deadline: float
+    ) -> tuple[list[bool], list[int]]:
+        """Say of each chunk whether it came, and which had no room in the pool beside others."""
+        store, left = self._link.store(), deadline - time.monotonic()
+        if store is None or left <= 0 or self._memory is None:
+            return [False] * len(keys), []
+        try:
+            with store.view(_names(space, keys), timeout=left) as views:
+                there = views.scatter(self._memory, chunks)
+                crowded = [
+                    at
+                    for at, is_there in enumerate(there)
+                    if not is_there and views.error(at) is not None
+                ]
+        except _FAILURES as error:
+            self._failures.count("loading chunks", error)
+            return [False] * len(keys), []
+        return there, crowded
+
+    def _present(self, keys: Sequence[OffloadKey]) -> list[bool]:
+        store: Store | None = self._link.store()
+        if store is None:
+            return [False] * len(keys)
+        try:
+            return store.contains(_names(self._namespace(), keys))
+        except CascadeError as error:
+            self._failures.count("looking up chunks", error)
+            return [False] * len(keys)
+
+    def _namespace(self) -> Namespace:
+        """Give the namespace; made late, because vLLM chooses its hashes' seed after its tiers."""
+        space = self._space
+        if space is None:
+            fields = self._fields()
+            if self._generation:
+                fields["generation"] = self._generation
+            space = self._space = Namespace(Manifest(fields), self._secret)
+        return space
+
+
+class _Lookups(AsyncLookupManager):
+    """vLLM's own way of looking up in a thread."""
+
+    def __init__(self, present: Callable[[Sequence[OffloadKey]], list[bool]], tier: str) -> None:
+        self._present = present
+        super().__init__(tier_type=tier)
+
+    def batch_lookup(self, keys: list[OffloadKey], req_context: ReqContext) -> Iterable[bool]:  # noqa: ARG002
+        return self._present(keys)
+
+
+def manifest_of(config: OffloadingConfig, chunk_bytes: int, weights: str) -> dict[str, str]:
+    """Give all that must match for a chunk of one engine to be right in another.
+
+    vLLM names chunks by hashes of tokens that begin with a seed, which `PYTHONHASHSEED` sets: it
+    counts too. Topologies count, unless the engine keeps pages in its canonical layout and says
+    that they are the same in every topology.
+    """
+    import vllm  # noqa: PLC0415 # its version alone
+
+    parallel = config.parallel
+    groups = [
+        (group.group_id, group.tokens_per_block, group.layer_names) for group in config.groups
+    ]
+    topology = {
+        "tensor_parallel": str(parallel.tp_size),
+        "context_parallel": f"{parallel.pcp_size} prefill, {parallel.dcp_size} decode",
+        "pipeline": f"{parallel.pp_size} stages, {parallel.world_size} workers, "
+        f"{config.worker_kv_bytes_per_block} bytes each",
+    }
+    is_portable = config.canonical_layout and parallel.is_parallelism_agnostic
+    facts = ("canonical " if config.canonical_layout else "") + (
+        "replicated " if config.replicated_layout else ""
+    )
+    return {
+        "weights": _weights(config.model.name, weights),
+        "dtype": config.model.dtype,
+        "block_tokens": str(config.cache.tokens_per_hash),
+        "layout": f"{facts}{config.kv_cache_layout}, {config.cache.blocks_per_chunk} blocks",
+        "chunk_bytes": str(chunk_bytes),
+        "groups": _digest(json.dumps(groups)),
+        "engine_format": f"vllm {vllm.__version__} offload",
+        "hash_seed": _digest(kv_cache_utils.get_none_hash_seed()),
+        **({"tensor_parallel": "any"} if is_portable else topology),
+    }
+
+
+def _weights(model: str, weights: str) -> str:
+    if weights not in ("sampled", "full"):
+        return f"named {weights}"
+    fingerprint = fingerprint_of_model(model, is_full=weights == "full")
+    if fingerprint is None:
+        raise ConfigError(
+            f"{WEIGHTS}: the weights of {model} are in no local directory of that name, so nothing "
+            f"tells them from others; set it to a name that changes whenever they do"
+        )
+    return fingerprint
+
+
+def _read(settings: Mapping[str, object]) -> tuple[str, bytes | None, dict[str, object]]:
+    """Give how weights are named, the tenant's secret, and the store's keys."""
+    for key in settings:
+        if key not in _KNOWN:
+            near = difflib.get_close_matches(key, _KNOWN, n=1)
+            advice = f"did you mean {near[0]}?" if near else f"known are {', '.join(_KNOWN)}"
+            raise ConfigError(f"{key}: no such setting of CascadeTier; {advice}")
+    weights: Any = settings.get(WEIGHTS, "sampled")
+    if not isinstance(weights, str) or not weights:
+        raise ConfigError(f"{WEIGHTS}: {weights!r} is not sampled, full, or a name of your own")
+    secret = None
+    if SECRET in settings:
+        place: Any = settings[SECRET]
+        if not isinstance(place, str) or not Path(place).is_file():
+            raise ConfigError(f"{SECRET}: {place!r} is not a file that is there")
+        secret = Path(place).read_bytes().strip()
+    return weights, secret, {key: v for key, v in settings.items() if key in STORE_KEYS}
+
+
+def _names(space: Namespace, keys: Collection[OffloadKey]) -> BlockKeys:
+    return BlockKeys([space.key_of_id(bytes(key)) for key in keys])
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:32]

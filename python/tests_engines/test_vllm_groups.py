@@ -1,0 +1,150 @@
+"""A prefix is usable exactly as far as every group of layers has the blocks that it needs there."""
+
+import random
+
+import cascadekv
+import pytest
+import torch
+from cascadekv import Hints, Manifest, Namespace
+from cascadekv.connectors.vllm.groups import Group, groups_of, usable
+from cascadekv.connectors.vllm.keys import RequestKeys
+from cascadekv.connectors.vllm.layout import LayoutError
+from cascadekv.connectors.vllm.metadata import Part
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
+
+BLOCK_TOKENS = 16
+BLOCKS = 9
+SPACE = Namespace(Manifest({"weights": "sha256:test"}), b"secret")
+KINDS = {
+    "full": [None],
+    "window": [3],
+    "two windows": [1, 4],
+    "mixed": [None, 2],
+    "all": [None, 1, None, 5],
+    "a window of no block": [None, 0],
+}
+COMMON = {"num_kv_heads": 2, "head_size": 8, "dtype": torch.float16}
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    """DRAM for two of five blocks, and files for all of them."""
+    files = tmp_path_factory.mktemp("groups") / "files"
+    settings = {"files_capacity": "256MiB", "segment_size": "8MiB"}
+    with cascadekv.Store(dram="8MiB", huge_pages=False, files=files, **settings) as opened:
+        yield opened
+
+
+def naive(groups, parts, there):
+    """Count leading blocks by the definition: all before for full, the last ones for a window."""
+    windows = {group.number: group.window_blocks for group in groups}
+
+    def needed(part, end):
+        window = windows[part.group]
+        return range(end) if window is None else range(max(0, end - window), end)
+
+    return max(
+        end
+        for end in range(BLOCKS + 1)
+        if all(there[part.name][at] for part in parts for at in needed(part, end))
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_usable_is_what_the_definition_says(store, kind):
+    chance = random.Random(kind)
+    groups = [Group(number, window) for number, window in enumerate(KINDS[kind])]
+    parts = [
+        Part(f"group {group.number} heads {heads}", group.number, 1)
+        for group in groups
+        for heads in range(2)
+    ]
+    reached = set()
+    for case in range(150):
+        keys = RequestKeys(SPACE, [part.name for part in parts], BLOCK_TOKENS, {"salt": f"{case}"})
+        keys.extend([chance.randrange(1000) for _ in range(BLOCKS * BLOCK_TOKENS + 3)])
+        share = chance.choice([0.5, 0.8, 0.95, 1.0])
+        there = {}
+        for part in parts:
+            there[part.name] = [chance.random() < share for _ in range(BLOCKS)]
+            whole = keys.keys(part.name, 0, BLOCKS)
+            present = [
+                key for key, is_there in zip(whole, there[part.name], strict=True) if is_there
+            ]
+            if present:
+                # Each block by itself: what lies between is not there.
+                put = store.put(present, [bytes(key) for key in present], chain=False)
+                assert all(result.ok for result in put)
+        found = usable(store, groups, parts, keys, Hints())
+        assert len(found) == naive(groups, parts, there)
+        reached.add(len(found))
+        store.clear()
+    assert len(reached) > 3, "chance tried too little"
+
+
+def test_a_block_is_as_slow_as_its_slowest_part(store):
+    parts = [Part("fast", 0, 1), Part("slow", 0, 1)]
+    keys = RequestKeys(SPACE, ["fast", "slow"], BLOCK_TOKENS, {"salt": "tiers"})
+    keys.extend(range(4 * BLOCK_TOKENS))
+    slow = keys.keys("slow", 0, 4)
+    store.put(slow, [bytes(1 << 20)] * 4)
+    # What is put later takes their places in DRAM.
+    others = RequestKeys(SPACE, ["other"], BLOCK_TOKENS, {})
+    others.extend(range(16 * BLOCK_TOKENS))
+    for at in range(0, 16, 4):
+        store.put(others.keys("other", at, at + 4), [bytes([at + 1]) * (1 << 20)] * 4, chain=False)
+    store.flush()
+    store.put(keys.keys("fast", 0, 4), [bytes(key) for key in keys.keys("fast", 0, 4)])
+    fastest = [tiers[0] for tiers in store.locate(slow)]
+    assert "files" in fastest
+    assert list(usable(store, [Group(0)], parts, keys, Hints())) == fastest
+    store.clear()
+
+
+def test_groups_are_read_from_the_engines_specification():
+    full = FullAttentionSpec(block_size=BLOCK_TOKENS, **COMMON)
+    latent = MLAAttentionSpec(block_size=BLOCK_TOKENS, **COMMON)
+    specs = [full, latent]
+    specs += [
+        SlidingWindowSpec(block_size=BLOCK_TOKENS, sliding_window=n, **COMMON)
+        for n in (1, 2, 17, 18, 33)
+    ]
+    specs.append(UniformTypeKVCacheSpecs(block_size=BLOCK_TOKENS, kv_cache_specs={"layer 7": full}))
+    config = config_of(specs)
+    windows = [group.window_blocks for group in groups_of(config, BLOCK_TOKENS)]
+    assert windows == [None, None, 0, 1, 1, 2, 2, None]
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        ChunkedLocalAttentionSpec(block_size=BLOCK_TOKENS, attention_chunk_size=64, **COMMON),
+        FullAttentionSpec(block_size=2 * BLOCK_TOKENS, **COMMON),
+    ],
+    ids=["chunked", "other block size"],
+)
+def test_groups_that_cannot_be_kept_are_refused(spec):
+    with pytest.raises(LayoutError):
+        groups_of(
+            config_of([FullAttentionSpec(block_size=BLOCK_TOKENS, **COMMON), spec]), BLOCK_TOKENS
+        )
+
+
+def test_a_block_of_context_parallel_ranks_has_the_tokens_of_all():
+    config = config_of([FullAttentionSpec(block_size=BLOCK_TOKENS, **COMMON)])
+    with pytest.raises(LayoutError, match="blocks of 64 and 16"):
+        groups_of(config, BLOCK_TOKENS, 4)
+    assert groups_of(config, 4 * BLOCK_TOKENS, 4) == [Group(0)]
+
+
+def config_of(specs):
+    groups = [KVCacheGroupSpec([f"layer {at}"], spec) for at, spec in enumerate(specs)]
+    return KVCacheConfig(8, [], groups)

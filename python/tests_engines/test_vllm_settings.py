@@ -1,0 +1,97 @@
+"""The connector's keys are read strictly: what is good, what is not, and what was meant instead."""
+
+import pytest
+from cascadekv.connectors.vllm.settings import read_connector_settings
+from cascadekv.errors import ConfigError
+
+STORE = {"cascade.dram": "16MiB"}
+GOOD = {
+    "load": ["auto", "sync", "async"],
+    "layerwise": [True, False],
+    "hit_ratio": [0, 0.25, 1, 1.0],
+    "min_tokens": [0, 4096],
+    "lite": [True, False],
+    "record": ["traces/trace.jsonl"],
+    "shards": [1, 8],
+    "weights": ["sampled", "full", "model of november"],
+    "load_or_compute": [True, False],
+    "lookup_timeout": [0.001, 1, 3600],
+    "load_timeout": [0.5, 30],
+    "save_timeout": [0.05, 2],
+}
+NO_SENSE = [None, [], {}, object(), float("nan"), float("inf")]
+BAD = {
+    "load": ["lazy", "", True, 1],
+    "layerwise": ["true", 1, 0],
+    "hit_ratio": [-0.1, 1.1, "1", True],
+    "min_tokens": [-1, 1.5, "4096", True],
+    "lite": ["false", 1],
+    "record": ["", 7],
+    "shards": [0, -8, 2.0, "8", True],
+    "weights": ["", 7, True],
+    "load_or_compute": ["yes", 1],
+    "lookup_timeout": [0, -1, 3601, "1", True],
+    "load_timeout": [0, -1, 3601, "1", True],
+    "save_timeout": [0, -1, 3601, "1", True],
+    "secret_file": ["", "/no/such/secret", 7],
+}
+MEANT = {
+    "cascade.layerwize": "cascade.layerwise",
+    "cascade.hitratio": "cascade.hit_ratio",
+    "cascade.min_token": "cascade.min_tokens",
+    "cascade.shard": "cascade.shards",
+    "cascade.drams": "cascade.dram",
+    "layerwise": "cascade.layerwise",
+    "UCM_CONFIG": "UCM_CONFIG_FILE",
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(n, v) for n, every in GOOD.items() for v in every])
+def test_good_values_are_taken(name, value):
+    assert getattr(read_connector_settings(STORE | {f"cascade.{name}": value}), name) == value
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [(n, v) for n, every in BAD.items() for v in (*every, *NO_SENSE)]
+)
+def test_bad_values_are_refused_by_their_key(name, value):
+    with pytest.raises(ConfigError, match=rf"^cascade\.{name}: "):
+        read_connector_settings(STORE | {f"cascade.{name}": value})
+
+
+@pytest.mark.parametrize("given", MEANT)
+def test_an_unknown_key_is_refused_with_what_was_meant(given):
+    with pytest.raises(
+        ConfigError, match=f"^{given}: no such setting; did you mean {MEANT[given]}"
+    ):
+        read_connector_settings(STORE | {given: 1})
+
+
+def test_a_key_like_no_other_is_refused_with_all_that_are_known():
+    with pytest.raises(ConfigError, match=r"known are cascade\.pipeline, .*cascade\.save_timeout"):
+        read_connector_settings(STORE | {"zzz": 1})
+
+
+def test_nothing_is_a_working_configuration():
+    settings = read_connector_settings({})
+    assert settings.address.node is None
+    assert settings.load == "auto"
+    assert settings.shards is None
+
+
+def test_the_stores_keys_are_kept_for_a_private_node():
+    settings = read_connector_settings({**STORE, "cascade.lite": True})
+    assert settings.store_options == STORE
+
+
+def test_a_nodes_keys_and_an_embedded_stores_do_not_mix():
+    with pytest.raises(ConfigError, match=r"cascade\.dram: .*the node"):
+        read_connector_settings(STORE | {"cascade.node": "unix:/run/cascade/node.sock"})
+
+
+def test_a_secret_is_read_from_a_file_that_is_there(tmp_path):
+    place = tmp_path / "secret"
+    place.write_text("of this tenant\n")
+    place.chmod(0o600)
+    settings = read_connector_settings(STORE | {"cascade.secret_file": str(place)})
+    assert settings.secret_file == str(place)
