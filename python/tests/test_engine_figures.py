@@ -73,6 +73,15 @@ def test_overhead_is_paired_round_by_round():
     assert hit.verdict == "INVALID"
 
 
+def test_what_the_connector_tells_of_its_loads_goes_before_what_its_calls_took():
+    within = IDLE | {"wall_s": 0.25, "cpu_s": 0.125}
+    silent = Answer([1.0], [[7]], [0], within, within)
+    assert (silent.load_s, silent.cpu_s("save"), silent.cpu_s("load")) == (0.25, 0.125, 0.125)
+    told = {"load_seconds": 0.5, "load_cpu_seconds": 0.75}
+    telling = Answer([1.0], [[7]], [0], within, within, told)
+    assert (telling.load_s, telling.cpu_s("save"), telling.cpu_s("load")) == (0.5, 0.125, 0.75)
+
+
 def test_a_sheet_has_the_form_of_other_measurements_and_ends_with_1_for_what_is_invalid(tmp_path):
     out = io.StringIO()
     sheet = Sheet(out)

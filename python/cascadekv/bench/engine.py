@@ -64,12 +64,43 @@ class Meter:
 
 
 @dataclass
+class Told:
+    """What the connector's own figures say since they were last taken, by name."""
+
+    totals: dict[str, float] = field(default_factory=dict[str, float])
+
+    def around(self, call: Callable[[], Any]) -> Callable[[], Any]:
+        """Return the call that gives the figures of a step, and add them up."""
+
+        def noted() -> Any:  # noqa: ANN401 # the connector's own
+            stats = call()
+            if stats is not None:
+                self._add(stats.data)
+            return stats
+
+        return noted
+
+    def take(self) -> dict[str, float]:
+        """Give the sums and begin anew."""
+        totals, self.totals = self.totals, {}
+        return totals
+
+    def _add(self, data: Mapping[str, Any]) -> None:
+        """Add numbers by name; those that have one more label are summed over it."""
+        for name, amount in data.get("sums", {}).items():
+            self.totals[name] = self.totals.get(name, 0.0) + amount
+        for name, by_label in data.get("labels", {}).items():
+            self.totals[name] = self.totals.get(name, 0.0) + sum(by_label.values())
+
+
+@dataclass
 class Engine:
     """vLLM with one model and one connector, or none."""
 
     llm: Any
     save: Meter = field(default_factory=Meter)
     load: Meter = field(default_factory=Meter)
+    told: Told = field(default_factory=Told)
     _serial: int = 0
 
     @classmethod
@@ -100,6 +131,8 @@ class Engine:
         for meter, names in ((self.save, SAVE_CALLS), (self.load, LOAD_CALLS)):
             for name in names:
                 setattr(connector, name, meter.around(getattr(connector, name)))
+        planner = self.llm.llm_engine.engine_core.engine_core.scheduler.connector
+        planner.get_kv_connector_stats = self.told.around(planner.get_kv_connector_stats)
 
     def run(self, prompts: list[list[int]], new: int) -> dict[str, object]:
         """Serve prompts at once; tells times to the first token in seconds, hits and answers."""
@@ -108,6 +141,7 @@ class Engine:
         time.sleep(SETTLE_S)
         self.save.take()
         self.load.take()
+        self.told.take()
         names = [f"{self._serial + n}" for n in range(len(prompts))]
         self._serial += len(prompts)
         first: dict[str, float] = {}
@@ -127,6 +161,7 @@ class Engine:
             "hit_tokens": [done[name].num_cached_tokens or 0 for name in names],
             "save": self.save.take(),
             "load": self.load.take(),
+            "told": self.told.take(),
         }
 
     def look_up(self, tokens: list[int], repeats: int) -> dict[str, object]:

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self, cast
 
@@ -74,11 +74,23 @@ class Answer:
     """Seconds within the connector's saves: `wall_s`, `cpu_s`; all 0 without a connector."""
     load: dict[str, float]
     """Likewise within its loads."""
+    told: dict[str, float] = field(default_factory=dict[str, float])
+    """The connector's own figures of the run, such as `load_seconds`; empty where it has none."""
 
     @property
     def first_token_mean_s(self) -> float:
         """The mean over prompts."""
         return sum(self.first_token_s) / len(self.first_token_s)
+
+    @property
+    def load_s(self) -> float:
+        """Time of loads as the connector tells, which may go on beside the engine."""
+        return self.told.get("load_seconds", self.load["wall_s"])
+
+    def cpu_s(self, kind: str) -> float:
+        """Give the processor time of a kind, `save` or `load`, told or else within its calls."""
+        within: dict[str, float] = getattr(self, kind)
+        return self.told.get(f"{kind}_cpu_seconds", within["cpu_s"])
 
 
 class EngineProcess:

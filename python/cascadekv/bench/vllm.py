@@ -141,7 +141,7 @@ class Bench:
         pairs = Pairs(name, tokens, shared, compares_answers=False)
         for number in self._rounds():
             asked = [
-                prompt(tokens, "mostly seen", model, tokens, number, which)
+                prompt(tokens, "mostly seen", model, together, number, which)
                 for which in range(together)
             ]
             slow = ours.run(asked, 1)
@@ -256,15 +256,15 @@ class Bench:
         with self._start(model, connectors.embedded(), environment=PASSIVE) as engine:
             for number in self._rounds():
                 asked = [prompt(tokens, "cpu", model, number)]
-                first, second = engine.run(asked, 1), engine.run(asked, 1)
+                first, second = (engine.run(asked, ANSWER_TOKENS) for _ in range(2))
                 loaded = second.hit_tokens[0] // BLOCK_TOKENS
                 if loaded == 0:
                     faults = ["a second run hit nothing"]
                 elif number > 0:
-                    spent["save"].append(first.save["cpu_s"] / blocks * 1e6)
-                    spent["load"].append(second.load["cpu_s"] / loaded * 1e6)
+                    spent["save"].append(first.cpu_s("save") / blocks * 1e6)
+                    spent["load"].append(second.cpu_s("load") / loaded * 1e6)
         for kind, samples in spent.items():
-            measured = f"processor time of the process within the calls that {kind}, a block"
+            measured = f"processor time of {kind}s that the connector tells, or within its calls"
             name = f"connector-cpu/{kind}/{model}"
             self._add(Figure(name, "us/blk", samples, faults=faults, measured=measured))
 
@@ -348,14 +348,14 @@ class Bench:
 
 def _prefill_over_load(name: str, pairs: Pairs) -> Figure:
     """Make the figure of computing a prompt beside loading it, all copies included."""
-    loads = [answer.load["wall_s"] for answer in pairs.fast]
+    loads = [answer.load_s for answer in pairs.fast]
     firsts = [answer.first_token_mean_s for answer in pairs.slow]
     return Figure(
         f"prefill-over-load/{name}",
         "x",
         [first / load for first, load in zip(firsts, loads, strict=True) if load > 0],
-        skipped="" if any(loads) else "nothing was loaded within the calls that load",
-        measured="time to the first token of the first run over time within loads of the second",
+        skipped="" if any(loads) else "nothing was loaded",
+        measured="time to the first token of the first run over the time of loads of the second",
     )
 
 

@@ -29,9 +29,9 @@ Examples:
 
 Each engine is a process of its own on a model made on the spot, in bfloat16. A round has prompts of
 its own: the first run misses everything, the second hits. gain/ is how many times faster its first
-token comes; a second run that did not hit makes its figures INVALID, however fast it was. From files
-means from another engine, after the page cache was dropped. Run it on a quiet machine: vLLM's threads
-wait for each other, so that one busy processor slows all of them.
+token comes; a second run that did not hit makes its figures INVALID, however fast it was. From
+files means from another engine, after the page cache was dropped. Run it on a quiet machine: vLLM's
+threads wait for each other, so that one busy processor slows all of them.
 
 Exit codes: 0 all figures are there; 1 a figure is INVALID; 2 no Python here has vLLM.")]
 pub(super) struct VllmArgs {
