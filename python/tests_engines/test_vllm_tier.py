@@ -76,10 +76,13 @@ class Engine:
         self.spec = TieringOffloadingSpec(config_of(WEIGHTS | tier, **changes))
         self.manager = self.spec.get_manager()
         (self.tier,) = self.manager.secondary_tiers
+        self.request = None
         self.begin()
 
     def begin(self):
         """Begin another request: what was found for the one before counts for that."""
+        if self.request is not None:
+            self.manager.on_request_finished(self.request)
         self.request = ReqContext(uuid.uuid4().hex)
         self.manager.on_new_request(self.request)
 

@@ -7,6 +7,7 @@ a hash that it makes of it.
 """
 
 import hashlib
+import json
 from typing import TYPE_CHECKING, Any
 
 from cascadekv.connectors.weights import fingerprint_of_model
@@ -44,13 +45,27 @@ def manifest_of(
         "context_parallel": _context_parallel(parallel),
         "attention": f"{_attention(config, cache)}; {pieces} pieces a block",
         "engine_format": f"vllm {vllm.__version__} {current_platform.device_type}",
-        "model_settings": _digest(model.hf_config.to_json_string(use_diff=False)),
+        "model_settings": _digest(_settings(model.hf_config)),
         "groups": _digest(repr([type(g.kv_cache_spec).__name__ for g in cache.kv_cache_groups])),
         "speculative": _speculative(config),
     }
     if current_platform.device_type == "cpu":
         fields["isa"] = _isa(config)
     return fields
+
+
+def _settings(model: Any) -> str:
+    """Give a model's settings without where they were read."""
+
+    def known(settings: dict[str, Any]) -> dict[str, Any]:
+        return {
+            name: known(value) if isinstance(value, dict) else value
+            for name, value in settings.items()
+            if name not in ("_name_or_path", "transformers_version")
+        }
+
+    # Written by the configuration itself, which knows how to write each of its values.
+    return json.dumps(known(json.loads(model.to_json_string(use_diff=False))), sort_keys=True)
 
 
 def _context_parallel(parallel: Any) -> str:

@@ -1,0 +1,87 @@
+"""Time of vLLM's scheduler for one lookup of 256 blocks: `python vllm_lookup.py REPORT [SOCKET]`.
+
+Needs vLLM's CPU build. With the socket of a node it asks that, else a store of its own. Medians and
+worst of lookups that find all blocks, none, or half of them, each of a new request; what a request
+costs on arrival (its keys, and the look ahead) stands apart, because it is not in the scheduler's
+decision.
+"""
+
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import cascadekv
+from cascadekv import Hints, Manifest, Namespace
+from cascadekv.connectors.vllm.groups import Group
+from cascadekv.connectors.vllm.keys import RequestKeys
+from cascadekv.connectors.vllm.metadata import Part
+from cascadekv.connectors.vllm.scheduler import Policy, Scheduler
+from vllm import SamplingParams
+from vllm.v1.request import Request
+
+BLOCKS = 256
+BLOCK_TOKENS = 128
+ROUNDS = 200
+PART = Part("heads 0-7 of 8", 0, 64)
+SPACE = Namespace(Manifest({"weights": "bench"}))
+
+
+def keys_of(request: Request) -> RequestKeys:
+    """Name a request's blocks."""
+    return RequestKeys(SPACE, [PART.name], BLOCK_TOKENS, {"salt": request.cache_salt or ""})
+
+
+def measure(store: cascadekv.Store, share: float) -> dict[str, float]:
+    """Time lookups of which that share of the blocks is here."""
+    scheduler = Scheduler(
+        lambda: store,
+        [PART],
+        [Group(0)],
+        keys_of,
+        Policy(),
+        block_tokens=BLOCK_TOKENS,
+        choose=lambda tiers, _: len(tiers),
+        hints_of=lambda _: Hints(),
+    )
+    tokens = [7919 * at % 50_000 for at in range(BLOCKS * BLOCK_TOKENS + 1)]
+    arrivals, lookups = [], []
+    for number in range(ROUNDS):
+        salt = f"{share} {number}"
+        request = Request(f"{number}", tokens, SamplingParams(), None, cache_salt=salt)
+        keys = keys_of(request)
+        keys.extend(tokens)
+        here = int(BLOCKS * share)
+        if here:
+            store.put(keys.keys(PART.name, 0, here), [salt.encode()] * here)
+        started = time.perf_counter()
+        scheduler.arrive(request)
+        arrived = time.perf_counter()
+        matched, _ = scheduler.matched(request, 0)
+        lookups.append(time.perf_counter() - arrived)
+        arrivals.append(arrived - started)
+        if matched != here * BLOCK_TOKENS:
+            raise RuntimeError(f"{matched} tokens matched, {here * BLOCK_TOKENS} are here")
+        scheduler.finish(request, lambda hints: hints)
+    return {
+        "arrival_us_median": statistics.median(arrivals) * 1e6,
+        "lookup_us_median": statistics.median(lookups) * 1e6,
+        "lookup_us_max": max(lookups) * 1e6,
+    }
+
+
+def main() -> None:
+    """Measure and report."""
+    report, *socket = sys.argv[1:]
+    opened = cascadekv.connect(socket[0]) if socket else cascadekv.Store(dram="256MiB")
+    with opened as store:
+        shares = {"all": 1.0, "half": 0.5, "none": 0.0}
+        figures = {name: measure(store, share) for name, share in shares.items()}
+    figures["blocks"] = BLOCKS
+    Path(report).write_text(json.dumps(figures, indent=2) + "\n")
+    print(json.dumps(figures, indent=2))
+
+
+if __name__ == "__main__":
+    main()
