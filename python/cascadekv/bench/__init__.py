@@ -1,0 +1,1 @@
+"""Measurements that need an inference engine; `cascade bench vllm` runs them."""
