@@ -3,12 +3,19 @@
 Tests name these functions; the engine's process calls them with its engine first.
 """
 
+import dataclasses
 import os
+import signal
+import threading
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from types import SimpleNamespace
 from typing import Any
+
+from cascadekv import BlockKeys
+from cascadekv.connectors.vllm.layers import LayeredLoad
 
 
 @dataclass(frozen=True)
@@ -108,3 +115,148 @@ def scheduler_of(llm: Any) -> Any:  # noqa: ANN401
 def loaded_blocks(llm: Any) -> int:  # noqa: ANN401
     """Say how many blocks the engine asked its workers to load."""
     return int(connectors(llm)[0]._scheduler.tally.planned)  # noqa: SLF001
+
+
+def keys_of_prompt(llm: Any, prompt: Sequence[int]) -> bytes:  # noqa: ANN401
+    """Give the keys of a prompt's whole blocks, of the engine's only part."""
+    ours, _ = connectors(llm)
+    request = SimpleNamespace(
+        prompt_embeds=None,
+        pooling_params=None,
+        lora_request=None,
+        cache_salt=None,
+        mm_features=[],
+    )
+    (part,) = ours._scheduler._parts  # noqa: SLF001
+    keys = ours._keys_of([part.name], request)  # noqa: SLF001
+    return bytes(keys.raw(part.name, 0, keys.extend(list(prompt))))
+
+
+def choose_loads(llm: Any, load: str) -> None:  # noqa: ANN401
+    """Change what the setting `cascade.load` said."""
+    scheduler = connectors(llm)[0]._scheduler  # noqa: SLF001
+    scheduler._policy = dataclasses.replace(scheduler._policy, load=load)  # noqa: SLF001
+
+
+def after_next_hit(llm: Any, act: Callable[[Any], None]) -> None:  # noqa: ANN401
+    """Do something once a lookup has promised blocks, before they are loaded."""
+    ours, _ = connectors(llm)
+    scheduler = ours._scheduler  # noqa: SLF001
+    matched = scheduler.matched
+
+    def then(request: Any, computed: int) -> Any:  # noqa: ANN401
+        answer = matched(request, computed)
+        if answer[0]:
+            del scheduler.matched
+            act(ours._store.store())  # noqa: SLF001
+        return answer
+
+    scheduler.matched = then
+
+
+def lose_after_next_hit(llm: Any, keys: bytes) -> None:  # noqa: ANN401
+    """Delete blocks between their lookup and their load."""
+
+    def lose(store: Any) -> None:  # noqa: ANN401
+        assert all(store.delete(BlockKeys(keys)))
+
+    after_next_hit(llm, lose)
+
+
+def kill_after_next_hit(llm: Any, process: int) -> None:  # noqa: ANN401
+    """Kill a process, the node, between lookup and load."""
+
+    def kill(_store: object) -> None:
+        os.kill(process, signal.SIGKILL)
+
+    after_next_hit(llm, kill)
+
+
+def break_next(llm: Any, side: str, method: str) -> None:  # noqa: ANN401
+    """Have the next call of a method of the connector's raise what nobody foresaw."""
+    scheduler, worker = connectors(llm)
+    memory = next(iter(worker._worker._held.values()))[1]  # noqa: SLF001
+    owner = {
+        "scheduler": scheduler._scheduler,  # noqa: SLF001
+        "worker": worker._worker,  # noqa: SLF001
+        "memory": memory,
+        "layers": LayeredLoad,
+    }[side]
+    whole = getattr(owner, method)
+
+    def broken(*_arguments: object, **_named: object) -> None:
+        if owner is LayeredLoad:
+            setattr(owner, method, whole)
+        else:
+            delattr(owner, method)
+        raise ZeroDivisionError("made by a test")
+
+    setattr(owner, method, broken)
+
+
+def free_blocks(llm: Any) -> int:  # noqa: ANN401
+    """Say how many blocks of KV no request has."""
+    return int(scheduler_of(llm).kv_cache_manager.block_pool.get_num_free_blocks())
+
+
+def count(llm: Any, name: str) -> float:  # noqa: ANN401
+    """Give a counter of the engine's own metrics."""
+    return sum(metric.value for metric in llm.get_metrics() if metric.name == name)
+
+
+def abort_while_loading(llm: Any, prompts: Sequence[Sequence[int]]) -> int:  # noqa: ANN401
+    """Begin requests whose blocks are loaded meanwhile, and take them back before they are there.
+
+    Returns how many were waiting for their blocks.
+    """
+    from vllm import SamplingParams  # noqa: PLC0415
+    from vllm.v1.request import RequestStatus  # noqa: PLC0415
+
+    worker = connectors(llm)[1]._worker  # noqa: SLF001
+    load, gate = worker._load, threading.Event()  # noqa: SLF001
+
+    def late(*arguments: Any) -> Any:  # noqa: ANN401
+        gate.wait(60)
+        return load(*arguments)
+
+    worker._load = late  # noqa: SLF001
+    engine = llm.llm_engine
+    names = [f"abort-{number}" for number in range(len(prompts))]
+    parameters = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, detokenize=False)
+    internal = [
+        engine.add_request(name, {"prompt_token_ids": list(prompt)}, parameters)
+        for name, prompt in zip(names, prompts, strict=True)
+    ]
+    for _ in range(3):
+        engine.step()
+    requests = scheduler_of(llm).requests.values()
+    waiting = sum(each.status == RequestStatus.WAITING_FOR_REMOTE_KVS for each in requests)
+    engine.abort_request(names)
+    del internal
+    for _ in range(3):
+        engine.step()
+    gate.set()
+    del worker._load  # noqa: SLF001
+    return waiting
+
+
+def forget_everything(llm: Any, is_while_running: bool) -> bool:  # noqa: ANN401, FBT001
+    """Have engine and connector forget what they have, as after a change of weights."""
+    return bool(
+        llm.reset_prefix_cache(reset_running_requests=is_while_running, reset_connector=True)
+    )
+
+
+def forget_in_the_middle(llm: Any, prompt: Sequence[int], tokens: int, *, is_preempted: bool) -> None:  # noqa: ANN401
+    """Have everything forgotten while a request is being answered."""
+    from vllm import SamplingParams  # noqa: PLC0415
+
+    parameters = SamplingParams(
+        temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False
+    )
+    llm.llm_engine.add_request("middle", {"prompt_token_ids": list(prompt)}, parameters)
+    for _ in range(4):
+        llm.llm_engine.step()
+    forget_everything(llm, is_preempted)
+    while llm.llm_engine.has_unfinished_requests():
+        llm.llm_engine.step()
