@@ -14,6 +14,7 @@ from cascadekv import keys
 from cascadekv._native import (
     BlockKey,
     BlockKeys,
+    Changes,
     GetResult,
     Manifest,
     Namespace,
@@ -44,7 +45,7 @@ from cascadekv.errors import (
     TierError,
 )
 from cascadekv.hints import Hints, Priority, StopReason
-from cascadekv.results import DeclineReason, GetStatus, PutStatus
+from cascadekv.results import ChangeKind, DeclineReason, GetStatus, PutStatus
 from cascadekv.stats import Stats
 
 __all__ = [
@@ -53,6 +54,8 @@ __all__ = [
     "BlockKeys",
     "BusyError",
     "CascadeError",
+    "ChangeKind",
+    "Changes",
     "ClosedError",
     "ConfigError",
     "DeadlineError",

@@ -9,12 +9,13 @@ from typing_extensions import Buffer, CapsuleType
 from cascadekv.config import StoreConfig, StoreSettings
 from cascadekv.errors import CascadeError
 from cascadekv.hints import Hints
-from cascadekv.results import DeclineReason, GetStatus, PutStatus
+from cascadekv.results import ChangeKind, DeclineReason, GetStatus, PutStatus
 from cascadekv.stats import Stats
 
 __all__ = [
     "BlockKey",
     "BlockKeys",
+    "Changes",
     "GetResult",
     "Manifest",
     "Namespace",
@@ -173,6 +174,28 @@ class PrefixMatch:
         """The fastest tier of each of them."""
     def __eq__(self, other: object, /) -> bool: ...
     def __ne__(self, other: object, /) -> bool: ...
+
+@final
+class Changes:
+    """What a store tells a follower at a time: an iterable of kinds and keys."""
+
+    @property
+    def next(self) -> bytes:
+        """What to pass as `since` the next time."""
+    @property
+    def is_lost(self) -> bool:
+        """Whether the set begins anew: empty it before these changes are applied."""
+    @property
+    def is_current(self) -> bool:
+        """Whether the set is exact with these changes. Otherwise ask again at once."""
+    @property
+    def kinds(self) -> bytes:
+        """The `ChangeKind` of each change, one byte each."""
+    @property
+    def keys(self) -> BlockKeys:
+        """The key of each change; zeros for `ChangeKind.CLEARED`."""
+    def __len__(self) -> int: ...
+    def __iter__(self) -> Iterator[tuple[ChangeKind, BlockKey | None]]: ...
 
 @final
 class View:
@@ -436,6 +459,13 @@ class Store:
         """Wait until every tier has what was put, and would have it after a restart."""
     def clear(self) -> None:
         """Forget every block in every tier."""
+    def changes(self, since: bytes | None = None, *, limit: int = 65_536) -> Changes:
+        """Say what came and went since the answer that gave `since`; without it, what is here now.
+
+        A set of keys to which each answer is applied (emptied first, if it `is_lost`) is exactly
+        that of the store's blocks whenever an answer `is_current`. At most `limit` changes are
+        told; a served store tells 65,536 at most.
+        """
     def stats(self) -> Stats:
         """Say what the store holds and did. Also after `close`."""
     def close(self) -> None:

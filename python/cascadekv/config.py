@@ -40,6 +40,7 @@ class StoreSettings(TypedDict, total=False):
     mover_bytes_per_second: int | str | None
     protected_percent: int
     admit_partial: bool
+    changes_max: int
     timeout: float
 
 
@@ -90,6 +91,8 @@ class StoreConfig:
     """Share of DRAM that protected prefixes may hold."""
     admit_partial: bool = False
     """Whether a request's last, partly filled block is taken."""
+    changes_max: int = 1 << 20
+    """Changes kept for `Store.changes`, once somebody asks; 33 bytes each. 0: none."""
     timeout: float = 30.0
     """Seconds that a call may take unless it says otherwise."""
 

@@ -1,10 +1,12 @@
 """What became of each block of a call."""
 
-from enum import StrEnum
+from enum import IntEnum, StrEnum
 
-from cascadekv._native import GetResult, PrefixMatch, PutResult, View, Views
+from cascadekv._native import Changes, GetResult, PrefixMatch, PutResult, View, Views
 
 __all__ = [
+    "ChangeKind",
+    "Changes",
     "DeclineReason",
     "GetResult",
     "GetStatus",
@@ -59,3 +61,14 @@ class GetStatus(StrEnum):
     """The buffer is shorter than the block (`GetResult.needed_bytes`); nothing was written."""
     FAILED = "failed"
     """Failed; `GetResult.error` has the exception."""
+
+
+class ChangeKind(IntEnum):
+    """What happened to a block, as a follower of a store is told it; a byte of `Changes.kinds`."""
+
+    STORED = 0
+    """It is here, in some tier."""
+    GONE = 1
+    """It is in no tier any more. Also told of a block that was not told to be stored."""
+    CLEARED = 2
+    """No block is here any more; has no key."""

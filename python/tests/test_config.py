@@ -29,6 +29,7 @@ def test_defaults_are_the_documented_ones():
         "mover_bytes_per_second": None,
         "protected_percent": 90,
         "admit_partial": False,
+        "changes_max": 1 << 20,
         "timeout": 30.0,
     }
 

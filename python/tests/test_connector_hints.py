@@ -60,9 +60,9 @@ def test_a_wrong_value_is_left_out_and_named(name, value, expected):
 
 
 def test_an_unknown_name_is_named_with_the_nearest():
-    hints, complaints = request_hints({"cascade.sesion": "s", "cascade.workload": 1})
+    hints, complaints = request_hints({"cascade.sessions": "s", "cascade.workload": 1})
     assert hints.workload == 1
-    assert complaints == ["'cascade.sesion': no such parameter; did you mean cascade.session?"]
+    assert complaints == ["'cascade.sessions': no such parameter; did you mean cascade.session?"]
 
 
 def test_no_parameters_of_any_kind_raise():

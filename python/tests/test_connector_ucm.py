@@ -4,6 +4,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from cascadekv import Manifest, Namespace, Store, StoreConfig
 from cascadekv.connectors.ucm import parse_ucm, read_ucm, trace_limits
 from cascadekv.errors import ConfigError
 
@@ -133,7 +134,7 @@ def test_a_metrics_file_has_to_be_there(tmp_path):
         ({"running_queue_depth": 1.5}, "running_queue_depth: 1.5 is no whole number"),
         ({"timeout_ms": 0}, "timeout_ms: 0 is no whole number"),
         ({"timeout_ms": 3_600_001}, "timeout_ms"),
-        ({"io_dirct": True}, "io_dirct: no such setting; did you mean io_direct"),
+        ({"io_directs": True}, "io_directs: no such setting; did you mean io_direct"),
         ({"use_lite": True}, "use_lite: belongs to the top level"),
     ],
 )
@@ -201,3 +202,24 @@ def test_limits_of_traces_are_the_documents_variables():
     for text in ("0", "-1", "x", "²", ""):
         with pytest.raises(ConfigError, match="UCM_LOG_MAX_SIZE"):
             trace_limits({"UCM_LOG_MAX_SIZE": text})
+
+
+def test_a_store_opens_with_what_the_file_says(tmp_path):
+    settings = parse_ucm(
+        document(
+            storage_backends=str(tmp_path / "blocks"),
+            cache_buffer_capacity_gb=1 / 64,
+            posix_capacity_gb=1 / 16,
+            io_direct=True,
+            posix_io_engine="aio",
+            timeout_ms=7000,
+        )
+    )
+    options = {name.removeprefix("cascade."): value for name, value in settings.options.items()}
+    config = StoreConfig.from_dict(options)
+    assert (config.dram, config.files_capacity, config.timeout) == (GIB // 64, GIB // 16, 7.0)
+    key = Namespace(Manifest({"layout": "test"})).key_of_id("a block")
+    with Store(config) as store:
+        assert store.put(key, [b"bytes"])[0].ok
+        store.flush()
+        assert store.locate(key)[0] == ["dram", "files"]

@@ -1,10 +1,11 @@
 //! Request traces: what was asked when, in blocks, read from the formats that are published.
 //!
 //! Two formats are recognised by their content. **Mooncake JSONL** has one request a line
-//! (`timestamp` in milliseconds, `input_length`, `output_length`, `hash_ids`); what
-//! connectors record is the same with keys in hex, milliseconds since 1970 and `block_tokens`. **Agent sessions** have one JSON object
-//! a file, with sub-agents nested inside (`trace/agents.rs`). Anything damaged is an error that
-//! names file, line and field; nothing is skipped.
+//! (`timestamp` in milliseconds, `input_length`, `output_length`, `hash_ids`); what connectors
+//! record is the same with keys in hex, milliseconds since 1970 and `block_tokens`.
+//! **Agent sessions** have one JSON object a file, with sub-agents nested inside
+//! (`trace/agents.rs`). Anything damaged is an error that names file, line and field; nothing is
+//! skipped.
 
 mod agents;
 mod field;

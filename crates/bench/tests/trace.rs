@@ -117,7 +117,7 @@ fn dates_count_from_the_first_request() {
     assert_eq!(at, [0, 500, 2000]);
     assert_eq!((trace.block_tokens, trace.unique_blocks), (128, 2));
     let relative = one(&LINE.replace("27", "900000000000")).unwrap();
-    assert_eq!(relative.requests[0].at, Duration::from_millis(900_000_000_000));
+    assert_eq!(relative.requests[0].at, Duration::from_secs(900_000_000));
 }
 
 #[test]

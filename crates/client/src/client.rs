@@ -7,8 +7,8 @@ use std::time::Duration;
 use cascade_block::{BlockKey, Deadline, Manifest, Namespace, NamespaceId, SystemClock};
 use cascade_memory::SlabMut;
 use cascade_store::{
-    BlockStore, CallOptions, GetOutcome, PrefixMatch, Prepared, Put, PutOutcome, PutSlab, Request,
-    Stats, StoreError, TierName, ViewOutcome,
+    BlockStore, CallOptions, ChangeCursor, Changes, GetOutcome, PrefixMatch, Prepared, Put,
+    PutOutcome, PutSlab, Request, Stats, StoreError, TierName, ViewOutcome,
 };
 use cascade_wire::{
     Access, Answer, Call, ChainRequest, KEYS_MAX, KeyQuestion, MANIFEST_FIELDS_MAX, TEXT_BYTES_MAX,
@@ -463,6 +463,15 @@ impl BlockStore for Client {
     fn flush(&self, options: CallOptions) -> Result<(), StoreError> {
         let call = |timeout_ms| Call::Flush { timeout_ms };
         self.inner().ask_with_time("flush", options, call).map(drop)
+    }
+
+    fn changes(&self, since: Option<ChangeCursor>, max: usize) -> Result<Changes, StoreError> {
+        let most = u32::try_from(max.min(KEYS_MAX)).expect("it fits a message");
+        let call = Call::Changes { since, most };
+        match self.inner().ask("follow changes", &call, CallOptions::default())? {
+            Answer::Changes(changes) => Ok(changes),
+            other => Err(self.inner().odd(&other)),
+        }
     }
 
     fn stats(&self) -> Stats {

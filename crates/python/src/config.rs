@@ -31,6 +31,7 @@ struct Settings {
     mover_bytes_per_second: Option<u64>,
     protected_percent: u8,
     admit_partial: bool,
+    changes_max: usize,
     timeout: f64,
 }
 
@@ -104,6 +105,7 @@ impl Settings {
             mover_bytes_per_second: self.mover_bytes_per_second,
             protected_percent: self.protected_percent,
             admit_partial: self.admit_partial,
+            changes_max: self.changes_max,
             timeout: seconds("timeout", self.timeout)?,
             ..StoreConfig::default()
         })

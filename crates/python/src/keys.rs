@@ -74,6 +74,12 @@ impl From<Vec<BlockKey>> for PyBlockKeys {
     }
 }
 
+impl PyBlockKeys {
+    pub(crate) fn as_slice(&self) -> &[BlockKey] {
+        &self.0
+    }
+}
+
 #[pymethods]
 impl PyBlockKeys {
     #[new]

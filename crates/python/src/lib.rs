@@ -3,6 +3,7 @@
 #![expect(clippy::unused_self, reason = "Python's protocols pass self, needed or not")]
 
 mod buffers;
+mod changes;
 mod config;
 mod errors;
 mod hints;
@@ -27,6 +28,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     keys::register(module)?;
     namespace::register(module)?;
     results::register(module)?;
+    changes::register(module)?;
     buffers::register(module)?;
     view::register(module)?;
     paged::register(module)?;

@@ -13,6 +13,7 @@ use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyDict, PyString, PyType};
 
 use crate::buffers::{PyReservation, Sources, Targets};
+use crate::changes::{PyChanges, cursor};
 use crate::config::{seconds, store_config};
 use crate::errors::{AwayError, to_python};
 use crate::hints::hints;
@@ -394,6 +395,17 @@ impl PyStore {
         let store = self.store()?;
         py.detach(|| store.clear());
         Ok(())
+    }
+
+    /// What came and went since the answer that gave `since`; without it, what is here now.
+    ///
+    /// At most `limit` changes; a served store tells 65,536 at most.
+    #[pyo3(signature = (since = None, *, limit = 65_536))]
+    fn changes(&self, py: Python<'_>, since: Option<&[u8]>, limit: usize) -> PyResult<PyChanges> {
+        let since = since.map(cursor).transpose()?;
+        let store = self.store()?;
+        let told = py.detach(|| store.changes(since, limit)).map_err(|error| to_python(&error))?;
+        Ok(told.into())
     }
 
     /// What the store holds and did, as `Stats` describes it. Also after `close`.

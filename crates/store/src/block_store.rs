@@ -7,8 +7,8 @@ use cascade_memory::SlabMut;
 
 use crate::outcome::{Prepared, PutSlab};
 use crate::{
-    CallOptions, GetOutcome, PrefixMatch, Put, PutOutcome, Request, Stats, Store, StoreError,
-    TierName, ViewOutcome,
+    CallOptions, ChangeCursor, Changes, GetOutcome, PrefixMatch, Put, PutOutcome, Request, Stats,
+    Store, StoreError, TierName, ViewOutcome,
 };
 
 /// The calls of a block store. [`Store`] answers them in this process, a client by asking its
@@ -64,6 +64,8 @@ pub trait BlockStore: Send + Sync + fmt::Debug {
     fn manifests(&self, options: CallOptions) -> Result<Vec<(NamespaceId, Manifest)>, StoreError>;
     /// As [`Store::flush`].
     fn flush(&self, options: CallOptions) -> Result<(), StoreError>;
+    /// As [`Store::changes`].
+    fn changes(&self, since: Option<ChangeCursor>, max: usize) -> Result<Changes, StoreError>;
     /// As [`Store::stats`].
     fn stats(&self) -> Stats;
     /// As [`Store::close`].
@@ -150,6 +152,10 @@ impl BlockStore for Store {
 
     fn flush(&self, options: CallOptions) -> Result<(), StoreError> {
         Store::flush(self, options)
+    }
+
+    fn changes(&self, since: Option<ChangeCursor>, max: usize) -> Result<Changes, StoreError> {
+        Store::changes(self, since, max)
     }
 
     fn stats(&self) -> Stats {

@@ -9,6 +9,8 @@ mod table;
 use cascade_block::{BlockKey, Digest};
 use cascade_memory::Slab;
 
+use crate::Change;
+use crate::changes::ChangeLog;
 use crate::eviction::Slot;
 use arena::Arena;
 pub(crate) use table::KeyTable;
@@ -166,6 +168,8 @@ pub(crate) struct Catalog {
     digests: Arena<Digest>,
     by_digest: KeyTable,
     generation: u32,
+    /// The keys that came and went, while somebody follows them.
+    changes: Option<Box<ChangeLog>>,
 }
 
 impl Catalog {
@@ -177,6 +181,7 @@ impl Catalog {
             digests: Arena::new(),
             by_digest: KeyTable::new(),
             generation: 0,
+            changes: None,
         }
     }
 
@@ -194,7 +199,21 @@ impl Catalog {
     pub(crate) fn memory_bytes(&self) -> usize {
         let tables = self.table.memory_bytes() + self.by_digest.memory_bytes();
         let entries = self.keys.memory_bytes() + self.contents.memory_bytes();
-        tables + entries + self.digests.memory_bytes()
+        let changes = self.changes.as_ref().map_or(0, |log| log.memory_bytes());
+        tables + entries + self.digests.memory_bytes() + changes
+    }
+
+    pub(crate) fn changes_mut(&mut self) -> &mut Option<Box<ChangeLog>> {
+        &mut self.changes
+    }
+
+    /// Tells those who follow the store, if anybody does.
+    pub(crate) fn note(&mut self, change: Change) {
+        if let Some(log) = &mut self.changes
+            && !log.push(change)
+        {
+            self.changes = None;
+        }
     }
 
     pub(crate) fn find(&self, key: &BlockKey) -> Option<KeyIndex> {
@@ -331,6 +350,10 @@ impl Catalog {
         if let Some(parent) = &new.parent {
             self.set_parent(KeyIndex(key), parent);
         }
+        if let Some(log) = &mut self.changes {
+            log.expect_end(new.expires_unix_ms, key);
+            self.note(Change::Stored(new.key));
+        }
         KeyIndex(key)
     }
 
@@ -338,6 +361,10 @@ impl Catalog {
     pub(crate) fn remove(&mut self, key: KeyIndex) -> Option<Content> {
         let entry = self.keys.remove(key.0);
         self.table.remove(entry.key.fingerprint(), key.0);
+        if let Some(log) = &mut self.changes {
+            log.forget_end(entry.expires_unix_ms, key.0);
+            self.note(Change::Gone(entry.key));
+        }
         self.unlink(&entry, key);
         let content = self.content_mut(entry.content);
         content.key_count -= 1;
@@ -383,6 +410,19 @@ impl Catalog {
             at = self.keys.get(at).next_of_content;
         }
         keys
+    }
+
+    /// The keys at these indices, as far as there are any.
+    pub(crate) fn keys_at(
+        &self,
+        indices: std::ops::Range<u32>,
+    ) -> impl Iterator<Item = KeyIndex> + '_ {
+        indices.filter(|index| self.keys.try_get(*index).is_some()).map(KeyIndex)
+    }
+
+    /// Keys are at indices below this one.
+    pub(crate) fn key_indices_end(&self) -> u32 {
+        self.keys.end()
     }
 
     /// Every key there is.

@@ -11,6 +11,8 @@ use thiserror::Error;
 use crate::{HealthConfig, StoreError};
 
 const MIB: u64 = 1 << 20;
+/// Most changes that a store may keep: 8.25 GiB of them.
+const CHANGES_MAX: usize = 1 << 28;
 
 /// Which blocks leave DRAM first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -160,6 +162,9 @@ pub struct StoreConfig {
     pub protected_percent: u8,
     /// Whether a request's last partial block is taken. Default: no.
     pub admit_partial: bool,
+    /// Changes of what the store has that are kept for [`crate::Store::changes`], 33 bytes each,
+    /// once somebody asks for them. Default: 1,048,576. Most: 2^28. 0: none, and asking fails.
+    pub changes_max: usize,
     /// How long a call may take unless it says otherwise. Default: 30 s.
     pub timeout: Duration,
     /// When a stage below DRAM is left alone because it fails, and how it comes back.
@@ -184,6 +189,7 @@ impl Default for StoreConfig {
             mover_bytes_per_second: None,
             protected_percent: 90,
             admit_partial: false,
+            changes_max: 1 << 20,
             timeout: Duration::from_secs(30),
             health: HealthConfig::default(),
         }
@@ -205,6 +211,9 @@ impl StoreConfig {
         }
         if self.protected_percent > 100 {
             return bad("protected_percent", format!("{} is over 100", self.protected_percent));
+        }
+        if self.changes_max > CHANGES_MAX {
+            return bad("changes_max", format!("{}; the most is 2^28", self.changes_max));
         }
         if self.timeout.is_zero() {
             return bad("timeout", "0; every call would fail: give at least 1 ms".to_owned());

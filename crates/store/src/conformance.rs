@@ -5,6 +5,7 @@
 
 mod prepared;
 
+use std::collections::BTreeSet;
 use std::fmt;
 use std::time::Duration;
 
@@ -12,8 +13,8 @@ use cascade_block::{BlockKey, Deadline, Manifest, Namespace, SystemClock, Tenant
 
 use crate::outcome::PutSlab;
 use crate::{
-    BlockStore, CallOptions, Counters, DeclineReason, GetOutcome, Put, PutOutcome, Request,
-    StoreError, TierName, ViewOutcome,
+    BlockStore, CallOptions, Change, ChangeCursor, Counters, DeclineReason, GetOutcome, Put,
+    PutOutcome, Request, StoreError, TierName, ViewOutcome,
 };
 
 /// A fresh store, with a pool of [`DRAM_BYTES`].
@@ -46,7 +47,7 @@ const NOW: CallOptions = CallOptions { timeout: None, writer: None };
 /// # Panics
 /// If the store does not do what it has to.
 pub fn all(open: &mut dyn FnMut() -> Subject) {
-    let checks: [fn(&Subject); 25] = [
+    let checks: [fn(&Subject); 26] = [
         a_fresh_store_has_nothing,
         what_was_put_is_read_back,
         batches_have_any_length,
@@ -63,6 +64,7 @@ pub fn all(open: &mut dyn FnMut() -> Subject) {
         equal_bytes_are_told_by_the_digest,
         more_than_fits_is_a_miss_or_below,
         manifests_are_listed_as_kept,
+        a_follower_has_the_exact_set,
         a_call_without_time_harms_nothing,
         prepared::what_was_prepared_is_read_back_once_sealed,
         prepared::what_is_there_is_present_and_counted_once,
@@ -417,6 +419,47 @@ fn manifests_are_listed_as_kept(subject: &Subject) {
     assert!(kept.is_empty() || found.is_some_and(|(_, kept)| *kept == manifest), "{kept:?}");
 }
 
+fn a_follower_has_the_exact_set(subject: &Subject) {
+    let (store, keys) = (&subject.store, keys(0..100));
+    let (mut here, mut cursor) = (BTreeSet::new(), None);
+    let mut follow = |max: usize| {
+        let mut told = Vec::new();
+        loop {
+            let answer = store.changes(cursor, max).expect("the store keeps changes");
+            assert!(!answer.is_lost && answer.changes.len() <= max, "{answer:?}");
+            for change in &answer.changes {
+                match change {
+                    Change::Stored(key) => drop(here.insert(*key)),
+                    Change::Gone(key) => drop(here.remove(key)),
+                    Change::Cleared => here.clear(),
+                }
+            }
+            told.extend(answer.changes);
+            cursor = Some(answer.next);
+            if answer.is_current {
+                return (told, here.clone());
+            }
+        }
+    };
+    assert_eq!(follow(7).1.len(), 0);
+    subject.put_new(&keys, 512);
+    let all: BTreeSet<BlockKey> = keys.iter().copied().collect();
+    assert_eq!(follow(7).1, all);
+    assert_eq!(follow(7).0, [], "nothing has changed");
+    store.delete(&keys[..2]);
+    store.clear();
+    subject.put_new(&keys[5..6], 512);
+    let (told, here) = follow(1 << 20);
+    let expected =
+        [Change::Gone(keys[0]), Change::Gone(keys[1]), Change::Cleared, Change::Stored(keys[5])];
+    assert_eq!(told, expected);
+    assert_eq!(here, [keys[5]].into());
+    let odd = ChangeCursor::from_bytes([7; ChangeCursor::BYTES]);
+    let answer = store.changes(Some(odd), 10).expect("any cursor is answered");
+    assert!(answer.is_lost && answer.is_current, "{answer:?}");
+    assert_eq!(answer.changes, [Change::Stored(keys[5])]);
+}
+
 fn a_call_without_time_harms_nothing(subject: &Subject) {
     let none = CallOptions { timeout: Some(Duration::ZERO), writer: None };
     let keys = keys(0..50);
@@ -456,6 +499,8 @@ fn a_closed_store_says_so(subject: &Subject) {
     let error = store.reserve(100, NOW).expect_err("it is closed");
     assert!(matches!(error, StoreError::Closed), "{error:?}");
     let error = store.flush(NOW).expect_err("it is closed");
+    assert!(matches!(error, StoreError::Closed), "{error:?}");
+    let error = store.changes(None, 1).expect_err("it is closed");
     assert!(matches!(error, StoreError::Closed), "{error:?}");
     assert!(store.lookup_prefix(&Request::new(&keys)).tiers.is_empty());
     assert_eq!(store.delete(&keys), [false; 2]);

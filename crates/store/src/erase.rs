@@ -96,9 +96,8 @@ impl Node {
         let tier = |at| TierErased { tier: self.tier_name(at), ..TierErased::default() };
         let mut tiers: Vec<_> = (0..=self.stages.len()).map(tier).collect();
         let mut counted = HashSet::new();
-        let keys = state.catalog.all_keys();
-        for key in &keys {
-            let index = state.catalog.entry(*key).content;
+        for key in state.catalog.all_keys() {
+            let index = state.catalog.entry(key).content;
             let content = state.catalog.content(index);
             let is_first = counted.insert(index);
             let bytes = if is_first { u64::from(content.bytes) } else { 0 };
@@ -112,9 +111,7 @@ impl Node {
                 tier.bytes += if has { bytes } else { 0 };
             }
         }
-        for key in keys {
-            state.forget(key, Loss::Deleted);
-        }
+        state.forget_all(Loss::Deleted);
         // Ghost lists and histories know keys of blocks that are gone.
         state.eviction = self.new_eviction();
         state.history = History::new(self.clock.unix_ms());

@@ -3,6 +3,7 @@
 mod block_store;
 mod call;
 mod catalog;
+mod changes;
 mod config;
 pub mod conformance;
 mod erase;
@@ -34,6 +35,7 @@ mod through;
 mod warm;
 
 pub use block_store::BlockStore;
+pub use changes::{Change, ChangeCursor, Changes};
 pub use config::{
     CallOptions, EncryptionConfig, FileLayout, FilesConfig, IoEngine, KeepPool, PipelineError,
     PolicyKind, StoreConfig, WritePolicy, Writer,

@@ -327,9 +327,8 @@ fn apply_room(node: &Node, stage: usize, room: &Room) {
     for (key, address) in &room.dropped {
         state.counters.reclaimed_blocks += 1;
         if let Some(content) = content_at(&mut state, stage, key, *address) {
-            let entry = state.catalog.content_mut(content);
-            entry.set_address(stage, None);
-            entry.was_reclaimed = true;
+            state.clear_address(content, stage);
+            state.catalog.content_mut(content).was_reclaimed = true;
             state.forget_if_nowhere(content, Loss::Reclaimed);
         }
     }

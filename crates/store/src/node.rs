@@ -81,6 +81,9 @@ impl Node {
         let mut state =
             State::new(eviction, pipeline.has_dram, lower, history, config.health, &*clock);
         state.ledger = ledger;
+        for (at, stage) in stages.iter().enumerate() {
+            state.names_only |= u8::from(stage.keeps_names_only()) << at;
+        }
         let dirty_bytes_max = config.dirty_bytes_max.unwrap_or(config.dram_bytes / 4);
         let names: Vec<TierName> = stages.iter().map(Guarded::name).collect();
         let insight = Mutex::new(Insight::new(&config, pipeline.has_dram, &names));

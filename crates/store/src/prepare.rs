@@ -237,7 +237,7 @@ impl Node {
             let content = state.catalog.content(entry.content);
             entry.has_expired(now_unix_ms)
                 || content.slab.is_some()
-                || self.is_out_of_reach(&state, content)
+                || state.is_out_of_reach(content)
         })
     }
 

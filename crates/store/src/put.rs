@@ -349,7 +349,7 @@ impl Node {
             if content.bytes as usize != bytes {
                 return Known::Settled(PutOutcome::Conflict);
             }
-            if self.is_out_of_reach(state, content) {
+            if state.is_out_of_reach(content) {
                 return self.known_by_digest(state, put, index, digest);
             }
             let keeps_bytes = |stage: usize| !self.stages[stage].keeps_names_only();
@@ -368,7 +368,7 @@ impl Node {
             return Known::Settled(outcome);
         }
         match digest.and_then(|digest| state.catalog.find_digest(&digest)) {
-            Some(content) if !self.is_out_of_reach(state, state.catalog.content(content)) => {
+            Some(content) if !state.is_out_of_reach(state.catalog.content(content)) => {
                 Known::Settled(self.deduplicate(state, put, digest, content))
             }
             Some(_) | None => Known::New,

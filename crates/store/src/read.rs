@@ -526,7 +526,7 @@ fn resident(
 fn forget_address(state: &mut State, from: Source, why: Loss) {
     let Some(content) = state.catalog.live_content(from.place()) else { return };
     if content.address(from.stage) == Some(from.address) {
-        content.set_address(from.stage, None);
+        state.clear_address(from.content, from.stage);
         for key in state.catalog.keys_of(from.content) {
             let name = state.catalog.entry(key).key;
             state.push_name(from.stage, NameChange::Remove(name, from.address));

@@ -125,20 +125,9 @@ impl Node {
                 self.announce_work();
             }
         }
+        // What only this stage has came or went all at once.
+        state.lose_changes();
         self.announce_change();
-    }
-
-    /// Whether a content is where only shed stages have its bytes: nobody can read it now.
-    pub(crate) fn is_out_of_reach(&self, state: &State, content: &Content) -> bool {
-        if state.shed == 0 || content.slab.is_some() {
-            return false;
-        }
-        let keeps_bytes = |stage: &usize| {
-            content.address(*stage).is_some() && !self.stages[*stage].keeps_names_only()
-        };
-        let mut holders = (0..self.stages.len()).filter(keeps_bytes).peekable();
-        let is_below = holders.peek().is_some();
-        is_below && holders.all(|stage| state.is_shed(stage))
     }
 
     /// Whether no tier takes blocks: there is no DRAM, and all that keeps bytes is shed.
@@ -161,6 +150,19 @@ impl Node {
 impl State {
     pub(crate) fn is_shed(&self, stage: usize) -> bool {
         self.shed & (1 << stage) != 0
+    }
+
+    /// Whether a content is where only shed stages have its bytes: nobody can read it now.
+    pub(crate) fn is_out_of_reach(&self, content: &Content) -> bool {
+        if self.shed == 0 || content.slab.is_some() {
+            return false;
+        }
+        let keeps_bytes = |stage: &usize| {
+            content.address(*stage).is_some() && self.names_only & (1 << stage) == 0
+        };
+        let mut holders = (0..LOWER_STAGES_MAX).filter(keeps_bytes).peekable();
+        let is_below = holders.peek().is_some();
+        is_below && holders.all(|stage| self.is_shed(stage))
     }
 
     /// Most names that wait for one stage that is not shed.

@@ -87,6 +87,8 @@ pub(crate) struct State {
     pub(crate) breakers: [Breaker; LOWER_STAGES_MAX],
     /// Bit per lower stage: its breaker is open.
     pub(crate) shed: u8,
+    /// Bit per lower stage: it keeps names, and no bytes.
+    pub(crate) names_only: u8,
     /// Blocks that a stage failed to take, oldest first: queued again when its breaker closes.
     pub(crate) lacking: [VecDeque<Pending>; LOWER_STAGES_MAX],
     /// How many of these are to be queued again now.
@@ -138,6 +140,7 @@ impl State {
             pending_bytes: [0; LOWER_STAGES_MAX],
             breakers: std::array::from_fn(|_| Breaker::new(health, now, now_unix_ms)),
             shed: 0,
+            names_only: 0,
             lacking: Default::default(),
             retries: [0; LOWER_STAGES_MAX],
             prefetched: VecDeque::new(),
@@ -259,10 +262,12 @@ impl State {
     /// Takes a content's bytes out of DRAM; views that are held keep theirs.
     pub(crate) fn drop_slab(&mut self, content: ContentIndex) {
         self.clear_records(content);
-        let content = self.catalog.content_mut(content);
-        if content.slab.take().is_some() {
-            self.dram_bytes -= u64::from(content.bytes);
+        let was_in_reach = self.is_in_reach(content);
+        let entry = self.catalog.content_mut(content);
+        if entry.slab.take().is_some() {
+            self.dram_bytes -= u64::from(entry.bytes);
         }
+        self.note_reach(content, was_in_reach);
     }
 
     /// Puts a content's bytes into DRAM; `facts` are those of a put that brought them.
@@ -273,10 +278,12 @@ impl State {
         facts: Option<&BlockFacts>,
     ) {
         self.clear_records(index);
+        let was_in_reach = self.is_in_reach(index);
         let content = self.catalog.content_mut(index);
         if content.slab.replace(slab).is_none() {
             self.dram_bytes += u64::from(content.bytes);
         }
+        self.note_reach(index, was_in_reach);
         if self.ledger.is_some() {
             let mut next = Some(self.catalog.first_key_of(index));
             while let Some(key) = next {
@@ -331,6 +338,13 @@ impl State {
         }
     }
 
+    /// A stage does not have a content any more.
+    pub(crate) fn clear_address(&mut self, index: ContentIndex, stage: usize) {
+        let was_in_reach = self.is_in_reach(index);
+        self.catalog.content_mut(index).set_address(stage, None);
+        self.note_reach(index, was_in_reach);
+    }
+
     /// Forgets a content that no tier has any more.
     pub(crate) fn forget_if_nowhere(&mut self, content: ContentIndex, why: Loss) {
         if self.catalog.content(content).is_anywhere() {
@@ -339,6 +353,17 @@ impl State {
         for key in self.catalog.keys_of(content) {
             self.forget(key, why);
         }
+    }
+
+    /// Removes every key from every tier.
+    pub(crate) fn forget_all(&mut self, why: Loss) {
+        // Told as one change, not as one for each key.
+        let log = self.catalog.changes_mut().take();
+        for key in self.catalog.all_keys() {
+            self.forget(key, why);
+        }
+        *self.catalog.changes_mut() = log;
+        self.note_cleared();
     }
 
     /// Removes a key, and with the last key its content, from every tier.

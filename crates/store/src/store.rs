@@ -156,7 +156,7 @@ impl Store {
             let entry = state.catalog.entry(found);
             let (content, resident) = (entry.content, entry.slot());
             chain.push(Asked { fingerprint: key.fingerprint(), resident });
-            is_unbroken &= !node.is_out_of_reach(&state, state.catalog.content(content));
+            is_unbroken &= !state.is_out_of_reach(state.catalog.content(content));
             if is_unbroken {
                 if state.has_dram {
                     state.announce(found);
@@ -223,7 +223,7 @@ impl Store {
         let is_here = |found| {
             let entry = state.catalog.entry(found);
             let content = state.catalog.content(entry.content);
-            !entry.has_expired(now_unix_ms) && !self.node().is_out_of_reach(&state, content)
+            !entry.has_expired(now_unix_ms) && !state.is_out_of_reach(content)
         };
         found.into_iter().map(|found| found.is_some_and(is_here)).collect()
     }
@@ -314,9 +314,7 @@ impl Store {
             return;
         }
         state.history.tell_time(node.clock.unix_ms());
-        for key in state.catalog.all_keys() {
-            state.forget(key, Loss::Cleared);
-        }
+        state.forget_all(Loss::Cleared);
         node.release(state);
         node.announce_change();
         node.insight().shadows.clear();

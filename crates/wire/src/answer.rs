@@ -1,7 +1,7 @@
 //! Answers: what a node says to a call.
 
 use cascade_block::{Manifest, NamespaceId};
-use cascade_store::{PutOutcome, StoreError};
+use cascade_store::{Change, Changes, PutOutcome, StoreError};
 
 use crate::failure::{read_error, read_outcome, write_error, write_outcome};
 use crate::fields::{Reader, Writer};
@@ -105,6 +105,8 @@ pub enum Answer {
     Manifests(Vec<(NamespaceId, Manifest)>),
     /// To an administrator's call: JSON.
     Text(String),
+    /// To a changes.
+    Changes(Changes),
 }
 
 impl Welcome {
@@ -224,6 +226,7 @@ impl Answer {
             Self::Count(_) => 112,
             Self::Manifests(_) => 113,
             Self::Text(_) => 114,
+            Self::Changes(_) => 115,
         }
     }
 
@@ -290,6 +293,7 @@ impl Answer {
                 }
             }
             Self::Text(text) => into.text(text),
+            Self::Changes(changes) => write_changes(into, changes),
         }
     }
 
@@ -316,10 +320,47 @@ impl Answer {
                 Self::Manifests(list(&mut from, |from| Ok((from.namespace()?, from.manifest()?)))?)
             }
             114 => Self::Text(from.text("text")?.to_owned()),
+            115 => Self::Changes(read_changes(&mut from)?),
             kind => return Err(WireError::Kind(kind)),
         };
         from.end(answer)
     }
+}
+
+fn write_changes(into: &mut Writer<'_>, changes: &Changes) {
+    into.bytes(&changes.next.to_bytes());
+    into.u8(u8::from(changes.is_lost));
+    into.u8(u8::from(changes.is_current));
+    into.count(changes.changes.len());
+    for change in &changes.changes {
+        match change {
+            Change::Stored(key) => {
+                into.u8(0);
+                into.key(key);
+            }
+            Change::Gone(key) => {
+                into.u8(1);
+                into.key(key);
+            }
+            Change::Cleared => into.u8(2),
+        }
+    }
+}
+
+fn read_changes(from: &mut Reader<'_>) -> Result<Changes, WireError> {
+    Ok(Changes {
+        next: from.cursor()?,
+        is_lost: from.flag("lost")?,
+        is_current: from.flag("current")?,
+        changes: list(from, |from| {
+            Ok(match from.u8("change")? {
+                0 => Change::Stored(from.key()?),
+                1 => Change::Gone(from.key()?),
+                2 => Change::Cleared,
+                _ => return Err(WireError::Field("change")),
+            })
+        })?,
+    })
 }
 
 fn list<'a, T>(

@@ -1,6 +1,7 @@
 //! Calls: what a worker asks of its node.
 
 use cascade_block::{BlockKey, Manifest, NamespaceId};
+use cascade_store::ChangeCursor;
 
 use crate::chain::ChainRequest;
 use crate::fields::{Reader, Writer};
@@ -201,6 +202,13 @@ pub enum Call {
         /// The earlier node.
         epoch: u64,
     },
+    /// What came and went?
+    Changes {
+        /// How far the caller knows it.
+        since: Option<ChangeCursor>,
+        /// Most changes to be told.
+        most: u32,
+    },
 }
 
 impl AskedBlock {
@@ -270,6 +278,7 @@ impl Call {
             Self::Flush { .. } => 16,
             Self::Admin { .. } => 17,
             Self::Forget { .. } => 18,
+            Self::Changes { .. } => 19,
         }
     }
 
@@ -294,6 +303,7 @@ impl Call {
             Self::Flush { .. } => "flush",
             Self::Admin { .. } => "admin",
             Self::Forget { .. } => "forget",
+            Self::Changes { .. } => "changes",
         }
     }
 
@@ -314,10 +324,7 @@ impl Call {
             Self::Prepare { timeout_ms, first_hold, blocks } => {
                 into.u32(*timeout_ms);
                 into.u64(*first_hold);
-                into.count(blocks.len());
-                for block in blocks {
-                    block.write(into);
-                }
+                into.list(blocks, AskedBlock::write);
             }
             Self::Reserve { timeout_ms, hold, bytes } => {
                 into.u32(*timeout_ms);
@@ -326,10 +333,7 @@ impl Call {
             }
             Self::Seal { timeout_ms, blocks } => {
                 into.u32(*timeout_ms);
-                into.count(blocks.len());
-                for block in blocks {
-                    block.write(into);
-                }
+                into.list(blocks, SealedBlock::write);
             }
             Self::Release { holds } => {
                 into.count(holds.len());
@@ -373,6 +377,10 @@ impl Call {
                 into.text(arguments);
             }
             Self::Forget { epoch } => into.u64(*epoch),
+            Self::Changes { since, most } => {
+                into.maybe_cursor(since.as_ref());
+                into.u32(*most);
+            }
         }
     }
 
@@ -417,7 +425,7 @@ impl Call {
                 conflicts: from.u32("conflicts")?,
                 failures: from.u32("failures")?,
             },
-            8..=12 => return Self::read_question(frame.header.kind, from),
+            8..=12 | 19 => return Self::read_question(frame.header.kind, from),
             13 => Self::Clear,
             14 => Self::Register {
                 timeout_ms: from.u32("timeout")?,
@@ -461,6 +469,7 @@ impl Call {
                 let question = QUESTIONS.get(code).ok_or(WireError::Field("question"))?;
                 Self::Ask { question: *question, keys: from.keys()? }
             }
+            19 => Self::Changes { since: from.maybe_cursor()?, most: from.u32("most")? },
             kind => return Err(WireError::Kind(kind)),
         };
         from.end(call)

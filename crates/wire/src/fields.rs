@@ -1,7 +1,7 @@
 //! Reading and writing the fields of a message.
 
 use cascade_block::{BlockKey, Manifest, NamespaceId};
-use cascade_store::TierName;
+use cascade_store::{ChangeCursor, TierName};
 
 use crate::{KEYS_MAX, TEXT_BYTES_MAX, WireError};
 
@@ -58,9 +58,23 @@ impl Writer<'_> {
         }
     }
 
+    pub(crate) fn maybe_cursor(&mut self, cursor: Option<&ChangeCursor>) {
+        self.u8(u8::from(cursor.is_some()));
+        if let Some(cursor) = cursor {
+            self.bytes(&cursor.to_bytes());
+        }
+    }
+
     /// The count of what follows.
     pub(crate) fn count(&mut self, count: usize) {
         self.u32(u32::try_from(count).expect("messages keep to their limits"));
+    }
+
+    pub(crate) fn list<T>(&mut self, all: &[T], write: impl Fn(&T, &mut Self)) {
+        self.count(all.len());
+        for one in all {
+            write(one, self);
+        }
     }
 
     pub(crate) fn keys(&mut self, keys: &[BlockKey]) {
@@ -185,6 +199,14 @@ impl<'a> Reader<'a> {
 
     pub(crate) fn name(&mut self, field: &'static str) -> Result<TierName, WireError> {
         Ok(cascade_store::intern(self.text(field)?))
+    }
+
+    pub(crate) fn cursor(&mut self) -> Result<ChangeCursor, WireError> {
+        Ok(ChangeCursor::from_bytes(self.array("cursor")?))
+    }
+
+    pub(crate) fn maybe_cursor(&mut self) -> Result<Option<ChangeCursor>, WireError> {
+        if self.flag("cursor")? { Ok(Some(self.cursor()?)) } else { Ok(None) }
     }
 
     pub(crate) fn namespace(&mut self) -> Result<NamespaceId, WireError> {

@@ -2,11 +2,11 @@
 
 use cascade_block::{BlockKey, Manifest, NamespaceId};
 use cascade_store::eviction::{Hints, Priority, StopReason};
-use cascade_store::{DeclineReason, PutOutcome, StoreError};
+use cascade_store::{Change, ChangeCursor, Changes, DeclineReason, PutOutcome, StoreError};
 use cascade_wire::{
     Access, Answer, AskedBlock, BLOCKS_MAX, Call, ChainRequest, Frame, HEADER_BYTES, Hello,
-    HoldRange, KeyQuestion, Lease, LeasePurpose, PreparedBlock, SealedBlock, TEXT_BYTES_MAX,
-    TraceContext, VERSION, Welcome, WireError, frame_length,
+    HoldRange, KEYS_MAX, KeyQuestion, Lease, LeasePurpose, PreparedBlock, SealedBlock,
+    TEXT_BYTES_MAX, TraceContext, VERSION, Welcome, WireError, frame_length,
 };
 use proptest::prelude::*;
 use std::sync::Arc;
@@ -84,7 +84,13 @@ fn calls() -> Vec<Call> {
         Call::Flush { timeout_ms },
         Call::Admin { timeout_ms, topic: "status".to_owned(), arguments: "{}".to_owned() },
         Call::Forget { epoch: u64::MAX },
+        Call::Changes { since: Some(cursor()), most: 1000 },
+        Call::Changes { since: None, most: 1 },
     ]
+}
+
+fn cursor() -> ChangeCursor {
+    ChangeCursor::from_bytes(std::array::from_fn(|at| 0xA0 + u8::try_from(at).expect("few")))
 }
 
 fn failures() -> Vec<StoreError> {
@@ -141,6 +147,12 @@ fn answers() -> Vec<Answer> {
     all.extend(failures().into_iter().map(Answer::Failed));
     all.push(Answer::Puts(failures().into_iter().map(PutOutcome::Failed).collect()));
     all.push(Answer::Leases(failures().into_iter().map(Lease::Failed).collect()));
+    all.push(Answer::Changes(Changes {
+        next: cursor(),
+        is_lost: true,
+        is_current: false,
+        changes: vec![Change::Cleared, Change::Stored(key(1)), Change::Gone(key(2))],
+    }));
     all
 }
 
@@ -224,7 +236,7 @@ fn frames_of_version_1_are_read_as_they_were_written() {
             if kind < 100 { Call::read(&frame).is_ok() } else { Answer::read(&frame).is_ok() };
         assert!(is_read, "kind {kind}");
     }
-    let all: std::collections::BTreeSet<u16> = (1..=18).chain(101..=114).collect();
+    let all: std::collections::BTreeSet<u16> = (1..=19).chain(101..=115).collect();
     assert_eq!(kinds, all, "every kind of message has a frame in the fixture");
 }
 
@@ -240,6 +252,16 @@ fn the_longest_answer_about_blocks_fits_a_frame() {
     Answer::Leases(leases).write(&mut bytes, 1);
     let frame = Frame::read(&bytes).expect("it was just written");
     assert!(matches!(Answer::read(&frame), Ok(Answer::Leases(all)) if all.len() == BLOCKS_MAX));
+}
+
+#[test]
+fn the_longest_answer_about_changes_fits_a_frame() {
+    let changes = vec![Change::Gone(key(7)); KEYS_MAX];
+    let all = Changes { next: cursor(), is_lost: false, is_current: true, changes };
+    let mut bytes = Vec::new();
+    Answer::Changes(all.clone()).write(&mut bytes, 1);
+    let frame = Frame::read(&bytes).expect("it was just written");
+    assert!(matches!(Answer::read(&frame), Ok(Answer::Changes(told)) if told == all));
 }
 
 #[test]
@@ -303,7 +325,7 @@ proptest! {
     }
 
     #[test]
-    fn a_flipped_bit_anywhere_is_noticed(index in 0_usize..18, at in 0_usize..200, bit in 0_u8..8) {
+    fn a_flipped_bit_anywhere_is_noticed(index in 0_usize..20, at in 0_usize..200, bit in 0_u8..8) {
         let mut bytes = Vec::new();
         calls()[index].write(&mut bytes, 3, None).expect("it is short");
         let at = at % bytes.len();

@@ -108,6 +108,7 @@ fn store_config(values: &Values) -> StoreConfig {
         mover_bytes_per_second: values.bytes("store.mover_rate"),
         protected_percent: values.percent("dram.protected").unwrap_or(built_in.protected_percent),
         admit_partial: values.is_on("store.admit_partial"),
+        changes_max: values.count("store.changes_max").unwrap_or(built_in.changes_max),
         timeout: values.duration("store.timeout").unwrap_or(built_in.timeout),
         health: health_config(values),
         ..built_in

@@ -167,6 +167,14 @@ pub const KEYS: &[Key] = &[
     .default_rule("no limit")
     .minimum("1B/s"),
     Key::new(
+        "store.changes_max",
+        Kind::Count,
+        "Changes of what a store has that are kept, while somebody follows them, in 33 bytes each; \
+         0 lets nobody follow.",
+    )
+    .default("1048576")
+    .maximum("268435456"),
+    Key::new(
         "health.probe_interval",
         Kind::Duration,
         "Time between two probes of a tier that is shed, or that has had nothing to do.",

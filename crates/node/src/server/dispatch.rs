@@ -10,8 +10,8 @@ use cascade_store::{
     ViewOutcome, Writer,
 };
 use cascade_wire::{
-    Access, Answer, AskedBlock, BLOCKS_MAX, Call, ChainRequest, KeyQuestion, Lease, LeasePurpose,
-    PreparedBlock, SealedBlock,
+    Access, Answer, AskedBlock, BLOCKS_MAX, Call, ChainRequest, KEYS_MAX, KeyQuestion, Lease,
+    LeasePurpose, PreparedBlock, SealedBlock,
 };
 
 use super::holds::{Held, counted};
@@ -96,21 +96,28 @@ impl Dispatch<'_> {
                 self.waiting(|| self.store().flush(self.timeout(timeout_ms)), |()| Answer::Done)
             }
             Call::Admin { timeout_ms, topic, arguments } => {
-                let _waiter = match self.wait() {
-                    Ok(waiter) => waiter,
-                    Err(error) => return Some(Answer::Failed(error)),
-                };
-                let time = self.time(timeout_ms);
-                match self.node.administer(&self.session.tenant, &topic, &arguments, time) {
-                    Ok(text) => Answer::Text(text),
-                    Err(reason) => Answer::Refused { reason },
-                }
+                self.administer(self.time(timeout_ms), &topic, &arguments)
+            }
+            Call::Changes { since, most } => {
+                let told = self.store().changes(since, (most as usize).min(KEYS_MAX));
+                told.map_or_else(Answer::Failed, Answer::Changes)
             }
             Call::Forget { epoch } => {
                 self.session.forget_earlier(epoch);
                 return None;
             }
         })
+    }
+
+    fn administer(&self, time: Duration, topic: &str, arguments: &str) -> Answer {
+        let _waiter = match self.wait() {
+            Ok(waiter) => waiter,
+            Err(error) => return Answer::Failed(error),
+        };
+        match self.node.administer(&self.session.tenant, topic, arguments, time) {
+            Ok(text) => Answer::Text(text),
+            Err(reason) => Answer::Refused { reason },
+        }
     }
 
     /// The right to wait, if not too many calls do already.

@@ -44,7 +44,8 @@ impl Asked {
             | Call::Manifests { .. }
             | Call::Flush { .. }
             | Call::Admin { .. }
-            | Call::Forget { .. } => (Operation::Control, 0, 0),
+            | Call::Forget { .. }
+            | Call::Changes { .. } => (Operation::Control, 0, 0),
         };
         Self { operation, blocks: blocks as u64, bytes }
     }

@@ -85,6 +85,11 @@ impl<T> Arena<T> {
         Some(entry)
     }
 
+    /// One more than the highest index that was ever given.
+    pub(super) fn end(&self) -> u32 {
+        self.next
+    }
+
     pub(super) fn indices(&self) -> impl Iterator<Item = u32> + '_ {
         let chunks = (0u32..).step_by(CHUNK).zip(&self.chunks);
         let entries = chunks.flat_map(|(first, chunk)| (first..).zip(chunk));

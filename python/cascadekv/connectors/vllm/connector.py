@@ -4,13 +4,14 @@ Public interface only. Every call of the engine ends here, and no fault of the c
 logged, counted, and answered as if nothing were cached.
 """
 
+import contextlib
 import functools
 import logging
-import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -24,12 +25,14 @@ from cascadekv import Hints, Manifest, Namespace
 from cascadekv.connectors.hints import finish_hints, request_hints
 from cascadekv.connectors.load_or_compute import LoadOrCompute
 from cascadekv.connectors.record import TraceRecorder
+from cascadekv.connectors.vllm.events import EventSource
 from cascadekv.connectors.vllm.groups import groups_of
 from cascadekv.connectors.vllm.identity import adapter_fingerprint, manifest_of
 from cascadekv.connectors.vllm.keys import RequestKeys, origin_of
 from cascadekv.connectors.vllm.layout import Held, LayoutError, Rank, describe
 from cascadekv.connectors.vllm.memory import memory_of
-from cascadekv.connectors.vllm.metadata import Part, Plan, Progress, WorkerFacts
+from cascadekv.connectors.vllm.metadata import Part, Plan, Progress, Saved, WorkerFacts
+from cascadekv.connectors.vllm.metrics import CascadePromMetrics, CascadeStats
 from cascadekv.connectors.vllm.scheduler import Policy, Scheduler
 from cascadekv.connectors.vllm.settings import ConnectorSettings, read_connector_settings
 from cascadekv.connectors.vllm.store import (
@@ -43,6 +46,7 @@ from cascadekv.connectors.vllm.worker import Worker
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -54,6 +58,8 @@ if TYPE_CHECKING:
 __all__ = ["CascadeConnector"]
 
 _LOG = logging.getLogger("vllm.cascade")
+MEDIUM = "CPU"
+"""What KV events call the place of blocks that are not in the engine."""
 _SOURCES = {
     "dram": CacheHitSource.HOST,
     "files": CacheHitSource.DISK,
@@ -63,15 +69,17 @@ _SOURCES = {
 Answer = TypeVar("Answer")
 
 
-def _guarded(default: Callable[[], Any]) -> Callable[[Callable[..., Answer]], Callable[..., Answer]]:
+def _guarded(
+    default: Callable[[], Any],
+) -> Callable[[Callable[..., Answer]], Callable[..., Answer]]:
     """Answer `default()` where a call of the engine meets a fault of ours, which is logged."""
 
     def wrap(call: Callable[..., Answer]) -> Callable[..., Answer]:
         @functools.wraps(call)
-        def guarded(self: "CascadeConnector", *arguments: Any, **named: Any) -> Answer:  # noqa: ANN401
+        def guarded(self: "CascadeConnector", *arguments: Any, **named: Any) -> Answer:
             try:
                 return call(self, *arguments, **named)
-            except Exception:
+            except Exception:  # noqa: BLE001 # the engine must not fail because the cache did
                 _LOG.exception("Cascade: %s failed; the engine goes on without", call.__name__)
                 return default()
 
@@ -104,6 +112,8 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
         self._facts: WorkerFacts | None = None
         self._recorder: TraceRecorder | None = None
         self._economy: LoadOrCompute | None = None
+        self._events: EventSource | None = None
+        self._parts: Sequence[str] = ()
         self._store = self._open()
         if role is KVConnectorRole.SCHEDULER:
             self._expect_misses()
@@ -140,7 +150,7 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
         return self._facts
 
     @_guarded(lambda: None)
-    def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:  # noqa: ANN401, ARG002
+    def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:  # noqa: ARG002
         """Load what the step needs, and begin to load what later steps need."""
         if self._worker is not None:
             self._worker.start_loads(self._plan())
@@ -156,7 +166,7 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
         layer_name: str,
         kv_layer: "torch.Tensor",
         attn_metadata: "AttentionMetadata",
-        **kwargs: Any,  # noqa: ANN401
+        **kwargs: Any,
     ) -> None:
         """Do nothing: blocks are copied whole when the step is over."""
 
@@ -172,7 +182,7 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
         results = self.get_transfer_results(finished_req_ids)
         return None, results.finished_recving
 
-    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:  # noqa: ANN401, ARG002
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:  # noqa: ARG002
         """Name requests whose asynchronous loads ended, and those that failed as a whole."""
         from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # noqa: PLC0415
             KVConnectorTransferResults,
@@ -245,7 +255,6 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
             sources[unknown] = sources.get(unknown, 0) + left
         return {source: tokens for source, tokens in sources.items() if tokens}
 
-    @_guarded(Plan)
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
         """Give the workers the step's plan."""
         if self._scheduler is None:
@@ -303,6 +312,32 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler is not None:
             self._scheduler.forget()
         return True
+
+    @_guarded(tuple)
+    def take_events(self) -> "Iterable[KVCacheEvent]":
+        """Tell routers which blocks came and went, in vLLM's own stream."""
+        return self._events.take() if self._events is not None else ()
+
+    @_guarded(lambda: None)
+    def get_kv_connector_stats(self) -> CascadeStats | None:
+        """Give the scheduler's side's figures; what workers did is in them."""
+        return self._scheduler.figures() if self._scheduler is not None else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> CascadeStats | None:
+        """Make figures of what crossed between processes."""
+        return CascadeStats() if data is None else CascadeStats(data=data)
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: "VllmConfig",
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> CascadePromMetrics:
+        """Register the figures with vLLM's endpoint."""
+        return CascadePromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     # How it is put together.
 
@@ -391,7 +426,14 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
             for part in each.parts
         }
         settings = self.settings
-        policy = Policy(settings.load, settings.hit_ratio, settings.min_tokens, settings.lite)
+        policy = Policy(
+            settings.load,
+            settings.hit_ratio,
+            settings.min_tokens,
+            settings.lite,
+            settings.loads_max,
+            settings.blocks_max,
+        )
         try:
             groups = groups_of(self._kv_cache_config, self._block_tokens)
         except LayoutError as why:
@@ -406,7 +448,9 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
             block_tokens=self._block_tokens,
             choose=self._chosen,
             hints_of=_hints_of,
+            on_saved=self._announce,
         )
+        self._follow(list(named))
         block_bytes = sum(part.block_bytes for part in named.values())
         if settings.load_or_compute:
             self._economy = LoadOrCompute(
@@ -414,6 +458,32 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
             )
         if settings.record is not None:
             self._recorder = TraceRecorder(settings.record, block_tokens=self._block_tokens)
+
+    def _follow(self, parts: Sequence[str]) -> None:
+        """Follow the store's changes where the engine publishes KV events."""
+        events = self._vllm_config.kv_events_config
+        store = self._store.store()
+        if events is None or not events.enable_kv_cache_events or store is None:
+            return
+        self._parts = parts
+        self._events = EventSource(store, block_tokens=self._block_tokens, medium=MEDIUM)
+
+    def _announce(self, request: "Request", keys: RequestKeys, saved: Saved) -> None:
+        """Have the saved blocks announced."""
+        if self._events is None:
+            return
+        first, last = saved.first, saved.first + len(saved.kept)
+        runs = [keys.split(part, first, last) for part in self._parts]
+        tokens = request.all_token_ids[first * self._block_tokens : last * self._block_tokens]
+        adapter = request.lora_request
+        self._events.saved(
+            runs[0],
+            keys.parent(self._parts[0], first),
+            list(tokens),
+            adapter and adapter.lora_int_id,
+            adapter and adapter.lora_name,
+            other_parts=runs[1:],
+        )
 
     def _chosen(self, tiers: Sequence[str], total_tokens: int) -> int:
         """Say how many leading blocks are faster to load than to compute."""
@@ -462,3 +532,10 @@ def _secret(settings: ConnectorSettings) -> bytes | None:
         return None
     with open(settings.secret_file, "rb") as file:  # noqa: PTH123 # checked by the settings
         return file.read().strip()
+
+
+# MultiConnector finds its children's classes by name; a second import finds it there.
+with contextlib.suppress(ValueError):
+    KVConnectorFactory.register_connector(
+        "CascadeConnector", "cascadekv.connectors.vllm", "CascadeConnector"
+    )

@@ -79,7 +79,7 @@ def _weights(config: "VllmConfig", weights: str) -> str:
     return f"{fingerprint} {load}"
 
 
-def _snapshot(model: Any) -> str:  # noqa: ANN401 # the engine's own configuration
+def _snapshot(model: Any) -> str:  # the engine's own configuration
     """Give where a hub's cache keeps a model."""
     from huggingface_hub import snapshot_download  # noqa: PLC0415 # comes with the engine
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError  # noqa: PLC0415

@@ -92,9 +92,13 @@ class RequestKeys:
 
     def prompt(self, tokens: int) -> list[bytes]:
         """Give the keys of a prompt's whole blocks, of the first part."""
-        keys = next(iter(self._keys.values()), bytearray())
-        last = min(tokens // self._block_tokens, self.blocks) * KEY_BYTES
-        return [bytes(keys[at : at + KEY_BYTES]) for at in range(0, last, KEY_BYTES)]
+        part = next(iter(self._keys))
+        return self.split(part, 0, min(tokens // self._block_tokens, self.blocks))
+
+    def split(self, part: str, first: int, last: int) -> list[bytes]:
+        """Give keys one by one."""
+        whole = self.raw(part, first, last)
+        return [whole[at : at + KEY_BYTES] for at in range(0, len(whole), KEY_BYTES)]
 
     def parent(self, part: str, first: int) -> bytes | None:
         """Give the key before block `first`; none before the first."""

@@ -44,7 +44,9 @@ class HostMemory:
     def __init__(self, buffer: "torch.Tensor", regions: Sequence["Region"], pages: int) -> None:
         """Take a tensor of bytes on the host."""
         whole = buffer.numpy()
-        self.paged = PagedMemory([(whole, r.offset, r.stride, r.page_bytes) for r in regions], pages)
+        self.paged = PagedMemory(
+            [(whole, r.offset, r.stride, r.page_bytes) for r in regions], pages
+        )
         self.block_bytes = self.paged.block_bytes
         self.batch_blocks = max(1, STAGING_BYTES // self.block_bytes)
 

@@ -7,14 +7,15 @@ answered from this process's memory after that, so that being asked again costs 
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cascadekv import CascadeError, Hints, Store
 from cascadekv.connectors.failures import FailureLog
 from cascadekv.connectors.vllm.groups import Group, usable
 from cascadekv.connectors.vllm.keys import RequestKeys, Unkeyed
-from cascadekv.connectors.vllm.metadata import Load, Part, Plan, Progress, Save
+from cascadekv.connectors.vllm.metadata import Load, Part, Plan, Progress, Save, Saved
+from cascadekv.connectors.vllm.metrics import CascadeStats
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -39,6 +40,8 @@ class Policy:
     hit_ratio: float = 1.0
     min_tokens: int = 0
     is_lite: bool = False
+    loads_max: int = 8192
+    blocks_max: int = 524_288
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,21 +78,6 @@ class _Tracked:
     """When the store is offered blocks again, by the monotonic clock."""
 
 
-@dataclass(slots=True)
-class Tally:
-    """What happened since the last interval of the engine's statistics."""
-
-    lookups: int = 0
-    lookup_seconds: list[float] = field(default_factory=list[float])
-    asked: int = 0
-    found: int = 0
-    planned: int = 0
-    declined: int = 0
-    """Blocks that were here and are computed all the same, because that is faster."""
-    unkeyed: int = 0
-    """Requests whose blocks are not kept."""
-
-
 class Scheduler:
     """Decides for one engine."""
 
@@ -104,6 +92,7 @@ class Scheduler:
         block_tokens: int,
         choose: Callable[[Sequence[str], int], int],
         hints_of: Callable[["Request"], Hints],
+        on_saved: Callable[["Request", RequestKeys, Saved], None] | None = None,
     ) -> None:
         """`choose` says how many of the blocks found are faster to load than to compute."""
         self._store = store
@@ -114,10 +103,12 @@ class Scheduler:
         self._block_tokens = block_tokens
         self._choose = choose
         self._hints_of = hints_of
+        self._on_saved = on_saved
         self._tracked: dict[str, _Tracked] = {}
         self._loads: list[Load] = []
+        self._waiting: dict[str, int] = {}
         self._failures = FailureLog(_LOG)
-        self.tally = Tally()
+        self.stats = CascadeStats()
 
     def arrive(self, request: "Request") -> None:
         """Take note of a request that begins to wait, and have its blocks brought up meanwhile."""
@@ -135,7 +126,7 @@ class Scheduler:
             self._failures.count("looking ahead", error)
 
     def matched(self, request: "Request", computed_tokens: int) -> tuple[int, bool]:
-        """Say how many tokens beyond the computed ones can be loaded, and whether in the meantime."""
+        """Say how many tokens beyond the computed ones can be loaded, and whether meanwhile."""
         tracked = self._tracked.get(request.request_id) or self._track(request)
         if tracked is None:
             return 0, False
@@ -147,6 +138,9 @@ class Scheduler:
         self._report(tracked, computed)
         first, last, is_async = self._wanted(tracked, request, computed)
         if last <= first or not tracked.may_load or request.skip_reading_prefix_cache:
+            return 0, False
+        if is_async and not self._has_room(last - first):
+            self.stats.count("declined_blocks", last - first)
             return 0, False
         tracked.load, tracked.is_async = (first, last), is_async
         return last * self._block_tokens - computed_tokens, is_async
@@ -164,18 +158,21 @@ class Scheduler:
         if last <= first:
             return
         found = tracked.found or Found()
-        self._loads.append(
-            Load(
-                request.request_id,
-                tracked.is_async,
-                first,
-                {part.name: tracked.keys.raw(part.name, first, last) for part in self._parts},
-                _select(tables, self._groups, first, last),
-                found.tiers[last - 1] if last <= len(found.tiers) else "",
-            )
+        load = Load(
+            request.request_id,
+            tracked.is_async,
+            first,
+            {},
+            _select(tables, self._groups, first, last),
+            found.tiers[last - 1] if last <= len(found.tiers) else "",
         )
-        self.tally.planned += last - first
+        # Planned before anything can fail: the engine takes these tokens for loaded, and a load
+        # without keys ends as one of which nothing is there.
+        self._loads.append(load)
+        load.keys = {part.name: tracked.keys.raw(part.name, first, last) for part in self._parts}
         tracked.saved = max(tracked.saved, last)
+        if tracked.is_async:
+            self._waiting[request.request_id] = last - first
 
     def sources(self, request: "Request", external_tokens: int) -> dict[str, int]:
         """Say from which tiers those tokens come."""
@@ -194,6 +191,15 @@ class Scheduler:
         plan = Plan(generation, self._loads, tokens=output.total_num_scheduled_tokens)
         self._loads = []
         plan.requests = len(output.num_scheduled_tokens)
+        try:
+            self._plan_saves(output, plan)
+        except Exception as error:  # noqa: BLE001 # a fault of ours must not reach the engine
+            # The loads have to reach the workers in any case.
+            _LOG.exception("Cascade: planning saves failed; nothing more is saved in this step")
+            self._failures.count("planning saves", error)
+        return plan
+
+    def _plan_saves(self, output: "SchedulerOutput", plan: Plan) -> None:
         state = output.kv_connector_block_state
         for name, tokens in output.num_scheduled_tokens.items():
             tracked = self._tracked.get(name)
@@ -216,21 +222,37 @@ class Scheduler:
             tracked.keys.extend(request.all_token_ids[: last * self._block_tokens])
             plan.saves.append(self._save(tracked, tables, last))
             tracked.saved = last
-        return plan
 
     def learn(self, progress: Progress) -> None:
         """Take in what became of loads and saves."""
         for loaded in progress.loaded:
+            self._waiting.pop(loaded.request, None)
+            self.stats.count("failed_blocks", len(loaded.bad))
+            self.stats.load(
+                loaded.tier,
+                blocks=loaded.blocks - len(loaded.bad),
+                bytes_moved=loaded.bytes,
+                seconds=loaded.seconds,
+            )
             tracked = self._tracked.get(loaded.request)
             if tracked is not None and loaded.bad:
                 tracked.may_load = False
                 tracked.saved = min(tracked.saved, loaded.bad[0])
         for saved in progress.saved:
+            kept = sum(saved.kept)
+            self.stats.count("failed_save_blocks", len(saved.kept) - kept)
+            self.stats.save("dram", blocks=kept, bytes_moved=saved.bytes, seconds=saved.seconds)
             tracked = self._tracked.get(saved.request)
+            if tracked is not None and kept and self._on_saved is not None:
+                self._on_saved(tracked.request, tracked.keys, saved)
             if tracked is not None and not any(saved.kept):
                 # Away or slow: blocks behind a gap are of no use, so this one is tried again.
                 tracked.saved = min(tracked.saved, saved.first)
                 tracked.save_after = time.monotonic() + RETRY_S
+
+    def figures(self) -> CascadeStats | None:
+        """Give what happened since the last call; nothing if nothing did."""
+        return None if self.stats.is_empty() else self.stats.clone_and_reset()
 
     def finish(self, request: "Request", hints: Callable[[Hints], Hints]) -> RequestKeys | None:
         """Forget a request; tells the store how it ended. Returns its keys."""
@@ -260,7 +282,6 @@ class Scheduler:
             keys = self._keys_of(request)
             keys.extend(request.all_token_ids)
         except Unkeyed as why:
-            self.tally.unkeyed += 1
             self._failures.count("naming a request's blocks", why)
             return None
         tracked = _Tracked(request, keys, self._hints_of(request))
@@ -280,10 +301,7 @@ class Scheduler:
             self._failures.count("looking up", error)
             tiers = ()
         seconds = time.perf_counter() - started
-        self.tally.lookups += 1
-        self.tally.lookup_seconds.append(seconds)
-        self.tally.asked += blocks
-        self.tally.found += len(tiers)
+        self.stats.lookup(blocks=blocks, hit_blocks=len(tiers), seconds=seconds)
         return Found(len(tiers), tiers, tracked.request.num_preemptions, time.monotonic())
 
     def _report(self, tracked: _Tracked, computed: int) -> None:
@@ -304,12 +322,14 @@ class Scheduler:
     ) -> tuple[int, int, bool]:
         """Say which blocks to load, and whether while others compute."""
         found = tracked.found or Found()
+        if self._policy.is_lite:
+            self.stats.count("would_hit_blocks", max(0, found.blocks - computed))
         if self._policy.is_lite or found.blocks <= computed:
             return computed, computed, False
         whole = request.num_tokens // self._block_tokens
         last = min(found.blocks, int(whole * self._policy.hit_ratio))
         chosen = self._choose(found.tiers[computed:last], request.num_tokens) + computed
-        self.tally.declined += max(0, last - chosen)
+        self.stats.count("declined_blocks", max(0, last - chosen))
         last = chosen
         is_whole = last * self._block_tokens >= request.num_tokens
         is_slow = any(tier in SLOW_TIERS for tier in found.tiers[computed:last])
@@ -319,6 +339,13 @@ class Scheduler:
             # The engine has to compute a token to go on from.
             last = min(last, (request.num_tokens - 1) // self._block_tokens)
         return computed, last, is_async
+
+    def _has_room(self, blocks: int) -> bool:
+        """Whether one more load may wait."""
+        under_way = sum(self._waiting.values())
+        is_first = not self._waiting
+        fits = is_first or under_way + blocks <= self._policy.blocks_max
+        return fits and len(self._waiting) < self._policy.loads_max
 
     def _is_long_enough(self, request: "Request") -> bool:
         return request.num_prompt_tokens >= self._policy.min_tokens

@@ -1,7 +1,7 @@
 """What `kv_connector_extra_config` says: the store's keys, and those of this connector."""
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,24 +16,36 @@ if TYPE_CHECKING:
 __all__ = ["ConnectorSettings", "read_connector_settings"]
 
 UCM_KEY = "UCM_CONFIG_FILE"
+SECONDS_MIN, SECONDS_MAX = 0.001, 3600.0
+LOADS = ("auto", "sync", "async")
+_LOAD = "auto, sync or async"
+_SWITCH = "true or false"
+_SHARE = "a share from 0 to 1"
+_TOKENS = "a number of tokens"
+_SHARDS = "a number of shares of the KV heads"
+_COUNT = "a number from 1 on"
+_SECONDS = f"a number of seconds from {SECONDS_MIN} to {SECONDS_MAX:g}"
+_FILE = "a file that is there"
+_PLACE = "a directory or a file for traces"
+_WEIGHTS = "sampled, full, or a name of your own for the weights"
 _OWN = {
-    "cascade.load": "auto, sync or async",
-    "cascade.layerwise": "true or false",
-    "cascade.hit_ratio": "a share from 0 to 1",
-    "cascade.min_tokens": "a number of tokens",
-    "cascade.lite": "true or false",
-    "cascade.record": "a file for traces",
-    "cascade.shards": "a number of shares of KV heads",
-    "cascade.weights": "sampled, full, or a name of your own for the weights",
-    "cascade.secret_file": "a file with the tenant's secret",
-    "cascade.load_or_compute": "true or false",
-    "cascade.lookup_timeout": "seconds",
-    "cascade.load_timeout": "seconds",
-    "cascade.save_timeout": "seconds",
+    "cascade.load": _LOAD,
+    "cascade.layerwise": _SWITCH,
+    "cascade.hit_ratio": _SHARE,
+    "cascade.min_tokens": _TOKENS,
+    "cascade.lite": _SWITCH,
+    "cascade.record": _PLACE,
+    "cascade.shards": _SHARDS,
+    "cascade.weights": _WEIGHTS,
+    "cascade.secret_file": _FILE,
+    "cascade.load_or_compute": _SWITCH,
+    "cascade.lookup_timeout": _SECONDS,
+    "cascade.load_timeout": _SECONDS,
+    "cascade.save_timeout": _SECONDS,
+    "cascade.loads_max": _COUNT,
+    "cascade.blocks_max": _COUNT,
 }
 """Keys of this connector, and what each takes."""
-TIMEOUT_MAX_S = 3600.0
-LOADS = ("auto", "sync", "async")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +72,7 @@ class ConnectorSettings:
     record: str | None = None
     """Where a line is written for each finished request, for `cascade replay`."""
     shards: int | None = None
-    """Into how many shares the KV heads are cut; each worker's heads are one when it is left out."""
+    """Into how many shares the KV heads are cut; each worker's heads are one by default."""
     weights: str = "sampled"
     """How weights are named: by samples of their files, by all bytes, or as the operator says."""
     secret_file: str | None = None
@@ -73,6 +85,10 @@ class ConnectorSettings:
     """Seconds that a load may take; the rest is computed after that."""
     save_timeout: float = 0.2
     """Seconds of a step that saving may take; what is left is not saved."""
+    loads_max: int = 8192
+    """Most asynchronous loads at a time; a request beyond them is computed."""
+    blocks_max: int = 524_288
+    """Most blocks of asynchronous loads at a time; the rest is computed."""
     notes: tuple[str, ...] = ()
     """What the operator should know of how the settings were read."""
 
@@ -110,6 +126,8 @@ def _of_ucm(ucm: "UcmSettings") -> dict[str, object]:
         "cascade.layerwise": ucm.use_layerwise,
         "cascade.lite": ucm.use_lite,
         "cascade.min_tokens": ucm.persist_token_threshold,
+        "cascade.loads_max": ucm.waiting_queue_depth,
+        "cascade.blocks_max": ucm.running_queue_depth,
         "cascade.load_timeout": ucm.options.get("cascade.timeout", ConnectorSettings.load_timeout),
     }
     if ucm.hit_ratio is not None:
@@ -120,35 +138,38 @@ def _of_ucm(ucm: "UcmSettings") -> dict[str, object]:
 
 
 def _check(name: str, value: object) -> object:
-    key = f"cascade.{name}"
-
-    def refuse() -> ConfigError:
-        return ConfigError(f"{key}: {value!r} is not {_OWN[key]}")
-
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if name in ("layerwise", "lite", "load_or_compute"):
-        if not isinstance(value, bool):
-            raise refuse()
-    elif name == "load":
-        if value not in LOADS:
-            raise refuse()
-    elif name == "hit_ratio":
-        if not is_number or not 0 <= float(value) <= 1:  # type: ignore[arg-type] # a number
-            raise refuse()
-    elif name in ("min_tokens", "shards"):
-        least = 1 if name == "shards" else 0
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise refuse()
-    elif name.endswith("_timeout"):
-        if not is_number or not 0 < float(value) <= TIMEOUT_MAX_S:  # type: ignore[arg-type]
-            raise refuse()
-    elif name in ("record", "secret_file"):
-        path = Path(_text(key, value))
-        if name == "secret_file" and not path.is_file():
-            raise ConfigError(f"{key}: {path} is no file")
-    else:
-        _text(key, value)
+    kind = _OWN[f"cascade.{name}"]
+    if not _KINDS[kind](value):
+        raise ConfigError(f"cascade.{name}: {value!r} is not {kind}")
     return value
+
+
+def _is_number(value: object, least: float, most: float) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return least <= value <= most
+
+
+def _is_count(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _is_name(value: object) -> bool:
+    return isinstance(value, str) and bool(value)
+
+
+_KINDS: Mapping[str, Callable[[object], bool]] = {
+    _LOAD: lambda value: value in LOADS,
+    _SWITCH: lambda value: isinstance(value, bool),
+    _SHARE: lambda value: _is_number(value, 0, 1),
+    _TOKENS: lambda value: _is_count(value, 0),
+    _SHARDS: lambda value: _is_count(value, 1),
+    _COUNT: lambda value: _is_count(value, 1),
+    _SECONDS: lambda value: _is_number(value, SECONDS_MIN, SECONDS_MAX),
+    _FILE: lambda value: _is_name(value) and Path(str(value)).is_file(),
+    _PLACE: _is_name,
+    _WEIGHTS: _is_name,
+}
 
 
 def _text(key: str, value: object) -> str:

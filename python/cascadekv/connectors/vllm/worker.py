@@ -6,6 +6,7 @@ Nothing that happens to the store raises into the engine: what is not there, lat
 named by block, and the engine computes it.
 """
 
+import functools
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -15,10 +16,11 @@ from dataclasses import dataclass, field
 from cascadekv import BlockKeys, CascadeError, Namespace, PutResult, PutStatus, Store
 from cascadekv.connectors.failures import FailureLog
 from cascadekv.connectors.vllm.keys import KEY_BYTES
-from cascadekv.connectors.vllm.layout import Held
 from cascadekv.connectors.vllm.layers import LayeredLoad
+from cascadekv.connectors.vllm.layout import Held
 from cascadekv.connectors.vllm.memory import HostMemory, Memory
 from cascadekv.connectors.vllm.metadata import Load, Loaded, Plan, Progress, Save, Saved
+from cascadekv.connectors.vllm.tasks import TaskLog
 
 __all__ = ["Worker"]
 
@@ -66,6 +68,7 @@ class Worker:
         self._progress = Progress()
         self._counted: dict[str, int] = {}
         self._failures = FailureLog(_LOG)
+        self._tasks = TaskLog(_LOG)
 
     def attach(self, held: Sequence[tuple[Held, Memory]], layers: Sequence[str]) -> None:
         """Take the KV memory; `layers` are those of the first part, in the order of its regions."""
@@ -79,10 +82,10 @@ class Worker:
         for load in plan.loads:
             if load.is_async:
                 self._under_way[load.request] = (load, self._loaders.submit(self._load, load))
-            elif self._layers and self._fits_at_once(load):
+            elif self._layers and load.keys and self._fits_at_once(load):
                 self._step.layered.append(self._load_by_layer(load))
             else:
-                self._take(load, self._load(load))
+                self._take(load, self._ended(load, functools.partial(self._load, load)))
 
     def wait_for_layer(self, layer: str) -> None:
         """Return once the layer's KV is there, or is known to be bad."""
@@ -100,7 +103,7 @@ class Worker:
             seconds = time.perf_counter() - since
             self._progress.prefill = (plan.tokens, plan.context_tokens, seconds)
         for layered in self._step.layered:
-            self._take(layered.load, layered.result())
+            self._take(layered.load, self._ended(layered.load, layered.result))
         self._step.layered = []
         deadline = time.monotonic() + self._save_timeout
         for save in plan.saves:
@@ -117,7 +120,7 @@ class Worker:
                 continue
             del self._under_way[request]
             arrived.add(request)
-            loaded = future.result()
+            loaded = self._ended(load, future.result)
             self._progress.loaded.append(loaded)
             if loaded.bad and len(load.blocks) > 1:
                 # With several groups the engine cannot be told of single blocks.
@@ -145,6 +148,17 @@ class Worker:
         """End the loads and let go of the engine's memory."""
         self._loaders.shutdown(wait=True, cancel_futures=True)
         self._held = {}
+
+    def _ended(self, load: Load, result: Callable[[], Loaded]) -> Loaded:
+        """Give how a load ended; after a fault of ours none of its blocks is taken for good."""
+        try:
+            return result()
+        except Exception as error:  # noqa: BLE001 # a fault of ours must not reach the engine
+            _LOG.exception("Cascade: a load failed; the engine computes instead")
+            self._failures.count("loading", error)
+            count = max(len(blocks) for blocks in load.blocks.values())
+            bad = list(range(load.first, load.first + count))
+            return Loaded(load.request, load.first, load.tier, count, bad, 0, 0.0, 0.0)
 
     def _take(self, load: Load, loaded: Loaded) -> None:
         """Note how a load of this step ended."""
@@ -177,10 +191,15 @@ class Worker:
         bad: set[int] = set()
         copied = count = 0
         for held, memory in self._held.values():
-            keys, pages = load.keys[held.part.name], load.blocks[held.part.group]
+            pages = load.blocks[held.part.group]
             count = len(pages)
             wanted = [at for at in range(count) if pages[at]]
-            missing = self._load_part(memory, keys, pages, wanted, deadline)
+            keys = load.keys.get(held.part.name)
+            if keys is None:
+                bad.update(wanted)
+                continue
+            with self._tasks.load(len(wanted), len(wanted) * memory.block_bytes, load.tier):
+                missing = self._load_part(memory, keys, pages, wanted, deadline)
             copied += (len(wanted) - len(missing)) * memory.block_bytes
             bad.update(missing)
         times = time.perf_counter() - started, time.thread_time() - cpu
@@ -211,61 +230,72 @@ class Worker:
                 self._failures.count("reading blocks", error)
                 missing += batch
             else:
-                missing += [each for each, is_there in zip(batch, there, strict=True) if not is_there]
+                missing += [
+                    each for each, is_there in zip(batch, there, strict=True) if not is_there
+                ]
         return missing
 
     def _save(self, save: Save, namespace: Namespace, deadline: float) -> Saved:
         started, cpu = time.perf_counter(), time.thread_time()
-        count = len(next(iter(save.blocks.values())))
-        kept = [True] * count
+        kept = [True] * len(next(iter(save.blocks.values())))
         copied = 0
         for held, memory in self._held.values():
             if not held.is_writer:
                 continue
             pages = save.blocks[held.part.group]
             for first, last in _runs(pages, memory.batch_blocks):
-                copied += self._save_run(
-                    held.part.name, memory, save, (first, last), namespace, deadline, kept
-                )
+                size = (last - first) * memory.block_bytes
+                run = _Run(save, held.part.name, first, last, pages[first:last])
+                with self._tasks.save(last - first, size):
+                    results, written = self._save_run(run, memory, namespace, deadline)
+                copied += written
+                kept[first:last] = [a and b for a, b in zip(kept[first:last], results, strict=True)]
         times = time.perf_counter() - started, time.thread_time() - cpu
         return Saved(save.request, save.first, kept, copied, *times)
 
-    def _save_run(  # noqa: PLR0913 # what there is to say of one run
-        self,
-        part: str,
-        memory: Memory,
-        save: Save,
-        run: tuple[int, int],
-        namespace: Namespace,
-        deadline: float,
-        kept: list[bool],
-    ) -> int:
-        """Save consecutive blocks of a part; returns the bytes that were copied."""
-        first, last = run
-        keys = save.keys[part][first * KEY_BYTES : last * KEY_BYTES]
-        before = save.keys[part][(first - 1) * KEY_BYTES : first * KEY_BYTES] if first else None
-        pages = save.blocks[next(h.part.group for h, _ in self._held.values() if h.part.name == part)]
+    def _save_run(
+        self, run: "_Run", memory: Memory, namespace: Namespace, deadline: float
+    ) -> tuple[Sequence[bool], int]:
+        """Save consecutive blocks of a part; says which are kept, and how many bytes were new."""
+        nothing = [False] * len(run.pages)
         store, left = self._store(), deadline - time.monotonic()
-        results: Sequence[bool] = [False] * (last - first)
-        copied = 0
-        if store is not None and left > 0:
-            try:
-                with store.prepare(
-                    BlockKeys(keys),
-                    memory.block_bytes,
-                    parent=before or save.parents[part],
-                    namespace=namespace,
-                    timeout=left,
-                ) as prepared:
-                    if prepared.needed:
-                        memory.save(prepared, pages[first:last])
-                        copied = len(prepared.needed) * memory.block_bytes
-                    results = [_is_kept(result) for result in prepared.seal(timeout=left)]
-            except LOAD_FAILURES as error:
-                self._failures.count("saving blocks", error)
-        for at, ok in zip(range(first, last), results, strict=True):
-            kept[at] = kept[at] and ok
-        return copied
+        if store is None or left <= 0:
+            return nothing, 0
+        try:
+            with store.prepare(
+                run.keys(),
+                memory.block_bytes,
+                parent=run.parent(),
+                namespace=namespace,
+                timeout=left,
+            ) as prepared:
+                needed = len(prepared.needed)
+                if needed:
+                    memory.save(prepared, run.pages)
+                results = prepared.seal(timeout=left)
+        except LOAD_FAILURES as error:
+            self._failures.count("saving blocks", error)
+            return nothing, 0
+        return [_is_kept(result) for result in results], needed * memory.block_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Consecutive blocks of one part to save."""
+
+    save: Save
+    part: str
+    first: int
+    last: int
+    pages: Sequence[int]
+
+    def keys(self) -> BlockKeys:
+        return BlockKeys(self.save.keys[self.part][self.first * KEY_BYTES : self.last * KEY_BYTES])
+
+    def parent(self) -> bytes | None:
+        if not self.first:
+            return self.save.parents[self.part]
+        return self.save.keys[self.part][(self.first - 1) * KEY_BYTES : self.first * KEY_BYTES]
 
 
 def _is_kept(result: PutResult) -> bool:
@@ -291,4 +321,3 @@ def _runs(pages: Sequence[int], most: int) -> list[tuple[int, int]]:
         else:
             runs.append((at, at + 1))
     return runs
-

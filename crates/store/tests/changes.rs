@@ -1,0 +1,497 @@
+//! Whoever follows a store's changes knows the exact set of its blocks, whatever happens to them.
+
+#![expect(clippy::unwrap_used, reason = "in a test, a surprise should panic")]
+#![expect(clippy::print_stdout, reason = "says which failures are injected")]
+
+mod blocks;
+mod third_party;
+
+use std::collections::BTreeSet;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
+use std::time::Duration;
+
+use blocks::{MIB, bytes_of, check, dram, key, keys, put};
+use cascade_block::{
+    BlockKey, Clock, Deadline, DigestAlgorithm, DigestMode, ManualClock, SystemClock,
+};
+use cascade_store::{
+    CallOptions, Change, ChangeCursor, Changes, FilesConfig, Put, Store, StoreConfig, StoreError,
+    WritePolicy,
+};
+use proptest::prelude::*;
+use third_party::{MapStage, flush, wait_for};
+
+const KEYS: u64 = 40;
+
+/// What a subscriber keeps.
+#[derive(Default)]
+struct Follower {
+    here: BTreeSet<BlockKey>,
+    cursor: Option<ChangeCursor>,
+    lost: usize,
+}
+
+impl Follower {
+    fn apply(&mut self, told: &Changes) {
+        if told.is_lost {
+            self.here.clear();
+            self.lost += 1;
+        }
+        for change in &told.changes {
+            match change {
+                Change::Stored(key) => drop(self.here.insert(*key)),
+                Change::Gone(key) => drop(self.here.remove(key)),
+                Change::Cleared => self.here.clear(),
+            }
+        }
+        self.cursor = Some(told.next);
+    }
+
+    fn step(&mut self, store: &Store, max: usize) -> Changes {
+        let told = store.changes(self.cursor, max).unwrap();
+        assert!(told.changes.len() <= max, "{} of {max}", told.changes.len());
+        self.apply(&told);
+        told
+    }
+
+    /// Follows until its set is the store's. Returns whether there was anything to follow.
+    fn follow(&mut self, store: &Store, max: usize) -> bool {
+        let mut has_changed = false;
+        loop {
+            let told = self.step(store, max);
+            has_changed |= told.is_lost || !told.changes.is_empty();
+            if told.is_current {
+                return has_changed;
+            }
+        }
+    }
+
+    /// Compares with the store, at a moment at which it does not change by itself.
+    fn compare(&mut self, store: &Store, all: &[BlockKey], max: usize) {
+        let limit = Deadline::after(&SystemClock, Duration::from_secs(60));
+        loop {
+            self.follow(store, max);
+            let is_here = store.contains(all);
+            if !self.follow(store, max) {
+                let here = all.iter().zip(is_here).filter(|(_, is_here)| *is_here);
+                let here: BTreeSet<BlockKey> = here.map(|(key, _)| *key).collect();
+                assert_eq!(self.here, here);
+                return;
+            }
+            assert!(!limit.has_passed(&SystemClock), "the store does not come to rest");
+        }
+    }
+}
+
+#[derive(Debug, Clone)]
+enum Operation {
+    /// Key, which bytes, length, milliseconds to live.
+    Put(u64, u64, usize, Option<u64>),
+    View(u64),
+    Delete(u64),
+    Pin(u64),
+    Clear,
+    Erase,
+    Flush,
+    /// Time passes.
+    Pass(u64),
+    /// What is below is damaged, or lost.
+    Damage,
+    Lose,
+    Restart,
+    /// A follower is told so many changes.
+    Step(usize),
+    /// It is told all there are, and has the store's blocks then.
+    Compare,
+}
+
+fn operation() -> impl Strategy<Value = Operation> {
+    let length = prop::sample::select(vec![1usize, 4096, 70_000, 300_000]);
+    let ttl = prop::option::weighted(0.3, 1u64..100);
+    prop_oneof![
+        12 => (0..KEYS, 0u64..30, length, ttl)
+            .prop_map(|(k, b, l, t)| Operation::Put(k, b, l, t)),
+        6 => (0..KEYS).prop_map(Operation::View),
+        3 => (0..KEYS).prop_map(Operation::Delete),
+        1 => (0..KEYS).prop_map(Operation::Pin),
+        1 => Just(Operation::Clear),
+        1 => Just(Operation::Erase),
+        1 => Just(Operation::Flush),
+        2 => (1u64..60).prop_map(Operation::Pass),
+        1 => Just(Operation::Damage),
+        1 => Just(Operation::Lose),
+        1 => Just(Operation::Restart),
+        3 => (1usize..6).prop_map(Operation::Step),
+        2 => Just(Operation::Compare),
+    ]
+}
+
+/// A store and what is below it, which outlives it.
+struct Played {
+    config: StoreConfig,
+    stage: Arc<MapStage>,
+    clock: Arc<ManualClock>,
+    store: Option<Store>,
+    /// One that is told little at a time, and one that comes by rarely.
+    followers: [Follower; 2],
+}
+
+impl Played {
+    fn new(config: StoreConfig) -> Self {
+        let (stage, clock) = (MapStage::new(), Arc::new(ManualClock::default()));
+        stage.capacity_bytes.store(2 << 20, Relaxed);
+        stage.erases.store(true, Relaxed);
+        clock.advance(Duration::from_secs(1));
+        let followers = Default::default();
+        let mut played = Self { config, stage, clock, store: None, followers };
+        played.open();
+        played
+    }
+
+    fn open(&mut self) {
+        self.store = None;
+        let (registry, clock) = (self.stage.registry(), Arc::clone(&self.clock) as _);
+        self.store = Some(Store::open_with(self.config.clone(), &registry, clock).unwrap());
+    }
+
+    fn store(&self) -> &Store {
+        self.store.as_ref().unwrap()
+    }
+
+    fn play(&mut self, operation: &Operation) {
+        let store = self.store.clone().unwrap();
+        match *operation {
+            Operation::Put(n, number, length, ttl_ms) => {
+                let bytes = bytes_of(&key(1_000_000 + number), length);
+                let block = Put { ttl_ms, ..Put::new(key(n), &bytes) };
+                store.put(&[block], CallOptions::default());
+            }
+            Operation::View(n) => drop(store.view(&[key(n)], CallOptions::default())),
+            Operation::Delete(n) => drop(store.delete(&[key(n)])),
+            Operation::Pin(n) => drop(store.pin(&[key(n)])),
+            Operation::Clear => store.clear(),
+            Operation::Erase => drop(store.erase(CallOptions::default()).unwrap()),
+            // What could not be written is not what this is about.
+            Operation::Flush => drop(store.flush(CallOptions::default())),
+            Operation::Pass(ms) => self.clock.advance(Duration::from_millis(ms)),
+            Operation::Damage => {
+                let is_damaged = self.stage.damages.load(Relaxed);
+                self.stage.damages.store(!is_damaged, Relaxed);
+                if let Some(files) = &self.config.files {
+                    flip_bytes(&files.directory);
+                }
+            }
+            Operation::Lose => self.stage.lose_everything(),
+            Operation::Restart => {
+                drop(store);
+                self.open();
+            }
+            Operation::Step(max) => drop(self.followers[0].step(&store, max)),
+            Operation::Compare => self.followers[0].compare(&store, &keys(0..KEYS), 7),
+        }
+    }
+
+    fn play_all(&mut self, operations: &[Operation]) {
+        for operation in operations {
+            self.play(operation);
+        }
+        let store = self.store().clone();
+        for (follower, max) in self.followers.iter_mut().zip([3, 1 << 20]) {
+            follower.compare(&store, &keys(0..KEYS), max);
+        }
+        Follower::default().compare(&store, &keys(0..KEYS), 1);
+    }
+}
+
+/// Changes a byte here and there of every file below a directory.
+fn flip_bytes(directory: &Path) {
+    for entry in std::fs::read_dir(directory).unwrap().map(Result::unwrap) {
+        if entry.file_type().unwrap().is_dir() {
+            flip_bytes(&entry.path());
+            continue;
+        }
+        let open = std::fs::OpenOptions::new().read(true).write(true).open(entry.path());
+        // The store may take a file back meanwhile.
+        let Ok(file) = open else { continue };
+        let length = file.metadata().unwrap().len();
+        for at in (8192..length).step_by(200_000) {
+            let mut byte = [0];
+            if file.read_exact_at(&mut byte, at).is_ok() {
+                file.write_all_at(&[byte[0] ^ 1], at).unwrap();
+            }
+        }
+    }
+}
+
+fn digest() -> impl Strategy<Value = DigestMode> {
+    prop_oneof![Just(DigestMode::Off), Just(DigestMode::On(DigestAlgorithm::Blake3))]
+}
+
+/// How much the log keeps: next to nothing, less than what comes to pass, all.
+fn changes_max() -> impl Strategy<Value = usize> {
+    prop::sample::select(vec![1usize, 2, 20, 1 << 20])
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+
+    #[test]
+    fn a_follower_of_one_small_tier_has_its_blocks(
+        operations in prop::collection::vec(operation(), 1..120),
+        digest in digest(),
+        changes_max in changes_max(),
+    ) {
+        let config = StoreConfig { digest, changes_max, dram_blocks: Some(12), ..dram(4) };
+        let mut played = Played::new(config);
+        played.play_all(&operations);
+    }
+
+    #[test]
+    fn a_follower_of_two_tiers_has_their_blocks(
+        operations in prop::collection::vec(operation(), 1..120),
+        digest in digest(),
+        changes_max in changes_max(),
+        is_without_dram in any::<bool>(),
+        is_through in any::<bool>(),
+    ) {
+        let pipeline = if is_without_dram { "Map" } else { "Dram|Map" };
+        let write = if is_through { WritePolicy::Through } else { WritePolicy::Back };
+        let pipeline = pipeline.to_owned();
+        let config =
+            StoreConfig { pipeline, digest, changes_max, write, dram_blocks: Some(4), ..dram(4) };
+        let mut played = Played::new(config);
+        played.play_all(&operations);
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(16))]
+
+    #[test]
+    fn a_follower_of_a_file_tier_has_its_blocks(
+        operations in prop::collection::vec(operation(), 1..80),
+        digest in digest(),
+        changes_max in changes_max(),
+    ) {
+        let directory = tempfile::tempdir().unwrap();
+        let files = FilesConfig {
+            capacity_bytes: 4 * MIB, segment_bytes: MIB, ..FilesConfig::new(directory.path())
+        };
+        let (pipeline, files) = ("Dram|Files".to_owned(), Some(files));
+        let config =
+            StoreConfig { pipeline, files, digest, changes_max, dram_blocks: Some(4), ..dram(4) };
+        let mut played = Played::new(config);
+        played.play_all(&operations);
+    }
+}
+
+#[test]
+fn changes_are_told_in_their_order() {
+    let store = Store::open(dram(8)).unwrap();
+    put(&store, &keys(0..2), 100);
+    let mut follower = Follower::default();
+    let told = follower.step(&store, 100);
+    assert!(told.is_current && !told.is_lost, "{told:?}");
+    assert_eq!(follower.here, keys(0..2).into_iter().collect());
+    put(&store, &keys(2..3), 100);
+    store.delete(&keys(0..1));
+    put(&store, &keys(0..1), 100);
+    store.clear();
+    put(&store, &keys(5..6), 100);
+    let told = follower.step(&store, 100);
+    let expected = [
+        Change::Stored(key(2)),
+        Change::Gone(key(0)),
+        Change::Stored(key(0)),
+        Change::Cleared,
+        Change::Stored(key(5)),
+    ];
+    assert_eq!((told.changes.as_slice(), told.is_current), (&expected[..], true));
+    let told = follower.step(&store, 100);
+    assert_eq!((told.changes.len(), told.is_current), (0, true));
+    let kept = ChangeCursor::from_bytes(told.next.to_bytes());
+    assert_eq!(kept, told.next);
+    store.close().unwrap();
+    assert!(matches!(store.changes(Some(kept), 1), Err(StoreError::Closed)));
+}
+
+#[test]
+fn a_block_expires_for_a_follower_too() {
+    let clock = Arc::new(ManualClock::default());
+    let registry = cascade_store::stage::Registry::default();
+    let store = Store::open_with(dram(8), &registry, Arc::clone(&clock) as Arc<dyn Clock>);
+    let store = store.unwrap();
+    let mut follower = Follower::default();
+    for begins_first in [true, false] {
+        if begins_first {
+            follower.follow(&store, 10);
+        }
+        let put = |n, ttl_ms| {
+            let block = Put { ttl_ms: Some(ttl_ms), ..Put::new(key(n), b"short-lived") };
+            store.put(&[block], CallOptions::default());
+        };
+        put(1, 10);
+        put(2, 1000);
+        put(3, 10);
+        if !begins_first {
+            follower = Follower::default();
+        }
+        follower.compare(&store, &keys(0..9), 10);
+        assert_eq!(follower.here.len(), 3);
+        clock.advance(Duration::from_millis(10));
+        follower.compare(&store, &keys(0..9), 1);
+        assert_eq!(follower.here, keys(2..3).into_iter().collect());
+        assert_eq!(store.stats().keys, 1, "nobody else came across them");
+        store.clear();
+    }
+}
+
+#[test]
+fn a_store_that_nobody_follows_keeps_no_changes() {
+    let store = Store::open(StoreConfig { changes_max: 100, ..dram(8) }).unwrap();
+    put(&store, &keys(0..300), 100);
+    let before = store.stats().catalog_bytes;
+    let mut follower = Follower::default();
+    follower.follow(&store, 1000);
+    store.delete(&keys(0..99));
+    let followed = store.stats().catalog_bytes;
+    assert!(followed >= before + 99 * 33, "{followed} {before}");
+    assert!(follower.follow(&store, 1000), "as much as it keeps");
+    assert_eq!(follower.lost, 0);
+    store.delete(&keys(99..250));
+    assert!(store.stats().catalog_bytes < followed, "the log has ended");
+    follower.compare(&store, &keys(0..300), 1000);
+    assert_eq!((follower.lost, follower.here.len()), (1, 50));
+    let none = Store::open(StoreConfig { changes_max: 0, ..dram(4) }).unwrap();
+    let refused = none.changes(None, 1).unwrap_err();
+    assert!(matches!(refused, StoreError::Config { setting: "changes_max", .. }), "{refused}");
+}
+
+#[test]
+fn cursors_that_no_store_gave_are_lost_and_harm_nothing() {
+    let store = Store::open(dram(8)).unwrap();
+    put(&store, &keys(0..3), 100);
+    let mut follower = Follower::default();
+    follower.follow(&store, 10);
+    let sound = follower.cursor.unwrap().to_bytes();
+    for at in 0..ChangeCursor::BYTES {
+        for bit in 0..8 {
+            let mut bytes = sound;
+            bytes[at] ^= 1 << bit;
+            follower.cursor = Some(ChangeCursor::from_bytes(bytes));
+            follower.compare(&store, &keys(0..9), 10);
+        }
+    }
+}
+
+/// What only a shed stage has is not here for anybody, until the stage is back.
+#[test]
+fn blocks_of_a_shed_stage_are_gone_for_a_follower_too() {
+    let (stage, clock) = (MapStage::new(), Arc::new(ManualClock::default()));
+    let config = StoreConfig {
+        pipeline: "Dram|Map".to_owned(),
+        digest: DigestMode::On(DigestAlgorithm::Blake3),
+        ..dram(4)
+    };
+    let store = Store::open_with(config, &stage.registry(), Arc::clone(&clock) as _).unwrap();
+    let (all, length) = (keys(0..200), 64 << 10);
+    let mut follower = Follower::default();
+    put(&store, &keys(0..120), length);
+    flush(&store);
+    follower.compare(&store, &all, 50);
+    assert_eq!(follower.here.len(), 120);
+    println!("the stage fails");
+    stage.fails.store(true, Relaxed);
+    pass_until(&store, &clock, false);
+    follower.compare(&store, &all, 50);
+    let in_memory = follower.here.len();
+    assert!((1..120).contains(&in_memory), "{in_memory}");
+    assert_eq!(follower.lost, 1, "much went at once");
+    // Some that only the stage had come back by a put, and push others out of memory.
+    put(&store, &keys(0..20), length);
+    follower.compare(&store, &all, 50);
+    put(&store, &keys(120..150), length);
+    follower.compare(&store, &all, 50);
+    assert_eq!(follower.lost, 1, "what comes and goes meanwhile is told one by one");
+    stage.fails.store(false, Relaxed);
+    pass_until(&store, &clock, true);
+    follower.compare(&store, &all, 50);
+    assert!(follower.here.len() >= 120, "{}", follower.here.len());
+    assert!(check(&store, &keys(30..60)).iter().all(Option::is_some));
+    follower.compare(&store, &all, 50);
+}
+
+/// Lets time pass until a stage is used or not.
+#[expect(clippy::disallowed_methods, reason = "gives the prober its turn")]
+fn pass_until(store: &Store, clock: &ManualClock, is_healthy: bool) {
+    let is_healthy_now = || store.stats().health[0].1.state == cascade_store::HealthState::Healthy;
+    let limit = Deadline::after(&SystemClock, Duration::from_secs(120));
+    while is_healthy_now() != is_healthy {
+        assert!(!limit.has_passed(&SystemClock), "{:?}", store.stats().health);
+        clock.advance(Duration::from_millis(250));
+        std::thread::sleep(Duration::from_millis(2));
+    }
+}
+
+/// Writers, readers and deleters at once, while two follow: one all the time, one now and then.
+#[test]
+fn followers_of_a_busy_store_have_its_blocks_when_it_rests() {
+    const RACE_KEYS: u64 = 600;
+    let stage = MapStage::new();
+    stage.capacity_bytes.store(8 << 20, Relaxed);
+    let config = StoreConfig {
+        pipeline: "Dram|Map".to_owned(),
+        digest: DigestMode::On(DigestAlgorithm::Blake3),
+        changes_max: 3000,
+        ..dram(4)
+    };
+    let store = Store::open_with(config, &stage.registry(), Arc::new(SystemClock)).unwrap();
+    let all = keys(0..RACE_KEYS);
+    let (is_over, rounds) = (AtomicBool::new(false), AtomicU64::new(0));
+    let [mut close, mut rare] = [Follower::default(), Follower::default()];
+    std::thread::scope(|scope| {
+        for worker in 0..4u64 {
+            let (store, all, rounds, is_over) = (&store, &all, &rounds, &is_over);
+            scope.spawn(move || {
+                let mut seed = worker + 1;
+                let mut roll = |sides: u64| {
+                    seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+                    usize::try_from((seed >> 33) % sides).unwrap()
+                };
+                while !is_over.load(Relaxed) {
+                    let key = all[roll(RACE_KEYS)];
+                    match roll(20) {
+                        0..10 => {
+                            let bytes = bytes_of(&all[roll(64)], 20_000);
+                            let ttl_ms = (roll(10) == 0).then_some(5);
+                            let block = Put { ttl_ms, ..Put::new(key, &bytes) };
+                            store.put(&[block], CallOptions::default());
+                        }
+                        10..15 => drop(store.view(&[key], CallOptions::default())),
+                        15..19 => drop(store.delete(&[key])),
+                        _ if roll(50) == 0 => store.clear(),
+                        _ => drop(store.prefetch(&[key])),
+                    }
+                    rounds.fetch_add(1, Relaxed);
+                }
+            });
+        }
+        let limit = Deadline::after(&SystemClock, Duration::from_secs(2));
+        while !limit.has_passed(&SystemClock) {
+            close.step(&store, 100);
+            if rounds.load(Relaxed) % 7 == 0 {
+                rare.step(&store, 10);
+            }
+        }
+        is_over.store(true, Relaxed);
+    });
+    flush(&store);
+    close.compare(&store, &all, 100);
+    rare.compare(&store, &all, 100);
+    println!("{rounds:?} rounds; begun anew {} and {} times", close.lost, rare.lost);
+    assert!(rounds.load(Relaxed) > 100, "{rounds:?}");
+    wait_for(&store, 0, true);
+}

@@ -1,0 +1,253 @@
+"""What the connector did, through vLLM's own log line and Prometheus endpoint."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, cast
+
+if TYPE_CHECKING:
+
+    @dataclass
+    class KVConnectorStats:
+        """What this file uses of vLLM's class; vLLM is not where types are checked."""
+
+        data: dict[str, Any] = field(default_factory=dict[str, Any])
+
+    class KVConnectorPromMetrics:
+        """What this file uses of vLLM's class; vLLM is not where types are checked."""
+
+        _counter_cls: Any
+        _histogram_cls: Any
+        _labelnames: list[str]
+        per_engine_labelvalues: dict[int, list[object]]
+
+        def __init__(
+            self,
+            vllm_config: Any,
+            metric_types: dict[Any, Any],
+            labelnames: list[str],
+            per_engine_labelvalues: dict[int, list[object]],
+        ) -> None: ...
+
+else:
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+        KVConnectorPromMetrics,
+        KVConnectorStats,
+    )
+
+__all__ = ["COUNTERS", "HISTOGRAMS", "LABELLED", "PREFIX", "CascadePromMetrics", "CascadeStats"]
+
+PREFIX = "vllm:cascade_connector_"
+"""vLLM forgets the metrics that begin with `vllm:` when it starts an engine again in one process;
+others would then be registered twice."""
+
+COUNTERS = {
+    "lookups": "Requests that were looked up",
+    "lookup_timeouts": "Lookups that took longer than they may, which count as misses",
+    "looked_up_blocks": "Whole blocks of the requests that were looked up",
+    "hit_blocks": "Blocks beyond vLLM's own cache that were found",
+    "failed_blocks": "Blocks that failed to load and were computed",
+    "failed_save_blocks": "Blocks that the store did not take",
+    "declined_blocks": "Blocks found but computed, because that was faster",
+    "would_hit_blocks": "Blocks found while use_lite loads nothing",
+    "trace_drops": "Finished requests that are missing from the trace",
+}
+"""Counters without further labels: name and meaning."""
+
+LABELLED = {
+    "loaded_blocks": ("tier", "Blocks loaded, by the tier that had them"),
+    "loaded_bytes": ("tier", "Bytes loaded, by the tier that had them"),
+    "load_seconds": ("tier", "Time spent on loads, by the tier that had the blocks"),
+    "saved_blocks": ("tier", "Blocks saved, by the tier that took them"),
+    "saved_bytes": ("tier", "Bytes saved, by the tier that took them"),
+    "save_seconds": ("tier", "Time spent on saves, by the tier that took the blocks"),
+    "hints": ("hint", "Hints that requests gave, by parameter"),
+}
+"""Counters with one more label: name, label and meaning."""
+
+HISTOGRAMS = {
+    "lookup_duration_seconds": (
+        "Time of a lookup in the scheduler",
+        (5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.5, 1.0),
+    ),
+    "load_duration_seconds": (
+        "Time of a load",
+        (5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.2, 0.5, 1.0, 5.0),
+    ),
+    "save_duration_seconds": (
+        "Time of a save, as the engine's step saw it",
+        (5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.2, 0.5, 1.0, 5.0),
+    ),
+}
+"""Histograms: name, meaning and buckets."""
+
+_SUMS, _LABELS, _BUCKETS = "sums", "labels", "buckets"
+
+
+@dataclass
+class CascadeStats(KVConnectorStats):
+    """What happened in one interval: plain values of bounded size that vLLM sends and adds up."""
+
+    def __post_init__(self) -> None:
+        """Begin an interval, unless one was received."""
+        if not self.data:
+            self.reset()
+
+    def reset(self) -> None:
+        """Begin an interval."""
+        self.data = {_SUMS: {}, _LABELS: {}, _BUCKETS: {}}
+
+    def is_empty(self) -> bool:
+        """Say whether nothing happened."""
+        return not any(self.data.values())
+
+    def aggregate(self, other: KVConnectorStats) -> "CascadeStats":
+        """Add another worker's interval, or the next one, to this."""
+        _add(self.data, other.data)
+        return self
+
+    def clone_and_reset(self) -> "CascadeStats":
+        """Give the interval and begin the next."""
+        whole = CascadeStats(self.data)
+        self.reset()
+        return whole
+
+    def count(self, name: str, amount: int = 1) -> None:
+        """Add to one of `COUNTERS`."""
+        if name not in COUNTERS:
+            raise KeyError(name)
+        if amount:
+            _add(self.data[_SUMS], {name: amount})
+
+    def lookup(self, *, blocks: int, hit_blocks: int, seconds: float) -> None:
+        """Note a request's lookup; `hit_blocks` are those beyond vLLM's own cache."""
+        self.count("lookups")
+        self.count("looked_up_blocks", blocks)
+        self.count("hit_blocks", hit_blocks)
+        self._observe("lookup_duration_seconds", seconds)
+
+    def load(self, tier: str, *, blocks: int, bytes_moved: int, seconds: float) -> None:
+        """Note what was loaded from one tier."""
+        self._label("loaded_blocks", tier, blocks)
+        self._label("loaded_bytes", tier, bytes_moved)
+        self._label("load_seconds", tier, seconds)
+        self._observe("load_duration_seconds", seconds)
+
+    def save(self, tier: str, *, blocks: int, bytes_moved: int, seconds: float) -> None:
+        """Note what was saved into one tier."""
+        self._label("saved_blocks", tier, blocks)
+        self._label("saved_bytes", tier, bytes_moved)
+        self._label("save_seconds", tier, seconds)
+        self._observe("save_duration_seconds", seconds)
+
+    def hint(self, name: str) -> None:
+        """Note that a request gave a hint, by its parameter without `cascade.`."""
+        self._label("hints", name, 1)
+
+    def reduce(self) -> dict[str, int | float]:
+        """Give what vLLM's periodic log line says of an interval."""
+        sums = self.data[_SUMS]
+        loaded, load_s = self._total("loaded_bytes"), self._total("load_seconds")
+        saved, save_s = self._total("saved_bytes"), self._total("save_seconds")
+        looked_up, hit = sums.get("looked_up_blocks", 0), sums.get("hit_blocks", 0)
+        return {
+            "Lookups": sums.get("lookups", 0),
+            "Hit blocks": hit,
+            "Hit rate (%)": round(100 * hit / looked_up, 1) if looked_up else 0.0,
+            "Loaded MB": round(loaded / 1e6, 3),
+            "Load MB/s": round(loaded / 1e6 / load_s, 1) if load_s else 0.0,
+            "Saved MB": round(saved / 1e6, 3),
+            "Save MB/s": round(saved / 1e6 / save_s, 1) if save_s else 0.0,
+            "Failed blocks": sums.get("failed_blocks", 0),
+            "Declined blocks": sums.get("declined_blocks", 0),
+        }
+
+    def _label(self, name: str, label: str, amount: float) -> None:
+        if amount:
+            _add(self.data[_LABELS], {name: {label: amount}})
+
+    def _observe(self, name: str, value: float) -> None:
+        """Count a value in its bucket: the interval stays small however much happens in it."""
+        buckets = HISTOGRAMS[name][1]
+        bucket = next((n for n, most in enumerate(buckets) if value <= most), len(buckets))
+        _add(self.data[_BUCKETS], {name: {str(bucket): {"count": 1, "sum": value}}})
+
+    def _total(self, name: str) -> float:
+        return sum(self.data[_LABELS].get(name, {}).values())
+
+
+class CascadePromMetrics(KVConnectorPromMetrics):
+    """The same, as metrics of vLLM's endpoint; names are held by `testdata/vllm-metrics.txt`."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        """Register the metrics; every counter without a further label begins at 0."""
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._sums = {
+            name: self._per_engine(
+                self._counter_cls(
+                    name=PREFIX + name, documentation=meaning, labelnames=self._labelnames
+                )
+            )
+            for name, meaning in COUNTERS.items()
+        }
+        self._labelled = {
+            name: self._counter_cls(
+                name=PREFIX + name, documentation=meaning, labelnames=[*self._labelnames, label]
+            )
+            for name, (label, meaning) in LABELLED.items()
+        }
+        self._buckets = {
+            name: self._per_engine(
+                self._histogram_cls(
+                    name=PREFIX + name,
+                    documentation=meaning,
+                    labelnames=self._labelnames,
+                    buckets=list(buckets),
+                )
+            )
+            for name, (meaning, buckets) in HISTOGRAMS.items()
+        }
+
+    def observe(self, transfer_stats_data: Mapping[str, Any], engine_idx: int = 0) -> None:
+        """Add an interval of one engine. What an engine of another version counts is left out."""
+        for name, amount in transfer_stats_data.get(_SUMS, {}).items():
+            if name in self._sums:
+                self._sums[name][engine_idx].inc(amount)
+        engine = [str(value) for value in self.per_engine_labelvalues[engine_idx]]
+        for name, amounts in transfer_stats_data.get(_LABELS, {}).items():
+            if name in self._labelled:
+                for label, amount in amounts.items():
+                    self._labelled[name].labels(*engine, label).inc(amount)
+        for name, buckets in transfer_stats_data.get(_BUCKETS, {}).items():
+            if name in self._buckets:
+                bounds = (*HISTOGRAMS[name][1], float("inf"))
+                for index, bucket in buckets.items():
+                    if int(index) < len(bounds):
+                        _observe(self._buckets[name][engine_idx], bounds[int(index)], bucket)
+
+    def _per_engine(self, metric: Any) -> dict[int, Any]:
+        return {
+            engine: metric.labels(*(str(value) for value in values))
+            for engine, values in self.per_engine_labelvalues.items()
+        }
+
+
+def _observe(histogram: Any, bound: float, bucket: Mapping[str, float]) -> None:
+    """Give a histogram a bucket's values: each is their mean, which lies in the same bucket."""
+    count = int(bucket["count"])
+    for _ in range(count):
+        histogram.observe(min(bucket["sum"] / count, bound))
+
+
+def _add(target: dict[str, Any], more: Mapping[str, Any]) -> None:
+    """Add numbers to those of the same names, inside mappings too."""
+    for name, value in more.items():
+        if isinstance(value, Mapping):
+            _add(target.setdefault(name, {}), cast("Mapping[str, Any]", value))
+        else:
+            target[name] = target.get(name, 0) + value

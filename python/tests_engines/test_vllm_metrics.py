@@ -1,0 +1,150 @@
+"""vLLM's own classes take the connector's figures, under names that do not change unseen."""
+
+import random
+from pathlib import Path
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+from cascadekv.connectors.vllm.metrics import PREFIX, CascadePromMetrics, CascadeStats
+from prometheus_client import REGISTRY, Counter, Gauge, Histogram, generate_latest
+from vllm.v1.metrics.prometheus import unregister_vllm_metrics
+
+GOLDEN = Path(__file__).parents[2] / "testdata" / "vllm-metrics.txt"
+PAGE = GOLDEN.parents[1] / "docs" / "connectors.md"
+LABELS = ["model_name", "engine"]
+ENGINES = {0: ["m", 0], 1: ["m", 1]}
+
+
+@pytest.fixture
+def metrics():
+    unregister_vllm_metrics()
+    types = {Counter: Counter, Gauge: Gauge, Histogram: Histogram}
+    config = SimpleNamespace(kv_transfer_config=None)
+    yield CascadePromMetrics(config, types, LABELS, ENGINES)
+    unregister_vllm_metrics()
+
+
+def value(name, engine=0, **labels):
+    labels = {"model_name": "m", "engine": str(engine), **labels}
+    return REGISTRY.get_sample_value(PREFIX + name, labels)
+
+
+def some(chance):
+    stats = CascadeStats()
+    for _ in range(chance.randrange(20)):
+        stats.lookup(
+            blocks=chance.randrange(300),
+            hit_blocks=chance.randrange(10),
+            seconds=10 ** chance.uniform(-6, 1),
+        )
+        tier = chance.choice(["dram", "files"])
+        stats.load(tier, blocks=3, bytes_moved=3 << 20, seconds=10 ** chance.uniform(-4, 1))
+        stats.save("dram", blocks=1, bytes_moved=1 << 20, seconds=10 ** chance.uniform(-4, 1))
+        stats.count("failed_blocks", chance.randrange(2))
+        stats.hint(chance.choice(["priority", "stop"]))
+    return stats
+
+
+def sent(stats):
+    """Give what arrives in the front end: vLLM sends the data as msgpack."""
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(stats.to_dict()))
+
+
+def test_names_kinds_labels_and_meanings_are_those_that_were_released(metrics):
+    assert metrics
+    lines = []
+    for family in sorted(REGISTRY.collect(), key=lambda family: family.name):
+        if family.name.startswith(PREFIX):
+            metric = REGISTRY._names_to_collectors[family.name]  # noqa: SLF001
+            labels = ",".join(metric._labelnames)  # noqa: SLF001
+            end = "_total" if family.type == "counter" else ""
+            lines.append(f"{family.name}{end} {family.type} [{labels}] {family.documentation}")
+    assert "\n".join(lines) + "\n" == GOLDEN.read_text()
+    page = PAGE.read_text()
+    assert not [line for line in lines if f"| `{line.split()[0]}` |" not in page]
+
+
+def test_every_event_reaches_the_endpoint(metrics):
+    stats = CascadeStats()
+    stats.lookup(blocks=125, hit_blocks=120, seconds=1.5e-4)
+    stats.load("files", blocks=100, bytes_moved=1000, seconds=0.25)
+    stats.load("dram", blocks=20, bytes_moved=200, seconds=0.01)
+    stats.save("dram", blocks=5, bytes_moved=50, seconds=0.002)
+    for name in ("failed_blocks", "declined_blocks", "would_hit_blocks", "trace_drops"):
+        stats.count(name, 7)
+    stats.hint("ends_session")
+    metrics.observe(sent(stats), 1)
+    assert value("lookups_total") == 0
+    assert value("lookups_total", 1) == 1
+    assert value("looked_up_blocks_total", 1) == 125
+    assert value("hit_blocks_total", 1) == 120
+    assert value("loaded_bytes_total", 1, tier="files") == 1000
+    assert value("load_seconds_total", 1, tier="dram") == 0.01
+    assert value("saved_blocks_total", 1, tier="dram") == 5
+    assert value("declined_blocks_total", 1) == value("trace_drops_total", 1) == 7
+    assert value("hints_total", 1, hint="ends_session") == 1
+    assert value("lookup_duration_seconds_count", 1) == 1
+    assert value("lookup_duration_seconds_bucket", 1, le="0.0002") == 1
+    assert value("lookup_duration_seconds_bucket", 1, le="0.0001") == 0
+
+
+def test_what_workers_and_steps_sent_adds_up(metrics):
+    chance = random.Random(1)
+    parts = [some(chance) for _ in range(30)]
+    one = CascadeStats()
+    for part in parts:
+        before = msgspec.msgpack.encode(part.to_dict())
+        one = one.aggregate(CascadeStats(sent(part)))
+        assert msgspec.msgpack.encode(part.to_dict()) == before
+        metrics.observe(sent(part), 0)
+    metrics.observe(sent(one), 1)
+    for line in generate_latest().decode().splitlines():
+        if line.startswith(PREFIX) and 'engine="0"' in line and "_created" not in line:
+            name, first = line.rsplit(" ", 1)
+            other = name.replace('engine="0"', 'engine="1"')
+            (second,) = [
+                found.rsplit(" ", 1)[1]
+                for found in generate_latest().decode().splitlines()
+                if found.rsplit(" ", 1)[0] == other
+            ]
+            assert float(first) == pytest.approx(float(second)), name
+
+
+def test_an_interval_stays_small_and_is_given_once():
+    stats = CascadeStats()
+    assert stats.is_empty()
+    for number in range(100_000):
+        stats.lookup(blocks=1, hit_blocks=1, seconds=number * 1e-6)
+    assert len(msgspec.msgpack.encode(stats.to_dict())) < 1000
+    whole = stats.clone_and_reset()
+    assert stats.is_empty()
+    assert not whole.is_empty()
+    assert whole.reduce()["Hit blocks"] == 100_000
+    stats.count("lookups", 0)
+    assert stats.is_empty()
+
+
+def test_the_log_line_says_rates_and_never_divides_by_nothing():
+    assert set(CascadeStats().reduce().values()) == {0}
+    stats = CascadeStats()
+    stats.lookup(blocks=10, hit_blocks=8, seconds=1e-4)
+    stats.load("dram", blocks=8, bytes_moved=80_000_000, seconds=0.5)
+    assert stats.reduce()["Hit rate (%)"] == 80.0
+    assert stats.reduce()["Load MB/s"] == 160.0
+
+
+def test_names_of_another_version_are_left_out(metrics):
+    metrics.observe({"sums": {"of_tomorrow": 1}, "labels": {"x": {"y": 1}}, "more": {}})
+    metrics.observe({})
+    with pytest.raises(KeyError):
+        CascadeStats().count("of_tomorrow")
+
+
+def test_an_engine_that_starts_again_in_one_process_registers_again(metrics):
+    assert metrics
+    unregister_vllm_metrics()
+    types = {Counter: Counter, Gauge: Gauge, Histogram: Histogram}
+    config = SimpleNamespace(kv_transfer_config=None)
+    CascadePromMetrics(config, types, LABELS, ENGINES)
+    assert value("lookups_total") == 0
