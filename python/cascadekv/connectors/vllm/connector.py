@@ -188,7 +188,10 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
             KVConnectorTransferResults,
         )
 
-        arrived, failed = self._worker.arrivals() if self._worker is not None else (set(), set())
+        arrived: set[str] = set()
+        failed: set[str] = set()
+        if self._worker is not None:
+            arrived, failed = self._worker.arrivals()
         return KVConnectorTransferResults(finished_recving=arrived, failed_recving=failed)
 
     @_guarded(set)
@@ -385,7 +388,7 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
             if tensor.untyped_storage().data_ptr() != storage.data_ptr():
                 raise LayoutError(f"layer {name} lies in a memory of its own")
         memory = torch.empty(0, dtype=torch.uint8, device=first.device)
-        memory.set_(storage, 0, (storage.nbytes(),))
+        memory.set_(storage)
         pages = cache.num_blocks
         attached = [(each, memory_of(memory, each.regions, pages)) for each in self._held]
         manifest = manifest_of(self._vllm_config, cache, self.settings.weights)

@@ -10,20 +10,14 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
+
+from vllm.distributed.kv_events import BlockRemoved, BlockStored
+from vllm.v1.core.kv_cache_utils import BlockHash, ExternalBlockHash, maybe_convert_block_hash
 
 from cascadekv._native import BlockKeys
 from cascadekv.connectors.failures import FailureLog
 from cascadekv.errors import CascadeError, ConfigError
-
-if TYPE_CHECKING:
-
-    def maybe_convert_block_hash(block_hash: Any) -> Any: ...
-    def BlockRemoved(**fields: Any) -> Any: ...  # noqa: N802 # vLLM's name
-    def BlockStored(**fields: Any) -> Any: ...  # noqa: N802 # vLLM's name
-else:
-    from vllm.distributed.kv_events import BlockRemoved, BlockStored
-    from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
 __all__ = ["EventSource", "FollowedStore"]
 
@@ -282,21 +276,24 @@ class EventSource:
             yield self._event(is_stored, run)
 
     def _event(self, is_stored: bool, run: Sequence[_Block]) -> Any:  # noqa: FBT001
-        hashes = [maybe_convert_block_hash(block.parts[0]) for block in run]
+        hashes = [_hash(block.parts[0]) for block in run]
         if not is_stored:
             return BlockRemoved(block_hashes=hashes, medium=self._medium)
         first = run[0]
         return BlockStored(
             block_hashes=hashes,
-            parent_block_hash=(
-                None if first.parent is None else maybe_convert_block_hash(first.parent)
-            ),
+            parent_block_hash=None if first.parent is None else _hash(first.parent),
             token_ids=[token for block in run for token in block.token_ids],
             block_size=self._block_tokens,
             lora_id=first.lora_id,
             medium=self._medium,
             lora_name=first.lora_name,
         )
+
+
+def _hash(key: bytes) -> ExternalBlockHash:
+    """Give a key as events name blocks: whole, or shortened as the engine is told to."""
+    return maybe_convert_block_hash(BlockHash(key))
 
 
 def _follows(before: _Block, block: _Block) -> bool:

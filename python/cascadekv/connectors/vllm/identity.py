@@ -81,11 +81,12 @@ def _weights(config: "VllmConfig", weights: str) -> str:
 
 def _snapshot(model: Any) -> str:  # the engine's own configuration
     """Give where a hub's cache keeps a model."""
-    from huggingface_hub import snapshot_download  # noqa: PLC0415 # comes with the engine
+    import huggingface_hub  # noqa: PLC0415 # comes with the engine
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError  # noqa: PLC0415
 
+    hub: Any = huggingface_hub
     try:
-        return snapshot_download(model.model, revision=model.revision, local_files_only=True)
+        return hub.snapshot_download(model.model, revision=model.revision, local_files_only=True)
     except (HfHubHTTPError, LocalEntryNotFoundError, ValueError, OSError):
         return ""
 

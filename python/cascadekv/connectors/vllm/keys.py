@@ -7,7 +7,7 @@ picture or a sound overlaps is named by that too, whole, and so is everything be
 
 import json
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from cascadekv._native import BlockKey, BlockKeys, Namespace, chain_keys
@@ -128,5 +128,5 @@ class RequestKeys:
             keys.extend(bytes(chain_keys(parent, span, self._block_tokens)))
 
 
-def _canonical(facts: dict[str, object]) -> bytes:
+def _canonical(facts: Mapping[str, object]) -> bytes:
     return json.dumps(facts, sort_keys=True, separators=(",", ":")).encode()

@@ -8,7 +8,7 @@ a page, and only where each head is one run of bytes.
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from cascadekv.connectors.vllm.metadata import Part
 
@@ -120,7 +120,7 @@ def _heads_of(specs: Mapping[str, "KVCacheSpec"], rank: Rank) -> int:
     if len(counts) != 1 or None in counts:
         kinds = ", ".join(sorted({type(spec).__name__ for spec in specs.values()}))
         raise LayoutError(f"layers of the kind {kinds} keep a state that is no sequence of blocks")
-    heads: int = counts.pop()
+    heads = cast("int", counts.pop())
     whole = max(1, rank.kv_heads // rank.tensor_size)
     if rank.kv_heads > 1 and heads != whole:
         message = f"a worker has {heads} KV heads where {rank.kv_heads} among {rank.tensor_size}"

@@ -6,7 +6,7 @@ one copy more than needed.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from cascadekv import PagedMemory
 
@@ -43,7 +43,7 @@ class HostMemory:
 
     def __init__(self, buffer: "torch.Tensor", regions: Sequence["Region"], pages: int) -> None:
         """Take a tensor of bytes on the host."""
-        whole = buffer.numpy()
+        whole = _bytes_of(buffer)
         self.paged = PagedMemory(
             [(whole, r.offset, r.stride, r.page_bytes) for r in regions], pages
         )
@@ -76,7 +76,8 @@ class DeviceMemory:
         pinned = buffer.device.type == "cuda"
         self._staging = torch.empty(shape, dtype=torch.uint8, pin_memory=pinned)
         self.paged = PagedMemory(
-            [(self._staging.numpy(), 0, self.block_bytes, self.block_bytes)], self.batch_blocks
+            [(_bytes_of(self._staging), 0, self.block_bytes, self.block_bytes)],
+            self.batch_blocks,
         )
 
     def save(self, prepared: "PreparedPut", pages: Sequence[int]) -> None:
@@ -108,6 +109,11 @@ class DeviceMemory:
         if where.device.type == "cuda":
             torch.cuda.current_stream(where.device).synchronize()
         return there
+
+
+def _bytes_of(tensor: "torch.Tensor") -> memoryview:
+    array: Any = tensor.numpy()  # NumPy's types do not say that it is a buffer
+    return memoryview(array)
 
 
 def memory_of(buffer: "torch.Tensor", regions: Sequence["Region"], pages: int) -> Memory:

@@ -1,38 +1,13 @@
 """What the connector did, through vLLM's own log line and Prometheus endpoint."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from dataclasses import dataclass
+from typing import Any, cast
 
-if TYPE_CHECKING:
-
-    @dataclass
-    class KVConnectorStats:
-        """What this file uses of vLLM's class; vLLM is not where types are checked."""
-
-        data: dict[str, Any] = field(default_factory=dict[str, Any])
-
-    class KVConnectorPromMetrics:
-        """What this file uses of vLLM's class; vLLM is not where types are checked."""
-
-        _counter_cls: Any
-        _histogram_cls: Any
-        _labelnames: list[str]
-        per_engine_labelvalues: dict[int, list[object]]
-
-        def __init__(
-            self,
-            vllm_config: Any,
-            metric_types: dict[Any, Any],
-            labelnames: list[str],
-            per_engine_labelvalues: dict[int, list[object]],
-        ) -> None: ...
-
-else:
-    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
-        KVConnectorPromMetrics,
-        KVConnectorStats,
-    )
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
 
 __all__ = ["COUNTERS", "HISTOGRAMS", "LABELLED", "PREFIX", "CascadePromMetrics", "CascadeStats"]
 
@@ -201,9 +176,11 @@ class CascadePromMetrics(KVConnectorPromMetrics):
             )
             for name, (label, meaning) in LABELLED.items()
         }
+        # The base class types all three alike, as histograms of no buckets.
+        histogram: Any = self._histogram_cls
         self._buckets = {
             name: self._per_engine(
-                self._histogram_cls(
+                histogram(
                     name=PREFIX + name,
                     documentation=meaning,
                     labelnames=self._labelnames,
@@ -222,7 +199,8 @@ class CascadePromMetrics(KVConnectorPromMetrics):
         for name, amounts in transfer_stats_data.get(_LABELS, {}).items():
             if name in self._labelled:
                 for label, amount in amounts.items():
-                    self._labelled[name].labels(*engine, label).inc(amount)
+                    counter: Any = self._labelled[name].labels(*engine, label)
+                    counter.inc(amount)
         for name, buckets in transfer_stats_data.get(_BUCKETS, {}).items():
             if name in self._buckets:
                 bounds = (*HISTOGRAMS[name][1], float("inf"))

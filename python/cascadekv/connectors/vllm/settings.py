@@ -4,7 +4,7 @@ import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cascadekv.connectors.settings import KEYS as STORE_KEYS
 from cascadekv.connectors.settings import StoreAddress, read_settings
@@ -114,7 +114,7 @@ def read_connector_settings(extra: Mapping[str, object]) -> ConnectorSettings:
             raise ConfigError(f"{key}: no such setting; {advice}")
     store = {key: value for key, value in options.items() if key in STORE_KEYS}
     own = {key.removeprefix("cascade."): v for key, v in options.items() if key in _OWN}
-    checked = {name: _check(name, value) for name, value in own.items()}
+    checked: dict[str, Any] = {name: _check(name, value) for name, value in own.items()}
     return ConnectorSettings(
         address=read_settings(store), store_options=store, notes=notes, **checked
     )

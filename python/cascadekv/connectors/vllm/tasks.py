@@ -10,7 +10,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 __all__ = ["TaskLog"]
@@ -30,7 +30,7 @@ class TaskLog:
         self.is_on = chosen.lower() == "debug"
 
     @contextmanager
-    def load(self, blocks: int, size: int, tier: str) -> Iterator[None]:
+    def load(self, blocks: int, size: int, tier: str) -> Generator[None]:
         """Tell of a load; from files that is a task of both stores."""
         with self._task("Cache", "LOAD", blocks, size):
             if tier in FILE_TIERS:
@@ -40,13 +40,13 @@ class TaskLog:
                 yield
 
     @contextmanager
-    def save(self, blocks: int, size: int) -> Iterator[None]:
+    def save(self, blocks: int, size: int) -> Generator[None]:
         """Tell of a save."""
         with self._task("Cache", "DUMP", blocks, size):
             yield
 
     @contextmanager
-    def _task(self, store: str, operation: str, blocks: int, size: int) -> Iterator[None]:
+    def _task(self, store: str, operation: str, blocks: int, size: int) -> Generator[None]:
         if not self.is_on:
             yield
             return
