@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from cascadekv import BlockKeys, CascadeError, PagedMemory, Store
@@ -29,7 +30,9 @@ class LayeredLoad:
         self.load = load
         self._memory = memory
         self._pages = pages
-        self._timeout = timeout
+        # Counted from here, because loads wait for each other's threads.
+        self._deadline = time.monotonic() + timeout
+        self._is_late = False
         self._ready = [threading.Event() for _ in range(memory.regions)]
         self._future: Future[Loaded] | None = None
 
@@ -45,13 +48,20 @@ class LayeredLoad:
 
     def wait(self, layer: int) -> None:
         """Return once a layer's blocks are in place, or are known to be bad."""
-        self._ready[layer].wait(self._timeout + GRACE_S)
+        left = self._deadline + GRACE_S - time.monotonic()
+        if not self._ready[layer].wait(max(0.0, left)):
+            self._is_late = True
 
     def result(self) -> Loaded:
         """Return how it ended, once it has."""
         if self._future is None:
             raise RuntimeError("a load by layers was not begun")
-        return self._future.result()
+        loaded = self._future.result()
+        if self._is_late:
+            # The engine computed without some of them, wherever they are by now.
+            bad = list(range(loaded.first, loaded.first + loaded.blocks))
+            loaded = replace(loaded, bad=bad)
+        return loaded
 
     def _run(
         self, store: Callable[[], Store | None], keys: BlockKeys, failures: FailureLog
@@ -59,9 +69,9 @@ class LayeredLoad:
         started, cpu = time.perf_counter(), time.thread_time()
         there = [False] * len(self._pages)
         try:
-            opened = store()
-            if opened is not None:
-                with opened.view(keys, timeout=self._timeout) as views:
+            opened, left = store(), self._deadline - time.monotonic()
+            if opened is not None and left > 0:
+                with opened.view(keys, timeout=left) as views:
                     there = self._scatter(views)
         except (CascadeError, ValueError, BufferError) as error:
             failures.count("reading blocks", error)
