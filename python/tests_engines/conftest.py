@@ -1,10 +1,13 @@
-"""Engines' own classes, and the nodes and helpers of the tests beside this directory.
+"""Engines' own classes, real vLLM engines on the CPU, and the nodes and helpers of these tests.
 
-These tests need an engine's package and torch (for CPUs), which the others do without.
+These tests need an engine's package and torch (for CPUs), which the others do without. vLLM runs in
+the test's own process, scheduler and worker both, and several engines may follow each other there.
 """
 
+import gc
 import importlib.util
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -16,6 +19,97 @@ _SPEC.loader.exec_module(_STORES)
 
 serve = _STORES.serve
 eventually = _STORES.eventually
+
+MODELS = Path(__file__).parents[2] / ".cache" / "models"
+"""Where models are kept from run to run; their names change with what they are made from."""
+
+# Read by vLLM when it is imported.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("VLLM_CPU_NUM_OF_RESERVED_CPU", "0")
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+
+
+class Engines:
+    """Starts and stops vLLM engines in this process."""
+
+    def __init__(self, model: Path):
+        self.model = model
+        self._running = []
+
+    def start(self, transfer: Mapping[str, object] | None = None, **options):
+        """Return an `LLM` in float32 without prefix caching; `options` are arguments of `LLM`."""
+        from vllm import LLM  # noqa: PLC0415 # seconds, which tests without vLLM do not pay
+        from vllm.config import KVTransferConfig  # noqa: PLC0415 # likewise
+
+        settings = {
+            "model": str(self.model),
+            # Left out, vLLM takes a float32 model down to bfloat16.
+            "dtype": "float32",
+            "seed": 0,
+            "enforce_eager": True,
+            "enable_prefix_caching": False,
+            "max_model_len": 4096,
+            "max_num_batched_tokens": 4096,
+            "max_num_seqs": 8,
+            "kv_transfer_config": KVTransferConfig(**transfer) if transfer else None,
+        }
+        llm = LLM(**(settings | options))
+        self._running.append(llm)
+        return llm
+
+    def stop(self, llm) -> None:
+        """End an engine as the end of its process would, so that another may start."""
+        from vllm.distributed.kv_transfer import (  # noqa: PLC0415 # as in start
+            ensure_kv_transfer_shutdown,
+        )
+        from vllm.distributed.parallel_state import (  # noqa: PLC0415 # as in start
+            cleanup_dist_env_and_memory,
+        )
+
+        self._running = [other for other in self._running if other is not llm]
+        llm.llm_engine.engine_core.shutdown()
+        ensure_kv_transfer_shutdown()
+        cleanup_dist_env_and_memory()
+        gc.collect()
+
+    def stop_all(self) -> None:
+        """End what a test left running."""
+        for llm in list(self._running):
+            self.stop(llm)
+
+    @staticmethod
+    def answer(llm, prompts: Sequence[Sequence[int]], new: int = 16):
+        """Serve prompts of token ids at once; gives vLLM's outputs in their order."""
+        from vllm import SamplingParams  # noqa: PLC0415 # as in start
+
+        params = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True)
+        asked = [{"prompt_token_ids": list(tokens)} for tokens in prompts]
+        return llm.generate(asked, params, use_tqdm=False)
+
+
+@pytest.fixture(scope="session")
+def tiny_model() -> Path:
+    """Make the smallest model, in float32: equal KV gives equal tokens there."""
+    from cascadekv.bench.models import make_model  # noqa: PLC0415 # needs torch and transformers
+
+    return make_model(MODELS, "tiny", "float32")
+
+
+@pytest.fixture
+def engines(tiny_model: Path) -> Iterator[Engines]:
+    """Start engines by hand; what a test leaves running ends after it."""
+    started = Engines(tiny_model)
+    yield started
+    started.stop_all()
+
+
+@pytest.fixture
+def start_engine(engines: Engines) -> Callable:
+    """Start one engine."""
+    return engines.start
 
 
 @pytest.fixture(scope="module")

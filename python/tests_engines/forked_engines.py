@@ -5,7 +5,9 @@ test has an engine do is a function of `inside.py` that runs beside it.
 """
 
 import contextlib
+import functools
 import multiprocessing
+import multiprocessing.context
 import os
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,7 +16,6 @@ from typing import Any
 
 import inside
 import pytest
-from cascadekv.bench.models import make_model
 from inside import Answer
 
 BLOCK = 128
@@ -68,7 +69,7 @@ class Engine:
         is_one_process: bool = True,
         **options: object,
     ) -> None:
-        context = multiprocessing.get_context("forkserver")
+        context = _fork_server()
         self._pipe, theirs = context.Pipe()
         outside = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0" if is_one_process else "1"}
         self.process = context.Process(
@@ -84,7 +85,7 @@ class Engine:
         theirs.close()
         self._receive()
 
-    def call(self, work: Callable[..., Any], *arguments: object) -> Any:  # noqa: ANN401
+    def call(self, work: Callable[..., Any], *arguments: object) -> Any:
         """Have a function of `inside.py` run beside the engine; raises what it raises."""
         self._pipe.send((work, arguments))
         return self._receive()
@@ -116,7 +117,7 @@ class Engine:
             pytest.fail(f"the engine did not end within {STOP_S} s")
         self._pipe.close()
 
-    def _receive(self) -> Any:  # noqa: ANN401
+    def _receive(self) -> Any:
         if not self._pipe.poll(CALL_S):
             os.kill(self.process.pid, signal.SIGABRT)
             pytest.fail(f"the engine did not answer within {CALL_S} s")
@@ -128,6 +129,15 @@ class Engine:
         if fault is not None:
             pytest.fail(f"in the engine: {fault}")
         return answer
+
+
+@functools.cache
+def _fork_server() -> multiprocessing.context.ForkServerContext:
+    """Have vLLM imported once."""
+    os.environ.update(ENVIRONMENT)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(IMPORTS)
+    return context
 
 
 class Reference:
@@ -146,7 +156,7 @@ class Reference:
         return [self._known[name][:tokens] for name in names]
 
     def check(self, engine: Engine, prompts: Sequence[Sequence[int]], tokens: int = 8) -> list[int]:
-        """Have an engine answer prompts that come at once, rightly; gives the tokens that it hit."""
+        """Have an engine answer prompts that come at once, rightly; gives the tokens hit."""
         answers = engine.run(prompts, tokens)
         right = self.answers(prompts, tokens)
         wrong = [at for at, answer in enumerate(answers) if answer.tokens != right[at]]
@@ -163,7 +173,7 @@ def engines(model: Path) -> Iterator[Callable[..., Engine]]:
     """Start engines; end what is left of them."""
     started: list[Engine] = []
 
-    def start(store: Mapping[str, object] | None = None, **options: Any) -> Engine:  # noqa: ANN401
+    def start(store: Mapping[str, object] | None = None, **options: Any) -> Engine:
         started.append(Engine(model, store, **options))
         return started[-1]
 
@@ -175,28 +185,14 @@ def engines(model: Path) -> Iterator[Callable[..., Engine]]:
 
 
 @pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Give a float32 model of 3 million parameters."""
-    given = os.environ.get("CASCADE_ENGINE_MODELS")
-    return make_model(Path(given) if given else tmp_path_factory.mktemp("models"), "tiny")
-
-
-@pytest.fixture(scope="session")
-def _fork_server() -> None:
-    """Have vLLM imported once."""
-    os.environ.update(ENVIRONMENT)
-    multiprocessing.set_forkserver_preload(IMPORTS)
-
-
-@pytest.fixture(scope="session")
-def reference(tiny_model: Path, _fork_server: None) -> Iterator[Reference]:
+def reference(tiny_model: Path) -> Iterator[Reference]:
     """Give what an engine without connector answers."""
     with engines(tiny_model) as start:
         yield Reference(start())
 
 
 @pytest.fixture(scope="module")
-def start(tiny_model: Path, _fork_server: None) -> Iterator[Callable[..., Engine]]:
+def start(tiny_model: Path) -> Iterator[Callable[..., Engine]]:
     """Start engines for one module."""
     with engines(tiny_model) as starter:
         yield starter

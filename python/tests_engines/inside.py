@@ -7,6 +7,7 @@ import dataclasses
 import os
 import signal
 import threading
+import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,11 @@ from typing import Any
 
 from cascadekv import BlockKeys
 from cascadekv.connectors.vllm.layers import LayeredLoad
+
+PLAIN = SimpleNamespace(
+    prompt_embeds=None, pooling_params=None, lora_request=None, cache_salt=None, mm_features=[]
+)
+"""A request with nothing but tokens."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +57,7 @@ def serve(
     llm.llm_engine.engine_core.shutdown()
 
 
-def _start(options: Mapping[str, Any], store: Mapping[str, object] | None) -> Any:  # noqa: ANN401
+def _start(options: Mapping[str, Any], store: Mapping[str, object] | None) -> Any:
     from vllm import LLM  # noqa: PLC0415
     from vllm.config import KVTransferConfig  # noqa: PLC0415
 
@@ -69,7 +75,7 @@ def _start(options: Mapping[str, Any], store: Mapping[str, object] | None) -> An
     return LLM(**given)
 
 
-def _next(pipe: Connection) -> Any:  # noqa: ANN401
+def _next(pipe: Connection) -> Any:
     try:
         return pipe.recv()
     except EOFError:
@@ -77,7 +83,7 @@ def _next(pipe: Connection) -> Any:  # noqa: ANN401
 
 
 def generate(
-    llm: Any,  # noqa: ANN401
+    llm: Any,
     prompts: Sequence[Sequence[int]],
     tokens: int,
     salt: str | None,
@@ -88,63 +94,63 @@ def generate(
     given: list[dict[str, object]] = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
     if salt:
         given = [{**each, "cache_salt": salt} for each in given]
-    parameters = SamplingParams(
-        temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False
-    )
+    parameters = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
     outputs = llm.generate(given, parameters, use_tqdm=False)
     return [Answer(tuple(o.outputs[0].token_ids), o.num_cached_tokens) for o in outputs]
 
 
-def forget_locally(llm: Any) -> bool:  # noqa: ANN401
+def forget_locally(llm: Any) -> bool:
     """Empty the engine's own prefix cache; the store keeps what it has."""
     return bool(llm.reset_prefix_cache())
 
 
-def connectors(llm: Any) -> tuple[Any, Any]:  # noqa: ANN401
+def connectors(llm: Any) -> tuple[Any, Any]:
     """Give the scheduler's and the worker's connector of an engine in one process."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group  # noqa: PLC0415
 
     return scheduler_of(llm).connector, get_kv_transfer_group()
 
 
-def scheduler_of(llm: Any) -> Any:  # noqa: ANN401
+def scheduler_of(llm: Any) -> Any:
     """Give the scheduler of an engine in one process."""
     return llm.llm_engine.engine_core.engine_core.scheduler
 
 
-def loaded_blocks(llm: Any) -> int:  # noqa: ANN401
-    """Say how many blocks the engine asked its workers to load."""
-    return int(connectors(llm)[0]._scheduler.tally.planned)  # noqa: SLF001
+def loaded_blocks(llm: Any) -> int:
+    """Say how many blocks the workers were told to load since the first call of this."""
+    worker = connectors(llm)[1]._worker  # noqa: SLF001
+    if not hasattr(worker, "loads_seen"):
+        start_loads, worker.loads_seen = worker.start_loads, 0
+
+        def counting(plan: Any) -> None:
+            worker.loads_seen += sum(len(load.blocks[0]) for load in plan.loads)
+            start_loads(plan)
+
+        worker.start_loads = counting
+    return int(worker.loads_seen)
 
 
-def keys_of_prompt(llm: Any, prompt: Sequence[int]) -> bytes:  # noqa: ANN401
+def keys_of_prompt(llm: Any, prompt: Sequence[int]) -> bytes:
     """Give the keys of a prompt's whole blocks, of the engine's only part."""
     ours, _ = connectors(llm)
-    request = SimpleNamespace(
-        prompt_embeds=None,
-        pooling_params=None,
-        lora_request=None,
-        cache_salt=None,
-        mm_features=[],
-    )
     (part,) = ours._scheduler._parts  # noqa: SLF001
-    keys = ours._keys_of([part.name], request)  # noqa: SLF001
+    keys = ours._keys_of([part.name], PLAIN)  # noqa: SLF001
     return bytes(keys.raw(part.name, 0, keys.extend(list(prompt))))
 
 
-def choose_loads(llm: Any, load: str) -> None:  # noqa: ANN401
+def choose_loads(llm: Any, load: str) -> None:
     """Change what the setting `cascade.load` said."""
     scheduler = connectors(llm)[0]._scheduler  # noqa: SLF001
     scheduler._policy = dataclasses.replace(scheduler._policy, load=load)  # noqa: SLF001
 
 
-def after_next_hit(llm: Any, act: Callable[[Any], None]) -> None:  # noqa: ANN401
+def after_next_hit(llm: Any, act: Callable[[Any], None]) -> None:
     """Do something once a lookup has promised blocks, before they are loaded."""
     ours, _ = connectors(llm)
     scheduler = ours._scheduler  # noqa: SLF001
     matched = scheduler.matched
 
-    def then(request: Any, computed: int) -> Any:  # noqa: ANN401
+    def then(request: Any, computed: int) -> Any:
         answer = matched(request, computed)
         if answer[0]:
             del scheduler.matched
@@ -154,16 +160,16 @@ def after_next_hit(llm: Any, act: Callable[[Any], None]) -> None:  # noqa: ANN40
     scheduler.matched = then
 
 
-def lose_after_next_hit(llm: Any, keys: bytes) -> None:  # noqa: ANN401
+def lose_after_next_hit(llm: Any, keys: bytes) -> None:
     """Delete blocks between their lookup and their load."""
 
-    def lose(store: Any) -> None:  # noqa: ANN401
+    def lose(store: Any) -> None:
         assert all(store.delete(BlockKeys(keys)))
 
     after_next_hit(llm, lose)
 
 
-def kill_after_next_hit(llm: Any, process: int) -> None:  # noqa: ANN401
+def kill_after_next_hit(llm: Any, process: int) -> None:
     """Kill a process, the node, between lookup and load."""
 
     def kill(_store: object) -> None:
@@ -172,7 +178,7 @@ def kill_after_next_hit(llm: Any, process: int) -> None:  # noqa: ANN401
     after_next_hit(llm, kill)
 
 
-def break_next(llm: Any, side: str, method: str) -> None:  # noqa: ANN401
+def break_next(llm: Any, side: str, method: str) -> None:
     """Have the next call of a method of the connector's raise what nobody foresaw."""
     scheduler, worker = connectors(llm)
     memory = next(iter(worker._worker._held.values()))[1]  # noqa: SLF001
@@ -194,17 +200,17 @@ def break_next(llm: Any, side: str, method: str) -> None:  # noqa: ANN401
     setattr(owner, method, broken)
 
 
-def free_blocks(llm: Any) -> int:  # noqa: ANN401
+def free_blocks(llm: Any) -> int:
     """Say how many blocks of KV no request has."""
     return int(scheduler_of(llm).kv_cache_manager.block_pool.get_num_free_blocks())
 
 
-def count(llm: Any, name: str) -> float:  # noqa: ANN401
+def count(llm: Any, name: str) -> float:
     """Give a counter of the engine's own metrics."""
     return sum(metric.value for metric in llm.get_metrics() if metric.name == name)
 
 
-def abort_while_loading(llm: Any, prompts: Sequence[Sequence[int]]) -> int:  # noqa: ANN401
+def abort_while_loading(llm: Any, prompts: Sequence[Sequence[int]]) -> int:
     """Begin requests whose blocks are loaded meanwhile, and take them back before they are there.
 
     Returns how many were waiting for their blocks.
@@ -215,7 +221,7 @@ def abort_while_loading(llm: Any, prompts: Sequence[Sequence[int]]) -> int:  # n
     worker = connectors(llm)[1]._worker  # noqa: SLF001
     load, gate = worker._load, threading.Event()  # noqa: SLF001
 
-    def late(*arguments: Any) -> Any:  # noqa: ANN401
+    def late(*arguments: Any) -> Any:
         gate.wait(60)
         return load(*arguments)
 
@@ -223,16 +229,13 @@ def abort_while_loading(llm: Any, prompts: Sequence[Sequence[int]]) -> int:  # n
     engine = llm.llm_engine
     names = [f"abort-{number}" for number in range(len(prompts))]
     parameters = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, detokenize=False)
-    internal = [
+    for name, prompt in zip(names, prompts, strict=True):
         engine.add_request(name, {"prompt_token_ids": list(prompt)}, parameters)
-        for name, prompt in zip(names, prompts, strict=True)
-    ]
     for _ in range(3):
         engine.step()
     requests = scheduler_of(llm).requests.values()
     waiting = sum(each.status == RequestStatus.WAITING_FOR_REMOTE_KVS for each in requests)
     engine.abort_request(names)
-    del internal
     for _ in range(3):
         engine.step()
     gate.set()
@@ -240,23 +243,50 @@ def abort_while_loading(llm: Any, prompts: Sequence[Sequence[int]]) -> int:  # n
     return waiting
 
 
-def forget_everything(llm: Any, is_while_running: bool) -> bool:  # noqa: ANN401, FBT001
+def forget_everything(llm: Any) -> bool:
     """Have engine and connector forget what they have, as after a change of weights."""
-    return bool(
-        llm.reset_prefix_cache(reset_running_requests=is_while_running, reset_connector=True)
-    )
+    return bool(llm.reset_prefix_cache(reset_connector=True))
 
 
-def forget_in_the_middle(llm: Any, prompt: Sequence[int], tokens: int, *, is_preempted: bool) -> None:  # noqa: ANN401
+def forget_in_the_middle(
+    llm: Any,
+    prompt: Sequence[int],
+    tokens: int,
+    is_preempted: bool,  # noqa: FBT001
+) -> None:
     """Have everything forgotten while a request is being answered."""
     from vllm import SamplingParams  # noqa: PLC0415
 
-    parameters = SamplingParams(
-        temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False
-    )
+    parameters = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
     llm.llm_engine.add_request("middle", {"prompt_token_ids": list(prompt)}, parameters)
     for _ in range(4):
         llm.llm_engine.step()
-    forget_everything(llm, is_preempted)
+    llm.reset_prefix_cache(reset_running_requests=is_preempted, reset_connector=True)
     while llm.llm_engine.has_unfinished_requests():
         llm.llm_engine.step()
+
+
+def hold_next_layers(llm: Any, seconds: float) -> None:  # noqa: ARG001
+    """Have the next load by layers bring its layers only after that many seconds."""
+    scatter = LayeredLoad._scatter  # noqa: SLF001
+
+    def late(self: Any, views: Any) -> Any:
+        LayeredLoad._scatter = scatter  # noqa: SLF001
+        time.sleep(seconds)
+        return scatter(self, views)
+
+    LayeredLoad._scatter = late  # noqa: SLF001
+
+
+def lose_one_of_each_part(llm: Any, prompt: Sequence[int], number: int) -> None:
+    """Delete a block near the end of each part between the next lookup and its load."""
+    ours, _ = connectors(llm)
+    names = [part.name for part in ours._scheduler._parts]  # noqa: SLF001
+    keys = ours._keys_of(names, PLAIN)  # noqa: SLF001
+    last = keys.extend(list(prompt))
+    lost = [keys.raw(name, last - 1, last) for name in names][number % len(names) :]
+
+    def lose(store: Any) -> None:
+        assert all(store.delete(BlockKeys(b"".join(lost))))
+
+    after_next_hit(llm, lose)

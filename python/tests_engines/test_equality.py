@@ -6,12 +6,16 @@ from dataclasses import dataclass
 import inside
 import pytest
 from cascadekv.bench.prompts import prompt, with_prefix
-from engine_process import BLOCK, Engine
+from forked_engines import BLOCK, Engine
 
-pytest_plugins = ["engine_process"]
+pytest_plugins = ["forked_engines"]
 
 EMBEDDED = {"cascade.pipeline": "Dram|Files", "cascade.dram": "128MiB"}
-ALWAYS = {"cascade.load_or_compute": False, "cascade.lookup_timeout": 10, "cascade.save_timeout": 30}
+ALWAYS = {
+    "cascade.load_or_compute": False,
+    "cascade.lookup_timeout": 10,
+    "cascade.save_timeout": 30,
+}
 """Nothing is computed because the machine is busy."""
 
 
@@ -86,7 +90,9 @@ def test_a_prefix_of_any_length_hits_as_far_as_its_blocks_go(kept, reference):
 
 def test_requests_that_come_at_once_share_what_is_there(kept, reference):
     first = prompt(3 * BLOCK + 5, "at once", kept.name)
-    asked = [with_prefix(first, shared, "at once", kept.name, shared) for shared in (0, 130, 256, 300)]
+    asked = [
+        with_prefix(first, shared, "at once", kept.name, shared) for shared in (0, 130, 256, 300)
+    ]
     asked += [first, prompt(700, "long", kept.name), first, prompt(90, "short", kept.name)]
     reference.check(kept.engine, asked)
     kept.forget_locally()

@@ -11,8 +11,8 @@ VOCABULARY = 1000
 
 
 def prompt(tokens: int, *parts: object) -> list[int]:
-    """Make a prompt that follows from `parts`: other parts give one with nothing in common."""
-    chance = random.Random(repr(parts))  # noqa: S311 # no secret
+    """Make a prompt that follows from `parts`: others, or another length, share nothing."""
+    chance = random.Random(repr((tokens, parts)))  # noqa: S311 # no secret
     return [FIRST_TOKEN + chance.randrange(VOCABULARY) for _ in range(tokens)]
 
 
