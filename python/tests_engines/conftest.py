@@ -110,3 +110,10 @@ def engines(tiny_model: Path) -> Iterator[Engines]:
 def start_engine(engines: Engines) -> Callable:
     """Start one engine."""
     return engines.start
+
+
+@pytest.fixture(scope="module")
+def serve_module(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable]:
+    """Start nodes for the tests of one module."""
+    with _STORES.nodes(tmp_path_factory.mktemp("nodes")) as start:
+        yield start

@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from cascadekv import BlockKeys, CascadeError, PagedMemory, Store
@@ -36,6 +37,8 @@ class LayeredLoad:
         self._pages = pages
         self._timeout = timeout
         self._at_once = at_once
+        # Counted from here, because loads wait for each other's threads.
+        self._deadline = time.monotonic() + timeout
         self._is_late = False
         self._ready = [threading.Event() for _ in range(memory.regions)]
         self._future: Future[Loaded] | None = None
@@ -54,6 +57,9 @@ class LayeredLoad:
         """Return once a layer's blocks are in place, or are known to be bad."""
         if not self._is_late:
             self._is_late = not self._ready[layer].wait(self._timeout + GRACE_S)
+        left = self._deadline + GRACE_S - time.monotonic()
+        if not self._ready[layer].wait(max(0.0, left)):
+            self._is_late = True
 
     def result(self) -> Loaded:
         """Return how it ended, once it has."""
@@ -67,6 +73,11 @@ class LayeredLoad:
         if self._is_late:
             # A layer was computed before its blocks came.
             loaded.bad = every
+        loaded = self._future.result()
+        if self._is_late:
+            # The engine computed without some of them, wherever they are by now.
+            bad = list(range(loaded.first, loaded.first + loaded.blocks))
+            loaded = replace(loaded, bad=bad)
         return loaded
 
     def _run(
@@ -84,6 +95,10 @@ class LayeredLoad:
                 if failed:
                     # Too many for the pool at once.
                     return self._at_once(self.load)
+            opened, left = store(), self._deadline - time.monotonic()
+            if opened is not None and left > 0:
+                with opened.view(keys, timeout=left) as views:
+                    there = self._scatter(views)
         except (CascadeError, ValueError, BufferError) as error:
             failures.count("reading blocks", error)
             there = [False] * len(self._pages)

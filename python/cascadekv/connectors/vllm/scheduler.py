@@ -69,6 +69,8 @@ class _Tracked:
     is_reported: bool = False
     may_load: bool = True
     """False once a load failed: what is asked again is computed."""
+    may_save: bool = True
+    """False once its KV is to be forgotten while it is computed."""
     is_async: bool = False
     load: tuple[int, int] | None = None
     """Blocks to load, from and to."""
@@ -216,6 +218,7 @@ class Scheduler:
             known = min(request.num_computed_tokens + tokens, len(request.all_token_ids))
             last = known // self._block_tokens
             is_due = last > tracked.saved and time.monotonic() >= tracked.save_after
+            is_due = is_due and tracked.may_save
             if not is_due or not self._is_long_enough(request):
                 continue
             if self._policy.is_lite:
@@ -279,7 +282,13 @@ class Scheduler:
     def forget(self) -> None:
         """Forget what was found: the keys are others from now on."""
         for tracked in self._tracked.values():
-            tracked.keys = self._keys_of(tracked.request)
+            request = tracked.request
+            tracked.keys = self._keys_of(request)
+            # What it computed or loaded up to now is of what was before, unless it begins anew.
+            begins = request.num_computed_tokens == 0 and not (
+                tracked.saved and request.status.name == "WAITING_FOR_REMOTE_KVS"
+            )
+            tracked.may_save = tracked.may_save and begins
             tracked.found, tracked.load, tracked.saved = None, None, 0
             tracked.may_load = False
 

@@ -7,8 +7,10 @@ it ends with that worker.
 
 import atexit
 import ctypes
+import hashlib
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -72,7 +74,9 @@ class EngineStore:
 def private_socket(engine: str) -> Path:
     """Give where an engine's private node listens: a directory of this user's alone."""
     root = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
-    return root / f"cascade-{os.getuid()}-{engine[:16]}" / "node.sock"
+    # Short for the sake of the socket's path, and of the whole name: ranks differ in its end.
+    name = hashlib.sha256(engine.encode()).hexdigest()[:16]
+    return root / f"cascade-{os.getuid()}-{name}" / "node.sock"
 
 
 class PrivateNode:
@@ -80,7 +84,8 @@ class PrivateNode:
 
     def __init__(self, socket: Path, options: Mapping[str, object]) -> None:
         """Start it and wait until it serves. Raises `OSError` when it does not."""
-        socket.parent.mkdir(mode=0o700, exist_ok=True)
+        self._directory = socket.parent
+        self._directory.mkdir(mode=0o700, exist_ok=True)
         command = [sys.executable, "-m", "cascadekv", "serve", "--socket", str(socket)]
         for key, flag in _FLAGS.items():
             if key in options:
@@ -108,7 +113,7 @@ class PrivateNode:
         atexit.register(self.close)
 
     def close(self) -> None:
-        """End it: cleanly, or by force after a while."""
+        """End it: cleanly, or by force after a while; nothing of it is left."""
         if self._process.poll() is None:
             self._process.terminate()
             try:
@@ -116,6 +121,7 @@ class PrivateNode:
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait()
+        shutil.rmtree(self._directory, ignore_errors=True)
 
 
 def wait_for_socket(socket: Path, timeout: float = START_S) -> bool:

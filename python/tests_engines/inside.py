@@ -1,0 +1,292 @@
+"""What runs in an engine's process: the loop that serves a test, and what tests ask for.
+
+Tests name these functions; the engine's process calls them with its engine first.
+"""
+
+import dataclasses
+import os
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from types import SimpleNamespace
+from typing import Any
+
+from cascadekv import BlockKeys
+from cascadekv.connectors.vllm.layers import LayeredLoad
+
+PLAIN = SimpleNamespace(
+    prompt_embeds=None, pooling_params=None, lora_request=None, cache_salt=None, mm_features=[]
+)
+"""A request with nothing but tokens."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What an engine made of one prompt."""
+
+    tokens: tuple[int, ...]
+    cached: int
+    """Tokens of the prompt that were not computed."""
+
+
+def serve(
+    pipe: Connection,
+    environment: Mapping[str, str],
+    options: Mapping[str, Any],
+    store: Mapping[str, object] | None,
+) -> None:
+    """Start an engine and carry out what comes over the pipe, until it ends or says so."""
+    os.environ.update(environment)
+    try:
+        llm = _start(options, store)
+    except BaseException:
+        pipe.send((traceback.format_exc(), None))
+        raise
+    pipe.send((None, None))
+    while (order := _next(pipe)) is not None:
+        work, arguments = order
+        try:
+            answer = (None, work(llm, *arguments))
+        except BaseException:  # noqa: BLE001 # the test is told
+            answer = (traceback.format_exc(), None)
+        pipe.send(answer)
+    llm.llm_engine.engine_core.shutdown()
+
+
+def _start(options: Mapping[str, Any], store: Mapping[str, object] | None) -> Any:
+    from vllm import LLM  # noqa: PLC0415
+    from vllm.config import KVTransferConfig  # noqa: PLC0415
+
+    given = dict(options)
+    if store is not None:
+        given["kv_transfer_config"] = KVTransferConfig(
+            **{
+                "kv_connector": "CascadeConnector",
+                "kv_connector_module_path": "cascadekv.connectors.vllm",
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": dict(store),
+                **given.pop("transfer", {}),
+            }
+        )
+    return LLM(**given)
+
+
+def _next(pipe: Connection) -> Any:
+    try:
+        return pipe.recv()
+    except EOFError:
+        return None
+
+
+def generate(
+    llm: Any,
+    prompts: Sequence[Sequence[int]],
+    tokens: int,
+    salt: str | None,
+) -> list[Answer]:
+    """Answer prompts that come at once."""
+    from vllm import SamplingParams  # noqa: PLC0415
+
+    given: list[dict[str, object]] = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+    if salt:
+        given = [{**each, "cache_salt": salt} for each in given]
+    parameters = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+    outputs = llm.generate(given, parameters, use_tqdm=False)
+    return [Answer(tuple(o.outputs[0].token_ids), o.num_cached_tokens) for o in outputs]
+
+
+def forget_locally(llm: Any) -> bool:
+    """Empty the engine's own prefix cache; the store keeps what it has."""
+    return bool(llm.reset_prefix_cache())
+
+
+def connectors(llm: Any) -> tuple[Any, Any]:
+    """Give the scheduler's and the worker's connector of an engine in one process."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group  # noqa: PLC0415
+
+    return scheduler_of(llm).connector, get_kv_transfer_group()
+
+
+def scheduler_of(llm: Any) -> Any:
+    """Give the scheduler of an engine in one process."""
+    return llm.llm_engine.engine_core.engine_core.scheduler
+
+
+def loaded_blocks(llm: Any) -> int:
+    """Say how many blocks the workers were told to load since the first call of this."""
+    worker = connectors(llm)[1]._worker  # noqa: SLF001
+    if not hasattr(worker, "loads_seen"):
+        start_loads, worker.loads_seen = worker.start_loads, 0
+
+        def counting(plan: Any) -> None:
+            worker.loads_seen += sum(len(load.blocks[0]) for load in plan.loads)
+            start_loads(plan)
+
+        worker.start_loads = counting
+    return int(worker.loads_seen)
+
+
+def keys_of_prompt(llm: Any, prompt: Sequence[int]) -> bytes:
+    """Give the keys of a prompt's whole blocks, of the engine's only part."""
+    ours, _ = connectors(llm)
+    (part,) = ours._scheduler._parts  # noqa: SLF001
+    keys = ours._keys_of([part.name], PLAIN)  # noqa: SLF001
+    return bytes(keys.raw(part.name, 0, keys.extend(list(prompt))))
+
+
+def choose_loads(llm: Any, load: str) -> None:
+    """Change what the setting `cascade.load` said."""
+    scheduler = connectors(llm)[0]._scheduler  # noqa: SLF001
+    scheduler._policy = dataclasses.replace(scheduler._policy, load=load)  # noqa: SLF001
+
+
+def after_next_hit(llm: Any, act: Callable[[Any], None]) -> None:
+    """Do something once a lookup has promised blocks, before they are loaded."""
+    ours, _ = connectors(llm)
+    scheduler = ours._scheduler  # noqa: SLF001
+    matched = scheduler.matched
+
+    def then(request: Any, computed: int) -> Any:
+        answer = matched(request, computed)
+        if answer[0]:
+            del scheduler.matched
+            act(ours._store.store())  # noqa: SLF001
+        return answer
+
+    scheduler.matched = then
+
+
+def lose_after_next_hit(llm: Any, keys: bytes) -> None:
+    """Delete blocks between their lookup and their load."""
+
+    def lose(store: Any) -> None:
+        assert all(store.delete(BlockKeys(keys)))
+
+    after_next_hit(llm, lose)
+
+
+def kill_after_next_hit(llm: Any, process: int) -> None:
+    """Kill a process, the node, between lookup and load."""
+
+    def kill(_store: object) -> None:
+        os.kill(process, signal.SIGKILL)
+
+    after_next_hit(llm, kill)
+
+
+def break_next(llm: Any, side: str, method: str) -> None:
+    """Have the next call of a method of the connector's raise what nobody foresaw."""
+    scheduler, worker = connectors(llm)
+    memory = next(iter(worker._worker._held.values()))[1]  # noqa: SLF001
+    owner = {
+        "scheduler": scheduler._scheduler,  # noqa: SLF001
+        "worker": worker._worker,  # noqa: SLF001
+        "memory": memory,
+        "layers": LayeredLoad,
+    }[side]
+    whole = getattr(owner, method)
+
+    def broken(*_arguments: object, **_named: object) -> None:
+        if owner is LayeredLoad:
+            setattr(owner, method, whole)
+        else:
+            delattr(owner, method)
+        raise ZeroDivisionError("made by a test")
+
+    setattr(owner, method, broken)
+
+
+def free_blocks(llm: Any) -> int:
+    """Say how many blocks of KV no request has."""
+    return int(scheduler_of(llm).kv_cache_manager.block_pool.get_num_free_blocks())
+
+
+def count(llm: Any, name: str) -> float:
+    """Give a counter of the engine's own metrics."""
+    return sum(metric.value for metric in llm.get_metrics() if metric.name == name)
+
+
+def abort_while_loading(llm: Any, prompts: Sequence[Sequence[int]]) -> int:
+    """Begin requests whose blocks are loaded meanwhile, and take them back before they are there.
+
+    Returns how many were waiting for their blocks.
+    """
+    from vllm import SamplingParams  # noqa: PLC0415
+    from vllm.v1.request import RequestStatus  # noqa: PLC0415
+
+    worker = connectors(llm)[1]._worker  # noqa: SLF001
+    load, gate = worker._load, threading.Event()  # noqa: SLF001
+
+    def late(*arguments: Any) -> Any:
+        gate.wait(60)
+        return load(*arguments)
+
+    worker._load = late  # noqa: SLF001
+    engine = llm.llm_engine
+    names = [f"abort-{number}" for number in range(len(prompts))]
+    parameters = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, detokenize=False)
+    for name, prompt in zip(names, prompts, strict=True):
+        engine.add_request(name, {"prompt_token_ids": list(prompt)}, parameters)
+    for _ in range(3):
+        engine.step()
+    requests = scheduler_of(llm).requests.values()
+    waiting = sum(each.status == RequestStatus.WAITING_FOR_REMOTE_KVS for each in requests)
+    engine.abort_request(names)
+    for _ in range(3):
+        engine.step()
+    gate.set()
+    del worker._load  # noqa: SLF001
+    return waiting
+
+
+def forget_everything(llm: Any) -> bool:
+    """Have engine and connector forget what they have, as after a change of weights."""
+    return bool(llm.reset_prefix_cache(reset_connector=True))
+
+
+def forget_in_the_middle(
+    llm: Any,
+    prompt: Sequence[int],
+    tokens: int,
+    is_preempted: bool,  # noqa: FBT001
+) -> None:
+    """Have everything forgotten while a request is being answered."""
+    from vllm import SamplingParams  # noqa: PLC0415
+
+    parameters = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+    llm.llm_engine.add_request("middle", {"prompt_token_ids": list(prompt)}, parameters)
+    for _ in range(4):
+        llm.llm_engine.step()
+    llm.reset_prefix_cache(reset_running_requests=is_preempted, reset_connector=True)
+    while llm.llm_engine.has_unfinished_requests():
+        llm.llm_engine.step()
+
+
+def hold_next_layers(llm: Any, seconds: float) -> None:  # noqa: ARG001
+    """Have the next load by layers bring its layers only after that many seconds."""
+    scatter = LayeredLoad._scatter  # noqa: SLF001
+
+    def late(self: Any, views: Any) -> Any:
+        LayeredLoad._scatter = scatter  # noqa: SLF001
+        time.sleep(seconds)
+        return scatter(self, views)
+
+    LayeredLoad._scatter = late  # noqa: SLF001
+
+
+def lose_one_of_each_part(llm: Any, prompt: Sequence[int], number: int) -> None:
+    """Delete a block near the end of each part between the next lookup and its load."""
+    ours, _ = connectors(llm)
+    names = [part.name for part in ours._scheduler._parts]  # noqa: SLF001
+    keys = ours._keys_of(names, PLAIN)  # noqa: SLF001
+    last = keys.extend(list(prompt))
+    lost = [keys.raw(name, last - 1, last) for name in names][number % len(names) :]
+
+    def lose(store: Any) -> None:
+        assert all(store.delete(BlockKeys(b"".join(lost))))
+
+    after_next_hit(llm, lose)

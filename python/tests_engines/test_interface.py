@@ -1,0 +1,184 @@
+"""The connector against vLLM's own classes: its interface, its wrappers, its models."""
+
+import inspect
+import json
+import shutil
+
+import inside
+import pytest
+import torch
+import transformers
+from cascadekv.bench.prompts import prompt, with_prefix
+from cascadekv.connectors.vllm import CascadeConnector
+from forked_engines import BLOCK, Reference, engines
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    SupportsHMA,
+    supports_hma,
+)
+
+pytest_plugins = ["forked_engines"]
+
+ALWAYS = {
+    "cascade.load_or_compute": False,
+    "cascade.lookup_timeout": 10,
+    "cascade.save_timeout": 30,
+}
+BASES = (KVConnectorBase_V1, SupportsHMA)
+
+
+def test_nothing_of_the_interface_is_left_abstract():
+    assert not inspect.isabstract(CascadeConnector)
+    assert supports_hma(CascadeConnector)
+    # The factory refuses a constructor that does not name it.
+    assert "kv_cache_config" in inspect.signature(CascadeConnector).parameters
+
+
+def overridden():
+    """Give what the connector has of its own that the interface has too."""
+    return [
+        (name, base)
+        for base in BASES
+        for name, member in inspect.getmembers(base)
+        if name in vars(CascadeConnector)
+        and not name.startswith("__")
+        and not name.startswith("_abc")
+        and (callable(member) or isinstance(member, property))
+    ]
+
+
+def test_the_interface_is_overridden_where_it_has_to_be():
+    names = {name for name, _ in overridden()}
+    abstract = {name for base in BASES for name in getattr(base, "__abstractmethods__", ())}
+    assert abstract <= names
+    assert {"get_transfer_results", "get_block_ids_with_load_errors", "reset_cache"} <= names
+
+
+@pytest.mark.parametrize(("name", "base"), overridden(), ids=lambda each: str(each))
+def test_whoever_can_call_the_interface_can_call_the_connector(name, base):
+    theirs, ours = (inspect.getattr_static(cls, name) for cls in (base, CascadeConnector))
+    assert type(theirs) is type(ours)
+    if isinstance(theirs, property):
+        return
+    theirs, ours = (
+        inspect.signature(inspect.unwrap(getattr(cls, name))) for cls in (base, CascadeConnector)
+    )
+    kinds = inspect.Parameter
+    positional = [
+        p.name for p in theirs.parameters.values() if p.kind is kinds.POSITIONAL_OR_KEYWORD
+    ]
+    assert [*ours.parameters][: len(positional)] == positional
+    takes_any = {p.kind for p in theirs.parameters.values() if p.kind.name.startswith("VAR")}
+    assert takes_any <= {p.kind for p in ours.parameters.values()}
+    for parameter in list(ours.parameters.values())[len(positional) :]:
+        assert parameter.kind.name.startswith("VAR") or parameter.default is not kinds.empty
+    for parameter in positional:
+        has_default = theirs.parameters[parameter].default is not kinds.empty
+        assert not has_default or ours.parameters[parameter].default is not kinds.empty
+
+
+def test_the_connector_is_found_by_its_name():
+    assert KVConnectorFactory.get_connector_class_by_name("CascadeConnector") is CascadeConnector
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_it_works_beside_another_connector(start, reference, tmp_path, is_first):
+    ours = {
+        "kv_connector": "CascadeConnector",
+        "kv_connector_module_path": "cascadekv.connectors.vllm",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"cascade.dram": "64MiB", **ALWAYS},
+    }
+    theirs = {
+        "kv_connector": "ExampleConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)},
+    }
+    multi = {
+        "kv_connector": "MultiConnector",
+        "kv_connector_module_path": None,
+        "kv_connector_extra_config": {"connectors": [ours, theirs] if is_first else [theirs, ours]},
+    }
+    engine = start({}, transfer=multi, disable_log_stats=False)
+    first = prompt(3 * BLOCK + 20, "beside", is_first)
+    assert reference.check_one(engine, first) == 0
+    assert reference.check_one(engine, first) == 3 * BLOCK
+    # ExampleConnector knows whole prompts only.
+    for shared in (130, 256, 300):
+        asked = with_prefix(first, shared, "beside", is_first, shared)
+        assert reference.check_one(engine, asked) == shared // BLOCK * BLOCK
+    assert engine.call(inside.forget_everything) in (True, False)
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def windowed_model(tmp_path_factory, tiny_model):
+    """Make a model most of whose layers see 256 tokens back only."""
+    directory = tmp_path_factory.mktemp("windowed")
+    layers = ["sliding_attention", "sliding_attention", "full_attention"] * 2
+    config = transformers.Gemma3TextConfig(
+        vocab_size=1024,
+        hidden_size=256,
+        num_hidden_layers=len(layers),
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        intermediate_size=512,
+        sliding_window=256,
+        max_position_embeddings=8192,
+        layer_types=layers,
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=1,
+    )
+    generator = torch.Generator().manual_seed(0)
+    model = transformers.Gemma3ForCausalLM(config).float()
+    with torch.no_grad():
+        for _, weight in sorted(model.named_parameters()):
+            if weight.dim() > 1:
+                deviation = 1.6 * weight.shape[1] ** -0.5
+                weight.copy_(torch.randn(weight.shape, generator=generator) * deviation)
+    model.save_pretrained(directory)
+    for path in tiny_model.glob("token*"):
+        shutil.copy(path, directory)
+    assert json.loads((directory / "config.json").read_text())["sliding_window"] == 256
+    return directory
+
+
+def test_a_model_with_windows_hits_and_is_answered_the_same(windowed_model):
+    with engines(windowed_model) as start:
+        reference = Reference(start())
+        engine = start({"cascade.dram": "256MiB", **ALWAYS})
+        for tokens in (127, 128, 129, 385, 511, 512, 513, 700, 1100):
+            asked = prompt(tokens, "windows", tokens)
+            assert reference.check_one(engine, asked) == 0
+            assert reference.check_one(engine, asked) == tokens // BLOCK * BLOCK, tokens
+        first = prompt(1000, "windows")
+        reference.check_one(engine, first)
+        for shared in (100, 128, 300, 500, 512, 640, 900):
+            asked = with_prefix(first, shared, "windows", shared)
+            hit = reference.check_one(engine, asked)
+            assert hit == shared // BLOCK * BLOCK, shared
+        said, answer = prompt(250, "windows turn"), []
+        for turn in range(3):
+            before = len(said) + len(answer) - 1 if answer else 0
+            said = [*said, *answer, *(prompt(150, "turn", turn) if answer else [])]
+            hit = reference.check_one(engine, said, 16)
+            assert hit == before // BLOCK * BLOCK
+            answer = list(reference.answers([said], 16)[0])
+        at_once = [with_prefix(first, shared, "once", shared) for shared in (0, 300, 600, 1000)]
+        reference.check(engine, at_once)
+        reference.check(engine, [*at_once, first])
+
+
+def test_blocks_of_a_model_with_windows_that_go_are_computed(windowed_model):
+    with engines(windowed_model) as start:
+        reference = Reference(start())
+        engine = start({"cascade.dram": "256MiB", **ALWAYS})
+        for number in range(4):
+            asked = prompt(900, "windows lost", number)
+            reference.check_one(engine, asked)
+            engine.call(inside.lose_one_of_each_part, asked, number)
+            reference.check_one(engine, asked)
+            assert reference.check_one(engine, asked) == 7 * BLOCK

@@ -1,0 +1,222 @@
+"""Engines of several processes, engines that share a node, and nodes that come and go."""
+
+import contextlib
+import os
+import random
+import signal
+import threading
+import time
+from pathlib import Path
+
+import cascadekv
+import inside
+import pytest
+from cascadekv.bench.prompts import prompt, with_prefix
+from cascadekv.connectors.vllm.store import private_socket
+from forked_engines import BLOCK
+
+pytest_plugins = ["forked_engines"]
+
+ALWAYS = {
+    "cascade.load_or_compute": False,
+    "cascade.lookup_timeout": 10,
+    "cascade.save_timeout": 30,
+}
+REQUESTS = int(os.environ.get("CASCADE_ENGINE_REQUESTS", "60"))
+"""How many requests meet nodes that are killed."""
+
+
+def processes_below(root: int) -> dict[int, str]:
+    """Give the processes that one started, and those started, by number: their command lines."""
+    parents, commands = {}, {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                stat = (entry / "stat").read_text()
+                parents[int(entry.name)] = int(stat.rpartition(")")[2].split()[1])
+                commands[int(entry.name)] = (entry / "cmdline").read_text().replace("\0", " ")
+    found = {root}
+    while more := {each for each, parent in parents.items() if parent in found} - found:
+        found |= more
+    return {each: commands[each] for each in found - {root}}
+
+
+def nodes_among(processes: dict[int, str]) -> dict[int, str]:
+    """Give those that are nodes."""
+    return {each: line for each, line in processes.items() if "cascadekv serve" in line}
+
+
+def is_gone(process: int) -> bool:
+    """Whether a process ended."""
+    try:
+        return "\nState:\tZ" in Path(f"/proc/{process}/status").read_text()
+    except OSError:
+        return True
+
+
+def socket_of(line: str) -> Path:
+    """Give where a node listens, by its command line."""
+    words = line.split()
+    return Path(words[words.index("--socket") + 1])
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_an_engine_of_several_processes_has_a_node_of_its_own(
+    start, reference, eventually, tmp_path, is_killed
+):
+    runtime, files = tmp_path / "run", tmp_path / "files"
+    runtime.mkdir()
+    place = {"cascade.pipeline": "Dram|Files", "cascade.files": str(files), "cascade.dram": "64MiB"}
+    environment = {"XDG_RUNTIME_DIR": str(runtime)}
+    engine = start({**place, **ALWAYS}, is_one_process=False, environment=environment)
+    below = processes_below(engine.process.pid)
+    ((node, line),) = nodes_among(below).items()
+    socket = socket_of(line)
+    assert socket.is_relative_to(runtime)
+    assert socket.exists()
+    assert socket.parent.stat().st_mode & 0o777 == 0o700
+    asked = prompt(3 * BLOCK + 9, "processes", is_killed)
+    assert reference.check_one(engine, asked) == 0
+    assert reference.check_one(engine, asked) == 3 * BLOCK
+    assert reference.check_one(engine, with_prefix(asked, 200, "tail")) == BLOCK
+    if is_killed:
+        # Workers notice that the core is gone, and the node that its worker is.
+        (core,) = (each for each, line in below.items() if "EngineCore" in line)
+        os.kill(core, signal.SIGKILL)
+        eventually(lambda: is_gone(node), 60)
+        engine.kill()
+    else:
+        engine.close()
+    eventually(lambda: all(is_gone(each) for each in below), 60)
+    if not is_killed:
+        assert list(runtime.iterdir()) == []
+
+
+def test_each_engine_has_a_private_node_of_its_own():
+    engine = "f3c9a1f2-6b1e-4a53-9d3a-0a3f4f6d2b11"
+    sockets = {private_socket(name) for name in (engine, f"{engine}_dp0", f"{engine}_dp1")}
+    assert len(sockets) == 3
+    # A Unix socket's path has room for 107 bytes.
+    assert all(len(os.fsencode(each)) < 108 for each in sockets)
+
+
+def test_engines_that_share_a_node_share_their_blocks(start, reference, serve):
+    node = serve("--dram", "64MiB")
+    place = {"cascade.node": f"unix:{node.socket}", **ALWAYS}
+    one, two = start(place), start({**place, "cascade.load": "sync"}, enable_prefix_caching=True)
+    for number, (writer, reader) in enumerate([(one, two), (two, one)]):
+        asked = prompt(4 * BLOCK + 1, "shared", number)
+        assert reference.check_one(writer, asked) == 0
+        assert reference.check_one(reader, asked) == 4 * BLOCK
+        longer = [*asked, *prompt(2 * BLOCK, "shared longer", number)]
+        assert reference.check_one(reader, longer) == 4 * BLOCK
+        assert reference.check_one(writer, longer) == 6 * BLOCK
+    # Another user of the same node, who salts, shares nothing; nor does an engine that forgot.
+    assert two.one(asked, salt="mine").cached == 0
+    assert two.call(inside.forget_everything)
+    assert reference.check_one(two, asked) == 0
+    assert reference.check_one(one, asked) == 4 * BLOCK
+    one.close()
+    two.close()
+
+
+def test_an_engine_starts_without_its_node_and_finds_it_later(start, reference, serve, eventually):
+    node = serve("--dram", "64MiB")
+    node.kill()
+    node.socket.unlink(missing_ok=True)
+    engine = start({"cascade.node": f"unix:{node.socket}", **ALWAYS})
+    asked = prompt(2 * BLOCK + 5, "later")
+    for _ in range(2):
+        assert reference.check_one(engine, asked) == 0
+    node.start()
+    eventually(lambda: reference.check_one(engine, asked) == 2 * BLOCK, 60)
+    engine.close()
+
+
+class Reaper(threading.Thread):
+    """Kills a node again and again, at random, and starts it anew."""
+
+    def __init__(self, node, chance: random.Random) -> None:
+        super().__init__()
+        self._node, self._chance = node, chance
+        self._end = threading.Event()
+        self.kills = 0
+        self.fault: BaseException | None = None
+
+    def run(self) -> None:
+        """Kill and start, until the end."""
+        try:
+            while not self._end.wait(self._chance.uniform(0.2, 3.0)):
+                self._node.process.send_signal(signal.SIGKILL)
+                self._node.process.wait()
+                self._end.wait(self._chance.uniform(0, 1.0))
+                self._node.process.stdout.close()
+                self._node.start()
+                self.kills += 1
+        except BaseException as fault:
+            self.fault = fault
+            raise
+
+    def stop(self) -> None:
+        """End it; the node runs then."""
+        self._end.set()
+        self.join()
+        assert self.fault is None
+
+
+def mixed_requests(count: int, chance: random.Random):
+    """Make batches of short requests, many of which begin as another did."""
+    bases = [prompt(4 * BLOCK + 40, "mixed", number) for number in range(12)]
+    made = 0
+    while made < count:
+        batch = []
+        for _ in range(min(chance.randint(1, 6), count - made)):
+            base = chance.choice(bases)
+            length = chance.randint(20, len(base))
+            shared = chance.choice([0, length, chance.randint(0, length)])
+            batch.append(with_prefix(base[:length], shared, "mixed", made + len(batch)))
+        made += len(batch)
+        yield batch
+
+
+def answer_while_nodes_die(start, reference, serve, tmp_path, count: int) -> None:
+    """Hold the answers to many requests against the reference while the node is killed."""
+    flags = ("--pipeline", "Dram|Files", "--dram", "32MiB")
+    flags += ("--files", str(tmp_path / "files"), "--files-capacity", "128MiB")
+    node = serve(*flags, files_segment="8MiB")
+    engine = start({"cascade.node": f"unix:{node.socket}", **ALWAYS, "cascade.load_timeout": 10})
+    chance = random.Random(count)
+    batches = list(mixed_requests(count, chance))
+    reaper = Reaper(node, chance)
+    hits = 0
+    # Right answers first: an engine that waits for others has its node killed in between.
+    for batch in batches:
+        reference.answers(batch, 6)
+    reaper.start()
+    began = time.monotonic()
+    try:
+        for batch in batches:
+            hits += sum(reference.check(engine, batch, 6))
+        while reaper.kills < 2:
+            hits += sum(reference.check(engine, batches[-1], 6))
+            assert time.monotonic() < began + 300
+    finally:
+        reaper.stop()
+    assert hits > 0
+    # It goes on as if nothing had been.
+    again = prompt(3 * BLOCK + 1, "mixed again", count)
+    end = time.monotonic() + 60
+    while reference.check_one(engine, again) != 3 * BLOCK:
+        assert time.monotonic() < end
+    with cascadekv.connect(node.socket, timeout=30) as store:
+        assert store.stats()["damaged_blocks"] == 0
+    engine.close()
+
+
+def test_answers_are_right_while_nodes_die(start, reference, serve, tmp_path):
+    answer_while_nodes_die(start, reference, serve, tmp_path, REQUESTS)
+
+
+@pytest.mark.stress
+def test_a_thousand_answers_are_right_while_nodes_die(start, reference, serve, tmp_path):
+    answer_while_nodes_die(start, reference, serve, tmp_path, max(REQUESTS, 1000))
