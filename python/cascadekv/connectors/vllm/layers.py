@@ -35,7 +35,6 @@ class LayeredLoad:
         self.load = load
         self._memory = memory
         self._pages = pages
-        self._timeout = timeout
         self._at_once = at_once
         # Counted from here, because loads wait for each other's threads.
         self._deadline = time.monotonic() + timeout
@@ -55,8 +54,6 @@ class LayeredLoad:
 
     def wait(self, layer: int) -> None:
         """Return once a layer's blocks are in place, or are known to be bad."""
-        if not self._is_late:
-            self._is_late = not self._ready[layer].wait(self._timeout + GRACE_S)
         left = self._deadline + GRACE_S - time.monotonic()
         if not self._ready[layer].wait(max(0.0, left)):
             self._is_late = True
@@ -71,13 +68,8 @@ class LayeredLoad:
             return Loaded(load.request, load.first, load.tier, count, every, 0, 0.0, 0.0)
         loaded = self._future.result()
         if self._is_late:
-            # A layer was computed before its blocks came.
-            loaded.bad = every
-        loaded = self._future.result()
-        if self._is_late:
             # The engine computed without some of them, wherever they are by now.
-            bad = list(range(loaded.first, loaded.first + loaded.blocks))
-            loaded = replace(loaded, bad=bad)
+            loaded = replace(loaded, bad=every)
         return loaded
 
     def _run(
@@ -86,19 +78,15 @@ class LayeredLoad:
         started, cpu = time.perf_counter(), time.thread_time()
         there = [False] * len(self._pages)
         try:
-            opened = store()
-            if opened is not None:
-                with opened.view(keys, timeout=self._timeout) as views:
-                    failed = [at for at in range(len(views)) if views.error(at) is not None]
+            opened, left = store(), self._deadline - time.monotonic()
+            if opened is not None and left > 0:
+                with opened.view(keys, timeout=left) as views:
+                    failed = any(views.error(at) is not None for at in range(len(views)))
                     if not failed:
                         there = self._scatter(views)
                 if failed:
                     # Too many for the pool at once.
                     return self._at_once(self.load)
-            opened, left = store(), self._deadline - time.monotonic()
-            if opened is not None and left > 0:
-                with opened.view(keys, timeout=left) as views:
-                    there = self._scatter(views)
         except (CascadeError, ValueError, BufferError) as error:
             failures.count("reading blocks", error)
             there = [False] * len(self._pages)
