@@ -6,9 +6,11 @@ packs for it, and the engine's version. What the engine alone knows of its confi
 a hash that it makes of it.
 """
 
+import functools
 import hashlib
 import json
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
 from cascadekv.connectors.weights import fingerprint_of_model
 
@@ -59,13 +61,16 @@ def _settings(model: Any) -> str:
 
     def known(settings: dict[str, Any]) -> dict[str, Any]:
         return {
-            name: known(value) if isinstance(value, dict) else value
+            name: known(cast("dict[str, Any]", value)) if isinstance(value, dict) else value
             for name, value in settings.items()
             if name not in ("_name_or_path", "transformers_version")
         }
 
     # Written by the configuration itself, which knows how to write each of its values.
-    return json.dumps(known(json.loads(model.to_json_string(use_diff=False))), sort_keys=True)
+    return json.dumps(
+        known(cast("dict[str, Any]", json.loads(model.to_json_string(use_diff=False)))),
+        sort_keys=True,
+    )
 
 
 def _context_parallel(parallel: Any) -> str:
@@ -82,14 +87,25 @@ def _attention(config: "VllmConfig", cache: "KVCacheConfig") -> str:
 
 
 def adapter_fingerprint(request: "LoRARequest") -> str | None:
-    """Name an adapter by its files; nothing where they cannot be read."""
-    fingerprint = fingerprint_of_model(request.lora_path)
-    return fingerprint and _digest(f"{fingerprint} {_adapter_settings(request.lora_path)}")
+    """Name an adapter by its files; nothing where they cannot be read.
+
+    Read once, and again when a file was changed: another adapter may take the same place.
+    """
+    place = Path(request.lora_path)
+    if not place.is_dir():
+        return None
+    facts = [(each.name, each.stat()) for each in sorted(place.iterdir())]
+    changed = tuple((name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in facts)
+    return _adapter(request.lora_path, changed)
+
+
+@functools.lru_cache(maxsize=1024)
+def _adapter(path: str, _changed: tuple[tuple[str, int, int, int], ...]) -> str | None:
+    fingerprint = fingerprint_of_model(path)
+    return fingerprint and _digest(f"{fingerprint} {_adapter_settings(path)}")
 
 
 def _adapter_settings(path: str) -> str:
-    from pathlib import Path  # noqa: PLC0415
-
     settings = Path(path) / "adapter_config.json"
     return settings.read_text(errors="replace") if settings.is_file() else ""
 

@@ -32,9 +32,11 @@ LABELLED = {
     "loaded_blocks": ("tier", "Blocks loaded, by the tier that had them"),
     "loaded_bytes": ("tier", "Bytes loaded, by the tier that had them"),
     "load_seconds": ("tier", "Time spent on loads, by the tier that had the blocks"),
+    "load_cpu_seconds": ("tier", "Processor time of loads, by the tier that had the blocks"),
     "saved_blocks": ("tier", "Blocks saved, by the tier that took them"),
     "saved_bytes": ("tier", "Bytes saved, by the tier that took them"),
     "save_seconds": ("tier", "Time spent on saves, by the tier that took the blocks"),
+    "save_cpu_seconds": ("tier", "Processor time of saves, by the tier that took the blocks"),
     "hints": ("hint", "Hints that requests gave, by parameter"),
 }
 """Counters with one more label: name, label and meaning."""
@@ -100,15 +102,21 @@ class CascadeStats(KVConnectorStats):
         self.count("hit_blocks", hit_blocks)
         self._observe("lookup_duration_seconds", seconds)
 
-    def load(self, tier: str, *, blocks: int, bytes_moved: int, seconds: float) -> None:
+    def load(
+        self, tier: str, *, blocks: int, bytes_moved: int, seconds: float, cpu_seconds: float = 0.0
+    ) -> None:
         """Note what was loaded from one tier."""
+        self._label("load_cpu_seconds", tier, cpu_seconds)
         self._label("loaded_blocks", tier, blocks)
         self._label("loaded_bytes", tier, bytes_moved)
         self._label("load_seconds", tier, seconds)
         self._observe("load_duration_seconds", seconds)
 
-    def save(self, tier: str, *, blocks: int, bytes_moved: int, seconds: float) -> None:
+    def save(
+        self, tier: str, *, blocks: int, bytes_moved: int, seconds: float, cpu_seconds: float = 0.0
+    ) -> None:
         """Note what was saved into one tier."""
+        self._label("save_cpu_seconds", tier, cpu_seconds)
         self._label("saved_blocks", tier, blocks)
         self._label("saved_bytes", tier, bytes_moved)
         self._label("save_seconds", tier, seconds)

@@ -242,6 +242,7 @@ class Scheduler:
                 blocks=loaded.blocks - len(loaded.bad),
                 bytes_moved=loaded.bytes,
                 seconds=loaded.seconds,
+                cpu_seconds=loaded.cpu_seconds,
             )
             tracked = self._tracked.get(loaded.request)
             if tracked is not None and loaded.bad:
@@ -250,7 +251,13 @@ class Scheduler:
         for saved in progress.saved:
             kept = sum(saved.kept)
             self.stats.count("failed_save_blocks", len(saved.kept) - kept)
-            self.stats.save("dram", blocks=kept, bytes_moved=saved.bytes, seconds=saved.seconds)
+            self.stats.save(
+                "dram",
+                blocks=kept,
+                bytes_moved=saved.bytes,
+                seconds=saved.seconds,
+                cpu_seconds=saved.cpu_seconds,
+            )
             tracked = self._tracked.get(saved.request)
             if tracked is not None and kept and self._on_saved is not None:
                 self._on_saved(tracked.request, tracked.keys, saved)

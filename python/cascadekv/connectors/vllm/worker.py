@@ -87,12 +87,25 @@ class Worker:
         # planned that knows of them.
         self._doubted = {at: of for at, of in self._doubted.items() if of > plan.learned}
         for load in plan.loads:
-            if load.is_async:
-                self._under_way[load.request] = (load, self._loaders.submit(self._load, load))
-            elif self._layers and load.keys and self._fits_at_once(load):
-                self._step.layered.append(self._load_by_layer(load))
-            else:
-                self._take(load, self._ended(load, functools.partial(self._load, load)))
+            try:
+                self._begin(load)
+            except Exception as error:  # noqa: BLE001 # a fault of ours must not reach the engine
+                self._failures.count("beginning a load", error)
+                nothing = _nothing_of(load)
+                if load.is_async:
+                    future: Future[Loaded] = Future()
+                    future.set_result(nothing)
+                    self._under_way[load.request] = (load, future)
+                else:
+                    self._take(load, nothing)
+
+    def _begin(self, load: Load) -> None:
+        if load.is_async:
+            self._under_way[load.request] = (load, self._loaders.submit(self._load, load))
+        elif self._layers and load.keys and self._fits_at_once(load):
+            self._step.layered.append(self._load_by_layer(load))
+        else:
+            self._take(load, self._ended(load, functools.partial(self._load, load)))
 
     def wait_for_layer(self, layer: str) -> None:
         """Return once the layer's KV is there, or is known to be bad."""
@@ -164,9 +177,7 @@ class Worker:
         except Exception as error:  # noqa: BLE001 # a fault of ours must not reach the engine
             _LOG.exception("Cascade: a load failed; the engine computes instead")
             self._failures.count("loading", error)
-            count = max(len(blocks) for blocks in load.blocks.values())
-            bad = list(range(load.first, load.first + count))
-            return Loaded(load.request, load.first, load.tier, count, bad, 0, 0.0, 0.0)
+            return _nothing_of(load)
 
     def _take(self, load: Load, loaded: Loaded) -> None:
         """Note how a load of this step ended."""
@@ -343,6 +354,13 @@ class _Run:
         if not self.first:
             return self.save.parents[self.part]
         return self.save.keys[self.part][(self.first - 1) * KEY_BYTES : self.first * KEY_BYTES]
+
+
+def _nothing_of(load: Load) -> Loaded:
+    """Say that nothing of a load is there."""
+    count = max(len(blocks) for blocks in load.blocks.values())
+    bad = list(range(load.first, load.first + count))
+    return Loaded(load.request, load.first, load.tier, count, bad, 0, 0.0, 0.0)
 
 
 def _is_kept(result: PutResult) -> bool:
