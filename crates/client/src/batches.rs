@@ -110,7 +110,8 @@ impl Inner {
             Ok(other) => return fail(self.odd(&other)),
             Err(error) => return fail(error),
         };
-        let (mut sealed, mut placed, mut compare) = (Vec::new(), Vec::new(), Vec::new());
+        let (mut sealed, mut compare) = (Vec::with_capacity(round.len()), Vec::new());
+        let mut placed = Vec::with_capacity(round.len());
         for ((at, prepared), hold) in round.iter().zip(prepared).zip(first_hold..) {
             let put = &batch[*at];
             match prepared {
