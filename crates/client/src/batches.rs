@@ -108,7 +108,8 @@ impl Inner {
     ) -> Result<Vec<usize>, StoreError> {
         let asked = round.iter().map(|at| asked(&batch[*at], batch[*at].bytes.len())).collect();
         let prepared = self.ask_where(on, asked)?;
-        let (mut sealed, mut placed, mut compare) = (Vec::new(), Vec::new(), Vec::new());
+        let (mut sealed, mut compare) = (Vec::with_capacity(round.len()), Vec::new());
+        let mut placed = Vec::with_capacity(round.len());
         for (at, prepared) in round.iter().zip(prepared) {
             let put = &batch[*at];
             match prepared {

@@ -9,6 +9,8 @@ use std::time::Duration;
 
 use cascade_block::{Deadline, SystemClock};
 use cascade_wire::{Answer, Call, Frame, frame_length};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SocketAddrUnix,
     SocketFlags, SocketType, connect, recvmsg, socket_with,
@@ -18,6 +20,10 @@ use rustix::net::{
 const READ_BYTES: usize = 64 << 10;
 /// What one write takes at most; between two of them the deadline is looked at.
 const WRITE_BYTES: usize = 32 << 10;
+
+/// From here on the node takes longer for a call than a needless wake-up costs; short ones it has
+/// answered by then.
+const LONG_CALL_BYTES: usize = 4 << 10;
 
 /// A connection.
 #[derive(Debug)]
@@ -91,6 +97,9 @@ impl Line {
     ) -> Result<Answer, LineError> {
         self.send(ahead, call, deadline)?;
         self.read = 0;
+        if self.output.len() >= LONG_CALL_BYTES {
+            self.await_answer(deadline)?;
+        }
         loop {
             let length = frame_length(&self.input[..self.read])?;
             if length.is_some_and(|length| self.read >= length) {
@@ -187,6 +196,24 @@ impl Line {
         Ok(())
     }
 
+    /// Waits until there is something to read. A read that blocks is woken by the kernel also when
+    /// the node takes the call, whose memory is then free for another one; polling for bytes is not.
+    fn await_answer(&self, deadline: Deadline) -> Result<(), LineError> {
+        loop {
+            let left = deadline.remaining(&SystemClock);
+            if left.is_zero() {
+                return Err(LineError::Late);
+            }
+            // What is too long for the kernel to count is for ever.
+            let left = Timespec::try_from(left).ok();
+            match poll(&mut [PollFd::new(&self.stream, PollFlags::IN)], left.as_ref()) {
+                Ok(0) | Err(Errno::INTR) => {}
+                Ok(_) => return Ok(()),
+                Err(error) => return Err(io::Error::from(error).into()),
+            }
+        }
+    }
+
     /// Sets what the next system call may take.
     fn await_bytes(&mut self, deadline: Deadline) -> Result<(), LineError> {
         let left = deadline.remaining(&SystemClock);
@@ -248,5 +275,18 @@ mod tests {
         there.set_nonblocking(true).expect("it is a socket");
         let read = (&there).read(&mut [0; 64]).expect_err("nothing was sent");
         assert_eq!(read.kind(), io::ErrorKind::WouldBlock);
+    }
+
+    #[test]
+    fn a_long_call_that_nobody_answers_is_late() {
+        let (here, _there) = UnixStream::pair().expect("descriptors are left");
+        let (input, output) = (Vec::new(), Vec::new());
+        let timeout = Duration::ZERO;
+        let mut line = Line { stream: here, input, read: 0, output, timeout, calls: 0 };
+        let keys = vec![BlockKey::from_bytes([7; 32]); LONG_CALL_BYTES / 32];
+        let long = Call::Ask { question: KeyQuestion::Contains, keys };
+        let soon = Deadline::after(&SystemClock, Duration::from_millis(20));
+        let asked = line.ask(&[], &long, soon);
+        assert!(matches!(asked, Err(LineError::Late)), "{asked:?}");
     }
 }

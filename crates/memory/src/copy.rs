@@ -34,7 +34,7 @@ pub fn copy_out(bytes: &mut [u8], slab: &[u8], batch_bytes: usize) {
 
 fn copy(target: &mut [u8], source: &[u8], streamed: bool) {
     assert_eq!(target.len(), source.len(), "a block is copied whole");
-    if !(streamed && stream::copy(target, source)) {
+    if !(streamed && stream::copy(target, source, stream::prefers_pages_side_by_side())) {
         target.copy_from_slice(source);
     }
 }
@@ -48,27 +48,35 @@ mod stream {
     /// A cache line. Streaming stores write whole ones, from their start.
     const LINE: usize = 64;
 
-    /// Lines in a page, where the processor's own prefetching ends.
+    /// Lines in a page.
     const PAGE_LINES: usize = 64;
 
-    /// Pages that are copied side by side, so that as many reads are under way.
+    /// Pages that are copied side by side where that is faster.
     const PAGES: usize = 4;
 
     type Line = [u8; LINE];
 
+    /// Whether several pages side by side are copied faster than one after the other. An Intel
+    /// processor's own prefetching ends at the end of a page, so that more reads are under way; an
+    /// AMD one, known by an extension that no other has, goes on and loses track when pages take
+    /// turns.
+    pub(super) fn prefers_pages_side_by_side() -> bool {
+        !is_x86_feature_detected!("sse4a")
+    }
+
     /// Copies with streaming stores, unless this processor has none. Lengths are equal.
-    pub(super) fn copy(target: &mut [u8], source: &[u8]) -> bool {
+    pub(super) fn copy(target: &mut [u8], source: &[u8], side_by_side: bool) -> bool {
         let is_able = is_x86_feature_detected!("avx2");
         if is_able {
             // SAFETY: this processor has AVX2.
-            unsafe { copy_avx2(target, source) };
+            unsafe { copy_avx2(target, source, side_by_side) };
         }
         is_able
     }
 
     /// AVX-512 was no faster: the memory is the limit.
     #[target_feature(enable = "avx2")]
-    fn copy_avx2(target: &mut [u8], source: &[u8]) {
+    fn copy_avx2(target: &mut [u8], source: &[u8], side_by_side: bool) {
         let head = target.as_ptr().align_offset(LINE).min(target.len());
         let (target_head, target) = target.split_at_mut(head);
         let (source_head, source) = source.split_at(head);
@@ -76,8 +84,12 @@ mod stream {
         let (target_lines, target_tail) = target.as_chunks_mut::<LINE>();
         let (source_lines, source_tail) = source.as_chunks::<LINE>();
         target_tail.copy_from_slice(source_tail);
-        let (target_groups, target_lines) = target_lines.as_chunks_mut::<{ PAGES * PAGE_LINES }>();
-        let (source_groups, source_lines) = source_lines.as_chunks::<{ PAGES * PAGE_LINES }>();
+        let groups = target_lines.len() / (PAGES * PAGE_LINES);
+        let aside = if side_by_side { groups * PAGES * PAGE_LINES } else { 0 };
+        let (target_aside, target_lines) = target_lines.split_at_mut(aside);
+        let (source_aside, source_lines) = source_lines.split_at(aside);
+        let (target_groups, _) = target_aside.as_chunks_mut::<{ PAGES * PAGE_LINES }>();
+        let (source_groups, _) = source_aside.as_chunks::<{ PAGES * PAGE_LINES }>();
         for (target, source) in target_groups.iter_mut().zip(source_groups) {
             for line in 0..PAGE_LINES {
                 for page in 0..PAGES {
@@ -113,8 +125,13 @@ mod stream {
 
 #[cfg(not(target_arch = "x86_64"))]
 mod stream {
+    /// Nothing is streamed.
+    pub(super) fn prefers_pages_side_by_side() -> bool {
+        false
+    }
+
     /// No streaming stores on this processor.
-    pub(super) fn copy(_target: &mut [u8], _source: &[u8]) -> bool {
+    pub(super) fn copy(_target: &mut [u8], _source: &[u8], _side_by_side: bool) -> bool {
         false
     }
 }
@@ -132,9 +149,13 @@ mod tests {
             len in 0_usize..40_000,
             source in prop::collection::vec(any::<u8>(), 40_200),
             offset in 0_usize..200,
+            side_by_side: bool,
         ) {
             let mut target = vec![0xa5; 40_400];
-            copy(&mut target[start..start + len], &source[offset..offset + len], true);
+            let (to, from) = (&mut target[start..start + len], &source[offset..offset + len]);
+            if !stream::copy(to, from, side_by_side) {
+                copy(to, from, false);
+            }
             prop_assert_eq!(&target[start..start + len], &source[offset..offset + len]);
             prop_assert!(target[..start].iter().all(|byte| *byte == 0xa5));
             prop_assert!(target[start + len..].iter().all(|byte| *byte == 0xa5));

@@ -13,6 +13,7 @@ mod health;
 mod history;
 mod hot;
 mod insight;
+mod known;
 mod ledger;
 mod mover;
 mod names;

@@ -46,6 +46,16 @@ pub(crate) struct Node {
     look: Condvar,
 }
 
+/// When a caller got the lock: asking the clocks for every block would cost more than looking it
+/// up.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Moment {
+    /// By the time of day.
+    pub(crate) unix_ms: u64,
+    /// By the policy's clock.
+    pub(crate) policy: Duration,
+}
+
 /// Why there is no slab.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum NoSlab {
@@ -215,6 +225,13 @@ impl Node {
     /// The time that the policy goes by.
     pub(crate) fn policy_now(&self, state: &State) -> Duration {
         state.policy_time.unwrap_or_else(|| self.clock.monotonic())
+    }
+
+    /// This moment, which the history is told too.
+    pub(crate) fn moment(&self, state: &mut State) -> Moment {
+        let unix_ms = self.clock.unix_ms();
+        state.history.tell_time(unix_ms);
+        Moment { unix_ms, policy: self.policy_now(state) }
     }
 
     /// The tier that serves what is in memory: without a DRAM stage that is only what waits to be

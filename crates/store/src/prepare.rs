@@ -8,9 +8,10 @@ use cascade_memory::Region;
 
 use crate::call::Call;
 use crate::eviction::Slot;
+use crate::known::Known;
 use crate::node::Node;
 use crate::outcome::{Prepared, PutOutcome};
-use crate::put::{Arriving, Known, resident_ancestor};
+use crate::put::{Arriving, resident_ancestor};
 use crate::{
     CallOptions, DeclineReason, Put, Store, StoreError, TierName, ViewOutcome, WritePolicy,
 };
@@ -171,11 +172,12 @@ impl Node {
         let mut prepared = Vec::with_capacity(batch.len());
         let mut taken = 0;
         let mut state = self.lock();
+        let now = self.moment(&mut state);
         for (put, bytes) in batch.iter().zip(lengths) {
             if taken > 0 && taken + bytes > bytes_max.min(BATCH_BYTES) {
                 break;
             }
-            let next = match self.known_by_length(&mut state, put, *bytes, None) {
+            let next = match self.known_by_length(&mut state, put, *bytes, None, now) {
                 Known::Settled(outcome) => Prepared::Settled(outcome),
                 Known::Compare => Prepared::Compare,
                 // Without its parent a block is never asked for.
@@ -219,9 +221,8 @@ impl Node {
             }
             prepared.push(next);
         }
-        let now = self.policy_now(&state);
         self.release(state);
-        self.insight().shadows.declined(now, batch, lengths, &prepared);
+        self.insight().shadows.declined(now.policy, batch, lengths, &prepared);
         prepared.resize_with(batch.len(), || Prepared::Later);
         prepared
     }

@@ -11,7 +11,8 @@ use cascade_memory::{Slab, SlabMut};
 use crate::call::Call;
 use crate::catalog::{ContentIndex, NewKey};
 use crate::eviction::{Incoming, Slot};
-use crate::node::{NoSlab, Node};
+use crate::known::Known;
+use crate::node::{Moment, NoSlab, Node};
 use crate::outcome::PutSlab;
 use crate::stage::BlockFacts;
 use crate::state::{NameChange, State};
@@ -40,6 +41,13 @@ struct Putting<'a> {
     call: Call,
 }
 
+impl Putting<'_> {
+    /// The blocks of which nothing is known yet.
+    fn open(&self) -> Vec<usize> {
+        (0..self.batch.len()).filter(|at| self.outcomes[*at].is_none()).collect()
+    }
+}
+
 /// A block that wants room.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Arriving<'a> {
@@ -50,45 +58,21 @@ pub(crate) struct Arriving<'a> {
     pub(crate) parent: Option<Slot>,
 }
 
-/// What the catalog says about a block before its bytes are copied.
-pub(crate) enum Known {
-    /// Nothing: it needs a slab.
-    New,
-    /// The outcome is certain.
-    Settled(PutOutcome),
-    /// The key is there; its bytes have to be compared.
-    Compare,
-}
-
 impl Node {
     pub(crate) fn put(&self, batch: &[Put<'_>], options: CallOptions) -> Vec<PutOutcome> {
         // Hashing comes before copying: bytes that are known already are never moved.
-        let digests = batch.iter().map(|put| self.digest(put.bytes)).collect();
-        let outcomes = batch.iter().map(|_| None).collect();
-        let mut putting = Putting { batch, digests, outcomes, call: self.call(options) };
-        for _ in 0..PASSES_MAX {
-            let open: Vec<usize> =
-                (0..batch.len()).filter(|at| putting.outcomes[*at].is_none()).collect();
-            let mut rest = open.as_slice();
+        self.put_all(batch, options, |putting, open| {
+            let mut rest = open;
             while !rest.is_empty() {
-                let (taken, done) = self.take_round(&mut putting, rest);
+                let (taken, done) = self.take_round(putting, rest);
                 rest = &rest[done..];
-                self.fill_and_publish(&mut putting, taken);
+                self.fill_and_publish(putting, taken);
             }
-            // Keys that are there without a digest to go by are told apart by their bytes. One
-            // that is gone again by then is new in the next pass.
-            self.compare_open(&mut putting);
-        }
-        let Putting { outcomes, call, .. } = putting;
-        let restless = || PutOutcome::Failed(call.timeout_error("put a key that others delete"));
-        let outcomes = outcomes.into_iter().map(|outcome| outcome.unwrap_or_else(restless));
-        self.finish_put(batch, outcomes.collect(), call)
+        })
     }
 
-    /// Publishes blocks that the caller wrote in place.
+    /// Publishes blocks that the caller wrote in place: nothing is copied, whatever the outcome.
     pub(crate) fn put_slabs(&self, batch: Vec<PutSlab>, options: CallOptions) -> Vec<PutOutcome> {
-        let call = self.call(options);
-        let mut outcomes = Vec::with_capacity(batch.len());
         let mut slabs = Vec::with_capacity(batch.len());
         let mut facts = Vec::with_capacity(batch.len());
         for put in batch {
@@ -97,34 +81,45 @@ impl Node {
         }
         let puts: Vec<Put<'_>> =
             facts.iter().zip(&slabs).map(|(facts, slab)| Put { bytes: slab, ..*facts }).collect();
-        for (put, slab) in puts.iter().zip(&slabs) {
-            outcomes.push(self.put_slab(put, slab, call));
-        }
-        self.announce_work();
-        self.finish_put(&puts, outcomes, call)
+        self.put_all(&puts, options, |putting, open| {
+            for round in open.chunks(ROUND_BLOCKS) {
+                // Their memory is taken, so waiting for the writers would free none: whoever gave
+                // the slabs out has waited for them.
+                let mut state = self.lock();
+                let now = self.moment(&mut state);
+                for at in round {
+                    self.publish_new(&mut state, putting, *at, &slabs[*at], now);
+                }
+            }
+            self.announce_work();
+        })
     }
 
-    /// The bytes are in place: nothing is copied, whatever the outcome.
-    fn put_slab(&self, put: &Put<'_>, slab: &Slab, call: Call) -> PutOutcome {
-        let digest = self.digest(put.bytes);
+    /// Puts blocks; `put_open` settles those of the indices that it is given, or leaves them to be
+    /// compared with what is there under their keys.
+    fn put_all(
+        &self,
+        batch: &[Put<'_>],
+        options: CallOptions,
+        mut put_open: impl FnMut(&mut Putting<'_>, &[usize]),
+    ) -> Vec<PutOutcome> {
+        let digests = batch.iter().map(|put| self.digest(put.bytes)).collect();
+        let outcomes = batch.iter().map(|_| None).collect();
+        let mut putting = Putting { batch, digests, outcomes, call: self.call(options) };
         for _ in 0..PASSES_MAX {
-            // Its memory is taken, so waiting for the writers would free none: whoever gave the
-            // slab out has waited for them.
-            let mut state = self.lock();
-            match self.known(&mut state, put, digest) {
-                Known::Settled(outcome) => return outcome,
-                Known::New => {
-                    return self.publish(&mut state, put, digest, slab.clone(), call);
-                }
-                Known::Compare => {}
+            let open = putting.open();
+            if open.is_empty() {
+                break;
             }
-            drop(state);
-            let is_same = self.compare(&[(put.key, put.bytes)], call).remove(0);
-            if let Some(outcome) = compared(is_same) {
-                return outcome;
-            }
+            put_open(&mut putting, &open);
+            // Keys that are there without a digest to go by are told apart by their bytes. One
+            // that is gone again by then is new in the next pass.
+            self.compare_open(&mut putting);
         }
-        PutOutcome::Failed(call.timeout_error("put a key that others delete"))
+        let Putting { outcomes, call, .. } = putting;
+        let restless = || PutOutcome::Failed(call.timeout_error("put a key that others delete"));
+        let outcomes = outcomes.into_iter().map(|outcome| outcome.unwrap_or_else(restless));
+        self.finish_put(batch, outcomes.collect(), call)
     }
 
     /// A slab to write a block into, outside any batch.
@@ -166,13 +161,14 @@ impl Node {
         // The block before in its chain, if this round took it, and what it hangs on.
         let mut hanging: Option<(BlockKey, Option<Slot>)> = None;
         let mut state = self.lock();
+        let now = self.moment(&mut state);
         for (done, at) in open.iter().enumerate() {
             if taken.len() == ROUND_BLOCKS || taken_bytes >= ROUND_BYTES {
                 self.release(state);
                 return (taken, done);
             }
             let put = &putting.batch[*at];
-            match self.known(&mut state, put, putting.digests[*at]) {
+            match self.known(&mut state, put, putting.digests[*at], now) {
                 Known::Settled(outcome) => putting.outcomes[*at] = Some(outcome),
                 Known::Compare => {}
                 // Without its parent a block is never asked for.
@@ -279,24 +275,35 @@ impl Node {
             return;
         }
         let mut state = self.lock();
+        let now = self.moment(&mut state);
         for (index, slab) in sealed {
             state.slabs_out -= 1;
-            let (put, digest) = (&putting.batch[index], putting.digests[index]);
-            // Another thread may have put the same key or bytes meanwhile.
-            putting.outcomes[index] = match self.known(&mut state, put, digest) {
-                Known::Settled(outcome) => Some(outcome),
-                Known::Compare => None,
-                Known::New => Some(self.publish(&mut state, put, digest, slab, putting.call)),
-            };
+            self.publish_new(&mut state, putting, index, &slab, now);
         }
         drop(state);
         self.announce_work();
         self.announce_change();
     }
 
+    /// Publishes a block, unless another thread has put the same key or bytes meanwhile.
+    fn publish_new(
+        &self,
+        state: &mut State,
+        putting: &mut Putting<'_>,
+        index: usize,
+        slab: &Slab,
+        now: Moment,
+    ) {
+        let (put, digest) = (&putting.batch[index], putting.digests[index]);
+        putting.outcomes[index] = match self.known(state, put, digest, now) {
+            Known::Settled(outcome) => Some(outcome),
+            Known::Compare => None,
+            Known::New => Some(self.publish(state, put, digest, slab.clone(), (putting.call, now))),
+        };
+    }
+
     fn compare_open(&self, putting: &mut Putting<'_>) {
-        let open: Vec<usize> =
-            (0..putting.batch.len()).filter(|at| putting.outcomes[*at].is_none()).collect();
+        let open = putting.open();
         let blocks: Vec<_> =
             open.iter().map(|at| (putting.batch[*at].key, putting.batch[*at].bytes)).collect();
         for (at, is_same) in open.iter().zip(self.compare(&blocks, putting.call)) {
@@ -304,117 +311,20 @@ impl Node {
         }
     }
 
-    fn refused(&self, state: &State, put: &Put<'_>, bytes: usize) -> Known {
-        let declined = |reason| Known::Settled(PutOutcome::Declined(reason));
-        if state.is_closing {
-            return Known::Settled(PutOutcome::Failed(StoreError::Closed));
-        }
-        if self.takes_nothing(state) {
-            let shed = state.shed.trailing_zeros() as usize;
-            let error = self.stage_error(state, shed, "take a block");
-            return Known::Settled(PutOutcome::Failed(error));
-        }
-        if state.is_erasing {
-            return Known::Settled(PutOutcome::Failed(StoreError::Erasing));
-        }
-        if !state.has_dram && self.stages.is_empty() {
-            return declined(DeclineReason::Empty);
-        }
-        if put.is_partial && !self.config.admit_partial {
-            return declined(DeclineReason::Partial);
-        }
-        if u32::try_from(bytes).is_err() {
-            return declined(DeclineReason::TooLarge);
-        }
-        Known::New
-    }
-
-    fn known(&self, state: &mut State, put: &Put<'_>, digest: Option<Digest>) -> Known {
-        self.known_by_length(state, put, put.bytes.len(), digest)
-    }
-
-    /// As `known`, for a block whose bytes may be elsewhere still.
-    pub(crate) fn known_by_length(
-        &self,
-        state: &mut State,
-        put: &Put<'_>,
-        bytes: usize,
-        digest: Option<Digest>,
-    ) -> Known {
-        let now_unix_ms = self.clock.unix_ms();
-        state.history.tell_time(now_unix_ms);
-        if let Some(key) = state.find_live(&put.key, now_unix_ms) {
-            let index = state.catalog.entry(key).content;
-            let content = state.catalog.content(index);
-            if content.bytes as usize != bytes {
-                return Known::Settled(PutOutcome::Conflict);
-            }
-            if state.is_out_of_reach(content) {
-                return self.known_by_digest(state, put, index, digest);
-            }
-            let keeps_bytes = |stage: usize| !self.stages[stage].keeps_names_only();
-            let has_bytes = (0..self.stages.len())
-                .any(|stage| content.address(stage).is_some() && keeps_bytes(stage));
-            let is_same = digest.is_some() && digest.as_ref() == state.catalog.digest_of(index);
-            // Digests that differ may be of two algorithms, the catalog's from an earlier run: only
-            // bytes decide that. Where a stage keeps names, the name is all there is to compare.
-            return if is_same || (content.slab.is_none() && !has_bytes) {
-                Known::Settled(PutOutcome::Present)
-            } else {
-                Known::Compare
-            };
-        }
-        if let Known::Settled(outcome) = self.refused(state, put, bytes) {
-            return Known::Settled(outcome);
-        }
-        match digest.and_then(|digest| state.catalog.find_digest(&digest)) {
-            Some(content) if !state.is_out_of_reach(state.catalog.content(content)) => {
-                Known::Settled(self.deduplicate(state, put, digest, content))
-            }
-            Some(_) | None => Known::New,
-        }
-    }
-
-    /// A put of a key whose bytes only shed stages have, so that nobody can compare them. Bytes
-    /// that a digest shows to be the same come back into DRAM; others are refused, because the old
-    /// ones would be back under this key if the process ended before a stage forgot them.
-    fn known_by_digest(
-        &self,
-        state: &State,
-        put: &Put<'_>,
-        index: ContentIndex,
-        digest: Option<Digest>,
-    ) -> Known {
-        let known = state.catalog.digest_of(index);
-        let is_same = match digest {
-            Some(digest) => known == Some(&digest),
-            // Its bytes are elsewhere still: they are asked about once they are here.
-            None => known.is_some() && self.config.digest != DigestMode::Off,
-        };
-        if is_same {
-            return self.refused(state, put, state.catalog.content(index).bytes as usize);
-        }
-        let content = state.catalog.content(index);
-        let has_it = |stage: &usize| content.address(*stage).is_some() && state.is_shed(*stage);
-        let stage = (0..self.stages.len()).find(has_it).unwrap_or(0);
-        let error = self.stage_error(state, stage, "compare a block that only this tier has");
-        Known::Settled(PutOutcome::Failed(error))
-    }
-
     /// The bytes are known under another key: this key is linked to them.
-    fn deduplicate(
+    pub(crate) fn deduplicate(
         &self,
         state: &mut State,
         put: &Put<'_>,
         digest: Option<Digest>,
-        content: ContentIndex,
+        (content, now): (ContentIndex, Moment),
     ) -> PutOutcome {
         let facts = self.facts(put, digest);
         let key = state.catalog.link(&new_key(&facts), content);
         state.history.forget(&put.key);
         if state.catalog.content(content).slab.is_some() {
             state.record(key, Some(&facts));
-            state.make_resident(key, self.policy_now(state));
+            state.make_resident(key, now.policy);
         }
         for stage in 0..self.stages.len() {
             // A content that is still queued gets its other names when it is written.
@@ -431,7 +341,7 @@ impl Node {
         put: &Put<'_>,
         digest: Option<Digest>,
         slab: Slab,
-        call: Call,
+        (call, now): (Call, Moment),
     ) -> PutOutcome {
         let facts = self.facts(put, digest);
         let bytes = u64::from(facts.bytes);
@@ -454,7 +364,7 @@ impl Node {
                 state.push_block(stage, facts, content);
             }
         }
-        state.make_resident(key, self.policy_now(state));
+        state.make_resident(key, now.policy);
         PutOutcome::Stored
     }
 

@@ -158,6 +158,25 @@ fn a_block_written_in_place_is_not_copied() {
 }
 
 #[test]
+fn blocks_of_one_batch_that_are_written_in_place_meet_each_other() {
+    let store = Store::open(dram(8)).unwrap();
+    let put = |number: u64, bytes_of_number: u64| {
+        let mut slab = store.reserve(4096, NOW).unwrap();
+        slab.copy_from_slice(&bytes_of(&key(bytes_of_number), 4096));
+        PutSlab::new(key(number), slab)
+    };
+    // More than are published under one lock, then one of them again, right and wrong.
+    let mut batch: Vec<PutSlab> = (0..200).map(|number| put(number, number)).collect();
+    batch.extend([put(3, 3), put(150, 151)]);
+    let outcomes = store.put_slabs(batch, NOW);
+    assert!(outcomes[..200].iter().all(|outcome| matches!(outcome, PutOutcome::Stored)));
+    assert!(matches!(outcomes[200..], [PutOutcome::Present, PutOutcome::Conflict]));
+    assert!(check(&store, &keys(0..200)).iter().all(|tier| *tier == Some("dram")));
+    let stats = store.stats();
+    assert_eq!((stats.counters.puts, stats.pool.requested_bytes), (202, 200 * 4096));
+}
+
+#[test]
 fn a_partial_block_is_declined_unless_wanted() {
     let bytes = bytes_of(&key(0), 100);
     let batch = [Put { is_partial: true, ..Put::new(key(0), &bytes) }];

@@ -368,5 +368,5 @@ fn list<'a, T>(
     read: impl Fn(&mut Reader<'a>) -> Result<T, WireError>,
 ) -> Result<Vec<T>, WireError> {
     let count = from.count(1, "count")?;
-    (0..count).map(|_| read(from)).collect()
+    from.all(count, read)
 }

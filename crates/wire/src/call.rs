@@ -257,6 +257,15 @@ impl SealedBlock {
     }
 }
 
+impl HoldRange {
+    fn read(from: &mut Reader<'_>) -> Result<Self, WireError> {
+        let (first, count) = (from.u64("hold")?, from.u32("count")?);
+        let is_small = count as usize <= KEYS_MAX;
+        let is_sound = is_small && first.checked_add(u64::from(count)).is_some();
+        if is_sound { Ok(Self { first, count }) } else { Err(WireError::Field("count")) }
+    }
+}
+
 impl Call {
     fn kind(&self) -> u16 {
         match self {
@@ -394,8 +403,8 @@ impl Call {
                 let (timeout_ms, first_hold) = (from.u32("timeout")?, from.u64("hold")?);
                 let count = from.count(39, "blocks")?;
                 let first_hold = first_of(first_hold, count)?;
-                let blocks = (0..count).map(|_| AskedBlock::read(&mut from));
-                Self::Prepare { timeout_ms, first_hold, blocks: blocks.collect::<Result<_, _>>()? }
+                let blocks = from.all(count, AskedBlock::read)?;
+                Self::Prepare { timeout_ms, first_hold, blocks }
             }
             4 => Self::Reserve {
                 timeout_ms: from.u32("timeout")?,
@@ -405,20 +414,11 @@ impl Call {
             5 => {
                 let timeout_ms = from.u32("timeout")?;
                 let count = from.count(64, "blocks")?;
-                let blocks = (0..count).map(|_| SealedBlock::read(&mut from));
-                Self::Seal { timeout_ms, blocks: blocks.collect::<Result<_, _>>()? }
+                Self::Seal { timeout_ms, blocks: from.all(count, SealedBlock::read)? }
             }
             6 => {
                 let count = from.count(12, "holds")?;
-                let mut range = || {
-                    let (first, count) = (from.u64("hold")?, from.u32("count")?);
-                    let is_small = count as usize <= KEYS_MAX;
-                    let is_sound = is_small && first.checked_add(u64::from(count)).is_some();
-                    if is_sound { Ok(HoldRange { first, count }) } else { Err("count") }
-                        .map_err(WireError::Field)
-                };
-                let holds = (0..count).map(|_| range()).collect::<Result<_, _>>()?;
-                Self::Release { holds }
+                Self::Release { holds: from.all(count, HoldRange::read)? }
             }
             7 => Self::Settled {
                 present: from.u32("present")?,

@@ -178,6 +178,19 @@ impl<'a> Reader<'a> {
         if fits { Ok(count) } else { Err(WireError::Field(field)) }
     }
 
+    /// So many things, as `count` allowed them: their memory is taken at once, not by doubling.
+    pub(crate) fn all<T>(
+        &mut self,
+        count: usize,
+        read: impl Fn(&mut Self) -> Result<T, WireError>,
+    ) -> Result<Vec<T>, WireError> {
+        let mut all = Vec::with_capacity(count);
+        for _ in 0..count {
+            all.push(read(self)?);
+        }
+        Ok(all)
+    }
+
     pub(crate) fn keys(&mut self) -> Result<Vec<BlockKey>, WireError> {
         let count = self.count(KEY_BYTES, "keys")?;
         let bytes = self.bytes(count * KEY_BYTES, "keys")?;

@@ -14,7 +14,7 @@ use cascade_wire::{
     LeasePurpose, PreparedBlock, SealedBlock,
 };
 
-use super::holds::{Held, counted};
+use super::holds::{Held, Note, counted};
 use super::session::Session;
 use super::waiters::{Purpose, Waiter, Waiters};
 use crate::Node;
@@ -259,8 +259,7 @@ impl Dispatch<'_> {
         let mut outcomes: Vec<Option<PutOutcome>> = Vec::with_capacity(blocks.len());
         let mut puts = Vec::with_capacity(blocks.len());
         let mut notes = Vec::with_capacity(blocks.len());
-        for block in blocks {
-            let slab = self.session.take_slab(block.hold);
+        for (block, slab) in blocks.iter().zip(self.session.take_slabs(blocks)) {
             match slab.filter(|(slab, _)| slab.len() >= block.bytes as usize) {
                 Some((slab, note)) => {
                     notes.extend(note);
@@ -283,7 +282,7 @@ impl Dispatch<'_> {
                 Err(_) => self.store().put_slabs(puts, CallOptions { writer, ..AT_ONCE }),
             }
         };
-        drop(notes);
+        Note::take_back(notes);
         let mut settled = settled.into_iter();
         let outcome = |known: Option<PutOutcome>| {
             known.or_else(|| settled.next()).unwrap_or(PutOutcome::Failed(not_held()))

@@ -10,6 +10,7 @@ use std::time::Duration;
 use cascade_memory::{Slab, SlabMut};
 use cascade_store::{HeldId, HeldPiece, StoreError};
 use cascade_wire::HoldRange;
+use foldhash::fast::RandomState;
 
 use crate::tenants::Tenant;
 
@@ -40,11 +41,27 @@ impl Note {
     pub(super) fn new(tenant: Arc<Tenant>, id: HeldId) -> Self {
         Self { tenant, id: Some(id) }
     }
+
+    /// Takes the notes of one session back, so of one tenant: all at once, where dropping them
+    /// would take the ledger's lock for each.
+    pub(super) fn take_back(notes: impl IntoIterator<Item = Self>) {
+        let mut tenant = None;
+        let mut id_of = |mut note: Self| {
+            tenant.get_or_insert_with(|| Arc::clone(&note.tenant));
+            note.id.take()
+        };
+        let ids: Vec<HeldId> = notes.into_iter().filter_map(&mut id_of).collect();
+        if let Some(tenant) = tenant {
+            tenant.store().unhold(ids);
+        }
+    }
 }
 
 impl Drop for Note {
     fn drop(&mut self) {
-        self.tenant.store().unhold(self.id.take());
+        if let Some(id) = self.id.take() {
+            self.tenant.store().unhold([id]);
+        }
     }
 }
 
@@ -60,6 +77,12 @@ pub(super) struct Granted {
 impl Granted {
     pub(super) fn new(held: Held, note: Option<Note>, since: Duration) -> Self {
         Self { note, held, since }
+    }
+
+    /// Gives pieces of one session back.
+    pub(super) fn give_back(mut all: Vec<Self>) {
+        Note::take_back(all.iter_mut().filter_map(|granted| granted.note.take()));
+        drop(all);
     }
 }
 
@@ -106,10 +129,11 @@ pub(super) struct Sums {
     pub(super) oldest_lease: Option<Duration>,
 }
 
-/// What a client holds.
+/// What a client holds. Each number is hashed four times on its way, so by a hash that is cheap; it
+/// is keyed, because a client chooses its numbers.
 #[derive(Debug, Default)]
 pub(super) struct Holds {
-    held: HashMap<u64, Granted>,
+    held: HashMap<u64, Granted, RandomState>,
     bytes: u64,
     coming: Vec<Coming>,
     is_over: bool,
@@ -182,7 +206,7 @@ impl Holds {
         self.coming.retain(|coming| coming.range != range);
     }
 
-    /// The client no longer needs these. Dropping them is the caller's.
+    /// The client no longer needs these. Giving them back is the caller's.
     pub(super) fn release(&mut self, range: HoldRange) -> Vec<Granted> {
         for coming in &mut self.coming {
             let (coming_now, back) = (numbers(coming.range), numbers(range));

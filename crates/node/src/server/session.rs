@@ -10,7 +10,7 @@ use std::time::Duration;
 use cascade_block::{BlockKey, Clock, SystemClock};
 use cascade_memory::SlabMut;
 use cascade_store::{Process, StoreError};
-use cascade_wire::{Access, HoldRange, SessionId};
+use cascade_wire::{Access, HoldRange, SealedBlock, SessionId};
 
 use super::holds::{Granted, Held, Holds, Note};
 use crate::tenants::Tenant;
@@ -148,12 +148,17 @@ impl Session {
     pub(super) fn release(&self, ranges: &[HoldRange]) {
         for range in ranges {
             let released = self.holds().release(*range);
-            drop(released);
+            Granted::give_back(released);
         }
     }
 
-    pub(super) fn take_slab(&self, hold: u64) -> Option<(SlabMut, Option<Note>)> {
-        self.holds().take_slab(hold)
+    /// Takes slabs that the client has written; nothing for a number that is none of its slabs.
+    pub(super) fn take_slabs(
+        &self,
+        blocks: &[SealedBlock],
+    ) -> Vec<Option<(SlabMut, Option<Note>)>> {
+        let mut holds = self.holds();
+        blocks.iter().map(|block| holds.take_slab(block.hold)).collect()
     }
 
     /// The process holds nothing any more that an earlier run of the node gave it.
@@ -235,12 +240,14 @@ impl Session {
     /// it held anything.
     pub(super) fn end(&self) -> bool {
         let held = self.holds().end();
+        let had_some = !held.is_empty();
+        Granted::give_back(held);
         for (key, count) in std::mem::take(&mut *self.pins()) {
             for _ in 0..count {
                 self.tenant.store().unpin(&[key]);
             }
         }
-        !held.is_empty()
+        had_some
     }
 
     /// Its process's end will be seen.

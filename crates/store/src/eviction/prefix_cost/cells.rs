@@ -6,6 +6,8 @@
 
 use std::collections::HashMap;
 
+use foldhash::fast::RandomState;
+
 use super::age::{BINS, PerBin, width};
 use super::units::NONE;
 use crate::eviction::{Priority, StopReason};
@@ -130,7 +132,8 @@ impl Cell {
 #[expect(clippy::struct_field_names, reason = "they are the cells")]
 pub(super) struct Cells {
     pub(super) cells: Vec<Cell>,
-    by_features: HashMap<Features, u16>,
+    /// Asked for every block that is put, so by a hash that is cheap.
+    by_features: HashMap<Features, u16, RandomState>,
     /// Cells beyond which new ones forget their finer features.
     most: usize,
 }
@@ -143,7 +146,7 @@ impl Default for Cells {
 
 impl Cells {
     pub(super) fn at_most(most: usize) -> Self {
-        Self { cells: Vec::new(), by_features: HashMap::new(), most: most.min(CELLS_MAX) }
+        Self { cells: Vec::new(), by_features: HashMap::default(), most: most.min(CELLS_MAX) }
     }
 
     pub(super) fn find(&self, features: Features) -> Option<u16> {

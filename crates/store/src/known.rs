@@ -1,0 +1,122 @@
+//! What the catalog says about a block before its bytes are copied.
+
+use cascade_block::{Digest, DigestMode};
+
+use crate::catalog::ContentIndex;
+use crate::node::{Moment, Node};
+use crate::state::State;
+use crate::{DeclineReason, Put, PutOutcome, StoreError};
+
+/// What the catalog says about a block before its bytes are copied.
+pub(crate) enum Known {
+    /// Nothing: it needs a slab.
+    New,
+    /// The outcome is certain.
+    Settled(PutOutcome),
+    /// The key is there; its bytes have to be compared.
+    Compare,
+}
+
+impl Node {
+    fn refused(&self, state: &State, put: &Put<'_>, bytes: usize) -> Known {
+        let declined = |reason| Known::Settled(PutOutcome::Declined(reason));
+        if state.is_closing {
+            return Known::Settled(PutOutcome::Failed(StoreError::Closed));
+        }
+        if self.takes_nothing(state) {
+            let shed = state.shed.trailing_zeros() as usize;
+            let error = self.stage_error(state, shed, "take a block");
+            return Known::Settled(PutOutcome::Failed(error));
+        }
+        if state.is_erasing {
+            return Known::Settled(PutOutcome::Failed(StoreError::Erasing));
+        }
+        if !state.has_dram && self.stages.is_empty() {
+            return declined(DeclineReason::Empty);
+        }
+        if put.is_partial && !self.config.admit_partial {
+            return declined(DeclineReason::Partial);
+        }
+        if u32::try_from(bytes).is_err() {
+            return declined(DeclineReason::TooLarge);
+        }
+        Known::New
+    }
+
+    pub(crate) fn known(
+        &self,
+        state: &mut State,
+        put: &Put<'_>,
+        digest: Option<Digest>,
+        now: Moment,
+    ) -> Known {
+        self.known_by_length(state, put, put.bytes.len(), digest, now)
+    }
+
+    /// As `known`, for a block whose bytes may be elsewhere still.
+    pub(crate) fn known_by_length(
+        &self,
+        state: &mut State,
+        put: &Put<'_>,
+        bytes: usize,
+        digest: Option<Digest>,
+        now: Moment,
+    ) -> Known {
+        if let Some(key) = state.find_live(&put.key, now.unix_ms) {
+            let index = state.catalog.entry(key).content;
+            let content = state.catalog.content(index);
+            if content.bytes as usize != bytes {
+                return Known::Settled(PutOutcome::Conflict);
+            }
+            if state.is_out_of_reach(content) {
+                return self.known_by_digest(state, put, index, digest);
+            }
+            let keeps_bytes = |stage: usize| !self.stages[stage].keeps_names_only();
+            let has_bytes = (0..self.stages.len())
+                .any(|stage| content.address(stage).is_some() && keeps_bytes(stage));
+            let is_same = digest.is_some() && digest.as_ref() == state.catalog.digest_of(index);
+            // Digests that differ may be of two algorithms, the catalog's from an earlier run: only
+            // bytes decide that. Where a stage keeps names, the name is all there is to compare.
+            return if is_same || (content.slab.is_none() && !has_bytes) {
+                Known::Settled(PutOutcome::Present)
+            } else {
+                Known::Compare
+            };
+        }
+        if let Known::Settled(outcome) = self.refused(state, put, bytes) {
+            return Known::Settled(outcome);
+        }
+        match digest.and_then(|digest| state.catalog.find_digest(&digest)) {
+            Some(content) if !state.is_out_of_reach(state.catalog.content(content)) => {
+                Known::Settled(self.deduplicate(state, put, digest, (content, now)))
+            }
+            Some(_) | None => Known::New,
+        }
+    }
+
+    /// A put of a key whose bytes only shed stages have, so that nobody can compare them. Bytes
+    /// that a digest shows to be the same come back into DRAM; others are refused, because the old
+    /// ones would be back under this key if the process ended before a stage forgot them.
+    fn known_by_digest(
+        &self,
+        state: &State,
+        put: &Put<'_>,
+        index: ContentIndex,
+        digest: Option<Digest>,
+    ) -> Known {
+        let known = state.catalog.digest_of(index);
+        let is_same = match digest {
+            Some(digest) => known == Some(&digest),
+            // Its bytes are elsewhere still: they are asked about once they are here.
+            None => known.is_some() && self.config.digest != DigestMode::Off,
+        };
+        if is_same {
+            return self.refused(state, put, state.catalog.content(index).bytes as usize);
+        }
+        let content = state.catalog.content(index);
+        let has_it = |stage: &usize| content.address(*stage).is_some() && state.is_shed(*stage);
+        let stage = (0..self.stages.len()).find(has_it).unwrap_or(0);
+        let error = self.stage_error(state, stage, "compare a block that only this tier has");
+        Known::Settled(PutOutcome::Failed(error))
+    }
+}
