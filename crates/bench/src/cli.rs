@@ -103,8 +103,8 @@ Examples:
 
 /// Runs one command line (its first element is the program's name) and returns the exit code.
 ///
-/// `interpreter` is the Python that runs this program, if one does: measurements of an engine prefer
-/// it to others.
+/// `interpreter` is the Python that runs this program, if one does: measurements of an engine
+/// prefer it to others.
 pub fn main(args: impl Iterator<Item = OsString>, interpreter: Option<PathBuf>) -> i32 {
     let command = match Command::try_parse_from(args) {
         Ok(command) => command,

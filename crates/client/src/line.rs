@@ -197,7 +197,8 @@ impl Line {
     }
 
     /// Waits until there is something to read. A read that blocks is woken by the kernel also when
-    /// the node takes the call, whose memory is then free for another one; polling for bytes is not.
+    /// the node takes the call, whose memory is then free for another one; polling for bytes is
+    /// not.
     fn await_answer(&self, deadline: Deadline) -> Result<(), LineError> {
         loop {
             let left = deadline.remaining(&SystemClock);

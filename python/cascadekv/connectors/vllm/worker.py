@@ -86,9 +86,11 @@ class Worker:
         # Steps are planned before the one before is over: blocks are in doubt until one is
         # planned that knows of them.
         self._doubted = {at: of for at, of in self._doubted.items() if of > plan.learned}
+        # One for all that hold the step up.
+        deadline = time.monotonic() + self._load_timeout
         for load in plan.loads:
             try:
-                self._begin(load)
+                self._begin(load, deadline)
             except Exception as error:  # noqa: BLE001 # a fault of ours must not reach the engine
                 self._failures.count("beginning a load", error)
                 nothing = _nothing_of(load)
@@ -99,13 +101,13 @@ class Worker:
                 else:
                     self._take(load, nothing)
 
-    def _begin(self, load: Load) -> None:
+    def _begin(self, load: Load, deadline: float) -> None:
         if load.is_async:
             self._under_way[load.request] = (load, self._loaders.submit(self._load, load))
         elif self._layers and load.keys and self._fits_at_once(load):
             self._step.layered.append(self._load_by_layer(load))
         else:
-            self._take(load, self._ended(load, functools.partial(self._load, load)))
+            self._take(load, self._ended(load, functools.partial(self._load, load, deadline)))
 
     def wait_for_layer(self, layer: str) -> None:
         """Return once the layer's KV is there, or is known to be bad."""
@@ -212,9 +214,10 @@ class Worker:
         layered.begin(self._loaders, self._store, load.keys[held.part.name], self._failures)
         return layered
 
-    def _load(self, load: Load) -> Loaded:
+    def _load(self, load: Load, deadline: float | None = None) -> Loaded:
         started, cpu = time.perf_counter(), time.thread_time()
-        deadline = time.monotonic() + self._load_timeout
+        if deadline is None:
+            deadline = time.monotonic() + self._load_timeout
         bad: set[int] = set()
         copied = count = 0
         for held, memory in self._held.values():
