@@ -83,11 +83,13 @@ test-vllm: $(STAMPS)/build
 		echo "skipped, nothing was tested: $$reason"; else $(MAKE) test-engines; fi
 
 .PHONY: test-engines
-test-engines: $(VLLM)/wheel $(SGLANG)/installed
+test-engines: $(VLLM)/wheel $(SGLANG)/installed $(STAMPS)/check
+	$(BIN)/pyright --pythonpath $(VLLM)/bin/python --project .ci/pyright-vllm.json
 	$(VLLM_ENVIRONMENT) $(VLLM)/bin/python -m pytest --quiet -W ignore --timeout 600 \
 		--ignore-glob='*/test_sglang*' $(ENGINE_TESTS)
 	$(if $(wildcard $(ENGINE_TESTS)/test_sglang*.py),$(SGLANG)/bin/python -m pytest --quiet \
 		$(wildcard $(ENGINE_TESTS)/test_sglang*.py))
+	$(VLLM_ENVIRONMENT) $(VLLM)/bin/python examples/vllm_second_request.py --size tiny --tokens 1024
 	mkdir -p reports
 	$(VLLM_ENVIRONMENT) $(BIN)/cascade bench vllm --short --python $(VLLM)/bin/python \
 		--directory .cache --json reports/vllm-smoke.json

@@ -21,7 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from cascadekv import Hints, Manifest, Namespace
+from cascadekv import CascadeError, Hints, Manifest, Namespace
 from cascadekv.connectors.hints import finish_hints, request_hints
 from cascadekv.connectors.load_or_compute import LoadOrCompute
 from cascadekv.connectors.record import TraceRecorder
@@ -459,6 +459,7 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
             on_saved=self._announce,
         )
         self._follow(list(named))
+        self._introduce()
         block_bytes = sum(part.block_bytes for part in named.values())
         if settings.load_or_compute:
             self._economy = LoadOrCompute(
@@ -466,6 +467,16 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
             )
         if settings.record is not None:
             self._recorder = TraceRecorder(settings.record, block_tokens=self._block_tokens)
+
+    def _introduce(self) -> None:
+        """Leave the manifest with the store, so that `cascade explain` can name what differs."""
+        store = self._store.store()
+        if store is None:
+            return
+        try:
+            store.register(self._namespace(self._generation))
+        except CascadeError as error:
+            _LOG.warning("Cascade: the store did not take this engine's manifest: %s", error)
 
     def _follow(self, parts: Sequence[str]) -> None:
         """Follow the store's changes where the engine publishes KV events."""
