@@ -71,6 +71,19 @@ class Node:
         """Give what it wrote to standard error."""
         return self._log.read_text()
 
+    def suspend(self) -> None:
+        """Stop it, and return once no thread of it goes on."""
+        self.process.send_signal(signal.SIGSTOP)
+        end = time.monotonic() + STOP_S
+        threads = Path(f"/proc/{self.process.pid}/task")
+        while not all(_is_stopped(thread) for thread in threads.iterdir()):
+            assert time.monotonic() < end, "it does not stop"
+            time.sleep(0.001)
+
+    def resume(self) -> None:
+        """Let it go on."""
+        self.process.send_signal(signal.SIGCONT)
+
     def kill(self) -> None:
         """End it as a crash does."""
         self.process.kill()
@@ -89,6 +102,14 @@ class Node:
             self.process.kill()
             self.process.wait()
             raise
+
+
+def _is_stopped(thread: Path) -> bool:
+    try:
+        stat = (thread / "stat").read_text()
+    except OSError:
+        return True  # it has ended meanwhile
+    return stat.rpartition(") ")[2].startswith("T")
 
 
 @contextlib.contextmanager

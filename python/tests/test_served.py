@@ -3,7 +3,6 @@
 import hashlib
 import json
 import multiprocessing
-import os
 import signal
 import socket
 import subprocess
@@ -258,7 +257,7 @@ def test_a_stopped_node_costs_one_deadline(filled, eventually):
     keys = _keys(range(100))
     with cascadekv.connect(filled.socket, timeout=0.5) as store:
         assert right(keys, store.view(keys)) == 100
-        os.kill(filled.process.pid, signal.SIGSTOP)
+        filled.suspend()
         try:
             views = store.view(keys)
             assert views.hits == 0
@@ -266,7 +265,7 @@ def test_a_stopped_node_costs_one_deadline(filled, eventually):
             for _ in range(1000):
                 assert store.view(keys).hits == 0
         finally:
-            os.kill(filled.process.pid, signal.SIGCONT)
+            filled.resume()
         eventually(lambda: store.view(keys).hits == 100)
 
 

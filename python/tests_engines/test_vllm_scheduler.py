@@ -1,8 +1,6 @@
 """The scheduler's side: what it says is here, when it asks, and which blocks it plans."""
 
 import dataclasses
-import os
-import signal
 import time
 
 import cascadekv
@@ -412,7 +410,7 @@ def test_a_node_that_stands_still_is_a_miss_within_its_budget(serve, eventually)
         keep(store, 4)
         scheduler = scheduler_of(store)
         assert scheduler.matched(prompt(100, name="before"), 0) == (64, False)
-        os.kill(node.process.pid, signal.SIGSTOP)
+        node.suspend()
         try:
             for name in ("first", "second"):
                 request = prompt(100, name=name)
@@ -421,6 +419,6 @@ def test_a_node_that_stands_still_is_a_miss_within_its_budget(serve, eventually)
                 assert scheduler.matched(request, 0) == (0, False)
                 print(f"a miss after {time.monotonic() - started:.3f} s of {2 * budget}")
         finally:
-            os.kill(node.process.pid, signal.SIGCONT)
+            node.resume()
         names = iter(range(1000))
         eventually(lambda: scheduler.matched(prompt(100, name=f"{next(names)}"), 0) == (64, False))

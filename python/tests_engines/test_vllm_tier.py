@@ -6,8 +6,6 @@ and the CPU tier. The tests write and read the CPU tier's chunks in its place.
 
 import dataclasses
 import hashlib
-import os
-import signal
 import time
 import uuid
 
@@ -295,7 +293,7 @@ def test_a_node_that_stands_still_holds_nobody_up(engine, node):
     keys = keys_of(range(3))
     engine(at(node)).store(keys)
     other = engine(at(node) | {"cascade.timeout": 0.3})
-    os.kill(node.process.pid, signal.SIGSTOP)
+    node.suspend()
     try:
         longest = 0.0
         for key in keys:
@@ -308,7 +306,7 @@ def test_a_node_that_stands_still_holds_nobody_up(engine, node):
         assert other.lookup(keys) == [True] * 3, "the CPU tier has them"
         print(f"the longest step of the scheduler was {longest * 1000:.2f} ms")
     finally:
-        os.kill(node.process.pid, signal.SIGCONT)
+        node.resume()
 
 
 @pytest.mark.parametrize(

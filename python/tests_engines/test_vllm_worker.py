@@ -1,7 +1,5 @@
 """A worker copies what its plans say, names every block that it could not, and is never late."""
 
-import os
-import signal
 import threading
 import time
 from dataclasses import dataclass, field
@@ -348,7 +346,7 @@ def test_a_node_that_stands_still_costs_no_more_than_the_deadlines(serve):
         engine = Engine(store, options=options)
         engine.step(Plan(saves=[engine.save(SAVED)]))
         assert engine.worker.progress().saved[0].kept == [True] * 6
-        os.kill(node.process.pid, signal.SIGSTOP)
+        node.suspend()
         started = time.monotonic()
         try:
             engine.step(Plan(1, 1, loads=[engine.load(LOADED)]))
@@ -359,7 +357,7 @@ def test_a_node_that_stands_still_costs_no_more_than_the_deadlines(serve):
             assert arrivals(engine.worker)[0] == {"request"}
             assert engine.worker.bad_blocks() == set(LOADED)
         finally:
-            os.kill(node.process.pid, signal.SIGCONT)
+            node.resume()
         print(f"three steps of a node that stands still: {time.monotonic() - started:.2f} s")
         engine.worker.close()
 

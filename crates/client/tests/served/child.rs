@@ -9,7 +9,7 @@ use cascade_client::{Client, ConnectOptions};
 use cascade_node::{Node, NodeConfig, Server};
 use cascade_store::{BlockStore, PutSlab};
 
-use crate::host::{bytes_of, hits, keys, pause, put, within};
+use crate::host::{bytes_of, hits, keys, pause, put, wait_until, within};
 
 pub(crate) const SOCKET: &str = "CASCADE_TEST_SOCKET";
 
@@ -57,6 +57,20 @@ impl Process {
         let process = i32::try_from(self.child.id()).unwrap();
         let process = rustix::process::Pid::from_raw(process).unwrap();
         rustix::process::kill_process(process, signal).unwrap();
+        if signal == rustix::process::Signal::STOP {
+            wait_until("all of its threads have stopped", || self.is_stopped());
+        }
+    }
+
+    /// A thread that has not seen the signal yet goes on, and answers.
+    fn is_stopped(&self) -> bool {
+        let threads = std::fs::read_dir(format!("/proc/{}/task", self.child.id())).unwrap();
+        let mut states = threads.map(|thread| {
+            let stat = std::fs::read_to_string(thread.unwrap().path().join("stat"));
+            // One that has ended meanwhile does nothing either.
+            stat.map_or(true, |stat| stat.rsplit(") ").next().unwrap().starts_with('T'))
+        });
+        states.all(|is_stopped| is_stopped)
     }
 
     /// Where the kernel lists its open descriptors.
