@@ -47,6 +47,7 @@ from cascadekv.errors import (
 from cascadekv.hints import Hints, Priority, StopReason
 from cascadekv.results import ChangeKind, DeclineReason, GetStatus, PutStatus
 from cascadekv.stats import Stats
+from cascadekv.traces import part_of_trace
 
 __all__ = [
     "AwayError",
@@ -87,4 +88,5 @@ __all__ = [
     "chain_keys",
     "connect",
     "keys",
+    "part_of_trace",
 ]

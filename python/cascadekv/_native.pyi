@@ -34,6 +34,7 @@ __all__ = [
     "connect",
     "digest",
     "parse_size",
+    "replace_trace",
     "run_command",
     "weights_fingerprint",
 ]
@@ -520,6 +521,12 @@ def parse_size(text: str, /) -> int:
 
 def check_config(config: object, /) -> None:
     """Raise `ConfigError` when a setting makes no sense, by its name."""
+
+def replace_trace(traceparent: str | None, /) -> str | None:
+    """Have this thread's calls of nodes be part of that trace; give what was before.
+
+    What is no `traceparent` header, and `None`, is nobody's trace.
+    """
 
 def run_command(arguments: Sequence[str], /) -> int:
     """Run the command `cascade` with these arguments, the program's name first."""

@@ -11,6 +11,8 @@ mod keeper;
 mod line;
 mod living;
 mod session;
+mod trace;
 
-pub use cascade_wire::Access;
+pub use cascade_wire::{Access, TraceContext};
 pub use client::{Client, ConnectOptions};
+pub use trace::{TraceScope, replace as replace_trace};

@@ -16,6 +16,8 @@ use rustix::net::{
     SocketFlags, SocketType, connect, recvmsg, socket_with,
 };
 
+use crate::trace;
+
 /// What one read takes at most; longer answers take several.
 const READ_BYTES: usize = 64 << 10;
 /// What one write takes at most; between two of them the deadline is looked at.
@@ -156,7 +158,7 @@ impl Line {
     }
 
     fn put_together(&mut self, call: &Call) -> Result<(), LineError> {
-        let written = call.write(&mut self.output, self.calls, None);
+        let written = call.write(&mut self.output, self.calls, trace::current());
         written.map_err(|error| LineError::TooLong(error.to_string()))
     }
 

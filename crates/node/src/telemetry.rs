@@ -24,7 +24,8 @@ use tracing_subscriber::{EnvFilter, Layer};
 use crate::config::LogConfig;
 use crate::status::TraceStatus;
 
-pub use context::{TraceContext, request_span};
+pub use cascade_wire::TraceContext;
+pub use context::request_span;
 
 use context::SPAN_TARGET;
 use export::{Bounded, Counted, SpanCounts};

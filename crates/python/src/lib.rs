@@ -20,6 +20,7 @@ mod view;
 use std::ffi::OsString;
 use std::path::PathBuf;
 
+use cascade_client::TraceContext;
 use pyo3::prelude::*;
 
 /// Keys, results and the store itself; `cascadekv` is what to import.
@@ -37,7 +38,17 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     store::register(module)?;
     module.add_function(wrap_pyfunction!(config::parse_size, module)?)?;
     module.add_function(wrap_pyfunction!(config::check_config, module)?)?;
+    module.add_function(wrap_pyfunction!(replace_trace, module)?)?;
     module.add_function(wrap_pyfunction!(run_command, module)?)
+}
+
+/// Has this thread's calls of nodes be part of the trace that a `traceparent` header names, or of
+/// none. Returns what was before, which the caller has to put back.
+#[pyfunction]
+#[pyo3(signature = (traceparent, /))]
+fn replace_trace(traceparent: Option<&str>) -> Option<String> {
+    let context = traceparent.and_then(TraceContext::parse);
+    cascade_client::replace_trace(context).map(|before| before.to_string())
 }
 
 /// Runs the command `cascade` with these arguments, the program's name first.

@@ -1,5 +1,7 @@
 //! Frames: a checked header of fixed length, then the body of one message.
 
+use std::fmt;
+
 use cascade_block::checksum;
 
 use crate::WireError;
@@ -17,6 +19,8 @@ const MAGIC: [u8; 4] = *b"CSCD";
 const CHECKSUM_AT: usize = 20;
 /// The body begins with a trace context.
 const HAS_TRACE: u16 = 1;
+/// The caller records that trace.
+const IS_SAMPLED: u16 = 2;
 const TRACE_BYTES: usize = 24;
 
 /// Whose work a call is part of, as W3C trace context has it.
@@ -26,6 +30,52 @@ pub struct TraceContext {
     pub trace: [u8; 16],
     /// The span that makes the call.
     pub span: [u8; 8],
+    /// Whether the caller records it; if not, nobody else does.
+    pub is_sampled: bool,
+}
+
+impl TraceContext {
+    /// Reads a `traceparent` header; none if it is not one, as the standard asks.
+    pub fn parse(traceparent: &str) -> Option<Self> {
+        let mut fields = traceparent.trim().split('-');
+        let version = hex::<1>(fields.next()?)?[0];
+        let trace = hex::<16>(fields.next()?)?;
+        let span = hex::<8>(fields.next()?)?;
+        let flags = hex::<1>(fields.next()?)?[0];
+        let has_more = fields.next().is_some();
+        let is_valid = version != 0xff
+            && (version != 0 || !has_more)
+            && trace != [0; 16]
+            && span != [0; 8];
+        is_valid.then_some(Self { trace, span, is_sampled: flags & 1 == 1 })
+    }
+
+    const fn flags(self) -> u16 {
+        if self.is_sampled { HAS_TRACE | IS_SAMPLED } else { HAS_TRACE }
+    }
+}
+
+impl fmt::Display for TraceContext {
+    /// Writes a `traceparent` header.
+    fn fmt(&self, into: &mut fmt::Formatter<'_>) -> fmt::Result {
+        into.write_str("00-")?;
+        self.trace.iter().try_for_each(|byte| write!(into, "{byte:02x}"))?;
+        into.write_str("-")?;
+        self.span.iter().try_for_each(|byte| write!(into, "{byte:02x}"))?;
+        write!(into, "-{:02x}", u8::from(self.is_sampled))
+    }
+}
+
+fn hex<const N: usize>(text: &str) -> Option<[u8; N]> {
+    let is_hex = |digit: u8| digit.is_ascii_digit() || (b'a'..=b'f').contains(&digit);
+    if text.len() != 2 * N || !text.bytes().all(is_hex) {
+        return None;
+    }
+    let mut bytes = [0; N];
+    for (at, byte) in bytes.iter_mut().enumerate() {
+        *byte = u8::from_str_radix(text.get(2 * at..2 * at + 2)?, 16).ok()?;
+    }
+    Some(bytes)
 }
 
 /// What a frame says before its body.
@@ -74,7 +124,8 @@ impl Header {
             return Err(WireError::Version(version));
         }
         let (flags, reserved) = (u16_at(16), u16_at(18));
-        if flags & !HAS_TRACE != 0 || reserved != 0 {
+        let is_known = matches!(flags, 0 | HAS_TRACE) || flags == HAS_TRACE | IS_SAMPLED;
+        if !is_known || reserved != 0 {
             return Err(WireError::Field("flags"));
         }
         let body_bytes = u32_at(8);
@@ -107,7 +158,7 @@ impl<'a> Frame<'a> {
         into.extend_from_slice(&kind.to_le_bytes());
         into.extend_from_slice(&[0; 4]);
         into.extend_from_slice(&call.to_le_bytes());
-        let flags = if trace.is_some() { HAS_TRACE } else { 0 };
+        let flags = trace.map_or(0, TraceContext::flags);
         into.extend_from_slice(&flags.to_le_bytes());
         into.extend_from_slice(&[0; 6]);
         debug_assert_eq!(into.len() - start, HEADER_BYTES);
@@ -146,6 +197,7 @@ impl<'a> Frame<'a> {
         let trace = TraceContext {
             trace: id.try_into().map_err(|_| WireError::Field("trace"))?,
             span: parent.try_into().map_err(|_| WireError::Field("trace"))?,
+            is_sampled: header.flags & IS_SAMPLED != 0,
         };
         Ok(Self { header, trace: Some(trace), body })
     }

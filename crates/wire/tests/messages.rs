@@ -158,8 +158,9 @@ fn answers() -> Vec<Answer> {
 
 #[test]
 fn every_call_comes_back_as_it_went() {
-    let trace = Some(TraceContext { trace: [1; 16], span: [2; 8] });
     for (number, call) in (0..).zip(calls()) {
+        let trace = TraceContext { trace: [1; 16], span: [2; 8], is_sampled: number % 2 == 0 };
+        let trace = Some(trace).filter(|_| number % 3 > 0);
         let mut bytes = vec![0xEE];
         call.write(&mut bytes, number, trace).expect("it is short");
         let frame = &bytes[1..];
@@ -167,6 +168,40 @@ fn every_call_comes_back_as_it_went() {
         let frame = Frame::read(frame).expect("it was just written");
         assert_eq!((frame.header.call, frame.trace), (number, trace));
         assert_eq!(Call::read(&frame), Ok(call));
+    }
+}
+
+const TRACE: &str = "4bf92f3577b34da6a3ce929d0e0e4736";
+const SPAN: &str = "00f067aa0ba902b7";
+
+#[test]
+fn a_traceparent_names_trace_span_and_whether_to_record() {
+    let context = TraceContext::parse(&format!("00-{TRACE}-{SPAN}-01")).expect("it is one");
+    assert_eq!(context.trace[..2], [0x4b, 0xf9]);
+    assert_eq!(context.span[6..], [0x02, 0xb7]);
+    assert!(context.is_sampled);
+    assert_eq!(context.to_string(), format!("00-{TRACE}-{SPAN}-01"));
+    let silent = TraceContext::parse(&format!("00-{TRACE}-{SPAN}-00")).expect("it is one");
+    assert!(!silent.is_sampled);
+    let of_tomorrow = format!("cc-{TRACE}-{SPAN}-01-what-else");
+    assert!(TraceContext::parse(&of_tomorrow).is_some(), "a later version may say more");
+}
+
+#[test]
+fn what_is_no_traceparent_is_nobodys() {
+    let zero = "0".repeat(32);
+    for wrong in [
+        String::new(),
+        "00".to_owned(),
+        format!("00-{TRACE}-{SPAN}"),
+        format!("00-{TRACE}-{SPAN}-01-more"),
+        format!("ff-{TRACE}-{SPAN}-01"),
+        format!("00-{zero}-{SPAN}-01"),
+        format!("00-{TRACE}-0000000000000000-01"),
+        format!("00-{}-{SPAN}-01", TRACE.to_uppercase()),
+        format!("00-{}é-{SPAN}-01", &TRACE[..30]),
+    ] {
+        assert_eq!(TraceContext::parse(&wrong), None, "{wrong:?}");
     }
 }
 
@@ -187,7 +222,7 @@ fn every_answer_comes_back_as_it_went() {
 const FIXTURE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../testdata/wire-v1.txt");
 
 fn frames() -> Vec<Vec<u8>> {
-    let trace = Some(TraceContext { trace: [1; 16], span: [2; 8] });
+    let trace = Some(TraceContext { trace: [1; 16], span: [2; 8], is_sampled: false });
     let call = |(number, call): (u32, Call)| {
         let mut bytes = Vec::new();
         // Every second call belongs to a trace.

@@ -300,12 +300,7 @@ impl Connection {
         session.note_call(began);
         let asked = Asked::of(&call);
         let span = shared.node.is_tracing().then(|| {
-            let parent = trace.map(|context| telemetry::TraceContext {
-                trace_id: context.trace,
-                span_id: context.span,
-                is_sampled: true,
-            });
-            telemetry::request_span(asked.operation.name(), session.tenant.name(), parent)
+            telemetry::request_span(asked.operation.name(), session.tenant.name(), trace)
         });
         let entered = span.as_ref().map(tracing::Span::enter);
         let dispatch = Dispatch { node: &shared.node, session: &session, waiters: &shared.waiters };

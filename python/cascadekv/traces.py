@@ -1,0 +1,23 @@
+"""Whose work calls are part of: traces of the caller that go on in the node."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from cascadekv._native import replace_trace
+
+__all__ = ["part_of_trace"]
+
+
+@contextmanager
+def part_of_trace(traceparent: str | None) -> Iterator[None]:
+    """Have this thread's calls of a served store be part of a trace.
+
+    `traceparent` is the W3C header, as OpenTelemetry's propagators write it:
+    `00-<trace>-<span>-<flags>`. A node that exports traces (`traces.endpoint`) makes each call a
+    span under the caller's. What is no such header, and `None`, is nobody's trace.
+    """
+    before = replace_trace(traceparent)
+    try:
+        yield
+    finally:
+        replace_trace(before)
