@@ -1,5 +1,6 @@
 """What a measurement with an engine says of its figures, without an engine."""
 
+import dataclasses
 import io
 import json
 
@@ -8,7 +9,7 @@ from cascadekv.bench import page_cache
 from cascadekv.bench.engine_process import Answer
 from cascadekv.bench.figures import Figure, Sheet, Target
 from cascadekv.bench.prompts import prompt, with_prefix
-from cascadekv.bench.rounds import Pairs, hit_most, overhead
+from cascadekv.bench.rounds import Pairs, connector_share, hit_most, overhead
 from cascadekv.bench.vllm import read_options
 
 IDLE = {"calls": 0, "wall_s": 0.0, "cpu_s": 0.0}
@@ -64,13 +65,24 @@ def test_nothing_is_asked_of_short_prompts_and_short_runs():
     assert [figure.verdict for figure in pairs().figures(is_short=True)] == ["", "", ""]
 
 
-def test_overhead_is_paired_round_by_round():
+def test_overhead_is_paired_round_by_round_and_only_told():
     bare = [answer(1.0), answer(2.0), answer(4.0)]
-    figure = overhead("22m/4096", bare, [answer(1.01), answer(2.0), answer(4.2)], is_short=False)
+    figure = overhead("22m/4096", bare, [answer(1.01), answer(2.0), answer(4.2)])
     assert figure.samples == pytest.approx([1.0, 0.0, 5.0])
-    assert (figure.value, figure.verdict) == (pytest.approx(1.0), "met")
-    hit = overhead("22m/4096", bare, [answer(1.0, 128)] * 3, is_short=False)
-    assert hit.verdict == "INVALID"
+    assert (figure.value, figure.verdict) == (pytest.approx(1.0), "")
+    assert overhead("22m/4096", bare, [answer(1.0, 128)] * 3).verdict == "INVALID"
+
+
+def test_the_connector_s_share_of_a_request_that_misses_is_asked_for():
+    def ours(connector_s, hit=0):
+        return dataclasses.replace(answer(2.0, hit), connector_s=connector_s)
+
+    figure = connector_share("22m/4096", [ours(0.02), ours(0.04), ours(0.4)], is_short=False)
+    assert figure.samples == pytest.approx([1.0, 2.0, 20.0])
+    assert figure.verdict == "met"
+    assert connector_share("22m/4096", [ours(0.05)], is_short=False).verdict == "MISSED"
+    assert connector_share("22m/4096", [ours(0.05)], is_short=True).verdict == ""
+    assert connector_share("22m/4096", [ours(0.01, 128)], is_short=False).verdict == "INVALID"
 
 
 def test_what_the_connector_tells_of_its_loads_goes_before_what_its_calls_took():
@@ -78,7 +90,7 @@ def test_what_the_connector_tells_of_its_loads_goes_before_what_its_calls_took()
     silent = Answer([1.0], [[7]], [0], within, within)
     assert (silent.load_s, silent.cpu_s("save"), silent.cpu_s("load")) == (0.25, 0.125, 0.125)
     told = {"load_seconds": 0.5, "load_cpu_seconds": 0.75}
-    telling = Answer([1.0], [[7]], [0], within, within, told)
+    telling = Answer([1.0], [[7]], [0], within, within, told=told)
     assert (telling.load_s, telling.cpu_s("save"), telling.cpu_s("load")) == (0.5, 0.125, 0.75)
 
 

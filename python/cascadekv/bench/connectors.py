@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["BESIDE", "Side", "embedded", "example", "lmcache", "served"]
+__all__ = ["BESIDE", "Side", "embedded", "example", "lmcache", "served", "small"]
 
 DRAM = "1GiB"
 """Memory of a store: several prompts of the longest kind."""
@@ -44,6 +44,14 @@ def embedded(files: Path | None = None) -> Side:
     if files is None:
         return _cascade(pipeline="Dram", dram=DRAM)
     return _cascade(pipeline="Dram|Files", dram=DRAM, files=str(files))
+
+
+def small(dram: str, files: Path | None = None, **options: object) -> Side:
+    """Name our connector with so little memory that not everything stays in it."""
+    place = (
+        {"pipeline": "Dram"} if files is None else {"pipeline": "Dram|Files", "files": f"{files}"}
+    )
+    return _cascade(dram=dram, load_or_compute=False, **place, **options)
 
 
 def served(node: str) -> Side:

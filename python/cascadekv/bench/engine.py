@@ -29,6 +29,27 @@ __all__ = ["Engine", "Meter", "main"]
 
 SAVE_CALLS = ("save_kv_layer", "wait_for_save")
 LOAD_CALLS = ("start_load_kv", "wait_for_layer_load")
+STEP_CALLS = (
+    "on_new_request",
+    "get_num_new_matched_tokens",
+    "update_state_after_alloc",
+    "build_connector_meta",
+    "update_connector_output",
+    "request_finished",
+    "request_finished_all_groups",
+    "take_events",
+    "get_kv_connector_stats",
+    "bind_connector_metadata",
+    "handle_preemptions",
+    "get_finished",
+    "get_transfer_results",
+    "get_block_ids_with_load_errors",
+    "build_connector_worker_meta",
+    "clear_connector_metadata",
+    *LOAD_CALLS,
+    *SAVE_CALLS,
+)
+"""What an engine's steps call of a connector, on the scheduler's side and on the worker's."""
 SETTLE_S = 0.25
 """Threads of OpenMP spin that long after work; another engine's must not be in the way."""
 
@@ -41,15 +62,20 @@ class Meter:
     wall_s: float = 0.0
     cpu_s: float = 0.0
     """Processor time of the whole process meanwhile, threads of the store included."""
+    _is_within: bool = False
 
     def around(self, call: Callable[..., object]) -> Callable[..., object]:
         """Return the call with its time taken."""
 
         def timed(*args: object, **kwargs: object) -> object:
+            if self._is_within:  # a call that one of them makes
+                return call(*args, **kwargs)
+            self._is_within = True
             wall, cpu = time.perf_counter(), time.process_time()
             try:
                 return call(*args, **kwargs)
             finally:
+                self._is_within = False
                 self.wall_s += time.perf_counter() - wall
                 self.cpu_s += time.process_time() - cpu
                 self.calls += 1
@@ -86,11 +112,13 @@ class Told:
         return totals
 
     def _add(self, data: Mapping[str, Any]) -> None:
-        """Add numbers by name; those that have one more label are summed over it."""
+        """Add numbers by name; those that have one more label by it, too: `loaded_blocks.dram`."""
         for name, amount in data.get("sums", {}).items():
             self.totals[name] = self.totals.get(name, 0.0) + amount
         for name, by_label in data.get("labels", {}).items():
-            self.totals[name] = self.totals.get(name, 0.0) + sum(by_label.values())
+            for label, amount in by_label.items():
+                for total in (name, f"{name}.{label}"):
+                    self.totals[total] = self.totals.get(total, 0.0) + amount
 
 
 @dataclass
@@ -100,12 +128,14 @@ class Engine:
     llm: Any
     save: Meter = field(default_factory=Meter)
     load: Meter = field(default_factory=Meter)
+    within: Meter = field(default_factory=Meter)
+    """Every call of the connector."""
     told: Told = field(default_factory=Told)
     _serial: int = 0
 
     @classmethod
     def start(cls, job: Mapping[str, Any]) -> "Engine":
-        """Start an engine; `job` has `model`, `dtype`, `tokens_max`, `block_tokens`, `transfer`."""
+        """Start an engine; `job` has what `EngineSpec` has."""
         transfer = job["transfer"]
         llm = vllm.LLM(
             model=job["model"],
@@ -117,7 +147,7 @@ class Engine:
             max_model_len=job["tokens_max"],
             # A prompt is one step: ExampleConnector keeps only the first chunk of others.
             max_num_batched_tokens=job["tokens_max"],
-            max_num_seqs=8,
+            max_num_seqs=job["requests_max"],
             kv_transfer_config=vllm.config.KVTransferConfig(**transfer) if transfer else None,
         )
         engine = cls(llm)
@@ -132,27 +162,41 @@ class Engine:
             for name in names:
                 setattr(connector, name, meter.around(getattr(connector, name)))
         planner = self.llm.llm_engine.engine_core.engine_core.scheduler.connector
+        for side in (connector, planner):
+            for name in STEP_CALLS:
+                if hasattr(side, name):
+                    setattr(side, name, self.within.around(getattr(side, name)))
         planner.get_kv_connector_stats = self.told.around(planner.get_kv_connector_stats)
 
-    def run(self, prompts: list[list[int]], new: int) -> dict[str, object]:
-        """Serve prompts at once; tells times to the first token in seconds, hits and answers."""
+    def run(
+        self,
+        prompts: list[list[int]],
+        new: int,
+        hints: list[dict[str, object]] | None = None,
+        settle_s: float = SETTLE_S,
+    ) -> dict[str, object]:
+        """Serve prompts at once; tells times to the first token in seconds, hits and answers.
+
+        `hints` are the `kv_transfer_params` of each prompt.
+        """
         engine = self.llm.llm_engine
-        params = vllm.SamplingParams(temperature=0, max_tokens=new, ignore_eos=True)
-        time.sleep(SETTLE_S)
-        self.save.take()
-        self.load.take()
-        self.told.take()
+        time.sleep(settle_s)
+        for meter in (self.save, self.load, self.within, self.told):
+            meter.take()
         names = [f"{self._serial + n}" for n in range(len(prompts))]
         self._serial += len(prompts)
         first: dict[str, float] = {}
         done: dict[str, Any] = {}
+        within_s = 0.0
+        given = [_sampling(new, each) for each in hints or [{}] * len(prompts)]
         begun = time.perf_counter()
-        for name, tokens in zip(names, prompts, strict=True):
+        for name, tokens, params in zip(names, prompts, given, strict=True):
             engine.add_request(name, {"prompt_token_ids": tokens}, params)
         while engine.has_unfinished_requests():
             for output in engine.step():
-                if output.outputs[0].token_ids:
-                    first.setdefault(output.request_id, time.perf_counter() - begun)
+                if output.outputs[0].token_ids and output.request_id not in first:
+                    first[output.request_id] = time.perf_counter() - begun
+                    within_s = self.within.wall_s
                 if output.finished:
                     done[output.request_id] = output
         return {
@@ -161,8 +205,27 @@ class Engine:
             "hit_tokens": [done[name].num_cached_tokens or 0 for name in names],
             "save": self.save.take(),
             "load": self.load.take(),
+            "connector_s": within_s,
             "told": self.told.take(),
         }
+
+    def serve(
+        self, rounds: list[list[list[int]]], hints: list[list[dict[str, object]]]
+    ) -> dict[str, object]:
+        """Serve groups of prompts, one group after the other, a token each; tells hits and times.
+
+        A group's prompts come at once. Nothing is waited for between groups.
+        """
+        answers = [
+            self.run(prompts, 1, given, settle_s=0.0)
+            for prompts, given in zip(rounds, hints, strict=True)
+        ]
+        names = ("hit_tokens", "first_token_s")
+        told: dict[str, object] = {
+            name: [value for answer in answers for value in cast("list[float]", answer[name])]
+            for name in names
+        }
+        return told
 
     def look_up(self, tokens: list[int], repeats: int) -> dict[str, object]:
         """Ask the scheduler's side of the connector alone; seconds an arrival and a lookup."""
@@ -209,6 +272,11 @@ class Engine:
         self.llm.llm_engine.engine_core.shutdown()
 
 
+def _sampling(new: int, hints: Mapping[str, object]) -> Any:  # noqa: ANN401 # the engine's own
+    extra = {"kv_transfer_params": dict(hints)} if hints else None
+    return vllm.SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, extra_args=extra)
+
+
 def _private_output() -> TextIO:
     """Keep standard output for answers: engines print on it too, and then mean standard error."""
     own = os.dup(1)
@@ -224,6 +292,7 @@ def main() -> int:
     answers.write(json.dumps(engine.facts()) + "\n")
     orders: dict[str, Callable[..., dict[str, object]]] = {
         "run": engine.run,
+        "serve": engine.serve,
         "look_up": engine.look_up,
     }
     for line in sys.stdin:

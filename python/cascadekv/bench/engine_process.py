@@ -47,6 +47,8 @@ class EngineSpec:
     tokens_max: int
     """Longest prompt and answer together."""
     block_tokens: int = 128
+    requests_max: int = 8
+    """Most requests that are computed at a time."""
     transfer: Mapping[str, object] | None = None
     """The engine's `kv_transfer_config`; `None` is no connector."""
     environment: tuple[tuple[str, str], ...] = ()
@@ -54,7 +56,7 @@ class EngineSpec:
 
     def to_json(self) -> str:
         """Give it the form that `engine.py` reads."""
-        fields = ("dtype", "tokens_max", "block_tokens", "transfer")
+        fields = ("dtype", "tokens_max", "block_tokens", "requests_max", "transfer")
         return json.dumps(
             {name: getattr(self, name) for name in fields} | {"model": f"{self.model}"}
         )
@@ -74,6 +76,8 @@ class Answer:
     """Seconds within the connector's saves: `wall_s`, `cpu_s`; all 0 without a connector."""
     load: dict[str, float]
     """Likewise within its loads."""
+    connector_s: float = 0.0
+    """Seconds within all of the connector's calls, up to the last first token."""
     told: dict[str, float] = field(default_factory=dict[str, float])
     """The connector's own figures of the run, such as `load_seconds`; empty where it has none."""
 
@@ -91,6 +95,16 @@ class Answer:
         """Give the processor time of a kind, `save` or `load`, told or else within its calls."""
         within: dict[str, float] = getattr(self, kind)
         return self.told.get(f"{kind}_cpu_seconds", within["cpu_s"])
+
+
+@dataclass(frozen=True)
+class Served:
+    """What became of many prompts, in their order."""
+
+    hit_tokens: list[int]
+    """Tokens that were not computed, a prompt."""
+    first_token_s: list[float]
+    """Seconds from handing its group over to its first token, a prompt."""
 
 
 class EngineProcess:
@@ -126,6 +140,14 @@ class EngineProcess:
         """Serve prompts at once. Raises `EngineError`."""
         told = self._ask(order="run", prompts=list(prompts), new=new)
         return Answer(**told)
+
+    def serve(
+        self,
+        rounds: Sequence[Sequence[list[int]]],
+        hints: Sequence[Sequence[Mapping[str, object]]],
+    ) -> Served:
+        """Serve groups of prompts, one group after the other. Raises `EngineError`."""
+        return Served(**self._ask(order="serve", rounds=rounds, hints=hints))
 
     def look_up(self, tokens: list[int], repeats: int) -> dict[str, Any]:
         """Ask the scheduler's side of the connector alone. Raises `EngineError`."""

@@ -5,16 +5,19 @@ prompts of a round are new, so a first run misses and a second one hits.
 """
 
 import argparse
+import dataclasses
 import json
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from importlib.metadata import version
+from itertools import compress
 from pathlib import Path
 from typing import Any, cast
 
@@ -29,7 +32,8 @@ from cascadekv.bench.engine_process import (
 )
 from cascadekv.bench.figures import Figure, Sheet, Target
 from cascadekv.bench.prompts import block_aligned, prompt, with_prefix
-from cascadekv.bench.rounds import Pairs, hit_most, overhead
+from cascadekv.bench.rounds import Pairs, connector_share, hit_most, overhead
+from cascadekv.bench.sessions import HINTS, turns
 
 BLOCK_TOKENS = 128
 ANSWER_TOKENS = 16
@@ -38,6 +42,12 @@ TOGETHER = 4
 REUSED = 0.8
 """Share of a prompt that was seen before, in the rows of 80 %."""
 TURNS, TURN_TOKENS, ANSWER_SHARE = 10, 768, 256
+OVERHEAD_S, OVERHEAD_ROUNDS_MAX = 20.0, 40
+"""How long requests that miss are compared, and how many of them at most."""
+HINT_REQUESTS, HINT_REQUESTS_SHORT, HINT_DRAM = 400, 20, "32MiB"
+"""Requests of sessions, and memory for an eighth or so of what they would keep."""
+WAITING, LOOKAHEAD_TOKENS, LOOKAHEAD_DRAM = 24, 1024, "32MiB"
+"""Requests that wait at once, their tokens, and memory for a few of them."""
 LOOKUP_BLOCKS, LOOKUP_BLOCK_TOKENS, LOOKUP_REPEATS = 256, 32, 50
 LOOKUP_US = Target(at_most=200.0)
 PASSIVE = (("OMP_WAIT_POLICY", "PASSIVE"), ("KMP_BLOCKTIME", "0"), ("GOMP_SPINCOUNT", "0"))
@@ -91,6 +101,9 @@ class Bench:
             if "lmcache" in self.options.beside:
                 side = connectors.lmcache()
                 self._guard(f"gain/lmcache/{model}", self.from_other, model, "lmcache", side)
+        for hint in HINTS:
+            self._guard(f"hints/{hint}", self.hint, hint)
+        self._guard("hints/look-ahead", self.look_ahead)
         self._guard("connector-cpu", self.connector_cpu)
         self._guard("scheduler/lookup", self.scheduler_lookup)
 
@@ -102,7 +115,8 @@ class Bench:
                 bare = stack.enter_context(self._start(model, Side(transfer=None)))
             ours = stack.enter_context(self._start(model, connectors.embedded()))
             for tokens in self.options.prompts:
-                self._first_and_second(model, tokens, bare, ours)
+                self._first_and_second(model, tokens, ours)
+                self._misses(model, tokens, bare, ours)
             middle = sorted(self.options.prompts)[len(self.options.prompts) // 2]
             for tokens in self.options.prompts:
                 self._mostly_seen(model, tokens, ours, together=1)
@@ -110,29 +124,41 @@ class Bench:
             if bare is not None:
                 self._conversation(model, bare, ours)
 
-    def _first_and_second(
-        self, model: str, tokens: int, bare: EngineProcess | None, ours: EngineProcess
-    ) -> None:
+    def _first_and_second(self, model: str, tokens: int, ours: EngineProcess) -> None:
         name = f"dram/{model}/{tokens}"
         pairs = Pairs(name, tokens, hit_most(tokens, BLOCK_TOKENS))
-        without: list[Answer] = []
         for number in self._rounds():
             asked = prompt(tokens, "first and second", model, number)
-            answers: dict[str, Answer] = {}
-            sides = [("ours", ours)] if bare is None else [("bare", bare), ("ours", ours)]
-            for side, engine in sides if number % 2 else reversed(sides):
-                answers[side] = engine.run([asked], ANSWER_TOKENS)
+            first = ours.run([asked], ANSWER_TOKENS)
             second = ours.run([asked], ANSWER_TOKENS)
             if number == 0:
                 continue
-            without += [answers["bare"]] if bare else []
-            pairs.slow.append(answers["ours"])
+            pairs.slow.append(first)
             pairs.fast.append(second)
         self._add(*pairs.figures(is_short=self.options.is_short))
-        if bare:
-            is_short = self.options.is_short
-            self._add(overhead(f"{model}/{tokens}", without, pairs.slow, is_short=is_short))
         self._add(_prefill_over_load(f"{model}/{tokens}", pairs))
+
+    def _misses(
+        self, model: str, tokens: int, bare: EngineProcess | None, ours: EngineProcess
+    ) -> None:
+        """Prompts that miss, in turn with an engine that has no connector."""
+        name = f"{model}/{tokens}"
+        sides = [ours] if bare is None else [bare, ours]
+        answers: list[list[Answer]] = [[] for _ in sides]
+        begun = time.monotonic()
+        for number in range(OVERHEAD_ROUNDS_MAX + 1):
+            is_enough = number > self.options.rounds
+            if is_enough and (self.options.is_short or time.monotonic() > begun + OVERHEAD_S):
+                break
+            asked = prompt(tokens, "misses", model, number)
+            order = list(range(len(sides)))
+            for side in order if number % 2 else reversed(order):
+                answer = sides[side].run([asked], 1)
+                if number > 0:
+                    answers[side].append(answer)
+        self._add(connector_share(name, answers[-1], is_short=self.options.is_short))
+        if bare is not None:
+            self._add(overhead(name, *answers))
 
     def _mostly_seen(self, model: str, tokens: int, ours: EngineProcess, together: int) -> None:
         """Prompts of which 80 % were seen before, beside prompts of which nothing was."""
@@ -246,6 +272,62 @@ class Bench:
                     pairs.fast.append(fast)
             self._add(*pairs.figures(is_short=self.options.is_short))
 
+    def hint(self, name: str) -> None:
+        """Serve sessions from little memory, with one hint and without any."""
+        count = HINT_REQUESTS_SHORT if self.options.is_short else HINT_REQUESTS
+        hits: dict[str, list[int]] = {"without": [], "with": []}
+        asked_tokens: list[int] = []
+        for number in range(1, self.options.rounds + 1):
+            asked = list(turns(count, number))
+            counted = [name != "priority" or turn.is_important for turn in asked]
+            lengths = [len(turn.tokens) for turn in asked]
+            asked_tokens.append(sum(compress(lengths, counted)))
+            for side, of_side in hits.items():
+                given = [[HINTS[name](turn) if side == "with" else {}] for turn in asked]
+                with self._start("tiny", connectors.small(HINT_DRAM)) as engine:
+                    served = engine.serve([[turn.tokens] for turn in asked], given)
+                of_side.append(sum(compress(served.hit_tokens, counted)))
+        of_whom = " of important sessions" if name == "priority" else ""
+        self._add(
+            Figure(
+                f"hints/{name}",
+                "x",
+                [b / a for a, b in zip(hits["without"], hits["with"], strict=True) if a],
+                measured=f"tokens{of_whom} hit with the hint over tokens hit without any",
+                facts={"hit_tokens": hits, "asked_tokens": asked_tokens, "dram": HINT_DRAM},
+            )
+        )
+
+    def look_ahead(self) -> None:
+        """Hand over many requests whose blocks lie in files, with look-ahead and without."""
+        sides = {"without": 0, "with": 30}
+        means: dict[str, list[float]] = {}
+        in_dram: dict[str, list[float]] = {}
+        for side, seconds in sides.items():
+            files = self.room / f"look-ahead-{side}"
+            told = connectors.small(LOOKAHEAD_DRAM, files, lookahead=seconds)
+            with self._start(self.options.models[0], told, requests_max=1) as engine:
+                for number in self._rounds():
+                    asked = [prompt(LOOKAHEAD_TOKENS, "ahead", number, n) for n in range(WAITING)]
+                    for each in asked:
+                        engine.run([each], 1)
+                    answer = engine.run(asked, 1)
+                    if number > 0:
+                        means.setdefault(side, []).append(answer.first_token_mean_s)
+                        loaded = answer.told.get("loaded_blocks", 0.0)
+                        dram = answer.told.get("loaded_blocks.dram", 0.0)
+                        in_dram.setdefault(side, []).append(dram / loaded if loaded else 0.0)
+            shutil.rmtree(files, ignore_errors=True)
+        self._add(
+            Figure(
+                f"hints/look-ahead/{self.options.models[0]}",
+                "x",
+                [a / b for a, b in zip(means["without"], means["with"], strict=True)],
+                measured="mean time to the first token of requests that wait, without over with",
+                facts={"mean_s": means, "share_loaded_from_dram": in_dram, "requests": WAITING},
+            )
+        )
+
     def connector_cpu(self) -> None:
         """Processor time within the connector's calls, a block, with OpenMP's threads asleep."""
         model = self.options.models[-1]
@@ -291,30 +373,20 @@ class Bench:
                     name = f"scheduler/{what}/256-{kind}"
                     self._add(Figure(name, "us", samples, target=limit, faults=faults))
 
-    def _start(
-        self,
-        model: str,
-        side: Side,
-        *,
-        environment: tuple[tuple[str, str], ...] = (),
-        tokens_max: int | None = None,
-        block_tokens: int = BLOCK_TOKENS,
-    ) -> EngineProcess:
+    def _start(self, model: str, side: Side, **changes: Any) -> EngineProcess:  # noqa: ANN401 # of EngineSpec
         self._started += 1
         connector = (side.transfer or {}).get("kv_connector", "no connector")
         sys.stderr.write(f"starting vLLM with {model}, {connector}\n")
-        directory = self._model(model)
+        spec = EngineSpec(
+            model=self._model(model),
+            dtype="bfloat16",
+            tokens_max=self.options.tokens_max,
+            block_tokens=BLOCK_TOKENS,
+            transfer=side.transfer,
+            environment=side.environment,
+        )
         engine = EngineProcess(
-            EngineSpec(
-                model=directory,
-                dtype="bfloat16",
-                tokens_max=tokens_max or self.options.tokens_max,
-                block_tokens=block_tokens,
-                transfer=side.transfer,
-                environment=side.environment + environment,
-            ),
-            self.room,
-            f"engine-{self._started}",
+            dataclasses.replace(spec, **changes), self.room, f"engine-{self._started}"
         )
         self.engine_facts |= engine.facts
         return engine
