@@ -1,0 +1,157 @@
+"""A node whose file tier hangs or fails: its clients go on, and the tier comes back.
+
+Needs root, loop devices and ext4; where they are missing a test says so and is skipped.
+"""
+
+import contextlib
+import subprocess
+import time
+import urllib.request
+
+import cascadekv
+import pytest
+from cascadekv import GetStatus
+
+BLOCK = 64 << 10
+PIECE = 16
+"""Blocks of a call."""
+THAW_S = 120
+"""A frozen file system thaws by then, whatever becomes of the test."""
+CALL_S = 2.0
+"""What a call may take while the tier is ill: the clients' timeout."""
+HEALTH = {
+    "files_durable": "true",
+    "files_segment": "4MiB",
+    "health_probe_interval": "50ms",
+    "health_probe_timeout": "1s",
+}
+
+
+def run(*command):
+    done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603 # fixed
+    if done.returncode:
+        pytest.skip(f"cannot be tried here: {' '.join(command[:2])}: {done.stderr.strip()}")
+
+
+@pytest.fixture
+def disk(tmp_path):
+    """Mount a file system of its own."""
+    image, place = tmp_path / "image", tmp_path / "mount"
+    place.mkdir()
+    with image.open("wb") as file:
+        file.truncate(96 << 20)
+    run("mkfs.ext4", "-q", str(image))
+    run("mount", "-o", "loop", str(image), str(place))
+    yield place
+    subprocess.run(["umount", "-l", str(place)], check=False)  # noqa: S603, S607 # fixed
+
+
+@contextlib.contextmanager
+def frozen(place):
+    """Have every write to a file system hang in the kernel, where no signal reaches it."""
+    later = subprocess.Popen(["sh", "-c", f"sleep {THAW_S}; fsfreeze -u '{place}'"])  # noqa: S603, S607 # fixed
+    try:
+        run("fsfreeze", "-f", str(place))
+        try:
+            yield
+        finally:
+            subprocess.run(["fsfreeze", "-u", str(place)], check=True)  # noqa: S603, S607 # fixed
+    finally:
+        later.kill()
+        later.wait()
+
+
+def pieces(keys_of, first, last):
+    return [keys_of(range(at, min(at + PIECE, last))) for at in range(first, last, PIECE)]
+
+
+def put(store, keys, bytes_of):
+    return store.put(keys, [bytes_of(key, BLOCK) for key in keys], chain=False)
+
+
+def read(store, keys, bytes_of):
+    """Count the hits; every one of them has the right bytes."""
+    buffers = [bytearray(BLOCK) for _ in range(len(keys))]
+    results = store.get(keys, buffers)
+    hits = 0
+    for key, buffer, result in zip(keys, buffers, results, strict=True):
+        if result.status is GetStatus.HIT:
+            assert buffer == bytes_of(key, BLOCK)
+            hits += 1
+    return hits
+
+
+def is_well(node):
+    """Say whether the node uses its file tier, as its metrics tell."""
+    port = node.ready_line.split("127.0.0.1:")[1].split()[0].rstrip(",;")
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
+        lines = answer.read().decode().splitlines()
+    states = [line for line in lines if line.startswith("cascade_tier_health{")]
+    (line,) = [line for line in states if 'tier="files"' in line and 'state="healthy"' in line]
+    return line.endswith(" 1")
+
+
+@pytest.fixture
+def node(serve, disk):
+    flags = ("--dram", "16MiB", "--files", str(disk), "--files-capacity", "64MiB")
+    return serve(*flags, "--listen", "127.0.0.1:0", **HEALTH)
+
+
+def test_a_tier_that_hangs_holds_up_no_client(node, disk, keys_of, bytes_of, eventually):
+    with (
+        cascadekv.connect(node.socket, timeout=CALL_S) as writer,
+        cascadekv.connect(node.socket, timeout=CALL_S) as reader,
+    ):
+        below = pieces(keys_of, 0, 400)
+        for keys in below:
+            assert all(result.ok for result in put(writer, keys, bytes_of))
+        writer.flush(timeout=30)
+        hot = keys_of(range(1000, 1000 + PIECE))
+        put(reader, hot, bytes_of)
+        assert all(reader.pin(hot))
+        with frozen(disk):
+            put(writer, keys_of(range(2000, 2000 + PIECE)), bytes_of)
+            slowest = 0.0
+            end = time.monotonic() + 30
+            while is_well(node):
+                assert time.monotonic() < end, "it is not noticed"
+            for keys in pieces(keys_of, 3000, 3400):
+                began = time.monotonic()
+                assert all(result.ok for result in put(writer, keys, bytes_of))
+                assert read(writer, keys, bytes_of) == PIECE
+                assert read(reader, hot, bytes_of) == PIECE
+                assert read(reader, below[0], bytes_of) == 0
+                slowest = max(slowest, time.monotonic() - began)
+            print(f"the slowest round of four calls took {slowest:.3f} s of {4 * CALL_S}")
+            with pytest.raises(cascadekv.CascadeError):
+                writer.flush()
+        eventually(lambda: is_well(node))
+        # They were there all along.
+        assert sum(read(reader, keys, bytes_of) for keys in below) > 350
+        eventually(lambda: flushed(writer))
+    assert node.stop() == 0, node.log()
+
+
+def flushed(store):
+    try:
+        store.flush(timeout=10)
+    except cascadekv.CascadeError:
+        return False
+    return True
+
+
+def test_a_tier_that_fails_costs_no_client_an_error(node, disk, keys_of, bytes_of, eventually):
+    with cascadekv.connect(node.socket, timeout=CALL_S) as store:
+        for keys in pieces(keys_of, 0, 400):
+            put(store, keys, bytes_of)
+        store.flush(timeout=30)
+        # What ext4 does when its device fails it: no write from now on succeeds.
+        run("mount", "-o", "remount,abort", str(disk))
+        eventually(lambda: not is_well(node))
+        for keys in pieces(keys_of, 3000, 3400):
+            assert all(result.ok for result in put(store, keys, bytes_of))
+            assert read(store, keys, bytes_of) == PIECE
+        with pytest.raises(cascadekv.TierError, match="files"):
+            store.flush()
+    node.stop()
+    assert "files" in node.log()
