@@ -91,10 +91,15 @@ class Engine:
         return self._receive()
 
     def run(
-        self, prompts: Sequence[Sequence[int]], tokens: int = 8, *, salt: str | None = None
+        self,
+        prompts: Sequence[Sequence[int]],
+        tokens: int = 8,
+        *,
+        salt: str | None = None,
+        adapter: tuple[str, int, str] | None = None,
     ) -> list[Answer]:
         """Answer prompts that come at once."""
-        answers: list[Answer] = self.call(inside.generate, list(prompts), tokens, salt)
+        answers: list[Answer] = self.call(inside.generate, list(prompts), tokens, salt, adapter)
         return answers
 
     def one(self, prompt: Sequence[int], tokens: int = 8, *, salt: str | None = None) -> Answer:

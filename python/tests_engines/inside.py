@@ -87,15 +87,18 @@ def generate(
     prompts: Sequence[Sequence[int]],
     tokens: int,
     salt: str | None,
+    adapter: tuple[str, int, str] | None = None,
 ) -> list[Answer]:
-    """Answer prompts that come at once."""
+    """Answer prompts that come at once; an adapter is a name, a number and a directory."""
     from vllm import SamplingParams  # noqa: PLC0415
+    from vllm.lora.request import LoRARequest  # noqa: PLC0415
 
     given: list[dict[str, object]] = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
     if salt:
         given = [{**each, "cache_salt": salt} for each in given]
     parameters = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
-    outputs = llm.generate(given, parameters, use_tqdm=False)
+    lora = LoRARequest(*adapter) if adapter else None
+    outputs = llm.generate(given, parameters, use_tqdm=False, lora_request=lora)
     return [Answer(tuple(o.outputs[0].token_ids), o.num_cached_tokens) for o in outputs]
 
 
@@ -136,6 +139,27 @@ def keys_of_prompt(llm: Any, prompt: Sequence[int]) -> bytes:
     (part,) = ours._scheduler._parts  # noqa: SLF001
     keys = ours._keys_of([part.name], PLAIN)  # noqa: SLF001
     return bytes(keys.raw(part.name, 0, keys.extend(list(prompt))))
+
+
+def present(llm: Any, keys: bytes) -> list[bool]:
+    """Say which blocks the engine's store has."""
+    ours, _ = connectors(llm)
+    here: list[bool] = ours._store.store().contains(BlockKeys(keys))  # noqa: SLF001
+    return here
+
+
+def slow_loads(llm: Any, block_s: float) -> None:
+    """Have each block of a load take so much longer, as from a device that is ill; 0 heals it."""
+    worker = connectors(llm)[1]._worker  # noqa: SLF001
+    worker.__dict__.pop("_load_batch", None)
+    load = worker._load_batch  # noqa: SLF001
+
+    def slow(memory: Any, keys: bytes, pages: Any, batch: list[int], deadline: float) -> Any:
+        time.sleep(block_s * len(batch))
+        return load(memory, keys, pages, batch, deadline)
+
+    if block_s:
+        worker._load_batch = slow  # noqa: SLF001
 
 
 def choose_loads(llm: Any, load: str) -> None:

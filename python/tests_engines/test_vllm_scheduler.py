@@ -403,6 +403,22 @@ def test_without_a_store_everything_is_a_miss():
     assert scheduler.matched(request, 0) == (0, False)
 
 
+@pytest.mark.parametrize(("seconds", "stays"), [(0.0, False), (0.001, False), (60.0, True)])
+def test_blocks_of_a_request_that_waits_stay_for_a_bounded_time(store, seconds, stays):
+    block = bytes(1 << 20)
+    scheduler = scheduler_of(store, lookahead_s=seconds)
+    for part in PARTS:
+        assert all(result.ok for result in store.put(keys_of_blocks(3, part), [block] * 3))
+    scheduler.arrive(prompt(100))
+    time.sleep(0.01)
+    flood = keys_of(prompt(8, cache_salt="others"))
+    flood.extend(prompt(64 * TOKENS).all_token_ids)
+    for first in range(0, 64, 4):
+        keys = flood.keys(PARTS[0].name, first, first + 4)
+        store.put(keys, [block] * 4, parent=flood.parent(PARTS[0].name, first))
+    assert (scheduler.matched(prompt(100), 0) == (48, False)) == stays
+
+
 def test_a_node_that_stands_still_is_a_miss_within_its_budget(serve, eventually):
     node = serve("--dram", "16MiB")
     budget = 0.2

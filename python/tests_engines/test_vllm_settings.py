@@ -18,6 +18,7 @@ GOOD = {
     "lookup_timeout": [0.001, 1, 3600],
     "load_timeout": [0.5, 30],
     "save_timeout": [0.05, 2],
+    "lookahead": [0, 0.5, 3600],
 }
 NO_SENSE = [None, [], {}, object(), float("nan"), float("inf")]
 BAD = {
@@ -33,6 +34,7 @@ BAD = {
     "lookup_timeout": [0, -1, 3601, "1", True],
     "load_timeout": [0, -1, 3601, "1", True],
     "save_timeout": [0, -1, 3601, "1", True],
+    "lookahead": [-1, 3601, "1", True],
     "secret_file": ["", "/no/such/secret", 7],
 }
 MEANT = {

@@ -21,11 +21,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from cascadekv import CascadeError, Hints, Manifest, Namespace
+from cascadekv import AwayError, CascadeError, Hints, Manifest, Namespace, Store
 from cascadekv.connectors.hints import finish_hints, request_hints
 from cascadekv.connectors.load_or_compute import LoadOrCompute
 from cascadekv.connectors.record import TraceRecorder
-from cascadekv.connectors.vllm.events import EventSource
+from cascadekv.connectors.vllm.events import EventSource, StoreOnceThere
 from cascadekv.connectors.vllm.groups import groups_of
 from cascadekv.connectors.vllm.identity import adapter_fingerprint, manifest_of
 from cascadekv.connectors.vllm.keys import RequestKeys, origin_of
@@ -116,6 +116,7 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
         self._economy: LoadOrCompute | None = None
         self._events: EventSource | None = None
         self._parts: Sequence[str] = ()
+        self._introduced_to: Store | None = None
         self._store = self._open()
         if role is KVConnectorRole.SCHEDULER:
             self._expect_misses()
@@ -225,6 +226,7 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
     def on_new_request(self, request: "Request") -> None:
         """Take note of a request that begins to wait."""
         if self._scheduler is not None:
+            self._introduce()
             self._scheduler.arrive(request)
 
     @_guarded(lambda: (0, False))
@@ -441,6 +443,7 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
             settings.lite,
             settings.loads_max,
             settings.blocks_max,
+            settings.lookahead,
         )
         try:
             groups = groups_of(self._kv_cache_config, self._block_tokens, self._context_size)
@@ -459,7 +462,6 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
             on_saved=self._announce,
         )
         self._follow(list(named))
-        self._introduce()
         block_bytes = sum(part.block_bytes for part in named.values())
         if settings.load_or_compute:
             self._economy = LoadOrCompute(
@@ -469,23 +471,29 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
             self._recorder = TraceRecorder(settings.record, block_tokens=self._block_tokens)
 
     def _introduce(self) -> None:
-        """Leave the manifest with the store, so that `cascade explain` can name what differs."""
+        """Leave the manifest with the store, so that `cascade explain` can name what differs.
+
+        A node that is away when the engine starts gets it once it is there.
+        """
         store = self._store.store()
-        if store is None:
+        if store is None or store is self._introduced_to:
             return
         try:
             store.register(self._namespace(self._generation))
+        except AwayError:
+            return
         except CascadeError as error:
             _LOG.warning("Cascade: the store did not take this engine's manifest: %s", error)
+        self._introduced_to = store
 
     def _follow(self, parts: Sequence[str]) -> None:
         """Follow the store's changes where the engine publishes KV events."""
         events = self._vllm_config.kv_events_config
-        store = self._store.store()
-        if events is None or not events.enable_kv_cache_events or store is None:
+        if events is None or not events.enable_kv_cache_events:
             return
         self._parts = parts
-        self._events = EventSource(store, block_tokens=self._block_tokens, medium=MEDIUM)
+        followed = StoreOnceThere(self._store.store)
+        self._events = EventSource(followed, block_tokens=self._block_tokens, medium=MEDIUM)
 
     def _announce(self, request: "Request", keys: RequestKeys, saved: Saved) -> None:
         """Have the saved blocks announced."""

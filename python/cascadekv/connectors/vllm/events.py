@@ -17,9 +17,9 @@ from vllm.v1.core.kv_cache_utils import BlockHash, ExternalBlockHash, maybe_conv
 
 from cascadekv._native import BlockKeys
 from cascadekv.connectors.failures import FailureLog
-from cascadekv.errors import CascadeError, ConfigError
+from cascadekv.errors import AwayError, CascadeError, ConfigError
 
-__all__ = ["EventSource", "FollowedStore"]
+__all__ = ["EventSource", "FollowedStore", "StoreOnceThere"]
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +42,28 @@ class FollowedStore(Protocol):
     def contains(self, keys: Any, /) -> list[bool]:
         """Say which blocks are there."""
         ...
+
+
+class StoreOnceThere:
+    """A store that may be away at first: until it is there, every call raises `AwayError`."""
+
+    def __init__(self, store: Callable[[], FollowedStore | None]) -> None:
+        """`store` gives it once it is there."""
+        self._store = store
+
+    def changes(self, since: bytes | None = None, *, limit: int = CHANGES_MAX) -> Any:
+        """Say what came and went."""
+        return self._there().changes(since, limit=limit)
+
+    def contains(self, keys: Any, /) -> list[bool]:
+        """Say which blocks are there."""
+        return self._there().contains(keys)
+
+    def _there(self) -> FollowedStore:
+        store = self._store()
+        if store is None:
+            raise AwayError("the store is not there yet")
+        return store
 
 
 @dataclass(slots=True, eq=False)

@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from cascadekv import BlockKeys, CascadeError, PagedMemory, Store
+from cascadekv import BlockKeys, CascadeError, PagedMemory, Store, part_of_trace
 from cascadekv.connectors.failures import FailureLog
 from cascadekv.connectors.vllm.metadata import Load, Loaded
 
@@ -80,7 +80,8 @@ class LayeredLoad:
         try:
             opened, left = store(), self._deadline - time.monotonic()
             if opened is not None and left > 0:
-                with opened.view(keys, timeout=left) as views:
+                trace = part_of_trace(self.load.trace)
+                with trace, opened.view(keys, timeout=left) as views:
                     failed = any(views.error(at) is not None for at in range(len(views)))
                     if not failed:
                         there = self._scatter(views)

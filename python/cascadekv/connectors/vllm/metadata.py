@@ -52,6 +52,8 @@ class Load:
     """By group: where each block goes; 0 for one that the engine does not keep."""
     tier: str
     """The slowest tier that has one of them."""
+    trace: str | None = None
+    """The request's trace, as a `traceparent` header."""
 
 
 @dataclass(slots=True)
@@ -69,7 +71,8 @@ class Save:
     """By group: where each block is; 0 for one that the engine does not keep any more."""
     stands_on: dict[int, list[int]]
     """By group: every block that these were computed from."""
-    is_prefix: bool = False
+    trace: str | None = None
+    """The request's trace, as a `traceparent` header."""
 
 
 @dataclass

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from cascadekv import CascadeError, Hints, Store
+from cascadekv import CascadeError, Hints, Store, part_of_trace
 from cascadekv.connectors.failures import FailureLog
 from cascadekv.connectors.vllm.groups import Group, usable
 from cascadekv.connectors.vllm.keys import RequestKeys, Unkeyed
@@ -42,6 +42,7 @@ class Policy:
     is_lite: bool = False
     loads_max: int = 8192
     blocks_max: int = 524_288
+    lookahead_s: float = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +77,8 @@ class _Tracked:
     """Blocks to load, from and to."""
     saved: int = 0
     """Leading blocks that need no saving."""
+    trace: str | None = None
+    """The request's trace, as a `traceparent` header."""
     save_after: float = 0.0
     """When the store is offered blocks again, by the monotonic clock."""
 
@@ -114,17 +117,24 @@ class Scheduler:
         self.stats = CascadeStats()
 
     def arrive(self, request: "Request") -> None:
-        """Take note of a request that begins to wait, and have its blocks brought up meanwhile."""
+        """Take note of a request that begins to wait.
+
+        Its blocks are brought up meanwhile, and those in memory stay there for a bounded time.
+        """
         tracked = self._track(request)
-        if tracked is None or self._policy.is_lite:
+        if tracked is None or self._policy.is_lite or not self._policy.lookahead_s:
             return
         store = self._store()
         blocks = tracked.keys.blocks
-        if store is None or not blocks:
+        if store is None or not blocks or not self._is_long_enough(request):
             return
+        waits = Hints(expected_within=self._policy.lookahead_s)
         try:
-            for part in self._parts:
-                store.prefetch(tracked.keys.keys(part.name, 0, blocks))
+            with part_of_trace(tracked.trace):
+                for part in self._parts:
+                    keys = tracked.keys.keys(part.name, 0, blocks)
+                    store.hint(keys, hints=waits)
+                    store.prefetch(keys)
         except CascadeError as error:
             self._failures.count("looking ahead", error)
 
@@ -169,6 +179,7 @@ class Scheduler:
             {},
             _select(tables, self._groups, first, last),
             found.tiers[last - 1] if last <= len(found.tiers) else "",
+            trace=tracked.trace,
         )
         # Planned before anything can fail: the engine takes these tokens for loaded, and a load
         # without keys ends as one of which nothing is there.
@@ -306,7 +317,8 @@ class Scheduler:
         except Unkeyed as why:
             self._failures.count("naming a request's blocks", why)
             return None
-        tracked = _Tracked(request, keys, self._hints_of(request))
+        trace = (request.trace_headers or {}).get("traceparent")
+        tracked = _Tracked(request, keys, self._hints_of(request), trace=trace)
         self._tracked[request.request_id] = tracked
         return tracked
 
@@ -318,7 +330,8 @@ class Scheduler:
             return nothing
         started = time.perf_counter()
         try:
-            tiers = usable(store, self._groups, self._parts, tracked.keys, tracked.hints)
+            with part_of_trace(tracked.trace):
+                tiers = usable(store, self._groups, self._parts, tracked.keys, tracked.hints)
         except CascadeError as error:
             self._failures.count("looking up", error)
             tiers = ()
@@ -392,6 +405,7 @@ class Scheduler:
             {part.name: keys.parent(part.name, first) for part in self._parts},
             _select(tables, self._groups, first, last),
             _select(tables, self._groups, 0, last),
+            trace=tracked.trace,
         )
 
 

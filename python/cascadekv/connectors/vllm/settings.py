@@ -25,6 +25,7 @@ _TOKENS = "a number of tokens"
 _SHARDS = "a number of shares of the KV heads"
 _COUNT = "a number from 1 on"
 _SECONDS = f"a number of seconds from {SECONDS_MIN} to {SECONDS_MAX:g}"
+_LOOKAHEAD = f"a number of seconds from 0 to {SECONDS_MAX:g}"
 _FILE = "a file that is there"
 _PLACE = "a directory or a file for traces"
 _WEIGHTS = "sampled, full, or a name of your own for the weights"
@@ -42,6 +43,7 @@ _OWN = {
     "cascade.lookup_timeout": _SECONDS,
     "cascade.load_timeout": _SECONDS,
     "cascade.save_timeout": _SECONDS,
+    "cascade.lookahead": _LOOKAHEAD,
     "cascade.loads_max": _COUNT,
     "cascade.blocks_max": _COUNT,
 }
@@ -85,6 +87,8 @@ class ConnectorSettings:
     """Seconds that a load may take; the rest is computed after that."""
     save_timeout: float = 0.2
     """Seconds of a step that saving may take; what is left is not saved."""
+    lookahead: float = 30.0
+    """Seconds that blocks of a waiting request are kept in memory, and fetched there; 0 is off."""
     loads_max: int = 8192
     """Most asynchronous loads at a time; a request beyond them is computed."""
     blocks_max: int = 524_288
@@ -166,6 +170,7 @@ _KINDS: Mapping[str, Callable[[object], bool]] = {
     _SHARDS: lambda value: _is_count(value, 1),
     _COUNT: lambda value: _is_count(value, 1),
     _SECONDS: lambda value: _is_number(value, SECONDS_MIN, SECONDS_MAX),
+    _LOOKAHEAD: lambda value: _is_number(value, 0, SECONDS_MAX),
     _FILE: lambda value: _is_name(value) and Path(str(value)).is_file(),
     _PLACE: _is_name,
     _WEIGHTS: _is_name,

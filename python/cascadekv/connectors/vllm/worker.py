@@ -14,7 +14,15 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from cascadekv import BlockKeys, CascadeError, Namespace, PutResult, PutStatus, Store
+from cascadekv import (
+    BlockKeys,
+    CascadeError,
+    Namespace,
+    PutResult,
+    PutStatus,
+    Store,
+    part_of_trace,
+)
 from cascadekv.connectors.failures import FailureLog
 from cascadekv.connectors.vllm.keys import KEY_BYTES
 from cascadekv.connectors.vllm.layers import LayeredLoad
@@ -228,7 +236,8 @@ class Worker:
             if keys is None:
                 bad.update(wanted)
                 continue
-            with self._tasks.load(len(wanted), len(wanted) * memory.block_bytes, load.tier):
+            size = len(wanted) * memory.block_bytes
+            with self._tasks.load(len(wanted), size, load.tier), part_of_trace(load.trace):
                 missing = self._load_part(memory, keys, pages, wanted, deadline)
             copied += (len(wanted) - len(missing)) * memory.block_bytes
             bad.update(missing)
@@ -287,7 +296,7 @@ class Worker:
             pages = save.blocks[held.part.group]
             for first, last in _runs(pages, memory.batch_blocks):
                 size = (last - first) * memory.block_bytes
-                with self._tasks.save(last - first, size):
+                with self._tasks.save(last - first, size), part_of_trace(save.trace):
                     run = _Run(save, held.part.name, first, last, pages)
                     results, written = self._save_run(run, memory, namespace, deadline)
                 copied += written
