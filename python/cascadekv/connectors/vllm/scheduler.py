@@ -4,6 +4,7 @@ One batched lookup a request, within a budget: an answer that is late is a miss.
 answered from this process's memory after that, so that being asked again costs nothing.
 """
 
+import functools
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -28,6 +29,8 @@ SLOW_TIERS = ("files", "posix")
 """Tiers whose loads are not waited for by the whole batch."""
 ANSWER_S = 1.0
 """How long an answer of the store stands for a request that goes on waiting."""
+ARRIVAL_S = 0.02
+"""A store that takes longer has trouble; looking ahead is not worth more of the engine's time."""
 RETRY_S = 5.0
 """How long a request's blocks are not offered again after the store did not take them."""
 
@@ -131,10 +134,13 @@ class Scheduler:
         waits = Hints(expected_within=self._policy.lookahead_s)
         try:
             with part_of_trace(tracked.trace):
+                ends = time.monotonic() + ARRIVAL_S
                 for part in self._parts:
                     keys = tracked.keys.keys(part.name, 0, blocks)
-                    store.hint(keys, hints=waits)
-                    store.prefetch(keys)
+                    for ask in (functools.partial(store.hint, hints=waits), store.prefetch):
+                        if time.monotonic() > ends:
+                            return
+                        ask(keys)
         except CascadeError as error:
             self._failures.count("looking ahead", error)
 
