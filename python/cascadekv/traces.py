@@ -1,6 +1,6 @@
 """Whose work calls are part of: traces of the caller that go on in the node."""
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 from cascadekv._native import replace_trace
@@ -9,7 +9,7 @@ __all__ = ["part_of_trace"]
 
 
 @contextmanager
-def part_of_trace(traceparent: str | None) -> Iterator[None]:
+def part_of_trace(traceparent: str | None) -> Generator[None]:
     """Have this thread's calls of a served store be part of a trace.
 
     `traceparent` is the W3C header, as OpenTelemetry's propagators write it:

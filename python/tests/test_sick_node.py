@@ -83,7 +83,7 @@ def read(store, keys, bytes_of):
 
 def is_well(node):
     """Say whether the node uses its file tier, as its metrics tell."""
-    port = node.ready_line.split("127.0.0.1:")[1].split()[0].rstrip(",;")
+    port = node.ready_line.split("127.0.0.1:")[1].split()[0].rstrip("/,")
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
         lines = answer.read().decode().splitlines()
     states = [line for line in lines if line.startswith("cascade_tier_health{")]

@@ -8,7 +8,7 @@ import pytest
 from cascadekv import BlockKey, part_of_trace
 
 TRACE = bytes(range(16))
-SPAN = bytes(range(8, 16))
+SPAN = bytes(range(200, 208))
 OTHER = bytes(range(100, 116))
 
 

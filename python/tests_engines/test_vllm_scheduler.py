@@ -411,11 +411,11 @@ def test_blocks_of_a_request_that_waits_stay_for_a_bounded_time(store, seconds, 
         assert all(result.ok for result in store.put(keys_of_blocks(3, part), [block] * 3))
     scheduler.arrive(prompt(100))
     time.sleep(0.01)
-    flood = keys_of(prompt(8, cache_salt="others"))
-    flood.extend(prompt(64 * TOKENS).all_token_ids)
-    for first in range(0, 64, 4):
-        keys = flood.keys(PARTS[0].name, first, first + 4)
-        store.put(keys, [block] * 4, parent=flood.parent(PARTS[0].name, first))
+    for number in range(16):
+        # Of other requests: nothing goes for the end of its own chain.
+        flood = keys_of(prompt(8, cache_salt=f"other {number}"))
+        flood.extend(prompt(4 * TOKENS).all_token_ids)
+        store.put(flood.keys(PARTS[0].name, 0, 4), [block] * 4)
     assert (scheduler.matched(prompt(100), 0) == (48, False)) == stays
 
 

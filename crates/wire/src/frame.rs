@@ -43,10 +43,8 @@ impl TraceContext {
         let span = hex::<8>(fields.next()?)?;
         let flags = hex::<1>(fields.next()?)?[0];
         let has_more = fields.next().is_some();
-        let is_valid = version != 0xff
-            && (version != 0 || !has_more)
-            && trace != [0; 16]
-            && span != [0; 8];
+        let is_valid =
+            version != 0xff && (version != 0 || !has_more) && trace != [0; 16] && span != [0; 8];
         is_valid.then_some(Self { trace, span, is_sampled: flags & 1 == 1 })
     }
 

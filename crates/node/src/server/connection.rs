@@ -299,9 +299,10 @@ impl Connection {
         let began = SystemClock.monotonic();
         session.note_call(began);
         let asked = Asked::of(&call);
-        let span = shared.node.is_tracing().then(|| {
-            telemetry::request_span(asked.operation.name(), session.tenant.name(), trace)
-        });
+        let span = shared
+            .node
+            .is_tracing()
+            .then(|| telemetry::request_span(asked.operation.name(), session.tenant.name(), trace));
         let entered = span.as_ref().map(tracing::Span::enter);
         let dispatch = Dispatch { node: &shared.node, session: &session, waiters: &shared.waiters };
         let answer = dispatch.answer(call);
