@@ -96,6 +96,11 @@ def test_the_choice_is_the_fastest_where_costs_are_as_they_are_learnt():
         engine.chance = chance
         engine.learn()
         tiers = ["dram"] * chance.randint(0, 20) + ["files"] * chance.randint(0, 40)
+        if seed % 2:
+            # As after evictions: holes in memory.
+            tiers = [tier for tier in tiers for _ in range(chance.choice([1, 1, 2]))]
+            for _ in range(chance.randint(0, 6)):
+                chance.shuffle(tiers) if chance.random() < 0.3 else tiers.reverse()
         total = len(tiers) * BLOCK_TOKENS + chance.randrange(1, 1000)
         chosen, best = engine.decision.choose(tiers, total_tokens=total), engine.best(tiers, total)
 

@@ -323,11 +323,12 @@ impl Store {
     /// Hints that blocks will be read soon: brings them to DRAM in the background. Returns how many
     /// were accepted: those that are below DRAM, or none while too many hints wait.
     pub fn prefetch(&self, keys: &[BlockKey]) -> usize {
-        let located = self.locate(keys);
-        let is_below = |tiers: &Vec<TierName>| tiers.first().is_some_and(|tier| *tier != "dram");
-        let below: Vec<BlockKey> =
-            keys.iter().zip(&located).filter(|(_, t)| is_below(t)).map(|(key, _)| *key).collect();
-        if below.is_empty() || !self.node().pipeline.has_dram {
+        let node = self.node();
+        if !node.pipeline.has_dram || node.stages.is_empty() {
+            return 0;
+        }
+        let below = self.only_below(keys);
+        if below.is_empty() {
             return 0;
         }
         let accepted = below.len();
@@ -336,6 +337,26 @@ impl Store {
             Some(Ok(())) => accepted,
             Some(Err(TrySendError::Full(_) | TrySendError::Disconnected(_))) | None => 0,
         }
+    }
+
+    /// Those that a lower tier has and DRAM has not.
+    fn only_below(&self, keys: &[BlockKey]) -> Vec<BlockKey> {
+        let node = self.node();
+        let now_unix_ms = node.clock.unix_ms();
+        let mut found = Vec::with_capacity(keys.len());
+        let state = node.lock();
+        state.catalog.find_batch(keys, &mut found);
+        let is_below = |found: Option<KeyIndex>| {
+            let entry = found.map(|found| state.catalog.entry(found));
+            let entry = entry.filter(|entry| !entry.has_expired(now_unix_ms));
+            let content = entry.map(|entry| state.catalog.content(entry.content));
+            content.filter(|content| content.slab.is_none()).is_some_and(|content| {
+                let mut stages = 0..node.stages.len();
+                stages.any(|at| content.address(at).is_some() && !state.is_shed(at))
+            })
+        };
+        let asked = keys.iter().zip(found);
+        asked.filter(|(_, found)| is_below(*found)).map(|(key, _)| *key).collect()
     }
 
     /// Keeps a namespace's manifest beside its blocks, so that whoever finds them later can tell

@@ -7,6 +7,7 @@ took. What is not known yet counts as free to load: the first requests load, and
 
 import time
 from collections.abc import Callable, Sequence
+from itertools import groupby
 
 __all__ = ["LoadOrCompute"]
 
@@ -106,22 +107,31 @@ class LoadOrCompute:
         return figures
 
     def _fastest(self, tiers: Sequence[str], total_tokens: int, waiting_blocks: int) -> int:
-        """Count the leading blocks after which computing the rest ends first."""
+        """Count the leading blocks after which computing the rest ends first.
+
+        Along a run of one tier the time to load grows evenly and the time to compute falls ever
+        faster, so that the best of a run is its first block or its last.
+        """
         costs = {tier: line.fit() for tier, line in self._loads.items()}
         begun: set[str] = set()
         best, best_s = 0, self._compute_s(0, total_tokens)
         load_s = waiting_blocks * self._recent_block_s
-        for index, tier in enumerate(tiers):
+        before = 0
+        for tier, blocks in groupby(tiers):
             block_s, latency_s = costs.get(tier, (0.0, 0.0))
-            load_s += block_s
             if tier not in begun:
                 begun.add(tier)
                 load_s += latency_s
-            loaded = index + 1
-            took_s = load_s + self._compute_s(loaded * self._block_tokens, total_tokens)
-            # At the same time, loading leaves the engine free for others.
-            if took_s <= best_s:
-                best, best_s = loaded, took_s
+            count = len(list(blocks))
+            for loaded in (1, count):
+                end = before + loaded
+                took_s = load_s + loaded * block_s
+                took_s += self._compute_s(end * self._block_tokens, total_tokens)
+                # At the same time, loading leaves the engine free for others.
+                if took_s <= best_s:
+                    best, best_s = end, took_s
+            before += count
+            load_s += count * block_s
         return best
 
     def _compute_s(self, first: int, end: int) -> float:

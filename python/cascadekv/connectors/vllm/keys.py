@@ -69,7 +69,7 @@ class RequestKeys:
         blocks = len(tokens) // self._block_tokens
         at = self.blocks
         while at < blocks:
-            plain = at
+            plain = at if self._features else blocks
             while plain < blocks and not self._overlapping(plain):
                 plain += 1
             if plain > at:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["Found", "Policy", "Scheduler"]
 
 _LOG = logging.getLogger("vllm.cascade")
-SLOW_TIERS = ("files", "posix")
+SLOW_TIERS = frozenset(("files", "posix"))
 """Tiers whose loads are not waited for by the whole batch."""
 ANSWER_S = 1.0
 """How long an answer of the store stands for a request that goes on waiting."""
@@ -373,7 +373,7 @@ class Scheduler:
         self.stats.count("declined_blocks", max(0, last - chosen))
         last = chosen
         is_whole = last * self._block_tokens >= request.num_tokens
-        is_slow = any(tier in SLOW_TIERS for tier in found.tiers[computed:last])
+        is_slow = not SLOW_TIERS.isdisjoint(found.tiers[computed:last])
         is_async = len(self._groups) > 1 or self._policy.load == "async"
         is_async = is_async or (self._policy.load == "auto" and (is_whole or is_slow))
         if not is_async:
