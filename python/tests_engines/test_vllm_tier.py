@@ -14,7 +14,7 @@ import pytest
 from cascadekv import Manifest, Namespace
 from cascadekv.connectors import vllm_tier
 from cascadekv.errors import ConfigError
-from older_vllm import chunk_ids, offloading_group
+from older_vllm import SAYS_SOURCES, chunk_ids, offloading_group
 from vllm.utils.hashing import sha256
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext, make_offload_key
@@ -167,7 +167,8 @@ def test_chunks_of_one_engine_are_promoted_in_another(engine, node):
     other = engine(at(node))
     assert other.lookup(keys) == [True] * 5
     assert other.read(keys) == [bytes_of(key) for key in keys]
-    assert other.manager.get_load_source(keys[0], other.request).name == "DISK"
+    if SAYS_SOURCES:
+        assert other.manager.get_load_source(keys[0], other.request).name == "DISK"
 
 
 def test_chunks_that_leave_the_cpu_tier_come_back(engine, node):
