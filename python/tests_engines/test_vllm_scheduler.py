@@ -11,8 +11,9 @@ from cascadekv.connectors.vllm.groups import Group
 from cascadekv.connectors.vllm.keys import RequestKeys, Unkeyed
 from cascadekv.connectors.vllm.metadata import Loaded, Part, Progress, Saved
 from cascadekv.connectors.vllm.scheduler import Policy, Scheduler
+from older_vllm import block_state
 from vllm import SamplingParams
-from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 from vllm_caches import SPACE
 
@@ -64,7 +65,7 @@ def keep(store, blocks, of=None, parts=PARTS):
 
 def output(tables=(TABLE,), **tokens):
     """Give what the engine plans for a step: tokens of each request, and their block tables."""
-    state = KVConnectorBlockState(set(tokens), lambda _: tuple(map(list, tables)), {})
+    state = block_state(set(tokens), lambda _: tuple(map(list, tables)))
     return dataclasses.replace(
         SchedulerOutput.make_empty(),
         num_scheduled_tokens=tokens,

@@ -14,13 +14,13 @@ import pytest
 from cascadekv import Manifest, Namespace
 from cascadekv.connectors import vllm_tier
 from cascadekv.errors import ConfigError
+from older_vllm import SAYS_SOURCES, chunk_ids, offloading_group
 from vllm.utils.hashing import sha256
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext, make_offload_key
 from vllm.v1.kv_offload.config import (
     OffloadingCacheConfig,
     OffloadingConfig,
-    OffloadingGroupConfig,
     OffloadingModelConfig,
     OffloadingParallelConfig,
 )
@@ -54,7 +54,7 @@ def config_of(tier, **changes):
         ],
     }
     given = {
-        "groups": (OffloadingGroupConfig(16, ("layers.0", "layers.1"), 0),),
+        "groups": (offloading_group(16, ["layers.0", "layers.1"]),),
         "worker_kv_bytes_per_block": CHUNK // 2,
         "enable_kv_cache_events": False,
         "extra_config": extra,
@@ -88,7 +88,7 @@ class Engine:
         """Write chunks as a worker does, and have them go down."""
         prepared = self.manager.prepare_store(keys, self.request)
         view = self.manager.primary_tier.get_kv_memoryview().cast("B")
-        for key, at in zip(prepared.keys_to_store, prepared.store_spec.chunk_ids, strict=True):
+        for key, at in zip(prepared.keys_to_store, chunk_ids(prepared.store_spec), strict=True):
             view[int(at) * CHUNK : (int(at) + 1) * CHUNK] = bytes_of(key)
         view.release()
         self.manager.complete_store(keys, self.request)
@@ -119,7 +119,7 @@ class Engine:
         """Read chunks as a worker does."""
         spec = self.manager.prepare_load(keys, self.request)
         view = self.manager.primary_tier.get_kv_memoryview().cast("B")
-        read = [bytes(view[int(at) * CHUNK : (int(at) + 1) * CHUNK]) for at in spec.chunk_ids]
+        read = [bytes(view[int(at) * CHUNK : (int(at) + 1) * CHUNK]) for at in chunk_ids(spec)]
         view.release()
         self.manager.complete_load(keys, self.request)
         return read
@@ -167,7 +167,8 @@ def test_chunks_of_one_engine_are_promoted_in_another(engine, node):
     other = engine(at(node))
     assert other.lookup(keys) == [True] * 5
     assert other.read(keys) == [bytes_of(key) for key in keys]
-    assert other.manager.get_load_source(keys[0], other.request).name == "DISK"
+    if SAYS_SOURCES:
+        assert other.manager.get_load_source(keys[0], other.request).name == "DISK"
 
 
 def test_chunks_that_leave_the_cpu_tier_come_back(engine, node):
@@ -219,7 +220,7 @@ CHANGES = {
         "worker_kv_bytes_per_block": CHUNK,
     },
     "tokens": {"cache": OffloadingCacheConfig(8, 2)},
-    "layers": {"groups": (OffloadingGroupConfig(16, ("layers.2", "layers.3"), 0),)},
+    "layers": {"groups": (offloading_group(16, ["layers.2", "layers.3"]),)},
     "topology": {
         "parallel": parallel_of(world_size=2, tp_size=2, is_parallelism_agnostic=True),
         "worker_kv_bytes_per_block": CHUNK // 4,

@@ -16,8 +16,12 @@ import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
+# What follows cannot be imported with a vLLM that is too old; this says so in words.
+from cascadekv.connectors import vllm_versions as versions
+
+# isort: split
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_offload.base import (
     Locality,
@@ -31,7 +35,6 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
-from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
 from cascadekv import BlockKeys, CascadeError, Manifest, Namespace, PagedMemory, Store
@@ -40,6 +43,9 @@ from cascadekv.connectors.settings import KEYS as STORE_KEYS
 from cascadekv.connectors.settings import StoreLink, read_settings
 from cascadekv.connectors.weights import fingerprint_of_model
 from cascadekv.errors import ConfigError
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
 
 __all__ = ["CascadeTier", "manifest_of"]
 
@@ -63,22 +69,29 @@ class CascadeTier(SecondaryTierManager):
         offloading_spec: OffloadingSpec,
         primary_kv_view: memoryview,
         tier_type: str,
-        backpressure_detector: BackpressureDetector | None = None,
+        backpressure_detector: "BackpressureDetector | None" = None,
         locality: str | None = None,
         **settings: object,
     ) -> None:
         """Open the store. Raises `ConfigError` for settings without sense, and names the key."""
-        super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        super().__init__(
+            *versions.tier_arguments(
+                offloading_spec, primary_kv_view, tier_type, backpressure_detector
+            )
+        )
+        if (untried := versions.untried()) is not None:
+            _LOG.warning("Cascade: %s", untried)
         self.locality = None if locality is None else Locality(locality)
         weights, self._secret, store = _read(settings)
+        self._chunk_bytes = _chunk_bytes(primary_kv_view)
         self._fields = functools.partial(
-            manifest_of, offloading_spec.config, self.block_size_bytes, weights
+            manifest_of, offloading_spec.config, self._chunk_bytes, weights
         )
         self._fields()
         address = read_settings(store)
         self._timeout = address.timeout
         self._link = StoreLink(address, name=f"vllm offload {offloading_spec.config.model.name}")
-        chunk = self.block_size_bytes
+        chunk = self._chunk_bytes
         chunks = len(primary_kv_view)
         self._memory: PagedMemory | None = PagedMemory([(primary_kv_view, 0, chunk, chunk)], chunks)
         self._batch = max(1, BATCH_BYTES // chunk)
@@ -162,7 +175,7 @@ class CascadeTier(SecondaryTierManager):
         copy: Callable[[Namespace, list[OffloadKey], list[int]], tuple[list[bool], int]],
         job: TransferJob,
     ) -> None:
-        keys, chunks = list(job.keys), [int(chunk) for chunk in job.chunk_ids]
+        keys, chunks = list(job.keys), versions.chunks_of(job)
         # The namespace of now: a job never writes under one that began after it.
         self._jobs.add(pool.submit(self._run, copy, job, self._namespace(), keys, chunks))
 
@@ -186,7 +199,13 @@ class CascadeTier(SecondaryTierManager):
         missing = [key for key, is_done in zip(keys, done, strict=True) if not is_done]
         seconds = time.perf_counter() - started
         partly = there if job.is_promotion and missing and there else None
-        result = JobResult(job.job_id, not missing, partly, seconds, copied)
+        result = versions.job_result(
+            job_id=job.job_id,
+            success=not missing,
+            successful_keys=partly,
+            transfer_time=seconds,
+            transfer_bytes=copied,
+        )
         self._finished.put((result, missing if job.is_promotion else []))
 
     def _save(
@@ -214,7 +233,7 @@ class CascadeTier(SecondaryTierManager):
             return [False] * len(keys), 0
         try:
             names = _names(space, keys)
-            size = self.block_size_bytes
+            size = self._chunk_bytes
             with store.prepare(names, size, chain=False, namespace=space, timeout=left) as prepared:
                 needed = len(prepared.needed)
                 if needed:
@@ -240,7 +259,7 @@ class CascadeTier(SecondaryTierManager):
                 done[at] = is_there
             if any(there):
                 left = [batch[at] for at in crowded] + left
-        return done, sum(done) * self.block_size_bytes
+        return done, sum(done) * self._chunk_bytes
 
     def _load_batch(
         self, space: Namespace, keys: Sequence[OffloadKey], chunks: Sequence[int], deadline: float
@@ -305,7 +324,8 @@ def manifest_of(config: OffloadingConfig, chunk_bytes: int, weights: str) -> dic
 
     parallel = config.parallel
     groups = [
-        (group.group_id, group.tokens_per_block, group.layer_names) for group in config.groups
+        (versions.group_number(group, at), group.tokens_per_block, group.layer_names)
+        for at, group in enumerate(config.groups)
     ]
     topology = {
         "tensor_parallel": str(parallel.tp_size),
@@ -359,6 +379,12 @@ def _read(settings: Mapping[str, object]) -> tuple[str, bytes | None, dict[str, 
             raise ConfigError(f"{SECRET}: {place!r} is not a file that is there")
         secret = Path(place).read_bytes().strip()
     return weights, secret, {key: v for key, v in settings.items() if key in STORE_KEYS}
+
+
+def _chunk_bytes(view: memoryview) -> int:
+    if view.strides is None:
+        raise ValueError("the CPU tier's memory is not laid out chunk by chunk")
+    return view.strides[0]
 
 
 def _names(space: Namespace, keys: Collection[OffloadKey]) -> BlockKeys:

@@ -19,9 +19,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     SupportsHMA,
 )
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from cascadekv import AwayError, CascadeError, Hints, Manifest, Namespace, Store
+from cascadekv.connectors import vllm_versions as versions
 from cascadekv.connectors.hints import finish_hints, request_hints
 from cascadekv.connectors.load_or_compute import LoadOrCompute
 from cascadekv.connectors.record import TraceRecorder
@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
@@ -60,12 +61,6 @@ __all__ = ["CascadeConnector"]
 _LOG = logging.getLogger("vllm.cascade")
 MEDIUM = "CPU"
 """What KV events call the place of blocks that are not in the engine."""
-_SOURCES = {
-    "dram": CacheHitSource.HOST,
-    "files": CacheHitSource.DISK,
-    "posix": CacheHitSource.DISK,
-    "peers": CacheHitSource.P2P,
-}
 Answer = TypeVar("Answer")
 
 
@@ -98,8 +93,8 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         extra = self._kv_transfer_config.kv_connector_extra_config
         self.settings = read_connector_settings(extra)
-        for note in self.settings.notes if role is KVConnectorRole.SCHEDULER else ():
-            _LOG.info("Cascade: %s", note)
+        if role is KVConnectorRole.SCHEDULER:
+            self._say_at_start()
         # A block is on all context parallel ranks, with its share of the tokens on each.
         self._context_size = vllm_config.parallel_config.decode_context_parallel_size
         self._block_tokens = vllm_config.cache_config.block_size * self._context_size
@@ -180,22 +175,16 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.save(self._plan())
 
     @_guarded(lambda: (None, None))
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+    def get_finished(
+        self,
+        finished_req_ids: set[str],  # noqa: ARG002 # saves end with their step
+    ) -> tuple[set[str] | None, set[str] | None]:
         """Name requests whose asynchronous loads ended."""
-        results = self.get_transfer_results(finished_req_ids)
-        return None, results.finished_recving
+        return None, self._arrivals()[0]
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:  # noqa: ARG002
         """Name requests whose asynchronous loads ended, and those that failed as a whole."""
-        from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # noqa: PLC0415
-            KVConnectorTransferResults,
-        )
-
-        arrived: set[str] = set()
-        failed: set[str] = set()
-        if self._worker is not None:
-            arrived, failed = self._worker.arrivals()
-        return KVConnectorTransferResults(finished_recving=arrived, failed_recving=failed)
+        return versions.transfer_results(*self._arrivals())
 
     @_guarded(set)
     def get_block_ids_with_load_errors(self) -> set[int]:
@@ -215,6 +204,7 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
         """Learn what the workers hold; from now on blocks are kept."""
         facts = [each for each in metadata.values() if isinstance(each, WorkerFacts)]
         refusal = next((each.refusal for each in facts if each.refusal), None)
+        refusal = refusal or versions.refusal_of_groups(len(self._kv_cache_config.kv_cache_groups))
         if refusal is None and len({_canonical(each.manifest) for each in facts}) != 1:
             refusal = "its workers disagree on what their KV is"
         if refusal is not None or not facts:
@@ -248,17 +238,17 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_external_cache_hit_sources(
         self, request: "Request", num_external_tokens: int
-    ) -> dict[CacheHitSource, int]:
+    ) -> "dict[CacheHitSource, int]":
         """Say from which tiers the tokens come."""
-        sources: dict[CacheHitSource, int] = {}
+        sources: dict[Any, int] = {}
         left = num_external_tokens
         if self._scheduler is not None:
             for tier, tokens in self._scheduler.sources(request, num_external_tokens).items():
-                source = _SOURCES.get(tier, CacheHitSource.EXTERNAL_UNSPECIFIED)
+                source = versions.hit_source(tier)
                 sources[source] = sources.get(source, 0) + min(tokens, left)
                 left -= min(tokens, left)
         if left:
-            unknown = CacheHitSource.EXTERNAL_UNSPECIFIED
+            unknown = versions.hit_source("unknown")
             sources[unknown] = sources.get(unknown, 0) + left
         return {source: tokens for source, tokens in sources.items() if tokens}
 
@@ -348,6 +338,9 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
 
     # How it is put together.
 
+    def _arrivals(self) -> tuple[set[str], set[str]]:
+        return self._worker.arrivals() if self._worker is not None else (set(), set())
+
     def _open(self) -> EngineStore:
         config = self._vllm_config
         address, name = self.settings.address, f"vllm {config.model_config.served_model_name}"
@@ -374,6 +367,12 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
         """Whether scheduler and worker are in one process."""
         parallel = self._vllm_config.parallel_config
         return parallel.world_size == 1 and parallel.distributed_executor_backend == "uni"
+
+    def _say_at_start(self) -> None:
+        for note in self.settings.notes:
+            _LOG.info("Cascade: %s", note)
+        if (untried := versions.untried()) is not None:
+            _LOG.warning("Cascade: %s", untried)
 
     def _expect_misses(self) -> None:
         """Have the engine compute what cannot be loaded; it would fail the request otherwise."""

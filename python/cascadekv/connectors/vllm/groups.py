@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from cascadekv import Hints, Store
+from cascadekv.connectors import vllm_versions as versions
 from cascadekv.connectors.vllm.keys import RequestKeys
 from cascadekv.connectors.vllm.layout import LayoutError, group_specs
 from cascadekv.connectors.vllm.metadata import Part
@@ -37,7 +38,7 @@ def groups_of(config: "KVCacheConfig", block_tokens: int, context_size: int = 1)
     for number, specs in enumerate(group_specs(config)):
         kinds = {type(spec).__name__ for spec in specs.values()}
         spec: Any = next(iter(specs.values()))
-        tokens = spec.block_size * (context_size if spec.dcp_sharded else 1)
+        tokens = spec.block_size * (context_size if versions.is_context_sharded(spec) else 1)
         if tokens != block_tokens:
             raise LayoutError(f"groups with blocks of {tokens} and {block_tokens} tokens")
         if kinds <= {"FullAttentionSpec", "MLAAttentionSpec"}:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cascadekv import CascadeError, Hints, Store, part_of_trace
+from cascadekv.connectors import vllm_versions as versions
 from cascadekv.connectors.failures import FailureLog
 from cascadekv.connectors.vllm.groups import Group, usable
 from cascadekv.connectors.vllm.keys import RequestKeys, Unkeyed
@@ -224,7 +225,6 @@ class Scheduler:
         return plan
 
     def _plan_saves(self, output: "SchedulerOutput", plan: Plan) -> None:
-        state = output.kv_connector_block_state
         for name, tokens in output.num_scheduled_tokens.items():
             tracked = self._tracked.get(name)
             if tracked is None:
@@ -241,7 +241,7 @@ class Scheduler:
             if self._policy.is_lite:
                 self._note(tracked, last)
                 continue
-            tables = state.get_block_ids(name) if state is not None else None
+            tables = versions.block_tables(output, name)
             if tables is None:
                 continue
             tracked.keys.extend(request.all_token_ids[: last * self._block_tokens])

@@ -1,0 +1,139 @@
+"""Which versions of vLLM are worked with: what is said of others, and that nobody has to guess."""
+
+import dataclasses
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import vllm_interface
+from cascadekv.connectors import vllm_versions
+from cascadekv.connectors.vllm import CascadeConnector
+from older_vllm import block_state
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
+from vllm.v1.core.sched.output import SchedulerOutput
+
+PACKAGE = Path(vllm_versions.__file__).parents[2]
+MODULES = ["cascadekv.connectors.vllm", "cascadekv.connectors.vllm_tier"]
+
+
+@pytest.mark.parametrize("version", ["0.28.1", "0.9.2.post2", "0.0.1"])
+def test_a_version_that_is_too_old_is_refused(version):
+    with pytest.raises(ImportError, match=rf"vLLM 0\.29 and later, this is {version} in .*vllm"):
+        vllm_versions.refuse_too_old(version)
+
+
+@pytest.mark.parametrize("version", ["0.29.0", "0.29.0rc1", "0.32.1+cpu", "0.33.0", "1.0", "dev"])
+def test_later_ones_are_not_refused(version):
+    vllm_versions.refuse_too_old(version)
+
+
+@pytest.mark.parametrize(
+    ("version", "is_tried"),
+    [
+        ("0.28.0", False),
+        ("0.29.0", True),
+        ("0.30.1", True),
+        ("0.31.0", True),
+        ("0.32.0", True),
+        ("0.32.1.dev7+gabcdef", True),
+        ("0.33.0", False),
+        ("1.0.0", False),
+        ("dev", False),
+    ],
+)
+def test_a_version_that_nobody_tried_is_named(version, is_tried):
+    said = vllm_versions.untried(version)
+    assert (said is None) == is_tried
+    assert is_tried or f"not with {version};" in said
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_importing_beside_an_old_vllm_says_so_in_words(tmp_path, module):
+    # Without this, what is told is a name that cannot be imported.
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "__init__.py").write_text('__version__ = "0.28.0"\n')
+    places = os.pathsep.join([str(tmp_path), str(PACKAGE)])
+    done = subprocess.run(  # noqa: S603
+        [sys.executable, "-c", f"import {module}"],
+        env=os.environ | {"PYTHONPATH": places},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("ImportError: cascadekv.connectors works with vLLM 0.29 and later")
+    assert last.endswith(
+        f"this is 0.28.0 in {tmp_path / 'vllm'}: update vLLM, or leave the connector out of its "
+        "configuration"
+    )
+
+
+@pytest.mark.parametrize("is_tried", [True, False])
+def test_an_engine_is_told_once_that_nobody_tried_it(monkeypatch, is_tried):
+    if not is_tried:
+        monkeypatch.setattr(vllm_versions, "OLDEST", (0, 1))
+        monkeypatch.setattr(vllm_versions, "NEWEST", (0, 2))
+    starting = SimpleNamespace(settings=SimpleNamespace(notes=[]))
+    logger = logging.getLogger("vllm.cascade")
+    said = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logger.addHandler(handler)
+    try:
+        CascadeConnector._say_at_start(starting)  # noqa: SLF001
+    finally:
+        logger.removeHandler(handler)
+    assert said == ([] if is_tried else [f"Cascade: {vllm_versions.untried()}"])
+
+
+@pytest.mark.parametrize(
+    ("state", "tables"),
+    [
+        (None, None),
+        (block_state({"it"}, lambda _: ([1, 2],)), ([1, 2],)),
+        (block_state({"another"}, lambda _: ([1, 2],)), None),
+        # As in 0.29.
+        (SimpleNamespace(block_ids={"it": ([1, 2],)}), ([1, 2],)),
+        (SimpleNamespace(block_ids={"another": ([1, 2],)}), None),
+    ],
+)
+def test_a_request_s_blocks_are_known_where_the_engine_says_them(state, tables):
+    output = dataclasses.replace(SchedulerOutput.make_empty(), kv_connector_block_state=state)
+    assert vllm_versions.block_tables(output, "it") == tables
+
+
+def test_groups_are_refused_where_a_failed_load_cannot_be_told(monkeypatch):
+    monkeypatch.setattr(base, "KVConnectorTransferResults", None, raising=False)
+    assert [vllm_versions.refusal_of_groups(groups) for groups in (1, 2)] == [None, None]
+    # As in 0.29.
+    monkeypatch.delattr(base, "KVConnectorTransferResults")
+    assert vllm_versions.refusal_of_groups(1) is None
+    assert "vLLM 0.30 can" in vllm_versions.refusal_of_groups(2)
+
+
+def test_every_version_that_is_called_tried_was_looked_at():
+    (major, first), (_, last) = vllm_versions.OLDEST, vllm_versions.NEWEST
+    tried = [f"{major}.{minor}.txt" for minor in range(first, last + 1)]
+    assert sorted(path.name for path in vllm_interface.LISTS.iterdir()) == tried
+    locks = vllm_interface.LISTS.parents[1] / "requirements"
+    older = {f"vllm-{path.removesuffix('.txt')}.lock" for path in tried[:-1]}
+    assert older == {path.name for path in locks.glob("vllm-*.lock")}
+
+
+def test_the_interface_is_the_one_that_was_looked_at():
+    """Fails with a vLLM whose interface has what nobody here knows: look at it, then list it."""
+    place = vllm_interface.LISTS / f"{vllm_interface.version()}.txt"
+    known = place.read_text().splitlines() if place.exists() else []
+    listed = list(vllm_interface.interface())
+    new = [line for line in listed if line not in known]
+    gone = [line for line in known if line not in listed]
+    assert (new, gone) == ([], []), (
+        f"vLLM {vllm_interface.version()} has an interface that is not in {place.name}: see what "
+        f"each of these lines asks of the connectors, put differences into vllm_versions.py, then "
+        f"write the list anew (how is in {Path(vllm_interface.__file__).name})"
+    )
