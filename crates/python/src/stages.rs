@@ -262,7 +262,8 @@ impl PyStageCall {
         let arguments = match made {
             Made::Put(name, slab) => {
                 this.method = "put";
-                let view = PyMemoryView::from(Bound::new(py, PyView::new(slab, "a record"))?.as_any())?;
+                let view =
+                    PyMemoryView::from(Bound::new(py, PyView::new(slab, "a record"))?.as_any())?;
                 this.view = Some(view.clone().unbind());
                 (name, view).into_pyobject(py)?
             }

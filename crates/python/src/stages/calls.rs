@@ -45,15 +45,10 @@ struct Queue {
 
 #[derive(Debug)]
 struct Job {
-    call: Asked,
+    /// Nothing asks the stage to close.
+    call: Option<RecordCall>,
     batch: Arc<Batch>,
     at: usize,
-}
-
-#[derive(Debug)]
-enum Asked {
-    Call(RecordCall),
-    Close,
 }
 
 /// The calls of one caller, who waits for them all.
@@ -65,7 +60,7 @@ struct Batch {
 
 #[derive(Debug)]
 struct Answers {
-    answers: Vec<Option<Answer>>,
+    given: Vec<Option<Answer>>,
     left: usize,
     is_abandoned: bool,
 }
@@ -118,11 +113,11 @@ impl Calls {
             drop(queue);
             let Job { call, batch, at } = job;
             let put_name = match &call {
-                Asked::Call(RecordCall::Put { name, .. }) => Some(name.clone()),
+                Some(RecordCall::Put { name, .. }) => Some(name.clone()),
                 _ => None,
             };
             let taken = Taken { calls: Arc::clone(self), batch: Some(batch), at, put_name };
-            match call.make() {
+            match make(call) {
                 Ok(made) => return Some((taken, made)),
                 Err(error) => taken.give(Err(error)),
             }
@@ -142,7 +137,11 @@ impl Calls {
         }
     }
 
-    fn enter(&self, calls: impl Iterator<Item = Asked>, count: usize) -> Option<Arc<Batch>> {
+    fn enter(
+        &self,
+        calls: impl Iterator<Item = Option<RecordCall>>,
+        count: usize,
+    ) -> Option<Arc<Batch>> {
         let batch = Arc::new(Batch::new(count));
         let mut queue = self.lock();
         if queue.is_closed {
@@ -179,7 +178,7 @@ impl Calls {
         let mut answers = batch.lock();
         answers.is_abandoned = true;
         queue.stuck += (answers.left - not_begun) as u64;
-        let given = std::mem::take(&mut answers.answers);
+        let given = std::mem::take(&mut answers.given);
         drop((answers, queue));
         let _never_begun: VecDeque<Job> = ours;
         given.into_iter().map(|answer| answer.unwrap_or(Err(StageError::Timeout))).collect()
@@ -203,7 +202,7 @@ impl Records for Calls {
             return vec![Ok(answer)];
         }
         let count = calls.len();
-        match self.enter(calls.into_iter().map(Asked::Call), count) {
+        match self.enter(calls.into_iter().map(Some), count) {
             Some(batch) => self.wait(&batch, deadline),
             None => (0..count).map(|_| Err(StageError::Closed)).collect(),
         }
@@ -215,7 +214,7 @@ impl Records for Calls {
 
     fn close(&self) {
         if self.methods.close
-            && let Some(batch) = self.enter(std::iter::once(Asked::Close), 1)
+            && let Some(batch) = self.enter(std::iter::once(None), 1)
         {
             drop(self.wait(&batch, Deadline::after(&SystemClock, CLOSE_TIMEOUT)));
         }
@@ -223,25 +222,23 @@ impl Records for Calls {
     }
 }
 
-impl Asked {
-    /// Takes the memory that the call needs.
-    fn make(self) -> Result<Made, StageError> {
-        Ok(match self {
-            Self::Call(RecordCall::Put { name, record }) => Made::Put(name, record.seal()?),
-            Self::Call(RecordCall::Get { name, into }) => Made::Get(name, into.take()?),
-            Self::Call(RecordCall::Delete { names }) => Made::Delete(names),
-            Self::Call(RecordCall::Names) => Made::Bare("names"),
-            Self::Call(RecordCall::Flush) => Made::Bare("flush"),
-            Self::Call(RecordCall::Probe) => Made::Bare("probe"),
-            Self::Close => Made::Bare("close"),
-        })
-    }
+/// Takes the memory that a call needs.
+fn make(call: Option<RecordCall>) -> Result<Made, StageError> {
+    Ok(match call {
+        Some(RecordCall::Put { name, record }) => Made::Put(name, record.seal()?),
+        Some(RecordCall::Get { name, into }) => Made::Get(name, into.take()?),
+        Some(RecordCall::Delete { names }) => Made::Delete(names),
+        Some(RecordCall::Names) => Made::Bare("names"),
+        Some(RecordCall::Flush) => Made::Bare("flush"),
+        Some(RecordCall::Probe) => Made::Bare("probe"),
+        None => Made::Bare("close"),
+    })
 }
 
 impl Batch {
     fn new(count: usize) -> Self {
-        let answers = (0..count).map(|_| None).collect();
-        let answers = Answers { answers, left: count, is_abandoned: false };
+        let given = (0..count).map(|_| None).collect();
+        let answers = Answers { given, left: count, is_abandoned: false };
         Self { answers: Mutex::new(answers), ready: Condvar::new() }
     }
 
@@ -255,7 +252,7 @@ impl Batch {
         if answers.is_abandoned {
             return Some(answer);
         }
-        answers.answers[at] = Some(answer);
+        answers.given[at] = Some(answer);
         answers.left -= 1;
         if answers.left == 0 {
             self.ready.notify_one();
@@ -278,7 +275,7 @@ impl Taken {
         queue.stuck -= 1;
         if let Some(name) = name.filter(|_| !queue.is_closed) {
             // Nobody knows of this record; nobody waits for its end either.
-            let call = Asked::Call(RecordCall::Delete { names: vec![name] });
+            let call = Some(RecordCall::Delete { names: vec![name] });
             queue.jobs.push_back(Job { call, batch: Arc::new(Batch::new(1)), at: 0 });
         }
         drop(queue);

@@ -140,13 +140,14 @@ impl Found {
                 self.blocks.push((header.facts, Address(header.address)));
             }
             Kind::Name | Kind::NoName => about_names.push(header),
-            Kind::Manifest => match reader.manifest(&header)? {
-                Some(manifest) => self.manifests.push((header.facts.namespace, manifest)),
-                None => {
+            Kind::Manifest => {
+                if let Some(manifest) = reader.manifest(&header)? {
+                    self.manifests.push((header.facts.namespace, manifest));
+                } else {
                     self.damaged += 1;
                     useless.push(name);
                 }
-            },
+            }
             Kind::Probe => useless.push(name),
         }
         Ok(())

@@ -83,10 +83,13 @@ impl Header {
 
     fn encode(&self) -> [u8; HEADER_BYTES] {
         let facts = &self.facts;
-        let flags = u8::from(facts.is_prefix) * IS_PREFIX
-            | u8::from(facts.digest.is_some()) * HAS_DIGEST
-            | u8::from(facts.parent.is_some()) * HAS_PARENT
-            | u8::from(facts.expires_unix_ms.is_some()) * EXPIRES;
+        let flags = [
+            (facts.is_prefix, IS_PREFIX),
+            (facts.digest.is_some(), HAS_DIGEST),
+            (facts.parent.is_some(), HAS_PARENT),
+            (facts.expires_unix_ms.is_some(), EXPIRES),
+        ];
+        let flags: u8 = flags.iter().filter(|(is_so, _)| *is_so).map(|(_, flag)| flag).sum();
         // The length of a block that is only named lies where a block's own does.
         let bytes = if self.kind == Kind::Name { facts.bytes } else { self.payload_bytes };
         let parts: [&[u8]; 12] = [
