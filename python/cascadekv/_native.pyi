@@ -1,7 +1,7 @@
 """The native module; import from `cascadekv` and its modules."""
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Literal, Self, SupportsIndex, TypeAlias, Unpack, final, overload
 
 from typing_extensions import Buffer, CapsuleType
@@ -10,6 +10,7 @@ from cascadekv.config import StoreConfig, StoreSettings
 from cascadekv.errors import CascadeError
 from cascadekv.hints import Hints
 from cascadekv.results import ChangeKind, DeclineReason, GetStatus, PutStatus
+from cascadekv.stages import Stage
 from cascadekv.stats import Stats
 
 __all__ = [
@@ -24,12 +25,15 @@ __all__ = [
     "PreparedPut",
     "PutResult",
     "Reservation",
+    "StageCall",
+    "StageCalls",
     "Store",
     "View",
     "Views",
     "__version__",
     "chain_keys",
     "check_config",
+    "check_stage",
     "checksum",
     "connect",
     "digest",
@@ -336,11 +340,18 @@ class PreparedPut:
 class Store:
     """A block store: tiers of memory and files behind one set of calls.
 
-    Settings are those of `StoreConfig`, given as keywords or as one configuration. Calls take
-    batches, answer for each block in order, and are safe from any thread. A context manager.
+    Settings are those of `StoreConfig`, given as keywords or as one configuration; `stages` are
+    objects that stand in the pipeline under their names (`cascadekv.stages`). Calls take batches,
+    answer for each block in order, and are safe from any thread. A context manager.
     """
 
-    def __new__(cls, config: StoreConfig | None = None, **settings: Unpack[StoreSettings]) -> Self:
+    def __new__(
+        cls,
+        config: StoreConfig | None = None,
+        *,
+        stages: Mapping[str, Stage] | None = None,
+        **settings: Unpack[StoreSettings],
+    ) -> Self:
         """Open a store; raises `ConfigError` for what makes no sense."""
     @property
     def config(self) -> StoreConfig | None:
@@ -530,3 +541,39 @@ def replace_trace(traceparent: str | None, /) -> str | None:
 
 def run_command(arguments: Sequence[str], /) -> int:
     """Run the command `cascade` with these arguments, the program's name first."""
+
+@final
+class StageCalls:
+    """The calls to one stage, for the threads that make them."""
+
+    def next(self) -> StageCall | None:
+        """Wait for the next call; `None` when there will be none any more."""
+    def close_store(self) -> None:
+        """Close the store that the stage belongs to, if it is still open."""
+    def end(self) -> None:
+        """End the threads that wait for calls."""
+
+@final
+class StageCall:
+    """One call to a stage: `method(*arguments)` is to be called, then one of the others, once."""
+
+    @property
+    def method(self) -> str:
+        """What to call."""
+    def take_arguments(self) -> tuple[object, ...]:
+        """Give what to call it with, once."""
+    def answer(self, result: object) -> None:
+        """Say what the method returned."""
+    def miss(self) -> None:
+        """Say that there is no such record."""
+    def overflow(self) -> None:
+        """Say that there is no room for the record."""
+    def fail(self, reason: str) -> None:
+        """Say that it failed, and how."""
+
+def check_stage(make: Callable[[], Stage], /) -> None:
+    """Run the checks that every stage has to pass over stages that `make` makes.
+
+    `make` is called once for each check and gives a stage without records. Raises `AssertionError`
+    with what went wrong.
+    """

@@ -13,6 +13,7 @@ mod owned;
 mod paged;
 mod prepared;
 mod results;
+mod stages;
 mod stats;
 mod store;
 mod view;
@@ -36,6 +37,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     paged::register(module)?;
     prepared::register(module)?;
     store::register(module)?;
+    stages::register(module)?;
     module.add_function(wrap_pyfunction!(config::parse_size, module)?)?;
     module.add_function(wrap_pyfunction!(config::check_config, module)?)?;
     module.add_function(wrap_pyfunction!(replace_trace, module)?)?;

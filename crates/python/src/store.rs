@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use cascade_block::{BlockKey, NamespaceId};
+use cascade_block::{BlockKey, NamespaceId, SystemClock};
 use cascade_client::{Access, Client, ConnectOptions};
 use cascade_store::{BlockStore, CallOptions, Put, PutSlab, Request, Stats, Store, StoreError};
 use pyo3::exceptions::{PyTypeError, PyValueError};
@@ -22,6 +22,7 @@ use crate::namespace::PyNamespace;
 use crate::owned::Owned;
 use crate::prepared::PyPreparedPut;
 use crate::results::{PyGetResult, PyPrefixMatch, PyPutResult, tier_name};
+use crate::stages::Stages;
 use crate::stats;
 use crate::view::PyViews;
 
@@ -34,8 +35,9 @@ static STORE_CONFIG: PyOnceLock<Py<PyType>> = PyOnceLock::new();
 
 /// A block store: tiers of memory and files behind one set of calls.
 ///
-/// Settings are those of `StoreConfig`, given as keywords or as one configuration. Calls take
-/// batches, answer for each block in order, and are safe from any thread. A context manager.
+/// Settings are those of `StoreConfig`, given as keywords or as one configuration; `stages` are
+/// objects that stand in the pipeline under their names (`cascadekv.stages`). Calls take batches,
+/// answer for each block in order, and are safe from any thread. A context manager.
 #[pyclass(name = "Store", module = "cascadekv", frozen)]
 #[derive(Debug)]
 pub(crate) struct PyStore {
@@ -65,10 +67,11 @@ struct Facts {
 #[pymethods]
 impl PyStore {
     #[new]
-    #[pyo3(signature = (config = None, **settings))]
+    #[pyo3(signature = (config = None, *, stages = None, **settings))]
     fn new(
         py: Python<'_>,
         config: Option<Bound<'_, PyAny>>,
+        stages: Option<Bound<'_, PyDict>>,
         settings: Option<Bound<'_, PyDict>>,
     ) -> PyResult<Self> {
         let class = STORE_CONFIG.import(py, "cascadekv.config", "StoreConfig")?;
@@ -90,9 +93,19 @@ impl PyStore {
             }
         };
         let settings = store_config(&config)?;
-        let store = py.detach(|| Store::open(settings)).map_err(|error| to_python(&error))?;
+        let stages = Stages::new(stages.as_ref(), &settings)?;
+        let opened =
+            py.detach(|| Store::open_with(settings, stages.registry(), Arc::new(SystemClock)));
+        let store: Arc<dyn BlockStore> = match opened {
+            Ok(store) => Arc::new(store),
+            Err(error) => {
+                stages.end();
+                return Err(to_python(&error));
+            }
+        };
+        stages.belong_to(&store);
         let place = config.getattr("pipeline")?.to_string();
-        let state = Owned::new(Mutex::new(Opened::Yes(Arc::new(store))));
+        let state = Owned::new(Mutex::new(Opened::Yes(store)));
         Ok(Self { state, config: Some(config.unbind()), place })
     }
 
@@ -453,6 +466,18 @@ impl PyStore {
 
     fn __repr__(&self) -> String {
         format!("<Store {}>", self.place)
+    }
+}
+
+impl Drop for PyStore {
+    fn drop(&mut self) {
+        // Closing waits for threads that may need the interpreter. A forked child has no store.
+        let Ok(mut opened) = self.lock() else { return };
+        let stats = Opened::No(Box::default());
+        let Opened::Yes(store) = std::mem::replace(&mut *opened, stats) else { return };
+        drop(opened);
+        let mut store = Some(store);
+        Python::try_attach(|py| py.detach(|| drop(store.take())));
     }
 }
 

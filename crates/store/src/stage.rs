@@ -10,6 +10,7 @@ pub(crate) mod encrypted;
 mod fake;
 mod files;
 pub(crate) mod guarded;
+mod records;
 mod registry;
 
 use serde::{Deserialize, Serialize};
@@ -27,6 +28,7 @@ pub use crate::erase::Left;
 pub use encrypted::EncryptedStage;
 pub use fake::FakeStage;
 pub use files::FilesStage;
+pub use records::{RecordAnswer, RecordBuffer, RecordCall, RecordStage, Records, UnsealedRecord};
 pub use registry::{Registry, StageContext, StageFactory};
 
 /// What a stage is told of a block besides its bytes, and tells back after a restart.

@@ -1,0 +1,536 @@
+//! A stage over anything that keeps records by name, such as an object store or a table.
+//!
+//! [`Records`] is all that such a thing has to do. Whatever it does, a block is a hit only if every
+//! bit of its record is as it was written, under the name and the key that it was written under.
+
+mod buffers;
+mod index;
+mod opening;
+mod record;
+
+use std::fmt;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use cascade_block::{BlockKey, Deadline, Manifest, Namespace, NamespaceId};
+use cascade_memory::{Slab, SlabMut};
+
+use self::buffers::Buffers;
+use self::index::Index;
+use self::record::{HEADER_BYTES, Header, Kind, name_of};
+use super::{
+    Address, BlockFacts, Load, Loaded, Room, Stage, StageContext, StageErased, StageError,
+    StageStats,
+};
+use crate::{StoreError, TierName};
+
+/// Making room frees at least this share of what the stage may use, so that it is rare.
+const ROOM_SHARE: u64 = 64;
+/// So many blocks are looked at in one go.
+const LOOK_BLOCKS: usize = 64;
+
+/// What keeps records by name: opaque bytes under names of 24 letters, digits and dashes.
+///
+/// Calls come from several threads; each is done by its deadline, or fails with
+/// [`StageError::Timeout`] by then. A put that succeeds after that is undone by a delete.
+pub trait Records: Send + Sync + fmt::Debug {
+    /// Does all of these, in any order; a result for each, in order.
+    fn perform(
+        &self,
+        calls: Vec<RecordCall>,
+        deadline: Deadline,
+    ) -> Vec<Result<RecordAnswer, StageError>>;
+
+    /// Calls that go on although their deadline passed.
+    fn stuck_calls(&self) -> u64 {
+        0
+    }
+
+    /// Lets go of everything. Later calls fail.
+    fn close(&self) {}
+}
+
+/// One call to [`Records`].
+#[derive(Debug)]
+pub enum RecordCall {
+    /// Keep a record under a name that had none. [`RecordAnswer::Done`], or [`StageError::Full`].
+    Put {
+        /// The name.
+        name: String,
+        /// What to keep.
+        record: UnsealedRecord,
+    },
+    /// Read the first bytes of a record. [`RecordAnswer::Got`], or `Missing`.
+    Get {
+        /// The name.
+        name: String,
+        /// Where to.
+        into: RecordBuffer,
+    },
+    /// Forget records. Names of none are ordinary. [`RecordAnswer::Done`].
+    Delete {
+        /// The names.
+        names: Vec<String>,
+    },
+    /// Tell the names of all records, and their lengths. [`RecordAnswer::Names`].
+    Names,
+    /// Return once all records would survive a restart. [`RecordAnswer::Done`].
+    Flush,
+    /// See whether it works. [`RecordAnswer::Done`], or `Missing` where a put, a get and a delete
+    /// of a small record are as good.
+    Probe,
+}
+
+/// What a call gave.
+#[derive(Debug)]
+pub enum RecordAnswer {
+    /// It is done.
+    Done,
+    /// There is no such record, or no such call.
+    Missing,
+    /// The beginning of a record.
+    Got {
+        /// The buffer of the call.
+        buffer: SlabMut,
+        /// How much of it was filled.
+        bytes: usize,
+    },
+    /// Names and lengths.
+    Names(Vec<(String, u64)>),
+}
+
+/// A record that takes memory only when it is made.
+#[derive(Debug)]
+pub struct UnsealedRecord {
+    header: HeaderOf,
+    payload: Payload,
+    buffers: Arc<Buffers>,
+}
+
+/// Everything of a header that is known before the payload is read.
+#[derive(Debug)]
+struct HeaderOf {
+    kind: Kind,
+    address: u64,
+    target: u64,
+    facts: BlockFacts,
+}
+
+#[derive(Debug)]
+enum Payload {
+    Block(Slab),
+    Bytes(Vec<u8>),
+}
+
+/// Memory for a read that is taken only when it begins.
+#[derive(Debug)]
+pub struct RecordBuffer {
+    bytes: usize,
+    buffers: Arc<Buffers>,
+}
+
+impl UnsealedRecord {
+    /// The record's bytes: a copy of the block behind its header.
+    pub fn seal(self) -> Result<Slab, StageError> {
+        let payload: &[u8] = match &self.payload {
+            Payload::Block(slab) => slab,
+            Payload::Bytes(bytes) => bytes,
+        };
+        let HeaderOf { kind, address, target, facts } = self.header;
+        let mut record = self.buffers.take(HEADER_BYTES + payload.len())?;
+        Header::new(kind, address, target, facts, payload).write(payload, &mut record);
+        Ok(record.seal())
+    }
+}
+
+impl RecordBuffer {
+    /// The memory; what is in it means nothing.
+    pub fn take(self) -> Result<SlabMut, StageError> {
+        self.buffers.take(self.bytes)
+    }
+}
+
+/// Keeps blocks as records.
+#[derive(Debug)]
+pub struct RecordStage {
+    name: TierName,
+    records: Arc<dyn Records>,
+    buffers: Arc<Buffers>,
+    capacity_bytes: u64,
+    index: Mutex<Index>,
+    next_address: AtomicU64,
+    /// What did not fit lately.
+    wanted_bytes: AtomicU64,
+    damaged: AtomicU64,
+    recovered: Mutex<Vec<(BlockFacts, Address)>>,
+    manifests: Mutex<Vec<(NamespaceId, Manifest)>>,
+    notes: Vec<String>,
+}
+
+impl RecordStage {
+    /// A stage over `records` that uses `capacity_bytes` at most, with what is there already.
+    pub fn open(
+        name: TierName,
+        records: Arc<dyn Records>,
+        capacity_bytes: Option<u64>,
+        context: &StageContext<'_>,
+    ) -> Result<Arc<dyn Stage>, StoreError> {
+        let buffers = Arc::new(Buffers::new(context.config.dram_bytes)?);
+        let timeout = context.config.timeout;
+        let found = opening::read_all(&*records, &buffers, &**context.clock, timeout);
+        let found = found.map_err(|error| StoreError::Tier {
+            tier: name,
+            operation: "read what it has",
+            source: Arc::new(error),
+        })?;
+        Ok(Arc::new(Self {
+            name,
+            records,
+            buffers,
+            capacity_bytes: capacity_bytes.unwrap_or(u64::MAX),
+            index: Mutex::new(found.index),
+            next_address: AtomicU64::new(found.next_address),
+            wanted_bytes: AtomicU64::new(0),
+            damaged: AtomicU64::new(found.damaged),
+            recovered: Mutex::new(found.blocks),
+            manifests: Mutex::new(found.manifests),
+            notes: found.notes,
+        }))
+    }
+
+    fn index(&self) -> MutexGuard<'_, Index> {
+        self.index.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn manifests(&self) -> MutexGuard<'_, Vec<(NamespaceId, Manifest)>> {
+        self.manifests.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A put of a new record, and its address.
+    fn put(
+        &self,
+        kind: Kind,
+        target: u64,
+        facts: BlockFacts,
+        payload: Payload,
+    ) -> (u64, RecordCall) {
+        let address = self.next_address.fetch_add(1, Ordering::Relaxed);
+        let header = HeaderOf { kind, address, target, facts };
+        let record = UnsealedRecord { header, payload, buffers: Arc::clone(&self.buffers) };
+        (address, RecordCall::Put { name: name_of(address), record })
+    }
+
+    fn get(&self, address: u64, bytes: usize) -> RecordCall {
+        let into = RecordBuffer { bytes, buffers: Arc::clone(&self.buffers) };
+        RecordCall::Get { name: name_of(address), into }
+    }
+
+    fn one(&self, call: RecordCall, deadline: Deadline) -> Result<RecordAnswer, StageError> {
+        self.records.perform(vec![call], deadline).pop().unwrap_or(Err(StageError::NoAnswer))
+    }
+
+    /// Deletes records; none is a call less.
+    fn delete(&self, names: Vec<String>, deadline: Deadline) -> Result<(), StageError> {
+        if names.is_empty() {
+            return Ok(());
+        }
+        self.one(RecordCall::Delete { names }, deadline).map(drop)
+    }
+
+    /// What a record that was read is.
+    fn judge(
+        &self,
+        load: Load,
+        origin: &BlockKey,
+        answer: Result<RecordAnswer, StageError>,
+    ) -> Loaded {
+        let Load { address: Address(address), mut slab, .. } = load;
+        let (buffer, bytes) = match answer {
+            Ok(RecordAnswer::Got { buffer, bytes }) => (buffer, bytes),
+            Ok(RecordAnswer::Missing) => {
+                self.index().drop_block(address);
+                return Loaded::Gone;
+            }
+            Ok(RecordAnswer::Done | RecordAnswer::Names(_)) => {
+                return Loaded::Failed(StageError::NoAnswer);
+            }
+            Err(error) => return Loaded::Failed(error),
+        };
+        let header = Header::read(&buffer).filter(|header| {
+            header.kind == Kind::Block
+                && header.address == address
+                && header.facts.key == *origin
+                && header.payload_bytes as usize == slab.len()
+        });
+        if let Some(header) = header
+            && bytes == buffer.len()
+        {
+            slab.fill_from(&buffer[HEADER_BYTES..]);
+            // Of the copy: nobody else can write that.
+            if header.fits(&slab) {
+                return Loaded::Hit(slab);
+            }
+        }
+        self.damaged.fetch_add(1, Ordering::Relaxed);
+        Loaded::Damaged
+    }
+
+    /// Writes a small record, reads it and deletes it.
+    fn probe_with_record(&self, deadline: Deadline) -> Result<(), StageError> {
+        let (address, put) = self.put(Kind::Probe, 0, nothing(), Payload::Bytes(Vec::new()));
+        match self.one(put, deadline) {
+            Ok(_) => {}
+            Err(StageError::Full) => return Ok(()),
+            Err(error) => return Err(error),
+        }
+        let read = self.one(self.get(address, HEADER_BYTES), deadline);
+        self.delete(vec![name_of(address)], deadline)?;
+        let is_right = matches!(
+            read?,
+            RecordAnswer::Got { buffer, bytes: HEADER_BYTES }
+                if Header::read(&buffer).is_some_and(|header| header.address == address)
+        );
+        let told = "a record that was put comes back otherwise";
+        if is_right {
+            Ok(())
+        } else {
+            Err(StageError::Failed(Arc::new(std::io::Error::other(told))))
+        }
+    }
+}
+
+/// The facts of what is no block.
+fn nothing() -> BlockFacts {
+    BlockFacts {
+        key: BlockKey::from_bytes([0; 32]),
+        digest: None,
+        parent: None,
+        namespace: NamespaceId::default(),
+        bytes: 0,
+        is_prefix: false,
+        expires_unix_ms: None,
+    }
+}
+
+impl Stage for RecordStage {
+    fn name(&self) -> TierName {
+        self.name
+    }
+
+    fn store(
+        &self,
+        batch: Vec<(BlockFacts, Slab)>,
+        deadline: Deadline,
+    ) -> Vec<Result<Address, StageError>> {
+        let mut results = Vec::with_capacity(batch.len());
+        let (mut calls, mut sent, mut wanted_bytes) = (Vec::new(), Vec::new(), 0);
+        for (facts, slab) in batch {
+            let room = (HEADER_BYTES + slab.len()) as u64;
+            results.push(if room > self.capacity_bytes {
+                Err(StageError::Declined { bytes: facts.bytes })
+            } else if self.index().reserve(room, self.capacity_bytes) {
+                let (address, call) = self.put(Kind::Block, 0, facts, Payload::Block(slab));
+                calls.push(call);
+                sent.push((results.len(), facts, room));
+                Ok(Address(address))
+            } else {
+                wanted_bytes += room;
+                Err(StageError::Full)
+            });
+        }
+        let mut answers = self.records.perform(calls, deadline).into_iter();
+        for (at, facts, room) in sent {
+            let answer = answers.next().unwrap_or(Err(StageError::NoAnswer));
+            match (answer, &results[at]) {
+                (Ok(_), Ok(address)) => self.index().insert(address.0, &facts),
+                (answer, _) => {
+                    let error = answer.err().unwrap_or(StageError::NoAnswer);
+                    wanted_bytes += if matches!(error, StageError::Full) { room } else { 0 };
+                    self.index().give_back(room);
+                    results[at] = Err(error);
+                }
+            }
+        }
+        self.wanted_bytes.fetch_max(wanted_bytes, Ordering::Relaxed);
+        results
+    }
+
+    fn load(&self, batch: Vec<Load>, deadline: Deadline) -> Vec<Loaded> {
+        let mut results: Vec<Loaded> = batch.iter().map(|_| Loaded::Gone).collect();
+        let (mut calls, mut sent) = (Vec::new(), Vec::new());
+        for (at, load) in batch.into_iter().enumerate() {
+            let index = self.index();
+            let Some(entry) = index.get(load.address.0) else { continue };
+            if entry.has(&load.key) {
+                calls.push(self.get(load.address.0, HEADER_BYTES + load.slab.len()));
+                sent.push((at, entry.origin, load));
+            }
+        }
+        let mut answers = self.records.perform(calls, deadline).into_iter();
+        for (at, origin, load) in sent {
+            let answer = answers.next().unwrap_or(Err(StageError::NoAnswer));
+            results[at] = self.judge(load, &origin, answer);
+        }
+        results
+    }
+
+    fn alias(
+        &self,
+        batch: Vec<(BlockFacts, Address)>,
+        deadline: Deadline,
+    ) -> Result<(), StageError> {
+        for (facts, Address(target)) in batch {
+            let mut index = self.index();
+            let Some(entry) = index.get(target).filter(|entry| !entry.has(&facts.key)) else {
+                continue;
+            };
+            if entry.origin == facts.key {
+                let record = entry.no_name();
+                drop(index);
+                self.delete(record.map(name_of).into_iter().collect(), deadline)?;
+                self.index().restore_origin(target);
+                continue;
+            }
+            let facts = BlockFacts { bytes: entry.bytes(), ..facts };
+            index.reserve(HEADER_BYTES as u64, u64::MAX);
+            drop(index);
+            self.put_about(Kind::Name, target, facts, deadline)?;
+        }
+        Ok(())
+    }
+
+    fn remove(&self, batch: &[(BlockKey, Address)], deadline: Deadline) -> Result<(), StageError> {
+        let batch: Vec<_> = batch.iter().map(|(key, address)| (*key, address.0)).collect();
+        let removal = self.index().plan_removal(&batch);
+        for (target, key) in removal.nameless {
+            // However full it is: a name that is gone may not come back.
+            self.index().reserve(HEADER_BYTES as u64, u64::MAX);
+            self.put_about(Kind::NoName, target, BlockFacts { key, ..nothing() }, deadline)?;
+        }
+        self.delete(removal.records, deadline)?;
+        self.index().forget(&batch);
+        Ok(())
+    }
+
+    fn make_room(
+        &self,
+        keep: &mut dyn FnMut(&BlockKey, Address) -> bool,
+        deadline: Deadline,
+    ) -> Result<Room, StageError> {
+        let is_bounded = self.capacity_bytes < u64::MAX;
+        let share = if is_bounded { self.capacity_bytes / ROOM_SHARE } else { 1 };
+        // It may have been given less than it holds.
+        let excess_bytes = self.index().used_bytes().saturating_sub(self.capacity_bytes);
+        let wanted_bytes = self.wanted_bytes.swap(0, Ordering::Relaxed).max(share) + excess_bytes;
+        let (mut last, mut found_bytes, mut chosen) = (None, 0, Vec::new());
+        while found_bytes < wanted_bytes {
+            let some = |(address, entry): (u64, &index::Entry)| {
+                (address, entry.room(), entry.keys().collect::<Vec<_>>())
+            };
+            // Nobody is asked while the index is locked.
+            let blocks: Vec<_> = self.index().after(last, LOOK_BLOCKS).map(some).collect();
+            let Some((youngest, ..)) = blocks.last() else { break };
+            last = Some(*youngest);
+            for (address, room, keys) in blocks {
+                let is_enough = found_bytes >= wanted_bytes;
+                if !is_enough && !keys.iter().any(|key| keep(key, Address(address))) {
+                    found_bytes += room;
+                    chosen.push(address);
+                }
+            }
+        }
+        let records = chosen.iter().flat_map(|address| self.index().records(*address)).collect();
+        self.delete(records, deadline)?;
+        let mut room = Room::default();
+        for address in chosen {
+            if let Some(entry) = self.index().drop_block(address) {
+                room.freed_bytes += entry.room();
+                room.dropped.extend(entry.keys().map(|key| (key, Address(address))));
+            }
+        }
+        Ok(room)
+    }
+
+    fn recover(&self) -> Vec<(BlockFacts, Address)> {
+        std::mem::take(&mut self.recovered.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    fn flush(&self, deadline: Deadline) -> Result<(), StageError> {
+        self.one(RecordCall::Flush, deadline).map(drop)
+    }
+
+    fn register(&self, namespace: &Namespace, deadline: Deadline) -> Result<(), StageError> {
+        let id = namespace.id();
+        if self.manifests().iter().any(|(known, _)| *known == id) {
+            return Ok(());
+        }
+        let facts = BlockFacts { namespace: id, ..nothing() };
+        let payload = Payload::Bytes(namespace.manifest().canonical_bytes());
+        self.one(self.put(Kind::Manifest, 0, facts, payload).1, deadline)?;
+        self.manifests().push((id, namespace.manifest().clone()));
+        Ok(())
+    }
+
+    fn manifests(&self, _deadline: Deadline) -> Result<Vec<(NamespaceId, Manifest)>, StageError> {
+        Ok(self.manifests().clone())
+    }
+
+    fn probe(&self, deadline: Deadline) -> Result<(), StageError> {
+        match self.one(RecordCall::Probe, deadline)? {
+            RecordAnswer::Missing => self.probe_with_record(deadline),
+            _ => Ok(()),
+        }
+    }
+
+    fn stuck_calls(&self) -> u64 {
+        self.records.stuck_calls()
+    }
+
+    fn erase(&self, deadline: Deadline) -> Result<StageErased, StageError> {
+        let names = match self.one(RecordCall::Names, deadline)? {
+            RecordAnswer::Names(names) => names.into_iter().map(|(name, _)| name),
+            _ => return Err(StageError::NoAnswer),
+        };
+        let ours: Vec<_> = names.filter(|name| record::address_of(name).is_some()).collect();
+        let files_removed = ours.len() as u64;
+        self.delete(ours, deadline)?;
+        self.flush(deadline)?;
+        *self.index() = Index::default();
+        self.manifests().clear();
+        Ok(StageErased { files_removed, ..StageErased::default() })
+    }
+
+    fn close(&self) {
+        self.records.close();
+    }
+
+    fn stats(&self) -> StageStats {
+        let index = self.index();
+        StageStats {
+            used_bytes: index.used_bytes(),
+            capacity_bytes: self.capacity_bytes,
+            files: index.len() as u64,
+            damaged_blocks: self.damaged.load(Ordering::Relaxed),
+            notes: self.notes.clone(),
+        }
+    }
+}
+
+impl RecordStage {
+    /// Writes a record about a block's name, for which room was taken, and enters it.
+    fn put_about(
+        &self,
+        kind: Kind,
+        target: u64,
+        facts: BlockFacts,
+        deadline: Deadline,
+    ) -> Result<(), StageError> {
+        let (address, put) = self.put(kind, target, facts, Payload::Bytes(Vec::new()));
+        if let Err(error) = self.one(put, deadline) {
+            self.index().give_back(HEADER_BYTES as u64);
+            return Err(error);
+        }
+        let is_news = self.index().apply(&Header::new(kind, address, target, facts, &[]));
+        if is_news { Ok(()) } else { self.delete(vec![name_of(address)], deadline) }
+    }
+}

@@ -1,0 +1,39 @@
+//! Memory for records on their way: a block and its header have to lie side by side.
+
+use std::sync::Arc;
+
+use cascade_memory::{DIRECT_ALIGN, HugePages, MemoryError, Pool, PoolConfig, SlabMut};
+
+use crate::StoreError;
+use crate::stage::StageError;
+
+/// A share of DRAM within these bounds; it takes memory as it is used.
+const SHARE: u64 = 8;
+const BYTES_MIN: usize = 8 << 20;
+const BYTES_MAX: usize = 64 << 20;
+
+/// Buffers that are used again.
+#[derive(Debug)]
+pub(super) struct Buffers(Pool);
+
+impl Buffers {
+    pub(super) fn new(dram_bytes: u64) -> Result<Self, StoreError> {
+        let bytes = usize::try_from(dram_bytes / SHARE).unwrap_or(usize::MAX);
+        let pool = pool(bytes.clamp(BYTES_MIN, BYTES_MAX));
+        pool.map(Self).map_err(|error| StoreError::Memory(Arc::new(error)))
+    }
+
+    /// A buffer; one of its own for what is too large, or when others hold all there is.
+    pub(super) fn take(&self, bytes: usize) -> Result<SlabMut, StageError> {
+        if let Some(buffer) = self.0.allocate(bytes) {
+            return Ok(buffer);
+        }
+        let own = pool(bytes).map_err(|error| StageError::Failed(Arc::new(error)))?;
+        Ok(own.allocate(bytes).expect("a pool that was made for one buffer has room for it"))
+    }
+}
+
+fn pool(bytes: usize) -> Result<Pool, MemoryError> {
+    let capacity_bytes = bytes.next_multiple_of(DIRECT_ALIGN);
+    Pool::new(&PoolConfig { capacity_bytes, huge_pages: HugePages::Never, populate: false })
+}

@@ -1,0 +1,171 @@
+//! What is there when a record stage opens: the header of every record is read, no block is.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use cascade_block::{Clock, Deadline, Manifest, NamespaceId};
+
+use super::buffers::Buffers;
+use super::index::Index;
+use super::record::{HEADER_BYTES, Header, Kind, address_of, manifest_of, name_of};
+use super::{RecordAnswer, RecordBuffer, RecordCall, Records};
+use crate::stage::{Address, BlockFacts, StageError};
+
+/// Headers that are asked for at once.
+const BATCH: usize = 256;
+/// Addresses begin with the time, so that no name is ever given twice: so many a millisecond.
+const ADDRESSES_PER_MS: u64 = 1 << 20;
+
+/// What was found.
+#[derive(Debug, Default)]
+pub(super) struct Found {
+    pub(super) index: Index,
+    /// The youngest first: of two under one key the later one is believed.
+    pub(super) blocks: Vec<(BlockFacts, Address)>,
+    pub(super) manifests: Vec<(NamespaceId, Manifest)>,
+    pub(super) next_address: u64,
+    pub(super) damaged: u64,
+    pub(super) notes: Vec<String>,
+}
+
+/// One record by its name, and what was read of it.
+struct Read {
+    address: u64,
+    /// By the word of who keeps it.
+    bytes: u64,
+    header: Option<Header>,
+}
+
+/// Reads all headers. Each batch gets `timeout`.
+pub(super) fn read_all(
+    records: &dyn Records,
+    buffers: &Arc<Buffers>,
+    clock: &dyn Clock,
+    timeout: Duration,
+) -> Result<Found, StageError> {
+    let reader = Reader { records, buffers, clock, timeout };
+    let answer = reader.perform(vec![RecordCall::Names])?.pop();
+    let Some(RecordAnswer::Names(names)) = answer else { return Err(StageError::NoAnswer) };
+    let count = names.len();
+    let mut ours: Vec<_> =
+        names.into_iter().filter_map(|(name, bytes)| Some((address_of(&name)?, bytes))).collect();
+    ours.sort_unstable();
+    let strange = count - ours.len();
+    let mut found = Found::default();
+    let first = clock.unix_ms().saturating_mul(ADDRESSES_PER_MS);
+    found.next_address = ours.last().map_or(0, |(last, _)| last.saturating_add(1)).max(first);
+    let (mut useless, mut about_names) = (Vec::new(), Vec::new());
+    for batch in ours.chunks(BATCH) {
+        for read in reader.headers(batch)? {
+            found.enter(&reader, read, &mut useless, &mut about_names)?;
+        }
+    }
+    found.enter_names(&about_names, &mut useless);
+    for names in useless.chunks(BATCH) {
+        reader.perform(vec![RecordCall::Delete { names: names.to_vec() }])?;
+    }
+    found.blocks.reverse();
+    if strange > 0 {
+        found.notes.push(format!("{strange} names there are not of Cascade's records: left alone"));
+    }
+    if found.damaged > 0 {
+        let damaged = found.damaged;
+        found.notes.push(format!("{damaged} damaged records were there at opening, and deleted"));
+    }
+    Ok(found)
+}
+
+/// Whom to ask.
+struct Reader<'a> {
+    records: &'a dyn Records,
+    buffers: &'a Arc<Buffers>,
+    clock: &'a dyn Clock,
+    timeout: Duration,
+}
+
+impl Reader<'_> {
+    fn perform(&self, calls: Vec<RecordCall>) -> Result<Vec<RecordAnswer>, StageError> {
+        let deadline = Deadline::after(self.clock, self.timeout);
+        self.records.perform(calls, deadline).into_iter().collect()
+    }
+
+    fn get(&self, address: u64, bytes: usize) -> RecordCall {
+        let into = RecordBuffer { bytes, buffers: Arc::clone(self.buffers) };
+        RecordCall::Get { name: name_of(address), into }
+    }
+
+    fn headers(&self, batch: &[(u64, u64)]) -> Result<Vec<Read>, StageError> {
+        let calls = batch.iter().map(|(address, _)| self.get(*address, HEADER_BYTES)).collect();
+        let answers = self.perform(calls)?;
+        let read = |((address, bytes), answer): (&(u64, u64), RecordAnswer)| {
+            let header = match answer {
+                RecordAnswer::Got { buffer, bytes: HEADER_BYTES } => Header::read(&buffer),
+                _ => None,
+            };
+            Read { address: *address, bytes: *bytes, header }
+        };
+        Ok(batch.iter().zip(answers).map(read).collect())
+    }
+
+    fn manifest(&self, header: &Header) -> Result<Option<Manifest>, StageError> {
+        let bytes = HEADER_BYTES + header.payload_bytes as usize;
+        let answer = self.perform(vec![self.get(header.address, bytes)])?.pop();
+        let Some(RecordAnswer::Got { buffer, bytes: got }) = answer else { return Ok(None) };
+        let payload = &buffer[HEADER_BYTES..];
+        Ok((got == bytes && header.fits(payload)).then(|| manifest_of(payload)).flatten())
+    }
+}
+
+impl Found {
+    fn enter(
+        &mut self,
+        reader: &Reader<'_>,
+        read: Read,
+        useless: &mut Vec<String>,
+        about_names: &mut Vec<Header>,
+    ) -> Result<(), StageError> {
+        let name = name_of(read.address);
+        let header = read
+            .header
+            .filter(|header| header.address == read.address && header.record_bytes() == read.bytes);
+        let Some(header) = header else {
+            self.damaged += 1;
+            useless.push(name);
+            return Ok(());
+        };
+        match header.kind {
+            Kind::Block => {
+                self.index.reserve(header.record_bytes(), u64::MAX);
+                self.index.insert(header.address, &header.facts);
+                self.blocks.push((header.facts, Address(header.address)));
+            }
+            Kind::Name | Kind::NoName => about_names.push(header),
+            Kind::Manifest => {
+                if let Some(manifest) = reader.manifest(&header)? {
+                    self.manifests.push((header.facts.namespace, manifest));
+                } else {
+                    self.damaged += 1;
+                    useless.push(name);
+                }
+            }
+            Kind::Probe => useless.push(name),
+        }
+        Ok(())
+    }
+
+    fn enter_names(&mut self, about_names: &[Header], useless: &mut Vec<String>) {
+        for header in about_names {
+            self.index.reserve(HEADER_BYTES as u64, u64::MAX);
+            if !self.index.apply(header) {
+                useless.push(name_of(header.address));
+            } else if header.kind == Kind::Name {
+                self.blocks.push((header.facts, Address(header.target)));
+            }
+        }
+        let index = &self.index;
+        self.blocks.retain(|(facts, address)| {
+            index.get(address.0).is_some_and(|entry| entry.has(&facts.key))
+        });
+        self.blocks.sort_by_key(|(_, address)| address.0);
+    }
+}

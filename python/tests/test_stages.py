@@ -1,0 +1,549 @@
+"""Stages in Python: over a dict, over sqlite3, and ones that raise, lie, fill up and never return.
+
+Each block's bytes are a function of its key, and every block that is read is compared in full.
+"""
+
+import contextlib
+import ctypes
+import errno
+import functools
+import os
+import re
+import sqlite3
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import cascadekv
+import pytest
+from cascadekv import ConfigError, PutStatus, Store
+from cascadekv.stages import Stage, StageFullError, check_stage
+
+SIZE = 100_000
+RECORD = SIZE + 160
+DRAM = "4MiB"
+"""Room for some 40 blocks."""
+
+
+class DictStage:
+    """Records in a dict, which outlives the store."""
+
+    def __init__(self, records: dict[str, bytes] | None = None) -> None:
+        self.records = {} if records is None else records
+        self.calls: list[str] = []
+
+    def put(self, name: str, record: memoryview) -> None:
+        """Keep a copy."""
+        self.calls.append("put")
+        assert record.readonly
+        self.records[name] = bytes(record)
+
+    def get(self, name: str, into: memoryview) -> int:
+        """Copy what fits."""
+        self.calls.append("get")
+        part = self.records[name][: len(into)]
+        into[: len(part)] = part
+        return len(part)
+
+    def delete(self, names: Sequence[str]) -> None:
+        """Forget."""
+        self.calls.append("delete")
+        for name in names:
+            self.records.pop(name, None)
+
+    def names(self) -> Iterator[tuple[str, int]]:
+        """Tell all."""
+        self.calls.append("names")
+        for name, record in self.records.items():
+            yield name, len(record)
+
+
+class TableStage:
+    """Records in a table of SQLite, on disk."""
+
+    def __init__(self, path: Path) -> None:
+        # Made here, used by the stage's thread, and by no other at the same time.
+        self._table = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
+        self._table.execute("CREATE TABLE IF NOT EXISTS records (name TEXT PRIMARY KEY, r BLOB)")
+
+    def put(self, name: str, record: memoryview) -> None:
+        """Keep a copy."""
+        self._table.execute("INSERT INTO records VALUES (?, ?)", (name, record))
+
+    def get(self, name: str, into: memoryview) -> int:
+        """Copy what fits."""
+        query = "SELECT substr(r, 1, ?) FROM records WHERE name = ?"
+        found = self._table.execute(query, (len(into), name)).fetchone()
+        if found is None:
+            raise KeyError(name)
+        into[: len(found[0])] = found[0]
+        return len(found[0])
+
+    def delete(self, names: Sequence[str]) -> None:
+        """Forget."""
+        each = [(name,) for name in names]
+        self._table.executemany("DELETE FROM records WHERE name = ?", each)
+
+    def names(self) -> list[tuple[str, int]]:
+        """Tell all."""
+        return self._table.execute("SELECT name, length(r) FROM records").fetchall()
+
+    def flush(self) -> None:
+        """Bring it to the file."""
+        self._table.execute("PRAGMA wal_checkpoint")
+
+    def close(self) -> None:
+        """End the connection."""
+        self._table.close()
+
+
+def over(stage: object, **settings: object) -> Store:
+    """Open a small store over a stage."""
+    fixed = {"dram": DRAM, "huge_pages": False, "pipeline": "Dram|Objects", "policy": "lru"}
+    return Store(stages={"Objects": stage}, **(fixed | settings))
+
+
+@pytest.fixture(autouse=True)
+def _threads_end(eventually) -> Iterator[None]:
+    """See that a stage's threads end with its store."""
+    yield
+    ours = [thread for thread in threading.enumerate() if thread.name.startswith("cascade-")]
+    eventually(lambda: not any(thread.is_alive() for thread in ours))
+
+
+@pytest.fixture
+def put_all(bytes_of):
+    def put(store, keys) -> None:
+        for key in keys:
+            results = store.put([key], [bytes_of(key, SIZE)])
+            assert results[0].ok, results
+
+    return put
+
+
+@pytest.fixture
+def hits(bytes_of):
+    """Read blocks, compare every byte, and say which were there."""
+
+    def read(store, keys) -> list[str | None]:
+        found = []
+        for key in keys:
+            buffer = bytearray(SIZE)
+            result = store.get([key], [buffer])[0]
+            assert not result.ok or buffer == bytes_of(key, SIZE), key
+            found.append(result.tier if result.ok else None)
+        return found
+
+    return read
+
+
+def objects(store) -> dict:
+    """Tell what the store says of the stage."""
+    return store.stats()["stages"]["objects"]
+
+
+def test_the_checks_of_every_stage_pass(tmp_path):
+    check_stage(DictStage)
+    numbers = iter(range(100))
+    check_stage(lambda: TableStage(tmp_path / f"{next(numbers)}.db"))
+
+
+def test_the_checks_find_what_is_wrong():
+    class Mixed(DictStage):
+        def get(self, name, into):
+            return super().get(min(self.records, default=name), into)
+
+    with pytest.raises(AssertionError, match="was stored and is Damaged"):
+        check_stage(Mixed)
+
+
+def test_a_stage_is_told_by_its_methods():
+    assert isinstance(DictStage(), Stage)
+    assert issubclass(TableStage, Stage)
+    assert not isinstance({}, Stage)
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_what_leaves_dram_comes_back_whole(keys_of, put_all, hits, threads):
+    stage = DictStage()
+    stage.threads = threads
+    keys = keys_of(range(120))
+    with over(stage) as store:
+        put_all(store, keys)
+        store.flush()
+        assert len(stage.records) == 120
+        assert {len(record) for record in stage.records.values()} == {RECORD}
+        match = store.lookup_prefix(keys)
+        assert match.blocks == 120
+        assert "objects" in match.tiers
+        assert store.locate(keys[:1]) == [["objects"]]
+        tiers = hits(store, keys)
+        assert None not in tiers
+        assert "objects" in tiers
+        assert store.stats()["damaged_blocks"] == 0
+
+
+def test_a_table_survives_a_restart(tmp_path, keys_of, put_all, hits):
+    keys = keys_of(range(60))
+    path = tmp_path / "records.db"
+    with over(TableStage(path)) as store:
+        put_all(store, keys)
+        store.delete(keys[:10])
+    with over(TableStage(path)) as store:
+        assert store.locate(keys) == [[]] * 10 + [["objects"]] * 50
+        tiers = hits(store, keys)
+        assert tiers[:10] == [None] * 10
+        assert set(tiers[10:]) == {"objects"}
+        assert objects(store)["files"] == 50
+
+
+def test_names_for_equal_bytes_survive_a_restart(keys_of):
+    stage = DictStage()
+    keys = keys_of(range(4))
+    block = b"the same" * 1000
+    with over(stage, digest="blake3") as store:
+        results = [store.put([key], [block])[0].status for key in keys]
+        assert results == [PutStatus.STORED] + [PutStatus.DEDUPLICATED] * 3
+        store.flush()
+        assert store.delete([keys[0], keys[2]]) == [True, True]
+    assert sum(len(record) > 160 for record in stage.records.values()) == 1
+    with over(stage, digest="blake3") as store:
+        assert store.contains(keys) == [False, True, False, True]
+        assert [bytes(view) for view in store.view([keys[1], keys[3]])] == [block] * 2
+        store.delete(keys)
+    assert stage.records == {}
+
+
+def flip(records: dict[str, bytes]) -> None:
+    for number, name in enumerate(records):
+        damaged = bytearray(records[name])
+        damaged[number * 7919 % len(damaged)] ^= 1 << number % 8
+        records[name] = bytes(damaged)
+
+
+def cut(records: dict[str, bytes]) -> None:
+    for number, name in enumerate(records):
+        records[name] = records[name][: number * 7919 % RECORD]
+
+
+def swap(records: dict[str, bytes]) -> None:
+    shifted = [*list(records.values())[1:], next(iter(records.values()))]
+    records.update(zip(records, shifted, strict=True))
+
+
+def replace(records: dict[str, bytes]) -> None:
+    records.update(dict.fromkeys(records, b"something else" * 10_000))
+
+
+@pytest.mark.parametrize("harm", [flip, cut, swap, replace, dict.clear])
+@pytest.mark.parametrize("is_restarted", [False, True])
+def test_harm_is_a_miss(keys_of, put_all, hits, harm, is_restarted):
+    stage = DictStage()
+    keys = keys_of(range(80))
+    with over(stage) as store:
+        put_all(store, keys)
+        store.flush()
+        below = [key for key in keys if store.locate([key]) == [["objects"]]]
+        assert len(below) > 30
+        if not is_restarted:
+            harm(stage.records)
+            assert hits(store, below) == [None] * len(below)
+            assert store.stats()["damaged_blocks"] == (0 if harm is dict.clear else len(below))
+            put_all(store, below)
+            store.flush()
+            assert None not in hits(store, below)
+    if is_restarted:
+        harm(stage.records)
+        with over(stage) as store:
+            assert hits(store, keys) == [None] * 80
+            put_all(store, keys)
+        with over(stage) as store:
+            assert None not in hits(store, keys)
+
+
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [("short", None), ("wordy", "not <class 'str'>"), ("keeping", "released|exported|in use")],
+)
+def test_a_wrong_answer_is_no_hit(keys_of, put_all, hits, how, told):
+    class Odd(DictStage):
+        how = "well"
+        kept: memoryview | None = None
+
+        def get(self, name, into):
+            got = super().get(name, into)
+            if self.how == "keeping":
+                self.kept = into[:10]
+            return {"short": got - 1, "wordy": "all of it"}.get(self.how, got)
+
+    stage = Odd()
+    keys = keys_of(range(60))
+    with over(stage) as store:
+        put_all(store, keys)
+        store.flush()
+        assert hits(store, keys[:1]) == ["objects"]
+        stage.how = how
+        result = store.get(keys[1:2], [bytearray(SIZE)])[0]
+        assert not result.ok
+        assert re.search(told, str(result.error)) if told else result.error is None
+        stage.how = "well"
+        stage.kept = None
+        assert hits(store, keys[2:3]) == ["objects"]
+
+
+def test_a_view_of_a_put_ends_with_it(keys_of, put_all):
+    class Keeping(DictStage):
+        def put(self, name, record):
+            self.kept = record
+            super().put(name, record)
+
+    stage = Keeping()
+    with over(stage) as store:
+        put_all(store, keys_of(range(1)))
+        store.flush()
+        with pytest.raises(ValueError, match="released"):
+            bytes(stage.kept)
+
+
+def test_an_exception_is_told_by_type_and_text(keys_of, put_all, hits):
+    class Failing(DictStage):
+        raised: BaseException | None = None
+
+        def put(self, name, record):
+            if self.raised is not None:
+                raise self.raised
+            super().put(name, record)
+
+        def get(self, name, into):
+            if self.raised is not None:
+                raise self.raised
+            return super().get(name, into)
+
+    stage = Failing()
+    keys = keys_of(range(60))
+    with over(stage) as store:
+        put_all(store, keys)
+        store.flush()
+        stage.raised = OSError("the cable is out")
+        result = store.get(keys[:1], [bytearray(SIZE)])[0]
+        assert isinstance(result.error, cascadekv.TierError)
+        assert "Failing.get raised OSError: the cable is out" in str(result.error)
+        put_all(store, keys_of(range(60, 61)))
+        with pytest.raises(cascadekv.TierError, match="OSError: the cable is out"):
+            store.flush()
+        stage.raised = None
+        with contextlib.suppress(cascadekv.TierError):
+            store.close()
+    with over(stage) as store:
+        assert None not in hits(store, keys)
+    stage.raised = SystemExit(3)
+    with pytest.raises(cascadekv.TierError, match="SystemExit: 3"):
+        over(stage)
+
+
+@pytest.mark.parametrize(
+    "full", [StageFullError("no more"), MemoryError(), OSError(errno.ENOSPC, "full")]
+)
+def test_a_full_stage_gets_room(keys_of, put_all, hits, full):
+    class Small(DictStage):
+        def put(self, name, record):
+            if len(self.records) >= 50:
+                raise full
+            super().put(name, record)
+
+    stage = Small()
+    keys = keys_of(range(150))
+    with over(stage) as store:
+        put_all(store, keys)
+        store.flush()
+        assert 30 < len(stage.records) <= 50
+        assert hits(store, keys[-30:]).count(None) == 0
+        assert hits(store, keys[:30]).count(None) == 30
+        assert store.stats()["reclaimed_blocks"] >= 100
+
+
+def test_a_stage_keeps_to_its_capacity(keys_of, put_all, hits):
+    stage = DictStage()
+    stage.capacity_bytes = 50 * RECORD
+    keys = keys_of(range(150))
+    with over(stage) as store:
+        put_all(store, keys)
+        store.flush()
+        assert objects(store)["capacity_bytes"] == 50 * RECORD
+        assert objects(store)["used_bytes"] == RECORD * len(stage.records)
+        assert 30 < len(stage.records) <= 50
+        assert hits(store, keys[-30:]).count(None) == 0
+    stage.capacity_bytes = 10 * RECORD
+    with over(stage) as store:
+        put_all(store, keys_of(range(200, 201)))
+        store.flush()
+        assert len(stage.records) <= 10
+
+
+class Hanging(DictStage):
+    """Hangs in every call while it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_go = threading.Event()
+        self.may_go.set()
+
+    def put(self, name: str, record: memoryview) -> None:
+        """Keep a copy."""
+        self.may_go.wait()
+        super().put(name, record)
+
+    def get(self, name: str, into: memoryview) -> int:
+        """Copy what fits."""
+        self.may_go.wait()
+        return super().get(name, into)
+
+
+def test_a_stage_that_hangs_costs_its_blocks_and_no_more(keys_of, put_all, hits):
+    stage = Hanging()
+    keys = keys_of(range(60))
+    store = over(stage, timeout=1.0)
+    put_all(store, keys)
+    store.flush(timeout=30)
+    stage.may_go.clear()
+    result = store.get(keys[:1], [bytearray(SIZE)], timeout=0.2)[0]
+    assert not result.ok
+    put_all(store, keys_of(range(60, 70)))
+    assert hits(store, keys_of(range(60, 70))) == ["dram"] * 10
+    with pytest.raises(cascadekv.CascadeError):
+        store.close()
+    with pytest.raises(cascadekv.ClosedError):
+        store.view(keys)
+    stage.may_go.set()
+
+
+def test_a_hang_at_opening_ends_by_the_timeout():
+    stage = DictStage()
+    may_go = threading.Event()
+    stage.names = may_go.wait
+    with pytest.raises(cascadekv.TierError, match=r"read what it has.*in time"):
+        over(stage, timeout=0.5)
+    may_go.set()
+
+
+def test_a_call_that_hangs_leaves_the_other_threads_of_a_stage(keys_of, put_all, hits):
+    stage = Hanging()
+    stage.threads = 2
+    keys = keys_of(range(60))
+    with over(stage) as store:
+        put_all(store, keys)
+        store.flush()
+        stage.may_go.clear()
+        assert not store.get(keys[:1], [bytearray(SIZE)], timeout=0.2)[0].ok
+        stage.get = functools.partial(DictStage.get, stage)
+        assert hits(store, keys[1:5]) == ["objects"] * 4
+        stage.may_go.set()
+
+
+def test_a_stage_that_holds_the_interpreter_only_takes_time(keys_of, put_all, hits):
+    hold = ctypes.PyDLL(None).usleep  # PyDLL keeps the interpreter's lock
+
+    class Holding(DictStage):
+        def put(self, name, record):
+            hold(20_000)
+            super().put(name, record)
+
+        def get(self, name, into):
+            hold(20_000)
+            return super().get(name, into)
+
+    keys = keys_of(range(60))
+    stage = Holding()
+    with over(stage) as store:
+        put_all(store, keys)
+        assert None not in hits(store, keys)
+    assert len(stage.records) == 60
+
+
+def test_a_late_put_is_undone(keys_of, put_all, hits, eventually):
+    stage = Hanging()
+    keys = keys_of(range(2))
+    with over(stage, timeout=0.5) as store:
+        stage.may_go.clear()
+        put_all(store, keys[:1])
+        with pytest.raises(cascadekv.CascadeError):
+            store.flush(timeout=5)
+        stage.may_go.set()
+        eventually(lambda: "delete" in stage.calls)
+        put_all(store, keys[1:])
+        with contextlib.suppress(cascadekv.CascadeError):
+            store.flush(timeout=5)
+        eventually(lambda: store.locate(keys) == [["dram", "objects"]] * 2)
+    assert len(stage.records) == 2
+    with over(stage) as store:
+        assert hits(store, keys) == ["objects"] * 2
+
+
+def test_a_store_that_is_dropped_is_closed(keys_of, put_all):
+    stage = DictStage()
+    closed = []
+    stage.close = lambda: closed.append(threading.current_thread().name)
+    store = over(stage)
+    put_all(store, keys_of(range(5)))
+    del store
+    assert len(stage.records) == 5
+    assert closed == ["cascade-Objects-0"]
+
+
+@pytest.mark.parametrize(
+    ("stage", "settings", "told"),
+    [
+        (object(), {}, "object has no method put; a stage has put, get, delete, names"),
+        (DictStage(), {"pipeline": "Dram"}, "Objects does not stand in the pipeline"),
+        (DictStage(), {"pipeline": "Dram|Objekts|Objects"}, "known are .*objects"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_at_opening(stage, settings, told):
+    with pytest.raises(ConfigError, match=told):
+        over(stage, **settings)
+
+
+@pytest.mark.parametrize("missing", ["put", "get", "delete", "names"])
+def test_a_missing_method_is_named(missing):
+    stage = DictStage()
+    setattr(stage, missing, None)
+    with pytest.raises(ConfigError, match=f"Objects: DictStage has no method {missing}"):
+        over(stage)
+
+
+@pytest.mark.parametrize(
+    ("attribute", "value"), [("threads", 0), ("threads", 17), ("capacity_bytes", "1MiB")]
+)
+def test_a_setting_of_a_stage_is_checked(attribute, value):
+    stage = DictStage()
+    setattr(stage, attribute, value)
+    with pytest.raises(ConfigError, match=f"DictStage.{attribute} is"):
+        over(stage)
+
+
+@pytest.mark.parametrize("name", ["Files", "dram", "hbm", "", "a|b", " a"])
+def test_a_name_that_cannot_be_one_is_refused(name):
+    with pytest.raises(ConfigError, match="stages: "):
+        Store(stages={name: DictStage()}, pipeline=f"Dram|{name}", dram=DRAM)
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_a_forked_child_has_no_stage(keys_of, put_all):
+    stage = DictStage()
+    with over(stage) as store:
+        put_all(store, keys_of(range(3)))
+        store.flush()
+        child = os.fork()
+        if child == 0:
+            code = 1
+            with contextlib.suppress(cascadekv.ForkError):
+                store.view(keys_of(range(1)))
+                code = 2
+            code -= 1
+            with over(DictStage()) as own:
+                put_all(own, keys_of(range(3)))
+            os._exit(code)
+        _, status = os.waitpid(child, 0)
+        assert os.waitstatus_to_exitcode(status) == 0
+        put_all(store, keys_of(range(3, 6)))
+    assert len(stage.records) == 6
