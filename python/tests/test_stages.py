@@ -276,6 +276,9 @@ def test_a_wrong_answer_is_no_hit(keys_of, put_all, hits, how, told):
                 self.kept = into[:10]
             return {"short": got - 1, "wordy": "all of it"}.get(self.how, got)
 
+        def probe(self):  # it would be wrong, too, and then be given up
+            self.calls.append("probe")
+
     stage = Odd()
     keys = keys_of(range(60))
     with over(stage) as store:

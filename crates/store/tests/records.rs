@@ -132,8 +132,8 @@ fn facts(n: u8, bytes: usize) -> BlockFacts {
         parent: Some(key(n.wrapping_sub(1))),
         namespace: NamespaceId::from_bytes([n; 16]),
         bytes: u32::try_from(bytes).unwrap(),
-        is_prefix: n % 2 == 0,
-        expires_unix_ms: (n % 3 == 0).then_some(u64::MAX / 2),
+        is_prefix: n.is_multiple_of(2),
+        expires_unix_ms: n.is_multiple_of(3).then_some(u64::MAX / 2),
     }
 }
 

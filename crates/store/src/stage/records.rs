@@ -41,13 +41,13 @@ pub trait Records: Send + Sync + fmt::Debug {
         deadline: Deadline,
     ) -> Vec<Result<RecordAnswer, StageError>>;
 
+    /// Lets go of everything. Later calls fail.
+    fn close(&self) {}
+
     /// Calls that go on although their deadline passed.
     fn stuck_calls(&self) -> u64 {
         0
     }
-
-    /// Lets go of everything. Later calls fail.
-    fn close(&self) {}
 }
 
 /// One call to [`Records`].
