@@ -4,6 +4,10 @@
 
 use std::path::Path;
 use std::process::Command;
+use std::time::Duration;
+
+/// How often it is tried to let go of a disk.
+const TRIES: usize = 200;
 
 pub(crate) struct SmallDisk(tempfile::TempDir);
 
@@ -28,8 +32,17 @@ impl SmallDisk {
 }
 
 impl Drop for SmallDisk {
+    /// A process that another test is about to start has this one's files until it runs a program
+    /// of its own: the disk is in use for a moment, and not longer.
+    #[expect(clippy::disallowed_methods, reason = "waits for another process")]
     fn drop(&mut self) {
-        let unmounted = Command::new("umount").arg(self.path()).status();
-        assert!(unmounted.is_ok_and(|status| status.success()), "the disk is still in use");
+        let is_unmounted = (0..TRIES).any(|number| {
+            if number > 0 {
+                std::thread::sleep(Duration::from_millis(50));
+            }
+            let unmounted = Command::new("umount").arg(self.path()).output();
+            unmounted.is_ok_and(|output| output.status.success())
+        });
+        assert!(is_unmounted, "the disk is still in use");
     }
 }
