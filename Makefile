@@ -150,7 +150,7 @@ bench-peers: build $(STAMPS)/peers
 		$(CARGO_TARGET_DIR)/wheels/cascadekv-*.whl
 	$(PEERS)/bin/python python/bench/peers.py reports/peers.json
 
-.PHONY: bench-vllm ## Measure vLLM with the connector and beside others (an hour): reports/vllm.json
+.PHONY: bench-vllm ## Measure vLLM with the connector and beside others (half an hour): reports/vllm.json
 bench-vllm: build $(VLLM)/wheel
 	mkdir -p reports .cache
 	$(VLLM_ENVIRONMENT) $(BIN)/cascade bench vllm --python $(VLLM)/bin/python --directory .cache \

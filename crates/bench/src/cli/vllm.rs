@@ -19,7 +19,7 @@ const PROBE: &str = "import sys; from importlib.util import find_spec; \
 #[command(after_help = "\
 Examples:
   make bench-vllm
-      Install vLLM's CPU build below .cache and measure all of it: about an hour, 6 GB.
+      Install vLLM's CPU build below .cache and measure all of it: about half an hour, 6 GB.
   cascade bench vllm --models 22m --prompts 4096 --from dram --beside none
       How many times faster is a prompt of 4,096 tokens the second time? A few minutes.
   cascade bench vllm --short
