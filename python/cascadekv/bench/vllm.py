@@ -277,7 +277,8 @@ class Bench:
         count = HINT_REQUESTS_SHORT if self.options.is_short else HINT_REQUESTS
         hits: dict[str, list[int]] = {"without": [], "with": []}
         asked_tokens: list[int] = []
-        for number in range(1, self.options.rounds + 1):
+        rounds = 1 if self.options.is_short else self.options.rounds
+        for number in range(1, rounds + 1):
             asked = list(turns(count, number))
             counted = [name != "priority" or turn.is_important for turn in asked]
             lengths = [len(turn.tokens) for turn in asked]
