@@ -7,7 +7,7 @@ use std::thread::JoinHandle;
 use cascade_block::{BlockKey, Clock, Deadline, Manifest, Namespace, NamespaceId, SystemClock};
 use cascade_memory::SlabMut;
 
-use crate::catalog::KeyIndex;
+use crate::catalog::{Content, KeyIndex};
 use crate::eviction::Asked;
 use crate::history::Loss;
 use crate::node::Node;
@@ -16,6 +16,7 @@ use crate::shadow::Answered;
 use crate::shedding::Verdict;
 use crate::stage::guarded::Guarded;
 use crate::stage::{Registry, StageError};
+use crate::state::State;
 use crate::stats::{Stats, TierHits};
 use crate::{
     CallOptions, Erased, GetOutcome, PrefixMatch, Put, PutOutcome, Request, StoreConfig,
@@ -216,38 +217,47 @@ impl Store {
 
     /// Whether each block is in any tier. Counts as nobody's access.
     pub fn contains(&self, keys: &[BlockKey]) -> Vec<bool> {
-        let now_unix_ms = self.node().clock.unix_ms();
-        let mut found = Vec::with_capacity(keys.len());
-        let state = self.node().lock();
-        state.catalog.find_batch(keys, &mut found);
-        let is_here = |found| {
-            let entry = state.catalog.entry(found);
-            let content = state.catalog.content(entry.content);
-            !entry.has_expired(now_unix_ms) && !state.is_out_of_reach(content)
-        };
-        found.into_iter().map(|found| found.is_some_and(is_here)).collect()
+        self.of_each(keys, |state, content| {
+            content.is_some_and(|content| !state.is_out_of_reach(content))
+        })
     }
 
     /// The tiers that have each block, fast to slow. Counts as nobody's access.
     pub fn locate(&self, keys: &[BlockKey]) -> Vec<Vec<TierName>> {
         let node = self.node();
-        let now_unix_ms = node.clock.unix_ms();
-        let mut found = Vec::with_capacity(keys.len());
-        let state = node.lock();
-        state.catalog.find_batch(keys, &mut found);
-        let tiers_of = |found: Option<KeyIndex>| {
-            let entry = found.map(|found| state.catalog.entry(found));
-            let Some(entry) = entry.filter(|entry| !entry.has_expired(now_unix_ms)) else {
-                return Vec::new();
-            };
-            let content = state.catalog.content(entry.content);
+        self.of_each(keys, |state, content| {
+            let Some(content) = content else { return Vec::new() };
             let dram = content.slab.is_some().then(|| node.tier_name(0));
             let lower = (0..node.stages.len())
                 .filter(|at| content.address(*at).is_some() && !state.is_shed(*at))
                 .map(|stage| node.tier_name(1 + stage));
             dram.into_iter().chain(lower).collect()
+        })
+    }
+
+    /// Those that a lower tier has and DRAM has not.
+    fn only_below(&self, keys: &[BlockKey]) -> Vec<BlockKey> {
+        let stages = self.node().stages.len();
+        let is_below = self.of_each(keys, |state, content| {
+            content.filter(|content| content.slab.is_none()).is_some_and(|content| {
+                (0..stages).any(|at| content.address(at).is_some() && !state.is_shed(at))
+            })
+        });
+        let asked = keys.iter().zip(is_below);
+        asked.filter(|(_, is_below)| *is_below).map(|(key, _)| *key).collect()
+    }
+
+    /// Asks about the content of each block, none where it is unknown or has expired.
+    fn of_each<T>(&self, keys: &[BlockKey], of: impl Fn(&State, Option<&Content>) -> T) -> Vec<T> {
+        let now_unix_ms = self.node().clock.unix_ms();
+        let mut found = Vec::with_capacity(keys.len());
+        let state = self.node().lock();
+        state.catalog.find_batch(keys, &mut found);
+        let content_of = |found| {
+            let entry = state.catalog.entry(found);
+            (!entry.has_expired(now_unix_ms)).then(|| state.catalog.content(entry.content))
         };
-        found.into_iter().map(tiers_of).collect()
+        found.into_iter().map(|found: Option<_>| of(&state, found.and_then(content_of))).collect()
     }
 
     /// Keeps blocks from being evicted from DRAM until as many `unpin`s. True for those that are
@@ -337,26 +347,6 @@ impl Store {
             Some(Ok(())) => accepted,
             Some(Err(TrySendError::Full(_) | TrySendError::Disconnected(_))) | None => 0,
         }
-    }
-
-    /// Those that a lower tier has and DRAM has not.
-    fn only_below(&self, keys: &[BlockKey]) -> Vec<BlockKey> {
-        let node = self.node();
-        let now_unix_ms = node.clock.unix_ms();
-        let mut found = Vec::with_capacity(keys.len());
-        let state = node.lock();
-        state.catalog.find_batch(keys, &mut found);
-        let is_below = |found: Option<KeyIndex>| {
-            let entry = found.map(|found| state.catalog.entry(found));
-            let entry = entry.filter(|entry| !entry.has_expired(now_unix_ms));
-            let content = entry.map(|entry| state.catalog.content(entry.content));
-            content.filter(|content| content.slab.is_none()).is_some_and(|content| {
-                let mut stages = 0..node.stages.len();
-                stages.any(|at| content.address(at).is_some() && !state.is_shed(at))
-            })
-        };
-        let asked = keys.iter().zip(found);
-        asked.filter(|(_, found)| is_below(*found)).map(|(key, _)| *key).collect()
     }
 
     /// Keeps a namespace's manifest beside its blocks, so that whoever finds them later can tell
