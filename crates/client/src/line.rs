@@ -8,7 +8,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use cascade_block::{Deadline, SystemClock};
-use cascade_wire::{Answer, Call, Frame, frame_length};
+use cascade_wire::{Answer, Call, Frame, TraceContext, frame_length};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::{
@@ -152,23 +152,24 @@ impl Line {
     pub(crate) fn tell(&mut self, calls: &[Call], deadline: Deadline) -> Result<(), LineError> {
         self.output.clear();
         for call in calls {
-            self.put_together(call)?;
+            self.put_together(call, None)?;
         }
         self.write_output(deadline)
     }
 
-    fn put_together(&mut self, call: &Call) -> Result<(), LineError> {
-        let written = call.write(&mut self.output, self.calls, trace::current());
+    fn put_together(&mut self, call: &Call, of: Option<TraceContext>) -> Result<(), LineError> {
+        let written = call.write(&mut self.output, self.calls, of);
         written.map_err(|error| LineError::TooLong(error.to_string()))
     }
 
     fn send(&mut self, ahead: &[Call], call: &Call, deadline: Deadline) -> Result<(), LineError> {
         self.calls = self.calls.wrapping_add(1);
         self.output.clear();
+        // What goes ahead ends what others began.
         for call in ahead {
-            self.put_together(call)?;
+            self.put_together(call, None)?;
         }
-        self.put_together(call)?;
+        self.put_together(call, trace::current())?;
         self.write_output(deadline)
     }
 
