@@ -209,23 +209,13 @@ class Engine:
             "told": self.told.take(),
         }
 
-    def serve(
-        self, rounds: list[list[list[int]]], hints: list[list[dict[str, object]]]
-    ) -> dict[str, object]:
-        """Serve groups of prompts, one group after the other, a token each; tells hits and times.
-
-        A group's prompts come at once. Nothing is waited for between groups.
-        """
+    def serve(self, prompts: list[list[int]], hints: list[dict[str, object]]) -> dict[str, object]:
+        """Serve prompts one after the other without a pause, a token each; tells their hits."""
         answers = [
-            self.run(prompts, 1, given, settle_s=0.0)
-            for prompts, given in zip(rounds, hints, strict=True)
+            self.run([tokens], 1, [given], settle_s=0.0)
+            for tokens, given in zip(prompts, hints, strict=True)
         ]
-        names = ("hit_tokens", "first_token_s")
-        told: dict[str, object] = {
-            name: [value for answer in answers for value in cast("list[float]", answer[name])]
-            for name in names
-        }
-        return told
+        return {"hit_tokens": [cast("list[int]", answer["hit_tokens"])[0] for answer in answers]}
 
     def look_up(self, tokens: list[int], repeats: int) -> dict[str, object]:
         """Ask the scheduler's side of the connector alone; seconds an arrival and a lookup."""

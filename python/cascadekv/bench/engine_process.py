@@ -97,16 +97,6 @@ class Answer:
         return self.told.get(f"{kind}_cpu_seconds", within["cpu_s"])
 
 
-@dataclass(frozen=True)
-class Served:
-    """What became of many prompts, in their order."""
-
-    hit_tokens: list[int]
-    """Tokens that were not computed, a prompt."""
-    first_token_s: list[float]
-    """Seconds from handing its group over to its first token, a prompt."""
-
-
 class EngineProcess:
     """An engine that runs until the `with` block ends."""
 
@@ -142,12 +132,11 @@ class EngineProcess:
         return Answer(**told)
 
     def serve(
-        self,
-        rounds: Sequence[Sequence[list[int]]],
-        hints: Sequence[Sequence[Mapping[str, object]]],
-    ) -> Served:
-        """Serve groups of prompts, one group after the other. Raises `EngineError`."""
-        return Served(**self._ask(order="serve", rounds=rounds, hints=hints))
+        self, prompts: Sequence[list[int]], hints: Sequence[Mapping[str, object]]
+    ) -> list[int]:
+        """Serve prompts one after the other; tells the tokens hit. Raises `EngineError`."""
+        told = self._ask(order="serve", prompts=list(prompts), hints=list(hints))
+        return cast("list[int]", told["hit_tokens"])
 
     def look_up(self, tokens: list[int], repeats: int) -> dict[str, Any]:
         """Ask the scheduler's side of the connector alone. Raises `EngineError`."""

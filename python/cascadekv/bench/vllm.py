@@ -284,10 +284,10 @@ class Bench:
             lengths = [len(turn.tokens) for turn in asked]
             asked_tokens.append(sum(compress(lengths, counted)))
             for side, of_side in hits.items():
-                given = [[HINTS[name](turn) if side == "with" else {}] for turn in asked]
+                given = [HINTS[name](turn) if side == "with" else {} for turn in asked]
                 with self._start("tiny", connectors.small(HINT_DRAM)) as engine:
-                    served = engine.serve([[turn.tokens] for turn in asked], given)
-                of_side.append(sum(compress(served.hit_tokens, counted)))
+                    hit_tokens = engine.serve([turn.tokens for turn in asked], given)
+                of_side.append(sum(compress(hit_tokens, counted)))
         of_whom = " of important sessions" if name == "priority" else ""
         self._add(
             Figure(
