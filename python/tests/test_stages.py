@@ -335,6 +335,7 @@ def test_an_exception_is_told_by_type_and_text(keys_of, put_all, hits):
         with pytest.raises(cascadekv.TierError, match="OSError: the cable is out"):
             store.flush()
         stage.raised = None
+        # It says once more what the stage refused, unless it was written meanwhile.
         with contextlib.suppress(cascadekv.TierError):
             store.close()
     with over(stage) as store:
@@ -474,6 +475,7 @@ def test_a_late_put_is_undone(keys_of, put_all, hits, eventually):
         stage.may_go.set()
         eventually(lambda: "delete" in stage.calls)
         put_all(store, keys[1:])
+        # It may say what was late before; where the blocks are is looked at below.
         with contextlib.suppress(cascadekv.CascadeError):
             store.flush(timeout=5)
         eventually(lambda: store.locate(keys) == [["dram", "objects"]] * 2)
