@@ -10,7 +10,8 @@ from cascadekv.bench.engine_process import Answer
 from cascadekv.bench.figures import Figure, Sheet, Target
 from cascadekv.bench.prompts import prompt, with_prefix
 from cascadekv.bench.rounds import Pairs, connector_share, hit_most, overhead
-from cascadekv.bench.vllm import read_options
+from cascadekv.bench.sessions import HINTS, turns
+from cascadekv.bench.vllm import HINT_REQUESTS, HINT_REQUESTS_SHORT, read_options
 
 IDLE = {"calls": 0, "wall_s": 0.0, "cpu_s": 0.0}
 
@@ -146,3 +147,17 @@ def test_the_command_line_is_what_the_command_hands_over():
     assert (args.models, args.rounds, args.short) == ("22m", 5, False)
     with pytest.raises(SystemExit):
         read_options(["--models", "22m"])
+
+
+@pytest.mark.parametrize("count", [HINT_REQUESTS_SHORT, HINT_REQUESTS])
+def test_made_up_sessions_repeat_what_they_said_and_each_hint_has_something_to_tell(count):
+    asked = list(turns(count, seed=1))
+    assert [turn.tokens for turn in asked] == [turn.tokens for turn in turns(count, seed=1)]
+    said = set()
+    again = []
+    for turn in asked:
+        again += [turn] * (tuple(turn.tokens[:-256]) in said)
+        said.add(tuple(turn.tokens))
+    assert any(turn.is_important for turn in again)
+    for told in HINTS.values():
+        assert len({str(told(turn)) for turn in asked}) == 2

@@ -44,7 +44,7 @@ REUSED = 0.8
 TURNS, TURN_TOKENS, ANSWER_SHARE = 10, 768, 256
 OVERHEAD_S, OVERHEAD_ROUNDS_MAX = 20.0, 40
 """How long requests that miss are compared, and how many of them at most."""
-HINT_REQUESTS, HINT_REQUESTS_SHORT, HINT_DRAM = 400, 20, "32MiB"
+HINT_REQUESTS, HINT_REQUESTS_SHORT, HINT_DRAM = 400, 80, "32MiB"
 """Requests of sessions, and memory for an eighth or so of what they would keep."""
 WAITING, LOOKAHEAD_TOKENS, LOOKAHEAD_DRAM = 24, 1024, "32MiB"
 """Requests that wait at once, their tokens, and memory for a few of them."""
@@ -289,11 +289,13 @@ class Bench:
                     hit_tokens = engine.serve([turn.tokens for turn in asked], given)
                 of_side.append(sum(compress(hit_tokens, counted)))
         of_whom = " of important sessions" if name == "priority" else ""
+        rounds_of_none = hits["without"].count(0)
         self._add(
             Figure(
                 f"hints/{name}",
                 "x",
                 [b / a for a, b in zip(hits["without"], hits["with"], strict=True) if a],
+                faults=[f"{rounds_of_none} rounds hit nothing{of_whom}"] * (rounds_of_none > 0),
                 measured=f"tokens{of_whom} hit with the hint over tokens hit without any",
                 facts={"hit_tokens": hits, "asked_tokens": asked_tokens, "dram": HINT_DRAM},
             )
