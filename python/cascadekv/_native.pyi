@@ -468,7 +468,11 @@ class Store:
         `cascade explain` can then name the field in which two namespaces differ.
         """
     def flush(self, *, timeout: float | None = None) -> None:
-        """Wait until every tier has what was put, and would have it after a restart."""
+        """Wait until every tier has what was put, and would have it after a restart.
+
+        Raises `TierError` if a tier did not take some of it since this store's, or this client's,
+        last flush.
+        """
     def clear(self) -> None:
         """Forget every block in every tier."""
     def changes(self, since: bytes | None = None, *, limit: int = 65_536) -> Changes:

@@ -132,7 +132,7 @@ impl Node {
                 blocks.settled == blocks.pushed && names.settled == names.pushed
             };
             if state.slabs_out == 0 && (0..self.stages.len()).all(is_settled) {
-                state.unwritten = [0; LOWER_STAGES_MAX];
+                state.forgiven = state.unwritten;
                 return;
             }
             let (again, in_time) = self.wait_changed(state, call);

@@ -9,6 +9,7 @@ pub mod conformance;
 mod erase;
 pub mod eviction;
 mod explain;
+mod flush;
 mod health;
 mod history;
 mod hot;
@@ -43,6 +44,7 @@ pub use config::{
 };
 pub use erase::{Erased, Left, TierErased};
 pub use explain::{BlockExplanation, BlockHere, BlockState, Explanation, NamespaceDifference};
+pub use flush::FlushMark;
 pub use health::{HealthConfig, HealthState, StageHealth};
 pub use history::Loss;
 pub use insight::{HotPrefix, TierBytes};

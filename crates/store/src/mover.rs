@@ -193,7 +193,7 @@ fn tell_names(
                 return Some(error);
             }
             state.counters.name_failures += run.len() as u64;
-            state.unwritten[stage] += run.len() as u64;
+            state.unwritten.count(stage, run.len() as u64);
         }
         told += run.len();
     }
@@ -372,7 +372,7 @@ fn settle(state: &mut State, stage: usize, pending: &Pending, result: Result<Add
         Err(StageError::Declined { .. }) => state.counters.demote_declines += 1,
         Err(error) => {
             state.counters.demote_failures += 1;
-            state.unwritten[stage] += 1;
+            state.unwritten.count(stage, 1);
             let is_its_own = matches!(error, StageError::Failed(_) | StageError::NoAnswer);
             let tries = pending.tries + u8::from(is_its_own && !state.is_shed(stage));
             if !matches!(error, StageError::Full) && tries < WRITE_TRIES {

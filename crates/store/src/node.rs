@@ -342,6 +342,15 @@ impl Node {
     }
 }
 
+/// What a stage said to a call, as an error of the store.
+pub(crate) fn tier_error(
+    stage: &Guarded,
+    operation: &'static str,
+    error: StageError,
+) -> StoreError {
+    StoreError::Tier { tier: stage.name(), operation, source: Arc::new(error) }
+}
+
 fn new_eviction(config: &StoreConfig) -> Eviction {
     let limits = Limits {
         capacity_bytes: config.dram_bytes,

@@ -199,7 +199,7 @@ impl State {
         self.names[stage].drain(..NAMES_KEPT_MAX / 2);
         self.names_tickets[stage].settled += count;
         self.counters.name_failures += count;
-        self.unwritten[stage] += count;
+        self.unwritten.count(stage, count);
     }
 
     /// Queues again what a stage lacks since it failed, as far as it is still in DRAM: a batch at a

@@ -16,6 +16,7 @@ use cascade_block::{BlockKey, Clock};
 use crate::HealthConfig;
 use crate::catalog::{Address, Awaits, Catalog, ContentIndex, KeyIndex, LOWER_STAGES_MAX};
 use crate::eviction::{Eviction, Incoming, Removal, Verdict};
+use crate::flush::FlushMark;
 use crate::health::Breaker;
 use crate::history::{History, Loss};
 use crate::ledger::{Ledger, unknown_namespace};
@@ -77,8 +78,12 @@ pub(crate) struct State {
     pub(crate) queues: [VecDeque<Pending>; LOWER_STAGES_MAX],
     pub(crate) blocks_tickets: [Tickets; LOWER_STAGES_MAX],
     pub(crate) names: [Vec<NameChange>; LOWER_STAGES_MAX],
-    /// Blocks that a stage did not take since the last flush said so.
-    pub(crate) unwritten: [u64; LOWER_STAGES_MAX],
+    /// Blocks and names that each stage ever failed to take.
+    pub(crate) unwritten: FlushMark,
+    /// How many of these no flush tells of: an erasure made up for them.
+    pub(crate) forgiven: FlushMark,
+    /// How many [`crate::Store::flush`] has told of.
+    pub(crate) told: FlushMark,
     pub(crate) names_tickets: [Tickets; LOWER_STAGES_MAX],
     /// Why a stage failed last.
     pub(crate) last_errors: [Option<StageError>; LOWER_STAGES_MAX],
@@ -134,7 +139,9 @@ impl State {
             queues: Default::default(),
             blocks_tickets: Default::default(),
             names: Default::default(),
-            unwritten: [0; LOWER_STAGES_MAX],
+            unwritten: FlushMark::default(),
+            forgiven: FlushMark::default(),
+            told: FlushMark::default(),
             names_tickets: Default::default(),
             last_errors: Default::default(),
             pending_bytes: [0; LOWER_STAGES_MAX],
@@ -434,7 +441,7 @@ impl State {
         let generation = entry.generation;
         if is_shed {
             self.counters.shed_puts += 1;
-            self.unwritten[stage] += 1;
+            self.unwritten.count(stage, 1);
             return self.note_lacking(stage, Pending { facts, content, generation, tries });
         }
         entry.dirty |= 1 << stage;

@@ -10,11 +10,9 @@ use cascade_memory::SlabMut;
 use crate::catalog::{Content, KeyIndex};
 use crate::eviction::Asked;
 use crate::history::Loss;
-use crate::node::Node;
+use crate::node::{Node, tier_error};
 use crate::outcome::PutSlab;
 use crate::shadow::Answered;
-use crate::shedding::Verdict;
-use crate::stage::guarded::Guarded;
 use crate::stage::{Registry, StageError};
 use crate::state::State;
 use crate::stats::{Stats, TierHits};
@@ -382,13 +380,6 @@ impl Store {
         Ok(all)
     }
 
-    /// Returns once all that was put is written down the pipeline and would survive a restart.
-    /// Fails if a stage did not take some of it since the last flush; what is missing there is in
-    /// DRAM for as long as it lasts.
-    pub fn flush(&self, options: CallOptions) -> Result<(), StoreError> {
-        self.node().flush(options)
-    }
-
     /// Removes everything from every tier, and zeroes what held it: memory, and files before they
     /// are removed. Puts fail with [`StoreError::Erasing`] meanwhile and reads are misses;
     /// afterwards the store is empty and usable. Goes on after a failure: the result says what is
@@ -454,49 +445,6 @@ impl Drop for Handle {
 }
 
 impl Node {
-    fn flush(&self, options: CallOptions) -> Result<(), StoreError> {
-        let call = self.call(options);
-        let mut state = self.lock();
-        if state.is_closed {
-            return Err(StoreError::Closed);
-        }
-        let tickets = state.blocks_tickets.map(|tickets| tickets.pushed);
-        while (0..self.stages.len()).any(|at| state.blocks_tickets[at].settled < tickets[at]) {
-            state = self.wait_in_time(state, "flush", call)?;
-        }
-        // Blocks that were written have left names to be told.
-        let tickets = state.names_tickets.map(|tickets| tickets.pushed);
-        drop(self.wait_names(state, tickets, "flush", call)?);
-        let shed = self.lock().shed;
-        let mut flushed = Ok(());
-        // One that fails keeps the others from nothing.
-        for (at, stage) in self.stages.iter().enumerate().filter(|(at, _)| shed & (1 << at) == 0) {
-            let result = stage.flush(call.deadline);
-            let verdict = match &result {
-                // What is to be brought to stable storage may be much: late says nothing.
-                Ok(()) | Err(StageError::Timeout) => Verdict::Nothing,
-                Err(error) => Verdict::Failed(error.clone()),
-            };
-            self.judge(&mut self.lock(), at, verdict);
-            flushed = flushed.and(result.map_err(|error| tier_error(stage, "flush", error)));
-        }
-        let mut state = self.lock();
-        let is_whole = flushed.is_ok() && state.unwritten.iter().all(|blocks| *blocks == 0);
-        if state.is_closed && !is_whole {
-            // Another thread closed the store meanwhile: the stages are well, but let go.
-            return Err(StoreError::Closed);
-        }
-        flushed?;
-        let unwritten = std::mem::take(&mut state.unwritten);
-        if let Some(stage) = unwritten.iter().position(|blocks| *blocks > 0) {
-            return Err(self.stage_error(&state, stage, "write some blocks down"));
-        }
-        match (0..self.stages.len()).find(|stage| shed & (1 << stage) != 0) {
-            Some(stage) => Err(self.stage_error(&state, stage, "flush")),
-            None => Ok(()),
-        }
-    }
-
     fn stats(&self) -> Stats {
         let stages = self.stages.iter().map(|stage| (stage.name(), stage.stats())).collect();
         let stuck = self.stages.iter().map(|stage| (stage.name(), stage.stuck_calls()));
@@ -541,10 +489,6 @@ impl Node {
             notes: self.pipeline.notes.iter().chain(self.warm_notes()).cloned().collect(),
         }
     }
-}
-
-fn tier_error(stage: &Guarded, operation: &'static str, error: StageError) -> StoreError {
-    StoreError::Tier { tier: stage.name(), operation, source: Arc::new(error) }
 }
 
 fn start_threads(

@@ -126,6 +126,38 @@ fn a_failing_stage_costs_its_blocks_and_nothing_else() {
     assert_eq!(check(&store, &keys(0..1)), [Some("map")]);
 }
 
+/// One caller's flush hid from all others that their blocks were not written.
+#[test]
+fn every_caller_with_a_mark_of_its_own_is_told_once_what_was_not_written() {
+    let (store, stage) = open(StoreConfig { health: often(), ..dram(4) });
+    let mut marks = [store.flush_mark(), store.flush_mark()];
+    stage.fails.store(true, Relaxed);
+    put(&store, &keys(0..4), BLOCK);
+    store.flush(CallOptions::default()).unwrap_err();
+    stage.fails.store(false, Relaxed);
+    wait_for(&store, 0, true);
+    for mark in &mut marks {
+        let error = store.flush_since(mark, CallOptions::default()).unwrap_err();
+        assert!(matches!(error, StoreError::Tier { tier: "map", .. }), "{error}");
+        store.flush_since(mark, CallOptions::default()).expect("said once");
+    }
+    store.flush_since(&mut store.flush_mark(), CallOptions::default()).expect("came later");
+}
+
+#[test]
+fn flushes_at_once_are_all_told_what_was_not_written() {
+    let (store, stage) = open(StoreConfig { health: often(), ..dram(4) });
+    stage.fails.store(true, Relaxed);
+    stage.delay_ms.store(300, Relaxed);
+    put(&store, &keys(0..4), BLOCK);
+    let told = std::thread::scope(|scope| {
+        let flushes: Vec<_> =
+            (0..2).map(|_| scope.spawn(|| store.flush(CallOptions::default()))).collect();
+        flushes.into_iter().map(|flush| flush.join().unwrap().is_err()).collect::<Vec<_>>()
+    });
+    assert_eq!(told, [true, true]);
+}
+
 #[test]
 fn a_damaged_block_is_a_miss_and_counted_once() {
     let (store, stage) = open(dram(4));

@@ -30,7 +30,9 @@ fn a_full_disk_costs_what_does_not_fit_and_nobody_a_byte() {
         let views = reader.view(&hot, NOW);
         assert_eq!(hits(&hot, &views), 4, "blocks in DRAM need no disk: {views:?}");
     }
-    drop(writer.flush(within(2000)));
+    // Each is told that some was not written, not only who asks first.
+    writer.flush(within(2000)).expect_err("most did not fit");
+    reader.flush(within(2000)).expect_err("most did not fit");
     for some in keys(100..400).chunks(4) {
         hits(some, &writer.view(some, within(2000)));
     }

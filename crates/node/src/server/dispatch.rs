@@ -93,7 +93,7 @@ impl Dispatch<'_> {
                 self.waiting(|| self.store().manifests(self.timeout(timeout_ms)), Answer::Manifests)
             }
             Call::Flush { timeout_ms } => {
-                self.waiting(|| self.store().flush(self.timeout(timeout_ms)), |()| Answer::Done)
+                self.waiting(|| self.session.flush(self.timeout(timeout_ms)), |()| Answer::Done)
             }
             Call::Admin { timeout_ms, topic, arguments } => {
                 self.administer(self.time(timeout_ms), &topic, &arguments)

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use cascade_block::{BlockKey, Clock, SystemClock};
 use cascade_memory::SlabMut;
-use cascade_store::{Process, StoreError};
+use cascade_store::{CallOptions, FlushMark, Process, StoreError};
 use cascade_wire::{Access, HoldRange, SealedBlock, SessionId};
 
 use super::holds::{Granted, Held, Holds, Note};
@@ -47,6 +47,8 @@ pub(crate) struct Session {
     /// How often it pinned each block. A pin of a client ends with it: nobody else would know that
     /// it is to be taken back.
     pins: Mutex<HashMap<BlockKey, u16>>,
+    /// What its flushes told it of.
+    told: Mutex<FlushMark>,
 }
 
 /// Most distinct blocks that one client may have pinned at a time.
@@ -97,6 +99,7 @@ impl Session {
         hold_bytes_max: u64,
     ) -> Self {
         let ((name, access), (process, holder)) = (hello, process);
+        let told = tenant.store().flush_mark();
         Self {
             id,
             tenant,
@@ -112,12 +115,24 @@ impl Session {
             is_watched: AtomicBool::new(false),
             holds: Mutex::default(),
             pins: Mutex::default(),
+            told: Mutex::new(told),
         }
     }
 
     fn holds(&self) -> MutexGuard<'_, Holds> {
         // Holds change in steps that do not panic.
         self.holds.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Flushes its tenant's store. It is told of what was not written since its own last flush,
+    /// whoever else flushes.
+    pub(super) fn flush(&self, options: CallOptions) -> Result<(), StoreError> {
+        let known = || self.told.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut told = *known();
+        let flushed = self.tenant.store().flush_since(&mut told, options);
+        let mut known = known();
+        *known = known.max(told);
+        flushed
     }
 
     fn age(&self) -> Duration {
