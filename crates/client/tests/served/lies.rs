@@ -285,6 +285,17 @@ fn one_process_takes_at_most_half_of_the_connections() {
     host.assert_nothing_leaks();
 }
 
+/// They kept everybody else out for ten seconds, longer than a client waits.
+#[test]
+fn strangers_that_say_nothing_keep_nobody_out() {
+    let host = Host::start(|config| config.limits.connections_max = 1024);
+    let silent: Vec<_> = (0..200).map(|_| UnixStream::connect(&host.socket).unwrap()).collect();
+    let client = host.connect();
+    put(&client, &keys(0..4), 4096, NOW);
+    drop((silent, client));
+    host.assert_nothing_leaks();
+}
+
 /// The node looked a dead process's session up by its first connection. Where that had been closed
 /// before, the session lived on in the sockets that a child had inherited.
 #[test]

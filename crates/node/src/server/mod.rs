@@ -46,6 +46,9 @@ const ACCEPT_MAX: usize = 64;
 const ACCEPT_PAUSE: Duration = Duration::from_millis(10);
 /// How long a connection may take to say who it is.
 const HELLO_TIMEOUT: Duration = Duration::from_secs(10);
+/// The same while so many are here that have not that others wait for their places. It is the next
+/// thing that a client does once it is connected.
+const HELLO_TIMEOUT_CROWDED: Duration = Duration::from_millis(500);
 /// Connections that may be here without having said who they are.
 const STRANGERS_MAX: usize = 128;
 /// How long the server waits for its threads when it stops.
@@ -318,10 +321,11 @@ impl Shared {
     }
 
     fn accept(&self) {
-        self.drop_silent();
+        self.drop_silent(HELLO_TIMEOUT);
         for _ in 0..ACCEPT_MAX {
             if has_strangers_enough(&lock(&self.connections)) {
                 // Those that mean it say hello at once; the next wait in the socket's queue.
+                self.drop_silent(HELLO_TIMEOUT_CROWDED);
                 std::thread::park_timeout(ACCEPT_PAUSE);
                 return;
             }
@@ -366,11 +370,11 @@ impl Shared {
         }
     }
 
-    /// Closes connections that never said who they are.
-    fn drop_silent(&self) {
+    /// Closes connections that have not said who they are for so long.
+    fn drop_silent(&self, longer_than: Duration) {
         let silent: Vec<_> = lock(&self.connections)
             .values()
-            .filter(|connection| connection.is_silent(HELLO_TIMEOUT))
+            .filter(|connection| connection.is_silent(longer_than))
             .map(Arc::clone)
             .collect();
         for connection in silent {

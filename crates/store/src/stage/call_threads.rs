@@ -103,9 +103,7 @@ impl CallThreads {
             let result = catch_unwind(AssertUnwindSafe(work)).ok();
             // Before its caller goes on: it may want the thread again.
             shared.end(number);
-            if let Some(result) = given.give(result) {
-                late(result);
-            }
+            given.give(result, late);
         }));
         // With as many threads as calls, one of them is done with its call and comes for this one.
         let needs_thread = queue.idle < queue.jobs.len() && queue.threads < self.calls_max;
@@ -244,15 +242,20 @@ impl<T> Answer<T> {
         self.result.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Leaves a result, nothing for a panic. Comes back with it when nobody waits.
-    fn give(&self, result: Option<T>) -> Option<T> {
+    /// Leaves a result, nothing for a panic; when nobody waits, it goes to `late`.
+    fn give(&self, result: Option<T>, late: impl FnOnce(T)) {
         let mut given = self.lock();
         if matches!(*given, Given::Abandoned) {
-            return result;
+            drop(given);
+            if let Some(result) = result {
+                late(result);
+            }
+            return;
         }
+        // Before its caller goes on: a store that it closes is not to live on in here.
+        drop(late);
         *given = result.map_or(Given::Panicked, Given::Here);
         self.ready.notify_one();
-        None
     }
 }
 

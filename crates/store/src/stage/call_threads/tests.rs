@@ -39,6 +39,25 @@ fn a_call_that_hangs_is_left_behind_and_its_result_is_told_when_it_comes() {
     assert_eq!(threads.stuck_calls(), 0);
 }
 
+/// What stood by for a late result lived on for a moment after the call, and with it a store that
+/// was closed by then: opening it anew found its memory in use.
+#[test]
+fn nothing_that_was_given_to_a_call_outlives_it() {
+    struct Given(Arc<AtomicBool>);
+    impl Drop for Given {
+        fn drop(&mut self) {
+            std::thread::park_timeout(Duration::from_millis(50));
+            self.0.store(true, Ordering::Release);
+        }
+    }
+    let (threads, never) = (threads(1), never());
+    let is_gone: [Arc<AtomicBool>; 2] = Default::default();
+    let [worked, stood_by] = is_gone.clone().map(Given);
+    let work = move || drop(worked);
+    threads.call(patience(60_000, &never), work, move |()| drop(stood_by)).unwrap();
+    assert!(is_gone.iter().all(|is_gone| is_gone.load(Ordering::Acquire)));
+}
+
 #[test]
 fn a_wait_ends_at_once_when_nobody_wants_the_answer_any_more() {
     let (threads, is_over) = (threads(1), AtomicBool::new(false));
