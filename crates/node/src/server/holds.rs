@@ -3,6 +3,7 @@
 //! A client numbers its holds and says which it no longer needs. It may say so before the node has
 //! granted them: its call ran out of time, and it gives back whatever that call still brings.
 
+use std::collections::hash_map::Entry;
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 use std::time::Duration;
@@ -136,6 +137,8 @@ pub(super) struct Holds {
     held: HashMap<u64, Granted, RandomState>,
     bytes: u64,
     coming: Vec<Coming>,
+    /// No number from here on was ever used. Clients count up, so most numbers need no look.
+    unused: u64,
     is_over: bool,
 }
 
@@ -165,27 +168,26 @@ impl Holds {
         sums
     }
 
-    /// A call that may grant these numbers begins. Refused if one of them is in use, if there would
-    /// be too many, or if the client is gone.
+    /// A call that may grant these numbers begins. Refused if one of them is in use or none at all,
+    /// if there would be too many, or if the client is gone.
     pub(super) fn expect(&mut self, range: HoldRange) -> Result<(), StoreError> {
+        let end = range.first.checked_add(u64::from(range.count)).ok_or_else(numbers_in_use)?;
         let coming: usize = self.coming.iter().map(|coming| coming.range.count as usize).sum();
         if self.held.len() + coming + range.count as usize > HOLDS_MAX {
             return Err(too_many());
         }
-        let is_coming = self.coming.iter().any(|coming| overlap(coming.range, range));
-        let is_held = !self.held.is_empty() && numbers(range).any(|hold| self.has(hold));
-        if is_coming || is_held {
-            return Err(numbers_in_use());
+        if range.first < self.unused {
+            let is_coming = self.coming.iter().any(|coming| overlap(coming.range, range));
+            if is_coming || numbers(range).any(|hold| self.held.contains_key(&hold)) {
+                return Err(numbers_in_use());
+            }
         }
         if self.is_over {
             return Err(StoreError::Closed);
         }
+        self.unused = self.unused.max(end);
         self.coming.push(Coming { range, returned: HashSet::new() });
         Ok(())
-    }
-
-    fn has(&self, hold: u64) -> bool {
-        self.held.contains_key(&hold)
     }
 
     /// Grants a hold. Gives it back when the client has returned it meanwhile, or is gone: dropping
@@ -225,10 +227,11 @@ impl Holds {
 
     /// Takes a slab that the client has written. Its note stays until the block is in the catalog.
     pub(super) fn take_slab(&mut self, hold: u64) -> Option<(SlabMut, Option<Note>)> {
-        if !matches!(self.held.get(&hold), Some(Granted { held: Held::Slab(_), .. })) {
+        let Entry::Occupied(entry) = self.held.entry(hold) else { return None };
+        if !matches!(entry.get().held, Held::Slab(_)) {
             return None;
         }
-        let Granted { note, held, .. } = self.held.remove(&hold)?;
+        let Granted { note, held, .. } = entry.remove();
         self.bytes -= held.bytes();
         match held {
             Held::Slab(slab) => Some((slab, note)),
@@ -263,7 +266,8 @@ impl Holds {
 fn numbers_in_use() -> StoreError {
     StoreError::Config {
         setting: "hold",
-        reason: "the client uses a number again that it still holds".to_owned(),
+        reason: "the client uses a number again that it still holds, or there are no more"
+            .to_owned(),
     }
 }
 
@@ -329,6 +333,19 @@ mod tests {
         assert!(holds.take_slab(13).is_none());
         assert!(holds.take_slab(12).is_some());
         assert_eq!(holds.bytes(), 0);
+    }
+
+    #[test]
+    fn numbers_in_any_order_are_told_from_those_in_use() {
+        let (pool, mut holds) = (pool(), Holds::default());
+        holds.expect(CALL).expect("the numbers are new");
+        assert!(holds.grant(12, slab(&pool)).is_none());
+        holds.expected(CALL);
+        holds.expect(HoldRange { first: 2, count: 8 }).expect("below those before");
+        assert!(holds.expect(HoldRange { first: 5, count: 1 }).is_err(), "coming");
+        assert!(holds.expect(HoldRange { first: 11, count: 9 }).is_err(), "held");
+        assert!(holds.expect(HoldRange { first: u64::MAX, count: 1 }).is_err(), "no such number");
+        holds.expect(HoldRange { first: u64::MAX - 1, count: 1 }).expect("the last one");
     }
 
     #[test]
