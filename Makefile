@@ -30,6 +30,7 @@ VLLM_ENVIRONMENT := HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 VLLM_CPU_KVCACHE_SPAC
 	VLLM_CPU_NUM_OF_RESERVED_CPU=0 VLLM_CACHE_ROOT=$(CURDIR)/$(VLLM)/cache
 TRACE := data/traces/mooncake/conversation_trace.jsonl
 LOOM_FLAGS := --cfg loom
+HOST = $(shell rustc -vV | sed -n "s/^host: //p")
 FUZZ_SECONDS ?= 60
 CARGO_FUZZ_VERSION := 0.13.2
 UV_VERSION := 0.13.9
@@ -172,6 +173,16 @@ docs: $(STAMPS)/build $(STAMPS)/test
 loom:
 	CARGO_TARGET_DIR=$(CARGO_TARGET_DIR)/loom RUSTFLAGS="$(LOOM_FLAGS)" \
 		cargo test --locked --package cascade-memory --release --lib --quiet loom
+
+# The stable toolchain takes the flag with RUSTC_BOOTSTRAP. ThreadSanitizer needs the sources of std.
+.PHONY: sanitize ## Run the tests of the crates with unsafe code under AddressSanitizer, and a race
+sanitize: export CARGO_TARGET_DIR := $(CARGO_TARGET_DIR)/asan
+sanitize: export RUSTC_BOOTSTRAP := 1
+sanitize: export RUSTFLAGS := -Zsanitizer=address
+sanitize:
+	cargo test --locked --quiet --target $(HOST) --package cascade-memory --package cascade-disk \
+		--lib --tests
+	cargo test --locked --quiet --target $(HOST) --package cascade-store --test race
 
 .PHONY: fuzz ## Fuzz each target for FUZZ_SECONDS (60), where cargo-fuzz can be installed
 fuzz: .cache/cargo-fuzz/bin/cargo-fuzz
