@@ -8,7 +8,8 @@ fn main() {
     let mark = if changes.is_empty() { "" } else { " with local changes" };
     println!("cargo::rustc-env=CASCADE_COMMIT={commit}{mark}");
     println!("cargo::rerun-if-changed=build.rs");
-    println!("cargo::rerun-if-changed=src");
+    // All crates: a change to any of them is a local change of this program.
+    println!("cargo::rerun-if-changed=..");
     // The log of HEAD grows with every commit, wherever this working tree keeps it.
     if let Some(log) = git(&["rev-parse", "--git-path", "logs/HEAD"]) {
         println!("cargo::rerun-if-changed={log}");
