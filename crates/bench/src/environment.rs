@@ -1,6 +1,7 @@
 //! What a figure was measured on: processor, memory, kernel, disk, build and command line.
 
 use std::collections::BTreeMap;
+use std::ffi::OsString;
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -36,7 +37,7 @@ pub struct Environment {
     pub profile: String,
     /// When the run began, milliseconds since 1970 UTC.
     pub started_unix_ms: u64,
-    /// The whole command line.
+    /// The command line; of the program that runs it the name alone, which lies anywhere.
     pub argv: Vec<String>,
 }
 
@@ -77,7 +78,7 @@ impl Environment {
             commit: env!("CASCADE_COMMIT").to_owned(),
             profile: if cfg!(debug_assertions) { "debug" } else { "release" }.to_owned(),
             started_unix_ms: SystemClock.unix_ms(),
-            argv: std::env::args_os().map(|arg| arg.to_string_lossy().into_owned()).collect(),
+            argv: argv(std::env::args_os()),
         }
     }
 
@@ -107,6 +108,15 @@ pub fn resident_bytes() -> Option<u64> {
 }
 
 /// The file system that a path lies on, or will lie on once it is made.
+/// A result is read elsewhere: where its interpreter lay is of no use there.
+fn argv(arguments: impl Iterator<Item = OsString>) -> Vec<String> {
+    let program = |argument: &OsString| {
+        Path::new(argument).file_name().map_or_else(|| argument.clone(), OsString::from)
+    };
+    let shown = arguments.enumerate().map(|(at, one)| if at == 0 { program(&one) } else { one });
+    shown.map(|argument| argument.to_string_lossy().into_owned()).collect()
+}
+
 fn mount_of(directory: &Path) -> Option<Mount> {
     let existing = directory.ancestors().find(|path| path.exists()).filter(|path| *path != "")?;
     let full = existing.canonicalize().ok()?;
@@ -186,6 +196,13 @@ mod tests {
             ("ext4", "/dev/vda", "rw,noatime")
         );
         assert_eq!(parse_mount("nonsense"), None);
+    }
+
+    #[test]
+    fn a_result_names_the_program_and_not_where_it_lay() {
+        let given = ["/home/me/.venv/bin/python", ".venv/bin/cascade", "--json", "/tmp/a.json"];
+        let shown = argv(given.map(OsString::from).into_iter());
+        assert_eq!(shown, ["python", ".venv/bin/cascade", "--json", "/tmp/a.json"]);
     }
 
     #[test]
