@@ -55,13 +55,11 @@ impl Store {
 }
 
 impl Node {
-    /// For callers without a mark of their own, who share one.
+    /// For callers without a mark of their own: they are told what nobody was told of when their
+    /// flush began.
     pub(crate) fn flush(&self, options: CallOptions) -> Result<(), StoreError> {
         let mut told = self.lock().told;
-        let flushed = self.flush_since(&mut told, self.call(options));
-        let mut state = self.lock();
-        state.told = state.told.max(told);
-        flushed
+        self.flush_since(&mut told, self.call(options))
     }
 
     fn flush_since(&self, told: &mut FlushMark, call: Call) -> Result<(), StoreError> {
@@ -89,7 +87,7 @@ impl Node {
             self.judge(&mut self.lock(), at, verdict);
             flushed = flushed.and(result.map_err(|error| tier_error(stage, "flush", error)));
         }
-        let state = self.lock();
+        let mut state = self.lock();
         let lacking = state.unwritten.newer(told.max(state.forgiven));
         if state.is_closed && (flushed.is_err() || lacking.is_some()) {
             // Another thread closed the store meanwhile: the stages are well, but let go.
@@ -97,6 +95,7 @@ impl Node {
         }
         flushed?;
         *told = state.unwritten;
+        state.told = state.unwritten;
         if let Some(stage) = lacking {
             return Err(self.stage_error(&state, stage, "write some blocks down"));
         }

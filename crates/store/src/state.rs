@@ -82,7 +82,7 @@ pub(crate) struct State {
     pub(crate) unwritten: FlushMark,
     /// How many of these no flush tells of: an erasure made up for them.
     pub(crate) forgiven: FlushMark,
-    /// How many [`crate::Store::flush`] has told of.
+    /// How many some flush has told of.
     pub(crate) told: FlushMark,
     pub(crate) names_tickets: [Tickets; LOWER_STAGES_MAX],
     /// Why a stage failed last.

@@ -144,6 +144,19 @@ fn every_caller_with_a_mark_of_its_own_is_told_once_what_was_not_written() {
     store.flush_since(&mut store.flush_mark(), CallOptions::default()).expect("came later");
 }
 
+/// A node whose clients all knew what had not been written ended with an error about it.
+#[test]
+fn a_store_that_closes_tells_nothing_that_somebody_was_told_before() {
+    let (store, stage) = open(StoreConfig { health: often(), ..dram(4) });
+    let mut mark = store.flush_mark();
+    stage.fails.store(true, Relaxed);
+    put(&store, &keys(0..4), BLOCK);
+    store.flush_since(&mut mark, CallOptions::default()).unwrap_err();
+    stage.fails.store(false, Relaxed);
+    wait_for(&store, 0, true);
+    store.close().unwrap();
+}
+
 #[test]
 fn flushes_at_once_are_all_told_what_was_not_written() {
     let (store, stage) = open(StoreConfig { health: often(), ..dram(4) });
