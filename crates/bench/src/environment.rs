@@ -107,16 +107,19 @@ pub fn resident_bytes() -> Option<u64> {
     status_kib("/proc/self/status", "VmRSS:")
 }
 
-/// The file system that a path lies on, or will lie on once it is made.
 /// A result is read elsewhere: where its interpreter lay is of no use there.
 fn argv(arguments: impl Iterator<Item = OsString>) -> Vec<String> {
-    let program = |argument: &OsString| {
-        Path::new(argument).file_name().map_or_else(|| argument.clone(), OsString::from)
-    };
-    let shown = arguments.enumerate().map(|(at, one)| if at == 0 { program(&one) } else { one });
-    shown.map(|argument| argument.to_string_lossy().into_owned()).collect()
+    let mut shown: Vec<_> =
+        arguments.map(|argument| argument.to_string_lossy().into_owned()).collect();
+    if let Some(program) = shown.first_mut()
+        && let Some(name) = Path::new(program).file_name()
+    {
+        *program = name.to_string_lossy().into_owned();
+    }
+    shown
 }
 
+/// The file system that a path lies on, or will lie on once it is made.
 fn mount_of(directory: &Path) -> Option<Mount> {
     let existing = directory.ancestors().find(|path| path.exists()).filter(|path| *path != "")?;
     let full = existing.canonicalize().ok()?;

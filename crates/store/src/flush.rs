@@ -48,9 +48,10 @@ impl Store {
         self.node().flush_since(told, self.node().call(options))
     }
 
-    /// What somebody who comes now need not be told of.
+    /// Where a caller that comes now begins: it is told of whatever nobody was told of yet, which
+    /// may have been its own before it was connected anew.
     pub fn flush_mark(&self) -> FlushMark {
-        self.node().lock().unwritten
+        self.node().lock().told
     }
 }
 
