@@ -10,7 +10,7 @@ from cascadekv.bench.engine_process import Answer
 from cascadekv.bench.figures import Figure, Sheet, Target
 from cascadekv.bench.prompts import prompt, with_prefix
 from cascadekv.bench.rounds import Pairs, connector_share, hit_most, overhead
-from cascadekv.bench.sessions import HINTS, turns
+from cascadekv.bench.sessions import HINTS, TURN_TOKENS, turns
 from cascadekv.bench.vllm import HINT_REQUESTS, HINT_REQUESTS_SHORT, read_options
 
 IDLE = {"calls": 0, "wall_s": 0.0, "cpu_s": 0.0}
@@ -156,7 +156,7 @@ def test_made_up_sessions_repeat_what_they_said_and_each_hint_has_something_to_t
     said = set()
     again = []
     for turn in asked:
-        again += [turn] * (tuple(turn.tokens[:-256]) in said)
+        again += [turn] * (tuple(turn.tokens[:-TURN_TOKENS]) in said)
         said.add(tuple(turn.tokens))
     assert any(turn.is_important for turn in again)
     for told in HINTS.values():
