@@ -27,9 +27,10 @@ class Gate:
         self.records[name] = bytes(record)
 
     def get(self, name, into):
-        """Wait for the gate, then give the record."""
-        self.reached.set()
-        self.open.wait(20)
+        """Wait for the gate, then give the record; headers, of 160 bytes, pass."""
+        if len(into) > 160:
+            self.reached.set()
+            self.open.wait(20)
         part = self.records[name][: len(into)]
         into[: len(part)] = part
         return len(part)
