@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import timedelta
 from typing import Literal, Self, SupportsIndex, TypeAlias, Unpack, final, overload
 
 from typing_extensions import Buffer, CapsuleType
@@ -36,8 +37,8 @@ __all__ = [
     "check_stage",
     "checksum",
     "connect",
+    "default_socket",
     "digest",
-    "parse_size",
     "replace_trace",
     "run_command",
     "weights_fingerprint",
@@ -47,6 +48,8 @@ __version__: str
 
 _Key: TypeAlias = BlockKey | bytes
 _Keys: TypeAlias = BlockKeys | BlockKey | Buffer | Iterable[BlockKey | bytes]
+_Duration: TypeAlias = float | str | timedelta
+_Size: TypeAlias = int | str
 
 @final
 class BlockKey:
@@ -326,7 +329,7 @@ class PreparedPut:
         `pages` names a page for each key. `count` regions from `first` on are copied, all by
         default: a connector may save layer by layer.
         """
-    def seal(self, *, timeout: float | None = None) -> list[PutResult]:
+    def seal(self, *, timeout: _Duration | None = None) -> list[PutResult]:
         """Store the blocks; gives a result for each key, needed or not.
 
         Raises `ValueError`, and changes nothing, while bytes of the needed blocks are missing.
@@ -365,17 +368,18 @@ class Store:
         chain: bool = True,
         is_prefix: bool = False,
         last_is_partial: bool = False,
-        ttl: float | None = None,
+        ttl: _Duration | None = None,
         namespace: Namespace | None = None,
-        timeout: float | None = None,
+        timeout: _Duration | None = None,
     ) -> list[PutResult]:
         """Store blocks.
 
         `blocks` is a buffer for each key, or one buffer that holds them all in equal pieces; do not
         change them until the call returns. The keys of one call are consecutive blocks of one chain
-        that begins below `parent`, unless `chain` is false. `ttl` and `timeout` are in seconds.
+        that begins below `parent`, unless `chain` is false. `ttl` and `timeout` are durations:
+        seconds, text such as `"5s"`, or a `timedelta`.
         """
-    def reserve(self, size: int, *, timeout: float | None = None) -> Reservation:
+    def reserve(self, size: _Size, *, timeout: _Duration | None = None) -> Reservation:
         """Give memory of the pool for a block of that many bytes: write in place, then put."""
     def put_reserved(
         self,
@@ -386,9 +390,9 @@ class Store:
         chain: bool = True,
         is_prefix: bool = False,
         last_is_partial: bool = False,
-        ttl: float | None = None,
+        ttl: _Duration | None = None,
         namespace: Namespace | None = None,
-        timeout: float | None = None,
+        timeout: _Duration | None = None,
     ) -> list[PutResult]:
         """Store blocks that were written in place, without a copy. Keywords as for `put`.
 
@@ -397,29 +401,29 @@ class Store:
     def prepare(
         self,
         keys: _Keys,
-        size: int,
+        size: _Size,
         *,
         parent: _Key | None = None,
         chain: bool = True,
         is_prefix: bool = False,
         last_is_partial: bool = False,
-        ttl: float | None = None,
+        ttl: _Duration | None = None,
         namespace: Namespace | None = None,
-        timeout: float | None = None,
+        timeout: _Duration | None = None,
     ) -> PreparedPut:
         """Ask which of some blocks of `size` bytes the store wants, and take memory for them.
 
         Keywords as for `put`. A key that is there with as many bytes is present, whatever they are.
         """
     def get(
-        self, keys: _Keys, buffers: Buffer | Iterable[Buffer], *, timeout: float | None = None
+        self, keys: _Keys, buffers: Buffer | Iterable[Buffer], *, timeout: _Duration | None = None
     ) -> list[GetResult]:
         """Copy blocks into buffers.
 
         `buffers` is a writable buffer for each key, or one that has room for all in equal pieces.
         A block that does not fit is not copied; its result says how much it needs.
         """
-    def view(self, keys: _Keys, *, timeout: float | None = None) -> Views:
+    def view(self, keys: _Keys, *, timeout: _Duration | None = None) -> Views:
         """Give views on blocks in the pool, without a copy; `None` for a miss."""
     def lookup_prefix(
         self,
@@ -427,7 +431,7 @@ class Store:
         *,
         partial_tail: bool = False,
         hints: Hints | None = None,
-        at: float | None = None,
+        at: _Duration | None = None,
     ) -> PrefixMatch:
         """Say how many leading blocks of a chain are available, and where.
 
@@ -441,11 +445,11 @@ class Store:
         *,
         partial_tail: bool = False,
         hints: Hints | None = None,
-        at: float | None = None,
-        timeout: float | None = None,
+        at: _Duration | None = None,
+        timeout: _Duration | None = None,
     ) -> Views:
         """Look a chain up and view the leading blocks that are available, in one call."""
-    def hint(self, keys: _Keys, *, hints: Hints, at: float | None = None) -> None:
+    def hint(self, keys: _Keys, *, hints: Hints, at: _Duration | None = None) -> None:
         """Say what the caller knows about a chain, without asking for it. Counts as no use.
 
         `at` as for `lookup_prefix`.
@@ -462,12 +466,12 @@ class Store:
         """Forget blocks in every tier. True for those that were here. Views on them stay right."""
     def prefetch(self, keys: _Keys) -> int:
         """Ask for blocks to be brought to memory in the background; says how many were accepted."""
-    def register(self, namespace: Namespace, *, timeout: float | None = None) -> None:
+    def register(self, namespace: Namespace, *, timeout: _Duration | None = None) -> None:
         """Keep a namespace's manifest with the data.
 
         `cascade explain` can then name the field in which two namespaces differ.
         """
-    def flush(self, *, timeout: float | None = None) -> None:
+    def flush(self, *, timeout: _Duration | None = None) -> None:
         """Wait until every tier has what was put, and would have it after a restart.
 
         Raises `TierError` if a tier did not take some of it since this store's, or this client's,
@@ -493,21 +497,25 @@ class Store:
     def __exit__(self, *_error: object) -> None: ...
 
 def connect(
-    socket: str | os.PathLike[str],
+    socket: str | os.PathLike[str] | None = None,
     *,
     token: str | bytes | None = None,
     access: str = "write",
     name: str | None = None,
-    timeout: float = 5.0,
+    timeout: _Duration | None = 5.0,
 ) -> Store:
-    """Connect to the node that serves at a Unix socket.
+    """Connect to the node of this host.
 
-    Returns a `Store`, as an embedded one is. Raises `AwayError` when no node answers there and
-    `RefusedError` when it does not want this client. Once connected, calls are answered at once
-    while the node is away: reads by misses, puts by `failed`; the connection comes back by itself.
-    `access` is "write" or "read"; `token` proves a tenant; `timeout` in seconds is what a call may
-    take unless it says otherwise.
+    Returns a `Store`, as an embedded one is. `socket` is the path of the node's Unix socket, or
+    `unix:PATH`; without it the one that `CASCADE_NODE` names, else the one that `cascade serve`
+    chooses for this user. Raises `AwayError` when no node answers there and `RefusedError` when it
+    does not want this client. Once connected, calls are answered at once while the node is away:
+    reads by misses, puts by `failed`; the connection comes back by itself. `access` is "write" or
+    "read"; `token` proves a tenant; `timeout` is what a call may take unless it says otherwise.
     """
+
+def default_socket() -> str:
+    """Say where a client looks for a node that nobody named."""
 
 def chain_keys(
     parent: Namespace | _Key,
@@ -531,11 +539,11 @@ def checksum(data: Buffer, /) -> int:
 def weights_fingerprint(*parts: Buffer) -> str:
     """Name weights by the bytes of their files, or of their headers and index, in a fixed order."""
 
-def parse_size(text: str, /) -> int:
-    """Give a size such as `"512MiB"` in bytes; raises `ConfigError` for what is no size."""
+def check_config(config: object, /) -> dict[str, object]:
+    """Check a `StoreConfig`; give the settings that are written in several ways in one.
 
-def check_config(config: object, /) -> None:
-    """Raise `ConfigError` when a setting makes no sense, by its name."""
+    Raises `ConfigError` when a setting makes no sense, by its name.
+    """
 
 def replace_trace(traceparent: str | None, /) -> str | None:
     """Have this thread's calls of nodes be part of that trace; give what was before.

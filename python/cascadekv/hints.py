@@ -1,6 +1,7 @@
 """What a caller may know about the future of its blocks. Every hint is optional."""
 
 from dataclasses import dataclass
+from datetime import timedelta
 from enum import StrEnum
 
 
@@ -37,5 +38,5 @@ class Hints:
     """How much the caller cares."""
     workload: int | None = None
     """A number from 0 to 255 for the kind of work; equal numbers are expected to behave alike."""
-    expected_within: float | None = None
-    """A waiting request will ask for this chain within that many seconds."""
+    expected_within: float | str | timedelta | None = None
+    """A waiting request will ask for this chain within that duration, such as 2.5 or "250ms"."""

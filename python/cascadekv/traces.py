@@ -2,10 +2,14 @@
 
 from collections.abc import Generator
 from contextlib import contextmanager
+from contextvars import ContextVar
 
 from cascadekv._native import replace_trace
 
-__all__ = ["part_of_trace"]
+__all__ = ["current_trace", "part_of_trace"]
+
+current_trace: ContextVar[str | None] = ContextVar("cascadekv trace", default=None)
+"""The trace of this task; `cascadekv.aio` carries it to the thread that makes the call."""
 
 
 @contextmanager
@@ -17,7 +21,9 @@ def part_of_trace(traceparent: str | None) -> Generator[None]:
     span under the caller's. What is no such header, and `None`, is nobody's trace.
     """
     before = replace_trace(traceparent)
+    token = current_trace.set(traceparent)
     try:
         yield
     finally:
+        current_trace.reset(token)
         replace_trace(before)

@@ -41,9 +41,9 @@ class Node:
         # Nothing of the caller's environment tells this node what to do.
         outside = {name: v for name, v in os.environ.items() if not name.startswith("CASCADE_")}
         fixed = {
-            "dram_huge_pages": "false",
-            "dram_pool_directory": str(pools),
-            "limits_client_share": "100%",
+            "huge_pages": "false",
+            "pool_directory": str(pools),
+            "client_share": "100%",
         }
         chosen = {f"CASCADE_{key.upper()}": value for key, value in (fixed | settings).items()}
         self._environment = outside | chosen
@@ -206,6 +206,6 @@ def two_tiers(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]
     else:
         serve = request.getfixturevalue("serve")
         flags = ["--dram", "8MiB", "--files", str(files), "--files-capacity", "256MiB"]
-        opened = cascadekv.connect(serve(*flags, files_segment="8MiB").socket)
+        opened = cascadekv.connect(serve(*flags, segment_size="8MiB").socket)
     with opened:
         yield opened

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from datetime import timedelta
 
 import pytest
 from cascadekv import ConfigError, PipelineError, Store, StoreConfig
@@ -19,19 +20,47 @@ def test_defaults_are_the_documented_ones():
         "files_capacity": 4096 * MIB,
         "files_layout": "segments",
         "segment_size": 256 * MIB,
-        "direct": True,
-        "engine": "auto",
+        "direct_io": True,
+        "io_engine": "auto",
         "durable": False,
         "policy": "prefix-cost",
         "digest": "off",
         "write": "back",
-        "dirty_bytes_max": None,
-        "mover_bytes_per_second": None,
-        "protected_percent": 90,
+        "dirty_max": None,
+        "mover_rate": None,
+        "protected_share": 90,
         "admit_partial": False,
         "changes_max": 1 << 20,
         "timeout": 30.0,
     }
+
+
+def test_sizes_durations_and_shares_take_every_form():
+    for timeout in (2.5, "2.5s", "2500ms", timedelta(seconds=2.5)):
+        assert StoreConfig(timeout=timeout).timeout == 2.5
+    assert StoreConfig(timeout=3).timeout == 3.0
+    assert StoreConfig(timeout="30").timeout == 30.0
+    for size in (8 * MIB, "8MiB", "8388608", "8388608B"):
+        assert StoreConfig(dram=size).dram == 8 * MIB
+    for rate in (MIB, "1MiB", "1MiB/s"):
+        assert StoreConfig(mover_rate=rate).mover_rate == MIB
+    for share in (40, "40", "40%"):
+        assert StoreConfig(protected_share=share).protected_share == 40
+
+
+def test_a_file_is_no_directory(tmp_path):
+    path = tmp_path / "passwd"
+    path.write_text("root")
+    with pytest.raises(ConfigError, match=f"files: {path} is not a directory"):
+        Store(files=path)
+
+
+def test_stages_for_studies_are_not_offered():
+    with pytest.raises(PipelineError) as caught:
+        Store(pipeline="Dram|Tape")
+    assert "files" in str(caught.value)
+    assert "fake" not in str(caught.value)
+    assert "empty" not in str(caught.value)
 
 
 def test_files_extend_the_pipeline(tmp_path):
@@ -53,7 +82,7 @@ def test_a_store_says_what_it_runs_with():
         assert store.config == config
     with pytest.raises(TypeError, match="not both"):
         Store(config, dram="8MiB")
-    with pytest.raises(TypeError, match="StoreConfig"):
+    with pytest.raises(TypeError, match=r"config: <dict> is not a StoreConfig; .*\*\*settings"):
         Store({"dram": "8MiB"})
 
 
@@ -64,18 +93,27 @@ def test_a_store_says_what_it_runs_with():
         ({"zzz": 1}, "zzz: no such setting; known are pipeline, dram"),
         ({"dram": "8 buckets"}, "dram: .*buckets"),
         ({"dram": "1MiB"}, "dram: .*4 MiB"),
-        ({"dram": -1}, "dram"),
-        ({"dram": None}, "dram"),
+        ({"dram": -1}, "dram: -1 is not a size: .*512MiB"),
+        ({"dram": None}, "dram: None is not a size: .*512MiB"),
+        ({"dram": 1.5}, "dram: 1.5 is not a size"),
+        ({"dram": True}, "dram: True is not a size"),
+        ({"dram": 1 << 70}, "dram: 1180591620717411303424 is not a size"),
+        ({"files": 5}, "files: 5 is not a path"),
+        ({"files": ""}, 'files: "" is not a path'),
+        ({"huge_pages": "yes"}, 'huge_pages: "yes" is not True or False'),
+        ({"dirty_bytes_max": 1}, "dirty_bytes_max: is now called dirty_max"),
+        ({"direct": True}, "direct: is now called direct_io"),
         ({"dram_blocks": 0}, "dram_blocks"),
         ({"policy": "random"}, "policy: .*prefix-cost, lru, s3fifo, arc, waterfall"),
         ({"digest": "md5"}, "digest: .*off, blake3, sha256"),
         ({"write": "never"}, "write: .*back, through"),
-        ({"protected_percent": 101}, "protected_percent"),
+        ({"protected_share": 101}, "protected_share"),
         ({"timeout": 0}, "timeout"),
         ({"timeout": -1}, "timeout"),
-        ({"timeout": "soon"}, "timeout"),
-        ({"mover_bytes_per_second": 0}, "mover_bytes_per_second"),
-        ({"files": "/nonexistent", "engine": "magic"}, "engine: .*auto, uring, psync"),
+        ({"timeout": "soon"}, 'timeout: "soon" is not a duration.*5s'),
+        ({"timeout": None}, "timeout: None is not a duration"),
+        ({"mover_rate": 0}, "mover_rate"),
+        ({"files": "/nonexistent", "io_engine": "magic"}, "io_engine: .*auto, uring, psync"),
         ({"files": "/nonexistent", "files_layout": "heap"}, "files_layout: .*segments"),
     ],
 )

@@ -60,8 +60,8 @@ def test_every_option_of_the_document_has_its_effect():
         "cascade.dram": 2 * GIB,
         "cascade.files": "/mnt/test",
         "cascade.files_capacity": 1024 * GIB,
-        "cascade.direct": True,
-        "cascade.engine": "auto",
+        "cascade.direct_io": True,
+        "cascade.io_engine": "auto",
         "cascade.timeout": 5.0,
     }
     assert settings.hit_ratio == 0.75
@@ -76,8 +76,8 @@ def test_defaults_are_the_documents():
     settings = parse(memory=2048 * GIB)
     assert settings.options["cascade.dram"] == 256 * GIB
     assert settings.options["cascade.timeout"] == 30.0
-    assert settings.options["cascade.engine"] == "psync"
-    assert settings.options["cascade.direct"] is False
+    assert settings.options["cascade.io_engine"] == "psync"
+    assert settings.options["cascade.direct_io"] is False
     assert settings.use_layerwise
     assert settings.enable_event_sync
     assert settings.hit_ratio is None

@@ -1,12 +1,16 @@
 """The examples of the guide and of the package's own description run as they stand."""
 
 import doctest
+import subprocess
 import sys
 from pathlib import Path
 
 import cascadekv
+import pytest
+from cascadekv import aio
 
 GUIDE = Path(__file__).parents[2] / "docs" / "python.md"
+QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.py"
 
 
 def test_the_guides_examples_run(tmp_path, serve):
@@ -21,7 +25,17 @@ def test_the_guides_examples_run(tmp_path, serve):
     assert failed == 0
 
 
-def test_the_packages_example_runs():
-    failed, attempted = doctest.testmod(cascadekv)
+@pytest.mark.parametrize("module", [cascadekv, aio])
+def test_a_modules_example_runs(module):
+    failed, attempted = doctest.testmod(module)
     assert attempted > 0
     assert failed == 0
+
+
+def test_the_quickstart_runs():
+    run = subprocess.run(  # noqa: S603 # our own script
+        [sys.executable, str(QUICKSTART)], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    assert " 24 blocks:  16 loaded,   8 computed" in run.stdout
+    assert "after a restart:\n 24 blocks:  24 loaded" in run.stdout

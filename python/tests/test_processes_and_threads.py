@@ -25,8 +25,8 @@ def stuck_store(keys_of) -> Iterator[Store]:
         pipeline="Dram|Fake",
         dram="8MiB",
         huge_pages=False,
-        mover_bytes_per_second=1,
-        dirty_bytes_max="2MiB",
+        mover_rate=1,
+        dirty_max="2MiB",
         timeout=0.1,
     )
     store.put(keys_of(range(1)), [bytes(MIB)])

@@ -195,7 +195,7 @@ def test_a_client_that_the_node_cannot_see_needs_a_pool_that_ends_with_the_node(
     blind = serve("--dram", "8MiB", within=within)
     with pytest.raises(cascadekv.RefusedError, match="share the process namespace"):
         cascadekv.connect(blind.socket)
-    node = serve("--dram", "8MiB", within=within, dram_keep_pool="never")
+    node = serve("--dram", "8MiB", within=within, keep_pool="never")
     keys = _keys(range(1))
     with cascadekv.connect(node.socket) as store:
         assert store.put(keys, [b"block"])[0].ok
@@ -205,7 +205,7 @@ def test_a_client_that_the_node_cannot_see_needs_a_pool_that_ends_with_the_node(
 def test_a_node_that_the_machine_does_not_carry_says_so_and_serves(serve, tmp_path):
     node = serve("--dram", "8MiB", "--files", str(tmp_path / "files"), "--files-capacity", "900TiB")
     assert "files_space" in node.log()
-    assert "lower files.capacity" in node.log()
+    assert "lower files_capacity" in node.log()
     with cascadekv.connect(node.socket) as store:
         assert store.put(_keys(range(1)), [b"block"])[0].ok
 
@@ -272,7 +272,7 @@ def test_a_stopped_node_costs_one_deadline(filled, eventually):
 def test_a_node_that_is_told_to_end_writes_down_what_waits(serve, tmp_path, eventually):
     files = str(tmp_path / "files")
     flags = ("--dram", "8MiB", "--files", files, "--files-capacity", "64MiB")
-    node = serve(*flags, files_segment="8MiB")
+    node = serve(*flags, segment_size="8MiB")
     keys = _keys(range(100))
     with cascadekv.connect(node.socket) as store:
         assert all(result.ok for result in store.put(keys, [_bytes(key) for key in keys]))

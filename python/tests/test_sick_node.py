@@ -21,7 +21,7 @@ CALL_S = 2.0
 """What a call may take while the tier is ill: the clients' timeout."""
 HEALTH = {
     "files_durable": "true",
-    "files_segment": "4MiB",
+    "segment_size": "4MiB",
     "health_probe_interval": "50ms",
     "health_probe_timeout": "1s",
 }

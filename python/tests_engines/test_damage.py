@@ -181,7 +181,7 @@ def on_files(start, serve_module, tmp_path_factory):
     files = tmp_path_factory.mktemp("files")
     flags = ("--pipeline", "Dram|Files", "--dram", "64MiB")
     flags += ("--files", str(files), "--files-capacity", "256MiB")
-    settings = {"files_segment": "8MiB", "dram_keep_pool": "never"}
+    settings = {"segment_size": "8MiB", "keep_pool": "never"}
     node = serve_module(*flags, **settings)
     engine = start({"cascade.node": f"unix:{node.socket}", **ALWAYS, "cascade.load_timeout": 30})
     yield engine, node, files

@@ -183,7 +183,7 @@ def answer_while_nodes_die(start, reference, serve, tmp_path, count: int) -> Non
     """Hold the answers to many requests against the reference while the node is killed."""
     flags = ("--pipeline", "Dram|Files", "--dram", "32MiB")
     flags += ("--files", str(tmp_path / "files"), "--files-capacity", "128MiB")
-    node = serve(*flags, files_segment="8MiB")
+    node = serve(*flags, segment_size="8MiB")
     engine = start({"cascade.node": f"unix:{node.socket}", **ALWAYS, "cascade.load_timeout": 10})
     chance = random.Random(count)
     batches = list(mixed_requests(count, chance))

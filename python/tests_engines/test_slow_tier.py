@@ -18,8 +18,8 @@ STORE = {
     "cascade.pipeline": "Dram|Files",
     "cascade.files_capacity": "512MiB",
     # What was read a second ago comes from memory of the system's: much faster than computing.
-    "cascade.direct": False,
-    "cascade.engine": "psync",
+    "cascade.direct_io": False,
+    "cascade.io_engine": "psync",
     "cascade.lookup_timeout": 10,
     "cascade.save_timeout": 30,
     "cascade.load_timeout": 60,

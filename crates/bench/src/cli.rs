@@ -31,7 +31,7 @@ pub use args::ReplayArgs;
 pub use failure::Failure;
 pub use reference::reference;
 pub use screen::{Screen, write_file, write_json};
-pub use size::{Count, WarmUp, parse_bytes};
+pub use size::{Count, WarmUp, parse_bytes, parse_time};
 pub use status::render as render_status;
 
 /// Everything went well.

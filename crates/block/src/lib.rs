@@ -1,4 +1,4 @@
-//! The vocabulary of Cascade: keys, digests, manifests, geometry, sizes and clocks. No I/O.
+//! The vocabulary of Cascade: keys, digests, manifests, geometry, sizes, durations and clocks. No I/O.
 
 mod causes;
 mod chain;
@@ -10,6 +10,7 @@ mod key;
 pub mod manifest;
 mod namespace;
 mod size;
+mod time_span;
 
 pub use causes::with_causes;
 pub use chain::{ChainTail, chain_keys, extend_chain_keys};
@@ -21,3 +22,4 @@ pub use key::{BlockKey, KeyParseError};
 pub use manifest::{Difference, Manifest, WeightsFingerprint};
 pub use namespace::{Namespace, NamespaceId, TenantSecret, key_of_id};
 pub use size::{ByteSize, ByteSizeError};
+pub use time_span::{TimeSpan, TimeSpanError};

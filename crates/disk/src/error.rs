@@ -52,7 +52,7 @@ pub enum DiskError {
     },
     /// Another process writes here.
     #[error(
-        "{} is held by {}; stop that process, or give this one a writer name of its own",
+        "{} is held by {}; stop that process, or give this store another directory",
         path.display(), holder(*pid)
     )]
     Locked {

@@ -16,6 +16,7 @@ mod file;
 mod key;
 mod keys;
 mod reference;
+mod renamed;
 mod settings;
 mod value;
 
@@ -72,7 +73,7 @@ pub struct SecurityConfig {
     pub certificate: Option<PathBuf>,
     /// The certificate's private key, PEM.
     pub private_key: Option<PathBuf>,
-    /// Who signs certificates of callers (mutual TLS), PEM.
+    /// The CA certificate for client authentication (mutual TLS), PEM.
     pub client_authority: Option<PathBuf>,
 }
 

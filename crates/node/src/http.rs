@@ -123,7 +123,7 @@ pub fn serve(node: &Node, config: HttpConfig) -> Result<HttpHandle, NodeError> {
         .build()
         .map_err(HttpError::Thread)?;
     if security::is_token_in_the_clear(&config.security, address) {
-        tracing::warn!(%address, "the token travels unencrypted; add security.certificate");
+        tracing::warn!(%address, "the token travels unencrypted; add tls_certificate");
     }
     let served = (node.clone(), Arc::clone(&access));
     let thread = std::thread::Builder::new()

@@ -43,7 +43,7 @@ const EXPORT_INTERVAL: Duration = Duration::from_secs(1);
 pub enum TelemetryError {
     /// The filter makes no sense.
     #[error(
-        "log.filter {filter:?} is no filter; write a level such as info, or module=level pairs"
+        "log_filter {filter:?} is no filter; write a level such as info, or module=level pairs"
     )]
     Filter {
         /// What was given.
@@ -53,7 +53,7 @@ pub enum TelemetryError {
         source: tracing_subscriber::filter::ParseError,
     },
     /// The collector's address makes no sense.
-    #[error("traces.endpoint {endpoint:?}: {reason}")]
+    #[error("traces_endpoint {endpoint:?}: {reason}")]
     Endpoint {
         /// What was given.
         endpoint: String,
@@ -203,7 +203,7 @@ mod tests {
         assert_eq!(url("http://collector/otlp/v1/traces"), "http://collector/otlp/v1/traces");
         for wrong in ["collector:4318", "https://collector:4318", "http://", "http:// a"] {
             let error = traces_url(wrong).unwrap_err().to_string();
-            assert!(error.contains("traces.endpoint"), "{error}");
+            assert!(error.contains("traces_endpoint"), "{error}");
         }
     }
 
@@ -211,6 +211,6 @@ mod tests {
     fn a_filter_that_is_none_is_refused_by_name() {
         let log = LogConfig { json: false, filter: Some("cascade=loud".to_owned()) };
         let error = subscriber(&log, None, false, io::sink).err().unwrap().to_string();
-        assert!(error.contains("log.filter") && error.contains("cascade=loud"), "{error}");
+        assert!(error.contains("log_filter") && error.contains("cascade=loud"), "{error}");
     }
 }

@@ -84,20 +84,20 @@ fn the_tables_defaults_are_the_codes() {
 
 #[test]
 fn later_sources_win_key_by_key() {
-    let text = "[dram]\ncapacity = \"1GiB\"\npolicy = \"lru\"\n[limits]\nconnections = 10\n";
+    let text = "dram = \"1GiB\"\npolicy = \"lru\"\n\nconnections_max = 10\n";
     let case = Case::new(text)
-        .variable("CASCADE_DRAM_CAPACITY", "2GiB")
-        .variable("CASCADE_DRAM_POLICY", "arc")
-        .flag("dram.capacity", "3GiB");
+        .variable("CASCADE_DRAM", "2GiB")
+        .variable("CASCADE_POLICY", "arc")
+        .flag("dram", "3GiB");
     let config = case.load().unwrap();
     assert_eq!(config.store.dram_bytes, 3 << 30);
     assert_eq!(config.store.policy, cascade_store::PolicyKind::Arc);
     assert_eq!(config.limits.connections_max, 10);
     let printed = config.settings.print();
     for line in [
-        "capacity = \"3GiB\"|--dram",
-        "policy = \"arc\"|CASCADE_DRAM_POLICY",
-        "connections = 10|cascade.toml:5",
+        "dram = \"3GiB\"|--dram",
+        "policy = \"arc\"|CASCADE_POLICY",
+        "connections_max = 10|cascade.toml:4",
         "huge_pages = true|# default",
         "# listen =|not set",
     ] {
@@ -110,7 +110,7 @@ fn later_sources_win_key_by_key() {
 #[test]
 fn what_is_printed_configures_the_same_node() {
     let case = Case::new(
-        "[files]\ndirectory = \"/srv/a \\\"b\\\"\"\n[store]\nmover_rate = \"5MB/s\"\n\
+        "files = \"/srv/a \\\"b\\\"\"\n[advanced]\nmover_rate = \"5MB/s\"\n\
          [[tenant]]\nname = \"a\"\nusers = [7, \"9\"]\ndram = \"8MiB\"\n",
     );
     let config = case.load().unwrap();
@@ -120,7 +120,7 @@ fn what_is_printed_configures_the_same_node() {
 
 #[test]
 fn the_file_may_be_named_by_the_environment() {
-    let case = Case::new("[dram]\ncapacity = \"1GiB\"\n");
+    let case = Case::new("dram = \"1GiB\"\n");
     let file = case.path("cascade.toml").display().to_string();
     let environment = Environment::new([("CASCADE_CONFIG", file)], USER);
     let config = config::load(&Sources::default(), &environment).unwrap();
@@ -142,48 +142,80 @@ fn assert_refused(cases: &[(&str, &[&str])]) {
 #[test]
 fn what_is_unknown_or_wrong_is_named_with_its_place() {
     assert_refused(&[
-        ("[dram]\n\ncapactiy = 1", &["cascade.toml:3", "dram.capactiy", "dram.capacity"]),
-        ("[drma]\ncapacity = 1", &["cascade.toml:1", "\"drma\"", "\"dram\""]),
-        ("[dram]\npipeline = \"Dram\"", &["cascade.toml:2", "store.pipeline"]),
-        ("capacity = \"1GiB\"", &["cascade.toml:1", "dram.capacity"]),
-        ("dram = \"1GiB\"", &["cascade.toml:1", "[dram]"]),
-        ("[dram]\ncapacity = \"lots\"", &["cascade.toml:2", "dram.capacity", "512MiB"]),
-        ("[dram]\ncapacity = 1.5", &["cascade.toml:2", "float", "512MiB"]),
-        ("[dram]\ncapacity = \"1MiB\"", &["dram.capacity", "the least is 4MiB"]),
-        ("[dram]\nprotected = 101", &["dram.protected", "the most is 100%"]),
-        ("[dram]\npolicy = true", &["dram.policy", "prefix-cost"]),
-        ("[store]\ntimeout = 30", &["store.timeout", "30s"]),
-        ("[node]\nsocket_mode = 600", &["node.socket_mode", "\"0600\""]),
-        ("[node]\nsocket = \"run/c.sock\"", &["node.socket", "absolute"]),
+        ("\n\nfiles_capactiy = 1", &["cascade.toml:3", "files_capactiy", "\"files_capacity\""]),
+        ("[advancde]\ntimeout = 1", &["cascade.toml:1", "\"advancde\"", "\"advanced\""]),
+        ("[advanced]\npolicy = \"lru\"", &["cascade.toml:2", "policy", "top of the file"]),
+        ("huge_pages = true", &["cascade.toml:1", "huge_pages", "below [advanced]"]),
+        ("advanced = 1", &["cascade.toml:1", "[advanced]"]),
+        ("capacity = \"1GiB\"", &["cascade.toml:1", "\"capacity\""]),
+        ("dram = \"lots\"", &["cascade.toml:1", "dram", "512MiB"]),
+        ("dram = 1.5", &["cascade.toml:1", "\"1.5\"", "512MiB"]),
+        ("dram = \"1MiB\"", &["dram", "the least is 4MiB"]),
+        ("[advanced]\nprotected_share = 101", &["protected_share", "the most is 100%"]),
+        ("policy = true", &["policy", "prefix-cost"]),
+        ("[advanced]\ntimeout = \"soon\"", &["timeout", "250ms"]),
+        ("socket_mode = 600", &["socket_mode", "\"0600\""]),
+        ("socket = \"run/c.sock\"", &["socket", "absolute"]),
         ("[dram\n", &["cascade.toml:1"]),
-        ("[dram]\ncapacity = \"1GiB\"\ncapacity = \"2GiB\"", &["cascade.toml:3", "duplicate"]),
+        ("dram = \"1GiB\"\ndram = \"2GiB\"", &["cascade.toml:2", "duplicate"]),
         ("[tenant]\nname = \"a\"", &["cascade.toml:1", "[[tenant]]"]),
         ("[[tenant]]\nname = \"a\"\nquota = 1", &["cascade.toml:3", "tenant.quota"]),
+        ("[[tenant]]\nname = \"a\"\nfiles = \"32MiB\"", &["tenant.files", "absolute path"]),
     ]);
-    let said = Case::new("").variable("CASCADE_DRAM_CAPACTIY", "1GiB").refusal();
-    assert!(said.contains("did you mean \"CASCADE_DRAM_CAPACITY\""), "{said}");
-    let said = Case::new("").variable("CASCADE_DRAM_CAPACITY", "big").refusal();
-    assert!(said.contains("CASCADE_DRAM_CAPACITY: dram.capacity"), "{said}");
-    let said = Case::new("").flag("dram.capacity", "big").refusal();
-    assert!(said.contains("--dram: dram.capacity"), "{said}");
+    let said = Case::new("").variable("CASCADE_DRAMM", "1GiB").refusal();
+    assert!(said.contains("did you mean \"CASCADE_DRAM\""), "{said}");
+    let said = Case::new("").variable("CASCADE_DRAM", "big").refusal();
+    assert!(said.contains("CASCADE_DRAM: dram"), "{said}");
+    let said = Case::new("").flag("dram", "big").refusal();
+    assert!(said.contains("--dram: dram"), "{said}");
+}
+
+#[test]
+fn a_name_that_a_setting_had_before_is_refused_with_the_new_one() {
+    assert_refused(&[
+        ("[dram]\ncapacity = \"1GiB\"", &[":2", "dram.capacity is now called dram", "top"]),
+        ("[files]\ndirectory = \"/a\"", &["files.directory is now called files"]),
+        ("[store]\ndirty_max = \"1GiB\"", &["is now called dirty_max", "below [advanced]"]),
+        ("[dram]\nnothing = 1", &["dram: is no table", "[advanced]"]),
+        ("dirty_bytes_max = 1", &["dirty_bytes_max is now called dirty_max"]),
+        (
+            "[[tenant]]\nname = \"a\"\nfiles_directory = \"/a\"",
+            &["tenant.files_directory is now called tenant.files"],
+        ),
+    ]);
+    let said = Case::new("").variable("CASCADE_DRAM_CAPACITY", "1GiB").refusal();
+    assert!(said.contains("is now called CASCADE_DRAM"), "{said}");
+}
+
+#[test]
+fn durations_sizes_and_shares_take_every_form() {
+    let text = "dram = 16777216\n[advanced]\ntimeout = 2.5\nshutdown_timeout = 7\n\
+                probe_interval = \"250ms\"\nprotected_share = 25\nmover_rate = 1048576\n";
+    let config = Case::new(text).load().unwrap();
+    assert_eq!(config.store.dram_bytes, 16 << 20);
+    assert_eq!(config.store.timeout.as_millis(), 2500);
+    assert_eq!(config.shutdown_timeout.as_secs(), 7);
+    assert_eq!(config.store.health.probe_interval.as_millis(), 250);
+    assert_eq!(config.store.protected_percent, 25);
+    assert_eq!(config.store.mover_bytes_per_second, Some(1 << 20));
 }
 
 #[test]
 fn contradictions_are_named_by_their_keys() {
     assert_refused(&[
-        ("[store]\npipeline = \"Dram|Files\"", &["store.pipeline", "cascade.toml:2", "--files"]),
-        ("[store]\npipeline = \"Dram\"\n[files]\ndirectory = \"/a\"", &["files.directory"]),
-        ("[store]\npipeline = \"Dram|Tape\"", &["store.pipeline", "Tape"]),
-        ("[store]\ndirty_max = \"1GiB\"", &["store.dirty_max", "dram.capacity"]),
+        ("pipeline = \"Dram|Files\"", &["pipeline", "cascade.toml:1", "--files"]),
+        ("pipeline = \"Dram\"\nfiles = \"/a\"", &["files (", "Files"]),
+        ("pipeline = \"Dram|Tape\"", &["pipeline", "Tape"]),
+        ("[advanced]\ndirty_max = \"1GiB\"", &["dirty_max", "dram"]),
         (
-            "[files]\ndirectory = \"/a\"\ncapacity = \"1GiB\"\nsegment = \"1GiB\"",
-            &["files.segment", "files.capacity", "two segments"],
+            "files = \"/a\"\nfiles_capacity = \"1GiB\"\n[advanced]\nsegment_size = \"1GiB\"",
+            &["segment_size", "files_capacity", "two segments"],
         ),
-        ("[node]\nlisten = \"0.0.0.0:9000\"", &["node.listen", "security.token_file"]),
-        ("[node]\nlisten = \"[::]:9000\"", &["node.listen", "127.0.0.1"]),
-        ("[security]\ncertificate = \"/a\"", &["security.private_key"]),
-        ("[security]\nclient_authority = \"/a\"", &["security.certificate"]),
-        ("[security]\nencryption_key_file = \"HERE/cascade.toml\"", &["encryption_key_file"]),
+        ("listen = \"0.0.0.0:9000\"", &["listen", "token_file"]),
+        ("listen = \"[::]:9000\"", &["listen", "127.0.0.1"]),
+        ("tls_certificate = \"/a\"", &["tls_private_key"]),
+        ("tls_client_ca = \"/a\"", &["tls_certificate"]),
+        ("encryption_key_file = \"HERE/cascade.toml\"", &["encryption_key_file"]),
         ("[[tenant]]\nname = \"default\"\nusers = [1]", &["tenant.name", "default"]),
         ("[[tenant]]\nname = \"../a\"\nusers = [1]", &["tenant.name", "../a"]),
         ("[[tenant]]\nusers = [1]", &["tenant.name"]),
@@ -193,30 +225,27 @@ fn contradictions_are_named_by_their_keys() {
             &["user 1", "\"a\"", "\"b\""],
         ),
         (
-            "[files]\ndirectory = \"/x\"\n[[tenant]]\nname = \"a\"\nusers = [1]\n\
-             files_directory = \"/x\"",
+            "files = \"/x\"\n[[tenant]]\nname = \"a\"\nusers = [1]\nfiles = \"/x\"",
             &["/x", "\"default\"", "\"a\""],
         ),
         ("[[tenant]]\nname = \"a\"\nusers = [\"nobody-here\"]", &["nobody-here", "id -u"]),
     ]);
-    let long = format!("[node]\nsocket = \"/{}\"", "s".repeat(107));
+    let long = format!("socket = \"/{}\"", "s".repeat(107));
     assert!(Case::new(&long).refusal().contains("107"));
 }
 
 #[test]
 fn a_port_beyond_loopback_opens_with_proof() {
-    let text = "[node]\nlisten = \"0.0.0.0:9000\"\n[security]\ntoken_file = \"HERE/token\"\n";
+    let text = "listen = \"0.0.0.0:9000\"\ntoken_file = \"HERE/token\"\n";
     let config = Case::new(text).secret("token", 0o600).load().unwrap();
     assert_eq!(config.listen.unwrap().port(), 9000);
-    assert!(Case::new("[node]\nlisten = \"127.0.0.1:9000\"").load().is_ok());
-    assert!(Case::new("[node]\nlisten = \"[::1]:9000\"").load().is_ok());
+    assert!(Case::new("listen = \"127.0.0.1:9000\"").load().is_ok());
+    assert!(Case::new("listen = \"[::1]:9000\"").load().is_ok());
 }
 
 #[test]
 fn secrets_that_others_can_use_are_refused() {
-    for (head, key) in
-        [("[security]", "security.token_file"), ("[[tenant]]\nname = \"a\"", "tenant.token_file")]
-    {
+    for (head, key) in [("", "token_file"), ("[[tenant]]\nname = \"a\"", "tenant.token_file")] {
         let text = format!("{head}\ntoken_file = \"HERE/token\"\n");
         for mode in [0o644, 0o604, 0o660, 0o620] {
             let said = Case::new(&text).secret("token", mode).refusal();
@@ -228,7 +257,7 @@ fn secrets_that_others_can_use_are_refused() {
         let said = Case::new(&text).refusal();
         assert!(said.contains("cannot be read"), "{said}");
     }
-    let inside = "[files]\ndirectory = \"HERE\"\n[security]\nencryption_key_file = \"HERE/key\"\n";
+    let inside = "files = \"HERE\"\nencryption_key_file = \"HERE/key\"\n";
     let said = Case::new(inside).secret("key", 0o600).refusal();
     assert!(said.contains("lies among the files"), "{said}");
 }
@@ -236,9 +265,9 @@ fn secrets_that_others_can_use_are_refused() {
 #[test]
 fn a_tenant_is_a_store_of_its_own() {
     let case = Case::new(
-        "[dram]\ncapacity = \"1GiB\"\npolicy = \"lru\"\n[files]\ndirectory = \"/srv/c\"\n\
+        "dram = \"1GiB\"\npolicy = \"lru\"\nfiles = \"/srv/c\"\n\
          [[tenant]]\nname = \"research\"\nusers = [\"alice\", 1005]\ndram = \"64MiB\"\n\
-         files = \"32MiB\"\n[[tenant]]\nname = \"other\"\nusers = [7]\n",
+         files_capacity = \"32MiB\"\n[[tenant]]\nname = \"other\"\nusers = [7]\n",
     );
     fs::write(case.path("passwd"), "root:x:0:0::/:\nalice:x:1001:100:A:/home/a:/bin/sh\n").unwrap();
     let config = case.load().unwrap();
@@ -255,9 +284,9 @@ fn a_tenant_is_a_store_of_its_own() {
 
 #[test]
 fn a_pool_that_is_not_kept_has_no_directory() {
-    let config = Case::new("[dram]\nkeep_pool = \"never\"").load().unwrap();
+    let config = Case::new("keep_pool = \"never\"").load().unwrap();
     assert_eq!((config.keep_pool, config.pool_directory), (KeepPool::Never, None));
-    let config = Case::new("[dram]\npool_directory = \"/mnt/pool\"").load().unwrap();
+    let config = Case::new("[advanced]\npool_directory = \"/mnt/pool\"").load().unwrap();
     assert_eq!(config.pool_directory, Some("/mnt/pool".into()));
 }
 
@@ -279,7 +308,7 @@ fn other_value(key: &Key) -> String {
         Kind::Mode => "0666",
         Kind::Address => "127.0.0.1:9000",
         Kind::Url => "http://localhost:4318",
-        Kind::Text if key.path == "store.pipeline" => "Files",
+        Kind::Text if key.path == "pipeline" => "Files",
         Kind::Text => "debug",
     };
     format!("{text:?}")
@@ -294,7 +323,8 @@ fn load_lines(lines: &[(&str, String)]) -> (NodeConfig, String) {
     for section in sections {
         text.push_str(if section == "tenant" { "[[tenant]]\n" } else { "" });
         let ours = lines.iter().filter(|(other, _)| *other == section);
-        let prefix = if section == "tenant" { String::new() } else { format!("{section}.") };
+        let is_headed = section.is_empty() || section == "tenant";
+        let prefix = if is_headed { String::new() } else { format!("{section}.") };
         text.extend(ours.map(|(_, line)| format!("{prefix}{line}\n")));
     }
     let case = Case::new(&text).secret("secret", 0o600).secret("other", 0o600);
@@ -309,9 +339,9 @@ fn every_key_has_an_effect() {
     for key in KEYS {
         // What other keys need to be accepted.
         let mut given = vec![
-            ("files", "directory = \"/srv/cascade\""),
-            ("security", "certificate = \"/srv/certificate\""),
-            ("security", "private_key = \"HERE/other\""),
+            ("", "files = \"/srv/cascade\""),
+            ("", "tls_certificate = \"/srv/certificate\""),
+            ("", "tls_private_key = \"HERE/other\""),
         ];
         let before: Vec<_> =
             given.iter().map(|(section, line)| (*section, (*line).to_owned())).collect();
@@ -333,7 +363,7 @@ fn every_key_has_an_effect() {
 fn every_tenant_key_has_an_effect() {
     let given = [("name", "\"a\"".to_owned()), ("users", "[1]".to_owned())];
     let lines = |keys: &[(&'static str, String)]| {
-        let mut lines = vec![("files", "directory = \"/srv/cascade\"".to_owned())];
+        let mut lines = vec![("", "files = \"/srv/cascade\"".to_owned())];
         lines.extend(keys.iter().map(|(name, value)| ("tenant", format!("{name} = {value}"))));
         load_lines(&lines).1
     };
@@ -347,15 +377,15 @@ fn every_tenant_key_has_an_effect() {
 
 #[test]
 fn a_reload_tells_what_it_can_take() {
-    let old = Case::new("[limits]\nconnections = 10\n[[tenant]]\nname = \"a\"\nusers = [1]\n");
+    let old = Case::new("connections_max = 10\n[[tenant]]\nname = \"a\"\nusers = [1]\n");
     let new = Case::new(
-        "[limits]\nconnections = 20\n[dram]\ncapacity = \"1GiB\"\n\
+        "connections_max = 20\ndram = \"1GiB\"\n\
          [[tenant]]\nname = \"b\"\nusers = [1]\n",
     );
     let (old, new) = (old.load().unwrap(), new.load().unwrap());
     let changes = difference(&old, &new);
-    assert_eq!(changes.live, ["limits.connections"]);
-    assert_eq!(changes.restart, ["dram.capacity", "tenant \"b\" (new)", "tenant \"a\" (removed)"]);
+    assert_eq!(changes.live, ["connections_max"]);
+    assert_eq!(changes.restart, ["dram", "tenant \"b\" (new)", "tenant \"a\" (removed)"]);
     assert_eq!(difference(&old, &old), config::Difference::default());
 }
 
@@ -363,8 +393,8 @@ proptest! {
     /// Whatever a file holds, it is read or refused.
     #[test]
     fn no_file_is_too_odd(
-        section in "[a-z]{0,9}|dram|files|limits|tenant",
-        name in "[a-z_]{0,9}|capacity|segment|connections|users",
+        section in "[a-z]{0,9}|advanced|files|limits|tenant",
+        name in "[a-z_]{0,9}|dram|segment_size|timeout|users",
         value in "\\PC{0,24}|[0-9]{1,25}|\"[0-9]{1,22}[KMGT]i?B\"|\\[[0-9,\"a]{0,9}\\]",
     ) {
         for text in [

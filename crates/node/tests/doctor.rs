@@ -265,7 +265,7 @@ const FAULTS: &[Fault] = &[
         "file_system",
         State::Warning,
         "tmpfs",
-        "files.directory",
+        "files",
     ),
     (
         |machine| machine.files.file_system = FileSystem::OVERLAY,
@@ -359,12 +359,12 @@ fn a_fault_that_only_the_configuration_makes_one_is_named() {
     let mut machine = Fake::healthy();
     machine.ring = Err(io::ErrorKind::PermissionDenied);
     let report = diagnose(config, machine);
-    assert_named(&report, "io_uring", State::Failed, "files.engine is uring", "auto");
+    assert_named(&report, "io_uring", State::Failed, "io_engine is uring", "auto");
 
     let mut config = node(directory.path());
     config.listen = Some("0.0.0.0:0".parse().unwrap());
     let report = diagnose(config, Fake::healthy());
-    assert_named(&report, "exposure", State::Warning, "without TLS", "security.certificate");
+    assert_named(&report, "exposure", State::Warning, "without TLS", "tls_certificate");
 }
 
 #[test]
@@ -376,7 +376,7 @@ fn a_refused_configuration_is_the_only_finding() {
     let config = config::load(&sources, &Environment::new([("A", "")], 0));
     let machine: Arc<dyn Machine> = Arc::new(Fake::healthy());
     let report = examine(config, &machine, LIMIT);
-    assert_named(&report, "configuration", State::Failed, "dram.capacity", "correct it");
+    assert_named(&report, "configuration", State::Failed, "dram", "correct it");
     assert_eq!(report.checks.len(), 1);
 }
 
@@ -430,7 +430,7 @@ fn a_file_where_the_directory_should_be_is_named() {
     let directory = TempDir::new().unwrap();
     fs::write(directory.path().join("files"), "").unwrap();
     let report = diagnose(node(directory.path()), Fake::healthy());
-    assert_named(&report, "files_directory", State::Failed, "no directory", "files.directory");
+    assert_named(&report, "files_directory", State::Failed, "no directory", "files");
 }
 
 /// What one check says of the machine that the test runs on; others differ from host to host.

@@ -6,6 +6,7 @@
 #![expect(unsafe_code, reason = "turns pointers from Python into slices, and slabs into pointers")]
 
 use std::ffi::{CStr, c_int, c_void};
+use std::fmt::Display;
 use std::ptr::{self, NonNull};
 use std::slice;
 
@@ -17,12 +18,16 @@ use pyo3::ffi;
 use pyo3::prelude::*;
 use pyo3::types::PyCapsule;
 
+use crate::arguments::wrong;
 use crate::owned::Owned;
 
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<PyView>()?;
     module.add_class::<PyReservation>()
 }
+
+/// What has bytes to read or fill.
+const BUFFER: &str = "a buffer: bytes, bytearray, memoryview or a NumPy array";
 
 /// Some bytes of a buffer that is held elsewhere.
 #[derive(Debug, Clone, Copy)]
@@ -59,9 +64,9 @@ impl Sources {
     }
 
     /// The whole of one buffer.
-    pub(crate) fn whole(object: &Bound<'_, PyAny>) -> PyResult<Self> {
-        let buffer = PyUntypedBuffer::get(object)?;
-        let whole = Span::of(&buffer, "buffer", 0)?;
+    pub(crate) fn whole(name: &str, object: &Bound<'_, PyAny>) -> PyResult<Self> {
+        let buffer = PyUntypedBuffer::get(object).map_err(|_| wrong(name, object, BUFFER))?;
+        let whole = Span::of(&buffer, name)?;
         Ok(Self(Spans { held: vec![buffer], spans: vec![whole] }))
     }
 
@@ -79,7 +84,8 @@ impl Targets {
     pub(crate) fn new(buffers: &Bound<'_, PyAny>, count: usize) -> PyResult<Self> {
         let spans = Spans::new(buffers, count, "buffers")?;
         if let Some(at) = spans.held.iter().position(PyUntypedBuffer::readonly) {
-            return Err(PyBufferError::new_err(format!("buffers[{at}] is read-only")));
+            let told = format!("buffers[{at}] is read-only; give a writable one (bytearray)");
+            return Err(PyBufferError::new_err(told));
         }
         spans.check_disjoint()?;
         Ok(Self(spans))
@@ -99,32 +105,36 @@ impl Spans {
         if let Ok(buffer) = PyUntypedBuffer::get(object) {
             return Self::split(buffer, count, name);
         }
+        let what = "one buffer of all blocks, or an iterable with one for each key";
+        let items = object.try_iter().map_err(|_| wrong(name, object, what))?;
         let mut held = Vec::with_capacity(count);
-        for (at, item) in object.try_iter()?.enumerate() {
+        for (at, item) in items.enumerate() {
+            if at == count {
+                let told = format!("{name}: {count} keys but more than {count} {name}");
+                return Err(PyValueError::new_err(told));
+            }
             let item = item?;
-            let buffer = PyUntypedBuffer::get(&item).map_err(|error| {
-                let kind = item.get_type();
-                let told = PyTypeError::new_err(format!("{name}[{at}] ({kind}) has no buffer"));
-                told.set_cause(item.py(), Some(error));
-                told
-            })?;
-            held.push(buffer);
+            let buffer = PyUntypedBuffer::get(&item);
+            held.push(buffer.map_err(|_| wrong(format_args!("{name}[{at}]"), &item, BUFFER))?);
         }
         if held.len() != count {
             let got = held.len();
-            return Err(PyValueError::new_err(format!("{count} keys but {got} {name}")));
+            return Err(PyValueError::new_err(format!("{name}: {count} keys but {got} {name}")));
         }
-        let spans = held.iter().enumerate().map(|(at, buffer)| Span::of(buffer, name, at));
+        let spans = held
+            .iter()
+            .enumerate()
+            .map(|(at, buffer)| Span::of(buffer, format_args!("{name}[{at}]")));
         let spans = spans.collect::<PyResult<_>>()?;
         Ok(Self { held, spans })
     }
 
     fn split(buffer: PyUntypedBuffer, count: usize, name: &str) -> PyResult<Self> {
-        let whole = Span::of(&buffer, name, 0)?;
+        let whole = Span::of(&buffer, name)?;
         if count == 0 || whole.bytes % count != 0 {
             return Err(PyValueError::new_err(format!(
-                "{name} is one buffer of {} bytes, which {count} keys do not divide; pass a list \
-                 of buffers for blocks of different sizes",
+                "{name}: one buffer of {} bytes, which {count} keys do not divide; pass a list of \
+                 buffers for blocks of different sizes",
                 whole.bytes
             )));
         }
@@ -141,7 +151,7 @@ impl Spans {
         spans.sort_unstable_by_key(|span| span.start);
         for pair in spans.windows(2) {
             if pair[0].start.addr().get() + pair[0].bytes > pair[1].start.addr().get() {
-                return Err(PyValueError::new_err("two of the buffers share memory"));
+                return Err(PyValueError::new_err("buffers: two of them share memory"));
             }
         }
         Ok(())
@@ -157,11 +167,11 @@ impl Span {
         self.bytes
     }
 
-    /// The whole of a buffer, if it is contiguous; an error calls it `name[at]`.
-    pub(crate) fn of(buffer: &PyUntypedBuffer, name: &str, at: usize) -> PyResult<Self> {
+    /// The whole of a buffer, if it is contiguous; an error calls it `name`.
+    pub(crate) fn of(buffer: &PyUntypedBuffer, name: impl Display) -> PyResult<Self> {
         if !buffer.is_c_contiguous() {
             return Err(PyBufferError::new_err(format!(
-                "{name}[{at}] is not contiguous in memory; pass a contiguous copy"
+                "{name} is not contiguous in memory; pass a contiguous copy"
             )));
         }
         // An empty buffer may have no address.

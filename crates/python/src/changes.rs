@@ -106,7 +106,7 @@ impl PyChanges {
 pub(crate) fn cursor(bytes: &[u8]) -> PyResult<ChangeCursor> {
     let wrong = || {
         let (most, got) = (ChangeCursor::BYTES, bytes.len());
-        let text = format!("since is what Changes.next gave, {most} bytes; got {got}");
+        let text = format!("since: what Changes.next gave has {most} bytes; got {got}");
         PyValueError::new_err(text)
     };
     bytes.try_into().map(ChangeCursor::from_bytes).map_err(|_| wrong())

@@ -1,39 +1,12 @@
 //! A `cascadekv.StoreConfig` as the store's own configuration.
 
-use std::path::PathBuf;
-use std::time::Duration;
-
-use cascade_block::{ByteSize, DigestAlgorithm, DigestMode};
+use cascade_block::{DigestAlgorithm, DigestMode};
 use cascade_store::{FileLayout, FilesConfig, IoEngine, PolicyKind, StoreConfig, WritePolicy};
 use pyo3::prelude::*;
+use pyo3::types::PyDict;
 
+use crate::arguments::{count, duration, flag, path, percent, rate, size, text};
 use crate::errors::{self, ConfigError};
-
-/// The fields of the Python dataclass, sizes already in bytes.
-#[derive(FromPyObject)]
-#[expect(clippy::struct_excessive_bools, reason = "settings that are yes or no")]
-struct Settings {
-    pipeline: String,
-    dram: u64,
-    dram_blocks: Option<u64>,
-    huge_pages: bool,
-    files: Option<PathBuf>,
-    files_capacity: u64,
-    files_layout: String,
-    segment_size: u64,
-    direct: bool,
-    engine: String,
-    durable: bool,
-    policy: String,
-    digest: String,
-    write: String,
-    dirty_bytes_max: Option<u64>,
-    mover_bytes_per_second: Option<u64>,
-    protected_percent: u8,
-    admit_partial: bool,
-    changes_max: usize,
-    timeout: f64,
-}
 
 const POLICIES: [(&str, PolicyKind); 5] = [
     ("prefix-cost", PolicyKind::PrefixCost),
@@ -54,75 +27,96 @@ const LAYOUTS: [(&str, FileLayout); 2] =
 const ENGINES: [(&str, IoEngine); 3] =
     [("auto", IoEngine::Auto), ("uring", IoEngine::Uring), ("psync", IoEngine::Psync)];
 
-/// A size such as `"512MiB"` in bytes; raises `ConfigError` for what is no size.
-#[pyfunction]
-#[pyo3(signature = (text, /))]
-pub(crate) fn parse_size(text: &str) -> PyResult<u64> {
-    let size = text.parse::<ByteSize>();
-    size.map(|size| size.0).map_err(|error| ConfigError::new_err(error.to_string()))
-}
-
+/// Checks a `StoreConfig`. Returns the settings that are written in several ways (sizes, durations,
+/// shares, paths) in one.
+///
 /// Raises `ConfigError` when a setting makes no sense, by its name.
 #[pyfunction]
 #[pyo3(signature = (config, /))]
-pub(crate) fn check_config(config: &Bound<'_, PyAny>) -> PyResult<()> {
-    store_config(config).map(drop)
+pub(crate) fn check_config<'py>(config: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyDict>> {
+    let store = store_config(config)?;
+    let plain = PyDict::new(config.py());
+    plain.set_item("dram", store.dram_bytes)?;
+    plain.set_item("dirty_max", store.dirty_bytes_max)?;
+    plain.set_item("mover_rate", store.mover_bytes_per_second)?;
+    plain.set_item("protected_share", store.protected_percent)?;
+    plain.set_item("timeout", store.timeout.as_secs_f64())?;
+    for name in ["files_capacity", "segment_size"] {
+        plain.set_item(name, config_error(size(name, &config.getattr(name)?))?)?;
+    }
+    if let Some(files) = &store.files {
+        plain.set_item("files", files.directory.as_os_str())?;
+    }
+    Ok(plain)
 }
 
 /// The store's configuration, checked.
 pub(crate) fn store_config(config: &Bound<'_, PyAny>) -> PyResult<StoreConfig> {
-    let settings: Settings = config
-        .extract()
-        .map_err(|error: PyErr| ConfigError::new_err(error.value(config.py()).to_string()))?;
-    let store = settings.into_store_config()?;
+    let store = config_error(read(config))?;
     store.check().map_err(|error| errors::to_python(&error))?;
     Ok(store)
 }
 
-impl Settings {
-    fn into_store_config(self) -> PyResult<StoreConfig> {
-        let layout = named("files_layout", &self.files_layout, &LAYOUTS)?;
-        let engine = named("engine", &self.engine, &ENGINES)?;
-        let files = self.files.map(|directory| FilesConfig {
-            capacity_bytes: self.files_capacity,
-            layout,
-            segment_bytes: self.segment_size,
-            direct: self.direct,
-            engine,
-            durable: self.durable,
-            ..FilesConfig::new(directory)
-        });
-        Ok(StoreConfig {
-            pipeline: self.pipeline,
-            dram_bytes: self.dram,
-            dram_blocks: self.dram_blocks,
-            huge_pages: self.huge_pages,
-            files,
-            policy: named("policy", &self.policy, &POLICIES)?,
-            digest: named("digest", &self.digest, &DIGESTS)?,
-            write: named("write", &self.write, &WRITES)?,
-            dirty_bytes_max: self.dirty_bytes_max,
-            mover_bytes_per_second: self.mover_bytes_per_second,
-            protected_percent: self.protected_percent,
-            admit_partial: self.admit_partial,
-            changes_max: self.changes_max,
-            timeout: seconds("timeout", self.timeout)?,
-            ..StoreConfig::default()
+/// Whatever is wrong with a setting is a `ConfigError`.
+fn config_error<T>(read: PyResult<T>) -> PyResult<T> {
+    read.map_err(|error| {
+        Python::attach(|py| match error.is_instance_of::<ConfigError>(py) {
+            true => error,
+            false => ConfigError::new_err(error.value(py).to_string()),
         })
-    }
+    })
+}
+
+fn read(config: &Bound<'_, PyAny>) -> PyResult<StoreConfig> {
+    let get = |name: &str| config.getattr(name);
+    let given = |name: &str| get(name).map(|value| Some(value).filter(|value| !value.is_none()));
+    let directory = given("files")?.map(|files| path("files", &files)).transpose()?;
+    // Also read where there is no file tier, so that a mistake is told at once.
+    let mut files = FilesConfig {
+        capacity_bytes: size("files_capacity", &get("files_capacity")?)?,
+        layout: chosen("files_layout", &get("files_layout")?, &LAYOUTS)?,
+        segment_bytes: size("segment_size", &get("segment_size")?)?,
+        direct: flag("direct_io", &get("direct_io")?)?,
+        engine: chosen("io_engine", &get("io_engine")?, &ENGINES)?,
+        durable: flag("durable", &get("durable")?)?,
+        ..FilesConfig::new("")
+    };
+    let files = directory.map(|directory| {
+        files.directory = directory;
+        files
+    });
+    let dram_blocks = given("dram_blocks")?.map(|blocks| count("dram_blocks", &blocks));
+    Ok(StoreConfig {
+        pipeline: text("pipeline", &get("pipeline")?)?,
+        dram_bytes: size("dram", &get("dram")?)?,
+        dram_blocks: dram_blocks.transpose()?.map(|blocks| blocks as u64),
+        huge_pages: flag("huge_pages", &get("huge_pages")?)?,
+        files,
+        policy: chosen("policy", &get("policy")?, &POLICIES)?,
+        digest: chosen("digest", &get("digest")?, &DIGESTS)?,
+        write: chosen("write", &get("write")?, &WRITES)?,
+        dirty_bytes_max: given("dirty_max")?.map(|dirty| size("dirty_max", &dirty)).transpose()?,
+        mover_bytes_per_second: given("mover_rate")?
+            .map(|bytes| rate("mover_rate", &bytes))
+            .transpose()?,
+        protected_percent: percent("protected_share", &get("protected_share")?)?,
+        admit_partial: flag("admit_partial", &get("admit_partial")?)?,
+        changes_max: count("changes_max", &get("changes_max")?)?,
+        timeout: duration("timeout", &get("timeout")?)?,
+        ..StoreConfig::default()
+    })
+}
+
+/// The value that a name stands for.
+fn chosen<T: Copy>(setting: &str, given: &Bound<'_, PyAny>, known: &[(&str, T)]) -> PyResult<T> {
+    named(setting, &text(setting, given)?, known)
 }
 
 /// The value that a name stands for.
 pub(crate) fn named<T: Copy>(setting: &str, name: &str, known: &[(&str, T)]) -> PyResult<T> {
     known.iter().find(|(known, _)| *known == name).map(|(_, value)| *value).ok_or_else(|| {
         let known: Vec<&str> = known.iter().map(|(name, _)| *name).collect();
+        let name: String = name.chars().take(60).collect();
         ConfigError::new_err(format!("{setting}: {name:?} is none of {}", known.join(", ")))
-    })
-}
-
-/// A duration from seconds; `setting` names it when it is none.
-pub(crate) fn seconds(setting: &str, seconds: f64) -> PyResult<Duration> {
-    Duration::try_from_secs_f64(seconds).map_err(|_| {
-        ConfigError::new_err(format!("{setting}: {seconds} is not a number of seconds from 0 on"))
     })
 }

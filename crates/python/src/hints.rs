@@ -1,13 +1,15 @@
 //! A `cascadekv.Hints` as the store's own.
 
-use std::time::Duration;
-
 use cascade_store::Hints;
 use cascade_store::eviction::{Priority, StopReason};
-use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
+use pyo3::sync::PyOnceLock;
+use pyo3::types::PyType;
 
-use crate::config::{named, seconds};
+use crate::arguments::{bad, count, flag, optional_duration, text, wrong};
+use crate::config::named;
+
+static HINTS: PyOnceLock<Py<PyType>> = PyOnceLock::new();
 
 const STOPS: [(&str, StopReason); 4] = [
     ("tool_use", StopReason::ToolUse),
@@ -18,32 +20,27 @@ const STOPS: [(&str, StopReason); 4] = [
 const PRIORITIES: [(&str, Priority); 3] =
     [("low", Priority::Low), ("normal", Priority::Normal), ("high", Priority::High)];
 
-/// The fields of the Python dataclass; its enumerations are text.
-#[derive(FromPyObject)]
-struct Fields {
-    ends_session: bool,
-    stop: Option<String>,
-    priority: String,
-    workload: Option<u8>,
-    expected_within: Option<f64>,
-}
-
 /// The hints of a call; none for `None`.
 pub(crate) fn hints(object: Option<&Bound<'_, PyAny>>) -> PyResult<Hints> {
     let Some(object) = object else { return Ok(Hints::default()) };
-    let fields: Fields = object.extract().map_err(|error: PyErr| {
-        let told = PyTypeError::new_err(format!("hints is a Hints or None, not {object}"));
-        told.set_cause(object.py(), Some(error));
-        told
-    })?;
-    let stop = fields.stop.map(|stop| named("stop", &stop, &STOPS)).transpose()?;
-    let within = fields.expected_within.map(|within| seconds("expected_within", within));
-    let expected_within: Option<Duration> = within.transpose()?;
+    let class = HINTS.import(object.py(), "cascadekv.hints", "Hints")?;
+    if !object.is_instance(class)? {
+        return Err(wrong("hints", object, "a Hints or None"));
+    }
+    let get = |name: &str| object.getattr(name);
+    let stop = get("stop")?;
+    let stop = (!stop.is_none()).then(|| named("stop", &text("stop", &stop)?, &STOPS));
+    let workload = get("workload")?;
+    let workload = (!workload.is_none()).then(|| {
+        let number = count("workload", &workload)?;
+        u8::try_from(number).map_err(|_| bad("workload", &workload, "a number from 0 to 255"))
+    });
+    let priority = text("priority", &get("priority")?)?;
     Ok(Hints {
-        ends_session: fields.ends_session,
-        stop,
-        priority: named("priority", &fields.priority, &PRIORITIES)?,
-        workload: fields.workload,
-        expected_within,
+        ends_session: flag("ends_session", &get("ends_session")?)?,
+        stop: stop.transpose()?,
+        priority: named("priority", &priority, &PRIORITIES)?,
+        workload: workload.transpose()?,
+        expected_within: optional_duration("expected_within", &get("expected_within")?)?,
     })
 }

@@ -6,14 +6,19 @@ use std::sync::Arc;
 
 use cascade_block::{BlockKey, ChainTail, Digest, DigestAlgorithm};
 use pyo3::buffer::PyBuffer;
-use pyo3::exceptions::{PyIndexError, PyTypeError, PyValueError};
+use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyIterator, PyList, PySlice, PyString};
+use pyo3::types::{PyBytes, PyInt, PyIterator, PyList, PySlice, PyString};
 
+use crate::arguments::{bad, of, picked_by, position, text, wrong};
 use crate::buffers::Sources;
 use crate::namespace::PyNamespace;
 
 const KEY_BYTES: usize = 32;
+/// Most keys that one call takes from an iterable, which may have no end.
+const KEYS_MAX: usize = 1 << 22;
+/// Most tokens that one call takes from an iterable.
+const TOKENS_MAX: usize = 1 << 26;
 
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<PyBlockKey>()?;
@@ -32,17 +37,17 @@ pub(crate) struct PyBlockKey(pub(crate) BlockKey);
 impl PyBlockKey {
     #[new]
     #[pyo3(signature = (key, /))]
-    fn new(key: [u8; KEY_BYTES]) -> Self {
-        Self(BlockKey::from_bytes(key))
+    fn new(key: &Bound<'_, PyAny>) -> PyResult<Self> {
+        key_of("key", key).map(Self)
     }
 
     /// The key that 64 hexadecimal digits stand for.
     #[staticmethod]
     #[pyo3(signature = (text, /))]
-    fn from_hex(text: &str) -> PyResult<Self> {
-        text.parse()
-            .map(Self)
-            .map_err(|error: cascade_block::KeyParseError| PyValueError::new_err(error.to_string()))
+    fn from_hex(#[pyo3(from_py_with = of::text)] text: String) -> PyResult<Self> {
+        text.parse().map(Self).map_err(|error: cascade_block::KeyParseError| {
+            PyValueError::new_err(format!("text: {error}"))
+        })
     }
 
     /// The key as 64 hexadecimal digits.
@@ -84,8 +89,8 @@ impl PyBlockKeys {
 impl PyBlockKeys {
     #[new]
     #[pyo3(signature = (keys, /))]
-    fn new(keys: &Bound<'_, PyAny>) -> PyResult<Self> {
-        Ok(Self(keys.extract::<Keys>()?.into_shared()))
+    fn new(keys: Keys) -> Self {
+        Self(keys.into_shared())
     }
 
     fn __len__(&self) -> usize {
@@ -98,7 +103,7 @@ impl PyBlockKeys {
             let picked = picked_by(slice, self.0.len())?.map(|at| self.0[at]).collect::<Vec<_>>();
             return Ok(Self::from(picked).into_pyobject(py)?.into_any());
         }
-        let at = position(index.extract()?, self.0.len())?;
+        let at = position(index, self.0.len())?;
         Ok(PyBlockKey(self.0[at]).into_pyobject(py)?.into_any())
     }
 
@@ -124,28 +129,6 @@ impl PyBlockKeys {
     }
 }
 
-/// The position that a Python index means, counting from the end where negative.
-pub(crate) fn position(index: isize, count: usize) -> PyResult<usize> {
-    let at = if index < 0 {
-        count.checked_sub(index.unsigned_abs())
-    } else {
-        Some(index.unsigned_abs())
-    };
-    at.filter(|at| *at < count)
-        .ok_or_else(|| PyIndexError::new_err(format!("index {index} of {count} blocks")))
-}
-
-/// The positions that a Python slice picks.
-pub(crate) fn picked_by(
-    slice: &Bound<'_, PySlice>,
-    count: usize,
-) -> PyResult<impl Iterator<Item = usize> + use<>> {
-    let count = isize::try_from(count).expect("a sequence in memory fits isize");
-    let picked = slice.indices(count)?;
-    let at = move |nth: usize| picked.start + nth.cast_signed() * picked.step;
-    Ok((0..picked.slicelength).map(move |nth| at(nth).cast_unsigned()))
-}
-
 /// The keys of one call: a `BlockKeys`, a `BlockKey`, bytes of n x 32, or a sequence of keys.
 pub(crate) enum Keys {
     Shared(Arc<[BlockKey]>),
@@ -163,7 +146,7 @@ impl Keys {
     fn from_bytes(bytes: &[u8]) -> PyResult<Self> {
         if !bytes.len().is_multiple_of(KEY_BYTES) {
             return Err(PyValueError::new_err(format!(
-                "{} bytes are no whole number of keys of {KEY_BYTES} bytes",
+                "keys: {} bytes are not a whole number of keys of {KEY_BYTES} bytes",
                 bytes.len()
             )));
         }
@@ -198,30 +181,38 @@ impl<'py> FromPyObject<'_, 'py> for Keys {
         }
         if object.is_instance_of::<PyString>() {
             return Err(PyTypeError::new_err(
-                "keys are BlockKey or 32 bytes each, not text; Namespace.key_of_id makes a key \
-                 from text",
+                "keys: text is not a key; Namespace.key_of_id makes a key from text",
             ));
         }
-        if let Ok(buffer) = Sources::whole(&object) {
+        if let Ok(buffer) = Sources::whole("keys", &object) {
             return Self::from_bytes(buffer.slices()[0]);
         }
-        let keys = object.try_iter()?.map(|item| key_of(&item?));
-        Ok(Self::Own(keys.collect::<PyResult<_>>()?))
+        let what = "keys: BlockKeys, a BlockKey, or an iterable of BlockKey or 32 bytes each";
+        let items = object.try_iter().map_err(|_| wrong("keys", &object, what))?;
+        let mut keys = Vec::new();
+        for item in items {
+            if keys.len() == KEYS_MAX {
+                let told = format!("keys: more than {KEYS_MAX}, the most of one call");
+                return Err(PyValueError::new_err(told));
+            }
+            keys.push(key_of(format_args!("keys[{}]", keys.len()), &item?)?);
+        }
+        Ok(Self::Own(keys))
     }
 }
 
 /// One key, from a `BlockKey` or 32 bytes.
-pub(crate) fn key_of(object: &Bound<'_, PyAny>) -> PyResult<BlockKey> {
+pub(crate) fn key_of(name: impl Display, object: &Bound<'_, PyAny>) -> PyResult<BlockKey> {
     if let Ok(key) = object.cast::<PyBlockKey>() {
         return Ok(key.get().0);
     }
-    let bytes = object.cast::<PyBytes>().map_err(|_| {
-        let kind = object.get_type();
-        PyTypeError::new_err(format!("a key is a BlockKey or 32 bytes, not {kind}"))
-    })?;
+    let Ok(bytes) = object.cast::<PyBytes>() else {
+        return Err(wrong(name, object, "a key: a BlockKey or 32 bytes"));
+    };
     let bytes = bytes.as_bytes();
     let key = bytes.try_into().map_err(|_| {
-        PyValueError::new_err(format!("a key is {KEY_BYTES} bytes, got {}", bytes.len()))
+        let got = bytes.len();
+        PyValueError::new_err(format!("{name}: a key is {KEY_BYTES} bytes, got {got}"))
     })?;
     Ok(BlockKey::from_bytes(key))
 }
@@ -236,15 +227,16 @@ fn chain_keys(
     py: Python<'_>,
     parent: &Bound<'_, PyAny>,
     tokens: &Bound<'_, PyAny>,
-    block_tokens: usize,
-    keep_partial: bool,
+    #[pyo3(from_py_with = of::block_tokens)] block_tokens: usize,
+    #[pyo3(from_py_with = of::keep_partial)] keep_partial: bool,
 ) -> PyResult<PyBlockKeys> {
     if block_tokens == 0 || u32::try_from(block_tokens).is_err() {
-        return Err(PyValueError::new_err("block_tokens is from 1 to 2**32 - 1"));
+        let told = format!("block_tokens: {block_tokens}; it is from 1 to 2**32 - 1");
+        return Err(PyValueError::new_err(told));
     }
     let parent = match parent.cast::<PyNamespace>() {
         Ok(namespace) => namespace.get().0.root(),
-        Err(_) => key_of(parent)?,
+        Err(_) => key_of("parent", parent)?,
     };
     let tokens = token_ids(tokens)?;
     let tail = if keep_partial { ChainTail::Keep } else { ChainTail::Drop };
@@ -263,37 +255,57 @@ fn token_ids(tokens: &Bound<'_, PyAny>) -> PyResult<Vec<u32>> {
     if let Ok(array) = PyBuffer::<i32>::get(tokens) {
         return array.to_vec(tokens.py())?.into_iter().enumerate().map(token_id).collect();
     }
-    let ids = tokens.try_iter()?.map(|item| item?.extract::<i64>());
-    ids.enumerate().map(|(at, id)| token_id((at, id?))).collect()
+    let what = "token ids: an array of integers or an iterable of int";
+    let items = tokens.try_iter().map_err(|_| wrong("tokens", tokens, what))?;
+    let mut ids = Vec::new();
+    for item in items {
+        let (at, item) = (ids.len(), item?);
+        if at == TOKENS_MAX {
+            let told = format!("tokens: more than {TOKENS_MAX}, the most of one call");
+            return Err(PyValueError::new_err(told));
+        }
+        let id = item.extract::<u32>();
+        let is_integer = item.is_instance_of::<PyInt>();
+        ids.push(id.map_err(|_| {
+            let (name, what) = (format!("tokens[{at}]"), "a token id: an int from 0 to 2**32 - 1");
+            if is_integer { bad(name, &item, what) } else { wrong(name, &item, what) }
+        })?);
+    }
+    Ok(ids)
 }
 
 fn token_id((at, id): (usize, impl TryInto<u32> + Copy + Display)) -> PyResult<u32> {
     id.try_into().map_err(|_| {
-        PyValueError::new_err(format!("tokens[{at}] is {id}; a token id is from 0 to 2**32 - 1"))
+        let what = "a token id: an int from 0 to 2**32 - 1";
+        PyValueError::new_err(format!("tokens[{at}]: {id} is not {what}"))
     })
 }
 
 /// The 32-byte digest of some bytes: `"blake3"` or `"sha256"`.
 #[pyfunction]
-#[pyo3(signature = (data, algorithm = "blake3"))]
-fn digest(data: &Bound<'_, PyAny>, algorithm: &str) -> PyResult<[u8; KEY_BYTES]> {
-    let algorithm = match algorithm {
-        "blake3" => DigestAlgorithm::Blake3,
-        "sha256" => DigestAlgorithm::Sha256,
-        other => {
-            let told = format!("algorithm is \"blake3\" or \"sha256\", not {other:?}");
-            return Err(PyValueError::new_err(told));
-        }
-    };
-    let source = Sources::whole(data)?;
+#[pyo3(signature = (data, algorithm = DigestAlgorithm::Blake3))]
+#[pyo3(text_signature = "(data, algorithm='blake3')")]
+fn digest(
+    data: &Bound<'_, PyAny>,
+    #[pyo3(from_py_with = digest_algorithm)] algorithm: DigestAlgorithm,
+) -> PyResult<[u8; KEY_BYTES]> {
+    let source = Sources::whole("data", data)?;
     let digest = data.py().detach(|| Digest::of(algorithm, source.slices()[0]));
     Ok(*digest.as_bytes())
+}
+
+fn digest_algorithm(given: &Bound<'_, PyAny>) -> PyResult<DigestAlgorithm> {
+    match &*text("algorithm", given)? {
+        "blake3" => Ok(DigestAlgorithm::Blake3),
+        "sha256" => Ok(DigestAlgorithm::Sha256),
+        _ => Err(bad("algorithm", given, "\"blake3\" or \"sha256\"")),
+    }
 }
 
 /// The CRC-32C of some bytes: what guards every byte that leaves DRAM.
 #[pyfunction]
 #[pyo3(signature = (data, /))]
 fn checksum(data: &Bound<'_, PyAny>) -> PyResult<u32> {
-    let source = Sources::whole(data)?;
+    let source = Sources::whole("data", data)?;
     Ok(data.py().detach(|| cascade_block::checksum(source.slices()[0])))
 }

@@ -2,9 +2,11 @@
 #![expect(clippy::needless_pass_by_value, reason = "PyO3 hands arguments over by value")]
 #![expect(clippy::unused_self, reason = "Python's protocols pass self, needed or not")]
 
+mod arguments;
 mod buffers;
 mod changes;
 mod config;
+mod connect;
 mod errors;
 mod hints;
 mod keys;
@@ -37,9 +39,10 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     paged::register(module)?;
     prepared::register(module)?;
     store::register(module)?;
+    connect::register(module)?;
     stages::register(module)?;
-    module.add_function(wrap_pyfunction!(config::parse_size, module)?)?;
     module.add_function(wrap_pyfunction!(config::check_config, module)?)?;
+    module.add_function(wrap_pyfunction!(connect::default_socket, module)?)?;
     module.add_function(wrap_pyfunction!(replace_trace, module)?)?;
     module.add_function(wrap_pyfunction!(run_command, module)?)
 }
@@ -48,8 +51,10 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
 /// none. Returns what was before, which the caller has to put back.
 #[pyfunction]
 #[pyo3(signature = (traceparent, /))]
-fn replace_trace(traceparent: Option<&str>) -> Option<String> {
-    let context = traceparent.and_then(TraceContext::parse);
+fn replace_trace(
+    #[pyo3(from_py_with = arguments::of::traceparent)] traceparent: Option<String>,
+) -> Option<String> {
+    let context = traceparent.as_deref().and_then(TraceContext::parse);
     cascade_client::replace_trace(context).map(|before| before.to_string())
 }
 

@@ -7,6 +7,7 @@ use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyString};
 
+use crate::arguments::{self, wrong};
 use crate::buffers::Sources;
 use crate::keys::PyBlockKey;
 
@@ -20,7 +21,7 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 #[pyfunction]
 #[pyo3(signature = (*parts))]
 fn weights_fingerprint(parts: Vec<Bound<'_, PyAny>>) -> PyResult<String> {
-    let sources = parts.iter().map(Sources::whole);
+    let sources = parts.iter().map(|part| Sources::whole("parts", part));
     let sources = sources.collect::<PyResult<Vec<_>>>()?;
     let parts = sources.iter().flat_map(Sources::slices);
     Ok(WeightsFingerprint::of_parts(parts).as_str().to_owned())
@@ -37,7 +38,7 @@ pub(crate) struct PyManifest(Manifest);
 impl PyManifest {
     #[new]
     #[pyo3(signature = (fields, /))]
-    fn new(fields: BTreeMap<String, String>) -> Self {
+    fn new(#[pyo3(from_py_with = arguments::fields)] fields: Vec<(String, String)>) -> Self {
         let manifest = Manifest::new();
         Self(
             fields.into_iter().fold(manifest, |manifest, (name, value)| manifest.with(name, value)),
@@ -57,8 +58,10 @@ impl PyManifest {
 
     /// The fields in which the two differ, each as a sentence; none when blocks may be reused.
     #[pyo3(signature = (other, /))]
-    fn differences(&self, other: &Self) -> Vec<String> {
-        self.0.difference(&other.0).iter().map(ToString::to_string).collect()
+    fn differences(&self, other: &Bound<'_, PyAny>) -> PyResult<Vec<String>> {
+        let other = other.cast::<Self>().map_err(|_| wrong("other", other, "a Manifest"))?;
+        let found = self.0.difference(&other.get().0);
+        Ok(found.iter().map(ToString::to_string).collect())
     }
 
     /// The bytes that are hashed.
@@ -86,9 +89,22 @@ pub(crate) struct PyNamespace(pub(crate) Namespace);
 impl PyNamespace {
     #[new]
     #[pyo3(signature = (manifest, secret = None))]
-    fn new(manifest: &PyManifest, secret: Option<&[u8]>) -> Self {
-        let secret = TenantSecret::new(secret.unwrap_or_default());
-        Self(Namespace::new(manifest.0.clone(), &secret))
+    fn new(manifest: &Bound<'_, PyAny>, secret: Option<&Bound<'_, PyAny>>) -> PyResult<Self> {
+        let Ok(manifest) = manifest.cast::<PyManifest>() else {
+            return Err(wrong("manifest", manifest, "a Manifest"));
+        };
+        let secret = match secret {
+            // A message must not show a secret, so a wrong one is told by its type.
+            Some(secret) => {
+                secret.cast::<PyBytes>().map(|secret| secret.as_bytes()).map_err(|_| {
+                    let told = "secret: bytes, or None for a namespace that all tenants share";
+                    PyTypeError::new_err(told)
+                })?
+            }
+            None => &[],
+        };
+        let secret = TenantSecret::new(secret);
+        Ok(Self(Namespace::new(manifest.get().0.clone(), &secret)))
     }
 
     /// The key that every chain of this namespace starts from. As secret as the tenant's secret.
@@ -112,12 +128,11 @@ impl PyNamespace {
     /// The key for an id of the caller's, such as `"sys_prompt_v1"`; text counts as UTF-8.
     #[pyo3(signature = (id, /))]
     fn key_of_id(&self, id: &Bound<'_, PyAny>) -> PyResult<PyBlockKey> {
-        if let Ok(text) = id.cast::<PyString>() {
-            return Ok(PyBlockKey(self.0.key_of_id(text.to_cow()?.as_bytes())));
+        if id.is_instance_of::<PyString>() {
+            let text = arguments::text("id", id)?;
+            return Ok(PyBlockKey(self.0.key_of_id(text.as_bytes())));
         }
-        let bytes = id.cast::<PyBytes>().map_err(|_| {
-            PyTypeError::new_err(format!("an id is str or bytes, not {}", id.get_type()))
-        })?;
+        let bytes = id.cast::<PyBytes>().map_err(|_| wrong("id", id, "text or bytes"))?;
         Ok(PyBlockKey(self.0.key_of_id(bytes.as_bytes())))
     }
 

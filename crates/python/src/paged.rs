@@ -11,7 +11,11 @@ use pyo3::buffer::{PyBuffer, PyUntypedBuffer};
 use pyo3::exceptions::{PyBufferError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
 
+use crate::arguments::{of, wrong};
 use crate::buffers::Span;
+
+/// Most regions of one memory: layers times a few.
+const REGIONS_MAX: usize = 1 << 16;
 
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<PyPagedMemory>()
@@ -54,28 +58,38 @@ unsafe impl Sync for Region {}
 #[pymethods]
 impl PyPagedMemory {
     #[new]
-    fn new(regions: &Bound<'_, PyAny>, pages: usize) -> PyResult<Self> {
+    fn new(
+        regions: &Bound<'_, PyAny>,
+        #[pyo3(from_py_with = of::pages)] pages: usize,
+    ) -> PyResult<Self> {
         if pages == 0 {
-            return Err(PyValueError::new_err("pages is 0; a region has at least one page"));
+            return Err(PyValueError::new_err("pages: 0; a region has at least one page"));
         }
         let (mut held, mut known, mut block_bytes) = (Vec::new(), Vec::new(), 0_usize);
-        for (at, item) in regions.try_iter()?.enumerate() {
+        let what = "an iterable of (buffer, offset, stride, page_bytes)";
+        let items = regions.try_iter().map_err(|_| wrong("regions", regions, what))?;
+        for (at, item) in items.enumerate() {
+            if at == REGIONS_MAX {
+                let told = format!("regions: more than {REGIONS_MAX}, the most of one memory");
+                return Err(PyValueError::new_err(told));
+            }
             let item = item?;
             let (object, offset, stride, bytes): (Bound<'_, PyAny>, usize, usize, usize) =
-                item.extract().map_err(|error| {
-                    let told = "is no (buffer, offset, stride, page_bytes) of sizes from 0 up";
-                    let told = PyTypeError::new_err(format!("regions[{at}] {told}"));
-                    told.set_cause(item.py(), Some(error));
-                    told
+                item.extract().map_err(|_| {
+                    let what = "a (buffer, offset, stride, page_bytes) of numbers from 0 up";
+                    wrong(format_args!("regions[{at}]"), &item, what)
                 })?;
-            let buffer = PyUntypedBuffer::get(&object)?;
+            let buffer = PyUntypedBuffer::get(&object);
+            let buffer = buffer.map_err(|_| {
+                wrong(format_args!("regions[{at}][0]"), &object, "a writable buffer")
+            })?;
             let place = Strided { start: offset, stride, bytes, count: pages };
             known.push(Region::new(&buffer, at, place, block_bytes)?);
             held.push(buffer);
             block_bytes = block_bytes.checked_add(bytes).ok_or_else(too_long)?;
         }
         if known.is_empty() {
-            return Err(PyValueError::new_err("regions is empty; a block has at least one page"));
+            return Err(PyValueError::new_err("regions: empty; a block has at least one page"));
         }
         let memory = Self { regions: known, pages, block_bytes, _held: held };
         memory.check_disjoint()?;
@@ -119,7 +133,7 @@ impl Region {
         offset_in_block: usize,
     ) -> PyResult<Self> {
         let Strided { start: offset, stride, bytes, .. } = place;
-        let span = Span::of(buffer, "regions", at)?;
+        let span = Span::of(buffer, format_args!("regions[{at}]"))?;
         if buffer.readonly() {
             return Err(PyBufferError::new_err(format!("regions[{at}] is read-only")));
         }
@@ -180,19 +194,28 @@ impl PyPagedMemory {
         } else if let Ok(array) = PyBuffer::<i32>::get(pages) {
             array.to_vec(pages.py())?.into_iter().map(i64::from).collect()
         } else {
-            let numbers = pages.try_iter()?.map(|number| number?.extract::<i64>());
+            let what = "numbers of pages: an array of integers or an iterable of int";
+            let items = pages.try_iter().map_err(|_| wrong("pages", pages, what))?;
+            // One more than there may be shows that there are too many.
+            let numbers = items.take(count.saturating_add(1)).enumerate().map(|(at, item)| {
+                let item = item?;
+                let number = item.extract::<i64>();
+                number.map_err(|_| wrong(format_args!("pages[{at}]"), &item, "a page's number"))
+            });
             numbers.collect::<PyResult<_>>()?
         };
         if numbers.len() != count {
-            let got = numbers.len();
-            return Err(PyValueError::new_err(format!("{count} blocks but {got} pages")));
+            let got = match numbers.len() {
+                more if more > count => format!("more than {count}"),
+                fewer => fewer.to_string(),
+            };
+            return Err(PyValueError::new_err(format!("pages: {count} blocks but {got} pages")));
         }
         let number = |(at, number): (usize, i64)| {
             usize::try_from(number).ok().filter(|number| *number < self.pages).ok_or_else(|| {
                 let most = self.pages - 1;
-                PyValueError::new_err(format!(
-                    "pages[{at}] is {number}; pages are from 0 to {most}"
-                ))
+                let told = format!("pages[{at}]: {number}; pages are from 0 to {most}");
+                PyValueError::new_err(told)
             })
         };
         numbers.into_iter().enumerate().map(number).collect()
@@ -208,10 +231,12 @@ impl PyPagedMemory {
         let end = count.map_or(Some(all), |count| first.checked_add(count));
         match end {
             Some(end) if first <= end && end <= all => Ok(first..end),
-            _ => Err(PyValueError::new_err(format!(
-                "regions from {first}, count {count:?}, of {all}; a call names regions that there \
-                 are"
-            ))),
+            _ => {
+                let count = count.map_or_else(|| "all".to_owned(), |count| count.to_string());
+                Err(PyValueError::new_err(format!(
+                    "first, count: regions from {first} on, {count} of them; there are {all}"
+                )))
+            }
         }
     }
 

@@ -3,11 +3,13 @@
 
 use std::ops::Range;
 use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use cascade_store::{Prepared, Put, PutOutcome, PutSlab};
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 
+use crate::arguments::{self, of};
 use crate::owned::Owned;
 use crate::paged::PyPagedMemory;
 use crate::results::PyPutResult;
@@ -127,17 +129,17 @@ impl PyPreparedPut {
     fn gather(
         &self,
         py: Python<'_>,
-        memory: &Bound<'_, PyPagedMemory>,
+        #[pyo3(from_py_with = arguments::memory)] memory: Bound<'_, PyPagedMemory>,
         pages: &Bound<'_, PyAny>,
-        first: usize,
-        count: Option<usize>,
+        #[pyo3(from_py_with = of::first)] first: usize,
+        #[pyo3(from_py_with = of::count)] count: Option<usize>,
     ) -> PyResult<()> {
         let memory = memory.get();
         let pages = memory.page_numbers(pages, self.block_count)?;
         let regions = memory.some_regions(first, count)?;
         if memory.block_bytes() != self.block_bytes {
             return Err(PyValueError::new_err(format!(
-                "blocks of {} bytes were prepared, but the memory has blocks of {} bytes",
+                "memory: its blocks have {1} bytes, but blocks of {0} bytes were prepared",
                 self.block_bytes,
                 memory.block_bytes()
             )));
@@ -160,8 +162,12 @@ impl PyPreparedPut {
     ///
     /// Raises `ValueError`, and changes nothing, while bytes of the needed blocks are missing.
     #[pyo3(signature = (*, timeout = None))]
-    fn seal(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<Vec<PyPutResult>> {
-        let options = options(timeout)?;
+    fn seal(
+        &self,
+        py: Python<'_>,
+        #[pyo3(from_py_with = of::timeout)] timeout: Option<Duration>,
+    ) -> PyResult<Vec<PyPutResult>> {
+        let options = options(timeout);
         let store = self.store.get().store()?;
         let open = self.open()?;
         let outcomes = py.detach(|| {

@@ -17,6 +17,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyDict, PyMemoryView, PyTuple};
 
 use self::calls::{Calls, Made, Methods, Taken};
+use crate::arguments::{shown, text, wrong};
 use crate::buffers::{PyReservation, PyView};
 use crate::errors::{ConfigError, to_python};
 use crate::owned::Owned;
@@ -48,12 +49,18 @@ struct Plugin<'py> {
 
 impl Stages {
     /// Looks at what a store was given, and starts its threads.
-    pub(crate) fn new(stages: Option<&Bound<'_, PyDict>>, config: &StoreConfig) -> PyResult<Self> {
+    pub(crate) fn new(stages: Option<&Bound<'_, PyAny>>, config: &StoreConfig) -> PyResult<Self> {
         let mut this = Self { registry: Registry::default(), started: Vec::new() };
         let Some(stages) = stages else { return Ok(this) };
+        let Ok(stages) = stages.cast::<PyDict>() else {
+            return Err(wrong("stages", stages, "a dict of names and stages"));
+        };
         let plugins = stages
             .iter()
-            .map(|(name, object)| Plugin::new(name.extract()?, object, &this.registry))
+            .map(|(name, object)| {
+                let name = text("stages: a name", &name)?;
+                Plugin::new(name, object, &this.registry)
+            })
             .collect::<PyResult<Vec<_>>>()?;
         let begun = plugins.iter().try_for_each(|plugin| {
             let calls = plugin.start(&mut this.started)?;
@@ -117,8 +124,10 @@ impl<'py> Plugin<'py> {
             else {
                 return Ok(None);
             };
-            let told =
-                format!("stages: {name}: {kind}.{attribute} is a number from 1 on, not {value}");
+            let told = format!(
+                "stages: {name}: {kind}.{attribute}: {} is not a number from 1 up",
+                shown(&value)
+            );
             let number = value.extract().ok().filter(|number| *number > 0);
             number.map(Some).ok_or_else(|| ConfigError::new_err(told))
         };
@@ -328,6 +337,9 @@ fn count(result: &Bound<'_, PyAny>) -> PyResult<usize> {
 #[pyfunction]
 #[pyo3(signature = (make, /))]
 fn check_stage(py: Python<'_>, make: &Bound<'_, PyAny>) -> PyResult<()> {
+    if !make.is_callable() {
+        return Err(wrong("make", make, "a function that makes a stage"));
+    }
     let config = StoreConfig { dram_bytes: 32 << 20, ..StoreConfig::default() };
     let pool = conformance::pool();
     let clock: Arc<dyn cascade_block::Clock> = Arc::new(SystemClock);

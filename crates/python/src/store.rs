@@ -1,21 +1,22 @@
 //! The store in Python: batches in, a result for each block out, the interpreter free meanwhile.
 
-use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use cascade_block::{BlockKey, NamespaceId, SystemClock};
-use cascade_client::{Access, Client, ConnectOptions};
-use cascade_store::{BlockStore, CallOptions, Put, PutSlab, Request, Stats, Store, StoreError};
+use cascade_store::{
+    BlockStore, CallOptions, Put, PutSlab, Request, Stats, Store, StoreConfig, StoreError,
+};
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyDict, PyString, PyType};
 
+use crate::arguments::{self, of, wrong};
 use crate::buffers::{PyReservation, Sources, Targets};
 use crate::changes::{PyChanges, cursor};
-use crate::config::{seconds, store_config};
-use crate::errors::{AwayError, to_python};
+use crate::config::store_config;
+use crate::errors::{ConfigError, to_python};
 use crate::hints::hints;
 use crate::keys::{Keys, key_of};
 use crate::namespace::PyNamespace;
@@ -27,9 +28,11 @@ use crate::stats;
 use crate::view::PyViews;
 
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
-    module.add_class::<PyStore>()?;
-    module.add_function(wrap_pyfunction!(connect, module)?)
+    module.add_class::<PyStore>()
 }
+
+/// Most reservations of one call, whose iterable may have no end.
+const RESERVATIONS_MAX: usize = 1 << 20;
 
 static STORE_CONFIG: PyOnceLock<Py<PyType>> = PyOnceLock::new();
 
@@ -71,7 +74,7 @@ impl PyStore {
     fn new(
         py: Python<'_>,
         config: Option<Bound<'_, PyAny>>,
-        stages: Option<Bound<'_, PyDict>>,
+        stages: Option<Bound<'_, PyAny>>,
         settings: Option<Bound<'_, PyDict>>,
     ) -> PyResult<Self> {
         let class = STORE_CONFIG.import(py, "cascadekv.config", "StoreConfig")?;
@@ -84,8 +87,8 @@ impl PyStore {
             }
             (Some(config), None) if config.is_instance(class)? => config,
             (Some(config), None) => {
-                let kind = config.get_type();
-                return Err(PyTypeError::new_err(format!("config is a StoreConfig, not {kind}")));
+                let what = "a StoreConfig; settings in a dict go in as Store(**settings)";
+                return Err(wrong("config", &config, what));
             }
             (None, settings) => {
                 let settings = settings.unwrap_or_else(|| PyDict::new(py));
@@ -93,6 +96,7 @@ impl PyStore {
             }
         };
         let settings = store_config(&config)?;
+        refuse_a_file(&settings)?;
         let stages = Stages::new(stages.as_ref(), &settings)?;
         let opened =
             py.detach(|| Store::open_with(settings, stages.registry(), Arc::new(SystemClock)));
@@ -119,7 +123,8 @@ impl PyStore {
     ///
     /// `blocks` is a buffer for each key, or one buffer that holds them all in equal pieces; do not
     /// change them until the call returns. The keys of one call are consecutive blocks of one chain
-    /// that begins below `parent`, unless `chain` is false. `ttl` and `timeout` are in seconds.
+    /// that begins below `parent`, unless `chain` is false. `ttl` and `timeout` are durations:
+    /// seconds, text such as `"5s"`, or a `timedelta`.
     #[pyo3(signature = (
         keys, blocks, *, parent = None, chain = true, is_prefix = false, last_is_partial = false,
         ttl = None, namespace = None, timeout = None
@@ -131,18 +136,17 @@ impl PyStore {
         keys: Keys,
         blocks: &Bound<'_, PyAny>,
         parent: Option<&Bound<'_, PyAny>>,
-        chain: bool,
-        is_prefix: bool,
-        last_is_partial: bool,
-        ttl: Option<f64>,
-        namespace: Option<&PyNamespace>,
-        timeout: Option<f64>,
+        #[pyo3(from_py_with = of::chain)] chain: bool,
+        #[pyo3(from_py_with = of::is_prefix)] is_prefix: bool,
+        #[pyo3(from_py_with = of::last_is_partial)] last_is_partial: bool,
+        #[pyo3(from_py_with = of::ttl)] ttl: Option<u64>,
+        #[pyo3(from_py_with = arguments::namespace)] namespace: Option<NamespaceId>,
+        #[pyo3(from_py_with = of::timeout)] timeout: Option<Duration>,
     ) -> PyResult<Vec<PyPutResult>> {
         let parents = parents(&keys, parent, chain)?;
-        let namespace = namespace.map(|space| space.0.id()).unwrap_or_default();
-        let ttl_ms = ttl.map(milliseconds).transpose()?;
-        let facts = Facts { parents, namespace, is_prefix, last_is_partial, ttl_ms };
-        let options = options(timeout)?;
+        let namespace = namespace.unwrap_or_default();
+        let facts = Facts { parents, namespace, is_prefix, last_is_partial, ttl_ms: ttl };
+        let options = options(timeout);
         let sources = Sources::new(blocks, keys.len())?;
         let store = self.store()?;
         let outcomes = py.detach(|| {
@@ -162,10 +166,10 @@ impl PyStore {
     fn reserve(
         &self,
         py: Python<'_>,
-        size: usize,
-        timeout: Option<f64>,
+        #[pyo3(from_py_with = of::size)] size: usize,
+        #[pyo3(from_py_with = of::timeout)] timeout: Option<Duration>,
     ) -> PyResult<PyReservation> {
-        let options = options(timeout)?;
+        let options = options(timeout);
         let store = self.store()?;
         let slab = py.detach(|| store.reserve(size, options)).map_err(|error| to_python(&error))?;
         Ok(PyReservation::new(slab))
@@ -183,30 +187,31 @@ impl PyStore {
         &self,
         py: Python<'_>,
         keys: Keys,
-        reservations: Vec<Bound<'_, PyReservation>>,
+        #[pyo3(from_py_with = reserved)] reservations: Vec<Bound<'_, PyReservation>>,
         parent: Option<&Bound<'_, PyAny>>,
-        chain: bool,
-        is_prefix: bool,
-        last_is_partial: bool,
-        ttl: Option<f64>,
-        namespace: Option<&PyNamespace>,
-        timeout: Option<f64>,
+        #[pyo3(from_py_with = of::chain)] chain: bool,
+        #[pyo3(from_py_with = of::is_prefix)] is_prefix: bool,
+        #[pyo3(from_py_with = of::last_is_partial)] last_is_partial: bool,
+        #[pyo3(from_py_with = of::ttl)] ttl: Option<u64>,
+        #[pyo3(from_py_with = arguments::namespace)] namespace: Option<NamespaceId>,
+        #[pyo3(from_py_with = of::timeout)] timeout: Option<Duration>,
     ) -> PyResult<Vec<PyPutResult>> {
         if reservations.len() != keys.len() {
             let (keys, got) = (keys.len(), reservations.len());
-            return Err(PyValueError::new_err(format!("{keys} keys but {got} reservations")));
+            return Err(PyValueError::new_err(format!("reservations: {keys} keys but {got}")));
         }
         let parents = parents(&keys, parent, chain)?;
-        let namespace = namespace.map(|space| space.0.id()).unwrap_or_default();
-        let ttl_ms = ttl.map(milliseconds).transpose()?;
-        let facts = Facts { parents, namespace, is_prefix, last_is_partial, ttl_ms };
-        let options = options(timeout)?;
+        let namespace = namespace.unwrap_or_default();
+        let facts = Facts { parents, namespace, is_prefix, last_is_partial, ttl_ms: ttl };
+        let options = options(timeout);
         let store = self.store()?;
         // All are checked before any is taken, so that an error leaves every one as it was.
         for (at, reservation) in reservations.iter().enumerate() {
             reservation.borrow().check()?;
             if reservations[..at].iter().any(|earlier| earlier.is(reservation)) {
-                return Err(PyValueError::new_err(format!("reservations[{at}] is there twice")));
+                return Err(PyValueError::new_err(format!(
+                    "reservations[{at}]: it is there twice"
+                )));
             }
         }
         let mut puts = Vec::with_capacity(keys.len());
@@ -238,20 +243,19 @@ impl PyStore {
     fn prepare(
         slf: Bound<'_, Self>,
         keys: Keys,
-        size: usize,
+        #[pyo3(from_py_with = of::size)] size: usize,
         parent: Option<&Bound<'_, PyAny>>,
-        chain: bool,
-        is_prefix: bool,
-        last_is_partial: bool,
-        ttl: Option<f64>,
-        namespace: Option<&PyNamespace>,
-        timeout: Option<f64>,
+        #[pyo3(from_py_with = of::chain)] chain: bool,
+        #[pyo3(from_py_with = of::is_prefix)] is_prefix: bool,
+        #[pyo3(from_py_with = of::last_is_partial)] last_is_partial: bool,
+        #[pyo3(from_py_with = of::ttl)] ttl: Option<u64>,
+        #[pyo3(from_py_with = arguments::namespace)] namespace: Option<NamespaceId>,
+        #[pyo3(from_py_with = of::timeout)] timeout: Option<Duration>,
     ) -> PyResult<PyPreparedPut> {
         let parents = parents(&keys, parent, chain)?;
-        let namespace = namespace.map(|space| space.0.id()).unwrap_or_default();
-        let ttl_ms = ttl.map(milliseconds).transpose()?;
-        let facts = Facts { parents, namespace, is_prefix, last_is_partial, ttl_ms };
-        let options = options(timeout)?;
+        let namespace = namespace.unwrap_or_default();
+        let facts = Facts { parents, namespace, is_prefix, last_is_partial, ttl_ms: ttl };
+        let options = options(timeout);
         let store = slf.get().store()?;
         let put = |(at, key): (usize, &BlockKey)| facts.put(at, *key, &[], keys.len());
         let puts: Vec<Put<'_>> = keys.iter().enumerate().map(put).collect();
@@ -269,9 +273,9 @@ impl PyStore {
         py: Python<'_>,
         keys: Keys,
         buffers: &Bound<'_, PyAny>,
-        timeout: Option<f64>,
+        #[pyo3(from_py_with = of::timeout)] timeout: Option<Duration>,
     ) -> PyResult<Vec<PyGetResult>> {
-        let options = options(timeout)?;
+        let options = options(timeout);
         let mut targets = Targets::new(buffers, keys.len())?;
         let store = self.store()?;
         let outcomes = py.detach(|| store.get(&keys, &mut targets.slices(), options));
@@ -280,8 +284,13 @@ impl PyStore {
 
     /// Views on blocks in the pool, without a copy: a sequence of `View`, `None` for a miss.
     #[pyo3(signature = (keys, *, timeout = None))]
-    fn view(&self, py: Python<'_>, keys: Keys, timeout: Option<f64>) -> PyResult<PyViews> {
-        let options = options(timeout)?;
+    fn view(
+        &self,
+        py: Python<'_>,
+        keys: Keys,
+        #[pyo3(from_py_with = of::timeout)] timeout: Option<Duration>,
+    ) -> PyResult<PyViews> {
+        let options = options(timeout);
         let store = self.store()?;
         Ok(PyViews::new(py.detach(|| store.view(&keys, options))))
     }
@@ -295,12 +304,11 @@ impl PyStore {
         &self,
         py: Python<'_>,
         keys: Keys,
-        partial_tail: bool,
+        #[pyo3(from_py_with = of::partial_tail)] partial_tail: bool,
         hints: Option<&Bound<'_, PyAny>>,
-        at: Option<f64>,
+        #[pyo3(from_py_with = of::at)] at: Option<Duration>,
     ) -> PyResult<PyPrefixMatch> {
         let hints = self::hints(hints)?;
-        let at = at.map(|at| seconds("at", at)).transpose()?;
         let request = Request { keys: &keys, partial_tail, hints, at };
         let store = self.store()?;
         Ok(py.detach(|| store.lookup_prefix(&request)).into())
@@ -313,14 +321,13 @@ impl PyStore {
         &self,
         py: Python<'_>,
         keys: Keys,
-        partial_tail: bool,
+        #[pyo3(from_py_with = of::partial_tail)] partial_tail: bool,
         hints: Option<&Bound<'_, PyAny>>,
-        at: Option<f64>,
-        timeout: Option<f64>,
+        #[pyo3(from_py_with = of::at)] at: Option<Duration>,
+        #[pyo3(from_py_with = of::timeout)] timeout: Option<Duration>,
     ) -> PyResult<PyViews> {
         let hints = self::hints(hints)?;
-        let at = at.map(|at| seconds("at", at)).transpose()?;
-        let options = options(timeout)?;
+        let options = options(timeout);
         let request = Request { keys: &keys, partial_tail, hints, at };
         let store = self.store()?;
         Ok(PyViews::new(py.detach(|| store.acquire(&request, options))))
@@ -333,10 +340,9 @@ impl PyStore {
         py: Python<'_>,
         keys: Keys,
         hints: &Bound<'_, PyAny>,
-        at: Option<f64>,
+        #[pyo3(from_py_with = of::at)] at: Option<Duration>,
     ) -> PyResult<()> {
         let hints = self::hints(Some(hints))?;
-        let at = at.map(|at| seconds("at", at)).transpose()?;
         let request = Request { keys: &keys, partial_tail: false, hints, at };
         let store = self.store()?;
         py.detach(|| store.hint(&request));
@@ -387,18 +393,25 @@ impl PyStore {
     fn register(
         &self,
         py: Python<'_>,
-        namespace: &PyNamespace,
-        timeout: Option<f64>,
+        namespace: &Bound<'_, PyAny>,
+        #[pyo3(from_py_with = of::timeout)] timeout: Option<Duration>,
     ) -> PyResult<()> {
-        let options = options(timeout)?;
-        let store = self.store()?;
-        py.detach(|| store.register(&namespace.0, options)).map_err(|error| to_python(&error))
+        let options = options(timeout);
+        let Ok(space) = namespace.cast::<PyNamespace>() else {
+            return Err(wrong("namespace", namespace, "a Namespace"));
+        };
+        let (space, store) = (space.get(), self.store()?);
+        py.detach(|| store.register(&space.0, options)).map_err(|error| to_python(&error))
     }
 
     /// Waits until every tier has what was put, and would have it after a restart.
     #[pyo3(signature = (*, timeout = None))]
-    fn flush(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
-        let options = options(timeout)?;
+    fn flush(
+        &self,
+        py: Python<'_>,
+        #[pyo3(from_py_with = of::timeout)] timeout: Option<Duration>,
+    ) -> PyResult<()> {
+        let options = options(timeout);
         let store = self.store()?;
         py.detach(|| store.flush(options)).map_err(|error| to_python(&error))
     }
@@ -414,8 +427,13 @@ impl PyStore {
     ///
     /// At most `limit` changes; a served store tells 65,536 at most.
     #[pyo3(signature = (since = None, *, limit = 65_536))]
-    fn changes(&self, py: Python<'_>, since: Option<&[u8]>, limit: usize) -> PyResult<PyChanges> {
-        let since = since.map(cursor).transpose()?;
+    fn changes(
+        &self,
+        py: Python<'_>,
+        #[pyo3(from_py_with = arguments::since)] since: Option<Vec<u8>>,
+        #[pyo3(from_py_with = of::limit)] limit: usize,
+    ) -> PyResult<PyChanges> {
+        let since = since.as_deref().map(cursor).transpose()?;
         let store = self.store()?;
         let told = py.detach(|| store.changes(since, limit)).map_err(|error| to_python(&error))?;
         Ok(told.into())
@@ -482,6 +500,11 @@ impl Drop for PyStore {
 }
 
 impl PyStore {
+    /// A client of a node, `place` being where.
+    pub(crate) fn of_client(client: Arc<dyn BlockStore>, place: String) -> Self {
+        Self { state: Owned::new(Mutex::new(Opened::Yes(client))), config: None, place }
+    }
+
     fn lock(&self) -> PyResult<MutexGuard<'_, Opened>> {
         Ok(self.state.get("store")?.lock().unwrap_or_else(PoisonError::into_inner))
     }
@@ -492,54 +515,6 @@ impl PyStore {
             Opened::Yes(store) => Ok(Arc::clone(store)),
             Opened::No(_) => Err(to_python(&StoreError::Closed)),
         }
-    }
-}
-
-/// Connects to the node that serves at a Unix socket. Returns a `Store`, as an embedded one is.
-///
-/// Raises `AwayError` when no node answers there and `RefusedError` when it does not want this
-/// client. Once connected, calls are answered at once while the node is away: reads by misses,
-/// puts by `failed`; the connection comes back by itself. `access` is "write" or "read"; `token`
-/// proves a tenant; `timeout` in seconds is what a call may take unless it says otherwise.
-#[pyfunction]
-#[pyo3(signature = (socket, *, token = None, access = "write", name = None, timeout = 5.0))]
-fn connect(
-    py: Python<'_>,
-    socket: PathBuf,
-    token: Option<&Bound<'_, PyAny>>,
-    access: &str,
-    name: Option<String>,
-    timeout: f64,
-) -> PyResult<PyStore> {
-    let mut options = ConnectOptions::new(socket);
-    options.access = match access {
-        "write" => Access::Write,
-        "read" => Access::Read,
-        other => {
-            let text = format!("access is \"write\" or \"read\", not {other:?}");
-            return Err(PyValueError::new_err(text));
-        }
-    };
-    options.token = token.map(token_bytes).transpose()?;
-    options.name = name.unwrap_or(options.name);
-    options.timeout = seconds("timeout", timeout)?;
-    let place = format!("served at {}", options.socket.display());
-    let named = options.socket.display().to_string();
-    let client = py.detach(|| Client::connect(options)).map_err(|error| match error {
-        StoreError::Away { .. } => AwayError::new_err(format!(
-            "{error}; start it with `cascade serve --socket {named}`, or connect to the socket \
-             that the node's line with `ready` names"
-        )),
-        _ => to_python(&error),
-    })?;
-    let state = Owned::new(Mutex::new(Opened::Yes(Arc::new(client))));
-    Ok(PyStore { state, config: None, place })
-}
-
-fn token_bytes(token: &Bound<'_, PyAny>) -> PyResult<Vec<u8>> {
-    match token.extract::<String>() {
-        Ok(text) => Ok(text.into_bytes()),
-        Err(_) => Ok(token.extract::<Vec<u8>>()?),
     }
 }
 
@@ -557,29 +532,49 @@ impl Facts {
     }
 }
 
+/// The reservations of a call.
+fn reserved<'py>(given: &Bound<'py, PyAny>) -> PyResult<Vec<Bound<'py, PyReservation>>> {
+    let what = "a list of reservations, one for each key";
+    let items = given.try_iter().map_err(|_| wrong("reservations", given, what))?;
+    let one = |(at, item): (usize, PyResult<Bound<'py, PyAny>>)| {
+        let item = item?;
+        let reservation = item.cast::<PyReservation>().cloned();
+        reservation.map_err(|_| wrong(format!("reservations[{at}]"), &item, "a Reservation"))
+    };
+    items.take(RESERVATIONS_MAX).enumerate().map(one).collect()
+}
+
+/// Refuses a file tier where a file lies, before anything is opened.
+fn refuse_a_file(config: &StoreConfig) -> PyResult<()> {
+    let directory = config.files.as_ref().map(|files| files.directory.as_path());
+    match directory.filter(|path| path.exists() && !path.is_dir()) {
+        Some(path) => Err(ConfigError::new_err(format!(
+            "files: {} is not a directory; give one of this store alone",
+            path.display()
+        ))),
+        None => Ok(()),
+    }
+}
+
 /// The parent of each key of a call.
 fn parents(
     keys: &[BlockKey],
     parent: Option<&Bound<'_, PyAny>>,
     chain: bool,
 ) -> PyResult<Vec<Option<BlockKey>>> {
-    let first = parent.map(key_of).transpose()?;
+    let first = parent.map(|parent| key_of("parent", parent)).transpose()?;
     if chain {
         let before = keys.iter().map(|key| Some(*key));
         return Ok([first].into_iter().chain(before).take(keys.len()).collect());
     }
     if first.is_some() {
-        return Err(PyValueError::new_err("parent says where a chain begins; leave chain true"));
+        return Err(PyValueError::new_err(
+            "parent: it says where a chain begins; leave chain true, or parent out",
+        ));
     }
     Ok(vec![None; keys.len()])
 }
 
-pub(crate) fn options(timeout: Option<f64>) -> PyResult<CallOptions> {
-    let timeout = timeout.map(|timeout| seconds("timeout", timeout)).transpose()?;
-    Ok(CallOptions { timeout, ..CallOptions::default() })
-}
-
-fn milliseconds(ttl: f64) -> PyResult<u64> {
-    let ttl: Duration = seconds("ttl", ttl)?;
-    Ok(u64::try_from(ttl.as_millis()).unwrap_or(u64::MAX))
+pub(crate) fn options(timeout: Option<Duration>) -> CallOptions {
+    CallOptions { timeout, ..CallOptions::default() }
 }

@@ -6,9 +6,9 @@ use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyIterator, PyList, PySlice};
 
+use crate::arguments::{self, of, picked_by, position};
 use crate::buffers::PyView;
 use crate::errors;
-use crate::keys::{picked_by, position};
 use crate::owned::Owned;
 use crate::paged::PyPagedMemory;
 
@@ -54,7 +54,7 @@ impl PyViews {
             let views = views.collect::<PyResult<Vec<_>>>()?;
             return Ok(PyList::new(index.py(), views)?.into_any());
         }
-        let view = self.view(position(index.extract()?, count)?)?;
+        let view = self.view(position(index, count)?)?;
         Ok(view.into_pyobject(index.py())?.into_any())
     }
 
@@ -72,7 +72,7 @@ impl PyViews {
 
     /// Why the block at this position failed; `None` for a hit and for a plain miss.
     #[pyo3(signature = (index, /))]
-    fn error(&self, py: Python<'_>, index: isize) -> PyResult<Option<Py<PyAny>>> {
+    fn error(&self, py: Python<'_>, index: &Bound<'_, PyAny>) -> PyResult<Option<Py<PyAny>>> {
         let outcomes = self.outcomes()?;
         Ok(match &outcomes[position(index, outcomes.len())?] {
             ViewOutcome::Failed(error) => Some(errors::to_python(error).into_value(py).into_any()),
@@ -90,10 +90,10 @@ impl PyViews {
     fn scatter(
         &self,
         py: Python<'_>,
-        memory: &Bound<'_, PyPagedMemory>,
+        #[pyo3(from_py_with = arguments::memory)] memory: Bound<'_, PyPagedMemory>,
         pages: &Bound<'_, PyAny>,
-        first: usize,
-        count: Option<usize>,
+        #[pyo3(from_py_with = of::first)] first: usize,
+        #[pyo3(from_py_with = of::count)] count: Option<usize>,
     ) -> PyResult<Vec<bool>> {
         let outcomes = self.outcomes()?;
         let memory = memory.get();
@@ -102,7 +102,7 @@ impl PyViews {
         let mut sorted = pages.clone();
         sorted.sort_unstable();
         if let Some([twice, ..]) = sorted.windows(2).find(|pair| pair[0] == pair[1]) {
-            let told = format!("page {twice} is there twice; a page holds one block");
+            let told = format!("pages: {twice} is there twice; a page holds one block");
             return Err(PyValueError::new_err(told));
         }
         Ok(py.detach(|| {

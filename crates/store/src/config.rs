@@ -201,7 +201,7 @@ impl StoreConfig {
     pub fn check(&self) -> Result<(), StoreError> {
         let bad = |setting, reason: String| Err(StoreError::Config { setting, reason });
         if self.dram_bytes < 4 * MIB {
-            return bad("dram", format!("{} bytes; the least is 4 MiB", self.dram_bytes));
+            return bad("dram", format!("{} bytes; the minimum is 4 MiB", self.dram_bytes));
         }
         if usize::try_from(self.dram_bytes).is_err() {
             return bad("dram", format!("{} bytes do not fit the address space", self.dram_bytes));
@@ -210,7 +210,7 @@ impl StoreConfig {
             return bad("dram_blocks", "0 blocks; the least is 1, or leave it out".to_owned());
         }
         if self.protected_percent > 100 {
-            return bad("protected_percent", format!("{} is over 100", self.protected_percent));
+            return bad("protected_share", format!("{} is over 100", self.protected_percent));
         }
         if self.changes_max > CHANGES_MAX {
             return bad("changes_max", format!("{}; the most is 2^28", self.changes_max));
@@ -219,10 +219,10 @@ impl StoreConfig {
             return bad("timeout", "0; every call would fail: give at least 1 ms".to_owned());
         }
         if self.dirty_bytes_max == Some(0) {
-            return bad("dirty_bytes_max", "0 would never take a block; leave it out".to_owned());
+            return bad("dirty_max", "0 would never take a block; leave it out".to_owned());
         }
         if self.mover_bytes_per_second == Some(0) {
-            return bad("mover_bytes_per_second", "0 would never write; leave it out".to_owned());
+            return bad("mover_rate", "0 would never write; leave it out".to_owned());
         }
         self.health.check()
     }

@@ -48,16 +48,21 @@ impl HealthConfig {
     /// Refuses what makes no sense, by name.
     pub(crate) fn check(&self) -> Result<(), StoreError> {
         let least = Duration::from_millis(1);
-        let reason = if self.probe_interval < least || self.probe_timeout < least {
-            "a probe's interval and timeout are at least 1 ms".to_owned()
+        let (setting, reason) = if self.probe_interval < least {
+            ("probe_interval", "the minimum is 1 ms".to_owned())
+        } else if self.probe_timeout < least {
+            ("probe_timeout", "the minimum is 1 ms".to_owned())
         } else if !(1..=WINDOW_MAX).contains(&self.window) {
-            format!("a window of {} calls; it has 1 to {WINDOW_MAX}", self.window)
+            let reason = format!("{} calls; it is from 1 to {WINDOW_MAX}", self.window);
+            ("failure_window", reason)
         } else if !(1..=self.window).contains(&self.threshold) {
-            format!("a threshold of {}; it is 1 to the window's {}", self.threshold, self.window)
+            let (threshold, window) = (self.threshold, self.window);
+            let reason = format!("{threshold}; it is from 1 to failure_window, which is {window}");
+            ("failure_threshold", reason)
         } else {
             return Ok(());
         };
-        Err(StoreError::Config { setting: "health", reason })
+        Err(StoreError::Config { setting, reason })
     }
 }
 

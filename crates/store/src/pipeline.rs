@@ -7,6 +7,15 @@ use crate::stage::Registry;
 /// Tiers that this build knows by name but that need hardware or peers it does not have.
 const ABSENT: [&str; 2] = ["hbm", "peers"];
 
+/// Stages for studies of hit rates and ceilings: they are taken, and nobody is offered one.
+const FOR_STUDIES: [&str; 2] = ["empty", "fake"];
+
+/// What an operator may write into a pipeline.
+fn offered(registry: &Registry) -> Vec<String> {
+    let names = registry.names().into_iter();
+    names.filter(|name| !FOR_STUDIES.contains(&name.as_str())).collect()
+}
+
 /// A pipeline that was checked.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Pipeline {
@@ -49,7 +58,7 @@ impl Pipeline {
                     return Err(PipelineError::UnknownStage {
                         pipeline: text.to_owned(),
                         stage: raw.trim().to_owned(),
-                        known: registry.names().join(", "),
+                        known: offered(registry).join(", "),
                     });
                 }
             }
@@ -96,6 +105,13 @@ mod tests {
         assert_eq!(pipeline.lower, ["files"]);
         assert_eq!(pipeline.notes.len(), 2);
         assert!(pipeline.notes[0].contains("Hbm"), "{:?}", pipeline.notes);
+    }
+
+    #[test]
+    fn stages_for_studies_are_not_offered() {
+        let error = parse("Dram|Filez").unwrap_err().to_string();
+        assert!(error.contains("files") && !error.contains("fake"), "{error}");
+        assert!(!error.contains("empty"), "{error}");
     }
 
     #[test]

@@ -16,7 +16,7 @@ from cascadekv.errors import AwayError, CascadeError, ConfigError, PipelineError
 __all__ = ["KEYS", "StoreAddress", "StoreLink", "open_store", "read_settings"]
 
 PREFIX = "cascade."
-_EMBEDDED = ("pipeline", "dram", "files", "files_capacity", "direct", "engine")
+_EMBEDDED = ("pipeline", "dram", "files", "files_capacity", "direct_io", "io_engine")
 _NODE = ("node", "token_file")
 _NAMES = (*_EMBEDDED, *_NODE, "timeout")
 KEYS = tuple(PREFIX + name for name in _NAMES)

@@ -324,8 +324,8 @@ def _store_options(
         "cascade.dram": _dram(config, notes, memory_bytes),
         "cascade.files": directory,
         "cascade.files_capacity": _files_capacity(config, notes, directory, room_bytes),
-        "cascade.direct": config.boolean("io_direct", default=False),
-        "cascade.engine": _ENGINES[engine or "psync"],
+        "cascade.direct_io": config.boolean("io_direct", default=False),
+        "cascade.io_engine": _ENGINES[engine or "psync"],
         "cascade.timeout": timeout_ms / 1000,
     }
 

@@ -50,7 +50,7 @@ pub struct ReplayArgs {
     pub files_capacity: u64,
     /// Size of one segment of the file tier [default: 256MiB, less for a small tier].
     #[arg(long, value_name = "SIZE", value_parser = parse_bytes, help_heading = "Store")]
-    pub segment: Option<u64>,
+    pub segment_size: Option<u64>,
     /// Drop what the directory holds before starting.
     #[arg(long, requires = "files", help_heading = "Store")]
     pub fresh: bool,
@@ -68,10 +68,10 @@ pub struct ReplayArgs {
     pub admit_partial: bool,
     /// How blocks lie in the file tier.
     #[arg(long, value_enum, default_value_t = Layout::Segments, help_heading = "Store")]
-    pub layout: Layout,
+    pub files_layout: Layout,
     /// What reads and writes files.
     #[arg(long, value_enum, default_value_t = Engine::Auto, help_heading = "Store")]
-    pub engine: Engine,
+    pub io_engine: Engine,
     /// Read and write files through the page cache, not past it.
     #[arg(long, help_heading = "Store")]
     pub buffered: bool,
@@ -140,7 +140,7 @@ pub enum Digest {
     Sha256,
 }
 
-/// `--layout`.
+/// `--files-layout`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum Layout {
     /// Append-only segments of many blocks.
@@ -149,7 +149,7 @@ pub enum Layout {
     FilePerBlock,
 }
 
-/// `--engine`.
+/// `--io-engine`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum Engine {
     /// uring where the kernel allows it, else psync.
@@ -219,12 +219,12 @@ impl ReplayArgs {
             files.capacity_bytes = self.files_capacity;
             // Enough segments that taking one back does not drop a large share of the tier.
             let fitting = (self.files_capacity / 16).next_power_of_two().clamp(1 << 20, 256 << 20);
-            files.segment_bytes = self.segment.unwrap_or(fitting);
-            files.layout = match self.layout {
+            files.segment_bytes = self.segment_size.unwrap_or(fitting);
+            files.layout = match self.files_layout {
                 Layout::Segments => FileLayout::Segments,
                 Layout::FilePerBlock => FileLayout::FilePerBlock,
             };
-            files.engine = match self.engine {
+            files.engine = match self.io_engine {
                 Engine::Auto => IoEngine::Auto,
                 Engine::Uring => IoEngine::Uring,
                 Engine::Psync => IoEngine::Psync,

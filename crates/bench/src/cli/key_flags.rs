@@ -57,7 +57,8 @@ impl Args for KeyFlags {
                 .long(flag)
                 .value_name(key.kind.placeholder())
                 .help(format!("{meaning}{default}"))
-                .help_heading("Configuration")
+                .help_heading(if key.is_advanced() { "Advanced" } else { "Configuration" })
+                .hide_short_help(key.is_advanced())
                 .value_parser(parser(key))
         }))
     }

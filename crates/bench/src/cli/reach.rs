@@ -9,17 +9,19 @@ use cascade_store::{CallOptions, StoreError};
 use clap::Args;
 use serde::de::DeserializeOwned;
 
-use crate::cli::Failure;
+use crate::cli::{Failure, parse_time};
 
 /// Which node.
 #[derive(Debug, Clone, Args)]
 pub(super) struct Reach {
-    /// The node's Unix socket [default: the one that `cascade serve` would choose].
+    /// The node's Unix socket [default: the one of `CASCADE_NODE`, else the one that
+    /// `cascade serve` would choose].
     #[arg(long, value_name = "PATH", help_heading = "Node")]
     socket: Option<PathBuf>,
-    /// How long to wait for its answer, in seconds.
-    #[arg(long, value_name = "SECONDS", default_value_t = 10.0, help_heading = "Node")]
-    timeout: f64,
+    /// How long to wait for its answer.
+    #[arg(long, value_name = "TIME", default_value = "10s", value_parser = parse_time)]
+    #[arg(help_heading = "Node")]
+    timeout: Duration,
 }
 
 /// A connection for asking.
@@ -33,13 +35,7 @@ pub(super) struct Asker {
 impl Reach {
     /// Connects.
     pub(super) fn connect(&self) -> Result<Asker, Failure> {
-        let timeout = Duration::try_from_secs_f64(self.timeout).ok().filter(|time| !time.is_zero());
-        let timeout = timeout.ok_or_else(|| {
-            Failure::usage(
-                format!("--timeout {} is no time", self.timeout),
-                "give seconds, such as 10",
-            )
-        })?;
+        let timeout = self.timeout;
         let socket = self.socket.clone();
         let socket = socket.unwrap_or_else(|| Environment::of_process().socket());
         let mut options = ConnectOptions::new(&socket);

@@ -23,7 +23,7 @@ Examples:
 
 It prints a line with `ready` once it serves. SIGTERM ends it cleanly: calls under way finish, what
 waits for the file tier is written. SIGHUP makes it read its configuration again. Every key of the
-file can also be set in the environment: dram.capacity is CASCADE_DRAM_CAPACITY. All keys:
+file can also be set in the environment: files_capacity is CASCADE_FILES_CAPACITY. All keys:
 docs/configuration.md.")]
 pub(super) struct ServeArgs {
     #[command(flatten)]

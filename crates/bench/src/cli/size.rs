@@ -1,14 +1,24 @@
-//! Sizes and counts as people write them: `512MiB`, `2GB`, `10%`.
+//! Sizes, durations and counts as people write them: `512MiB`, `5s`, `10%`.
 
 use std::num::NonZeroU64;
+use std::time::Duration;
 
-use cascade_block::ByteSize;
+use cascade_block::{ByteSize, TimeSpan};
 
 /// Parses a size such as `512MiB` (binary), `2GB` (decimal) or `4096` (bytes); zero is none.
 pub fn parse_bytes(text: &str) -> Result<u64, String> {
     match text.parse::<ByteSize>() {
         Ok(ByteSize(0)) => Err("a size is at least one byte".to_owned()),
         Ok(ByteSize(bytes)) => Ok(bytes),
+        Err(error) => Err(error.to_string()),
+    }
+}
+
+/// Parses a duration such as `5s`, `250ms` or `10` (seconds); zero is none.
+pub fn parse_time(text: &str) -> Result<Duration, String> {
+    match text.parse::<TimeSpan>() {
+        Ok(TimeSpan(time)) if time.is_zero() => Err("a duration above 0, such as 5s".to_owned()),
+        Ok(TimeSpan(time)) => Ok(time),
         Err(error) => Err(error.to_string()),
     }
 }
@@ -65,6 +75,14 @@ mod tests {
         assert!(parse_bytes("lots").unwrap_err().contains("512MiB"));
         assert!(parse_bytes("0").is_err());
         assert!(parse_bytes("-1MiB").is_err());
+    }
+
+    #[test]
+    fn durations_have_a_unit_or_are_seconds() {
+        assert_eq!(parse_time("250ms"), Ok(Duration::from_millis(250)));
+        assert_eq!(parse_time("10"), Ok(Duration::from_secs(10)));
+        assert!(parse_time("0").is_err());
+        assert!(parse_time("soon").unwrap_err().contains("5s"));
     }
 
     #[test]

@@ -16,7 +16,7 @@ use ratatui::widgets::{Block, Cell, Gauge, Paragraph, Row, Sparkline, Table};
 use serde_json::json;
 
 use crate::cli::reach::{Asker, Reach};
-use crate::cli::{EXIT_OK, Failure, Screen};
+use crate::cli::{EXIT_OK, Failure, Screen, parse_time};
 
 /// Points that the plots of the past keep.
 const PAST_MAX: usize = 240;
@@ -32,9 +32,9 @@ Examples:
   cascade top --once
       One page as text, for a log or a ticket. For programs: cascade status --json.")]
 pub(super) struct TopArgs {
-    /// Seconds between two looks.
-    #[arg(long, value_name = "SECONDS", default_value_t = 1.0)]
-    every: f64,
+    /// Time between two looks.
+    #[arg(long, value_name = "TIME", default_value = "1s", value_parser = parse_time)]
+    every: Duration,
     /// Print one page and exit.
     #[arg(long)]
     once: bool,
@@ -55,10 +55,7 @@ struct View {
 }
 
 pub(super) fn run(args: &TopArgs, screen: &mut Screen) -> Result<i32, Failure> {
-    let every = Duration::try_from_secs_f64(args.every).ok().filter(|time| !time.is_zero());
-    let every = every.ok_or_else(|| {
-        Failure::usage(format!("--every {} is no time", args.every), "give seconds, such as 1")
-    })?;
+    let every = args.every;
     let asker = args.reach.connect()?;
     let mut view = View::default();
     view.take(look(&asker)?);

@@ -153,7 +153,7 @@ fn a_wrong_byte_is_found_named_and_fails_the_command() {
     assert!(matches!(outcomes[0], PutOutcome::Stored), "{outcomes:?}");
     store.close().unwrap();
     let files = replay.files();
-    let (code, result) = replay.run(&["--files", &files, "--segment", "64MiB"]);
+    let (code, result) = replay.run(&["--files", &files, "--segment-size", "64MiB"]);
     assert_eq!(code, 1);
     assert!(count(&result, "wrong_blocks") >= 1);
     let described = result["wrong_examples"][0].as_str().unwrap();

@@ -19,7 +19,7 @@ fn the_effective_configuration_is_printed_with_what_set_it() {
         .args(["serve", "--print-config", "--dram", "2GiB", "--files", "cache"])
         .arg("--config")
         .arg(&file)
-        .env("CASCADE_STORE_WRITE", "through")
+        .env("CASCADE_WRITE", "through")
         .current_dir(&directory)
         .output()
         .unwrap();
@@ -29,7 +29,7 @@ fn the_effective_configuration_is_printed_with_what_set_it() {
     for (setting, source) in [
         ("capacity = \"2GiB\"", "--dram"),
         ("policy = \"arc\"", "cascade.toml:3"),
-        ("write = \"through\"", "CASCADE_STORE_WRITE"),
+        ("write = \"through\"", "CASCADE_WRITE"),
         ("pipeline = \"Dram|Files\"", "default"),
         (&format!("directory = \"{below}\""), "--files"),
     ] {
@@ -49,9 +49,9 @@ fn what_a_node_would_refuse_is_refused_with_a_hint() {
         (&["--dram", "1MiB"], &["the least is 4MiB"]),
         (&["--policy", "clock"], &["prefix-cost"]),
         (&["--listen", "localhost"], &["127.0.0.1:9000"]),
-        (&["--listen", "0.0.0.0:9000"], &["node.listen", "security.token_file"]),
-        (&["--pipeline", "Dram|Files"], &["store.pipeline (--pipeline)", "--files"]),
-        (&["--config", &file], &["cascade.toml:3", "dram.capacity"]),
+        (&["--listen", "0.0.0.0:9000"], &["listen", "token_file"]),
+        (&["--pipeline", "Dram|Files"], &["pipeline (--pipeline)", "--files"]),
+        (&["--config", &file], &["cascade.toml:3", "dram"]),
         (&["--config", "/no/such.toml"], &["/no/such.toml", "No such file"]),
     ] {
         let output = run(&[&["serve"], options].concat());

@@ -26,41 +26,41 @@ pub(super) fn node_config(
     let store = store_config(values);
     let tenants = settings.tenants.iter().map(|tenant| tenant_config(tenant, &store, environment));
     let tenants = tenants.collect::<Result<_, _>>()?;
-    let keep_pool = match values.choice("dram.keep_pool") {
+    let keep_pool = match values.choice("keep_pool") {
         "always" => KeepPool::Always,
         "never" => KeepPool::Never,
         _ => KeepPool::AfterCrash,
     };
-    let pool_directory = values.path("dram.pool_directory");
-    let new = NodeConfig::new(values.path("node.socket").unwrap_or_default());
+    let pool_directory = values.path("pool_directory");
+    let new = NodeConfig::new(values.path("socket").unwrap_or_default());
     let limits = LimitsConfig::default();
     Ok(NodeConfig {
-        socket_mode: values.mode("node.socket_mode").unwrap_or(new.socket_mode),
-        listen: values.address("node.listen"),
+        socket_mode: values.mode("socket_mode").unwrap_or(new.socket_mode),
+        listen: values.address("listen"),
         security: SecurityConfig {
-            token_file: values.path("security.token_file"),
-            certificate: values.path("security.certificate"),
-            private_key: values.path("security.private_key"),
-            client_authority: values.path("security.client_authority"),
+            token_file: values.path("token_file"),
+            certificate: values.path("tls_certificate"),
+            private_key: values.path("tls_private_key"),
+            client_authority: values.path("tls_client_ca"),
         },
         store,
         tenants,
-        encryption_key_file: values.path("security.encryption_key_file"),
+        encryption_key_file: values.path("encryption_key_file"),
         limits: LimitsConfig {
-            connections_max: values.count("limits.connections").unwrap_or(limits.connections_max),
+            connections_max: values.count("connections_max").unwrap_or(limits.connections_max),
             client_share_percent: values
-                .percent("limits.client_share")
+                .percent("client_share")
                 .unwrap_or(limits.client_share_percent),
-            threads_max: values.count("limits.threads").unwrap_or(limits.threads_max),
+            threads_max: values.count("threads_max").unwrap_or(limits.threads_max),
         },
         pool_directory: pool_directory.filter(|_| keep_pool != KeepPool::Never),
         keep_pool,
-        shutdown_timeout: values.duration("node.shutdown_timeout").unwrap_or(new.shutdown_timeout),
+        shutdown_timeout: values.duration("shutdown_timeout").unwrap_or(new.shutdown_timeout),
         log: LogConfig {
-            json: values.choice("log.format") == "json",
-            filter: values.text("log.filter"),
+            json: values.choice("log_format") == "json",
+            filter: values.text("log_filter"),
         },
-        trace_endpoint: values.text("traces.endpoint"),
+        trace_endpoint: values.text("traces_endpoint"),
         settings,
         ..new
     })
@@ -68,12 +68,12 @@ pub(super) fn node_config(
 
 /// Sets what follows from other settings.
 fn imply(values: &mut Values, environment: &Environment) {
-    values.imply("node.socket", Value::Path(environment.default_socket()));
-    let has_files = values.path("files.directory").is_some();
+    values.imply("socket", Value::Path(environment.default_socket()));
+    let has_files = values.path("files").is_some();
     let pipeline = if has_files { "Dram|Files" } else { "Dram" };
-    values.imply("store.pipeline", Value::Text(pipeline.to_owned()));
-    let capacity = values.bytes("files.capacity").unwrap_or_default();
-    values.imply("files.segment", Value::Size(fitting_segment(capacity)));
+    values.imply("pipeline", Value::Text(pipeline.to_owned()));
+    let capacity = values.bytes("files_capacity").unwrap_or_default();
+    values.imply("segment_size", Value::Size(fitting_segment(capacity)));
 }
 
 /// Enough segments that taking one back does not drop a large share of the tier.
@@ -84,32 +84,32 @@ fn fitting_segment(capacity_bytes: u64) -> u64 {
 fn store_config(values: &Values) -> StoreConfig {
     let built_in = StoreConfig::default();
     StoreConfig {
-        pipeline: values.text("store.pipeline").unwrap_or(built_in.pipeline),
-        dram_bytes: values.bytes("dram.capacity").unwrap_or(built_in.dram_bytes),
-        huge_pages: values.is_on("dram.huge_pages"),
-        files: values.path("files.directory").map(|directory| files_config(&directory, values)),
-        policy: match values.choice("dram.policy") {
+        pipeline: values.text("pipeline").unwrap_or(built_in.pipeline),
+        dram_bytes: values.bytes("dram").unwrap_or(built_in.dram_bytes),
+        huge_pages: values.is_on("huge_pages"),
+        files: values.path("files").map(|directory| files_config(&directory, values)),
+        policy: match values.choice("policy") {
             "lru" => PolicyKind::Lru,
             "s3fifo" => PolicyKind::S3Fifo,
             "arc" => PolicyKind::Arc,
             "waterfall" => PolicyKind::Waterfall,
             _ => PolicyKind::PrefixCost,
         },
-        digest: match values.choice("store.digest") {
+        digest: match values.choice("digest") {
             "blake3" => DigestMode::On(DigestAlgorithm::Blake3),
             "sha256" => DigestMode::On(DigestAlgorithm::Sha256),
             _ => DigestMode::Off,
         },
-        write: match values.choice("store.write") {
+        write: match values.choice("write") {
             "through" => WritePolicy::Through,
             _ => WritePolicy::Back,
         },
-        dirty_bytes_max: values.bytes("store.dirty_max"),
-        mover_bytes_per_second: values.bytes("store.mover_rate"),
-        protected_percent: values.percent("dram.protected").unwrap_or(built_in.protected_percent),
-        admit_partial: values.is_on("store.admit_partial"),
-        changes_max: values.count("store.changes_max").unwrap_or(built_in.changes_max),
-        timeout: values.duration("store.timeout").unwrap_or(built_in.timeout),
+        dirty_bytes_max: values.bytes("dirty_max"),
+        mover_bytes_per_second: values.bytes("mover_rate"),
+        protected_percent: values.percent("protected_share").unwrap_or(built_in.protected_percent),
+        admit_partial: values.is_on("admit_partial"),
+        changes_max: values.count("changes_max").unwrap_or(built_in.changes_max),
+        timeout: values.duration("timeout").unwrap_or(built_in.timeout),
         health: health_config(values),
         ..built_in
     }
@@ -119,29 +119,29 @@ fn health_config(values: &Values) -> HealthConfig {
     let built_in = HealthConfig::default();
     let count = |path| values.count(path).and_then(|count| u32::try_from(count).ok());
     HealthConfig {
-        probe_interval: values.duration("health.probe_interval").unwrap_or(built_in.probe_interval),
-        probe_timeout: values.duration("health.probe_timeout").unwrap_or(built_in.probe_timeout),
-        window: count("health.window").unwrap_or(built_in.window),
-        threshold: count("health.threshold").unwrap_or(built_in.threshold),
+        probe_interval: values.duration("probe_interval").unwrap_or(built_in.probe_interval),
+        probe_timeout: values.duration("probe_timeout").unwrap_or(built_in.probe_timeout),
+        window: count("failure_window").unwrap_or(built_in.window),
+        threshold: count("failure_threshold").unwrap_or(built_in.threshold),
     }
 }
 
 fn files_config(directory: &Path, values: &Values) -> FilesConfig {
     let built_in = FilesConfig::new(directory);
     FilesConfig {
-        capacity_bytes: values.bytes("files.capacity").unwrap_or(built_in.capacity_bytes),
-        layout: match values.choice("files.layout") {
+        capacity_bytes: values.bytes("files_capacity").unwrap_or(built_in.capacity_bytes),
+        layout: match values.choice("files_layout") {
             "file-per-block" => FileLayout::FilePerBlock,
             _ => FileLayout::Segments,
         },
-        segment_bytes: values.bytes("files.segment").unwrap_or(built_in.segment_bytes),
-        direct: values.is_on("files.direct"),
-        engine: match values.choice("files.engine") {
+        segment_bytes: values.bytes("segment_size").unwrap_or(built_in.segment_bytes),
+        direct: values.is_on("direct_io"),
+        engine: match values.choice("io_engine") {
             "uring" => IoEngine::Uring,
             "psync" => IoEngine::Psync,
             _ => IoEngine::Auto,
         },
-        durable: values.is_on("files.durable"),
+        durable: values.is_on("durable"),
         ..built_in
     }
 }
@@ -160,8 +160,8 @@ fn tenant_config(
     }
     if let Some(files) = &mut store.files {
         let below = || files.directory.join("tenants").join(&name);
-        files.directory = values.path("tenant.files_directory").unwrap_or_else(below);
-        if let Some(bytes) = values.bytes("tenant.files") {
+        files.directory = values.path("tenant.files").unwrap_or_else(below);
+        if let Some(bytes) = values.bytes("tenant.files_capacity") {
             files.capacity_bytes = bytes;
             files.segment_bytes = files.segment_bytes.min(fitting_segment(bytes));
         }

@@ -56,14 +56,14 @@ impl NodeConfig {
         let bytes = self.socket.as_os_str().len();
         if bytes > SOCKET_PATH_BYTES_MAX {
             return self.refuse(
-                &["node.socket"],
+                &["socket"],
                 format!("a path of {bytes} bytes; a Unix socket's has at most 107"),
                 "give a shorter path",
             );
         }
         if self.socket.file_name().is_none() {
             let reason = format!("{} is no file", self.socket.display());
-            return self.refuse(&["node.socket"], reason, "give the path of a file");
+            return self.refuse(&["socket"], reason, "give the path of a file");
         }
         Ok(())
     }
@@ -72,29 +72,29 @@ impl NodeConfig {
         let pipeline = Pipeline::parse(&store.pipeline, &Registry::default());
         let pipeline = pipeline.map_err(|error| {
             let known = "join stages with |, such as Dram|Files";
-            ConfigError::contradiction(self.named(&["store.pipeline"]), error.to_string(), known)
+            ConfigError::contradiction(self.named(&["pipeline"]), error.to_string(), known)
         })?;
         let stage = pipeline.lower.iter().find(|stage| ["files", "posix"].contains(&&***stage));
         match (stage, &store.files) {
             (Some(stage), None) => self.refuse(
-                &["store.pipeline", "files.directory"],
+                &["pipeline", "files"],
                 format!("{:?} has the stage {stage:?}, which has no directory", store.pipeline),
-                "set files.directory (--files DIR), a directory of its own",
+                "set files (--files DIR), a directory of its own",
             )?,
             (None, Some(files)) => self.refuse(
-                &["store.pipeline", "files.directory"],
+                &["pipeline", "files"],
                 format!("{} is given, but {:?} has no stage Files", files.directory.display(), {
                     &store.pipeline
                 }),
-                "leave one of them out, or write store.pipeline = \"Dram|Files\"",
+                "leave one of them out, or write pipeline = \"Dram|Files\"",
             )?,
             _ => {}
         }
         if store.dirty_bytes_max.is_some_and(|dirty| dirty > store.dram_bytes) {
             self.refuse(
-                &["store.dirty_max", "dram.capacity"],
+                &["dirty_max", "dram"],
                 "more would wait to be written than DRAM holds",
-                "lower store.dirty_max, or leave it out",
+                "lower dirty_max, or leave it out",
             )?;
         }
         store.check().map_err(|error| match error {
@@ -109,9 +109,9 @@ impl NodeConfig {
         let Some(files) = &self.store.files else { return Ok(()) };
         if files.segment_bytes > files.capacity_bytes / 2 && self.settings.node.is_given(SEGMENT) {
             return self.refuse(
-                &[SEGMENT, "files.capacity"],
+                &[SEGMENT, "files_capacity"],
                 "a tier has at least two segments",
-                "raise files.capacity, or leave files.segment out",
+                "raise files_capacity, or leave segment_size out",
             );
         }
         Ok(())
@@ -143,7 +143,7 @@ impl NodeConfig {
             });
             if let Some((path, other)) = taken {
                 return Err(ConfigError::contradiction(
-                    "tenant.files_directory",
+                    "tenant.files",
                     format!("{path} is the directory of both {other:?} and {:?}", tenant.name),
                     "give each tenant a directory of its own",
                 ));
@@ -154,9 +154,9 @@ impl NodeConfig {
 
     fn check_secrets(&self) -> Result<(), ConfigError> {
         let own = [
-            ("security.token_file", &self.security.token_file, Readers::Group),
-            ("security.private_key", &self.security.private_key, Readers::Owner),
-            ("security.encryption_key_file", &self.encryption_key_file, Readers::Owner),
+            ("token_file", &self.security.token_file, Readers::Group),
+            ("tls_private_key", &self.security.private_key, Readers::Owner),
+            ("encryption_key_file", &self.encryption_key_file, Readers::Owner),
         ];
         for (key, path, readers) in own {
             if let Some(path) = path {
@@ -182,7 +182,7 @@ impl NodeConfig {
     }
 }
 
-const SEGMENT: &str = "files.segment";
+const SEGMENT: &str = "segment_size";
 
 impl SecurityConfig {
     /// Refuses half of a pair, and a port that strangers reach without proof of who they are.
@@ -195,25 +195,25 @@ impl SecurityConfig {
         };
         if self.certificate.is_some() != self.private_key.is_some() {
             return refuse(
-                "security.certificate, security.private_key",
+                "tls_certificate, tls_private_key",
                 "one is given without the other",
                 "TLS needs both; give both or neither",
             );
         }
         if self.client_authority.is_some() && self.certificate.is_none() {
             return refuse(
-                "security.client_authority",
+                "tls_client_ca",
                 "callers' certificates can be checked only where the node has its own",
-                "set security.certificate and security.private_key too",
+                "set tls_certificate and tls_private_key too",
             );
         }
         let beyond = listen.filter(|address| !address.ip().to_canonical().is_loopback());
         let is_proved = self.token_file.is_some() || self.client_authority.is_some();
         match beyond {
             Some(address) if !is_proved => refuse(
-                "node.listen",
+                "listen",
                 &format!("{address} is reached from other hosts, and anyone may call"),
-                "set security.token_file, or security.client_authority with a certificate \
+                "set token_file, or tls_client_ca with a certificate \
                  (mutual TLS); or listen on 127.0.0.1",
             ),
             _ => Ok(()),
@@ -265,15 +265,15 @@ fn check_key_is_apart(store: &StoreConfig, key: Option<&Path>) -> Result<(), Con
     match (files, key) {
         (Some(files), Some(key)) if key.starts_with(&files.directory) => {
             Err(ConfigError::contradiction(
-                "security.encryption_key_file, files.directory",
+                "encryption_key_file, files",
                 format!("{} lies among the files that it encrypts", key.display()),
                 "keep the key in another directory, best on another disk",
             ))
         }
         (None, Some(key)) => Err(ConfigError::contradiction(
-            "security.encryption_key_file",
+            "encryption_key_file",
             format!("{} encrypts a file tier, and there is none", key.display()),
-            "set files.directory, or leave the key out",
+            "set files, or leave the key out",
         )),
         _ => Ok(()),
     }
@@ -305,7 +305,7 @@ mod tests {
             let said = check(&[], at).unwrap_err().to_string();
             assert!(said.contains(at) && said.contains("token_file"), "{said}");
             let one_sided = check(&["certificate", "key"], at).unwrap_err().to_string();
-            assert!(one_sided.contains("node.listen"), "encrypted is not guarded: {one_sided}");
+            assert!(one_sided.contains("listen"), "encrypted is not guarded: {one_sided}");
             check(&["token"], at).unwrap();
             check(&["certificate", "key", "authority"], at).unwrap();
         }

@@ -5,11 +5,15 @@ use std::ffi::OsString;
 use std::path::PathBuf;
 
 use super::error::ConfigError;
-use super::keys::{KEYS, SECTIONS, nearest};
+use super::keys::{KEYS, edits, nearest};
+use super::renamed::renamed_variable;
 use super::settings::{Settings, Source};
 
 /// Variables beside those of keys that mean something to a node.
 const CONFIG: &str = "CASCADE_CONFIG";
+const NODE: &str = "CASCADE_NODE";
+/// Variables that look like a key's and are none.
+const OTHERS: [&str; 2] = [CONFIG, NODE];
 const RUNTIME_DIRECTORY: &str = "XDG_RUNTIME_DIR";
 const NOTIFY_SOCKET: &str = "NOTIFY_SOCKET";
 
@@ -64,24 +68,24 @@ impl Environment {
         }
     }
 
-    /// The socket of `CASCADE_NODE_SOCKET`, else the default one: for commands that talk to a node.
+    /// Where a client finds the node when nobody says: the socket that `CASCADE_NODE` names, as a
+    /// path or `unix:PATH`, else `CASCADE_SOCKET`, which a node reads too, else the default one.
     pub fn socket(&self) -> PathBuf {
-        let given = self.variables.get("CASCADE_NODE_SOCKET").map(PathBuf::from);
-        given.unwrap_or_else(|| self.default_socket())
+        let given = |name| self.variables.get(name).map(PathBuf::from);
+        let node = given(NODE).map(|place| match place.to_str() {
+            Some(text) => PathBuf::from(text.strip_prefix("unix:").unwrap_or(text)),
+            None => place,
+        });
+        node.or_else(|| given("CASCADE_SOCKET")).unwrap_or_else(|| self.default_socket())
     }
 
     pub(super) fn apply(&self, settings: &mut Settings) -> Result<(), ConfigError> {
-        for (name, value) in self.variables.iter().filter(|(name, _)| is_of_a_key(name)) {
+        for (name, value) in &self.variables {
+            let Some(tail) = name.strip_prefix("CASCADE_") else { continue };
             let place = Source::Environment(name.clone());
             let Some(key) = KEYS.iter().find(|key| key.environment() == *name) else {
-                let names: Vec<String> = KEYS.iter().map(super::Key::environment).collect();
-                let nearest = nearest(name, names.iter().map(String::as_str)).map(str::to_owned);
-                return Err(ConfigError::Unknown {
-                    what: "key",
-                    name: name.clone(),
-                    nearest,
-                    place,
-                });
+                refuse_unknown(tail, place)?;
+                continue;
             };
             let wrong = |reason| {
                 let place = place.clone();
@@ -95,17 +99,30 @@ impl Environment {
     }
 }
 
-/// Whether a variable is meant for the node's configuration. Clients and tools have others, and
-/// Kubernetes makes some of its own for a service with this name.
-fn is_of_a_key(name: &str) -> bool {
-    let is_of_kubernetes =
-        name.contains("_SERVICE_") || name.contains("_PORT_") || name.ends_with("_PORT");
-    let tail = name.strip_prefix("CASCADE_").unwrap_or_default();
-    let mut sections = SECTIONS.iter().map(|(section, _)| section.to_uppercase());
-    !is_of_kubernetes
-        && sections.any(|section| {
-            tail.strip_prefix(section.as_str()).is_some_and(|name| name.starts_with('_'))
-        })
+/// Refuses an old name, and one that is almost a key's. Clients and tools have variables of their
+/// own, and Kubernetes makes some for a service with this name.
+fn refuse_unknown(tail: &str, place: Source) -> Result<(), ConfigError> {
+    let name = format!("CASCADE_{tail}");
+    if OTHERS.contains(&&*name)
+        || tail.contains("_SERVICE_")
+        || tail.contains("_PORT_")
+        || tail.ends_with("_PORT")
+    {
+        return Ok(());
+    }
+    if let Some(new) = renamed_variable(tail) {
+        let new = format!("CASCADE_{}", new.to_uppercase());
+        return Err(ConfigError::Renamed { old: name, new, advice: "", place });
+    }
+    let names: Vec<String> = KEYS.iter().map(|key| key.path.to_uppercase()).collect();
+    let is_close = |found: &&str| edits(tail, found) <= 1 + found.len() / 6;
+    match nearest(tail, names.iter().map(String::as_str)).filter(is_close) {
+        Some(found) => {
+            let nearest = Some(format!("CASCADE_{found}"));
+            Err(ConfigError::Unknown { what: "key", name, nearest, place })
+        }
+        None => Ok(()),
+    }
 }
 
 #[cfg(test)]
@@ -127,14 +144,42 @@ mod tests {
     #[test]
     fn variables_of_others_are_left_alone() {
         for name in [
+            "CASCADE_NODE",
+            "CASCADE_CONFIG",
             "CASCADE_NODE_SERVICE_HOST",
             "CASCADE_NODE_PORT",
             "CASCADE_NODE_PORT_9000_TCP_ADDR",
             "CASCADE_KILL_ROUNDS",
             "CASCADE_TOKEN",
         ] {
-            assert!(!is_of_a_key(name), "{name}");
+            let tail = name.strip_prefix("CASCADE_").unwrap();
+            refuse_unknown(tail, Source::Default).unwrap();
         }
-        assert!(is_of_a_key("CASCADE_DRAM_CAPACTIY"));
+        for (name, hint) in [
+            ("CASCADE_FILES_CAPACTIY", "did you mean \"CASCADE_FILES_CAPACITY\""),
+            ("CASCADE_DRAMM", "CASCADE_DRAM"),
+            ("CASCADE_DRAM_CAPACITY", "is now called CASCADE_DRAM"),
+            ("CASCADE_DIRTY_BYTES_MAX", "is now called CASCADE_DIRTY_MAX"),
+        ] {
+            let tail = name.strip_prefix("CASCADE_").unwrap();
+            let said = refuse_unknown(tail, Source::Default).unwrap_err().to_string();
+            assert!(said.contains(hint), "{name}: {said}");
+        }
+    }
+
+    #[test]
+    fn a_client_looks_where_it_is_told_and_else_where_the_node_is() {
+        let socket = |variables: &[(&str, &str)]| {
+            let variables = variables.iter().map(|(name, value)| (*name, *value));
+            Environment::new(variables, 0).socket()
+        };
+        assert_eq!(socket(&[]), PathBuf::from("/run/cascade/cascade.sock"));
+        assert_eq!(socket(&[("CASCADE_SOCKET", "/a")]), PathBuf::from("/a"));
+        assert_eq!(
+            socket(&[("CASCADE_NODE", "/b"), ("CASCADE_SOCKET", "/a")]),
+            PathBuf::from("/b")
+        );
+        assert_eq!(socket(&[("CASCADE_NODE", "unix:/b")]), PathBuf::from("/b"));
+        assert_eq!(socket(&[("CASCADE_NODE", "")]), PathBuf::from("/run/cascade/cascade.sock"));
     }
 }

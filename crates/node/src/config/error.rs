@@ -43,6 +43,18 @@ pub enum ConfigError {
         /// Where.
         place: Source,
     },
+    /// A name that a key had before.
+    #[error("{place}: {old} is now called {new}{advice}")]
+    Renamed {
+        /// The name that was given.
+        old: String,
+        /// The name of the key.
+        new: String,
+        /// Where it belongs, if that changed too.
+        advice: &'static str,
+        /// Where.
+        place: Source,
+    },
     /// A value that its key does not take.
     #[error("{place}: {key}: {reason}")]
     Value {

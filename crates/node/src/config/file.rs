@@ -1,5 +1,6 @@
 //! The configuration file: TOML, in which each key knows its line.
 
+use std::borrow::Cow;
 use std::fs;
 use std::io;
 use std::ops::Range;
@@ -10,7 +11,8 @@ use toml::de::{DeTable, DeValue};
 
 use super::error::ConfigError;
 use super::key::Key;
-use super::keys::{KEYS, SECTIONS, TENANT_KEYS, nearest};
+use super::keys::{ADVANCED, KEYS, SECTIONS, TENANT_KEYS, nearest};
+use super::renamed::{renamed, was_section};
 use super::settings::{Settings, Source, Values};
 use super::value::{Kind, Value};
 
@@ -27,7 +29,7 @@ pub(super) fn read(path: &Path, settings: &mut Settings) -> Result<(), ConfigErr
         reason: error.message().to_owned(),
     })?;
     for (name, value) in table.get_ref() {
-        document.section(name.get_ref(), &name.span(), value, settings)?;
+        document.entry(name, value, settings)?;
     }
     Ok(())
 }
@@ -56,16 +58,16 @@ impl Document<'_> {
         Source::File { path: self.path.to_owned(), line: self.line(span) }
     }
 
-    fn section(
+    /// Reads one name at the top of the file: a key, or the header of a table.
+    fn entry(
         &self,
-        name: &str,
-        span: &Range<usize>,
+        name: &Spanned<Cow<'_, str>>,
         value: &Spanned<DeValue<'_>>,
         settings: &mut Settings,
     ) -> Result<(), ConfigError> {
-        let sections = || SECTIONS.iter().map(|(section, _)| *section);
+        let (name, span) = (name.get_ref().as_ref(), name.span());
         let misplaced = |reason: String| {
-            Err(ConfigError::Value { key: name.to_owned(), reason, place: self.place(span) })
+            Err(ConfigError::Value { key: name.to_owned(), reason, place: self.place(&span) })
         };
         match value.get_ref() {
             DeValue::Array(tenants) if name == "tenant" => {
@@ -74,51 +76,91 @@ impl Document<'_> {
                         return misplaced("a tenant is a table; write [[tenant]]".to_owned());
                     };
                     let mut values = Values::default();
-                    self.keys(name, table, TENANT_KEYS, &mut values)?;
+                    self.keys(name, table, &mut values)?;
                     settings.tenants.push(values);
                 }
                 Ok(())
             }
             _ if name == "tenant" => misplaced("write [[tenant]], one for each tenant".to_owned()),
-            DeValue::Table(table) if sections().any(|section| section == name) => {
-                self.keys(name, table, KEYS, &mut settings.node)
+            DeValue::Table(table) if name == ADVANCED => self.keys(name, table, &mut settings.node),
+            _ if name == ADVANCED => {
+                misplaced("is a table; write [advanced] and its keys below".to_owned())
             }
-            DeValue::Table(_) => {
-                Err(self.unknown("section", name, nearest(name, sections()), span))
+            DeValue::Table(table) if was_section(name) => self.old_section(name, &span, table),
+            DeValue::Table(_) if !KEYS.iter().any(|key| key.path == name) => {
+                let sections = SECTIONS.iter().map(|(section, _)| *section);
+                Err(self.unknown("table", name, nearest(name, sections), &span))
             }
-            _ if sections().any(|section| section == name) => {
-                misplaced(format!("is a section; write [{name}] and its keys below"))
-            }
-            _ => {
-                // A key outside of any section, which may be right in one.
-                let paths = KEYS.iter().map(|key| key.path);
-                let found = nearest(&format!(".{name}"), paths);
-                Err(self.unknown("key", name, found, span))
-            }
+            _ => self.key("", name, &span, value, &mut settings.node),
         }
+    }
+
+    /// Refuses a table that there was once, by the new name of its first key.
+    fn old_section(
+        &self,
+        section: &str,
+        span: &Range<usize>,
+        table: &DeTable<'_>,
+    ) -> Result<(), ConfigError> {
+        for name in table.keys() {
+            let path = format!("{section}.{}", name.get_ref());
+            self.refuse_renamed(&path, &name.span())?;
+        }
+        let reason = "is no table; keys stand at the top of the file or below [advanced]";
+        let (key, reason) = (section.to_owned(), reason.to_owned());
+        Err(ConfigError::Value { key, reason, place: self.place(span) })
     }
 
     fn keys(
         &self,
         section: &str,
         table: &DeTable<'_>,
-        keys: &'static [Key],
         values: &mut Values,
     ) -> Result<(), ConfigError> {
         for (name, value) in table {
-            let path = format!("{section}.{}", name.get_ref());
-            let Some(key) = keys.iter().find(|key| key.path == path) else {
-                let found = nearest(&path, keys.iter().map(|key| key.path));
-                return Err(self.unknown("key", &path, found, &name.span()));
-            };
-            let read = read_value(key, value.get_ref());
-            let place = self.place(&value.span());
-            match read {
-                Ok(value) => values.set(key, value, place),
-                Err(reason) => return Err(ConfigError::Value { key: path, reason, place }),
-            }
+            self.key(section, name.get_ref(), &name.span(), value, values)?;
         }
         Ok(())
+    }
+
+    /// Reads one key below the header `section`.
+    fn key(
+        &self,
+        section: &str,
+        name: &str,
+        span: &Range<usize>,
+        value: &Spanned<DeValue<'_>>,
+        values: &mut Values,
+    ) -> Result<(), ConfigError> {
+        let (path, keys) = match section {
+            "tenant" => (format!("tenant.{name}"), TENANT_KEYS),
+            _ => (name.to_owned(), KEYS),
+        };
+        let Some(key) = keys.iter().find(|key| key.path == path) else {
+            self.refuse_renamed(&path, span)?;
+            let found = nearest(&path, keys.iter().map(|key| key.path));
+            return Err(self.unknown("key", &path, found, span));
+        };
+        let place = self.place(&value.span());
+        let wrong = |reason| ConfigError::Value { key: path.clone(), reason, place: place.clone() };
+        if key.section() != section {
+            return Err(wrong(belongs(key.section())));
+        }
+        let value = read_value(key, value.get_ref()).map_err(wrong)?;
+        values.set(key, value, place);
+        Ok(())
+    }
+
+    fn refuse_renamed(&self, old: &str, span: &Range<usize>) -> Result<(), ConfigError> {
+        let Some(new) = renamed(old) else { return Ok(()) };
+        let is_advanced = KEYS.iter().any(|key| key.path == new && key.is_advanced());
+        let advice = match is_advanced {
+            true => ", below [advanced]",
+            false if new.starts_with("tenant.") => "",
+            false => ", at the top of the file",
+        };
+        let (old, new) = (old.to_owned(), new.to_owned());
+        Err(ConfigError::Renamed { old, new, advice, place: self.place(span) })
     }
 
     fn unknown(
@@ -133,6 +175,14 @@ impl Document<'_> {
     }
 }
 
+/// Where a key that stands below the wrong header has to stand.
+fn belongs(section: &str) -> String {
+    match section {
+        "" => "stands at the top of the file, above any header".to_owned(),
+        section => format!("stands below [{section}]"),
+    }
+}
+
 fn read_value(key: &Key, value: &DeValue<'_>) -> Result<Value, String> {
     let wrong = || format!("{} is not {}", value.type_str(), key.kind.description());
     match value {
@@ -141,6 +191,7 @@ fn read_value(key: &Key, value: &DeValue<'_>) -> Result<Value, String> {
             texts.collect::<Result<_, _>>().map(Value::List)
         }
         DeValue::String(text) if key.kind != Kind::List => key.parse(text),
+        DeValue::Float(number) if key.kind == Kind::Duration => key.parse(number.as_str()),
         DeValue::Integer(number) if key.kind == Kind::Mode => match number.radix() {
             8 => key.parse(number.as_str()),
             _ => Err(format!("write it in quotes and octal digits: \"0{}\"", number.as_str())),

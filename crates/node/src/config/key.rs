@@ -1,11 +1,12 @@
 //! A key of the configuration: one declaration from which reading, checks and documents come.
 
+use super::keys::ADVANCED;
 use super::value::{Kind, Value};
 
 /// A key.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Key {
-    /// Section and name, such as `dram.capacity`.
+    /// Its name, such as `files_capacity`; of a tenant's, `tenant.files_capacity`.
     pub path: &'static str,
     /// What it takes.
     pub kind: Kind,
@@ -25,6 +26,8 @@ pub struct Key {
     pub is_live: bool,
     /// Whether it names a file that holds a secret.
     pub is_secret: bool,
+    /// Why nobody has to know it; it stands below `[advanced]` then.
+    pub reason: Option<&'static str>,
 }
 
 impl Key {
@@ -40,6 +43,7 @@ impl Key {
             flag: None,
             is_live: false,
             is_secret: false,
+            reason: None,
         }
     }
 
@@ -78,12 +82,26 @@ impl Key {
         self
     }
 
-    /// The part before the dot.
-    pub fn section(&self) -> &'static str {
-        self.path.split_once('.').map_or("", |(section, _)| section)
+    pub(super) const fn advanced(mut self, reason: &'static str) -> Self {
+        self.reason = Some(reason);
+        self
     }
 
-    /// The part after the dot.
+    /// Whether it stands below `[advanced]`.
+    pub fn is_advanced(&self) -> bool {
+        self.reason.is_some()
+    }
+
+    /// The header that it stands below in the file; empty for the top of the file.
+    pub fn section(&self) -> &'static str {
+        match self.path.split_once('.') {
+            Some((section, _)) => section,
+            None if self.is_advanced() => ADVANCED,
+            None => "",
+        }
+    }
+
+    /// Its name below the header.
     pub fn name(&self) -> &'static str {
         self.path.split_once('.').map_or(self.path, |(_, name)| name)
     }

@@ -1,23 +1,24 @@
 //! All keys, in the order in which the documents show them. A new key is one entry here and one
 //! line in `build.rs`.
+//!
+//! A setting has one name: `files_capacity` in the file, `--files-capacity` as a flag,
+//! `CASCADE_FILES_CAPACITY` in the environment and, where an embedded store has it, `files_capacity`
+//! in Python.
 
 use super::key::Key;
 use super::value::Kind;
 
-/// Sections, each with a sentence.
+/// The table of settings that an operator does not have to know.
+pub(super) const ADVANCED: &str = "advanced";
+
+/// Parts of the file, each with a sentence. The first one has no header.
 pub const SECTIONS: &[(&str, &str)] = &[
-    ("node", "Where the node listens, and how it ends."),
-    ("security", "Who may use the TCP port, and what protects the bytes."),
-    ("dram", "The DRAM tier: the pool that every client of this host maps."),
-    ("files", "The file tier. It is there when a directory is given."),
-    ("store", "How tiers work together."),
+    ("", "What an operator chooses. These keys stand at the top of the file, above any header."),
     (
-        "health",
-        "When a tier below DRAM is shed: it fails too often, and is left alone until it recovers.",
+        ADVANCED,
+        "What hardly anybody has a reason to change. Each key says why; change one only after a \
+         measurement.",
     ),
-    ("limits", "What clients may take."),
-    ("log", "What is written to standard error."),
-    ("traces", "OpenTelemetry traces."),
     (
         "tenant",
         "One tenant beside the default one, with a store of its own; `[[tenant]]` may be repeated. \
@@ -25,211 +26,261 @@ pub const SECTIONS: &[(&str, &str)] = &[
     ),
 ];
 
-/// All keys but those of tenants.
+/// All keys but those of tenants: first the operator's, then the advanced ones.
 pub const KEYS: &[Key] = &[
-    Key::new("node.socket", Kind::Path, "The Unix socket for processes of this host.")
-        .default_rule(
-            "`$XDG_RUNTIME_DIR/cascade.sock`; without it `/run/cascade/cascade.sock` for root and \
-             `/tmp/cascade-UID/cascade.sock` for others",
-        )
-        .flag("socket"),
-    Key::new("node.socket_mode", Kind::Mode, "Permissions of the socket's file.").default("0600"),
+    Key::new("dram", Kind::Size, "Size of the DRAM tier; taken from the machine at start.")
+        .default("256MiB")
+        .minimum("4MiB")
+        .flag("dram"),
     Key::new(
-        "node.listen",
-        Kind::Address,
-        "The TCP port for everything remote: metrics, health, the status page. No port is opened \
-         without it; port 0 lets the system choose.",
-    )
-    .flag("listen"),
-    Key::new("node.shutdown_timeout", Kind::Duration, "How long a clean shutdown may take.")
-        .default("30s")
-        .minimum("1s")
-        .live(),
-    Key::new(
-        "security.token_file",
+        "files",
         Kind::Path,
-        "A file with the token that callers of the TCP port present.",
+        "Directory of the file tier; no other node may use it. There is no file tier without it.",
     )
-    .secret()
-    .flag("token-file"),
-    Key::new("security.certificate", Kind::Path, "The node's certificate chain (PEM)."),
-    Key::new("security.private_key", Kind::Path, "The certificate's private key (PEM).").secret(),
-    Key::new(
-        "security.client_authority",
-        Kind::Path,
-        "Who signs certificates of callers (PEM): with it, TLS is mutual.",
-    ),
-    Key::new(
-        "security.encryption_key_file",
-        Kind::Path,
-        "A file with the key that the default tenant's file tier is encrypted with.",
-    )
-    .secret(),
-    Key::new(
-        "dram.capacity",
-        Kind::Size,
-        "Size of the DRAM tier; taken from the machine at start.",
-    )
-    .default("256MiB")
-    .minimum("4MiB")
-    .flag("dram"),
-    Key::new("dram.huge_pages", Kind::Switch, "Whether to ask for huge pages.").default("true"),
-    Key::new("dram.policy", Kind::Choice(POLICIES), "Which blocks leave DRAM first.")
-        .default("prefix-cost")
-        .flag("policy"),
-    Key::new(
-        "dram.protected",
-        Kind::Percent,
-        "Share of DRAM that protected prefixes may hold; beyond it further ones are ordinary.",
-    )
-    .default("90%")
-    .maximum("100%"),
-    Key::new(
-        "dram.pool_directory",
-        Kind::Path,
-        "Where the pool lies, so that it survives a crash of the node: a tmpfs.",
-    )
-    .default("/dev/shm"),
-    Key::new(
-        "dram.keep_pool",
-        Kind::Choice(KEEP_POOL),
-        "When the next node finds the pool's blocks again: after a crash, also after a clean \
-         shutdown (always), or never; then the pool has no name.",
-    )
-    .default("after-crash"),
-    Key::new("files.directory", Kind::Path, "Where the files lie; no other node may use it.")
-        .flag("files"),
-    Key::new("files.capacity", Kind::Size, "Bytes that the file tier may take.")
+    .flag("files"),
+    Key::new("files_capacity", Kind::Size, "Bytes that the file tier may take.")
         .default("4GiB")
         .minimum("1MiB")
         .flag("files-capacity"),
-    Key::new("files.layout", Kind::Choice(LAYOUTS), "How blocks lie in files.").default("segments"),
-    Key::new("files.segment", Kind::Size, "Size of a segment, of which space comes back at once.")
-        .default_rule("a sixteenth of the capacity, 1MiB to 256MiB")
-        .minimum("1MiB")
-        .maximum("1TiB"),
-    Key::new(
-        "files.engine",
-        Kind::Choice(ENGINES),
-        "What reads and writes: `auto` is `uring` where the kernel allows it, else `psync`.",
-    )
-    .default("auto"),
-    Key::new(
-        "files.direct",
-        Kind::Switch,
-        "Whether to pass by the page cache, where the file system allows it.",
-    )
-    .default("true"),
-    Key::new(
-        "files.durable",
-        Kind::Switch,
-        "Whether a block counts as stored only once it is on stable storage.",
-    )
-    .default("false"),
-    Key::new("store.pipeline", Kind::Text, "Tiers from fast to slow.")
-        .default_rule("`Dram|Files` with `files.directory`, else `Dram`")
+    Key::new("pipeline", Kind::Text, "Tiers from fast to slow.")
+        .default_rule("`Dram|Files` with `files`, else `Dram`")
         .flag("pipeline"),
+    Key::new("policy", Kind::Choice(POLICIES), "Which blocks leave DRAM first.")
+        .default("prefix-cost")
+        .flag("policy"),
     Key::new(
-        "store.write",
+        "write",
         Kind::Choice(&["back", "through"]),
         "Whether a put returns from memory (`back`) or waits for every tier (`through`).",
     )
     .default("back")
     .flag("write"),
     Key::new(
-        "store.digest",
+        "durable",
+        Kind::Switch,
+        "Whether a block counts as stored only once it is on stable storage.",
+    )
+    .default("false")
+    .flag("durable"),
+    Key::new(
+        "digest",
         Kind::Choice(&["off", "blake3", "sha256"]),
         "Name blocks by content too, so that equal bytes are stored once.",
     )
     .default("off")
     .flag("digest"),
     Key::new(
-        "store.admit_partial",
-        Kind::Switch,
-        "Whether a request's last, partly filled block is taken.",
+        "keep_pool",
+        Kind::Choice(KEEP_POOL),
+        "When the next node finds the pool's blocks again: after a crash, also after a clean \
+         shutdown (always), or never; then the pool has no name.",
     )
-    .default("false"),
-    Key::new("store.timeout", Kind::Duration, "How long a call may take unless it says otherwise.")
-        .default("30s")
-        .minimum("1ms"),
+    .default("after-crash")
+    .flag("keep-pool"),
+    Key::new("socket", Kind::Path, "The Unix socket for processes of this host.")
+        .default_rule(
+            "`$XDG_RUNTIME_DIR/cascade.sock`; without it `/run/cascade/cascade.sock` for root and \
+             `/tmp/cascade-UID/cascade.sock` for others",
+        )
+        .flag("socket"),
+    Key::new("socket_mode", Kind::Mode, "Permissions of the socket's file.")
+        .default("0600")
+        .flag("socket-mode"),
     Key::new(
-        "store.dirty_max",
-        Kind::Size,
-        "Bytes that may wait to be written down before puts wait too.",
+        "listen",
+        Kind::Address,
+        "The TCP port for everything remote: metrics, health, the status page. No port is opened \
+         without it; port 0 lets the system choose.",
     )
-    .default_rule("a quarter of `dram.capacity`")
-    .minimum("1B"),
+    .flag("listen"),
     Key::new(
-        "store.mover_rate",
-        Kind::Rate,
-        "Bytes a second that may be written to each lower tier, and brought up by prefetch.",
+        "token_file",
+        Kind::Path,
+        "A file with the token that callers of the TCP port present.",
     )
-    .default_rule("no limit")
-    .minimum("1B/s"),
+    .secret()
+    .flag("token-file"),
+    Key::new("tls_certificate", Kind::Path, "The node's certificate chain (PEM).")
+        .flag("tls-certificate"),
+    Key::new("tls_private_key", Kind::Path, "The certificate's private key (PEM).")
+        .secret()
+        .flag("tls-private-key"),
     Key::new(
-        "store.changes_max",
-        Kind::Count,
-        "Changes of what a store has that are kept, while somebody follows them, in 33 bytes each; \
-         0 lets nobody follow.",
+        "tls_client_ca",
+        Kind::Path,
+        "The CA certificate for client authentication (PEM): with it, TLS is mutual.",
     )
-    .default("1048576")
-    .maximum("268435456"),
+    .flag("tls-client-ca"),
     Key::new(
-        "health.probe_interval",
-        Kind::Duration,
-        "Time between two probes of a tier that is shed, or that has had nothing to do.",
+        "encryption_key_file",
+        Kind::Path,
+        "A file with the key that the default tenant's file tier is encrypted with.",
     )
-    .default("5s")
-    .minimum("1ms"),
-    Key::new(
-        "health.probe_timeout",
-        Kind::Duration,
-        "How long a probe may take; a call that lasts as long counts as a failure.",
-    )
-    .default("3s")
-    .minimum("1ms"),
-    Key::new("health.window", Kind::Count, "How many of the last calls count.")
-        .default("8")
-        .minimum("1")
-        .maximum("64"),
-    Key::new(
-        "health.threshold",
-        Kind::Count,
-        "So many failures among them, and the tier is shed; at most the window.",
-    )
-    .default("2")
-    .minimum("1")
-    .maximum("64"),
-    Key::new("limits.connections", Kind::Count, "Connections at a time.")
+    .secret()
+    .flag("encryption-key-file"),
+    Key::new("connections_max", Kind::Count, "Connection limit.")
         .default("4096")
         .minimum("1")
         .maximum("1048576")
-        .live(),
+        .live()
+        .flag("connections-max"),
     Key::new(
-        "limits.client_share",
+        "client_share",
         Kind::Percent,
         "Share of a tenant's DRAM that one client may hold leased or reserved.",
     )
     .default("50%")
     .minimum("1%")
     .maximum("100%")
-    .live(),
-    Key::new("limits.threads", Kind::Count, "Threads that serve requests.")
-        .default("64")
-        .minimum("1")
-        .maximum("4096"),
-    Key::new("log.format", Kind::Choice(&["text", "json"]), "Text, or one JSON object a line.")
+    .live()
+    .flag("client-share"),
+    Key::new("log_format", Kind::Choice(&["text", "json"]), "Text, or one JSON object a line.")
         .default("text")
         .flag("log-format"),
-    Key::new("log.filter", Kind::Text, "What is logged, such as `info` or `cascade_node=debug`.")
+    Key::new("log_filter", Kind::Text, "What is logged, such as `info` or `cascade_node=debug`.")
         .default("info")
         .flag("log-filter"),
     Key::new(
-        "traces.endpoint",
+        "traces_endpoint",
         Kind::Url,
         "Where traces go: OTLP over HTTP, such as `http://localhost:4318`.",
     )
-    .default_rule("no traces"),
+    .default_rule("no traces")
+    .flag("traces-endpoint"),
+    Key::new("huge_pages", Kind::Switch, "Whether to ask for huge pages.")
+        .default("true")
+        .flag("huge-pages")
+        .advanced("The kernel gives ordinary pages where it has no huge ones."),
+    Key::new(
+        "protected_share",
+        Kind::Percent,
+        "Share of DRAM that protected prefixes may hold; beyond it further ones are ordinary.",
+    )
+    .default("90%")
+    .maximum("100%")
+    .flag("protected-share")
+    .advanced("Only stops protected prefixes from filling DRAM; few prefixes are protected."),
+    Key::new(
+        "pool_directory",
+        Kind::Path,
+        "Where the pool lies, so that it survives a crash of the node: a tmpfs.",
+    )
+    .default("/dev/shm")
+    .flag("pool-directory")
+    .advanced("Every Linux system has this tmpfs."),
+    Key::new("files_layout", Kind::Choice(LAYOUTS), "How blocks lie in files.")
+        .default("segments")
+        .flag("files-layout")
+        .advanced("`file-per-block` is for file systems that hosts share by name; it is slower."),
+    Key::new("segment_size", Kind::Size, "Size of a segment; space is reclaimed by segments.")
+        .default_rule("a sixteenth of `files_capacity`, 1MiB to 256MiB")
+        .minimum("1MiB")
+        .maximum("1TiB")
+        .flag("segment-size")
+        .advanced("The default keeps what a reclaim drops below a sixteenth of the tier."),
+    Key::new(
+        "io_engine",
+        Kind::Choice(ENGINES),
+        "What reads and writes: `auto` is `uring` where the kernel allows it, else `psync`.",
+    )
+    .default("auto")
+    .flag("io-engine")
+    .advanced("`auto` tries the ring at start and falls back by itself."),
+    Key::new(
+        "direct_io",
+        Kind::Switch,
+        "Whether to bypass the page cache, where the file system allows it.",
+    )
+    .default("true")
+    .flag("direct-io")
+    .advanced("The page cache would keep a second copy of what DRAM keeps."),
+    Key::new(
+        "admit_partial",
+        Kind::Switch,
+        "Whether a request's last, partly filled block is taken.",
+    )
+    .default("false")
+    .flag("admit-partial")
+    .advanced("A partly filled block is replaced when it fills up: it is rarely hit."),
+    Key::new("timeout", Kind::Duration, "How long a call may take unless it says otherwise.")
+        .default("30s")
+        .minimum("1ms")
+        .flag("timeout")
+        .advanced("Clients send a timeout with each call; this one is for the node's own calls."),
+    Key::new("shutdown_timeout", Kind::Duration, "How long a clean shutdown may take.")
+        .default("30s")
+        .minimum("1s")
+        .live()
+        .flag("shutdown-timeout")
+        .advanced("Shorter than the 90 s after which systemd kills a service."),
+    Key::new(
+        "dirty_max",
+        Kind::Size,
+        "Bytes that may wait to be written down before puts wait too.",
+    )
+    .default_rule("a quarter of `dram`")
+    .minimum("1B")
+    .flag("dirty-max")
+    .advanced("More would pin DRAM for a slow disk; less would make bursts wait."),
+    Key::new(
+        "mover_rate",
+        Kind::Rate,
+        "Bytes a second that may be written to each lower tier, and brought up by prefetch.",
+    )
+    .default_rule("no limit")
+    .minimum("1B/s")
+    .flag("mover-rate")
+    .advanced("A limit helps only where the disk is shared with other programs."),
+    Key::new(
+        "changes_max",
+        Kind::Count,
+        "Changes of what a store has that are kept, while somebody follows them, in 33 bytes each; \
+         0 lets nobody follow.",
+    )
+    .default("1048576")
+    .maximum("268435456")
+    .flag("changes-max")
+    .advanced("A follower that falls behind by more reads the whole set again."),
+    Key::new(
+        "probe_interval",
+        Kind::Duration,
+        "Time between two probes of a tier whose circuit is open, or that is idle.",
+    )
+    .default("5s")
+    .minimum("1ms")
+    .flag("probe-interval")
+    .advanced("A tier that recovers is used again after at most this time."),
+    Key::new(
+        "probe_timeout",
+        Kind::Duration,
+        "How long a probe may take; a call that lasts as long counts as a failure.",
+    )
+    .default("3s")
+    .minimum("1ms")
+    .flag("probe-timeout")
+    .advanced("Far above what a working disk needs."),
+    Key::new("failure_window", Kind::Count, "How many of the last calls of a tier count.")
+        .default("8")
+        .minimum("1")
+        .maximum("64")
+        .flag("failure-window")
+        .advanced("Belongs to `failure_threshold`."),
+    Key::new(
+        "failure_threshold",
+        Kind::Count,
+        "So many failures in the window, and the tier's circuit opens; at most the window.",
+    )
+    .default("2")
+    .minimum("1")
+    .maximum("64")
+    .flag("failure-threshold")
+    .advanced("One failure may be chance, two within a few calls are a fault."),
+    Key::new("threads_max", Kind::Count, "Threads that serve requests.")
+        .default("64")
+        .minimum("1")
+        .maximum("4096")
+        .flag("threads-max")
+        .advanced("Threads start only when calls wait for a slow tier."),
 ];
 
 /// Keys of one tenant.
@@ -255,13 +306,13 @@ pub const TENANT_KEYS: &[Key] = &[
     )
     .secret(),
     Key::new("tenant.dram", Kind::Size, "Its quota of DRAM, a pool of its own.")
-        .default_rule("`dram.capacity`")
+        .default_rule("`dram`")
         .minimum("4MiB"),
-    Key::new("tenant.files", Kind::Size, "Its quota of the file tier.")
-        .default_rule("`files.capacity`")
+    Key::new("tenant.files", Kind::Path, "Directory of its file tier.")
+        .default_rule("`tenants/NAME` below `files`"),
+    Key::new("tenant.files_capacity", Kind::Size, "Its quota of the file tier.")
+        .default_rule("`files_capacity`")
         .minimum("1MiB"),
-    Key::new("tenant.files_directory", Kind::Path, "Directory of its file tier.")
-        .default_rule("`tenants/NAME` below `files.directory`"),
 ];
 
 const POLICIES: &[&str] = &["lru", "s3fifo", "arc", "waterfall", "prefix-cost"];
@@ -291,7 +342,7 @@ pub(super) fn nearest<'a>(
 }
 
 /// Letters to insert, drop or change to make one text the other.
-fn edits(source: &str, target: &str) -> usize {
+pub(super) fn edits(source: &str, target: &str) -> usize {
     let target: Vec<char> = target.chars().collect();
     let mut row: Vec<usize> = (0..=target.len()).collect();
     for (at, letter) in source.chars().enumerate() {
@@ -317,9 +368,11 @@ mod tests {
         let mut seen = BTreeSet::new();
         for key in KEYS.iter().chain(TENANT_KEYS) {
             assert!(seen.insert(key.path), "{} stands twice", key.path);
-            assert!(seen.insert(key.flag.unwrap_or(key.path)) || key.flag.is_none());
             let is_tenant = TENANT_KEYS.contains(key);
             assert_eq!(key.section() == "tenant", is_tenant, "{}", key.path);
+            let flag = (!is_tenant).then(|| key.path.replace('_', "-"));
+            assert_eq!(key.flag, flag.as_deref(), "{}: one name everywhere", key.path);
+            assert!(key.reason.is_none_or(|why| why.ends_with('.')), "{}: a sentence", key.path);
             assert!(SECTIONS.iter().any(|(name, _)| *name == key.section()), "{}", key.path);
             assert!(key.meaning.ends_with('.'), "{}: a sentence", key.path);
             for text in [key.default, key.minimum, key.maximum].into_iter().flatten() {
@@ -330,11 +383,21 @@ mod tests {
     }
 
     #[test]
+    fn an_operator_has_at_most_thirty_settings_to_know() {
+        let tenants = TENANT_KEYS.iter().map(Key::name);
+        let names: BTreeSet<&str> =
+            KEYS.iter().filter(|key| !key.is_advanced()).map(Key::name).chain(tenants).collect();
+        assert!(names.len() <= 30, "{}: {names:?}", names.len());
+        let advanced_last = KEYS.is_sorted_by_key(Key::is_advanced);
+        assert!(advanced_last, "the operator's keys come first");
+    }
+
+    #[test]
     fn the_nearest_name_is_found() {
         let paths = || KEYS.iter().map(|key| key.path);
-        assert_eq!(nearest("dram.capactiy", paths()), Some("dram.capacity"));
-        assert_eq!(nearest("node.pipeline", paths()), Some("store.pipeline"));
-        assert_eq!(nearest("dram.zzzzzzzz", paths()), None);
+        assert_eq!(nearest("files_capactiy", paths()), Some("files_capacity"));
+        assert_eq!(nearest("node.pipeline", paths()), Some("pipeline"));
+        assert_eq!(nearest("zzzzzzzzzz", paths()), None);
         assert_eq!(edits("kitten", "sitting"), 3);
     }
 }

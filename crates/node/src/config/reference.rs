@@ -3,7 +3,7 @@
 use std::fmt::Write as _;
 
 use super::key::Key;
-use super::keys::{KEYS, SECTIONS, TENANT_KEYS};
+use super::keys::{ADVANCED, KEYS, SECTIONS, TENANT_KEYS};
 
 const OPENING: &str = "\
 # Configuration
@@ -13,13 +13,18 @@ the two. `cascade serve --print-reference` prints it.
 
 A node starts without a configuration: every key has a default. What is given later in this list
 wins: built-in defaults, one TOML file (`--config FILE`, else the variable `CASCADE_CONFIG`), the
-environment, flags of `cascade serve`. A key `dram.capacity` is `capacity` below `[dram]` in the
-file, `CASCADE_DRAM_CAPACITY` in the environment, and has a flag where the table names one.
+environment, flags of `cascade serve`.
+
+A setting has **one name everywhere**: `files_capacity` in the file, `CASCADE_FILES_CAPACITY` in the
+environment, `--files-capacity` as a flag, and `files_capacity` in Python where an embedded store has
+it. An operator has to know the first table alone. The keys below `[advanced]` are there for
+measurements; each says why hardly anybody changes it. `cascade serve -h` lists the first,
+`--help` both.
 
 - `cascade serve --print-config` prints every key as it is set, and what set it, and exits.
 - `packaging/cascade.toml` is a file with every key at its default.
-- A key or section that does not exist is refused by name, with the nearest that does. So is a
-  variable `CASCADE_SECTION_...` of a section that exists.
+- A key that does not exist is refused by name, with the nearest that does. So is a variable
+  `CASCADE_...` that is almost a key's.
 - `cascade doctor --config FILE` says whether this machine can carry what the file asks for.
 
 ## Values
@@ -27,12 +32,15 @@ file, `CASCADE_DRAM_CAPACITY` in the environment, and has a flag where the table
 | kind | written | notes |
 |---|---|---|
 | size | `\"512MiB\"`, `\"100MB\"`, `4096` | KiB is 1024, KB 1000; bytes without a unit |
-| rate | `\"500MiB/s\"` | bytes a second |
-| time | `\"500ms\"`, `\"30s\"`, `\"5min\"`, `\"1h\"` | the unit is required |
-| share | `\"25%\"` | whole percent |
+| rate | `\"500MiB/s\"`, `1048576` | bytes a second |
+| duration | `\"250ms\"`, `\"30s\"`, `\"5min\"`, `\"1h\"`, `\"7d\"`, `2.5` | seconds without a unit |
+| share | `\"25%\"`, `25` | whole percent |
 | permissions | `\"0600\"` | octal digits |
 | path | `\"/var/lib/cascade\"` | absolute; a flag may be relative to where the command runs |
 | list | `[\"alice\", 1005]` | in the file alone |
+
+The same forms are taken in the file, in the environment, after flags, and in Python, where a
+duration may also be a `datetime.timedelta`.
 
 ## Reload
 
@@ -49,13 +57,16 @@ there is one. Root has `/run/cascade`. Others get `/tmp/cascade-UID`: `/tmp` is 
 makes the directory with permissions 0700 and refuses one that belongs to someone else. A node and
 its clients agree on the socket without a setting when they run as the same user with the same
 `XDG_RUNTIME_DIR`; a service manager or a container often sets none, so name the socket there.
+
+Clients (`cascadekv.connect()` and the commands that ask a node) take the socket that they are
+given, else the one of `CASCADE_NODE`, else the one of `CASCADE_SOCKET`, else the default.
 ";
 
 const SECRETS: &str = "
 ### What is refused
 
-- An address beyond loopback without `security.token_file` or mutual TLS
-  (`security.client_authority`). A token without a certificate travels unencrypted.
+- An address beyond loopback without `token_file` or mutual TLS (`tls_client_ca`). A token without
+  a certificate travels unencrypted.
 - A certificate without its private key, and the other way round.
 - A file with a secret (token, private key, encryption key) that others than its owner and group
   can read, or that its group can write.
@@ -66,18 +77,26 @@ const SECRETS: &str = "
 pub fn reference() -> String {
     let mut page = OPENING.to_owned();
     for (section, meaning) in SECTIONS {
-        let title = if *section == "tenant" { "[tenant]" } else { section };
-        write!(page, "\n## `[{title}]`\n\n{meaning}\n\n").expect("a String takes everything");
-        page.push_str("| key | what it is | default | bounds | flag | reload |\n");
-        page.push_str("|---|---|---|---|---|---|\n");
+        let title = match *section {
+            "" => "Settings of an operator".to_owned(),
+            "tenant" => "`[[tenant]]`".to_owned(),
+            other => format!("`[{other}]`"),
+        };
+        let why = if *section == ADVANCED { " why it is advanced |" } else { "" };
+        let line = if why.is_empty() { "" } else { "---|" };
+        write!(
+            page,
+            "\n## {title}\n\n{meaning}\n\n| key | what it is | default | bounds | reload |{why}\n\
+             |---|---|---|---|---|{line}\n"
+        )
+        .expect("a String takes everything");
         for key in KEYS.iter().chain(TENANT_KEYS).filter(|key| key.section() == *section) {
             append_row(&mut page, key);
         }
-        page.push_str(match *section {
-            "node" => SOCKET,
-            "security" => SECRETS,
-            _ => "",
-        });
+        if section.is_empty() {
+            page.push_str(SOCKET);
+            page.push_str(SECRETS);
+        }
     }
     page
 }
@@ -98,15 +117,14 @@ fn append_row(page: &mut String, key: &Key) {
         (None, Some(value)) => format!("`{value}`"),
         _ => key.default_text().to_owned(),
     };
+    let live = if key.is_live { "yes" } else { "" };
+    let why = key.reason.map(|why| format!(" {} |", words(why))).unwrap_or_default();
     writeln!(
         page,
-        "| `{}` | {}{} | {} | {bounds} | {} | {} |",
+        "| `{}` | {}{choices} | {} | {bounds} | {live} |{why}",
         key.name(),
         words(key.meaning),
-        choices,
         words(&default),
-        key.flag.map(|flag| format!("`--{flag}`")).unwrap_or_default(),
-        if key.is_live { "yes" } else { "" },
     )
     .expect("a String takes everything");
 }
@@ -121,10 +139,16 @@ pub fn example() -> String {
         let is_tenant = *section == "tenant";
         file.push('\n');
         append_comment(&mut file, meaning);
-        let head = if is_tenant { "# [[tenant]]".to_owned() } else { format!("[{section}]") };
-        writeln!(file, "{head}").expect("a String takes everything");
+        match *section {
+            "" => file.push('\n'),
+            _ if is_tenant => file.push_str("# [[tenant]]\n"),
+            _ => writeln!(file, "[{section}]").expect("a String takes everything"),
+        }
         for key in KEYS.iter().chain(TENANT_KEYS).filter(|key| key.section() == *section) {
             append_comment(&mut file, key.meaning);
+            if let Some(why) = key.reason {
+                append_comment(&mut file, why);
+            }
             let line = match key.default.and_then(|text| key.parse(text).ok()) {
                 Some(value) => format!("{} = {}", key.name(), value.toml()),
                 None => format!("# {} =    (default: {})", key.name(), key.default_text()),

@@ -88,7 +88,9 @@ impl Settings {
     pub fn print(&self) -> String {
         let mut out = String::new();
         for (section, _) in SECTIONS.iter().filter(|(section, _)| *section != "tenant") {
-            writeln!(out, "[{section}]").expect("a String takes everything");
+            if !section.is_empty() {
+                writeln!(out, "[{section}]").expect("a String takes everything");
+            }
             self.node.print(KEYS.iter().filter(|key| key.section() == *section), &mut out);
             out.push('\n');
         }

@@ -5,7 +5,7 @@ use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use cascade_block::ByteSize;
+use cascade_block::{ByteSize, TimeSpan};
 
 /// What kind of value a key takes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -67,9 +67,6 @@ pub enum Value {
     List(Vec<String>),
 }
 
-/// Units of time, from large to small, in milliseconds.
-const TIME_UNITS: [(&str, u64); 4] = [("h", 3_600_000), ("min", 60_000), ("s", 1000), ("ms", 1)];
-
 impl Kind {
     /// Reads a value, or says what would be right.
     pub fn parse(self, text: &str) -> Result<Value, String> {
@@ -91,10 +88,13 @@ impl Kind {
             }
             Self::Size => size(trimmed).map(Value::Size).map_err(|error| error.to_string()),
             Self::Rate => {
-                let bytes = trimmed.strip_suffix("/s").ok_or_else(wrong)?;
-                size(bytes).map(Value::Rate).map_err(|error| error.to_string())
+                let bytes = trimmed.strip_suffix("/s").unwrap_or(trimmed);
+                size(bytes).map(Value::Rate).map_err(|_| wrong())
             }
-            Self::Duration => duration(trimmed).map(Value::Duration).ok_or_else(wrong),
+            Self::Duration => {
+                let span = trimmed.parse().map(|TimeSpan(time)| Value::Duration(time));
+                span.map_err(|error| error.to_string())
+            }
             Self::Percent => {
                 let number = trimmed.strip_suffix('%').unwrap_or(trimmed).trim_end();
                 number.parse().map(Value::Percent).map_err(|_| wrong())
@@ -125,7 +125,7 @@ impl Kind {
             Self::Path => "an absolute path, such as /var/lib/cascade".to_owned(),
             Self::Size => "a size, such as 512MiB".to_owned(),
             Self::Rate => "a rate, such as 500MiB/s".to_owned(),
-            Self::Duration => "a time with its unit, such as 500ms, 30s, 5min or 1h".to_owned(),
+            Self::Duration => "a duration, such as 500ms, 30s, 5min or 1h".to_owned(),
             Self::Percent => "a share, such as 25%".to_owned(),
             Self::Count => "a whole number".to_owned(),
             Self::Mode => "permissions in octal digits, such as 0600".to_owned(),
@@ -162,13 +162,6 @@ impl Kind {
     }
 }
 
-fn duration(text: &str) -> Option<Duration> {
-    let digits_end = text.find(|letter: char| !letter.is_ascii_digit())?;
-    let (digits, unit) = text.split_at(digits_end);
-    let (_, factor) = TIME_UNITS.iter().find(|(name, _)| *name == unit.trim_start())?;
-    digits.parse::<u64>().ok()?.checked_mul(*factor).map(Duration::from_millis)
-}
-
 impl Value {
     /// As it is written in a TOML file; a file that holds it gives the same value.
     pub fn toml(&self) -> String {
@@ -190,12 +183,7 @@ impl Value {
             Self::Path(path) => path.display().to_string(),
             Self::Size(bytes) => ByteSize(*bytes).to_string(),
             Self::Rate(bytes) => format!("{}/s", ByteSize(*bytes)),
-            Self::Duration(time) => {
-                let ms = u64::try_from(time.as_millis()).unwrap_or(u64::MAX);
-                let exact = |(_, factor): &&(&str, u64)| ms != 0 && ms.is_multiple_of(*factor);
-                let (name, factor) = TIME_UNITS.iter().find(exact).unwrap_or(&TIME_UNITS[3]);
-                format!("{}{name}", ms / factor)
-            }
+            Self::Duration(time) => TimeSpan(*time).to_string(),
             Self::Percent(percent) => format!("{percent}%"),
             Self::Count(count) => count.to_string(),
             Self::Mode(mode) => format!("{mode:04o}"),
@@ -236,6 +224,9 @@ mod tests {
             (Kind::Duration, "90s", Value::Duration(Duration::from_secs(90)), "\"90s\""),
             (Kind::Duration, "5 min", Value::Duration(Duration::from_secs(300)), "\"5min\""),
             (Kind::Duration, "0ms", Value::Duration(Duration::ZERO), "\"0ms\""),
+            (Kind::Duration, "30", Value::Duration(Duration::from_secs(30)), "\"30s\""),
+            (Kind::Duration, "0.5", Value::Duration(Duration::from_millis(500)), "\"500ms\""),
+            (Kind::Rate, "1024", Value::Rate(1024), "\"1KiB/s\""),
             (Kind::Percent, "25%", Value::Percent(25), "\"25%\""),
             (Kind::Percent, "25", Value::Percent(25), "\"25%\""),
             (Kind::Mode, "0660", Value::Mode(0o660), "\"0660\""),
@@ -255,10 +246,10 @@ mod tests {
     fn what_is_no_value_says_what_would_be() {
         for (kind, text, hint) in [
             (Kind::Size, "lots", "512MiB"),
-            (Kind::Rate, "500MiB", "500MiB/s"),
-            (Kind::Duration, "30", "30s"),
-            (Kind::Duration, "s", "30s"),
-            (Kind::Duration, "99999999999999999999s", "30s"),
+            (Kind::Rate, "fast", "500MiB/s"),
+            (Kind::Duration, "s", "250ms"),
+            (Kind::Duration, "-1", "250ms"),
+            (Kind::Duration, "99999999999999999999s", "36525d"),
             (Kind::Percent, "300%", "25%"),
             (Kind::Mode, "rw", "0600"),
             (Kind::Mode, "7777", "0600"),

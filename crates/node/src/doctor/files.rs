@@ -8,7 +8,7 @@ use cascade_store::{FilesConfig, IoEngine};
 use super::{Check, FileSystem, Machine, Outcome};
 use crate::NodeConfig;
 
-const NO_FILES: &str = "no file tier is configured (files.directory)";
+const NO_FILES: &str = "no file tier is configured (files)";
 
 pub(super) const DIRECTORY: Check = Check {
     id: "files_directory",
@@ -23,12 +23,12 @@ pub(super) const DIRECTORY: Check = Check {
             let existing = existing(directory);
             if !existing.is_dir() {
                 let found = format!("{} is no directory", existing.display());
-                return Outcome::failed(found, "set files.directory (--files) to another path");
+                return Outcome::failed(found, "set files (--files) to another path");
             }
             if let Err(error) = machine.try_file(existing) {
                 return Outcome::failed(
                     format!("no file can be made in {} ({error})", existing.display()),
-                    format!("sudo install -d -m 0700 -o \"$USER\" {at}; or set files.directory"),
+                    format!("sudo install -d -m 0700 -o \"$USER\" {at}; or set files"),
                 );
             }
         }
@@ -61,8 +61,8 @@ pub(super) const SPACE: Check = Check {
                     return Outcome::ok(found);
                 }
                 let remedy = match room >> 20 {
-                    0 => "free space, or set files.directory to another file system".to_owned(),
-                    mib => format!("lower files.capacity (--files-capacity) to {mib}MiB"),
+                    0 => "free space, or set files to another file system".to_owned(),
+                    mib => format!("lower files_capacity (--files-capacity) to {mib}MiB"),
                 };
                 Outcome::failed(found, remedy)
             }
@@ -79,15 +79,15 @@ pub(super) const FILE_SYSTEM: Check = Check {
             Err(outcome) => outcome,
             Ok((_, space)) if space.file_system.is_memory() => Outcome::warning(
                 format!("{}: memory, gone with the machine's restart", space.file_system),
-                "set files.directory to a disk's file system (df -hT lists them)",
+                "set files to a disk's file system (df -hT lists them)",
             ),
             Ok((_, space)) if space.file_system == FileSystem::OVERLAY => Outcome::warning(
                 "overlay: the container's own layer, gone with it",
-                "mount a volume and set files.directory to it: docker run -v /srv/cascade:/cache",
+                "mount a volume and set files to it: docker run -v /srv/cascade:/cache",
             ),
             Ok((_, space)) if space.file_system == FileSystem::NFS => Outcome::warning(
                 "nfs: reads wait for the network, and a server that is away makes them hang",
-                "set files.directory to a local disk; keep NFS for files.layout = file-per-block",
+                "set files to a local disk; keep NFS for files_layout = file-per-block",
             ),
             Ok((_, space)) => Outcome::ok(space.file_system.to_string()),
         }
@@ -100,14 +100,14 @@ pub(super) const DIRECT_IO: Check = Check {
     run: |config, machine| {
         let Some(files) = &config.store.files else { return Outcome::absent(NO_FILES) };
         if !files.direct {
-            return Outcome::absent("files.direct is false");
+            return Outcome::absent("direct_io is false");
         }
         match machine.try_file(existing(&files.directory)) {
             Ok(probe) => match probe.direct_refusal {
                 None => Outcome::ok("O_DIRECT works"),
                 Some(error) => Outcome::warning(
                     format!("the file system refuses O_DIRECT ({error}): the page cache is used"),
-                    "use ext4 or xfs; or set files.direct = false to accept it",
+                    "use ext4 or xfs; or set direct_io = false to accept it",
                 ),
             },
             Err(error) => Outcome::failed(
@@ -126,15 +126,15 @@ pub(super) const IO_URING: Check = Check {
         let allow = "sudo sysctl kernel.io_uring_disabled=0; Docker: a seccomp profile that \
                      allows io_uring_setup, io_uring_enter and io_uring_register";
         match (files.engine, machine.try_ring()) {
-            (IoEngine::Psync, _) => Outcome::absent("files.engine is psync"),
+            (IoEngine::Psync, _) => Outcome::absent("io_engine is psync"),
             (_, Ok(true)) => Outcome::ok("allowed, with registered memory"),
             (_, Ok(false)) => Outcome::warning(
                 "allowed, but memory cannot be registered",
                 "see huge_pages and memlock; buffers are shared between rings from Linux 6.12 on",
             ),
             (IoEngine::Uring, Err(error)) => Outcome::failed(
-                format!("the kernel refuses it ({error}), and files.engine is uring"),
-                format!("{allow}; or set files.engine = auto"),
+                format!("the kernel refuses it ({error}), and io_engine is uring"),
+                format!("{allow}; or set io_engine = auto"),
             ),
             (IoEngine::Auto, Err(error)) => {
                 Outcome::warning(format!("the kernel refuses it ({error}): psync is used"), allow)

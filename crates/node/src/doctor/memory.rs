@@ -25,7 +25,7 @@ pub(super) const MEMORY: Check = Check {
         let (needed_text, text) = (ByteSize(needed).rounded(), ByteSize(available).rounded());
         let found = format!("{needed_text} configured, {text} available");
         if needed > available {
-            let remedy = format!("lower dram.capacity (--dram) below {text}, or free memory");
+            let remedy = format!("lower dram (--dram) below {text}, or free memory");
             return Outcome::failed(found, remedy);
         }
         Outcome::ok(found)
@@ -60,7 +60,7 @@ pub(super) const HUGE_PAGES: Check = Check {
     why: "with 2 MiB pages copies are faster and registering the pool takes less memory and time",
     run: |config, machine| {
         if !config.store.huge_pages {
-            return Outcome::absent("dram.huge_pages is false");
+            return Outcome::absent("huge_pages is false");
         }
         let remedy = "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled, on \
                       Linux 6.1 or later; or reserve some: sudo sysctl vm.nr_hugepages=N";
@@ -83,18 +83,18 @@ pub(super) const SHARED_MEMORY: Check = Check {
     why: "the pool is a file of this directory: all of it must fit, and on a tmpfs it is memory",
     run: |config, machine| {
         let Some(directory) = &config.pool_directory else {
-            return Outcome::absent("dram.keep_pool is never: the pool has no name");
+            return Outcome::absent("keep_pool is never: the pool has no name");
         };
         let (needed, at) = (dram_bytes(config), directory.display());
         let space = match machine.space(directory) {
             Ok(space) => space,
             Err(error) => {
-                let remedy = format!("sudo mount -t tmpfs tmpfs {at}; or set dram.pool_directory");
+                let remedy = format!("sudo mount -t tmpfs tmpfs {at}; or set pool_directory");
                 return Outcome::failed(format!("{at}: {error}"), remedy);
             }
         };
         if let Err(error) = machine.may_write(directory) {
-            let remedy = format!("sudo chmod 1777 {at}; or set dram.pool_directory");
+            let remedy = format!("sudo chmod 1777 {at}; or set pool_directory");
             return Outcome::failed(format!("{at} cannot be written ({error})"), remedy);
         }
         let free = ByteSize(space.free_bytes).rounded();
@@ -110,7 +110,7 @@ pub(super) const SHARED_MEMORY: Check = Check {
             );
         }
         if !space.file_system.is_memory() {
-            return Outcome::warning(found, "set dram.pool_directory to a tmpfs such as /dev/shm");
+            return Outcome::warning(found, "set pool_directory to a tmpfs such as /dev/shm");
         }
         if space.file_system == FileSystem::HUGETLBFS {
             return Outcome::warning(found, "use a tmpfs: the pool's size is no multiple of 2 MiB");

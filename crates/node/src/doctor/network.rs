@@ -27,9 +27,8 @@ pub(super) const OPEN_FILES: Check = Check {
             return Outcome::warning("/proc/self/limits does not say", "mount /proc");
         };
         let found = format!("{soft} (at most {hard}); {needed} can be needed");
-        let remedy = format!(
-            "ulimit -n {needed}; systemd: LimitNOFILE={needed}; or lower limits.connections"
-        );
+        let remedy =
+            format!("ulimit -n {needed}; systemd: LimitNOFILE={needed}; or lower connections_max");
         match needed {
             needed if needed <= soft => Outcome::ok(found),
             needed if needed <= hard => Outcome::ok(format!("{found}; the node raises it")),
@@ -61,7 +60,7 @@ pub(super) const SOCKET: Check = Check {
                             format!("{directory} cannot be made ({error})"),
                             format!(
                                 "sudo install -d -m 0700 -o \"$USER\" {directory}; or set \
-                                 node.socket (--socket)"
+                                 socket (--socket)"
                             ),
                         )
                     }
@@ -70,16 +69,16 @@ pub(super) const SOCKET: Check = Check {
             Err(error) => {
                 let remedy = match &error {
                     SocketPlaceError::Unsafe { directory, .. } => {
-                        format!("chmod go-w {}; or set node.socket", directory.display())
+                        format!("chmod go-w {}; or set socket", directory.display())
                     }
                     SocketPlaceError::Taken { path } => {
                         let path = path.display();
-                        format!("ss -xlp | grep {path} shows whose; stop it or set node.socket")
+                        format!("ss -xlp | grep {path} shows whose; stop it or set socket")
                     }
                     SocketPlaceError::NoSocket { path } => {
-                        format!("move {} away, or set node.socket", path.display())
+                        format!("move {} away, or set socket", path.display())
                     }
-                    _ => "set node.socket (--socket) to another path".to_owned(),
+                    _ => "set socket (--socket) to another path".to_owned(),
                 };
                 Outcome::failed(with_causes(&error), remedy)
             }
@@ -92,7 +91,7 @@ pub(super) const PORT: Check = Check {
     why: "metrics, health and the status page are served there",
     run: |config, machine| {
         let Some(address) = config.listen else {
-            return Outcome::absent("no TCP port is configured (node.listen)");
+            return Outcome::absent("no TCP port is configured (listen)");
         };
         let Err(error) = machine.try_listen(address) else {
             return Outcome::ok(format!("{address} is free"));
@@ -100,15 +99,13 @@ pub(super) const PORT: Check = Check {
         let port = address.port();
         let remedy = match error.kind() {
             io::ErrorKind::AddrInUse => {
-                format!("ss -ltnp 'sport = :{port}' shows whose; or set node.listen to another")
+                format!("ss -ltnp 'sport = :{port}' shows whose; or set listen to another")
             }
-            io::ErrorKind::PermissionDenied => {
-                "set node.listen to a port of 1024 or above".to_owned()
-            }
+            io::ErrorKind::PermissionDenied => "set listen to a port of 1024 or above".to_owned(),
             io::ErrorKind::AddrNotAvailable => {
-                "ip -brief address lists the addresses of this host; set node.listen".to_owned()
+                "ip -brief address lists the addresses of this host; set listen".to_owned()
             }
-            _ => "set node.listen (--listen) to another address".to_owned(),
+            _ => "set listen (--listen) to another address".to_owned(),
         };
         Outcome::failed(format!("cannot listen on {address} ({error})"), remedy)
     },
@@ -119,13 +116,13 @@ pub(super) const EXPOSURE: Check = Check {
     why: "a token that travels unencrypted can be read on the way and used by others",
     run: |config, _| {
         let Some(address) = config.listen else {
-            return Outcome::absent("no TCP port is configured (node.listen)");
+            return Outcome::absent("no TCP port is configured (listen)");
         };
         let is_local = address.ip().to_canonical().is_loopback();
         match (&config.security.certificate, is_local) {
             (None, false) => Outcome::warning(
                 format!("{address} is reached from other hosts, without TLS"),
-                "set security.certificate and security.private_key",
+                "set tls_certificate and tls_private_key",
             ),
             (None, true) => Outcome::ok("this host alone reaches the port"),
             (Some(_), _) => Outcome::ok("TLS"),

@@ -393,7 +393,7 @@ impl Connection {
         if holder.is_none() && tenant.store().config().pool_file.is_some() {
             return Err(
                 "this node cannot see the client's process, and its pool outlives the node: \
-                        share the process namespace, or set dram.keep_pool to \"never\""
+                        share the process namespace, or set keep_pool to \"never\""
                     .to_owned(),
             );
         }

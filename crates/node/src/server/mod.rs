@@ -343,7 +343,7 @@ impl Shared {
             let mut connections = lock(&self.connections);
             if connections.len() >= most {
                 drop(connections);
-                tracing::warn!(most, "a connection is refused: limits.connections are all there");
+                tracing::warn!(most, "a connection is refused: connections_max is reached");
                 continue;
             }
             let id = self.next.fetch_add(2, Ordering::Relaxed);

@@ -111,13 +111,14 @@ fn a_call_that_hangs_opens_it_whatever_else_succeeds() {
 fn settings_that_make_no_sense_are_refused_by_name() {
     let good = HealthConfig::default();
     good.check().unwrap();
-    for bad in [
-        HealthConfig { probe_interval: Duration::ZERO, ..good },
-        HealthConfig { window: 65, ..good },
-        HealthConfig { threshold: 9, ..good },
-        HealthConfig { threshold: 0, ..good },
+    for (bad, setting) in [
+        (HealthConfig { probe_interval: Duration::ZERO, ..good }, "probe_interval: "),
+        (HealthConfig { probe_timeout: Duration::ZERO, ..good }, "probe_timeout: "),
+        (HealthConfig { window: 65, ..good }, "failure_window: "),
+        (HealthConfig { threshold: 9, ..good }, "failure_threshold: "),
+        (HealthConfig { threshold: 0, ..good }, "failure_threshold: "),
     ] {
         let error = bad.check().unwrap_err().to_string();
-        assert!(error.starts_with("health: "), "{error}");
+        assert!(error.starts_with(setting), "{error}");
     }
 }

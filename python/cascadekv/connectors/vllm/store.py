@@ -93,8 +93,8 @@ class PrivateNode:
         inherited = {k: v for k, v in os.environ.items() if not k.startswith("CASCADE_")}
         # The pool ends with the engine: nobody would find it again.
         settings = inherited | {
-            "CASCADE_DRAM_KEEP_POOL": "never",
-            "CASCADE_LIMITS_CLIENT_SHARE": "100%",
+            "CASCADE_KEEP_POOL": "never",
+            "CASCADE_CLIENT_SHARE": "100%",
         }
         self._process = subprocess.Popen(  # noqa: S603 # our own command
             command,

@@ -1,0 +1,331 @@
+//! Arguments of Python calls: each is converted by name, and an error says which argument it is,
+//! what was given, and what is right.
+
+use std::fmt::Display;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use cascade_block::{ByteSize, NamespaceId, TimeSpan};
+use pyo3::exceptions::{PyIndexError, PyTypeError, PyValueError};
+use pyo3::prelude::*;
+use pyo3::types::{
+    PyBool, PyByteArray, PyBytes, PyDelta, PyFloat, PyInt, PyMapping, PySlice, PyString,
+};
+
+use crate::errors::ConfigError;
+use crate::namespace::PyNamespace;
+use crate::paged::PyPagedMemory;
+
+/// Most letters or bytes of a value that a message shows.
+const SHOWN_MAX: usize = 60;
+
+const DURATION: &str = "a duration: a number of seconds from 0 up, text such as \"5s\" or \
+                        \"250ms\", or a timedelta";
+const SIZE: &str = "a size: a number of bytes from 0 up, or text such as \"512MiB\"";
+const COUNT: &str = "a whole number from 0 up";
+
+/// A `TypeError` that says what an argument should be.
+pub(crate) fn wrong(name: impl Display, given: &Bound<'_, PyAny>, what: impl Display) -> PyErr {
+    PyTypeError::new_err(format!("{name}: {} is not {what}", shown(given)))
+}
+
+/// A `ValueError`, likewise.
+pub(crate) fn bad(name: impl Display, given: &Bound<'_, PyAny>, what: impl Display) -> PyErr {
+    PyValueError::new_err(format!("{name}: {} is not {what}", shown(given)))
+}
+
+/// A value as a message shows it: short, and without calling code of its class.
+pub(crate) fn shown(given: &Bound<'_, PyAny>) -> String {
+    let cut = |text: String| match text.char_indices().nth(SHOWN_MAX) {
+        Some((end, _)) => format!("{}...", &text[..end]),
+        None => text,
+    };
+    if let Ok(text) = given.cast_exact::<PyString>() {
+        return format!("{:?}", cut(text.to_string_lossy().into_owned()));
+    }
+    let is_plain = given.is_none()
+        || given.is_exact_instance_of::<PyBool>()
+        || given.is_exact_instance_of::<PyInt>()
+        || given.is_exact_instance_of::<PyFloat>()
+        || given.cast_exact::<PyBytes>().is_ok_and(|bytes| bytes.as_bytes().len() < SHOWN_MAX);
+    // An int of thousands of digits has no text.
+    let text = is_plain.then(|| given.repr().ok()).flatten().map(|text| cut(text.to_string()));
+    text.unwrap_or_else(|| match given.get_type().name() {
+        Ok(kind) => format!("<{kind}>"),
+        Err(_) => "<object>".to_owned(),
+    })
+}
+
+/// An `int` that is no `bool`; any object that counts as one (NumPy's, say).
+fn integer<'py, T: FromPyObject<'py, 'py>>(given: &'py Bound<'py, PyAny>) -> Option<T> {
+    if given.is_instance_of::<PyBool>() || given.is_instance_of::<PyFloat>() {
+        return None;
+    }
+    given.extract().ok()
+}
+
+fn is_number(given: &Bound<'_, PyAny>) -> bool {
+    given.is_instance_of::<PyInt>() || given.is_instance_of::<PyFloat>()
+}
+
+/// A duration.
+pub(crate) fn duration(name: &str, given: &Bound<'_, PyAny>) -> PyResult<Duration> {
+    let refused = |reason: String| ConfigError::new_err(format!("{name}: {reason}"));
+    if let Ok(text) = given.cast::<PyString>() {
+        let span = text.to_string_lossy().parse::<TimeSpan>();
+        return span.map(|span| span.0).map_err(|error| refused(error.to_string()));
+    }
+    if given.is_instance_of::<PyBool>() {
+        return Err(wrong(name, given, DURATION));
+    }
+    if given.is_instance_of::<PyDelta>() {
+        let seconds: f64 = given.call_method0("total_seconds")?.extract()?;
+        return in_seconds(seconds).map_err(refused);
+    }
+    match given.extract::<f64>() {
+        Ok(seconds) => in_seconds(seconds).map_err(refused),
+        // An int that no float can hold is a number all the same.
+        Err(_) if is_number(given) => Err(refused(format!("{} is not {DURATION}", shown(given)))),
+        Err(_) => Err(wrong(name, given, DURATION)),
+    }
+}
+
+fn in_seconds(seconds: f64) -> Result<Duration, String> {
+    let wrong = |_| format!("{seconds} is not {DURATION} of at most 36525 days");
+    TimeSpan::from_seconds(seconds).map(|span| span.0).map_err(wrong)
+}
+
+/// A duration, or none for `None`.
+pub(crate) fn optional_duration(
+    name: &str,
+    given: &Bound<'_, PyAny>,
+) -> PyResult<Option<Duration>> {
+    if given.is_none() { Ok(None) } else { duration(name, given).map(Some) }
+}
+
+/// A duration in milliseconds, or none for `None`.
+fn optional_ms(name: &str, given: &Bound<'_, PyAny>) -> PyResult<Option<u64>> {
+    let time = optional_duration(name, given)?;
+    Ok(time.map(|time| u64::try_from(time.as_millis()).unwrap_or(u64::MAX)))
+}
+
+/// A size in bytes.
+pub(crate) fn size(name: &str, given: &Bound<'_, PyAny>) -> PyResult<u64> {
+    if let Ok(text) = given.cast::<PyString>() {
+        let size = text.to_string_lossy().parse::<ByteSize>();
+        let refused = |error| ConfigError::new_err(format!("{name}: {error}"));
+        return size.map(|size| size.0).map_err(refused);
+    }
+    match integer(given) {
+        Some(bytes) => Ok(bytes),
+        None if is_number(given) && !given.is_instance_of::<PyBool>() => {
+            Err(ConfigError::new_err(format!("{name}: {} is not {SIZE}", shown(given))))
+        }
+        None => Err(wrong(name, given, SIZE)),
+    }
+}
+
+/// A size of something in memory.
+fn memory_size(name: &str, given: &Bound<'_, PyAny>) -> PyResult<usize> {
+    usize::try_from(size(name, given)?).map_err(|_| bad(name, given, SIZE))
+}
+
+/// A rate in bytes a second: a size, or text such as `"500MiB/s"`.
+pub(crate) fn rate(name: &str, given: &Bound<'_, PyAny>) -> PyResult<u64> {
+    if let Ok(text) = given.cast::<PyString>() {
+        let text = text.to_string_lossy();
+        let bytes = text.trim().strip_suffix("/s").unwrap_or(&text).parse::<ByteSize>();
+        let refused = |_| {
+            let what = "a rate: bytes a second, or text such as \"500MiB/s\"";
+            ConfigError::new_err(format!("{name}: {} is not {what}", shown(given)))
+        };
+        return bytes.map(|size| size.0).map_err(refused);
+    }
+    size(name, given)
+}
+
+/// A share in percent: a number from 0 to 100, or text such as `"90%"`.
+pub(crate) fn percent(name: &str, given: &Bound<'_, PyAny>) -> PyResult<u8> {
+    let percent = match given.cast::<PyString>() {
+        Ok(text) => text.to_string_lossy().trim().trim_end_matches('%').trim_end().parse().ok(),
+        Err(_) => integer(given),
+    };
+    let what = "a share: a whole number of percent from 0 to 100, or text such as \"90%\"";
+    percent.filter(|percent| *percent <= 100).ok_or_else(|| bad(name, given, what))
+}
+
+/// A count.
+pub(crate) fn count(name: &str, given: &Bound<'_, PyAny>) -> PyResult<usize> {
+    integer(given).ok_or_else(|| match is_number(given) && !given.is_instance_of::<PyBool>() {
+        true => bad(name, given, COUNT),
+        false => wrong(name, given, COUNT),
+    })
+}
+
+fn optional_count(name: &str, given: &Bound<'_, PyAny>) -> PyResult<Option<usize>> {
+    if given.is_none() { Ok(None) } else { count(name, given).map(Some) }
+}
+
+/// Yes or no.
+pub(crate) fn flag(name: &str, given: &Bound<'_, PyAny>) -> PyResult<bool> {
+    given.extract().map_err(|_| wrong(name, given, "True or False"))
+}
+
+/// Text.
+pub(crate) fn text(name: &str, given: &Bound<'_, PyAny>) -> PyResult<String> {
+    let text = given.cast::<PyString>().map_err(|_| wrong(name, given, "text"))?;
+    match text.to_str() {
+        Ok(text) => Ok(text.to_owned()),
+        Err(_) => Err(bad(name, given, "text that UTF-8 can carry")),
+    }
+}
+
+fn optional_text(name: &str, given: &Bound<'_, PyAny>) -> PyResult<Option<String>> {
+    if given.is_none() { Ok(None) } else { text(name, given).map(Some) }
+}
+
+/// A path: text, bytes or a path object.
+pub(crate) fn path(name: &str, given: &Bound<'_, PyAny>) -> PyResult<PathBuf> {
+    let what = "a path: text or an os.PathLike";
+    let decoded = given.py().import("os")?.call_method1("fsdecode", (given,));
+    let decoded = decoded.map_err(|_| wrong(name, given, what))?;
+    let path: PathBuf = decoded.extract().map_err(|_| wrong(name, given, what))?;
+    let bytes = path.as_os_str().as_encoded_bytes();
+    if bytes.is_empty() || bytes.contains(&0) {
+        return Err(bad(name, given, "a path; it is not empty and has no NUL"));
+    }
+    Ok(path)
+}
+
+/// The id of a namespace, or none for `None`.
+pub(crate) fn namespace(given: &Bound<'_, PyAny>) -> PyResult<Option<NamespaceId>> {
+    if given.is_none() {
+        return Ok(None);
+    }
+    let space = given.cast::<PyNamespace>();
+    let space = space.map_err(|_| wrong("namespace", given, "a Namespace or None"))?;
+    Ok(Some(space.get().0.id()))
+}
+
+/// An engine's memory.
+pub(crate) fn memory<'py>(given: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyPagedMemory>> {
+    let memory = given.cast::<PyPagedMemory>();
+    memory.cloned().map_err(|_| wrong("memory", given, "a PagedMemory"))
+}
+
+/// What proves a tenant; none for `None`.
+pub(crate) fn token(given: &Bound<'_, PyAny>) -> PyResult<Option<Vec<u8>>> {
+    let token = if given.is_none() {
+        return Ok(None);
+    } else if given.is_instance_of::<PyString>() {
+        text("token", given)?.into_bytes()
+    } else if let Ok(bytes) = given.cast::<PyBytes>() {
+        bytes.as_bytes().to_vec()
+    } else if let Ok(bytes) = given.cast::<PyByteArray>() {
+        bytes.to_vec()
+    } else {
+        return Err(wrong("token", given, "text or bytes"));
+    };
+    // The message must not show a token, whatever is wrong with it.
+    if token.is_empty() {
+        let told = "token: it is empty; give the tenant's token, or None for the user's own tenant";
+        return Err(ConfigError::new_err(told));
+    }
+    Ok(Some(token))
+}
+
+/// The cursor of a follower; none for `None`.
+pub(crate) fn since(given: &Bound<'_, PyAny>) -> PyResult<Option<Vec<u8>>> {
+    if given.is_none() {
+        return Ok(None);
+    }
+    let bytes = given.cast::<PyBytes>();
+    let bytes = bytes.map_err(|_| wrong("since", given, "the bytes that Changes.next gave"))?;
+    Ok(Some(bytes.as_bytes().to_vec()))
+}
+
+/// The position that a Python index means, counting from the end where negative.
+pub(crate) fn position(given: &Bound<'_, PyAny>, count: usize) -> PyResult<usize> {
+    let out = || PyIndexError::new_err(format!("index: {} of {count} blocks", shown(given)));
+    let Some(index) = integer::<isize>(given) else {
+        let is_number = given.is_instance_of::<PyInt>() && !given.is_instance_of::<PyBool>();
+        let what = "a whole number or a slice";
+        return Err(if is_number { out() } else { wrong("index", given, what) });
+    };
+    let at = if index < 0 {
+        count.checked_sub(index.unsigned_abs())
+    } else {
+        Some(index.unsigned_abs())
+    };
+    at.filter(|at| *at < count).ok_or_else(out)
+}
+
+/// The positions that a Python slice picks.
+pub(crate) fn picked_by(
+    slice: &Bound<'_, PySlice>,
+    count: usize,
+) -> PyResult<impl Iterator<Item = usize> + use<>> {
+    let count = isize::try_from(count).expect("a sequence in memory fits isize");
+    let picked = slice.indices(count)?;
+    let at = move |nth: usize| picked.start + nth.cast_signed() * picked.step;
+    Ok((0..picked.slicelength).map(move |nth| at(nth).cast_unsigned()))
+}
+
+/// The names and values of a mapping, as text.
+pub(crate) fn fields(given: &Bound<'_, PyAny>) -> PyResult<Vec<(String, String)>> {
+    let what = "a mapping of names to text, such as {\"dtype\": \"bf16\"}";
+    let mapping = given.cast::<PyMapping>().map_err(|_| wrong("fields", given, what))?;
+    let mut fields = Vec::new();
+    for item in mapping.items()?.iter() {
+        let (name, value): (Bound<'_, PyAny>, Bound<'_, PyAny>) = item.extract()?;
+        let name = text("fields: a name", &name)?;
+        let Ok(text) = value.cast::<PyString>() else {
+            let advice = if is_number(&value) {
+                format!("text; write \"{}\"", value.str()?)
+            } else {
+                "text".to_owned()
+            };
+            return Err(wrong(format!("fields[{name:?}]"), &value, advice));
+        };
+        let text = text.to_str().map(str::to_owned);
+        let carried = "text that UTF-8 can carry";
+        fields.push((
+            name.clone(),
+            text.map_err(|_| bad(format!("fields[{name:?}]"), &value, carried))?,
+        ));
+    }
+    Ok(fields)
+}
+
+/// Functions for `from_py_with`, each for the argument of its name.
+macro_rules! named {
+    ($($name:ident: $convert:ident -> $kind:ty;)*) => {
+        /// Converters that know the name of their argument.
+        pub(crate) mod of {
+            use super::*;
+            $(pub(crate) fn $name(given: &Bound<'_, PyAny>) -> PyResult<$kind> {
+                super::$convert(stringify!($name), given)
+            })*
+        }
+    };
+}
+
+named! {
+    at: optional_duration -> Option<Duration>;
+    block_tokens: count -> usize;
+    chain: flag -> bool;
+    count: optional_count -> Option<usize>;
+    first: count -> usize;
+    is_prefix: flag -> bool;
+    keep_partial: flag -> bool;
+    last_is_partial: flag -> bool;
+    limit: count -> usize;
+    name: optional_text -> Option<String>;
+    pages: count -> usize;
+    partial_tail: flag -> bool;
+    size: memory_size -> usize;
+    text: text -> String;
+    timeout: optional_duration -> Option<Duration>;
+    traceparent: optional_text -> Option<String>;
+    ttl: optional_ms -> Option<u64>;
+}

@@ -1,0 +1,104 @@
+//! Connecting to a node: which socket, as whom, with which timeout.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use cascade_client::{Access, Client, ConnectOptions};
+use cascade_node::config::{Environment, SOCKET_PATH_BYTES_MAX};
+use cascade_store::StoreError;
+use pyo3::prelude::*;
+
+use crate::arguments::{self, of};
+use crate::errors::{AwayError, ConfigError, to_python};
+use crate::store::PyStore;
+
+/// How long a call may take unless it says otherwise.
+const TIMEOUT: Duration = Duration::from_secs(5);
+
+pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add_function(wrap_pyfunction!(connect, module)?)
+}
+
+/// Connects to the node of this host. Returns a `Store`, as an embedded one is.
+///
+/// `socket` is the path of the node's Unix socket, or `unix:PATH`; without it the one that
+/// `CASCADE_NODE` names, else the one that `cascade serve` chooses for this user. Raises `AwayError`
+/// when no node answers there and `RefusedError` when it does not want this client. Once connected,
+/// calls are answered at once while the node is away: reads by misses, puts by `failed`; the
+/// connection comes back by itself. `access` is "write" or "read"; `token` proves a tenant;
+/// `timeout` is what a call may take unless it says otherwise.
+#[pyfunction]
+#[pyo3(signature = (socket = None, *, token = None, access = Access::Write, name = None, timeout = None))]
+#[pyo3(text_signature = "(socket=None, *, token=None, access='write', name=None, timeout=5.0)")]
+fn connect(
+    py: Python<'_>,
+    socket: Option<&Bound<'_, PyAny>>,
+    #[pyo3(from_py_with = arguments::token)] token: Option<Vec<u8>>,
+    #[pyo3(from_py_with = access_of)] access: Access,
+    #[pyo3(from_py_with = of::name)] name: Option<String>,
+    #[pyo3(from_py_with = of::timeout)] timeout: Option<Duration>,
+) -> PyResult<PyStore> {
+    let socket = match socket {
+        Some(given) => socket_path(arguments::path("socket", given)?)?,
+        None => Environment::of_process().socket(),
+    };
+    check_length(&socket)?;
+    let mut options = ConnectOptions::new(socket);
+    options.access = access;
+    options.token = token;
+    options.name = name.unwrap_or(options.name);
+    options.timeout = timeout.unwrap_or(TIMEOUT);
+    let place = options.socket.display().to_string();
+    let client = py.detach(|| Client::connect(options)).map_err(|error| match error {
+        StoreError::Away { .. } => AwayError::new_err(format!(
+            "{error}; start it with `cascade serve --socket {place}`, or connect to the socket \
+             that the node's line with `ready` names"
+        )),
+        _ => to_python(&error),
+    })?;
+    Ok(PyStore::of_client(Arc::new(client), format!("served at {place}")))
+}
+
+/// The socket where a client looks for a node that nobody named.
+#[pyfunction]
+pub(crate) fn default_socket() -> PathBuf {
+    Environment::of_process().socket()
+}
+
+fn access_of(given: &Bound<'_, PyAny>) -> PyResult<Access> {
+    match &*arguments::text("access", given)? {
+        "write" => Ok(Access::Write),
+        "read" => Ok(Access::Read),
+        _ => Err(arguments::bad("access", given, "\"write\" or \"read\"")),
+    }
+}
+
+/// The path of the socket, after `unix:`; refuses what names another host.
+fn socket_path(given: PathBuf) -> PyResult<PathBuf> {
+    let Some(text) = given.to_str() else { return Ok(given) };
+    if let Some(path) = text.strip_prefix("unix:") {
+        return Ok(PathBuf::from(path));
+    }
+    let is_port = |port: &str| !port.is_empty() && port.bytes().all(|byte| byte.is_ascii_digit());
+    let has_port = text.rsplit_once(':').is_some_and(|(_, port)| is_port(port));
+    if text.contains("://") || (has_port && !text.contains('/')) {
+        return Err(ConfigError::new_err(format!(
+            "socket: {text:?} is a network address; a client shares memory with a node of its own \
+             host, so give the path of the node's Unix socket, such as {}",
+            Environment::of_process().default_socket().display()
+        )));
+    }
+    Ok(given)
+}
+
+fn check_length(socket: &Path) -> PyResult<()> {
+    let bytes = socket.as_os_str().len();
+    if bytes <= SOCKET_PATH_BYTES_MAX {
+        return Ok(());
+    }
+    Err(ConfigError::new_err(format!(
+        "socket: a path of {bytes} bytes; that of a Unix socket has at most \
+         {SOCKET_PATH_BYTES_MAX}: give a shorter one"
+    )))
+}
