@@ -436,7 +436,7 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
         }
         settings = self.settings
         policy = Policy(
-            settings.load,
+            self._load_mode(),
             settings.hit_ratio,
             settings.min_tokens,
             settings.lite,
@@ -468,6 +468,21 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
             )
         if settings.record is not None:
             self._recorder = TraceRecorder(settings.record, block_tokens=self._block_tokens)
+
+    def _load_mode(self) -> str:
+        """Say how loads are carried out: asynchronously wherever the engine's steps overlap.
+
+        vLLM learns of a block that did not arrive when the step is over. Where the next step is
+        planned before that, its output is taken although it was computed from that block. A
+        request that loads asynchronously is in no step until its blocks arrived.
+        """
+        config = self._vllm_config
+        is_piped = config.parallel_config.pipeline_parallel_size > 1
+        if not (config.scheduler_config.async_scheduling or is_piped):
+            return self.settings.load
+        if self.settings.load != "async":
+            _LOG.info("Cascade: the engine's steps overlap; every load is asynchronous")
+        return "async"
 
     def _introduce(self) -> None:
         """Leave the manifest with the store, so that `cascade explain` can name what differs.
