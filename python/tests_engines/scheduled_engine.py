@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from cascadekv.connectors.vllm import connector as connector_module
 from cascadekv.connectors.vllm.memory import memory_of
+from cascadekv.connectors.vllm.metrics import CascadeStats
 from vllm import SamplingParams
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -44,8 +45,7 @@ PLAIN = SimpleNamespace(
     prompt_embeds=None, pooling_params=None, lora_request=None, cache_salt=None, mm_features=[]
 )
 _SPREAD = (
-    np.arange(1, len(LAYERS) * HEADS * WORDS + 1, dtype=np.uint64)
-    * np.uint64(0x9E3779B97F4A7C15)
+    np.arange(1, len(LAYERS) * HEADS * WORDS + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     | np.uint64(1)
 ).reshape(len(LAYERS), HEADS, 1, WORDS)
 
@@ -104,12 +104,13 @@ class Facts:
     compared_pages: int = 0
     loads_failed: int = 0
     answers: dict = field(default_factory=dict)
+    finished: dict = field(default_factory=dict)
 
 
 class ScheduledEngine:
     """One engine; `memory` says how its pages are reached, as on a host or as on a device."""
 
-    def __init__(  # noqa: PLR0913 # what tests vary
+    def __init__(  # what tests vary
         self,
         model,
         store,
@@ -180,6 +181,7 @@ class ScheduledEngine:
         self.between = lambda: None
         """Called between a step's plan and its execution."""
         self.facts = Facts()
+        self._figures = CascadeStats()
 
     # What tests ask for.
 
@@ -223,8 +225,11 @@ class ScheduledEngine:
         if self._queue:
             done = self._queue.popleft()
             outputs = self.scheduler.update_from_output(done.plan, done.output)
+            self._note(outputs)
             for each in outputs.get(0).outputs if outputs.get(0) else ():
                 self.facts.answers[each.request_id] += each.new_token_ids
+                if each.finish_reason is not None:
+                    self.facts.finished[each.request_id] = each.finish_reason
             self.compare_running()
 
     def ask(self, *prompts, new=6):
@@ -245,6 +250,16 @@ class ScheduledEngine:
     def forget_locally(self):
         """Empty the engine's own prefix cache, so that the store is asked."""
         assert self.scheduler.reset_prefix_cache()
+
+    def has_loads_beside(self):
+        """Whether steps are under way, or a request that does not run holds blocks."""
+        manager = self.scheduler.kv_cache_manager
+        holds = any(
+            manager.get_block_ids(name)[0]
+            for name, each in self.scheduler.requests.items()
+            if each.status != RequestStatus.RUNNING
+        )
+        return holds or bool(self._queue)
 
     def keys(self, prompt):
         """Name the blocks of a prompt."""
@@ -268,25 +283,31 @@ class ScheduledEngine:
                     self.facts.compared_pages += 1
             return [view is not None for view in views]
 
-    def counted(self, name):
-        """Give a counter of the connector's since the engine began."""
-        sums = self.connector._scheduler.stats.data["sums"]  # noqa: SLF001
-        return sums.get(name, 0)
+    def take_figures(self):
+        """Give the connector's figures since the last call."""
+        kept, self._figures = self._figures, CascadeStats()
+        return kept.data
 
     def stop(self):
         """End it."""
         self.worker.shutdown()
         self.scheduler.shutdown()
 
+    def _note(self, outputs):
+        """Keep what vLLM would send to its metrics."""
+        for each in outputs.values():
+            told = each.scheduler_stats and each.scheduler_stats.kv_connector_stats
+            if told:
+                self._figures = self._figures.aggregate(CascadeStats(told))
+
     # The model runner's part.
 
     def compare_running(self):
         """Compare the pages of every request with what its tokens say."""
-        if self._queue:
-            return  # A step under way may have planned over blocks that are not there.
         for request in self.scheduler.running:
             table = self.scheduler.kv_cache_manager.get_block_ids(request.request_id)[0]
-            tokens = request.all_token_ids[: request.num_computed_tokens]
+            done = request.num_computed_tokens - request.num_in_flight_tokens
+            tokens = request.all_token_ids[: max(0, done)]
             assert self._is_right(list(tokens), table), request.request_id
 
     def _is_right(self, tokens, table):

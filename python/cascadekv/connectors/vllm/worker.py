@@ -85,8 +85,13 @@ class Worker:
     def attach(self, held: Sequence[tuple[Held, Memory]], layers: Sequence[str]) -> None:
         """Take the KV memory; `layers` are those of the first part, in the order of its regions."""
         self._held = {each.part.name: (each, memory) for each, memory in held}
-        if self._is_layerwise and len(held) == 1 and isinstance(held[0][1], HostMemory):
+        self._layers = {}
+        is_on_host = all(isinstance(memory, HostMemory) for _, memory in held)
+        if self._is_layerwise and len(held) == 1 and is_on_host:
             self._layers = {layer: at for at, layer in enumerate(layers)}
+        elif self._is_layerwise:
+            why = "the KV is in several parts" if is_on_host else "the KV is in device memory"
+            _LOG.warning("Cascade: cascade.layerwise is ignored: %s", why)
 
     def start_loads(self, plan: Plan) -> None:
         """Read what this step needs, and begin to read what later steps need."""
