@@ -19,7 +19,7 @@ COUNTERS = {
     "lookups": "Requests that were looked up",
     "lookup_timeouts": "Lookups that took longer than they may, which count as misses",
     "looked_up_blocks": "Whole blocks of the requests that were looked up, each request once",
-    "hit_blocks": "Blocks of these requests that were found; the hit rate is this over looked_up_blocks",
+    "hit_blocks": "Blocks of these that were found; over looked_up_blocks, the hit rate",
     "failed_blocks": "Blocks that were found and did not arrive",
     "failed_save_blocks": "Blocks that the store did not take",
     "declined_blocks": "Blocks found but computed, because that was faster",

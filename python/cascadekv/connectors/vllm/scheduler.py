@@ -93,6 +93,8 @@ class _Tracked:
     asked: _Asked | None = None
     counted: int = -1
     """Preemptions when its lookup was last counted: one that waits is counted once."""
+    decided: int = -1
+    """Preemptions when what to load of it was last counted: a request may be asked about often."""
     is_reported: bool = False
     may_load: bool = True
     """False once a load failed: what is asked again is computed."""
@@ -460,14 +462,17 @@ class Scheduler:
     ) -> tuple[int, int, bool]:
         """Say which blocks to load, and whether while others compute."""
         found = tracked.found or Found()
-        if self._policy.is_lite:
+        is_first = tracked.decided != request.num_preemptions
+        tracked.decided = request.num_preemptions
+        if self._policy.is_lite and is_first:
             self.stats.count("would_hit_blocks", max(0, found.blocks - computed))
         if self._policy.is_lite or found.blocks <= computed:
             return computed, computed, False
         whole = request.num_tokens // self._block_tokens
         last = min(found.blocks, int(whole * self._policy.hit_ratio))
         chosen = self._choose(found.tiers[computed:last], request.num_tokens) + computed
-        self.stats.count("declined_blocks", max(0, last - chosen))
+        if is_first:
+            self.stats.count("declined_blocks", max(0, last - chosen))
         last = chosen
         is_whole = last * self._block_tokens >= request.num_tokens
         is_slow = not SLOW_TIERS.isdisjoint(found.tiers[computed:last])
