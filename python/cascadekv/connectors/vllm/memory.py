@@ -87,12 +87,9 @@ class DeviceMemory:
 
         where = torch.as_tensor(pages, device=self._device)
         with self._borrowed() as staging:
-            at = 0
-            for region in self._pages:
-                width = region.shape[1]
+            for region, rows in zip(self._pages, staging.regions, strict=True):
                 # Blocking: another request may have the pages as soon as the step is over.
-                staging.rows[: len(pages), at : at + width].copy_(region.index_select(0, where))
-                at += width
+                rows[: len(pages)].copy_(region.index_select(0, where))
             prepared.gather(staging.paged, range(len(pages)))
 
     def load(self, views: "Views", pages: Sequence[int]) -> list[bool]:
@@ -107,15 +104,12 @@ class DeviceMemory:
             rows = [row for row, is_there in enumerate(there) if is_there]
             if not rows:
                 return there
-            # One copy of consecutive rows to the device; rows are picked there.
-            arrived = staging.rows[: rows[-1] + 1].to(self._device, non_blocking=True)
             picked = torch.as_tensor(rows, device=self._device)
             where = torch.as_tensor([pages[row] for row in rows], device=self._device)
-            at = 0
-            for region in self._pages:
-                width = region.shape[1]
-                region[where] = arrived[picked, at : at + width]
-                at += width
+            for region, staged in zip(self._pages, staging.regions, strict=True):
+                # One copy of consecutive rows to the device, which picks among them.
+                arrived = staged[: rows[-1] + 1].to(self._device, non_blocking=True)
+                region[where] = arrived[picked]
             if self._device.type == "cuda":
                 # The staging buffer is free again when the device has read it.
                 torch.cuda.current_stream(self._device).synchronize()
@@ -127,9 +121,9 @@ class DeviceMemory:
         with self._lock:
             staging = self._idle.pop() if self._idle else None
         if staging is None:
-            staging = _Staging(
-                self.batch_blocks, self.block_bytes, is_page_locked=self._device.type == "cuda"
-            )
+            widths = [region.shape[1] for region in self._pages]
+            is_page_locked = self._device.type == "cuda"
+            staging = _Staging(widths, self.batch_blocks, is_page_locked=is_page_locked)
         yield staging
         # Not after a copy that raised: the device may still be reading or writing the buffer.
         with self._lock:
@@ -137,13 +131,20 @@ class DeviceMemory:
 
 
 class _Staging:
-    """Host memory for one call's blocks."""
+    """Host memory for the blocks of one call, region by region."""
 
-    def __init__(self, blocks: int, block_bytes: int, *, is_page_locked: bool) -> None:
+    def __init__(self, widths: Sequence[int], blocks: int, *, is_page_locked: bool) -> None:
         import torch  # noqa: PLC0415 # only engines have it
 
-        self.rows = torch.empty((blocks, block_bytes), dtype=torch.uint8, pin_memory=is_page_locked)
-        self.paged = PagedMemory([(_bytes_of(self.rows), 0, block_bytes, block_bytes)], blocks)
+        whole = torch.empty(sum(widths) * blocks, dtype=torch.uint8, pin_memory=is_page_locked)
+        self.regions: list[torch.Tensor] = []
+        places: list[tuple[memoryview, int, int, int]] = []
+        at = 0
+        for width in widths:
+            self.regions.append(whole[at : at + width * blocks].view(blocks, width))
+            places.append((_bytes_of(whole), at, width, width))
+            at += width * blocks
+        self.paged = PagedMemory(places, blocks)
 
 
 def _bytes_of(tensor: "torch.Tensor") -> memoryview:
