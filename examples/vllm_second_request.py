@@ -47,6 +47,7 @@ def main() -> None:
                 kv_connector="CascadeConnector",
                 kv_connector_module_path="cascadekv.connectors.vllm",
                 kv_role="kv_both",
+                kv_load_failure_policy="recompute",
                 kv_connector_extra_config=store,
             ),
         )

@@ -68,6 +68,7 @@ def _start(options: Mapping[str, Any], store: Mapping[str, object] | None) -> An
                 "kv_connector": "CascadeConnector",
                 "kv_connector_module_path": "cascadekv.connectors.vllm",
                 "kv_role": "kv_both",
+                "kv_load_failure_policy": "recompute",
                 "kv_connector_extra_config": dict(store),
                 **given.pop("transfer", {}),
             }

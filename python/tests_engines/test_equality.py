@@ -47,7 +47,7 @@ WAYS = {
     "served-sync": {"cascade.load": "sync"},
     "served-async": {"cascade.load": "async"},
 }
-OWN_CACHE = ("embedded-layerwise", "served-async")
+OWN_CACHE = ("embedded", "served-async")
 
 
 @pytest.fixture(scope="module", params=WAYS)

@@ -101,6 +101,7 @@ def test_it_works_beside_another_connector(start, reference, tmp_path, is_first)
     multi = {
         "kv_connector": "MultiConnector",
         "kv_connector_module_path": None,
+        "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"connectors": [ours, theirs] if is_first else [theirs, ours]},
     }
     engine = start({}, transfer=multi, disable_log_stats=False)

@@ -172,6 +172,23 @@ def test_lite_says_what_would_have_been_hits_and_loads_nothing(store, caplog):
     assert scheduler.stats.data["sums"]["would_hit_blocks"] == 5
 
 
+@pytest.mark.parametrize("is_lite", [True, False])
+def test_a_request_that_waits_is_counted_once(store, is_lite):
+    # Each step that asked about a request that had no room counted its blocks again.
+    keep(store, 6)
+    scheduler = scheduler_of(store, is_lite=is_lite, choose=lambda tiers, _: len(tiers) - 2)
+    request = prompt(100)
+    for _ in range(5):
+        scheduler.matched(request, 0)
+    sums = scheduler.stats.data["sums"]
+    assert sums == {
+        "lookups": 1,
+        "looked_up_blocks": 6,
+        "hit_blocks": 6,
+        **({"would_hit_blocks": 6} if is_lite else {"declined_blocks": 2}),
+    }
+
+
 def keys_of_blocks(blocks, part=PARTS[0]):
     keys = keys_of(prompt(8))
     keys.extend(prompt(blocks * TOKENS).all_token_ids)
@@ -207,7 +224,8 @@ def test_an_old_answer_is_asked_for_again(store, monkeypatch):
     store.clear()
     monkeypatch.setattr(module, "ANSWER_S", 0)
     assert scheduler.matched(request, 0) == (0, False)
-    assert lookups(scheduler) == 2
+    # A request that goes on waiting is one request of the hit rate.
+    assert lookups(scheduler) == 1
 
 
 def test_after_a_preemption_the_store_is_asked_anew_with_the_answer_so_far(store, monkeypatch):

@@ -142,7 +142,7 @@ class Engine:
             dtype=job["dtype"],
             seed=0,
             enforce_eager=True,
-            enable_prefix_caching=False,
+            enable_prefix_caching=job["has_prefix_cache"],
             block_size=job["block_tokens"],
             max_model_len=job["tokens_max"],
             # A prompt is one step: ExampleConnector keeps only the first chunk of others.

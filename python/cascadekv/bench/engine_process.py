@@ -51,12 +51,21 @@ class EngineSpec:
     """Most requests that are computed at a time."""
     transfer: Mapping[str, object] | None = None
     """The engine's `kv_transfer_config`; `None` is no connector."""
+    has_prefix_cache: bool = False
+    """Whether vLLM's own prefix cache is on."""
     environment: tuple[tuple[str, str], ...] = ()
     """Variables of this engine beside those of all."""
 
     def to_json(self) -> str:
         """Give it the form that `engine.py` reads."""
-        fields = ("dtype", "tokens_max", "block_tokens", "requests_max", "transfer")
+        fields = (
+            "dtype",
+            "tokens_max",
+            "block_tokens",
+            "requests_max",
+            "transfer",
+            "has_prefix_cache",
+        )
         return json.dumps(
             {name: getattr(self, name) for name in fields} | {"model": f"{self.model}"}
         )

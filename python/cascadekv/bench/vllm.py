@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -37,6 +37,13 @@ from cascadekv.bench.sessions import HINTS, turns
 
 BLOCK_TOKENS = 128
 ANSWER_TOKENS = 16
+TAIL_TOKENS = 64
+"""What a prompt has beyond whole blocks in the rows where every side computes the same tokens.
+
+Of whole blocks alone our connector loads all, and others leave the last block to be computed.
+"""
+LIMIT_SHARE, LIMIT_TOKENS = Target(at_least=0.9), 8192
+"""The least share of the speed of vLLM's own prefix cache, which copies nothing, and from where."""
 TOGETHER = 4
 """Requests at once where several are."""
 REUSED = 0.8
@@ -68,10 +75,15 @@ class Options:
     directory: Path
 
     @property
+    def lengths(self) -> list[int]:
+        """The prompts' lengths, each also with tokens beyond whole blocks."""
+        return [tokens + more for tokens in self.prompts for more in (0, TAIL_TOKENS)]
+
+    @property
     def tokens_max(self) -> int:
         """The longest prompt, with its answer and to spare."""
         turns = TURNS * TURN_TOKENS
-        return block_aligned(max(*self.prompts, turns) + ANSWER_TOKENS, BLOCK_TOKENS) + BLOCK_TOKENS
+        return block_aligned(max(*self.lengths, turns) + ANSWER_TOKENS, BLOCK_TOKENS) + BLOCK_TOKENS
 
 
 @dataclass
@@ -114,8 +126,8 @@ class Bench:
             if "none" in self.options.beside:
                 bare = stack.enter_context(self._start(model, Side(transfer=None)))
             ours = stack.enter_context(self._start(model, connectors.embedded()))
+            self._against_prefix_cache(model, ours)
             for tokens in self.options.prompts:
-                self._first_and_second(model, tokens, ours)
                 self._misses(model, tokens, bare, ours)
             middle = sorted(self.options.prompts)[len(self.options.prompts) // 2]
             for tokens in self.options.prompts:
@@ -124,19 +136,37 @@ class Bench:
             if bare is not None:
                 self._conversation(model, bare, ours)
 
-    def _first_and_second(self, model: str, tokens: int, ours: EngineProcess) -> None:
-        name = f"dram/{model}/{tokens}"
-        pairs = Pairs(name, tokens, hit_most(tokens, BLOCK_TOKENS))
+    def _against_prefix_cache(self, model: str, ours: EngineProcess) -> None:
+        """First and second runs, in turn with vLLM's own prefix cache where it is asked for."""
+        with ExitStack() as stack:
+            limit = None
+            if "none" in self.options.beside:
+                side = Side(transfer=None)
+                limit = stack.enter_context(self._start(model, side, has_prefix_cache=True))
+            for tokens in self.options.lengths:
+                self._first_and_second(model, tokens, ours, limit)
+
+    def _first_and_second(
+        self, model: str, tokens: int, ours: EngineProcess, limit: EngineProcess | None
+    ) -> None:
+        engines = {"dram": ours} if limit is None else {"dram": ours, "prefix-cache": limit}
+        least = hit_most(tokens, BLOCK_TOKENS)
+        rows = {side: Pairs(f"{side}/{model}/{tokens}", tokens, least) for side in engines}
         for number in self._rounds():
             asked = prompt(tokens, "first and second", model, number)
-            first = ours.run([asked], ANSWER_TOKENS)
-            second = ours.run([asked], ANSWER_TOKENS)
-            if number == 0:
-                continue
-            pairs.slow.append(first)
-            pairs.fast.append(second)
-        self._add(*pairs.figures(is_short=self.options.is_short))
-        self._add(_prefill_over_load(f"{model}/{tokens}", pairs))
+            for side, engine in engines.items():
+                first = engine.run([asked], ANSWER_TOKENS)
+                second = engine.run([asked], ANSWER_TOKENS)
+                if number > 0:
+                    rows[side].slow.append(first)
+                    rows[side].fast.append(second)
+        for pairs in rows.values():
+            self._add(*pairs.figures(is_short=self.options.is_short))
+        if limit is not None:
+            is_asked = tokens > LIMIT_TOKENS and not self.options.is_short
+            target = LIMIT_SHARE if is_asked else None
+            self._add(_share_of_limit(f"{model}/{tokens}", rows, target))
+        self._add(_prefill_over_load(f"{model}/{tokens}", rows["dram"]))
 
     def _misses(
         self, model: str, tokens: int, bare: EngineProcess | None, ours: EngineProcess
@@ -216,7 +246,7 @@ class Bench:
     def from_files(self, model: str) -> None:
         """First runs in one engine, second runs in another, the page cache dropped between."""
         files = self.room / "files"
-        lengths = self.options.prompts
+        lengths = self.options.lengths
         rows = {
             tokens: Pairs(f"files/{model}/{tokens}", tokens, hit_most(tokens, BLOCK_TOKENS))
             for tokens in lengths
@@ -261,7 +291,7 @@ class Bench:
             self._pairs_of(engine, model, name, 2 * BLOCK_TOKENS)
 
     def _pairs_of(self, engine: EngineProcess, model: str, name: str, grain: int) -> None:
-        for tokens in self.options.prompts:
+        for tokens in self.options.lengths:
             pairs = Pairs(f"{name}/{model}/{tokens}", tokens, hit_most(tokens - 1, grain))
             for number in self._rounds():
                 asked = prompt(tokens, name, model, number)
@@ -419,6 +449,19 @@ class Bench:
         except (EngineError, OSError) as error:
             sys.stderr.write(f"{error}\n")
             self._add(Figure(name, "x", (), faults=[str(error).splitlines()[-1]]))
+
+
+def _share_of_limit(name: str, rows: Mapping[str, Pairs], target: Target | None) -> Figure:
+    """Make the figure of how near a second run comes to one that copies nothing."""
+    ours, limit = (rows[side].fast for side in ("dram", "prefix-cache"))
+    times = zip(ours, limit, strict=True)
+    return Figure(
+        f"share-of-prefix-cache/{name}",
+        "x",
+        [least.first_token_mean_s / own.first_token_mean_s for own, least in times],
+        target=target,
+        measured="second run with vLLM's prefix cache over one with the connector, in turn",
+    )
 
 
 def _prefill_over_load(name: str, pairs: Pairs) -> Figure:

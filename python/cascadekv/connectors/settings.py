@@ -91,9 +91,13 @@ class StoreLink:
     it, seconds apart, from one thread at a time.
     """
 
-    def __init__(self, address: StoreAddress, *, name: str) -> None:
-        """Open the store; raises what `open_store` does, except that a node may be away."""
+    def __init__(self, address: StoreAddress, *, name: str, retry_s: float = RETRY_S) -> None:
+        """Open the store; raises what `open_store` does, except that a node may be away.
+
+        Such a node is asked again every `retry_s` seconds.
+        """
         self._address = address
+        self._retry_s = retry_s
         self._name = name
         self._lock = threading.Lock()
         self._retry_at = 0.0
@@ -131,7 +135,7 @@ class StoreLink:
 
     def _put_off(self, error: CascadeError) -> None:
         self.last_error = error
-        self._retry_at = time.monotonic() + RETRY_S
+        self._retry_at = time.monotonic() + self._retry_s
 
 
 def _served(given: Mapping[str, object], timeout: float) -> StoreAddress:

@@ -25,12 +25,14 @@ from cascadekv.connectors import vllm_versions as versions
 from cascadekv.connectors.hints import finish_hints, request_hints
 from cascadekv.connectors.load_or_compute import LoadOrCompute
 from cascadekv.connectors.record import TraceRecorder
+from cascadekv.connectors.vllm.background import Background
+from cascadekv.connectors.vllm.engine_choices import is_one_process, load_mode, say_at_start
 from cascadekv.connectors.vllm.events import EventSource, StoreOnceThere
 from cascadekv.connectors.vllm.groups import groups_of
 from cascadekv.connectors.vllm.identity import adapter_fingerprint, manifest_of
 from cascadekv.connectors.vllm.keys import RequestKeys, origin_of
 from cascadekv.connectors.vllm.layout import Held, LayoutError, Rank, describe
-from cascadekv.connectors.vllm.memory import memory_of
+from cascadekv.connectors.vllm.memory import HostMemory, memory_of
 from cascadekv.connectors.vllm.metadata import Part, Plan, Progress, Saved, WorkerFacts
 from cascadekv.connectors.vllm.metrics import CascadePromMetrics, CascadeStats
 from cascadekv.connectors.vllm.scheduler import Policy, Scheduler
@@ -39,7 +41,6 @@ from cascadekv.connectors.vllm.store import (
     EngineStore,
     PrivateNode,
     private_socket,
-    wait_for_socket,
 )
 from cascadekv.connectors.vllm.worker import Worker
 
@@ -94,7 +95,7 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
         extra = self._kv_transfer_config.kv_connector_extra_config
         self.settings = read_connector_settings(extra)
         if role is KVConnectorRole.SCHEDULER:
-            self._say_at_start()
+            say_at_start(self._kv_transfer_config, self.settings)
         # A block is on all context parallel ranks, with its share of the tokens on each.
         self._context_size = vllm_config.parallel_config.decode_context_parallel_size
         self._block_tokens = vllm_config.cache_config.block_size * self._context_size
@@ -112,9 +113,8 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
         self._events: EventSource | None = None
         self._parts: Sequence[str] = ()
         self._introduced_to: Store | None = None
+        self._background: Background | None = None
         self._store = self._open()
-        if role is KVConnectorRole.SCHEDULER:
-            self._expect_misses()
 
     # Both sides.
 
@@ -129,6 +129,8 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.close()
         if self._recorder is not None:
             self._recorder.close()
+        if self._background is not None:
+            self._background.close()
         self._store.close()
         if self._node is not None:
             self._node.close()
@@ -141,7 +143,7 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
             self._facts = self._attach(kv_caches)
         except (LayoutError, OSError, ValueError) as why:
             _LOG.warning("Cascade: this engine's KV is not kept: %s", why)
-            self._facts = WorkerFacts({}, [], str(why))
+            self._facts = WorkerFacts({}, [], refusal=str(why))
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """Tell the scheduler what this worker holds."""
@@ -215,9 +217,13 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
     @_guarded(lambda: None)
     def on_new_request(self, request: "Request") -> None:
         """Take note of a request that begins to wait."""
-        if self._scheduler is not None:
+        if self._scheduler is None:
+            return
+        if self._background is None:
             self._introduce()
-            self._scheduler.arrive(request)
+        else:
+            self._background.submit(self._introduce)
+        self._scheduler.arrive(request)
 
     @_guarded(lambda: (0, False))
     def get_num_new_matched_tokens(
@@ -349,36 +355,21 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
         else:
             wait = max(self.settings.load_timeout, self.settings.save_timeout)
         engine = str(self._kv_transfer_config.engine_id)
-        key = f"{engine} {'one process' if self._is_one_process() else self.role.name}"
-        if address.node is None and not self._is_one_process():
-            socket = private_socket(engine)
-            if self.role is KVConnectorRole.WORKER and config.parallel_config.rank == 0:
-                self._node = PrivateNode(socket, self.settings.store_options)
-            elif not wait_for_socket(socket):
-                _LOG.warning("Cascade: the engine's private node is not there: %s", socket)
-            address = type(address)(node=str(socket), timeout=wait)
-        elif address.node is not None:
+        is_embedded = address.node is None and is_one_process(config)
+        key = f"{engine} {'one process' if is_one_process(config) else self.role.name}"
+        if is_embedded:
+            return EngineStore(address, key=key, name=name)
+        if self.role is KVConnectorRole.SCHEDULER:
+            self._background = Background()
+        if address.node is not None:
             # A handle for each side: their calls may take differently long.
             address = type(address)(node=address.node, token=address.token, timeout=wait)
-            key = f"{key} {self.role.name}"
-        return EngineStore(address, key=key, name=name)
-
-    def _is_one_process(self) -> bool:
-        """Whether scheduler and worker are in one process."""
-        parallel = self._vllm_config.parallel_config
-        return parallel.world_size == 1 and parallel.distributed_executor_backend == "uni"
-
-    def _say_at_start(self) -> None:
-        for note in self.settings.notes:
-            _LOG.info("Cascade: %s", note)
-        if (untried := versions.untried()) is not None:
-            _LOG.warning("Cascade: %s", untried)
-
-    def _expect_misses(self) -> None:
-        """Have the engine compute what cannot be loaded; it would fail the request otherwise."""
-        if self._kv_transfer_config.kv_load_failure_policy != "recompute":
-            _LOG.info("Cascade: kv_load_failure_policy is set to recompute")
-            self._kv_transfer_config.kv_load_failure_policy = "recompute"
+            return EngineStore(address, key=f"{key} {self.role.name}", name=name)
+        socket = private_socket(engine)
+        if self.role is KVConnectorRole.WORKER and config.parallel_config.rank == 0:
+            self._node = PrivateNode(socket, self.settings.store_options)
+        address = type(address)(node=str(socket), timeout=wait)
+        return EngineStore(address, key=key, name=name, is_private=True)
 
     def _attach(self, kv_caches: "dict[str, torch.Tensor]") -> WorkerFacts:
         import torch  # noqa: PLC0415 # only engines have it
@@ -405,7 +396,8 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
             is_layerwise=self.settings.layerwise,
         )
         self._worker.attach(attached, list(cache.kv_cache_groups[0].layer_names))
-        return WorkerFacts(manifest, [each.part for each in self._held])
+        is_on_host = all(isinstance(memory, HostMemory) for _, memory in attached)
+        return WorkerFacts(manifest, [each.part for each in self._held], is_on_host)
 
     def _rank(self) -> Rank:
         from vllm.distributed.parallel_state import (  # noqa: PLC0415
@@ -436,13 +428,14 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
         }
         settings = self.settings
         policy = Policy(
-            settings.load,
+            load_mode(self._vllm_config, settings),
             settings.hit_ratio,
             settings.min_tokens,
             settings.lite,
             settings.loads_max,
             settings.blocks_max,
             settings.lookahead,
+            settings.lookup_timeout,
         )
         try:
             groups = groups_of(self._kv_cache_config, self._block_tokens, self._context_size)
@@ -459,10 +452,12 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
             choose=self._chosen,
             hints_of=_hints_of,
             on_saved=self._announce,
+            background=self._background,
         )
         self._follow(list(named))
         block_bytes = sum(part.block_bytes for part in named.values())
-        if settings.load_or_compute:
+        if settings.load_or_compute and all(each.is_on_host for each in facts):
+            # On a device, launches return before the work is done: their times say nothing.
             self._economy = LoadOrCompute(
                 block_tokens=self._block_tokens, block_bytes=max(1, block_bytes)
             )

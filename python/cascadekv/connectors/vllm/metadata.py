@@ -34,6 +34,8 @@ class WorkerFacts(KVConnectorHandshakeMetadata):
     """The fields of the compatibility manifest; the same on every worker."""
     parts: list[Part]
     """What this worker holds."""
+    is_on_host: bool = True
+    """Whether its KV lies in host memory, so that copies are over when their calls return."""
     refusal: str | None = None
     """Why this worker takes no part; then no blocks are kept for this engine."""
 

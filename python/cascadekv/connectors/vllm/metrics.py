@@ -18,9 +18,9 @@ others would then be registered twice."""
 COUNTERS = {
     "lookups": "Requests that were looked up",
     "lookup_timeouts": "Lookups that took longer than they may, which count as misses",
-    "looked_up_blocks": "Whole blocks of the requests that were looked up",
-    "hit_blocks": "Blocks beyond vLLM's own cache that were found",
-    "failed_blocks": "Blocks that failed to load and were computed",
+    "looked_up_blocks": "Whole blocks of the requests that were looked up, each request once",
+    "hit_blocks": "Blocks of these that were found; over looked_up_blocks, the hit rate",
+    "failed_blocks": "Blocks that were found and did not arrive",
     "failed_save_blocks": "Blocks that the store did not take",
     "declined_blocks": "Blocks found but computed, because that was faster",
     "would_hit_blocks": "Blocks found while use_lite loads nothing",
@@ -29,7 +29,7 @@ COUNTERS = {
 """Counters without further labels: name and meaning."""
 
 LABELLED = {
-    "loaded_blocks": ("tier", "Blocks loaded, by the tier that had them"),
+    "loaded_blocks": ("tier", "Blocks that arrived in the engine, by the tier that had them"),
     "loaded_bytes": ("tier", "Bytes loaded, by the tier that had them"),
     "load_seconds": ("tier", "Time spent on loads, by the tier that had the blocks"),
     "load_cpu_seconds": ("tier", "Processor time of loads, by the tier that had the blocks"),
@@ -96,7 +96,7 @@ class CascadeStats(KVConnectorStats):
             _add(self.data[_SUMS], {name: amount})
 
     def lookup(self, *, blocks: int, hit_blocks: int, seconds: float) -> None:
-        """Note a request's lookup; `hit_blocks` are those beyond vLLM's own cache."""
+        """Note a request's lookup; `hit_blocks` are those of `blocks` that were found."""
         self.count("lookups")
         self.count("looked_up_blocks", blocks)
         self.count("hit_blocks", hit_blocks)

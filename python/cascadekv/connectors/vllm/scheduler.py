@@ -1,19 +1,24 @@
 """The scheduler side: which blocks of a request are here, which of them to load, what to save.
 
 One batched lookup a request, within a budget: an answer that is late is a miss. Everything is
-answered from this process's memory after that, so that being asked again costs nothing.
+answered from this process's memory after that, so that being asked again costs nothing. A node is
+asked by a thread of its own: until it answers, the engine is told to ask again later.
 """
 
+import contextlib
 import functools
 import logging
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NotYet
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cascadekv import CascadeError, Hints, Store, part_of_trace
 from cascadekv.connectors import vllm_versions as versions
 from cascadekv.connectors.failures import FailureLog
+from cascadekv.connectors.vllm.background import Background
 from cascadekv.connectors.vllm.groups import Group, usable
 from cascadekv.connectors.vllm.keys import RequestKeys, Unkeyed
 from cascadekv.connectors.vllm.metadata import Load, Part, Plan, Progress, Save, Saved
@@ -32,6 +37,8 @@ ANSWER_S = 1.0
 """How long an answer of the store stands for a request that goes on waiting."""
 ARRIVAL_S = 0.02
 """A store that takes longer has trouble; looking ahead is not worth more of the engine's time."""
+AT_ONCE_S = 0.002
+"""How long the scheduler's thread waits for an answer, where nothing else waits for the node."""
 RETRY_S = 5.0
 """How long a request's blocks are not offered again after the store did not take them."""
 
@@ -47,6 +54,8 @@ class Policy:
     loads_max: int = 8192
     blocks_max: int = 524_288
     lookahead_s: float = 30.0
+    lookup_s: float = 0.1
+    """What a lookup by a thread of its own may take; a miss after that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +73,16 @@ class Found:
 
 
 @dataclass(slots=True)
+class _Asked:
+    """A lookup under way."""
+
+    answer: Future[tuple[str, ...]]
+    started: float
+    """By the performance counter."""
+    preemptions: int
+
+
+@dataclass(slots=True)
 class _Tracked:
     """What is known of one request."""
 
@@ -71,6 +90,11 @@ class _Tracked:
     keys: RequestKeys
     hints: Hints
     found: Found | None = None
+    asked: _Asked | None = None
+    counted: int = -1
+    """Preemptions when its lookup was last counted: one that waits is counted once."""
+    decided: int = -1
+    """Preemptions when what to load of it was last counted: a request may be asked about often."""
     is_reported: bool = False
     may_load: bool = True
     """False once a load failed: what is asked again is computed."""
@@ -102,8 +126,12 @@ class Scheduler:
         choose: Callable[[Sequence[str], int], int],
         hints_of: Callable[["Request"], Hints],
         on_saved: Callable[["Request", RequestKeys, Saved], None] | None = None,
+        background: Background | None = None,
     ) -> None:
-        """`choose` says how many of the blocks found are faster to load than to compute."""
+        """`choose` says how many of the blocks found are faster to load than to compute.
+
+        `background` makes the calls of a node; a store in this process is called directly.
+        """
         self._store = store
         self._parts = list(parts)
         self._groups = list(groups)
@@ -113,6 +141,7 @@ class Scheduler:
         self._choose = choose
         self._hints_of = hints_of
         self._on_saved = on_saved
+        self._background = background
         self._tracked: dict[str, _Tracked] = {}
         self._loads: list[Load] = []
         self._plans = self._learned = 0
@@ -126,12 +155,19 @@ class Scheduler:
         Its blocks are brought up meanwhile, and those in memory stay there for a bounded time.
         """
         tracked = self._track(request)
-        if tracked is None or self._policy.is_lite or not self._policy.lookahead_s:
+        if tracked is None or not tracked.keys.blocks or not self._is_long_enough(request):
             return
+        if self._background is not None:
+            self._begin_lookup(tracked, self._background)
+        if not self._policy.is_lite and self._policy.lookahead_s:
+            self._call(functools.partial(self._look_ahead, tracked))
+
+    def _look_ahead(self, tracked: _Tracked) -> None:
+        """Keep and fetch the blocks of a request that waits."""
         store = self._store()
-        blocks = tracked.keys.blocks
-        if store is None or not blocks or not self._is_long_enough(request):
+        if store is None:
             return
+        blocks = tracked.keys.blocks
         waits = Hints(expected_within=self._policy.lookahead_s)
         try:
             with part_of_trace(tracked.trace):
@@ -145,15 +181,28 @@ class Scheduler:
         except CascadeError as error:
             self._failures.count("looking ahead", error)
 
-    def matched(self, request: "Request", computed_tokens: int) -> tuple[int, bool]:
-        """Say how many tokens beyond the computed ones can be loaded, and whether meanwhile."""
+    def _call(self, call: Callable[[], None]) -> None:
+        """Call the store, by the background's thread if there is one; what it cannot take goes."""
+        if self._background is None:
+            call()
+        else:
+            self._background.submit(call)
+
+    def matched(self, request: "Request", computed_tokens: int) -> tuple[int | None, bool]:
+        """Say how many tokens beyond the computed ones can be loaded, and whether meanwhile.
+
+        `None` while the store has not answered yet: the engine asks again with its next step.
+        """
         tracked = self._tracked.get(request.request_id) or self._track(request)
         if tracked is None:
             return 0, False
         tracked.load = None
         tracked.keys.extend(request.all_token_ids)
         if not _stands(tracked.found, request):
-            tracked.found = self._look_up(tracked)
+            found = self._look_up(tracked)
+            if found is None:
+                return None, False
+            tracked.found = found
         computed = computed_tokens // self._block_tokens
         self._report(tracked, computed)
         first, last, is_async = self._wanted(tracked, request, computed)
@@ -292,16 +341,21 @@ class Scheduler:
         tracked = self._tracked.pop(request.request_id, None)
         if tracked is None:
             return None
-        store = self._store()
         last = hints(tracked.hints)
-        if store is not None and last != Hints() and tracked.keys.blocks:
-            try:
-                for part in self._parts:
-                    keys = tracked.keys.keys(part.name, 0, tracked.keys.blocks)
-                    store.hint(keys, hints=last)
-            except CascadeError as error:
-                self._failures.count("telling how a request ended", error)
+        if last != Hints() and tracked.keys.blocks:
+            self._call(functools.partial(self._tell_end, tracked.keys, last))
         return tracked.keys
+
+    def _tell_end(self, keys: RequestKeys, hints: Hints) -> None:
+        """Tell the store how a request ended."""
+        store = self._store()
+        if store is None:
+            return
+        try:
+            for part in self._parts:
+                store.hint(keys.keys(part.name, 0, keys.blocks), hints=hints)
+        except CascadeError as error:
+            self._failures.count("telling how a request ended", error)
 
     def forget(self) -> None:
         """Forget what was found: the keys are others from now on."""
@@ -313,7 +367,7 @@ class Scheduler:
                 tracked.saved and request.status.name == "WAITING_FOR_REMOTE_KVS"
             )
             tracked.may_save = tracked.may_save and begins
-            tracked.found, tracked.load, tracked.saved = None, None, 0
+            tracked.found, tracked.asked, tracked.load, tracked.saved = None, None, None, 0
             tracked.may_load = False
 
     def _track(self, request: "Request") -> _Tracked | None:
@@ -328,22 +382,67 @@ class Scheduler:
         self._tracked[request.request_id] = tracked
         return tracked
 
-    def _look_up(self, tracked: _Tracked) -> Found:
-        blocks = tracked.keys.blocks
+    def _look_up(self, tracked: _Tracked) -> Found | None:
+        """Look a request up; nothing while the answer is under way."""
+        preemptions = tracked.request.num_preemptions
+        if not tracked.keys.blocks or not self._is_long_enough(tracked.request):
+            return Found(0, (), preemptions, time.monotonic())
+        if self._background is None:
+            started = time.perf_counter()
+            tiers = self._ask(tracked.keys, tracked.keys.blocks, tracked.hints, tracked.trace)
+            return self._found(tracked, tiers, time.perf_counter() - started)
+        asked = tracked.asked
+        if asked is None or asked.preemptions != preemptions:
+            is_idle = self._background.is_idle
+            asked = self._begin_lookup(tracked, self._background)
+            if asked is None:
+                return self._found(tracked, (), 0.0)
+            if is_idle:
+                _wait(asked.answer, AT_ONCE_S)
+        seconds = time.perf_counter() - asked.started
+        if asked.answer.done() and not asked.answer.cancelled():
+            tracked.asked = None
+            return self._found(tracked, asked.answer.result(), seconds)
+        if seconds < self._policy.lookup_s:
+            return None
+        asked.answer.cancel()
+        tracked.asked = None
+        self.stats.count("lookup_timeouts")
+        self._failures.count("looking up", "no answer in time")
+        return self._found(tracked, (), seconds)
+
+    def _begin_lookup(self, tracked: _Tracked, background: Background) -> _Asked | None:
+        ask = functools.partial(
+            self._ask, tracked.keys, tracked.keys.blocks, tracked.hints, tracked.trace
+        )
+        answer = background.submit(ask)
+        if answer is None:
+            tracked.asked = None
+        else:
+            tracked.asked = _Asked(answer, time.perf_counter(), tracked.request.num_preemptions)
+        return tracked.asked
+
+    def _ask(
+        self, keys: RequestKeys, blocks: int, hints: Hints, trace: str | None
+    ) -> tuple[str, ...]:
+        """Ask the store which leading blocks it has; a failure is a miss."""
         store = self._store()
-        nothing = Found(0, (), tracked.request.num_preemptions, time.monotonic())
-        if store is None or not blocks or not self._is_long_enough(tracked.request):
-            return nothing
-        started = time.perf_counter()
+        if store is None:
+            return ()
         try:
-            with part_of_trace(tracked.trace):
-                tiers = usable(store, self._groups, self._parts, tracked.keys, tracked.hints)
+            with part_of_trace(trace):
+                return usable(store, self._groups, self._parts, keys, hints)[:blocks]
         except CascadeError as error:
             self._failures.count("looking up", error)
-            tiers = ()
-        seconds = time.perf_counter() - started
-        self.stats.lookup(blocks=blocks, hit_blocks=len(tiers), seconds=seconds)
-        return Found(len(tiers), tiers, tracked.request.num_preemptions, time.monotonic())
+            return ()
+
+    def _found(self, tracked: _Tracked, tiers: tuple[str, ...], seconds: float) -> Found:
+        preemptions = tracked.request.num_preemptions
+        if tracked.counted != preemptions:
+            tracked.counted = preemptions
+            blocks, hits = tracked.keys.blocks, len(tiers)
+            self.stats.lookup(blocks=blocks, hit_blocks=hits, seconds=seconds)
+        return Found(len(tiers), tiers, preemptions, time.monotonic())
 
     def _report(self, tracked: _Tracked, computed: int) -> None:
         if tracked.is_reported:
@@ -363,14 +462,17 @@ class Scheduler:
     ) -> tuple[int, int, bool]:
         """Say which blocks to load, and whether while others compute."""
         found = tracked.found or Found()
-        if self._policy.is_lite:
+        is_first = tracked.decided != request.num_preemptions
+        tracked.decided = request.num_preemptions
+        if self._policy.is_lite and is_first:
             self.stats.count("would_hit_blocks", max(0, found.blocks - computed))
         if self._policy.is_lite or found.blocks <= computed:
             return computed, computed, False
         whole = request.num_tokens // self._block_tokens
         last = min(found.blocks, int(whole * self._policy.hit_ratio))
         chosen = self._choose(found.tiers[computed:last], request.num_tokens) + computed
-        self.stats.count("declined_blocks", max(0, last - chosen))
+        if is_first:
+            self.stats.count("declined_blocks", max(0, last - chosen))
         last = chosen
         is_whole = last * self._block_tokens >= request.num_tokens
         is_slow = not SLOW_TIERS.isdisjoint(found.tiers[computed:last])
@@ -393,14 +495,20 @@ class Scheduler:
 
     def _note(self, tracked: _Tracked, last: int) -> None:
         """Remember names without bytes, to say what would have been hits."""
+        tracked.keys.extend(tracked.request.all_token_ids[: last * self._block_tokens])
+        self._call(functools.partial(self._put_names, tracked.keys, tracked.saved, last))
+        tracked.saved = last
+
+    def _put_names(self, names: RequestKeys, first: int, last: int) -> None:
         store = self._store()
         if store is None:
             return
-        tracked.keys.extend(tracked.request.all_token_ids[: last * self._block_tokens])
-        for part in self._parts:
-            keys = tracked.keys.keys(part.name, tracked.saved, last)
-            store.put(keys, bytes(len(keys)), parent=tracked.keys.parent(part.name, tracked.saved))
-        tracked.saved = last
+        try:
+            for part in self._parts:
+                keys = names.keys(part.name, first, last)
+                store.put(keys, bytes(len(keys)), parent=names.parent(part.name, first))
+        except CascadeError as error:
+            self._failures.count("keeping names", error)
 
     def _save(self, tracked: _Tracked, tables: Sequence[Sequence[int]], last: int) -> Save:
         first, keys = tracked.saved, tracked.keys
@@ -413,6 +521,12 @@ class Scheduler:
             _select(tables, self._groups, 0, last),
             trace=tracked.trace,
         )
+
+
+def _wait(answer: Future[tuple[str, ...]], seconds: float) -> None:
+    """Wait for an answer for a moment."""
+    with contextlib.suppress(NotYet):
+        answer.result(seconds)
 
 
 def _stands(found: Found | None, request: "Request") -> bool:

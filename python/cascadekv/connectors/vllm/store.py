@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from cascadekv import Store
-from cascadekv.connectors.settings import StoreAddress, StoreLink
+from cascadekv.connectors.settings import RETRY_S, StoreAddress, StoreLink
 from cascadekv.errors import CascadeError
 
 __all__ = ["EngineStore", "private_socket"]
@@ -29,6 +29,10 @@ __all__ = ["EngineStore", "private_socket"]
 _LOG = logging.getLogger("vllm.cascade")
 START_S = 60.0
 """How long a private node may take to be ready; a new pool of many GiB takes seconds."""
+LOOK_S = 0.25
+"""How often a private node that is not there yet is looked for; that costs microseconds."""
+MISSING_S = 30.0
+"""After which time a private node that is not there is told of."""
 _FLAGS = {
     "cascade.pipeline": "--pipeline",
     "cascade.dram": "--dram",
@@ -42,18 +46,41 @@ _LOCK = threading.Lock()
 class EngineStore:
     """A handle on an engine's store; several handles of one process share what is behind it."""
 
-    def __init__(self, address: StoreAddress, *, key: str, name: str) -> None:
-        """`key` is the same for all handles that are to share one store."""
+    def __init__(
+        self, address: StoreAddress, *, key: str, name: str, is_private: bool = False
+    ) -> None:
+        """`key` is the same for all handles that are to share one store.
+
+        A private node may start later than this, or never, as on a host without the engine's first
+        worker: nothing waits for it, and everything is a miss until it is there.
+        """
         self._key = key
+        self._private = address.node if is_private else None
+        self._tell_at = time.monotonic() + MISSING_S
+        retry = LOOK_S if is_private else RETRY_S
         with _LOCK:
             link, users = _SHARED.get(key, (None, 0))
-            link = link or StoreLink(address, name=name)
+            link = link or StoreLink(address, name=name, retry_s=retry)
             _SHARED[key] = (link, users + 1)
         self._link: StoreLink | None = link
 
     def store(self) -> Store | None:
         """Give the store; nothing while there is none."""
-        return None if self._link is None else self._link.store()
+        store = None if self._link is None else self._link.store()
+        if store is None and self._private and time.monotonic() > self._tell_at:
+            self._tell_missing(self._private)
+        return store
+
+    def _tell_missing(self, socket: str) -> None:
+        """Say once that a private node never came."""
+        self._private = None
+        _LOG.warning(
+            "Cascade: no private node at %s after %.0f s; nothing is kept or loaded here. The "
+            "engine's first worker starts one on its own host: where workers are on several hosts, "
+            "start `cascade serve` on each and set cascade.node",
+            socket,
+            MISSING_S,
+        )
 
     def close(self) -> None:
         """Let go of it; the last handle closes the store."""
@@ -122,16 +149,6 @@ class PrivateNode:
                 self._process.kill()
                 self._process.wait()
         shutil.rmtree(self._directory, ignore_errors=True)
-
-
-def wait_for_socket(socket: Path, timeout: float = START_S) -> bool:
-    """Wait until a private node's socket is there."""
-    end = time.monotonic() + timeout
-    while not socket.exists():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.05)
-    return True
 
 
 def _die_with_parent() -> None:

@@ -11,7 +11,7 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 
 from cascadekv import (
@@ -38,6 +38,8 @@ LOADERS = 2
 """Loads beside the engine's own thread; more would take its cores."""
 SEAL_S = 0.01
 """What copied blocks still get when the time for saving is over: they cost more than a look."""
+IDLE_WAIT_S = 0.002
+"""How long a step that computes nothing waits for a load, instead of spinning beside it."""
 LOAD_FAILURES = (CascadeError, ValueError, BufferError)
 """What a store or a copy may raise; everything else is a fault of ours and is raised."""
 
@@ -77,6 +79,8 @@ class Worker:
         self._doubted: dict[tuple[int, int], int] = {}
         """By group and block: in which plan it was to be loaded and could not be."""
         self._plan = 0
+        self._is_idle = False
+        """Whether the step computes nothing."""
         self._progress = Progress()
         self._counted: dict[str, int] = {}
         self._failures = FailureLog(_LOG)
@@ -85,12 +89,18 @@ class Worker:
     def attach(self, held: Sequence[tuple[Held, Memory]], layers: Sequence[str]) -> None:
         """Take the KV memory; `layers` are those of the first part, in the order of its regions."""
         self._held = {each.part.name: (each, memory) for each, memory in held}
-        if self._is_layerwise and len(held) == 1 and isinstance(held[0][1], HostMemory):
+        self._layers = {}
+        is_on_host = all(isinstance(memory, HostMemory) for _, memory in held)
+        if self._is_layerwise and len(held) == 1 and is_on_host:
             self._layers = {layer: at for at, layer in enumerate(layers)}
+        elif self._is_layerwise:
+            why = "the KV is in several parts" if is_on_host else "the KV is in device memory"
+            _LOG.warning("Cascade: cascade.layerwise is ignored: %s", why)
 
     def start_loads(self, plan: Plan) -> None:
         """Read what this step needs, and begin to read what later steps need."""
         self._plan = max(self._plan, plan.number)
+        self._is_idle = plan.tokens == 0
         # Steps are planned before the one before is over: blocks are in doubt until one is
         # planned that knows of them.
         self._doubted = {at: of for at, of in self._doubted.items() if of > plan.learned}
@@ -143,6 +153,9 @@ class Worker:
 
     def arrivals(self) -> tuple[set[str], set[str]]:
         """Give requests whose asynchronous loads ended, and those of them that failed whole."""
+        if self._is_idle and self._under_way:
+            futures = [future for _, future in self._under_way.values()]
+            wait(futures, IDLE_WAIT_S, FIRST_COMPLETED)
         arrived: set[str] = set()
         failed: set[str] = set()
         for request, (load, future) in list(self._under_way.items()):

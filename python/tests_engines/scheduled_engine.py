@@ -1,0 +1,424 @@
+"""An engine without a model: vLLM's own scheduler and both sides of the connector, on real tensors.
+
+KV is a function of the tokens up to its position, so each page says by itself whether it is right.
+A step reads every page that attention would read. Where one is wrong, what the step writes and
+answers is wrong too, as with a real model; answers and stored blocks are compared at the end.
+"""
+
+import contextlib
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+from cascadekv.connectors.vllm import connector as connector_module
+from cascadekv.connectors.vllm.memory import memory_of
+from cascadekv.connectors.vllm.metrics import CascadeStats
+from vllm import SamplingParams
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.engine.arg_utils import EngineArgs
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.kv_cache_layout import KVCacheLayout
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+from vllm.v1.worker.utils import allocate_kv_cache
+from vllm_caches import config_of
+
+BLOCK = 16
+"""Tokens of a block."""
+LAYERS = tuple(f"layers.{number}" for number in range(4))
+HEADS, HEAD_SIZE = 2, 16
+WORDS = 2 * HEAD_SIZE * 2 // 8
+"""64-bit numbers that a token's K and V of one head fill, in 16-bit floats."""
+VOCABULARY = 1000
+MASK = (1 << 64) - 1
+WRONG = 0xBADC0DE
+LIMIT_S = 120
+"""An engine that takes longer hangs."""
+PLAIN = SimpleNamespace(
+    prompt_embeds=None, pooling_params=None, lora_request=None, cache_salt=None, mm_features=[]
+)
+_SPREAD = (
+    np.arange(1, len(LAYERS) * HEADS * WORDS + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    | np.uint64(1)
+).reshape(len(LAYERS), HEADS, 1, WORDS)
+
+
+def states(tokens):
+    """Give a number for each position that depends on all tokens up to it."""
+    state, every = 1, []
+    for token in tokens:
+        state = (state * 6364136223846793005 + token * 1442695040888963407 + 1) & MASK
+        every.append(state)
+    return np.array(every, dtype=np.uint64)
+
+
+def content(of):
+    """Give the KV of positions by their numbers: layer, head, position, word."""
+    return of[None, None, :, None] * _SPREAD
+
+
+def next_token(tokens):
+    """Give the answer's next token."""
+    return int(states(tokens)[-1] >> np.uint64(40)) % VOCABULARY
+
+
+def answer_of(prompt, count):
+    """Give the right answer to a prompt."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(next_token(tokens))
+    return tokens[len(prompt) :]
+
+
+@dataclass
+class Row:
+    """A request of a step: its tokens, its pages, and which positions are computed."""
+
+    tokens: list
+    table: list
+    start: int
+    end: int
+    is_right: bool = True
+
+
+@dataclass
+class Step:
+    """A step under way: what was planned, and its output."""
+
+    plan: object
+    output: ModelRunnerOutput
+
+
+@dataclass
+class Facts:
+    """What an engine did."""
+
+    preemptions: int = 0
+    compared_pages: int = 0
+    loads_failed: int = 0
+    answers: dict = field(default_factory=dict)
+    finished: dict = field(default_factory=dict)
+
+
+class ScheduledEngine:
+    """One engine; `memory` says how its pages are reached, as on a host or as on a device."""
+
+    def __init__(  # what tests vary
+        self,
+        model,
+        store,
+        *,
+        memory=memory_of,
+        pages=64,
+        is_async_scheduling=False,
+        has_prefix_cache=False,
+        policy="recompute",
+        step_tokens=64,
+    ):
+        """Start it; `store` are settings of the connector."""
+        arguments = EngineArgs(
+            model=str(model),
+            dtype="bfloat16",
+            block_size=BLOCK,
+            max_model_len=512,
+            max_num_batched_tokens=step_tokens,
+            max_num_seqs=8,
+            enforce_eager=True,
+            enable_prefix_caching=has_prefix_cache,
+            kv_transfer_config={
+                "kv_connector": "CascadeConnector",
+                "kv_connector_module_path": "cascadekv.connectors.vllm",
+                "kv_role": "kv_both",
+                "kv_load_failure_policy": policy,
+                "kv_connector_extra_config": {"cascade.load_or_compute": False, **store},
+            },
+        )
+        self.config = arguments.create_engine_config()
+        # Off on CPUs, which have no steps under way; the scheduler's part of it runs anywhere.
+        self.config.scheduler_config.async_scheduling = is_async_scheduling
+        self.config.cache_config.num_gpu_blocks = pages
+        spec = FullAttentionSpec(
+            block_size=BLOCK, num_kv_heads=HEADS, head_size=HEAD_SIZE, dtype=torch.bfloat16
+        )
+        cache = config_of(LAYERS, spec, "LBHNC", pages)
+        tensors = allocate_kv_cache(cache, torch.device("cpu"), KVCacheLayout.LBHNC)
+        self._kv = [each.view(torch.int64).numpy().view(np.uint64) for each in tensors.values()]
+        hasher = get_hash_fn_by_name(self.config.cache_config.prefix_caching_hash_algo)
+        init_none_hash(hasher)
+        self._hasher = get_request_block_hasher(BLOCK, hasher)
+        with _memory(memory):
+            role = KVConnectorRole.WORKER
+            self.worker = KVConnectorFactory.create_connector(self.config, role, cache)
+            self.worker.register_kv_caches(tensors)
+        kind = self.config.scheduler_config.get_scheduler_cls()
+        self.scheduler = kind(
+            vllm_config=self.config,
+            kv_cache_config=cache,
+            structured_output_manager=StructuredOutputManager(self.config),
+            block_size=BLOCK,
+            log_stats=True,
+        )
+        self.connector = self.scheduler.connector
+        handshake = {(0, 0): self.worker.get_handshake_metadata()}
+        self.connector.set_xfer_handshake_metadata_pp_aware(handshake)
+        self.depth = self.config.max_concurrent_batches
+        """Steps that are under way at a time."""
+        self._queue = deque()
+        self._running = {}
+        self._asked = {}
+        self._bad_pages = set()
+        """Pages that failed to load and are not computed yet; another request may share them."""
+        self._serial = 0
+        self.is_loading = False
+        """Whether the plan of the step loads blocks."""
+        self.between = lambda: None
+        """Called between a step's plan and its execution."""
+        self.facts = Facts()
+        self._figures = CascadeStats()
+
+    # What tests ask for.
+
+    def add(self, prompt, new=6):
+        """Hand a request over; gives its name."""
+        self._serial += 1
+        name = f"request-{self._serial}"
+        params = SamplingParams(max_tokens=new, ignore_eos=True, temperature=0)
+        params.update_from_generation_config({}, None)
+        request = Request(name, list(prompt), params, None, block_hasher=self._hasher)
+        self._asked[name] = (list(prompt), new)
+        self.facts.answers[name] = []
+        self.scheduler.add_request(request)
+        return name
+
+    def abort(self, name):
+        """Take a request back."""
+        self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+        self._asked.pop(name, None)
+
+    def run(self, seconds=LIMIT_S):
+        """Step until nothing is left."""
+        end = time.monotonic() + seconds
+        while self.scheduler.has_requests() or self._queue:
+            assert time.monotonic() < end, f"hangs: {self.scheduler.requests}"
+            self.step()
+
+    def step(self):
+        """Take one step as the engine's core does, with or without a queue of steps."""
+        if self.scheduler.has_requests():
+            plan = self.scheduler.schedule()
+            self.facts.preemptions += len(plan.preempted_req_ids or ())
+            self.is_loading = bool(plan.kv_connector_metadata.loads)
+            self.between()
+            self._queue.append(Step(plan, self._execute(plan)))
+            is_idle = not plan.total_num_scheduled_tokens
+            if is_idle:
+                time.sleep(0.001)
+            if len(self._queue) < self.depth and not is_idle:
+                return
+        if self._queue:
+            done = self._queue.popleft()
+            outputs = self.scheduler.update_from_output(done.plan, done.output)
+            self._note(outputs)
+            for each in outputs.get(0).outputs if outputs.get(0) else ():
+                self.facts.answers[each.request_id] += each.new_token_ids
+                if each.finish_reason is not None:
+                    self.facts.finished[each.request_id] = each.finish_reason
+            self.compare_running()
+
+    def ask(self, *prompts, new=6):
+        """Serve prompts at once; raises where an answer or a page is wrong."""
+        names = [self.add(prompt, new) for prompt in prompts]
+        self.run()
+        self.check()
+        return names
+
+    def check(self):
+        """Compare answers with the right ones, and see that nothing is held any more."""
+        for name, (prompt, new) in self._asked.items():
+            assert self.facts.answers[name] == answer_of(prompt, new), name
+        pool = self.scheduler.kv_cache_manager.block_pool
+        assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1, "blocks are not given back"
+        self._asked.clear()
+
+    def forget_locally(self):
+        """Empty the engine's own prefix cache, so that the store is asked."""
+        assert self.scheduler.reset_prefix_cache()
+
+    def has_loads_beside(self):
+        """Whether steps are under way, or a request that does not run holds blocks."""
+        manager = self.scheduler.kv_cache_manager
+        holds = any(
+            manager.get_block_ids(name)[0]
+            for name, each in self.scheduler.requests.items()
+            if each.status != RequestStatus.RUNNING
+        )
+        return holds or bool(self._queue)
+
+    def keys(self, prompt):
+        """Name the blocks of a prompt."""
+        (part,) = self.connector._scheduler._parts  # noqa: SLF001 # its only one
+        keys = self.connector._keys_of([part.name], PLAIN)  # noqa: SLF001
+        return keys.keys(part.name, 0, keys.extend(list(prompt)))
+
+    def store(self):
+        """Give the engine's store."""
+        return self.connector._store.store()  # noqa: SLF001
+
+    def stored(self, prompt):
+        """Say which blocks of a prompt the store has; raises where one is wrong."""
+        right = content(states(prompt))
+        with self.store().view(self.keys(prompt), timeout=LIMIT_S) as views:
+            for at, view in enumerate(views):
+                if view is not None:
+                    own = np.frombuffer(bytes(view), np.uint64)
+                    want = right[:, :, at * BLOCK : (at + 1) * BLOCK]
+                    assert np.array_equal(own.reshape(want.shape), want), f"block {at} is wrong"
+                    self.facts.compared_pages += 1
+            return [view is not None for view in views]
+
+    def take_figures(self):
+        """Give the connector's figures since the last call."""
+        kept, self._figures = self._figures, CascadeStats()
+        return kept.data
+
+    def stop(self):
+        """End it."""
+        self.worker.shutdown()
+        self.scheduler.shutdown()
+
+    def _note(self, outputs):
+        """Keep what vLLM would send to its metrics."""
+        for each in outputs.values():
+            told = each.scheduler_stats and each.scheduler_stats.kv_connector_stats
+            if told:
+                self._figures = self._figures.aggregate(CascadeStats(told))
+
+    # The model runner's part.
+
+    def compare_running(self):
+        """Compare the pages of every request with what its tokens say."""
+        for request in self.scheduler.running:
+            table = self.scheduler.kv_cache_manager.get_block_ids(request.request_id)[0]
+            done = request.num_computed_tokens - request.num_in_flight_tokens
+            tokens = request.all_token_ids[: max(0, done)]
+            assert self._is_right(list(tokens), table), request.request_id
+
+    def _is_right(self, tokens, table):
+        """Whether the pages of a table hold the KV of these tokens."""
+        right = content(states(tokens))
+        self.facts.compared_pages += -(-len(tokens) // BLOCK)
+        return all(
+            np.array_equal(own[page][:, :count], right[layer][:, at : at + count])
+            for layer, own in enumerate(self._kv)
+            for page, at, count in _spans(table, 0, len(tokens))
+            if page not in self._bad_pages
+        )
+
+    def _execute(self, plan):
+        """Run a step: loads, layers in their order, saves, and what came of them."""
+        rows = self._rows(plan)
+        self.worker.bind_connector_metadata(plan.kv_connector_metadata)
+        loads_first = plan.has_sync_kv_loads
+        if loads_first:
+            self.worker.start_load_kv(None)
+        sampled = self._forward(rows)
+        if not loads_first:
+            self.worker.start_load_kv(None)
+        self.worker.wait_for_save()
+        results = self.worker.get_transfer_results(plan.finished_req_ids)
+        told = KVConnectorOutput(
+            finished_sending=results.finished_sending,
+            finished_recving=results.finished_recving,
+            failed_recving=results.failed_recving,
+            invalid_block_ids=self.worker.get_block_ids_with_load_errors(),
+            kv_connector_worker_meta=self.worker.build_connector_worker_meta(),
+        )
+        self.facts.loads_failed += len(told.invalid_block_ids)
+        self._bad_pages |= told.invalid_block_ids
+        self.worker.clear_connector_metadata()
+        names = list(rows)
+        return ModelRunnerOutput(
+            req_ids=names,
+            req_id_to_index={name: at for at, name in enumerate(names)},
+            sampled_token_ids=[sampled[name] for name in names],
+            kv_connector_output=told,
+        )
+
+    def _rows(self, plan):
+        """Give the requests of a step, with tokens that vLLM's model runner would have."""
+        computed = {}
+        for new in plan.scheduled_new_reqs:
+            self._running[new.req_id] = self._known(new.req_id)
+            computed[new.req_id] = new.num_computed_tokens
+        cached = plan.scheduled_cached_reqs
+        for at, name in enumerate(cached.req_ids):
+            if name in cached.resumed_req_ids:
+                self._running[name] = self._known(name)
+            else:
+                # Tokens that came of a load that failed were taken back.
+                prompt = self.scheduler.requests[name].num_prompt_tokens
+                del self._running[name][prompt + cached.num_output_tokens[at] :]
+            computed[name] = cached.num_computed_tokens[at]
+        rows = {}
+        for name, count in plan.num_scheduled_tokens.items():
+            table = list(self.scheduler.kv_cache_manager.get_block_ids(name)[0])
+            start = computed[name]
+            rows[name] = Row(self._running[name], table, start, start + count)
+            assert start + count <= len(self._running[name]), f"{name}: tokens that nobody knows"
+        return rows
+
+    def _known(self, name):
+        return list(self.scheduler.requests[name].all_token_ids)
+
+    def _forward(self, rows):
+        """Compute a step layer by layer; gives the tokens that it samples."""
+        right = {name: content(states(row.tokens[: row.end])) for name, row in rows.items()}
+        for layer, name_of_layer in enumerate(LAYERS if rows else ()):
+            self.worker.wait_for_layer_load(name_of_layer)
+            own = self._kv[layer]
+            # As in attention: all write their own positions, then all read.
+            for name, row in rows.items():
+                for page, at, count in _spans(row.table, row.start, row.end):
+                    first = at % BLOCK
+                    want = right[name][layer][:, at : at + count]
+                    own[page][:, first : first + count] = want if row.is_right else WRONG
+                    self._bad_pages.discard(page)
+            for name, row in rows.items():
+                for page, at, count in _spans(row.table, 0, row.start):
+                    want = right[name][layer][:, at : at + count]
+                    row.is_right = row.is_right and np.array_equal(own[page][:, :count], want)
+        sampled = {}
+        for name, row in rows.items():
+            sampled[name] = []
+            if row.end == len(row.tokens):
+                token = next_token(row.tokens) if row.is_right else VOCABULARY
+                row.tokens.append(token)
+                sampled[name] = [token]
+        return sampled
+
+
+def _spans(table, start, end):
+    """Cut positions into runs within a page: page, first position, number of positions."""
+    at = start
+    while at < end:
+        count = min(BLOCK - at % BLOCK, end - at)
+        yield table[at // BLOCK], at, count
+        at += count
+
+
+@contextlib.contextmanager
+def _memory(kind):
+    """Have the worker's side reach its pages in a way of the test's choice."""
+    chosen = connector_module.memory_of
+    connector_module.memory_of = kind
+    try:
+        yield
+    finally:
+        connector_module.memory_of = chosen

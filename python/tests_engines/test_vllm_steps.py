@@ -1,0 +1,295 @@
+"""vLLM's own scheduler and both sides of the connector, step by step; every page is compared."""
+
+import dataclasses
+import os
+import random
+import threading
+
+import pytest
+from cascadekv.bench.models import make_model
+from cascadekv.connectors.vllm import scheduler as scheduler_module
+from cascadekv.connectors.vllm.memory import DeviceMemory, HostMemory
+from conftest import MODELS
+from scheduled_engine import BLOCK, LIMIT_S, ScheduledEngine
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.distributed.parallel_state import (
+    cleanup_dist_env_and_memory,
+    ensure_model_parallel_initialized,
+    init_distributed_environment,
+)
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+
+STEPS = int(os.environ.get("CASCADE_CHAOS_STEPS", "200"))
+"""Steps of a run of chaos."""
+DRAM = {"cascade.dram": "64MiB", "cascade.lookup_timeout": 10, "cascade.save_timeout": 30}
+WAYS = {
+    "sync": {"cascade.load": "sync"},
+    "async": {"cascade.load": "async"},
+    "layerwise": {"cascade.load": "sync", "cascade.layerwise": True},
+    "auto": {},
+}
+MEMORIES = {"host": HostMemory, "device": DeviceMemory}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """Give a model's configuration; a group of one rank is there while tests run."""
+    place = tmp_path_factory.mktemp("group") / "rendezvous"
+    directory = make_model(MODELS, "tiny", "bfloat16")
+    init_distributed_environment(1, 0, f"file://{place}", 0, "gloo")
+    with set_current_vllm_config(VllmConfig()):
+        ensure_model_parallel_initialized(1, 1)
+    yield directory
+    cleanup_dist_env_and_memory()
+
+
+@pytest.fixture
+def start(model):
+    """Start engines; what a test leaves running ends after it."""
+    running = []
+
+    def begin(store, **options):
+        running.append(ScheduledEngine(model, store, **options))
+        return running[-1]
+
+    yield begin
+    for engine in running:
+        engine.stop()
+
+
+def prompt(tokens, *parts):
+    """Make tokens that follow from `parts`."""
+    chance = random.Random(repr((tokens, parts)))
+    return [chance.randrange(1000) for _ in range(tokens)]
+
+
+@pytest.mark.parametrize("memory", MEMORIES)
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_loaded_is_what_was_computed(start, way, memory):
+    engine = start({**DRAM, **WAYS[way]}, memory=MEMORIES[memory])
+    first = prompt(5 * BLOCK + 3, "first")
+    engine.ask(first)
+    assert all(engine.stored(first))
+    engine.ask(first, [*first[: 3 * BLOCK], *prompt(30, "tail")], first)
+    assert engine.facts.compared_pages
+
+
+SCHEDULERS = {
+    "plain": {},
+    "prefix-cache": {"has_prefix_cache": True},
+    "async-scheduling": {"is_async_scheduling": True},
+    "both": {"has_prefix_cache": True, "is_async_scheduling": True},
+}
+everywhere = pytest.mark.parametrize(
+    ("way", "memory", "scheduler"),
+    [(way, memory, scheduler) for way in WAYS for memory in MEMORIES for scheduler in SCHEDULERS],
+)
+
+
+def begin(start, way, memory, scheduler, **options):
+    """Start an engine of one kind, and see that it is of that kind."""
+    kind = SCHEDULERS[scheduler]
+    engine = start({**DRAM, **WAYS[way]}, memory=MEMORIES[memory], **kind, **options)
+    is_async = kind.get("is_async_scheduling", False)
+    assert isinstance(engine.scheduler, AsyncScheduler) == is_async
+    assert engine.depth == (2 if is_async else 1)
+    return engine
+
+
+def lose(engine, blocks):
+    """Delete blocks of a prompt between the next plan that loads and its execution."""
+
+    def act():
+        if engine.is_loading:
+            engine.between = lambda: None
+            engine.store().delete(blocks)
+
+    engine.between = act
+
+
+@everywhere
+def test_blocks_that_go_between_lookup_and_load_are_computed(start, way, memory, scheduler):
+    engine = begin(start, way, memory, scheduler)
+    for turn, lost in enumerate([(0, 1), (3, 4), (0, 6), (5, 6)]):
+        first = prompt(6 * BLOCK + 5, "lost", turn)
+        engine.ask(first)
+        engine.forget_locally()
+        lose(engine, engine.keys(first)[lost[0] : lost[1]])
+        engine.ask(first, [*first[: 4 * BLOCK], *prompt(40, "beside", turn)], first)
+        # What was computed then is right, and kept.
+        assert all(engine.stored(first))
+        engine.forget_locally()
+        engine.ask(first)
+    assert engine.facts.loads_failed
+
+
+@everywhere
+def test_requests_that_give_way_and_requests_taken_back_leave_nothing(
+    start, way, memory, scheduler
+):
+    engine = begin(start, way, memory, scheduler, pages=13)
+    common = prompt(3 * BLOCK, "common")
+    for turn in range(3):
+        asked = [[*common, *prompt(BLOCK + 5, "own", number)] for number in range(5)]
+        names = [engine.add(each, 2 * BLOCK) for each in asked]
+        for _ in range(turn + 2):
+            engine.step()
+        engine.abort(names[turn])
+        engine.run()
+        engine.check()
+        engine.forget_locally()
+        for each in asked[3:]:
+            assert all(engine.stored(each))
+    assert engine.facts.preemptions, engine.facts
+
+
+@everywhere
+def test_a_store_that_goes_away_changes_no_answer(start, serve, way, memory, scheduler):
+    node = serve("--dram", "32MiB")
+    store = {"cascade.node": f"unix:{node.socket}", "cascade.load_timeout": 5, **WAYS[way]}
+    engine = start(store, memory=MEMORIES[memory], **SCHEDULERS[scheduler])
+    asked = [prompt(4 * BLOCK + 3, "away", number) for number in range(3)]
+    engine.ask(*asked)
+    engine.forget_locally()
+
+    def kill():
+        if engine.is_loading:
+            engine.between = lambda: None
+            node.kill()
+
+    engine.between = kill
+    engine.ask(*asked)
+    assert engine.between() is None, "nothing was loaded"
+    engine.forget_locally()
+    engine.ask(*asked, new=BLOCK)
+
+
+@pytest.mark.parametrize("memory", MEMORIES)
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_chaos(start, memory, scheduler):
+    seed = random.SystemRandom().randrange(1 << 32)
+    seed = int(os.environ.get("CASCADE_CHAOS_SEED", seed))
+    print(f"CASCADE_CHAOS_SEED={seed}")
+    chance = random.Random(seed)
+    way = chance.choice(list(WAYS))
+    engine = begin(start, way, memory, scheduler, pages=24)
+    bases = [prompt(7 * BLOCK, "base", number) for number in range(3)]
+
+    def new():
+        base = chance.choice(bases)
+        shared = chance.randrange(len(base) + 1)
+        return [*base[:shared], *prompt(chance.randrange(1, 40), "tail", chance.random())]
+
+    def lose_some():
+        if chance.random() < 0.3:
+            keys = engine.keys(chance.choice(bases))
+            first = chance.randrange(len(keys))
+            engine.store().delete(keys[first : first + chance.randrange(1, 4)])
+
+    engine.between = lose_some
+    waiting = []
+    for _ in range(STEPS):
+        if chance.random() < 0.4 and engine.scheduler.get_num_unfinished_requests() < 12:
+            waiting.append(engine.add(new(), chance.randrange(1, 20)))
+        if waiting and chance.random() < 0.05:
+            engine.abort(waiting.pop(chance.randrange(len(waiting))))
+        if chance.random() < 0.02:
+            # vLLM cannot take running requests back while others load.
+            is_all = chance.random() < 0.5 and not engine.has_loads_beside()
+            engine.scheduler.reset_prefix_cache(reset_running_requests=is_all)
+        engine.step()
+    engine.between = lambda: None
+    engine.run()
+    engine.check()
+    for base in bases:
+        engine.stored(base)
+    print(f"{way}: {engine.facts.compared_pages} pages, {engine.facts.loads_failed} not loaded")
+    assert engine.facts.compared_pages > STEPS
+
+
+def test_the_operators_choice_to_fail_requests_stands(start, caplog):
+    # It was overridden, with a line of information.
+    with caplog.at_level("WARNING", "vllm.cascade"):
+        engine = start({**DRAM, **WAYS["sync"]}, policy="fail")
+    assert "kv_load_failure_policy is fail" in caplog.text
+    assert engine.config.kv_transfer_config.kv_load_failure_policy == "fail"
+    first = prompt(6 * BLOCK + 5, "fail")
+    engine.ask(first)
+    lose(engine, engine.keys(first)[3:4])
+    name = engine.add(first)
+    engine.run()
+    assert engine.facts.answers[name] == []
+    assert engine.facts.finished[name].name == "ERROR"
+    assert engine.stored(first) == [True] * 3 + [False] + [True] * 2
+
+
+def test_what_a_device_hides_is_not_measured_and_layers_do_not_wait(start, caplog):
+    # Launches on a device return before the work is done: by their times nothing was loaded.
+    store = {**DRAM, **WAYS["layerwise"], "cascade.load_or_compute": True}
+    with caplog.at_level("WARNING", "vllm.cascade"):
+        engine = start(store, memory=DeviceMemory)
+        assert "cascade.layerwise is ignored: the KV is in device memory" in caplog.text
+        caplog.clear()
+        other = start(store, memory=HostMemory)
+        assert "layerwise" not in caplog.text
+    first = prompt(6 * BLOCK + 5, "measured")
+    for each in (engine, other):
+        each.ask(first)
+        each.ask(first)
+    assert engine.connector._economy is None  # noqa: SLF001 # what decides
+    assert other.connector._economy is not None  # noqa: SLF001 # likewise
+
+
+def test_hits_are_counted_once_and_blocks_that_arrived_apart(start):
+    # vLLM counts blocks that it was promised, also those that then did not arrive.
+    engine = start({**DRAM, **WAYS["sync"]})
+    first = prompt(6 * BLOCK + 5, "counted")
+    engine.ask(first)
+    engine.take_figures()
+    lose(engine, engine.keys(first)[2:3])
+    engine.ask(first)
+    figures = engine.take_figures()
+    assert figures["sums"]["looked_up_blocks"] == 6
+    assert figures["sums"]["hit_blocks"] == 6
+    assert figures["labels"]["loaded_blocks"] == {"dram": 5}
+    assert figures["sums"]["failed_blocks"] == 1
+
+
+def budget(engine, seconds):
+    """Change what a lookup may take."""
+    scheduler = engine.connector._scheduler  # noqa: SLF001 # what decides
+    scheduler._policy = dataclasses.replace(scheduler._policy, lookup_s=seconds)  # noqa: SLF001
+
+
+def test_a_node_that_does_not_answer_holds_no_step(start, serve, monkeypatch):
+    # Each lookup held the scheduler's thread until the node's client gave up, 0.1 s.
+    node = serve("--dram", "32MiB")
+    engine = start({"cascade.node": f"unix:{node.socket}", **WAYS["sync"]})
+    first = prompt(4 * BLOCK + 3, "still")
+    engine.ask(first)
+    engine.take_figures()
+    held = threading.Event()
+    ask = scheduler_module.usable
+
+    def late(*arguments):
+        assert threading.current_thread().name.startswith("cascade-lookup")
+        assert held.wait(LIMIT_S)
+        return ask(*arguments)
+
+    monkeypatch.setattr(scheduler_module, "usable", late)
+    budget(engine, LIMIT_S)
+    engine.add(first)
+    for _ in range(5):
+        engine.step()
+    assert not engine.scheduler.running, "the engine was told something before the node answered"
+    held.set()
+    engine.run()
+    engine.check()
+    assert engine.take_figures()["sums"]["hit_blocks"] == 4
+    held.clear()
+    budget(engine, 0.01)
+    engine.ask(first)
+    held.set()
+    figures = engine.take_figures()
+    assert figures["sums"]["lookup_timeouts"] == 1
+    assert "hit_blocks" not in figures["sums"]

@@ -1,0 +1,49 @@
+"""An engine's private node: found once it is there, waited for by nobody."""
+
+import cascadekv
+import pytest
+from cascadekv.connectors.settings import StoreAddress
+from cascadekv.connectors.vllm import store as module
+from cascadekv.connectors.vllm.store import EngineStore, PrivateNode
+
+
+@pytest.fixture
+def no_sleep(monkeypatch):
+    """Make whoever waits in a loop fail."""
+
+    def sleep(_):
+        raise AssertionError("a worker or the scheduler waits for a node")
+
+    monkeypatch.setattr(module.time, "sleep", sleep)
+
+
+def test_where_no_worker_starts_a_node_nothing_waits_and_the_log_says_why(
+    tmp_path, monkeypatch, caplog, no_sleep
+):
+    # A host without the engine's first worker, and the scheduler, waited 60 s for it.
+    assert no_sleep is None
+    address = StoreAddress(node=str(tmp_path / "node.sock"), timeout=1.0)
+    opened = EngineStore(address, key=str(tmp_path), name="test", is_private=True)
+    assert opened.store() is None
+    assert "no private node" not in caplog.text
+    monkeypatch.setattr(opened, "_tell_at", 0.0)
+    for _ in range(3):
+        assert opened.store() is None
+    assert caplog.text.count("no private node") == 1
+    assert "set cascade.node" in caplog.text
+    opened.close()
+
+
+def test_a_node_that_starts_later_is_found(tmp_path, eventually):
+    socket = tmp_path / "private" / "node.sock"
+    address = StoreAddress(node=str(socket), timeout=5.0)
+    opened = EngineStore(address, key=str(tmp_path), name="test", is_private=True)
+    assert opened.store() is None
+    node = PrivateNode(socket, {"cascade.dram": "16MiB"})
+    try:
+        eventually(lambda: opened.store() is not None)
+        assert isinstance(opened.store(), cascadekv.Store)
+    finally:
+        opened.close()
+        node.close()
+    assert not socket.parent.exists()
