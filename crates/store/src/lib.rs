@@ -48,7 +48,7 @@ pub use flush::FlushMark;
 pub use health::{HealthConfig, HealthState, StageHealth};
 pub use history::Loss;
 pub use insight::{HotPrefix, TierBytes};
-pub use ledger::{HeldId, HeldKind, HeldPiece, Process, WarmStats};
+pub use ledger::{HeldId, HeldKind, HeldPiece, LeftPool, Process, WarmStats, left_pools};
 pub use names::intern;
 pub use outcome::{
     DeclineReason, GetOutcome, PrefixMatch, Prepared, Put, PutOutcome, PutSlab, StoreError,

@@ -50,7 +50,10 @@ pub(crate) fn open_pool(
         return Pool::new(&settings).map(bare).map_err(refused);
     }
     let started = clock.monotonic();
+    // Before this pool takes its memory: what killed starts have left may be in its way.
+    let removed = path.parent().map_or_else(Vec::new, |at| ledger::remove_unused(at, path));
     let mut opened = ledger::open(path, &settings).map_err(refused)?;
+    opened.notes.extend(removed);
     opened.stats.recover_ms = millis(clock.monotonic().saturating_sub(started));
     Ok(OpenedPool {
         pool: opened.pool,
