@@ -9,6 +9,7 @@ mod geometry;
 mod key;
 pub mod manifest;
 mod namespace;
+mod seed;
 mod size;
 
 pub use causes::with_causes;
@@ -20,4 +21,5 @@ pub use geometry::{Geometry, KvShape, UnknownModel};
 pub use key::{BlockKey, KeyParseError};
 pub use manifest::{Difference, Manifest, WeightsFingerprint};
 pub use namespace::{Namespace, NamespaceId, TenantSecret, key_of_id};
+pub use seed::Seed;
 pub use size::{ByteSize, ByteSizeError};

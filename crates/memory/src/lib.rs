@@ -2,6 +2,7 @@
 
 mod advice;
 mod copy;
+mod fault;
 mod heap;
 mod lent;
 mod magazine;

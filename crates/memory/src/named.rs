@@ -7,8 +7,8 @@
 use std::ffi::OsString;
 use std::fs::{self, File};
 use std::io;
-use std::os::unix::fs::MetadataExt;
 use std::os::unix::fs::FileExt;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -132,16 +132,8 @@ impl PoolFiles {
         };
         let words = map_words(&table.0, &table_path, table_bytes)?;
         let (pool_path, table) = (path.to_owned(), Arc::new(table));
-        let is = Self {
-            remove_on_drop,
-            pool_path,
-            table_path,
-            pool,
-            table,
-            words,
-            pool_bytes,
-            is_kept,
-        };
+        let is =
+            Self { remove_on_drop, pool_path, table_path, pool, table, words, pool_bytes, is_kept };
         Ok(is)
     }
 
@@ -255,7 +247,9 @@ impl IdleFiles {
     pub fn lock(pool_path: &Path) -> Result<Option<Self>, MemoryError> {
         let table_path = table_path(pool_path);
         match try_lock(&table_path, OFlags::empty()) {
-            Ok(Some(table)) => Ok(Some(Self { pool_path: pool_path.to_owned(), table_path, table })),
+            Ok(Some(table)) => {
+                Ok(Some(Self { pool_path: pool_path.to_owned(), table_path, table }))
+            }
             Ok(None) => Ok(None),
             Err(MemoryError::Named { source, .. }) if source.kind() == io::ErrorKind::NotFound => {
                 Ok(None)

@@ -24,8 +24,8 @@ use cascade_memory::{MemoryError, Pool, PoolConfig, PoolFiles, Slab, SlabMut};
 
 use crate::catalog::{Address, KeyIndex, LOWER_STAGES_MAX};
 use crate::stage::BlockFacts;
-pub use left::{LeftPool, left_pools};
 pub(crate) use left::remove_unused;
+pub use left::{LeftPool, left_pools};
 pub use process::Process;
 use record::{BLOCK_WORDS, BlockRecord, HELD_WORDS, HeldRecord, Piece};
 pub(crate) use recovery::Recovered;
@@ -204,6 +204,7 @@ impl Ledger {
             facts: *facts,
             has_namespace,
             stored: addresses.map(stored),
+            sum: slab.checksum(),
         };
         if !std::mem::replace(&mut self.is_used, true) {
             self.table.note_used();
@@ -227,6 +228,14 @@ impl Ledger {
         let place = self.place_of.get(key.0 as usize).filter(|place| **place != NO_PLACE);
         if let Some(place) = place {
             record::note_stored(self.table.block(*place), stage, stored(Some(address)));
+        }
+    }
+
+    /// The checksum of a key's bytes became known.
+    pub(crate) fn note_sum(&self, key: KeyIndex, sum: u32) {
+        let place = self.place_of.get(key.0 as usize).filter(|place| **place != NO_PLACE);
+        if let Some(place) = place {
+            record::note_sum(self.table.block(*place), sum);
         }
     }
 
@@ -277,6 +286,14 @@ impl Recovered {
 
     pub(crate) fn slab(&self) -> &Slab {
         &self.slab
+    }
+
+    /// Whether the bytes are those that the record has the checksum of. Without one they are taken
+    /// as they are, and their checksum is taken with the next pass over DRAM.
+    pub(crate) fn is_intact(&self) -> bool {
+        self.record.sum.is_none_or(|sum| {
+            self.slab.agrees_with(sum) && self.slab.agrees_with(checksum(&self.slab))
+        })
     }
 
     /// Whether a stage had taken these very bytes under this address.

@@ -140,7 +140,7 @@ fn the_next_start_removes_what_a_killed_start_left() {
     // Killed before its first block, killed with blocks, still alive without one.
     let killed = [start(&pool("empty"), 0), start(&pool("used"), 30)];
     let alive = start(&pool("alive"), 0);
-    killed.map(kill);
+    killed.into_iter().for_each(kill);
     // Killed before the ledger had a header; of another user; of another program.
     for (name, mode) in [("young", 0o600), ("shared", 0o666)] {
         let ledger = pool(name).with_extension("pool.ledger");
@@ -161,7 +161,9 @@ fn the_next_start_removes_what_a_killed_start_left() {
     let user = rustix::process::geteuid().as_raw();
     let mut left: Vec<String> = ["alive", "mine", "used"]
         .iter()
-        .flat_map(|place| ["", ".ledger"].map(|end| format!("cascade-{user}-{place}-default.pool{end}")))
+        .flat_map(|place| {
+            ["", ".ledger"].map(|end| format!("cascade-{user}-{place}-default.pool{end}"))
+        })
         .collect();
     left.extend([format!("cascade-{user}-shared-default.pool.ledger"), "else.ledger".to_owned()]);
     left.sort_unstable();
