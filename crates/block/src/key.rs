@@ -7,8 +7,8 @@ use thiserror::Error;
 
 /// Names a block by what it stands for: all tokens up to its end, in one namespace.
 ///
-/// Keys that this crate makes are outputs of a cryptographic hash. Callers may bring others, so hash
-/// tables take the fingerprints that a [`crate::Seed`] gives.
+/// Keys that this crate makes are outputs of a cryptographic hash. Callers may bring others, so
+/// hash tables take the fingerprints that a [`crate::Seed`] gives.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct BlockKey([u8; 32]);
 

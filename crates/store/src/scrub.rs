@@ -1,8 +1,8 @@
 //! Compares blocks in DRAM with their checksums, so that a bit that flipped there is found.
 //!
 //! A put takes no checksum: that would cost it a third of its speed and more
-//! (`docs/decisions/0021-checksums-in-dram.md`). The first pass over a block, or the mover before it
-//! writes the block down, takes the checksum, whoever wrote the bytes; every later pass compares.
+//! (`docs/decisions/0021-checksums-in-dram.md`). The first pass over a block, or the mover before
+//! it writes the block down, takes the checksum, whoever wrote the bytes; later passes compare.
 
 use std::num::NonZeroU64;
 use std::sync::Arc;
@@ -123,13 +123,10 @@ impl Node {
             }
         }
         self.release(state);
-        let keep = |is_intact: &[bool]| {
-            let mut is_intact = is_intact.to_vec().into_iter();
-            move || is_intact.next().unwrap_or(true)
-        };
-        let (mut of_pending, mut of_blocks) = (keep(&is_intact), keep(&is_intact));
-        pending.retain(|_| of_pending());
-        blocks.retain(|_| of_blocks());
+        let (mut of_pending, mut of_blocks) = (is_intact.iter(), is_intact.iter());
+        let is_kept = |is_intact: Option<&bool>| is_intact.is_none_or(|is_intact| *is_intact);
+        pending.retain(|_| is_kept(of_pending.next()));
+        blocks.retain(|_| is_kept(of_blocks.next()));
         is_intact.iter().filter(|is_intact| !**is_intact).count() as u64
     }
 }

@@ -26,7 +26,8 @@ proptest! {
         let mut model = std::collections::HashSet::new();
         for (fingerprint, rest, is_insert) in operations {
             // Few fingerprints in one shard: long probe runs, equal tags, wrap-around.
-            let (print, index) = (fingerprint * 3 + (u64::MAX << 40), fingerprint as u32 * 8 + rest);
+            let print = fingerprint * 3 + (u64::MAX << 40);
+            let index = u32::try_from(fingerprint).unwrap() * 8 + rest;
             let is_there = model.contains(&(print, index));
             prop_assert_eq!(table.find(print, |at| at == index), is_there.then_some(index));
             if is_insert && !is_there {
