@@ -7,7 +7,8 @@ use thiserror::Error;
 
 /// Names a block by what it stands for: all tokens up to its end, in one namespace.
 ///
-/// Keys are outputs of a cryptographic hash, so any eight of their bytes are a uniform hash.
+/// Keys that this crate makes are outputs of a cryptographic hash. Callers may bring others, so
+/// hash tables take the fingerprints that a [`crate::Seed`] gives.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct BlockKey([u8; 32]);
 
@@ -30,7 +31,7 @@ impl BlockKey {
         &self.0
     }
 
-    /// The first eight bytes as an integer: a uniform 64-bit hash of the key.
+    /// The first eight bytes as an integer. A caller chooses them: not for hash tables.
     pub fn fingerprint(&self) -> u64 {
         let mut first = [0; 8];
         first.copy_from_slice(&self.0[..8]);

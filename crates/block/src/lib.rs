@@ -9,6 +9,7 @@ mod geometry;
 mod key;
 pub mod manifest;
 mod namespace;
+mod seed;
 mod size;
 mod time_span;
 
@@ -21,5 +22,6 @@ pub use geometry::{Geometry, KvShape, UnknownModel};
 pub use key::{BlockKey, KeyParseError};
 pub use manifest::{Difference, Manifest, WeightsFingerprint};
 pub use namespace::{Namespace, NamespaceId, TenantSecret, key_of_id};
+pub use seed::Seed;
 pub use size::{ByteSize, ByteSizeError};
 pub use time_span::{TimeSpan, TimeSpanError};

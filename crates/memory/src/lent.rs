@@ -10,6 +10,7 @@ use std::sync::Arc;
 use rustix::fs::fstat;
 use rustix::mm::ProtFlags;
 
+use crate::fault::Watch;
 use crate::region::Mapping;
 use crate::{MemoryError, Slab, SlabMut};
 
@@ -25,6 +26,8 @@ pub struct Attachment {
     mapping: Mapping,
     is_writable: bool,
     lender: Arc<dyn Lender>,
+    /// A named pool can be cut short by others of its user.
+    _watch: Watch,
 }
 
 impl Attachment {
@@ -46,8 +49,9 @@ impl Attachment {
             Mapping::of_file(&file, bytes, ProtFlags::READ | write).map_err(refused)?;
         // A child that is forked has no holds: the node would fill what it reads with other blocks.
         mapping.leave_out_of_children().map_err(refused)?;
+        let watch = Watch::over(mapping.base().as_ptr().addr(), bytes).map_err(refused)?;
         drop(File::from(file));
-        Ok(Arc::new(Self { mapping, is_writable, lender }))
+        Ok(Arc::new(Self { mapping, is_writable, lender, _watch: watch }))
     }
 
     /// Length of the pool.

@@ -2,6 +2,7 @@
 
 mod advice;
 mod copy;
+mod fault;
 mod heap;
 mod lent;
 mod magazine;
@@ -17,7 +18,7 @@ mod words;
 pub use advice::{prefer_huge_pages, prefetch};
 pub use copy::{copy_in, copy_out};
 pub use lent::{Attachment, Lender};
-pub use named::PoolFiles;
+pub use named::{IdleFiles, PoolFiles};
 pub use pages::{HugePages, PageReport, PageSource};
 pub use pool::{DIRECT_ALIGN, MemoryError, Pool, PoolConfig, PoolStats, Wiped};
 pub use region::Region;

@@ -171,16 +171,8 @@ impl Pool {
     /// The machine has not the memory, or the kernel refuses.
     pub fn of_files(config: &PoolConfig, files: &PoolFiles) -> Result<Self, MemoryError> {
         let bytes = files.pool_bytes();
-        match Region::of_files(config, files) {
-            Ok(region) => Ok(Self::of_region(region)),
-            Err(source) => {
-                // What could not be reserved is not left behind to fill the file system.
-                if !files.is_kept() {
-                    files.remove()?;
-                }
-                Err(MemoryError::Map { bytes, source })
-            }
-        }
+        let refused = |source| MemoryError::Map { bytes, source };
+        Region::of_files(config, files).map(Self::of_region).map_err(refused)
     }
 
     fn of_region(region: Region) -> Self {

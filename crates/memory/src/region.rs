@@ -14,6 +14,7 @@ use rustix::fs::{
 };
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, mmap_anonymous, munmap};
 
+use crate::fault::Watch;
 use crate::named::LockedFile;
 use crate::pages::{self, HUGE_PAGE};
 use crate::{HugePages, MemoryError, PageReport, PageSource, PoolConfig, PoolFiles};
@@ -32,6 +33,8 @@ pub struct Region {
     mapping: Mapping,
     file: File,
     pages: PageReport,
+    /// Of a named pool, whose file others may cut short.
+    _watch: Option<Watch>,
     /// Keeps a named pool locked for as long as a slab of it is held.
     _lock: Option<Arc<LockedFile>>,
 }
@@ -87,7 +90,7 @@ impl Region {
         unsafe { pages::leave_out_of_dumps(mapping.base, bytes) }?;
         let huge_bytes = pages::huge_bytes(mapping.base, bytes)?;
         let pages = PageReport { source: PageSource::Reserved, huge_bytes, refusal: None };
-        Ok(Self { mapping, file: file.into(), pages, _lock: None })
+        Ok(Self { mapping, file: file.into(), pages, _watch: None, _lock: None })
     }
 
     /// Maps a pool that has a name. What an earlier run left in it stays as it is.
@@ -96,6 +99,7 @@ impl Region {
         let lock = files.lock();
         let bytes = files.pool_bytes();
         let mut mapping = Mapping::of_file(&file, bytes, READ_WRITE)?;
+        let watch = Some(Watch::over(mapping.base.as_ptr().addr(), bytes)?);
         // SAFETY: the mapping was just made.
         unsafe { pages::leave_out_of_dumps(mapping.base, bytes) }?;
         let mut pages = PageReport { source: PageSource::Ordinary, huge_bytes: 0, refusal: None };
@@ -118,7 +122,7 @@ impl Region {
             // SAFETY: the mapping was just made.
             unsafe { pages::populate(mapping.base, bytes) }?;
         }
-        Ok(Self { mapping, file, pages, _lock: Some(lock) })
+        Ok(Self { mapping, file, pages, _watch: watch, _lock: Some(lock) })
     }
 
     fn map_ordinary(bytes: usize, collapse: bool, populate: bool) -> io::Result<Self> {
@@ -138,7 +142,7 @@ impl Region {
             // SAFETY: the mapping was just made.
             unsafe { pages::populate(mapping.base, bytes) }?;
         }
-        Ok(Self { mapping, file: file.into(), pages, _lock: None })
+        Ok(Self { mapping, file: file.into(), pages, _watch: None, _lock: None })
     }
 
     /// Where the mapping starts in this process: a multiple of 2 MiB.

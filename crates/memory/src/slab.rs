@@ -6,6 +6,7 @@ use std::fmt;
 use std::ops::{Deref, DerefMut};
 use std::ptr::NonNull;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::copy::{copy_in, copy_out};
 use crate::heap::Extent;
@@ -23,7 +24,12 @@ pub struct SlabMut {
     len: usize,
     /// Dropped when nobody writes any more.
     companion: Option<Box<dyn Any + Send + Sync>>,
+    /// Of the bytes once they are sealed: [`HAS_SUM`] and the checksum, or zero.
+    sum: AtomicU64,
 }
+
+/// Tells a checksum of zero from none.
+const HAS_SUM: u64 = 1 << 32;
 
 /// Where a slab goes back to.
 enum Home {
@@ -45,7 +51,8 @@ impl SlabMut {
     pub(crate) fn new(pool: Arc<PoolInner>, extent: Extent, len: usize, epoch: usize) -> Self {
         assert!(len <= extent.bytes, "a slab lies in its extent");
         assert!(extent.offset + extent.bytes <= pool.region.bytes(), "an extent of another pool");
-        Self { home: Home::Pool(pool, epoch), extent, len, companion: None }
+        let sum = AtomicU64::new(0);
+        Self { home: Home::Pool(pool, epoch), extent, len, companion: None, sum }
     }
 
     /// A piece of another process's pool; `None` if it does not lie in what is mapped.
@@ -61,6 +68,7 @@ impl SlabMut {
             extent: Extent { offset, bytes: len },
             len,
             companion: None,
+            sum: AtomicU64::new(0),
         })
     }
 
@@ -182,6 +190,25 @@ impl Slab {
     /// The first byte, for handing to the kernel; valid as long as the slab is held.
     pub fn pointer(&self) -> NonNull<u8> {
         self.0.pointer()
+    }
+
+    /// Whether this checksum of the bytes is the one that was given first. The first one is kept.
+    pub fn agrees_with(&self, sum: u32) -> bool {
+        let sum = HAS_SUM | u64::from(sum);
+        // Relaxed: the word orders nothing; it is compared with bytes that do not change.
+        let before = self.0.sum.compare_exchange(0, sum, Ordering::Relaxed, Ordering::Relaxed);
+        before.map_or_else(|first| first == sum, |_| true)
+    }
+
+    /// The checksum that was given first, if any was.
+    pub fn checksum(&self) -> Option<u32> {
+        let sum = self.0.sum.load(Ordering::Relaxed);
+        (sum & HAS_SUM != 0).then(|| u32::try_from(sum ^ HAS_SUM).expect("the mark is gone"))
+    }
+
+    /// Whether both are clones of one slab.
+    pub fn is_same(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
     }
 
     /// Whether the slab is a piece of that pool.

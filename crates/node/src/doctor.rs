@@ -8,6 +8,7 @@ mod files;
 mod machine;
 mod memory;
 mod network;
+mod pools;
 mod space;
 
 use std::fmt;
@@ -130,6 +131,7 @@ const CHECKS: &[Check] = &[
     memory::MEMLOCK,
     memory::HUGE_PAGES,
     memory::SHARED_MEMORY,
+    pools::LEFT_POOLS,
     files::DIRECTORY,
     files::SPACE,
     files::FILE_SYSTEM,

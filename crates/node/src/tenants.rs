@@ -237,7 +237,7 @@ impl Tenants {
 /// Where a tenant's pool lies: a name of its own for each user, socket and tenant, found again by
 /// the next node at that socket. Only the node's own user has one: a file with a name cannot be
 /// sealed, so whoever else had its descriptor could truncate it and end the node by SIGBUS.
-fn pool_file(node: &NodeConfig, tenant: &str) -> Option<PathBuf> {
+pub(crate) fn pool_file(node: &NodeConfig, tenant: &str) -> Option<PathBuf> {
     if tenant != DEFAULT {
         return None;
     }

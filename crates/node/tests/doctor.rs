@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::io;
 use std::net::{SocketAddr, TcpListener};
-use std::os::unix::fs::PermissionsExt as _;
+use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _};
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -21,7 +21,7 @@ use cascade_node::doctor::{
     FileSystem, Machine, ProbeFile, Report, Space, State, ThisMachine, check_ids, examine,
 };
 use cascade_node::socket_place::{Occupant, SocketPlaceError};
-use cascade_store::{FilesConfig, IoEngine};
+use cascade_store::{FilesConfig, IoEngine, LeftPool, Store, StoreConfig};
 use tempfile::TempDir;
 
 const GIB: u64 = 1 << 30;
@@ -38,6 +38,7 @@ struct Fake {
     huge_bytes: usize,
     ring: Result<bool, io::ErrorKind>,
     unix_seconds: u64,
+    left_pools: Vec<LeftPool>,
     /// The ring's answer comes when the other end is dropped.
     hangs_until: Option<Mutex<mpsc::Receiver<()>>>,
 }
@@ -75,6 +76,7 @@ impl Fake {
             huge_bytes: 4 << 20,
             ring: Ok(true),
             unix_seconds: 1_800_000_000,
+            left_pools: Vec::new(),
             hangs_until: None,
         }
     }
@@ -128,6 +130,10 @@ impl Machine for Fake {
             assert!(end.lock().unwrap().recv().is_err(), "nothing is sent");
         }
         self.ring.map_err(Into::into)
+    }
+
+    fn left_pools(&self, _: &Path) -> io::Result<Vec<LeftPool>> {
+        Ok(self.left_pools.clone())
     }
 
     fn unix_seconds(&self) -> u64 {
@@ -508,6 +514,48 @@ fn a_pool_directory_that_is_missing_is_named() {
     config.pool_directory = Some(directory.path().join("shm"));
     let (state, _, remedy) = real(&diagnose(config, ThisMachine), "shared_memory");
     assert!(state == State::Failed && remedy.contains("mount -t tmpfs"), "{remedy}");
+}
+
+#[test]
+fn pools_that_nobody_uses_are_named() {
+    let directory = TempDir::new().unwrap();
+    let left = |name: &str, has_blocks| LeftPool {
+        path: Path::new("/dev/shm").join(name),
+        bytes: 2 * GIB,
+        has_blocks,
+    };
+    for (has_blocks, said) in [(true, "with blocks"), (false, "of a start that was killed")] {
+        let mut machine = Fake::healthy();
+        machine.left_pools = vec![left("cascade-7-ab-default.pool", has_blocks)];
+        let report = diagnose(node(directory.path()), machine);
+        assert_named(&report, "left_pools", State::Warning, said, "rm /dev/shm/cascade-7-ab");
+    }
+}
+
+#[test]
+fn a_real_pool_that_a_node_left_is_named_once_nobody_has_it() {
+    let directory = TempDir::new().unwrap();
+    let mut config = node(directory.path());
+    config.pool_directory = Some(directory.path().to_owned());
+    let user = fs::metadata(directory.path()).unwrap().uid();
+    let path = directory.path().join(format!("cascade-{user}-abc-default.pool"));
+    let store = StoreConfig { dram_bytes: 4 << 20, ..StoreConfig::default() };
+    let store =
+        StoreConfig { pool_file: Some(path), keep_pool: cascade_store::KeepPool::Always, ..store };
+    let store = Store::open(store).unwrap();
+    let key = cascade_block::BlockKey::from_bytes([7; 32]);
+    store.put(&[cascade_store::Put::new(key, &[7; 100])], cascade_store::CallOptions::default());
+    let state = |config: &NodeConfig| {
+        let report = diagnose(config.clone(), ThisMachine);
+        let (state, found, _) = real(&report, "left_pools");
+        (state, found.to_owned())
+    };
+    assert_eq!(state(&config), (State::Ok, "none".to_owned()), "it is in use");
+    store.close().unwrap();
+    drop(store);
+    let (after, found) = state(&config);
+    assert_eq!(after, State::Warning);
+    assert!(found.contains("abc-default.pool (4.3 MiB, with blocks)"), "{found}");
 }
 
 /// What a tier has on disk already is part of its capacity, not missing from it.

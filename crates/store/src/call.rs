@@ -6,6 +6,10 @@ use cascade_block::{Clock, Deadline};
 
 use crate::{StoreError, Writer};
 
+/// Keys of one batch that are looked at under the lock before others get it, and between two looks
+/// at the deadline.
+pub(crate) const HOLD_KEYS: usize = 512;
+
 /// The deadline of one call, shared by all its steps.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Call {
@@ -22,6 +26,12 @@ impl Call {
     /// The same call for a step that may take half of the time that is left.
     pub(crate) fn half(self, clock: &dyn Clock) -> Self {
         Self { deadline: Deadline::after(clock, self.deadline.remaining(clock) / 2), ..self }
+    }
+
+    /// Whether to give up what is left of a batch. Never true of a call without time to wait: it
+    /// does what it can do at once, and its caller bounds the batch.
+    pub(crate) fn is_late(&self, clock: &dyn Clock) -> bool {
+        !self.timeout.is_zero() && self.deadline.has_passed(clock)
     }
 
     pub(crate) fn timeout_error(self, operation: &'static str) -> StoreError {

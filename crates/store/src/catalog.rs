@@ -6,7 +6,7 @@
 mod arena;
 mod table;
 
-use cascade_block::{BlockKey, Digest};
+use cascade_block::{BlockKey, Digest, Seed};
 use cascade_memory::Slab;
 
 use crate::Change;
@@ -161,6 +161,7 @@ pub(crate) struct NewKey {
 /// All keys and contents of one node.
 #[derive(Debug)]
 pub(crate) struct Catalog {
+    seed: Seed,
     table: KeyTable,
     keys: Arena<KeyEntry>,
     contents: Arena<Content>,
@@ -173,8 +174,9 @@ pub(crate) struct Catalog {
 }
 
 impl Catalog {
-    pub(crate) fn new() -> Self {
+    pub(crate) fn new(seed: Seed) -> Self {
         Self {
+            seed,
             table: KeyTable::new(),
             keys: Arena::new(),
             contents: Arena::new(),
@@ -217,8 +219,17 @@ impl Catalog {
     }
 
     pub(crate) fn find(&self, key: &BlockKey) -> Option<KeyIndex> {
-        let found = self.table.find(key.fingerprint(), |index| self.keys.get(index).key == *key);
+        self.find_by(key, self.fingerprint(key))
+    }
+
+    fn find_by(&self, key: &BlockKey, fingerprint: u64) -> Option<KeyIndex> {
+        let found = self.table.find(fingerprint, |index| self.keys.get(index).key == *key);
         found.map(KeyIndex)
+    }
+
+    /// The fingerprint of a key in this store.
+    pub(crate) fn fingerprint(&self, key: &BlockKey) -> u64 {
+        self.seed.of_key(key)
     }
 
     /// Finds a batch. Asks for a row of slots, then of keys, then of contents before it needs
@@ -226,17 +237,19 @@ impl Catalog {
     pub(crate) fn find_batch(&self, keys: &[BlockKey], found: &mut Vec<Option<KeyIndex>>) {
         /// As many rows of three cache lines stay in the first cache.
         const ROW: usize = 64;
+        let mut prints = [0; ROW];
         for row in keys.chunks(ROW) {
-            for key in row {
-                self.table.prefetch(key.fingerprint());
+            for (key, print) in row.iter().zip(&mut prints) {
+                *print = self.fingerprint(key);
+                self.table.prefetch(*print);
             }
-            for key in row {
-                if let Some(candidate) = self.table.candidate(key.fingerprint()) {
+            for print in &prints[..row.len()] {
+                if let Some(candidate) = self.table.candidate(*print) {
                     self.keys.prefetch(candidate);
                 }
             }
             let first = found.len();
-            found.extend(row.iter().map(|key| self.find(key)));
+            found.extend(row.iter().zip(&prints).map(|(key, print)| self.find_by(key, *print)));
             for key in found[first..].iter().flatten() {
                 self.contents.prefetch(self.entry(*key).content.0);
             }
@@ -266,7 +279,7 @@ impl Catalog {
     }
 
     pub(crate) fn find_digest(&self, digest: &Digest) -> Option<ContentIndex> {
-        let mark = fingerprint_of(digest);
+        let mark = self.seed.of_digest(digest);
         self.by_digest.find(mark, |index| self.digests.get(index) == digest).map(ContentIndex)
     }
 
@@ -279,14 +292,15 @@ impl Catalog {
         let entry = self.entry(key);
         let parent = self.keys.try_get(entry.parent)?;
         // The index may have been given to another key since; its tag tells.
-        (tag_of(&parent.key) == entry.parent_tag).then_some(KeyIndex(entry.parent))
+        (self.tag_of(&parent.key) == entry.parent_tag).then_some(KeyIndex(entry.parent))
     }
 
     pub(crate) fn set_parent(&mut self, key: KeyIndex, parent: &BlockKey) {
         let index = self.find(parent).map_or(NONE, |found| found.0);
+        let parent_tag = self.tag_of(parent);
         let entry = self.entry_mut(key);
         entry.parent = index;
-        entry.parent_tag = tag_of(parent);
+        entry.parent_tag = parent_tag;
     }
 
     /// Adds a key that names new bytes.
@@ -316,7 +330,7 @@ impl Catalog {
         }));
         if let Some(digest) = digest {
             self.digests.insert_at(content.0, digest);
-            self.by_digest.insert(fingerprint_of(&digest), content.0);
+            self.by_digest.insert(self.seed.of_digest(&digest), content.0);
         }
         (self.link(new, content), content)
     }
@@ -337,7 +351,7 @@ impl Catalog {
             awaits: Awaits::Nothing,
             expires_unix_ms: new.expires_unix_ms,
         });
-        self.table.insert(new.key.fingerprint(), key);
+        self.table.insert(self.fingerprint(&new.key), key);
         let at = content;
         let content = self.content_mut(content);
         content.first_key = key;
@@ -345,7 +359,7 @@ impl Catalog {
         let is_full = content.key_count == KEYS_PER_CONTENT_MAX;
         if is_full && let Some(digest) = self.digests.try_get(at.0) {
             // Further equal bytes become a content of their own.
-            self.by_digest.remove(fingerprint_of(digest), at.0);
+            self.by_digest.remove(self.seed.of_digest(digest), at.0);
         }
         if let Some(parent) = &new.parent {
             self.set_parent(KeyIndex(key), parent);
@@ -360,7 +374,7 @@ impl Catalog {
     /// Forgets a key. Returns its content's entry when this was the last key that named it.
     pub(crate) fn remove(&mut self, key: KeyIndex) -> Option<Content> {
         let entry = self.keys.remove(key.0);
-        self.table.remove(entry.key.fingerprint(), key.0);
+        self.table.remove(self.fingerprint(&entry.key), key.0);
         if let Some(log) = &mut self.changes {
             log.forget_end(entry.expires_unix_ms, key.0);
             self.note(Change::Gone(entry.key));
@@ -372,7 +386,7 @@ impl Catalog {
             return None;
         }
         if let Some(digest) = self.digests.try_remove(entry.content.0) {
-            self.by_digest.remove_if_there(fingerprint_of(&digest), entry.content.0);
+            self.by_digest.remove_if_there(self.seed.of_digest(&digest), entry.content.0);
         }
         Some(self.contents.remove(entry.content.0))
     }
@@ -425,20 +439,15 @@ impl Catalog {
         self.keys.end()
     }
 
+    /// Tells a parent from another key at its index.
+    fn tag_of(&self, key: &BlockKey) -> u32 {
+        (self.fingerprint(key) >> 32) as u32
+    }
+
     /// Every key there is.
     pub(crate) fn all_keys(&self) -> Vec<KeyIndex> {
         self.keys.indices().map(KeyIndex).collect()
     }
-}
-
-fn tag_of(key: &BlockKey) -> u32 {
-    (key.fingerprint() >> 32) as u32
-}
-
-fn fingerprint_of(digest: &Digest) -> u64 {
-    let mut first = [0; 8];
-    first.copy_from_slice(&digest.as_bytes()[..8]);
-    u64::from_le_bytes(first)
 }
 
 #[cfg(test)]

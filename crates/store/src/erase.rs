@@ -114,7 +114,7 @@ impl Node {
         state.forget_all(Loss::Deleted);
         // Ghost lists and histories know keys of blocks that are gone.
         state.eviction = self.new_eviction();
-        state.history = History::new(self.clock.unix_ms());
+        state.history = History::new(self.clock.unix_ms(), self.seed);
         state.prefetched.clear();
         state.prefetched_bytes = 0;
         state.lacking = Default::default();
@@ -131,7 +131,7 @@ impl Node {
                 let (blocks, names) = (&state.blocks_tickets[stage], &state.names_tickets[stage]);
                 blocks.settled == blocks.pushed && names.settled == names.pushed
             };
-            if state.slabs_out == 0 && (0..self.stages.len()).all(is_settled) {
+            if state.slabs_out + state.scrubbing == 0 && (0..self.stages.len()).all(is_settled) {
                 state.forgiven = state.unwritten;
                 return;
             }

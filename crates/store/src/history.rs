@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use cascade_block::BlockKey;
+use cascade_block::{BlockKey, Seed};
 
 use crate::DeclineReason;
 use crate::eviction::{Ghosts, Removal};
@@ -123,14 +123,15 @@ const _: () = assert!(LOSSES.len() <= 1 << LOSS_BITS, "every loss has a number")
 pub(crate) struct History {
     /// Why and when, in one number each.
     ends: Ghosts,
+    seed: Seed,
     opened_unix_ms: u64,
     /// The latest moment that it was told, in seconds since the store was opened.
     now: u64,
 }
 
 impl History {
-    pub(crate) fn new(opened_unix_ms: u64) -> Self {
-        Self { ends: Ghosts::default(), opened_unix_ms, now: 0 }
+    pub(crate) fn new(opened_unix_ms: u64, seed: Seed) -> Self {
+        Self { ends: Ghosts::default(), seed, opened_unix_ms, now: 0 }
     }
 
     /// Whoever takes the state's lock and may note something tells the time first: asking a clock
@@ -143,18 +144,19 @@ impl History {
     pub(crate) fn note(&mut self, key: &BlockKey, why: Loss) {
         let seconds = self.now.min(SECONDS_MAX);
         let number = u32::try_from(seconds << LOSS_BITS).expect("within the maximum");
-        self.ends.take(key.fingerprint());
-        self.ends.push(key.fingerprint(), number | why.number(), EVENTS_MAX);
+        let fingerprint = self.seed.of_key(key);
+        self.ends.take(fingerprint);
+        self.ends.push(fingerprint, number | why.number(), EVENTS_MAX);
     }
 
     /// A block has come.
     pub(crate) fn forget(&mut self, key: &BlockKey) {
-        self.ends.take(key.fingerprint());
+        self.ends.take(self.seed.of_key(key));
     }
 
     /// Why a block is not here, and since when (milliseconds since 1970, to the second).
     pub(crate) fn end_of(&self, key: &BlockKey) -> Option<(Loss, u64)> {
-        let number = self.ends.get(key.fingerprint())?;
+        let number = self.ends.get(self.seed.of_key(key))?;
         let (why, _) = LOSSES[(number & ((1 << LOSS_BITS) - 1)) as usize];
         let seconds = u64::from(number >> LOSS_BITS);
         Some((why, self.opened_unix_ms + seconds * 1000))
@@ -189,7 +191,7 @@ mod tests {
     #[test]
     fn the_latest_end_of_a_block_is_told_and_a_new_beginning_ends_it() {
         let opened = 5_000;
-        let mut history = History::new(opened);
+        let mut history = History::new(opened, Seed::new(1));
         for (seconds, (why, text)) in (1..).zip(LOSSES) {
             history.tell_time(opened + seconds * 1000);
             history.note(&key(1), why);
@@ -202,7 +204,7 @@ mod tests {
 
     #[test]
     fn the_oldest_ends_are_forgotten_first() {
-        let mut history = History::new(0);
+        let mut history = History::new(0, Seed::new(1));
         let count = EVENTS_MAX as u64 + 10;
         (0..count).for_each(|number| history.note(&key(number), Loss::Deleted));
         assert!((0..10).all(|number| history.end_of(&key(number)).is_none()));
@@ -212,7 +214,7 @@ mod tests {
 
     #[test]
     fn a_store_of_many_years_does_not_wrap() {
-        let mut history = History::new(0);
+        let mut history = History::new(0, Seed::new(1));
         history.tell_time((SECONDS_MAX + 77) * 1000);
         history.note(&key(1), Loss::Expired);
         let (why, at) = history.end_of(&key(1)).expect("it was noted");

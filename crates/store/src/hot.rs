@@ -7,7 +7,7 @@
 use std::collections::HashMap;
 use std::time::Duration;
 
-use cascade_block::BlockKey;
+use cascade_block::{BlockKey, Seed};
 
 /// Prefixes that are watched.
 const WATCHED_MAX: usize = 192;
@@ -37,6 +37,7 @@ impl Watched {
 
 #[derive(Debug)]
 pub(crate) struct HotPrefixes {
+    seed: Seed,
     watched: Vec<Watched>,
     places: HashMap<u64, usize>,
     /// How many watched blocks have each mark.
@@ -46,8 +47,9 @@ pub(crate) struct HotPrefixes {
 }
 
 impl HotPrefixes {
-    pub(crate) fn new() -> Self {
+    pub(crate) fn new(seed: Seed) -> Self {
         Self {
+            seed,
             watched: Vec::new(),
             places: HashMap::new(),
             marks: Box::new([0; MARKS]),
@@ -61,7 +63,7 @@ impl HotPrefixes {
         self.advance(now);
         let mut is_end_watched = false;
         for (at, key) in keys[..matched].iter().enumerate() {
-            if self.marks[mark(key)] == 0 {
+            if self.marks[self.mark(key)] == 0 {
                 continue;
             }
             if let Some(place) = self.place(key) {
@@ -92,14 +94,15 @@ impl HotPrefixes {
     }
 
     fn place(&self, key: &BlockKey) -> Option<usize> {
-        let place = *self.places.get(&key.fingerprint())?;
+        let place = *self.places.get(&self.seed.of_key(key))?;
         (self.watched[place].key == *key).then_some(place)
     }
 
     fn watch(&mut self, key: BlockKey, depth: usize) {
         let depth = u32::try_from(depth).unwrap_or(u32::MAX);
         let new = Watched { key, depth, current: 1, before: 0 };
-        if self.places.contains_key(&key.fingerprint()) {
+        let fingerprint = self.seed.of_key(&key);
+        if self.places.contains_key(&fingerprint) {
             // Another block with the same fingerprint is watched: one of them is enough.
             return;
         }
@@ -112,12 +115,19 @@ impl HotPrefixes {
             let least = searched.min_by_key(|at| self.watched[*at].hits());
             let place = least.expect("several were looked at");
             let old = std::mem::replace(&mut self.watched[place], new);
-            self.places.remove(&old.key.fingerprint());
-            self.marks[mark(&old.key)] -= 1;
+            self.places.remove(&self.seed.of_key(&old.key));
+            let mark = self.mark(&old.key);
+            self.marks[mark] -= 1;
             place
         };
-        self.places.insert(key.fingerprint(), place);
-        self.marks[mark(&key)] += 1;
+        self.places.insert(fingerprint, place);
+        let mark = self.mark(&key);
+        self.marks[mark] += 1;
+    }
+
+    #[expect(clippy::cast_possible_truncation, reason = "the low bits are wanted")]
+    fn mark(&self, key: &BlockKey) -> usize {
+        self.seed.of_key(key) as usize % MARKS
     }
 
     fn advance(&mut self, now: Duration) {
@@ -135,11 +145,6 @@ impl HotPrefixes {
 
 const _: () = assert!(WATCHED_MAX < u8::MAX as usize, "a mark counts them all");
 
-#[expect(clippy::cast_possible_truncation, reason = "the low bits are wanted")]
-fn mark(key: &BlockKey) -> usize {
-    key.fingerprint() as usize % MARKS
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -155,7 +160,7 @@ mod tests {
 
     #[test]
     fn a_shared_prefix_rises_above_what_each_session_adds() {
-        let mut hot = HotPrefixes::new();
+        let mut hot = HotPrefixes::new(Seed::new(1));
         let shared = chain(0, 3);
         for session in 1..=200 {
             let keys = [shared.clone(), chain(session, 4)].concat();
@@ -169,7 +174,7 @@ mod tests {
 
     #[test]
     fn what_was_hot_cools_down() {
-        let mut hot = HotPrefixes::new();
+        let mut hot = HotPrefixes::new(Seed::new(1));
         let keys = chain(1, 2);
         (0..5).for_each(|_| hot.request(Duration::ZERO, &keys, 2));
         assert_eq!(hot.most(9)[0].hits(), 5);

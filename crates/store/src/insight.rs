@@ -6,7 +6,7 @@
 use std::collections::BTreeMap;
 use std::sync::{MutexGuard, PoisonError};
 
-use cascade_block::{BlockKey, Manifest, Namespace, NamespaceId};
+use cascade_block::{BlockKey, Manifest, Namespace, NamespaceId, Seed};
 
 use crate::catalog::KeyIndex;
 use crate::hot::HotPrefixes;
@@ -51,10 +51,15 @@ pub(crate) struct Insight {
 }
 
 impl Insight {
-    pub(crate) fn new(config: &StoreConfig, has_dram: bool, lower: &[TierName]) -> Self {
+    pub(crate) fn new(
+        config: &StoreConfig,
+        has_dram: bool,
+        lower: &[TierName],
+        seed: Seed,
+    ) -> Self {
         Self {
-            shadows: Shadows::new(config, has_dram, lower),
-            hot: HotPrefixes::new(),
+            shadows: Shadows::new(config, has_dram, lower, seed),
+            hot: HotPrefixes::new(seed),
             registered: BTreeMap::new(),
         }
     }
@@ -106,7 +111,7 @@ impl Node {
     /// Begins to watch anew: nothing is known of what was asked for before.
     pub(crate) fn forget_watched(&self) {
         let lower = &self.tier_names()[1..];
-        *self.insight() = Insight::new(&self.config, self.pipeline.has_dram, lower);
+        *self.insight() = Insight::new(&self.config, self.pipeline.has_dram, lower, self.seed);
     }
 
     pub(crate) fn insight(&self) -> MutexGuard<'_, Insight> {

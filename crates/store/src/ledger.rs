@@ -7,6 +7,7 @@
 //! tearing; the checksums here find damage, and a machine that was started anew makes every record
 //! void.
 
+mod left;
 mod process;
 mod record;
 mod recovery;
@@ -23,18 +24,24 @@ use cascade_memory::{MemoryError, Pool, PoolConfig, PoolFiles, Slab, SlabMut};
 
 use crate::catalog::{Address, KeyIndex, LOWER_STAGES_MAX};
 use crate::stage::BlockFacts;
+pub(crate) use left::remove_unused;
+pub use left::{LeftPool, left_pools};
 pub use process::Process;
 use record::{BLOCK_WORDS, BlockRecord, HELD_WORDS, HeldRecord, Piece};
 pub(crate) use recovery::Recovered;
 
 /// `CASCWARM` in the order of the file's bytes.
 const MAGIC: u64 = u64::from_le_bytes(*b"CASCWARM");
-const VERSION: u64 = 1;
+const VERSION: u64 = 2;
 /// The header takes a page, so that records start at cache lines.
 const HEADER_WORDS: usize = 512;
-/// Words of the header that its checksum covers; the checksum follows, then the count of runs.
+/// Words of the header that its checksum covers; the checksum follows, then the count of runs, then
+/// whether the files ever held a block.
 const HEADER_FIELDS: usize = 10;
 const RUNS_WORD: usize = HEADER_FIELDS + 1;
+const USED_WORD: usize = RUNS_WORD + 1;
+/// In `USED_WORD` from the first block on. Until then there is nothing in the files to find.
+const USED: u64 = 1;
 
 /// One record for so many bytes of the pool: blocks that are smaller may find no place.
 const POOL_BYTES_PER_RECORD: usize = 32 << 10;
@@ -149,6 +156,12 @@ impl Table {
     fn clear_held(&self, place: u32) {
         record::clear(self.held(place));
     }
+
+    /// From now on the files hold something, so they outlive this store unless it removes them.
+    fn note_used(&self) {
+        self.files.keep();
+        self.files.words().words()[USED_WORD].store(USED, Ordering::Release);
+    }
 }
 
 /// Which keys' blocks lie where. Belongs to the node's state and its lock.
@@ -160,6 +173,8 @@ pub(crate) struct Ledger {
     /// The place of each key's record, by the key's index.
     place_of: Vec<u32>,
     full_drops: u64,
+    /// Whether the files are marked as holding blocks.
+    is_used: bool,
 }
 
 const NO_PLACE: u32 = u32::MAX;
@@ -189,7 +204,11 @@ impl Ledger {
             facts: *facts,
             has_namespace,
             stored: addresses.map(stored),
+            sum: slab.checksum(),
         };
+        if !std::mem::replace(&mut self.is_used, true) {
+            self.table.note_used();
+        }
         record.write(self.table.block(place));
         self.set_place(key, place);
     }
@@ -209,6 +228,14 @@ impl Ledger {
         let place = self.place_of.get(key.0 as usize).filter(|place| **place != NO_PLACE);
         if let Some(place) = place {
             record::note_stored(self.table.block(*place), stage, stored(Some(address)));
+        }
+    }
+
+    /// The checksum of a key's bytes became known.
+    pub(crate) fn note_sum(&self, key: KeyIndex, sum: u32) {
+        let place = self.place_of.get(key.0 as usize).filter(|place| **place != NO_PLACE);
+        if let Some(place) = place {
+            record::note_sum(self.table.block(*place), sum);
         }
     }
 
@@ -259,6 +286,14 @@ impl Recovered {
 
     pub(crate) fn slab(&self) -> &Slab {
         &self.slab
+    }
+
+    /// Whether the bytes are those that the record has the checksum of. Without one they are taken
+    /// as they are, and their checksum is taken with the next pass over DRAM.
+    pub(crate) fn is_intact(&self) -> bool {
+        self.record.sum.is_none_or(|sum| {
+            self.slab.agrees_with(sum) && self.slab.agrees_with(checksum(&self.slab))
+        })
     }
 
     /// Whether a stage had taken these very bytes under this address.
@@ -429,9 +464,13 @@ pub(crate) fn open(path: &Path, config: &PoolConfig) -> Result<WarmPool, MemoryE
     let mut files = PoolFiles::open(path, pool_bytes, table_bytes)?;
     let sizes = [pool_bytes, block_count, held_count].map(|size| size as u64);
     let mut notes = Vec::new();
-    let is_ours = files.is_kept() && has_header(&files, header(&files, sizes)?);
-    if !is_ours {
-        if had_name {
+    let is_known = files.is_kept() && has_header(&files, header(&files, sizes)?);
+    let is_used = is_known && files.words().words()[USED_WORD].load(Ordering::Acquire) == USED;
+    if is_used {
+        files.keep();
+    } else {
+        // A start that did not come to its first block leaves nothing to take over.
+        if had_name && !is_known {
             notes.push(format!(
                 "what {} held was discarded: it is of another size, version or start of the \
                  machine",
@@ -448,14 +487,14 @@ pub(crate) fn open(path: &Path, config: &PoolConfig) -> Result<WarmPool, MemoryE
     let pool = Pool::of_files(config, &files)?;
     let count = |count: usize| u32::try_from(count).map_err(|_| MemoryError::Empty);
     let table = Table { files, block_count: count(block_count)?, held_count: count(held_count)? };
-    let mut opened = WarmPool::new(table, pool);
+    let mut opened = WarmPool::new(table, pool, is_used);
     opened.stats.runs = runs;
     opened.notes = notes;
     Ok(opened)
 }
 
 impl WarmPool {
-    fn new(table: Table, pool: Pool) -> Self {
+    fn new(table: Table, pool: Pool, is_used: bool) -> Self {
         let harvest = recovery::harvest(&table, &pool);
         let free = |count: u32, is_free: &dyn Fn(u32) -> bool| {
             // The lowest are taken first: they are the ones whose cache lines are warm.
@@ -475,6 +514,7 @@ impl WarmPool {
                 free: free_blocks,
                 place_of: Vec::new(),
                 full_drops: 0,
+                is_used,
             },
             holders: Arc::new(Holders { table, state: Mutex::new(state) }),
             pool,
@@ -516,6 +556,7 @@ fn write_header(files: &PoolFiles, header: [u64; HEADER_FIELDS]) {
         word.store(field, Ordering::Relaxed);
     }
     words[RUNS_WORD].store(0, Ordering::Relaxed);
+    words[USED_WORD].store(0, Ordering::Relaxed);
     words[HEADER_FIELDS].store(header_sum(&header), Ordering::Release);
 }
 

@@ -26,6 +26,7 @@ mod prober;
 mod put;
 mod read;
 mod request;
+mod scrub;
 mod secret;
 mod shadow;
 mod shedding;
@@ -33,6 +34,7 @@ pub mod stage;
 mod state;
 mod stats;
 mod store;
+mod tally;
 mod through;
 mod warm;
 
@@ -48,7 +50,7 @@ pub use flush::FlushMark;
 pub use health::{HealthConfig, HealthState, StageHealth};
 pub use history::Loss;
 pub use insight::{HotPrefix, TierBytes};
-pub use ledger::{HeldId, HeldKind, HeldPiece, Process, WarmStats};
+pub use ledger::{HeldId, HeldKind, HeldPiece, LeftPool, Process, WarmStats, left_pools};
 pub use names::intern;
 pub use outcome::{
     DeclineReason, GetOutcome, PrefixMatch, Prepared, Put, PutOutcome, PutSlab, StoreError,
@@ -56,6 +58,7 @@ pub use outcome::{
 };
 pub use pipeline::Pipeline;
 pub use request::{Hints, Request};
+pub use scrub::Scrubbed;
 pub use secret::{Readers, SecretError, read_secret};
 pub use shadow::{ShadowFigure, ShadowRates};
 pub use stats::{Counters, Stats, TierHits};

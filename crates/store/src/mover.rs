@@ -48,8 +48,10 @@ struct Batch {
 /// Runs until the store closes and its queue is empty.
 pub(crate) fn run(node: &Arc<Node>, stage: usize) {
     let mut allowance = Allowance::new(node);
-    while let Some(batch) = next_batch(node, stage) {
+    while let Some(mut batch) = next_batch(node, stage) {
         allowance.wait_for(node, batch.blocks.iter().map(|(_, slab)| slab.len() as u64).sum());
+        // What changed in memory since it was put is not written down as if it were right.
+        batch.deleted += node.leave_out_damaged(stage, &mut batch.pending, &mut batch.blocks);
         let deadline = Deadline::after(&*node.clock, node.config.timeout);
         if let Some(why) = tell_names(node, stage, &batch.names, deadline) {
             wait_for_names(node, stage, batch, &why);

@@ -3,8 +3,10 @@
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use cascade_block::Clock;
+use cascade_block::{Clock, Seed};
 use cascade_memory::{Pool, SlabMut};
+
+use ring::rand::{SecureRandom as _, SystemRandom};
 
 use crate::call::Call;
 use crate::catalog::{LOWER_STAGES_MAX, NewKey};
@@ -28,6 +30,8 @@ pub(crate) struct Node {
     pub(crate) config: StoreConfig,
     pub(crate) pipeline: Pipeline,
     pub(crate) clock: Arc<dyn Clock>,
+    /// What no caller knows: keys are found by hashes that depend on it.
+    pub(crate) seed: Seed,
     pub(crate) pool: Pool,
     pub(crate) stages: Vec<Guarded>,
     /// Of DRAM, then of the stages.
@@ -86,22 +90,27 @@ impl Node {
         let made = pipeline.lower.iter().map(|name| make(name));
         let guarded = |stage| Guarded::new(stage, &clock);
         let stages = made.map(|made| made.map(guarded)).collect::<Result<Vec<_>, _>>()?;
-        let history = History::new(clock.unix_ms());
+        let seed = Seed::new(match config.hash_seed {
+            Some(number) => number,
+            None => random_number()?,
+        });
+        let history = History::new(clock.unix_ms(), seed);
         let (eviction, lower) = (new_eviction(&config), stages.len());
         let mut state =
-            State::new(eviction, pipeline.has_dram, lower, history, config.health, &*clock);
+            State::new(eviction, pipeline.has_dram, lower, history, (config.health, seed), &*clock);
         state.ledger = ledger;
         for (at, stage) in stages.iter().enumerate() {
             state.names_only |= u8::from(stage.keeps_names_only()) << at;
         }
         let dirty_bytes_max = config.dirty_bytes_max.unwrap_or(config.dram_bytes / 4);
         let names: Vec<TierName> = stages.iter().map(Guarded::name).collect();
-        let insight = Mutex::new(Insight::new(&config, pipeline.has_dram, &names));
+        let insight = Mutex::new(Insight::new(&config, pipeline.has_dram, &names, seed));
         let mut node = Self {
             tier_names: std::iter::once("dram").chain(names).collect(),
             config,
             pipeline,
             clock,
+            seed,
             pool,
             stages,
             dirty_bytes_max,
@@ -281,7 +290,9 @@ impl Node {
                 Evicted::NothingWorthLess => return (state, Err(NoSlab::WorthLess)),
                 Evicted::NothingUsable => {}
             }
-            if holds_some || (state.pending_total() == 0 && state.slabs_out == 0) {
+            if holds_some
+                || (state.pending_total() == 0 && state.slabs_out == 0 && state.scrubbing == 0)
+            {
                 return (state, Err(NoSlab::Full));
             }
             let (again, in_time) = self.wait_changed(state, call);
@@ -349,6 +360,16 @@ pub(crate) fn tier_error(
     error: StageError,
 ) -> StoreError {
     StoreError::Tier { tier: stage.name(), operation, source: Arc::new(error) }
+}
+
+/// A number that nobody can guess.
+fn random_number() -> Result<u64, StoreError> {
+    let mut bytes = [0; 8];
+    SystemRandom::new().fill(&mut bytes).map_err(|_| StoreError::Config {
+        setting: "hash_seed",
+        reason: "the system gave no random number; look at its log".to_owned(),
+    })?;
+    Ok(u64::from_le_bytes(bytes))
 }
 
 fn new_eviction(config: &StoreConfig) -> Eviction {

@@ -6,7 +6,7 @@ use std::time::Duration;
 use cascade_block::{BlockKey, DigestMode};
 use cascade_memory::Region;
 
-use crate::call::Call;
+use crate::call::{Call, HOLD_KEYS};
 use crate::eviction::Slot;
 use crate::known::Known;
 use crate::node::Node;
@@ -135,6 +135,13 @@ impl Node {
             // A step always decides its first block: what is held by then is no reason to put it
             // off.
             let (rest, lengths) = (&batch[all.len()..], &lengths[all.len()..]);
+            if bounds.call.is_late(&*self.clock) {
+                let late = || bounds.call.timeout_error("prepare all blocks of a batch");
+                let late = rest.iter().map(|_| Prepared::Settled(PutOutcome::Failed(late())));
+                all.extend(late);
+                self.count_settled(0, 0, rest.len() as u64);
+                break;
+            }
             let step = self.prepare(rest, lengths, bounds, &mut chain);
             all.extend(step.into_iter().take_while(|one| !matches!(one, Prepared::Later)));
         }
@@ -173,7 +180,7 @@ impl Node {
         let mut taken = 0;
         let mut state = self.lock();
         let now = self.moment(&mut state);
-        for (put, bytes) in batch.iter().zip(lengths) {
+        for (put, bytes) in batch.iter().zip(lengths).take(HOLD_KEYS) {
             if taken > 0 && taken + bytes > bytes_max.min(BATCH_BYTES) {
                 break;
             }
@@ -233,15 +240,17 @@ impl Node {
             return true;
         }
         let now_unix_ms = self.clock.unix_ms();
-        let mut found = Vec::with_capacity(keys.len());
-        let state = self.lock();
-        state.catalog.find_batch(keys, &mut found);
-        found.into_iter().flatten().all(|key| {
-            let entry = state.catalog.entry(key);
-            let content = state.catalog.content(entry.content);
-            entry.has_expired(now_unix_ms)
-                || content.slab.is_some()
-                || state.is_out_of_reach(content)
+        keys.chunks(HOLD_KEYS).all(|keys| {
+            let mut found = Vec::with_capacity(keys.len());
+            let state = self.lock();
+            state.catalog.find_batch(keys, &mut found);
+            found.into_iter().flatten().all(|key| {
+                let entry = state.catalog.entry(key);
+                let content = state.catalog.content(entry.content);
+                entry.has_expired(now_unix_ms)
+                    || content.slab.is_some()
+                    || state.is_out_of_reach(content)
+            })
         })
     }
 

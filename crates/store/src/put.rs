@@ -5,10 +5,10 @@
 
 use std::sync::MutexGuard;
 
-use cascade_block::{BlockKey, Digest, DigestMode};
+use cascade_block::{BlockKey, Clock, Digest, DigestMode};
 use cascade_memory::{Slab, SlabMut};
 
-use crate::call::Call;
+use crate::call::{Call, HOLD_KEYS};
 use crate::catalog::{ContentIndex, NewKey};
 use crate::eviction::{Incoming, Slot};
 use crate::known::Known;
@@ -46,6 +46,18 @@ impl Putting<'_> {
     fn open(&self) -> Vec<usize> {
         (0..self.batch.len()).filter(|at| self.outcomes[*at].is_none()).collect()
     }
+
+    /// Gives these up if the deadline has passed.
+    fn is_given_up(&mut self, open: &[usize], clock: &dyn Clock) -> bool {
+        if !self.call.is_late(clock) {
+            return false;
+        }
+        for at in open {
+            let late = self.call.timeout_error("put all blocks of a batch");
+            self.outcomes[*at] = Some(PutOutcome::Failed(late));
+        }
+        true
+    }
 }
 
 /// A block that wants room.
@@ -63,7 +75,7 @@ impl Node {
         // Hashing comes before copying: bytes that are known already are never moved.
         self.put_all(batch, options, |putting, open| {
             let mut rest = open;
-            while !rest.is_empty() {
+            while !rest.is_empty() && !putting.is_given_up(rest, &*self.clock) {
                 let (taken, done) = self.take_round(putting, rest);
                 rest = &rest[done..];
                 self.fill_and_publish(putting, taken);
@@ -82,7 +94,10 @@ impl Node {
         let puts: Vec<Put<'_>> =
             facts.iter().zip(&slabs).map(|(facts, slab)| Put { bytes: slab, ..*facts }).collect();
         self.put_all(&puts, options, |putting, open| {
-            for round in open.chunks(ROUND_BLOCKS) {
+            for (at, round) in open.chunks(ROUND_BLOCKS).enumerate() {
+                if putting.is_given_up(&open[at * ROUND_BLOCKS..], &*self.clock) {
+                    break;
+                }
                 // Their memory is taken, so waiting for the writers would free none: whoever gave
                 // the slabs out has waited for them.
                 let mut state = self.lock();
@@ -103,9 +118,10 @@ impl Node {
         options: CallOptions,
         mut put_open: impl FnMut(&mut Putting<'_>, &[usize]),
     ) -> Vec<PutOutcome> {
-        let digests = batch.iter().map(|put| self.digest(put.bytes)).collect();
         let outcomes = batch.iter().map(|_| None).collect();
+        let digests = vec![None; batch.len()];
         let mut putting = Putting { batch, digests, outcomes, call: self.call(options) };
+        self.hash(&mut putting);
         for _ in 0..PASSES_MAX {
             let open = putting.open();
             if open.is_empty() {
@@ -146,10 +162,15 @@ impl Node {
         Ok(slab)
     }
 
-    fn digest(&self, bytes: &[u8]) -> Option<Digest> {
-        match self.config.digest {
-            DigestMode::Off => None,
-            DigestMode::On(algorithm) => Some(Digest::of(algorithm, bytes)),
+    /// Names the blocks by their bytes, if that is on, as far as there is time.
+    fn hash(&self, putting: &mut Putting<'_>) {
+        let DigestMode::On(algorithm) = self.config.digest else { return };
+        let open = putting.open();
+        for at in 0..open.len() {
+            if putting.is_given_up(&open[at..], &*self.clock) {
+                return;
+            }
+            putting.digests[at] = Some(Digest::of(algorithm, putting.batch[at].bytes));
         }
     }
 
@@ -163,7 +184,7 @@ impl Node {
         let mut state = self.lock();
         let now = self.moment(&mut state);
         for (done, at) in open.iter().enumerate() {
-            if taken.len() == ROUND_BLOCKS || taken_bytes >= ROUND_BYTES {
+            if taken.len() == ROUND_BLOCKS || taken_bytes >= ROUND_BYTES || done == HOLD_KEYS {
                 self.release(state);
                 return (taken, done);
             }
@@ -231,7 +252,7 @@ impl Node {
         }
         let incoming = Incoming {
             owner: u32::MAX,
-            fingerprint: put.key.fingerprint(),
+            fingerprint: self.seed.of_key(&put.key),
             parent,
             bytes: u32::try_from(bytes).expect("longer blocks were refused"),
             is_protected: put.is_prefix,
@@ -381,13 +402,15 @@ impl Node {
                 }
             }
         }
-        let mut state = self.lock();
-        let now = self.policy_now(&state);
-        for (put, outcome) in batch.iter().zip(&outcomes) {
-            state.count_put(&put.key, outcome);
+        for (batch, outcomes) in batch.chunks(HOLD_KEYS).zip(outcomes.chunks(HOLD_KEYS)) {
+            let mut state = self.lock();
+            let now = self.policy_now(&state);
+            for (put, outcome) in batch.iter().zip(outcomes) {
+                state.count_put(&put.key, outcome);
+            }
+            drop(state);
+            self.insight().shadows.put(now, batch, outcomes);
         }
-        drop(state);
-        self.insight().shadows.put(now, batch, &outcomes);
         outcomes
     }
 

@@ -2,20 +2,23 @@
 
 use std::sync::MutexGuard;
 
-use cascade_block::BlockKey;
+use cascade_block::{BlockKey, Clock};
 use cascade_memory::{Slab, SlabMut};
 
-use crate::call::Call;
+use crate::call::{Call, HOLD_KEYS};
 use crate::catalog::{Address, Awaits, ContentIndex, KeyIndex};
 use crate::history::Loss;
 use crate::node::{NoSlab, Node};
 use crate::shedding::Verdict;
 use crate::stage::{Load, Loaded, StageError};
 use crate::state::{NameChange, State};
+use crate::tally::Served;
 use crate::{CallOptions, GetOutcome, StoreError, ViewOutcome};
 
 /// A copying get holds at most this share of DRAM at a time.
 const GET_SHARE: usize = 8;
+/// Most bytes that it copies between two looks at its deadline.
+const GET_BYTES: usize = 256 << 20;
 /// Blocks that prefetch brought up are spared until their first use in this share of DRAM.
 const PREFETCHED_SHARE: u64 = 4;
 /// How often a read follows a block that moved or was damaged before it is a miss.
@@ -86,6 +89,18 @@ impl Reading {
     fn settle(&mut self, wanted: &Wanted, outcome: ViewOutcome) {
         self.outcomes[wanted.index] = Some(outcome);
     }
+
+    /// Gives these up if the deadline has passed.
+    fn is_given_up(&mut self, wanted: &[Wanted], clock: &dyn Clock) -> bool {
+        if !self.call.is_late(clock) {
+            return false;
+        }
+        for wanted in wanted {
+            let late = self.call.timeout_error("read all blocks of a batch");
+            self.settle(wanted, ViewOutcome::Failed(late));
+        }
+        true
+    }
 }
 
 impl Node {
@@ -109,7 +124,12 @@ impl Node {
         let mut results = Vec::with_capacity(blocks.len());
         while results.len() < blocks.len() {
             let rest = &blocks[results.len()..];
-            let keys: Vec<BlockKey> = rest.iter().map(|(key, _)| *key).collect();
+            if call.is_late(&*self.clock) {
+                let late = || Err(call.timeout_error("compare all blocks of a batch"));
+                results.extend(rest.iter().map(|_| late()));
+                break;
+            }
+            let keys: Vec<BlockKey> = rest.iter().take(HOLD_KEYS).map(|(key, _)| *key).collect();
             let step = &keys[..self.step(&keys)];
             for (view, (_, bytes)) in self.read(step, call, Purpose::Inspect).into_iter().zip(rest)
             {
@@ -152,6 +172,11 @@ impl Node {
         let mut outcomes = Vec::with_capacity(keys.len());
         while outcomes.len() < keys.len() {
             let at = outcomes.len();
+            if call.is_late(&*self.clock) {
+                let late = || GetOutcome::Failed(call.timeout_error("get all blocks of a batch"));
+                outcomes.extend(keys[at..].iter().map(|_| late()));
+                break;
+            }
             let step = &keys[at..at + self.step(&keys[at..])];
             let views = self.read(step, call, Purpose::Use);
             for ((key, view), buffer) in step.iter().zip(views).zip(&mut buffers[at..]) {
@@ -173,7 +198,8 @@ impl Node {
     /// How many of the leading keys to read in one step, so that their blocks take no more than a
     /// share of DRAM; at least one.
     fn step(&self, keys: &[BlockKey]) -> usize {
-        let most = self.pool.region().bytes() / GET_SHARE;
+        let keys = &keys[..keys.len().min(HOLD_KEYS)];
+        let most = (self.pool.region().bytes() / GET_SHARE).min(GET_BYTES);
         let mut found = Vec::with_capacity(keys.len());
         let state = self.lock();
         state.catalog.find_batch(keys, &mut found);
@@ -193,16 +219,27 @@ impl Node {
             Wanted { index, key, avoid: 0, was_shed: false, tries: 0 }
         };
         let mut wanted: Vec<Wanted> = keys.iter().enumerate().map(wanted).collect();
+        // Of the wanted ones in a row, so many only wait for other callers' fetches.
+        let mut idle = 0;
         while !wanted.is_empty() {
+            // Those that were not looked at yet come before those that have to wait.
+            let later = wanted.split_off(wanted.len().min(HOLD_KEYS));
             let state = self.lock();
             let (state, plan) = self.plan(state, &wanted, &mut reading);
             self.release(state);
-            let progressed = !plan.fetches.is_empty();
-            let mut again = self.fetch(plan.fetches, &mut reading);
-            again.extend(plan.waiting);
-            wanted = again;
-            if !wanted.is_empty() && !progressed && !self.wait_for_others(&wanted, &mut reading) {
+            idle = if plan.waiting.len() < wanted.len() { 0 } else { idle + wanted.len() };
+            let again = self.fetch(plan.fetches, &mut reading);
+            wanted = later;
+            wanted.extend(again);
+            wanted.extend(plan.waiting);
+            if reading.is_given_up(&wanted, &*self.clock) {
                 break;
+            }
+            if idle >= wanted.len() && !wanted.is_empty() {
+                idle = 0;
+                if !self.wait_for_others(&wanted, &mut reading) {
+                    break;
+                }
             }
         }
         let settled = reading.outcomes.into_iter();
@@ -457,51 +494,6 @@ impl Node {
             }
         }
         in_time
-    }
-
-    fn count_gets(&self, gets: usize, served: impl Iterator<Item = Served>) {
-        let mut state = self.lock();
-        state.counters.gets += gets as u64;
-        for served in served {
-            match served {
-                Served::Hit { tier, bytes } => {
-                    let tier = (self.memory_tier()..=self.stages.len())
-                        .find(|at| self.tier_name(*at) == tier)
-                        .expect("hits come from tiers of this pipeline");
-                    state.counters.hits += 1;
-                    state.counters.bytes_read += bytes;
-                    state.tier_hits[tier].0 += 1;
-                    state.tier_hits[tier].1 += bytes;
-                }
-                Served::Miss => state.counters.misses += 1,
-                Served::Failed => state.counters.get_failures += 1,
-            }
-        }
-    }
-}
-
-/// An outcome as the counters see it.
-enum Served {
-    Hit { tier: crate::TierName, bytes: u64 },
-    Miss,
-    Failed,
-}
-
-impl Served {
-    fn of_view(view: &ViewOutcome) -> Self {
-        match view {
-            ViewOutcome::Hit { slab, tier } => Self::Hit { tier, bytes: slab.len() as u64 },
-            ViewOutcome::Miss => Self::Miss,
-            ViewOutcome::Failed(_) => Self::Failed,
-        }
-    }
-
-    fn of_get(outcome: &GetOutcome) -> Self {
-        match outcome {
-            GetOutcome::Hit { bytes, tier } => Self::Hit { tier, bytes: *bytes as u64 },
-            GetOutcome::Miss => Self::Miss,
-            GetOutcome::TooShort { .. } | GetOutcome::Failed(_) => Self::Failed,
-        }
     }
 }
 

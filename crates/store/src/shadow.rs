@@ -16,7 +16,7 @@ use serde::{Deserialize, Serialize};
 use std::collections::HashMap;
 use std::time::Duration;
 
-use cascade_block::BlockKey;
+use cascade_block::{BlockKey, Seed};
 
 use crate::eviction::{Hints, Limits};
 use crate::{PolicyKind, Prepared, Put, PutOutcome, StoreConfig, TierName};
@@ -134,6 +134,7 @@ struct Plan {
 /// The shadows of one store.
 #[derive(Debug)]
 pub(crate) struct Shadows {
+    seed: Seed,
     policy: PolicyKind,
     limits: Limits,
     dram_blocks: u64,
@@ -155,12 +156,18 @@ pub(crate) struct Shadows {
 
 impl Shadows {
     /// Of a store of those settings and tiers, fast to slow.
-    pub(crate) fn new(config: &StoreConfig, has_dram: bool, lower: &[TierName]) -> Self {
+    pub(crate) fn new(
+        config: &StoreConfig,
+        has_dram: bool,
+        lower: &[TierName],
+        seed: Seed,
+    ) -> Self {
         let plan = |name, capacity_bytes| Plan { name, capacity_bytes };
         let files = config.files.as_ref().filter(|_| lower.contains(&"files"));
         let is_segmented =
             |files: &&crate::FilesConfig| files.layout == crate::FileLayout::Segments;
         Self {
+            seed,
             policy: config.policy,
             limits: Limits {
                 capacity_bytes: config.dram_bytes,
@@ -223,7 +230,7 @@ impl Shadows {
         self.chain.clear();
         self.places.clear();
         for (place, key) in keys.iter().enumerate() {
-            let fingerprint = key.fingerprint();
+            let fingerprint = self.seed.of_key(key);
             if sample.holds(fingerprint) {
                 self.chain.push(fingerprint);
                 self.places.push(place);
@@ -351,9 +358,10 @@ impl Shadows {
     }
 
     fn take(&mut self, now: Duration, put: &Put<'_>, bytes: u32) {
-        let fingerprint = put.key.fingerprint();
+        let seed = self.seed;
+        let fingerprint = seed.of_key(&put.key);
         if let Some(tier) = self.dram.as_mut().filter(|tier| tier.sample.holds(fingerprint)) {
-            let beside = put.parent.map(|parent| parent.fingerprint());
+            let beside = put.parent.map(|parent| seed.of_key(&parent));
             let beside = beside.filter(|parent| tier.sample.holds(*parent));
             let arrival = Arrival {
                 fingerprint,
@@ -376,7 +384,8 @@ impl Shadows {
 
     /// Blocks were deleted.
     pub(crate) fn remove(&mut self, keys: &[BlockKey]) {
-        for fingerprint in keys.iter().map(BlockKey::fingerprint) {
+        let seed = self.seed;
+        for fingerprint in keys.iter().map(|key| seed.of_key(key)) {
             if let Some(tier) = &mut self.dram {
                 tier.models.iter_mut().for_each(|cache| cache.remove(fingerprint));
             }

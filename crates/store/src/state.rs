@@ -11,7 +11,7 @@
 use std::collections::VecDeque;
 use std::time::Duration;
 
-use cascade_block::{BlockKey, Clock};
+use cascade_block::{BlockKey, Clock, Seed};
 
 use crate::HealthConfig;
 use crate::catalog::{Address, Awaits, Catalog, ContentIndex, KeyIndex, LOWER_STAGES_MAX};
@@ -106,6 +106,8 @@ pub(crate) struct State {
     pub(crate) dram_bytes: u64,
     /// Slabs given to puts and loads that are under way.
     pub(crate) slabs_out: u64,
+    /// Blocks that are being compared with their checksums.
+    pub(crate) scrubbing: u64,
     /// The latest time that a request gave; the policy then goes by these.
     pub(crate) policy_time: Option<Duration>,
     /// What the next run finds of the blocks in DRAM, if the pool outlives its process.
@@ -126,12 +128,12 @@ impl State {
         has_dram: bool,
         lower_stages: usize,
         history: History,
-        health: HealthConfig,
+        (health, seed): (HealthConfig, Seed),
         clock: &dyn Clock,
     ) -> Self {
         let (now, now_unix_ms) = (clock.monotonic(), clock.unix_ms());
         Self {
-            catalog: Catalog::new(),
+            catalog: Catalog::new(seed),
             eviction,
             counters: Counters::default(),
             history,
@@ -155,6 +157,7 @@ impl State {
             content_bytes: 0,
             dram_bytes: 0,
             slabs_out: 0,
+            scrubbing: 0,
             policy_time: None,
             ledger: None,
             has_dram,
@@ -185,7 +188,7 @@ impl State {
         let content = entry.content;
         let incoming = Incoming {
             owner: key.0,
-            fingerprint: entry.key.fingerprint(),
+            fingerprint: self.catalog.fingerprint(&entry.key),
             parent: parent.and_then(|parent| self.catalog.entry(parent).slot()),
             bytes: self.catalog.content(content).bytes,
             is_protected: entry.is_prefix,
@@ -275,6 +278,19 @@ impl State {
             self.dram_bytes -= u64::from(entry.bytes);
         }
         self.note_reach(content, was_in_reach);
+    }
+
+    /// The bytes of a content in DRAM are not those that were put. They go; what a tier below has
+    /// is checked when it is read.
+    pub(crate) fn drop_damaged(&mut self, index: ContentIndex) {
+        self.counters.damaged_blocks += 1;
+        for key in self.catalog.keys_of(index) {
+            self.release_slot(key, Removal::Deleted);
+        }
+        // Whoever would write it down finds no slab, and takes it for deleted.
+        self.catalog.content_mut(index).dirty = 0;
+        self.drop_slab(index);
+        self.forget_if_nowhere(index, Loss::Damaged);
     }
 
     /// Puts a content's bytes into DRAM; `facts` are those of a put that brought them.

@@ -7,6 +7,7 @@ use std::thread::JoinHandle;
 use cascade_block::{BlockKey, Clock, Deadline, Manifest, Namespace, NamespaceId, SystemClock};
 use cascade_memory::SlabMut;
 
+use crate::call::HOLD_KEYS;
 use crate::catalog::{Content, KeyIndex};
 use crate::eviction::Asked;
 use crate::history::Loss;
@@ -18,7 +19,7 @@ use crate::state::State;
 use crate::stats::{Stats, TierHits};
 use crate::{
     CallOptions, Erased, GetOutcome, PrefixMatch, Put, PutOutcome, Request, StoreConfig,
-    StoreError, TierName, ViewOutcome, mover, prober,
+    StoreError, TierName, ViewOutcome, mover, prober, scrub,
 };
 
 /// Prefetch hints that may wait; more are declined.
@@ -149,12 +150,12 @@ impl Store {
             }
             let Some(found) = found else {
                 is_unbroken = false;
-                chain.push(Asked { fingerprint: key.fingerprint(), resident: None });
+                chain.push(Asked { fingerprint: state.catalog.fingerprint(key), resident: None });
                 continue;
             };
             let entry = state.catalog.entry(found);
             let (content, resident) = (entry.content, entry.slot());
-            chain.push(Asked { fingerprint: key.fingerprint(), resident });
+            chain.push(Asked { fingerprint: state.catalog.fingerprint(key), resident });
             is_unbroken &= !state.is_out_of_reach(state.catalog.content(content));
             if is_unbroken {
                 if state.has_dram {
@@ -203,7 +204,7 @@ impl Store {
         state.policy_time = state.policy_time.max(request.at);
         state.catalog.find_batch(request.keys, &mut found);
         let asked = |(key, found): (&BlockKey, Option<KeyIndex>)| Asked {
-            fingerprint: key.fingerprint(),
+            fingerprint: state.catalog.fingerprint(key),
             resident: found.and_then(|found| state.catalog.entry(found).slot()),
         };
         let chain: Vec<_> = request.keys.iter().zip(found).map(asked).collect();
@@ -248,14 +249,19 @@ impl Store {
     /// Asks about the content of each block, none where it is unknown or has expired.
     fn of_each<T>(&self, keys: &[BlockKey], of: impl Fn(&State, Option<&Content>) -> T) -> Vec<T> {
         let now_unix_ms = self.node().clock.unix_ms();
-        let mut found = Vec::with_capacity(keys.len());
-        let state = self.node().lock();
-        state.catalog.find_batch(keys, &mut found);
-        let content_of = |found| {
-            let entry = state.catalog.entry(found);
-            (!entry.has_expired(now_unix_ms)).then(|| state.catalog.content(entry.content))
-        };
-        found.into_iter().map(|found: Option<_>| of(&state, found.and_then(content_of))).collect()
+        let mut answers = Vec::with_capacity(keys.len());
+        let mut found = Vec::with_capacity(keys.len().min(HOLD_KEYS));
+        for keys in keys.chunks(HOLD_KEYS) {
+            let state = self.node().lock();
+            state.catalog.find_batch(keys, &mut found);
+            let content_of = |found| {
+                let entry = state.catalog.entry(found);
+                (!entry.has_expired(now_unix_ms)).then(|| state.catalog.content(entry.content))
+            };
+            let asked = found.drain(..);
+            answers.extend(asked.map(|found: Option<_>| of(&state, found.and_then(content_of))));
+        }
+        answers
     }
 
     /// Keeps blocks from being evicted from DRAM until as many `unpin`s. True for those that are
@@ -272,10 +278,7 @@ impl Store {
     fn change_pins(&self, keys: &[BlockKey], change: impl Fn(u16) -> Option<u16>) -> Vec<bool> {
         let node = self.node();
         let now_unix_ms = node.clock.unix_ms();
-        let mut state = node.lock();
-        state.history.tell_time(now_unix_ms);
-        let now = node.policy_now(&state);
-        let mut change_one = |key: &BlockKey| {
+        let change_one = |state: &mut State, key: &BlockKey, now| {
             let Some(found) = state.find_live(key, now_unix_ms) else { return false };
             let content = state.catalog.entry(found).content;
             if state.catalog.content(content).slab.is_some() {
@@ -287,8 +290,14 @@ impl Store {
             entry.pins = changed.unwrap_or(entry.pins);
             changed.is_some()
         };
-        let changed = keys.iter().map(&mut change_one).collect();
-        node.release(state);
+        let mut changed = Vec::with_capacity(keys.len());
+        for keys in keys.chunks(HOLD_KEYS) {
+            let mut state = node.lock();
+            state.history.tell_time(now_unix_ms);
+            let now = node.policy_now(&state);
+            changed.extend(keys.iter().map(|key| change_one(&mut state, key, now)));
+            node.release(state);
+        }
         node.announce_change();
         changed
     }
@@ -298,19 +307,22 @@ impl Store {
     /// written it down by the next flush.
     pub fn delete(&self, keys: &[BlockKey]) -> Vec<bool> {
         let node = self.node();
-        let mut state = node.lock();
-        if state.is_closing {
-            return vec![false; keys.len()];
+        let mut deleted = Vec::with_capacity(keys.len());
+        for keys in keys.chunks(HOLD_KEYS) {
+            let mut state = node.lock();
+            if state.is_closing {
+                break;
+            }
+            state.history.tell_time(node.clock.unix_ms());
+            deleted.extend(keys.iter().map(|key| {
+                let found = state.catalog.find(key);
+                found.inspect(|found| state.forget(*found, Loss::Deleted)).is_some()
+            }));
+            node.release(state);
+            node.announce_change();
+            node.insight().shadows.remove(keys);
         }
-        state.history.tell_time(node.clock.unix_ms());
-        let mut delete_one = |key: &BlockKey| {
-            let found = state.catalog.find(key);
-            found.inspect(|found| state.forget(*found, Loss::Deleted)).is_some()
-        };
-        let deleted = keys.iter().map(&mut delete_one).collect();
-        node.release(state);
-        node.announce_change();
-        node.insight().shadows.remove(keys);
+        deleted.resize(keys.len(), false);
         deleted
     }
 
@@ -496,6 +508,7 @@ fn start_threads(
     hints: Receiver<Vec<BlockKey>>,
 ) -> std::io::Result<Vec<JoinHandle<()>>> {
     let mut threads = Vec::new();
+    threads.extend(scrub::start(node)?);
     for stage in 0..node.stages.len() {
         threads.push(mover::start(node, stage)?);
         threads.push(prober::start(node, stage)?);

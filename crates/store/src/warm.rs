@@ -1,7 +1,8 @@
 //! Warm restart: a new process goes on with the blocks that a dead one had in DRAM.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
+use std::thread;
 use std::time::Duration;
 
 use cascade_block::{BlockKey, Clock};
@@ -50,7 +51,14 @@ pub(crate) fn open_pool(
         return Pool::new(&settings).map(bare).map_err(refused);
     }
     let started = clock.monotonic();
+    // Before this pool takes its memory: what killed starts have left may be in its way.
+    let removed = path.parent().map_or_else(Vec::new, |at| ledger::remove_unused(at, path));
     let mut opened = ledger::open(path, &settings).map_err(refused)?;
+    opened.notes.extend(removed);
+    let (intact, damaged) = compare_with_sums(opened.recovered);
+    opened.recovered = intact;
+    opened.stats.rejected_records += damaged.len() as u64;
+    damaged.iter().for_each(|one| opened.ledger.discard(one));
     opened.stats.recover_ms = millis(clock.monotonic().saturating_sub(started));
     Ok(OpenedPool {
         pool: opened.pool,
@@ -58,6 +66,29 @@ pub(crate) fn open_pool(
         recovered: opened.recovered,
         warm: Some(Warm { holders: opened.holders, stats: opened.stats, notes: opened.notes }),
     })
+}
+
+/// Threads that compare recovered blocks with their checksums; more are slower than the memory.
+const COMPARE_THREADS_MAX: usize = 16;
+
+/// Sorts out blocks whose bytes changed since their checksum was taken. Every name of a damaged
+/// piece of memory goes.
+fn compare_with_sums(recovered: Vec<Recovered>) -> (Vec<Recovered>, Vec<Recovered>) {
+    let threads = thread::available_parallelism().map_or(1, usize::from).min(COMPARE_THREADS_MAX);
+    let share = recovered.len().div_ceil(threads).max(1);
+    let compare = |part: &[Recovered]| -> Vec<usize> {
+        let damaged = part.iter().filter(|one| !one.is_intact());
+        damaged.map(|one| one.slab().offset()).collect()
+    };
+    let damaged: HashSet<usize> = thread::scope(|scope| {
+        let parts = recovered.chunks(share);
+        let workers: Vec<_> = parts.map(|part| scope.spawn(move || compare(part))).collect();
+        let join = |worker: thread::ScopedJoinHandle<'_, Vec<usize>>| {
+            worker.join().expect("comparing bytes does not panic")
+        };
+        workers.into_iter().flat_map(join).collect()
+    });
+    recovered.into_iter().partition(|one| !damaged.contains(&one.slab().offset()))
 }
 
 fn millis(time: Duration) -> u64 {

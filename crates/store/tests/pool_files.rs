@@ -51,7 +51,7 @@ type Damage<'a> = &'a dyn Fn(&Path);
 fn files_that_do_not_fit_are_discarded_and_said_to_be() {
     let damages: [(&str, Damage<'_>); 8] = [
         ("a magic number of something else", &|at| overwrite(&ledger(at), 0, b"SOMETHIN")),
-        ("another version", &|at| overwrite(&ledger(at), 8, &[2])),
+        ("another version", &|at| overwrite(&ledger(at), 8, &[77])),
         ("another start of the machine", &|at| overwrite(&ledger(at), 64, &[7; 8])),
         ("another checksum", &|at| overwrite(&ledger(at), 80, &[7; 8])),
         ("a short ledger", &|at| cut(&ledger(at), 4096)),
@@ -144,7 +144,10 @@ fn files_of_others_are_refused() {
     ] {
         for file in [pool, ledger] {
             let directory = directory();
-            Store::open(config(directory.path(), 4)).unwrap().close().unwrap();
+            let store = Store::open(config(directory.path(), 4)).unwrap();
+            put(&store, &keys(0..1), BLOCK);
+            store.close().unwrap();
+            drop(store);
             spoil(&file(directory.path()));
             let error = Store::open(config(directory.path(), 4)).unwrap_err();
             assert!(matches!(error, StoreError::Memory(_)), "{name}: {error}");

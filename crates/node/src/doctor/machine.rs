@@ -11,6 +11,7 @@ use std::sync::Arc;
 use cascade_block::{Clock as _, SystemClock};
 use cascade_disk::io::{Engine as _, UringEngine};
 use cascade_memory::{HugePages, MemoryError, PageReport, Pool, PoolConfig};
+use cascade_store::LeftPool;
 use rustix::fs::{Access, OFlags, access, statfs};
 
 use super::{FileSystem, Space};
@@ -61,6 +62,9 @@ pub trait Machine: Send + Sync + fmt::Debug {
 
     /// Makes a ring of `io_uring`; whether memory could be registered with it.
     fn try_ring(&self) -> io::Result<bool>;
+
+    /// Pools of this user's nodes in a directory that no running process has.
+    fn left_pools(&self, directory: &Path) -> io::Result<Vec<LeftPool>>;
 
     /// Seconds since 1970 by the machine's clock.
     fn unix_seconds(&self) -> u64;
@@ -128,6 +132,10 @@ impl Machine for ThisMachine {
         let pool = trial_pool().map_err(io::Error::other)?;
         let engine = UringEngine::new(4, Some(&pool), Arc::new(SystemClock))?;
         Ok(engine.is_registered())
+    }
+
+    fn left_pools(&self, directory: &Path) -> io::Result<Vec<LeftPool>> {
+        cascade_store::left_pools(directory)
     }
 
     fn unix_seconds(&self) -> u64 {

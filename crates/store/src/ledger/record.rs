@@ -14,6 +14,9 @@ pub(super) const BLOCK_WORDS: usize = 24;
 const BLOCK_FIELDS: usize = 18;
 /// Where a record says which lower stages have the block.
 const ADDRESS_WORD: usize = 20;
+/// Where a record has the checksum of the block's bytes: a mark in the upper half, CRC-32C in the
+/// lower; zero while it is not known.
+const SUM_WORD: usize = 22;
 /// Words of a record of held memory: one cache line.
 pub(super) const HELD_WORDS: usize = 8;
 const HELD_FIELDS: usize = 4;
@@ -42,6 +45,8 @@ pub(super) struct BlockRecord {
     pub(super) has_namespace: bool,
     /// Addresses in the lower stages plus one; zero where it has none.
     pub(super) stored: [u64; LOWER_STAGES_MAX],
+    /// Checksum of the block's bytes, once it is known.
+    pub(super) sum: Option<u32>,
 }
 
 /// Memory that another process may touch.
@@ -126,10 +131,12 @@ impl BlockRecord {
         for (word, stored) in place[ADDRESS_WORD..].iter().zip(self.stored) {
             word.store(stored, Ordering::Relaxed);
         }
+        place[SUM_WORD].store(marked(self.sum), Ordering::Relaxed);
         publish(place, &fields);
     }
 
     pub(super) fn read(place: &[AtomicU64]) -> Found<Self> {
+        let sum = place[SUM_WORD].load(Ordering::Relaxed);
         let fields = match find::<BLOCK_FIELDS>(place) {
             Found::Free => return Found::Free,
             Found::Damaged => return Found::Damaged,
@@ -150,8 +157,18 @@ impl BlockRecord {
             facts,
             has_namespace: has(HAS_NAMESPACE),
             stored: std::array::from_fn(|at| place[ADDRESS_WORD + at].load(Ordering::Relaxed)),
+            sum: (sum & LIVE != 0).then(|| low(sum)),
         })
     }
+}
+
+fn marked(sum: Option<u32>) -> u64 {
+    sum.map_or(0, |sum| LIVE | u64::from(sum))
+}
+
+/// The checksum of the block's bytes became known.
+pub(super) fn note_sum(place: &[AtomicU64], sum: u32) {
+    place[SUM_WORD].store(marked(Some(sum)), Ordering::Release);
 }
 
 /// A stage has the block there now. One word, so it is there or not.
@@ -218,7 +235,7 @@ mod tests {
             expires_unix_ms: Some(5),
         };
         let piece = Piece { offset: 64, bytes: 1 << 32 };
-        BlockRecord { piece, facts, has_namespace: true, stored: [7, 0] }
+        BlockRecord { piece, facts, has_namespace: true, stored: [7, 0], sum: Some(0) }
     }
 
     #[test]
@@ -229,6 +246,7 @@ mod tests {
         assert_eq!(BlockRecord::read(&place), Found::Record(record()));
         let mut bare = record();
         bare.facts.digest = None;
+        bare.sum = None;
         bare.facts.parent = None;
         bare.facts.expires_unix_ms = None;
         clear(&place);

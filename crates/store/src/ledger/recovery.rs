@@ -264,7 +264,7 @@ mod tests {
             is_prefix: false,
             expires_unix_ms: None,
         };
-        BlockRecord { piece, facts, has_namespace: true, stored: [0; 2] }
+        BlockRecord { piece, facts, has_namespace: true, stored: [0; 2], sum: None }
     }
 
     fn held(piece: Piece) -> HeldRecord {
@@ -287,6 +287,7 @@ mod tests {
         for (place, record) in holders.iter().enumerate() {
             record.write(table.held(u32::try_from(place).expect("a few")));
         }
+        table.note_used();
         drop(first);
         let second = open(&path, &config).expect("the same pool");
         let name = |one: &Recovered| one.record.facts.key.as_bytes()[0];

@@ -1,0 +1,102 @@
+//! A secret of one process that turns keys into fingerprints for its hash tables.
+//!
+//! Callers choose keys. Without a secret they could choose many with one fingerprint, and every
+//! search in a table would go through all of them.
+
+use crate::{BlockKey, Digest};
+
+/// Turns 32 bytes into a 64-bit hash that only who knows the seed can predict. Not for storage:
+/// another process has another seed.
+#[derive(Clone, Copy)]
+pub struct Seed([u64; 6]);
+
+impl Seed {
+    /// The seed of that number: draw it from the system's randomness, except in tests and studies
+    /// that have to repeat.
+    pub fn new(number: u64) -> Self {
+        // SplitMix64 (Steele, Lea, Flood, 2014): every number gives six words that look random.
+        let mut state = number;
+        Self(std::array::from_fn(|_| {
+            state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+            let mixed = (state ^ (state >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+            let mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+            mixed ^ (mixed >> 31)
+        }))
+    }
+
+    /// The fingerprint of a key.
+    pub fn of_key(&self, key: &BlockKey) -> u64 {
+        self.hash(key.as_bytes())
+    }
+
+    /// The fingerprint of a digest.
+    pub fn of_digest(&self, digest: &Digest) -> u64 {
+        self.hash(digest.as_bytes())
+    }
+
+    /// NH of UMAC (Black et al., 1999) in 64-bit words: for two inputs that differ, the sums of
+    /// 128 bits are equal with a chance of 2^-64 over the seeds. A last product folds them.
+    fn hash(&self, bytes: &[u8; 32]) -> u64 {
+        let (words, _) = bytes.as_chunks::<8>();
+        let word = |at: usize| u64::from_le_bytes(words[at]).wrapping_add(self.0[at]);
+        let product = |one: u64, other: u64| u128::from(one) * u128::from(other);
+        let sum = product(word(0), word(1)).wrapping_add(product(word(2), word(3)));
+        let folded = product(low(sum) ^ self.0[4], low(sum >> 64) ^ self.0[5]);
+        low(folded) ^ low(folded >> 64)
+    }
+}
+
+#[expect(clippy::cast_possible_truncation, reason = "the low half is what is wanted")]
+fn low(wide: u128) -> u64 {
+    wide as u64
+}
+
+impl std::fmt::Debug for Seed {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Seed(secret)")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashSet;
+
+    use super::*;
+
+    /// Keys that differ in the word at `place` alone.
+    fn key(number: u64, place: usize) -> BlockKey {
+        let mut bytes = [0; 32];
+        bytes[place * 8..][..8].copy_from_slice(&number.to_le_bytes());
+        BlockKey::from_bytes(bytes)
+    }
+
+    #[test]
+    fn keys_that_differ_in_any_word_spread_over_every_bit_range_that_tables_use() {
+        const COUNT: u64 = 1 << 14;
+        for place in 0..4 {
+            for seed in [0, 1, u64::MAX] {
+                let seed = Seed::new(seed);
+                let prints = (0..COUNT).map(|number| seed.of_key(&key(number, place)));
+                let prints: Vec<u64> = prints.collect();
+                assert_eq!(prints.iter().collect::<HashSet<_>>().len(), prints.len());
+                for (shift, bits) in [(0, 8), (20, 8), (32, 8), (56, 8)] {
+                    let mut counts = vec![0_u64; 1 << bits];
+                    for print in &prints {
+                        counts[usize::try_from(print >> shift & 0xff).expect("8 bits")] += 1;
+                    }
+                    // 64 are expected in each; random ones stay below 110.
+                    let most = counts.iter().max().expect("256 counts");
+                    assert!(*most < 120, "word {place}, bits from {shift}: {most}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn another_seed_gives_other_fingerprints_and_the_same_one_the_same() {
+        let key = key(7, 0);
+        assert_eq!(Seed::new(1).of_key(&key), Seed::new(1).of_key(&key));
+        assert_ne!(Seed::new(1).of_key(&key), Seed::new(2).of_key(&key));
+        assert_eq!(format!("{:?}", Seed::new(1)), "Seed(secret)");
+    }
+}

@@ -1,0 +1,144 @@
+//! Bits that flip in DRAM: found by a pass over it, before blocks are written down, and when a pool
+//! is opened again.
+//!
+//! Blocks in DRAM had no checksum: a flipped bit was served, and written down under a checksum of
+//! the wrong bytes.
+
+#![expect(clippy::unwrap_used, reason = "in a test, a surprise should panic")]
+
+mod blocks;
+mod named_pool;
+
+use std::num::NonZeroU64;
+use std::os::unix::fs::FileExt;
+
+use blocks::{MIB, check, dram, keys, put};
+use cascade_block::BlockKey;
+use cascade_store::{CallOptions, FilesConfig, Loss, Scrubbed, Store, StoreConfig, ViewOutcome};
+use named_pool::{config, directory, pool, warm};
+
+const BLOCK: usize = 48 << 10;
+
+fn options() -> CallOptions {
+    CallOptions::default()
+}
+
+/// Flips one bit of a block behind the store's back. Returns where.
+fn flip(store: &Store, key: &BlockKey, at: u64) -> u64 {
+    let views = store.inspect(&[*key], options());
+    let [ViewOutcome::Hit { slab, .. }] = &views[..] else { panic!("{views:?}") };
+    let at = slab.offset() as u64 + at;
+    let mut byte = [0];
+    store.region().file().read_exact_at(&mut byte, at).unwrap();
+    store.region().file().write_all_at(&[byte[0] ^ 4], at).unwrap();
+    at
+}
+
+#[test]
+fn a_bit_that_flips_in_memory_is_a_miss_after_the_next_pass() {
+    let store = Store::open(dram(8)).unwrap();
+    put(&store, &keys(0..100), BLOCK);
+    let bytes = 100 * BLOCK as u64;
+    let clean = Scrubbed { blocks: 100, bytes, damaged: 0, is_whole: true };
+    assert_eq!(store.scrub(options()), clean, "takes checksums");
+    assert_eq!(store.scrub(options()), clean, "compares them");
+    store.pin(&keys(7..8));
+    for (number, at) in [(7, 0), (31, BLOCK as u64 - 1)] {
+        flip(&store, &keys(number..number + 1)[0], at);
+    }
+    assert_eq!(store.scrub(options()), Scrubbed { damaged: 2, ..clean });
+    let tiers = check(&store, &keys(0..100));
+    let missing: Vec<_> = (0..100).filter(|at| tiers[*at].is_none()).collect();
+    assert_eq!(missing, [7, 31]);
+    assert_eq!(store.stats().counters.damaged_blocks, 2);
+    let explained = store.explain(&keys(7..8), None, options());
+    let gone = explained.map(|it| format!("{:?}", it.blocks[0].state)).unwrap();
+    assert!(gone.contains(&format!("{:?}", Loss::Damaged)), "{gone}");
+
+    // The store goes on: the key can be put again, and everything evicted.
+    put(&store, &keys(7..8), BLOCK);
+    put(&store, &keys(100..400), BLOCK);
+    check(&store, &keys(0..400));
+    assert_eq!(store.scrub(options()).damaged, 0);
+}
+
+#[test]
+fn what_changed_in_memory_is_not_written_down() {
+    let directory = tempfile::tempdir().unwrap();
+    let files = FilesConfig {
+        capacity_bytes: 64 * MIB,
+        segment_bytes: 8 * MIB,
+        ..FilesConfig::new(directory.path())
+    };
+    let config = StoreConfig {
+        pipeline: "Dram|Files".to_owned(),
+        files: Some(files),
+        // The first block keeps the mover busy for some seconds.
+        mover_bytes_per_second: Some(MIB),
+        dirty_bytes_max: Some(32 * MIB),
+        ..dram(32)
+    };
+    let store = Store::open(config.clone()).unwrap();
+    put(&store, &keys(0..1), 5 << 20);
+    while store.stats().counters.demoted_blocks == 0 {
+        std::thread::yield_now();
+    }
+    put(&store, &keys(1..21), BLOCK);
+    assert_eq!(store.scrub(options()).blocks, 21);
+    flip(&store, &keys(5..6)[0], 1000);
+    store.flush(options()).unwrap();
+    assert_eq!(store.stats().counters.damaged_blocks, 1);
+    assert_eq!(store.stats().pending_bytes, 0);
+    store.close().unwrap();
+    drop(store);
+    let store = Store::open(config).unwrap();
+    let tiers = check(&store, &keys(1..21));
+    let missing: Vec<_> = (0..20).filter(|at| tiers[*at].is_none()).collect();
+    assert_eq!(missing, [4], "not even from files");
+}
+
+#[test]
+fn blocks_of_a_pool_that_was_left_are_compared_before_they_are_served() {
+    let directory = directory();
+    let store = Store::open(config(directory.path(), 8)).unwrap();
+    put(&store, &keys(0..100), BLOCK);
+    store.scrub(options());
+    let at = flip(&store, &keys(9..10)[0], 77);
+    assert!(at > 0 && pool(directory.path()).exists());
+    store.close().unwrap();
+    drop(store);
+    let store = Store::open(config(directory.path(), 8)).unwrap();
+    assert_eq!((warm(&store).recovered_blocks, warm(&store).rejected_records), (99, 1));
+    let tiers = check(&store, &keys(0..100));
+    let missing: Vec<_> = (0..100).filter(|at| tiers[*at].is_none()).collect();
+    assert_eq!(missing, [9]);
+    assert_eq!(store.scrub(options()).blocks, 99);
+}
+
+#[test]
+fn a_pass_keeps_no_put_from_the_memory_that_it_looks_at() {
+    let rate = NonZeroU64::new(64 << 30);
+    let store = Store::open(StoreConfig { scrub_bytes_per_second: rate, ..dram(4) }).unwrap();
+    let stop = std::sync::atomic::AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while !stop.load(std::sync::atomic::Ordering::Relaxed) {
+                store.scrub(options());
+            }
+        });
+        for round in 0..40 {
+            let outcomes = put(&store, &keys(round * 50..(round + 1) * 50), BLOCK);
+            let is_right = |it: &cascade_store::PutOutcome| {
+                use cascade_store::{DeclineReason::WorthLess, PutOutcome};
+                matches!(it, PutOutcome::Stored | PutOutcome::Declined(WorthLess))
+            };
+            if !outcomes.iter().all(is_right) {
+                stop.store(true, std::sync::atomic::Ordering::Relaxed);
+                panic!("{outcomes:?}");
+            }
+        }
+        stop.store(true, std::sync::atomic::Ordering::Relaxed);
+    });
+    check(&store, &keys(0..2000));
+    assert_eq!(store.stats().counters.damaged_blocks, 0);
+}
