@@ -210,9 +210,13 @@ impl Session {
         let now = SystemClock.monotonic();
         let now = u64::try_from(now.as_millis()).unwrap_or(u64::MAX);
         // Relaxed: whether to look at all.
-        let before = self.last_used_ms.swap(now, Ordering::Relaxed);
-        now.saturating_sub(before) >= RESTED_MS
-            && self.lines().idle.last().is_some_and(Line::is_closed)
+        let has_rested = now.saturating_sub(self.last_used_ms.load(Ordering::Relaxed)) >= RESTED_MS;
+        if has_rested && self.lines().idle.last().is_some_and(Line::is_closed) {
+            // Calls of other threads look too.
+            return true;
+        }
+        self.last_used_ms.store(now, Ordering::Relaxed);
+        false
     }
 
     /// Whether the node still knows this session: tried on an idle line, then on a new one.

@@ -44,7 +44,7 @@ const RECORDS_MIN: usize = 1024;
 /// One place for a piece that a process holds for so many bytes of the pool. Several processes may
 /// hold one block, and blocks may be small.
 const POOL_BYTES_PER_HELD: usize = 4 << 10;
-/// Small pools have more: 2 MiB of ledger at least, so that one client may hold 16,384 small blocks.
+/// Small pools have more: 2 MiB of ledger, so that one client may hold 16,000 small blocks.
 const HELD_MIN: usize = 32 << 10;
 /// Large pools have fewer: 128 MiB of ledger at most.
 const HELD_MAX: usize = 2 << 20;

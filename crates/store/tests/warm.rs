@@ -21,7 +21,8 @@ use std::time::Duration;
 use blocks::{MIB, bytes_of, check, keys, put};
 use cascade_block::{BlockKey, Clock, DigestAlgorithm, DigestMode, SystemClock};
 use cascade_store::{
-    CallOptions, FilesConfig, HeldPiece, Process, Put, PutOutcome, Store, StoreConfig, ViewOutcome,
+    CallOptions, FilesConfig, HeldPiece, Process, Put, PutOutcome, Store, StoreConfig, StoreError,
+    ViewOutcome,
 };
 use named_pool::{config, directory, pool, warm};
 use third_party::MapStage;

@@ -324,7 +324,11 @@ impl Connection {
         let mut message = Vec::new();
         match self.admit(shared, &hello) {
             Ok((session, is_new)) => {
-                lock(&shared.connections).note_authenticated(self.id);
+                if !lock(&shared.connections).note_authenticated(self.id) {
+                    // Closed to make room while its hello was read: nobody else ends its session.
+                    shared.leave(self);
+                    return Err(End::Gone);
+                }
                 let store = session.tenant.store();
                 self.welcome(shared, &session).write(&mut message, number);
                 let file = store.region().file();

@@ -99,11 +99,12 @@ impl Connections {
         self.unauthenticated.iter().find(|(_, origin)| *origin == most).map(|(id, _)| *id)
     }
 
-    /// The connection said who it is.
-    pub(super) fn note_authenticated(&mut self, id: u64) {
+    /// The connection said who it is. False if it was closed meanwhile.
+    pub(super) fn note_authenticated(&mut self, id: u64) -> bool {
         if let Some(origin) = self.unauthenticated.remove(&id) {
             count_down(&mut self.unauthenticated_of, origin);
         }
+        self.all.contains_key(&id)
     }
 
     pub(super) fn remove(&mut self, id: u64) -> Option<Arc<Connection>> {

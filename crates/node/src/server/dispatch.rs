@@ -225,6 +225,9 @@ impl Dispatch<'_> {
         for (refused, error) in granting.grant(granted) {
             answers[refused] = PreparedBlock::Settled(PutOutcome::Failed(error));
         }
+        if answers.iter().any(has_no_room) {
+            self.node.sessions().end_unmapped();
+        }
         Answer::Prepared(answers)
     }
 
@@ -449,6 +452,17 @@ fn sealed(block: &SealedBlock, mut slab: SlabMut) -> PutSlab {
 /// of them gives, which never goes back, would be everybody's from then on.
 fn arriving(request: &ChainRequest) -> Request<'_> {
     Request { at: None, ..request.as_request() }
+}
+
+/// Whether a block found no room: what a client without a connection holds may be in the way.
+fn has_no_room(prepared: &PreparedBlock) -> bool {
+    matches!(
+        prepared,
+        PreparedBlock::Settled(
+            PutOutcome::Declined(DeclineReason::Full)
+                | PutOutcome::Failed(StoreError::NoRoom { .. } | StoreError::Limit { .. })
+        )
+    )
 }
 
 fn is_late(prepared: &Prepared) -> bool {

@@ -6,10 +6,18 @@ use std::os::unix::fs::MetadataExt;
 /// Whether a process may touch a pool's memory. It may where the kernel does not say.
 pub(super) fn may_touch(process: i32, pool: &File) -> bool {
     let Ok(inode) = pool.metadata().map(|pool| pool.ino()) else { return true };
-    let Ok(maps) = fs::read_to_string(format!("/proc/{process}/maps")) else { return true };
-    // A process that is ending has an empty list, and its memory for a moment more: its end is
-    // told by the pidfd. Another file of the same number only keeps the memory for longer.
-    maps.is_empty() || maps.lines().any(|line| inode_of(line) == Some(inode))
+    // Some file systems tell a number here that is not the one in the lists. This process has the
+    // pool mapped: if its own list does not say so, another's says nothing either.
+    let is_told = is_listed("self", inode) == Some(true);
+    // Another file of the same number only keeps the memory for longer.
+    !is_told || is_listed(&process.to_string(), inode) != Some(false)
+}
+
+/// Whether a process's list of mappings has a file. None if there is no list: a process that is
+/// ending has an empty one, and its memory for a moment more.
+fn is_listed(process: &str, inode: u64) -> Option<bool> {
+    let maps = fs::read_to_string(format!("/proc/{process}/maps")).ok()?;
+    (!maps.is_empty()).then(|| maps.lines().any(|line| inode_of(line) == Some(inode)))
 }
 
 /// The fifth field of a line: `start-end rights offset device inode path`.
@@ -24,16 +32,24 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_process_touches_what_it_has_mapped_and_nothing_else() {
+    fn only_a_process_that_is_seen_not_to_have_the_pool_mapped_cannot_touch_it() {
         let config =
             PoolConfig { capacity_bytes: 1 << 20, huge_pages: HugePages::Never, populate: false };
         let pool = Pool::new(&config).expect("a MiB is there");
         let me = i32::try_from(std::process::id()).expect("process numbers are small");
         let file = pool.region().file().try_clone().expect("descriptors are left");
         assert!(may_touch(me, &file));
-        drop(pool);
-        assert!(!may_touch(me, &file), "its mapping is gone");
+        let mut child = std::process::Command::new("sleep").arg("60").spawn().expect("sleep");
+        let other = i32::try_from(child.id()).expect("process numbers are small");
+        // Until it runs the program it may be a copy of this process.
+        while may_touch(other, &file) {
+            std::thread::yield_now();
+        }
         assert!(may_touch(i32::MAX, &file), "nobody says so of an unknown process");
+        drop(pool);
+        assert!(may_touch(other, &file), "the node itself is not seen to have it mapped");
+        child.kill().expect("it is ours");
+        child.wait().expect("it is ours");
     }
 
     #[test]

@@ -362,7 +362,8 @@ impl Shared {
             }
         }
         let most = self.node.live().connections_max;
-        if let Some(full) = lock(&self.connections).is_full(peer, self.own_user, most) {
+        let full = lock(&self.connections).is_full(peer, self.own_user, most);
+        if let Some(full) = full {
             connection::refuse_unread(&stream, full.reason());
             return refuse(full.reason());
         }

@@ -1,4 +1,4 @@
-//! Connections that are refused: cheaply, without a line of log for each, and slower than they come.
+//! Connections that are refused: cheaply, without a line of log for each, and at a bounded rate.
 
 use std::collections::HashMap;
 use std::sync::Mutex;

@@ -444,6 +444,8 @@ pub(crate) struct Sessions {
     reaped: AtomicU64,
     /// Those that have no connection and may still touch what they hold.
     unconnected: AtomicUsize,
+    /// When it was looked whether these still may, in milliseconds of the monotonic clock.
+    looked_ms: AtomicU64,
 }
 
 impl Sessions {
@@ -481,11 +483,19 @@ impl Sessions {
         true
     }
 
-    /// Ends sessions without a connection whose processes have unmapped the pool since.
+    /// Ends sessions without a connection whose processes have unmapped the pool since. Looks ten
+    /// times a second at most.
     pub(super) fn end_unmapped(&self) {
-        if self.unconnected.swap(0, Ordering::Relaxed) == 0 {
+        if self.unconnected.load(Ordering::Relaxed) == 0 {
             return;
         }
+        let now = u64::try_from(SystemClock.monotonic().as_millis()).unwrap_or(u64::MAX);
+        let before = self.looked_ms.load(Ordering::Relaxed);
+        if now.saturating_sub(before) < 100 {
+            return;
+        }
+        self.looked_ms.store(now, Ordering::Relaxed);
+        self.unconnected.store(0, Ordering::Relaxed);
         for session in self.all() {
             let all = self.lock();
             if session.connections.load(Ordering::Acquire) > 0 {

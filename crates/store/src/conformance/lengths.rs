@@ -28,17 +28,17 @@ pub(super) fn a_chain_of_any_length_is_acquired(subject: &Subject) {
 
 /// Longer than any message: what is beyond it was not looked for.
 pub(super) fn a_chain_longer_than_a_message_is_looked_up(subject: &Subject) {
-    let all = keys(0..70_000);
-    for some in all.chunks(10_000) {
-        subject.put_new(some, 1);
+    let all = keys(0..66_000);
+    for some in all.chunks(11_000) {
+        subject.put_new(some, 16);
     }
     let found = subject.store.lookup_prefix(&Request::new(&all));
     assert_eq!(found.tiers.len(), all.len());
     let request = Request { hints: Hints::default(), ..Request::new(&all) };
     subject.store.hint(&request);
-    assert_eq!(subject.store.delete(&all[69_000..69_001]), [true]);
+    assert_eq!(subject.store.delete(&all[65_900..65_901]), [true]);
     let found = subject.store.lookup_prefix(&Request::new(&all));
-    assert_eq!(found.tiers.len(), 69_000);
+    assert_eq!(found.tiers.len(), 65_900);
 }
 
 pub(super) fn every_call_takes_a_batch_of_any_length(subject: &Subject) {
