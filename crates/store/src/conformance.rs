@@ -48,7 +48,7 @@ const NOW: CallOptions = CallOptions { timeout: None, writer: None };
 /// # Panics
 /// If the store does not do what it has to.
 pub fn all(open: &mut dyn FnMut() -> Subject) {
-    let checks: [fn(&Subject); 31] = [
+    let checks: [fn(&Subject); 30] = [
         a_fresh_store_has_nothing,
         what_was_put_is_read_back,
         batches_have_any_length,
@@ -68,7 +68,6 @@ pub fn all(open: &mut dyn FnMut() -> Subject) {
         a_follower_has_the_exact_set,
         a_call_without_time_harms_nothing,
         lengths::a_chain_of_any_length_is_acquired,
-        lengths::a_chain_longer_than_a_message_is_looked_up,
         lengths::every_call_takes_a_batch_of_any_length,
         lengths::slabs_of_any_number_are_prepared_and_sealed,
         lengths::what_a_closed_store_answers_to_every_call,

@@ -4,7 +4,7 @@ use cascade_block::{Manifest, Namespace, TenantSecret};
 
 use super::{NOW, Subject, bytes_of, keys, tier_of};
 use crate::outcome::{Prepared, PutSlab};
-use crate::{GetOutcome, Hints, Put, PutOutcome, Request, StoreError, ViewOutcome};
+use crate::{GetOutcome, Put, PutOutcome, Request, StoreError, ViewOutcome};
 
 /// More blocks than one message has room for.
 const MANY: u64 = 10_000;
@@ -24,21 +24,6 @@ pub(super) fn a_chain_of_any_length_is_acquired(subject: &Subject) {
     subject.store.delete(&all[5000..5001]);
     let views = subject.store.acquire(&Request::new(&all), NOW);
     assert_eq!(views.len(), 5000, "it ends at the first gap");
-}
-
-/// Longer than any message: what is beyond it was not looked for.
-pub(super) fn a_chain_longer_than_a_message_is_looked_up(subject: &Subject) {
-    let all = keys(0..66_000);
-    for some in all.chunks(11_000) {
-        subject.put_new(some, 16);
-    }
-    let found = subject.store.lookup_prefix(&Request::new(&all));
-    assert_eq!(found.tiers.len(), all.len());
-    let request = Request { hints: Hints::default(), ..Request::new(&all) };
-    subject.store.hint(&request);
-    assert_eq!(subject.store.delete(&all[65_900..65_901]), [true]);
-    let found = subject.store.lookup_prefix(&Request::new(&all));
-    assert_eq!(found.tiers.len(), 65_900);
 }
 
 pub(super) fn every_call_takes_a_batch_of_any_length(subject: &Subject) {
