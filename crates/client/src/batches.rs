@@ -6,12 +6,11 @@ use std::time::Duration;
 use cascade_block::{BlockKey, Deadline, SystemClock};
 use cascade_memory::{SlabMut, copy_in, copy_out};
 use cascade_store::{
-    CallOptions, DeclineReason, GetOutcome, Prepared, Put, PutOutcome, PutSlab, Request,
-    StoreError, ViewOutcome,
+    CallOptions, DeclineReason, GetOutcome, Prepared, Put, PutOutcome, PutSlab, StoreError,
+    ViewOutcome,
 };
 use cascade_wire::{
-    Answer, AskedBlock, BLOCKS_MAX, Call, ChainRequest, Lease, LeasePurpose, PreparedBlock,
-    SealedBlock,
+    Answer, AskedBlock, BLOCKS_MAX, Call, Lease, LeasePurpose, PreparedBlock, SealedBlock,
 };
 
 use crate::client::{Inner, node_time};
@@ -25,14 +24,14 @@ const GET_SHARE: usize = 2;
 const ROOM_PAUSE: Duration = Duration::from_millis(1);
 
 /// One batch under way.
-struct Batch {
-    link: Arc<Link>,
-    deadline: Deadline,
-    time: Duration,
+pub(crate) struct Batch {
+    pub(crate) link: Arc<Link>,
+    pub(crate) deadline: Deadline,
+    pub(crate) time: Duration,
 }
 
 impl Batch {
-    fn node_time(&self) -> u32 {
+    pub(crate) fn node_time(&self) -> u32 {
         node_time(self.deadline.remaining(&SystemClock).min(self.time))
     }
 
@@ -48,9 +47,9 @@ impl Batch {
 }
 
 impl Inner {
-    fn begin(&self, options: CallOptions) -> Result<Batch, StoreError> {
-        let link = self.linked()?;
+    pub(crate) fn begin(&self, options: CallOptions) -> Result<Batch, StoreError> {
         let (deadline, time) = self.deadline(options);
+        let link = self.linked_anew(deadline)?;
         Ok(Batch { link, deadline, time })
     }
 
@@ -357,25 +356,6 @@ impl Inner {
         keys.chunks(BLOCKS_MAX).flat_map(|step| self.lease(&on, LeasePurpose::Use, step)).collect()
     }
 
-    pub(crate) fn acquire(&self, request: &Request<'_>, options: CallOptions) -> Vec<ViewOutcome> {
-        let Ok(on) = self.begin(options) else { return Vec::new() };
-        let mut request = ChainRequest::of(request);
-        request.keys.truncate(BLOCKS_MAX);
-        let count = request.keys.len();
-        let first_hold = on.link.session.draw_holds(count);
-        let call = Call::Acquire { timeout_ms: on.node_time(), first_hold, request };
-        let answer = self.ask_on(&on.link, "look a chain up", &call, on.deadline, on.time);
-        match answer {
-            Ok(Answer::Leases(leases)) if leases.len() <= count => {
-                self.views(&on.link, first_hold, leases)
-            }
-            Ok(_) | Err(_) => {
-                on.link.session.give_back_range(first_hold, count);
-                Vec::new()
-            }
-        }
-    }
-
     pub(crate) fn get(
         &self,
         keys: &[BlockKey],
@@ -428,6 +408,7 @@ impl Inner {
                 ViewOutcome::Failed(StoreError::NoRoom { needed_bytes }) => {
                     *needed_bytes as u64 <= share
                 }
+                ViewOutcome::Failed(StoreError::Limit { most, .. }) => *most > 0,
                 _ => false,
             };
             let has_time = !on.deadline.remaining(&SystemClock).is_zero();
@@ -443,7 +424,12 @@ impl Inner {
         }
     }
 
-    fn lease(&self, on: &Batch, purpose: LeasePurpose, keys: &[BlockKey]) -> Vec<ViewOutcome> {
+    pub(crate) fn lease(
+        &self,
+        on: &Batch,
+        purpose: LeasePurpose,
+        keys: &[BlockKey],
+    ) -> Vec<ViewOutcome> {
         let first_hold = on.link.session.draw_holds(keys.len());
         let timeout_ms = on.node_time();
         let call = Call::Lease { timeout_ms, first_hold, purpose, keys: keys.to_vec() };
@@ -463,7 +449,12 @@ impl Inner {
         keys.iter().map(|_| one()).collect()
     }
 
-    fn views(&self, link: &Link, first_hold: u64, leases: Vec<Lease>) -> Vec<ViewOutcome> {
+    pub(crate) fn views(
+        &self,
+        link: &Link,
+        first_hold: u64,
+        leases: Vec<Lease>,
+    ) -> Vec<ViewOutcome> {
         let view = |(hold, lease)| match lease {
             Lease::Hit { offset, bytes, tier } => {
                 let offset = usize::try_from(offset).ok();

@@ -1,7 +1,7 @@
 //! The client: what a worker holds instead of a store.
 
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use cascade_block::{BlockKey, Deadline, Manifest, Namespace, NamespaceId, SystemClock};
@@ -65,13 +65,20 @@ pub(crate) struct Inner {
     identity: Identity,
     timeout: Duration,
     state: Mutex<State>,
+    /// Whether a call looks for the node now. The others wait for what it finds.
+    is_searching: Mutex<bool>,
+    search_ended: Condvar,
     chores: Arc<Chores>,
     /// The process that connected.
     process: u32,
 }
 
 /// What is said of a node that takes its time.
-const SILENT: &str = "it does not answer; is it stopped?";
+pub(crate) const SILENT: &str = "it does not answer; is it stopped?";
+/// What is said of a node that closed its connections.
+const CLOSED: &str = "it closed the connection; was it stopped?";
+/// How long one call may look for a node that was started anew.
+const SEARCH_TIMEOUT: Duration = Duration::from_secs(1);
 /// What is said to a child of the process that connected.
 const INHERITED: &str = "this process was forked after the client had connected; connect in it";
 /// A call that had less time than this and no answer says little about the node.
@@ -84,6 +91,9 @@ enum State {
     Away {
         reason: String,
         link: Arc<Link>,
+        /// Whether its process seems to be gone. Then a new one is looked for by each call: that
+        /// costs one failed `connect`. One that is stopped would cost each call its time.
+        is_gone: bool,
     },
     Closed,
 }
@@ -101,7 +111,15 @@ impl Client {
         let link = Link::open(&identity, &chores, Deadline::after(&SystemClock, timeout))?;
         let state = Mutex::new(State::Linked(Arc::new(link)));
         let process = std::process::id();
-        let inner = Arc::new(Inner { identity, timeout, state, chores, process });
+        let inner = Arc::new(Inner {
+            identity,
+            timeout,
+            state,
+            is_searching: Mutex::default(),
+            search_ended: Condvar::new(),
+            chores,
+            process,
+        });
         keeper::start(&inner).map_err(|e| StoreError::Threads { source: Arc::new(e) })?;
         Ok(Self(Arc::new(Handle(inner))))
     }
@@ -174,16 +192,50 @@ impl Inner {
         }
     }
 
+    /// The link for a call that begins. A node that was started anew is found within this call:
+    /// the client may have rested while it was away.
+    pub(crate) fn linked_anew(&self, deadline: Deadline) -> Result<Arc<Link>, StoreError> {
+        let linked = self.linked();
+        if let Ok(link) = &linked {
+            if !link.session.is_found_closed() {
+                return linked;
+            }
+            self.note_away(CLOSED, link, true);
+        }
+        if !matches!(&*self.state(), State::Away { is_gone: true, .. }) {
+            return self.linked();
+        }
+        self.search(deadline);
+        self.linked()
+    }
+
+    /// Looks for the node, or waits for the call that does.
+    fn search(&self, deadline: Deadline) {
+        let left = deadline.remaining(&SystemClock).min(SEARCH_TIMEOUT);
+        let searching = || self.is_searching.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut is_searching = searching();
+        if *is_searching {
+            // Found or late, the state says what to do next.
+            drop(self.search_ended.wait_timeout_while(is_searching, left, |busy| *busy));
+            return;
+        }
+        *is_searching = true;
+        drop(is_searching);
+        self.find_again(Deadline::after(&SystemClock, left));
+        *searching() = false;
+        self.search_ended.notify_all();
+    }
+
     pub(crate) fn deadline(&self, options: CallOptions) -> (Deadline, Duration) {
         let time = options.timeout.unwrap_or(self.timeout).max(CALL_MIN);
         (Deadline::after(&SystemClock, time), time)
     }
 
     /// From now on calls are answered at once, until the node is found again.
-    pub(crate) fn note_away(&self, reason: &str, link: &Arc<Link>) {
+    pub(crate) fn note_away(&self, reason: &str, link: &Arc<Link>, is_gone: bool) {
         let mut state = self.state();
         if matches!(&*state, State::Linked(current) if Arc::ptr_eq(current, link)) {
-            *state = State::Away { reason: reason.to_owned(), link: Arc::clone(link) };
+            *state = State::Away { reason: reason.to_owned(), link: Arc::clone(link), is_gone };
             drop(state);
             self.chores.node_is_away();
         }
@@ -198,7 +250,10 @@ impl Inner {
         let found = match link.session.revive(deadline) {
             Ok(()) => Ok(link),
             // It does not answer: a new session would not be answered either.
-            Err(NoAnswer::Late | NoAnswer::Crowded | NoAnswer::TooLong(_)) => return false,
+            Err(NoAnswer::Late | NoAnswer::Crowded | NoAnswer::TooLong(_)) => {
+                self.note_gone(false);
+                return false;
+            }
             Err(NoAnswer::Broken(_)) => {
                 Link::open(&self.identity, &self.chores, deadline).map(Arc::new)
             }
@@ -212,7 +267,9 @@ impl Inner {
                 drop(before);
                 true
             }
-            (State::Away { reason, .. }, Err(error)) => {
+            (State::Away { reason, is_gone, .. }, Err(error)) => {
+                // Only one that is not there at all costs nothing to look for.
+                *is_gone = matches!(&error, StoreError::Away { reason, .. } if reason != SILENT);
                 *reason = match error {
                     StoreError::Away { reason, .. } | StoreError::Refused { reason, .. } => reason,
                     other => other.to_string(),
@@ -223,6 +280,12 @@ impl Inner {
         }
     }
 
+    fn note_gone(&self, seems_gone: bool) {
+        if let State::Away { is_gone, .. } = &mut *self.state() {
+            *is_gone = seems_gone;
+        }
+    }
+
     /// One call and its answer; failures of the node as a whole are errors here.
     pub(crate) fn ask(
         &self,
@@ -230,8 +293,8 @@ impl Inner {
         call: &Call,
         options: CallOptions,
     ) -> Result<Answer, StoreError> {
-        let link = self.linked()?;
         let (deadline, time) = self.deadline(options);
+        let link = self.linked_anew(deadline)?;
         self.ask_on(&link, operation, call, deadline, time)
     }
 
@@ -242,8 +305,8 @@ impl Inner {
         options: CallOptions,
         call: impl FnOnce(u32) -> Call,
     ) -> Result<Answer, StoreError> {
-        let link = self.linked()?;
         let (deadline, time) = self.deadline(options);
+        let link = self.linked_anew(deadline)?;
         self.ask_on(&link, operation, &call(node_time(time)), deadline, time)
     }
 
@@ -268,7 +331,7 @@ impl Inner {
                 if time < PATIENCE {
                     self.chores.node_may_be_away();
                 } else {
-                    self.note_away(SILENT, link);
+                    self.note_away(SILENT, link, false);
                 }
                 Err(StoreError::Timeout { operation, timeout_ms })
             }
@@ -277,7 +340,7 @@ impl Inner {
                 Err(StoreError::Config { setting: "request", reason })
             }
             Err(NoAnswer::Broken(reason)) => {
-                self.note_away(&reason, link);
+                self.note_away(&reason, link, true);
                 let socket = self.socket();
                 Err(StoreError::Away { socket, reason })
             }
@@ -303,8 +366,8 @@ impl Inner {
         let Some(link) = self.link() else { return };
         match link.session.ask(&Call::Ping, deadline) {
             Ok(_) | Err(NoAnswer::Crowded | NoAnswer::TooLong(_)) => {}
-            Err(NoAnswer::Late) => self.note_away(SILENT, &link),
-            Err(NoAnswer::Broken(reason)) => self.note_away(&reason, &link),
+            Err(NoAnswer::Late) => self.note_away(SILENT, &link, false),
+            Err(NoAnswer::Broken(reason)) => self.note_away(&reason, &link, true),
         }
     }
 
@@ -363,17 +426,7 @@ impl BlockStore for Client {
     }
 
     fn lookup_prefix(&self, request: &Request<'_>) -> PrefixMatch {
-        let Some(link) = self.inner().link() else { return PrefixMatch::default() };
-        let mut request = ChainRequest::of(request);
-        request.keys.truncate(KEYS_MAX);
-        let call = Call::Lookup(request);
-        match self.inner().ask("look a chain up", &call, CallOptions::default()) {
-            Ok(Answer::Matched(tiers)) => {
-                let named = |tier: u8| link.tiers.get(usize::from(tier)).copied();
-                PrefixMatch { tiers: tiers.into_iter().map_while(named).collect() }
-            }
-            Ok(_) | Err(_) => PrefixMatch::default(),
-        }
+        self.inner().lookup(request, CallOptions::default())
     }
 
     fn acquire(&self, request: &Request<'_>, options: CallOptions) -> Vec<ViewOutcome> {
@@ -394,16 +447,14 @@ impl BlockStore for Client {
     fn locate(&self, keys: &[BlockKey]) -> Vec<Vec<TierName>> {
         let places = |keys: &[BlockKey]| {
             let call = Call::Ask { question: KeyQuestion::Locate, keys: keys.to_vec() };
-            let link = self.inner().link();
-            let answer = self.inner().ask("locate blocks", &call, CallOptions::default());
-            match (link, answer) {
-                (Some(link), Ok(Answer::Places(places))) if places.len() == keys.len() => places
-                    .into_iter()
-                    .map(|bits| {
-                        let has = |at: &usize| bits & (1 << at) != 0;
-                        (0..link.tiers.len()).filter(has).map(|at| link.tiers[at]).collect()
-                    })
-                    .collect(),
+            let (deadline, time) = self.inner().deadline(CallOptions::default());
+            let Ok(link) = self.inner().linked_anew(deadline) else {
+                return vec![Vec::new(); keys.len()];
+            };
+            match self.inner().ask_on(&link, "locate blocks", &call, deadline, time) {
+                Ok(Answer::Places(places)) if places.len() == keys.len() => {
+                    places.into_iter().map(|bits| link.tiers_of(bits)).collect()
+                }
                 _ => vec![Vec::new(); keys.len()],
             }
         };

@@ -168,9 +168,9 @@ fn send(client: &Inner, chores: &Chores) {
         Ok(()) => {}
         // Whoever has a line carries the returns along with the next call, or the next chore does.
         Err(NoAnswer::Crowded) => chores.returns_wait(),
-        Err(NoAnswer::Late) => client.note_away("it takes no messages", &link),
+        Err(NoAnswer::Late) => client.note_away("it takes no messages", &link, false),
         Err(NoAnswer::TooLong(reason) | NoAnswer::Broken(reason)) => {
-            client.note_away(&reason, &link);
+            client.note_away(&reason, &link, true);
         }
     }
 }

@@ -6,6 +6,7 @@
 //! [`cascade_store::StoreError::Away`]; the client connects again by itself.
 
 mod batches;
+mod chains;
 mod client;
 mod keeper;
 mod line;

@@ -8,7 +8,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use cascade_block::{Deadline, SystemClock};
-use cascade_wire::{Answer, Call, Frame, TraceContext, frame_length};
+use cascade_wire::{Answer, Call, Frame, TraceContext, UNREAD, frame_length};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::{
@@ -129,7 +129,11 @@ impl Line {
         hello: &Call,
         deadline: Deadline,
     ) -> Result<(Answer, Option<OwnedFd>), LineError> {
-        self.send(&[], hello, deadline)?;
+        match self.send(&[], hello, deadline) {
+            // The node may have said why before it closed the connection.
+            Ok(()) | Err(LineError::Broken(_)) => {}
+            Err(error) => return Err(error),
+        }
         self.await_bytes(deadline)?;
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
         let mut control = RecvAncillaryBuffer::new(&mut space);
@@ -236,14 +240,25 @@ impl Line {
 
     fn read_answer(&mut self) -> Result<Answer, LineError> {
         let frame = Frame::read(&self.input[..self.read])?;
-        if frame.header.call != self.calls {
+        let answer = Answer::read(&frame)?;
+        let is_refused_unread =
+            frame.header.call == UNREAD && matches!(answer, Answer::Refused { .. });
+        if frame.header.call != self.calls && !is_refused_unread {
             return Err(LineError::Broken("the node answers another call".to_owned()));
         }
-        let answer = Answer::read(&frame)?;
         // A line that rests keeps no memory of its longest answer.
         self.input.truncate(READ_BYTES);
         self.input.shrink_to(READ_BYTES);
         Ok(answer)
+    }
+
+    /// Whether the node has closed the connection. Asks the kernel, and does not wait.
+    pub(crate) fn is_closed(&self) -> bool {
+        let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+        let mut all = [PollFd::new(&self.stream, PollFlags::RDHUP)];
+        let gone = PollFlags::RDHUP | PollFlags::HUP | PollFlags::ERR;
+        // A line that cannot be asked is tried by the next call.
+        matches!(poll(&mut all, Some(&now)), Ok(1..)) && all[0].revents().intersects(gone)
     }
 
     /// Closes the connection for every process that has it. The node then takes back what the last
@@ -279,6 +294,16 @@ mod tests {
         there.set_nonblocking(true).expect("it is a socket");
         let read = (&there).read(&mut [0; 64]).expect_err("nothing was sent");
         assert_eq!(read.kind(), io::ErrorKind::WouldBlock);
+    }
+
+    #[test]
+    fn a_line_knows_when_the_other_end_is_closed() {
+        let (here, there) = UnixStream::pair().expect("descriptors are left");
+        let (input, output) = (Vec::new(), Vec::new());
+        let line = Line { stream: here, input, read: 0, output, timeout: Duration::ZERO, calls: 0 };
+        assert!(!line.is_closed());
+        drop(there);
+        assert!(line.is_closed());
     }
 
     #[test]

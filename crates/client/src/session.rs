@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use cascade_block::{Deadline, SystemClock};
+use cascade_block::{Clock, Deadline, SystemClock};
 use cascade_memory::{Attachment, Lender};
 use cascade_store::{StoreError, TierName, intern};
 use cascade_wire::{
@@ -13,12 +13,16 @@ use cascade_wire::{
     Welcome,
 };
 
+use crate::client::SILENT;
 use crate::keeper::Chores;
 use crate::line::{Line, LineError};
 use crate::living::Living;
 
 /// Lines of one session: calls that are under way at a time. Further ones wait for a line.
 const LINES_MAX: usize = 32;
+
+/// After so long without a call it is asked whether the node has closed the connection meanwhile.
+const RESTED_MS: u64 = 10;
 
 /// Who a client is.
 #[derive(Debug, Clone)]
@@ -39,6 +43,8 @@ pub(crate) struct Session {
     lines: Mutex<Lines>,
     line_came_back: Condvar,
     next_hold: AtomicU64,
+    /// When a call was begun last, in milliseconds of the monotonic clock.
+    last_used_ms: AtomicU64,
     returns: Mutex<Vec<HoldRange>>,
     chores: Arc<Chores>,
     /// The process that it belongs to; a child that was forked since has copies of it all.
@@ -95,9 +101,7 @@ impl Link {
         let socket = || identity.socket.display().to_string();
         let away = |reason: String| StoreError::Away { socket: socket(), reason };
         let failed = |error: LineError| match error {
-            LineError::Late | LineError::NoTime | LineError::Stuck => {
-                away("it does not answer; is it stopped?".to_owned())
-            }
+            LineError::Late | LineError::NoTime | LineError::Stuck => away(SILENT.to_owned()),
             LineError::TooLong(reason) | LineError::Broken(reason) => away(reason),
         };
         let mut line = Line::connect(&identity.socket, deadline).map_err(failed)?;
@@ -117,6 +121,7 @@ impl Link {
             lines: Mutex::new(Lines { idle: vec![line], open: 1, retired: Vec::new() }),
             line_came_back: Condvar::new(),
             next_hold: AtomicU64::new(1),
+            last_used_ms: AtomicU64::new(0),
             returns: Mutex::default(),
             chores: Arc::clone(chores),
             process: std::process::id(),
@@ -197,6 +202,21 @@ impl Session {
                 self.add_return(range);
             }
         }
+    }
+
+    /// Whether the node has closed a connection of this session that had rested for a while. A busy
+    /// session is not looked at: a call costs a system call less, and finds out by itself.
+    pub(crate) fn is_found_closed(&self) -> bool {
+        let now = SystemClock.monotonic();
+        let now = u64::try_from(now.as_millis()).unwrap_or(u64::MAX);
+        // Relaxed: whether to look at all.
+        let has_rested = now.saturating_sub(self.last_used_ms.load(Ordering::Relaxed)) >= RESTED_MS;
+        if has_rested && self.lines().idle.last().is_some_and(Line::is_closed) {
+            // Calls of other threads look too.
+            return true;
+        }
+        self.last_used_ms.store(now, Ordering::Relaxed);
+        false
     }
 
     /// Whether the node still knows this session: tried on an idle line, then on a new one.

@@ -223,6 +223,16 @@ impl Tenants {
         self.all.iter().find(|tenant| tenant.name == name)
     }
 
+    /// Whether a user is a tenant without a token.
+    pub(crate) fn has_user(&self, user: u32) -> bool {
+        self.users.contains_key(&user)
+    }
+
+    /// Whether anybody can be a tenant by a token.
+    pub(crate) fn have_tokens(&self) -> bool {
+        !self.tokens.is_empty()
+    }
+
     /// The tenant that a peer is: the one whose token it presents, whoever its user is, else the
     /// one that its user is. A wrong token is never overlooked. Root is no exception.
     pub fn identify(&self, user: u32, token: Option<&[u8]>) -> Result<Arc<Tenant>, Refusal> {

@@ -22,7 +22,9 @@ pub(crate) fn to_python(error: &StoreError) -> PyErr {
     let message = with_causes(error);
     match error {
         StoreError::Timeout { .. } => DeadlineError::new_err(message),
-        StoreError::Busy { .. } | StoreError::Erasing => BusyError::new_err(message),
+        StoreError::Busy { .. } | StoreError::Erasing | StoreError::Limit { .. } => {
+            BusyError::new_err(message)
+        }
         StoreError::Tier { .. } => TierError::new_err(message),
         StoreError::Pipeline(_) => PipelineError::new_err(message),
         StoreError::Config { .. } => ConfigError::new_err(message),

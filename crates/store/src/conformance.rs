@@ -3,6 +3,7 @@
 //! Each check runs on a fresh store and panics with what went wrong. Call [`all`] from a test of
 //! your own. Bytes of a block are a function of its key, so every read is compared in full.
 
+mod lengths;
 mod prepared;
 
 use std::collections::BTreeSet;
@@ -47,7 +48,7 @@ const NOW: CallOptions = CallOptions { timeout: None, writer: None };
 /// # Panics
 /// If the store does not do what it has to.
 pub fn all(open: &mut dyn FnMut() -> Subject) {
-    let checks: [fn(&Subject); 26] = [
+    let checks: [fn(&Subject); 30] = [
         a_fresh_store_has_nothing,
         what_was_put_is_read_back,
         batches_have_any_length,
@@ -66,6 +67,10 @@ pub fn all(open: &mut dyn FnMut() -> Subject) {
         manifests_are_listed_as_kept,
         a_follower_has_the_exact_set,
         a_call_without_time_harms_nothing,
+        lengths::a_chain_of_any_length_is_acquired,
+        lengths::every_call_takes_a_batch_of_any_length,
+        lengths::slabs_of_any_number_are_prepared_and_sealed,
+        lengths::what_a_closed_store_answers_to_every_call,
         prepared::what_was_prepared_is_read_back_once_sealed,
         prepared::what_is_there_is_present_and_counted_once,
         prepared::what_is_prepared_and_dropped_leaves_nothing,

@@ -77,6 +77,11 @@ impl Insight {
         }
     }
 
+    /// Whether a namespace was registered since the start.
+    pub(crate) fn knows(&self, namespace: &NamespaceId) -> bool {
+        self.registered.contains_key(namespace)
+    }
+
     /// The namespaces that were registered since the start.
     pub(crate) fn manifests(&self) -> impl Iterator<Item = (NamespaceId, Manifest)> {
         self.registered.iter().map(|(id, manifest)| (*id, manifest.clone()))

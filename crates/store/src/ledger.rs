@@ -12,7 +12,8 @@ mod process;
 mod record;
 mod recovery;
 
-use std::collections::HashSet;
+use std::collections::hash_map::Entry;
+use std::collections::{HashMap, HashSet};
 use std::fs;
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -22,6 +23,7 @@ use std::time::Duration;
 use cascade_block::{NamespaceId, checksum};
 use cascade_memory::{MemoryError, Pool, PoolConfig, PoolFiles, Slab, SlabMut};
 
+use crate::StoreError;
 use crate::catalog::{Address, KeyIndex, LOWER_STAGES_MAX};
 use crate::stage::BlockFacts;
 pub(crate) use left::remove_unused;
@@ -46,8 +48,15 @@ const USED: u64 = 1;
 /// One record for so many bytes of the pool: blocks that are smaller may find no place.
 const POOL_BYTES_PER_RECORD: usize = 32 << 10;
 const RECORDS_MIN: usize = 1024;
-/// Several processes may hold one block.
-const HELD_PER_RECORD: usize = 2;
+/// One place for a piece that a process holds for so many bytes of the pool. Several processes may
+/// hold one block, and blocks may be small.
+const POOL_BYTES_PER_HELD: usize = 4 << 10;
+/// Small pools have more: 2 MiB of ledger, so that one client may hold 16,000 small blocks.
+const HELD_MIN: usize = 32 << 10;
+/// Large pools have fewer: 128 MiB of ledger at most.
+const HELD_MAX: usize = 2 << 20;
+/// Places that clients leave to the node itself, for slabs that a stage reads into.
+const HELD_FOR_LOADS: usize = 1024;
 
 /// How often it is looked whether holders of memory from an earlier run still live.
 const HOLDERS_RECHECK: Duration = Duration::from_secs(1);
@@ -116,6 +125,9 @@ impl HeldPiece {
 /// Names a note about held memory, to take it back.
 #[derive(Debug, PartialEq, Eq)]
 pub struct HeldId(u32);
+
+/// What a process is told that it has too much of.
+const HELD_PLACES: &str = "pieces of the pool that outlives its node, one for each view and slab";
 
 /// Stands for a note that no ledger keeps.
 const NOT_KEPT: u32 = u32::MAX;
@@ -316,8 +328,28 @@ pub(crate) struct Holders {
 #[derive(Debug)]
 struct HoldersState {
     free: Vec<u32>,
+    /// How many places each process has, so that none takes those of the others.
+    of_process: HashMap<Process, usize>,
     kept: Vec<Kept>,
     checked_at: Duration,
+}
+
+impl HoldersState {
+    /// How many places a process may have in all: as many as stay free for the others. So one alone
+    /// gets half of the table, and the next one half of what that left: whoever comes finds some.
+    fn most_of(&self, process: Process) -> usize {
+        let has = self.of_process.get(&process).map_or(0, |count| *count);
+        (has + self.free.len().saturating_sub(HELD_FOR_LOADS)) / 2
+    }
+
+    fn count_down(&mut self, process: Process) {
+        if let Entry::Occupied(mut count) = self.of_process.entry(process) {
+            *count.get_mut() -= 1;
+            if *count.get() == 0 {
+                count.remove();
+            }
+        }
+    }
 }
 
 /// A note that lasts as long as a stage may read into its slab.
@@ -334,17 +366,23 @@ impl Drop for LoadNote {
 }
 
 impl Holders {
-    /// Notes pieces that a process holds; all or none.
+    /// Notes pieces that a process holds; all or none, if they are more than its share.
     pub(crate) fn note(
         &self,
         pieces: &[HeldPiece],
         process: Process,
         ids: &mut Vec<HeldId>,
-    ) -> bool {
+    ) -> Result<(), StoreError> {
         let mut state = self.lock();
-        if state.free.len() < pieces.len() {
-            return false;
+        let has = state.of_process.get(&process).map_or(0, |count| *count);
+        let most = state.most_of(process);
+        if has + pieces.len() > most {
+            return Err(StoreError::Limit { limit: HELD_PLACES, most: most as u64 });
         }
+        if pieces.is_empty() {
+            return Ok(());
+        }
+        *state.of_process.entry(process).or_default() += pieces.len();
         let rest = state.free.len() - pieces.len();
         for (piece, place) in pieces.iter().zip(state.free.drain(rest..)) {
             let held = HeldRecord {
@@ -355,7 +393,7 @@ impl Holders {
             held.write(self.table.held(place));
             ids.push(HeldId(place));
         }
-        true
+        Ok(())
     }
 
     /// Notes that a stage reads into a slab, if there is a place for it. The note goes with the
@@ -374,6 +412,8 @@ impl Holders {
         let mut state = self.lock();
         for HeldId(place) in ids {
             if place != NOT_KEPT {
+                // Whose it was stands in the record alone.
+                state.count_down(HeldRecord::process_of(self.table.held(place)));
                 self.table.clear_held(place);
                 state.free.push(place);
             }
@@ -457,7 +497,7 @@ pub(crate) fn remove(path: &Path) -> Result<(), MemoryError> {
 pub(crate) fn open(path: &Path, config: &PoolConfig) -> Result<WarmPool, MemoryError> {
     let pool_bytes = config.capacity_bytes.next_multiple_of(PAGE);
     let block_count = (pool_bytes / POOL_BYTES_PER_RECORD).max(RECORDS_MIN);
-    let held_count = block_count * HELD_PER_RECORD;
+    let held_count = (pool_bytes / POOL_BYTES_PER_HELD).clamp(HELD_MIN, HELD_MAX);
     let table_words = HEADER_WORDS + block_count * BLOCK_WORDS + held_count * HELD_WORDS;
     let table_bytes = (table_words * size_of::<u64>()).next_multiple_of(PAGE);
     let had_name = path.exists();
@@ -504,8 +544,12 @@ impl WarmPool {
         let free_blocks = free(table.block_count, &|place| is_zero(table.block(place)));
         let free_held = free(table.held_count, &|place| is_zero(table.held(place)));
         let table = Arc::new(table);
-        let state =
-            HoldersState { free: free_held, kept: harvest.kept, checked_at: Duration::ZERO };
+        let state = HoldersState {
+            free: free_held,
+            of_process: HashMap::new(),
+            kept: harvest.kept,
+            checked_at: Duration::ZERO,
+        };
         let stats = WarmStats { rejected_records: harvest.rejected, ..WarmStats::default() };
         Self {
             ledger: Ledger {

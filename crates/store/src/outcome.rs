@@ -196,6 +196,15 @@ pub enum StoreError {
         /// Length of the block.
         needed_bytes: usize,
     },
+    /// The client has all that it may have of something that the clients of a store share. Give
+    /// some back: drop views, unpin blocks, make fewer calls at a time.
+    #[error("this client has all that it may have: {most} {limit}; give some back first")]
+    Limit {
+        /// What it has too much of.
+        limit: &'static str,
+        /// How much of it one client may have now.
+        most: u64,
+    },
     /// A tier failed. Compute.
     #[error("tier {tier} failed to {operation}")]
     Tier {

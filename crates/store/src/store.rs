@@ -267,15 +267,30 @@ impl Store {
     /// Keeps blocks from being evicted from DRAM until as many `unpin`s. True for those that are
     /// here. Pins are counted and do not expire.
     pub fn pin(&self, keys: &[BlockKey]) -> Vec<bool> {
-        self.change_pins(keys, |pins| pins.checked_add(1))
+        self.change_pins(keys, |_, pins| pins.checked_add(1))
+    }
+
+    /// Pins a block, if it is here and not longer than `bytes_max`. Returns its length.
+    pub fn pin_within(&self, key: &BlockKey, bytes_max: u64) -> Option<u32> {
+        let mut bytes = None;
+        let pinned = self.change_pins(&[*key], |content, pins| {
+            let is_short = u64::from(content.bytes) <= bytes_max;
+            bytes = Some(content.bytes);
+            pins.checked_add(1).filter(|_| is_short)
+        });
+        bytes.filter(|_| pinned[0])
     }
 
     /// Takes back one pin of each block. True for those that had one.
     pub fn unpin(&self, keys: &[BlockKey]) -> Vec<bool> {
-        self.change_pins(keys, |pins| pins.checked_sub(1))
+        self.change_pins(keys, |_, pins| pins.checked_sub(1))
     }
 
-    fn change_pins(&self, keys: &[BlockKey], change: impl Fn(u16) -> Option<u16>) -> Vec<bool> {
+    fn change_pins(
+        &self,
+        keys: &[BlockKey],
+        mut change: impl FnMut(&Content, u16) -> Option<u16>,
+    ) -> Vec<bool> {
         let node = self.node();
         let now_unix_ms = node.clock.unix_ms();
         let change_one = |state: &mut State, key: &BlockKey, now| {
@@ -285,8 +300,9 @@ impl Store {
                 // It may be in DRAM through another of its names, which eviction may take.
                 state.make_resident(found, now);
             }
+            let pins = state.catalog.entry(found).pins;
+            let changed = change(state.catalog.content(content), pins);
             let entry = state.catalog.entry_mut(found);
-            let changed = change(entry.pins);
             entry.pins = changed.unwrap_or(entry.pins);
             changed.is_some()
         };
@@ -372,6 +388,11 @@ impl Store {
                 registered.and(kept.map_err(|error| tier_error(stage, "keep a manifest", error)));
         }
         registered
+    }
+
+    /// Whether a namespace was registered since the store was opened.
+    pub fn knows_namespace(&self, namespace: &NamespaceId) -> bool {
+        self.node().insight().knows(namespace)
     }
 
     /// The manifests whose blocks may be here: to explain a miss, compare them with your own by

@@ -268,15 +268,23 @@ fn parents_first(mut recovered: Vec<Recovered>) -> Vec<Recovered> {
 
 impl Store {
     /// Notes that another process may touch pieces of the pool, in case this one dies: the next
-    /// run gives them to nobody while that process lives. All or none; false when the ledger has
-    /// no place for so many: then do not hand them out. Cheap, and always true without a
+    /// run gives them to nobody while that process lives. All or none: if they are more than the
+    /// process's share of the ledger, do not hand them out. Cheap, and always `Ok` without a
     /// `pool_file`.
-    pub fn note_held(&self, pieces: &[HeldPiece], process: Process, ids: &mut Vec<HeldId>) -> bool {
+    ///
+    /// # Errors
+    /// [`StoreError::Limit`]: the process may hold as many pieces as stay free for the others.
+    pub fn note_held(
+        &self,
+        pieces: &[HeldPiece],
+        process: Process,
+        ids: &mut Vec<HeldId>,
+    ) -> Result<(), StoreError> {
         if let Some(warm) = &self.node().warm {
             return warm.holders.note(pieces, process, ids);
         }
         ids.extend(pieces.iter().map(|_| HeldId::not_kept()));
-        true
+        Ok(())
     }
 
     /// Takes notes back: the process has given the pieces up. To be called before they are free.

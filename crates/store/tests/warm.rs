@@ -21,7 +21,8 @@ use std::time::Duration;
 use blocks::{MIB, bytes_of, check, keys, put};
 use cascade_block::{BlockKey, Clock, DigestAlgorithm, DigestMode, SystemClock};
 use cascade_store::{
-    CallOptions, FilesConfig, HeldPiece, Process, Put, PutOutcome, Store, StoreConfig, ViewOutcome,
+    CallOptions, FilesConfig, HeldPiece, Process, Put, PutOutcome, Store, StoreConfig, StoreError,
+    ViewOutcome,
 };
 use named_pool::{config, directory, pool, warm};
 use third_party::MapStage;
@@ -121,7 +122,7 @@ fn hold_and_wait(directory: &Path) {
     reserved.fill(0xA5);
     pieces.push(HeldPiece::reservation(&reserved));
     let mut ids = Vec::new();
-    assert!(store.note_held(&pieces, holder, &mut ids));
+    store.note_held(&pieces, holder, &mut ids).unwrap();
     assert_eq!(store.delete(&keys(0..1)), [true]);
     report(&reserved.offset().to_string());
     wait();
@@ -443,18 +444,42 @@ fn notes_that_were_taken_back_hold_nothing() {
     let slab = store.reserve(BLOCK, CallOptions::default()).unwrap();
     for _ in 0..10_000 {
         let mut ids = Vec::new();
-        assert!(store.note_held(&[HeldPiece::reservation(&slab)], me, &mut ids));
+        store.note_held(&[HeldPiece::reservation(&slab)], me, &mut ids).unwrap();
         store.unhold(ids);
     }
     let mut ids = Vec::new();
     let pieces = vec![HeldPiece::reservation(&slab); 1 << 20];
-    assert!(!store.note_held(&pieces, me, &mut ids), "more than the ledger has places for");
+    let error = store.note_held(&pieces, me, &mut ids).unwrap_err();
+    assert!(matches!(error, StoreError::Limit { .. }), "{error:?}");
     assert!(ids.is_empty(), "all or none");
     drop(slab);
     store.close().unwrap();
     drop(store);
     let store = Store::open(config(directory.path(), 4)).unwrap();
     assert_eq!(warm(&store).held_by_earlier, 0);
+}
+
+/// One process took every place of the ledger, and no other client could read or write.
+#[test]
+fn a_process_leaves_half_of_the_free_ledger_places_to_the_others() {
+    let directory = directory();
+    let store = Store::open(config(directory.path(), 4)).unwrap();
+    let slab = store.reserve(BLOCK, CallOptions::default()).unwrap();
+    let piece = HeldPiece::reservation(&slab);
+    let take_all = |pid: u32| {
+        let (process, mut ids) = (Process { pid, start_time: 1 }, Vec::new());
+        while store.note_held(&[piece], process, &mut ids).is_ok() {}
+        ids
+    };
+    let mut all: Vec<_> = (1..=8).map(take_all).collect();
+    let counts: Vec<usize> = all.iter().map(Vec::len).collect();
+    assert!(counts[0] >= 10_000, "ten thousand small views in a small pool: {counts:?}");
+    for (before, after) in counts.iter().zip(&counts[1..]) {
+        assert!(*after > 0 && after.abs_diff(before / 2) <= 1, "{counts:?}");
+    }
+    store.unhold(all.drain(..).flatten());
+    assert_eq!(take_all(9).len(), counts[0], "all of them came back");
+    store.close().unwrap();
 }
 
 #[test]

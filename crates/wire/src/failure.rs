@@ -87,6 +87,11 @@ pub(crate) fn write_error(into: &mut Writer<'_>, error: &StoreError) {
         }
         StoreError::Closed => into.u8(5),
         StoreError::Erasing => into.u8(6),
+        StoreError::Limit { limit, most } => {
+            into.u8(7);
+            into.text(limit);
+            into.u64(*most);
+        }
         other => {
             into.u8(3);
             into.text("node");
@@ -118,6 +123,7 @@ pub(crate) fn read_error(from: &mut Reader<'_>) -> Result<StoreError, WireError>
         },
         5 => StoreError::Closed,
         6 => StoreError::Erasing,
+        7 => StoreError::Limit { limit: from.name("limit")?, most: from.u64("most")? },
         _ => return Err(WireError::Field("error")),
     })
 }

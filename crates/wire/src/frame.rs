@@ -10,6 +10,8 @@ use crate::WireError;
 pub const VERSION: u16 = 1;
 /// The oldest that it still understands.
 pub const VERSION_MIN: u16 = 1;
+/// Number of the call that a refusal answers where the node has read none. Clients count from 1.
+pub const UNREAD: u32 = 0;
 /// Length of a header.
 pub const HEADER_BYTES: usize = 24;
 /// Most bytes after the header.

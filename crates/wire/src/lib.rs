@@ -15,7 +15,8 @@ pub use call::{AskedBlock, Call, HoldRange, KeyQuestion, LeasePurpose, SealedBlo
 pub use chain::ChainRequest;
 pub use fields::MANIFEST_FIELDS_MAX;
 pub use frame::{
-    BODY_BYTES_MAX, Frame, HEADER_BYTES, Header, TraceContext, VERSION, VERSION_MIN, frame_length,
+    BODY_BYTES_MAX, Frame, HEADER_BYTES, Header, TraceContext, UNREAD, VERSION, VERSION_MIN,
+    frame_length,
 };
 
 pub use hello::{Access, Hello, SessionId};

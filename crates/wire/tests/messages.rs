@@ -156,6 +156,20 @@ fn answers() -> Vec<Answer> {
     all
 }
 
+/// Failures that came after the fixture was made.
+#[test]
+fn later_failures_come_back_as_they_went() {
+    let all = || [StoreError::Erasing, StoreError::Limit { limit: "pins", most: u64::MAX }];
+    let mut bytes = Vec::new();
+    Answer::Leases(all().map(Lease::Failed).into()).write(&mut bytes, 1);
+    let answer = Answer::read(&Frame::read(&bytes).expect("it was just written"));
+    let Ok(Answer::Leases(leases)) = answer else { panic!("{answer:?}") };
+    for (lease, error) in leases.iter().zip(all()) {
+        let Lease::Failed(read) = lease else { panic!("{lease:?}") };
+        assert_eq!(format!("{read:?}"), format!("{error:?}"));
+    }
+}
+
 #[test]
 fn every_call_comes_back_as_it_went() {
     for (number, call) in (0..).zip(calls()) {

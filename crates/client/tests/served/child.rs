@@ -27,7 +27,19 @@ pub(crate) struct Process {
 impl Process {
     /// Runs one of the tests below in a process of its own.
     pub(crate) fn start(role: &str, socket: &Path) -> Self {
-        let mut child = Command::new(std::env::current_exe().unwrap())
+        Self::spawn(&mut Command::new(std::env::current_exe().unwrap()), role, socket)
+    }
+
+    /// The same as another user, who may not be able to read this binary where it lies.
+    pub(crate) fn start_as(user: u32, role: &str, socket: &Path) -> Self {
+        use std::os::unix::process::CommandExt;
+        let copy = socket.with_file_name("test");
+        std::fs::copy(std::env::current_exe().unwrap(), &copy).unwrap();
+        Self::spawn(Command::new(copy).uid(user).gid(user), role, socket)
+    }
+
+    fn spawn(command: &mut Command, role: &str, socket: &Path) -> Self {
+        let mut child = command
             .args(["--exact", role, "--ignored", "--nocapture"])
             .env(SOCKET, socket)
             .stdin(Stdio::piped())
@@ -95,7 +107,7 @@ pub(crate) fn say_ready() {
     writeln!(out, "\nis ready").and_then(|()| out.flush()).unwrap();
 }
 
-fn await_poke() {
+pub(crate) fn await_poke() {
     std::io::stdin().lock().read_line(&mut String::new()).unwrap();
 }
 

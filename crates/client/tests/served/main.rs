@@ -4,12 +4,14 @@
 
 mod child;
 mod conformance;
+mod crowd;
 mod deadlines;
 mod first;
 mod host;
 mod kill;
 mod lies;
 mod restart;
+mod shares;
 #[path = "../../../disk/tests/small_disk/mod.rs"]
 mod small_disk;
 mod stop;

@@ -10,16 +10,16 @@ use std::time::Duration;
 use cascade_block::{Clock, SystemClock};
 use cascade_store::Process;
 use cascade_wire::{
-    Answer, Call, Frame, Header, Hello, HoldRange, TraceContext, VERSION, VERSION_MIN, Welcome,
-    WireError, frame_length,
+    Answer, Call, Frame, Header, Hello, HoldRange, TraceContext, UNREAD, VERSION, VERSION_MIN,
+    Welcome, WireError, frame_length,
 };
-use nix::sys::socket::{getsockopt, sockopt};
 use rustix::event::epoll::EventFlags;
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
 use super::dispatch::Dispatch;
 use super::figures::Asked;
 use super::session::{Peer, Session};
+use super::waiting::Waiting;
 use super::{Shared, descriptors, lock};
 use crate::telemetry;
 
@@ -44,9 +44,6 @@ const NAME_MAX: usize = 128;
 const HELLO_BYTES_MAX: usize = 64 << 10;
 /// Answers that may wait for a client to take them before its next call is looked at.
 const OUTPUT_BYTES_MAX: usize = 1 << 20;
-/// Bytes of unfinished messages and of answers not taken, of all connections together; the one
-/// that comes to lie beyond it is closed.
-const WAITING_BYTES_MAX: usize = 256 << 20;
 /// Reads in a row on one connection before the others have their turn: one longest message.
 const READS_MAX: usize = 160;
 
@@ -71,12 +68,15 @@ pub(super) struct Connection {
     granted: Mutex<Option<HoldRange>>,
     /// Bytes that wait in the input and output, as they count in the sum of all connections.
     waiting: AtomicUsize,
-    waiting_of_all: Arc<AtomicUsize>,
+    waiting_of_all: Arc<Waiting>,
 }
 
 impl Drop for Connection {
     fn drop(&mut self) {
-        self.waiting_of_all.fetch_sub(*self.waiting.get_mut(), Ordering::Relaxed);
+        let waiting = *self.waiting.get_mut();
+        if waiting > 0 {
+            self.waiting_of_all.change(self.peer.process, waiting, 0);
+        }
     }
 }
 
@@ -115,12 +115,10 @@ impl Connection {
     pub(super) fn new(
         id: u64,
         stream: UnixStream,
-        waiting_of_all: &Arc<AtomicUsize>,
+        peer: Peer,
+        waiting_of_all: &Arc<Waiting>,
     ) -> io::Result<Self> {
         stream.set_nonblocking(true)?;
-        // Not rustix's: it cannot tell a process of another namespace, whose number here is 0.
-        let credentials = getsockopt(&stream, sockopt::PeerCredentials)?;
-        let peer = Peer { process: credentials.pid(), user: credentials.uid() };
         let session = Mutex::default();
         let since = SystemClock.monotonic();
         Ok(Self {
@@ -144,9 +142,8 @@ impl Connection {
         lock(&self.session).as_ref().map(Arc::clone)
     }
 
-    pub(super) fn is_silent(&self, longer_than: Duration) -> bool {
-        SystemClock.monotonic().saturating_sub(self.since) > longer_than
-            && lock(&self.session).is_none()
+    pub(super) fn age(&self) -> Duration {
+        SystemClock.monotonic().saturating_sub(self.since)
     }
 
     /// What its last call granted and nobody will use, now that it is closed: had the client read
@@ -160,8 +157,8 @@ impl Connection {
         *lock(&self.granted) = None;
     }
 
-    pub(super) fn process(&self) -> i32 {
-        self.peer.process
+    pub(super) fn peer(&self) -> Peer {
+        self.peer
     }
 
     pub(super) fn shut(&self) {
@@ -196,7 +193,7 @@ impl Connection {
             Err(End::Gone) => Next::Close,
             Err(End::Wire(error)) => {
                 let Peer { process, user } = self.peer;
-                tracing::warn!(process, user, %error, "a connection is closed: no such protocol");
+                shared.refusals.log((process, user), &format!("no such protocol: {error}"));
                 Next::Close
             }
         }
@@ -236,13 +233,15 @@ impl Connection {
         Ok(if state.has_more { Next::Write } else { Next::Read })
     }
 
-    /// Notes what waits here. True if that is more than the node has memory for.
+    /// Notes what waits here. True if that is more than its process may have.
     fn is_too_much(&self, waiting: usize) -> bool {
-        // Relaxed: a bound that is met a little late is as good. One thread at a time is here.
+        // Relaxed: one thread at a time is here.
         let before = self.waiting.swap(waiting, Ordering::Relaxed);
-        let rest = self.waiting_of_all.fetch_sub(before, Ordering::Relaxed) - before;
-        self.waiting_of_all.fetch_add(waiting, Ordering::Relaxed);
-        waiting > SCRATCH_BYTES && rest + waiting > WAITING_BYTES_MAX
+        // Most calls leave nothing, and need no lock for that.
+        let is_same = before == waiting;
+        !is_same
+            && !self.waiting_of_all.change(self.peer.process, before, waiting)
+            && waiting > SCRATCH_BYTES
     }
 
     /// Answers every whole frame of what came. True if nothing is left over.
@@ -325,6 +324,11 @@ impl Connection {
         let mut message = Vec::new();
         match self.admit(shared, &hello) {
             Ok((session, is_new)) => {
+                if !lock(&shared.connections).note_authenticated(self.id) {
+                    // Closed to make room while its hello was read: nobody else ends its session.
+                    shared.leave(self);
+                    return Err(End::Gone);
+                }
                 let store = session.tenant.store();
                 self.welcome(shared, &session).write(&mut message, number);
                 let file = store.region().file();
@@ -339,7 +343,8 @@ impl Connection {
             }
             Err(reason) => {
                 let Peer { process, user } = self.peer;
-                tracing::warn!(process, user, %reason, "a client is refused");
+                shared.refusals.log((process, user), &reason);
+                shared.refusals.note(user);
                 Answer::Refused { reason }.write(&mut message, number);
                 (&self.stream).write_all(&message)?;
                 Err(End::Gone)
@@ -350,7 +355,6 @@ impl Connection {
     fn welcome(&self, shared: &Shared, session: &Session) -> Answer {
         let store = session.tenant.store();
         let timeout = store.config().timeout.as_millis();
-        debug_assert!(!self.is_silent(Duration::ZERO), "a welcome follows a hello");
         Answer::Welcome(Welcome {
             version: VERSION,
             epoch: shared.node.epoch(),
@@ -385,6 +389,7 @@ impl Connection {
         let tenant = tenant.map_err(|refusal| refusal.to_string())?;
         let share = u64::from(shared.node.live().client_share_percent);
         let hold_bytes_max = tenant.store().region().bytes() as u64 / 100 * share;
+        let account = shared.accounts.of(tenant.name(), self.peer);
         let id = crate::node::random().map_err(|error| error.to_string())?;
         let name = hello.name.chars().filter(|c| !c.is_control()).take(NAME_MAX).collect();
         let process = Pid::from_raw(self.peer.process)
@@ -398,7 +403,8 @@ impl Connection {
             );
         }
         let (process, facts) = ((process, holder), (name, hello.access));
-        let session = Arc::new(Session::new(id, tenant, self.peer, process, facts, hold_bytes_max));
+        let share = (account, hold_bytes_max);
+        let session = Arc::new(Session::new(id, tenant, self.peer, process, facts, share));
         shared.node.sessions().add(&session);
         *lock(&self.session) = Some(Arc::clone(&session));
         Ok((session, true))
@@ -417,6 +423,17 @@ impl Connection {
         state.written = 0;
         state.output.clear();
         Ok(true)
+    }
+}
+
+/// Says why a connection is closed before anything of it was read. Who does not listen learns
+/// nothing; a fresh connection has room for it.
+pub(super) fn refuse_unread(stream: &UnixStream, reason: &str) {
+    let mut message = Vec::new();
+    Answer::Refused { reason: reason.to_owned() }.write(&mut message, UNREAD);
+    let sent = stream.set_nonblocking(true).and_then(|()| (&*stream).write(&message));
+    if let Err(error) = sent {
+        tracing::trace!(%error, "a client that is refused is gone");
     }
 }
 

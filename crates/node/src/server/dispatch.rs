@@ -6,8 +6,8 @@ use std::time::Duration;
 use cascade_block::{BlockKey, Manifest, Namespace};
 use cascade_memory::SlabMut;
 use cascade_store::{
-    CallOptions, Prepared, Put, PutOutcome, PutSlab, Request, Store, StoreError, TierName,
-    ViewOutcome, Writer,
+    CallOptions, DeclineReason, Prepared, Put, PutOutcome, PutSlab, Request, Store, StoreError,
+    TierName, ViewOutcome, Writer,
 };
 use cascade_wire::{
     Access, Answer, AskedBlock, BLOCKS_MAX, Call, ChainRequest, KEYS_MAX, KeyQuestion, Lease,
@@ -122,7 +122,7 @@ impl Dispatch<'_> {
 
     /// The right to wait, if not too many calls do already.
     fn wait(&self) -> Result<Waiter<'_>, StoreError> {
-        self.waiters.begin(self.session.id, Purpose::Other)
+        self.waiters.begin(self.session.account(), Purpose::Other)
     }
 
     /// What the caller has left, but no longer than the node lets anybody wait: a client that died
@@ -156,6 +156,9 @@ impl Dispatch<'_> {
             return Answer::Failed(long_manifest());
         }
         let namespace = Namespace::from_root(root, manifest);
+        if let Err(error) = self.session.may_register(&namespace) {
+            return Answer::Failed(error);
+        }
         self.waiting(|| self.store().register(&namespace, options), |()| Answer::Done)
     }
 
@@ -171,6 +174,7 @@ impl Dispatch<'_> {
         let lengths: Vec<usize> = blocks.iter().map(|block| block.bytes as usize).collect();
         let left = || usize::try_from(self.session.bytes_left()).unwrap_or(usize::MAX);
         let mut prepared = self.store().prepare(&puts, &lengths, left(), AT_ONCE);
+        let bytes_left = left();
         let mut granted: Vec<(usize, Held)> = Vec::new();
         let mut answers: Vec<PreparedBlock> = Vec::with_capacity(blocks.len());
         let mut settle = |prepared: Vec<Prepared>, answers: &mut Vec<PreparedBlock>| {
@@ -181,6 +185,13 @@ impl Dispatch<'_> {
                         let offset = slab.offset() as u64;
                         granted.push((index, Held::Slab(slab)));
                         PreparedBlock::Slab { offset }
+                    }
+                    // It is the client that has no room, not the pool.
+                    Prepared::Settled(PutOutcome::Declined(DeclineReason::Full))
+                        if lengths[index] > bytes_left =>
+                    {
+                        let error = self.session.bytes_limit();
+                        PreparedBlock::Settled(PutOutcome::Failed(error))
                     }
                     Prepared::Settled(outcome) => PreparedBlock::Settled(outcome),
                     Prepared::Compare => PreparedBlock::Compare,
@@ -211,9 +222,11 @@ impl Dispatch<'_> {
             };
             settle(rest, &mut answers);
         }
-        for refused in granting.grant(granted) {
-            let error = StoreError::NoRoom { needed_bytes: blocks[refused].bytes as usize };
+        for (refused, error) in granting.grant(granted) {
             answers[refused] = PreparedBlock::Settled(PutOutcome::Failed(error));
+        }
+        if answers.iter().any(has_no_room) {
+            self.node.sessions().end_unmapped();
         }
         Answer::Prepared(answers)
     }
@@ -231,7 +244,7 @@ impl Dispatch<'_> {
         // refuses it.
         let is_possible = needed_bytes <= self.store().region().bytes();
         if is_possible && counted(needed_bytes) > self.session.bytes_left() {
-            return Answer::Failed(StoreError::NoRoom { needed_bytes });
+            return Answer::Failed(self.session.bytes_limit());
         }
         let reserved = match self.store().reserve(needed_bytes, AT_ONCE) {
             Err(StoreError::Timeout { .. } | StoreError::Busy { .. }) => {
@@ -242,10 +255,9 @@ impl Dispatch<'_> {
         match reserved {
             Ok(slab) => {
                 let offset = slab.offset() as u64;
-                if granting.grant(vec![(0, Held::Slab(slab))]).is_empty() {
-                    Answer::Slab { offset }
-                } else {
-                    Answer::Failed(StoreError::NoRoom { needed_bytes })
+                match granting.grant(vec![(0, Held::Slab(slab))]).pop() {
+                    None => Answer::Slab { offset },
+                    Some((_, error)) => Answer::Failed(error),
                 }
             }
             Err(error) => Answer::Failed(error),
@@ -275,7 +287,7 @@ impl Dispatch<'_> {
         let settled = if self.store().puts_at_once(&keys) {
             self.store().put_slabs(puts, options)
         } else {
-            match self.waiters.begin(self.session.id, Purpose::Seal) {
+            match self.waiters.begin(self.session.account(), Purpose::Seal) {
                 Ok(_waiter) => self.store().put_slabs(puts, options),
                 // What is written is taken if that needs no waiting after all: hashing needs none,
                 // nor does a tier that keeps up.
@@ -317,7 +329,7 @@ impl Dispatch<'_> {
         for (index, view) in views.into_iter().enumerate() {
             leases.push(match view {
                 ViewOutcome::Hit { slab, .. } if counted(slab.len()) > left => {
-                    Lease::Failed(StoreError::NoRoom { needed_bytes: slab.len() })
+                    Lease::Failed(self.session.bytes_limit())
                 }
                 ViewOutcome::Hit { slab, tier } => {
                     left -= counted(slab.len());
@@ -330,11 +342,8 @@ impl Dispatch<'_> {
                 ViewOutcome::Failed(error) => Lease::Failed(error),
             });
         }
-        for refused in granting.grant(granted) {
-            if let Lease::Hit { bytes, .. } = leases[refused] {
-                let error = StoreError::NoRoom { needed_bytes: bytes as usize };
-                leases[refused] = Lease::Failed(error);
-            }
+        for (refused, error) in granting.grant(granted) {
+            leases[refused] = Lease::Failed(error);
         }
         Answer::Leases(leases)
     }
@@ -443,6 +452,17 @@ fn sealed(block: &SealedBlock, mut slab: SlabMut) -> PutSlab {
 /// of them gives, which never goes back, would be everybody's from then on.
 fn arriving(request: &ChainRequest) -> Request<'_> {
     Request { at: None, ..request.as_request() }
+}
+
+/// Whether a block found no room: what a client without a connection holds may be in the way.
+fn has_no_room(prepared: &PreparedBlock) -> bool {
+    matches!(
+        prepared,
+        PreparedBlock::Settled(
+            PutOutcome::Declined(DeclineReason::Full)
+                | PutOutcome::Failed(StoreError::NoRoom { .. } | StoreError::Limit { .. })
+        )
+    )
 }
 
 fn is_late(prepared: &Prepared) -> bool {

@@ -15,9 +15,6 @@ use foldhash::fast::RandomState;
 
 use crate::tenants::Tenant;
 
-/// Most pieces that one client may hold at a time: empty blocks cost no share of the pool, but each
-/// piece costs the node some memory of its own.
-pub(super) const HOLDS_MAX: usize = 256 << 10;
 /// Least that a hold counts towards a client's share, in bytes.
 const COUNTED_MIN: usize = 1024;
 
@@ -78,6 +75,11 @@ pub(super) struct Granted {
 impl Granted {
     pub(super) fn new(held: Held, note: Option<Note>, since: Duration) -> Self {
         Self { note, held, since }
+    }
+
+    /// What it counts towards the client's share.
+    pub(super) fn bytes(&self) -> u64 {
+        self.held.bytes()
     }
 
     /// Gives pieces of one session back.
@@ -169,13 +171,9 @@ impl Holds {
     }
 
     /// A call that may grant these numbers begins. Refused if one of them is in use or none at all,
-    /// if there would be too many, or if the client is gone.
+    /// or if the client is gone.
     pub(super) fn expect(&mut self, range: HoldRange) -> Result<(), StoreError> {
         let end = range.first.checked_add(u64::from(range.count)).ok_or_else(numbers_in_use)?;
-        let coming: usize = self.coming.iter().map(|coming| coming.range.count as usize).sum();
-        if self.held.len() + coming + range.count as usize > HOLDS_MAX {
-            return Err(too_many());
-        }
         if range.first < self.unused {
             let is_coming = self.coming.iter().any(|coming| overlap(coming.range, range));
             if is_coming || numbers(range).any(|hold| self.held.contains_key(&hold)) {
@@ -268,13 +266,6 @@ fn numbers_in_use() -> StoreError {
         setting: "hold",
         reason: "the client uses a number again that it still holds, or there are no more"
             .to_owned(),
-    }
-}
-
-fn too_many() -> StoreError {
-    StoreError::Config {
-        setting: "hold",
-        reason: format!("a client holds at most {HOLDS_MAX} pieces at a time; drop some views"),
     }
 }
 
@@ -379,14 +370,5 @@ mod tests {
         let tiny = pool.allocate(1).expect("the pool is empty");
         assert!(holds.grant(10, Granted::new(Held::Slab(tiny), None, Duration::ZERO)).is_none());
         assert_eq!(holds.bytes(), COUNTED_MIN as u64);
-    }
-
-    #[test]
-    fn a_client_holds_no_more_pieces_than_the_limit() {
-        let mut holds = Holds::default();
-        let most = u32::try_from(HOLDS_MAX).expect("the limit is small");
-        holds.expect(HoldRange { first: 1, count: most }).expect("the numbers are new");
-        let error = holds.expect(HoldRange { first: 1 << 40, count: 1 }).expect_err("one more");
-        assert!(error.to_string().contains("drop some views"), "{error}");
     }
 }

@@ -4,18 +4,23 @@
 //! one thread at a time serves it; that thread may wait for a tier while the others go on. A
 //! client that says nothing costs a socket and its session, and wakes nobody.
 
+mod accounts;
 mod connection;
+mod connections;
 mod descriptors;
 mod dispatch;
 mod figures;
 mod holds;
+mod mapped;
+mod refusals;
 mod session;
 mod waiters;
+mod waiting;
 
 use std::collections::HashMap;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::os::unix::net::UnixListener;
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
@@ -24,12 +29,17 @@ use std::time::Duration;
 
 use rustix::event::{EventfdFlags, epoll, eventfd};
 
+use accounts::Accounts;
 use connection::{Connection, Next, Scratch};
-use session::Session;
+use connections::Connections;
+use refusals::Refusals;
 pub use session::SessionFacts;
 pub(crate) use session::Sessions;
+use session::{Peer, Session};
 use waiters::Waiters;
+use waiting::Waiting;
 
+use crate::tenants::Refusal;
 use crate::{Node, NodeError};
 
 const LISTENER: u64 = 0;
@@ -44,13 +54,8 @@ const THREADS_MIN: usize = 2;
 const ACCEPT_MAX: usize = 64;
 /// How long nothing is accepted after that failed: what is missing is not there at once again.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(10);
-/// How long a connection may take to say who it is.
-const HELLO_TIMEOUT: Duration = Duration::from_secs(10);
-/// The same while so many are here that have not that others wait for their places. It is the next
-/// thing that a client does once it is connected.
-const HELLO_TIMEOUT_CROWDED: Duration = Duration::from_millis(500);
-/// Connections that may be here without having said who they are.
-const STRANGERS_MAX: usize = 128;
+/// How long a connection may take to say hello. It is the first thing that a client does.
+const HELLO_TIMEOUT: Duration = Duration::from_secs(5);
 /// How long the server waits for its threads when it stops.
 const STOP_TIMEOUT: Duration = Duration::from_secs(5);
 /// The process ended because a store is broken: an internal error, as `sysexits.h` has it.
@@ -68,12 +73,15 @@ pub(crate) struct Shared {
     epoll: OwnedFd,
     wake: OwnedFd,
     listener: UnixListener,
-    connections: Mutex<HashMap<u64, Arc<Connection>>>,
+    connections: Mutex<Connections>,
+    refusals: Refusals,
+    accounts: Accounts,
+    own_user: u32,
     /// Sessions by the token of their process.
     processes: Mutex<HashMap<u64, Weak<Session>>>,
     waiters: Waiters,
     /// Bytes of unfinished messages and of answers not taken.
-    waiting: Arc<AtomicUsize>,
+    waiting: Arc<Waiting>,
     next: AtomicU64,
     /// Threads that wait for events.
     idle: AtomicUsize,
@@ -104,6 +112,9 @@ impl Server {
             wake: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?,
             listener,
             connections: Mutex::default(),
+            refusals: Refusals::default(),
+            accounts: Accounts::default(),
+            own_user: rustix::process::geteuid().as_raw(),
             processes: Mutex::default(),
             waiters: Waiters::new(threads_max - THREADS_MIN),
             waiting: Arc::default(),
@@ -138,7 +149,7 @@ impl Server {
             drop(thread.join());
         }
         let connections = std::mem::take(&mut *lock(&shared.connections));
-        for connection in connections.values() {
+        for connection in connections.all() {
             connection.shut();
         }
         // Clients read on in what they hold: it goes back to no pool, and stays noted for the next
@@ -168,19 +179,6 @@ impl Drop for Server {
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     // What these guard changes in single steps.
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-/// Whether so many have not said who they are that nobody else is let in before one does.
-fn has_strangers_enough(connections: &HashMap<u64, Arc<Connection>>) -> bool {
-    let strangers = connections.values().filter(|one| one.is_silent(Duration::ZERO));
-    strangers.take(STRANGERS_MAX).count() == STRANGERS_MAX
-}
-
-/// Whether a process has its half of all connections already. Processes of other containers have
-/// no number here that could tell them apart.
-fn is_greedy(connections: &HashMap<u64, Arc<Connection>>, process: i32, most: usize) -> bool {
-    let of_process = |one: &&Arc<Connection>| one.process() == process;
-    process != 0 && connections.values().filter(of_process).count() >= most.div_ceil(2)
 }
 
 impl Shared {
@@ -265,7 +263,7 @@ impl Shared {
         if token == LISTENER {
             self.arm_listener();
         }
-        let connection = lock(&self.connections).get(&token).map(Arc::clone);
+        let connection = lock(&self.connections).get(token);
         if let Some(connection) = connection {
             self.close(&connection);
         }
@@ -301,7 +299,7 @@ impl Shared {
             }
             return;
         }
-        let connection = lock(&self.connections).get(&token).map(Arc::clone);
+        let connection = lock(&self.connections).get(token);
         let Some(connection) = connection else { return };
         let next = connection.serve(self, flags, scratch);
         let armed = match next {
@@ -321,14 +319,12 @@ impl Shared {
     }
 
     fn accept(&self) {
-        self.drop_silent(HELLO_TIMEOUT);
+        let silent = lock(&self.connections).silent_for(HELLO_TIMEOUT);
+        for connection in silent {
+            self.close(&connection);
+        }
+        self.node.sessions().end_unmapped();
         for _ in 0..ACCEPT_MAX {
-            if has_strangers_enough(&lock(&self.connections)) {
-                // Those that mean it say hello at once; the next wait in the socket's queue.
-                self.drop_silent(HELLO_TIMEOUT_CROWDED);
-                std::thread::park_timeout(ACCEPT_PAUSE);
-                return;
-            }
             let stream = match self.listener.accept() {
                 Ok((stream, _)) => stream,
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return,
@@ -339,45 +335,52 @@ impl Shared {
                     return;
                 }
             };
-            let most = self.node.live().connections_max;
-            let mut connections = lock(&self.connections);
-            if connections.len() >= most {
-                drop(connections);
-                tracing::warn!(most, "a connection is refused: connections_max is reached");
-                continue;
-            }
-            let id = self.next.fetch_add(2, Ordering::Relaxed);
-            match Connection::new(id, stream, &self.waiting) {
-                Ok(connection) if is_greedy(&connections, connection.process(), most) => {
-                    drop(connections);
-                    let process = connection.process();
-                    tracing::warn!(
-                        process,
-                        "a connection is refused: it has half of all there are"
-                    );
-                }
-                Ok(connection) => {
-                    let connection = Arc::new(connection);
-                    connections.insert(id, Arc::clone(&connection));
-                    drop(connections);
-                    if let Err(error) = self.watch(connection.fd(), id, epoll::EventFlags::IN) {
-                        tracing::warn!(%error, "a connection is closed: it cannot be watched");
-                        self.close(&connection);
-                    }
-                }
+            match Peer::of(&stream) {
+                Ok(peer) => self.admit(stream, peer),
                 Err(error) => tracing::warn!(%error, "a connection is closed: no credentials"),
+            }
+            if let Some(pause) = self.refusals.pause_after_accept() {
+                // The next ones wait in the socket's queue; clients that are here are served.
+                std::thread::park_timeout(pause);
+                return;
             }
         }
     }
 
-    /// Closes connections that have not said who they are for so long.
-    fn drop_silent(&self, longer_than: Duration) {
-        let silent: Vec<_> = lock(&self.connections)
-            .values()
-            .filter(|connection| connection.is_silent(longer_than))
-            .map(Arc::clone)
-            .collect();
-        for connection in silent {
+    /// Takes a connection in, or closes it.
+    fn admit(&self, stream: UnixStream, peer: Peer) {
+        let tenants = self.node.tenants();
+        let is_tenants_user = tenants.has_user(peer.user);
+        let refuse = |reason: &str| self.refusals.log((peer.process, peer.user), reason);
+        if !is_tenants_user {
+            if !tenants.have_tokens() {
+                connection::refuse_unread(&stream, &Refusal::User { user: peer.user }.to_string());
+                return refuse("its user is no tenant");
+            }
+            if self.refusals.are_too_many_of(peer.user) {
+                return refuse("too many hellos of its user were just refused");
+            }
+        }
+        let most = self.node.live().connections_max;
+        let full = lock(&self.connections).is_full(peer, self.own_user, most);
+        if let Some(full) = full {
+            connection::refuse_unread(&stream, full.reason());
+            return refuse(full.reason());
+        }
+        let id = self.next.fetch_add(2, Ordering::Relaxed);
+        let connection = match Connection::new(id, stream, peer, &self.waiting) {
+            Ok(connection) => Arc::new(connection),
+            Err(error) => return refuse(&error.to_string()),
+        };
+        let evicted = lock(&self.connections).add(&connection, is_tenants_user);
+        if let Some(evicted) = evicted {
+            evicted.shut();
+            let peer = evicted.peer();
+            let reason = "it said no hello, and others need its place";
+            self.refusals.log((peer.process, peer.user), reason);
+        }
+        if let Err(error) = self.watch(connection.fd(), id, epoll::EventFlags::IN) {
+            tracing::warn!(%error, "a connection is closed: it cannot be watched");
             self.close(&connection);
         }
     }
@@ -395,7 +398,8 @@ impl Shared {
     }
 
     fn close(&self, connection: &Connection) {
-        if lock(&self.connections).remove(&connection.id).is_some() {
+        let removed = lock(&self.connections).remove(connection.id);
+        if removed.is_some() {
             connection.shut();
             self.leave(connection);
         }
@@ -416,7 +420,7 @@ impl Shared {
 
     /// Ends a session at once, with all its connections.
     fn end_session(&self, session: &Session) {
-        let all: Vec<_> = lock(&self.connections).values().map(Arc::clone).collect();
+        let all = lock(&self.connections).all();
         self.node.sessions().remove(session);
         for other in all {
             if other.session().is_some_and(|one| one.id == session.id) {

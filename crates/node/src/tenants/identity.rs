@@ -52,6 +52,10 @@ impl Tokens {
         }
     }
 
+    pub(super) fn is_empty(&self) -> bool {
+        self.tags.is_empty()
+    }
+
     pub(super) fn add(&mut self, token: &Token, place: usize) {
         let key =
             self.key.as_ref().expect("the kernel gives random bytes to a process that starts");

@@ -170,7 +170,7 @@ pub(super) fn what_is_not_taken_gets_no_slab(subject: &Subject) {
     for one in prepared.iter().filter(|one| !matches!(one, Prepared::Slab(_))) {
         let Prepared::Settled(
             PutOutcome::Declined(DeclineReason::Full)
-            | PutOutcome::Failed(StoreError::NoRoom { .. }),
+            | PutOutcome::Failed(StoreError::NoRoom { .. } | StoreError::Limit { .. }),
         ) = one
         else {
             panic!("{one:?}");

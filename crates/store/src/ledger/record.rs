@@ -177,6 +177,12 @@ pub(super) fn note_stored(place: &[AtomicU64], stage: usize, stored: u64) {
 }
 
 impl HeldRecord {
+    /// The process in a record that this run wrote: its checksum needs no look.
+    pub(super) fn process_of(place: &[AtomicU64]) -> Process {
+        let [who, start_time] = [3, 4].map(|at: usize| place[at].load(Ordering::Relaxed));
+        Process { pid: low(who), start_time }
+    }
+
     pub(super) fn write(&self, place: &[AtomicU64]) {
         let who = u64::from(self.process.pid) | u64::from(self.kind) << 32;
         let fields = [self.piece.offset, self.piece.bytes, who, self.process.start_time];
