@@ -26,6 +26,8 @@ const TRIES_MAX: u32 = 4;
 enum Purpose {
     /// A caller that will use the bytes.
     Use,
+    /// The same caller again, for a block that had no room beside the others of its batch.
+    Retry,
     /// A hint that somebody will.
     Prefetch,
     /// The store itself, to compare.
@@ -79,6 +81,8 @@ struct Plan {
 struct Reading {
     outcomes: Vec<Option<ViewOutcome>>,
     purpose: Purpose,
+    /// The blocks count as requested when they are looked for the first time.
+    is_first_look: bool,
     call: Call,
 }
 
@@ -158,7 +162,7 @@ impl Node {
                 // What did not fit beside the others of its step may fit alone.
                 let view = match view {
                     ViewOutcome::Failed(StoreError::NoRoom { .. }) => {
-                        let mut alone = self.read(&[*key], call, Purpose::Use);
+                        let mut alone = self.read(&[*key], call, Purpose::Retry);
                         alone.pop().expect("one outcome for one key")
                     }
                     settled => settled,
@@ -187,7 +191,10 @@ impl Node {
     }
 
     fn read(&self, keys: &[BlockKey], call: Call, purpose: Purpose) -> Vec<ViewOutcome> {
-        let mut reading = Reading { outcomes: keys.iter().map(|_| None).collect(), purpose, call };
+        let outcomes = keys.iter().map(|_| None).collect();
+        let is_first_look = purpose == Purpose::Use;
+        let purpose = if purpose == Purpose::Retry { Purpose::Use } else { purpose };
+        let mut reading = Reading { outcomes, purpose, is_first_look, call };
         let wanted = |(index, key): (usize, &BlockKey)| {
             let key = *key;
             Wanted { index, key, avoid: 0, was_shed: false, tries: 0 }
@@ -223,6 +230,9 @@ impl Node {
         let keys: Vec<BlockKey> = wanted.iter().map(|wanted| wanted.key).collect();
         let mut found = Vec::with_capacity(keys.len());
         state.catalog.find_batch(&keys, &mut found);
+        if std::mem::take(&mut reading.is_first_look) && !state.is_closed {
+            count_direct_requests(&mut state, &found, now_unix_ms, self.memory_tier());
+        }
         let tier = self.tier_name(self.memory_tier());
         let mut plan = Plan::default();
         let mut may_have_changed = state.is_closed;
@@ -503,6 +513,43 @@ impl Served {
             GetOutcome::TooShort { .. } | GetOutcome::Failed(_) => Self::Failed,
         }
     }
+}
+
+/// Counts what a read requests beyond what lookups requested before it.
+///
+/// A block that a lookup matched was requested there: this read is its load, whoever makes it and
+/// however often. Other blocks that are here are requests that match. Those that are not here are
+/// requests that miss, unless the read is such a load: then they were evicted since its lookup, or
+/// that lookup has counted them as missing.
+fn count_direct_requests(
+    state: &mut State,
+    found: &[Option<KeyIndex>],
+    now_unix_ms: u64,
+    memory_tier: usize,
+) {
+    let (mut direct, mut absent, mut is_load) = (0, 0, false);
+    for found in found {
+        let entry = found.map(|key| state.catalog.entry(key));
+        let Some(entry) = entry.filter(|entry| !entry.has_expired(now_unix_ms)) else {
+            absent += 1;
+            continue;
+        };
+        if entry.was_matched() {
+            is_load = true;
+            continue;
+        }
+        let content = state.catalog.content(entry.content);
+        let lower = content.fastest_lower_but(state.shed).map(|(stage, _)| 1 + stage);
+        match if content.slab.is_some() { Some(memory_tier) } else { lower } {
+            Some(tier) => {
+                direct += 1;
+                state.tier_matches[tier] += 1;
+            }
+            None => absent += 1,
+        }
+    }
+    state.counters.direct_matched += direct;
+    state.counters.direct_requested += direct + if is_load { 0 } else { absent };
 }
 
 fn resident(

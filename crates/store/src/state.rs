@@ -74,6 +74,8 @@ pub(crate) struct State {
     pub(crate) history: History,
     /// Hits and their bytes: DRAM first, then the lower stages.
     pub(crate) tier_hits: [(u64, u64); 1 + LOWER_STAGES_MAX],
+    /// Requested blocks that were matched, in the same order.
+    pub(crate) tier_matches: [u64; 1 + LOWER_STAGES_MAX],
     /// Blocks to be written, by stage.
     pub(crate) queues: [VecDeque<Pending>; LOWER_STAGES_MAX],
     pub(crate) blocks_tickets: [Tickets; LOWER_STAGES_MAX],
@@ -136,6 +138,7 @@ impl State {
             counters: Counters::default(),
             history,
             tier_hits: [(0, 0); 1 + LOWER_STAGES_MAX],
+            tier_matches: [0; 1 + LOWER_STAGES_MAX],
             queues: Default::default(),
             blocks_tickets: Default::default(),
             names: Default::default(),
@@ -188,7 +191,7 @@ impl State {
             fingerprint: entry.key.fingerprint(),
             parent: parent.and_then(|parent| self.catalog.entry(parent).slot()),
             bytes: self.catalog.content(content).bytes,
-            is_protected: entry.is_prefix,
+            is_protected: entry.is_prefix(),
         };
         let slot = self.eviction.insert(now, &incoming);
         self.catalog.entry_mut(key).set_slot(Some(slot));
@@ -224,7 +227,7 @@ impl State {
             is_one_unwritten |= catalog.content(entry.content).dirty > 0;
             // Ordinary blocks are named first. One that is still to be written down will be free to
             // go soon: better wait for it than evict a protected one.
-            let is_spared = entry.is_prefix && is_one_unwritten;
+            let is_spared = entry.is_prefix() && is_one_unwritten;
             let may_go = !is_spared && is_evictable(catalog, KeyIndex(owner));
             may_any_go |= may_go;
             may_go
@@ -314,7 +317,7 @@ impl State {
             parent: self.catalog.parent_of(key).map(|parent| self.catalog.entry(parent).key),
             namespace: unknown_namespace(),
             bytes: content.bytes,
-            is_prefix: entry.is_prefix,
+            is_prefix: entry.is_prefix(),
             expires_unix_ms: (entry.expires_unix_ms != 0).then_some(entry.expires_unix_ms),
         };
         let digest = self.catalog.digest_of(entry.content).copied();
@@ -335,7 +338,7 @@ impl State {
 
     /// A stage has a content there now.
     pub(crate) fn set_address(&mut self, index: ContentIndex, stage: usize, address: Address) {
-        self.catalog.content_mut(index).set_address(stage, Some(address));
+        self.catalog.set_address(index, stage, Some(address));
         if let Some(ledger) = &self.ledger {
             let mut next = Some(self.catalog.first_key_of(index));
             while let Some(key) = next {
@@ -348,7 +351,7 @@ impl State {
     /// A stage does not have a content any more.
     pub(crate) fn clear_address(&mut self, index: ContentIndex, stage: usize) {
         let was_in_reach = self.is_in_reach(index);
-        self.catalog.content_mut(index).set_address(stage, None);
+        self.catalog.set_address(index, stage, None);
         self.note_reach(index, was_in_reach);
     }
 
