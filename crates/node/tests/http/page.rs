@@ -106,6 +106,33 @@ fn the_page_shows_the_status_and_its_plots_in_a_browser() {
     assert!(!visit.dom.contains("http://"), "nothing comes from elsewhere");
 }
 
+/// On a phone the tiles and tables ran out of the page.
+#[test]
+fn the_page_is_no_wider_than_a_phone() {
+    const WIDTH: u32 = 390;
+    let Some(browser) = browser() else { return };
+    let served = Served::start();
+    served.get("/status.json");
+    served.put(0..180);
+    served.read(0..60);
+    served.settle();
+    // A frame is as narrow as it is told; a window is not.
+    let page = served.get("/").body.replace('&', "&amp;").replace('"', "&quot;");
+    let measure = "document.title = frame.contentDocument.documentElement.scrollWidth";
+    let outer = format!(
+        "<iframe id=frame width={WIDTH} height=3000 style=border:0 onload='{measure}' \
+         srcdoc=\"{page}\"></iframe>"
+    );
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("phone.html");
+    fs::write(&path, outer).unwrap();
+    let url = format!("file://{}", path.display());
+    let dom = visit(browser, &url, &["--dump-dom"]).dom;
+    let title = dom.split("<title>").nth(1).and_then(|rest| rest.split('<').next());
+    let wide: u32 = title.and_then(|title| title.parse().ok()).unwrap_or_else(|| panic!("{dom}"));
+    assert!(wide <= WIDTH, "{wide} pixels");
+}
+
 /// Makes the picture in the documents. Look at it.
 #[test]
 #[ignore = "takes a minute: makes docs/images/status-page.png"]
