@@ -34,7 +34,9 @@ const BUFFER_BYTES: usize = 16 << 10;
 /// One line about refused connections in so much time.
 const REMARK_INTERVAL: Duration = Duration::from_secs(10);
 /// Places for health checks alone, when all others are busy. The newest always gets one.
-const HEALTH_PLACES: usize = 64;
+const HEALTH_PLACES: usize = 256;
+/// How long a connection is idle before a newcomer may have its place.
+const PATIENCE: Duration = Duration::from_millis(250);
 /// How long a connection in one of them may last.
 const HEALTH_TIMEOUT: Duration = Duration::from_secs(2);
 
@@ -53,9 +55,9 @@ pub(super) async fn run(
         app: routes::router(&node, &access),
         health: routes::health_router(&node),
         // Who floods the port does not keep users of the socket out.
-        tcp_places: Places::new(config.connections_max),
-        unix_places: Places::new(config.connections_max),
-        health_places: Places::new(HEALTH_PLACES),
+        tcp_places: Places::new(config.connections_max, PATIENCE),
+        unix_places: Places::new(config.connections_max, PATIENCE),
+        health_places: Places::new(HEALTH_PLACES, Duration::ZERO),
         next: AtomicU64::new(0),
         node,
         access,

@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use tokio::sync::oneshot;
 use tokio::time::Instant;
@@ -13,6 +14,8 @@ const USER_SHARE: usize = 4;
 #[derive(Debug)]
 pub(super) struct Places {
     most: usize,
+    /// How long a connection is idle before a newcomer may have its place.
+    patience: Duration,
     open: Mutex<HashMap<u64, Open>>,
 }
 
@@ -36,13 +39,15 @@ pub(super) struct Place {
 pub(super) type Ended = oneshot::Receiver<()>;
 
 impl Places {
-    pub(super) fn new(most: usize) -> Arc<Self> {
-        Arc::new(Self { most, open: Mutex::default() })
+    /// With patience, a crowd that comes at once cannot end its own connections before their first
+    /// request is there, again and again, so that none is ever served.
+    pub(super) fn new(most: usize, patience: Duration) -> Arc<Self> {
+        Arc::new(Self { most, patience, open: Mutex::default() })
     }
 
     /// A place for a connection. When there is none, the connection that has been idle longest
     /// gives its own: whoever sends its request at once is served before that becomes its turn.
-    /// None when all are busy, or when a user has its share and none of that is idle.
+    /// None when all are busy or were so just now, or when that is so for a user with its share.
     ///
     /// `id` tells connections apart, `user` is who has only a share of the places.
     pub(super) fn take(self: &Arc<Self>, id: u64, user: Option<u32>) -> Option<(Place, Ended)> {
@@ -53,7 +58,10 @@ impl Places {
         if has_share || open.len() >= self.most {
             let candidates = open.iter().filter(|(_, one)| !has_share || of_user(one));
             let idle = candidates.filter_map(|(id, one)| Some((one.idle_since?, *id)));
-            let (_, longest) = idle.min()?;
+            let (since, longest) = idle.min()?;
+            if since.elapsed() < self.patience {
+                return None;
+            }
             open.remove(&longest);
         }
         let (end, ended) = oneshot::channel();
@@ -97,7 +105,7 @@ mod tests {
 
     #[test]
     fn a_newcomer_takes_the_place_that_has_been_idle_longest() {
-        let places = Places::new(3);
+        let places = Places::new(3, Duration::ZERO);
         let (first, mut first_ended) = places.take(1, None).unwrap();
         let (second, mut second_ended) = places.take(2, None).unwrap();
         let (_third, mut third_ended) = places.take(3, None).unwrap();
@@ -113,7 +121,7 @@ mod tests {
 
     #[test]
     fn nobody_has_a_place_when_all_are_busy() {
-        let places = Places::new(2);
+        let places = Places::new(2, Duration::ZERO);
         let held: Vec<_> = (0..2).map(|id| places.take(id, None).unwrap()).collect();
         held.iter().for_each(|(place, _)| place.note_busy());
         assert!(places.take(2, None).is_none());
@@ -122,8 +130,15 @@ mod tests {
     }
 
     #[test]
+    fn a_connection_that_was_busy_just_now_keeps_its_place() {
+        let places = Places::new(1, Duration::MAX);
+        let _held = places.take(0, None).unwrap();
+        assert!(places.take(1, None).is_none());
+    }
+
+    #[test]
     fn a_user_with_its_share_takes_only_from_itself() {
-        let places = Places::new(8);
+        let places = Places::new(8, Duration::ZERO);
         let (_other, mut other_ended) = places.take(1, Some(7)).unwrap();
         let mut own: Vec<_> = (2..6).filter_map(|id| places.take(id, Some(8))).collect();
         assert_eq!(places.lock().len(), 3, "two of eight are a quarter");

@@ -3,7 +3,7 @@
 use std::io::{BufRead as _, BufReader, Read, Write};
 use std::net::TcpStream;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use cascade_node::config::SecurityConfig;
 
@@ -47,6 +47,16 @@ fn first_line(stream: &mut TcpStream) -> String {
     String::from_utf8_lossy(&first).into_owned()
 }
 
+/// Reads the rest of an answer about health.
+fn drain(stream: &mut TcpStream) {
+    let mut rest = Vec::new();
+    let mut byte = [0];
+    while !rest.ends_with(b"}") {
+        stream.read_exact(&mut byte).unwrap();
+        rest.extend(byte);
+    }
+}
+
 #[test]
 fn a_newcomer_takes_the_place_of_the_connection_that_is_idle_longest() {
     let served = Served::start_with(SecurityConfig::default(), |config| {
@@ -57,13 +67,20 @@ fn a_newcomer_takes_the_place_of_the_connection_that_is_idle_longest() {
         let mut stream = connect(&served);
         stream.write_all(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n").unwrap();
         assert_eq!(first_line(&mut stream), "HTTP/1.1 200");
+        drain(&mut stream);
         held.push(stream);
     }
-    for _ in 0..20 {
-        assert_eq!(served.get_as_anybody("/metrics").code, 200, "it speaks at once");
+    let mut stream = held.pop().unwrap();
+    // One that was busy just now is left its place; after a moment it is not.
+    let clock = Instant::now();
+    while served.get_as_anybody("/metrics").code != 200 {
+        assert!(clock.elapsed() < Duration::from_secs(60), "no place becomes free");
+        stream.write_all(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n").unwrap();
+        assert_eq!(first_line(&mut stream), "HTTP/1.1 200");
+        drain(&mut stream);
+        std::thread::park_timeout(Duration::from_millis(50));
     }
-    assert!(held.into_iter().all(is_closed));
-    assert_eq!(served.node.traffic().status().http.turned_away, 0);
+    assert!(is_closed(held.pop().unwrap()), "it was idle longest");
 }
 
 #[test]

@@ -16,15 +16,15 @@ use crate::prometheus::{metrics_of, panel_queries};
 use crate::served::{BLOCK_BYTES, Served, get, key};
 
 /// Metrics that stay zero here, and where or why.
-const ZERO_HERE: [(&str, &str); 22] = [
-    ("cascade_clients", "needs a client: crates/client/tests"),
-    ("cascade_stopped_clients", "needs a client: crates/client/tests"),
+const ZERO_HERE: [(&str, &str); 23] = [
+    ("cascade_clients", "needs a client over the node's socket"),
+    ("cascade_stopped_clients", "needs a client over the node's socket"),
     ("cascade_silent_clients", "needs a client that is idle for a minute"),
-    ("cascade_reaped_clients", "needs a client: crates/client/tests"),
-    ("cascade_leases", "needs a client: crates/client/tests"),
-    ("cascade_leased_bytes", "needs a client: crates/client/tests"),
-    ("cascade_filling_bytes", "needs a client: crates/client/tests"),
-    ("cascade_oldest_lease_seconds", "needs a client: crates/client/tests"),
+    ("cascade_reaped_clients", "needs a client that dies"),
+    ("cascade_leases", "needs a client over the node's socket"),
+    ("cascade_leased_bytes", "needs a client over the node's socket"),
+    ("cascade_filling_bytes", "needs a client over the node's socket"),
+    ("cascade_oldest_lease_seconds", "needs a client over the node's socket"),
     ("cascade_http_handshake_failures", "needs certificates: security.rs"),
     ("cascade_exported_spans", "needs a collector: traces.rs"),
     ("cascade_lost_spans", "needs requests under a subscriber: traces.rs"),
@@ -33,8 +33,9 @@ const ZERO_HERE: [(&str, &str); 22] = [
     ("cascade_tier_stuck_calls", "needs a stage that hangs: crates/store/tests/health.rs"),
     ("cascade_pending_bytes", "is zero again as soon as the mover has written"),
     ("cascade_demote_failures", "needs a disk that fails: crates/store/tests/sick_disk.rs"),
-    ("cascade_demote_declines", "needs a stage that declines: crates/store/tests/mover.rs"),
-    ("cascade_name_failures", "needs a stage that fails: crates/store/tests/health.rs"),
+    ("cascade_demote_declines", "needs a stage that declines blocks"),
+    ("cascade_name_failures", "needs a stage that fails to take names"),
+    ("cascade_protection_refused", "needs a smaller quota: crates/store/tests/protection.rs"),
     ("cascade_shadow_hit_ratio", "a sample of all blocks, which may have no hit"),
     ("cascade_pool_huge_page_bytes", "the machine may have no huge pages"),
     ("cascade_warm_restart_rejected_records", "needs damage: crates/store/tests/pool_files.rs"),

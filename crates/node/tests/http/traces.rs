@@ -168,9 +168,8 @@ fn the_log_says_at_start_what_was_recovered_and_what_was_discarded() {
         let lines = Lines::default();
         let log = LogConfig { json: true, filter: Some("info".to_owned()) };
         let subscriber = telemetry::subscriber(&log, None, false, lines.clone()).unwrap();
-        let node = tracing::subscriber::with_default(subscriber, || {
-            Node::open(config.clone()).unwrap()
-        });
+        let node =
+            tracing::subscriber::with_default(subscriber, || Node::open(config.clone()).unwrap());
         (node, lines.text())
     };
     let (node, said) = run(&config);
