@@ -1,4 +1,4 @@
-//! HTTP: metrics, health, status and the page, on a TCP port and on a Unix socket beside the node's.
+//! HTTP: metrics, health, status and the page, on a TCP port and a Unix socket beside the node's.
 
 mod access;
 mod answers;

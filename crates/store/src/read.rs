@@ -231,7 +231,7 @@ impl Node {
         let mut found = Vec::with_capacity(keys.len());
         state.catalog.find_batch(&keys, &mut found);
         if std::mem::take(&mut reading.is_first_look) && !state.is_closed {
-            count_direct_requests(&mut state, &found, now_unix_ms, self.memory_tier());
+            state.count_direct_requests(&found, now_unix_ms, self.memory_tier());
         }
         let tier = self.tier_name(self.memory_tier());
         let mut plan = Plan::default();
@@ -513,43 +513,6 @@ impl Served {
             GetOutcome::TooShort { .. } | GetOutcome::Failed(_) => Self::Failed,
         }
     }
-}
-
-/// Counts what a read requests beyond what lookups requested before it.
-///
-/// A block that a lookup matched was requested there: this read is its load, whoever makes it and
-/// however often. Other blocks that are here are requests that match. Those that are not here are
-/// requests that miss, unless the read is such a load: then they were evicted since its lookup, or
-/// that lookup has counted them as missing.
-fn count_direct_requests(
-    state: &mut State,
-    found: &[Option<KeyIndex>],
-    now_unix_ms: u64,
-    memory_tier: usize,
-) {
-    let (mut direct, mut absent, mut is_load) = (0, 0, false);
-    for found in found {
-        let entry = found.map(|key| state.catalog.entry(key));
-        let Some(entry) = entry.filter(|entry| !entry.has_expired(now_unix_ms)) else {
-            absent += 1;
-            continue;
-        };
-        if entry.was_matched() {
-            is_load = true;
-            continue;
-        }
-        let content = state.catalog.content(entry.content);
-        let lower = content.fastest_lower_but(state.shed).map(|(stage, _)| 1 + stage);
-        match if content.slab.is_some() { Some(memory_tier) } else { lower } {
-            Some(tier) => {
-                direct += 1;
-                state.tier_matches[tier] += 1;
-            }
-            None => absent += 1,
-        }
-    }
-    state.counters.direct_matched += direct;
-    state.counters.direct_requested += direct + if is_load { 0 } else { absent };
 }
 
 fn resident(

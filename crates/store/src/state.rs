@@ -453,6 +453,43 @@ impl State {
         self.blocks_tickets[stage].pushed += 1;
     }
 
+    /// Counts what a read requests beyond what lookups requested before it.
+    ///
+    /// A block that a lookup matched was requested there: this read is its load, whoever makes it and
+    /// however often. Other blocks that are here are requests that match. Those that are not here are
+    /// requests that miss, unless the read is such a load: then they were evicted since its lookup, or
+    /// that lookup has counted them as missing.
+    pub(crate) fn count_direct_requests(
+        &mut self,
+        found: &[Option<KeyIndex>],
+        now_unix_ms: u64,
+        memory_tier: usize,
+    ) {
+        let (mut direct, mut absent, mut is_load) = (0, 0, false);
+        for found in found {
+            let entry = found.map(|key| self.catalog.entry(key));
+            let Some(entry) = entry.filter(|entry| !entry.has_expired(now_unix_ms)) else {
+                absent += 1;
+                continue;
+            };
+            if entry.was_matched() {
+                is_load = true;
+                continue;
+            }
+            let content = self.catalog.content(entry.content);
+            let lower = content.fastest_lower_but(self.shed).map(|(stage, _)| 1 + stage);
+            match if content.slab.is_some() { Some(memory_tier) } else { lower } {
+                Some(tier) => {
+                    direct += 1;
+                    self.tier_matches[tier] += 1;
+                }
+                None => absent += 1,
+            }
+        }
+        self.counters.direct_matched += direct;
+        self.counters.direct_requested += direct + if is_load { 0 } else { absent };
+    }
+
     /// One block's put is over.
     pub(crate) fn count_put(&mut self, key: &BlockKey, outcome: &PutOutcome) {
         self.counters.count_put(outcome);

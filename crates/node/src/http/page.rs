@@ -104,7 +104,9 @@ fn scope(status: &Status) -> Markup {
                 p.scope {
                     "Totals of all tenants. Figures by tenant, client and prefix need a token, or \
                      the Unix socket: " code { "cascade status" } " or "
-                    code { "curl --unix-socket " (status.node.socket) ".http localhost/status.json" }
+                    code {
+                        "curl --unix-socket " (status.node.socket) ".http localhost/status.json"
+                    }
                 }
             }
         }

@@ -8,7 +8,7 @@ pub(super) const FAMILIES: &[Family] = &[
     Family {
         name: "cascade_requested_blocks",
         kind: Kind::Counter,
-        help: "Blocks requested by lookups, and by reads without one; hit rate is matched over these",
+        help: "Blocks requested: by lookups, and by reads without one before",
         labels: &["tenant"],
         read: |status, samples| {
             each_tenant(status, |t| samples.add(&[&t.name], t.hit_rate.requested_blocks));

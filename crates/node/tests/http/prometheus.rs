@@ -277,7 +277,8 @@ fn the_alert_of_a_collapsed_hit_rate_fires_for_callers_that_look_up_first() {
     ];
     let expected = |fires: bool| {
         if fires {
-            "[{exp_labels: {severity: warning, instance: a, tenant: default}, exp_annotations: ANNOTATIONS}]"
+            "[{exp_labels: {severity: warning, instance: a, tenant: default}, \
+             exp_annotations: ANNOTATIONS}]"
         } else {
             "[]"
         }

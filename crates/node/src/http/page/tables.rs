@@ -96,9 +96,8 @@ fn sums(at: usize, tenant: &TenantStatus, many: bool) -> Markup {
             @if many { span.part { (tenant.name) ":" } }
             @if let Some(ratio) = hit_rate.ratio {
                 span.part {
-                    b data-path={ "tenants." (at) ".hit_rate.ratio" } data-value=(format!("{ratio:?}")) {
-                        (percent(ratio))
-                    }
+                    b data-path={ "tenants." (at) ".hit_rate.ratio" }
+                        data-value=(format!("{ratio:?}")) { (percent(ratio)) }
                     " hit rate"
                 }
             }
