@@ -455,10 +455,10 @@ impl State {
 
     /// Counts what a read requests beyond what lookups requested before it.
     ///
-    /// A block that a lookup matched was requested there: this read is its load, whoever makes it and
-    /// however often. Other blocks that are here are requests that match. Those that are not here are
-    /// requests that miss, unless the read is such a load: then they were evicted since its lookup, or
-    /// that lookup has counted them as missing.
+    /// A block that a lookup matched was requested there: this read is its load, whoever makes it
+    /// and however often. Other blocks that are here are requests that match. Those that are not
+    /// here are requests that miss, unless the read is such a load: then they were evicted since
+    /// its lookup, or that lookup has counted them as missing.
     pub(crate) fn count_direct_requests(
         &mut self,
         found: &[Option<KeyIndex>],
