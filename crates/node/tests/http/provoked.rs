@@ -137,6 +137,8 @@ fn provoke(served: &Served) {
         drop(store.view(&[key], options));
     }
     assert!(counters().damaged_blocks > 0);
+    // Something of the pool is free.
+    store.delete(&here(0..768));
     get(served.address(), "/metrics", &["Authorization: Bearer a-token-of-nobody"]);
 }
 
