@@ -4,10 +4,11 @@ from typing import Literal, TypedDict
 
 
 class TierHits(TypedDict):
-    """One tier's share of the hits."""
+    """One tier's share of the hits; `matched_blocks` over all tiers is what was matched."""
 
     blocks: int
     bytes: int
+    matched_blocks: int
 
 
 class PoolStats(TypedDict):
@@ -25,6 +26,7 @@ class PoolStats(TypedDict):
 class StageStats(TypedDict):
     """One tier below DRAM."""
 
+    blocks: int
     used_bytes: int
     capacity_bytes: int
     files: int
@@ -65,12 +67,15 @@ class ShadowFigure(TypedDict):
 class Stats(TypedDict):
     """Counters since the store was opened (`hits + misses + get_failures == gets`), and contents.
 
-    `content_bytes` counts equal bytes once; `hits_by_tier` adds up to `hits`.
+    `content_bytes` counts equal bytes once; `hits_by_tier` adds up to `hits`. The hit rate is
+    `(blocks_matched + direct_matched) / (blocks_requested + direct_requested)`.
     """
 
     requests: int
     blocks_requested: int
     blocks_matched: int
+    direct_requested: int
+    direct_matched: int
     gets: int
     hits: int
     misses: int

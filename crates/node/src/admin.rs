@@ -7,6 +7,7 @@ use serde::Serialize;
 
 use crate::Node;
 use crate::explain::{ChainStory, Question};
+use crate::status::View;
 use crate::tenants::{DEFAULT, Leftover, Receipt, Tenant};
 
 /// Topics that there are.
@@ -58,17 +59,7 @@ fn reach<'a>(node: &'a Node, asks: &Tenant, name: &str) -> Result<&'a Tenant, St
 
 /// A tenant that is not the node's own sees itself and its own clients alone.
 fn status(node: &Node, asks: &Tenant) -> crate::status::Status {
-    let mut status = node.status();
-    if asks.name() != DEFAULT {
-        let clients: Vec<_> =
-            node.clients().into_iter().filter(|client| client.tenant == asks.name()).collect();
-        status.tenants.retain(|tenant| tenant.name == asks.name());
-        status.clients = crate::status::ClientsStatus::of(&clients, 0);
-        // What others ask of the node, and how fast, is theirs.
-        status.server = crate::traffic::Traffic::default().status();
-        status.traces = None;
-    }
-    status
+    node.status().seen_by(&View::of_tenant(asks), node)
 }
 
 /// Which chain to explain, and whose.

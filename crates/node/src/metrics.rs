@@ -11,7 +11,7 @@ use prometheus_client::encoding::{DescriptorEncoder, MetricEncoder, NoLabelSet, 
 use prometheus_client::metrics::MetricType;
 use prometheus_client::registry::Registry;
 
-use crate::status::{Histogram, Status};
+use crate::status::{Histogram, Status, View};
 
 /// Every family, in the order of a scrape.
 pub fn families() -> impl Iterator<Item = &'static Family> + Clone {
@@ -84,7 +84,7 @@ impl Samples {
 }
 
 /// The two text formats that scrapers ask for.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Format {
     /// `OpenMetrics` 1.0, which Prometheus asks for.
     OpenMetrics,
@@ -158,7 +158,7 @@ impl Collector for OfStatus {
             let metric = encoder.encode_descriptor(family.name, family.help, None, kind)?;
             let mut samples = Samples::default();
             (family.read)(&self.0, &mut samples);
-            write_samples(family, &samples, metric)?;
+            write_samples(family, &samples, self.0.view == View::Totals, metric)?;
         }
         Ok(())
     }
@@ -167,12 +167,15 @@ impl Collector for OfStatus {
 fn write_samples(
     family: &Family,
     samples: &Samples,
+    are_totals: bool,
     mut metric: MetricEncoder<'_>,
 ) -> Result<(), fmt::Error> {
     for (labels, value) in &samples.0 {
         assert_eq!(labels.len(), family.labels.len(), "{}: a value for each label", family.name);
-        let labels: Vec<(&str, &str)> =
-            family.labels.iter().copied().zip(labels.iter().map(String::as_str)).collect();
+        let labels = family.labels.iter().copied().zip(labels.iter().map(String::as_str));
+        // Sums over all tenants belong to none of them.
+        let labels = labels.filter(|(name, _)| !(are_totals && *name == "tenant"));
+        let labels: Vec<(&str, &str)> = labels.collect();
         if labels.is_empty() {
             write_value(family, value, &mut metric)?;
         } else {

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock};
 use std::time::Duration;
 
-use cascade_block::{Clock, SystemClock};
+use cascade_block::{ByteSize, Clock, SystemClock};
 use cascade_store::{Store, StoreError};
 use thiserror::Error;
 
@@ -16,7 +16,7 @@ use crate::own_process::OwnProcess;
 use crate::samples::Samples;
 use crate::server::{SessionFacts, Sessions};
 use crate::socket_place::SocketPlaceError;
-use crate::status::{ClientsStatus, NodeState, NodeStatus, Status, TenantStatus};
+use crate::status::{ClientsStatus, NodeState, NodeStatus, Status, TenantStatus, View};
 use crate::telemetry::{Spans, TelemetryError};
 use crate::tenants::{Tenant, TenantError, Tenants};
 use crate::traffic::Traffic;
@@ -132,6 +132,7 @@ impl Node {
             operation: "draw a random number for the epoch",
             source,
         })?;
+        tenants.all().iter().for_each(|tenant| tell_recovered(tenant));
         Ok(Self(Arc::new(Inner {
             live: RwLock::new(Live::of(&config)),
             config,
@@ -249,6 +250,7 @@ impl Node {
         let tenants = tenants.collect();
         let spans = inner.spans.lock().unwrap_or_else(PoisonError::into_inner);
         Status {
+            view: View::All,
             node: NodeStatus {
                 version: env!("CARGO_PKG_VERSION").to_owned(),
                 pid: std::process::id(),
@@ -260,6 +262,10 @@ impl Node {
                 threads: process.threads,
                 cpu_s: process.cpu_s,
                 memory_bytes: process.memory_bytes,
+                virtual_memory_bytes: process.virtual_memory_bytes,
+                open_files: process.open_files,
+                open_files_max: process.open_files_max,
+                started_unix_s: process.started_unix_s,
             },
             tenants,
             clients: ClientsStatus::of(&self.clients(), inner.sessions.reaped()),
@@ -278,6 +284,31 @@ impl Node {
         time: Duration,
     ) -> Result<String, String> {
         crate::admin::answer(self, asks, topic, arguments, time)
+    }
+}
+
+/// Logs what a store found of an earlier run, and what it could not keep of it.
+fn tell_recovered(tenant: &Tenant) {
+    let stats = tenant.store().stats();
+    let tenant = tenant.name();
+    if let Some(warm) = stats.warm.filter(|warm| warm.runs > 1) {
+        tracing::info!(
+            tenant,
+            blocks = warm.recovered_blocks,
+            bytes = %ByteSize(warm.recovered_bytes).rounded(),
+            rejected_records = warm.rejected_records,
+            took_ms = warm.recover_ms,
+            "blocks of the run before are in DRAM again"
+        );
+    }
+    for ((tier, stage), blocks) in stats.stages.iter().zip(&stats.stage_blocks) {
+        if *blocks > 0 {
+            let bytes = ByteSize(stage.used_bytes).rounded();
+            tracing::info!(tenant, tier, blocks, %bytes, "blocks of earlier runs were found");
+        }
+    }
+    for note in &stats.notes {
+        tracing::warn!(tenant, "{note}");
     }
 }
 

@@ -1,8 +1,9 @@
-//! What the kernel says of this process: threads, processor time, memory.
+//! What the kernel says of this process: threads, CPU time, memory, descriptors.
 
 use std::fs;
 
 use rustix::param::{clock_ticks_per_second, page_size};
+use rustix::process::{Resource, getrlimit};
 
 /// Figures of this process; zeros where there is no `/proc`.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
@@ -10,12 +11,28 @@ pub(crate) struct OwnProcess {
     pub(crate) threads: u64,
     pub(crate) cpu_s: f64,
     pub(crate) memory_bytes: u64,
+    pub(crate) virtual_memory_bytes: u64,
+    pub(crate) open_files: u64,
+    pub(crate) open_files_max: u64,
+    pub(crate) started_unix_s: f64,
 }
 
 impl OwnProcess {
     pub(crate) fn now() -> Self {
-        fs::read_to_string("/proc/self/stat").map_or_else(|_| Self::default(), |text| of(&text))
+        let Ok(stat) = fs::read_to_string("/proc/self/stat") else { return Self::default() };
+        let mut process = of(&stat);
+        process.open_files = fs::read_dir("/proc/self/fd").map_or(0, |open| open.count() as u64);
+        process.open_files_max = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
+        process.started_unix_s += boot_unix_s();
+        process
     }
+}
+
+/// When the machine started, in seconds since 1970.
+fn boot_unix_s() -> f64 {
+    let stat = fs::read_to_string("/proc/stat").unwrap_or_default();
+    let boot = stat.lines().find_map(|line| line.strip_prefix("btime "));
+    boot.and_then(|seconds| seconds.trim().parse().ok()).unwrap_or(0.0)
 }
 
 /// The fields of `/proc/<pid>/stat` behind the name, which may hold spaces and brackets itself.
@@ -24,12 +41,16 @@ fn of(stat: &str) -> OwnProcess {
     let fields = stat.rsplit_once(')').map_or("", |(_, rest)| rest);
     let fields: Vec<u64> =
         fields.split_whitespace().map(|field| field.parse().unwrap_or(0)).collect();
-    // Counted from field 3, the state: 14 and 15 are the times, 20 the threads, 24 the pages.
+    // Counted from field 3, the state: 14 and 15 are the times, 20 the threads, 22 the start in
+    // ticks since the machine's, 23 the address space, 24 the pages.
     let field = |number: usize| fields.get(number - 3).copied().unwrap_or(0);
     OwnProcess {
         threads: field(20),
         cpu_s: (field(14) + field(15)) as f64 / clock_ticks_per_second() as f64,
         memory_bytes: field(24) * page_size() as u64,
+        virtual_memory_bytes: field(23),
+        started_unix_s: field(22) as f64 / clock_ticks_per_second() as f64,
+        ..OwnProcess::default()
     }
 }
 
@@ -50,5 +71,9 @@ mod tests {
     fn this_process_has_a_thread_and_memory() {
         let process = OwnProcess::now();
         assert!(process.threads >= 1 && process.memory_bytes > 0, "{process:?}");
+        assert!(process.virtual_memory_bytes >= process.memory_bytes, "{process:?}");
+        assert!((3..process.open_files_max).contains(&process.open_files), "{process:?}");
+        // After 2020.
+        assert!(process.started_unix_s > 1.577e9, "{process:?}");
     }
 }

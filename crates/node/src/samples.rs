@@ -27,8 +27,8 @@ pub(crate) struct Samples(Mutex<VecDeque<Sample>>);
 #[derive(Debug, Clone, PartialEq)]
 struct Sample {
     at_ms: u64,
-    tier_hits: Vec<(String, u64)>,
-    gets: u64,
+    tier_matches: Vec<(String, u64)>,
+    requested: u64,
     /// Bytes: got, put, demoted, promoted, evicted.
     moved: [u64; Flow::ALL.len()],
 }
@@ -53,7 +53,7 @@ impl Flow {
 pub(crate) struct Series {
     /// How much time it covers.
     pub(crate) span_s: f64,
-    /// Tiers that were hit at any time, fast to slow.
+    /// Tiers, fast to slow.
     pub(crate) tiers: Vec<String>,
     /// The pieces, old to new.
     pub(crate) pieces: Vec<Piece>,
@@ -64,10 +64,10 @@ pub(crate) struct Series {
 pub(crate) struct Piece {
     /// Seconds of it that samples cover.
     pub(crate) known_s: f64,
-    /// Blocks asked for.
-    pub(crate) gets: f64,
-    /// Blocks served, by tier.
-    pub(crate) hits: Vec<f64>,
+    /// Blocks requested.
+    pub(crate) requested: f64,
+    /// Of these, matched, by tier.
+    pub(crate) matched: Vec<f64>,
     /// Bytes by flow.
     pub(crate) moved: [f64; Flow::ALL.len()],
 }
@@ -105,8 +105,8 @@ impl Samples {
             return Series::default();
         };
         let span_ms = (last.at_ms - first.at_ms).clamp(PLOT_MS_MIN, SPAN_MS);
-        let tiers: Vec<String> = last.tier_hits.iter().map(|(name, _)| name.clone()).collect();
-        let piece = || Piece { hits: vec![0.0; tiers.len()], ..Piece::default() };
+        let tiers: Vec<String> = last.tier_matches.iter().map(|(name, _)| name.clone()).collect();
+        let piece = || Piece { matched: vec![0.0; tiers.len()], ..Piece::default() };
         let mut pieces: Vec<Piece> = (0..PIECES).map(|_| piece()).collect();
         let begin_ms = last.at_ms as f64 - span_ms as f64;
         let piece_ms = span_ms as f64 / PIECES as f64;
@@ -129,9 +129,9 @@ impl Piece {
     fn add(&mut self, old: &Sample, new: &Sample, tiers: &[String], share: f64, known_s: f64) {
         let part = |old: u64, new: u64| new.saturating_sub(old) as f64 * share;
         self.known_s += known_s;
-        self.gets += part(old.gets, new.gets);
-        for (hits, tier) in self.hits.iter_mut().zip(tiers) {
-            *hits += part(old.hits(tier), new.hits(tier));
+        self.requested += part(old.requested, new.requested);
+        for (matched, tier) in self.matched.iter_mut().zip(tiers) {
+            *matched += part(old.matched(tier), new.matched(tier));
         }
         for (at, moved) in self.moved.iter_mut().enumerate() {
             *moved += part(old.moved[at], new.moved[at]);
@@ -141,11 +141,11 @@ impl Piece {
 
 impl Sample {
     fn of(status: &Status) -> Self {
-        let mut tier_hits: Vec<(String, u64)> = Vec::new();
+        let mut tier_matches: Vec<(String, u64)> = Vec::new();
         for tier in status.tenants.iter().flat_map(|tenant| &tenant.tiers) {
-            match tier_hits.iter_mut().find(|(name, _)| *name == tier.name) {
-                Some((_, hits)) => *hits += tier.hits,
-                None => tier_hits.push((tier.name.clone(), tier.hits)),
+            match tier_matches.iter_mut().find(|(name, _)| *name == tier.name) {
+                Some((_, matched)) => *matched += tier.matched_blocks,
+                None => tier_matches.push((tier.name.clone(), tier.matched_blocks)),
             }
         }
         let sum = |of: fn(&crate::status::TenantStatus) -> u64| status.tenants.iter().map(of).sum();
@@ -158,14 +158,15 @@ impl Sample {
         };
         Self {
             at_ms: status.node.at_unix_ms,
-            tier_hits,
-            gets: sum(|tenant| tenant.gets.blocks),
+            tier_matches,
+            requested: sum(|tenant| tenant.hit_rate.requested_blocks),
             moved: Flow::ALL.map(flow),
         }
     }
 
-    fn hits(&self, tier: &str) -> u64 {
-        self.tier_hits.iter().find(|(name, _)| name == tier).map_or(0, |(_, hits)| *hits)
+    fn matched(&self, tier: &str) -> u64 {
+        let found = self.tier_matches.iter().find(|(name, _)| name == tier);
+        found.map_or(0, |(_, matched)| *matched)
     }
 }
 
@@ -174,20 +175,22 @@ mod tests {
     use super::*;
     use crate::status::{TenantStatus, TierStatus};
 
-    fn status(at_s: u64, gets: u64, hits: u64, bytes: u64) -> Status {
+    fn status(at_s: u64, requested: u64, matched: u64, bytes: u64) -> Status {
         let mut status = Status::default();
         status.node.at_unix_ms = at_s * 1000;
-        let tier = TierStatus { name: "dram".to_owned(), hits, ..TierStatus::default() };
+        let name = "dram".to_owned();
+        let tier = TierStatus { name, matched_blocks: matched, ..TierStatus::default() };
         let mut tenant = TenantStatus { tiers: vec![tier], ..TenantStatus::default() };
-        tenant.gets.blocks = gets;
+        tenant.hit_rate.requested_blocks = requested;
         tenant.gets.bytes = bytes;
         status.tenants = vec![tenant];
         status
     }
 
     fn total(series: &Series) -> (f64, f64) {
-        let gets: f64 = series.pieces.iter().map(|piece| piece.gets).sum();
-        (gets.round(), series.pieces.iter().map(|piece| piece.hits[0]).sum::<f64>().round())
+        let requested: f64 = series.pieces.iter().map(|piece| piece.requested).sum();
+        let matched: f64 = series.pieces.iter().map(|piece| piece.matched[0]).sum();
+        (requested.round(), matched.round())
     }
 
     #[test]

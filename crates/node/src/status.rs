@@ -2,14 +2,18 @@
 
 mod gather;
 mod histogram;
+mod view;
 
 use serde::{Deserialize, Serialize};
 
 pub use histogram::Histogram;
+pub use view::{ALL_TENANTS, View};
 
 /// What a node holds and does, at one moment.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Status {
+    /// How much of the node this shows: what its reader may see.
+    pub view: View,
     /// The process.
     pub node: NodeStatus,
     /// Each tenant's store, `default` first.
@@ -74,6 +78,14 @@ pub struct NodeStatus {
     pub cpu_s: f64,
     /// Memory that the process holds, the pools' touched pages included.
     pub memory_bytes: u64,
+    /// Address space of the process.
+    pub virtual_memory_bytes: u64,
+    /// Descriptors that are open.
+    pub open_files: u64,
+    /// Descriptors that may be open.
+    pub open_files_max: u64,
+    /// Seconds since 1970 UTC when the process started.
+    pub started_unix_s: f64,
 }
 
 /// One tenant's store.
@@ -81,9 +93,11 @@ pub struct NodeStatus {
 pub struct TenantStatus {
     /// The tenant.
     pub name: String,
+    /// How much of what was requested was there.
+    pub hit_rate: HitRate,
     /// Lookups of chains.
     pub lookups: LookupStatus,
-    /// Blocks asked for by get and view.
+    /// Blocks read by get and view.
     pub gets: GetStatus,
     /// Blocks given to put.
     pub puts: PutStatus,
@@ -109,21 +123,37 @@ pub struct TenantStatus {
     pub notes: Vec<String>,
 }
 
+/// The hit rate: blocks matched over blocks requested, each request counted once.
+///
+/// Requested are the blocks of lookups, and those that get and view read without a lookup before.
+/// Every page, metric and command shows this figure and no other as the hit rate.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
+pub struct HitRate {
+    /// Blocks requested.
+    pub requested_blocks: u64,
+    /// Of these, known in a tier that answers.
+    pub matched_blocks: u64,
+    /// Matched over requested, 0 to 1; none before the first request.
+    pub ratio: Option<f64>,
+}
+
 /// Lookups of chains.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LookupStatus {
     /// Lookups.
     pub requests: u64,
-    /// Blocks that they asked for.
+    /// Blocks that they requested.
     pub requested_blocks: u64,
     /// Leading blocks that were there.
     pub matched_blocks: u64,
 }
 
-/// Blocks asked for by get and view: hits, misses and failures add up to them.
+/// Blocks read by get and view: hits, misses and failures add up to them.
+///
+/// Loads of what a lookup matched are among them, so their share of hits is not the hit rate.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GetStatus {
-    /// Blocks asked for.
+    /// Blocks read.
     pub blocks: u64,
     /// Of these, found.
     pub hits: u64,
@@ -175,6 +205,8 @@ pub struct TierStatus {
     pub hits: u64,
     /// Their bytes.
     pub hit_bytes: u64,
+    /// Requested blocks that were matched in it.
+    pub matched_blocks: u64,
     /// Blocks found damaged in it.
     pub damaged_blocks: u64,
     /// Whether it serves, where that is watched.
@@ -306,7 +338,7 @@ pub struct ShadowStatus {
     pub capacity_percent: u32,
     /// The same in bytes.
     pub capacity_bytes: u64,
-    /// Share of the blocks asked for by lookups that would match, 0 to 1.
+    /// Share of the blocks requested by lookups that would match, 0 to 1.
     pub predicted_hit_rate: f64,
 }
 

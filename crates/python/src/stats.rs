@@ -26,14 +26,14 @@ pub(crate) fn to_dict<'py>(py: Python<'py>, stats: &Stats) -> PyResult<Bound<'py
         keys, contents, content_bytes, dram_blocks, dram_bytes, protected_blocks,
         protection_refused, catalog_bytes, pending_bytes,
         insight_bytes, notes,
-    } but counters, hits_by_tier, pool, stages, health, shadows, warm);
+    } but counters, hits_by_tier, pool, stages, stage_blocks, health, shadows, warm);
     let by_tier = PyDict::new(py);
     for hits in &stats.hits_by_tier {
         by_tier.set_item(hits.tier, hits_dict(py, hits)?)?;
     }
     dict.set_item("hits_by_tier", by_tier)?;
     dict.set_item("pool", pool_dict(py, &stats.pool)?)?;
-    dict.set_item("stages", stages_dict(py, &stats.stages)?)?;
+    dict.set_item("stages", stages_dict(py, stats)?)?;
     dict.set_item("health", health_dict(py, &stats.health)?)?;
     let shadows = stats.shadows.iter().map(|figure| shadow_dict(py, figure));
     dict.set_item("shadows", shadows.collect::<PyResult<Vec<_>>>()?)?;
@@ -48,6 +48,8 @@ fn enter_counters(dict: &Bound<'_, PyDict>, counters: &Counters) -> PyResult<()>
             requests,
             blocks_requested,
             blocks_matched,
+            direct_requested,
+            direct_matched,
             gets,
             hits,
             misses,
@@ -101,7 +103,7 @@ fn shadow_dict<'py>(py: Python<'py>, figure: &ShadowFigure) -> PyResult<Bound<'p
 
 fn hits_dict<'py>(py: Python<'py>, hits: &TierHits) -> PyResult<Bound<'py, PyDict>> {
     let dict = PyDict::new(py);
-    enter!(dict, hits, TierHits { blocks, bytes } but tier);
+    enter!(dict, hits, TierHits { blocks, bytes, matched_blocks } but tier);
     Ok(dict)
 }
 
@@ -123,13 +125,11 @@ fn pool_dict<'py>(py: Python<'py>, pool: &PoolStats) -> PyResult<Bound<'py, PyDi
     Ok(dict)
 }
 
-fn stages_dict<'py>(
-    py: Python<'py>,
-    stages: &[(TierName, StageStats)],
-) -> PyResult<Bound<'py, PyDict>> {
+fn stages_dict<'py>(py: Python<'py>, stats: &Stats) -> PyResult<Bound<'py, PyDict>> {
     let dict = PyDict::new(py);
-    for (tier, stage) in stages {
+    for ((tier, stage), blocks) in stats.stages.iter().zip(&stats.stage_blocks) {
         let one = PyDict::new(py);
+        one.set_item("blocks", blocks)?;
         enter!(one, stage, StageStats { used_bytes, capacity_bytes, files, damaged_blocks, notes });
         dict.set_item(tier, one)?;
     }

@@ -60,11 +60,16 @@ pub(crate) struct KeyEntry {
     parent: u32,
     parent_tag: u32,
     pub(crate) pins: u16,
-    pub(crate) is_prefix: bool,
+    flags: u8,
     pub(crate) awaits: Awaits,
     /// Milliseconds since 1970; zero for never.
     pub(crate) expires_unix_ms: u64,
 }
+
+/// Flag of a key: its block is protected as part of a prefix.
+const IS_PREFIX: u8 = 1;
+/// Flag of a key: a chain lookup matched it since it is known.
+const WAS_MATCHED: u8 = 2;
 
 const _: () = assert!(size_of::<Option<KeyEntry>>() == 64, "a key entry fits a cache line");
 
@@ -111,6 +116,19 @@ impl KeyEntry {
         self.slot = Slot::raw(slot);
     }
 
+    pub(crate) fn is_prefix(&self) -> bool {
+        self.flags & IS_PREFIX != 0
+    }
+
+    /// Whether reads of it are the loads of lookups, which are counted already.
+    pub(crate) fn was_matched(&self) -> bool {
+        self.flags & WAS_MATCHED != 0
+    }
+
+    pub(crate) fn note_matched(&mut self) {
+        self.flags |= WAS_MATCHED;
+    }
+
     pub(crate) fn has_expired(&self, now_unix_ms: u64) -> bool {
         self.expires_unix_ms != 0 && self.expires_unix_ms <= now_unix_ms
     }
@@ -122,7 +140,7 @@ impl Content {
         (address != NO_ADDRESS).then_some(Address(address))
     }
 
-    pub(crate) fn set_address(&mut self, stage: usize, address: Option<Address>) {
+    fn set_address(&mut self, stage: usize, address: Option<Address>) {
         self.addresses[stage] = address.map_or(NO_ADDRESS, |address| address.0);
     }
 
@@ -169,6 +187,8 @@ pub(crate) struct Catalog {
     digests: Arena<Digest>,
     by_digest: KeyTable,
     generation: u32,
+    /// Contents that have an address in each lower stage.
+    stage_blocks: [u64; LOWER_STAGES_MAX],
     /// The keys that came and went, while somebody follows them.
     changes: Option<Box<ChangeLog>>,
 }
@@ -183,6 +203,7 @@ impl Catalog {
             digests: Arena::new(),
             by_digest: KeyTable::new(),
             generation: 0,
+            stage_blocks: [0; LOWER_STAGES_MAX],
             changes: None,
         }
     }
@@ -195,6 +216,24 @@ impl Catalog {
     /// Contents known in any tier.
     pub(crate) fn content_count(&self) -> usize {
         self.contents.len()
+    }
+
+    /// Contents in a lower stage.
+    pub(crate) fn stage_blocks(&self, stage: usize) -> u64 {
+        self.stage_blocks[stage]
+    }
+
+    /// Says where a content is in a lower stage. The only way to say so: it keeps the count.
+    pub(crate) fn set_address(
+        &mut self,
+        content: ContentIndex,
+        stage: usize,
+        address: Option<Address>,
+    ) {
+        let entry = self.contents.get_mut(content.0);
+        self.stage_blocks[stage] -= u64::from(entry.address(stage).is_some());
+        self.stage_blocks[stage] += u64::from(address.is_some());
+        entry.set_address(stage, address);
     }
 
     /// Memory of the tables and entries.
@@ -347,7 +386,7 @@ impl Catalog {
             parent: NONE,
             parent_tag: 0,
             pins: 0,
-            is_prefix: new.is_prefix,
+            flags: if new.is_prefix { IS_PREFIX } else { 0 },
             awaits: Awaits::Nothing,
             expires_unix_ms: new.expires_unix_ms,
         });
@@ -388,7 +427,11 @@ impl Catalog {
         if let Some(digest) = self.digests.try_remove(entry.content.0) {
             self.by_digest.remove_if_there(self.seed.of_digest(&digest), entry.content.0);
         }
-        Some(self.contents.remove(entry.content.0))
+        let content = self.contents.remove(entry.content.0);
+        for (stage, count) in self.stage_blocks.iter_mut().enumerate() {
+            *count -= u64::from(content.address(stage).is_some());
+        }
+        Some(content)
     }
 
     fn unlink(&mut self, entry: &KeyEntry, key: KeyIndex) {

@@ -186,7 +186,7 @@ impl Node {
             pins: entry.pins,
             holders,
             names: content.key_count,
-            is_prefix: entry.is_prefix,
+            is_prefix: entry.is_prefix(),
             parent: parent.map(|parent| state.catalog.entry(parent).key),
             expires_unix_ms: (entry.expires_unix_ms != 0).then_some(entry.expires_unix_ms),
         }

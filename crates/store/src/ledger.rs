@@ -20,7 +20,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use cascade_block::{NamespaceId, checksum};
+use cascade_block::{ByteSize, NamespaceId, checksum};
 use cascade_memory::{MemoryError, Pool, PoolConfig, PoolFiles, Slab, SlabMut};
 
 use crate::StoreError;
@@ -500,7 +500,7 @@ pub(crate) fn open(path: &Path, config: &PoolConfig) -> Result<WarmPool, MemoryE
     let held_count = (pool_bytes / POOL_BYTES_PER_HELD).clamp(HELD_MIN, HELD_MAX);
     let table_words = HEADER_WORDS + block_count * BLOCK_WORDS + held_count * HELD_WORDS;
     let table_bytes = (table_words * size_of::<u64>()).next_multiple_of(PAGE);
-    let had_name = path.exists();
+    let bytes_before = path.metadata().ok().map(|file| file.len());
     let mut files = PoolFiles::open(path, pool_bytes, table_bytes)?;
     let sizes = [pool_bytes, block_count, held_count].map(|size| size as u64);
     let mut notes = Vec::new();
@@ -510,12 +510,8 @@ pub(crate) fn open(path: &Path, config: &PoolConfig) -> Result<WarmPool, MemoryE
         files.keep();
     } else {
         // A start that did not come to its first block leaves nothing to take over.
-        if had_name && !is_known {
-            notes.push(format!(
-                "what {} held was discarded: it is of another size, version or start of the \
-                 machine",
-                path.display()
-            ));
+        if let Some(bytes) = bytes_before.filter(|_| !is_known) {
+            notes.push(discarded(path, bytes, pool_bytes as u64));
         }
         if files.is_kept() {
             files.renew()?;
@@ -531,6 +527,19 @@ pub(crate) fn open(path: &Path, config: &PoolConfig) -> Result<WarmPool, MemoryE
     opened.stats.runs = runs;
     opened.notes = notes;
     Ok(opened)
+}
+
+/// What an operator is told when an earlier pool could not be taken over.
+fn discarded(path: &Path, bytes_before: u64, pool_bytes: u64) -> String {
+    let path = path.display();
+    if bytes_before == pool_bytes {
+        return format!("the blocks in {path} were discarded: another version, or a reboot");
+    }
+    let [before, now] = [bytes_before, pool_bytes].map(|bytes| ByteSize(bytes).rounded());
+    format!(
+        "the blocks in {path} were discarded: DRAM had {before} and has {now} now; blocks in lower \
+         tiers are kept"
+    )
 }
 
 impl WarmPool {

@@ -300,7 +300,7 @@ fn keeps(node: &Node, stage: usize, key: &BlockKey, kept: &mut HashMap<(u32, u32
     let mut state = node.lock();
     let Some(found) = state.catalog.find(key) else { return false };
     let entry = state.catalog.entry(found);
-    let (index, is_prefix) = (entry.content, entry.is_prefix);
+    let (index, is_prefix) = (entry.content, entry.is_prefix());
     let content = state.catalog.content_mut(index);
     if content.address(stage).is_none() {
         return false;
@@ -403,7 +403,7 @@ fn name_everywhere(state: &mut State, stage: usize, pending: &Pending, address: 
         let facts = BlockFacts {
             key: entry.key,
             parent: state.catalog.parent_of(key).map(|parent| state.catalog.entry(parent).key),
-            is_prefix: entry.is_prefix,
+            is_prefix: entry.is_prefix(),
             expires_unix_ms: (expires != 0).then_some(expires),
             ..pending.facts
         };

@@ -337,7 +337,7 @@ impl Node {
                     && let Some(key) = state.catalog.find(&facts.key)
                 {
                     let content = state.catalog.entry(key).content;
-                    state.catalog.content_mut(content).set_address(at, Some(address));
+                    state.catalog.set_address(content, at, Some(address));
                     continue;
                 }
                 adopt(state, at, &facts, address);
@@ -414,8 +414,7 @@ fn adopt(state: &mut State, stage: usize, facts: &BlockFacts, address: crate::st
         state.content_bytes += u64::from(facts.bytes);
         state.catalog.insert(&new, facts.bytes, facts.digest).1
     };
-    let content = state.catalog.content_mut(content);
-    if content.address(stage).is_none() {
-        content.set_address(stage, Some(address));
+    if state.catalog.content(content).address(stage).is_none() {
+        state.catalog.set_address(content, stage, Some(address));
     }
 }

@@ -29,6 +29,8 @@ const TRIES_MAX: u32 = 4;
 enum Purpose {
     /// A caller that will use the bytes.
     Use,
+    /// The same caller again, for a block that had no room beside the others of its batch.
+    Retry,
     /// A hint that somebody will.
     Prefetch,
     /// The store itself, to compare.
@@ -82,6 +84,8 @@ struct Plan {
 struct Reading {
     outcomes: Vec<Option<ViewOutcome>>,
     purpose: Purpose,
+    /// The blocks count as requested when they are looked for the first time.
+    is_first_look: bool,
     call: Call,
 }
 
@@ -183,7 +187,7 @@ impl Node {
                 // What did not fit beside the others of its step may fit alone.
                 let view = match view {
                     ViewOutcome::Failed(StoreError::NoRoom { .. }) => {
-                        let mut alone = self.read(&[*key], call, Purpose::Use);
+                        let mut alone = self.read(&[*key], call, Purpose::Retry);
                         alone.pop().expect("one outcome for one key")
                     }
                     settled => settled,
@@ -213,7 +217,10 @@ impl Node {
     }
 
     fn read(&self, keys: &[BlockKey], call: Call, purpose: Purpose) -> Vec<ViewOutcome> {
-        let mut reading = Reading { outcomes: keys.iter().map(|_| None).collect(), purpose, call };
+        let outcomes = keys.iter().map(|_| None).collect();
+        let is_first_look = purpose == Purpose::Use;
+        let purpose = if purpose == Purpose::Retry { Purpose::Use } else { purpose };
+        let mut reading = Reading { outcomes, purpose, is_first_look, call };
         let wanted = |(index, key): (usize, &BlockKey)| {
             let key = *key;
             Wanted { index, key, avoid: 0, was_shed: false, tries: 0 }
@@ -260,6 +267,9 @@ impl Node {
         let keys: Vec<BlockKey> = wanted.iter().map(|wanted| wanted.key).collect();
         let mut found = Vec::with_capacity(keys.len());
         state.catalog.find_batch(&keys, &mut found);
+        if std::mem::take(&mut reading.is_first_look) && !state.is_closed {
+            state.count_direct_requests(&found, now_unix_ms, self.memory_tier());
+        }
         let tier = self.tier_name(self.memory_tier());
         let mut plan = Plan::default();
         let mut may_have_changed = state.is_closed;

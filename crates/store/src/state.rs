@@ -74,6 +74,8 @@ pub(crate) struct State {
     pub(crate) history: History,
     /// Hits and their bytes: DRAM first, then the lower stages.
     pub(crate) tier_hits: [(u64, u64); 1 + LOWER_STAGES_MAX],
+    /// Requested blocks that were matched, in the same order.
+    pub(crate) tier_matches: [u64; 1 + LOWER_STAGES_MAX],
     /// Blocks to be written, by stage.
     pub(crate) queues: [VecDeque<Pending>; LOWER_STAGES_MAX],
     pub(crate) blocks_tickets: [Tickets; LOWER_STAGES_MAX],
@@ -138,6 +140,7 @@ impl State {
             counters: Counters::default(),
             history,
             tier_hits: [(0, 0); 1 + LOWER_STAGES_MAX],
+            tier_matches: [0; 1 + LOWER_STAGES_MAX],
             queues: Default::default(),
             blocks_tickets: Default::default(),
             names: Default::default(),
@@ -191,7 +194,7 @@ impl State {
             fingerprint: self.catalog.fingerprint(&entry.key),
             parent: parent.and_then(|parent| self.catalog.entry(parent).slot()),
             bytes: self.catalog.content(content).bytes,
-            is_protected: entry.is_prefix,
+            is_protected: entry.is_prefix(),
         };
         let slot = self.eviction.insert(now, &incoming);
         self.catalog.entry_mut(key).set_slot(Some(slot));
@@ -227,7 +230,7 @@ impl State {
             is_one_unwritten |= catalog.content(entry.content).dirty > 0;
             // Ordinary blocks are named first. One that is still to be written down will be free to
             // go soon: better wait for it than evict a protected one.
-            let is_spared = entry.is_prefix && is_one_unwritten;
+            let is_spared = entry.is_prefix() && is_one_unwritten;
             let may_go = !is_spared && is_evictable(catalog, KeyIndex(owner));
             may_any_go |= may_go;
             may_go
@@ -330,7 +333,7 @@ impl State {
             parent: self.catalog.parent_of(key).map(|parent| self.catalog.entry(parent).key),
             namespace: unknown_namespace(),
             bytes: content.bytes,
-            is_prefix: entry.is_prefix,
+            is_prefix: entry.is_prefix(),
             expires_unix_ms: (entry.expires_unix_ms != 0).then_some(entry.expires_unix_ms),
         };
         let digest = self.catalog.digest_of(entry.content).copied();
@@ -351,7 +354,7 @@ impl State {
 
     /// A stage has a content there now.
     pub(crate) fn set_address(&mut self, index: ContentIndex, stage: usize, address: Address) {
-        self.catalog.content_mut(index).set_address(stage, Some(address));
+        self.catalog.set_address(index, stage, Some(address));
         if let Some(ledger) = &self.ledger {
             let mut next = Some(self.catalog.first_key_of(index));
             while let Some(key) = next {
@@ -364,7 +367,7 @@ impl State {
     /// A stage does not have a content any more.
     pub(crate) fn clear_address(&mut self, index: ContentIndex, stage: usize) {
         let was_in_reach = self.is_in_reach(index);
-        self.catalog.content_mut(index).set_address(stage, None);
+        self.catalog.set_address(index, stage, None);
         self.note_reach(index, was_in_reach);
     }
 
@@ -464,6 +467,43 @@ impl State {
         self.pending_bytes[stage] += u64::from(facts.bytes);
         self.queues[stage].push_back(Pending { facts, content, generation, tries });
         self.blocks_tickets[stage].pushed += 1;
+    }
+
+    /// Counts what a read requests beyond what lookups requested before it.
+    ///
+    /// A block that a lookup matched was requested there: this read is its load, whoever makes it
+    /// and however often. Other blocks that are here are requests that match. Those that are not
+    /// here are requests that miss, unless the read is such a load: then they were evicted since
+    /// its lookup, or that lookup has counted them as missing.
+    pub(crate) fn count_direct_requests(
+        &mut self,
+        found: &[Option<KeyIndex>],
+        now_unix_ms: u64,
+        memory_tier: usize,
+    ) {
+        let (mut direct, mut absent, mut is_load) = (0, 0, false);
+        for found in found {
+            let entry = found.map(|key| self.catalog.entry(key));
+            let Some(entry) = entry.filter(|entry| !entry.has_expired(now_unix_ms)) else {
+                absent += 1;
+                continue;
+            };
+            if entry.was_matched() {
+                is_load = true;
+                continue;
+            }
+            let content = self.catalog.content(entry.content);
+            let lower = content.fastest_lower_but(self.shed).map(|(stage, _)| 1 + stage);
+            match if content.slab.is_some() { Some(memory_tier) } else { lower } {
+                Some(tier) => {
+                    direct += 1;
+                    self.tier_matches[tier] += 1;
+                }
+                None => absent += 1,
+            }
+        }
+        self.counters.direct_matched += direct;
+        self.counters.direct_requested += direct + if is_load { 0 } else { absent };
     }
 
     /// One block's put is over.

@@ -18,6 +18,10 @@ pub struct Counters {
     pub blocks_requested: u64,
     /// Leading blocks that chain lookups found.
     pub blocks_matched: u64,
+    /// Blocks that get and view asked for without a lookup before.
+    pub direct_requested: u64,
+    /// Of these, known in a tier that answers.
+    pub direct_matched: u64,
     /// Blocks asked for by get and view.
     pub gets: u64,
     /// Of these, found.
@@ -79,6 +83,18 @@ pub struct Counters {
 }
 
 impl Counters {
+    /// Blocks requested, the denominator of the hit rate: those of chain lookups, and those that
+    /// get and view asked for directly. A block that a lookup matched and a get then loads was
+    /// requested once.
+    pub fn requested(&self) -> u64 {
+        self.blocks_requested + self.direct_requested
+    }
+
+    /// Blocks matched, the numerator of the hit rate.
+    pub fn matched(&self) -> u64 {
+        self.blocks_matched + self.direct_matched
+    }
+
     /// One block's put is over.
     pub(crate) fn count_put(&mut self, outcome: &PutOutcome) {
         self.puts += 1;
@@ -103,6 +119,9 @@ pub struct TierHits {
     pub blocks: u64,
     /// Their bytes.
     pub bytes: u64,
+    /// Requested blocks that were matched in it; over all tiers they add up to
+    /// [`Counters::matched`].
+    pub matched_blocks: u64,
 }
 
 /// What a store holds and did, at one moment.
@@ -135,6 +154,8 @@ pub struct Stats {
     /// Lower stages, fast to slow.
     #[serde(deserialize_with = "by_tier")]
     pub stages: Vec<(TierName, StageStats)>,
+    /// Distinct contents in each of them, in the same order.
+    pub stage_blocks: Vec<u64>,
     /// Their health, in the same order.
     #[serde(deserialize_with = "by_tier")]
     pub health: Vec<(TierName, StageHealth)>,

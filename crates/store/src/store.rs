@@ -161,11 +161,14 @@ impl Store {
                 if state.has_dram {
                     state.announce(found);
                 }
+                state.catalog.entry_mut(found).note_matched();
                 let content = state.catalog.content(content);
                 in_dram += usize::from(content.slab.is_some() && in_dram == tiers.len());
                 let lower = content.fastest_lower_but(state.shed);
                 let lower = lower.map_or(0, |(stage, _)| 1 + stage);
-                tiers.push(node.tier_name(if content.slab.is_some() { 0 } else { lower }));
+                let tier = if content.slab.is_some() { 0 } else { lower };
+                state.tier_matches[tier] += 1;
+                tiers.push(node.tier_name(tier));
             }
         }
         if state.has_dram {
@@ -479,7 +482,8 @@ impl Drop for Handle {
 
 impl Node {
     fn stats(&self) -> Stats {
-        let stages = self.stages.iter().map(|stage| (stage.name(), stage.stats())).collect();
+        let stages = self.stages.iter().map(|stage| (stage.name(), stage.stats()));
+        let stages: Vec<_> = stages.collect();
         let stuck = self.stages.iter().map(|stage| (stage.name(), stage.stuck_calls()));
         let stuck: Vec<_> = stuck.collect();
         let pool = self.pool.stats();
@@ -492,6 +496,7 @@ impl Node {
             tier: self.tier_name(tier),
             blocks: *blocks,
             bytes: *bytes,
+            matched_blocks: state.tier_matches[tier],
         };
         Stats {
             counters: state.counters,
@@ -510,6 +515,7 @@ impl Node {
             catalog_bytes: (state.catalog.memory_bytes() + state.eviction.memory_bytes()) as u64,
             pending_bytes: state.pending_total(),
             pool,
+            stage_blocks: (0..stages.len()).map(|at| state.catalog.stage_blocks(at)).collect(),
             stages,
             health: stuck
                 .into_iter()

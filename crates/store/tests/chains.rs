@@ -97,6 +97,9 @@ fn conform(store: &Store, keeps: Keeps) {
     assert_eq!(counters.gets, counters.hits + counters.misses + counters.get_failures);
     let by_tier: u64 = stats.hits_by_tier.iter().map(|hits| hits.blocks).sum();
     assert_eq!(by_tier, counters.hits);
+    let matched: u64 = stats.hits_by_tier.iter().map(|hits| hits.matched_blocks).sum();
+    assert_eq!(matched, counters.matched());
+    assert_eq!(stats.stage_blocks, vec![0; stats.stages.len()], "after a clear");
 }
 
 #[test]

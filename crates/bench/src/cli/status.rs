@@ -108,28 +108,33 @@ impl Page<'_> {
     fn tenant(&mut self, tenant: &TenantStatus, many: bool) {
         let heading = if many { format!("\ntenant {}", tenant.name) } else { String::new() };
         self.write(format_args!("{}\n", self.screen.bold(&heading)));
-        let gets = &tenant.gets;
-        let rate = share(gets.hits, gets.blocks).map_or_else(|| "no".to_owned(), percent);
+        let rate = &tenant.hit_rate;
         self.line(
-            "asked",
+            "hit rate",
             &format!(
-                "{} blocks: {rate} hits ({}), {} misses, {} failed",
+                "{}: {} of {} blocks requested",
+                rate.ratio.map_or_else(dash, percent),
+                grouped(rate.matched_blocks),
+                grouped(rate.requested_blocks),
+            ),
+        );
+        let gets = &tenant.gets;
+        self.line(
+            "reads",
+            &format!(
+                "{} blocks: {} read ({}), {} missed, {} failed",
                 grouped(gets.blocks),
+                grouped(gets.hits),
                 ByteSize(gets.bytes).rounded(),
                 grouped(gets.misses),
                 grouped(gets.failures),
             ),
         );
-        let lookups = &tenant.lookups;
-        let matched = share(lookups.matched_blocks, lookups.requested_blocks);
-        let matched = matched.map_or_else(|| "none".to_owned(), percent);
-        let requests = grouped(lookups.requests);
-        self.line("matched", &format!("{matched} of the blocks of {requests} lookups"));
         let puts = &tenant.puts;
         self.line(
-            "given",
+            "puts",
             &format!(
-                "{} blocks: {} stored ({}), {} known by content, {} there, {} declined, {} \
+                "{} blocks: {} stored ({}), {} deduplicated, {} already present, {} declined, {} \
                  conflicts, {} failed",
                 grouped(puts.blocks),
                 grouped(puts.stored),
@@ -181,7 +186,8 @@ impl Page<'_> {
     }
 
     fn tiers(&mut self, tenant: &TenantStatus) {
-        let heads = ["tier", "state", "used", "of", "full", "blocks", "hits", "served"];
+        let heads =
+            ["tier", "state", "used", "of", "full", "blocks", "matched", "read", "bytes read"];
         let mut rows = vec![heads.map(str::to_owned).to_vec()];
         for tier in &tenant.tiers {
             let state = tier.health.as_ref().map_or("healthy", |health| health.state.name());
@@ -192,6 +198,7 @@ impl Page<'_> {
                 ByteSize(tier.capacity_bytes).rounded(),
                 share(tier.used_bytes, tier.capacity_bytes).map_or_else(dash, percent),
                 tier.blocks.map_or_else(dash, grouped),
+                grouped(tier.matched_blocks),
                 grouped(tier.hits),
                 ByteSize(tier.hit_bytes).rounded(),
             ]);
@@ -203,7 +210,7 @@ impl Page<'_> {
                 continue;
             };
             let error = health.last_error.as_deref().unwrap_or("no error was told");
-            let what = format!("passed over for {}: {error}", span(health.since_s));
+            let what = format!("circuit open for {}: {error}", span(health.since_s));
             let what = self.screen.verdict(false, &what);
             self.line(&tier.name, &what);
         }
@@ -213,7 +220,8 @@ impl Page<'_> {
         if tenant.shadows.is_empty() {
             return;
         }
-        let mut rows = vec![["capacity of", "would be", "matches"].map(str::to_owned).to_vec()];
+        let mut rows =
+            vec![["capacity of", "would be", "hit rate of lookups"].map(str::to_owned).to_vec()];
         for shadow in &tenant.shadows {
             rows.push(vec![
                 format!("{} at {} %", shadow.tier, shadow.capacity_percent),
@@ -243,7 +251,7 @@ impl Page<'_> {
     }
 
     fn requests(&mut self, operations: &[OperationStatus]) {
-        let heads = ["operation", "requests", "failed", "median", "99 %", "blocks a request"];
+        let heads = ["operation", "requests", "failed", "p50", "p99", "blocks per request"];
         let mut rows = vec![heads.map(str::to_owned).to_vec()];
         let within = |bound: Option<f64>| match bound {
             None => dash(),
@@ -311,7 +319,7 @@ fn dash() -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use cascade_node::status::{HealthStatus, TierStatus};
+    use cascade_node::status::{HealthStatus, HitRate, TierStatus};
 
     fn plain() -> Screen {
         let mut screen = Screen::of_process();
@@ -325,6 +333,7 @@ mod tests {
         status.node.socket = "/run/cascade.sock".to_owned();
         status.node.state = NodeState::Serving;
         let mut tenant = TenantStatus { name: "default".to_owned(), ..TenantStatus::default() };
+        tenant.hit_rate = HitRate::of(10_000, 500);
         tenant.gets.blocks = 2000;
         tenant.gets.hits = 1500;
         tenant.gets.misses = 500;
@@ -351,10 +360,11 @@ mod tests {
         let text = render(&busy(), &plain());
         for part in [
             "Cascade 1.2.3 serving",
-            "2,000 blocks: 75.0 % hits",
-            "500 misses",
+            "5.0 %: 500 of 10,000 blocks requested",
+            "2,000 blocks: 1,500 read",
+            "500 missed",
             "1.0 GiB  4.0 GiB  25.0 %",
-            "passed over for 30 seconds: input/output error",
+            "circuit open for 30 seconds: input/output error",
             "io_uring is not allowed here",
         ] {
             assert!(text.contains(part), "{part:?} is not in:\n{text}");

@@ -17,6 +17,7 @@ use serde_json::json;
 
 use crate::cli::reach::{Asker, Reach};
 use crate::cli::{EXIT_OK, Failure, Screen, parse_time};
+use crate::replay::summary::{grouped, percent};
 
 /// Points that the plots of the past keep.
 const PAST_MAX: usize = 240;
@@ -48,7 +49,7 @@ struct View {
     status: Status,
     before: Option<Status>,
     tenant: usize,
-    /// Hit rates in per mille, and gigabytes a second times 100, latest last.
+    /// Hit rates in per mille, and bytes per second, latest last.
     hit_rates: VecDeque<u64>,
     rates: VecDeque<u64>,
     trouble: Option<String>,
@@ -132,12 +133,10 @@ impl View {
         let before = std::mem::replace(&mut self.status, status);
         self.before = (before.node.pid == self.status.node.pid).then_some(before);
         self.trouble = None;
-        let hit_rate = self.lately(|tenant| tenant.lookups.matched_blocks)
-            / self.lately(|tenant| tenant.lookups.requested_blocks).max(1.0);
+        let hit_rate = self.lately(|tenant| tenant.hit_rate.matched_blocks)
+            / self.lately(|tenant| tenant.hit_rate.requested_blocks).max(1.0);
         let bytes = self.lately(|tenant| tenant.gets.bytes + tenant.puts.bytes) / self.seconds();
-        for (past, now) in
-            [(&mut self.hit_rates, hit_rate * 1000.0), (&mut self.rates, bytes / 1e7)]
-        {
+        for (past, now) in [(&mut self.hit_rates, hit_rate * 1000.0), (&mut self.rates, bytes)] {
             past.push_back(whole(now));
             if past.len() > PAST_MAX {
                 past.pop_front();
@@ -212,7 +211,7 @@ fn draw_plots(view: &View, frame: &mut Frame<'_>, area: Rect) {
     let latest = |past: &VecDeque<u64>| past.back().copied().unwrap_or(0);
     let (hits, rate) = (latest(&view.hit_rates), latest(&view.rates));
     let hit_title = format!(" hit rate {}.{} % ", hits / 10, hits % 10);
-    let rate_title = format!(" through clients {}.{:02} GB/s ", rate / 100, rate % 100);
+    let rate_title = format!(" read and put {}/s ", ByteSize(rate).rounded());
     for (area, title, past, most, colour) in [
         (left, hit_title, &view.hit_rates, Some(1000), Color::Green),
         (right, rate_title, &view.rates, None, Color::Cyan),
@@ -265,21 +264,25 @@ fn draw_tenant(tenant: &TenantStatus, frame: &mut Frame<'_>, area: Rect) {
         .tiers
         .iter()
         .map(|tier| {
-            let hits = format!("{} blocks, {}", tier.hits, ByteSize(tier.hit_bytes).rounded());
-            row(&format!("hits {}", tier.name), hits)
+            let blocks = grouped(tier.hits);
+            let read = format!("{blocks} blocks, {}", ByteSize(tier.hit_bytes).rounded());
+            row(&format!("read from {}", tier.name), read)
         })
         .collect();
-    let (gets, puts) = (&tenant.gets, &tenant.puts);
+    let (rate, gets, puts) = (&tenant.hit_rate, &tenant.gets, &tenant.puts);
+    let (missed, failed) = (grouped(gets.misses), grouped(gets.failures));
+    let ratio = rate.ratio.map_or_else(|| "-".to_owned(), percent);
+    rows.insert(0, row("hit rate", format!("{ratio} of {}", grouped(rate.requested_blocks))));
     rows.extend([
-        row("misses", format!("{} (+ {} failed)", gets.misses, gets.failures)),
-        row("puts", format!("{} stored of {}", puts.stored, puts.blocks)),
+        row("missed", format!("{missed} (+ {failed} failed)")),
+        row("puts", format!("{} stored of {}", grouped(puts.stored), grouped(puts.blocks))),
         row("evicted", ByteSize(tenant.evictions.bytes).rounded()),
-        row("written down", ByteSize(tenant.mover.demoted_bytes).rounded()),
-        row("brought up", ByteSize(tenant.mover.promoted_bytes).rounded()),
-        row("waits", ByteSize(tenant.mover.pending_bytes).rounded()),
+        row("demoted", ByteSize(tenant.mover.demoted_bytes).rounded()),
+        row("promoted", ByteSize(tenant.mover.promoted_bytes).rounded()),
+        row("pending", ByteSize(tenant.mover.pending_bytes).rounded()),
     ]);
     rows.extend(tenant.shadows.iter().map(|shadow| {
-        let rate = format!("{:.1} % hits expected", shadow.predicted_hit_rate * 100.0);
+        let rate = format!("{} hit rate of lookups", percent(shadow.predicted_hit_rate));
         row(&format!("{} at {} %", shadow.tier, shadow.capacity_percent), rate)
     }));
     let widths = [Constraint::Length(18), Constraint::Min(10)];
@@ -296,7 +299,7 @@ fn draw_clients(view: &View, frame: &mut Frame<'_>, area: Rect) {
             client.pid.to_string(),
             client.name.clone(),
             held,
-            client.leases.to_string(),
+            grouped(client.leases),
             silent,
         ]);
         if client.is_stopped { row.style(Style::default().fg(Color::Red)) } else { row }
@@ -308,7 +311,7 @@ fn draw_clients(view: &View, frame: &mut Frame<'_>, area: Rect) {
         Constraint::Length(7),
         Constraint::Length(8),
     ];
-    let title = format!(" {} clients ", clients.connected);
+    let title = format!(" {} clients ", grouped(clients.connected));
     let table = Table::new(rows, widths)
         .header(Row::new(["pid", "name", "holds", "leases", "silent"]).bold())
         .block(Block::bordered().title(title));
@@ -317,7 +320,7 @@ fn draw_clients(view: &View, frame: &mut Frame<'_>, area: Rect) {
 
 #[cfg(test)]
 mod tests {
-    use cascade_node::status::{ClientStatus, TierStatus};
+    use cascade_node::status::{ClientStatus, HitRate, TierStatus};
 
     use super::*;
 
@@ -326,8 +329,7 @@ mod tests {
         status.node.pid = 7;
         status.node.uptime_s = uptime_s;
         let mut tenant = TenantStatus { name: "default".to_owned(), ..TenantStatus::default() };
-        tenant.lookups.requested_blocks = 2 * matched;
-        tenant.lookups.matched_blocks = matched;
+        tenant.hit_rate = HitRate::of(2 * matched, matched);
         tenant.tiers.push(TierStatus {
             name: "dram".to_owned(),
             capacity_bytes: 1 << 30,
@@ -349,7 +351,7 @@ mod tests {
         let mut view = View::default();
         view.take(status(10.0, 100));
         let mut next = status(11.0, 100);
-        next.tenants[0].lookups.requested_blocks = 300;
+        next.tenants[0].hit_rate = HitRate::of(300, 100);
         view.take(next);
         let page = page(&view);
         // 100 more were asked for, none matched.

@@ -2,6 +2,7 @@
 
 #![expect(clippy::unwrap_used, reason = "in a test, a surprise should panic")]
 
+mod hit_rate;
 mod node;
 mod replay;
 mod serve;

@@ -1,4 +1,5 @@
-//! Who may see what: the token, and the name that a browser believes to talk to.
+//! Who may see what: a token, the user at the other end of a Unix socket, and the name that a
+//! browser believes to talk to.
 
 use std::fmt;
 use std::net::{IpAddr, SocketAddr};
@@ -9,9 +10,22 @@ use axum::http::{HeaderMap, HeaderValue, StatusCode};
 use rustls::ServerConfig;
 
 use crate::http::security::{Secrets, token_hash};
+use crate::status::View;
 
 /// No credentials are longer.
 const AUTHORIZATION_BYTES_MAX: usize = 4096;
+
+/// Where a request came from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Caller {
+    /// Over TCP: anybody who reaches the port.
+    Tcp,
+    /// Over the Unix socket: the kernel says which user.
+    Unix {
+        /// Its number.
+        user: u32,
+    },
+}
 
 /// What a caller has to show.
 pub(super) struct Access {
@@ -34,23 +48,39 @@ impl Access {
         self.secrets.tls.clone()
     }
 
-    /// Whether a request may see more than whether the node lives.
+    /// How much of the node a request may see.
     ///
-    /// Without a token and without certificates of callers the port is on loopback, where every
-    /// local program may read. A browser is such a program and does what strange pages tell it:
-    /// one that was led here under another name (DNS rebinding) is refused by that name.
-    pub(super) fn check(&self, headers: &HeaderMap) -> Result<(), StatusCode> {
-        if let Some(token) = &self.secrets.token {
-            let shown = headers.get(AUTHORIZATION).map(HeaderValue::as_bytes);
-            let is_ours = shown.and_then(token_of).is_some_and(|shown| is_equal(&shown, token));
-            return if is_ours { Ok(()) } else { Err(StatusCode::UNAUTHORIZED) };
+    /// A token says more than where the request came from, and a wrong one is never overlooked.
+    /// Without one the kernel says who a user of the Unix socket is. The port without a token and
+    /// without client certificates is on loopback, where every local program may ask: it gets
+    /// totals. A browser is such a program and does what strange pages tell it: one that was led
+    /// here under another name (DNS rebinding) is refused by that name.
+    pub(super) fn check(
+        &self,
+        caller: Caller,
+        headers: &HeaderMap,
+        of_token: impl FnOnce(&[u8]) -> Option<View>,
+        of_user: impl FnOnce(u32) -> View,
+    ) -> Result<View, StatusCode> {
+        if let Some(shown) = headers.get(AUTHORIZATION).map(HeaderValue::as_bytes) {
+            let token = token_of(shown).ok_or(StatusCode::UNAUTHORIZED)?;
+            let is_ours =
+                self.secrets.token.is_some_and(|ours| is_equal(&token_hash(&token), &ours));
+            let view = if is_ours { Some(View::All) } else { of_token(&token) };
+            return view.ok_or(StatusCode::UNAUTHORIZED);
+        }
+        if let Caller::Unix { user } = caller {
+            return Ok(of_user(user));
+        }
+        if self.secrets.token.is_some() {
+            return Err(StatusCode::UNAUTHORIZED);
         }
         if self.secrets.is_mutual {
-            return Ok(());
+            return Ok(View::All);
         }
         match headers.get(HOST).map(|host| host.to_str()) {
-            None => Ok(()),
-            Some(Ok(host)) if self.is_our_name(host) => Ok(()),
+            None => Ok(View::Totals),
+            Some(Ok(host)) if self.is_our_name(host) => Ok(View::Totals),
             Some(_) => Err(StatusCode::MISDIRECTED_REQUEST),
         }
     }
@@ -66,20 +96,20 @@ impl Access {
     }
 }
 
-/// The hash of the token in `Bearer TOKEN`, or in the password of `Basic`, which browsers ask for.
-fn token_of(authorization: &[u8]) -> Option<[u8; 32]> {
+/// The token in `Bearer TOKEN`, or in the password of `Basic`, which browsers ask for.
+fn token_of(authorization: &[u8]) -> Option<Vec<u8>> {
     if authorization.len() > AUTHORIZATION_BYTES_MAX {
         return None;
     }
     let at = authorization.iter().position(|byte| *byte == b' ')?;
     let (scheme, rest) = (&authorization[..at], authorization[at..].trim_ascii());
     if scheme.eq_ignore_ascii_case(b"bearer") {
-        return Some(token_hash(rest));
+        return Some(rest.to_vec());
     }
     if scheme.eq_ignore_ascii_case(b"basic") {
         let pair = base64(rest)?;
         let colon = pair.iter().position(|byte| *byte == b':')?;
-        return Some(token_hash(&pair[colon + 1..]));
+        return Some(pair[colon + 1..].to_vec());
     }
     None
 }
@@ -127,6 +157,13 @@ mod tests {
         HeaderMap::from_iter([(name, value.parse().unwrap())])
     }
 
+    /// Over TCP, with one tenant that has a token.
+    fn check(access: &Access, headers: &HeaderMap) -> Result<View, StatusCode> {
+        let of_token =
+            |token: &[u8]| (token == b"a-token-of-bob's").then(|| View::Tenant("bob".to_owned()));
+        access.check(Caller::Tcp, headers, of_token, |_| panic!("no user is known over TCP"))
+    }
+
     #[test]
     fn a_token_is_taken_as_bearer_or_as_a_password() {
         let access = access(Some("a-token-of-our-own"));
@@ -136,8 +173,10 @@ mod tests {
             "Basic YTphLXRva2VuLW9mLW91ci1vd24=",
             "Basic YTphLXRva2VuLW9mLW91ci1vd24",
         ] {
-            assert_eq!(access.check(&headers(AUTHORIZATION, right)), Ok(()), "{right}");
+            assert_eq!(check(&access, &headers(AUTHORIZATION, right)), Ok(View::All), "{right}");
         }
+        let of_tenant = check(&access, &headers(AUTHORIZATION, "Bearer a-token-of-bob's"));
+        assert_eq!(of_tenant, Ok(View::Tenant("bob".to_owned())));
         for wrong in [
             "",
             "Bearer",
@@ -149,23 +188,36 @@ mod tests {
             "Basic !!!!",
             "a-token-of-our-own",
         ] {
-            let refused = access.check(&headers(AUTHORIZATION, wrong));
+            let refused = check(&access, &headers(AUTHORIZATION, wrong));
             assert_eq!(refused, Err(StatusCode::UNAUTHORIZED), "{wrong:?}");
         }
-        assert_eq!(access.check(&HeaderMap::new()), Err(StatusCode::UNAUTHORIZED));
+        assert_eq!(check(&access, &HeaderMap::new()), Err(StatusCode::UNAUTHORIZED));
     }
 
     #[test]
     fn a_browser_that_was_led_here_under_another_name_is_refused() {
         let access = access(None);
         for ours in ["127.0.0.1:8080", "localhost:9", "LocalHost", "[::1]:80", "127.0.0.1"] {
-            assert_eq!(access.check(&headers(HOST, ours)), Ok(()), "{ours}");
+            assert_eq!(check(&access, &headers(HOST, ours)), Ok(View::Totals), "{ours}");
         }
         for other in ["evil.example", "evil.example:8080", "192.0.2.1", "localhost.evil.example"] {
-            let refused = access.check(&headers(HOST, other));
+            let refused = check(&access, &headers(HOST, other));
             assert_eq!(refused, Err(StatusCode::MISDIRECTED_REQUEST), "{other}");
         }
-        assert_eq!(access.check(&HeaderMap::new()), Ok(()), "no browser leaves it out");
+        let nameless = check(&access, &HeaderMap::new());
+        assert_eq!(nameless, Ok(View::Totals), "no browser leaves it out");
+    }
+
+    #[test]
+    fn over_the_unix_socket_the_user_decides_unless_a_token_does() {
+        for access in [access(None), access(Some("a-token-of-our-own"))] {
+            let ask = |headers: &HeaderMap| {
+                let of_user = |user| View::Tenant(format!("user {user}"));
+                access.check(Caller::Unix { user: 7 }, headers, |_| None, of_user)
+            };
+            assert_eq!(ask(&HeaderMap::new()), Ok(View::Tenant("user 7".to_owned())));
+            assert_eq!(ask(&headers(AUTHORIZATION, "Bearer x")), Err(StatusCode::UNAUTHORIZED));
+        }
     }
 
     #[test]

@@ -8,7 +8,7 @@ use maud::{DOCTYPE, Markup, PreEscaped, html};
 
 use crate::http::plot;
 use crate::samples::{Flow, Series};
-use crate::status::{HealthState, NodeState, Status};
+use crate::status::{ALL_TENANTS, HealthState, HitRate, NodeState, Status, View};
 
 pub(super) use shown::tier_hue;
 use shown::{bytes, count, percent, rate, time};
@@ -45,20 +45,21 @@ pub(super) fn page(status: &Status, series: &Series, nonce: &str) -> Markup {
 pub(super) fn live(status: &Status, series: &Series) -> Markup {
     html! {
         (head(status))
+        (scope(status))
         (alarms(status))
         (tiles(status, series))
         figure.wide {
             h2 { "Where blocks are, and what moves" }
-            (flows::drawing(status, series))
+            div.flows-scroll { (flows::drawing(status, series)) }
         }
         div.plots {
             figure {
-                h2 { "Blocks asked for, by where they were" }
+                h2 { "Hit rate by tier" }
                 (hit_legend(series))
                 (plot::hits(series))
             }
             figure {
-                h2 { "Bytes a second" }
+                h2 { "Bytes per second" }
                 ul.legend {
                     @for (flow, name) in plot::LINES {
                         li { i class=(plot::hue(*flow)) {} (name) }
@@ -93,6 +94,25 @@ fn head(status: &Status) -> Markup {
     }
 }
 
+/// Whose figures these are, when they are not all of the node.
+fn scope(status: &Status) -> Markup {
+    html! {
+        @match &status.view {
+            View::All => {}
+            View::Tenant(name) => { p.scope { "Tenant " b { (name) } "." } }
+            View::Totals => {
+                p.scope {
+                    "Totals of all tenants. Figures by tenant, client and prefix need a token, or \
+                     the Unix socket: " code { "cascade status" } " or "
+                    code {
+                        "curl --unix-socket " (status.node.socket) ".http localhost/status.json"
+                    }
+                }
+            }
+        }
+    }
+}
+
 fn alarms(status: &Status) -> Markup {
     let tiers = status.tenants.iter().flat_map(|tenant| {
         tenant.tiers.iter().filter_map(move |tier| Some((tenant, tier, tier.health.as_ref()?)))
@@ -101,7 +121,7 @@ fn alarms(status: &Status) -> Markup {
         @for (tenant, tier, health) in tiers {
             @if health.state != HealthState::Healthy {
                 p.alarm {
-                    b { "Tier " (tier.name) " of tenant " (tenant.name) " is passed over" }
+                    b { "The circuit of tier " (tier.name) " of " (owner(&tenant.name)) " is open" }
                     " for " (time(health.since_s)) "; its blocks are misses until it answers. "
                     @if let Some(error) = &health.last_error { (error) }
                 }
@@ -109,7 +129,7 @@ fn alarms(status: &Status) -> Markup {
         }
         @for tenant in status.tenants.iter().filter(|tenant| tenant.damaged_blocks > 0) {
             p.alarm {
-                b { (count(tenant.damaged_blocks)) " damaged blocks" } " of tenant " (tenant.name)
+                b { (count(tenant.damaged_blocks)) " damaged blocks" } " of " (owner(&tenant.name))
                 " were found and answered as misses. Look at the disk below the file tier."
             }
         }
@@ -122,26 +142,25 @@ fn alarms(status: &Status) -> Markup {
     }
 }
 
+/// `tenant NAME`, or all of them.
+fn owner(tenant: &str) -> String {
+    if tenant == ALL_TENANTS { tenant.to_owned() } else { format!("tenant {tenant}") }
+}
+
 /// One figure that stands out.
 fn tile(value: &str, what: &str) -> Markup {
     html! { div.tile { b { (value) } span { (what) } } }
 }
 
-#[expect(clippy::cast_precision_loss, reason = "a share for people")]
 fn tiles(status: &Status, series: &Series) -> Markup {
-    let gets: f64 = series.pieces.iter().map(|piece| piece.gets).sum();
-    let hits: f64 = series.pieces.iter().flat_map(|piece| &piece.hits).sum();
-    let all_gets: u64 = status.tenants.iter().map(|tenant| tenant.gets.blocks).sum();
-    let all_hits: u64 = status.tenants.iter().map(|tenant| tenant.gets.hits).sum();
-    let span = time(series.span_s);
-    let lately = (gets >= 1.0).then(|| hits / gets);
-    let (hit_rate, when) = match (lately, all_gets) {
-        (Some(lately), _) => (percent(lately), format!("of blocks asked for served, last {span}")),
-        (None, 0) => ("–".to_owned(), "nobody asked for a block yet".to_owned()),
-        (None, _) => {
-            let share = all_hits as f64 / all_gets as f64;
-            (percent(share), "of blocks asked for served since the start".to_owned())
-        }
+    let requested: f64 = series.pieces.iter().map(|piece| piece.requested).sum();
+    let matched: f64 = series.pieces.iter().flat_map(|piece| &piece.matched).sum();
+    let since_start = HitRate::sum(status.tenants.iter().map(|tenant| &tenant.hit_rate)).ratio;
+    let lately = (requested >= 1.0).then(|| matched / requested);
+    let (hit_rate, when) = match (lately, since_start) {
+        (Some(lately), _) => (percent(lately), format!("hit rate, last {}", time(series.span_s))),
+        (None, Some(rate)) => (percent(rate), "hit rate since the start".to_owned()),
+        (None, None) => ("–".to_owned(), "hit rate: no block was requested yet".to_owned()),
     };
     let load = status.server.operations.iter().find(|operation| operation.operation == "view");
     let load = load.and_then(|load| load.duration_s.quantile(0.99));
@@ -151,9 +170,9 @@ fn tiles(status: &Status, series: &Series) -> Markup {
     html! {
         div.tiles {
             (tile(&hit_rate, &when))
-            (tile(&rate(series, Flow::Got), "served to clients"))
-            (tile(&rate(series, Flow::Put), "taken in"))
-            @if let Some(load) = load { (tile(&time(load), "or less for 99 of 100 loads")) }
+            (tile(&rate(series, Flow::Got), "read by clients"))
+            (tile(&rate(series, Flow::Put), "put by clients"))
+            @if let Some(load) = load { (tile(&time(load), "p99 of loads")) }
             (tile(&bytes(used), &format!("of {} of memory in use", bytes(pools))))
             (tile(
                 &count(clients.connected),
@@ -167,7 +186,7 @@ fn hit_legend(series: &Series) -> Markup {
     html! {
         ul.legend {
             @for tier in &series.tiers { li { i class=(tier_hue(tier)) {} (tier) } }
-            li { i.c-miss {} "not served" }
+            li { i.c-miss {} "missed" }
         }
     }
 }
@@ -230,7 +249,7 @@ mod tests {
             "420",
             "Clients that hold most",
             "4711",
-            "is passed over",
+            "The circuit of tier files of tenant research is open",
             "input/output error",
             "3 damaged blocks",
             "1 stopped and 0 silent",

@@ -10,14 +10,14 @@ use crate::samples::{Flow, PIECES, Piece, Series};
 
 const WIDTH: f64 = 480.0;
 const HEIGHT: f64 = 220.0;
-const LEFT: f64 = 62.0;
+const LEFT: f64 = 72.0;
 const RIGHT: f64 = 12.0;
 const TOP: f64 = 10.0;
 const BOTTOM: f64 = 28.0;
 
 /// The flows that are drawn as lines, and what they are called.
 pub(super) const LINES: &[(Flow, &str)] = &[
-    (Flow::Got, "served"),
+    (Flow::Got, "read"),
     (Flow::Put, "put"),
     (Flow::Demoted, "demoted"),
     (Flow::Promoted, "promoted"),
@@ -34,24 +34,24 @@ pub(super) fn hue(flow: Flow) -> &'static str {
     }
 }
 
-/// Share of the blocks asked for that each tier served, stacked, over time.
+/// The hit rate, stacked by the tier that matched, over time.
 pub(super) fn hits(series: &Series) -> Markup {
     let mut areas: Vec<(&str, String)> = Vec::new();
     let mut base = vec![0.0; series.pieces.len()];
     for (at, tier) in series.tiers.iter().enumerate() {
-        let path = stack(series, &mut base, |piece| piece.hits[at]);
+        let path = stack(series, &mut base, |piece| piece.matched[at]);
         areas.push((tier_hue(tier), path));
     }
-    let missed = |piece: &Piece| piece.gets - piece.hits.iter().sum::<f64>();
+    let missed = |piece: &Piece| piece.requested - piece.matched.iter().sum::<f64>();
     areas.push(("c-miss", stack(series, &mut base, missed)));
     let ticks = [0.0, 0.25, 0.5, 0.75, 1.0].map(|share| (share, format!("{:.0} %", share * 100.0)));
-    let is_quiet = series.pieces.iter().all(|piece| piece.gets <= 0.0);
+    let is_quiet = series.pieces.iter().all(|piece| piece.requested <= 0.0);
     html! {
         svg.plot viewBox={ "0 0 " (WIDTH) " " (HEIGHT) } role="img" data-plot="hits"
-            aria-label="Share of the blocks asked for that each tier served, over time" {
+            aria-label="Hit rate by tier, over time" {
             (axes(series, &ticks))
             @for (class, path) in &areas { path class={ "area " (class) } d=(path) {} }
-            @if is_quiet { (quiet("nobody asked for a block in this time")) }
+            @if is_quiet { (quiet("no block was requested in this time")) }
         }
     }
 }
@@ -60,10 +60,10 @@ pub(super) fn hits(series: &Series) -> Markup {
 fn stack(series: &Series, base: &mut [f64], amount: impl Fn(&Piece) -> f64) -> String {
     let mut path = String::new();
     for (at, (piece, base)) in series.pieces.iter().zip(base).enumerate() {
-        if piece.gets <= 0.0 {
+        if piece.requested <= 0.0 {
             continue;
         }
-        let share = (amount(piece) / piece.gets).clamp(0.0, 1.0 - *base);
+        let share = (amount(piece) / piece.requested).clamp(0.0, 1.0 - *base);
         if share > 0.0 {
             let (left, right) = (across(at), across(at + 1));
             let (low, high) = (up(*base), up(*base + share));
@@ -84,7 +84,7 @@ pub(super) fn rates(series: &Series) -> Markup {
     let ticks = [0.0, 0.25, 0.5, 0.75, 1.0].map(|share| (share, size(share * top)));
     html! {
         svg.plot viewBox={ "0 0 " (WIDTH) " " (HEIGHT) } role="img" data-plot="rates"
-            aria-label="Bytes a second served, put, demoted and promoted, over time" {
+            aria-label="Bytes per second read, put, demoted and promoted, over time" {
             (axes(series, &ticks))
             @for (flow, _) in LINES {
                 path class={ "line " (hue(*flow)) } d=(line(series, *flow, top)) {}

@@ -35,27 +35,63 @@ pub(super) const FAMILIES: &[Family] = &[
         },
     },
     Family {
-        name: "cascade_process_cpu_seconds",
+        name: "process_cpu_seconds",
         kind: Kind::Counter,
-        help: "Processor time of the node, user and system",
+        help: "Total user and system CPU time spent in seconds",
         labels: &[],
         read: |status, samples| {
             samples.add_real(&[], status.node.cpu_s);
         },
     },
     Family {
-        name: "cascade_process_resident_memory_bytes",
+        name: "process_resident_memory_bytes",
         kind: Kind::Gauge,
-        help: "Memory that the node holds, the touched pages of its pools included",
+        help: "Resident memory size in bytes, touched pages of the pools included",
         labels: &[],
         read: |status, samples| {
             samples.add(&[], status.node.memory_bytes);
         },
     },
     Family {
-        name: "cascade_process_threads",
+        name: "process_virtual_memory_bytes",
         kind: Kind::Gauge,
-        help: "Threads of the node",
+        help: "Virtual memory size in bytes",
+        labels: &[],
+        read: |status, samples| {
+            samples.add(&[], status.node.virtual_memory_bytes);
+        },
+    },
+    Family {
+        name: "process_open_fds",
+        kind: Kind::Gauge,
+        help: "Number of open file descriptors",
+        labels: &[],
+        read: |status, samples| {
+            samples.add(&[], status.node.open_files);
+        },
+    },
+    Family {
+        name: "process_max_fds",
+        kind: Kind::Gauge,
+        help: "Maximum number of open file descriptors",
+        labels: &[],
+        read: |status, samples| {
+            samples.add(&[], status.node.open_files_max);
+        },
+    },
+    Family {
+        name: "process_start_time_seconds",
+        kind: Kind::Gauge,
+        help: "Start time of the process since unix epoch in seconds",
+        labels: &[],
+        read: |status, samples| {
+            samples.add_real(&[], status.node.started_unix_s);
+        },
+    },
+    Family {
+        name: "process_threads",
+        kind: Kind::Gauge,
+        help: "Number of OS threads in the process",
         labels: &[],
         read: |status, samples| {
             samples.add(&[], status.node.threads);

@@ -6,6 +6,24 @@ use crate::status::{HealthState, HealthStatus, Status, TenantStatus, TierStatus}
 /// These families, in the order of a scrape.
 pub(super) const FAMILIES: &[Family] = &[
     Family {
+        name: "cascade_requested_blocks",
+        kind: Kind::Counter,
+        help: "Blocks requested: by lookups, and by reads without one before",
+        labels: &["tenant"],
+        read: |status, samples| {
+            each_tenant(status, |t| samples.add(&[&t.name], t.hit_rate.requested_blocks));
+        },
+    },
+    Family {
+        name: "cascade_matched_blocks",
+        kind: Kind::Counter,
+        help: "Requested blocks that were there, by the fastest tier that had them",
+        labels: &["tenant", "tier"],
+        read: |status, samples| {
+            each_tier(status, |t, tier| samples.add(&[&t.name, &tier.name], tier.matched_blocks));
+        },
+    },
+    Family {
         name: "cascade_lookups",
         kind: Kind::Counter,
         help: "Lookups of chains of blocks",
@@ -17,7 +35,7 @@ pub(super) const FAMILIES: &[Family] = &[
     Family {
         name: "cascade_lookup_requested_blocks",
         kind: Kind::Counter,
-        help: "Blocks that lookups asked for",
+        help: "Blocks that lookups requested",
         labels: &["tenant"],
         read: |status, samples| {
             each_tenant(status, |t| samples.add(&[&t.name], t.lookups.requested_blocks));
@@ -35,7 +53,7 @@ pub(super) const FAMILIES: &[Family] = &[
     Family {
         name: "cascade_gets",
         kind: Kind::Counter,
-        help: "Blocks asked for by get and view: hits, misses and failures add up to it",
+        help: "Blocks read by get and view: hits, misses and failures add up to it",
         labels: &["tenant"],
         read: |status, samples| {
             each_tenant(status, |t| samples.add(&[&t.name], t.gets.blocks));
@@ -62,7 +80,7 @@ pub(super) const FAMILIES: &[Family] = &[
     Family {
         name: "cascade_misses",
         kind: Kind::Counter,
-        help: "Blocks asked for that were not there",
+        help: "Blocks read that were not there",
         labels: &["tenant"],
         read: |status, samples| {
             each_tenant(status, |t| samples.add(&[&t.name], t.gets.misses));
@@ -80,7 +98,7 @@ pub(super) const FAMILIES: &[Family] = &[
     Family {
         name: "cascade_get_failures",
         kind: Kind::Counter,
-        help: "Blocks asked for that failed: deadline, no room, or a tier that failed",
+        help: "Blocks whose read failed: deadline, no room, or a tier that failed",
         labels: &["tenant"],
         read: |status, samples| {
             each_tenant(status, |t| samples.add(&[&t.name], t.gets.failures));

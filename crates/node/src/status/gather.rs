@@ -5,8 +5,8 @@ use cascade_store::{Counters, HealthState as StoreHealth, ShadowFigure, Stats};
 use crate::server::SessionFacts;
 use crate::status::{
     CatalogStatus, ClientStatus, ClientsStatus, EvictionStatus, GetStatus, HealthState,
-    HealthStatus, HotPrefix, LookupStatus, MoverStatus, PoolStatus, PutStatus, ShadowStatus,
-    TenantStatus, TierStatus,
+    HealthStatus, HitRate, HotPrefix, LookupStatus, MoverStatus, PoolStatus, PutStatus,
+    ShadowStatus, TenantStatus, TierStatus, WarmRestartStatus,
 };
 
 /// The name of the tier that the pool is.
@@ -18,6 +18,7 @@ impl TenantStatus {
         let counters = &stats.counters;
         Self {
             name: name.to_owned(),
+            hit_rate: HitRate::of(counters.requested(), counters.matched()),
             lookups: LookupStatus {
                 requests: counters.requests,
                 requested_blocks: counters.blocks_requested,
@@ -58,8 +59,14 @@ impl TenantStatus {
                 largest_free_bytes: stats.pool.largest_free_bytes as u64,
                 huge_bytes: stats.pool.huge_bytes as u64,
             },
+            warm_restart: stats.warm.as_ref().map(|warm| WarmRestartStatus {
+                recovered_blocks: warm.recovered_blocks,
+                recovered_bytes: warm.recovered_bytes,
+                rejected_records: warm.rejected_records,
+                recover_s: seconds(warm.recover_ms),
+            }),
+            hot_prefixes: Vec::new(),
             notes: stats.notes.clone(),
-            ..Self::default()
         }
     }
 
@@ -77,17 +84,33 @@ impl TenantStatus {
             .collect();
         self
     }
-
-    /// Share of the blocks asked for by lookups that were there, 0 to 1; none without lookups.
-    pub fn hit_rate(&self) -> Option<f64> {
-        share(self.lookups.matched_blocks, self.lookups.requested_blocks)
-    }
 }
 
-/// A part of a whole, 0 to 1; none of nothing.
-#[expect(clippy::cast_precision_loss, reason = "a share for people")]
-fn share(part: u64, whole: u64) -> Option<f64> {
-    (whole > 0).then(|| part as f64 / whole as f64)
+impl HitRate {
+    /// From its two counts.
+    #[expect(clippy::cast_precision_loss, reason = "a share for people")]
+    pub fn of(requested_blocks: u64, matched_blocks: u64) -> Self {
+        let ratio = || matched_blocks as f64 / requested_blocks as f64;
+        let ratio = (requested_blocks > 0).then(ratio);
+        Self { requested_blocks, matched_blocks, ratio }
+    }
+
+    /// Of several stores together.
+    pub fn sum<'a>(rates: impl IntoIterator<Item = &'a Self>) -> Self {
+        let add = |(requested, matched): (u64, u64), one: &Self| {
+            (requested + one.requested_blocks, matched + one.matched_blocks)
+        };
+        let (requested, matched) = rates.into_iter().fold((0, 0), add);
+        Self::of(requested, matched)
+    }
+
+    /// What was requested and matched since an earlier moment.
+    pub fn since(&self, before: &Self) -> Self {
+        Self::of(
+            self.requested_blocks.saturating_sub(before.requested_blocks),
+            self.matched_blocks.saturating_sub(before.matched_blocks),
+        )
+    }
 }
 
 fn puts(counters: &Counters) -> PutStatus {
@@ -128,10 +151,12 @@ fn tiers(stats: &Stats, now_unix_ms: u64) -> Vec<TierStatus> {
         blocks: Some(stats.dram_blocks),
         ..TierStatus::default()
     }];
-    tiers.extend(stats.stages.iter().map(|(name, stage)| TierStatus {
+    let stages = stats.stages.iter().enumerate();
+    tiers.extend(stages.map(|(at, (name, stage))| TierStatus {
         name: (*name).to_owned(),
         capacity_bytes: stage.capacity_bytes,
         used_bytes: stage.used_bytes,
+        blocks: stats.stage_blocks.get(at).copied(),
         files: Some(stage.files),
         damaged_blocks: stage.damaged_blocks,
         notes: stage.notes.clone(),
@@ -160,6 +185,7 @@ fn tiers(stats: &Stats, now_unix_ms: u64) -> Vec<TierStatus> {
         });
         tiers[at].hits += served.blocks;
         tiers[at].hit_bytes += served.bytes;
+        tiers[at].matched_blocks += served.matched_blocks;
     }
     tiers
 }

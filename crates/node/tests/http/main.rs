@@ -9,10 +9,13 @@
     reason = "small figures, and bytes that wrap"
 )]
 
+mod hit_rate;
 mod limits;
 mod metrics;
 mod page;
 mod prometheus;
+mod provoked;
 mod security;
 mod served;
 mod traces;
+mod users;

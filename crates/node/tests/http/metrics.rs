@@ -69,7 +69,8 @@ fn names_follow_the_conventions_of_prometheus() {
     for family in families() {
         let name = family.name;
         assert!(seen.insert(name), "{name} is there twice");
-        assert!(name.starts_with("cascade_"), "{name}");
+        // `process_` is what every exporter calls figures of its process.
+        assert!(name.starts_with("cascade_") || name.starts_with("process_"), "{name}");
         assert!(!name.ends_with("_total"), "{name}: the format adds it");
         assert!(!family.help.ends_with('.') && !family.help.contains('\n'), "{name}");
         for unit in ["_ms", "_us", "_kib", "_mib", "_percent"] {

@@ -78,7 +78,7 @@ fn at<'a>(status: &'a Value, path: &str) -> &'a Value {
 fn the_page_shows_the_status_and_its_plots_in_a_browser() {
     let Some(browser) = browser() else { return };
     let served = Served::start();
-    served.get("/status.json");
+    served.get_as_anybody("/status.json");
     served.put(0..180);
     served.read(0..60);
     served.settle();
@@ -87,7 +87,7 @@ fn the_page_shows_the_status_and_its_plots_in_a_browser() {
     let visit = visit(browser, &format!("http://{}/", served.address()), &["--dump-dom"]);
     assert_eq!(visit.console(), [""; 0], "an error in the page");
     assert!(visit.dom.contains("data-refreshed="), "the page fetched its middle again");
-    let status: Value = serde_json::from_str(&served.get("/status.json").body).unwrap();
+    let status: Value = serde_json::from_str(&served.get_as_anybody("/status.json").body).unwrap();
     let values = visit.values();
     assert!(values.len() > 20, "{values:?}");
     for (path, shown) in values {
@@ -106,6 +106,33 @@ fn the_page_shows_the_status_and_its_plots_in_a_browser() {
     assert!(!visit.dom.contains("http://"), "nothing comes from elsewhere");
 }
 
+/// On a phone the tiles and tables ran out of the page.
+#[test]
+fn the_page_is_no_wider_than_a_phone() {
+    const WIDTH: u32 = 390;
+    let Some(browser) = browser() else { return };
+    let served = Served::start();
+    served.get("/status.json");
+    served.put(0..180);
+    served.read(0..60);
+    served.settle();
+    // A frame is as narrow as it is told; a window is not.
+    let page = served.get("/").body.replace('&', "&amp;").replace('"', "&quot;");
+    let measure = "document.title = frame.contentDocument.documentElement.scrollWidth";
+    let outer = format!(
+        "<iframe id=frame width={WIDTH} height=3000 style=border:0 onload='{measure}' \
+         srcdoc=\"{page}\"></iframe>"
+    );
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("phone.html");
+    fs::write(&path, outer).unwrap();
+    let url = format!("file://{}", path.display());
+    let dom = visit(browser, &url, &["--dump-dom"]).dom;
+    let title = dom.split("<title>").nth(1).and_then(|rest| rest.split('<').next());
+    let wide: u32 = title.and_then(|title| title.parse().ok()).unwrap_or_else(|| panic!("{dom}"));
+    assert!(wide <= WIDTH, "{wide} pixels");
+}
+
 /// Makes the picture in the documents. Look at it.
 #[test]
 #[ignore = "takes a minute: makes docs/images/status-page.png"]
@@ -115,7 +142,7 @@ fn the_picture_of_the_page_is_of_a_busy_node() {
     let clock = Instant::now();
     let mut round = 0;
     while clock.elapsed() < Duration::from_secs(75) {
-        served.get("/status.json");
+        served.get_as_anybody("/status.json");
         // New turns of many conversations: mostly known blocks, some of them long ago.
         let busy = 2 + (round / 12) % 4;
         for part in 0..busy {

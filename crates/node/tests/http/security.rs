@@ -35,11 +35,11 @@ fn without_the_token_only_life_and_readiness_can_be_asked() {
     let security = SecurityConfig { token_file: Some(token_file), ..SecurityConfig::default() };
     let served = Served::start_with(security.clone(), |_| {});
     for path in ["/healthz", "/readyz"] {
-        assert_eq!(served.get(path).code, 200, "{path}");
+        assert_eq!(served.get_as_anybody(path).code, 200, "{path}");
     }
     let right = format!("Authorization: Bearer {TOKEN}");
     for path in GUARDED {
-        let refused = served.get(path);
+        let refused = served.get_as_anybody(path);
         assert_eq!(refused.code, 401, "{path}");
         assert!(refused.header("www-authenticate").unwrap().starts_with("Bearer"));
         assert!(!refused.body.contains("cascade_"), "nothing leaks: {}", refused.body);
@@ -67,15 +67,15 @@ fn a_strange_page_in_a_local_browser_learns_nothing() {
         let answer = get(served.address(), path, &["Host: rebound.example"]);
         assert_eq!(answer.code, 421, "{path}");
         assert!(!answer.body.contains("tenant"), "{}", answer.body);
-        assert_eq!(served.get(path).code, 200, "{path}");
+        assert_eq!(served.get_as_anybody(path).code, 200, "{path}");
     }
-    let page = served.get("/");
+    let page = served.get_as_anybody("/");
     let policy = page.header("content-security-policy").unwrap();
     assert!(policy.contains("default-src 'none'") && policy.contains("frame-ancestors 'none'"));
     assert!(!policy.contains("unsafe"), "{policy}");
     assert_ne!(
         policy,
-        served.get("/").header("content-security-policy").unwrap(),
+        served.get_as_anybody("/").header("content-security-policy").unwrap(),
         "a nonce a page"
     );
     assert!(page.header("access-control-allow-origin").is_none());

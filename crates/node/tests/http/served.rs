@@ -3,7 +3,8 @@
 use std::fmt::Write as _;
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpStream};
-use std::path::Path;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use cascade_block::BlockKey;
@@ -41,11 +42,21 @@ impl Served {
         security: SecurityConfig,
         adjust: impl FnOnce(&mut HttpConfig),
     ) -> Self {
+        Self::start_node(security, adjust, |config| config.store.dram_bytes = dram_bytes)
+    }
+
+    /// With other settings of the node.
+    pub(crate) fn start_node(
+        security: SecurityConfig,
+        adjust: impl FnOnce(&mut HttpConfig),
+        adjust_node: impl FnOnce(&mut NodeConfig),
+    ) -> Self {
         let files = tempfile::tempdir().unwrap();
         let mut config = NodeConfig::new(files.path().join("socket"));
         "Dram|Files".clone_into(&mut config.store.pipeline);
-        config.store.dram_bytes = dram_bytes;
+        config.store.dram_bytes = 8 << 20;
         config.store.files = Some(files_config(files.path()));
+        adjust_node(&mut config);
         let node = Node::open(config).unwrap();
         node.set_state(NodeState::Serving);
         let mut config = HttpConfig::new("127.0.0.1:0".parse().unwrap(), security);
@@ -58,7 +69,18 @@ impl Served {
         self.handle.address()
     }
 
+    /// Where HTTP is served by user.
+    pub(crate) fn socket(&self) -> PathBuf {
+        http::socket_of(&self.node.config().socket)
+    }
+
+    /// As the node's own user, over the Unix socket.
     pub(crate) fn get(&self, path: &str) -> Answer {
+        get_as_user(&self.socket(), path, &[])
+    }
+
+    /// As anybody, over TCP.
+    pub(crate) fn get_as_anybody(&self, path: &str) -> Answer {
         get(self.address(), path, &[])
     }
 
@@ -167,6 +189,13 @@ impl Answer {
     }
 }
 
+pub(crate) fn get_as_user(socket: &Path, path: &str, headers: &[&str]) -> Answer {
+    let stream = UnixStream::connect(socket).unwrap();
+    stream.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
+    let anywhere = "127.0.0.1:1".parse().unwrap();
+    exchange(stream, &request(anywhere, path, headers))
+}
+
 pub(crate) fn get(address: SocketAddr, path: &str, headers: &[&str]) -> Answer {
     send(address, &request(address, path, headers))
 }
@@ -185,7 +214,7 @@ pub(crate) fn request(address: SocketAddr, path: &str, headers: &[&str]) -> Stri
 
 pub(crate) fn send(address: SocketAddr, request: &str) -> Answer {
     let stream = TcpStream::connect(address).unwrap();
-    stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+    stream.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
     exchange(stream, request)
 }
 

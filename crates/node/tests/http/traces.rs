@@ -8,9 +8,13 @@ use std::time::Duration;
 
 use cascade_node::config::LogConfig;
 use cascade_node::telemetry::{self, Spans, TraceContext, request_span};
+use cascade_node::{Node, NodeConfig};
+use cascade_store::{CallOptions, FilesConfig, KeepPool, Put};
 use opentelemetry_proto::tonic::collector::trace::v1::ExportTraceServiceRequest;
 use prost::Message;
 use tracing_subscriber::fmt::MakeWriter;
+
+use crate::served;
 
 const TRACE_PARENT: &str = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01";
 
@@ -146,4 +150,49 @@ fn a_log_is_text_for_people_or_one_json_object_a_line() {
     let object: serde_json::Value = serde_json::from_str(&json).unwrap();
     assert_eq!(object["message"], "the port is served");
     assert_eq!(object["address"], "127.0.0.1:1");
+}
+
+/// The node said nothing of what it found, and nothing of what another size had cost.
+#[test]
+fn the_log_says_at_start_what_was_recovered_and_what_was_discarded() {
+    let directory = tempfile::tempdir().unwrap();
+    let mut config = NodeConfig::new(directory.path().join("socket"));
+    config.store.dram_bytes = 8 << 20;
+    config.pool_directory = Some(directory.path().to_owned());
+    config.keep_pool = KeepPool::Always;
+    let mut files = FilesConfig::new(directory.path().join("blocks"));
+    (files.capacity_bytes, files.segment_bytes, files.direct) = (64 << 20, 4 << 20, false);
+    "Dram|Files".clone_into(&mut config.store.pipeline);
+    config.store.files = Some(files);
+    let run = |config: &NodeConfig| {
+        let lines = Lines::default();
+        let log = LogConfig { json: true, filter: Some("info".to_owned()) };
+        let subscriber = telemetry::subscriber(&log, None, false, lines.clone()).unwrap();
+        let node =
+            tracing::subscriber::with_default(subscriber, || Node::open(config.clone()).unwrap());
+        (node, lines.text())
+    };
+    let (node, said) = run(&config);
+    assert!(!said.contains("blocks of"), "nothing was there: {said}");
+    let bytes = [7; 4096];
+    for number in 0..10 {
+        node.store().put(&[Put::new(served::key(number), &bytes)], CallOptions::default());
+    }
+    node.close().unwrap();
+    drop(node);
+    let (node, said) = run(&config);
+    let line = |part: &str| said.lines().find(|line| line.contains(part)).unwrap_or_default();
+    let memory = line("blocks of the run before are in DRAM again");
+    assert!(memory.contains("\"blocks\":10") && memory.contains("40.0 KiB"), "{said}");
+    let below = line("blocks of earlier runs were found");
+    assert!(below.contains("\"tier\":\"files\"") && below.contains("\"blocks\":10"), "{said}");
+    let warm = node.status().tenants[0].warm_restart.clone().unwrap();
+    assert_eq!((warm.recovered_blocks, warm.recovered_bytes), (10, 40960));
+    node.close().unwrap();
+    drop(node);
+    config.store.dram_bytes = 16 << 20;
+    let (node, said) = run(&config);
+    let lost = said.lines().find(|line| line.contains("WARN")).unwrap_or_default();
+    assert!(lost.contains("DRAM had 8.0 MiB and has 16.0 MiB now"), "{said}");
+    assert_eq!(node.status().tenants[0].tiers[1].blocks, Some(10), "those in files are kept");
 }

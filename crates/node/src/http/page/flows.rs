@@ -19,7 +19,7 @@ struct Place {
     used_bytes: u64,
     capacity_bytes: u64,
     blocks: Option<u64>,
-    is_passed_over: bool,
+    is_open: bool,
 }
 
 pub(super) fn drawing(status: &Status, series: &Series) -> Markup {
@@ -66,7 +66,7 @@ fn places(status: &Status) -> Vec<Place> {
         place.capacity_bytes += tier.capacity_bytes;
         place.blocks = tier.blocks.map(|blocks| place.blocks.unwrap_or(0) + blocks);
         let health = tier.health.as_ref().map(|health| health.state);
-        place.is_passed_over |= health.is_some_and(|state| state != HealthState::Healthy);
+        place.is_open |= health.is_some_and(|state| state != HealthState::Healthy);
     }
     places
 }
@@ -90,7 +90,7 @@ fn tier(place: &Place, left: usize, width: usize) -> Markup {
     let share = place.used_bytes as f64 / place.capacity_bytes.max(1) as f64;
     let bar_width = width - 32;
     let bar = format!("{:.1}", bar_width as f64 * share.clamp(0.0, 1.0));
-    let class = if place.is_passed_over { "box bad" } else { "box" };
+    let class = if place.is_open { "box bad" } else { "box" };
     let text = left + 16;
     html! {
         rect class=(class) x=(left) y=(BOX_TOP) width=(width - 1) height=(BOX_HEIGHT) rx="8" {}
@@ -102,7 +102,7 @@ fn tier(place: &Place, left: usize, width: usize) -> Markup {
             (bytes(place.used_bytes)) " of " (bytes(place.capacity_bytes))
         }
         text.soft x=(text) y="126" {
-            @if place.is_passed_over { "passed over: its breaker is open" }
+            @if place.is_open { "circuit open" }
             @else if let Some(blocks) = place.blocks { (count(blocks)) " blocks" }
         }
     }
@@ -117,7 +117,7 @@ fn arrow(
     forth: bool,
 ) -> Markup {
     let name = match flow {
-        Flow::Got => "served",
+        Flow::Got => "read",
         Flow::Put => "put",
         Flow::Demoted => "demoted",
         Flow::Promoted => "promoted",

@@ -7,13 +7,13 @@ use crate::samples::{Flow, Series};
 /// Pieces of time that a rate "now" is a mean of.
 const NOW_PIECES: usize = 3;
 
-/// `12 345`, with thin spaces.
+/// `12,345`.
 pub(super) fn count(value: u64) -> String {
     let digits = value.to_string();
     let mut text = String::with_capacity(digits.len() * 2);
     for (at, digit) in digits.chars().enumerate() {
         if at > 0 && (digits.len() - at).is_multiple_of(3) {
-            text.push('\u{202f}');
+            text.push(',');
         }
         text.push(digit);
     }
@@ -82,7 +82,7 @@ mod tests {
 
     #[test]
     fn figures_read_well() {
-        assert_eq!(count(1_234_567), "1\u{202f}234\u{202f}567");
+        assert_eq!(count(1_234_567), "1,234,567");
         assert_eq!(count(12), "12");
         assert_eq!(percent(0.875), "87.5 %");
         let times = [(2e-6, "2 µs"), (0.0345, "34.5 ms"), (61.0, "61 s"), (600.0, "10 min")];

@@ -32,7 +32,8 @@ fn tiers(status: &Status) -> Markup {
             @if many { th { "tenant" } }
             th { "tier" } th { "state" } th.number { "used" } th.number { "of" }
             th.number { "full" }
-            th.number { "blocks" } th.number { "hits" } th.number { "bytes served" }
+            th.number { "blocks" } th.number { "matched" } th.number { "read" }
+            th.number { "bytes read" }
             th.number { "damaged" }
         }
     };
@@ -72,13 +73,14 @@ fn tier_row(path: &str, tier: &TierStatus) -> Markup {
             Some(blocks) => (cell(&field("blocks"), blocks, &count(blocks))),
             None => td.number { "–" },
         }
+        (cell(&field("matched_blocks"), tier.matched_blocks, &count(tier.matched_blocks)))
         (cell(&field("hits"), tier.hits, &count(tier.hits)))
         (cell(&field("hit_bytes"), tier.hit_bytes, &bytes(tier.hit_bytes)))
         (cell(&field("damaged_blocks"), tier.damaged_blocks, &count(tier.damaged_blocks)))
     }
 }
 
-/// One line of sums a tenant: what was asked for and what became of it.
+/// One line of sums a tenant: what was requested and what became of it.
 fn sums(at: usize, tenant: &TenantStatus, many: bool) -> Markup {
     let part = |field: &str, value: u64, what: &str| {
         html! {
@@ -88,19 +90,30 @@ fn sums(at: usize, tenant: &TenantStatus, many: bool) -> Markup {
             }
         }
     };
-    let (gets, puts) = (&tenant.gets, &tenant.puts);
+    let (hit_rate, gets, puts) = (&tenant.hit_rate, &tenant.gets, &tenant.puts);
     html! {
         p.sums {
             @if many { span.part { (tenant.name) ":" } }
-            (part("gets.blocks", gets.blocks, "blocks asked for"))
-            (part("gets.hits", gets.hits, "hits"))
-            (part("gets.misses", gets.misses, "misses"))
+            @if let Some(ratio) = hit_rate.ratio {
+                span.part {
+                    b data-path={ "tenants." (at) ".hit_rate.ratio" }
+                        data-value=(format!("{ratio:?}")) { (percent(ratio)) }
+                    " hit rate"
+                }
+            }
+            (part("hit_rate.requested_blocks", hit_rate.requested_blocks, "blocks requested"))
+            (part("hit_rate.matched_blocks", hit_rate.matched_blocks, "matched"))
+            (part("gets.blocks", gets.blocks, "read"))
+            (part("gets.misses", gets.misses, "of these missed"))
             (part("gets.failures", gets.failures, "failed"))
-            (part("puts.blocks", puts.blocks, "given"))
-            (part("puts.stored", puts.stored, "stored"))
-            (part("puts.deduplicated", puts.deduplicated, "known by content"))
+            (part("puts.blocks", puts.blocks, "put"))
+            (part("puts.stored", puts.stored, "of these stored"))
+            (part("puts.deduplicated", puts.deduplicated, "deduplicated"))
             (part("evictions.blocks", tenant.evictions.blocks, "evicted"))
             (part("evictions.lost_blocks", tenant.evictions.lost_blocks, "of these lost"))
+            @if let Some(warm) = &tenant.warm_restart {
+                (part("warm_restart.recovered_blocks", warm.recovered_blocks, "recovered at start"))
+            }
         }
     }
 }
@@ -116,8 +129,8 @@ fn requests(status: &Status) -> Markup {
         table {
             tr {
                 th { "operation" } th.number { "requests" } th.number { "failed" }
-                th.number { "half within" } th.number { "99 % within" }
-                th.number { "blocks a request" }
+                th.number { "p50" } th.number { "p99" }
+                th.number { "blocks per request" }
             }
             @for operation in operations {
                 tr {
@@ -147,7 +160,7 @@ fn shadows(status: &Status) -> Markup {
         table {
             tr {
                 th { "tenant" } th { "tier" } th.number { "capacity" } th.number { "would be" }
-                th.number { "share of blocks that would match" }
+                th.number { "hit rate of lookups" }
             }
             @for tenant in &status.tenants {
                 @for shadow in &tenant.shadows {

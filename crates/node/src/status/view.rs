@@ -1,0 +1,227 @@
+//! Who sees what of a status: all of it, one tenant's part, or totals that belong to nobody.
+
+use serde::{Deserialize, Serialize};
+
+use crate::Node;
+use crate::status::{
+    CatalogStatus, ClientsStatus, EvictionStatus, GetStatus, HealthState, HitRate, LookupStatus,
+    MoverStatus, PoolStatus, PutStatus, Status, TenantStatus, TierStatus, WarmRestartStatus,
+};
+use crate::tenants::{DEFAULT, Tenant};
+
+/// The name under which totals show what belongs to all tenants together.
+pub const ALL_TENANTS: &str = "all tenants";
+
+/// How much of a node its caller may see.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum View {
+    /// Everything: the node's own user, root, and whoever has the node's token or certificate.
+    #[default]
+    All,
+    /// One tenant's store and clients.
+    Tenant(String),
+    /// Sums over the whole process, without a name of a tenant, a client or a key: anybody.
+    Totals,
+}
+
+impl View {
+    /// What a tenant may see; the node's own one sees everything.
+    pub fn of_tenant(tenant: &Tenant) -> Self {
+        match tenant.name() {
+            DEFAULT => Self::All,
+            name => Self::Tenant(name.to_owned()),
+        }
+    }
+
+    /// What a user of this host may see, whom the kernel named at the other end of a socket.
+    pub fn of_user(node: &Node, user: u32) -> Self {
+        if user == 0 || user == rustix::process::geteuid().as_raw() {
+            return Self::All;
+        }
+        let tenant = node.tenants().identify(user, None);
+        tenant.map_or(Self::Totals, |tenant| Self::of_tenant(&tenant))
+    }
+}
+
+impl Status {
+    /// This status of the node as it may be seen.
+    pub(crate) fn seen_by(mut self, view: &View, node: &Node) -> Self {
+        match view {
+            View::All => {}
+            View::Tenant(name) => {
+                let mut clients = node.clients();
+                clients.retain(|client| client.tenant == *name);
+                self.tenants.retain(|tenant| tenant.name == *name);
+                self.clients = ClientsStatus::of(&clients, 0);
+                // What others ask of the node, and how fast, is theirs.
+                self.server = crate::traffic::Traffic::default().status();
+                self.traces = None;
+                self.notes.clear();
+            }
+            View::Totals => {
+                self.tenants = vec![TenantStatus::total(&self.tenants)];
+                self.clients.list.clear();
+                self.notes.clear();
+            }
+        }
+        self.view = view.clone();
+        self
+    }
+}
+
+/// Adds every field of a struct of counts. The compiler checks that none is forgotten.
+macro_rules! add_fields {
+    ($into:expr, $from:expr, $struct:ident { $($field:ident),+ $(,)? }) => {{
+        let $struct { $($field),+ } = $from;
+        $($into.$field += *$field;)+
+    }};
+}
+
+impl TenantStatus {
+    /// All tenants together, without what names a tenant, a client, a key or a place on a disk.
+    fn total(tenants: &[Self]) -> Self {
+        let mut total = Self { name: ALL_TENANTS.to_owned(), ..Self::default() };
+        for tenant in tenants {
+            total.add(tenant);
+        }
+        let HitRate { requested_blocks, matched_blocks, .. } = total.hit_rate;
+        total.hit_rate = HitRate::of(requested_blocks, matched_blocks);
+        total
+    }
+
+    fn add(&mut self, other: &Self) {
+        let Self {
+            name: _,
+            hit_rate,
+            lookups,
+            gets,
+            puts,
+            tiers,
+            mover,
+            evictions,
+            damaged_blocks,
+            catalog,
+            pool,
+            // Another size of one tenant's tier says nothing of all tenants together.
+            shadows: _,
+            hot_prefixes: _,
+            warm_restart,
+            notes: _,
+        } = other;
+        self.hit_rate.requested_blocks += hit_rate.requested_blocks;
+        self.hit_rate.matched_blocks += hit_rate.matched_blocks;
+        add_fields!(
+            self.lookups,
+            lookups,
+            LookupStatus { requests, requested_blocks, matched_blocks }
+        );
+        add_fields!(self.gets, gets, GetStatus { blocks, hits, misses, failures, shed, bytes });
+        add_fields!(
+            self.puts,
+            puts,
+            PutStatus {
+                blocks,
+                stored,
+                deduplicated,
+                present,
+                conflicts,
+                declined,
+                failures,
+                bytes
+            }
+        );
+        add_fields!(
+            self.mover,
+            mover,
+            MoverStatus {
+                demoted_blocks,
+                demoted_bytes,
+                promoted_blocks,
+                promoted_bytes,
+                pending_bytes,
+                demote_failures,
+                demote_declines,
+                name_failures,
+                prefetched_blocks,
+                prefetched_used_blocks
+            }
+        );
+        add_fields!(
+            self.evictions,
+            evictions,
+            EvictionStatus { blocks, bytes, lost_blocks, reclaimed_blocks }
+        );
+        self.damaged_blocks += damaged_blocks;
+        add_fields!(
+            self.catalog,
+            catalog,
+            CatalogStatus {
+                keys,
+                contents,
+                content_bytes,
+                memory_bytes,
+                protected_blocks,
+                protection_refused
+            }
+        );
+        let largest = self.pool.largest_free_bytes.max(pool.largest_free_bytes);
+        add_fields!(
+            self.pool,
+            pool,
+            PoolStatus {
+                capacity_bytes,
+                reserved_bytes,
+                requested_bytes,
+                free_bytes,
+                largest_free_bytes,
+                huge_bytes
+            }
+        );
+        self.pool.largest_free_bytes = largest;
+        tiers.iter().for_each(|tier| self.add_tier(tier));
+        if let Some(WarmRestartStatus {
+            recovered_blocks,
+            recovered_bytes,
+            rejected_records,
+            recover_s,
+        }) = warm_restart
+        {
+            let sum = self.warm_restart.get_or_insert_default();
+            sum.recovered_blocks += recovered_blocks;
+            sum.recovered_bytes += recovered_bytes;
+            sum.rejected_records += rejected_records;
+            sum.recover_s += recover_s;
+        }
+    }
+
+    fn add_tier(&mut self, tier: &TierStatus) {
+        let known = self.tiers.iter().position(|one| one.name == tier.name);
+        let at = known.unwrap_or_else(|| {
+            self.tiers.push(TierStatus { name: tier.name.clone(), ..TierStatus::default() });
+            self.tiers.len() - 1
+        });
+        let sum = &mut self.tiers[at];
+        sum.capacity_bytes += tier.capacity_bytes;
+        sum.used_bytes += tier.used_bytes;
+        sum.blocks = add_known(sum.blocks, tier.blocks);
+        sum.files = add_known(sum.files, tier.files);
+        sum.hits += tier.hits;
+        sum.hit_bytes += tier.hit_bytes;
+        sum.matched_blocks += tier.matched_blocks;
+        sum.damaged_blocks += tier.damaged_blocks;
+        if let Some(health) = &tier.health {
+            let worst = sum.health.get_or_insert_default();
+            if worst.state == HealthState::Healthy {
+                // An error may name a tenant's directory.
+                (worst.state, worst.since_s) = (health.state, health.since_s);
+            }
+            worst.opened += health.opened;
+            worst.stuck_calls += health.stuck_calls;
+        }
+    }
+}
+
+fn add_known(sum: Option<u64>, one: Option<u64>) -> Option<u64> {
+    one.map(|one| sum.unwrap_or(0) + one).or(sum)
+}

@@ -1,0 +1,62 @@
+//! The hit rate is one figure: the same in JSON, on the page, in metrics, panels and alerts.
+
+use cascade_block::BlockKey;
+use cascade_node::config::SecurityConfig;
+use cascade_store::{CallOptions, Put, Request};
+
+use crate::served::Served;
+
+/// Blocks of a request, of which one is shared by all requests.
+const CHAIN: u64 = 20;
+
+fn chain(request: u64) -> Vec<BlockKey> {
+    let key = |number: u64| {
+        let mut bytes = [7; 32];
+        bytes[..8].copy_from_slice(&number.to_le_bytes());
+        BlockKey::from_bytes(bytes)
+    };
+    let own = (1..CHAIN).map(|at| key((request + 1) * CHAIN + at));
+    [key(0)].into_iter().chain(own).collect()
+}
+
+fn put(served: &Served, keys: &[BlockKey]) {
+    let puts: Vec<Put<'_>> = keys.iter().map(|key| Put::new(*key, &[9; 512])).collect();
+    served.node.store().put(&puts, CallOptions::default());
+}
+
+/// Requests as an engine makes them: look up, load what matched, put the rest. 5 % is shared.
+pub(crate) fn serve(served: &Served, requests: std::ops::Range<u64>) {
+    for request in requests {
+        let keys = chain(request);
+        if request == 0 {
+            put(served, &keys[..1]);
+        }
+        let matched = served.node.store().lookup_prefix(&Request::new(&keys)).tiers.len();
+        assert_eq!(matched, 1);
+        drop(served.node.store().view(&keys[..matched], CallOptions::default()));
+        put(served, &keys[matched..]);
+    }
+}
+
+/// 200 such requests showed 100 % on the page and in alerts, 5 % in `top`.
+#[test]
+fn two_hundred_requests_that_share_a_twentieth_show_five_percent_everywhere() {
+    let served = Served::start_of(16 << 20, SecurityConfig::default(), |_| {});
+    // A sample of the time before.
+    served.get("/status.json");
+    std::thread::park_timeout(std::time::Duration::from_secs(1));
+    serve(&served, 0..200);
+    let status = served.status();
+    let rate = status.tenants[0].hit_rate;
+    assert_eq!((rate.requested_blocks, rate.matched_blocks), (4000, 200));
+    assert_eq!(rate.ratio.map(f64::to_bits), Some(0.05f64.to_bits()));
+    let page = served.get("/").body;
+    assert!(page.contains("<b>5.0 %</b><span>hit rate, last"), "the tile: {page}");
+    assert!(page.contains(">5.0 %</b> hit rate"), "the table: {page}");
+    assert_eq!(page.matches("100.0 %").count(), 0, "{page}");
+    let scrape = served.get("/metrics");
+    let sum = |name| scrape.metric(name, "tenant=\"default\"") as u64;
+    assert_eq!(sum("cascade_requested_blocks_total"), 4000);
+    assert_eq!(sum("cascade_matched_blocks_total"), 200);
+    assert_eq!(sum("cascade_hits_total"), 200, "loads of what matched are no requests");
+}

@@ -1,0 +1,206 @@
+//! Every metric has a sample, and one that is not zero where this test can provoke it.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use cascade_block::BlockKey;
+use cascade_node::config::{SecurityConfig, TenantConfig};
+use cascade_node::telemetry::Spans;
+use cascade_node::traffic::{Answered, Operation};
+use cascade_node::{Node, NodeConfig};
+use cascade_store::{CallOptions, KeepPool, Put, StoreConfig};
+
+use crate::prometheus::{metrics_of, panel_queries};
+use crate::served::{BLOCK_BYTES, Served, get, key};
+
+/// Metrics that stay zero here, and where or why.
+const ZERO_HERE: [(&str, &str); 23] = [
+    ("cascade_clients", "needs a client over the node's socket"),
+    ("cascade_stopped_clients", "needs a client over the node's socket"),
+    ("cascade_silent_clients", "needs a client that is idle for a minute"),
+    ("cascade_reaped_clients", "needs a client that dies"),
+    ("cascade_leases", "needs a client over the node's socket"),
+    ("cascade_leased_bytes", "needs a client over the node's socket"),
+    ("cascade_filling_bytes", "needs a client over the node's socket"),
+    ("cascade_oldest_lease_seconds", "needs a client over the node's socket"),
+    ("cascade_http_handshake_failures", "needs certificates: security.rs"),
+    ("cascade_exported_spans", "needs a collector: traces.rs"),
+    ("cascade_lost_spans", "needs requests under a subscriber: traces.rs"),
+    ("cascade_shed_gets", "needs a stage that fails: crates/store/tests/health.rs"),
+    ("cascade_tier_breaker_openings", "needs a stage that fails: crates/store/tests/health.rs"),
+    ("cascade_tier_stuck_calls", "needs a stage that hangs: crates/store/tests/health.rs"),
+    ("cascade_pending_bytes", "is zero again as soon as the mover has written"),
+    ("cascade_demote_failures", "needs a disk that fails: crates/store/tests/sick_disk.rs"),
+    ("cascade_demote_declines", "needs a stage that declines blocks"),
+    ("cascade_name_failures", "needs a stage that fails to take names"),
+    ("cascade_protection_refused", "needs a smaller quota: crates/store/tests/protection.rs"),
+    ("cascade_shadow_hit_ratio", "a sample of all blocks, which may have no hit"),
+    ("cascade_pool_huge_page_bytes", "the machine may have no huge pages"),
+    ("cascade_warm_restart_rejected_records", "needs damage: crates/store/tests/pool_files.rs"),
+    ("cascade_warm_restart_seconds", "a small pool is taken over in less than a millisecond"),
+];
+
+/// A node with every part that has metrics of its own: it found blocks in its pool again, has a
+/// collector for spans and a second tenant without a file tier.
+pub(crate) fn start_with_every_part(security: SecurityConfig) -> Served {
+    let served = Served::start_node(
+        security,
+        |_| {},
+        |config| {
+            let directory = config.socket.parent().unwrap();
+            config.pool_directory = Some(directory.to_owned());
+            config.keep_pool = KeepPool::Always;
+            let files = config.store.files.as_mut().unwrap();
+            files.capacity_bytes = 32 << 20;
+            files.segment_bytes = 4 << 20;
+            let memory_alone =
+                StoreConfig { dram_bytes: 4 << 20, huge_pages: false, ..StoreConfig::default() };
+            config.tenants = vec![TenantConfig {
+                name: "memory-alone".to_owned(),
+                users: vec![4711],
+                token_file: None,
+                store: memory_alone,
+                encryption_key_file: None,
+            }];
+            leave_blocks_behind(config);
+        },
+    );
+    // Nobody listens there: the spans are counted all the same.
+    served.node.set_spans(Spans::open("http://127.0.0.1:9").unwrap());
+    served
+}
+
+/// An earlier run, whose blocks the node finds again.
+fn leave_blocks_behind(config: &NodeConfig) {
+    let node = Node::open(config.clone()).unwrap();
+    let bytes = vec![5; BLOCK_BYTES];
+    let keys: Vec<BlockKey> = (9000..9010).map(key).collect();
+    let puts: Vec<Put<'_>> = keys.iter().map(|key| Put::new(*key, &bytes)).collect();
+    node.store().put(&puts, CallOptions::default());
+    node.close().unwrap();
+}
+
+/// Waits until something is so, for a minute at most.
+fn wait_until(what: &str, mut is_so: impl FnMut() -> bool) {
+    let clock = Instant::now();
+    while !is_so() {
+        assert!(clock.elapsed() < Duration::from_secs(60), "{what} did not come about");
+        std::thread::park_timeout(Duration::from_millis(20));
+    }
+}
+
+/// Does what makes figures move.
+fn provoke(served: &Served) {
+    let store = served.node.store();
+    let options = CallOptions::default();
+    // 48 MiB, through 8 MiB of DRAM and 32 MiB of files.
+    for from in (0..768).step_by(32) {
+        served.put(from..from + 32);
+        served.settle();
+    }
+    served.read(700..900);
+    let here = |range: std::ops::Range<u64>| -> Vec<BlockKey> {
+        let keys: Vec<BlockKey> = range.map(key).collect();
+        let is_here = store.contains(&keys);
+        keys.into_iter().zip(is_here).filter_map(|(key, is)| is.then_some(key)).collect()
+    };
+    let below = here(500..560);
+    store.prefetch(&below[..16]);
+    let counters = || store.stats().counters;
+    wait_until("a prefetch", || counters().prefetched_blocks > 0);
+    drop(store.view(&below[..16], options));
+    // Views of more than there is room for fail.
+    drop(store.view(&here(400..768), CallOptions { timeout: Some(Duration::ZERO), ..options }));
+    let protected: Vec<BlockKey> = (5000..5100).map(key).collect();
+    let bytes = vec![6; BLOCK_BYTES];
+    for key in &protected {
+        let put = Put { is_prefix: true, ..Put::new(*key, &bytes) };
+        store.put(&[put], options);
+    }
+    let other = served.node.tenants().named("memory-alone").unwrap().store();
+    for number in 0..128 {
+        other.put(&[Put::new(key(number), &bytes)], options);
+    }
+    let failed = Answered {
+        operation: Operation::View,
+        duration: Duration::from_millis(1),
+        blocks: 1,
+        hit_blocks: 0,
+        bytes: 0,
+        failed: true,
+    };
+    served.node.traffic().record(&failed);
+    damage(&served.node.config().store.files.as_ref().unwrap().directory);
+    for key in here(0..768) {
+        drop(store.view(&[key], options));
+    }
+    assert!(counters().damaged_blocks > 0);
+    // Something of the pool is free.
+    store.delete(&here(0..768));
+    get(served.address(), "/metrics", &["Authorization: Bearer a-token-of-nobody"]);
+}
+
+/// Overwrites the middle of each file.
+fn damage(directory: &Path) {
+    for file in fs::read_dir(directory).unwrap() {
+        let path = file.unwrap().path();
+        let length = fs::metadata(&path).unwrap().len();
+        if path.is_file() && length > 1 << 20 {
+            let file = fs::File::options().write(true).open(&path).unwrap();
+            let noise = vec![0xa5; (length / 4) as usize];
+            std::os::unix::fs::FileExt::write_all_at(&file, &noise, length / 2).unwrap();
+        }
+    }
+}
+
+/// The largest sample of each family in a scrape; histograms by their count.
+fn samples(scrape: &str) -> BTreeMap<String, f64> {
+    let mut found = BTreeMap::new();
+    for line in scrape.lines().filter(|line| !line.starts_with('#')) {
+        let (name, value) = line.rsplit_once(' ').unwrap();
+        let name = name.split('{').next().unwrap();
+        let value: f64 = value.parse().unwrap();
+        let most = found.entry(name.to_owned()).or_insert(value);
+        *most = most.max(value);
+    }
+    found
+}
+
+#[test]
+fn every_metric_of_the_golden_file_and_of_the_panels_has_a_sample() {
+    let served = start_with_every_part(SecurityConfig::default());
+    provoke(&served);
+    let mut found = samples(&served.get("/metrics").body);
+    let full = Served::start_with(SecurityConfig::default(), |config| config.connections_max = 0);
+    assert_eq!(full.get_as_anybody("/healthz").code, 200);
+    let turned_away = full.node.traffic().status().http.turned_away;
+    *found.get_mut("cascade_http_turned_away_total").unwrap() += turned_away as f64;
+
+    let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../testdata/metrics.txt");
+    let golden = fs::read_to_string(golden).unwrap();
+    let mut families = BTreeSet::new();
+    for line in golden.lines().filter_map(|line| line.strip_prefix("# TYPE ")) {
+        let (name, kind) = line.split_once(' ').unwrap();
+        families.insert(name);
+        let end = match kind {
+            "counter" => "_total",
+            "histogram" => "_count",
+            _ => "",
+        };
+        let most = found.get(&format!("{name}{end}"));
+        let most = *most.unwrap_or_else(|| panic!("{name} has no sample"));
+        let reason = ZERO_HERE.iter().find(|(zero, _)| *zero == name);
+        assert!(most > 0.0 || reason.is_some(), "{name} stays zero, and no reason is given");
+    }
+    assert!(families.len() > 60, "{}", families.len());
+    for (name, _) in ZERO_HERE {
+        assert!(families.contains(name), "{name} is no metric");
+    }
+    for (title, query) in panel_queries() {
+        for metric in metrics_of(&query) {
+            assert!(found.contains_key(metric), "panel {title:?}: {metric} has no sample");
+        }
+    }
+}

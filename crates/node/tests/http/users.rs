@@ -1,0 +1,183 @@
+//! Who sees whose figures: by the user that the kernel names, by token, and without either.
+
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+
+use cascade_block::BlockKey;
+use cascade_node::config::{SecurityConfig, TenantConfig};
+use cascade_node::status::{ALL_TENANTS, Status, View};
+use cascade_store::{CallOptions, Put, Request, StoreConfig};
+use rustix::process::Uid;
+
+use crate::served::{Answer, Served, get, get_as_user};
+
+const BOB: u32 = 4711;
+const STRANGER: u32 = 4712;
+const TOKEN_OF_BOB: &str = "the-token-of-bob-and-nobody-else";
+/// What shows figures.
+const PATHS: [&str; 4] = ["/", "/live", "/status.json", "/metrics"];
+
+fn key(tag: u8, number: u64) -> BlockKey {
+    let mut bytes = [tag; 32];
+    bytes[8..16].copy_from_slice(&number.to_le_bytes());
+    BlockKey::from_bytes(bytes)
+}
+
+/// The hexadecimal digits with which the keys of a tenant begin.
+fn digits(tag: u8) -> String {
+    format!("{tag:02x}").repeat(8)
+}
+
+fn secret(directory: &Path, name: &str, text: &str) -> PathBuf {
+    let path = directory.join(name);
+    fs::write(&path, text).unwrap();
+    fs::set_permissions(&path, fs::Permissions::from_mode(0o600)).unwrap();
+    path
+}
+
+/// A node with the tenants `default` and `bobs-lab`, each with hot prefixes.
+fn start(secrets: &Path) -> Served {
+    let bob = TenantConfig {
+        name: "bobs-lab".to_owned(),
+        users: vec![BOB],
+        token_file: Some(secret(secrets, "token", TOKEN_OF_BOB)),
+        store: StoreConfig { dram_bytes: 8 << 20, huge_pages: false, ..StoreConfig::default() },
+        encryption_key_file: None,
+    };
+    let served = Served::start_node(
+        SecurityConfig::default(),
+        |_| {},
+        |config| {
+            config.socket_mode = 0o666;
+            config.tenants = vec![bob];
+            let directory = config.socket.parent().unwrap();
+            fs::set_permissions(directory, fs::Permissions::from_mode(0o755)).unwrap();
+        },
+    );
+    for (tenant, tag) in served.node.tenants().all().iter().zip([0xd1, 0xb0]) {
+        let keys: Vec<BlockKey> = (0..8).map(|number| key(tag, number)).collect();
+        let bytes = [tag; 4096];
+        let puts: Vec<Put<'_>> = keys.iter().map(|key| Put::new(*key, &bytes)).collect();
+        tenant.store().put(&puts, CallOptions::default());
+        for _ in 0..20 {
+            tenant.store().lookup_prefix(&Request::new(&keys));
+        }
+    }
+    served
+}
+
+/// Asks in a thread that is another user, as the kernel sees it.
+fn get_as(user: u32, served: &Served, path: &str) -> Answer {
+    let socket = served.socket();
+    std::thread::scope(|scope| {
+        let asking = scope.spawn(|| {
+            let user = Uid::from_raw(user);
+            rustix::thread::set_thread_res_uid(user, user, user).unwrap();
+            get_as_user(&socket, path, &[])
+        });
+        asking.join().unwrap()
+    })
+}
+
+fn status(answer: &Answer) -> Status {
+    assert_eq!(answer.code, 200, "{}", answer.body);
+    serde_json::from_str(&answer.body).unwrap()
+}
+
+fn names(status: &Status) -> Vec<&str> {
+    status.tenants.iter().map(|tenant| tenant.name.as_str()).collect()
+}
+
+/// The loopback port told every user of the host the other tenants' names, clients and the keys of
+/// their hot prefixes.
+#[test]
+fn the_port_tells_anybody_totals_and_nothing_that_belongs_to_somebody() {
+    let secrets = tempfile::tempdir().unwrap();
+    let served = start(secrets.path());
+    for path in PATHS {
+        let all = served.get(path);
+        let anybody = served.get_as_anybody(path);
+        assert_eq!((all.code, anybody.code), (200, 200), "{path}");
+        let mut own = vec!["bobs-lab".to_owned(), "tenant=".to_owned()];
+        own.extend([digits(0xd1), digits(0xb0)]);
+        for part in own {
+            assert!(!anybody.body.contains(&part), "{path} tells {part}: {}", anybody.body);
+        }
+        assert!(all.body.contains("bobs-lab"), "{path}: who may see it does");
+    }
+    let totals = status(&served.get_as_anybody("/status.json"));
+    assert_eq!((totals.view.clone(), names(&totals)), (View::Totals, vec![ALL_TENANTS]));
+    let all = status(&served.get("/status.json"));
+    assert_eq!((all.view.clone(), names(&all)), (View::All, vec!["default", "bobs-lab"]));
+    assert!(all.tenants.iter().all(|tenant| tenant.hot_prefixes.len() == 1), "{all:?}");
+    let sum: u64 = all.tenants.iter().map(|tenant| tenant.hit_rate.matched_blocks).sum();
+    assert_eq!(sum, 2 * 20 * 8);
+    assert_eq!(totals.tenants[0].hit_rate.matched_blocks, sum);
+    assert_eq!(totals.tenants[0].puts.stored, 16);
+    let scrape = served.get_as_anybody("/metrics");
+    assert_eq!(scrape.metric("cascade_matched_blocks_total", "") as u64, sum);
+}
+
+#[test]
+fn over_the_unix_socket_a_user_sees_its_own_tenant() {
+    if !rustix::process::geteuid().is_root() {
+        println!("skipped: only root can be other users");
+        return;
+    }
+    let secrets = tempfile::tempdir().unwrap();
+    let served = start(secrets.path());
+    let of_bob = status(&get_as(BOB, &served, "/status.json"));
+    assert_eq!(of_bob.view, View::Tenant("bobs-lab".to_owned()));
+    assert_eq!(names(&of_bob), ["bobs-lab"]);
+    assert_eq!(of_bob.tenants[0].hot_prefixes.len(), 1);
+    for path in PATHS {
+        let of_bob = get_as(BOB, &served, path).body;
+        assert!(of_bob.contains("bobs-lab"), "{path}: {of_bob}");
+        assert!(!of_bob.contains(&digits(0xd1)), "{path} tells the default tenant's keys");
+        assert!(!of_bob.contains("\"default\""), "{path} tells the default tenant: {of_bob}");
+        let of_stranger = get_as(STRANGER, &served, path).body;
+        let tells = |part: &str| of_stranger.contains(part);
+        assert!(!tells("bobs-lab") && !tells(&digits(0xb0)), "{path}: {of_stranger}");
+    }
+    assert_eq!(status(&get_as(STRANGER, &served, "/status.json")).view, View::Totals);
+    assert_eq!(status(&get_as(0, &served, "/status.json")).view, View::All);
+    assert_eq!(get_as(STRANGER, &served, "/healthz").code, 200);
+}
+
+#[test]
+fn a_tenants_token_shows_that_tenant_on_the_port() {
+    let secrets = tempfile::tempdir().unwrap();
+    let served = start(secrets.path());
+    let right = format!("Authorization: Bearer {TOKEN_OF_BOB}");
+    let scrape = get(served.address(), "/metrics", &[&right]);
+    let matched = scrape.metric("cascade_matched_blocks_total", "tenant=\"bobs-lab\"");
+    assert_eq!(matched as u64, 160, "{}", scrape.body);
+    assert!(!scrape.body.contains("\"default\""), "{}", scrape.body);
+    let wrong = get(served.address(), "/metrics", &["Authorization: Bearer the-token-of-nobody"]);
+    assert_eq!(wrong.code, 401, "a wrong token is never overlooked");
+}
+
+#[test]
+fn a_user_other_than_the_nodes_has_a_share_of_the_connections() {
+    if !rustix::process::geteuid().is_root() {
+        println!("skipped: only root can be other users");
+        return;
+    }
+    let secrets = tempfile::tempdir().unwrap();
+    let served = start(secrets.path());
+    let socket = served.socket();
+    let silent: Vec<_> = std::thread::scope(|scope| {
+        let flood = scope.spawn(|| {
+            let user = Uid::from_raw(STRANGER);
+            rustix::thread::set_thread_res_uid(user, user, user).unwrap();
+            (0..900).map(|_| std::os::unix::net::UnixStream::connect(&socket).unwrap()).collect()
+        });
+        flood.join().unwrap()
+    });
+    assert_eq!(served.get("/healthz").code, 200);
+    assert_eq!(served.get("/metrics").code, 200);
+    assert_eq!(get_as(BOB, &served, "/metrics").code, 200);
+    let connections = served.node.traffic().status().http.connections;
+    assert!(connections < 400, "{connections} of {} are open", silent.len());
+}
