@@ -2,6 +2,7 @@
 
 #![expect(clippy::unwrap_used, reason = "in a test, a surprise should panic")]
 
+mod admin;
 mod node;
 mod replay;
 mod serve;

@@ -2,10 +2,12 @@
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
-use std::path::PathBuf;
+use std::io;
+use std::path::{Path, PathBuf};
 
 use super::error::ConfigError;
 use super::keys::{KEYS, SECTIONS, nearest};
+use super::room::Room;
 use super::settings::{Settings, Source};
 
 /// Variables beside those of keys that mean something to a node.
@@ -21,6 +23,10 @@ pub struct Environment {
     pub user: u32,
     /// Where users' names are looked up.
     pub passwd: PathBuf,
+    /// Where groups' names are looked up.
+    pub groups: PathBuf,
+    /// What tells the room that a file system has for a directory.
+    pub room_of: fn(&Path) -> io::Result<Room>,
 }
 
 impl Environment {
@@ -41,7 +47,13 @@ impl Environment {
             let name = name.into().into_string().ok().filter(concerns)?;
             Some((name, value.into())).filter(|(_, value)| !value.is_empty())
         });
-        Self { variables: named.collect(), user, passwd: "/etc/passwd".into() }
+        Self {
+            variables: named.collect(),
+            user,
+            passwd: "/etc/passwd".into(),
+            groups: "/etc/group".into(),
+            room_of: Room::of,
+        }
     }
 
     /// The configuration file that `CASCADE_CONFIG` names.

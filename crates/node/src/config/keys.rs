@@ -35,6 +35,13 @@ pub const KEYS: &[Key] = &[
         .flag("socket"),
     Key::new("node.socket_mode", Kind::Mode, "Permissions of the socket's file.").default("0600"),
     Key::new(
+        "node.admin_group",
+        Kind::Text,
+        "A group of this host whose members may administer the node, as its own user and root may. \
+         The socket belongs to it.",
+    )
+    .default_rule("none"),
+    Key::new(
         "node.listen",
         Kind::Address,
         "The TCP port for everything remote: metrics, health, the status page. No port is opened \
@@ -100,7 +107,7 @@ pub const KEYS: &[Key] = &[
     Key::new("files.directory", Kind::Path, "Where the files lie; no other node may use it.")
         .flag("files"),
     Key::new("files.capacity", Kind::Size, "Bytes that the file tier may take.")
-        .default("4GiB")
+        .default_rule("80 % of what is free; 4GiB at most on a tmpfs or a container's layer")
         .minimum("1MiB")
         .flag("files-capacity"),
     Key::new("files.layout", Kind::Choice(LAYOUTS), "How blocks lie in files.").default("segments"),
@@ -223,6 +230,7 @@ pub const KEYS: &[Key] = &[
         .flag("log-format"),
     Key::new("log.filter", Kind::Text, "What is logged, such as `info` or `cascade_node=debug`.")
         .default("info")
+        .live()
         .flag("log-filter"),
     Key::new(
         "traces.endpoint",

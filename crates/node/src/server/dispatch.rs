@@ -18,6 +18,7 @@ use super::holds::{Held, Note, counted};
 use super::session::Session;
 use super::waiters::{Purpose, Waiter, Waiters};
 use crate::Node;
+use crate::status::NodeState;
 
 /// Longest name or value of a manifest's field, in bytes.
 const FIELD_BYTES_MAX: usize = 4 << 10;
@@ -44,6 +45,9 @@ impl Dispatch<'_> {
 
     /// The answer to a call; nothing for calls that have none.
     pub(super) fn answer(&self, call: Call) -> Option<Answer> {
+        if self.session.access == Access::Administer {
+            return self.answer_administrator(call);
+        }
         Some(match call {
             // A connection says hello once; again is harmless.
             Call::Hello(_) | Call::Ping => Answer::Done,
@@ -107,6 +111,19 @@ impl Dispatch<'_> {
                 return None;
             }
         })
+    }
+
+    /// An administrator has no pool and no say over single blocks by these calls: whoever is none of
+    /// the tenant's users must not take its memory or read its keys.
+    fn answer_administrator(&self, call: Call) -> Option<Answer> {
+        match call {
+            Call::Hello(_) | Call::Ping => Some(Answer::Done),
+            Call::Admin { timeout_ms, topic, arguments } => {
+                Some(self.administer(self.time(timeout_ms), &topic, &arguments))
+            }
+            Call::Release { .. } | Call::Settled { .. } | Call::Forget { .. } => None,
+            _ => Some(Answer::Failed(administers_only())),
+        }
     }
 
     fn administer(&self, time: Duration, topic: &str, arguments: &str) -> Answer {
@@ -414,6 +431,9 @@ impl Dispatch<'_> {
         if self.session.access == Access::Read {
             return Some(Answer::Failed(read_only()));
         }
+        if self.node.state() == NodeState::Draining {
+            return Some(Answer::Failed(draining()));
+        }
         (blocks > BLOCKS_MAX).then(|| Answer::Failed(too_many(blocks)))
     }
 }
@@ -467,6 +487,22 @@ fn read_only() -> StoreError {
     StoreError::Config {
         setting: "access",
         reason: "this client connected for reading; connect with access to write".to_owned(),
+    }
+}
+
+fn administers_only() -> StoreError {
+    StoreError::Config {
+        setting: "access",
+        reason: "this client connected to administer; connect with access to read or write"
+            .to_owned(),
+    }
+}
+
+fn draining() -> StoreError {
+    StoreError::Config {
+        setting: "node",
+        reason: "it is draining: it takes no new blocks, and goes on to serve those it has"
+            .to_owned(),
     }
 }
 

@@ -275,6 +275,11 @@ impl Session {
         self.is_watched.load(Ordering::Acquire) && self.holds().bytes() > 0
     }
 
+    /// Whether it is no worker but somebody who looks after the node.
+    pub(crate) fn is_administrator(&self) -> bool {
+        self.access == Access::Administer
+    }
+
     /// The node stops: what the client holds stays where it is, for as long as this process lives.
     pub(super) fn keep_held(&self) {
         self.holds().keep();

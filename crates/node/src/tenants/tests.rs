@@ -8,7 +8,7 @@ use cascade_block::{BlockKey, Manifest, Namespace, TenantSecret};
 use cascade_store::{FilesConfig, Put, PutOutcome, ViewOutcome};
 
 use super::*;
-use crate::config::TenantConfig;
+use crate::config::{AdminGroup, TenantConfig};
 
 const OWN: u32 = 500;
 const MIB: u64 = 1 << 20;
@@ -153,6 +153,31 @@ fn a_peer_is_the_tenant_of_its_token_or_of_its_user() {
         let refusal = name(stranger, None).unwrap_err().to_string();
         assert!(refusal.contains(&format!("users = [{stranger}]")), "{refusal}");
     }
+}
+
+/// `sudo cascade status` was refused by a node of another user.
+#[test]
+fn root_and_the_admin_group_administer_and_others_ask_for_themselves() {
+    let directory = tempfile::tempdir().unwrap();
+    let token = "0123456789abcdef-a";
+    let mut config =
+        config(directory.path(), vec![tenant(directory.path(), "a", &[1001], Some(token))]);
+    config.admin_group = Some(AdminGroup { number: 700, members: vec![1005] });
+    let tenants = Tenants::open_for(&config, OWN).unwrap();
+    let name = |user, group, token: Option<&str>| {
+        let token = token.map(str::as_bytes);
+        let asks = tenants.identify_administrator(user, group, token);
+        asks.map(|tenant| tenant.name().to_owned())
+    };
+    for (user, group) in [(0, 0), (OWN, 100), (1005, 100), (4242, 700), (1001, 700)] {
+        assert_eq!(name(user, group, None).unwrap(), DEFAULT, "user {user}, group {group}");
+    }
+    assert_eq!(name(1001, 100, None).unwrap(), "a");
+    assert_eq!(name(0, 0, Some(token)).unwrap(), "a", "a token says otherwise");
+    assert_eq!(name(0, 0, Some("0123456789abcdef-x")), Err(Refusal::Token));
+    let refusal = name(4242, 100, None).unwrap_err().to_string();
+    assert!(refusal.contains("4242") && refusal.contains("node.admin_group"), "{refusal}");
+    assert!(tenants.identify(0, None).is_err(), "root is no tenant: it reads no blocks");
 }
 
 #[test]
