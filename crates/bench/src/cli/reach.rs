@@ -134,8 +134,8 @@ fn no_worker(error: &StoreError) -> Failure {
         // A worker's client says the same of a node that is stopped.
         StoreError::Away { .. } => NO_NODE,
         StoreError::Refused { .. } => {
-            "blocks are for the users of their tenant: run the command as one, or give its token \
-             with --token-file"
+            "blocks are for users of their tenant; one who is none can give its token with \
+             --token-file"
         }
         _ => "try again with a longer --timeout",
     };

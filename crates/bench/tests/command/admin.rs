@@ -48,7 +48,8 @@ fn await_ready(child: &mut Child) {
     std::thread::spawn(move || {
         for line in lines.map_while(Result::ok) {
             if line.contains(" ready: ") {
-                drop(ready.send(()));
+                // The receiver is gone once it heard.
+                ready.send(()).ok();
             }
         }
     });

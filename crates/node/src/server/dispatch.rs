@@ -177,7 +177,7 @@ impl Dispatch<'_> {
     }
 
     fn prepare(&self, options: CallOptions, first: u64, blocks: &[AskedBlock]) -> Answer {
-        if let Some(refused) = self.refuses_to_write(blocks.len()) {
+        if let Some(refused) = self.refuses_slabs(blocks.len()) {
             return refused;
         }
         let granting = match self.session.expect(first, blocks.len()) {
@@ -236,7 +236,7 @@ impl Dispatch<'_> {
     }
 
     fn reserve(&self, options: CallOptions, hold: u64, bytes: u64) -> Answer {
-        if let Some(refused) = self.refuses_to_write(1) {
+        if let Some(refused) = self.refuses_slabs(1) {
             return refused;
         }
         let granting = match self.session.expect(hold, 1) {
@@ -427,12 +427,17 @@ impl Dispatch<'_> {
         u8::try_from(place).expect("a pipeline has a handful of tiers")
     }
 
+    /// What a client has slabs for is still taken while the node drains; further slabs it gets none.
+    fn refuses_slabs(&self, blocks: usize) -> Option<Answer> {
+        if self.node.state() == NodeState::Draining {
+            return Some(Answer::Failed(draining()));
+        }
+        self.refuses_to_write(blocks)
+    }
+
     fn refuses_to_write(&self, blocks: usize) -> Option<Answer> {
         if self.session.access == Access::Read {
             return Some(Answer::Failed(read_only()));
-        }
-        if self.node.state() == NodeState::Draining {
-            return Some(Answer::Failed(draining()));
         }
         (blocks > BLOCKS_MAX).then(|| Answer::Failed(too_many(blocks)))
     }
