@@ -1,4 +1,4 @@
-//! An administrator's connection: questions and orders in words, without a pool and without threads.
+//! An administrator's connection: questions and orders in words, without pool or threads.
 
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};

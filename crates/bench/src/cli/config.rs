@@ -17,7 +17,7 @@ pub(super) enum ConfigVerb {
     #[command(after_help = "\
 Examples:
   cascade config get
-      All of them, as a TOML file has them. What a node would run with: cascade serve --print-config.
+      All of them. What a node would run with: cascade serve --print-config.
   cascade config get log.filter limits
       A setting, and a section.")]
     Get(GetArgs),

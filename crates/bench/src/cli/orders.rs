@@ -75,8 +75,8 @@ Examples:
       Says what would be removed, and asks. Without a terminal it takes --yes.
   cascade clear --tenant alice --yes --json
 
-The blocks are gone from every tier; their bytes in files are overwritten by later ones. To overwrite
-them at once, and to get a receipt: cascade tenant forget.")]
+The blocks are gone from every tier; their bytes in files are overwritten by later ones. To
+overwrite them at once, and to get a receipt: cascade tenant forget.")]
 pub(super) struct ClearArgs {
     /// Whose blocks [default: those of the tenant that you are; `default` for who administers].
     #[arg(long, value_name = "NAME")]

@@ -121,8 +121,8 @@ fn unanswered(error: AskError) -> Failure {
         AskError::Declined { reason } => return Failure::Declined(reason),
         AskError::Away { .. } => NO_NODE,
         AskError::Refused { .. } => {
-            "`sudo cascade ...` works, whichever user the node runs as; a tenant may give its token \
-             with --token-file"
+            "`sudo cascade ...` works, whichever user the node runs as; a tenant may give its \
+             token with --token-file"
         }
         _ => "look at the node's process and log, or wait longer with --timeout",
     };

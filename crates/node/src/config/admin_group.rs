@@ -19,7 +19,7 @@ impl AdminGroup {
         group == self.number || self.members.contains(&user)
     }
 
-    /// The group with this name or number, from files in the form of `/etc/group` and `/etc/passwd`.
+    /// The group with this name or number, from files such as `/etc/group` and `/etc/passwd`.
     pub(super) fn find(name: &str, groups: &Path, passwd: &Path) -> Option<Self> {
         let text = fs::read_to_string(groups).unwrap_or_default();
         let found = text.lines().find_map(|line| {

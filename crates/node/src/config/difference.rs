@@ -13,8 +13,9 @@ pub struct Difference {
     pub restart: Vec<String>,
 }
 
-/// Compares by key. What nobody gave is no difference: a share of the free room changes all the time,
-/// and what follows from another key is named by that key. A file that is named and whose contents changed is no difference.
+/// Compares by key. What nobody gave is no difference: a share of the free room changes all the
+/// time, and what follows from another key is named by that key. A file that is named and whose
+/// contents changed is no difference.
 ///
 /// Only configurations that were loaded ([`super::load`]) know their keys.
 pub fn difference(old: &NodeConfig, new: &NodeConfig) -> Difference {

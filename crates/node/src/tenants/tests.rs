@@ -298,3 +298,34 @@ fn a_tenant_forgets_itself_and_the_nodes_own_user_any() {
     assert_eq!(hits(&named("b"), 0..10), 0);
     assert!(node.administer(&named("b"), "forget", "{}", Duration::ZERO).is_err());
 }
+
+#[test]
+fn a_tenant_orders_for_itself_and_not_for_the_node() {
+    let directory = tempfile::tempdir().unwrap();
+    let at = directory.path();
+    let strangers = [4_000_000_001, 4_000_000_002];
+    let config = config(
+        at,
+        vec![tenant(at, "a", &strangers[..1], None), tenant(at, "b", &strangers[1..], None)],
+    );
+    let node = crate::Node::open(config).unwrap();
+    let order = |topic: &str, arguments: &str| {
+        let a = Arc::clone(node.tenants().named("a").unwrap());
+        node.administer(&a, topic, arguments, Duration::from_secs(30))
+    };
+    let set = "{\"key\": \"log.filter\", \"value\": \"debug\"}";
+    for (topic, arguments) in
+        [("config", "{}"), ("config-set", set), ("reload", "{}"), ("drain", "{}")]
+    {
+        let refusal = order(topic, arguments).unwrap_err();
+        assert!(refusal.contains("does not administer"), "{topic}: {refusal}");
+    }
+    fill(node.tenants().named("a").unwrap(), 0..3);
+    fill(node.tenants().named("b").unwrap(), 0..3);
+    for topic in ["flush", "clear"] {
+        assert!(order(topic, "{\"tenant\": \"b\"}").unwrap_err().contains("no say"), "{topic}");
+        order(topic, "{}").unwrap();
+    }
+    assert_eq!(hits(node.tenants().named("a").unwrap(), 0..3), 0);
+    assert_eq!(hits(node.tenants().named("b").unwrap(), 0..3), 3);
+}
