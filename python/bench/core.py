@@ -58,7 +58,7 @@ def measure() -> list[dict[str, object]]:
     space = cascadekv.Namespace(cascadekv.Manifest({"weights": "bench"}))
     source = np.random.default_rng(1).integers(0, 256, (BATCH, BLOCK_BYTES), dtype=np.uint8)
     target = np.ones_like(source)
-    gigabytes = source.nbytes / 1e9
+    gibibytes = source.nbytes / 2**30
     puts, gets, views, lookups, copies_in, copies_out = [], [], [], [], [], []
     with cascadekv.Store(dram=8 * source.nbytes, policy="lru") as store:
         inside = np.frombuffer(store.reserve(source.nbytes), np.uint8).reshape(source.shape)
@@ -66,14 +66,14 @@ def measure() -> list[dict[str, object]]:
             keys = cascadekv.BlockKeys(
                 [space.key_of_id(f"{number} {block}") for block in range(BATCH)]
             )
-            put = gigabytes / seconds(lambda keys=keys: store.put(keys, source))
-            get = gigabytes / seconds(lambda keys=keys: store.get(keys, target))
+            put = gibibytes / seconds(lambda keys=keys: store.put(keys, source))
+            get = gibibytes / seconds(lambda keys=keys: store.get(keys, target))
             if not (target == source).all():
                 raise AssertionError("a byte is wrong")
             view = seconds(lambda keys=keys: store.view(keys)) / BATCH * 1e6
             lookup = seconds(lambda keys=keys: store.lookup_prefix(keys)) / BATCH * 1e6
-            copy_in = gigabytes / seconds(lambda: np.copyto(inside, source))
-            copy_out = gigabytes / seconds(lambda: np.copyto(target, inside))
+            copy_in = gibibytes / seconds(lambda: np.copyto(inside, source))
+            copy_out = gibibytes / seconds(lambda: np.copyto(target, inside))
             store.delete(keys)
             if number > 0:  # the first round touches memory for the first time
                 puts.append(put)
@@ -83,8 +83,8 @@ def measure() -> list[dict[str, object]]:
                 copies_in.append(copy_in)
                 copies_out.append(copy_out)
     return [
-        figure("python/put/128KiB", "GB/s", puts, copies_in),
-        figure("python/get/128KiB", "GB/s", gets, copies_out),
+        figure("python/put/128KiB", "GiB/s", puts, copies_in),
+        figure("python/get/128KiB", "GiB/s", gets, copies_out),
         figure("python/view/batch of 256", "us/block", views, []),
         figure("python/lookup_prefix/batch of 256", "us/block", lookups, []),
     ]
@@ -135,12 +135,12 @@ def page_seconds(page_bytes: int) -> list[list[float]]:
 def measure_pages() -> list[dict[str, object]]:
     """Save and load blocks of 8 pages: large ones for their bytes, small ones for their calls."""
     what = f"{SAVED} blocks of {LAYERS} pages of"
-    gigabytes = SAVED * LAYERS * LARGE_PAGE_BYTES / 1e9
-    large = [[gigabytes / one for one in some] for some in page_seconds(LARGE_PAGE_BYTES)]
+    gibibytes = SAVED * LAYERS * LARGE_PAGE_BYTES / 2**30
+    large = [[gibibytes / one for one in some] for some in page_seconds(LARGE_PAGE_BYTES)]
     small = [[one / SAVED * 1e6 for one in some] for some in page_seconds(SMALL_PAGE_BYTES)]
     return [
-        figure(f"python/save/{what} 64KiB", "GB/s", large[0], large[2]),
-        figure(f"python/load/{what} 64KiB", "GB/s", large[1], large[3]),
+        figure(f"python/save/{what} 64KiB", "GiB/s", large[0], large[2]),
+        figure(f"python/load/{what} 64KiB", "GiB/s", large[1], large[3]),
         figure(f"python/save/{what} 1KiB", "us/block", small[0], []),
         figure(f"python/load/{what} 1KiB", "us/block", small[1], []),
     ]

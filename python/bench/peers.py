@@ -99,29 +99,29 @@ def measure() -> list[dict[str, object]]:
     random = np.random.default_rng(1)
     source = torch.from_numpy(random.integers(0, 256, (BATCH, BLOCK_BYTES), dtype=np.uint8))
     target = torch.ones_like(source)
-    gigabytes = source.numel() / 1e9
+    gibibytes = source.numel() / 2**30
     samples: dict[str, list[float]] = {}
     sides = {"cascade": Cascade(), "lmcache": Lmcache()}
     for number in range(ROUNDS + 1):
         for name, side in sides.items():
             keys = side.keys(number)
-            put = gigabytes / seconds(lambda side=side, keys=keys: side.put(keys, source))
+            put = gibibytes / seconds(lambda side=side, keys=keys: side.put(keys, source))
             target.zero_()
-            get = gigabytes / seconds(lambda side=side, keys=keys: side.get(keys, target))
+            get = gibibytes / seconds(lambda side=side, keys=keys: side.get(keys, target))
             if not torch.equal(source, target):
                 raise AssertionError(f"{name} gave a wrong byte")
             side.delete(keys)
             if number > 0:
                 samples.setdefault(f"{name}/put/128KiB", []).append(put)
                 samples.setdefault(f"{name}/get/128KiB", []).append(get)
-        copy = gigabytes / seconds(lambda: target.copy_(source))
+        copy = gibibytes / seconds(lambda: target.copy_(source))
         samples.setdefault("memcpy/torch", []).append(copy)
     limit = statistics.median(samples["memcpy/torch"])
     return [
         {
             "name": name,
             "value": statistics.median(values),
-            "unit": "GB/s",
+            "unit": "GiB/s",
             "limit": limit,
             "share": statistics.median(values) / limit,
             "samples": values,
@@ -136,6 +136,6 @@ if __name__ == "__main__":
     figures = measure()
     for figure in figures:
         low, high = min(figure["samples"]), max(figure["samples"])
-        print(f"{figure['name']:22} {figure['value']:7.2f} GB/s   ({low:.2f} to {high:.2f})")
+        print(f"{figure['name']:22} {figure['value']:7.2f} GiB/s   ({low:.2f} to {high:.2f})")
     if len(sys.argv) > 1:
         Path(sys.argv[1]).write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")

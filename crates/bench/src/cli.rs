@@ -2,6 +2,8 @@
 
 mod args;
 mod bench;
+mod blocks;
+mod config;
 mod doctor;
 mod eviction;
 mod explain;
@@ -9,6 +11,8 @@ mod failure;
 mod inspect;
 mod interrupt;
 mod key_flags;
+mod orders;
+mod ping;
 mod reach;
 mod reference;
 mod replay;
@@ -82,6 +86,27 @@ enum Verb {
     Status(status::StatusArgs),
     /// Watch a running node, live in the terminal.
     Top(top::TopArgs),
+    /// Ask whether a node answers.
+    Ping(ping::PingArgs),
+    /// Print the versions of this command and of a running node.
+    Version(ping::VersionArgs),
+    /// Look at a block of a running node, or write its bytes to a file.
+    Get(blocks::GetArgs),
+    /// Put a file's bytes into a running node as a block.
+    Put(blocks::PutArgs),
+    /// Delete blocks of a running node.
+    Delete(blocks::DeleteArgs),
+    /// Write down what waits for the lower tiers.
+    Flush(orders::FlushArgs),
+    /// Remove every block of a tenant.
+    Clear(orders::ClearArgs),
+    /// Take nothing new and write everything down, so that the node may be stopped.
+    Drain(orders::DrainArgs),
+    /// Make a running node read its configuration again.
+    Reload(orders::ReloadArgs),
+    /// Show or change settings of a running node.
+    #[command(subcommand)]
+    Config(config::ConfigVerb),
     /// Tell why a chain of blocks hits as far as it does.
     Explain(explain::ExplainArgs),
     /// Do something to one tenant's data.
@@ -138,6 +163,16 @@ fn run(verb: Verb, interpreter: Option<PathBuf>, screen: &mut Screen) -> Result<
         Verb::Bench(args) => bench::run(&args, interpreter, screen),
         Verb::Status(args) => status::run(&args, screen),
         Verb::Top(args) => top::run(&args, screen),
+        Verb::Ping(args) => ping::ping(&args, screen),
+        Verb::Version(args) => ping::version(&args, screen),
+        Verb::Get(args) => blocks::get(&args, screen),
+        Verb::Put(args) => blocks::put(&args, screen),
+        Verb::Delete(args) => blocks::delete(&args, screen),
+        Verb::Flush(args) => orders::flush(&args, screen),
+        Verb::Clear(args) => orders::clear(&args, screen),
+        Verb::Drain(args) => orders::drain(&args, screen),
+        Verb::Reload(args) => orders::reload(&args, screen),
+        Verb::Config(verb) => config::run(&verb, screen),
         Verb::Explain(args) => explain::run(&args, screen),
         Verb::Tenant(verb) => tenant::run(&verb, screen),
         Verb::Inspect(args) => inspect::run(&args, screen),

@@ -92,9 +92,12 @@ fn timed(work: impl FnOnce()) -> Duration {
     SystemClock.monotonic().saturating_sub(began)
 }
 
-/// Bytes over time in GB/s.
-fn gb_per_second(bytes: usize, took: Duration) -> f64 {
-    bytes as f64 / took.as_secs_f64().max(1e-9) / 1e9
+/// Bytes in a GiB.
+const GIB: f64 = 1_073_741_824.0;
+
+/// Bytes over time in GiB/s.
+fn gib_per_second(bytes: usize, took: Duration) -> f64 {
+    bytes as f64 / took.as_secs_f64().max(1e-9) / GIB
 }
 
 /// A size as it stands in names: `128KiB`.

@@ -5,6 +5,7 @@
 //! While the node is away every call is answered at once, by a miss or by
 //! [`cascade_store::StoreError::Away`]; the client connects again by itself.
 
+mod administrator;
 mod batches;
 mod chains;
 mod client;
@@ -14,6 +15,7 @@ mod living;
 mod session;
 mod trace;
 
+pub use administrator::{Administrator, AskError};
 pub use cascade_wire::{Access, TraceContext};
 pub use client::{Client, ConnectOptions};
 pub use trace::{TraceScope, replace as replace_trace};

@@ -146,6 +146,10 @@ impl Line {
             RecvAncillaryMessage::ScmRights(mut descriptors) => descriptors.next(),
             _ => None,
         });
+        if count == 0 {
+            let reason = "it closed the connection without an answer; is it of another version?";
+            return Err(LineError::Broken(reason.to_owned()));
+        }
         if frame_length(&self.input[..count])? != Some(count) {
             return Err(LineError::Broken("the node's welcome is cut".to_owned()));
         }

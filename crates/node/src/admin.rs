@@ -1,5 +1,8 @@
 //! What administrators ask over the Unix socket, in words and JSON.
 
+mod answers;
+mod orders;
+
 use std::time::Duration;
 
 use cascade_store::CallOptions;
@@ -10,8 +13,12 @@ use crate::explain::{ChainStory, Question};
 use crate::status::View;
 use crate::tenants::{DEFAULT, Leftover, Receipt, Tenant};
 
+pub use answers::{Changed, Cleared, Deleted, Drained, Flushed, Found, Identity, Reloaded};
+pub(crate) use orders::reload;
+
 /// Topics that there are.
-const TOPICS: &str = "status, stats, explain, forget";
+const TOPICS: &str = "status, stats, explain, find, version, flush, delete, clear, forget, config, \
+                      config-set, reload, drain";
 
 /// Answers a question. A tenant may ask about itself; the node's own user about all.
 pub(crate) fn answer(
@@ -31,6 +38,18 @@ pub(crate) fn answer(
             let options = CallOptions { timeout: Some(time), ..CallOptions::default() };
             json(&ChainStory::of(tenant.store(), &asked.question, options)?)
         }
+        "find" => json(&orders::find(node, asks, &read(topic, arguments)?, time)?),
+        "version" => json(&orders::version(node, asks)),
+        "flush" => json(&orders::flush(node, asks, &read(topic, arguments)?, time)?),
+        "delete" => json(&orders::delete(node, asks, &read(topic, arguments)?, time)?),
+        "clear" => json(&orders::clear(node, asks, &read(topic, arguments)?)?),
+        "config" => json(&orders::config(node, asks, &read(topic, arguments)?)?),
+        "config-set" => json(&orders::set(node, asks, &read(topic, arguments)?)?),
+        "reload" => {
+            require_administrator(asks)?;
+            json(&reload(node)?)
+        }
+        "drain" => json(&orders::drain(node, asks, &read(topic, arguments)?, time)?),
         "forget" => {
             let Forget { tenant } = read(topic, arguments)?;
             json(&forget(node, asks, &tenant, time)?)
@@ -52,9 +71,26 @@ fn reach<'a>(node: &'a Node, asks: &Tenant, name: &str) -> Result<&'a Tenant, St
     let may_ask = asks.name() == name || asks.name() == DEFAULT;
     let found = node.tenants().named(name).filter(|_| may_ask);
     found.map(AsRef::as_ref).ok_or_else(|| {
+        if asks.name() == DEFAULT {
+            let names = node.tenants().all().iter().map(|tenant| tenant.name());
+            let names: Vec<&str> = names.collect();
+            return format!("there is no tenant {name:?}; tenants: {}", names.join(", "));
+        }
         let asks = asks.name();
         format!("tenant {asks:?} has no say over {name:?}: it is not its own, or there is none")
     })
+}
+
+/// Refuses what concerns the whole node to tenants other than the node's own.
+fn require_administrator(asks: &Tenant) -> Result<(), String> {
+    if asks.name() == DEFAULT {
+        return Ok(());
+    }
+    Err(format!(
+        "tenant {:?} does not administer this node; its own user, root and members of \
+         node.admin_group do",
+        asks.name()
+    ))
 }
 
 /// A tenant that is not the node's own sees itself and its own clients alone.

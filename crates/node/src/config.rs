@@ -7,7 +7,9 @@ use std::time::Duration;
 pub use cascade_store::KeepPool;
 use cascade_store::StoreConfig;
 
+mod admin_group;
 mod build;
+mod change;
 mod check;
 mod difference;
 mod environment;
@@ -17,9 +19,12 @@ mod key;
 mod keys;
 mod reference;
 mod renamed;
+mod room;
 mod settings;
 mod value;
 
+pub use admin_group::AdminGroup;
+pub use change::{ShownKey, shown, with_value};
 pub use check::SOCKET_PATH_BYTES_MAX;
 pub use difference::{Difference, difference};
 pub use environment::Environment;
@@ -27,6 +32,7 @@ pub use error::ConfigError;
 pub use key::Key;
 pub use keys::{KEYS, SECTIONS, TENANT_KEYS};
 pub use reference::{example, reference};
+pub use room::Room;
 pub use settings::{Setting, Settings, Source};
 pub use value::{Kind, Value};
 
@@ -37,6 +43,8 @@ pub struct NodeConfig {
     pub socket: PathBuf,
     /// Permissions of the socket's file. Default: 0600.
     pub socket_mode: u32,
+    /// Users that may administer the node beside its own user and root.
+    pub admin_group: Option<AdminGroup>,
     /// The TCP port for everything remote; nothing listens there without it.
     pub listen: Option<SocketAddr>,
     /// Who may use the TCP port.
@@ -125,6 +133,7 @@ impl NodeConfig {
         Self {
             socket: socket.into(),
             socket_mode: 0o600,
+            admin_group: None,
             listen: None,
             security: SecurityConfig::default(),
             store: StoreConfig::default(),

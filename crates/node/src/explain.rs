@@ -9,7 +9,8 @@ use serde::{Deserialize, Serialize};
 /// What an administrator asks.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Question {
-    /// The chain's keys in hexadecimal digits, root first.
+    /// The chain's keys in hexadecimal digits, root first: all 64, or the first of them as pages
+    /// show them.
     pub keys: Vec<String>,
     /// The caller's manifest, to compare namespaces if nothing of the chain is known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -84,11 +85,72 @@ pub struct NamespaceStory {
     pub difference: String,
 }
 
+/// Fewest digits of a key that stand for it: few enough blocks share eight by chance.
+const DIGITS_MIN: usize = 8;
+/// Most shortened keys in one question: the store is searched for each.
+const SHORTENED_MAX: usize = 64;
+
+/// Blocks that are named by their keys, or by the first digits of them.
+pub(crate) fn keys(
+    store: &Store,
+    texts: &[String],
+    options: CallOptions,
+) -> Result<Vec<BlockKey>, String> {
+    let is_whole = |text: &&String| text.parse::<BlockKey>().is_ok();
+    let shortened = texts.iter().filter(|text| !is_whole(text)).count();
+    if shortened > SHORTENED_MAX {
+        return Err(format!(
+            "{shortened} shortened keys; at most {SHORTENED_MAX} are looked up at a time: give all \
+             64 digits of each"
+        ));
+    }
+    texts.iter().map(|text| text.parse().or_else(|_| resolve(store, text, options))).collect()
+}
+
+/// The one block whose key begins so.
+fn resolve(store: &Store, text: &str, options: CallOptions) -> Result<BlockKey, String> {
+    match find(store, text, 2, options)?.as_slice() {
+        [key] => Ok(*key),
+        [] => Err(format!(
+            "no block here has a key that begins with {text}; give all 64 digits to learn what \
+             became of one that is gone"
+        )),
+        several => {
+            let several: Vec<_> = several.iter().map(ToString::to_string).collect();
+            let several = several.join(" and ");
+            Err(format!("{text} begins the keys of several blocks, such as {several}"))
+        }
+    }
+}
+
+/// Blocks whose keys begin with these hexadecimal digits, `most` at most.
+pub(crate) fn find(
+    store: &Store,
+    digits: &str,
+    most: usize,
+    options: CallOptions,
+) -> Result<Vec<BlockKey>, String> {
+    let digits = digits.to_ascii_lowercase();
+    let is_key = digits.bytes().all(|digit| digit.is_ascii_hexdigit());
+    if !is_key || !(DIGITS_MIN..=64).contains(&digits.len()) {
+        return Err(format!(
+            "{:?} is no key: give its 64 hexadecimal digits, or the first {DIGITS_MIN} or more",
+            digits.chars().take(80).collect::<String>()
+        ));
+    }
+    // Whole bytes are searched for; an odd digit at the end is compared afterwards.
+    let bytes: Vec<u8> = (0..digits.len() / 2)
+        .filter_map(|at| u8::from_str_radix(&digits[2 * at..2 * at + 2], 16).ok())
+        .collect();
+    let found = store.find_keys(&bytes, 16 * most, options).map_err(|error| error.to_string())?;
+    let begins = |key: &BlockKey| key.to_string().starts_with(&digits);
+    Ok(found.into_iter().filter(begins).take(most).collect())
+}
+
 impl ChainStory {
     /// Asks a store.
     pub fn of(store: &Store, question: &Question, options: CallOptions) -> Result<Self, String> {
-        let keys = question.keys.iter().map(|key| key.parse::<BlockKey>());
-        let keys: Vec<_> = keys.collect::<Result<_, _>>().map_err(|error| error.to_string())?;
+        let keys = keys(store, &question.keys, options)?;
         let namespace = question.manifest.as_ref().map(|fields| {
             let with =
                 |manifest: Manifest, (name, value): (&String, &String)| manifest.with(name, value);

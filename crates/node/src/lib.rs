@@ -1,7 +1,8 @@
 //! The process: configuration, wiring, sockets, metrics, admin and shutdown.
 
-mod admin;
+pub mod admin;
 pub mod config;
+mod controls;
 pub mod doctor;
 pub mod explain;
 pub mod http;

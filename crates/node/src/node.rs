@@ -11,6 +11,8 @@ use cascade_store::{Store, StoreError};
 use thiserror::Error;
 
 use crate::NodeConfig;
+use crate::config::{self, Difference};
+use crate::controls::Controls;
 use crate::http::HttpError;
 use crate::own_process::OwnProcess;
 use crate::samples::Samples;
@@ -112,6 +114,9 @@ pub struct Node(Arc<Inner>);
 struct Inner {
     config: NodeConfig,
     live: RwLock<Live>,
+    /// The configuration with what changed since the start.
+    current: Mutex<NodeConfig>,
+    controls: OnceLock<Controls>,
     tenants: Tenants,
     sessions: Sessions,
     epoch: u64,
@@ -135,6 +140,8 @@ impl Node {
         tenants.all().iter().for_each(|tenant| tell_recovered(tenant));
         Ok(Self(Arc::new(Inner {
             live: RwLock::new(Live::of(&config)),
+            current: Mutex::new(config.clone()),
+            controls: OnceLock::new(),
             config,
             tenants,
             sessions: Sessions::default(),
@@ -159,9 +166,35 @@ impl Node {
         *self.0.live.read().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Takes what a running node can take from another configuration.
-    pub(crate) fn follow(&self, config: &NodeConfig) {
-        *self.0.live.write().unwrap_or_else(PoisonError::into_inner) = Live::of(config);
+    /// The configuration with what changed since the start.
+    pub(crate) fn current(&self) -> NodeConfig {
+        self.0.current.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Takes what a running node can take from another configuration, and says what that is and
+    /// what waits for a restart.
+    ///
+    /// # Errors
+    /// If the log's filter is none; then nothing changes.
+    pub(crate) fn follow(&self, new: &NodeConfig) -> Result<Difference, TelemetryError> {
+        let mut current = self.0.current.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(controls) = self.0.controls.get() {
+            controls.log.set(new.log.filter.as_deref().unwrap_or("info"))?;
+        }
+        *self.0.live.write().unwrap_or_else(PoisonError::into_inner) = Live::of(new);
+        let live = config::difference(&current, new).live;
+        *current = new.clone();
+        Ok(Difference { live, restart: config::difference(&self.0.config, new).restart })
+    }
+
+    /// Gives the node what acts on its process; the first time counts.
+    pub(crate) fn set_controls(&self, controls: Controls) {
+        self.0.controls.get_or_init(|| controls);
+    }
+
+    /// What acts on its process; nothing in a node that is no process of its own.
+    pub(crate) fn controls(&self) -> Option<&Controls> {
+        self.0.controls.get()
     }
 
     /// Its tenants.

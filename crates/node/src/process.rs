@@ -4,10 +4,14 @@ use std::io::{self, Write};
 use std::sync::Arc;
 use std::time::Duration;
 
+use cascade_block::ByteSize;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use tokio::signal::unix::{SignalKind, signal};
+use tokio::sync::Notify;
 
-use crate::config::{self, ConfigError, Environment};
+use crate::admin;
+use crate::config::{ConfigError, Environment};
+use crate::controls::Controls;
 use crate::doctor::{self, Finding, Machine, State, ThisMachine};
 use crate::http::{self, HttpConfig};
 use crate::notify::Supervisor;
@@ -42,10 +46,13 @@ pub fn run(
         Supervisor::of(&Environment::of_process()).map_err(failed("reach the service manager"))?;
     raise_descriptors();
     let spans = config.trace_endpoint.as_deref().map(Spans::open).transpose()?;
-    telemetry::start(&config.log, spans.as_ref())?;
+    let log = telemetry::start(&config.log, spans.as_ref())?;
+    say_files_capacity(&config);
     foresee(&config);
-    let (listener, file) = SocketFile::listen(&config.socket, config.socket_mode)?;
+    let group = config.admin_group.as_ref().map(|group| group.number);
+    let (listener, file) = SocketFile::listen(&config.socket, config.socket_mode, group)?;
     let node = Node::open(config)?;
+    node.set_controls(Controls::new(reload, log, &orders.stop));
     if let Some(spans) = &spans {
         node.set_spans(spans.clone());
     }
@@ -61,7 +68,7 @@ pub fn run(
     tell(supervisor.ready(&line));
     while runtime.block_on(orders.next()) == Order::Reload {
         tell(supervisor.reloading());
-        follow(&node, reload());
+        follow(&node);
         tell(supervisor.ready(&line));
     }
     tracing::info!("stopping: nothing new is taken, what waits for the tiers is written down");
@@ -125,18 +132,9 @@ fn raise_descriptors() {
 }
 
 /// Takes from a configuration that was read again what a running node can take.
-fn follow(node: &Node, read: Result<NodeConfig, ConfigError>) {
-    match read {
-        Ok(new) => {
-            let found = config::difference(node.config(), &new);
-            node.follow(&new);
-            let (live, restart) = (found.live.join(", "), found.restart.join(", "));
-            tracing::info!(%live, waits_for_restart = %restart, "the configuration was read again");
-        }
-        Err(error) => {
-            let error: &dyn std::error::Error = &error;
-            tracing::error!(error, "the configuration is refused; it stays as it was");
-        }
+fn follow(node: &Node) {
+    if let Err(reason) = admin::reload(node) {
+        tracing::error!(%reason, "the configuration is refused; it stays as it was");
     }
 }
 
@@ -147,6 +145,14 @@ fn foresee(config: &NodeConfig) {
     for finding in report.checks.iter().filter(|finding| finding.state == State::Failed) {
         let Finding { id: check, found, why, remedy, .. } = finding;
         tracing::warn!(%check, %found, %why, remedy, "this machine does not carry the node");
+    }
+}
+
+/// Logs a size that nobody chose: an operator who expects another one sees why.
+fn say_files_capacity(config: &NodeConfig) {
+    if let Some((bytes, reason)) = config.settings.derived_files_capacity() {
+        let capacity = ByteSize(bytes).rounded();
+        tracing::info!(%capacity, reason, "files_capacity is not set: the file tier takes a share");
     }
 }
 
@@ -172,6 +178,8 @@ struct Orders {
     terminate: tokio::signal::unix::Signal,
     interrupt: tokio::signal::unix::Signal,
     hangup: tokio::signal::unix::Signal,
+    /// An administrator's order to end.
+    stop: Arc<Notify>,
 }
 
 impl Orders {
@@ -180,6 +188,7 @@ impl Orders {
             terminate: signal(SignalKind::terminate())?,
             interrupt: signal(SignalKind::interrupt())?,
             hangup: signal(SignalKind::hangup())?,
+            stop: Arc::default(),
         })
     }
 
@@ -188,6 +197,7 @@ impl Orders {
             _ = self.terminate.recv() => Order::Stop,
             _ = self.interrupt.recv() => Order::Stop,
             _ = self.hangup.recv() => Order::Reload,
+            () = self.stop.notified() => Order::Stop,
         }
     }
 }

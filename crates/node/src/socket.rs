@@ -2,7 +2,7 @@
 
 use std::fs::{self, File, OpenOptions};
 use std::io;
-use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
+use std::os::unix::fs::{OpenOptionsExt, PermissionsExt, chown};
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 
@@ -23,11 +23,18 @@ pub(crate) struct SocketFile {
 impl SocketFile {
     /// Listens at a path. A file that a dead node left there is taken over; a living node's is
     /// not.
-    pub(crate) fn listen(path: &Path, mode: u32) -> Result<(UnixListener, Self), NodeError> {
+    ///
+    /// A group that may administer can connect, also through a directory that this makes.
+    pub(crate) fn listen(
+        path: &Path,
+        mode: u32,
+        group: Option<u32>,
+    ) -> Result<(UnixListener, Self), NodeError> {
         let misplaced = |source| NodeError::Place { path: path.to_owned(), source };
         let failed = |operation: &'static str| {
             move |source| NodeError::Socket { path: path.to_owned(), operation, source }
         };
+        let directory = path.parent().filter(|directory| !directory.exists());
         let occupant = socket_place::prepare(path, geteuid().as_raw()).map_err(misplaced)?;
         let mut lock_path = path.as_os_str().to_owned();
         lock_path.push(".lock");
@@ -45,8 +52,21 @@ impl SocketFile {
         let listener = UnixListener::bind(path);
         umask(before);
         let listener = listener.map_err(failed("make the socket"))?;
-        let permissions = fs::Permissions::from_mode(mode);
-        fs::set_permissions(path, permissions).map_err(failed("set the socket's permissions"))?;
+        if let Some(group) = group {
+            let give = |path: &Path, mode| {
+                chown(path, None, Some(group))?;
+                fs::set_permissions(path, fs::Permissions::from_mode(mode))
+            };
+            let shown = directory.map_or(Ok(()), |directory| give(directory, 0o710));
+            let given = shown.and_then(|()| give(path, mode | 0o060));
+            given.map_err(failed(
+                "give the socket to node.admin_group, of which the node's user has to be a member,",
+            ))?;
+        } else {
+            let permissions = fs::Permissions::from_mode(mode);
+            fs::set_permissions(path, permissions)
+                .map_err(failed("set the socket's permissions"))?;
+        }
         Ok((listener, Self { path: path.to_owned(), lock_path, _lock: lock }))
     }
 }
@@ -75,14 +95,14 @@ mod tests {
     fn a_dead_nodes_socket_is_taken_over_and_a_living_ones_is_not() {
         let directory = tempfile::tempdir().expect("a temporary directory");
         let path = directory.path().join("deep/cascade.sock");
-        let (listener, file) = SocketFile::listen(&path, 0o600).expect("nothing is there");
+        let (listener, file) = SocketFile::listen(&path, 0o600, None).expect("nothing is there");
         let mode = fs::metadata(&path).expect("it is there").permissions().mode();
         assert_eq!(mode & 0o777, 0o600);
-        let error = SocketFile::listen(&path, 0o600).expect_err("it is served");
+        let error = SocketFile::listen(&path, 0o600, None).expect_err("it is served");
         assert!(matches!(error, NodeError::Place { .. }), "{error}");
         drop((listener, file));
         assert!(!path.exists());
         drop(UnixListener::bind(&path).expect("a dead node's file stays behind"));
-        SocketFile::listen(&path, 0o660).expect("nobody serves there");
+        SocketFile::listen(&path, 0o660, None).expect("nobody serves there");
     }
 }

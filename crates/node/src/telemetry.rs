@@ -19,7 +19,7 @@ use tracing::Subscriber;
 use tracing_subscriber::fmt::MakeWriter;
 use tracing_subscriber::layer::SubscriberExt;
 use tracing_subscriber::registry::LookupSpan;
-use tracing_subscriber::{EnvFilter, Layer};
+use tracing_subscriber::{EnvFilter, Layer, Registry, reload};
 
 use crate::config::LogConfig;
 use crate::status::TraceStatus;
@@ -69,6 +69,9 @@ pub enum TelemetryError {
         #[source]
         source: opentelemetry_otlp::ExporterBuildError,
     },
+    /// The log is no longer written.
+    #[error("the log's filter cannot be changed")]
+    Gone(#[source] reload::Error),
     /// Somebody else in this process writes the logs already.
     #[error("this process has a log already")]
     Taken(#[source] tracing::subscriber::SetGlobalDefaultError),
@@ -143,10 +146,31 @@ impl Spans {
 ///
 /// # Errors
 /// If the filter makes no sense, or the process has a log already.
-pub fn start(log: &LogConfig, spans: Option<&Spans>) -> Result<(), TelemetryError> {
+pub fn start(log: &LogConfig, spans: Option<&Spans>) -> Result<LogFilter, TelemetryError> {
     let colour = io::stderr().is_terminal();
-    let subscriber = subscriber(log, spans, colour, io::stderr)?;
-    tracing::subscriber::set_global_default(subscriber).map_err(TelemetryError::Taken)
+    let (subscriber, filter) = changeable(log, spans, colour, io::stderr)?;
+    tracing::subscriber::set_global_default(subscriber).map_err(TelemetryError::Taken)?;
+    Ok(filter)
+}
+
+/// What decides which lines are logged. It can change while the process runs.
+#[derive(Debug, Clone)]
+pub struct LogFilter(reload::Handle<EnvFilter, Registry>);
+
+impl LogFilter {
+    /// Logs by another filter from now on.
+    ///
+    /// # Errors
+    /// If it is no filter; then the one before stays.
+    pub fn set(&self, filter: &str) -> Result<(), TelemetryError> {
+        self.0.reload(parse_filter(filter)?).map_err(TelemetryError::Gone)
+    }
+}
+
+fn parse_filter(filter: &str) -> Result<EnvFilter, TelemetryError> {
+    EnvFilter::builder()
+        .parse(filter)
+        .map_err(|source| TelemetryError::Filter { filter: filter.to_owned(), source })
 }
 
 /// What [`start`] installs, writing to a place of the caller's.
@@ -162,10 +186,20 @@ pub fn subscriber<W>(
 where
     W: for<'a> MakeWriter<'a> + Send + Sync + 'static,
 {
-    let filter = log.filter.as_deref().unwrap_or("info");
-    let filter = EnvFilter::builder()
-        .parse(filter)
-        .map_err(|source| TelemetryError::Filter { filter: filter.to_owned(), source })?;
+    changeable(log, spans, colour, writer).map(|(subscriber, _)| subscriber)
+}
+
+fn changeable<W>(
+    log: &LogConfig,
+    spans: Option<&Spans>,
+    colour: bool,
+    writer: W,
+) -> Result<(impl Subscriber + Send + Sync + use<W>, LogFilter), TelemetryError>
+where
+    W: for<'a> MakeWriter<'a> + Send + Sync + 'static,
+{
+    let filter = parse_filter(log.filter.as_deref().unwrap_or("info"))?;
+    let (filter, handle) = reload::Layer::new(filter);
     let lines = tracing_subscriber::fmt::layer().with_writer(writer);
     let lines: Box<dyn Layer<_> + Send + Sync> = if log.json {
         Box::new(lines.json().flatten_event(true).with_filter(filter))
@@ -173,7 +207,7 @@ where
         Box::new(lines.with_ansi(colour).with_target(false).with_filter(filter))
     };
     let spans = spans.map(Spans::layer);
-    Ok(tracing_subscriber::registry().with(lines).with(spans))
+    Ok((tracing_subscriber::registry().with(lines).with(spans), LogFilter(handle)))
 }
 
 /// The collector's address with the path that traces go to.

@@ -23,6 +23,10 @@ pub use self::receipt::{Leftover, MemoryReceipt, Receipt, TierReceipt};
 
 use self::identity::{Token, Tokens};
 use crate::NodeConfig;
+use crate::config::AdminGroup;
+
+/// The user that may do everything on this host anyway.
+const ROOT: u32 = 0;
 
 /// The tenant of the node's own user.
 pub const DEFAULT: &str = "default";
@@ -74,6 +78,15 @@ pub enum Refusal {
     /// No tenant has this token.
     #[error("the token is no tenant's; check the client's token_file against the node's")]
     Token,
+    /// This user may neither administer the node nor is it a tenant's.
+    #[error(
+        "user {user} may not administer this node: run the command as the node's own user or as \
+         root, or put the user into the group that node.admin_group names"
+    )]
+    Administrator {
+        /// The user's number.
+        user: u32,
+    },
     /// No tenant has this user, and there is no token.
     #[error(
         "user {user} is no tenant of this node; present a tenant's token, or add \
@@ -151,6 +164,8 @@ pub struct Tenants {
     /// Places in `all`.
     users: BTreeMap<u32, usize>,
     tokens: Tokens,
+    /// Who administers the node beside its own user and root.
+    administrators: Option<AdminGroup>,
 }
 
 impl Tenants {
@@ -210,7 +225,7 @@ impl Tenants {
             let key = tenant.encryption_key_file.as_ref();
             all.push(Arc::new(Tenant::open(&tenant.name, tenant.store.clone(), key, config)?));
         }
-        Ok(Self { all, users, tokens })
+        Ok(Self { all, users, tokens, administrators: config.admin_group.clone() })
     }
 
     /// All of them, the default one first.
@@ -231,6 +246,26 @@ impl Tenants {
     /// Whether anybody can be a tenant by a token.
     pub(crate) fn have_tokens(&self) -> bool {
         !self.tokens.is_empty()
+    }
+
+    /// For whom a peer that wants to administer asks: for the whole node (as its own tenant) if it
+    /// is root, the node's own user or of `node.admin_group`; else for the tenant that it is. A
+    /// token is that of its tenant, whoever presents it.
+    pub fn identify_administrator(
+        &self,
+        user: u32,
+        group: u32,
+        token: Option<&[u8]>,
+    ) -> Result<Arc<Tenant>, Refusal> {
+        let is_listed =
+            || self.administrators.as_ref().is_some_and(|known| known.includes(user, group));
+        if token.is_none() && (user == ROOT || is_listed()) {
+            return Ok(Arc::clone(&self.all[0]));
+        }
+        self.identify(user, token).map_err(|refusal| match refusal {
+            Refusal::User { user } => Refusal::Administrator { user },
+            other => other,
+        })
     }
 
     /// The tenant that a peer is: the one whose token it presents, whoever its user is, else the

@@ -8,12 +8,16 @@ use std::path::{Path, PathBuf};
 
 use cascade_node::NodeConfig;
 use cascade_node::config::{
-    self, ConfigError, Environment, KEYS, KeepPool, Key, Kind, Sources, TENANT_KEYS, difference,
+    self, ConfigError, Environment, KEYS, KeepPool, Key, Kind, Room, Sources, TENANT_KEYS,
+    difference,
 };
+use cascade_node::doctor::FileSystem;
 use proptest::prelude::*;
 use tempfile::TempDir;
 
 const USER: u32 = 1000;
+/// What every directory's file system has here.
+const ROOM: Room = Room { file_system: FileSystem(0xef53), free_bytes: 2 << 40, own_bytes: 0 };
 
 /// One configuration file in a directory of its own, which `HERE` stands for in the text.
 struct Case {
@@ -54,6 +58,7 @@ impl Case {
     fn load(&self) -> Result<NodeConfig, ConfigError> {
         let mut environment = Environment::new(self.variables.clone(), USER);
         environment.passwd = self.path("passwd");
+        environment.room_of = |_| Ok(ROOM);
         let file = Some(self.path("cascade.toml"));
         config::load(&Sources { file, flags: self.flags.clone() }, &environment)
     }
@@ -173,8 +178,8 @@ fn what_is_unknown_or_wrong_is_named_with_its_place() {
 #[test]
 fn a_name_that_a_setting_had_before_is_refused_with_the_new_one() {
     assert_refused(&[
-        ("[dram]\ncapacity = \"1GiB\"", &[":2", "dram.capacity is now called dram", "top"]),
-        ("[files]\ndirectory = \"/a\"", &["files.directory is now called files"]),
+        ("[dram]\ncapacity = \"1GiB\"", &[":2", "dram is now called dram", "top"]),
+        ("[files]\ndirectory = \"/a\"", &["files is now called files"]),
         ("[store]\ndirty_max = \"1GiB\"", &["is now called dirty_max", "below [advanced]"]),
         ("[dram]\nnothing = 1", &["dram: is no table", "[advanced]"]),
         ("dirty_bytes_max = 1", &["dirty_bytes_max is now called dirty_max"]),
@@ -183,7 +188,7 @@ fn a_name_that_a_setting_had_before_is_refused_with_the_new_one() {
             &["tenant.files_directory is now called tenant.files"],
         ),
     ]);
-    let said = Case::new("").variable("CASCADE_DRAM_CAPACITY", "1GiB").refusal();
+    let said = Case::new("").variable("CASCADE_DRAM", "1GiB").refusal();
     assert!(said.contains("is now called CASCADE_DRAM"), "{said}");
 }
 
@@ -229,6 +234,10 @@ fn contradictions_are_named_by_their_keys() {
             &["/x", "\"default\"", "\"a\""],
         ),
         ("[[tenant]]\nname = \"a\"\nusers = [\"nobody-here\"]", &["nobody-here", "id -u"]),
+        (
+            "[node]\nadmin_group = \"nobody-here\"",
+            &["cascade.toml:2", "node.admin_group", "getent"],
+        ),
     ]);
     let long = format!("socket = \"/{}\"", "s".repeat(107));
     assert!(Case::new(&long).refusal().contains("107"));
@@ -282,6 +291,47 @@ fn a_tenant_is_a_store_of_its_own() {
     assert_eq!(config.store.dram_bytes, 1 << 30);
 }
 
+/// The README's own command had a file tier of 4 GiB on a disk of 2 TiB.
+#[test]
+fn a_file_tier_without_a_size_takes_a_share_of_its_disk() {
+    let capacity = |text: &str| {
+        let config = Case::new(text).load().unwrap();
+        let files = |store: &cascade_store::StoreConfig| store.files.clone().unwrap();
+        let tenants = config.tenants.iter().map(|it| files(&it.store).capacity_bytes >> 30);
+        let own = files(&config.store);
+        assert!(own.segment_bytes == 256 << 20, "{own:?}");
+        let sizes: Vec<u64> = [own.capacity_bytes >> 30].into_iter().chain(tenants).collect();
+        (sizes, config.settings)
+    };
+    let files = "[files]\ndirectory = \"/nvme/cascade\"\n";
+    let (sizes, settings) = capacity(files);
+    assert_eq!(sizes, [1638]);
+    let (bytes, reason) = settings.derived_files_capacity().unwrap();
+    assert_eq!(bytes >> 30, 1638);
+    assert!(reason.contains("80 %") && reason.contains("/nvme/cascade"), "{reason}");
+    let shown = settings.print();
+    assert!(shown.contains("capacity = \"1638GiB\"") && shown.contains(reason), "{shown}");
+    let (sizes, settings) = capacity(&format!("{files}capacity = \"99GiB\"\n"));
+    assert_eq!((sizes, settings.derived_files_capacity()), (vec![99], None));
+    let tenants = "[[tenant]]\nname = \"a\"\nusers = [1]\n[[tenant]]\nname = \"b\"\n\
+                   users = [2]\nfiles = \"638GiB\"\n";
+    let (sizes, _) = capacity(&format!("{files}{tenants}"));
+    assert_eq!(sizes, [500, 500, 638], "two share what the third's quota leaves");
+}
+
+/// A share of what is free differs with every look.
+#[test]
+fn a_size_that_nobody_chose_is_no_change_of_the_configuration() {
+    let case = Case::new("[files]\ndirectory = \"/nvme/cascade\"\n");
+    let old = case.load().unwrap();
+    let mut environment = Environment::new([("A", "")], USER);
+    environment.room_of = |_| Ok(Room { free_bytes: 1 << 40, ..ROOM });
+    let file = Some(case.path("cascade.toml"));
+    let new = config::load(&Sources { file, flags: Vec::new() }, &environment).unwrap();
+    assert_ne!(old.store.files, new.store.files);
+    assert_eq!(difference(&old, &new), config::Difference::default());
+}
+
 #[test]
 fn a_pool_that_is_not_kept_has_no_directory() {
     let config = Case::new("keep_pool = \"never\"").load().unwrap();
@@ -309,6 +359,7 @@ fn other_value(key: &Key) -> String {
         Kind::Address => "127.0.0.1:9000",
         Kind::Url => "http://localhost:4318",
         Kind::Text if key.path == "pipeline" => "Files",
+        Kind::Text if key.path == "admin_group" => "700",
         Kind::Text => "debug",
     };
     format!("{text:?}")

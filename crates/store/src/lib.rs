@@ -9,6 +9,7 @@ pub mod conformance;
 mod erase;
 pub mod eviction;
 mod explain;
+mod find;
 mod flush;
 mod health;
 mod history;

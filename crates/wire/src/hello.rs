@@ -14,6 +14,12 @@ pub enum Access {
     Read,
     /// Maps it for writing too.
     Write,
+    /// Gets no pool: it only asks and orders as an administrator.
+    Administer,
+}
+
+impl Access {
+    const ALL: [Self; 3] = [Self::Read, Self::Write, Self::Administer];
 }
 
 /// The first call on every connection.
@@ -37,7 +43,7 @@ impl Hello {
     pub(crate) fn write(&self, into: &mut Writer<'_>) {
         into.u16(self.version_min);
         into.u16(self.version_max);
-        into.u8(u8::from(self.access == Access::Write));
+        into.u8(self.access as u8);
         into.u8(u8::from(self.session.is_some()));
         if let Some(session) = &self.session {
             into.bytes(session);
@@ -51,7 +57,8 @@ impl Hello {
 
     pub(crate) fn read(from: &mut Reader<'_>) -> Result<Self, WireError> {
         let (version_min, version_max) = (from.u16("version")?, from.u16("version")?);
-        let access = if from.flag("access")? { Access::Write } else { Access::Read };
+        let access = Access::ALL.get(usize::from(from.u8("access")?));
+        let access = *access.ok_or(WireError::Field("access"))?;
         let session = if from.flag("session")? { Some(from.array("session")?) } else { None };
         let token = if from.flag("token")? { Some(from.blob("token")?.to_vec()) } else { None };
         let name = from.text("name")?.to_owned();

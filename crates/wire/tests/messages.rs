@@ -189,6 +189,22 @@ const TRACE: &str = "4bf92f3577b34da6a3ce929d0e0e4736";
 const SPAN: &str = "00f067aa0ba902b7";
 
 #[test]
+fn a_hello_names_one_of_three_kinds_of_access() {
+    for (code, access) in [(0, Access::Read), (1, Access::Write), (2, Access::Administer)] {
+        let call = Call::Hello(Hello { access, ..hello() });
+        let mut frame = Vec::new();
+        call.write(&mut frame, 1, None).expect("it is short");
+        assert_eq!(frame[cascade_wire::HEADER_BYTES + 4], code);
+        let frame = Frame::read(&frame).expect("it is sound");
+        assert_eq!(Call::read(&frame), Ok(call));
+        let mut body = frame.body.to_vec();
+        body[4] = 3;
+        let unknown = Frame { body: &body, ..frame };
+        assert!(Call::read(&unknown).is_err());
+    }
+}
+
+#[test]
 fn a_traceparent_names_trace_span_and_whether_to_record() {
     let context = TraceContext::parse(&format!("00-{TRACE}-{SPAN}-01")).expect("it is one");
     assert_eq!(context.trace[..2], [0x4b, 0xf9]);

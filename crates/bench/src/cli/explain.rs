@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use cascade_block::{BlockKey, ByteSize};
+use cascade_block::ByteSize;
 use cascade_node::explain::{BlockStory, ChainStory, Question};
 use clap::Args;
 
@@ -18,15 +18,17 @@ const BLOCKS_SHOWN_MAX: usize = 24;
 Examples:
   cascade explain 4bf5122f344554c53bde2ebb8cd2b7e3d1600ad631c385a5d7cce23c7785459a
       Where is this block, or what became of it?
+  cascade explain 4bf5122f344554c5
+      The same by the digits that status pages show, for a block that is here.
   cascade explain --request keys.txt
       How far does this chain hit, and why does it stop there? One key a line, root first.
   cascade explain --request keys.txt --manifest manifest.json
       And if nothing of it is known: in which fields do the namespaces that are here differ?
   cascade explain --request keys.txt --json | jq '.first_missing'")]
 pub(super) struct ExplainArgs {
-    /// Keys of blocks in hexadecimal digits, root first.
+    /// Keys of blocks, root first: 64 hexadecimal digits, or the first 8 or more, as pages show.
     #[arg(value_name = "KEY")]
-    keys: Vec<BlockKey>,
+    keys: Vec<String>,
     /// A file with one key a line; - is standard input.
     #[arg(long, value_name = "FILE", conflicts_with = "keys")]
     request: Option<PathBuf>,
@@ -55,24 +57,31 @@ pub(super) fn run(args: &ExplainArgs, screen: &mut Screen) -> Result<i32, Failur
 
 fn keys(args: &ExplainArgs) -> Result<Vec<String>, Failure> {
     let keys: Vec<String> = match &args.request {
-        None => args.keys.iter().map(ToString::to_string).collect(),
+        None => args.keys.clone(),
         Some(path) => {
             let text = if path.as_os_str() == "-" {
                 std::io::read_to_string(std::io::stdin())
             } else {
                 std::fs::read_to_string(path)
             };
-            let unreadable = |source: Box<dyn std::error::Error + Send + Sync>| Failure::Read {
+            let text = text.map_err(|error| Failure::Read {
                 path: path.clone(),
                 advice: "give a file with one key a line, 64 hexadecimal digits each".to_owned(),
-                source,
-            };
-            let text = text.map_err(|error| unreadable(error.into()))?;
+                source: error.into(),
+            })?;
             let lines = text.lines().map(str::trim).filter(|line| !line.is_empty());
-            let parsed = lines.map(|line| line.parse::<BlockKey>().map(|key| key.to_string()));
-            parsed.collect::<Result<_, _>>().map_err(|error| unreadable(error.into()))?
+            lines.map(str::to_owned).collect()
         }
     };
+    let is_key = |key: &&String| {
+        key.bytes().all(|digit| digit.is_ascii_hexdigit()) && (8..=64).contains(&key.len())
+    };
+    if let Some(wrong) = keys.iter().find(|key| !is_key(key)) {
+        return Err(Failure::usage(
+            format!("{:?} is no key", wrong.chars().take(80).collect::<String>()),
+            "give the 64 hexadecimal digits of a block's key, or the first 8 or more",
+        ));
+    }
     if keys.is_empty() {
         return Err(Failure::usage(
             "no block is named",

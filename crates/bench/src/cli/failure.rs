@@ -61,6 +61,17 @@ pub enum Failure {
     /// A node could not start or go on.
     #[error("the node ended")]
     Node(#[source] NodeError),
+    /// No node answers, or it does not take this user.
+    #[error("{what}\n  {advice}")]
+    Unreachable {
+        /// What was seen.
+        what: String,
+        /// What to do.
+        advice: String,
+    },
+    /// The node understood an order and does not follow it, in its words.
+    #[error("{0}")]
+    Declined(String),
     /// A measurement could not be made.
     #[error("cannot measure {what}")]
     Measure {
@@ -110,15 +121,46 @@ impl Failure {
         }
     }
 
-    /// The message with all its causes, one a line.
+    /// The message with all its causes, one a line, each once.
     pub fn explain(&self) -> String {
         let mut text = format!("error: {self}");
         let mut cause = self.source();
         while let Some(error) = cause {
-            text.push_str("\n  because: ");
-            text.push_str(&error.to_string());
+            let next = error.to_string();
+            // A transparent error, or one whose message has its cause's, would repeat it.
+            if !text.contains(&next) {
+                text.push_str("\n  because: ");
+                text.push_str(&next);
+            }
             cause = error.source();
         }
         text
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A secret that others can read was reported twice: its error has its cause in the message.
+    #[test]
+    fn every_cause_is_printed_once() {
+        #[derive(Debug, Error)]
+        #[error("key.pem can be read by everybody")]
+        struct Exposed;
+        #[derive(Debug, Error)]
+        #[error("tls_private_key: {source}")]
+        struct Secret {
+            source: Exposed,
+        }
+        #[derive(Debug, Error)]
+        #[error(transparent)]
+        struct Refused(Secret);
+        let failure = Failure::measure("anything", Refused(Secret { source: Exposed }));
+        assert_eq!(
+            failure.explain(),
+            "error: cannot measure anything\n  because: tls_private_key: key.pem can be read \
+             by everybody"
+        );
     }
 }

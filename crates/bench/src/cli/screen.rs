@@ -41,6 +41,12 @@ impl Screen {
         written.or_else(ignore_closed_pipe).map_err(|source| Failure::write("-", source))
     }
 
+    /// Writes bytes as they are, without a newline.
+    pub fn bytes(&mut self, bytes: &[u8]) -> Result<(), Failure> {
+        let written = self.results.write_all(bytes).and_then(|()| self.results.flush());
+        written.or_else(ignore_closed_pipe).map_err(|source| Failure::write("-", source))
+    }
+
     /// Writes a remark that is not part of the result.
     pub fn remark(&mut self, text: impl fmt::Display) -> Result<(), Failure> {
         let written = writeln!(self.remarks, "{text}");

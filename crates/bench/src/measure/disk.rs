@@ -12,7 +12,7 @@ use cascade_store::{CallOptions, FilesConfig, Put, Store, StoreConfig, ViewOutco
 
 use crate::cli::Failure;
 use crate::measure::{
-    Bench, Figure, PATIENT, Target, cold, failed, gb_per_second, keys, open, size_name, timed,
+    Bench, Figure, PATIENT, Target, cold, failed, gib_per_second, keys, open, size_name, timed,
 };
 use crate::payload;
 
@@ -88,10 +88,10 @@ fn read_and_write(bench: &mut Bench<'_>, size: usize, names: [String; 2]) -> Res
     let text = format!("{}, {size} bytes a read, depth {depth}. Cold: {proof}", limit.tool());
     let [name_read, name_write] = names;
     let target = Target::ShareAtLeast(0.95);
-    bench.deliver(Figure::rate(name_read, "GB/s", read, (limit_read, &text), target))?;
+    bench.deliver(Figure::rate(name_read, "GiB/s", read, (limit_read, &text), target))?;
     let text = format!("{}, {size} bytes a write, depth {depth}", limit.tool());
     let target = Target::ShareAtLeast(0.9);
-    bench.deliver(Figure::rate(name_write, "GB/s", write, (limit_write, &text), target))
+    bench.deliver(Figure::rate(name_write, "GiB/s", write, (limit_write, &text), target))
 }
 
 fn config(directory: &Path, bytes: usize) -> StoreConfig {
@@ -106,7 +106,7 @@ fn config(directory: &Path, bytes: usize) -> StoreConfig {
     }
 }
 
-/// GB/s from the first put until all is written down.
+/// GiB/s from the first put until all is written down.
 fn write(directory: &Path, keys: &[BlockKey], size: usize) -> Result<f64, Failure> {
     let batch_blocks = BATCH_BYTES / size;
     let mut batch_bytes = vec![0; BATCH_BYTES];
@@ -130,10 +130,10 @@ fn write(directory: &Path, keys: &[BlockKey], size: usize) -> Result<f64, Failur
     if !stored {
         return Err(Failure::measure("segment writes", "a block was not stored"));
     }
-    Ok(gb_per_second(keys.len() * size, took))
+    Ok(gib_per_second(keys.len() * size, took))
 }
 
-/// GB/s of views on a store that was just opened: nothing of it is in DRAM.
+/// GiB/s of views on a store that was just opened: nothing of it is in DRAM.
 fn read(directory: &Path, keys: &[BlockKey], size: usize) -> Result<f64, Failure> {
     let store: Store = open("segment reads", config(directory, keys.len() * size))?;
     let mut took = std::time::Duration::ZERO;
@@ -152,7 +152,7 @@ fn read(directory: &Path, keys: &[BlockKey], size: usize) -> Result<f64, Failure
         }
     }
     store.close().map_err(failed("segment reads"))?;
-    Ok(gb_per_second(keys.len() * size, took))
+    Ok(gib_per_second(keys.len() * size, took))
 }
 
 /// What the disk gives without a store.
@@ -208,7 +208,7 @@ impl Limit {
             let said = String::from_utf8_lossy(&output.stderr);
             io::Error::other(format!("fio told no rate: {}", said.trim()))
         })?;
-        Ok(rate / 1e9)
+        Ok(rate / crate::measure::GIB)
     }
 
     /// As many threads as the queue is deep, each with an aligned buffer.
@@ -228,7 +228,7 @@ impl Limit {
                 })
             });
         });
-        outcome.map(|()| gb_per_second(blocks * self.block, took))
+        outcome.map(|()| gib_per_second(blocks * self.block, took))
     }
 
     fn plain_thread(&self, file: &File, is_write: bool, next: &AtomicUsize) -> io::Result<()> {

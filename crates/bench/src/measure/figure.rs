@@ -169,7 +169,7 @@ mod tests {
     fn a_share_says_how_close_to_the_limit_in_either_direction() {
         let target = Target::ShareAtLeast(0.8);
         let limit = || (vec![10.0, 10.0, 11.0], "memcpy");
-        let rate = Figure::rate("r".into(), "GB/s", vec![9.0, 7.0, 8.0], limit(), target);
+        let rate = Figure::rate("r".into(), "GiB/s", vec![9.0, 7.0, 8.0], limit(), target);
         assert_eq!((rate.value, rate.share, rate.is_reached), (8.0, Some(0.8), Some(true)));
         let cost = Figure::cost("c".into(), "ns", vec![40.0], limit(), target);
         assert_eq!((cost.share, cost.is_reached), (Some(0.25), Some(false)));

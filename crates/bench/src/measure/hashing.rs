@@ -3,7 +3,7 @@
 use cascade_block::{BlockKey, ChainTail, Digest, DigestAlgorithm, chain_keys, checksum};
 
 use crate::cli::Failure;
-use crate::measure::{Bench, Figure, Target, gb_per_second, timed};
+use crate::measure::{Bench, Figure, Target, gib_per_second, timed};
 
 const BYTES: usize = 128 << 20;
 
@@ -29,11 +29,11 @@ fn content(bench: &mut Bench<'_>) -> Result<(), Failure> {
     for ((_, function), name) in functions.iter().zip(names) {
         let (mut limit, mut value) = (Vec::new(), Vec::new());
         for _ in 0..bench.rounds() {
-            limit.push(gb_per_second(BYTES, over_blocks(&data, read_once)));
-            value.push(gb_per_second(BYTES, over_blocks(&data, function)));
+            limit.push(gib_per_second(BYTES, over_blocks(&data, read_once)));
+            value.push(gib_per_second(BYTES, over_blocks(&data, function)));
         }
         let limit = (limit, "adding up the same bytes as 64-bit words, one thread");
-        bench.deliver(Figure::rate(name, "GB/s", value, limit, Target::None))?;
+        bench.deliver(Figure::rate(name, "GiB/s", value, limit, Target::None))?;
     }
     Ok(())
 }

@@ -10,7 +10,7 @@ use cascade_store::{CallOptions, GetOutcome, Put, PutOutcome, Store, StoreConfig
 
 use crate::cli::Failure;
 use crate::measure::figure::median;
-use crate::measure::{Bench, Figure, Target, gb_per_second, keys, open, size_name, timed};
+use crate::measure::{Bench, Figure, Target, gib_per_second, keys, open, size_name, timed};
 use crate::payload;
 
 const KIB: usize = 1 << 10;
@@ -50,7 +50,7 @@ pub(super) fn run(bench: &mut Bench<'_>) -> Result<(), Failure> {
 fn limit_text(limit: &str, streamed: &[f64]) -> String {
     format!(
         "{limit}. The store streams past the caches, which memcpy does only for larger pieces; \
-         such copies alone reach {:.2} GB/s",
+         such copies alone reach {:.2} GiB/s",
         median(streamed)
     )
 }
@@ -85,7 +85,7 @@ fn put_and_get(
         let seen = [memcpy_in, streamed_in, put, memcpy_out, streamed_out, bed.get()?];
         if round > 0 {
             for (samples, took) in samples.iter_mut().zip(seen) {
-                samples.push(gb_per_second(bed.source.len(), took));
+                samples.push(gib_per_second(bed.source.len(), took));
             }
         }
     }
@@ -95,13 +95,13 @@ fn put_and_get(
     let target = |share| if has_target { Target::ShareAtLeast(share) } else { Target::None };
     let text = limit_text(PUT_LIMIT, &streamed_in);
     let limit = (memcpy_in, text.as_str());
-    bench.deliver(Figure::rate(format!("put{tail}"), "GB/s", put, limit, target(0.8)))?;
+    bench.deliver(Figure::rate(format!("put{tail}"), "GiB/s", put, limit, target(0.8)))?;
     if digest != DigestMode::Off {
         return Ok(());
     }
     let text = limit_text(GET_LIMIT, &streamed_out);
     let limit = (memcpy_out, text.as_str());
-    bench.deliver(Figure::rate(format!("get{tail}"), "GB/s", get, limit, target(0.9)))
+    bench.deliver(Figure::rate(format!("get{tail}"), "GiB/s", get, limit, target(0.9)))
 }
 
 impl Bed {

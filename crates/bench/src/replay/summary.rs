@@ -124,7 +124,7 @@ fn show_latencies(result: &ReplayResult, screen: &mut Screen) -> Result<(), Fail
         "  {:<30}{:>10}{:>10}{:>10}{:>10}{:>12}",
         "time of a call", "calls", "p50", "p99", "longest", "rate"
     ))?;
-    let rate = |rate: f64| format!("{:.2} GB/s", rate / 1e9);
+    let rate = |rate: f64| format!("{:.2} GiB/s", rate / 1_073_741_824.0);
     let mut rows = vec![("lookup of a request".to_owned(), &latency.lookup, String::new())];
     for tier in result.tiers() {
         let Some(summary) = latency.read.get(&tier) else { continue };

@@ -3,6 +3,7 @@
 #![expect(clippy::unwrap_used, reason = "in a test, a surprise should panic")]
 
 mod hit_rate;
+mod admin;
 mod node;
 mod replay;
 mod serve;

@@ -29,11 +29,15 @@ impl Liar {
     }
 
     fn greet(host: &Host) -> Self {
+        Self::greet_as(host, Access::Write)
+    }
+
+    fn greet_as(host: &Host, access: Access) -> Self {
         let mut liar = Self::connect(host);
         let hello = Hello {
             version_min: 1,
             version_max: 1,
-            access: Access::Write,
+            access,
             session: None,
             token: None,
             name: "liar".to_owned(),
@@ -106,6 +110,40 @@ pub(crate) fn await_answers(stream: &mut UnixStream, count: usize) {
         let mut rest = vec![0; length - bytes.len()];
         stream.read_exact(&mut rest).unwrap();
     }
+}
+
+/// Members of node.admin_group look after the node of another user; its KV is not theirs.
+#[test]
+fn an_administrator_gets_no_pool_and_no_say_over_blocks() {
+    let host = Host::start(|_| ());
+    let client = host.connect();
+    put(&client, &keys(0..1), 64, NOW);
+    let mut administrator = Liar::greet_as(&host, Access::Administer);
+    let welcome = administrator.welcome.clone().unwrap();
+    assert_eq!((welcome.pool_bytes, welcome.hold_bytes_max), (0, 0));
+    let (timeout_ms, first_hold) = (100, 1);
+    for call in [
+        Call::Lease { timeout_ms, first_hold, purpose: LeasePurpose::Use, keys: keys(0..1) },
+        Call::Ask { question: KeyQuestion::Contains, keys: keys(0..1) },
+        Call::Ask { question: KeyQuestion::Delete, keys: keys(0..1) },
+        Call::Prepare { timeout_ms, first_hold, blocks: vec![asked(1, 64)] },
+        Call::Reserve { timeout_ms, hold: 2, bytes: 64 },
+        Call::Clear,
+        Call::Changes { since: None, most: 10 },
+        Call::Manifests { timeout_ms },
+        Call::Flush { timeout_ms },
+    ] {
+        let answer = administrator.ask(&call);
+        assert!(
+            matches!(answer, Answer::Failed(StoreError::Config { .. })),
+            "{call:?}: {answer:?}"
+        );
+    }
+    assert!(matches!(administrator.ask(&Call::Ping), Answer::Done));
+    let topic = "version".to_owned();
+    let asked = Call::Admin { timeout_ms, topic, arguments: "{}".to_owned() };
+    assert!(matches!(administrator.ask(&asked), Answer::Text(_)));
+    assert_eq!(hits(&keys(0..1), &client.view(&keys(0..1), NOW)), 1);
 }
 
 fn asked(n: u64, bytes: u32) -> AskedBlock {

@@ -1,6 +1,5 @@
 //! From settings to the typed configuration; what depends on other keys is worked out here.
 
-use std::fs;
 use std::path::Path;
 
 use cascade_block::{DigestAlgorithm, DigestMode};
@@ -8,9 +7,11 @@ use cascade_store::{
     FileLayout, FilesConfig, HealthConfig, IoEngine, PolicyKind, StoreConfig, WritePolicy,
 };
 
+use super::admin_group::{AdminGroup, user_number};
 use super::environment::Environment;
 use super::error::ConfigError;
-use super::settings::{Settings, Values};
+use super::room;
+use super::settings::{Settings, Source, Values};
 use super::value::Value;
 use super::{KeepPool, LimitsConfig, LogConfig, NodeConfig, SecurityConfig, TenantConfig};
 
@@ -21,6 +22,7 @@ pub(super) fn node_config(
     mut settings: Settings,
     environment: &Environment,
 ) -> Result<NodeConfig, ConfigError> {
+    imply_files_capacity(&mut settings, environment);
     imply(&mut settings.node, environment);
     let values = &settings.node;
     let store = store_config(values);
@@ -34,7 +36,9 @@ pub(super) fn node_config(
     let pool_directory = values.path("pool_directory");
     let new = NodeConfig::new(values.path("socket").unwrap_or_default());
     let limits = LimitsConfig::default();
+    let admin_group = admin_group(values, environment)?;
     Ok(NodeConfig {
+        admin_group,
         socket_mode: values.mode("socket_mode").unwrap_or(new.socket_mode),
         listen: values.address("listen"),
         security: SecurityConfig {
@@ -66,6 +70,22 @@ pub(super) fn node_config(
     })
 }
 
+fn admin_group(
+    values: &Values,
+    environment: &Environment,
+) -> Result<Option<AdminGroup>, ConfigError> {
+    let Some(name) = values.text("node.admin_group") else { return Ok(None) };
+    let found = AdminGroup::find(&name, &environment.groups, &environment.passwd);
+    found.map(Some).ok_or_else(|| ConfigError::Value {
+        key: "node.admin_group".to_owned(),
+        reason: format!(
+            "{} has no group {name:?}; write a name that it has, or a number (getent group)",
+            environment.groups.display()
+        ),
+        place: values.source("node.admin_group"),
+    })
+}
+
 /// Sets what follows from other settings.
 fn imply(values: &mut Values, environment: &Environment) {
     values.imply("socket", Value::Path(environment.default_socket()));
@@ -74,6 +94,24 @@ fn imply(values: &mut Values, environment: &Environment) {
     values.imply("pipeline", Value::Text(pipeline.to_owned()));
     let capacity = values.bytes("files_capacity").unwrap_or_default();
     values.imply("segment_size", Value::Size(fitting_segment(capacity)));
+}
+
+/// A file tier whose size nobody gave takes a share of the room on its file system, in equal parts
+/// with tenants that have no quota of their own.
+fn imply_files_capacity(settings: &mut Settings, environment: &Environment) {
+    let Some(directory) = settings.node.path("files") else { return };
+    if settings.node.bytes("files_capacity").is_some() {
+        return;
+    }
+    // Tenants with a directory of their own lie elsewhere, most likely on another disk.
+    let below = settings.tenants.iter().filter(|it| it.path("tenant.files").is_none());
+    let quotas: Vec<Option<u64>> = below.map(|tenant| tenant.bytes("tenant.files_capacity")).collect();
+    let reserved = quotas.iter().flatten().fold(0, |sum: u64, bytes| sum.saturating_add(*bytes));
+    let shares = 1 + quotas.iter().filter(|quota| quota.is_none()).count() as u64;
+    let room = (environment.room_of)(&directory);
+    let (bytes, reason) = room::capacity(&directory, room, reserved, shares);
+    let source = Source::Derived(reason);
+    settings.node.imply_from("files_capacity", Value::Size(bytes), source);
 }
 
 /// Enough segments that taking one back does not drop a large share of the tier.
@@ -182,17 +220,5 @@ fn tenant_config(
         encryption_key_file: values.path("tenant.encryption_key_file"),
         store,
         name,
-    })
-}
-
-/// The number of a user that is given by number or name.
-fn user_number(user: &str, passwd: &Path) -> Option<u32> {
-    user.parse().ok().or_else(|| {
-        let text = fs::read_to_string(passwd).ok()?;
-        text.lines().find_map(|line| {
-            let mut fields = line.split(':');
-            let is_it = fields.next() == Some(user);
-            fields.nth(1).filter(|_| is_it)?.parse().ok()
-        })
     })
 }

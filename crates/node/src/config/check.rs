@@ -37,7 +37,7 @@ impl NodeConfig {
     /// Keys, each with where it was given.
     fn named(&self, paths: &[&str]) -> String {
         let named = paths.iter().map(|path| match self.settings.node.source(path) {
-            Source::Default => (*path).to_owned(),
+            Source::Default | Source::Derived(_) => (*path).to_owned(),
             source => format!("{path} ({source})"),
         });
         named.collect::<Vec<_>>().join(", ")

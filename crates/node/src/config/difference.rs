@@ -1,6 +1,7 @@
 //! What changed between two configurations, and which of it a running node can take.
 
 use super::NodeConfig;
+use super::key::Key;
 use super::keys::{KEYS, TENANT_KEYS};
 
 /// Names of keys that differ.
@@ -12,13 +13,17 @@ pub struct Difference {
     pub restart: Vec<String>,
 }
 
-/// Compares by key. A file that is named and whose contents changed is no difference.
+/// Compares by key. What nobody gave is no difference: a share of the free room changes all the
+/// time, and what follows from another key is named by that key. A file that is named and whose
+/// contents changed is no difference.
 ///
 /// Only configurations that were loaded ([`super::load`]) know their keys.
 pub fn difference(old: &NodeConfig, new: &NodeConfig) -> Difference {
     let mut found = Difference::default();
     let (old, new) = (&old.settings, &new.settings);
-    for key in KEYS.iter().filter(|key| old.node.get(key.path) != new.node.get(key.path)) {
+    let is_given = |key: &&Key| old.node.is_given(key.path) || new.node.is_given(key.path);
+    let changed = KEYS.iter().filter(|key| old.node.get(key.path) != new.node.get(key.path));
+    for key in changed.filter(is_given) {
         let list = if key.is_live { &mut found.live } else { &mut found.restart };
         list.push(key.path.to_owned());
     }

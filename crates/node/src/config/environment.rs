@@ -2,11 +2,13 @@
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
-use std::path::PathBuf;
+use std::io;
+use std::path::{Path, PathBuf};
 
 use super::error::ConfigError;
 use super::keys::{KEYS, edits, nearest};
 use super::renamed::renamed_variable;
+use super::room::Room;
 use super::settings::{Settings, Source};
 
 /// Variables beside those of keys that mean something to a node.
@@ -25,6 +27,10 @@ pub struct Environment {
     pub user: u32,
     /// Where users' names are looked up.
     pub passwd: PathBuf,
+    /// Where groups' names are looked up.
+    pub groups: PathBuf,
+    /// What tells the room that a file system has for a directory.
+    pub room_of: fn(&Path) -> io::Result<Room>,
 }
 
 impl Environment {
@@ -45,7 +51,13 @@ impl Environment {
             let name = name.into().into_string().ok().filter(concerns)?;
             Some((name, value.into())).filter(|(_, value)| !value.is_empty())
         });
-        Self { variables: named.collect(), user, passwd: "/etc/passwd".into() }
+        Self {
+            variables: named.collect(),
+            user,
+            passwd: "/etc/passwd".into(),
+            groups: "/etc/group".into(),
+            room_of: Room::of,
+        }
     }
 
     /// The configuration file that `CASCADE_CONFIG` names.
@@ -158,7 +170,7 @@ mod tests {
         for (name, hint) in [
             ("CASCADE_FILES_CAPACTIY", "did you mean \"CASCADE_FILES_CAPACITY\""),
             ("CASCADE_DRAMM", "CASCADE_DRAM"),
-            ("CASCADE_DRAM_CAPACITY", "is now called CASCADE_DRAM"),
+            ("CASCADE_DRAM", "is now called CASCADE_DRAM"),
             ("CASCADE_DIRTY_BYTES_MAX", "is now called CASCADE_DIRTY_MAX"),
         ] {
             let tail = name.strip_prefix("CASCADE_").unwrap();

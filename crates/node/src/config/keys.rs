@@ -39,7 +39,7 @@ pub const KEYS: &[Key] = &[
     )
     .flag("files"),
     Key::new("files_capacity", Kind::Size, "Bytes that the file tier may take.")
-        .default("4GiB")
+        .default_rule("80 % of what is free; 4GiB at most on a tmpfs or a container's layer")
         .minimum("1MiB")
         .flag("files-capacity"),
     Key::new("pipeline", Kind::Text, "Tiers from fast to slow.")
@@ -86,6 +86,14 @@ pub const KEYS: &[Key] = &[
     Key::new("socket_mode", Kind::Mode, "Permissions of the socket's file.")
         .default("0600")
         .flag("socket-mode"),
+    Key::new(
+        "admin_group",
+        Kind::Text,
+        "A group of this host whose members may administer the node, as its own user and root may. \
+         The socket belongs to it.",
+    )
+    .default_rule("none")
+    .flag("admin-group"),
     Key::new(
         "listen",
         Kind::Address,
@@ -139,6 +147,7 @@ pub const KEYS: &[Key] = &[
         .flag("log-format"),
     Key::new("log_filter", Kind::Text, "What is logged, such as `info` or `cascade_node=debug`.")
         .default("info")
+        .live()
         .flag("log-filter"),
     Key::new(
         "traces_endpoint",

@@ -18,6 +18,8 @@ use super::value::Value;
 pub enum Source {
     /// Nobody: it is the built-in value.
     Default,
+    /// Nobody: it was worked out from the machine, for this reason.
+    Derived(String),
     /// A line of the configuration file, from 1.
     File {
         /// The file.
@@ -29,15 +31,19 @@ pub enum Source {
     Environment(String),
     /// A flag of the command line.
     Flag(&'static str),
+    /// `cascade config set`, while the node runs.
+    Administrator,
 }
 
 impl fmt::Display for Source {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Default => f.write_str("default"),
+            Self::Derived(reason) => write!(f, "default: {reason}"),
             Self::File { path, line } => write!(f, "{}:{line}", path.display()),
             Self::Environment(name) => f.write_str(name),
             Self::Flag(name) => write!(f, "--{name}"),
+            Self::Administrator => f.write_str("cascade config set"),
         }
     }
 }
@@ -84,6 +90,16 @@ impl Settings {
         Self { node, tenants: Vec::new() }
     }
 
+    /// What the file tier may take, and why, where nobody said how much.
+    pub fn derived_files_capacity(&self) -> Option<(u64, &str)> {
+        let setting = self.node.get("files_capacity")?;
+        let (Value::Size(bytes), Source::Derived(reason)) = (&setting.value, &setting.source)
+        else {
+            return None;
+        };
+        Some((*bytes, reason))
+    }
+
     /// A TOML file that sets every key as it is set now; each line says what set it.
     pub fn print(&self) -> String {
         let mut out = String::new();
@@ -111,8 +127,12 @@ impl Values {
 
     /// Sets what nobody gave.
     pub(super) fn imply(&mut self, path: &str, value: Value) {
+        self.imply_from(path, value, Source::Default);
+    }
+
+    pub(super) fn imply_from(&mut self, path: &str, value: Value, source: Source) {
         let path = key(path).path;
-        self.0.entry(path).or_insert(Setting { value, source: Source::Default });
+        self.0.entry(path).or_insert(Setting { value, source });
     }
 
     pub(super) fn get(&self, path: &str) -> Option<&Setting> {
@@ -130,7 +150,7 @@ impl Values {
 
     /// Whether somebody gave it.
     pub(super) fn is_given(&self, path: &str) -> bool {
-        self.source(path) != Source::Default
+        !matches!(self.source(path), Source::Default | Source::Derived(_))
     }
 
     pub(super) fn text(&self, path: &str) -> Option<String> {

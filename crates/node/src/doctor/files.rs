@@ -56,7 +56,11 @@ pub(super) const SPACE: Check = Check {
                 let room = space.free_bytes.saturating_add(own);
                 let [free, own, wanted] =
                     [space.free_bytes, own, capacity].map(|bytes| ByteSize(bytes).rounded());
-                let found = format!("{wanted} configured, {free} free, {own} taken by the tier");
+                let choice = match config.settings.derived_files_capacity() {
+                    Some((_, reason)) => format!("wanted by default ({reason})"),
+                    None => "configured".to_owned(),
+                };
+                let found = format!("{wanted} {choice}, {free} free, {own} taken by the tier");
                 if room >= capacity {
                     return Outcome::ok(found);
                 }

@@ -11,7 +11,7 @@ pub(super) const LEFT_POOLS: Check = Check {
     why: "a pool that nobody uses takes memory until it is taken over or removed",
     run: |config, machine| {
         let Some(directory) = &config.pool_directory else {
-            return Outcome::absent("dram.keep_pool is never: the pool has no name");
+            return Outcome::absent("keep_pool is never: the pool has no name");
         };
         let left = match machine.left_pools(directory) {
             Ok(left) => left,

@@ -20,7 +20,7 @@ pub(super) const NAMESPACES_MAX: u64 = 64;
 /// Most bytes of their manifests: every answer that lists a tenant's manifests is one message.
 pub(super) const MANIFEST_BYTES_MAX: u64 = 256 << 10;
 
-const BYTES: &str = "bytes of its tenant's DRAM in views, slabs and pins (limits.client_share)";
+const BYTES: &str = "bytes of its tenant's DRAM in views, slabs and pins (client_share)";
 const PIECES: &str = "pieces of its tenant's DRAM, one for each view and slab";
 const NAMESPACES: &str = "namespaces";
 const MANIFEST_BYTES: &str = "bytes of manifests";
@@ -143,7 +143,7 @@ mod tests {
     #[test]
     fn a_process_has_one_account_in_each_tenant() {
         let accounts = Accounts::default();
-        let peer = |process| Peer { process, user: 0 };
+        let peer = |process| Peer { process, user: 0, group: 0 };
         let one = accounts.of("default", peer(7));
         assert!(Arc::ptr_eq(&one, &accounts.of("default", peer(7))));
         assert!(!Arc::ptr_eq(&one, &accounts.of("other", peer(7))));

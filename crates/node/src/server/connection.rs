@@ -10,7 +10,7 @@ use std::time::Duration;
 use cascade_block::{Clock, SystemClock};
 use cascade_store::Process;
 use cascade_wire::{
-    Answer, Call, Frame, Header, Hello, HoldRange, TraceContext, UNREAD, VERSION, VERSION_MIN,
+    Access, Answer, Call, Frame, Header, Hello, HoldRange, TraceContext, UNREAD, VERSION, VERSION_MIN,
     Welcome, WireError, frame_length,
 };
 use rustix::event::epoll::EventFlags;
@@ -21,6 +21,7 @@ use super::figures::Asked;
 use super::session::{Peer, Session};
 use super::waiting::Waiting;
 use super::{Shared, descriptors, lock};
+use crate::status::NodeState;
 use crate::telemetry;
 
 /// What a thread reads at a time, and what it keeps for its next answers.
@@ -61,6 +62,8 @@ pub(super) struct Connection {
     pub(super) id: u64,
     stream: UnixStream,
     peer: Peer,
+    /// The group of the process at the other end.
+    group: u32,
     since: Duration,
     state: Mutex<State>,
     session: Mutex<Option<Arc<Session>>>,
@@ -125,6 +128,7 @@ impl Connection {
             id,
             stream,
             peer,
+            group,
             since,
             state: Mutex::default(),
             session,
@@ -185,14 +189,14 @@ impl Connection {
         let waiting = state.input.len() + state.output.len();
         match turn {
             Ok(_) if self.is_too_much(waiting) => {
-                let Peer { process, user } = self.peer;
+                let Peer { process, user, .. } = self.peer;
                 tracing::warn!(process, user, waiting, "a connection is closed: too much waits");
                 Next::Close
             }
             Ok(next) => next,
             Err(End::Gone) => Next::Close,
             Err(End::Wire(error)) => {
-                let Peer { process, user } = self.peer;
+                let Peer { process, user, .. } = self.peer;
                 shared.refusals.log((process, user), &format!("no such protocol: {error}"));
                 Next::Close
             }
@@ -332,7 +336,9 @@ impl Connection {
                 let store = session.tenant.store();
                 self.welcome(shared, &session).write(&mut message, number);
                 let file = store.region().file();
-                if is_new {
+                if session.access == Access::Administer {
+                    (&self.stream).write_all(&message)?;
+                } else if is_new {
                     let pool = descriptors::for_client(file, session.access)?;
                     descriptors::send(self.fd(), &message, pool.as_fd())?;
                     shared.watch_process(self, &session);
@@ -342,7 +348,7 @@ impl Connection {
                 Ok(())
             }
             Err(reason) => {
-                let Peer { process, user } = self.peer;
+                let Peer { process, user, .. } = self.peer;
                 shared.refusals.log((process, user), &reason);
                 shared.refusals.note(user);
                 Answer::Refused { reason }.write(&mut message, number);
@@ -359,7 +365,10 @@ impl Connection {
             version: VERSION,
             epoch: shared.node.epoch(),
             session: session.id,
-            pool_bytes: store.region().bytes() as u64,
+            pool_bytes: match session.access {
+                Access::Administer => 0,
+                Access::Read | Access::Write => store.region().bytes() as u64,
+            },
             hold_bytes_max: session.hold_bytes_max,
             timeout_ms: u64::try_from(timeout).unwrap_or(u64::MAX),
             writes_through: store.config().write == cascade_store::WritePolicy::Through,
@@ -384,10 +393,19 @@ impl Connection {
             *lock(&self.session) = Some(Arc::clone(&session));
             return Ok((session, false));
         }
-        let token = hello.token.as_deref();
-        let tenant = shared.node.tenants().identify(self.peer.user, token);
+        let is_administrator = hello.access == Access::Administer;
+        if shared.node.state() == NodeState::Draining && !is_administrator {
+            return Err("it is draining: it takes no new clients".to_owned());
+        }
+        let (tenants, token) = (shared.node.tenants(), hello.token.as_deref());
+        let tenant = if is_administrator {
+            tenants.identify_administrator(self.peer.user, self.peer.group, token)
+        } else {
+            tenants.identify(self.peer.user, token)
+        };
         let tenant = tenant.map_err(|refusal| refusal.to_string())?;
         let share = u64::from(shared.node.live().client_share_percent);
+        let share = if is_administrator { 0 } else { share };
         let hold_bytes_max = tenant.store().region().bytes() as u64 / 100 * share;
         let account = shared.accounts.of(tenant.name(), self.peer);
         let id = crate::node::random().map_err(|error| error.to_string())?;
@@ -395,7 +413,7 @@ impl Connection {
         let process = Pid::from_raw(self.peer.process)
             .and_then(|pid| pidfd_open(pid, PidfdFlags::empty()).ok());
         let holder = u32::try_from(self.peer.process).ok().and_then(|pid| Process::of(pid).ok());
-        if holder.is_none() && tenant.store().config().pool_file.is_some() {
+        if holder.is_none() && !is_administrator && tenant.store().config().pool_file.is_some() {
             return Err(
                 "this node cannot see the client's process, and its pool outlives the node: \
                         share the process namespace, or set keep_pool to \"never\""

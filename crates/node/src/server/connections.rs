@@ -25,7 +25,7 @@ enum Origin {
 /// Why a connection is refused.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Full {
-    /// `limits.connections` are open.
+    /// `connections_max` are open.
     All,
     /// The process has half of them.
     Process,
@@ -36,9 +36,9 @@ pub(super) enum Full {
 impl Full {
     pub(super) fn reason(self) -> &'static str {
         match self {
-            Self::All => "limits.connections are all open",
-            Self::Process => "its process has half of limits.connections open",
-            Self::User => "its user has half of limits.connections open",
+            Self::All => "connections_max are all open",
+            Self::Process => "its process has half of connections_max open",
+            Self::User => "its user has half of connections_max open",
         }
     }
 }
@@ -148,7 +148,7 @@ mod tests {
 
     fn connection(id: u64, process: i32, user: u32) -> Arc<Connection> {
         let (stream, _) = UnixStream::pair().expect("descriptors are left");
-        let connection = Connection::new(id, stream, Peer { process, user }, &Arc::default());
+        let connection = Connection::new(id, stream, Peer { process, user, group: 0 }, &Arc::default());
         Arc::new(connection.expect("it can be made not to block"))
     }
 
@@ -178,7 +178,7 @@ mod tests {
     #[test]
     fn one_process_and_one_foreign_user_have_half_at_most() {
         let mut connections = Connections::default();
-        let of = |process, user| Peer { process, user };
+        let of = |process, user| Peer { process, user, group: 0 };
         for id in 0..4 {
             connections.add(&connection(id, 7, OWN), true);
         }

@@ -13,7 +13,7 @@ use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg}
 pub(super) fn for_client(pool: &File, access: Access) -> io::Result<OwnedFd> {
     match access {
         Access::Write => pool.as_fd().try_clone_to_owned(),
-        Access::Read => {
+        Access::Read | Access::Administer => {
             let name = format!("/proc/self/fd/{}", pool.as_raw_fd());
             Ok(rustix::fs::open(name, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())?)
         }

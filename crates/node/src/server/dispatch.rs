@@ -18,6 +18,7 @@ use super::holds::{Held, Note, counted};
 use super::session::Session;
 use super::waiters::{Purpose, Waiter, Waiters};
 use crate::Node;
+use crate::status::NodeState;
 
 /// Longest name or value of a manifest's field, in bytes.
 const FIELD_BYTES_MAX: usize = 4 << 10;
@@ -44,6 +45,9 @@ impl Dispatch<'_> {
 
     /// The answer to a call; nothing for calls that have none.
     pub(super) fn answer(&self, call: Call) -> Option<Answer> {
+        if self.session.access == Access::Administer {
+            return self.answer_administrator(call);
+        }
         Some(match call {
             // A connection says hello once; again is harmless.
             Call::Hello(_) | Call::Ping => Answer::Done,
@@ -109,6 +113,19 @@ impl Dispatch<'_> {
         })
     }
 
+    /// An administrator has no pool and no say over single blocks by these calls: whoever is none of
+    /// the tenant's users must not take its memory or read its keys.
+    fn answer_administrator(&self, call: Call) -> Option<Answer> {
+        match call {
+            Call::Hello(_) | Call::Ping => Some(Answer::Done),
+            Call::Admin { timeout_ms, topic, arguments } => {
+                Some(self.administer(self.time(timeout_ms), &topic, &arguments))
+            }
+            Call::Release { .. } | Call::Settled { .. } | Call::Forget { .. } => None,
+            _ => Some(Answer::Failed(administers_only())),
+        }
+    }
+
     fn administer(&self, time: Duration, topic: &str, arguments: &str) -> Answer {
         let _waiter = match self.wait() {
             Ok(waiter) => waiter,
@@ -163,7 +180,7 @@ impl Dispatch<'_> {
     }
 
     fn prepare(&self, options: CallOptions, first: u64, blocks: &[AskedBlock]) -> Answer {
-        if let Some(refused) = self.refuses_to_write(blocks.len()) {
+        if let Some(refused) = self.refuses_slabs(blocks.len()) {
             return refused;
         }
         let granting = match self.session.expect(first, blocks.len()) {
@@ -232,7 +249,7 @@ impl Dispatch<'_> {
     }
 
     fn reserve(&self, options: CallOptions, hold: u64, bytes: u64) -> Answer {
-        if let Some(refused) = self.refuses_to_write(1) {
+        if let Some(refused) = self.refuses_slabs(1) {
             return refused;
         }
         let granting = match self.session.expect(hold, 1) {
@@ -419,6 +436,14 @@ impl Dispatch<'_> {
         u8::try_from(place).expect("a pipeline has a handful of tiers")
     }
 
+    /// What a client has slabs for is still taken while the node drains; further slabs it gets none.
+    fn refuses_slabs(&self, blocks: usize) -> Option<Answer> {
+        if self.node.state() == NodeState::Draining {
+            return Some(Answer::Failed(draining()));
+        }
+        self.refuses_to_write(blocks)
+    }
+
     fn refuses_to_write(&self, blocks: usize) -> Option<Answer> {
         if self.session.access == Access::Read {
             return Some(Answer::Failed(read_only()));
@@ -487,6 +512,22 @@ fn read_only() -> StoreError {
     StoreError::Config {
         setting: "access",
         reason: "this client connected for reading; connect with access to write".to_owned(),
+    }
+}
+
+fn administers_only() -> StoreError {
+    StoreError::Config {
+        setting: "access",
+        reason: "this client connected to administer; connect with access to read or write"
+            .to_owned(),
+    }
+}
+
+fn draining() -> StoreError {
+    StoreError::Config {
+        setting: "node",
+        reason: "it is draining: it takes no new blocks, and goes on to serve those it has"
+            .to_owned(),
     }
 }
 

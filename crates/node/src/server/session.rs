@@ -28,13 +28,16 @@ pub(crate) struct Peer {
     pub(crate) process: i32,
     /// Its user.
     pub(crate) user: u32,
+    /// Its primary group.
+    pub(crate) group: u32,
 }
 
 impl Peer {
     pub(super) fn of(stream: &UnixStream) -> io::Result<Self> {
         // Not rustix's: it cannot tell a process of another namespace, whose number here is 0.
         let credentials = getsockopt(stream, sockopt::PeerCredentials)?;
-        Ok(Self { process: credentials.pid(), user: credentials.uid() })
+        let (process, user, group) = (credentials.pid(), credentials.uid(), credentials.gid());
+        Ok(Self { process, user, group })
     }
 }
 
@@ -353,6 +356,11 @@ impl Session {
         let may_touch =
             || mapped::may_touch(self.peer.process, self.tenant.store().region().file());
         self.is_watched.load(Ordering::Acquire) && self.holds().bytes() > 0 && may_touch()
+    }
+
+    /// Whether it is no worker but somebody who looks after the node.
+    pub(crate) fn is_administrator(&self) -> bool {
+        self.access == Access::Administer
     }
 
     /// The node stops: what the client holds stays where it is, for as long as this process lives.

@@ -8,7 +8,7 @@ use cascade_block::{BlockKey, Manifest, Namespace, TenantSecret};
 use cascade_store::{FilesConfig, Put, PutOutcome, ViewOutcome};
 
 use super::*;
-use crate::config::TenantConfig;
+use crate::config::{AdminGroup, TenantConfig};
 
 const OWN: u32 = 500;
 const MIB: u64 = 1 << 20;
@@ -155,6 +155,31 @@ fn a_peer_is_the_tenant_of_its_token_or_of_its_user() {
     }
 }
 
+/// `sudo cascade status` was refused by a node of another user.
+#[test]
+fn root_and_the_admin_group_administer_and_others_ask_for_themselves() {
+    let directory = tempfile::tempdir().unwrap();
+    let token = "0123456789abcdef-a";
+    let mut config =
+        config(directory.path(), vec![tenant(directory.path(), "a", &[1001], Some(token))]);
+    config.admin_group = Some(AdminGroup { number: 700, members: vec![1005] });
+    let tenants = Tenants::open_for(&config, OWN).unwrap();
+    let name = |user, group, token: Option<&str>| {
+        let token = token.map(str::as_bytes);
+        let asks = tenants.identify_administrator(user, group, token);
+        asks.map(|tenant| tenant.name().to_owned())
+    };
+    for (user, group) in [(0, 0), (OWN, 100), (1005, 100), (4242, 700), (1001, 700)] {
+        assert_eq!(name(user, group, None).unwrap(), DEFAULT, "user {user}, group {group}");
+    }
+    assert_eq!(name(1001, 100, None).unwrap(), "a");
+    assert_eq!(name(0, 0, Some(token)).unwrap(), "a", "a token says otherwise");
+    assert_eq!(name(0, 0, Some("0123456789abcdef-x")), Err(Refusal::Token));
+    let refusal = name(4242, 100, None).unwrap_err().to_string();
+    assert!(refusal.contains("4242") && refusal.contains("node.admin_group"), "{refusal}");
+    assert!(tenants.identify(0, None).is_err(), "root is no tenant: it reads no blocks");
+}
+
 #[test]
 fn what_leaves_a_doubt_who_is_who_is_refused() {
     let directory = tempfile::tempdir().unwrap();
@@ -272,4 +297,35 @@ fn a_tenant_forgets_itself_and_the_nodes_own_user_any() {
     }
     assert_eq!(hits(&named("b"), 0..10), 0);
     assert!(node.administer(&named("b"), "forget", "{}", Duration::ZERO).is_err());
+}
+
+#[test]
+fn a_tenant_orders_for_itself_and_not_for_the_node() {
+    let directory = tempfile::tempdir().unwrap();
+    let at = directory.path();
+    let strangers = [4_000_000_001, 4_000_000_002];
+    let config = config(
+        at,
+        vec![tenant(at, "a", &strangers[..1], None), tenant(at, "b", &strangers[1..], None)],
+    );
+    let node = crate::Node::open(config).unwrap();
+    let order = |topic: &str, arguments: &str| {
+        let a = Arc::clone(node.tenants().named("a").unwrap());
+        node.administer(&a, topic, arguments, Duration::from_secs(30))
+    };
+    let set = "{\"key\": \"log_filter\", \"value\": \"debug\"}";
+    for (topic, arguments) in
+        [("config", "{}"), ("config-set", set), ("reload", "{}"), ("drain", "{}")]
+    {
+        let refusal = order(topic, arguments).unwrap_err();
+        assert!(refusal.contains("does not administer"), "{topic}: {refusal}");
+    }
+    fill(node.tenants().named("a").unwrap(), 0..3);
+    fill(node.tenants().named("b").unwrap(), 0..3);
+    for topic in ["flush", "clear"] {
+        assert!(order(topic, "{\"tenant\": \"b\"}").unwrap_err().contains("no say"), "{topic}");
+        order(topic, "{}").unwrap();
+    }
+    assert_eq!(hits(node.tenants().named("a").unwrap(), 0..3), 0);
+    assert_eq!(hits(node.tenants().named("b").unwrap(), 0..3), 3);
 }

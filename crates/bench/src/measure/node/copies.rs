@@ -9,7 +9,7 @@ use super::served::Served;
 use super::{KIB, MIB, NodeBench};
 use crate::cli::Failure;
 use crate::measure::figure::median;
-use crate::measure::{Figure, Target, gb_per_second, size_name};
+use crate::measure::{Figure, Target, gib_per_second, size_name};
 
 /// Bytes of all workers together: far beyond the caches.
 const BYTES: usize = 192 * MIB;
@@ -62,7 +62,7 @@ fn measure(
         for (samples, work) in samples.iter_mut().zip(TURNS) {
             let done = crew.work(work, None)?;
             if round > 0 {
-                samples.push(gb_per_second(bytes, done.took));
+                samples.push(gib_per_second(bytes, done.took));
             }
         }
         crew.tell(|_| Order::Check)?;
@@ -71,13 +71,16 @@ fn measure(
     let target = Target::ShareAtLeast(SHARE_MIN);
     let text = told(PUT_LIMIT, &streamed_in);
     let limit = (memcpy_in, text.as_str());
-    bench.deliver(Figure::rate(format!("put{tail}"), "GB/s", put, limit, target))?;
+    bench.deliver(Figure::rate(format!("put{tail}"), "GiB/s", put, limit, target))?;
     let text = told(GET_LIMIT, &streamed_out);
     let limit = (memcpy_out, text.as_str());
-    bench.deliver(Figure::rate(format!("get{tail}"), "GB/s", get, limit, target))
+    bench.deliver(Figure::rate(format!("get{tail}"), "GiB/s", get, limit, target))
 }
 
 /// A share above 1 has a reason, and the reason has a figure.
 fn told(limit: &str, streamed: &[f64]) -> String {
-    format!("{limit}; the store's own copies, past the caches, alone: {:.2} GB/s", median(streamed))
+    format!(
+        "{limit}; the store's own copies, past the caches, alone: {:.2} GiB/s",
+        median(streamed)
+    )
 }

@@ -63,7 +63,7 @@ fn measure(
          copy the same bytes keep of one's rate on these {cores} processors"
     );
     let target = Target::ShareAtLeast(SHARE_MIN);
-    bench.deliver(Figure::rate(name, "GB/s", value, (limit, &text), target))
+    bench.deliver(Figure::rate(name, "GiB/s", value, (limit, &text), target))
 }
 
 /// Processes that read the same blocks.
@@ -83,11 +83,11 @@ impl Readers {
         Ok(Self { crew, count: readers, size })
     }
 
-    /// GB/s of one reader.
+    /// GiB/s of one reader.
     fn rate(&mut self, work: Work, lasting: Duration) -> Result<f64, Failure> {
         let done = self.crew.work(work, Some(lasting))?;
         self.crew.tell(|_| Order::Check)?;
         let bytes = done.blocks as f64 * self.size as f64;
-        Ok(bytes / done.took.as_secs_f64() / self.count as f64 / 1e9)
+        Ok(bytes / done.took.as_secs_f64() / self.count as f64 / crate::measure::GIB)
     }
 }
