@@ -88,7 +88,7 @@ fn require_administrator(asks: &Tenant) -> Result<(), String> {
     }
     Err(format!(
         "tenant {:?} does not administer this node; its own user, root and members of \
-         node.admin_group do",
+         admin_group do",
         asks.name()
     ))
 }

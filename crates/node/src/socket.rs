@@ -60,7 +60,7 @@ impl SocketFile {
             let shown = directory.map_or(Ok(()), |directory| give(directory, 0o710));
             let given = shown.and_then(|()| give(path, mode | 0o060));
             given.map_err(failed(
-                "give the socket to node.admin_group, of which the node's user has to be a member,",
+                "give the socket to admin_group, of which the node's user has to be a member,",
             ))?;
         } else {
             let permissions = fs::Permissions::from_mode(mode);

@@ -81,7 +81,7 @@ pub enum Refusal {
     /// This user may neither administer the node nor is it a tenant's.
     #[error(
         "user {user} may not administer this node: run the command as the node's own user or as \
-         root, or put the user into the group that node.admin_group names"
+         root, or put the user into the group that admin_group names"
     )]
     Administrator {
         /// The user's number.
@@ -249,7 +249,7 @@ impl Tenants {
     }
 
     /// For whom a peer that wants to administer asks: for the whole node (as its own tenant) if it
-    /// is root, the node's own user or of `node.admin_group`; else for the tenant that it is. A
+    /// is root, the node's own user or of `admin_group`; else for the tenant that it is. A
     /// token is that of its tenant, whoever presents it.
     pub fn identify_administrator(
         &self,

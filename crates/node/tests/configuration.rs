@@ -178,8 +178,8 @@ fn what_is_unknown_or_wrong_is_named_with_its_place() {
 #[test]
 fn a_name_that_a_setting_had_before_is_refused_with_the_new_one() {
     assert_refused(&[
-        ("[dram]\ncapacity = \"1GiB\"", &[":2", "dram is now called dram", "top"]),
-        ("[files]\ndirectory = \"/a\"", &["files is now called files"]),
+        ("[dram]\ncapacity = \"1GiB\"", &[":2", "dram.capacity is now called dram", "top"]),
+        ("[files]\ndirectory = \"/a\"", &["files.directory is now called files"]),
         ("[store]\ndirty_max = \"1GiB\"", &["is now called dirty_max", "below [advanced]"]),
         ("[dram]\nnothing = 1", &["dram: is no table", "[advanced]"]),
         ("dirty_bytes_max = 1", &["dirty_bytes_max is now called dirty_max"]),
@@ -188,7 +188,7 @@ fn a_name_that_a_setting_had_before_is_refused_with_the_new_one() {
             &["tenant.files_directory is now called tenant.files"],
         ),
     ]);
-    let said = Case::new("").variable("CASCADE_DRAM", "1GiB").refusal();
+    let said = Case::new("").variable("CASCADE_DRAM_CAPACITY", "1GiB").refusal();
     assert!(said.contains("is now called CASCADE_DRAM"), "{said}");
 }
 
@@ -235,8 +235,8 @@ fn contradictions_are_named_by_their_keys() {
         ),
         ("[[tenant]]\nname = \"a\"\nusers = [\"nobody-here\"]", &["nobody-here", "id -u"]),
         (
-            "[node]\nadmin_group = \"nobody-here\"",
-            &["cascade.toml:2", "node.admin_group", "getent"],
+            "admin_group = \"nobody-here\"",
+            &["cascade.toml:1", "admin_group", "getent"],
         ),
     ]);
     let long = format!("socket = \"/{}\"", "s".repeat(107));
@@ -303,7 +303,7 @@ fn a_file_tier_without_a_size_takes_a_share_of_its_disk() {
         let sizes: Vec<u64> = [own.capacity_bytes >> 30].into_iter().chain(tenants).collect();
         (sizes, config.settings)
     };
-    let files = "[files]\ndirectory = \"/nvme/cascade\"\n";
+    let files = "files = \"/nvme/cascade\"\n";
     let (sizes, settings) = capacity(files);
     assert_eq!(sizes, [1638]);
     let (bytes, reason) = settings.derived_files_capacity().unwrap();
@@ -322,7 +322,7 @@ fn a_file_tier_without_a_size_takes_a_share_of_its_disk() {
 /// A share of what is free differs with every look.
 #[test]
 fn a_size_that_nobody_chose_is_no_change_of_the_configuration() {
-    let case = Case::new("[files]\ndirectory = \"/nvme/cascade\"\n");
+    let case = Case::new("files = \"/nvme/cascade\"\n");
     let old = case.load().unwrap();
     let mut environment = Environment::new([("A", "")], USER);
     environment.room_of = |_| Ok(Room { free_bytes: 1 << 40, ..ROOM });

@@ -337,7 +337,7 @@ fn root_and_a_group_administer_a_node_of_another_user() {
     let output = as_user(STRANGER, STRANGER, &["status"]);
     let said = stderr(&output);
     assert_eq!(output.status.code(), Some(1), "{said}");
-    assert!(said.contains("node.admin_group") && said.contains("sudo"), "{said}");
+    assert!(said.contains("admin_group") && said.contains("sudo"), "{said}");
 }
 
 /// Commands that ask a node, with arguments that are right.

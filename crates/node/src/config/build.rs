@@ -74,15 +74,15 @@ fn admin_group(
     values: &Values,
     environment: &Environment,
 ) -> Result<Option<AdminGroup>, ConfigError> {
-    let Some(name) = values.text("node.admin_group") else { return Ok(None) };
+    let Some(name) = values.text("admin_group") else { return Ok(None) };
     let found = AdminGroup::find(&name, &environment.groups, &environment.passwd);
     found.map(Some).ok_or_else(|| ConfigError::Value {
-        key: "node.admin_group".to_owned(),
+        key: "admin_group".to_owned(),
         reason: format!(
             "{} has no group {name:?}; write a name that it has, or a number (getent group)",
             environment.groups.display()
         ),
-        place: values.source("node.admin_group"),
+        place: values.source("admin_group"),
     })
 }
 
