@@ -253,7 +253,8 @@ impl Store {
         state.catalog.find_batch(keys, &mut found);
         let content_of = |found| {
             let entry = state.catalog.entry(found);
-            (!entry.has_expired(now_unix_ms)).then(|| state.catalog.content(entry.content))
+            let is_known = !state.is_closed && !entry.has_expired(now_unix_ms);
+            is_known.then(|| state.catalog.content(entry.content))
         };
         found.into_iter().map(|found: Option<_>| of(&state, found.and_then(content_of))).collect()
     }
@@ -291,7 +292,8 @@ impl Store {
         state.history.tell_time(now_unix_ms);
         let now = node.policy_now(&state);
         let mut change_one = |key: &BlockKey| {
-            let Some(found) = state.find_live(key, now_unix_ms) else { return false };
+            let found = state.find_live(key, now_unix_ms).filter(|_| !state.is_closed);
+            let Some(found) = found else { return false };
             let content = state.catalog.entry(found).content;
             if state.catalog.content(content).slab.is_some() {
                 // It may be in DRAM through another of its names, which eviction may take.
