@@ -310,11 +310,11 @@ fn a_file_tier_without_a_size_takes_a_share_of_its_disk() {
     assert_eq!(bytes >> 30, 1638);
     assert!(reason.contains("80 %") && reason.contains("/nvme/cascade"), "{reason}");
     let shown = settings.print();
-    assert!(shown.contains("capacity = \"1638GiB\"") && shown.contains(reason), "{shown}");
-    let (sizes, settings) = capacity(&format!("{files}capacity = \"99GiB\"\n"));
+    assert!(shown.contains("files_capacity = \"1638GiB\"") && shown.contains(reason), "{shown}");
+    let (sizes, settings) = capacity(&format!("{files}files_capacity = \"99GiB\"\n"));
     assert_eq!((sizes, settings.derived_files_capacity()), (vec![99], None));
     let tenants = "[[tenant]]\nname = \"a\"\nusers = [1]\n[[tenant]]\nname = \"b\"\n\
-                   users = [2]\nfiles = \"638GiB\"\n";
+                   users = [2]\nfiles_capacity = \"638GiB\"\n";
     let (sizes, _) = capacity(&format!("{files}{tenants}"));
     assert_eq!(sizes, [500, 500, 638], "two share what the third's quota leaves");
 }

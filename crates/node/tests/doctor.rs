@@ -377,7 +377,7 @@ fn a_fault_that_only_the_configuration_makes_one_is_named() {
 fn a_refused_configuration_is_the_only_finding() {
     let file = TempDir::new().unwrap();
     let path = file.path().join("cascade.toml");
-    fs::write(&path, "[dram]\ncapactiy = \"1GiB\"\n").unwrap();
+    fs::write(&path, "drma = \"1GiB\"\n").unwrap();
     let sources = Sources { file: Some(path), flags: Vec::new() };
     let config = config::load(&sources, &Environment::new([("A", "")], 0));
     let machine: Arc<dyn Machine> = Arc::new(Fake::healthy());

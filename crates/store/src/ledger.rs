@@ -339,7 +339,7 @@ impl HoldersState {
     /// gets half of the table, and the next one half of what that left: whoever comes finds some.
     fn most_of(&self, process: Process) -> usize {
         let has = self.of_process.get(&process).map_or(0, |count| *count);
-        (has + self.free.len().saturating_sub(HELD_FOR_LOADS)) / 2
+        usize::midpoint(has, self.free.len().saturating_sub(HELD_FOR_LOADS))
     }
 
     fn count_down(&mut self, process: Process) {

@@ -252,19 +252,9 @@ impl Store {
     /// Asks about the content of each block, none where it is unknown or has expired.
     fn of_each<T>(&self, keys: &[BlockKey], of: impl Fn(&State, Option<&Content>) -> T) -> Vec<T> {
         let now_unix_ms = self.node().clock.unix_ms();
-        let mut answers = Vec::with_capacity(keys.len());
-        let mut found = Vec::with_capacity(keys.len().min(HOLD_KEYS));
-        for keys in keys.chunks(HOLD_KEYS) {
-            let state = self.node().lock();
-            state.catalog.find_batch(keys, &mut found);
-            let content_of = |found| {
-                let entry = state.catalog.entry(found);
-                (!entry.has_expired(now_unix_ms)).then(|| state.catalog.content(entry.content))
-            };
-            let asked = found.drain(..);
-            answers.extend(asked.map(|found: Option<_>| of(&state, found.and_then(content_of))));
-        }
-        answers
+        let mut change_one = |state: &mut State, key: &BlockKey, now| {
+            let found = state.find_live(key, now_unix_ms).filter(|_| !state.is_closed);
+            let Some(found) = found else { return false };
     }
 
     /// Keeps blocks from being evicted from DRAM until as many `unpin`s. True for those that are
@@ -296,8 +286,9 @@ impl Store {
     ) -> Vec<bool> {
         let node = self.node();
         let now_unix_ms = node.clock.unix_ms();
-        let change_one = |state: &mut State, key: &BlockKey, now| {
-            let Some(found) = state.find_live(key, now_unix_ms) else { return false };
+        let mut change_one = |state: &mut State, key: &BlockKey, now| {
+            let found = state.find_live(key, now_unix_ms).filter(|_| !state.is_closed);
+            let Some(found) = found else { return false };
             let content = state.catalog.entry(found).content;
             if state.catalog.content(content).slab.is_some() {
                 // It may be in DRAM through another of its names, which eviction may take.
