@@ -6,7 +6,7 @@ from datetime import timedelta
 
 import cascadekv
 import pytest
-from cascadekv import BlockKey, ConfigError, Hints, Manifest, Namespace, PagedMemory, aio
+from cascadekv import BlockKey, ConfigError, Hints, Manifest, Namespace, PagedMemory, aio, stages
 
 KEY = bytes(32)
 INTERNALS = re.compile(
@@ -114,7 +114,7 @@ WRONG = [
     (lambda _: cascadekv.Store(stages=[]), "stages: <list> is not a dict", ""),
     (lambda _: cascadekv.Store(stages={5: 5}), "stages: a name: 5 is not text", ""),
     (lambda _: cascadekv.StoreConfig.from_dict([1]), "settings: <list> is not a mapping", ""),
-    (lambda _: cascadekv.stages.check_stage(5), "make: 5 is not a function", ""),
+    (lambda _: stages.check_stage(5), "make: 5 is not a function", ""),
     (lambda s: aio.AsyncStore(s, threads=0), "threads: 0 is not a number from 1", "256"),
     (lambda _: aio.AsyncStore("x"), "store: <str> is not a cascadekv.Store", ""),
 ]

@@ -225,22 +225,22 @@ def test_numbers_that_make_no_sense_are_refused(store, keys_of, engine):
     other = PagedMemory([(bytearray(64), 0, 16, 16)], 4)
     with store.prepare(keys_of(range(2, 4)), memory.block_bytes) as prepared:
         for call in (prepared.gather, views.scatter):
-            with pytest.raises(ValueError, match="2 blocks but 3 pages"):
+            with pytest.raises(ValueError, match="pages: 2 blocks but more than 2 pages"):
                 call(memory, [0, 1, 2])
-            with pytest.raises(ValueError, match=r"pages\[1\] is 12; pages are from 0 to 11"):
+            with pytest.raises(ValueError, match=r"pages\[1\]: 12; pages are from 0 to 11"):
                 call(memory, [0, PAGES])
-            with pytest.raises(ValueError, match=r"pages\[0\] is -1"):
+            with pytest.raises(ValueError, match=r"pages\[0\]: -1"):
                 call(memory, np.array([-1, 0]))
             with pytest.raises(TypeError):
                 call(memory, ["a", "b"])
             for first, count in ((len(layers) + 1, None), (0, len(layers) + 1), (2, 2**64 - 1)):
                 with pytest.raises(ValueError, match="regions from"):
                     call(memory, [0, 1], first=first, count=count)
-        with pytest.raises(ValueError, match="has blocks of 16 bytes"):
+        with pytest.raises(ValueError, match="its blocks have 16 bytes"):
             prepared.gather(other, [0, 1])
         with pytest.raises(ValueError, match="not gathered"):
             prepared.seal()
-    with pytest.raises(ValueError, match="page 3 is there twice"):
+    with pytest.raises(ValueError, match="pages: 3 is there twice"):
         views.scatter(memory, [3, 3])
     assert views.scatter(other, [0, 1]) == [False, False]
     assert [block_of(layers, page) for page in range(PAGES)] == before
@@ -250,7 +250,7 @@ def test_regions_that_make_no_sense_are_refused():
     buffer = bytearray(1000)
     refused = [
         ([], 1, "empty"),
-        ([(buffer, 0, 100, 100)], 0, "pages is 0"),
+        ([(buffer, 0, 100, 100)], 0, "pages: 0"),
         ([(buffer, 0, 100, 100)], 11, "does not fit"),
         ([(buffer, 1, 100, 100)], 10, "does not fit"),
         ([(buffer, 901, 100, 100)], 1, "does not fit"),
