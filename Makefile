@@ -31,9 +31,23 @@ VLLM_ENVIRONMENT := HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 VLLM_CPU_KVCACHE_SPAC
 TRACE := data/traces/mooncake/conversation_trace.jsonl
 LOOM_FLAGS := --cfg loom
 HOST = $(shell rustc -vV | sed -n "s/^host: //p")
+# As a wheel's name has it.
+ARCHITECTURE = $(firstword $(subst -, ,$(HOST)))
 FUZZ_SECONDS ?= 60
-CARGO_FUZZ_VERSION := 0.13.2
 UV_VERSION := 0.13.9
+# `make PROFILE=dist ...` builds as for a release, with optimisation across crates.
+PROFILE ?= release
+# Wheels carry no symbols; `make STRIP= ...` keeps them for perf and backtraces.
+STRIP ?= --strip
+# What a release's wheels are for; docs/installation.md has the table.
+DIST_TARGETS := x86_64-unknown-linux-gnu aarch64-unknown-linux-gnu
+# Python tests run one a processor; tests of engines by file, so that those of a file share an engine.
+PYTEST := -m pytest --quiet -r s --numprocesses $(shell nproc)
+# The Rust tests' build, as Python's module: debug assertions are on, and no release build is needed.
+DEV_PYTHON := PYTHONPATH=$(CURDIR)/python $(BIN)/python
+# Features are those of the whole workspace in every command, or each selection of packages would
+# build its own third-party crates.
+CARGO_TEST := cargo test --locked --workspace
 
 RUST_SOURCES := $(shell find crates -name '*.rs' -o -name '*.toml' 2>/dev/null) Cargo.toml Cargo.lock
 PYTHON_SOURCES := $(shell find python/cascadekv -name '*.py' -o -name '*.pyi' -o -name py.typed) \
@@ -56,30 +70,46 @@ run: build
 		--fresh --json reports/conversation.json --report reports/conversation.html
 	@echo "Report: reports/conversation.html (figures: reports/conversation.json)"
 
+# Side by side: many tests wait for a process or a deadline. The output of each comes as a whole.
 .PHONY: test ## Run every Rust and Python test that takes seconds
-test: test-rust test-python
+test: $(STAMPS)/dev $(STAMPS)/test
+	$(MAKE) --no-print-directory --jobs=2 --keep-going --output-sync=target test-rust test-python
 
 .PHONY: test-rust ## Run the Rust tests
 test-rust: $(STAMPS)/python
-	cargo test --locked --workspace --quiet --no-fail-fast
+	$(CARGO_TEST) --quiet --no-fail-fast
 
-.PHONY: test-python ## Run the Python tests against the installed wheel
-test-python: $(STAMPS)/build $(STAMPS)/test
-	$(BIN)/python -m pytest --quiet -r s
+.PHONY: test-python ## Run the Python tests against a build with debug assertions
+test-python: $(STAMPS)/dev $(STAMPS)/test
+	$(DEV_PYTHON) $(PYTEST)
+
+.PHONY: test-wheel ## Run the Python tests against the installed release wheel
+test-wheel: $(STAMPS)/build $(STAMPS)/test
+	$(BIN)/python $(PYTEST)
 
 .PHONY: test-machine ## Run the tests that need Prometheus, a browser or root; shows what they skip
 test-machine: $(STAMPS)/python
 	bash .ci/debian-packages prometheus chromium
-	cargo test --locked --package cascade-node --test http --test doctor --test systemd -- --nocapture
-	cargo test --locked --package cascade-store --test sick_disk -- --nocapture
+	$(CARGO_TEST) --test http --test doctor --test systemd --test sick_disk -- --nocapture
+
+.PHONY: test-container ## Build the container and run a node in it, where buildah can be had
+test-container: wheel
+	bash .ci/container dist/cascadekv-*_$(ARCHITECTURE).whl
 
 .PHONY: test-slow ## Run the long tests: kill -9 at random points, a minute of racing threads
-test-slow: $(STAMPS)/build $(STAMPS)/test
-	CASCADE_KILL_ROUNDS=200 CASCADE_RACE_SECONDS=60 \
-		cargo test --locked --package cascade-store --test kill --test race
-	cargo test --locked --package cascade-disk --test kill -- --include-ignored
-	CASCADE_KILL_ROUNDS=500 CASCADE_TRAFFIC_MIB=1024 \
-		cargo test --locked --package cascade-client --test served
+test-slow: test-slow-store test-slow-served test-slow-python
+
+.PHONY: test-slow-store
+test-slow-store: $(STAMPS)/python
+	CASCADE_KILL_ROUNDS=200 $(CARGO_TEST) --test kill -- --include-ignored
+	CASCADE_RACE_SECONDS=60 $(CARGO_TEST) --test race
+
+.PHONY: test-slow-served
+test-slow-served: $(STAMPS)/python
+	CASCADE_KILL_ROUNDS=500 CASCADE_TRAFFIC_MIB=1024 $(CARGO_TEST) --test served
+
+.PHONY: test-slow-python
+test-slow-python: $(STAMPS)/build $(STAMPS)/test
 	$(BIN)/python -m pytest --quiet -m stress --timeout 600
 
 .PHONY: test-vllm ## Run the tests with real engines: vLLM on CPUs, SGLang's classes (6 GB, once)
@@ -87,10 +117,13 @@ test-vllm: $(STAMPS)/build
 	@if reason=$$(vllm=$(VLLM) sglang=$(SGLANG) bash .ci/engines-missing); then \
 		echo "skipped, nothing was tested: $$reason"; else $(MAKE) test-engines; fi
 
+.PHONY: engines
+engines: $(VLLM)/wheel $(SGLANG)/installed
+
 .PHONY: test-engines
 test-engines: $(VLLM)/wheel $(SGLANG)/installed $(STAMPS)/check
 	$(BIN)/pyright --pythonpath $(VLLM)/bin/python --project .ci/pyright-vllm.json
-	$(VLLM_ENVIRONMENT) $(VLLM)/bin/python -m pytest --quiet -r s -W ignore --timeout 600 \
+	$(VLLM_ENVIRONMENT) $(VLLM)/bin/python $(PYTEST) --dist loadfile -W ignore --timeout 600 \
 		--ignore-glob='*/test_sglang*' $(ENGINE_TESTS)
 	$(if $(wildcard $(ENGINE_TESTS)/test_sglang*.py),$(SGLANG)/bin/python -m pytest --quiet -r s \
 		$(wildcard $(ENGINE_TESTS)/test_sglang*.py))
@@ -110,21 +143,24 @@ $(VLLM_OLDER:%=test-vllm-%): test-vllm-%: .cache/vllm-%/installed $(VLLM)/wheel
 		$(ENGINE_TESTS)/test_interface.py $(ENGINE_TESTS)/test_equality.py
 
 .PHONY: check ## Format, lints, types, spelling, stubs and source tidiness; changes nothing
-check: check-rust check-python
+check: check-source check-rust check-python
 
-.PHONY: check-rust ## The Rust half of check
-check-rust: $(STAMPS)/python
+.PHONY: check-source ## The checks that build nothing: seconds
+check-source: $(STAMPS)/check
 	cargo fmt --all --check
-	cargo clippy --locked --workspace --all-targets --quiet -- -D warnings
-	cargo test --locked --package cascade-block --test tidy --quiet
-
-.PHONY: check-python ## The Python half of check
-check-python: $(STAMPS)/build $(STAMPS)/test $(STAMPS)/check
 	$(BIN)/ruff format --check --quiet
 	$(BIN)/ruff check --quiet
-	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/typos
-	$(BIN)/python -m mypy.stubtest cascadekv._native --ignore-disjoint-bases \
+
+.PHONY: check-rust ## Clippy, and what it does not know of our style
+check-rust: $(STAMPS)/python
+	cargo clippy --locked --workspace --all-targets --quiet -- -D warnings
+	$(CARGO_TEST) --test tidy --quiet
+
+.PHONY: check-python ## Python types, and the stubs beside the built module
+check-python: $(STAMPS)/dev $(STAMPS)/test $(STAMPS)/check
+	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(DEV_PYTHON) -m mypy.stubtest cascadekv._native --ignore-disjoint-bases \
 		--allowlist python/stubtest-allowlist.txt --ignore-unused-allowlist
 
 .PHONY: format ## Rewrite Rust and Python in the house format
@@ -132,6 +168,9 @@ format: $(STAMPS)/check
 	cargo fmt --all
 	$(BIN)/ruff format --quiet
 	$(BIN)/ruff check --fix --quiet
+
+# What is given away is built as for a release, and figures come from what is given away.
+wheel bench bench-node bench-peers bench-vllm: PROFILE := dist
 
 .PHONY: bench ## Measure the core and the binding beside the machine's limits: reports/*.json
 bench: build $(STAMPS)/test
@@ -160,13 +199,23 @@ bench-vllm: build $(VLLM)/wheel
 .PHONY: wheel ## Build the wheel into dist/ and prove it in an empty environment
 wheel: $(STAMPS)/build
 	mkdir -p dist
+	rm -f dist/cascadekv-*_$(ARCHITECTURE).whl
 	cp $(CARGO_TARGET_DIR)/wheels/cascadekv-*.whl dist/
-	python=$(abspath $(BIN)/python) bash .ci/prove-wheel dist/cascadekv-*.whl
+	python=$(abspath $(BIN)/python) bash .ci/prove-wheel dist/cascadekv-*_$(ARCHITECTURE).whl
+
+.PHONY: dist ## Build the wheels of a release into dist/: x86-64 and aarch64, glibc 2.28 and later
+dist: $(DIST_TARGETS:%=dist-%)
+
+.PHONY: $(DIST_TARGETS:%=dist-%)
+$(DIST_TARGETS:%=dist-%): dist-%: $(STAMPS)/tools $(STAMPS)/dist
+	PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/maturin build --profile dist --locked --quiet $(STRIP) \
+		--zig --target $* --compatibility manylinux_2_28 --interpreter python3.11 --out dist
+	$(BIN)/auditwheel show dist/cascadekv-*-manylinux_2_28_$(firstword $(subst -, ,$*)).whl
 
 .PHONY: docs ## Build the Rust documentation and run the examples of docs/python.md
-docs: $(STAMPS)/build $(STAMPS)/test
+docs: $(STAMPS)/dev $(STAMPS)/test
 	RUSTDOCFLAGS="-D warnings" cargo doc --locked --workspace --no-deps --quiet
-	$(BIN)/python -m pytest --quiet python/tests/test_guide.py
+	$(DEV_PYTHON) -m pytest --quiet python/tests/test_guide.py
 	@echo "Rust documentation: $(CARGO_TARGET_DIR)/doc/cascade_store/index.html"
 
 .PHONY: loom ## Model-check the lock-free parts
@@ -184,13 +233,13 @@ sanitize:
 		--lib --tests
 	cargo test --locked --quiet --target $(HOST) --package cascade-store --test race
 
-.PHONY: fuzz ## Fuzz each target for FUZZ_SECONDS (60), where cargo-fuzz can be installed
-fuzz: .cache/cargo-fuzz/bin/cargo-fuzz
+.PHONY: fuzz ## Fuzz each target for FUZZ_SECONDS (60)
+fuzz:
 	bash .ci/fuzz $(FUZZ_SECONDS)
 
 .PHONY: clean ## Remove everything that was built or installed here
 clean:
-	rm -rf $(VENV) .cache dist reports
+	rm -rf $(VENV) .cache dist reports python/cascadekv/_native.abi3.so
 	cargo clean
 
 # --- What the targets stand on; each stamp is newer than what it was made from. ---
@@ -199,20 +248,33 @@ $(STAMPS)/python: .ci/find-python
 	python=$$(bash .ci/find-python) && $$python -m venv --clear $(VENV)
 	mkdir -p $(STAMPS) && touch $@
 
+.PHONY: environment
+environment: $(STAMPS)/tools $(STAMPS)/test $(STAMPS)/check
+
 $(STAMPS)/tools: requirements/build.txt $(STAMPS)/python
 	$(BIN)/python -m pip install --quiet --requirement $<
 	touch $@
 
-$(STAMPS)/test $(STAMPS)/check: $(STAMPS)/%: requirements/%.txt $(STAMPS)/python
+$(STAMPS)/test $(STAMPS)/check $(STAMPS)/dist: $(STAMPS)/%: requirements/%.txt $(STAMPS)/python
 	$(BIN)/python -m pip install --quiet --requirement $<
 	touch $@
 
-$(STAMPS)/build: $(RUST_SOURCES) $(PYTHON_SOURCES) $(STAMPS)/tools
+# How the installed wheel was built: another choice builds it anew.
+.PHONY: always
+$(STAMPS)/profile: always | $(STAMPS)/python
+	@echo "$(PROFILE) $(STRIP)" | cmp --silent - $@ || echo "$(PROFILE) $(STRIP)" >$@
+
+$(STAMPS)/build: $(RUST_SOURCES) $(PYTHON_SOURCES) $(STAMPS)/tools $(STAMPS)/profile
 	rm -f $(CARGO_TARGET_DIR)/wheels/cascadekv-*.whl
-	$(BIN)/maturin build --release --locked --quiet \
+	$(BIN)/maturin build --profile $(PROFILE) --locked --quiet $(STRIP) \
 		--interpreter $(BIN)/python --out $(CARGO_TARGET_DIR)/wheels
 	$(BIN)/python -m pip install --quiet --force-reinstall --no-deps --no-index \
 		$(CARGO_TARGET_DIR)/wheels/cascadekv-*.whl
+	touch $@
+
+$(STAMPS)/dev: $(RUST_SOURCES) $(STAMPS)/python
+	cargo build --locked --quiet --workspace --lib --bins --tests
+	install -m 0755 $(CARGO_TARGET_DIR)/debug/lib_native.so python/cascadekv/_native.abi3.so
 	touch $@
 
 $(STAMPS)/peers: requirements/peers.txt $(STAMPS)/python
@@ -253,7 +315,3 @@ $(SGLANG)/installed: requirements/sglang.lock $(VLLM)/installed
 	$(VLLM)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
 		> "$$($(SGLANG)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/vllm.pth"
 	touch $@
-
-.cache/cargo-fuzz/bin/cargo-fuzz:
-	CARGO_TARGET_DIR=$(CARGO_TARGET_DIR)/cargo-fuzz cargo install --locked --quiet \
-		cargo-fuzz --version $(CARGO_FUZZ_VERSION) --root .cache/cargo-fuzz

@@ -36,12 +36,27 @@ fn its_environment_is_a_configuration() {
     assert!(descriptors > 2 * config.limits.connections_max);
 }
 
+/// The page that tells how to install it names every path of the unit, so that both stay the same.
+#[test]
+fn the_installation_page_installs_what_it_runs() {
+    let page = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/installation.md");
+    let page = fs::read_to_string(page).unwrap();
+    let unit = unit();
+    let command = values(&unit, "ExecStart")[0];
+    let (program, arguments) = command.split_once(' ').unwrap();
+    let environment = program.strip_suffix("/bin/cascade").unwrap();
+    let configuration = arguments.strip_prefix("serve --config ").unwrap();
+    assert!(page.contains(&format!("python3 -m venv {environment}\n")), "{program}");
+    assert!(page.contains(&format!("{environment}/bin/pip install ")), "{program}");
+    assert!(page.contains(&format!(" {configuration}\n")), "{configuration}");
+}
+
 #[test]
 fn systemd_finds_no_fault_in_it() {
     let directory = tempfile::TempDir::new().unwrap();
     let path = directory.path().join("cascade-under-test.service");
     // The program is not installed where the test runs.
-    fs::write(&path, unit().replace("/usr/bin/cascade", "/bin/true")).unwrap();
+    fs::write(&path, unit().replace("/opt/cascade/bin/cascade", "/bin/true")).unwrap();
     let checked = match Command::new("systemd-analyze").arg("verify").arg(&path).output() {
         Err(error) if error.kind() == io::ErrorKind::NotFound => {
             eprintln!("skipped: there is no systemd-analyze here");
