@@ -177,11 +177,12 @@ type BesideNode = (Option<std::os::unix::net::UnixListener>, Option<SocketFile>)
 /// one leaves it out: everything that it tells, `cascade status` tells too.
 fn listen_beside(node: &Node) -> Result<BesideNode, NodeError> {
     let path = socket_of(&node.config().socket);
+    let group = node.config().admin_group.as_ref().map(|group| group.number);
     if rustix::net::SocketAddrUnix::new(&path).is_err() {
         tracing::warn!(path = %path.display(), "no Unix socket for HTTP: its path is too long");
         return Ok((None, None));
     }
-    let (listener, file) = SocketFile::listen(&path, node.config().socket_mode)?;
+    let (listener, file) = SocketFile::listen(&path, node.config().socket_mode, group)?;
     let operation = "serve the Unix socket for HTTP";
     listener.set_nonblocking(true).map_err(|source| NodeError::Server { operation, source })?;
     tracing::info!(path = %path.display(), "HTTP is served on a Unix socket, by user");

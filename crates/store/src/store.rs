@@ -252,9 +252,20 @@ impl Store {
     /// Asks about the content of each block, none where it is unknown or has expired.
     fn of_each<T>(&self, keys: &[BlockKey], of: impl Fn(&State, Option<&Content>) -> T) -> Vec<T> {
         let now_unix_ms = self.node().clock.unix_ms();
-        let mut change_one = |state: &mut State, key: &BlockKey, now| {
-            let found = state.find_live(key, now_unix_ms).filter(|_| !state.is_closed);
-            let Some(found) = found else { return false };
+        let mut answers = Vec::with_capacity(keys.len());
+        let mut found = Vec::with_capacity(keys.len().min(HOLD_KEYS));
+        for keys in keys.chunks(HOLD_KEYS) {
+            let state = self.node().lock();
+            state.catalog.find_batch(keys, &mut found);
+            let content_of = |found| {
+                let entry = state.catalog.entry(found);
+                let is_known = !state.is_closed && !entry.has_expired(now_unix_ms);
+                is_known.then(|| state.catalog.content(entry.content))
+            };
+            let asked = found.drain(..);
+            answers.extend(asked.map(|found: Option<_>| of(&state, found.and_then(content_of))));
+        }
+        answers
     }
 
     /// Keeps blocks from being evicted from DRAM until as many `unpin`s. True for those that are

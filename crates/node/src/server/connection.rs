@@ -62,8 +62,6 @@ pub(super) struct Connection {
     pub(super) id: u64,
     stream: UnixStream,
     peer: Peer,
-    /// The group of the process at the other end.
-    group: u32,
     since: Duration,
     state: Mutex<State>,
     session: Mutex<Option<Arc<Session>>>,
@@ -128,7 +126,6 @@ impl Connection {
             id,
             stream,
             peer,
-            group,
             since,
             state: Mutex::default(),
             session,
