@@ -198,6 +198,11 @@ impl FileOperations for FaultyFiles {
         self.inner.overwrite(path)
     }
 
+    fn set_aside(&self, path: &Path) -> io::Result<PathBuf> {
+        self.plan.operation()?;
+        self.inner.set_aside(path)
+    }
+
     fn remove(&self, path: &Path) -> io::Result<()> {
         self.plan.operation()?;
         self.inner.remove(path)

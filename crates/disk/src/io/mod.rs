@@ -18,6 +18,7 @@ use cascade_memory::Pool;
 
 use crate::{DiskError, EngineKind};
 
+pub(crate) use files::make_directory_within;
 pub use files::{FileOperations, OpenMode, SystemFiles};
 pub use psync::PsyncEngine;
 pub use transfer::{Buffer, PageBuffer, Transfer, TransferKind};

@@ -1,5 +1,6 @@
 //! Getting space back: one segment at a time, what is kept moves first.
 
+use std::collections::HashSet;
 use std::sync::{Arc, PoisonError};
 
 use cascade_block::{Deadline, checksum};
@@ -32,8 +33,9 @@ impl SegmentFiles {
         let _turn = self.enter(&self.reclaimer, deadline)?;
         let before = self.used_bytes();
         let Some(victim) = self.choose_victim(deadline)? else { return Ok(Reclaimed::default()) };
-        let entries = victim.entries(&self.io, deadline)?;
+        let entries = self.entries_of(&victim, deadline)?;
         let mut reclaimed = Reclaimed::default();
+        self.drop_unknown(&victim, &entries, &mut reclaimed);
         let moves = self.ask(&victim, &entries, keep, &mut reclaimed);
         self.forwards.write().unwrap_or_else(PoisonError::into_inner).clear();
         for batch in batches(moves) {
@@ -67,6 +69,24 @@ impl SegmentFiles {
             Some(segment) if live_percent(segment) < 50 => Some(Arc::clone(segment)),
             _ => candidates.into_iter().next(),
         })
+    }
+
+    /// Blocks that no entry describes go with their segment. Their keys are known as far as aliases
+    /// have them; reads under the others answer `Gone`.
+    fn drop_unknown(&self, victim: &Segment, entries: &[Entry], reclaimed: &mut Reclaimed) {
+        let known: HashSet<u32> = entries
+            .iter()
+            .filter(|entry| entry.kind == EntryKind::Block)
+            .map(|entry| entry.address.page())
+            .collect();
+        let state = victim.state();
+        for slot in state.live_slots().filter(|slot| !known.contains(&slot.page())) {
+            count(&self.counters.records_damaged, 1);
+            let address = Address::in_segment(victim.number, slot.page());
+            let aliases = self.aliases();
+            let others = aliases.get(&address).into_iter().flatten();
+            reclaimed.dropped.extend(others.map(|alias| (alias.meta.key, address)));
+        }
     }
 
     /// Asks for every live key of a segment whether it stays.

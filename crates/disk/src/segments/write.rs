@@ -1,7 +1,9 @@
 //! Writing: frames behind the end of the active segment, sealing it, beginning the next.
 
 use std::collections::VecDeque;
+use std::fs::File;
 use std::io;
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use cascade_block::{BlockKey, Deadline, checksum};
@@ -20,6 +22,9 @@ use crate::{Address, DiskError, RecordMeta};
 
 /// Pages of a segment that no payload can use: header, one frame, the smallest footer.
 const OVERHEAD_PAGES: u32 = 4;
+
+/// So many names in a row may be taken when a segment is begun.
+const NAMES_TRIED_MAX: u32 = 64;
 
 /// What only one writer at a time may change.
 #[derive(Debug)]
@@ -428,13 +433,7 @@ impl SegmentFiles {
         allocate_bytes: u64,
         deadline: Deadline,
     ) -> Result<Arc<Segment>, DiskError> {
-        let number = writer.next_number;
-        writer.next_number += 1;
-        let path = self.segment_path(number);
-        let (create, direct) = (path.clone(), self.is_direct);
-        let file = self.io.call("create", &path, deadline, move |files| {
-            files.open(&create, OpenMode::Create { allocate_bytes }, direct)
-        })?;
+        let (number, path, file) = self.create_segment(writer, allocate_bytes, deadline)?;
         let file = Arc::new(file);
         let header = SegmentHeader {
             segment_id: random_bytes().map_err(|error| DiskError::from_io("name", &path, error))?,
@@ -465,6 +464,36 @@ impl SegmentFiles {
             .unwrap_or_else(std::sync::PoisonError::into_inner)
             .insert(number, Arc::clone(&segment));
         written.inspect_err(|_| self.fail(writer, &segment)).map(|()| segment)
+    }
+
+    /// Creates the file of the next number whose name is free.
+    fn create_segment(
+        &self,
+        writer: &mut WriterState,
+        allocate_bytes: u64,
+        deadline: Deadline,
+    ) -> Result<(u32, PathBuf, File), DiskError> {
+        let mut tries = 0;
+        loop {
+            let number = writer.next_number;
+            writer.next_number += 1;
+            let path = self.segment_path(number);
+            let (create, direct) = (path.clone(), self.is_direct);
+            let created = self.io.call("create", &path, deadline, move |files| {
+                files.open(&create, OpenMode::Create { allocate_bytes }, direct)
+            });
+            tries += 1;
+            match created {
+                Ok(file) => return Ok((number, path, file)),
+                Err(DiskError::Io { source, .. })
+                    if source.kind() == io::ErrorKind::AlreadyExists && tries < NAMES_TRIED_MAX =>
+                {
+                    let path = path.display();
+                    self.problems.note(format!("{path}: not made by this writer; left alone"));
+                }
+                Err(error) => return Err(error),
+            }
+        }
     }
 
     /// Ends the active segment with a footer and gives back what it did not use.
