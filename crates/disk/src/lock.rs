@@ -65,9 +65,8 @@ impl DirectoryLock {
     /// What is wrong with the directory as it was found, if anything.
     pub(crate) fn problem(&self) -> Option<String> {
         let (path, mode) = (self.directory.display(), self.mode & 0o777);
-        (mode & 0o077 != 0).then(|| {
-            format!("{path} is open to other users (mode {mode:04o}); chmod 700 {path}")
-        })
+        (mode & 0o077 != 0)
+            .then(|| format!("{path} is open to other users (mode {mode:04o}); chmod 700 {path}"))
     }
 
     /// An error if the directory is no longer the one that was opened. May hang.

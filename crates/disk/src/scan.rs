@@ -117,8 +117,11 @@ pub fn read_segment(
             covered.segment_id == trailer.segment_id && covered.covered_page == trailer.entries_page
         });
         content.end_page = trailer.entries_page;
-        let entries =
-            if is_covered { Some(Vec::new()) } else { read_footer(source, &trailer, &mut content)? };
+        let entries = if is_covered {
+            Some(Vec::new())
+        } else {
+            read_footer(source, &trailer, &mut content)?
+        };
         if let Some(entries) = entries {
             content.entries = entries;
             content.trailer = Some(trailer);

@@ -31,8 +31,8 @@ pub enum OpenMode {
 
 /// What the file tier asks of a file system, beside transfers. A fake one makes disks fail.
 pub trait FileOperations: Send + Sync + fmt::Debug {
-    /// Opens a file; with `direct`, past the page cache, or fails with `InvalidInput`. What is no
-    /// regular file fails with `IsADirectory`.
+    /// Opens a file; with `direct`, past the page cache, or fails with `InvalidInput`. A
+    /// directory fails with `IsADirectory`.
     fn open(&self, path: &Path, mode: OpenMode, direct: bool) -> io::Result<File>;
 
     /// Cuts a file, or makes it longer with zeroes.
@@ -88,11 +88,10 @@ impl FileOperations for SystemFiles {
         if direct {
             options.custom_flags(OFlags::DIRECT.bits().cast_signed());
         }
-        // Before it is opened: opening a pipe waits for its other end.
-        if !matches!(mode, OpenMode::Create { .. }) && !fs::metadata(path)?.is_file() {
-            return Err(io::Error::new(io::ErrorKind::IsADirectory, "it is no regular file"));
-        }
         let file = options.open(path)?;
+        if file.metadata()?.is_dir() {
+            return Err(io::ErrorKind::IsADirectory.into());
+        }
         if let OpenMode::Create { allocate_bytes } = mode {
             allocate(path, &file, allocate_bytes)?;
         }

@@ -9,8 +9,8 @@ use cascade_block::{BlockKey, Checksum, Deadline, checksum};
 use cascade_memory::Slab;
 
 use super::PerBlockFiles;
-use crate::format::{Entry, EntryKind, Frame, PAGE_BYTES, RandomId, page_aligned, pages_of};
 use crate::error::is_misplaced;
+use crate::format::{Entry, EntryKind, Frame, PAGE_BYTES, RandomId, page_aligned, pages_of};
 use crate::io::{
     Buffer, FileOperations, OpenMode, PageBuffer, Transfer, TransferKind, make_directory_within,
 };

@@ -53,7 +53,8 @@ impl SegmentFiles {
             None
         });
         recovery.used_checkpoint = checkpoint.is_some();
-        let opening = Opening { io: &io, config: &config, is_direct, problems: &problems, deadline };
+        let opening =
+            Opening { io: &io, config: &config, is_direct, problems: &problems, deadline };
         let (mut found, behind) = opening.find_segments(checkpoint.as_ref(), &mut recovery)?;
         let replay = take_in(&mut found, checkpoint.as_ref(), io.clock.unix_ms());
         recovery.expired_records = replay.expired;

@@ -530,6 +530,10 @@ impl Stage for EncryptedStage {
         self.inner.probe(deadline)
     }
 
+    fn probe_reads(&self, deadline: Deadline) -> Result<(), StageError> {
+        self.inner.probe_reads(deadline)
+    }
+
     fn stuck_calls(&self) -> u64 {
         self.inner.stuck_calls()
     }
