@@ -88,7 +88,13 @@ impl FileOperations for SystemFiles {
         if direct {
             options.custom_flags(OFlags::DIRECT.bits().cast_signed());
         }
-        let file = options.open(path)?;
+        let file = match options.open(path) {
+            // Directories take no `O_DIRECT` either.
+            Err(error) if error.kind() == io::ErrorKind::InvalidInput && path.is_dir() => {
+                return Err(io::ErrorKind::IsADirectory.into());
+            }
+            opened => opened?,
+        };
         if file.metadata()?.is_dir() {
             return Err(io::ErrorKind::IsADirectory.into());
         }
