@@ -12,6 +12,10 @@ use crate::lock::DirectoryLock;
 use crate::random::random_bytes;
 use crate::{DiskError, FileTierConfig};
 
+/// A probe of writes is not begun while so many calls hang in the kernel: each would hang too, and
+/// keep a thread.
+const STUCK_CALLS_MAX: u64 = 8;
+
 /// Writes a page to a file of its own beside the blocks, syncs it and reads it back, through the
 /// engine that moves blocks. Takes part in no queue of theirs, so that it does not wait for them.
 pub(crate) fn probe(
@@ -22,6 +26,10 @@ pub(crate) fn probe(
     deadline: Deadline,
 ) -> Result<(), DiskError> {
     let path = config.directory.join(format!("{}.probe", config.writer));
+    if io.stuck_calls() >= STUCK_CALLS_MAX {
+        // The device has not answered what was asked of it before.
+        return Err(DiskError::Timeout { operation: "probe", path });
+    }
     let (target, lock) = (path.clone(), Arc::clone(lock));
     let file = io.call("open", &path, deadline, move |files| {
         lock.check_or_take()?;
@@ -71,7 +79,7 @@ pub(crate) fn probe_reads(
     deadline: Deadline,
 ) -> Result<(), DiskError> {
     let place = Arc::clone(lock);
-    io.call("look at", &config.directory, deadline, move |_| place.check_place())?;
+    io.call_reading("look at", &config.directory, deadline, move |_| place.check_place())?;
     let Some(file) = blocks else { return Ok(()) };
     let page = Buffer::Pages(PageBuffer::zeroed(PAGE_BYTES));
     let transfer = Transfer::new(TransferKind::Read, file, 0, vec![page]);

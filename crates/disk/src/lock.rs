@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use cascade_block::Deadline;
 use rustix::fs::{FlockOperation, flock};
 
-use crate::io::{Io, OpenMode};
+use crate::io::{FileOperations as _, Io, OpenMode, SystemFiles};
 use crate::{DiskError, FileTierConfig, WriterName};
 
 /// Held as long as this value lives. The kernel gives it back when the process dies.
@@ -89,6 +89,10 @@ impl DirectoryLock {
                 *held = take(&self.directory, &self.writer).map_err(io::Error::other)?;
                 Ok(())
             }
+            Ok(found) if found.is_dir() => {
+                *held = take(&self.directory, &self.writer).map_err(io::Error::other)?;
+                Ok(())
+            }
             Ok(_) => Err(io::Error::other(format!(
                 "{} is not the lock file that this process holds: another process may write here",
                 path.display()
@@ -106,14 +110,15 @@ fn lock_path(directory: &Path, writer: &WriterName) -> PathBuf {
 fn take(directory: &Path, writer: &WriterName) -> Result<Held, DiskError> {
     let path = lock_path(directory, writer);
     let failed = |source| DiskError::from_io("lock", &path, source);
-    let mut file = OpenOptions::new()
-        .read(true)
-        .write(true)
-        .create(true)
-        .truncate(false)
-        .mode(0o600)
-        .open(&path)
-        .map_err(failed)?;
+    let mut options = OpenOptions::new();
+    options.read(true).write(true).create(true).truncate(false).mode(0o600);
+    let opened = match options.open(&path) {
+        Err(error) if error.kind() == io::ErrorKind::IsADirectory => {
+            SystemFiles.set_aside(&path).and_then(|_| options.open(&path))
+        }
+        opened => opened,
+    };
+    let mut file = opened.map_err(failed)?;
     match flock(&file, FlockOperation::NonBlockingLockExclusive) {
         Ok(()) => {}
         Err(rustix::io::Errno::WOULDBLOCK) => {

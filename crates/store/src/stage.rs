@@ -127,8 +127,14 @@ pub struct StageStats {
     pub capacity_bytes: u64,
     /// Files or other containers now.
     pub files: u64,
+    /// Blocks now, where they are counted; further names of a content are not.
+    #[serde(default)]
+    pub blocks: Option<u64>,
     /// Blocks that were found damaged.
     pub damaged_blocks: u64,
+    /// Headers, footers and other structures of files that were found damaged.
+    #[serde(default)]
+    pub damaged_structures: u64,
     /// What an operator should know, such as a fallback that was taken.
     pub notes: Vec<String>,
 }

@@ -144,7 +144,8 @@ fn cases_of_segment(path: &Path) -> Vec<Case> {
     for at in [0, 159, 160 * u64::from(trailer.entry_count) - 1] {
         add("entries", Blow::Flip(page(trailer.entries_page) + at), 0, 0);
     }
-    let is_payload = |at: u64| payloads.iter().any(|from| (*from..from + BLOCK as u64).contains(&at));
+    let is_payload =
+        |at: u64| payloads.iter().any(|from| (*from..from + BLOCK as u64).contains(&at));
     let frames = (1..trailer.entries_page).map(page).filter(|at| !is_payload(*at));
     for frame in frames {
         add("frame", Blow::Flip(frame + 3), 0, 0);
@@ -153,7 +154,8 @@ fn cases_of_segment(path: &Path) -> Vec<Case> {
     for payload in payloads.iter().step_by(9) {
         add("payload", Blow::Flip(payload + 77), 1, 1);
     }
-    for length in [0, 100, 4096, 8192, payloads[1], payloads[1] + 5000, page(trailer.entries_page)] {
+    for length in [0, 100, 4096, 8192, payloads[1], payloads[1] + 5000, page(trailer.entries_page)]
+    {
         let lost = payloads.iter().filter(|from| *from + BLOCK as u64 > length).count();
         add("cut", Blow::Cut(length), lost, lost);
     }
@@ -220,7 +222,11 @@ fn flush(store: &Store, name: &str) {
 
 fn is_well(store: &Store, name: &str) {
     let health = &store.stats().health[0].1;
-    assert_eq!((health.state, health.opened_count), (HealthState::Healthy, 0), "{name}: {health:?}");
+    assert_eq!(
+        (health.state, health.opened_count),
+        (HealthState::Healthy, 0),
+        "{name}: {health:?}"
+    );
 }
 
 /// Damage under a running store, then flush, reclaim, close and a new opening.

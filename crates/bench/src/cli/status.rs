@@ -203,7 +203,13 @@ impl Page<'_> {
                 continue;
             };
             let error = health.last_error.as_deref().unwrap_or("no error was told");
-            let what = format!("passed over for {}: {error}", span(health.since_s));
+            let unused = match (health.reads, health.writes) {
+                (HealthState::Healthy, HealthState::Open | HealthState::Probing) => "not written",
+                (HealthState::Open | HealthState::Probing, HealthState::Healthy) => "not read",
+                // Both, or a node that does not tell them apart.
+                _ => "not used",
+            };
+            let what = format!("{unused} for {}: {error}", span(health.since_s));
             let what = self.screen.verdict(false, &what);
             self.line(&tier.name, &what);
         }
@@ -354,7 +360,7 @@ mod tests {
             "2,000 blocks: 75.0 % hits",
             "500 misses",
             "1.0 GiB  4.0 GiB  25.0 %",
-            "passed over for 30 seconds: input/output error",
+            "not used for 30 seconds: input/output error",
             "io_uring is not allowed here",
         ] {
             assert!(text.contains(part), "{part:?} is not in:\n{text}");

@@ -72,6 +72,7 @@ impl FaultPlan {
             }),
             files: Arc::new(FaultyFiles { inner: Arc::clone(&io.files), plan: Arc::clone(self) }),
             workers: Arc::clone(&io.workers),
+            readers: Arc::clone(&io.readers),
             clock: Arc::clone(&io.clock),
         }
     }

@@ -122,7 +122,7 @@ impl PerBlockFiles {
     ) -> Vec<ReadOutcome> {
         let paths: Vec<_> = batch.iter().map(|request| self.path(&request.key)).collect();
         let (sources, direct) = (paths.clone(), self.is_direct);
-        let opened = self.io.call("open", &self.config.directory, deadline, move |files| {
+        let opened = self.io.call_reading("open", &self.config.directory, deadline, move |files| {
             let open = |path: &PathBuf| files.open(path, OpenMode::Read, direct);
             Ok(sources.iter().map(open).collect::<Vec<_>>())
         });

@@ -251,7 +251,7 @@ impl PerBlockFiles {
         let Some(key) = self.known().any_key() else { return Ok(None) };
         let (path, direct) = (self.path(&key), self.is_direct);
         let opened = path.clone();
-        let opened = self.io.call("open", &path, deadline, move |files| {
+        let opened = self.io.call_reading("open", &path, deadline, move |files| {
             files.open(&opened, OpenMode::Read, direct)
         });
         match opened {

@@ -9,6 +9,7 @@ use super::run::{Payload, Pending};
 use super::segment::{Segment, Slot};
 use super::write::{Space, WriterState};
 use super::{Alias, SegmentFiles, count};
+use crate::error::is_misplaced;
 use crate::format::{Entry, EntryKind, PAGE_BYTES, pages_of};
 use crate::io::{Buffer, PageBuffer, Transfer, TransferKind};
 use crate::{Address, DiskError, Reclaimed, RecordMeta};
@@ -296,7 +297,8 @@ impl SegmentFiles {
     ) -> Result<(), DiskError> {
         let path = victim.path.clone();
         self.io.call("remove", &victim.path, deadline, move |files| match files.remove(&path) {
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(()),
+            // Its file is gone, and what lies there is none of ours.
+            Err(error) if is_misplaced(&error) => Ok(()),
             other => other,
         })?;
         writer.unsynced.retain(|segment| !Arc::ptr_eq(segment, victim));

@@ -388,7 +388,9 @@ impl Stage for FilesStage {
             used_bytes: stats.used_bytes,
             capacity_bytes: self.capacity_bytes,
             files: stats.files,
+            blocks: Some(stats.live_records),
             damaged_blocks: stats.records_damaged,
+            damaged_structures: self.found.damaged_structures + stats.structures_damaged,
             notes,
         }
     }

@@ -515,7 +515,9 @@ impl Stage for RecordStage {
             used_bytes: index.used_bytes(),
             capacity_bytes: self.capacity_bytes,
             files: index.len() as u64,
+            blocks: Some(index.len() as u64),
             damaged_blocks: self.damaged.load(Ordering::Relaxed),
+            damaged_structures: 0,
             notes: self.notes.clone(),
         }
     }
