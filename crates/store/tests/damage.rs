@@ -2,15 +2,18 @@
 //! readable, room is made, new blocks are kept, and the damage is told.
 
 #![expect(clippy::unwrap_used, reason = "in a test, a surprise should panic")]
+#![expect(clippy::print_stdout, reason = "the attack says what it did")]
 
 mod blocks;
 
 use std::fs;
 use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 use blocks::{MIB, check, dram, keys, put};
-use cascade_block::BlockKey;
+use cascade_block::{BlockKey, Deadline, SystemClock};
 use cascade_disk::format::{EntryKind, PAGE_BYTES};
 use cascade_disk::scan::{ScanOptions, SegmentContent, read_segment};
 use cascade_store::{
@@ -329,4 +332,71 @@ fn damage_is_told_in_notes_and_shown_by_an_inspection() {
     assert!(notes.iter().any(|it| it.contains("found 1 damaged footers")), "{notes:?}");
     let report = cascade_disk::inspect(parent.path(), true, &mut |_| {}).unwrap();
     assert!(!report.is_clean(), "{report:?}");
+}
+
+/// Flips bits anywhere in any file until it is told to end; how many.
+#[expect(clippy::disallowed_methods, reason = "leaves the store some time between two flips")]
+fn flip_at_random(directory: &Path, is_over: &AtomicBool) -> u64 {
+    let mut random = 0x9e37_79b9_7f4a_7c15_u64;
+    let mut next = |below: u64| {
+        random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+        (random >> 33) % below.max(1)
+    };
+    let mut flips = 0;
+    while !is_over.load(Ordering::Relaxed) {
+        let files = files_below(directory);
+        let path = &files[usize::try_from(next(files.len() as u64)).unwrap()];
+        // Files come and go meanwhile.
+        let opened = fs::OpenOptions::new().read(true).write(true).open(path);
+        let length = opened.as_ref().ok().and_then(|file| Some(file.metadata().ok()?.len()));
+        if let (Ok(file), Some(length)) = (opened, length.filter(|length| *length > 0)) {
+            let (at, bit) = (next(length), next(8));
+            let mut byte = [0];
+            if file.read_exact_at(&mut byte, at).is_ok() {
+                byte[0] ^= 1 << bit;
+                flips += u64::from(file.write_all_at(&byte, at).is_ok());
+            }
+        }
+        std::thread::sleep(Duration::from_millis(2));
+    }
+    flips
+}
+
+#[test]
+#[ignore = "an attack of a minute, run by hand after changes to the file tier"]
+fn random_flips_for_a_minute_give_no_wrong_byte_and_no_error() {
+    for layout in [FileLayout::Segments, FileLayout::FilePerBlock] {
+        let directory = tempfile::tempdir().unwrap();
+        let config = config(directory.path(), layout, IoEngine::Auto);
+        let (limit, is_over) =
+            (Deadline::after(&SystemClock, Duration::from_secs(30)), AtomicBool::new(false));
+        let mut store = open(&config, "attack");
+        let (mut at, mut served, mut asked) = (0, 0, 0);
+        let flips = std::thread::scope(|scope| {
+            let flipping = scope.spawn(|| flip_at_random(directory.path(), &is_over));
+            while !limit.has_passed(&SystemClock) {
+                for _ in 0..8 {
+                    let outcomes = put(&store, &keys(at..at + 8), BLOCK);
+                    let all = outcomes.iter().all(|it| matches!(it, PutOutcome::Stored));
+                    assert!(all, "{outcomes:?}");
+                    at += 8;
+                }
+                flush(&store, "attack");
+                let recent = keys(at.saturating_sub(96)..at);
+                served += hits(&store, &recent);
+                asked += recent.len();
+                if at.is_multiple_of(1024) {
+                    store.close().unwrap();
+                    store = open(&config, "attack");
+                }
+            }
+            is_over.store(true, Ordering::Relaxed);
+            flipping.join().unwrap()
+        });
+        let damaged = &store.stats().stages[0].1;
+        println!("{layout:?}: {flips} flips, {at} puts, {served} of {asked} served, {damaged:?}");
+        assert!(flips > 100 && served * 10 > asked * 5, "{served} of {asked}");
+        is_well(&store, "attack");
+        overflow(&store, "after the attack");
+    }
 }

@@ -4,6 +4,7 @@
 //! a slot appears in memory only after all of its frame was written; an address names the same
 //! bytes for as long as it names any.
 
+mod begin;
 mod erase;
 mod read;
 mod reclaim;
