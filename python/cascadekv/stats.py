@@ -30,18 +30,22 @@ class StageStats(TypedDict):
     used_bytes: int
     capacity_bytes: int
     files: int
+    blocks: int | None
     damaged_blocks: int
+    damaged_structures: int
     notes: list[str]
 
 
 class StageHealth(TypedDict):
-    """Whether a tier below DRAM is asked for blocks; while it is not, it counts as having none."""
+    """Whether a tier below DRAM is read and written; not read, it counts as having no block."""
 
     state: Literal["healthy", "open", "probing"]
     since_unix_ms: int
     opened_count: int
     last_error: str | None
     stuck_calls: int
+    reads: Literal["healthy", "open", "probing"]
+    writes: Literal["healthy", "open", "probing"]
 
 
 class ShadowRates(TypedDict):

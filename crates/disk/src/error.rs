@@ -114,6 +114,12 @@ fn holder(pid: Option<u32>) -> String {
 }
 
 impl DiskError {
+    /// Whether something else lies where a file of the tier belongs, or nothing: of this file alone,
+    /// and for as long as nobody changes it.
+    pub(crate) fn is_misplaced(&self) -> bool {
+        matches!(self, Self::Io { source, .. } if is_misplaced(source))
+    }
+
     /// Sorts an error of the kernel by what the caller can do.
     pub(crate) fn from_io(operation: &'static str, path: &Path, source: io::Error) -> Self {
         let path = path.to_owned();
@@ -125,4 +131,11 @@ impl DiskError {
             _ => Self::Io { operation, path, source: Arc::new(source) },
         }
     }
+}
+
+/// As [`DiskError::is_misplaced`].
+pub(crate) fn is_misplaced(error: &io::Error) -> bool {
+    use io::ErrorKind::{IsADirectory, NotADirectory, NotFound};
+    let is_loop = error.raw_os_error() == Some(rustix::io::Errno::LOOP.raw_os_error());
+    is_loop || matches!(error.kind(), IsADirectory | NotADirectory | NotFound)
 }

@@ -11,7 +11,8 @@ use crate::format::{Checkpoint, Entry, EntryKind, PAGE_BYTES, page_aligned};
 use crate::io::{FileOperations as _, Io, OpenMode, SystemFiles};
 use crate::per_block::{address_of, key_of, read_header};
 use crate::scan::{
-    FileSource, ScanError, ScanOptions, Source, payload_is_right, read_segment, segment_name,
+    FileSource, ScanError, ScanOptions, SegmentContent, Source, payload_is_right, read_frames,
+    read_segment, segment_name,
 };
 use crate::segments::replay;
 use crate::{Address, DiskError, EngineKind, RecordMeta, StoredManifest, manifests};
@@ -150,14 +151,16 @@ fn inspect_writer(
     let mut found = Vec::with_capacity(segments.len());
     for (number, path) in segments {
         let mut file_report = FileReport { path: path.clone(), ..FileReport::default() };
-        match read_file(path, *number) {
+        match read_file(path, *number, verify_payload) {
             Ok((file, content)) => {
                 file_report.file_bytes = content.file_bytes;
                 file_report.is_sealed = content.trailer.is_some();
                 file_report.damaged_records = content.torn_records;
                 if content.damaged_structures > 0 {
                     let count = content.damaged_structures;
-                    file_report.problems.push(format!("{count} headers or footers are damaged"));
+                    file_report
+                        .problems
+                        .push(format!("{count} headers, frames or footers are damaged"));
                 }
                 all.extend_from_slice(&content.entries);
                 found.push((file_report, Some((file, content.entries))));
@@ -219,12 +222,26 @@ impl FileReport {
     }
 }
 
-fn read_file(path: &Path, number: u32) -> Result<(File, crate::scan::SegmentContent), String> {
+fn read_file(
+    path: &Path,
+    number: u32,
+    verify_frames: bool,
+) -> Result<(File, SegmentContent), String> {
     let file = SystemFiles.open(path, OpenMode::Read, false).map_err(|error| error.to_string())?;
     let options = ScanOptions { number, covered: None, verify_scanned: true };
     let source = FileSource { files: &SystemFiles, file: &file };
     match read_segment(&source, options) {
-        Ok(content) => Ok((file, content)),
+        Ok(mut content) => {
+            if let Some(trailer) = content.trailer.filter(|_| verify_frames) {
+                // The footer repeats what frames say; a damaged frame is told before it is needed.
+                let (id, end_page) = (trailer.segment_id, trailer.entries_page);
+                let frames = read_frames(&source, number, id, end_page);
+                let frames = frames.map_err(|error| error.to_string())?;
+                let is_short = frames.entries.len() < content.entries.len();
+                content.damaged_structures += frames.damaged_structures.max(u64::from(is_short));
+            }
+            Ok((file, content))
+        }
         Err(ScanError::Io(error)) => Err(error.to_string()),
         Err(ScanError::Version(found)) => Err(format!(
             "format version {found}, this program reads {}",

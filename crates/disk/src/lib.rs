@@ -17,6 +17,7 @@ mod lock;
 mod manifests;
 mod per_block;
 mod placement;
+mod problems;
 mod random;
 mod record;
 pub mod scan;

@@ -1,39 +1,46 @@
 //! One writer a name: an exclusive lock that ends with the process that holds it.
 
-use std::fs::{File, OpenOptions};
+use std::fs::{File, Metadata, OpenOptions};
 use std::io::{self, Read as _, Seek as _, Write as _};
 use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use cascade_block::Deadline;
 use rustix::fs::{FlockOperation, flock};
 
-use crate::io::{Io, OpenMode};
+use crate::io::{FileOperations as _, Io, OpenMode, SystemFiles};
 use crate::{DiskError, FileTierConfig, WriterName};
 
 /// Held as long as this value lives. The kernel gives it back when the process dies.
 #[derive(Debug)]
 pub(crate) struct DirectoryLock {
-    _file: File,
-    place: LockPlace,
+    directory: PathBuf,
+    writer: WriterName,
+    /// Which directory was opened: another one may come to lie under its path.
+    opened: Identity,
+    /// Who may list the directory, as it was found.
+    mode: u32,
+    held: Mutex<Held>,
 }
 
-/// Where the lock file lies, and what tells it from others that come to lie there.
-#[derive(Debug, Clone)]
-pub(crate) struct LockPlace {
-    path: PathBuf,
+/// The lock file.
+#[derive(Debug)]
+struct Held {
+    _file: File,
+    identity: Identity,
+}
+
+/// What tells a file from others that come to lie under its path.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Identity {
     device: u64,
     inode: u64,
 }
 
-impl LockPlace {
-    /// An error if the lock file is no longer there: then neither is what it stands for. May hang.
-    pub(crate) fn check(&self) -> io::Result<()> {
-        let found = std::fs::metadata(&self.path)?;
-        if (found.dev(), found.ino()) == (self.device, self.inode) {
-            return Ok(());
-        }
-        Err(io::Error::other("another directory lies there now: look whether it is still mounted"))
+impl Identity {
+    fn of(found: &Metadata) -> Self {
+        Self { device: found.dev(), inode: found.ino() }
     }
 }
 
@@ -43,48 +50,90 @@ impl DirectoryLock {
         io: &Io,
         config: &FileTierConfig,
         deadline: Deadline,
-    ) -> Result<Self, DiskError> {
+    ) -> Result<Arc<Self>, DiskError> {
         let (directory, writer) = (config.directory.clone(), config.writer.clone());
         io.call("lock", &config.directory, deadline, move |files| {
             files.make_directory(&directory)?;
-            Ok(Self::take(&directory, &writer))
+            let found = std::fs::metadata(&directory)?;
+            Ok(take(&directory, &writer).map(|held| {
+                let (opened, mode) = (Identity::of(&found), found.mode());
+                Arc::new(Self { directory, writer, opened, mode, held: Mutex::new(held) })
+            }))
         })?
     }
 
-    pub(crate) fn place(&self) -> &LockPlace {
-        &self.place
+    /// What is wrong with the directory as it was found, if anything.
+    pub(crate) fn problem(&self) -> Option<String> {
+        let (path, mode) = (self.directory.display(), self.mode & 0o777);
+        (mode & 0o077 != 0)
+            .then(|| format!("{path} is open to other users (mode {mode:04o}); chmod 700 {path}"))
     }
 
-    /// Takes the lock of a writer, or says who has it.
-    fn take(directory: &Path, writer: &WriterName) -> Result<Self, DiskError> {
-        let path = directory.join(format!("{writer}.lock"));
-        let failed = |source| DiskError::from_io("lock", &path, source);
-        let mut file = OpenOptions::new()
-            .read(true)
-            .write(true)
-            .create(true)
-            .truncate(false)
-            .mode(0o600)
-            .open(&path)
-            .map_err(failed)?;
-        match flock(&file, FlockOperation::NonBlockingLockExclusive) {
-            Ok(()) => {}
-            Err(rustix::io::Errno::WOULDBLOCK) => {
-                let mut text = String::new();
-                let pid =
-                    file.read_to_string(&mut text).ok().and_then(|_| text.trim().parse().ok());
-                return Err(DiskError::Locked { path, pid });
-            }
-            Err(error) => return Err(failed(error.into())),
+    /// An error if the directory is no longer the one that was opened. May hang.
+    pub(crate) fn check_place(&self) -> io::Result<()> {
+        if Identity::of(&std::fs::metadata(&self.directory)?) == self.opened {
+            return Ok(());
         }
-        file.set_len(0)
-            .and_then(|()| file.rewind())
-            .and_then(|()| writeln!(file, "{}", std::process::id()))
-            .map_err(failed)?;
-        let found = file.metadata().map_err(failed)?;
-        let place = LockPlace { path: path.clone(), device: found.dev(), inode: found.ino() };
-        Ok(Self { _file: file, place })
+        Err(io::Error::other("another directory lies there now: look whether it is still mounted"))
     }
+
+    /// As `check_place`, and that the lock is held. A lock file that was removed is made again: until
+    /// then another process could take the writer's name.
+    pub(crate) fn check_or_take(&self) -> io::Result<()> {
+        self.check_place()?;
+        let path = lock_path(&self.directory, &self.writer);
+        let mut held = self.held.lock().unwrap_or_else(PoisonError::into_inner);
+        match std::fs::symlink_metadata(&path) {
+            Ok(found) if Identity::of(&found) == held.identity => Ok(()),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                *held = take(&self.directory, &self.writer).map_err(io::Error::other)?;
+                Ok(())
+            }
+            Ok(found) if found.is_dir() => {
+                *held = take(&self.directory, &self.writer).map_err(io::Error::other)?;
+                Ok(())
+            }
+            Ok(_) => Err(io::Error::other(format!(
+                "{} is not the lock file that this process holds: another process may write here",
+                path.display()
+            ))),
+            Err(error) => Err(error),
+        }
+    }
+}
+
+fn lock_path(directory: &Path, writer: &WriterName) -> PathBuf {
+    directory.join(format!("{writer}.lock"))
+}
+
+/// Takes the lock of a writer, or says who has it.
+fn take(directory: &Path, writer: &WriterName) -> Result<Held, DiskError> {
+    let path = lock_path(directory, writer);
+    let failed = |source| DiskError::from_io("lock", &path, source);
+    let mut options = OpenOptions::new();
+    options.read(true).write(true).create(true).truncate(false).mode(0o600);
+    let opened = match options.open(&path) {
+        Err(error) if error.kind() == io::ErrorKind::IsADirectory => {
+            SystemFiles.set_aside(&path).and_then(|_| options.open(&path))
+        }
+        opened => opened,
+    };
+    let mut file = opened.map_err(failed)?;
+    match flock(&file, FlockOperation::NonBlockingLockExclusive) {
+        Ok(()) => {}
+        Err(rustix::io::Errno::WOULDBLOCK) => {
+            let mut text = String::new();
+            let pid = file.read_to_string(&mut text).ok().and_then(|_| text.trim().parse().ok());
+            return Err(DiskError::Locked { path, pid });
+        }
+        Err(error) => return Err(failed(error.into())),
+    }
+    file.set_len(0)
+        .and_then(|()| file.rewind())
+        .and_then(|()| writeln!(file, "{}", std::process::id()))
+        .map_err(failed)?;
+    let identity = Identity::of(&file.metadata().map_err(failed)?);
+    Ok(Held { _file: file, identity })
 }
 
 /// Whether the file system takes `O_DIRECT`.
@@ -96,8 +145,13 @@ pub(crate) fn probe_direct(
     let path = config.directory.join(format!("{}.probe", config.writer));
     let probe = path.clone();
     io.call("create", &path, deadline, move |files| {
-        let leftover = files.remove(&probe);
-        drop(leftover);
+        match files.remove(&probe) {
+            Err(error) if error.kind() == io::ErrorKind::IsADirectory => {
+                files.set_aside(&probe)?;
+            }
+            // What is still there is told by the creation.
+            Ok(()) | Err(_) => {}
+        }
         let opened = files.open(&probe, OpenMode::Create { allocate_bytes: 0 }, true);
         let removed = files.remove(&probe);
         match opened {

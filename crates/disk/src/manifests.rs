@@ -7,7 +7,7 @@ use cascade_block::{Deadline, Manifest, Namespace, NamespaceId};
 
 use crate::DiskError;
 use crate::erase::has_extension;
-use crate::io::{Io, OpenMode};
+use crate::io::{Io, OpenMode, make_directory_within};
 
 /// A manifest that was found, or what is wrong with the file.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -40,6 +40,8 @@ struct ManifestFile {
 }
 
 const MANIFEST_VERSION: u16 = 1;
+/// Manifests are some fields of text.
+const MANIFEST_BYTES_MAX: u64 = 16 << 20;
 
 /// Writes a namespace's manifest beside its blocks, unless it stands there already.
 ///
@@ -70,7 +72,7 @@ pub(crate) fn register(
     let target = path.clone();
     io.call("write", &path, deadline, move |files| {
         if let Some(parent) = target.parent() {
-            files.make_directory(parent)?;
+            make_directory_within(files, parent)?;
         }
         files.replace(&target, &text)
     })
@@ -82,7 +84,12 @@ pub(crate) fn load_all(
     directory: &Path,
     deadline: Deadline,
 ) -> Result<Vec<StoredManifest>, DiskError> {
-    let mut paths = files(io, directory, deadline)?;
+    let mut paths = match files(io, directory, deadline) {
+        Err(DiskError::Io { path, source, .. }) => {
+            return Ok(vec![StoredManifest::Bad { path, reason: source.to_string() }]);
+        }
+        paths => paths?,
+    };
     paths.retain(|path| path.extension().is_some_and(|extension| extension == "json"));
     let loaded = paths.iter().map(|path| load(io, path, deadline));
     loaded.filter_map(Result::transpose).collect()
@@ -113,12 +120,22 @@ fn load(io: &Io, path: &Path, deadline: Deadline) -> Result<Option<StoredManifes
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
             other => other?,
         };
-        let length = usize::try_from(files.length(&file)?).map_err(io::Error::other)?;
-        let mut bytes = vec![0; length];
+        let length = files.length(&file)?;
+        if length > MANIFEST_BYTES_MAX {
+            return Err(io::Error::other("it is longer than a manifest can be"));
+        }
+        let mut bytes = vec![0; usize::try_from(length).map_err(io::Error::other)?];
         let read = files.read(&file, 0, &mut bytes)?;
         bytes.truncate(read);
         Ok(Some(bytes))
-    })?;
+    });
+    let bytes = match bytes {
+        Err(DiskError::Io { source, .. }) => {
+            let reason = source.to_string();
+            return Ok(Some(StoredManifest::Bad { path: path.to_owned(), reason }));
+        }
+        bytes => bytes?,
+    };
     Ok(bytes.map(|bytes| parse(path, &bytes)))
 }
 

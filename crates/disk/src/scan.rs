@@ -50,12 +50,16 @@ pub struct SegmentContent {
     pub entries: Vec<Entry>,
     /// The page behind its last frame.
     pub end_page: u32,
+    /// The id of its first frame, where neither header nor trailer names one.
+    pub first_frame_id: Option<RandomId>,
     /// Length of the file.
     pub file_bytes: u64,
     /// Blocks whose payload is not all there.
     pub torn_records: u64,
     /// Headers and footers that are there and wrong.
     pub damaged_structures: u64,
+    /// Pages of headers and footers that the device did not give.
+    pub unreadable_pages: u64,
     /// Whether frames were looked for one by one.
     pub was_scanned: bool,
 }
@@ -64,7 +68,18 @@ impl SegmentContent {
     /// The segment's id, if anything names it.
     pub fn segment_id(&self) -> Option<RandomId> {
         let of_header = self.header.as_ref().map(|header| header.segment_id);
-        of_header.or(self.trailer.map(|trailer| trailer.segment_id))
+        of_header.or(self.trailer.map(|trailer| trailer.segment_id)).or(self.first_frame_id)
+    }
+
+    /// Reads as far as the device gives its bytes: a bad sector is damage of what lies there.
+    fn read(&mut self, source: &dyn Source, offset: u64, buffer: &mut [u8]) -> io::Result<usize> {
+        match source.read(offset, buffer) {
+            Err(error) if error.kind() != io::ErrorKind::TimedOut => {
+                self.unreadable_pages += 1;
+                Ok(0)
+            }
+            read => read,
+        }
     }
 }
 
@@ -91,36 +106,74 @@ pub fn read_segment(
     let mut content = SegmentContent { end_page: 1, ..SegmentContent::default() };
     content.file_bytes = source.length()?;
     let mut page = PageBuffer::zeroed(PAGE_BYTES);
-    let read = source.read(0, page.bytes_mut())?;
+    let read = content.read(source, 0, page.bytes_mut())?;
     match SegmentHeader::decode(&page.bytes()[..read]) {
         Ok(header) if header.number == options.number => content.header = Some(header),
         Err(FormatError::Version { found }) => return Err(ScanError::Version(found)),
         Ok(_) | Err(_) => content.damaged_structures += 1,
     }
-    if let Some(trailer) = read_trailer(source, &content, options.number)? {
+    if let Some(trailer) = read_trailer(source, &mut content, options.number)? {
         let is_covered = options.covered.is_some_and(|covered| {
             covered.segment_id == trailer.segment_id && covered.covered_page == trailer.entries_page
         });
         content.end_page = trailer.entries_page;
-        let entries = if is_covered { Some(Vec::new()) } else { read_footer(source, &trailer)? };
+        let entries = if is_covered {
+            Some(Vec::new())
+        } else {
+            read_footer(source, &trailer, &mut content)?
+        };
         if let Some(entries) = entries {
             content.entries = entries;
             content.trailer = Some(trailer);
             return Ok(content);
         }
         content.damaged_structures += 1;
-        content.end_page = 1;
         scan(source, options, trailer.segment_id, trailer.entries_page, &mut content)?;
-    } else if let Some(id) = content.segment_id() {
+        // Frames end where the trailer says, whichever of them are damaged.
+        content.end_page = trailer.entries_page;
+        content.first_frame_id = Some(trailer.segment_id);
+        return Ok(content);
+    }
+    if content.header.is_none() {
+        content.first_frame_id = first_frame_id(source, &mut content, options)?;
+    }
+    if let Some(id) = content.segment_id() {
         let pages = u32::try_from(content.file_bytes.div_ceil(PAGE_BYTES as u64));
         scan(source, options, id, pages.unwrap_or(u32::MAX), &mut content)?;
     }
     Ok(content)
 }
 
+/// Looks for the frames of a segment whose footer is damaged, up to the page where they end.
+pub(crate) fn read_frames(
+    source: &dyn Source,
+    number: u32,
+    id: RandomId,
+    end_page: u32,
+) -> io::Result<SegmentContent> {
+    let mut content = SegmentContent { file_bytes: source.length()?, ..SegmentContent::default() };
+    let options = ScanOptions { number, covered: None, verify_scanned: false };
+    scan(source, options, id, end_page, &mut content)?;
+    Ok(content)
+}
+
+/// Which id the frames of a segment have that has neither header nor trailer: the one in its first
+/// frame, which a writer always puts behind the header; else the one that the checkpoint knows.
+fn first_frame_id(
+    source: &dyn Source,
+    content: &mut SegmentContent,
+    options: ScanOptions<'_>,
+) -> io::Result<Option<RandomId>> {
+    let mut page = PageBuffer::zeroed(PAGE_BYTES);
+    let read = content.read(source, PAGE_BYTES as u64, page.bytes_mut())?;
+    let first = Frame::decode_first(&page.bytes()[..read], options.number).ok();
+    let of_frame = first.map(|frame| frame.segment_id);
+    Ok(of_frame.or(options.covered.map(|covered| covered.segment_id)))
+}
+
 fn read_trailer(
     source: &dyn Source,
-    content: &SegmentContent,
+    content: &mut SegmentContent,
     number: u32,
 ) -> io::Result<Option<Trailer>> {
     let length = content.file_bytes;
@@ -128,20 +181,34 @@ fn read_trailer(
         return Ok(None);
     }
     let mut page = PageBuffer::zeroed(PAGE_BYTES);
-    let read = source.read(length - PAGE_BYTES as u64, page.bytes_mut())?;
-    let trailer = Trailer::decode(&page.bytes()[..read], length).ok();
-    Ok(trailer.filter(|trailer| {
-        let header_id = content.header.as_ref().map(|header| header.segment_id);
+    let read = content.read(source, length - PAGE_BYTES as u64, page.bytes_mut())?;
+    let bytes = &page.bytes()[..read];
+    let decoded = Trailer::decode(bytes, length);
+    let header_id = content.header.as_ref().map(|header| header.segment_id);
+    let is_ours = |trailer: &Trailer| {
         trailer.number == number && header_id.is_none_or(|id| id == trailer.segment_id)
-    }))
+    };
+    match decoded {
+        Ok(trailer) if is_ours(&trailer) => Ok(Some(trailer)),
+        // An open segment ends with pages that nobody has written yet.
+        Err(_) if bytes.iter().all(|byte| *byte == 0) => Ok(None),
+        Ok(_) | Err(_) => {
+            content.damaged_structures += 1;
+            Ok(None)
+        }
+    }
 }
 
 /// The entries of a footer, or nothing when they are damaged.
-fn read_footer(source: &dyn Source, trailer: &Trailer) -> io::Result<Option<Vec<Entry>>> {
+fn read_footer(
+    source: &dyn Source,
+    trailer: &Trailer,
+    content: &mut SegmentContent,
+) -> io::Result<Option<Vec<Entry>>> {
     let bytes = trailer.entry_count as usize * ENTRY_BYTES;
     let mut pages = PageBuffer::zeroed(bytes);
     let offset = u64::from(trailer.entries_page) * PAGE_BYTES as u64;
-    let read = source.read(offset, pages.bytes_mut())?;
+    let read = content.read(source, offset, pages.bytes_mut())?;
     if read < bytes {
         return Ok(None);
     }
@@ -168,11 +235,11 @@ fn scan(
     let source = &ReadAhead::new(source);
     let covered = options.covered.filter(|covered| covered.segment_id == id);
     let covered_page = covered.map_or(0, |covered| covered.covered_page);
-    let mut page = 1;
+    let (mut page, mut behind_frame) = (1, 1);
     let mut buffer = PageBuffer::zeroed(PAGE_BYTES);
     while page < end_page {
         let offset = u64::from(page) * PAGE_BYTES as u64;
-        let read = source.read(offset, buffer.bytes_mut())?;
+        let read = content.read(source, offset, buffer.bytes_mut())?;
         match Frame::decode(&buffer.bytes()[..read], &id, options.number, page) {
             Ok(frame) => {
                 let verify = options.verify_scanned && page >= covered_page;
@@ -180,9 +247,12 @@ fn scan(
                 let kept = complete_entries(source, frame, verify, content)?;
                 content.entries.extend(kept);
                 content.end_page = page.min(end_page);
+                behind_frame = page;
             }
             Err(error) => {
-                if error != FormatError::NotOurs {
+                // Behind a frame is the next one, or nothing yet. Elsewhere payloads are passed.
+                let is_blank = buffer.bytes()[..read].iter().all(|byte| *byte == 0);
+                if error != FormatError::NotOurs || (page == behind_frame && !is_blank) {
                     content.damaged_structures += 1;
                 }
                 let Some(next) = source.next_data(offset + PAGE_BYTES as u64)? else { break };
@@ -204,7 +274,13 @@ fn complete_entries(
     let mut kept = Vec::with_capacity(frame.entries.len());
     for entry in frame.entries {
         let is_complete = entry.kind != EntryKind::Block
-            || payload_is_right(source, &entry, content.file_bytes, verify)?;
+            || match payload_is_right(source, &entry, content.file_bytes, verify) {
+                Err(error) if error.kind() != io::ErrorKind::TimedOut => {
+                    content.unreadable_pages += 1;
+                    false
+                }
+                is_right => is_right?,
+            };
         if is_complete {
             kept.push(entry);
         } else {
@@ -308,7 +384,12 @@ impl Source for ReadAhead<'_> {
         let end = offset.saturating_add(buffer.len() as u64);
         if offset < window.offset || end > window.offset + window.filled as u64 {
             window.offset = offset;
-            window.filled = self.inner.read(offset, window.pages.bytes_mut())?;
+            window.filled = 0;
+            match self.inner.read(offset, window.pages.bytes_mut()) {
+                Ok(filled) => window.filled = filled,
+                // Some of it can be had: as much as is asked for is tried alone.
+                Err(_) => return self.inner.read(offset, buffer),
+            }
         }
         let start = usize::try_from(offset - window.offset).expect("inside the window");
         let count = buffer.len().min(window.filled.saturating_sub(start));

@@ -77,6 +77,8 @@ pub struct Recovery {
     pub used_checkpoint: bool,
     /// Manifests that do not parse, or are not what their name says.
     pub bad_manifests: Vec<StoredManifest>,
+    /// Files that are not what their name says, such as a directory; they are left alone.
+    pub misplaced_files: u64,
 }
 
 /// Counters since the start, and sizes now.
@@ -106,6 +108,8 @@ pub struct DiskStats {
     pub bytes_read: u64,
     /// Blocks read and found damaged.
     pub records_damaged: u64,
+    /// Footers that were found damaged since the opening.
+    pub structures_damaged: u64,
     /// Segments closed because a write failed.
     pub segments_failed: u64,
     /// Bytes that reclaims rewrote.
@@ -180,6 +184,13 @@ pub trait BlockFiles: Send + Sync + fmt::Debug {
     /// Writes a page beside the blocks, syncs it and reads it back: whether the device answers, and
     /// the directory is still the one that was opened. `NoSpace` is an answer.
     fn probe_device(&self, deadline: Deadline) -> Result<(), DiskError>;
+
+    /// Reads a page from beside the blocks, past the page cache where that is possible, and looks
+    /// whether the directory is still the one that was opened. Writes nothing.
+    fn probe_reads(&self, deadline: Deadline) -> Result<(), DiskError>;
+
+    /// What was found damaged or out of place, at the opening and since: the latest few, in words.
+    fn problems(&self) -> Vec<String>;
 
     /// Overwrites and removes every file of the tier: blocks, checkpoint, manifests. It is empty
     /// and usable afterwards; the result names the files that resisted.

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use cascade_block::SystemClock;
 use cascade_disk::conformance::{append, content, deadline, key, pool};
-use cascade_disk::format::{FORMAT_VERSION, PAGE_BYTES, SegmentHeader};
+use cascade_disk::format::{FORMAT_VERSION, PAGE_BYTES, SegmentHeader, page_checksum};
 use cascade_disk::scan::{ScanOptions, SegmentContent, read_segment};
 use cascade_disk::{DiskError, FileTierConfig, ReadOutcome, ReadRequest, inspect, open};
 use cascade_memory::Pool;
@@ -137,9 +137,10 @@ fn another_version_is_refused_by_name() {
     let pool = pool();
     let (directory, segment) = written(&pool);
     let mut bytes = fs::read(&segment).unwrap();
-    // As a later version would write it: its number and a checksum of its own.
+    // As a later version would write it: its number, and the checksum that every version has.
     bytes[8..10].copy_from_slice(&(FORMAT_VERSION + 1).to_le_bytes());
-    bytes[PAGE_BYTES - 4..PAGE_BYTES].copy_from_slice(&[1, 2, 3, 4]);
+    let sum = page_checksum(&bytes[..PAGE_BYTES]);
+    bytes[PAGE_BYTES - 4..PAGE_BYTES].copy_from_slice(&sum.to_le_bytes());
     fs::write(&segment, &bytes).unwrap();
     let error = open(config(directory.path()), Arc::new(SystemClock), &pool, deadline())
         .expect_err("a newer format");

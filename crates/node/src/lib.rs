@@ -18,6 +18,7 @@ pub mod socket_place;
 pub mod status;
 pub mod telemetry;
 pub mod tenants;
+mod tier_log;
 pub mod traffic;
 
 pub use config::NodeConfig;

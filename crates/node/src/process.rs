@@ -18,6 +18,7 @@ use crate::notify::Supervisor;
 use crate::socket::SocketFile;
 use crate::status::NodeState;
 use crate::telemetry::{self, Spans};
+use crate::tier_log::TierLog;
 use crate::{Node, NodeConfig, NodeError, Server};
 
 /// What a signal asks for.
@@ -29,6 +30,9 @@ enum Order {
 
 /// How long requests of the TCP port and spans under way may take at the end.
 const PORT_STOP_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// How often tiers are looked at for what is to be logged.
+const TIERS_INTERVAL: Duration = Duration::from_secs(5);
 
 /// Serves until the process is told to end: SIGTERM and SIGINT end it cleanly, a second one at
 /// once; SIGHUP makes it read its configuration anew by `reload`. Prints one line with `ready` to
@@ -66,7 +70,18 @@ pub fn run(
     let printed = writeln!(output, "{line}").and_then(|()| output.flush());
     printed.map_err(failed("print that it is ready"))?;
     tell(supervisor.ready(&line));
-    while runtime.block_on(orders.next()) == Order::Reload {
+    let mut tiers = TierLog::default();
+    loop {
+        let order = async { tokio::time::timeout(TIERS_INTERVAL, orders.next()).await };
+        let order = runtime.block_on(order);
+        for line in tiers.news(&node.status()) {
+            tracing::warn!("{line}");
+        }
+        match order {
+            Err(_nothing_yet) => continue,
+            Ok(Order::Stop) => break,
+            Ok(Order::Reload) => {}
+        }
         tell(supervisor.reloading());
         follow(&node);
         tell(supervisor.ready(&line));

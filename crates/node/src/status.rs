@@ -209,6 +209,9 @@ pub struct TierStatus {
     pub matched_blocks: u64,
     /// Blocks found damaged in it.
     pub damaged_blocks: u64,
+    /// Headers, footers and other structures of its files that were found damaged.
+    #[serde(default)]
+    pub damaged_structures: u64,
     /// Whether it serves, where that is watched.
     pub health: Option<HealthStatus>,
     /// What an operator should know, such as a fallback that was taken.
@@ -255,6 +258,12 @@ pub struct HealthStatus {
     pub stuck_calls: u64,
     /// What failed last.
     pub last_error: Option<String>,
+    /// Whether it is read; while it is not, it counts as having no block.
+    #[serde(default)]
+    pub reads: HealthState,
+    /// Whether it is written; while it is not, new blocks are kept above it alone.
+    #[serde(default)]
+    pub writes: HealthState,
 }
 
 /// What moved between tiers.

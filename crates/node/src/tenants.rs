@@ -243,6 +243,14 @@ impl Tenants {
         self.users.contains_key(&user)
     }
 
+    /// Whether a peer may administer the whole node: root and the group of `admin_group`. The
+    /// node's own user is the default tenant's.
+    pub(crate) fn is_administrator(&self, user: u32, group: u32) -> bool {
+        let is_listed =
+            || self.administrators.as_ref().is_some_and(|known| known.includes(user, group));
+        user == ROOT || is_listed()
+    }
+
     /// Whether anybody can be a tenant by a token.
     pub(crate) fn have_tokens(&self) -> bool {
         !self.tokens.is_empty()
@@ -257,9 +265,7 @@ impl Tenants {
         group: u32,
         token: Option<&[u8]>,
     ) -> Result<Arc<Tenant>, Refusal> {
-        let is_listed =
-            || self.administrators.as_ref().is_some_and(|known| known.includes(user, group));
-        if token.is_none() && (user == ROOT || is_listed()) {
+        if token.is_none() && self.is_administrator(user, group) {
             return Ok(Arc::clone(&self.all[0]));
         }
         self.identify(user, token).map_err(|refusal| match refusal {

@@ -27,6 +27,23 @@ use tempfile::TempDir;
 const GIB: u64 = 1 << 30;
 const LIMIT: Duration = Duration::from_secs(30);
 
+/// Two checks of one start tried the same name: 4 of 32 starts warned of `direct_io` with "File
+/// exists", where nothing was wrong.
+#[test]
+fn many_checks_can_try_one_directory_at_once() {
+    let directory = TempDir::new().unwrap();
+    std::thread::scope(|scope| {
+        for _ in 0..16 {
+            scope.spawn(|| {
+                for _ in 0..50 {
+                    ThisMachine.try_file(directory.path()).unwrap();
+                }
+            });
+        }
+    });
+    assert_eq!(fs::read_dir(directory.path()).unwrap().count(), 0, "nothing is left");
+}
+
 /// A machine without fault, but for what a test changes.
 #[derive(Debug)]
 struct Fake {

@@ -130,10 +130,29 @@ fn stages_dict<'py>(py: Python<'py>, stats: &Stats) -> PyResult<Bound<'py, PyDic
     for ((tier, stage), blocks) in stats.stages.iter().zip(&stats.stage_blocks) {
         let one = PyDict::new(py);
         one.set_item("blocks", blocks)?;
-        enter!(one, stage, StageStats { used_bytes, capacity_bytes, files, damaged_blocks, notes });
+        enter!(
+            one,
+            stage,
+            StageStats {
+                used_bytes,
+                capacity_bytes,
+                files,
+                damaged_blocks,
+                damaged_structures,
+                notes,
+            }
+        );
         dict.set_item(tier, one)?;
     }
     Ok(dict)
+}
+
+fn state_name(state: HealthState) -> &'static str {
+    match state {
+        HealthState::Healthy => "healthy",
+        HealthState::Open => "open",
+        HealthState::Probing => "probing",
+    }
 }
 
 fn health_dict<'py>(
@@ -145,13 +164,10 @@ fn health_dict<'py>(
         let one = PyDict::new(py);
         enter!(one, health, StageHealth {
             since_unix_ms, opened_count, last_error, stuck_calls,
-        } but state);
-        let state = match health.state {
-            HealthState::Healthy => "healthy",
-            HealthState::Open => "open",
-            HealthState::Probing => "probing",
-        };
-        one.set_item("state", state)?;
+        } but state, reads, writes);
+        one.set_item("state", state_name(health.state))?;
+        one.set_item("reads", state_name(health.reads.state))?;
+        one.set_item("writes", state_name(health.writes.state))?;
         dict.set_item(tier, one)?;
     }
     Ok(dict)

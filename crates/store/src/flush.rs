@@ -2,6 +2,7 @@
 
 use crate::call::Call;
 use crate::catalog::LOWER_STAGES_MAX;
+use crate::health::Direction;
 use crate::node::{Node, tier_error};
 use crate::shedding::Verdict;
 use crate::stage::StageError;
@@ -75,7 +76,7 @@ impl Node {
         // Blocks that were written have left names to be told.
         let tickets = state.names_tickets.map(|tickets| tickets.pushed);
         drop(self.wait_names(state, tickets, "flush", call)?);
-        let shed = self.lock().shed;
+        let shed = self.lock().write_shed;
         let mut flushed = Ok(());
         // One that fails keeps the others from nothing.
         for (at, stage) in self.stages.iter().enumerate().filter(|(at, _)| shed & (1 << at) == 0) {
@@ -85,7 +86,7 @@ impl Node {
                 Ok(()) | Err(StageError::Timeout) => Verdict::Nothing,
                 Err(error) => Verdict::Failed(error.clone()),
             };
-            self.judge(&mut self.lock(), at, verdict);
+            self.judge(&mut self.lock(), at, Direction::Writes, verdict);
             flushed = flushed.and(result.map_err(|error| tier_error(stage, "flush", error)));
         }
         let mut state = self.lock();

@@ -24,7 +24,7 @@ impl Node {
             return Known::Settled(PutOutcome::Failed(StoreError::Closed));
         }
         if self.takes_nothing(state) {
-            let shed = state.shed.trailing_zeros() as usize;
+            let shed = state.write_shed.trailing_zeros() as usize;
             let error = self.stage_error(state, shed, "take a block");
             return Known::Settled(PutOutcome::Failed(error));
         }

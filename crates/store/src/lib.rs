@@ -48,7 +48,7 @@ pub use config::{
 pub use erase::{Erased, Left, TierErased};
 pub use explain::{BlockExplanation, BlockHere, BlockState, Explanation, NamespaceDifference};
 pub use flush::FlushMark;
-pub use health::{HealthConfig, HealthState, StageHealth};
+pub use health::{CircuitHealth, HealthConfig, HealthState, StageHealth};
 pub use history::Loss;
 pub use insight::{HotPrefix, TierBytes};
 pub use ledger::{HeldId, HeldKind, HeldPiece, LeftPool, Process, WarmStats, left_pools};

@@ -14,6 +14,7 @@ use cascade_block::{BlockKey, Deadline};
 use cascade_memory::Slab;
 
 use crate::catalog::{Address, ContentIndex};
+use crate::health::Direction;
 use crate::history::Loss;
 use crate::node::Node;
 use crate::shedding::Verdict;
@@ -76,7 +77,7 @@ pub(crate) fn run(node: &Arc<Node>, stage: usize) {
         if is_stuck {
             give_up_queue(&mut state, stage, &StageError::Timeout);
         }
-        node.judge(&mut state, stage, verdict);
+        node.judge(&mut state, stage, Direction::Writes, verdict);
         drop(state);
         node.announce_change();
     }
@@ -108,7 +109,7 @@ fn next_batch(node: &Node, stage: usize) -> Option<Batch> {
     // A quarter of what may wait leaves puts their room.
     let retry_bytes = (BATCH_BYTES as u64).min(node.dirty_bytes_max / 4).max(1);
     loop {
-        if state.is_shed(stage) && !state.is_closed {
+        if state.is_write_shed(stage) && !state.is_closed {
             state = node.wait_work(state);
             continue;
         }
@@ -153,7 +154,7 @@ fn wait_for_names(node: &Node, stage: usize, batch: Batch, why: &StageError) {
     for pending in batch.pending.into_iter().rev() {
         state.queues[stage].push_front(pending);
     }
-    if state.is_shed(stage) || matches!(why, StageError::Timeout | StageError::Shed) {
+    if state.is_write_shed(stage) || matches!(why, StageError::Timeout | StageError::Shed) {
         give_up_queue(&mut state, stage, why);
     }
     node.announce_change();
@@ -187,7 +188,8 @@ fn tell_names(
         };
         if let Err(error) = result {
             let mut state = node.lock();
-            node.judge(&mut state, stage, Verdict::of([Some(&error)].into_iter(), false));
+            let verdict = Verdict::of([Some(&error)].into_iter(), false);
+            node.judge(&mut state, stage, Direction::Writes, verdict);
             state.note_error(stage, error.clone());
             if !state.is_closed {
                 state.names_tickets[stage].settled += told as u64;
@@ -238,7 +240,8 @@ fn store_with_room(
             }
             Err(error) => {
                 let mut state = node.lock();
-                node.judge(&mut state, stage, Verdict::of([Some(&error)].into_iter(), false));
+                let verdict = Verdict::of([Some(&error)].into_iter(), false);
+                node.judge(&mut state, stage, Direction::Writes, verdict);
                 state.note_error(stage, error);
                 break;
             }
@@ -376,7 +379,7 @@ fn settle(state: &mut State, stage: usize, pending: &Pending, result: Result<Add
             state.counters.demote_failures += 1;
             state.unwritten.count(stage, 1);
             let is_its_own = matches!(error, StageError::Failed(_) | StageError::NoAnswer);
-            let tries = pending.tries + u8::from(is_its_own && !state.is_shed(stage));
+            let tries = pending.tries + u8::from(is_its_own && !state.is_write_shed(stage));
             if !matches!(error, StageError::Full) && tries < WRITE_TRIES {
                 state.note_lacking(stage, Pending { tries, ..*pending });
             }

@@ -175,7 +175,7 @@ impl Node {
     ) -> Result<MutexGuard<'a, State>, StoreError> {
         // A stage that is shed learns them when it is back, and nobody waits for that.
         let is_awaited = |state: &State, at: usize| {
-            !state.is_shed(at) && state.names_tickets[at].settled < tickets[at]
+            !state.is_write_shed(at) && state.names_tickets[at].settled < tickets[at]
         };
         while (0..LOWER_STAGES_MAX).any(|at| is_awaited(&state, at)) {
             self.announce_work();

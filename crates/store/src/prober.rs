@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use cascade_block::Deadline;
 
+use crate::health::Direction;
 use crate::node::Node;
 use crate::shedding::Verdict;
 use crate::stage::StageError;
@@ -20,19 +21,27 @@ fn run(node: &Node, stage: usize) {
     let rest = (health.probe_interval / LOOKS_PER_INTERVAL).min(health.probe_timeout).min(LOOK);
     let mut state = node.lock();
     while !state.is_closed {
-        if node.stages[stage].has_hung(health.probe_timeout * health.threshold) {
+        for direction in node.stages[stage].hung(health.probe_timeout * health.threshold) {
             state.note_error(stage, StageError::Timeout);
-            node.judge(&mut state, stage, Verdict::Hangs);
+            node.judge(&mut state, stage, direction, Verdict::Hangs);
         }
-        if state.breakers[stage].begin_probe(node.clock.monotonic()) {
+        let mut has_probed = false;
+        // A probe of writing that succeeds says that reads work, too: it goes first.
+        for direction in [Direction::Writes, Direction::Reads] {
+            if !state.breakers[stage].begin_probe(direction, node.clock.monotonic()) {
+                continue;
+            }
+            has_probed = true;
             drop(state);
             let deadline = Deadline::after(&*node.clock, health.probe_timeout);
-            let result = node.stages[stage].probe(deadline);
+            let result = node.stages[stage].probe(direction, deadline);
             state = node.lock();
-            if !state.is_closed {
-                node.end_probe(&mut state, stage, result);
+            if state.is_closed {
+                return;
             }
-        } else {
+            node.end_probe(&mut state, stage, direction, result);
+        }
+        if !has_probed {
             state = node.wait_look(state, rest);
         }
     }

@@ -7,6 +7,7 @@ use cascade_memory::{Slab, SlabMut};
 
 use crate::call::{Call, HOLD_KEYS};
 use crate::catalog::{Address, Awaits, ContentIndex, KeyIndex};
+use crate::health::Direction;
 use crate::history::Loss;
 use crate::node::{NoSlab, Node};
 use crate::shedding::Verdict;
@@ -377,7 +378,7 @@ impl Node {
             let verdict = Verdict::of_load(&loaded, time >= self.config.health.probe_timeout);
             let now_unix_ms = self.clock.unix_ms();
             let mut state = self.lock();
-            self.judge(&mut state, stage, verdict);
+            self.judge(&mut state, stage, Direction::Reads, verdict);
             state.history.tell_time(now_unix_ms);
             for ((mut wanted, from), loaded) in places.into_iter().zip(loaded) {
                 state.slabs_out -= 1;

@@ -1,10 +1,12 @@
 //! What a node does when a stage fails, is shed, and comes back.
 //!
-//! While a stage is shed it counts as having no block: readers go on to the next tier at once, and
-//! nothing is queued for it. What it lacks since is noted, and queued again when it comes back.
+//! While the circuit for reads is open, the stage counts as having no block: readers go on to the
+//! next tier at once. While the one for writes is open, nothing is queued for it; what it lacks
+//! since is noted, and queued again when the circuit closes. What a stage that takes no writes has
+//! is read as before.
 
 use crate::catalog::{Content, LOWER_STAGES_MAX};
-use crate::health::Turn;
+use crate::health::{Direction, Turn};
 use crate::mover;
 use crate::node::Node;
 use crate::stage::{Loaded, StageError};
@@ -66,27 +68,33 @@ impl Verdict {
 
 impl Node {
     /// Enters what a call to a stage said of its health.
-    pub(crate) fn judge(&self, state: &mut State, stage: usize, verdict: Verdict) {
+    pub(crate) fn judge(
+        &self,
+        state: &mut State,
+        stage: usize,
+        direction: Direction,
+        verdict: Verdict,
+    ) {
         let now = self.clock.monotonic();
         let breaker = &mut state.breakers[stage];
         let turn = match verdict {
             Verdict::Works => {
-                breaker.succeed(now);
+                breaker.succeed(direction, now);
                 Turn::None
             }
             Verdict::Failed(error) => {
                 self.announce_look();
-                breaker.fail(error, now, self.clock.unix_ms())
+                breaker.fail(direction, error, now, self.clock.unix_ms())
             }
-            Verdict::Hangs => breaker.hang(now, self.clock.unix_ms()),
+            Verdict::Hangs => breaker.hang(direction, now, self.clock.unix_ms()),
             Verdict::Unclear => {
-                breaker.suspect(now);
+                breaker.suspect(direction, now);
                 self.announce_look();
                 Turn::None
             }
             Verdict::Nothing => Turn::None,
         };
-        self.turn(state, stage, turn);
+        self.turn(state, stage, direction, turn);
     }
 
     /// Enters how a probe ended.
@@ -94,46 +102,52 @@ impl Node {
         &self,
         state: &mut State,
         stage: usize,
+        direction: Direction,
         result: Result<(), StageError>,
     ) {
         if let Err(error) = &result {
             state.note_error(stage, error.clone());
         }
         let (now, now_unix_ms) = (self.clock.monotonic(), self.clock.unix_ms());
-        if result.is_ok() && !state.lacking[stage].is_empty() {
-            // Too few writes failed to shed it: they are tried again.
+        let is_writable = result.is_ok() && direction == Direction::Writes;
+        if is_writable && !state.lacking[stage].is_empty() {
+            // Too few writes failed to open the circuit: they are tried again.
             state.retries[stage] = state.lacking[stage].len();
             self.announce_work();
         }
-        let turn = state.breakers[stage].end_probe(result, now, now_unix_ms);
-        self.turn(state, stage, turn);
+        let turn = state.breakers[stage].end_probe(direction, result, now, now_unix_ms);
+        self.turn(state, stage, direction, turn);
     }
 
-    fn turn(&self, state: &mut State, stage: usize, turn: Turn) {
-        match turn {
+    fn turn(&self, state: &mut State, stage: usize, direction: Direction, turn: Turn) {
+        let is_open = match turn {
             Turn::None => return,
-            Turn::Opened => {
-                state.shed |= 1 << stage;
-                self.stages[stage].set_shed(true);
-                mover::give_up_queue(state, stage, &StageError::Shed);
-            }
-            Turn::Closed => {
+            Turn::Opened => true,
+            Turn::Closed => false,
+        };
+        self.stages[stage].set_shed(direction, is_open);
+        let bits = match direction {
+            Direction::Reads => &mut state.shed,
+            Direction::Writes => &mut state.write_shed,
+        };
+        *bits = *bits & !(1 << stage) | u8::from(is_open) << stage;
+        match (direction, is_open) {
+            // What only this stage has came or went all at once.
+            (Direction::Reads, _) => state.lose_changes(),
+            (Direction::Writes, true) => mover::give_up_queue(state, stage, &StageError::Shed),
+            (Direction::Writes, false) => {
                 // Names first: the mover tells them before it writes blocks.
-                state.shed &= !(1 << stage);
-                self.stages[stage].set_shed(false);
                 state.retries[stage] = state.lacking[stage].len();
                 self.announce_work();
             }
         }
-        // What only this stage has came or went all at once.
-        state.lose_changes();
         self.announce_change();
     }
 
-    /// Whether no tier takes blocks: there is no DRAM, and all that keeps bytes is shed.
+    /// Whether no tier takes blocks: there is no DRAM, and nothing that keeps bytes is written.
     pub(crate) fn takes_nothing(&self, state: &State) -> bool {
         let mut keepers = (0..self.stages.len()).filter(|at| !self.stages[*at].keeps_names_only());
-        !state.has_dram && state.shed != 0 && keepers.all(|stage| state.is_shed(stage))
+        !state.has_dram && state.write_shed != 0 && keepers.all(|stage| state.is_write_shed(stage))
     }
 
     /// The stages that kept this put waiting are probed soon, unless they are known to work.
@@ -141,15 +155,21 @@ impl Node {
         let now = self.clock.monotonic();
         for stage in 0..self.stages.len() {
             if state.pending_bytes[stage] > 0 || !state.names[stage].is_empty() {
-                state.breakers[stage].suspect(now);
+                state.breakers[stage].suspect(Direction::Writes, now);
             }
         }
     }
 }
 
 impl State {
+    /// Whether a stage is not read.
     pub(crate) fn is_shed(&self, stage: usize) -> bool {
         self.shed & (1 << stage) != 0
+    }
+
+    /// Whether a stage is not written.
+    pub(crate) fn is_write_shed(&self, stage: usize) -> bool {
+        self.write_shed & (1 << stage) != 0
     }
 
     /// Whether a content is where only shed stages have its bytes: nobody can read it now.
@@ -167,7 +187,7 @@ impl State {
 
     /// Most names that wait for one stage that is not shed.
     pub(crate) fn names_waiting(&self) -> usize {
-        let healthy = (0..LOWER_STAGES_MAX).filter(|stage| !self.is_shed(*stage));
+        let healthy = (0..LOWER_STAGES_MAX).filter(|stage| !self.is_write_shed(*stage));
         healthy.map(|stage| self.names[stage].len()).max().unwrap_or(0)
     }
 
@@ -184,7 +204,7 @@ impl State {
     /// Names that a stage was told in vain go before those that came since.
     pub(crate) fn keep_names(&mut self, stage: usize, untold: &[NameChange]) {
         self.names[stage].splice(0..0, untold.iter().copied());
-        while self.is_shed(stage) && self.names[stage].len() >= NAMES_KEPT_MAX {
+        while self.is_write_shed(stage) && self.names[stage].len() >= NAMES_KEPT_MAX {
             self.bound_names(stage);
         }
     }
@@ -192,7 +212,7 @@ impl State {
     /// Names that a shed stage has yet to be told are kept, in a bounded number: what is given up
     /// shows after a restart, as a block that was deleted or a name that is missing.
     pub(crate) fn bound_names(&mut self, stage: usize) {
-        if !self.is_shed(stage) || self.names[stage].len() < NAMES_KEPT_MAX {
+        if !self.is_write_shed(stage) || self.names[stage].len() < NAMES_KEPT_MAX {
             return;
         }
         let count = (NAMES_KEPT_MAX / 2) as u64;
@@ -206,7 +226,7 @@ impl State {
     /// time, when its mover has nothing else to do, so that puts do not wait for it.
     pub(crate) fn queue_lacking(&mut self, stage: usize, bytes_max: u64) {
         let mut bytes = 0;
-        while self.retries[stage] > 0 && bytes < bytes_max && !self.is_shed(stage) {
+        while self.retries[stage] > 0 && bytes < bytes_max && !self.is_write_shed(stage) {
             self.retries[stage] -= 1;
             let Some(pending) = self.lacking[stage].pop_front() else { continue };
             let place = (pending.content, pending.generation);

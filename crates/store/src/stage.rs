@@ -129,6 +129,9 @@ pub struct StageStats {
     pub files: u64,
     /// Blocks that were found damaged.
     pub damaged_blocks: u64,
+    /// Headers, footers and other structures of files that were found damaged.
+    #[serde(default)]
+    pub damaged_structures: u64,
     /// What an operator should know, such as a fallback that was taken.
     pub notes: Vec<String>,
 }
@@ -211,10 +214,16 @@ pub trait Stage: Send + Sync + fmt::Debug {
     }
 
     /// Goes to the device and back, as a store and a load would, without changing any block. Asked
-    /// while the stage is idle, and while it is shed: when this succeeds, blocks are asked of it
-    /// again. A device that is full answers, and so is not broken.
+    /// while the stage is idle, and while its circuit for writes is open: when this succeeds, blocks
+    /// are stored there again. A device that is full answers, and so is not broken.
     fn probe(&self, _deadline: Deadline) -> Result<(), StageError> {
         Ok(())
+    }
+
+    /// As `probe`, as a load alone would: asked while the circuit for reads is open. A stage that
+    /// can tell keeps its blocks readable while it takes no writes.
+    fn probe_reads(&self, deadline: Deadline) -> Result<(), StageError> {
+        self.probe(deadline)
     }
 
     /// Calls of its own that go on although their deadline passed.

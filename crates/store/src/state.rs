@@ -92,8 +92,10 @@ pub(crate) struct State {
     /// Bytes in the queues or being written, by stage.
     pub(crate) pending_bytes: [u64; LOWER_STAGES_MAX],
     pub(crate) breakers: [Breaker; LOWER_STAGES_MAX],
-    /// Bit per lower stage: its breaker is open.
+    /// Bit per lower stage: its circuit for reads is open.
     pub(crate) shed: u8,
+    /// Bit per lower stage: its circuit for writes is open.
+    pub(crate) write_shed: u8,
     /// Bit per lower stage: it keeps names, and no bytes.
     pub(crate) names_only: u8,
     /// Blocks that a stage failed to take, oldest first: queued again when its breaker closes.
@@ -152,6 +154,7 @@ impl State {
             pending_bytes: [0; LOWER_STAGES_MAX],
             breakers: std::array::from_fn(|_| Breaker::new(health, now, now_unix_ms)),
             shed: 0,
+            write_shed: 0,
             names_only: 0,
             lacking: Default::default(),
             retries: [0; LOWER_STAGES_MAX],
@@ -455,7 +458,7 @@ impl State {
         content: ContentIndex,
         tries: u8,
     ) {
-        let is_shed = self.is_shed(stage);
+        let is_shed = self.is_write_shed(stage);
         let entry = self.catalog.content_mut(content);
         let generation = entry.generation;
         if is_shed {

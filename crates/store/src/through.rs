@@ -35,7 +35,7 @@ impl Node {
                     if entry.address(stage).is_some() {
                         break;
                     }
-                    if is_tried || entry.slab.is_none() || state.is_shed(stage) {
+                    if is_tried || entry.slab.is_none() || state.is_write_shed(stage) {
                         return Err(self.stage_error(&state, stage, "write a block"));
                     }
                     is_tried = true;
@@ -47,7 +47,7 @@ impl Node {
             }
         }
         if matches!(outcome, Deduplicated) {
-            if let Some(stage) = (0..self.stages.len()).find(|stage| state.is_shed(*stage)) {
+            if let Some(stage) = (0..self.stages.len()).find(|stage| state.is_write_shed(*stage)) {
                 return Err(self.stage_error(&state, stage, "learn a name"));
             }
             let tickets = state.names_tickets.map(|tickets| tickets.pushed);

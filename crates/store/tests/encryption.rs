@@ -113,6 +113,33 @@ fn a_wrong_key_is_a_miss_and_is_named_once() {
 }
 
 #[test]
+fn a_damaged_mark_neither_hides_blocks_nor_passes_ciphertext_for_them() {
+    for layout in LAYOUTS {
+        let directory = tempfile::tempdir().unwrap();
+        let config = config(directory.path(), layout, &[1]);
+        fill(&config);
+        let manifests = files_below(&directory.path().join("tier").join("manifests"));
+        assert_eq!(manifests.len(), 2, "{manifests:?}");
+        for path in &manifests {
+            let good = fs::read(path).unwrap();
+            let mut flipped = good.clone();
+            flipped[good.len() / 2] ^= 2;
+            for damaged in [flipped, Vec::new(), good[..good.len() / 2].to_vec()] {
+                fs::write(path, damaged).unwrap();
+                let plain = StoreConfig { encryption: None, ..config.clone() };
+                let refused = Store::open(plain).unwrap_err().to_string();
+                assert!(refused.contains("encrypted"), "{refused}");
+                let store = Store::open(config.clone()).unwrap();
+                assert_eq!(hits(&store, 0..100), 100, "{layout:?}");
+                drop(store);
+                // Opening with the key has written it again.
+                assert_eq!(fs::read(path).unwrap(), good);
+            }
+        }
+    }
+}
+
+#[test]
 fn a_new_key_writes_while_the_old_one_still_reads() {
     let directory = tempfile::tempdir().unwrap();
     fill(&config(directory.path(), FileLayout::Segments, &[1]));

@@ -87,6 +87,59 @@ fn a_stage_with_errors_is_shed_after_two_calls_and_is_back_after_one_probe() {
     assert_eq!(counters.gets, counters.hits + counters.misses + counters.get_failures);
 }
 
+/// The states of the circuits for reads and for writes.
+fn circuits(store: &Store) -> (HealthState, HealthState) {
+    let health = store.stats().health.remove(0).1;
+    (health.reads.state, health.writes.state)
+}
+
+#[test]
+fn a_stage_that_takes_no_writes_is_read() {
+    let (store, stage, clock) = on_clock(dram(4));
+    put(&store, &keys(0..128), BLOCK);
+    flush(&store);
+    stage.fails_writes.store(true, Relaxed);
+    pass_until(&store, &clock, false);
+    let outcomes = put(&store, &keys(128..136), BLOCK);
+    assert!(outcomes.iter().all(|o| matches!(o, PutOutcome::Stored)), "{outcomes:?}");
+    store.flush(CallOptions::default()).unwrap_err();
+    for _ in 0..8 {
+        clock.advance(SECOND);
+        assert!(check(&store, &keys(0..128)).iter().all(Option::is_some), "reads go on");
+    }
+    let (reads, writes) = circuits(&store);
+    assert_eq!(reads, HealthState::Healthy);
+    assert_ne!(writes, HealthState::Healthy);
+    let counters = store.stats().counters;
+    assert_eq!((counters.shed_gets, counters.shed_puts), (0, 8));
+    stage.fails_writes.store(false, Relaxed);
+    pass_until(&store, &clock, true);
+    let limit = Deadline::after(&SystemClock, Duration::from_secs(60));
+    while stage.stored.load(Relaxed) < 136 {
+        assert!(!limit.has_passed(&SystemClock), "{} are stored", stage.stored.load(Relaxed));
+        std::thread::yield_now();
+    }
+}
+
+#[test]
+fn a_stage_that_cannot_be_read_is_written() {
+    let (store, stage, clock) = on_clock(dram(4));
+    put(&store, &keys(0..128), BLOCK);
+    flush(&store);
+    stage.fails_reads.store(true, Relaxed);
+    for at in 0..2 {
+        drop(store.view(&keys(at..at + 1), CallOptions::default()));
+    }
+    assert_eq!(circuits(&store), (HealthState::Open, HealthState::Healthy));
+    assert_eq!(check(&store, &keys(0..8)), [None; 8], "misses, not failures");
+    put(&store, &keys(128..136), BLOCK);
+    flush(&store);
+    assert_eq!((stage.stored.load(Relaxed), store.stats().counters.shed_puts), (136, 0));
+    stage.fails_reads.store(false, Relaxed);
+    pass_until(&store, &clock, true);
+    assert_eq!(check(&store, &keys(0..8)), [Some("map"); 8]);
+}
+
 #[test]
 fn a_stage_that_dies_while_idle_is_found_before_anyone_asks_for_it() {
     let (store, stage, clock) = on_clock(dram(4));

@@ -210,7 +210,13 @@ impl Page<'_> {
                 continue;
             };
             let error = health.last_error.as_deref().unwrap_or("no error was told");
-            let what = format!("circuit open for {}: {error}", span(health.since_s));
+            let unused = match (health.reads, health.writes) {
+                (HealthState::Healthy, HealthState::Open | HealthState::Probing) => "circuit open for writes",
+                (HealthState::Open | HealthState::Probing, HealthState::Healthy) => "circuit open for reads",
+                // Both, or a node that does not tell them apart.
+                _ => "circuit open",
+            };
+            let what = format!("{unused} for {}: {error}", span(health.since_s));
             let what = self.screen.verdict(false, &what);
             self.line(&tier.name, &what);
         }

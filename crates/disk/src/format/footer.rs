@@ -83,6 +83,15 @@ impl Trailer {
     }
 }
 
+/// Encodes entries in a row.
+pub fn encode_entries(entries: &[Entry]) -> Vec<u8> {
+    let mut encoded = vec![0; entries.len() * ENTRY_BYTES];
+    for (slot, entry) in encoded.chunks_mut(ENTRY_BYTES).zip(entries) {
+        entry.encode(slot);
+    }
+    encoded
+}
+
 /// Reads entries that stand in a row and whose checksum is known.
 pub fn decode_entries(bytes: &[u8], sum: Checksum) -> Result<Vec<Entry>, FormatError> {
     if checksum(bytes) != sum {

@@ -65,6 +65,13 @@ impl Frame {
         Ok(frame)
     }
 
+    /// Reads the header page of a segment's first frame, which lies behind the segment's header,
+    /// where nothing else names the segment's id.
+    pub fn decode_first(page: &[u8], number: u32) -> Result<Self, FormatError> {
+        let segment_id: RandomId = open_page(page, MAGIC)?.array();
+        Self::decode(page, &segment_id, number, 1)
+    }
+
     /// Payloads follow each other from the page after the header; nothing else is in a frame.
     fn check_places(&self, number: u32) -> Result<(), FormatError> {
         let mut next = self.page.checked_add(1);

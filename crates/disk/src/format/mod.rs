@@ -15,7 +15,7 @@ use thiserror::Error;
 pub use checkpoint::{Checkpoint, CheckpointHead, CoveredSegment};
 pub use entry::{ENTRY_BYTES, Entry, EntryKind};
 pub use fields::page_checksum;
-pub use footer::{Trailer, decode_entries, encode_footer, footer_bytes};
+pub use footer::{Trailer, decode_entries, encode_entries, encode_footer, footer_bytes};
 pub use frame::{ENTRIES_PER_FRAME, Frame};
 pub use header::{SegmentHeader, WriterName};
 

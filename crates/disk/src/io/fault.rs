@@ -72,6 +72,7 @@ impl FaultPlan {
             }),
             files: Arc::new(FaultyFiles { inner: Arc::clone(&io.files), plan: Arc::clone(self) }),
             workers: Arc::clone(&io.workers),
+            readers: Arc::clone(&io.readers),
             clock: Arc::clone(&io.clock),
         }
     }
@@ -196,6 +197,11 @@ impl FileOperations for FaultyFiles {
     fn overwrite(&self, path: &Path) -> io::Result<u64> {
         self.plan.operation()?;
         self.inner.overwrite(path)
+    }
+
+    fn set_aside(&self, path: &Path) -> io::Result<PathBuf> {
+        self.plan.operation()?;
+        self.inner.set_aside(path)
     }
 
     fn remove(&self, path: &Path) -> io::Result<()> {

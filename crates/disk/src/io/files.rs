@@ -1,9 +1,9 @@
 //! Everything about files that is not a transfer: making, finding, renaming, removing them.
 
 use std::fmt;
-use std::fs::{self, File, OpenOptions};
+use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io::{self, Write as _};
-use std::os::unix::fs::{FileExt as _, OpenOptionsExt as _};
+use std::os::unix::fs::{DirBuilderExt as _, FileExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 
 use rustix::fs::{FallocateFlags, OFlags, SeekFrom, fallocate, seek};
@@ -12,6 +12,8 @@ use crate::format::PAGE_BYTES;
 
 /// What is overwritten in one call.
 const OVERWRITE_BYTES: usize = 1 << 20;
+/// So many things that lie under one name are kept beside it.
+const SET_ASIDE_MAX: u32 = 100;
 
 /// What an opened file is for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -29,7 +31,8 @@ pub enum OpenMode {
 
 /// What the file tier asks of a file system, beside transfers. A fake one makes disks fail.
 pub trait FileOperations: Send + Sync + fmt::Debug {
-    /// Opens a file; with `direct`, past the page cache, or fails with `InvalidInput`.
+    /// Opens a file; with `direct`, past the page cache, or fails with `InvalidInput`. A
+    /// directory fails with `IsADirectory`.
     fn open(&self, path: &Path, mode: OpenMode, direct: bool) -> io::Result<File>;
 
     /// Cuts a file, or makes it longer with zeroes.
@@ -53,10 +56,13 @@ pub trait FileOperations: Send + Sync + fmt::Debug {
     /// Writes zeroes over all of a file that was ever written, and syncs it; how many bytes.
     fn overwrite(&self, path: &Path) -> io::Result<u64>;
 
+    /// Renames what lies under a name, so that the name is free. Nothing is lost by it.
+    fn set_aside(&self, path: &Path) -> io::Result<PathBuf>;
+
     /// Removes a file.
     fn remove(&self, path: &Path) -> io::Result<()>;
 
-    /// Makes a directory and those above it; fine when it exists.
+    /// Makes a directory and those above it, for this user alone; fine when it exists.
     fn make_directory(&self, path: &Path) -> io::Result<()>;
 
     /// Brings creations, renames and removals in a directory to stable storage.
@@ -82,7 +88,16 @@ impl FileOperations for SystemFiles {
         if direct {
             options.custom_flags(OFlags::DIRECT.bits().cast_signed());
         }
-        let file = options.open(path)?;
+        let file = match options.open(path) {
+            // Directories take no `O_DIRECT` either.
+            Err(error) if error.kind() == io::ErrorKind::InvalidInput && path.is_dir() => {
+                return Err(io::ErrorKind::IsADirectory.into());
+            }
+            opened => opened?,
+        };
+        if file.metadata()?.is_dir() {
+            return Err(io::ErrorKind::IsADirectory.into());
+        }
         if let OpenMode::Create { allocate_bytes } = mode {
             allocate(path, &file, allocate_bytes)?;
         }
@@ -123,20 +138,36 @@ impl FileOperations for SystemFiles {
         let mut name = path.as_os_str().to_owned();
         name.push(".tmp");
         let temporary = PathBuf::from(name);
-        let mut file = OpenOptions::new()
-            .write(true)
-            .create(true)
-            .truncate(true)
-            .mode(0o600)
-            .open(&temporary)?;
+        let create = || {
+            let mut options = OpenOptions::new();
+            options.write(true).create(true).truncate(true).mode(0o600).open(&temporary)
+        };
+        let mut file = create().or_else(|error| free_name(self, &temporary, error, create))?;
         file.write_all(bytes)?;
         file.sync_all()?;
-        fs::rename(&temporary, path)?;
+        self.rename(&temporary, path)?;
         path.parent().map_or(Ok(()), |directory| self.sync_directory(directory))
     }
 
     fn rename(&self, from: &Path, to: &Path) -> io::Result<()> {
-        fs::rename(from, to)
+        let rename = || fs::rename(from, to);
+        rename().or_else(|error| free_name(self, to, error, rename))
+    }
+
+    fn set_aside(&self, path: &Path) -> io::Result<PathBuf> {
+        for number in 0..SET_ASIDE_MAX {
+            let mut name = path.as_os_str().to_owned();
+            name.push(format!(".set-aside-{number}"));
+            let target = PathBuf::from(name);
+            match fs::symlink_metadata(&target) {
+                Ok(_) => {}
+                Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                    return fs::rename(path, &target).map(|()| target);
+                }
+                Err(error) => return Err(error),
+            }
+        }
+        Err(io::ErrorKind::AlreadyExists.into())
     }
 
     fn overwrite(&self, path: &Path) -> io::Result<u64> {
@@ -168,7 +199,7 @@ impl FileOperations for SystemFiles {
     }
 
     fn make_directory(&self, path: &Path) -> io::Result<()> {
-        fs::create_dir_all(path)
+        DirBuilder::new().recursive(true).mode(0o700).create(path)
     }
 
     fn sync_directory(&self, path: &Path) -> io::Result<()> {
@@ -177,6 +208,32 @@ impl FileOperations for SystemFiles {
 
     fn list(&self, path: &Path) -> io::Result<Vec<PathBuf>> {
         fs::read_dir(path)?.map(|entry| Ok(entry?.path())).collect()
+    }
+}
+
+/// Tries again once a directory no longer lies where a file belongs.
+fn free_name<T>(
+    files: &SystemFiles,
+    path: &Path,
+    error: io::Error,
+    again: impl FnOnce() -> io::Result<T>,
+) -> io::Result<T> {
+    if error.kind() != io::ErrorKind::IsADirectory {
+        return Err(error);
+    }
+    files.set_aside(path)?;
+    again()
+}
+
+/// Makes a directory of the tier's own below its directory. What lies under its name and is no
+/// directory is set aside.
+pub(crate) fn make_directory_within(files: &dyn FileOperations, path: &Path) -> io::Result<()> {
+    match files.make_directory(path) {
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
+            files.set_aside(path)?;
+            files.make_directory(path)
+        }
+        made => made,
     }
 }
 

@@ -18,6 +18,7 @@ use cascade_memory::Pool;
 
 use crate::{DiskError, EngineKind};
 
+pub(crate) use files::make_directory_within;
 pub use files::{FileOperations, OpenMode, SystemFiles};
 pub use psync::PsyncEngine;
 pub use transfer::{Buffer, PageBuffer, Transfer, TransferKind};
@@ -139,6 +140,8 @@ pub struct Io {
     pub files: Arc<dyn FileOperations>,
     /// Threads for calls that could hang.
     pub workers: Arc<Workers>,
+    /// Threads for calls that only read: a file system that takes no writes may give what it has.
+    pub readers: Arc<Workers>,
     /// Time.
     pub clock: Arc<dyn Clock>,
 }
@@ -154,8 +157,13 @@ impl Io {
         pool: Option<&Pool>,
         clock: Arc<dyn Clock>,
     ) -> Result<Self, DiskError> {
-        let workers = Arc::new(Workers::new(queue_depth.clamp(2, 16) as usize));
-        let psync = || PsyncEngine::new(Arc::clone(&workers), queue_depth, Arc::clone(&clock));
+        let threads_max = queue_depth.clamp(2, 16) as usize;
+        let workers = Arc::new(Workers::new(threads_max));
+        let readers = Arc::new(Workers::new(threads_max));
+        let psync = || {
+            let (workers, readers) = (Arc::clone(&workers), Arc::clone(&readers));
+            PsyncEngine::new(workers, readers, queue_depth, Arc::clone(&clock))
+        };
         let uring = || UringEngine::new(queue_depth, pool, Arc::clone(&clock));
         let engine: Arc<dyn Engine> = match kind {
             EngineKind::Psync => Arc::new(psync()),
@@ -169,12 +177,12 @@ impl Io {
                 reason: format!("this kernel refuses io_uring ({source}); use auto or psync"),
             })?),
         };
-        Ok(Self { engine, files: Arc::new(SystemFiles), workers, clock })
+        Ok(Self { engine, files: Arc::new(SystemFiles), workers, readers, clock })
     }
 
     /// Calls whose deadline passed and that go on in the kernel.
     pub(crate) fn stuck_calls(&self) -> u64 {
-        self.workers.stuck_jobs() + self.engine.stuck_calls()
+        self.workers.stuck_jobs() + self.readers.stuck_jobs() + self.engine.stuck_calls()
     }
 
     /// Runs a file operation on a worker, so that a hung file system costs only the deadline.
@@ -189,8 +197,38 @@ impl Io {
         T: Send + 'static,
         F: FnOnce(&dyn FileOperations) -> io::Result<T> + Send + 'static,
     {
+        self.call_on(&self.workers, operation, path, deadline, work)
+    }
+
+    /// As `call`, for what only reads.
+    pub(crate) fn call_reading<T, F>(
+        &self,
+        operation: &'static str,
+        path: &Path,
+        deadline: Deadline,
+        work: F,
+    ) -> Result<T, DiskError>
+    where
+        T: Send + 'static,
+        F: FnOnce(&dyn FileOperations) -> io::Result<T> + Send + 'static,
+    {
+        self.call_on(&self.readers, operation, path, deadline, work)
+    }
+
+    fn call_on<T, F>(
+        &self,
+        workers: &Workers,
+        operation: &'static str,
+        path: &Path,
+        deadline: Deadline,
+        work: F,
+    ) -> Result<T, DiskError>
+    where
+        T: Send + 'static,
+        F: FnOnce(&dyn FileOperations) -> io::Result<T> + Send + 'static,
+    {
         let files = Arc::clone(&self.files);
-        self.workers
+        workers
             .call(move || work(files.as_ref()), deadline, self.clock.as_ref())
             .and_then(|result| result)
             .map_err(|source| DiskError::from_io(operation, path, source))

@@ -14,6 +14,8 @@ use super::{Engine, Finished, Traffic, Transfer, TransferKind, Workers};
 #[derive(Debug)]
 pub struct PsyncEngine {
     workers: Arc<Workers>,
+    /// Reads have threads of their own: writes that hang take none from them.
+    readers: Arc<Workers>,
     lanes: usize,
     clock: Arc<dyn Clock>,
     /// Transfers that a thread carries out although nobody waits for them.
@@ -39,20 +41,27 @@ type Handed = Arc<Mutex<Option<Transfer>>>;
 
 impl PsyncEngine {
     /// At most `queue_depth` transfers at once, as far as there are threads.
-    pub fn new(workers: Arc<Workers>, queue_depth: u32, clock: Arc<dyn Clock>) -> Self {
+    pub fn new(
+        workers: Arc<Workers>,
+        readers: Arc<Workers>,
+        queue_depth: u32,
+        clock: Arc<dyn Clock>,
+    ) -> Self {
         let lanes = workers.threads_max().min(queue_depth as usize);
-        Self { workers, lanes, clock, stuck: Arc::default() }
+        Self { workers, readers, lanes, clock, stuck: Arc::default() }
     }
 
     fn hand_over(
         &self,
         number: usize,
+        kind: TransferKind,
         handed: &Handed,
         returned: &Arc<Returned>,
     ) -> io::Result<()> {
+        let workers = if kind == TransferKind::Read { &self.readers } else { &self.workers };
         let (handed, returned) = (Arc::clone(handed), Arc::clone(returned));
         let stuck = Arc::clone(&self.stuck);
-        self.workers.submit(Box::new(move || {
+        workers.submit(Box::new(move || {
             let taken = handed.lock().unwrap_or_else(PoisonError::into_inner).take();
             if let Some(mut transfer) = taken {
                 let result = carry_out(&mut transfer);
@@ -79,8 +88,9 @@ impl Engine for PsyncEngine {
         loop {
             while under_way.len() < self.lanes {
                 let Some((number, transfer)) = traffic.next() else { break };
+                let kind = transfer.kind;
                 let handed = Arc::new(Mutex::new(Some(transfer)));
-                match self.hand_over(number, &handed, &returned) {
+                match self.hand_over(number, kind, &handed, &returned) {
                     Ok(()) => drop(under_way.insert(number, handed)),
                     Err(error) => traffic.end(number, taken_back(&handed, error)),
                 }

@@ -9,8 +9,11 @@ use cascade_block::{BlockKey, Checksum, Deadline, checksum};
 use cascade_memory::Slab;
 
 use super::PerBlockFiles;
+use crate::error::is_misplaced;
 use crate::format::{Entry, EntryKind, Frame, PAGE_BYTES, RandomId, page_aligned, pages_of};
-use crate::io::{Buffer, FileOperations, OpenMode, PageBuffer, Transfer, TransferKind};
+use crate::io::{
+    Buffer, FileOperations, OpenMode, PageBuffer, Transfer, TransferKind, make_directory_within,
+};
 use crate::placement::{received_slab, receiving_buffers, sending_buffers};
 use crate::tier::ReadRequest;
 use crate::{Address, Damage, DiskError, ReadOutcome, Reclaimed, RecordMeta};
@@ -119,7 +122,7 @@ impl PerBlockFiles {
     ) -> Vec<ReadOutcome> {
         let paths: Vec<_> = batch.iter().map(|request| self.path(&request.key)).collect();
         let (sources, direct) = (paths.clone(), self.is_direct);
-        let opened = self.io.call("open", &self.config.directory, deadline, move |files| {
+        let opened = self.io.call_reading("open", &self.config.directory, deadline, move |files| {
             let open = |path: &PathBuf| files.open(path, OpenMode::Read, direct);
             Ok(sources.iter().map(open).collect::<Vec<_>>())
         });
@@ -141,6 +144,7 @@ impl PerBlockFiles {
             outcomes.push(match file {
                 _ if is_hidden => Err(ReadOutcome::Gone),
                 Err(error) if error.kind() == io::ErrorKind::NotFound => Err(ReadOutcome::Gone),
+                Err(error) if is_misplaced(&error) => Err(self.damaged(Damage::Header)),
                 Err(error) => Err(ReadOutcome::Failed(DiskError::from_io("open", path, error))),
                 Ok(file) => {
                     let asked = (request.key, request.address, request.slab.len());
@@ -247,18 +251,49 @@ impl PerBlockFiles {
         keep: &mut dyn FnMut(&RecordMeta, Address) -> bool,
         deadline: Deadline,
     ) -> Result<Reclaimed, DiskError> {
+        let damaged_bytes = self.remove_damaged(deadline)?;
         let (mut kept, mut gone) = (Vec::new(), Vec::new());
         let chosen = self.choose(keep, &mut kept, &mut gone, deadline);
         let freed = chosen.and_then(|()| self.remove_files(&gone, deadline));
         let mut known = self.known();
         known.put_back(kept);
         match freed {
-            Ok(bytes_freed) => Ok(Reclaimed { moved: Vec::new(), dropped: gone, bytes_freed }),
+            Ok(freed) => {
+                let bytes_freed = freed + damaged_bytes;
+                Ok(Reclaimed { moved: Vec::new(), dropped: gone, bytes_freed })
+            }
             Err(error) => {
                 known.put_back(gone.into_iter().map(|(_, address)| address));
                 Err(error)
             }
         }
+    }
+
+    /// Removes the files that were found damaged at the opening, unless a block was stored in their
+    /// place since; how many bytes they took.
+    fn remove_damaged(&self, deadline: Deadline) -> Result<u64, DiskError> {
+        let damaged = self.known().take_damaged();
+        if damaged.is_empty() {
+            return Ok(0);
+        }
+        let bytes = damaged.iter().map(|file| file.bytes).sum();
+        let targets: Vec<_> = damaged.iter().map(|file| (self.path(&file.key), file.key)).collect();
+        let directory = self.config.directory.clone();
+        let removed = self.change_names("remove files under", &directory, deadline, move |files| {
+            for (path, key) in &targets {
+                if read_header(files, path, key)?.is_none() {
+                    match files.remove(path) {
+                        Err(error) if !is_misplaced(&error) => return Err(error),
+                        Ok(()) | Err(_) => {}
+                    }
+                }
+            }
+            Ok(())
+        });
+        if removed.is_err() {
+            self.known().add_damaged(damaged);
+        }
+        removed.map(|()| bytes)
     }
 
     /// Takes the oldest writes out of the order, and says of each whether it stays.
@@ -275,7 +310,11 @@ impl PerBlockFiles {
             let next = self.known().next_in_order();
             let Some((key, address, bytes)) = next else { break };
             seen_bytes += bytes;
-            let entry = self.load_entry(&key, deadline).inspect_err(|_| kept.push(address))?;
+            let entry = match self.load_entry(&key, deadline) {
+                // What the device does not give is damaged as well: its place is wanted.
+                Err(DiskError::Io { .. }) => None,
+                entry => entry.inspect_err(|_| kept.push(address))?,
+            };
             let own = entry.filter(|entry| address_of(entry) == address);
             match own {
                 Some(entry) if !entry.meta.has_expired(now) && keep(&entry.meta, address) => {
@@ -300,13 +339,17 @@ impl PerBlockFiles {
             for path in &paths {
                 match files.open(path, OpenMode::Read, false) {
                     Ok(file) => file.sync_data()?,
-                    Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+                    // It was removed, by whomever: there is nothing to sync.
+                    Err(error) if is_misplaced(&error) => {}
                     Err(error) => return Err(error),
                 }
             }
             directories.sort_unstable();
             directories.dedup();
-            directories.iter().try_for_each(|path| files.sync_directory(path))
+            directories.iter().try_for_each(|path| match files.sync_directory(path) {
+                Err(error) if !is_misplaced(&error) => Err(error),
+                Ok(()) | Err(_) => Ok(()),
+            })
         })
     }
 
@@ -341,7 +384,7 @@ fn open_block(
     key: &BlockKey,
 ) -> io::Result<Option<(File, Entry)>> {
     let file = match files.open(path, OpenMode::Read, false) {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+        Err(error) if is_misplaced(&error) => return Ok(None),
         other => other?,
     };
     let mut page = PageBuffer::zeroed(PAGE_BYTES);
@@ -367,7 +410,8 @@ pub(super) fn remove_file(
         Err(error) => return Err(error),
     }
     match files.remove(path) {
-        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
+        // Nothing of this write lies there: its file is gone.
+        Err(error) if !is_misplaced(&error) => Err(error),
         Ok(()) | Err(_) => Ok(None),
     }
 }
@@ -376,11 +420,14 @@ pub(super) fn remove_file(
 fn create(files: &dyn FileOperations, path: &Path, direct: bool) -> io::Result<File> {
     let mode = OpenMode::Create { allocate_bytes: 0 };
     match files.open(path, mode, direct) {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+        Err(error) if is_misplaced(&error) => {}
         other => return other,
     }
     if let Some(directory) = path.parent() {
-        files.make_directory(directory)?;
+        if let Some(blocks) = directory.parent().filter(|it| it.ends_with("blocks")) {
+            make_directory_within(files, blocks)?;
+        }
+        make_directory_within(files, directory)?;
     }
     files.open(path, mode, direct)
 }

@@ -20,9 +20,18 @@ pub(super) struct Known {
     /// The order in which files are reclaimed; may name writes that are gone.
     order: VecDeque<Address>,
     used_bytes: u64,
+    /// Files whose header is damaged: nobody can read them, and a reclaim removes them first.
+    damaged: Vec<DamagedFile>,
     /// Blocks that are to be gone but whose files may still be there.
     hidden: HashSet<(BlockKey, Address)>,
     pub(super) unsynced: Vec<BlockKey>,
+}
+
+/// A file under a block's name that holds no block.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct DamagedFile {
+    pub(super) key: BlockKey,
+    pub(super) bytes: u64,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -61,6 +70,10 @@ impl Known {
         self.keys.get(&address).copied()
     }
 
+    pub(super) fn any_key(&self) -> Option<BlockKey> {
+        self.files.keys().next().copied()
+    }
+
     /// Forgets a write; the bytes of its file, or 0 if it was not known.
     pub(super) fn forget(&mut self, key: &BlockKey, address: Address) -> u64 {
         if !self.is(key, address) {
@@ -80,6 +93,18 @@ impl Known {
             }
         }
         None
+    }
+
+    pub(super) fn add_damaged(&mut self, files: Vec<DamagedFile>) {
+        self.used_bytes += files.iter().map(|file| file.bytes).sum::<u64>();
+        self.damaged.extend(files);
+    }
+
+    /// Their bytes are counted no longer.
+    pub(super) fn take_damaged(&mut self) -> Vec<DamagedFile> {
+        let files = std::mem::take(&mut self.damaged);
+        self.used_bytes -= files.iter().map(|file| file.bytes).sum::<u64>();
+        files
     }
 
     /// Puts writes back behind the others.

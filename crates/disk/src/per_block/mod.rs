@@ -11,6 +11,7 @@ mod known;
 mod recovery;
 
 use std::collections::BTreeSet;
+use std::fs::File;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -24,8 +25,9 @@ pub(crate) use self::block_file::{address_of, key_of, read_header};
 use self::known::Known;
 use crate::format::Entry;
 use crate::gate::Gate;
-use crate::io::{FileOperations, Io, Transfer};
+use crate::io::{FileOperations, Io, OpenMode, Transfer};
 use crate::lock::DirectoryLock;
+use crate::problems::Problems;
 use crate::tier::ReadRequest;
 use crate::{
     Address, BlockFiles, Damage, DiskError, DiskStats, ErasedFiles, FileTierConfig, ReadOutcome,
@@ -45,7 +47,8 @@ pub struct PerBlockFiles {
     /// The next write's number: from a random start, so that no other process has the same.
     next_nonce: AtomicU64,
     counters: Counters,
-    lock: DirectoryLock,
+    problems: Problems,
+    lock: Arc<DirectoryLock>,
 }
 
 #[derive(Debug, Default)]
@@ -243,6 +246,20 @@ impl PerBlockFiles {
         Ok(freed)
     }
 
+    /// A file to probe the device with: one that is known, if it is still there.
+    fn open_any(&self, deadline: Deadline) -> Result<Option<Arc<File>>, DiskError> {
+        let Some(key) = self.known().any_key() else { return Ok(None) };
+        let (path, direct) = (self.path(&key), self.is_direct);
+        let opened = path.clone();
+        let opened = self.io.call_reading("open", &path, deadline, move |files| {
+            files.open(&opened, OpenMode::Read, direct)
+        });
+        match opened {
+            Err(error) if error.is_misplaced() => Ok(None),
+            opened => opened.map(|file| Some(Arc::new(file))),
+        }
+    }
+
     fn damaged(&self, damage: Damage) -> ReadOutcome {
         self.counters.records_damaged.fetch_add(1, Ordering::Relaxed);
         ReadOutcome::Damaged(damage)
@@ -371,6 +388,15 @@ impl BlockFiles for PerBlockFiles {
 
     fn probe_device(&self, deadline: Deadline) -> Result<(), DiskError> {
         device_probe::probe(&self.io, &self.config, &self.lock, self.is_direct, deadline)
+    }
+
+    fn probe_reads(&self, deadline: Deadline) -> Result<(), DiskError> {
+        let blocks = self.open_any(deadline)?;
+        device_probe::probe_reads(&self.io, &self.config, &self.lock, blocks, deadline)
+    }
+
+    fn problems(&self) -> Vec<String> {
+        self.problems.all()
     }
 
     fn erase(&self, deadline: Deadline) -> Result<ErasedFiles, DiskError> {

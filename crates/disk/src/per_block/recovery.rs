@@ -5,17 +5,21 @@ use std::path::Path;
 use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex};
 
-use cascade_block::Deadline;
+use cascade_block::{BlockKey, Deadline};
 
 use super::block_file::{address_of, key_of, read_header};
-use super::known::Known;
+use super::known::{DamagedFile, Known};
 use super::{Counters, PerBlockFiles};
 use crate::format::{Entry, FormatError, Frame, PAGE_BYTES};
 use crate::gate::Gate;
-use crate::io::{FileOperations, Io, OpenMode, PageBuffer};
+use crate::io::{FileOperations, Io, OpenMode, PageBuffer, make_directory_within};
 use crate::lock::{DirectoryLock, probe_direct};
+use crate::problems::Problems;
 use crate::random::random_bytes;
 use crate::{DiskError, FileTierConfig, Recovery, StoredManifest, manifests};
+
+/// So many problems of an opening are told in words.
+const PROBLEMS_MAX: usize = 8;
 
 impl PerBlockFiles {
     /// Locks the writer's name and finds the block files that are there, whoever wrote them.
@@ -30,10 +34,13 @@ impl PerBlockFiles {
         let writer = config.writer.to_string();
         let blocks = directory.join("blocks");
         let listed = blocks.clone();
-        let (mut recovery, mut entries) = io.call("read", &blocks, deadline, move |files| {
-            files.make_directory(&listed)?;
-            Ok(find_blocks(files, &listed, &writer))
+        let top = directory.clone();
+        let found = io.call("read", &blocks, deadline, move |files| {
+            make_directory_within(files, &listed)?;
+            Ok(find_blocks(files, &top, &writer))
         })??;
+        let FoundBlocks { mut recovery, mut entries, damaged, problems } = found;
+        let problems = Problems::new(lock.problem().into_iter().chain(problems));
         entries.sort_by_key(|entry| entry.meta.written_unix_ms);
         let now = io.clock.unix_ms();
         let mut known = Known::default();
@@ -41,6 +48,7 @@ impl PerBlockFiles {
             // Expired files are known too: a reclaim takes them away.
             known.add(entry);
         }
+        known.add_damaged(damaged);
         let found = entries.len();
         entries.retain(|entry| !entry.meta.has_expired(now));
         recovery.expired_records = (found - entries.len()) as u64;
@@ -49,6 +57,11 @@ impl PerBlockFiles {
             .into_iter()
             .filter(|each| matches!(each, StoredManifest::Bad { .. }))
             .collect();
+        for each in &recovery.bad_manifests {
+            if let StoredManifest::Bad { path, reason } = each {
+                problems.note(format!("{}: {reason}", path.display()));
+            }
+        }
         let first_nonce = random_bytes()
             .map_err(|source| DiskError::from_io("number the writes under", &blocks, source))?;
         let files = Self {
@@ -60,63 +73,97 @@ impl PerBlockFiles {
             names: Arc::new(Gate::new(())),
             next_nonce: AtomicU64::new(u64::from_le_bytes(first_nonce)),
             counters: Counters::default(),
+            problems,
             lock,
         };
         Ok((files, recovery))
     }
 }
 
-/// Reads the first page of every block file, and removes what this writer left unfinished.
+/// What lies below a directory of block files.
+#[derive(Debug, Default)]
+struct FoundBlocks {
+    recovery: Recovery,
+    entries: Vec<Entry>,
+    damaged: Vec<DamagedFile>,
+    problems: Vec<String>,
+}
+
+/// Reads the first page of every block file, and removes what this writer left unfinished. What
+/// cannot be read is told and passed: the other files are as good as before.
 fn find_blocks(
     files: &dyn FileOperations,
-    blocks: &Path,
+    directory: &Path,
     writer: &str,
-) -> Result<(Recovery, Vec<Entry>), DiskError> {
-    let mut recovery = Recovery::default();
-    let mut entries = Vec::new();
-    let failed = |path: &Path, source| DiskError::from_io("read", path, source);
-    let mut pending = files.list(blocks).map_err(|error| failed(blocks, error))?;
+) -> Result<FoundBlocks, DiskError> {
+    let mut found = FoundBlocks::default();
+    let blocks = directory.join("blocks");
+    let mut pending =
+        files.list(&blocks).map_err(|error| DiskError::from_io("read", &blocks, error))?;
     while let Some(path) = pending.pop() {
         if let Some(key) = key_of(&path) {
-            recovery.files += 1;
+            found.recovery.files += 1;
             match read_header(files, &path, &key) {
-                Ok(Some(entry)) => entries.push(entry),
-                Ok(None) => note_damage(files, &path, &mut recovery)?,
-                Err(error) => return Err(failed(&path, error)),
+                Ok(Some(entry)) => found.entries.push(entry),
+                Ok(None) => found.note_damage(files, &path, key)?,
+                Err(error) => found.note_unread(&path, error)?,
             }
         } else if is_unfinished(&path, writer) {
-            recovery.torn_records += 1;
-            files.remove(&path).map_err(|error| failed(&path, error))?;
+            found.recovery.torn_records += 1;
+            // What is still there takes space, and is no block to anyone.
+            files.remove(&path).or_else(|error| found.note_unread(&path, error))?;
         } else if path.extension().is_none() {
             match files.list(&path) {
                 Ok(children) => pending.extend(children),
-                Err(error) if error.kind() == io::ErrorKind::NotADirectory => {}
-                Err(error) => return Err(failed(&path, error)),
+                Err(error) => found.note_unread(&path, error)?,
             }
         }
     }
-    Ok((recovery, entries))
+    Ok(found)
 }
 
-/// Counts a file that is no block, or refuses one of another version.
-fn note_damage(
-    files: &dyn FileOperations,
-    path: &Path,
-    recovery: &mut Recovery,
-) -> Result<(), DiskError> {
-    recovery.damaged_structures += 1;
-    let read = || -> io::Result<Vec<u8>> {
-        let file = files.open(path, OpenMode::Read, false)?;
-        let mut page = PageBuffer::zeroed(PAGE_BYTES);
-        let read = files.read(&file, 0, page.bytes_mut())?;
-        Ok(page.bytes()[..read].to_vec())
-    };
-    let Ok(page) = read() else { return Ok(()) };
-    match Frame::decode(&page, &[0; 16], 0, 0) {
-        Err(FormatError::Version { found }) => {
-            Err(DiskError::UnknownVersion { path: path.to_owned(), found })
+impl FoundBlocks {
+    /// Counts a file that holds no block, or refuses one of another version.
+    fn note_damage(
+        &mut self,
+        files: &dyn FileOperations,
+        path: &Path,
+        key: BlockKey,
+    ) -> Result<(), DiskError> {
+        let read = || -> io::Result<(Vec<u8>, u64)> {
+            let file = files.open(path, OpenMode::Read, false)?;
+            let mut page = PageBuffer::zeroed(PAGE_BYTES);
+            let read = files.read(&file, 0, page.bytes_mut())?;
+            Ok((page.bytes()[..read].to_vec(), files.length(&file)?))
+        };
+        let (page, bytes) = match read() {
+            Ok(read) => read,
+            Err(error) => return self.note_unread(path, error),
+        };
+        if let Err(FormatError::Version { found }) = Frame::decode(&page, &[0; 16], 0, 0) {
+            return Err(DiskError::UnknownVersion { path: path.to_owned(), found });
         }
-        _ => Ok(()),
+        self.recovery.damaged_structures += 1;
+        self.damaged.push(DamagedFile { key, bytes });
+        self.problem(format!("{}: its header is damaged or another block's", path.display()));
+        Ok(())
+    }
+
+    /// Counts what cannot be read: something that is no file, or a file in a bad place of the
+    /// device.
+    fn note_unread(&mut self, path: &Path, error: io::Error) -> Result<(), DiskError> {
+        if error.kind() == io::ErrorKind::TimedOut {
+            return Err(DiskError::from_io("read", path, error));
+        }
+        self.recovery.misplaced_files += 1;
+        self.problem(format!("{}: {error}", path.display()));
+        Ok(())
+    }
+
+    fn problem(&mut self, problem: String) {
+        if self.problems.len() < PROBLEMS_MAX {
+            self.problems.push(problem);
+        }
     }
 }
 

@@ -4,10 +4,12 @@
 //! a slot appears in memory only after all of its frame was written; an address names the same
 //! bytes for as long as it names any.
 
+mod begin;
 mod erase;
 mod read;
 mod reclaim;
 mod recovery;
+mod repair;
 mod replay;
 mod run;
 mod segment;
@@ -27,6 +29,7 @@ use self::write::WriterState;
 use crate::gate::{Gate, GateGuard};
 use crate::io::Io;
 use crate::lock::DirectoryLock;
+use crate::problems::Problems;
 use crate::tier::ReadRequest;
 use crate::{
     Address, BlockFiles, DiskError, DiskStats, ErasedFiles, FileTierConfig, ReadOutcome, Reclaimed,
@@ -46,7 +49,8 @@ pub struct SegmentFiles {
     writer: Gate<WriterState>,
     reclaimer: Gate<()>,
     counters: Counters,
-    lock: DirectoryLock,
+    problems: Problems,
+    lock: Arc<DirectoryLock>,
 }
 
 /// Keys beyond the first of stored bytes, by address.
@@ -66,6 +70,7 @@ struct Counters {
     records_read: AtomicU64,
     bytes_read: AtomicU64,
     records_damaged: AtomicU64,
+    structures_damaged: AtomicU64,
     segments_failed: AtomicU64,
     bytes_moved: AtomicU64,
 }
@@ -177,6 +182,15 @@ impl BlockFiles for SegmentFiles {
         device_probe::probe(&self.io, &self.config, &self.lock, self.is_direct, deadline)
     }
 
+    fn probe_reads(&self, deadline: Deadline) -> Result<(), DiskError> {
+        let newest = self.all_segments().pop().map(|segment| Arc::clone(&segment.file));
+        device_probe::probe_reads(&self.io, &self.config, &self.lock, newest, deadline)
+    }
+
+    fn problems(&self) -> Vec<String> {
+        self.problems.all()
+    }
+
     fn erase(&self, deadline: Deadline) -> Result<ErasedFiles, DiskError> {
         self.erase_all(deadline)
     }
@@ -202,6 +216,7 @@ impl BlockFiles for SegmentFiles {
             records_read: load(&self.counters.records_read),
             bytes_read: load(&self.counters.bytes_read),
             records_damaged: load(&self.counters.records_damaged),
+            structures_damaged: load(&self.counters.structures_damaged),
             segments_failed: load(&self.counters.segments_failed),
             bytes_moved: load(&self.counters.bytes_moved),
             stuck_calls: self.io.stuck_calls(),

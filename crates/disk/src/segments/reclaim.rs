@@ -1,5 +1,6 @@
 //! Getting space back: one segment at a time, what is kept moves first.
 
+use std::collections::HashSet;
 use std::sync::{Arc, PoisonError};
 
 use cascade_block::{Deadline, checksum};
@@ -8,6 +9,7 @@ use super::run::{Payload, Pending};
 use super::segment::{Segment, Slot};
 use super::write::{Space, WriterState};
 use super::{Alias, SegmentFiles, count};
+use crate::error::is_misplaced;
 use crate::format::{Entry, EntryKind, PAGE_BYTES, pages_of};
 use crate::io::{Buffer, PageBuffer, Transfer, TransferKind};
 use crate::{Address, DiskError, Reclaimed, RecordMeta};
@@ -32,8 +34,9 @@ impl SegmentFiles {
         let _turn = self.enter(&self.reclaimer, deadline)?;
         let before = self.used_bytes();
         let Some(victim) = self.choose_victim(deadline)? else { return Ok(Reclaimed::default()) };
-        let entries = victim.entries(&self.io, deadline)?;
+        let entries = self.entries_of(&victim, deadline)?;
         let mut reclaimed = Reclaimed::default();
+        self.drop_unknown(&victim, &entries, &mut reclaimed);
         let moves = self.ask(&victim, &entries, keep, &mut reclaimed);
         self.forwards.write().unwrap_or_else(PoisonError::into_inner).clear();
         for batch in batches(moves) {
@@ -67,6 +70,24 @@ impl SegmentFiles {
             Some(segment) if live_percent(segment) < 50 => Some(Arc::clone(segment)),
             _ => candidates.into_iter().next(),
         })
+    }
+
+    /// Blocks that no entry describes go with their segment. Their keys are known as far as aliases
+    /// have them; reads under the others answer `Gone`.
+    fn drop_unknown(&self, victim: &Segment, entries: &[Entry], reclaimed: &mut Reclaimed) {
+        let known: HashSet<u32> = entries
+            .iter()
+            .filter(|entry| entry.kind == EntryKind::Block)
+            .map(|entry| entry.address.page())
+            .collect();
+        let state = victim.state();
+        for slot in state.live_slots().filter(|slot| !known.contains(&slot.page())) {
+            count(&self.counters.records_damaged, 1);
+            let address = Address::in_segment(victim.number, slot.page());
+            let aliases = self.aliases();
+            let others = aliases.get(&address).into_iter().flatten();
+            reclaimed.dropped.extend(others.map(|alias| (alias.meta.key, address)));
+        }
     }
 
     /// Asks for every live key of a segment whether it stays.
@@ -276,7 +297,8 @@ impl SegmentFiles {
     ) -> Result<(), DiskError> {
         let path = victim.path.clone();
         self.io.call("remove", &victim.path, deadline, move |files| match files.remove(&path) {
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(()),
+            // Its file is gone, and what lies there is none of ours.
+            Err(error) if is_misplaced(&error) => Ok(()),
             other => other,
         })?;
         writer.unsynced.retain(|segment| !Arc::ptr_eq(segment, victim));

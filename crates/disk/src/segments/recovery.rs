@@ -1,12 +1,12 @@
 //! Opening: finds segments, takes in footers and checkpoint, scans what was not sealed.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::fs::File;
 use std::io;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, RwLock};
 
-use cascade_block::{BlockKey, Deadline, checksum};
+use cascade_block::{BlockKey, Checksum, Deadline, checksum, with_causes};
 
 use super::replay::{Replay, replay};
 use super::run::tombstone;
@@ -14,11 +14,12 @@ use super::segment::{Index, Segment, SegmentState, Slot};
 use super::write::{Space, WriterState};
 use super::{Alias, Aliases, Counters, SegmentFiles};
 use crate::format::{
-    Checkpoint, CoveredSegment, ENTRY_BYTES, Entry, EntryKind, FormatError, RandomId,
+    Checkpoint, CoveredSegment, Entry, EntryKind, FormatError, PAGE_BYTES, RandomId, encode_entries,
 };
 use crate::gate::Gate;
 use crate::io::{Io, OpenMode};
 use crate::lock::{DirectoryLock, probe_direct};
+use crate::problems::Problems;
 use crate::random::random_bytes;
 use crate::scan::{FileSource, ScanError, ScanOptions, SegmentContent, read_segment, segment_name};
 use crate::{Address, DiskError, FileTierConfig, Recovery, StoredManifest, manifests};
@@ -44,13 +45,26 @@ impl SegmentFiles {
         let lock = DirectoryLock::make(&io, &config, deadline)?;
         let is_direct = config.direct && probe_direct(&io, &config, deadline)?;
         let mut recovery = Recovery::default();
-        let checkpoint = load_checkpoint(&io, &config, &mut recovery, deadline)?;
-        let covering = checkpoint.as_ref();
-        let mut found = find_segments(&io, &config, is_direct, covering, &mut recovery, deadline)?;
+        let problems = Problems::new(lock.problem());
+        let checkpoint = load_checkpoint(&io, &config, deadline)?.unwrap_or_else(|why| {
+            recovery.damaged_structures += 1;
+            let path = checkpoint_path(&config);
+            problems.note(format!("{}: {why}; the segments were read", path.display()));
+            None
+        });
+        recovery.used_checkpoint = checkpoint.is_some();
+        let opening =
+            Opening { io: &io, config: &config, is_direct, problems: &problems, deadline };
+        let (mut found, behind) = opening.find_segments(checkpoint.as_ref(), &mut recovery)?;
         let replay = take_in(&mut found, checkpoint.as_ref(), io.clock.unix_ms());
         recovery.expired_records = replay.expired;
-        let state = next_state(&found, checkpoint.as_ref(), &replay)
+        let state = next_state(&found, behind, checkpoint.as_ref(), &replay)
             .map_err(|source| DiskError::from_io("name", &directory, source))?;
+        let unreadable: Vec<u32> = found
+            .iter()
+            .filter(|each| each.content.unreadable_pages > 0)
+            .map(|each| each.number)
+            .collect();
         let (segments, aliases) = build(found, &replay);
         recovery.live = replay.live.iter().map(|entry| (entry.meta, entry.address)).collect();
         recovery.bad_manifests = manifests::load_all(&io, &directory, deadline)?
@@ -67,9 +81,11 @@ impl SegmentFiles {
             writer: Gate::new(state),
             reclaimer: Gate::new(()),
             counters: Counters::default(),
+            problems,
             lock,
         };
-        files.tidy(&replay.superseded, deadline)?;
+        files.note_manifests(&recovery.bad_manifests);
+        files.tidy(&replay.superseded, &unreadable, deadline)?;
         Ok((files, recovery))
     }
 
@@ -77,11 +93,13 @@ impl SegmentFiles {
     fn tidy(
         &self,
         superseded: &[(BlockKey, Address)],
+        unreadable: &[u32],
         deadline: Deadline,
     ) -> Result<(), DiskError> {
         for segment in self.all_segments() {
             let is_open = matches!(segment.state().index, Index::Memory(_));
-            if is_open {
+            // A footer would be written over frames that the device may give another time.
+            if is_open && !unreadable.contains(&segment.number) {
                 // Failing that it stays readable, and the next opening scans it again.
                 drop(self.try_seal(&segment, deadline));
             }
@@ -106,15 +124,15 @@ impl SegmentFiles {
         };
         let mut entries = Vec::new();
         for (covered, segment) in &segments {
-            let all = segment.entries(&self.io, deadline)?;
-            let before = |entry: &Entry| match entry.kind {
-                EntryKind::Block => entry.address.page() < covered.covered_page,
-                EntryKind::Alias | EntryKind::Tombstone => true,
+            let all = self.entries_of(segment, deadline)?;
+            let is_covered = |entry: &Entry| {
+                entry.kind == EntryKind::Block && entry.address.page() < covered.covered_page
             };
-            for entry in all.into_iter().filter(before) {
+            for entry in all.into_iter().filter(is_covered) {
                 self.checkpoint_entry(entry, &mut entries);
             }
         }
+        self.checkpoint_aliases(next_sequence, &mut entries);
         let checkpoint = Checkpoint {
             store_id,
             next_sequence,
@@ -140,26 +158,43 @@ impl SegmentFiles {
         self.all_segments().into_iter().map(cover).collect()
     }
 
-    /// Adds what a statement still says. A block that only aliases name is followed by the
-    /// removal of its first key.
+    /// Adds a block that is still live. One that only aliases name is followed by the removal of
+    /// its first key.
     fn checkpoint_entry(&self, entry: Entry, entries: &mut Vec<Entry>) {
         let Some(segment) = self.segment(entry.address.segment()) else { return };
-        match entry.kind {
-            EntryKind::Tombstone => {}
-            EntryKind::Block => {
-                let slot = segment.state().slot(entry.address.page());
-                let Some(slot) = slot.filter(Slot::is_live) else { return };
-                entries.push(entry);
-                if !slot.is_named(&entry.meta.key) {
-                    entries.push(Entry { kind: EntryKind::Tombstone, ..entry });
-                }
+        let slot = segment.state().slot(entry.address.page());
+        let Some(slot) = slot.filter(Slot::is_live) else { return };
+        entries.push(entry);
+        if !slot.is_named(&entry.meta.key) {
+            entries.push(Entry { kind: EntryKind::Tombstone, ..entry });
+        }
+    }
+
+    /// Adds the aliases. All of each is in memory, so that no damaged frame loses one.
+    fn checkpoint_aliases(&self, next_sequence: u64, entries: &mut Vec<Entry>) {
+        let blocks: HashMap<Address, Checksum> = entries
+            .iter()
+            .filter(|entry| entry.kind == EntryKind::Block)
+            .map(|entry| (entry.address, entry.payload_checksum))
+            .collect();
+        for (address, aliases) in &*self.aliases() {
+            let Some(sum) = blocks.get(address) else { continue };
+            for alias in aliases.iter().filter(|alias| alias.sequence < next_sequence) {
+                entries.push(Entry {
+                    kind: EntryKind::Alias,
+                    meta: alias.meta,
+                    address: *address,
+                    payload_checksum: *sum,
+                    sequence: alias.sequence,
+                });
             }
-            EntryKind::Alias => {
-                let aliases = self.aliases();
-                let mut others = aliases.get(&entry.address).into_iter().flatten();
-                if others.any(|alias| alias.sequence == entry.sequence) {
-                    entries.push(entry);
-                }
+        }
+    }
+
+    fn note_manifests(&self, bad: &[StoredManifest]) {
+        for each in bad {
+            if let StoredManifest::Bad { path, reason } = each {
+                self.problems.note(format!("{}: {reason}", path.display()));
             }
         }
     }
@@ -169,88 +204,166 @@ fn checkpoint_path(config: &FileTierConfig) -> PathBuf {
     config.directory.join(format!("{}.checkpoint", config.writer))
 }
 
-/// Opens and reads every segment of this writer, in the order of their numbers.
-fn find_segments(
-    io: &Io,
-    config: &FileTierConfig,
+/// What every step of an opening needs.
+struct Opening<'a> {
+    io: &'a Io,
+    config: &'a FileTierConfig,
     is_direct: bool,
-    checkpoint: Option<&Checkpoint>,
-    recovery: &mut Recovery,
+    problems: &'a Problems,
     deadline: Deadline,
-) -> Result<Vec<Found>, DiskError> {
-    let directory = config.directory.clone();
-    let paths =
-        io.call("list", &config.directory, deadline, move |files| files.list(&directory))?;
-    let mut numbered: Vec<_> = paths
-        .into_iter()
-        .filter_map(|path| {
-            let (writer, number) = segment_name(&path)?;
-            (writer == config.writer.as_str()).then_some((number, path.clone()))
-        })
-        .collect();
-    numbered.sort_unstable_by_key(|(number, _)| *number);
-    let covered: HashMap<u32, CoveredSegment> = checkpoint
-        .into_iter()
-        .flat_map(|checkpoint| &checkpoint.segments)
-        .map(|covered| (covered.number, *covered))
-        .collect();
-    let mut found = Vec::with_capacity(numbered.len());
-    for (number, path) in numbered {
-        let (opened, covered) = (path.clone(), covered.get(&number).copied());
-        let (file, content) = io.call("read", &path, deadline, move |files| {
+}
+
+impl Opening<'_> {
+    /// Opens and reads every segment of this writer, in the order of their numbers; and the number
+    /// behind all that are taken.
+    fn find_segments(
+        &self,
+        checkpoint: Option<&Checkpoint>,
+        recovery: &mut Recovery,
+    ) -> Result<(Vec<Found>, u32), DiskError> {
+        let directory = self.config.directory.clone();
+        let listed = directory.clone();
+        let paths =
+            self.io.call("list", &directory, self.deadline, move |files| files.list(&listed))?;
+        let mut numbered: Vec<_> = paths
+            .into_iter()
+            .filter_map(|path| {
+                let (writer, number) = segment_name(&path)?;
+                (writer == self.config.writer.as_str()).then_some((number, path.clone()))
+            })
+            .collect();
+        numbered.sort_unstable_by_key(|(number, _)| *number);
+        let behind = numbered.last().map_or(0, |(number, _)| number.saturating_add(1));
+        let covered: HashMap<u32, CoveredSegment> = checkpoint
+            .into_iter()
+            .flat_map(|checkpoint| &checkpoint.segments)
+            .map(|covered| (covered.number, *covered))
+            .collect();
+        let mut found = Vec::with_capacity(numbered.len());
+        for (number, path) in numbered {
+            let covered = covered.get(&number).copied();
+            let Some((file, mut content)) = self.read(number, &path, covered, recovery)? else {
+                continue;
+            };
+            recovery.files += 1;
+            recovery.scanned_files += u64::from(content.was_scanned);
+            recovery.torn_records += content.torn_records;
+            recovery.damaged_structures += content.damaged_structures;
+            if content.damaged_structures > 0 || content.unreadable_pages > 0 {
+                let (damaged, unread) = (content.damaged_structures, content.unreadable_pages);
+                let path = path.display();
+                self.problems.note(format!(
+                    "{path}: {damaged} headers or footers are damaged, {unread} pages of them \
+                     cannot be read"
+                ));
+            }
+            if let (Some(checkpoint), Some(covered)) = (checkpoint, covered) {
+                complete(&mut content, checkpoint, covered);
+            }
+            let index = index_of(&content);
+            found.push(Found { number, path, file, content, index });
+        }
+        Ok((found, behind))
+    }
+
+    /// Reads one segment; nothing where something else lies under its name, or nothing any more.
+    fn read(
+        &self,
+        number: u32,
+        path: &Path,
+        covered: Option<CoveredSegment>,
+        recovery: &mut Recovery,
+    ) -> Result<Option<(Arc<File>, SegmentContent)>, DiskError> {
+        let (opened, is_direct) = (path.to_owned(), self.is_direct);
+        let read = self.io.call("read", path, self.deadline, move |files| {
             let file = files.open(&opened, OpenMode::Write, is_direct)?;
             let options = ScanOptions { number, covered: covered.as_ref(), verify_scanned: true };
             let content = read_segment(&FileSource { files, file: &file }, options);
             Ok((Arc::new(file), content))
-        })?;
-        let content = content.map_err(|error| match error {
-            ScanError::Io(source) => DiskError::from_io("read", &path, source),
-            ScanError::Version(found) => DiskError::UnknownVersion { path: path.clone(), found },
-        })?;
-        recovery.files += 1;
-        recovery.scanned_files += u64::from(content.was_scanned);
-        recovery.torn_records += content.torn_records;
-        recovery.damaged_structures += content.damaged_structures;
-        let index = index_of(&content);
-        found.push(Found { number, path, file, content, index });
+        });
+        match read {
+            Ok((file, Ok(content))) => Ok(Some((file, content))),
+            Ok((_, Err(ScanError::Io(source)))) => Err(DiskError::from_io("read", path, source)),
+            Ok((_, Err(ScanError::Version(found)))) => {
+                Err(DiskError::UnknownVersion { path: path.to_owned(), found })
+            }
+            Err(error) if error.is_misplaced() => {
+                recovery.misplaced_files += 1;
+                self.problems.note(format!("{}; it is left alone", with_causes(&error)));
+                Ok(None)
+            }
+            Err(error) => Err(error),
+        }
     }
-    Ok(found)
 }
 
-/// The checkpoint, if there is one and it is right.
-fn load_checkpoint(
+/// Adds to a segment that had to be scanned what the checkpoint says of it: blocks whose frames are
+/// damaged are as readable as the others, and no footer may be written over them.
+fn complete(content: &mut SegmentContent, checkpoint: &Checkpoint, covered: CoveredSegment) {
+    if !content.was_scanned || content.segment_id() != Some(covered.segment_id) {
+        return;
+    }
+    let known: HashSet<Address> = content
+        .entries
+        .iter()
+        .filter(|entry| entry.kind == EntryKind::Block)
+        .map(|entry| entry.address)
+        .collect();
+    let is_missing = |entry: &&Entry| {
+        entry.kind == EntryKind::Block
+            && entry.address.segment() == covered.number
+            && !known.contains(&entry.address)
+    };
+    content.entries.extend(checkpoint.entries.iter().filter(is_missing));
+    content.entries.sort_by_key(|entry| entry.sequence);
+    let file_pages = content.file_bytes / PAGE_BYTES as u64;
+    let covered_page = u64::from(covered.covered_page).min(file_pages);
+    let covered_page = u32::try_from(covered_page).unwrap_or(u32::MAX);
+    if content.trailer.is_none() {
+        content.end_page = content.end_page.max(covered_page);
+    }
+}
+
+/// The checkpoint, if there is one; or why it cannot be used.
+pub(super) fn load_checkpoint(
     io: &Io,
     config: &FileTierConfig,
-    recovery: &mut Recovery,
     deadline: Deadline,
-) -> Result<Option<Checkpoint>, DiskError> {
+) -> Result<Result<Option<Checkpoint>, String>, DiskError> {
     let path = checkpoint_path(config);
     let source = path.clone();
+    let bytes_max = config.capacity_bytes.max(CHECKPOINT_BYTES_LEAST);
     let bytes = io.call("read", &path, deadline, move |files| {
         let file = match files.open(&source, OpenMode::Read, false) {
             Ok(file) => file,
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
             Err(error) => return Err(error),
         };
-        let length = usize::try_from(files.length(&file)?).map_err(io::Error::other)?;
-        let mut bytes = vec![0; length];
+        let length = files.length(&file)?;
+        if length > bytes_max {
+            return Err(io::Error::other("it is longer than a checkpoint can be"));
+        }
+        let mut bytes = vec![0; usize::try_from(length).map_err(io::Error::other)?];
         let read = files.read(&file, 0, &mut bytes)?;
         bytes.truncate(read);
         Ok(Some(bytes))
-    })?;
+    });
+    let bytes = match bytes {
+        Ok(bytes) => bytes,
+        // Without it the segments are read, which say the same.
+        Err(DiskError::Io { source, .. }) => return Ok(Err(source.to_string())),
+        Err(error) => return Err(error),
+    };
     match bytes.as_deref().map(Checkpoint::decode) {
-        None => Ok(None),
-        Some(Ok(checkpoint)) => {
-            recovery.used_checkpoint = true;
-            Ok(Some(checkpoint))
-        }
+        None => Ok(Ok(None)),
+        Some(Ok(checkpoint)) => Ok(Ok(Some(checkpoint))),
         Some(Err(FormatError::Version { found })) => Err(DiskError::UnknownVersion { path, found }),
-        Some(Err(_damaged)) => {
-            recovery.damaged_structures += 1;
-            Ok(None)
-        }
+        Some(Err(damaged)) => Ok(Err(damaged.to_string())),
     }
 }
+
+/// No checkpoint is taken for too long that is shorter than this.
+const CHECKPOINT_BYTES_LEAST: u64 = 1 << 30;
 
 /// Replays every statement in the order of writing.
 ///
@@ -285,13 +398,7 @@ fn index_of(content: &SegmentContent) -> Index {
             count: trailer.entry_count,
             checksum: trailer.entries_checksum,
         },
-        (None, true) => {
-            let mut encoded = vec![0; content.entries.len() * ENTRY_BYTES];
-            for (slot, entry) in encoded.chunks_mut(ENTRY_BYTES).zip(&content.entries) {
-                entry.encode(slot);
-            }
-            Index::Memory(encoded)
-        }
+        (None, true) => Index::Memory(encode_entries(&content.entries)),
         // Nothing names the file; it holds nothing, and a reclaim removes it.
         (None, false) => Index::Footer { page: 1, count: 0, checksum: checksum(&[]) },
     }
@@ -300,17 +407,17 @@ fn index_of(content: &SegmentContent) -> Index {
 /// The writer's state behind everything that was found.
 fn next_state(
     found: &[Found],
+    behind: u32,
     checkpoint: Option<&Checkpoint>,
     replay: &Replay,
 ) -> io::Result<WriterState> {
-    let of_files = found.iter().map(|each| each.number + 1).max().unwrap_or(0);
     let of_checkpoint = checkpoint.map_or(0, |checkpoint| checkpoint.next_number);
     let known_id = found.iter().find_map(|each| Some(each.content.header.as_ref()?.store_id));
     Ok(WriterState {
         store_id: known_id.map_or_else(random_bytes, Ok)?,
         active: None,
         unsynced: Vec::new(),
-        next_number: of_files.max(of_checkpoint).max(replay.number_end),
+        next_number: behind.max(of_checkpoint).max(replay.number_end),
         next_sequence: replay.sequence_end.max(checkpoint.map_or(0, |each| each.next_sequence)),
     })
 }

@@ -8,7 +8,7 @@ use cascade_block::{BlockKey, Checksum, Deadline};
 
 use crate::DiskError;
 use crate::format::{
-    ENTRY_BYTES, Entry, EntryKind, FormatError, PAGE_BYTES, RandomId, decode_entries, page_aligned,
+    ENTRY_BYTES, Entry, EntryKind, PAGE_BYTES, RandomId, decode_entries, page_aligned,
 };
 use crate::io::{Io, PageBuffer};
 
@@ -66,6 +66,18 @@ fn halves(key: &BlockKey) -> [u32; 2] {
 }
 
 impl Slot {
+    /// The page at which its payload starts.
+    pub(super) fn page(&self) -> u32 {
+        self.page
+    }
+
+    /// Whether an entry describes it.
+    pub(super) fn is_of(&self, entry: &Entry) -> bool {
+        self.payload_bytes == entry.meta.payload_bytes
+            && self.checksum == entry.payload_checksum
+            && self.fingerprint == halves(&entry.meta.key)
+    }
+
     /// Whether the block was written under this key, and still has it.
     pub(super) fn is_named(&self, key: &BlockKey) -> bool {
         self.is_named && self.fingerprint == halves(key)
@@ -100,17 +112,18 @@ impl Segment {
     }
 
     /// All entries that were ever written to it, from memory or from the footer.
-    pub(super) fn entries(&self, io: &Io, deadline: Deadline) -> Result<Vec<Entry>, DiskError> {
+    pub(super) fn entries(
+        &self,
+        io: &Io,
+        deadline: Deadline,
+    ) -> Result<Vec<Entry>, UnknownEntries> {
         let index = self.state().index.clone();
-        let bad = |error: FormatError| {
-            DiskError::from_io("read the footer of", &self.path, std::io::Error::other(error))
-        };
         match index {
-            Index::Memory(encoded) => encoded
+            Index::Memory(encoded) => Ok(encoded
                 .chunks(ENTRY_BYTES)
                 .map(Entry::decode)
                 .collect::<Result<_, _>>()
-                .map_err(bad),
+                .expect("entries in memory were encoded here")),
             Index::Footer { page, count, checksum } => {
                 let file = Arc::clone(&self.file);
                 let bytes = count as usize * ENTRY_BYTES;
@@ -119,11 +132,27 @@ impl Segment {
                     let offset = u64::from(page) * PAGE_BYTES as u64;
                     files.read(&file, offset, pages.bytes_mut())?;
                     Ok(pages)
-                })?;
-                decode_entries(&footer.bytes()[..bytes], checksum).map_err(bad)
+                });
+                match footer {
+                    Ok(footer) => decode_entries(&footer.bytes()[..bytes], checksum)
+                        .map_err(|error| UnknownEntries::Damaged(error.to_string())),
+                    Err(DiskError::Io { source, .. }) => {
+                        Err(UnknownEntries::Damaged(source.to_string()))
+                    }
+                    Err(error) => Err(UnknownEntries::Failed(error)),
+                }
             }
         }
     }
+}
+
+/// Why the entries of a segment could not be had.
+#[derive(Debug)]
+pub(super) enum UnknownEntries {
+    /// Its footer is not what was written, or the device does not give it.
+    Damaged(String),
+    /// The call failed; the footer may be right.
+    Failed(DiskError),
 }
 
 impl SegmentState {
@@ -201,6 +230,11 @@ impl SegmentState {
             slot.is_named = false;
             self.live_bytes -= slot.padded_bytes();
         }
+    }
+
+    /// The blocks that anything names.
+    pub(super) fn live_slots(&self) -> impl Iterator<Item = &Slot> {
+        self.slots.iter().filter(|slot| slot.is_live)
     }
 
     pub(super) fn live_records(&self) -> u64 {

@@ -8,14 +8,12 @@ use cascade_block::{BlockKey, Deadline, checksum};
 use cascade_memory::Slab;
 
 use super::run::{Payload, Pending, Run, payload_pages, tombstone};
-use super::segment::{Index, Segment, SegmentState};
+use super::segment::{Index, Segment};
 use super::{Alias, SegmentFiles, count};
 use crate::format::{
-    ENTRIES_PER_FRAME, EntryKind, Frame, PAGE_BYTES, RandomId, SegmentHeader, encode_footer,
-    footer_bytes,
+    ENTRIES_PER_FRAME, EntryKind, Frame, PAGE_BYTES, RandomId, encode_footer, footer_bytes,
 };
-use crate::io::{Buffer, Finished, OpenMode, PageBuffer, Traffic, Transfer, TransferKind};
-use crate::random::random_bytes;
+use crate::io::{Buffer, Finished, PageBuffer, Traffic, Transfer, TransferKind};
 use crate::{Address, DiskError, RecordMeta};
 
 /// Pages of a segment that no payload can use: header, one frame, the smallest footer.
@@ -420,51 +418,6 @@ impl SegmentFiles {
         count(&self.counters.segments_failed, 1);
         writer.active = None;
         writer.unsynced.push(Arc::clone(segment));
-    }
-
-    fn begin_segment(
-        &self,
-        writer: &mut WriterState,
-        allocate_bytes: u64,
-        deadline: Deadline,
-    ) -> Result<Arc<Segment>, DiskError> {
-        let number = writer.next_number;
-        writer.next_number += 1;
-        let path = self.segment_path(number);
-        let (create, direct) = (path.clone(), self.is_direct);
-        let file = self.io.call("create", &path, deadline, move |files| {
-            files.open(&create, OpenMode::Create { allocate_bytes }, direct)
-        })?;
-        let file = Arc::new(file);
-        let header = SegmentHeader {
-            segment_id: random_bytes().map_err(|error| DiskError::from_io("name", &path, error))?,
-            store_id: writer.store_id,
-            number,
-            writer: self.config.writer.clone(),
-            capacity_bytes: allocate_bytes,
-            created_unix_ms: self.io.clock.unix_ms(),
-        };
-        let mut page = PageBuffer::zeroed(PAGE_BYTES);
-        header.encode(page.bytes_mut());
-        let buffers = vec![Buffer::Pages(page)];
-        let transfer = Transfer::new(TransferKind::Write, Arc::clone(&file), 0, buffers);
-        let directory = self.config.directory.clone();
-        let written = self
-            .one(transfer, deadline)
-            .map_err(|source| DiskError::from_io("write", &path, source))
-            .and_then(|()| {
-                if !self.config.durable {
-                    return Ok(());
-                }
-                self.io.call("sync", &path, deadline, move |files| files.sync_directory(&directory))
-            });
-        let state = SegmentState::empty(allocate_bytes);
-        let segment = Arc::new(Segment::new(number, header.segment_id, path, file, state));
-        self.segments
-            .write()
-            .unwrap_or_else(std::sync::PoisonError::into_inner)
-            .insert(number, Arc::clone(&segment));
-        written.inspect_err(|_| self.fail(writer, &segment)).map(|()| segment)
     }
 
     /// Ends the active segment with a footer and gives back what it did not use.

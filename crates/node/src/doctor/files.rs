@@ -1,5 +1,6 @@
 //! Checks of the file tier: its directory, its room, and how it can be read and written.
 
+use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 
 use cascade_block::ByteSize;
@@ -31,6 +32,16 @@ pub(super) const DIRECTORY: Check = Check {
                     format!("sudo install -d -m 0700 -o \"$USER\" {at}; or set files"),
                 );
             }
+        }
+        let wide = directories.iter().find_map(|directory| {
+            let mode = std::fs::metadata(directory).ok()?.permissions().mode() & 0o777;
+            (mode & 0o077 != 0).then_some((directory.display(), mode))
+        });
+        if let Some((at, mode)) = wide {
+            return Outcome::warning(
+                format!("{at} is open to other users (mode {mode:04o})"),
+                format!("chmod 700 {at}"),
+            );
         }
         let names = directories.iter().map(|directory| directory.display().to_string());
         Outcome::ok(names.collect::<Vec<_>>().join(", "))

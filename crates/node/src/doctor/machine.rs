@@ -7,6 +7,7 @@ use std::net::{SocketAddr, TcpListener};
 use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use cascade_block::{Clock as _, SystemClock};
 use cascade_disk::io::{Engine as _, UringEngine};
@@ -99,8 +100,17 @@ impl Machine for ThisMachine {
     }
 
     fn try_file(&self, directory: &Path) -> io::Result<ProbeFile> {
-        let path = directory.join(format!(".cascade-doctor-{}", std::process::id()));
-        let made = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&path)?;
+        // Several checks try one directory at the same time, and so may several machines.
+        static TRIED: AtomicU64 = AtomicU64::new(0);
+        let (path, made) = loop {
+            let number = TRIED.fetch_add(1, Ordering::Relaxed);
+            let name = format!(".cascade-doctor-{}-{number}", std::process::id());
+            let path = directory.join(name);
+            match OpenOptions::new().write(true).create_new(true).mode(0o600).open(&path) {
+                Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
+                made => break (path, made?),
+            }
+        };
         drop(made);
         let direct = open_direct(&path);
         fs::remove_file(&path)?;

@@ -197,6 +197,17 @@ pub(super) const FAMILIES: &[Family] = &[
         },
     },
     Family {
+        name: "cascade_tier_damaged_structures",
+        kind: Kind::Counter,
+        help: "Headers, footers and other structures of files that the tier found damaged",
+        labels: &["tenant", "tier"],
+        read: |status, samples| {
+            each_tier(status, |t, tier| {
+                samples.add(&[&t.name, &tier.name], tier.damaged_structures);
+            });
+        },
+    },
+    Family {
         name: "cascade_tier_health",
         kind: Kind::Gauge,
         help: "1 for the state that the tier is in, 0 for the others",
@@ -208,6 +219,20 @@ pub(super) const FAMILIES: &[Family] = &[
                         &[&t.name, &tier.name, state.name()],
                         u64::from(state == health.state),
                     );
+                }
+            });
+        },
+    },
+    Family {
+        name: "cascade_tier_circuit_open",
+        kind: Kind::Gauge,
+        help: "1 while the tier is not used in this direction because it failed, else 0",
+        labels: &["tenant", "tier", "direction"],
+        read: |status, samples| {
+            each_health(status, |t, tier, health| {
+                for (direction, state) in [("read", health.reads), ("write", health.writes)] {
+                    let is_open = u64::from(state != HealthState::Healthy);
+                    samples.add(&[&t.name, &tier.name, direction], is_open);
                 }
             });
         },

@@ -352,7 +352,7 @@ impl Shared {
         let tenants = self.node.tenants();
         let is_tenants_user = tenants.has_user(peer.user);
         let refuse = |reason: &str| self.refusals.log((peer.process, peer.user), reason);
-        if !is_tenants_user {
+        if !is_tenants_user && !tenants.is_administrator(peer.user, peer.group) {
             if !tenants.have_tokens() {
                 connection::refuse_unread(&stream, &Refusal::User { user: peer.user }.to_string());
                 return refuse("its user is no tenant");

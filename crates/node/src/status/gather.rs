@@ -142,6 +142,14 @@ fn mover(stats: &Stats) -> MoverStatus {
     }
 }
 
+fn health_state(state: StoreHealth) -> HealthState {
+    match state {
+        StoreHealth::Healthy => HealthState::Healthy,
+        StoreHealth::Open => HealthState::Open,
+        StoreHealth::Probing => HealthState::Probing,
+    }
+}
+
 /// DRAM and the stages below it, and whatever else hits came from: hits by tier add up to hits.
 fn tiers(stats: &Stats, now_unix_ms: u64) -> Vec<TierStatus> {
     let mut tiers = vec![TierStatus {
@@ -159,21 +167,20 @@ fn tiers(stats: &Stats, now_unix_ms: u64) -> Vec<TierStatus> {
         blocks: stats.stage_blocks.get(at).copied(),
         files: Some(stage.files),
         damaged_blocks: stage.damaged_blocks,
+        damaged_structures: stage.damaged_structures,
         notes: stage.notes.clone(),
         ..TierStatus::default()
     }));
     for (name, health) in &stats.health {
         if let Some(tier) = tiers.iter_mut().find(|tier| tier.name == *name) {
             tier.health = Some(HealthStatus {
-                state: match health.state {
-                    StoreHealth::Healthy => HealthState::Healthy,
-                    StoreHealth::Open => HealthState::Open,
-                    StoreHealth::Probing => HealthState::Probing,
-                },
+                state: health_state(health.state),
                 since_s: seconds(now_unix_ms.saturating_sub(health.since_unix_ms)),
                 opened: health.opened_count,
                 stuck_calls: health.stuck_calls,
                 last_error: health.last_error.clone(),
+                reads: health_state(health.reads.state),
+                writes: health_state(health.writes.state),
             });
         }
     }

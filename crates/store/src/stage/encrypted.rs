@@ -7,7 +7,7 @@
 mod keys;
 mod record;
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -38,6 +38,7 @@ const OPENING_TIMEOUT: Duration = Duration::from_secs(300);
 /// The field of a manifest that marks a tier as encrypted; its value names the cipher.
 const MARK: &str = "cascade_encryption";
 const MARK_KEY: &str = "key_id";
+const MARK_COPY: &str = "copy";
 
 /// Seals blocks on their way down and opens them on their way up.
 #[derive(Debug)]
@@ -161,11 +162,15 @@ impl EncryptedStage {
     fn mark(&self, deadline: Deadline) -> Result<(), StageError> {
         let mut is_marked = self.is_marked.lock().unwrap_or_else(PoisonError::into_inner);
         if !*is_marked {
-            let manifest = Manifest::new()
-                .with(MARK, "aes-256-gcm 1")
-                .with(MARK_KEY, self.keys.writing_id().to_string());
-            let mark = Namespace::new(manifest, &TenantSecret::new(""));
-            self.inner.register(&mark, deadline)?;
+            // Twice, in two files: without a mark that can be read, ciphertext would pass for blocks.
+            for copy in ["1", "2"] {
+                let manifest = Manifest::new()
+                    .with(MARK, "aes-256-gcm 1")
+                    .with(MARK_KEY, self.keys.writing_id().to_string());
+                let manifest = if copy == "1" { manifest } else { manifest.with(MARK_COPY, copy) };
+                let mark = Namespace::new(manifest, &TenantSecret::new(""));
+                self.inner.register(&mark, deadline)?;
+            }
             *is_marked = true;
         }
         Ok(())
@@ -311,7 +316,8 @@ fn marks(stage: &dyn Stage, context: &StageContext<'_>) -> Result<Vec<String>, S
         manifest.get(MARK)?;
         Some(manifest.get(MARK_KEY).unwrap_or("unknown").to_owned())
     };
-    Ok(manifests.iter().filter_map(id).collect())
+    let ids: BTreeSet<String> = manifests.iter().filter_map(id).collect();
+    Ok(ids.into_iter().collect())
 }
 
 fn is_known(keys: &KeyRing, id: &str) -> bool {
@@ -528,6 +534,10 @@ impl Stage for EncryptedStage {
 
     fn probe(&self, deadline: Deadline) -> Result<(), StageError> {
         self.inner.probe(deadline)
+    }
+
+    fn probe_reads(&self, deadline: Deadline) -> Result<(), StageError> {
+        self.inner.probe_reads(deadline)
     }
 
     fn stuck_calls(&self) -> u64 {

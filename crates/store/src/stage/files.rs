@@ -336,6 +336,10 @@ impl Stage for FilesStage {
         }
     }
 
+    fn probe_reads(&self, deadline: Deadline) -> Result<(), StageError> {
+        self.files()?.probe_reads(deadline).map_err(stage_error)
+    }
+
     fn stuck_calls(&self) -> u64 {
         self.files().map_or(0, |files| files.stats().stuck_calls)
     }
@@ -375,11 +379,17 @@ impl Stage for FilesStage {
             let damaged = self.found.damaged_structures;
             notes.push(format!("skipped {damaged} damaged headers or footers at opening"));
         }
+        if stats.structures_damaged > 0 {
+            let damaged = stats.structures_damaged;
+            notes.push(format!("found {damaged} damaged footers since the opening"));
+        }
+        notes.extend(files.problems());
         StageStats {
             used_bytes: stats.used_bytes,
             capacity_bytes: self.capacity_bytes,
             files: stats.files,
             damaged_blocks: stats.records_damaged,
+            damaged_structures: self.found.damaged_structures + stats.structures_damaged,
             notes,
         }
     }

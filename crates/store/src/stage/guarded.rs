@@ -15,6 +15,7 @@ use cascade_memory::Slab;
 use super::call_threads::{CallThreads, Patience};
 use super::{Address, BlockFacts, Load, Loaded, Room, Stage, StageErased, StageError, StageStats};
 use crate::TierName;
+use crate::health::Direction;
 
 /// Most loads at once, of a stage that cannot be trusted to come back.
 const LOADS_MAX: usize = 16;
@@ -22,6 +23,9 @@ const LOADS_MAX: usize = 16;
 const ERRANDS_MAX: usize = 4;
 /// How long statistics are waited for.
 const STATS_TIMEOUT: Duration = Duration::from_secs(1);
+
+const READS: Direction = Direction::Reads;
+const WRITES: Direction = Direction::Writes;
 
 /// Decides which blocks survive when room is made.
 pub(crate) type Keep = Box<dyn FnMut(&BlockKey, Address) -> bool + Send>;
@@ -38,9 +42,11 @@ pub(crate) struct Guarded {
     changes: CallThreads,
     errands: CallThreads,
     probes: CallThreads,
+    read_probes: CallThreads,
     clock: Arc<dyn Clock>,
-    /// The breaker is open: whoever waits for an answer goes on without.
-    is_shed: AtomicBool,
+    /// The circuit is open: whoever waits for an answer goes on without.
+    reads_shed: AtomicBool,
+    writes_shed: AtomicBool,
     is_closed: AtomicBool,
     stats: Mutex<StageStats>,
 }
@@ -57,8 +63,10 @@ impl Guarded {
             changes: threads(1),
             errands: threads(ERRANDS_MAX),
             probes: threads(1),
+            read_probes: threads(1),
             clock: Arc::clone(clock),
-            is_shed: AtomicBool::new(false),
+            reads_shed: AtomicBool::new(false),
+            writes_shed: AtomicBool::new(false),
             is_closed: AtomicBool::new(false),
             stats: Mutex::default(),
         }
@@ -72,9 +80,16 @@ impl Guarded {
         self.keeps_names_only
     }
 
-    /// Lets go of everyone who waits for the stage, or lets callers in again.
-    pub(crate) fn set_shed(&self, is_shed: bool) {
-        self.is_shed.store(is_shed, Ordering::Release);
+    /// Lets go of everyone who waits for one kind of call, or lets callers in again.
+    pub(crate) fn set_shed(&self, direction: Direction, is_shed: bool) {
+        self.shed(direction).store(is_shed, Ordering::Release);
+    }
+
+    fn shed(&self, direction: Direction) -> &AtomicBool {
+        match direction {
+            Direction::Reads => &self.reads_shed,
+            Direction::Writes => &self.writes_shed,
+        }
     }
 
     /// As [`Stage::recover`].
@@ -98,7 +113,7 @@ impl Guarded {
             late(stored.filter_map(|(key, result)| Some((key, result.ok()?))).collect());
         };
         let work = move || stage.store(batch, deadline);
-        let stored = self.changes.call(self.patience(deadline, true), work, late);
+        let stored = self.changes.call(self.patience(WRITES, deadline, true), work, late);
         let mut results = stored.unwrap_or_else(|error| vec![Err(error); count]);
         results.resize_with(count, || Err(StageError::NoAnswer));
         results
@@ -116,7 +131,7 @@ impl Guarded {
         } else {
             let stage = Arc::clone(&self.stage);
             let work = move || stage.load(batch, deadline);
-            let loaded = self.loads.call(self.patience(deadline, true), work, drop);
+            let loaded = self.loads.call(self.patience(READS, deadline, true), work, drop);
             loaded.unwrap_or_else(failed)
         };
         results.resize_with(count, || Loaded::Failed(StageError::NoAnswer));
@@ -134,7 +149,7 @@ impl Guarded {
         batch: Vec<(BlockFacts, Address)>,
         deadline: Deadline,
     ) -> Result<(), StageError> {
-        self.run(&self.changes, deadline, true, move |stage| stage.alias(batch, deadline))
+        self.run(&self.changes, WRITES, deadline, true, move |stage| stage.alias(batch, deadline))
     }
 
     /// As [`Stage::remove`].
@@ -143,7 +158,7 @@ impl Guarded {
         batch: Vec<(BlockKey, Address)>,
         deadline: Deadline,
     ) -> Result<(), StageError> {
-        self.run(&self.changes, deadline, true, move |stage| stage.remove(&batch, deadline))
+        self.run(&self.changes, WRITES, deadline, true, move |stage| stage.remove(&batch, deadline))
     }
 
     /// As [`Stage::make_room`]. Room that comes after the deadline goes to `late`.
@@ -156,16 +171,16 @@ impl Guarded {
         let stage = Arc::clone(&self.stage);
         let late = move |room: Result<Room, StageError>| room.map_or_else(drop, late);
         // Moving what is kept takes longer than a call may that stores a batch.
-        let patience = self.patience(deadline, false);
+        let patience = self.patience(WRITES, deadline, false);
         self.changes.call(patience, move || stage.make_room(&mut keep, deadline), late)?
     }
 
     /// As [`Stage::flush`].
     pub(crate) fn flush(&self, deadline: Deadline) -> Result<(), StageError> {
-        self.run(&self.errands, deadline, false, move |stage| stage.flush(deadline))
+        self.run(&self.errands, WRITES, deadline, false, move |stage| stage.flush(deadline))
     }
 
-    /// As [`Stage::erase`]; also while the breaker is open. It takes its turn among the changes:
+    /// As [`Stage::erase`]; also while a circuit is open. It takes its turn among the changes:
     /// one that is late keeps that turn until it ends, and never meets a block stored after it.
     pub(crate) fn erase(&self, deadline: Deadline) -> Result<StageErased, StageError> {
         let stage = Arc::clone(&self.stage);
@@ -181,7 +196,7 @@ impl Guarded {
     ) -> Result<(), StageError> {
         let namespace = namespace.clone();
         let work = move |stage: &dyn Stage| stage.register(&namespace, deadline);
-        self.run(&self.errands, deadline, false, work)
+        self.run(&self.errands, WRITES, deadline, false, work)
     }
 
     /// As [`Stage::manifests`].
@@ -189,14 +204,19 @@ impl Guarded {
         &self,
         deadline: Deadline,
     ) -> Result<Vec<(NamespaceId, Manifest)>, StageError> {
-        self.run(&self.errands, deadline, false, move |stage| stage.manifests(deadline))
+        self.run(&self.errands, READS, deadline, false, move |stage| stage.manifests(deadline))
     }
 
-    /// As [`Stage::probe`]; also while the breaker is open.
-    pub(crate) fn probe(&self, deadline: Deadline) -> Result<(), StageError> {
+    /// As [`Stage::probe`] or [`Stage::probe_reads`]; also while the circuit is open. Each direction
+    /// has its thread: a write that hangs says nothing of reads.
+    pub(crate) fn probe(&self, direction: Direction, deadline: Deadline) -> Result<(), StageError> {
         let stage = Arc::clone(&self.stage);
         let patience = Patience { deadline, is_over: &self.is_closed, is_watched: false };
-        match self.probes.call(patience, move || stage.probe(deadline), drop) {
+        let probed = match direction {
+            WRITES => self.probes.call(patience, move || stage.probe(deadline), drop),
+            READS => self.read_probes.call(patience, move || stage.probe_reads(deadline), drop),
+        };
+        match probed {
             // The last one is still stuck.
             Err(StageError::Shed) => Err(StageError::Timeout),
             result => result?,
@@ -218,7 +238,8 @@ impl Guarded {
     /// Lets go of everyone who waits, for good.
     pub(crate) fn let_go(&self) {
         self.is_closed.store(true, Ordering::Release);
-        self.is_shed.store(true, Ordering::Release);
+        self.reads_shed.store(true, Ordering::Release);
+        self.writes_shed.store(true, Ordering::Release);
     }
 
     /// As [`Stage::stats`]; what it said last, while it does not answer.
@@ -228,7 +249,7 @@ impl Guarded {
         } else {
             let stage = Arc::clone(&self.stage);
             let deadline = Deadline::after(&*self.clock, STATS_TIMEOUT);
-            let patience = Patience { deadline, is_over: &self.is_shed, is_watched: false };
+            let patience = Patience { deadline, is_over: &self.reads_shed, is_watched: false };
             self.errands.call(patience, move || stage.stats(), drop).ok()
         };
         let mut last = self.stats.lock().unwrap_or_else(PoisonError::into_inner);
@@ -240,35 +261,38 @@ impl Guarded {
 
     /// Calls that go on although nobody waits for them.
     pub(crate) fn stuck_calls(&self) -> u64 {
-        let threads = [&self.loads, &self.changes, &self.errands, &self.probes];
+        let (probes, read_probes) = (&self.probes, &self.read_probes);
+        let threads = [&self.loads, &self.changes, &self.errands, probes, read_probes];
         let ours: u64 = threads.iter().map(|threads| threads.stuck_calls()).sum();
         ours + caught(|| self.stage.stuck_calls()).unwrap_or(0)
     }
 
-    /// Whether a load or a change has come to last as long as `patience`; said once of each. A
-    /// stage that keeps its deadlines knows itself what is slow: its probe tells.
-    pub(crate) fn has_hung(&self, patience: Duration) -> bool {
+    /// The directions in which a call has come to last as long as `patience`; said once of each
+    /// call. A stage that keeps its deadlines knows itself what is slow: its probe tells.
+    pub(crate) fn hung(&self, patience: Duration) -> Vec<Direction> {
         if self.keeps_deadlines {
-            return false;
+            return Vec::new();
         }
-        let threads = [&self.loads, &self.changes];
-        threads.map(|threads| threads.has_hung(patience)).contains(&true)
+        let threads = [(READS, &self.loads), (WRITES, &self.changes)];
+        let hung = threads.into_iter().filter(|(_, threads)| threads.has_hung(patience));
+        hung.map(|(direction, _)| direction).collect()
     }
 
-    fn patience(&self, deadline: Deadline, is_watched: bool) -> Patience<'_> {
-        Patience { deadline, is_over: &self.is_shed, is_watched }
+    fn patience(&self, direction: Direction, deadline: Deadline, is_watched: bool) -> Patience<'_> {
+        Patience { deadline, is_over: self.shed(direction), is_watched }
     }
 
     /// Any other call that succeeds or fails.
     fn run<T: Send + 'static>(
         &self,
         threads: &CallThreads,
+        direction: Direction,
         deadline: Deadline,
         is_watched: bool,
         work: impl FnOnce(&dyn Stage) -> Result<T, StageError> + Send + 'static,
     ) -> Result<T, StageError> {
         let stage = Arc::clone(&self.stage);
-        threads.call(self.patience(deadline, is_watched), move || work(&*stage), drop)?
+        threads.call(self.patience(direction, deadline, is_watched), move || work(&*stage), drop)?
     }
 }
 

@@ -47,7 +47,7 @@ pub(crate) fn check(store: &Store, keys: &[BlockKey]) -> Vec<Option<&'static str
             Some(tier)
         }
         ViewOutcome::Miss => None,
-        ViewOutcome::Failed(error) => panic!("{key}: {error}"),
+        ViewOutcome::Failed(error) => panic!("{key}: {error:?}"),
     };
     // A few at a time: views hold their memory.
     let views = keys.chunks(4).flat_map(|some| store.view(some, CallOptions::default()));

@@ -64,6 +64,10 @@ pub(crate) struct MapStage {
     next: AtomicU64,
     pub(crate) capacity_bytes: AtomicU64,
     pub(crate) fails: AtomicBool,
+    /// Loads fail, and what else goes up.
+    pub(crate) fails_reads: AtomicBool,
+    /// Everything but loads fails.
+    pub(crate) fails_writes: AtomicBool,
     /// So many stores fail from now on.
     pub(crate) fails_stores: AtomicU64,
     /// Forgets no name.
@@ -213,7 +217,7 @@ impl Stage for MapStage {
         let mut blocks = self.blocks.lock().unwrap();
         let mut keep = |(facts, slab): (BlockFacts, Slab)| {
             worked.clone()?;
-            if fails || self.broken() {
+            if fails || self.broken() || self.fails_writes.load(Ordering::Relaxed) {
                 return Err(eio());
             }
             let capacity = self.capacity_bytes.load(Ordering::Relaxed);
@@ -241,7 +245,7 @@ impl Stage for MapStage {
             if let Err(error) = &worked {
                 return Loaded::Failed(error.clone());
             }
-            if self.broken() {
+            if self.broken() || self.fails_reads.load(Ordering::Relaxed) {
                 return Loaded::Failed(eio());
             }
             match blocks.get(&load.address.0) {
@@ -342,11 +346,18 @@ impl Stage for MapStage {
 
     fn probe(&self, deadline: Deadline) -> Result<(), StageError> {
         self.work(deadline)?;
-        if self.broken() || self.answers_short.load(Ordering::Relaxed) {
+        let fails_writes = self.fails_writes.load(Ordering::Relaxed);
+        if self.broken() || fails_writes || self.answers_short.load(Ordering::Relaxed) {
             Err(eio())
         } else {
             Ok(())
         }
+    }
+
+    fn probe_reads(&self, deadline: Deadline) -> Result<(), StageError> {
+        self.work(deadline)?;
+        let fails = self.broken() || self.fails_reads.load(Ordering::Relaxed);
+        if fails { Err(eio()) } else { Ok(()) }
     }
 
     fn stats(&self) -> StageStats {

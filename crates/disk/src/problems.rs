@@ -1,0 +1,34 @@
+//! What was found damaged or out of place while a tier runs, in words, within a bound.
+
+use std::collections::VecDeque;
+use std::sync::{Mutex, PoisonError};
+
+/// So many are kept; the oldest go first.
+const KEPT_MAX: usize = 8;
+
+/// The latest problems, each told once.
+#[derive(Debug, Default)]
+pub(crate) struct Problems(Mutex<VecDeque<String>>);
+
+impl Problems {
+    pub(crate) fn new(found: impl IntoIterator<Item = String>) -> Self {
+        let problems = Self::default();
+        found.into_iter().for_each(|problem| problems.note(problem));
+        problems
+    }
+
+    pub(crate) fn note(&self, problem: String) {
+        let mut kept = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if kept.contains(&problem) {
+            return;
+        }
+        if kept.len() == KEPT_MAX {
+            kept.pop_front();
+        }
+        kept.push_back(problem);
+    }
+
+    pub(crate) fn all(&self) -> Vec<String> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).iter().cloned().collect()
+    }
+}

@@ -1,0 +1,91 @@
+//! Beginning a segment: its file under the next free number, its header, the sync of its name.
+
+use std::fs::File;
+use std::io;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use cascade_block::Deadline;
+
+use super::SegmentFiles;
+use super::segment::{Segment, SegmentState};
+use super::write::WriterState;
+use crate::DiskError;
+use crate::format::{PAGE_BYTES, SegmentHeader};
+use crate::io::{Buffer, OpenMode, PageBuffer, Transfer, TransferKind};
+use crate::random::random_bytes;
+
+/// So many names in a row may be taken when a segment is begun.
+const NAMES_TRIED_MAX: u32 = 64;
+
+impl SegmentFiles {
+    /// Creates the next segment's file and writes its header.
+    pub(super) fn begin_segment(
+        &self,
+        writer: &mut WriterState,
+        allocate_bytes: u64,
+        deadline: Deadline,
+    ) -> Result<Arc<Segment>, DiskError> {
+        let (number, path, file) = self.create_segment(writer, allocate_bytes, deadline)?;
+        let file = Arc::new(file);
+        let header = SegmentHeader {
+            segment_id: random_bytes().map_err(|error| DiskError::from_io("name", &path, error))?,
+            store_id: writer.store_id,
+            number,
+            writer: self.config.writer.clone(),
+            capacity_bytes: allocate_bytes,
+            created_unix_ms: self.io.clock.unix_ms(),
+        };
+        let mut page = PageBuffer::zeroed(PAGE_BYTES);
+        header.encode(page.bytes_mut());
+        let buffers = vec![Buffer::Pages(page)];
+        let transfer = Transfer::new(TransferKind::Write, Arc::clone(&file), 0, buffers);
+        let directory = self.config.directory.clone();
+        let written = self
+            .one(transfer, deadline)
+            .map_err(|source| DiskError::from_io("write", &path, source))
+            .and_then(|()| {
+                if !self.config.durable {
+                    return Ok(());
+                }
+                self.io.call("sync", &path, deadline, move |files| files.sync_directory(&directory))
+            });
+        let state = SegmentState::empty(allocate_bytes);
+        let segment = Arc::new(Segment::new(number, header.segment_id, path, file, state));
+        self.segments
+            .write()
+            .unwrap_or_else(std::sync::PoisonError::into_inner)
+            .insert(number, Arc::clone(&segment));
+        written.inspect_err(|_| self.fail(writer, &segment)).map(|()| segment)
+    }
+
+    /// Creates the file of the next number whose name is free.
+    fn create_segment(
+        &self,
+        writer: &mut WriterState,
+        allocate_bytes: u64,
+        deadline: Deadline,
+    ) -> Result<(u32, PathBuf, File), DiskError> {
+        let mut tries = 0;
+        loop {
+            let number = writer.next_number;
+            writer.next_number += 1;
+            let path = self.segment_path(number);
+            let (create, direct) = (path.clone(), self.is_direct);
+            let created = self.io.call("create", &path, deadline, move |files| {
+                files.open(&create, OpenMode::Create { allocate_bytes }, direct)
+            });
+            tries += 1;
+            match created {
+                Ok(file) => return Ok((number, path, file)),
+                Err(DiskError::Io { source, .. })
+                    if source.kind() == io::ErrorKind::AlreadyExists && tries < NAMES_TRIED_MAX =>
+                {
+                    let path = path.display();
+                    self.problems.note(format!("{path}: not made by this writer; left alone"));
+                }
+                Err(error) => return Err(error),
+            }
+        }
+    }
+}

@@ -1,0 +1,86 @@
+//! What a segment says when its footer is damaged: frames and checkpoint say it again.
+//!
+//! A footer is read when its segment is reclaimed and when a checkpoint is written. One that is
+//! damaged costs a scan, and nothing else: what is live is in memory, each block has its own
+//! checksum, and the frames repeat every entry.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use cascade_block::Deadline;
+
+use super::recovery::load_checkpoint;
+use super::segment::{Index, Segment, Slot, UnknownEntries};
+use super::{SegmentFiles, count};
+use crate::DiskError;
+use crate::format::{Entry, EntryKind, encode_entries};
+use crate::scan::{FileSource, read_frames};
+
+impl SegmentFiles {
+    /// All entries of a segment that can be had. The caller holds the reclaimer's gate.
+    pub(super) fn entries_of(
+        &self,
+        segment: &Arc<Segment>,
+        deadline: Deadline,
+    ) -> Result<Vec<Entry>, DiskError> {
+        let why = match segment.entries(&self.io, deadline) {
+            Ok(entries) => return Ok(entries),
+            Err(UnknownEntries::Failed(error)) => return Err(error),
+            Err(UnknownEntries::Damaged(why)) => why,
+        };
+        let mut entries = self.scan_frames(segment, deadline)?;
+        let lost = self.add_from_checkpoint(segment, &mut entries, deadline)?;
+        entries.sort_by_key(|entry| entry.sequence);
+        segment.state_mut().index = Index::Memory(encode_entries(&entries));
+        count(&self.counters.structures_damaged, 1);
+        let path = segment.path.display();
+        self.problems.note(format!(
+            "{path}: its footer is damaged ({why}); its frames give {} entries, {lost} blocks are \
+             described nowhere and last until it is reclaimed",
+            entries.len()
+        ));
+        Ok(entries)
+    }
+
+    fn scan_frames(
+        &self,
+        segment: &Arc<Segment>,
+        deadline: Deadline,
+    ) -> Result<Vec<Entry>, DiskError> {
+        let (file, number, id) = (Arc::clone(&segment.file), segment.number, segment.id);
+        let end_page = segment.state().end_page;
+        let content = self.io.call("read", &segment.path, deadline, move |files| {
+            read_frames(&FileSource { files, file: &file }, number, id, end_page)
+        })?;
+        Ok(content.entries)
+    }
+
+    /// Adds what the last checkpoint says of live blocks whose frames are damaged too; how many
+    /// live blocks are described nowhere.
+    fn add_from_checkpoint(
+        &self,
+        segment: &Segment,
+        entries: &mut Vec<Entry>,
+        deadline: Deadline,
+    ) -> Result<usize, DiskError> {
+        let mut missing: HashMap<u32, Slot> =
+            segment.state().live_slots().map(|slot| (slot.page(), *slot)).collect();
+        for entry in entries.iter().filter(|entry| entry.kind == EntryKind::Block) {
+            missing.remove(&entry.address.page());
+        }
+        if missing.is_empty() {
+            return Ok(0);
+        }
+        let checkpoint = load_checkpoint(&self.io, &self.config, deadline)?;
+        for entry in checkpoint.ok().flatten().into_iter().flat_map(|it| it.entries) {
+            let is_here = entry.kind == EntryKind::Block
+                && entry.address.segment() == segment.number
+                && missing.get(&entry.address.page()).is_some_and(|slot| slot.is_of(&entry));
+            if is_here {
+                missing.remove(&entry.address.page());
+                entries.push(entry);
+            }
+        }
+        Ok(missing.len())
+    }
+}
