@@ -234,10 +234,7 @@ fn contradictions_are_named_by_their_keys() {
             &["/x", "\"default\"", "\"a\""],
         ),
         ("[[tenant]]\nname = \"a\"\nusers = [\"nobody-here\"]", &["nobody-here", "id -u"]),
-        (
-            "admin_group = \"nobody-here\"",
-            &["cascade.toml:1", "admin_group", "getent"],
-        ),
+        ("admin_group = \"nobody-here\"", &["cascade.toml:1", "admin_group", "getent"]),
     ]);
     let long = format!("socket = \"/{}\"", "s".repeat(107));
     assert!(Case::new(&long).refusal().contains("107"));

@@ -211,8 +211,12 @@ impl Page<'_> {
             };
             let error = health.last_error.as_deref().unwrap_or("no error was told");
             let unused = match (health.reads, health.writes) {
-                (HealthState::Healthy, HealthState::Open | HealthState::Probing) => "circuit open for writes",
-                (HealthState::Open | HealthState::Probing, HealthState::Healthy) => "circuit open for reads",
+                (HealthState::Healthy, HealthState::Open | HealthState::Probing) => {
+                    "circuit open for writes"
+                }
+                (HealthState::Open | HealthState::Probing, HealthState::Healthy) => {
+                    "circuit open for reads"
+                }
                 // Both, or a node that does not tell them apart.
                 _ => "circuit open",
             };

@@ -2,8 +2,8 @@
 
 #![expect(clippy::unwrap_used, reason = "in a test, a surprise should panic")]
 
-mod hit_rate;
 mod admin;
+mod hit_rate;
 mod node;
 mod replay;
 mod serve;

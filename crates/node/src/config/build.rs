@@ -105,7 +105,8 @@ fn imply_files_capacity(settings: &mut Settings, environment: &Environment) {
     }
     // Tenants with a directory of their own lie elsewhere, most likely on another disk.
     let below = settings.tenants.iter().filter(|it| it.path("tenant.files").is_none());
-    let quotas: Vec<Option<u64>> = below.map(|tenant| tenant.bytes("tenant.files_capacity")).collect();
+    let quotas: Vec<Option<u64>> =
+        below.map(|tenant| tenant.bytes("tenant.files_capacity")).collect();
     let reserved = quotas.iter().flatten().fold(0, |sum: u64, bytes| sum.saturating_add(*bytes));
     let shares = 1 + quotas.iter().filter(|quota| quota.is_none()).count() as u64;
     let room = (environment.room_of)(&directory);

@@ -10,8 +10,8 @@ use std::time::Duration;
 use cascade_block::{Clock, SystemClock};
 use cascade_store::Process;
 use cascade_wire::{
-    Access, Answer, Call, Frame, Header, Hello, HoldRange, TraceContext, UNREAD, VERSION, VERSION_MIN,
-    Welcome, WireError, frame_length,
+    Access, Answer, Call, Frame, Header, Hello, HoldRange, TraceContext, UNREAD, VERSION,
+    VERSION_MIN, Welcome, WireError, frame_length,
 };
 use rustix::event::epoll::EventFlags;
 use rustix::process::{Pid, PidfdFlags, pidfd_open};

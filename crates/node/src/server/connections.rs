@@ -148,7 +148,8 @@ mod tests {
 
     fn connection(id: u64, process: i32, user: u32) -> Arc<Connection> {
         let (stream, _) = UnixStream::pair().expect("descriptors are left");
-        let connection = Connection::new(id, stream, Peer { process, user, group: 0 }, &Arc::default());
+        let connection =
+            Connection::new(id, stream, Peer { process, user, group: 0 }, &Arc::default());
         Arc::new(connection.expect("it can be made not to block"))
     }
 
