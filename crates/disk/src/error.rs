@@ -114,8 +114,8 @@ fn holder(pid: Option<u32>) -> String {
 }
 
 impl DiskError {
-    /// Whether something else lies where a file of the tier belongs, or nothing: of this file alone,
-    /// and for as long as nobody changes it.
+    /// Whether something else lies where a file of the tier belongs, or nothing. It concerns this
+    /// file alone, for as long as nobody changes it.
     pub(crate) fn is_misplaced(&self) -> bool {
         matches!(self, Self::Io { source, .. } if is_misplaced(source))
     }

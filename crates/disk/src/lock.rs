@@ -77,8 +77,8 @@ impl DirectoryLock {
         Err(io::Error::other("another directory lies there now: look whether it is still mounted"))
     }
 
-    /// As `check_place`, and that the lock is held. A lock file that was removed is made again: until
-    /// then another process could take the writer's name.
+    /// As `check_place`, and that the lock is held. A lock file that was removed is made again:
+    /// until then another process could take the writer's name.
     pub(crate) fn check_or_take(&self) -> io::Result<()> {
         self.check_place()?;
         let path = lock_path(&self.directory, &self.writer);

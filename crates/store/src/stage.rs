@@ -214,8 +214,8 @@ pub trait Stage: Send + Sync + fmt::Debug {
     }
 
     /// Goes to the device and back, as a store and a load would, without changing any block. Asked
-    /// while the stage is idle, and while its circuit for writes is open: when this succeeds, blocks
-    /// are stored there again. A device that is full answers, and so is not broken.
+    /// while the stage is idle, and while its circuit for writes is open: when this succeeds,
+    /// blocks are stored there again. A device that is full answers, and so is not broken.
     fn probe(&self, _deadline: Deadline) -> Result<(), StageError> {
         Ok(())
     }

@@ -162,7 +162,7 @@ impl EncryptedStage {
     fn mark(&self, deadline: Deadline) -> Result<(), StageError> {
         let mut is_marked = self.is_marked.lock().unwrap_or_else(PoisonError::into_inner);
         if !*is_marked {
-            // Twice, in two files: without a mark that can be read, ciphertext would pass for blocks.
+            // In two files: without a mark that can be read, ciphertext would pass for blocks.
             for copy in ["1", "2"] {
                 let manifest = Manifest::new()
                     .with(MARK, "aes-256-gcm 1")

@@ -207,8 +207,8 @@ impl Guarded {
         self.run(&self.errands, READS, deadline, false, move |stage| stage.manifests(deadline))
     }
 
-    /// As [`Stage::probe`] or [`Stage::probe_reads`]; also while the circuit is open. Each direction
-    /// has its thread: a write that hangs says nothing of reads.
+    /// As [`Stage::probe`] or [`Stage::probe_reads`]; also while the circuit is open. Each
+    /// direction has its thread: a write that hangs says nothing of reads.
     pub(crate) fn probe(&self, direction: Direction, deadline: Deadline) -> Result<(), StageError> {
         let stage = Arc::clone(&self.stage);
         let patience = Patience { deadline, is_over: &self.is_closed, is_watched: false };
