@@ -17,7 +17,7 @@ def part_of_trace(traceparent: str | None) -> Generator[None]:
     """Have this thread's calls of a served store be part of a trace.
 
     `traceparent` is the W3C header, as OpenTelemetry's propagators write it:
-    `00-<trace>-<span>-<flags>`. A node that exports traces (`traces.endpoint`) makes each call a
+    `00-<trace>-<span>-<flags>`. A node that exports traces (`traces_endpoint`) makes each call a
     span under the caller's. What is no such header, and `None`, is nobody's trace.
     """
     before = replace_trace(traceparent)

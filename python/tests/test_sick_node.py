@@ -20,10 +20,10 @@ THAW_S = 120
 CALL_S = 2.0
 """What a call may take while the tier is ill: the clients' timeout."""
 HEALTH = {
-    "files_durable": "true",
+    "durable": "true",
     "segment_size": "4MiB",
-    "health_probe_interval": "50ms",
-    "health_probe_timeout": "1s",
+    "probe_interval": "50ms",
+    "probe_timeout": "1s",
 }
 
 

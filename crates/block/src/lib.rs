@@ -1,4 +1,5 @@
-//! The vocabulary of Cascade: keys, digests, manifests, geometry, sizes, durations and clocks. No I/O.
+//! The vocabulary of Cascade: keys, digests, manifests, geometry, sizes, durations and clocks.
+//! No I/O.
 
 mod causes;
 mod chain;

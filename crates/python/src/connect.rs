@@ -23,13 +23,15 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 /// Connects to the node of this host. Returns a `Store`, as an embedded one is.
 ///
 /// `socket` is the path of the node's Unix socket, or `unix:PATH`; without it the one that
-/// `CASCADE_NODE` names, else the one that `cascade serve` chooses for this user. Raises `AwayError`
-/// when no node answers there and `RefusedError` when it does not want this client. Once connected,
-/// calls are answered at once while the node is away: reads by misses, puts by `failed`; the
-/// connection comes back by itself. `access` is "write" or "read"; `token` proves a tenant;
-/// `timeout` is what a call may take unless it says otherwise.
+/// `CASCADE_NODE` names, else the one that `cascade serve` chooses for this user. Raises
+/// `AwayError` when no node answers there and `RefusedError` when the node refuses this client.
+/// Once connected, calls return at once while the node is unavailable: reads miss, puts answer
+/// `failed`; the client reconnects by itself. `access` is "write" or "read"; `token` proves a
+/// tenant; `timeout` is what a call may take unless it says otherwise.
 #[pyfunction]
-#[pyo3(signature = (socket = None, *, token = None, access = Access::Write, name = None, timeout = None))]
+#[pyo3(signature = (
+    socket = None, *, token = None, access = Access::Write, name = None, timeout = None
+))]
 #[pyo3(text_signature = "(socket=None, *, token=None, access='write', name=None, timeout=5.0)")]
 fn connect(
     py: Python<'_>,

@@ -179,8 +179,8 @@ fn a_pipeline_without_dram_has_no_pool_to_keep() {
 
 #[test]
 fn a_file_system_without_room_is_an_error_and_not_a_signal() {
-    let Some(disk) = SmallDisk::mount(6) else { return };
-    let error = Store::open(config(disk.path(), 8)).unwrap_err();
+    let Some(disk) = SmallDisk::mount(8) else { return };
+    let error = Store::open(config(disk.path(), 16)).unwrap_err();
     let StoreError::Memory(cause) = &error else { panic!("{error}") };
     assert!(cause.to_string().contains("cannot reserve"), "{cause}");
     assert!(!pool(disk.path()).exists(), "what could not be reserved is not left behind");

@@ -64,7 +64,7 @@ impl Served {
     fn start_as(toml: &str, command: &mut Command, prepare: impl FnOnce(&TempDir)) -> Self {
         let directory = TempDir::new().unwrap();
         let here = directory.path().display().to_string();
-        let base = "[dram]\ncapacity = \"16MiB\"\nkeep_pool = \"never\"\nhuge_pages = false\n";
+        let base = "dram = \"16MiB\"\nkeep_pool = \"never\"\n";
         fs::write(
             directory.path().join("cascade.toml"),
             base.to_owned() + &toml.replace("HERE", &here),
@@ -215,7 +215,7 @@ fn an_unknown_tenant_is_called_unknown() {
 
 #[test]
 fn a_drained_node_takes_nothing_new_and_may_be_stopped() {
-    let mut node = Served::start("[files]\ndirectory = \"HERE/files\"\ncapacity = \"64MiB\"\n");
+    let mut node = Served::start("files = \"HERE/files\"\nfiles_capacity = \"64MiB\"\n");
     fs::write(node.path("block"), b"some bytes").unwrap();
     let file = node.path("block").display().to_string();
     node.said(&["put", KEY, &file]);
@@ -235,9 +235,9 @@ fn a_drained_node_takes_nothing_new_and_may_be_stopped() {
 
 #[test]
 fn settings_are_shown_and_changed_without_a_restart() {
-    let node = Served::start("[limits]\nconnections = 100\n");
+    let node = Served::start("connections_max = 100\n");
     let said = node.said(&["config", "get", "connections_max"]);
-    assert!(said.contains("connections_max = 100") && said.contains("cascade.toml:6"), "{said}");
+    assert!(said.contains("connections_max = 100") && said.contains("cascade.toml:3"), "{said}");
     let all = node.json(&["config", "get"]);
     assert!(all.as_array().unwrap().len() > 20, "{all}");
 
@@ -271,7 +271,7 @@ fn settings_are_shown_and_changed_without_a_restart() {
 
 #[test]
 fn a_reload_tells_what_changed_and_what_needs_a_restart() {
-    let node = Served::start("[limits]\nconnections = 100\n");
+    let node = Served::start("connections_max = 100\n");
     assert_eq!(node.said(&["reload"]).trim(), "nothing changed");
     let file = node.path("cascade.toml");
     let text = fs::read_to_string(&file).unwrap();
@@ -307,15 +307,12 @@ fn root_and_a_group_administer_a_node_of_another_user() {
     let mut command = Command::new(&program);
     // Its group is the one that administers, so it may give the socket to it.
     command.uid(USER).gid(GROUP);
-    let node = Served::start_as(
-        &format!("[node]\nadmin_group = \"{GROUP}\"\n"),
-        &mut command,
-        |directory| {
+    let node =
+        Served::start_as(&format!("admin_group = \"{GROUP}\"\n"), &mut command, |directory| {
             let user = Some(USER);
             std::os::unix::fs::chown(directory.path(), user, Some(GROUP)).unwrap();
             fs::set_permissions(directory.path(), fs::Permissions::from_mode(0o755)).unwrap();
-        },
-    );
+        });
     assert!(node.said(&["status"]).contains("serving"));
     assert_eq!(node.json(&["version"])["node"]["is_administrator"], true);
     node.said(&["config", "set", "log_filter", "debug"]);
@@ -396,7 +393,7 @@ fn every_command_ends_with_an_error_where_the_node_is_stopped() {
 /// The README's own command had a file tier of 4 GiB, and nothing said so.
 #[test]
 fn a_size_that_nobody_chose_is_said_at_start_and_by_the_doctor() {
-    let node = Served::start("[files]\ndirectory = \"HERE/files\"\n");
+    let node = Served::start("files = \"HERE/files\"\n");
     // On a disk it is a share, in memory or in a container's layer at most 4 GiB.
     let is_reason = |text: &str| text.contains("80 % of") || text.contains("no disk's file system");
     let log = node.log();

@@ -14,7 +14,7 @@ fn stdout(output: &Output) -> String {
 fn the_effective_configuration_is_printed_with_what_set_it() {
     let directory = tempfile::TempDir::new().unwrap();
     let file = directory.path().join("cascade.toml");
-    std::fs::write(&file, "[dram]\ncapacity = \"1GiB\"\npolicy = \"arc\"\n").unwrap();
+    std::fs::write(&file, "dram = \"1GiB\"\npolicy = \"arc\"\n").unwrap();
     let output = cascade()
         .args(["serve", "--print-config", "--dram", "2GiB", "--files", "cache"])
         .arg("--config")
@@ -27,11 +27,11 @@ fn the_effective_configuration_is_printed_with_what_set_it() {
     let shown = stdout(&output);
     let below = format!("{}/cache", directory.path().canonicalize().unwrap().display());
     for (setting, source) in [
-        ("capacity = \"2GiB\"", "--dram"),
-        ("policy = \"arc\"", "cascade.toml:3"),
+        ("dram = \"2GiB\"", "--dram"),
+        ("policy = \"arc\"", "cascade.toml:2"),
         ("write = \"through\"", "CASCADE_WRITE"),
         ("pipeline = \"Dram|Files\"", "default"),
-        (&format!("directory = \"{below}\""), "--files"),
+        (&format!("files = \"{below}\""), "--files"),
     ] {
         let found = |line: &str| line.starts_with(setting) && line.ends_with(source);
         assert!(shown.lines().any(found), "{setting} by {source}: {shown}");
@@ -42,7 +42,7 @@ fn the_effective_configuration_is_printed_with_what_set_it() {
 fn what_a_node_would_refuse_is_refused_with_a_hint() {
     let directory = tempfile::TempDir::new().unwrap();
     let file = directory.path().join("cascade.toml");
-    std::fs::write(&file, "[dram]\n\ncapactiy = \"1GiB\"\n").unwrap();
+    std::fs::write(&file, "\n\ndarm = \"1GiB\"\n").unwrap();
     let file = file.display().to_string();
     for (options, hints) in [
         (&["--dram", "lots"][..], &["--dram", "512MiB"][..]),

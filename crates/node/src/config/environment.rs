@@ -170,7 +170,7 @@ mod tests {
         for (name, hint) in [
             ("CASCADE_FILES_CAPACTIY", "did you mean \"CASCADE_FILES_CAPACITY\""),
             ("CASCADE_DRAMM", "CASCADE_DRAM"),
-            ("CASCADE_DRAM", "is now called CASCADE_DRAM"),
+            ("CASCADE_DRAM_CAPACITY", "is now called CASCADE_DRAM"),
             ("CASCADE_DIRTY_BYTES_MAX", "is now called CASCADE_DIRTY_MAX"),
         ] {
             let tail = name.strip_prefix("CASCADE_").unwrap();

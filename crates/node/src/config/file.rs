@@ -191,7 +191,9 @@ fn read_value(key: &Key, value: &DeValue<'_>) -> Result<Value, String> {
             texts.collect::<Result<_, _>>().map(Value::List)
         }
         DeValue::String(text) if key.kind != Kind::List => key.parse(text),
-        DeValue::Float(number) if key.kind == Kind::Duration => key.parse(number.as_str()),
+        DeValue::Float(number) if !key.kind.is_quoted() || key.kind == Kind::Duration => {
+            key.parse(number.as_str())
+        }
         DeValue::Integer(number) if key.kind == Kind::Mode => match number.radix() {
             8 => key.parse(number.as_str()),
             _ => Err(format!("write it in quotes and octal digits: \"0{}\"", number.as_str())),

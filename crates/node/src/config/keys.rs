@@ -2,8 +2,8 @@
 //! line in `build.rs`.
 //!
 //! A setting has one name: `files_capacity` in the file, `--files-capacity` as a flag,
-//! `CASCADE_FILES_CAPACITY` in the environment and, where an embedded store has it, `files_capacity`
-//! in Python.
+//! `CASCADE_FILES_CAPACITY` in the environment, and `files_capacity` in Python where an embedded
+//! store has it.
 
 use super::key::Key;
 use super::value::Kind;

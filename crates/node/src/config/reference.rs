@@ -15,11 +15,11 @@ A node starts without a configuration: every key has a default. What is given la
 wins: built-in defaults, one TOML file (`--config FILE`, else the variable `CASCADE_CONFIG`), the
 environment, flags of `cascade serve`.
 
-A setting has **one name everywhere**: `files_capacity` in the file, `CASCADE_FILES_CAPACITY` in the
-environment, `--files-capacity` as a flag, and `files_capacity` in Python where an embedded store has
-it. An operator has to know the first table alone. The keys below `[advanced]` are there for
-measurements; each says why hardly anybody changes it. `cascade serve -h` lists the first,
-`--help` both.
+A setting has **one name everywhere**: `files_capacity` in the file, `CASCADE_FILES_CAPACITY` in
+the environment, `--files-capacity` as a flag, and `files_capacity` in Python where an embedded
+store has it. An operator has to know only the first table. The keys in `[advanced]` are for
+measurements; each says why it is rarely changed. `cascade serve -h` lists the first table, `--help`
+both.
 
 - `cascade serve --print-config` prints every key as it is set, and what set it, and exits.
 - `packaging/cascade.toml` is a file with every key at its default.
@@ -33,7 +33,7 @@ measurements; each says why hardly anybody changes it. `cascade serve -h` lists 
 |---|---|---|
 | size | `\"512MiB\"`, `\"100MB\"`, `4096` | KiB is 1024, KB 1000; bytes without a unit |
 | rate | `\"500MiB/s\"`, `1048576` | bytes a second |
-| duration | `\"250ms\"`, `\"30s\"`, `\"5min\"`, `\"1h\"`, `\"7d\"`, `2.5` | seconds without a unit |
+| duration | `\"250ms\"`, `\"30s\"`, `\"5min\"`, `\"1h\"`, `\"7d\"`, `2.5` | no unit: seconds |
 | share | `\"25%\"`, `25` | whole percent |
 | permissions | `\"0600\"` | octal digits |
 | path | `\"/var/lib/cascade\"` | absolute; a flag may be relative to where the command runs |

@@ -113,8 +113,8 @@ impl Dispatch<'_> {
         })
     }
 
-    /// An administrator has no pool and no say over single blocks by these calls: whoever is none of
-    /// the tenant's users must not take its memory or read its keys.
+    /// An administrator has no pool and no access to single blocks: one that is not a user of the
+    /// tenant must not take its memory or read its keys.
     fn answer_administrator(&self, call: Call) -> Option<Answer> {
         match call {
             Call::Hello(_) | Call::Ping => Some(Answer::Done),
@@ -436,7 +436,7 @@ impl Dispatch<'_> {
         u8::try_from(place).expect("a pipeline has a handful of tiers")
     }
 
-    /// What a client has slabs for is still taken while the node drains; further slabs it gets none.
+    /// While the node drains, it accepts blocks that have slabs already, and grants no new slabs.
     fn refuses_slabs(&self, blocks: usize) -> Option<Answer> {
         if self.node.state() == NodeState::Draining {
             return Some(Answer::Failed(draining()));

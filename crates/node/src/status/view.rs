@@ -131,22 +131,7 @@ impl TenantStatus {
                 bytes
             }
         );
-        add_fields!(
-            self.mover,
-            mover,
-            MoverStatus {
-                demoted_blocks,
-                demoted_bytes,
-                promoted_blocks,
-                promoted_bytes,
-                pending_bytes,
-                demote_failures,
-                demote_declines,
-                name_failures,
-                prefetched_blocks,
-                prefetched_used_blocks
-            }
-        );
+        self.add_mover(mover);
         add_fields!(
             self.evictions,
             evictions,
@@ -165,6 +150,31 @@ impl TenantStatus {
                 protection_refused
             }
         );
+        self.add_pool(pool);
+        tiers.iter().for_each(|tier| self.add_tier(tier));
+        self.add_warm_restart(warm_restart.as_ref());
+    }
+
+    fn add_mover(&mut self, mover: &MoverStatus) {
+        add_fields!(
+            self.mover,
+            mover,
+            MoverStatus {
+                demoted_blocks,
+                demoted_bytes,
+                promoted_blocks,
+                promoted_bytes,
+                pending_bytes,
+                demote_failures,
+                demote_declines,
+                name_failures,
+                prefetched_blocks,
+                prefetched_used_blocks
+            }
+        );
+    }
+
+    fn add_pool(&mut self, pool: &PoolStatus) {
         let largest = self.pool.largest_free_bytes.max(pool.largest_free_bytes);
         add_fields!(
             self.pool,
@@ -179,7 +189,9 @@ impl TenantStatus {
             }
         );
         self.pool.largest_free_bytes = largest;
-        tiers.iter().for_each(|tier| self.add_tier(tier));
+    }
+
+    fn add_warm_restart(&mut self, warm_restart: Option<&WarmRestartStatus>) {
         if let Some(WarmRestartStatus {
             recovered_blocks,
             recovered_bytes,

@@ -16,7 +16,8 @@ use crate::prometheus::{metrics_of, panel_queries};
 use crate::served::{BLOCK_BYTES, Served, get, key};
 
 /// Metrics that stay zero here, and where or why.
-const ZERO_HERE: [(&str, &str); 23] = [
+const ZERO_HERE: [(&str, &str); 24] = [
+    ("cascade_tier_damaged_structures", "needs a damaged file; the store's tests damage them"),
     ("cascade_clients", "needs a client over the node's socket"),
     ("cascade_stopped_clients", "needs a client over the node's socket"),
     ("cascade_silent_clients", "needs a client that is idle for a minute"),

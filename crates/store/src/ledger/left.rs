@@ -10,7 +10,8 @@ use std::path::{Path, PathBuf};
 use cascade_memory::IdleFiles;
 use rustix::process::geteuid;
 
-use super::{HEADER_FIELDS, MAGIC, USED, USED_WORD, VERSION, boot_id, header_sum};
+use super::opening::{boot_id, header_sum};
+use super::{HEADER_FIELDS, MAGIC, USED, USED_WORD, VERSION};
 
 /// Words of the header that tell what the files are good for.
 const WORDS: usize = USED_WORD + 1;

@@ -1,0 +1,110 @@
+//! Opens a pool with its ledger: checks the header, or writes a new one.
+
+use std::fs;
+use std::path::Path;
+use std::sync::atomic::Ordering;
+
+use cascade_block::{ByteSize, checksum};
+use cascade_memory::{MemoryError, Pool, PoolConfig, PoolFiles};
+
+use super::record::{BLOCK_WORDS, HELD_WORDS};
+use super::{
+    HEADER_FIELDS, HEADER_WORDS, HELD_MAX, HELD_MIN, MAGIC, PAGE, POOL_BYTES_PER_HELD,
+    POOL_BYTES_PER_RECORD, RECORDS_MIN, RUNS_WORD, Table, USED, USED_WORD, VERSION, WarmPool,
+};
+
+/// Removes what an earlier run left, unless a store has it.
+pub(crate) fn remove(path: &Path) -> Result<(), MemoryError> {
+    PoolFiles::discard(path)
+}
+
+/// Opens the files, or makes them, and takes over the memory of what they say is there.
+pub(crate) fn open(path: &Path, config: &PoolConfig) -> Result<WarmPool, MemoryError> {
+    let pool_bytes = config.capacity_bytes.next_multiple_of(PAGE);
+    let block_count = (pool_bytes / POOL_BYTES_PER_RECORD).max(RECORDS_MIN);
+    let held_count = (pool_bytes / POOL_BYTES_PER_HELD).clamp(HELD_MIN, HELD_MAX);
+    let table_words = HEADER_WORDS + block_count * BLOCK_WORDS + held_count * HELD_WORDS;
+    let table_bytes = (table_words * size_of::<u64>()).next_multiple_of(PAGE);
+    let bytes_before = path.metadata().ok().map(|file| file.len());
+    let mut files = PoolFiles::open(path, pool_bytes, table_bytes)?;
+    let sizes = [pool_bytes, block_count, held_count].map(|size| size as u64);
+    let mut notes = Vec::new();
+    let is_known = files.is_kept() && has_header(&files, header(&files, sizes)?);
+    let is_used = is_known && files.words().words()[USED_WORD].load(Ordering::Acquire) == USED;
+    if is_used {
+        files.keep();
+    } else {
+        // A start that did not come to its first block leaves nothing to take over.
+        if let Some(bytes) = bytes_before.filter(|_| !is_known) {
+            notes.push(discarded(path, bytes, pool_bytes as u64));
+        }
+        if files.is_kept() {
+            files.renew()?;
+        }
+        write_header(&files, header(&files, sizes)?);
+    }
+    let runs = &files.words().words()[RUNS_WORD];
+    let runs = runs.fetch_add(1, Ordering::Relaxed) + 1;
+    let pool = Pool::of_files(config, &files)?;
+    let count = |count: usize| u32::try_from(count).map_err(|_| MemoryError::Empty);
+    let table = Table { files, block_count: count(block_count)?, held_count: count(held_count)? };
+    let mut opened = WarmPool::new(table, pool, is_used);
+    opened.stats.runs = runs;
+    opened.notes = notes;
+    Ok(opened)
+}
+
+/// What an operator is told when an earlier pool could not be taken over.
+fn discarded(path: &Path, bytes_before: u64, pool_bytes: u64) -> String {
+    let path = path.display();
+    if bytes_before == pool_bytes {
+        return format!("the blocks in {path} were discarded: another version, or a reboot");
+    }
+    let [before, now] = [bytes_before, pool_bytes].map(|bytes| ByteSize(bytes).rounded());
+    format!(
+        "the blocks in {path} were discarded: DRAM had {before} and has {now} now; blocks in lower \
+         tiers are kept"
+    )
+}
+
+/// What the header says of this pool, on this machine, since it was started.
+fn header(files: &PoolFiles, sizes: [u64; 3]) -> Result<[u64; HEADER_FIELDS], MemoryError> {
+    let [pool_bytes, block_count, held_count] = sizes;
+    let [device, inode] = files.pool_identity()?;
+    let [boot_low, boot_high] = boot_id();
+    let records = [block_count, held_count, (BLOCK_WORDS << 32 | HELD_WORDS) as u64];
+    let [blocks, held, words] = records;
+    Ok([MAGIC, VERSION, pool_bytes, blocks, held, words, device, inode, boot_low, boot_high])
+}
+
+fn has_header(files: &PoolFiles, header: [u64; HEADER_FIELDS]) -> bool {
+    let words = files.words().words();
+    let is_known = header[8..] != [0, 0];
+    let is_same = header.iter().zip(words).all(|(is, was)| *is == was.load(Ordering::Relaxed));
+    let sum = words[HEADER_FIELDS].load(Ordering::Acquire);
+    is_known && is_same && sum == header_sum(&header)
+}
+
+fn write_header(files: &PoolFiles, header: [u64; HEADER_FIELDS]) {
+    let words = files.words().words();
+    for (word, field) in words.iter().zip(header) {
+        word.store(field, Ordering::Relaxed);
+    }
+    words[RUNS_WORD].store(0, Ordering::Relaxed);
+    words[USED_WORD].store(0, Ordering::Relaxed);
+    words[HEADER_FIELDS].store(header_sum(&header), Ordering::Release);
+}
+
+pub(super) fn header_sum(header: &[u64; HEADER_FIELDS]) -> u64 {
+    let bytes: Vec<u8> = header.iter().flat_map(|field| field.to_le_bytes()).collect();
+    u64::from(checksum(&bytes))
+}
+
+/// Names this start of the machine: after another one a file on a disk may hold older bytes than
+/// its table says. Zero where the kernel does not tell; then nothing is ever taken over.
+pub(super) fn boot_id() -> [u64; 2] {
+    let text = fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
+    let digits: String = text.chars().filter(char::is_ascii_hexdigit).collect();
+    let half = |range| u64::from_str_radix(digits.get(range).unwrap_or(""), 16).unwrap_or(0);
+    [half(0..16), half(16..32)]
+}
