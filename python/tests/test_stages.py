@@ -522,7 +522,7 @@ def test_a_missing_method_is_named(missing):
 def test_a_setting_of_a_stage_is_checked(attribute, value):
     stage = DictStage()
     setattr(stage, attribute, value)
-    with pytest.raises(ConfigError, match=f"DictStage.{attribute} is"):
+    with pytest.raises(ConfigError, match=rf"DictStage\.{attribute}(:| is)"):
         over(stage)
 
 

@@ -90,7 +90,8 @@ pub enum Refusal {
     /// No tenant has this user, and there is no token.
     #[error(
         "user {user} is no tenant of this node; present a tenant's token, or add \
-         `users = [{user}]` to a [[tenant]] of the node's configuration and restart it"
+         `users = [{user}]` to a [[tenant]] of the node's configuration and restart it; to \
+         administer the node, put the user into the group that admin_group names"
     )]
     User {
         /// The user's number.

@@ -95,7 +95,7 @@ fn every_batch_ends_by_its_deadline() {
     assert!(store.contains(&keys).iter().all(|is_here| *is_here));
 
     clock.step.store(1, Ordering::SeqCst);
-    let present = store.put(&puts, within(40));
+    let present = store.put(&puts, within(200));
     in_time(&present, |it| matches!(it, PutOutcome::Present), is_put_late);
     let views = store.view(&keys, within(40));
     in_time(

@@ -35,7 +35,7 @@ The other settings need a restart; docs/configuration.md marks those that do not
 /// Which settings.
 #[derive(Debug, Args)]
 pub(super) struct GetArgs {
-    /// Settings or sections, such as dram.capacity or limits [default: all].
+    /// Settings or sections, such as dram or advanced [default: all].
     #[arg(value_name = "KEY")]
     keys: Vec<String>,
     /// Print JSON.
@@ -48,7 +48,7 @@ pub(super) struct GetArgs {
 /// Which setting.
 #[derive(Debug, Args)]
 pub(super) struct SetArgs {
-    /// The setting, such as log.filter.
+    /// The setting, such as log_filter.
     #[arg(value_name = "KEY")]
     key: String,
     /// Its new value, as after a flag or in the environment.

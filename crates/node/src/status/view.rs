@@ -16,7 +16,8 @@ pub const ALL_TENANTS: &str = "all tenants";
 #[derive(Debug, Clone, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum View {
-    /// Everything: the node's own user, root, and whoever has the node's token or certificate.
+    /// Everything: the node's own user, root, members of `admin_group`, and callers with the node's
+    /// token or certificate.
     #[default]
     All,
     /// One tenant's store and clients.
@@ -24,6 +25,9 @@ pub enum View {
     /// Sums over the whole process, without a name of a tenant, a client or a key: anybody.
     Totals,
 }
+
+/// Not a group: HTTP knows its caller's user alone, so the members that the group lists count.
+const NO_GROUP: u32 = u32::MAX;
 
 impl View {
     /// What a tenant may see; the node's own one sees everything.
@@ -36,7 +40,8 @@ impl View {
 
     /// What a user of this host may see, whom the kernel named at the other end of a socket.
     pub fn of_user(node: &Node, user: u32) -> Self {
-        if user == 0 || user == rustix::process::geteuid().as_raw() {
+        let is_own = user == rustix::process::geteuid().as_raw();
+        if is_own || node.tenants().is_administrator(user, NO_GROUP) {
             return Self::All;
         }
         let tenant = node.tenants().identify(user, None);

@@ -16,7 +16,8 @@ use crate::prometheus::{metrics_of, panel_queries};
 use crate::served::{BLOCK_BYTES, Served, get, key};
 
 /// Metrics that stay zero here, and where or why.
-const ZERO_HERE: [(&str, &str); 24] = [
+const ZERO_HERE: [(&str, &str); 25] = [
+    ("cascade_tier_circuit_open", "needs a tier that fails; the store's tests have one"),
     ("cascade_tier_damaged_structures", "needs a damaged file; the store's tests damage them"),
     ("cascade_clients", "needs a client over the node's socket"),
     ("cascade_stopped_clients", "needs a client over the node's socket"),
