@@ -30,7 +30,6 @@ class StageStats(TypedDict):
     used_bytes: int
     capacity_bytes: int
     files: int
-    blocks: int | None
     damaged_blocks: int
     damaged_structures: int
     notes: list[str]

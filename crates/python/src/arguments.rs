@@ -156,9 +156,12 @@ pub(crate) fn percent(name: &str, given: &Bound<'_, PyAny>) -> PyResult<u8> {
 
 /// A count.
 pub(crate) fn count(name: &str, given: &Bound<'_, PyAny>) -> PyResult<usize> {
-    integer(given).ok_or_else(|| match is_number(given) && !given.is_instance_of::<PyBool>() {
-        true => bad(name, given, COUNT),
-        false => wrong(name, given, COUNT),
+    integer(given).ok_or_else(|| {
+        if is_number(given) && !given.is_instance_of::<PyBool>() {
+            bad(name, given, COUNT)
+        } else {
+            wrong(name, given, COUNT)
+        }
     })
 }
 

@@ -60,9 +60,12 @@ pub(crate) fn store_config(config: &Bound<'_, PyAny>) -> PyResult<StoreConfig> {
 /// Whatever is wrong with a setting is a `ConfigError`.
 fn config_error<T>(read: PyResult<T>) -> PyResult<T> {
     read.map_err(|error| {
-        Python::attach(|py| match error.is_instance_of::<ConfigError>(py) {
-            true => error,
-            false => ConfigError::new_err(error.value(py).to_string()),
+        Python::attach(|py| {
+            if error.is_instance_of::<ConfigError>(py) {
+                error
+            } else {
+                ConfigError::new_err(error.value(py).to_string())
+            }
         })
     })
 }

@@ -95,12 +95,13 @@ impl PyNamespace {
         };
         let secret = match secret {
             // A message must not show a secret, so a wrong one is told by its type.
-            Some(secret) => {
-                secret.cast::<PyBytes>().map(|secret| secret.as_bytes()).map_err(|_| {
+            Some(secret) => secret
+                .cast::<PyBytes>()
+                .map(pyo3::types::PyBytesMethods::as_bytes)
+                .map_err(|_| {
                     let told = "secret: bytes, or None for a namespace that all tenants share";
                     PyTypeError::new_err(told)
-                })?
-            }
+                })?,
             None => &[],
         };
         let secret = TenantSecret::new(secret);

@@ -58,7 +58,9 @@ pub(crate) fn open_pool(
     let (intact, damaged) = compare_with_sums(opened.recovered);
     opened.recovered = intact;
     opened.stats.rejected_records += damaged.len() as u64;
-    damaged.iter().for_each(|one| opened.ledger.discard(one));
+    for one in &damaged {
+        opened.ledger.discard(one);
+    }
     opened.stats.recover_ms = millis(clock.monotonic().saturating_sub(started));
     Ok(OpenedPool {
         pool: opened.pool,

@@ -364,6 +364,15 @@ fn flip_at_random(directory: &Path, is_over: &AtomicBool) -> u64 {
     flips
 }
 
+/// Ends the thread that flips bits, however the attack ends.
+struct Over<'a>(&'a AtomicBool);
+
+impl Drop for Over<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
 #[test]
 #[ignore = "an attack of a minute, run by hand after changes to the file tier"]
 fn random_flips_for_a_minute_give_no_wrong_byte_and_no_error() {
@@ -374,13 +383,6 @@ fn random_flips_for_a_minute_give_no_wrong_byte_and_no_error() {
         // collision, and fails the next sync.
         config.files.as_mut().unwrap().direct = false;
         let (limit, is_over) = (Deadline::after(&SystemClock, ATTACK), AtomicBool::new(false));
-        // However the attack ends: who flips ends too.
-        struct Over<'a>(&'a AtomicBool);
-        impl Drop for Over<'_> {
-            fn drop(&mut self) {
-                self.0.store(true, Ordering::Relaxed);
-            }
-        }
         let mut store = open(&config, "attack");
         let (mut at, mut served, mut asked) = (0, 0, 0);
         let flips = std::thread::scope(|scope| {

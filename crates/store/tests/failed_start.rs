@@ -11,7 +11,7 @@ mod named_pool;
 #[path = "../../disk/tests/small_disk/mod.rs"]
 mod small_disk;
 
-use std::io::{BufRead, BufReader};
+use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 
@@ -55,7 +55,7 @@ fn open_and_wait() {
     let store = Store::open(named(path.into())).unwrap();
     let blocks = variable(BLOCKS).map_or(0, |text| text.parse().unwrap());
     put(&store, &keys(0..blocks), BLOCK);
-    println!("\nopened");
+    writeln!(std::io::stdout(), "\nopened").unwrap();
     // Ends when the parent does, should that forget to kill it.
     drop(std::io::stdin().lock().lines().next());
 }

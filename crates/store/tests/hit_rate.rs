@@ -1,7 +1,5 @@
 //! The hit rate: blocks matched over blocks requested, each request counted once.
 
-#![expect(clippy::unwrap_used, reason = "in a test, a surprise should panic")]
-
 mod blocks;
 
 use blocks::{MIB, check, dram, keys, put};

@@ -7,7 +7,7 @@
 mod blocks;
 mod named_pool;
 
-use std::io::{BufRead, BufReader, Read};
+use std::io::{BufRead, BufReader, Read, Write};
 use std::path::Path;
 use std::process::{Command, Stdio};
 
@@ -31,7 +31,7 @@ fn put_and_read_until_the_pool_is_cut() {
     let Some(directory) = variable(DIRECTORY) else { return };
     let store = Store::open(config(Path::new(&directory), 8)).unwrap();
     put(&store, &keys(0..100), BLOCK);
-    println!("\nready");
+    writeln!(std::io::stdout(), "\nready").unwrap();
     for round in 1.. {
         put(&store, &keys(round * 100..(round + 1) * 100), BLOCK);
         for key in keys(0..(round + 1) * 100) {

@@ -48,7 +48,7 @@ pub(super) struct GetArgs {
 /// Which setting.
 #[derive(Debug, Args)]
 pub(super) struct SetArgs {
-    /// The setting, such as log_filter.
+    /// The setting, such as `log_filter`.
     #[arg(value_name = "KEY")]
     key: String,
     /// Its new value, as after a flag or in the environment.

@@ -147,7 +147,7 @@ pub(super) fn clear(args: &ClearArgs, screen: &mut Screen) -> Result<i32, Failur
 Examples:
   cascade drain --timeout 60s
       From now on no new client and no new block is taken; all that waits is written. Clients that
-      are connected read on, /healthz says `draining`.
+      are connected read on, /readyz says `draining`.
   cascade drain --exit --timeout 60s
       And then the node ends, if all was written.
   cascade drain --cancel

@@ -48,8 +48,8 @@ fn await_ready(child: &mut Child) {
     std::thread::spawn(move || {
         for line in lines.map_while(Result::ok) {
             if line.contains(" ready: ") {
-                // The receiver is gone once it heard.
-                ready.send(()).ok();
+                // The receiver is dropped once it has received one.
+                let _is_received = ready.send(()).is_ok();
             }
         }
     });

@@ -112,7 +112,7 @@ pub(crate) fn await_answers(stream: &mut UnixStream, count: usize) {
     }
 }
 
-/// Members of admin_group look after the node of another user; its KV is not theirs.
+/// Members of `admin_group` look after the node of another user; its KV is not theirs.
 #[test]
 fn an_administrator_gets_no_pool_and_no_say_over_blocks() {
     let host = Host::start(|_| ());

@@ -142,7 +142,7 @@ impl FileOperations for SystemFiles {
             let mut options = OpenOptions::new();
             options.write(true).create(true).truncate(true).mode(0o600).open(&temporary)
         };
-        let mut file = create().or_else(|error| free_name(self, &temporary, error, create))?;
+        let mut file = create().or_else(|error| free_name(*self, &temporary, error, create))?;
         file.write_all(bytes)?;
         file.sync_all()?;
         self.rename(&temporary, path)?;
@@ -151,7 +151,7 @@ impl FileOperations for SystemFiles {
 
     fn rename(&self, from: &Path, to: &Path) -> io::Result<()> {
         let rename = || fs::rename(from, to);
-        rename().or_else(|error| free_name(self, to, error, rename))
+        rename().or_else(|error| free_name(*self, to, error, rename))
     }
 
     fn set_aside(&self, path: &Path) -> io::Result<PathBuf> {
@@ -213,7 +213,7 @@ impl FileOperations for SystemFiles {
 
 /// Tries again once a directory no longer lies where a file belongs.
 fn free_name<T>(
-    files: &SystemFiles,
+    files: SystemFiles,
     path: &Path,
     error: io::Error,
     again: impl FnOnce() -> io::Result<T>,

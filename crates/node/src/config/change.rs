@@ -70,7 +70,7 @@ pub fn with_value(config: &NodeConfig, path: &str, text: &str) -> Result<NodeCon
 }
 
 fn unknown(name: &str) -> String {
-    let sections = KEYS.iter().map(|key| key.section());
+    let sections = KEYS.iter().map(super::key::Key::section);
     let hint = nearest(name, KEYS.iter().map(|key| key.path).chain(sections));
     let hint = hint.map_or_else(
         || "cascade config get prints all that there are".to_owned(),

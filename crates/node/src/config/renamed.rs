@@ -138,8 +138,7 @@ mod tests {
                         .chars()
                         .next_back()
                         .is_none_or(|letter| letter == '(' || is_apart(Some(letter)));
-                    before_is_apart && is_apart(after.chars().next())
-                        || before_is_apart && after.starts_with(". ")
+                    before_is_apart && (is_apart(after.chars().next()) || after.starts_with(". "))
                 });
                 let variable = format!("CASCADE_{}", old.replace('.', "_").to_uppercase());
                 let is_variable = text

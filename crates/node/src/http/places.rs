@@ -123,7 +123,9 @@ mod tests {
     fn nobody_has_a_place_when_all_are_busy() {
         let places = Places::new(2, Duration::ZERO);
         let held: Vec<_> = (0..2).map(|id| places.take(id, None).unwrap()).collect();
-        held.iter().for_each(|(place, _)| place.note_busy());
+        for (place, _) in &held {
+            place.note_busy();
+        }
         assert!(places.take(2, None).is_none());
         drop(held);
         assert!(places.take(3, None).is_some());
@@ -144,7 +146,9 @@ mod tests {
         assert_eq!(places.lock().len(), 3, "two of eight are a quarter");
         assert_eq!(other_ended.try_recv(), Err(oneshot::error::TryRecvError::Empty));
         let last = own.pop().unwrap();
-        own.iter().for_each(|(place, _)| place.note_busy());
+        for (place, _) in &own {
+            place.note_busy();
+        }
         last.0.note_busy();
         let (third, _) = own.pop().unwrap();
         third.note_busy();

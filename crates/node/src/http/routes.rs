@@ -131,12 +131,11 @@ async fn readyz(State(answers): State<Arc<Answers>>) -> Response {
 
 /// An answer with its type, or that there is none in time.
 fn typed(content_type: &'static str, answer: Option<Bytes>) -> Response {
-    match answer {
-        Some(text) => ([(CONTENT_TYPE, content_type)], text).into_response(),
-        None => {
-            let reason = json!({"error": "the node's figures could not be had; see its log"});
-            (StatusCode::SERVICE_UNAVAILABLE, Json(reason)).into_response()
-        }
+    if let Some(text) = answer {
+        ([(CONTENT_TYPE, content_type)], text).into_response()
+    } else {
+        let reason = json!({"error": "the node's figures could not be had; see its log"});
+        (StatusCode::SERVICE_UNAVAILABLE, Json(reason)).into_response()
     }
 }
 

@@ -331,7 +331,7 @@ impl Connection {
                     return Err(End::Gone);
                 }
                 let store = session.tenant.store();
-                self.welcome(shared, &session).write(&mut message, number);
+                Self::welcome(shared, &session).write(&mut message, number);
                 let file = store.region().file();
                 if session.access == Access::Administer {
                     (&self.stream).write_all(&message)?;
@@ -355,7 +355,7 @@ impl Connection {
         }
     }
 
-    fn welcome(&self, shared: &Shared, session: &Session) -> Answer {
+    fn welcome(shared: &Shared, session: &Session) -> Answer {
         let store = session.tenant.store();
         let timeout = store.config().timeout.as_millis();
         Answer::Welcome(Welcome {

@@ -156,7 +156,9 @@ impl TenantStatus {
             }
         );
         self.add_pool(pool);
-        tiers.iter().for_each(|tier| self.add_tier(tier));
+        for tier in tiers {
+            self.add_tier(tier);
+        }
         self.add_warm_restart(warm_restart.as_ref());
     }
 

@@ -122,7 +122,9 @@ fn health_is_answered_beside_connections_that_scrape_without_a_pause() {
         }
         is_over.store(true, Relaxed);
         assert!(checks > 0);
-        flood.into_iter().for_each(|thread| thread.join().unwrap());
+        for thread in flood {
+            thread.join().unwrap();
+        }
     });
 }
 

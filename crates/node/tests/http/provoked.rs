@@ -178,7 +178,8 @@ fn every_metric_of_the_golden_file_and_of_the_panels_has_a_sample() {
     let full = Served::start_with(SecurityConfig::default(), |config| config.connections_max = 0);
     assert_eq!(full.get_as_anybody("/healthz").code, 200);
     let turned_away = full.node.traffic().status().http.turned_away;
-    *found.get_mut("cascade_http_turned_away_total").unwrap() += turned_away as f64;
+    *found.get_mut("cascade_http_turned_away_total").unwrap() +=
+        f64::from(u32::try_from(turned_away).unwrap());
 
     let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../testdata/metrics.txt");
     let golden = fs::read_to_string(golden).unwrap();
