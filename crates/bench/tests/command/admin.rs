@@ -258,7 +258,7 @@ fn settings_are_shown_and_changed_without_a_restart() {
         (&["log_filter", "=="][..], &["log_filter"][..]),
         (&["connections_max", "many"], &["connections_max", "whole number"]),
         (&["dram", "1GiB"], &["needs a restart", "log_filter"]),
-        (&["conections_max", "5"], &["no setting", "connections_max"]),
+        (&["conectoins_max", "5"], &["no setting", "connections_max"]),
     ] {
         let said = node.refused(1, &[&["config", "set"], args].concat());
         for hint in hints {
@@ -282,7 +282,7 @@ fn a_reload_tells_what_changed_and_what_needs_a_restart() {
     let again = node.json(&["reload"]);
     assert_eq!(again["changed"], serde_json::json!([]), "it is in force already");
     assert_eq!(again["needs_restart"], serde_json::json!(["dram"]), "it still waits");
-    fs::write(&file, text.replace("connections", "conections")).unwrap();
+    fs::write(&file, text.replace("connections", "conectoins")).unwrap();
     let said = node.refused(1, &["reload"]);
     assert!(said.contains("connections_max"), "{said}");
     assert!(node.said(&["config", "get", "connections_max"]).contains("= 200"));
