@@ -159,8 +159,7 @@ fn a_batch_that_is_written_in_place_ends_by_its_deadline() {
     );
 }
 
-/// 40,000 such keys, one second: 8.4 s before fingerprints had a seed. `cargo bench -p cascade-store
-/// --bench calls` has the times.
+/// Before fingerprints had a seed, a put of 40,000 such keys with a timeout of one second took 8.4 s.
 #[test]
 fn keys_with_equal_leading_bytes_are_stored_found_and_deleted_with_a_random_seed() {
     let store = Store::open(dram(16)).unwrap();
