@@ -24,9 +24,10 @@ const STEP_BYTES: usize = 4 << 20;
 const STEP_KEYS: u32 = 256;
 /// The first pass begins so long after the start, when caches are warm and clients are served.
 const REST_AT_START: Duration = Duration::from_secs(10);
-/// How often a pass looks whether the store closes, and the least time between two steps.
-const LOOK: Duration = Duration::from_secs(1);
+/// The least time between two steps, and between the end of a pass and the next one: an idle store
+/// is woken once a minute.
 const REST_MIN: Duration = Duration::from_millis(20);
+const REST_AFTER_PASS: Duration = Duration::from_secs(60);
 
 /// What one pass over the blocks in DRAM came to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -183,7 +184,8 @@ fn run(node: &Node, bytes_per_second: NonZeroU64) {
         }
         let left = due.saturating_sub(node.clock.monotonic());
         if !left.is_zero() {
-            drop(node.wait_look(state, left.min(LOOK)));
+            // Closing the store ends this wait early.
+            drop(node.wait_look(state, left));
             continue;
         }
         drop(state);
@@ -191,8 +193,7 @@ fn run(node: &Node, bytes_per_second: NonZeroU64) {
         at = next.unwrap_or(0);
         let nanos = u128::from(step.bytes) * 1_000_000_000 / u128::from(bytes_per_second.get());
         let cost = Duration::from_nanos(u64::try_from(nanos).unwrap_or(u64::MAX)).max(REST_MIN);
-        // A pass over nothing has no cost of its own, and no haste.
-        let cost = if next.is_none() { cost.max(LOOK) } else { cost };
+        let cost = if next.is_none() { cost.max(REST_AFTER_PASS) } else { cost };
         due = node.clock.monotonic().saturating_add(cost);
     }
 }
