@@ -159,7 +159,7 @@ fn a_batch_that_is_written_in_place_ends_by_its_deadline() {
     );
 }
 
-/// Before fingerprints had a seed, a put of 40,000 such keys with a timeout of one second took 8.4 s.
+/// Before fingerprints had a seed, a put of 40,000 such keys took 8.4 s of its one second.
 #[test]
 fn keys_with_equal_leading_bytes_are_stored_found_and_deleted_with_a_random_seed() {
     let store = Store::open(dram(16)).unwrap();
