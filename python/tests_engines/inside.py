@@ -256,10 +256,13 @@ def abort_while_loading(llm: Any, prompts: Sequence[Sequence[int]]) -> int:
     parameters = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, detokenize=False)
     for name, prompt in zip(names, prompts, strict=True):
         engine.add_request(name, {"prompt_token_ids": list(prompt)}, parameters)
-    for _ in range(3):
-        engine.step()
     requests = scheduler_of(llm).requests.values()
-    waiting = sum(each.status == RequestStatus.WAITING_FOR_REMOTE_KVS for each in requests)
+
+    def count() -> int:
+        return sum(each.status == RequestStatus.WAITING_FOR_REMOTE_KVS for each in requests)
+
+    _step_until(llm, lambda: count() == len(prompts))
+    waiting = count()
     engine.abort_request(names)
     for _ in range(3):
         engine.step()
@@ -273,6 +276,13 @@ def forget_everything(llm: Any) -> bool:
     return bool(llm.reset_prefix_cache(reset_connector=True))
 
 
+def _step_until(llm: Any, is_reached: Callable[[], bool]) -> None:
+    """Step until something is reached; a lookup in a node takes a few steps, however many."""
+    end = time.monotonic() + 60
+    while not is_reached() and time.monotonic() < end:
+        llm.llm_engine.step()
+
+
 def forget_in_the_middle(
     llm: Any,
     prompt: Sequence[int],
@@ -284,8 +294,8 @@ def forget_in_the_middle(
 
     parameters = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
     llm.llm_engine.add_request("middle", {"prompt_token_ids": list(prompt)}, parameters)
-    for _ in range(4):
-        llm.llm_engine.step()
+    requests = scheduler_of(llm).requests.values()
+    _step_until(llm, lambda: all(each.num_computed_tokens > len(prompt) for each in requests))
     llm.reset_prefix_cache(reset_running_requests=is_preempted, reset_connector=True)
     while llm.llm_engine.has_unfinished_requests():
         llm.llm_engine.step()

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import vllm_interface
 from cascadekv.connectors import vllm_versions
-from cascadekv.connectors.vllm import CascadeConnector
+from cascadekv.connectors.vllm.engine_choices import say_at_start
 from older_vllm import block_state
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -78,14 +78,14 @@ def test_an_engine_is_told_once_that_nobody_tried_it(monkeypatch, is_tried):
     if not is_tried:
         monkeypatch.setattr(vllm_versions, "OLDEST", (0, 1))
         monkeypatch.setattr(vllm_versions, "NEWEST", (0, 2))
-    starting = SimpleNamespace(settings=SimpleNamespace(notes=[]))
+    transfer = SimpleNamespace(kv_load_failure_policy="recompute")
     logger = logging.getLogger("vllm.cascade")
     said = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
     logger.addHandler(handler)
     try:
-        CascadeConnector._say_at_start(starting)  # noqa: SLF001
+        say_at_start(transfer, SimpleNamespace(notes=[]))
     finally:
         logger.removeHandler(handler)
     assert said == ([] if is_tried else [f"Cascade: {vllm_versions.untried()}"])

@@ -5,12 +5,19 @@ use std::io::{self, Read as _, Seek as _, Write as _};
 use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
 use cascade_block::Deadline;
 use rustix::fs::{FlockOperation, flock};
+use rustix::process::{Pid, test_kill_process};
 
 use crate::io::{FileOperations as _, Io, OpenMode, SystemFiles};
 use crate::{DiskError, FileTierConfig, WriterName};
+
+/// After a `kill -9` the kernel may release the lock a moment after the process is gone, while it
+/// ends what `io_uring` had begun. A start waits two seconds for a dead holder's lock.
+const DEAD_HOLDER_RETRIES: u32 = 200;
+const DEAD_HOLDER_PAUSE: Duration = Duration::from_millis(10);
 
 /// Held as long as this value lives. The kernel gives it back when the process dies.
 #[derive(Debug)]
@@ -119,14 +126,20 @@ fn take(directory: &Path, writer: &WriterName) -> Result<Held, DiskError> {
         opened => opened,
     };
     let mut file = opened.map_err(failed)?;
-    match flock(&file, FlockOperation::NonBlockingLockExclusive) {
-        Ok(()) => {}
-        Err(rustix::io::Errno::WOULDBLOCK) => {
-            let mut text = String::new();
-            let pid = file.read_to_string(&mut text).ok().and_then(|_| text.trim().parse().ok());
-            return Err(DiskError::Locked { path, pid });
+    let mut retries = 0;
+    loop {
+        match flock(&file, FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => break,
+            Err(rustix::io::Errno::WOULDBLOCK) => {
+                let pid = holder(&mut file);
+                if pid.is_none_or(is_alive) || retries == DEAD_HOLDER_RETRIES {
+                    return Err(DiskError::Locked { path, pid });
+                }
+                retries += 1;
+                std::thread::park_timeout(DEAD_HOLDER_PAUSE);
+            }
+            Err(error) => return Err(failed(error.into())),
         }
-        Err(error) => return Err(failed(error.into())),
     }
     file.set_len(0)
         .and_then(|()| file.rewind())
@@ -134,6 +147,19 @@ fn take(directory: &Path, writer: &WriterName) -> Result<Held, DiskError> {
         .map_err(failed)?;
     let identity = Identity::of(&file.metadata().map_err(failed)?);
     Ok(Held { _file: file, identity })
+}
+
+/// The process that wrote its number into the lock file last.
+fn holder(file: &mut File) -> Option<u32> {
+    let mut text = String::new();
+    file.rewind().ok()?;
+    file.read_to_string(&mut text).ok()?;
+    text.trim().parse().ok()
+}
+
+fn is_alive(pid: u32) -> bool {
+    let pid = i32::try_from(pid).ok().and_then(Pid::from_raw);
+    pid.is_none_or(|pid| test_kill_process(pid) != Err(rustix::io::Errno::SRCH))
 }
 
 /// Whether the file system takes `O_DIRECT`.

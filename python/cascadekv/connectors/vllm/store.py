@@ -27,6 +27,8 @@ from cascadekv.errors import CascadeError
 __all__ = ["EngineStore", "private_socket"]
 
 _LOG = logging.getLogger("vllm.cascade")
+SOCKET_PATH_BYTES_MAX = 107
+"""Longest path that the address of a Unix socket holds."""
 START_S = 60.0
 """How long a private node may take to be ready; a new pool of many GiB takes seconds."""
 LOOK_S = 0.25
@@ -103,7 +105,11 @@ def private_socket(engine: str) -> Path:
     root = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
     # Short for the sake of the socket's path, and of the whole name: ranks differ in its end.
     name = hashlib.sha256(engine.encode()).hexdigest()[:16]
-    return root / f"cascade-{os.getuid()}-{name}" / "node.sock"
+    socket = root / f"cascade-{os.getuid()}-{name}" / "node.sock"
+    if len(os.fsencode(socket)) > SOCKET_PATH_BYTES_MAX:
+        # Scratch directories of batch systems are longer than the address of a Unix socket.
+        socket = Path("/tmp") / socket.parent.name / socket.name  # noqa: S108 # made 0700, ours
+    return socket
 
 
 class PrivateNode:
