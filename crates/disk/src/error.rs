@@ -115,7 +115,7 @@ fn holder(pid: Option<u32>) -> String {
 
 impl DiskError {
     /// Whether something else lies where a file of the tier belongs, or nothing. It concerns this
-    /// file alone, for as long as nobody changes it.
+    /// file alone, until it is removed or replaced.
     pub(crate) fn is_misplaced(&self) -> bool {
         matches!(self, Self::Io { source, .. } if is_misplaced(source))
     }

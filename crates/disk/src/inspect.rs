@@ -233,7 +233,7 @@ fn read_file(
     match read_segment(&source, options) {
         Ok(mut content) => {
             if let Some(trailer) = content.trailer.filter(|_| verify_frames) {
-                // The footer repeats what frames say; a damaged frame is told before it is needed.
+                // The footer repeats what frames say; report a damaged frame before it is needed.
                 let (id, end_page) = (trailer.segment_id, trailer.entries_page);
                 let frames = read_frames(&source, number, id, end_page);
                 let frames = frames.map_err(|error| error.to_string())?;

@@ -113,7 +113,7 @@ fn lock_path(directory: &Path, writer: &WriterName) -> PathBuf {
     directory.join(format!("{writer}.lock"))
 }
 
-/// Takes the lock of a writer, or says who has it.
+/// Takes the lock of a writer, or returns the process that holds it.
 fn take(directory: &Path, writer: &WriterName) -> Result<Held, DiskError> {
     let path = lock_path(directory, writer);
     let failed = |source| DiskError::from_io("lock", &path, source);

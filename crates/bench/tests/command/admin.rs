@@ -327,7 +327,7 @@ fn root_and_a_group_administer_a_node_of_another_user() {
     assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
     let output = as_user(STRANGER, STRANGER, &["status"]);
     assert_eq!(output.status.code(), Some(1), "{}", stderr(&output));
-    // A stranger whom the file system lets through is refused by the node.
+    // The node refuses a user that the file permissions admit.
     for path in ["run", "run/cascade.sock"] {
         fs::set_permissions(node.path(path), fs::Permissions::from_mode(0o777)).unwrap();
     }

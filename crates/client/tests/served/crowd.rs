@@ -9,7 +9,7 @@ use cascade_store::{BlockStore, PutOutcome, StoreError, ViewOutcome};
 use crate::child::{Process, SOCKET, await_poke, say_ready, variable};
 use crate::host::{Host, NOW, hits, keys, put, wait_until};
 
-/// Each of 3,000 silent connections kept its place for half a second: a new client gave up.
+/// Each of 3,000 idle connections kept its place for half a second: a new client timed out.
 #[test]
 fn a_client_gets_in_past_thousands_of_silent_connections() {
     let host = Host::start(|_| {});
@@ -89,7 +89,7 @@ fn an_empty_token_is_refused() {
     }
 }
 
-/// They stayed for as long as the process lived, although nobody could read or give them back.
+/// They stayed for as long as the process lived, although no connection could release them.
 #[test]
 fn leases_of_a_process_without_connection_or_mapping_come_back() {
     let host = Host::start(|_| {});
@@ -170,7 +170,7 @@ fn disconnected() {
     say_ready();
     await_poke();
     assert_eq!(hits(&keys(0..4), &views), 4, "what it reads stays as it was");
-    // Its end says goodbye to nobody: the node has to find out by itself.
+    // It ends without a message: the node has to detect that.
     drop(client);
     drop(views);
     say_ready();

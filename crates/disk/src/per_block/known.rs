@@ -20,7 +20,7 @@ pub(super) struct Known {
     /// The order in which files are reclaimed; may name writes that are gone.
     order: VecDeque<Address>,
     used_bytes: u64,
-    /// Files whose header is damaged: nobody can read them, and a reclaim removes them first.
+    /// Files whose header is damaged: they cannot be read, and a reclaim removes them first.
     damaged: Vec<DamagedFile>,
     /// Blocks that are to be gone but whose files may still be there.
     hidden: HashSet<(BlockKey, Address)>,

@@ -18,7 +18,7 @@ use crate::problems::Problems;
 use crate::random::random_bytes;
 use crate::{DiskError, FileTierConfig, Recovery, StoredManifest, manifests};
 
-/// So many problems of an opening are told in words.
+/// At most this many problems of an opening are described in the notes.
 const PROBLEMS_MAX: usize = 8;
 
 impl PerBlockFiles {
