@@ -175,7 +175,7 @@ pub(crate) fn probe_direct(
             Err(error) if error.kind() == io::ErrorKind::IsADirectory => {
                 files.set_aside(&probe)?;
             }
-            // What is still there is told by the creation.
+            // If it could not be removed, creating it again returns the error.
             Ok(()) | Err(_) => {}
         }
         let opened = files.open(&probe, OpenMode::Create { allocate_bytes: 0 }, true);
