@@ -6,11 +6,15 @@ use std::os::unix::fs::{OpenOptionsExt, PermissionsExt, chown};
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{FlockOperation, Mode, OFlags, flock};
-use rustix::process::{geteuid, umask};
+use rustix::fs::{FlockOperation, Mode, OFlags, fchmod, flock};
+use rustix::net::{self, AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
+use rustix::process::geteuid;
 
 use crate::NodeError;
 use crate::socket_place::{self, Occupant, SocketPlaceError};
+
+/// Connections that the kernel holds until the node accepts them; `net.core.somaxconn` caps it.
+const BACKLOG: i32 = 4096;
 
 /// A socket's file, and the lock that says whose it is. Both go when this is dropped.
 #[derive(Debug)]
@@ -47,11 +51,8 @@ impl SocketFile {
         if occupant == Occupant::Stale {
             fs::remove_file(path).map_err(failed("remove a dead node's socket"))?;
         }
-        // With tight permissions from the first moment, and only then what was asked for.
-        let before = umask(Mode::from_bits_truncate(0o177));
-        let listener = UnixListener::bind(path);
-        umask(before);
-        let listener = listener.map_err(failed("make the socket"))?;
+        // Only the owner may connect until the permissions below are set.
+        let listener = bind_private(path).map_err(failed("make the socket"))?;
         if let Some(group) = group {
             let give = |path: &Path, mode| {
                 chown(path, None, Some(group))?;
@@ -69,6 +70,20 @@ impl SocketFile {
         }
         Ok((listener, Self { path: path.to_owned(), lock_path, _lock: lock }))
     }
+}
+
+/// Makes a listening socket whose file has the mode 0600 from the start.
+///
+/// Linux gives the file the mode of the socket itself. The umask is no alternative: all threads of
+/// the process share it, so files made meanwhile would get the wrong mode, and two sockets made at
+/// the same time could leave it changed.
+fn bind_private(path: &Path) -> io::Result<UnixListener> {
+    let socket =
+        net::socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
+    fchmod(&socket, Mode::RUSR | Mode::WUSR)?;
+    net::bind(&socket, &SocketAddrUnix::new(path)?)?;
+    net::listen(&socket, BACKLOG)?;
+    Ok(UnixListener::from(socket))
 }
 
 fn open_lock(path: &Path) -> io::Result<File> {
@@ -104,5 +119,41 @@ mod tests {
         assert!(!path.exists());
         drop(UnixListener::bind(&path).expect("a dead node's file stays behind"));
         SocketFile::listen(&path, 0o660, None).expect("nobody serves there");
+    }
+
+    /// The umask was changed around each bind. Two binds at the same time could leave it at 0177,
+    /// and every directory that the process made from then on was unusable.
+    #[test]
+    fn sockets_made_at_the_same_time_do_not_change_the_modes_of_other_files() {
+        let directory = tempfile::tempdir().expect("a temporary directory");
+        let make = |name: String| {
+            let path = directory.path().join(name);
+            fs::create_dir(&path).expect("a directory");
+            fs::metadata(&path).expect("its metadata").permissions().mode()
+        };
+        let before = make("before".into());
+        std::thread::scope(|scope| {
+            for thread in 0..4 {
+                let path = directory.path().join(format!("{thread}.sock"));
+                scope.spawn(move || {
+                    for _ in 0..200 {
+                        drop(SocketFile::listen(&path, 0o600, None).expect("the path is free"));
+                    }
+                });
+            }
+            for number in 0..200 {
+                assert_eq!(make(format!("during-{number}")), before);
+            }
+        });
+        assert_eq!(make("after".into()), before);
+    }
+
+    #[test]
+    fn a_socket_is_its_owners_alone_from_the_start() {
+        let directory = tempfile::tempdir().expect("a temporary directory");
+        let path = directory.path().join("cascade.sock");
+        let _listener = bind_private(&path).expect("the path is free");
+        let mode = fs::metadata(&path).expect("it is there").permissions().mode();
+        assert_eq!(mode & 0o777, 0o600);
     }
 }

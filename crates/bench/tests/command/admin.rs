@@ -29,9 +29,9 @@ const MEMBER: u32 = 4_000_013;
 const STRANGER: u32 = 4_000_014;
 
 /// A node that serves below a directory of its own.
-struct Served {
+pub(crate) struct Served {
     directory: TempDir,
-    child: Child,
+    pub(crate) child: Child,
 }
 
 impl Drop for Served {
@@ -57,7 +57,7 @@ fn await_ready(child: &mut Child) {
 }
 
 impl Served {
-    fn start(toml: &str) -> Self {
+    pub(crate) fn start(toml: &str) -> Self {
         Self::start_as(toml, &mut cascade(), |_| ())
     }
 
@@ -80,7 +80,7 @@ impl Served {
         Self { directory, child }
     }
 
-    fn path(&self, name: &str) -> PathBuf {
+    pub(crate) fn path(&self, name: &str) -> PathBuf {
         self.directory.path().join(name)
     }
 
@@ -89,12 +89,12 @@ impl Served {
         command.stdin(Stdio::null()).output().unwrap()
     }
 
-    fn run(&self, args: &[&str]) -> Output {
+    pub(crate) fn run(&self, args: &[&str]) -> Output {
         self.with(&mut cascade(), args)
     }
 
     /// Runs a command that succeeds; what it prints.
-    fn said(&self, args: &[&str]) -> String {
+    pub(crate) fn said(&self, args: &[&str]) -> String {
         let output = self.run(args);
         assert_eq!(output.status.code(), Some(0), "{args:?}: {}", stderr(&output));
         String::from_utf8(output.stdout).unwrap()
@@ -111,11 +111,11 @@ impl Served {
         stderr(&output)
     }
 
-    fn log(&self) -> String {
+    pub(crate) fn log(&self) -> String {
         fs::read_to_string(self.path("log")).unwrap()
     }
 
-    fn process(&self) -> Pid {
+    pub(crate) fn process(&self) -> Pid {
         Pid::from_child(&self.child)
     }
 }

@@ -118,3 +118,31 @@ fn the_doctor_finds_a_configuration_that_is_refused() {
     assert_eq!(report["checks"][0]["state"], "failed");
     assert_eq!(report["checks"].as_array().unwrap().len(), 1);
 }
+
+/// A failed start left its pool or the pool's ledger behind in shared memory.
+#[test]
+fn a_start_with_more_memory_than_the_machine_has_leaves_nothing_behind() {
+    let directory = tempfile::TempDir::new().unwrap();
+    let socket = directory.path().join("cascade.sock");
+    let mut child = cascade()
+        .args(["serve", "--dram", "1000TiB", "--socket"])
+        .arg(&socket)
+        .stdout(std::process::Stdio::piped())
+        .stderr(std::process::Stdio::piped())
+        .spawn()
+        .unwrap();
+    let process = child.id().to_string();
+    let status = child.wait().unwrap();
+    let output = child.wait_with_output().unwrap();
+    let said = stderr(&output);
+    assert_eq!(status.code(), Some(1), "{said}");
+    assert!(said.contains("1000 TiB") || said.contains("1000TiB"), "{said}");
+    let left: Vec<_> = std::fs::read_dir("/dev/shm")
+        .unwrap()
+        .map(|entry| entry.unwrap().file_name().to_string_lossy().into_owned())
+        .filter(|name| name.contains("cascade") && name.contains(&process))
+        .collect();
+    assert_eq!(left, [""; 0]);
+    let beside = std::fs::read_dir(directory.path()).unwrap().count();
+    assert_eq!(beside, 0, "neither a socket nor its lock is left");
+}

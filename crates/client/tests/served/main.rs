@@ -10,6 +10,7 @@ mod first;
 mod host;
 mod kill;
 mod lies;
+mod long_calls;
 mod restart;
 mod shares;
 #[path = "../../../disk/tests/small_disk/mod.rs"]

@@ -43,7 +43,7 @@ fn visit(browser: &str, url: &str, extra: &[&str]) -> Visit {
         .unwrap();
     let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
     let visit = Visit { dom: text(&output.stdout), said: text(&output.stderr) };
-    assert!(output.status.success(), "{}", visit.said);
+    assert!(output.status.success(), "{}: {}", output.status, visit.said);
     visit
 }
 

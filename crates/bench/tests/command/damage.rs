@@ -1,0 +1,81 @@
+//! A node whose files are damaged: it serves, writes and ends without an error.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use rustix::process::{Signal, kill_process};
+
+use crate::admin::Served;
+
+const BLOCKS: u64 = 24;
+const BLOCK: usize = 256 << 10;
+
+fn key(number: u64) -> String {
+    format!("{:016x}{number:048x}", number.wrapping_mul(0x9E37_79B9_7F4A_7C15))
+}
+
+/// The bytes of a block are a function of its number.
+fn bytes(number: u64) -> Vec<u8> {
+    (0..BLOCK).map(|at| (at as u64).wrapping_mul(number | 1).to_le_bytes()[1]).collect()
+}
+
+/// Segments below a directory.
+fn segments(directory: &Path) -> Vec<PathBuf> {
+    let mut found = Vec::new();
+    for path in fs::read_dir(directory).unwrap().map(|entry| entry.unwrap().path()) {
+        if path.is_dir() {
+            found.extend(segments(&path));
+        } else if path.extension().is_some_and(|extension| extension == "segment") {
+            found.push(path);
+        }
+    }
+    found
+}
+
+impl Served {
+    fn put_blocks(&self, numbers: std::ops::Range<u64>) {
+        let file = self.path("block");
+        for number in numbers {
+            fs::write(&file, bytes(number)).unwrap();
+            assert!(self.said(&["put", &key(number), file.to_str().unwrap()]).contains("stored"));
+        }
+        assert!(self.said(&["flush"]).contains("everything is written"));
+    }
+
+    /// How many blocks the node returns; none with other bytes than it was given.
+    fn hits(&self, numbers: std::ops::Range<u64>) -> usize {
+        let has = |number: &u64| {
+            let output = self.run(&["get", &key(*number), "--output", "-"]);
+            let is_hit = output.status.code() == Some(0);
+            assert!(!is_hit || output.stdout == bytes(*number), "block {number} has wrong bytes");
+            is_hit
+        };
+        numbers.filter(has).count()
+    }
+
+    fn end(&mut self) -> Option<i32> {
+        kill_process(self.process(), Signal::TERM).unwrap();
+        self.child.wait().unwrap().code()
+    }
+}
+
+/// One flipped bit in a footer made each flush fail, and the node ended with status 1.
+#[test]
+fn a_node_over_damaged_footers_serves_writes_and_ends_with_status_0() {
+    let mut node = Served::start(
+        "files = \"HERE/files\"\nfiles_capacity = \"16MiB\"\n[advanced]\nsegment_size = \"1MiB\"\n",
+    );
+    node.put_blocks(0..BLOCKS);
+    let sealed = segments(&node.path("files"));
+    assert!(sealed.len() >= 4, "{sealed:?}");
+    for path in &sealed {
+        let mut content = fs::read(path).unwrap();
+        let at = content.len() - 2048;
+        content[at] ^= 1;
+        fs::write(path, content).unwrap();
+    }
+    node.put_blocks(BLOCKS..4 * BLOCKS);
+    assert!(node.hits(3 * BLOCKS..4 * BLOCKS) > 0, "new blocks are kept");
+    node.hits(0..BLOCKS);
+    assert_eq!(node.end(), Some(0), "{}", node.log());
+}
