@@ -6,10 +6,10 @@ import json
 
 import pytest
 from cascadekv.bench import page_cache
-from cascadekv.bench.engine_process import Answer
-from cascadekv.bench.figures import Figure, Sheet, Target
+from cascadekv.bench.engine_process import RunResult
+from cascadekv.bench.figures import Figure, FigureTable, Target
 from cascadekv.bench.prompts import prompt, with_prefix
-from cascadekv.bench.rounds import Pairs, connector_share, hit_most, overhead
+from cascadekv.bench.rounds import RunPairs, connector_share, hit_most, overhead
 from cascadekv.bench.sessions import HINTS, TURN_TOKENS, turns
 from cascadekv.bench.vllm import HINT_REQUESTS, HINT_REQUESTS_SHORT, read_options
 
@@ -17,13 +17,13 @@ IDLE = {"calls": 0, "wall_s": 0.0, "cpu_s": 0.0}
 
 
 def answer(first_token_s, hit=0, tokens=(7, 8)):
-    return Answer([first_token_s], [list(tokens)], [hit], IDLE, IDLE)
+    return RunResult([first_token_s], [list(tokens)], [hit], IDLE, IDLE)
 
 
 def pairs(tokens=4096, hit=3968, **changes):
     slow = [answer(4.0), answer(5.0), answer(6.0)]
     fast = [answer(0.5, hit), answer(0.5, hit), answer(1.0, hit)]
-    return Pairs(f"dram/22m/{tokens}", tokens, 3968, slow, fast, **changes)
+    return RunPairs(f"dram/22m/{tokens}", tokens, 3968, slow, fast, **changes)
 
 
 def gain(made, **options):
@@ -88,16 +88,16 @@ def test_the_connector_s_share_of_a_request_that_misses_is_asked_for():
 
 def test_what_the_connector_tells_of_its_loads_goes_before_what_its_calls_took():
     within = IDLE | {"wall_s": 0.25, "cpu_s": 0.125}
-    silent = Answer([1.0], [[7]], [0], within, within)
+    silent = RunResult([1.0], [[7]], [0], within, within)
     assert (silent.load_s, silent.cpu_s("save"), silent.cpu_s("load")) == (0.25, 0.125, 0.125)
     told = {"load_seconds": 0.5, "load_cpu_seconds": 0.75}
-    telling = Answer([1.0], [[7]], [0], within, within, told=told)
+    telling = RunResult([1.0], [[7]], [0], within, within, told=told)
     assert (telling.load_s, telling.cpu_s("save"), telling.cpu_s("load")) == (0.5, 0.125, 0.75)
 
 
 def test_a_sheet_has_the_form_of_other_measurements_and_ends_with_1_for_what_is_invalid(tmp_path):
     out = io.StringIO()
-    sheet = Sheet(out)
+    sheet = FigureTable(out)
     sheet.begin("vLLM")
     sheet.add(Figure("gain/dram", "x", [6.0, 5.0, 7.0], target=Target(at_least=5.2)))
     sheet.add(Figure("gain/lmcache", "x", (), skipped="lmcache is not here"))
