@@ -14,10 +14,10 @@ from pathlib import Path
 
 import cascadekv
 from cascadekv import Hints, Manifest, Namespace
-from cascadekv.connectors.vllm.groups import Group
+from cascadekv.connectors.vllm.groups import CacheGroup
 from cascadekv.connectors.vllm.keys import RequestKeys
 from cascadekv.connectors.vllm.metadata import Part
-from cascadekv.connectors.vllm.scheduler import Policy, Scheduler
+from cascadekv.connectors.vllm.scheduler import Scheduler, SchedulerSettings
 from vllm import SamplingParams
 from vllm.v1.request import Request
 
@@ -38,9 +38,9 @@ def measure(store: cascadekv.Store, share: float) -> dict[str, float]:
     scheduler = Scheduler(
         lambda: store,
         [PART],
-        [Group(0)],
+        [CacheGroup(0)],
         keys_of,
-        Policy(),
+        SchedulerSettings(),
         block_tokens=BLOCK_TOKENS,
         choose=lambda tiers, _: len(tiers),
         hints_of=lambda _: Hints(),
@@ -56,9 +56,9 @@ def measure(store: cascadekv.Store, share: float) -> dict[str, float]:
         if here:
             store.put(keys.keys(PART.name, 0, here), [salt.encode()] * here)
         started = time.perf_counter()
-        scheduler.arrive(request)
+        scheduler.add_request(request)
         arrived = time.perf_counter()
-        matched, _ = scheduler.matched(request, 0)
+        matched, _ = scheduler.matched_tokens(request, 0)
         lookups.append(time.perf_counter() - arrived)
         arrivals.append(arrived - started)
         if matched != here * BLOCK_TOKENS:

@@ -71,7 +71,7 @@ def held_bytes(store) -> int:
     return store.stats()["pool"]["requested_bytes"]
 
 
-def test_every_call_answers_as_the_plain_one_does(store, keys_of, bytes_of):
+def test_every_call_returns_what_the_blocking_call_returns(store, keys_of, bytes_of):
     keys = keys_of(range(4))
 
     async def main():
@@ -109,7 +109,7 @@ def test_every_call_answers_as_the_plain_one_does(store, keys_of, bytes_of):
     asyncio.run(main())
 
 
-def test_a_store_is_opened_and_connected_to_by_waiting(serve, keys_of):
+def test_stores_are_opened_and_connected_to(serve, keys_of):
     node = serve("--dram", "8MiB")
     keys = keys_of(range(1))
 
@@ -130,7 +130,7 @@ def test_a_store_is_opened_and_connected_to_by_waiting(serve, keys_of):
     asyncio.run(main())
 
 
-def test_a_cancelled_view_gives_its_lease_back(gated, eventually):
+def test_a_cancelled_view_releases_its_lease(gated, eventually):
     store, gate, keys = gated
 
     async def main():
@@ -153,7 +153,7 @@ def test_a_cancelled_view_gives_its_lease_back(gated, eventually):
     del wrapped
 
 
-def test_a_cancelled_pin_is_taken_back(gated):
+def test_a_cancelled_pin_is_removed(gated):
     store, gate, keys = gated
     gate.open.set()
     assert store.view(keys).hits == 1
@@ -185,7 +185,7 @@ def test_a_cancelled_pin_is_taken_back(gated):
     assert store.unpin(keys) == [False]
 
 
-def test_a_cancelled_get_leaves_the_buffer_alone_afterwards(gated, bytes_of):
+def test_a_cancelled_get_does_not_write_the_buffer_afterwards(gated, bytes_of):
     store, gate, keys = gated
 
     async def main():
@@ -210,7 +210,7 @@ def test_a_cancelled_get_leaves_the_buffer_alone_afterwards(gated, bytes_of):
     asyncio.run(main())
 
 
-def test_a_cancelled_put_is_done_as_a_whole_or_not_at_all(store, keys_of, bytes_of):
+def test_a_cancelled_put_stores_all_blocks_or_none(store, keys_of, bytes_of):
     async def main():
         wrapped = aio.AsyncStore(store, threads=1)
         for number in range(40):
@@ -236,7 +236,7 @@ def test_a_cancelled_put_is_done_as_a_whole_or_not_at_all(store, keys_of, bytes_
     asyncio.run(main())
 
 
-def test_a_call_that_waits_for_a_thread_is_never_made(gated, keys_of):
+def test_a_cancelled_call_in_the_queue_is_never_made(gated, keys_of):
     store, gate, keys = gated
     other = keys_of(range(5, 6))
 
@@ -273,7 +273,7 @@ def test_threads_are_bounded_and_end_with_the_store(keys_of):
         time.sleep(0.01)
 
 
-def test_a_loop_that_is_closed_over_a_call_neither_hangs_nor_keeps_a_lease(gated, eventually):
+def test_closing_the_loop_during_a_call_neither_hangs_nor_leaks_a_lease(gated, eventually):
     store, gate, keys = gated
     loop = asyncio.new_event_loop()
     wrapped = aio.AsyncStore(store)
@@ -295,7 +295,7 @@ def test_a_loop_that_is_closed_over_a_call_neither_hangs_nor_keeps_a_lease(gated
     assert asyncio.run(again()) == [False]
 
 
-def test_a_timeout_of_asyncio_ends_a_call(gated):
+def test_an_asyncio_timeout_cancels_a_call(gated):
     store, gate, keys = gated
 
     async def main():

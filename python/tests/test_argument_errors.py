@@ -121,7 +121,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize("case", range(len(WRONG)))
-def test_a_wrong_argument_is_named_with_what_is_right(store, case):
+def test_an_error_names_the_wrong_argument_and_valid_values(store, case):
     call, start, advice = WRONG[case]
     with pytest.raises((TypeError, ValueError, IndexError, BufferError)) as caught:
         call(store)
@@ -131,7 +131,7 @@ def test_a_wrong_argument_is_named_with_what_is_right(store, case):
     assert not INTERNALS.search(said), said
 
 
-def test_a_secret_is_never_shown():
+def test_errors_never_contain_a_secret():
     for call in (
         lambda: Namespace(Manifest({}), "hunter2"),
         lambda: cascadekv.connect("/x", token=["hunter2"]),
@@ -141,19 +141,19 @@ def test_a_secret_is_never_shown():
         assert "hunter2" not in str(caught.value)
 
 
-def test_a_token_without_letters_is_a_config_error():
+def test_an_empty_token_is_a_config_error():
     with pytest.raises(ConfigError, match="token"):
         cascadekv.connect("/x", token=b"")
 
 
-def test_durations_of_every_form_are_taken(store, keys_of):
+def test_durations_are_accepted_in_every_form(store, keys_of):
     keys = keys_of(range(1))
     for time in (5, 5.0, "5s", "5000ms", "5", timedelta(seconds=5), None):
         assert store.put(keys, [b"block"], ttl=time, timeout=time)[0].ok
         assert store.view(keys, timeout=time).hits == 1
 
 
-def test_a_client_finds_the_node_that_the_environment_names(serve, monkeypatch, keys_of):
+def test_a_client_connects_to_the_node_in_the_environment(serve, monkeypatch, keys_of):
     node = serve("--dram", "8MiB")
     keys = keys_of(range(1))
     for name, place in (

@@ -41,7 +41,7 @@ class Follower:
 
 
 @pytest.mark.parametrize("limit", [1, 7, 100_000])
-def test_a_follower_has_the_stores_blocks(two_tiers, keys_of, limit):
+def test_a_follower_has_exactly_the_stores_blocks(two_tiers, keys_of, limit):
     keys = keys_of(range(50))
     two_tiers.put(keys[:20], [b"early"] * 20)
     follower = Follower(limit)
@@ -60,7 +60,7 @@ def test_a_follower_has_the_stores_blocks(two_tiers, keys_of, limit):
     assert (follower.here, follower.lost) == ({keys[7]}, 0)
 
 
-def test_evicted_blocks_are_gone(store, keys_of):
+def test_evicted_blocks_are_reported_as_gone(store, keys_of):
     keys = keys_of(range(40))
     follower = Follower(1000)
     store.put(keys, [bytes(1 << 20)] * 40, chain=False)
@@ -70,7 +70,7 @@ def test_evicted_blocks_are_gone(store, keys_of):
     assert 0 < len(here) < 40
 
 
-def test_what_is_lost_begins_anew(keys_of):
+def test_a_lost_cursor_starts_over(keys_of):
     keys = keys_of(range(100))
     with Store(dram="8MiB", changes_max=10) as store:
         follower = Follower(1000)
@@ -85,7 +85,7 @@ def test_what_is_lost_begins_anew(keys_of):
         other.changes()
 
 
-def test_what_cannot_be_followed_is_said():
+def test_an_invalid_cursor_and_a_disabled_log_are_refused():
     with Store(dram="8MiB", changes_max=0) as store:
         with pytest.raises(ConfigError, match="changes_max"):
             store.changes()

@@ -17,19 +17,19 @@ def cascade(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_it_says_its_version():
+def test_the_command_prints_its_version():
     run = cascade("--version")
     assert run.returncode == 0
     assert cascadekv.__version__ in run.stdout
 
 
-def test_a_command_line_that_makes_no_sense_exits_with_2():
+def test_an_invalid_command_line_exits_with_2():
     run = cascade("replay", "--no-such-option")
     assert run.returncode == 2
     assert "--no-such-option" in run.stderr
 
 
-def test_a_replay_checks_every_byte_and_writes_what_it_saw(tmp_path):
+def test_a_replay_verifies_every_byte_and_writes_its_figures(tmp_path):
     trace, figures = tmp_path / "trace.jsonl", tmp_path / "figures.json"
     requests = [
         {"timestamp": n * 1000, "input_length": 1536, "output_length": 1, "hash_ids": ids}

@@ -97,7 +97,7 @@ def test_each_flag_reaches_the_store():
         assert store.stats()["contents"] == 2
 
 
-def test_what_goes_wrong_is_said():
+def test_failures_raise_or_return_false():
     with compat.DistributedStore(compat.CascadeConfig(dram_capacity="8MiB")) as store:
         assert store.put("a", b"block")
         with pytest.raises(ValueError, match="other bytes"):

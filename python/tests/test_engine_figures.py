@@ -30,7 +30,7 @@ def gain(made, **options):
     return made.figures(is_short=False, **options)[-1]
 
 
-def test_a_gain_is_the_median_of_its_rounds_and_met_from_the_document_s_figure_on():
+def test_a_gain_is_the_median_of_its_rounds_and_met_at_its_target():
     figure = gain(pairs())
     assert (figure.name, figure.samples) == ("gain/dram/22m/4096", [8.0, 10.0, 6.0])
     assert (figure.value, figure.verdict) == (8.0, "met")
@@ -40,33 +40,33 @@ def test_a_gain_is_the_median_of_its_rounds_and_met_from_the_document_s_figure_o
     assert Figure("o", "%", [-1.0, 1.9], target=Target(at_most=2.0)).verdict == "met"
 
 
-def test_a_second_run_that_hit_too_little_is_invalid_however_fast():
+def test_a_second_run_with_too_few_hits_is_invalid():
     figures = pairs(hit=3840).figures(is_short=False)
     assert [figure.verdict for figure in figures] == ["", "INVALID", "INVALID"]
     assert "3840 tokens, not 3968" in figures[-1].faults[0]
     assert figures[-1].to_json()["is_reached"] is False
 
 
-def test_a_first_run_that_hit_is_invalid_too():
+def test_a_first_run_with_hits_is_invalid():
     made = pairs()
     made.slow[1] = answer(0.5, hit=128)
     assert gain(made).verdict == "INVALID"
     assert "not cold" in gain(made).faults[0]
 
 
-def test_answers_that_differ_are_counted_and_not_forgiven_in_silence():
+def test_different_answers_are_counted():
     made = pairs()
     made.fast[0] = answer(0.5, 3968, tokens=(7, 9))
     assert gain(made).facts["answers_that_differ"] == 1
     assert gain(made).verdict == "met"
 
 
-def test_nothing_is_asked_of_short_prompts_and_short_runs():
+def test_short_prompts_and_short_runs_have_no_target():
     assert gain(pairs(tokens=1024)).verdict == ""
     assert [figure.verdict for figure in pairs().figures(is_short=True)] == ["", "", ""]
 
 
-def test_overhead_is_paired_round_by_round_and_only_told():
+def test_overhead_is_paired_by_round_and_has_no_target():
     bare = [answer(1.0), answer(2.0), answer(4.0)]
     figure = overhead("22m/4096", bare, [answer(1.01), answer(2.0), answer(4.2)])
     assert figure.samples == pytest.approx([1.0, 0.0, 5.0])
@@ -74,7 +74,7 @@ def test_overhead_is_paired_round_by_round_and_only_told():
     assert overhead("22m/4096", bare, [answer(1.0, 128)] * 3).verdict == "INVALID"
 
 
-def test_the_connector_s_share_of_a_request_that_misses_is_asked_for():
+def test_the_connector_share_has_a_target():
     def ours(connector_s, hit=0):
         return dataclasses.replace(answer(2.0, hit), connector_s=connector_s)
 
@@ -86,16 +86,16 @@ def test_the_connector_s_share_of_a_request_that_misses_is_asked_for():
     assert connector_share("22m/4096", [ours(0.01, 128)], is_short=False).verdict == "INVALID"
 
 
-def test_what_the_connector_tells_of_its_loads_goes_before_what_its_calls_took():
+def test_connector_statistics_take_precedence_over_call_times():
     within = IDLE | {"wall_s": 0.25, "cpu_s": 0.125}
     silent = RunResult([1.0], [[7]], [0], within, within)
     assert (silent.load_s, silent.cpu_s("save"), silent.cpu_s("load")) == (0.25, 0.125, 0.125)
-    told = {"load_seconds": 0.5, "load_cpu_seconds": 0.75}
-    telling = RunResult([1.0], [[7]], [0], within, within, told=told)
+    stats = {"load_seconds": 0.5, "load_cpu_seconds": 0.75}
+    telling = RunResult([1.0], [[7]], [0], within, within, connector_stats=stats)
     assert (telling.load_s, telling.cpu_s("save"), telling.cpu_s("load")) == (0.5, 0.125, 0.75)
 
 
-def test_a_sheet_has_the_form_of_other_measurements_and_ends_with_1_for_what_is_invalid(tmp_path):
+def test_a_table_has_the_common_format_and_exits_with_1_if_invalid(tmp_path):
     out = io.StringIO()
     sheet = FigureTable(out)
     sheet.begin("vLLM")
@@ -119,7 +119,7 @@ def test_a_sheet_has_the_form_of_other_measurements_and_ends_with_1_for_what_is_
     assert "skipped: lmcache is not here" in told
 
 
-def test_prompts_differ_from_their_first_block_on_and_share_what_they_are_to_share():
+def test_prompts_share_only_the_requested_prefix():
     one, other = prompt(512, "round", 1), prompt(512, "round", 2)
     assert one == prompt(512, "round", 1)
     assert one[:16] != other[:16]
@@ -141,7 +141,7 @@ def test_files_are_cold_after_their_pages_were_dropped(tmp_path):
     assert (warm, left) == (3_002_368, 0)
 
 
-def test_the_command_line_is_what_the_command_hands_over():
+def test_the_arguments_of_the_command_are_parsed():
     line = "--models 22m --prompts 1024,4096 --rounds 5 --from dram --beside none --directory d"
     args = read_options(line.split())
     assert (args.models, args.rounds, args.short) == ("22m", 5, False)
@@ -150,7 +150,7 @@ def test_the_command_line_is_what_the_command_hands_over():
 
 
 @pytest.mark.parametrize("count", [HINT_REQUESTS_SHORT, HINT_REQUESTS])
-def test_made_up_sessions_repeat_what_they_said_and_each_hint_has_something_to_tell(count):
+def test_synthetic_sessions_repeat_prefixes_and_vary_each_hint(count):
     asked = list(turns(count, seed=1))
     assert [turn.tokens for turn in asked] == [turn.tokens for turn in turns(count, seed=1)]
     said = set()

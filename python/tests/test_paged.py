@@ -124,7 +124,7 @@ def test_layers_are_saved_and_loaded_one_by_one(store, keys_of, engine):
         assert np.array_equal(others[layer][:4], layers[layer][:4])
 
 
-def test_what_is_there_is_not_gathered_again(store, keys_of, engine):
+def test_present_blocks_are_not_gathered_again(store, keys_of, engine):
     keys = keys_of(range(6))
     layers, memory = engine()
     save(store, keys[:3], memory, [0, 1, 2])
@@ -157,7 +157,7 @@ def test_a_miss_or_a_block_of_another_length_changes_no_byte(store, keys_of, eng
     assert [block_of(others, page) for page in range(PAGES)] == before
 
 
-def test_what_is_not_sealed_goes_back(store, keys_of, engine, eventually):
+def test_unsealed_memory_is_returned(store, keys_of, engine, eventually):
     keys = keys_of(range(8))
     memory = engine()[1]
     held = lambda: store.stats()["pool"]["requested_bytes"]  # noqa: E731
@@ -193,7 +193,7 @@ def test_a_prepared_put_is_used_once(store, keys_of, engine):
         pickle.dumps(sealed)
 
 
-def test_a_closed_store_takes_no_prepared_block(store, keys_of, engine):
+def test_sealing_on_a_closed_store_raises(store, keys_of, engine):
     memory = engine()[1]
     prepared = store.prepare(keys_of(range(1)), memory.block_bytes)
     prepared.gather(memory, [0])
@@ -203,7 +203,7 @@ def test_a_closed_store_takes_no_prepared_block(store, keys_of, engine):
     prepared.release()
 
 
-def test_what_the_store_declines_needs_no_bytes(store, keys_of, engine):
+def test_declined_blocks_need_no_bytes(store, keys_of, engine):
     memory = engine()[1]
     with store.prepare(keys_of(range(2)), memory.block_bytes, last_is_partial=True) as prepared:
         assert prepared.needed == [0]
@@ -216,7 +216,7 @@ def test_what_the_store_declines_needs_no_bytes(store, keys_of, engine):
         assert prepared.seal()[0].reason is cascadekv.DeclineReason.TOO_LARGE
 
 
-def test_numbers_that_make_no_sense_are_refused(store, keys_of, engine):
+def test_invalid_pages_and_counts_are_refused(store, keys_of, engine):
     keys = keys_of(range(2))
     layers, memory = engine()
     save(store, keys, memory, [0, 1])
@@ -246,7 +246,7 @@ def test_numbers_that_make_no_sense_are_refused(store, keys_of, engine):
     assert [block_of(layers, page) for page in range(PAGES)] == before
 
 
-def test_regions_that_make_no_sense_are_refused():
+def test_invalid_regions_are_refused():
     buffer = bytearray(1000)
     refused = [
         ([], 1, "empty"),
@@ -276,7 +276,7 @@ def test_regions_that_make_no_sense_are_refused():
         pickle.dumps(PagedMemory([(buffer, 0, 10, 10)], 10))
 
 
-def test_shared_bytes_are_found_wherever_they_are():
+def test_overlapping_pages_are_always_refused():
     chance = random.Random(4)
     refused = 0
     for _ in range(500):
@@ -302,7 +302,7 @@ def test_shared_bytes_are_found_wherever_they_are():
     assert 50 < refused < 450
 
 
-def test_the_buffers_stay_while_the_memory_does():
+def test_buffers_stay_exported_while_the_memory_exists():
     buffer = bytearray(100)
     memory = PagedMemory([(buffer, 0, 10, 10)], 10)
     with pytest.raises(BufferError):
@@ -311,7 +311,7 @@ def test_the_buffers_stay_while_the_memory_does():
     buffer.append(1)
 
 
-def test_threads_save_and_load_at_once(store, keys_of):
+def test_threads_save_and_load_concurrently(store, keys_of):
     pages, page_bytes, threads = 64, 20_000, 4
     source, target = (
         np.random.default_rng(seed).integers(0, 256, (2, pages, page_bytes), dtype=np.uint8)
@@ -342,7 +342,7 @@ def test_threads_save_and_load_at_once(store, keys_of):
     assert np.array_equal(source, target)
 
 
-def test_threads_that_gather_into_one_put_take_turns(store, keys_of, engine):
+def test_concurrent_gathers_into_one_put_are_serialized(store, keys_of, engine):
     keys = keys_of(range(8))
     layers, memory = engine()
     prepared = store.prepare(keys, memory.block_bytes)
@@ -357,7 +357,7 @@ def test_threads_that_gather_into_one_put_take_turns(store, keys_of, engine):
         assert bytes(view) == block_of(layers, page)
 
 
-def test_blocks_come_back_from_files(two_tiers, keys_of, engine):
+def test_blocks_are_loaded_from_files(two_tiers, keys_of, engine):
     keys = keys_of(range(4))
     layers, memory = engine()
     save(two_tiers, keys, memory, range(4))

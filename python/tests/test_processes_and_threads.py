@@ -51,12 +51,12 @@ def test_a_waiting_call_lets_other_threads_run(stuck_store):
     helper.join()
 
 
-def test_a_deadline_is_kept_and_said(stuck_store):
+def test_a_deadline_is_kept_and_named(stuck_store):
     with pytest.raises(cascadekv.DeadlineError, match="10 ms"):
         stuck_store.flush(timeout=0.01)
 
 
-def test_puts_wait_while_too_much_is_unwritten_and_say_so(stuck_store, keys_of):
+def test_puts_fail_while_write_back_is_stuck(stuck_store, keys_of):
     results = [stuck_store.put(key, [bytes(MIB)], timeout=0.01)[0] for key in keys_of(range(2, 6))]
     assert results[-1].status is PutStatus.FAILED
     assert isinstance(results[-1].error, cascadekv.BusyError | cascadekv.DeadlineError)
@@ -97,12 +97,12 @@ def race(store, keys, bytes_of, rounds: int) -> None:
     assert stats["damaged_blocks"] == 0
 
 
-def test_threads_hammer_one_store_and_read_no_wrong_byte(store, keys_of, bytes_of):
+def test_concurrent_threads_read_no_wrong_byte(store, keys_of, bytes_of):
     race(store, keys_of(range(128)), bytes_of, rounds=150)
 
 
 @pytest.mark.stress
-def test_threads_hammer_two_tiers_for_long_and_read_no_wrong_byte(two_tiers, keys_of, bytes_of):
+def test_concurrent_threads_read_no_wrong_byte_from_two_tiers(two_tiers, keys_of, bytes_of):
     race(two_tiers, keys_of(range(256)), bytes_of, rounds=2_000)
 
 
@@ -167,7 +167,7 @@ def _use_a_store_of_its_own(answer) -> None:
         answer.put(store.put(key, [b"block"])[0].status.value)
 
 
-def test_a_spawned_child_opens_its_own():
+def test_a_spawned_child_opens_its_own_store():
     context = multiprocessing.get_context("spawn")
     answer = context.Queue()
     child = context.Process(target=_use_a_store_of_its_own, args=(answer,))

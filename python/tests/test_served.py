@@ -122,7 +122,7 @@ def test_workers_share_blocks(serve):
         assert right(keys, store.view(keys)) == len(keys)
 
 
-def test_what_a_killed_worker_held_comes_back(filled, eventually):
+def test_memory_of_a_killed_worker_is_reclaimed(filled, eventually):
     context = multiprocessing.get_context("spawn")
     ready = context.Queue()
     worker = context.Process(target=_hold, args=(filled.socket, ready))
@@ -140,7 +140,7 @@ def test_what_a_killed_worker_held_comes_back(filled, eventually):
     ready.join_thread()
 
 
-def test_a_view_outlives_its_client_and_the_flood(filled):
+def test_a_view_outlives_its_client_and_evictions(filled):
     keys = _keys(range(100))
     store = cascadekv.connect(filled.socket)
     views = store.view(keys)
@@ -152,7 +152,7 @@ def test_a_view_outlives_its_client_and_the_flood(filled):
     assert right(keys, views) == 100
 
 
-def test_a_reader_reads_and_does_not_write(filled):
+def test_a_read_only_client_cannot_write(filled):
     keys = _keys(range(101))
     with cascadekv.connect(filled.socket, access="read") as reader:
         assert right(keys, reader.view(keys)) == 100
@@ -164,7 +164,7 @@ def test_a_reader_reads_and_does_not_write(filled):
         assert reader.contains(keys[100:]) == [False]
 
 
-def test_a_token_proves_a_tenant(serve, tmp_path):
+def test_a_token_authenticates_a_tenant(serve, tmp_path):
     token = "0123456789abcdef-alice"  # noqa: S105 # of this test alone
     secret = tmp_path / "alice.token"
     secret.write_text(token + "\n")
@@ -188,7 +188,7 @@ def test_a_token_proves_a_tenant(serve, tmp_path):
     assert [tenant["name"] for tenant in ask(node, "status")["tenants"]] == ["default", "alice"]
 
 
-def test_a_client_that_the_node_cannot_see_needs_a_pool_that_ends_with_the_node(serve):
+def test_a_client_in_another_process_namespace_needs_a_pool_that_is_not_kept(serve):
     within = ("unshare", "--pid", "--fork", "--kill-child")
     if subprocess.run([*within, "true"], capture_output=True, check=False).returncode:  # noqa: S603
         pytest.skip("this user may not make a process namespace")
@@ -202,7 +202,7 @@ def test_a_client_that_the_node_cannot_see_needs_a_pool_that_ends_with_the_node(
         assert bytes(store.view(keys)[0]) == b"block"
 
 
-def test_a_node_that_the_machine_does_not_carry_says_so_and_serves(serve, tmp_path):
+def test_a_node_with_too_little_disk_space_warns_and_serves(serve, tmp_path):
     node = serve("--dram", "8MiB", "--files", str(tmp_path / "files"), "--files-capacity", "900TiB")
     assert "files_space" in node.log()
     assert "lower files_capacity" in node.log()
@@ -210,7 +210,7 @@ def test_a_node_that_the_machine_does_not_carry_says_so_and_serves(serve, tmp_pa
         assert store.put(_keys(range(1)), [b"block"])[0].ok
 
 
-def test_without_a_node_it_says_what_to_do(tmp_path):
+def test_connecting_without_a_node_says_what_to_do(tmp_path):
     place = tmp_path / "nobody.sock"
     with pytest.raises(cascadekv.AwayError, match="cascade serve") as caught:
         cascadekv.connect(place)
@@ -218,14 +218,14 @@ def test_without_a_node_it_says_what_to_do(tmp_path):
     assert isinstance(caught.value, ConnectionError)
 
 
-def test_arguments_that_make_no_sense_are_refused(filled):
+def test_invalid_connect_arguments_are_refused(filled):
     with pytest.raises(ValueError, match='"write" or "read"'):
         cascadekv.connect(filled.socket, access="all")
     with pytest.raises(cascadekv.ConfigError, match="timeout"):
         cascadekv.connect(filled.socket, timeout=0)
 
 
-def test_a_killed_node_is_missed_at_once_and_found_again(filled, eventually):
+def test_clients_of_a_killed_node_miss_and_reconnect(filled, eventually):
     keys = _keys(range(100))
     store = cascadekv.connect(filled.socket, timeout=60)
     held = store.view(keys)
@@ -269,7 +269,7 @@ def test_a_stopped_node_costs_one_deadline(filled, eventually):
         eventually(lambda: store.view(keys).hits == 100)
 
 
-def test_a_node_that_is_told_to_end_writes_down_what_waits(serve, tmp_path, eventually):
+def test_a_terminated_node_writes_back_pending_blocks(serve, tmp_path, eventually):
     files = str(tmp_path / "files")
     flags = ("--dram", "8MiB", "--files", files, "--files-capacity", "64MiB")
     node = serve(*flags, segment_size="8MiB")
@@ -285,7 +285,7 @@ def test_a_node_that_is_told_to_end_writes_down_what_waits(serve, tmp_path, even
         assert store.stats()["hits_by_tier"]["files"]["blocks"] > 0
 
 
-def test_the_contract_on_how_to_start(serve, tmp_path):
+def test_the_ready_line_and_endpoints_follow_the_contract(serve, tmp_path):
     port = free_port()
     files = ("--files", str(tmp_path / "files"), "--files-capacity", "64MiB")
     node = serve("--dram", "16MiB", *files, "--listen", f"127.0.0.1:{port}")
@@ -304,7 +304,7 @@ def test_the_contract_on_how_to_start(serve, tmp_path):
         assert fetch(port, "/nothing")[0] == 404
 
 
-def test_a_live_node_is_asked_from_the_command_line(filled):
+def test_commands_query_a_running_node(filled):
     with cascadekv.connect(filled.socket, name="a worker") as store:
         keys = _keys(range(101))
         views = store.acquire(keys)

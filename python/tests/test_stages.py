@@ -142,13 +142,13 @@ def objects(store) -> dict:
     return store.stats()["stages"]["objects"]
 
 
-def test_the_checks_of_every_stage_pass(tmp_path):
+def test_conforming_stages_pass_the_checks(tmp_path):
     check_stage(DictStage)
     numbers = iter(range(100))
     check_stage(lambda: TableStage(tmp_path / f"{next(numbers)}.db"))
 
 
-def test_the_checks_find_what_is_wrong():
+def test_the_checks_detect_a_wrong_stage():
     class Mixed(DictStage):
         def get(self, name, into):
             return super().get(min(self.records, default=name), into)
@@ -157,14 +157,14 @@ def test_the_checks_find_what_is_wrong():
         check_stage(Mixed)
 
 
-def test_a_stage_is_told_by_its_methods():
+def test_a_stage_is_recognized_by_its_methods():
     assert isinstance(DictStage(), Stage)
     assert issubclass(TableStage, Stage)
     assert not isinstance({}, Stage)
 
 
 @pytest.mark.parametrize("threads", [1, 4])
-def test_what_leaves_dram_comes_back_whole(keys_of, put_all, hits, threads):
+def test_blocks_that_leave_dram_are_read_back(keys_of, put_all, hits, threads):
     stage = DictStage()
     stage.threads = threads
     keys = keys_of(range(120))
@@ -237,7 +237,7 @@ def replace(records: dict[str, bytes]) -> None:
 
 @pytest.mark.parametrize("harm", [flip, cut, swap, replace, dict.clear])
 @pytest.mark.parametrize("is_restarted", [False, True])
-def test_harm_is_a_miss(keys_of, put_all, hits, harm, is_restarted):
+def test_damaged_records_are_misses(keys_of, put_all, hits, harm, is_restarted):
     stage = DictStage()
     keys = keys_of(range(80))
     with over(stage) as store:
@@ -265,7 +265,7 @@ def test_harm_is_a_miss(keys_of, put_all, hits, harm, is_restarted):
     ("how", "told"),
     [("short", None), ("wordy", "not <class 'str'>"), ("keeping", "released|exported|in use")],
 )
-def test_a_wrong_answer_is_no_hit(keys_of, put_all, hits, how, told):
+def test_an_invalid_result_is_not_a_hit(keys_of, put_all, hits, how, told):
     class Odd(DictStage):
         how = "well"
         kept: memoryview | None = None
@@ -294,7 +294,7 @@ def test_a_wrong_answer_is_no_hit(keys_of, put_all, hits, how, told):
         assert hits(store, keys[2:3]) == ["objects"]
 
 
-def test_a_view_of_a_put_ends_with_it(keys_of, put_all):
+def test_the_view_of_a_put_is_released_after_the_call(keys_of, put_all):
     class Keeping(DictStage):
         def put(self, name, record):
             self.kept = record
@@ -308,7 +308,7 @@ def test_a_view_of_a_put_ends_with_it(keys_of, put_all):
             bytes(stage.kept)
 
 
-def test_an_exception_is_told_by_type_and_text(keys_of, put_all, hits):
+def test_an_exception_is_reported_with_type_and_text(keys_of, put_all, hits):
     class Failing(DictStage):
         raised: BaseException | None = None
 
@@ -348,7 +348,7 @@ def test_an_exception_is_told_by_type_and_text(keys_of, put_all, hits):
 @pytest.mark.parametrize(
     "full", [StageFullError("no more"), MemoryError(), OSError(errno.ENOSPC, "full")]
 )
-def test_a_full_stage_gets_room(keys_of, put_all, hits, full):
+def test_a_full_stage_evicts_old_blocks(keys_of, put_all, hits, full):
     class Small(DictStage):
         def put(self, name, record):
             if len(self.records) >= 50:
@@ -403,7 +403,7 @@ class Hanging(DictStage):
         return super().get(name, into)
 
 
-def test_a_stage_that_hangs_costs_its_blocks_and_no_more(keys_of, put_all, hits):
+def test_a_hanging_stage_costs_only_its_own_blocks(keys_of, put_all, hits):
     stage = Hanging()
     keys = keys_of(range(60))
     store = over(stage, timeout=1.0)
@@ -421,7 +421,7 @@ def test_a_stage_that_hangs_costs_its_blocks_and_no_more(keys_of, put_all, hits)
     stage.may_go.set()
 
 
-def test_a_hang_at_opening_ends_by_the_timeout():
+def test_a_hang_at_opening_ends_at_the_timeout():
     stage = DictStage()
     may_go = threading.Event()
     stage.names = may_go.wait
@@ -430,7 +430,7 @@ def test_a_hang_at_opening_ends_by_the_timeout():
     may_go.set()
 
 
-def test_a_call_that_hangs_leaves_the_other_threads_of_a_stage(keys_of, put_all, hits):
+def test_a_hanging_call_does_not_block_other_threads_of_a_stage(keys_of, put_all, hits):
     stage = Hanging()
     stage.threads = 2
     keys = keys_of(range(60))
@@ -444,7 +444,7 @@ def test_a_call_that_hangs_leaves_the_other_threads_of_a_stage(keys_of, put_all,
         stage.may_go.set()
 
 
-def test_a_stage_that_holds_the_interpreter_only_takes_time(keys_of, put_all, hits):
+def test_a_stage_that_holds_the_gil_is_only_slow(keys_of, put_all, hits):
     hold = ctypes.PyDLL(None).usleep  # PyDLL keeps the interpreter's lock
 
     class Holding(DictStage):
@@ -503,7 +503,7 @@ def test_a_store_that_is_dropped_is_closed(keys_of, put_all):
         (DictStage(), {"pipeline": "Dram|Objekts|Objects"}, "known are .*objects"),
     ],
 )
-def test_what_makes_no_sense_is_refused_at_opening(stage, settings, told):
+def test_invalid_stages_are_refused_at_opening(stage, settings, told):
     with pytest.raises(ConfigError, match=told):
         over(stage, **settings)
 
@@ -527,7 +527,7 @@ def test_a_setting_of_a_stage_is_checked(attribute, value):
 
 
 @pytest.mark.parametrize("name", ["Files", "dram", "hbm", "", "a|b", " a"])
-def test_a_name_that_cannot_be_one_is_refused(name):
+def test_an_invalid_stage_name_is_refused(name):
     with pytest.raises(ConfigError, match="stages: "):
         Store(stages={name: DictStage()}, pipeline=f"Dram|{name}", dram=DRAM)
 

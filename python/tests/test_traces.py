@@ -40,7 +40,7 @@ def collector():
     server.server_close()
 
 
-def test_calls_are_spans_under_the_caller_s(serve, collector, eventually):
+def test_calls_are_child_spans_of_the_caller(serve, collector, eventually):
     endpoint, batches = collector
     node = serve("--dram", "16MiB", traces_endpoint=endpoint)
     keys = [BlockKey(bytes([7]) * 32)]
@@ -71,12 +71,12 @@ def test_calls_are_spans_under_the_caller_s(serve, collector, eventually):
 @pytest.mark.parametrize(
     "text", [None, "", "00", traceparent()[:-1], traceparent().upper(), traceparent(bytes(16))]
 )
-def test_what_names_no_trace_is_nobody_s(text):
+def test_an_invalid_traceparent_is_no_trace(text):
     with part_of_trace(traceparent()), part_of_trace(text):
         assert cascadekv._native.replace_trace(None) is None  # noqa: SLF001
 
 
-def test_scopes_end_in_order_also_after_an_error():
+def test_nested_traces_are_restored_after_an_error():
     with part_of_trace(traceparent()):
         with pytest.raises(ZeroDivisionError), part_of_trace(traceparent(OTHER)):
             raise ZeroDivisionError

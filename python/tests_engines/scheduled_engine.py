@@ -247,7 +247,7 @@ class ScheduledEngine:
         assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1, "blocks are not given back"
         self._asked.clear()
 
-    def forget_locally(self):
+    def reset_prefix_cache(self):
         """Empty the engine's own prefix cache, so that the store is asked."""
         assert self.scheduler.reset_prefix_cache()
 

@@ -51,7 +51,7 @@ def bare(start):
     engine.close()
 
 
-def test_an_adapter_s_blocks_are_hit_by_requests_with_its_weights_alone(start, bare, tmp_path):
+def test_blocks_of_an_adapter_are_hit_by_equal_weights_only(start, bare, tmp_path):
     one = ("one", 1, write_adapter(tmp_path / "one", 1))
     other = ("other", 2, write_adapter(tmp_path / "other", 2))
     # The same weights by another name and in another place, as another engine may have them.
@@ -76,7 +76,7 @@ def test_an_adapter_s_blocks_are_hit_by_requests_with_its_weights_alone(start, b
     engine.close()
 
 
-def test_an_adapter_that_was_trained_on_hits_nothing_of_before(start, bare, tmp_path):
+def test_a_retrained_adapter_misses_its_old_blocks(start, bare, tmp_path):
     directory = tmp_path / "trained"
     asked = prompt(2 * BLOCK + 20, "trained")
     engine = start(STORE, **LORA)

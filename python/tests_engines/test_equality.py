@@ -3,7 +3,7 @@
 import random
 from dataclasses import dataclass
 
-import inside
+import engine_calls
 import pytest
 from cascadekv.bench.prompts import prompt, with_prefix
 from forked_engines import BLOCK, Engine
@@ -35,10 +35,10 @@ class Kept:
         most = tokens if self.is_async else tokens - 1
         return min(kept, most) // BLOCK * BLOCK
 
-    def forget_locally(self) -> None:
+    def reset_prefix_cache(self) -> None:
         """Leave the prompts to the store."""
         if self.has_own_cache:
-            assert self.engine.call(inside.forget_locally)
+            assert self.engine.call(engine_calls.reset_prefix_cache)
 
 
 WAYS = {
@@ -67,49 +67,49 @@ def kept(request, start, serve_module, tmp_path_factory):
 
 @pytest.mark.parametrize("blocks", range(1, 5))
 @pytest.mark.parametrize("more", [-1, 0, 1])
-def test_a_prompt_of_any_length_is_answered_the_same_from_the_cache(kept, reference, blocks, more):
+def test_prompts_of_any_length_have_the_same_answer_from_the_cache(kept, reference, blocks, more):
     tokens = blocks * BLOCK + more
     asked = prompt(tokens, "lengths", kept.name, tokens)
     assert reference.check_one(kept.engine, asked) == 0
-    kept.forget_locally()
+    kept.reset_prefix_cache()
     assert reference.check_one(kept.engine, asked) == kept.due(tokens)
     # From the engine's own cache, if it has one, or once more from the store.
     assert reference.check_one(kept.engine, asked) == kept.due(tokens)
 
 
-def test_a_prefix_of_any_length_hits_as_far_as_its_blocks_go(kept, reference):
+def test_prefixes_of_any_length_hit_all_full_blocks(kept, reference):
     first = prompt(4 * BLOCK + 60, "prefixes", kept.name)
     reference.check_one(kept.engine, first)
     edges = {at * BLOCK + more for at in range(5) for more in (-1, 0, 1)}
     chance = random.Random(kept.name)
     for shared in sorted({at for at in edges if at > 0} | {0, *chance.sample(range(600), 4)}):
         asked = with_prefix(first, min(shared, len(first)), "tail", kept.name, shared)
-        kept.forget_locally()
+        kept.reset_prefix_cache()
         assert reference.check_one(kept.engine, asked) == kept.due(len(asked), shared), shared
 
 
-def test_requests_that_come_at_once_share_what_is_there(kept, reference):
+def test_concurrent_requests_share_stored_blocks(kept, reference):
     first = prompt(3 * BLOCK + 5, "at once", kept.name)
     asked = [
         with_prefix(first, shared, "at once", kept.name, shared) for shared in (0, 130, 256, 300)
     ]
     asked += [first, prompt(700, "long", kept.name), first, prompt(90, "short", kept.name)]
     reference.check(kept.engine, asked)
-    kept.forget_locally()
+    kept.reset_prefix_cache()
     assert reference.check(kept.engine, asked) == [kept.due(len(each)) for each in asked]
     # Without room for all of them at once, some wait, and are asked for again.
-    kept.forget_locally()
+    kept.reset_prefix_cache()
     many = [with_prefix(first, 256, "many", kept.name, number) for number in range(12)]
     hits = reference.check(kept.engine, many)
     assert hits == [256] * len(many)
 
 
-def test_an_answer_is_part_of_the_next_turn_s_prefix(kept, reference):
+def test_an_answer_is_part_of_the_next_turns_prefix(kept, reference):
     said = prompt(2 * BLOCK - 6, "turns", kept.name)
     answer = list(reference.answers([said], 16)[0])
     assert reference.check_one(kept.engine, said, 16) == 0
     for turn in range(3):
-        kept.forget_locally()
+        kept.reset_prefix_cache()
         computed = len(said) + len(answer) - 1
         said = [*said, *answer, *prompt(50, "turn", kept.name, turn)]
         hit = reference.check_one(kept.engine, said, 16)
@@ -117,28 +117,28 @@ def test_an_answer_is_part_of_the_next_turn_s_prefix(kept, reference):
         answer = list(reference.answers([said], 16)[0])
 
 
-def test_what_the_engine_has_itself_is_not_loaded_again(kept, reference):
+def test_blocks_in_the_engines_cache_are_not_loaded(kept, reference):
     whole = prompt(4 * BLOCK + 20, "own", kept.name)
     reference.check_one(kept.engine, whole)
-    kept.forget_locally()
+    kept.reset_prefix_cache()
     half = with_prefix(whole, 2 * BLOCK, "own half", kept.name)[: 2 * BLOCK + 30]
     assert reference.check_one(kept.engine, half) == 2 * BLOCK
-    before = kept.engine.call(inside.loaded_blocks)
+    before = kept.engine.call(engine_calls.loaded_blocks)
     assert reference.check_one(kept.engine, whole) == 4 * BLOCK
-    after = kept.engine.call(inside.loaded_blocks)
+    after = kept.engine.call(engine_calls.loaded_blocks)
     assert after - before == (2 if kept.has_own_cache else 4)
 
 
-def test_a_salt_sets_a_callers_blocks_apart(kept, reference):
+def test_a_cache_salt_separates_blocks(kept, reference):
     asked = prompt(2 * BLOCK + 9, "salt", kept.name)
     right = reference.answers([asked])[0]
     for salt, hit in (("a", 0), ("b", 0), (None, 0), ("a", 256), ("b", 256), (None, 256)):
-        kept.forget_locally()
+        kept.reset_prefix_cache()
         answer = kept.engine.one(asked, salt=salt)
         assert (answer.tokens, answer.cached) == (right, hit), salt
 
 
-def test_files_answer_after_a_restart(start, reference, tmp_path):
+def test_blocks_in_files_are_hit_after_a_restart(start, reference, tmp_path):
     place = {**ALWAYS, "cascade.files": str(tmp_path), "cascade.files_capacity": "256MiB"}
     asked = [prompt(n, "restart", n) for n in (128, 129, 383, 511, 512, 700)]
     first = start({**place, **EMBEDDED})

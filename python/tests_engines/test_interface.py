@@ -4,20 +4,20 @@ import inspect
 import json
 import shutil
 
-import inside
+import engine_calls
 import pytest
 import torch
 import transformers
 from cascadekv.bench.prompts import prompt, with_prefix
 from cascadekv.connectors.vllm import CascadeConnector
 from forked_engines import BLOCK, Reference, engines
-from older_vllm import needs_groups
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     SupportsHMA,
     supports_hma,
 )
+from vllm_compat import needs_groups
 
 pytest_plugins = ["forked_engines"]
 
@@ -29,7 +29,7 @@ ALWAYS = {
 BASES = (KVConnectorBase_V1, SupportsHMA)
 
 
-def test_nothing_of_the_interface_is_left_abstract():
+def test_the_connector_has_no_abstract_methods():
     assert not inspect.isabstract(CascadeConnector)
     assert supports_hma(CascadeConnector)
     # The factory refuses a constructor that does not name it.
@@ -49,7 +49,7 @@ def overridden():
     ]
 
 
-def test_the_interface_is_overridden_where_it_has_to_be():
+def test_required_methods_are_overridden():
     names = {name for name, _ in overridden()}
     abstract = {name for base in BASES for name in getattr(base, "__abstractmethods__", ())}
     assert abstract <= names
@@ -59,7 +59,7 @@ def test_the_interface_is_overridden_where_it_has_to_be():
 
 
 @pytest.mark.parametrize(("name", "base"), overridden(), ids=lambda each: str(each))
-def test_whoever_can_call_the_interface_can_call_the_connector(name, base):
+def test_signatures_are_compatible_with_the_interface(name, base):
     theirs, ours = (inspect.getattr_static(cls, name) for cls in (base, CascadeConnector))
     assert type(theirs) is type(ours)
     if isinstance(theirs, property):
@@ -86,7 +86,7 @@ def test_the_connector_is_found_by_its_name():
 
 
 @pytest.mark.parametrize("is_first", [True, False])
-def test_it_works_beside_another_connector(start, reference, tmp_path, is_first):
+def test_it_works_in_a_multi_connector(start, reference, tmp_path, is_first):
     ours = {
         "kv_connector": "CascadeConnector",
         "kv_connector_module_path": "cascadekv.connectors.vllm",
@@ -112,7 +112,7 @@ def test_it_works_beside_another_connector(start, reference, tmp_path, is_first)
     for shared in (130, 256, 300):
         asked = with_prefix(first, shared, "beside", is_first, shared)
         assert reference.check_one(engine, asked) == shared // BLOCK * BLOCK
-    assert engine.call(inside.forget_everything) in (True, False)
+    assert engine.call(engine_calls.reset_all_caches) in (True, False)
     engine.close()
 
 
@@ -151,7 +151,7 @@ def windowed_model(tmp_path_factory, tiny_model):
 
 
 @needs_groups
-def test_a_model_with_windows_hits_and_is_answered_the_same(windowed_model):
+def test_a_model_with_sliding_windows_hits_with_the_same_answers(windowed_model):
     with engines(windowed_model) as start:
         reference = Reference(start())
         engine = start({"cascade.dram": "256MiB", **ALWAYS})
@@ -178,13 +178,13 @@ def test_a_model_with_windows_hits_and_is_answered_the_same(windowed_model):
 
 
 @needs_groups
-def test_blocks_of_a_model_with_windows_that_go_are_computed(windowed_model):
+def test_deleted_blocks_of_a_model_with_sliding_windows_are_computed(windowed_model):
     with engines(windowed_model) as start:
         reference = Reference(start())
         engine = start({"cascade.dram": "256MiB", **ALWAYS})
         for number in range(4):
             asked = prompt(900, "windows lost", number)
             reference.check_one(engine, asked)
-            engine.call(inside.lose_one_of_each_part, asked, number)
+            engine.call(engine_calls.delete_last_blocks_of_parts, asked, number)
             reference.check_one(engine, asked)
             assert reference.check_one(engine, asked) == 7 * BLOCK

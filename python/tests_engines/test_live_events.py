@@ -2,7 +2,7 @@
 
 import time
 
-import inside
+import engine_calls
 import msgspec
 import pytest
 import zmq
@@ -81,8 +81,8 @@ def expected(engine, prompts):
     """Give what the store has of these prompts' blocks, with parent and tokens."""
     blocks = {}
     for tokens in prompts:
-        keys = engine.call(inside.keys_of_prompt, tokens)
-        here = engine.call(inside.present, keys)
+        keys = engine.call(engine_calls.keys_of_prompt, tokens)
+        here = engine.call(engine_calls.present, keys)
         names = [bytes(key) for key in BlockKeys(keys)]
         for at, (name, is_here) in enumerate(zip(names, here, strict=True)):
             if is_here:
@@ -102,7 +102,7 @@ def settled(engine, router, prompts):
 
 
 @pytest.mark.parametrize("place", ["embedded", "served"])
-def test_a_subscriber_rebuilds_the_exact_set(start, serve_module, router, tmp_path, place):
+def test_a_subscriber_has_exactly_the_stored_blocks(start, serve_module, router, tmp_path, place):
     if place == "embedded":
         store = {**ROOM, **ALWAYS}
     else:

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import cascadekv
-import inside
+import engine_calls
 import pytest
 from cascadekv.bench.prompts import prompt, with_prefix
 from cascadekv.connectors.vllm.store import private_socket
@@ -61,7 +61,7 @@ def socket_of(line: str) -> Path:
 
 
 @pytest.mark.parametrize("is_killed", [False, True])
-def test_an_engine_of_several_processes_has_a_node_of_its_own(
+def test_an_engine_with_several_processes_starts_a_private_node(
     start, reference, eventually, tmp_path, is_killed
 ):
     runtime, files = tmp_path / "run", tmp_path / "files"
@@ -92,7 +92,7 @@ def test_an_engine_of_several_processes_has_a_node_of_its_own(
         assert list(runtime.iterdir()) == []
 
 
-def test_each_engine_has_a_private_node_of_its_own():
+def test_each_engine_has_its_own_private_socket():
     engine = "f3c9a1f2-6b1e-4a53-9d3a-0a3f4f6d2b11"
     sockets = {private_socket(name) for name in (engine, f"{engine}_dp0", f"{engine}_dp1")}
     assert len(sockets) == 3
@@ -113,14 +113,14 @@ def test_engines_that_share_a_node_share_their_blocks(start, reference, serve):
         assert reference.check_one(writer, longer) == 6 * BLOCK
     # Another user of the same node, who salts, shares nothing; nor does an engine that forgot.
     assert two.one(asked, salt="mine").cached == 0
-    assert two.call(inside.forget_everything)
+    assert two.call(engine_calls.reset_all_caches)
     assert reference.check_one(two, asked) == 0
     assert reference.check_one(one, asked) == 4 * BLOCK
     one.close()
     two.close()
 
 
-def test_an_engine_starts_without_its_node_and_finds_it_later(start, reference, serve, eventually):
+def test_an_engine_starts_without_its_node_and_connects_later(start, reference, serve, eventually):
     node = serve("--dram", "64MiB")
     node.kill()
     node.socket.unlink(missing_ok=True)
@@ -213,10 +213,10 @@ def answer_while_nodes_die(start, reference, serve, tmp_path, count: int) -> Non
     engine.close()
 
 
-def test_answers_are_right_while_nodes_die(start, reference, serve, tmp_path):
+def test_answers_are_correct_while_nodes_are_killed(start, reference, serve, tmp_path):
     answer_while_nodes_die(start, reference, serve, tmp_path, REQUESTS)
 
 
 @pytest.mark.stress
-def test_a_thousand_answers_are_right_while_nodes_die(start, reference, serve, tmp_path):
+def test_a_thousand_answers_are_correct_while_nodes_are_killed(start, reference, serve, tmp_path):
     answer_while_nodes_die(start, reference, serve, tmp_path, max(REQUESTS, 1000))

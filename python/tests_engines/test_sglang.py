@@ -76,7 +76,7 @@ def at(node, **more):
     return {"cascade.node": f"unix:{node.socket}", **more}
 
 
-def test_the_loader_makes_the_real_class(attach):
+def test_the_loader_creates_the_backend(attach):
     backend = attach(mha("page_first"))
     assert isinstance(backend, HiCacheStorage)
     assert type(backend).__name__ == "CascadeHiCacheStorage"
@@ -98,7 +98,7 @@ def test_pages_come_back_byte_for_byte(attach, make, layout):
 
 
 @pytest.mark.parametrize(("make", "layout"), POOLS, ids=NAMED)
-def test_the_generic_calls_and_the_zero_copy_calls_meet(attach, make, layout):
+def test_generic_and_zero_copy_calls_share_pages(attach, make, layout):
     pool = make(layout)
     backend = attach(pool, is_mla_model=make is mla)
     names = hashes(6)
@@ -126,7 +126,7 @@ def test_the_generic_calls_and_the_zero_copy_calls_meet(attach, make, layout):
     ],
     ids=lambda value: getattr(value, "layout", None),
 )
-def test_which_layouts_need_no_copy(pool, pieces, in_place):
+def test_page_first_layouts_are_accessed_in_place(pool, pieces, in_place):
     pages = HostPages(pool)
     assert (pages.pieces, pages.in_place) == (pieces, in_place)
     if in_place:
@@ -153,7 +153,7 @@ def test_keys_and_values_of_different_width(attach):
     assert torch.equal(pool.v_buffer[:8], before[1])
 
 
-def test_what_is_here_counts_from_the_start(attach):
+def test_lookups_count_leading_pages(attach):
     pool = mha("page_first")
     backend = attach(pool)
     names = hashes(6)
@@ -170,7 +170,7 @@ def test_what_is_here_counts_from_the_start(attach):
         assert [now[n]] == right(pool, [names[n]], salt)
 
 
-def test_half_a_page_is_no_page(attach):
+def test_an_incomplete_page_is_a_miss(attach):
     pool = mha("page_first")
     backend = attach(pool)
     names = hashes(3)
@@ -184,7 +184,7 @@ def test_half_a_page_is_no_page(attach):
     assert backend.batch_exists(names) == 3
 
 
-def test_a_page_computed_twice_stays_as_it_was(attach):
+def test_a_page_computed_twice_keeps_its_first_bytes(attach):
     pool = mha("page_first")
     backend = attach(pool)
     names = hashes(2)
@@ -214,7 +214,7 @@ def test_wrong_sizes_are_misses_and_counted(attach):
     assert backend.batch_exists(names) == 0
 
 
-def test_memory_outside_of_the_pool_is_never_touched():
+def test_memory_outside_of_the_pool_is_never_accessed():
     class Wild:
         """A pool that hands out an address of another's."""
 
@@ -246,7 +246,7 @@ def test_a_block_of_another_length_is_a_miss(attach):
     assert backend.batch_get_v1(names, pool.alloc(4)) == [False]
 
 
-def test_many_threads(attach, node):
+def test_concurrent_threads_read_right_pages(attach, node):
     pool = mha("page_first_direct")
     backend = attach(pool, at(node))
     names = [hashes(6, salt=f"{n} ") for n in range(4)]
@@ -309,7 +309,7 @@ def test_ranks_with_compressed_kv_share_what_one_wrote(attach, node):
 
 
 @pytest.mark.parametrize(("writers", "readers"), [(4, 1), (4, 2), (1, 4), (2, 4)])
-def test_heads_are_cut_alike_whatever_the_number_of_ranks(attach, node, writers, readers):
+def test_heads_are_shared_between_different_numbers_of_ranks(attach, node, writers, readers):
     """Written with one number of ranks, read with another: the same bytes of every head."""
     names = hashes(3)
     heads, told = 4, {"tp_lcm_size": 4}
@@ -353,7 +353,7 @@ def test_pages_survive_a_restart_from_files(attach, tmp_path):
     assert read(again, fresh) == right(again, names)
 
 
-def test_a_killed_node_means_misses_and_it_comes_back(attach, node, eventually):
+def test_a_killed_node_causes_misses_until_it_restarts(attach, node, eventually):
     pool = mha("page_first")
     backend = attach(pool, at(node))
     names = hashes(4)
@@ -393,7 +393,7 @@ def test_a_killed_node_means_misses_and_it_comes_back(attach, node, eventually):
     assert read(pool, fresh) == right(pool, names)
 
 
-def test_an_engine_starts_while_the_node_is_away(attach, serve, monkeypatch, eventually):
+def test_an_engine_starts_while_the_node_is_unavailable(attach, serve, monkeypatch, eventually):
     monkeypatch.setattr("cascadekv.connectors.settings.RETRY_S", 0.1)
     node = serve("--dram", "16MiB")
     node.stop()
@@ -409,7 +409,7 @@ def test_an_engine_starts_while_the_node_is_away(attach, serve, monkeypatch, eve
     assert backend.batch_exists(names) == 2
 
 
-def test_a_token_that_the_node_refuses_stops_the_start(attach, node, tmp_path):
+def test_a_refused_token_fails_the_start(attach, node, tmp_path):
     token = tmp_path / "token"
     token.write_text("wrong\n")
     token.chmod(0o600)
@@ -417,7 +417,7 @@ def test_a_token_that_the_node_refuses_stops_the_start(attach, node, tmp_path):
         attach(mha("page_first"), at(node, **{"cascade.token_file": str(token)}))
 
 
-def test_what_cannot_work_is_refused_by_name(attach, node):
+def test_unsupported_configurations_are_refused_by_name(attach, node):
     pool = mha("page_first")
     with pytest.raises(ConfigError, match=r"cascade\.drma: no such setting.*cascade\.dram"):
         attach(pool, {"cascade.drma": "1GiB"})
@@ -432,7 +432,7 @@ def test_what_cannot_work_is_refused_by_name(attach, node):
         attach(mha("layer_first"), at(node), **split)
 
 
-def test_clear_forgets_everything(attach):
+def test_clear_deletes_everything(attach):
     pool = mha("page_first")
     backend = attach(pool)
     names = hashes(2)
@@ -441,7 +441,7 @@ def test_clear_forgets_everything(attach):
     assert backend.batch_exists(names) == 0
 
 
-def test_closed_is_a_miss(attach):
+def test_calls_after_close_are_misses(attach):
     pool = mha("page_first")
     backend = attach(pool)
     names = hashes(2)
@@ -455,7 +455,7 @@ def test_closed_is_a_miss(attach):
     assert not backend.clear()
 
 
-def test_the_engines_metrics_get_their_figures(attach):
+def test_transfers_are_reported_to_the_engines_metrics(attach):
     pool = mha("page_first")
     backend = attach(pool, enable_storage_metrics=True)
     names = hashes(5)
@@ -468,7 +468,7 @@ def test_the_engines_metrics_get_their_figures(attach):
     assert attach(mha("page_first")).get_stats() is None
 
 
-def test_the_prefix_names_the_parent(attach):
+def test_the_last_prefix_page_is_the_parent(attach):
     pool = mha("page_first")
     backend = attach(pool)
     names = hashes(6)
@@ -479,7 +479,7 @@ def test_the_prefix_names_the_parent(attach):
     assert backend.batch_exists(names[3:], before) == 3
 
 
-def test_pools_beside_the_kv(attach):
+def test_additional_pools_are_stored_and_limit_prefixes(attach):
     pool, beside = mha("page_first"), mha("page_first", layers=1)
     backend = attach(pool)
     backend.register_mem_host_pool_v2(pool, PoolName.KV)
@@ -508,7 +508,7 @@ def test_pools_beside_the_kv(attach):
     assert backend.batch_get_v2([unknown]) == {PoolName.MAMBA: [False] * 6}
 
 
-def test_an_anchor_without_memory_keeps_nothing_itself(attach):
+def test_a_logical_main_pool_stores_nothing_itself(attach):
     backend = attach(LogicalHostPool(64, 4))
     beside = mha("page_first")
     backend.register_mem_host_pool_v2(beside, PoolName.SWA)
@@ -521,7 +521,7 @@ def test_an_anchor_without_memory_keeps_nothing_itself(attach):
     assert backend.batch_exists_v2(names, [every]).kv_hit_pages == 2
 
 
-def test_weights_decide_where_the_engine_tells_them(attach, node, tmp_path, monkeypatch):
+def test_published_weights_identify_the_kv(attach, node, tmp_path, monkeypatch):
     """The same served name, other weights: misses. The same weights elsewhere: hits."""
     names = hashes(2)
 
@@ -542,7 +542,7 @@ def test_weights_decide_where_the_engine_tells_them(attach, node, tmp_path, monk
     assert hits("c", b"weights") == 2
 
 
-def test_the_store_is_cascades(attach, node):
+def test_pages_are_stored_in_the_node(attach, node):
     pool = mha("page_first")
     backend = attach(pool, at(node))
     names = hashes(4)

@@ -111,7 +111,7 @@ def test_the_controller_stores_and_prefetches(control, layout, v1):
     assert read(pool, indices) == right(pool, names())
 
 
-def test_a_node_that_dies_costs_the_controller_hits_and_no_thread(control, serve, eventually):
+def test_a_killed_node_costs_the_controller_only_hits(control, serve, eventually):
     node = serve("--dram", "32MiB")
     pool = mha("page_first")
     controller = control(pool, {"cascade.node": f"unix:{node.socket}"})
@@ -139,7 +139,7 @@ def test_a_node_that_dies_costs_the_controller_hits_and_no_thread(control, serve
     assert read(pool, indices) == right(pool, names())
 
 
-def test_pages_that_go_between_look_up_and_read_are_counted_out(control):
+def test_pages_deleted_between_lookup_and_read_are_not_counted(control):
     pool = mha("page_first")
     controller = control(pool, {"cascade.dram": "16MiB"})
     back_up(controller, pool)

@@ -65,7 +65,7 @@ CHANGES = {
 }
 
 
-def test_every_change_gives_keys_of_its_own():
+def test_every_change_changes_the_keys():
     keys = {"as it is": key(mha("page_first")), **{what: make() for what, make in CHANGES.items()}}
     same = [
         (one, other) for one in keys for other in keys if one < other and keys[one] == keys[other]
@@ -73,7 +73,7 @@ def test_every_change_gives_keys_of_its_own():
     assert same == []
 
 
-def test_what_does_not_change_kv_does_not_change_keys():
+def test_settings_without_effect_on_kv_do_not_change_keys():
     plain = key(mha("page_first"))
     assert key(mha("page_first"), config(dp_rank=3)) == plain
     assert key(mha("page_first"), config(enable_storage_metrics=True)) == plain
@@ -88,14 +88,14 @@ def test_compressed_kv_is_the_same_on_every_rank_of_a_stage():
     assert key(mla("page_first"), stage) != key(mla("page_first"), told[0])
 
 
-def test_a_pool_with_heads_beside_compressed_kv_has_ranks():
+def test_a_pool_with_heads_is_sharded_although_the_main_kv_is_compressed():
     """A draft model's KV, and recurrent state, are cut by rank although the model's KV is not."""
     told = [config(tp_rank=n, tp_size=2, is_mla_model=True) for n in range(2)]
     for name, make in (("draft", mha), ("mamba", mla)):
         assert len({key(make("page_first"), rank, name=name) for rank in told}) == 2
 
 
-def test_shares_of_heads_are_named_as_the_ranks_that_have_them():
+def test_shares_of_heads_have_the_manifests_of_their_ranks():
     def shares(rank, size, shards):
         pool = mha("page_head", heads=4 // size)
         told = config(tp_rank=rank, tp_size=size, tp_lcm_size=4)
@@ -106,7 +106,7 @@ def test_shares_of_heads_are_named_as_the_ranks_that_have_them():
     assert shares(0, 1, 4) == four
 
 
-def test_the_engines_own_options_are_facts(monkeypatch, tmp_path):
+def test_the_engines_options_change_the_facts(monkeypatch, tmp_path):
     def facts(**changes):
         told = published(**changes)
         monkeypatch.setattr(sglang_identity, "_published", lambda: told)
@@ -130,7 +130,7 @@ def test_the_engines_own_options_are_facts(monkeypatch, tmp_path):
     assert facts(quantization_param_path=str(scales)) != before
 
 
-def test_adapters_count_by_content_since_the_engine_numbers_them_by_path(monkeypatch, tmp_path):
+def test_adapters_are_identified_by_content(monkeypatch, tmp_path):
     def facts(weights):
         (tmp_path / "adapter_model.safetensors").write_bytes(weights)
         adapter = SimpleNamespace(lora_name="a", lora_path=str(tmp_path))
@@ -142,7 +142,7 @@ def test_adapters_count_by_content_since_the_engine_numbers_them_by_path(monkeyp
     assert facts(b"one") == facts(b"one")
 
 
-def test_sglang_publishes_what_is_read_of_it():
+def test_sglang_publishes_the_options_that_are_read():
     """The names of its options; a renamed one would drop out of the keys unseen."""
     from sglang.srt.arg_groups.fields.lora import Lora  # noqa: PLC0415 # late, as SGLang warns
     from sglang.srt.arg_groups.fields.model import Model  # noqa: PLC0415
@@ -177,7 +177,7 @@ def test_weights_are_named_by_content_not_by_path(tmp_path):
 
 
 @pytest.mark.parametrize("at", [0, 3 * SAMPLE_BYTES + 7, -1])
-def test_large_files_are_sampled_from_end_to_end(tmp_path, at):
+def test_large_files_are_sampled_over_their_whole_length(tmp_path, at):
     size = 4 * SAMPLES * SAMPLE_BYTES
     weights = bytearray(size)
     before = model(tmp_path / "a", weights)
@@ -187,7 +187,7 @@ def test_large_files_are_sampled_from_end_to_end(tmp_path, at):
     assert model(tmp_path / "c", bytes(size + 1)) != before
 
 
-def test_a_hubs_cache_has_named_the_content_already(tmp_path):
+def test_hashes_of_a_hub_cache_are_used(tmp_path):
     blobs = tmp_path / "blobs"
     blobs.mkdir()
 

@@ -5,7 +5,7 @@ The illness is made up: the worker sleeps before it reads. Everything else is re
 
 import time
 
-import inside
+import engine_calls
 from cascadekv.bench.prompts import prompt
 from forked_engines import BLOCK
 
@@ -30,7 +30,7 @@ ILL_BLOCK_S = 0.2
 TRIES = 8
 
 
-def test_loads_stop_while_a_tier_is_ill_and_come_back(start, reference, tmp_path):
+def test_loads_stop_while_a_tier_is_slow_and_resume(start, reference, tmp_path):
     store = {**STORE, "cascade.files": str(tmp_path)}
     kept = [prompt(BLOCKS * BLOCK + 20, "ill", number) for number in range(3 * TRIES)]
     writing = start({**store, "cascade.dram": "256MiB"})
@@ -46,12 +46,12 @@ def test_loads_stop_while_a_tier_is_ill_and_come_back(start, reference, tmp_path
     hits = [reference.check_one(engine, next(left)) for _ in range(3)]
     assert hits[-1] == BLOCKS * BLOCK, hits
 
-    engine.call(inside.slow_loads, ILL_BLOCK_S)
+    engine.call(engine_calls.slow_loads, ILL_BLOCK_S)
     hits = [reference.check_one(engine, next(left)) for _ in range(TRIES)]
     assert hits[-1] <= PROBE * BLOCK, hits
     assert sum(hits) <= 3 * BLOCKS * BLOCK, hits
 
-    engine.call(inside.slow_loads, 0.0)
+    engine.call(engine_calls.slow_loads, 0.0)
     hits = []
     while len(hits) < TRIES and (not hits or hits[-1] < BLOCKS * BLOCK):
         # A tier that lost is tried once in five seconds.

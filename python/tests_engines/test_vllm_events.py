@@ -229,7 +229,7 @@ def test_a_subscriber_has_exactly_the_known_blocks_of_the_store(make, parts, mon
         assert subscriber.blocks == chains.expected(known, store), seed
 
 
-def test_what_is_known_is_bounded_and_what_is_forgotten_is_withdrawn():
+def test_known_blocks_are_bounded_and_forgotten_ones_are_withdrawn():
     store, subscriber = LoggedStore(), Subscriber()
     source = EventSource(store, block_tokens=TOKENS, medium="CPU", max_blocks=10)
     keys = [bytes([at]) + bytes(31) for at in range(50)]
@@ -243,7 +243,7 @@ def test_what_is_known_is_bounded_and_what_is_forgotten_is_withdrawn():
     assert source.known_blocks == 10
 
 
-def test_a_store_that_is_away_is_left_alone_for_a_while(caplog):
+def test_an_unavailable_store_is_retried_after_a_delay(caplog):
     now = [0.0]
     store, subscriber = LoggedStore(), Subscriber()
     source = EventSource(store, block_tokens=TOKENS, medium="CPU", clock=lambda: now[0])
@@ -261,7 +261,7 @@ def test_a_store_that_is_away_is_left_alone_for_a_while(caplog):
     assert set(subscriber.blocks) == {key}
 
 
-def test_chains_are_told_in_runs():
+def test_chains_are_announced_in_runs():
     store = LoggedStore()
     source = EventSource(store, block_tokens=TOKENS, medium="CPU")
     keys = [bytes([at]) + bytes(31) for at in range(6)]
@@ -278,7 +278,7 @@ def test_chains_are_told_in_runs():
     assert not source.take()
 
 
-def test_hashes_are_short_where_the_engines_own_are(monkeypatch):
+def test_hashes_are_shortened_by_the_engines_setting(monkeypatch):
     monkeypatch.setenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "1")
     store = LoggedStore()
     source = EventSource(store, block_tokens=TOKENS, medium="CPU")

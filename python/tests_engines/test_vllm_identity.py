@@ -75,7 +75,7 @@ def keys_under(fields):
     return set(map(bytes, keys.keys("part", 0, 4)))
 
 
-def test_whatever_changes_kv_changes_every_key(fields_of):
+def test_every_change_of_kv_changes_every_key(fields_of):
     plain = fields_of()
     # Where the files lie, and when they were read, is no part of it.
     assert fields_of() == plain
@@ -86,12 +86,12 @@ def test_whatever_changes_kv_changes_every_key(fields_of):
         assert not keys_under(changed) & keys_under(plain), name
 
 
-def test_every_field_counts(fields_of):
+def test_every_field_changes_every_key(fields_of):
     plain = fields_of()
     for name in plain:
         assert not keys_under(plain) & keys_under(plain | {name: plain[name] + "x"}), name
 
 
-def test_what_does_not_change_kv_is_no_field(fields_of):
+def test_settings_without_effect_on_kv_are_no_fields(fields_of):
     for change in ({"max_num_seqs": 3}, {"max_model_len": 512}, {"seed": 7}):
         assert fields_of(**change) == fields_of(), change

@@ -81,7 +81,7 @@ def save(store, memory, pages, numbers):
 
 
 @pytest.mark.parametrize("kind", [HostMemory, DeviceMemory])
-def test_loads_and_saves_of_many_threads_never_mix(store, kind):
+def test_concurrent_loads_and_saves_do_not_mix_blocks(store, kind):
     memory = Memory(kind)
     begin = threading.Barrier(THREADS)
 
@@ -114,7 +114,7 @@ def test_loads_and_saves_of_many_threads_never_mix(store, kind):
 
 
 @pytest.mark.parametrize("kind", [HostMemory, DeviceMemory])
-def test_blocks_that_are_gone_leave_their_pages_alone(store, kind):
+def test_missing_blocks_do_not_change_their_pages(store, kind):
     memory = Memory(kind)
     numbers = [5, 900, 7, 901, 902, 9, 903]
     pages = [3, 1, 4, 0, 5, 9, 2]
@@ -129,7 +129,7 @@ def test_blocks_that_are_gone_leave_their_pages_alone(store, kind):
             assert not memory.pages[:, page].any(), f"page {page} was not to be written"
 
 
-def test_a_copy_that_failed_does_not_lend_its_buffer_again(store):
+def test_the_buffer_of_a_failed_copy_is_not_reused(store):
     # A device may still write to the buffer of a copy that raised.
     memory = Memory(DeviceMemory).memory
 
@@ -139,6 +139,6 @@ def test_a_copy_that_failed_does_not_lend_its_buffer_again(store):
 
     with pytest.raises(RuntimeError, match="made by a test"):
         memory.load(Broken(), [1])
-    assert memory._idle == []  # noqa: SLF001 # what is lent next
+    assert memory._free_buffers == []  # noqa: SLF001 # what is lent next
     assert load(store, memory, [1], [5]) == [True]
-    assert len(memory._idle) == 1  # noqa: SLF001 # likewise
+    assert len(memory._free_buffers) == 1  # noqa: SLF001 # likewise

@@ -65,7 +65,7 @@ def prompt(tokens, *parts):
 
 @pytest.mark.parametrize("memory", MEMORIES)
 @pytest.mark.parametrize("way", WAYS)
-def test_what_is_loaded_is_what_was_computed(start, way, memory):
+def test_loaded_blocks_equal_computed_blocks(start, way, memory):
     engine = start({**DRAM, **WAYS[way]}, memory=MEMORIES[memory])
     first = prompt(5 * BLOCK + 3, "first")
     engine.ask(first)
@@ -96,7 +96,7 @@ def begin(start, way, memory, scheduler, **options):
     return engine
 
 
-def lose(engine, blocks):
+def delete_before_load(engine, blocks):
     """Delete blocks of a prompt between the next plan that loads and its execution."""
 
     def act():
@@ -108,25 +108,23 @@ def lose(engine, blocks):
 
 
 @everywhere
-def test_blocks_that_go_between_lookup_and_load_are_computed(start, way, memory, scheduler):
+def test_blocks_deleted_between_lookup_and_load_are_computed(start, way, memory, scheduler):
     engine = begin(start, way, memory, scheduler)
     for turn, lost in enumerate([(0, 1), (3, 4), (0, 6), (5, 6)]):
         first = prompt(6 * BLOCK + 5, "lost", turn)
         engine.ask(first)
-        engine.forget_locally()
-        lose(engine, engine.keys(first)[lost[0] : lost[1]])
+        engine.reset_prefix_cache()
+        delete_before_load(engine, engine.keys(first)[lost[0] : lost[1]])
         engine.ask(first, [*first[: 4 * BLOCK], *prompt(40, "beside", turn)], first)
         # What was computed then is right, and kept.
         assert all(engine.stored(first))
-        engine.forget_locally()
+        engine.reset_prefix_cache()
         engine.ask(first)
     assert engine.facts.loads_failed
 
 
 @everywhere
-def test_requests_that_give_way_and_requests_taken_back_leave_nothing(
-    start, way, memory, scheduler
-):
+def test_preempted_and_aborted_requests_leak_nothing(start, way, memory, scheduler):
     engine = begin(start, way, memory, scheduler, pages=13)
     common = prompt(3 * BLOCK, "common")
     for turn in range(3):
@@ -137,20 +135,20 @@ def test_requests_that_give_way_and_requests_taken_back_leave_nothing(
         engine.abort(names[turn])
         engine.run()
         engine.check()
-        engine.forget_locally()
+        engine.reset_prefix_cache()
         for each in asked[3:]:
             assert all(engine.stored(each))
     assert engine.facts.preemptions, engine.facts
 
 
 @everywhere
-def test_a_store_that_goes_away_changes_no_answer(start, serve, way, memory, scheduler):
+def test_a_node_killed_before_a_load_changes_no_answer(start, serve, way, memory, scheduler):
     node = serve("--dram", "32MiB")
     store = {"cascade.node": f"unix:{node.socket}", "cascade.load_timeout": 5, **WAYS[way]}
     engine = start(store, memory=MEMORIES[memory], **SCHEDULERS[scheduler])
     asked = [prompt(4 * BLOCK + 3, "away", number) for number in range(3)]
     engine.ask(*asked)
-    engine.forget_locally()
+    engine.reset_prefix_cache()
 
     def kill():
         if engine.is_loading:
@@ -160,13 +158,13 @@ def test_a_store_that_goes_away_changes_no_answer(start, serve, way, memory, sch
     engine.between = kill
     engine.ask(*asked)
     assert engine.between() is None, "nothing was loaded"
-    engine.forget_locally()
+    engine.reset_prefix_cache()
     engine.ask(*asked, new=BLOCK)
 
 
 @pytest.mark.parametrize("memory", MEMORIES)
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
-def test_chaos(start, memory, scheduler):
+def test_random_steps_keep_every_page_right(start, memory, scheduler):
     seed = random.SystemRandom().randrange(1 << 32)
     seed = int(os.environ.get("CASCADE_CHAOS_SEED", seed))
     print(f"CASCADE_CHAOS_SEED={seed}")
@@ -180,13 +178,13 @@ def test_chaos(start, memory, scheduler):
         shared = chance.randrange(len(base) + 1)
         return [*base[:shared], *prompt(chance.randrange(1, 40), "tail", chance.random())]
 
-    def lose_some():
+    def delete_some():
         if chance.random() < 0.3:
             keys = engine.keys(chance.choice(bases))
             first = chance.randrange(len(keys))
             engine.store().delete(keys[first : first + chance.randrange(1, 4)])
 
-    engine.between = lose_some
+    engine.between = delete_some
     waiting = []
     for _ in range(STEPS):
         if chance.random() < 0.4 and engine.scheduler.get_num_unfinished_requests() < 12:
@@ -207,7 +205,7 @@ def test_chaos(start, memory, scheduler):
     assert engine.facts.compared_pages > STEPS
 
 
-def test_the_operators_choice_to_fail_requests_stands(start, caplog):
+def test_the_failure_policy_fail_is_respected(start, caplog):
     # It was overridden, with a line of information.
     with caplog.at_level("WARNING", "vllm.cascade"):
         engine = start({**DRAM, **WAYS["sync"]}, policy="fail")
@@ -215,7 +213,7 @@ def test_the_operators_choice_to_fail_requests_stands(start, caplog):
     assert engine.config.kv_transfer_config.kv_load_failure_policy == "fail"
     first = prompt(6 * BLOCK + 5, "fail")
     engine.ask(first)
-    lose(engine, engine.keys(first)[3:4])
+    delete_before_load(engine, engine.keys(first)[3:4])
     name = engine.add(first)
     engine.run()
     assert engine.facts.answers[name] == []
@@ -223,7 +221,7 @@ def test_the_operators_choice_to_fail_requests_stands(start, caplog):
     assert engine.stored(first) == [True] * 3 + [False] + [True] * 2
 
 
-def test_what_a_device_hides_is_not_measured_and_layers_do_not_wait(start, caplog):
+def test_device_memory_disables_measured_choice_and_layerwise_loads(start, caplog):
     # Launches on a device return before the work is done: by their times nothing was loaded.
     store = {**DRAM, **WAYS["layerwise"], "cascade.load_or_compute": True}
     with caplog.at_level("WARNING", "vllm.cascade"):
@@ -236,17 +234,17 @@ def test_what_a_device_hides_is_not_measured_and_layers_do_not_wait(start, caplo
     for each in (engine, other):
         each.ask(first)
         each.ask(first)
-    assert engine.connector._economy is None  # noqa: SLF001 # what decides
-    assert other.connector._economy is not None  # noqa: SLF001 # likewise
+    assert engine.connector._load_or_compute is None  # noqa: SLF001 # what decides
+    assert other.connector._load_or_compute is not None  # noqa: SLF001 # likewise
 
 
-def test_hits_are_counted_once_and_blocks_that_arrived_apart(start):
+def test_hits_and_loaded_blocks_are_counted_separately(start):
     # vLLM counts blocks that it was promised, also those that then did not arrive.
     engine = start({**DRAM, **WAYS["sync"]})
     first = prompt(6 * BLOCK + 5, "counted")
     engine.ask(first)
     engine.take_figures()
-    lose(engine, engine.keys(first)[2:3])
+    delete_before_load(engine, engine.keys(first)[2:3])
     engine.ask(first)
     figures = engine.take_figures()
     assert figures["sums"]["looked_up_blocks"] == 6
@@ -258,10 +256,10 @@ def test_hits_are_counted_once_and_blocks_that_arrived_apart(start):
 def budget(engine, seconds):
     """Change what a lookup may take."""
     scheduler = engine.connector._scheduler  # noqa: SLF001 # what decides
-    scheduler._policy = dataclasses.replace(scheduler._policy, lookup_s=seconds)  # noqa: SLF001
+    scheduler._settings = dataclasses.replace(scheduler._settings, lookup_s=seconds)  # noqa: SLF001
 
 
-def test_a_node_that_does_not_answer_holds_no_step(start, serve, monkeypatch):
+def test_a_slow_node_does_not_block_steps(start, serve, monkeypatch):
     # Each lookup held the scheduler's thread until the node's client gave up, 0.1 s.
     node = serve("--dram", "32MiB")
     engine = start({"cascade.node": f"unix:{node.socket}", **WAYS["sync"]})
@@ -269,14 +267,14 @@ def test_a_node_that_does_not_answer_holds_no_step(start, serve, monkeypatch):
     engine.ask(first)
     engine.take_figures()
     held = threading.Event()
-    ask = scheduler_module.usable
+    ask = scheduler_module.usable_prefix
 
     def late(*arguments):
         assert threading.current_thread().name.startswith("cascade-lookup")
         assert held.wait(LIMIT_S)
         return ask(*arguments)
 
-    monkeypatch.setattr(scheduler_module, "usable", late)
+    monkeypatch.setattr(scheduler_module, "usable_prefix", late)
     budget(engine, LIMIT_S)
     engine.add(first)
     for _ in range(5):

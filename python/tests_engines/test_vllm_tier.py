@@ -14,7 +14,6 @@ import pytest
 from cascadekv import Manifest, Namespace
 from cascadekv.connectors import vllm_tier
 from cascadekv.errors import ConfigError
-from older_vllm import SAYS_SOURCES, chunk_ids, offloading_group
 from vllm.utils.hashing import sha256
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext, make_offload_key
@@ -25,6 +24,7 @@ from vllm.v1.kv_offload.config import (
     OffloadingParallelConfig,
 )
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
+from vllm_compat import SAYS_SOURCES, chunk_ids, offloading_group
 
 LIMIT_S = 60
 CHUNK = 8192
@@ -171,7 +171,7 @@ def test_chunks_of_one_engine_are_promoted_in_another(engine, node):
         assert other.manager.get_load_source(keys[0], other.request).name == "DISK"
 
 
-def test_chunks_that_leave_the_cpu_tier_come_back(engine, node):
+def test_chunks_evicted_from_the_cpu_tier_are_loaded(engine, node):
     one = engine(at(node))
     first, second = keys_of(range(8)), keys_of(range(8, 16))
     one.store(first)
@@ -188,7 +188,7 @@ def test_an_embedded_store_serves_one_engine(engine):
     assert one.lookup(keys_of(range(8))) == [True] * 8
 
 
-def test_what_nobody_stored_is_a_miss(engine, node):
+def test_chunks_that_were_not_stored_are_misses(engine, node):
     one = engine(at(node))
     one.store(keys_of(range(2)))
     other = engine(at(node))
@@ -197,7 +197,7 @@ def test_what_nobody_stored_is_a_miss(engine, node):
     assert other.lookup(keys_of(range(2), group=1)) == [False, False]
 
 
-def test_a_chunk_that_goes_between_lookup_and_load_is_a_miss(engine, node):
+def test_a_chunk_deleted_between_lookup_and_load_is_a_miss(engine, node):
     keys = keys_of(range(3))
     engine(at(node)).store(keys)
     other = engine(at(node))
@@ -233,13 +233,13 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_other_bytes_have_other_names(engine, node, change):
+def test_configurations_with_other_bytes_share_no_chunks(engine, node, change):
     keys = keys_of(range(3))
     engine(at(node)).store(keys)
     assert engine(at(node), **CHANGES[change]).lookup(keys) == [False] * 3
 
 
-def test_other_weights_have_other_names(engine, node):
+def test_other_weights_share_no_chunks(engine, node):
     keys = keys_of(range(3))
     engine(at(node)).store(keys)
     assert engine(at(node) | {"cascade.weights": "others"}).lookup(keys) == [False] * 3
@@ -263,7 +263,7 @@ def test_a_layout_without_topology_is_shared_between_topologies(engine, node):
     assert other.read(keys) == [bytes_of(key) for key in keys]
 
 
-def test_the_seed_of_vllms_hashes_is_in_the_names(engine, node, monkeypatch):
+def test_vllms_hash_seed_changes_the_keys(engine, node, monkeypatch):
     # Equal hashes of other seeds do not happen; were they to, they would be of other tokens.
     keys = keys_of(range(3))
     engine(at(node)).store(keys)
@@ -276,7 +276,7 @@ def test_the_seed_of_vllms_hashes_is_in_the_names(engine, node, monkeypatch):
     assert late.lookup(keys) == [False] * 3
 
 
-def test_after_a_reset_nothing_old_is_loaded(engine, node):
+def test_nothing_old_is_loaded_after_a_reset(engine, node):
     # vLLM resets its caches when weights change, and says no more to a tier than this.
     keys = keys_of(range(3))
     one = engine(at(node))
@@ -290,7 +290,7 @@ def test_after_a_reset_nothing_old_is_loaded(engine, node):
     assert one.lookup(keys) == [True] * 3
 
 
-def test_a_node_that_stands_still_holds_nobody_up(engine, node):
+def test_a_suspended_node_does_not_block_the_scheduler(engine, node):
     keys = keys_of(range(3))
     engine(at(node)).store(keys)
     other = engine(at(node) | {"cascade.timeout": 0.3})
@@ -320,7 +320,7 @@ def test_a_node_that_stands_still_holds_nobody_up(engine, node):
         ({"cascade.weights": "sampled"}, r"cascade\.weights: the weights of a/model are in no"),
     ],
 )
-def test_settings_without_sense_are_refused(engine, settings, message):
+def test_invalid_settings_are_refused(engine, settings, message):
     with pytest.raises(ConfigError, match=message):
         engine(settings)
 
@@ -334,7 +334,7 @@ def test_weights_are_named_by_their_files(tmp_path):
     assert len(names) == 2
 
 
-def test_the_copy_between_gpu_and_cpu_tier_is_not_tried_here(engine, node):
+def test_vllms_gpu_copies_are_not_available_on_cpus(engine, node):
     # Should vLLM come to run it on a CPU, this fails, and the tests can go all the way.
     spec = engine(at(node)).spec
     with pytest.raises(Exception, match="only supported on CUDA"):

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from cascadekv import Manifest, Namespace, Store
 from cascadekv.connectors.vllm.keys import RequestKeys
-from cascadekv.connectors.vllm.layout import Held, Rank, describe
+from cascadekv.connectors.vllm.layout import HeldPart, Rank, describe
 from cascadekv.connectors.vllm.memory import memory_of
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -102,7 +102,7 @@ class Worker:
         storage = next(iter(self.caches.values())).untyped_storage()
         self.buffer = torch.empty(0, dtype=torch.uint8)
         self.buffer.set_(storage, 0, (storage.nbytes(),))
-        self.held: list[Held] = describe(self.config, rank, shards)
+        self.held: list[HeldPart] = describe(self.config, rank, shards)
 
     def page(self, layer: int, page: int) -> np.ndarray:
         """Give a page as the engine's attention reads it: heads, tokens, content."""

@@ -13,7 +13,7 @@ from vllm.v1.kv_offload.config import OffloadingGroupConfig
 SAYS_SOURCES = importlib.util.find_spec("vllm.v1.metrics.cache_hit_source") is not None
 """Whether hits are told by the tier that had them: since 0.32."""
 needs_groups = pytest.mark.skipif(
-    vllm_versions.refusal_of_groups(2) is not None,
+    vllm_versions.unsupported_groups(2) is not None,
     reason="models with several groups of layers are kept with vLLM 0.30 and later",
 )
 

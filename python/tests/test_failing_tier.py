@@ -97,7 +97,7 @@ def node(serve, disk):
     return serve(*flags, "--listen", "127.0.0.1:0", **HEALTH)
 
 
-def test_a_tier_that_hangs_holds_up_no_client(node, disk, keys_of, bytes_of, eventually):
+def test_a_hanging_tier_does_not_block_clients(node, disk, keys_of, bytes_of, eventually):
     with (
         cascadekv.connect(node.socket, timeout=CALL_S) as writer,
         cascadekv.connect(node.socket, timeout=CALL_S) as reader,
@@ -141,7 +141,7 @@ def flushed(store):
     return True
 
 
-def test_a_tier_that_fails_costs_no_client_an_error(node, disk, keys_of, bytes_of, eventually):
+def test_a_failing_tier_causes_no_client_errors(node, disk, keys_of, bytes_of, eventually):
     with cascadekv.connect(node.socket, timeout=CALL_S) as store:
         for keys in pieces(keys_of, 0, 400):
             put(store, keys, bytes_of)

@@ -6,7 +6,7 @@ from cascadekv.bench.models import FACTS_FILE, make_model
 from cascadekv.bench.prompts import prompt
 
 
-def test_a_model_is_made_once_and_repeats_bit_by_bit(tmp_path, tiny_model):
+def test_a_model_is_generated_once_and_reproducible(tmp_path, tiny_model):
     again = make_model(tmp_path, "tiny", "float32")
     made, first = ((path / FACTS_FILE).read_text() for path in (again, tiny_model))
     assert json.loads(made) == json.loads(first)
@@ -17,7 +17,7 @@ def test_a_model_is_made_once_and_repeats_bit_by_bit(tmp_path, tiny_model):
     assert json.loads((other / FACTS_FILE).read_text())["sha256"] != json.loads(made)["sha256"]
 
 
-def test_engines_follow_each_other_in_one_process_with_and_without_a_connector(engines, tmp_path):
+def test_engines_run_one_after_another_in_one_process(engines, tmp_path):
     asked = [prompt(300, "engines follow"), prompt(384, "each other")]
     bare = engines.start()
     plain = [list(one.outputs[0].token_ids) for one in engines.answer(bare, asked)]
