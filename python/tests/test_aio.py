@@ -1,4 +1,4 @@
-"""Awaitable calls: results as of the plain store; a call that is cancelled keeps nothing."""
+"""Calls of `cascadekv.aio`: results of the blocking store; cancelled calls leak nothing."""
 
 import asyncio
 import contextlib
@@ -14,20 +14,20 @@ MIB = 1 << 20
 
 
 class Gate:
-    """A stage whose reads wait until they are let through, so that a call can be met on its way."""
+    """A stage whose reads wait for a gate, so that a test can act during a call."""
 
     def __init__(self):
-        """Keep records in memory."""
+        """Start without records."""
         self.records = {}
         self.reached = threading.Event()
         self.open = threading.Event()
 
     def put(self, name, record):
-        """Keep a copy."""
+        """Store a copy."""
         self.records[name] = bytes(record)
 
     def get(self, name, into):
-        """Wait for the gate, then give the record; headers, of 160 bytes, pass."""
+        """Wait for the gate, then copy the record; headers of 160 bytes are read at once."""
         if len(into) > 160:
             self.reached.set()
             self.open.wait(20)
@@ -36,21 +36,21 @@ class Gate:
         return len(part)
 
     def delete(self, names):
-        """Forget records."""
+        """Delete records."""
         for name in names:
             self.records.pop(name, None)
 
     def names(self):
-        """Name all records."""
+        """List all records."""
         return [(name, len(record)) for name, record in self.records.items()]
 
     def probe(self):
-        """Work always."""
+        """Succeed always."""
 
 
 @pytest.fixture
 def gated(keys_of, bytes_of):
-    """Open a store whose one block is behind the gate."""
+    """Open a store whose only block is behind the gate."""
     gate, keys = Gate(), keys_of(range(1))
     settings = {"pipeline": "Dram|Gate", "dram": "8MiB", "huge_pages": False}
     with cascadekv.Store(**settings, stages={"Gate": gate}) as before:
@@ -140,7 +140,7 @@ def test_a_cancelled_view_releases_its_lease(gated, eventually):
         view.cancel()
         with pytest.raises(asyncio.CancelledError):
             await view
-        # The call is still under way: the cancellation did not wait for it.
+        # The call is still running: the cancellation did not wait for it.
         assert not gate.open.is_set()
         gate.open.set()
         return wrapped
@@ -148,7 +148,7 @@ def test_a_cancelled_view_releases_its_lease(gated, eventually):
     wrapped = asyncio.run(main())
     eventually(lambda: store.stats()["hits"] == 1)
     store.delete(keys)
-    # With the block deleted, only a lease could hold its memory.
+    # The block is deleted, so only a lease could hold its memory.
     eventually(lambda: held_bytes(store) == 0)
     del wrapped
 
@@ -160,7 +160,7 @@ def test_a_cancelled_pin_is_removed(gated):
     begun, go_on = threading.Event(), threading.Event()
 
     class Slow:
-        """The store, with a pin that takes its time."""
+        """The store, with a slow `pin`."""
 
         def pin(self, wanted):
             begun.set()
@@ -179,7 +179,7 @@ def test_a_cancelled_pin_is_removed(gated):
         with pytest.raises(asyncio.CancelledError):
             await pin
         go_on.set()
-        wrapped._workers.shutdown(wait=True)  # noqa: SLF001 # the call has ended after this
+        wrapped._workers.shutdown(wait=True)  # noqa: SLF001 # waits for the call
 
     asyncio.run(main())
     assert store.unpin(keys) == [False]
@@ -195,7 +195,7 @@ def test_a_cancelled_get_does_not_write_the_buffer_afterwards(gated, bytes_of):
         await reached(gate)
         get.cancel()
         await asyncio.sleep(0.05)
-        get.cancel()  # a second one does not cut the wait short either
+        get.cancel()  # a second cancellation does not end the wait either
         await asyncio.sleep(0.05)
         assert not get.done(), "the thread still writes into the buffer"
         gate.open.set()
@@ -222,11 +222,11 @@ def test_a_cancelled_put_stores_all_blocks_or_none(store, keys_of, bytes_of):
             put.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await put
-            # The blocks are the caller's again: what is stored no longer changes.
+            # The buffers belong to the caller again: changes must not reach the store.
             for block in blocks:
                 block[:] = bytes(len(block))
-            here = store.contains(keys)
-            assert all(here) or not any(here)
+            present = store.contains(keys)
+            assert all(present) or not any(present)
             with store.view(keys) as views:
                 for key, view in zip(keys, views, strict=True):
                     assert view is None or bytes(view) == bytes_of(key)
@@ -279,11 +279,11 @@ def test_closing_the_loop_during_a_call_neither_hangs_nor_leaks_a_lease(gated, e
     wrapped = aio.AsyncStore(store)
     view = loop.create_task(wrapped.view(keys))
     loop.run_until_complete(reached(gate))
-    # Nobody cancelled the task, as in a program that stops its loop and goes on.
+    # The task was not cancelled, as in a program that closes its loop and continues.
     loop.close()
     gate.open.set()
     eventually(lambda: store.stats()["hits"] == 1)
-    view._log_destroy_pending = False  # noqa: SLF001 # asyncio would tell it to the log
+    view._log_destroy_pending = False  # noqa: SLF001 # asyncio would log a warning
     del view
     gc.collect()
     store.delete(keys)

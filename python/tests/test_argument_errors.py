@@ -1,4 +1,4 @@
-"""Every public call says which argument is wrong, what was given, and what is right."""
+"""Errors of public calls name the wrong argument, its value, and valid values."""
 
 import itertools
 import re
@@ -13,11 +13,11 @@ INTERNALS = re.compile(
     r"failed to extract|called `|panicked|unwrap|Option<|usize|\bu(8|16|32|64)\b|\bi64\b|PyErr|"
     r"Settings\.|convert to C|interpreted as|NoneType|<class|os error 22"
 )
-"""What only the source code knows."""
+"""Internals of the implementation, which no message may contain."""
 SPACE = Namespace(Manifest({"weights": "sha256:test"}))
 ENDLESS = 1 << 70
 
-# The call, the start of the message, and a word of the advice.
+# A call, the start of the expected message, and a part of its advice.
 WRONG = [
     (lambda s: s.view(5), "keys: 5 is not", "BlockKey"),
     (lambda s: s.view(None), "keys: None is not", "BlockKey"),
@@ -125,10 +125,10 @@ def test_an_error_names_the_wrong_argument_and_valid_values(store, case):
     call, start, advice = WRONG[case]
     with pytest.raises((TypeError, ValueError, IndexError, BufferError)) as caught:
         call(store)
-    said = str(caught.value)
-    assert said.startswith(start), said
-    assert advice in said, said
-    assert not INTERNALS.search(said), said
+    message = str(caught.value)
+    assert message.startswith(start), message
+    assert advice in message, message
+    assert not INTERNALS.search(message), message
 
 
 def test_errors_never_contain_a_secret():

@@ -1,4 +1,4 @@
-"""A wrong argument gets an error that says what, where, and what would be right."""
+"""Invalid arguments of store calls are refused."""
 
 import pickle
 

@@ -1,4 +1,4 @@
-"""The command is installed with the package and keeps its contract on exit codes."""
+"""The command is installed with the package and returns the documented exit codes."""
 
 import json
 import subprocess
@@ -38,8 +38,8 @@ def test_a_replay_verifies_every_byte_and_writes_its_figures(tmp_path):
     trace.write_text("".join(json.dumps(request) + "\n" for request in requests))
     run = cascade("replay", str(trace), "--json", str(figures), "--dram", "64MiB")
     assert run.returncode == 0, run.stderr
-    seen = json.loads(figures.read_text())
-    assert seen["requests"] == 3
-    assert seen["blocks_requested"] == 9
-    assert seen["wrong_blocks"] == 0
-    assert seen["hit_rate"] == seen["blocks_hit"] / seen["blocks_requested"]
+    written = json.loads(figures.read_text())
+    assert written["requests"] == 3
+    assert written["blocks_requested"] == 9
+    assert written["wrong_blocks"] == 0
+    assert written["hit_rate"] == written["blocks_hit"] / written["blocks_requested"]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from cascadekv import compat
 
-# The document's example, word for word but for the tensor, which the caller has.
+# The document's example, verbatim; the caller provides the tensor.
 EXAMPLE = """
 from cascade_cpp import DistributedStore, CascadeConfig
 
@@ -31,10 +31,10 @@ store.get("sys_prompt_v1", result)
 
 
 class Tensor(np.ndarray):
-    """What the example asks of a tensor."""
+    """The members of a tensor that the example uses."""
 
     def numpy(self):
-        """Give the array itself."""
+        """Return the array itself."""
         return np.asarray(self)
 
 

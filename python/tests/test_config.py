@@ -1,4 +1,4 @@
-"""Settings have documented defaults, are checked by name, and can be dumped and read back."""
+"""Settings have documented defaults, are checked by name, and survive a conversion to JSON."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""What requests say about their future is read, and what makes no sense stops nothing."""
+"""Hints of requests are parsed, and invalid hints are ignored."""
 
 import random
 
@@ -129,8 +129,8 @@ def test_the_end_of_a_request_becomes_a_hint(status, stop_reason, stop):
     assert finish_hints(hints, status_name=status, stop_reason=stop_reason) == Hints(
         workload=2, stop=stop
     )
-    said = Hints(stop=StopReason.TOOL_USE)
-    assert finish_hints(said, status_name=status, stop_reason=stop_reason) == said
+    given = Hints(stop=StopReason.TOOL_USE)
+    assert finish_hints(given, status_name=status, stop_reason=stop_reason) == given
 
 
 def test_session_names_are_stable_digests():

@@ -1,4 +1,4 @@
-"""What is loaded is what loads faster than it computes, by what was measured."""
+"""Blocks are loaded if that is faster than computing them, by measured costs."""
 
 import random
 
@@ -10,7 +10,7 @@ BLOCK_BYTES = 1 << 20
 
 
 class Clock:
-    """A clock that stands still until it is set."""
+    """A clock that only moves when a test sets it."""
 
     def __init__(self):
         self.now = 100.0
@@ -20,7 +20,7 @@ class Clock:
 
 
 class Engine:
-    """An engine and tiers with known costs, and the decision that has to find them out."""
+    """An engine and tiers with known costs, and the decision that has to estimate them."""
 
     def __init__(self, *, token_s=1e-4, growth_s=1e-8, **tiers):
         self.clock = Clock()
@@ -49,7 +49,7 @@ class Engine:
                 self.decision.observe_load(tier, blocks, self.load_s(tier, blocks) * factor)
 
     def request(self, tiers, total_tokens, queued_blocks=0):
-        """One request: what is chosen is loaded, tier by tier, and seen."""
+        """Serve a request: the chosen blocks are loaded, and the loads are observed."""
         count = self.decision.choose(tiers, total_tokens=total_tokens, queued_blocks=queued_blocks)
         loaded = tiers[:count]
         for tier in dict.fromkeys(loaded):
@@ -58,14 +58,14 @@ class Engine:
         return count
 
     def best(self, tiers, total_tokens):
-        """Count by brute force what is really fastest."""
+        """Return the fastest number of blocks to load, by brute force."""
 
-        def took(count):
+        def total_s(count):
             loaded = tiers[:count]
             loads = sum(self.load_s(tier, loaded.count(tier)) for tier in dict.fromkeys(loaded))
             return loads + self.compute_s(count * BLOCK_TOKENS, total_tokens)
 
-        return min(range(len(tiers) + 1), key=lambda count: (took(count), -count))
+        return min(range(len(tiers) + 1), key=lambda count: (total_s(count), -count))
 
 
 def test_everything_is_loaded_before_the_first_measurement():
@@ -95,19 +95,19 @@ def test_the_choice_is_the_fastest_under_the_cost_model():
         engine.learn()
         tiers = ["dram"] * chance.randint(0, 20) + ["files"] * chance.randint(0, 40)
         if seed % 2:
-            # As after evictions: holes in memory.
+            # Blocks that were evicted from DRAM are between resident ones.
             tiers = [tier for tier in tiers for _ in range(chance.choice([1, 1, 2]))]
             for _ in range(chance.randint(0, 6)):
                 chance.shuffle(tiers) if chance.random() < 0.3 else tiers.reverse()
         total = len(tiers) * BLOCK_TOKENS + chance.randrange(1, 1000)
         chosen, best = engine.decision.choose(tiers, total_tokens=total), engine.best(tiers, total)
 
-        def took(count, engine=engine, tiers=tiers, total=total):
+        def total_s(count, engine=engine, tiers=tiers, total=total):
             loaded = tiers[:count]
             loads = sum(engine.load_s(tier, loaded.count(tier)) for tier in dict.fromkeys(loaded))
             return loads + engine.compute_s(count * BLOCK_TOKENS, total)
 
-        assert took(chosen) <= took(best) * 1.25, seed
+        assert total_s(chosen) <= total_s(best) * 1.25, seed
 
 
 def test_the_choice_never_exceeds_the_found_blocks():
@@ -168,8 +168,8 @@ def test_a_slow_tier_is_avoided_until_it_recovers(times):
     engine.learn()
     tiers, total = ["files"] * 30, 30 * 128 + 1
     assert engine.request(tiers, total) == 30
-    well = engine.tiers["files"]
-    engine.tiers["files"] = (well[0] * times, well[1] * times * 5)
+    fast = engine.tiers["files"]
+    engine.tiers["files"] = (fast[0] * times, fast[1] * times * 5)
     slow_loads = 0
     while engine.request(tiers, total) > PROBE_BLOCKS:
         slow_loads += 1
@@ -180,13 +180,13 @@ def test_a_slow_tier_is_avoided_until_it_recovers(times):
     probes = engine.decision.estimates()["probes"]
     assert 15 <= probes <= 21
 
-    engine.tiers["files"] = well
+    engine.tiers["files"] = fast
     for _ in range(100):
         engine.clock.now += 1
         if engine.request(tiers, total) == 30:
             break
     else:
-        pytest.fail("the tier was never taken back")
+        pytest.fail("the recovered tier was never used again")
     assert engine.decision.estimates()["probes"] - probes <= 4
 
 

@@ -1,4 +1,4 @@
-"""Finished requests become a trace that `cascade replay` reads, and recording stops nothing."""
+"""Finished requests are recorded as a trace for `cascade replay`, without delaying the engine."""
 
 import errno
 import json
@@ -88,7 +88,7 @@ def test_a_partial_last_line_is_truncated(tmp_path):
 
 
 class Disk:
-    """A file on a disk that refuses, then takes half a line, then is well again."""
+    """A file whose writes fail, or write half of a line, in a given order."""
 
     def __init__(self, file, faults):
         self.file, self.faults = file, faults

@@ -1,4 +1,4 @@
-"""What connectors to engines share: settings read strictly, a store that may be away, failures."""
+"""The parts that connectors share: strict settings, an unavailable node, the failure log."""
 
 import logging
 import threading
@@ -107,12 +107,12 @@ def test_a_link_connects_to_a_node_that_starts_later(serve, monkeypatch, eventua
 
 
 def test_a_link_retries_at_intervals(tmp_path, monkeypatch):
-    asked = []
+    attempts = []
     connect = settings.connect
-    monkeypatch.setattr(settings, "connect", lambda *a, **k: asked.append(a) or connect(*a, **k))
+    monkeypatch.setattr(settings, "connect", lambda *a, **k: attempts.append(a) or connect(*a, **k))
     link = StoreLink(read_settings({"cascade.node": f"unix:{tmp_path}/none"}), name="test")
     assert [link.store() for _ in range(100)] == [None] * 100
-    assert len(asked) == 1
+    assert len(attempts) == 1
 
 
 def test_a_refused_client_is_an_error_at_start(serve, tmp_path):

@@ -1,4 +1,4 @@
-"""UCM's configuration file loads as it is: every key is used, or refused with a reason."""
+"""UCM configuration files are read unchanged: every key is applied, or refused with a reason."""
 
 import textwrap
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Equal bytes are stored once, and protected prefixes leave memory last."""
+"""Equal bytes are stored once, and protected prefixes are evicted last."""
 
 import pytest
 from cascadekv import PutStatus, Store

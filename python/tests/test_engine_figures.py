@@ -1,4 +1,4 @@
-"""What a measurement with an engine says of its figures, without an engine."""
+"""Figures and verdicts of measurements with an engine, tested without an engine."""
 
 import dataclasses
 import io
@@ -43,7 +43,7 @@ def test_a_gain_is_the_median_of_its_rounds_and_met_at_its_target():
 def test_a_second_run_with_too_few_hits_is_invalid():
     figures = pairs(hit=3840).figures(is_short=False)
     assert [figure.verdict for figure in figures] == ["", "INVALID", "INVALID"]
-    assert "3840 tokens, not 3968" in figures[-1].faults[0]
+    assert "3840 tokens; expected 3968" in figures[-1].faults[0]
     assert figures[-1].to_json()["is_reached"] is False
 
 
@@ -123,7 +123,7 @@ def test_prompts_share_only_the_requested_prefix():
     one, other = prompt(512, "round", 1), prompt(512, "round", 2)
     assert one == prompt(512, "round", 1)
     assert one[:16] != other[:16]
-    # Lengths once shared their beginnings: first runs hit what the shorter prompt had left.
+    # Regression: prompts of different lengths shared a prefix, so that first runs had hits.
     assert one[:16] != prompt(1024, "round", 1)[:16]
     tail = with_prefix(one, 384, "tail")
     assert (len(tail), tail[:384]) == (512, one[:384])

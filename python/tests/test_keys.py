@@ -1,4 +1,4 @@
-"""Keys are the same for everybody, everywhere, and name what they cover."""
+"""Keys are stable across processes, machines and versions, and cover their inputs."""
 
 import array
 import hashlib
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from cascadekv import BlockKey, BlockKeys, Manifest, Namespace, keys
 
-# The vectors that the Rust tests check too: keys outlive processes, machines and versions.
+# The Rust tests check the same vectors: keys must be stable across processes and versions.
 VECTORS = json.loads((Path(__file__).parents[2] / "testdata" / "key-vectors.json").read_text())
 
 

@@ -1,4 +1,4 @@
-"""An engine's pages are gathered into blocks, layer by layer, and scattered back from views."""
+"""Pages of an engine are gathered into blocks, also layer by layer, and scattered from views."""
 
 import gc
 import json
@@ -25,14 +25,14 @@ def noise(shape, seed=1):
 
 
 def one_array_a_layer(seed):
-    """Make the layers as an engine allocates them, and what of each belongs to a page."""
+    """Create an array for each layer, and its regions."""
     layers = [noise(SHAPE, seed + layer) for layer in range(LAYERS)]
     regions = [(layer, 0, PAGE_BYTES, PAGE_BYTES) for layer in layers]
     return layers, regions
 
 
 def layers_in_one_storage(seed):
-    """One storage, layer after layer; the regions are offsets into it."""
+    """Create one allocation, layer after layer; the regions are offsets into it."""
     storage = noise((LAYERS, *SHAPE), seed)
     layer_bytes = PAGES * PAGE_BYTES
     regions = [(storage, layer * layer_bytes, PAGE_BYTES, PAGE_BYTES) for layer in range(LAYERS)]
@@ -40,7 +40,7 @@ def layers_in_one_storage(seed):
 
 
 def blocks_in_one_storage(seed):
-    """One storage, block after block: the pages of a layer are a block apart."""
+    """Create one allocation, block after block; the stride of a layer is a block."""
     storage = noise((PAGES, LAYERS, *SHAPE[1:]), seed)
     block_bytes = LAYERS * PAGE_BYTES
     regions = [(storage, layer * PAGE_BYTES, block_bytes, PAGE_BYTES) for layer in range(LAYERS)]
@@ -48,7 +48,7 @@ def blocks_in_one_storage(seed):
 
 
 def keys_and_values_apart(seed):
-    """Two regions a layer: an array of keys and values, each with all pages."""
+    """Create two regions per layer: one for keys and one for values."""
     layers = [noise((2, *SHAPE), seed + layer) for layer in range(LAYERS)]
     half = PAGES * PAGE_BYTES
     regions = [(layer, part * half, PAGE_BYTES, PAGE_BYTES) for layer in layers for part in (0, 1)]
@@ -64,7 +64,7 @@ def keys_and_values_apart(seed):
     ]
 )
 def engine(request):
-    """Make one engine's cache: its layers, and the memory made of their regions."""
+    """Return a function that creates an engine's cache: its layers, and their `PagedMemory`."""
 
     def make(seed=1):
         layers, regions = request.param(seed)
@@ -131,7 +131,7 @@ def test_present_blocks_are_not_gathered_again(store, keys_of, engine):
     before = store.stats()
     with store.prepare(keys, memory.block_bytes) as prepared:
         assert prepared.needed == [3, 4, 5]
-        # The pages of the first three may hold anything by now.
+        # The pages of present blocks are not read, so they may be any.
         prepared.gather(memory, [5, 5, 5, 3, 4, 5])
         results = prepared.seal()
     assert [result.status for result in results] == [PutStatus.PRESENT] * 3 + [PutStatus.STORED] * 3
@@ -269,9 +269,9 @@ def test_invalid_regions_are_refused():
         PagedMemory([(bytes(100), 0, 10, 10)], 10)
     with pytest.raises(BufferError, match="contiguous"):
         PagedMemory([(np.zeros((4, 4))[:, :2], 0, 8, 8)], 4)
-    for odd in ([(buffer, 0, 10)], [(buffer, -1, 10, 10)], [(buffer, 0.5, 10, 10)], [buffer]):
+    for invalid in ([(buffer, 0, 10)], [(buffer, -1, 10, 10)], [(buffer, 0.5, 10, 10)], [buffer]):
         with pytest.raises(TypeError, match=r"regions\[0\]"):
-            PagedMemory(odd, 1)
+            PagedMemory(invalid, 1)
     with pytest.raises(TypeError, match="pickled"):
         pickle.dumps(PagedMemory([(buffer, 0, 10, 10)], 10))
 
@@ -330,7 +330,7 @@ def test_threads_save_and_load_concurrently(store, keys_of):
                 results = save(store, keys, saved, own)
                 assert all(result.ok for result in results), results
                 assert all(store.view(keys).scatter(loaded, own))
-        except BaseException as problem:  # noqa: BLE001 # told by the test's own thread
+        except BaseException as problem:  # noqa: BLE001 # asserted in the test's thread
             problems.append(problem)
 
     workers = [threading.Thread(target=work, args=(n,)) for n in range(threads)]

@@ -1,4 +1,4 @@
-"""Threads share a store; a forked child is told that it does not have one."""
+"""Threads share a store; in a forked child every call raises `ForkError`."""
 
 import contextlib
 import gc
@@ -20,7 +20,7 @@ MIB = 1 << 20
 
 @pytest.fixture
 def stuck_store(keys_of) -> Iterator[Store]:
-    """Open a store whose second tier took a block and now waits for ever: a byte a second."""
+    """Open a store whose write-back is stuck: its limit is one byte per second."""
     store = Store(
         pipeline="Dram|Fake",
         dram="8MiB",
@@ -38,8 +38,8 @@ def stuck_store(keys_of) -> Iterator[Store]:
 
 
 def test_a_waiting_call_lets_other_threads_run(stuck_store):
-    # Only closing ends the wait, and only another thread can do it: were the interpreter held, the
-    # flush would run into its deadline. Should closing win the race, the flush is refused at once.
+    # Only another thread can end the wait, by closing the store. If the flush held the GIL, it
+    # would run into its deadline. If closing comes first, the flush is refused at once.
     def close() -> None:
         with pytest.raises(cascadekv.DeadlineError):
             stuck_store.close()
@@ -72,7 +72,7 @@ def hammer(store, keys, blocks, seed: int, rounds: int) -> list[cascadekv.BlockK
         if action == 0:
             store.put(some, [blocks[key] for key in some], chain=False)
         elif action == 1:
-            # Views are let go at once: held ones would leave too little memory for the others.
+            # Views are released at once: held views would leave too little memory for others.
             with store.view(some) as views:
                 found = zip(some, views, strict=True)
                 wrong += [k for k, v in found if v and bytes(v) != blocks[k]]
@@ -120,7 +120,7 @@ def test_a_forked_child_gets_an_error_and_does_not_hang(store, keys_of):
     if child == 0:
         held = (views, view, reservation, prepared)
         code = _child_of_a_fork(store, keys, *held)
-        # Letting go of the parent's objects must not touch them either.
+        # Deleting the parent's objects must not affect the parent either.
         del store, views, view, reservation, prepared, held
         gc.collect()
         os._exit(code)
@@ -147,7 +147,7 @@ def _child_of_a_fork(store, keys, *held) -> int:
         "release": lambda: reservation.release(),
         "prepare": lambda: store.prepare(keys, 100),
         "seal": lambda: prepared.seal(),
-        "give back": lambda: prepared.release(),
+        "release prepared": lambda: prepared.release(),
     }
     for name, use in uses.items():
         try:

@@ -1,4 +1,4 @@
-"""Blocks go in and come out, in batches, and each answers for itself."""
+"""Blocks are put and read in batches, with one result for each block."""
 
 import cascadekv
 import numpy as np

@@ -1,4 +1,4 @@
-"""Blocks may be written in place: reserve, fill, put."""
+"""Blocks are written in place: reserve, fill, put."""
 
 import cascadekv
 import numpy as np

@@ -1,4 +1,4 @@
-"""What only a served store can show: workers that share it, and the ends of nodes and workers."""
+"""Served stores: workers that share a node, and killed or stopped nodes and workers."""
 
 import hashlib
 import json
@@ -28,12 +28,12 @@ def _bytes(key) -> bytes:
     return hashlib.shake_128(bytes(key)).digest(10_000)
 
 
-def _work(place, number: int, workers: int, met, answers) -> None:
-    """Put a share of the blocks, wait for the others, and read what all have put."""
+def _work(place, number: int, workers: int, barrier, answers) -> None:
+    """Put a share of the blocks, wait for the other workers, and read all blocks."""
     with cascadekv.connect(place, name=f"worker {number}") as store:
         own = _keys(range(number * SHARE, (number + 1) * SHARE))
         put = store.put(own, [_bytes(key) for key in own], chain=False)
-        met.wait(60)
+        barrier.wait(60)
         every = _keys(range(workers * SHARE))
         with store.view(every) as views:
             seen = zip(every, views, strict=True)
@@ -62,8 +62,8 @@ def cascade(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def ask(node, *arguments: str):
-    """Run a command that asks the node, and read its JSON."""
+def query(node, *arguments: str):
+    """Run a command against the node, and parse its JSON."""
     run = cascade(*arguments, "--socket", str(node.socket), "--json")
     assert run.returncode == 0, run.stderr
     return json.loads(run.stdout)
@@ -85,7 +85,7 @@ def free_port() -> int:
 
 @pytest.fixture
 def filled(serve):
-    """Serve a hundred blocks."""
+    """Start a node with a hundred blocks."""
     node = serve("--dram", "16MiB")
     with cascadekv.connect(node.socket) as store:
         keys = _keys(range(100))
@@ -94,7 +94,7 @@ def filled(serve):
 
 
 def right(keys, views) -> int:
-    """Count the hits; every one has the only right bytes."""
+    """Return the number of hits; all of them must have the right bytes."""
     found = [(key, view) for key, view in zip(keys, views, strict=True) if view is not None]
     assert all(bytes(view) == _bytes(key) for key, view in found)
     return len(found)
@@ -103,10 +103,10 @@ def right(keys, views) -> int:
 def test_workers_share_blocks(serve):
     workers = 3
     context = multiprocessing.get_context("spawn")
-    met, answers = context.Barrier(workers), context.Queue()
+    barrier, answers = context.Barrier(workers), context.Queue()
     place = serve("--dram", "16MiB").socket
     started = [
-        context.Process(target=_work, args=(place, number, workers, met, answers))
+        context.Process(target=_work, args=(place, number, workers, barrier, answers))
         for number in range(workers)
     ]
     for worker in started:
@@ -130,7 +130,7 @@ def test_memory_of_a_killed_worker_is_reclaimed(filled, eventually):
         before = store.stats()["pool"]["requested_bytes"]
         worker.start()
         assert ready.get(timeout=60) == 100
-        # The blocks are forgotten, but their memory is leased.
+        # The blocks are deleted, but their memory is leased.
         store.delete(_keys(range(100)))
         assert store.stats()["pool"]["requested_bytes"] >= before + MIB
         worker.kill()
@@ -185,7 +185,7 @@ def test_a_token_authenticates_a_tenant(serve, tmp_path):
         assert bytes(alice_again.view(keys)[0]) == b"hers"
     with pytest.raises(cascadekv.RefusedError, match="token"):
         cascadekv.connect(node.socket, token="0123456789abcdef-mallory")  # noqa: S106 # no secret
-    assert [tenant["name"] for tenant in ask(node, "status")["tenants"]] == ["default", "alice"]
+    assert [tenant["name"] for tenant in query(node, "status")["tenants"]] == ["default", "alice"]
 
 
 def test_a_client_in_another_process_namespace_needs_a_pool_that_is_not_kept(serve):
@@ -230,7 +230,7 @@ def test_clients_of_a_killed_node_miss_and_reconnect(filled, eventually):
     store = cascadekv.connect(filled.socket, timeout=60)
     held = store.view(keys)
     filled.kill()
-    # None of these waits for the call's minute: the test would not end in time.
+    # If these calls waited for their deadline of a minute, the test would time out.
     for _ in range(100):
         assert store.view(keys).hits == 0
     assert [result.status.value for result in store.get(keys[:1], bytearray(10_000))] == ["miss"]
@@ -244,9 +244,9 @@ def test_clients_of_a_killed_node_miss_and_reconnect(filled, eventually):
     assert right(keys, held) == 100
     filled.start()
     eventually(lambda: store.put(_keys([100]), [b"new"])[0].ok)
-    # The next node took over the pool of the dead one, and with it every block.
+    # The next node takes over the pool of the killed one, with every block.
     assert right(keys, store.view(keys)) == 100
-    # What is held of the dead node's memory is nobody else's yet, however much is put.
+    # Memory that is leased since before the kill is not reused, however many blocks are put.
     for number in range(1000, 1100):
         store.put(_keys([number]), [b"f" * (MIB // 2)])
     assert right(keys, held) == 100
@@ -261,7 +261,7 @@ def test_a_stopped_node_costs_one_deadline(filled, eventually):
         try:
             views = store.view(keys)
             assert views.hits == 0
-            # Were each of these to wait for its deadline, the test would not end in time.
+            # If each of these calls waited for its deadline, the test would time out.
             for _ in range(1000):
                 assert store.view(keys).hits == 0
         finally:
@@ -308,17 +308,17 @@ def test_commands_query_a_running_node(filled):
     with cascadekv.connect(filled.socket, name="a worker") as store:
         keys = _keys(range(101))
         views = store.acquire(keys)
-        status = ask(filled, "status")
+        status = query(filled, "status")
         assert status["node"]["state"] == "serving"
         assert status["node"]["pid"] == filled.process.pid
         assert status["tenants"][0]["puts"]["stored"] == 100
         assert "a worker" in [client["name"] for client in status["clients"]["list"]]
         assert views.hits == 100
-        story = ask(filled, "explain", *(key.hex() for key in keys))
-        assert story["leading"] == 100
-        assert len(story["blocks"]) == 101
-        assert story["blocks"][0]["here"]["tiers"] == ["dram"]
-        assert story["first_missing"]
+        explained = query(filled, "explain", *(key.hex() for key in keys))
+        assert explained["leading"] == 100
+        assert len(explained["blocks"]) == 101
+        assert explained["blocks"][0]["here"]["tiers"] == ["dram"]
+        assert explained["first_missing"]
 
 
 def test_the_doctor_reports_in_json():

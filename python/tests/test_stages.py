@@ -1,6 +1,6 @@
-"""Stages in Python: over a dict, over sqlite3, and ones that raise, lie, fill up and never return.
+"""Stages in Python: over a dict, over sqlite3, and stages that raise, lie, fill up or hang.
 
-Each block's bytes are a function of its key, and every block that is read is compared in full.
+The bytes of a block are a function of its key, and every block that is read is compared.
 """
 
 import contextlib
@@ -22,18 +22,18 @@ from cascadekv.stages import Stage, StageFullError, check_stage
 SIZE = 100_000
 RECORD = SIZE + 160
 DRAM = "4MiB"
-"""Room for some 40 blocks."""
+"""Room for about 40 blocks."""
 
 
 class DictStage:
-    """Records in a dict, which outlives the store."""
+    """Records in a dict, which survives the store."""
 
     def __init__(self, records: dict[str, bytes] | None = None) -> None:
         self.records = {} if records is None else records
         self.calls: list[str] = []
 
     def put(self, name: str, record: memoryview) -> None:
-        """Keep a copy."""
+        """Store a copy."""
         self.calls.append("put")
         assert record.readonly
         self.records[name] = bytes(record)
@@ -46,13 +46,13 @@ class DictStage:
         return len(part)
 
     def delete(self, names: Sequence[str]) -> None:
-        """Forget."""
+        """Delete records."""
         self.calls.append("delete")
         for name in names:
             self.records.pop(name, None)
 
     def names(self) -> Iterator[tuple[str, int]]:
-        """Tell all."""
+        """List all records."""
         self.calls.append("names")
         for name, record in self.records.items():
             yield name, len(record)
@@ -62,12 +62,12 @@ class TableStage:
     """Records in a table of SQLite, on disk."""
 
     def __init__(self, path: Path) -> None:
-        # Made here, used by the stage's thread, and by no other at the same time.
+        # Created in this thread and used by the stage's thread, never at the same time.
         self._table = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
         self._table.execute("CREATE TABLE IF NOT EXISTS records (name TEXT PRIMARY KEY, r BLOB)")
 
     def put(self, name: str, record: memoryview) -> None:
-        """Keep a copy."""
+        """Store a copy."""
         self._table.execute("INSERT INTO records VALUES (?, ?)", (name, record))
 
     def get(self, name: str, into: memoryview) -> int:
@@ -80,20 +80,20 @@ class TableStage:
         return len(found[0])
 
     def delete(self, names: Sequence[str]) -> None:
-        """Forget."""
+        """Delete records."""
         each = [(name,) for name in names]
         self._table.executemany("DELETE FROM records WHERE name = ?", each)
 
     def names(self) -> list[tuple[str, int]]:
-        """Tell all."""
+        """List all records."""
         return self._table.execute("SELECT name, length(r) FROM records").fetchall()
 
     def flush(self) -> None:
-        """Bring it to the file."""
+        """Write the records to the file."""
         self._table.execute("PRAGMA wal_checkpoint")
 
     def close(self) -> None:
-        """End the connection."""
+        """Close the connection."""
         self._table.close()
 
 
@@ -105,7 +105,7 @@ def over(stage: object, **settings: object) -> Store:
 
 @pytest.fixture(autouse=True)
 def _threads_end(eventually) -> Iterator[None]:
-    """See that a stage's threads end with its store."""
+    """Check that the threads of a stage end with its store."""
     yield
     ours = [thread for thread in threading.enumerate() if thread.name.startswith("cascade-")]
     eventually(lambda: not any(thread.is_alive() for thread in ours))
@@ -123,7 +123,7 @@ def put_all(bytes_of):
 
 @pytest.fixture
 def hits(bytes_of):
-    """Read blocks, compare every byte, and say which were there."""
+    """Return a function that reads blocks, compares every byte, and returns their tiers."""
 
     def read(store, keys) -> list[str | None]:
         found = []
@@ -138,7 +138,7 @@ def hits(bytes_of):
 
 
 def objects(store) -> dict:
-    """Tell what the store says of the stage."""
+    """Return the store's statistics of the stage."""
     return store.stats()["stages"]["objects"]
 
 
@@ -266,8 +266,8 @@ def test_damaged_records_are_misses(keys_of, put_all, hits, harm, is_restarted):
     [("short", None), ("wordy", "not <class 'str'>"), ("keeping", "released|exported|in use")],
 )
 def test_an_invalid_result_is_not_a_hit(keys_of, put_all, hits, how, told):
-    class Odd(DictStage):
-        how = "well"
+    class InvalidStage(DictStage):
+        how = "valid"
         kept: memoryview | None = None
 
         def get(self, name, into):
@@ -276,10 +276,10 @@ def test_an_invalid_result_is_not_a_hit(keys_of, put_all, hits, how, told):
                 self.kept = into[:10]
             return {"short": got - 1, "wordy": "all of it"}.get(self.how, got)
 
-        def probe(self):  # it would be wrong, too, and then be given up
+        def probe(self):  # the default probe would fail too and open the circuit
             self.calls.append("probe")
 
-    stage = Odd()
+    stage = InvalidStage()
     keys = keys_of(range(60))
     with over(stage) as store:
         put_all(store, keys)
@@ -289,7 +289,7 @@ def test_an_invalid_result_is_not_a_hit(keys_of, put_all, hits, how, told):
         result = store.get(keys[1:2], [bytearray(SIZE)])[0]
         assert not result.ok
         assert re.search(told, str(result.error)) if told else result.error is None
-        stage.how = "well"
+        stage.how = "valid"
         stage.kept = None
         assert hits(store, keys[2:3]) == ["objects"]
 
@@ -335,7 +335,7 @@ def test_an_exception_is_reported_with_type_and_text(keys_of, put_all, hits):
         with pytest.raises(cascadekv.TierError, match="OSError: the cable is out"):
             store.flush()
         stage.raised = None
-        # It says once more what the stage refused, unless it was written meanwhile.
+        # Closing reports the failure again unless the block was written meanwhile.
         with contextlib.suppress(cascadekv.TierError):
             store.close()
     with over(stage) as store:
@@ -385,7 +385,7 @@ def test_a_stage_keeps_to_its_capacity(keys_of, put_all, hits):
 
 
 class Hanging(DictStage):
-    """Hangs in every call while it is told to."""
+    """Hangs in every call while `may_go` is not set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -393,7 +393,7 @@ class Hanging(DictStage):
         self.may_go.set()
 
     def put(self, name: str, record: memoryview) -> None:
-        """Keep a copy."""
+        """Store a copy."""
         self.may_go.wait()
         super().put(name, record)
 
@@ -475,7 +475,7 @@ def test_a_late_put_is_undone(keys_of, put_all, hits, eventually):
         stage.may_go.set()
         eventually(lambda: "delete" in stage.calls)
         put_all(store, keys[1:])
-        # It may say what was late before; where the blocks are is looked at below.
+        # The flush may report the earlier time-out; the tiers of the blocks are checked below.
         with contextlib.suppress(cascadekv.CascadeError):
             store.flush(timeout=5)
         eventually(lambda: store.locate(keys) == [["dram", "objects"]] * 2)

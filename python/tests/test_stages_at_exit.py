@@ -1,4 +1,4 @@
-"""An interpreter ends in order whatever its stages do, and what was put is written before."""
+"""An interpreter exits cleanly whatever its stages do, and pending blocks are written before."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Statistics are exact, and the types say what is in them."""
+"""Statistics are exact and have the fields of their types."""
 
 import json
 from typing import get_type_hints

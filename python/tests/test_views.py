@@ -1,4 +1,4 @@
-"""A view reads a block where it lies, and the block stays until the last user is gone."""
+"""A view reads a block in place, and the block stays until its last user is released."""
 
 import gc
 import pickle

@@ -1,6 +1,6 @@
 """Functions that run in an engine's process: the loop that serves a test, and calls of tests.
 
-A test sends one of these functions; the engine's process calls it with the engine as first argument.
+A test sends one of these functions; the engine process calls it with its engine as first argument.
 """
 
 import dataclasses
