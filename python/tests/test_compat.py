@@ -102,7 +102,7 @@ def test_failures_raise_or_return_false():
         assert store.put("a", b"block")
         with pytest.raises(ValueError, match="other bytes"):
             store.put("a", b"other")
-        with pytest.raises(ValueError, match="needs 5 bytes"):
+        with pytest.raises(ValueError, match="needs an array of 5 bytes"):
             store.get("a", bytearray(4))
         assert not store.get("b", bytearray(4))
         assert not store.put("c", bytes(9 << 20))

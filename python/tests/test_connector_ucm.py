@@ -88,7 +88,7 @@ def test_defaults_are_the_documented_ones():
 def test_a_smaller_host_gets_a_smaller_buffer_and_a_note():
     settings = parse(memory=64 * GIB)
     assert settings.options["cascade.dram"] == 16 * GIB
-    assert any("cache_buffer_capacity_gb: 16.0" in note for note in settings.notes)
+    assert any("cache_buffer_capacity_gb: set to 16.0" in note for note in settings.notes)
 
 
 def test_unlimited_files_use_the_available_space():

@@ -285,7 +285,7 @@ def test_a_terminated_node_writes_back_pending_blocks(serve, tmp_path, eventuall
         assert store.stats()["hits_by_tier"]["files"]["blocks"] > 0
 
 
-def test_the_ready_line_and_endpoints_follow_the_contract(serve, tmp_path):
+def test_the_start_line_and_endpoints_follow_the_contract(serve, tmp_path):
     port = free_port()
     files = ("--files", str(tmp_path / "files"), "--files-capacity", "64MiB")
     node = serve("--dram", "16MiB", *files, "--listen", f"127.0.0.1:{port}")

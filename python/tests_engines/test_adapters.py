@@ -1,4 +1,4 @@
-"""KV computed with an adapter is another's: real LoRA adapters in a real engine."""
+"""KV of different LoRA adapters is separated: real adapters in a real engine."""
 
 import json
 
@@ -54,11 +54,11 @@ def bare(start):
 def test_blocks_of_an_adapter_are_hit_by_equal_weights_only(start, bare, tmp_path):
     one = ("one", 1, write_adapter(tmp_path / "one", 1))
     other = ("other", 2, write_adapter(tmp_path / "other", 2))
-    # The same weights by another name and in another place, as another engine may have them.
+    # The same weights under another name and path, as in another engine.
     copy = ("copy", 3, write_adapter(tmp_path / "copy", 1))
     asked = prompt(3 * BLOCK + 20, "adapters")
     right = {each: bare.run([asked], 8, adapter=each)[0].tokens for each in (None, one, other)}
-    assert len(set(right.values())) == len(right), "the adapters change nothing"
+    assert len(set(right.values())) == len(right), "the adapters have no effect"
     right[copy] = right[one]
     engine = start(STORE, **LORA)
     due = [

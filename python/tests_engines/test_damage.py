@@ -1,4 +1,4 @@
-"""Whatever happens to the store, answers stay right, and nothing wrong is ever kept."""
+"""Failures of the store and the connector never change an answer or a stored block."""
 
 from dataclasses import dataclass
 
@@ -22,20 +22,20 @@ ALWAYS = {
 
 @dataclass
 class Watched:
-    """An engine, its node, and another client of that node."""
+    """An engine, and another client of its node."""
 
     name: str
     engine: Engine
     store: Store
 
     def keys(self, asked: list[int]) -> bytes:
-        """Name the blocks of a prompt."""
+        """Return the keys of a prompt's blocks."""
         keys = self.engine.call(engine_calls.keys_of_prompt, asked)
         assert len(keys) == len(asked) // BLOCK * KEY
         return keys
 
     def contents(self, keys: bytes) -> list[np.ndarray]:
-        """Read blocks as numbers."""
+        """Return blocks as arrays of numbers."""
         with self.store.view(BlockKeys(keys), timeout=30) as views:
             assert views.hits == len(keys) // KEY
             return [np.frombuffer(bytes(view), np.float32) for view in views]
@@ -58,7 +58,7 @@ def watched(request, start, serve_module):
 
 
 def is_same(blocks: list[np.ndarray], others: list[np.ndarray]) -> bool:
-    """Compare KV of two runs, whose sums may have been taken in another order."""
+    """Compare KV of two runs, approximately: the order of summation may differ."""
     return all(np.allclose(a, b, rtol=1e-3, atol=1e-4) for a, b in zip(blocks, others, strict=True))
 
 
@@ -85,7 +85,7 @@ def test_blocks_deleted_before_their_load_are_computed(watched, reference, lost)
     right = watched.contents(keys)
     watched.engine.call(engine_calls.delete_after_next_hit, keys[lost[0] * KEY : lost[1] * KEY])
     reference.check_one(watched.engine, asked)
-    # What was computed on top of nothing was not kept; what was computed then is.
+    # Blocks that were computed from missing ones were not saved; recomputed blocks were.
     assert is_same(watched.contents(keys), right)
     assert reference.check_one(watched.engine, asked) == 4 * BLOCK
 
@@ -155,7 +155,7 @@ def test_a_running_request_does_not_save_blocks_from_before_a_reset(
     watched.engine.call(engine_calls.reset_during_request, asked, 12, is_preempted)
     answer = list(reference.answers([asked], 12)[0])
     longer = [*asked, *answer, *prompt(9, "more")]
-    # Preempted, it was computed anew; otherwise its first blocks are of what was before.
+    # A preempted request was computed again; otherwise its first blocks are from before the reset.
     assert reference.check_one(watched.engine, longer) == (3 * BLOCK if is_preempted else 0)
     assert reference.check_one(watched.engine, longer) == 3 * BLOCK
 
@@ -172,12 +172,12 @@ def test_requests_aborted_during_a_load_leak_nothing(watched, reference):
 
 
 FLOATS = 4
-"""Bytes of a number of the KV."""
+"""Bytes of a number in the KV."""
 
 
 @pytest.fixture(scope="module")
 def on_files(start, serve_module, tmp_path_factory):
-    """Give an engine and its node, whose blocks are in files once it is started anew."""
+    """Return an engine and its node, whose blocks are only in files after a restart."""
     files = tmp_path_factory.mktemp("files")
     flags = ("--pipeline", "Dram|Files", "--dram", "64MiB")
     flags += ("--files", str(files), "--files-capacity", "256MiB")
@@ -197,7 +197,7 @@ def flip(path):
 
 
 def cut(path):
-    """Take the second half of a file away."""
+    """Truncate a file to half of its size."""
     with path.open("r+b") as file:
         file.truncate(path.stat().st_size // 2)
 
@@ -217,7 +217,7 @@ def test_damaged_files_cost_only_hits(on_files, reference, eventually, damage):
         damage(path)
     node.start()
     eventually(lambda: is_back(node))
-    # What is damaged is found out when it is looked up or read, and computed.
+    # Damage is detected by lookups or reads, and the blocks are computed.
     for _ in range(2):
         for each in asked:
             reference.check_one(engine, each)
@@ -228,7 +228,7 @@ def test_damaged_files_cost_only_hits(on_files, reference, eventually, damage):
 
 
 def is_back(node):
-    """Whether a node takes clients."""
+    """Whether a node accepts clients."""
     try:
         cascadekv.connect(node.socket, timeout=5).close()
     except cascadekv.CascadeError:
@@ -265,7 +265,7 @@ def test_preempted_requests_are_answered_correctly(start, reference):
         disable_log_stats=False,
     )
     for turn in range(2):
-        # Each begins with two blocks and grows into a third; there are nine.
+        # Each request starts with two blocks and grows into a third; the engine has nine.
         asked = [prompt(2 * BLOCK - 4, "give way", number) for number in range(6)]
         hits = reference.check(engine, asked, 16)
         assert hits == [BLOCK * turn] * len(asked)

@@ -1,4 +1,4 @@
-"""With the cache or without, an engine's answers are the same; and it hits where it should."""
+"""An engine's answers are equal with and without the cache, and it hits as expected."""
 
 import random
 from dataclasses import dataclass
@@ -16,27 +16,27 @@ ALWAYS = {
     "cascade.lookup_timeout": 10,
     "cascade.save_timeout": 30,
 }
-"""Nothing is computed because the machine is busy."""
+"""Time-outs that do not expire on a loaded machine."""
 
 
 @dataclass
-class Kept:
-    """An engine whose KV is kept, and what is peculiar to it."""
+class CachedEngine:
+    """An engine with the connector, and its configuration."""
 
     name: str
     engine: Engine
     is_async: bool
-    """Whether a prompt of whole blocks is loaded whole."""
+    """Whether all blocks of a prompt of full blocks are loaded."""
     has_own_cache: bool
 
     def due(self, tokens: int, shared: int | None = None) -> int:
-        """Say how many tokens of a prompt should hit if its first `shared` ones were kept."""
-        kept = tokens if shared is None else min(shared, tokens)
+        """Return how many tokens of a prompt hit if its first `shared` tokens are stored."""
+        stored = tokens if shared is None else min(shared, tokens)
         most = tokens if self.is_async else tokens - 1
-        return min(kept, most) // BLOCK * BLOCK
+        return min(stored, most) // BLOCK * BLOCK
 
     def reset_prefix_cache(self) -> None:
-        """Leave the prompts to the store."""
+        """Empty the engine's own cache, so that blocks are loaded from the store."""
         if self.has_own_cache:
             assert self.engine.call(engine_calls.reset_prefix_cache)
 
@@ -61,7 +61,7 @@ def kept(request, start, serve_module, tmp_path_factory):
     has_own_cache = name in OWN_CACHE
     engine = start({**place, **ALWAYS, **WAYS[name]}, enable_prefix_caching=has_own_cache)
     is_async = WAYS[name].get("cascade.load") != "sync"
-    yield Kept(name, engine, is_async, has_own_cache)
+    yield CachedEngine(name, engine, is_async, has_own_cache)
     engine.close()
 
 
@@ -73,7 +73,7 @@ def test_prompts_of_any_length_have_the_same_answer_from_the_cache(kept, referen
     assert reference.check_one(kept.engine, asked) == 0
     kept.reset_prefix_cache()
     assert reference.check_one(kept.engine, asked) == kept.due(tokens)
-    # From the engine's own cache, if it has one, or once more from the store.
+    # From the engine's own cache if it has one, otherwise from the store again.
     assert reference.check_one(kept.engine, asked) == kept.due(tokens)
 
 
@@ -97,7 +97,7 @@ def test_concurrent_requests_share_stored_blocks(kept, reference):
     reference.check(kept.engine, asked)
     kept.reset_prefix_cache()
     assert reference.check(kept.engine, asked) == [kept.due(len(each)) for each in asked]
-    # Without room for all of them at once, some wait, and are asked for again.
+    # Without room for all requests, some wait and are looked up again.
     kept.reset_prefix_cache()
     many = [with_prefix(first, 256, "many", kept.name, number) for number in range(12)]
     hits = reference.check(kept.engine, many)
@@ -144,7 +144,7 @@ def test_blocks_in_files_are_hit_after_a_restart(start, reference, tmp_path):
     first = start({**place, **EMBEDDED})
     reference.check(first, asked)
     first.close()
-    # DRAM is empty now, and too small for all of them.
+    # DRAM is empty now, and too small for all blocks.
     second = start({**place, **EMBEDDED, "cascade.dram": "8MiB"})
     for each in (*asked, *reversed(asked)):
         assert reference.check_one(second, each) == len(each) // BLOCK * BLOCK

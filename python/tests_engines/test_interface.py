@@ -1,4 +1,4 @@
-"""The connector against vLLM's own classes: its interface, its wrappers, its models."""
+"""The connector with vLLM's own interface classes, MultiConnector, and hybrid models."""
 
 import inspect
 import json
@@ -32,12 +32,12 @@ BASES = (KVConnectorBase_V1, SupportsHMA)
 def test_the_connector_has_no_abstract_methods():
     assert not inspect.isabstract(CascadeConnector)
     assert supports_hma(CascadeConnector)
-    # The factory refuses a constructor that does not name it.
+    # The factory requires this parameter of the constructor.
     assert "kv_cache_config" in inspect.signature(CascadeConnector).parameters
 
 
 def overridden():
-    """Give what the connector has of its own that the interface has too."""
+    """Return the members of the interface that the connector overrides."""
     return [
         (name, base)
         for base in BASES
@@ -108,7 +108,7 @@ def test_it_works_in_a_multi_connector(start, reference, tmp_path, is_first):
     first = prompt(3 * BLOCK + 20, "beside", is_first)
     assert reference.check_one(engine, first) == 0
     assert reference.check_one(engine, first) == 3 * BLOCK
-    # ExampleConnector knows whole prompts only.
+    # ExampleConnector hits whole prompts only.
     for shared in (130, 256, 300):
         asked = with_prefix(first, shared, "beside", is_first, shared)
         assert reference.check_one(engine, asked) == shared // BLOCK * BLOCK
@@ -118,7 +118,7 @@ def test_it_works_in_a_multi_connector(start, reference, tmp_path, is_first):
 
 @pytest.fixture(scope="module")
 def windowed_model(tmp_path_factory, tiny_model):
-    """Make a model most of whose layers see 256 tokens back only."""
+    """Generate a model in which most layers have a sliding window of 256 tokens."""
     directory = tmp_path_factory.mktemp("windowed")
     layers = ["sliding_attention", "sliding_attention", "full_attention"] * 2
     config = transformers.Gemma3TextConfig(

@@ -1,4 +1,4 @@
-"""A router that listens to a running engine over ZMQ has the exact set of blocks."""
+"""A router that subscribes to a running engine over ZMQ has the exact set of stored blocks."""
 
 import time
 
@@ -25,7 +25,7 @@ SETTLE_S = 60
 
 
 class Router:
-    """A subscriber that knows nothing but what arrives over the socket."""
+    """A subscriber whose state comes from the socket only."""
 
     def __init__(self, endpoint):
         self._socket = zmq.Context.instance().socket(zmq.SUB)
@@ -35,7 +35,7 @@ class Router:
         self.blocks = {}
 
     def read(self, wait_s):
-        """Apply what arrives until nothing has for a while."""
+        """Apply batches until none arrives for `wait_s` seconds."""
         while self._socket.poll(wait_s * 1000):
             _topic, number, payload = self._socket.recv_multipart()
             assert int.from_bytes(number) == self._next, "a batch is missing"
@@ -78,7 +78,7 @@ def events_to(tmp_path):
 
 
 def expected(engine, prompts):
-    """Give what the store has of these prompts' blocks, with parent and tokens."""
+    """Return the stored blocks of these prompts, with parent and tokens."""
     blocks = {}
     for tokens in prompts:
         keys = engine.call(engine_calls.keys_of_prompt, tokens)
@@ -92,7 +92,7 @@ def expected(engine, prompts):
 
 
 def settled(engine, router, prompts):
-    """Wait until the router has what the store has: events come with the engine's steps."""
+    """Step until the router has the stored blocks: events are sent by the engine's steps."""
     end = time.monotonic() + SETTLE_S
     while router.blocks != (there := expected(engine, prompts)):
         assert time.monotonic() < end, (len(router.blocks), len(there))
@@ -114,7 +114,7 @@ def test_a_subscriber_has_exactly_the_stored_blocks(start, serve_module, router,
         engine.one(asked)
     there = settled(engine, router, prompts)
     assert len(there) == 6
-    # More than there is room for: some of it goes again, and is told of.
+    # More than the store has room for: some blocks are evicted, with events.
     more = [prompt(4 * BLOCK + 5, "more", place, number) for number in range(14)]
     for asked in more:
         engine.one(asked)

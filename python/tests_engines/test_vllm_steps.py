@@ -193,7 +193,7 @@ def test_random_steps_keep_every_page_right(start, memory, scheduler):
             engine.abort(waiting.pop(chance.randrange(len(waiting))))
         if chance.random() < 0.02:
             # vLLM cannot take running requests back while others load.
-            is_all = chance.random() < 0.5 and not engine.has_loads_beside()
+            is_all = chance.random() < 0.5 and not engine.has_loads_in_flight()
             engine.scheduler.reset_prefix_cache(reset_running_requests=is_all)
         engine.step()
     engine.between = lambda: None
