@@ -109,14 +109,14 @@ def reset_prefix_cache(llm: Any) -> bool:
 
 
 def connectors(llm: Any) -> tuple[Any, Any]:
-    """Give the scheduler's and the worker's connector of an engine in one process."""
+    """Return the scheduler's and the worker's connector of an engine in one process."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group  # noqa: PLC0415
 
     return scheduler_of(llm).connector, get_kv_transfer_group()
 
 
 def scheduler_of(llm: Any) -> Any:
-    """Give the scheduler of an engine in one process."""
+    """Return the scheduler of an engine in one process."""
     return llm.llm_engine.engine_core.engine_core.scheduler
 
 

@@ -1,7 +1,7 @@
-"""SGLang's storage backend against SGLang's own class, loader and host pools, on a CPU.
+"""The storage backend with SGLang's own class, loader and host pools, on a CPU.
 
-Everything of SGLang here is its installed package; what does not run is its GPU kernels, which
-stand on the other side of the host pools.
+Uses SGLang's installed package. Only its GPU kernels do not run; they are on the other side of the
+host pools.
 """
 
 import ctypes
@@ -46,12 +46,12 @@ EMBEDDED = {"cascade.dram": "16MiB"}
 def _tested():
     import sglang  # noqa: PLC0415 # imported by then
 
-    print(f"\nSGLang {sglang.__version__}: its own class, loader and host pools; no stand-ins")
+    print(f"\nSGLang {sglang.__version__}: its own class, loader and host pools; no mocks")
 
 
 @pytest.fixture
 def attach():
-    """Attach backends as SGLang's controller does; they are closed after the test."""
+    """Return a function that attaches backends as SGLang's controller does; closes them later."""
     opened = []
 
     def load(pool, extra=None, **changes):
@@ -179,7 +179,7 @@ def test_an_incomplete_page_is_a_miss(attach):
     assert backend._link.store().delete(keys[3:4]) == [True]  # noqa: SLF001
     assert backend.batch_exists(names) == 1
     assert backend.batch_get_v1(names, pool.alloc(12)) == [True, False, True]
-    # Computed again, the values differ from those that stayed: both are right, and the page whole.
+    # The recomputed values differ from the kept piece. Both are valid, and the page is complete.
     assert backend.batch_set_v1(names, fill(pool, names, salt="again")) == [True] * 3
     assert backend.batch_exists(names) == 3
 
@@ -216,7 +216,7 @@ def test_wrong_sizes_are_misses_and_counted(attach):
 
 def test_memory_outside_of_the_pool_is_never_accessed():
     class Wild:
-        """A pool that hands out an address of another's."""
+        """A pool that returns addresses outside of its memory."""
 
         def __init__(self, pool):
             self._pool = pool
@@ -301,7 +301,7 @@ def test_ranks_with_compressed_kv_share_what_one_wrote(attach, node):
     mla_ranks = {"tp_size": 2, "is_mla_model": True}
     ranks = [attach(pool, at(node), tp_rank=n, **mla_ranks) for n, pool in enumerate(pools)]
     writers = [config(tp_rank=n, **mla_ranks).is_storage_writer for n in range(2)]
-    assert writers == [True, False]  # SGLang lets rank 0 write for all
+    assert writers == [True, False]  # rank 0 writes for all
     assert all(ranks[0].batch_set_v1(names, fill(pools[0], names)))
     fresh = pools[1].alloc(12)
     assert ranks[1].batch_get_v1(names, fresh) == [True] * 3
@@ -310,7 +310,7 @@ def test_ranks_with_compressed_kv_share_what_one_wrote(attach, node):
 
 @pytest.mark.parametrize(("writers", "readers"), [(4, 1), (4, 2), (1, 4), (2, 4)])
 def test_heads_are_shared_between_different_numbers_of_ranks(attach, node, writers, readers):
-    """Written with one number of ranks, read with another: the same bytes of every head."""
+    """Pages written with one number of ranks are read with another, with equal bytes per head."""
     names = hashes(3)
     heads, told = 4, {"tp_lcm_size": 4}
     whole = mha("page_head", heads=heads)
@@ -385,7 +385,7 @@ def test_a_killed_node_causes_misses_until_it_restarts(attach, node, eventually)
     assert backend.batch_set_v1(names, kept) == [False] * 4
     assert not backend.batch_set(names, [content(pool, name) for name in names])
     assert not backend.exists(names[0])
-    assert time.monotonic() - started < 30  # no hang, whatever the machine does besides
+    assert time.monotonic() - started < 30  # no hang, even on a loaded machine
     assert backend.failures()["writing"] >= 2
     node.start()
     eventually(lambda: backend.batch_set_v1(names, kept) == [True] * 4)
@@ -428,7 +428,7 @@ def test_unsupported_configurations_are_refused_by_name(attach, node):
     split = {"should_split_heads": True, "tp_lcm_size": 2}
     with pytest.raises(ConfigError, match="interface_v1"):
         attach(mha("page_head"), at(node, interface_v1=0), **split)
-    with pytest.raises(ConfigError, match="keeps no share together"):
+    with pytest.raises(ConfigError, match="a share of the heads is not contiguous"):
         attach(mha("layer_first"), at(node), **split)
 
 
@@ -522,7 +522,7 @@ def test_a_logical_main_pool_stores_nothing_itself(attach):
 
 
 def test_published_weights_identify_the_kv(attach, node, tmp_path, monkeypatch):
-    """The same served name, other weights: misses. The same weights elsewhere: hits."""
+    """Other weights under the same served name miss; equal weights in another directory hit."""
     names = hashes(2)
 
     def hits(directory, weights):

@@ -1,4 +1,4 @@
-"""SGLang's own cache controller and its threads on Cascade: store, forget, prefetch, on a CPU."""
+"""SGLang's own cache controller and its threads with Cascade: backup and prefetch, on a CPU."""
 
 import threading
 from queue import Queue
@@ -13,7 +13,7 @@ WAIT_S = 60
 
 @pytest.fixture(scope="module")
 def one_rank(tmp_path_factory):
-    """State that this process is the only rank, as the engine's launcher does."""
+    """Initialize this process as the only rank, as the engine's launcher does."""
     from sglang.srt.runtime_context import get_parallel  # noqa: PLC0415 # imports late
 
     place = tmp_path_factory.mktemp("ranks") / "rendezvous"
@@ -28,7 +28,7 @@ def one_rank(tmp_path_factory):
 
 @pytest.fixture
 def control(one_rank):
-    """Make SGLang's controller over its own pools; storage is attached as by its flags."""
+    """Return a function that creates SGLang's controller with the storage backend attached."""
     from sglang.srt.managers import cache_controller  # noqa: PLC0415 # late, as above
     from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator  # noqa: PLC0415
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool  # noqa: PLC0415
@@ -78,13 +78,13 @@ def names():
 
 
 def back_up(controller, pool):
-    """Let the controller's thread store all pages; returns the tokens that it counts as stored."""
+    """Back up all pages by the controller's thread; returns the tokens counted as stored."""
     controller.write_storage(fill(pool, names()), TOKENS, names())
     return controller.ack_backup_queue.get(timeout=WAIT_S).completed_tokens
 
 
 def prefetch(controller, pool):
-    """Let its threads look up and read; returns the tokens found, those read, and their pages."""
+    """Prefetch by the controller's threads; returns tokens found, tokens read, and their pages."""
     operation = controller.prefetch("request", TOKENS)
     assert controller.prefetch_hit_queue.get(timeout=WAIT_S) is operation
     found = operation.storage_hit_count

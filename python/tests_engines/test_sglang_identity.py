@@ -1,4 +1,4 @@
-"""Whatever changes SGLang's KV changes its keys; what does not, does not."""
+"""Everything that changes SGLang's KV changes its keys, and nothing else does."""
 
 from types import SimpleNamespace
 
@@ -89,7 +89,7 @@ def test_compressed_kv_is_the_same_on_every_rank_of_a_stage():
 
 
 def test_a_pool_with_heads_is_sharded_although_the_main_kv_is_compressed():
-    """A draft model's KV, and recurrent state, are cut by rank although the model's KV is not."""
+    """A draft model's KV and recurrent state are sharded although the main KV is replicated."""
     told = [config(tp_rank=n, tp_size=2, is_mla_model=True) for n in range(2)]
     for name, make in (("draft", mha), ("mamba", mla)):
         assert len({key(make("page_first"), rank, name=name) for rank in told}) == 2
@@ -143,7 +143,7 @@ def test_adapters_are_identified_by_content(monkeypatch, tmp_path):
 
 
 def test_sglang_publishes_the_options_that_are_read():
-    """The names of its options; a renamed one would drop out of the keys unseen."""
+    """Checks the names of its options: a renamed option would silently disappear from the keys."""
     from sglang.srt.arg_groups.fields.lora import Lora  # noqa: PLC0415 # late, as SGLang warns
     from sglang.srt.arg_groups.fields.model import Model  # noqa: PLC0415
     from sglang.srt.arg_groups.fields.spec import Spec  # noqa: PLC0415

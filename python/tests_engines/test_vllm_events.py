@@ -1,4 +1,4 @@
-"""A subscriber that applies the events has exactly the known blocks that the store has."""
+"""A subscriber of the events has exactly the known blocks that are stored."""
 
 import random
 from collections import deque
@@ -14,7 +14,7 @@ from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVEventBatch
 TOKENS = 4
 STORED, GONE, CLEARED = range(3)
 LOG = 200
-"""Changes that the store below keeps."""
+"""Length of the change log."""
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +23,7 @@ def _whole_hashes(monkeypatch):
 
 
 class LoggedStore:
-    """A store of keys with a change log as `Store.changes` documents it, which loses cursors."""
+    """A store of keys with a change log as documented for `Store.changes`, which loses cursors."""
 
     def __init__(self):
         self.here, self.log, self.first, self.epoch = {}, deque(), 0, 0
@@ -58,18 +58,18 @@ class LoggedStore:
         is_lost = since is not None and (epoch != self.epoch or at < self.first)
         if is_lost:
             epoch, at, walk = self.epoch, end, list(self.here)
-        told = list(self.log)[at - self.first :][:limit]
-        at += len(told)
+        changes = list(self.log)[at - self.first :][:limit]
+        at += len(changes)
         if at == end:
-            room = limit - len(told)
-            told += [(STORED, key) for key in walk[:room] if key in self.here]
+            room = limit - len(changes)
+            changes += [(STORED, key) for key in walk[:room] if key in self.here]
             walk = walk[room:]
         return SimpleNamespace(
             next=(epoch, at, walk),
             is_lost=is_lost,
             is_current=at == end and not walk,
-            kinds=bytes(kind for kind, _ in told),
-            keys=b"".join(key for _, key in told),
+            kinds=bytes(kind for kind, _ in changes),
+            keys=b"".join(key for _, key in changes),
         )
 
     def _answer(self):
@@ -84,7 +84,7 @@ class LoggedStore:
 
 
 class RealStore:
-    """The same over a real store whose log is short."""
+    """The same interface over a real store with a short change log."""
 
     def __init__(self):
         if not hasattr(Store, "changes"):
@@ -103,7 +103,7 @@ class RealStore:
         self.store.clear()
 
     def lose(self):
-        """So much happens that cursors are lost."""
+        """Overflow the change log, so that cursors are lost."""
         keys = [bytes([255]) + number.to_bytes(31) for number in range(LOG + 1)]
         self.put(keys)
         self.delete(keys)
@@ -114,7 +114,7 @@ class RealStore:
 
 
 class Here:
-    """What the real store has."""
+    """The contents of the real store."""
 
     def __init__(self, store):
         self.store = store
@@ -124,7 +124,7 @@ class Here:
 
 
 class Subscriber:
-    """A router's view, kept by nothing but the bytes that vLLM publishes."""
+    """A router's state, from the bytes that vLLM publishes."""
 
     def __init__(self):
         self.blocks = {}
@@ -166,7 +166,7 @@ class Chains:
             self.runs.append((keys, tokens, chance.choice([None, "adapter"])))
 
     def expected(self, known, store):
-        """Say what a subscriber has to have, for (run, length) of what is known."""
+        """Return the blocks that a subscriber must have, for the known length of each run."""
         blocks = {}
         for run, length in known.items():
             keys, tokens, lora = self.runs[run]

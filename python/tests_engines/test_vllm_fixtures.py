@@ -1,4 +1,4 @@
-"""What the other tests of vLLM stand on: models that repeat, engines that follow each other."""
+"""Assumptions of the other vLLM tests: reproducible models, several engines in one process."""
 
 import json
 
@@ -36,7 +36,7 @@ def test_engines_run_one_after_another_in_one_process(engines, tmp_path):
 
 
 def test_wrong_kv_changes_the_answer(engines, tmp_path):
-    """Equality proves something only if the model would notice."""
+    """Checks that equal answers are evidence for right KV."""
     import torch  # noqa: PLC0415 # beside the engine
     from safetensors.torch import load_file, save_file  # noqa: PLC0415 # likewise
 

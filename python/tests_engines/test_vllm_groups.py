@@ -1,4 +1,4 @@
-"""A prefix is usable exactly as far as every group of layers has the blocks that it needs there."""
+"""A prefix is usable if every KV cache group has the blocks that it needs."""
 
 import random
 
@@ -44,7 +44,7 @@ def store(tmp_path_factory):
 
 
 def naive(groups, parts, there):
-    """Count leading blocks by the definition: all before for full, the last ones for a window."""
+    """Return the usable blocks by definition: full attention needs all, a window the last ones."""
     windows = {group.number: group.window_blocks for group in groups}
 
     def needed(part, end):
@@ -80,14 +80,14 @@ def test_the_usable_prefix_matches_its_definition(store, kind):
                 key for key, is_there in zip(whole, there[part.name], strict=True) if is_there
             ]
             if present:
-                # Each block by itself: what lies between is not there.
+                # Not a chain: blocks between these are missing.
                 put = store.put(present, [bytes(key) for key in present], chain=False)
                 assert all(result.ok for result in put)
         found = usable_prefix(store, groups, parts, keys, Hints())
         assert len(found) == naive(groups, parts, there)
         reached.add(len(found))
         store.clear()
-    assert len(reached) > 3, "chance tried too little"
+    assert len(reached) > 3, "the random cases have too little variety"
 
 
 def test_the_tier_of_a_block_is_that_of_its_slowest_part(store):
@@ -96,7 +96,7 @@ def test_the_tier_of_a_block_is_that_of_its_slowest_part(store):
     keys.extend(range(4 * BLOCK_TOKENS))
     slow = keys.keys("slow", 0, 4)
     store.put(slow, [bytes(1 << 20)] * 4)
-    # What is put later takes their places in DRAM.
+    # Later blocks evict these from DRAM.
     others = RequestKeys(SPACE, ["other"], BLOCK_TOKENS, {})
     others.extend(range(16 * BLOCK_TOKENS))
     for at in range(0, 16, 4):

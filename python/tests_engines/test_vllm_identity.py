@@ -1,4 +1,4 @@
-"""The manifest of a real configuration of vLLM: whatever changes KV changes every key."""
+"""The manifest of a real vLLM configuration: everything that changes KV changes every key."""
 
 import itertools
 import json
@@ -35,7 +35,7 @@ COMMON = {"num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
 
 @pytest.fixture(scope="module")
 def fields_of(tmp_path_factory):
-    """Make the manifest of an engine with changes in its arguments, weights or model settings."""
+    """Return a function that creates the manifest of an engine with changed settings."""
     numbers = itertools.count()
 
     def make(*, layout="LBHNC", weights=1.0, spec=FullAttentionSpec, pieces=1, **changes):
@@ -77,7 +77,7 @@ def keys_under(fields):
 
 def test_every_change_of_kv_changes_every_key(fields_of):
     plain = fields_of()
-    # Where the files lie, and when they were read, is no part of it.
+    # The path and the time of reading have no effect.
     assert fields_of() == plain
     assert not Manifest(plain).missing()
     for name, change in CHANGES.items():

@@ -1,4 +1,4 @@
-"""Names of blocks cover all that changes their KV, from the block on where it does."""
+"""Block keys cover everything that changes KV, from the affected block on."""
 
 import itertools
 import os
@@ -38,13 +38,13 @@ def keys_of(tokens=TOKENS, origin=None, features=(), space=SPACE):
 
 
 def names(keys):
-    """Give a request's keys, part by part."""
+    """Return a request's keys, part by part."""
     raw = [keys.raw(part, 0, keys.blocks) for part in PARTS]
     return [[each[at : at + KEY_BYTES] for at in range(0, len(each), KEY_BYTES)] for each in raw]
 
 
 def differing(one, other):
-    """Give the blocks whose keys differ; each part must say the same."""
+    """Return the blocks whose keys differ, which must be equal for all parts."""
     differ = [
         [a != b for a, b in zip(*pair, strict=True)]
         for pair in zip(names(one), names(other), strict=True)
@@ -96,7 +96,7 @@ def test_growing_step_by_step_gives_the_keys_of_all_at_once():
         while known < len(TOKENS):
             known = min(len(TOKENS), known + chance.randrange(1, 60))
             assert grown.extend(TOKENS[:known]) == known // BLOCK_TOKENS
-            # Being asked again, also with less, changes nothing.
+            # Extending again, with fewer tokens, has no effect.
             assert grown.extend(TOKENS[: known // 2]) == known // BLOCK_TOKENS
         assert names(grown) == names(keys_of(origin={"salt": "s"}, features=features))
 
@@ -114,7 +114,7 @@ def test_an_adapter_changes_every_key_by_its_content():
 
     assert differing(keys_of(), keys("one")) == from_block(0)
     assert differing(keys("one"), keys("two")) == from_block(0)
-    # How an engine calls it, and which number it has there, is not in the KV.
+    # The adapter's name and number in an engine do not affect KV.
     assert differing(keys("one"), keys("one", name="other", number=2)) == []
 
 

@@ -1,7 +1,7 @@
-"""Threads that load and save at the same time, over every kind of memory; each page is compared.
+"""Concurrent loads and saves with every class of memory; each page is compared.
 
-One staging buffer for all threads mixed the blocks of loads that ran at the same time: 345 of
-6,000 pages were wrong and none was reported.
+Regression: a staging buffer that was shared between threads mixed the blocks of concurrent loads;
+345 of 6,000 pages were wrong and none was reported.
 """
 
 import threading
@@ -27,7 +27,7 @@ LIMIT_S = 120
 
 
 def block_of(number):
-    """Give a block's bytes, layer after layer: a function of its number."""
+    """Return a block's bytes, layer after layer: a function of its number."""
     words = np.arange(LAYERS * PAGE_BYTES // 8, dtype=np.uint64) + np.uint64(number << 32)
     return (words * np.uint64(0x9E3779B97F4A7C15)).view(np.uint8).reshape(LAYERS, PAGE_BYTES)
 
@@ -37,7 +37,7 @@ def key_of(number):
 
 
 class Memory:
-    """The pages of all threads, and how a worker reaches them."""
+    """The pages of all threads, and the worker's memory object for them."""
 
     def __init__(self, kind):
         pages = THREADS * PAGES_EACH
@@ -46,7 +46,7 @@ class Memory:
         self.memory = kind(torch.from_numpy(self.pages.reshape(-1)), regions, pages)
 
     def wrong(self, pages, numbers):
-        """Count the pages that do not hold these blocks."""
+        """Return the number of pages that do not hold these blocks."""
         return sum(
             not np.array_equal(self.pages[:, page], block_of(number))
             for page, number in zip(pages, numbers, strict=True)
@@ -135,9 +135,9 @@ def test_the_buffer_of_a_failed_copy_is_not_reused(store):
 
     class Broken:
         def scatter(self, *_):
-            raise RuntimeError("made by a test")
+            raise RuntimeError("raised by a test")
 
-    with pytest.raises(RuntimeError, match="made by a test"):
+    with pytest.raises(RuntimeError, match="raised by a test"):
         memory.load(Broken(), [1])
     assert memory._free_buffers == []  # noqa: SLF001 # what is lent next
     assert load(store, memory, [1], [5]) == [True]

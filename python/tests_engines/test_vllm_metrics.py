@@ -1,4 +1,4 @@
-"""vLLM's own classes take the connector's figures, under names that do not change unseen."""
+"""vLLM's own classes export the connector's metrics, under released names."""
 
 import random
 from pathlib import Path
@@ -48,7 +48,7 @@ def some(chance):
 
 
 def sent(stats):
-    """Give what arrives in the front end: vLLM sends the data as msgpack."""
+    """Return the data that arrives in the front end: vLLM sends it as msgpack."""
     return msgspec.msgpack.decode(msgspec.msgpack.encode(payload_of(stats)))
 
 

@@ -1,4 +1,4 @@
-"""vLLM's own scheduler and both sides of the connector, step by step; every page is compared."""
+"""vLLM's own scheduler with both sides of the connector, step by step; every page is compared."""
 
 import dataclasses
 import os
@@ -20,7 +20,7 @@ from vllm.distributed.parallel_state import (
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
 STEPS = int(os.environ.get("CASCADE_CHAOS_STEPS", "200"))
-"""Steps of a run of chaos."""
+"""Steps of a random run."""
 DRAM = {"cascade.dram": "64MiB", "cascade.lookup_timeout": 10, "cascade.save_timeout": 30}
 WAYS = {
     "sync": {"cascade.load": "sync"},
@@ -33,7 +33,7 @@ MEMORIES = {"host": HostMemory, "device": DeviceMemory}
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """Give a model's configuration; a group of one rank is there while tests run."""
+    """Return a model's directory, and initialize a group of one rank while tests run."""
     place = tmp_path_factory.mktemp("group") / "rendezvous"
     directory = make_model(MODELS, "tiny", "bfloat16")
     init_distributed_environment(1, 0, f"file://{place}", 0, "gloo")
@@ -45,7 +45,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture
 def start(model):
-    """Start engines; what a test leaves running ends after it."""
+    """Return a function that starts engines; stops them after the test."""
     running = []
 
     def begin(store, **options):
@@ -58,7 +58,7 @@ def start(model):
 
 
 def prompt(tokens, *parts):
-    """Make tokens that follow from `parts`."""
+    """Return tokens that are a function of `parts`."""
     chance = random.Random(repr((tokens, parts)))
     return [chance.randrange(1000) for _ in range(tokens)]
 
@@ -87,7 +87,7 @@ everywhere = pytest.mark.parametrize(
 
 
 def begin(start, way, memory, scheduler, **options):
-    """Start an engine of one kind, and see that it is of that kind."""
+    """Start an engine with these options, and check its scheduler."""
     kind = SCHEDULERS[scheduler]
     engine = start({**DRAM, **WAYS[way]}, memory=MEMORIES[memory], **kind, **options)
     is_async = kind.get("is_async_scheduling", False)
@@ -116,7 +116,7 @@ def test_blocks_deleted_between_lookup_and_load_are_computed(start, way, memory,
         engine.reset_prefix_cache()
         delete_before_load(engine, engine.keys(first)[lost[0] : lost[1]])
         engine.ask(first, [*first[: 4 * BLOCK], *prompt(40, "beside", turn)], first)
-        # What was computed then is right, and kept.
+        # The recomputed blocks are right, and saved.
         assert all(engine.stored(first))
         engine.reset_prefix_cache()
         engine.ask(first)
@@ -192,7 +192,7 @@ def test_random_steps_keep_every_page_right(start, memory, scheduler):
         if waiting and chance.random() < 0.05:
             engine.abort(waiting.pop(chance.randrange(len(waiting))))
         if chance.random() < 0.02:
-            # vLLM cannot take running requests back while others load.
+            # vLLM cannot preempt running requests while others load.
             is_all = chance.random() < 0.5 and not engine.has_loads_in_flight()
             engine.scheduler.reset_prefix_cache(reset_running_requests=is_all)
         engine.step()
@@ -206,7 +206,7 @@ def test_random_steps_keep_every_page_right(start, memory, scheduler):
 
 
 def test_the_failure_policy_fail_is_respected(start, caplog):
-    # It was overridden, with a line of information.
+    # Regression: the connector overrode the setting.
     with caplog.at_level("WARNING", "vllm.cascade"):
         engine = start({**DRAM, **WAYS["sync"]}, policy="fail")
     assert "kv_load_failure_policy is fail" in caplog.text
@@ -222,7 +222,7 @@ def test_the_failure_policy_fail_is_respected(start, caplog):
 
 
 def test_device_memory_disables_measured_choice_and_layerwise_loads(start, caplog):
-    # Launches on a device return before the work is done: by their times nothing was loaded.
+    # Launches on a device return before the work is done, so that their times are wrong.
     store = {**DRAM, **WAYS["layerwise"], "cascade.load_or_compute": True}
     with caplog.at_level("WARNING", "vllm.cascade"):
         engine = start(store, memory=DeviceMemory)
@@ -239,7 +239,7 @@ def test_device_memory_disables_measured_choice_and_layerwise_loads(start, caplo
 
 
 def test_hits_and_loaded_blocks_are_counted_separately(start):
-    # vLLM counts blocks that it was promised, also those that then did not arrive.
+    # vLLM's own metrics count blocks that were found, even if their load failed.
     engine = start({**DRAM, **WAYS["sync"]})
     first = prompt(6 * BLOCK + 5, "counted")
     engine.ask(first)
@@ -253,14 +253,14 @@ def test_hits_and_loaded_blocks_are_counted_separately(start):
     assert figures["sums"]["failed_blocks"] == 1
 
 
-def budget(engine, seconds):
-    """Change what a lookup may take."""
+def set_lookup_timeout(engine, seconds):
+    """Change the time-out of lookups."""
     scheduler = engine.connector._scheduler  # noqa: SLF001 # what decides
     scheduler._settings = dataclasses.replace(scheduler._settings, lookup_s=seconds)  # noqa: SLF001
 
 
 def test_a_slow_node_does_not_block_steps(start, serve, monkeypatch):
-    # Each lookup held the scheduler's thread until the node's client gave up, 0.1 s.
+    # Regression: each lookup blocked the scheduler's thread until the client's time-out, 0.1 s.
     node = serve("--dram", "32MiB")
     engine = start({"cascade.node": f"unix:{node.socket}", **WAYS["sync"]})
     first = prompt(4 * BLOCK + 3, "still")
@@ -275,17 +275,17 @@ def test_a_slow_node_does_not_block_steps(start, serve, monkeypatch):
         return ask(*arguments)
 
     monkeypatch.setattr(scheduler_module, "usable_prefix", late)
-    budget(engine, LIMIT_S)
+    set_lookup_timeout(engine, LIMIT_S)
     engine.add(first)
     for _ in range(5):
         engine.step()
-    assert not engine.scheduler.running, "the engine was told something before the node answered"
+    assert not engine.scheduler.running, "the lookup returned before the node answered"
     held.set()
     engine.run()
     engine.check()
     assert engine.take_figures()["sums"]["hit_blocks"] == 4
     held.clear()
-    budget(engine, 0.01)
+    set_lookup_timeout(engine, 0.01)
     engine.ask(first)
     held.set()
     figures = engine.take_figures()

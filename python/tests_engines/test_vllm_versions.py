@@ -1,4 +1,4 @@
-"""Which versions of vLLM are worked with: what is said of others, and that nobody has to guess."""
+"""Supported versions of vLLM: warnings and errors for others, and the lists of their interface."""
 
 import dataclasses
 import logging
@@ -53,7 +53,7 @@ def test_an_untested_version_gets_a_warning(version, is_tried):
 
 @pytest.mark.parametrize("module", MODULES)
 def test_importing_with_an_old_vllm_raises_a_clear_error(tmp_path, module):
-    # Without this, what is told is a name that cannot be imported.
+    # Without the check, the error would be about a name that cannot be imported.
     (tmp_path / "vllm").mkdir()
     (tmp_path / "vllm" / "__init__.py").write_text('__version__ = "0.28.0"\n')
     places = os.pathsep.join([str(tmp_path), str(PACKAGE)])
@@ -97,7 +97,7 @@ def test_an_untested_version_is_logged_once(monkeypatch, is_tried):
         (None, None),
         (block_state({"it"}, lambda _: ([1, 2],)), ([1, 2],)),
         (block_state({"another"}, lambda _: ([1, 2],)), None),
-        # As in 0.29.
+        # The format of 0.29.
         (SimpleNamespace(block_ids={"it": ([1, 2],)}), ([1, 2],)),
         (SimpleNamespace(block_ids={"another": ([1, 2],)}), None),
     ],
@@ -126,14 +126,14 @@ def test_every_tested_version_has_a_list_of_its_interface():
 
 
 def test_the_interface_equals_its_list():
-    """Fails with a vLLM whose interface has what nobody here knows: look at it, then list it."""
+    """Fails if vLLM's interface differs from its list: review the differences, then update it."""
     place = vllm_interface.LISTS / f"{vllm_interface.version()}.txt"
     known = place.read_text().splitlines() if place.exists() else []
     listed = list(vllm_interface.interface())
     new = [line for line in listed if line not in known]
     gone = [line for line in known if line not in listed]
     assert (new, gone) == ([], []), (
-        f"vLLM {vllm_interface.version()} has an interface that is not in {place.name}: see what "
-        f"each of these lines asks of the connectors, put differences into vllm_versions.py, then "
-        f"write the list anew (how is in {Path(vllm_interface.__file__).name})"
+        f"the interface of vLLM {vllm_interface.version()} differs from {place.name}: review each "
+        f"line, adapt the connectors and vllm_versions.py, then update the list (see "
+        f"{Path(vllm_interface.__file__).name})"
     )

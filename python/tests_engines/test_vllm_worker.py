@@ -1,4 +1,4 @@
-"""A worker copies what its plans say, names every block that it could not, and is never late."""
+"""A worker carries out its plans, reports every block that failed, and keeps its deadlines."""
 
 import threading
 import time
@@ -17,7 +17,7 @@ from vllm_caches import PAGES, SPACE, Model, keys_of
 from vllm_caches import Worker as Cache
 
 LIMIT_S = 60
-"""A call that takes longer hangs."""
+"""Time-out of a test's waits."""
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ class Engine:
         if self.groups > 1:
             (held,) = self.cache.held
             parts = [Part(f"group {at}", at, held.part.block_bytes) for at in range(self.groups)]
-            # As in a hybrid model, all groups are in the same bytes.
+            # As in a hybrid model, all groups share the same memory.
             self.cache.held = [type(held)(part, held.regions, is_writer=True) for part in parts]
         self.names = [each.part.name for each in self.cache.held]
         self.keys = keys_of(self.names, PAGES)
@@ -68,18 +68,18 @@ class Engine:
         return Save("request", first, keys, parents, tables, depends_on or tables)
 
     def step(self, plan):
-        """Take the calls of a step as the engine makes them when it waits for loads."""
+        """Make the calls of a step as the engine does if it waits for loads."""
         self.worker.start_loads(plan)
         for layer in self.cache.caches:
             self.worker.wait_for_layer(layer)
         self.worker.save(plan)
 
-    def kept(self):
-        """Say which blocks of the request the store has."""
+    def stored(self):
+        """Return whether the store has each block of the request."""
         return self.store.contains(self.keys.keys(self.names[0], 0, PAGES))
 
     def assert_loaded(self, pages):
-        """Hold that page `pages[i]` has what page i of the model has, and other pages nothing."""
+        """Check that page `pages[i]` has saved block i, and that other pages are unchanged."""
         for layer in range(3):
             for page in range(PAGES):
                 own = self.cache.page(layer, page)
@@ -87,7 +87,7 @@ class Engine:
                     wanted = self.cache.share[layer, SAVED[pages.index(page)]]
                     assert np.array_equal(own, wanted), (layer, page)
                 else:
-                    assert not own.any(), f"page {page} was nobody's to write"
+                    assert not own.any(), f"page {page} was written"
 
 
 SAVED = [7, 3, 11, 1, 5, 9]
@@ -96,7 +96,7 @@ LOADED = [2, 9, 4, 10, 6, 1]
 
 @pytest.fixture
 def saved(store):
-    """Six blocks of the request are in the store."""
+    """Return a store with six blocks of the request."""
     engine = Engine(store)
     engine.step(StepPlan(saves=[engine.save(SAVED)]))
     (result,) = engine.worker.take_report().saved
@@ -155,13 +155,13 @@ def test_blocks_computed_from_failed_loads_are_not_saved(saved):
     progress = engine.worker.take_report()
     assert progress.saved == []
     assert progress.plan == 1
-    # Planned before the scheduler knew: computed from the same blocks.
+    # Planned before the scheduler knew about the failure: computed from the same blocks.
     engine.step(StepPlan(2, 0, saves=[save]))
     assert engine.worker.take_report() is None
-    assert engine.kept()[6] is False
-    # Computed anew.
+    assert engine.stored()[6] is False
+    # Planned with the knowledge of the failure: the blocks were recomputed.
     engine.step(StepPlan(3, 1, saves=[save]))
-    assert engine.kept()[6] is True
+    assert engine.stored()[6] is True
     engine.worker.close()
 
 
@@ -170,7 +170,7 @@ def test_independent_saves_succeed_despite_a_failed_load(saved):
     saved.delete(engine.keys.keys(engine.names[0], 1, 2))
     save = engine.save([8], first=6, depends_on={0: [3, 8]})
     engine.step(StepPlan(1, 0, loads=[engine.load(LOADED)], saves=[save]))
-    assert engine.kept()[6] is True
+    assert engine.stored()[6] is True
     engine.worker.close()
 
 
@@ -182,7 +182,7 @@ def arrivals(worker):
         if arrived:
             return arrived, failed
         time.sleep(0.005)
-    raise AssertionError("nothing arrives")
+    raise AssertionError("no load arrived")
 
 
 def test_asynchronous_loads_arrive_once(saved):
@@ -208,13 +208,13 @@ def test_asynchronous_loads_arrive_once(saved):
 
 
 def test_with_several_groups_a_failed_block_fails_the_whole_load(store):
-    # The engine takes ids of single blocks only from models with one group.
+    # The engine accepts failures of single blocks only for models with one group.
     engine = Engine(store, groups=2)
     tables = {0: [7, 3, 11], 1: [0, 0, 5]}
     engine.step(StepPlan(saves=[engine.save([7, 3, 11], tables=tables)]))
     assert engine.worker.take_report().saved[0].stored == [True] * 3
     window = engine.keys.keys(engine.names[1], 0, 3)
-    assert store.contains(window) == [False, False, True], "null blocks are nobody's"
+    assert store.contains(window) == [False, False, True], "null blocks are not saved"
     targets = {0: [2, 9, 4], 1: [0, 0, 8]}
     engine.step(StepPlan(loads=[engine.load([2, 9, 4], is_async=True, tables=targets)]))
     assert arrivals(engine.worker) == ({"request"}, set())
@@ -252,8 +252,8 @@ def test_a_layer_is_loaded_when_its_wait_returns(saved):
 
 @pytest.mark.parametrize("is_ever_run", [False, True])
 def test_a_late_layer_fails_its_blocks(saved, monkeypatch, is_ever_run):
-    # Threads that load for others kept a load from beginning; the engine computed from what was
-    # in the pages, and took them for good when the load ended well after all.
+    # Regression: a load waited for busy threads, and the engine computed before its blocks arrived.
+    # The late load then succeeded, and the wrong output was used.
     monkeypatch.setattr(layers, "GRACE_S", 0.05)
     options = {"is_layerwise": True, "load_timeout": 0.05}
     engine = Engine(saved, is_filled=False, options=options)
@@ -275,13 +275,13 @@ def test_a_late_layer_fails_its_blocks(saved, monkeypatch, is_ever_run):
     engine.worker.save(plan)
     assert engine.worker.take_failed_pages() == set(LOADED)
     assert engine.worker.take_report().saved == []
-    assert engine.kept()[6] is False
+    assert engine.stored()[6] is False
     busy.set()
     engine.worker.close()
 
 
 class Broken(HostMemory):
-    """Memory of a device that fails in a way of its own."""
+    """Memory that raises an unexpected exception."""
 
     def load(self, views, pages):  # noqa: ARG002 # as its parent
         """Fail."""
@@ -301,8 +301,8 @@ def test_an_unexpected_exception_fails_the_blocks(saved):
 
 @pytest.mark.parametrize("is_layerwise", [False, True])
 def test_more_blocks_than_the_pool_holds_are_saved_and_loaded(tmp_path, is_layerwise):
-    # Only as many blocks came as the pool has room for at once; others were computed though they
-    # were in files.
+    # Regression: only as many blocks were loaded as fit into the pool at the same time; others were
+    # computed although they were in files.
     model = Model()
     model.kv = np.random.default_rng(3).integers(0, 99, (1, 12, 8, 16, 6144), dtype=np.int16)
     rows = model.kv.reshape(12, -1)
@@ -358,12 +358,12 @@ def test_a_suspended_node_costs_no_more_than_the_deadlines(serve):
             assert engine.worker.take_failed_pages() == set(LOADED)
         finally:
             node.resume()
-        print(f"three steps of a node that stands still: {time.monotonic() - started:.2f} s")
+        print(f"three steps with a suspended node: {time.monotonic() - started:.2f} s")
         engine.worker.close()
 
 
 def test_prefill_is_timed_if_a_step_computes_before_it_loads(saved):
-    # A step that waits for no load computes first and calls for loads then.
+    # A step without synchronous loads computes first and then starts loads.
     engine = Engine(saved)
     plan = StepPlan(tokens=64, requests=1)
     for layer in engine.cache.caches:
