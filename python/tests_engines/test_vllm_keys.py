@@ -139,7 +139,7 @@ def test_embeddings_and_pooling_requests_have_no_keys():
     with pytest.raises(UnkeyableRequest, match="embeddings"):
         origin_of(request(prompt_embeds=torch.zeros(len(TOKENS), 4)), fingerprint)
     pooled = request(sampling_params=None, pooling_params=PoolingParams(task="embed"))
-    with pytest.raises(UnkeyableRequest, match="pooled"):
+    with pytest.raises(UnkeyableRequest, match="pooling"):
         origin_of(pooled, fingerprint)
 
 
