@@ -113,10 +113,10 @@ def test_a_table_has_the_common_format_and_exits_with_1_if_invalid(tmp_path):
     assert (figures[0]["value"], figures[0]["target"]) == (6.0, {"at_least": 5.2})
     assert figures[1]["value"] is None
     assert json.loads((tmp_path / "f.environment.json").read_text()) == {"cpu": "c"}
-    told = out.getvalue()
-    assert "1 of 1 targets met" in told
-    assert "1 of 2 targets met, 1 figures INVALID" in told
-    assert "skipped: lmcache is not here" in told
+    printed = out.getvalue()
+    assert "1 of 1 targets met" in printed
+    assert "1 of 2 targets met, 1 figures INVALID" in printed
+    assert "skipped: lmcache is not here" in printed
 
 
 def test_prompts_share_only_the_requested_prefix():
@@ -151,13 +151,13 @@ def test_the_arguments_of_the_command_are_parsed():
 
 @pytest.mark.parametrize("count", [HINT_REQUESTS_SHORT, HINT_REQUESTS])
 def test_synthetic_sessions_repeat_prefixes_and_vary_each_hint(count):
-    asked = list(turns(count, seed=1))
-    assert [turn.tokens for turn in asked] == [turn.tokens for turn in turns(count, seed=1)]
+    requests = list(turns(count, seed=1))
+    assert [turn.tokens for turn in requests] == [turn.tokens for turn in turns(count, seed=1)]
     said = set()
     again = []
-    for turn in asked:
+    for turn in requests:
         again += [turn] * (tuple(turn.tokens[:-TURN_TOKENS]) in said)
         said.add(tuple(turn.tokens))
     assert any(turn.is_important for turn in again)
-    for told in HINTS.values():
-        assert len({str(told(turn)) for turn in asked}) == 2
+    for hint in HINTS.values():
+        assert len({str(hint(turn)) for turn in requests}) == 2

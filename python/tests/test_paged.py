@@ -379,14 +379,14 @@ def test_a_registered_manifest_names_the_field_that_differs(serve, tmp_path):
     fields = {"weights": "sha256:one", "dtype": "bf16"}
     space = cascadekv.Namespace(cascadekv.Manifest(fields))
     other = cascadekv.Manifest(fields | {"dtype": "fp8"})
-    asked = cascadekv.chain_keys(cascadekv.Namespace(other), range(16), 16)[0]
+    request = cascadekv.chain_keys(cascadekv.Namespace(other), range(16), 16)[0]
     manifest = tmp_path / "manifest.json"
     manifest.write_text(json.dumps(other.fields))
     with cascadekv.connect(node.socket) as store:
         store.register(space)
         store.put(cascadekv.chain_keys(space, range(16), 16), [b"KV"], namespace=space)
         store.flush()
-        command = [sys.executable, "-m", "cascadekv", "explain", asked.hex()]
+        command = [sys.executable, "-m", "cascadekv", "explain", request.hex()]
         command += ["--manifest", str(manifest), "--socket", str(node.socket)]
         run = subprocess.run(  # noqa: S603 # our own command
             command, capture_output=True, text=True, timeout=100, check=False

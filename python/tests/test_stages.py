@@ -262,10 +262,10 @@ def test_damaged_records_are_misses(keys_of, put_all, hits, harm, is_restarted):
 
 
 @pytest.mark.parametrize(
-    ("how", "told"),
+    ("how", "message"),
     [("short", None), ("wordy", "not <class 'str'>"), ("keeping", "released|exported|in use")],
 )
-def test_an_invalid_result_is_not_a_hit(keys_of, put_all, hits, how, told):
+def test_an_invalid_result_is_not_a_hit(keys_of, put_all, hits, how, message):
     class InvalidStage(DictStage):
         how = "valid"
         kept: memoryview | None = None
@@ -288,7 +288,7 @@ def test_an_invalid_result_is_not_a_hit(keys_of, put_all, hits, how, told):
         stage.how = how
         result = store.get(keys[1:2], [bytearray(SIZE)])[0]
         assert not result.ok
-        assert re.search(told, str(result.error)) if told else result.error is None
+        assert re.search(message, str(result.error)) if message else result.error is None
         stage.how = "valid"
         stage.kept = None
         assert hits(store, keys[2:3]) == ["objects"]
@@ -496,15 +496,15 @@ def test_a_store_that_is_dropped_is_closed(keys_of, put_all):
 
 
 @pytest.mark.parametrize(
-    ("stage", "settings", "told"),
+    ("stage", "settings", "message"),
     [
         (object(), {}, "object has no method put; a stage has put, get, delete, names"),
         (DictStage(), {"pipeline": "Dram"}, "Objects does not stand in the pipeline"),
         (DictStage(), {"pipeline": "Dram|Objekts|Objects"}, "known are .*objects"),
     ],
 )
-def test_invalid_stages_are_refused_at_opening(stage, settings, told):
-    with pytest.raises(ConfigError, match=told):
+def test_invalid_stages_are_refused_at_opening(stage, settings, message):
+    with pytest.raises(ConfigError, match=message):
         over(stage, **settings)
 
 

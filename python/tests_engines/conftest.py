@@ -86,8 +86,8 @@ class Engines:
         from vllm import SamplingParams  # noqa: PLC0415 # as in start
 
         params = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True)
-        asked = [{"prompt_token_ids": list(tokens)} for tokens in prompts]
-        return llm.generate(asked, params, use_tqdm=False)
+        requests = [{"prompt_token_ids": list(tokens)} for tokens in prompts]
+        return llm.generate(requests, params, use_tqdm=False)
 
 
 @pytest.fixture(scope="session")

@@ -56,8 +56,8 @@ def test_blocks_of_an_adapter_are_hit_by_equal_weights_only(start, bare, tmp_pat
     other = ("other", 2, write_adapter(tmp_path / "other", 2))
     # The same weights under another name and path, as in another engine.
     copy = ("copy", 3, write_adapter(tmp_path / "copy", 1))
-    asked = prompt(3 * BLOCK + 20, "adapters")
-    right = {each: bare.run([asked], 8, adapter=each)[0].tokens for each in (None, one, other)}
+    request = prompt(3 * BLOCK + 20, "adapters")
+    right = {each: bare.run([request], 8, adapter=each)[0].tokens for each in (None, one, other)}
     assert len(set(right.values())) == len(right), "the adapters have no effect"
     right[copy] = right[one]
     engine = start(STORE, **LORA)
@@ -71,19 +71,19 @@ def test_blocks_of_an_adapter_are_hit_by_equal_weights_only(start, bare, tmp_pat
         (other, 3 * BLOCK),
     ]
     for adapter, hit in due:
-        answer = engine.run([asked], 8, adapter=adapter)[0]
+        answer = engine.run([request], 8, adapter=adapter)[0]
         assert (answer.tokens, answer.cached) == (right[adapter], hit), adapter
     engine.close()
 
 
 def test_a_retrained_adapter_misses_its_old_blocks(start, bare, tmp_path):
     directory = tmp_path / "trained"
-    asked = prompt(2 * BLOCK + 20, "trained")
+    request = prompt(2 * BLOCK + 20, "trained")
     engine = start(STORE, **LORA)
     for number, seed in enumerate((1, 2), 1):
         adapter = (f"trained-{number}", number, write_adapter(directory, seed))
-        right = bare.run([asked], 8, adapter=adapter)[0].tokens
+        right = bare.run([request], 8, adapter=adapter)[0].tokens
         for hit in (0, 2 * BLOCK):
-            answer = engine.run([asked], 8, adapter=adapter)[0]
+            answer = engine.run([request], 8, adapter=adapter)[0]
             assert (answer.tokens, answer.cached) == (right, hit), adapter
     engine.close()

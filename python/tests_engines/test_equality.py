@@ -51,7 +51,7 @@ OWN_CACHE = ("embedded", "served-async")
 
 
 @pytest.fixture(scope="module", params=WAYS)
-def kept(request, start, serve_module, tmp_path_factory):
+def cached(request, start, serve_module, tmp_path_factory):
     name = request.param
     if name.startswith("embedded"):
         files = tmp_path_factory.mktemp(name)
@@ -67,85 +67,87 @@ def kept(request, start, serve_module, tmp_path_factory):
 
 @pytest.mark.parametrize("blocks", range(1, 5))
 @pytest.mark.parametrize("more", [-1, 0, 1])
-def test_prompts_of_any_length_have_the_same_answer_from_the_cache(kept, reference, blocks, more):
+def test_prompts_of_any_length_have_the_same_answer_from_the_cache(cached, reference, blocks, more):
     tokens = blocks * BLOCK + more
-    asked = prompt(tokens, "lengths", kept.name, tokens)
-    assert reference.check_one(kept.engine, asked) == 0
-    kept.reset_prefix_cache()
-    assert reference.check_one(kept.engine, asked) == kept.due(tokens)
+    request = prompt(tokens, "lengths", cached.name, tokens)
+    assert reference.check_one(cached.engine, request) == 0
+    cached.reset_prefix_cache()
+    assert reference.check_one(cached.engine, request) == cached.due(tokens)
     # From the engine's own cache if it has one, otherwise from the store again.
-    assert reference.check_one(kept.engine, asked) == kept.due(tokens)
+    assert reference.check_one(cached.engine, request) == cached.due(tokens)
 
 
-def test_prefixes_of_any_length_hit_all_full_blocks(kept, reference):
-    first = prompt(4 * BLOCK + 60, "prefixes", kept.name)
-    reference.check_one(kept.engine, first)
+def test_prefixes_of_any_length_hit_all_full_blocks(cached, reference):
+    first = prompt(4 * BLOCK + 60, "prefixes", cached.name)
+    reference.check_one(cached.engine, first)
     edges = {at * BLOCK + more for at in range(5) for more in (-1, 0, 1)}
-    chance = random.Random(kept.name)
+    chance = random.Random(cached.name)
     for shared in sorted({at for at in edges if at > 0} | {0, *chance.sample(range(600), 4)}):
-        asked = with_prefix(first, min(shared, len(first)), "tail", kept.name, shared)
-        kept.reset_prefix_cache()
-        assert reference.check_one(kept.engine, asked) == kept.due(len(asked), shared), shared
+        request = with_prefix(first, min(shared, len(first)), "tail", cached.name, shared)
+        cached.reset_prefix_cache()
+        assert reference.check_one(cached.engine, request) == cached.due(len(request), shared), (
+            shared
+        )
 
 
-def test_concurrent_requests_share_stored_blocks(kept, reference):
-    first = prompt(3 * BLOCK + 5, "at once", kept.name)
-    asked = [
-        with_prefix(first, shared, "at once", kept.name, shared) for shared in (0, 130, 256, 300)
+def test_concurrent_requests_share_stored_blocks(cached, reference):
+    first = prompt(3 * BLOCK + 5, "at once", cached.name)
+    requests = [
+        with_prefix(first, shared, "at once", cached.name, shared) for shared in (0, 130, 256, 300)
     ]
-    asked += [first, prompt(700, "long", kept.name), first, prompt(90, "short", kept.name)]
-    reference.check(kept.engine, asked)
-    kept.reset_prefix_cache()
-    assert reference.check(kept.engine, asked) == [kept.due(len(each)) for each in asked]
+    requests += [first, prompt(700, "long", cached.name), first, prompt(90, "short", cached.name)]
+    reference.check(cached.engine, requests)
+    cached.reset_prefix_cache()
+    assert reference.check(cached.engine, requests) == [cached.due(len(each)) for each in requests]
     # Without room for all requests, some wait and are looked up again.
-    kept.reset_prefix_cache()
-    many = [with_prefix(first, 256, "many", kept.name, number) for number in range(12)]
-    hits = reference.check(kept.engine, many)
+    cached.reset_prefix_cache()
+    many = [with_prefix(first, 256, "many", cached.name, number) for number in range(12)]
+    hits = reference.check(cached.engine, many)
     assert hits == [256] * len(many)
 
 
-def test_an_answer_is_part_of_the_next_turns_prefix(kept, reference):
-    said = prompt(2 * BLOCK - 6, "turns", kept.name)
+def test_an_answer_is_part_of_the_next_turns_prefix(cached, reference):
+    said = prompt(2 * BLOCK - 6, "turns", cached.name)
     answer = list(reference.answers([said], 16)[0])
-    assert reference.check_one(kept.engine, said, 16) == 0
+    assert reference.check_one(cached.engine, said, 16) == 0
     for turn in range(3):
-        kept.reset_prefix_cache()
+        cached.reset_prefix_cache()
         computed = len(said) + len(answer) - 1
-        said = [*said, *answer, *prompt(50, "turn", kept.name, turn)]
-        hit = reference.check_one(kept.engine, said, 16)
-        assert hit == kept.due(len(said), computed)
+        said = [*said, *answer, *prompt(50, "turn", cached.name, turn)]
+        hit = reference.check_one(cached.engine, said, 16)
+        assert hit == cached.due(len(said), computed)
         answer = list(reference.answers([said], 16)[0])
 
 
-def test_blocks_in_the_engines_cache_are_not_loaded(kept, reference):
-    whole = prompt(4 * BLOCK + 20, "own", kept.name)
-    reference.check_one(kept.engine, whole)
-    kept.reset_prefix_cache()
-    half = with_prefix(whole, 2 * BLOCK, "own half", kept.name)[: 2 * BLOCK + 30]
-    assert reference.check_one(kept.engine, half) == 2 * BLOCK
-    before = kept.engine.call(engine_calls.loaded_blocks)
-    assert reference.check_one(kept.engine, whole) == 4 * BLOCK
-    after = kept.engine.call(engine_calls.loaded_blocks)
-    assert after - before == (2 if kept.has_own_cache else 4)
+def test_blocks_in_the_engines_cache_are_not_loaded(cached, reference):
+    whole = prompt(4 * BLOCK + 20, "own", cached.name)
+    reference.check_one(cached.engine, whole)
+    cached.reset_prefix_cache()
+    half = with_prefix(whole, 2 * BLOCK, "own half", cached.name)[: 2 * BLOCK + 30]
+    assert reference.check_one(cached.engine, half) == 2 * BLOCK
+    before = cached.engine.call(engine_calls.loaded_blocks)
+    assert reference.check_one(cached.engine, whole) == 4 * BLOCK
+    after = cached.engine.call(engine_calls.loaded_blocks)
+    assert after - before == (2 if cached.has_own_cache else 4)
 
 
-def test_a_cache_salt_separates_blocks(kept, reference):
-    asked = prompt(2 * BLOCK + 9, "salt", kept.name)
-    right = reference.answers([asked])[0]
+def test_a_cache_salt_separates_blocks(cached, reference):
+    request = prompt(2 * BLOCK + 9, "salt", cached.name)
+    right = reference.answers([request])[0]
     for salt, hit in (("a", 0), ("b", 0), (None, 0), ("a", 256), ("b", 256), (None, 256)):
-        kept.reset_prefix_cache()
-        answer = kept.engine.one(asked, salt=salt)
+        cached.reset_prefix_cache()
+        answer = cached.engine.one(request, salt=salt)
         assert (answer.tokens, answer.cached) == (right, hit), salt
 
 
 def test_blocks_in_files_are_hit_after_a_restart(start, reference, tmp_path):
     place = {**ALWAYS, "cascade.files": str(tmp_path), "cascade.files_capacity": "256MiB"}
-    asked = [prompt(n, "restart", n) for n in (128, 129, 383, 511, 512, 700)]
+    requests = [prompt(n, "restart", n) for n in (128, 129, 383, 511, 512, 700)]
     first = start({**place, **EMBEDDED})
-    reference.check(first, asked)
+    reference.check(first, requests)
     first.close()
     # DRAM is empty now, and too small for all blocks.
     second = start({**place, **EMBEDDED, "cascade.dram": "8MiB"})
-    for each in (*asked, *reversed(asked)):
+    for each in (*requests, *reversed(requests)):
         assert reference.check_one(second, each) == len(each) // BLOCK * BLOCK
     second.close()

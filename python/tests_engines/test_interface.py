@@ -110,8 +110,8 @@ def test_it_works_in_a_multi_connector(start, reference, tmp_path, is_first):
     assert reference.check_one(engine, first) == 3 * BLOCK
     # ExampleConnector hits whole prompts only.
     for shared in (130, 256, 300):
-        asked = with_prefix(first, shared, "beside", is_first, shared)
-        assert reference.check_one(engine, asked) == shared // BLOCK * BLOCK
+        request = with_prefix(first, shared, "beside", is_first, shared)
+        assert reference.check_one(engine, request) == shared // BLOCK * BLOCK
     assert engine.call(engine_calls.reset_all_caches) in (True, False)
     engine.close()
 
@@ -156,14 +156,14 @@ def test_a_model_with_sliding_windows_hits_with_the_same_answers(windowed_model)
         reference = Reference(start())
         engine = start({"cascade.dram": "256MiB", **ALWAYS})
         for tokens in (127, 128, 129, 385, 511, 512, 513, 700, 1100):
-            asked = prompt(tokens, "windows", tokens)
-            assert reference.check_one(engine, asked) == 0
-            assert reference.check_one(engine, asked) == tokens // BLOCK * BLOCK, tokens
+            request = prompt(tokens, "windows", tokens)
+            assert reference.check_one(engine, request) == 0
+            assert reference.check_one(engine, request) == tokens // BLOCK * BLOCK, tokens
         first = prompt(1000, "windows")
         reference.check_one(engine, first)
         for shared in (100, 128, 300, 500, 512, 640, 900):
-            asked = with_prefix(first, shared, "windows", shared)
-            hit = reference.check_one(engine, asked)
+            request = with_prefix(first, shared, "windows", shared)
+            hit = reference.check_one(engine, request)
             assert hit == shared // BLOCK * BLOCK, shared
         said, answer = prompt(250, "windows turn"), []
         for turn in range(3):
@@ -183,8 +183,8 @@ def test_deleted_blocks_of_a_model_with_sliding_windows_are_computed(windowed_mo
         reference = Reference(start())
         engine = start({"cascade.dram": "256MiB", **ALWAYS})
         for number in range(4):
-            asked = prompt(900, "windows lost", number)
-            reference.check_one(engine, asked)
-            engine.call(engine_calls.delete_last_blocks_of_parts, asked, number)
-            reference.check_one(engine, asked)
-            assert reference.check_one(engine, asked) == 7 * BLOCK
+            request = prompt(900, "windows lost", number)
+            reference.check_one(engine, request)
+            engine.call(engine_calls.delete_last_blocks_of_parts, request, number)
+            reference.check_one(engine, request)
+            assert reference.check_one(engine, request) == 7 * BLOCK

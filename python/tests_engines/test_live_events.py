@@ -110,14 +110,14 @@ def test_a_subscriber_has_exactly_the_stored_blocks(start, serve_module, router,
     engine = start(store, **events_to(tmp_path))
     first = prompt(4 * BLOCK + 20, "events", place)
     prompts = [first, with_prefix(first, 2 * BLOCK, "branch", place)]
-    for asked in prompts:
-        engine.one(asked)
+    for request in prompts:
+        engine.one(request)
     there = settled(engine, router, prompts)
     assert len(there) == 6
     # More than the store has room for: some blocks are evicted, with events.
     more = [prompt(4 * BLOCK + 5, "more", place, number) for number in range(14)]
-    for asked in more:
-        engine.one(asked)
+    for request in more:
+        engine.one(request)
     prompts += more
     there = settled(engine, router, prompts)
     assert 0 < len(there) < 6 + 4 * len(more)

@@ -75,10 +75,10 @@ def test_an_engine_with_several_processes_starts_a_private_node(
     assert socket.is_relative_to(runtime)
     assert socket.exists()
     assert socket.parent.stat().st_mode & 0o777 == 0o700
-    asked = prompt(3 * BLOCK + 9, "processes", is_killed)
-    assert reference.check_one(engine, asked) == 0
-    assert reference.check_one(engine, asked) == 3 * BLOCK
-    assert reference.check_one(engine, with_prefix(asked, 200, "tail")) == BLOCK
+    request = prompt(3 * BLOCK + 9, "processes", is_killed)
+    assert reference.check_one(engine, request) == 0
+    assert reference.check_one(engine, request) == 3 * BLOCK
+    assert reference.check_one(engine, with_prefix(request, 200, "tail")) == BLOCK
     if is_killed:
         # The workers end with the core, and the node with its worker.
         (core,) = (each for each, line in below.items() if "EngineCore" in line)
@@ -105,17 +105,17 @@ def test_engines_that_share_a_node_share_their_blocks(start, reference, serve):
     place = {"cascade.node": f"unix:{node.socket}", **ALWAYS}
     one, two = start(place), start({**place, "cascade.load": "sync"}, enable_prefix_caching=True)
     for number, (writer, reader) in enumerate([(one, two), (two, one)]):
-        asked = prompt(4 * BLOCK + 1, "shared", number)
-        assert reference.check_one(writer, asked) == 0
-        assert reference.check_one(reader, asked) == 4 * BLOCK
-        longer = [*asked, *prompt(2 * BLOCK, "shared longer", number)]
+        request = prompt(4 * BLOCK + 1, "shared", number)
+        assert reference.check_one(writer, request) == 0
+        assert reference.check_one(reader, request) == 4 * BLOCK
+        longer = [*request, *prompt(2 * BLOCK, "shared longer", number)]
         assert reference.check_one(reader, longer) == 4 * BLOCK
         assert reference.check_one(writer, longer) == 6 * BLOCK
     # Requests with a cache salt share nothing, nor does an engine after a cache reset.
-    assert two.one(asked, salt="mine").cached == 0
+    assert two.one(request, salt="mine").cached == 0
     assert two.call(engine_calls.reset_all_caches)
-    assert reference.check_one(two, asked) == 0
-    assert reference.check_one(one, asked) == 4 * BLOCK
+    assert reference.check_one(two, request) == 0
+    assert reference.check_one(one, request) == 4 * BLOCK
     one.close()
     two.close()
 
@@ -125,11 +125,11 @@ def test_an_engine_starts_without_its_node_and_connects_later(start, reference, 
     node.kill()
     node.socket.unlink(missing_ok=True)
     engine = start({"cascade.node": f"unix:{node.socket}", **ALWAYS})
-    asked = prompt(2 * BLOCK + 5, "later")
+    request = prompt(2 * BLOCK + 5, "later")
     for _ in range(2):
-        assert reference.check_one(engine, asked) == 0
+        assert reference.check_one(engine, request) == 0
     node.start()
-    eventually(lambda: reference.check_one(engine, asked) == 2 * BLOCK, 60)
+    eventually(lambda: reference.check_one(engine, request) == 2 * BLOCK, 60)
     engine.close()
 
 

@@ -55,8 +55,8 @@ def attach():
     opened = []
 
     def load(pool, extra=None, **changes):
-        told = config(EMBEDDED if extra is None else extra, **changes)
-        backend = StorageBackendFactory.create_backend("dynamic", told, pool)
+        storage_config = config(EMBEDDED if extra is None else extra, **changes)
+        backend = StorageBackendFactory.create_backend("dynamic", storage_config, pool)
         opened.append(backend)
         backend.register_mem_pool_host(pool)
         backend.on_host_pools_registered()
@@ -312,7 +312,7 @@ def test_ranks_with_compressed_kv_share_what_one_wrote(attach, node):
 def test_heads_are_shared_between_different_numbers_of_ranks(attach, node, writers, readers):
     """Pages written with one number of ranks are read with another, with equal bytes per head."""
     names = hashes(3)
-    heads, told = 4, {"tp_lcm_size": 4}
+    heads, storage_config = 4, {"tp_lcm_size": 4}
     whole = mha("page_head", heads=heads)
     fill(whole, names)
     expected = whole.kv_buffer[:, :3].clone()
@@ -321,7 +321,11 @@ def test_heads_are_shared_between_different_numbers_of_ranks(attach, node, write
         share = heads // size
         pool = mha("page_head", heads=share)
         splits = {"should_split_heads": size < 4, "tp_rank": n, "tp_size": size}
-        return pool, attach(pool, at(node), **told, **splits), slice(n * share, (n + 1) * share)
+        return (
+            pool,
+            attach(pool, at(node), **storage_config, **splits),
+            slice(n * share, (n + 1) * share),
+        )
 
     for n in range(writers):
         pool, backend, mine = rank(n, writers)
@@ -529,8 +533,8 @@ def test_published_weights_identify_the_kv(attach, node, tmp_path, monkeypatch):
         place = tmp_path / directory
         place.mkdir()
         (place / "model.safetensors").write_bytes(weights)
-        told = published(model_path=str(place))
-        monkeypatch.setattr("cascadekv.connectors.sglang_identity._published", lambda: told)
+        options = published(model_path=str(place))
+        monkeypatch.setattr("cascadekv.connectors.sglang_identity._published", lambda: options)
         pool = mha("page_first")
         backend = attach(pool, at(node))
         found = backend.batch_exists(names)

@@ -13,10 +13,10 @@ from sglang_pools import config, mha, mla, published
 FACTS = {"engine_format": "sglang 1", "model": "m", "weights": "parts-sha256:1"}
 
 
-def manifests(pool, told, facts=FACTS, name="kv", shards=1):
+def manifests(pool, storage_config, facts=FACTS, name="kv", shards=1):
     pages = HostPages(pool, shards=shards)
     return sglang_identity.manifests_of_pool(
-        told,
+        storage_config,
         pool,
         name=name,
         piece_bytes=pages.piece_bytes[: pages.pieces // shards],
@@ -25,8 +25,8 @@ def manifests(pool, told, facts=FACTS, name="kv", shards=1):
     )
 
 
-def key(pool, told=None, **more):
-    (manifest,) = manifests(pool, told or config(), **more)
+def key(pool, storage_config=None, **more):
+    (manifest,) = manifests(pool, storage_config or config(), **more)
     assert manifest.missing() == []
     return Namespace(manifest).key_of_id("page")
 
@@ -81,25 +81,25 @@ def test_settings_without_effect_on_kv_do_not_change_keys():
 
 
 def test_compressed_kv_is_the_same_on_every_rank_of_a_stage():
-    told = [config(tp_rank=n, tp_size=4, is_mla_model=True) for n in range(4)]
-    assert len({key(mla("page_first"), rank) for rank in told}) == 1
-    assert key(mla("page_first"), config(is_mla_model=True)) == key(mla("page_first"), told[0])
+    ranks = [config(tp_rank=n, tp_size=4, is_mla_model=True) for n in range(4)]
+    assert len({key(mla("page_first"), rank) for rank in ranks}) == 1
+    assert key(mla("page_first"), config(is_mla_model=True)) == key(mla("page_first"), ranks[0])
     stage = config(tp_size=4, is_mla_model=True, pp_rank=1, pp_size=2)
-    assert key(mla("page_first"), stage) != key(mla("page_first"), told[0])
+    assert key(mla("page_first"), stage) != key(mla("page_first"), ranks[0])
 
 
 def test_a_pool_with_heads_is_sharded_although_the_main_kv_is_compressed():
     """A draft model's KV and recurrent state are sharded although the main KV is replicated."""
-    told = [config(tp_rank=n, tp_size=2, is_mla_model=True) for n in range(2)]
+    storage_config = [config(tp_rank=n, tp_size=2, is_mla_model=True) for n in range(2)]
     for name, make in (("draft", mha), ("mamba", mla)):
-        assert len({key(make("page_first"), rank, name=name) for rank in told}) == 2
+        assert len({key(make("page_first"), rank, name=name) for rank in storage_config}) == 2
 
 
 def test_shares_of_heads_have_the_manifests_of_their_ranks():
     def shares(rank, size, shards):
         pool = mha("page_head", heads=4 // size)
-        told = config(tp_rank=rank, tp_size=size, tp_lcm_size=4)
-        return manifests(pool, told, shards=shards)
+        storage_config = config(tp_rank=rank, tp_size=size, tp_lcm_size=4)
+        return manifests(pool, storage_config, shards=shards)
 
     four = [manifest for rank in range(4) for manifest in shares(rank, 4, 1)]
     assert [manifest for rank in range(2) for manifest in shares(rank, 2, 2)] == four
@@ -108,8 +108,8 @@ def test_shares_of_heads_have_the_manifests_of_their_ranks():
 
 def test_the_engines_options_change_the_facts(monkeypatch, tmp_path):
     def facts(**changes):
-        told = published(**changes)
-        monkeypatch.setattr(sglang_identity, "_published", lambda: told)
+        options = published(**changes)
+        monkeypatch.setattr(sglang_identity, "_published", lambda: options)
         return sglang_identity.engine_facts("m")
 
     scales = tmp_path / "scales.json"
@@ -134,8 +134,8 @@ def test_adapters_are_identified_by_content(monkeypatch, tmp_path):
     def facts(weights):
         (tmp_path / "adapter_model.safetensors").write_bytes(weights)
         adapter = SimpleNamespace(lora_name="a", lora_path=str(tmp_path))
-        told = (*published()[:2], SimpleNamespace(lora_paths=[adapter]))
-        monkeypatch.setattr(sglang_identity, "_published", lambda: told)
+        options = (*published()[:2], SimpleNamespace(lora_paths=[adapter]))
+        monkeypatch.setattr(sglang_identity, "_published", lambda: options)
         return sglang_identity.engine_facts("m")
 
     assert facts(b"one") != facts(b"two")

@@ -34,8 +34,8 @@ def test_loads_stop_while_a_tier_is_slow_and_resume(start, reference, tmp_path):
     store = {**STORE, "cascade.files": str(tmp_path)}
     stored = [prompt(BLOCKS * BLOCK + 20, "ill", number) for number in range(3 * TRIES)]
     writing = start({**store, "cascade.dram": "256MiB"})
-    for asked in stored:
-        reference.check_one(writing, asked)
+    for request in stored:
+        reference.check_one(writing, request)
     writing.close()
 
     engine = start({**store, "cascade.dram": "16MiB"})

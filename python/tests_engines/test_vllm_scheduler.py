@@ -54,7 +54,7 @@ def scheduler_of(store, *, groups=WHOLE, choose=None, keys=keys_of, **policy):
     )
 
 
-def keep(store, blocks, of=None, parts=PARTS):
+def put_blocks(store, blocks, of=None, parts=PARTS):
     """Store the leading blocks of a long prompt."""
     keys = keys_of(of or prompt(8))
     keys.extend(prompt(blocks * TOKENS).all_token_ids)
@@ -101,13 +101,13 @@ def failed(request, first, bad):
     ],
 )
 def test_the_last_token_is_computed_unless_a_load_is_asynchronous(store, tokens, load, matched):
-    keep(store, 4)
+    put_blocks(store, 4)
     scheduler = scheduler_of(store, load=load)
     assert scheduler.matched_tokens(prompt(tokens), 0) == matched
 
 
 def test_local_blocks_are_not_loaded_again(store):
-    keep(store, 4)
+    put_blocks(store, 4)
     scheduler = scheduler_of(store)
     request = prompt(100)
     assert scheduler.matched_tokens(request, 32) == (32, False)
@@ -117,8 +117,8 @@ def test_local_blocks_are_not_loaded_again(store):
 
 
 def test_a_block_is_a_hit_if_all_its_parts_are_present(store):
-    keep(store, 4, parts=PARTS[:1])
-    keep(store, 2, parts=PARTS[1:])
+    put_blocks(store, 4, parts=PARTS[:1])
+    put_blocks(store, 2, parts=PARTS[1:])
     assert scheduler_of(store).matched_tokens(prompt(100), 0) == (32, False)
 
 
@@ -126,13 +126,13 @@ def test_a_block_is_a_hit_if_all_its_parts_are_present(store):
     ("ratio", "tokens"), [(0.0, 0), (0.25, 32), (0.5, 64), (0.99, 112), (1, 128)]
 )
 def test_hit_ratio_limits_the_loaded_blocks(store, ratio, tokens):
-    keep(store, 8)
+    put_blocks(store, 8)
     scheduler = scheduler_of(store, hit_ratio=ratio)
     assert scheduler.matched_tokens(prompt(8 * TOKENS + 1), 0) == (tokens, False)
 
 
 def test_short_prompts_are_neither_looked_up_nor_saved(store):
-    keep(store, 4)
+    put_blocks(store, 4)
     scheduler = scheduler_of(store, min_tokens=64)
     short, long = prompt(63, name="short"), prompt(64, name="long")
     assert scheduler.matched_tokens(short, 0) == (0, False)
@@ -145,16 +145,16 @@ def test_short_prompts_are_neither_looked_up_nor_saved(store):
 
 
 def test_blocks_that_are_faster_to_compute_are_not_loaded(store):
-    keep(store, 8)
-    asked = []
+    put_blocks(store, 8)
+    calls = []
 
     def choose(tiers, tokens):
-        asked.append((list(tiers), tokens))
+        calls.append((list(tiers), tokens))
         return 3
 
     scheduler = scheduler_of(store, choose=choose)
     assert scheduler.matched_tokens(prompt(200), 32) == (48, False)
-    assert asked == [(["dram"] * 6, 200)]
+    assert calls == [(["dram"] * 6, 200)]
 
 
 def test_lite_mode_counts_hits_and_loads_nothing(store, caplog):
@@ -175,7 +175,7 @@ def test_lite_mode_counts_hits_and_loads_nothing(store, caplog):
 @pytest.mark.parametrize("is_lite", [True, False])
 def test_a_waiting_request_is_counted_once(store, is_lite):
     # Regression: every step counted the blocks of a waiting request again.
-    keep(store, 6)
+    put_blocks(store, 6)
     scheduler = scheduler_of(store, is_lite=is_lite, choose=lambda tiers, _: len(tiers) - 2)
     request = prompt(100)
     for _ in range(5):
@@ -196,7 +196,7 @@ def keys_of_blocks(blocks, part=PARTS[0]):
 
 
 def test_ucms_log_line_is_written_once(store, caplog):
-    keep(store, 125)
+    put_blocks(store, 125)
     scheduler = scheduler_of(store)
     request = prompt(125 * TOKENS)
     with caplog.at_level("INFO", "vllm.cascade"):
@@ -207,7 +207,7 @@ def test_ucms_log_line_is_written_once(store, caplog):
 
 
 def test_a_lookup_result_is_reused_while_a_request_waits(store, monkeypatch):
-    keep(store, 4)
+    put_blocks(store, 4)
     scheduler = scheduler_of(store)
     request = prompt(100)
     monkeypatch.setattr(module, "RESULT_MAX_AGE_S", 3600)
@@ -217,7 +217,7 @@ def test_a_lookup_result_is_reused_while_a_request_waits(store, monkeypatch):
 
 
 def test_a_stale_lookup_result_is_renewed(store, monkeypatch):
-    keep(store, 4)
+    put_blocks(store, 4)
     scheduler = scheduler_of(store)
     request = prompt(100)
     assert scheduler.matched_tokens(request, 0) == (64, False)
@@ -230,12 +230,12 @@ def test_a_stale_lookup_result_is_renewed(store, monkeypatch):
 
 def test_a_preempted_request_is_looked_up_again_with_its_output(store, monkeypatch):
     monkeypatch.setattr(module, "RESULT_MAX_AGE_S", 3600)
-    keep(store, 2)
+    put_blocks(store, 2)
     scheduler = scheduler_of(store)
     request = prompt(100)
     assert scheduler.matched_tokens(request, 0) == (32, False)
     request.append_output_token_ids(list(range(40)))
-    keep(store, 2)
+    put_blocks(store, 2)
     keys = keys_of(request)
     keys.extend(request.all_token_ids)
     for part in PARTS:
@@ -246,7 +246,7 @@ def test_a_preempted_request_is_looked_up_again_with_its_output(store, monkeypat
 
 
 def test_a_failed_load_is_not_repeated(store):
-    keep(store, 6)
+    put_blocks(store, 6)
     scheduler = scheduler_of(store)
     request = prompt(100)
     assert scheduler.matched_tokens(request, 0) == (96, False)
@@ -261,7 +261,7 @@ def test_a_failed_load_is_not_repeated(store):
 
 
 def test_other_requests_still_load_after_a_failed_load(store):
-    keep(store, 6)
+    put_blocks(store, 6)
     scheduler = scheduler_of(store)
     request = prompt(100)
     scheduler.matched_tokens(request, 0)
@@ -273,7 +273,7 @@ def test_other_requests_still_load_after_a_failed_load(store):
     ("given", "blocks"), [(96, 6), (48, 3), (16, 1), (33, 3), (0, 0), (500, 6)]
 )
 def test_a_load_has_the_length_that_the_engine_allocates(store, given, blocks):
-    keep(store, 6)
+    put_blocks(store, 6)
     scheduler = scheduler_of(store)
     request = prompt(120)
     assert scheduler.matched_tokens(request, 0) == (96, False)
@@ -287,7 +287,7 @@ def test_a_load_has_the_length_that_the_engine_allocates(store, given, blocks):
 
 
 def test_a_load_starts_after_local_blocks_and_is_reported_by_tier(store):
-    keep(store, 6)
+    put_blocks(store, 6)
     scheduler = scheduler_of(store)
     request = prompt(120)
     assert scheduler.matched_tokens(request, 32) == (64, False)
@@ -301,7 +301,7 @@ def test_a_load_starts_after_local_blocks_and_is_reported_by_tier(store):
 
 
 def test_a_second_call_after_an_asynchronous_load_plans_nothing(store):
-    keep(store, 4)
+    put_blocks(store, 4)
     scheduler = scheduler_of(store)
     request = prompt(64)
     assert scheduler.matched_tokens(request, 0) == (64, True)
@@ -313,7 +313,7 @@ def test_a_second_call_after_an_asynchronous_load_plans_nothing(store):
 
 def test_several_groups_are_always_loaded_asynchronously(store):
     # With several groups, a synchronous load cannot report single failed blocks.
-    keep(store, 4)
+    put_blocks(store, 4)
     groups = [CacheGroup(0), CacheGroup(1, 2)]
     assert scheduler_of(store, groups=groups, load="sync").matched_tokens(prompt(100), 0) == (
         64,
@@ -322,7 +322,7 @@ def test_several_groups_are_always_loaded_asynchronously(store):
 
 
 def test_a_request_for_prompt_logprobs_loads_nothing(store):
-    keep(store, 4)
+    put_blocks(store, 4)
     scheduler = scheduler_of(store)
     assert scheduler.matched_tokens(prompt(100, prompt_logprobs=1), 0) == (0, False)
 
@@ -371,7 +371,7 @@ def test_a_failed_save_is_retried_after_a_delay(store, monkeypatch):
 
 def test_loads_are_planned_although_planning_saves_fails(store):
     # The engine counts the tokens as loaded: a plan without the load gives a wrong answer.
-    keep(store, 4)
+    put_blocks(store, 4)
     scheduler = scheduler_of(store)
     request = prompt(100)
     scheduler.matched_tokens(request, 0)
@@ -380,7 +380,7 @@ def test_loads_are_planned_although_planning_saves_fails(store):
 
 
 def test_nothing_old_is_loaded_after_a_cache_reset(store):
-    keep(store, 4)
+    put_blocks(store, 4)
     scheduler = scheduler_of(store)
     request = prompt(100)
     assert scheduler.matched_tokens(request, 0) == (64, False)
@@ -447,7 +447,7 @@ def test_a_suspended_node_is_a_miss_within_the_deadline(serve, eventually):
     node = serve("--dram", "16MiB")
     budget = 0.2
     with cascadekv.connect(node.socket, timeout=budget) as store:
-        keep(store, 4)
+        put_blocks(store, 4)
         scheduler = scheduler_of(store)
         assert scheduler.matched_tokens(prompt(100, name="before"), 0) == (64, False)
         node.suspend()

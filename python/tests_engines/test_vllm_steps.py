@@ -128,15 +128,15 @@ def test_preempted_and_aborted_requests_leak_nothing(start, way, memory, schedul
     engine = begin(start, way, memory, scheduler, pages=13)
     common = prompt(3 * BLOCK, "common")
     for turn in range(3):
-        asked = [[*common, *prompt(BLOCK + 5, "own", number)] for number in range(5)]
-        names = [engine.add(each, 2 * BLOCK) for each in asked]
+        requests = [[*common, *prompt(BLOCK + 5, "own", number)] for number in range(5)]
+        names = [engine.add(each, 2 * BLOCK) for each in requests]
         for _ in range(turn + 2):
             engine.step()
         engine.abort(names[turn])
         engine.run()
         engine.check()
         engine.reset_prefix_cache()
-        for each in asked[3:]:
+        for each in requests[3:]:
             assert all(engine.stored(each))
     assert engine.facts.preemptions, engine.facts
 
@@ -146,8 +146,8 @@ def test_a_node_killed_before_a_load_changes_no_answer(start, serve, way, memory
     node = serve("--dram", "32MiB")
     store = {"cascade.node": f"unix:{node.socket}", "cascade.load_timeout": 5, **WAYS[way]}
     engine = start(store, memory=MEMORIES[memory], **SCHEDULERS[scheduler])
-    asked = [prompt(4 * BLOCK + 3, "away", number) for number in range(3)]
-    engine.ask(*asked)
+    requests = [prompt(4 * BLOCK + 3, "away", number) for number in range(3)]
+    engine.ask(*requests)
     engine.reset_prefix_cache()
 
     def kill():
@@ -156,10 +156,10 @@ def test_a_node_killed_before_a_load_changes_no_answer(start, serve, way, memory
             node.kill()
 
     engine.between = kill
-    engine.ask(*asked)
+    engine.ask(*requests)
     assert engine.between() is None, "nothing was loaded"
     engine.reset_prefix_cache()
-    engine.ask(*asked, new=BLOCK)
+    engine.ask(*requests, new=BLOCK)
 
 
 @pytest.mark.parametrize("memory", MEMORIES)
