@@ -1,4 +1,4 @@
-"""Measures the store from Python, in turn with memcpy of the same memory as the limit.
+"""Measures the store from Python, alternating with memcpy of the same memory as the limit.
 
 Prints a table and, with a path as argument, writes the figures as JSON in the format of
 `cascade bench core`. Every block is verified.

@@ -1,4 +1,4 @@
-"""Compares the store with LMCache's CPU backend: the same blocks, in one process, in turn.
+"""Compares the store with LMCache's CPU backend: the same blocks, in one process, alternating.
 
 Runs in an environment with the real package (`make bench-peers`). Each side copies blocks in and
 out, by block or as a batch, as its interface allows; every byte is verified.

@@ -19,7 +19,7 @@ Cancellation:
 - A queued call is not made.
 - A running put or get uses the caller's buffers. The cancellation is raised once the call has
   ended, at its deadline at the latest. The put is complete then, and its results are discarded.
-- Any other running call is cancelled at once. The call goes on in its thread, and its result is
+- Any other running call is cancelled at once. The call continues in its thread, and its result is
   undone: views are released and pins are removed.
 """
 

@@ -112,7 +112,7 @@ def _carry_out(stage: Stage, call: StageCall) -> None:
     try:
         result = getattr(stage, method)(*call.take_arguments())
         call.answer(list(result) if method == "names" else result)
-    except BaseException as error:  # noqa: BLE001 # reported to the store; the thread goes on
+    except BaseException as error:  # noqa: BLE001 # reported to the store; the thread continues
         if method == "get" and isinstance(error, KeyError):
             call.miss()
         elif method == "put" and _is_full(error):

@@ -96,7 +96,7 @@ def overhead(name: str, bare: Sequence[RunResult], ours: Sequence[RunResult]) ->
         "%",
         [(b.first_token_mean_s / a.first_token_mean_s - 1) * 100 for a, b in pairs],
         faults=_hits(ours),
-        measured="time to first token with the connector over that without one, in turn",
+        measured="time to first token with the connector over that without one, alternating",
         facts={"answers_that_differ": sum(a.answers != b.answers for a, b in pairs)},
     )
 

@@ -120,7 +120,7 @@ class VllmBench:
         self._guard("scheduler/lookup", self.scheduler_lookup)
 
     def from_dram(self, model: str) -> None:
-        """Measure an embedded store, in turn with an engine without connector."""
+        """Measure an embedded store and an engine without connector, alternating."""
         with ExitStack() as stack:
             bare = None
             if "none" in self.options.baselines:
@@ -137,7 +137,7 @@ class VllmBench:
                 self._conversation(model, bare, ours)
 
     def _against_prefix_cache(self, model: str, ours: EngineProcess) -> None:
-        """Measure first and second runs, in turn with vLLM's own prefix cache."""
+        """Measure first and second runs of Cascade and of vLLM's own prefix cache, alternating."""
         with ExitStack() as stack:
             limit = None
             if "none" in self.options.baselines:
@@ -171,7 +171,7 @@ class VllmBench:
     def _misses(
         self, model: str, tokens: int, bare: EngineProcess | None, ours: EngineProcess
     ) -> None:
-        """Measure prompts without hits, in turn with an engine without connector."""
+        """Measure prompts without hits, alternating with an engine without connector."""
         name = f"{model}/{tokens}"
         engines = [ours] if bare is None else [bare, ours]
         results: list[list[RunResult]] = [[] for _ in engines]
@@ -466,7 +466,7 @@ def _share_of_limit(name: str, rows: Mapping[str, RunPairs], target: Target | No
         "x",
         [least.first_token_mean_s / own.first_token_mean_s for own, least in times],
         target=target,
-        measured="second run with vLLM's prefix cache over second run with the connector, in turn",
+        measured="second run with vLLM's prefix cache over that with the connector, alternating",
     )
 
 

@@ -191,7 +191,7 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
         return None, self._arrivals()[0]
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:  # noqa: ARG002
-        """Return the requests whose asynchronous loads ended, and those that failed wholly."""
+        """Return the requests whose asynchronous loads ended, and those that failed completely."""
         return versions.transfer_results(*self._arrivals())
 
     @_guarded(set)

@@ -170,7 +170,7 @@ class Worker:
                 self._report.saved.append(saved)
 
     def arrivals(self) -> tuple[set[str], set[str]]:
-        """Return requests whose asynchronous loads ended, and those of them that failed wholly."""
+        """Return requests whose asynchronous loads ended, and those that failed completely."""
         if self._is_idle and self._async_loads:
             futures = [future for _, future in self._async_loads.values()]
             wait(futures, IDLE_WAIT_S, FIRST_COMPLETED)
