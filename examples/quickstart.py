@@ -1,6 +1,6 @@
-"""Cascade in ten seconds, without an inference engine: keys, put, look up, view, survive a restart.
+"""Cascade in ten seconds, without an inference engine: keys, put, lookup, view, restart.
 
-Run it where `cascadekv` is installed: `python examples/quickstart.py`.
+Run it in an environment with `cascadekv`: `python examples/quickstart.py`.
 """
 
 import tempfile
@@ -12,20 +12,20 @@ BLOCK_BYTES = 256 * 1024
 
 
 def compute(key: cascadekv.BlockKey) -> bytes:
-    """Stand in for an engine: the KV of a block is a function of the tokens up to its end."""
+    """Simulate an engine: the KV of a block is a function of the tokens up to its end."""
     return (bytes(key) * (BLOCK_BYTES // len(bytes(key)) + 1))[:BLOCK_BYTES]
 
 
 def serve(store: cascadekv.Store, space: cascadekv.Namespace, prompt: list[int]) -> int:
-    """Answer a prompt: load the leading blocks that are there, compute and put the others."""
+    """Serve a prompt: load the leading blocks that are stored, compute and put the others."""
     keys = cascadekv.chain_keys(space, prompt, block_tokens=BLOCK_TOKENS)
     matched = store.lookup_prefix(keys).blocks
     with store.view(keys[:matched]) as views:
-        # An engine copies these into its pages; a view is the block itself, without a copy.
+        # An engine would copy the views into its pages. A view reads the block in place.
         for key, view in zip(keys[:matched], views, strict=True):
             if view is None or bytes(view) != compute(key):
                 raise SystemExit(f"{key} is missing or wrong")
-    # The first new block follows the last one that was there.
+    # The first new block follows the last matched one.
     parent = keys[matched - 1] if matched else None
     new = keys[matched:]
     if len(new):
@@ -37,8 +37,8 @@ def serve(store: cascadekv.Store, space: cascadekv.Namespace, prompt: list[int])
 
 
 def main() -> None:
-    """Serve three prompts, close the store, and serve one of them again."""
-    # All that must match for KV to be right elsewhere; the secret keeps tenants apart.
+    """Serve three prompts, restart the store, and serve a prompt again."""
+    # Everything that must match before KV may be shared; the secret separates tenants.
     manifest = cascadekv.Manifest(
         {
             "weights": cascadekv.keys.weights_fingerprint(b"the bytes of the weights' files"),
@@ -51,8 +51,8 @@ def main() -> None:
             "tensor_parallel": "0/1",
         }
     )
-    space = cascadekv.Namespace(manifest, secret=b"this tenant's own")
-    system = list(range(2048))  # 16 blocks that every prompt begins with
+    space = cascadekv.Namespace(manifest, secret=b"this tenant's secret")
+    system = list(range(2048))  # a common prefix of 16 blocks
     with tempfile.TemporaryDirectory() as directory:
         settings: cascadekv.config.StoreSettings = {
             "dram": "64MiB",

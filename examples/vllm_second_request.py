@@ -1,6 +1,6 @@
 """A real vLLM on the CPU: the second request loads its KV instead of computing it.
 
-Makes a small model on the spot, sends one prompt twice, and compares times and tokens.
+Generates a small model, sends one prompt twice, and compares times and tokens.
 """
 
 import argparse
@@ -22,8 +22,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, default=4096, help="length of the prompt")
     parser.add_argument("--size", default="22m", help="the model: tiny, 22m or 91m parameters")
-    parser.add_argument("--models", type=Path, default=Path(".cache/models"), help="where it lies")
-    parser.add_argument("--node", help="unix:PATH of a node; a store in this process without it")
+    parser.add_argument(
+        "--models", type=Path, default=Path(".cache/models"), help="directory of the model"
+    )
+    parser.add_argument("--node", help="unix:PATH of a node; default: an embedded store")
     arguments = parser.parse_args()
 
     from cascadekv.bench.models import make_model  # noqa: PLC0415 # vLLM reads the environment
@@ -41,7 +43,7 @@ def main() -> None:
             max_model_len=arguments.tokens + 256,
             max_num_batched_tokens=arguments.tokens + 256,
             enforce_eager=True,
-            # vLLM's own cache would answer before the connector is asked.
+            # vLLM's own prefix cache would hit before the connector is queried.
             enable_prefix_caching=False,
             kv_transfer_config=KVTransferConfig(
                 kv_connector="CascadeConnector",

@@ -1,7 +1,7 @@
-"""Measures the store from Python beside memcpy between the same memory, in turn.
+"""Measures the store from Python, alternating with memcpy of the same memory as the limit.
 
-Prints a table and, with a path as argument, writes the figures as JSON in the form of
-`cascade bench core`. Every block is checked against what was put.
+Prints a table and, with a path as argument, writes the figures as JSON in the format of
+`cascade bench core`. Every block is verified.
 """
 
 import json
@@ -32,7 +32,7 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 def figure(name: str, unit: str, samples: list[float], limits: list[float]) -> dict[str, object]:
-    """Put samples beside those of their limit."""
+    """Print and return samples with the samples of their limit."""
     value = statistics.median(samples)
     limit = statistics.median(limits) if limits else None
     share = value / limit if limit else None
@@ -54,7 +54,7 @@ def figure(name: str, unit: str, samples: list[float], limits: list[float]) -> d
 
 
 def measure() -> list[dict[str, object]]:
-    """Put, get and view batches of blocks that are in no cache, and copy the same with memcpy."""
+    """Measure put, get and view of batches larger than CPU caches, and memcpy of the same bytes."""
     space = cascadekv.Namespace(cascadekv.Manifest({"weights": "bench"}))
     source = np.random.default_rng(1).integers(0, 256, (BATCH, BLOCK_BYTES), dtype=np.uint8)
     target = np.ones_like(source)
@@ -75,7 +75,7 @@ def measure() -> list[dict[str, object]]:
             copy_in = gibibytes / seconds(lambda: np.copyto(inside, source))
             copy_out = gibibytes / seconds(lambda: np.copyto(target, inside))
             store.delete(keys)
-            if number > 0:  # the first round touches memory for the first time
+            if number > 0:  # the first round has page faults
                 puts.append(put)
                 gets.append(get)
                 views.append(view)
@@ -91,9 +91,9 @@ def measure() -> list[dict[str, object]]:
 
 
 def page_seconds(page_bytes: int) -> list[list[float]]:
-    """Time saves and loads of pages of an engine's cache, and numpy's copies of as many pages.
+    """Measure saves and loads of pages of an engine's cache, and numpy's copies of as many pages.
 
-    Gives the seconds of the saves, the loads, and the copies in and out, each of all rounds.
+    Returns the seconds of saves, loads, copies in and copies out, each for all rounds.
     """
     space = cascadekv.Namespace(cascadekv.Manifest({"weights": "bench"}))
     shape = (LAYERS, PAGES, page_bytes)
@@ -128,12 +128,12 @@ def page_seconds(page_bytes: int) -> list[list[float]]:
             times.append(seconds(lambda some=some: np.copyto(target[some], inside)))
             store.delete(keys)
             rounds.append(times)
-    # The first round touches memory for the first time.
+    # The first round has page faults.
     return [list(samples) for samples in zip(*rounds[1:], strict=True)]
 
 
 def measure_pages() -> list[dict[str, object]]:
-    """Save and load blocks of 8 pages: large ones for their bytes, small ones for their calls."""
+    """Measure blocks of 8 pages: large pages for the bandwidth, small ones for the overhead."""
     what = f"{SAVED} blocks of {LAYERS} pages of"
     gibibytes = SAVED * LAYERS * LARGE_PAGE_BYTES / 2**30
     large = [[gibibytes / one for one in some] for some in page_seconds(LARGE_PAGE_BYTES)]

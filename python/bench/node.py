@@ -1,7 +1,7 @@
-"""Measures batches through a served store from Python, beside bare round trips over such a socket.
+"""Measures batches of a served store from Python, with bare socket round trips as the limit.
 
-Starts a node of its own. Prints a table and, with a path as argument, writes the figures as JSON in
-the form of `cascade bench node`. Every block is checked against what was put.
+Starts a node. Prints a table and, with a path as argument, writes the figures as JSON in the format
+of `cascade bench node`. Every block is verified.
 """
 
 import json
@@ -36,7 +36,7 @@ def seconds(work: Callable[[], object]) -> float:
 def figure(
     name: str, samples: list[float], limits: list[float], limit_is: str, most: float | None
 ) -> dict[str, object]:
-    """Put samples in microseconds a block beside those of their limit."""
+    """Print and return samples, in microseconds per block, with the samples of their limit."""
     value, limit = statistics.median(samples), statistics.median(limits)
     is_reached = None if most is None else value <= most
     verdict = {None: "", True: f"<= {most} met", False: f"<= {most} MISSED"}[is_reached]
@@ -60,7 +60,7 @@ def figure(
 
 @contextmanager
 def node() -> Iterator[str]:
-    """Serve a store in a process of its own; gives its socket."""
+    """Run a node; yields its socket."""
     with tempfile.TemporaryDirectory(prefix="cascade-") as directory:
         path = f"{directory}/s"
         command = [sys.executable, "-m", "cascadekv", "serve", "--socket", path]
@@ -75,14 +75,14 @@ def node() -> Iterator[str]:
 
 
 def echo(connection: socket.socket) -> None:
-    """Send back what comes until the other side closes."""
+    """Echo frames until the other side closes."""
     while frame := connection.recv(64):
         connection.sendall(frame)
 
 
 @contextmanager
 def bare_round_trip() -> Iterator[Callable[[], float]]:
-    """Give what times a round trip to a process that does nothing else."""
+    """Yield a function that times a round trip to a process that only echoes."""
     here, there = socket.socketpair()
     process = multiprocessing.get_context("fork").Process(target=echo, args=(there,), daemon=True)
     process.start()
@@ -102,7 +102,7 @@ def bare_round_trip() -> Iterator[Callable[[], float]]:
 def measure(
     store: cascadekv.Store, bare: Callable[[], float], size: int
 ) -> list[dict[str, object]]:
-    """Put, view and look up batches of blocks of one size."""
+    """Measure put, view and lookup of batches of blocks of one size."""
     space = cascadekv.Namespace(cascadekv.Manifest({"weights": "bench node"}))
     keys = cascadekv.BlockKeys([space.key_of_id(f"{block}") for block in range(BATCH)])
     source = np.random.default_rng(size).integers(0, 256, (BATCH, size), dtype=np.uint8)
@@ -123,7 +123,7 @@ def measure(
                 raise AssertionError("a byte is wrong")
             target[:, 0] ^= 0xFF
             store.delete(keys)
-        if number > 0:  # the first round touches memory for the first time
+        if number > 0:  # the first round has page faults
             for name, value in spent.items():
                 samples[name].append(value / REPEATS / BATCH * 1e6)
     control = [put - copy for put, copy in zip(samples["put"], samples["copy"], strict=True)]

@@ -1,8 +1,7 @@
-"""Measures LMCache's CPU backend beside the store: the same blocks, one process, in turn.
+"""Compares the store with LMCache's CPU backend: the same blocks, in one process, alternating.
 
-Runs in an environment of its own that has the real package (`make bench-peers`). Both sides copy a
-block in with one call each or as a batch, whichever they offer, and copy it out into the caller's
-array; every byte is checked.
+Runs in an environment with the real package (`make bench-peers`). Each side copies blocks in and
+out, by block or as a batch, as its interface allows; every byte is verified.
 """
 
 import json
@@ -35,7 +34,7 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 class Lmcache:
-    """LMCache's CPU backend as its storage manager drives it."""
+    """LMCache's CPU backend, used as by its storage manager."""
 
     def __init__(self) -> None:
         config = LMCacheEngineConfig.from_defaults(local_cpu=True, max_local_cpu_size=1.0)
@@ -43,12 +42,12 @@ class Lmcache:
         self._backend = LocalCPUBackend(config, dst_device="cpu", memory_allocator=allocator)
 
     def keys(self, number: int) -> list[CacheEngineKey]:
-        """Name the blocks of a round."""
+        """Return the keys of a round's blocks."""
         start = number * BATCH
         return [CacheEngineKey("model", 1, 0, start + block, torch.uint8) for block in range(BATCH)]
 
     def put(self, keys: list[CacheEngineKey], blocks: torch.Tensor) -> None:
-        """Allocate, copy in, hand over."""
+        """Allocate, copy in, submit."""
         for key, block in zip(keys, blocks, strict=True):
             slot = self._backend.allocate(block.shape, block.dtype)
             slot.tensor.copy_(block)
@@ -56,27 +55,27 @@ class Lmcache:
             slot.ref_count_down()
 
     def get(self, keys: list[CacheEngineKey], targets: torch.Tensor) -> None:
-        """Look up, copy out, let go."""
+        """Look up, copy out, release."""
         for key, target in zip(keys, targets, strict=True):
             slot = self._backend.get_blocking(key)
             target.copy_(slot.tensor)
             slot.ref_count_down()
 
     def delete(self, keys: list[CacheEngineKey]) -> None:
-        """Forget the blocks of a round."""
+        """Delete the blocks of a round."""
         for key in keys:
             self._backend.remove(key)
 
 
 class Cascade:
-    """The store, through the package."""
+    """The store, through `cascadekv`."""
 
     def __init__(self) -> None:
         self._store = cascadekv.Store(dram=POOL_BYTES)
         self._space = cascadekv.Namespace(cascadekv.Manifest({"weights": "bench"}))
 
     def keys(self, number: int) -> cascadekv.BlockKeys:
-        """Name the blocks of a round."""
+        """Return the keys of a round's blocks."""
         return cascadekv.BlockKeys(
             [self._space.key_of_id(f"{number} {block}") for block in range(BATCH)]
         )
@@ -90,12 +89,12 @@ class Cascade:
         self._store.get(keys, targets.numpy())
 
     def delete(self, keys: cascadekv.BlockKeys) -> None:
-        """Forget the blocks of a round."""
+        """Delete the blocks of a round."""
         self._store.delete(keys)
 
 
 def measure() -> list[dict[str, object]]:
-    """Put and get a batch on each side in turn, ROUNDS times after one that warms up."""
+    """Measure put and get of a batch on each side in turn, in ROUNDS rounds after a warm-up."""
     random = np.random.default_rng(1)
     source = torch.from_numpy(random.integers(0, 256, (BATCH, BLOCK_BYTES), dtype=np.uint8))
     target = torch.ones_like(source)
@@ -109,7 +108,7 @@ def measure() -> list[dict[str, object]]:
             target.zero_()
             get = gibibytes / seconds(lambda side=side, keys=keys: side.get(keys, target))
             if not torch.equal(source, target):
-                raise AssertionError(f"{name} gave a wrong byte")
+                raise AssertionError(f"{name} returned a wrong byte")
             side.delete(keys)
             if number > 0:
                 samples.setdefault(f"{name}/put/128KiB", []).append(put)

@@ -1,9 +1,9 @@
-"""Time of vLLM's scheduler for one lookup of 256 blocks: `python vllm_lookup.py REPORT [SOCKET]`.
+"""Measures one lookup of 256 blocks in vLLM's scheduler: `python vllm_lookup.py REPORT [SOCKET]`.
 
-Needs vLLM's CPU build. With the socket of a node it asks that, else a store of its own. Medians and
-worst of lookups that find all blocks, none, or half of them, each of a new request; what a request
-costs on arrival (its keys, and the look ahead) stands apart, because it is not in the scheduler's
-decision.
+Requires vLLM's CPU build. Uses the node with this socket, or an embedded store. Reports the median
+and the maximum of lookups that find all, half or none of the blocks, each for a new request. The
+cost of a request's arrival (keys and lookahead) is reported separately, because it is not part of a
+scheduling decision.
 """
 
 import json
@@ -14,10 +14,10 @@ from pathlib import Path
 
 import cascadekv
 from cascadekv import Hints, Manifest, Namespace
-from cascadekv.connectors.vllm.groups import Group
+from cascadekv.connectors.vllm.groups import CacheGroup
 from cascadekv.connectors.vllm.keys import RequestKeys
 from cascadekv.connectors.vllm.metadata import Part
-from cascadekv.connectors.vllm.scheduler import Policy, Scheduler
+from cascadekv.connectors.vllm.scheduler import Scheduler, SchedulerSettings
 from vllm import SamplingParams
 from vllm.v1.request import Request
 
@@ -29,18 +29,18 @@ SPACE = Namespace(Manifest({"weights": "bench"}))
 
 
 def keys_of(request: Request) -> RequestKeys:
-    """Name a request's blocks."""
+    """Return the keys of a request's blocks."""
     return RequestKeys(SPACE, [PART.name], BLOCK_TOKENS, {"salt": request.cache_salt or ""})
 
 
 def measure(store: cascadekv.Store, share: float) -> dict[str, float]:
-    """Time lookups of which that share of the blocks is here."""
+    """Measure lookups for which this share of the blocks is stored."""
     scheduler = Scheduler(
         lambda: store,
         [PART],
-        [Group(0)],
+        [CacheGroup(0)],
         keys_of,
-        Policy(),
+        SchedulerSettings(),
         block_tokens=BLOCK_TOKENS,
         choose=lambda tiers, _: len(tiers),
         hints_of=lambda _: Hints(),
@@ -52,17 +52,17 @@ def measure(store: cascadekv.Store, share: float) -> dict[str, float]:
         request = Request(f"{number}", tokens, SamplingParams(), None, cache_salt=salt)
         keys = keys_of(request)
         keys.extend(tokens)
-        here = int(BLOCKS * share)
-        if here:
-            store.put(keys.keys(PART.name, 0, here), [salt.encode()] * here)
+        stored = int(BLOCKS * share)
+        if stored:
+            store.put(keys.keys(PART.name, 0, stored), [salt.encode()] * stored)
         started = time.perf_counter()
-        scheduler.arrive(request)
+        scheduler.add_request(request)
         arrived = time.perf_counter()
-        matched, _ = scheduler.matched(request, 0)
+        matched, _ = scheduler.matched_tokens(request, 0)
         lookups.append(time.perf_counter() - arrived)
         arrivals.append(arrived - started)
-        if matched != here * BLOCK_TOKENS:
-            raise RuntimeError(f"{matched} tokens matched, {here * BLOCK_TOKENS} are here")
+        if matched != stored * BLOCK_TOKENS:
+            raise RuntimeError(f"{matched} tokens matched; expected {stored * BLOCK_TOKENS}")
         scheduler.finish(request, lambda hints: hints)
     return {
         "arrival_us_median": statistics.median(arrivals) * 1e6,
@@ -72,7 +72,7 @@ def measure(store: cascadekv.Store, share: float) -> dict[str, float]:
 
 
 def main() -> None:
-    """Measure and report."""
+    """Measure and write the report."""
     report, *socket = sys.argv[1:]
     opened = cascadekv.connect(socket[0]) if socket else cascadekv.Store(dram="256MiB")
     with opened as store:

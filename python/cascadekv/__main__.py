@@ -1,4 +1,4 @@
-"""The command `cascade`: replay, bench, inspect. The native code reads the arguments."""
+"""The command `cascade`. The native code parses the arguments."""
 
 import signal
 import sys
@@ -7,7 +7,7 @@ from cascadekv._native import run_command
 
 
 def main() -> int:
-    """Run the command; Ctrl-C ends it at once, as it would a native program."""
+    """Run the command; Ctrl-C ends it at once, as in a native program."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     return run_command(["cascade", *sys.argv[1:]])
 

@@ -53,14 +53,14 @@ _Size: TypeAlias = int | str
 
 @final
 class BlockKey:
-    """Names a block by what it stands for: all tokens up to its end, in one namespace. 32 bytes."""
+    """The 32-byte name of a block: covers all tokens up to its end, in one namespace."""
 
     def __new__(cls, key: bytes, /) -> Self: ...
     @staticmethod
     def from_hex(text: str, /) -> BlockKey:
-        """Give the key that 64 hexadecimal digits stand for."""
+        """Return the key that is written as 64 hexadecimal digits."""
     def hex(self) -> str:
-        """Give the key as 64 hexadecimal digits."""
+        """Return the key as 64 hexadecimal digits."""
     def __bytes__(self) -> bytes: ...
     def __getnewargs__(self) -> tuple[bytes]: ...
     def __eq__(self, other: object, /) -> bool: ...
@@ -73,7 +73,7 @@ class BlockKey:
 
 @final
 class BlockKeys:
-    """Keys of consecutive blocks as one object; a sequence of `BlockKey`."""
+    """The keys of consecutive blocks in one object; a sequence of `BlockKey`."""
 
     def __new__(cls, keys: _Keys, /) -> Self: ...
     def __len__(self) -> int: ...
@@ -89,9 +89,9 @@ class BlockKeys:
 
 @final
 class Manifest:
-    """All that must match for one engine's KV to be right in another, as names and values.
+    """The compatibility manifest: everything that must match before engines may share KV.
 
-    Weights are named by a fingerprint, never by a path.
+    The fields are names and values. Weights are named by a fingerprint, never by a path.
     """
 
     def __new__(cls, fields: Mapping[str, str], /) -> Self: ...
@@ -99,103 +99,103 @@ class Manifest:
     def fields(self) -> dict[str, str]:
         """The fields in the order in which they are hashed."""
     def missing(self) -> list[str]:
-        """Name the required fields that are not stated."""
+        """Return the names of required fields that are absent."""
     def differences(self, other: Manifest, /) -> list[str]:
-        """Say in which fields the two differ; none when blocks may be reused."""
+        """Describe the fields in which the two differ; empty if blocks may be reused."""
     def canonical_bytes(self) -> bytes:
-        """Give the bytes that are hashed."""
+        """Return the bytes that are hashed."""
     def __getnewargs__(self) -> tuple[dict[str, str]]: ...
     def __eq__(self, other: object, /) -> bool: ...
     def __ne__(self, other: object, /) -> bool: ...
 
 @final
 class Namespace:
-    """One set of blocks that may be reused for each other: a manifest under a tenant's secret.
+    """A set of blocks that may be reused for each other: a manifest and a tenant's secret.
 
-    Without a secret all tenants of a store share their blocks.
+    Without a secret, all tenants of a store share their blocks.
     """
 
     def __new__(cls, manifest: Manifest, secret: bytes | None = None) -> Self: ...
     @property
     def root(self) -> BlockKey:
-        """The key that every chain starts from. As secret as the tenant's secret."""
+        """The key that every chain starts from. Keep it as secret as the tenant's secret."""
     @property
     def id(self) -> bytes:
-        """Sixteen bytes that name the namespace in stored records and reveal no secret."""
+        """The 16-byte name of the namespace in stored records; it does not reveal the secret."""
     @property
     def manifest(self) -> Manifest:
-        """The manifest that it was made from."""
+        """The manifest of the namespace."""
     def key_of_id(self, id: str | bytes, /) -> BlockKey:  # noqa: A002
-        """Give the key for an id of the caller's; text counts as UTF-8."""
+        """Return the key for an id that the caller chose; text is encoded as UTF-8."""
     def __eq__(self, other: object, /) -> bool: ...
     def __ne__(self, other: object, /) -> bool: ...
 
 @final
 class PutResult:
-    """What became of one block of a put."""
+    """The outcome of a put for one block."""
 
     @property
     def status(self) -> PutStatus:
-        """What became of it."""
+        """The outcome."""
     @property
     def ok(self) -> bool:
         """Whether the store has the block now: stored, deduplicated or present."""
     @property
     def reason(self) -> DeclineReason | None:
-        """Why the block was declined."""
+        """Why the block was declined; `None` if it was not."""
     @property
     def error(self) -> CascadeError | None:
-        """The failure, when there was one."""
+        """Why the put failed; `None` if it did not."""
 
 @final
 class GetResult:
-    """What became of one block of a copying get."""
+    """The outcome of a get for one block."""
 
     @property
     def status(self) -> GetStatus:
-        """What became of it."""
+        """The outcome."""
     @property
     def ok(self) -> bool:
         """Whether the block's bytes are in the buffer."""
     @property
     def bytes(self) -> int:
-        """Bytes written to the start of the buffer."""
+        """Number of bytes written to the start of the buffer."""
     @property
     def needed_bytes(self) -> int | None:
-        """Bytes that the block needs, when the buffer was too short."""
+        """The block's length if the buffer was too short."""
     @property
     def tier(self) -> str | None:
         """The tier where the block was found."""
     @property
     def error(self) -> CascadeError | None:
-        """The failure, when there was one."""
+        """Why the get failed; `None` if it did not."""
 
 @final
 class PrefixMatch:
-    """How much of a chain is here."""
+    """The leading blocks of a chain that the store has."""
 
     @property
     def blocks(self) -> int:
-        """Leading blocks that are available."""
+        """Number of leading blocks that are available."""
     @property
     def tiers(self) -> list[str]:
-        """The fastest tier of each of them."""
+        """The fastest tier of each available block."""
     def __eq__(self, other: object, /) -> bool: ...
     def __ne__(self, other: object, /) -> bool: ...
 
 @final
 class Changes:
-    """What a store tells a follower at a time: an iterable of kinds and keys."""
+    """One batch of `Store.changes`: an iterable of (kind, key)."""
 
     @property
     def next(self) -> bytes:
-        """What to pass as `since` the next time."""
+        """The cursor for the next call: pass it as `since`."""
     @property
     def is_lost(self) -> bool:
-        """Whether the set begins anew: empty it before these changes are applied."""
+        """Whether the cursor was lost: empty the set before applying these changes."""
     @property
     def is_current(self) -> bool:
-        """Whether the set is exact with these changes. Otherwise ask again at once."""
+        """Whether the set is exact after these changes. If not, call again at once."""
     @property
     def kinds(self) -> bytes:
         """The `ChangeKind` of each change, one byte each."""
@@ -207,9 +207,10 @@ class Changes:
 
 @final
 class View:
-    """A block in the pool, read in place; the block stays until the last user drops this.
+    """A block that is read in place in the pool.
 
     A read-only buffer (`memoryview(view)`, `numpy.frombuffer(view, dtype)`) and a DLPack exporter.
+    The block stays in the pool until this object and every buffer made from it are released.
     """
 
     @property
@@ -217,7 +218,7 @@ class View:
         """The tier where the block was found."""
     @property
     def address(self) -> int:
-        """Where the block starts in this process's memory."""
+        """The block's start address in this process."""
     def __len__(self) -> int: ...
     def __buffer__(self, flags: int, /) -> memoryview: ...
     def __dlpack__(
@@ -234,8 +235,8 @@ class View:
 class Views:
     """The views of one batch, in the order of its keys: a sequence of `View` or `None`.
 
-    All blocks stay in the pool until this object goes or `release` is called; a `View` taken from
-    it keeps its own block for as long as it lives.
+    All blocks stay in the pool until `release` is called or this object is deleted. A `View` taken
+    from it keeps its own block for longer.
     """
 
     def __len__(self) -> int: ...
@@ -246,9 +247,9 @@ class Views:
     def __iter__(self) -> Iterator[View | None]: ...
     @property
     def hits(self) -> int:
-        """Blocks that were found."""
+        """Number of blocks that were found."""
     def error(self, index: int, /) -> CascadeError | None:
-        """Say why the block failed; `None` for a hit and for a plain miss."""
+        """Return why reading the block failed; `None` for a hit and for a plain miss."""
     def scatter(
         self,
         memory: PagedMemory,
@@ -259,63 +260,63 @@ class Views:
     ) -> list[bool]:
         """Copy view i to page `pages[i]`: `count` regions from `first` on, all by default.
 
-        Says whether each block was copied. It is not, in no byte, where the view is a miss or the
-        block has another length than the memory's blocks. Threads may scatter at once to different
-        pages; a page twice in one call is refused.
+        Returns whether each block was copied. A page is not written if its view is a miss or if the
+        block's length differs from `memory.block_bytes`. Several threads may scatter to different
+        pages at the same time. A page that occurs twice in one call is a `ValueError`.
         """
     def release(self) -> None:
-        """Let go of every block now; the sequence is empty afterwards."""
+        """Release every block now; the sequence is empty afterwards."""
     def __enter__(self) -> Self: ...
     def __exit__(self, *_error: object) -> None: ...
 
 @final
 class Reservation:
-    """Memory of the pool to write a block into, before it has a key: a writable buffer.
+    """Pool memory for one block, to be written in place before the put: a writable buffer.
 
-    Goes back to the pool unless `Store.put_reserved` takes it.
+    The memory returns to the pool unless `Store.put_reserved` stores it.
     """
 
     def __len__(self) -> int: ...
     def __buffer__(self, flags: int, /) -> memoryview: ...
     def __release_buffer__(self, buffer: memoryview, /) -> None: ...
     def release(self) -> None:
-        """Give the memory back to the pool unused."""
+        """Return the memory to the pool."""
 
 @final
 class PagedMemory:
-    """An engine's KV cache as the store sees it: `regions` of equally many `pages`.
+    """An engine's KV cache memory: `regions` with `pages` pages each.
 
     A region is a `(buffer, offset, stride, page_bytes)`: its page i is `page_bytes` bytes at
     `offset + i * stride` of a C-contiguous, writable buffer. Block i is page i of each region, one
-    after the other in the given order. No two pages may share a byte. The buffers stay exported,
-    hence where they are, as long as this object lives.
+    after the other in the given order. No two pages may overlap. The buffers stay exported, and
+    therefore cannot move, while this object exists.
 
-    While a call copies to or from a page, nobody else may write it, nor read one that is written:
-    this is the engine's to keep, as for any memory that it hands to another thread.
+    The caller must synchronize access: while a call copies from a page, no other thread may write
+    the page; while a call copies to a page, no other thread may read or write it.
     """
 
     def __new__(cls, regions: Iterable[tuple[Buffer, int, int, int]], pages: int) -> Self: ...
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block: a page of each region."""
+        """Length of one block: one page of each region."""
     @property
     def pages(self) -> int:
-        """Pages of each region."""
+        """Number of pages in each region."""
     @property
     def regions(self) -> int:
-        """How many regions there are."""
+        """Number of regions."""
 
 @final
 class PreparedPut:
-    """Blocks that the store has memory for, from `Store.prepare`: gather their bytes, then seal.
+    """Pool memory for the blocks of a put, from `Store.prepare`: gather their bytes, then seal.
 
-    What is not sealed goes back to the store with `release`, or with this object. A context
-    manager. Calls from several threads take turns.
+    `release`, or deleting this object, returns the memory of blocks that were not sealed. A context
+    manager. Calls from several threads are serialized.
     """
 
     @property
     def needed(self) -> list[int]:
-        """Positions of the keys whose bytes the store wants."""
+        """Indices of the keys whose bytes the store needs."""
     def gather(
         self,
         memory: PagedMemory,
@@ -324,28 +325,28 @@ class PreparedPut:
         first: int = 0,
         count: int | None = None,
     ) -> None:
-        """Copy page `pages[i]` into block i, for every block that is needed.
+        """Copy page `pages[i]` into block i, for every needed block.
 
-        `pages` names a page for each key. `count` regions from `first` on are copied, all by
-        default: a connector may save layer by layer.
+        `pages` has one page for each key. `count` regions from `first` on are copied, all by
+        default, so that a connector can save layer by layer.
         """
     def seal(self, *, timeout: _Duration | None = None) -> list[PutResult]:
-        """Store the blocks; gives a result for each key, needed or not.
+        """Store the blocks; returns one result for each key, needed or not.
 
-        Raises `ValueError`, and changes nothing, while bytes of the needed blocks are missing.
+        Raises `ValueError`, and changes nothing, if bytes of needed blocks were not gathered yet.
         """
     def release(self) -> None:
-        """Give everything back that was not sealed. May be repeated."""
+        """Return the memory of blocks that were not sealed. May be called again."""
     def __enter__(self) -> Self: ...
     def __exit__(self, *_error: object) -> None: ...
 
 @final
 class Store:
-    """A block store: tiers of memory and files behind one set of calls.
+    """A block store: tiers of memory and files behind one interface.
 
-    Settings are those of `StoreConfig`, given as keywords or as one configuration; `stages` are
-    objects that stand in the pipeline under their names (`cascadekv.stages`). Calls take batches,
-    answer for each block in order, and are safe from any thread. A context manager.
+    Settings are those of `StoreConfig`, given as keywords or as one configuration. `stages` maps
+    names in the pipeline to stages in Python (`cascadekv.stages`). Calls take batches, return one
+    result for each block in order, and are thread-safe. A context manager.
     """
 
     def __new__(
@@ -355,10 +356,10 @@ class Store:
         stages: Mapping[str, Stage] | None = None,
         **settings: Unpack[StoreSettings],
     ) -> Self:
-        """Open a store; raises `ConfigError` for what makes no sense."""
+        """Open a store; raises `ConfigError` for an invalid setting."""
     @property
     def config(self) -> StoreConfig | None:
-        """The settings that an embedded store runs with; `None` for a served one."""
+        """The settings of an embedded store; `None` for a served one."""
     def put(
         self,
         keys: _Keys,
@@ -374,13 +375,14 @@ class Store:
     ) -> list[PutResult]:
         """Store blocks.
 
-        `blocks` is a buffer for each key, or one buffer that holds them all in equal pieces; do not
-        change them until the call returns. The keys of one call are consecutive blocks of one chain
-        that begins below `parent`, unless `chain` is false. `ttl` and `timeout` are durations:
-        seconds, text such as `"5s"`, or a `timedelta`.
+        `blocks` is one buffer for each key, or one buffer that is split into equal parts. Do not
+        modify the buffers until the call returns. The keys of one call are consecutive blocks of
+        one chain that follows `parent`, unless `chain` is false. `is_prefix` marks a protected
+        prefix, whose blocks are evicted last; `last_is_partial` says that the last block is not
+        full. `ttl` and `timeout` are durations: seconds, text such as `"5s"`, or a `timedelta`.
         """
     def reserve(self, size: _Size, *, timeout: _Duration | None = None) -> Reservation:
-        """Give memory of the pool for a block of that many bytes: write in place, then put."""
+        """Reserve pool memory for a block of `size` bytes: write it, then call `put_reserved`."""
     def put_reserved(
         self,
         keys: _Keys,
@@ -396,7 +398,7 @@ class Store:
     ) -> list[PutResult]:
         """Store blocks that were written in place, without a copy. Keywords as for `put`.
 
-        Every array and memoryview on the reservations must be released before.
+        Release every array and memoryview of the reservations before the call.
         """
     def prepare(
         self,
@@ -411,20 +413,21 @@ class Store:
         namespace: Namespace | None = None,
         timeout: _Duration | None = None,
     ) -> PreparedPut:
-        """Ask which of some blocks of `size` bytes the store wants, and take memory for them.
+        """Reserve pool memory for those of these blocks of `size` bytes that the store needs.
 
-        Keywords as for `put`. A key that is there with as many bytes is present, whatever they are.
+        Keywords as for `put`. A key that is already stored with the same length counts as present;
+        its bytes are not compared.
         """
     def get(
         self, keys: _Keys, buffers: Buffer | Iterable[Buffer], *, timeout: _Duration | None = None
     ) -> list[GetResult]:
         """Copy blocks into buffers.
 
-        `buffers` is a writable buffer for each key, or one that has room for all in equal pieces.
-        A block that does not fit is not copied; its result says how much it needs.
+        `buffers` is one writable buffer for each key, or one buffer that is split into equal parts.
+        A block that does not fit is not copied; `GetResult.needed_bytes` has its length.
         """
     def view(self, keys: _Keys, *, timeout: _Duration | None = None) -> Views:
-        """Give views on blocks in the pool, without a copy; `None` for a miss."""
+        """Return views of blocks in the pool, without a copy; `None` for a miss."""
     def lookup_prefix(
         self,
         keys: _Keys,
@@ -433,11 +436,11 @@ class Store:
         hints: Hints | None = None,
         at: _Duration | None = None,
     ) -> PrefixMatch:
-        """Say how many leading blocks of a chain are available, and where.
+        """Return how many leading blocks of a chain are available, and in which tiers.
 
-        This is how the eviction policy learns of requests: ask with the whole chain, then read what
-        matched and put the rest. `at` is the time of the request in seconds, on a scale of the
-        caller's that never goes back; the store's clock otherwise.
+        The eviction policy observes requests by this call: look up the whole chain, then read the
+        matched blocks and put the rest. `at` is the time of the request, in seconds on a monotonic
+        clock of the caller's; the default is the store's clock.
         """
     def acquire(
         self,
@@ -448,50 +451,51 @@ class Store:
         at: _Duration | None = None,
         timeout: _Duration | None = None,
     ) -> Views:
-        """Look a chain up and view the leading blocks that are available, in one call."""
+        """Look up a chain and return views of its leading available blocks, in one call."""
     def hint(self, keys: _Keys, *, hints: Hints, at: _Duration | None = None) -> None:
-        """Say what the caller knows about a chain, without asking for it. Counts as no use.
+        """Pass hints about a chain to the eviction policy. Does not count as an access.
 
         `at` as for `lookup_prefix`.
         """
     def contains(self, keys: _Keys) -> list[bool]:
-        """Say whether each block is in any tier. Counts as no use."""
+        """Return whether each block is in any tier. Does not count as an access."""
     def locate(self, keys: _Keys) -> list[list[str]]:
-        """Name the tiers that have each block, fast to slow."""
+        """Return the tiers that have each block, fastest first."""
     def pin(self, keys: _Keys) -> list[bool]:
-        """Keep blocks in memory until `unpin`, counted. True for those that are here."""
+        """Keep blocks in memory until `unpin`. Pins are counted. True if the block was present."""
     def unpin(self, keys: _Keys) -> list[bool]:
-        """Take one pin from each block. True for those that had one."""
+        """Remove one pin from each block. True if the block was pinned."""
     def delete(self, keys: _Keys) -> list[bool]:
-        """Forget blocks in every tier. True for those that were here. Views on them stay right."""
+        """Delete blocks from every tier. True if the block was present. Views of it stay valid."""
     def prefetch(self, keys: _Keys) -> int:
-        """Ask for blocks to be brought to memory in the background; says how many were accepted."""
+        """Read blocks into memory in the background; returns how many were accepted."""
     def register(self, namespace: Namespace, *, timeout: _Duration | None = None) -> None:
-        """Keep a namespace's manifest with the data.
+        """Store a namespace's manifest with the data.
 
-        `cascade explain` can then name the field in which two namespaces differ.
+        `cascade explain` can then name the fields in which two namespaces differ.
         """
     def flush(self, *, timeout: _Duration | None = None) -> None:
-        """Wait until every tier has what was put, and would have it after a restart.
+        """Wait until every tier has written all earlier puts, so that they survive a restart.
 
-        Raises `TierError` if a tier did not take some of it since this store's, or this client's,
-        last flush.
+        Raises `TierError` if a tier failed to write some of them since the last flush of this store
+        or client.
         """
     def clear(self) -> None:
-        """Forget every block in every tier."""
+        """Delete every block from every tier."""
     def changes(self, since: bytes | None = None, *, limit: int = 65_536) -> Changes:
-        """Say what came and went since the answer that gave `since`; without it, what is here now.
+        """Return the blocks that were stored and removed since the cursor `since`.
 
-        A set of keys to which each answer is applied (emptied first, if it `is_lost`) is exactly
-        that of the store's blocks whenever an answer `is_current`. At most `limit` changes are
-        told; a served store tells 65,536 at most.
+        Without `since`, returns the blocks that are present now. Apply every batch to a set of
+        keys (empty the set first if the batch `is_lost`): the set equals the store's blocks
+        whenever a batch `is_current`. A batch has at most `limit` changes, and at most 65,536 from
+        a served store.
         """
     def stats(self) -> Stats:
-        """Say what the store holds and did. Also after `close`."""
+        """Return counters and contents of the store. Also works after `close`."""
     def close(self) -> None:
-        """Write down what waits, stop the store's threads and close its files. May be repeated.
+        """Write back pending blocks, stop the threads and close the files. May be called again.
 
-        Raises `DeadlineError` when not all could be written in time; the store is closed anyway.
+        Raises `DeadlineError` if not all blocks were written in time; the store is closed anyway.
         """
     def __enter__(self) -> Self: ...
     def __exit__(self, *_error: object) -> None: ...
@@ -504,18 +508,20 @@ def connect(
     name: str | None = None,
     timeout: _Duration | None = 5.0,
 ) -> Store:
-    """Connect to the node of this host.
+    """Connect to the node of this host; returns a `Store` with the interface of an embedded one.
 
-    Returns a `Store`, as an embedded one is. `socket` is the path of the node's Unix socket, or
-    `unix:PATH`; without it the one that `CASCADE_NODE` names, else the one that `cascade serve`
-    chooses for this user. Raises `AwayError` when no node answers there and `RefusedError` when it
-    does not want this client. Once connected, calls are answered at once while the node is away:
-    reads by misses, puts by `failed`; the connection comes back by itself. `access` is "write" or
-    "read"; `token` proves a tenant; `timeout` is what a call may take unless it says otherwise.
+    `socket` is the path of the node's Unix socket, or `unix:PATH`. The default is `CASCADE_NODE`,
+    then the default socket of `cascade serve` for this user. `access` is "write" or "read"; `token`
+    authenticates a tenant; `name` labels this client in the node's status; `timeout` is the
+    deadline of calls that set none.
+
+    Raises `AwayError` if no node answers and `RefusedError` if the node refuses this client. If the
+    node becomes unavailable later, calls return at once (reads as misses, puts as `failed`) and the
+    client reconnects by itself.
     """
 
 def default_socket() -> str:
-    """Say where a client looks for a node that nobody named."""
+    """Return the socket that clients use if none is configured."""
 
 def chain_keys(
     parent: Namespace | _Key,
@@ -524,31 +530,34 @@ def chain_keys(
     *,
     keep_partial: bool = False,
 ) -> BlockKeys:
-    """Give the keys of consecutive blocks of `block_tokens` tokens below `parent`.
+    """Return the keys of consecutive blocks of `block_tokens` tokens that follow `parent`.
 
-    `parent` is a `Namespace`, or the key of the block before the first token. Tokens that do not
-    fill the last block get no key unless `keep_partial` is true.
+    `parent` is a `Namespace`, or the key of the block before the first token. A last block that is
+    not full has no key unless `keep_partial` is true.
     """
 
 def digest(data: Buffer, algorithm: Literal["blake3", "sha256"] = "blake3") -> bytes:
-    """Give the 32-byte digest of some bytes."""
+    """Return the 32-byte digest of some bytes."""
 
 def checksum(data: Buffer, /) -> int:
-    """Give the CRC-32C of some bytes: what guards every byte that leaves DRAM."""
+    """Return the CRC-32C of some bytes, the checksum of every block outside DRAM."""
 
 def weights_fingerprint(*parts: Buffer) -> str:
-    """Name weights by the bytes of their files, or of their headers and index, in a fixed order."""
+    """Return a fingerprint of weights: of their files' bytes, or of their headers and index.
+
+    The order of `parts` counts.
+    """
 
 def check_config(config: object, /) -> dict[str, object]:
-    """Check a `StoreConfig`; give the settings that are written in several ways in one.
+    """Check a `StoreConfig`; returns its settings with sizes in bytes and durations in seconds.
 
-    Raises `ConfigError` when a setting makes no sense, by its name.
+    Raises `ConfigError` that names an invalid setting.
     """
 
 def replace_trace(traceparent: str | None, /) -> str | None:
-    """Have this thread's calls of nodes be part of that trace; give what was before.
+    """Set the trace context of this thread's calls to nodes; returns the previous one.
 
-    What is no `traceparent` header, and `None`, is nobody's trace.
+    `None`, and text that is not a valid `traceparent` header, removes the trace context.
     """
 
 def run_command(arguments: Sequence[str], /) -> int:
@@ -556,36 +565,36 @@ def run_command(arguments: Sequence[str], /) -> int:
 
 @final
 class StageCalls:
-    """The calls to one stage, for the threads that make them."""
+    """The queue of calls to one stage, for the threads that carry them out."""
 
     def next(self) -> StageCall | None:
-        """Wait for the next call; `None` when there will be none any more."""
+        """Wait for the next call; `None` once the queue has ended."""
     def close_store(self) -> None:
-        """Close the store that the stage belongs to, if it is still open."""
+        """Close the stage's store if it is still open."""
     def end(self) -> None:
-        """End the threads that wait for calls."""
+        """End the queue, and with it the threads that wait for calls."""
 
 @final
 class StageCall:
-    """One call to a stage: `method(*arguments)` is to be called, then one of the others, once."""
+    """One call to a stage: call `method(*arguments)`, then report its outcome exactly once."""
 
     @property
     def method(self) -> str:
-        """What to call."""
+        """The name of the stage's method."""
     def take_arguments(self) -> tuple[object, ...]:
-        """Give what to call it with, once."""
+        """Return the arguments. May be called once."""
     def answer(self, result: object) -> None:
-        """Say what the method returned."""
+        """Report the method's result."""
     def miss(self) -> None:
-        """Say that there is no such record."""
+        """Report that the record does not exist."""
     def overflow(self) -> None:
-        """Say that there is no room for the record."""
+        """Report that the stage has no room for the record."""
     def fail(self, reason: str) -> None:
-        """Say that it failed, and how."""
+        """Report a failure and its reason."""
 
 def check_stage(make: Callable[[], Stage], /) -> None:
-    """Run the checks that every stage has to pass over stages that `make` makes.
+    """Run the conformance checks of stages.
 
-    `make` is called once for each check and gives a stage without records. Raises `AssertionError`
-    with what went wrong.
+    `make` is called once for each check and returns a stage without records. Raises
+    `AssertionError` that describes the first failed check.
     """

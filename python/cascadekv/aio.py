@@ -1,4 +1,4 @@
-"""Stores for asyncio: the calls of `cascadekv.Store`, awaitable, embedded or served.
+"""Stores for asyncio: the calls of `cascadekv.Store` as coroutines, embedded or served.
 
 >>> import asyncio, cascadekv
 >>> from cascadekv import aio
@@ -11,16 +11,16 @@
 >>> asyncio.run(main())
 b'a block'
 
-A call runs in one of the store's own threads, `threads` of them at most; calls beyond that wait
-their turn. Every call has a deadline, and its time begins when a thread takes it up.
+A call runs in a thread of the store's own pool of at most `threads` threads; further calls are
+queued. The deadline of a call starts when a thread starts the call.
 
-What a cancelled call does:
+Cancellation:
 
-- One that no thread has taken up yet is never made.
-- A put or a get uses the caller's buffers, so the cancellation arrives once the call has ended,
-  which is at its deadline at the latest. The put is then done as a whole, with its outcomes unread.
-- Of others the cancellation arrives at once. The call goes on to its end in its thread, and what it
-  brings is given back: views are released, pins taken back, reservations returned.
+- A queued call is not made.
+- A running put or get uses the caller's buffers. The cancellation is raised once the call has
+  ended, at its deadline at the latest. The put is complete then, and its results are discarded.
+- Any other running call is cancelled at once. The call continues in its thread, and its result is
+  undone: views are released and pins are removed.
 """
 
 import asyncio
@@ -46,7 +46,7 @@ from cascadekv._native import (
     Views,
 )
 from cascadekv._native import (
-    connect as connect_now,
+    connect as connect_blocking,
 )
 from cascadekv.config import StoreConfig, StoreSettings
 from cascadekv.errors import ClosedError, ConfigError, ForkError
@@ -57,7 +57,7 @@ from cascadekv.traces import current_trace, part_of_trace
 __all__ = ["AsyncStore", "AsyncViews", "connect", "open_store"]
 
 THREADS = 8
-"""Threads of a store unless it is given another number."""
+"""Default number of threads of a store."""
 THREADS_MAX = 256
 
 Key: TypeAlias = BlockKey | bytes
@@ -69,28 +69,28 @@ T = TypeVar("T")
 class AsyncViews:
     """The views of one batch: `cascadekv.Views` as an asynchronous context manager.
 
-    All blocks stay in the pool until the block of `async with` ends, or `release` is called.
+    All blocks stay in the pool until the `async with` block ends or `release` is called.
     """
 
     def __init__(self, views: Views) -> None:
         self.views = views
-        """The views themselves, for `scatter` and the like."""
+        """The underlying views, for calls such as `scatter`."""
 
     def __len__(self) -> int:
-        """Count the keys of the batch."""
+        """Return the number of keys in the batch."""
         return len(self.views)
 
     def __getitem__(self, index: int) -> View | None:
-        """Give the view at a position; `None` for a miss."""
+        """Return the view at an index; `None` for a miss."""
         return self.views[index]
 
     @property
     def hits(self) -> int:
-        """Blocks that were found."""
+        """Number of blocks that were found."""
         return self.views.hits
 
     def release(self) -> None:
-        """Let go of every block now."""
+        """Release every block now."""
         self.views.release()
 
     async def __aenter__(self) -> Self:
@@ -108,16 +108,17 @@ class AsyncViews:
 
 
 class AsyncStore:
-    """A store whose calls are awaited. From `open_store` and `connect`, or around a `Store`.
+    """A store whose calls are awaited, from `open_store` or `connect`, or wrapping a `Store`.
 
-    Arguments and results are those of `cascadekv.Store`. One store may be used by tasks of several
-    event loops. Around a `Store` of the caller's, `close` closes that one too.
+    Arguments and results are those of `cascadekv.Store`. Tasks of several event loops may use one
+    store. `close` also closes a wrapped `Store`.
     """
 
     def __init__(self, store: Store, *, threads: int = THREADS) -> None:
-        self.store = _plain(store)
-        """The store itself, for calls that this class does not have."""
-        self._workers = ThreadPoolExecutor(_threads(threads), thread_name_prefix="cascade-aio")
+        self.store = _checked_store(store)
+        """The underlying store, for calls that this class does not have."""
+        count = _checked_threads(threads)
+        self._workers = ThreadPoolExecutor(count, thread_name_prefix="cascade-aio")
         self._process = os.getpid()
         self._is_closed = False
 
@@ -134,7 +135,7 @@ class AsyncStore:
         namespace: Namespace | None = None,
         timeout: Duration | None = None,
     ) -> list[PutResult]:
-        """Store blocks. Do not change them until this returns or raises."""
+        """Store blocks. Do not modify the buffers until this returns or raises."""
         return await self._call(
             lambda: self.store.put(
                 keys,
@@ -153,16 +154,14 @@ class AsyncStore:
     async def get(
         self, keys: Keys, buffers: Buffer | Iterable[Buffer], *, timeout: Duration | None = None
     ) -> list[GetResult]:
-        """Copy blocks into buffers. Leave these alone until this returns or raises."""
+        """Copy blocks into buffers. Do not use the buffers until this returns or raises."""
         return await self._call(
             lambda: self.store.get(keys, buffers, timeout=timeout), uses_buffers=True
         )
 
     async def view(self, keys: Keys, *, timeout: Duration | None = None) -> AsyncViews:
-        """Give views on blocks in the pool, without a copy; `None` for a miss."""
-        views = await self._call(
-            lambda: self.store.view(keys, timeout=timeout), give_back=Views.release
-        )
+        """Return views of blocks in the pool, without a copy; `None` for a miss."""
+        views = await self._call(lambda: self.store.view(keys, timeout=timeout), undo=Views.release)
         return AsyncViews(views)
 
     async def acquire(
@@ -174,12 +173,12 @@ class AsyncStore:
         at: Duration | None = None,
         timeout: Duration | None = None,
     ) -> AsyncViews:
-        """Look a chain up and view the leading blocks that are available, in one call."""
+        """Look up a chain and return views of its leading available blocks, in one call."""
         views = await self._call(
             lambda: self.store.acquire(
                 keys, partial_tail=partial_tail, hints=hints, at=at, timeout=timeout
             ),
-            give_back=Views.release,
+            undo=Views.release,
         )
         return AsyncViews(views)
 
@@ -191,69 +190,70 @@ class AsyncStore:
         hints: Hints | None = None,
         at: Duration | None = None,
     ) -> PrefixMatch:
-        """Say how many leading blocks of a chain are available, and where."""
+        """Return how many leading blocks of a chain are available, and in which tiers."""
         return await self._call(
             lambda: self.store.lookup_prefix(keys, partial_tail=partial_tail, hints=hints, at=at)
         )
 
     async def hint(self, keys: Keys, *, hints: Hints, at: Duration | None = None) -> None:
-        """Say what the caller knows about a chain, without asking for it."""
+        """Pass hints about a chain to the eviction policy. Does not count as an access."""
         await self._call(lambda: self.store.hint(keys, hints=hints, at=at))
 
     async def contains(self, keys: Keys) -> list[bool]:
-        """Say whether each block is in any tier."""
+        """Return whether each block is in any tier."""
         return await self._call(lambda: self.store.contains(keys))
 
     async def locate(self, keys: Keys) -> list[list[str]]:
-        """Name the tiers that have each block, fast to slow."""
+        """Return the tiers that have each block, fastest first."""
         return await self._call(lambda: self.store.locate(keys))
 
     async def pin(self, keys: Keys) -> list[bool]:
-        """Keep blocks in memory until `unpin`, counted."""
-        known = await self._call(lambda: BlockKeys(keys))
+        """Keep blocks in memory until `unpin`. Pins are counted."""
+        # Copied: an iterator could not be read a second time to undo the pins.
+        block_keys = await self._call(lambda: BlockKeys(keys))
 
-        def unpin(pinned: list[bool]) -> None:
-            taken = [key for key, is_pinned in zip(known, pinned, strict=True) if is_pinned]
-            self.store.unpin(taken)
+        def unpin(results: list[bool]) -> None:
+            pinned = [key for key, is_pinned in zip(block_keys, results, strict=True) if is_pinned]
+            self.store.unpin(pinned)
 
-        return await self._call(lambda: self.store.pin(known), give_back=unpin)
+        return await self._call(lambda: self.store.pin(block_keys), undo=unpin)
 
     async def unpin(self, keys: Keys) -> list[bool]:
-        """Take one pin from each block."""
+        """Remove one pin from each block."""
         return await self._call(lambda: self.store.unpin(keys))
 
     async def delete(self, keys: Keys) -> list[bool]:
-        """Forget blocks in every tier. True for those that were here."""
+        """Delete blocks from every tier. True if the block was present."""
         return await self._call(lambda: self.store.delete(keys))
 
     async def prefetch(self, keys: Keys) -> int:
-        """Ask for blocks to be brought to memory in the background."""
+        """Read blocks into memory in the background; returns how many were accepted."""
         return await self._call(lambda: self.store.prefetch(keys))
 
     async def register(self, namespace: Namespace, *, timeout: Duration | None = None) -> None:
-        """Keep a namespace's manifest with the data."""
+        """Store a namespace's manifest with the data."""
         await self._call(lambda: self.store.register(namespace, timeout=timeout))
 
     async def flush(self, *, timeout: Duration | None = None) -> None:
-        """Wait until every tier has what was put, and would have it after a restart."""
+        """Wait until every tier has written all earlier puts, so that they survive a restart."""
         await self._call(lambda: self.store.flush(timeout=timeout))
 
     async def clear(self) -> None:
-        """Forget every block in every tier."""
+        """Delete every block from every tier."""
         await self._call(self.store.clear)
 
     async def changes(self, since: bytes | None = None, *, limit: int = 65_536) -> Changes:
-        """Say what came and went since the answer that gave `since`."""
+        """Return the blocks that were stored and removed since the cursor `since`."""
         return await self._call(lambda: self.store.changes(since, limit=limit))
 
     async def stats(self) -> Stats:
-        """Say what the store holds and did. Also after `close`."""
+        """Return counters and contents of the store. Also works after `close`."""
         return self.store.stats() if self._is_closed else await self._call(self.store.stats)
 
     async def close(self) -> None:
-        """Close the store and end its threads. May be repeated.
+        """Close the store and end its threads. May be called again.
 
-        Closing goes on when it is cancelled, and the cancellation arrives when it has ended.
+        Cancellation does not interrupt closing: it is raised once the store is closed.
         """
         if self._is_closed:
             return
@@ -280,34 +280,34 @@ class AsyncStore:
         self,
         call: Callable[[], T],
         *,
-        give_back: Callable[[T], object] | None = None,
+        undo: Callable[[T], object] | None = None,
         uses_buffers: bool = False,
     ) -> T:
-        # A forked child has none of the threads: its call would never be taken up.
+        # A forked child has none of the pool's threads, so its call would never start.
         if os.getpid() != self._process:
             raise ForkError("this store belongs to the process that forked this one; open another")
         if self._is_closed:
             raise ClosedError("the store is closed")
-        return await _run(self._workers, call, give_back, uses_buffers=uses_buffers)
+        return await _run(self._workers, call, undo, uses_buffers=uses_buffers)
 
 
-class _Opening:
-    """A store that is about to be opened: awaited, or entered with `async with`."""
+class _StoreOpener:
+    """The result of `open_store` and `connect`: await it, or enter it with `async with`."""
 
-    def __init__(self, opening: Callable[[], Awaitable[AsyncStore]]) -> None:
-        self._opening = opening
-        self._opened: AsyncStore | None = None
+    def __init__(self, open_: Callable[[], Awaitable[AsyncStore]]) -> None:
+        self._open = open_
+        self._store: AsyncStore | None = None
 
     def __await__(self) -> Generator[object, None, AsyncStore]:
-        return self._opening().__await__()
+        return self._open().__await__()
 
     async def __aenter__(self) -> AsyncStore:
-        self._opened = await self._opening()
-        return self._opened
+        self._store = await self._open()
+        return self._store
 
     async def __aexit__(self, *_error: object) -> None:
-        if self._opened is not None:
-            await self._opened.close()
+        if self._store is not None:
+            await self._store.close()
 
 
 def open_store(
@@ -315,9 +315,9 @@ def open_store(
     *,
     threads: int = THREADS,
     **settings: Unpack[StoreSettings],
-) -> _Opening:
+) -> _StoreOpener:
     """Open a store in this process: `await` it, or `async with` it. Settings as for `Store`."""
-    return _Opening(lambda: _open(lambda: Store(config, **settings), threads))
+    return _StoreOpener(lambda: _open(lambda: Store(config, **settings), threads))
 
 
 def connect(  # noqa: PLR0913 # the keywords of cascadekv.connect
@@ -328,20 +328,21 @@ def connect(  # noqa: PLR0913 # the keywords of cascadekv.connect
     name: str | None = None,
     timeout: Duration = 5.0,
     threads: int = THREADS,
-) -> _Opening:
+) -> _StoreOpener:
     """Connect to the node of this host: `await` it, or `async with` it.
 
     Arguments as for `cascadekv.connect`.
     """
 
     def make() -> Store:
-        return connect_now(socket, token=token, access=access, name=name, timeout=timeout)
+        return connect_blocking(socket, token=token, access=access, name=name, timeout=timeout)
 
-    return _Opening(lambda: _open(make, threads))
+    return _StoreOpener(lambda: _open(make, threads))
 
 
 async def _open(make: Callable[[], Store], threads: int) -> AsyncStore:
-    _threads(threads)
+    # Checked before the store is opened, which may take long.
+    _checked_threads(threads)
     opener = ThreadPoolExecutor(1, thread_name_prefix="cascade-aio-open")
     try:
         store = await _run(opener, make, Store.close)
@@ -350,13 +351,13 @@ async def _open(make: Callable[[], Store], threads: int) -> AsyncStore:
     return AsyncStore(store, threads=threads)
 
 
-def _plain(store: object) -> Store:
+def _checked_store(store: object) -> Store:
     if not isinstance(store, Store):
         raise TypeError(f"store: <{type(store).__name__}> is not a cascadekv.Store")
     return store
 
 
-def _threads(threads: object) -> int:
+def _checked_threads(threads: object) -> int:
     if isinstance(threads, bool) or not isinstance(threads, int) or not 0 < threads <= THREADS_MAX:
         shown = repr(threads) if isinstance(threads, int | float) else f"<{type(threads).__name__}>"
         raise ConfigError(f"threads: {shown} is not a number from 1 to {THREADS_MAX}")
@@ -366,16 +367,17 @@ def _threads(threads: object) -> int:
 async def _run(
     workers: ThreadPoolExecutor,
     call: Callable[[], T],
-    give_back: Callable[[T], object] | None,
+    undo: Callable[[T], object] | None,
     *,
     uses_buffers: bool = False,
 ) -> T:
-    """Make a call in a thread and wait for it.
+    """Run a call in a thread and wait for it.
 
-    `give_back` gets the result of a call whose caller was cancelled meanwhile. With `uses_buffers`
-    a call that has begun is waited for before the cancellation goes on: the thread still reads or
-    writes what the caller owns.
+    If the caller is cancelled, `undo` receives the result of the running call. With `uses_buffers`,
+    a running call is waited for before the cancellation is raised, because its thread still reads
+    or writes the caller's buffers.
     """
+    # Context variables do not reach threads of an executor.
     trace = current_trace.get()
 
     def traced() -> T:
@@ -384,48 +386,49 @@ async def _run(
 
     work = workers.submit(traced)
     try:
-        await _ended(work)
+        await _wait_for(work)
     except asyncio.CancelledError:
-        # False when a thread has taken the call up.
+        # `cancel` returns False if the call is running or has ended.
         if not work.cancel():
             if uses_buffers:
-                await _wait_out(work)
-            elif give_back is not None:
-                work.add_done_callback(lambda done: _give_back(done, give_back))
+                await _wait_uncancelled(work)
+            elif undo is not None:
+                work.add_done_callback(lambda done: _undo(done, undo))
         raise
     return work.result()
 
 
-async def _ended(work: "Future[T]") -> None:
-    """Return when the call has ended, whatever came of it."""
+async def _wait_for(work: "Future[T]") -> None:
+    """Return when the call has ended, by a result or an exception."""
     loop = asyncio.get_running_loop()
-    woken = loop.create_future()
+    ended = loop.create_future()
 
-    def wake() -> None:
-        if not woken.done():
-            woken.set_result(None)
+    def set_ended() -> None:
+        # The waiting task may have been cancelled, and this future with it.
+        if not ended.done():
+            ended.set_result(None)
 
-    def tell(_work: "Future[T]") -> None:
+    def notify(_work: "Future[T]") -> None:
         try:
-            loop.call_soon_threadsafe(wake)
+            loop.call_soon_threadsafe(set_ended)
         except RuntimeError:
-            # The loop was closed: nobody waits any more.
+            # A closed loop has no waiting task.
             if not loop.is_closed():
                 raise
 
-    work.add_done_callback(tell)
-    await woken
+    work.add_done_callback(notify)
+    await ended
 
 
-async def _wait_out(work: "Future[T]") -> None:
-    """Return when the call has ended, however often the task is cancelled."""
+async def _wait_uncancelled(work: "Future[T]") -> None:
+    """Return when the call has ended; cancellations do not interrupt the wait."""
     while not work.done():
         try:
-            await _ended(work)
+            await _wait_for(work)
         except asyncio.CancelledError:
             continue
 
 
-def _give_back(work: "Future[T]", give_back: Callable[[T], object]) -> None:
+def _undo(work: "Future[T]", undo: Callable[[T], object]) -> None:
     if not work.cancelled() and work.exception() is None:
-        give_back(work.result())
+        undo(work.result())

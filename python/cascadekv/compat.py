@@ -1,6 +1,6 @@
 """The interface of the founding design document, on one node.
 
-Code that says `from cascade_cpp import DistributedStore, CascadeConfig` runs after
+Code with `from cascade_cpp import DistributedStore, CascadeConfig` runs after
 
     import cascadekv.compat
     cascadekv.compat.install()
@@ -30,25 +30,25 @@ __all__ = ["CascadeConfig", "DistributedStore", "install"]
 
 @dataclass
 class CascadeConfig:
-    """The document's settings; a name that it does not have is refused when it is assigned."""
+    """The document's settings; assigning an unknown name raises `ConfigError`."""
 
     dedup_enabled: bool = True
     """Whether equal bytes under different ids are stored once (SHA-256 of the content)."""
     semantic_eviction: bool = True
-    """Whether prefix blocks leave memory last; least recently used first otherwise."""
+    """Whether protected prefixes are evicted last (policy `prefix-cost`); otherwise LRU."""
     locality_aware: bool = True
-    """Whether hot remote blocks move nearer. On one node every block is local already."""
+    """Whether hot remote blocks are replicated. No effect on one node: every block is local."""
     promotion_threshold: int = 3
-    """Remote reads after which a block moves nearer. On one node every block is local already."""
+    """Remote reads before a block is replicated. No effect on one node: every block is local."""
     dram_capacity: int | str = "256MiB"
     """Size of the DRAM tier."""
     lustre_path: str | os.PathLike[str] | None = None
-    """Directory of the file tier; none without it."""
+    """Directory of the file tier; no file tier if unset."""
     lustre_capacity: int | str = "4GiB"
-    """Bytes that the file tier may take."""
+    """Capacity of the file tier."""
 
     def __setattr__(self, name: str, value: object) -> None:
-        """Refuse names that are no settings."""
+        """Refuse unknown names."""
         known = [field.name for field in dataclasses.fields(type(self))]
         if name not in known:
             raise ConfigError(f"{name}: no such setting; known are {', '.join(known)}")
@@ -56,12 +56,12 @@ class CascadeConfig:
 
 
 class DistributedStore:
-    """Blocks under ids of the caller's, in the tiers of this node."""
+    """Blocks under ids that the caller chooses, in the tiers of this node."""
 
     def __init__(self, config: CascadeConfig | None = None) -> None:
         config = CascadeConfig() if config is None else config
         self._namespace = Namespace(Manifest({"layout": "opaque bytes under a caller's id"}))
-        self._protects = config.semantic_eviction
+        self._protects_prefixes = config.semantic_eviction
         self._store = Store(
             dram=config.dram_capacity,
             files=config.lustre_path,
@@ -71,63 +71,66 @@ class DistributedStore:
         )
 
     def put(self, block_id: str, data: Buffer, *, is_prefix: bool = False) -> bool:
-        """Store a block. False when there is no room for it.
+        """Store a block; returns False if there is no room for it.
 
-        Raises `ValueError` when the id names other bytes already, which stay.
+        Raises `ValueError` if other bytes are stored under the id; they are kept.
         """
         result = self._store.put(
-            self._key(block_id), [data], chain=False, is_prefix=is_prefix and self._protects
+            self._key(block_id),
+            [data],
+            chain=False,
+            is_prefix=is_prefix and self._protects_prefixes,
         )[0]
         if result.error is not None:
             raise result.error
         if result.status is PutStatus.CONFLICT:
-            raise ValueError(f"{block_id!r} names other bytes already; delete it first")
+            raise ValueError(f"{block_id!r} has other bytes already; delete it first")
         return result.ok
 
     def get(self, block_id: str, out: Buffer) -> bool:
-        """Copy a block into an array. False when it is not here.
+        """Copy a block into an array; returns False if the block is absent.
 
-        Raises `ValueError` when the array is too short, and leaves it as it was.
+        Raises `ValueError`, and does not change the array, if the array is too short.
         """
         result = self._store.get(self._key(block_id), [out])[0]
         if result.error is not None:
             raise result.error
         if result.status is GetStatus.TOO_SHORT:
-            raise ValueError(f"{block_id!r} needs {result.needed_bytes} bytes")
+            raise ValueError(f"{block_id!r} needs an array of {result.needed_bytes} bytes")
         return result.ok
 
     def contains(self, block_id: str) -> bool:
-        """Say whether a block is in any tier."""
+        """Return whether a block is in any tier."""
         return self._store.contains(self._key(block_id))[0]
 
     def locate(self, block_id: str) -> list[str]:
-        """Name the tiers that have a block, fast to slow."""
+        """Return the tiers that have a block, fastest first."""
         return self._store.locate(self._key(block_id))[0]
 
     def delete(self, block_id: str) -> bool:
-        """Forget a block in every tier. True if it was here."""
+        """Delete a block from every tier; returns whether it was present."""
         return self._store.delete(self._key(block_id))[0]
 
     def sync_metadata(self) -> None:
-        """Make this node's own changes known: on one node, wait until they are written down."""
+        """Publish this node's changes: on one node, the same as `flush`."""
         self._store.flush()
 
     def flush(self) -> None:
-        """Wait until every tier has what was put."""
+        """Wait until every tier has written all earlier puts."""
         self._store.flush()
 
     def clear(self) -> None:
-        """Forget every block."""
+        """Delete every block."""
         self._store.clear()
 
     def get_stats(self) -> Stats:
-        """Say what the store holds and did."""
+        """Return counters and contents of the store."""
         return self._store.stats()
 
     stats = get_stats
 
     def close(self) -> None:
-        """Write down what waits and stop."""
+        """Write back pending blocks and close the store."""
         self._store.close()
 
     def __enter__(self) -> Self:
@@ -148,5 +151,5 @@ class DistributedStore:
 
 
 def install(name: str = "cascade_cpp") -> None:
-    """Let code import this module under the document's name."""
+    """Make this module importable under the document's module name."""
     sys.modules[name] = sys.modules[__name__]

@@ -1,4 +1,4 @@
-"""A store's settings: checked when made, and dumpable."""
+"""The settings of a store: checked when created, convertible to and from a dictionary."""
 
 import dataclasses
 import difflib
@@ -52,65 +52,65 @@ _RENAMED = {
     "mover_bytes_per_second": "mover_rate",
     "protected_percent": "protected_share",
 }
-"""Names that settings had before."""
+"""Former names of settings."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoreConfig:
-    """Everything that a store needs to know. Raises `ConfigError` for what makes no sense.
+    """The settings of a store. Raises `ConfigError` for an invalid setting.
 
     Sizes are bytes or text such as `"512MiB"` (powers of 1024) or `"100MB"` (powers of 1000).
-    Durations are seconds, text such as `"5s"` or `"250ms"`, or a `timedelta`. Both are bytes and
-    seconds once the configuration is made. `dataclasses.replace` makes a changed copy. Names are
-    those of a node's configuration (docs/configuration.md).
+    Durations are seconds, text such as `"5s"` or `"250ms"`, or a `timedelta`. The created
+    configuration has them as bytes and seconds. `dataclasses.replace` creates a modified copy. The
+    names are those of a node's configuration (docs/configuration.md).
     """
 
     pipeline: str | None = None
-    """Tiers from fast to slow. Default: `"Dram|Files"` with `files`, else `"Dram"`."""
+    """Tiers, fastest first. Default: `"Dram|Files"` with `files`, else `"Dram"`."""
     dram: int | str = "256MiB"
-    """Size of the DRAM tier, taken at once. Minimum: 4 MiB."""
+    """Size of the DRAM tier, allocated at start. Minimum: 4 MiB."""
     dram_blocks: int | None = None
-    """Most blocks in DRAM, for studies in blocks. Default: no limit but the bytes."""
+    """Most blocks in DRAM, for simulations in blocks. Default: limited by `dram` alone."""
     huge_pages: bool = True
-    """Whether to ask for huge pages."""
+    """Whether to request huge pages."""
     files: str | os.PathLike[str] | None = None
-    """Directory of the file tier, of this store alone."""
+    """Directory of the file tier; one store uses it at a time."""
     files_capacity: int | str = "4GiB"
-    """Bytes that the file tier may take. Minimum: two segments."""
+    """Capacity of the file tier. Minimum: two segments."""
     files_layout: FilesLayout = "segments"
-    """Append-only segments of many blocks, or one file a block."""
+    """Append-only segments of many blocks, or one file for each block."""
     segment_size: int | str = "256MiB"
     """Size of a segment. Minimum: 1 MiB."""
     direct_io: bool = True
-    """Whether to bypass the page cache, where the file system allows it."""
+    """Whether to bypass the page cache where the file system supports it."""
     io_engine: IoEngine = "auto"
-    """What reads and writes files: io_uring where the kernel allows it, else preadv/pwritev."""
+    """I/O interface for files. `auto`: io_uring if the kernel allows it, else preadv/pwritev."""
     durable: bool = False
     """Whether a block counts as stored only once it is on stable storage."""
     policy: Policy = "prefix-cost"
-    """Which blocks leave DRAM first."""
+    """Eviction policy of DRAM."""
     digest: DigestMode = "off"
-    """Whether blocks are named by content too, so that equal bytes are stored once."""
+    """Content hash for deduplication: equal bytes are stored once. `off`: no deduplication."""
     write: WritePolicy = "back"
-    """Whether a put returns when the first tier has the block, or when every tier has it."""
+    """`back`: a put returns once the first tier has the block; `through`: once every tier has."""
     dirty_max: int | str | None = None
-    """Bytes that may wait to be written down before puts wait too. Default: a quarter of DRAM."""
+    """Most bytes pending write-back before puts wait. Default: a quarter of DRAM."""
     mover_rate: int | str | None = None
-    """Bytes a second, or text such as `"500MiB/s"`, that may be written down, or prefetched.
+    """Limit for write-back and prefetch, in bytes per second or text such as `"500MiB/s"`.
 
     Default: no limit.
     """
     protected_share: int | str = 90
-    """Share of DRAM that protected prefixes may hold, in percent, or text such as `"90%"`."""
+    """Most of DRAM that protected prefixes may hold, in percent, or text such as `"90%"`."""
     admit_partial: bool = False
-    """Whether a request's last, partly filled block is taken."""
+    """Whether to store a request's last block if it is not full."""
     changes_max: int = 1 << 20
-    """Changes kept for `Store.changes`, once somebody asks; 33 bytes each. 0: none."""
+    """Entries of the change log of `Store.changes`: 33 bytes each, allocated on use. 0: off."""
     timeout: float | str | timedelta = 30.0
-    """How long a call may take unless it says otherwise."""
+    """Deadline of calls that set none."""
 
     def __post_init__(self) -> None:
-        """Choose the pipeline, check the whole, and turn values into plain ones."""
+        """Choose the default pipeline, check all settings and normalize their values."""
         if self.pipeline is None:
             object.__setattr__(self, "pipeline", "Dram" if self.files is None else "Dram|Files")
         for name, value in check_config(self).items():
@@ -118,7 +118,7 @@ class StoreConfig:
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, object]) -> Self:
-        """Make a configuration from names and values; an unknown name is a `ConfigError`."""
+        """Create a configuration from names and values; an unknown name is a `ConfigError`."""
         _check_mapping(settings)
         known = [field.name for field in dataclasses.fields(cls)]
         for name in settings:
@@ -131,7 +131,7 @@ class StoreConfig:
         return cls(**settings)  # type: ignore[arg-type] # checked by __post_init__
 
     def to_dict(self) -> dict[str, object]:
-        """Give the settings as plain values that `from_dict` and JSON take."""
+        """Return the settings as plain values for `from_dict` and JSON."""
         return dataclasses.asdict(self)
 
 

@@ -1,45 +1,45 @@
-"""What can go wrong, by what the caller can do about it. A miss is a result, never an error."""
+"""Exceptions, one class for each way to react. A miss is a result, never an error."""
 
 
 class CascadeError(Exception):
-    """The parent of all of Cascade's exceptions."""
+    """Base class of all exceptions of Cascade."""
 
 
 class ConfigError(CascadeError, ValueError):
-    """A setting makes no sense; the message names it. Correct it."""
+    """A setting is invalid; the message names it. Correct the setting."""
 
 
 class PipelineError(ConfigError):
-    """The pipeline names an unknown stage, or stages in an order that makes no sense."""
+    """The pipeline has an unknown stage or an invalid order of stages."""
 
 
 class PoolError(CascadeError, MemoryError):
-    """The memory pool could not be made. Ask for less, or raise the limit that refused it."""
+    """The memory pool could not be created. Request less memory, or raise the limit it exceeds."""
 
 
 class DeadlineError(CascadeError, TimeoutError):
-    """The call's deadline passed. Try again later, or compute."""
+    """The deadline of the call passed. Retry later, or compute."""
 
 
 class BusyError(CascadeError):
-    """Too much waits to be written down. Try again later."""
+    """Back-pressure: too many bytes are pending write-back. Retry later."""
 
 
 class TierError(CascadeError, OSError):
-    """A tier failed; the message has the cause. Compute."""
+    """A tier failed; the message has the cause. Compute instead."""
 
 
 class ClosedError(CascadeError):
-    """The store was closed."""
+    """The store is closed."""
 
 
 class AwayError(CascadeError, ConnectionError):
-    """No node answers at the socket. Compute; a connected store finds it again by itself."""
+    """The node is unavailable. Compute instead; a connected store reconnects by itself."""
 
 
 class RefusedError(CascadeError, PermissionError):
-    """The node does not want this client; the message has its reason. Change what it presents."""
+    """The node refused this client; the message has the reason. Correct the credentials."""
 
 
 class ForkError(CascadeError):
-    """The object belongs to the process that forked this one. Open a store of its own here."""
+    """The object belongs to the parent of this forked process. Open another store here."""

@@ -1,4 +1,4 @@
-"""What a caller may know about the future of its blocks. Every hint is optional."""
+"""Hints for the eviction policy about the future use of blocks. Every hint is optional."""
 
 from dataclasses import dataclass
 from datetime import timedelta
@@ -9,17 +9,17 @@ class StopReason(StrEnum):
     """Why the engine stopped generating."""
 
     TOOL_USE = "tool_use"
-    """The model called a tool: the same chain usually comes back within seconds."""
+    """The model called a tool: the chain is usually reused within seconds."""
     END_TURN = "end_turn"
-    """The model ended its turn: whether the chain comes back is up to a person."""
+    """The model ended its turn: the chain is reused if the user replies."""
     LENGTH = "length"
-    """The output reached its limit."""
+    """The output reached its length limit."""
     CANCELLED = "cancelled"
-    """The caller went away before the end."""
+    """The request was cancelled before its end."""
 
 
 class Priority(StrEnum):
-    """How much the caller cares about a chain."""
+    """The caller's priority of a chain."""
 
     LOW = "low"
     NORMAL = "normal"
@@ -28,15 +28,15 @@ class Priority(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hints:
-    """What a caller knows about one chain beyond its blocks."""
+    """Hints about one chain."""
 
     ends_session: bool = False
-    """The session ends with this request: what it alone used will not be asked for again."""
+    """The session ends with this request: blocks that no other session uses are not reused."""
     stop: StopReason | None = None
     """How the request ended."""
     priority: Priority = Priority.NORMAL
-    """How much the caller cares."""
+    """The caller's priority."""
     workload: int | None = None
-    """A number from 0 to 255 for the kind of work; equal numbers are expected to behave alike."""
+    """A number from 0 to 255 for the class of workload; reuse is estimated for each class."""
     expected_within: float | str | timedelta | None = None
-    """A waiting request will ask for this chain within that duration, such as 2.5 or "250ms"."""
+    """A waiting request will use this chain within that duration, such as 2.5 or "250ms"."""

@@ -1,4 +1,4 @@
-"""Names of blocks: chain keys over token ids, keys of a caller's ids, digests of bytes."""
+"""Block keys: chains of keys over token ids, keys of a caller's ids, and digests of bytes."""
 
 from cascadekv._native import (
     BlockKey,

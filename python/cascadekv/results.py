@@ -1,4 +1,4 @@
-"""What became of each block of a call."""
+"""Results of calls, one for each block."""
 
 from enum import IntEnum, StrEnum
 
@@ -19,56 +19,56 @@ __all__ = [
 
 
 class PutStatus(StrEnum):
-    """What became of one block of a put."""
+    """The outcome of a put for one block."""
 
     STORED = "stored"
-    """Its bytes are in the first tier."""
+    """The block was copied into the first tier."""
     DEDUPLICATED = "deduplicated"
-    """Equal bytes were there under another key; nothing was copied."""
+    """Equal bytes were present under another key; nothing was copied."""
     PRESENT = "present"
-    """The key was there already, with the same bytes."""
+    """The key was already present with the same bytes."""
     CONFLICT = "conflict"
-    """The key is there with other bytes, which stay."""
+    """The key is present with other bytes, which were kept."""
     DECLINED = "declined"
-    """Not taken although nothing failed; `PutResult.reason` says why."""
+    """Not stored, without a failure; `PutResult.reason` says why."""
     FAILED = "failed"
-    """Failed; `PutResult.error` has the exception."""
+    """Not stored because of a failure; `PutResult.error` has the exception."""
 
 
 class DeclineReason(StrEnum):
-    """Why a block was not taken although nothing failed."""
+    """Why a block was not stored, without a failure."""
 
     PARTIAL = "partial"
-    """A request's last partial block; such blocks are almost never asked for again."""
+    """The last block of a request is not full; such blocks are almost never reused."""
     TOO_LARGE = "too_large"
-    """Larger than a tier of the pipeline can hold."""
+    """The block is larger than a tier of the pipeline can hold."""
     FULL = "full"
-    """Everything resident is pinned or held by views, or what this client holds leaves no room."""
+    """Every resident block is pinned or viewed, or this client's share is used up."""
     WORTH_LESS = "worth_less"
-    """The eviction policy expects less of it than of everything resident."""
+    """The eviction policy expects fewer hits from it than from every resident block."""
     EMPTY = "empty"
-    """The pipeline stores nothing."""
+    """The pipeline has no tier that stores blocks."""
 
 
 class GetStatus(StrEnum):
-    """What became of one block of a copying get."""
+    """The outcome of a get for one block."""
 
     HIT = "hit"
     """The bytes are at the start of the buffer."""
     MISS = "miss"
-    """Not here, or no longer right."""
+    """The block is absent, or its bytes were damaged."""
     TOO_SHORT = "too_short"
     """The buffer is shorter than the block (`GetResult.needed_bytes`); nothing was written."""
     FAILED = "failed"
-    """Failed; `GetResult.error` has the exception."""
+    """Reading failed; `GetResult.error` has the exception."""
 
 
 class ChangeKind(IntEnum):
-    """What happened to a block, as a follower of a store is told it; a byte of `Changes.kinds`."""
+    """The kind of one change; one byte of `Changes.kinds`."""
 
     STORED = 0
-    """It is here, in some tier."""
+    """The block is present in some tier."""
     GONE = 1
-    """It is in no tier any more. Also told of a block that was not told to be stored."""
+    """The block is in no tier any more. May occur without an earlier `STORED`."""
     CLEARED = 2
-    """No block is here any more; has no key."""
+    """All blocks were removed; this change has no key."""

@@ -1,10 +1,10 @@
-"""Stages in Python: tiers below DRAM over anything that keeps bytes by name.
+"""Stages in Python: tiers below DRAM over anything that stores bytes by name.
 
-A `Stage` is handed to an embedded store, `Store(pipeline="Dram|Objects", stages={"Objects": it})`,
-and then keeps what leaves DRAM: in a table, an object store, another program. It sees names and
-opaque records, nothing else. Each record carries its own name, key, length and checksums, and is
-checked whenever it is read: a record that was cut, changed or swapped is a miss, never a wrong
-byte. The same holds for whatever else a stage does: raise, return nonsense, or never return.
+Pass a `Stage` to an embedded store: `Store(pipeline="Dram|Objects", stages={"Objects": stage})`. It
+stores the blocks that leave DRAM, for example in a table, an object store or another process. It
+handles names and opaque records. Each record contains its name, key, length and checksums, and is
+verified on every read: a truncated, modified or swapped record is a miss, never wrong bytes. A
+stage that raises, returns an invalid value or hangs costs misses as well, never wrong bytes.
 """
 
 import atexit
@@ -21,57 +21,57 @@ from cascadekv.errors import CascadeError
 __all__ = ["Stage", "StageFullError", "check_stage"]
 
 _JOIN_S = 1.0
-"""How long the end of the interpreter waits for threads of stages that were closed."""
+"""How long the interpreter's exit waits for the threads of closed stages."""
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 class StageFullError(CascadeError):
-    """To be raised by a stage's `put` when it has no room; the store drops old blocks for it.
+    """Raise this in `put` if the stage has no room; the store then deletes old blocks from it.
 
-    `MemoryError`, and an `OSError` that says the device or the quota is full, mean the same.
+    `MemoryError`, and `OSError` with `ENOSPC` or `EDQUOT`, mean the same.
     """
 
 
 @runtime_checkable
 class Stage(Protocol):
-    """What an object needs to be a stage. It belongs to one open store at a time.
+    """The interface of a stage. A stage belongs to one open store at a time.
 
-    Names have 24 characters: `cascade-` and 16 hexadecimal digits, and are never used twice. They
-    sort by age. A stage may also have these, each optional:
+    Names have 24 characters: `cascade-` and 16 hexadecimal digits. They are never reused and sort
+    by age. Optional members:
 
-    - `capacity_bytes: int`: how much it may take, headers included; the store then drops the oldest
-      blocks that nobody asked for since. Without it, until `put` raises `StageFullError`.
-    - `threads: int`: how many calls may be made at once, each on a thread of its own, up to 16.
-      Default: 1; then all calls come from one thread, one after the other.
-    - `flush() -> None`: returns once all that was put would survive a restart.
-    - `probe() -> None`: returns if the stage works. Asked every 5 s while it is idle or was given
-      up; without it, a record of 160 bytes is put, read and deleted.
+    - `capacity_bytes: int`: capacity, including headers. The store evicts the oldest blocks that
+      were not read since. Default: no limit until `put` raises `StageFullError`.
+    - `threads: int`: number of concurrent calls, each in its own thread, at most 16. Default: 1,
+      all calls in one thread.
+    - `flush() -> None`: returns once all records survive a restart.
+    - `probe() -> None`: returns if the stage works. Called every 5 s while the stage is idle or its
+      circuit is open. Default: a record of 160 bytes is put, read and deleted.
     - `close() -> None`: the last call.
 
-    All are looked at once, when the store opens. An exception is a failure, and its text is told
-    by `Store.stats()` and the next `flush`; a stage that fails or hangs twice is left alone until
-    it works again. A call that has not begun by its deadline is not made.
+    The members are read once, when the store opens. An exception is a failure; `Store.stats()` and
+    the next `flush` report its text. After two failures or time-outs the circuit opens: the stage
+    is not called until a probe succeeds. A call that has not started by its deadline is dropped.
     """
 
     def put(self, name: str, record: memoryview, /) -> None:
-        """Keep a record under a new name: a copy of it, since the view ends with the call."""
+        """Store a copy of a record under a new name. The view is valid during the call only."""
         ...
 
     def get(self, name: str, into: memoryview, /) -> int:
-        """Copy the record's first `len(into)` bytes into `into`, and return how many there were.
+        """Copy the record's first `len(into)` bytes into `into`; returns the number of bytes.
 
-        Raises `KeyError` when there is no such record. The view ends with the call.
+        Raises `KeyError` if the record does not exist. The view is valid during the call only.
         """
         ...
 
     def delete(self, names: Sequence[str], /) -> None:
-        """Forget these records; names that are not there are none of its concern."""
+        """Delete these records; ignore names that do not exist."""
         ...
 
     def names(self) -> Iterable[tuple[str, int]]:
-        """Give the name and the length of every record that is there, in any order.
+        """Return the name and the length of every record, in any order.
 
-        Asked once, when a store opens; the store then reads the first 160 bytes of each.
+        Called once, when a store opens; the store then reads the first 160 bytes of each record.
         """
         ...
 
@@ -82,10 +82,12 @@ _open: set[StageCalls] = set()
 
 
 def start_threads(name: str, stage: Stage, calls: StageCalls, count: int) -> None:
-    """Start the threads that make a stage's calls; they end when its store is closed."""
-    arguments = (stage, calls)
-    named = [f"cascade-{name}-{number}" for number in range(count)]
-    for thread in [threading.Thread(None, _serve, each, arguments, daemon=True) for each in named]:
+    """Start the threads that carry out a stage's calls; they end when its store is closed."""
+    for number in range(count):
+        # Daemons: the interpreter must be able to exit although a stage hangs.
+        thread = threading.Thread(
+            target=_serve, name=f"cascade-{name}-{number}", args=(stage, calls), daemon=True
+        )
         with _lock:
             _open.add(calls)
             _threads.add(thread)
@@ -95,7 +97,8 @@ def start_threads(name: str, stage: Stage, calls: StageCalls, count: int) -> Non
 def _serve(stage: Stage, calls: StageCalls) -> None:
     try:
         while (call := calls.next()) is not None:
-            _make(stage, call)
+            _carry_out(stage, call)
+            # The call holds the record's memory; without this, until the next call comes.
             del call
     finally:
         with _lock:
@@ -103,13 +106,13 @@ def _serve(stage: Stage, calls: StageCalls) -> None:
             _open.discard(calls)
 
 
-def _make(stage: Stage, call: StageCall) -> None:
-    """Make one call and say what became of it, whatever that is."""
+def _carry_out(stage: Stage, call: StageCall) -> None:
+    """Carry out one call and report its outcome, including any exception."""
     method = call.method
     try:
         result = getattr(stage, method)(*call.take_arguments())
         call.answer(list(result) if method == "names" else result)
-    except BaseException as error:  # noqa: BLE001 # the thread goes on; the store is told
+    except BaseException as error:  # noqa: BLE001 # reported to the store; the thread continues
         if method == "get" and isinstance(error, KeyError):
             call.miss()
         elif method == "put" and _is_full(error):
@@ -128,20 +131,20 @@ def _text(error: BaseException) -> str:
     kind = type(error).__name__
     try:
         return f"{kind}: {error}"
-    except Exception:  # noqa: BLE001 # an exception that cannot say itself
+    except Exception:  # noqa: BLE001 # an exception whose __str__ raises
         return kind
 
 
-def _forget() -> None:
-    """Of a forked child neither the threads nor the stores are."""
-    global _lock  # noqa: PLW0603 # another thread may have held it
+def _after_fork() -> None:
+    """Reset the state in a forked child, which has neither the threads nor the stores."""
+    global _lock  # noqa: PLW0603 # a thread of the parent may have held the lock
     _lock = threading.Lock()
     _threads.clear()
     _open.clear()
 
 
 def _at_exit(join_s: float = _JOIN_S) -> None:
-    """Close what is open while Python can still run, and see its threads off."""
+    """Close open stores while Python threads can still run, then wait for the threads."""
     with _lock:
         still_open, threads = list(_open), list(_threads)
     failures: list[Exception] = []
@@ -155,8 +158,8 @@ def _at_exit(join_s: float = _JOIN_S) -> None:
     for thread in threads:
         thread.join(max(0.0, end - time.monotonic()))
     if failures:
-        raise ExceptionGroup("stores with stages in Python were not closed in order", failures)
+        raise ExceptionGroup("stores with stages in Python were not closed cleanly", failures)
 
 
-os.register_at_fork(after_in_child=_forget)
+os.register_at_fork(after_in_child=_after_fork)
 atexit.register(_at_exit)

@@ -1,10 +1,10 @@
-"""What a store holds and did, at one moment: plain dictionaries, ready for JSON."""
+"""The types of `Store.stats()`: plain dictionaries, ready for JSON."""
 
 from typing import Literal, TypedDict
 
 
 class TierHits(TypedDict):
-    """One tier's share of the hits; `matched_blocks` over all tiers is what was matched."""
+    """Hits of one tier; `matched_blocks` over all tiers is the number of matched blocks."""
 
     blocks: int
     bytes: int
@@ -36,7 +36,7 @@ class StageStats(TypedDict):
 
 
 class StageHealth(TypedDict):
-    """Whether a tier below DRAM is read and written; not read, it counts as having no block."""
+    """Circuit breakers of a tier below DRAM. While reads are `open`, its blocks count as absent."""
 
     state: Literal["healthy", "open", "probing"]
     since_unix_ms: int
@@ -48,7 +48,7 @@ class StageHealth(TypedDict):
 
 
 class ShadowRates(TypedDict):
-    """Blocks of chain lookups: what was, and what a shadow's size would have given."""
+    """Blocks of chain lookups: actual matches, and matches simulated by a shadow cache."""
 
     blocks_requested: int
     blocks_matched: int
@@ -57,7 +57,7 @@ class ShadowRates(TypedDict):
 
 
 class ShadowFigure(TypedDict):
-    """A tier at another size; 100 percent is the calibration."""
+    """The shadow cache of a tier at another capacity; 100 percent calibrates the others."""
 
     tier: str
     capacity_percent: int
@@ -68,9 +68,10 @@ class ShadowFigure(TypedDict):
 
 
 class Stats(TypedDict):
-    """Counters since the store was opened (`hits + misses + get_failures == gets`), and contents.
+    """Counters since the store was opened, and its present contents.
 
-    `content_bytes` counts equal bytes once; `hits_by_tier` adds up to `hits`. The hit rate is
+    `hits + misses + get_failures == gets`. `hits_by_tier` sums to `hits`. `content_bytes` counts
+    deduplicated bytes once. The hit rate is
     `(blocks_matched + direct_matched) / (blocks_requested + direct_requested)`.
     """
 

@@ -1,4 +1,4 @@
-"""Whose work calls are part of: traces of the caller that go on in the node."""
+"""Trace context: makes calls to a node spans of the caller's trace."""
 
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -9,16 +9,16 @@ from cascadekv._native import replace_trace
 __all__ = ["current_trace", "part_of_trace"]
 
 current_trace: ContextVar[str | None] = ContextVar("cascadekv trace", default=None)
-"""The trace of this task; `cascadekv.aio` carries it to the thread that makes the call."""
+"""The trace context of this task; `cascadekv.aio` passes it to the thread that makes the call."""
 
 
 @contextmanager
 def part_of_trace(traceparent: str | None) -> Generator[None]:
-    """Have this thread's calls of a served store be part of a trace.
+    """Make this thread's calls to served stores part of a trace.
 
-    `traceparent` is the W3C header, as OpenTelemetry's propagators write it:
-    `00-<trace>-<span>-<flags>`. A node that exports traces (`traces_endpoint`) makes each call a
-    span under the caller's. What is no such header, and `None`, is nobody's trace.
+    `traceparent` is the W3C header as OpenTelemetry's propagators write it:
+    `00-<trace>-<span>-<flags>`. A node that exports traces (`traces_endpoint`) records each call as
+    a child span. `None`, and text that is not a valid header, means no trace.
     """
     before = replace_trace(traceparent)
     token = current_trace.set(traceparent)

@@ -1,7 +1,7 @@
-"""Blocks whose bytes are a function of their key, and stores of both kinds to keep them in.
+"""Fixtures: blocks whose bytes are a function of their key, and embedded and served stores.
 
-A test that takes `store` or `two_tiers` runs twice: with an embedded store, and with one that a
-node in a process of its own serves. Such tests are what makes the two interchangeable.
+A test that uses `store` or `two_tiers` runs twice: with an embedded store, and with a store that a
+node serves. These tests ensure that the two are interchangeable.
 """
 
 import contextlib
@@ -23,35 +23,35 @@ from cascadekv import BlockKey, BlockKeys, Namespace, Store
 
 MIB = 1 << 20
 START_S = 30
-"""How long a node may take to be ready."""
+"""Time-out for the start of a node."""
 STOP_S = 30
-"""How long a node may take to end."""
+"""Time-out for the end of a node."""
 BOTH = ["embedded", "served"]
 
 
 class Node:
-    """`cascade serve` in a process of its own, on a socket of its own."""
+    """`cascade serve` in a child process, on a socket of its own."""
 
     def __init__(self, home: Path, pools: Path, *flags: str, **settings: str) -> None:
-        """Remember what to start; `settings` are keys of the configuration as in TOML."""
+        """Prepare the command; `settings` are keys of the configuration as in TOML."""
         self.socket = home / "node.sock"
         self.ready_line = ""
         self._command = [sys.executable, "-m", "cascadekv", "serve"]
         self._command += ["--socket", str(self.socket), *flags]
-        # Nothing of the caller's environment tells this node what to do.
-        outside = {name: v for name, v in os.environ.items() if not name.startswith("CASCADE_")}
+        # Settings in the caller's environment must not affect this node.
+        inherited = {name: v for name, v in os.environ.items() if not name.startswith("CASCADE_")}
         fixed = {
             "huge_pages": "false",
             "pool_directory": str(pools),
             "client_share": "100%",
         }
-        chosen = {f"CASCADE_{key.upper()}": value for key, value in (fixed | settings).items()}
-        self._environment = outside | chosen
+        variables = {f"CASCADE_{key.upper()}": value for key, value in (fixed | settings).items()}
+        self._environment = inherited | variables
         self._log = home / "node.log"
         self.process: subprocess.Popen[str] | None = None
 
     def start(self, *within: str) -> "Node":
-        """Return once it serves; `within` is a command that runs it, such as `unshare`."""
+        """Start the node and wait until it is ready; `within` is a wrapper such as `unshare`."""
         with self._log.open("a") as log:
             self.process = subprocess.Popen(  # noqa: S603 # our own command
                 [*within, *self._command],
@@ -68,29 +68,29 @@ class Node:
         return self
 
     def log(self) -> str:
-        """Give what it wrote to standard error."""
+        """Return what the node wrote to standard error."""
         return self._log.read_text()
 
     def suspend(self) -> None:
-        """Stop it, and return once no thread of it goes on."""
+        """Suspend the node, and return once all of its threads are stopped."""
         self.process.send_signal(signal.SIGSTOP)
         end = time.monotonic() + STOP_S
         threads = Path(f"/proc/{self.process.pid}/task")
         while not all(_is_stopped(thread) for thread in threads.iterdir()):
-            assert time.monotonic() < end, "it does not stop"
+            assert time.monotonic() < end, "the node does not stop"
             time.sleep(0.001)
 
     def resume(self) -> None:
-        """Let it go on."""
+        """Resume the suspended node."""
         self.process.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
-        """End it as a crash does."""
+        """Kill the node, as in a crash."""
         self.process.kill()
         self._wait()
 
     def stop(self) -> int:
-        """End it cleanly; returns its exit code."""
+        """End the node cleanly; returns its exit code."""
         self.process.send_signal(signal.SIGTERM)
         return self._wait()
 
@@ -108,13 +108,13 @@ def _is_stopped(thread: Path) -> bool:
     try:
         stat = (thread / "stat").read_text()
     except OSError:
-        return True  # it has ended meanwhile
+        return True  # the thread has ended
     return stat.rpartition(") ")[2].startswith("T")
 
 
 @contextlib.contextmanager
 def nodes(home: Path) -> Iterator[Callable[..., Node]]:
-    """Start nodes; end what is left of them, and their pools."""
+    """Yield a function that starts nodes; ends the nodes and removes their pools afterwards."""
     pools = Path(tempfile.mkdtemp(prefix="cascade-test-", dir="/dev/shm"))
     started: list[Node] = []
 
@@ -141,13 +141,13 @@ def space() -> Namespace:
 
 @pytest.fixture(scope="session")
 def keys_of(space: Namespace) -> Callable[[range], BlockKeys]:
-    """Keys for numbers."""
+    """Return the keys of numbered blocks."""
     return lambda numbers: BlockKeys([space.key_of_id(f"block {n}") for n in numbers])
 
 
 @pytest.fixture(scope="session")
 def bytes_of() -> Callable[..., bytes]:
-    """Make the only right bytes of a block."""
+    """Return the right bytes of a block, a function of its key."""
 
     def make(key: BlockKey, size: int = 10_000) -> bytes:
         return hashlib.shake_128(bytes(key)).digest(size)
@@ -157,12 +157,12 @@ def bytes_of() -> Callable[..., bytes]:
 
 @pytest.fixture(scope="session")
 def eventually() -> Callable[[Callable[[], object]], None]:
-    """Wait for what another process does in its own time."""
+    """Wait until a condition holds that depends on another process."""
 
     def wait(condition: Callable[[], object], limit_s: float = 30) -> None:
         end = time.monotonic() + limit_s
         while not condition():
-            assert time.monotonic() < end, f"not so within {limit_s} s"
+            assert time.monotonic() < end, f"the condition did not hold within {limit_s} s"
             time.sleep(0.01)
 
     return wait
@@ -177,7 +177,7 @@ def serve(tmp_path: Path) -> Iterator[Callable[..., Node]]:
 
 @pytest.fixture(scope="session")
 def shared_node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
-    """Serve the tests that need no node of their own, one after the other."""
+    """Run one node for all tests that do not need their own."""
     with nodes(tmp_path_factory.mktemp("shared")) as start:
         node = start("--dram", "16MiB")
         yield node
@@ -186,7 +186,7 @@ def shared_node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
 
 @pytest.fixture(params=BOTH)
 def store(request: pytest.FixtureRequest) -> Iterator[Store]:
-    """Open 16 MiB of DRAM, empty; a served one may have counted before."""
+    """Open an empty store with 16 MiB of DRAM; counters of a served store may be above 0."""
     if request.param == "embedded":
         opened = Store(dram="16MiB", huge_pages=False)
     else:
@@ -198,7 +198,7 @@ def store(request: pytest.FixtureRequest) -> Iterator[Store]:
 
 @pytest.fixture(params=BOTH)
 def two_tiers(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
-    """DRAM over files, the second large enough for whatever leaves the first."""
+    """Open a store with DRAM and files; the file tier has room for all blocks that leave DRAM."""
     files = tmp_path / "files"
     if request.param == "embedded":
         settings = {"files_capacity": "256MiB", "segment_size": "8MiB"}

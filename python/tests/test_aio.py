@@ -1,4 +1,4 @@
-"""Awaitable calls: results as of the plain store; a call that is cancelled keeps nothing."""
+"""Calls of `cascadekv.aio`: results of the blocking store; cancelled calls leak nothing."""
 
 import asyncio
 import contextlib
@@ -14,20 +14,20 @@ MIB = 1 << 20
 
 
 class Gate:
-    """A stage whose reads wait until they are let through, so that a call can be met on its way."""
+    """A stage whose reads wait for a gate, so that a test can act during a call."""
 
     def __init__(self):
-        """Keep records in memory."""
+        """Start without records."""
         self.records = {}
         self.reached = threading.Event()
         self.open = threading.Event()
 
     def put(self, name, record):
-        """Keep a copy."""
+        """Store a copy."""
         self.records[name] = bytes(record)
 
     def get(self, name, into):
-        """Wait for the gate, then give the record; headers, of 160 bytes, pass."""
+        """Wait for the gate, then copy the record; headers of 160 bytes are read at once."""
         if len(into) > 160:
             self.reached.set()
             self.open.wait(20)
@@ -36,21 +36,21 @@ class Gate:
         return len(part)
 
     def delete(self, names):
-        """Forget records."""
+        """Delete records."""
         for name in names:
             self.records.pop(name, None)
 
     def names(self):
-        """Name all records."""
+        """List all records."""
         return [(name, len(record)) for name, record in self.records.items()]
 
     def probe(self):
-        """Work always."""
+        """Succeed always."""
 
 
 @pytest.fixture
 def gated(keys_of, bytes_of):
-    """Open a store whose one block is behind the gate."""
+    """Open a store whose only block is behind the gate."""
     gate, keys = Gate(), keys_of(range(1))
     settings = {"pipeline": "Dram|Gate", "dram": "8MiB", "huge_pages": False}
     with cascadekv.Store(**settings, stages={"Gate": gate}) as before:
@@ -71,7 +71,7 @@ def held_bytes(store) -> int:
     return store.stats()["pool"]["requested_bytes"]
 
 
-def test_every_call_answers_as_the_plain_one_does(store, keys_of, bytes_of):
+def test_every_call_returns_what_the_blocking_call_returns(store, keys_of, bytes_of):
     keys = keys_of(range(4))
 
     async def main():
@@ -109,7 +109,7 @@ def test_every_call_answers_as_the_plain_one_does(store, keys_of, bytes_of):
     asyncio.run(main())
 
 
-def test_a_store_is_opened_and_connected_to_by_waiting(serve, keys_of):
+def test_stores_are_opened_and_connected_to(serve, keys_of):
     node = serve("--dram", "8MiB")
     keys = keys_of(range(1))
 
@@ -130,7 +130,7 @@ def test_a_store_is_opened_and_connected_to_by_waiting(serve, keys_of):
     asyncio.run(main())
 
 
-def test_a_cancelled_view_gives_its_lease_back(gated, eventually):
+def test_a_cancelled_view_releases_its_lease(gated, eventually):
     store, gate, keys = gated
 
     async def main():
@@ -140,7 +140,7 @@ def test_a_cancelled_view_gives_its_lease_back(gated, eventually):
         view.cancel()
         with pytest.raises(asyncio.CancelledError):
             await view
-        # The call is still under way: the cancellation did not wait for it.
+        # The call is still running: the cancellation did not wait for it.
         assert not gate.open.is_set()
         gate.open.set()
         return wrapped
@@ -148,19 +148,19 @@ def test_a_cancelled_view_gives_its_lease_back(gated, eventually):
     wrapped = asyncio.run(main())
     eventually(lambda: store.stats()["hits"] == 1)
     store.delete(keys)
-    # With the block deleted, only a lease could hold its memory.
+    # The block is deleted, so only a lease could hold its memory.
     eventually(lambda: held_bytes(store) == 0)
     del wrapped
 
 
-def test_a_cancelled_pin_is_taken_back(gated):
+def test_a_cancelled_pin_is_removed(gated):
     store, gate, keys = gated
     gate.open.set()
     assert store.view(keys).hits == 1
     begun, go_on = threading.Event(), threading.Event()
 
     class Slow:
-        """The store, with a pin that takes its time."""
+        """The store, with a slow `pin`."""
 
         def pin(self, wanted):
             begun.set()
@@ -179,13 +179,13 @@ def test_a_cancelled_pin_is_taken_back(gated):
         with pytest.raises(asyncio.CancelledError):
             await pin
         go_on.set()
-        wrapped._workers.shutdown(wait=True)  # noqa: SLF001 # the call has ended after this
+        wrapped._workers.shutdown(wait=True)  # noqa: SLF001 # waits for the call
 
     asyncio.run(main())
     assert store.unpin(keys) == [False]
 
 
-def test_a_cancelled_get_leaves_the_buffer_alone_afterwards(gated, bytes_of):
+def test_a_cancelled_get_does_not_write_the_buffer_afterwards(gated, bytes_of):
     store, gate, keys = gated
 
     async def main():
@@ -195,7 +195,7 @@ def test_a_cancelled_get_leaves_the_buffer_alone_afterwards(gated, bytes_of):
         await reached(gate)
         get.cancel()
         await asyncio.sleep(0.05)
-        get.cancel()  # a second one does not cut the wait short either
+        get.cancel()  # a second cancellation does not end the wait either
         await asyncio.sleep(0.05)
         assert not get.done(), "the thread still writes into the buffer"
         gate.open.set()
@@ -210,7 +210,7 @@ def test_a_cancelled_get_leaves_the_buffer_alone_afterwards(gated, bytes_of):
     asyncio.run(main())
 
 
-def test_a_cancelled_put_is_done_as_a_whole_or_not_at_all(store, keys_of, bytes_of):
+def test_a_cancelled_put_stores_all_blocks_or_none(store, keys_of, bytes_of):
     async def main():
         wrapped = aio.AsyncStore(store, threads=1)
         for number in range(40):
@@ -222,11 +222,11 @@ def test_a_cancelled_put_is_done_as_a_whole_or_not_at_all(store, keys_of, bytes_
             put.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await put
-            # The blocks are the caller's again: what is stored no longer changes.
+            # The buffers belong to the caller again: changes must not reach the store.
             for block in blocks:
                 block[:] = bytes(len(block))
-            here = store.contains(keys)
-            assert all(here) or not any(here)
+            present = store.contains(keys)
+            assert all(present) or not any(present)
             with store.view(keys) as views:
                 for key, view in zip(keys, views, strict=True):
                     assert view is None or bytes(view) == bytes_of(key)
@@ -236,7 +236,7 @@ def test_a_cancelled_put_is_done_as_a_whole_or_not_at_all(store, keys_of, bytes_
     asyncio.run(main())
 
 
-def test_a_call_that_waits_for_a_thread_is_never_made(gated, keys_of):
+def test_a_cancelled_call_in_the_queue_is_never_made(gated, keys_of):
     store, gate, keys = gated
     other = keys_of(range(5, 6))
 
@@ -273,17 +273,17 @@ def test_threads_are_bounded_and_end_with_the_store(keys_of):
         time.sleep(0.01)
 
 
-def test_a_loop_that_is_closed_over_a_call_neither_hangs_nor_keeps_a_lease(gated, eventually):
+def test_closing_the_loop_during_a_call_neither_hangs_nor_leaks_a_lease(gated, eventually):
     store, gate, keys = gated
     loop = asyncio.new_event_loop()
     wrapped = aio.AsyncStore(store)
     view = loop.create_task(wrapped.view(keys))
     loop.run_until_complete(reached(gate))
-    # Nobody cancelled the task, as in a program that stops its loop and goes on.
+    # The task was not cancelled, as in a program that closes its loop and continues.
     loop.close()
     gate.open.set()
     eventually(lambda: store.stats()["hits"] == 1)
-    view._log_destroy_pending = False  # noqa: SLF001 # asyncio would tell it to the log
+    view._log_destroy_pending = False  # noqa: SLF001 # asyncio would log a warning
     del view
     gc.collect()
     store.delete(keys)
@@ -295,7 +295,7 @@ def test_a_loop_that_is_closed_over_a_call_neither_hangs_nor_keeps_a_lease(gated
     assert asyncio.run(again()) == [False]
 
 
-def test_a_timeout_of_asyncio_ends_a_call(gated):
+def test_an_asyncio_timeout_cancels_a_call(gated):
     store, gate, keys = gated
 
     async def main():

@@ -1,4 +1,4 @@
-"""Every public call says which argument is wrong, what was given, and what is right."""
+"""Errors of public calls name the wrong argument, its value, and valid values."""
 
 import itertools
 import re
@@ -13,11 +13,11 @@ INTERNALS = re.compile(
     r"failed to extract|called `|panicked|unwrap|Option<|usize|\bu(8|16|32|64)\b|\bi64\b|PyErr|"
     r"Settings\.|convert to C|interpreted as|NoneType|<class|os error 22"
 )
-"""What only the source code knows."""
+"""Internals of the implementation, which no message may contain."""
 SPACE = Namespace(Manifest({"weights": "sha256:test"}))
 ENDLESS = 1 << 70
 
-# The call, the start of the message, and a word of the advice.
+# A call, the start of the expected message, and a part of its advice.
 WRONG = [
     (lambda s: s.view(5), "keys: 5 is not", "BlockKey"),
     (lambda s: s.view(None), "keys: None is not", "BlockKey"),
@@ -121,17 +121,17 @@ WRONG = [
 
 
 @pytest.mark.parametrize("case", range(len(WRONG)))
-def test_a_wrong_argument_is_named_with_what_is_right(store, case):
+def test_an_error_names_the_wrong_argument_and_valid_values(store, case):
     call, start, advice = WRONG[case]
     with pytest.raises((TypeError, ValueError, IndexError, BufferError)) as caught:
         call(store)
-    said = str(caught.value)
-    assert said.startswith(start), said
-    assert advice in said, said
-    assert not INTERNALS.search(said), said
+    message = str(caught.value)
+    assert message.startswith(start), message
+    assert advice in message, message
+    assert not INTERNALS.search(message), message
 
 
-def test_a_secret_is_never_shown():
+def test_errors_never_contain_a_secret():
     for call in (
         lambda: Namespace(Manifest({}), "hunter2"),
         lambda: cascadekv.connect("/x", token=["hunter2"]),
@@ -141,19 +141,19 @@ def test_a_secret_is_never_shown():
         assert "hunter2" not in str(caught.value)
 
 
-def test_a_token_without_letters_is_a_config_error():
+def test_an_empty_token_is_a_config_error():
     with pytest.raises(ConfigError, match="token"):
         cascadekv.connect("/x", token=b"")
 
 
-def test_durations_of_every_form_are_taken(store, keys_of):
+def test_durations_are_accepted_in_every_form(store, keys_of):
     keys = keys_of(range(1))
     for time in (5, 5.0, "5s", "5000ms", "5", timedelta(seconds=5), None):
         assert store.put(keys, [b"block"], ttl=time, timeout=time)[0].ok
         assert store.view(keys, timeout=time).hits == 1
 
 
-def test_a_client_finds_the_node_that_the_environment_names(serve, monkeypatch, keys_of):
+def test_a_client_connects_to_the_node_in_the_environment(serve, monkeypatch, keys_of):
     node = serve("--dram", "8MiB")
     keys = keys_of(range(1))
     for name, place in (

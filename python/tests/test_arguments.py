@@ -1,4 +1,4 @@
-"""A wrong argument gets an error that says what, where, and what would be right."""
+"""Invalid arguments of store calls are refused."""
 
 import pickle
 
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 
-def test_keys_that_are_no_keys(store):
+def test_invalid_keys_are_refused(store):
     with pytest.raises(TypeError, match="key_of_id"):
         store.contains("sys_prompt_v1")
     with pytest.raises(ValueError, match="33 bytes"):
@@ -20,7 +20,7 @@ def test_keys_that_are_no_keys(store):
         cascadekv.BlockKey.from_hex("zz")
 
 
-def test_blocks_that_do_not_fit_their_keys(store, keys_of):
+def test_a_wrong_number_of_blocks_is_refused(store, keys_of):
     with pytest.raises(ValueError, match="2 keys but 1 blocks"):
         store.put(keys_of(range(2)), [b"one"])
     with pytest.raises(ValueError, match="2 keys do not divide"):
@@ -29,7 +29,7 @@ def test_blocks_that_do_not_fit_their_keys(store, keys_of):
         store.put(keys_of(range(2)), [b"one", "two"])
 
 
-def test_buffers_that_cannot_be_filled(store, keys_of):
+def test_unsuitable_buffers_are_refused(store, keys_of):
     keys = keys_of(range(2))
     store.put(keys, [b"one", b"two"])
     with pytest.raises(BufferError, match=r"buffers\[1\] is read-only"):
@@ -41,7 +41,7 @@ def test_buffers_that_cannot_be_filled(store, keys_of):
         store.get(keys, [memoryview(shared)[:3], memoryview(shared)[2:]])
 
 
-def test_times_that_are_no_times(store, keys_of):
+def test_invalid_durations_are_refused(store, keys_of):
     for bad in (-1.0, float("nan"), float("inf")):
         with pytest.raises(cascadekv.ConfigError, match="timeout"):
             store.view(keys_of(range(1)), timeout=bad)
@@ -49,7 +49,7 @@ def test_times_that_are_no_times(store, keys_of):
             store.put(keys_of(range(1)), [b"block"], ttl=bad)
 
 
-def test_hints_that_are_no_hints(store, keys_of):
+def test_invalid_hints_are_refused(store, keys_of):
     keys = keys_of(range(1))
     hints = cascadekv.Hints(
         ends_session=True, stop=cascadekv.StopReason.END_TURN, workload=3, expected_within=0.5
@@ -62,7 +62,7 @@ def test_hints_that_are_no_hints(store, keys_of):
         store.lookup_prefix(keys, hints=cascadekv.Hints(priority="urgent"))
 
 
-def test_a_closed_store_says_so(store, keys_of):
+def test_calls_on_a_closed_store_raise(store, keys_of):
     before = store.stats()["stored"]
     store.put(keys_of(range(1)), [b"block"])
     store.close()
@@ -72,12 +72,12 @@ def test_a_closed_store_says_so(store, keys_of):
     assert store.stats()["stored"] == before + 1
 
 
-def test_a_store_is_not_pickled(store):
+def test_a_store_cannot_be_pickled(store):
     with pytest.raises(TypeError, match="open one in each process"):
         pickle.dumps(store)
 
 
-def test_every_exception_has_one_parent_and_a_builtin_where_one_fits():
+def test_exceptions_derive_from_cascade_error_and_a_builtin():
     assert issubclass(cascadekv.DeadlineError, (cascadekv.CascadeError, TimeoutError))
     assert issubclass(cascadekv.ConfigError, ValueError)
     assert issubclass(cascadekv.PipelineError, cascadekv.ConfigError)

@@ -1,4 +1,4 @@
-"""The command is installed with the package and keeps its contract on exit codes."""
+"""The command is installed with the package and returns the documented exit codes."""
 
 import json
 import subprocess
@@ -17,19 +17,19 @@ def cascade(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_it_says_its_version():
+def test_the_command_prints_its_version():
     run = cascade("--version")
     assert run.returncode == 0
     assert cascadekv.__version__ in run.stdout
 
 
-def test_a_command_line_that_makes_no_sense_exits_with_2():
+def test_an_invalid_command_line_exits_with_2():
     run = cascade("replay", "--no-such-option")
     assert run.returncode == 2
     assert "--no-such-option" in run.stderr
 
 
-def test_a_replay_checks_every_byte_and_writes_what_it_saw(tmp_path):
+def test_a_replay_verifies_every_byte_and_writes_its_figures(tmp_path):
     trace, figures = tmp_path / "trace.jsonl", tmp_path / "figures.json"
     requests = [
         {"timestamp": n * 1000, "input_length": 1536, "output_length": 1, "hash_ids": ids}
@@ -38,8 +38,8 @@ def test_a_replay_checks_every_byte_and_writes_what_it_saw(tmp_path):
     trace.write_text("".join(json.dumps(request) + "\n" for request in requests))
     run = cascade("replay", str(trace), "--json", str(figures), "--dram", "64MiB")
     assert run.returncode == 0, run.stderr
-    seen = json.loads(figures.read_text())
-    assert seen["requests"] == 3
-    assert seen["blocks_requested"] == 9
-    assert seen["wrong_blocks"] == 0
-    assert seen["hit_rate"] == seen["blocks_hit"] / seen["blocks_requested"]
+    written = json.loads(figures.read_text())
+    assert written["requests"] == 3
+    assert written["blocks_requested"] == 9
+    assert written["wrong_blocks"] == 0
+    assert written["hit_rate"] == written["blocks_hit"] / written["blocks_requested"]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from cascadekv import compat
 
-# The document's example, word for word but for the tensor, which the caller has.
+# The document's example, verbatim; the caller provides the tensor.
 EXAMPLE = """
 from cascade_cpp import DistributedStore, CascadeConfig
 
@@ -31,10 +31,10 @@ store.get("sys_prompt_v1", result)
 
 
 class Tensor(np.ndarray):
-    """What the example asks of a tensor."""
+    """The members of a tensor that the example uses."""
 
     def numpy(self):
-        """Give the array itself."""
+        """Return the array itself."""
         return np.asarray(self)
 
 
@@ -97,12 +97,12 @@ def test_each_flag_reaches_the_store():
         assert store.stats()["contents"] == 2
 
 
-def test_what_goes_wrong_is_said():
+def test_failures_raise_or_return_false():
     with compat.DistributedStore(compat.CascadeConfig(dram_capacity="8MiB")) as store:
         assert store.put("a", b"block")
         with pytest.raises(ValueError, match="other bytes"):
             store.put("a", b"other")
-        with pytest.raises(ValueError, match="needs 5 bytes"):
+        with pytest.raises(ValueError, match="needs an array of 5 bytes"):
             store.get("a", bytearray(4))
         assert not store.get("b", bytearray(4))
         assert not store.put("c", bytes(9 << 20))

@@ -1,4 +1,4 @@
-"""Settings have documented defaults, are checked by name, and can be dumped and read back."""
+"""Settings have documented defaults, are checked by name, and survive a conversion to JSON."""
 
 import dataclasses
 import json
@@ -35,7 +35,7 @@ def test_defaults_are_the_documented_ones():
     }
 
 
-def test_sizes_durations_and_shares_take_every_form():
+def test_sizes_durations_and_shares_are_accepted_in_every_form():
     for timeout in (2.5, "2.5s", "2500ms", timedelta(seconds=2.5)):
         assert StoreConfig(timeout=timeout).timeout == 2.5
     assert StoreConfig(timeout=3).timeout == 3.0
@@ -48,14 +48,14 @@ def test_sizes_durations_and_shares_take_every_form():
         assert StoreConfig(protected_share=share).protected_share == 40
 
 
-def test_a_file_is_no_directory(tmp_path):
+def test_a_file_instead_of_a_directory_is_refused(tmp_path):
     path = tmp_path / "passwd"
     path.write_text("root")
     with pytest.raises(ConfigError, match=f"files: {path} is not a directory"):
         Store(files=path)
 
 
-def test_stages_for_studies_are_not_offered():
+def test_stages_for_tests_are_not_listed_in_errors():
     with pytest.raises(PipelineError) as caught:
         Store(pipeline="Dram|Tape")
     assert "files" in str(caught.value)
@@ -63,7 +63,7 @@ def test_stages_for_studies_are_not_offered():
     assert "empty" not in str(caught.value)
 
 
-def test_files_extend_the_pipeline(tmp_path):
+def test_a_files_directory_adds_a_tier_to_the_pipeline(tmp_path):
     assert StoreConfig(files=tmp_path).pipeline == "Dram|Files"
     assert StoreConfig(files=tmp_path, pipeline="Files").pipeline == "Files"
 
@@ -74,7 +74,7 @@ def test_a_dumped_configuration_reads_back(tmp_path):
     assert StoreConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
 
-def test_a_store_says_what_it_runs_with():
+def test_a_store_returns_its_configuration():
     config = StoreConfig(dram="8MiB", policy="lru")
     with Store(config) as store:
         assert store.config == config
@@ -117,7 +117,7 @@ def test_a_store_says_what_it_runs_with():
         ({"files": "/nonexistent", "files_layout": "heap"}, "files_layout: .*segments"),
     ],
 )
-def test_a_setting_that_makes_no_sense_is_refused_by_name(settings, message):
+def test_an_invalid_setting_is_refused_by_name(settings, message):
     with pytest.raises(ConfigError, match=message):
         StoreConfig.from_dict(settings)
     with pytest.raises(ConfigError, match=message):
@@ -125,7 +125,7 @@ def test_a_setting_that_makes_no_sense_is_refused_by_name(settings, message):
 
 
 @pytest.mark.parametrize("pipeline", ["", "Dram|Tape", "Dram|Dram", "Files|Dram|Files"])
-def test_a_pipeline_that_makes_no_sense_names_itself(tmp_path, pipeline):
+def test_an_invalid_pipeline_is_refused(tmp_path, pipeline):
     with pytest.raises(PipelineError, match="pipeline"):
         Store(pipeline=pipeline, files=tmp_path)
 

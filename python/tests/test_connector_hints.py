@@ -1,4 +1,4 @@
-"""What requests say about their future is read, and what makes no sense stops nothing."""
+"""Hints of requests are parsed, and invalid hints are ignored."""
 
 import random
 
@@ -37,9 +37,9 @@ def test_no_parameters_are_no_hints():
 @pytest.mark.parametrize(
     ("name", "value", "expected"),
     [
-        ("cascade.session", 7, "a text of 1 to 256 characters"),
-        ("cascade.session", "", "a text of 1 to 256 characters"),
-        ("cascade.session", "s" * 257, "a text of 1 to 256 characters"),
+        ("cascade.session", 7, "text of 1 to 256 characters"),
+        ("cascade.session", "", "text of 1 to 256 characters"),
+        ("cascade.session", "s" * 257, "text of 1 to 256 characters"),
         ("cascade.ends_session", 1, "true or false"),
         ("cascade.priority", "urgent", "one of low, normal, high"),
         ("cascade.priority", ["high"], "one of low, normal, high"),
@@ -53,19 +53,19 @@ def test_no_parameters_are_no_hints():
         ("cascade.expected_within", "5", "a number of seconds from 0 to 3600"),
     ],
 )
-def test_a_wrong_value_is_left_out_and_named(name, value, expected):
+def test_an_invalid_value_is_ignored_with_a_warning(name, value, expected):
     hints, complaints = request_hints({name: value})
     assert hints == Hints()
     assert [name in text and expected in text for text in complaints] == [True]
 
 
-def test_an_unknown_name_is_named_with_the_nearest():
+def test_an_unknown_parameter_gets_a_suggestion():
     hints, complaints = request_hints({"cascade.sessions": "s", "cascade.workload": 1})
     assert hints.workload == 1
     assert complaints == ["'cascade.sessions': no such parameter; did you mean cascade.session?"]
 
 
-def test_no_parameters_of_any_kind_raise():
+def test_arbitrary_parameters_never_raise():
     chance = random.Random(3)
     values = [
         None,
@@ -105,7 +105,7 @@ def test_no_parameters_of_any_kind_raise():
         (-3, "normal", Priority.NORMAL),
     ],
 )
-def test_the_callers_priority_wins_over_the_engines(engine, given, result):
+def test_the_callers_priority_takes_precedence(engine, given, result):
     params = {} if given is None else {"cascade.priority": given}
     assert request_hints(params, priority=engine)[0].priority is result
 
@@ -124,16 +124,16 @@ def test_the_callers_priority_wins_over_the_engines(engine, given, result):
         ("A_STATUS_OF_TOMORROW", None, None),
     ],
 )
-def test_how_a_request_ended_becomes_a_hint(status, stop_reason, stop):
+def test_the_end_of_a_request_becomes_a_hint(status, stop_reason, stop):
     hints = Hints(workload=2)
     assert finish_hints(hints, status_name=status, stop_reason=stop_reason) == Hints(
         workload=2, stop=stop
     )
-    said = Hints(stop=StopReason.TOOL_USE)
-    assert finish_hints(said, status_name=status, stop_reason=stop_reason) == said
+    given = Hints(stop=StopReason.TOOL_USE)
+    assert finish_hints(given, status_name=status, stop_reason=stop_reason) == given
 
 
-def test_sessions_are_named_alike_and_not_by_what_callers_call_them():
+def test_session_names_are_stable_digests():
     name = session_name({"cascade.session": "alice@example.org"})
     assert name == session_name(None, engine_session="alice@example.org")
     assert name == session_name({"cascade.session": "alice@example.org"}, engine_session="x")

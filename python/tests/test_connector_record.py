@@ -1,4 +1,4 @@
-"""Finished requests become a trace that `cascade replay` reads, and recording stops nothing."""
+"""Finished requests are recorded as a trace for `cascade replay`, without delaying the engine."""
 
 import errno
 import json
@@ -22,7 +22,7 @@ def lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_a_request_is_a_line_of_the_documents_fields(tmp_path):
+def test_a_request_is_one_line_with_the_documented_fields(tmp_path):
     recorder = TraceRecorder(tmp_path, block_tokens=128, now=lambda: 1_790_000_000.25)
     assert recorder.path == tmp_path / f"trace-{os.getpid()}.jsonl"
     names = keys(random.Random(1), 2)
@@ -51,7 +51,7 @@ def test_a_request_is_a_line_of_the_documents_fields(tmp_path):
     assert recorder.dropped == 1
 
 
-def test_full_files_make_room_and_keep_whole_lines(tmp_path):
+def test_full_files_are_rotated_with_whole_lines(tmp_path):
     place = tmp_path / "deep" / "requests.jsonl"
     recorder = TraceRecorder(place, block_tokens=128, max_bytes=1000, max_files=3)
     for number in range(100):
@@ -69,7 +69,7 @@ def test_full_files_make_room_and_keep_whole_lines(tmp_path):
     assert len(kept) >= 9
 
 
-def test_one_file_begins_anew(tmp_path):
+def test_a_single_file_is_overwritten_when_full(tmp_path):
     recorder = TraceRecorder(tmp_path / "t.jsonl", block_tokens=1, max_bytes=200, max_files=1)
     for number in range(10):
         recorder.record(input_tokens=number, output_tokens=0, keys=[])
@@ -78,7 +78,7 @@ def test_one_file_begins_anew(tmp_path):
     assert lines(recorder.path)[-1]["input_length"] == 9
 
 
-def test_half_a_line_of_a_killed_process_goes(tmp_path):
+def test_a_partial_last_line_is_truncated(tmp_path):
     place = tmp_path / "t.jsonl"
     place.write_text('{"timestamp":1}\n{"timest')
     recorder = TraceRecorder(place, block_tokens=1)
@@ -88,7 +88,7 @@ def test_half_a_line_of_a_killed_process_goes(tmp_path):
 
 
 class Disk:
-    """A file on a disk that refuses, then takes half a line, then is well again."""
+    """A file whose writes fail, or write half of a line, in a given order."""
 
     def __init__(self, file, faults):
         self.file, self.faults = file, faults
@@ -103,7 +103,7 @@ class Disk:
         return getattr(self.file, name)
 
 
-def test_what_a_disk_refuses_is_counted_and_leaves_no_half_lines(tmp_path, monkeypatch, caplog):
+def test_failed_writes_are_counted_and_leave_no_partial_lines(tmp_path, monkeypatch, caplog):
     faults = ["half", None, "refuses", "half", "refuses", None]
     opens = record.open_trace
     monkeypatch.setattr(record, "open_trace", lambda path: Disk(opens(path), faults))
@@ -117,7 +117,7 @@ def test_what_a_disk_refuses_is_counted_and_leaves_no_half_lines(tmp_path, monke
     assert "missing from the trace" in caplog.text
 
 
-def test_a_slow_disk_makes_nobody_wait(tmp_path, monkeypatch):
+def test_a_slow_disk_does_not_block_recording(tmp_path, monkeypatch):
     opens, gate = record.open_trace, threading.Event()
 
     class Slow(Disk):
@@ -126,7 +126,7 @@ def test_a_slow_disk_makes_nobody_wait(tmp_path, monkeypatch):
             return self.file.write(line)
 
     monkeypatch.setattr(record, "open_trace", lambda path: Slow(opens(path), []))
-    monkeypatch.setattr(record, "WAITING_MAX", 8)
+    monkeypatch.setattr(record, "QUEUE_MAX", 8)
     recorder = TraceRecorder(tmp_path, block_tokens=1)
     for number in range(100):
         recorder.record(input_tokens=number, output_tokens=0, keys=[])
@@ -136,7 +136,7 @@ def test_a_slow_disk_makes_nobody_wait(tmp_path, monkeypatch):
     assert len(lines(recorder.path)) + recorder.dropped == 100
 
 
-def test_a_place_that_cannot_be_written_is_named(tmp_path):
+def test_an_unwritable_path_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"file/trace.*cannot be written: File exists"):
         TraceRecorder(tmp_path / "file", block_tokens=128)

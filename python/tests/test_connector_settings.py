@@ -1,4 +1,4 @@
-"""What connectors to engines share: settings read strictly, a store that may be away, failures."""
+"""The parts that connectors share: strict settings, an unavailable node, the failure log."""
 
 import logging
 import threading
@@ -16,21 +16,24 @@ from cascadekv.errors import ConfigError, RefusedError
         ({"cascade.drma": "1GiB"}, r"cascade\.drma: no such setting; did you mean cascade\.dram\?"),
         ({"cascade.x": 1}, r"cascade\.x: no such setting; known are cascade\.pipeline"),
         ({"cascade.dram": "lots"}, r"cascade\.dram: .*lots"),
-        ({"cascade.dram": 1.5}, r"cascade\.dram: 1\.5 is no size"),
-        ({"cascade.dram": True}, r"cascade\.dram: True is no size"),
-        ({"cascade.files_capacity": None}, r"cascade\.files_capacity: None is no size"),
-        ({"cascade.pipeline": 3}, r"cascade\.pipeline: 3 is no text"),
-        ({"cascade.files": ""}, r"cascade\.files: '' is no text"),
-        ({"cascade.timeout": 0}, r"cascade\.timeout: 0 is no number"),
-        ({"cascade.timeout": "5"}, r"cascade\.timeout: '5' is no number"),
-        ({"cascade.timeout": True}, r"cascade\.timeout: True is no number"),
-        ({"cascade.timeout": float("nan")}, r"cascade\.timeout: nan is no number"),
-        ({"cascade.node": "/run/c.sock"}, r"cascade\.node: '/run/c\.sock' is no place.*unix:PATH"),
-        ({"cascade.node": "tcp:host:1"}, r"cascade\.node: 'tcp:host:1' is no place"),
-        ({"cascade.node": "unix:"}, r"cascade\.node: 'unix:' is no place"),
-        ({"cascade.node": None}, r"cascade\.node: None is no text"),
-        ({"cascade.node": "unix:/a", "cascade.dram": "1GiB"}, r"cascade\.dram: is the node's"),
-        ({"cascade.token_file": "/a"}, r"cascade\.token_file: needs cascade\.node"),
+        ({"cascade.dram": 1.5}, r"cascade\.dram: 1\.5 is not a size"),
+        ({"cascade.dram": True}, r"cascade\.dram: True is not a size"),
+        ({"cascade.files_capacity": None}, r"cascade\.files_capacity: None is not a size"),
+        ({"cascade.pipeline": 3}, r"cascade\.pipeline: 3 is not text"),
+        ({"cascade.files": ""}, r"cascade\.files: '' is not text"),
+        ({"cascade.timeout": 0}, r"cascade\.timeout: 0 is not a number"),
+        ({"cascade.timeout": "5"}, r"cascade\.timeout: '5' is not a number"),
+        ({"cascade.timeout": True}, r"cascade\.timeout: True is not a number"),
+        ({"cascade.timeout": float("nan")}, r"cascade\.timeout: nan is not a number"),
+        (
+            {"cascade.node": "/run/c.sock"},
+            r"cascade\.node: '/run/c\.sock' is not the address.*unix:PATH",
+        ),
+        ({"cascade.node": "tcp:host:1"}, r"cascade\.node: 'tcp:host:1' is not the address"),
+        ({"cascade.node": "unix:"}, r"cascade\.node: 'unix:' is not the address"),
+        ({"cascade.node": None}, r"cascade\.node: None is not text"),
+        ({"cascade.node": "unix:/a", "cascade.dram": "1GiB"}, r"cascade\.dram: cannot be combined"),
+        ({"cascade.token_file": "/a"}, r"cascade\.token_file: requires cascade\.node"),
         (
             {"cascade.node": "unix:/a", "cascade.token_file": "/none"},
             r"/none cannot be read: No su",
@@ -38,12 +41,12 @@ from cascadekv.errors import ConfigError, RefusedError
         ({"cascade.node": "unix:/a", "cascade.token_file": "/dev"}, r"cascade\.token_file: /dev "),
     ],
 )
-def test_what_makes_no_sense_is_refused_by_its_key(options, message):
+def test_an_invalid_setting_is_refused_by_its_key(options, message):
     with pytest.raises(ConfigError, match=message):
         read_settings(options)
 
 
-def test_the_engines_own_keys_are_left_alone():
+def test_the_engines_own_keys_are_ignored():
     address = read_settings({"backend_name": "cascade", "interface_v1": 1})
     assert address.node is None
     assert address.embedded.dram == 256 << 20
@@ -61,17 +64,17 @@ def test_embedded_settings_reach_the_store(tmp_path):
     assert set(place) | {"cascade.timeout"} <= set(KEYS)
 
 
-def test_a_pipeline_that_cannot_be_is_refused_by_its_key():
+def test_an_invalid_pipeline_is_refused_by_its_key():
     with pytest.raises(ConfigError, match=r"cascade\.pipeline: .*Tape"):
         open_store(read_settings({"cascade.pipeline": "Dram|Tape"}), name="test")
 
 
-def test_a_token_is_read_by_the_nodes_rule(tmp_path):
+def test_a_token_file_must_not_be_accessible_to_others(tmp_path):
     token = tmp_path / "token"
     token.write_text("secret\n")
     options = {"cascade.node": "unix:/a", "cascade.token_file": str(token)}
     token.chmod(0o644)
-    with pytest.raises(ConfigError, match="open to others"):
+    with pytest.raises(ConfigError, match="accessible to others"):
         read_settings(options)
     token.chmod(0o640)
     address = read_settings(options)
@@ -82,7 +85,7 @@ def test_a_token_is_read_by_the_nodes_rule(tmp_path):
         read_settings(options)
 
 
-def test_a_link_finds_a_node_that_comes_later(serve, monkeypatch, eventually):
+def test_a_link_connects_to_a_node_that_starts_later(serve, monkeypatch, eventually):
     monkeypatch.setattr(settings, "RETRY_S", 0.05)
     node = serve("--dram", "16MiB")
     node.stop()
@@ -103,16 +106,16 @@ def test_a_link_finds_a_node_that_comes_later(serve, monkeypatch, eventually):
     assert link.store() is None
 
 
-def test_a_link_is_not_asked_too_often(tmp_path, monkeypatch):
-    asked = []
+def test_a_link_retries_at_intervals(tmp_path, monkeypatch):
+    attempts = []
     connect = settings.connect
-    monkeypatch.setattr(settings, "connect", lambda *a, **k: asked.append(a) or connect(*a, **k))
+    monkeypatch.setattr(settings, "connect", lambda *a, **k: attempts.append(a) or connect(*a, **k))
     link = StoreLink(read_settings({"cascade.node": f"unix:{tmp_path}/none"}), name="test")
     assert [link.store() for _ in range(100)] == [None] * 100
-    assert len(asked) == 1
+    assert len(attempts) == 1
 
 
-def test_a_refusal_is_no_absence(serve, tmp_path):
+def test_a_refused_client_is_an_error_at_start(serve, tmp_path):
     node = serve("--dram", "16MiB")
     token = tmp_path / "token"
     token.write_text("wrong")
@@ -122,8 +125,8 @@ def test_a_refusal_is_no_absence(serve, tmp_path):
         StoreLink(read_settings(options), name="test")
 
 
-def test_failures_are_all_counted_and_logged_once_in_a_while(caplog):
-    log = FailureLog(logging.getLogger("cascade-test"), every=3600)
+def test_failures_are_counted_and_logged_at_a_limited_rate(caplog):
+    log = FailureLog(logging.getLogger("cascade-test"), interval_s=3600)
     for n in range(100):
         log.count("reading", f"reason {n}")
     log.count("writing", "another")
@@ -131,7 +134,7 @@ def test_failures_are_all_counted_and_logged_once_in_a_while(caplog):
     assert len(caplog.records) == 2
     assert "reason 0" in caplog.text
     caplog.clear()
-    often = FailureLog(logging.getLogger("cascade-test"), every=0)
+    often = FailureLog(logging.getLogger("cascade-test"), interval_s=0)
     often.count("reading", "one")
     often.count("reading", "two")
-    assert "1 since the last line like this, 2 in all" in caplog.text
+    assert "1 times since the last such message, 2 in total" in caplog.text

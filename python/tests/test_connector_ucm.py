@@ -1,4 +1,4 @@
-"""UCM's configuration file loads as it is: every key is used, or refused with a reason."""
+"""UCM configuration files are read unchanged: every key is applied, or refused with a reason."""
 
 import textwrap
 from pathlib import Path
@@ -18,9 +18,9 @@ def document(top=None, **config):
     return {"ucm_connectors": [entry], **(top or {})}
 
 
-def parse(top=None, *, memory=64 * GIB, room=900 * GIB, **config):
+def parse(top=None, *, memory=64 * GIB, space=900 * GIB, **config):
     return parse_ucm(
-        document(top, **config), memory_bytes=lambda: memory, room_bytes=lambda _: room
+        document(top, **config), memory_bytes=lambda: memory, available_bytes=lambda _: space
     )
 
 
@@ -48,7 +48,7 @@ def test_the_documents_examples_load_and_every_key_is_read(example):
     assert settings.options["cascade.files"] == "/mnt/test"
 
 
-def test_both_examples_and_the_one_with_every_option_are_there():
+def test_all_examples_exist():
     assert [path.stem for path in EXAMPLES] == ["every-option", "layerwise", "minimal"]
 
 
@@ -72,7 +72,7 @@ def test_every_option_of_the_document_has_its_effect():
     assert any(note.startswith("posix_io_engine") for note in settings.notes)
 
 
-def test_defaults_are_the_documents():
+def test_defaults_are_the_documented_ones():
     settings = parse(memory=2048 * GIB)
     assert settings.options["cascade.dram"] == 256 * GIB
     assert settings.options["cascade.timeout"] == 30.0
@@ -85,30 +85,30 @@ def test_defaults_are_the_documents():
     assert (settings.waiting_queue_depth, settings.running_queue_depth) == (8192, 524_288)
 
 
-def test_a_smaller_host_gets_a_smaller_buffer_and_is_told():
+def test_a_smaller_host_gets_a_smaller_buffer_and_a_note():
     settings = parse(memory=64 * GIB)
     assert settings.options["cascade.dram"] == 16 * GIB
-    assert any("cache_buffer_capacity_gb: 16.0" in note for note in settings.notes)
+    assert any("cache_buffer_capacity_gb: set to 16.0" in note for note in settings.notes)
 
 
-def test_no_limit_on_files_is_the_file_systems_room():
+def test_unlimited_files_use_the_available_space():
     for given in ({}, {"posix_capacity_gb": 0}):
-        settings = parse(room=900 * GIB, **given)
+        settings = parse(space=900 * GIB, **given)
         assert settings.options["cascade.files_capacity"] == 900 * GIB
         assert any(note.startswith("posix_capacity_gb") for note in settings.notes)
 
 
-def test_gpudirect_falls_back_and_says_so():
+def test_gpudirect_is_replaced_with_a_note():
     assert any(note.startswith("use_gdr") for note in parse(use_gdr=True).notes)
     assert not any(note.startswith("use_gdr") for note in parse(use_gdr=False).notes)
 
 
-def test_a_metrics_file_has_to_be_there(tmp_path):
+def test_a_metrics_file_must_exist(tmp_path):
     there = tmp_path / "metrics.yaml"
     there.write_text("log_interval: 5\n")
     settings = parse({"metrics_config_path": str(there)})
     assert settings.metrics_config_path == str(there)
-    with pytest.raises(ConfigError, match=r"metrics_config_path.*is no file"):
+    with pytest.raises(ConfigError, match=r"metrics_config_path.*is not a file"):
         parse({"metrics_config_path": str(tmp_path / "none.yaml")})
 
 
@@ -118,27 +118,27 @@ def test_a_metrics_file_has_to_be_there(tmp_path):
         ({"store_pipeline": "Cache|Nfs"}, "store_pipeline.*Cache|Posix"),
         ({"store_pipeline": None}, "store_pipeline: is missing"),
         ({"storage_backends": None}, "storage_backends: is missing"),
-        ({"storage_backends": "/a:/b"}, "storage_backends: '/a:/b' names 2 directories"),
-        ({"storage_backends": ["/a", "/b"]}, "names 2 directories"),
-        ({"storage_backends": 7}, "storage_backends: 7 is no directory"),
-        ({"storage_backends": ""}, "storage_backends: '' is no directory"),
+        ({"storage_backends": "/a:/b"}, "storage_backends: '/a:/b' has 2 directories"),
+        ({"storage_backends": ["/a", "/b"]}, "has 2 directories"),
+        ({"storage_backends": 7}, "storage_backends: 7 is not a directory"),
+        ({"storage_backends": ""}, "storage_backends: '' is not a directory"),
         ({"io_direct": "yes"}, "io_direct: 'yes' is neither true nor false"),
         ({"cache_buffer_capacity_gb": -1}, "cache_buffer_capacity_gb: -1"),
         ({"cache_buffer_capacity_gb": 0}, "cache_buffer_capacity_gb: 0 is too small"),
-        ({"cache_buffer_capacity_gb": True}, "cache_buffer_capacity_gb: True is no number"),
+        ({"cache_buffer_capacity_gb": True}, "cache_buffer_capacity_gb: True is not a number"),
         ({"cache_buffer_capacity_gb": float("nan")}, "cache_buffer_capacity_gb: nan"),
         ({"posix_capacity_gb": 1e-9}, "posix_capacity_gb: 1e-09 is too small"),
         ({"posix_io_engine": "spdk"}, "posix_io_engine: 'spdk'.*psync, aio, uring"),
         ({"use_gdr": 1}, "use_gdr: 1 is neither"),
-        ({"waiting_queue_depth": 0}, "waiting_queue_depth: 0 is no whole number from 1"),
-        ({"running_queue_depth": 1.5}, "running_queue_depth: 1.5 is no whole number"),
-        ({"timeout_ms": 0}, "timeout_ms: 0 is no whole number"),
+        ({"waiting_queue_depth": 0}, "waiting_queue_depth: 0 is not a whole number from 1"),
+        ({"running_queue_depth": 1.5}, "running_queue_depth: 1.5 is not a whole number"),
+        ({"timeout_ms": 0}, "timeout_ms: 0 is not a whole number"),
         ({"timeout_ms": 3_600_001}, "timeout_ms"),
         ({"io_directs": True}, "io_directs: no such setting; did you mean io_direct"),
         ({"use_lite": True}, "use_lite: belongs to the top level"),
     ],
 )
-def test_what_a_store_cannot_be_is_refused_by_name(config, words):
+def test_an_invalid_store_setting_is_refused_by_name(config, words):
     with pytest.raises(ConfigError, match=words):
         parse(**config)
 
@@ -146,7 +146,7 @@ def test_what_a_store_cannot_be_is_refused_by_name(config, words):
 @pytest.mark.parametrize(
     ("top", "words"),
     [
-        ({"hit_ratio": 1.1}, "hit_ratio: 1.1 is no share"),
+        ({"hit_ratio": 1.1}, "hit_ratio: 1.1 is not a share"),
         ({"hit_ratio": -0.1}, "hit_ratio: -0.1"),
         ({"persist_token_threshold": -1}, "persist_token_threshold: -1"),
         ({"use_layerwise": "true"}, "use_layerwise: 'true'"),
@@ -154,22 +154,22 @@ def test_what_a_store_cannot_be_is_refused_by_name(config, words):
         ({"enable_event_sync": 0}, "enable_event_sync: 0"),
         ({"use_lite": []}, "use_lite"),
         ({"use_litee": True}, "use_litee: no such setting; did you mean use_lite"),
-        ({"timeout_ms": 5}, "timeout_ms: belongs below ucm_connectors"),
+        ({"timeout_ms": 5}, "timeout_ms: belongs to ucm_connectors"),
         ({"ucm_sparse_config": {}}, "ucm_sparse_config: sparse attention"),
-        ({7: True}, "7 is no name"),
+        ({7: True}, "7 is not the name"),
         ({"ucm_connectors": []}, "expected a list with one store"),
         ({"ucm_connectors": [{}, {}]}, "2 stores"),
         ({"ucm_connectors": [{"ucm_connector_name": "UcmNfsStore"}]}, "UcmNfsStore.*write"),
         ({"ucm_connectors": [{"ucm_connector_name": "UcmPipelineStore"}]}, "config: is missing"),
     ],
 )
-def test_what_an_engine_cannot_do_is_refused_by_name(top, words):
+def test_an_invalid_top_level_setting_is_refused_by_name(top, words):
     with pytest.raises(ConfigError, match=words):
         parse(top)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "7", "a: [", "use_lite: true\nuse_lite: false\n"])
-def test_a_file_that_is_none_is_named(tmp_path, text):
+def test_an_invalid_file_is_named(tmp_path, text):
     pytest.importorskip("yaml")
     path = tmp_path / "ucm.yaml"
     path.write_text(text)
@@ -179,7 +179,7 @@ def test_a_file_that_is_none_is_named(tmp_path, text):
         read_ucm(tmp_path / "none.yaml")
 
 
-def test_the_room_of_a_directory_counts_what_it_has(tmp_path):
+def test_available_space_includes_existing_files(tmp_path):
     (tmp_path / "block").write_bytes(b"x" * 100_000)
     deep = tmp_path / "not" / "made" / "yet"
     for directory in (tmp_path, deep):
@@ -196,7 +196,7 @@ def test_without_pyyaml_the_error_says_what_to_install(tmp_path, monkeypatch):
         read_ucm(path)
 
 
-def test_limits_of_traces_are_the_documents_variables():
+def test_trace_limits_come_from_the_documented_variables():
     assert trace_limits({}) == (64 << 20, 3)
     assert trace_limits({"UCM_LOG_MAX_FILES": "7", "UCM_LOG_MAX_SIZE": "5"}) == (5 << 20, 7)
     for text in ("0", "-1", "x", "²", ""):
@@ -204,7 +204,7 @@ def test_limits_of_traces_are_the_documents_variables():
             trace_limits({"UCM_LOG_MAX_SIZE": text})
 
 
-def test_a_store_opens_with_what_the_file_says(tmp_path):
+def test_a_store_opens_with_the_settings_of_the_file(tmp_path):
     settings = parse_ucm(
         document(
             storage_backends=str(tmp_path / "blocks"),

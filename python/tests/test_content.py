@@ -1,4 +1,4 @@
-"""Equal bytes are stored once, and protected prefixes leave memory last."""
+"""Equal bytes are stored once, and protected prefixes are evicted last."""
 
 import pytest
 from cascadekv import PutStatus, Store
@@ -27,7 +27,7 @@ def test_a_hundred_sessions_store_their_shared_prefix_once(space, bytes_of):
             assert views == [*shared, bytes_of(keys[20], 64 * KIB)]
 
 
-def test_shared_bytes_stay_until_their_last_key_goes(space):
+def test_shared_bytes_stay_until_their_last_key_is_deleted(space):
     keys = [space.key_of_id(name) for name in ("a", "b")]
     with Store(dram="8MiB", digest="sha256") as store:
         store.put(keys, [b"same bytes"] * 2, chain=False)

@@ -1,4 +1,4 @@
-"""What a measurement with an engine says of its figures, without an engine."""
+"""Figures and verdicts of measurements with an engine, tested without an engine."""
 
 import dataclasses
 import io
@@ -6,10 +6,10 @@ import json
 
 import pytest
 from cascadekv.bench import page_cache
-from cascadekv.bench.engine_process import Answer
-from cascadekv.bench.figures import Figure, Sheet, Target
+from cascadekv.bench.engine_process import RunResult
+from cascadekv.bench.figures import Figure, FigureTable, Target
 from cascadekv.bench.prompts import prompt, with_prefix
-from cascadekv.bench.rounds import Pairs, connector_share, hit_most, overhead
+from cascadekv.bench.rounds import RunPairs, connector_share, hit_most, overhead
 from cascadekv.bench.sessions import HINTS, TURN_TOKENS, turns
 from cascadekv.bench.vllm import HINT_REQUESTS, HINT_REQUESTS_SHORT, read_options
 
@@ -17,20 +17,20 @@ IDLE = {"calls": 0, "wall_s": 0.0, "cpu_s": 0.0}
 
 
 def answer(first_token_s, hit=0, tokens=(7, 8)):
-    return Answer([first_token_s], [list(tokens)], [hit], IDLE, IDLE)
+    return RunResult([first_token_s], [list(tokens)], [hit], IDLE, IDLE)
 
 
 def pairs(tokens=4096, hit=3968, **changes):
     slow = [answer(4.0), answer(5.0), answer(6.0)]
     fast = [answer(0.5, hit), answer(0.5, hit), answer(1.0, hit)]
-    return Pairs(f"dram/22m/{tokens}", tokens, 3968, slow, fast, **changes)
+    return RunPairs(f"dram/22m/{tokens}", tokens, 3968, slow, fast, **changes)
 
 
 def gain(made, **options):
     return made.figures(is_short=False, **options)[-1]
 
 
-def test_a_gain_is_the_median_of_its_rounds_and_met_from_the_document_s_figure_on():
+def test_a_gain_is_the_median_of_its_rounds_and_met_at_its_target():
     figure = gain(pairs())
     assert (figure.name, figure.samples) == ("gain/dram/22m/4096", [8.0, 10.0, 6.0])
     assert (figure.value, figure.verdict) == (8.0, "met")
@@ -40,33 +40,33 @@ def test_a_gain_is_the_median_of_its_rounds_and_met_from_the_document_s_figure_o
     assert Figure("o", "%", [-1.0, 1.9], target=Target(at_most=2.0)).verdict == "met"
 
 
-def test_a_second_run_that_hit_too_little_is_invalid_however_fast():
+def test_a_second_run_with_too_few_hits_is_invalid():
     figures = pairs(hit=3840).figures(is_short=False)
     assert [figure.verdict for figure in figures] == ["", "INVALID", "INVALID"]
-    assert "3840 tokens, not 3968" in figures[-1].faults[0]
+    assert "3840 tokens; expected 3968" in figures[-1].faults[0]
     assert figures[-1].to_json()["is_reached"] is False
 
 
-def test_a_first_run_that_hit_is_invalid_too():
+def test_a_first_run_with_hits_is_invalid():
     made = pairs()
     made.slow[1] = answer(0.5, hit=128)
     assert gain(made).verdict == "INVALID"
     assert "not cold" in gain(made).faults[0]
 
 
-def test_answers_that_differ_are_counted_and_not_forgiven_in_silence():
+def test_different_answers_are_counted():
     made = pairs()
     made.fast[0] = answer(0.5, 3968, tokens=(7, 9))
     assert gain(made).facts["answers_that_differ"] == 1
     assert gain(made).verdict == "met"
 
 
-def test_nothing_is_asked_of_short_prompts_and_short_runs():
+def test_short_prompts_and_short_runs_have_no_target():
     assert gain(pairs(tokens=1024)).verdict == ""
     assert [figure.verdict for figure in pairs().figures(is_short=True)] == ["", "", ""]
 
 
-def test_overhead_is_paired_round_by_round_and_only_told():
+def test_overhead_is_paired_by_round_and_has_no_target():
     bare = [answer(1.0), answer(2.0), answer(4.0)]
     figure = overhead("22m/4096", bare, [answer(1.01), answer(2.0), answer(4.2)])
     assert figure.samples == pytest.approx([1.0, 0.0, 5.0])
@@ -74,7 +74,7 @@ def test_overhead_is_paired_round_by_round_and_only_told():
     assert overhead("22m/4096", bare, [answer(1.0, 128)] * 3).verdict == "INVALID"
 
 
-def test_the_connector_s_share_of_a_request_that_misses_is_asked_for():
+def test_the_connector_share_has_a_target():
     def ours(connector_s, hit=0):
         return dataclasses.replace(answer(2.0, hit), connector_s=connector_s)
 
@@ -86,18 +86,18 @@ def test_the_connector_s_share_of_a_request_that_misses_is_asked_for():
     assert connector_share("22m/4096", [ours(0.01, 128)], is_short=False).verdict == "INVALID"
 
 
-def test_what_the_connector_tells_of_its_loads_goes_before_what_its_calls_took():
+def test_connector_statistics_take_precedence_over_call_times():
     within = IDLE | {"wall_s": 0.25, "cpu_s": 0.125}
-    silent = Answer([1.0], [[7]], [0], within, within)
+    silent = RunResult([1.0], [[7]], [0], within, within)
     assert (silent.load_s, silent.cpu_s("save"), silent.cpu_s("load")) == (0.25, 0.125, 0.125)
-    told = {"load_seconds": 0.5, "load_cpu_seconds": 0.75}
-    telling = Answer([1.0], [[7]], [0], within, within, told=told)
+    stats = {"load_seconds": 0.5, "load_cpu_seconds": 0.75}
+    telling = RunResult([1.0], [[7]], [0], within, within, connector_stats=stats)
     assert (telling.load_s, telling.cpu_s("save"), telling.cpu_s("load")) == (0.5, 0.125, 0.75)
 
 
-def test_a_sheet_has_the_form_of_other_measurements_and_ends_with_1_for_what_is_invalid(tmp_path):
+def test_a_table_has_the_common_format_and_exits_with_1_if_invalid(tmp_path):
     out = io.StringIO()
-    sheet = Sheet(out)
+    sheet = FigureTable(out)
     sheet.begin("vLLM")
     sheet.add(Figure("gain/dram", "x", [6.0, 5.0, 7.0], target=Target(at_least=5.2)))
     sheet.add(Figure("gain/lmcache", "x", (), skipped="lmcache is not here"))
@@ -113,17 +113,17 @@ def test_a_sheet_has_the_form_of_other_measurements_and_ends_with_1_for_what_is_
     assert (figures[0]["value"], figures[0]["target"]) == (6.0, {"at_least": 5.2})
     assert figures[1]["value"] is None
     assert json.loads((tmp_path / "f.environment.json").read_text()) == {"cpu": "c"}
-    told = out.getvalue()
-    assert "1 of 1 targets met" in told
-    assert "1 of 2 targets met, 1 figures INVALID" in told
-    assert "skipped: lmcache is not here" in told
+    printed = out.getvalue()
+    assert "1 of 1 targets met" in printed
+    assert "1 of 2 targets met, 1 figures INVALID" in printed
+    assert "skipped: lmcache is not here" in printed
 
 
-def test_prompts_differ_from_their_first_block_on_and_share_what_they_are_to_share():
+def test_prompts_share_only_the_requested_prefix():
     one, other = prompt(512, "round", 1), prompt(512, "round", 2)
     assert one == prompt(512, "round", 1)
     assert one[:16] != other[:16]
-    # Lengths once shared their beginnings: first runs hit what the shorter prompt had left.
+    # Regression: prompts of different lengths shared a prefix, so that first runs had hits.
     assert one[:16] != prompt(1024, "round", 1)[:16]
     tail = with_prefix(one, 384, "tail")
     assert (len(tail), tail[:384]) == (512, one[:384])
@@ -141,7 +141,7 @@ def test_files_are_cold_after_their_pages_were_dropped(tmp_path):
     assert (warm, left) == (3_002_368, 0)
 
 
-def test_the_command_line_is_what_the_command_hands_over():
+def test_the_arguments_of_the_command_are_parsed():
     line = "--models 22m --prompts 1024,4096 --rounds 5 --from dram --beside none --directory d"
     args = read_options(line.split())
     assert (args.models, args.rounds, args.short) == ("22m", 5, False)
@@ -150,14 +150,14 @@ def test_the_command_line_is_what_the_command_hands_over():
 
 
 @pytest.mark.parametrize("count", [HINT_REQUESTS_SHORT, HINT_REQUESTS])
-def test_made_up_sessions_repeat_what_they_said_and_each_hint_has_something_to_tell(count):
-    asked = list(turns(count, seed=1))
-    assert [turn.tokens for turn in asked] == [turn.tokens for turn in turns(count, seed=1)]
+def test_synthetic_sessions_repeat_prefixes_and_vary_each_hint(count):
+    requests = list(turns(count, seed=1))
+    assert [turn.tokens for turn in requests] == [turn.tokens for turn in turns(count, seed=1)]
     said = set()
     again = []
-    for turn in asked:
+    for turn in requests:
         again += [turn] * (tuple(turn.tokens[:-TURN_TOKENS]) in said)
         said.add(tuple(turn.tokens))
     assert any(turn.is_important for turn in again)
-    for told in HINTS.values():
-        assert len({str(told(turn)) for turn in asked}) == 2
+    for hint in HINTS.values():
+        assert len({str(hint(turn)) for turn in requests}) == 2

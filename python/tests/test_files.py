@@ -1,4 +1,4 @@
-"""What the file tier has outlives the store, and comes back right or not at all."""
+"""Blocks in the file tier survive a restart, and damaged ones are misses."""
 
 import cascadekv
 import pytest

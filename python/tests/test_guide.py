@@ -1,4 +1,4 @@
-"""The examples of the guide and of the package's own description run as they stand."""
+"""The examples of the guide, the docstrings and the quickstart run unchanged."""
 
 import doctest
 import subprocess

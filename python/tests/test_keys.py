@@ -1,4 +1,4 @@
-"""Keys are the same for everybody, everywhere, and name what they cover."""
+"""Keys are stable across processes, machines and versions, and cover their inputs."""
 
 import array
 import hashlib
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from cascadekv import BlockKey, BlockKeys, Manifest, Namespace, keys
 
-# The vectors that the Rust tests check too: keys outlive processes, machines and versions.
+# The Rust tests check the same vectors: keys must be stable across processes and versions.
 VECTORS = json.loads((Path(__file__).parents[2] / "testdata" / "key-vectors.json").read_text())
 
 
@@ -55,7 +55,7 @@ def test_checksums_match_the_vectors(vector):
     assert keys.checksum(data) == vector["crc32c"]
 
 
-def test_tokens_come_in_any_form(space):
+def test_tokens_are_accepted_in_any_form(space):
     tokens = [1, 5, 2**32 - 1, 7, 0, 3]
     expected = cascadekv.chain_keys(space, tokens, 2)
     assert len(expected) == 3
@@ -70,7 +70,7 @@ def test_tokens_come_in_any_form(space):
         assert cascadekv.chain_keys(space, form, 2) == expected
 
 
-def test_a_token_that_is_no_token_is_named(space):
+def test_an_invalid_token_is_named(space):
     for tokens in ([1, -1], [1, 2**32], np.array([1, -1]), np.array([1, -1], dtype=np.int32)):
         with pytest.raises(ValueError, match=r"tokens\[1\]"):
             cascadekv.chain_keys(space, tokens, 1)
@@ -104,7 +104,7 @@ def test_any_change_of_the_manifest_or_the_secret_changes_every_key():
     assert Namespace(Manifest(dict(reversed(fields.items()))), b"tenant") == base
 
 
-def test_a_near_miss_names_its_field():
+def test_differences_name_the_field():
     ours, theirs = Manifest({"dtype": "bf16"}), Manifest({"dtype": "fp8_e4m3"})
     assert ours.differences(theirs) == ["dtype: bf16 here, fp8_e4m3 there"]
     assert "weights" in ours.missing()

@@ -1,4 +1,4 @@
-"""An engine's pages are gathered into blocks, layer by layer, and scattered back from views."""
+"""Pages of an engine are gathered into blocks, also layer by layer, and scattered from views."""
 
 import gc
 import json
@@ -25,14 +25,14 @@ def noise(shape, seed=1):
 
 
 def one_array_a_layer(seed):
-    """Make the layers as an engine allocates them, and what of each belongs to a page."""
+    """Create an array for each layer, and its regions."""
     layers = [noise(SHAPE, seed + layer) for layer in range(LAYERS)]
     regions = [(layer, 0, PAGE_BYTES, PAGE_BYTES) for layer in layers]
     return layers, regions
 
 
 def layers_in_one_storage(seed):
-    """One storage, layer after layer; the regions are offsets into it."""
+    """Create one allocation, layer after layer; the regions are offsets into it."""
     storage = noise((LAYERS, *SHAPE), seed)
     layer_bytes = PAGES * PAGE_BYTES
     regions = [(storage, layer * layer_bytes, PAGE_BYTES, PAGE_BYTES) for layer in range(LAYERS)]
@@ -40,7 +40,7 @@ def layers_in_one_storage(seed):
 
 
 def blocks_in_one_storage(seed):
-    """One storage, block after block: the pages of a layer are a block apart."""
+    """Create one allocation, block after block; the stride of a layer is a block."""
     storage = noise((PAGES, LAYERS, *SHAPE[1:]), seed)
     block_bytes = LAYERS * PAGE_BYTES
     regions = [(storage, layer * PAGE_BYTES, block_bytes, PAGE_BYTES) for layer in range(LAYERS)]
@@ -48,7 +48,7 @@ def blocks_in_one_storage(seed):
 
 
 def keys_and_values_apart(seed):
-    """Two regions a layer: an array of keys and values, each with all pages."""
+    """Create two regions per layer: one for keys and one for values."""
     layers = [noise((2, *SHAPE), seed + layer) for layer in range(LAYERS)]
     half = PAGES * PAGE_BYTES
     regions = [(layer, part * half, PAGE_BYTES, PAGE_BYTES) for layer in layers for part in (0, 1)]
@@ -64,7 +64,7 @@ def keys_and_values_apart(seed):
     ]
 )
 def engine(request):
-    """Make one engine's cache: its layers, and the memory made of their regions."""
+    """Return a function that creates an engine's cache: its layers, and their `PagedMemory`."""
 
     def make(seed=1):
         layers, regions = request.param(seed)
@@ -124,14 +124,14 @@ def test_layers_are_saved_and_loaded_one_by_one(store, keys_of, engine):
         assert np.array_equal(others[layer][:4], layers[layer][:4])
 
 
-def test_what_is_there_is_not_gathered_again(store, keys_of, engine):
+def test_present_blocks_are_not_gathered_again(store, keys_of, engine):
     keys = keys_of(range(6))
     layers, memory = engine()
     save(store, keys[:3], memory, [0, 1, 2])
     before = store.stats()
     with store.prepare(keys, memory.block_bytes) as prepared:
         assert prepared.needed == [3, 4, 5]
-        # The pages of the first three may hold anything by now.
+        # The pages of present blocks are not read, so they may be any.
         prepared.gather(memory, [5, 5, 5, 3, 4, 5])
         results = prepared.seal()
     assert [result.status for result in results] == [PutStatus.PRESENT] * 3 + [PutStatus.STORED] * 3
@@ -157,7 +157,7 @@ def test_a_miss_or_a_block_of_another_length_changes_no_byte(store, keys_of, eng
     assert [block_of(others, page) for page in range(PAGES)] == before
 
 
-def test_what_is_not_sealed_goes_back(store, keys_of, engine, eventually):
+def test_unsealed_memory_is_returned(store, keys_of, engine, eventually):
     keys = keys_of(range(8))
     memory = engine()[1]
     held = lambda: store.stats()["pool"]["requested_bytes"]  # noqa: E731
@@ -193,7 +193,7 @@ def test_a_prepared_put_is_used_once(store, keys_of, engine):
         pickle.dumps(sealed)
 
 
-def test_a_closed_store_takes_no_prepared_block(store, keys_of, engine):
+def test_sealing_on_a_closed_store_raises(store, keys_of, engine):
     memory = engine()[1]
     prepared = store.prepare(keys_of(range(1)), memory.block_bytes)
     prepared.gather(memory, [0])
@@ -203,7 +203,7 @@ def test_a_closed_store_takes_no_prepared_block(store, keys_of, engine):
     prepared.release()
 
 
-def test_what_the_store_declines_needs_no_bytes(store, keys_of, engine):
+def test_declined_blocks_need_no_bytes(store, keys_of, engine):
     memory = engine()[1]
     with store.prepare(keys_of(range(2)), memory.block_bytes, last_is_partial=True) as prepared:
         assert prepared.needed == [0]
@@ -216,7 +216,7 @@ def test_what_the_store_declines_needs_no_bytes(store, keys_of, engine):
         assert prepared.seal()[0].reason is cascadekv.DeclineReason.TOO_LARGE
 
 
-def test_numbers_that_make_no_sense_are_refused(store, keys_of, engine):
+def test_invalid_pages_and_counts_are_refused(store, keys_of, engine):
     keys = keys_of(range(2))
     layers, memory = engine()
     save(store, keys, memory, [0, 1])
@@ -246,7 +246,7 @@ def test_numbers_that_make_no_sense_are_refused(store, keys_of, engine):
     assert [block_of(layers, page) for page in range(PAGES)] == before
 
 
-def test_regions_that_make_no_sense_are_refused():
+def test_invalid_regions_are_refused():
     buffer = bytearray(1000)
     refused = [
         ([], 1, "empty"),
@@ -269,14 +269,14 @@ def test_regions_that_make_no_sense_are_refused():
         PagedMemory([(bytes(100), 0, 10, 10)], 10)
     with pytest.raises(BufferError, match="contiguous"):
         PagedMemory([(np.zeros((4, 4))[:, :2], 0, 8, 8)], 4)
-    for odd in ([(buffer, 0, 10)], [(buffer, -1, 10, 10)], [(buffer, 0.5, 10, 10)], [buffer]):
+    for invalid in ([(buffer, 0, 10)], [(buffer, -1, 10, 10)], [(buffer, 0.5, 10, 10)], [buffer]):
         with pytest.raises(TypeError, match=r"regions\[0\]"):
-            PagedMemory(odd, 1)
+            PagedMemory(invalid, 1)
     with pytest.raises(TypeError, match="pickled"):
         pickle.dumps(PagedMemory([(buffer, 0, 10, 10)], 10))
 
 
-def test_shared_bytes_are_found_wherever_they_are():
+def test_overlapping_pages_are_always_refused():
     chance = random.Random(4)
     refused = 0
     for _ in range(500):
@@ -302,7 +302,7 @@ def test_shared_bytes_are_found_wherever_they_are():
     assert 50 < refused < 450
 
 
-def test_the_buffers_stay_while_the_memory_does():
+def test_buffers_stay_exported_while_the_memory_exists():
     buffer = bytearray(100)
     memory = PagedMemory([(buffer, 0, 10, 10)], 10)
     with pytest.raises(BufferError):
@@ -311,7 +311,7 @@ def test_the_buffers_stay_while_the_memory_does():
     buffer.append(1)
 
 
-def test_threads_save_and_load_at_once(store, keys_of):
+def test_threads_save_and_load_concurrently(store, keys_of):
     pages, page_bytes, threads = 64, 20_000, 4
     source, target = (
         np.random.default_rng(seed).integers(0, 256, (2, pages, page_bytes), dtype=np.uint8)
@@ -330,7 +330,7 @@ def test_threads_save_and_load_at_once(store, keys_of):
                 results = save(store, keys, saved, own)
                 assert all(result.ok for result in results), results
                 assert all(store.view(keys).scatter(loaded, own))
-        except BaseException as problem:  # noqa: BLE001 # told by the test's own thread
+        except BaseException as problem:  # noqa: BLE001 # asserted in the test's thread
             problems.append(problem)
 
     workers = [threading.Thread(target=work, args=(n,)) for n in range(threads)]
@@ -342,7 +342,7 @@ def test_threads_save_and_load_at_once(store, keys_of):
     assert np.array_equal(source, target)
 
 
-def test_threads_that_gather_into_one_put_take_turns(store, keys_of, engine):
+def test_concurrent_gathers_into_one_put_are_serialized(store, keys_of, engine):
     keys = keys_of(range(8))
     layers, memory = engine()
     prepared = store.prepare(keys, memory.block_bytes)
@@ -357,7 +357,7 @@ def test_threads_that_gather_into_one_put_take_turns(store, keys_of, engine):
         assert bytes(view) == block_of(layers, page)
 
 
-def test_blocks_come_back_from_files(two_tiers, keys_of, engine):
+def test_blocks_are_loaded_from_files(two_tiers, keys_of, engine):
     keys = keys_of(range(4))
     layers, memory = engine()
     save(two_tiers, keys, memory, range(4))
@@ -379,14 +379,14 @@ def test_a_registered_manifest_names_the_field_that_differs(serve, tmp_path):
     fields = {"weights": "sha256:one", "dtype": "bf16"}
     space = cascadekv.Namespace(cascadekv.Manifest(fields))
     other = cascadekv.Manifest(fields | {"dtype": "fp8"})
-    asked = cascadekv.chain_keys(cascadekv.Namespace(other), range(16), 16)[0]
+    request = cascadekv.chain_keys(cascadekv.Namespace(other), range(16), 16)[0]
     manifest = tmp_path / "manifest.json"
     manifest.write_text(json.dumps(other.fields))
     with cascadekv.connect(node.socket) as store:
         store.register(space)
         store.put(cascadekv.chain_keys(space, range(16), 16), [b"KV"], namespace=space)
         store.flush()
-        command = [sys.executable, "-m", "cascadekv", "explain", asked.hex()]
+        command = [sys.executable, "-m", "cascadekv", "explain", request.hex()]
         command += ["--manifest", str(manifest), "--socket", str(node.socket)]
         run = subprocess.run(  # noqa: S603 # our own command
             command, capture_output=True, text=True, timeout=100, check=False

@@ -1,4 +1,4 @@
-"""Threads share a store; a forked child is told that it does not have one."""
+"""Threads share a store; in a forked child every call raises `ForkError`."""
 
 import contextlib
 import gc
@@ -20,7 +20,7 @@ MIB = 1 << 20
 
 @pytest.fixture
 def stuck_store(keys_of) -> Iterator[Store]:
-    """Open a store whose second tier took a block and now waits for ever: a byte a second."""
+    """Open a store whose write-back is stuck: its limit is one byte per second."""
     store = Store(
         pipeline="Dram|Fake",
         dram="8MiB",
@@ -38,8 +38,8 @@ def stuck_store(keys_of) -> Iterator[Store]:
 
 
 def test_a_waiting_call_lets_other_threads_run(stuck_store):
-    # Only closing ends the wait, and only another thread can do it: were the interpreter held, the
-    # flush would run into its deadline. Should closing win the race, the flush is refused at once.
+    # Only another thread can end the wait, by closing the store. If the flush held the GIL, it
+    # would run into its deadline. If closing comes first, the flush is refused at once.
     def close() -> None:
         with pytest.raises(cascadekv.DeadlineError):
             stuck_store.close()
@@ -51,12 +51,12 @@ def test_a_waiting_call_lets_other_threads_run(stuck_store):
     helper.join()
 
 
-def test_a_deadline_is_kept_and_said(stuck_store):
+def test_a_deadline_is_kept_and_named(stuck_store):
     with pytest.raises(cascadekv.DeadlineError, match="10 ms"):
         stuck_store.flush(timeout=0.01)
 
 
-def test_puts_wait_while_too_much_is_unwritten_and_say_so(stuck_store, keys_of):
+def test_puts_fail_while_write_back_is_stuck(stuck_store, keys_of):
     results = [stuck_store.put(key, [bytes(MIB)], timeout=0.01)[0] for key in keys_of(range(2, 6))]
     assert results[-1].status is PutStatus.FAILED
     assert isinstance(results[-1].error, cascadekv.BusyError | cascadekv.DeadlineError)
@@ -72,7 +72,7 @@ def hammer(store, keys, blocks, seed: int, rounds: int) -> list[cascadekv.BlockK
         if action == 0:
             store.put(some, [blocks[key] for key in some], chain=False)
         elif action == 1:
-            # Views are let go at once: held ones would leave too little memory for the others.
+            # Views are released at once: held views would leave too little memory for others.
             with store.view(some) as views:
                 found = zip(some, views, strict=True)
                 wrong += [k for k, v in found if v and bytes(v) != blocks[k]]
@@ -97,12 +97,12 @@ def race(store, keys, bytes_of, rounds: int) -> None:
     assert stats["damaged_blocks"] == 0
 
 
-def test_threads_hammer_one_store_and_read_no_wrong_byte(store, keys_of, bytes_of):
+def test_concurrent_threads_read_no_wrong_byte(store, keys_of, bytes_of):
     race(store, keys_of(range(128)), bytes_of, rounds=150)
 
 
 @pytest.mark.stress
-def test_threads_hammer_two_tiers_for_long_and_read_no_wrong_byte(two_tiers, keys_of, bytes_of):
+def test_concurrent_threads_read_no_wrong_byte_from_two_tiers(two_tiers, keys_of, bytes_of):
     race(two_tiers, keys_of(range(256)), bytes_of, rounds=2_000)
 
 
@@ -120,7 +120,7 @@ def test_a_forked_child_gets_an_error_and_does_not_hang(store, keys_of):
     if child == 0:
         held = (views, view, reservation, prepared)
         code = _child_of_a_fork(store, keys, *held)
-        # Letting go of the parent's objects must not touch them either.
+        # Deleting the parent's objects must not affect the parent either.
         del store, views, view, reservation, prepared, held
         gc.collect()
         os._exit(code)
@@ -147,7 +147,7 @@ def _child_of_a_fork(store, keys, *held) -> int:
         "release": lambda: reservation.release(),
         "prepare": lambda: store.prepare(keys, 100),
         "seal": lambda: prepared.seal(),
-        "give back": lambda: prepared.release(),
+        "release prepared": lambda: prepared.release(),
     }
     for name, use in uses.items():
         try:
@@ -167,7 +167,7 @@ def _use_a_store_of_its_own(answer) -> None:
         answer.put(store.put(key, [b"block"])[0].status.value)
 
 
-def test_a_spawned_child_opens_its_own():
+def test_a_spawned_child_opens_its_own_store():
     context = multiprocessing.get_context("spawn")
     answer = context.Queue()
     child = context.Process(target=_use_a_store_of_its_own, args=(answer,))

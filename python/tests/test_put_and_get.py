@@ -1,4 +1,4 @@
-"""Blocks go in and come out, in batches, and each answers for itself."""
+"""Blocks are put and read in batches, with one result for each block."""
 
 import cascadekv
 import numpy as np
@@ -8,7 +8,7 @@ from cascadekv import DeclineReason, GetStatus, PutStatus, Store
 MIB = 1 << 20
 
 
-def test_what_was_put_comes_back(store, keys_of, bytes_of):
+def test_put_blocks_are_read_back(store, keys_of, bytes_of):
     keys = keys_of(range(100))
     blocks = [bytes_of(key) for key in keys]
     assert [result.status for result in store.put(keys, blocks)] == [PutStatus.STORED] * 100
@@ -28,7 +28,7 @@ def test_one_buffer_holds_a_whole_batch(store, keys_of):
 
 
 @pytest.mark.parametrize("form", ["BlockKeys", "list of keys", "list of bytes", "bytes", "array"])
-def test_keys_come_in_any_form(store, keys_of, form):
+def test_keys_are_accepted_in_any_form(store, keys_of, form):
     keys = keys_of(range(3))
     joined = bytes(keys)
     given = {
@@ -48,7 +48,7 @@ def test_one_key_is_a_batch_of_one(store, space):
     assert store.contains(key) == [True]
 
 
-def test_ten_absent_of_a_thousand_are_ten_misses_in_place(store, keys_of, bytes_of):
+def test_absent_blocks_are_misses_at_their_positions(store, keys_of, bytes_of):
     keys = keys_of(range(1000))
     absent = set(range(5, 1000, 100))
     present = [key for n, key in enumerate(keys) if n not in absent]
@@ -60,7 +60,7 @@ def test_ten_absent_of_a_thousand_are_ten_misses_in_place(store, keys_of, bytes_
         assert bytes(buffer) == (bytes(1000) if n in absent else bytes_of(key, 1000))
 
 
-def test_a_short_buffer_is_left_alone_and_told_what_it_needs(store, keys_of, bytes_of):
+def test_a_short_buffer_is_not_written_and_the_result_has_the_length(store, keys_of, bytes_of):
     keys = keys_of(range(2))
     store.put(keys, [bytes_of(key, 5000) for key in keys])
     short, exact = bytearray(b"\xaa" * 4999), bytearray(5000)
@@ -93,7 +93,7 @@ def test_other_bytes_under_a_known_key_are_a_conflict_and_change_nothing(store, 
 
 
 @pytest.mark.parametrize("digest", ["blake3", "sha256"])
-def test_digests_know_a_conflict_too(keys_of, serve, digest):
+def test_conflicts_are_detected_with_digests(keys_of, serve, digest):
     with Store(dram="8MiB", digest=digest) as store:
         conflict(store, keys_of(range(1)))
     with cascadekv.connect(serve("--dram", "8MiB", "--digest", digest).socket) as store:
@@ -129,7 +129,7 @@ def test_a_block_expires(store, keys_of):
     assert store.contains(keys) == [False, True]
 
 
-def test_a_prefix_counts_only_while_it_is_unbroken(store, keys_of):
+def test_a_prefix_ends_at_the_first_missing_block(store, keys_of):
     keys = keys_of(range(10))
     store.put(keys, [b"block"] * 10)
     store.delete(keys[6:7])
@@ -138,7 +138,7 @@ def test_a_prefix_counts_only_while_it_is_unbroken(store, keys_of):
     assert found.tiers == ["dram"] * 6
 
 
-def test_acquire_views_the_leading_blocks_alone(store, keys_of):
+def test_acquire_views_only_the_leading_blocks(store, keys_of):
     keys = keys_of(range(10))
     store.put(keys, [bytes([n]) * 100 for n in range(10)])
     store.delete(keys[6:7])
@@ -158,7 +158,7 @@ def test_deleted_and_cleared_blocks_are_gone(store, keys_of):
     assert store.contains(keys) == [False, False, False]
 
 
-def test_a_pinned_block_outlives_the_flood(store, keys_of, bytes_of):
+def test_a_pinned_block_is_not_evicted(store, keys_of, bytes_of):
     keys = keys_of(range(40))
     store.put(keys[:1], [bytes_of(keys[0], MIB)])
     assert store.pin(keys[:1]) == [True]

@@ -1,4 +1,4 @@
-"""Blocks may be written in place: reserve, fill, put."""
+"""Blocks are written in place: reserve, fill, put."""
 
 import cascadekv
 import numpy as np
@@ -45,7 +45,7 @@ def test_a_released_reservation_goes_back_to_the_pool(store, eventually):
     eventually(lambda: store.stats()["pool"]["requested_bytes"] == 0)
 
 
-def test_memory_that_the_pool_does_not_have_is_refused(store):
+def test_a_reservation_larger_than_the_pool_is_refused(store):
     with pytest.raises(cascadekv.ConfigError, match="larger than the pool"):
         store.reserve(17 << 20)
 

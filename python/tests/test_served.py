@@ -1,4 +1,4 @@
-"""What only a served store can show: workers that share it, and the ends of nodes and workers."""
+"""Served stores: workers that share a node, and killed or stopped nodes and workers."""
 
 import hashlib
 import json
@@ -28,12 +28,12 @@ def _bytes(key) -> bytes:
     return hashlib.shake_128(bytes(key)).digest(10_000)
 
 
-def _work(place, number: int, workers: int, met, answers) -> None:
-    """Put a share of the blocks, wait for the others, and read what all have put."""
+def _work(place, number: int, workers: int, barrier, answers) -> None:
+    """Put a share of the blocks, wait for the other workers, and read all blocks."""
     with cascadekv.connect(place, name=f"worker {number}") as store:
         own = _keys(range(number * SHARE, (number + 1) * SHARE))
         put = store.put(own, [_bytes(key) for key in own], chain=False)
-        met.wait(60)
+        barrier.wait(60)
         every = _keys(range(workers * SHARE))
         with store.view(every) as views:
             seen = zip(every, views, strict=True)
@@ -62,8 +62,8 @@ def cascade(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def ask(node, *arguments: str):
-    """Run a command that asks the node, and read its JSON."""
+def query(node, *arguments: str):
+    """Run a command against the node, and parse its JSON."""
     run = cascade(*arguments, "--socket", str(node.socket), "--json")
     assert run.returncode == 0, run.stderr
     return json.loads(run.stdout)
@@ -85,7 +85,7 @@ def free_port() -> int:
 
 @pytest.fixture
 def filled(serve):
-    """Serve a hundred blocks."""
+    """Start a node with a hundred blocks."""
     node = serve("--dram", "16MiB")
     with cascadekv.connect(node.socket) as store:
         keys = _keys(range(100))
@@ -94,7 +94,7 @@ def filled(serve):
 
 
 def right(keys, views) -> int:
-    """Count the hits; every one has the only right bytes."""
+    """Return the number of hits; all of them must have the right bytes."""
     found = [(key, view) for key, view in zip(keys, views, strict=True) if view is not None]
     assert all(bytes(view) == _bytes(key) for key, view in found)
     return len(found)
@@ -103,10 +103,10 @@ def right(keys, views) -> int:
 def test_workers_share_blocks(serve):
     workers = 3
     context = multiprocessing.get_context("spawn")
-    met, answers = context.Barrier(workers), context.Queue()
+    barrier, answers = context.Barrier(workers), context.Queue()
     place = serve("--dram", "16MiB").socket
     started = [
-        context.Process(target=_work, args=(place, number, workers, met, answers))
+        context.Process(target=_work, args=(place, number, workers, barrier, answers))
         for number in range(workers)
     ]
     for worker in started:
@@ -122,7 +122,7 @@ def test_workers_share_blocks(serve):
         assert right(keys, store.view(keys)) == len(keys)
 
 
-def test_what_a_killed_worker_held_comes_back(filled, eventually):
+def test_memory_of_a_killed_worker_is_reclaimed(filled, eventually):
     context = multiprocessing.get_context("spawn")
     ready = context.Queue()
     worker = context.Process(target=_hold, args=(filled.socket, ready))
@@ -130,7 +130,7 @@ def test_what_a_killed_worker_held_comes_back(filled, eventually):
         before = store.stats()["pool"]["requested_bytes"]
         worker.start()
         assert ready.get(timeout=60) == 100
-        # The blocks are forgotten, but their memory is leased.
+        # The blocks are deleted, but their memory is leased.
         store.delete(_keys(range(100)))
         assert store.stats()["pool"]["requested_bytes"] >= before + MIB
         worker.kill()
@@ -140,7 +140,7 @@ def test_what_a_killed_worker_held_comes_back(filled, eventually):
     ready.join_thread()
 
 
-def test_a_view_outlives_its_client_and_the_flood(filled):
+def test_a_view_outlives_its_client_and_evictions(filled):
     keys = _keys(range(100))
     store = cascadekv.connect(filled.socket)
     views = store.view(keys)
@@ -152,7 +152,7 @@ def test_a_view_outlives_its_client_and_the_flood(filled):
     assert right(keys, views) == 100
 
 
-def test_a_reader_reads_and_does_not_write(filled):
+def test_a_read_only_client_cannot_write(filled):
     keys = _keys(range(101))
     with cascadekv.connect(filled.socket, access="read") as reader:
         assert right(keys, reader.view(keys)) == 100
@@ -164,7 +164,7 @@ def test_a_reader_reads_and_does_not_write(filled):
         assert reader.contains(keys[100:]) == [False]
 
 
-def test_a_token_proves_a_tenant(serve, tmp_path):
+def test_a_token_authenticates_a_tenant(serve, tmp_path):
     token = "0123456789abcdef-alice"  # noqa: S105 # of this test alone
     secret = tmp_path / "alice.token"
     secret.write_text(token + "\n")
@@ -185,10 +185,10 @@ def test_a_token_proves_a_tenant(serve, tmp_path):
         assert bytes(alice_again.view(keys)[0]) == b"hers"
     with pytest.raises(cascadekv.RefusedError, match="token"):
         cascadekv.connect(node.socket, token="0123456789abcdef-mallory")  # noqa: S106 # no secret
-    assert [tenant["name"] for tenant in ask(node, "status")["tenants"]] == ["default", "alice"]
+    assert [tenant["name"] for tenant in query(node, "status")["tenants"]] == ["default", "alice"]
 
 
-def test_a_client_that_the_node_cannot_see_needs_a_pool_that_ends_with_the_node(serve):
+def test_a_client_in_another_process_namespace_needs_a_pool_that_is_not_kept(serve):
     within = ("unshare", "--pid", "--fork", "--kill-child")
     if subprocess.run([*within, "true"], capture_output=True, check=False).returncode:  # noqa: S603
         pytest.skip("this user may not make a process namespace")
@@ -202,7 +202,7 @@ def test_a_client_that_the_node_cannot_see_needs_a_pool_that_ends_with_the_node(
         assert bytes(store.view(keys)[0]) == b"block"
 
 
-def test_a_node_that_the_machine_does_not_carry_says_so_and_serves(serve, tmp_path):
+def test_a_node_with_too_little_disk_space_warns_and_serves(serve, tmp_path):
     node = serve("--dram", "8MiB", "--files", str(tmp_path / "files"), "--files-capacity", "900TiB")
     assert "files_space" in node.log()
     assert "lower files_capacity" in node.log()
@@ -210,7 +210,7 @@ def test_a_node_that_the_machine_does_not_carry_says_so_and_serves(serve, tmp_pa
         assert store.put(_keys(range(1)), [b"block"])[0].ok
 
 
-def test_without_a_node_it_says_what_to_do(tmp_path):
+def test_connecting_without_a_node_says_what_to_do(tmp_path):
     place = tmp_path / "nobody.sock"
     with pytest.raises(cascadekv.AwayError, match="cascade serve") as caught:
         cascadekv.connect(place)
@@ -218,19 +218,19 @@ def test_without_a_node_it_says_what_to_do(tmp_path):
     assert isinstance(caught.value, ConnectionError)
 
 
-def test_arguments_that_make_no_sense_are_refused(filled):
+def test_invalid_connect_arguments_are_refused(filled):
     with pytest.raises(ValueError, match='"write" or "read"'):
         cascadekv.connect(filled.socket, access="all")
     with pytest.raises(cascadekv.ConfigError, match="timeout"):
         cascadekv.connect(filled.socket, timeout=0)
 
 
-def test_a_killed_node_is_missed_at_once_and_found_again(filled, eventually):
+def test_clients_of_a_killed_node_miss_and_reconnect(filled, eventually):
     keys = _keys(range(100))
     store = cascadekv.connect(filled.socket, timeout=60)
     held = store.view(keys)
     filled.kill()
-    # None of these waits for the call's minute: the test would not end in time.
+    # If these calls waited for their deadline of a minute, the test would time out.
     for _ in range(100):
         assert store.view(keys).hits == 0
     assert [result.status.value for result in store.get(keys[:1], bytearray(10_000))] == ["miss"]
@@ -244,9 +244,9 @@ def test_a_killed_node_is_missed_at_once_and_found_again(filled, eventually):
     assert right(keys, held) == 100
     filled.start()
     eventually(lambda: store.put(_keys([100]), [b"new"])[0].ok)
-    # The next node took over the pool of the dead one, and with it every block.
+    # The next node takes over the pool of the killed one, with every block.
     assert right(keys, store.view(keys)) == 100
-    # What is held of the dead node's memory is nobody else's yet, however much is put.
+    # Memory that is leased since before the kill is not reused, however many blocks are put.
     for number in range(1000, 1100):
         store.put(_keys([number]), [b"f" * (MIB // 2)])
     assert right(keys, held) == 100
@@ -261,7 +261,7 @@ def test_a_stopped_node_costs_one_deadline(filled, eventually):
         try:
             views = store.view(keys)
             assert views.hits == 0
-            # Were each of these to wait for its deadline, the test would not end in time.
+            # If each of these calls waited for its deadline, the test would time out.
             for _ in range(1000):
                 assert store.view(keys).hits == 0
         finally:
@@ -269,7 +269,7 @@ def test_a_stopped_node_costs_one_deadline(filled, eventually):
         eventually(lambda: store.view(keys).hits == 100)
 
 
-def test_a_node_that_is_told_to_end_writes_down_what_waits(serve, tmp_path, eventually):
+def test_a_terminated_node_writes_back_pending_blocks(serve, tmp_path, eventually):
     files = str(tmp_path / "files")
     flags = ("--dram", "8MiB", "--files", files, "--files-capacity", "64MiB")
     node = serve(*flags, segment_size="8MiB")
@@ -285,7 +285,7 @@ def test_a_node_that_is_told_to_end_writes_down_what_waits(serve, tmp_path, even
         assert store.stats()["hits_by_tier"]["files"]["blocks"] > 0
 
 
-def test_the_contract_on_how_to_start(serve, tmp_path):
+def test_the_start_line_and_endpoints_follow_the_contract(serve, tmp_path):
     port = free_port()
     files = ("--files", str(tmp_path / "files"), "--files-capacity", "64MiB")
     node = serve("--dram", "16MiB", *files, "--listen", f"127.0.0.1:{port}")
@@ -304,21 +304,21 @@ def test_the_contract_on_how_to_start(serve, tmp_path):
         assert fetch(port, "/nothing")[0] == 404
 
 
-def test_a_live_node_is_asked_from_the_command_line(filled):
+def test_commands_query_a_running_node(filled):
     with cascadekv.connect(filled.socket, name="a worker") as store:
         keys = _keys(range(101))
         views = store.acquire(keys)
-        status = ask(filled, "status")
+        status = query(filled, "status")
         assert status["node"]["state"] == "serving"
         assert status["node"]["pid"] == filled.process.pid
         assert status["tenants"][0]["puts"]["stored"] == 100
         assert "a worker" in [client["name"] for client in status["clients"]["list"]]
         assert views.hits == 100
-        story = ask(filled, "explain", *(key.hex() for key in keys))
-        assert story["leading"] == 100
-        assert len(story["blocks"]) == 101
-        assert story["blocks"][0]["here"]["tiers"] == ["dram"]
-        assert story["first_missing"]
+        explained = query(filled, "explain", *(key.hex() for key in keys))
+        assert explained["leading"] == 100
+        assert len(explained["blocks"]) == 101
+        assert explained["blocks"][0]["here"]["tiers"] == ["dram"]
+        assert explained["first_missing"]
 
 
 def test_the_doctor_reports_in_json():

@@ -1,6 +1,6 @@
-"""Stages in Python: over a dict, over sqlite3, and ones that raise, lie, fill up and never return.
+"""Stages in Python: over a dict, over sqlite3, and stages that raise, lie, fill up or hang.
 
-Each block's bytes are a function of its key, and every block that is read is compared in full.
+The bytes of a block are a function of its key, and every block that is read is compared.
 """
 
 import contextlib
@@ -22,18 +22,18 @@ from cascadekv.stages import Stage, StageFullError, check_stage
 SIZE = 100_000
 RECORD = SIZE + 160
 DRAM = "4MiB"
-"""Room for some 40 blocks."""
+"""Room for about 40 blocks."""
 
 
 class DictStage:
-    """Records in a dict, which outlives the store."""
+    """Records in a dict, which survives the store."""
 
     def __init__(self, records: dict[str, bytes] | None = None) -> None:
         self.records = {} if records is None else records
         self.calls: list[str] = []
 
     def put(self, name: str, record: memoryview) -> None:
-        """Keep a copy."""
+        """Store a copy."""
         self.calls.append("put")
         assert record.readonly
         self.records[name] = bytes(record)
@@ -46,13 +46,13 @@ class DictStage:
         return len(part)
 
     def delete(self, names: Sequence[str]) -> None:
-        """Forget."""
+        """Delete records."""
         self.calls.append("delete")
         for name in names:
             self.records.pop(name, None)
 
     def names(self) -> Iterator[tuple[str, int]]:
-        """Tell all."""
+        """List all records."""
         self.calls.append("names")
         for name, record in self.records.items():
             yield name, len(record)
@@ -62,12 +62,12 @@ class TableStage:
     """Records in a table of SQLite, on disk."""
 
     def __init__(self, path: Path) -> None:
-        # Made here, used by the stage's thread, and by no other at the same time.
+        # Created in this thread and used by the stage's thread, never at the same time.
         self._table = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
         self._table.execute("CREATE TABLE IF NOT EXISTS records (name TEXT PRIMARY KEY, r BLOB)")
 
     def put(self, name: str, record: memoryview) -> None:
-        """Keep a copy."""
+        """Store a copy."""
         self._table.execute("INSERT INTO records VALUES (?, ?)", (name, record))
 
     def get(self, name: str, into: memoryview) -> int:
@@ -80,20 +80,20 @@ class TableStage:
         return len(found[0])
 
     def delete(self, names: Sequence[str]) -> None:
-        """Forget."""
+        """Delete records."""
         each = [(name,) for name in names]
         self._table.executemany("DELETE FROM records WHERE name = ?", each)
 
     def names(self) -> list[tuple[str, int]]:
-        """Tell all."""
+        """List all records."""
         return self._table.execute("SELECT name, length(r) FROM records").fetchall()
 
     def flush(self) -> None:
-        """Bring it to the file."""
+        """Write the records to the file."""
         self._table.execute("PRAGMA wal_checkpoint")
 
     def close(self) -> None:
-        """End the connection."""
+        """Close the connection."""
         self._table.close()
 
 
@@ -105,7 +105,7 @@ def over(stage: object, **settings: object) -> Store:
 
 @pytest.fixture(autouse=True)
 def _threads_end(eventually) -> Iterator[None]:
-    """See that a stage's threads end with its store."""
+    """Check that the threads of a stage end with its store."""
     yield
     ours = [thread for thread in threading.enumerate() if thread.name.startswith("cascade-")]
     eventually(lambda: not any(thread.is_alive() for thread in ours))
@@ -123,7 +123,7 @@ def put_all(bytes_of):
 
 @pytest.fixture
 def hits(bytes_of):
-    """Read blocks, compare every byte, and say which were there."""
+    """Return a function that reads blocks, compares every byte, and returns their tiers."""
 
     def read(store, keys) -> list[str | None]:
         found = []
@@ -138,17 +138,17 @@ def hits(bytes_of):
 
 
 def objects(store) -> dict:
-    """Tell what the store says of the stage."""
+    """Return the store's statistics of the stage."""
     return store.stats()["stages"]["objects"]
 
 
-def test_the_checks_of_every_stage_pass(tmp_path):
+def test_conforming_stages_pass_the_checks(tmp_path):
     check_stage(DictStage)
     numbers = iter(range(100))
     check_stage(lambda: TableStage(tmp_path / f"{next(numbers)}.db"))
 
 
-def test_the_checks_find_what_is_wrong():
+def test_the_checks_detect_a_wrong_stage():
     class Mixed(DictStage):
         def get(self, name, into):
             return super().get(min(self.records, default=name), into)
@@ -157,14 +157,14 @@ def test_the_checks_find_what_is_wrong():
         check_stage(Mixed)
 
 
-def test_a_stage_is_told_by_its_methods():
+def test_a_stage_is_recognized_by_its_methods():
     assert isinstance(DictStage(), Stage)
     assert issubclass(TableStage, Stage)
     assert not isinstance({}, Stage)
 
 
 @pytest.mark.parametrize("threads", [1, 4])
-def test_what_leaves_dram_comes_back_whole(keys_of, put_all, hits, threads):
+def test_blocks_that_leave_dram_are_read_back(keys_of, put_all, hits, threads):
     stage = DictStage()
     stage.threads = threads
     keys = keys_of(range(120))
@@ -237,7 +237,7 @@ def replace(records: dict[str, bytes]) -> None:
 
 @pytest.mark.parametrize("harm", [flip, cut, swap, replace, dict.clear])
 @pytest.mark.parametrize("is_restarted", [False, True])
-def test_harm_is_a_miss(keys_of, put_all, hits, harm, is_restarted):
+def test_damaged_records_are_misses(keys_of, put_all, hits, harm, is_restarted):
     stage = DictStage()
     keys = keys_of(range(80))
     with over(stage) as store:
@@ -262,12 +262,12 @@ def test_harm_is_a_miss(keys_of, put_all, hits, harm, is_restarted):
 
 
 @pytest.mark.parametrize(
-    ("how", "told"),
+    ("how", "message"),
     [("short", None), ("wordy", "not <class 'str'>"), ("keeping", "released|exported|in use")],
 )
-def test_a_wrong_answer_is_no_hit(keys_of, put_all, hits, how, told):
-    class Odd(DictStage):
-        how = "well"
+def test_an_invalid_result_is_not_a_hit(keys_of, put_all, hits, how, message):
+    class InvalidStage(DictStage):
+        how = "valid"
         kept: memoryview | None = None
 
         def get(self, name, into):
@@ -276,10 +276,10 @@ def test_a_wrong_answer_is_no_hit(keys_of, put_all, hits, how, told):
                 self.kept = into[:10]
             return {"short": got - 1, "wordy": "all of it"}.get(self.how, got)
 
-        def probe(self):  # it would be wrong, too, and then be given up
+        def probe(self):  # the default probe would fail too and open the circuit
             self.calls.append("probe")
 
-    stage = Odd()
+    stage = InvalidStage()
     keys = keys_of(range(60))
     with over(stage) as store:
         put_all(store, keys)
@@ -288,13 +288,13 @@ def test_a_wrong_answer_is_no_hit(keys_of, put_all, hits, how, told):
         stage.how = how
         result = store.get(keys[1:2], [bytearray(SIZE)])[0]
         assert not result.ok
-        assert re.search(told, str(result.error)) if told else result.error is None
-        stage.how = "well"
+        assert re.search(message, str(result.error)) if message else result.error is None
+        stage.how = "valid"
         stage.kept = None
         assert hits(store, keys[2:3]) == ["objects"]
 
 
-def test_a_view_of_a_put_ends_with_it(keys_of, put_all):
+def test_the_view_of_a_put_is_released_after_the_call(keys_of, put_all):
     class Keeping(DictStage):
         def put(self, name, record):
             self.kept = record
@@ -308,7 +308,7 @@ def test_a_view_of_a_put_ends_with_it(keys_of, put_all):
             bytes(stage.kept)
 
 
-def test_an_exception_is_told_by_type_and_text(keys_of, put_all, hits):
+def test_an_exception_is_reported_with_type_and_text(keys_of, put_all, hits):
     class Failing(DictStage):
         raised: BaseException | None = None
 
@@ -335,7 +335,7 @@ def test_an_exception_is_told_by_type_and_text(keys_of, put_all, hits):
         with pytest.raises(cascadekv.TierError, match="OSError: the cable is out"):
             store.flush()
         stage.raised = None
-        # It says once more what the stage refused, unless it was written meanwhile.
+        # Closing reports the failure again unless the block was written meanwhile.
         with contextlib.suppress(cascadekv.TierError):
             store.close()
     with over(stage) as store:
@@ -348,7 +348,7 @@ def test_an_exception_is_told_by_type_and_text(keys_of, put_all, hits):
 @pytest.mark.parametrize(
     "full", [StageFullError("no more"), MemoryError(), OSError(errno.ENOSPC, "full")]
 )
-def test_a_full_stage_gets_room(keys_of, put_all, hits, full):
+def test_a_full_stage_evicts_old_blocks(keys_of, put_all, hits, full):
     class Small(DictStage):
         def put(self, name, record):
             if len(self.records) >= 50:
@@ -385,7 +385,7 @@ def test_a_stage_keeps_to_its_capacity(keys_of, put_all, hits):
 
 
 class Hanging(DictStage):
-    """Hangs in every call while it is told to."""
+    """Hangs in every call while `may_go` is not set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -393,7 +393,7 @@ class Hanging(DictStage):
         self.may_go.set()
 
     def put(self, name: str, record: memoryview) -> None:
-        """Keep a copy."""
+        """Store a copy."""
         self.may_go.wait()
         super().put(name, record)
 
@@ -403,7 +403,7 @@ class Hanging(DictStage):
         return super().get(name, into)
 
 
-def test_a_stage_that_hangs_costs_its_blocks_and_no_more(keys_of, put_all, hits):
+def test_a_hanging_stage_costs_only_its_own_blocks(keys_of, put_all, hits):
     stage = Hanging()
     keys = keys_of(range(60))
     store = over(stage, timeout=1.0)
@@ -421,7 +421,7 @@ def test_a_stage_that_hangs_costs_its_blocks_and_no_more(keys_of, put_all, hits)
     stage.may_go.set()
 
 
-def test_a_hang_at_opening_ends_by_the_timeout():
+def test_a_hang_at_opening_ends_at_the_timeout():
     stage = DictStage()
     may_go = threading.Event()
     stage.names = may_go.wait
@@ -430,7 +430,7 @@ def test_a_hang_at_opening_ends_by_the_timeout():
     may_go.set()
 
 
-def test_a_call_that_hangs_leaves_the_other_threads_of_a_stage(keys_of, put_all, hits):
+def test_a_hanging_call_does_not_block_other_threads_of_a_stage(keys_of, put_all, hits):
     stage = Hanging()
     stage.threads = 2
     keys = keys_of(range(60))
@@ -444,7 +444,7 @@ def test_a_call_that_hangs_leaves_the_other_threads_of_a_stage(keys_of, put_all,
         stage.may_go.set()
 
 
-def test_a_stage_that_holds_the_interpreter_only_takes_time(keys_of, put_all, hits):
+def test_a_stage_that_holds_the_gil_is_only_slow(keys_of, put_all, hits):
     hold = ctypes.PyDLL(None).usleep  # PyDLL keeps the interpreter's lock
 
     class Holding(DictStage):
@@ -475,7 +475,7 @@ def test_a_late_put_is_undone(keys_of, put_all, hits, eventually):
         stage.may_go.set()
         eventually(lambda: "delete" in stage.calls)
         put_all(store, keys[1:])
-        # It may say what was late before; where the blocks are is looked at below.
+        # The flush may report the earlier time-out; the tiers of the blocks are checked below.
         with contextlib.suppress(cascadekv.CascadeError):
             store.flush(timeout=5)
         eventually(lambda: store.locate(keys) == [["dram", "objects"]] * 2)
@@ -496,15 +496,15 @@ def test_a_store_that_is_dropped_is_closed(keys_of, put_all):
 
 
 @pytest.mark.parametrize(
-    ("stage", "settings", "told"),
+    ("stage", "settings", "message"),
     [
         (object(), {}, "object has no method put; a stage has put, get, delete, names"),
         (DictStage(), {"pipeline": "Dram"}, "Objects does not stand in the pipeline"),
         (DictStage(), {"pipeline": "Dram|Objekts|Objects"}, "known are .*objects"),
     ],
 )
-def test_what_makes_no_sense_is_refused_at_opening(stage, settings, told):
-    with pytest.raises(ConfigError, match=told):
+def test_invalid_stages_are_refused_at_opening(stage, settings, message):
+    with pytest.raises(ConfigError, match=message):
         over(stage, **settings)
 
 
@@ -527,7 +527,7 @@ def test_a_setting_of_a_stage_is_checked(attribute, value):
 
 
 @pytest.mark.parametrize("name", ["Files", "dram", "hbm", "", "a|b", " a"])
-def test_a_name_that_cannot_be_one_is_refused(name):
+def test_an_invalid_stage_name_is_refused(name):
     with pytest.raises(ConfigError, match="stages: "):
         Store(stages={name: DictStage()}, pipeline=f"Dram|{name}", dram=DRAM)
 

@@ -1,4 +1,4 @@
-"""An interpreter ends in order whatever its stages do, and what was put is written before."""
+"""An interpreter exits cleanly whatever its stages do, and pending blocks are written before."""
 
 import subprocess
 import sys
@@ -32,7 +32,7 @@ def run(program: str, *arguments: object, limit_s: float = 60) -> subprocess.Com
     )
 
 
-def test_what_was_not_closed_is_written_when_the_interpreter_ends(tmp_path):
+def test_an_open_store_is_written_back_at_exit(tmp_path):
     path = tmp_path / "records.db"
     writer = """
         store = over(TableStage(sys.argv[1]))
@@ -49,7 +49,7 @@ def test_what_was_not_closed_is_written_when_the_interpreter_ends(tmp_path):
 
 
 @pytest.mark.parametrize("hang", ["threading.Event().wait()", "spin()", "time.sleep(2)"])
-def test_the_interpreter_ends_although_a_stage_hangs(hang):
+def test_the_interpreter_exits_although_a_stage_hangs(hang):
     done = run(
         f"""
         def spin():
@@ -66,11 +66,11 @@ def test_the_interpreter_ends_although_a_stage_hangs(hang):
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == "end\n"
-    assert "were not closed in order" in done.stderr or hang.startswith("time")
+    assert "were not closed cleanly" in done.stderr or hang.startswith("time")
 
 
 @pytest.mark.parametrize("end", ["store.close()", "del store", "", "raise SystemExit(0)"])
-def test_threads_that_wait_for_calls_end_with_the_interpreter(end):
+def test_idle_stage_threads_end_with_the_interpreter(end):
     done = run(
         f"""
         class Many(DictStage):

@@ -1,4 +1,4 @@
-"""Statistics are exact, and the types say what is in them."""
+"""Statistics are exact and have the fields of their types."""
 
 import json
 from typing import get_type_hints
@@ -8,7 +8,7 @@ from cascadekv import stats
 MIB = 1 << 20
 
 
-def test_the_types_name_what_a_store_counts(two_tiers, keys_of):
+def test_the_types_have_the_fields_of_stats(two_tiers, keys_of):
     two_tiers.put(keys_of(range(1)), [b"block"])
     seen = two_tiers.stats()
     assert set(seen) == set(get_type_hints(stats.Stats))

@@ -1,4 +1,4 @@
-"""Calls of a served store are spans of their caller's trace, as an OTLP collector receives them."""
+"""Calls of a served store are child spans of the caller's trace, checked at an OTLP collector."""
 
 import http.server
 import threading
@@ -18,7 +18,7 @@ def traceparent(trace=TRACE, *, is_sampled=True):
 
 @pytest.fixture
 def collector():
-    """Take every batch of spans, and keep its bytes."""
+    """Run a collector that keeps the bytes of every batch of spans."""
     batches = []
 
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -40,7 +40,7 @@ def collector():
     server.server_close()
 
 
-def test_calls_are_spans_under_the_caller_s(serve, collector, eventually):
+def test_calls_are_child_spans_of_the_caller(serve, collector, eventually):
     endpoint, batches = collector
     node = serve("--dram", "16MiB", traces_endpoint=endpoint)
     keys = [BlockKey(bytes([7]) * 32)]
@@ -50,33 +50,33 @@ def test_calls_are_spans_under_the_caller_s(serve, collector, eventually):
             store.lookup_prefix(keys)
             with part_of_trace(traceparent(OTHER, is_sampled=False)):
                 store.lookup_prefix(keys)
-            # Another thread's calls are not this one's.
+            # Calls of other threads are not part of this thread's trace.
             thread = threading.Thread(target=store.contains, args=(keys,))
             thread.start()
             thread.join()
             store.lookup_prefix(keys)
         store.lookup_prefix(keys)
 
-    def told():
+    def received():
         return b"".join(batches)
 
-    eventually(lambda: told().count(b"lookup") >= 3)
-    # A trace's number and the number of the span above it, as protobuf has them: no other bytes.
-    assert told().count(TRACE) == 2
-    assert told().count(SPAN) == 2
-    # Whom the caller does not record, the node does not.
-    assert OTHER not in told()
+    eventually(lambda: received().count(b"lookup") >= 3)
+    # Trace and parent span ids occur in protobuf as plain bytes.
+    assert received().count(TRACE) == 2
+    assert received().count(SPAN) == 2
+    # The node does not record traces that the caller did not sample.
+    assert OTHER not in received()
 
 
 @pytest.mark.parametrize(
     "text", [None, "", "00", traceparent()[:-1], traceparent().upper(), traceparent(bytes(16))]
 )
-def test_what_names_no_trace_is_nobody_s(text):
+def test_an_invalid_traceparent_is_no_trace(text):
     with part_of_trace(traceparent()), part_of_trace(text):
         assert cascadekv._native.replace_trace(None) is None  # noqa: SLF001
 
 
-def test_scopes_end_in_order_also_after_an_error():
+def test_nested_traces_are_restored_after_an_error():
     with part_of_trace(traceparent()):
         with pytest.raises(ZeroDivisionError), part_of_trace(traceparent(OTHER)):
             raise ZeroDivisionError

@@ -1,4 +1,4 @@
-"""A view reads a block where it lies, and the block stays until the last user is gone."""
+"""A view reads a block in place, and the block stays until its last user is released."""
 
 import gc
 import pickle
@@ -40,7 +40,7 @@ def test_views_keep_their_bytes_while_everything_is_evicted(store, keys_of, byte
         assert array.tobytes() == bytes_of(key, MIB)
 
 
-def test_memory_comes_back_with_the_last_user(store, keys_of, bytes_of, eventually):
+def test_memory_is_returned_by_the_last_user(store, keys_of, bytes_of, eventually):
     keys = keys_of(range(6))
     store.put(keys, [bytes_of(key, MIB) for key in keys])
     views = store.view(keys)
@@ -93,7 +93,7 @@ def test_numpy_takes_a_view_by_dlpack(store, keys_of, bytes_of):
     assert array.tobytes() == bytes_of(keys[0])
 
 
-def test_a_capsule_that_nobody_consumes_lets_go(store, keys_of, bytes_of, eventually):
+def test_an_unconsumed_capsule_releases_the_block(store, keys_of, bytes_of, eventually):
     keys = keys_of(range(1))
     store.put(keys, [bytes_of(keys[0], MIB)])
     capsule = store.view(keys)[0].__dlpack__(max_version=(1, 0))
@@ -104,7 +104,7 @@ def test_a_capsule_that_nobody_consumes_lets_go(store, keys_of, bytes_of, eventu
     eventually(lambda: store.stats()["pool"]["requested_bytes"] == 0)
 
 
-def test_dlpack_refuses_what_it_cannot_say(store, keys_of):
+def test_dlpack_refuses_unsupported_requests(store, keys_of):
     keys = keys_of(range(1))
     store.put(keys, [b"block"])
     view = store.view(keys)[0]
@@ -127,7 +127,7 @@ def test_torch_takes_a_view_by_dlpack(store, keys_of, bytes_of):
     assert bytes(tensor.numpy()) == bytes_of(keys[0])
 
 
-def test_views_are_not_pickled(store, keys_of):
+def test_views_cannot_be_pickled(store, keys_of):
     keys = keys_of(range(1))
     store.put(keys, [b"block"])
     views = store.view(keys)

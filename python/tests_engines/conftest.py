@@ -1,7 +1,7 @@
-"""Engines' own classes, real vLLM engines on the CPU, and the nodes and helpers of these tests.
+"""Fixtures: real vLLM engines on the CPU, nodes, and generated models.
 
-These tests need an engine's package and torch (for CPUs), which the others do without. vLLM runs in
-the test's own process, scheduler and worker both, and several engines may follow each other there.
+These tests need an engine's package and torch (CPU builds). vLLM runs in the test's own process,
+both scheduler and worker; several engines may run there one after another.
 """
 
 import gc
@@ -21,9 +21,9 @@ serve = _STORES.serve
 eventually = _STORES.eventually
 
 MODELS = Path(__file__).parents[2] / ".cache" / "models"
-"""Where models are kept from run to run; their names change with what they are made from."""
+"""Directory of generated models, reused between runs; their names include their parameters."""
 
-# Read by vLLM when it is imported.
+# vLLM reads these when it is imported.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
@@ -46,7 +46,7 @@ class Engines:
 
         settings = {
             "model": str(self.model),
-            # Left out, vLLM takes a float32 model down to bfloat16.
+            # By default, vLLM converts a float32 model to bfloat16.
             "dtype": "float32",
             "seed": 0,
             "enforce_eager": True,
@@ -61,7 +61,7 @@ class Engines:
         return llm
 
     def stop(self, llm) -> None:
-        """End an engine as the end of its process would, so that another may start."""
+        """Shut an engine down completely, so that another can start in this process."""
         from vllm.distributed.kv_transfer import (  # noqa: PLC0415 # as in start
             ensure_kv_transfer_shutdown,
         )
@@ -76,23 +76,23 @@ class Engines:
         gc.collect()
 
     def stop_all(self) -> None:
-        """End what a test left running."""
+        """Stop all running engines."""
         for llm in list(self._running):
             self.stop(llm)
 
     @staticmethod
     def answer(llm, prompts: Sequence[Sequence[int]], new: int = 16):
-        """Serve prompts of token ids at once; gives vLLM's outputs in their order."""
+        """Serve prompts of token ids together; returns vLLM's outputs in their order."""
         from vllm import SamplingParams  # noqa: PLC0415 # as in start
 
         params = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True)
-        asked = [{"prompt_token_ids": list(tokens)} for tokens in prompts]
-        return llm.generate(asked, params, use_tqdm=False)
+        requests = [{"prompt_token_ids": list(tokens)} for tokens in prompts]
+        return llm.generate(requests, params, use_tqdm=False)
 
 
 @pytest.fixture(scope="session")
 def tiny_model() -> Path:
-    """Make the smallest model, in float32: equal KV gives equal tokens there."""
+    """Generate the smallest model in float32, where equal KV gives equal tokens."""
     from cascadekv.bench.models import make_model  # noqa: PLC0415 # needs torch and transformers
 
     return make_model(MODELS, "tiny", "float32")
@@ -100,7 +100,7 @@ def tiny_model() -> Path:
 
 @pytest.fixture
 def engines(tiny_model: Path) -> Iterator[Engines]:
-    """Start engines by hand; what a test leaves running ends after it."""
+    """Return a starter of engines; stops running engines after the test."""
     started = Engines(tiny_model)
     yield started
     started.stop_all()
@@ -108,7 +108,7 @@ def engines(tiny_model: Path) -> Iterator[Engines]:
 
 @pytest.fixture
 def start_engine(engines: Engines) -> Callable:
-    """Start one engine."""
+    """Return a function that starts an engine."""
     return engines.start
 
 

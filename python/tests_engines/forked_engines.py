@@ -1,7 +1,7 @@
-"""vLLM engines in processes of their own, on small models, and what their answers must be.
+"""vLLM engines in child processes, on small models, and a reference for their answers.
 
-Engines are forked from a server that has imported vLLM once, so that a start takes seconds. What a
-test has an engine do is a function of `inside.py` that runs beside it.
+Engines are forked from a server that has imported vLLM once, so that a start takes seconds. Tests
+call functions of `engine_calls.py`, which run in the engine's process.
 """
 
 import contextlib
@@ -14,23 +14,23 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import inside
+import engine_calls
 import pytest
-from inside import Answer
+from engine_calls import Answer
 
 BLOCK = 128
 """Tokens of a block."""
 CALL_S = 400
-"""How long an engine may take for one call, on a machine that is busy otherwise."""
+"""Time-out for a call to an engine, on a loaded machine."""
 STOP_S = 60
-"""How long an engine may take to end."""
+"""Time-out for the end of an engine."""
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
     "VLLM_LOGGING_LEVEL": "WARNING",
-    # Threads that wait for each other come to a standstill on a machine that is busy otherwise.
+    # OpenMP threads that spin for each other starve on a loaded machine.
     "OMP_NUM_THREADS": "1",
 }
 IMPORTS = [
@@ -43,7 +43,7 @@ IMPORTS = [
     "vllm.model_executor.models.llama",
     "cascadekv.connectors.vllm",
 ]
-"""What every engine imports, which starts no thread."""
+"""Imports of every engine; they start no threads, which a fork would lose."""
 OPTIONS = {
     "dtype": "float32",
     "enforce_eager": True,
@@ -51,14 +51,14 @@ OPTIONS = {
     "skip_tokenizer_init": True,
     "max_model_len": 2048,
     "max_num_seqs": 8,
-    # Less than some prompts have, so that they are computed in several steps.
+    # Less than some prompts, so that they are computed in several steps.
     "max_num_batched_tokens": 512,
     "num_gpu_blocks_override": 96,
 }
 
 
 class Engine:
-    """One engine; with a `store`, its connector's extra configuration, or without connector."""
+    """One engine; `store` is the connector's extra configuration, `None` means no connector."""
 
     def __init__(
         self,
@@ -70,23 +70,23 @@ class Engine:
         **options: object,
     ) -> None:
         context = _fork_server()
-        self._pipe, theirs = context.Pipe()
-        outside = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0" if is_one_process else "1"}
+        self._pipe, child_pipe = context.Pipe()
+        multiprocessing_mode = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0" if is_one_process else "1"}
         self.process = context.Process(
-            target=inside.serve,
+            target=engine_calls.serve,
             args=(
-                theirs,
-                {**outside, **(environment or {})},
+                child_pipe,
+                {**multiprocessing_mode, **(environment or {})},
                 {"model": str(model), **OPTIONS, **options},
                 store,
             ),
         )
         self.process.start()
-        theirs.close()
+        child_pipe.close()
         self._receive()
 
     def call(self, work: Callable[..., Any], *arguments: object) -> Any:
-        """Have a function of `inside.py` run beside the engine; raises what it raises."""
+        """Call a function of `engine_calls.py` in the engine's process; raises what it raises."""
         self._pipe.send((work, arguments))
         return self._receive()
 
@@ -99,7 +99,9 @@ class Engine:
         adapter: tuple[str, int, str] | None = None,
     ) -> list[Answer]:
         """Answer prompts that come at once."""
-        answers: list[Answer] = self.call(inside.generate, list(prompts), tokens, salt, adapter)
+        answers: list[Answer] = self.call(
+            engine_calls.generate, list(prompts), tokens, salt, adapter
+        )
         return answers
 
     def one(self, prompt: Sequence[int], tokens: int = 8, *, salt: str | None = None) -> Answer:
@@ -107,12 +109,12 @@ class Engine:
         return self.run([prompt], tokens, salt=salt)[0]
 
     def kill(self) -> None:
-        """End it as a crash does."""
+        """Kill the engine, as in a crash."""
         self.process.kill()
         self.process.join()
 
     def close(self) -> None:
-        """End it cleanly."""
+        """End the engine cleanly."""
         if self.process.is_alive():
             with contextlib.suppress(BrokenPipeError):
                 self._pipe.send(None)
@@ -130,7 +132,7 @@ class Engine:
             fault, answer = self._pipe.recv()
         except EOFError:
             self.process.join(STOP_S)
-            pytest.fail(f"the engine ended with {self.process.exitcode}")
+            pytest.fail(f"the engine ended with exit code {self.process.exitcode}")
         if fault is not None:
             pytest.fail(f"in the engine: {fault}")
         return answer
@@ -138,7 +140,7 @@ class Engine:
 
 @functools.cache
 def _fork_server() -> multiprocessing.context.ForkServerContext:
-    """Have vLLM imported once."""
+    """Start the fork server, which imports vLLM once."""
     os.environ.update(ENVIRONMENT)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(IMPORTS)
@@ -146,14 +148,14 @@ def _fork_server() -> multiprocessing.context.ForkServerContext:
 
 
 class Reference:
-    """What an engine without connector answers; each prompt is computed once."""
+    """The answers of an engine without connector; each prompt is computed once."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._known: dict[tuple[int, ...], tuple[int, ...]] = {}
 
     def answers(self, prompts: Sequence[Sequence[int]], tokens: int = 8) -> list[tuple[int, ...]]:
-        """Give the right tokens."""
+        """Return the right tokens."""
         names = [tuple(prompt) for prompt in prompts]
         new = [n for n in dict.fromkeys(names) if len(self._known.get(n, ())) < tokens]
         for name, answer in zip(new, self._engine.run(new, tokens) if new else [], strict=True):
@@ -161,7 +163,7 @@ class Reference:
         return [self._known[name][:tokens] for name in names]
 
     def check(self, engine: Engine, prompts: Sequence[Sequence[int]], tokens: int = 8) -> list[int]:
-        """Have an engine answer prompts that come at once, rightly; gives the tokens hit."""
+        """Compare an engine's answers to concurrent prompts; returns the hit tokens of each."""
         answers = engine.run(prompts, tokens)
         right = self.answers(prompts, tokens)
         wrong = [at for at, answer in enumerate(answers) if answer.tokens != right[at]]
@@ -169,13 +171,13 @@ class Reference:
         return [answer.cached for answer in answers]
 
     def check_one(self, engine: Engine, prompt: Sequence[int], tokens: int = 8) -> int:
-        """Do the same with one prompt."""
+        """Compare an engine's answer to one prompt; returns its hit tokens."""
         return self.check(engine, [prompt], tokens)[0]
 
 
 @contextlib.contextmanager
 def engines(model: Path) -> Iterator[Callable[..., Engine]]:
-    """Start engines; end what is left of them."""
+    """Yield a function that starts engines; ends the engines afterwards."""
     started: list[Engine] = []
 
     def start(store: Mapping[str, object] | None = None, **options: Any) -> Engine:
@@ -191,7 +193,7 @@ def engines(model: Path) -> Iterator[Callable[..., Engine]]:
 
 @pytest.fixture(scope="session")
 def reference(tiny_model: Path) -> Iterator[Reference]:
-    """Give what an engine without connector answers."""
+    """Return the answers of an engine without connector."""
     with engines(tiny_model) as start:
         yield Reference(start())
 

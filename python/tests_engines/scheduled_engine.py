@@ -1,8 +1,8 @@
 """An engine without a model: vLLM's own scheduler and both sides of the connector, on real tensors.
 
-KV is a function of the tokens up to its position, so each page says by itself whether it is right.
-A step reads every page that attention would read. Where one is wrong, what the step writes and
-answers is wrong too, as with a real model; answers and stored blocks are compared at the end.
+KV is a function of the tokens up to its position, so every page can be verified. A step reads every
+page that attention would read. If one is wrong, the step's KV and output tokens are wrong too, as
+with a real model. Answers and stored blocks are compared at the end.
 """
 
 import contextlib
@@ -35,12 +35,12 @@ BLOCK = 16
 LAYERS = tuple(f"layers.{number}" for number in range(4))
 HEADS, HEAD_SIZE = 2, 16
 WORDS = 2 * HEAD_SIZE * 2 // 8
-"""64-bit numbers that a token's K and V of one head fill, in 16-bit floats."""
+"""Number of 64-bit words of a token's K and V for one head, in 16-bit floats."""
 VOCABULARY = 1000
 MASK = (1 << 64) - 1
 WRONG = 0xBADC0DE
 LIMIT_S = 120
-"""An engine that takes longer hangs."""
+"""Time-out of a test's waits."""
 PLAIN = SimpleNamespace(
     prompt_embeds=None, pooling_params=None, lora_request=None, cache_salt=None, mm_features=[]
 )
@@ -51,7 +51,7 @@ _SPREAD = (
 
 
 def states(tokens):
-    """Give a number for each position that depends on all tokens up to it."""
+    """Return a number for each position that depends on all tokens up to it."""
     state, every = 1, []
     for token in tokens:
         state = (state * 6364136223846793005 + token * 1442695040888963407 + 1) & MASK
@@ -60,17 +60,17 @@ def states(tokens):
 
 
 def content(of):
-    """Give the KV of positions by their numbers: layer, head, position, word."""
+    """Return the KV of positions from their states: layer, head, position, word."""
     return of[None, None, :, None] * _SPREAD
 
 
 def next_token(tokens):
-    """Give the answer's next token."""
+    """Return the next output token."""
     return int(states(tokens)[-1] >> np.uint64(40)) % VOCABULARY
 
 
 def answer_of(prompt, count):
-    """Give the right answer to a prompt."""
+    """Return the right answer to a prompt."""
     tokens = list(prompt)
     for _ in range(count):
         tokens.append(next_token(tokens))
@@ -90,7 +90,7 @@ class Row:
 
 @dataclass
 class Step:
-    """A step under way: what was planned, and its output."""
+    """A step in flight: the scheduler's plan and the step's output."""
 
     plan: object
     output: ModelRunnerOutput
@@ -98,7 +98,7 @@ class Step:
 
 @dataclass
 class Facts:
-    """What an engine did."""
+    """Counters and results of an engine."""
 
     preemptions: int = 0
     compared_pages: int = 0
@@ -108,9 +108,9 @@ class Facts:
 
 
 class ScheduledEngine:
-    """One engine; `memory` says how its pages are reached, as on a host or as on a device."""
+    """One engine; `memory` selects how its pages are copied, as on a host or as on a device."""
 
-    def __init__(  # what tests vary
+    def __init__(
         self,
         model,
         store,
@@ -141,7 +141,7 @@ class ScheduledEngine:
             },
         )
         self.config = arguments.create_engine_config()
-        # Off on CPUs, which have no steps under way; the scheduler's part of it runs anywhere.
+        # vLLM disables it on CPUs; the scheduler's part of it works anywhere.
         self.config.scheduler_config.async_scheduling = is_async_scheduling
         self.config.cache_config.num_gpu_blocks = pages
         spec = FullAttentionSpec(
@@ -169,48 +169,48 @@ class ScheduledEngine:
         handshake = {(0, 0): self.worker.get_handshake_metadata()}
         self.connector.set_xfer_handshake_metadata_pp_aware(handshake)
         self.depth = self.config.max_concurrent_batches
-        """Steps that are under way at a time."""
+        """Number of steps in flight."""
         self._queue = deque()
         self._running = {}
-        self._asked = {}
+        self._requested = {}
         self._bad_pages = set()
-        """Pages that failed to load and are not computed yet; another request may share them."""
+        """Pages whose load failed and that are not computed yet; other requests may share them."""
         self._serial = 0
         self.is_loading = False
-        """Whether the plan of the step loads blocks."""
+        """Whether the current step's plan has loads."""
         self.between = lambda: None
-        """Called between a step's plan and its execution."""
+        """Called between the planning and the execution of a step."""
         self.facts = Facts()
         self._figures = CascadeStats()
 
-    # What tests ask for.
+    # Calls of tests.
 
     def add(self, prompt, new=6):
-        """Hand a request over; gives its name."""
+        """Submit a request; returns its name."""
         self._serial += 1
         name = f"request-{self._serial}"
         params = SamplingParams(max_tokens=new, ignore_eos=True, temperature=0)
         params.update_from_generation_config({}, None)
         request = Request(name, list(prompt), params, None, block_hasher=self._hasher)
-        self._asked[name] = (list(prompt), new)
+        self._requested[name] = (list(prompt), new)
         self.facts.answers[name] = []
         self.scheduler.add_request(request)
         return name
 
     def abort(self, name):
-        """Take a request back."""
+        """Abort a request."""
         self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
-        self._asked.pop(name, None)
+        self._requested.pop(name, None)
 
     def run(self, seconds=LIMIT_S):
-        """Step until nothing is left."""
+        """Step until all requests are finished."""
         end = time.monotonic() + seconds
         while self.scheduler.has_requests() or self._queue:
-            assert time.monotonic() < end, f"hangs: {self.scheduler.requests}"
+            assert time.monotonic() < end, f"requests hang: {self.scheduler.requests}"
             self.step()
 
     def step(self):
-        """Take one step as the engine's core does, with or without a queue of steps."""
+        """Run one step as the engine's core does, with or without a queue of steps."""
         if self.scheduler.has_requests():
             plan = self.scheduler.schedule()
             self.facts.preemptions += len(plan.preempted_req_ids or ())
@@ -233,26 +233,26 @@ class ScheduledEngine:
             self.compare_running()
 
     def ask(self, *prompts, new=6):
-        """Serve prompts at once; raises where an answer or a page is wrong."""
+        """Serve prompts together; raises if an answer or a page is wrong."""
         names = [self.add(prompt, new) for prompt in prompts]
         self.run()
         self.check()
         return names
 
     def check(self):
-        """Compare answers with the right ones, and see that nothing is held any more."""
-        for name, (prompt, new) in self._asked.items():
+        """Compare answers with the right ones, and check that all blocks are free."""
+        for name, (prompt, new) in self._requested.items():
             assert self.facts.answers[name] == answer_of(prompt, new), name
         pool = self.scheduler.kv_cache_manager.block_pool
-        assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1, "blocks are not given back"
-        self._asked.clear()
+        assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1, "blocks are leaked"
+        self._requested.clear()
 
-    def forget_locally(self):
-        """Empty the engine's own prefix cache, so that the store is asked."""
+    def reset_prefix_cache(self):
+        """Empty the engine's own prefix cache, so that blocks are loaded from the store."""
         assert self.scheduler.reset_prefix_cache()
 
-    def has_loads_beside(self):
-        """Whether steps are under way, or a request that does not run holds blocks."""
+    def has_loads_in_flight(self):
+        """Whether steps are in flight, or a request that is not running holds blocks."""
         manager = self.scheduler.kv_cache_manager
         holds = any(
             manager.get_block_ids(name)[0]
@@ -262,17 +262,17 @@ class ScheduledEngine:
         return holds or bool(self._queue)
 
     def keys(self, prompt):
-        """Name the blocks of a prompt."""
+        """Return the keys of a prompt's blocks."""
         (part,) = self.connector._scheduler._parts  # noqa: SLF001 # its only one
         keys = self.connector._keys_of([part.name], PLAIN)  # noqa: SLF001
         return keys.keys(part.name, 0, keys.extend(list(prompt)))
 
     def store(self):
-        """Give the engine's store."""
+        """Return the engine's store."""
         return self.connector._store.store()  # noqa: SLF001
 
     def stored(self, prompt):
-        """Say which blocks of a prompt the store has; raises where one is wrong."""
+        """Return whether each block of a prompt is stored; raises if one is wrong."""
         right = content(states(prompt))
         with self.store().view(self.keys(prompt), timeout=LIMIT_S) as views:
             for at, view in enumerate(views):
@@ -284,26 +284,26 @@ class ScheduledEngine:
             return [view is not None for view in views]
 
     def take_figures(self):
-        """Give the connector's figures since the last call."""
-        kept, self._figures = self._figures, CascadeStats()
-        return kept.data
+        """Return the connector's statistics since the last call."""
+        taken, self._figures = self._figures, CascadeStats()
+        return taken.data
 
     def stop(self):
-        """End it."""
+        """End the engine."""
         self.worker.shutdown()
         self.scheduler.shutdown()
 
     def _note(self, outputs):
-        """Keep what vLLM would send to its metrics."""
+        """Collect the statistics that vLLM would send to its metrics."""
         for each in outputs.values():
-            told = each.scheduler_stats and each.scheduler_stats.kv_connector_stats
-            if told:
-                self._figures = self._figures.aggregate(CascadeStats(told))
+            stats = each.scheduler_stats and each.scheduler_stats.kv_connector_stats
+            if stats:
+                self._figures = self._figures.aggregate(CascadeStats(stats))
 
     # The model runner's part.
 
     def compare_running(self):
-        """Compare the pages of every request with what its tokens say."""
+        """Compare the pages of every running request with the KV of its tokens."""
         for request in self.scheduler.running:
             table = self.scheduler.kv_cache_manager.get_block_ids(request.request_id)[0]
             done = request.num_computed_tokens - request.num_in_flight_tokens
@@ -322,7 +322,7 @@ class ScheduledEngine:
         )
 
     def _execute(self, plan):
-        """Run a step: loads, layers in their order, saves, and what came of them."""
+        """Run a step: loads, layers in their order, saves, and the results."""
         rows = self._rows(plan)
         self.worker.bind_connector_metadata(plan.kv_connector_metadata)
         loads_first = plan.has_sync_kv_loads
@@ -333,26 +333,26 @@ class ScheduledEngine:
             self.worker.start_load_kv(None)
         self.worker.wait_for_save()
         results = self.worker.get_transfer_results(plan.finished_req_ids)
-        told = KVConnectorOutput(
+        output = KVConnectorOutput(
             finished_sending=results.finished_sending,
             finished_recving=results.finished_recving,
             failed_recving=results.failed_recving,
             invalid_block_ids=self.worker.get_block_ids_with_load_errors(),
             kv_connector_worker_meta=self.worker.build_connector_worker_meta(),
         )
-        self.facts.loads_failed += len(told.invalid_block_ids)
-        self._bad_pages |= told.invalid_block_ids
+        self.facts.loads_failed += len(output.invalid_block_ids)
+        self._bad_pages |= output.invalid_block_ids
         self.worker.clear_connector_metadata()
         names = list(rows)
         return ModelRunnerOutput(
             req_ids=names,
             req_id_to_index={name: at for at, name in enumerate(names)},
             sampled_token_ids=[sampled[name] for name in names],
-            kv_connector_output=told,
+            kv_connector_output=output,
         )
 
     def _rows(self, plan):
-        """Give the requests of a step, with tokens that vLLM's model runner would have."""
+        """Return the requests of a step, with the tokens that vLLM's model runner would have."""
         computed = {}
         for new in plan.scheduled_new_reqs:
             self._running[new.req_id] = self._known(new.req_id)
@@ -362,7 +362,7 @@ class ScheduledEngine:
             if name in cached.resumed_req_ids:
                 self._running[name] = self._known(name)
             else:
-                # Tokens that came of a load that failed were taken back.
+                # Tokens that were computed from a failed load were discarded.
                 prompt = self.scheduler.requests[name].num_prompt_tokens
                 del self._running[name][prompt + cached.num_output_tokens[at] :]
             computed[name] = cached.num_computed_tokens[at]
@@ -371,19 +371,19 @@ class ScheduledEngine:
             table = list(self.scheduler.kv_cache_manager.get_block_ids(name)[0])
             start = computed[name]
             rows[name] = Row(self._running[name], table, start, start + count)
-            assert start + count <= len(self._running[name]), f"{name}: tokens that nobody knows"
+            assert start + count <= len(self._running[name]), f"{name}: unknown tokens"
         return rows
 
     def _known(self, name):
         return list(self.scheduler.requests[name].all_token_ids)
 
     def _forward(self, rows):
-        """Compute a step layer by layer; gives the tokens that it samples."""
+        """Compute a step layer by layer; returns the sampled tokens."""
         right = {name: content(states(row.tokens[: row.end])) for name, row in rows.items()}
         for layer, name_of_layer in enumerate(LAYERS if rows else ()):
             self.worker.wait_for_layer_load(name_of_layer)
             own = self._kv[layer]
-            # As in attention: all write their own positions, then all read.
+            # As in attention: all requests write their own positions, then all read.
             for name, row in rows.items():
                 for page, at, count in _spans(row.table, row.start, row.end):
                     first = at % BLOCK
@@ -405,7 +405,7 @@ class ScheduledEngine:
 
 
 def _spans(table, start, end):
-    """Cut positions into runs within a page: page, first position, number of positions."""
+    """Split positions into runs within a page: page, first position, number of positions."""
     at = start
     while at < end:
         count = min(BLOCK - at % BLOCK, end - at)
@@ -415,7 +415,7 @@ def _spans(table, start, end):
 
 @contextlib.contextmanager
 def _memory(kind):
-    """Have the worker's side reach its pages in a way of the test's choice."""
+    """Make the worker's side use this class of memory."""
     chosen = connector_module.memory_of
     connector_module.memory_of = kind
     try:

@@ -1,4 +1,4 @@
-"""SGLang's own host pools on a machine without a GPU, filled with bytes that can be told apart."""
+"""SGLang's own host pools on a machine without a GPU, filled with verifiable bytes."""
 
 import hashlib
 import warnings
@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import torch
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # SGLang says what does not run without a GPU
+    warnings.simplefilter("ignore")  # SGLang warns about what needs a GPU
     from sglang.srt.mem_cache.device_pool_info import (
         KVBufferLayout,
         KVBuffers,
@@ -56,7 +56,7 @@ CPU = torch.device("cpu")
 
 
 def mha(layout, *, heads=2, dim=8, v_dim=None, layers=3, dtype=torch.bfloat16, start=0, page=PAGE):
-    """Make a pool of K and V."""
+    """Create a pool of K and V."""
     v_dim = dim if v_dim is None else v_dim
     k = tuple(torch.zeros(page, heads, dim, dtype=dtype) for _ in range(layers))
     v = tuple(torch.zeros(page, heads, v_dim, dtype=dtype) for _ in range(layers))
@@ -77,7 +77,7 @@ def mha(layout, *, heads=2, dim=8, v_dim=None, layers=3, dtype=torch.bfloat16, s
 
 
 def mla(layout, *, rank=12, rope=4, layers=3, dtype=torch.bfloat16, start=0, page=PAGE):
-    """Make a pool of compressed KV."""
+    """Create a pool of compressed KV."""
     rows = tuple(torch.zeros(page, 1, rank + rope, dtype=dtype) for _ in range(layers))
     info = MLABufferInfo(
         buffers=rows,
@@ -96,7 +96,7 @@ def mla(layout, *, rank=12, rope=4, layers=3, dtype=torch.bfloat16, start=0, pag
 
 
 def config(extra=None, **changes):
-    """Make what SGLang tells a backend: one rank of one, unless it says otherwise."""
+    """Create SGLang's configuration of a backend: a single rank unless changed."""
     facts = {
         "tp_rank": 0,
         "tp_size": 1,
@@ -120,12 +120,12 @@ def config(extra=None, **changes):
 
 
 def hashes(count, salt=""):
-    """Name pages as SGLang does: 64 hexadecimal digits."""
+    """Return page hashes as SGLang's: 64 hexadecimal digits."""
     return [hashlib.sha256(f"{salt}{n}".encode()).hexdigest() for n in range(count)]
 
 
 def content(pool, salt):
-    """Make the bytes of one flat page, a function of the salt."""
+    """Return the bytes of one flat page, a function of the salt."""
     page = pool.get_data_page(0, flat=True)
     size = page.numel() * page.element_size()
     made = torch.frombuffer(
@@ -135,7 +135,7 @@ def content(pool, salt):
 
 
 def fill(pool, names, salt=""):
-    """Allocate pages of the pool and give each the bytes of its name; returns their indices."""
+    """Allocate pages and fill each with the bytes of its name; returns their indices."""
     indices = pool.alloc(len(names) * pool.page_size)
     assert indices is not None
     for start, name in zip(indices[:: pool.page_size], names, strict=True):
@@ -144,17 +144,17 @@ def fill(pool, names, salt=""):
 
 
 def read(pool, indices):
-    """Give the bytes of pages of the pool."""
+    """Return the bytes of pages of the pool."""
     return [_bytes(pool.get_data_page(int(at), flat=True)) for at in indices[:: pool.page_size]]
 
 
 def right(pool, names, salt=""):
-    """Give the only right bytes of pages."""
+    """Return the right bytes of pages."""
     return [_bytes(content(pool, salt + name)) for name in names]
 
 
 def published(**changes):
-    """Make options as the engine publishes them: of the model, the draft model, the adapters."""
+    """Create the engine's published options: of the model, the draft model and the adapters."""
     model = {"model_path": "/nowhere", "revision": None, "dtype": "bfloat16"} | changes
     return SimpleNamespace(**model), SimpleNamespace(), SimpleNamespace(lora_paths=None)
 

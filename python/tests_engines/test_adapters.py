@@ -1,4 +1,4 @@
-"""KV computed with an adapter is another's: real LoRA adapters in a real engine."""
+"""KV of different LoRA adapters is separated: real adapters in a real engine."""
 
 import json
 
@@ -51,14 +51,14 @@ def bare(start):
     engine.close()
 
 
-def test_an_adapter_s_blocks_are_hit_by_requests_with_its_weights_alone(start, bare, tmp_path):
+def test_blocks_of_an_adapter_are_hit_by_equal_weights_only(start, bare, tmp_path):
     one = ("one", 1, write_adapter(tmp_path / "one", 1))
     other = ("other", 2, write_adapter(tmp_path / "other", 2))
-    # The same weights by another name and in another place, as another engine may have them.
+    # The same weights under another name and path, as in another engine.
     copy = ("copy", 3, write_adapter(tmp_path / "copy", 1))
-    asked = prompt(3 * BLOCK + 20, "adapters")
-    right = {each: bare.run([asked], 8, adapter=each)[0].tokens for each in (None, one, other)}
-    assert len(set(right.values())) == len(right), "the adapters change nothing"
+    request = prompt(3 * BLOCK + 20, "adapters")
+    right = {each: bare.run([request], 8, adapter=each)[0].tokens for each in (None, one, other)}
+    assert len(set(right.values())) == len(right), "the adapters have no effect"
     right[copy] = right[one]
     engine = start(STORE, **LORA)
     due = [
@@ -71,19 +71,19 @@ def test_an_adapter_s_blocks_are_hit_by_requests_with_its_weights_alone(start, b
         (other, 3 * BLOCK),
     ]
     for adapter, hit in due:
-        answer = engine.run([asked], 8, adapter=adapter)[0]
+        answer = engine.run([request], 8, adapter=adapter)[0]
         assert (answer.tokens, answer.cached) == (right[adapter], hit), adapter
     engine.close()
 
 
-def test_an_adapter_that_was_trained_on_hits_nothing_of_before(start, bare, tmp_path):
+def test_a_retrained_adapter_misses_its_old_blocks(start, bare, tmp_path):
     directory = tmp_path / "trained"
-    asked = prompt(2 * BLOCK + 20, "trained")
+    request = prompt(2 * BLOCK + 20, "trained")
     engine = start(STORE, **LORA)
     for number, seed in enumerate((1, 2), 1):
         adapter = (f"trained-{number}", number, write_adapter(directory, seed))
-        right = bare.run([asked], 8, adapter=adapter)[0].tokens
+        right = bare.run([request], 8, adapter=adapter)[0].tokens
         for hit in (0, 2 * BLOCK):
-            answer = engine.run([asked], 8, adapter=adapter)[0]
+            answer = engine.run([request], 8, adapter=adapter)[0]
             assert (answer.tokens, answer.cached) == (right, hit), adapter
     engine.close()

@@ -1,9 +1,9 @@
-"""With the cache or without, an engine's answers are the same; and it hits where it should."""
+"""An engine's answers are equal with and without the cache, and it hits as expected."""
 
 import random
 from dataclasses import dataclass
 
-import inside
+import engine_calls
 import pytest
 from cascadekv.bench.prompts import prompt, with_prefix
 from forked_engines import BLOCK, Engine
@@ -16,29 +16,29 @@ ALWAYS = {
     "cascade.lookup_timeout": 10,
     "cascade.save_timeout": 30,
 }
-"""Nothing is computed because the machine is busy."""
+"""Time-outs that do not expire on a loaded machine."""
 
 
 @dataclass
-class Kept:
-    """An engine whose KV is kept, and what is peculiar to it."""
+class CachedEngine:
+    """An engine with the connector, and its configuration."""
 
     name: str
     engine: Engine
     is_async: bool
-    """Whether a prompt of whole blocks is loaded whole."""
+    """Whether all blocks of a prompt of full blocks are loaded."""
     has_own_cache: bool
 
     def due(self, tokens: int, shared: int | None = None) -> int:
-        """Say how many tokens of a prompt should hit if its first `shared` ones were kept."""
-        kept = tokens if shared is None else min(shared, tokens)
+        """Return how many tokens of a prompt hit if its first `shared` tokens are stored."""
+        stored = tokens if shared is None else min(shared, tokens)
         most = tokens if self.is_async else tokens - 1
-        return min(kept, most) // BLOCK * BLOCK
+        return min(stored, most) // BLOCK * BLOCK
 
-    def forget_locally(self) -> None:
-        """Leave the prompts to the store."""
+    def reset_prefix_cache(self) -> None:
+        """Empty the engine's own cache, so that blocks are loaded from the store."""
         if self.has_own_cache:
-            assert self.engine.call(inside.forget_locally)
+            assert self.engine.call(engine_calls.reset_prefix_cache)
 
 
 WAYS = {
@@ -51,7 +51,7 @@ OWN_CACHE = ("embedded", "served-async")
 
 
 @pytest.fixture(scope="module", params=WAYS)
-def kept(request, start, serve_module, tmp_path_factory):
+def cached(request, start, serve_module, tmp_path_factory):
     name = request.param
     if name.startswith("embedded"):
         files = tmp_path_factory.mktemp(name)
@@ -61,91 +61,93 @@ def kept(request, start, serve_module, tmp_path_factory):
     has_own_cache = name in OWN_CACHE
     engine = start({**place, **ALWAYS, **WAYS[name]}, enable_prefix_caching=has_own_cache)
     is_async = WAYS[name].get("cascade.load") != "sync"
-    yield Kept(name, engine, is_async, has_own_cache)
+    yield CachedEngine(name, engine, is_async, has_own_cache)
     engine.close()
 
 
 @pytest.mark.parametrize("blocks", range(1, 5))
 @pytest.mark.parametrize("more", [-1, 0, 1])
-def test_a_prompt_of_any_length_is_answered_the_same_from_the_cache(kept, reference, blocks, more):
+def test_prompts_of_any_length_have_the_same_answer_from_the_cache(cached, reference, blocks, more):
     tokens = blocks * BLOCK + more
-    asked = prompt(tokens, "lengths", kept.name, tokens)
-    assert reference.check_one(kept.engine, asked) == 0
-    kept.forget_locally()
-    assert reference.check_one(kept.engine, asked) == kept.due(tokens)
-    # From the engine's own cache, if it has one, or once more from the store.
-    assert reference.check_one(kept.engine, asked) == kept.due(tokens)
+    request = prompt(tokens, "lengths", cached.name, tokens)
+    assert reference.check_one(cached.engine, request) == 0
+    cached.reset_prefix_cache()
+    assert reference.check_one(cached.engine, request) == cached.due(tokens)
+    # From the engine's own cache if it has one, otherwise from the store again.
+    assert reference.check_one(cached.engine, request) == cached.due(tokens)
 
 
-def test_a_prefix_of_any_length_hits_as_far_as_its_blocks_go(kept, reference):
-    first = prompt(4 * BLOCK + 60, "prefixes", kept.name)
-    reference.check_one(kept.engine, first)
+def test_prefixes_of_any_length_hit_all_full_blocks(cached, reference):
+    first = prompt(4 * BLOCK + 60, "prefixes", cached.name)
+    reference.check_one(cached.engine, first)
     edges = {at * BLOCK + more for at in range(5) for more in (-1, 0, 1)}
-    chance = random.Random(kept.name)
+    chance = random.Random(cached.name)
     for shared in sorted({at for at in edges if at > 0} | {0, *chance.sample(range(600), 4)}):
-        asked = with_prefix(first, min(shared, len(first)), "tail", kept.name, shared)
-        kept.forget_locally()
-        assert reference.check_one(kept.engine, asked) == kept.due(len(asked), shared), shared
+        request = with_prefix(first, min(shared, len(first)), "tail", cached.name, shared)
+        cached.reset_prefix_cache()
+        assert reference.check_one(cached.engine, request) == cached.due(len(request), shared), (
+            shared
+        )
 
 
-def test_requests_that_come_at_once_share_what_is_there(kept, reference):
-    first = prompt(3 * BLOCK + 5, "at once", kept.name)
-    asked = [
-        with_prefix(first, shared, "at once", kept.name, shared) for shared in (0, 130, 256, 300)
+def test_concurrent_requests_share_stored_blocks(cached, reference):
+    first = prompt(3 * BLOCK + 5, "at once", cached.name)
+    requests = [
+        with_prefix(first, shared, "at once", cached.name, shared) for shared in (0, 130, 256, 300)
     ]
-    asked += [first, prompt(700, "long", kept.name), first, prompt(90, "short", kept.name)]
-    reference.check(kept.engine, asked)
-    kept.forget_locally()
-    assert reference.check(kept.engine, asked) == [kept.due(len(each)) for each in asked]
-    # Without room for all of them at once, some wait, and are asked for again.
-    kept.forget_locally()
-    many = [with_prefix(first, 256, "many", kept.name, number) for number in range(12)]
-    hits = reference.check(kept.engine, many)
+    requests += [first, prompt(700, "long", cached.name), first, prompt(90, "short", cached.name)]
+    reference.check(cached.engine, requests)
+    cached.reset_prefix_cache()
+    assert reference.check(cached.engine, requests) == [cached.due(len(each)) for each in requests]
+    # Without room for all requests, some wait and are looked up again.
+    cached.reset_prefix_cache()
+    many = [with_prefix(first, 256, "many", cached.name, number) for number in range(12)]
+    hits = reference.check(cached.engine, many)
     assert hits == [256] * len(many)
 
 
-def test_an_answer_is_part_of_the_next_turn_s_prefix(kept, reference):
-    said = prompt(2 * BLOCK - 6, "turns", kept.name)
+def test_an_answer_is_part_of_the_next_turns_prefix(cached, reference):
+    said = prompt(2 * BLOCK - 6, "turns", cached.name)
     answer = list(reference.answers([said], 16)[0])
-    assert reference.check_one(kept.engine, said, 16) == 0
+    assert reference.check_one(cached.engine, said, 16) == 0
     for turn in range(3):
-        kept.forget_locally()
+        cached.reset_prefix_cache()
         computed = len(said) + len(answer) - 1
-        said = [*said, *answer, *prompt(50, "turn", kept.name, turn)]
-        hit = reference.check_one(kept.engine, said, 16)
-        assert hit == kept.due(len(said), computed)
+        said = [*said, *answer, *prompt(50, "turn", cached.name, turn)]
+        hit = reference.check_one(cached.engine, said, 16)
+        assert hit == cached.due(len(said), computed)
         answer = list(reference.answers([said], 16)[0])
 
 
-def test_what_the_engine_has_itself_is_not_loaded_again(kept, reference):
-    whole = prompt(4 * BLOCK + 20, "own", kept.name)
-    reference.check_one(kept.engine, whole)
-    kept.forget_locally()
-    half = with_prefix(whole, 2 * BLOCK, "own half", kept.name)[: 2 * BLOCK + 30]
-    assert reference.check_one(kept.engine, half) == 2 * BLOCK
-    before = kept.engine.call(inside.loaded_blocks)
-    assert reference.check_one(kept.engine, whole) == 4 * BLOCK
-    after = kept.engine.call(inside.loaded_blocks)
-    assert after - before == (2 if kept.has_own_cache else 4)
+def test_blocks_in_the_engines_cache_are_not_loaded(cached, reference):
+    whole = prompt(4 * BLOCK + 20, "own", cached.name)
+    reference.check_one(cached.engine, whole)
+    cached.reset_prefix_cache()
+    half = with_prefix(whole, 2 * BLOCK, "own half", cached.name)[: 2 * BLOCK + 30]
+    assert reference.check_one(cached.engine, half) == 2 * BLOCK
+    before = cached.engine.call(engine_calls.loaded_blocks)
+    assert reference.check_one(cached.engine, whole) == 4 * BLOCK
+    after = cached.engine.call(engine_calls.loaded_blocks)
+    assert after - before == (2 if cached.has_own_cache else 4)
 
 
-def test_a_salt_sets_a_callers_blocks_apart(kept, reference):
-    asked = prompt(2 * BLOCK + 9, "salt", kept.name)
-    right = reference.answers([asked])[0]
+def test_a_cache_salt_separates_blocks(cached, reference):
+    request = prompt(2 * BLOCK + 9, "salt", cached.name)
+    right = reference.answers([request])[0]
     for salt, hit in (("a", 0), ("b", 0), (None, 0), ("a", 256), ("b", 256), (None, 256)):
-        kept.forget_locally()
-        answer = kept.engine.one(asked, salt=salt)
+        cached.reset_prefix_cache()
+        answer = cached.engine.one(request, salt=salt)
         assert (answer.tokens, answer.cached) == (right, hit), salt
 
 
-def test_files_answer_after_a_restart(start, reference, tmp_path):
+def test_blocks_in_files_are_hit_after_a_restart(start, reference, tmp_path):
     place = {**ALWAYS, "cascade.files": str(tmp_path), "cascade.files_capacity": "256MiB"}
-    asked = [prompt(n, "restart", n) for n in (128, 129, 383, 511, 512, 700)]
+    requests = [prompt(n, "restart", n) for n in (128, 129, 383, 511, 512, 700)]
     first = start({**place, **EMBEDDED})
-    reference.check(first, asked)
+    reference.check(first, requests)
     first.close()
-    # DRAM is empty now, and too small for all of them.
+    # DRAM is empty now, and too small for all blocks.
     second = start({**place, **EMBEDDED, "cascade.dram": "8MiB"})
-    for each in (*asked, *reversed(asked)):
+    for each in (*requests, *reversed(requests)):
         assert reference.check_one(second, each) == len(each) // BLOCK * BLOCK
     second.close()

@@ -1,23 +1,23 @@
-"""The connector against vLLM's own classes: its interface, its wrappers, its models."""
+"""The connector with vLLM's own interface classes, MultiConnector, and hybrid models."""
 
 import inspect
 import json
 import shutil
 
-import inside
+import engine_calls
 import pytest
 import torch
 import transformers
 from cascadekv.bench.prompts import prompt, with_prefix
 from cascadekv.connectors.vllm import CascadeConnector
 from forked_engines import BLOCK, Reference, engines
-from older_vllm import needs_groups
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     SupportsHMA,
     supports_hma,
 )
+from vllm_compat import needs_groups
 
 pytest_plugins = ["forked_engines"]
 
@@ -29,15 +29,15 @@ ALWAYS = {
 BASES = (KVConnectorBase_V1, SupportsHMA)
 
 
-def test_nothing_of_the_interface_is_left_abstract():
+def test_the_connector_has_no_abstract_methods():
     assert not inspect.isabstract(CascadeConnector)
     assert supports_hma(CascadeConnector)
-    # The factory refuses a constructor that does not name it.
+    # The factory requires this parameter of the constructor.
     assert "kv_cache_config" in inspect.signature(CascadeConnector).parameters
 
 
 def overridden():
-    """Give what the connector has of its own that the interface has too."""
+    """Return the members of the interface that the connector overrides."""
     return [
         (name, base)
         for base in BASES
@@ -49,7 +49,7 @@ def overridden():
     ]
 
 
-def test_the_interface_is_overridden_where_it_has_to_be():
+def test_required_methods_are_overridden():
     names = {name for name, _ in overridden()}
     abstract = {name for base in BASES for name in getattr(base, "__abstractmethods__", ())}
     assert abstract <= names
@@ -59,7 +59,7 @@ def test_the_interface_is_overridden_where_it_has_to_be():
 
 
 @pytest.mark.parametrize(("name", "base"), overridden(), ids=lambda each: str(each))
-def test_whoever_can_call_the_interface_can_call_the_connector(name, base):
+def test_signatures_are_compatible_with_the_interface(name, base):
     theirs, ours = (inspect.getattr_static(cls, name) for cls in (base, CascadeConnector))
     assert type(theirs) is type(ours)
     if isinstance(theirs, property):
@@ -86,7 +86,7 @@ def test_the_connector_is_found_by_its_name():
 
 
 @pytest.mark.parametrize("is_first", [True, False])
-def test_it_works_beside_another_connector(start, reference, tmp_path, is_first):
+def test_it_works_in_a_multi_connector(start, reference, tmp_path, is_first):
     ours = {
         "kv_connector": "CascadeConnector",
         "kv_connector_module_path": "cascadekv.connectors.vllm",
@@ -108,17 +108,17 @@ def test_it_works_beside_another_connector(start, reference, tmp_path, is_first)
     first = prompt(3 * BLOCK + 20, "beside", is_first)
     assert reference.check_one(engine, first) == 0
     assert reference.check_one(engine, first) == 3 * BLOCK
-    # ExampleConnector knows whole prompts only.
+    # ExampleConnector hits whole prompts only.
     for shared in (130, 256, 300):
-        asked = with_prefix(first, shared, "beside", is_first, shared)
-        assert reference.check_one(engine, asked) == shared // BLOCK * BLOCK
-    assert engine.call(inside.forget_everything) in (True, False)
+        request = with_prefix(first, shared, "beside", is_first, shared)
+        assert reference.check_one(engine, request) == shared // BLOCK * BLOCK
+    assert engine.call(engine_calls.reset_all_caches) in (True, False)
     engine.close()
 
 
 @pytest.fixture(scope="module")
 def windowed_model(tmp_path_factory, tiny_model):
-    """Make a model most of whose layers see 256 tokens back only."""
+    """Generate a model in which most layers have a sliding window of 256 tokens."""
     directory = tmp_path_factory.mktemp("windowed")
     layers = ["sliding_attention", "sliding_attention", "full_attention"] * 2
     config = transformers.Gemma3TextConfig(
@@ -151,19 +151,19 @@ def windowed_model(tmp_path_factory, tiny_model):
 
 
 @needs_groups
-def test_a_model_with_windows_hits_and_is_answered_the_same(windowed_model):
+def test_a_model_with_sliding_windows_hits_with_the_same_answers(windowed_model):
     with engines(windowed_model) as start:
         reference = Reference(start())
         engine = start({"cascade.dram": "256MiB", **ALWAYS})
         for tokens in (127, 128, 129, 385, 511, 512, 513, 700, 1100):
-            asked = prompt(tokens, "windows", tokens)
-            assert reference.check_one(engine, asked) == 0
-            assert reference.check_one(engine, asked) == tokens // BLOCK * BLOCK, tokens
+            request = prompt(tokens, "windows", tokens)
+            assert reference.check_one(engine, request) == 0
+            assert reference.check_one(engine, request) == tokens // BLOCK * BLOCK, tokens
         first = prompt(1000, "windows")
         reference.check_one(engine, first)
         for shared in (100, 128, 300, 500, 512, 640, 900):
-            asked = with_prefix(first, shared, "windows", shared)
-            hit = reference.check_one(engine, asked)
+            request = with_prefix(first, shared, "windows", shared)
+            hit = reference.check_one(engine, request)
             assert hit == shared // BLOCK * BLOCK, shared
         said, answer = prompt(250, "windows turn"), []
         for turn in range(3):
@@ -178,13 +178,13 @@ def test_a_model_with_windows_hits_and_is_answered_the_same(windowed_model):
 
 
 @needs_groups
-def test_blocks_of_a_model_with_windows_that_go_are_computed(windowed_model):
+def test_deleted_blocks_of_a_model_with_sliding_windows_are_computed(windowed_model):
     with engines(windowed_model) as start:
         reference = Reference(start())
         engine = start({"cascade.dram": "256MiB", **ALWAYS})
         for number in range(4):
-            asked = prompt(900, "windows lost", number)
-            reference.check_one(engine, asked)
-            engine.call(inside.lose_one_of_each_part, asked, number)
-            reference.check_one(engine, asked)
-            assert reference.check_one(engine, asked) == 7 * BLOCK
+            request = prompt(900, "windows lost", number)
+            reference.check_one(engine, request)
+            engine.call(engine_calls.delete_last_blocks_of_parts, request, number)
+            reference.check_one(engine, request)
+            assert reference.check_one(engine, request) == 7 * BLOCK

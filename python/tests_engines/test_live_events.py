@@ -1,8 +1,8 @@
-"""A router that listens to a running engine over ZMQ has the exact set of blocks."""
+"""A router that subscribes to a running engine over ZMQ has the exact set of stored blocks."""
 
 import time
 
-import inside
+import engine_calls
 import msgspec
 import pytest
 import zmq
@@ -25,7 +25,7 @@ SETTLE_S = 60
 
 
 class Router:
-    """A subscriber that knows nothing but what arrives over the socket."""
+    """A subscriber whose state comes from the socket only."""
 
     def __init__(self, endpoint):
         self._socket = zmq.Context.instance().socket(zmq.SUB)
@@ -35,7 +35,7 @@ class Router:
         self.blocks = {}
 
     def read(self, wait_s):
-        """Apply what arrives until nothing has for a while."""
+        """Apply batches until none arrives for `wait_s` seconds."""
         while self._socket.poll(wait_s * 1000):
             _topic, number, payload = self._socket.recv_multipart()
             assert int.from_bytes(number) == self._next, "a batch is missing"
@@ -78,11 +78,11 @@ def events_to(tmp_path):
 
 
 def expected(engine, prompts):
-    """Give what the store has of these prompts' blocks, with parent and tokens."""
+    """Return the stored blocks of these prompts, with parent and tokens."""
     blocks = {}
     for tokens in prompts:
-        keys = engine.call(inside.keys_of_prompt, tokens)
-        here = engine.call(inside.present, keys)
+        keys = engine.call(engine_calls.keys_of_prompt, tokens)
+        here = engine.call(engine_calls.present, keys)
         names = [bytes(key) for key in BlockKeys(keys)]
         for at, (name, is_here) in enumerate(zip(names, here, strict=True)):
             if is_here:
@@ -92,7 +92,7 @@ def expected(engine, prompts):
 
 
 def settled(engine, router, prompts):
-    """Wait until the router has what the store has: events come with the engine's steps."""
+    """Step until the router has the stored blocks: events are sent by the engine's steps."""
     end = time.monotonic() + SETTLE_S
     while router.blocks != (there := expected(engine, prompts)):
         assert time.monotonic() < end, (len(router.blocks), len(there))
@@ -102,7 +102,7 @@ def settled(engine, router, prompts):
 
 
 @pytest.mark.parametrize("place", ["embedded", "served"])
-def test_a_subscriber_rebuilds_the_exact_set(start, serve_module, router, tmp_path, place):
+def test_a_subscriber_has_exactly_the_stored_blocks(start, serve_module, router, tmp_path, place):
     if place == "embedded":
         store = {**ROOM, **ALWAYS}
     else:
@@ -110,14 +110,14 @@ def test_a_subscriber_rebuilds_the_exact_set(start, serve_module, router, tmp_pa
     engine = start(store, **events_to(tmp_path))
     first = prompt(4 * BLOCK + 20, "events", place)
     prompts = [first, with_prefix(first, 2 * BLOCK, "branch", place)]
-    for asked in prompts:
-        engine.one(asked)
+    for request in prompts:
+        engine.one(request)
     there = settled(engine, router, prompts)
     assert len(there) == 6
-    # More than there is room for: some of it goes again, and is told of.
+    # More than the store has room for: some blocks are evicted, with events.
     more = [prompt(4 * BLOCK + 5, "more", place, number) for number in range(14)]
-    for asked in more:
-        engine.one(asked)
+    for request in more:
+        engine.one(request)
     prompts += more
     there = settled(engine, router, prompts)
     assert 0 < len(there) < 6 + 4 * len(more)

@@ -1,4 +1,4 @@
-"""Engines of several processes, engines that share a node, and nodes that come and go."""
+"""Engines with several processes, engines that share a node, and killed nodes."""
 
 import contextlib
 import os
@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import cascadekv
-import inside
+import engine_calls
 import pytest
 from cascadekv.bench.prompts import prompt, with_prefix
 from cascadekv.connectors.vllm.store import private_socket
@@ -23,11 +23,11 @@ ALWAYS = {
     "cascade.save_timeout": 30,
 }
 REQUESTS = int(os.environ.get("CASCADE_ENGINE_REQUESTS", "60"))
-"""How many requests meet nodes that are killed."""
+"""Number of requests while nodes are killed."""
 
 
 def processes_below(root: int) -> dict[int, str]:
-    """Give the processes that one started, and those started, by number: their command lines."""
+    """Return the command lines of all descendants of a process, by process id."""
     parents, commands = {}, {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -42,7 +42,7 @@ def processes_below(root: int) -> dict[int, str]:
 
 
 def nodes_among(processes: dict[int, str]) -> dict[int, str]:
-    """Give those that are nodes."""
+    """Return those processes that are nodes."""
     return {each: line for each, line in processes.items() if "cascadekv serve" in line}
 
 
@@ -55,13 +55,13 @@ def is_gone(process: int) -> bool:
 
 
 def socket_of(line: str) -> Path:
-    """Give where a node listens, by its command line."""
+    """Return a node's socket from its command line."""
     words = line.split()
     return Path(words[words.index("--socket") + 1])
 
 
 @pytest.mark.parametrize("is_killed", [False, True])
-def test_an_engine_of_several_processes_has_a_node_of_its_own(
+def test_an_engine_with_several_processes_starts_a_private_node(
     start, reference, eventually, tmp_path, is_killed
 ):
     runtime, files = tmp_path / "run", tmp_path / "files"
@@ -75,12 +75,12 @@ def test_an_engine_of_several_processes_has_a_node_of_its_own(
     assert socket.is_relative_to(runtime)
     assert socket.exists()
     assert socket.parent.stat().st_mode & 0o777 == 0o700
-    asked = prompt(3 * BLOCK + 9, "processes", is_killed)
-    assert reference.check_one(engine, asked) == 0
-    assert reference.check_one(engine, asked) == 3 * BLOCK
-    assert reference.check_one(engine, with_prefix(asked, 200, "tail")) == BLOCK
+    request = prompt(3 * BLOCK + 9, "processes", is_killed)
+    assert reference.check_one(engine, request) == 0
+    assert reference.check_one(engine, request) == 3 * BLOCK
+    assert reference.check_one(engine, with_prefix(request, 200, "tail")) == BLOCK
     if is_killed:
-        # Workers notice that the core is gone, and the node that its worker is.
+        # The workers end with the core, and the node with its worker.
         (core,) = (each for each, line in below.items() if "EngineCore" in line)
         os.kill(core, signal.SIGKILL)
         eventually(lambda: is_gone(node), 60)
@@ -92,11 +92,11 @@ def test_an_engine_of_several_processes_has_a_node_of_its_own(
         assert list(runtime.iterdir()) == []
 
 
-def test_each_engine_has_a_private_node_of_its_own():
+def test_each_engine_has_its_own_private_socket():
     engine = "f3c9a1f2-6b1e-4a53-9d3a-0a3f4f6d2b11"
     sockets = {private_socket(name) for name in (engine, f"{engine}_dp0", f"{engine}_dp1")}
     assert len(sockets) == 3
-    # A Unix socket's path has room for 107 bytes.
+    # The path of a Unix socket has at most 107 bytes.
     assert all(len(os.fsencode(each)) < 108 for each in sockets)
 
 
@@ -105,36 +105,36 @@ def test_engines_that_share_a_node_share_their_blocks(start, reference, serve):
     place = {"cascade.node": f"unix:{node.socket}", **ALWAYS}
     one, two = start(place), start({**place, "cascade.load": "sync"}, enable_prefix_caching=True)
     for number, (writer, reader) in enumerate([(one, two), (two, one)]):
-        asked = prompt(4 * BLOCK + 1, "shared", number)
-        assert reference.check_one(writer, asked) == 0
-        assert reference.check_one(reader, asked) == 4 * BLOCK
-        longer = [*asked, *prompt(2 * BLOCK, "shared longer", number)]
+        request = prompt(4 * BLOCK + 1, "shared", number)
+        assert reference.check_one(writer, request) == 0
+        assert reference.check_one(reader, request) == 4 * BLOCK
+        longer = [*request, *prompt(2 * BLOCK, "shared longer", number)]
         assert reference.check_one(reader, longer) == 4 * BLOCK
         assert reference.check_one(writer, longer) == 6 * BLOCK
-    # Another user of the same node, who salts, shares nothing; nor does an engine that forgot.
-    assert two.one(asked, salt="mine").cached == 0
-    assert two.call(inside.forget_everything)
-    assert reference.check_one(two, asked) == 0
-    assert reference.check_one(one, asked) == 4 * BLOCK
+    # Requests with a cache salt share nothing, nor does an engine after a cache reset.
+    assert two.one(request, salt="mine").cached == 0
+    assert two.call(engine_calls.reset_all_caches)
+    assert reference.check_one(two, request) == 0
+    assert reference.check_one(one, request) == 4 * BLOCK
     one.close()
     two.close()
 
 
-def test_an_engine_starts_without_its_node_and_finds_it_later(start, reference, serve, eventually):
+def test_an_engine_starts_without_its_node_and_connects_later(start, reference, serve, eventually):
     node = serve("--dram", "64MiB")
     node.kill()
     node.socket.unlink(missing_ok=True)
     engine = start({"cascade.node": f"unix:{node.socket}", **ALWAYS})
-    asked = prompt(2 * BLOCK + 5, "later")
+    request = prompt(2 * BLOCK + 5, "later")
     for _ in range(2):
-        assert reference.check_one(engine, asked) == 0
+        assert reference.check_one(engine, request) == 0
     node.start()
-    eventually(lambda: reference.check_one(engine, asked) == 2 * BLOCK, 60)
+    eventually(lambda: reference.check_one(engine, request) == 2 * BLOCK, 60)
     engine.close()
 
 
-class Reaper(threading.Thread):
-    """Kills a node again and again, at random, and starts it anew."""
+class NodeKiller(threading.Thread):
+    """Kills a node at random intervals and restarts it."""
 
     def __init__(self, node, chance: random.Random) -> None:
         super().__init__()
@@ -144,7 +144,7 @@ class Reaper(threading.Thread):
         self.fault: BaseException | None = None
 
     def run(self) -> None:
-        """Kill and start, until the end."""
+        """Kill and restart the node until `stop`."""
         try:
             while not self._end.wait(self._chance.uniform(0.2, 3.0)):
                 self._node.process.send_signal(signal.SIGKILL)
@@ -158,14 +158,14 @@ class Reaper(threading.Thread):
             raise
 
     def stop(self) -> None:
-        """End it; the node runs then."""
+        """End the thread; the node is running afterwards."""
         self._end.set()
         self.join()
         assert self.fault is None
 
 
 def mixed_requests(count: int, chance: random.Random):
-    """Make batches of short requests, many of which begin as another did."""
+    """Yield batches of short requests, many of them with shared prefixes."""
     bases = [prompt(4 * BLOCK + 40, "mixed", number) for number in range(12)]
     made = 0
     while made < count:
@@ -179,31 +179,31 @@ def mixed_requests(count: int, chance: random.Random):
         yield batch
 
 
-def answer_while_nodes_die(start, reference, serve, tmp_path, count: int) -> None:
-    """Hold the answers to many requests against the reference while the node is killed."""
+def check_while_nodes_are_killed(start, reference, serve, tmp_path, count: int) -> None:
+    """Compare the answers to many requests with the reference while the node is killed."""
     flags = ("--pipeline", "Dram|Files", "--dram", "32MiB")
     flags += ("--files", str(tmp_path / "files"), "--files-capacity", "128MiB")
     node = serve(*flags, segment_size="8MiB")
     engine = start({"cascade.node": f"unix:{node.socket}", **ALWAYS, "cascade.load_timeout": 10})
     chance = random.Random(count)
     batches = list(mixed_requests(count, chance))
-    reaper = Reaper(node, chance)
+    killer = NodeKiller(node, chance)
     hits = 0
-    # Right answers first: an engine that waits for others has its node killed in between.
+    # The reference first, so that the engine does not wait for it between two kills.
     for batch in batches:
         reference.answers(batch, 6)
-    reaper.start()
+    killer.start()
     began = time.monotonic()
     try:
         for batch in batches:
             hits += sum(reference.check(engine, batch, 6))
-        while reaper.kills < 2:
+        while killer.kills < 2:
             hits += sum(reference.check(engine, batches[-1], 6))
             assert time.monotonic() < began + 300
     finally:
-        reaper.stop()
+        killer.stop()
     assert hits > 0
-    # It goes on as if nothing had been.
+    # Afterwards the engine hits as before.
     again = prompt(3 * BLOCK + 1, "mixed again", count)
     end = time.monotonic() + 60
     while reference.check_one(engine, again) != 3 * BLOCK:
@@ -213,10 +213,10 @@ def answer_while_nodes_die(start, reference, serve, tmp_path, count: int) -> Non
     engine.close()
 
 
-def test_answers_are_right_while_nodes_die(start, reference, serve, tmp_path):
-    answer_while_nodes_die(start, reference, serve, tmp_path, REQUESTS)
+def test_answers_are_correct_while_nodes_are_killed(start, reference, serve, tmp_path):
+    check_while_nodes_are_killed(start, reference, serve, tmp_path, REQUESTS)
 
 
 @pytest.mark.stress
-def test_a_thousand_answers_are_right_while_nodes_die(start, reference, serve, tmp_path):
-    answer_while_nodes_die(start, reference, serve, tmp_path, max(REQUESTS, 1000))
+def test_a_thousand_answers_are_correct_while_nodes_are_killed(start, reference, serve, tmp_path):
+    check_while_nodes_are_killed(start, reference, serve, tmp_path, max(REQUESTS, 1000))

@@ -1,7 +1,7 @@
-"""SGLang's storage backend against SGLang's own class, loader and host pools, on a CPU.
+"""The storage backend with SGLang's own class, loader and host pools, on a CPU.
 
-Everything of SGLang here is its installed package; what does not run is its GPU kernels, which
-stand on the other side of the host pools.
+Uses SGLang's installed package. Only its GPU kernels do not run; they are on the other side of the
+host pools.
 """
 
 import ctypes
@@ -46,17 +46,17 @@ EMBEDDED = {"cascade.dram": "16MiB"}
 def _tested():
     import sglang  # noqa: PLC0415 # imported by then
 
-    print(f"\nSGLang {sglang.__version__}: its own class, loader and host pools; no stand-ins")
+    print(f"\nSGLang {sglang.__version__}: its own class, loader and host pools; no mocks")
 
 
 @pytest.fixture
 def attach():
-    """Attach backends as SGLang's controller does; they are closed after the test."""
+    """Return a function that attaches backends as SGLang's controller does; closes them later."""
     opened = []
 
     def load(pool, extra=None, **changes):
-        told = config(EMBEDDED if extra is None else extra, **changes)
-        backend = StorageBackendFactory.create_backend("dynamic", told, pool)
+        storage_config = config(EMBEDDED if extra is None else extra, **changes)
+        backend = StorageBackendFactory.create_backend("dynamic", storage_config, pool)
         opened.append(backend)
         backend.register_mem_pool_host(pool)
         backend.on_host_pools_registered()
@@ -76,7 +76,7 @@ def at(node, **more):
     return {"cascade.node": f"unix:{node.socket}", **more}
 
 
-def test_the_loader_makes_the_real_class(attach):
+def test_the_loader_creates_the_backend(attach):
     backend = attach(mha("page_first"))
     assert isinstance(backend, HiCacheStorage)
     assert type(backend).__name__ == "CascadeHiCacheStorage"
@@ -98,7 +98,7 @@ def test_pages_come_back_byte_for_byte(attach, make, layout):
 
 
 @pytest.mark.parametrize(("make", "layout"), POOLS, ids=NAMED)
-def test_the_generic_calls_and_the_zero_copy_calls_meet(attach, make, layout):
+def test_generic_and_zero_copy_calls_share_pages(attach, make, layout):
     pool = make(layout)
     backend = attach(pool, is_mla_model=make is mla)
     names = hashes(6)
@@ -126,7 +126,7 @@ def test_the_generic_calls_and_the_zero_copy_calls_meet(attach, make, layout):
     ],
     ids=lambda value: getattr(value, "layout", None),
 )
-def test_which_layouts_need_no_copy(pool, pieces, in_place):
+def test_page_first_layouts_are_accessed_in_place(pool, pieces, in_place):
     pages = HostPages(pool)
     assert (pages.pieces, pages.in_place) == (pieces, in_place)
     if in_place:
@@ -153,7 +153,7 @@ def test_keys_and_values_of_different_width(attach):
     assert torch.equal(pool.v_buffer[:8], before[1])
 
 
-def test_what_is_here_counts_from_the_start(attach):
+def test_lookups_count_leading_pages(attach):
     pool = mha("page_first")
     backend = attach(pool)
     names = hashes(6)
@@ -170,7 +170,7 @@ def test_what_is_here_counts_from_the_start(attach):
         assert [now[n]] == right(pool, [names[n]], salt)
 
 
-def test_half_a_page_is_no_page(attach):
+def test_an_incomplete_page_is_a_miss(attach):
     pool = mha("page_first")
     backend = attach(pool)
     names = hashes(3)
@@ -179,12 +179,12 @@ def test_half_a_page_is_no_page(attach):
     assert backend._link.store().delete(keys[3:4]) == [True]  # noqa: SLF001
     assert backend.batch_exists(names) == 1
     assert backend.batch_get_v1(names, pool.alloc(12)) == [True, False, True]
-    # Computed again, the values differ from those that stayed: both are right, and the page whole.
+    # The recomputed values differ from the kept piece. Both are valid, and the page is complete.
     assert backend.batch_set_v1(names, fill(pool, names, salt="again")) == [True] * 3
     assert backend.batch_exists(names) == 3
 
 
-def test_a_page_computed_twice_stays_as_it_was(attach):
+def test_a_page_computed_twice_keeps_its_first_bytes(attach):
     pool = mha("page_first")
     backend = attach(pool)
     names = hashes(2)
@@ -214,9 +214,9 @@ def test_wrong_sizes_are_misses_and_counted(attach):
     assert backend.batch_exists(names) == 0
 
 
-def test_memory_outside_of_the_pool_is_never_touched():
+def test_memory_outside_of_the_pool_is_never_accessed():
     class Wild:
-        """A pool that hands out an address of another's."""
+        """A pool that returns addresses outside of its memory."""
 
         def __init__(self, pool):
             self._pool = pool
@@ -246,7 +246,7 @@ def test_a_block_of_another_length_is_a_miss(attach):
     assert backend.batch_get_v1(names, pool.alloc(4)) == [False]
 
 
-def test_many_threads(attach, node):
+def test_concurrent_threads_read_right_pages(attach, node):
     pool = mha("page_first_direct")
     backend = attach(pool, at(node))
     names = [hashes(6, salt=f"{n} ") for n in range(4)]
@@ -301,7 +301,7 @@ def test_ranks_with_compressed_kv_share_what_one_wrote(attach, node):
     mla_ranks = {"tp_size": 2, "is_mla_model": True}
     ranks = [attach(pool, at(node), tp_rank=n, **mla_ranks) for n, pool in enumerate(pools)]
     writers = [config(tp_rank=n, **mla_ranks).is_storage_writer for n in range(2)]
-    assert writers == [True, False]  # SGLang lets rank 0 write for all
+    assert writers == [True, False]  # rank 0 writes for all
     assert all(ranks[0].batch_set_v1(names, fill(pools[0], names)))
     fresh = pools[1].alloc(12)
     assert ranks[1].batch_get_v1(names, fresh) == [True] * 3
@@ -309,10 +309,10 @@ def test_ranks_with_compressed_kv_share_what_one_wrote(attach, node):
 
 
 @pytest.mark.parametrize(("writers", "readers"), [(4, 1), (4, 2), (1, 4), (2, 4)])
-def test_heads_are_cut_alike_whatever_the_number_of_ranks(attach, node, writers, readers):
-    """Written with one number of ranks, read with another: the same bytes of every head."""
+def test_heads_are_shared_between_different_numbers_of_ranks(attach, node, writers, readers):
+    """Pages written with one number of ranks are read with another, with equal bytes per head."""
     names = hashes(3)
-    heads, told = 4, {"tp_lcm_size": 4}
+    heads, storage_config = 4, {"tp_lcm_size": 4}
     whole = mha("page_head", heads=heads)
     fill(whole, names)
     expected = whole.kv_buffer[:, :3].clone()
@@ -321,7 +321,11 @@ def test_heads_are_cut_alike_whatever_the_number_of_ranks(attach, node, writers,
         share = heads // size
         pool = mha("page_head", heads=share)
         splits = {"should_split_heads": size < 4, "tp_rank": n, "tp_size": size}
-        return pool, attach(pool, at(node), **told, **splits), slice(n * share, (n + 1) * share)
+        return (
+            pool,
+            attach(pool, at(node), **storage_config, **splits),
+            slice(n * share, (n + 1) * share),
+        )
 
     for n in range(writers):
         pool, backend, mine = rank(n, writers)
@@ -353,7 +357,7 @@ def test_pages_survive_a_restart_from_files(attach, tmp_path):
     assert read(again, fresh) == right(again, names)
 
 
-def test_a_killed_node_means_misses_and_it_comes_back(attach, node, eventually):
+def test_a_killed_node_causes_misses_until_it_restarts(attach, node, eventually):
     pool = mha("page_first")
     backend = attach(pool, at(node))
     names = hashes(4)
@@ -385,7 +389,7 @@ def test_a_killed_node_means_misses_and_it_comes_back(attach, node, eventually):
     assert backend.batch_set_v1(names, kept) == [False] * 4
     assert not backend.batch_set(names, [content(pool, name) for name in names])
     assert not backend.exists(names[0])
-    assert time.monotonic() - started < 30  # no hang, whatever the machine does besides
+    assert time.monotonic() - started < 30  # no hang, even on a loaded machine
     assert backend.failures()["writing"] >= 2
     node.start()
     eventually(lambda: backend.batch_set_v1(names, kept) == [True] * 4)
@@ -393,7 +397,7 @@ def test_a_killed_node_means_misses_and_it_comes_back(attach, node, eventually):
     assert read(pool, fresh) == right(pool, names)
 
 
-def test_an_engine_starts_while_the_node_is_away(attach, serve, monkeypatch, eventually):
+def test_an_engine_starts_while_the_node_is_unavailable(attach, serve, monkeypatch, eventually):
     monkeypatch.setattr("cascadekv.connectors.settings.RETRY_S", 0.1)
     node = serve("--dram", "16MiB")
     node.stop()
@@ -409,7 +413,7 @@ def test_an_engine_starts_while_the_node_is_away(attach, serve, monkeypatch, eve
     assert backend.batch_exists(names) == 2
 
 
-def test_a_token_that_the_node_refuses_stops_the_start(attach, node, tmp_path):
+def test_a_refused_token_fails_the_start(attach, node, tmp_path):
     token = tmp_path / "token"
     token.write_text("wrong\n")
     token.chmod(0o600)
@@ -417,7 +421,7 @@ def test_a_token_that_the_node_refuses_stops_the_start(attach, node, tmp_path):
         attach(mha("page_first"), at(node, **{"cascade.token_file": str(token)}))
 
 
-def test_what_cannot_work_is_refused_by_name(attach, node):
+def test_unsupported_configurations_are_refused_by_name(attach, node):
     pool = mha("page_first")
     with pytest.raises(ConfigError, match=r"cascade\.drma: no such setting.*cascade\.dram"):
         attach(pool, {"cascade.drma": "1GiB"})
@@ -428,11 +432,11 @@ def test_what_cannot_work_is_refused_by_name(attach, node):
     split = {"should_split_heads": True, "tp_lcm_size": 2}
     with pytest.raises(ConfigError, match="interface_v1"):
         attach(mha("page_head"), at(node, interface_v1=0), **split)
-    with pytest.raises(ConfigError, match="keeps no share together"):
+    with pytest.raises(ConfigError, match="a share of the heads is not contiguous"):
         attach(mha("layer_first"), at(node), **split)
 
 
-def test_clear_forgets_everything(attach):
+def test_clear_deletes_everything(attach):
     pool = mha("page_first")
     backend = attach(pool)
     names = hashes(2)
@@ -441,7 +445,7 @@ def test_clear_forgets_everything(attach):
     assert backend.batch_exists(names) == 0
 
 
-def test_closed_is_a_miss(attach):
+def test_calls_after_close_are_misses(attach):
     pool = mha("page_first")
     backend = attach(pool)
     names = hashes(2)
@@ -455,7 +459,7 @@ def test_closed_is_a_miss(attach):
     assert not backend.clear()
 
 
-def test_the_engines_metrics_get_their_figures(attach):
+def test_transfers_are_reported_to_the_engines_metrics(attach):
     pool = mha("page_first")
     backend = attach(pool, enable_storage_metrics=True)
     names = hashes(5)
@@ -468,7 +472,7 @@ def test_the_engines_metrics_get_their_figures(attach):
     assert attach(mha("page_first")).get_stats() is None
 
 
-def test_the_prefix_names_the_parent(attach):
+def test_the_last_prefix_page_is_the_parent(attach):
     pool = mha("page_first")
     backend = attach(pool)
     names = hashes(6)
@@ -479,7 +483,7 @@ def test_the_prefix_names_the_parent(attach):
     assert backend.batch_exists(names[3:], before) == 3
 
 
-def test_pools_beside_the_kv(attach):
+def test_additional_pools_are_stored_and_limit_prefixes(attach):
     pool, beside = mha("page_first"), mha("page_first", layers=1)
     backend = attach(pool)
     backend.register_mem_host_pool_v2(pool, PoolName.KV)
@@ -508,7 +512,7 @@ def test_pools_beside_the_kv(attach):
     assert backend.batch_get_v2([unknown]) == {PoolName.MAMBA: [False] * 6}
 
 
-def test_an_anchor_without_memory_keeps_nothing_itself(attach):
+def test_a_logical_main_pool_stores_nothing_itself(attach):
     backend = attach(LogicalHostPool(64, 4))
     beside = mha("page_first")
     backend.register_mem_host_pool_v2(beside, PoolName.SWA)
@@ -521,16 +525,16 @@ def test_an_anchor_without_memory_keeps_nothing_itself(attach):
     assert backend.batch_exists_v2(names, [every]).kv_hit_pages == 2
 
 
-def test_weights_decide_where_the_engine_tells_them(attach, node, tmp_path, monkeypatch):
-    """The same served name, other weights: misses. The same weights elsewhere: hits."""
+def test_published_weights_identify_the_kv(attach, node, tmp_path, monkeypatch):
+    """Other weights under the same served name miss; equal weights in another directory hit."""
     names = hashes(2)
 
     def hits(directory, weights):
         place = tmp_path / directory
         place.mkdir()
         (place / "model.safetensors").write_bytes(weights)
-        told = published(model_path=str(place))
-        monkeypatch.setattr("cascadekv.connectors.sglang_identity._published", lambda: told)
+        options = published(model_path=str(place))
+        monkeypatch.setattr("cascadekv.connectors.sglang_identity._published", lambda: options)
         pool = mha("page_first")
         backend = attach(pool, at(node))
         found = backend.batch_exists(names)
@@ -542,7 +546,7 @@ def test_weights_decide_where_the_engine_tells_them(attach, node, tmp_path, monk
     assert hits("c", b"weights") == 2
 
 
-def test_the_store_is_cascades(attach, node):
+def test_pages_are_stored_in_the_node(attach, node):
     pool = mha("page_first")
     backend = attach(pool, at(node))
     names = hashes(4)

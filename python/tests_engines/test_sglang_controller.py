@@ -1,4 +1,4 @@
-"""SGLang's own cache controller and its threads on Cascade: store, forget, prefetch, on a CPU."""
+"""SGLang's own cache controller and its threads with Cascade: backup and prefetch, on a CPU."""
 
 import threading
 from queue import Queue
@@ -13,7 +13,7 @@ WAIT_S = 60
 
 @pytest.fixture(scope="module")
 def one_rank(tmp_path_factory):
-    """State that this process is the only rank, as the engine's launcher does."""
+    """Initialize this process as the only rank, as the engine's launcher does."""
     from sglang.srt.runtime_context import get_parallel  # noqa: PLC0415 # imports late
 
     place = tmp_path_factory.mktemp("ranks") / "rendezvous"
@@ -28,7 +28,7 @@ def one_rank(tmp_path_factory):
 
 @pytest.fixture
 def control(one_rank):
-    """Make SGLang's controller over its own pools; storage is attached as by its flags."""
+    """Return a function that creates SGLang's controller with the storage backend attached."""
     from sglang.srt.managers import cache_controller  # noqa: PLC0415 # late, as above
     from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator  # noqa: PLC0415
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool  # noqa: PLC0415
@@ -78,13 +78,13 @@ def names():
 
 
 def back_up(controller, pool):
-    """Let the controller's thread store all pages; returns the tokens that it counts as stored."""
+    """Back up all pages by the controller's thread; returns the tokens counted as stored."""
     controller.write_storage(fill(pool, names()), TOKENS, names())
     return controller.ack_backup_queue.get(timeout=WAIT_S).completed_tokens
 
 
 def prefetch(controller, pool):
-    """Let its threads look up and read; returns the tokens found, those read, and their pages."""
+    """Prefetch by the controller's threads; returns tokens found, tokens read, and their pages."""
     operation = controller.prefetch("request", TOKENS)
     assert controller.prefetch_hit_queue.get(timeout=WAIT_S) is operation
     found = operation.storage_hit_count
@@ -111,7 +111,7 @@ def test_the_controller_stores_and_prefetches(control, layout, v1):
     assert read(pool, indices) == right(pool, names())
 
 
-def test_a_node_that_dies_costs_the_controller_hits_and_no_thread(control, serve, eventually):
+def test_a_killed_node_costs_the_controller_only_hits(control, serve, eventually):
     node = serve("--dram", "32MiB")
     pool = mha("page_first")
     controller = control(pool, {"cascade.node": f"unix:{node.socket}"})
@@ -139,7 +139,7 @@ def test_a_node_that_dies_costs_the_controller_hits_and_no_thread(control, serve
     assert read(pool, indices) == right(pool, names())
 
 
-def test_pages_that_go_between_look_up_and_read_are_counted_out(control):
+def test_pages_deleted_between_lookup_and_read_are_not_counted(control):
     pool = mha("page_first")
     controller = control(pool, {"cascade.dram": "16MiB"})
     back_up(controller, pool)

@@ -1,4 +1,4 @@
-"""Whatever changes SGLang's KV changes its keys; what does not, does not."""
+"""Everything that changes SGLang's KV changes its keys, and nothing else does."""
 
 from types import SimpleNamespace
 
@@ -13,10 +13,10 @@ from sglang_pools import config, mha, mla, published
 FACTS = {"engine_format": "sglang 1", "model": "m", "weights": "parts-sha256:1"}
 
 
-def manifests(pool, told, facts=FACTS, name="kv", shards=1):
+def manifests(pool, storage_config, facts=FACTS, name="kv", shards=1):
     pages = HostPages(pool, shards=shards)
     return sglang_identity.manifests_of_pool(
-        told,
+        storage_config,
         pool,
         name=name,
         piece_bytes=pages.piece_bytes[: pages.pieces // shards],
@@ -25,8 +25,8 @@ def manifests(pool, told, facts=FACTS, name="kv", shards=1):
     )
 
 
-def key(pool, told=None, **more):
-    (manifest,) = manifests(pool, told or config(), **more)
+def key(pool, storage_config=None, **more):
+    (manifest,) = manifests(pool, storage_config or config(), **more)
     assert manifest.missing() == []
     return Namespace(manifest).key_of_id("page")
 
@@ -65,7 +65,7 @@ CHANGES = {
 }
 
 
-def test_every_change_gives_keys_of_its_own():
+def test_every_change_changes_the_keys():
     keys = {"as it is": key(mha("page_first")), **{what: make() for what, make in CHANGES.items()}}
     same = [
         (one, other) for one in keys for other in keys if one < other and keys[one] == keys[other]
@@ -73,7 +73,7 @@ def test_every_change_gives_keys_of_its_own():
     assert same == []
 
 
-def test_what_does_not_change_kv_does_not_change_keys():
+def test_settings_without_effect_on_kv_do_not_change_keys():
     plain = key(mha("page_first"))
     assert key(mha("page_first"), config(dp_rank=3)) == plain
     assert key(mha("page_first"), config(enable_storage_metrics=True)) == plain
@@ -81,35 +81,35 @@ def test_what_does_not_change_kv_does_not_change_keys():
 
 
 def test_compressed_kv_is_the_same_on_every_rank_of_a_stage():
-    told = [config(tp_rank=n, tp_size=4, is_mla_model=True) for n in range(4)]
-    assert len({key(mla("page_first"), rank) for rank in told}) == 1
-    assert key(mla("page_first"), config(is_mla_model=True)) == key(mla("page_first"), told[0])
+    ranks = [config(tp_rank=n, tp_size=4, is_mla_model=True) for n in range(4)]
+    assert len({key(mla("page_first"), rank) for rank in ranks}) == 1
+    assert key(mla("page_first"), config(is_mla_model=True)) == key(mla("page_first"), ranks[0])
     stage = config(tp_size=4, is_mla_model=True, pp_rank=1, pp_size=2)
-    assert key(mla("page_first"), stage) != key(mla("page_first"), told[0])
+    assert key(mla("page_first"), stage) != key(mla("page_first"), ranks[0])
 
 
-def test_a_pool_with_heads_beside_compressed_kv_has_ranks():
-    """A draft model's KV, and recurrent state, are cut by rank although the model's KV is not."""
-    told = [config(tp_rank=n, tp_size=2, is_mla_model=True) for n in range(2)]
+def test_a_pool_with_heads_is_sharded_although_the_main_kv_is_compressed():
+    """A draft model's KV and recurrent state are sharded although the main KV is replicated."""
+    storage_config = [config(tp_rank=n, tp_size=2, is_mla_model=True) for n in range(2)]
     for name, make in (("draft", mha), ("mamba", mla)):
-        assert len({key(make("page_first"), rank, name=name) for rank in told}) == 2
+        assert len({key(make("page_first"), rank, name=name) for rank in storage_config}) == 2
 
 
-def test_shares_of_heads_are_named_as_the_ranks_that_have_them():
+def test_shares_of_heads_have_the_manifests_of_their_ranks():
     def shares(rank, size, shards):
         pool = mha("page_head", heads=4 // size)
-        told = config(tp_rank=rank, tp_size=size, tp_lcm_size=4)
-        return manifests(pool, told, shards=shards)
+        storage_config = config(tp_rank=rank, tp_size=size, tp_lcm_size=4)
+        return manifests(pool, storage_config, shards=shards)
 
     four = [manifest for rank in range(4) for manifest in shares(rank, 4, 1)]
     assert [manifest for rank in range(2) for manifest in shares(rank, 2, 2)] == four
     assert shares(0, 1, 4) == four
 
 
-def test_the_engines_own_options_are_facts(monkeypatch, tmp_path):
+def test_the_engines_options_change_the_facts(monkeypatch, tmp_path):
     def facts(**changes):
-        told = published(**changes)
-        monkeypatch.setattr(sglang_identity, "_published", lambda: told)
+        options = published(**changes)
+        monkeypatch.setattr(sglang_identity, "_published", lambda: options)
         return sglang_identity.engine_facts("m")
 
     scales = tmp_path / "scales.json"
@@ -130,20 +130,20 @@ def test_the_engines_own_options_are_facts(monkeypatch, tmp_path):
     assert facts(quantization_param_path=str(scales)) != before
 
 
-def test_adapters_count_by_content_since_the_engine_numbers_them_by_path(monkeypatch, tmp_path):
+def test_adapters_are_identified_by_content(monkeypatch, tmp_path):
     def facts(weights):
         (tmp_path / "adapter_model.safetensors").write_bytes(weights)
         adapter = SimpleNamespace(lora_name="a", lora_path=str(tmp_path))
-        told = (*published()[:2], SimpleNamespace(lora_paths=[adapter]))
-        monkeypatch.setattr(sglang_identity, "_published", lambda: told)
+        options = (*published()[:2], SimpleNamespace(lora_paths=[adapter]))
+        monkeypatch.setattr(sglang_identity, "_published", lambda: options)
         return sglang_identity.engine_facts("m")
 
     assert facts(b"one") != facts(b"two")
     assert facts(b"one") == facts(b"one")
 
 
-def test_sglang_publishes_what_is_read_of_it():
-    """The names of its options; a renamed one would drop out of the keys unseen."""
+def test_sglang_publishes_the_options_that_are_read():
+    """Checks the names of its options: a renamed option would silently disappear from the keys."""
     from sglang.srt.arg_groups.fields.lora import Lora  # noqa: PLC0415 # late, as SGLang warns
     from sglang.srt.arg_groups.fields.model import Model  # noqa: PLC0415
     from sglang.srt.arg_groups.fields.spec import Spec  # noqa: PLC0415
@@ -177,7 +177,7 @@ def test_weights_are_named_by_content_not_by_path(tmp_path):
 
 
 @pytest.mark.parametrize("at", [0, 3 * SAMPLE_BYTES + 7, -1])
-def test_large_files_are_sampled_from_end_to_end(tmp_path, at):
+def test_large_files_are_sampled_over_their_whole_length(tmp_path, at):
     size = 4 * SAMPLES * SAMPLE_BYTES
     weights = bytearray(size)
     before = model(tmp_path / "a", weights)
@@ -187,7 +187,7 @@ def test_large_files_are_sampled_from_end_to_end(tmp_path, at):
     assert model(tmp_path / "c", bytes(size + 1)) != before
 
 
-def test_a_hubs_cache_has_named_the_content_already(tmp_path):
+def test_hashes_of_a_hub_cache_are_used(tmp_path):
     blobs = tmp_path / "blobs"
     blobs.mkdir()
 

@@ -1,4 +1,4 @@
-"""A subscriber that applies the events has exactly the known blocks that the store has."""
+"""A subscriber of the events has exactly the known blocks that are stored."""
 
 import random
 from collections import deque
@@ -14,7 +14,7 @@ from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVEventBatch
 TOKENS = 4
 STORED, GONE, CLEARED = range(3)
 LOG = 200
-"""Changes that the store below keeps."""
+"""Length of the change log."""
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +23,7 @@ def _whole_hashes(monkeypatch):
 
 
 class LoggedStore:
-    """A store of keys with a change log as `Store.changes` documents it, which loses cursors."""
+    """A store of keys with a change log as documented for `Store.changes`, which loses cursors."""
 
     def __init__(self):
         self.here, self.log, self.first, self.epoch = {}, deque(), 0, 0
@@ -58,18 +58,18 @@ class LoggedStore:
         is_lost = since is not None and (epoch != self.epoch or at < self.first)
         if is_lost:
             epoch, at, walk = self.epoch, end, list(self.here)
-        told = list(self.log)[at - self.first :][:limit]
-        at += len(told)
+        changes = list(self.log)[at - self.first :][:limit]
+        at += len(changes)
         if at == end:
-            room = limit - len(told)
-            told += [(STORED, key) for key in walk[:room] if key in self.here]
+            room = limit - len(changes)
+            changes += [(STORED, key) for key in walk[:room] if key in self.here]
             walk = walk[room:]
         return SimpleNamespace(
             next=(epoch, at, walk),
             is_lost=is_lost,
             is_current=at == end and not walk,
-            kinds=bytes(kind for kind, _ in told),
-            keys=b"".join(key for _, key in told),
+            kinds=bytes(kind for kind, _ in changes),
+            keys=b"".join(key for _, key in changes),
         )
 
     def _answer(self):
@@ -84,7 +84,7 @@ class LoggedStore:
 
 
 class RealStore:
-    """The same over a real store whose log is short."""
+    """The same interface over a real store with a short change log."""
 
     def __init__(self):
         if not hasattr(Store, "changes"):
@@ -103,7 +103,7 @@ class RealStore:
         self.store.clear()
 
     def lose(self):
-        """So much happens that cursors are lost."""
+        """Overflow the change log, so that cursors are lost."""
         keys = [bytes([255]) + number.to_bytes(31) for number in range(LOG + 1)]
         self.put(keys)
         self.delete(keys)
@@ -114,7 +114,7 @@ class RealStore:
 
 
 class Here:
-    """What the real store has."""
+    """The contents of the real store."""
 
     def __init__(self, store):
         self.store = store
@@ -124,7 +124,7 @@ class Here:
 
 
 class Subscriber:
-    """A router's view, kept by nothing but the bytes that vLLM publishes."""
+    """A router's state, from the bytes that vLLM publishes."""
 
     def __init__(self):
         self.blocks = {}
@@ -166,7 +166,7 @@ class Chains:
             self.runs.append((keys, tokens, chance.choice([None, "adapter"])))
 
     def expected(self, known, store):
-        """Say what a subscriber has to have, for (run, length) of what is known."""
+        """Return the blocks that a subscriber must have, for the known length of each run."""
         blocks = {}
         for run, length in known.items():
             keys, tokens, lora = self.runs[run]
@@ -229,7 +229,7 @@ def test_a_subscriber_has_exactly_the_known_blocks_of_the_store(make, parts, mon
         assert subscriber.blocks == chains.expected(known, store), seed
 
 
-def test_what_is_known_is_bounded_and_what_is_forgotten_is_withdrawn():
+def test_known_blocks_are_bounded_and_forgotten_ones_are_withdrawn():
     store, subscriber = LoggedStore(), Subscriber()
     source = EventSource(store, block_tokens=TOKENS, medium="CPU", max_blocks=10)
     keys = [bytes([at]) + bytes(31) for at in range(50)]
@@ -243,7 +243,7 @@ def test_what_is_known_is_bounded_and_what_is_forgotten_is_withdrawn():
     assert source.known_blocks == 10
 
 
-def test_a_store_that_is_away_is_left_alone_for_a_while(caplog):
+def test_an_unavailable_store_is_retried_after_a_delay(caplog):
     now = [0.0]
     store, subscriber = LoggedStore(), Subscriber()
     source = EventSource(store, block_tokens=TOKENS, medium="CPU", clock=lambda: now[0])
@@ -261,7 +261,7 @@ def test_a_store_that_is_away_is_left_alone_for_a_while(caplog):
     assert set(subscriber.blocks) == {key}
 
 
-def test_chains_are_told_in_runs():
+def test_chains_are_announced_in_runs():
     store = LoggedStore()
     source = EventSource(store, block_tokens=TOKENS, medium="CPU")
     keys = [bytes([at]) + bytes(31) for at in range(6)]
@@ -278,7 +278,7 @@ def test_chains_are_told_in_runs():
     assert not source.take()
 
 
-def test_hashes_are_short_where_the_engines_own_are(monkeypatch):
+def test_hashes_are_shortened_by_the_engines_setting(monkeypatch):
     monkeypatch.setenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "1")
     store = LoggedStore()
     source = EventSource(store, block_tokens=TOKENS, medium="CPU")

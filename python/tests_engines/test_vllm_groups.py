@@ -1,4 +1,4 @@
-"""A prefix is usable exactly as far as every group of layers has the blocks that it needs there."""
+"""A prefix is usable if every KV cache group has the blocks that it needs."""
 
 import random
 
@@ -6,7 +6,7 @@ import cascadekv
 import pytest
 import torch
 from cascadekv import Hints, Manifest, Namespace
-from cascadekv.connectors.vllm.groups import Group, groups_of, usable
+from cascadekv.connectors.vllm.groups import CacheGroup, groups_of, usable_prefix
 from cascadekv.connectors.vllm.keys import RequestKeys
 from cascadekv.connectors.vllm.layout import LayoutError
 from cascadekv.connectors.vllm.metadata import Part
@@ -44,7 +44,7 @@ def store(tmp_path_factory):
 
 
 def naive(groups, parts, there):
-    """Count leading blocks by the definition: all before for full, the last ones for a window."""
+    """Return the usable blocks by definition: full attention needs all, a window the last ones."""
     windows = {group.number: group.window_blocks for group in groups}
 
     def needed(part, end):
@@ -59,9 +59,9 @@ def naive(groups, parts, there):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_usable_is_what_the_definition_says(store, kind):
+def test_the_usable_prefix_matches_its_definition(store, kind):
     chance = random.Random(kind)
-    groups = [Group(number, window) for number, window in enumerate(KINDS[kind])]
+    groups = [CacheGroup(number, window) for number, window in enumerate(KINDS[kind])]
     parts = [
         Part(f"group {group.number} heads {heads}", group.number, 1)
         for group in groups
@@ -80,23 +80,23 @@ def test_usable_is_what_the_definition_says(store, kind):
                 key for key, is_there in zip(whole, there[part.name], strict=True) if is_there
             ]
             if present:
-                # Each block by itself: what lies between is not there.
+                # Not a chain: blocks between these are missing.
                 put = store.put(present, [bytes(key) for key in present], chain=False)
                 assert all(result.ok for result in put)
-        found = usable(store, groups, parts, keys, Hints())
+        found = usable_prefix(store, groups, parts, keys, Hints())
         assert len(found) == naive(groups, parts, there)
         reached.add(len(found))
         store.clear()
-    assert len(reached) > 3, "chance tried too little"
+    assert len(reached) > 3, "the random cases have too little variety"
 
 
-def test_a_block_is_as_slow_as_its_slowest_part(store):
+def test_the_tier_of_a_block_is_that_of_its_slowest_part(store):
     parts = [Part("fast", 0, 1), Part("slow", 0, 1)]
     keys = RequestKeys(SPACE, ["fast", "slow"], BLOCK_TOKENS, {"salt": "tiers"})
     keys.extend(range(4 * BLOCK_TOKENS))
     slow = keys.keys("slow", 0, 4)
     store.put(slow, [bytes(1 << 20)] * 4)
-    # What is put later takes their places in DRAM.
+    # Later blocks evict these from DRAM.
     others = RequestKeys(SPACE, ["other"], BLOCK_TOKENS, {})
     others.extend(range(16 * BLOCK_TOKENS))
     for at in range(0, 16, 4):
@@ -105,7 +105,7 @@ def test_a_block_is_as_slow_as_its_slowest_part(store):
     store.put(keys.keys("fast", 0, 4), [bytes(key) for key in keys.keys("fast", 0, 4)])
     fastest = [tiers[0] for tiers in store.locate(slow)]
     assert "files" in fastest
-    assert list(usable(store, [Group(0)], parts, keys, Hints())) == fastest
+    assert list(usable_prefix(store, [CacheGroup(0)], parts, keys, Hints())) == fastest
     store.clear()
 
 
@@ -131,18 +131,18 @@ def test_groups_are_read_from_the_engines_specification():
     ],
     ids=["chunked", "other block size"],
 )
-def test_groups_that_cannot_be_kept_are_refused(spec):
+def test_unsupported_groups_are_refused(spec):
     with pytest.raises(LayoutError):
         groups_of(
             config_of([FullAttentionSpec(block_size=BLOCK_TOKENS, **COMMON), spec]), BLOCK_TOKENS
         )
 
 
-def test_a_block_of_context_parallel_ranks_has_the_tokens_of_all():
+def test_a_block_has_the_tokens_of_all_context_parallel_ranks():
     config = config_of([FullAttentionSpec(block_size=BLOCK_TOKENS, **COMMON)])
     with pytest.raises(LayoutError, match="blocks of 64 and 16"):
         groups_of(config, BLOCK_TOKENS, 4)
-    assert groups_of(config, 4 * BLOCK_TOKENS, 4) == [Group(0)]
+    assert groups_of(config, 4 * BLOCK_TOKENS, 4) == [CacheGroup(0)]
 
 
 def config_of(specs):

@@ -1,4 +1,4 @@
-"""The manifest of a real configuration of vLLM: whatever changes KV changes every key."""
+"""The manifest of a real vLLM configuration: everything that changes KV changes every key."""
 
 import itertools
 import json
@@ -35,7 +35,7 @@ COMMON = {"num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
 
 @pytest.fixture(scope="module")
 def fields_of(tmp_path_factory):
-    """Make the manifest of an engine with changes in its arguments, weights or model settings."""
+    """Return a function that creates the manifest of an engine with changed settings."""
     numbers = itertools.count()
 
     def make(*, layout="LBHNC", weights=1.0, spec=FullAttentionSpec, pieces=1, **changes):
@@ -75,9 +75,9 @@ def keys_under(fields):
     return set(map(bytes, keys.keys("part", 0, 4)))
 
 
-def test_whatever_changes_kv_changes_every_key(fields_of):
+def test_every_change_of_kv_changes_every_key(fields_of):
     plain = fields_of()
-    # Where the files lie, and when they were read, is no part of it.
+    # The path and the time of reading have no effect.
     assert fields_of() == plain
     assert not Manifest(plain).missing()
     for name, change in CHANGES.items():
@@ -86,12 +86,12 @@ def test_whatever_changes_kv_changes_every_key(fields_of):
         assert not keys_under(changed) & keys_under(plain), name
 
 
-def test_every_field_counts(fields_of):
+def test_every_field_changes_every_key(fields_of):
     plain = fields_of()
     for name in plain:
         assert not keys_under(plain) & keys_under(plain | {name: plain[name] + "x"}), name
 
 
-def test_what_does_not_change_kv_is_no_field(fields_of):
+def test_settings_without_effect_on_kv_are_no_fields(fields_of):
     for change in ({"max_num_seqs": 3}, {"max_model_len": 512}, {"seed": 7}):
         assert fields_of(**change) == fields_of(), change

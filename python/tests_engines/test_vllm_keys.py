@@ -1,4 +1,4 @@
-"""Names of blocks cover all that changes their KV, from the block on where it does."""
+"""Block keys cover everything that changes KV, from the affected block on."""
 
 import itertools
 import os
@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 from cascadekv import Manifest, Namespace
-from cascadekv.connectors.vllm.keys import KEY_BYTES, RequestKeys, Unkeyed, origin_of
+from cascadekv.connectors.vllm.keys import KEY_BYTES, RequestKeys, UnkeyableRequest, origin_of
 from vllm import PoolingParams, SamplingParams
 from vllm.lora.request import LoRARequest
 from vllm.v1.request import Request
@@ -38,13 +38,13 @@ def keys_of(tokens=TOKENS, origin=None, features=(), space=SPACE):
 
 
 def names(keys):
-    """Give a request's keys, part by part."""
+    """Return a request's keys, part by part."""
     raw = [keys.raw(part, 0, keys.blocks) for part in PARTS]
     return [[each[at : at + KEY_BYTES] for at in range(0, len(each), KEY_BYTES)] for each in raw]
 
 
 def differing(one, other):
-    """Give the blocks whose keys differ; each part must say the same."""
+    """Return the blocks whose keys differ, which must be equal for all parts."""
     differ = [
         [a != b for a, b in zip(*pair, strict=True)]
         for pair in zip(names(one), names(other), strict=True)
@@ -66,7 +66,7 @@ def fingerprint(adapter):
     return f"content of {adapter.lora_path}"
 
 
-def test_parts_and_blocks_have_keys_of_their_own():
+def test_keys_of_parts_and_blocks_are_distinct():
     every = list(itertools.chain(*names(keys_of())))
     assert len(every) == len(set(every)) == len(PARTS) * BLOCKS
 
@@ -96,7 +96,7 @@ def test_growing_step_by_step_gives_the_keys_of_all_at_once():
         while known < len(TOKENS):
             known = min(len(TOKENS), known + chance.randrange(1, 60))
             assert grown.extend(TOKENS[:known]) == known // BLOCK_TOKENS
-            # Being asked again, also with less, changes nothing.
+            # Extending again, with fewer tokens, has no effect.
             assert grown.extend(TOKENS[: known // 2]) == known // BLOCK_TOKENS
         assert names(grown) == names(keys_of(origin={"salt": "s"}, features=features))
 
@@ -114,11 +114,11 @@ def test_an_adapter_changes_every_key_by_its_content():
 
     assert differing(keys_of(), keys("one")) == from_block(0)
     assert differing(keys("one"), keys("two")) == from_block(0)
-    # How an engine calls it, and which number it has there, is not in the KV.
+    # The adapter's name and number in an engine do not affect KV.
     assert differing(keys("one"), keys("one", name="other", number=2)) == []
 
 
-def test_one_kind_of_origin_does_not_pass_for_another():
+def test_equal_values_of_different_origin_fields_have_different_keys():
     adapter = LoRARequest("same", 1, "/adapters/same")
     by_adapter = origin_of(request(lora_request=adapter), lambda _: "same")
     by_salt = origin_of(request(cache_salt="same"), fingerprint)
@@ -129,17 +129,17 @@ def test_one_kind_of_origin_does_not_pass_for_another():
         assert differing(one, other) == from_block(0)
 
 
-def test_an_adapter_that_cannot_be_read_keeps_nothing():
+def test_a_request_with_an_unreadable_adapter_has_no_keys():
     adapter = LoRARequest("away", 1, "/adapters/away")
-    with pytest.raises(Unkeyed, match="adapter away cannot be read"):
+    with pytest.raises(UnkeyableRequest, match="adapter away cannot be read"):
         origin_of(request(lora_request=adapter), lambda _: None)
 
 
-def test_what_is_no_text_and_no_generation_keeps_nothing():
-    with pytest.raises(Unkeyed, match="embeddings"):
+def test_embeddings_and_pooling_requests_have_no_keys():
+    with pytest.raises(UnkeyableRequest, match="embeddings"):
         origin_of(request(prompt_embeds=torch.zeros(len(TOKENS), 4)), fingerprint)
     pooled = request(sampling_params=None, pooling_params=PoolingParams(task="embed"))
-    with pytest.raises(Unkeyed, match="pooled"):
+    with pytest.raises(UnkeyableRequest, match="pooling"):
         origin_of(pooled, fingerprint)
 
 
@@ -153,7 +153,7 @@ def test_a_picture_changes_the_keys_from_its_first_block_on():
             assert differing(pictured, another) == from_block(offset // BLOCK_TOKENS)
 
 
-def test_where_a_picture_lies_and_which_one_is_first_counts():
+def test_position_and_order_of_pictures_change_the_keys():
     at = [(40, 4, "a"), (44, 4, "b")]
     swapped = [(40, 4, "b"), (44, 4, "a")]
     moved = [(41, 4, "a"), (45, 3, "b")]
@@ -164,7 +164,7 @@ def test_where_a_picture_lies_and_which_one_is_first_counts():
     assert differing(keys[0], keys_of(features=list(reversed(at)))) == []
 
 
-def test_a_picture_behind_the_last_full_block_changes_nothing():
+def test_a_picture_after_the_last_full_block_changes_no_key():
     assert differing(keys_of(), keys_of(features=[(len(TOKENS), 9, "picture")])) == []
 
 

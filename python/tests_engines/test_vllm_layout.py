@@ -1,4 +1,4 @@
-"""What a rank of vLLM holds is stored so that ranks of other engines find their bytes in it."""
+"""Parts of vLLM ranks are stored so that ranks of engines of other sizes can read them."""
 
 import itertools
 
@@ -6,7 +6,7 @@ import cascadekv
 import numpy as np
 import pytest
 import torch
-from cascadekv.connectors.vllm.layout import HEAD_RUNS, LayoutError, Rank, describe
+from cascadekv.connectors.vllm.layout import HEAD_CONTIGUOUS, LayoutError, Rank, describe
 from cascadekv.connectors.vllm.memory import DeviceMemory, HostMemory
 from vllm.v1.kv_cache_interface import MambaSpec
 from vllm_caches import BLOCK_TOKENS, PAGES, Model, Worker, config_of, keys_of, workers_of
@@ -38,7 +38,7 @@ def assert_read_elsewhere(store, model, written, read, shards, *, layouts=("LBHN
                 wanted = worker.share[layer, source]
                 assert np.array_equal(worker.page(layer, target), wanted), (written, read, target)
             for page in set(range(PAGES)) - set(LOADED):
-                assert not worker.page(layer, page).any(), "a page that nobody loaded"
+                assert not worker.page(layer, page).any(), "a page outside of the load was written"
 
 
 @pytest.mark.parametrize(("written", "read"), PAIRS)
@@ -47,24 +47,28 @@ def assert_read_elsewhere(store, model, written, read, shards, *, layouts=("LBHN
     [(EIGHT_HEADS, 8), (TWO_HEADS, 2), (TWO_HEADS, 8), (LATENT, None), (PADDED, 8)],
     ids=["8 heads", "2 heads", "2 heads, more shards than heads", "latent", "padded pages"],
 )
-def test_every_size_reads_what_every_size_wrote(store, model, shards, written, read):
+def test_every_tensor_parallel_size_reads_blocks_of_every_other(
+    store, model, shards, written, read
+):
     assert_read_elsewhere(store, model, written, read, shards)
 
 
 @pytest.mark.parametrize(("written", "read"), [pair for pair in PAIRS if 8 not in pair])
-def test_shares_may_be_of_several_heads(store, written, read):
+def test_shares_can_have_several_heads(store, written, read):
     assert_read_elsewhere(store, EIGHT_HEADS, written, read, 4)
 
 
-@pytest.mark.parametrize(("written", "read"), list(itertools.product(HEAD_RUNS, HEAD_RUNS)))
-def test_layouts_with_whole_heads_are_cut_alike(store, written, read):
-    # Such layouts differ in where pages are, not in what is in them; the manifest still keeps
-    # them apart, because only the engine knows what is inside a page.
+@pytest.mark.parametrize(
+    ("written", "read"), list(itertools.product(HEAD_CONTIGUOUS, HEAD_CONTIGUOUS))
+)
+def test_layouts_with_contiguous_heads_have_equal_shares(store, written, read):
+    # Such layouts differ in the position of pages, not in their content. The manifest separates
+    # them anyway, because only the engine knows the content of a page.
     assert_read_elsewhere(store, EIGHT_HEADS, 4, 2, 8, layouts=(written, read))
 
 
 @pytest.mark.parametrize("layout", ["LBHNC", "BLHNC", "LBNHC", "BLNHC"])
-def test_an_equal_size_reads_every_layout_with_whole_pages(store, layout):
+def test_equal_sizes_work_with_every_layout_of_contiguous_pages(store, layout):
     assert_read_elsewhere(store, EIGHT_HEADS, 4, 4, None, layouts=(layout, layout))
 
 
@@ -111,13 +115,13 @@ def test_context_parallel_ranks_hold_other_tokens(heads, size, context):
 
 
 @pytest.mark.parametrize("layout", ["LBNHC", "BLNHC"])
-def test_heads_that_are_not_whole_are_not_cut(layout):
+def test_heads_that_are_not_contiguous_are_not_split(layout):
     with pytest.raises(LayoutError, match=r"cascade\.shards: in the KV layout .*LBHNC, BLHNC"):
         workers_of(EIGHT_HEADS, 2, layout=layout, shards=8)
 
 
-def test_blocks_in_pieces_are_not_cut():
-    # An attention backend with smaller blocks than the engine's has a head in several runs.
+def test_blocks_in_pieces_are_not_split():
+    # With smaller blocks in the attention backend than in the engine, a head is not contiguous.
     config = config_of(("layers.0",), EIGHT_HEADS.spec(8), "LBHNC")
     with pytest.raises(LayoutError, match=r"cascade\.shards: .* 2 pieces"):
         describe(config, Rank(kv_heads=8), 8, pieces=2)
@@ -125,19 +129,19 @@ def test_blocks_in_pieces_are_not_cut():
 
 
 @pytest.mark.parametrize("layout", ["LHBNC", "BHLNC"])
-def test_pages_in_pieces_are_refused(layout):
+def test_pages_that_are_not_contiguous_are_refused(layout):
     config = config_of(("layers.0",), EIGHT_HEADS.spec(8), layout)
-    with pytest.raises(LayoutError, match=f"KV layout {layout} a block's page is not one run"):
+    with pytest.raises(LayoutError, match=f"in the KV layout {layout} a page is not contiguous"):
         describe(config, Rank(kv_heads=8))
 
 
 @pytest.mark.parametrize(("size", "shards"), [(4, 2), (1, 3), (8, 4)])
-def test_shards_that_do_not_fit_the_heads_are_refused(size, shards):
+def test_shards_that_do_not_divide_the_heads_are_refused(size, shards):
     with pytest.raises(LayoutError, match=rf"cascade\.shards: 8 KV heads .* {shards} equal"):
         workers_of(EIGHT_HEADS, size, shards=shards)
 
 
-def test_a_state_that_is_no_sequence_of_blocks_is_refused():
+def test_recurrent_state_is_refused():
     spec = MambaSpec(
         block_size=BLOCK_TOKENS,
         shapes=((4, 4),),
@@ -149,16 +153,16 @@ def test_a_state_that_is_no_sequence_of_blocks_is_refused():
         describe(config, Rank(kv_heads=8))
 
 
-def test_heads_that_a_rank_should_not_have_are_refused():
+def test_an_unexpected_number_of_heads_is_refused():
     config = config_of(("layers.0",), EIGHT_HEADS.spec(3), "LBHNC")
-    with pytest.raises(LayoutError, match="3 KV heads where 8 among 2"):
+    with pytest.raises(LayoutError, match="3 KV heads; expected 4, because 2 ranks share 8"):
         describe(config, Rank(tensor_size=2, kv_heads=8))
 
 
 @pytest.mark.parametrize("layout", ["LBHNC", "BLHNC"])
 @pytest.mark.parametrize("shards", [None, 8])
-def test_a_device_is_copied_like_a_host(store, layout, shards):
-    # A tensor on a CPU stands for a device's: the same calls of torch, without a device.
+def test_device_memory_copies_the_same_bytes_as_host_memory(store, layout, shards):
+    # A CPU tensor stands in for a device's: the same calls of torch, without a device.
     (worker,) = workers_of(EIGHT_HEADS, 1, layout=layout, shards=shards)
     (target,) = workers_of(EIGHT_HEADS, 1, layout=layout, shards=shards, is_filled=False)
     for number, each in enumerate(worker.held):
@@ -186,7 +190,7 @@ def test_a_device_is_copied_like_a_host(store, layout, shards):
             assert loaded.any() == (at != 2)
 
 
-def test_a_device_whose_loads_all_miss_is_left_alone(store):
+def test_a_load_without_hits_does_not_write_the_device(store):
     (target,) = workers_of(EIGHT_HEADS, 1, is_filled=False)
     memory = DeviceMemory(target.buffer, target.held[0].regions, PAGES)
     with store.view(keys_of(["none"], 4).keys("none", 0, 4)) as views:
@@ -194,6 +198,6 @@ def test_a_device_whose_loads_all_miss_is_left_alone(store):
     assert not target.buffer.any()
 
 
-def test_a_worker_is_what_the_engine_reads():
+def test_a_worker_has_the_heads_of_its_rank():
     worker = Worker(EIGHT_HEADS, Rank(1, 2, kv_heads=8))
     assert np.array_equal(worker.page(2, 5), EIGHT_HEADS.kv[2, 5, 4:])

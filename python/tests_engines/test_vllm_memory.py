@@ -1,7 +1,7 @@
-"""Threads that load and save at the same time, over every kind of memory; each page is compared.
+"""Concurrent loads and saves with every class of memory; each page is compared.
 
-One staging buffer for all threads mixed the blocks of loads that ran at the same time: 345 of
-6,000 pages were wrong and none was reported.
+Regression: a staging buffer that was shared between threads mixed the blocks of concurrent loads;
+345 of 6,000 pages were wrong and none was reported.
 """
 
 import threading
@@ -27,7 +27,7 @@ LIMIT_S = 120
 
 
 def block_of(number):
-    """Give a block's bytes, layer after layer: a function of its number."""
+    """Return a block's bytes, layer after layer: a function of its number."""
     words = np.arange(LAYERS * PAGE_BYTES // 8, dtype=np.uint64) + np.uint64(number << 32)
     return (words * np.uint64(0x9E3779B97F4A7C15)).view(np.uint8).reshape(LAYERS, PAGE_BYTES)
 
@@ -37,7 +37,7 @@ def key_of(number):
 
 
 class Memory:
-    """The pages of all threads, and how a worker reaches them."""
+    """The pages of all threads, and the worker's memory object for them."""
 
     def __init__(self, kind):
         pages = THREADS * PAGES_EACH
@@ -46,7 +46,7 @@ class Memory:
         self.memory = kind(torch.from_numpy(self.pages.reshape(-1)), regions, pages)
 
     def wrong(self, pages, numbers):
-        """Count the pages that do not hold these blocks."""
+        """Return the number of pages that do not hold these blocks."""
         return sum(
             not np.array_equal(self.pages[:, page], block_of(number))
             for page, number in zip(pages, numbers, strict=True)
@@ -81,7 +81,7 @@ def save(store, memory, pages, numbers):
 
 
 @pytest.mark.parametrize("kind", [HostMemory, DeviceMemory])
-def test_loads_and_saves_of_many_threads_never_mix(store, kind):
+def test_concurrent_loads_and_saves_do_not_mix_blocks(store, kind):
     memory = Memory(kind)
     begin = threading.Barrier(THREADS)
 
@@ -114,7 +114,7 @@ def test_loads_and_saves_of_many_threads_never_mix(store, kind):
 
 
 @pytest.mark.parametrize("kind", [HostMemory, DeviceMemory])
-def test_blocks_that_are_gone_leave_their_pages_alone(store, kind):
+def test_missing_blocks_do_not_change_their_pages(store, kind):
     memory = Memory(kind)
     numbers = [5, 900, 7, 901, 902, 9, 903]
     pages = [3, 1, 4, 0, 5, 9, 2]
@@ -129,16 +129,16 @@ def test_blocks_that_are_gone_leave_their_pages_alone(store, kind):
             assert not memory.pages[:, page].any(), f"page {page} was not to be written"
 
 
-def test_a_copy_that_failed_does_not_lend_its_buffer_again(store):
+def test_the_buffer_of_a_failed_copy_is_not_reused(store):
     # A device may still write to the buffer of a copy that raised.
     memory = Memory(DeviceMemory).memory
 
     class Broken:
         def scatter(self, *_):
-            raise RuntimeError("made by a test")
+            raise RuntimeError("raised by a test")
 
-    with pytest.raises(RuntimeError, match="made by a test"):
+    with pytest.raises(RuntimeError, match="raised by a test"):
         memory.load(Broken(), [1])
-    assert memory._idle == []  # noqa: SLF001 # what is lent next
+    assert memory._free_buffers == []  # noqa: SLF001 # what is lent next
     assert load(store, memory, [1], [5]) == [True]
-    assert len(memory._idle) == 1  # noqa: SLF001 # likewise
+    assert len(memory._free_buffers) == 1  # noqa: SLF001 # likewise

@@ -1,4 +1,4 @@
-"""vLLM's own classes take the connector's figures, under names that do not change unseen."""
+"""vLLM's own classes export the connector's metrics, under released names."""
 
 import random
 from pathlib import Path
@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 from cascadekv.connectors.vllm.metrics import PREFIX, CascadePromMetrics, CascadeStats
-from older_vllm import payload_of
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram, generate_latest
 from vllm.v1.metrics.prometheus import unregister_vllm_metrics
+from vllm_compat import payload_of
 
 GOLDEN = Path(__file__).parents[2] / "testdata" / "vllm-metrics.txt"
 PAGE = GOLDEN.parents[1] / "docs" / "connectors.md"
@@ -48,11 +48,11 @@ def some(chance):
 
 
 def sent(stats):
-    """Give what arrives in the front end: vLLM sends the data as msgpack."""
+    """Return the data that arrives in the front end: vLLM sends it as msgpack."""
     return msgspec.msgpack.decode(msgspec.msgpack.encode(payload_of(stats)))
 
 
-def test_names_kinds_labels_and_meanings_are_those_that_were_released(metrics):
+def test_metrics_are_those_that_were_released(metrics):
     assert metrics
     lines = []
     for family in sorted(REGISTRY.collect(), key=lambda family: family.name):
@@ -66,7 +66,7 @@ def test_names_kinds_labels_and_meanings_are_those_that_were_released(metrics):
     assert not [line for line in lines if f"| `{line.split()[0]}` |" not in page]
 
 
-def test_every_event_reaches_the_endpoint(metrics):
+def test_every_count_reaches_the_endpoint(metrics):
     stats = CascadeStats()
     stats.lookup(blocks=125, hit_blocks=120, seconds=1.5e-4)
     stats.load("files", blocks=100, bytes_moved=1000, seconds=0.25)
@@ -90,7 +90,7 @@ def test_every_event_reaches_the_endpoint(metrics):
     assert value("lookup_duration_seconds_bucket", 1, le="0.0001") == 0
 
 
-def test_what_workers_and_steps_sent_adds_up(metrics):
+def test_statistics_of_workers_and_steps_add_up(metrics):
     chance = random.Random(1)
     parts = [some(chance) for _ in range(30)]
     one = CascadeStats()
@@ -112,7 +112,7 @@ def test_what_workers_and_steps_sent_adds_up(metrics):
             assert float(first) == pytest.approx(float(second)), name
 
 
-def test_an_interval_stays_small_and_is_given_once():
+def test_an_interval_is_bounded_and_returned_once():
     stats = CascadeStats()
     assert stats.is_empty()
     for number in range(100_000):
@@ -126,7 +126,7 @@ def test_an_interval_stays_small_and_is_given_once():
     assert stats.is_empty()
 
 
-def test_the_log_line_says_rates_and_never_divides_by_nothing():
+def test_the_log_line_has_rates_and_never_divides_by_zero():
     assert set(CascadeStats().reduce().values()) == {0}
     stats = CascadeStats()
     stats.lookup(blocks=10, hit_blocks=8, seconds=1e-4)
@@ -135,7 +135,7 @@ def test_the_log_line_says_rates_and_never_divides_by_nothing():
     assert stats.reduce()["Load MB/s"] == 160.0
 
 
-def test_names_of_another_version_are_left_out(metrics):
+def test_metrics_of_another_version_are_ignored(metrics):
     metrics.observe({"sums": {"of_tomorrow": 1}, "labels": {"x": {"y": 1}}, "more": {}})
     metrics.observe({})
     with pytest.raises(KeyError):

@@ -1,11 +1,11 @@
-"""The connector's keys are read strictly: what is good, what is not, and what was meant instead."""
+"""The connector's keys are parsed strictly, with suggestions for unknown keys."""
 
 import pytest
 from cascadekv.connectors.vllm.settings import read_connector_settings
 from cascadekv.errors import ConfigError
 
 STORE = {"cascade.dram": "16MiB"}
-GOOD = {
+VALID = {
     "load": ["auto", "sync", "async"],
     "layerwise": [True, False],
     "hit_ratio": [0, 0.25, 1, 1.0],
@@ -20,8 +20,8 @@ GOOD = {
     "save_timeout": [0.05, 2],
     "lookahead": [0, 0.5, 3600],
 }
-NO_SENSE = [None, [], {}, object(), float("nan"), float("inf")]
-BAD = {
+NEVER_VALID = [None, [], {}, object(), float("nan"), float("inf")]
+INVALID = {
     "load": ["lazy", "", True, 1],
     "layerwise": ["true", 1, 0],
     "hit_ratio": [-0.1, 1.1, "1", True],
@@ -37,7 +37,7 @@ BAD = {
     "lookahead": [-1, 3601, "1", True],
     "secret_file": ["", "/no/such/secret", 7],
 }
-MEANT = {
+SUGGESTIONS = {
     "cascade.layerwize": "cascade.layerwise",
     "cascade.hitratio": "cascade.hit_ratio",
     "cascade.min_token": "cascade.min_tokens",
@@ -48,33 +48,33 @@ MEANT = {
 }
 
 
-@pytest.mark.parametrize(("name", "value"), [(n, v) for n, every in GOOD.items() for v in every])
-def test_good_values_are_taken(name, value):
+@pytest.mark.parametrize(("name", "value"), [(n, v) for n, every in VALID.items() for v in every])
+def test_valid_values_are_accepted(name, value):
     assert getattr(read_connector_settings(STORE | {f"cascade.{name}": value}), name) == value
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [(n, v) for n, every in BAD.items() for v in (*every, *NO_SENSE)]
+    ("name", "value"), [(n, v) for n, every in INVALID.items() for v in (*every, *NEVER_VALID)]
 )
-def test_bad_values_are_refused_by_their_key(name, value):
+def test_invalid_values_are_refused_by_their_key(name, value):
     with pytest.raises(ConfigError, match=rf"^cascade\.{name}: "):
         read_connector_settings(STORE | {f"cascade.{name}": value})
 
 
-@pytest.mark.parametrize("given", MEANT)
-def test_an_unknown_key_is_refused_with_what_was_meant(given):
+@pytest.mark.parametrize("given", SUGGESTIONS)
+def test_an_unknown_key_gets_a_suggestion(given):
     with pytest.raises(
-        ConfigError, match=f"^{given}: no such setting; did you mean {MEANT[given]}"
+        ConfigError, match=f"^{given}: no such setting; did you mean {SUGGESTIONS[given]}"
     ):
         read_connector_settings(STORE | {given: 1})
 
 
-def test_a_key_like_no_other_is_refused_with_all_that_are_known():
+def test_an_unknown_key_without_a_similar_one_lists_all_keys():
     with pytest.raises(ConfigError, match=r"known are cascade\.pipeline, .*cascade\.save_timeout"):
         read_connector_settings(STORE | {"zzz": 1})
 
 
-def test_nothing_is_a_working_configuration():
+def test_the_empty_configuration_is_valid():
     settings = read_connector_settings({})
     assert settings.address.node is None
     assert settings.load == "auto"
@@ -86,12 +86,12 @@ def test_the_stores_keys_are_kept_for_a_private_node():
     assert settings.store_options == STORE
 
 
-def test_a_nodes_keys_and_an_embedded_stores_do_not_mix():
+def test_keys_of_a_node_and_of_an_embedded_store_cannot_be_combined():
     with pytest.raises(ConfigError, match=r"cascade\.dram: .*the node"):
         read_connector_settings(STORE | {"cascade.node": "unix:/run/cascade/node.sock"})
 
 
-def test_a_secret_is_read_from_a_file_that_is_there(tmp_path):
+def test_a_secret_is_read_from_a_file(tmp_path):
     place = tmp_path / "secret"
     place.write_text("of this tenant\n")
     place.chmod(0o600)

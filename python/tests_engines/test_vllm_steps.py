@@ -1,4 +1,4 @@
-"""vLLM's own scheduler and both sides of the connector, step by step; every page is compared."""
+"""vLLM's own scheduler with both sides of the connector, step by step; every page is compared."""
 
 import dataclasses
 import os
@@ -20,7 +20,7 @@ from vllm.distributed.parallel_state import (
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
 STEPS = int(os.environ.get("CASCADE_CHAOS_STEPS", "200"))
-"""Steps of a run of chaos."""
+"""Steps of a random run."""
 DRAM = {"cascade.dram": "64MiB", "cascade.lookup_timeout": 10, "cascade.save_timeout": 30}
 WAYS = {
     "sync": {"cascade.load": "sync"},
@@ -33,7 +33,7 @@ MEMORIES = {"host": HostMemory, "device": DeviceMemory}
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """Give a model's configuration; a group of one rank is there while tests run."""
+    """Return a model's directory, and initialize a group of one rank while tests run."""
     place = tmp_path_factory.mktemp("group") / "rendezvous"
     directory = make_model(MODELS, "tiny", "bfloat16")
     init_distributed_environment(1, 0, f"file://{place}", 0, "gloo")
@@ -45,7 +45,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture
 def start(model):
-    """Start engines; what a test leaves running ends after it."""
+    """Return a function that starts engines; stops them after the test."""
     running = []
 
     def begin(store, **options):
@@ -58,14 +58,14 @@ def start(model):
 
 
 def prompt(tokens, *parts):
-    """Make tokens that follow from `parts`."""
+    """Return tokens that are a function of `parts`."""
     chance = random.Random(repr((tokens, parts)))
     return [chance.randrange(1000) for _ in range(tokens)]
 
 
 @pytest.mark.parametrize("memory", MEMORIES)
 @pytest.mark.parametrize("way", WAYS)
-def test_what_is_loaded_is_what_was_computed(start, way, memory):
+def test_loaded_blocks_equal_computed_blocks(start, way, memory):
     engine = start({**DRAM, **WAYS[way]}, memory=MEMORIES[memory])
     first = prompt(5 * BLOCK + 3, "first")
     engine.ask(first)
@@ -87,7 +87,7 @@ everywhere = pytest.mark.parametrize(
 
 
 def begin(start, way, memory, scheduler, **options):
-    """Start an engine of one kind, and see that it is of that kind."""
+    """Start an engine with these options, and check its scheduler."""
     kind = SCHEDULERS[scheduler]
     engine = start({**DRAM, **WAYS[way]}, memory=MEMORIES[memory], **kind, **options)
     is_async = kind.get("is_async_scheduling", False)
@@ -96,7 +96,7 @@ def begin(start, way, memory, scheduler, **options):
     return engine
 
 
-def lose(engine, blocks):
+def delete_before_load(engine, blocks):
     """Delete blocks of a prompt between the next plan that loads and its execution."""
 
     def act():
@@ -108,49 +108,47 @@ def lose(engine, blocks):
 
 
 @everywhere
-def test_blocks_that_go_between_lookup_and_load_are_computed(start, way, memory, scheduler):
+def test_blocks_deleted_between_lookup_and_load_are_computed(start, way, memory, scheduler):
     engine = begin(start, way, memory, scheduler)
     for turn, lost in enumerate([(0, 1), (3, 4), (0, 6), (5, 6)]):
         first = prompt(6 * BLOCK + 5, "lost", turn)
         engine.ask(first)
-        engine.forget_locally()
-        lose(engine, engine.keys(first)[lost[0] : lost[1]])
+        engine.reset_prefix_cache()
+        delete_before_load(engine, engine.keys(first)[lost[0] : lost[1]])
         engine.ask(first, [*first[: 4 * BLOCK], *prompt(40, "beside", turn)], first)
-        # What was computed then is right, and kept.
+        # The recomputed blocks are right, and saved.
         assert all(engine.stored(first))
-        engine.forget_locally()
+        engine.reset_prefix_cache()
         engine.ask(first)
     assert engine.facts.loads_failed
 
 
 @everywhere
-def test_requests_that_give_way_and_requests_taken_back_leave_nothing(
-    start, way, memory, scheduler
-):
+def test_preempted_and_aborted_requests_leak_nothing(start, way, memory, scheduler):
     engine = begin(start, way, memory, scheduler, pages=13)
     common = prompt(3 * BLOCK, "common")
     for turn in range(3):
-        asked = [[*common, *prompt(BLOCK + 5, "own", number)] for number in range(5)]
-        names = [engine.add(each, 2 * BLOCK) for each in asked]
+        requests = [[*common, *prompt(BLOCK + 5, "own", number)] for number in range(5)]
+        names = [engine.add(each, 2 * BLOCK) for each in requests]
         for _ in range(turn + 2):
             engine.step()
         engine.abort(names[turn])
         engine.run()
         engine.check()
-        engine.forget_locally()
-        for each in asked[3:]:
+        engine.reset_prefix_cache()
+        for each in requests[3:]:
             assert all(engine.stored(each))
     assert engine.facts.preemptions, engine.facts
 
 
 @everywhere
-def test_a_store_that_goes_away_changes_no_answer(start, serve, way, memory, scheduler):
+def test_a_node_killed_before_a_load_changes_no_answer(start, serve, way, memory, scheduler):
     node = serve("--dram", "32MiB")
     store = {"cascade.node": f"unix:{node.socket}", "cascade.load_timeout": 5, **WAYS[way]}
     engine = start(store, memory=MEMORIES[memory], **SCHEDULERS[scheduler])
-    asked = [prompt(4 * BLOCK + 3, "away", number) for number in range(3)]
-    engine.ask(*asked)
-    engine.forget_locally()
+    requests = [prompt(4 * BLOCK + 3, "away", number) for number in range(3)]
+    engine.ask(*requests)
+    engine.reset_prefix_cache()
 
     def kill():
         if engine.is_loading:
@@ -158,15 +156,15 @@ def test_a_store_that_goes_away_changes_no_answer(start, serve, way, memory, sch
             node.kill()
 
     engine.between = kill
-    engine.ask(*asked)
+    engine.ask(*requests)
     assert engine.between() is None, "nothing was loaded"
-    engine.forget_locally()
-    engine.ask(*asked, new=BLOCK)
+    engine.reset_prefix_cache()
+    engine.ask(*requests, new=BLOCK)
 
 
 @pytest.mark.parametrize("memory", MEMORIES)
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
-def test_chaos(start, memory, scheduler):
+def test_random_steps_keep_every_page_right(start, memory, scheduler):
     seed = random.SystemRandom().randrange(1 << 32)
     seed = int(os.environ.get("CASCADE_CHAOS_SEED", seed))
     print(f"CASCADE_CHAOS_SEED={seed}")
@@ -180,13 +178,13 @@ def test_chaos(start, memory, scheduler):
         shared = chance.randrange(len(base) + 1)
         return [*base[:shared], *prompt(chance.randrange(1, 40), "tail", chance.random())]
 
-    def lose_some():
+    def delete_some():
         if chance.random() < 0.3:
             keys = engine.keys(chance.choice(bases))
             first = chance.randrange(len(keys))
             engine.store().delete(keys[first : first + chance.randrange(1, 4)])
 
-    engine.between = lose_some
+    engine.between = delete_some
     waiting = []
     for _ in range(STEPS):
         if chance.random() < 0.4 and engine.scheduler.get_num_unfinished_requests() < 12:
@@ -194,8 +192,8 @@ def test_chaos(start, memory, scheduler):
         if waiting and chance.random() < 0.05:
             engine.abort(waiting.pop(chance.randrange(len(waiting))))
         if chance.random() < 0.02:
-            # vLLM cannot take running requests back while others load.
-            is_all = chance.random() < 0.5 and not engine.has_loads_beside()
+            # vLLM cannot preempt running requests while others load.
+            is_all = chance.random() < 0.5 and not engine.has_loads_in_flight()
             engine.scheduler.reset_prefix_cache(reset_running_requests=is_all)
         engine.step()
     engine.between = lambda: None
@@ -207,15 +205,15 @@ def test_chaos(start, memory, scheduler):
     assert engine.facts.compared_pages > STEPS
 
 
-def test_the_operators_choice_to_fail_requests_stands(start, caplog):
-    # It was overridden, with a line of information.
+def test_the_failure_policy_fail_is_respected(start, caplog):
+    # Regression: the connector overrode the setting.
     with caplog.at_level("WARNING", "vllm.cascade"):
         engine = start({**DRAM, **WAYS["sync"]}, policy="fail")
     assert "kv_load_failure_policy is fail" in caplog.text
     assert engine.config.kv_transfer_config.kv_load_failure_policy == "fail"
     first = prompt(6 * BLOCK + 5, "fail")
     engine.ask(first)
-    lose(engine, engine.keys(first)[3:4])
+    delete_before_load(engine, engine.keys(first)[3:4])
     name = engine.add(first)
     engine.run()
     assert engine.facts.answers[name] == []
@@ -223,8 +221,8 @@ def test_the_operators_choice_to_fail_requests_stands(start, caplog):
     assert engine.stored(first) == [True] * 3 + [False] + [True] * 2
 
 
-def test_what_a_device_hides_is_not_measured_and_layers_do_not_wait(start, caplog):
-    # Launches on a device return before the work is done: by their times nothing was loaded.
+def test_device_memory_disables_measured_choice_and_layerwise_loads(start, caplog):
+    # Launches on a device return before the work is done, so that their times are wrong.
     store = {**DRAM, **WAYS["layerwise"], "cascade.load_or_compute": True}
     with caplog.at_level("WARNING", "vllm.cascade"):
         engine = start(store, memory=DeviceMemory)
@@ -236,17 +234,17 @@ def test_what_a_device_hides_is_not_measured_and_layers_do_not_wait(start, caplo
     for each in (engine, other):
         each.ask(first)
         each.ask(first)
-    assert engine.connector._economy is None  # noqa: SLF001 # what decides
-    assert other.connector._economy is not None  # noqa: SLF001 # likewise
+    assert engine.connector._load_or_compute is None  # noqa: SLF001 # what decides
+    assert other.connector._load_or_compute is not None  # noqa: SLF001 # likewise
 
 
-def test_hits_are_counted_once_and_blocks_that_arrived_apart(start):
-    # vLLM counts blocks that it was promised, also those that then did not arrive.
+def test_hits_and_loaded_blocks_are_counted_separately(start):
+    # vLLM's own metrics count blocks that were found, even if their load failed.
     engine = start({**DRAM, **WAYS["sync"]})
     first = prompt(6 * BLOCK + 5, "counted")
     engine.ask(first)
     engine.take_figures()
-    lose(engine, engine.keys(first)[2:3])
+    delete_before_load(engine, engine.keys(first)[2:3])
     engine.ask(first)
     figures = engine.take_figures()
     assert figures["sums"]["looked_up_blocks"] == 6
@@ -255,39 +253,39 @@ def test_hits_are_counted_once_and_blocks_that_arrived_apart(start):
     assert figures["sums"]["failed_blocks"] == 1
 
 
-def budget(engine, seconds):
-    """Change what a lookup may take."""
+def set_lookup_timeout(engine, seconds):
+    """Change the time-out of lookups."""
     scheduler = engine.connector._scheduler  # noqa: SLF001 # what decides
-    scheduler._policy = dataclasses.replace(scheduler._policy, lookup_s=seconds)  # noqa: SLF001
+    scheduler._settings = dataclasses.replace(scheduler._settings, lookup_s=seconds)  # noqa: SLF001
 
 
-def test_a_node_that_does_not_answer_holds_no_step(start, serve, monkeypatch):
-    # Each lookup held the scheduler's thread until the node's client gave up, 0.1 s.
+def test_a_slow_node_does_not_block_steps(start, serve, monkeypatch):
+    # Regression: each lookup blocked the scheduler's thread until the client's time-out, 0.1 s.
     node = serve("--dram", "32MiB")
     engine = start({"cascade.node": f"unix:{node.socket}", **WAYS["sync"]})
     first = prompt(4 * BLOCK + 3, "still")
     engine.ask(first)
     engine.take_figures()
     held = threading.Event()
-    ask = scheduler_module.usable
+    ask = scheduler_module.usable_prefix
 
     def late(*arguments):
         assert threading.current_thread().name.startswith("cascade-lookup")
         assert held.wait(LIMIT_S)
         return ask(*arguments)
 
-    monkeypatch.setattr(scheduler_module, "usable", late)
-    budget(engine, LIMIT_S)
+    monkeypatch.setattr(scheduler_module, "usable_prefix", late)
+    set_lookup_timeout(engine, LIMIT_S)
     engine.add(first)
     for _ in range(5):
         engine.step()
-    assert not engine.scheduler.running, "the engine was told something before the node answered"
+    assert not engine.scheduler.running, "the lookup returned before the node answered"
     held.set()
     engine.run()
     engine.check()
     assert engine.take_figures()["sums"]["hit_blocks"] == 4
     held.clear()
-    budget(engine, 0.01)
+    set_lookup_timeout(engine, 0.01)
     engine.ask(first)
     held.set()
     figures = engine.take_figures()

@@ -1,4 +1,4 @@
-"""An engine's private node: found once it is there, waited for by nobody."""
+"""An engine's private node: connected to once it has started, without blocking anything."""
 
 import cascadekv
 import pytest
@@ -9,24 +9,24 @@ from cascadekv.connectors.vllm.store import EngineStore, PrivateNode
 
 @pytest.fixture
 def no_sleep(monkeypatch):
-    """Make whoever waits in a loop fail."""
+    """Fail a test that waits in a loop."""
 
     def sleep(_):
-        raise AssertionError("a worker or the scheduler waits for a node")
+        raise AssertionError("a worker or the scheduler sleeps to wait for a node")
 
     monkeypatch.setattr(module.time, "sleep", sleep)
 
 
-def test_where_no_worker_starts_a_node_nothing_waits_and_the_log_says_why(
+def test_without_a_private_node_nothing_waits_and_one_warning_is_logged(
     tmp_path, monkeypatch, caplog, no_sleep
 ):
-    # A host without the engine's first worker, and the scheduler, waited 60 s for it.
+    # Regression: the scheduler, and hosts without the first worker, waited 60 s for the node.
     assert no_sleep is None
     address = StoreAddress(node=str(tmp_path / "node.sock"), timeout=1.0)
     opened = EngineStore(address, key=str(tmp_path), name="test", is_private=True)
     assert opened.store() is None
     assert "no private node" not in caplog.text
-    monkeypatch.setattr(opened, "_tell_at", 0.0)
+    monkeypatch.setattr(opened, "_warn_at", 0.0)
     for _ in range(3):
         assert opened.store() is None
     assert caplog.text.count("no private node") == 1
@@ -34,7 +34,7 @@ def test_where_no_worker_starts_a_node_nothing_waits_and_the_log_says_why(
     opened.close()
 
 
-def test_a_node_that_starts_later_is_found(tmp_path, eventually):
+def test_a_private_node_that_starts_later_is_found(tmp_path, eventually):
     socket = tmp_path / "private" / "node.sock"
     address = StoreAddress(node=str(socket), timeout=5.0)
     opened = EngineStore(address, key=str(tmp_path), name="test", is_private=True)

@@ -1,7 +1,7 @@
-"""The secondary tier under vLLM's own offloading managers, as far as a build for CPUs allows.
+"""The secondary tier with vLLM's own offloading managers, as far as a CPU build allows.
 
-What a GPU is needed for is not tried: vLLM refuses to make the worker that copies between the GPU
-and the CPU tier. The tests write and read the CPU tier's chunks in its place.
+Without a GPU, vLLM does not create the worker that copies between the GPU and the CPU tier. The
+tests write and read the chunks of the CPU tier instead.
 """
 
 import dataclasses
@@ -14,7 +14,6 @@ import pytest
 from cascadekv import Manifest, Namespace
 from cascadekv.connectors import vllm_tier
 from cascadekv.errors import ConfigError
-from older_vllm import SAYS_SOURCES, chunk_ids, offloading_group
 from vllm.utils.hashing import sha256
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext, make_offload_key
@@ -25,6 +24,7 @@ from vllm.v1.kv_offload.config import (
     OffloadingParallelConfig,
 )
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
+from vllm_compat import SAYS_SOURCES, chunk_ids, offloading_group
 
 LIMIT_S = 60
 CHUNK = 8192
@@ -34,7 +34,7 @@ WEIGHTS = {"cascade.weights": "test weights"}
 
 
 def parallel_of(**changes):
-    """Give a topology: one worker unless told otherwise."""
+    """Return a topology: one worker unless changed."""
     sizes = dict.fromkeys(("world_size", "tp_size", "pp_size", "pcp_size", "dcp_size"), 1)
     replicas = {
         "data_parallel_index": 0,
@@ -46,7 +46,7 @@ def parallel_of(**changes):
 
 
 def config_of(tier, **changes):
-    """Give what vLLM's offloading connector makes of an engine's configuration."""
+    """Return the configuration that vLLM's offloading connector derives from an engine's."""
     extra = {
         "cpu_bytes_to_use": CHUNK * CHUNKS,
         "secondary_tiers": [
@@ -78,14 +78,14 @@ class Engine:
         self.begin()
 
     def begin(self):
-        """Begin another request: what was found for the one before counts for that."""
+        """Start another request: lookup results are cached per request."""
         if self.request is not None:
             self.manager.on_request_finished(self.request)
         self.request = ReqContext(uuid.uuid4().hex)
         self.manager.on_new_request(self.request)
 
     def store(self, keys):
-        """Write chunks as a worker does, and have them go down."""
+        """Write chunks as a worker does, and store them in the secondary tier."""
         prepared = self.manager.prepare_store(keys, self.request)
         view = self.manager.primary_tier.get_kv_memoryview().cast("B")
         for key, at in zip(prepared.keys_to_store, chunk_ids(prepared.store_spec), strict=True):
@@ -95,17 +95,17 @@ class Engine:
         self.settle()
 
     def settle(self):
-        """Step until no job is under way."""
+        """Step until no job is in flight."""
         end = time.monotonic() + LIMIT_S
         while True:
             self.manager.on_schedule_end(END)
             if not self.manager.has_pending_work():
                 return
-            assert time.monotonic() < end, "a job does not end"
+            assert time.monotonic() < end, "a job did not end"
             time.sleep(0.005)
 
     def lookup(self, keys):
-        """Ask as the scheduler does, step by step, until every answer stands."""
+        """Look up as the scheduler does, step by step, until all results are final."""
         end = time.monotonic() + LIMIT_S
         while True:
             found = [self.manager.lookup(key, self.request) for key in keys]
@@ -132,7 +132,7 @@ class Engine:
 
 @pytest.fixture
 def engine():
-    """Start engines; end them."""
+    """Return a function that starts engines; closes them after the test."""
     engines = []
 
     def start(tier, **changes):
@@ -171,7 +171,7 @@ def test_chunks_of_one_engine_are_promoted_in_another(engine, node):
         assert other.manager.get_load_source(keys[0], other.request).name == "DISK"
 
 
-def test_chunks_that_leave_the_cpu_tier_come_back(engine, node):
+def test_chunks_evicted_from_the_cpu_tier_are_loaded(engine, node):
     one = engine(at(node))
     first, second = keys_of(range(8)), keys_of(range(8, 16))
     one.store(first)
@@ -188,7 +188,7 @@ def test_an_embedded_store_serves_one_engine(engine):
     assert one.lookup(keys_of(range(8))) == [True] * 8
 
 
-def test_what_nobody_stored_is_a_miss(engine, node):
+def test_chunks_that_were_not_stored_are_misses(engine, node):
     one = engine(at(node))
     one.store(keys_of(range(2)))
     other = engine(at(node))
@@ -197,7 +197,7 @@ def test_what_nobody_stored_is_a_miss(engine, node):
     assert other.lookup(keys_of(range(2), group=1)) == [False, False]
 
 
-def test_a_chunk_that_goes_between_lookup_and_load_is_a_miss(engine, node):
+def test_a_chunk_deleted_between_lookup_and_load_is_a_miss(engine, node):
     keys = keys_of(range(3))
     engine(at(node)).store(keys)
     other = engine(at(node))
@@ -207,7 +207,7 @@ def test_a_chunk_that_goes_between_lookup_and_load_is_a_miss(engine, node):
     with cascadekv.connect(node.socket) as store:
         space = Namespace(Manifest(vllm_tier.manifest_of(other.spec.config, CHUNK, "test weights")))
         assert store.delete([space.key_of_id(bytes(keys[1]))]) == [True]
-    # The promotion of the one fails, those of the others stand.
+    # The promotion of one chunk fails, the others succeed.
     assert other.lookup(keys) == [True, False, True]
     assert other.read([keys[0], keys[2]]) == [bytes_of(keys[0]), bytes_of(keys[2])]
 
@@ -233,13 +233,13 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_other_bytes_have_other_names(engine, node, change):
+def test_configurations_with_other_bytes_share_no_chunks(engine, node, change):
     keys = keys_of(range(3))
     engine(at(node)).store(keys)
     assert engine(at(node), **CHANGES[change]).lookup(keys) == [False] * 3
 
 
-def test_other_weights_have_other_names(engine, node):
+def test_other_weights_share_no_chunks(engine, node):
     keys = keys_of(range(3))
     engine(at(node)).store(keys)
     assert engine(at(node) | {"cascade.weights": "others"}).lookup(keys) == [False] * 3
@@ -263,21 +263,21 @@ def test_a_layout_without_topology_is_shared_between_topologies(engine, node):
     assert other.read(keys) == [bytes_of(key) for key in keys]
 
 
-def test_the_seed_of_vllms_hashes_is_in_the_names(engine, node, monkeypatch):
-    # Equal hashes of other seeds do not happen; were they to, they would be of other tokens.
+def test_vllms_hash_seed_changes_the_keys(engine, node, monkeypatch):
+    # With other seeds, equal hashes would stand for other tokens.
     keys = keys_of(range(3))
     engine(at(node)).store(keys)
     late = engine(at(node))
     monkeypatch.setattr(kv_cache_utils, "_NONE_HASH_SEED", None)
     monkeypatch.setattr(kv_cache_utils, "NONE_HASH", None, raising=False)
     monkeypatch.setenv("PYTHONHASHSEED", "7")
-    # As the engine does it: after its tiers are made.
+    # As in the engine: after its tiers are created.
     kv_cache_utils.init_none_hash(sha256)
     assert late.lookup(keys) == [False] * 3
 
 
-def test_after_a_reset_nothing_old_is_loaded(engine, node):
-    # vLLM resets its caches when weights change, and says no more to a tier than this.
+def test_nothing_old_is_loaded_after_a_reset(engine, node):
+    # A reset of its caches is vLLM's only sign to a tier that weights changed.
     keys = keys_of(range(3))
     one = engine(at(node))
     one.store(keys)
@@ -290,7 +290,7 @@ def test_after_a_reset_nothing_old_is_loaded(engine, node):
     assert one.lookup(keys) == [True] * 3
 
 
-def test_a_node_that_stands_still_holds_nobody_up(engine, node):
+def test_a_suspended_node_does_not_block_the_scheduler(engine, node):
     keys = keys_of(range(3))
     engine(at(node)).store(keys)
     other = engine(at(node) | {"cascade.timeout": 0.3})
@@ -304,8 +304,8 @@ def test_a_node_that_stands_still_holds_nobody_up(engine, node):
             longest = max(longest, time.monotonic() - started)
         assert other.lookup(keys) == [False] * 3
         other.store(keys)
-        assert other.lookup(keys) == [True] * 3, "the CPU tier has them"
-        print(f"the longest step of the scheduler was {longest * 1000:.2f} ms")
+        assert other.lookup(keys) == [True] * 3, "the CPU tier should have them"
+        print(f"longest step of the scheduler: {longest * 1000:.2f} ms")
     finally:
         node.resume()
 
@@ -317,10 +317,10 @@ def test_a_node_that_stands_still_holds_nobody_up(engine, node):
         ({"root_dir": "/x"}, r"root_dir: no such setting of CascadeTier"),
         ({"cascade.weights": ""}, r"cascade\.weights"),
         ({"cascade.secret_file": "/no/such"}, r"cascade\.secret_file"),
-        ({"cascade.weights": "sampled"}, r"cascade\.weights: the weights of a/model are in no"),
+        ({"cascade.weights": "sampled"}, r"cascade\.weights: the weights of a/model are not in"),
     ],
 )
-def test_settings_without_sense_are_refused(engine, settings, message):
+def test_invalid_settings_are_refused(engine, settings, message):
     with pytest.raises(ConfigError, match=message):
         engine(settings)
 
@@ -334,9 +334,9 @@ def test_weights_are_named_by_their_files(tmp_path):
     assert len(names) == 2
 
 
-def test_the_copy_between_gpu_and_cpu_tier_is_not_tried_here(engine, node):
-    # Should vLLM come to run it on a CPU, this fails, and the tests can go all the way.
+def test_vllms_gpu_copies_are_not_available_on_cpus(engine, node):
+    # If this fails, vLLM supports it on CPUs, and the tests can include it.
     spec = engine(at(node)).spec
     with pytest.raises(Exception, match="only supported on CUDA"):
         spec.get_worker(None)
-    print("not tried: vLLM's own copies between a GPU and its CPU tier, which need a GPU")
+    print("not tested: vLLM's own copies between a GPU and its CPU tier, which need a GPU")

@@ -1,4 +1,4 @@
-"""Which versions of vLLM are worked with: what is said of others, and that nobody has to guess."""
+"""Supported versions of vLLM: warnings and errors for others, and the lists of their interface."""
 
 import dataclasses
 import logging
@@ -11,10 +11,10 @@ from types import SimpleNamespace
 import pytest
 import vllm_interface
 from cascadekv.connectors import vllm_versions
-from cascadekv.connectors.vllm.engine_choices import say_at_start
-from older_vllm import block_state
+from cascadekv.connectors.vllm.engine_config import log_at_start
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm_compat import block_state
 
 PACKAGE = Path(vllm_versions.__file__).parents[2]
 MODULES = ["cascadekv.connectors.vllm", "cascadekv.connectors.vllm_tier"]
@@ -22,13 +22,13 @@ MODULES = ["cascadekv.connectors.vllm", "cascadekv.connectors.vllm_tier"]
 
 @pytest.mark.parametrize("version", ["0.28.1", "0.9.2.post2", "0.0.1"])
 def test_a_version_that_is_too_old_is_refused(version):
-    with pytest.raises(ImportError, match=rf"vLLM 0\.29 and later, this is {version} in .*vllm"):
-        vllm_versions.refuse_too_old(version)
+    with pytest.raises(ImportError, match=rf"vLLM 0\.29 or later; this is {version} in .*vllm"):
+        vllm_versions.check_version(version)
 
 
 @pytest.mark.parametrize("version", ["0.29.0", "0.29.0rc1", "0.32.1+cpu", "0.33.0", "1.0", "dev"])
-def test_later_ones_are_not_refused(version):
-    vllm_versions.refuse_too_old(version)
+def test_later_versions_are_not_refused(version):
+    vllm_versions.check_version(version)
 
 
 @pytest.mark.parametrize(
@@ -45,15 +45,15 @@ def test_later_ones_are_not_refused(version):
         ("dev", False),
     ],
 )
-def test_a_version_that_nobody_tried_is_named(version, is_tried):
-    said = vllm_versions.untried(version)
+def test_an_untested_version_gets_a_warning(version, is_tried):
+    said = vllm_versions.untested_warning(version)
     assert (said is None) == is_tried
     assert is_tried or f"not with {version};" in said
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_importing_beside_an_old_vllm_says_so_in_words(tmp_path, module):
-    # Without this, what is told is a name that cannot be imported.
+def test_importing_with_an_old_vllm_raises_a_clear_error(tmp_path, module):
+    # Without the check, the error would be about a name that cannot be imported.
     (tmp_path / "vllm").mkdir()
     (tmp_path / "vllm" / "__init__.py").write_text('__version__ = "0.28.0"\n')
     places = os.pathsep.join([str(tmp_path), str(PACKAGE)])
@@ -66,15 +66,15 @@ def test_importing_beside_an_old_vllm_says_so_in_words(tmp_path, module):
     )
     assert done.returncode == 1
     last = done.stderr.strip().splitlines()[-1]
-    assert last.startswith("ImportError: cascadekv.connectors works with vLLM 0.29 and later")
+    assert last.startswith("ImportError: cascadekv.connectors requires vLLM 0.29 or later")
     assert last.endswith(
-        f"this is 0.28.0 in {tmp_path / 'vllm'}: update vLLM, or leave the connector out of its "
+        f"this is 0.28.0 in {tmp_path / 'vllm'}: update vLLM, or remove the connector from its "
         "configuration"
     )
 
 
 @pytest.mark.parametrize("is_tried", [True, False])
-def test_an_engine_is_told_once_that_nobody_tried_it(monkeypatch, is_tried):
+def test_an_untested_version_is_logged_once(monkeypatch, is_tried):
     if not is_tried:
         monkeypatch.setattr(vllm_versions, "OLDEST", (0, 1))
         monkeypatch.setattr(vllm_versions, "NEWEST", (0, 2))
@@ -85,10 +85,10 @@ def test_an_engine_is_told_once_that_nobody_tried_it(monkeypatch, is_tried):
     handler.emit = lambda record: said.append(record.getMessage())
     logger.addHandler(handler)
     try:
-        say_at_start(transfer, SimpleNamespace(notes=[]))
+        log_at_start(transfer, SimpleNamespace(notes=[]))
     finally:
         logger.removeHandler(handler)
-    assert said == ([] if is_tried else [f"Cascade: {vllm_versions.untried()}"])
+    assert said == ([] if is_tried else [f"Cascade: {vllm_versions.untested_warning()}"])
 
 
 @pytest.mark.parametrize(
@@ -97,26 +97,26 @@ def test_an_engine_is_told_once_that_nobody_tried_it(monkeypatch, is_tried):
         (None, None),
         (block_state({"it"}, lambda _: ([1, 2],)), ([1, 2],)),
         (block_state({"another"}, lambda _: ([1, 2],)), None),
-        # As in 0.29.
+        # The format of 0.29.
         (SimpleNamespace(block_ids={"it": ([1, 2],)}), ([1, 2],)),
         (SimpleNamespace(block_ids={"another": ([1, 2],)}), None),
     ],
 )
-def test_a_request_s_blocks_are_known_where_the_engine_says_them(state, tables):
+def test_block_tables_are_read_in_every_format(state, tables):
     output = dataclasses.replace(SchedulerOutput.make_empty(), kv_connector_block_state=state)
     assert vllm_versions.block_tables(output, "it") == tables
 
 
-def test_groups_are_refused_where_a_failed_load_cannot_be_told(monkeypatch):
+def test_groups_are_refused_where_failed_loads_cannot_be_reported(monkeypatch):
     monkeypatch.setattr(base, "KVConnectorTransferResults", None, raising=False)
-    assert [vllm_versions.refusal_of_groups(groups) for groups in (1, 2)] == [None, None]
+    assert [vllm_versions.unsupported_groups(groups) for groups in (1, 2)] == [None, None]
     # As in 0.29.
     monkeypatch.delattr(base, "KVConnectorTransferResults")
-    assert vllm_versions.refusal_of_groups(1) is None
-    assert "vLLM 0.30 can" in vllm_versions.refusal_of_groups(2)
+    assert vllm_versions.unsupported_groups(1) is None
+    assert "use vLLM 0.30 or later" in vllm_versions.unsupported_groups(2)
 
 
-def test_every_version_that_is_called_tried_was_looked_at():
+def test_every_tested_version_has_a_list_of_its_interface():
     (major, first), (_, last) = vllm_versions.OLDEST, vllm_versions.NEWEST
     tried = [f"{major}.{minor}.txt" for minor in range(first, last + 1)]
     assert sorted(path.name for path in vllm_interface.LISTS.iterdir()) == tried
@@ -125,15 +125,15 @@ def test_every_version_that_is_called_tried_was_looked_at():
     assert older == {path.name for path in locks.glob("vllm-*.lock")}
 
 
-def test_the_interface_is_the_one_that_was_looked_at():
-    """Fails with a vLLM whose interface has what nobody here knows: look at it, then list it."""
+def test_the_interface_equals_its_list():
+    """Fails if vLLM's interface differs from its list: review the differences, then update it."""
     place = vllm_interface.LISTS / f"{vllm_interface.version()}.txt"
     known = place.read_text().splitlines() if place.exists() else []
     listed = list(vllm_interface.interface())
     new = [line for line in listed if line not in known]
     gone = [line for line in known if line not in listed]
     assert (new, gone) == ([], []), (
-        f"vLLM {vllm_interface.version()} has an interface that is not in {place.name}: see what "
-        f"each of these lines asks of the connectors, put differences into vllm_versions.py, then "
-        f"write the list anew (how is in {Path(vllm_interface.__file__).name})"
+        f"the interface of vLLM {vllm_interface.version()} differs from {place.name}: review each "
+        f"line, adapt the connectors and vllm_versions.py, then update the list (see "
+        f"{Path(vllm_interface.__file__).name})"
     )

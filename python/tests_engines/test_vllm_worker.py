@@ -1,4 +1,4 @@
-"""A worker copies what its plans say, names every block that it could not, and is never late."""
+"""A worker carries out its plans, reports every block that failed, and keeps its deadlines."""
 
 import threading
 import time
@@ -11,13 +11,13 @@ import torch
 from cascadekv.connectors.vllm import layers
 from cascadekv.connectors.vllm.layout import Rank
 from cascadekv.connectors.vllm.memory import HostMemory, memory_of
-from cascadekv.connectors.vllm.metadata import Load, Part, Plan, Save
+from cascadekv.connectors.vllm.metadata import Load, Part, Save, StepPlan
 from cascadekv.connectors.vllm.worker import Worker
 from vllm_caches import PAGES, SPACE, Model, keys_of
 from vllm_caches import Worker as Cache
 
 LIMIT_S = 60
-"""A call that takes longer hangs."""
+"""Time-out of a test's waits."""
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ class Engine:
         if self.groups > 1:
             (held,) = self.cache.held
             parts = [Part(f"group {at}", at, held.part.block_bytes) for at in range(self.groups)]
-            # As in a hybrid model, all groups are in the same bytes.
+            # As in a hybrid model, all groups share the same memory.
             self.cache.held = [type(held)(part, held.regions, is_writer=True) for part in parts]
         self.names = [each.part.name for each in self.cache.held]
         self.keys = keys_of(self.names, PAGES)
@@ -59,27 +59,27 @@ class Engine:
         keys = {name: self.keys.raw(name, first, last) for name in self.names}
         return Load(request, is_async, first, keys, tables or {0: pages}, "dram")
 
-    def save(self, pages, first=0, *, stands_on=None, tables=None):
+    def save(self, pages, first=0, *, depends_on=None, tables=None):
         """Plan a save."""
         last = first + len(pages)
         keys = {name: self.keys.raw(name, first, last) for name in self.names}
         parents = {name: self.keys.parent(name, first) for name in self.names}
         tables = tables or {0: pages}
-        return Save("request", first, keys, parents, tables, stands_on or tables)
+        return Save("request", first, keys, parents, tables, depends_on or tables)
 
     def step(self, plan):
-        """Take the calls of a step as the engine makes them when it waits for loads."""
+        """Make the calls of a step as the engine does if it waits for loads."""
         self.worker.start_loads(plan)
         for layer in self.cache.caches:
             self.worker.wait_for_layer(layer)
         self.worker.save(plan)
 
-    def kept(self):
-        """Say which blocks of the request the store has."""
+    def stored(self):
+        """Return whether the store has each block of the request."""
         return self.store.contains(self.keys.keys(self.names[0], 0, PAGES))
 
     def assert_loaded(self, pages):
-        """Hold that page `pages[i]` has what page i of the model has, and other pages nothing."""
+        """Check that page `pages[i]` has saved block i, and that other pages are unchanged."""
         for layer in range(3):
             for page in range(PAGES):
                 own = self.cache.page(layer, page)
@@ -87,7 +87,7 @@ class Engine:
                     wanted = self.cache.share[layer, SAVED[pages.index(page)]]
                     assert np.array_equal(own, wanted), (layer, page)
                 else:
-                    assert not own.any(), f"page {page} was nobody's to write"
+                    assert not own.any(), f"page {page} was written"
 
 
 SAVED = [7, 3, 11, 1, 5, 9]
@@ -96,81 +96,81 @@ LOADED = [2, 9, 4, 10, 6, 1]
 
 @pytest.fixture
 def saved(store):
-    """Six blocks of the request are in the store."""
+    """Return a store with six blocks of the request."""
     engine = Engine(store)
-    engine.step(Plan(saves=[engine.save(SAVED)]))
-    (result,) = engine.worker.progress().saved
-    assert result.kept == [True] * 6
+    engine.step(StepPlan(saves=[engine.save(SAVED)]))
+    (result,) = engine.worker.take_report().saved
+    assert result.stored == [True] * 6
     assert result.bytes == 6 * engine.cache.held[0].part.block_bytes
     engine.worker.close()
     return store
 
 
 @pytest.mark.parametrize("is_layerwise", [False, True])
-def test_what_one_engine_saved_another_loads(saved, is_layerwise):
+def test_blocks_of_one_engine_are_loaded_by_another(saved, is_layerwise):
     engine = Engine(saved, is_filled=False, options={"is_layerwise": is_layerwise})
-    engine.step(Plan(loads=[engine.load(LOADED)]))
+    engine.step(StepPlan(loads=[engine.load(LOADED)]))
     engine.assert_loaded(LOADED)
-    assert engine.worker.bad_blocks() == set()
-    progress = engine.worker.progress()
+    assert engine.worker.take_failed_pages() == set()
+    progress = engine.worker.take_report()
     assert (progress.loaded[0].blocks, progress.loaded[0].bad) == (6, [])
-    assert engine.worker.progress() is None
+    assert engine.worker.take_report() is None
     engine.worker.close()
 
 
 @pytest.mark.parametrize("is_layerwise", [False, True])
-def test_blocks_that_are_gone_are_named_and_others_come(saved, is_layerwise):
+def test_missing_blocks_are_reported_and_others_loaded(saved, is_layerwise):
     engine = Engine(saved, is_filled=False, options={"is_layerwise": is_layerwise})
     saved.delete(engine.keys.keys(engine.names[0], 2, 4))
-    engine.step(Plan(loads=[engine.load(LOADED)]))
-    assert engine.worker.bad_blocks() == {LOADED[2], LOADED[3]}
-    assert engine.worker.bad_blocks() == set()
-    assert engine.worker.progress().loaded[0].bad == [2, 3]
+    engine.step(StepPlan(loads=[engine.load(LOADED)]))
+    assert engine.worker.take_failed_pages() == {LOADED[2], LOADED[3]}
+    assert engine.worker.take_failed_pages() == set()
+    assert engine.worker.take_report().loaded[0].bad == [2, 3]
     engine.worker.close()
 
 
-def test_a_block_is_bad_when_one_of_its_shares_is_gone(store):
+def test_a_block_with_a_missing_share_is_reported(store):
     engine = Engine(store, shards=4)
-    engine.step(Plan(saves=[engine.save(SAVED)]))
+    engine.step(StepPlan(saves=[engine.save(SAVED)]))
     store.delete(engine.keys.keys(engine.names[2], 1, 2))
-    engine.step(Plan(loads=[engine.load(LOADED)]))
-    assert engine.worker.bad_blocks() == {LOADED[1]}
+    engine.step(StepPlan(loads=[engine.load(LOADED)]))
+    assert engine.worker.take_failed_pages() == {LOADED[1]}
     engine.worker.close()
 
 
-def test_bad_blocks_of_a_later_part_of_a_request_are_counted_from_its_start(saved):
+def test_failed_blocks_have_indices_from_the_start_of_the_request(saved):
     engine = Engine(saved, is_filled=False)
     saved.delete(engine.keys.keys(engine.names[0], 4, 5))
-    engine.step(Plan(loads=[engine.load([8, 3, 2], first=3)]))
-    assert engine.worker.progress().loaded[0].bad == [4]
-    assert engine.worker.bad_blocks() == {3}
+    engine.step(StepPlan(loads=[engine.load([8, 3, 2], first=3)]))
+    assert engine.worker.take_report().loaded[0].bad == [4]
+    assert engine.worker.take_failed_pages() == {3}
     engine.worker.close()
 
 
-def test_what_was_computed_from_bad_blocks_is_not_saved(saved):
+def test_blocks_computed_from_failed_loads_are_not_saved(saved):
     engine = Engine(saved)
     saved.delete(engine.keys.keys(engine.names[0], 1, 2))
-    save = engine.save([8], first=6, stands_on={0: [*LOADED, 8]})
-    engine.step(Plan(1, 0, loads=[engine.load(LOADED)], saves=[save]))
-    progress = engine.worker.progress()
+    save = engine.save([8], first=6, depends_on={0: [*LOADED, 8]})
+    engine.step(StepPlan(1, 0, loads=[engine.load(LOADED)], saves=[save]))
+    progress = engine.worker.take_report()
     assert progress.saved == []
     assert progress.plan == 1
-    # Planned before the scheduler knew: computed from the same blocks.
-    engine.step(Plan(2, 0, saves=[save]))
-    assert engine.worker.progress() is None
-    assert engine.kept()[6] is False
-    # Computed anew.
-    engine.step(Plan(3, 1, saves=[save]))
-    assert engine.kept()[6] is True
+    # Planned before the scheduler knew about the failure: computed from the same blocks.
+    engine.step(StepPlan(2, 0, saves=[save]))
+    assert engine.worker.take_report() is None
+    assert engine.stored()[6] is False
+    # Planned with the knowledge of the failure: the blocks were recomputed.
+    engine.step(StepPlan(3, 1, saves=[save]))
+    assert engine.stored()[6] is True
     engine.worker.close()
 
 
-def test_saves_that_stand_on_other_blocks_are_kept_beside_a_bad_load(saved):
+def test_independent_saves_succeed_despite_a_failed_load(saved):
     engine = Engine(saved)
     saved.delete(engine.keys.keys(engine.names[0], 1, 2))
-    save = engine.save([8], first=6, stands_on={0: [3, 8]})
-    engine.step(Plan(1, 0, loads=[engine.load(LOADED)], saves=[save]))
-    assert engine.kept()[6] is True
+    save = engine.save([8], first=6, depends_on={0: [3, 8]})
+    engine.step(StepPlan(1, 0, loads=[engine.load(LOADED)], saves=[save]))
+    assert engine.stored()[6] is True
     engine.worker.close()
 
 
@@ -182,7 +182,7 @@ def arrivals(worker):
         if arrived:
             return arrived, failed
         time.sleep(0.005)
-    raise AssertionError("nothing arrives")
+    raise AssertionError("no load arrived")
 
 
 def test_asynchronous_loads_arrive_once(saved):
@@ -192,7 +192,7 @@ def test_asynchronous_loads_arrive_once(saved):
         engine.load(LOADED[:2], is_async=True, request="good"),
         engine.load(LOADED[4:], first=4, is_async=True, request="bad"),
     ]
-    engine.step(Plan(loads=loads))
+    engine.step(StepPlan(loads=loads))
     arrived = set()
     while len(arrived) < 2:
         some, failed = arrivals(engine.worker)
@@ -200,28 +200,28 @@ def test_asynchronous_loads_arrive_once(saved):
         assert failed == set()
         arrived |= some
     assert arrived == {"good", "bad"}
-    assert engine.worker.bad_blocks() == {LOADED[5]}
-    ended = {each.request: each.bad for each in engine.worker.progress().loaded}
+    assert engine.worker.take_failed_pages() == {LOADED[5]}
+    ended = {each.request: each.bad for each in engine.worker.take_report().loaded}
     assert ended == {"good": [], "bad": [5]}
     assert engine.worker.arrivals() == (set(), set())
     engine.worker.close()
 
 
-def test_with_several_groups_a_bad_block_fails_the_whole_load(store):
-    # The engine takes ids of single blocks only from models with one group.
+def test_with_several_groups_a_failed_block_fails_the_whole_load(store):
+    # The engine accepts failures of single blocks only for models with one group.
     engine = Engine(store, groups=2)
     tables = {0: [7, 3, 11], 1: [0, 0, 5]}
-    engine.step(Plan(saves=[engine.save([7, 3, 11], tables=tables)]))
-    assert engine.worker.progress().saved[0].kept == [True] * 3
+    engine.step(StepPlan(saves=[engine.save([7, 3, 11], tables=tables)]))
+    assert engine.worker.take_report().saved[0].stored == [True] * 3
     window = engine.keys.keys(engine.names[1], 0, 3)
-    assert store.contains(window) == [False, False, True], "null blocks are nobody's"
+    assert store.contains(window) == [False, False, True], "null blocks are not saved"
     targets = {0: [2, 9, 4], 1: [0, 0, 8]}
-    engine.step(Plan(loads=[engine.load([2, 9, 4], is_async=True, tables=targets)]))
+    engine.step(StepPlan(loads=[engine.load([2, 9, 4], is_async=True, tables=targets)]))
     assert arrivals(engine.worker) == ({"request"}, set())
     store.delete(window)
-    engine.step(Plan(loads=[engine.load([2, 9, 4], is_async=True, tables=targets)]))
+    engine.step(StepPlan(loads=[engine.load([2, 9, 4], is_async=True, tables=targets)]))
     assert arrivals(engine.worker) == ({"request"}, {"request"})
-    assert engine.worker.bad_blocks() == set()
+    assert engine.worker.take_failed_pages() == set()
     engine.worker.close()
 
 
@@ -229,17 +229,17 @@ def test_with_several_groups_a_bad_block_fails_the_whole_load(store):
 def test_null_blocks_are_neither_read_nor_written(saved, is_layerwise):
     engine = Engine(saved, is_filled=False, options={"is_layerwise": is_layerwise})
     pages = [0, 0, 4, 10, 0, 1]
-    engine.step(Plan(loads=[engine.load(pages)]))
-    assert engine.worker.bad_blocks() == set()
+    engine.step(StepPlan(loads=[engine.load(pages)]))
+    assert engine.worker.take_failed_pages() == set()
     assert not engine.cache.page(0, 0).any()
     for at in (2, 3, 5):
         assert np.array_equal(engine.cache.page(1, pages[at]), engine.cache.share[1, SAVED[at]])
     engine.worker.close()
 
 
-def test_a_layer_is_there_when_it_is_waited_for(saved):
+def test_a_layer_is_loaded_when_its_wait_returns(saved):
     engine = Engine(saved, is_filled=False, options={"is_layerwise": True})
-    plan = Plan(loads=[engine.load(LOADED)])
+    plan = StepPlan(loads=[engine.load(LOADED)])
     engine.worker.start_loads(plan)
     for number, layer in enumerate(engine.cache.caches):
         engine.worker.wait_for_layer(layer)
@@ -251,9 +251,9 @@ def test_a_layer_is_there_when_it_is_waited_for(saved):
 
 
 @pytest.mark.parametrize("is_ever_run", [False, True])
-def test_a_layer_that_is_not_there_in_time_makes_its_blocks_bad(saved, monkeypatch, is_ever_run):
-    # Threads that load for others kept a load from beginning; the engine computed from what was
-    # in the pages, and took them for good when the load ended well after all.
+def test_a_late_layer_fails_its_blocks(saved, monkeypatch, is_ever_run):
+    # Regression: a load waited for busy threads, and the engine computed before its blocks arrived.
+    # The late load then succeeded, and the wrong output was used.
     monkeypatch.setattr(layers, "GRACE_S", 0.05)
     options = {"is_layerwise": True, "load_timeout": 0.05}
     engine = Engine(saved, is_filled=False, options=options)
@@ -262,8 +262,8 @@ def test_a_layer_that_is_not_there_in_time_makes_its_blocks_bad(saved, monkeypat
         engine.worker._loaders.submit(busy.wait, LIMIT_S)  # noqa: SLF001 # to keep them busy
         for _ in range(2)
     ]
-    plan = Plan(
-        1, 0, loads=[engine.load(LOADED)], saves=[engine.save([8], 6, stands_on={0: LOADED})]
+    plan = StepPlan(
+        1, 0, loads=[engine.load(LOADED)], saves=[engine.save([8], 6, depends_on={0: LOADED})]
     )
     engine.worker.start_loads(plan)
     for layer in engine.cache.caches:
@@ -273,36 +273,36 @@ def test_a_layer_that_is_not_there_in_time_makes_its_blocks_bad(saved, monkeypat
         for other in others:
             other.result(LIMIT_S)
     engine.worker.save(plan)
-    assert engine.worker.bad_blocks() == set(LOADED)
-    assert engine.worker.progress().saved == []
-    assert engine.kept()[6] is False
+    assert engine.worker.take_failed_pages() == set(LOADED)
+    assert engine.worker.take_report().saved == []
+    assert engine.stored()[6] is False
     busy.set()
     engine.worker.close()
 
 
 class Broken(HostMemory):
-    """Memory of a device that fails in a way of its own."""
+    """Memory that raises an unexpected exception."""
 
     def load(self, views, pages):  # noqa: ARG002 # as its parent
         """Fail."""
         raise RuntimeError("device-side assert")
 
 
-def test_a_fault_that_nobody_foresaw_makes_blocks_bad(saved):
+def test_an_unexpected_exception_fails_the_blocks(saved):
     engine = Engine(saved, is_filled=False)
     (held,) = engine.cache.held
     engine.worker.attach([(held, Broken(engine.cache.buffer, held.regions, PAGES))], [])
-    engine.step(Plan(loads=[engine.load(LOADED), engine.load(LOADED, is_async=True)]))
-    assert engine.worker.bad_blocks() == set(LOADED)
+    engine.step(StepPlan(loads=[engine.load(LOADED), engine.load(LOADED, is_async=True)]))
+    assert engine.worker.take_failed_pages() == set(LOADED)
     assert arrivals(engine.worker) == ({"request"}, set())
-    assert engine.worker.bad_blocks() == set(LOADED)
+    assert engine.worker.take_failed_pages() == set(LOADED)
     engine.worker.close()
 
 
 @pytest.mark.parametrize("is_layerwise", [False, True])
 def test_more_blocks_than_the_pool_holds_are_saved_and_loaded(tmp_path, is_layerwise):
-    # Only as many blocks came as the pool has room for at once; others were computed though they
-    # were in files.
+    # Regression: only as many blocks were loaded as fit into the pool at the same time; others were
+    # computed although they were in files.
     model = Model()
     model.kv = np.random.default_rng(3).integers(0, 99, (1, 12, 8, 16, 6144), dtype=np.int16)
     rows = model.kv.reshape(12, -1)
@@ -320,57 +320,57 @@ def test_more_blocks_than_the_pool_holds_are_saved_and_loaded(tmp_path, is_layer
         memory = HostMemory(torch.from_numpy(buffer.reshape(-1)), [region], 12)
         engine.worker.attach([(held, memory)], ["layers.0"])
         pages = list(range(1, 12))
-        engine.step(Plan(saves=[engine.save(pages)]))
-        assert engine.worker.progress().saved[0].kept == [True] * 11
+        engine.step(StepPlan(saves=[engine.save(pages)]))
+        assert engine.worker.take_report().saved[0].stored == [True] * 11
         store.flush()
         buffer[:] = 0
-        engine.step(Plan(loads=[engine.load(pages)]))
-        assert engine.worker.bad_blocks() == set()
+        engine.step(StepPlan(loads=[engine.load(pages)]))
+        assert engine.worker.take_failed_pages() == set()
         assert np.array_equal(buffer[1:], rows.view(np.uint8)[1:])
         engine.worker.close()
 
 
 def test_nothing_is_saved_or_loaded_without_a_store():
     engine = Engine(None)
-    engine.step(Plan(loads=[engine.load(LOADED)]))
-    assert engine.worker.bad_blocks() == set(LOADED)
-    engine.step(Plan(number=2, learned=2, saves=[engine.save(SAVED)]))
-    assert engine.worker.progress().saved[0].kept == [False] * 6
+    engine.step(StepPlan(loads=[engine.load(LOADED)]))
+    assert engine.worker.take_failed_pages() == set(LOADED)
+    engine.step(StepPlan(number=2, completed=2, saves=[engine.save(SAVED)]))
+    assert engine.worker.take_report().saved[0].stored == [False] * 6
     engine.worker.close()
 
 
-def test_a_node_that_stands_still_costs_no_more_than_the_deadlines(serve):
+def test_a_suspended_node_costs_no_more_than_the_deadlines(serve):
     node = serve("--dram", "16MiB")
     with cascadekv.connect(node.socket, timeout=1.0) as store:
         options = {"load_timeout": 0.3, "save_timeout": 0.3}
         engine = Engine(store, options=options)
-        engine.step(Plan(saves=[engine.save(SAVED)]))
-        assert engine.worker.progress().saved[0].kept == [True] * 6
+        engine.step(StepPlan(saves=[engine.save(SAVED)]))
+        assert engine.worker.take_report().saved[0].stored == [True] * 6
         node.suspend()
         started = time.monotonic()
         try:
-            engine.step(Plan(1, 1, loads=[engine.load(LOADED)]))
-            assert engine.worker.bad_blocks() == set(LOADED)
-            engine.step(Plan(2, 2, saves=[engine.save([8, 10], first=6)]))
-            assert engine.worker.progress().saved[0].kept == [False] * 2
-            engine.step(Plan(3, 3, loads=[engine.load(LOADED, is_async=True)]))
+            engine.step(StepPlan(1, 1, loads=[engine.load(LOADED)]))
+            assert engine.worker.take_failed_pages() == set(LOADED)
+            engine.step(StepPlan(2, 2, saves=[engine.save([8, 10], first=6)]))
+            assert engine.worker.take_report().saved[0].stored == [False] * 2
+            engine.step(StepPlan(3, 3, loads=[engine.load(LOADED, is_async=True)]))
             assert arrivals(engine.worker)[0] == {"request"}
-            assert engine.worker.bad_blocks() == set(LOADED)
+            assert engine.worker.take_failed_pages() == set(LOADED)
         finally:
             node.resume()
-        print(f"three steps of a node that stands still: {time.monotonic() - started:.2f} s")
+        print(f"three steps with a suspended node: {time.monotonic() - started:.2f} s")
         engine.worker.close()
 
 
-def test_prefill_is_timed_whichever_way_round_a_step_is(saved):
-    # A step that waits for no load computes first and calls for loads then.
+def test_prefill_is_timed_if_a_step_computes_before_it_loads(saved):
+    # A step without synchronous loads computes first and then starts loads.
     engine = Engine(saved)
-    plan = Plan(tokens=64, requests=1)
+    plan = StepPlan(tokens=64, requests=1)
     for layer in engine.cache.caches:
         engine.worker.wait_for_layer(layer)
     engine.worker.start_loads(plan)
     engine.worker.save(plan)
-    tokens, context, seconds = engine.worker.progress().prefill
+    tokens, context, seconds = engine.worker.take_report().prefill
     assert (tokens, context) == (64, 0)
     assert seconds > 0
     engine.worker.close()

@@ -1,8 +1,7 @@
-"""KV caches as vLLM allocates them on each rank, cut from the KV of one whole model.
+"""KV caches as vLLM allocates them on each rank, filled with shares of one model's KV.
 
-The bytes of a head of a block are the same in every engine that serves the model; which rank has
-them, and where, follows from the parallel sizes and the layout. vLLM's own allocator and views say
-where.
+The bytes of a head of a block are the same in every engine that serves the model. The rank and the
+position of the bytes depend on the parallel sizes and the layout, by vLLM's own allocator.
 """
 
 from dataclasses import dataclass, field
@@ -11,7 +10,7 @@ import numpy as np
 import torch
 from cascadekv import Manifest, Namespace, Store
 from cascadekv.connectors.vllm.keys import RequestKeys
-from cascadekv.connectors.vllm.layout import Held, Rank, describe
+from cascadekv.connectors.vllm.layout import HeldPart, Rank, describe
 from cascadekv.connectors.vllm.memory import memory_of
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -37,12 +36,12 @@ class Model:
     is_mla: bool = False
     layers: tuple[str, ...] = ("layers.0", "layers.1", "layers.2")
     padding: int = 0
-    """Bytes that the engine leaves at the end of each page."""
+    """Padding at the end of each page."""
     seed: int = 1
     kv: np.ndarray = field(init=False)
 
     def __post_init__(self) -> None:
-        """Fill the whole cache with noise."""
+        """Fill the cache with random bytes."""
         content = HEAD_SIZE if self.is_mla else 2 * HEAD_SIZE
         shape = (len(self.layers), PAGES, self.heads, BLOCK_TOKENS, content)
         noise = np.random.default_rng(self.seed).integers(0, 1 << 16, shape, dtype=np.uint16)
@@ -78,7 +77,7 @@ def config_of(
 
 
 class Worker:
-    """One rank: its cache, and what it holds of the model."""
+    """One rank: its cache, and its parts of the model."""
 
     def __init__(
         self,
@@ -89,7 +88,7 @@ class Worker:
         shards: int | None = None,
         is_filled: bool = True,
     ) -> None:
-        """Allocate, and copy this rank's share of the model's KV unless it is to be loaded."""
+        """Allocate the cache, and fill it with this rank's share of the model's KV if requested."""
         self.rank = rank
         count = 1 if model.is_mla else max(1, model.heads // rank.tensor_size)
         at = 0 if model.is_mla else rank.tensor * model.heads // rank.tensor_size
@@ -102,18 +101,18 @@ class Worker:
         storage = next(iter(self.caches.values())).untyped_storage()
         self.buffer = torch.empty(0, dtype=torch.uint8)
         self.buffer.set_(storage, 0, (storage.nbytes(),))
-        self.held: list[Held] = describe(self.config, rank, shards)
+        self.held: list[HeldPart] = describe(self.config, rank, shards)
 
     def page(self, layer: int, page: int) -> np.ndarray:
-        """Give a page as the engine's attention reads it: heads, tokens, content."""
+        """Return a page as the engine's attention reads it: heads, tokens, content."""
         return list(self.caches.values())[layer][page].view(torch.int16).numpy()
 
     def keys(self, blocks: int) -> RequestKeys:
-        """Name the blocks of a request, for each part of this rank."""
+        """Return the keys of a request's blocks, for each part of this rank."""
         return keys_of([each.part.name for each in self.held], blocks)
 
     def save(self, store: Store, pages: list[int]) -> None:
-        """Write what this rank is to write of a request in these pages."""
+        """Save a request in these pages, the parts that this rank writes."""
         keys = self.keys(len(pages))
         for each in self.held:
             if not each.is_writer:
@@ -126,26 +125,26 @@ class Worker:
                 assert all(result.ok for result in prepared.seal())
 
     def load(self, store: Store, pages: list[int]) -> list[bool]:
-        """Read a request into these pages; says of each block whether all of it was there."""
+        """Load a request into these pages; returns whether each block was complete."""
         keys = self.keys(len(pages))
-        there = [True] * len(pages)
+        loaded = [True] * len(pages)
         for each in self.held:
             memory = memory_of(self.buffer, each.regions, PAGES)
             with store.view(keys.keys(each.part.name, 0, len(pages))) as views:
                 copied = memory.load(views, pages)
-            there = [before and now for before, now in zip(there, copied, strict=True)]
-        return there
+            loaded = [before and now for before, now in zip(loaded, copied, strict=True)]
+        return loaded
 
 
 def keys_of(parts: list[str], blocks: int) -> RequestKeys:
-    """Name the blocks of one request whose tokens count up."""
+    """Return the keys of a request with the tokens 0, 1, 2, ..."""
     keys = RequestKeys(SPACE, parts, BLOCK_TOKENS, {})
     keys.extend(range(blocks * BLOCK_TOKENS))
     return keys
 
 
 def workers_of(model: Model, size: int, **options: object) -> list[Worker]:
-    """Make the ranks of one engine."""
+    """Create the ranks of one engine."""
     heads = 1 if model.is_mla else model.heads
     ranks = [Rank(tensor, size, kv_heads=heads) for tensor in range(size)]
     return [Worker(model, rank, **options) for rank in ranks]

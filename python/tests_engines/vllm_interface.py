@@ -1,9 +1,9 @@
-"""What vLLM asks of a connector and gives to it, in words: a line for each name, to be compared.
+"""Lists the interface between vLLM and connectors, one line for each name, for comparison.
 
     python python/tests_engines/vllm_interface.py > testdata/vllm-interface/0.32.txt
 
-makes the list of the vLLM that is installed. A version is supported once somebody looked at what is
-new in its list.
+writes the list of the installed vLLM. Before a version is supported, the differences in its list
+must be reviewed.
 """
 
 import importlib
@@ -31,7 +31,7 @@ CLASSES = {
     f"{TIERING}.base": ["SecondaryTierManager", "TransferJob", "JobResult"],
     f"{TIERING}.async_lookup": ["AsyncLookupManager"],
 }
-"""What the connectors derive from, are given, or give; a version may lack some."""
+"""Base classes, parameters and results of the connectors; a version may lack some."""
 KINDS = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
 
 
@@ -47,8 +47,8 @@ def interface() -> Iterator[str]:
 
 
 def version() -> str:
-    """Give the first two numbers of the running vLLM's version."""
-    import vllm  # noqa: PLC0415 # what is listed
+    """Return the first two numbers of vLLM's version."""
+    import vllm  # noqa: PLC0415 # only where vLLM is installed
 
     return ".".join(vllm.__version__.split(".")[:2])
 
@@ -71,7 +71,7 @@ def _is_computed(member: object) -> bool:
 
 
 def _parameters(call: object) -> str:
-    """Write parameters without types, which say less and change more often."""
+    """Format parameters without types, which change more often than they matter."""
     written = []
     for parameter in inspect.signature(call).parameters.values():
         default = "" if parameter.default is inspect.Parameter.empty else "=..."

@@ -1,32 +1,32 @@
-"""What an engine is told of a connector: ours, embedded or served, and others beside it."""
+"""Configurations of connectors for measured engines: Cascade's, embedded or served, and others."""
 
 import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["BESIDE", "Side", "embedded", "example", "lmcache", "served", "small"]
+__all__ = ["BASELINES", "ConnectorSetup", "embedded", "example", "lmcache", "served", "small"]
 
 DRAM = "1GiB"
-"""Memory of a store: several prompts of the longest kind."""
-BESIDE = ("none", "example", "lmcache")
-"""What the connector is compared with."""
+"""Size of a store: room for several of the longest prompts."""
+BASELINES = ("none", "example", "lmcache")
+"""Connectors to compare with."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Side:
-    """A connector as an engine knows it."""
+class ConnectorSetup:
+    """The configuration of a connector in an engine."""
 
     transfer: Mapping[str, object] | None
-    """The engine's `kv_transfer_config`."""
+    """The engine's `kv_transfer_config`; `None`: no connector."""
     environment: tuple[tuple[str, str], ...] = ()
-    """Variables of the engine's process."""
+    """Environment variables of the engine's process."""
     missing: str = ""
-    """Why it cannot run here."""
+    """Why the connector cannot run here; empty if it can."""
 
 
-def _cascade(**extra: object) -> Side:
-    return Side(
+def _cascade(**extra: object) -> ConnectorSetup:
+    return ConnectorSetup(
         transfer={
             "kv_connector": "CascadeConnector",
             "kv_connector_module_path": "cascadekv.connectors.vllm",
@@ -39,29 +39,29 @@ def _cascade(**extra: object) -> Side:
     )
 
 
-def embedded(files: Path | None = None) -> Side:
-    """Name our connector with a store in the engine's process, with a file tier if given one."""
+def embedded(files: Path | None = None) -> ConnectorSetup:
+    """Configure Cascade with an embedded store, with a file tier if `files` is given."""
     if files is None:
         return _cascade(pipeline="Dram", dram=DRAM)
     return _cascade(pipeline="Dram|Files", dram=DRAM, files=str(files))
 
 
-def small(dram: str, files: Path | None = None, **options: object) -> Side:
-    """Name our connector with so little memory that not everything stays in it."""
-    place = (
+def small(dram: str, files: Path | None = None, **options: object) -> ConnectorSetup:
+    """Configure Cascade with less DRAM than the working set."""
+    tiers = (
         {"pipeline": "Dram"} if files is None else {"pipeline": "Dram|Files", "files": f"{files}"}
     )
-    return _cascade(dram=dram, load_or_compute=False, **place, **options)
+    return _cascade(dram=dram, load_or_compute=False, **tiers, **options)
 
 
-def served(node: str) -> Side:
-    """Name our connector with a node, such as `unix:/run/cascade.sock`."""
+def served(node: str) -> ConnectorSetup:
+    """Configure Cascade with a node, such as `unix:/run/cascade.sock`."""
     return _cascade(node=node)
 
 
-def example(directory: Path) -> Side:
-    """Name the ExampleConnector that vLLM brings: a file a layer for each whole prompt."""
-    return Side(
+def example(directory: Path) -> ConnectorSetup:
+    """Configure vLLM's ExampleConnector: one file per layer for each whole prompt."""
+    return ConnectorSetup(
         transfer={
             "kv_connector": "ExampleConnector",
             "kv_role": "kv_both",
@@ -70,12 +70,12 @@ def example(directory: Path) -> Side:
     )
 
 
-def lmcache() -> Side:
-    """Name LMCache with its CPU backend at the settings that its documentation recommends."""
+def lmcache() -> ConnectorSetup:
+    """Configure LMCache's CPU backend with the settings that its documentation recommends."""
     missing = ""
     if importlib.util.find_spec("lmcache") is None:
         missing = "the package lmcache is not in this environment"
-    return Side(
+    return ConnectorSetup(
         transfer={"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"},
         environment=(
             ("LMCACHE_LOCAL_CPU", "True"),

@@ -1,7 +1,7 @@
-"""One vLLM engine in a process of its own that takes orders as lines of JSON and answers likewise.
+"""One vLLM engine in its own process, driven by commands and results as lines of JSON.
 
-`engine_process.py` starts it. The time to the first token is that from handing a request over
-until the engine's step that gives its first token returns, in this process.
+`engine_process.py` starts it. The time to first token is measured in this process, from the
+submission of a request until the return of the engine's step with its first token.
 """
 
 import json
@@ -25,7 +25,7 @@ else:
     import vllm.distributed.kv_transfer.kv_connector.v1
     import vllm.v1.request
 
-__all__ = ["Engine", "Meter", "main"]
+__all__ = ["CallTimer", "Engine", "main"]
 
 SAVE_CALLS = ("save_kv_layer", "wait_for_save")
 LOAD_CALLS = ("start_load_kv", "wait_for_layer_load")
@@ -49,33 +49,33 @@ STEP_CALLS = (
     *LOAD_CALLS,
     *SAVE_CALLS,
 )
-"""What an engine's steps call of a connector, on the scheduler's side and on the worker's."""
+"""The calls of a connector in an engine's steps, on the scheduler's and on the worker's side."""
 SETTLE_S = 0.25
-"""Threads of OpenMP spin that long after work; another engine's must not be in the way."""
+"""Pause before a run: idle OpenMP threads of another engine spin for about this long."""
 
 
 @dataclass
-class Meter:
-    """Time spent within some of a connector's calls."""
+class CallTimer:
+    """The time spent in some of a connector's calls."""
 
     calls: int = 0
     wall_s: float = 0.0
     cpu_s: float = 0.0
-    """Processor time of the whole process meanwhile, threads of the store included."""
-    _is_within: bool = False
+    """CPU time of the whole process during the calls, including threads of the store."""
+    _is_timing: bool = False
 
-    def around(self, call: Callable[..., object]) -> Callable[..., object]:
-        """Return the call with its time taken."""
+    def wrap(self, call: Callable[..., object]) -> Callable[..., object]:
+        """Return a timed version of a call; nested calls count once."""
 
         def timed(*args: object, **kwargs: object) -> object:
-            if self._is_within:  # a call that one of them makes
+            if self._is_timing:
                 return call(*args, **kwargs)
-            self._is_within = True
+            self._is_timing = True
             wall, cpu = time.perf_counter(), time.process_time()
             try:
                 return call(*args, **kwargs)
             finally:
-                self._is_within = False
+                self._is_timing = False
                 self.wall_s += time.perf_counter() - wall
                 self.cpu_s += time.process_time() - cpu
                 self.calls += 1
@@ -83,36 +83,36 @@ class Meter:
         return timed
 
     def take(self) -> dict[str, float]:
-        """Tell what was measured and begin anew."""
-        told = {"calls": self.calls, "wall_s": self.wall_s, "cpu_s": self.cpu_s}
+        """Return the times and start over."""
+        times = {"calls": self.calls, "wall_s": self.wall_s, "cpu_s": self.cpu_s}
         self.calls, self.wall_s, self.cpu_s = 0, 0.0, 0.0
-        return told
+        return times
 
 
 @dataclass
-class Told:
-    """What the connector's own figures say since they were last taken, by name."""
+class StatsTotals:
+    """Totals of the connector's own statistics since the last `take`, by name."""
 
     totals: dict[str, float] = field(default_factory=dict[str, float])
 
-    def around(self, call: Callable[[], Any]) -> Callable[[], Any]:
-        """Return the call that gives the figures of a step, and add them up."""
+    def wrap(self, call: Callable[[], Any]) -> Callable[[], Any]:
+        """Return a version of the call for a step's statistics that adds them to the totals."""
 
-        def noted() -> Any:  # noqa: ANN401 # the connector's own
+        def counted() -> Any:  # noqa: ANN401 # the connector's own
             stats = call()
             if stats is not None:
                 self._add(stats.data)
             return stats
 
-        return noted
+        return counted
 
     def take(self) -> dict[str, float]:
-        """Give the sums and begin anew."""
+        """Return the totals and start over."""
         totals, self.totals = self.totals, {}
         return totals
 
     def _add(self, data: Mapping[str, Any]) -> None:
-        """Add numbers by name; those that have one more label by it, too: `loaded_blocks.dram`."""
+        """Add numbers by name, and labelled ones by label as well: `loaded_blocks.dram`."""
         for name, amount in data.get("sums", {}).items():
             self.totals[name] = self.totals.get(name, 0.0) + amount
         for name, by_label in data.get("labels", {}).items():
@@ -123,50 +123,51 @@ class Told:
 
 @dataclass
 class Engine:
-    """vLLM with one model and one connector, or none."""
+    """vLLM with one model and at most one connector."""
 
     llm: Any
-    save: Meter = field(default_factory=Meter)
-    load: Meter = field(default_factory=Meter)
-    within: Meter = field(default_factory=Meter)
+    save: CallTimer = field(default_factory=CallTimer)
+    load: CallTimer = field(default_factory=CallTimer)
+    all_calls: CallTimer = field(default_factory=CallTimer)
     """Every call of the connector."""
-    told: Told = field(default_factory=Told)
+    stats: StatsTotals = field(default_factory=StatsTotals)
     _serial: int = 0
 
     @classmethod
-    def start(cls, job: Mapping[str, Any]) -> "Engine":
-        """Start an engine; `job` has what `EngineSpec` has."""
-        transfer = job["transfer"]
+    def start(cls, spec: Mapping[str, Any]) -> "Engine":
+        """Start an engine; `spec` has the fields of `EngineSpec`."""
+        transfer = spec["transfer"]
         llm = vllm.LLM(
-            model=job["model"],
-            dtype=job["dtype"],
+            model=spec["model"],
+            dtype=spec["dtype"],
             seed=0,
             enforce_eager=True,
-            enable_prefix_caching=job["has_prefix_cache"],
-            block_size=job["block_tokens"],
-            max_model_len=job["tokens_max"],
-            # A prompt is one step: ExampleConnector keeps only the first chunk of others.
-            max_num_batched_tokens=job["tokens_max"],
-            max_num_seqs=job["requests_max"],
+            enable_prefix_caching=spec["has_prefix_cache"],
+            block_size=spec["block_tokens"],
+            max_model_len=spec["tokens_max"],
+            # A prompt must fit one step: ExampleConnector stores only the first step of it.
+            max_num_batched_tokens=spec["tokens_max"],
+            max_num_seqs=spec["requests_max"],
             kv_transfer_config=vllm.config.KVTransferConfig(**transfer) if transfer else None,
         )
         engine = cls(llm)
         if transfer:
-            engine.attach_meters()
+            engine.attach_timers()
         return engine
 
-    def attach_meters(self) -> None:
-        """Take the time of what the worker's side of the connector does."""
-        connector = vllm.distributed.kv_transfer.get_kv_transfer_group()
-        for meter, names in ((self.save, SAVE_CALLS), (self.load, LOAD_CALLS)):
+    def attach_timers(self) -> None:
+        """Time the calls of both sides of the connector, and total its statistics."""
+        worker_side = vllm.distributed.kv_transfer.get_kv_transfer_group()
+        for timer, names in ((self.save, SAVE_CALLS), (self.load, LOAD_CALLS)):
             for name in names:
-                setattr(connector, name, meter.around(getattr(connector, name)))
-        planner = self.llm.llm_engine.engine_core.engine_core.scheduler.connector
-        for side in (connector, planner):
+                setattr(worker_side, name, timer.wrap(getattr(worker_side, name)))
+        scheduler_side = self.llm.llm_engine.engine_core.engine_core.scheduler.connector
+        for side in (worker_side, scheduler_side):
             for name in STEP_CALLS:
                 if hasattr(side, name):
-                    setattr(side, name, self.within.around(getattr(side, name)))
-        planner.get_kv_connector_stats = self.told.around(planner.get_kv_connector_stats)
+                    setattr(side, name, self.all_calls.wrap(getattr(side, name)))
+        counted = self.stats.wrap(scheduler_side.get_kv_connector_stats)
+        scheduler_side.get_kv_connector_stats = counted
 
     def run(
         self,
@@ -175,28 +176,28 @@ class Engine:
         hints: list[dict[str, object]] | None = None,
         settle_s: float = SETTLE_S,
     ) -> dict[str, object]:
-        """Serve prompts at once; tells times to the first token in seconds, hits and answers.
+        """Serve prompts together; returns the fields of `RunResult`.
 
         `hints` are the `kv_transfer_params` of each prompt.
         """
         engine = self.llm.llm_engine
         time.sleep(settle_s)
-        for meter in (self.save, self.load, self.within, self.told):
-            meter.take()
+        for counter in (self.save, self.load, self.all_calls, self.stats):
+            counter.take()
         names = [f"{self._serial + n}" for n in range(len(prompts))]
         self._serial += len(prompts)
         first: dict[str, float] = {}
         done: dict[str, Any] = {}
-        within_s = 0.0
-        given = [_sampling(new, each) for each in hints or [{}] * len(prompts)]
-        begun = time.perf_counter()
-        for name, tokens, params in zip(names, prompts, given, strict=True):
+        connector_s = 0.0
+        sampling = [_sampling(new, each) for each in hints or [{}] * len(prompts)]
+        started = time.perf_counter()
+        for name, tokens, params in zip(names, prompts, sampling, strict=True):
             engine.add_request(name, {"prompt_token_ids": tokens}, params)
         while engine.has_unfinished_requests():
             for output in engine.step():
                 if output.outputs[0].token_ids and output.request_id not in first:
-                    first[output.request_id] = time.perf_counter() - begun
-                    within_s = self.within.wall_s
+                    first[output.request_id] = time.perf_counter() - started
+                    connector_s = self.all_calls.wall_s
                 if output.finished:
                     done[output.request_id] = output
         return {
@@ -205,20 +206,20 @@ class Engine:
             "hit_tokens": [done[name].num_cached_tokens or 0 for name in names],
             "save": self.save.take(),
             "load": self.load.take(),
-            "connector_s": within_s,
-            "told": self.told.take(),
+            "connector_s": connector_s,
+            "connector_stats": self.stats.take(),
         }
 
     def serve(self, prompts: list[list[int]], hints: list[dict[str, object]]) -> dict[str, object]:
-        """Serve prompts one after the other without a pause, a token each; tells their hits."""
-        answers = [
-            self.run([tokens], 1, [given], settle_s=0.0)
-            for tokens, given in zip(prompts, hints, strict=True)
+        """Serve prompts one by one without a pause, one token each; returns their hits."""
+        results = [
+            self.run([tokens], 1, [params], settle_s=0.0)
+            for tokens, params in zip(prompts, hints, strict=True)
         ]
-        return {"hit_tokens": [cast("list[int]", answer["hit_tokens"])[0] for answer in answers]}
+        return {"hit_tokens": [cast("list[int]", result["hit_tokens"])[0] for result in results]}
 
     def look_up(self, tokens: list[int], repeats: int) -> dict[str, object]:
-        """Ask the scheduler's side of the connector alone; seconds an arrival and a lookup."""
+        """Time the arrival and the lookup of requests in the scheduler's side, in seconds."""
         core = self.llm.llm_engine.engine_core.engine_core
         scheduler, hasher = core.scheduler, core.request_block_hasher
         params = vllm.SamplingParams(max_tokens=1)
@@ -235,11 +236,11 @@ class Engine:
             matched, _ = scheduler.connector.get_num_new_matched_tokens(request, 0)
             lookups.append(time.perf_counter() - arrived)
             arrivals.append(arrived - start)
-            self._let_go(scheduler.connector, request)
+            self._abort(scheduler.connector, request)
         return {"arrival_s": arrivals, "lookup_s": lookups, "matched_tokens": matched}
 
-    def _let_go(self, connector: Any, request: Any) -> None:  # noqa: ANN401 # the engine's own
-        """End a request that never ran, as an abort while it waits does."""
+    def _abort(self, connector: Any, request: Any) -> None:  # noqa: ANN401 # the engine's own
+        """End a request that never ran, like an abort while it waits."""
         request.status = vllm.v1.request.RequestStatus.FINISHED_ABORTED
         if vllm.distributed.kv_transfer.kv_connector.v1.supports_hma(connector):
             connector.request_finished_all_groups(request, ())
@@ -247,7 +248,7 @@ class Engine:
             connector.request_finished(request, [])
 
     def facts(self) -> dict[str, object]:
-        """Tell what the figures depend on."""
+        """Return the parameters of the engine that affect the figures."""
         config = self.llm.llm_engine.vllm_config
         return {
             "vllm": vllm.__version__,
@@ -258,7 +259,7 @@ class Engine:
         }
 
     def stop(self) -> None:
-        """Let the connector finish what it holds, as the end of a server does."""
+        """Shut the engine down, so that the connector finishes its work."""
         self.llm.llm_engine.engine_core.shutdown()
 
 
@@ -268,26 +269,27 @@ def _sampling(new: int, hints: Mapping[str, object]) -> Any:  # noqa: ANN401 # t
 
 
 def _private_output() -> TextIO:
-    """Keep standard output for answers: engines print on it too, and then mean standard error."""
+    """Reserve standard output for results; what the engine prints goes to standard error."""
     own = os.dup(1)
     os.dup2(2, 1)
     return os.fdopen(own, "w", buffering=1, encoding="utf-8")
 
 
 def main() -> int:
-    """Start the engine of the job in the file named, then obey until standard input ends."""
-    answers = _private_output()
-    job = cast("dict[str, Any]", json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))
-    engine = Engine.start(job)
-    answers.write(json.dumps(engine.facts()) + "\n")
-    orders: dict[str, Callable[..., dict[str, object]]] = {
+    """Start the engine that a file describes, and run commands until standard input ends."""
+    results = _private_output()
+    spec = cast("dict[str, Any]", json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))
+    engine = Engine.start(spec)
+    results.write(json.dumps(engine.facts()) + "\n")
+    commands: dict[str, Callable[..., dict[str, object]]] = {
         "run": engine.run,
         "serve": engine.serve,
         "look_up": engine.look_up,
     }
     for line in sys.stdin:
-        order = cast("dict[str, Any]", json.loads(line))
-        answers.write(json.dumps(orders[order.pop("order")](**order)) + "\n")
+        arguments = cast("dict[str, Any]", json.loads(line))
+        result = commands[arguments.pop("command")](**arguments)
+        results.write(json.dumps(result) + "\n")
     engine.stop()
     return 0
 

@@ -1,4 +1,4 @@
-"""Starts engines and nodes as processes, gives them orders and ends them; no wait is endless."""
+"""Starts, drives and ends engines and nodes as child processes; every wait has a time-out."""
 
 import json
 import os
@@ -12,16 +12,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self, cast
 
-__all__ = ["Answer", "EngineError", "EngineProcess", "EngineSpec", "serve_node"]
+__all__ = ["EngineError", "EngineProcess", "EngineSpec", "RunResult", "serve_node"]
 
 START_S = 300.0
-"""How long an engine may take to start: the first on a machine inspects its models."""
-ORDER_S = 600.0
-"""How long an order may take."""
+"""Time-out for the start of an engine; vLLM inspects its models on the first start."""
+COMMAND_S = 600.0
+"""Time-out for a command."""
 STOP_S = 60.0
-"""How long an engine may take to end."""
+"""Time-out for the end of an engine."""
 LOG_LINES = 12
-"""Lines of an engine's log that its failure shows."""
+"""Last lines of an engine's log in an error message."""
 
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -35,29 +35,29 @@ ENVIRONMENT = {
 
 
 class EngineError(Exception):
-    """An engine did not start, failed or took too long; its log tells."""
+    """An engine did not start, failed or timed out; the message has the end of its log."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSpec:
-    """What to start."""
+    """The configuration of an engine."""
 
     model: Path
     dtype: str
     tokens_max: int
-    """Longest prompt and answer together."""
+    """Most tokens of a prompt and its output together."""
     block_tokens: int = 128
     requests_max: int = 8
-    """Most requests that are computed at a time."""
+    """Most requests in a batch."""
     transfer: Mapping[str, object] | None = None
-    """The engine's `kv_transfer_config`; `None` is no connector."""
+    """The engine's `kv_transfer_config`; `None`: no connector."""
     has_prefix_cache: bool = False
     """Whether vLLM's own prefix cache is on."""
     environment: tuple[tuple[str, str], ...] = ()
-    """Variables of this engine beside those of all."""
+    """Additional environment variables of this engine."""
 
     def to_json(self) -> str:
-        """Give it the form that `engine.py` reads."""
+        """Return the configuration as JSON for `engine.py`."""
         fields = (
             "dtype",
             "tokens_max",
@@ -72,54 +72,57 @@ class EngineSpec:
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What became of prompts that were served at once."""
+class RunResult:
+    """The results of prompts that were served together, one item for each prompt."""
 
     first_token_s: list[float]
-    """Seconds to the first token, a prompt."""
+    """Time to first token in seconds."""
     answers: list[list[int]]
-    """Tokens that were generated, a prompt."""
+    """Generated tokens."""
     hit_tokens: list[int]
-    """Tokens of the prompt that were not computed, a prompt."""
+    """Number of prompt tokens that were not computed."""
     save: dict[str, float]
-    """Seconds within the connector's saves: `wall_s`, `cpu_s`; all 0 without a connector."""
+    """Seconds in the connector's save calls: `wall_s`, `cpu_s`; 0 without a connector."""
     load: dict[str, float]
-    """Likewise within its loads."""
+    """Seconds in the connector's load calls, likewise."""
     connector_s: float = 0.0
-    """Seconds within all of the connector's calls, up to the last first token."""
-    told: dict[str, float] = field(default_factory=dict[str, float])
-    """The connector's own figures of the run, such as `load_seconds`; empty where it has none."""
+    """Seconds in all calls of the connector until the last first token."""
+    connector_stats: dict[str, float] = field(default_factory=dict[str, float])
+    """The connector's own statistics of the run, such as `load_seconds`; empty if it has none."""
 
     @property
     def first_token_mean_s(self) -> float:
-        """The mean over prompts."""
+        """The mean time to first token."""
         return sum(self.first_token_s) / len(self.first_token_s)
 
     @property
     def load_s(self) -> float:
-        """Time of loads as the connector tells, which may go on beside the engine."""
-        return self.told.get("load_seconds", self.load["wall_s"])
+        """The time of loads, from the connector's statistics if it has them.
+
+        They include loads in background threads, which the time of its calls does not.
+        """
+        return self.connector_stats.get("load_seconds", self.load["wall_s"])
 
     def cpu_s(self, kind: str) -> float:
-        """Give the processor time of a kind, `save` or `load`, told or else within its calls."""
-        within: dict[str, float] = getattr(self, kind)
-        return self.told.get(f"{kind}_cpu_seconds", within["cpu_s"])
+        """Return the CPU time of `save` or `load`, from the connector's statistics if available."""
+        calls: dict[str, float] = getattr(self, kind)
+        return self.connector_stats.get(f"{kind}_cpu_seconds", calls["cpu_s"])
 
 
 class EngineProcess:
-    """An engine that runs until the `with` block ends."""
+    """An engine in a child process. A context manager that ends it."""
 
-    def __init__(self, spec: EngineSpec, room: Path, name: str) -> None:
-        """Start it; files and the log go to `room`. Raises `EngineError` if it does not start."""
-        job = room / f"{name}.json"
-        job.write_text(spec.to_json(), encoding="utf-8")
+    def __init__(self, spec: EngineSpec, directory: Path, name: str) -> None:
+        """Start the engine; files and the log are in `directory`. Raises `EngineError`."""
+        config = directory / f"{name}.json"
+        config.write_text(spec.to_json(), encoding="utf-8")
         self._name = name
-        self._log = room / f"{name}.log"
+        self._log = directory / f"{name}.log"
         self._rest = b""
         environment = os.environ | ENVIRONMENT | dict(spec.environment)
         with self._log.open("a", encoding="utf-8") as log:
             self._process = subprocess.Popen(  # noqa: S603 # our own command
-                [sys.executable, "-m", "cascadekv.bench.engine", str(job)],
+                [sys.executable, "-m", "cascadekv.bench.engine", str(config)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -128,31 +131,30 @@ class EngineProcess:
         self.facts = self._read(START_S)
 
     def __enter__(self) -> Self:
-        """Use it."""
+        """Return the running engine."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End it."""
+        """End the engine."""
         self.stop()
 
-    def run(self, prompts: Sequence[list[int]], new: int = 16) -> Answer:
-        """Serve prompts at once. Raises `EngineError`."""
-        told = self._ask(order="run", prompts=list(prompts), new=new)
-        return Answer(**told)
+    def run(self, prompts: Sequence[list[int]], new: int = 16) -> RunResult:
+        """Serve prompts together. Raises `EngineError`."""
+        return RunResult(**self._send(command="run", prompts=list(prompts), new=new))
 
     def serve(
         self, prompts: Sequence[list[int]], hints: Sequence[Mapping[str, object]]
     ) -> list[int]:
-        """Serve prompts one after the other; tells the tokens hit. Raises `EngineError`."""
-        told = self._ask(order="serve", prompts=list(prompts), hints=list(hints))
-        return cast("list[int]", told["hit_tokens"])
+        """Serve prompts one by one; returns the hit tokens of each. Raises `EngineError`."""
+        result = self._send(command="serve", prompts=list(prompts), hints=list(hints))
+        return cast("list[int]", result["hit_tokens"])
 
     def look_up(self, tokens: list[int], repeats: int) -> dict[str, Any]:
-        """Ask the scheduler's side of the connector alone. Raises `EngineError`."""
-        return self._ask(order="look_up", tokens=tokens, repeats=repeats)
+        """Call only the scheduler's side of the connector. Raises `EngineError`."""
+        return self._send(command="look_up", tokens=tokens, repeats=repeats)
 
     def stop(self) -> None:
-        """End it in order; kill it where it does not end."""
+        """End the engine; kill it after a time-out."""
         if self._process.stdin is not None and not self._process.stdin.closed:
             self._process.stdin.close()
         try:
@@ -163,20 +165,21 @@ class EngineProcess:
         if self._process.stdout is not None:
             self._process.stdout.close()
 
-    def _ask(self, **order: object) -> dict[str, Any]:
+    def _send(self, **command: object) -> dict[str, Any]:
+        """Send a command and return its result."""
         if self._process.stdin is None:
-            raise EngineError(f"{self._name}: takes no orders")
+            raise EngineError(f"the engine {self._name} has no standard input")
         try:
-            self._process.stdin.write(json.dumps(order).encode() + b"\n")
+            self._process.stdin.write(json.dumps(command).encode() + b"\n")
             self._process.stdin.flush()
         except BrokenPipeError as error:
             raise EngineError(self._explain("has ended")) from error
-        return self._read(ORDER_S)
+        return self._read(COMMAND_S)
 
     def _read(self, seconds: float) -> dict[str, Any]:
-        """Wait for a line; an engine that ends or takes too long is over."""
+        """Read a line of JSON; an engine that times out is killed."""
         if self._process.stdout is None:
-            raise EngineError(f"{self._name}: gives no answers")
+            raise EngineError(f"the engine {self._name} has no standard output")
         descriptor = self._process.stdout.fileno()
         deadline = time.monotonic() + seconds
         while b"\n" not in self._rest:
@@ -193,20 +196,20 @@ class EngineProcess:
 
     def _explain(self, what: str) -> str:
         lines = self._log.read_text(encoding="utf-8", errors="replace").splitlines()
-        told = [line for line in lines if line.strip()][-LOG_LINES:]
-        return f"the engine {self._name} {what}; the end of {self._log}:\n" + "\n".join(told)
+        end = [line for line in lines if line.strip()][-LOG_LINES:]
+        return f"the engine {self._name} {what}; the end of {self._log}:\n" + "\n".join(end)
 
 
 @contextmanager
-def serve_node(room: Path, *flags: str) -> Generator[str]:
-    """Serve a store from DRAM in a process of its own; gives `cascade.node`'s value."""
-    path = room / "node.sock"
+def serve_node(directory: Path, *flags: str) -> Generator[str]:
+    """Run a node with a DRAM tier; yields the value for `cascade.node`."""
+    path = directory / "node.sock"
     command = [sys.executable, "-m", "cascadekv", "serve", "--socket", str(path)]
     command += ["--pipeline", "Dram", "--log-filter", "warn", *flags]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:  # noqa: S603 # our own
         try:
             if process.stdout is None:
-                raise EngineError("the node tells nothing")
+                raise EngineError("the node has no standard output")
             ready, _, _ = select.select([process.stdout], [], [], START_S)
             if not ready or b"ready" not in process.stdout.readline():
                 raise EngineError(f"the node did not start: {' '.join(command)}")

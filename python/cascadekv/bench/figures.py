@@ -1,7 +1,7 @@
-"""Figures of a measurement with an engine: samples, verdicts, the table and the JSON.
+"""Results of measurements with an engine: samples, targets, verdicts, and their table and JSON.
 
-The JSON is a list in the form of `cascade bench core`; a figure has besides a `verdict` and what
-was noticed beside its value.
+The JSON is a list in the format of `cascade bench core`, with the additional fields `verdict`,
+`measured`, `faults`, `skipped` and `facts`.
 """
 
 import json
@@ -12,20 +12,20 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal, TextIO
 
-__all__ = ["Figure", "Sheet", "Target", "Verdict"]
+__all__ = ["Figure", "FigureTable", "Target", "Verdict"]
 
 Verdict = Literal["met", "MISSED", "INVALID", "skipped", ""]
 
 
 @dataclass(frozen=True)
 class Target:
-    """What is asked of a figure: at least or at most a value of its unit; one of the two."""
+    """The target of a figure: a least or a most value in its unit; exactly one of the two."""
 
     at_least: float | None = None
     at_most: float | None = None
 
     def is_reached(self, value: float) -> bool:
-        """Whether the value is what was asked for."""
+        """Whether the value meets the target."""
         if self.at_least is not None:
             return value >= self.at_least
         return self.at_most is None or value <= self.at_most
@@ -37,37 +37,37 @@ class Target:
         return f"<= {self.at_most:g}"
 
     def to_json(self) -> dict[str, float]:
-        """Give it the form that the other measurements have."""
+        """Return the target in the format of other measurements."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 @dataclass(frozen=True)
 class Figure:
-    """One figure: the median of its samples, one sample a round."""
+    """One measured figure: the median of its samples, with one sample per round."""
 
     name: str
     """What was measured, such as `gain/dram/91m/4096`."""
     unit: str
     samples: Sequence[float]
-    """One a round; empty where nothing could be measured, and then `skipped` says why."""
+    """One sample per round; empty if the measurement was skipped or failed."""
     target: Target | None = None
     faults: Sequence[str] = ()
-    """What makes the figure worthless, such as a second run that hit nothing."""
+    """What invalidates the figure, such as a second run without hits."""
     skipped: str = ""
-    """Why there is no figure."""
+    """Why the figure was not measured."""
     measured: str = ""
-    """What was timed, in words."""
+    """Description of the measured quantity."""
     facts: Mapping[str, object] = field(default_factory=dict[str, object])
-    """What was noticed beside: hits, answers that differ, bytes."""
+    """Additional observations: hits, number of different answers, bytes."""
 
     @property
     def value(self) -> float | None:
-        """The median, if there is one."""
+        """The median; `None` without samples."""
         return statistics.median(self.samples) if self.samples else None
 
     @property
     def verdict(self) -> Verdict:
-        """Whether the target is met; a figure with faults is INVALID, however good it looks."""
+        """Whether the target is met; a figure with faults is INVALID whatever its value."""
         if self.skipped:
             return "skipped"
         if self.faults or self.value is None:
@@ -77,7 +77,7 @@ class Figure:
         return "met" if self.target.is_reached(self.value) else "MISSED"
 
     def to_json(self) -> dict[str, object]:
-        """Give it the form that the other measurements have, and the verdict."""
+        """Return the figure in the format of other measurements, with the additional fields."""
         is_reached = {"met": True, "MISSED": False, "INVALID": False}.get(self.verdict)
         return {
             "name": self.name,
@@ -98,7 +98,7 @@ class Figure:
         }
 
     def row(self) -> str:
-        """Show the figure as a line under `Sheet.HEADER`."""
+        """Return the figure as a line of the table below `FigureTable.HEADER`."""
         if self.skipped:
             return f"{self.name:<40}{'-':>9} {self.unit:<7}  skipped: {self.skipped}"
         target = str(self.target) if self.target else ""
@@ -110,8 +110,8 @@ class Figure:
         return row + "".join(f"\n    {fault}" for fault in self.faults)
 
 
-class Sheet:
-    """Shows each figure as it comes, and writes all of them down."""
+class FigureTable:
+    """Prints each figure when it is added, and writes all figures to a file."""
 
     HEADER = f"{'figure':<40}{'median':>9} {'unit':<7}  {'target':<9}{'verdict':<9}range of samples"
 
@@ -120,26 +120,26 @@ class Sheet:
         self._out = out
 
     def begin(self, headline: str) -> None:
-        """Show what is measured, and the head of the table."""
+        """Print a headline and the head of the table."""
         self._show(headline)
         self._show(self.HEADER)
 
     def add(self, figure: Figure) -> None:
-        """Take a figure and show it."""
+        """Add a figure and print it."""
         self.figures.append(figure)
         self._show(figure.row())
 
     def end(self) -> int:
-        """Show how many targets were met; the exit code is 1 if a figure is INVALID."""
+        """Print how many targets were met; returns the exit code, 1 if a figure is INVALID."""
         verdicts = [figure.verdict for figure in self.figures if figure.target]
-        asked = sum(verdict != "skipped" for verdict in verdicts)
+        measured = sum(verdict != "skipped" for verdict in verdicts)
         invalid = sum(figure.verdict == "INVALID" for figure in self.figures)
         tail = f", {invalid} figures INVALID" if invalid else ""
-        self._show(f"{verdicts.count('met')} of {asked} targets met{tail}")
+        self._show(f"{verdicts.count('met')} of {measured} targets met{tail}")
         return 1 if invalid else 0
 
     def write(self, path: Path, environment: Mapping[str, object]) -> None:
-        """Write the figures, and beside them what they were measured on."""
+        """Write the figures to `path`, and the environment to a file next to it."""
         _write_json(path, [figure.to_json() for figure in self.figures])
         _write_json(path.with_suffix(".environment.json"), dict(environment))
 
@@ -155,6 +155,6 @@ def _write_json(path: Path, content: object) -> None:
 
 def _number(value: float) -> str:
     size = abs(value)
-    if size >= 1000:  # noqa: PLR2004 # digits that mean something
+    if size >= 1000:  # noqa: PLR2004 # three significant digits
         return f"{value:.0f}"
     return f"{value:.1f}" if size >= 100 else f"{value:.3g}"  # noqa: PLR2004 # likewise

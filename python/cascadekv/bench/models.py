@@ -1,12 +1,13 @@
-"""Small language models made on the spot, so that tests and measurements download nothing.
+"""Generates small language models, so that tests and measurements download nothing.
 
-A model is a Llama with random weights beside a byte-level BPE trained on made-up words. The same
-size, dtype and seed give the same weights with the same versions of torch and transformers.
+A model is a Llama with random weights and a byte-level BPE tokenizer trained on generated words.
+The same size, dtype and seed give the same weights with the same versions of torch and
+transformers.
 
-The weights are not drawn as a real model's are: with the usual small deviation the next token
-depends on the last token only, and wrong KV would go unnoticed. Here queries and keys are scaled
-up, so that attention is sharp, and the rest by fan-in, so that attention reaches the output:
-tokens change when one cached block does.
+The weights differ from the usual initialization. With its small deviation, the next token would
+depend on the last token only, and wrong KV would go unnoticed. Queries and keys are scaled up, so
+that attention is sharp. Other weights are scaled by fan-in, so that attention reaches the output.
+As a result, one wrong cached block changes the generated tokens.
 """
 
 import argparse
@@ -35,11 +36,11 @@ else:
 __all__ = ["DTYPES", "FACTS_FILE", "SIZES", "Size", "make_model"]
 
 FACTS_FILE = "cascade_model.json"
-"""The file of a model's directory that tells what it was made from."""
+"""The file in a model's directory with the parameters of its generation."""
 DTYPES = ("float32", "bfloat16")
 """Types of weights and KV."""
 POSITIONS = 32768
-"""Tokens that a model can look back on."""
+"""Context length."""
 BOS, EOS = "<s>", "</s>"
 CORPUS_LINES = 4000
 CHAT_TEMPLATE = (
@@ -47,7 +48,7 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
 RECIPE = 1
-"""Raised when the same size and seed no longer give the same model."""
+"""Version of the generation; increase it when the same size and seed give another model."""
 
 
 @dataclass(frozen=True)
@@ -68,14 +69,14 @@ SIZES: dict[str, Size] = {
     "22m": Size(hidden=512, layers=8, heads=8, kv_heads=2, intermediate=1280),
     "91m": Size(hidden=1024, layers=8, heads=16, kv_heads=4, intermediate=2752),
 }
-"""3, 22 and 91 million parameters: tests take the first, measurements the others."""
+"""Models with 3, 22 and 91 million parameters: the first for tests, the others for measurements."""
 
 
 def make_model(root: Path, size: str, dtype: str = "float32", *, seed: int = 0) -> Path:
-    """Return the directory of a model below `root`; makes it unless it is there.
+    """Return the directory of a model below `root`; generates the model if it does not exist.
 
-    Several processes may ask at once: each sees a whole model or none. Raises `KeyError` for a
-    size or dtype that there is not, `OSError` where the directory cannot be written.
+    Safe for concurrent processes: the directory appears atomically. Raises `KeyError` for an
+    unknown size or dtype, and `OSError` if the directory cannot be written.
     """
     recipe: dict[str, object] = {
         "recipe": RECIPE,
@@ -90,8 +91,8 @@ def make_model(root: Path, size: str, dtype: str = "float32", *, seed: int = 0) 
     }
     if dtype not in DTYPES:
         raise KeyError(dtype)
-    told = json.dumps(recipe, sort_keys=True).encode()
-    directory = root / f"{size}-{dtype}-{hashlib.sha256(told).hexdigest()[:12]}"
+    canonical = json.dumps(recipe, sort_keys=True).encode()
+    directory = root / f"{size}-{dtype}-{hashlib.sha256(canonical).hexdigest()[:12]}"
     if not (directory / FACTS_FILE).exists():
         root.mkdir(parents=True, exist_ok=True)
         _write(directory, recipe)
@@ -99,7 +100,7 @@ def make_model(root: Path, size: str, dtype: str = "float32", *, seed: int = 0) 
 
 
 def _write(directory: Path, recipe: dict[str, object]) -> None:
-    """Write the model beside its place and move it there whole."""
+    """Write the model to a temporary directory and rename that."""
     size, dtype, seed = str(recipe["size"]), str(recipe["dtype"]), int(str(recipe["seed"]))
     scratch = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
     try:
@@ -117,13 +118,13 @@ def _write(directory: Path, recipe: dict[str, object]) -> None:
             scratch.rename(directory)
         except OSError:
             if not (directory / FACTS_FILE).exists():
-                raise  # else another process was faster, with the same model
+                raise  # otherwise another process has created the same model meanwhile
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _draw(size: Size, dtype: object, seed: int) -> Any:  # noqa: ANN401 # a model of transformers
-    """Draw the weights from `seed`, in float32, one after the other by name."""
+    """Generate the weights from `seed`, in float32, in the order of their names."""
     config = transformers.LlamaConfig(
         vocab_size=size.vocabulary,
         hidden_size=size.hidden,
@@ -153,7 +154,7 @@ def _draw(size: Size, dtype: object, seed: int) -> Any:  # noqa: ANN401 # a mode
 
 
 def _train_tokenizer(entries: int, seed: int) -> Any:  # noqa: ANN401 # a tokenizer of transformers
-    """Train a byte-level BPE of exactly that many entries."""
+    """Train a byte-level BPE tokenizer with exactly that many entries."""
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
@@ -177,7 +178,7 @@ def _train_tokenizer(entries: int, seed: int) -> Any:  # noqa: ANN401 # a tokeni
 
 
 def _corpus(seed: int) -> Iterator[str]:
-    """Make up lines of words, enough to train a small tokenizer on."""
+    """Generate lines of words to train a small tokenizer on."""
     chance = random.Random(seed)  # noqa: S311 # no secret
     vowels = ("a", "e", "i", "o", "u", "ar", "en")
     syllables = [consonant + vowel for consonant in "bcdfghklmnprstvwz" for vowel in vowels]
@@ -188,7 +189,7 @@ def _corpus(seed: int) -> Iterator[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Make a model and print its directory, for scripts and examples."""
+    """Generate a model and print its directory, for scripts and examples."""
     parser = argparse.ArgumentParser(prog="python -m cascadekv.bench.models", description=__doc__)
     parser.add_argument("root", type=Path, help="directory for models")
     parser.add_argument("--size", choices=sorted(SIZES), default="tiny")

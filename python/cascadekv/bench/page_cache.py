@@ -1,4 +1,4 @@
-"""Makes files cold: drops their pages from the kernel's cache, and counts what is still there."""
+"""Drops files from the kernel's page cache, and counts the bytes that are still cached."""
 
 import ctypes
 import mmap
@@ -11,7 +11,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def drop(directory: Path) -> int:
-    """Write files below a directory down and drop their cached pages; returns bytes still cached.
+    """Sync the files below a directory and drop their cached pages; returns bytes still cached.
 
     Raises `OSError` for a file that cannot be read.
     """
@@ -26,7 +26,7 @@ def drop(directory: Path) -> int:
 
 
 def cached_bytes(directory: Path) -> int:
-    """Count the bytes of files below a directory that the kernel has in memory."""
+    """Return the bytes of files below a directory that are in the page cache."""
     return sum(_cached_bytes_of(path) for path in _files(directory))
 
 
@@ -39,7 +39,7 @@ def _cached_bytes_of(path: Path) -> int:
     with path.open("rb") as file, mmap.mmap(file.fileno(), size, mmap.MAP_PRIVATE) as mapping:
         pages = -(-size // mmap.PAGESIZE)
         resident = (ctypes.c_ubyte * pages)()
-        # A private mapping may be written to, which ctypes asks for before it tells the address.
+        # ctypes returns the address of writable memory only; a private mapping is writable.
         first = ctypes.c_char.from_buffer(mapping)
         try:
             address = ctypes.c_void_p(ctypes.addressof(first))

@@ -1,7 +1,7 @@
-"""Made-up traffic for hints: sessions of turns, some that come back soon, some late or never.
+"""Synthetic traffic to measure hints: sessions of turns that return soon, late or never.
 
-What a session does follows from the seed alone, so that engines with and without a hint are asked
-the same in the same order.
+The traffic depends on the seed only, so that engines with and without a hint receive the same
+requests in the same order.
 """
 
 import heapq
@@ -14,15 +14,15 @@ from cascadekv.bench.prompts import prompt
 __all__ = ["HINTS", "Turn", "turns"]
 
 LIVE = 24
-"""Sessions at a time."""
+"""Number of concurrent sessions."""
 TURN_TOKENS = 256
 """Tokens that a turn adds."""
 TURNS = (1, 6)
-"""Turns of a session, at least and at most."""
+"""Least and most turns of a session."""
 SOON, LATE = (1, 4), (30, 60)
-"""Requests of others until the next turn, after a call of a tool and after an answer."""
+"""Requests of other sessions before the next turn: after a tool call, and after an answer."""
 IMPORTANT_EVERY = 4
-"""Every so many sessions are important."""
+"""One of this many sessions is important."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Turn:
     tokens: list[int]
     is_last: bool
     is_tool: bool
-    """Whether its session calls tools and comes back soon."""
+    """Whether its session calls tools and returns soon."""
     is_important: bool
 
 
@@ -57,11 +57,11 @@ HINTS: Mapping[str, Callable[[Turn], dict[str, object]]] = {
     "workload": lambda turn: {"cascade.workload": 1 if turn.is_tool else 2},
     "priority": lambda turn: {"cascade.priority": "high"} if turn.is_important else {},
 }
-"""What a caller that knows would say of a turn, a hint at a time."""
+"""The request parameters of a turn, for each hint that is measured."""
 
 
 def turns(count: int, seed: int) -> Iterator[Turn]:
-    """Give that many requests in their order."""
+    """Yield that many requests in order."""
     chance = random.Random(seed)  # noqa: S311 # no secret
     waiting: list[tuple[int, int, _Session]] = []
     begun = 0

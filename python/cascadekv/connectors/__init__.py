@@ -1,1 +1,1 @@
-"""Adapters to inference engines, one module an engine; importing this imports no engine."""
+"""Adapters to inference engines, one module per engine; importing this imports no engine."""

@@ -1,39 +1,39 @@
-"""Failures of the cache as an engine sees them: counted all, logged once in a while."""
+"""Failures of the cache in an engine: all are counted, and logging is rate-limited."""
 
 import logging
 import threading
 import time
 
-__all__ = ["EVERY_S", "FailureLog"]
+__all__ = ["LOG_INTERVAL_S", "FailureLog"]
 
-EVERY_S = 30.0
-"""How often a kind of failure is logged at most."""
+LOG_INTERVAL_S = 30.0
+"""Least time between two log lines for one kind of failure."""
 
 
 class FailureLog:
-    """Counts failures by kind, so that a store that is away does not fill the engine's log."""
+    """Counts failures by kind; an unavailable store does not fill the engine's log."""
 
-    def __init__(self, logger: logging.Logger, *, every: float = EVERY_S) -> None:
-        """Log to `logger`, each kind at most once in `every` seconds."""
+    def __init__(self, logger: logging.Logger, *, interval_s: float = LOG_INTERVAL_S) -> None:
+        """Log to `logger`, each kind at most once in `interval_s` seconds."""
         self._logger = logger
-        self._every = every
+        self._interval_s = interval_s
         self._lock = threading.Lock()
         self._counts: dict[str, int] = {}
         self._logged: dict[str, tuple[float, int]] = {}
 
     def count(self, kind: str, error: BaseException | str) -> None:
-        """Count a failure of this kind; the message says what it means for the engine."""
+        """Count a failure of this kind, and log it unless the kind was logged recently."""
         now = time.monotonic()
         with self._lock:
             total = self._counts[kind] = self._counts.get(kind, 0) + 1
-            logged_at, logged = self._logged.get(kind, (-self._every, 0))
-            due = now - logged_at >= self._every
-            if due:
+            logged_at, logged = self._logged.get(kind, (-self._interval_s, 0))
+            is_due = now - logged_at >= self._interval_s
+            if is_due:
                 self._logged[kind] = (now, total)
-        if due:
+        if is_due:
             self._logger.warning(
-                "Cascade: %s failed (%d since the last line like this, %d in all); the engine "
-                "computes instead: %s",
+                "Cascade: %s failed (%d times since the last such message, %d in total); the "
+                "engine computes instead: %s",
                 kind,
                 total - logged,
                 total,
@@ -41,6 +41,6 @@ class FailureLog:
             )
 
     def counts(self) -> dict[str, int]:
-        """Give the number of failures of each kind."""
+        """Return the number of failures of each kind."""
         with self._lock:
             return dict(self._counts)

@@ -1,7 +1,6 @@
-"""Hints of an engine's requests: what a caller says in `kv_transfer_params`, and how one ended.
+"""Hints of an engine's requests: from `kv_transfer_params`, and from how the request ended.
 
-Hints are advice: one that makes no sense is left out, with a sentence for the log, and the request
-goes on.
+Hints are optional: an invalid one is ignored with a warning, and the request goes on.
 """
 
 import dataclasses
@@ -19,7 +18,7 @@ SESSION = "cascade.session"
 SESSION_CHARS_MAX = 256
 WORKLOAD_MAX = 255
 EXPECTED_WITHIN_S_MAX = 3600.0
-"""The longest wait that a hint may announce, in seconds."""
+"""Largest value of `cascade.expected_within`."""
 
 PARAMETERS = (
     SESSION,
@@ -29,47 +28,47 @@ PARAMETERS = (
     "cascade.workload",
     "cascade.expected_within",
 )
-"""Every parameter of a request."""
+"""All parameters of a request."""
 
 
 def request_hints(
     params: Mapping[str, object] | None, *, priority: int = 0
 ) -> tuple[Hints, list[str]]:
-    """Read a request's parameters: the hints, and a sentence for each that was left out.
+    """Parse a request's parameters; returns the hints, and a warning for each ignored parameter.
 
     Only names that begin with `cascade.` are read; others are the engine's. `priority` is vLLM's
-    own, where lower is more urgent; `cascade.priority` wins over it. Never raises.
+    own, where lower is more urgent; `cascade.priority` takes precedence. Never raises.
     """
-    hints = Hints(priority=_of_engine(priority))
-    complaints: list[str] = []
+    hints = Hints(priority=_from_engine_priority(priority))
+    warnings: list[str] = []
     try:
         given = {name: value for name, value in (params or {}).items() if _is_ours(name)}
     except (AttributeError, TypeError, ValueError):
-        return hints, [f"kv_transfer_params: {_shown(params)} is no mapping; left out"]
+        return hints, [f"kv_transfer_params: {_shown(params)} is not a mapping; ignored"]
     for name, value in given.items():
         if name not in PARAMETERS:
             near = difflib.get_close_matches(name, PARAMETERS, n=1)
             advice = f"did you mean {near[0]}?" if near else f"known are {', '.join(PARAMETERS)}"
-            complaints.append(f"{_shown(name)}: no such parameter; {advice}")
+            warnings.append(f"{_shown(name)}: no such parameter; {advice}")
             continue
         if value is None:
             continue
-        read, expected = _READERS[name]
-        found = read(value)
-        if found is None:
-            complaints.append(f"{name}: {_shown(value)} is not {expected}; left out")
+        parse, expected = _PARSERS[name]
+        parsed = parse(value)
+        if parsed is None:
+            warnings.append(f"{name}: {_shown(value)} is not {expected}; ignored")
         elif name != SESSION:
-            hints = dataclasses.replace(hints, **{name.removeprefix(PREFIX): found})
-    return hints, complaints
+            hints = dataclasses.replace(hints, **{name.removeprefix(PREFIX): parsed})
+    return hints, warnings
 
 
 def session_name(
     params: Mapping[str, object] | None, *, engine_session: str | None = None
 ) -> bytes | None:
-    """Give a short name of the request's session, equal for equal sessions; `None` without one.
+    """Return a 16-byte name of the request's session; `None` if the request has no session.
 
-    `cascade.session` wins over the engine's own session id. The name is a digest: what a caller
-    calls a session may be personal.
+    `cascade.session` takes precedence over the engine's own session id. The name is a digest,
+    because a session id may contain personal data.
     """
     value = params.get(SESSION) if isinstance(params, Mapping) else None
     name = _session(value) or _session(engine_session)
@@ -79,22 +78,21 @@ def session_name(
 
 
 def finish_hints(hints: Hints, *, status_name: str, stop_reason: object) -> Hints:
-    """Add how the request ended, by vLLM's `RequestStatus` and `stop_reason`.
+    """Add how the request ended, from vLLM's `RequestStatus` and `stop_reason`.
 
-    What a caller said by `cascade.stop` stays: only the caller tells a tool's turn from a person's.
-    A text at which to stop is found outside the engine's core, which then sees an abort. So
-    `FINISHED_ABORTED` is `CANCELLED` only without a `stop_reason`. Statuses that say nothing of a
-    next turn (errors, ignored requests) leave the hint out.
+    `cascade.stop` takes precedence: only the caller can tell a tool call from the end of a turn.
+    Statuses that do not predict another turn (errors, ignored requests) add no hint.
     """
     if hints.stop is not None:
         return hints
-    stop = _FINISHES.get(status_name)
+    stop = _STOP_BY_STATUS.get(status_name)
+    # vLLM matches stop strings outside its core and then aborts the request with a `stop_reason`.
     if status_name == "FINISHED_ABORTED" and stop_reason is not None:
         stop = StopReason.END_TURN
     return hints if stop is None else dataclasses.replace(hints, stop=stop)
 
 
-_FINISHES = {
+_STOP_BY_STATUS = {
     "FINISHED_STOPPED": StopReason.END_TURN,
     "FINISHED_LENGTH_CAPPED": StopReason.LENGTH,
     "FINISHED_REPETITION": StopReason.LENGTH,
@@ -106,7 +104,7 @@ def _is_ours(name: object) -> bool:
     return isinstance(name, str) and name.startswith(PREFIX)
 
 
-def _of_engine(priority: int) -> Priority:
+def _from_engine_priority(priority: int) -> Priority:
     if priority == 0:
         return Priority.NORMAL
     return Priority.HIGH if priority < 0 else Priority.LOW
@@ -118,7 +116,7 @@ def _session(value: object) -> str | None:
     return None
 
 
-def _switch(value: object) -> bool | None:
+def _boolean(value: object) -> bool | None:
     return value if isinstance(value, bool) else None
 
 
@@ -142,9 +140,9 @@ def _seconds(value: object) -> float | None:
     return float(value) if 0 <= value <= EXPECTED_WITHIN_S_MAX else None
 
 
-_READERS: dict[str, tuple[Callable[[object], Any], str]] = {
-    SESSION: (_session, f"a text of 1 to {SESSION_CHARS_MAX} characters"),
-    "cascade.ends_session": (_switch, "true or false"),
+_PARSERS: dict[str, tuple[Callable[[object], Any], str]] = {
+    SESSION: (_session, f"text of 1 to {SESSION_CHARS_MAX} characters"),
+    "cascade.ends_session": (_boolean, "true or false"),
     "cascade.priority": (_priority, "one of low, normal, high"),
     "cascade.stop": (_stop, "one of tool_use, end_turn, length, cancelled"),
     "cascade.workload": (_workload, f"a whole number from 0 to {WORKLOAD_MAX}"),
@@ -158,7 +156,7 @@ _READERS: dict[str, tuple[Callable[[object], Any], str]] = {
 def _shown(value: object) -> str:
     try:
         text = repr(value)
-    except (ValueError, RecursionError):  # too many digits, or too deep
+    except (ValueError, RecursionError):  # too many digits, or nested too deeply
         text = f"a {type(value).__name__}"
     longest = 60
     return text if len(text) <= longest else text[:longest] + "..."

@@ -1,4 +1,4 @@
-"""The pages of an SGLang host pool as plain memory: where each page's bytes lie, and no others."""
+"""Access to the pages of an SGLang host pool as plain memory, with bounds checks."""
 
 import importlib
 from collections.abc import Sequence
@@ -9,43 +9,45 @@ from cascadekv.errors import ConfigError
 __all__ = ["HostPages", "HostPoolError"]
 
 PIECES_MAX = 8
-"""Most runs of memory that a page may consist of; one of more is copied into one run instead."""
+"""Most contiguous pieces of a page. A page with more pieces is copied into a flat page instead."""
 
 
 class HostPoolError(ValueError):
-    """What the engine asks for is not in the pool that it registered."""
+    """A request does not match the registered host pool."""
 
 
 class HostPages:
-    """One host pool of SGLang's, read and written in place where its layout allows it.
+    """The pages of one SGLang host pool, read and written in place where the layout allows it.
 
-    The page-first layouts keep a page in few runs of memory (K and V, or one where both are
-    compressed together): those are the pieces that are stored. In `layer_first` a page is spread
-    over every layer; it is copied into one flat page, as SGLang itself does, and is one piece.
+    The page-first layouts keep a page in few contiguous pieces (K and V, or one compressed piece);
+    each piece is one block. In `layer_first` a page is spread over all layers; it is copied into
+    one flat page, as SGLang itself does, which is one block.
     """
 
     def __init__(self, pool: Any, *, shards: int = 1) -> None:
-        """Find out how the pool lays out a page; raises `ConfigError` where it has no way."""
+        """Probe the pool's layout; raises `ConfigError` if its pages cannot be accessed."""
         self.pool = pool
         self.page_size: int = pool.page_size
         self.shards = shards
-        """Equal shares of the heads that a page is cut into."""
-        self._regions = [_Region(tensor) for tensor in _tensors(pool)]
+        """Number of equal shares into which the heads of a page are split."""
+        self._regions = [_TensorMemory(tensor) for tensor in _tensors(pool)]
         pieces = self._probe()
         self.in_place = pieces is not None
-        """Whether bytes move between the store and the pool without a copy of the page."""
+        """Whether bytes move between the store and the pool without an intermediate copy."""
         self.piece_bytes: tuple[int, ...] = pieces or (self._flat_bytes(),)
         """Size of each piece of a page, in order."""
         if shards > 1 and not self.in_place:
-            raise ConfigError(f"tp_lcm_size: the layout {pool.layout!r} keeps no share together")
+            raise ConfigError(
+                f"tp_lcm_size: in the layout {pool.layout!r} a share of the heads is not contiguous"
+            )
 
     @property
     def pieces(self) -> int:
-        """Pieces of a page."""
+        """Number of pieces of a page."""
         return len(self.piece_bytes)
 
     def starts(self, host_indices: Any, pages: int) -> list[int]:
-        """Give the first index of each page; raises `HostPoolError` unless there are `pages`."""
+        """Return the first index of each page; raises `HostPoolError` for another page count."""
         indices: list[int] = host_indices.tolist()
         if len(indices) != pages * self.page_size:
             raise HostPoolError(
@@ -54,42 +56,45 @@ class HostPages:
         return indices[:: self.page_size]
 
     def memory(self, host_indices: Any, pages: int) -> list[memoryview]:
-        """Give the pieces of pages that lie in place, page by page.
+        """Return the memory of the pieces of some pages, page by page.
 
-        Raises `HostPoolError` for a piece of another size than at registration, and for one that
-        is not in the memory that the pool showed then.
+        Raises `HostPoolError` if a piece has another size than at registration or lies outside the
+        registered memory.
         """
         self.starts(host_indices, pages)
         addresses, sizes = self._meta(host_indices)
         if len(addresses) != pages * self.pieces:
-            raise HostPoolError(f"{len(addresses)} pieces for {pages} pages of {self.pieces}")
+            raise HostPoolError(
+                f"{len(addresses)} pieces for {pages} pages of {self.pieces} pieces each"
+            )
         if tuple(sizes) != self.piece_bytes * pages:
-            raise HostPoolError(f"pieces of other sizes than {self.piece_bytes} at registration")
-        places = zip(addresses, sizes, strict=True)
-        return [self._memory_at(address, size) for address, size in places]
+            raise HostPoolError(f"piece sizes differ from {self.piece_bytes} at registration")
+        pieces = zip(addresses, sizes, strict=True)
+        return [self._memory_at(address, size) for address, size in pieces]
 
     def flat_memory(self, tensor: Any) -> list[memoryview]:
-        """Cut a flat page as SGLang hands it around into the pieces that are stored.
+        """Split a flat page, which has its pieces one after the other, into the stored pieces.
 
-        A flat page is its pieces one after the other. Raises `HostPoolError` for another size, and
-        for a tensor that is not one run of this machine's memory.
+        Raises `HostPoolError` if the size is wrong or the tensor is not contiguous host memory.
         """
         whole = _bytes_of(tensor)
         if len(whole) != sum(self.piece_bytes):
-            raise HostPoolError(f"a page of {len(whole)} bytes instead of {sum(self.piece_bytes)}")
-        cut: list[memoryview] = []
-        at = 0
+            raise HostPoolError(
+                f"the page has {len(whole)} bytes; expected {sum(self.piece_bytes)}"
+            )
+        pieces: list[memoryview] = []
+        offset = 0
         for size in self.piece_bytes:
-            cut.append(whole[at : at + size])
-            at += size
-        return cut
+            pieces.append(whole[offset : offset + size])
+            offset += size
+        return pieces
 
     def new_page(self) -> Any:
-        """Make an empty flat page."""
+        """Create an empty flat page."""
         return self.pool.get_dummy_flat_data_page()
 
     def read_page(self, start: int) -> Any:
-        """Copy a page out of the pool."""
+        """Copy a page from the pool into a flat page."""
         return self.pool.get_data_page(start, flat=True)
 
     def write_page(self, start: int, page: Any) -> None:
@@ -102,9 +107,10 @@ class HostPages:
         return self.pool.get_page_buffer_meta(host_indices)
 
     def _probe(self) -> tuple[int, ...] | None:
-        """Give the sizes of a page's pieces, by asking for the first page of the pool.
+        """Return the sizes of a page's pieces, from the first page of the pool.
 
-        None for `layer_first`: its runs are many, and in another order than in a flat page.
+        `None` if a page cannot be accessed in place. That includes `layer_first`, whose pieces are
+        many and in another order than in a flat page.
         """
         if self.pool.layout == "layer_first":
             return None
@@ -127,20 +133,21 @@ class HostPages:
             page = self.read_page(0)
         except (NotImplementedError, ValueError) as error:
             raise ConfigError(
-                f"no pages of {type(self.pool).__name__} in {self.pool.layout}: {error}"
+                f"{type(self.pool).__name__} cannot read pages in the layout {self.pool.layout}: "
+                f"{error}"
             ) from error
         return len(_bytes_of(page))
 
     def _memory_at(self, address: int, size: int) -> memoryview:
         for region in self._regions:
             if region.start <= address and address + size <= region.end:
-                at = address - region.start
-                return region.memory[at : at + size]
+                offset = address - region.start
+                return region.memory[offset : offset + size]
         raise HostPoolError(f"{size} bytes at {address:#x} are not in the registered pool")
 
 
-class _Region:
-    """The memory of one of the pool's tensors, which it keeps alive."""
+class _TensorMemory:
+    """The memory of one tensor of the pool. Keeps the tensor alive."""
 
     def __init__(self, tensor: Any) -> None:
         self.memory = _bytes_of(tensor)
@@ -149,24 +156,24 @@ class _Region:
 
 
 def _tensors(pool: Any) -> list[Any]:
-    """Give the tensors that the pool keeps pages in, as it lists them for zero-copy transfer."""
-    listed = getattr(pool, "get_hybrid_pool_buffer", None)
-    kept: Any = listed() if listed is not None else pool.kv_buffer
-    several: list[Any] = [kept] if hasattr(kept, "data_ptr") else list(kept)
-    return [tensor for tensor in several if tensor is not None and _is_plain(tensor)]
+    """Return the tensors that hold the pool's pages, as the pool lists them for zero-copy I/O."""
+    list_buffers = getattr(pool, "get_hybrid_pool_buffer", None)
+    buffers: Any = list_buffers() if list_buffers is not None else pool.kv_buffer
+    tensors: list[Any] = [buffers] if hasattr(buffers, "data_ptr") else list(buffers)
+    return [tensor for tensor in tensors if tensor is not None and _is_host_memory(tensor)]
 
 
 def _torch() -> Any:
-    """Give the engine's torch."""
+    """Return the engine's torch."""
     return importlib.import_module("torch")
 
 
-def _is_plain(tensor: Any) -> bool:
+def _is_host_memory(tensor: Any) -> bool:
     return bool(tensor.device.type == "cpu" and tensor.is_contiguous() and tensor.numel())
 
 
 def _bytes_of(tensor: Any) -> memoryview:
-    """Give a tensor's memory; raises `HostPoolError` where it is not one run of this machine's."""
-    if not _is_plain(tensor):
-        raise HostPoolError("a tensor that is not one run of this machine's memory")
+    """Return a tensor's memory; raises `HostPoolError` if it is not contiguous host memory."""
+    if not _is_host_memory(tensor):
+        raise HostPoolError("the tensor is not contiguous host memory")
     return memoryview(tensor.detach().reshape(-1).view(_torch().uint8).numpy())

@@ -1,7 +1,8 @@
-"""Records finished requests as a trace that `cascade replay` reads: one JSON object a line.
+"""Records finished requests as a trace for `cascade replay`: one JSON object per line.
 
-The engine's thread only appends to a bounded queue; a thread of the recorder writes. What does not
-fit, or cannot be written, is counted and dropped: a trace is never worth a token's delay.
+The engine's thread appends to a bounded queue, and a background thread writes the file. Requests
+that do not fit into the queue, or cannot be written, are dropped and counted: recording never
+delays the engine.
 """
 
 import errno
@@ -21,26 +22,26 @@ __all__ = ["TraceRecorder"]
 
 logger = logging.getLogger(__name__)
 
-WAITING_MAX = 4096
-"""Most lines that wait to be written."""
+QUEUE_MAX = 4096
+"""Most lines in the queue."""
 HASH_BYTES = 16
-"""Bytes of a block key that a trace keeps: 32 hex digits, far more than a trace has blocks."""
+"""Leading bytes of a block key that are recorded, as 32 hexadecimal digits."""
 DEFAULT_NAME = "trace"
 LINE_BYTES_MAX = 64 << 20
-"""More than any line has: a million blocks of 35 characters each."""
-LOGGED_EVERY_S = 60.0
-"""How often a failure to write is logged."""
+"""Upper bound for a line: more than a million blocks of 35 characters each."""
+LOG_INTERVAL_S = 60.0
+"""Least time between two log lines about failed writes."""
 
-_Request = tuple[int, int, int, tuple[bytes, ...]]
-"""Milliseconds since 1970, tokens of the prompt and of the answer, keys."""
+_RequestRecord = tuple[int, int, int, tuple[bytes, ...]]
+"""Unix time in milliseconds, prompt tokens, output tokens, keys."""
 
 
 class TraceRecorder:
-    """Appends to one file, and starts a new one when it is full.
+    """Appends to a file and rotates it when it is full.
 
-    `place` is a directory, in which the trace is `trace-PID.jsonl` (each process writes its own),
-    or a path that ends in `.jsonl`. A full `NAME.jsonl` becomes `NAME.1.jsonl`, that one
-    `NAME.2.jsonl` and so on; the oldest goes. `cascade replay` takes one file, or the directory.
+    `place` is a directory, where each process writes its own `trace-PID.jsonl`, or a path that ends
+    in `.jsonl`. A full `NAME.jsonl` is renamed to `NAME.1.jsonl`, that one to `NAME.2.jsonl` and so
+    on; the oldest file is deleted. `cascade replay` reads one file or the directory.
     """
 
     def __init__(
@@ -52,18 +53,18 @@ class TraceRecorder:
         max_files: int = 3,
         now: Callable[[], float] = time.time,
     ) -> None:
-        """Open the file. Raises `ConfigError` that says what cannot be written, and why."""
+        """Open the file. Raises `ConfigError` if it cannot be written, with the reason."""
         if block_tokens < 1 or max_bytes < 1 or max_files < 1:
             raise ConfigError(
                 f"block_tokens is {block_tokens}, max_bytes {max_bytes}, max_files {max_files}; "
-                f"at least 1 each"
+                f"each must be at least 1"
             )
         self._block_tokens = block_tokens
         self._max_bytes = max_bytes
         self._max_files = max_files
         self._now = now
-        self._path = _file(Path(place))
-        self._requests: queue.Queue[_Request | None] = queue.Queue(WAITING_MAX)
+        self._path = _trace_path(Path(place))
+        self._requests: queue.Queue[_RequestRecord | None] = queue.Queue(QUEUE_MAX)
         self._lock = threading.Lock()
         self._closed = False
         self._dropped = 0
@@ -73,20 +74,20 @@ class TraceRecorder:
             self._file: io.FileIO | None = open_trace(self._path)
         except OSError as error:
             raise ConfigError(
-                f"{self._path}: the trace cannot be written: {error.strerror}; name another place "
-                f"or turn enable_record_traces off"
+                f"{self._path}: the trace cannot be written: {error.strerror}; set another path or "
+                f"disable the recording (cascade.record, enable_record_traces)"
             ) from error
         self._thread = threading.Thread(target=self._write, name="cascade-trace", daemon=True)
         self._thread.start()
 
     @property
     def path(self) -> Path:
-        """Where the newest lines go."""
+        """The file that lines are appended to."""
         return self._path
 
     @property
     def dropped(self) -> int:
-        """How many requests are not in the trace, because the disk was slow or refused."""
+        """Number of requests that were dropped because the disk was slow or failed."""
         return self._dropped
 
     def record(
@@ -97,10 +98,10 @@ class TraceRecorder:
         keys: Iterable[bytes],
         arrived_unix_s: float | None = None,
     ) -> None:
-        """Note a finished request; never waits.
+        """Record a finished request; never waits.
 
-        `keys` are those of the prompt's whole blocks, in order, and may have one more for a last
-        block that is not full. `arrived_unix_s` is when it came; now, unless given.
+        `keys` are those of the prompt's full blocks, in order, optionally with one more for a last
+        block that is not full. `arrived_unix_s` is the arrival time; the default is now.
         """
         at = self._now() if arrived_unix_s is None else arrived_unix_s
         request = (int(at * 1000), input_tokens, output_tokens, tuple(keys))
@@ -114,15 +115,15 @@ class TraceRecorder:
                 self._dropped += 1
 
     def close(self, *, timeout: float = 5.0) -> None:
-        """Write what waits, for at most `timeout` seconds; may be repeated."""
+        """Write the queued requests, for at most `timeout` seconds; may be called again."""
         deadline = time.monotonic() + timeout
         with self._lock:
-            first, self._closed = not self._closed, True
-        if first:
+            is_first_call, self._closed = not self._closed, True
+        if is_first_call:
             try:
                 self._requests.put(None, timeout=timeout)
             except queue.Full:
-                self._drop(self._requests.qsize(), "the disk is too slow to end in time")
+                self._count_dropped(self._requests.qsize(), "the disk was too slow at the end")
                 return
         self._thread.join(max(deadline - time.monotonic(), 0.0))
 
@@ -131,11 +132,11 @@ class TraceRecorder:
             try:
                 self._append(self._line(request))
             except OSError as error:
-                self._drop(1, f"{self._path}: {error.strerror}")
-                self._let_go()
-        self._let_go()
+                self._count_dropped(1, f"{self._path}: {error.strerror}")
+                self._close_file()
+        self._close_file()
 
-    def _line(self, request: _Request) -> bytes:
+    def _line(self, request: _RequestRecord) -> bytes:
         timestamp, input_tokens, output_tokens, keys = request
         fields = {
             "timestamp": timestamp,
@@ -147,12 +148,12 @@ class TraceRecorder:
         return json.dumps(fields, separators=(",", ":")).encode() + b"\n"
 
     def _append(self, line: bytes) -> None:
-        """Write a whole line, or nothing: half a line would make the trace unreadable."""
+        """Write a whole line or nothing: a partial line would make the trace unreadable."""
         if self._file is None:
             self._file = open_trace(self._path)
         used = self._file.seek(0, os.SEEK_END)
         if used and used + len(line) > self._max_bytes:
-            self._let_go()
+            self._close_file()
             self._rotate()
             self._file = open_trace(self._path)
             used = 0
@@ -173,28 +174,28 @@ class TraceRecorder:
     def _numbered(self, number: int) -> Path:
         return self._path.with_name(f"{self._path.stem}.{number}{self._path.suffix}")
 
-    def _let_go(self) -> None:
+    def _close_file(self) -> None:
         """Close the file; the next line opens it again."""
         file, self._file = self._file, None
         if file is not None:
             try:
                 file.close()
             except OSError as error:
-                self._drop(0, f"{self._path}: {error.strerror}")
+                self._count_dropped(0, f"{self._path}: {error.strerror}")
 
-    def _drop(self, count: int, reason: str) -> None:
+    def _count_dropped(self, count: int, reason: str) -> None:
         with self._lock:
             self._dropped += count
             now = time.monotonic()
-            due = not self._logged_at or now - self._logged_at >= LOGGED_EVERY_S
-            if due:
+            is_due = not self._logged_at or now - self._logged_at >= LOG_INTERVAL_S
+            if is_due:
                 self._logged_at = now
-        if due:
+        if is_due:
             logger.warning("Cascade: requests are missing from the trace: %s", reason)
 
 
 def open_trace(path: Path) -> io.FileIO:
-    """Open to append behind the last whole line: a killed process may leave half a one."""
+    """Open a file for appending; truncates a partial last line, left by a killed process."""
     file = io.FileIO(path, "ab+")
     end = file.seek(0, os.SEEK_END)
     begin = max(end - LINE_BYTES_MAX, 0)
@@ -205,7 +206,7 @@ def open_trace(path: Path) -> io.FileIO:
     return file
 
 
-def _file(place: Path) -> Path:
+def _trace_path(place: Path) -> Path:
     if place.suffix == ".jsonl":
         return place
     return place / f"{DEFAULT_NAME}-{os.getpid()}.jsonl"

@@ -1,4 +1,4 @@
-"""What an engine's configuration says about the store: read strictly, and opened."""
+"""Parses the store's keys of an engine's configuration strictly, and opens the store."""
 
 import difflib
 import os
@@ -20,36 +20,37 @@ _EMBEDDED = ("pipeline", "dram", "files", "files_capacity", "direct_io", "io_eng
 _NODE = ("node", "token_file")
 _NAMES = (*_EMBEDDED, *_NODE, "timeout")
 KEYS = tuple(PREFIX + name for name in _NAMES)
-"""Every key that an engine's configuration may have for the store."""
+"""All keys of an engine's configuration that concern the store."""
 
 TIMEOUT_S = 5.0
-"""How long a call may take unless `cascade.timeout` says otherwise."""
+"""Default of `cascade.timeout`: the deadline of a call."""
 RETRY_S = 5.0
-"""How often a node that was away when the engine started is asked again."""
-LONGEST_S = 3600
-"""The longest timeout that makes sense."""
-_READABLE_BY_OTHERS = 0o037
+"""Interval of connection attempts to a node that was unavailable when the engine started."""
+TIMEOUT_MAX_S = 3600
+"""Largest value of `cascade.timeout`."""
+_FORBIDDEN_MODE_BITS = 0o037
+"""Permission bits that a token file must not have: group write and execute, and all of others."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoreAddress:
-    """Where an engine's blocks are kept: a node's socket, or a store in the engine's process."""
+    """Where an engine's blocks are stored: in a node, or in a store in the engine's process."""
 
     node: str | None
     """Path of the node's Unix socket; `None` for an embedded store."""
     token: bytes | None = field(default=None, repr=False)
-    """What proves the tenant to the node."""
+    """The token that authenticates the tenant."""
     embedded: StoreConfig | None = None
     """The embedded store's settings."""
     timeout: float = TIMEOUT_S
-    """Seconds that a call may take."""
+    """Deadline of a call in seconds."""
 
 
 def read_settings(options: Mapping[str, object]) -> StoreAddress:
-    """Read the keys that begin with `cascade.`; others are the engine's and are left alone.
+    """Parse the keys that begin with `cascade.`; other keys are the engine's and are ignored.
 
-    Raises `ConfigError` that names the key: for an unknown one, for one without a use beside
-    `cascade.node`, and for a value that makes no sense.
+    Raises `ConfigError` that names the key: for an unknown key, for a key that cannot be combined
+    with `cascade.node`, and for an invalid value.
     """
     given: dict[str, object] = {}
     for key, value in options.items():
@@ -65,16 +66,16 @@ def read_settings(options: Mapping[str, object]) -> StoreAddress:
         return _served(given, timeout)
     if "token_file" in given:
         raise ConfigError(
-            "cascade.token_file: needs cascade.node; an embedded store has no tenants"
+            "cascade.token_file: requires cascade.node; an embedded store has no tenants"
         )
     return StoreAddress(node=None, embedded=_embedded(given, timeout), timeout=timeout)
 
 
 def open_store(address: StoreAddress, *, name: str) -> Store:
-    """Open the store; `name` is how a node lists this client.
+    """Open the store; `name` labels this client in the node's status.
 
-    Raises what `connect` and `Store` raise: `AwayError` when no node answers, `RefusedError` when
-    it does not want this client.
+    Raises what `connect` and `Store` raise: `AwayError` if no node answers, `RefusedError` if the
+    node refuses this client.
     """
     if address.node is None:
         try:
@@ -85,16 +86,16 @@ def open_store(address: StoreAddress, *, name: str) -> Store:
 
 
 class StoreLink:
-    """The store of one engine process, also when its node is away while the engine starts.
+    """The store of one engine process; its node may be unavailable when the engine starts.
 
-    Once connected, the client finds the node again by itself; until then calls of `store` ask for
-    it, seconds apart, from one thread at a time.
+    Until the first connection, calls of `store` retry it, one thread at a time. After that, the
+    client reconnects by itself.
     """
 
     def __init__(self, address: StoreAddress, *, name: str, retry_s: float = RETRY_S) -> None:
-        """Open the store; raises what `open_store` does, except that a node may be away.
+        """Open the store; raises what `open_store` raises, except `AwayError`.
 
-        Such a node is asked again every `retry_s` seconds.
+        An unavailable node is retried every `retry_s` seconds.
         """
         self._address = address
         self._retry_s = retry_s
@@ -104,36 +105,37 @@ class StoreLink:
         self._closed = False
         self._store: Store | None = None
         self.last_error: CascadeError | None = None
-        """Why there is no store; the caller's to report."""
+        """Why there is no store, for the caller's log."""
         try:
             self._store = open_store(address, name=name)
-        except AwayError as away:
-            self._put_off(away)
+        except AwayError as error:
+            self._schedule_retry(error)
 
     def store(self) -> Store | None:
-        """Give the store; `None` while its node has never answered, and after `close`."""
+        """Return the store; `None` before the first connection and after `close`."""
         if self._store is not None or self._closed or time.monotonic() < self._retry_at:
             return self._store
+        # Another thread is connecting: this call is a miss instead of a wait.
         if not self._lock.acquire(blocking=False):
             return None
         try:
             if self._store is None and not self._closed:
                 self._store = open_store(self._address, name=self._name)
         except CascadeError as error:
-            self._put_off(error)
+            self._schedule_retry(error)
         finally:
             self._lock.release()
         return self._store
 
     def close(self) -> None:
-        """Close the store; may be repeated. Raises what `Store.close` raises."""
+        """Close the store; may be called again. Raises what `Store.close` raises."""
         with self._lock:
             self._closed = True
             store, self._store = self._store, None
         if store is not None:
             store.close()
 
-    def _put_off(self, error: CascadeError) -> None:
+    def _schedule_retry(self, error: CascadeError) -> None:
         self.last_error = error
         self._retry_at = time.monotonic() + self._retry_s
 
@@ -142,13 +144,13 @@ def _served(given: Mapping[str, object], timeout: float) -> StoreAddress:
     for name in _EMBEDDED:
         if name in given:
             raise ConfigError(
-                f"{PREFIX}{name}: is the node's to say when cascade.node is given; remove it, or "
-                f"start the node with it (cascade serve)"
+                f"{PREFIX}{name}: cannot be combined with cascade.node, because the node has this "
+                f"setting; remove it here and set it for cascade serve"
             )
     place = _text("node", given["node"])
-    scheme, found, path = place.partition(":")
-    if not found or scheme != "unix" or not path:
-        raise ConfigError(f"cascade.node: {place!r} is no place of a node; write unix:PATH")
+    scheme, separator, path = place.partition(":")
+    if not separator or scheme != "unix" or not path:
+        raise ConfigError(f"cascade.node: {place!r} is not the address of a node; write unix:PATH")
     token = None
     if "token_file" in given:
         token = _token(Path(_text("token_file", given["token_file"])))
@@ -162,7 +164,7 @@ def _embedded(given: Mapping[str, object], timeout: float) -> StoreConfig:
     for name in ("dram", "files_capacity"):
         size = given.get(name, 0)
         if isinstance(size, bool) or not isinstance(size, int | str):
-            raise ConfigError(f"{PREFIX}{name}: {size!r} is no size; write 1073741824 or '1GiB'")
+            raise ConfigError(f"{PREFIX}{name}: {size!r} is not a size; write 1073741824 or '1GiB'")
     try:
         return StoreConfig.from_dict({**given, "timeout": timeout})
     except ConfigError as error:
@@ -171,28 +173,27 @@ def _embedded(given: Mapping[str, object], timeout: float) -> StoreConfig:
 
 def _text(name: str, value: object) -> str:
     if not isinstance(value, str) or not value:
-        raise ConfigError(f"{PREFIX}{name}: {value!r} is no text")
+        raise ConfigError(f"{PREFIX}{name}: {value!r} is not text")
     return value
 
 
 def _seconds(value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= LONGEST_S:
-        raise ConfigError(
-            f"cascade.timeout: {value!r} is no number of seconds from 0 to {LONGEST_S}"
-        )
+    most = TIMEOUT_MAX_S
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= most:
+        raise ConfigError(f"cascade.timeout: {value!r} is not a number of seconds from 0 to {most}")
     return float(value)
 
 
 def _token(path: Path) -> bytes:
-    """Read a file that holds a token, by the rule that nodes have for files of secrets."""
+    """Read a token file; its permissions are checked as nodes check files with secrets."""
     try:
         with path.open("rb") as file:
             facts = os.fstat(file.fileno())
             if not stat.S_ISREG(facts.st_mode):
-                raise ConfigError(f"cascade.token_file: {path} is no regular file")
-            if facts.st_mode & _READABLE_BY_OTHERS:
+                raise ConfigError(f"cascade.token_file: {path} is not a regular file")
+            if facts.st_mode & _FORBIDDEN_MODE_BITS:
                 raise ConfigError(
-                    f"cascade.token_file: {path} is open to others than its owner and group; "
+                    f"cascade.token_file: {path} is accessible to others than its owner and group; "
                     f"chmod 600 it"
                 )
             token = file.read().strip()

@@ -24,7 +24,7 @@ from cascadekv.results import GetStatus, PutStatus
 if TYPE_CHECKING:
 
     class HiCacheStorage:
-        """What this file uses of SGLang's class; SGLang is not where types are checked."""
+        """The members of SGLang's class used here; SGLang is not installed for type checks."""
 
         def register_mem_pool_host(self, mem_pool_host: Any) -> None: ...
         def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None: ...
@@ -43,13 +43,13 @@ logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 KV = "kv"
-"""SGLang's name of the pool that every other one is beside."""
+"""SGLang's name of the main pool."""
 SAMPLES_MAX = 4096
-"""Most transfers that wait for `get_stats`; the oldest go first."""
+"""Most transfer samples kept for `get_stats`; the oldest are dropped."""
 
 
-class _PoolKeys:
-    """The pages of one pool, and the keys of their pieces."""
+class _KeyedPool:
+    """One host pool and the keys of its pages' pieces."""
 
     def __init__(self, pages: HostPages, namespaces: Sequence[Namespace]) -> None:
         self.pages = pages
@@ -60,7 +60,7 @@ class _PoolKeys:
         ]
 
     def keys(self, page_hashes: Sequence[str]) -> BlockKeys:
-        """Give the keys of the pieces, page by page."""
+        """Return the keys of the pieces, page by page."""
         return BlockKeys(
             [
                 space.key_of_id(page.encode() + piece)
@@ -70,28 +70,29 @@ class _PoolKeys:
         )
 
     def last_key(self, page_hash: str) -> BlockKey:
-        """Give the key of a page's last piece, which the next page follows."""
+        """Return the key of a page's last piece: the parent of the next page."""
         space, piece = self._pieces[-1]
         return space.key_of_id(page_hash.encode() + piece)
 
     def by_page(self, pieces: Sequence[bool]) -> list[bool]:
-        """Say which pages are whole."""
+        """Return for each page whether all of its pieces are true."""
         step = self.pages.pieces
         return [all(pieces[at : at + step]) for at in range(0, len(pieces), step)]
 
 
 class CascadeHiCacheStorage(HiCacheStorage):
-    """Keeps the pages of SGLang's host pools in a Cascade store, embedded or served.
+    """Stores the pages of SGLang's host pools in a Cascade store, embedded or served.
 
-    No failure of the store reaches the engine: a read is a miss, a write says False, both are
-    counted and logged once in a while. Only attaching raises, for what cannot work.
+    Failures of the store do not reach the engine: reads are misses and writes return False.
+    Failures are counted, and logged at a limited rate. Only the constructor and the registration of
+    pools raise, for configurations that cannot work.
     """
 
     def __init__(self, storage_config: Any, kwargs: Mapping[str, Any] | None = None) -> None:
-        """Open the store; `kwargs` is what the loader passes on, and unused.
+        """Open the store. `kwargs` comes from SGLang's loader and is not used.
 
-        Raises `ConfigError` for settings that make no sense, naming them, and what opening a store
-        raises. A node that does not answer is no error: it is asked again.
+        Raises `ConfigError` that names an invalid setting, and what opening a store raises. An
+        unavailable node is not an error: the connection is retried.
         """
         del kwargs
         self._config = storage_config
@@ -101,31 +102,32 @@ class CascadeHiCacheStorage(HiCacheStorage):
         _check_page_hashes()
         self._moves_in_place = bool(options.get("interface_v1", 0))
         self._facts = engine_facts(storage_config.model_name)
-        self._pools: dict[str, _PoolKeys] = {}
+        self._pools: dict[str, _KeyedPool] = {}
+        # A logical main pool has no memory of its own; its pages are in the additional pools.
         self._has_logical_anchor = False
         self._failures = FailureLog(logger)
-        self._samples = _Samples() if storage_config.enable_storage_metrics else None
+        self._samples = _TransferSamples() if storage_config.enable_storage_metrics else None
         name = f"sglang tp{storage_config.tp_rank} pp{storage_config.pp_rank}"
         self._link = StoreLink(address, name=name)
         if self._link.last_error is not None:
             self._failures.count("connecting", self._link.last_error)
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
-        """Take the pool of KV; raises `ConfigError` for one whose pages cannot be kept."""
+        """Register the main pool; raises `ConfigError` if its pages cannot be stored."""
         super().register_mem_pool_host(mem_pool_host)
         self._has_logical_anchor = getattr(mem_pool_host, "kv_buffer", None) is None
         if not self._has_logical_anchor:
             self._register(KV, mem_pool_host)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
-        """Take a pool beside the KV, such as the state of linear attention."""
+        """Register an additional pool, such as the state of linear attention."""
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
         name = str(host_pool_name)
         if name not in self._pools and getattr(host_pool, "layer_num", 1):
             self._register(name, host_pool)
 
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
-        """Say how many leading pages are here, whole."""
+        """Return how many leading pages are stored completely."""
         del extra_info
         kv = self._pools.get(KV)
         if kv is None or not keys:
@@ -137,7 +139,7 @@ class CascadeHiCacheStorage(HiCacheStorage):
         return self._call("looking up", look_up, 0)
 
     def exists(self, key: str) -> bool:
-        """Say whether a page is here, whole."""
+        """Return whether a page is stored completely."""
         return self.batch_exists([key]) == 1
 
     def batch_get_v1(
@@ -146,7 +148,7 @@ class CascadeHiCacheStorage(HiCacheStorage):
         host_indices: Any,
         extra_info: Any = None,
     ) -> list[bool]:
-        """Read pages into the pool of KV; True for those that are there, whole."""
+        """Read pages into the main pool; True for each page that was read completely."""
         del extra_info
         if self._has_logical_anchor:
             return [True] * len(keys)
@@ -158,7 +160,7 @@ class CascadeHiCacheStorage(HiCacheStorage):
         host_indices: Any,
         extra_info: Any = None,
     ) -> list[bool]:
-        """Keep pages of the pool of KV; True for those that the store has now."""
+        """Store pages of the main pool; True for each page that the store has now."""
         if self._has_logical_anchor:
             return [True] * len(keys)
         return self._write(KV, keys, host_indices, extra_info)
@@ -169,14 +171,18 @@ class CascadeHiCacheStorage(HiCacheStorage):
         pool_transfers: Sequence[Any] | None = None,
         extra_info: Any = None,
     ) -> Any:
-        """Say how many leading pages can be restored with what every pool must have for them."""
+        """Return how many leading pages can be restored, given what each pool requires for them.
+
+        A prefix can end at a page if every pool has its window of pages before that end: all
+        leading pages, or only the trailing ones, by the pool's hit policy.
+        """
         leading = len(keys) if self._has_logical_anchor else self.batch_exists(keys, extra_info)
         hits: dict[str, int] = {KV: leading} if leading else {}
         restorable = set(range(1, leading + 1))
         for transfer in pool_transfers or ():
             policy = getattr(transfer.hit_policy, "value", transfer.hit_policy)
             if policy not in ("all_pages", "trailing_pages"):
-                continue  # A verdict of its own, which never limits the KV; this store gives none.
+                continue  # Other policies do not limit the main pool; their hits are not reported.
             window = leading if policy == "all_pages" else max(1, len(transfer.keys or ()))
             present = self._present(str(transfer.name), keys[:leading])
             ends = {
@@ -207,7 +213,7 @@ class CascadeHiCacheStorage(HiCacheStorage):
         transfers: Sequence[Any],
         extra_info: Any = None,
     ) -> dict[str, list[bool]]:
-        """Keep pages of several pools."""
+        """Store pages of several pools."""
         return {
             transfer.name: self._write(
                 str(transfer.name), transfer.keys or [], transfer.host_indices, extra_info
@@ -216,7 +222,7 @@ class CascadeHiCacheStorage(HiCacheStorage):
         }
 
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> Any:
-        """Read a page of KV into a flat tensor; `None` when it is not here."""
+        """Read a page of the main pool into a flat tensor; `None` if it is not stored."""
         return self.batch_get([key], [target_location], target_sizes)[0]
 
     def batch_get(
@@ -225,7 +231,7 @@ class CascadeHiCacheStorage(HiCacheStorage):
         target_locations: Any = None,
         target_sizes: Any = None,
     ) -> list[Any]:
-        """Read pages of KV into flat tensors; `None` in place of each that is not here."""
+        """Read pages of the main pool into flat tensors; `None` for each page not stored."""
         del target_sizes
         targets: list[Any] = list(target_locations or [])
 
@@ -234,9 +240,9 @@ class CascadeHiCacheStorage(HiCacheStorage):
             if len(targets) != len(keys):
                 raise HostPoolError(f"{len(targets)} tensors for {len(keys)} pages")
             buffers = [piece for target in targets for piece in kv.pages.flat_memory(target)]
-            found = self._fetch(store, kv, keys, buffers)
+            found = self._get_pages(store, kv, keys, buffers)
             pairs = zip(found, targets, strict=True)
-            return [target if here else None for here, target in pairs]
+            return [target if is_found else None for is_found, target in pairs]
 
         return self._call("reading", copy, [None] * len(keys))
 
@@ -247,7 +253,7 @@ class CascadeHiCacheStorage(HiCacheStorage):
         target_location: Any = None,
         target_sizes: Any = None,
     ) -> bool:
-        """Keep a flat page of KV; True when the store has it now."""
+        """Store a flat page of the main pool; True if the store has it now."""
         return self.batch_set([key], [value], target_location, target_sizes)
 
     def batch_set(
@@ -257,39 +263,39 @@ class CascadeHiCacheStorage(HiCacheStorage):
         target_locations: Any = None,
         target_sizes: Any = None,
     ) -> bool:
-        """Keep flat pages of KV; True when the store has all of them now."""
+        """Store flat pages of the main pool; True if the store has all of them now."""
         del target_locations, target_sizes
         pages: list[Any] = list(values or [])
 
-        def keep(store: Store) -> bool:
+        def write(store: Store) -> bool:
             kv = self._pool(KV)
             if len(pages) != len(keys) or any(page is None for page in pages):
                 raise HostPoolError(f"{len(pages)} tensors for {len(keys)} pages")
-            whole = [page.contiguous() for page in pages]
-            buffers = [piece for page in whole for piece in kv.pages.flat_memory(page)]
-            return all(self._keep(store, kv, keys, buffers, None))
+            contiguous = [page.contiguous() for page in pages]
+            buffers = [piece for page in contiguous for piece in kv.pages.flat_memory(page)]
+            return all(self._put_pages(store, kv, keys, buffers, None))
 
-        return self._call("writing", keep, default=False)
+        return self._call("writing", write, default=False)
 
     def clear(self) -> bool:
-        """Forget every block of the store: with a node, all of this tenant's, whoever put them."""
+        """Delete every block of the store; in a node, every block of this tenant."""
 
-        def forget(store: Store) -> bool:
+        def clear(store: Store) -> bool:
             store.clear()
             return True
 
-        return self._call("clearing", forget, default=False)
+        return self._call("clearing", clear, default=False)
 
     def get_stats(self) -> Any:
-        """Give what moved since the last call, as SGLang's metrics take it; `None` without them."""
+        """Return transfers since the last call as SGLang's `StorageMetrics`; `None` if disabled."""
         return None if self._samples is None else self._samples.take()
 
     def failures(self) -> dict[str, int]:
-        """Give the number of calls that failed, by what they did."""
+        """Return the number of failed calls, by operation."""
         return self._failures.counts()
 
     def close(self) -> None:
-        """Close the store; blocks that a node or files keep stay there. Calls are misses then."""
+        """Close the store; later calls are misses. Blocks in a node or in files are kept."""
         try:
             self._link.close()
         except CascadeError as error:
@@ -299,13 +305,14 @@ class CascadeHiCacheStorage(HiCacheStorage):
         config = self._config
         if getattr(config, "dcp_size", 1) > 1:
             raise ConfigError(
-                "decode context parallelism: SGLang supports it with file or mooncake"
+                "decode context parallelism is not supported; SGLang supports it with the storage "
+                "backends file and mooncake"
             )
         ranks = config.tp_size * config.pp_size * config.attn_cp_size
         if embedded and ranks > 1:
             raise ConfigError(
-                f"cascade.node: {ranks} ranks need one node for all (cascade serve); an embedded "
-                "store is of one process"
+                f"cascade.node: {ranks} ranks need a shared node (cascade serve), because an "
+                "embedded store serves one process"
             )
 
     def _register(self, name: str, pool: Any) -> None:
@@ -313,7 +320,7 @@ class CascadeHiCacheStorage(HiCacheStorage):
         splits = name == KV and config.should_split_heads
         shards = config.tp_lcm_size // config.tp_size if splits else 1
         if shards > 1 and not self._moves_in_place:
-            raise ConfigError('tp_lcm_size: shares of heads need "interface_v1": 1')
+            raise ConfigError('tp_lcm_size: splitting heads requires "interface_v1": 1')
         pages = HostPages(pool, shards=shards)
         manifests = manifests_of_pool(
             config,
@@ -325,12 +332,19 @@ class CascadeHiCacheStorage(HiCacheStorage):
         )
         missing = manifests[0].missing()
         if missing:
-            raise ConfigError(f"SGLang does not tell {', '.join(missing)}; KV could be mistaken")
-        self._pools[name] = _PoolKeys(pages, [Namespace(manifest) for manifest in manifests])
-        how = "in place" if pages.in_place else "copied: choose a page_first layout"
-        logger.info("Cascade: pool %s, layout %s, pages are %s", name, pool.layout, how)
+            raise ConfigError(
+                f"SGLang does not report {', '.join(missing)}, so KV of different engines could "
+                f"not be told apart"
+            )
+        self._pools[name] = _KeyedPool(pages, [Namespace(manifest) for manifest in manifests])
+        how = (
+            "accessed in place"
+            if pages.in_place
+            else "copied; use a page_first layout to avoid the copy"
+        )
+        logger.info("Cascade: pool %s, layout %s: pages are %s", name, pool.layout, how)
 
-    def _pool(self, name: str) -> _PoolKeys:
+    def _pool(self, name: str) -> _KeyedPool:
         if name not in self._pools:
             raise HostPoolError(f"the pool {name} is not registered")
         return self._pools[name]
@@ -347,13 +361,13 @@ class CascadeHiCacheStorage(HiCacheStorage):
             pool = self._pool(name)
             pages = pool.pages
             if pages.in_place:
-                return self._fetch(store, pool, keys, pages.memory(host_indices, len(keys)))
+                return self._get_pages(store, pool, keys, pages.memory(host_indices, len(keys)))
             starts = pages.starts(host_indices, len(keys))
             flat = [pages.new_page() for _ in starts]
             buffers = [piece for page in flat for piece in pages.flat_memory(page)]
-            found = self._fetch(store, pool, keys, buffers)
-            for start, page, here in zip(starts, flat, found, strict=True):
-                if here:
+            found = self._get_pages(store, pool, keys, buffers)
+            for start, page, is_found in zip(starts, flat, found, strict=True):
+                if is_found:
                     pages.write_page(start, page)
             return found
 
@@ -369,26 +383,26 @@ class CascadeHiCacheStorage(HiCacheStorage):
         def write(store: Store) -> list[bool]:
             pool = self._pool(name)
             pages = pool.pages
-            before: list[str] = getattr(extra_info, "prefix_keys", None) or []
-            parent = pool.last_key(before[-1]) if before else None
+            prefix: list[str] = getattr(extra_info, "prefix_keys", None) or []
+            parent = pool.last_key(prefix[-1]) if prefix else None
             if pages.in_place:
                 buffers = pages.memory(host_indices, len(keys))
             else:
                 flat = [pages.read_page(at) for at in pages.starts(host_indices, len(keys))]
                 buffers = [piece for page in flat for piece in pages.flat_memory(page)]
-            return self._keep(store, pool, keys, buffers, parent)
+            return self._put_pages(store, pool, keys, buffers, parent)
 
         return self._call("writing", write, [False] * len(keys))
 
-    def _fetch(
-        self, store: Store, pool: _PoolKeys, keys: list[str], buffers: list[memoryview]
+    def _get_pages(
+        self, store: Store, pool: _KeyedPool, keys: list[str], buffers: list[memoryview]
     ) -> list[bool]:
         started = time.monotonic()
         results = store.get(pool.keys(keys), buffers)
-        failed = next((result.error for result in results if result.error is not None), None)
-        if failed is not None:
-            self._failures.count("reading", failed)
-        # A block of fewer bytes is not this page, whatever its name says.
+        error = next((result.error for result in results if result.error is not None), None)
+        if error is not None:
+            self._failures.count("reading", error)
+        # A block of another length is not this page: the rest of the buffer would be stale.
         found = pool.by_page(
             [
                 result.status is GetStatus.HIT and result.bytes == len(buffer)
@@ -400,16 +414,17 @@ class CascadeHiCacheStorage(HiCacheStorage):
             self._samples.add_read(sum(found), size, time.monotonic() - started)
         return found
 
-    def _keep(
+    def _put_pages(
         self,
         store: Store,
-        pool: _PoolKeys,
+        pool: _KeyedPool,
         keys: list[str],
         buffers: list[memoryview],
         parent: BlockKey | None,
     ) -> list[bool]:
         started = time.monotonic()
         pieces = pool.keys(keys)
+        # Leading pages are often stored already; they are not copied again.
         present = store.contains(pieces)
         first = present.index(False) if False in present else len(present)
         if first == len(present):
@@ -420,54 +435,54 @@ class CascadeHiCacheStorage(HiCacheStorage):
             parent=pieces[first - 1] if first else parent,
             namespace=pool.namespaces[0] if len(pool.namespaces) == 1 else None,
         )
-        failed = next((result.error for result in results if result.error is not None), None)
-        if failed is not None:
-            self._failures.count("writing", failed)
-        # Computed twice, KV may differ in its last bits; what was kept first is as right.
-        kept = [result.ok or result.status is PutStatus.CONFLICT for result in results]
+        error = next((result.error for result in results if result.error is not None), None)
+        if error is not None:
+            self._failures.count("writing", error)
+        # KV that is computed twice may differ in its last bits; the block stored first is valid.
+        stored = [result.ok or result.status is PutStatus.CONFLICT for result in results]
         if self._samples is not None:
-            count = sum(kept) // pool.pages.pieces
+            count = sum(stored) // pool.pages.pieces
             size = sum(pool.pages.piece_bytes)
             self._samples.add_write(count, size, time.monotonic() - started)
-        return pool.by_page([True] * first + kept)
+        return pool.by_page([True] * first + stored)
 
-    def _call(self, what: str, action: Callable[[Store], _T], default: _T) -> _T:
-        """Run a call on the store; what is wrong with that is counted, and the default given."""
+    def _call(self, operation: str, action: Callable[[Store], _T], default: _T) -> _T:
+        """Run an operation on the store; a failure is counted, and returns the default."""
         store = self._link.store()
         if store is None:
-            self._failures.count(what, self._link.last_error or "the store is closed")
+            self._failures.count(operation, self._link.last_error or "the store is closed")
             return default
         try:
             return action(store)
         except (CascadeError, HostPoolError) as error:
-            self._failures.count(what, error)
+            self._failures.count(operation, error)
             return default
 
 
-class _Samples:
-    """Transfers since the last look, as SGLang's own metrics take them."""
+class _TransferSamples:
+    """Transfers since the last call of `take`, in the form of SGLang's metrics."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._read = _Series()
-        self._written = _Series()
+        self._read = _TransferSeries()
+        self._written = _TransferSeries()
 
     def add_read(self, pages: int, page_bytes: int, seconds: float) -> None:
-        """Remember a read of so many pages."""
+        """Record a read of pages."""
         with self._lock:
             self._read.add(pages, page_bytes, seconds)
 
     def add_write(self, pages: int, page_bytes: int, seconds: float) -> None:
-        """Remember a write of so many pages."""
+        """Record a write of pages."""
         with self._lock:
             self._written.add(pages, page_bytes, seconds)
 
     def take(self) -> Any:
-        """Give and forget them, as SGLang's `StorageMetrics`."""
+        """Return the transfers as SGLang's `StorageMetrics`, and start over."""
         collector: Any = importlib.import_module("sglang.srt.observability.metrics_collector")
         with self._lock:
-            read, self._read = self._read, _Series()
-            written, self._written = self._written, _Series()
+            read, self._read = self._read, _TransferSeries()
+            written, self._written = self._written, _TransferSeries()
         return collector.StorageMetrics(
             prefetch_pgs=read.pages,
             backup_pgs=written.pages,
@@ -476,8 +491,8 @@ class _Samples:
         )
 
 
-class _Series:
-    """Transfers one way: pages of each, and its speed."""
+class _TransferSeries:
+    """Transfers in one direction: the page count and the speed of each."""
 
     def __init__(self) -> None:
         self.pages: list[int] = []
@@ -491,10 +506,10 @@ class _Series:
 
 
 def _check_page_hashes() -> None:
-    """Refuse an SGLang that names pages by their tokens alone, and so mixes up LoRA adapters."""
+    """Refuse an SGLang whose page hashes cover tokens only: KV of LoRA adapters would be mixed."""
     hashes = importlib.import_module("sglang.srt.mem_cache.utils")
     if not hasattr(hashes, "storage_namespace_seed"):
         raise ConfigError(
-            "this SGLang leaves adapters and cache salts out of the names of pages, so that their "
-            "KV is mixed up; 0.5.23 does not"
+            "page hashes of this SGLang do not cover LoRA adapters and cache salts, so their KV "
+            "would be mixed up; update SGLang to 0.5.23 or later"
         )

@@ -1,4 +1,4 @@
-"""All that must match for one SGLang rank's KV to be right in another, as manifests."""
+"""The compatibility manifests of the KV of an SGLang rank."""
 
 import importlib
 import importlib.metadata
@@ -24,16 +24,16 @@ _MODEL_SETTINGS = (
     "qsa_indexer_dtype",
     "modelopt_quant",
 )
-"""Options of the engine's that change KV and show neither in its weights nor in its pools."""
+"""Engine options that change KV but neither the weights nor the pools."""
 _SHARDED_POOLS = ("mamba",)
-"""Pools of which each rank has a share of its own, also where the KV itself is replicated."""
+"""Pools that are sharded by rank even if the main KV is replicated."""
 
 
 def engine_facts(model_name: str | None) -> dict[str, str]:
-    """Ask the running engine which weights and options make its KV.
+    """Return the weights and options of the running engine that determine its KV.
 
-    Where it does not tell (its configuration is not published in this process), the served name
-    stands for all of them. Raises `ConfigError` when there is none either.
+    If the engine's configuration is not published in this process, the served model name identifies
+    them. Raises `ConfigError` if there is no name either.
     """
     facts = {"engine_format": f"sglang {importlib.metadata.version('sglang')}"}
     if model_name:
@@ -41,10 +41,13 @@ def engine_facts(model_name: str | None) -> dict[str, str]:
     published = _published()
     if published is None:
         if not model_name:
-            raise ConfigError("SGLang tells neither model nor name; set --served-model-name")
+            raise ConfigError(
+                "SGLang reports neither the model nor its served name; set --served-model-name"
+            )
         logger.warning(
-            "Cascade: SGLang's configuration is not published here, so %r alone names the weights, "
-            "their precision and options; give other weights another --served-model-name",
+            "Cascade: SGLang's configuration is not published in this process, so the served name "
+            "%r alone identifies the weights, their precision and options; use another "
+            "--served-model-name for other weights",
             model_name,
         )
         return {**facts, "weights": f"named:{model_name}"}
@@ -61,7 +64,7 @@ def engine_facts(model_name: str | None) -> dict[str, str]:
     if draft:
         revision = getattr(spec, "speculative_draft_model_revision", None)
         facts["draft_weights"] = _weights(draft, revision)
-    # The engine numbers the adapters that it is started with by name and path, not by content.
+    # SGLang identifies adapters by name and path; their content may change.
     adapters = {
         str(adapter.lora_name): _weights(adapter.lora_path, None)
         for adapter in getattr(lora, "lora_paths", None) or ()
@@ -71,7 +74,7 @@ def engine_facts(model_name: str | None) -> dict[str, str]:
     return facts
 
 
-def manifests_of_pool(  # noqa: PLR0913 # all of it is the identity
+def manifests_of_pool(  # noqa: PLR0913 # each argument is part of the identity
     config: Any,
     pool: Any,
     *,
@@ -80,9 +83,10 @@ def manifests_of_pool(  # noqa: PLR0913 # all of it is the identity
     facts: Mapping[str, str],
     shards: int = 1,
 ) -> list[Manifest]:
-    """Give a manifest for each share of the heads that this rank's pages are cut into.
+    """Return a manifest for each share of the heads in this rank's pages.
 
-    With `tp_lcm_size` a page holds `shards` equal shares, each what one rank of that many has.
+    With `tp_lcm_size`, a page has `shards` equal shares. Each equals the page of a rank in an
+    engine with `shards` times as many ranks.
     """
     fields = {
         **facts,
@@ -105,9 +109,9 @@ def manifests_of_pool(  # noqa: PLR0913 # all of it is the identity
 
 
 def _is_replicated(config: Any, pool: Any, name: str) -> bool:
-    """Whether every rank's pages have the same bytes, so that one rank writes for all.
+    """Whether the pages have the same bytes on every rank, so that one rank writes for all.
 
-    A draft model's pool may have heads while the model's own has none.
+    A draft model's pool may have sharded heads although the main model's KV is compressed.
     """
     has_heads = hasattr(pool, "head_num")
     return bool(config.is_mla_model) and not has_heads and name not in _SHARDED_POOLS
@@ -115,6 +119,7 @@ def _is_replicated(config: Any, pool: Any, name: str) -> bool:
 
 def _heads(pool: Any, shards: int) -> str:
     heads = getattr(pool, "head_num", None)
+    # Part of stored manifests: a change of this text changes all keys.
     return "none" if heads is None else f"{heads // shards} a rank"
 
 
@@ -125,7 +130,7 @@ def _head_dim(pool: Any) -> str:
 
 
 def _published() -> tuple[Any, Any, Any] | None:
-    """Give the engine's published options of model, draft model and adapters."""
+    """Return the engine's published options: of the model, the draft model and the adapters."""
     try:
         context: Any = importlib.import_module("sglang.srt.runtime_context")
         return context.get_model(), context.get_spec(), context.get_lora()
@@ -134,22 +139,22 @@ def _published() -> tuple[Any, Any, Any] | None:
 
 
 def _weights(path: str, revision: str | None) -> str:
-    """Name weights by content where they can be read here, and by path and revision elsewhere."""
-    found = fingerprint_of_model(path) or _in_hub_cache(path, revision)
-    if found is not None:
-        return found
+    """Identify weights by content if they are on disk here, else by path and revision."""
+    fingerprint = fingerprint_of_model(path) or _fingerprint_in_hub_cache(path, revision)
+    if fingerprint is not None:
+        return fingerprint
     logger.warning(
-        "Cascade: the weights of %s are not on this machine's disk, so path and revision name them;"
-        " when they change under the same name, clear the storage",
+        "Cascade: the weights of %s are not on this machine's disk and are identified by path and "
+        "revision; clear the storage if they change under the same name",
         path,
     )
     return f"named:{path}@{revision}"
 
 
-def _in_hub_cache(path: str, revision: str | None) -> str | None:
+def _fingerprint_in_hub_cache(path: str, revision: str | None) -> str | None:
     try:
         hub: Any = importlib.import_module("huggingface_hub")
-        place = hub.snapshot_download(path, revision=revision, local_files_only=True)
+        directory = hub.snapshot_download(path, revision=revision, local_files_only=True)
     except (ImportError, OSError, ValueError):
         return None
-    return fingerprint_of_model(place)
+    return fingerprint_of_model(directory)

@@ -1,8 +1,8 @@
 """`CascadeTier`: a store as a secondary tier of vLLM's native offload, behind its CPU tier.
 
-vLLM copies between the GPU and its CPU tier; this tier copies between that and the store. It runs
-in the scheduler's process, whose loop must not wait: lookups are made by a thread, copies by a few
-more, and what fails or is late is a miss.
+vLLM copies between the GPU and its CPU tier; this tier copies between the CPU tier and the store.
+It runs in the scheduler's process, whose loop must not block: background threads do lookups and
+copies, and a failed or late operation is a miss.
 """
 
 import difflib
@@ -18,7 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-# What follows cannot be imported with a vLLM that is too old; this says so in words.
+# First: with a vLLM that is too old, this raises a clear error, and the next import an obscure one.
 from cascadekv.connectors import vllm_versions as versions
 
 # isort: split
@@ -53,14 +53,14 @@ _LOG = logging.getLogger("vllm.cascade")
 WEIGHTS, SECRET = "cascade.weights", "cascade.secret_file"
 _KNOWN = (*STORE_KEYS, WEIGHTS, SECRET)
 COPIERS = 2
-"""Threads for each direction."""
+"""Number of copying threads for each direction."""
 BATCH_BYTES = 64 << 20
-"""Most bytes of one call, so that a job does not hold a small pool."""
+"""Most bytes of one call, so that a job does not fill a small pool."""
 _FAILURES = (CascadeError, ValueError, BufferError)
 
 
 class CascadeTier(SecondaryTierManager):
-    """Chunks of vLLM's CPU tier in a Cascade store."""
+    """Stores chunks of vLLM's CPU tier in a Cascade store."""
 
     medium: ClassVar[Medium | None] = Medium.STORAGE
 
@@ -73,20 +73,21 @@ class CascadeTier(SecondaryTierManager):
         locality: str | None = None,
         **settings: object,
     ) -> None:
-        """Open the store. Raises `ConfigError` for settings without sense, and names the key."""
+        """Open the store. Raises `ConfigError` that names the key of an invalid setting."""
         super().__init__(
             *versions.tier_arguments(
                 offloading_spec, primary_kv_view, tier_type, backpressure_detector
             )
         )
-        if (untried := versions.untried()) is not None:
-            _LOG.warning("Cascade: %s", untried)
+        if (warning := versions.untested_warning()) is not None:
+            _LOG.warning("Cascade: %s", warning)
         self.locality = None if locality is None else Locality(locality)
-        weights, self._secret, store = _read(settings)
+        weights, self._secret, store = _parse(settings)
         self._chunk_bytes = _chunk_bytes(primary_kv_view)
         self._fields = functools.partial(
             manifest_of, offloading_spec.config, self._chunk_bytes, weights
         )
+        # Called here to report an error at start; the namespace is created later.
         self._fields()
         address = read_settings(store)
         self._timeout = address.timeout
@@ -95,38 +96,38 @@ class CascadeTier(SecondaryTierManager):
         chunks = len(primary_kv_view)
         self._memory: PagedMemory | None = PagedMemory([(primary_kv_view, 0, chunk, chunk)], chunks)
         self._batch = max(1, BATCH_BYTES // chunk)
-        self._space: Namespace | None = None
+        self._current_namespace: Namespace | None = None
         self._generation = ""
         self._failures = FailureLog(_LOG)
         self._savers = ThreadPoolExecutor(COPIERS, thread_name_prefix="cascade-tier-save")
         self._loaders = ThreadPoolExecutor(COPIERS, thread_name_prefix="cascade-tier-load")
         self._jobs: set[Future[None]] = set()
         self._finished: queue.SimpleQueue[tuple[JobResult, list[OffloadKey]]] = queue.SimpleQueue()
-        self._lookups = _Lookups(self._present, tier_type)
+        self._lookups = _StoreLookups(self._present, tier_type)
 
-    # What the scheduler asks, without waiting.
+    # Calls of the scheduler, which never block.
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:  # noqa: ARG002
-        """Ask for chunks as they are computed, nothing more."""
+        """Return the default options: chunks are offloaded as they are computed."""
         return RequestOffloadingContext()
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        """Say whether a chunk is here, or that a thread is looking."""
+        """Return whether a chunk is stored, or that the lookup is in flight."""
         found = self._lookups.lookup(key, req_context)
         if found is None:
             return LookupResult.RETRY
         return LookupResult.HIT if found else LookupResult.MISS
 
     def submit_store(self, job_metadata: TransferJob) -> None:
-        """Have chunks of the CPU tier copied to the store."""
+        """Queue a copy of chunks from the CPU tier to the store."""
         self._submit(self._savers, self._save, job_metadata)
 
     def submit_load(self, job_metadata: TransferJob) -> None:
-        """Have chunks copied from the store to the CPU tier."""
+        """Queue a copy of chunks from the store to the CPU tier."""
         self._submit(self._loaders, self._load, job_metadata)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
-        """Give the jobs that ended since the last call; chunks that did not come are misses."""
+        """Return the jobs that ended since the last call; chunks that failed become misses."""
         results: list[JobResult] = []
         while True:
             try:
@@ -139,25 +140,25 @@ class CascadeTier(SecondaryTierManager):
         return results
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:  # noqa: ARG002
-        """Have the thread look for what this step asked."""
+        """Start the lookups that this step collected."""
         self._lookups.flush()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        """Forget what was found for a request."""
+        """Drop the lookup results of a request."""
         self._lookups.cleanup(req_context.req_id)
 
     def drain_jobs(self) -> None:
-        """Wait for all jobs; from now on nothing that was kept up to now is loaded.
+        """Wait for all jobs, and stop using all chunks stored so far.
 
-        vLLM calls this when its cache is reset, which is how it says that the weights may be
-        others. Each job ends by its own deadline.
+        vLLM calls this when its cache is reset, which is the only sign that the weights may have
+        changed. Each job ends by its own deadline.
         """
         wait(self._jobs)
         self._generation = uuid.uuid4().hex
-        self._space = None
+        self._current_namespace = None
 
     def shutdown(self) -> None:
-        """End the threads, let go of the CPU tier's memory, close the store."""
+        """End the threads, release the CPU tier's memory and close the store."""
         self._lookups.shutdown()
         for pool in (self._savers, self._loaders):
             pool.shutdown(wait=True)
@@ -165,9 +166,9 @@ class CascadeTier(SecondaryTierManager):
         try:
             self._link.close()
         except CascadeError as error:
-            _LOG.warning("Cascade: closing the store: %s", error)
+            _LOG.warning("Cascade: closing the store failed: %s", error)
 
-    # What the threads do.
+    # Work of the background threads.
 
     def _submit(
         self,
@@ -175,8 +176,8 @@ class CascadeTier(SecondaryTierManager):
         copy: Callable[[Namespace, list[OffloadKey], list[int]], tuple[list[bool], int]],
         job: TransferJob,
     ) -> None:
-        keys, chunks = list(job.keys), versions.chunks_of(job)
-        # The namespace of now: a job never writes under one that began after it.
+        keys, chunks = list(job.keys), versions.job_chunks(job)
+        # The namespace at the time of submission: a job must not write to a later one.
         self._jobs.add(pool.submit(self._run, copy, job, self._namespace(), keys, chunks))
 
     def _run(
@@ -190,19 +191,19 @@ class CascadeTier(SecondaryTierManager):
         started = time.perf_counter()
         try:
             done, copied = copy(space, keys, chunks)
-        except Exception as error:  # noqa: BLE001 # a fault of ours must not reach the engine
-            # A job that is not reported holds its chunks, and the request, for good.
+        except Exception as error:  # noqa: BLE001 # a bug here must not fail the engine
+            # The result is reported anyway: vLLM holds the chunks of a job until then.
             _LOG.exception("Cascade: a copy failed; the engine computes instead")
             self._failures.count("copying chunks", error)
             done, copied = [False] * len(keys), 0
-        there = [key for key, is_done in zip(keys, done, strict=True) if is_done]
+        succeeded = [key for key, is_done in zip(keys, done, strict=True) if is_done]
         missing = [key for key, is_done in zip(keys, done, strict=True) if not is_done]
         seconds = time.perf_counter() - started
-        partly = there if job.is_promotion and missing and there else None
+        partial = succeeded if job.is_promotion and missing and succeeded else None
         result = versions.job_result(
             job_id=job.job_id,
             success=not missing,
-            successful_keys=partly,
+            successful_keys=partial,
             transfer_time=seconds,
             transfer_bytes=copied,
         )
@@ -220,9 +221,10 @@ class CascadeTier(SecondaryTierManager):
                 space, keys[first:last], chunks[first:last], deadline
             )
             copied += written
-            taken = results.index(False) if False in results else len(results)
-            # The store has room for some at once; a chunk that it does not want is skipped.
-            done += results[: max(1, taken)]
+            stored = results.index(False) if False in results else len(results)
+            # The pool may have room for the first chunks only; the others are tried again. If the
+            # first chunk was not stored, it is skipped, so that every round makes progress.
+            done += results[: max(1, stored)]
         return done, copied
 
     def _save_batch(
@@ -249,37 +251,38 @@ class CascadeTier(SecondaryTierManager):
     ) -> tuple[list[bool], int]:
         done = [False] * len(keys)
         deadline = time.monotonic() + self._timeout
-        left = list(range(len(keys)))
-        while left:
-            batch, left = left[: self._batch], left[self._batch :]
-            there, crowded = self._load_batch(
+        remaining = list(range(len(keys)))
+        while remaining:
+            batch, remaining = remaining[: self._batch], remaining[self._batch :]
+            loaded, no_room = self._load_batch(
                 space, [keys[at] for at in batch], [chunks[at] for at in batch], deadline
             )
-            for at, is_there in zip(batch, there, strict=True):
-                done[at] = is_there
-            if any(there):
-                left = [batch[at] for at in crowded] + left
+            for at, is_loaded in zip(batch, loaded, strict=True):
+                done[at] = is_loaded
+            # Without any progress, a retry cannot succeed.
+            if any(loaded):
+                remaining = [batch[at] for at in no_room] + remaining
         return done, sum(done) * self._chunk_bytes
 
     def _load_batch(
         self, space: Namespace, keys: Sequence[OffloadKey], chunks: Sequence[int], deadline: float
     ) -> tuple[list[bool], list[int]]:
-        """Say of each chunk whether it came, and which had no room in the pool beside others."""
+        """Return whether each chunk was loaded, and which chunks had no room in the pool."""
         store, left = self._link.store(), deadline - time.monotonic()
         if store is None or left <= 0 or self._memory is None:
             return [False] * len(keys), []
         try:
             with store.view(_names(space, keys), timeout=left) as views:
-                there = views.scatter(self._memory, chunks)
-                crowded = [
+                loaded = views.scatter(self._memory, chunks)
+                no_room = [
                     at
-                    for at, is_there in enumerate(there)
-                    if not is_there and views.error(at) is not None
+                    for at, is_loaded in enumerate(loaded)
+                    if not is_loaded and views.error(at) is not None
                 ]
         except _FAILURES as error:
             self._failures.count("loading chunks", error)
             return [False] * len(keys), []
-        return there, crowded
+        return loaded, no_room
 
     def _present(self, keys: Sequence[OffloadKey]) -> list[bool]:
         store: Store | None = self._link.store()
@@ -292,18 +295,18 @@ class CascadeTier(SecondaryTierManager):
             return [False] * len(keys)
 
     def _namespace(self) -> Namespace:
-        """Give the namespace; made late, because vLLM chooses its hashes' seed after its tiers."""
-        space = self._space
+        """Return the namespace, created late: vLLM sets its hash seed after creating its tiers."""
+        space = self._current_namespace
         if space is None:
             fields = self._fields()
             if self._generation:
                 fields["generation"] = self._generation
-            space = self._space = Namespace(Manifest(fields), self._secret)
+            space = self._current_namespace = Namespace(Manifest(fields), self._secret)
         return space
 
 
-class _Lookups(AsyncLookupManager):
-    """vLLM's own way of looking up in a thread."""
+class _StoreLookups(AsyncLookupManager):
+    """vLLM's own manager for lookups in a background thread, over the store."""
 
     def __init__(self, present: Callable[[Sequence[OffloadKey]], list[bool]], tier: str) -> None:
         self._present = present
@@ -314,11 +317,11 @@ class _Lookups(AsyncLookupManager):
 
 
 def manifest_of(config: OffloadingConfig, chunk_bytes: int, weights: str) -> dict[str, str]:
-    """Give all that must match for a chunk of one engine to be right in another.
+    """Return the fields of the compatibility manifest of chunks.
 
-    vLLM names chunks by hashes of tokens that begin with a seed, which `PYTHONHASHSEED` sets: it
-    counts too. Topologies count, unless the engine keeps pages in its canonical layout and says
-    that they are the same in every topology.
+    vLLM names chunks by token hashes with a seed, which `PYTHONHASHSEED` sets, so the seed is a
+    field. The parallel topology is a field unless the engine uses its canonical layout and declares
+    it independent of the topology.
     """
     import vllm  # noqa: PLC0415 # its version alone
 
@@ -356,14 +359,14 @@ def _weights(model: str, weights: str) -> str:
     fingerprint = fingerprint_of_model(model, is_full=weights == "full")
     if fingerprint is None:
         raise ConfigError(
-            f"{WEIGHTS}: the weights of {model} are in no local directory of that name, so nothing "
-            f"tells them from others; set it to a name that changes whenever they do"
+            f"{WEIGHTS}: the weights of {model} are not in a local directory of that name and "
+            f"cannot be fingerprinted; set it to a name that changes whenever they change"
         )
     return fingerprint
 
 
-def _read(settings: Mapping[str, object]) -> tuple[str, bytes | None, dict[str, object]]:
-    """Give how weights are named, the tenant's secret, and the store's keys."""
+def _parse(settings: Mapping[str, object]) -> tuple[str, bytes | None, dict[str, object]]:
+    """Return how weights are identified, the tenant's secret, and the store's keys."""
     for key in settings:
         if key not in _KNOWN:
             near = difflib.get_close_matches(key, _KNOWN, n=1)
@@ -371,19 +374,19 @@ def _read(settings: Mapping[str, object]) -> tuple[str, bytes | None, dict[str, 
             raise ConfigError(f"{key}: no such setting of CascadeTier; {advice}")
     weights: Any = settings.get(WEIGHTS, "sampled")
     if not isinstance(weights, str) or not weights:
-        raise ConfigError(f"{WEIGHTS}: {weights!r} is not sampled, full, or a name of your own")
+        raise ConfigError(f"{WEIGHTS}: {weights!r} is not sampled, full, or a name for the weights")
     secret = None
     if SECRET in settings:
         place: Any = settings[SECRET]
         if not isinstance(place, str) or not Path(place).is_file():
-            raise ConfigError(f"{SECRET}: {place!r} is not a file that is there")
+            raise ConfigError(f"{SECRET}: {place!r} is not an existing file")
         secret = Path(place).read_bytes().strip()
     return weights, secret, {key: v for key, v in settings.items() if key in STORE_KEYS}
 
 
 def _chunk_bytes(view: memoryview) -> int:
     if view.strides is None:
-        raise ValueError("the CPU tier's memory is not laid out chunk by chunk")
+        raise ValueError("the CPU tier's memory view has no strides, so its chunks are unknown")
     return view.strides[0]
 
 

@@ -1,8 +1,8 @@
-"""What differs between the versions of vLLM that the connectors work with, and which those are.
+"""The supported versions of vLLM, and adapters for the differences between them.
 
-The rest of `connectors/vllm` and `vllm_tier` asks here and knows nothing of versions. What vLLM has
-decides, not its number: a release between two may have what the later one has. With a version that
-is too old, importing this module raises `ImportError`.
+`connectors/vllm` and `vllm_tier` use these adapters and do not depend on versions. The adapters
+test for features rather than version numbers, because development builds may have features of the
+next release. With a version that is too old, importing this module raises `ImportError`.
 """
 
 import dataclasses
@@ -19,41 +19,41 @@ __all__ = [
     "NEWEST",
     "OLDEST",
     "block_tables",
-    "chunks_of",
+    "check_version",
     "group_number",
     "hit_source",
     "is_context_sharded",
+    "job_chunks",
     "job_result",
-    "refusal_of_groups",
-    "refuse_too_old",
     "tier_arguments",
     "transfer_results",
-    "untried",
+    "unsupported_groups",
+    "untested_warning",
 ]
 
 OLDEST, NEWEST = (0, 29), (0, 32)
-"""The versions that these connectors were tried with, from and to, by `make test-vllm-versions`."""
+"""The oldest and the newest version that `make test-vllm-versions` tests the connectors with."""
 
 
-def refuse_too_old(version: str = vllm.__version__) -> None:
-    """Raise `ImportError` where vLLM has no interface that these connectors can be built on."""
+def check_version(version: str = vllm.__version__) -> None:
+    """Raise `ImportError` if vLLM is too old for these connectors."""
     release = _release(version)
     if release is not None and release < OLDEST:
         raise ImportError(
-            f"cascadekv.connectors works with vLLM {_text(OLDEST)} and later, this is {version} "
-            f"in {vllm.__path__[0]}: update vLLM, or leave the connector out of its configuration"
+            f"cascadekv.connectors requires vLLM {_text(OLDEST)} or later; this is {version} in "
+            f"{vllm.__path__[0]}: update vLLM, or remove the connector from its configuration"
         )
 
 
-def untried(version: str = vllm.__version__) -> str | None:
-    """Say that nobody tried the connectors with this vLLM, if so."""
+def untested_warning(version: str = vllm.__version__) -> str | None:
+    """Return a warning if the connectors are not tested with this vLLM; `None` if they are."""
     release = _release(version)
     if release is not None and OLDEST <= release <= NEWEST:
         return None
     return (
-        f"the connectors were tried with vLLM {_text(OLDEST)} to {_text(NEWEST)} and not with "
-        f"{version}; compare some answers with those of an engine without them, or take one of "
-        f"those versions"
+        f"the connectors are tested with vLLM {_text(OLDEST)} to {_text(NEWEST)}, not with "
+        f"{version}; compare some answers with those of an engine without them, or use a tested "
+        f"version"
     )
 
 
@@ -61,7 +61,7 @@ def untried(version: str = vllm.__version__) -> str | None:
 
 
 def transfer_results(arrived: set[str], failed: set[str]) -> Any:
-    """Name requests whose loads ended and those that failed whole; 0.29 asks `get_finished`."""
+    """Return requests whose loads ended or failed; vLLM 0.29 calls `get_finished` instead."""
     from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # noqa: PLC0415 # not in 0.29
         KVConnectorTransferResults,
     )
@@ -69,26 +69,27 @@ def transfer_results(arrived: set[str], failed: set[str]) -> Any:
     return KVConnectorTransferResults(finished_recving=arrived, failed_recving=failed)
 
 
-def refusal_of_groups(groups: int) -> str | None:
-    """Say why KV in so many groups cannot be kept: 0.29 can be told of blocks alone that failed.
+def unsupported_groups(groups: int) -> str | None:
+    """Return why KV in this number of groups cannot be stored; `None` if it can.
 
-    A block's number says nothing of its group there, and the scheduler asks for a single one.
+    vLLM 0.29 accepts failed loads as block numbers only. These do not identify a group, and its
+    scheduler requires a single one.
     """
     from vllm.distributed.kv_transfer.kv_connector.v1 import base  # noqa: PLC0415 # once an engine
 
     if groups == 1 or hasattr(base, "KVConnectorTransferResults"):
         return None
     return (
-        f"its layers are in {groups} groups, and vLLM {vllm.__version__} cannot be told that a "
-        f"load into several failed; vLLM 0.30 can"
+        f"its layers are in {groups} KV cache groups, and vLLM {vllm.__version__} does not accept "
+        f"failed loads of several groups; use vLLM 0.30 or later"
     )
 
 
 def block_tables(output: "SchedulerOutput", request: str) -> Sequence[Sequence[int]] | None:
-    """Give a request's blocks, group by group; nothing where the engine does not say in this step.
+    """Return a request's block tables by group; `None` if this step does not include them.
 
-    0.29 says in steps in which a request gets blocks, so that a block that another step filled is
-    known with the next one that is given.
+    vLLM 0.29 includes them only in steps that allocate blocks for the request. A block that another
+    step filled is then saved with the next allocation.
     """
     state: Any = output.kv_connector_block_state
     if state is None:
@@ -99,12 +100,12 @@ def block_tables(output: "SchedulerOutput", request: str) -> Sequence[Sequence[i
 
 
 def is_context_sharded(spec: Any) -> bool:
-    """Whether context parallel ranks share a layer's tokens; before 0.31 all attention does."""
+    """Whether a layer's tokens are split between context parallel ranks; always before 0.31."""
     return getattr(spec, "dcp_sharded", True)
 
 
 def hit_source(tier: str) -> Any:
-    """Name a tier as vLLM's statistics do; versions before 0.32 do not ask."""
+    """Return a tier's name in vLLM's statistics; only called since 0.32."""
     from vllm.v1.metrics.cache_hit_source import CacheHitSource  # noqa: PLC0415 # since 0.32
 
     sources = {
@@ -120,31 +121,31 @@ def hit_source(tier: str) -> Any:
 
 
 def tier_arguments(spec: Any, view: memoryview, tier: str, detector: Any) -> tuple[Any, ...]:
-    """Give what the base of secondary tiers is made with; it throttles stores since 0.31."""
+    """Return the arguments of the base class of secondary tiers; the detector exists since 0.31."""
     return (spec, view, tier) if detector is None else (spec, view, tier, detector)
 
 
-def chunks_of(job: Any) -> list[int]:
-    """Give the chunks of a job, which 0.29 calls blocks."""
+def job_chunks(job: Any) -> list[int]:
+    """Return the chunks of a job, which 0.29 calls blocks."""
     ids = job.chunk_ids if hasattr(job, "chunk_ids") else job.block_ids
     return [int(chunk) for chunk in ids]
 
 
 def group_number(group: Any, position: int) -> int:
-    """Give the number of a group of layers, which is its position in 0.29."""
+    """Return the number of a group of layers; in 0.29 it is the position."""
     return getattr(group, "group_id", position)
 
 
-def job_result(**told: Any) -> Any:
-    """Make the result of a job; versions before 0.31 do not count `transfer_bytes`."""
-    from vllm.v1.kv_offload.tiering.base import JobResult  # noqa: PLC0415 # the tier alone needs it
+def job_result(**fields: Any) -> Any:
+    """Create the result of a job; versions before 0.31 have no `transfer_bytes`."""
+    from vllm.v1.kv_offload.tiering.base import JobResult  # noqa: PLC0415 # only the tier needs it
 
     known = {field.name for field in dataclasses.fields(JobResult)}
-    return JobResult(**{name: value for name, value in told.items() if name in known})
+    return JobResult(**{name: value for name, value in fields.items() if name in known})
 
 
 def _release(version: str) -> tuple[int, int] | None:
-    """Read a version's first two numbers; a build from vLLM's sources may have none."""
+    """Return the first two numbers of a version; a source build of vLLM may have none."""
     numbers = re.match(r"(\d+)\.(\d+)", version)
     return None if numbers is None else (int(numbers[1]), int(numbers[2]))
 
@@ -153,4 +154,4 @@ def _text(release: tuple[int, int]) -> str:
     return f"{release[0]}.{release[1]}"
 
 
-refuse_too_old()
+check_version()

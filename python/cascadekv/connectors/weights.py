@@ -1,4 +1,4 @@
-"""What names a model's weights: their content, whatever the path and the served name."""
+"""Fingerprints of a model's weights: by content, independent of path and served name."""
 
 import hashlib
 import json
@@ -14,20 +14,19 @@ __all__ = ["fingerprint_of_model"]
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz")
 _SETTINGS = ("config.json", "hf_quant_config.json", "quantize_config.json")
 _BLOB = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
-"""How a hub's cache names a file by its content."""
+"""Names of files in a hub cache: the hash of their content."""
 SAMPLES = 64
-"""Places of a large file that are read."""
+"""Number of samples of a large file."""
 SAMPLE_BYTES = 4096
-"""Bytes read at each place; a file of no more than all of them is read whole."""
+"""Size of a sample. A file no larger than all samples together is read completely."""
 
 
 def fingerprint_of_model(path: str | os.PathLike[str], *, is_full: bool = False) -> str | None:
-    """Name the weights at a path by content; `None` where there are none to read.
+    """Return a fingerprint of the weights at a path; `None` if there are none.
 
-    Files in a hub's cache are named by their hash there, and that is taken. Of any other file the
-    size, the head and evenly spaced samples are read, a quarter of a megabyte at most: different
-    training changes weights everywhere. `is_full` reads every byte. The settings beside them
-    (`config.json`) belong to it.
+    For files of a hub cache, the hash in their name is used. Of any other file, the size and evenly
+    spaced samples are read, 256 KiB in total, because training changes weights everywhere.
+    `is_full` reads every byte. Settings next to the weights (`config.json`) are included.
     """
     place = Path(path)
     if place.is_file():
@@ -62,7 +61,7 @@ def _parts(file: Path, *, is_full: bool) -> Iterator[bytes]:
 
 
 def _settings(file: Path) -> bytes:
-    """Give the settings in one spelling, so that a reformatted file counts as the same."""
+    """Return the settings in a canonical form, so that formatting does not count."""
     content = file.read_bytes()
     try:
         return json.dumps(json.loads(content), sort_keys=True).encode()

@@ -1,6 +1,6 @@
 """The connector to vLLM: `kv_connector_module_path` is `cascadekv.connectors.vllm`."""
 
-# What follows cannot be imported with a vLLM that is too old; this says so in words.
+# First: with a vLLM that is too old, this raises a clear error, and the next import an obscure one.
 from cascadekv.connectors import vllm_versions
 from cascadekv.connectors.vllm.connector import CascadeConnector
 

@@ -1,45 +1,49 @@
-"""Calls of a node that do not hold the scheduler's thread: one thread carries them out in order."""
+"""A background thread for calls to a node, so that they do not block the scheduler's thread."""
 
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
-__all__ = ["Background"]
+__all__ = ["BackgroundThread"]
 
-WAITING_MAX = 4096
-"""Calls that wait at most; one more is dropped. A call ends by the timeout of the node's client."""
-Answer = TypeVar("Answer")
+PENDING_MAX = 4096
+"""Most calls in the queue or in flight; further calls are dropped.
+
+Each call ends by the timeout of the node's client.
+"""
+Result = TypeVar("Result")
 
 
-class Background:
-    """One thread for the scheduler's calls of a node."""
+class BackgroundThread:
+    """One thread that makes the scheduler's calls to a node, in order."""
 
     def __init__(self) -> None:
-        """Start no thread before there is a call."""
+        """Create the queue; the thread starts with the first call."""
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="cascade-lookup")
         self._lock = threading.Lock()
-        self._waiting = 0
+        self._pending = 0
 
     @property
     def is_idle(self) -> bool:
-        """Whether no call waits or is carried out."""
-        return self._waiting == 0
+        """Whether no call is queued or in flight."""
+        return self._pending == 0
 
-    def submit(self, call: Callable[[], Answer]) -> Future[Answer] | None:
-        """Have a call carried out; nothing where too many wait already."""
+    def submit(self, call: Callable[[], Result]) -> Future[Result] | None:
+        """Queue a call; `None` if the queue is full."""
         with self._lock:
-            if self._waiting >= WAITING_MAX:
+            if self._pending >= PENDING_MAX:
                 return None
-            self._waiting += 1
+            self._pending += 1
         future = self._pool.submit(call)
-        future.add_done_callback(self._ended)
+        future.add_done_callback(self._on_done)
         return future
 
     def close(self) -> None:
-        """Drop the calls that wait, and wait for the one that is carried out."""
+        """Drop the queued calls and wait for the call in flight."""
         self._pool.shutdown(wait=True, cancel_futures=True)
 
-    def _ended(self, _: Future[Answer]) -> None:
+    def _on_done(self, _: Future[Result]) -> None:
+        # Also called for cancelled calls.
         with self._lock:
-            self._waiting -= 1
+            self._pending -= 1

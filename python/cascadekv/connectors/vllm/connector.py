@@ -1,7 +1,7 @@
 """`CascadeConnector`: vLLM's V1 interface for KV connectors, over a Cascade store.
 
-Public interface only. Every call of the engine ends here, and no fault of the cache leaves: it is
-logged, counted, and answered as if nothing were cached.
+Uses public interfaces of vLLM only. Errors of the cache do not reach the engine: they are logged
+and counted, and the call returns as if nothing were cached.
 """
 
 import contextlib
@@ -25,17 +25,23 @@ from cascadekv.connectors import vllm_versions as versions
 from cascadekv.connectors.hints import finish_hints, request_hints
 from cascadekv.connectors.load_or_compute import LoadOrCompute
 from cascadekv.connectors.record import TraceRecorder
-from cascadekv.connectors.vllm.background import Background
-from cascadekv.connectors.vllm.engine_choices import is_one_process, load_mode, say_at_start
-from cascadekv.connectors.vllm.events import EventSource, StoreOnceThere
+from cascadekv.connectors.vllm.background import BackgroundThread
+from cascadekv.connectors.vllm.engine_config import is_one_process, load_mode, log_at_start
+from cascadekv.connectors.vllm.events import DeferredStore, EventSource
 from cascadekv.connectors.vllm.groups import groups_of
 from cascadekv.connectors.vllm.identity import adapter_fingerprint, manifest_of
 from cascadekv.connectors.vllm.keys import RequestKeys, origin_of
-from cascadekv.connectors.vllm.layout import Held, LayoutError, Rank, describe
+from cascadekv.connectors.vllm.layout import HeldPart, LayoutError, Rank, describe
 from cascadekv.connectors.vllm.memory import HostMemory, memory_of
-from cascadekv.connectors.vllm.metadata import Part, Plan, Progress, Saved, WorkerFacts
+from cascadekv.connectors.vllm.metadata import (
+    Part,
+    SaveResult,
+    StepPlan,
+    WorkerFacts,
+    WorkerReport,
+)
 from cascadekv.connectors.vllm.metrics import CascadePromMetrics, CascadeStats
-from cascadekv.connectors.vllm.scheduler import Policy, Scheduler
+from cascadekv.connectors.vllm.scheduler import Scheduler, SchedulerSettings
 from cascadekv.connectors.vllm.settings import ConnectorSettings, read_connector_settings
 from cascadekv.connectors.vllm.store import (
     EngineStore,
@@ -61,22 +67,22 @@ __all__ = ["CascadeConnector"]
 
 _LOG = logging.getLogger("vllm.cascade")
 MEDIUM = "CPU"
-"""What KV events call the place of blocks that are not in the engine."""
-Answer = TypeVar("Answer")
+"""The medium of blocks outside the engine, in KV events."""
+Result = TypeVar("Result")
 
 
 def _guarded(
     default: Callable[[], Any],
-) -> Callable[[Callable[..., Answer]], Callable[..., Answer]]:
-    """Answer `default()` where a call of the engine meets a fault of ours, which is logged."""
+) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
+    """Log an exception in a call of the engine, and return `default()` instead."""
 
-    def wrap(call: Callable[..., Answer]) -> Callable[..., Answer]:
+    def wrap(call: Callable[..., Result]) -> Callable[..., Result]:
         @functools.wraps(call)
-        def guarded(self: "CascadeConnector", *arguments: Any, **named: Any) -> Answer:
+        def guarded(self: "CascadeConnector", *arguments: Any, **named: Any) -> Result:
             try:
                 return call(self, *arguments, **named)
-            except Exception:  # noqa: BLE001 # the engine must not fail because the cache did
-                _LOG.exception("Cascade: %s failed; the engine goes on without", call.__name__)
+            except Exception:  # noqa: BLE001 # a bug in the cache must not fail the engine
+                _LOG.exception("Cascade: %s failed; the engine continues without", call.__name__)
                 return default()
 
         return guarded
@@ -85,46 +91,46 @@ def _guarded(
 
 
 class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
-    """Keeps the KV of prompts and answers in a Cascade store, and loads it instead of computing."""
+    """Stores the KV of prompts and outputs in a Cascade store, and loads it to avoid prefill."""
 
     def __init__(
         self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig"
     ) -> None:
-        """Read the settings and open the store. Raises `ConfigError` for settings without sense."""
+        """Parse the settings and open the store. Raises `ConfigError` for an invalid setting."""
         super().__init__(vllm_config, role, kv_cache_config)
         extra = self._kv_transfer_config.kv_connector_extra_config
         self.settings = read_connector_settings(extra)
         if role is KVConnectorRole.SCHEDULER:
-            say_at_start(self._kv_transfer_config, self.settings)
-        # A block is on all context parallel ranks, with its share of the tokens on each.
+            log_at_start(self._kv_transfer_config, self.settings)
+        # The tokens of a block are split between all context parallel ranks.
         self._context_size = vllm_config.parallel_config.decode_context_parallel_size
         self._block_tokens = vllm_config.cache_config.block_size * self._context_size
         self._secret = _secret(self.settings)
         self._manifest: dict[str, str] | None = None
         self._generation = ""
-        self._spaces: dict[str, Namespace] = {}
+        self._namespaces: dict[str, Namespace] = {}
         self._scheduler: Scheduler | None = None
         self._worker: Worker | None = None
-        self._held: list[Held] = []
+        self._parts: list[HeldPart] = []
         self._node: PrivateNode | None = None
         self._facts: WorkerFacts | None = None
         self._recorder: TraceRecorder | None = None
-        self._economy: LoadOrCompute | None = None
+        self._load_or_compute: LoadOrCompute | None = None
         self._events: EventSource | None = None
-        self._parts: Sequence[str] = ()
-        self._introduced_to: Store | None = None
-        self._background: Background | None = None
+        self._event_parts: Sequence[str] = ()
+        self._registered_with: Store | None = None
+        self._background: BackgroundThread | None = None
         self._store = self._open()
 
     # Both sides.
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """A save that is dropped is a miss later, nothing more."""
+        """False: a dropped save costs a later miss only."""
         return False
 
     def shutdown(self) -> None:
-        """Close the store; an engine's private node ends with its first worker."""
+        """Close the store; the first worker also ends the engine's private node."""
         if self._worker is not None:
             self._worker.close()
         if self._recorder is not None:
@@ -138,26 +144,26 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
     # The worker's side.
 
     def register_kv_caches(self, kv_caches: "dict[str, torch.Tensor]") -> None:
-        """Take the engine's KV memory."""
+        """Attach the engine's KV memory."""
         try:
             self._facts = self._attach(kv_caches)
-        except (LayoutError, OSError, ValueError) as why:
-            _LOG.warning("Cascade: this engine's KV is not kept: %s", why)
-            self._facts = WorkerFacts({}, [], refusal=str(why))
+        except (LayoutError, OSError, ValueError) as reason:
+            _LOG.warning("Cascade: this engine's KV is not stored: %s", reason)
+            self._facts = WorkerFacts({}, [], refusal=str(reason))
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """Tell the scheduler what this worker holds."""
+        """Return this worker's description for the scheduler."""
         return self._facts
 
     @_guarded(lambda: None)
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:  # noqa: ARG002
-        """Load what the step needs, and begin to load what later steps need."""
+        """Load what the step needs, and start asynchronous loads."""
         if self._worker is not None:
             self._worker.start_loads(self._plan())
 
     @_guarded(lambda: None)
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Return once the layer's blocks are there."""
+        """Return once the layer's blocks are loaded."""
         if self._worker is not None:
             self._worker.wait_for_layer(layer_name)
 
@@ -168,11 +174,11 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
         attn_metadata: "AttentionMetadata",
         **kwargs: Any,
     ) -> None:
-        """Do nothing: blocks are copied whole when the step is over."""
+        """Do nothing: all layers of a block are copied at the end of the step."""
 
     @_guarded(lambda: None)
     def wait_for_save(self) -> None:
-        """Copy what the step computed."""
+        """Save the blocks that the step computed."""
         if self._worker is not None:
             self._worker.save(self._plan())
 
@@ -181,75 +187,77 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
         self,
         finished_req_ids: set[str],  # noqa: ARG002 # saves end with their step
     ) -> tuple[set[str] | None, set[str] | None]:
-        """Name requests whose asynchronous loads ended."""
+        """Return the requests whose asynchronous loads ended."""
         return None, self._arrivals()[0]
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:  # noqa: ARG002
-        """Name requests whose asynchronous loads ended, and those that failed as a whole."""
+        """Return the requests whose asynchronous loads ended, and those that failed completely."""
         return versions.transfer_results(*self._arrivals())
 
     @_guarded(set)
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Name blocks that are not there, late or damaged: the engine computes them."""
-        return self._worker.bad_blocks() if self._worker is not None else set()
+        """Return the pages that could not be loaded; the engine computes their blocks."""
+        return self._worker.take_failed_pages() if self._worker is not None else set()
 
     @_guarded(lambda: None)
-    def build_connector_worker_meta(self) -> Progress | None:
-        """Tell the scheduler what became of its plan."""
-        return self._worker.progress() if self._worker is not None else None
+    def build_connector_worker_meta(self) -> WorkerReport | None:
+        """Return the outcomes of loads and saves for the scheduler."""
+        return self._worker.take_report() if self._worker is not None else None
 
     # The scheduler's side.
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        """Learn what the workers hold; from now on blocks are kept."""
+        """Receive the workers' descriptions, and start the scheduler's side."""
         facts = [each for each in metadata.values() if isinstance(each, WorkerFacts)]
         refusal = next((each.refusal for each in facts if each.refusal), None)
-        refusal = refusal or versions.refusal_of_groups(len(self._kv_cache_config.kv_cache_groups))
+        refusal = refusal or versions.unsupported_groups(len(self._kv_cache_config.kv_cache_groups))
         if refusal is None and len({_canonical(each.manifest) for each in facts}) != 1:
-            refusal = "its workers disagree on what their KV is"
+            refusal = "the compatibility manifests of its workers differ"
         if refusal is not None or not facts:
-            _LOG.warning("Cascade: this engine's KV is not kept: %s", refusal or "no worker said")
+            reason = refusal or "no worker described its KV"
+            _LOG.warning("Cascade: this engine's KV is not stored: %s", reason)
             return
-        self._begin(facts)
+        self._start_scheduler(facts)
 
     @_guarded(lambda: None)
     def on_new_request(self, request: "Request") -> None:
-        """Take note of a request that begins to wait."""
+        """Start the lookup and the lookahead of a request that starts to wait."""
         if self._scheduler is None:
             return
         if self._background is None:
-            self._introduce()
+            self._register_manifest()
         else:
-            self._background.submit(self._introduce)
-        self._scheduler.arrive(request)
+            self._background.submit(self._register_manifest)
+        self._scheduler.add_request(request)
 
     @_guarded(lambda: (0, False))
     def get_num_new_matched_tokens(
         self, request: "Request", num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Say how many tokens can be loaded, and whether in the meantime."""
+        """Return how many tokens can be loaded, and whether asynchronously."""
         if self._scheduler is None:
             return 0, False
-        return self._scheduler.matched(request, num_computed_tokens)
+        return self._scheduler.matched_tokens(request, num_computed_tokens)
 
     @_guarded(lambda: None)
     def update_state_after_alloc(
         self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int
     ) -> None:
-        """Plan the load into the blocks that were given."""
+        """Plan the load into the allocated blocks."""
         if self._scheduler is not None:
-            self._scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
+            self._scheduler.plan_load(request, blocks.get_block_ids(), num_external_tokens)
 
     def get_external_cache_hit_sources(
         self, request: "Request", num_external_tokens: int
     ) -> "dict[CacheHitSource, int]":
-        """Say from which tiers the tokens come."""
+        """Return how many of the loaded tokens come from each tier."""
         sources: dict[Any, int] = {}
         left = num_external_tokens
         if self._scheduler is not None:
-            for tier, tokens in self._scheduler.sources(request, num_external_tokens).items():
+            by_tier = self._scheduler.tokens_by_tier(request, num_external_tokens)
+            for tier, tokens in by_tier.items():
                 source = versions.hit_source(tier)
                 sources[source] = sources.get(source, 0) + min(tokens, left)
                 left -= min(tokens, left)
@@ -259,43 +267,43 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
         return {source: tokens for source, tokens in sources.items() if tokens}
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
-        """Give the workers the step's plan."""
+        """Return the step's plan for the workers."""
         if self._scheduler is None:
-            return Plan()
-        return self._scheduler.plan(scheduler_output, self._generation)
+            return StepPlan()
+        return self._scheduler.plan_step(scheduler_output, self._generation)
 
     @_guarded(lambda: None)
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
-        """Take in what became of earlier plans."""
-        progress = connector_output.kv_connector_worker_meta
-        if self._scheduler is None or not isinstance(progress, Progress):
+        """Apply the outcomes of earlier plans."""
+        report = connector_output.kv_connector_worker_meta
+        if self._scheduler is None or not isinstance(report, WorkerReport):
             return
-        self._scheduler.learn(progress)
-        if self._economy is not None:
-            for loaded in progress.loaded:
-                self._economy.observe_load(loaded.tier, loaded.blocks, loaded.seconds)
-            if progress.prefill is not None:
-                self._economy.observe_prefill(*progress.prefill)
+        self._scheduler.apply_report(report)
+        if self._load_or_compute is not None:
+            for loaded in report.loaded:
+                self._load_or_compute.observe_load(loaded.tier, loaded.blocks, loaded.seconds)
+            if report.prefill is not None:
+                self._load_or_compute.observe_prefill(*report.prefill)
 
     def request_finished(
         self, request: "Request", block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Forget a request; its blocks are free at once."""
+        """Remove a request; its blocks can be freed at once."""
         return self.request_finished_all_groups(request, (block_ids,))
 
     @_guarded(lambda: (False, None))
     def request_finished_all_groups(
         self,
         request: "Request",
-        block_ids: tuple[list[int], ...],  # noqa: ARG002 # all that is saved was copied
+        block_ids: tuple[list[int], ...],  # noqa: ARG002 # saved blocks are copied already
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Forget a request; its blocks are free at once."""
+        """Remove a request; its blocks can be freed at once."""
         if self._scheduler is None:
             return False, None
-        finished = functools.partial(
+        add_hints = functools.partial(
             finish_hints, status_name=request.status.name, stop_reason=request.stop_reason
         )
-        keys = self._scheduler.finish(request, finished)
+        keys = self._scheduler.finish(request, add_hints)
         if self._recorder is not None and keys is not None:
             self._recorder.record(
                 input_tokens=request.num_prompt_tokens,
@@ -307,28 +315,29 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
 
     @_guarded(lambda: False)
     def reset_cache(self) -> bool:
-        """Never again load what was kept up to now: the weights may be others.
+        """Stop using all blocks stored so far, because the weights may have changed.
 
-        A shared node keeps the blocks under names that this engine does not ask for any more.
+        The engine uses a new namespace from then on. A shared node keeps the old blocks until they
+        are evicted.
         """
         self._generation = uuid.uuid4().hex
         if self._scheduler is not None:
-            self._scheduler.forget()
+            self._scheduler.reset_keys()
         return True
 
     @_guarded(tuple)
     def take_events(self) -> "Iterable[KVCacheEvent]":
-        """Tell routers which blocks came and went, in vLLM's own stream."""
+        """Return the blocks that were stored and removed, for vLLM's event stream."""
         return self._events.take() if self._events is not None else ()
 
     @_guarded(lambda: None)
     def get_kv_connector_stats(self) -> CascadeStats | None:
-        """Give the scheduler's side's figures; what workers did is in them."""
-        return self._scheduler.figures() if self._scheduler is not None else None
+        """Return the statistics of the scheduler's side, which include the workers'."""
+        return self._scheduler.take_stats() if self._scheduler is not None else None
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> CascadeStats | None:
-        """Make figures of what crossed between processes."""
+        """Create statistics from the data that another process sent."""
         return CascadeStats() if data is None else CascadeStats(data=data)
 
     @classmethod
@@ -339,10 +348,10 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> CascadePromMetrics:
-        """Register the figures with vLLM's endpoint."""
+        """Register the metrics with vLLM's endpoint."""
         return CascadePromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
-    # How it is put together.
+    # Construction and callbacks.
 
     def _arrivals(self) -> tuple[set[str], set[str]]:
         return self._worker.arrivals() if self._worker is not None else (set(), set())
@@ -360,9 +369,9 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
         if is_embedded:
             return EngineStore(address, key=key, name=name)
         if self.role is KVConnectorRole.SCHEDULER:
-            self._background = Background()
+            self._background = BackgroundThread()
         if address.node is not None:
-            # A handle for each side: their calls may take differently long.
+            # A separate client for each side, because their time-outs differ.
             address = type(address)(node=address.node, token=address.token, timeout=wait)
             return EngineStore(address, key=f"{key} {self.role.name}", name=name)
         socket = private_socket(engine)
@@ -376,16 +385,16 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
 
         cache = self._kv_cache_config
         pieces = max(len(layer) for layer in kv_caches.values()) // cache.num_blocks
-        self._held = describe(cache, self._rank(), self.settings.shards, pieces=pieces)
+        self._parts = describe(cache, self._rank(), self.settings.shards, pieces=pieces)
         first = next(iter(kv_caches.values()))
         storage = first.untyped_storage()
         for name, tensor in kv_caches.items():
             if tensor.untyped_storage().data_ptr() != storage.data_ptr():
-                raise LayoutError(f"layer {name} lies in a memory of its own")
+                raise LayoutError(f"layer {name} is not in the same allocation as other layers")
         memory = torch.empty(0, dtype=torch.uint8, device=first.device)
         memory.set_(storage)
         pages = cache.num_blocks
-        attached = [(each, memory_of(memory, each.regions, pages)) for each in self._held]
+        attached = [(held, memory_of(memory, held.regions, pages)) for held in self._parts]
         manifest = manifest_of(self._vllm_config, cache, self.settings.weights, pieces)
         self._manifest = manifest
         self._worker = Worker(
@@ -397,7 +406,7 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
         )
         self._worker.attach(attached, list(cache.kv_cache_groups[0].layer_names))
         is_on_host = all(isinstance(memory, HostMemory) for _, memory in attached)
-        return WorkerFacts(manifest, [each.part for each in self._held], is_on_host)
+        return WorkerFacts(manifest, [held.part for held in self._parts], is_on_host)
 
     def _rank(self) -> Rank:
         from vllm.distributed.parallel_state import (  # noqa: PLC0415
@@ -407,7 +416,7 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
         model: Any = self._vllm_config.model_config
         parallel = self._vllm_config.parallel_config
         if parallel.prefill_context_parallel_size > 1:
-            raise LayoutError("its prefill is context parallel, of which no layout is known here")
+            raise LayoutError("prefill context parallelism is not supported")
         context = self._context_size
         rank = get_tensor_model_parallel_rank()
         return Rank(
@@ -418,16 +427,18 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
             1 if model.use_mla else model.get_total_num_kv_heads(),
         )
 
-    def _begin(self, facts: Sequence[WorkerFacts]) -> None:
+    def _start_scheduler(self, facts: Sequence[WorkerFacts]) -> None:
+        """Create the scheduler's side for the parts that the workers hold."""
         self._manifest = facts[0].manifest
+        # Lite mode uses keys of its own: its blocks have no KV.
         prefix = "names only; " if self.settings.lite else ""
-        named = {
+        parts = {
             prefix + part.name: Part(prefix + part.name, part.group, part.block_bytes)
             for each in facts
             for part in each.parts
         }
         settings = self.settings
-        policy = Policy(
+        scheduler_settings = SchedulerSettings(
             load_mode(self._vllm_config, settings),
             settings.hit_ratio,
             settings.min_tokens,
@@ -439,78 +450,79 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
         )
         try:
             groups = groups_of(self._kv_cache_config, self._block_tokens, self._context_size)
-        except LayoutError as why:
-            _LOG.warning("Cascade: this engine's KV is not kept: %s", why)
+        except LayoutError as reason:
+            _LOG.warning("Cascade: this engine's KV is not stored: %s", reason)
             return
         self._scheduler = Scheduler(
             self._store.store,
-            list(named.values()),
+            list(parts.values()),
             groups,
-            functools.partial(self._keys_of, list(named)),
-            policy,
+            functools.partial(self._keys_of, list(parts)),
+            scheduler_settings,
             block_tokens=self._block_tokens,
-            choose=self._chosen,
+            choose=self._choose,
             hints_of=_hints_of,
-            on_saved=self._announce,
+            on_saved=self._announce_saved,
             background=self._background,
         )
-        self._follow(list(named))
-        block_bytes = sum(part.block_bytes for part in named.values())
+        self._follow_changes(list(parts))
+        block_bytes = sum(part.block_bytes for part in parts.values())
         if settings.load_or_compute and all(each.is_on_host for each in facts):
-            # On a device, launches return before the work is done: their times say nothing.
-            self._economy = LoadOrCompute(
+            # Not on a device: its launches return before the work is done, so the measured times
+            # would be wrong.
+            self._load_or_compute = LoadOrCompute(
                 block_tokens=self._block_tokens, block_bytes=max(1, block_bytes)
             )
         if settings.record is not None:
             self._recorder = TraceRecorder(settings.record, block_tokens=self._block_tokens)
 
-    def _introduce(self) -> None:
-        """Leave the manifest with the store, so that `cascade explain` can name what differs.
+    def _register_manifest(self) -> None:
+        """Register the manifest with the store, so that `cascade explain` can compare manifests.
 
-        A node that is away when the engine starts gets it once it is there.
+        Called for every request, because the node may become available after the engine's start.
         """
         store = self._store.store()
-        if store is None or store is self._introduced_to:
+        if store is None or store is self._registered_with:
             return
         try:
             store.register(self._namespace(self._generation))
         except AwayError:
             return
         except CascadeError as error:
-            _LOG.warning("Cascade: the store did not take this engine's manifest: %s", error)
-        self._introduced_to = store
+            _LOG.warning("Cascade: registering this engine's manifest failed: %s", error)
+        self._registered_with = store
 
-    def _follow(self, parts: Sequence[str]) -> None:
-        """Follow the store's changes where the engine publishes KV events."""
+    def _follow_changes(self, parts: Sequence[str]) -> None:
+        """Follow the store's changes if the engine publishes KV events."""
         events = self._vllm_config.kv_events_config
         if events is None or not events.enable_kv_cache_events:
             return
-        self._parts = parts
-        followed = StoreOnceThere(self._store.store)
-        self._events = EventSource(followed, block_tokens=self._block_tokens, medium=MEDIUM)
+        self._event_parts = parts
+        store = DeferredStore(self._store.store)
+        self._events = EventSource(store, block_tokens=self._block_tokens, medium=MEDIUM)
 
-    def _announce(self, request: "Request", keys: RequestKeys, saved: Saved) -> None:
-        """Have the saved blocks announced."""
+    def _announce_saved(self, request: "Request", keys: RequestKeys, saved: SaveResult) -> None:
+        """Pass the tokens of saved blocks to the event source."""
         if self._events is None:
             return
-        first, last = saved.first, saved.first + len(saved.kept)
-        runs = [keys.split(part, first, last) for part in self._parts]
+        first, last = saved.first, saved.first + len(saved.stored)
+        runs = [keys.split(part, first, last) for part in self._event_parts]
         tokens = request.all_token_ids[first * self._block_tokens : last * self._block_tokens]
         adapter = request.lora_request
         self._events.saved(
             runs[0],
-            keys.parent(self._parts[0], first),
+            keys.parent(self._event_parts[0], first),
             list(tokens),
             adapter and adapter.lora_int_id,
             adapter and adapter.lora_name,
             other_parts=runs[1:],
         )
 
-    def _chosen(self, tiers: Sequence[str], total_tokens: int) -> int:
-        """Say how many leading blocks are faster to load than to compute."""
-        if self._economy is None:
+    def _choose(self, tiers: Sequence[str], total_tokens: int) -> int:
+        """Return how many leading blocks to load rather than to compute."""
+        if self._load_or_compute is None:
             return len(tiers)
-        return self._economy.choose(tiers, total_tokens=total_tokens)
+        return self._load_or_compute.choose(tiers, total_tokens=total_tokens)
 
     def _keys_of(self, parts: Sequence[str], request: "Request") -> RequestKeys:
         features = [
@@ -522,25 +534,25 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):
         return RequestKeys(space, parts, self._block_tokens, origin, features)
 
     def _namespace(self, generation: str) -> Namespace:
-        """Give the namespace; another one for every time that the engine forgot its cache."""
-        if generation not in self._spaces:
+        """Return the namespace of a generation; each reset of the engine's cache starts one."""
+        if generation not in self._namespaces:
             fields = dict(self._manifest or {})
             if generation:
                 fields["generation"] = generation
-            self._spaces = {generation: Namespace(Manifest(fields), self._secret)}
-        return self._spaces[generation]
+            self._namespaces = {generation: Namespace(Manifest(fields), self._secret)}
+        return self._namespaces[generation]
 
-    def _plan(self) -> Plan:
+    def _plan(self) -> StepPlan:
         plan = self._get_connector_metadata()
-        if not isinstance(plan, Plan):
-            raise TypeError(f"the scheduler's side sent {type(plan).__name__}, not a plan")
+        if not isinstance(plan, StepPlan):
+            raise TypeError(f"expected a StepPlan from the scheduler, not a {type(plan).__name__}")
         return plan
 
 
 def _hints_of(request: "Request") -> Hints:
-    hints, complaints = request_hints(request.kv_transfer_params, priority=request.priority)
-    for complaint in complaints:
-        _LOG.warning("Cascade: request %s: %s", request.request_id, complaint)
+    hints, warnings = request_hints(request.kv_transfer_params, priority=request.priority)
+    for warning in warnings:
+        _LOG.warning("Cascade: request %s: %s", request.request_id, warning)
     return hints
 
 
@@ -555,7 +567,7 @@ def _secret(settings: ConnectorSettings) -> bytes | None:
         return file.read().strip()
 
 
-# MultiConnector finds its children's classes by name; a second import finds it there.
+# MultiConnector finds the classes of its children by name. A second import raises ValueError.
 with contextlib.suppress(ValueError):
     KVConnectorFactory.register_connector(
         "CascadeConnector", "cascadekv.connectors.vllm", "CascadeConnector"

@@ -1,8 +1,8 @@
-"""KV events: what of this engine's blocks the store has, in vLLM's own stream and format.
+"""KV events for the blocks in the store, in vLLM's own stream and format.
 
-A router that applies them knows which prefixes load instead of compute. Only blocks whose tokens
-this engine knows are announced, because an event has to say them. The store's change log decides
-when one is there, whoever stored or dropped it.
+A router that applies the events knows which prefixes can be loaded. An event contains the tokens of
+its blocks, so only blocks whose tokens this engine knows are announced. Their presence follows the
+store's change log, no matter which client stored or removed them.
 """
 
 import logging
@@ -19,74 +19,75 @@ from cascadekv._native import BlockKeys
 from cascadekv.connectors.failures import FailureLog
 from cascadekv.errors import AwayError, CascadeError, ConfigError
 
-__all__ = ["EventSource", "FollowedStore", "StoreOnceThere"]
+__all__ = ["DeferredStore", "EventSource", "FollowedStore"]
 
 logger = logging.getLogger(__name__)
 
 KEY_BYTES = 32
 CHANGES_MAX = 1024
-"""Most changes that a call takes from the store, and most blocks that its events name."""
+"""Most changes that one call reads from the store, and most blocks in the events it returns."""
 RETRY_S = 1.0
-"""How long the store is left alone after it failed to answer."""
+"""Delay before the store is called again after a failure."""
 _STORED, _GONE, _CLEARED = range(3)
 """The values of `ChangeKind`."""
 
 
 class FollowedStore(Protocol):
-    """What is used of a store."""
+    """The calls of a store that are used here."""
 
     def changes(self, since: bytes | None = None, *, limit: int = ...) -> Any:
-        """Say what came and went."""
+        """Return the changes since a cursor."""
         ...
 
     def contains(self, keys: Any, /) -> list[bool]:
-        """Say which blocks are there."""
+        """Return whether each block is present."""
         ...
 
 
-class StoreOnceThere:
-    """A store that may be away at first: until it is there, every call raises `AwayError`."""
+class DeferredStore:
+    """A store that may be unavailable at first: until then, every call raises `AwayError`."""
 
     def __init__(self, store: Callable[[], FollowedStore | None]) -> None:
-        """`store` gives it once it is there."""
+        """`store` returns the store, or `None` while it is unavailable."""
         self._store = store
 
     def changes(self, since: bytes | None = None, *, limit: int = CHANGES_MAX) -> Any:
-        """Say what came and went."""
-        return self._there().changes(since, limit=limit)
+        """Return the changes since a cursor."""
+        return self._opened().changes(since, limit=limit)
 
     def contains(self, keys: Any, /) -> list[bool]:
-        """Say which blocks are there."""
-        return self._there().contains(keys)
+        """Return whether each block is present."""
+        return self._opened().contains(keys)
 
-    def _there(self) -> FollowedStore:
+    def _opened(self) -> FollowedStore:
         store = self._store()
         if store is None:
-            raise AwayError("the store is not there yet")
+            raise AwayError("the store is not available yet")
         return store
 
 
 @dataclass(slots=True, eq=False)
-class _Block:
+class _KnownBlock:
     """A block whose tokens are known."""
 
     parts: tuple[bytes, ...]
+    """The keys of its parts; events use the first one."""
     parent: bytes | None
     token_ids: list[int]
     lora_id: int | None
     lora_name: str | None
-    here: int = 0
-    """A bit for each part that the store has."""
+    present: int = 0
+    """Bit mask of the parts that the store has."""
     is_announced: bool = False
 
     @property
-    def is_whole(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether the store has every part."""
-        return self.here == (1 << len(self.parts)) - 1
+        return self.present == (1 << len(self.parts)) - 1
 
 
 class EventSource:
-    """Follows one store for one engine. Not thread-safe: it belongs to the scheduler's thread."""
+    """Follows one store for one engine. Not thread-safe: call it from the scheduler's thread."""
 
     def __init__(
         self,
@@ -97,15 +98,15 @@ class EventSource:
         max_blocks: int = 1 << 17,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Know no blocks yet; of more than `max_blocks`, the longest known go.
+        """Start without known blocks; beyond `max_blocks`, the oldest ones are forgotten.
 
-        Raises `ConfigError` where the store has no change log, and for sizes below 1.
+        Raises `ConfigError` if the store has no change log, and for sizes below 1.
         """
         if not hasattr(store, "changes"):
-            raise ConfigError("KV events need a store with a change log; update Cascade")
+            raise ConfigError("KV events require a store with a change log; update Cascade")
         if block_tokens < 1 or max_blocks < 1:
             raise ConfigError(
-                f"block_tokens is {block_tokens}, max_blocks {max_blocks}; at least 1"
+                f"block_tokens is {block_tokens}, max_blocks {max_blocks}; each must be at least 1"
             )
         self._store = store
         self._block_tokens = block_tokens
@@ -113,27 +114,33 @@ class EventSource:
         self._max_blocks = max_blocks
         self._clock = clock
         self._cursor: bytes | None = None
-        self._blocks: OrderedDict[bytes, _Block] = OrderedDict()
-        self._of_part: dict[bytes, tuple[_Block, int]] = {}
-        self._unasked: deque[_Block] = deque()
-        self._news: deque[tuple[bool, _Block]] = deque()
-        self._begins_anew = False
+        self._blocks: OrderedDict[bytes, _KnownBlock] = OrderedDict()
+        """Known blocks by the key of their first part, least recently saved first."""
+        self._by_part: dict[bytes, tuple[_KnownBlock, int]] = {}
+        """The block and the index of each part's key."""
+        self._unchecked: deque[_KnownBlock] = deque()
+        """New blocks whose presence in the store is not known yet."""
+        self._pending: deque[tuple[bool, _KnownBlock]] = deque()
+        """Events to emit: whether the block was stored, and the block."""
+        self._is_resyncing = False
+        """Whether the cursor was lost and the present blocks are being listed again."""
         self._is_current = False
-        self._asks_for_changes = True
+        self._is_follow_next = True
+        """Whether the next call reads changes rather than checks new blocks."""
         self._retry_at: float | None = None
         self._failures = FailureLog(logger)
 
     @property
     def known_blocks(self) -> int:
-        """How many blocks have tokens here."""
+        """Number of blocks whose tokens are known."""
         return len(self._blocks)
 
     @property
     def is_current(self) -> bool:
-        """Whether the last call of `take` told all that the store had to say then."""
-        return self._is_current and not self._unasked and not self._news
+        """Whether the events up to the last call of `take` include all changes of the store."""
+        return self._is_current and not self._unchecked and not self._pending
 
-    def saved(  # noqa: PLR0913 # what an event says of a block
+    def saved(  # noqa: PLR0913 # the fields of an event
         self,
         keys: Sequence[bytes],
         parent: bytes | None,
@@ -143,11 +150,11 @@ class EventSource:
         *,
         other_parts: Sequence[Sequence[bytes]] = (),
     ) -> None:
-        """Learn the tokens of a run of blocks that were saved, or found there.
+        """Record the tokens of consecutive blocks that were saved, or found in the store.
 
-        `keys` name the blocks in events, `parent` the block before the first. With several parts a
-        block, `other_parts` has the keys of each further part, and a block is announced while the
-        store has all of its parts. Asks the store nothing.
+        `keys` name the blocks in events; `parent` is the block before the first. If blocks have
+        several parts, `other_parts` has the keys of each further part. A block is announced while
+        the store has all of its parts. Does not call the store.
         """
         if len(token_ids) != len(keys) * self._block_tokens:
             raise ValueError(
@@ -158,7 +165,7 @@ class EventSource:
                 self._blocks.move_to_end(key)
             else:
                 start = index * self._block_tokens
-                block = _Block(
+                block = _KnownBlock(
                     parts=(key, *(part[index] for part in other_parts)),
                     parent=parent,
                     token_ids=list(token_ids[start : start + self._block_tokens]),
@@ -167,126 +174,129 @@ class EventSource:
                 )
                 self._blocks[key] = block
                 for bit, part in enumerate(block.parts):
-                    self._of_part[part] = (block, bit)
-                self._unasked.append(block)
+                    self._by_part[part] = (block, bit)
+                self._unchecked.append(block)
             parent = key
         while len(self._blocks) > self._max_blocks:
             self._forget(self._blocks.popitem(last=False)[1])
 
     def take(self) -> list[Any]:
-        """Give what happened since the last call, as vLLM's events, oldest first.
+        """Return the changes since the last call as vLLM's events, oldest first.
 
-        Asks the store at most once, and names at most `CHANGES_MAX` blocks; what is left comes with
-        the next calls.
+        Calls the store at most once, and returns at most `CHANGES_MAX` blocks; the next calls
+        return the rest. Calls alternate between the change log and new blocks.
         """
-        if len(self._news) < CHANGES_MAX and self._may_ask():
+        if len(self._pending) < CHANGES_MAX and self._may_call():
             try:
-                if self._asks_for_changes or not self._unasked:
+                if self._is_follow_next or not self._unchecked:
                     self._follow()
-                    self._asks_for_changes = False
+                    self._is_follow_next = False
                 else:
-                    self._ask_of_new()
-                    self._asks_for_changes = True
+                    self._check_new_blocks()
+                    self._is_follow_next = True
             except CascadeError as error:
                 self._is_current = False
                 self._retry_at = self._clock() + RETRY_S
                 self._failures.count("following the store's changes", error)
         return list(self._events())
 
-    def _may_ask(self) -> bool:
+    def _may_call(self) -> bool:
         if self._retry_at is not None and self._clock() < self._retry_at:
             return False
         self._retry_at = None
         return True
 
-    def _ask_of_new(self) -> None:
-        """Ask whether blocks that became known are there: the log may have told it before.
+    def _check_new_blocks(self) -> None:
+        """Query the presence of new blocks: the log may have reported them before they were known.
 
-        What the log tells later is later, or is told a second time and ends the same.
+        The order of this query and the log does not matter. Changes that the log reports later are
+        newer, or repeat a change that this query has seen; repeating it leads to the same state.
         """
-        blocks: list[_Block] = []
+        blocks: list[_KnownBlock] = []
         parts: list[bytes] = []
-        while self._unasked and (not parts or len(parts) < CHANGES_MAX):
-            block = self._unasked.popleft()
+        while self._unchecked and (not parts or len(parts) < CHANGES_MAX):
+            block = self._unchecked.popleft()
+            # Not if it was forgotten meanwhile.
             if self._blocks.get(block.parts[0]) is block:
                 blocks.append(block)
                 parts += block.parts
         if not parts:
             return
         try:
-            answers = iter(self._store.contains(BlockKeys(b"".join(parts))))
+            results = iter(self._store.contains(BlockKeys(b"".join(parts))))
         except CascadeError:
-            self._unasked.extendleft(reversed(blocks))
+            self._unchecked.extendleft(reversed(blocks))
             raise
         for block in blocks:
             for part in block.parts:
-                self._note(part, is_here=next(answers))
+                self._set_presence(part, is_present=next(results))
 
     def _follow(self) -> None:
         """Apply the next changes."""
-        told = self._store.changes(self._cursor, limit=CHANGES_MAX)
-        self._cursor = told.next
-        self._is_current = told.is_current
-        if told.is_lost:
-            # Announced blocks stay so until it is known what the store has now.
+        changes = self._store.changes(self._cursor, limit=CHANGES_MAX)
+        self._cursor = changes.next
+        self._is_current = changes.is_current
+        if changes.is_lost:
+            # Announced blocks are withdrawn only once all present blocks are listed: otherwise
+            # routers would see every block removed and stored again.
             for block in self._blocks.values():
-                block.here = 0
-            self._begins_anew = True
-        keys = bytes(told.keys)
-        for index, kind in enumerate(told.kinds):
+                block.present = 0
+            self._is_resyncing = True
+        keys = bytes(changes.keys)
+        for index, kind in enumerate(changes.kinds):
             if kind == _CLEARED:
                 self._clear()
             else:
                 start = index * KEY_BYTES
-                self._note(keys[start : start + KEY_BYTES], is_here=kind == _STORED)
-        if self._begins_anew and told.is_current:
-            self._begins_anew = False
-            self._withdraw_absent()
+                self._set_presence(keys[start : start + KEY_BYTES], is_present=kind == _STORED)
+        if self._is_resyncing and changes.is_current:
+            self._is_resyncing = False
+            self._withdraw_incomplete()
 
-    def _note(self, part: bytes, *, is_here: bool) -> None:
-        block, bit = self._of_part.get(part, (None, 0))
+    def _set_presence(self, part: bytes, *, is_present: bool) -> None:
+        block, bit = self._by_part.get(part, (None, 0))
         if block is None:
             return
-        if is_here:
-            block.here |= 1 << bit
-            if block.is_whole:
+        if is_present:
+            block.present |= 1 << bit
+            if block.is_complete:
                 self._announce(block)
         else:
-            block.here &= ~(1 << bit)
+            block.present &= ~(1 << bit)
             self._withdraw(block)
 
     def _clear(self) -> None:
         for block in self._blocks.values():
-            block.here = 0
-        self._withdraw_absent()
+            block.present = 0
+        self._withdraw_incomplete()
 
-    def _withdraw_absent(self) -> None:
+    def _withdraw_incomplete(self) -> None:
         for block in self._blocks.values():
-            if not block.is_whole:
+            if not block.is_complete:
                 self._withdraw(block)
 
-    def _forget(self, block: _Block) -> None:
-        """Let go of a block; what is not followed any more is not announced any more either."""
+    def _forget(self, block: _KnownBlock) -> None:
+        """Stop following a block, and withdraw it: its removal would go unnoticed."""
         for part in block.parts:
-            self._of_part.pop(part, None)
+            self._by_part.pop(part, None)
         self._withdraw(block)
 
-    def _announce(self, block: _Block) -> None:
+    def _announce(self, block: _KnownBlock) -> None:
         if not block.is_announced:
             block.is_announced = True
-            self._news.append((True, block))
+            self._pending.append((True, block))
 
-    def _withdraw(self, block: _Block) -> None:
+    def _withdraw(self, block: _KnownBlock) -> None:
         if block.is_announced:
             block.is_announced = False
-            self._news.append((False, block))
+            self._pending.append((False, block))
 
     def _events(self) -> Iterator[Any]:
-        """Turn the oldest news into events: one for each run of a chain, or of what went."""
-        run: list[_Block] = []
+        """Yield the oldest pending events: one for each run of a chain, or of removed blocks."""
+        run: list[_KnownBlock] = []
         is_stored = True
-        for _ in range(min(len(self._news), CHANGES_MAX)):
-            next_is_stored, block = self._news.popleft()
+        for _ in range(min(len(self._pending), CHANGES_MAX)):
+            next_is_stored, block = self._pending.popleft()
             if run and (
                 next_is_stored != is_stored or (is_stored and not _follows(run[-1], block))
             ):
@@ -297,7 +307,7 @@ class EventSource:
         if run:
             yield self._event(is_stored, run)
 
-    def _event(self, is_stored: bool, run: Sequence[_Block]) -> Any:  # noqa: FBT001
+    def _event(self, is_stored: bool, run: Sequence[_KnownBlock]) -> Any:  # noqa: FBT001
         hashes = [_hash(block.parts[0]) for block in run]
         if not is_stored:
             return BlockRemoved(block_hashes=hashes, medium=self._medium)
@@ -314,10 +324,10 @@ class EventSource:
 
 
 def _hash(key: bytes) -> ExternalBlockHash:
-    """Give a key as events name blocks: whole, or shortened as the engine is told to."""
+    """Return a key as events name blocks: complete, or shortened by the engine's setting."""
     return maybe_convert_block_hash(BlockHash(key))
 
 
-def _follows(before: _Block, block: _Block) -> bool:
+def _follows(before: _KnownBlock, block: _KnownBlock) -> bool:
     adapters = (before.lora_id, before.lora_name), (block.lora_id, block.lora_name)
     return block.parent == before.parts[0] and adapters[0] == adapters[1]

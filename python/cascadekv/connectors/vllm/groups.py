@@ -1,7 +1,7 @@
-"""How much of a request each of the engine's KV cache groups needs to go on from a block.
+"""Which blocks of a prefix each of the engine's KV cache groups needs.
 
-Full attention needs every block before it; a sliding window only the last ones. A prefix is usable
-as far as all groups have what they need there.
+Full attention needs every block of the prefix; a sliding window needs the last ones. A prefix is
+usable if every group has the blocks that it needs.
 """
 
 from collections.abc import Sequence
@@ -17,52 +17,58 @@ from cascadekv.connectors.vllm.metadata import Part
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-__all__ = ["Group", "groups_of", "usable"]
+__all__ = ["CacheGroup", "groups_of", "usable_prefix"]
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class CacheGroup:
     """One of the engine's KV cache groups."""
 
     number: int
     window_blocks: int | None = None
-    """Last blocks that it needs; every one when there is no window."""
+    """Number of last blocks that the group needs; `None`: all blocks."""
 
 
-def groups_of(config: "KVCacheConfig", block_tokens: int, context_size: int = 1) -> list[Group]:
-    """Describe the groups. Raises `LayoutError` for one whose KV cannot be kept.
+def groups_of(
+    config: "KVCacheConfig", block_tokens: int, context_size: int = 1
+) -> list[CacheGroup]:
+    """Return the KV cache groups. Raises `LayoutError` if the KV of one cannot be stored.
 
-    `block_tokens` are those of a block on all of `context_size` context parallel ranks.
+    `block_tokens` counts the tokens of a block on all `context_size` context parallel ranks.
     """
-    groups: list[Group] = []
+    groups: list[CacheGroup] = []
     for number, specs in enumerate(group_specs(config)):
         kinds = {type(spec).__name__ for spec in specs.values()}
         spec: Any = next(iter(specs.values()))
         tokens = spec.block_size * (context_size if versions.is_context_sharded(spec) else 1)
         if tokens != block_tokens:
-            raise LayoutError(f"groups with blocks of {tokens} and {block_tokens} tokens")
+            raise LayoutError(
+                f"its KV cache groups have blocks of {tokens} and {block_tokens} tokens"
+            )
         if kinds <= {"FullAttentionSpec", "MLAAttentionSpec"}:
-            groups.append(Group(number))
+            groups.append(CacheGroup(number))
         elif kinds == {"SlidingWindowSpec"}:
-            groups.append(Group(number, -(-(spec.sliding_window - 1) // block_tokens)))
+            # The next token sees itself and `sliding_window - 1` tokens of the prefix.
+            groups.append(CacheGroup(number, -(-(spec.sliding_window - 1) // block_tokens)))
         else:
-            raise LayoutError(f"layers of the kind {', '.join(sorted(kinds))} are not supported")
+            raise LayoutError(f"layers of type {', '.join(sorted(kinds))} are not supported")
     return groups
 
 
-def usable(
+def usable_prefix(
     store: Store,
-    groups: Sequence[Group],
+    groups: Sequence[CacheGroup],
     parts: Sequence[Part],
     keys: RequestKeys,
     hints: Hints,
 ) -> tuple[str, ...]:
-    """Give the slowest tier of each leading block that every group can use."""
-    whole = {group.number for group in groups if group.window_blocks is None}
+    """Return the slowest tier of each block of the longest prefix that every group can use."""
+    full_groups = {group.number for group in groups if group.window_blocks is None}
     tiers: list[str] | None = None
     for part in parts:
-        if part.group not in whole:
+        if part.group not in full_groups:
             continue
+        # Each part can only shorten the prefix.
         most = keys.blocks if tiers is None else len(tiers)
         match = store.lookup_prefix(keys.keys(part.name, 0, most), hints=hints)
         tiers = _slower(match.tiers, tiers)
@@ -75,15 +81,16 @@ def usable(
         if part.group in windows
     ]
     most = keys.blocks if tiers is None else len(tiers)
+    # The longest prefix first: a window may be complete at a long prefix and not at shorter ones.
     for end in range(most, 0, -1):
-        if all(all(there[max(0, end - window) : end]) for window, there in present):
+        if all(all(found[max(0, end - window) : end]) for window, found in present):
             return tuple((tiers or [""] * most)[:end])
     return ()
 
 
 def _slower(tiers: Sequence[str], others: Sequence[str] | None) -> list[str]:
-    """Join what two parts say of the same blocks. DRAM is the fastest tier."""
+    """Return the slower tier of each block, for two parts of a prefix. DRAM is the fastest."""
     if others is None:
         return list(tiers)
     pairs = zip(tiers, others, strict=False)
-    return [there if there != "dram" else other for there, other in pairs]
+    return [tier if tier != "dram" else other for tier, other in pairs]

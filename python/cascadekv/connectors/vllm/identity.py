@@ -1,9 +1,8 @@
-"""What tells KV of one engine from KV of another: the fields of the compatibility manifest.
+"""The fields of a vLLM engine's compatibility manifest.
 
 Everything that changes a byte of the KV is a field: the weights by content, element types and
-scales, the geometry, the layout of a block's bytes, the CPU's instruction set where the engine
-packs for it, and the engine's version. What the engine alone knows of its configuration counts by
-a hash that it makes of it.
+scales, the geometry, the layout of a block's bytes, the CPU's instruction set if the attention
+backend packs for it, and the engine's version. Model settings are included as a hash.
 """
 
 import functools
@@ -25,9 +24,9 @@ __all__ = ["adapter_fingerprint", "manifest_of"]
 def manifest_of(
     config: "VllmConfig", cache: "KVCacheConfig", weights: str, pieces: int = 1
 ) -> dict[str, str]:
-    """Give the fields, the same on every worker of an engine.
+    """Return the fields, equal on every worker of an engine.
 
-    `pieces` is in how many blocks of its own the attention backend keeps one of the engine's.
+    `pieces` is the number of the attention backend's blocks in one block of the engine.
     """
     import vllm  # noqa: PLC0415 # only an engine has it
     from vllm.platforms import current_platform  # noqa: PLC0415
@@ -57,7 +56,7 @@ def manifest_of(
 
 
 def _settings(model: Any) -> str:
-    """Give a model's settings without where they were read."""
+    """Return a model's settings as JSON, without paths and library versions."""
 
     def known(settings: dict[str, Any]) -> dict[str, Any]:
         return {
@@ -66,7 +65,7 @@ def _settings(model: Any) -> str:
             if name not in ("_name_or_path", "transformers_version")
         }
 
-    # Written by the configuration itself, which knows how to write each of its values.
+    # `to_json_string` serializes values that `json` cannot.
     return json.dumps(
         known(cast("dict[str, Any]", json.loads(model.to_json_string(use_diff=False)))),
         sort_keys=True,
@@ -79,7 +78,7 @@ def _context_parallel(parallel: Any) -> str:
 
 
 def _attention(config: "VllmConfig", cache: "KVCacheConfig") -> str:
-    """Name what writes the pages: each attention backend orders their bytes in its own way."""
+    """Return the attention backends of the layers: each has its own byte order within a page."""
     layers: dict[str, Any] = config.compilation_config.static_forward_context
     kept = [name for group in cache.kv_cache_groups for name in group.layer_names]
     names = {layers[name].get_attn_backend().get_name() for name in kept if name in layers}
@@ -87,9 +86,9 @@ def _attention(config: "VllmConfig", cache: "KVCacheConfig") -> str:
 
 
 def adapter_fingerprint(request: "LoRARequest") -> str | None:
-    """Name an adapter by its files; nothing where they cannot be read.
+    """Return a fingerprint of an adapter's files; `None` if they cannot be read.
 
-    Read once, and again when a file was changed: another adapter may take the same place.
+    Cached until a file changes: the directory may receive another adapter.
     """
     place = Path(request.lora_path)
     if not place.is_dir():
@@ -123,14 +122,14 @@ def _weights(config: "VllmConfig", weights: str) -> str:
         fingerprint = fingerprint_of_model(_snapshot(model), is_full=weights == "full")
     if fingerprint is None:
         raise FileNotFoundError(
-            f"the weights of {path} are not on this machine's disks, so nothing tells them from "
-            f"others; set cascade.weights to a name that changes whenever they do"
+            f"the weights of {path} are not on this machine's disks and cannot be fingerprinted; "
+            f"set cascade.weights to a name that changes whenever they change"
         )
     return f"{fingerprint} {load}"
 
 
 def _snapshot(model: Any) -> str:  # the engine's own configuration
-    """Give where a hub's cache keeps a model."""
+    """Return the directory of a model in the hub cache; empty if it is not cached."""
     import huggingface_hub  # noqa: PLC0415 # comes with the engine
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError  # noqa: PLC0415
 
@@ -152,7 +151,7 @@ def _speculative(config: "VllmConfig") -> str:
 
 
 def _isa(config: "VllmConfig") -> str:
-    """Name how the CPU backend packs a block; its own choice where it can be asked."""
+    """Return how the CPU backend packs a block: its own choice, if it can be queried."""
     from vllm.v1.attention.backends import cpu_attn  # noqa: PLC0415
 
     model: Any = config.model_config

@@ -1,8 +1,8 @@
-"""Names of a request's blocks: its tokens and everything else that changes their KV.
+"""The block keys of a request: they cover its tokens and everything else that changes its KV.
 
-One chain of keys for each part. A chain's root says the part, the adapter and the caller's cache
-salt, each under a word of its own, so that no value of one can pass for another; a block that a
-picture or a sound overlaps is named by that too, whole, and so is everything behind it.
+Each part has one chain of keys. The root of a chain covers the part, the adapter and the caller's
+cache salt as separate fields, so that the value of one cannot be taken for another. A block that
+overlaps an image or audio also covers all of it, and so do all later blocks.
 """
 
 import json
@@ -15,26 +15,26 @@ from cascadekv._native import BlockKey, BlockKeys, Namespace, chain_keys
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-__all__ = ["KEY_BYTES", "RequestKeys", "Unkeyed", "origin_of"]
+__all__ = ["KEY_BYTES", "RequestKeys", "UnkeyableRequest", "origin_of"]
 
 KEY_BYTES = 32
 
 
-class Unkeyed(Exception):  # noqa: N818 # an answer, not a fault
-    """Why a request's blocks are not kept: something changes its KV that has no sure name."""
+class UnkeyableRequest(Exception):  # noqa: N818 # a result, not an error
+    """The request has no keys, with the reason: its KV depends on something without an identity."""
 
 
 def origin_of(request: "Request", adapter: Callable[[Any], str | None]) -> dict[str, str]:
-    """Say what sets a whole request's KV apart; `adapter` names an adapter by its content."""
+    """Return what all KV of a request depends on; `adapter` returns an adapter's fingerprint."""
     if request.prompt_embeds is not None:
-        raise Unkeyed("its prompt is embeddings, not tokens")
+        raise UnkeyableRequest("its prompt consists of embeddings, not tokens")
     if request.pooling_params is not None:
-        raise Unkeyed("it is pooled, not generated from")
+        raise UnkeyableRequest("it is a pooling request, not a generation request")
     origin: dict[str, str] = {}
     if request.lora_request is not None:
         fingerprint = adapter(request.lora_request)
         if fingerprint is None:
-            raise Unkeyed(f"adapter {request.lora_request.lora_name} cannot be read")
+            raise UnkeyableRequest(f"adapter {request.lora_request.lora_name} cannot be read")
         origin["adapter"] = fingerprint
     if request.cache_salt:
         origin["salt"] = request.cache_salt
@@ -42,7 +42,7 @@ def origin_of(request: "Request", adapter: Callable[[Any], str | None]) -> dict[
 
 
 class RequestKeys:
-    """The keys of one request's full blocks, for every part; grows with its tokens."""
+    """The keys of one request's full blocks, for every part; extended as the request grows."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class RequestKeys:
         origin: dict[str, str],
         features: Sequence[tuple[int, int, str]] = (),
     ) -> None:
-        """Begin chains; `features` are (offset, length, identifier) of what is not text."""
+        """Start the chains; `features` are (offset, length, identifier) of multimodal inputs."""
         self._block_tokens = block_tokens
         self._features = sorted(features)
         self._roots = {
@@ -62,46 +62,47 @@ class RequestKeys:
         self._namespace = namespace
         self._keys = {part: bytearray() for part in parts}
         self.blocks = 0
-        """Full blocks that have keys."""
+        """Number of full blocks that have keys."""
 
     def extend(self, tokens: Sequence[int]) -> int:
-        """Take the request's tokens up to now; returns how many full blocks have keys."""
+        """Add keys for the request's tokens so far; returns how many full blocks have keys."""
         blocks = len(tokens) // self._block_tokens
         at = self.blocks
+        # A run of blocks of text alone is keyed in one call; a block with features, by itself.
         while at < blocks:
-            plain = at if self._features else blocks
-            while plain < blocks and not self._overlapping(plain):
-                plain += 1
-            if plain > at:
-                self._chain(tokens, at, plain)
-            if plain < blocks:
-                self._mix(plain)
-                self._chain(tokens, plain, plain + 1)
-                plain += 1
-            at = plain
+            text_end = at if self._features else blocks
+            while text_end < blocks and not self._overlapping(text_end):
+                text_end += 1
+            if text_end > at:
+                self._chain(tokens, at, text_end)
+            if text_end < blocks:
+                self._mix_features(text_end)
+                self._chain(tokens, text_end, text_end + 1)
+                text_end += 1
+            at = text_end
         self.blocks = max(self.blocks, blocks)
         return self.blocks
 
     def keys(self, part: str, first: int, last: int) -> BlockKeys:
-        """Give keys of blocks `first` to `last`, the latter not included."""
+        """Return the keys of blocks `first` to `last`, the latter excluded."""
         return BlockKeys(self.raw(part, first, last))
 
     def raw(self, part: str, first: int, last: int) -> bytes:
-        """Give the same as bytes."""
+        """Return the keys of blocks `first` to `last` as bytes."""
         return bytes(self._keys[part][first * KEY_BYTES : last * KEY_BYTES])
 
     def prompt(self, tokens: int) -> list[bytes]:
-        """Give the keys of a prompt's whole blocks, of the first part."""
+        """Return the keys of the full blocks of a prompt, for the first part."""
         part = next(iter(self._keys))
         return self.split(part, 0, min(tokens // self._block_tokens, self.blocks))
 
     def split(self, part: str, first: int, last: int) -> list[bytes]:
-        """Give keys one by one."""
-        whole = self.raw(part, first, last)
-        return [whole[at : at + KEY_BYTES] for at in range(0, len(whole), KEY_BYTES)]
+        """Return the keys of blocks `first` to `last` as a list."""
+        joined = self.raw(part, first, last)
+        return [joined[at : at + KEY_BYTES] for at in range(0, len(joined), KEY_BYTES)]
 
     def parent(self, part: str, first: int) -> bytes | None:
-        """Give the key before block `first`; none before the first."""
+        """Return the key of the block before block `first`; `None` for the first block."""
         return self.raw(part, first - 1, first) if first else None
 
     def _overlapping(self, block: int) -> list[tuple[int, int, str]]:
@@ -113,8 +114,8 @@ class RequestKeys:
             if offset < end and offset + length > start
         ]
 
-    def _mix(self, block: int) -> None:
-        """Make what overlaps a block part of the root of everything from that block on."""
+    def _mix_features(self, block: int) -> None:
+        """Start new roots at a block; they cover the features that overlap it."""
         for part, keys in self._keys.items():
             before = bytes(keys[-KEY_BYTES:]) or bytes(self._roots[part])
             facts = {"after": before.hex(), "features": self._overlapping(block)}

@@ -1,4 +1,4 @@
-"""A load that arrives layer by layer, while the engine computes the layers before."""
+"""A load layer by layer: the engine computes a layer while later layers are loaded."""
 
 import threading
 import time
@@ -9,19 +9,19 @@ from typing import TYPE_CHECKING
 
 from cascadekv import BlockKeys, CascadeError, PagedMemory, Store, part_of_trace
 from cascadekv.connectors.failures import FailureLog
-from cascadekv.connectors.vllm.metadata import Load, Loaded
+from cascadekv.connectors.vllm.metadata import Load, LoadResult
 
 if TYPE_CHECKING:
     from cascadekv import Views
 
-__all__ = ["LayeredLoad"]
+__all__ = ["LayerwiseLoad"]
 
 GRACE_S = 5.0
-"""How much longer than its own deadline a load is waited for: it ends by that in any case."""
+"""How long to wait for a load after its deadline."""
 
 
-class LayeredLoad:
-    """Blocks of one request on their way, and which of their layers are there."""
+class LayerwiseLoad:
+    """A load of one request in flight, and which of its layers have arrived."""
 
     def __init__(
         self,
@@ -29,18 +29,18 @@ class LayeredLoad:
         memory: PagedMemory,
         pages: Sequence[int],
         timeout: float,
-        at_once: Callable[[Load], Loaded],
+        load_all_layers: Callable[[Load], LoadResult],
     ) -> None:
-        """Every region of the memory is a layer; `at_once` loads without regard to layers."""
+        """Each region of the memory is a layer; `load_all_layers` loads all layers together."""
         self.load = load
         self._memory = memory
         self._pages = pages
-        self._at_once = at_once
-        # Counted from here, because loads wait for each other's threads.
+        self._load_all_layers = load_all_layers
+        # Includes the time in the queue of the loading threads.
         self._deadline = time.monotonic() + timeout
         self._is_late = False
         self._ready = [threading.Event() for _ in range(memory.regions)]
-        self._future: Future[Loaded] | None = None
+        self._future: Future[LoadResult] | None = None
 
     def begin(
         self,
@@ -49,34 +49,35 @@ class LayeredLoad:
         keys: bytes,
         failures: FailureLog,
     ) -> None:
-        """Start on a thread of the pool."""
+        """Queue the load in the thread pool."""
         self._future = pool.submit(self._run, store, BlockKeys(keys), failures)
 
     def wait(self, layer: int) -> None:
-        """Return once a layer's blocks are in place, or are known to be bad."""
+        """Return once a layer's blocks have arrived or have failed."""
         left = self._deadline + GRACE_S - time.monotonic()
         if not self._ready[layer].wait(max(0.0, left)):
             self._is_late = True
 
-    def result(self) -> Loaded:
-        """Return how it ended, once it has."""
+    def result(self) -> LoadResult:
+        """Wait for the end of the load and return its result."""
         if self._future is None:
-            raise RuntimeError("a load by layers was not begun")
+            raise RuntimeError("the layerwise load was not started")
         load, count = self.load, len(self._pages)
-        every = list(range(load.first, load.first + count))
+        all_blocks = list(range(load.first, load.first + count))
         if self._future.cancel():
-            return Loaded(load.request, load.first, load.tier, count, every, 0, 0.0, 0.0)
+            return LoadResult(load.request, load.first, load.tier, count, all_blocks, 0, 0.0, 0.0)
         loaded = self._future.result()
         if self._is_late:
-            # The engine computed without some of them, wherever they are by now.
-            loaded = replace(loaded, bad=every)
+            # The engine computed a layer before its blocks arrived: its output is wrong, although
+            # the blocks may be complete by now.
+            loaded = replace(loaded, bad=all_blocks)
         return loaded
 
     def _run(
         self, store: Callable[[], Store | None], keys: BlockKeys, failures: FailureLog
-    ) -> Loaded:
+    ) -> LoadResult:
         started, cpu = time.perf_counter(), time.thread_time()
-        there = [False] * len(self._pages)
+        arrived = [False] * len(self._pages)
         try:
             opened, left = store(), self._deadline - time.monotonic()
             if opened is not None and left > 0:
@@ -84,26 +85,27 @@ class LayeredLoad:
                 with trace, opened.view(keys, timeout=left) as views:
                     failed = any(views.error(at) is not None for at in range(len(views)))
                     if not failed:
-                        there = self._scatter(views)
+                        arrived = self._scatter(views)
                 if failed:
-                    # Too many for the pool at once.
-                    return self._at_once(self.load)
+                    # The pool has no room for all blocks at the same time: load them in batches.
+                    return self._load_all_layers(self.load)
         except (CascadeError, ValueError, BufferError) as error:
             failures.count("reading blocks", error)
-            there = [False] * len(self._pages)
+            arrived = [False] * len(self._pages)
         finally:
+            # Also after a failure: the engine must not wait for the deadline.
             for event in self._ready:
                 event.set()
         load = self.load
         times = time.perf_counter() - started, time.thread_time() - cpu
-        bad = [load.first + at for at, is_there in enumerate(there) if not is_there]
-        copied = sum(there) * self._memory.block_bytes
-        return Loaded(load.request, load.first, load.tier, len(there), bad, copied, *times)
+        bad = [load.first + at for at, is_loaded in enumerate(arrived) if not is_loaded]
+        copied = sum(arrived) * self._memory.block_bytes
+        return LoadResult(load.request, load.first, load.tier, len(arrived), bad, copied, *times)
 
     def _scatter(self, views: "Views") -> list[bool]:
-        there = [True] * len(self._pages)
+        arrived = [True] * len(self._pages)
         for layer, event in enumerate(self._ready):
             copied = views.scatter(self._memory, self._pages, first=layer, count=1)
-            there = [before and now for before, now in zip(there, copied, strict=True)]
+            arrived = [before and now for before, now in zip(arrived, copied, strict=True)]
             event.set()
-        return there
+        return arrived

@@ -1,7 +1,7 @@
-"""The engine's KV memory as the store's blocks: in place on a CPU, staged in host memory elsewhere.
+"""Copies between the engine's KV memory and the store: direct on a CPU, else through host memory.
 
-The store's copies cannot reach a GPU's pages. The device gathers them into a staging buffer on the
-host and scatters them from there, and that buffer is copied as on a CPU: one copy more than needed.
+The store cannot access the pages of a GPU. The device copies them to and from a staging buffer on
+the host, and the store copies that buffer: one copy more than on a CPU.
 """
 
 import threading
@@ -20,30 +20,30 @@ if TYPE_CHECKING:
 __all__ = ["DeviceMemory", "HostMemory", "Memory", "memory_of"]
 
 STAGING_BYTES = 64 << 20
-"""Most bytes of one call, and size of a staging buffer."""
+"""Most bytes of one call, and the size of a staging buffer."""
 
 
 class Memory(Protocol):
-    """One part's pages."""
+    """The pages of one part."""
 
     block_bytes: int
     batch_blocks: int
     """Most blocks of one call."""
 
     def save(self, prepared: "PreparedPut", pages: Sequence[int]) -> None:
-        """Copy pages into what the store gave for them."""
+        """Copy pages into the memory of a prepared put."""
         ...
 
     def load(self, views: "Views", pages: Sequence[int]) -> list[bool]:
-        """Copy blocks to pages; false for each that is not there."""
+        """Copy blocks to pages; false for each missing block."""
         ...
 
 
 class HostMemory:
-    """Pages that the store's copies reach."""
+    """Pages in host memory, which the store copies directly."""
 
     def __init__(self, buffer: "torch.Tensor", regions: Sequence["Region"], pages: int) -> None:
-        """Take a tensor of bytes on the host."""
+        """Wrap a tensor of bytes in host memory."""
         whole = _bytes_of(buffer)
         self.paged = PagedMemory(
             [(whole, r.offset, r.stride, r.page_bytes) for r in regions], pages
@@ -52,23 +52,23 @@ class HostMemory:
         self.batch_blocks = max(1, STAGING_BYTES // self.block_bytes)
 
     def save(self, prepared: "PreparedPut", pages: Sequence[int]) -> None:
-        """Copy pages into what the store gave for them."""
+        """Copy pages into the memory of a prepared put."""
         prepared.gather(self.paged, pages)
 
     def load(self, views: "Views", pages: Sequence[int]) -> list[bool]:
-        """Copy blocks to pages; false for each that is not there."""
+        """Copy blocks to pages; false for each missing block."""
         return views.scatter(self.paged, pages)
 
 
 class DeviceMemory:
-    """Pages on a device, copied by way of staging buffers on the host.
+    """Pages on a device, copied through staging buffers on the host.
 
-    Several threads load and save at a time. Each call borrows a staging buffer that no other call
-    uses, and returns it once the device has finished both directions of the copy.
+    Several threads load and save at the same time. Each call uses a staging buffer of its own, and
+    returns it to the free list once the device has finished the copy.
     """
 
     def __init__(self, buffer: "torch.Tensor", regions: Sequence["Region"], pages: int) -> None:
-        """Take a tensor of bytes on a device."""
+        """Wrap a tensor of bytes on a device."""
         import torch  # noqa: PLC0415 # only engines have it
 
         self._pages = [
@@ -79,58 +79,58 @@ class DeviceMemory:
         self.block_bytes = sum(r.page_bytes for r in regions)
         self.batch_blocks = max(1, STAGING_BYTES // self.block_bytes)
         self._lock = threading.Lock()
-        self._idle: list[_Staging] = []
+        self._free_buffers: list[_StagingBuffer] = []
 
     def save(self, prepared: "PreparedPut", pages: Sequence[int]) -> None:
-        """Copy pages into what the store gave for them."""
+        """Copy pages into the memory of a prepared put."""
         import torch  # noqa: PLC0415 # only engines have it
 
-        where = torch.as_tensor(pages, device=self._device)
-        with self._borrowed() as staging:
+        indices = torch.as_tensor(pages, device=self._device)
+        with self._staging_buffer() as staging:
             for region, rows in zip(self._pages, staging.regions, strict=True):
-                # Blocking: another request may have the pages as soon as the step is over.
-                rows[: len(pages)].copy_(region.index_select(0, where))
+                # Blocking: the engine may reuse the pages for another request after the step.
+                rows[: len(pages)].copy_(region.index_select(0, indices))
             prepared.gather(staging.paged, range(len(pages)))
 
     def load(self, views: "Views", pages: Sequence[int]) -> list[bool]:
-        """Copy blocks to pages; false for each that is not there.
+        """Copy blocks to pages; false for each missing block.
 
-        The caller holds the views until this returns; by then the device has the bytes.
+        The caller must hold the views until this returns; the device has the bytes by then.
         """
         import torch  # noqa: PLC0415 # only engines have it
 
-        with self._borrowed() as staging:
-            there = views.scatter(staging.paged, range(len(pages)))
-            rows = [row for row, is_there in enumerate(there) if is_there]
+        with self._staging_buffer() as staging:
+            copied = views.scatter(staging.paged, range(len(pages)))
+            rows = [row for row, is_copied in enumerate(copied) if is_copied]
             if not rows:
-                return there
-            picked = torch.as_tensor(rows, device=self._device)
-            where = torch.as_tensor([pages[row] for row in rows], device=self._device)
+                return copied
+            selected = torch.as_tensor(rows, device=self._device)
+            indices = torch.as_tensor([pages[row] for row in rows], device=self._device)
             for region, staged in zip(self._pages, staging.regions, strict=True):
-                # One copy of consecutive rows to the device, which picks among them.
-                arrived = staged[: rows[-1] + 1].to(self._device, non_blocking=True)
-                region[where] = arrived[picked]
+                # One contiguous copy, rows of missing blocks included; the device selects.
+                on_device = staged[: rows[-1] + 1].to(self._device, non_blocking=True)
+                region[indices] = on_device[selected]
             if self._device.type == "cuda":
-                # The staging buffer is free again when the device has read it.
+                # The staging buffer may be reused once the device has read it.
                 torch.cuda.current_stream(self._device).synchronize()
-        return there
+        return copied
 
     @contextmanager
-    def _borrowed(self) -> Generator["_Staging"]:
-        """Lend a staging buffer; there are as many as there ever were calls at a time."""
+    def _staging_buffer(self) -> Generator["_StagingBuffer"]:
+        """Lend a staging buffer. Buffers are kept: as many as there were concurrent calls."""
         with self._lock:
-            staging = self._idle.pop() if self._idle else None
+            staging = self._free_buffers.pop() if self._free_buffers else None
         if staging is None:
             widths = [region.shape[1] for region in self._pages]
             is_page_locked = self._device.type == "cuda"
-            staging = _Staging(widths, self.batch_blocks, is_page_locked=is_page_locked)
+            staging = _StagingBuffer(widths, self.batch_blocks, is_page_locked=is_page_locked)
         yield staging
-        # Not after a copy that raised: the device may still be reading or writing the buffer.
+        # Not after an exception: the device may still access the buffer, so it is not reused.
         with self._lock:
-            self._idle.append(staging)
+            self._free_buffers.append(staging)
 
 
-class _Staging:
+class _StagingBuffer:
     """Host memory for the blocks of one call, region by region."""
 
     def __init__(self, widths: Sequence[int], blocks: int, *, is_page_locked: bool) -> None:
@@ -153,6 +153,6 @@ def _bytes_of(tensor: "torch.Tensor") -> memoryview:
 
 
 def memory_of(buffer: "torch.Tensor", regions: Sequence["Region"], pages: int) -> Memory:
-    """Give the memory of a part, by where the engine's tensor of bytes is."""
+    """Return the memory of a part; its class depends on the device of the engine's tensor."""
     kind = HostMemory if buffer.device.type == "cpu" else DeviceMemory
     return kind(buffer, regions, pages)

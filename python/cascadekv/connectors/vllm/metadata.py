@@ -1,4 +1,4 @@
-"""What scheduler and workers tell each other: plain data that crosses processes."""
+"""Messages between the scheduler and the workers: plain data that is sent between processes."""
 
 from dataclasses import dataclass, field
 
@@ -8,148 +8,157 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-__all__ = ["Load", "Loaded", "Part", "Plan", "Progress", "Save", "Saved", "WorkerFacts"]
+__all__ = [
+    "Load",
+    "LoadResult",
+    "Part",
+    "Save",
+    "SaveResult",
+    "StepPlan",
+    "WorkerFacts",
+    "WorkerReport",
+]
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one stored object of a block holds: some layers and some KV heads of the whole model.
+    """A part of every block that is stored separately: some layers and some KV heads of the model.
 
     Workers that hold the same part hold the same bytes; one of them writes it.
     """
 
     name: str
-    """Layers and heads, in words that are the same on every rank and in every process."""
+    """The layers and heads; the same text on every rank and in every process."""
     group: int
-    """Which of the engine's KV cache groups its layers are in."""
+    """The engine's KV cache group of the layers."""
     block_bytes: int
-    """Bytes of one block."""
+    """Bytes of the part in one block."""
 
 
 @dataclass
 class WorkerFacts(KVConnectorHandshakeMetadata):
-    """What a worker tells the scheduler once its KV cache is there."""
+    """A worker's description of its KV cache, sent to the scheduler once."""
 
     manifest: dict[str, str]
     """The fields of the compatibility manifest; the same on every worker."""
     parts: list[Part]
-    """What this worker holds."""
+    """The parts that this worker holds."""
     is_on_host: bool = True
-    """Whether its KV lies in host memory, so that copies are over when their calls return."""
+    """Whether the KV is in host memory, where copies are synchronous."""
     refusal: str | None = None
-    """Why this worker takes no part; then no blocks are kept for this engine."""
+    """Why this worker's KV cannot be stored; if set, the engine stores and loads nothing."""
 
 
 @dataclass(slots=True)
 class Load:
-    """Blocks of one request that workers read."""
+    """Blocks of one request to load."""
 
     request: str
     is_async: bool
     first: int
-    """Index of the first of these blocks in the request."""
+    """Index in the request of the first block to load."""
     keys: dict[str, bytes]
     """By part: 32 bytes for each block."""
     blocks: dict[int, list[int]]
-    """By group: where each block goes; 0 for one that the engine does not keep."""
+    """By group: the page of each block; 0 for a block that the group does not keep."""
     tier: str
-    """The slowest tier that has one of them."""
+    """The slowest tier of the blocks."""
     trace: str | None = None
     """The request's trace, as a `traceparent` header."""
 
 
 @dataclass(slots=True)
 class Save:
-    """Blocks of one request that workers write."""
+    """Blocks of one request to save."""
 
     request: str
     first: int
-    """Index of the first of these blocks in the request."""
+    """Index in the request of the first block to save."""
     keys: dict[str, bytes]
     """By part: 32 bytes for each block."""
     parents: dict[str, bytes | None]
-    """By part: the key before the first."""
+    """By part: the key of the block before the first one."""
     blocks: dict[int, list[int]]
-    """By group: where each block is; 0 for one that the engine does not keep any more."""
-    stands_on: dict[int, list[int]]
-    """By group: every block that these were computed from."""
+    """By group: the page of each block; 0 for a block that the group does not keep any more."""
+    depends_on: dict[int, list[int]]
+    """By group: the pages of all blocks that these blocks were computed from."""
     trace: str | None = None
     """The request's trace, as a `traceparent` header."""
 
 
 @dataclass
-class Plan(KVConnectorMetadata):
-    """What one step loads and saves."""
+class StepPlan(KVConnectorMetadata):
+    """The loads and saves of one step."""
 
     number: int = 0
-    """Plans are numbered in the order in which they are made."""
-    learned: int = 0
-    """The latest plan of which the scheduler knew the outcome when it made this one."""
+    """The sequence number of the plan."""
+    completed: int = 0
+    """The latest plan whose outcome the scheduler knew when it made this one."""
     generation: str = ""
-    """Which namespace the keys are of; a new one after the engine forgot its cache."""
+    """The generation of the keys' namespace; it changes when the engine resets its cache."""
     loads: list[Load] = field(default_factory=list[Load])
     saves: list[Save] = field(default_factory=list[Save])
     tokens: int = 0
     """Tokens that the step computes."""
     context_tokens: int = 0
-    """Tokens before them, where the step is of one request."""
+    """Tokens before them; only meaningful if the step has one request."""
     requests: int = 0
-    """Requests that the step computes tokens of."""
+    """Requests whose tokens the step computes."""
 
 
 @dataclass(slots=True)
-class Loaded:
-    """How one worker's load ended."""
+class LoadResult:
+    """The outcome of a load on one worker."""
 
     request: str
     first: int
     tier: str
     blocks: int
-    """Blocks that were asked for."""
+    """Number of requested blocks."""
     bad: list[int]
-    """Indices in the request of those that were not there, late or damaged."""
+    """Indices in the request of blocks that were missing, late or damaged."""
     bytes: int
     seconds: float
     cpu_seconds: float
 
 
 @dataclass(slots=True)
-class Saved:
-    """How one worker's save ended."""
+class SaveResult:
+    """The outcome of a save on one worker."""
 
     request: str
     first: int
-    kept: list[bool]
-    """For each block whether the store has it now."""
+    stored: list[bool]
+    """For each block, whether the store has it now."""
     bytes: int
-    """Bytes that were copied: of blocks that the store did not have."""
+    """Number of copied bytes: of the blocks that the store did not have."""
     seconds: float
     cpu_seconds: float
 
 
 @dataclass
-class Progress(KVConnectorWorkerMetadata):
-    """What became of loads and saves, and how fast the step was."""
+class WorkerReport(KVConnectorWorkerMetadata):
+    """The outcomes of loads and saves since the last report, and the time of the step."""
 
-    loaded: list[Loaded] = field(default_factory=list[Loaded])
-    saved: list[Saved] = field(default_factory=list[Saved])
+    loaded: list[LoadResult] = field(default_factory=list[LoadResult])
+    saved: list[SaveResult] = field(default_factory=list[SaveResult])
     prefill: tuple[int, int, float] | None = None
     """Tokens of the step, tokens before them, seconds."""
     workers: int = 1
     plan: int = 0
-    """Which plan this is the outcome of."""
+    """The number of the latest executed plan."""
     failures: dict[str, int] = field(default_factory=dict[str, int])
 
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> "Progress":
-        """Join what two workers say of one step."""
-        if not isinstance(other, Progress):
-            message = f"Cascade's workers report {Progress.__name__}, not {type(other).__name__}"
-            raise TypeError(message)
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> "WorkerReport":
+        """Merge the reports of two workers on one step."""
+        if not isinstance(other, WorkerReport):
+            message = f"expected a {WorkerReport.__name__} from a worker, not a"
+            raise TypeError(f"{message} {type(other).__name__}")
         slower = max(filter(None, (self.prefill, other.prefill)), key=lambda p: p[2], default=None)
         failures = dict(self.failures)
         for kind, count in other.failures.items():
             failures[kind] = failures.get(kind, 0) + count
-        return Progress(
+        return WorkerReport(
             [*self.loaded, *other.loaded],
             [*self.saved, *other.saved],
             slower,

@@ -1,4 +1,4 @@
-"""What the connector did, through vLLM's own log line and Prometheus endpoint."""
+"""The connector's metrics in vLLM's log line and Prometheus endpoint."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,46 +12,46 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 __all__ = ["COUNTERS", "HISTOGRAMS", "LABELLED", "PREFIX", "CascadePromMetrics", "CascadeStats"]
 
 PREFIX = "vllm:cascade_connector_"
-"""vLLM forgets the metrics that begin with `vllm:` when it starts an engine again in one process;
-others would then be registered twice."""
+"""vLLM unregisters metrics that begin with `vllm:` before it starts another engine in one process;
+metrics with other names would be registered twice."""
 
 COUNTERS = {
     "lookups": "Requests that were looked up",
-    "lookup_timeouts": "Lookups that took longer than they may, which count as misses",
-    "looked_up_blocks": "Whole blocks of the requests that were looked up, each request once",
-    "hit_blocks": "Blocks of these that were found; over looked_up_blocks, the hit rate",
-    "failed_blocks": "Blocks that were found and did not arrive",
-    "failed_save_blocks": "Blocks that the store did not take",
-    "declined_blocks": "Blocks found but computed, because that was faster",
-    "would_hit_blocks": "Blocks found while use_lite loads nothing",
+    "lookup_timeouts": "Lookups that exceeded their time-out; they count as misses",
+    "looked_up_blocks": "Full blocks of looked-up requests; each request counts once",
+    "hit_blocks": "Looked-up blocks that were found; the hit rate is hit_blocks / looked_up_blocks",
+    "failed_blocks": "Blocks that were found but could not be loaded",
+    "failed_save_blocks": "Blocks that could not be saved",
+    "declined_blocks": "Found blocks that were computed: faster, or too many loads in flight",
+    "would_hit_blocks": "Blocks that were found in lite mode, which loads nothing",
     "trace_drops": "Finished requests that are missing from the trace",
 }
 """Counters without further labels: name and meaning."""
 
 LABELLED = {
-    "loaded_blocks": ("tier", "Blocks that arrived in the engine, by the tier that had them"),
-    "loaded_bytes": ("tier", "Bytes loaded, by the tier that had them"),
-    "load_seconds": ("tier", "Time spent on loads, by the tier that had the blocks"),
-    "load_cpu_seconds": ("tier", "Processor time of loads, by the tier that had the blocks"),
-    "saved_blocks": ("tier", "Blocks saved, by the tier that took them"),
-    "saved_bytes": ("tier", "Bytes saved, by the tier that took them"),
-    "save_seconds": ("tier", "Time spent on saves, by the tier that took the blocks"),
-    "save_cpu_seconds": ("tier", "Processor time of saves, by the tier that took the blocks"),
-    "hints": ("hint", "Hints that requests gave, by parameter"),
+    "loaded_blocks": ("tier", "Blocks loaded, by tier"),
+    "loaded_bytes": ("tier", "Bytes loaded, by tier"),
+    "load_seconds": ("tier", "Time of loads, by tier"),
+    "load_cpu_seconds": ("tier", "CPU time of loads, by tier"),
+    "saved_blocks": ("tier", "Blocks saved, by tier"),
+    "saved_bytes": ("tier", "Bytes saved, by tier"),
+    "save_seconds": ("tier", "Time of saves, by tier"),
+    "save_cpu_seconds": ("tier", "CPU time of saves, by tier"),
+    "hints": ("hint", "Hints of requests, by parameter"),
 }
 """Counters with one more label: name, label and meaning."""
 
 HISTOGRAMS = {
     "lookup_duration_seconds": (
-        "Time of a lookup in the scheduler",
+        "Duration of a lookup",
         (5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.5, 1.0),
     ),
     "load_duration_seconds": (
-        "Time of a load",
+        "Duration of a load",
         (5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.2, 0.5, 1.0, 5.0),
     ),
     "save_duration_seconds": (
-        "Time of a save, as the engine's step saw it",
+        "Duration of a save, within the engine's step",
         (5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.2, 0.5, 1.0, 5.0),
     ),
 }
@@ -62,31 +62,31 @@ _SUMS, _LABELS, _BUCKETS = "sums", "labels", "buckets"
 
 @dataclass
 class CascadeStats(KVConnectorStats):
-    """What happened in one interval: plain values of bounded size that vLLM sends and adds up."""
+    """Statistics of one interval: plain values of bounded size that vLLM sends and adds up."""
 
     def __post_init__(self) -> None:
-        """Begin an interval, unless one was received."""
+        """Start an interval unless `data` has one."""
         if not self.data:
             self.reset()
 
     def reset(self) -> None:
-        """Begin an interval."""
+        """Start a new interval."""
         self.data = {_SUMS: {}, _LABELS: {}, _BUCKETS: {}}
 
     def is_empty(self) -> bool:
-        """Say whether nothing happened."""
+        """Return whether nothing was counted."""
         return not any(self.data.values())
 
     def aggregate(self, other: KVConnectorStats) -> "CascadeStats":
-        """Add another worker's interval, or the next one, to this."""
+        """Add the statistics of another worker or interval to these."""
         _add(self.data, other.data)
         return self
 
     def clone_and_reset(self) -> "CascadeStats":
-        """Give the interval and begin the next."""
-        whole = CascadeStats(self.data)
+        """Return this interval's statistics and start a new interval."""
+        interval = CascadeStats(self.data)
         self.reset()
-        return whole
+        return interval
 
     def count(self, name: str, amount: int = 1) -> None:
         """Add to one of `COUNTERS`."""
@@ -96,7 +96,7 @@ class CascadeStats(KVConnectorStats):
             _add(self.data[_SUMS], {name: amount})
 
     def lookup(self, *, blocks: int, hit_blocks: int, seconds: float) -> None:
-        """Note a request's lookup; `hit_blocks` are those of `blocks` that were found."""
+        """Record a request's lookup; `hit_blocks` of its `blocks` were found."""
         self.count("lookups")
         self.count("looked_up_blocks", blocks)
         self.count("hit_blocks", hit_blocks)
@@ -105,7 +105,7 @@ class CascadeStats(KVConnectorStats):
     def load(
         self, tier: str, *, blocks: int, bytes_moved: int, seconds: float, cpu_seconds: float = 0.0
     ) -> None:
-        """Note what was loaded from one tier."""
+        """Record a load from one tier."""
         self._label("load_cpu_seconds", tier, cpu_seconds)
         self._label("loaded_blocks", tier, blocks)
         self._label("loaded_bytes", tier, bytes_moved)
@@ -115,7 +115,7 @@ class CascadeStats(KVConnectorStats):
     def save(
         self, tier: str, *, blocks: int, bytes_moved: int, seconds: float, cpu_seconds: float = 0.0
     ) -> None:
-        """Note what was saved into one tier."""
+        """Record a save into one tier."""
         self._label("save_cpu_seconds", tier, cpu_seconds)
         self._label("saved_blocks", tier, blocks)
         self._label("saved_bytes", tier, bytes_moved)
@@ -123,11 +123,11 @@ class CascadeStats(KVConnectorStats):
         self._observe("save_duration_seconds", seconds)
 
     def hint(self, name: str) -> None:
-        """Note that a request gave a hint, by its parameter without `cascade.`."""
+        """Record a hint of a request, by its parameter without `cascade.`."""
         self._label("hints", name, 1)
 
     def reduce(self) -> dict[str, int | float]:
-        """Give what vLLM's periodic log line says of an interval."""
+        """Return the values for vLLM's periodic log line."""
         sums = self.data[_SUMS]
         loaded, load_s = self._total("loaded_bytes"), self._total("load_seconds")
         saved, save_s = self._total("saved_bytes"), self._total("save_seconds")
@@ -149,7 +149,7 @@ class CascadeStats(KVConnectorStats):
             _add(self.data[_LABELS], {name: {label: amount}})
 
     def _observe(self, name: str, value: float) -> None:
-        """Count a value in its bucket: the interval stays small however much happens in it."""
+        """Count a value in its bucket; the size of the interval stays bounded."""
         buckets = HISTOGRAMS[name][1]
         bucket = next((n for n, most in enumerate(buckets) if value <= most), len(buckets))
         _add(self.data[_BUCKETS], {name: {str(bucket): {"count": 1, "sum": value}}})
@@ -159,7 +159,7 @@ class CascadeStats(KVConnectorStats):
 
 
 class CascadePromMetrics(KVConnectorPromMetrics):
-    """The same, as metrics of vLLM's endpoint; names are held by `testdata/vllm-metrics.txt`."""
+    """The statistics as Prometheus metrics; `testdata/vllm-metrics.txt` fixes their names."""
 
     def __init__(
         self,
@@ -168,7 +168,7 @@ class CascadePromMetrics(KVConnectorPromMetrics):
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
-        """Register the metrics; every counter without a further label begins at 0."""
+        """Register the metrics; counters without a further label start at 0."""
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._sums = {
             name: self._per_engine(
@@ -184,7 +184,7 @@ class CascadePromMetrics(KVConnectorPromMetrics):
             )
             for name, (label, meaning) in LABELLED.items()
         }
-        # The base class types all three alike, as histograms of no buckets.
+        # The base class declares a type for histograms that takes no buckets.
         histogram: Any = self._histogram_cls
         self._buckets = {
             name: self._per_engine(
@@ -199,7 +199,7 @@ class CascadePromMetrics(KVConnectorPromMetrics):
         }
 
     def observe(self, transfer_stats_data: Mapping[str, Any], engine_idx: int = 0) -> None:
-        """Add an interval of one engine. What an engine of another version counts is left out."""
+        """Add an interval of one engine. Unknown names, of another version, are ignored."""
         for name, amount in transfer_stats_data.get(_SUMS, {}).items():
             if name in self._sums:
                 self._sums[name][engine_idx].inc(amount)
@@ -224,14 +224,14 @@ class CascadePromMetrics(KVConnectorPromMetrics):
 
 
 def _observe(histogram: Any, bound: float, bucket: Mapping[str, float]) -> None:
-    """Give a histogram a bucket's values: each is their mean, which lies in the same bucket."""
+    """Add the values of a bucket to a histogram, each as their mean, which is in that bucket."""
     count = int(bucket["count"])
     for _ in range(count):
         histogram.observe(min(bucket["sum"] / count, bound))
 
 
 def _add(target: dict[str, Any], more: Mapping[str, Any]) -> None:
-    """Add numbers to those of the same names, inside mappings too."""
+    """Add numbers to those of the same name, recursively in nested mappings."""
     for name, value in more.items():
         if isinstance(value, Mapping):
             _add(target.setdefault(name, {}), cast("Mapping[str, Any]", value))

@@ -1,8 +1,8 @@
-"""The scheduler side: which blocks of a request are here, which of them to load, what to save.
+"""The scheduler's side: looks up the blocks of requests, and plans loads and saves.
 
-One batched lookup a request, within a budget: an answer that is late is a miss. Everything is
-answered from this process's memory after that, so that being asked again costs nothing. A node is
-asked by a thread of its own: until it answers, the engine is told to ask again later.
+Each request is looked up once, in one batch and with a deadline; a late result is a miss. Results
+are cached for a short time, because the engine asks again in every step while a request waits. A
+node is queried by a background thread; the engine defers the request until the result is there.
 """
 
 import contextlib
@@ -11,41 +11,48 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as NotYet
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cascadekv import CascadeError, Hints, Store, part_of_trace
 from cascadekv.connectors import vllm_versions as versions
 from cascadekv.connectors.failures import FailureLog
-from cascadekv.connectors.vllm.background import Background
-from cascadekv.connectors.vllm.groups import Group, usable
-from cascadekv.connectors.vllm.keys import RequestKeys, Unkeyed
-from cascadekv.connectors.vllm.metadata import Load, Part, Plan, Progress, Save, Saved
+from cascadekv.connectors.vllm.background import BackgroundThread
+from cascadekv.connectors.vllm.groups import CacheGroup, usable_prefix
+from cascadekv.connectors.vllm.keys import RequestKeys, UnkeyableRequest
+from cascadekv.connectors.vllm.metadata import (
+    Load,
+    Part,
+    Save,
+    SaveResult,
+    StepPlan,
+    WorkerReport,
+)
 from cascadekv.connectors.vllm.metrics import CascadeStats
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
-__all__ = ["Found", "Policy", "Scheduler"]
+__all__ = ["LookupResult", "Scheduler", "SchedulerSettings"]
 
 _LOG = logging.getLogger("vllm.cascade")
 SLOW_TIERS = frozenset(("files", "posix"))
-"""Tiers whose loads are not waited for by the whole batch."""
-ANSWER_S = 1.0
-"""How long an answer of the store stands for a request that goes on waiting."""
-ARRIVAL_S = 0.02
-"""A store that takes longer has trouble; looking ahead is not worth more of the engine's time."""
-AT_ONCE_S = 0.002
-"""How long the scheduler's thread waits for an answer, where nothing else waits for the node."""
-RETRY_S = 5.0
-"""How long a request's blocks are not offered again after the store did not take them."""
+"""Tiers whose loads do not block a step."""
+RESULT_MAX_AGE_S = 1.0
+"""How long a lookup result is valid while the request waits."""
+LOOKAHEAD_BUDGET_S = 0.02
+"""Most time that lookahead for one request takes; a store that needs longer is overloaded."""
+LOOKUP_WAIT_S = 0.002
+"""How long the scheduler's thread waits for a node's result, if no other call is queued."""
+SAVE_RETRY_S = 5.0
+"""Delay before a request's blocks are saved again after a save that stored none of them."""
 
 
 @dataclass(frozen=True, slots=True)
-class Policy:
-    """What the operator chose."""
+class SchedulerSettings:
+    """The operator's settings for the scheduler's side."""
 
     load: str = "auto"
     hit_ratio: float = 1.0
@@ -55,240 +62,245 @@ class Policy:
     blocks_max: int = 524_288
     lookahead_s: float = 30.0
     lookup_s: float = 0.1
-    """What a lookup by a thread of its own may take; a miss after that."""
+    """Deadline of a lookup in a background thread; a miss after that."""
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """What a lookup found."""
+class LookupResult:
+    """The result of a lookup."""
 
     blocks: int = 0
-    """Leading blocks of the request that are here, as far as every group can use them."""
+    """Number of leading blocks of the request that are stored and that every group can use."""
     tiers: tuple[str, ...] = ()
-    """The slowest tier of each of them."""
+    """The slowest tier of each of these blocks."""
     preemptions: int = 0
-    """How often the request had been preempted when it was asked."""
+    """The request's preemptions at the time of the lookup."""
     at: float = 0.0
-    """When it was asked, by the monotonic clock."""
+    """The time of the lookup, by the monotonic clock."""
 
 
 @dataclass(slots=True)
-class _Asked:
-    """A lookup under way."""
+class _PendingLookup:
+    """A lookup in flight."""
 
-    answer: Future[tuple[str, ...]]
+    tiers: Future[tuple[str, ...]]
     started: float
     """By the performance counter."""
     preemptions: int
 
 
 @dataclass(slots=True)
-class _Tracked:
-    """What is known of one request."""
+class _TrackedRequest:
+    """The state of one request."""
 
     request: "Request"
     keys: RequestKeys
     hints: Hints
-    found: Found | None = None
-    asked: _Asked | None = None
-    counted: int = -1
-    """Preemptions when its lookup was last counted: one that waits is counted once."""
-    decided: int = -1
-    """Preemptions when what to load of it was last counted: a request may be asked about often."""
-    is_reported: bool = False
+    result: LookupResult | None = None
+    pending: _PendingLookup | None = None
+    lookup_counted: int = -1
+    """Preemptions when its lookup was last counted, so that a waiting request counts once."""
+    choice_counted: int = -1
+    """Preemptions when the choice of blocks to load was last counted, for the same reason."""
+    is_logged: bool = False
     may_load: bool = True
-    """False once a load failed: what is asked again is computed."""
+    """False after a failed load: the request is computed from then on."""
     may_save: bool = True
-    """False once its KV is to be forgotten while it is computed."""
+    """False if the engine's cache was reset while the request was computed."""
     is_async: bool = False
     load: tuple[int, int] | None = None
-    """Blocks to load, from and to."""
+    """First and last block to load, the last excluded."""
     saved: int = 0
-    """Leading blocks that need no saving."""
+    """Number of leading blocks that need no save."""
     trace: str | None = None
     """The request's trace, as a `traceparent` header."""
     save_after: float = 0.0
-    """When the store is offered blocks again, by the monotonic clock."""
+    """Earliest time of the next save, by the monotonic clock."""
 
 
 class Scheduler:
-    """Decides for one engine."""
+    """The scheduler's side for one engine. Called from the scheduler's thread only."""
 
-    def __init__(  # noqa: PLR0913 # what it decides by
+    def __init__(  # noqa: PLR0913 # each is independent
         self,
         store: Callable[[], Store | None],
         parts: Sequence[Part],
-        groups: Sequence[Group],
+        groups: Sequence[CacheGroup],
         keys_of: Callable[["Request"], RequestKeys],
-        policy: Policy,
+        settings: SchedulerSettings,
         *,
         block_tokens: int,
         choose: Callable[[Sequence[str], int], int],
         hints_of: Callable[["Request"], Hints],
-        on_saved: Callable[["Request", RequestKeys, Saved], None] | None = None,
-        background: Background | None = None,
+        on_saved: Callable[["Request", RequestKeys, SaveResult], None] | None = None,
+        background: BackgroundThread | None = None,
     ) -> None:
-        """`choose` says how many of the blocks found are faster to load than to compute.
+        """`choose` returns how many of the found blocks to load rather than to compute.
 
-        `background` makes the calls of a node; a store in this process is called directly.
+        `background` makes the calls to a node; an embedded store is called directly.
         """
         self._store = store
         self._parts = list(parts)
         self._groups = list(groups)
         self._keys_of = keys_of
-        self._policy = policy
+        self._settings = settings
         self._block_tokens = block_tokens
         self._choose = choose
         self._hints_of = hints_of
         self._on_saved = on_saved
         self._background = background
-        self._tracked: dict[str, _Tracked] = {}
+        self._tracked: dict[str, _TrackedRequest] = {}
         self._loads: list[Load] = []
-        self._plans = self._learned = 0
-        self._waiting: dict[str, int] = {}
+        """Loads for the next plan."""
+        self._last_plan = self._completed_plan = 0
+        self._async_blocks: dict[str, int] = {}
+        """Number of blocks of each asynchronous load in flight, by request."""
         self._failures = FailureLog(_LOG)
         self.stats = CascadeStats()
 
-    def arrive(self, request: "Request") -> None:
-        """Take note of a request that begins to wait.
+    def add_request(self, request: "Request") -> None:
+        """Start the lookup and the lookahead of a request that starts to wait.
 
-        Its blocks are brought up meanwhile, and those in memory stay there for a bounded time.
+        Lookahead prefetches its blocks, and keeps those in memory there for a bounded time.
         """
         tracked = self._track(request)
         if tracked is None or not tracked.keys.blocks or not self._is_long_enough(request):
             return
         if self._background is not None:
-            self._begin_lookup(tracked, self._background)
-        if not self._policy.is_lite and self._policy.lookahead_s:
-            self._call(functools.partial(self._look_ahead, tracked))
+            self._start_lookup(tracked, self._background)
+        if not self._settings.is_lite and self._settings.lookahead_s:
+            self._run(functools.partial(self._look_ahead, tracked))
 
-    def _look_ahead(self, tracked: _Tracked) -> None:
-        """Keep and fetch the blocks of a request that waits."""
+    def _look_ahead(self, tracked: _TrackedRequest) -> None:
+        """Hint and prefetch the blocks of a waiting request."""
         store = self._store()
         if store is None:
             return
         blocks = tracked.keys.blocks
-        waits = Hints(expected_within=self._policy.lookahead_s)
+        hints = Hints(expected_within=self._settings.lookahead_s)
         try:
             with part_of_trace(tracked.trace):
-                ends = time.monotonic() + ARRIVAL_S
+                deadline = time.monotonic() + LOOKAHEAD_BUDGET_S
                 for part in self._parts:
                     keys = tracked.keys.keys(part.name, 0, blocks)
-                    for ask in (functools.partial(store.hint, hints=waits), store.prefetch):
-                        if time.monotonic() > ends:
+                    for call in (functools.partial(store.hint, hints=hints), store.prefetch):
+                        if time.monotonic() > deadline:
                             return
-                        ask(keys)
+                        call(keys)
         except CascadeError as error:
-            self._failures.count("looking ahead", error)
+            self._failures.count("lookahead", error)
 
-    def _call(self, call: Callable[[], None]) -> None:
-        """Call the store, by the background's thread if there is one; what it cannot take goes."""
+    def _run(self, call: Callable[[], None]) -> None:
+        """Run a call to the store, in the background thread if there is one.
+
+        The call is dropped if the thread's queue is full.
+        """
         if self._background is None:
             call()
         else:
             self._background.submit(call)
 
-    def matched(self, request: "Request", computed_tokens: int) -> tuple[int | None, bool]:
-        """Say how many tokens beyond the computed ones can be loaded, and whether meanwhile.
+    def matched_tokens(self, request: "Request", computed_tokens: int) -> tuple[int | None, bool]:
+        """Return how many tokens after the computed ones to load, and whether asynchronously.
 
-        `None` while the store has not answered yet: the engine asks again with its next step.
+        `None` while the lookup is in flight: the engine asks again in its next step.
         """
         tracked = self._tracked.get(request.request_id) or self._track(request)
         if tracked is None:
             return 0, False
         tracked.load = None
         tracked.keys.extend(request.all_token_ids)
-        if not _stands(tracked.found, request):
-            found = self._look_up(tracked)
-            if found is None:
+        if not _is_fresh(tracked.result, request):
+            result = self._look_up(tracked)
+            if result is None:
                 return None, False
-            tracked.found = found
+            tracked.result = result
         computed = computed_tokens // self._block_tokens
-        self._report(tracked, computed)
-        first, last, is_async = self._wanted(tracked, request, computed)
+        self._log_lookup(tracked, computed)
+        first, last, is_async = self._blocks_to_load(tracked, request, computed)
         if last <= first or not tracked.may_load or request.skip_reading_prefix_cache:
             return 0, False
-        if is_async and not self._has_room(last - first):
+        if is_async and not self._may_load_async(last - first):
             self.stats.count("declined_blocks", last - first)
             return 0, False
         tracked.load, tracked.is_async = (first, last), is_async
         return last * self._block_tokens - computed_tokens, is_async
 
-    def allocated(
+    def plan_load(
         self, request: "Request", tables: Sequence[Sequence[int]], external_tokens: int
     ) -> None:
-        """Plan a load into the blocks that the engine gave for it."""
+        """Plan a load into the blocks that the engine allocated for it."""
         tracked = self._tracked.get(request.request_id)
         if tracked is None or tracked.load is None or not external_tokens:
             return
         first, most = tracked.load
-        # A block of which the engine takes some tokens for loaded is loaded whole.
+        # Rounded up: the engine may count only some tokens of the last block as loaded.
         last = min(most, first + -(-external_tokens // self._block_tokens))
         tracked.load = None
         if last <= first:
             return
-        found = tracked.found or Found()
+        result = tracked.result or LookupResult()
         load = Load(
             request.request_id,
             tracked.is_async,
             first,
             {},
             _select(tables, self._groups, first, last),
-            found.tiers[last - 1] if last <= len(found.tiers) else "",
+            result.tiers[last - 1] if last <= len(result.tiers) else "",
             trace=tracked.trace,
         )
-        # Planned before anything can fail: the engine takes these tokens for loaded, and a load
-        # without keys ends as one of which nothing is there.
+        # Appended before anything can raise: the engine counts these tokens as loaded already. The
+        # workers report all blocks of a load without keys as failed.
         self._loads.append(load)
         load.keys = {part.name: tracked.keys.raw(part.name, first, last) for part in self._parts}
         tracked.saved = max(tracked.saved, last)
         if tracked.is_async:
-            self._waiting[request.request_id] = last - first
+            self._async_blocks[request.request_id] = last - first
 
-    def sources(self, request: "Request", external_tokens: int) -> dict[str, int]:
-        """Say from which tiers those tokens come."""
+    def tokens_by_tier(self, request: "Request", external_tokens: int) -> dict[str, int]:
+        """Return how many of the loaded tokens come from each tier."""
         tracked = self._tracked.get(request.request_id)
-        if tracked is None or tracked.found is None or not external_tokens:
+        if tracked is None or tracked.result is None or not external_tokens:
             return {}
         planned = [load for load in self._loads if load.request == request.request_id]
         tokens: dict[str, int] = {}
         for load in planned[-1:]:
             last = load.first + -(-external_tokens // self._block_tokens)
-            for tier in tracked.found.tiers[load.first : last]:
+            for tier in tracked.result.tiers[load.first : last]:
                 tokens[tier] = tokens.get(tier, 0) + self._block_tokens
         return tokens
 
-    def plan(self, output: "SchedulerOutput", generation: str) -> Plan:
-        """Give what the step under way loads and saves."""
-        self._plans += 1
-        plan = Plan(self._plans, self._learned, generation, self._loads)
+    def plan_step(self, output: "SchedulerOutput", generation: str) -> StepPlan:
+        """Return the loads and saves of the current step."""
+        self._last_plan += 1
+        plan = StepPlan(self._last_plan, self._completed_plan, generation, self._loads)
         plan.tokens = output.total_num_scheduled_tokens
         self._loads = []
         plan.requests = len(output.num_scheduled_tokens)
         try:
             self._plan_saves(output, plan)
-        except Exception as error:  # noqa: BLE001 # a fault of ours must not reach the engine
-            # The loads have to reach the workers in any case.
-            _LOG.exception("Cascade: planning saves failed; nothing more is saved in this step")
+        except Exception as error:  # noqa: BLE001 # a bug here must not fail the engine
+            # The plan is returned anyway: its loads must reach the workers.
+            _LOG.exception("Cascade: planning saves failed; the rest of this step is not saved")
             self._failures.count("planning saves", error)
         return plan
 
-    def _plan_saves(self, output: "SchedulerOutput", plan: Plan) -> None:
+    def _plan_saves(self, output: "SchedulerOutput", plan: StepPlan) -> None:
         for name, tokens in output.num_scheduled_tokens.items():
             tracked = self._tracked.get(name)
             if tracked is None:
                 continue
             request = tracked.request
             plan.context_tokens = request.num_computed_tokens
-            # Only tokens that are the request's for good: a guess may be taken back.
-            known = min(request.num_computed_tokens + tokens, len(request.all_token_ids))
-            last = known // self._block_tokens
+            # Only accepted tokens: speculative ones may be rejected.
+            accepted = min(request.num_computed_tokens + tokens, len(request.all_token_ids))
+            last = accepted // self._block_tokens
             is_due = last > tracked.saved and time.monotonic() >= tracked.save_after
             is_due = is_due and tracked.may_save
             if not is_due or not self._is_long_enough(request):
                 continue
-            if self._policy.is_lite:
-                self._note(tracked, last)
+            if self._settings.is_lite:
+                self._save_names(tracked, last)
                 continue
             tables = versions.block_tables(output, name)
             if tables is None:
@@ -297,11 +309,11 @@ class Scheduler:
             plan.saves.append(self._save(tracked, tables, last))
             tracked.saved = last
 
-    def learn(self, progress: Progress) -> None:
-        """Take in what became of loads and saves."""
-        self._learned = max(self._learned, progress.plan)
-        for loaded in progress.loaded:
-            self._waiting.pop(loaded.request, None)
+    def apply_report(self, report: WorkerReport) -> None:
+        """Apply the outcomes of loads and saves."""
+        self._completed_plan = max(self._completed_plan, report.plan)
+        for loaded in report.loaded:
+            self._async_blocks.pop(loaded.request, None)
             self.stats.count("failed_blocks", len(loaded.bad))
             self.stats.load(
                 loaded.tier,
@@ -313,41 +325,43 @@ class Scheduler:
             tracked = self._tracked.get(loaded.request)
             if tracked is not None and loaded.bad:
                 tracked.may_load = False
+                # The failed blocks are computed now, and saved again.
                 tracked.saved = min(tracked.saved, loaded.bad[0])
-        for saved in progress.saved:
-            kept = sum(saved.kept)
-            self.stats.count("failed_save_blocks", len(saved.kept) - kept)
+        for saved in report.saved:
+            stored = sum(saved.stored)
+            self.stats.count("failed_save_blocks", len(saved.stored) - stored)
             self.stats.save(
                 "dram",
-                blocks=kept,
+                blocks=stored,
                 bytes_moved=saved.bytes,
                 seconds=saved.seconds,
                 cpu_seconds=saved.cpu_seconds,
             )
             tracked = self._tracked.get(saved.request)
-            if tracked is not None and kept and self._on_saved is not None:
+            if tracked is not None and stored and self._on_saved is not None:
                 self._on_saved(tracked.request, tracked.keys, saved)
-            if tracked is not None and not any(saved.kept):
-                # Away or slow: blocks behind a gap are of no use, so this one is tried again.
+            if tracked is not None and not any(saved.stored):
+                # The store is unavailable or slow. Blocks after a gap are useless, so the same
+                # blocks are saved again later.
                 tracked.saved = min(tracked.saved, saved.first)
-                tracked.save_after = time.monotonic() + RETRY_S
+                tracked.save_after = time.monotonic() + SAVE_RETRY_S
 
-    def figures(self) -> CascadeStats | None:
-        """Give what happened since the last call; nothing if nothing did."""
+    def take_stats(self) -> CascadeStats | None:
+        """Return the statistics since the last call; `None` if there are none."""
         return None if self.stats.is_empty() else self.stats.clone_and_reset()
 
-    def finish(self, request: "Request", hints: Callable[[Hints], Hints]) -> RequestKeys | None:
-        """Forget a request; tells the store how it ended. Returns its keys."""
+    def finish(self, request: "Request", add_hints: Callable[[Hints], Hints]) -> RequestKeys | None:
+        """Remove a request, and pass its final hints to the store. Returns its keys."""
         tracked = self._tracked.pop(request.request_id, None)
         if tracked is None:
             return None
-        last = hints(tracked.hints)
-        if last != Hints() and tracked.keys.blocks:
-            self._call(functools.partial(self._tell_end, tracked.keys, last))
+        hints = add_hints(tracked.hints)
+        if hints != Hints() and tracked.keys.blocks:
+            self._run(functools.partial(self._send_hints, tracked.keys, hints))
         return tracked.keys
 
-    def _tell_end(self, keys: RequestKeys, hints: Hints) -> None:
-        """Tell the store how a request ended."""
+    def _send_hints(self, keys: RequestKeys, hints: Hints) -> None:
+        """Pass hints about a request's blocks to the store."""
         store = self._store()
         if store is None:
             return
@@ -355,162 +369,175 @@ class Scheduler:
             for part in self._parts:
                 store.hint(keys.keys(part.name, 0, keys.blocks), hints=hints)
         except CascadeError as error:
-            self._failures.count("telling how a request ended", error)
+            self._failures.count("sending hints", error)
 
-    def forget(self) -> None:
-        """Forget what was found: the keys are others from now on."""
+    def reset_keys(self) -> None:
+        """Drop all lookup results after a cache reset: the keys of all blocks have changed."""
         for tracked in self._tracked.values():
             request = tracked.request
             tracked.keys = self._keys_of(request)
-            # What it computed or loaded up to now is of what was before, unless it begins anew.
-            begins = request.num_computed_tokens == 0 and not (
+            # KV that was computed or loaded before the reset must not be saved under the new keys.
+            # Only a request that starts from its first token has none.
+            is_new = request.num_computed_tokens == 0 and not (
                 tracked.saved and request.status.name == "WAITING_FOR_REMOTE_KVS"
             )
-            tracked.may_save = tracked.may_save and begins
-            tracked.found, tracked.asked, tracked.load, tracked.saved = None, None, None, 0
+            tracked.may_save = tracked.may_save and is_new
+            tracked.result, tracked.pending, tracked.load, tracked.saved = None, None, None, 0
             tracked.may_load = False
 
-    def _track(self, request: "Request") -> _Tracked | None:
+    def _track(self, request: "Request") -> _TrackedRequest | None:
         try:
             keys = self._keys_of(request)
             keys.extend(request.all_token_ids)
-        except Unkeyed as why:
-            self._failures.count("naming a request's blocks", why)
+        except UnkeyableRequest as reason:
+            self._failures.count("computing the keys of a request", reason)
             return None
         trace = (request.trace_headers or {}).get("traceparent")
-        tracked = _Tracked(request, keys, self._hints_of(request), trace=trace)
+        tracked = _TrackedRequest(request, keys, self._hints_of(request), trace=trace)
         self._tracked[request.request_id] = tracked
         return tracked
 
-    def _look_up(self, tracked: _Tracked) -> Found | None:
-        """Look a request up; nothing while the answer is under way."""
+    def _look_up(self, tracked: _TrackedRequest) -> LookupResult | None:
+        """Look up a request; `None` while the lookup is in flight."""
         preemptions = tracked.request.num_preemptions
         if not tracked.keys.blocks or not self._is_long_enough(tracked.request):
-            return Found(0, (), preemptions, time.monotonic())
+            return LookupResult(0, (), preemptions, time.monotonic())
         if self._background is None:
             started = time.perf_counter()
-            tiers = self._ask(tracked.keys, tracked.keys.blocks, tracked.hints, tracked.trace)
-            return self._found(tracked, tiers, time.perf_counter() - started)
-        asked = tracked.asked
-        if asked is None or asked.preemptions != preemptions:
+            tiers = self._query(tracked.keys, tracked.keys.blocks, tracked.hints, tracked.trace)
+            return self._count_lookup(tracked, tiers, time.perf_counter() - started)
+        pending = tracked.pending
+        if pending is None or pending.preemptions != preemptions:
             is_idle = self._background.is_idle
-            asked = self._begin_lookup(tracked, self._background)
-            if asked is None:
-                return self._found(tracked, (), 0.0)
+            pending = self._start_lookup(tracked, self._background)
+            if pending is None:
+                return self._count_lookup(tracked, (), 0.0)
+            # A node on this host usually answers at once; this saves the request a step.
             if is_idle:
-                _wait(asked.answer, AT_ONCE_S)
-        seconds = time.perf_counter() - asked.started
-        if asked.answer.done() and not asked.answer.cancelled():
-            tracked.asked = None
-            return self._found(tracked, asked.answer.result(), seconds)
-        if seconds < self._policy.lookup_s:
+                _wait(pending.tiers, LOOKUP_WAIT_S)
+        seconds = time.perf_counter() - pending.started
+        if pending.tiers.done() and not pending.tiers.cancelled():
+            tracked.pending = None
+            return self._count_lookup(tracked, pending.tiers.result(), seconds)
+        if seconds < self._settings.lookup_s:
             return None
-        asked.answer.cancel()
-        tracked.asked = None
+        pending.tiers.cancel()
+        tracked.pending = None
         self.stats.count("lookup_timeouts")
-        self._failures.count("looking up", "no answer in time")
-        return self._found(tracked, (), seconds)
+        self._failures.count("looking up", "no result before the deadline")
+        return self._count_lookup(tracked, (), seconds)
 
-    def _begin_lookup(self, tracked: _Tracked, background: Background) -> _Asked | None:
-        ask = functools.partial(
-            self._ask, tracked.keys, tracked.keys.blocks, tracked.hints, tracked.trace
+    def _start_lookup(
+        self, tracked: _TrackedRequest, background: BackgroundThread
+    ) -> _PendingLookup | None:
+        query = functools.partial(
+            self._query, tracked.keys, tracked.keys.blocks, tracked.hints, tracked.trace
         )
-        answer = background.submit(ask)
-        if answer is None:
-            tracked.asked = None
+        tiers = background.submit(query)
+        if tiers is None:
+            tracked.pending = None
         else:
-            tracked.asked = _Asked(answer, time.perf_counter(), tracked.request.num_preemptions)
-        return tracked.asked
+            preemptions = tracked.request.num_preemptions
+            tracked.pending = _PendingLookup(tiers, time.perf_counter(), preemptions)
+        return tracked.pending
 
-    def _ask(
+    def _query(
         self, keys: RequestKeys, blocks: int, hints: Hints, trace: str | None
     ) -> tuple[str, ...]:
-        """Ask the store which leading blocks it has; a failure is a miss."""
+        """Query the store for the leading blocks; a failure is a miss.
+
+        `blocks` limits the result, because `keys` may grow while a background thread runs this.
+        """
         store = self._store()
         if store is None:
             return ()
         try:
             with part_of_trace(trace):
-                return usable(store, self._groups, self._parts, keys, hints)[:blocks]
+                return usable_prefix(store, self._groups, self._parts, keys, hints)[:blocks]
         except CascadeError as error:
             self._failures.count("looking up", error)
             return ()
 
-    def _found(self, tracked: _Tracked, tiers: tuple[str, ...], seconds: float) -> Found:
+    def _count_lookup(
+        self, tracked: _TrackedRequest, tiers: tuple[str, ...], seconds: float
+    ) -> LookupResult:
         preemptions = tracked.request.num_preemptions
-        if tracked.counted != preemptions:
-            tracked.counted = preemptions
+        if tracked.lookup_counted != preemptions:
+            tracked.lookup_counted = preemptions
             blocks, hits = tracked.keys.blocks, len(tiers)
             self.stats.lookup(blocks=blocks, hit_blocks=hits, seconds=seconds)
-        return Found(len(tiers), tiers, preemptions, time.monotonic())
+        return LookupResult(len(tiers), tiers, preemptions, time.monotonic())
 
-    def _report(self, tracked: _Tracked, computed: int) -> None:
-        if tracked.is_reported:
+    def _log_lookup(self, tracked: _TrackedRequest, computed: int) -> None:
+        """Log a request's hits once, in the format of UCM's log line."""
+        if tracked.is_logged:
             return
-        tracked.is_reported = True
-        found = tracked.found or Found()
+        tracked.is_logged = True
+        result = tracked.result or LookupResult()
         _LOG.info(
             "request_id: %s, total_blocks_num: %d, hit hbm: %d, hit external: %d",
             tracked.request.request_id,
             tracked.keys.blocks,
             computed,
-            max(0, found.blocks - computed),
+            max(0, result.blocks - computed),
         )
 
-    def _wanted(
-        self, tracked: _Tracked, request: "Request", computed: int
+    def _blocks_to_load(
+        self, tracked: _TrackedRequest, request: "Request", computed: int
     ) -> tuple[int, int, bool]:
-        """Say which blocks to load, and whether while others compute."""
-        found = tracked.found or Found()
-        is_first = tracked.decided != request.num_preemptions
-        tracked.decided = request.num_preemptions
-        if self._policy.is_lite and is_first:
-            self.stats.count("would_hit_blocks", max(0, found.blocks - computed))
-        if self._policy.is_lite or found.blocks <= computed:
+        """Return the first and last block to load, and whether to load asynchronously."""
+        result = tracked.result or LookupResult()
+        is_first_choice = tracked.choice_counted != request.num_preemptions
+        tracked.choice_counted = request.num_preemptions
+        if self._settings.is_lite and is_first_choice:
+            self.stats.count("would_hit_blocks", max(0, result.blocks - computed))
+        if self._settings.is_lite or result.blocks <= computed:
             return computed, computed, False
-        whole = request.num_tokens // self._block_tokens
-        last = min(found.blocks, int(whole * self._policy.hit_ratio))
-        chosen = self._choose(found.tiers[computed:last], request.num_tokens) + computed
-        if is_first:
+        full_blocks = request.num_tokens // self._block_tokens
+        last = min(result.blocks, int(full_blocks * self._settings.hit_ratio))
+        chosen = self._choose(result.tiers[computed:last], request.num_tokens) + computed
+        if is_first_choice:
             self.stats.count("declined_blocks", max(0, last - chosen))
         last = chosen
-        is_whole = last * self._block_tokens >= request.num_tokens
-        is_slow = not SLOW_TIERS.isdisjoint(found.tiers[computed:last])
-        is_async = len(self._groups) > 1 or self._policy.load == "async"
-        is_async = is_async or (self._policy.load == "auto" and (is_whole or is_slow))
+        is_whole_request = last * self._block_tokens >= request.num_tokens
+        is_slow = not SLOW_TIERS.isdisjoint(result.tiers[computed:last])
+        # With several groups, a synchronous load cannot report single failed blocks.
+        is_async = len(self._groups) > 1 or self._settings.load == "async"
+        is_async = is_async or (self._settings.load == "auto" and (is_whole_request or is_slow))
         if not is_async:
-            # The engine has to compute a token to go on from.
+            # The step that loads must also compute a token. After an asynchronous load, the engine
+            # recomputes the last token by itself.
             last = min(last, (request.num_tokens - 1) // self._block_tokens)
         return computed, last, is_async
 
-    def _has_room(self, blocks: int) -> bool:
-        """Whether one more load may wait."""
-        under_way = sum(self._waiting.values())
-        is_first = not self._waiting
-        fits = is_first or under_way + blocks <= self._policy.blocks_max
-        return fits and len(self._waiting) < self._policy.loads_max
+    def _may_load_async(self, blocks: int) -> bool:
+        """Whether the limits allow one more asynchronous load; a single load always may."""
+        in_flight = sum(self._async_blocks.values())
+        is_only_load = not self._async_blocks
+        fits = is_only_load or in_flight + blocks <= self._settings.blocks_max
+        return fits and len(self._async_blocks) < self._settings.loads_max
 
     def _is_long_enough(self, request: "Request") -> bool:
-        return request.num_prompt_tokens >= self._policy.min_tokens
+        return request.num_prompt_tokens >= self._settings.min_tokens
 
-    def _note(self, tracked: _Tracked, last: int) -> None:
-        """Remember names without bytes, to say what would have been hits."""
+    def _save_names(self, tracked: _TrackedRequest, last: int) -> None:
+        """Store keys without KV, so that lite mode can count hits."""
         tracked.keys.extend(tracked.request.all_token_ids[: last * self._block_tokens])
-        self._call(functools.partial(self._put_names, tracked.keys, tracked.saved, last))
+        self._run(functools.partial(self._put_names, tracked.keys, tracked.saved, last))
         tracked.saved = last
 
-    def _put_names(self, names: RequestKeys, first: int, last: int) -> None:
+    def _put_names(self, request_keys: RequestKeys, first: int, last: int) -> None:
         store = self._store()
         if store is None:
             return
         try:
             for part in self._parts:
-                keys = names.keys(part.name, first, last)
-                store.put(keys, bytes(len(keys)), parent=names.parent(part.name, first))
+                keys = request_keys.keys(part.name, first, last)
+                store.put(keys, bytes(len(keys)), parent=request_keys.parent(part.name, first))
         except CascadeError as error:
-            self._failures.count("keeping names", error)
+            self._failures.count("storing keys", error)
 
-    def _save(self, tracked: _Tracked, tables: Sequence[Sequence[int]], last: int) -> Save:
+    def _save(self, tracked: _TrackedRequest, tables: Sequence[Sequence[int]], last: int) -> Save:
         first, keys = tracked.saved, tracked.keys
         return Save(
             tracked.request.request_id,
@@ -523,21 +550,21 @@ class Scheduler:
         )
 
 
-def _wait(answer: Future[tuple[str, ...]], seconds: float) -> None:
-    """Wait for an answer for a moment."""
-    with contextlib.suppress(NotYet):
-        answer.result(seconds)
+def _wait(tiers: Future[tuple[str, ...]], seconds: float) -> None:
+    """Wait for a result, for at most that many seconds."""
+    with contextlib.suppress(FutureTimeoutError):
+        tiers.result(seconds)
 
 
-def _stands(found: Found | None, request: "Request") -> bool:
-    """Whether an answer need not be asked for again."""
-    if found is None or found.preemptions != request.num_preemptions:
+def _is_fresh(result: LookupResult | None, request: "Request") -> bool:
+    """Whether a lookup result is still valid."""
+    if result is None or result.preemptions != request.num_preemptions:
         return False
-    return time.monotonic() < found.at + ANSWER_S
+    return time.monotonic() < result.at + RESULT_MAX_AGE_S
 
 
 def _select(
-    tables: Sequence[Sequence[int]], groups: Sequence[Group], first: int, last: int
+    tables: Sequence[Sequence[int]], groups: Sequence[CacheGroup], first: int, last: int
 ) -> dict[int, list[int]]:
-    """Give some blocks of each group's table."""
+    """Return blocks `first` to `last` of each group's table, the latter excluded."""
     return {group.number: list(tables[group.number][first:last]) for group in groups}

@@ -1,4 +1,4 @@
-"""What `kv_connector_extra_config` says: the store's keys, and those of this connector."""
+"""Parses `kv_connector_extra_config`: the store's keys and the connector's own keys."""
 
 import difflib
 from collections.abc import Callable, Mapping
@@ -19,27 +19,27 @@ UCM_KEY = "UCM_CONFIG_FILE"
 SECONDS_MIN, SECONDS_MAX = 0.001, 3600.0
 LOADS = ("auto", "sync", "async")
 _LOAD = "auto, sync or async"
-_SWITCH = "true or false"
+_BOOLEAN = "true or false"
 _SHARE = "a share from 0 to 1"
 _TOKENS = "a number of tokens"
 _SHARDS = "a number of shares of the KV heads"
-_COUNT = "a number from 1 on"
+_COUNT = "a whole number from 1 up"
 _SECONDS = f"a number of seconds from {SECONDS_MIN} to {SECONDS_MAX:g}"
 _LOOKAHEAD = f"a number of seconds from 0 to {SECONDS_MAX:g}"
-_FILE = "a file that is there"
-_PLACE = "a directory or a file for traces"
-_WEIGHTS = "sampled, full, or a name of your own for the weights"
+_FILE = "an existing file"
+_TRACE_PATH = "a directory or a file for traces"
+_WEIGHTS = "sampled, full, or a name for the weights"
 _OWN = {
     "cascade.load": _LOAD,
-    "cascade.layerwise": _SWITCH,
+    "cascade.layerwise": _BOOLEAN,
     "cascade.hit_ratio": _SHARE,
     "cascade.min_tokens": _TOKENS,
-    "cascade.lite": _SWITCH,
-    "cascade.record": _PLACE,
+    "cascade.lite": _BOOLEAN,
+    "cascade.record": _TRACE_PATH,
     "cascade.shards": _SHARDS,
     "cascade.weights": _WEIGHTS,
     "cascade.secret_file": _FILE,
-    "cascade.load_or_compute": _SWITCH,
+    "cascade.load_or_compute": _BOOLEAN,
     "cascade.lookup_timeout": _SECONDS,
     "cascade.load_timeout": _SECONDS,
     "cascade.save_timeout": _SECONDS,
@@ -47,68 +47,68 @@ _OWN = {
     "cascade.loads_max": _COUNT,
     "cascade.blocks_max": _COUNT,
 }
-"""Keys of this connector, and what each takes."""
+"""The connector's own keys, and the valid values of each."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConnectorSettings:
-    """How one engine keeps its blocks."""
+    """The settings of the connector in one engine."""
 
     address: StoreAddress
-    """Where they are kept."""
+    """Where blocks are stored."""
     store_options: Mapping[str, object] = field(default_factory=dict[str, object])
-    """The store's keys as they were given."""
+    """The store's keys, unparsed, for a private node."""
     load: str = "auto"
-    """Whether loads hold the step up (`sync`), or the request waits while others compute (`async`).
+    """`sync`: loads block the step. `async`: the request waits while other requests are computed.
 
-    `auto` waits for what is in memory and lets slower tiers take their time.
+    `auto`: synchronous for blocks in DRAM, asynchronous for slower tiers and whole prompts.
     """
     layerwise: bool = False
-    """Whether a load that holds the step up arrives layer by layer, while the step computes."""
+    """Whether a synchronous load arrives layer by layer, while the step computes."""
     hit_ratio: float = 1.0
     """Largest share of a prompt that is loaded."""
     min_tokens: int = 0
-    """Shortest prompt whose blocks are kept and loaded."""
+    """Shortest prompt that is saved and loaded."""
     lite: bool = False
-    """Whether only names are kept, to say what would have been hits."""
+    """Whether only keys are stored, in order to count hits without loading."""
     record: str | None = None
-    """Where a line is written for each finished request, for `cascade replay`."""
+    """Directory or file of a trace of finished requests, for `cascade replay`."""
     shards: int | None = None
-    """Into how many shares the KV heads are cut; each worker's heads are one by default."""
+    """Number of shares that the KV heads are split into. Default: one share per worker."""
     weights: str = "sampled"
-    """How weights are named: by samples of their files, by all bytes, or as the operator says."""
+    """How weights are identified: by samples of their files, by all bytes, or by this name."""
     secret_file: str | None = None
-    """File with the secret that keeps this tenant's keys from being guessed."""
+    """File with the tenant's secret, which makes keys unguessable for others."""
     load_or_compute: bool = True
-    """Whether blocks are computed where that is faster than loading them."""
+    """Whether blocks are computed if that is faster than loading them."""
     lookup_timeout: float = 0.1
     """Seconds that a lookup may take; a miss after that."""
     load_timeout: float = 10.0
-    """Seconds that a load may take; the rest is computed after that."""
+    """Seconds that a load may take; remaining blocks are computed."""
     save_timeout: float = 0.2
-    """Seconds of a step that saving may take; what is left is not saved."""
+    """Seconds of a step that saving may take; remaining blocks are not saved."""
     lookahead: float = 30.0
-    """Seconds that blocks of a waiting request are kept in memory, and fetched there; 0 is off."""
+    """Seconds that blocks of a waiting request are prefetched and kept in memory; 0: off."""
     loads_max: int = 8192
-    """Most asynchronous loads at a time; a request beyond them is computed."""
+    """Most asynchronous loads in flight; requests beyond them are computed."""
     blocks_max: int = 524_288
-    """Most blocks of asynchronous loads at a time; the rest is computed."""
+    """Most blocks of asynchronous loads in flight; blocks beyond them are computed."""
     notes: tuple[str, ...] = ()
-    """What the operator should know of how the settings were read."""
+    """Notes about the settings for the log."""
 
 
 def read_connector_settings(extra: Mapping[str, object]) -> ConnectorSettings:
-    """Read the connector's extra configuration. Raises `ConfigError` that names the key."""
+    """Parse the connector's extra configuration. Raises `ConfigError` that names the key."""
     options, notes = dict(extra), ()
     if UCM_KEY in options:
         from cascadekv.connectors.ucm import read_ucm  # noqa: PLC0415 # needs PyYAML
 
         ucm = read_ucm(_text(UCM_KEY, options.pop(UCM_KEY)))
-        theirs = _of_ucm(ucm)
-        both = sorted(set(theirs) & set(options))
-        if both:
-            raise ConfigError(f"{both[0]}: is given here and by {UCM_KEY}; give it once")
-        options |= theirs
+        ucm_options = _options_of_ucm(ucm)
+        duplicates = sorted(set(ucm_options) & set(options))
+        if duplicates:
+            raise ConfigError(f"{duplicates[0]}: is set here and by {UCM_KEY}; remove one")
+        options |= ucm_options
         notes = ucm.notes
     known = (*STORE_KEYS, *_OWN)
     for key in options:
@@ -124,8 +124,8 @@ def read_connector_settings(extra: Mapping[str, object]) -> ConnectorSettings:
     )
 
 
-def _of_ucm(ucm: "UcmSettings") -> dict[str, object]:
-    """Give what a UCM file says by our keys."""
+def _options_of_ucm(ucm: "UcmSettings") -> dict[str, object]:
+    """Return the settings of a UCM file under Cascade's keys."""
     options = dict(ucm.options) | {
         "cascade.layerwise": ucm.use_layerwise,
         "cascade.lite": ucm.use_lite,
@@ -142,9 +142,9 @@ def _of_ucm(ucm: "UcmSettings") -> dict[str, object]:
 
 
 def _check(name: str, value: object) -> object:
-    kind = _OWN[f"cascade.{name}"]
-    if not _KINDS[kind](value):
-        raise ConfigError(f"cascade.{name}: {value!r} is not {kind}")
+    expected = _OWN[f"cascade.{name}"]
+    if not _CHECKS[expected](value):
+        raise ConfigError(f"cascade.{name}: {value!r} is not {expected}")
     return value
 
 
@@ -158,26 +158,26 @@ def _is_count(value: object, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
-def _is_name(value: object) -> bool:
+def _is_text(value: object) -> bool:
     return isinstance(value, str) and bool(value)
 
 
-_KINDS: Mapping[str, Callable[[object], bool]] = {
+_CHECKS: Mapping[str, Callable[[object], bool]] = {
     _LOAD: lambda value: value in LOADS,
-    _SWITCH: lambda value: isinstance(value, bool),
+    _BOOLEAN: lambda value: isinstance(value, bool),
     _SHARE: lambda value: _is_number(value, 0, 1),
     _TOKENS: lambda value: _is_count(value, 0),
     _SHARDS: lambda value: _is_count(value, 1),
     _COUNT: lambda value: _is_count(value, 1),
     _SECONDS: lambda value: _is_number(value, SECONDS_MIN, SECONDS_MAX),
     _LOOKAHEAD: lambda value: _is_number(value, 0, SECONDS_MAX),
-    _FILE: lambda value: _is_name(value) and Path(str(value)).is_file(),
-    _PLACE: _is_name,
-    _WEIGHTS: _is_name,
+    _FILE: lambda value: _is_text(value) and Path(str(value)).is_file(),
+    _TRACE_PATH: _is_text,
+    _WEIGHTS: _is_text,
 }
 
 
 def _text(key: str, value: object) -> str:
     if not isinstance(value, str) or not value:
-        raise ConfigError(f"{key}: {value!r} is no text")
+        raise ConfigError(f"{key}: {value!r} is not text")
     return value

@@ -1,8 +1,8 @@
-"""The store of one engine: in its process, in a private node beside it, or in a shared node.
+"""The store of one engine: embedded in its process, in a private node, or in a shared node.
 
-An engine whose scheduler and worker are one process keeps its blocks there. One of several
-processes starts a private node: its first worker does, the others find it by the engine's id, and
-it ends with that worker.
+If the scheduler and the worker are one process, the store is embedded there. An engine with several
+processes uses a private node: its first worker starts and ends the node, and the other processes
+find its socket by the engine's id.
 """
 
 import atexit
@@ -28,13 +28,13 @@ __all__ = ["EngineStore", "private_socket"]
 
 _LOG = logging.getLogger("vllm.cascade")
 SOCKET_PATH_BYTES_MAX = 107
-"""Longest path that the address of a Unix socket holds."""
+"""Longest path of a Unix socket: 108 bytes of `sockaddr_un` with the final NUL."""
 START_S = 60.0
-"""How long a private node may take to be ready; a new pool of many GiB takes seconds."""
-LOOK_S = 0.25
-"""How often a private node that is not there yet is looked for; that costs microseconds."""
-MISSING_S = 30.0
-"""After which time a private node that is not there is told of."""
+"""Time-out for the start of a private node; a new pool of many GiB takes seconds."""
+POLL_INTERVAL_S = 0.25
+"""Interval of attempts to connect to a private node that has not started."""
+MISSING_WARNING_S = 30.0
+"""Delay before the warning about a private node that has not started."""
 _FLAGS = {
     "cascade.pipeline": "--pipeline",
     "cascade.dram": "--dram",
@@ -46,20 +46,20 @@ _LOCK = threading.Lock()
 
 
 class EngineStore:
-    """A handle on an engine's store; several handles of one process share what is behind it."""
+    """A handle on an engine's store; several handles of one process share one store."""
 
     def __init__(
         self, address: StoreAddress, *, key: str, name: str, is_private: bool = False
     ) -> None:
-        """`key` is the same for all handles that are to share one store.
+        """Open a handle; handles with an equal `key` share one store.
 
-        A private node may start later than this, or never, as on a host without the engine's first
-        worker: nothing waits for it, and everything is a miss until it is there.
+        A private node may start later, or never: it does not on hosts without the engine's first
+        worker. Nothing waits for it, and every lookup is a miss until it has started.
         """
         self._key = key
-        self._private = address.node if is_private else None
-        self._tell_at = time.monotonic() + MISSING_S
-        retry = LOOK_S if is_private else RETRY_S
+        self._private_socket = address.node if is_private else None
+        self._warn_at = time.monotonic() + MISSING_WARNING_S
+        retry = POLL_INTERVAL_S if is_private else RETRY_S
         with _LOCK:
             link, users = _SHARED.get(key, (None, 0))
             link = link or StoreLink(address, name=name, retry_s=retry)
@@ -67,25 +67,25 @@ class EngineStore:
         self._link: StoreLink | None = link
 
     def store(self) -> Store | None:
-        """Give the store; nothing while there is none."""
+        """Return the store; `None` while it is unavailable."""
         store = None if self._link is None else self._link.store()
-        if store is None and self._private and time.monotonic() > self._tell_at:
-            self._tell_missing(self._private)
+        if store is None and self._private_socket and time.monotonic() > self._warn_at:
+            self._warn_missing(self._private_socket)
         return store
 
-    def _tell_missing(self, socket: str) -> None:
-        """Say once that a private node never came."""
-        self._private = None
+    def _warn_missing(self, socket: str) -> None:
+        """Log once that the private node has not started."""
+        self._private_socket = None
         _LOG.warning(
-            "Cascade: no private node at %s after %.0f s; nothing is kept or loaded here. The "
-            "engine's first worker starts one on its own host: where workers are on several hosts, "
-            "start `cascade serve` on each and set cascade.node",
+            "Cascade: no private node at %s after %.0f s; nothing is saved or loaded here. The "
+            "engine's first worker starts the node on its own host. If workers run on several "
+            "hosts, start `cascade serve` on each host and set cascade.node",
             socket,
-            MISSING_S,
+            MISSING_WARNING_S,
         )
 
     def close(self) -> None:
-        """Let go of it; the last handle closes the store."""
+        """Close the handle; the last handle closes the store."""
         if self._link is None:
             return
         self._link = None
@@ -97,26 +97,26 @@ class EngineStore:
         try:
             link.close()
         except CascadeError as error:
-            _LOG.warning("Cascade: closing the store: %s", error)
+            _LOG.warning("Cascade: closing the store failed: %s", error)
 
 
 def private_socket(engine: str) -> Path:
-    """Give where an engine's private node listens: a directory of this user's alone."""
+    """Return the socket of an engine's private node, in a directory of this user's alone."""
     root = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
-    # Short for the sake of the socket's path, and of the whole name: ranks differ in its end.
+    # Hashed to keep the socket's path short. All of the id counts: ranks differ at its end.
     name = hashlib.sha256(engine.encode()).hexdigest()[:16]
     socket = root / f"cascade-{os.getuid()}-{name}" / "node.sock"
     if len(os.fsencode(socket)) > SOCKET_PATH_BYTES_MAX:
-        # Scratch directories of batch systems are longer than the address of a Unix socket.
-        socket = Path("/tmp") / socket.parent.name / socket.name  # noqa: S108 # made 0700, ours
+        # Scratch directories of batch systems can exceed the length of a socket path.
+        socket = Path("/tmp") / socket.parent.name / socket.name  # noqa: S108 # created 0700
     return socket
 
 
 class PrivateNode:
-    """A node that serves one engine, as a child of its first worker."""
+    """A node that serves one engine, as a child process of its first worker."""
 
     def __init__(self, socket: Path, options: Mapping[str, object]) -> None:
-        """Start it and wait until it serves. Raises `OSError` when it does not."""
+        """Start the node and wait until it is ready. Raises `OSError` if it does not start."""
         self._directory = socket.parent
         self._directory.mkdir(mode=0o700, exist_ok=True)
         command = [sys.executable, "-m", "cascadekv", "serve", "--socket", str(socket)]
@@ -124,7 +124,8 @@ class PrivateNode:
             if key in options:
                 command += [flag, str(options[key])]
         inherited = {k: v for k, v in os.environ.items() if not k.startswith("CASCADE_")}
-        # The pool ends with the engine: nobody would find it again.
+        # The pool is not kept for a restart: the next engine has another id. One client may use all
+        # of it: the clients are the processes of one engine.
         settings = inherited | {
             "CASCADE_KEEP_POOL": "never",
             "CASCADE_CLIENT_SHARE": "100%",
@@ -134,7 +135,7 @@ class PrivateNode:
             env=settings,
             stdout=subprocess.PIPE,
             text=True,
-            preexec_fn=_die_with_parent,  # noqa: PLW1509 # one call of the kernel, no locks
+            preexec_fn=_die_with_parent,  # noqa: PLW1509 # one system call, takes no locks
         )
         watchdog = threading.Timer(START_S, self._process.kill)
         watchdog.start()
@@ -146,7 +147,7 @@ class PrivateNode:
         atexit.register(self.close)
 
     def close(self) -> None:
-        """End it: cleanly, or by force after a while; nothing of it is left."""
+        """End the node, by force after a time-out, and remove its directory."""
         if self._process.poll() is None:
             self._process.terminate()
             try:

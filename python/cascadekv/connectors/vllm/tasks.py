@@ -1,8 +1,8 @@
-"""UCM's two lines for each load and save of a worker, for whoever reads its logs.
+"""Logs each load and save of a worker in UCM's format, for tools that parse UCM's logs.
 
-On with the environment variable `UC_LOGGER_LEVEL=debug`, as there. Its Cache Store is the copy
-between the engine's memory and the host; its Posix Store what is read from files for it. What is
-written to files is the store's to tell: it goes down later, in batches of its own.
+Enabled by `UC_LOGGER_LEVEL=debug`, as in UCM. A task of UCM's Cache Store is the copy between the
+engine's memory and the host; a task of its Posix Store is the read from files. Writes to files are
+not logged: the store writes back later, in batches of its own.
 """
 
 import itertools
@@ -20,10 +20,10 @@ FILE_TIERS = ("files", "posix")
 
 
 class TaskLog:
-    """Numbers the tasks of one worker and tells their beginning and end."""
+    """Logs the start and the end of each task of one worker, with a sequence number."""
 
     def __init__(self, logger: logging.Logger, level: str | None = None) -> None:
-        """Tell nothing unless the level, or the variable, says debug."""
+        """Log only if `level`, or else `UC_LOGGER_LEVEL`, is debug."""
         chosen = os.environ.get(LEVEL, "") if level is None else level
         self._logger = logger
         self._numbers = itertools.count(1)
@@ -31,7 +31,7 @@ class TaskLog:
 
     @contextmanager
     def load(self, blocks: int, size: int, tier: str) -> Generator[None]:
-        """Tell of a load; from files that is a task of both stores."""
+        """Log a load. A load from files is a task of both UCM stores."""
         with self._task("Cache", "LOAD", blocks, size):
             if tier in FILE_TIERS:
                 with self._task("Posix", "Backend2Cache", blocks, size):
@@ -41,7 +41,7 @@ class TaskLog:
 
     @contextmanager
     def save(self, blocks: int, size: int) -> Generator[None]:
-        """Tell of a save."""
+        """Log a save."""
         with self._task("Cache", "DUMP", blocks, size):
             yield
 
@@ -52,7 +52,7 @@ class TaskLog:
             return
         place = f"[{os.getpid()},{threading.get_native_id()}]"
         task = f"{store} task({next(self._numbers)},{operation},{blocks},{size})"
-        # At the level that is shown: the variable already asked for them.
+        # At level info, which vLLM shows by default; the variable enables these lines already.
         self._logger.info("[UC][D] %s dispatching. %s", task, place)
         started = time.perf_counter()
         yield

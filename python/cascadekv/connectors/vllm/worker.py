@@ -1,9 +1,9 @@
-"""The worker side: copies blocks between the engine's KV memory and the store.
+"""The worker's side: copies blocks between the engine's KV memory and the store.
 
-Loads and saves are batches of blocks, read from and written to the store's own memory. A save is
-over before the step ends, because the engine may give its blocks to another request in the next.
-Nothing that happens to the store raises into the engine: what is not there, late or damaged is
-named by block, and the engine computes it.
+Loads and saves are batches of blocks, read from and written to the store's pool. A save ends before
+its step ends, because the engine may reuse the pages in the next step. Failures of the store are
+not raised into the engine: missing, late or damaged blocks are reported by page, and the engine
+computes them.
 """
 
 import dataclasses
@@ -25,35 +25,42 @@ from cascadekv import (
 )
 from cascadekv.connectors.failures import FailureLog
 from cascadekv.connectors.vllm.keys import KEY_BYTES
-from cascadekv.connectors.vllm.layers import LayeredLoad
-from cascadekv.connectors.vllm.layout import Held
+from cascadekv.connectors.vllm.layers import LayerwiseLoad
+from cascadekv.connectors.vllm.layout import HeldPart
 from cascadekv.connectors.vllm.memory import HostMemory, Memory
-from cascadekv.connectors.vllm.metadata import Load, Loaded, Plan, Progress, Save, Saved
+from cascadekv.connectors.vllm.metadata import (
+    Load,
+    LoadResult,
+    Save,
+    SaveResult,
+    StepPlan,
+    WorkerReport,
+)
 from cascadekv.connectors.vllm.tasks import TaskLog
 
 __all__ = ["Worker"]
 
 _LOG = logging.getLogger("vllm.cascade")
 LOADERS = 2
-"""Loads beside the engine's own thread; more would take its cores."""
+"""Threads for asynchronous loads; more would compete with the engine for cores."""
 SEAL_S = 0.01
-"""What copied blocks still get when the time for saving is over: they cost more than a look."""
+"""Least time for sealing blocks that are copied already when the time for saves is over."""
 IDLE_WAIT_S = 0.002
-"""How long a step that computes nothing waits for a load, instead of spinning beside it."""
-LOAD_FAILURES = (CascadeError, ValueError, BufferError)
-"""What a store or a copy may raise; everything else is a fault of ours and is raised."""
+"""How long a step without tokens waits for a load, so that the engine does not spin."""
+STORE_FAILURES = (CascadeError, ValueError, BufferError)
+"""Exceptions of the store and of copies; any other exception is a bug and is logged as such."""
 
 
 @dataclass(slots=True)
-class _Step:
-    """What the step under way loads while it computes; the engine may compute before it loads."""
+class _StepState:
+    """The state of the current step; the engine may compute before it loads."""
 
-    layered: list[LayeredLoad] = field(default_factory=list[LayeredLoad])
+    layerwise_loads: list[LayerwiseLoad] = field(default_factory=list[LayerwiseLoad])
     computing_since: float | None = None
 
 
 class Worker:
-    """Carries out a scheduler's plans on one worker's KV memory."""
+    """Carries out the scheduler's plans on one worker's KV memory."""
 
     def __init__(
         self,
@@ -64,216 +71,227 @@ class Worker:
         save_timeout: float,
         is_layerwise: bool = False,
     ) -> None:
-        """`store` gives the store, or `None` while there is none; timeouts are in seconds."""
+        """`store` returns the store, or `None` while it is unavailable; time-outs in seconds."""
         self._store = store
         self._namespace = namespace
         self._load_timeout = load_timeout
         self._save_timeout = save_timeout
         self._is_layerwise = is_layerwise
-        self._held: dict[str, tuple[Held, Memory]] = {}
+        self._parts: dict[str, tuple[HeldPart, Memory]] = {}
         self._layers: dict[str, int] = {}
+        """Index of each layer for layerwise loads; empty if they are off."""
         self._loaders = ThreadPoolExecutor(LOADERS, thread_name_prefix="cascade-load")
-        self._step = _Step()
-        self._under_way: dict[str, tuple[Load, Future[Loaded]]] = {}
-        self._bad: set[int] = set()
-        self._doubted: dict[tuple[int, int], int] = {}
-        """By group and block: in which plan it was to be loaded and could not be."""
+        self._step = _StepState()
+        self._async_loads: dict[str, tuple[Load, Future[LoadResult]]] = {}
+        """Asynchronous loads in flight, by request."""
+        self._failed_pages: set[int] = set()
+        """Pages that could not be loaded, to be reported to the engine."""
+        self._invalid_pages: dict[tuple[int, int], int] = {}
+        """By group and page: the plan whose load of the page failed."""
         self._plan = 0
         self._is_idle = False
-        """Whether the step computes nothing."""
-        self._progress = Progress()
-        self._counted: dict[str, int] = {}
+        """Whether the current step computes no tokens."""
+        self._report = WorkerReport()
+        self._reported_failures: dict[str, int] = {}
         self._failures = FailureLog(_LOG)
         self._tasks = TaskLog(_LOG)
 
-    def attach(self, held: Sequence[tuple[Held, Memory]], layers: Sequence[str]) -> None:
-        """Take the KV memory; `layers` are those of the first part, in the order of its regions."""
-        self._held = {each.part.name: (each, memory) for each, memory in held}
+    def attach(self, parts: Sequence[tuple[HeldPart, Memory]], layers: Sequence[str]) -> None:
+        """Set the KV memory; `layers` are the first part's layers, in the order of its regions."""
+        self._parts = {held.part.name: (held, memory) for held, memory in parts}
         self._layers = {}
-        is_on_host = all(isinstance(memory, HostMemory) for _, memory in held)
-        if self._is_layerwise and len(held) == 1 and is_on_host:
-            self._layers = {layer: at for at, layer in enumerate(layers)}
+        is_on_host = all(isinstance(memory, HostMemory) for _, memory in parts)
+        if self._is_layerwise and len(parts) == 1 and is_on_host:
+            self._layers = {layer: index for index, layer in enumerate(layers)}
         elif self._is_layerwise:
-            why = "the KV is in several parts" if is_on_host else "the KV is in device memory"
-            _LOG.warning("Cascade: cascade.layerwise is ignored: %s", why)
+            reason = "the KV is in several parts" if is_on_host else "the KV is in device memory"
+            _LOG.warning("Cascade: cascade.layerwise is ignored: %s", reason)
 
-    def start_loads(self, plan: Plan) -> None:
-        """Read what this step needs, and begin to read what later steps need."""
+    def start_loads(self, plan: StepPlan) -> None:
+        """Load what this step needs, and start the asynchronous loads."""
         self._plan = max(self._plan, plan.number)
         self._is_idle = plan.tokens == 0
-        # Steps are planned before the one before is over: blocks are in doubt until one is
-        # planned that knows of them.
-        self._doubted = {at: of for at, of in self._doubted.items() if of > plan.learned}
-        # One for all that hold the step up.
+        # The engine plans steps ahead. Pages stay invalid until a plan was made with the knowledge
+        # that their load failed; earlier plans may save blocks that were computed from them.
+        self._invalid_pages = {
+            page: failed_in
+            for page, failed_in in self._invalid_pages.items()
+            if failed_in > plan.completed
+        }
+        # One deadline for all synchronous loads of the step.
         deadline = time.monotonic() + self._load_timeout
         for load in plan.loads:
             try:
-                self._begin(load, deadline)
-            except Exception as error:  # noqa: BLE001 # a fault of ours must not reach the engine
-                self._failures.count("beginning a load", error)
-                nothing = _nothing_of(load)
+                self._start(load, deadline)
+            except Exception as error:  # noqa: BLE001 # a bug here must not fail the engine
+                # The engine counts the blocks as loaded unless they are reported as failed.
+                self._failures.count("starting a load", error)
+                failed = _failed_load(load)
                 if load.is_async:
-                    future: Future[Loaded] = Future()
-                    future.set_result(nothing)
-                    self._under_way[load.request] = (load, future)
+                    future: Future[LoadResult] = Future()
+                    future.set_result(failed)
+                    self._async_loads[load.request] = (load, future)
                 else:
-                    self._take(load, nothing)
+                    self._finish_sync_load(load, failed)
 
-    def _begin(self, load: Load, deadline: float) -> None:
+    def _start(self, load: Load, deadline: float) -> None:
         if load.is_async:
-            self._under_way[load.request] = (load, self._loaders.submit(self._load, load))
-        elif self._layers and load.keys and self._fits_at_once(load):
-            self._step.layered.append(self._load_by_layer(load))
+            self._async_loads[load.request] = (load, self._loaders.submit(self._load, load))
+        elif self._layers and load.keys and self._fits_one_batch(load):
+            self._step.layerwise_loads.append(self._load_layerwise(load))
         else:
-            self._take(load, self._ended(load, functools.partial(self._load, load, deadline)))
+            result = self._result_of(load, functools.partial(self._load, load, deadline))
+            self._finish_sync_load(load, result)
 
     def wait_for_layer(self, layer: str) -> None:
-        """Return once the layer's KV is there, or is known to be bad."""
+        """Return once the layer's KV has arrived or its load has failed."""
         if self._step.computing_since is None:
             self._step.computing_since = time.perf_counter()
-        at = self._layers.get(layer)
-        if at is not None:
-            for layered in self._step.layered:
-                layered.wait(at)
+        index = self._layers.get(layer)
+        if index is not None:
+            for load in self._step.layerwise_loads:
+                load.wait(index)
 
-    def save(self, plan: Plan) -> None:
-        """Copy what this step computed, and end what it loaded."""
+    def save(self, plan: StepPlan) -> None:
+        """Finish the loads of this step, and save the blocks that it computed."""
         since = self._step.computing_since
         if since is not None and plan.requests == 1 and plan.tokens > 1:
             seconds = time.perf_counter() - since
-            self._progress.prefill = (plan.tokens, plan.context_tokens, seconds)
-        for layered in self._step.layered:
-            self._take(layered.load, self._ended(layered.load, layered.result))
-        self._step = _Step()
+            self._report.prefill = (plan.tokens, plan.context_tokens, seconds)
+        # Before the saves: blocks that were computed from failed loads must not be saved.
+        for layerwise in self._step.layerwise_loads:
+            result = self._result_of(layerwise.load, layerwise.result)
+            self._finish_sync_load(layerwise.load, result)
+        self._step = _StepState()
         deadline = time.monotonic() + self._save_timeout
         for save in plan.saves:
-            if not self._stands_on_bad(save):
+            if not self._depends_on_invalid_page(save):
                 saved = self._save(save, self._namespace(plan.generation), deadline)
-                self._progress.saved.append(saved)
+                self._report.saved.append(saved)
 
     def arrivals(self) -> tuple[set[str], set[str]]:
-        """Give requests whose asynchronous loads ended, and those of them that failed whole."""
-        if self._is_idle and self._under_way:
-            futures = [future for _, future in self._under_way.values()]
+        """Return requests whose asynchronous loads ended, and those that failed completely."""
+        if self._is_idle and self._async_loads:
+            futures = [future for _, future in self._async_loads.values()]
             wait(futures, IDLE_WAIT_S, FIRST_COMPLETED)
         arrived: set[str] = set()
         failed: set[str] = set()
-        for request, (load, future) in list(self._under_way.items()):
+        for request, (load, future) in list(self._async_loads.items()):
             if not future.done():
                 continue
-            del self._under_way[request]
+            del self._async_loads[request]
             arrived.add(request)
-            loaded = self._ended(load, future.result)
-            self._progress.loaded.append(loaded)
+            loaded = self._result_of(load, future.result)
+            self._report.loaded.append(loaded)
             if loaded.bad and len(load.blocks) > 1:
-                # With several groups the engine cannot be told of single blocks.
+                # With several groups, the engine does not accept single failed pages.
                 failed.add(request)
-            for blocks in load.blocks.values() if request not in failed else ():
-                self._bad |= {blocks[at - load.first] for at in loaded.bad} - {0}
+            for pages in load.blocks.values() if request not in failed else ():
+                self._failed_pages |= {pages[at - load.first] for at in loaded.bad} - {0}
         return arrived, failed
 
-    def bad_blocks(self) -> set[int]:
-        """Give the blocks that could not be loaded since the last call."""
-        bad, self._bad = self._bad, set()
-        return bad
+    def take_failed_pages(self) -> set[int]:
+        """Return the pages that could not be loaded since the last call."""
+        failed, self._failed_pages = self._failed_pages, set()
+        return failed
 
-    def progress(self) -> Progress | None:
-        """Give what became of loads and saves since the last call; nothing if there was nothing."""
-        progress, self._progress = self._progress, Progress()
-        progress.plan = self._plan
+    def take_report(self) -> WorkerReport | None:
+        """Return the outcomes of loads and saves since the last call; `None` without any."""
+        report, self._report = self._report, WorkerReport()
+        report.plan = self._plan
         counts = self._failures.counts()
-        new = {kind: total - self._counted.get(kind, 0) for kind, total in counts.items()}
-        progress.failures = {kind: count for kind, count in new.items() if count}
-        self._counted = counts
-        busy = progress.loaded or progress.saved or progress.prefill or progress.failures
-        return progress if busy else None
+        new = {kind: total - self._reported_failures.get(kind, 0) for kind, total in counts.items()}
+        report.failures = {kind: count for kind, count in new.items() if count}
+        self._reported_failures = counts
+        has_content = report.loaded or report.saved or report.prefill or report.failures
+        return report if has_content else None
 
     def close(self) -> None:
-        """End the loads and let go of the engine's memory."""
+        """Wait for running loads and release the engine's memory."""
         self._loaders.shutdown(wait=True, cancel_futures=True)
-        self._held = {}
+        self._parts = {}
 
-    def _ended(self, load: Load, result: Callable[[], Loaded]) -> Loaded:
-        """Give how a load ended; after a fault of ours none of its blocks is taken for good."""
+    def _result_of(self, load: Load, result: Callable[[], LoadResult]) -> LoadResult:
+        """Return the result of a load; after a bug in it, all of its blocks count as failed."""
         try:
             return result()
-        except Exception as error:  # noqa: BLE001 # a fault of ours must not reach the engine
+        except Exception as error:  # noqa: BLE001 # a bug here must not fail the engine
             _LOG.exception("Cascade: a load failed; the engine computes instead")
             self._failures.count("loading", error)
-            return _nothing_of(load)
+            return _failed_load(load)
 
-    def _take(self, load: Load, loaded: Loaded) -> None:
-        """Note how a load of this step ended."""
-        self._progress.loaded.append(loaded)
-        for group, blocks in load.blocks.items():
-            bad = {blocks[at - load.first] for at in loaded.bad} - {0}
-            self._doubted |= dict.fromkeys(((group, block) for block in bad), self._plan)
-            self._bad |= bad
+    def _finish_sync_load(self, load: Load, loaded: LoadResult) -> None:
+        """Record the result of a synchronous load."""
+        self._report.loaded.append(loaded)
+        for group, pages in load.blocks.items():
+            # Page 0 stands for blocks that the group does not keep.
+            failed = {pages[at - load.first] for at in loaded.bad} - {0}
+            self._invalid_pages |= dict.fromkeys(((group, page) for page in failed), self._plan)
+            self._failed_pages |= failed
 
-    def _stands_on_bad(self, save: Save) -> bool:
-        """Whether blocks were computed from such as could not be loaded: theirs are wrong too."""
-        return (
-            any(
-                (group, on) in self._doubted
-                for group, every in save.stands_on.items()
-                for on in every
-            )
-            if self._doubted
-            else False
+    def _depends_on_invalid_page(self, save: Save) -> bool:
+        """Whether the blocks were computed from a page whose load failed: they are wrong too."""
+        if not self._invalid_pages:
+            return False
+        return any(
+            (group, page) in self._invalid_pages
+            for group, pages in save.depends_on.items()
+            for page in pages
         )
 
-    def _fits_at_once(self, load: Load) -> bool:
-        held, memory = next(iter(self._held.values()))
+    def _fits_one_batch(self, load: Load) -> bool:
+        held, memory = next(iter(self._parts.values()))
         pages = load.blocks[held.part.group]
         return len(pages) <= memory.batch_blocks and all(pages)
 
-    def _load_by_layer(self, load: Load) -> LayeredLoad:
-        held, memory = next(iter(self._held.values()))
-        assert isinstance(memory, HostMemory)  # noqa: S101 # attach names layers of no other
+    def _load_layerwise(self, load: Load) -> LayerwiseLoad:
+        held, memory = next(iter(self._parts.values()))
+        assert isinstance(memory, HostMemory)  # noqa: S101 # `attach` sets layers for this alone
         pages = load.blocks[held.part.group]
-        layered = LayeredLoad(load, memory.paged, pages, self._load_timeout, self._load)
-        layered.begin(self._loaders, self._store, load.keys[held.part.name], self._failures)
-        return layered
+        layerwise = LayerwiseLoad(load, memory.paged, pages, self._load_timeout, self._load)
+        layerwise.begin(self._loaders, self._store, load.keys[held.part.name], self._failures)
+        return layerwise
 
-    def _load(self, load: Load, deadline: float | None = None) -> Loaded:
+    def _load(self, load: Load, deadline: float | None = None) -> LoadResult:
         started, cpu = time.perf_counter(), time.thread_time()
         if deadline is None:
             deadline = time.monotonic() + self._load_timeout
         bad: set[int] = set()
         copied = count = 0
-        for held, memory in self._held.values():
+        for held, memory in self._parts.values():
             pages = load.blocks[held.part.group]
             count = len(pages)
-            wanted = [at for at in range(count) if pages[at]]
+            needed = [at for at in range(count) if pages[at]]
             keys = load.keys.get(held.part.name)
+            # The scheduler failed to compute the keys.
             if keys is None:
-                bad.update(wanted)
+                bad.update(needed)
                 continue
-            size = len(wanted) * memory.block_bytes
-            with self._tasks.load(len(wanted), size, load.tier), part_of_trace(load.trace):
-                missing = self._load_part(memory, keys, pages, wanted, deadline)
-            copied += (len(wanted) - len(missing)) * memory.block_bytes
+            size = len(needed) * memory.block_bytes
+            with self._tasks.load(len(needed), size, load.tier), part_of_trace(load.trace):
+                missing = self._load_part(memory, keys, pages, needed, deadline)
+            copied += (len(needed) - len(missing)) * memory.block_bytes
             bad.update(missing)
         times = time.perf_counter() - started, time.thread_time() - cpu
-        named = sorted(load.first + at for at in bad)
-        return Loaded(load.request, load.first, load.tier, count, named, copied, *times)
+        indices = sorted(load.first + at for at in bad)
+        return LoadResult(load.request, load.first, load.tier, count, indices, copied, *times)
 
     def _load_part(
         self,
         memory: Memory,
         keys: bytes,
         pages: Sequence[int],
-        wanted: Sequence[int],
+        needed: Sequence[int],
         deadline: float,
     ) -> list[int]:
-        """Copy a part's blocks to their pages; returns those that are not there."""
+        """Copy a part's blocks to their pages; returns the indices of missing blocks."""
         missing: list[int] = []
-        left = list(wanted)
-        while left:
-            batch, left = left[: memory.batch_blocks], left[memory.batch_blocks :]
-            gone, crowded = self._load_batch(memory, keys, pages, batch, deadline)
-            missing += gone
-            left = crowded + left
+        remaining = list(needed)
+        while remaining:
+            batch, remaining = remaining[: memory.batch_blocks], remaining[memory.batch_blocks :]
+            missing_now, no_room = self._load_batch(memory, keys, pages, batch, deadline)
+            missing += missing_now
+            remaining = no_room + remaining
         return missing
 
     def _load_batch(
@@ -284,64 +302,71 @@ class Worker:
         batch: list[int],
         deadline: float,
     ) -> tuple[list[int], list[int]]:
-        """Copy what the pool has room for at once; returns what is gone, and what had no room."""
+        """Copy a batch; returns the missing blocks, and those that had no room in the pool.
+
+        Blocks without room are retried once the views of the others are released. If no block of
+        the batch was read, a retry cannot succeed, and all count as missing.
+        """
         store, left = self._store(), deadline - time.monotonic()
         if store is None or left <= 0:
             return batch, []
         try:
             with store.view(_select(keys, batch), timeout=left) as views:
-                there = memory.load(views, [pages[each] for each in batch])
+                copied = memory.load(views, [pages[index] for index in batch])
                 failed = [views.error(at) is not None for at in range(len(batch))]
-        except LOAD_FAILURES as error:
+        except STORE_FAILURES as error:
             self._failures.count("reading blocks", error)
             return batch, []
-        missing = [(at, each) for at, each in enumerate(batch) if not there[at]]
-        crowded = [each for at, each in missing if failed[at] and any(there)]
-        return [each for _, each in missing if each not in crowded], crowded
+        missing = [(at, index) for at, index in enumerate(batch) if not copied[at]]
+        no_room = [index for at, index in missing if failed[at] and any(copied)]
+        return [index for _, index in missing if index not in no_room], no_room
 
-    def _save(self, save: Save, namespace: Namespace, deadline: float) -> Saved:
+    def _save(self, save: Save, namespace: Namespace, deadline: float) -> SaveResult:
         started, cpu = time.perf_counter(), time.thread_time()
-        kept = [True] * len(next(iter(save.blocks.values())))
+        # A block is stored if all parts that this worker writes are stored.
+        stored = [True] * len(next(iter(save.blocks.values())))
         copied = 0
-        for held, memory in self._held.values():
+        for held, memory in self._parts.values():
             if not held.is_writer:
                 continue
             pages = save.blocks[held.part.group]
             for first, last in _runs(pages, memory.batch_blocks):
                 size = (last - first) * memory.block_bytes
                 with self._tasks.save(last - first, size), part_of_trace(save.trace):
-                    run = _Run(save, held.part.name, first, last, pages)
+                    run = _SaveRun(save, held.part.name, first, last, pages)
                     results, written = self._save_run(run, memory, namespace, deadline)
                 copied += written
-                kept[first:last] = [a and b for a, b in zip(kept[first:last], results, strict=True)]
+                stored[first:last] = [
+                    before and now for before, now in zip(stored[first:last], results, strict=True)
+                ]
         times = time.perf_counter() - started, time.thread_time() - cpu
-        return Saved(save.request, save.first, kept, copied, *times)
+        return SaveResult(save.request, save.first, stored, copied, *times)
 
     def _save_run(
-        self, run: "_Run", memory: Memory, namespace: Namespace, deadline: float
+        self, run: "_SaveRun", memory: Memory, namespace: Namespace, deadline: float
     ) -> tuple[list[bool], int]:
-        """Save consecutive blocks of a part; says which are kept, and how many bytes were new."""
-        kept: list[bool] = []
+        """Save consecutive blocks of a part; returns which are stored, and the bytes copied."""
+        stored: list[bool] = []
         copied = 0
         while run.first < run.last:
             results, written = self._save_batch(run, memory, namespace, deadline)
             copied += written
-            # The store has room for some at once: what comes after them is offered again.
-            taken = results.index(False) if False in results else len(results)
-            if not taken:
-                return kept + results, copied
-            kept += results[:taken]
-            run = dataclasses.replace(run, first=run.first + taken)
-        return kept, copied
+            # The pool may have room for the first blocks only; the others are tried again.
+            count = results.index(False) if False in results else len(results)
+            if not count:
+                return stored + results, copied
+            stored += results[:count]
+            run = dataclasses.replace(run, first=run.first + count)
+        return stored, copied
 
     def _save_batch(
-        self, run: "_Run", memory: Memory, namespace: Namespace, deadline: float
+        self, run: "_SaveRun", memory: Memory, namespace: Namespace, deadline: float
     ) -> tuple[list[bool], int]:
         pages = run.pages[run.first : run.last]
-        nothing = [False] * len(pages)
+        none_stored = [False] * len(pages)
         store, left = self._store(), deadline - time.monotonic()
         if store is None or left <= 0:
-            return nothing, 0
+            return none_stored, 0
         try:
             with store.prepare(
                 run.keys(),
@@ -355,14 +380,14 @@ class Worker:
                     memory.save(prepared, pages)
                 left = max(deadline - time.monotonic(), SEAL_S)
                 results = prepared.seal(timeout=left)
-        except LOAD_FAILURES as error:
+        except STORE_FAILURES as error:
             self._failures.count("saving blocks", error)
-            return nothing, 0
-        return [_is_kept(result) for result in results], needed * memory.block_bytes
+            return none_stored, 0
+        return [_is_stored(result) for result in results], needed * memory.block_bytes
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
+class _SaveRun:
     """Consecutive blocks of one part to save."""
 
     save: Save
@@ -370,7 +395,7 @@ class _Run:
     first: int
     last: int
     pages: Sequence[int]
-    """Of all blocks of the save."""
+    """The pages of all blocks of the save."""
 
     def keys(self) -> BlockKeys:
         return BlockKeys(self.save.keys[self.part][self.first * KEY_BYTES : self.last * KEY_BYTES])
@@ -381,15 +406,15 @@ class _Run:
         return self.save.keys[self.part][(self.first - 1) * KEY_BYTES : self.first * KEY_BYTES]
 
 
-def _nothing_of(load: Load) -> Loaded:
-    """Say that nothing of a load is there."""
-    count = max(len(blocks) for blocks in load.blocks.values())
+def _failed_load(load: Load) -> LoadResult:
+    """Return the result of a load of which all blocks failed."""
+    count = max(len(pages) for pages in load.blocks.values())
     bad = list(range(load.first, load.first + count))
-    return Loaded(load.request, load.first, load.tier, count, bad, 0, 0.0, 0.0)
+    return LoadResult(load.request, load.first, load.tier, count, bad, 0, 0.0, 0.0)
 
 
-def _is_kept(result: PutResult) -> bool:
-    """Whether the store has the block. Another's KV of the same tokens is as good as ours."""
+def _is_stored(result: PutResult) -> bool:
+    """Whether the store has the block. After a conflict, it has valid KV of the same tokens."""
     return result.ok or result.status is PutStatus.CONFLICT
 
 
@@ -401,7 +426,7 @@ def _select(keys: bytes, indices: Sequence[int]) -> BlockKeys:
 
 
 def _runs(pages: Sequence[int], most: int) -> list[tuple[int, int]]:
-    """Cut into runs of consecutive pages that are kept, none longer than `most`."""
+    """Return runs of consecutive blocks that have pages, each of at most `most` blocks."""
     runs: list[tuple[int, int]] = []
     for at, page in enumerate(pages):
         if not page:

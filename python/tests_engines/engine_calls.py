@@ -1,6 +1,6 @@
-"""What runs in an engine's process: the loop that serves a test, and what tests ask for.
+"""Functions that run in an engine's process: the loop that serves a test, and calls of tests.
 
-Tests name these functions; the engine's process calls them with its engine first.
+A test sends one of these functions; the engine process calls it with its engine as first argument.
 """
 
 import dataclasses
@@ -16,21 +16,21 @@ from types import SimpleNamespace
 from typing import Any
 
 from cascadekv import BlockKeys
-from cascadekv.connectors.vllm.layers import LayeredLoad
+from cascadekv.connectors.vllm.layers import LayerwiseLoad
 
 PLAIN = SimpleNamespace(
     prompt_embeds=None, pooling_params=None, lora_request=None, cache_salt=None, mm_features=[]
 )
-"""A request with nothing but tokens."""
+"""A request that has tokens only."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What an engine made of one prompt."""
+    """An engine's answer to one prompt."""
 
     tokens: tuple[int, ...]
     cached: int
-    """Tokens of the prompt that were not computed."""
+    """Number of prompt tokens that were not computed."""
 
 
 def serve(
@@ -39,7 +39,7 @@ def serve(
     options: Mapping[str, Any],
     store: Mapping[str, object] | None,
 ) -> None:
-    """Start an engine and carry out what comes over the pipe, until it ends or says so."""
+    """Start an engine and run the calls from the pipe, until it is closed or sends `None`."""
     os.environ.update(environment)
     try:
         llm = _start(options, store)
@@ -47,13 +47,13 @@ def serve(
         pipe.send((traceback.format_exc(), None))
         raise
     pipe.send((None, None))
-    while (order := _next(pipe)) is not None:
-        work, arguments = order
+    while (call := _next(pipe)) is not None:
+        function, arguments = call
         try:
-            answer = (None, work(llm, *arguments))
-        except BaseException:  # noqa: BLE001 # the test is told
-            answer = (traceback.format_exc(), None)
-        pipe.send(answer)
+            result = (None, function(llm, *arguments))
+        except BaseException:  # noqa: BLE001 # reported to the test
+            result = (traceback.format_exc(), None)
+        pipe.send(result)
     llm.llm_engine.engine_core.shutdown()
 
 
@@ -90,7 +90,7 @@ def generate(
     salt: str | None,
     adapter: tuple[str, int, str] | None = None,
 ) -> list[Answer]:
-    """Answer prompts that come at once; an adapter is a name, a number and a directory."""
+    """Answer concurrent prompts; an adapter is a name, a number and a directory."""
     from vllm import SamplingParams  # noqa: PLC0415
     from vllm.lora.request import LoRARequest  # noqa: PLC0415
 
@@ -103,25 +103,25 @@ def generate(
     return [Answer(tuple(o.outputs[0].token_ids), o.num_cached_tokens) for o in outputs]
 
 
-def forget_locally(llm: Any) -> bool:
-    """Empty the engine's own prefix cache; the store keeps what it has."""
+def reset_prefix_cache(llm: Any) -> bool:
+    """Empty the engine's own prefix cache, not the store."""
     return bool(llm.reset_prefix_cache())
 
 
 def connectors(llm: Any) -> tuple[Any, Any]:
-    """Give the scheduler's and the worker's connector of an engine in one process."""
+    """Return the scheduler's and the worker's connector of an engine in one process."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group  # noqa: PLC0415
 
     return scheduler_of(llm).connector, get_kv_transfer_group()
 
 
 def scheduler_of(llm: Any) -> Any:
-    """Give the scheduler of an engine in one process."""
+    """Return the scheduler of an engine in one process."""
     return llm.llm_engine.engine_core.engine_core.scheduler
 
 
 def loaded_blocks(llm: Any) -> int:
-    """Say how many blocks the workers were told to load since the first call of this."""
+    """Return the number of planned blocks to load since the first call of this function."""
     worker = connectors(llm)[1]._worker  # noqa: SLF001
     if not hasattr(worker, "loads_seen"):
         start_loads, worker.loads_seen = worker.start_loads, 0
@@ -135,7 +135,7 @@ def loaded_blocks(llm: Any) -> int:
 
 
 def keys_of_prompt(llm: Any, prompt: Sequence[int]) -> bytes:
-    """Give the keys of a prompt's whole blocks, of the engine's only part."""
+    """Return the keys of a prompt's full blocks, for the engine's only part."""
     ours, _ = connectors(llm)
     (part,) = ours._scheduler._parts  # noqa: SLF001
     keys = ours._keys_of([part.name], PLAIN)  # noqa: SLF001
@@ -143,14 +143,14 @@ def keys_of_prompt(llm: Any, prompt: Sequence[int]) -> bytes:
 
 
 def present(llm: Any, keys: bytes) -> list[bool]:
-    """Say which blocks the engine's store has."""
+    """Return whether the engine's store has each block."""
     ours, _ = connectors(llm)
-    here: list[bool] = ours._store.store().contains(BlockKeys(keys))  # noqa: SLF001
-    return here
+    is_present: list[bool] = ours._store.store().contains(BlockKeys(keys))  # noqa: SLF001
+    return is_present
 
 
 def slow_loads(llm: Any, block_s: float) -> None:
-    """Have each block of a load take so much longer, as from a device that is ill; 0 heals it."""
+    """Delay each block of a load by `block_s`, as with a slow device; 0 removes the delay."""
     worker = connectors(llm)[1]._worker  # noqa: SLF001
     worker.__dict__.pop("_load_batch", None)
     load = worker._load_batch  # noqa: SLF001
@@ -164,38 +164,38 @@ def slow_loads(llm: Any, block_s: float) -> None:
 
 
 def choose_loads(llm: Any, load: str) -> None:
-    """Change what the setting `cascade.load` said."""
+    """Change the setting `cascade.load`."""
     scheduler = connectors(llm)[0]._scheduler  # noqa: SLF001
-    scheduler._policy = dataclasses.replace(scheduler._policy, load=load)  # noqa: SLF001
+    scheduler._settings = dataclasses.replace(scheduler._settings, load=load)  # noqa: SLF001
 
 
 def after_next_hit(llm: Any, act: Callable[[Any], None]) -> None:
-    """Do something once a lookup has promised blocks, before they are loaded."""
+    """Call `act` with the store after the next lookup with hits, before the load."""
     ours, _ = connectors(llm)
     scheduler = ours._scheduler  # noqa: SLF001
-    matched = scheduler.matched
+    matched = scheduler.matched_tokens
 
     def then(request: Any, computed: int) -> Any:
         answer = matched(request, computed)
         if answer[0]:
-            del scheduler.matched
+            del scheduler.matched_tokens
             act(ours._store.store())  # noqa: SLF001
         return answer
 
-    scheduler.matched = then
+    scheduler.matched_tokens = then
 
 
-def lose_after_next_hit(llm: Any, keys: bytes) -> None:
+def delete_after_next_hit(llm: Any, keys: bytes) -> None:
     """Delete blocks between their lookup and their load."""
 
-    def lose(store: Any) -> None:
+    def delete(store: Any) -> None:
         assert all(store.delete(BlockKeys(keys)))
 
-    after_next_hit(llm, lose)
+    after_next_hit(llm, delete)
 
 
 def kill_after_next_hit(llm: Any, process: int) -> None:
-    """Kill a process, the node, between lookup and load."""
+    """Kill the node's process between lookup and load."""
 
     def kill(_store: object) -> None:
         os.kill(process, signal.SIGKILL)
@@ -204,41 +204,41 @@ def kill_after_next_hit(llm: Any, process: int) -> None:
 
 
 def break_next(llm: Any, side: str, method: str) -> None:
-    """Have the next call of a method of the connector's raise what nobody foresaw."""
+    """Make the next call of a method of the connector raise an unexpected exception."""
     scheduler, worker = connectors(llm)
-    memory = next(iter(worker._worker._held.values()))[1]  # noqa: SLF001
+    memory = next(iter(worker._worker._parts.values()))[1]  # noqa: SLF001
     owner = {
         "scheduler": scheduler._scheduler,  # noqa: SLF001
         "worker": worker._worker,  # noqa: SLF001
         "memory": memory,
-        "layers": LayeredLoad,
+        "layers": LayerwiseLoad,
     }[side]
     whole = getattr(owner, method)
 
     def broken(*_arguments: object, **_named: object) -> None:
-        if owner is LayeredLoad:
+        if owner is LayerwiseLoad:
             setattr(owner, method, whole)
         else:
             delattr(owner, method)
-        raise ZeroDivisionError("made by a test")
+        raise ZeroDivisionError("raised by a test")
 
     setattr(owner, method, broken)
 
 
 def free_blocks(llm: Any) -> int:
-    """Say how many blocks of KV no request has."""
+    """Return the number of free KV blocks."""
     return int(scheduler_of(llm).kv_cache_manager.block_pool.get_num_free_blocks())
 
 
 def count(llm: Any, name: str) -> float:
-    """Give a counter of the engine's own metrics."""
+    """Return a counter of the engine's own metrics."""
     return sum(metric.value for metric in llm.get_metrics() if metric.name == name)
 
 
 def abort_while_loading(llm: Any, prompts: Sequence[Sequence[int]]) -> int:
-    """Begin requests whose blocks are loaded meanwhile, and take them back before they are there.
+    """Start requests with asynchronous loads, and abort them before the loads end.
 
-    Returns how many were waiting for their blocks.
+    Returns how many requests were waiting for their blocks.
     """
     from vllm import SamplingParams  # noqa: PLC0415
     from vllm.v1.request import RequestStatus  # noqa: PLC0415
@@ -271,25 +271,25 @@ def abort_while_loading(llm: Any, prompts: Sequence[Sequence[int]]) -> int:
     return waiting
 
 
-def forget_everything(llm: Any) -> bool:
-    """Have engine and connector forget what they have, as after a change of weights."""
+def reset_all_caches(llm: Any) -> bool:
+    """Reset the caches of the engine and the connector, as after a change of weights."""
     return bool(llm.reset_prefix_cache(reset_connector=True))
 
 
 def _step_until(llm: Any, is_reached: Callable[[], bool]) -> None:
-    """Step until something is reached; a lookup in a node takes a few steps, however many."""
+    """Step until a condition holds; a lookup in a node takes several steps."""
     end = time.monotonic() + 60
     while not is_reached() and time.monotonic() < end:
         llm.llm_engine.step()
 
 
-def forget_in_the_middle(
+def reset_during_request(
     llm: Any,
     prompt: Sequence[int],
     tokens: int,
     is_preempted: bool,  # noqa: FBT001
 ) -> None:
-    """Have everything forgotten while a request is being answered."""
+    """Reset all caches while a request is running."""
     from vllm import SamplingParams  # noqa: PLC0415
 
     parameters = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
@@ -302,26 +302,26 @@ def forget_in_the_middle(
 
 
 def hold_next_layers(llm: Any, seconds: float) -> None:  # noqa: ARG001
-    """Have the next load by layers bring its layers only after that many seconds."""
-    scatter = LayeredLoad._scatter  # noqa: SLF001
+    """Delay the layers of the next layerwise load by that many seconds."""
+    scatter = LayerwiseLoad._scatter  # noqa: SLF001
 
     def late(self: Any, views: Any) -> Any:
-        LayeredLoad._scatter = scatter  # noqa: SLF001
+        LayerwiseLoad._scatter = scatter  # noqa: SLF001
         time.sleep(seconds)
         return scatter(self, views)
 
-    LayeredLoad._scatter = late  # noqa: SLF001
+    LayerwiseLoad._scatter = late  # noqa: SLF001
 
 
-def lose_one_of_each_part(llm: Any, prompt: Sequence[int], number: int) -> None:
-    """Delete a block near the end of each part between the next lookup and its load."""
+def delete_last_blocks_of_parts(llm: Any, prompt: Sequence[int], number: int) -> None:
+    """Delete the last block of some parts between the next lookup and its load."""
     ours, _ = connectors(llm)
     names = [part.name for part in ours._scheduler._parts]  # noqa: SLF001
     keys = ours._keys_of(names, PLAIN)  # noqa: SLF001
     last = keys.extend(list(prompt))
-    lost = [keys.raw(name, last - 1, last) for name in names][number % len(names) :]
+    deleted = [keys.raw(name, last - 1, last) for name in names][number % len(names) :]
 
-    def lose(store: Any) -> None:
-        assert all(store.delete(BlockKeys(b"".join(lost))))
+    def delete(store: Any) -> None:
+        assert all(store.delete(BlockKeys(b"".join(deleted))))
 
-    after_next_hit(llm, lose)
+    after_next_hit(llm, delete)

@@ -1,6 +1,6 @@
-"""A node whose file tier hangs or fails: its clients go on, and the tier comes back.
+"""A node whose file tier hangs or fails: its clients continue, and the tier recovers.
 
-Needs root, loop devices and ext4; where they are missing a test says so and is skipped.
+Requires root, loop devices and ext4; tests are skipped without them.
 """
 
 import contextlib
@@ -14,11 +14,11 @@ from cascadekv import GetStatus
 
 BLOCK = 64 << 10
 PIECE = 16
-"""Blocks of a call."""
+"""Blocks per call."""
 THAW_S = 120
-"""A frozen file system thaws by then, whatever becomes of the test."""
+"""A frozen file system is thawed after this time even if the test fails."""
 CALL_S = 2.0
-"""What a call may take while the tier is ill: the clients' timeout."""
+"""The clients' time-out."""
 HEALTH = {
     "durable": "true",
     "segment_size": "4MiB",
@@ -30,12 +30,12 @@ HEALTH = {
 def run(*command):
     done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603 # fixed
     if done.returncode:
-        pytest.skip(f"cannot be tried here: {' '.join(command[:2])}: {done.stderr.strip()}")
+        pytest.skip(f"not possible here: {' '.join(command[:2])}: {done.stderr.strip()}")
 
 
 @pytest.fixture
 def disk(tmp_path):
-    """Mount a file system of its own."""
+    """Mount a new file system."""
     image, place = tmp_path / "image", tmp_path / "mount"
     place.mkdir()
     with image.open("wb") as file:
@@ -48,7 +48,7 @@ def disk(tmp_path):
 
 @contextlib.contextmanager
 def frozen(place):
-    """Have every write to a file system hang in the kernel, where no signal reaches it."""
+    """Make every write to a file system hang in the kernel, uninterruptible by signals."""
     later = subprocess.Popen(["sh", "-c", f"sleep {THAW_S}; fsfreeze -u '{place}'"])  # noqa: S603, S607 # fixed
     try:
         run("fsfreeze", "-f", str(place))
@@ -70,7 +70,7 @@ def put(store, keys, bytes_of):
 
 
 def read(store, keys, bytes_of):
-    """Count the hits; every one of them has the right bytes."""
+    """Return the number of hits; all of them must have the right bytes."""
     buffers = [bytearray(BLOCK) for _ in range(len(keys))]
     results = store.get(keys, buffers)
     hits = 0
@@ -81,8 +81,8 @@ def read(store, keys, bytes_of):
     return hits
 
 
-def is_well(node):
-    """Say whether the node uses its file tier, as its metrics tell."""
+def is_healthy(node):
+    """Return whether the file tier is healthy, by the node's metrics."""
     port = node.ready_line.split("127.0.0.1:")[1].split()[0].rstrip("/,")
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
         lines = answer.read().decode().splitlines()
@@ -97,7 +97,7 @@ def node(serve, disk):
     return serve(*flags, "--listen", "127.0.0.1:0", **HEALTH)
 
 
-def test_a_tier_that_hangs_holds_up_no_client(node, disk, keys_of, bytes_of, eventually):
+def test_a_hanging_tier_does_not_block_clients(node, disk, keys_of, bytes_of, eventually):
     with (
         cascadekv.connect(node.socket, timeout=CALL_S) as writer,
         cascadekv.connect(node.socket, timeout=CALL_S) as reader,
@@ -113,8 +113,8 @@ def test_a_tier_that_hangs_holds_up_no_client(node, disk, keys_of, bytes_of, eve
             put(writer, keys_of(range(2000, 2000 + PIECE)), bytes_of)
             slowest = 0.0
             end = time.monotonic() + 30
-            while is_well(node):
-                assert time.monotonic() < end, "it is not noticed"
+            while is_healthy(node):
+                assert time.monotonic() < end, "the hang was not detected"
             for keys in pieces(keys_of, 3000, 3400):
                 began = time.monotonic()
                 assert all(result.ok for result in put(writer, keys, bytes_of))
@@ -126,8 +126,8 @@ def test_a_tier_that_hangs_holds_up_no_client(node, disk, keys_of, bytes_of, eve
             print(f"the slowest round of four calls took {slowest:.3f} s of {4 * CALL_S}")
             with pytest.raises(cascadekv.CascadeError):
                 writer.flush()
-        eventually(lambda: is_well(node))
-        # They were there all along.
+        eventually(lambda: is_healthy(node))
+        # The blocks in the file tier are still there.
         assert sum(read(reader, keys, bytes_of) for keys in below) > 350
         eventually(lambda: flushed(writer))
     assert node.stop() == 0, node.log()
@@ -141,18 +141,18 @@ def flushed(store):
     return True
 
 
-def test_a_tier_that_fails_costs_no_client_an_error(node, disk, keys_of, bytes_of, eventually):
+def test_a_failing_tier_causes_no_client_errors(node, disk, keys_of, bytes_of, eventually):
     with cascadekv.connect(node.socket, timeout=CALL_S) as store:
         for keys in pieces(keys_of, 0, 400):
             put(store, keys, bytes_of)
         store.flush(timeout=30)
-        # What ext4 does when its device fails it: no write from now on succeeds.
+        # As ext4 does after a device error: every later write fails.
         run("mount", "-o", "remount,abort", str(disk))
-        eventually(lambda: not is_well(node))
+        eventually(lambda: not is_healthy(node))
         for keys in pieces(keys_of, 3000, 3400):
             assert all(result.ok for result in put(store, keys, bytes_of))
             assert read(store, keys, bytes_of) == PIECE
-        # What the file system still gives is served: no write is needed for that.
+        # Blocks that can be read are still served.
         below = pieces(keys_of, 0, 400)
         assert sum(read(store, keys, bytes_of) for keys in below) == 400
         with pytest.raises(cascadekv.TierError, match="files"):

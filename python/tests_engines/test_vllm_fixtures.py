@@ -1,4 +1,4 @@
-"""What the other tests of vLLM stand on: models that repeat, engines that follow each other."""
+"""Assumptions of the other vLLM tests: reproducible models, several engines in one process."""
 
 import json
 
@@ -6,7 +6,7 @@ from cascadekv.bench.models import FACTS_FILE, make_model
 from cascadekv.bench.prompts import prompt
 
 
-def test_a_model_is_made_once_and_repeats_bit_by_bit(tmp_path, tiny_model):
+def test_a_model_is_generated_once_and_reproducible(tmp_path, tiny_model):
     again = make_model(tmp_path, "tiny", "float32")
     made, first = ((path / FACTS_FILE).read_text() for path in (again, tiny_model))
     assert json.loads(made) == json.loads(first)
@@ -17,10 +17,10 @@ def test_a_model_is_made_once_and_repeats_bit_by_bit(tmp_path, tiny_model):
     assert json.loads((other / FACTS_FILE).read_text())["sha256"] != json.loads(made)["sha256"]
 
 
-def test_engines_follow_each_other_in_one_process_with_and_without_a_connector(engines, tmp_path):
-    asked = [prompt(300, "engines follow"), prompt(384, "each other")]
+def test_engines_run_one_after_another_in_one_process(engines, tmp_path):
+    requests = [prompt(300, "engines follow"), prompt(384, "each other")]
     bare = engines.start()
-    plain = [list(one.outputs[0].token_ids) for one in engines.answer(bare, asked)]
+    plain = [list(one.outputs[0].token_ids) for one in engines.answer(bare, requests)]
     engines.stop(bare)
     transfer = {
         "kv_connector": "ExampleConnector",
@@ -29,28 +29,28 @@ def test_engines_follow_each_other_in_one_process_with_and_without_a_connector(e
     }
     for hit in (0, 256):
         engine = engines.start(transfer)
-        answers = engines.answer(engine, asked)
+        answers = engines.answer(engine, requests)
         assert [list(one.outputs[0].token_ids) for one in answers] == plain
         assert [one.num_cached_tokens or 0 for one in answers] == [hit, hit]
         engines.stop(engine)
 
 
 def test_wrong_kv_changes_the_answer(engines, tmp_path):
-    """Equality proves something only if the model would notice."""
+    """Checks that equal answers are evidence for right KV."""
     import torch  # noqa: PLC0415 # beside the engine
     from safetensors.torch import load_file, save_file  # noqa: PLC0415 # likewise
 
-    asked = [prompt(400, "wrong")]
+    requests = [prompt(400, "wrong")]
     transfer = {
         "kv_connector": "ExampleConnector",
         "kv_role": "kv_both",
         "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)},
     }
     engine = engines.start(transfer)
-    (right,) = engines.answer(engine, asked, 24)
+    (right,) = engines.answer(engine, requests, 24)
     for path in tmp_path.rglob("*.safetensors"):
         held = load_file(path)
         save_file({name: torch.neg(kv) for name, kv in held.items()}, path)
-    (wrong,) = engines.answer(engine, asked, 24)
+    (wrong,) = engines.answer(engine, requests, 24)
     assert wrong.num_cached_tokens == 384
     assert list(wrong.outputs[0].token_ids) != list(right.outputs[0].token_ids)

@@ -1,0 +1,57 @@
+"""How loads depend on the engine's configuration, and the log messages at start."""
+
+import logging
+from typing import TYPE_CHECKING
+
+from cascadekv.connectors import vllm_versions as versions
+from cascadekv.connectors.vllm.settings import ConnectorSettings
+
+if TYPE_CHECKING:
+    from vllm.config import KVTransferConfig, VllmConfig
+
+__all__ = ["is_one_process", "load_mode", "log_at_start"]
+
+_LOG = logging.getLogger("vllm.cascade")
+
+
+def is_one_process(config: "VllmConfig") -> bool:
+    """Whether the scheduler and the worker are in one process."""
+    parallel = config.parallel_config
+    return parallel.world_size == 1 and parallel.distributed_executor_backend == "uni"
+
+
+def load_mode(config: "VllmConfig", settings: ConnectorSettings) -> str:
+    """Return how loads are carried out: `async` wherever a failed load could give wrong answers.
+
+    vLLM learns about a failed block at the end of the step that loads it. If the next step is
+    planned earlier, its output is used although it was computed from the failed block. With prefix
+    caching, a block is shared as soon as it is allocated, and stays shared if its request ends
+    before the block is recomputed. A request that loads asynchronously takes part in no step and
+    shares no blocks until its blocks have arrived.
+    """
+    steps_overlap = config.parallel_config.pipeline_parallel_size > 1
+    steps_overlap = steps_overlap or bool(config.scheduler_config.async_scheduling)
+    if not (steps_overlap or config.cache_config.enable_prefix_caching):
+        return settings.load
+    if settings.load == "sync" or settings.layerwise:
+        reason = "the engine's steps overlap" if steps_overlap else "prefix caching is on"
+        _LOG.warning(
+            "Cascade: loads are asynchronous because %s; cascade.load: sync and "
+            "cascade.layerwise are ignored",
+            reason,
+        )
+    return "async"
+
+
+def log_at_start(transfer: "KVTransferConfig", settings: ConnectorSettings) -> None:
+    """Log notes and warnings about the settings and the version of vLLM."""
+    for note in settings.notes:
+        _LOG.info("Cascade: %s", note)
+    if (warning := versions.untested_warning()) is not None:
+        _LOG.warning("Cascade: %s", warning)
+    if transfer.kv_load_failure_policy != "recompute":
+        _LOG.warning(
+            "Cascade: kv_load_failure_policy is fail, which is vLLM's default: a request fails if "
+            "a block that was found cannot be loaded. Set it to recompute in --kv-transfer-config "
+            "to compute such blocks instead"
+        )
