@@ -1,4 +1,4 @@
-//! One node's decisions: catalog, leases, tiers, pipeline, placement, eviction and mover.
+//! The store of one node: catalog, tiers, pipeline, placement, eviction and mover.
 
 mod block_store;
 mod call;

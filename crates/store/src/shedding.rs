@@ -1,62 +1,62 @@
-//! What a node does when a stage fails, is shed, and comes back.
+//! The store's reaction when the circuit of a stage opens and closes.
 //!
-//! While the circuit for reads is open, the stage counts as having no block: readers go on to the
-//! next tier at once. While the one for writes is open, nothing is queued for it; what it lacks
-//! since is noted, and queued again when the circuit closes. What a stage that takes no writes has
-//! is read as before.
+//! While the read circuit is open, reads treat the stage as empty and continue with the next tier.
+//! While the write circuit is open, no block is queued for the stage; blocks that it should have
+//! are listed, and queued when the circuit closes. An open write circuit does not affect reads.
 
 use crate::catalog::{Content, LOWER_STAGES_MAX};
-use crate::health::{Direction, Turn};
+use crate::health::{CircuitChange, Direction};
 use crate::mover;
 use crate::node::Node;
 use crate::stage::{Loaded, StageError};
-use crate::state::{NameChange, Pending, State};
+use crate::state::{KeyChange, PendingWrite, State};
 
-/// Most blocks that are remembered as lacking in a stage; beyond it the oldest, which eviction
-/// takes first, are not queued again.
-const LACKING_MAX: usize = 64 << 10;
-/// Most names that wait for a stage that is shed; beyond it the older half is given up.
-const NAMES_KEPT_MAX: usize = 32 << 10;
+/// Maximum number of blocks listed as missing in a stage. Beyond it the oldest, which are evicted
+/// first, are dropped from the list.
+const UNSTORED_MAX: usize = 64 << 10;
+/// Maximum number of key changes queued for a stage with an open write circuit. Beyond it the older
+/// half is dropped.
+const KEY_CHANGES_MAX: usize = 32 << 10;
 
-/// What one call to a stage says of its health.
+/// What one call to a stage says about its health.
 #[derive(Debug, Clone)]
-pub(crate) enum Verdict {
-    /// It works.
-    Works,
-    /// It does not.
-    Failed(StageError),
-    /// A call to it has lasted too long.
-    Hangs,
-    /// It did not answer in a time that was too short to tell.
-    Unclear,
-    /// Nothing.
-    Nothing,
+pub(crate) enum HealthSignal {
+    /// The call succeeded.
+    Success,
+    /// The call failed.
+    Failure(StageError),
+    /// The call hangs.
+    Hang,
+    /// The call timed out, but its timeout was too short for a conclusion.
+    Inconclusive,
+    /// The call says nothing about the health.
+    None,
 }
 
-impl Verdict {
-    /// The verdict on a call that had `is_long_enough` to answer, from what it failed with. One
-    /// block that failed makes a failed call.
+impl HealthSignal {
+    /// The signal of a call, from the results of its blocks. One failed block makes a failed call.
+    /// `is_long_enough` says whether the timeout was long enough to count a time-out as a failure.
     pub(crate) fn of<'a>(
         errors: impl Iterator<Item = Option<&'a StageError>>,
         is_long_enough: bool,
     ) -> Self {
-        let mut verdict = Self::Nothing;
+        let mut signal = Self::None;
         for error in errors {
             match error {
                 None | Some(StageError::Full | StageError::Declined { .. }) => {
-                    if matches!(verdict, Self::Nothing) {
-                        verdict = Self::Works;
+                    if matches!(signal, Self::None) {
+                        signal = Self::Success;
                     }
                 }
                 Some(StageError::Closed | StageError::Shed) => {}
-                Some(StageError::Timeout) if !is_long_enough => verdict = Self::Unclear,
-                Some(error) => return Self::Failed(error.clone()),
+                Some(StageError::Timeout) if !is_long_enough => signal = Self::Inconclusive,
+                Some(error) => return Self::Failure(error.clone()),
             }
         }
-        verdict
+        signal
     }
 
-    /// The verdict on a load.
+    /// The signal of a load.
     pub(crate) fn of_load(loaded: &[Loaded], is_long_enough: bool) -> Self {
         let errors = loaded.iter().map(|loaded| match loaded {
             Loaded::Failed(error) => Some(error),
@@ -67,37 +67,37 @@ impl Verdict {
 }
 
 impl Node {
-    /// Enters what a call to a stage said of its health.
-    pub(crate) fn judge(
+    /// Records the health signal of a call, and applies the change of the circuit.
+    pub(crate) fn record_health(
         &self,
         state: &mut State,
         stage: usize,
         direction: Direction,
-        verdict: Verdict,
+        signal: HealthSignal,
     ) {
         let now = self.clock.monotonic();
         let breaker = &mut state.breakers[stage];
-        let turn = match verdict {
-            Verdict::Works => {
+        let turn = match signal {
+            HealthSignal::Success => {
                 breaker.succeed(direction, now);
-                Turn::None
+                CircuitChange::None
             }
-            Verdict::Failed(error) => {
-                self.announce_look();
+            HealthSignal::Failure(error) => {
+                self.wake_probers();
                 breaker.fail(direction, error, now, self.clock.unix_ms())
             }
-            Verdict::Hangs => breaker.hang(direction, now, self.clock.unix_ms()),
-            Verdict::Unclear => {
+            HealthSignal::Hang => breaker.hang(direction, now, self.clock.unix_ms()),
+            HealthSignal::Inconclusive => {
                 breaker.suspect(direction, now);
-                self.announce_look();
-                Turn::None
+                self.wake_probers();
+                CircuitChange::None
             }
-            Verdict::Nothing => Turn::None,
+            HealthSignal::None => CircuitChange::None,
         };
         self.turn(state, stage, direction, turn);
     }
 
-    /// Enters how a probe ended.
+    /// Records the result of a probe, and applies the change of the circuit.
     pub(crate) fn end_probe(
         &self,
         state: &mut State,
@@ -110,20 +110,28 @@ impl Node {
         }
         let (now, now_unix_ms) = (self.clock.monotonic(), self.clock.unix_ms());
         let is_writable = result.is_ok() && direction == Direction::Writes;
-        if is_writable && !state.lacking[stage].is_empty() {
-            // Too few writes failed to open the circuit: they are tried again.
-            state.retries[stage] = state.lacking[stage].len();
-            self.announce_work();
+        if is_writable && !state.unstored[stage].is_empty() {
+            // The circuit stayed closed because too few writes failed: retry those now.
+            state.retries[stage] = state.unstored[stage].len();
+            self.notify_movers();
         }
         let turn = state.breakers[stage].end_probe(direction, result, now, now_unix_ms);
         self.turn(state, stage, direction, turn);
     }
 
-    fn turn(&self, state: &mut State, stage: usize, direction: Direction, turn: Turn) {
-        let is_open = match turn {
-            Turn::None => return,
-            Turn::Opened => true,
-            Turn::Closed => false,
+    /// Opens or closes a circuit for all users: the guard of the stage, the bits in the state, and
+    /// the queues.
+    fn apply_circuit_change(
+        &self,
+        state: &mut State,
+        stage: usize,
+        direction: Direction,
+        change: CircuitChange,
+    ) {
+        let is_open = match change {
+            CircuitChange::None => return,
+            CircuitChange::Opened => true,
+            CircuitChange::Closed => false,
         };
         self.stages[stage].set_shed(direction, is_open);
         let bits = match direction {
@@ -132,29 +140,31 @@ impl Node {
         };
         *bits = *bits & !(1 << stage) | u8::from(is_open) << stage;
         match (direction, is_open) {
-            // What only this stage has came or went all at once.
-            (Direction::Reads, _) => state.lose_changes(),
-            (Direction::Writes, true) => mover::give_up_queue(state, stage, &StageError::Shed),
+            // All blocks that only this stage has become unreadable or readable at once, too many
+            // for single entries in the change log: followers start anew.
+            (Direction::Reads, _) => state.invalidate_change_cursors(),
+            (Direction::Writes, true) => mover::fail_queue(state, stage, &StageError::Shed),
             (Direction::Writes, false) => {
-                // Names first: the mover tells them before it writes blocks.
-                state.retries[stage] = state.lacking[stage].len();
-                self.announce_work();
+                // The mover sends the queued key changes before it writes these blocks.
+                state.retries[stage] = state.unstored[stage].len();
+                self.notify_movers();
             }
         }
-        self.announce_change();
+        self.notify_changed();
     }
 
-    /// Whether no tier takes blocks: there is no DRAM, and nothing that keeps bytes is written.
+    /// Whether no tier accepts blocks: the pipeline has no DRAM, and the write circuits of all
+    /// stages that keep bytes are open.
     pub(crate) fn takes_nothing(&self, state: &State) -> bool {
         let mut keepers = (0..self.stages.len()).filter(|at| !self.stages[*at].keeps_names_only());
         !state.has_dram && state.write_shed != 0 && keepers.all(|stage| state.is_write_shed(stage))
     }
 
-    /// The stages that kept this put waiting are probed soon, unless they are known to work.
-    pub(crate) fn suspect_those_behind(&self, state: &mut State) {
+    /// Requests probes of the stages with a backlog, because a put waits for them.
+    pub(crate) fn probe_backlogged_stages(&self, state: &mut State) {
         let now = self.clock.monotonic();
         for stage in 0..self.stages.len() {
-            if state.pending_bytes[stage] > 0 || !state.names[stage].is_empty() {
+            if state.pending_bytes[stage] > 0 || !state.key_changes[stage].is_empty() {
                 state.breakers[stage].suspect(Direction::Writes, now);
             }
         }
@@ -162,17 +172,17 @@ impl Node {
 }
 
 impl State {
-    /// Whether a stage is not read.
+    /// Whether the read circuit of a stage is open.
     pub(crate) fn is_shed(&self, stage: usize) -> bool {
         self.shed & (1 << stage) != 0
     }
 
-    /// Whether a stage is not written.
+    /// Whether the write circuit of a stage is open.
     pub(crate) fn is_write_shed(&self, stage: usize) -> bool {
         self.write_shed & (1 << stage) != 0
     }
 
-    /// Whether a content is where only shed stages have its bytes: nobody can read it now.
+    /// Whether a content cannot be read now: only stages with an open read circuit have its bytes.
     pub(crate) fn is_out_of_reach(&self, content: &Content) -> bool {
         if self.shed == 0 || content.slab.is_some() {
             return false;
@@ -185,58 +195,58 @@ impl State {
         is_below && holders.all(|stage| self.is_shed(stage))
     }
 
-    /// Most names that wait for one stage that is not shed.
-    pub(crate) fn names_waiting(&self) -> usize {
+    /// The longest queue of key changes among the stages whose write circuit is closed.
+    pub(crate) fn key_changes_waiting(&self) -> usize {
         let healthy = (0..LOWER_STAGES_MAX).filter(|stage| !self.is_write_shed(*stage));
-        healthy.map(|stage| self.names[stage].len()).max().unwrap_or(0)
+        healthy.map(|stage| self.key_changes[stage].len()).max().unwrap_or(0)
     }
 
-    /// A stage does not have a block that it should have.
-    pub(crate) fn note_lacking(&mut self, stage: usize, pending: Pending) {
-        let lacking = &mut self.lacking[stage];
-        if lacking.len() == LACKING_MAX {
-            lacking.pop_front();
-            self.retries[stage] = self.retries[stage].min(LACKING_MAX - 1);
+    /// Lists a block that a stage should have, but does not have.
+    pub(crate) fn note_unstored(&mut self, stage: usize, pending: PendingWrite) {
+        let unstored = &mut self.unstored[stage];
+        if unstored.len() == UNSTORED_MAX {
+            unstored.pop_front();
+            self.retries[stage] = self.retries[stage].min(UNSTORED_MAX - 1);
         }
-        lacking.push_back(pending);
+        unstored.push_back(pending);
     }
 
-    /// Names that a stage was told in vain go before those that came since.
-    pub(crate) fn keep_names(&mut self, stage: usize, untold: &[NameChange]) {
-        self.names[stage].splice(0..0, untold.iter().copied());
-        while self.is_write_shed(stage) && self.names[stage].len() >= NAMES_KEPT_MAX {
-            self.bound_names(stage);
+    /// Puts failed key changes back at the front of the queue: their order matters.
+    pub(crate) fn requeue_key_changes(&mut self, stage: usize, failed: &[KeyChange]) {
+        self.key_changes[stage].splice(0..0, failed.iter().copied());
+        while self.is_write_shed(stage) && self.key_changes[stage].len() >= KEY_CHANGES_MAX {
+            self.limit_key_changes(stage);
         }
     }
 
-    /// Names that a shed stage has yet to be told are kept, in a bounded number: what is given up
-    /// shows after a restart, as a block that was deleted or a name that is missing.
-    pub(crate) fn bound_names(&mut self, stage: usize) {
-        if !self.is_write_shed(stage) || self.names[stage].len() < NAMES_KEPT_MAX {
+    /// Limits the queue of key changes while the write circuit is open. The effect of dropped
+    /// changes shows after a restart: a deleted block is back, or a key is missing.
+    pub(crate) fn limit_key_changes(&mut self, stage: usize) {
+        if !self.is_write_shed(stage) || self.key_changes[stage].len() < KEY_CHANGES_MAX {
             return;
         }
-        let count = (NAMES_KEPT_MAX / 2) as u64;
-        self.names[stage].drain(..NAMES_KEPT_MAX / 2);
-        self.names_tickets[stage].settled += count;
+        let count = (KEY_CHANGES_MAX / 2) as u64;
+        self.key_changes[stage].drain(..KEY_CHANGES_MAX / 2);
+        self.key_tickets[stage].settled += count;
         self.counters.name_failures += count;
-        self.unwritten.count(stage, count);
+        self.write_failures.count(stage, count);
     }
 
-    /// Queues again what a stage lacks since it failed, as far as it is still in DRAM: a batch at a
-    /// time, when its mover has nothing else to do, so that puts do not wait for it.
-    pub(crate) fn queue_lacking(&mut self, stage: usize, bytes_max: u64) {
+    /// Queues blocks that a stage should have and that are still in DRAM, up to `bytes_max`. Called
+    /// when the mover's queue is empty, so that puts do not wait for these blocks.
+    pub(crate) fn requeue_unstored(&mut self, stage: usize, bytes_max: u64) {
         let mut bytes = 0;
         while self.retries[stage] > 0 && bytes < bytes_max && !self.is_write_shed(stage) {
             self.retries[stage] -= 1;
-            let Some(pending) = self.lacking[stage].pop_front() else { continue };
+            let Some(pending) = self.unstored[stage].pop_front() else { continue };
             let place = (pending.content, pending.generation);
-            let is_lacking = self.catalog.live_content(place).is_some_and(|content| {
+            let is_unstored = self.catalog.live_content(place).is_some_and(|content| {
                 let is_queued = content.dirty & (1 << stage) != 0;
                 content.slab.is_some() && content.address(stage).is_none() && !is_queued
             });
-            if is_lacking {
+            if is_unstored {
                 bytes += u64::from(pending.facts.bytes);
-                self.push_again(stage, pending.facts, pending.content, pending.tries);
+                self.push_block_with_tries(stage, pending.facts, pending.content, pending.tries);
             }
         }
     }

@@ -1,4 +1,4 @@
-//! What a read counts.
+//! Counters of get and view.
 
 use crate::node::Node;
 use crate::{GetOutcome, ViewOutcome};
@@ -25,7 +25,7 @@ impl Node {
     }
 }
 
-/// An outcome as the counters see it.
+/// The outcome of one read, as the counters need it.
 pub(crate) enum Served {
     Hit { tier: crate::TierName, bytes: u64 },
     Miss,
