@@ -218,7 +218,7 @@ impl Store {
             let count = answer.as_ref().map_or(0, |answer| answer.changes.len());
             let most = (max - count).min(PIECE as usize);
             let piece = state.read_changes(cursor, most, entries_max, now_unix_ms);
-            node.release(state);
+            node.unlock(state);
             cursor = Some(piece.next);
             let whole = match answer.take().filter(|_| !piece.is_lost) {
                 None => piece,

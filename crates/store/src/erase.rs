@@ -5,7 +5,7 @@ use std::collections::HashSet;
 use cascade_block::with_causes;
 use cascade_memory::Wiped;
 
-use crate::call::Call;
+use crate::call_context::CallContext;
 use crate::catalog::LOWER_STAGES_MAX;
 use crate::history::{History, Loss};
 use crate::node::Node;
@@ -121,12 +121,17 @@ impl Node {
         state.prefetched.clear();
         state.prefetched_bytes = 0;
         state.unstored = Default::default();
-        state.retries = [0; LOWER_STAGES_MAX];
+        state.requeue_counts = [0; LOWER_STAGES_MAX];
         tiers
     }
 
     /// Waits until no call, mover or scrubber holds a block.
-    fn wait_for_calls(&self, erased: &mut Erased, removed: &mut CancelledRemovals, call: Call) {
+    fn wait_for_calls(
+        &self,
+        erased: &mut Erased,
+        removed: &mut CancelledRemovals,
+        call: CallContext,
+    ) {
         let mut state = self.lock();
         loop {
             removed.take(&mut state);
@@ -140,7 +145,7 @@ impl Node {
                 state.failures_before_erase = state.write_failures;
                 return;
             }
-            let (again, in_time) = self.wait_changed(state, call);
+            let (again, in_time) = self.wait_for_change(state, call);
             state = again;
             if !in_time {
                 let why = "they did not end before the deadline, and may still write";
@@ -152,12 +157,12 @@ impl Node {
     /// Waits for calls to stages whose callers have timed out: a late store call still writes.
     /// Waits for at most half of the remaining time, so that a call that hangs forever leaves time
     /// for the other steps.
-    fn wait_for_stuck_calls(&self, erased: &mut Erased, call: Call) {
+    fn wait_for_stuck_calls(&self, erased: &mut Erased, call: CallContext) {
         let wait = call.half(&*self.clock);
         for stage in &self.stages {
             let mut in_time = true;
             while stage.stuck_calls() > 0 && in_time {
-                in_time = self.wait_changed(self.lock(), wait).1;
+                in_time = self.wait_for_change(self.lock(), wait).1;
             }
             if !in_time {
                 let why = "calls to it have not come back, and may still write";
@@ -166,7 +171,7 @@ impl Node {
         }
     }
 
-    fn erase_stages(&self, erased: &mut Erased, removed: CancelledRemovals, call: Call) {
+    fn erase_stages(&self, erased: &mut Erased, removed: CancelledRemovals, call: CallContext) {
         for ((at, stage), removed) in self.stages.iter().enumerate().zip(removed.0) {
             let left_before = erased.left.len();
             match stage.erase(call.deadline) {
@@ -187,21 +192,21 @@ impl Node {
                 for change in removed {
                     state.push_key_change(at, change);
                 }
-                self.release(state);
+                self.unlock(state);
             }
         }
     }
 
     /// Zeroes the memory of the pool: first what is free, then, after the readers have released
     /// theirs or the deadline has passed, the rest.
-    fn wipe(&self, erased: &mut Erased, call: Call) {
+    fn wipe(&self, erased: &mut Erased, call: CallContext) {
         let mut may_go_on = || !call.deadline.has_passed(&*self.clock);
         let mut wiped = self.pool.wipe(&mut may_go_on);
         let held_before = wiped.held_bytes;
         let mut state = self.lock();
         let kernel_bytes = self.warm.as_ref().map_or(0, |warm| warm.holders.kernel_bytes());
         while wiped.held_bytes > kernel_bytes {
-            let (again, in_time) = self.wait_changed(state, call);
+            let (again, in_time) = self.wait_for_change(state, call);
             state = again;
             // Processes that hold memory of an earlier run end without a notification.
             self.release_dead_holders();

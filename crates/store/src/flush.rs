@@ -1,10 +1,10 @@
 //! Flush, and the write failures that each caller has been informed of.
 
-use crate::call::Call;
+use crate::call_context::CallContext;
 use crate::catalog::LOWER_STAGES_MAX;
+use crate::circuits::HealthSignal;
 use crate::health::Direction;
 use crate::node::{Node, tier_error};
-use crate::shedding::HealthSignal;
 use crate::stage::StageError;
 use crate::{CallOptions, Store, StoreError};
 
@@ -64,18 +64,18 @@ impl Node {
         self.flush_since(&mut reported, self.call(options))
     }
 
-    fn flush_since(&self, reported: &mut FlushMark, call: Call) -> Result<(), StoreError> {
+    fn flush_since(&self, reported: &mut FlushMark, call: CallContext) -> Result<(), StoreError> {
         let mut state = self.lock();
         if state.is_closed {
             return Err(StoreError::Closed);
         }
         let tickets = state.block_tickets.map(|tickets| tickets.pushed);
         while (0..self.stages.len()).any(|at| state.block_tickets[at].settled < tickets[at]) {
-            state = self.wait_in_time(state, "flush", call)?;
+            state = self.wait_or_time_out(state, "flush", call)?;
         }
         // A written block can queue key changes for its stage: draw these tickets only now.
         let tickets = state.key_tickets.map(|tickets| tickets.pushed);
-        drop(self.wait_key_changes(state, tickets, "flush", call)?);
+        drop(self.wait_for_key_changes(state, tickets, "flush", call)?);
         let open_circuits = self.lock().write_shed;
         let mut flushed = Ok(());
         // Try every stage and report the first error.

@@ -14,10 +14,10 @@ use cascade_block::{BlockKey, Deadline};
 use cascade_memory::Slab;
 
 use crate::catalog::{Address, ContentIndex};
+use crate::circuits::HealthSignal;
 use crate::health::Direction;
 use crate::history::Loss;
 use crate::node::Node;
-use crate::shedding::HealthSignal;
 use crate::stage::{BlockFacts, Room, StageError};
 use crate::state::{KeyChange, PendingWrite, State};
 
@@ -70,8 +70,8 @@ pub(crate) fn run(node: &Arc<Node>, stage: usize) {
         drop(batch.blocks);
         let mut state = node.lock();
         state.history.tell_time(node.clock.unix_ms());
-        let is_late = |result: &Result<_, _>| matches!(result, Err(StageError::Timeout));
-        let is_stuck = !results.is_empty() && results.iter().all(is_late);
+        let is_time_out = |result: &Result<_, _>| matches!(result, Err(StageError::Timeout));
+        let is_stuck = !results.is_empty() && results.iter().all(is_time_out);
         for (pending, result) in batch.pending.iter().zip(results) {
             settle(&mut state, stage, pending, result);
         }
@@ -111,7 +111,7 @@ fn next_batch(node: &Node, stage: usize) -> Option<WriteBatch> {
     let retry_bytes = (BATCH_BYTES as u64).min(node.dirty_bytes_max / 4).max(1);
     loop {
         if state.is_write_shed(stage) && !state.is_closed {
-            state = node.wait_work(state);
+            state = node.wait_for_work(state);
             continue;
         }
         if state.queues[stage].is_empty() && !state.is_closed {
@@ -143,7 +143,7 @@ fn next_batch(node: &Node, stage: usize) -> Option<WriteBatch> {
         if state.is_closed {
             return None;
         }
-        state = node.wait_work(state);
+        state = node.wait_for_work(state);
     }
 }
 
@@ -280,7 +280,7 @@ fn remove_late_stores(node: &Node, stage: usize, stored: &[(BlockKey, Address)])
             state.push_key_change(stage, KeyChange::Remove(*key, *address));
         }
     }
-    node.release(state);
+    node.unlock(state);
 }
 
 /// Applies moves and drops to the results of this batch: making room for the rest can move or drop

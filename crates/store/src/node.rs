@@ -8,7 +8,7 @@ use cascade_memory::{Pool, SlabMut};
 
 use ring::rand::{SecureRandom as _, SystemRandom};
 
-use crate::call::Call;
+use crate::call_context::CallContext;
 use crate::catalog::{LOWER_STAGES_MAX, NewKey};
 use crate::eviction::{self, Eviction, Incoming, Limits};
 use crate::history::History;
@@ -100,7 +100,7 @@ impl Node {
             State::new(eviction, pipeline.has_dram, lower, history, (config.health, seed), &*clock);
         state.ledger = ledger;
         for (at, stage) in stages.iter().enumerate() {
-            state.names_only |= u8::from(stage.keeps_names_only()) << at;
+            state.key_only_stages |= u8::from(stage.keeps_names_only()) << at;
         }
         let dirty_bytes_max = config.dirty_bytes_max.unwrap_or(config.dram_bytes / 4);
         let names: Vec<TierName> = stages.iter().map(Guarded::name).collect();
@@ -142,10 +142,10 @@ impl Node {
     }
 
     /// Waits until something changes, or for the poll interval. False if the deadline has passed.
-    pub(crate) fn wait_changed<'a>(
+    pub(crate) fn wait_for_change<'a>(
         &self,
         state: MutexGuard<'a, State>,
-        call: Call,
+        call: CallContext,
     ) -> (MutexGuard<'a, State>, bool) {
         let left = call.deadline.remaining(&*self.clock);
         if left.is_zero() {
@@ -155,25 +155,25 @@ impl Node {
         (waited.unwrap_or_else(PoisonError::into_inner).0, true)
     }
 
-    /// As `wait_changed`, with an error if the deadline has passed.
-    pub(crate) fn wait_in_time<'a>(
+    /// As `wait_for_change`, with an error if the deadline has passed.
+    pub(crate) fn wait_or_time_out<'a>(
         &self,
         state: MutexGuard<'a, State>,
         operation: &'static str,
-        call: Call,
+        call: CallContext,
     ) -> Result<MutexGuard<'a, State>, StoreError> {
-        let (state, in_time) = self.wait_changed(state, call);
+        let (state, in_time) = self.wait_for_change(state, call);
         if in_time { Ok(state) } else { Err(call.timeout_error(operation)) }
     }
 
     /// Waits until the stages have recorded the key changes that were queued when `tickets` were
     /// read.
-    pub(crate) fn wait_key_changes<'a>(
+    pub(crate) fn wait_for_key_changes<'a>(
         &self,
         mut state: MutexGuard<'a, State>,
         tickets: [u64; LOWER_STAGES_MAX],
         operation: &'static str,
-        call: Call,
+        call: CallContext,
     ) -> Result<MutexGuard<'a, State>, StoreError> {
         // A stage with an open write circuit gets its changes when the circuit closes; nothing
         // waits for that.
@@ -182,18 +182,18 @@ impl Node {
         };
         while (0..LOWER_STAGES_MAX).any(|at| is_awaited(&state, at)) {
             self.notify_movers();
-            state = self.wait_in_time(state, operation, call)?;
+            state = self.wait_or_time_out(state, operation, call)?;
         }
         Ok(state)
     }
 
     /// Waits for work for a mover, or for the store to close.
-    pub(crate) fn wait_work<'a>(&self, state: MutexGuard<'a, State>) -> MutexGuard<'a, State> {
+    pub(crate) fn wait_for_work<'a>(&self, state: MutexGuard<'a, State>) -> MutexGuard<'a, State> {
         self.work.wait(state).unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Waits until the next check of a prober is due, or until it is woken.
-    pub(crate) fn wait_prober_wakeup<'a>(
+    pub(crate) fn wait_for_prober_wakeup<'a>(
         &self,
         state: MutexGuard<'a, State>,
         time: Duration,
@@ -229,9 +229,9 @@ impl Node {
         self.work.notify_all();
     }
 
-    pub(crate) fn call(&self, options: CallOptions) -> Call {
+    pub(crate) fn call(&self, options: CallOptions) -> CallContext {
         let timeout = options.timeout.unwrap_or(self.config.timeout);
-        Call::new(&*self.clock, timeout, options.writer)
+        CallContext::new(&*self.clock, timeout, options.writer)
     }
 
     /// The current time of the eviction policy.
@@ -269,7 +269,7 @@ impl Node {
         bytes: usize,
         holds_some: bool,
         incoming: Option<&Incoming>,
-        call: Call,
+        call: CallContext,
     ) -> (MutexGuard<'a, State>, Result<SlabMut, AllocationFailure>) {
         if bytes > self.pool.region().bytes() {
             return (state, Err(AllocationFailure::TooLarge));
@@ -302,7 +302,7 @@ impl Node {
             {
                 return (state, Err(AllocationFailure::Full));
             }
-            let (again, in_time) = self.wait_changed(state, call);
+            let (again, in_time) = self.wait_for_change(state, call);
             state = again;
             if !in_time {
                 return (state, Err(AllocationFailure::TimedOut));
@@ -316,7 +316,7 @@ impl Node {
     }
 
     /// Releases the lock, and wakes the movers if key changes are queued.
-    pub(crate) fn release(&self, state: MutexGuard<'_, State>) {
+    pub(crate) fn unlock(&self, state: MutexGuard<'_, State>) {
         let has_names = state.key_changes.iter().any(|names| !names.is_empty());
         drop(state);
         if has_names {

@@ -6,7 +6,7 @@ use std::time::Duration;
 use cascade_block::{BlockKey, DigestMode};
 use cascade_memory::Region;
 
-use crate::call::{Call, HOLD_KEYS};
+use crate::call_context::{CallContext, KEYS_PER_LOCK};
 use crate::eviction::Slot;
 use crate::known::Known;
 use crate::node::Node;
@@ -108,7 +108,7 @@ impl Store {
 #[derive(Clone, Copy)]
 struct StepLimits {
     bytes_max: usize,
-    call: Call,
+    call: CallContext,
     /// False for a timeout of zero: the caller repeats the call, with time, for blocks that wait.
     may_wait: bool,
 }
@@ -137,7 +137,7 @@ impl Node {
             // A step always decides its first block, so that this loop ends: slabs of earlier
             // steps do not count against the limits of a step.
             let (rest, lengths) = (&batch[all.len()..], &lengths[all.len()..]);
-            if limits.call.is_late(&*self.clock) {
+            if limits.call.has_timed_out(&*self.clock) {
                 let late = || limits.call.timeout_error("prepare all blocks of a batch");
                 let late = rest.iter().map(|_| Prepared::Settled(PutOutcome::Failed(late())));
                 all.extend(late);
@@ -181,7 +181,7 @@ impl Node {
         let mut allocated_bytes = 0;
         let mut state = self.lock();
         let now = self.moment(&mut state);
-        for (put, bytes) in batch.iter().zip(lengths).take(HOLD_KEYS) {
+        for (put, bytes) in batch.iter().zip(lengths).take(KEYS_PER_LOCK) {
             if allocated_bytes > 0 && allocated_bytes + bytes > bytes_max.min(BATCH_BYTES) {
                 break;
             }
@@ -226,7 +226,7 @@ impl Node {
                     *declined = Some((put.key, *reason));
                 }
                 // The caller repeats the call with time to wait; only that call counts.
-                if !may_wait && is_late(outcome) {
+                if !may_wait && would_wait(outcome) {
                     prepared.push(next);
                     break;
                 }
@@ -234,7 +234,7 @@ impl Node {
             }
             prepared.push(next);
         }
-        self.release(state);
+        self.unlock(state);
         self.insight().shadows.declined(now.policy, batch, lengths, &prepared);
         prepared.resize_with(batch.len(), || Prepared::Later);
         prepared
@@ -246,7 +246,7 @@ impl Node {
             return true;
         }
         let now_unix_ms = self.clock.unix_ms();
-        keys.chunks(HOLD_KEYS).all(|keys| {
+        keys.chunks(KEYS_PER_LOCK).all(|keys| {
             let mut found = Vec::with_capacity(keys.len());
             let state = self.lock();
             state.catalog.find_batch(keys, &mut found);
@@ -275,6 +275,6 @@ impl Node {
 }
 
 /// Whether a put failed only because it would have had to wait beyond its deadline.
-fn is_late(outcome: &PutOutcome) -> bool {
+fn would_wait(outcome: &PutOutcome) -> bool {
     matches!(outcome, PutOutcome::Failed(StoreError::Timeout { .. } | StoreError::Busy { .. }))
 }

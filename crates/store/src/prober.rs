@@ -5,9 +5,9 @@ use std::time::Duration;
 
 use cascade_block::Deadline;
 
+use crate::circuits::HealthSignal;
 use crate::health::Direction;
 use crate::node::Node;
-use crate::shedding::HealthSignal;
 use crate::stage::StageError;
 
 /// Checks per probe interval for a probe that is due.
@@ -44,7 +44,7 @@ fn run(node: &Node, stage: usize) {
             node.end_probe(&mut state, stage, direction, result);
         }
         if !has_probed {
-            state = node.wait_prober_wakeup(state, check_interval);
+            state = node.wait_for_prober_wakeup(state, check_interval);
         }
     }
 }

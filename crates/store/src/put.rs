@@ -8,7 +8,7 @@ use std::sync::MutexGuard;
 use cascade_block::{BlockKey, Clock, Digest, DigestMode};
 use cascade_memory::{Slab, SlabMut};
 
-use crate::call::{Call, HOLD_KEYS};
+use crate::call_context::{CallContext, KEYS_PER_LOCK};
 use crate::catalog::{ContentIndex, NewKey};
 use crate::eviction::{Incoming, Slot};
 use crate::known::Known;
@@ -38,7 +38,7 @@ struct PutBatch<'a> {
     batch: &'a [Put<'a>],
     digests: Vec<Option<Digest>>,
     outcomes: Vec<Option<PutOutcome>>,
-    call: Call,
+    call: CallContext,
 }
 
 impl PutBatch<'_> {
@@ -49,7 +49,7 @@ impl PutBatch<'_> {
 
     /// If the deadline has passed, fails these blocks and returns true.
     fn fail_if_late(&mut self, undecided: &[usize], clock: &dyn Clock) -> bool {
-        if !self.call.is_late(clock) {
+        if !self.call.has_timed_out(clock) {
             return false;
         }
         for at in undecided {
@@ -193,8 +193,8 @@ impl Node {
         let now = self.moment(&mut state);
         for (done, at) in undecided.iter().enumerate() {
             let is_full = allocated.len() == ROUND_BLOCKS || allocated_bytes >= ROUND_BYTES;
-            if is_full || done == HOLD_KEYS {
-                self.release(state);
+            if is_full || done == KEYS_PER_LOCK {
+                self.unlock(state);
                 return (allocated, done);
             }
             let put = &puts.batch[*at];
@@ -223,7 +223,7 @@ impl Node {
                         // The slabs of this round may be the reason: publish them first, then
                         // decide this block again.
                         Err(_) if !allocated.is_empty() => {
-                            self.release(state);
+                            self.unlock(state);
                             return (allocated, done);
                         }
                         Err(failure) => {
@@ -238,7 +238,7 @@ impl Node {
                 }
             }
         }
-        self.release(state);
+        self.unlock(state);
         (allocated, undecided.len())
     }
 
@@ -250,7 +250,7 @@ impl Node {
         state: MutexGuard<'a, State>,
         candidate: PutCandidate<'_>,
         holds_some: bool,
-        call: Call,
+        call: CallContext,
     ) -> (MutexGuard<'a, State>, Result<SlabMut, AllocationFailure>) {
         let PutCandidate { put, bytes, ancestor } = candidate;
         if !self.stages.is_empty() {
@@ -283,13 +283,13 @@ impl Node {
     fn wait_for_backlog<'a>(
         &'a self,
         mut state: MutexGuard<'a, State>,
-        call: Call,
+        call: CallContext,
     ) -> (MutexGuard<'a, State>, bool) {
         while self.is_backlogged(&state) {
             self.probe_backlogged_stages(&mut state);
             // This call may have queued blocks without waking the movers.
             self.notify_movers();
-            let (again, in_time) = self.wait_changed(state, call);
+            let (again, in_time) = self.wait_for_change(state, call);
             state = again;
             if !in_time {
                 return (state, false);
@@ -376,7 +376,7 @@ impl Node {
         put: &Put<'_>,
         digest: Option<Digest>,
         slab: Slab,
-        (call, now): (Call, Moment),
+        (call, now): (CallContext, Moment),
     ) -> PutOutcome {
         let facts = self.facts(put, digest);
         let bytes = u64::from(facts.bytes);
@@ -408,7 +408,7 @@ impl Node {
         &self,
         batch: &[Put<'_>],
         mut outcomes: Vec<PutOutcome>,
-        call: Call,
+        call: CallContext,
     ) -> Vec<PutOutcome> {
         if self.config.write == WritePolicy::Through || !self.pipeline.has_dram {
             for (put, outcome) in batch.iter().zip(&mut outcomes) {
@@ -417,7 +417,7 @@ impl Node {
                 }
             }
         }
-        for (batch, outcomes) in batch.chunks(HOLD_KEYS).zip(outcomes.chunks(HOLD_KEYS)) {
+        for (batch, outcomes) in batch.chunks(KEYS_PER_LOCK).zip(outcomes.chunks(KEYS_PER_LOCK)) {
             let mut state = self.lock();
             let now = self.policy_now(&state);
             for (put, outcome) in batch.iter().zip(outcomes) {
@@ -435,7 +435,7 @@ impl Node {
         state: &State,
         failure: AllocationFailure,
         bytes: usize,
-        call: Call,
+        call: CallContext,
     ) -> PutOutcome {
         match failure {
             AllocationFailure::TooLarge => PutOutcome::Declined(DeclineReason::TooLarge),
@@ -452,7 +452,7 @@ impl Node {
         state: &State,
         failure: AllocationFailure,
         bytes: usize,
-        call: Call,
+        call: CallContext,
     ) -> StoreError {
         match failure {
             AllocationFailure::TooLarge => StoreError::Config {

@@ -5,15 +5,15 @@ use std::sync::MutexGuard;
 use cascade_block::{BlockKey, Clock};
 use cascade_memory::{Slab, SlabMut};
 
-use crate::call::{Call, HOLD_KEYS};
+use crate::call_context::{CallContext, KEYS_PER_LOCK};
 use crate::catalog::{Address, Awaits, ContentIndex, KeyIndex};
+use crate::circuits::HealthSignal;
 use crate::health::Direction;
 use crate::history::Loss;
 use crate::node::{AllocationFailure, Node};
-use crate::shedding::HealthSignal;
+use crate::read_counters::ReadResult;
 use crate::stage::{Load, Loaded, StageError};
 use crate::state::{KeyChange, State};
-use crate::tally::Served;
 use crate::{CallOptions, GetOutcome, StoreError, ViewOutcome};
 
 /// A step of a copying get holds at most DRAM divided by this.
@@ -88,7 +88,7 @@ struct ReadBatch {
     purpose: ReadPurpose,
     /// Blocks are counted as requested only at their first lookup.
     is_first_lookup: bool,
-    call: Call,
+    call: CallContext,
 }
 
 impl ReadBatch {
@@ -98,7 +98,7 @@ impl ReadBatch {
 
     /// If the deadline has passed, fails these blocks and returns true.
     fn fail_if_late(&mut self, pending: &[PendingRead], clock: &dyn Clock) -> bool {
-        if !self.call.is_late(clock) {
+        if !self.call.has_timed_out(clock) {
             return false;
         }
         for pending in pending {
@@ -112,11 +112,11 @@ impl ReadBatch {
 impl Node {
     pub(crate) fn view(&self, keys: &[BlockKey], options: CallOptions) -> Vec<ViewOutcome> {
         let outcomes = self.read(keys, self.call(options), ReadPurpose::Use);
-        self.count_gets(keys.len(), outcomes.iter().map(Served::of_view));
+        self.count_gets(keys.len(), outcomes.iter().map(ReadResult::from_view));
         outcomes
     }
 
-    pub(crate) fn read_to_compare(&self, keys: &[BlockKey], call: Call) -> Vec<ViewOutcome> {
+    pub(crate) fn read_to_compare(&self, keys: &[BlockKey], call: CallContext) -> Vec<ViewOutcome> {
         self.read(keys, call, ReadPurpose::Compare)
     }
 
@@ -125,17 +125,18 @@ impl Node {
     pub(crate) fn compare(
         &self,
         blocks: &[(BlockKey, &[u8])],
-        call: Call,
+        call: CallContext,
     ) -> Vec<Result<Option<bool>, StoreError>> {
         let mut results = Vec::with_capacity(blocks.len());
         while results.len() < blocks.len() {
             let rest = &blocks[results.len()..];
-            if call.is_late(&*self.clock) {
+            if call.has_timed_out(&*self.clock) {
                 let late = || Err(call.timeout_error("compare all blocks of a batch"));
                 results.extend(rest.iter().map(|_| late()));
                 break;
             }
-            let keys: Vec<BlockKey> = rest.iter().take(HOLD_KEYS).map(|(key, _)| *key).collect();
+            let keys: Vec<BlockKey> =
+                rest.iter().take(KEYS_PER_LOCK).map(|(key, _)| *key).collect();
             let step = &keys[..self.step(&keys)];
             for (view, (_, bytes)) in
                 self.read(step, call, ReadPurpose::Compare).into_iter().zip(rest)
@@ -179,7 +180,7 @@ impl Node {
         let mut outcomes = Vec::with_capacity(keys.len());
         while outcomes.len() < keys.len() {
             let at = outcomes.len();
-            if call.is_late(&*self.clock) {
+            if call.has_timed_out(&*self.clock) {
                 let late = || GetOutcome::Failed(call.timeout_error("get all blocks of a batch"));
                 outcomes.extend(keys[at..].iter().map(|_| late()));
                 break;
@@ -199,14 +200,14 @@ impl Node {
                 outcomes.push(copy_out(view, buffer, batch_bytes));
             }
         }
-        self.count_gets(keys.len(), outcomes.iter().map(Served::of_get));
+        self.count_gets(keys.len(), outcomes.iter().map(ReadResult::from_get));
         outcomes
     }
 
     /// The number of leading keys to read in one step, so that their blocks take at most a fixed
     /// share of DRAM; at least one.
     fn step(&self, keys: &[BlockKey]) -> usize {
-        let keys = &keys[..keys.len().min(HOLD_KEYS)];
+        let keys = &keys[..keys.len().min(KEYS_PER_LOCK)];
         let most = (self.pool.region().bytes() / GET_SHARE).min(GET_BYTES);
         let mut found = Vec::with_capacity(keys.len());
         let state = self.lock();
@@ -220,7 +221,7 @@ impl Node {
         found.iter().take_while(|found| fits(found)).count().max(1)
     }
 
-    fn read(&self, keys: &[BlockKey], call: Call, purpose: ReadPurpose) -> Vec<ViewOutcome> {
+    fn read(&self, keys: &[BlockKey], call: CallContext, purpose: ReadPurpose) -> Vec<ViewOutcome> {
         let outcomes = keys.iter().map(|_| None).collect();
         let is_first_lookup = purpose == ReadPurpose::Use;
         let purpose = if purpose == ReadPurpose::Retry { ReadPurpose::Use } else { purpose };
@@ -235,10 +236,10 @@ impl Node {
         let mut idle = 0;
         while !pending.is_empty() {
             // A queue: new blocks first, waiting ones at the end.
-            let later = pending.split_off(pending.len().min(HOLD_KEYS));
+            let later = pending.split_off(pending.len().min(KEYS_PER_LOCK));
             let state = self.lock();
             let (state, plan) = self.plan(state, &pending, &mut batch);
-            self.release(state);
+            self.unlock(state);
             idle = if plan.waiting.len() < pending.len() { 0 } else { idle + pending.len() };
             let again = self.fetch(plan.fetches, &mut batch);
             pending = later;
@@ -396,7 +397,7 @@ impl Node {
                     again.push(pending);
                 }
             }
-            self.release(state);
+            self.unlock(state);
             self.notify_changed();
         }
         again
@@ -506,7 +507,7 @@ impl Node {
 
     /// Waits for the fetches of other callers. False if the deadline passed.
     fn wait_for_others(&self, pending: &[PendingRead], batch: &mut ReadBatch) -> bool {
-        let (state, in_time) = self.wait_changed(self.lock(), batch.call);
+        let (state, in_time) = self.wait_for_change(self.lock(), batch.call);
         drop(state);
         if !in_time {
             for pending in pending {

@@ -98,7 +98,7 @@ impl Node {
             step.bytes += one.slab.len() as u64;
             step.damaged += u64::from(settle(&mut state, &one));
         }
-        self.release(state);
+        self.unlock(state);
         self.notify_changed();
         (step, next)
     }
@@ -126,7 +126,7 @@ impl Node {
                 state.pending_bytes[stage] -= u64::from(pending.facts.bytes);
             }
         }
-        self.release(state);
+        self.unlock(state);
         let (mut of_pending, mut of_blocks) = (is_intact.iter(), is_intact.iter());
         let is_kept = |is_intact: Option<&bool>| is_intact.is_none_or(|is_intact| *is_intact);
         pending.retain(|_| is_kept(of_pending.next()));
@@ -189,7 +189,7 @@ fn run(node: &Node, bytes_per_second: NonZeroU64) {
         let left = due.saturating_sub(node.clock.monotonic());
         if !left.is_zero() {
             // Ends early when the store closes.
-            drop(node.wait_prober_wakeup(state, left));
+            drop(node.wait_for_prober_wakeup(state, left));
             continue;
         }
         drop(state);

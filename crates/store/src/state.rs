@@ -86,7 +86,7 @@ pub(crate) struct State {
     /// Failures before the last erase: no flush reports these, because the blocks are erased.
     pub(crate) failures_before_erase: FlushMark,
     /// Failures that some flush has reported.
-    pub(crate) told: FlushMark,
+    pub(crate) reported_failures: FlushMark,
     pub(crate) key_tickets: [Tickets; LOWER_STAGES_MAX],
     /// The last error of each stage.
     pub(crate) last_errors: [Option<StageError>; LOWER_STAGES_MAX],
@@ -98,12 +98,12 @@ pub(crate) struct State {
     /// Bit per lower stage: its write circuit is open.
     pub(crate) write_shed: u8,
     /// Bit per lower stage: it keeps only keys, no bytes.
-    pub(crate) names_only: u8,
+    pub(crate) key_only_stages: u8,
     /// Blocks that each stage failed to store, oldest first. They are queued again when its write
     /// circuit closes or a write probe succeeds.
     pub(crate) unstored: [VecDeque<PendingWrite>; LOWER_STAGES_MAX],
     /// The number of blocks at the front of `unstored` to queue again now.
-    pub(crate) retries: [usize; LOWER_STAGES_MAX],
+    pub(crate) requeue_counts: [usize; LOWER_STAGES_MAX],
     /// Prefetched blocks that are protected from eviction until their first use, oldest first, with
     /// their bytes.
     pub(crate) prefetched: VecDeque<(BlockKey, u64)>,
@@ -151,16 +151,16 @@ impl State {
             key_changes: Default::default(),
             write_failures: FlushMark::default(),
             failures_before_erase: FlushMark::default(),
-            told: FlushMark::default(),
+            reported_failures: FlushMark::default(),
             key_tickets: Default::default(),
             last_errors: Default::default(),
             pending_bytes: [0; LOWER_STAGES_MAX],
             breakers: std::array::from_fn(|_| Breaker::new(health, now, now_unix_ms)),
             shed: 0,
             write_shed: 0,
-            names_only: 0,
+            key_only_stages: 0,
             unstored: Default::default(),
-            retries: [0; LOWER_STAGES_MAX],
+            requeue_counts: [0; LOWER_STAGES_MAX],
             prefetched: VecDeque::new(),
             prefetched_bytes: 0,
             content_bytes: 0,

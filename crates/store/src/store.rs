@@ -7,7 +7,7 @@ use std::thread::JoinHandle;
 use cascade_block::{BlockKey, Clock, Deadline, Manifest, Namespace, NamespaceId, SystemClock};
 use cascade_memory::SlabMut;
 
-use crate::call::HOLD_KEYS;
+use crate::call_context::KEYS_PER_LOCK;
 use crate::catalog::{Content, KeyIndex};
 use crate::eviction::Asked;
 use crate::history::Loss;
@@ -183,7 +183,7 @@ impl Store {
         state.counters.blocks_requested += request.keys.len() as u64;
         state.counters.blocks_matched += tiers.len() as u64;
         let block_bytes = state.typical_block_bytes();
-        node.release(state);
+        node.unlock(state);
         node.insight().request(&Answered {
             at: now,
             keys: request.keys,
@@ -262,8 +262,8 @@ impl Store {
     ) -> Vec<T> {
         let now_unix_ms = self.node().clock.unix_ms();
         let mut results = Vec::with_capacity(keys.len());
-        let mut found = Vec::with_capacity(keys.len().min(HOLD_KEYS));
-        for keys in keys.chunks(HOLD_KEYS) {
+        let mut found = Vec::with_capacity(keys.len().min(KEYS_PER_LOCK));
+        for keys in keys.chunks(KEYS_PER_LOCK) {
             let state = self.node().lock();
             state.catalog.find_batch(keys, &mut found);
             let content_of = |found| {
@@ -323,12 +323,12 @@ impl Store {
             changed.is_some()
         };
         let mut changed = Vec::with_capacity(keys.len());
-        for keys in keys.chunks(HOLD_KEYS) {
+        for keys in keys.chunks(KEYS_PER_LOCK) {
             let mut state = node.lock();
             state.history.tell_time(now_unix_ms);
             let now = node.policy_now(&state);
             changed.extend(keys.iter().map(|key| change_one(&mut state, key, now)));
-            node.release(state);
+            node.unlock(state);
         }
         node.notify_changed();
         changed
@@ -340,7 +340,7 @@ impl Store {
     pub fn delete(&self, keys: &[BlockKey]) -> Vec<bool> {
         let node = self.node();
         let mut deleted = Vec::with_capacity(keys.len());
-        for keys in keys.chunks(HOLD_KEYS) {
+        for keys in keys.chunks(KEYS_PER_LOCK) {
             let mut state = node.lock();
             if state.is_closing {
                 break;
@@ -350,7 +350,7 @@ impl Store {
                 let found = state.catalog.find(key);
                 found.inspect(|found| state.forget(*found, Loss::Deleted)).is_some()
             }));
-            node.release(state);
+            node.unlock(state);
             node.notify_changed();
             node.insight().shadows.remove(keys);
         }
@@ -367,7 +367,7 @@ impl Store {
         }
         state.history.tell_time(node.clock.unix_ms());
         state.forget_all(Loss::Cleared);
-        node.release(state);
+        node.unlock(state);
         node.notify_changed();
         node.insight().shadows.clear();
     }

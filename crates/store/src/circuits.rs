@@ -112,7 +112,7 @@ impl Node {
         let is_writable = result.is_ok() && direction == Direction::Writes;
         if is_writable && !state.unstored[stage].is_empty() {
             // The circuit stayed closed because too few writes failed: retry those now.
-            state.retries[stage] = state.unstored[stage].len();
+            state.requeue_counts[stage] = state.unstored[stage].len();
             self.notify_movers();
         }
         let turn = state.breakers[stage].end_probe(direction, result, now, now_unix_ms);
@@ -146,7 +146,7 @@ impl Node {
             (Direction::Writes, true) => mover::fail_queue(state, stage, &StageError::Shed),
             (Direction::Writes, false) => {
                 // The mover sends the queued key changes before it writes these blocks.
-                state.retries[stage] = state.unstored[stage].len();
+                state.requeue_counts[stage] = state.unstored[stage].len();
                 self.notify_movers();
             }
         }
@@ -188,7 +188,7 @@ impl State {
             return false;
         }
         let keeps_bytes = |stage: &usize| {
-            content.address(*stage).is_some() && self.names_only & (1 << stage) == 0
+            content.address(*stage).is_some() && self.key_only_stages & (1 << stage) == 0
         };
         let mut holders = (0..LOWER_STAGES_MAX).filter(keeps_bytes).peekable();
         let is_below = holders.peek().is_some();
@@ -206,7 +206,7 @@ impl State {
         let unstored = &mut self.unstored[stage];
         if unstored.len() == UNSTORED_MAX {
             unstored.pop_front();
-            self.retries[stage] = self.retries[stage].min(UNSTORED_MAX - 1);
+            self.requeue_counts[stage] = self.requeue_counts[stage].min(UNSTORED_MAX - 1);
         }
         unstored.push_back(pending);
     }
@@ -236,8 +236,8 @@ impl State {
     /// when the mover's queue is empty, so that puts do not wait for these blocks.
     pub(crate) fn requeue_unstored(&mut self, stage: usize, bytes_max: u64) {
         let mut bytes = 0;
-        while self.retries[stage] > 0 && bytes < bytes_max && !self.is_write_shed(stage) {
-            self.retries[stage] -= 1;
+        while self.requeue_counts[stage] > 0 && bytes < bytes_max && !self.is_write_shed(stage) {
+            self.requeue_counts[stage] -= 1;
             let Some(pending) = self.unstored[stage].pop_front() else { continue };
             let place = (pending.content, pending.generation);
             let is_unstored = self.catalog.live_content(place).is_some_and(|content| {

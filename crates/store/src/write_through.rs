@@ -1,6 +1,6 @@
 //! Write-through: a put returns only once every tier has its blocks.
 
-use crate::call::Call;
+use crate::call_context::CallContext;
 use crate::node::Node;
 use crate::outcome::PutOutcome;
 use crate::{Put, StoreError};
@@ -12,7 +12,7 @@ impl Node {
         &self,
         put: &Put<'_>,
         outcome: &PutOutcome,
-        call: Call,
+        call: CallContext,
     ) -> Result<(), StoreError> {
         use PutOutcome::{Deduplicated, Present, Stored};
         if !matches!(outcome, Stored | Deduplicated | Present) {
@@ -45,7 +45,7 @@ impl Node {
                     state.push_block(stage, self.facts(put, digest), content);
                     self.notify_movers();
                 }
-                state = self.wait_in_time(state, "put", call)?;
+                state = self.wait_or_time_out(state, "put", call)?;
             }
         }
         if matches!(outcome, Deduplicated) {
@@ -53,7 +53,7 @@ impl Node {
                 return Err(self.stage_error(&state, stage, "record a key"));
             }
             let tickets = state.key_tickets.map(|tickets| tickets.pushed);
-            drop(self.wait_key_changes(state, tickets, "put", call)?);
+            drop(self.wait_for_key_changes(state, tickets, "put", call)?);
         }
         Ok(())
     }

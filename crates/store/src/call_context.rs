@@ -7,17 +7,17 @@ use cascade_block::{Clock, Deadline};
 use crate::{StoreError, Writer};
 
 /// Keys of one batch that are processed before the lock is released and the deadline is checked.
-pub(crate) const HOLD_KEYS: usize = 512;
+pub(crate) const KEYS_PER_LOCK: usize = 512;
 
 /// Deadline and writer of one call, shared by all its steps.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Call {
+pub(crate) struct CallContext {
     pub(crate) deadline: Deadline,
     timeout: Duration,
     pub(crate) writer: Option<Writer>,
 }
 
-impl Call {
+impl CallContext {
     pub(crate) fn new(clock: &dyn Clock, timeout: Duration, writer: Option<Writer>) -> Self {
         Self { deadline: Deadline::after(clock, timeout), timeout, writer }
     }
@@ -29,7 +29,7 @@ impl Call {
 
     /// Whether to stop before the rest of a batch. Always false for a timeout of zero: such a call
     /// does everything that needs no waiting, and its caller limits the batch.
-    pub(crate) fn is_late(&self, clock: &dyn Clock) -> bool {
+    pub(crate) fn has_timed_out(&self, clock: &dyn Clock) -> bool {
         !self.timeout.is_zero() && self.deadline.has_passed(clock)
     }
 
