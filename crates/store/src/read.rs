@@ -318,13 +318,13 @@ impl Node {
         plan: &mut ReadPlan,
         batch: &mut ReadBatch,
     ) -> (MutexGuard<'a, State>, Option<ViewOutcome>) {
-        let (index, shed) = (state.catalog.entry(key).content, state.shed);
+        let (index, open_circuits) = (state.catalog.entry(key).content, state.shed);
         let content = state.catalog.content_mut(index);
         if content.is_loading {
             plan.waiting.push(pending);
             return (state, None);
         }
-        let Some((stage, address)) = content.fastest_lower_but(pending.avoid | shed) else {
+        let Some((stage, address)) = content.fastest_lower_but(pending.avoid | open_circuits) else {
             let is_unreadable =
                 pending.circuit_opened || content.fastest_lower_but(pending.avoid).is_some();
             // If a stage that has the block failed, the outcome is that failure, not a miss.
