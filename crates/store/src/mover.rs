@@ -105,6 +105,8 @@ pub(crate) fn run_prefetch(node: &Node, hints: &Mutex<Receiver<Vec<BlockKey>>>) 
     }
 }
 
+/// Waits for the next batch of a stage: all queued key changes, and blocks up to the limits. `None`
+/// once the store is closed and the queues are empty.
 fn next_batch(node: &Node, stage: usize) -> Option<WriteBatch> {
     let mut state = node.lock();
     // At most a quarter of the backlog limit, so that retries do not make puts wait.
@@ -212,7 +214,7 @@ fn send_key_changes(
 }
 
 /// Stores a batch, and makes room for blocks that do not fit. Each round tries the blocks that
-/// still lack room. It ends when all are stored, at the deadline, or after
+/// still lack room. It ends when all are stored, at the deadline, or after more than
 /// [`INEFFECTIVE_ROUNDS_MAX`] rounds without progress.
 fn store_with_room(
     node: &Arc<Node>,
@@ -258,6 +260,8 @@ fn store_with_room(
     results
 }
 
+/// Asks a stage to free space. It returns what it moved and dropped; a result after the deadline is
+/// applied when it comes, so that the catalog never keeps stale addresses.
 fn make_room(
     node: &Arc<Node>,
     stage: usize,
@@ -328,6 +332,7 @@ fn should_keep(
     })
 }
 
+/// Applies moves and drops of a stage to the catalog and the queued key changes.
 fn apply_room(node: &Node, stage: usize, room: &Room) {
     let mut state = node.lock();
     state.history.tell_time(node.clock.unix_ms());
@@ -354,6 +359,7 @@ fn apply_room(node: &Node, stage: usize, room: &Room) {
     node.notify_changed();
 }
 
+/// The content of a key, if the stage has it at this address; not if it was moved or deleted since.
 fn content_at(
     state: &mut State,
     stage: usize,
@@ -405,6 +411,7 @@ fn settle(
             state.note_error(stage, error);
         }
     }
+    // Without a DRAM tier, memory holds a block only until it is written.
     if is_clean && !state.has_dram {
         state.drop_slab(pending.content);
         state.forget_if_nowhere(pending.content, Loss::Unwritten);

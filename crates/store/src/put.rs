@@ -298,6 +298,7 @@ impl Node {
         (state, true)
     }
 
+    /// Copies the bytes without the lock, then publishes all blocks of the round under it.
     fn fill_and_publish(&self, puts: &mut PutBatch<'_>, allocated: Vec<AllocatedBlock>) {
         let sealed: Vec<_> = allocated
             .into_iter()
@@ -370,6 +371,8 @@ impl Node {
         PutOutcome::Deduplicated
     }
 
+    /// Adds a block to the catalog, queues it for all stages that do not have it, and makes it
+    /// resident. Queued before resident: a block must be dirty before the policy can evict it.
     fn publish(
         &self,
         state: &mut State,
@@ -404,6 +407,7 @@ impl Node {
         PutOutcome::Stored
     }
 
+    /// Waits for the stages if the write policy requires it, then counts the outcomes.
     fn finish_put(
         &self,
         batch: &[Put<'_>],

@@ -221,6 +221,9 @@ impl Node {
         found.iter().take_while(|found| fits(found)).count().max(1)
     }
 
+    /// Reads blocks in rounds until each has an outcome or the deadline passes. A round looks up
+    /// some blocks under the lock, reads the missing ones from the stages without it, and puts
+    /// those that another caller is fetching back into the queue.
     fn read(&self, keys: &[BlockKey], call: CallContext, purpose: ReadPurpose) -> Vec<ViewOutcome> {
         let outcomes = keys.iter().map(|_| None).collect();
         let is_first_lookup = purpose == ReadPurpose::Use;
@@ -310,6 +313,8 @@ impl Node {
         (state, plan)
     }
 
+    /// Plans the read of a block from the fastest usable stage: marks the content as loading and
+    /// allocates a slab. Returns an outcome instead if no stage is usable or no slab is available.
     fn plan_fetch<'a>(
         &'a self,
         mut state: MutexGuard<'a, State>,
@@ -324,7 +329,8 @@ impl Node {
             plan.waiting.push(pending);
             return (state, None);
         }
-        let Some((stage, address)) = content.fastest_lower_but(pending.avoid | open_circuits) else {
+        let Some((stage, address)) = content.fastest_lower_but(pending.avoid | open_circuits)
+        else {
             let is_unreadable =
                 pending.circuit_opened || content.fastest_lower_but(pending.avoid).is_some();
             // If a stage that has the block failed, the outcome is that failure, not a miss.
@@ -442,7 +448,7 @@ impl Node {
             Loaded::Gone if self.stages[from.stage].keeps_names_only() => {
                 pending.avoid |= 1 << from.stage;
             }
-            Loaded::Gone => forget_name(state, pending, from),
+            Loaded::Gone => forget_key(state, pending, from),
             Loaded::Damaged => {
                 state.counters.damaged_blocks += 1;
                 forget_address(state, from, Loss::Damaged);
@@ -468,9 +474,9 @@ impl Node {
     ) {
         // The stage reads by key, and the key may have been deleted and put with other bytes during
         // the read. Only if the key still has this content, at this address, are these its bytes.
-        let named = state.catalog.find(&pending.key);
-        let names_it = |key: &KeyIndex| state.catalog.entry(*key).content == from.content;
-        let Some(key) = named.filter(names_it) else { return };
+        let found = state.catalog.find(&pending.key);
+        let has_content = |key: &KeyIndex| state.catalog.entry(*key).content == from.content;
+        let Some(key) = found.filter(has_content) else { return };
         let stamp = state.history.stamp();
         let Some(content) = state.catalog.live_content(from.place()) else { return };
         let has_moved = content.address(from.stage) != Some(from.address);
@@ -553,7 +559,7 @@ fn forget_address(state: &mut State, from: FetchSource, why: Loss) {
 
 /// The stage does not know this key. For the only key of a content, its bytes are gone. Otherwise
 /// the addition of the key may still be queued for the stage; if it is not, forget this key alone.
-fn forget_name(state: &mut State, pending: &PendingRead, from: FetchSource) {
+fn forget_key(state: &mut State, pending: &PendingRead, from: FetchSource) {
     let Some(content) = state.catalog.live_content(from.place()) else { return };
     if content.address(from.stage) != Some(from.address) {
         return;
