@@ -21,7 +21,7 @@ use crate::state::State;
 use crate::{Store, StoreError};
 
 /// Changes returned and entries scanned while the lock is held once.
-const PIECE: u32 = 2048;
+const PIECE_KEYS: u32 = 2048;
 /// Encodes a complete scan in the bytes of a cursor.
 const NO_SCAN: u32 = u32::MAX;
 
@@ -216,7 +216,7 @@ impl Store {
             let now_unix_ms = node.clock.unix_ms();
             state.history.tell_time(now_unix_ms);
             let count = answer.as_ref().map_or(0, |answer| answer.changes.len());
-            let most = (max - count).min(PIECE as usize);
+            let most = (max - count).min(PIECE_KEYS as usize);
             let piece = state.read_changes(cursor, most, entries_max, now_unix_ms);
             node.unlock(state);
             cursor = Some(piece.next);
@@ -291,7 +291,7 @@ impl State {
     ) {
         let Some(from) = cursor.scan else { return };
         let end = self.catalog.key_indices_end();
-        let mut to = from.saturating_add(PIECE).min(end);
+        let mut to = from.saturating_add(PIECE_KEYS).min(end);
         let mut expirations = Vec::new();
         for key in self.catalog.keys_at(from..to) {
             if changes.len() == most {

@@ -73,7 +73,7 @@ impl Node {
         if std::mem::replace(&mut state.is_erasing, true) {
             return Err(StoreError::Erasing);
         }
-        let mut erased = Erased { tiers: self.forget_all(&mut state), ..Erased::default() };
+        let mut erased = Erased { tiers: self.empty_catalog(&mut state), ..Erased::default() };
         let mut removed = CancelledRemovals::default();
         removed.take(&mut state);
         drop(state);
@@ -95,7 +95,7 @@ impl Node {
     }
 
     /// Empties the catalog, the eviction policy and the history. Returns what each tier had.
-    fn forget_all(&self, state: &mut State) -> Vec<TierErased> {
+    fn empty_catalog(&self, state: &mut State) -> Vec<TierErased> {
         let tier = |at| TierErased { tier: self.tier_name(at), ..TierErased::default() };
         let mut tiers: Vec<_> = (0..=self.stages.len()).map(tier).collect();
         let mut counted = HashSet::new();

@@ -5,7 +5,7 @@ use cascade_block::{BlockKey, Deadline};
 use crate::{CallOptions, Store, StoreError};
 
 /// Catalog entries scanned while the lock is held once.
-const PIECE: u32 = 2048;
+const PIECE_KEYS: u32 = 2048;
 /// Hot prefixes to search: all that are tracked.
 const HOT_PREFIXES: usize = 192;
 
@@ -33,7 +33,7 @@ impl Store {
         loop {
             let state = node.lock();
             let end = state.catalog.key_indices_end();
-            let to = from + PIECE.min(end.saturating_sub(from));
+            let to = from + PIECE_KEYS.min(end.saturating_sub(from));
             let keys = state.catalog.keys_at(from..to).map(|key| state.catalog.entry(key).key);
             found.extend(keys.filter(is_match));
             drop(state);

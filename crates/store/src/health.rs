@@ -182,7 +182,7 @@ impl Breaker {
         self.last_error = Some(error.clone());
         self.other(direction).suspect(now);
         let change = self.circuit(direction).fail(error, now, now_unix_ms);
-        self.note(direction, change, now_unix_ms)
+        self.note_stage_change(direction, change, now_unix_ms)
     }
 
     /// As [`Circuit::hang`].
@@ -195,7 +195,7 @@ impl Breaker {
         self.last_error = Some(StageError::Timeout);
         self.other(direction).suspect(now);
         let change = self.circuit(direction).hang(now, now_unix_ms);
-        self.note(direction, change, now_unix_ms)
+        self.note_stage_change(direction, change, now_unix_ms)
     }
 
     /// As [`Circuit::suspect`].
@@ -226,7 +226,7 @@ impl Breaker {
             }
         }
         let change = self.circuit(direction).end_probe(result, now, now_unix_ms);
-        self.note(direction, change, now_unix_ms)
+        self.note_stage_change(direction, change, now_unix_ms)
     }
 
     fn note(

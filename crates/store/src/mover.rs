@@ -26,7 +26,7 @@ const BATCH_BYTES: usize = 16 << 20;
 /// Maximum number of blocks in one batch.
 const BATCH_BLOCKS: usize = 256;
 /// Maximum number of key changes in one call.
-const KEY_CHANGES_MAX: usize = 4096;
+const KEY_CHANGES_PER_CALL: usize = 4096;
 /// Delay before key changes that a stage failed to record are retried.
 const KEY_CHANGES_RETRY_DELAY: Duration = Duration::from_millis(20);
 /// Failed writes of one block, with a closed circuit, before the block is given up: the block
@@ -179,7 +179,7 @@ fn send_key_changes(
     let mut sent = 0;
     let is_add = |change: &KeyChange| matches!(change, KeyChange::Add(..));
     let runs = changes.chunk_by(|one, next| is_add(one) == is_add(next));
-    for run in runs.flat_map(|run| run.chunks(KEY_CHANGES_MAX)) {
+    for run in runs.flat_map(|run| run.chunks(KEY_CHANGES_PER_CALL)) {
         let (mut adds, mut removes) = (Vec::new(), Vec::new());
         for change in run {
             match *change {

@@ -25,7 +25,7 @@ const ROUND_BLOCKS: usize = 64;
 /// Attempts for blocks that other callers put and delete concurrently.
 const ATTEMPTS_MAX: u32 = 3;
 /// Backlog of key changes of one stage at which puts wait.
-const NAMES_WAITING_MAX: usize = 64 << 10;
+const KEY_CHANGES_WAITING_MAX: usize = 64 << 10;
 
 /// A block with its slab, still to be filled and published.
 struct AllocatedBlock {
@@ -276,7 +276,7 @@ impl Node {
     /// Whether the write backlog is at its limit.
     pub(crate) fn is_backlogged(&self, state: &State) -> bool {
         state.pending_total() >= self.dirty_bytes_max
-            || state.key_changes_waiting() >= NAMES_WAITING_MAX
+            || state.key_changes_waiting() >= KEY_CHANGES_WAITING_MAX
     }
 
     /// Back-pressure: waits while the write backlog is at its limit. False if the deadline passed.
@@ -372,7 +372,7 @@ impl Node {
     }
 
     /// Adds a block to the catalog, queues it for all stages that do not have it, and makes it
-    /// resident. Queued before resident: a block must be dirty before the policy can evict it.
+    /// resident.
     fn publish(
         &self,
         state: &mut State,

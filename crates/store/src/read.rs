@@ -137,7 +137,7 @@ impl Node {
             }
             let keys: Vec<BlockKey> =
                 rest.iter().take(KEYS_PER_LOCK).map(|(key, _)| *key).collect();
-            let step = &keys[..self.step(&keys)];
+            let step = &keys[..self.step_keys(&keys)];
             for (view, (_, bytes)) in
                 self.read(step, call, ReadPurpose::Compare).into_iter().zip(rest)
             {
@@ -155,7 +155,7 @@ impl Node {
     pub(crate) fn prefetch_now(&self, keys: &[BlockKey], pace: &mut dyn FnMut(u64)) {
         let mut rest = keys;
         while !rest.is_empty() {
-            let (step, later) = rest.split_at(self.step(rest));
+            let (step, later) = rest.split_at(self.step_keys(rest));
             let views = self.read(step, self.call(CallOptions::default()), ReadPurpose::Prefetch);
             let bytes = views.iter().map(|view| match view {
                 ViewOutcome::Hit { slab, .. } => slab.len() as u64,
@@ -185,7 +185,7 @@ impl Node {
                 outcomes.extend(keys[at..].iter().map(|_| late()));
                 break;
             }
-            let step = &keys[at..at + self.step(&keys[at..])];
+            let step = &keys[at..at + self.step_keys(&keys[at..])];
             let views = self.read(step, call, ReadPurpose::Use);
             for ((key, view), buffer) in step.iter().zip(views).zip(&mut buffers[at..]) {
                 // A block that did not fit beside the others of its step may fit alone, because
@@ -206,7 +206,7 @@ impl Node {
 
     /// The number of leading keys to read in one step, so that their blocks take at most a fixed
     /// share of DRAM; at least one.
-    fn step(&self, keys: &[BlockKey]) -> usize {
+    fn step_keys(&self, keys: &[BlockKey]) -> usize {
         let keys = &keys[..keys.len().min(KEYS_PER_LOCK)];
         let most = (self.pool.region().bytes() / GET_SHARE).min(GET_BYTES);
         let mut found = Vec::with_capacity(keys.len());
@@ -253,7 +253,7 @@ impl Node {
             }
             if idle >= pending.len() && !pending.is_empty() {
                 idle = 0;
-                if !self.wait_for_others(&pending, &mut batch) {
+                if !self.wait_for_other_fetches(&pending, &mut batch) {
                     break;
                 }
             }
@@ -512,7 +512,7 @@ impl Node {
     }
 
     /// Waits for the fetches of other callers. False if the deadline passed.
-    fn wait_for_others(&self, pending: &[PendingRead], batch: &mut ReadBatch) -> bool {
+    fn wait_for_other_fetches(&self, pending: &[PendingRead], batch: &mut ReadBatch) -> bool {
         let (state, in_time) = self.wait_for_change(self.lock(), batch.call);
         drop(state);
         if !in_time {

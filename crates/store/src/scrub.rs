@@ -83,7 +83,7 @@ impl Node {
         if state.is_closed || state.is_erasing {
             return (Scrubbed::default(), None);
         }
-        let (mut picked, next) = pick(&state.catalog, from);
+        let (mut picked, next) = contents_to_check(&state.catalog, from);
         state.blocks_in_scrub += picked.len() as u64;
         drop(state);
         for one in &mut picked {
@@ -137,7 +137,7 @@ impl Node {
 
 /// The contents in DRAM whose first key is among the next entries; each content has one first key,
 /// so that a pass picks it once.
-fn pick(catalog: &Catalog, from: u32) -> (Vec<CheckedContent>, Option<u32>) {
+fn contents_to_check(catalog: &Catalog, from: u32) -> (Vec<CheckedContent>, Option<u32>) {
     let end = catalog.key_indices_end();
     let mut to = from.saturating_add(STEP_KEYS).min(end);
     let (mut picked, mut bytes) = (Vec::new(), 0);

@@ -269,13 +269,13 @@ impl State {
             self.counters.evicted_blocks += 1;
             self.counters.evicted_bytes += bytes;
             self.counters.lost_blocks += u64::from(!self.catalog.content(content).is_anywhere());
-            self.forget_if_nowhere(content, self.why_evicted(content, is_protected));
+            self.forget_if_nowhere(content, self.eviction_loss(content, is_protected));
         }
         EvictionResult::Evicted
     }
 
     /// The reason to record if the evicted content is in no other tier.
-    fn why_evicted(&self, content: ContentIndex, is_protected: bool) -> Loss {
+    fn eviction_loss(&self, content: ContentIndex, is_protected: bool) -> Loss {
         let content = self.catalog.content(content);
         match content {
             _ if content.was_reclaimed => Loss::EvictedReclaimed,

@@ -135,7 +135,7 @@ impl Node {
         let now_unix_ms = self.clock.unix_ms();
         let now = self.policy_now(state);
         let mut contents = HashMap::new();
-        let recovered = parents_first(recovered);
+        let recovered = sort_parents_first(recovered);
         for one in &recovered {
             let facts = one.facts();
             if facts.expires_unix_ms.is_some_and(|expires| expires <= now_unix_ms) {
@@ -246,7 +246,7 @@ fn insert_restored(
 }
 
 /// Sorts blocks so that each comes after its parent, if that is among them.
-fn parents_first(mut recovered: Vec<Recovered>) -> Vec<Recovered> {
+fn sort_parents_first(mut recovered: Vec<Recovered>) -> Vec<Recovered> {
     let at: HashMap<BlockKey, usize> =
         recovered.iter().enumerate().map(|(at, one)| (one.facts().key, at)).collect();
     let parent = |one: &Recovered| one.facts().parent.and_then(|parent| at.get(&parent).copied());
