@@ -352,7 +352,7 @@ fn apply_room(node: &Node, stage: usize, room: &Room) {
         if let Some(content) = content_at(&mut state, stage, key, *address) {
             state.clear_address(content, stage);
             state.catalog.content_mut(content).was_reclaimed = true;
-            state.forget_if_nowhere(content, Loss::Reclaimed);
+            state.forget_if_in_no_tier(content, Loss::Reclaimed);
         }
     }
     drop(state);
@@ -414,7 +414,7 @@ fn settle(
     // Without a DRAM tier, memory holds a block only until it is written.
     if is_clean && !state.has_dram {
         state.drop_slab(pending.content);
-        state.forget_if_nowhere(pending.content, Loss::Unwritten);
+        state.forget_if_in_no_tier(pending.content, Loss::Unwritten);
     }
 }
 

@@ -18,7 +18,7 @@ use crate::pipeline::Pipeline;
 use crate::stage::guarded::Guarded;
 use crate::stage::{BlockFacts, Registry, StageContext, StageError, encrypted};
 use crate::state::{EvictionResult, KeyChange, State};
-use crate::warm::{OpenedPool, Warm, open_pool};
+use crate::warm::{NamedPool, OpenedPool, open_pool};
 use crate::{CallOptions, StoreConfig, StoreError, TierName};
 
 /// Poll interval of waits, for events without a notification, such as the drop of a view.
@@ -38,7 +38,7 @@ pub(crate) struct Node {
     tier_names: Vec<TierName>,
     pub(crate) dirty_bytes_max: u64,
     /// The named pool, if there is one.
-    pub(crate) warm: Option<Warm>,
+    pub(crate) warm: Option<NamedPool>,
     state: Mutex<State>,
     /// Traffic statistics. A lock of its own, never taken while the lock of the state is held.
     pub(crate) insight: Mutex<Insight>,

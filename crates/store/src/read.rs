@@ -553,7 +553,7 @@ fn forget_address(state: &mut State, from: FetchSource, why: Loss) {
             let name = state.catalog.entry(key).key;
             state.push_key_change(from.stage, KeyChange::Remove(name, from.address));
         }
-        state.forget_if_nowhere(from.content, why);
+        state.forget_if_in_no_tier(from.content, why);
     }
 }
 

@@ -269,7 +269,7 @@ impl State {
             self.counters.evicted_blocks += 1;
             self.counters.evicted_bytes += bytes;
             self.counters.lost_blocks += u64::from(!self.catalog.content(content).is_anywhere());
-            self.forget_if_nowhere(content, self.eviction_loss(content, is_protected));
+            self.forget_if_in_no_tier(content, self.eviction_loss(content, is_protected));
         }
         EvictionResult::Evicted
     }
@@ -307,7 +307,7 @@ impl State {
         // Movers that have it queued find no slab, and treat the block as deleted.
         self.catalog.content_mut(index).dirty = 0;
         self.drop_slab(index);
-        self.forget_if_nowhere(index, Loss::Damaged);
+        self.forget_if_in_no_tier(index, Loss::Damaged);
     }
 
     /// Places the slab of a content in DRAM. `facts` describe the put that brought it, if any.
@@ -387,7 +387,7 @@ impl State {
     }
 
     /// Forgets a content that is in no tier.
-    pub(crate) fn forget_if_nowhere(&mut self, content: ContentIndex, why: Loss) {
+    pub(crate) fn forget_if_in_no_tier(&mut self, content: ContentIndex, why: Loss) {
         if self.catalog.content(content).is_anywhere() {
             return;
         }
@@ -566,7 +566,7 @@ impl State {
     }
 
     /// The mean length of the contents; zero if there is none.
-    pub(crate) fn typical_block_bytes(&self) -> u32 {
+    pub(crate) fn mean_block_bytes(&self) -> u32 {
         let contents = self.catalog.content_count() as u64;
         let mean = self.content_bytes.checked_div(contents).unwrap_or(0);
         u32::try_from(mean).unwrap_or(u32::MAX)

@@ -182,7 +182,7 @@ impl Store {
         state.counters.requests += 1;
         state.counters.blocks_requested += request.keys.len() as u64;
         state.counters.blocks_matched += tiers.len() as u64;
-        let block_bytes = state.typical_block_bytes();
+        let block_bytes = state.mean_block_bytes();
         node.unlock(state);
         node.insight().request(&Answered {
             at: now,

@@ -16,7 +16,7 @@ use crate::{KeepPool, Store, StoreConfig, StoreError};
 
 /// The named pool of a store, except for its ledger, which is part of the state.
 #[derive(Debug)]
-pub(crate) struct Warm {
+pub(crate) struct NamedPool {
     pub(crate) holders: Arc<Holders>,
     stats: WarmStats,
     pub(crate) notes: Vec<String>,
@@ -27,7 +27,7 @@ pub(crate) struct OpenedPool {
     pub(crate) pool: Pool,
     pub(crate) ledger: Option<Ledger>,
     pub(crate) recovered: Vec<Recovered>,
-    pub(crate) warm: Option<Warm>,
+    pub(crate) warm: Option<NamedPool>,
 }
 
 /// Opens the pool of a configuration. The recovered blocks of an earlier run are allocated in it.
@@ -66,7 +66,7 @@ pub(crate) fn open_pool(
         pool: opened.pool,
         ledger: Some(opened.ledger),
         recovered: opened.recovered,
-        warm: Some(Warm { holders: opened.holders, stats: opened.stats, notes: opened.notes }),
+        warm: Some(NamedPool { holders: opened.holders, stats: opened.stats, notes: opened.notes }),
     })
 }
 
@@ -97,7 +97,7 @@ fn millis(time: Duration) -> u64 {
     u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
 }
 
-impl Warm {
+impl NamedPool {
     pub(crate) fn stats(&self, state: &State) -> WarmStats {
         let mut stats = self.stats;
         if let Some(ledger) = &state.ledger {
