@@ -77,7 +77,7 @@ impl Node {
     ) {
         let now = self.clock.monotonic();
         let breaker = &mut state.breakers[stage];
-        let turn = match signal {
+        let change = match signal {
             HealthSignal::Success => {
                 breaker.succeed(direction, now);
                 CircuitChange::None
@@ -94,7 +94,7 @@ impl Node {
             }
             HealthSignal::None => CircuitChange::None,
         };
-        self.turn(state, stage, direction, turn);
+        self.apply_circuit_change(state, stage, direction, change);
     }
 
     /// Records the result of a probe, and applies the change of the circuit.
@@ -115,8 +115,8 @@ impl Node {
             state.requeue_counts[stage] = state.unstored[stage].len();
             self.notify_movers();
         }
-        let turn = state.breakers[stage].end_probe(direction, result, now, now_unix_ms);
-        self.turn(state, stage, direction, turn);
+        let change = state.breakers[stage].end_probe(direction, result, now, now_unix_ms);
+        self.apply_circuit_change(state, stage, direction, change);
     }
 
     /// Opens or closes a circuit for all users: the guard of the stage, the bits in the state, and
