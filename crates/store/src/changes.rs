@@ -220,6 +220,7 @@ impl Store {
             let piece = state.read_changes(cursor, most, entries_max, now_unix_ms);
             node.unlock(state);
             cursor = Some(piece.next);
+            // If the log lost this cursor between two pieces, the pieces before it are obsolete.
             let whole = match answer.take().filter(|_| !piece.is_lost) {
                 None => piece,
                 Some(mut before) => {

@@ -134,6 +134,7 @@ impl Node {
     ) {
         let mut state = self.lock();
         loop {
+            // Calls in flight can still queue key changes; those are not sent to the stages.
             removed.take(&mut state);
             let is_settled = |stage: usize| {
                 let (blocks, names) = (&state.block_tickets[stage], &state.key_tickets[stage]);
@@ -142,6 +143,7 @@ impl Node {
             if state.slabs_in_flight + state.blocks_in_scrub == 0
                 && (0..self.stages.len()).all(is_settled)
             {
+                // Later flushes do not report failed writes of erased blocks.
                 state.failures_before_erase = state.write_failures;
                 return;
             }

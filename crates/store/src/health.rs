@@ -384,6 +384,7 @@ impl Circuit {
                 CircuitChange::Closed
             }
             Err(error) => {
+                // With a closed circuit the failed probe also counts in the window.
                 if self.state == HealthState::Probing {
                     self.state = HealthState::Open;
                 }

@@ -198,6 +198,7 @@ fn send_key_changes(
             node.record_health(&mut state, stage, Direction::Writes, signal);
             state.note_error(stage, error.clone());
             if !state.is_closed {
+                // Stop at the first failure: later changes of a key must not overtake earlier ones.
                 state.key_tickets[stage].settled += sent as u64;
                 state.requeue_key_changes(stage, &changes[sent..]);
                 return Some(error);

@@ -274,6 +274,7 @@ impl Node {
         if bytes > self.pool.region().bytes() {
             return (state, Err(AllocationFailure::TooLarge));
         }
+        // Each round tries, in this order: free memory, memory of dead processes, eviction, waiting.
         loop {
             if state.is_erasing {
                 return (state, Err(AllocationFailure::Erasing));
@@ -341,6 +342,7 @@ impl Node {
                     state.push_key_change(at, KeyChange::Remove(facts.key, address));
                     continue;
                 }
+                // The ledger recorded this address for the block in DRAM: the bytes are the same.
                 if restored.is_stored_at(&facts.key, at, address)
                     && let Some(key) = state.catalog.find(&facts.key)
                 {
@@ -352,6 +354,7 @@ impl Node {
                 parents.extend(facts.parent.map(|parent| (facts.key, parent)));
             }
         }
+        // Parents last: a block can come before its parent, or from a faster stage.
         for (key, parent) in parents {
             if let Some(key) = state.catalog.find(&key) {
                 state.catalog.set_parent(key, &parent);

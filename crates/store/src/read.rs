@@ -390,6 +390,8 @@ impl Node {
                 places.push((pending, from));
                 loads.push(Load { key: pending.key, address: from.address, slab });
             }
+            // Measured before the load: a time-out is a failure of the stage only if the call had
+            // at least the time of a probe.
             let time = batch.call.deadline.remaining(&*self.clock);
             let loaded = self.stages[stage].load(loads, batch.call.deadline);
             let signal = HealthSignal::of_load(&loaded, time >= self.config.health.probe_timeout);
@@ -439,6 +441,7 @@ impl Node {
                 pending.avoid |= 1 << from.stage;
                 pending.circuit_opened = true;
             }
+            // The failure becomes the outcome only if no slower stage has the block.
             Loaded::Failed(error) => {
                 pending.avoid |= 1 << from.stage;
                 let (operation, source) = ("read a block", std::sync::Arc::new(error));

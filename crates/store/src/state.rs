@@ -263,6 +263,7 @@ impl State {
         let is_protected = self.eviction.blocks().is_protected(slot);
         self.release_slot(key, Removal::Evicted);
         let content = self.catalog.entry(key).content;
+        // The slab stays while another key of the content has a slot.
         if self.catalog.content(content).resident_keys == 0 {
             self.drop_slab(content);
             let bytes = u64::from(self.catalog.content(content).bytes);

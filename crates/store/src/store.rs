@@ -153,6 +153,7 @@ impl Store {
                 found = if state.is_closed { None } else { state.find_live(key, now_unix_ms) };
                 has_forgotten = true;
             }
+            // The policy gets the whole chain, the match only the blocks before the first gap.
             let Some(found) = found else {
                 is_unbroken = false;
                 chain.push(Asked { fingerprint: state.catalog.fingerprint(key), resident: None });
@@ -183,6 +184,7 @@ impl Store {
         state.counters.blocks_requested += request.keys.len() as u64;
         state.counters.blocks_matched += tiers.len() as u64;
         let block_bytes = state.mean_block_bytes();
+        // The lock of the insight is never taken under the lock of the state.
         node.unlock(state);
         node.insight().request(&Answered {
             at: now,
