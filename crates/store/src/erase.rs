@@ -199,11 +199,11 @@ impl Node {
         }
     }
 
-    /// Zeroes the memory of the pool: first what is free, then, after the readers have released
-    /// theirs or the deadline has passed, the rest.
+    /// Zeroes the memory of the pool: first the free memory. Then waits until the deadline for
+    /// readers to release the rest, which is zeroed on release.
     fn wipe(&self, erased: &mut Erased, call: CallContext) {
-        let mut may_go_on = || !call.deadline.has_passed(&*self.clock);
-        let mut wiped = self.pool.wipe(&mut may_go_on);
+        let mut has_time = || !call.deadline.has_passed(&*self.clock);
+        let mut wiped = self.pool.wipe(&mut has_time);
         let held_before = wiped.held_bytes;
         let mut state = self.lock();
         let kernel_bytes = self.warm.as_ref().map_or(0, |warm| warm.holders.kernel_bytes());
@@ -221,7 +221,7 @@ impl Node {
         if held_before > 0 && wiped.held_bytes <= kernel_bytes {
             // Memory released during a wipe is zeroed on release. Memory whose release began before
             // the wipe is not: zero it now.
-            wiped = self.pool.wipe(&mut may_go_on);
+            wiped = self.pool.wipe(&mut has_time);
         }
         erased.memory = wiped;
         if wiped.left_bytes > 0 {
