@@ -229,7 +229,7 @@ impl Breaker {
         self.note_stage_change(direction, change, now_unix_ms)
     }
 
-    fn note(
+    fn note_stage_change(
         &mut self,
         direction: Direction,
         change: CircuitChange,
