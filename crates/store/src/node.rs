@@ -274,7 +274,7 @@ impl Node {
         if bytes > self.pool.region().bytes() {
             return (state, Err(AllocationFailure::TooLarge));
         }
-        // Each round tries, in this order: free memory, memory of dead processes, eviction, waiting.
+        // Each round tries in order: free memory, memory of dead processes, eviction, waiting.
         loop {
             if state.is_erasing {
                 return (state, Err(AllocationFailure::Erasing));
