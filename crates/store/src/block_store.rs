@@ -1,4 +1,4 @@
-//! What an embedded store and a client of a served one have in common.
+//! The interface that an embedded store and the client of a served store share.
 
 use std::fmt;
 
@@ -11,25 +11,25 @@ use crate::{
     Store, StoreError, TierName, ViewOutcome,
 };
 
-/// The calls of a block store. [`Store`] answers them in this process, a client by asking its
-/// node; one conformance suite runs over both.
+/// The calls of a block store. [`Store`] serves them in this process; a client sends them to its
+/// node. One conformance suite runs over both.
 pub trait BlockStore: Send + Sync + fmt::Debug {
     /// As [`Store::put`].
     fn put(&self, batch: &[Put<'_>], options: CallOptions) -> Vec<PutOutcome>;
     /// As [`Store::reserve`].
     fn reserve(&self, bytes: usize, options: CallOptions) -> Result<SlabMut, StoreError>;
-    /// As [`Store::prepare_whole`]: slabs or outcomes, for `put_slabs` when they are filled. What
-    /// is not sealed goes back when it is dropped, and counts as nothing.
+    /// As [`Store::prepare_whole`]: the first phase of a two-phase put. The caller fills the slabs
+    /// and passes them to `put_slabs`. Dropping a slab returns its memory and counts nothing.
     ///
     /// # Panics
-    /// If there are not as many lengths as blocks.
+    /// If the numbers of lengths and blocks differ.
     fn prepare(&self, batch: &[Put<'_>], lengths: &[usize], options: CallOptions) -> Vec<Prepared>;
     /// As [`Store::put_slabs`].
     fn put_slabs(&self, batch: Vec<PutSlab>, options: CallOptions) -> Vec<PutOutcome>;
     /// As [`Store::get`].
     ///
     /// # Panics
-    /// If there are not as many buffers as keys.
+    /// If the numbers of buffers and keys differ.
     fn get(
         &self,
         keys: &[BlockKey],

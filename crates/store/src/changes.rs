@@ -1,12 +1,14 @@
-//! What came and went in a store, in order: whoever follows it knows the exact set of its blocks.
+//! The change log: keys added and removed, in order, so that a follower knows the exact set.
 //!
-//! A bounded log under the state's lock, which begins when somebody asks for the first time and
-//! ends when nobody has asked for as long as it lasts; the catalog writes it, where keys come and
-//! go. A follower that begins is told, in pieces, of the keys that are here: the catalog's entries
-//! by index, and between two pieces the changes since the last one. The result is exact, because
-//! keys do not move. One that is here at the end and did not change since the beginning was at its
-//! index when the walk came by; for one that changed, its last change was told after every piece
-//! that is older, and every later piece agrees with it.
+//! The log is bounded and protected by the lock of the state. It starts with the first call of
+//! [`Store::changes`], and ends when no call has come for as many changes as it keeps. The catalog
+//! appends to it when it adds and removes keys.
+//!
+//! A new follower first gets a scan: the catalog's entries by index, in pieces, and between two
+//! pieces the changes since the last one. The result is exact, because an entry never changes its
+//! index. A key that did not change during the scan is at its index when the scan reads it. For a
+//! key that changed, its last change comes after every piece that was read before the change, and
+//! every later piece agrees with it.
 
 use std::collections::{BTreeSet, VecDeque};
 use std::hash::{BuildHasher, RandomState};
@@ -18,112 +20,113 @@ use crate::history::Loss;
 use crate::state::State;
 use crate::{Store, StoreError};
 
-/// Most changes that are told, and entries that are looked at, while the state is held.
-const PIECE: u32 = 2048;
-/// Stands for "none" where a cursor is bytes.
-const NO_WALK: u32 = u32::MAX;
+/// Changes returned and entries scanned while the lock is held once.
+const PIECE_KEYS: u32 = 2048;
+/// Encodes a complete scan in the bytes of a cursor.
+const NO_SCAN: u32 = u32::MAX;
 
-/// One change of what a store has, in any tier.
+/// One change of the set of blocks that a store has in any tier.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Change {
-    /// This block is here.
+    /// The store has this block now.
     Stored(BlockKey),
-    /// This block is not here any more. It may be told of one that was not told to be here.
+    /// The store does not have this block any more. A follower can get this for a block that it
+    /// does not know.
     Gone(BlockKey),
-    /// No block is here any more.
+    /// The store has no blocks any more.
     Cleared,
 }
 
-/// How far somebody follows a store's changes.
+/// The position of a follower in the changes of a store.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct ChangeCursor {
-    /// Names the log that it is of; it differs after every start.
+    /// Identifies the log; differs after every start.
     epoch: u64,
-    /// Changes before the next one.
+    /// Number of changes before the next one.
     sequence: u64,
-    /// The index from which on entries are still to be told.
-    walk: Option<u32>,
+    /// Index of the next entry to scan; `None` once the scan is complete.
+    scan: Option<u32>,
 }
 
 impl ChangeCursor {
     /// Length of a cursor as bytes.
     pub const BYTES: usize = 20;
 
-    /// The cursor as bytes, to keep it or to send it.
+    /// Encodes the cursor, to store or send it.
     pub fn to_bytes(&self) -> [u8; Self::BYTES] {
         let mut bytes = [0; Self::BYTES];
         bytes[..8].copy_from_slice(&self.epoch.to_le_bytes());
         bytes[8..16].copy_from_slice(&self.sequence.to_le_bytes());
-        bytes[16..].copy_from_slice(&self.walk.unwrap_or(NO_WALK).to_le_bytes());
+        bytes[16..].copy_from_slice(&self.scan.unwrap_or(NO_SCAN).to_le_bytes());
         bytes
     }
 
-    /// The cursor that these bytes stand for. Any bytes are a cursor; one that no store gave is
-    /// one whose changes are lost.
+    /// Decodes a cursor. Any bytes are valid; for a cursor that did not come from this store,
+    /// [`Store::changes`] returns `is_lost`.
     pub fn from_bytes(bytes: [u8; Self::BYTES]) -> Self {
         let word = |first: usize| u64::from_le_bytes(std::array::from_fn(|at| bytes[first + at]));
-        let walk = u32::from_le_bytes(std::array::from_fn(|at| bytes[16 + at]));
-        Self { epoch: word(0), sequence: word(8), walk: (walk != NO_WALK).then_some(walk) }
+        let scan = u32::from_le_bytes(std::array::from_fn(|at| bytes[16 + at]));
+        Self { epoch: word(0), sequence: word(8), scan: (scan != NO_SCAN).then_some(scan) }
     }
 }
 
-/// What a store tells a follower at a time.
+/// Result of [`Store::changes`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Changes {
-    /// What to ask with the next time.
+    /// The cursor for the next call.
     pub next: ChangeCursor,
-    /// Whether the changes since the cursor are not known any more, or the store is another run's.
-    /// Then the set begins anew: empty yours before you apply `changes`.
+    /// Whether the changes since the cursor are no longer in the log, or the cursor is of another
+    /// run. The changes start anew: empty the set before applying them.
     pub is_lost: bool,
-    /// Whether the set is exact now: with these changes it is what the store had at one moment of
-    /// this call. Otherwise ask again at once.
+    /// Whether the set is exact after these changes: the blocks that the store had at one time
+    /// during this call. Otherwise call again at once.
     pub is_current: bool,
-    /// In the order in which they happened.
+    /// The changes, in their order.
     pub changes: Vec<Change>,
 }
 
-/// The latest changes, and what will end by itself.
+/// The log of the latest changes, with the expiration times of keys.
 #[derive(Debug)]
 pub(crate) struct ChangeLog {
     epoch: u64,
     entries: VecDeque<Change>,
-    /// Most entries that are kept.
+    /// Maximum number of entries.
     entries_max: usize,
-    /// Changes before the first entry.
+    /// Number of changes before the first entry.
     first: u64,
-    /// Changes when somebody asked last: no cursor is newer.
-    asked: u64,
-    /// When keys expire, in milliseconds since 1970, and where their entries are. Blocks expire
-    /// when somebody comes across them; a follower is told in time.
-    ends: BTreeSet<(u64, u32)>,
+    /// Number of changes at the last call: no cursor is newer.
+    last_read: u64,
+    /// Expiration times of keys, in milliseconds since 1970, with the indices of their entries. The
+    /// store removes an expired block only when a call finds it; a follower must learn in time.
+    expirations: BTreeSet<(u64, u32)>,
 }
 
 impl ChangeLog {
     fn new(entries_max: usize) -> Self {
         Self {
             epoch: RandomState::new().hash_one(entries_max),
-            // Memory is touched as it fills, and growing never copies.
+            // Reserved whole, so that growing never copies; pages are touched only as it fills.
             entries: VecDeque::with_capacity(entries_max),
             entries_max,
             first: 0,
-            asked: 0,
-            ends: BTreeSet::new(),
+            last_read: 0,
+            expirations: BTreeSet::new(),
         }
     }
 
     pub(crate) fn memory_bytes(&self) -> usize {
-        self.entries.len() * size_of::<Change>() + self.ends.len() * size_of::<(u64, u32)>()
+        self.entries.len() * size_of::<Change>() + self.expirations.len() * size_of::<(u64, u32)>()
     }
 
     fn end(&self) -> u64 {
         self.first + self.entries.len() as u64
     }
 
-    /// Notes a change. False: nobody has asked for so long that every cursor would be lost, and
-    /// the log is of no use any more.
+    /// Appends a change. Returns false if the log has no reader any more: every cursor would be
+    /// lost.
     pub(crate) fn push(&mut self, change: Change) -> bool {
         if self.entries.len() == self.entries_max {
-            if self.end() - self.asked >= self.entries_max as u64 {
+            if self.end() - self.last_read >= self.entries_max as u64 {
                 return false;
             }
             self.entries.pop_front();
@@ -133,66 +136,73 @@ impl ChangeLog {
         true
     }
 
-    /// A key has come that expires then; zero is never.
+    /// Adds the expiration time of a new key; zero is never.
     pub(crate) fn expect_end(&mut self, expires_unix_ms: u64, index: u32) {
         if expires_unix_ms != 0 {
-            self.ends.insert((expires_unix_ms, index));
+            self.expirations.insert((expires_unix_ms, index));
         }
     }
 
-    /// That key has gone.
+    /// Removes the expiration time of a removed key.
     pub(crate) fn forget_end(&mut self, expires_unix_ms: u64, index: u32) {
         if expires_unix_ms != 0 {
-            self.ends.remove(&(expires_unix_ms, index));
+            self.expirations.remove(&(expires_unix_ms, index));
         }
     }
 
-    /// A key whose time is over.
-    fn ended(&self, now_unix_ms: u64) -> Option<u32> {
-        self.ends.first().filter(|(expires, _)| *expires <= now_unix_ms).map(|(_, index)| *index)
+    /// An expired key.
+    fn first_expired(&self, now_unix_ms: u64) -> Option<u32> {
+        self.expirations
+            .first()
+            .filter(|(expires, _)| *expires <= now_unix_ms)
+            .map(|(_, index)| *index)
     }
 
-    /// No cursor that was given so far is any good.
-    fn lose(&mut self) {
+    /// Invalidates all cursors.
+    fn invalidate_cursors(&mut self) {
         self.first = self.end() + 1;
         self.entries.clear();
     }
 
-    fn knows(&self, cursor: &ChangeCursor) -> bool {
+    /// Whether the log has all changes since a cursor.
+    fn is_valid(&self, cursor: &ChangeCursor) -> bool {
         let kept = self.first..=self.end();
         cursor.epoch == self.epoch && kept.contains(&cursor.sequence)
     }
 
-    /// Where a follower begins: all that is here is still to be told.
-    fn beginning(&self) -> ChangeCursor {
-        ChangeCursor { epoch: self.epoch, sequence: self.end(), walk: Some(0) }
+    /// The cursor of a new follower: a scan from the first entry.
+    fn start_cursor(&self) -> ChangeCursor {
+        ChangeCursor { epoch: self.epoch, sequence: self.end(), scan: Some(0) }
     }
 
-    /// Tells changes since the cursor until there are `most`.
-    fn tell(&self, cursor: &mut ChangeCursor, told: &mut Vec<Change>, most: usize) {
-        let room = most.saturating_sub(told.len());
+    /// Appends the changes since the cursor to `changes`, until it has `most`.
+    fn read(&self, cursor: &mut ChangeCursor, changes: &mut Vec<Change>, most: usize) {
+        let room = most.saturating_sub(changes.len());
         let from = usize::try_from(cursor.sequence - self.first).expect("it is in the log");
         let to = self.entries.len().min(from.saturating_add(room));
-        told.extend(self.entries.range(from..to));
+        changes.extend(self.entries.range(from..to));
         cursor.sequence = self.first + to as u64;
     }
 }
 
 impl Store {
-    /// What came and went since a cursor: at most `max` changes, but at least one is always asked
-    /// for. Without a cursor, what is here now, from where on one can follow. A set of keys to
-    /// which a follower applies each answer (first emptied, if it `is_lost`) is exactly that of the
-    /// blocks for which [`Store::contains`] is true, whenever the answer `is_current`.
+    /// Returns the changes since a cursor, at most `max` (zero counts as one). Without a cursor,
+    /// returns the keys that the store has now; continue with the returned cursors.
     ///
-    /// The first call makes the store keep changes, `changes_max` of them; it ends when as many
-    /// have come to pass since the last call. The state is held for 2,048 changes at a time.
+    /// A follower keeps a set of keys. It applies the changes of each result, after emptying the
+    /// set if the result `is_lost`. Whenever a result `is_current`, the set is exactly the keys for
+    /// which [`Store::contains`] is true.
     ///
-    /// Fails if the store keeps no changes, or is closed.
+    /// The first call starts a log of `changes_max` changes. The log ends if that many changes
+    /// happen without a further call. The lock is released after every 2,048 changes.
+    ///
+    /// # Errors
+    /// [`StoreError::Config`] if `changes_max` is 0; [`StoreError::Closed`] if the store is closed.
     pub fn changes(&self, since: Option<ChangeCursor>, max: usize) -> Result<Changes, StoreError> {
         let node = self.node();
         let entries_max = node.config.changes_max;
         if entries_max == 0 {
-            let reason = "0; the store keeps no changes to tell: set how many".to_owned();
+            let reason = "0; the store keeps no change log: set its length".to_owned();
             return Err(StoreError::Config { setting: "changes_max", reason });
         }
         let max = max.max(1);
@@ -205,11 +215,12 @@ impl Store {
             }
             let now_unix_ms = node.clock.unix_ms();
             state.history.tell_time(now_unix_ms);
-            let told = answer.as_ref().map_or(0, |answer| answer.changes.len());
-            let piece =
-                state.tell(cursor, (max - told).min(PIECE as usize), entries_max, now_unix_ms);
-            node.release(state);
+            let count = answer.as_ref().map_or(0, |answer| answer.changes.len());
+            let most = (max - count).min(PIECE_KEYS as usize);
+            let piece = state.read_changes(cursor, most, entries_max, now_unix_ms);
+            node.unlock(state);
             cursor = Some(piece.next);
+            // If the log lost this cursor between two pieces, the pieces before it are obsolete.
             let whole = match answer.take().filter(|_| !piece.is_lost) {
                 None => piece,
                 Some(mut before) => {
@@ -226,8 +237,12 @@ impl Store {
 }
 
 impl State {
-    /// One piece of an answer.
-    fn tell(
+    /// One piece of the result of [`Store::changes`], of at most `most` changes.
+    ///
+    /// The order matters: the changes since the cursor come before the entries of the scan, because
+    /// a scanned entry is newer than these changes. Expired keys are removed before the scan, so
+    /// that their removals are in the log.
+    fn read_changes(
         &mut self,
         since: Option<ChangeCursor>,
         most: usize,
@@ -236,99 +251,101 @@ impl State {
     ) -> Changes {
         let log = self.catalog.changes_mut();
         let log = log.get_or_insert_with(|| Box::new(ChangeLog::new(entries_max)));
-        let known = since.filter(|cursor| log.knows(cursor));
-        let mut next = known.unwrap_or_else(|| log.beginning());
+        let valid = since.filter(|cursor| log.is_valid(cursor));
+        let mut next = valid.unwrap_or_else(|| log.start_cursor());
         let mut changes = Vec::new();
-        log.asked = log.end();
-        log.tell(&mut next, &mut changes, most);
+        log.last_read = log.end();
+        log.read(&mut next, &mut changes, most);
         if next.sequence == log.end() && changes.len() < most {
-            // So many fit the log before it drops what this follower has yet to be told.
+            // At most as many as the log holds: more would drop entries that this call must return.
             self.expire(most.min(entries_max) - changes.len().min(entries_max), now_unix_ms);
         }
-        let log = self.catalog.changes_mut().as_mut().expect("as much as it keeps does not end it");
-        log.tell(&mut next, &mut changes, most);
-        let is_told = next.sequence == log.end() && log.ended(now_unix_ms).is_none();
-        if is_told && changes.len() < most {
-            self.walk(&mut next, &mut changes, most, now_unix_ms);
+        let log = self.catalog.changes_mut().as_mut().expect("entries_max changes do not end it");
+        log.read(&mut next, &mut changes, most);
+        let is_log_read = next.sequence == log.end() && log.first_expired(now_unix_ms).is_none();
+        if is_log_read && changes.len() < most {
+            self.scan(&mut next, &mut changes, most, now_unix_ms);
         }
         if let Some(log) = self.catalog.changes_mut() {
-            log.asked = log.end();
+            log.last_read = log.end();
         }
-        let is_lost = since.is_some() && known.is_none();
-        Changes { is_lost, is_current: is_told && next.walk.is_none(), next, changes }
+        let is_lost = since.is_some() && valid.is_none();
+        Changes { is_lost, is_current: is_log_read && next.scan.is_none(), next, changes }
     }
 
-    /// Forgets keys whose time is over, so many at most.
+    /// Forgets at most `most` expired keys.
     fn expire(&mut self, most: usize, now_unix_ms: u64) {
         for _ in 0..most {
             let log = self.catalog.changes_mut().as_ref();
-            let Some(index) = log.and_then(|log| log.ended(now_unix_ms)) else { return };
+            let Some(index) = log.and_then(|log| log.first_expired(now_unix_ms)) else { return };
             self.forget(KeyIndex(index), Loss::Expired);
         }
     }
 
-    /// Tells some of the keys that are here, from where the cursor is.
-    fn walk(
+    /// Scans one piece of the catalog from the cursor on, and adds the keys that can be read.
+    fn scan(
         &mut self,
         cursor: &mut ChangeCursor,
-        told: &mut Vec<Change>,
+        changes: &mut Vec<Change>,
         most: usize,
         now_unix_ms: u64,
     ) {
-        let Some(from) = cursor.walk else { return };
+        let Some(from) = cursor.scan else { return };
         let end = self.catalog.key_indices_end();
-        let mut to = from.saturating_add(PIECE).min(end);
-        let mut ends = Vec::new();
+        let mut to = from.saturating_add(PIECE_KEYS).min(end);
+        let mut expirations = Vec::new();
         for key in self.catalog.keys_at(from..to) {
-            if told.len() == most {
+            if changes.len() == most {
                 to = key.0;
                 break;
             }
             let entry = self.catalog.entry(key);
             if entry.expires_unix_ms != 0 {
-                ends.push((entry.expires_unix_ms, key.0));
+                expirations.push((entry.expires_unix_ms, key.0));
             }
             let content = self.catalog.content(entry.content);
             if !entry.has_expired(now_unix_ms) && !self.is_out_of_reach(content) {
-                told.push(Change::Stored(entry.key));
+                changes.push(Change::Stored(entry.key));
             }
         }
         if let Some(log) = self.catalog.changes_mut() {
-            log.ends.extend(ends);
+            // Keys from before the start of the log have no expiration in it yet.
+            log.expirations.extend(expirations);
         }
-        cursor.walk = (to < end).then_some(to);
+        cursor.scan = (to < end).then_some(to);
     }
 
-    /// Everything has been forgotten, and nothing of that was told.
+    /// Logs that all keys were removed, in place of their single removals.
     pub(crate) fn note_cleared(&mut self) {
         if let Some(log) = self.catalog.changes_mut() {
-            log.ends.clear();
+            log.expirations.clear();
         }
         self.catalog.note(Change::Cleared);
     }
 
-    /// So much came or went that followers had better begin anew.
-    pub(crate) fn lose_changes(&mut self) {
+    /// Makes all followers start anew, after too many changes for single entries.
+    pub(crate) fn invalidate_change_cursors(&mut self) {
         if let Some(log) = self.catalog.changes_mut() {
-            log.lose();
+            log.invalidate_cursors();
         }
     }
 
-    /// Whether anybody could read a content now. As long as every stage is used, every content
-    /// that is known.
-    pub(crate) fn is_in_reach(&self, content: ContentIndex) -> bool {
+    /// Whether a content can be read now. True for every content while all read circuits are
+    /// closed.
+    pub(crate) fn is_readable(&self, content: ContentIndex) -> bool {
         self.shed == 0 || !self.is_out_of_reach(self.catalog.content(content))
     }
 
-    /// A tier gained or lost a content. While a stage is shed, that decides about its keys too.
-    pub(crate) fn note_reach(&mut self, content: ContentIndex, was_in_reach: bool) {
-        let is_in_reach = self.is_in_reach(content);
-        if is_in_reach == was_in_reach {
+    /// Logs the keys of a content whose readability changed, because a tier gained or lost the
+    /// content while a read circuit is open.
+    pub(crate) fn note_readability(&mut self, content: ContentIndex, was_readable: bool) {
+        let is_readable = self.is_readable(content);
+        if is_readable == was_readable {
             return;
         }
         for key in self.catalog.keys_of(content) {
             let name = self.catalog.entry(key).key;
-            let change = if is_in_reach { Change::Stored } else { Change::Gone };
+            let change = if is_readable { Change::Stored } else { Change::Gone };
             self.catalog.note(change(name));
         }
     }

@@ -1,4 +1,4 @@
-//! What a store is made of: one typed struct, checked before anything starts.
+//! Configuration of a store: one typed struct, checked before anything starts.
 
 use std::num::{NonZeroU32, NonZeroU64};
 use std::path::PathBuf;
@@ -11,10 +11,10 @@ use thiserror::Error;
 use crate::{HealthConfig, StoreError};
 
 const MIB: u64 = 1 << 20;
-/// Most changes that a store may keep: 8.25 GiB of them.
+/// Maximum length of the change log: 8.25 GiB.
 const CHANGES_MAX: usize = 1 << 28;
 
-/// Which blocks leave DRAM first.
+/// Eviction policy of DRAM.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum PolicyKind {
     /// Least recently used.
@@ -23,78 +23,79 @@ pub enum PolicyKind {
     S3Fifo,
     /// Adaptive replacement.
     Arc,
-    /// Least recently used, new data always in the fastest tier (the `MLPerf` document's).
+    /// Least recently used; new data always in the fastest tier, as in the `MLPerf` document.
     Waterfall,
-    /// Learns online which conversations return (`docs/eviction.md`).
+    /// Learns online which conversations continue (`docs/eviction.md`).
     #[default]
     PrefixCost,
 }
 
-/// When a block that was put reaches the tiers below the first.
+/// When a put writes to the lower tiers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum WritePolicy {
-    /// A put returns once the block is in the first tier; the mover writes it down soon after.
+    /// Write-back: a put returns once the block is in the first tier; the mover writes it to the
+    /// lower tiers soon after.
     #[default]
     Back,
-    /// A put returns once every tier has the block.
+    /// Write-through: a put returns once every tier has the block.
     Through,
 }
 
-/// How blocks lie in the file tier.
+/// Layout of the file tier.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum FileLayout {
     /// Append-only segments of many blocks.
     #[default]
     Segments,
-    /// One file a block, in sharded directories, for file systems shared by name.
+    /// One file per block, in sharded directories, for shared file systems.
     FilePerBlock,
 }
 
-/// When the blocks in DRAM survive the store, if its pool has a name.
+/// When the blocks of a named pool survive the store.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum KeepPool {
-    /// When its process dies; a store that is closed takes its pool with it.
+    /// After a crash of the process. A clean close removes the pool.
     #[default]
     AfterCrash,
-    /// When it is closed, too: for an upgrade of the program.
+    /// Also after a clean close, for an upgrade of the program.
     Always,
-    /// Never; what an earlier run left is removed.
+    /// Never. The pool of an earlier run is removed.
     Never,
 }
 
-/// What reads and writes the file tier.
+/// I/O interface of the file tier.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum IoEngine {
     /// `io_uring` where the kernel allows it, else `Psync`.
     #[default]
     Auto,
-    /// `io_uring` or an error.
+    /// `io_uring`; an error where the kernel does not allow it.
     Uring,
     /// `preadv` and `pwritev`.
     Psync,
 }
 
-/// The file tier.
+/// Configuration of the file tier.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct FilesConfig {
-    /// Directory of this store alone.
+    /// Directory of the tier. No other store may use it.
     pub directory: PathBuf,
-    /// Bytes that its files may take. Default: 4 GiB. Minimum: two segments.
+    /// Size limit of all files together. Default: 4 GiB. Minimum: two segments.
     pub capacity_bytes: u64,
-    /// Default: segments.
+    /// Layout of the files. Default: segments.
     pub layout: FileLayout,
     /// Size of a segment. Default: 256 MiB. Minimum: 1 MiB.
     pub segment_bytes: u64,
-    /// Whether to pass by the page cache. Default: yes, where the file system allows it.
+    /// Whether to bypass the page cache. Default: yes, where the file system allows it.
     pub direct: bool,
-    /// Default: auto.
+    /// I/O interface. Default: auto.
     pub engine: IoEngine,
     /// Whether a block counts as stored only once it is on stable storage. Default: no.
     pub durable: bool,
 }
 
 impl FilesConfig {
-    /// The defaults, for a directory.
+    /// Default settings for a directory.
     pub fn new(directory: impl Into<PathBuf>) -> Self {
         Self {
             directory: directory.into(),
@@ -108,73 +109,76 @@ impl FilesConfig {
     }
 }
 
-/// Encryption of what leaves DRAM: AES-256-GCM, every block for itself.
+/// Encryption of the tiers below DRAM: AES-256-GCM, each block separately.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct EncryptionConfig {
-    /// A file of 32 raw bytes, or of lines of 64 hexadecimal digits: the first one writes, further
-    /// ones read what was written before. Mode 0600 or 0400, outside of the file tier's directory.
+    /// A file of 32 raw bytes, or of lines of 64 hexadecimal digits. The first key encrypts;
+    /// further keys only decrypt older blocks. Mode 0600 or 0400, outside the directory of the
+    /// file tier.
     pub key_file: PathBuf,
-    /// Whose blocks these are; tenants with one key have different ciphers. Default: `default`.
+    /// Name of the owner of the blocks, such as a tenant. It enters the key derivation, so that
+    /// tenants with the same key file cannot read each other's blocks. Default: `default`.
     pub scope: String,
 }
 
 impl EncryptionConfig {
-    /// The defaults, for a key file.
+    /// Default settings for a key file.
     pub fn new(key_file: impl Into<PathBuf>) -> Self {
         Self { key_file: key_file.into(), scope: "default".to_owned() }
     }
 }
 
-/// Everything that a store needs to know.
+/// Configuration of a store.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct StoreConfig {
     /// Stages from fast to slow, such as `Dram|Files`. Default: `Dram`.
     pub pipeline: String,
     /// Size of the DRAM pool. Default: 256 MiB. Minimum: 4 MiB.
     pub dram_bytes: u64,
-    /// Most blocks in DRAM; for studies in blocks. Default: no limit but the bytes.
+    /// Limit on the number of blocks in DRAM, for studies. Default: no limit.
     pub dram_blocks: Option<u64>,
-    /// Whether the pool asks for huge pages. Default: yes.
+    /// Whether the pool requests huge pages. Default: yes.
     pub huge_pages: bool,
-    /// Where the pool lies so that a process that dies leaves its blocks to the next one, such as
-    /// `/dev/shm/cascade-pool`; its ledger lies beside it. Needs a file system in memory to be
-    /// fast. Default: none, the pool ends with the process.
+    /// File of a named pool, such as `/dev/shm/cascade-pool`, from which the next process restores
+    /// the blocks of a process that died. Its ledger is a file beside it. For speed it should be
+    /// on a file system in memory. Default: none; the pool ends with the process.
     pub pool_file: Option<PathBuf>,
-    /// What `pool_file` outlives. Default: a crash.
+    /// When the blocks of `pool_file` survive the store. Default: after a crash.
     pub keep_pool: KeepPool,
-    /// The file tier, when the pipeline names it.
+    /// The file tier, if the pipeline has one.
     pub files: Option<FilesConfig>,
-    /// Encrypts every tier below DRAM. Default: none.
+    /// Encryption of every tier below DRAM. Default: none.
     pub encryption: Option<EncryptionConfig>,
-    /// Default: prefix-cost.
+    /// Eviction policy of DRAM. Default: prefix-cost.
     pub policy: PolicyKind,
-    /// Default: off.
+    /// Whether blocks are deduplicated by a digest of their bytes. Default: off.
     pub digest: DigestMode,
-    /// Default: back.
+    /// Write policy. Default: back.
     pub write: WritePolicy,
-    /// Bytes that may wait to be written down before puts wait too. Default: a quarter of DRAM.
+    /// Limit of the write backlog of all lower tiers together; at the limit, puts wait. Default: a
+    /// quarter of DRAM.
     pub dirty_bytes_max: Option<u64>,
-    /// Bytes a second that the mover may write to each stage, and that prefetch may bring up.
-    /// Default: no limit.
+    /// Rate limit of the mover's writes to each stage, and of prefetch. Default: no limit.
     pub mover_bytes_per_second: Option<u64>,
-    /// Share of DRAM that protected prefixes may hold, in percent; beyond it further ones are
-    /// ordinary blocks. Default: 90.
+    /// Share of DRAM for protected prefixes, in percent. Beyond the quota, further protected blocks
+    /// are ordinary blocks. Default: 90.
     pub protected_percent: u8,
-    /// Whether a request's last partial block is taken. Default: no.
+    /// Whether the last partial block of a request is admitted. Default: no.
     pub admit_partial: bool,
-    /// Changes of what the store has that are kept for [`crate::Store::changes`], 33 bytes each,
-    /// once somebody asks for them. Default: 1,048,576. Most: 2^28. 0: none, and asking fails.
+    /// Length of the change log for [`crate::Store::changes`], 33 bytes for each change; the log
+    /// starts with the first call. Default: 1,048,576. Maximum: 2^28. 0: no log, and
+    /// [`crate::Store::changes`] fails.
     pub changes_max: usize,
-    /// How long a call may take unless it says otherwise. Default: 30 s.
+    /// Default timeout of a call. Default: 30 s.
     pub timeout: Duration,
-    /// When a stage below DRAM is left alone because it fails, and how it comes back.
+    /// When the circuit breakers of the lower stages open and close.
     pub health: HealthConfig,
-    /// Bytes a second of DRAM that are compared with their checksums in the background, so that a
-    /// bit that flipped there is found. Default: 256 MiB, 3 to 5 percent of a core. None: never,
-    /// but for blocks that are written down.
+    /// Rate at which DRAM is compared with its checksums in the background, to find flipped bits.
+    /// Default: 256 MiB/s, 3 to 5 percent of a core. `None`: only blocks that are written to a
+    /// lower stage are compared.
     pub scrub_bytes_per_second: Option<NonZeroU64>,
-    /// Makes the hash tables of keys the same in every run, for tests and studies. Whoever knows it
-    /// can choose keys that are slow to find. Default: drawn from the system's randomness.
+    /// Fixed seed of the hash tables, for tests and studies. An attacker who knows the seed can
+    /// choose keys that collide. Default: random.
     pub hash_seed: Option<u64>,
 }
 
@@ -206,55 +210,64 @@ impl Default for StoreConfig {
 }
 
 impl StoreConfig {
-    /// Refuses what makes no sense, by name.
+    /// Checks all settings; an error names the setting.
     pub fn check(&self) -> Result<(), StoreError> {
         let bad = |setting, reason: String| Err(StoreError::Config { setting, reason });
         if self.dram_bytes < 4 * MIB {
             return bad("dram", format!("{} bytes; the minimum is 4 MiB", self.dram_bytes));
         }
         if usize::try_from(self.dram_bytes).is_err() {
-            return bad("dram", format!("{} bytes do not fit the address space", self.dram_bytes));
+            return bad("dram", format!("{} bytes exceed the address space", self.dram_bytes));
         }
         if self.dram_blocks == Some(0) {
-            return bad("dram_blocks", "0 blocks; the least is 1, or leave it out".to_owned());
+            return bad("dram_blocks", "0 blocks; the minimum is 1, or leave it out".to_owned());
         }
         if self.protected_percent > 100 {
-            return bad("protected_share", format!("{} is over 100", self.protected_percent));
+            return bad(
+                "protected_share",
+                format!("{}; the maximum is 100", self.protected_percent),
+            );
         }
         if self.changes_max > CHANGES_MAX {
-            return bad("changes_max", format!("{}; the most is 2^28", self.changes_max));
+            return bad("changes_max", format!("{}; the maximum is 2^28", self.changes_max));
         }
         if self.timeout.is_zero() {
-            return bad("timeout", "0; every call would fail: give at least 1 ms".to_owned());
+            return bad("timeout", "0; every call would fail: set at least 1 ms".to_owned());
         }
         if self.dirty_bytes_max == Some(0) {
-            return bad("dirty_max", "0 would never take a block; leave it out".to_owned());
+            return bad(
+                "dirty_max",
+                "0; every put would wait forever: set at least 1, or leave it out".to_owned(),
+            );
         }
         if self.mover_bytes_per_second == Some(0) {
-            return bad("mover_rate", "0 would never write; leave it out".to_owned());
+            return bad(
+                "mover_rate",
+                "0; nothing would be written: set at least 1, or leave it out".to_owned(),
+            );
         }
         self.health.check()
     }
 
     pub(crate) fn pool(&self) -> PoolConfig {
         PoolConfig {
-            capacity_bytes: usize::try_from(self.dram_bytes).expect("checked by check()"),
+            capacity_bytes: usize::try_from(self.dram_bytes).expect("check() has checked the size"),
             huge_pages: if self.huge_pages { HugePages::Auto } else { HugePages::Never },
             populate: true,
         }
     }
 }
 
-/// What one call asks beyond its arguments.
+/// Options of one call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct CallOptions {
-    /// How long this call may take; the store's timeout otherwise.
+    /// Timeout of the call. Default: the timeout of the store.
     pub timeout: Option<Duration>,
-    /// Who calls: kept with the blocks that it puts, for [`crate::Store::explain`].
+    /// Identifier of the caller, kept with the blocks that it puts, for [`crate::Store::explain`].
     pub writer: Option<Writer>,
 }
 
-/// Who put a block: a number that means something to the caller, such as a session's.
+/// Identifier of the writer of a block, chosen by the caller, such as a process or session number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Writer(pub NonZeroU32);
 
@@ -262,17 +275,17 @@ pub struct Writer(pub NonZeroU32);
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum PipelineError {
-    /// A stage nobody registered.
-    #[error("pipeline {pipeline:?} names the stage {stage:?}; known are {known}")]
+    /// The registry does not have a stage of this name.
+    #[error("pipeline {pipeline:?}: unknown stage {stage:?}; known are {known}")]
     UnknownStage {
         /// The whole pipeline.
         pipeline: String,
-        /// The culprit.
+        /// The unknown stage.
         stage: String,
-        /// What could stand there.
+        /// The known stages.
         known: String,
     },
-    /// Stages in an order that makes no sense, or no stage.
+    /// The order of the stages is not valid, or a stage is missing.
     #[error("pipeline {pipeline:?}: {reason}")]
     BadOrder {
         /// The whole pipeline.

@@ -1,7 +1,7 @@
-//! What every block store has to do, embedded or served: checks over [`BlockStore`].
+//! Conformance checks of a block store, embedded or served: checks over [`BlockStore`].
 //!
-//! Each check runs on a fresh store and panics with what went wrong. Call [`all`] from a test of
-//! your own. Bytes of a block are a function of its key, so every read is compared in full.
+//! Each check runs on a fresh store and panics on a violation. Call [`all`] from a test. The bytes
+//! of a block are a function of its key, so that every read is compared in full.
 
 mod lengths;
 mod prepared;
@@ -18,13 +18,13 @@ use crate::{
     PutOutcome, Request, StoreError, TierName, ViewOutcome,
 };
 
-/// A fresh store, with a pool of [`DRAM_BYTES`].
+/// A fresh store under test, with a pool of [`DRAM_BYTES`].
 pub struct Subject {
     /// The store.
     pub store: Box<dyn BlockStore>,
-    /// What it counted; for a served one, what its node counted.
+    /// Reads the counters of the store; for a served store, of its node.
     pub counters: Box<dyn Fn() -> Counters>,
-    /// Whether equal bytes under two keys are kept once.
+    /// Whether the store deduplicates equal bytes under two keys.
     pub deduplicates: bool,
 }
 
@@ -34,23 +34,23 @@ impl fmt::Debug for Subject {
     }
 }
 
-/// Size of the pool that the checks are made for.
+/// Size of the pool that the checks need.
 pub const DRAM_BYTES: u64 = 64 << 20;
 
-/// Sizes of blocks: none, one byte, a page, no round one, a large one.
+/// Sizes of blocks: empty, one byte, one page, more than one page, large.
 const SIZES: [usize; 5] = [0, 1, 4096, 5000, 1 << 20];
-/// How long a check waits for what happens by itself.
-const PATIENCE: Duration = Duration::from_secs(20);
+/// How long a check waits for a background event.
+const EVENT_TIMEOUT: Duration = Duration::from_secs(20);
 const NOW: CallOptions = CallOptions { timeout: None, writer: None };
 
 /// Runs every check, each on a fresh store.
 ///
 /// # Panics
-/// If the store does not do what it has to.
+/// If the store violates a check.
 pub fn all(open: &mut dyn FnMut() -> Subject) {
     let checks: [fn(&Subject); 30] = [
-        a_fresh_store_has_nothing,
-        what_was_put_is_read_back,
+        a_fresh_store_is_empty,
+        a_stored_block_is_read_back,
         batches_have_any_length,
         a_key_keeps_its_bytes,
         a_key_twice_in_a_batch_is_stored_once,
@@ -58,27 +58,27 @@ pub fn all(open: &mut dyn FnMut() -> Subject) {
         slabs_are_written_in_place,
         a_chain_matches_from_its_root,
         pins_are_counted,
-        a_deleted_block_is_gone_and_its_views_stay,
+        a_deleted_block_is_a_miss_and_its_views_stay_valid,
         a_cleared_store_is_empty,
         a_block_expires,
-        what_is_not_taken_is_said,
-        equal_bytes_are_told_by_the_digest,
-        more_than_fits_is_a_miss_or_below,
-        manifests_are_listed_as_kept,
-        a_follower_has_the_exact_set,
-        a_call_without_time_harms_nothing,
+        a_declined_block_has_a_reason,
+        equal_bytes_are_deduplicated_with_digests,
+        an_evicted_block_is_a_miss_or_in_a_lower_tier,
+        registered_manifests_are_listed,
+        a_follower_of_changes_has_the_exact_set,
+        calls_with_a_zero_timeout_lose_no_blocks,
         lengths::a_chain_of_any_length_is_acquired,
-        lengths::every_call_takes_a_batch_of_any_length,
-        lengths::slabs_of_any_number_are_prepared_and_sealed,
-        lengths::what_a_closed_store_answers_to_every_call,
-        prepared::what_was_prepared_is_read_back_once_sealed,
-        prepared::what_is_there_is_present_and_counted_once,
-        prepared::what_is_prepared_and_dropped_leaves_nothing,
-        prepared::of_two_preparers_the_first_to_seal_stores,
-        prepared::what_is_not_taken_gets_no_slab,
-        prepared::preparing_without_time_harms_nothing,
+        lengths::every_call_accepts_a_batch_of_any_length,
+        lengths::any_number_of_slabs_is_prepared_and_sealed,
+        lengths::every_call_on_a_closed_store_returns,
+        prepared::a_prepared_block_is_read_back_once_sealed,
+        prepared::a_prepared_key_that_is_present_is_counted_once,
+        prepared::dropped_slabs_are_returned_and_not_counted,
+        prepared::the_first_of_two_preparers_to_seal_stores_the_block,
+        prepared::a_declined_block_gets_no_slab,
+        prepared::preparing_with_a_zero_timeout_leaks_no_slabs,
         prepared::a_closed_store_prepares_and_seals_nothing,
-        a_closed_store_says_so,
+        a_closed_store_fails_every_call,
     ];
     for check in checks {
         let subject = open();
@@ -100,7 +100,7 @@ fn keys(range: std::ops::Range<u64>) -> Vec<BlockKey> {
     range.map(key).collect()
 }
 
-/// The only right bytes of a block.
+/// The bytes of a block, a function of its key.
 fn bytes_of(key: &BlockKey, length: usize) -> Vec<u8> {
     let mut state = key.fingerprint() | 1;
     let mut bytes = Vec::with_capacity(length + 8);
@@ -124,8 +124,8 @@ impl Subject {
     fn put_new(&self, keys: &[BlockKey], length: usize) {
         let outcomes = self.put(keys, length);
         let is_stored = |outcome: &PutOutcome| matches!(outcome, PutOutcome::Stored);
-        let odd = outcomes.iter().find(|outcome| !is_stored(outcome));
-        assert!(odd.is_none(), "{odd:?} of {} blocks of {length} bytes", keys.len());
+        let unexpected = outcomes.iter().find(|outcome| !is_stored(outcome));
+        assert!(unexpected.is_none(), "{unexpected:?} of {} blocks of {length} bytes", keys.len());
     }
 
     /// The tier that each block was read from; every byte is compared.
@@ -155,12 +155,12 @@ fn counters_add_up(counters: &Counters) {
     let Counters { gets, hits, misses, get_failures, .. } = counters;
     assert_eq!(*gets, hits + misses + get_failures, "reads: {counters:?}");
     let Counters { puts, stored, deduplicated, present, .. } = counters;
-    let taken = stored + deduplicated + present;
-    let not_taken = counters.conflicts + counters.declined + counters.put_failures;
-    assert_eq!(*puts, taken + not_taken, "puts: {counters:?}");
+    let accepted = stored + deduplicated + present;
+    let refused = counters.conflicts + counters.declined + counters.put_failures;
+    assert_eq!(*puts, accepted + refused, "puts: {counters:?}");
 }
 
-fn a_fresh_store_has_nothing(subject: &Subject) {
+fn a_fresh_store_is_empty(subject: &Subject) {
     let (store, keys) = (&subject.store, keys(0..3));
     assert!(!subject.has_all(&keys));
     assert_eq!(store.contains(&keys), [false; 3]);
@@ -175,11 +175,11 @@ fn a_fresh_store_has_nothing(subject: &Subject) {
     store.clear();
 }
 
-fn what_was_put_is_read_back(subject: &Subject) {
+fn a_stored_block_is_read_back(subject: &Subject) {
     for (first, length) in (0..).step_by(10).zip(SIZES) {
         let keys = keys(first..first + 3);
         let outcomes = subject.put(&keys, length);
-        // Not every tier keeps a block of nothing; where all have to, it fails, and says so.
+        // A tier may refuse an empty block; with write-through, the put then fails.
         if length == 0 && matches!(outcomes[0], PutOutcome::Failed(StoreError::Tier { .. })) {
             continue;
         }
@@ -202,7 +202,7 @@ fn what_was_put_is_read_back(subject: &Subject) {
         let located = subject.store.locate(&keys);
         assert!(located.iter().all(|tiers| tiers.first() == Some(&"dram")), "{located:?}");
     }
-    subject.store.flush(NOW).expect("every tier takes it");
+    subject.store.flush(NOW).expect("every tier can store the blocks");
 }
 
 fn batches_have_any_length(subject: &Subject) {
@@ -315,13 +315,13 @@ fn pins_are_counted(subject: &Subject) {
     assert_eq!(store.unpin(&[key]), [false], "the new block was never pinned");
 }
 
-fn a_deleted_block_is_gone_and_its_views_stay(subject: &Subject) {
+fn a_deleted_block_is_a_miss_and_its_views_stay_valid(subject: &Subject) {
     let (store, keys) = (&subject.store, keys(0..2));
     subject.put_new(&keys, 4096);
     let views = store.view(&keys, NOW);
     assert_eq!(store.delete(&[keys[0], key(9)]), [true, false]);
     assert_eq!(store.contains(&keys), [false, true]);
-    // Others take room meanwhile, as much as there is.
+    // Fill DRAM several times over: the memory of the views must not be reused.
     for first in (100..400).step_by(4) {
         subject.put(&(first..first + 4).map(key).collect::<Vec<_>>(), 1 << 18);
     }
@@ -353,16 +353,16 @@ fn a_block_expires(subject: &Subject) {
     ];
     let outcomes = subject.store.put(&batch, NOW);
     assert!(matches!(outcomes[..], [PutOutcome::Stored, PutOutcome::Stored]), "{outcomes:?}");
-    let deadline = Deadline::after(&SystemClock, PATIENCE);
+    let deadline = Deadline::after(&SystemClock, EVENT_TIMEOUT);
     while subject.read(&[short])[0].is_some() {
-        assert!(!deadline.remaining(&SystemClock).is_zero(), "its millisecond never ends");
+        assert!(!deadline.remaining(&SystemClock).is_zero(), "the block does not expire");
         std::thread::yield_now();
     }
     assert_eq!(subject.store.contains(&[short, long]), [false, true]);
     assert!(subject.has_all(&[long]));
 }
 
-fn what_is_not_taken_is_said(subject: &Subject) {
+fn a_declined_block_has_a_reason(subject: &Subject) {
     let bytes = bytes_of(&key(1), 4096);
     let partial = Put { is_partial: true, ..Put::new(key(1), &bytes) };
     let outcomes = subject.store.put(&[partial], NOW);
@@ -376,7 +376,7 @@ fn what_is_not_taken_is_said(subject: &Subject) {
     assert_eq!(subject.store.contains(&[key(1), key(2)]), [false, false]);
 }
 
-fn equal_bytes_are_told_by_the_digest(subject: &Subject) {
+fn equal_bytes_are_deduplicated_with_digests(subject: &Subject) {
     let bytes = vec![42; 4096];
     let batch = [Put::new(key(1), &bytes), Put::new(key(2), &bytes)];
     let outcomes = subject.store.put(&batch, NOW);
@@ -392,14 +392,14 @@ fn equal_bytes_are_told_by_the_digest(subject: &Subject) {
     }
 }
 
-fn more_than_fits_is_a_miss_or_below(subject: &Subject) {
+fn an_evicted_block_is_a_miss_or_in_a_lower_tier(subject: &Subject) {
     let keys = keys(0..96);
     for some in keys.chunks(8) {
         let outcomes = subject.put(some, 1 << 20);
         let has_failed = |outcome: &PutOutcome| matches!(outcome, PutOutcome::Failed(_));
         assert!(!outcomes.iter().any(has_failed), "{outcomes:?}");
     }
-    subject.store.flush(NOW).expect("every tier takes it");
+    subject.store.flush(NOW).expect("every tier can store the blocks");
     let located = subject.store.locate(&keys);
     let below: Vec<BlockKey> = keys
         .iter()
@@ -410,39 +410,44 @@ fn more_than_fits_is_a_miss_or_below(subject: &Subject) {
     assert!(subject.store.prefetch(&below) <= below.len());
     for (some, located) in keys.chunks(4).zip(located.chunks(4)) {
         for (tier, located) in subject.read(some).into_iter().zip(located) {
-            assert_eq!(tier.is_some(), !located.is_empty(), "what is located is read");
+            assert_eq!(
+                tier.is_some(),
+                !located.is_empty(),
+                "a block is read exactly if it is located"
+            );
         }
     }
 }
 
-fn manifests_are_listed_as_kept(subject: &Subject) {
+fn registered_manifests_are_listed(subject: &Subject) {
     let manifest = Manifest::new().with("weights", "conformance").with("dtype", "bf16");
     let namespace = Namespace::new(manifest.clone(), &TenantSecret::new("secret"));
-    subject.store.register(&namespace, NOW).expect("every tier keeps it, or none can");
-    let kept = subject.store.manifests(NOW).expect("every tier answers");
-    let found = kept.iter().find(|(id, _)| *id == namespace.id());
-    assert!(kept.is_empty() || found.is_some_and(|(_, kept)| *kept == manifest), "{kept:?}");
+    subject.store.register(&namespace, NOW).expect("every tier stores it or ignores it");
+    let listed = subject.store.manifests(NOW).expect("every tier lists its manifests");
+    let found = listed.iter().find(|(id, _)| *id == namespace.id());
+    let is_listed = found.is_some_and(|(_, listed)| *listed == manifest);
+    assert!(listed.is_empty() || is_listed, "{listed:?}");
 }
 
-fn a_follower_has_the_exact_set(subject: &Subject) {
+fn a_follower_of_changes_has_the_exact_set(subject: &Subject) {
     let (store, keys) = (&subject.store, keys(0..100));
-    let (mut here, mut cursor) = (BTreeSet::new(), None);
+    let (mut present, mut cursor) = (BTreeSet::new(), None);
     let mut follow = |max: usize| {
-        let mut told = Vec::new();
+        let mut all_changes = Vec::new();
         loop {
-            let answer = store.changes(cursor, max).expect("the store keeps changes");
+            let answer = store.changes(cursor, max).expect("the store has a change log");
             assert!(!answer.is_lost && answer.changes.len() <= max, "{answer:?}");
             for change in &answer.changes {
                 match change {
-                    Change::Stored(key) => drop(here.insert(*key)),
-                    Change::Gone(key) => drop(here.remove(key)),
-                    Change::Cleared => here.clear(),
+                    Change::Stored(key) => drop(present.insert(*key)),
+                    Change::Gone(key) => drop(present.remove(key)),
+                    Change::Cleared => present.clear(),
                 }
             }
-            told.extend(answer.changes);
+            all_changes.extend(answer.changes);
             cursor = Some(answer.next);
             if answer.is_current {
-                return (told, here.clone());
+                return (all_changes, present.clone());
             }
         }
     };
@@ -454,18 +459,18 @@ fn a_follower_has_the_exact_set(subject: &Subject) {
     store.delete(&keys[..2]);
     store.clear();
     subject.put_new(&keys[5..6], 512);
-    let (told, here) = follow(1 << 20);
+    let (changes, present) = follow(1 << 20);
     let expected =
         [Change::Gone(keys[0]), Change::Gone(keys[1]), Change::Cleared, Change::Stored(keys[5])];
-    assert_eq!(told, expected);
-    assert_eq!(here, [keys[5]].into());
-    let odd = ChangeCursor::from_bytes([7; ChangeCursor::BYTES]);
-    let answer = store.changes(Some(odd), 10).expect("any cursor is answered");
+    assert_eq!(changes, expected);
+    assert_eq!(present, [keys[5]].into());
+    let foreign = ChangeCursor::from_bytes([7; ChangeCursor::BYTES]);
+    let answer = store.changes(Some(foreign), 10).expect("any cursor is valid");
     assert!(answer.is_lost && answer.is_current, "{answer:?}");
     assert_eq!(answer.changes, [Change::Stored(keys[5])]);
 }
 
-fn a_call_without_time_harms_nothing(subject: &Subject) {
+fn calls_with_a_zero_timeout_lose_no_blocks(subject: &Subject) {
     let none = CallOptions { timeout: Some(Duration::ZERO), writer: None };
     let keys = keys(0..50);
     subject.put_new(&keys[..40], 4096);
@@ -481,20 +486,20 @@ fn a_call_without_time_harms_nothing(subject: &Subject) {
         drop(subject.store.put(&[Put::new(keys[45], &bytes)], none));
         drop(subject.store.acquire(&Request::new(&keys), none));
     }
-    // Soon it is as if nothing had been.
-    let deadline = Deadline::after(&SystemClock, PATIENCE);
+    // Late calls may still hold blocks for a moment: then every block can be read again.
+    let deadline = Deadline::after(&SystemClock, EVENT_TIMEOUT);
     while !subject.has_all(&keys[..40]) {
-        assert!(!deadline.remaining(&SystemClock).is_zero(), "it does not come back");
+        assert!(!deadline.remaining(&SystemClock).is_zero(), "the blocks cannot be read again");
         std::thread::yield_now();
     }
 }
 
-fn a_closed_store_says_so(subject: &Subject) {
+fn a_closed_store_fails_every_call(subject: &Subject) {
     let (store, keys) = (&subject.store, keys(0..2));
     subject.put_new(&keys, 4096);
     let views = store.view(&keys, NOW);
-    store.close().expect("everything can be written");
-    store.close().expect("once more is harmless");
+    store.close().expect("every tier can store the blocks");
+    store.close().expect("a second close does nothing");
     for outcome in subject.put(&keys, 4096) {
         assert!(matches!(outcome, PutOutcome::Failed(StoreError::Closed)), "{outcome:?}");
     }
@@ -510,11 +515,11 @@ fn a_closed_store_says_so(subject: &Subject) {
     assert!(store.lookup_prefix(&Request::new(&keys)).tiers.is_empty());
     assert_eq!(store.delete(&keys), [false; 2]);
     for (key, view) in keys.iter().zip(views) {
-        assert!(tier_of(key, view).is_some(), "views that are held stay");
+        assert!(tier_of(key, view).is_some(), "views that are held stay valid");
     }
 }
 
-/// The same calls count the same wherever the store is.
+/// Embedded and served stores count the same calls equally.
 fn every_outcome_is_counted_once(subject: &Subject) {
     let all = keys(0..2500);
     subject.put_new(&all, 512);

@@ -1,66 +1,69 @@
-//! Erasing a store: every block leaves every tier, and what held it is zeroed.
+//! Erase: removes every block from every tier, and overwrites its bytes.
 
 use std::collections::HashSet;
 
 use cascade_block::with_causes;
 use cascade_memory::Wiped;
 
-use crate::call::Call;
+use crate::call_context::CallContext;
 use crate::catalog::LOWER_STAGES_MAX;
 use crate::history::{History, Loss};
 use crate::node::Node;
 use crate::stage::StageErased;
-use crate::state::{NameChange, State};
+use crate::state::{KeyChange, State};
 use crate::{CallOptions, StoreError, TierName};
 
-/// What erasing a store did, and what it could not.
+/// Result of erasing a store.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Erased {
-    /// What each tier had, fast to slow.
+    /// What was erased in each tier, fast to slow.
     pub tiers: Vec<TierErased>,
-    /// The pool: freed memory that was zeroed, and what was not.
+    /// The pool: memory that was zeroed, and memory that was not.
     pub memory: Wiped,
-    /// What is left, and why; empty when everything is gone.
+    /// What was not erased, with the reason; empty if the erase is complete.
     pub left: Vec<Left>,
 }
 
-/// What one tier had.
+/// What was erased in one tier.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct TierErased {
     /// The tier.
     pub tier: TierName,
-    /// Blocks that it had.
+    /// Number of blocks.
     pub blocks: u64,
-    /// Their bytes, each content counted once.
+    /// Bytes of the blocks, each content counted once.
     pub bytes: u64,
     /// Files that were overwritten and removed.
     pub files_removed: u64,
-    /// Bytes of them that were overwritten.
+    /// Bytes that were overwritten in these files.
     pub overwritten_bytes: u64,
 }
 
-/// Something that resisted.
+/// Something that was not erased.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Left {
-    /// What: a file, a tier, memory.
+    /// A file, a tier, or memory.
     pub what: String,
-    /// Why.
+    /// The reason.
     pub why: String,
 }
 
 impl Erased {
-    /// Whether nothing is left.
+    /// Whether everything was erased.
     pub fn is_complete(&self) -> bool {
         self.left.is_empty()
     }
 
-    fn leave(&mut self, what: impl Into<String>, why: impl Into<String>) {
+    fn add_not_erased(&mut self, what: impl Into<String>, why: impl Into<String>) {
         self.left.push(Left { what: what.into(), why: why.into() });
     }
 }
 
 impl Node {
-    /// Forgets every block, waits for what is under way, erases the stages and zeroes the pool.
+    /// Forgets every block, waits for calls in flight, erases the stages and zeroes the pool.
+    ///
+    /// The order matters: `is_erasing` refuses new puts and reads, so that calls in flight end;
+    /// only then does no thread write to a stage or a slab, and stages and memory can be erased.
     pub(crate) fn erase(&self, options: CallOptions) -> Result<Erased, StoreError> {
         let call = self.call(options);
         let mut state = self.lock();
@@ -70,16 +73,16 @@ impl Node {
         if std::mem::replace(&mut state.is_erasing, true) {
             return Err(StoreError::Erasing);
         }
-        let mut erased = Erased { tiers: self.forget_all(&mut state), ..Erased::default() };
-        let mut removed = Removed::default();
+        let mut erased = Erased { tiers: self.empty_catalog(&mut state), ..Erased::default() };
+        let mut removed = CancelledRemovals::default();
         removed.take(&mut state);
         drop(state);
         self.forget_watched();
-        self.announce_change();
-        self.announce_work();
+        self.notify_changed();
+        self.notify_movers();
         self.pool.begin_wipe();
-        self.wait_quiet(&mut erased, &mut removed, call);
-        self.wait_for_late_calls(&mut erased, call);
+        self.wait_for_calls(&mut erased, &mut removed, call);
+        self.wait_for_stuck_calls(&mut erased, call);
         self.erase_stages(&mut erased, removed, call);
         self.wipe(&mut erased, call);
         let mut state = self.lock();
@@ -91,8 +94,8 @@ impl Node {
         Ok(erased)
     }
 
-    /// Empties the catalog and what the policy remembers; says what each tier had.
-    fn forget_all(&self, state: &mut State) -> Vec<TierErased> {
+    /// Empties the catalog, the eviction policy and the history. Returns what each tier had.
+    fn empty_catalog(&self, state: &mut State) -> Vec<TierErased> {
         let tier = |at| TierErased { tier: self.tier_name(at), ..TierErased::default() };
         let mut tiers: Vec<_> = (0..=self.stages.len()).map(tier).collect();
         let mut counted = HashSet::new();
@@ -112,55 +115,65 @@ impl Node {
             }
         }
         state.forget_all(Loss::Deleted);
-        // Ghost lists and histories know keys of blocks that are gone.
+        // Ghost lists and the history contain keys of former blocks.
         state.eviction = self.new_eviction();
         state.history = History::new(self.clock.unix_ms(), self.seed);
         state.prefetched.clear();
         state.prefetched_bytes = 0;
-        state.lacking = Default::default();
-        state.retries = [0; LOWER_STAGES_MAX];
+        state.unstored = Default::default();
+        state.requeue_counts = [0; LOWER_STAGES_MAX];
         tiers
     }
 
-    /// Waits until no call and no mover holds a block.
-    fn wait_quiet(&self, erased: &mut Erased, removed: &mut Removed, call: Call) {
+    /// Waits until no call, mover or scrubber holds a block.
+    fn wait_for_calls(
+        &self,
+        erased: &mut Erased,
+        removed: &mut CancelledRemovals,
+        call: CallContext,
+    ) {
         let mut state = self.lock();
         loop {
+            // Calls in flight can still queue key changes; those are not sent to the stages.
             removed.take(&mut state);
             let is_settled = |stage: usize| {
-                let (blocks, names) = (&state.blocks_tickets[stage], &state.names_tickets[stage]);
+                let (blocks, names) = (&state.block_tickets[stage], &state.key_tickets[stage]);
                 blocks.settled == blocks.pushed && names.settled == names.pushed
             };
-            if state.slabs_out + state.scrubbing == 0 && (0..self.stages.len()).all(is_settled) {
-                state.forgiven = state.unwritten;
+            if state.slabs_in_flight + state.blocks_in_scrub == 0
+                && (0..self.stages.len()).all(is_settled)
+            {
+                // Later flushes do not report failed writes of erased blocks.
+                state.failures_before_erase = state.write_failures;
                 return;
             }
-            let (again, in_time) = self.wait_changed(state, call);
+            let (again, in_time) = self.wait_for_change(state, call);
             state = again;
             if !in_time {
                 let why = "they did not end before the deadline, and may still write";
-                return erased.leave("calls and writes under way", why);
+                return erased.add_not_erased("calls and writes in flight", why);
             }
         }
     }
 
-    /// Waits for calls to stages that their callers have given up: one that stores goes on writing.
-    /// For half of the time that is left, so that one that hangs for good leaves some for the rest.
-    fn wait_for_late_calls(&self, erased: &mut Erased, call: Call) {
+    /// Waits for calls to stages whose callers have timed out: a late store call still writes.
+    /// Waits for at most half of the remaining time, so that a call that hangs forever leaves time
+    /// for the other steps.
+    fn wait_for_stuck_calls(&self, erased: &mut Erased, call: CallContext) {
         let wait = call.half(&*self.clock);
         for stage in &self.stages {
             let mut in_time = true;
             while stage.stuck_calls() > 0 && in_time {
-                in_time = self.wait_changed(self.lock(), wait).1;
+                in_time = self.wait_for_change(self.lock(), wait).1;
             }
             if !in_time {
-                let why = "calls that have not come back, and may still write";
-                erased.leave(format!("tier {}", stage.name()), why);
+                let why = "calls to it have not come back, and may still write";
+                erased.add_not_erased(format!("tier {}", stage.name()), why);
             }
         }
     }
 
-    fn erase_stages(&self, erased: &mut Erased, removed: Removed, call: Call) {
+    fn erase_stages(&self, erased: &mut Erased, removed: CancelledRemovals, call: CallContext) {
         for ((at, stage), removed) in self.stages.iter().enumerate().zip(removed.0) {
             let left_before = erased.left.len();
             match stage.erase(call.deadline) {
@@ -171,31 +184,34 @@ impl Node {
                     erased.left.extend(left);
                 }
                 Err(error) => {
-                    erased.leave(format!("tier {}", stage.name()), with_causes(&error));
+                    erased.add_not_erased(format!("tier {}", stage.name()), with_causes(&error));
                 }
             }
             if erased.left.len() > left_before {
-                // Then it forgets block by block what it can, or all would be back after a restart.
+                // The stage is not erased: remove its blocks one by one. Otherwise they would all
+                // be back after a restart.
                 let mut state = self.lock();
                 for change in removed {
-                    state.push_name(at, change);
+                    state.push_key_change(at, change);
                 }
-                self.release(state);
+                self.unlock(state);
             }
         }
     }
 
-    fn wipe(&self, erased: &mut Erased, call: Call) {
-        let mut may_go_on = || !call.deadline.has_passed(&*self.clock);
-        let mut wiped = self.pool.wipe(&mut may_go_on);
+    /// Zeroes the memory of the pool: first the free memory. Then waits until the deadline for
+    /// readers to release the rest, which is zeroed on release.
+    fn wipe(&self, erased: &mut Erased, call: CallContext) {
+        let mut has_time = || !call.deadline.has_passed(&*self.clock);
+        let mut wiped = self.pool.wipe(&mut has_time);
         let held_before = wiped.held_bytes;
         let mut state = self.lock();
         let kernel_bytes = self.warm.as_ref().map_or(0, |warm| warm.holders.kernel_bytes());
         while wiped.held_bytes > kernel_bytes {
-            let (again, in_time) = self.wait_changed(state, call);
+            let (again, in_time) = self.wait_for_change(state, call);
             state = again;
-            // Holders of an earlier run end without a word.
-            self.sweep_holders();
+            // Processes that hold memory of an earlier run end without a notification.
+            self.release_dead_holders();
             wiped.held_bytes = self.pool.stats().reserved_bytes.min(held_before);
             if !in_time {
                 break;
@@ -203,13 +219,14 @@ impl Node {
         }
         drop(state);
         if held_before > 0 && wiped.held_bytes <= kernel_bytes {
-            // Whoever gave it back has zeroed it, unless it was on its way when this began.
-            wiped = self.pool.wipe(&mut may_go_on);
+            // Memory released during a wipe is zeroed on release. Memory whose release began before
+            // the wipe is not: zero it now.
+            wiped = self.pool.wipe(&mut has_time);
         }
         erased.memory = wiped;
         if wiped.left_bytes > 0 {
             let why = format!("{} bytes were not zeroed before the deadline", wiped.left_bytes);
-            erased.leave("memory of the pool", why);
+            erased.add_not_erased("memory of the pool", why);
         }
         let kernel_bytes = kernel_bytes.min(wiped.held_bytes);
         if kernel_bytes > 0 {
@@ -217,26 +234,27 @@ impl Node {
                 "the kernel may still write {kernel_bytes} bytes for a process that was killed; \
                  erase again after a restart"
             );
-            erased.leave("memory of the pool", why);
+            erased.add_not_erased("memory of the pool", why);
         }
         if wiped.held_bytes > kernel_bytes {
             let bytes = wiped.held_bytes - kernel_bytes;
-            let why = format!("{bytes} bytes are held by readers; zeroed when they come back");
-            erased.leave("memory of the pool", why);
+            let why = format!("{bytes} bytes are held by readers; zeroed when released");
+            erased.add_not_erased("memory of the pool", why);
         }
     }
 }
 
-/// Names that the stages need not be told to forget if they are erased.
+/// Queued removals of keys, which are needed only for a stage that cannot be erased.
 #[derive(Default)]
-struct Removed([Vec<NameChange>; LOWER_STAGES_MAX]);
+struct CancelledRemovals([Vec<KeyChange>; LOWER_STAGES_MAX]);
 
-impl Removed {
+impl CancelledRemovals {
+    /// Empties the queues of key changes, and keeps the removals.
     fn take(&mut self, state: &mut State) {
         for (stage, removed) in self.0.iter_mut().enumerate() {
-            state.names_tickets[stage].settled += state.names[stage].len() as u64;
-            let is_removal = |change: &NameChange| matches!(change, NameChange::Remove(..));
-            removed.extend(state.names[stage].drain(..).filter(is_removal));
+            state.key_tickets[stage].settled += state.key_changes[stage].len() as u64;
+            let is_removal = |change: &KeyChange| matches!(change, KeyChange::Remove(..));
+            removed.extend(state.key_changes[stage].drain(..).filter(is_removal));
         }
     }
 }

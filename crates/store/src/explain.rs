@@ -1,4 +1,4 @@
-//! Explain: what is known of each block of a chain, and why a request hit no more than it did.
+//! Explain: the state of each block of a chain, and why a request did not match more of it.
 
 use cascade_block::{BlockKey, Difference, Namespace, NamespaceId};
 
@@ -8,100 +8,100 @@ use crate::node::Node;
 use crate::state::State;
 use crate::{CallOptions, Store, StoreError, TierName, Writer};
 
-/// What is known of the blocks of a chain.
+/// The state of the blocks of a chain.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Explanation {
     /// One entry for each key, in order.
     pub blocks: Vec<BlockExplanation>,
-    /// Leading blocks that are here: what a lookup would match.
+    /// Leading blocks that the store has: what a lookup would match.
     pub leading: usize,
-    /// Blocks that are here but behind the first that is missing: nobody can use them.
+    /// Blocks that the store has after the first missing one: no lookup matches them.
     pub behind_gap: usize,
-    /// If nothing at all is known of the chain and the caller's namespace was given: how the
-    /// namespaces that are known here differ from it.
+    /// If all blocks are unknown and the caller passed its namespace: how the namespaces that the
+    /// store knows differ from it.
     pub namespaces: Vec<NamespaceDifference>,
 }
 
 impl Explanation {
-    /// The block at which a lookup stops, and what is known of it.
+    /// The first missing block, at which a lookup stops.
     pub fn first_missing(&self) -> Option<&BlockExplanation> {
         self.blocks.get(self.leading)
     }
 }
 
-/// What is known of one block.
+/// The state of one block.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct BlockExplanation {
-    /// Its name.
+    /// Key of the block.
     pub key: BlockKey,
-    /// Where it is, or what became of it.
+    /// Whether the store has the block, and if not, why.
     pub state: BlockState,
 }
 
-/// Where a block is, or what became of it.
+/// Whether the store has a block, and if not, why.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum BlockState {
-    /// It is here.
+    /// The store has the block.
     Here(BlockHere),
-    /// It is not, and this is why.
+    /// The store does not have the block any more, or declined it.
     Gone {
-        /// Why.
+        /// The reason.
         why: Loss,
-        /// Since when, in milliseconds since 1970, to the second.
+        /// When this happened, in milliseconds since 1970, to the second.
         since_unix_ms: u64,
     },
-    /// It was never here, or so long ago that it is forgotten.
+    /// The store never had the block, or its record has been overwritten by later ones.
     Unknown,
 }
 
-/// What is known of a block that is here. Moments are milliseconds since 1970, to the second.
+/// A block that the store has. Times are milliseconds since 1970, to the second.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct BlockHere {
-    /// The tiers that have it and are used, fast to slow; none while it is out of reach because
-    /// all that has it is shed.
+    /// The readable tiers that have the block, fast to slow. Empty if only stages with an open read
+    /// circuit have it.
     pub tiers: Vec<TierName>,
-    /// Tiers that it waits to be written to.
+    /// Tiers for which the block is queued to be written.
     pub queued_for: Vec<TierName>,
-    /// Its length.
+    /// Length of the block.
     pub bytes: u32,
-    /// When its bytes were put; nothing for one that was recovered from an earlier run.
+    /// When its bytes were put. `None` if recovered from an earlier run.
     pub put_unix_ms: Option<u64>,
-    /// When its bytes were read last, if they were.
+    /// When its bytes were last read, if ever.
     pub used_unix_ms: Option<u64>,
-    /// How often they were read since, 65,535 for more.
+    /// Number of reads since the put, at most 65,535.
     pub uses: u16,
-    /// Who put them, if that was said.
+    /// The writer, if the put named one.
     pub writer: Option<Writer>,
-    /// Pins on it.
+    /// Number of pins.
     pub pins: u16,
     /// Views and writers that hold its slab now.
     pub holders: usize,
-    /// Keys that share its bytes, itself included.
+    /// Keys with the same bytes, including this one.
     pub names: u32,
     /// Whether it was put as part of a protected prefix.
     pub is_prefix: bool,
-    /// The block before it in its chain, if that is here and was named.
+    /// The preceding block of its chain, if the put named one and the store has it.
     pub parent: Option<BlockKey>,
-    /// When it expires, in milliseconds since 1970.
+    /// When the block expires, in milliseconds since 1970.
     pub expires_unix_ms: Option<u64>,
 }
 
-/// How a namespace that is known here differs from the caller's.
+/// How a namespace that the store knows differs from the caller's.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct NamespaceDifference {
     /// The namespace.
     pub id: NamespaceId,
-    /// The fields that differ, `ours` being the caller's. None at all: the manifests are the same,
-    /// and the tenants' secrets differ.
+    /// The fields that differ; `ours` is the caller's value. Empty if the manifests are equal: then
+    /// the tenant secrets differ.
     pub fields: Vec<Difference>,
 }
 
 impl Store {
-    /// What is known of each block of a chain, root first. Counts as nobody's access and changes
-    /// nothing. With the caller's namespace it can also tell why nothing of a chain is known.
+    /// Explains the state of each block of a chain, root first. Does not count as an access, and
+    /// changes nothing. With the caller's namespace, it also explains why a whole chain is unknown.
     ///
     /// # Errors
-    /// As [`Store::manifests`], which is asked only in that case.
+    /// As [`Store::manifests`], which is called only for an unknown chain.
     pub fn explain(
         &self,
         keys: &[BlockKey],
@@ -133,7 +133,7 @@ impl Store {
         Ok(Explanation { blocks, leading, behind_gap, namespaces })
     }
 
-    /// Every other namespace that is known here; nearest first, as far as fields tell.
+    /// Every other known namespace, the one with the fewest different fields first.
     fn differences(
         &self,
         ours: &Namespace,
@@ -158,7 +158,7 @@ impl Node {
                 let since_unix_ms = state.catalog.entry(found).expires_unix_ms;
                 BlockState::Gone { why: Loss::Expired, since_unix_ms }
             }
-            Some(found) => BlockState::Here(self.explain_here(state, found)),
+            Some(found) => BlockState::Here(self.explain_present(state, found)),
             None => {
                 state.history.end_of(key).map_or(BlockState::Unknown, |(why, since_unix_ms)| {
                     BlockState::Gone { why, since_unix_ms }
@@ -167,13 +167,13 @@ impl Node {
         }
     }
 
-    fn explain_here(&self, state: &State, key: KeyIndex) -> BlockHere {
+    fn explain_present(&self, state: &State, key: KeyIndex) -> BlockHere {
         let entry = state.catalog.entry(key);
         let content = state.catalog.content(entry.content);
         let name = |tier: usize| self.tier_name(tier);
         let queued = (0..self.stages.len()).filter(|stage| content.dirty & (1 << stage) != 0);
         let parent = state.catalog.parent_of(key);
-        // The store holds the slab itself.
+        // The catalog itself is one holder.
         let holders = content.slab.as_ref().map_or(0, |slab| slab.holders() - 1);
         BlockHere {
             tiers: self.tiers_with(state, key).into_iter().map(name).collect(),

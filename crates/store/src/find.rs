@@ -1,22 +1,22 @@
-//! Finding blocks by the first digits of their keys, as pages and logs show them.
+//! Search for keys by their first digits, as pages and logs show them.
 
 use cascade_block::{BlockKey, Deadline};
 
 use crate::{CallOptions, Store, StoreError};
 
-/// Entries that are looked at while the state is held.
-const PIECE: u32 = 2048;
-/// Prefixes that many requests share, which pages name: as many as are watched.
+/// Catalog entries scanned while the lock is held once.
+const PIECE_KEYS: u32 = 2048;
+/// Hot prefixes to search: all that are tracked.
 const HOT_PREFIXES: usize = 192;
 
 impl Store {
-    /// Keys whose bytes begin with these, `most` at most, in the order of the keys. Keys of hot
-    /// prefixes are found even when their blocks are gone.
+    /// Returns up to `most` keys that begin with these bytes, in the order of the keys. Also finds
+    /// keys of hot prefixes whose blocks are no longer in the store.
     ///
-    /// Looks at every key there is, 2,048 at a time, so that calls go on meanwhile.
+    /// Scans every key, and releases the lock after every 2,048, so that other calls can proceed.
     ///
     /// # Errors
-    /// If the time was up before every key was looked at.
+    /// [`StoreError::Timeout`] if the deadline passes before the scan is complete.
     pub fn find_keys(
         &self,
         beginning: &[u8],
@@ -26,16 +26,16 @@ impl Store {
         let node = self.node();
         let timeout = options.timeout.unwrap_or(node.config.timeout);
         let deadline = Deadline::after(node.clock.as_ref(), timeout);
-        let is_meant = |key: &BlockKey| key.as_bytes().starts_with(beginning);
+        let is_match = |key: &BlockKey| key.as_bytes().starts_with(beginning);
         let hot = self.hot_prefixes(HOT_PREFIXES).into_iter().map(|prefix| prefix.key);
-        let mut found: Vec<BlockKey> = hot.filter(is_meant).collect();
+        let mut found: Vec<BlockKey> = hot.filter(is_match).collect();
         let mut from = 0;
         loop {
             let state = node.lock();
             let end = state.catalog.key_indices_end();
-            let to = from + PIECE.min(end.saturating_sub(from));
-            let here = state.catalog.keys_at(from..to).map(|key| state.catalog.entry(key).key);
-            found.extend(here.filter(is_meant));
+            let to = from + PIECE_KEYS.min(end.saturating_sub(from));
+            let keys = state.catalog.keys_at(from..to).map(|key| state.catalog.entry(key).key);
+            found.extend(keys.filter(is_match));
             drop(state);
             found.sort_unstable();
             found.dedup();
@@ -45,7 +45,7 @@ impl Store {
             }
             if deadline.remaining(node.clock.as_ref()).is_zero() {
                 let timeout_ms = u64::try_from(timeout.as_millis()).unwrap_or(u64::MAX);
-                return Err(StoreError::Timeout { operation: "find a block", timeout_ms });
+                return Err(StoreError::Timeout { operation: "scan all keys", timeout_ms });
             }
             from = to;
         }

@@ -1,107 +1,111 @@
-//! Flushes, and what each caller of one was told of.
+//! Flush, and the write failures that each caller has been informed of.
 
-use crate::call::Call;
+use crate::call_context::CallContext;
 use crate::catalog::LOWER_STAGES_MAX;
+use crate::circuits::HealthSignal;
 use crate::health::Direction;
 use crate::node::{Node, tier_error};
-use crate::shedding::Verdict;
 use crate::stage::StageError;
 use crate::{CallOptions, Store, StoreError};
 
-/// How many blocks each stage had failed to take at some moment. Each of several callers that keeps
-/// one is told of every failure since its own last flush, whoever else flushes.
+/// The number of failed writes of each stage at one time. A caller that keeps a mark learns of
+/// every failure since its own last flush, even if other callers flush meanwhile.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct FlushMark([u64; LOWER_STAGES_MAX]);
 
 impl FlushMark {
-    /// A stage failed to take some more.
+    /// Counts failed writes of a stage.
     pub(crate) fn count(&mut self, stage: usize, blocks: u64) {
         self.0[stage] += blocks;
     }
 
-    /// The later of two: what was told by either.
+    /// The later of two marks: the failures that either includes.
     #[must_use]
     pub fn max(self, other: Self) -> Self {
         Self(std::array::from_fn(|stage| self.0[stage].max(other.0[stage])))
     }
 
-    /// A stage that failed to take something since another mark.
-    fn newer(self, since: Self) -> Option<usize> {
+    /// A stage with failed writes since another mark.
+    fn stage_with_failures_since(self, since: Self) -> Option<usize> {
         (0..LOWER_STAGES_MAX).find(|stage| self.0[*stage] > since.0[*stage])
     }
 }
 
 impl Store {
-    /// Returns once all that was put is written down the pipeline and would survive a restart.
-    /// Fails if a stage did not take some of it since the last flush; what is missing there is in
-    /// DRAM for as long as it lasts.
+    /// Returns once every block put so far is written to all lower stages and would survive a
+    /// restart. Fails if a stage failed to store blocks since the last flush; those blocks stay in
+    /// DRAM until they are evicted.
     pub fn flush(&self, options: CallOptions) -> Result<(), StoreError> {
         self.node().flush(options)
     }
 
-    /// As [`Store::flush`] for one of several callers: fails if a stage did not take something
-    /// since what this one was told of, which is brought up to date with what this flush tells.
+    /// As [`Store::flush`], for one of several callers: fails if a stage failed to store blocks
+    /// since `reported`. Updates `reported` to include the failures that this call reports.
     pub fn flush_since(
         &self,
-        told: &mut FlushMark,
+        reported: &mut FlushMark,
         options: CallOptions,
     ) -> Result<(), StoreError> {
-        self.node().flush_since(told, self.node().call(options))
+        self.node().flush_since(reported, self.node().call(options))
     }
 
-    /// Where a caller that comes now begins: it is told of whatever nobody was told of yet, which
-    /// may have been its own before it was connected anew.
+    /// The mark for a new caller: it includes only failures that some flush has reported. The
+    /// first flush of the caller therefore reports all others, which may be its own from before a
+    /// reconnect.
     pub fn flush_mark(&self) -> FlushMark {
-        self.node().lock().told
+        self.node().lock().reported_failures
     }
 }
 
 impl Node {
-    /// For callers without a mark of their own: they are told what nobody was told of when their
-    /// flush began.
+    /// For callers without a mark: reports the failures that no flush has reported so far.
     pub(crate) fn flush(&self, options: CallOptions) -> Result<(), StoreError> {
-        let mut told = self.lock().told;
-        self.flush_since(&mut told, self.call(options))
+        let mut reported = self.lock().reported_failures;
+        self.flush_since(&mut reported, self.call(options))
     }
 
-    fn flush_since(&self, told: &mut FlushMark, call: Call) -> Result<(), StoreError> {
+    fn flush_since(&self, reported: &mut FlushMark, call: CallContext) -> Result<(), StoreError> {
         let mut state = self.lock();
         if state.is_closed {
             return Err(StoreError::Closed);
         }
-        let tickets = state.blocks_tickets.map(|tickets| tickets.pushed);
-        while (0..self.stages.len()).any(|at| state.blocks_tickets[at].settled < tickets[at]) {
-            state = self.wait_in_time(state, "flush", call)?;
+        let tickets = state.block_tickets.map(|tickets| tickets.pushed);
+        while (0..self.stages.len()).any(|at| state.block_tickets[at].settled < tickets[at]) {
+            state = self.wait_or_time_out(state, "flush", call)?;
         }
-        // Blocks that were written have left names to be told.
-        let tickets = state.names_tickets.map(|tickets| tickets.pushed);
-        drop(self.wait_names(state, tickets, "flush", call)?);
-        let shed = self.lock().write_shed;
+        // A written block can queue key changes for its stage: draw these tickets only now.
+        let tickets = state.key_tickets.map(|tickets| tickets.pushed);
+        drop(self.wait_for_key_changes(state, tickets, "flush", call)?);
+        let open_circuits = self.lock().write_shed;
         let mut flushed = Ok(());
-        // One that fails keeps the others from nothing.
-        for (at, stage) in self.stages.iter().enumerate().filter(|(at, _)| shed & (1 << at) == 0) {
+        // Try every stage and report the first error.
+        for (at, stage) in
+            self.stages.iter().enumerate().filter(|(at, _)| open_circuits & (1 << at) == 0)
+        {
             let result = stage.flush(call.deadline);
-            let verdict = match &result {
-                // What is to be brought to stable storage may be much: late says nothing.
-                Ok(()) | Err(StageError::Timeout) => Verdict::Nothing,
-                Err(error) => Verdict::Failed(error.clone()),
+            let signal = match &result {
+                // A flush can have much to write: a time-out says nothing about the health.
+                Ok(()) | Err(StageError::Timeout) => HealthSignal::None,
+                Err(error) => HealthSignal::Failure(error.clone()),
             };
-            self.judge(&mut self.lock(), at, Direction::Writes, verdict);
+            self.record_health(&mut self.lock(), at, Direction::Writes, signal);
             flushed = flushed.and(result.map_err(|error| tier_error(stage, "flush", error)));
         }
         let mut state = self.lock();
-        let lacking = state.unwritten.newer(told.max(state.forgiven));
-        if state.is_closed && (flushed.is_err() || lacking.is_some()) {
-            // Another thread closed the store meanwhile: the stages are well, but let go.
+        let failures = state.write_failures;
+        let failed = failures.stage_with_failures_since(reported.max(state.failures_before_erase));
+        if state.is_closed && (flushed.is_err() || failed.is_some()) {
+            // Another thread closed the store meanwhile: closing aborts the calls to the stages,
+            // so these errors say nothing about the stages.
             return Err(StoreError::Closed);
         }
         flushed?;
-        *told = state.unwritten;
-        state.told = state.unwritten;
-        if let Some(stage) = lacking {
-            return Err(self.stage_error(&state, stage, "write some blocks down"));
+        *reported = failures;
+        state.reported_failures = failures;
+        if let Some(stage) = failed {
+            return Err(self.stage_error(&state, stage, "store some blocks"));
         }
-        match (0..self.stages.len()).find(|stage| shed & (1 << stage) != 0) {
+        match (0..self.stages.len()).find(|stage| open_circuits & (1 << stage) != 0) {
             Some(stage) => Err(self.stage_error(&state, stage, "flush")),
             None => Ok(()),
         }

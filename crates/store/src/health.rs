@@ -1,8 +1,8 @@
-//! Health of a stage: what it did lately, and whether it is read and written at all.
+//! Health of a stage: a circuit breaker with one circuit for reads and one for writes.
 //!
-//! A breaker has a circuit for reads and one for writes. A circuit counts calls, not blocks: two
-//! failures among the last eight open it, and then nobody waits for such a call to the stage until
-//! a probe of that direction has succeeded. Time comes from the caller.
+//! A circuit counts calls, not blocks: two failures among the last eight calls open it. While it is
+//! open, the store makes no such calls to the stage but probes; a successful probe closes it. The
+//! caller passes the time.
 
 use serde::{Deserialize, Serialize};
 use std::time::Duration;
@@ -12,25 +12,23 @@ use cascade_block::with_causes;
 use crate::StoreError;
 use crate::stage::StageError;
 
-/// Calls that a breaker can remember.
+/// Maximum length of the window of calls: bits of the history in [`Circuit`].
 const WINDOW_MAX: u32 = 64;
-/// A stage that keeps a caller waiting is probed at once, unless it succeeded within this part of
-/// the interval.
-const SUSPICION_PART: u32 = 5;
+/// A stage that makes a caller wait is probed at once, unless its last success or probe is more
+/// recent than the probe interval divided by this.
+const RECENT_SUCCESS_DIVISOR: u32 = 5;
 
-/// When a stage is left alone, and how it comes back.
+/// When the circuits of a stage open, and how often it is probed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct HealthConfig {
-    /// Time between two probes of a direction whose circuit is open, or that has had nothing to do.
-    /// Default: 5 s. Minimum: 1 ms.
+    /// Time between two probes while a circuit is open or idle. Default: 5 s. Minimum: 1 ms.
     pub probe_interval: Duration,
-    /// How long a probe may take. A call that lasts the threshold's times as long without an answer
-    /// opens its circuit, unless the stage keeps its deadlines by itself. Default: 3 s. Minimum:
-    /// 1 ms.
+    /// Timeout of a probe. A call without an answer for `threshold` times this time opens its
+    /// circuit, unless the stage itself keeps deadlines. Default: 3 s. Minimum: 1 ms.
     pub probe_timeout: Duration,
-    /// How many of the last calls count. Default: 8. Minimum: 1. Maximum: 64.
+    /// Number of most recent calls that count. Default: 8. Minimum: 1. Maximum: 64.
     pub window: u32,
-    /// So many failures among them, and the circuit opens. Default: 2. Minimum: 1. Maximum: the
+    /// Failures within the window that open the circuit. Default: 2. Minimum: 1. Maximum: the
     /// window.
     pub threshold: u32,
 }
@@ -47,7 +45,7 @@ impl Default for HealthConfig {
 }
 
 impl HealthConfig {
-    /// Refuses what makes no sense, by name.
+    /// Checks all settings; an error names the setting.
     pub(crate) fn check(&self) -> Result<(), StoreError> {
         let least = Duration::from_millis(1);
         let (setting, reason) = if self.probe_interval < least {
@@ -55,11 +53,11 @@ impl HealthConfig {
         } else if self.probe_timeout < least {
             ("probe_timeout", "the minimum is 1 ms".to_owned())
         } else if !(1..=WINDOW_MAX).contains(&self.window) {
-            let reason = format!("{} calls; it is from 1 to {WINDOW_MAX}", self.window);
+            let reason = format!("{} calls; valid are 1 to {WINDOW_MAX}", self.window);
             ("failure_window", reason)
         } else if !(1..=self.window).contains(&self.threshold) {
             let (threshold, window) = (self.threshold, self.window);
-            let reason = format!("{threshold}; it is from 1 to failure_window, which is {window}");
+            let reason = format!("{threshold}; valid are 1 to failure_window, which is {window}");
             ("failure_threshold", reason)
         } else {
             return Ok(());
@@ -68,70 +66,71 @@ impl HealthConfig {
     }
 }
 
-/// Whether a stage is used.
+/// State of a circuit, or of a stage with its two circuits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum HealthState {
-    /// It is used.
+    /// The circuit is closed: the stage is used.
     Healthy,
-    /// A circuit is open: nothing is asked of that direction but probes.
+    /// The circuit is open: only probes call the stage.
     Open,
-    /// As `Open`, and a probe is under way.
+    /// The circuit is open, and a probe is in flight.
     Probing,
 }
 
-/// What a call to a stage does there.
+/// The kind of a call to a stage; each kind has a circuit of its own.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Direction {
-    /// It reads blocks.
+    /// Calls that read blocks.
     Reads,
-    /// It stores, names, removes or flushes blocks, or makes room.
+    /// Calls that store, alias, remove or flush blocks, or make room.
     Writes,
 }
 
-/// One direction of a stage at one moment.
+/// Health of one circuit of a stage at one time.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CircuitHealth {
-    /// Whether it is used.
+    /// State of the circuit.
     pub state: HealthState,
-    /// Since when it is used, or is not, in milliseconds since 1970.
+    /// When the circuit last opened or closed, in milliseconds since 1970.
     pub since_unix_ms: u64,
-    /// How often it opened.
+    /// How often the circuit opened.
     pub opened_count: u64,
-    /// Why it failed last, if it ever did.
+    /// The last error, if there was one.
     pub last_error: Option<String>,
 }
 
-/// A stage's health at one moment.
+/// Health of a stage at one time.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StageHealth {
-    /// Whether both directions are used.
+    /// `Healthy` if both circuits are closed, otherwise the state of an open one.
     pub state: HealthState,
-    /// Since when both are used, or one is not, in milliseconds since 1970.
+    /// When the stage last changed between both circuits closed and any open, in milliseconds
+    /// since 1970.
     pub since_unix_ms: u64,
-    /// How often one of its circuits opened while the other was closed.
+    /// How often a circuit opened while the other was closed.
     pub opened_count: u64,
-    /// Why it failed last, if it ever did.
+    /// The last error, if there was one.
     pub last_error: Option<String>,
-    /// Calls that it has not answered although nobody waits for them any more.
+    /// Calls in flight whose callers have timed out.
     pub stuck_calls: u64,
-    /// Whether it is read: while it is not, it counts as having no block.
+    /// The circuit for reads. While it is open, reads treat the stage as empty.
     pub reads: CircuitHealth,
-    /// Whether it is written: while it is not, nothing is queued for it.
+    /// The circuit for writes. While it is open, no block is queued for the stage.
     pub writes: CircuitHealth,
 }
 
-/// What a breaker has just done.
+/// How an event changed a circuit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Turn {
-    /// Nothing.
+pub(crate) enum CircuitChange {
+    /// The circuit did not change.
     None,
-    /// The direction is not used from now on.
+    /// The circuit opened.
     Opened,
-    /// It is used again.
+    /// The circuit closed.
     Closed,
 }
 
-/// One stage's breaker.
+/// The circuit breaker of one stage.
 #[derive(Debug)]
 pub(crate) struct Breaker {
     reads: Circuit,
@@ -171,26 +170,32 @@ impl Breaker {
         self.circuit(direction).succeed(now);
     }
 
-    /// As [`Circuit::fail`]. The other direction is probed soon: a device may be gone altogether.
+    /// As [`Circuit::fail`]. Also requests a probe of the other direction: the whole device may
+    /// have failed.
     pub(crate) fn fail(
         &mut self,
         direction: Direction,
         error: StageError,
         now: Duration,
         now_unix_ms: u64,
-    ) -> Turn {
+    ) -> CircuitChange {
         self.last_error = Some(error.clone());
         self.other(direction).suspect(now);
-        let turn = self.circuit(direction).fail(error, now, now_unix_ms);
-        self.note(direction, turn, now_unix_ms)
+        let change = self.circuit(direction).fail(error, now, now_unix_ms);
+        self.note_stage_change(direction, change, now_unix_ms)
     }
 
     /// As [`Circuit::hang`].
-    pub(crate) fn hang(&mut self, direction: Direction, now: Duration, now_unix_ms: u64) -> Turn {
+    pub(crate) fn hang(
+        &mut self,
+        direction: Direction,
+        now: Duration,
+        now_unix_ms: u64,
+    ) -> CircuitChange {
         self.last_error = Some(StageError::Timeout);
         self.other(direction).suspect(now);
-        let turn = self.circuit(direction).hang(now, now_unix_ms);
-        self.note(direction, turn, now_unix_ms)
+        let change = self.circuit(direction).hang(now, now_unix_ms);
+        self.note_stage_change(direction, change, now_unix_ms)
     }
 
     /// As [`Circuit::suspect`].
@@ -203,15 +208,15 @@ impl Breaker {
         self.circuit(direction).begin_probe(now)
     }
 
-    /// As [`Circuit::end_probe`]. A probe of writing reads back what it wrote, so that one that
-    /// succeeds says that a stage can be read, too.
+    /// As [`Circuit::end_probe`]. A write probe reads back what it wrote: its success also counts
+    /// as a successful read.
     pub(crate) fn end_probe(
         &mut self,
         direction: Direction,
         result: Result<(), StageError>,
         now: Duration,
         now_unix_ms: u64,
-    ) -> Turn {
+    ) -> CircuitChange {
         match &result {
             Ok(()) if direction == Direction::Writes => self.reads.succeed(now),
             Ok(()) => {}
@@ -220,16 +225,21 @@ impl Breaker {
                 self.other(direction).suspect(now);
             }
         }
-        let turn = self.circuit(direction).end_probe(result, now, now_unix_ms);
-        self.note(direction, turn, now_unix_ms)
+        let change = self.circuit(direction).end_probe(result, now, now_unix_ms);
+        self.note_stage_change(direction, change, now_unix_ms)
     }
 
-    fn note(&mut self, direction: Direction, turn: Turn, now_unix_ms: u64) -> Turn {
-        if turn != Turn::None && self.other(direction).is_healthy() {
+    fn note_stage_change(
+        &mut self,
+        direction: Direction,
+        change: CircuitChange,
+        now_unix_ms: u64,
+    ) -> CircuitChange {
+        if change != CircuitChange::None && self.other(direction).is_healthy() {
             self.since_unix_ms = now_unix_ms;
-            self.opened_count += u64::from(turn == Turn::Opened);
+            self.opened_count += u64::from(change == CircuitChange::Opened);
         }
-        turn
+        change
     }
 
     pub(crate) fn health(&self, stuck_calls: u64) -> StageHealth {
@@ -246,7 +256,7 @@ impl Breaker {
     }
 }
 
-/// One direction of a stage.
+/// The circuit of one direction of a stage.
 #[derive(Debug)]
 struct Circuit {
     config: HealthConfig,
@@ -254,13 +264,14 @@ struct Circuit {
     since_unix_ms: u64,
     opened_count: u64,
     last_error: Option<StageError>,
-    /// The last calls, the newest in the lowest bit; set where one failed.
+    /// Results of the last calls, the newest in the lowest bit; 1 is a failure.
     failures: u64,
     last_success: Duration,
     last_probe: Duration,
-    /// In a row: successes of other kinds, such as reads from a cache, do not outvote them.
+    /// Consecutive failed probes. Successful calls do not reset it: reads from the page cache can
+    /// succeed while the device fails.
     failed_probes: u32,
-    is_suspect: bool,
+    probe_requested: bool,
 }
 
 impl Circuit {
@@ -275,7 +286,7 @@ impl Circuit {
             last_success: now,
             last_probe: now,
             failed_probes: 0,
-            is_suspect: false,
+            probe_requested: false,
         }
     }
 
@@ -283,7 +294,7 @@ impl Circuit {
         self.state == HealthState::Healthy
     }
 
-    /// A call was answered. What was begun before the circuit opened does not close it.
+    /// Records a successful call. A call that started before the circuit opened does not close it.
     fn succeed(&mut self, now: Duration) {
         if self.is_healthy() {
             self.failures <<= 1;
@@ -291,43 +302,46 @@ impl Circuit {
         }
     }
 
-    /// A call failed.
-    fn fail(&mut self, error: StageError, now: Duration, now_unix_ms: u64) -> Turn {
+    /// Records a failed call. Opens the circuit if the failures within the window reach the
+    /// threshold; below that, requests a probe.
+    fn fail(&mut self, error: StageError, now: Duration, now_unix_ms: u64) -> CircuitChange {
         self.last_error = Some(error);
         if !self.is_healthy() {
-            return Turn::None;
+            return CircuitChange::None;
         }
         self.failures = self.failures << 1 | 1;
         let window = u64::MAX >> (WINDOW_MAX - self.config.window);
         if (self.failures & window).count_ones() < self.config.threshold {
-            self.is_suspect = true;
-            return Turn::None;
+            self.probe_requested = true;
+            return CircuitChange::None;
         }
         self.open(now, now_unix_ms)
     }
 
-    /// A call has lasted for so long that no other's success counts against it.
-    fn hang(&mut self, now: Duration, now_unix_ms: u64) -> Turn {
+    /// Records a call that hangs. Opens the circuit at once, whatever other calls did.
+    fn hang(&mut self, now: Duration, now_unix_ms: u64) -> CircuitChange {
         self.last_error = Some(StageError::Timeout);
-        if self.is_healthy() { self.open(now, now_unix_ms) } else { Turn::None }
+        if self.is_healthy() { self.open(now, now_unix_ms) } else { CircuitChange::None }
     }
 
-    fn open(&mut self, now: Duration, now_unix_ms: u64) -> Turn {
+    fn open(&mut self, now: Duration, now_unix_ms: u64) -> CircuitChange {
         self.state = HealthState::Open;
         self.since_unix_ms = now_unix_ms;
         self.opened_count += 1;
         self.last_probe = now;
-        Turn::Opened
+        CircuitChange::Opened
     }
 
-    /// Somebody waits for the stage in vain, for a reason that may lie with him: it is probed soon.
+    /// Requests a probe because a caller waits for the stage, unless a recent success or probe
+    /// shows that the stage works. (The deadline of the caller may just be too short.)
     fn suspect(&mut self, now: Duration) {
-        let quiet = now.saturating_sub(self.last_success.max(self.last_probe));
-        self.is_suspect |= quiet >= self.config.probe_interval / SUSPICION_PART;
+        let since_success = now.saturating_sub(self.last_success.max(self.last_probe));
+        self.probe_requested |=
+            since_success >= self.config.probe_interval / RECENT_SUCCESS_DIVISOR;
     }
 
-    /// Begins a probe, if one is due: of a stage that is shed, of one that has had nothing to say
-    /// for an interval, and of one that is suspected.
+    /// Begins a probe if one is due: after an interval with the circuit open, after an interval
+    /// without a success, or on request.
     fn begin_probe(&mut self, now: Duration) -> bool {
         let since = match self.state {
             HealthState::Probing => return false,
@@ -335,30 +349,31 @@ impl Circuit {
             HealthState::Healthy => self.last_probe.max(self.last_success),
         };
         let is_due = now.saturating_sub(since) >= self.config.probe_interval;
-        let is_wanted = is_due || (self.is_healthy() && self.is_suspect);
+        let is_wanted = is_due || (self.is_healthy() && self.probe_requested);
         if !is_wanted {
             return false;
         }
         self.last_probe = now;
-        self.is_suspect = false;
+        self.probe_requested = false;
         if self.state == HealthState::Open {
             self.state = HealthState::Probing;
         }
         true
     }
 
-    /// A probe has ended.
+    /// Records the result of a probe. Success closes the circuit. A failure counts as a failed
+    /// call, and `threshold` consecutive failed probes open the circuit by themselves.
     fn end_probe(
         &mut self,
         result: Result<(), StageError>,
         now: Duration,
         now_unix_ms: u64,
-    ) -> Turn {
+    ) -> CircuitChange {
         match result {
             Ok(()) if self.is_healthy() => {
                 self.failed_probes = 0;
                 self.succeed(now);
-                Turn::None
+                CircuitChange::None
             }
             Ok(()) => {
                 self.state = HealthState::Healthy;
@@ -366,20 +381,21 @@ impl Circuit {
                 self.failures = 0;
                 self.failed_probes = 0;
                 self.last_success = now;
-                Turn::Closed
+                CircuitChange::Closed
             }
             Err(error) => {
+                // With a closed circuit the failed probe also counts in the window.
                 if self.state == HealthState::Probing {
                     self.state = HealthState::Open;
                 }
                 self.failed_probes = self.failed_probes.saturating_add(1);
                 match self.fail(error, now, now_unix_ms) {
-                    Turn::None
+                    CircuitChange::None
                         if self.is_healthy() && self.failed_probes >= self.config.threshold =>
                     {
                         self.open(now, now_unix_ms)
                     }
-                    turn => turn,
+                    change => change,
                 }
             }
         }

@@ -1,9 +1,10 @@
-//! One node's decisions: catalog, leases, tiers, pipeline, placement, eviction and mover.
+//! The store of one node: catalog, tiers, pipeline, placement, eviction and mover.
 
 mod block_store;
-mod call;
+mod call_context;
 mod catalog;
 mod changes;
+mod circuits;
 mod config;
 pub mod conformance;
 mod erase;
@@ -26,18 +27,17 @@ mod prepare;
 mod prober;
 mod put;
 mod read;
+mod read_counters;
 mod request;
 mod scrub;
 mod secret;
 mod shadow;
-mod shedding;
 pub mod stage;
 mod state;
 mod stats;
 mod store;
-mod tally;
-mod through;
 mod warm;
+mod write_through;
 
 pub use block_store::BlockStore;
 pub use changes::{Change, ChangeCursor, Changes};

@@ -1,8 +1,8 @@
-//! The mover: carries blocks down to one stage in batches, within a byte budget.
+//! The mover: writes queued blocks to one lower stage in batches, within a byte budget.
 //!
-//! One thread a stage, so that no stage waits for another's writes. (Puts wait for the slowest:
-//! what is queued is bounded.) Blocks go in the order in which they were put, which is about the
-//! order in which eviction will want them written.
+//! Each stage has its own thread, so that no stage waits for the writes of another. The queues are
+//! bounded: puts wait for the slowest stage. Blocks are written in the order of their puts, which
+//! is roughly the order in which eviction needs them written.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -14,117 +14,121 @@ use cascade_block::{BlockKey, Deadline};
 use cascade_memory::Slab;
 
 use crate::catalog::{Address, ContentIndex};
+use crate::circuits::HealthSignal;
 use crate::health::Direction;
 use crate::history::Loss;
 use crate::node::Node;
-use crate::shedding::Verdict;
 use crate::stage::{BlockFacts, Room, StageError};
-use crate::state::{NameChange, Pending, State};
+use crate::state::{KeyChange, PendingWrite, State};
 
-/// Most bytes in one batch.
+/// Maximum bytes of one batch.
 const BATCH_BYTES: usize = 16 << 20;
-/// Most blocks in one batch.
+/// Maximum number of blocks in one batch.
 const BATCH_BLOCKS: usize = 256;
-/// Most names in one call.
-const NAMES_MAX: usize = 4096;
-/// How long a stage that did not learn its names is left alone.
-const UNTOLD_PAUSE: Duration = Duration::from_millis(20);
-/// So many failed writes of one block to a stage that is used, and it is not written again: it may
-/// be what the stage fails on.
-const WRITE_TRIES: u8 = 3;
-/// How often a full stage is asked for room in vain before its blocks are given up.
-const ROOM_TRIES: u32 = 3;
-/// After so many rounds of making room for one batch nothing is kept: room comes first.
-const ROOM_ROUNDS_KEEPING: u32 = 4;
+/// Maximum number of key changes in one call.
+const KEY_CHANGES_PER_CALL: usize = 4096;
+/// Delay before key changes that a stage failed to record are retried.
+const KEY_CHANGES_RETRY_DELAY: Duration = Duration::from_millis(20);
+/// Failed writes of one block, with a closed circuit, before the block is given up: the block
+/// itself may be the cause.
+const WRITE_TRIES_MAX: u8 = 3;
+/// Rounds of making room without effect before the rest of a batch is given up.
+const INEFFECTIVE_ROUNDS_MAX: u32 = 3;
+/// Rounds of making room for one batch that may keep blocks; later rounds keep none, to make sure
+/// of room.
+const KEEPING_ROUNDS_MAX: u32 = 4;
 
-/// A batch on its way down.
-struct Batch {
-    pending: Vec<Pending>,
+/// One batch for a stage.
+struct WriteBatch {
+    pending: Vec<PendingWrite>,
     blocks: Vec<(BlockFacts, Slab)>,
-    names: Vec<NameChange>,
+    key_changes: Vec<KeyChange>,
     /// Queued blocks that were deleted while they waited.
     deleted: u64,
 }
 
 /// Runs until the store closes and its queue is empty.
 pub(crate) fn run(node: &Arc<Node>, stage: usize) {
-    let mut allowance = Allowance::new(node);
+    let mut rate_limiter = RateLimiter::new(node);
     while let Some(mut batch) = next_batch(node, stage) {
-        allowance.wait_for(node, batch.blocks.iter().map(|(_, slab)| slab.len() as u64).sum());
-        // What changed in memory since it was put is not written down as if it were right.
-        batch.deleted += node.leave_out_damaged(stage, &mut batch.pending, &mut batch.blocks);
+        rate_limiter.wait_for(node, batch.blocks.iter().map(|(_, slab)| slab.len() as u64).sum());
+        // Compares checksums first: bytes that changed in memory since the put must not be written
+        // with a new, valid checksum.
+        batch.deleted += node.remove_damaged(stage, &mut batch.pending, &mut batch.blocks);
         let deadline = Deadline::after(&*node.clock, node.config.timeout);
-        if let Some(why) = tell_names(node, stage, &batch.names, deadline) {
-            wait_for_names(node, stage, batch, &why);
+        if let Some(why) = send_key_changes(node, stage, &batch.key_changes, deadline) {
+            requeue_batch(node, stage, batch, &why);
             continue;
         }
-        // Names may have taken all of the time.
+        // A new deadline: the key changes may have used up the first one.
         let deadline = Deadline::after(&*node.clock, node.config.timeout);
         let results = store_with_room(node, stage, &batch.blocks, deadline);
         let is_long_enough = node.config.timeout >= node.config.health.probe_timeout;
-        let verdict =
-            Verdict::of(results.iter().map(|result| result.as_ref().err()), is_long_enough);
-        // Before anyone can see them as written: a slab that the mover holds cannot be evicted.
+        let signal =
+            HealthSignal::of(results.iter().map(|result| result.as_ref().err()), is_long_enough);
+        // Before the blocks become clean: eviction skips a slab that has another holder.
         drop(batch.blocks);
         let mut state = node.lock();
         state.history.tell_time(node.clock.unix_ms());
-        let is_late = |result: &Result<_, _>| matches!(result, Err(StageError::Timeout));
-        let is_stuck = !results.is_empty() && results.iter().all(is_late);
+        let is_time_out = |result: &Result<_, _>| matches!(result, Err(StageError::Timeout));
+        let is_stuck = !results.is_empty() && results.iter().all(is_time_out);
         for (pending, result) in batch.pending.iter().zip(results) {
             settle(&mut state, stage, pending, result);
         }
-        state.blocks_tickets[stage].settled += batch.pending.len() as u64 + batch.deleted;
+        state.block_tickets[stage].settled += batch.pending.len() as u64 + batch.deleted;
         if is_stuck {
-            give_up_queue(&mut state, stage, &StageError::Timeout);
+            fail_queue(&mut state, stage, &StageError::Timeout);
         }
-        node.judge(&mut state, stage, Direction::Writes, verdict);
+        node.record_health(&mut state, stage, Direction::Writes, signal);
         drop(state);
-        node.announce_change();
+        node.notify_changed();
     }
 }
 
-/// Gives up what is queued for a stage: it let a whole batch run out of time, it is shed, or the
-/// store closes and cannot wait. The blocks stay in DRAM for as long as they last there, and are
-/// counted.
-pub(crate) fn give_up_queue(state: &mut State, stage: usize, why: &StageError) {
+/// Fails all queued writes of a stage: a whole batch timed out, its write circuit opened, or the
+/// store closes. The failures are counted; the blocks stay in DRAM until they are evicted.
+pub(crate) fn fail_queue(state: &mut State, stage: usize, why: &StageError) {
     let queue = std::mem::take(&mut state.queues[stage]);
-    state.blocks_tickets[stage].settled += queue.len() as u64;
+    state.block_tickets[stage].settled += queue.len() as u64;
     for pending in queue {
         settle(state, stage, &pending, Err(why.clone()));
     }
 }
 
-/// Runs until the last sender of hints is gone.
+/// Executes prefetch hints until the channel is closed.
 pub(crate) fn run_prefetch(node: &Node, hints: &Mutex<Receiver<Vec<BlockKey>>>) {
-    let mut allowance = Allowance::new(node);
+    let mut rate_limiter = RateLimiter::new(node);
     loop {
         let hint = hints.lock().unwrap_or_else(PoisonError::into_inner).recv();
         let Ok(keys) = hint else { return };
-        node.prefetch_now(&keys, &mut |bytes| allowance.wait_for(node, bytes));
+        node.prefetch_now(&keys, &mut |bytes| rate_limiter.wait_for(node, bytes));
     }
 }
 
-fn next_batch(node: &Node, stage: usize) -> Option<Batch> {
+/// Waits for the next batch of a stage: all queued key changes, and blocks up to the limits. `None`
+/// once the store is closed and the queues are empty.
+fn next_batch(node: &Node, stage: usize) -> Option<WriteBatch> {
     let mut state = node.lock();
-    // A quarter of what may wait leaves puts their room.
+    // At most a quarter of the backlog limit, so that retries do not make puts wait.
     let retry_bytes = (BATCH_BYTES as u64).min(node.dirty_bytes_max / 4).max(1);
     loop {
         if state.is_write_shed(stage) && !state.is_closed {
-            state = node.wait_work(state);
+            state = node.wait_for_work(state);
             continue;
         }
         if state.queues[stage].is_empty() && !state.is_closed {
-            state.queue_lacking(stage, retry_bytes);
+            state.requeue_unstored(stage, retry_bytes);
         }
-        let names = std::mem::take(&mut state.names[stage]);
-        let mut batch = Batch { pending: Vec::new(), blocks: Vec::new(), names, deleted: 0 };
+        let key_changes = std::mem::take(&mut state.key_changes[stage]);
+        let mut batch =
+            WriteBatch { pending: Vec::new(), blocks: Vec::new(), key_changes, deleted: 0 };
         let mut bytes = 0;
         while bytes < BATCH_BYTES && batch.blocks.len() < BATCH_BLOCKS {
             let Some(pending) = state.queues[stage].pop_front() else { break };
             let place = (pending.content, pending.generation);
             let slab = state.catalog.live_content(place).and_then(|content| content.slab.clone());
             let Some(slab) = slab else {
-                // It was deleted while it waited.
+                // Deleted while it was queued.
                 state.pending_bytes[stage] -= u64::from(pending.facts.bytes);
                 batch.deleted += 1;
                 continue;
@@ -133,52 +137,54 @@ fn next_batch(node: &Node, stage: usize) -> Option<Batch> {
             batch.blocks.push((pending.facts, slab));
             batch.pending.push(pending);
         }
-        if !batch.blocks.is_empty() || !batch.names.is_empty() {
+        if !batch.blocks.is_empty() || !batch.key_changes.is_empty() {
             return Some(batch);
         }
-        state.blocks_tickets[stage].settled += batch.deleted;
-        node.announce_change();
+        state.block_tickets[stage].settled += batch.deleted;
+        node.notify_changed();
         if state.is_closed {
             return None;
         }
-        state = node.wait_work(state);
+        state = node.wait_for_work(state);
     }
 }
 
-/// Blocks wait behind names that their stage did not learn: they keep their order.
-fn wait_for_names(node: &Node, stage: usize, batch: Batch, why: &StageError) {
+/// Requeues the blocks of a batch whose key changes failed, in their order: a stage must record key
+/// changes before later blocks.
+fn requeue_batch(node: &Node, stage: usize, batch: WriteBatch, why: &StageError) {
     drop(batch.blocks);
     let mut state = node.lock();
     state.history.tell_time(node.clock.unix_ms());
-    state.blocks_tickets[stage].settled += batch.deleted;
+    state.block_tickets[stage].settled += batch.deleted;
     for pending in batch.pending.into_iter().rev() {
         state.queues[stage].push_front(pending);
     }
     if state.is_write_shed(stage) || matches!(why, StageError::Timeout | StageError::Shed) {
-        give_up_queue(&mut state, stage, why);
+        fail_queue(&mut state, stage, why);
     }
-    node.announce_change();
-    node.pause(state, UNTOLD_PAUSE);
+    node.notify_changed();
+    node.pause(state, KEY_CHANGES_RETRY_DELAY);
 }
 
-/// Tells a stage names in their order, runs of one kind together. What it did not learn or forget
-/// waits to be told again, first of all, and why is returned; what a store that is closed does not
-/// tell shows after a restart, and is counted.
-fn tell_names(
+/// Sends key changes to a stage, in their order, with consecutive changes of one kind in one call.
+/// On failure, puts the rest back at the front of the queue and returns the error. Once the store
+/// is closed, there is no retry: the failures are counted, and the changes are missing after a
+/// restart.
+fn send_key_changes(
     node: &Arc<Node>,
     stage: usize,
-    names: &[NameChange],
+    changes: &[KeyChange],
     deadline: Deadline,
 ) -> Option<StageError> {
-    let mut told = 0;
-    let is_add = |change: &NameChange| matches!(change, NameChange::Add(..));
-    let runs = names.chunk_by(|one, next| is_add(one) == is_add(next));
-    for run in runs.flat_map(|run| run.chunks(NAMES_MAX)) {
+    let mut sent = 0;
+    let is_add = |change: &KeyChange| matches!(change, KeyChange::Add(..));
+    let runs = changes.chunk_by(|one, next| is_add(one) == is_add(next));
+    for run in runs.flat_map(|run| run.chunks(KEY_CHANGES_PER_CALL)) {
         let (mut adds, mut removes) = (Vec::new(), Vec::new());
         for change in run {
             match *change {
-                NameChange::Add(facts, address) => adds.push((facts, address)),
-                NameChange::Remove(key, address) => removes.push((key, address)),
+                KeyChange::Add(facts, address) => adds.push((facts, address)),
+                KeyChange::Remove(key, address) => removes.push((key, address)),
             }
         }
         let result = if adds.is_empty() {
@@ -188,26 +194,29 @@ fn tell_names(
         };
         if let Err(error) = result {
             let mut state = node.lock();
-            let verdict = Verdict::of([Some(&error)].into_iter(), false);
-            node.judge(&mut state, stage, Direction::Writes, verdict);
+            let signal = HealthSignal::of([Some(&error)].into_iter(), false);
+            node.record_health(&mut state, stage, Direction::Writes, signal);
             state.note_error(stage, error.clone());
             if !state.is_closed {
-                state.names_tickets[stage].settled += told as u64;
-                state.keep_names(stage, &names[told..]);
+                // Stop at the first failure: later changes of a key must not overtake earlier ones.
+                state.key_tickets[stage].settled += sent as u64;
+                state.requeue_key_changes(stage, &changes[sent..]);
                 return Some(error);
             }
             state.counters.name_failures += run.len() as u64;
-            state.unwritten.count(stage, run.len() as u64);
+            state.write_failures.count(stage, run.len() as u64);
         }
-        told += run.len();
+        sent += run.len();
     }
-    if told > 0 {
-        node.lock().names_tickets[stage].settled += told as u64;
+    if sent > 0 {
+        node.lock().key_tickets[stage].settled += sent as u64;
     }
     None
 }
 
-/// Stores a batch, making room for what does not fit.
+/// Stores a batch, and makes room for blocks that do not fit. Each round tries the blocks that
+/// still lack room. It ends when all are stored, at the deadline, or after more than
+/// [`INEFFECTIVE_ROUNDS_MAX`] rounds without progress.
 fn store_with_room(
     node: &Arc<Node>,
     stage: usize,
@@ -215,33 +224,35 @@ fn store_with_room(
     deadline: Deadline,
 ) -> Vec<Result<Address, StageError>> {
     let mut results: Vec<_> = blocks.iter().map(|_| Err(StageError::Full)).collect();
-    let mut left: Vec<usize> = (0..blocks.len()).collect();
-    let (mut vain, mut rounds) = (0, 0);
-    while !left.is_empty() {
-        let batch = left.iter().map(|at| blocks[*at].clone()).collect();
+    let mut remaining: Vec<usize> = (0..blocks.len()).collect();
+    let (mut ineffective, mut rounds) = (0, 0);
+    while !remaining.is_empty() {
+        let batch = remaining.iter().map(|at| blocks[*at].clone()).collect();
         let at = Arc::clone(node);
-        let late = move |stored: Vec<_>| forget_late(&at, stage, &stored);
-        let answers = node.stages[stage].store(batch, deadline, late);
-        for (at, result) in left.iter().zip(answers) {
+        let late = move |stored: Vec<_>| remove_late_stores(&at, stage, &stored);
+        let stored = node.stages[stage].store(batch, deadline, late);
+        for (at, result) in remaining.iter().zip(stored) {
             results[*at] = result;
         }
-        let before = left.len();
-        left.retain(|at| matches!(results[*at], Err(StageError::Full)));
-        let may_keep = rounds < ROOM_ROUNDS_KEEPING;
+        let before = remaining.len();
+        remaining.retain(|at| matches!(results[*at], Err(StageError::Full)));
+        let may_keep = rounds < KEEPING_ROUNDS_MAX;
         rounds += 1;
-        vain = if left.len() < before || may_keep { 0 } else { vain + 1 };
-        if left.is_empty() || vain > ROOM_TRIES || deadline.has_passed(&*node.clock) {
+        // Rounds that keep blocks can free nothing; only those that keep none are counted.
+        ineffective = if remaining.len() < before || may_keep { 0 } else { ineffective + 1 };
+        let is_last = ineffective > INEFFECTIVE_ROUNDS_MAX || deadline.has_passed(&*node.clock);
+        if remaining.is_empty() || is_last {
             break;
         }
         match make_room(node, stage, may_keep, deadline) {
             Ok(room) => {
                 apply_room(node, stage, &room);
-                left.extend(follow_room(blocks, &room, &mut results));
+                remaining.extend(apply_room_to_batch(blocks, &room, &mut results));
             }
             Err(error) => {
                 let mut state = node.lock();
-                let verdict = Verdict::of([Some(&error)].into_iter(), false);
-                node.judge(&mut state, stage, Direction::Writes, verdict);
+                let signal = HealthSignal::of([Some(&error)].into_iter(), false);
+                node.record_health(&mut state, stage, Direction::Writes, signal);
                 state.note_error(stage, error);
                 break;
             }
@@ -250,6 +261,8 @@ fn store_with_room(
     results
 }
 
+/// Asks a stage to free space. It returns what it moved and dropped; a result after the deadline is
+/// applied when it comes, so that the catalog never keeps stale addresses.
 fn make_room(
     node: &Arc<Node>,
     stage: usize,
@@ -257,27 +270,27 @@ fn make_room(
     deadline: Deadline,
 ) -> Result<Room, StageError> {
     let mut kept = HashMap::new();
-    let (asked, told) = (Arc::clone(node), Arc::clone(node));
-    let keep = move |key: &BlockKey, _| may_keep && keeps(&asked, stage, key, &mut kept);
-    let late = move |room| apply_room(&told, stage, &room);
+    let (keeper, late_node) = (Arc::clone(node), Arc::clone(node));
+    let keep = move |key: &BlockKey, _| may_keep && should_keep(&keeper, stage, key, &mut kept);
+    let late = move |room| apply_room(&late_node, stage, &room);
     node.stages[stage].make_room(Box::new(keep), deadline, late)
 }
 
-/// Blocks that were stored after they had been given up: the stage is to forget them, because they
-/// will be stored again, or have been deleted since.
-fn forget_late(node: &Node, stage: usize, stored: &[(BlockKey, Address)]) {
+/// Removes blocks that a stage stored after the call's deadline: the call has failed, so that they
+/// are queued again or deleted by now.
+fn remove_late_stores(node: &Node, stage: usize, stored: &[(BlockKey, Address)]) {
     let mut state = node.lock();
     if !state.is_closed {
         for (key, address) in stored {
-            state.push_name(stage, NameChange::Remove(*key, *address));
+            state.push_key_change(stage, KeyChange::Remove(*key, *address));
         }
     }
-    node.release(state);
+    node.unlock(state);
 }
 
-/// Blocks of this very batch may have been moved or dropped to make room for its rest, before the
-/// catalog knows of them. Returns those that have to be stored again.
-fn follow_room(
+/// Applies moves and drops to the results of this batch: making room for the rest can move or drop
+/// blocks of the batch that are not in the catalog yet. Returns the blocks to store again.
+fn apply_room_to_batch(
     blocks: &[(BlockFacts, Slab)],
     room: &Room,
     results: &mut [Result<Address, StageError>],
@@ -297,9 +310,14 @@ fn follow_room(
     again
 }
 
-/// A block survives its segment if it was asked for since it was written there, is in DRAM, or is
-/// protected. Decided once for all names of a content: they go or stay together.
-fn keeps(node: &Node, stage: usize, key: &BlockKey, kept: &mut HashMap<(u32, u32), bool>) -> bool {
+/// Whether reclaim keeps a block: if it was read since it was written there, is in DRAM, or is
+/// protected. Decided once per content, so that all its keys are kept or dropped together.
+fn should_keep(
+    node: &Node,
+    stage: usize,
+    key: &BlockKey,
+    kept: &mut HashMap<(u32, u32), bool>,
+) -> bool {
     let mut state = node.lock();
     let Some(found) = state.catalog.find(key) else { return false };
     let entry = state.catalog.entry(found);
@@ -315,13 +333,14 @@ fn keeps(node: &Node, stage: usize, key: &BlockKey, kept: &mut HashMap<(u32, u32
     })
 }
 
+/// Applies moves and drops of a stage to the catalog and the queued key changes.
 fn apply_room(node: &Node, stage: usize, room: &Room) {
     let mut state = node.lock();
     state.history.tell_time(node.clock.unix_ms());
-    // Names that wait to be told were meant for where the blocks lay before.
+    // Queued key changes still have the old addresses.
     let places: HashMap<_, _> = room.moved.iter().map(|(_, old, new)| (*old, *new)).collect();
-    for change in &mut state.names[stage] {
-        let (NameChange::Add(_, address) | NameChange::Remove(_, address)) = change;
+    for change in &mut state.key_changes[stage] {
+        let (KeyChange::Add(_, address) | KeyChange::Remove(_, address)) = change;
         *address = places.get(address).copied().unwrap_or(*address);
     }
     for (key, old, new) in &room.moved {
@@ -334,13 +353,14 @@ fn apply_room(node: &Node, stage: usize, room: &Room) {
         if let Some(content) = content_at(&mut state, stage, key, *address) {
             state.clear_address(content, stage);
             state.catalog.content_mut(content).was_reclaimed = true;
-            state.forget_if_nowhere(content, Loss::Reclaimed);
+            state.forget_if_in_no_tier(content, Loss::Reclaimed);
         }
     }
     drop(state);
-    node.announce_change();
+    node.notify_changed();
 }
 
+/// The content of a key, if the stage has it at this address; not if it was moved or deleted since.
 fn content_at(
     state: &mut State,
     stage: usize,
@@ -352,15 +372,20 @@ fn content_at(
     (state.catalog.content(index).address(stage) == Some(address)).then_some(index)
 }
 
-/// Enters what became of one block that was written.
-fn settle(state: &mut State, stage: usize, pending: &Pending, result: Result<Address, StageError>) {
+/// Applies the result of the write of one block.
+fn settle(
+    state: &mut State,
+    stage: usize,
+    pending: &PendingWrite,
+    result: Result<Address, StageError>,
+) {
     state.pending_bytes[stage] -= u64::from(pending.facts.bytes);
     let place = (pending.content, pending.generation);
     let Some(content) = state.catalog.live_content(place) else {
-        // It was deleted while it was written.
+        // Deleted during the write.
         let address = result.ok();
         if let Some(address) = address {
-            state.push_name(stage, NameChange::Remove(pending.facts.key, address));
+            state.push_key_change(stage, KeyChange::Remove(pending.facts.key, address));
         }
         return;
     };
@@ -372,34 +397,36 @@ fn settle(state: &mut State, stage: usize, pending: &Pending, result: Result<Add
             state.set_address(pending.content, stage, address);
             state.counters.demoted_blocks += 1;
             state.counters.demoted_bytes += u64::from(pending.facts.bytes);
-            name_everywhere(state, stage, pending, address);
+            add_other_keys(state, stage, pending, address);
         }
         Err(StageError::Declined { .. }) => state.counters.demote_declines += 1,
         Err(error) => {
             state.counters.demote_failures += 1;
-            state.unwritten.count(stage, 1);
-            let is_its_own = matches!(error, StageError::Failed(_) | StageError::NoAnswer);
-            let tries = pending.tries + u8::from(is_its_own && !state.is_write_shed(stage));
-            if !matches!(error, StageError::Full) && tries < WRITE_TRIES {
-                state.note_lacking(stage, Pending { tries, ..*pending });
+            state.write_failures.count(stage, 1);
+            // Time-outs and open circuits are not the fault of the block and do not count.
+            let is_block_error = matches!(error, StageError::Failed(_) | StageError::NoAnswer);
+            let tries = pending.tries + u8::from(is_block_error && !state.is_write_shed(stage));
+            if !matches!(error, StageError::Full) && tries < WRITE_TRIES_MAX {
+                state.note_unstored(stage, PendingWrite { tries, ..*pending });
             }
             state.note_error(stage, error);
         }
     }
+    // Without a DRAM tier, memory holds a block only until it is written.
     if is_clean && !state.has_dram {
         state.drop_slab(pending.content);
-        state.forget_if_nowhere(pending.content, Loss::Unwritten);
+        state.forget_if_in_no_tier(pending.content, Loss::Unwritten);
     }
 }
 
-/// The stage learns the other names of a content, and forgets the one it was written under if
-/// that was deleted meanwhile.
-fn name_everywhere(state: &mut State, stage: usize, pending: &Pending, address: Address) {
-    let mut is_named_as_written = false;
+/// Queues the other keys of a content for the stage, and the removal of the key it was written
+/// under if that was deleted meanwhile.
+fn add_other_keys(state: &mut State, stage: usize, pending: &PendingWrite, address: Address) {
+    let mut has_written_key = false;
     for key in state.catalog.keys_of(pending.content) {
         let entry = state.catalog.entry(key);
         if entry.key == pending.facts.key {
-            is_named_as_written = true;
+            has_written_key = true;
             continue;
         }
         let expires = entry.expires_unix_ms;
@@ -410,25 +437,25 @@ fn name_everywhere(state: &mut State, stage: usize, pending: &Pending, address: 
             expires_unix_ms: (expires != 0).then_some(expires),
             ..pending.facts
         };
-        state.push_name(stage, NameChange::Add(facts, address));
+        state.push_key_change(stage, KeyChange::Add(facts, address));
     }
-    if !is_named_as_written {
-        state.push_name(stage, NameChange::Remove(pending.facts.key, address));
+    if !has_written_key {
+        state.push_key_change(stage, KeyChange::Remove(pending.facts.key, address));
     }
 }
 
-/// The byte budget: what may be written now, refilled with time.
-struct Allowance {
+/// A rate limiter: each batch delays the next one by its bytes divided by the rate.
+struct RateLimiter {
     bytes_per_second: Option<u64>,
-    /// When what was written so far is paid for.
-    paid_until: Duration,
+    /// When the next batch may start.
+    next_start: Duration,
 }
 
-impl Allowance {
+impl RateLimiter {
     fn new(node: &Node) -> Self {
         Self {
             bytes_per_second: node.config.mover_bytes_per_second,
-            paid_until: node.clock.monotonic(),
+            next_start: node.clock.monotonic(),
         }
     }
 
@@ -436,9 +463,9 @@ impl Allowance {
         let Some(rate) = self.bytes_per_second else { return };
         loop {
             let now = node.clock.monotonic();
-            if now >= self.paid_until {
+            if now >= self.next_start {
                 let nanos = u128::from(bytes) * 1_000_000_000 / u128::from(rate);
-                self.paid_until =
+                self.next_start =
                     now + Duration::from_nanos(u64::try_from(nanos).unwrap_or(u64::MAX));
                 return;
             }
@@ -446,12 +473,12 @@ impl Allowance {
             if state.is_closed {
                 return;
             }
-            node.pause(state, self.paid_until.saturating_sub(now));
+            node.pause(state, self.next_start.saturating_sub(now));
         }
     }
 }
 
-/// A mover of this node, for a thread of its own.
+/// Starts the mover thread of a stage.
 pub(crate) fn start(
     node: &Arc<Node>,
     stage: usize,

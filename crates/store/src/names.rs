@@ -1,4 +1,4 @@
-//! Names that arrive as text and are held as static ones: tiers and operations of another process.
+//! Interned names of tiers and operations that another process sends as text.
 
 use std::collections::BTreeSet;
 use std::sync::{Mutex, PoisonError};
@@ -7,14 +7,14 @@ use serde::{Deserialize, Deserializer};
 
 use crate::TierName;
 
-/// Names that are kept for good at most; those of a build are a few dozen.
+/// Maximum number of interned names, which are never freed. A build has a few dozen.
 const NAMES_MAX: usize = 1024;
 
-/// What a name beyond the limit becomes.
+/// The result for every new name beyond the limit.
 const UNKNOWN: &str = "other";
 
-/// The static name that reads like `name`. Each new one is kept for good, up to a limit that only
-/// somebody who makes names up can reach; further ones are all `"other"`.
+/// Interns a name. Interned names are never freed, so that their number is limited: beyond the
+/// limit, which only a peer that invents names reaches, the result is `"other"`.
 pub fn intern(name: &str) -> &'static str {
     static NAMES: Mutex<BTreeSet<&'static str>> = Mutex::new(BTreeSet::new());
     let mut names = NAMES.lock().unwrap_or_else(PoisonError::into_inner);
@@ -29,19 +29,19 @@ pub fn intern(name: &str) -> &'static str {
     kept
 }
 
-/// Reads the name of a tier.
+/// Deserializes the name of a tier.
 pub(crate) fn tier_name<'de, D: Deserializer<'de>>(from: D) -> Result<TierName, D::Error> {
     String::deserialize(from).map(|name| intern(&name))
 }
 
-/// Reads figures that stand beside the names of their tiers.
+/// Deserializes a list of values, each with the name of its tier.
 pub(crate) fn by_tier<'de, T, D>(from: D) -> Result<Vec<(TierName, T)>, D::Error>
 where
     T: Deserialize<'de>,
     D: Deserializer<'de>,
 {
-    let figures = Vec::<(String, T)>::deserialize(from)?;
-    Ok(figures.into_iter().map(|(name, figure)| (intern(&name), figure)).collect())
+    let values = Vec::<(String, T)>::deserialize(from)?;
+    Ok(values.into_iter().map(|(name, value)| (intern(&name), value)).collect())
 }
 
 #[cfg(test)]
@@ -49,7 +49,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_name_is_kept_once() {
+    fn equal_names_are_interned_once() {
         let first = intern("files");
         assert_eq!(first, "files");
         assert!(std::ptr::eq(first, intern(&["fi", "les"].concat())));

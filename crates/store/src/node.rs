@@ -1,4 +1,4 @@
-//! A node: the state, what it works on, and how its threads wait for each other.
+//! The core of a store: its state, pool and stages, and how its threads wait for each other.
 
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -8,7 +8,7 @@ use cascade_memory::{Pool, SlabMut};
 
 use ring::rand::{SecureRandom as _, SystemRandom};
 
-use crate::call::Call;
+use crate::call_context::CallContext;
 use crate::catalog::{LOWER_STAGES_MAX, NewKey};
 use crate::eviction::{self, Eviction, Incoming, Limits};
 use crate::history::History;
@@ -17,61 +17,61 @@ use crate::ledger::Recovered;
 use crate::pipeline::Pipeline;
 use crate::stage::guarded::Guarded;
 use crate::stage::{BlockFacts, Registry, StageContext, StageError, encrypted};
-use crate::state::{Evicted, NameChange, State};
-use crate::warm::{OpenedPool, Warm, open_pool};
+use crate::state::{EvictionResult, KeyChange, State};
+use crate::warm::{NamedPool, OpenedPool, open_pool};
 use crate::{CallOptions, StoreConfig, StoreError, TierName};
 
-/// How often a wait looks again for what nobody announces, such as a view that was dropped.
-const RECHECK: Duration = Duration::from_millis(5);
+/// Poll interval of waits, for events without a notification, such as the drop of a view.
+const POLL_INTERVAL: Duration = Duration::from_millis(5);
 
-/// Shared by the handles, the movers and the prefetch threads.
+/// The core of a store, shared by its handles and its threads.
 #[derive(Debug)]
 pub(crate) struct Node {
     pub(crate) config: StoreConfig,
     pub(crate) pipeline: Pipeline,
     pub(crate) clock: Arc<dyn Clock>,
-    /// What no caller knows: keys are found by hashes that depend on it.
+    /// Secret seed of the hash tables: callers must not be able to choose keys that collide.
     pub(crate) seed: Seed,
     pub(crate) pool: Pool,
     pub(crate) stages: Vec<Guarded>,
-    /// Of DRAM, then of the stages.
+    /// DRAM first, then the stages.
     tier_names: Vec<TierName>,
     pub(crate) dirty_bytes_max: u64,
-    /// What an earlier run left, if the pool has a name.
-    pub(crate) warm: Option<Warm>,
+    /// The named pool, if there is one.
+    pub(crate) warm: Option<NamedPool>,
     state: Mutex<State>,
-    /// What watches the traffic; a lock of its own, never taken while the state's is held.
+    /// Traffic statistics. A lock of its own, never taken while the lock of the state is held.
     pub(crate) insight: Mutex<Insight>,
-    /// Something changed that a caller may wait for.
+    /// Notified when something changes that a call may wait for.
     changed: Condvar,
-    /// A queue has work for a mover.
+    /// Notified when a queue has work for a mover.
     work: Condvar,
-    /// Probers look: a stage is suspected, somebody asks how they are, or the store closes.
-    look: Condvar,
+    /// Wakes the probers early: a stage is suspect, statistics are requested, or the store closes.
+    prober_wakeup: Condvar,
 }
 
-/// When a caller got the lock: asking the clocks for every block would cost more than looking it
-/// up.
+/// The time when a call took the lock, read once for its whole batch: reading the clocks for each
+/// block would cost more than the lookup.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Moment {
-    /// By the time of day.
+    /// Time of day.
     pub(crate) unix_ms: u64,
-    /// By the policy's clock.
+    /// Time of the eviction policy.
     pub(crate) policy: Duration,
 }
 
-/// Why there is no slab.
+/// Why no slab was allocated.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum NoSlab {
+pub(crate) enum AllocationFailure {
     /// The block is larger than the pool.
     TooLarge,
-    /// All that is resident is pinned or being read, and nothing under way will free any.
+    /// Every resident block is pinned or being read, and nothing in flight will free memory.
     Full,
-    /// All that may go is worth more.
+    /// The policy values every evictable block more.
     WorthLess,
-    /// Room will come, but did not in time.
-    Late,
-    /// Everything is being erased.
+    /// Memory will become free, but did not before the deadline.
+    TimedOut,
+    /// The store is being erased.
     Erasing,
 }
 
@@ -100,7 +100,7 @@ impl Node {
             State::new(eviction, pipeline.has_dram, lower, history, (config.health, seed), &*clock);
         state.ledger = ledger;
         for (at, stage) in stages.iter().enumerate() {
-            state.names_only |= u8::from(stage.keeps_names_only()) << at;
+            state.key_only_stages |= u8::from(stage.keeps_names_only()) << at;
         }
         let dirty_bytes_max = config.dirty_bytes_max.unwrap_or(config.dram_bytes / 4);
         let names: Vec<TierName> = stages.iter().map(Guarded::name).collect();
@@ -119,95 +119,98 @@ impl Node {
             insight,
             changed: Condvar::new(),
             work: Condvar::new(),
-            look: Condvar::new(),
+            prober_wakeup: Condvar::new(),
         };
         node.recover(recovered);
         Ok(node)
     }
 
     pub(crate) fn lock(&self) -> MutexGuard<'_, State> {
-        // A panic while the lock was held is a broken invariant; going on could serve wrong bytes.
-        self.state.lock().expect("no thread of the store panics while it holds the state")
+        // After a panic under the lock the invariants may not hold; continuing could serve wrong
+        // bytes.
+        self.state.lock().expect("no thread panics while it holds the lock of the store")
     }
 
-    /// An eviction that knows nothing yet.
+    /// A new, empty eviction state.
     pub(crate) fn new_eviction(&self) -> Eviction {
         new_eviction(&self.config)
     }
 
-    /// Whether a thread panicked while it held the state: then nothing can be said of it any more.
+    /// Whether a thread panicked while it held the lock.
     pub(crate) fn is_broken(&self) -> bool {
         self.state.is_poisoned()
     }
 
-    /// Waits until something changes, for the rest of the deadline at most. False once it passed.
-    pub(crate) fn wait_changed<'a>(
+    /// Waits until something changes, or for the poll interval. False if the deadline has passed.
+    pub(crate) fn wait_for_change<'a>(
         &self,
         state: MutexGuard<'a, State>,
-        call: Call,
+        call: CallContext,
     ) -> (MutexGuard<'a, State>, bool) {
         let left = call.deadline.remaining(&*self.clock);
         if left.is_zero() {
             return (state, false);
         }
-        let waited = self.changed.wait_timeout(state, left.min(RECHECK));
+        let waited = self.changed.wait_timeout(state, left.min(POLL_INTERVAL));
         (waited.unwrap_or_else(PoisonError::into_inner).0, true)
     }
 
-    /// As `wait_changed`, but late is an error.
-    pub(crate) fn wait_in_time<'a>(
+    /// As `wait_for_change`, with an error if the deadline has passed.
+    pub(crate) fn wait_or_time_out<'a>(
         &self,
         state: MutexGuard<'a, State>,
         operation: &'static str,
-        call: Call,
+        call: CallContext,
     ) -> Result<MutexGuard<'a, State>, StoreError> {
-        let (state, in_time) = self.wait_changed(state, call);
+        let (state, in_time) = self.wait_for_change(state, call);
         if in_time { Ok(state) } else { Err(call.timeout_error(operation)) }
     }
 
-    /// Waits until the stages know the names that were queued when `tickets` were drawn.
-    pub(crate) fn wait_names<'a>(
+    /// Waits until the stages have recorded the key changes that were queued when `tickets` were
+    /// read.
+    pub(crate) fn wait_for_key_changes<'a>(
         &self,
         mut state: MutexGuard<'a, State>,
         tickets: [u64; LOWER_STAGES_MAX],
         operation: &'static str,
-        call: Call,
+        call: CallContext,
     ) -> Result<MutexGuard<'a, State>, StoreError> {
-        // A stage that is shed learns them when it is back, and nobody waits for that.
+        // A stage with an open write circuit gets its changes when the circuit closes; nothing
+        // waits for that.
         let is_awaited = |state: &State, at: usize| {
-            !state.is_write_shed(at) && state.names_tickets[at].settled < tickets[at]
+            !state.is_write_shed(at) && state.key_tickets[at].settled < tickets[at]
         };
         while (0..LOWER_STAGES_MAX).any(|at| is_awaited(&state, at)) {
-            self.announce_work();
-            state = self.wait_in_time(state, operation, call)?;
+            self.notify_movers();
+            state = self.wait_or_time_out(state, operation, call)?;
         }
         Ok(state)
     }
 
-    /// A mover waits until there is work, or the store closes.
-    pub(crate) fn wait_work<'a>(&self, state: MutexGuard<'a, State>) -> MutexGuard<'a, State> {
+    /// Waits for work for a mover, or for the store to close.
+    pub(crate) fn wait_for_work<'a>(&self, state: MutexGuard<'a, State>) -> MutexGuard<'a, State> {
         self.work.wait(state).unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A prober rests for that time, or until there is a reason to look.
-    pub(crate) fn wait_look<'a>(
+    /// Waits until the next check of a prober is due, or until it is woken.
+    pub(crate) fn wait_for_prober_wakeup<'a>(
         &self,
         state: MutexGuard<'a, State>,
         time: Duration,
     ) -> MutexGuard<'a, State> {
-        self.look.wait_timeout(state, time).unwrap_or_else(PoisonError::into_inner).0
+        self.prober_wakeup.wait_timeout(state, time).unwrap_or_else(PoisonError::into_inner).0
     }
 
-    pub(crate) fn announce_look(&self) {
-        self.look.notify_all();
+    pub(crate) fn wake_probers(&self) {
+        self.prober_wakeup.notify_all();
     }
 
-    /// A mover rests for that time, or until there may be a reason not to.
+    /// Pauses a mover for this time, or until there is new work or the store closes.
     pub(crate) fn pause(&self, state: MutexGuard<'_, State>, time: Duration) {
         drop(self.work.wait_timeout(state, time));
     }
 
-    /// A stage did not take a block; why, as far as it said.
+    /// The error of a stage that did not store a block, with the last error of the stage.
     pub(crate) fn stage_error(
         &self,
         state: &State,
@@ -218,33 +221,33 @@ impl Node {
         StoreError::Tier { tier: self.stages[stage].name(), operation, source }
     }
 
-    pub(crate) fn announce_change(&self) {
+    pub(crate) fn notify_changed(&self) {
         self.changed.notify_all();
     }
 
-    pub(crate) fn announce_work(&self) {
+    pub(crate) fn notify_movers(&self) {
         self.work.notify_all();
     }
 
-    pub(crate) fn call(&self, options: CallOptions) -> Call {
+    pub(crate) fn call(&self, options: CallOptions) -> CallContext {
         let timeout = options.timeout.unwrap_or(self.config.timeout);
-        Call::new(&*self.clock, timeout, options.writer)
+        CallContext::new(&*self.clock, timeout, options.writer)
     }
 
-    /// The time that the policy goes by.
+    /// The current time of the eviction policy.
     pub(crate) fn policy_now(&self, state: &State) -> Duration {
         state.policy_time.unwrap_or_else(|| self.clock.monotonic())
     }
 
-    /// This moment, which the history is told too.
+    /// The current time; also sets it in the history.
     pub(crate) fn moment(&self, state: &mut State) -> Moment {
         let unix_ms = self.clock.unix_ms();
         state.history.tell_time(unix_ms);
         Moment { unix_ms, policy: self.policy_now(state) }
     }
 
-    /// The tier that serves what is in memory: without a DRAM stage that is only what waits to be
-    /// written to the first one below.
+    /// The tier that hits in memory count for. Without a DRAM stage only blocks queued for writing
+    /// are in memory; those count for the first stage.
     pub(crate) fn memory_tier(&self) -> usize {
         usize::from(!self.pipeline.has_dram && !self.stages.is_empty())
     }
@@ -257,72 +260,78 @@ impl Node {
         self.tier_names[tier]
     }
 
-    /// Takes a slab for a put or a load, evicting as needed; for an incoming block, only what is
-    /// worth less. A caller that holds slabs already does not wait for more: two such callers
-    /// would wait for each other.
-    pub(crate) fn take_slab<'a>(
+    /// Allocates a slab for a put or a load, and evicts blocks as needed. With `incoming`, evicts
+    /// only blocks that the policy values less. A caller that already holds slabs does not wait for
+    /// more: two such callers could wait for each other forever.
+    pub(crate) fn allocate_slab<'a>(
         &'a self,
         mut state: MutexGuard<'a, State>,
         bytes: usize,
         holds_some: bool,
         incoming: Option<&Incoming>,
-        call: Call,
-    ) -> (MutexGuard<'a, State>, Result<SlabMut, NoSlab>) {
+        call: CallContext,
+    ) -> (MutexGuard<'a, State>, Result<SlabMut, AllocationFailure>) {
         if bytes > self.pool.region().bytes() {
-            return (state, Err(NoSlab::TooLarge));
+            return (state, Err(AllocationFailure::TooLarge));
         }
+        // Each round tries in order: free memory, memory of dead processes, eviction, waiting.
         loop {
             if state.is_erasing {
-                return (state, Err(NoSlab::Erasing));
+                return (state, Err(AllocationFailure::Erasing));
             }
             if self.has_block_room(&state)
                 && let Some(slab) = self.pool.allocate(bytes)
             {
-                state.slabs_out += 1;
+                state.slabs_in_flight += 1;
                 return (state, Ok(slab));
             }
-            if self.sweep_holders() {
+            if self.release_dead_holders() {
                 continue;
             }
             let now = self.policy_now(&state);
             match state.evict_one(now, incoming) {
-                Evicted::One => continue,
-                Evicted::NothingWorthLess => return (state, Err(NoSlab::WorthLess)),
-                Evicted::NothingUsable => {}
+                EvictionResult::Evicted => continue,
+                EvictionResult::AllWorthMore => return (state, Err(AllocationFailure::WorthLess)),
+                EvictionResult::NoneEvictable => {}
             }
+            // Slabs in flight, writes and the scrubber free memory or make blocks evictable soon.
+            // Without any of these, waiting is pointless.
             if holds_some
-                || (state.pending_total() == 0 && state.slabs_out == 0 && state.scrubbing == 0)
+                || (state.pending_total() == 0
+                    && state.slabs_in_flight == 0
+                    && state.blocks_in_scrub == 0)
             {
-                return (state, Err(NoSlab::Full));
+                return (state, Err(AllocationFailure::Full));
             }
-            let (again, in_time) = self.wait_changed(state, call);
+            let (again, in_time) = self.wait_for_change(state, call);
             state = again;
             if !in_time {
-                return (state, Err(NoSlab::Late));
+                return (state, Err(AllocationFailure::TimedOut));
             }
         }
     }
 
     fn has_block_room(&self, state: &State) -> bool {
         let most = self.config.dram_blocks.unwrap_or(u64::MAX);
-        (state.eviction.blocks().len() as u64).saturating_add(state.slabs_out) < most
+        (state.eviction.blocks().len() as u64).saturating_add(state.slabs_in_flight) < most
     }
 
-    /// Gives the lock free, and wakes the movers if there are names to tell the stages.
-    pub(crate) fn release(&self, state: MutexGuard<'_, State>) {
-        let has_names = state.names.iter().any(|names| !names.is_empty());
+    /// Releases the lock, and wakes the movers if key changes are queued.
+    pub(crate) fn unlock(&self, state: MutexGuard<'_, State>) {
+        let has_names = state.key_changes.iter().any(|names| !names.is_empty());
         drop(state);
         if has_names {
-            self.announce_work();
+            self.notify_movers();
         }
     }
 
-    /// Takes over what DRAM and the stages kept from an earlier run, DRAM first: where a stage's
-    /// block cannot be shown to be the same, the one in DRAM is at least as new.
+    /// Restores the blocks of an earlier run: first from DRAM, then from the stages. The order
+    /// matters: the block in DRAM is at least as new, and is kept where the copy of a stage cannot
+    /// be shown to be the same.
     fn recover(&mut self, recovered: Vec<Recovered>) {
         let started = self.clock.monotonic();
-        let revived = self.revive(&mut self.lock(), recovered);
-        self.count_revived(started);
+        let restored = self.restore_dram(&mut self.lock(), recovered);
+        self.count_restored(started);
         let mut state = self.lock();
         let state = &mut *state;
         let now_unix_ms = self.clock.unix_ms();
@@ -330,30 +339,32 @@ impl Node {
         for (at, stage) in self.stages.iter().enumerate() {
             for (facts, address) in stage.recover() {
                 if facts.expires_unix_ms.is_some_and(|expires| expires <= now_unix_ms) {
-                    state.push_name(at, NameChange::Remove(facts.key, address));
+                    state.push_key_change(at, KeyChange::Remove(facts.key, address));
                     continue;
                 }
-                if revived.is_stored_at(&facts.key, at, address)
+                // The ledger recorded this address for the block in DRAM: the bytes are the same.
+                if restored.is_stored_at(&facts.key, at, address)
                     && let Some(key) = state.catalog.find(&facts.key)
                 {
                     let content = state.catalog.entry(key).content;
                     state.catalog.set_address(content, at, Some(address));
                     continue;
                 }
-                adopt(state, at, &facts, address);
+                insert_recovered(state, at, &facts, address);
                 parents.extend(facts.parent.map(|parent| (facts.key, parent)));
             }
         }
+        // Parents last: a block can come before its parent, or from a faster stage.
         for (key, parent) in parents {
             if let Some(key) = state.catalog.find(&key) {
                 state.catalog.set_parent(key, &parent);
             }
         }
-        self.requeue(state, &revived);
+        self.queue_unwritten(state, &restored);
     }
 }
 
-/// What a stage said to a call, as an error of the store.
+/// The error of a stage as an error of the store.
 pub(crate) fn tier_error(
     stage: &Guarded,
     operation: &'static str,
@@ -362,12 +373,12 @@ pub(crate) fn tier_error(
     StoreError::Tier { tier: stage.name(), operation, source: Arc::new(error) }
 }
 
-/// A number that nobody can guess.
+/// An unpredictable number.
 fn random_number() -> Result<u64, StoreError> {
     let mut bytes = [0; 8];
     SystemRandom::new().fill(&mut bytes).map_err(|_| StoreError::Config {
         setting: "hash_seed",
-        reason: "the system gave no random number; look at its log".to_owned(),
+        reason: "the operating system returned no random number; see its log".to_owned(),
     })?;
     Ok(u64::from_le_bytes(bytes))
 }
@@ -381,9 +392,14 @@ fn new_eviction(config: &StoreConfig) -> Eviction {
     Eviction::new(eviction::policy(config.policy), limits)
 }
 
-/// Enters one recovered block. The stage vouches for the key; bytes are checked when read.
-fn adopt(state: &mut State, stage: usize, facts: &BlockFacts, address: crate::stage::Address) {
-    debug_assert!(stage < LOWER_STAGES_MAX, "the pipeline has at most that many stages");
+/// Adds one block of a stage to the catalog. Its checksum is compared when it is read.
+fn insert_recovered(
+    state: &mut State,
+    stage: usize,
+    facts: &BlockFacts,
+    address: crate::stage::Address,
+) {
+    debug_assert!(stage < LOWER_STAGES_MAX, "the pipeline limits the number of stages");
     let new = NewKey {
         key: facts.key,
         parent: None,
@@ -391,8 +407,8 @@ fn adopt(state: &mut State, stage: usize, facts: &BlockFacts, address: crate::st
         expires_unix_ms: facts.expires_unix_ms.unwrap_or(0),
     };
     if let Some(key) = state.catalog.find(&facts.key) {
-        // A faster stage has this key already. The same bytes may be in both; if these cannot be
-        // shown to be the same, the slower copy goes: it may be older.
+        // A faster tier has this key already. If the bytes cannot be shown to be the same, drop the
+        // slower copy, because it may be older.
         let content = state.catalog.entry(key).content;
         let is_same = state.catalog.content(content).bytes == facts.bytes
             && state.catalog.content(content).address(stage).is_none()
@@ -401,7 +417,7 @@ fn adopt(state: &mut State, stage: usize, facts: &BlockFacts, address: crate::st
         if is_same {
             state.set_address(content, stage, address);
         } else {
-            state.push_name(stage, NameChange::Remove(facts.key, address));
+            state.push_key_change(stage, KeyChange::Remove(facts.key, address));
         }
         return;
     }

@@ -1,4 +1,4 @@
-//! What comes back from a store: a result per block, and errors by what the caller can do.
+//! Results of store calls: one outcome for each block, and errors by what the caller can do.
 
 use std::sync::Arc;
 
@@ -8,30 +8,30 @@ use thiserror::Error;
 
 use crate::PipelineError;
 
-/// The name of a tier in results and statistics: `dram`, `files`, or a stage's own.
+/// The name of a tier in results and statistics: `dram`, `files`, or the name of another stage.
 pub type TierName = &'static str;
 
 /// One block to store.
 #[derive(Debug, Clone, Copy)]
 pub struct Put<'a> {
-    /// Its name.
+    /// Key of the block.
     pub key: BlockKey,
-    /// Its bytes.
+    /// Bytes of the block.
     pub bytes: &'a [u8],
-    /// The block before it in its chain.
+    /// The preceding block of its chain.
     pub parent: Option<BlockKey>,
-    /// The namespace that the key is rooted in, stored with the data.
+    /// The namespace of the key, stored with the block.
     pub namespace: NamespaceId,
-    /// Whether it belongs to a protected prefix.
+    /// Whether the block belongs to a protected prefix.
     pub is_prefix: bool,
-    /// Whether it is a request's last, partly filled block.
+    /// Whether the block is the last, partly filled block of a request.
     pub is_partial: bool,
-    /// Milliseconds until it expires.
+    /// Time to live in milliseconds. `None`: the block does not expire.
     pub ttl_ms: Option<u64>,
 }
 
 impl<'a> Put<'a> {
-    /// A block without parent, protection or time limit.
+    /// A block without parent, protection or time to live.
     pub fn new(key: BlockKey, bytes: &'a [u8]) -> Self {
         Self {
             key,
@@ -45,27 +45,28 @@ impl<'a> Put<'a> {
     }
 }
 
-/// One block that its caller wrote in place, into a slab from `Store::reserve`.
+/// One block that the caller wrote in place, into a slab from [`crate::Store::reserve`] or
+/// [`crate::Store::prepare`].
 #[derive(Debug)]
 pub struct PutSlab {
-    /// Its name.
+    /// Key of the block.
     pub key: BlockKey,
-    /// Its bytes.
+    /// Bytes of the block.
     pub slab: SlabMut,
-    /// The block before it in its chain.
+    /// The preceding block of its chain.
     pub parent: Option<BlockKey>,
-    /// The namespace that the key is rooted in, stored with the data.
+    /// The namespace of the key, stored with the block.
     pub namespace: NamespaceId,
-    /// Whether it belongs to a protected prefix.
+    /// Whether the block belongs to a protected prefix.
     pub is_prefix: bool,
-    /// Whether it is a request's last, partly filled block.
+    /// Whether the block is the last, partly filled block of a request.
     pub is_partial: bool,
-    /// Milliseconds until it expires.
+    /// Time to live in milliseconds. `None`: the block does not expire.
     pub ttl_ms: Option<u64>,
 }
 
 impl PutSlab {
-    /// A block without parent, protection or time limit.
+    /// A block without parent, protection or time to live.
     pub fn new(key: BlockKey, slab: SlabMut) -> Self {
         Self {
             key,
@@ -79,130 +80,136 @@ impl PutSlab {
     }
 }
 
-/// Why a block was not taken although nothing failed.
+/// Why a block was declined although nothing failed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum DeclineReason {
-    /// A request's last partial block; such blocks are almost never asked for again.
+    /// The last partial block of a request: such blocks are almost never requested again.
     Partial,
     /// Larger than a tier of the pipeline can hold.
     TooLarge,
-    /// Everything resident is pinned or held by views.
+    /// Every resident block is pinned or held by a view.
     Full,
-    /// Everything resident is worth more, and there is no tier below.
+    /// The eviction policy values every resident block more, and there is no tier below.
     WorthLess,
-    /// The pipeline stores nothing.
+    /// The pipeline has no tier that keeps blocks.
     Empty,
 }
 
-/// What became of one block of a put.
+/// Outcome of the put of one block.
 #[derive(Debug)]
 pub enum PutOutcome {
-    /// Its bytes are in the first tier.
+    /// The bytes were stored in the first tier.
     Stored,
-    /// Equal bytes were there under another key; nothing was copied.
+    /// Equal bytes were already present under another key; nothing was copied.
     Deduplicated,
-    /// This key was there already, with the same bytes.
+    /// The key was already present with the same bytes.
     Present,
-    /// This key is there with other bytes, which stay.
+    /// The key is present with other bytes; those stay.
     Conflict,
-    /// Not taken.
+    /// The store declined the block.
     Declined(DeclineReason),
-    /// Failed.
+    /// The put failed.
     Failed(StoreError),
 }
 
-/// What a store says to a block before its bytes are there: where to write them, if anywhere.
+/// Outcome of the first phase of a two-phase put, for one block.
 #[derive(Debug)]
 pub enum Prepared {
-    /// Write the block here, then give it to `Store::put_slabs`.
+    /// Write the block into this slab, then pass it to [`crate::Store::put_slabs`].
     Slab(SlabMut),
-    /// Nothing is to be written.
+    /// The put of this block is complete; there is nothing to write.
     Settled(PutOutcome),
-    /// The key is there; compare the bytes of `Store::inspect`, and say what came of it by
-    /// `Store::count_settled`.
+    /// The key is present. Compare its bytes, from [`crate::Store::inspect`], and report the
+    /// result to [`crate::Store::count_settled`].
     Compare,
-    /// Settle what was prepared first, then ask again.
+    /// Complete the puts of the blocks before this one, then prepare it again.
     Later,
 }
 
-/// What became of one block of a copying get.
+/// Outcome of the copying get of one block.
 #[derive(Debug)]
 pub enum GetOutcome {
-    /// That many bytes are at the start of the caller's buffer.
+    /// The block was copied to the start of the caller's buffer.
     Hit {
         /// Bytes written.
         bytes: usize,
-        /// Where they were found.
+        /// The tier that had the block.
         tier: TierName,
     },
-    /// Not here, or no longer right.
+    /// The block is not in the store, or failed its check.
     Miss,
     /// The buffer is too short; nothing was written.
     TooShort {
-        /// Bytes that the block needs.
+        /// Length of the block.
         needed_bytes: usize,
     },
-    /// Failed.
+    /// The read failed.
     Failed(StoreError),
 }
 
-/// What became of one block of a view.
+/// Outcome of the view of one block.
 #[derive(Debug)]
 pub enum ViewOutcome {
-    /// The block's bytes, which stay as they are until the slab is dropped.
+    /// The bytes of the block; they do not change until the slab is dropped.
     Hit {
         /// The bytes.
         slab: Slab,
-        /// Where they were found.
+        /// The tier that had the block.
         tier: TierName,
     },
-    /// Not here, or no longer right.
+    /// The block is not in the store, or failed its check.
     Miss,
-    /// Failed.
+    /// The read failed.
     Failed(StoreError),
 }
 
-/// How much of a chain is here.
+/// The leading blocks of a chain that the store has.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct PrefixMatch {
-    /// Leading blocks that are available, and the fastest tier of each.
+    /// The fastest tier of each matched block, root first.
     pub tiers: Vec<TierName>,
 }
 
-/// A failure, by what the caller can do about it.
+/// A failure; the variant says what the caller can do.
 #[derive(Debug, Clone, Error)]
 #[non_exhaustive]
 pub enum StoreError {
-    /// The call's deadline passed. Retry later, or compute.
-    #[error("{operation} did not finish within {timeout_ms} ms; the block counts as a miss")]
+    /// The deadline of the call passed. Retry later, or compute.
+    #[error("could not {operation} within {timeout_ms} ms; retry later or raise the timeout")]
     Timeout {
-        /// What was under way.
+        /// The operation in progress.
         operation: &'static str,
-        /// The deadline that passed.
+        /// The timeout of the call.
         timeout_ms: u64,
     },
-    /// Too much waits to be written down. Retry later.
-    #[error("{pending_bytes} bytes wait to be written to {tier}; retry later or raise the limit")]
+    /// The write backlog of a lower tier is at its limit. Retry later.
+    #[error(
+        "the write backlog is at its limit: {pending_bytes} bytes wait to be written, most to tier \
+         {tier}; retry later or raise dirty_max"
+    )]
     Busy {
-        /// The tier that is behind.
+        /// The tier with the largest backlog.
         tier: TierName,
-        /// How far it is behind.
+        /// Backlog of all tiers together.
         pending_bytes: u64,
     },
-    /// Every byte of DRAM is pinned or held by views. Drop some, ask for less at once, or give the
-    /// store more.
-    #[error("no room for {needed_bytes} bytes: all of DRAM is pinned or held by views")]
+    /// Every byte of DRAM is pinned or held by views. Drop views, use smaller batches, or enlarge
+    /// DRAM.
+    #[error(
+        "no room for {needed_bytes} bytes: all of DRAM is pinned or held by views; drop views, \
+         unpin blocks or enlarge DRAM"
+    )]
     NoRoom {
         /// Length of the block.
         needed_bytes: usize,
     },
-    /// The client has all that it may have of something that the clients of a store share. Give
-    /// some back: drop views, unpin blocks, make fewer calls at a time.
-    #[error("this client has all that it may have: {most} {limit}; give some back first")]
+    /// The client reached its share of a resource that the clients of a store share. Release some:
+    /// drop views, unpin blocks, or make fewer concurrent calls.
+    #[error("the limit of this client is reached: {most} {limit}; release some first")]
     Limit {
-        /// What it has too much of.
+        /// The resource.
         limit: &'static str,
-        /// How much of it one client may have now.
+        /// The current limit for one client.
         most: u64,
     },
     /// A tier failed. Compute.
@@ -210,53 +217,53 @@ pub enum StoreError {
     Tier {
         /// The tier.
         tier: TierName,
-        /// What it could not do.
+        /// The operation that failed.
         operation: &'static str,
-        /// Why.
+        /// The cause.
         #[source]
         source: Arc<dyn std::error::Error + Send + Sync>,
     },
-    /// The pipeline makes no sense.
+    /// The pipeline is not valid.
     #[error(transparent)]
     Pipeline(#[from] PipelineError),
-    /// A setting makes no sense.
+    /// A setting is not valid.
     #[error("{setting}: {reason}")]
     Config {
-        /// The setting's name.
+        /// Name of the setting.
         setting: &'static str,
-        /// What is wrong and what would be right.
+        /// What is wrong and which values are valid.
         reason: String,
     },
-    /// The pool could not be made.
-    #[error("cannot make the DRAM tier")]
+    /// The pool could not be created.
+    #[error("cannot create the DRAM tier")]
     Memory(#[source] Arc<MemoryError>),
     /// A thread could not be started.
-    #[error("cannot start the store's threads")]
+    #[error("cannot start the threads of the store")]
     Threads {
-        /// What the kernel said.
+        /// The error of the operating system.
         #[source]
         source: Arc<std::io::Error>,
     },
-    /// Everything in the store is being erased. Retry when that has ended.
-    #[error("everything in the store is being erased; retry when that has ended")]
+    /// The store is being erased. Retry once the erase has ended.
+    #[error("the store is being erased; retry once the erase has ended")]
     Erasing,
     /// The store was closed.
     #[error("the store is closed")]
     Closed,
-    /// The node that keeps the blocks is away. Compute; the client connects again by itself.
-    #[error("the node at {socket} is away: {reason}")]
+    /// The node is unavailable. Compute; the client reconnects by itself.
+    #[error("the node at {socket} is unavailable: {reason}")]
     Away {
-        /// Where it should be.
+        /// Socket of the node.
         socket: String,
-        /// What was seen last.
+        /// The last error.
         reason: String,
     },
-    /// The node refuses this client. Change what it presents.
+    /// The node refuses this client. Change the credentials or the settings of the client.
     #[error("the node at {socket} refuses this client: {reason}")]
     Refused {
-        /// Where the node is.
+        /// Socket of the node.
         socket: String,
-        /// Why, in the node's words.
+        /// The reason that the node gave.
         reason: String,
     },
 }

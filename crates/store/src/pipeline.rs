@@ -1,34 +1,34 @@
-//! Pipelines: an ordered list of stages, written `"Dram|Files"`.
+//! Pipelines: an ordered list of stages, such as `"Dram|Files"`.
 
 use crate::PipelineError;
 use crate::catalog::LOWER_STAGES_MAX;
 use crate::stage::Registry;
 
-/// Tiers that this build knows by name but that need hardware or peers it does not have.
-const ABSENT: [&str; 2] = ["hbm", "peers"];
+/// Names of tiers that this build does not have; a pipeline may name them, and they are left out.
+const UNAVAILABLE: [&str; 2] = ["hbm", "peers"];
 
-/// Stages for studies of hit rates and ceilings: they are taken, and nobody is offered one.
-const FOR_STUDIES: [&str; 2] = ["empty", "fake"];
+/// Stages for benchmarks of hit rates and ceilings: valid, but not listed in error messages.
+const FOR_BENCHMARKS: [&str; 2] = ["empty", "fake"];
 
-/// What an operator may write into a pipeline.
-fn offered(registry: &Registry) -> Vec<String> {
+/// The stages that error messages list.
+fn listed_stages(registry: &Registry) -> Vec<String> {
     let names = registry.names().into_iter();
-    names.filter(|name| !FOR_STUDIES.contains(&name.as_str())).collect()
+    names.filter(|name| !FOR_BENCHMARKS.contains(&name.as_str())).collect()
 }
 
-/// A pipeline that was checked.
+/// A parsed and checked pipeline.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Pipeline {
     /// Whether blocks are kept in DRAM.
     pub has_dram: bool,
-    /// Names of the stages below, lower case, fast to slow.
+    /// Names of the stages below DRAM, in lower case, fast to slow.
     pub lower: Vec<String>,
-    /// What was left out, and why.
+    /// Notes on stages that were left out.
     pub notes: Vec<String>,
 }
 
 impl Pipeline {
-    /// Parses and checks. Names are not case-sensitive; `Cache` is `Dram`.
+    /// Parses and checks a pipeline. Names are case-insensitive; `Cache` is an alias of `Dram`.
     pub fn parse(text: &str, registry: &Registry) -> Result<Self, PipelineError> {
         let bad = |reason: String| PipelineError::BadOrder { pipeline: text.to_owned(), reason };
         let mut pipeline = Self::default();
@@ -39,33 +39,34 @@ impl Pipeline {
                     return Err(bad(format!("the stage at position {} has no name", position + 1)));
                 }
                 "dram" | "cache" if pipeline.has_dram => {
-                    return Err(bad(format!("{} stands in it twice", raw.trim())));
+                    return Err(bad(format!("it has {} twice", raw.trim())));
                 }
                 "dram" | "cache" if !pipeline.lower.is_empty() => {
                     let slower = &pipeline.lower[0];
-                    return Err(bad(format!("{} has to come before {slower}", raw.trim())));
+                    return Err(bad(format!("{} must come before {slower}", raw.trim())));
                 }
                 "dram" | "cache" => pipeline.has_dram = true,
-                "empty" => pipeline.notes.push("Empty keeps nothing".to_owned()),
-                absent if ABSENT.contains(&absent) => {
-                    pipeline.notes.push(format!("{} is not available here: left out", raw.trim()));
+                "empty" => pipeline.notes.push("stage Empty stores no blocks".to_owned()),
+                missing if UNAVAILABLE.contains(&missing) => {
+                    let note = format!("tier {} is not available here: left out", raw.trim());
+                    pipeline.notes.push(note);
                 }
                 lower if pipeline.lower.iter().any(|other| other == lower) => {
-                    return Err(bad(format!("{} stands in it twice", raw.trim())));
+                    return Err(bad(format!("it has {} twice", raw.trim())));
                 }
                 lower if registry.knows(lower) => pipeline.lower.push(stage),
                 _ => {
                     return Err(PipelineError::UnknownStage {
                         pipeline: text.to_owned(),
                         stage: raw.trim().to_owned(),
-                        known: offered(registry).join(", "),
+                        known: listed_stages(registry).join(", "),
                     });
                 }
             }
         }
         if pipeline.lower.len() > LOWER_STAGES_MAX {
             let most = LOWER_STAGES_MAX;
-            return Err(bad(format!("at most {most} stages can stand below Dram")));
+            return Err(bad(format!("at most {most} stages are possible below Dram")));
         }
         Ok(pipeline)
     }
@@ -80,7 +81,7 @@ mod tests {
     }
 
     #[test]
-    fn sensible_orders_are_taken() {
+    fn valid_pipelines_are_parsed() {
         for (text, has_dram, lower) in [
             ("Dram", true, vec![]),
             ("dram | files", true, vec!["files"]),
@@ -100,7 +101,7 @@ mod tests {
     }
 
     #[test]
-    fn an_absent_tier_is_dropped_and_says_so() {
+    fn an_unavailable_tier_is_left_out_with_a_note() {
         let pipeline = parse("Hbm|Dram|Peers|Files").unwrap();
         assert_eq!(pipeline.lower, ["files"]);
         assert_eq!(pipeline.notes.len(), 2);
@@ -108,15 +109,15 @@ mod tests {
     }
 
     #[test]
-    fn stages_for_studies_are_not_offered() {
+    fn error_messages_do_not_list_stages_for_benchmarks() {
         let error = parse("Dram|Filez").unwrap_err().to_string();
         assert!(error.contains("files") && !error.contains("fake"), "{error}");
         assert!(!error.contains("empty"), "{error}");
     }
 
     #[test]
-    fn a_bad_chain_names_the_culprit() {
-        for (text, culprit) in [
+    fn the_error_of_an_invalid_pipeline_names_the_stage() {
+        for (text, stage) in [
             ("Files|Dram", "Dram"),
             ("Dram|Dram", "Dram"),
             ("Dram|Filez", "Filez"),
@@ -126,7 +127,7 @@ mod tests {
             ("Files|files", "files"),
         ] {
             let error = parse(text).unwrap_err().to_string();
-            assert!(error.contains(culprit), "{text}: {error}");
+            assert!(error.contains(stage), "{text}: {error}");
         }
     }
 }

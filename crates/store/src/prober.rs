@@ -1,32 +1,34 @@
-//! The prober: watches one stage, so that a dead one is found before many have waited for it.
+//! The prober: checks one stage in the background, so that few callers wait for a failed stage.
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use cascade_block::Deadline;
 
+use crate::circuits::HealthSignal;
 use crate::health::Direction;
 use crate::node::Node;
-use crate::shedding::Verdict;
 use crate::stage::StageError;
 
-/// It looks so many times an interval whether something is due.
-const LOOKS_PER_INTERVAL: u32 = 5;
-/// And no less often than this: calls that hang are counted by its looks.
-const LOOK: Duration = Duration::from_secs(1);
+/// Checks per probe interval for a probe that is due.
+const CHECKS_PER_INTERVAL: u32 = 5;
+/// Longest time between two checks: hanging calls are also found by these checks.
+const CHECK_INTERVAL_MAX: Duration = Duration::from_secs(1);
 
 /// Runs until the store closes.
 fn run(node: &Node, stage: usize) {
     let health = node.config.health;
-    let rest = (health.probe_interval / LOOKS_PER_INTERVAL).min(health.probe_timeout).min(LOOK);
+    let check_interval = (health.probe_interval / CHECKS_PER_INTERVAL)
+        .min(health.probe_timeout)
+        .min(CHECK_INTERVAL_MAX);
     let mut state = node.lock();
     while !state.is_closed {
         for direction in node.stages[stage].hung(health.probe_timeout * health.threshold) {
             state.note_error(stage, StageError::Timeout);
-            node.judge(&mut state, stage, direction, Verdict::Hangs);
+            node.record_health(&mut state, stage, direction, HealthSignal::Hang);
         }
         let mut has_probed = false;
-        // A probe of writing that succeeds says that reads work, too: it goes first.
+        // Writes first: a successful write probe also proves that reads work.
         for direction in [Direction::Writes, Direction::Reads] {
             if !state.breakers[stage].begin_probe(direction, node.clock.monotonic()) {
                 continue;
@@ -42,12 +44,12 @@ fn run(node: &Node, stage: usize) {
             node.end_probe(&mut state, stage, direction, result);
         }
         if !has_probed {
-            state = node.wait_look(state, rest);
+            state = node.wait_for_prober_wakeup(state, check_interval);
         }
     }
 }
 
-/// A prober of this node, for a thread of its own.
+/// Starts the prober thread of a stage.
 pub(crate) fn start(
     node: &Arc<Node>,
     stage: usize,

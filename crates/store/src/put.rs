@@ -1,58 +1,58 @@
-//! Put: take slabs, copy outside the lock, publish under it.
+//! Put: allocate slabs, copy outside the lock, publish under it.
 //!
-//! A block is in the catalog only once its bytes are complete, so a reader never meets one that is
-//! half written, and a writer that dies leaves nothing behind but a slab that its drop returns.
+//! A block enters the catalog only once its bytes are complete, so that no reader sees a partly
+//! written block. A writer that fails leaves only a slab, which returns to the pool when dropped.
 
 use std::sync::MutexGuard;
 
 use cascade_block::{BlockKey, Clock, Digest, DigestMode};
 use cascade_memory::{Slab, SlabMut};
 
-use crate::call::{Call, HOLD_KEYS};
+use crate::call_context::{CallContext, KEYS_PER_LOCK};
 use crate::catalog::{ContentIndex, NewKey};
 use crate::eviction::{Incoming, Slot};
 use crate::known::Known;
-use crate::node::{Moment, NoSlab, Node};
+use crate::node::{AllocationFailure, Moment, Node};
 use crate::outcome::PutSlab;
 use crate::stage::BlockFacts;
-use crate::state::{NameChange, State};
+use crate::state::{KeyChange, State};
 use crate::{CallOptions, DeclineReason, Put, PutOutcome, StoreError, WritePolicy};
 
-/// Most bytes that one round of a put holds outside the catalog.
+/// Maximum bytes that one round of a put holds outside the catalog.
 const ROUND_BYTES: usize = 16 << 20;
-/// Most blocks in one round.
+/// Maximum number of blocks in one round.
 const ROUND_BLOCKS: usize = 64;
-/// How often a put begins anew with blocks that other callers put and delete under it.
-const PASSES_MAX: u32 = 3;
-/// Most names that wait for a stage before puts wait too.
-const NAMES_WAITING_MAX: usize = 64 << 10;
+/// Attempts for blocks that other callers put and delete concurrently.
+const ATTEMPTS_MAX: u32 = 3;
+/// Backlog of key changes of one stage at which puts wait.
+const KEY_CHANGES_WAITING_MAX: usize = 64 << 10;
 
-/// A block that was taken: its slab is filled by the caller and then published.
-struct Taken {
+/// A block with its slab, still to be filled and published.
+struct AllocatedBlock {
     index: usize,
     slab: SlabMut,
 }
 
-/// One put under way.
-struct Putting<'a> {
+/// State of one put call.
+struct PutBatch<'a> {
     batch: &'a [Put<'a>],
     digests: Vec<Option<Digest>>,
     outcomes: Vec<Option<PutOutcome>>,
-    call: Call,
+    call: CallContext,
 }
 
-impl Putting<'_> {
-    /// The blocks of which nothing is known yet.
-    fn open(&self) -> Vec<usize> {
+impl PutBatch<'_> {
+    /// The blocks without an outcome so far.
+    fn undecided(&self) -> Vec<usize> {
         (0..self.batch.len()).filter(|at| self.outcomes[*at].is_none()).collect()
     }
 
-    /// Gives these up if the deadline has passed.
-    fn is_given_up(&mut self, open: &[usize], clock: &dyn Clock) -> bool {
-        if !self.call.is_late(clock) {
+    /// If the deadline has passed, fails these blocks and returns true.
+    fn fail_if_late(&mut self, undecided: &[usize], clock: &dyn Clock) -> bool {
+        if !self.call.has_timed_out(clock) {
             return false;
         }
-        for at in open {
+        for at in undecided {
             let late = self.call.timeout_error("put all blocks of a batch");
             self.outcomes[*at] = Some(PutOutcome::Failed(late));
         }
@@ -60,30 +60,30 @@ impl Putting<'_> {
     }
 }
 
-/// A block that wants room.
+/// A new block that needs a slab.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Arriving<'a> {
+pub(crate) struct PutCandidate<'a> {
     pub(crate) put: &'a Put<'a>,
-    /// Its length; its bytes may be elsewhere still.
+    /// Length of the block; `put.bytes` is empty in a two-phase put.
     pub(crate) bytes: usize,
-    /// What it hangs on in DRAM.
-    pub(crate) parent: Option<Slot>,
+    /// The nearest resident ancestor.
+    pub(crate) ancestor: Option<Slot>,
 }
 
 impl Node {
     pub(crate) fn put(&self, batch: &[Put<'_>], options: CallOptions) -> Vec<PutOutcome> {
-        // Hashing comes before copying: bytes that are known already are never moved.
-        self.put_all(batch, options, |putting, open| {
-            let mut rest = open;
-            while !rest.is_empty() && !putting.is_given_up(rest, &*self.clock) {
-                let (taken, done) = self.take_round(putting, rest);
+        // `put_all` hashes before this copies, so that bytes already present are never copied.
+        self.put_all(batch, options, |puts, undecided| {
+            let mut rest = undecided;
+            while !rest.is_empty() && !puts.fail_if_late(rest, &*self.clock) {
+                let (allocated, done) = self.allocate_round(puts, rest);
                 rest = &rest[done..];
-                self.fill_and_publish(putting, taken);
+                self.fill_and_publish(puts, allocated);
             }
         })
     }
 
-    /// Publishes blocks that the caller wrote in place: nothing is copied, whatever the outcome.
+    /// Publishes blocks that the caller wrote in place, without a copy.
     pub(crate) fn put_slabs(&self, batch: Vec<PutSlab>, options: CallOptions) -> Vec<PutOutcome> {
         let mut slabs = Vec::with_capacity(batch.len());
         let mut facts = Vec::with_capacity(batch.len());
@@ -93,59 +93,63 @@ impl Node {
         }
         let puts: Vec<Put<'_>> =
             facts.iter().zip(&slabs).map(|(facts, slab)| Put { bytes: slab, ..*facts }).collect();
-        self.put_all(&puts, options, |putting, open| {
-            for (at, round) in open.chunks(ROUND_BLOCKS).enumerate() {
-                if putting.is_given_up(&open[at * ROUND_BLOCKS..], &*self.clock) {
+        self.put_all(&puts, options, |puts, undecided| {
+            for (at, round) in undecided.chunks(ROUND_BLOCKS).enumerate() {
+                if puts.fail_if_late(&undecided[at * ROUND_BLOCKS..], &*self.clock) {
                     break;
                 }
-                // Their memory is taken, so waiting for the writers would free none: whoever gave
-                // the slabs out has waited for them.
+                // No back-pressure here: the slabs are allocated already, so waiting would free no
+                // memory. `reserve` and `prepare` have waited for the backlog.
                 let mut state = self.lock();
                 let now = self.moment(&mut state);
                 for at in round {
-                    self.publish_new(&mut state, putting, *at, &slabs[*at], now);
+                    self.publish_new(&mut state, puts, *at, &slabs[*at], now);
                 }
             }
-            self.announce_work();
+            self.notify_movers();
         })
     }
 
-    /// Puts blocks; `put_open` settles those of the indices that it is given, or leaves them to be
-    /// compared with what is there under their keys.
+    /// Puts blocks. `put_undecided` decides the blocks of the given indices; it leaves those whose
+    /// key is present without an outcome, for the comparison of bytes that follows.
     fn put_all(
         &self,
         batch: &[Put<'_>],
         options: CallOptions,
-        mut put_open: impl FnMut(&mut Putting<'_>, &[usize]),
+        mut put_undecided: impl FnMut(&mut PutBatch<'_>, &[usize]),
     ) -> Vec<PutOutcome> {
         let outcomes = batch.iter().map(|_| None).collect();
         let digests = vec![None; batch.len()];
-        let mut putting = Putting { batch, digests, outcomes, call: self.call(options) };
-        self.hash(&mut putting);
-        for _ in 0..PASSES_MAX {
-            let open = putting.open();
-            if open.is_empty() {
+        let mut puts = PutBatch { batch, digests, outcomes, call: self.call(options) };
+        self.hash(&mut puts);
+        for _ in 0..ATTEMPTS_MAX {
+            let undecided = puts.undecided();
+            if undecided.is_empty() {
                 break;
             }
-            put_open(&mut putting, &open);
-            // Keys that are there without a digest to go by are told apart by their bytes. One
-            // that is gone again by then is new in the next pass.
-            self.compare_open(&mut putting);
+            put_undecided(&mut puts, &undecided);
+            // Without digests, a present key is compared by its bytes. If the key was deleted in
+            // the meantime, the comparison has no result and the next attempt puts a new block.
+            self.compare_undecided(&mut puts);
         }
-        let Putting { outcomes, call, .. } = putting;
-        let restless = || PutOutcome::Failed(call.timeout_error("put a key that others delete"));
-        let outcomes = outcomes.into_iter().map(|outcome| outcome.unwrap_or_else(restless));
+        let PutBatch { outcomes, call, .. } = puts;
+        let retries_exhausted = || {
+            let operation = "put a key that other callers delete";
+            PutOutcome::Failed(call.timeout_error(operation))
+        };
+        let outcomes =
+            outcomes.into_iter().map(|outcome| outcome.unwrap_or_else(retries_exhausted));
         self.finish_put(batch, outcomes.collect(), call)
     }
 
-    /// A slab to write a block into, outside any batch.
+    /// Allocates a slab outside any batch, to write a block in place.
     pub(crate) fn reserve(
         &self,
         bytes: usize,
         options: CallOptions,
     ) -> Result<SlabMut, StoreError> {
         let call = self.call(options);
-        let (state, has_room) = self.wait_for_writers(self.lock(), call);
+        let (state, has_room) = self.wait_for_backlog(self.lock(), call);
         if state.is_closing {
             return Err(StoreError::Closed);
         }
@@ -155,127 +159,137 @@ impl Node {
         if !has_room {
             return Err(self.busy_error(&state));
         }
-        let (mut state, slab) = self.take_slab(state, bytes, false, None, call);
-        let slab = slab.map_err(|why| self.no_slab_error(&state, why, bytes, call))?;
-        // From here on the slab is the caller's: nobody waits for it to come back.
-        state.slabs_out -= 1;
+        let (mut state, slab) = self.allocate_slab(state, bytes, false, None, call);
+        let slab = slab.map_err(|failure| self.allocation_error(&state, failure, bytes, call))?;
+        // The caller owns the slab now and may keep it for any time: no allocation waits for it.
+        state.slabs_in_flight -= 1;
         Ok(slab)
     }
 
-    /// Names the blocks by their bytes, if that is on, as far as there is time.
-    fn hash(&self, putting: &mut Putting<'_>) {
+    /// Computes the digests of the blocks, if digests are on, until the deadline.
+    fn hash(&self, puts: &mut PutBatch<'_>) {
         let DigestMode::On(algorithm) = self.config.digest else { return };
-        let open = putting.open();
-        for at in 0..open.len() {
-            if putting.is_given_up(&open[at..], &*self.clock) {
+        let undecided = puts.undecided();
+        for at in 0..undecided.len() {
+            if puts.fail_if_late(&undecided[at..], &*self.clock) {
                 return;
             }
-            putting.digests[at] = Some(Digest::of(algorithm, putting.batch[at].bytes));
+            puts.digests[at] = Some(Digest::of(algorithm, puts.batch[at].bytes));
         }
     }
 
     /// Decides blocks until a round is full. Returns slabs to fill, and how many were decided.
-    fn take_round(&self, putting: &mut Putting<'_>, open: &[usize]) -> (Vec<Taken>, usize) {
-        let mut taken: Vec<Taken> = Vec::new();
-        let mut taken_bytes = 0;
+    fn allocate_round(
+        &self,
+        puts: &mut PutBatch<'_>,
+        undecided: &[usize],
+    ) -> (Vec<AllocatedBlock>, usize) {
+        let mut allocated: Vec<AllocatedBlock> = Vec::new();
+        let mut allocated_bytes = 0;
         let mut declined: Option<(BlockKey, DeclineReason)> = None;
-        // The block before in its chain, if this round took it, and what it hangs on.
-        let mut hanging: Option<(BlockKey, Option<Slot>)> = None;
+        // The last block that got a slab in this round, and its nearest resident ancestor.
+        let mut previous: Option<(BlockKey, Option<Slot>)> = None;
         let mut state = self.lock();
         let now = self.moment(&mut state);
-        for (done, at) in open.iter().enumerate() {
-            if taken.len() == ROUND_BLOCKS || taken_bytes >= ROUND_BYTES || done == HOLD_KEYS {
-                self.release(state);
-                return (taken, done);
+        for (done, at) in undecided.iter().enumerate() {
+            let is_full = allocated.len() == ROUND_BLOCKS || allocated_bytes >= ROUND_BYTES;
+            if is_full || done == KEYS_PER_LOCK {
+                self.unlock(state);
+                return (allocated, done);
             }
-            let put = &putting.batch[*at];
-            match self.known(&mut state, put, putting.digests[*at], now) {
-                Known::Settled(outcome) => putting.outcomes[*at] = Some(outcome),
+            let put = &puts.batch[*at];
+            match self.known(&mut state, put, puts.digests[*at], now) {
+                Known::Settled(outcome) => puts.outcomes[*at] = Some(outcome),
                 Known::Compare => {}
-                // Without its parent a block is never asked for.
+                // A lookup stops at a missing parent, so that this block could never be matched.
                 Known::New if declined.is_some_and(|(key, _)| put.parent == Some(key)) => {
-                    let (_, reason) = declined.expect("just asked");
+                    let (_, reason) = declined.expect("the guard has checked it");
                     declined = Some((put.key, reason));
-                    putting.outcomes[*at] = Some(PutOutcome::Declined(reason));
+                    puts.outcomes[*at] = Some(PutOutcome::Declined(reason));
                 }
                 Known::New => {
-                    let (bytes, holds_some) = (put.bytes.len(), !taken.is_empty());
-                    let parent = resident_ancestor(&state, put, hanging);
-                    let arriving = Arriving { put, bytes, parent };
-                    let (again, slab) = self.take_worth(state, arriving, holds_some, putting.call);
+                    let (bytes, holds_some) = (put.bytes.len(), !allocated.is_empty());
+                    let ancestor = resident_ancestor(&state, put, previous);
+                    let candidate = PutCandidate { put, bytes, ancestor };
+                    let (again, slab) =
+                        self.allocate_for_put(state, candidate, holds_some, puts.call);
                     state = again;
                     match slab {
                         Ok(slab) => {
-                            hanging = Some((put.key, parent));
-                            taken_bytes += slab.len();
-                            taken.push(Taken { index: *at, slab });
+                            previous = Some((put.key, ancestor));
+                            allocated_bytes += slab.len();
+                            allocated.push(AllocatedBlock { index: *at, slab });
                         }
-                        // What this round holds may be all that is in the way.
-                        Err(_) if !taken.is_empty() => {
-                            self.release(state);
-                            return (taken, done);
+                        // The slabs of this round may be the reason: publish them first, then
+                        // decide this block again.
+                        Err(_) if !allocated.is_empty() => {
+                            self.unlock(state);
+                            return (allocated, done);
                         }
-                        Err(why) => {
-                            let outcome = self.not_taken(&state, why, bytes, putting.call);
+                        Err(failure) => {
+                            let outcome =
+                                self.outcome_without_slab(&state, failure, bytes, puts.call);
                             if let PutOutcome::Declined(reason) = outcome {
                                 declined = Some((put.key, reason));
                             }
-                            putting.outcomes[*at] = Some(outcome);
+                            puts.outcomes[*at] = Some(outcome);
                         }
                     }
                 }
             }
         }
-        self.release(state);
-        (taken, open.len())
+        self.unlock(state);
+        (allocated, undecided.len())
     }
 
-    /// Takes a slab for a put. Where no tier is below, a block that is worth less than all that is
-    /// resident is not taken; otherwise it has to pass through DRAM on its way down.
-    pub(crate) fn take_worth<'a>(
+    /// Allocates a slab for a put. Without a lower tier, a block is declined if the policy values
+    /// all resident blocks more. With lower tiers every block is admitted, because DRAM is on its
+    /// way to them.
+    pub(crate) fn allocate_for_put<'a>(
         &'a self,
         state: MutexGuard<'a, State>,
-        arriving: Arriving<'_>,
+        candidate: PutCandidate<'_>,
         holds_some: bool,
-        call: Call,
-    ) -> (MutexGuard<'a, State>, Result<SlabMut, NoSlab>) {
-        let Arriving { put, bytes, parent } = arriving;
+        call: CallContext,
+    ) -> (MutexGuard<'a, State>, Result<SlabMut, AllocationFailure>) {
+        let PutCandidate { put, bytes, ancestor } = candidate;
         if !self.stages.is_empty() {
-            if holds_some && self.is_behind(&state) {
-                return (state, Err(NoSlab::Late));
+            if holds_some && self.is_backlogged(&state) {
+                return (state, Err(AllocationFailure::TimedOut));
             }
-            let (state, has_room) = self.wait_for_writers(state, call);
+            let (state, has_room) = self.wait_for_backlog(state, call);
             if !has_room {
-                return (state, Err(NoSlab::Late));
+                return (state, Err(AllocationFailure::TimedOut));
             }
-            return self.take_slab(state, bytes, holds_some, None, call);
+            return self.allocate_slab(state, bytes, holds_some, None, call);
         }
         let incoming = Incoming {
             owner: u32::MAX,
             fingerprint: self.seed.of_key(&put.key),
-            parent,
+            parent: ancestor,
             bytes: u32::try_from(bytes).expect("longer blocks were refused"),
             is_protected: put.is_prefix,
         };
-        self.take_slab(state, bytes, holds_some, Some(&incoming), call)
+        self.allocate_slab(state, bytes, holds_some, Some(&incoming), call)
     }
 
-    /// Whether too much waits to be written down.
-    pub(crate) fn is_behind(&self, state: &State) -> bool {
-        state.pending_total() >= self.dirty_bytes_max || state.names_waiting() >= NAMES_WAITING_MAX
+    /// Whether the write backlog is at its limit.
+    pub(crate) fn is_backlogged(&self, state: &State) -> bool {
+        state.pending_total() >= self.dirty_bytes_max
+            || state.key_changes_waiting() >= KEY_CHANGES_WAITING_MAX
     }
 
-    /// Back-pressure: a put waits while too much waits to be written down.
-    fn wait_for_writers<'a>(
+    /// Back-pressure: waits while the write backlog is at its limit. False if the deadline passed.
+    fn wait_for_backlog<'a>(
         &'a self,
         mut state: MutexGuard<'a, State>,
-        call: Call,
+        call: CallContext,
     ) -> (MutexGuard<'a, State>, bool) {
-        while self.is_behind(&state) {
-            self.suspect_those_behind(&mut state);
-            // What this very call has queued may be unknown to its mover.
-            self.announce_work();
-            let (again, in_time) = self.wait_changed(state, call);
+        while self.is_backlogged(&state) {
+            self.probe_backlogged_stages(&mut state);
+            // This call may have queued blocks without waking the movers.
+            self.notify_movers();
+            let (again, in_time) = self.wait_for_change(state, call);
             state = again;
             if !in_time {
                 return (state, false);
@@ -284,11 +298,12 @@ impl Node {
         (state, true)
     }
 
-    fn fill_and_publish(&self, putting: &mut Putting<'_>, taken: Vec<Taken>) {
-        let sealed: Vec<_> = taken
+    /// Copies the bytes without the lock, then publishes all blocks of the round under it.
+    fn fill_and_publish(&self, puts: &mut PutBatch<'_>, allocated: Vec<AllocatedBlock>) {
+        let sealed: Vec<_> = allocated
             .into_iter()
-            .map(|Taken { index, mut slab }| {
-                cascade_memory::copy_in(&mut slab, putting.batch[index].bytes);
+            .map(|AllocatedBlock { index, mut slab }| {
+                cascade_memory::copy_in(&mut slab, puts.batch[index].bytes);
                 (index, slab.seal())
             })
             .collect();
@@ -298,41 +313,41 @@ impl Node {
         let mut state = self.lock();
         let now = self.moment(&mut state);
         for (index, slab) in sealed {
-            state.slabs_out -= 1;
-            self.publish_new(&mut state, putting, index, &slab, now);
+            state.slabs_in_flight -= 1;
+            self.publish_new(&mut state, puts, index, &slab, now);
         }
         drop(state);
-        self.announce_work();
-        self.announce_change();
+        self.notify_movers();
+        self.notify_changed();
     }
 
-    /// Publishes a block, unless another thread has put the same key or bytes meanwhile.
+    /// Publishes a block, unless another thread has put the same key or the same bytes meanwhile.
     fn publish_new(
         &self,
         state: &mut State,
-        putting: &mut Putting<'_>,
+        puts: &mut PutBatch<'_>,
         index: usize,
         slab: &Slab,
         now: Moment,
     ) {
-        let (put, digest) = (&putting.batch[index], putting.digests[index]);
-        putting.outcomes[index] = match self.known(state, put, digest, now) {
+        let (put, digest) = (&puts.batch[index], puts.digests[index]);
+        puts.outcomes[index] = match self.known(state, put, digest, now) {
             Known::Settled(outcome) => Some(outcome),
             Known::Compare => None,
-            Known::New => Some(self.publish(state, put, digest, slab.clone(), (putting.call, now))),
+            Known::New => Some(self.publish(state, put, digest, slab.clone(), (puts.call, now))),
         };
     }
 
-    fn compare_open(&self, putting: &mut Putting<'_>) {
-        let open = putting.open();
+    fn compare_undecided(&self, puts: &mut PutBatch<'_>) {
+        let undecided = puts.undecided();
         let blocks: Vec<_> =
-            open.iter().map(|at| (putting.batch[*at].key, putting.batch[*at].bytes)).collect();
-        for (at, is_same) in open.iter().zip(self.compare(&blocks, putting.call)) {
-            putting.outcomes[*at] = compared(is_same);
+            undecided.iter().map(|at| (puts.batch[*at].key, puts.batch[*at].bytes)).collect();
+        for (at, is_same) in undecided.iter().zip(self.compare(&blocks, puts.call)) {
+            puts.outcomes[*at] = outcome_of_comparison(is_same);
         }
     }
 
-    /// The bytes are known under another key: this key is linked to them.
+    /// Links a key to a content that is already present under another key.
     pub(crate) fn deduplicate(
         &self,
         state: &mut State,
@@ -348,27 +363,30 @@ impl Node {
             state.make_resident(key, now.policy);
         }
         for stage in 0..self.stages.len() {
-            // A content that is still queued gets its other names when it is written.
+            // For a content that is still queued, the mover adds its other keys after the write.
             if let Some(address) = state.catalog.content(content).address(stage) {
-                state.push_name(stage, NameChange::Add(facts, address));
+                state.push_key_change(stage, KeyChange::Add(facts, address));
             }
         }
         PutOutcome::Deduplicated
     }
 
+    /// Adds a block to the catalog, queues it for all stages that do not have it, and makes it
+    /// resident.
     fn publish(
         &self,
         state: &mut State,
         put: &Put<'_>,
         digest: Option<Digest>,
         slab: Slab,
-        (call, now): (Call, Moment),
+        (call, now): (CallContext, Moment),
     ) -> PutOutcome {
         let facts = self.facts(put, digest);
         let bytes = u64::from(facts.bytes);
         state.counters.bytes_written += bytes;
         let (key, content) = if let Some(key) = state.catalog.find(&put.key) {
-            // Only shed stages have it, and its digest is the same: they keep it where it is.
+            // Only stages with an open read circuit have the block, and its digest is the same:
+            // their copies stay, and this put brings the bytes back to DRAM.
             (key, state.catalog.entry(key).content)
         } else {
             state.content_bytes += bytes;
@@ -389,11 +407,12 @@ impl Node {
         PutOutcome::Stored
     }
 
+    /// Waits for the stages if the write policy requires it, then counts the outcomes.
     fn finish_put(
         &self,
         batch: &[Put<'_>],
         mut outcomes: Vec<PutOutcome>,
-        call: Call,
+        call: CallContext,
     ) -> Vec<PutOutcome> {
         if self.config.write == WritePolicy::Through || !self.pipeline.has_dram {
             for (put, outcome) in batch.iter().zip(&mut outcomes) {
@@ -402,7 +421,7 @@ impl Node {
                 }
             }
         }
-        for (batch, outcomes) in batch.chunks(HOLD_KEYS).zip(outcomes.chunks(HOLD_KEYS)) {
+        for (batch, outcomes) in batch.chunks(KEYS_PER_LOCK).zip(outcomes.chunks(KEYS_PER_LOCK)) {
             let mut state = self.lock();
             let now = self.policy_now(&state);
             for (put, outcome) in batch.iter().zip(outcomes) {
@@ -414,48 +433,51 @@ impl Node {
         outcomes
     }
 
-    pub(crate) fn not_taken(
+    /// The outcome of a put for which no slab was allocated.
+    pub(crate) fn outcome_without_slab(
         &self,
         state: &State,
-        why: NoSlab,
+        failure: AllocationFailure,
         bytes: usize,
-        call: Call,
+        call: CallContext,
     ) -> PutOutcome {
-        match why {
-            NoSlab::TooLarge => PutOutcome::Declined(DeclineReason::TooLarge),
-            NoSlab::Full => PutOutcome::Declined(DeclineReason::Full),
-            NoSlab::WorthLess => PutOutcome::Declined(DeclineReason::WorthLess),
-            NoSlab::Late | NoSlab::Erasing => {
-                PutOutcome::Failed(self.no_slab_error(state, why, bytes, call))
+        match failure {
+            AllocationFailure::TooLarge => PutOutcome::Declined(DeclineReason::TooLarge),
+            AllocationFailure::Full => PutOutcome::Declined(DeclineReason::Full),
+            AllocationFailure::WorthLess => PutOutcome::Declined(DeclineReason::WorthLess),
+            AllocationFailure::TimedOut | AllocationFailure::Erasing => {
+                PutOutcome::Failed(self.allocation_error(state, failure, bytes, call))
             }
         }
     }
 
-    pub(crate) fn no_slab_error(
+    pub(crate) fn allocation_error(
         &self,
         state: &State,
-        why: NoSlab,
+        failure: AllocationFailure,
         bytes: usize,
-        call: Call,
+        call: CallContext,
     ) -> StoreError {
-        match why {
-            NoSlab::TooLarge => StoreError::Config {
+        match failure {
+            AllocationFailure::TooLarge => StoreError::Config {
                 setting: "dram",
                 reason: format!("a block of {bytes} bytes is larger than the pool"),
             },
-            NoSlab::Late if state.pending_total() > 0 => self.busy_error(state),
-            NoSlab::Erasing => StoreError::Erasing,
-            NoSlab::Late => call.timeout_error("take room in DRAM"),
-            NoSlab::Full | NoSlab::WorthLess => StoreError::NoRoom { needed_bytes: bytes },
+            AllocationFailure::TimedOut if state.pending_total() > 0 => self.busy_error(state),
+            AllocationFailure::Erasing => StoreError::Erasing,
+            AllocationFailure::TimedOut => call.timeout_error("allocate memory in DRAM"),
+            AllocationFailure::Full | AllocationFailure::WorthLess => {
+                StoreError::NoRoom { needed_bytes: bytes }
+            }
         }
     }
 
-    /// Names the stage that is furthest behind.
+    /// The error of back-pressure; names the stage with the largest backlog.
     fn busy_error(&self, state: &State) -> StoreError {
         let stages = 0..self.stages.len();
-        let behind = stages.max_by_key(|stage| state.pending_bytes[*stage]);
+        let slowest = stages.max_by_key(|stage| state.pending_bytes[*stage]);
         StoreError::Busy {
-            tier: self.tier_name(behind.map_or(0, |stage| 1 + stage)),
+            tier: self.tier_name(slowest.map_or(0, |stage| 1 + stage)),
             pending_bytes: state.pending_total(),
         }
     }
@@ -474,17 +496,18 @@ impl Node {
     }
 }
 
-/// What a block hangs on in DRAM: its parent, or what that will hang on once this round is in. It
-/// must not go for the block itself: then all that follows would be of no use.
+/// The nearest resident ancestor of a new block: its parent, or for a parent that got its slab in
+/// this round and is not published yet, the ancestor of the parent. The ancestor must not be
+/// evicted to make room for the block: without it, no lookup would match the block.
 pub(crate) fn resident_ancestor(
     state: &State,
     put: &Put<'_>,
-    hanging: Option<(BlockKey, Option<Slot>)>,
+    previous: Option<(BlockKey, Option<Slot>)>,
 ) -> Option<Slot> {
     let parent = put.parent?;
     match state.catalog.find(&parent) {
         Some(found) => state.catalog.entry(found).slot(),
-        None => hanging.filter(|(key, _)| *key == parent).and_then(|(_, slot)| slot),
+        None => previous.filter(|(key, _)| *key == parent).and_then(|(_, slot)| slot),
     }
 }
 
@@ -497,8 +520,8 @@ fn new_key(facts: &BlockFacts) -> NewKey {
     }
 }
 
-/// What a comparison says about a put; nothing if the key is gone again.
-fn compared(is_same: Result<Option<bool>, StoreError>) -> Option<PutOutcome> {
+/// The outcome of a put after the comparison of bytes. `None` if the key was deleted meanwhile.
+fn outcome_of_comparison(is_same: Result<Option<bool>, StoreError>) -> Option<PutOutcome> {
     match is_same {
         Ok(Some(true)) => Some(PutOutcome::Present),
         Ok(Some(false)) => Some(PutOutcome::Conflict),

@@ -1,108 +1,109 @@
-//! Get and view: from DRAM at once, from below with one fetch however many callers wait.
+//! Get and view: hits in DRAM at once, hits below DRAM with one read for all waiting callers.
 
 use std::sync::MutexGuard;
 
 use cascade_block::{BlockKey, Clock};
 use cascade_memory::{Slab, SlabMut};
 
-use crate::call::{Call, HOLD_KEYS};
+use crate::call_context::{CallContext, KEYS_PER_LOCK};
 use crate::catalog::{Address, Awaits, ContentIndex, KeyIndex};
+use crate::circuits::HealthSignal;
 use crate::health::Direction;
 use crate::history::Loss;
-use crate::node::{NoSlab, Node};
-use crate::shedding::Verdict;
+use crate::node::{AllocationFailure, Node};
+use crate::read_counters::ReadResult;
 use crate::stage::{Load, Loaded, StageError};
-use crate::state::{NameChange, State};
-use crate::tally::Served;
+use crate::state::{KeyChange, State};
 use crate::{CallOptions, GetOutcome, StoreError, ViewOutcome};
 
-/// A copying get holds at most this share of DRAM at a time.
+/// A step of a copying get holds at most DRAM divided by this.
 const GET_SHARE: usize = 8;
-/// Most bytes that it copies between two looks at its deadline.
+/// Maximum bytes of a step of a copying get; the deadline is checked between steps.
 const GET_BYTES: usize = 256 << 20;
-/// Blocks that prefetch brought up are spared until their first use in this share of DRAM.
+/// Prefetched blocks are protected from eviction until their first use, within DRAM divided by
+/// this.
 const PREFETCHED_SHARE: u64 = 4;
-/// How often a read follows a block that moved or was damaged before it is a miss.
+/// Attempts to read a block that was moved or damaged before it counts as a miss.
 const TRIES_MAX: u32 = 4;
 
-/// Who asks: decides what is counted and what stays in DRAM.
+/// The purpose of a read: decides what is counted and whether DRAM keeps the block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Purpose {
-    /// A caller that will use the bytes.
+enum ReadPurpose {
+    /// A caller that uses the bytes.
     Use,
-    /// The same caller again, for a block that had no room beside the others of its batch.
+    /// The same caller again, for a block that did not fit beside the others of its batch.
     Retry,
-    /// A hint that somebody will.
+    /// A prefetch hint.
     Prefetch,
-    /// The store itself, to compare.
-    Inspect,
+    /// A comparison by the store itself.
+    Compare,
 }
 
-/// A block of one read that is not settled yet.
+/// A block of a read without an outcome so far.
 #[derive(Debug, Clone, Copy)]
-struct Wanted {
+struct PendingRead {
     index: usize,
     key: BlockKey,
-    /// Bit per lower stage that failed, or keeps only its name.
+    /// Bit per lower stage that failed, or that keeps only keys.
     avoid: u8,
-    /// A stage that has it was shed while it was asked.
-    was_shed: bool,
+    /// Whether the read circuit of a stage that has the block opened during the read.
+    circuit_opened: bool,
     tries: u32,
 }
 
-/// A block to fetch from below.
+/// A block to read from a lower stage.
 struct Fetch {
-    wanted: Wanted,
-    from: Source,
+    pending: PendingRead,
+    from: FetchSource,
     slab: SlabMut,
 }
 
-/// Where a block was fetched from.
+/// Where a block is read from.
 #[derive(Debug, Clone, Copy)]
-struct Source {
+struct FetchSource {
     content: ContentIndex,
     generation: u32,
     stage: usize,
     address: Address,
 }
 
-impl Source {
-    /// The content, and what tells it from later ones at its index.
+impl FetchSource {
+    /// The content, with its generation: a later content can reuse the index.
     fn place(self) -> (ContentIndex, u32) {
         (self.content, self.generation)
     }
 }
 
-/// What one look at the catalog found.
+/// What remains to do after one lookup in the catalog.
 #[derive(Default)]
-struct Plan {
+struct ReadPlan {
     fetches: Vec<Fetch>,
-    /// Somebody else fetches these, or this caller has no room for them yet.
-    waiting: Vec<Wanted>,
+    /// Blocks that another caller is fetching, or for which this caller has no room yet.
+    waiting: Vec<PendingRead>,
 }
 
-/// One read under way.
-struct Reading {
+/// State of one read call.
+struct ReadBatch {
     outcomes: Vec<Option<ViewOutcome>>,
-    purpose: Purpose,
-    /// The blocks count as requested when they are looked for the first time.
-    is_first_look: bool,
-    call: Call,
+    purpose: ReadPurpose,
+    /// Blocks are counted as requested only at their first lookup.
+    is_first_lookup: bool,
+    call: CallContext,
 }
 
-impl Reading {
-    fn settle(&mut self, wanted: &Wanted, outcome: ViewOutcome) {
-        self.outcomes[wanted.index] = Some(outcome);
+impl ReadBatch {
+    fn settle(&mut self, pending: &PendingRead, outcome: ViewOutcome) {
+        self.outcomes[pending.index] = Some(outcome);
     }
 
-    /// Gives these up if the deadline has passed.
-    fn is_given_up(&mut self, wanted: &[Wanted], clock: &dyn Clock) -> bool {
-        if !self.call.is_late(clock) {
+    /// If the deadline has passed, fails these blocks and returns true.
+    fn fail_if_late(&mut self, pending: &[PendingRead], clock: &dyn Clock) -> bool {
+        if !self.call.has_timed_out(clock) {
             return false;
         }
-        for wanted in wanted {
+        for pending in pending {
             let late = self.call.timeout_error("read all blocks of a batch");
-            self.settle(wanted, ViewOutcome::Failed(late));
+            self.settle(pending, ViewOutcome::Failed(late));
         }
         true
     }
@@ -110,33 +111,35 @@ impl Reading {
 
 impl Node {
     pub(crate) fn view(&self, keys: &[BlockKey], options: CallOptions) -> Vec<ViewOutcome> {
-        let outcomes = self.read(keys, self.call(options), Purpose::Use);
-        self.count_gets(keys.len(), outcomes.iter().map(Served::of_view));
+        let outcomes = self.read(keys, self.call(options), ReadPurpose::Use);
+        self.count_gets(keys.len(), outcomes.iter().map(ReadResult::from_view));
         outcomes
     }
 
-    pub(crate) fn read_to_compare(&self, keys: &[BlockKey], call: Call) -> Vec<ViewOutcome> {
-        self.read(keys, call, Purpose::Inspect)
+    pub(crate) fn read_to_compare(&self, keys: &[BlockKey], call: CallContext) -> Vec<ViewOutcome> {
+        self.read(keys, call, ReadPurpose::Compare)
     }
 
-    /// Whether each block's bytes are these; nothing where the block is not here. Counts as
-    /// nobody's access, and brings nothing up.
+    /// Whether each block has these bytes. `None` if the store does not have the block. Does not
+    /// count as an access, and promotes nothing.
     pub(crate) fn compare(
         &self,
         blocks: &[(BlockKey, &[u8])],
-        call: Call,
+        call: CallContext,
     ) -> Vec<Result<Option<bool>, StoreError>> {
         let mut results = Vec::with_capacity(blocks.len());
         while results.len() < blocks.len() {
             let rest = &blocks[results.len()..];
-            if call.is_late(&*self.clock) {
+            if call.has_timed_out(&*self.clock) {
                 let late = || Err(call.timeout_error("compare all blocks of a batch"));
                 results.extend(rest.iter().map(|_| late()));
                 break;
             }
-            let keys: Vec<BlockKey> = rest.iter().take(HOLD_KEYS).map(|(key, _)| *key).collect();
-            let step = &keys[..self.step(&keys)];
-            for (view, (_, bytes)) in self.read(step, call, Purpose::Inspect).into_iter().zip(rest)
+            let keys: Vec<BlockKey> =
+                rest.iter().take(KEYS_PER_LOCK).map(|(key, _)| *key).collect();
+            let step = &keys[..self.step_keys(&keys)];
+            for (view, (_, bytes)) in
+                self.read(step, call, ReadPurpose::Compare).into_iter().zip(rest)
             {
                 results.push(match view {
                     ViewOutcome::Hit { slab, .. } => Ok(Some(*slab == **bytes)),
@@ -148,12 +151,12 @@ impl Node {
         results
     }
 
-    /// Brings blocks up, a step at a time; tells `pace` how many bytes each step was.
+    /// Promotes blocks in steps. Calls `pace` with the bytes of each step, to limit the rate.
     pub(crate) fn prefetch_now(&self, keys: &[BlockKey], pace: &mut dyn FnMut(u64)) {
         let mut rest = keys;
         while !rest.is_empty() {
-            let (step, later) = rest.split_at(self.step(rest));
-            let views = self.read(step, self.call(CallOptions::default()), Purpose::Prefetch);
+            let (step, later) = rest.split_at(self.step_keys(rest));
+            let views = self.read(step, self.call(CallOptions::default()), ReadPurpose::Prefetch);
             let bytes = views.iter().map(|view| match view {
                 ViewOutcome::Hit { slab, .. } => slab.len() as u64,
                 ViewOutcome::Miss | ViewOutcome::Failed(_) => 0,
@@ -177,18 +180,19 @@ impl Node {
         let mut outcomes = Vec::with_capacity(keys.len());
         while outcomes.len() < keys.len() {
             let at = outcomes.len();
-            if call.is_late(&*self.clock) {
+            if call.has_timed_out(&*self.clock) {
                 let late = || GetOutcome::Failed(call.timeout_error("get all blocks of a batch"));
                 outcomes.extend(keys[at..].iter().map(|_| late()));
                 break;
             }
-            let step = &keys[at..at + self.step(&keys[at..])];
-            let views = self.read(step, call, Purpose::Use);
+            let step = &keys[at..at + self.step_keys(&keys[at..])];
+            let views = self.read(step, call, ReadPurpose::Use);
             for ((key, view), buffer) in step.iter().zip(views).zip(&mut buffers[at..]) {
-                // What did not fit beside the others of its step may fit alone.
+                // A block that did not fit beside the others of its step may fit alone, because
+                // the views of the other blocks are dropped by now.
                 let view = match view {
                     ViewOutcome::Failed(StoreError::NoRoom { .. }) => {
-                        let mut alone = self.read(&[*key], call, Purpose::Retry);
+                        let mut alone = self.read(&[*key], call, ReadPurpose::Retry);
                         alone.pop().expect("one outcome for one key")
                     }
                     settled => settled,
@@ -196,14 +200,14 @@ impl Node {
                 outcomes.push(copy_out(view, buffer, batch_bytes));
             }
         }
-        self.count_gets(keys.len(), outcomes.iter().map(Served::of_get));
+        self.count_gets(keys.len(), outcomes.iter().map(ReadResult::from_get));
         outcomes
     }
 
-    /// How many of the leading keys to read in one step, so that their blocks take no more than a
+    /// The number of leading keys to read in one step, so that their blocks take at most a fixed
     /// share of DRAM; at least one.
-    fn step(&self, keys: &[BlockKey]) -> usize {
-        let keys = &keys[..keys.len().min(HOLD_KEYS)];
+    fn step_keys(&self, keys: &[BlockKey]) -> usize {
+        let keys = &keys[..keys.len().min(KEYS_PER_LOCK)];
         let most = (self.pool.region().bytes() / GET_SHARE).min(GET_BYTES);
         let mut found = Vec::with_capacity(keys.len());
         let state = self.lock();
@@ -217,147 +221,160 @@ impl Node {
         found.iter().take_while(|found| fits(found)).count().max(1)
     }
 
-    fn read(&self, keys: &[BlockKey], call: Call, purpose: Purpose) -> Vec<ViewOutcome> {
+    /// Reads blocks in rounds until each has an outcome or the deadline passes. A round looks up
+    /// some blocks under the lock, reads the missing ones from the stages without it, and puts
+    /// those that another caller is fetching back into the queue.
+    fn read(&self, keys: &[BlockKey], call: CallContext, purpose: ReadPurpose) -> Vec<ViewOutcome> {
         let outcomes = keys.iter().map(|_| None).collect();
-        let is_first_look = purpose == Purpose::Use;
-        let purpose = if purpose == Purpose::Retry { Purpose::Use } else { purpose };
-        let mut reading = Reading { outcomes, purpose, is_first_look, call };
-        let wanted = |(index, key): (usize, &BlockKey)| {
+        let is_first_lookup = purpose == ReadPurpose::Use;
+        let purpose = if purpose == ReadPurpose::Retry { ReadPurpose::Use } else { purpose };
+        let mut batch = ReadBatch { outcomes, purpose, is_first_lookup, call };
+        let pending = |(index, key): (usize, &BlockKey)| {
             let key = *key;
-            Wanted { index, key, avoid: 0, was_shed: false, tries: 0 }
+            PendingRead { index, key, avoid: 0, circuit_opened: false, tries: 0 }
         };
-        let mut wanted: Vec<Wanted> = keys.iter().enumerate().map(wanted).collect();
-        // Of the wanted ones in a row, so many only wait for other callers' fetches.
+        let mut pending: Vec<PendingRead> = keys.iter().enumerate().map(pending).collect();
+        // Blocks since the last progress that only wait for fetches of other callers. Once these
+        // are all, there is nothing to do but wait.
         let mut idle = 0;
-        while !wanted.is_empty() {
-            // Those that were not looked at yet come before those that have to wait.
-            let later = wanted.split_off(wanted.len().min(HOLD_KEYS));
+        while !pending.is_empty() {
+            // A queue: new blocks first, waiting ones at the end.
+            let later = pending.split_off(pending.len().min(KEYS_PER_LOCK));
             let state = self.lock();
-            let (state, plan) = self.plan(state, &wanted, &mut reading);
-            self.release(state);
-            idle = if plan.waiting.len() < wanted.len() { 0 } else { idle + wanted.len() };
-            let again = self.fetch(plan.fetches, &mut reading);
-            wanted = later;
-            wanted.extend(again);
-            wanted.extend(plan.waiting);
-            if reading.is_given_up(&wanted, &*self.clock) {
+            let (state, plan) = self.plan(state, &pending, &mut batch);
+            self.unlock(state);
+            idle = if plan.waiting.len() < pending.len() { 0 } else { idle + pending.len() };
+            let again = self.fetch(plan.fetches, &mut batch);
+            pending = later;
+            pending.extend(again);
+            pending.extend(plan.waiting);
+            if batch.fail_if_late(&pending, &*self.clock) {
                 break;
             }
-            if idle >= wanted.len() && !wanted.is_empty() {
+            if idle >= pending.len() && !pending.is_empty() {
                 idle = 0;
-                if !self.wait_for_others(&wanted, &mut reading) {
+                if !self.wait_for_other_fetches(&pending, &mut batch) {
                     break;
                 }
             }
         }
-        let settled = reading.outcomes.into_iter();
+        let settled = batch.outcomes.into_iter();
         settled.map(|outcome| outcome.unwrap_or(ViewOutcome::Miss)).collect()
     }
 
-    /// Sorts the wanted blocks into hits, misses, fetches of ours and fetches of others.
+    /// Decides the pending blocks: hit in DRAM, miss, fetch by this call, or wait for the fetch of
+    /// another call.
     fn plan<'a>(
         &'a self,
         mut state: MutexGuard<'a, State>,
-        wanted: &[Wanted],
-        reading: &mut Reading,
-    ) -> (MutexGuard<'a, State>, Plan) {
+        pending: &[PendingRead],
+        batch: &mut ReadBatch,
+    ) -> (MutexGuard<'a, State>, ReadPlan) {
         let now = self.policy_now(&state);
         let now_unix_ms = self.clock.unix_ms();
         state.history.tell_time(now_unix_ms);
         let stamp = state.history.stamp();
-        let keys: Vec<BlockKey> = wanted.iter().map(|wanted| wanted.key).collect();
+        let keys: Vec<BlockKey> = pending.iter().map(|pending| pending.key).collect();
         let mut found = Vec::with_capacity(keys.len());
         state.catalog.find_batch(&keys, &mut found);
-        if std::mem::take(&mut reading.is_first_look) && !state.is_closed {
+        if std::mem::take(&mut batch.is_first_lookup) && !state.is_closed {
             state.count_direct_requests(&found, now_unix_ms, self.memory_tier());
         }
         let tier = self.tier_name(self.memory_tier());
-        let mut plan = Plan::default();
+        let mut plan = ReadPlan::default();
         let mut may_have_changed = state.is_closed;
-        for (wanted, mut found) in wanted.iter().zip(found) {
+        for (pending, mut found) in pending.iter().zip(found) {
             if state.is_closed {
-                reading.settle(wanted, ViewOutcome::Failed(StoreError::Closed));
+                batch.settle(pending, ViewOutcome::Failed(StoreError::Closed));
                 continue;
             }
-            // Room taken for an earlier block of this batch may have evicted this one.
+            // An allocation for an earlier block of this batch may have evicted this one, or
+            // released the lock: look it up again.
             let has_expired = |key| state.catalog.entry(key).has_expired(now_unix_ms);
             if may_have_changed || found.is_some_and(has_expired) {
-                found = state.find_live(&wanted.key, now_unix_ms);
+                found = state.find_live(&pending.key, now_unix_ms);
                 may_have_changed = true;
             }
             let Some(key) = found else {
-                reading.settle(wanted, ViewOutcome::Miss);
+                batch.settle(pending, ViewOutcome::Miss);
                 continue;
             };
-            if let Some(slab) = resident(&mut state, key, now, stamp, reading.purpose) {
-                reading.settle(wanted, ViewOutcome::Hit { slab, tier });
+            if let Some(slab) = resident(&mut state, key, now, stamp, batch.purpose) {
+                batch.settle(pending, ViewOutcome::Hit { slab, tier });
                 continue;
             }
             may_have_changed = true;
-            let (again, settled) = self.plan_fetch(state, *wanted, key, &mut plan, reading);
+            let (again, settled) = self.plan_fetch(state, *pending, key, &mut plan, batch);
             state = again;
             if let Some(outcome) = settled {
-                reading.settle(wanted, outcome);
+                batch.settle(pending, outcome);
             }
         }
         (state, plan)
     }
 
+    /// Plans the read of a block from the fastest usable stage: marks the content as loading and
+    /// allocates a slab. Returns an outcome instead if no stage is usable or no slab is available.
     fn plan_fetch<'a>(
         &'a self,
         mut state: MutexGuard<'a, State>,
-        wanted: Wanted,
+        pending: PendingRead,
         key: KeyIndex,
-        plan: &mut Plan,
-        reading: &mut Reading,
+        plan: &mut ReadPlan,
+        batch: &mut ReadBatch,
     ) -> (MutexGuard<'a, State>, Option<ViewOutcome>) {
-        let (index, shed) = (state.catalog.entry(key).content, state.shed);
+        let (index, open_circuits) = (state.catalog.entry(key).content, state.shed);
         let content = state.catalog.content_mut(index);
         if content.is_loading {
-            plan.waiting.push(wanted);
+            plan.waiting.push(pending);
             return (state, None);
         }
-        let Some((stage, address)) = content.fastest_lower_but(wanted.avoid | shed) else {
-            let is_shed = wanted.was_shed || content.fastest_lower_but(wanted.avoid).is_some();
-            // A failure of a stage that has the block, if there was one, is told already.
-            let told = reading.outcomes[wanted.index].take();
-            if told.is_none() && is_shed && reading.purpose == Purpose::Use {
+        let Some((stage, address)) = content.fastest_lower_but(pending.avoid | open_circuits)
+        else {
+            let is_unreadable =
+                pending.circuit_opened || content.fastest_lower_but(pending.avoid).is_some();
+            // If a stage that has the block failed, the outcome is that failure, not a miss.
+            let failure = batch.outcomes[pending.index].take();
+            if failure.is_none() && is_unreadable && batch.purpose == ReadPurpose::Use {
                 state.counters.shed_gets += 1;
             }
-            return (state, Some(told.unwrap_or(ViewOutcome::Miss)));
+            return (state, Some(failure.unwrap_or(ViewOutcome::Miss)));
         };
+        // Set before the allocation, which can release the lock: other callers then wait for this
+        // fetch and do not start their own.
         content.is_loading = true;
         let (bytes, generation) = (content.bytes as usize, content.generation);
         let holds_some = !plan.fetches.is_empty();
-        let (again, slab) = self.take_slab(state, bytes, holds_some, None, reading.call);
+        let (again, slab) = self.allocate_slab(state, bytes, holds_some, None, batch.call);
         state = again;
         match slab {
             Ok(mut slab) => {
-                let from = Source { content: index, generation, stage, address };
-                // The kernel may write into the slab after this process was killed.
+                let from = FetchSource { content: index, generation, stage, address };
+                // After a kill of this process, the kernel may still write into the slab.
                 self.note_load(&mut slab);
-                plan.fetches.push(Fetch { wanted, from, slab });
+                plan.fetches.push(Fetch { pending, from, slab });
                 (state, None)
             }
-            Err(why) => {
+            Err(failure) => {
                 if let Some(content) = state.catalog.live_content((index, generation)) {
                     content.is_loading = false;
                 }
                 if holds_some {
-                    plan.waiting.push(wanted);
+                    plan.waiting.push(pending);
                     return (state, None);
                 }
-                if why == NoSlab::Erasing {
+                if failure == AllocationFailure::Erasing {
                     return (state, Some(ViewOutcome::Miss));
                 }
-                let error = self.no_slab_error(&state, why, bytes, reading.call);
+                let error = self.allocation_error(&state, failure, bytes, batch.call);
                 (state, Some(ViewOutcome::Failed(error)))
             }
         }
     }
 
-    /// Reads from the lower stages and settles what came. Returns what has to be looked up again.
-    fn fetch(&self, fetches: Vec<Fetch>, reading: &mut Reading) -> Vec<Wanted> {
+    /// Reads from the lower stages and settles the results. Returns the blocks that have to be
+    /// looked up again.
+    fn fetch(&self, fetches: Vec<Fetch>, batch: &mut ReadBatch) -> Vec<PendingRead> {
         let mut again = Vec::new();
         let mut by_stage: Vec<Vec<Fetch>> = self.stages.iter().map(|_| Vec::new()).collect();
         for fetch in fetches {
@@ -369,37 +386,39 @@ impl Node {
             }
             let mut loads = Vec::with_capacity(fetches.len());
             let mut places = Vec::with_capacity(fetches.len());
-            for Fetch { wanted, from, slab } in fetches {
-                places.push((wanted, from));
-                loads.push(Load { key: wanted.key, address: from.address, slab });
+            for Fetch { pending, from, slab } in fetches {
+                places.push((pending, from));
+                loads.push(Load { key: pending.key, address: from.address, slab });
             }
-            let time = reading.call.deadline.remaining(&*self.clock);
-            let loaded = self.stages[stage].load(loads, reading.call.deadline);
-            let verdict = Verdict::of_load(&loaded, time >= self.config.health.probe_timeout);
+            // Measured before the load: a time-out is a failure of the stage only if the call had
+            // at least the time of a probe.
+            let time = batch.call.deadline.remaining(&*self.clock);
+            let loaded = self.stages[stage].load(loads, batch.call.deadline);
+            let signal = HealthSignal::of_load(&loaded, time >= self.config.health.probe_timeout);
             let now_unix_ms = self.clock.unix_ms();
             let mut state = self.lock();
-            self.judge(&mut state, stage, Direction::Reads, verdict);
+            self.record_health(&mut state, stage, Direction::Reads, signal);
             state.history.tell_time(now_unix_ms);
-            for ((mut wanted, from), loaded) in places.into_iter().zip(loaded) {
-                state.slabs_out -= 1;
-                if !self.settle(&mut state, &mut wanted, from, loaded, reading) {
-                    again.push(wanted);
+            for ((mut pending, from), loaded) in places.into_iter().zip(loaded) {
+                state.slabs_in_flight -= 1;
+                if !self.settle(&mut state, &mut pending, from, loaded, batch) {
+                    again.push(pending);
                 }
             }
-            self.release(state);
-            self.announce_change();
+            self.unlock(state);
+            self.notify_changed();
         }
         again
     }
 
-    /// Enters what a stage answered. False: the block has to be looked up again.
+    /// Applies the result of a stage. Returns false if the block has to be looked up again.
     fn settle(
         &self,
         state: &mut State,
-        wanted: &mut Wanted,
-        from: Source,
+        pending: &mut PendingRead,
+        from: FetchSource,
         loaded: Loaded,
-        reading: &mut Reading,
+        batch: &mut ReadBatch,
     ) -> bool {
         if let Some(content) = state.catalog.live_content(from.place()) {
             content.is_loading = false;
@@ -408,66 +427,67 @@ impl Node {
         match loaded {
             Loaded::Hit(slab) => {
                 let slab = slab.seal();
-                self.promote(state, wanted, from, &slab, reading.purpose);
-                reading.settle(wanted, ViewOutcome::Hit { slab, tier });
+                self.promote(state, pending, from, &slab, batch.purpose);
+                batch.settle(pending, ViewOutcome::Hit { slab, tier });
                 return true;
             }
-            // What is slow is not asked twice: a slower stage would be later still.
+            // No second attempt after a time-out: the next stage is slower still.
             Loaded::Failed(StageError::Timeout) => {
-                let late = reading.call.timeout_error("read from a tier");
-                reading.settle(wanted, ViewOutcome::Failed(late));
+                let late = batch.call.timeout_error("read from a tier");
+                batch.settle(pending, ViewOutcome::Failed(late));
                 return true;
             }
             Loaded::Failed(StageError::Shed) => {
-                wanted.avoid |= 1 << from.stage;
-                wanted.was_shed = true;
+                pending.avoid |= 1 << from.stage;
+                pending.circuit_opened = true;
             }
+            // The failure becomes the outcome only if no slower stage has the block.
             Loaded::Failed(error) => {
-                wanted.avoid |= 1 << from.stage;
+                pending.avoid |= 1 << from.stage;
                 let (operation, source) = ("read a block", std::sync::Arc::new(error));
                 let failure = StoreError::Tier { tier, operation, source };
-                reading.settle(wanted, ViewOutcome::Failed(failure));
+                batch.settle(pending, ViewOutcome::Failed(failure));
             }
             Loaded::Gone if self.stages[from.stage].keeps_names_only() => {
-                wanted.avoid |= 1 << from.stage;
+                pending.avoid |= 1 << from.stage;
             }
-            Loaded::Gone => forget_name(state, wanted, from),
+            Loaded::Gone => forget_key(state, pending, from),
             Loaded::Damaged => {
                 state.counters.damaged_blocks += 1;
                 forget_address(state, from, Loss::Damaged);
             }
         }
-        wanted.tries += 1;
-        if wanted.tries >= TRIES_MAX {
-            let told = reading.outcomes[wanted.index].take();
-            reading.settle(wanted, told.unwrap_or(ViewOutcome::Miss));
+        pending.tries += 1;
+        if pending.tries >= TRIES_MAX {
+            let failure = batch.outcomes[pending.index].take();
+            batch.settle(pending, failure.unwrap_or(ViewOutcome::Miss));
         }
-        wanted.tries >= TRIES_MAX
+        pending.tries >= TRIES_MAX
     }
 
-    /// A block that came from below stays in DRAM, if the policy wants that and it was not deleted
-    /// meanwhile.
+    /// Keeps a block from a lower stage in DRAM, if the policy promotes hits and the block was not
+    /// deleted meanwhile.
     fn promote(
         &self,
         state: &mut State,
-        wanted: &Wanted,
-        from: Source,
+        pending: &PendingRead,
+        from: FetchSource,
         slab: &Slab,
-        purpose: Purpose,
+        purpose: ReadPurpose,
     ) {
-        // Only if the key still names this content and the content still lies there: the stage was
-        // asked by key, and that may have come to mean other bytes meanwhile.
-        let named = state.catalog.find(&wanted.key);
-        let names_it = |key: &KeyIndex| state.catalog.entry(*key).content == from.content;
-        let Some(key) = named.filter(names_it) else { return };
+        // The stage reads by key, and the key may have been deleted and put with other bytes during
+        // the read. Only if the key still has this content, at this address, are these its bytes.
+        let found = state.catalog.find(&pending.key);
+        let has_content = |key: &KeyIndex| state.catalog.entry(*key).content == from.content;
+        let Some(key) = found.filter(has_content) else { return };
         let stamp = state.history.stamp();
         let Some(content) = state.catalog.live_content(from.place()) else { return };
         let has_moved = content.address(from.stage) != Some(from.address);
-        if has_moved || purpose == Purpose::Inspect {
+        if has_moved || purpose == ReadPurpose::Compare {
             return;
         }
         content.referenced |= 1 << from.stage;
-        if purpose == Purpose::Use {
+        if purpose == ReadPurpose::Use {
             content.note_use(stamp);
         }
         if !self.pipeline.has_dram || !state.eviction.policy().promotes_hits() {
@@ -479,68 +499,70 @@ impl Node {
         state.put_slab(from.content, slab.clone(), None);
         state.make_resident(key, now);
         if state.catalog.content(from.content).key_count > 1 {
-            // A pin holds the content whichever of its names brought it up.
+            // A pin keeps a content in DRAM only through a slot of the pinned key.
             for other in state.catalog.keys_of(from.content) {
                 if state.catalog.entry(other).pins > 0 {
                     state.make_resident(other, now);
                 }
             }
         }
-        if purpose == Purpose::Prefetch {
+        if purpose == ReadPurpose::Prefetch {
             state.counters.prefetched_blocks += 1;
-            state.spare_prefetched(key, self.config.dram_bytes / PREFETCHED_SHARE);
+            state.protect_prefetched(key, self.config.dram_bytes / PREFETCHED_SHARE);
         } else {
             state.catalog.entry_mut(key).awaits = Awaits::Nothing;
         }
     }
 
-    /// Waits for other callers' fetches. False when the deadline passed.
-    fn wait_for_others(&self, wanted: &[Wanted], reading: &mut Reading) -> bool {
-        let (state, in_time) = self.wait_changed(self.lock(), reading.call);
+    /// Waits for the fetches of other callers. False if the deadline passed.
+    fn wait_for_other_fetches(&self, pending: &[PendingRead], batch: &mut ReadBatch) -> bool {
+        let (state, in_time) = self.wait_for_change(self.lock(), batch.call);
         drop(state);
         if !in_time {
-            for wanted in wanted {
-                let late = reading.call.timeout_error("wait for another reader's fetch");
-                reading.settle(wanted, ViewOutcome::Failed(late));
+            for pending in pending {
+                let late = batch.call.timeout_error("wait for another reader's fetch");
+                batch.settle(pending, ViewOutcome::Failed(late));
             }
         }
         in_time
     }
 }
 
+/// The slab of a block in DRAM. A read for use counts as an access.
 fn resident(
     state: &mut State,
     key: KeyIndex,
     now: std::time::Duration,
     stamp: u32,
-    purpose: Purpose,
+    purpose: ReadPurpose,
 ) -> Option<Slab> {
     let content = state.catalog.entry(key).content;
     let content = state.catalog.content_mut(content);
     let slab = content.slab.clone()?;
-    if purpose == Purpose::Use {
+    if purpose == ReadPurpose::Use {
         content.note_use(stamp);
         state.touch(key, now);
     }
     Some(slab)
 }
 
-/// The block's bytes are no longer where the catalog says: the address goes, for all its names.
-fn forget_address(state: &mut State, from: Source, why: Loss) {
+/// The bytes are no longer at the address in the catalog: removes the address for all keys of the
+/// content.
+fn forget_address(state: &mut State, from: FetchSource, why: Loss) {
     let Some(content) = state.catalog.live_content(from.place()) else { return };
     if content.address(from.stage) == Some(from.address) {
         state.clear_address(from.content, from.stage);
         for key in state.catalog.keys_of(from.content) {
             let name = state.catalog.entry(key).key;
-            state.push_name(from.stage, NameChange::Remove(name, from.address));
+            state.push_key_change(from.stage, KeyChange::Remove(name, from.address));
         }
-        state.forget_if_nowhere(from.content, why);
+        state.forget_if_in_no_tier(from.content, why);
     }
 }
 
-/// The stage does not know the block under this name. If it is the only one, the bytes are gone.
-/// If there are others, the name may be on its way to the stage; else this name alone goes.
-fn forget_name(state: &mut State, wanted: &Wanted, from: Source) {
+/// The stage does not know this key. For the only key of a content, its bytes are gone. Otherwise
+/// the addition of the key may still be queued for the stage; if it is not, forget this key alone.
+fn forget_key(state: &mut State, pending: &PendingRead, from: FetchSource) {
     let Some(content) = state.catalog.live_content(from.place()) else { return };
     if content.address(from.stage) != Some(from.address) {
         return;
@@ -548,9 +570,9 @@ fn forget_name(state: &mut State, wanted: &Wanted, from: Source) {
     if content.key_count == 1 {
         return forget_address(state, from, Loss::Vanished);
     }
-    let tickets = state.names_tickets[from.stage];
+    let tickets = state.key_tickets[from.stage];
     if tickets.settled == tickets.pushed
-        && let Some(key) = state.catalog.find(&wanted.key)
+        && let Some(key) = state.catalog.find(&pending.key)
         && state.catalog.entry(key).content == from.content
     {
         state.forget(key, Loss::Vanished);

@@ -1,4 +1,4 @@
-//! A request: the chain of blocks that one prompt needs, and what its caller knows about it.
+//! A request: the chain of blocks of one prompt, with the caller's hints.
 
 use std::time::Duration;
 
@@ -11,12 +11,12 @@ pub use crate::eviction::Hints;
 pub struct Request<'a> {
     /// The prompt's blocks, root first.
     pub keys: &'a [BlockKey],
-    /// Whether the last key names a partly filled block.
+    /// Whether the last block is only partly filled.
     pub partial_tail: bool,
-    /// What the caller knows of the future.
+    /// What the caller knows about future requests.
     pub hints: Hints,
-    /// When it arrived, on a scale of the caller's that never goes back. A replay gives the times
-    /// of its trace; from then on the policy goes by these. Default: the store's clock, now.
+    /// Arrival time on a monotonic scale of the caller. A replay passes the times of its trace;
+    /// from then on the eviction policy uses these. Default: the current time of the store's clock.
     pub at: Option<Duration>,
 }
 

@@ -1,8 +1,8 @@
-//! Compares blocks in DRAM with their checksums, so that a bit that flipped there is found.
+//! The scrubber: compares blocks in DRAM with their checksums, to find flipped bits.
 //!
-//! A put takes no checksum: that would cost it a third of its speed and more
+//! A put computes no checksum, because that would cost at least a third of its speed
 //! (`docs/decisions/0021-checksums-in-dram.md`). The first pass over a block, or the mover before
-//! it writes the block down, takes the checksum, whoever wrote the bytes; later passes compare.
+//! it writes the block, computes the checksum; later passes compare.
 
 use std::num::NonZeroU64;
 use std::sync::Arc;
@@ -15,43 +15,43 @@ use cascade_memory::Slab;
 use crate::catalog::{Catalog, ContentIndex};
 use crate::node::Node;
 use crate::stage::BlockFacts;
-use crate::state::{Pending, State};
+use crate::state::{PendingWrite, State};
 use crate::{CallOptions, Store};
 
-/// Most bytes whose slabs are held at a time. They cannot be evicted meanwhile.
+/// Maximum bytes of one step. Its blocks cannot be evicted meanwhile.
 const STEP_BYTES: usize = 4 << 20;
-/// Most entries of the catalog that are looked through at a time.
+/// Maximum number of catalog entries of one step.
 const STEP_KEYS: u32 = 256;
-/// The first pass begins so long after the start, when caches are warm and clients are served.
-const REST_AT_START: Duration = Duration::from_secs(10);
-/// The least time between two steps, and between the end of a pass and the next one: an idle store
-/// is woken once a minute.
-const REST_MIN: Duration = Duration::from_millis(20);
-const REST_AFTER_PASS: Duration = Duration::from_secs(60);
+/// Delay of the first pass after the start: by then caches are warm and clients are connected.
+const FIRST_PASS_DELAY: Duration = Duration::from_secs(10);
+/// Minimum time between two steps.
+const STEP_DELAY_MIN: Duration = Duration::from_millis(20);
+/// Minimum time between two passes: an idle store wakes up once a minute.
+const PASS_DELAY_MIN: Duration = Duration::from_secs(60);
 
-/// What one pass over the blocks in DRAM came to.
+/// Result of one pass over the blocks in DRAM.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Scrubbed {
-    /// Blocks that were looked at.
+    /// Blocks compared.
     pub blocks: u64,
-    /// Their bytes.
+    /// Bytes of these blocks.
     pub bytes: u64,
-    /// Of the blocks, those whose bytes were not what they had been. They are gone.
+    /// Blocks whose bytes had changed, which were dropped from DRAM.
     pub damaged: u64,
-    /// Whether the deadline left time for all of them.
+    /// Whether the pass covered all blocks before the deadline.
     pub is_whole: bool,
 }
 
-/// A content whose bytes are compared.
-struct Checked {
+/// A content with the result of its comparison.
+struct CheckedContent {
     place: (ContentIndex, u32),
     slab: Slab,
     is_intact: bool,
 }
 
 impl Store {
-    /// Compares every block in DRAM with its checksum now, and takes the checksums of those that
-    /// have none. What is damaged is dropped, counted, and a miss unless a tier below has it.
+    /// Compares every block in DRAM with its checksum now, and computes missing checksums. Damaged
+    /// blocks are counted and dropped from DRAM; they are misses unless a lower tier has them.
     pub fn scrub(&self, options: CallOptions) -> Scrubbed {
         let node = self.node();
         let call = node.call(options);
@@ -73,15 +73,18 @@ impl Store {
 }
 
 impl Node {
-    /// Compares some blocks from an index of the catalog on. Returns where to go on, or nothing at
-    /// the end.
+    /// Compares some blocks, from an index of the catalog on. Returns the index to continue at, or
+    /// `None` at the end.
+    ///
+    /// Computes the checksums without the lock. The slab that the step holds prevents eviction, and
+    /// `settle` checks that the content still has it.
     fn scrub_step(&self, from: u32) -> (Scrubbed, Option<u32>) {
         let mut state = self.lock();
         if state.is_closed || state.is_erasing {
             return (Scrubbed::default(), None);
         }
-        let (mut picked, next) = pick(&state.catalog, from);
-        state.scrubbing += picked.len() as u64;
+        let (mut picked, next) = contents_to_check(&state.catalog, from);
+        state.blocks_in_scrub += picked.len() as u64;
         drop(state);
         for one in &mut picked {
             one.is_intact = one.slab.agrees_with(checksum(&one.slab));
@@ -90,22 +93,22 @@ impl Node {
         let mut state = self.lock();
         state.history.tell_time(self.clock.unix_ms());
         for one in picked {
-            state.scrubbing -= 1;
+            state.blocks_in_scrub -= 1;
             step.blocks += 1;
             step.bytes += one.slab.len() as u64;
             step.damaged += u64::from(settle(&mut state, &one));
         }
-        self.release(state);
-        self.announce_change();
+        self.unlock(state);
+        self.notify_changed();
         (step, next)
     }
 
-    /// Takes the checksums of blocks that are about to be written down, or compares them. What is
-    /// damaged is taken out of the batch and dropped from DRAM. Returns how many those are.
-    pub(crate) fn leave_out_damaged(
+    /// Computes or compares the checksums of blocks before they are written to a stage. Removes
+    /// damaged blocks from the batch and from DRAM. Returns their number.
+    pub(crate) fn remove_damaged(
         &self,
         stage: usize,
-        pending: &mut Vec<Pending>,
+        pending: &mut Vec<PendingWrite>,
         blocks: &mut Vec<(BlockFacts, Slab)>,
     ) -> u64 {
         let is_intact: Vec<bool> =
@@ -114,7 +117,7 @@ impl Node {
         state.history.tell_time(self.clock.unix_ms());
         for ((pending, (_, slab)), is_intact) in pending.iter().zip(&*blocks).zip(&is_intact) {
             let place = (pending.content, pending.generation);
-            let one = Checked { place, slab: slab.clone(), is_intact: *is_intact };
+            let one = CheckedContent { place, slab: slab.clone(), is_intact: *is_intact };
             settle(&mut state, &one);
             if !is_intact {
                 if let Some(content) = state.catalog.live_content(place) {
@@ -123,7 +126,7 @@ impl Node {
                 state.pending_bytes[stage] -= u64::from(pending.facts.bytes);
             }
         }
-        self.release(state);
+        self.unlock(state);
         let (mut of_pending, mut of_blocks) = (is_intact.iter(), is_intact.iter());
         let is_kept = |is_intact: Option<&bool>| is_intact.is_none_or(|is_intact| *is_intact);
         pending.retain(|_| is_kept(of_pending.next()));
@@ -132,8 +135,9 @@ impl Node {
     }
 }
 
-/// The contents in DRAM whose first key is at one of the next indices, each once.
-fn pick(catalog: &Catalog, from: u32) -> (Vec<Checked>, Option<u32>) {
+/// The contents in DRAM whose first key is among the next entries; each content has one first key,
+/// so that a pass picks it once.
+fn contents_to_check(catalog: &Catalog, from: u32) -> (Vec<CheckedContent>, Option<u32>) {
     let end = catalog.key_indices_end();
     let mut to = from.saturating_add(STEP_KEYS).min(end);
     let (mut picked, mut bytes) = (Vec::new(), 0);
@@ -144,7 +148,7 @@ fn pick(catalog: &Catalog, from: u32) -> (Vec<Checked>, Option<u32>) {
             continue;
         };
         bytes += slab.len();
-        picked.push(Checked { place: (index, content.generation), slab, is_intact: true });
+        picked.push(CheckedContent { place: (index, content.generation), slab, is_intact: true });
         if bytes >= STEP_BYTES {
             to = key.0 + 1;
             break;
@@ -153,8 +157,8 @@ fn pick(catalog: &Catalog, from: u32) -> (Vec<Checked>, Option<u32>) {
     (picked, (to < end).then_some(to))
 }
 
-/// Enters what became of one block. True if it is damaged and was dropped.
-fn settle(state: &mut State, one: &Checked) -> bool {
+/// Applies the result of one comparison. Returns true if the block was damaged and dropped.
+fn settle(state: &mut State, one: &CheckedContent) -> bool {
     let Some(content) = state.catalog.live_content(one.place) else { return false };
     if content.slab.as_ref().is_none_or(|slab| !slab.is_same(&one.slab)) {
         return false;
@@ -176,7 +180,7 @@ fn settle(state: &mut State, one: &Checked) -> bool {
 /// Runs until the store closes.
 fn run(node: &Node, bytes_per_second: NonZeroU64) {
     let mut at = 0;
-    let mut due = node.clock.monotonic().saturating_add(REST_AT_START);
+    let mut due = node.clock.monotonic().saturating_add(FIRST_PASS_DELAY);
     loop {
         let state = node.lock();
         if state.is_closed {
@@ -184,21 +188,22 @@ fn run(node: &Node, bytes_per_second: NonZeroU64) {
         }
         let left = due.saturating_sub(node.clock.monotonic());
         if !left.is_zero() {
-            // Closing the store ends this wait early.
-            drop(node.wait_look(state, left));
+            // Ends early when the store closes.
+            drop(node.wait_for_prober_wakeup(state, left));
             continue;
         }
         drop(state);
         let (step, next) = node.scrub_step(at);
         at = next.unwrap_or(0);
         let nanos = u128::from(step.bytes) * 1_000_000_000 / u128::from(bytes_per_second.get());
-        let cost = Duration::from_nanos(u64::try_from(nanos).unwrap_or(u64::MAX)).max(REST_MIN);
-        let cost = if next.is_none() { cost.max(REST_AFTER_PASS) } else { cost };
+        let cost =
+            Duration::from_nanos(u64::try_from(nanos).unwrap_or(u64::MAX)).max(STEP_DELAY_MIN);
+        let cost = if next.is_none() { cost.max(PASS_DELAY_MIN) } else { cost };
         due = node.clock.monotonic().saturating_add(cost);
     }
 }
 
-/// The scrubber of this node, unless it is off or nothing is kept in DRAM.
+/// Starts the scrubber thread, unless it is off or the pipeline has no DRAM.
 pub(crate) fn start(node: &Arc<Node>) -> std::io::Result<Option<JoinHandle<()>>> {
     let rate = node.config.scrub_bytes_per_second.filter(|_| node.pipeline.has_dram);
     let Some(rate) = rate else { return Ok(None) };

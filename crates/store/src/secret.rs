@@ -1,4 +1,4 @@
-//! Files with secrets: read whole, and refused if anyone but their owner may read them.
+//! Reading of secret files, with a check that only permitted users can read them.
 
 use std::fs::File;
 use std::io::Read as _;
@@ -7,22 +7,22 @@ use std::path::{Path, PathBuf};
 
 use thiserror::Error;
 
-/// Why a file with a secret was not taken.
+/// Why a secret file was refused.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum SecretError {
-    /// It cannot be opened or read.
+    /// The file cannot be opened or read.
     #[error("{} cannot be read", path.display())]
     Read {
         /// The file.
         path: PathBuf,
-        /// What the kernel said.
+        /// The error of the operating system.
         #[source]
         source: std::io::Error,
     },
-    /// Others may read or change it.
+    /// The mode of the file lets other users read or change it.
     #[error(
-        "{} has mode {mode:04o}: others than its owner may read or change it; run `chmod 600 {}`",
+        "{} has mode {mode:04o}, which lets other users read or change it; run `chmod 600 {}`",
         path.display(), path.display()
     )]
     Exposed {
@@ -31,45 +31,45 @@ pub enum SecretError {
         /// Its permissions.
         mode: u32,
     },
-    /// It does not hold what it should.
+    /// The content of the file is not valid.
     #[error("{}: {reason}", path.display())]
     Content {
         /// The file.
         path: PathBuf,
-        /// What is wrong, without any of its bytes.
+        /// What is wrong, without any byte of the content.
         reason: String,
     },
 }
 
-/// Who may read a secret beside its owner; nobody else may change it in any case.
+/// Users that may read a secret file. Only the owner may ever change it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Readers {
-    /// Nobody: 0600, 0400.
+    /// The owner: modes 0600 and 0400.
     Owner,
-    /// Its group: 0640, 0440.
+    /// The owner and the group: also modes 0640 and 0440.
     Group,
 }
 
-/// Reads a file of at most that many bytes, if no others than `readers` may.
+/// Reads a secret file of at most `bytes_max` bytes. Fails if its mode permits more than `readers`.
 ///
-/// Looks at the file that it reads, not at the name once more, so that nobody can swap it between.
+/// Checks the mode of the open file, not of the path: the file cannot be replaced in between.
 pub fn read_secret(path: &Path, bytes_max: u64, readers: Readers) -> Result<Vec<u8>, SecretError> {
     let forbidden = if readers == Readers::Owner { 0o077 } else { 0o037 };
     let failed = |source| SecretError::Read { path: path.to_owned(), source };
     let content = |reason: String| SecretError::Content { path: path.to_owned(), reason };
     let file = File::open(path).map_err(failed)?;
-    let facts = file.metadata().map_err(failed)?;
-    if !facts.is_file() {
-        return Err(content("it is no regular file".to_owned()));
+    let metadata = file.metadata().map_err(failed)?;
+    if !metadata.is_file() {
+        return Err(content("not a regular file".to_owned()));
     }
-    let mode = facts.mode() & 0o7777;
+    let mode = metadata.mode() & 0o7777;
     if mode & forbidden != 0 {
         return Err(SecretError::Exposed { path: path.to_owned(), mode });
     }
     let mut secret = Vec::new();
     file.take(bytes_max + 1).read_to_end(&mut secret).map_err(failed)?;
     if secret.len() as u64 > bytes_max {
-        return Err(content(format!("it is longer than {bytes_max} bytes")));
+        return Err(content(format!("the file is longer than {bytes_max} bytes")));
     }
     Ok(secret)
 }

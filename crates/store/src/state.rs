@@ -1,11 +1,11 @@
-//! A node's state under its one lock, and the steps that keep its parts in agreement.
+//! The state of a store under its one lock, and the operations that keep its parts consistent.
 //!
-//! Invariants, whenever the lock is free:
-//! - a key has a slot in the policy exactly while DRAM is a tier, its content has a slab there, and
-//!   the key itself brought it there or used it since;
-//! - `resident_keys` of a content counts the slots of its keys;
-//! - a content that no tier has does not exist, and neither do its keys;
-//! - a content with a dirty bit waits in that stage's queue or is being written by its mover, and
+//! Invariants while the lock is free:
+//! - A key has a slot in the eviction policy exactly if DRAM is a tier, its content has a slab, and
+//!   the key itself brought the slab to DRAM or used it since.
+//! - `resident_keys` of a content is the number of its keys that have a slot.
+//! - Every content is in at least one tier, and every key has a content.
+//! - A content with a dirty bit is in the queue of that stage or is being written by its mover, and
 //!   keeps its slab until then.
 
 use std::collections::VecDeque;
@@ -24,105 +24,108 @@ use crate::outcome::PutOutcome;
 use crate::stage::{BlockFacts, StageError};
 use crate::stats::Counters;
 
-/// A block that waits to be written to a lower stage.
+/// A block queued to be written to a lower stage.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Pending {
+pub(crate) struct PendingWrite {
     pub(crate) facts: BlockFacts,
     pub(crate) content: ContentIndex,
     pub(crate) generation: u32,
-    /// How often the stage failed to take it.
+    /// How often the stage failed to store it.
     pub(crate) tries: u8,
 }
 
-/// A name that a stage has to learn or to forget. Only the stage's mover tells it, in this order
-/// and before later blocks: a name that goes and comes back must not end up gone.
+/// An additional or removed key of a content that a stage has. Only the mover of the stage sends
+/// these changes, in their order and before later blocks: a key that is removed and added again
+/// must end up present.
 #[derive(Debug, Clone, Copy)]
-pub(crate) enum NameChange {
-    /// Another name for a content that the stage has.
+pub(crate) enum KeyChange {
+    /// Another key of the content.
     Add(BlockFacts, Address),
-    /// A name that is no longer valid.
+    /// A key that is no longer valid.
     Remove(BlockKey, Address),
 }
 
-/// What an attempt to evict one block came to.
+/// Result of an attempt to evict one block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Evicted {
-    /// A block is gone.
-    One,
-    /// All that may go is worth more than what wants to come.
-    NothingWorthLess,
-    /// Everything is pinned, being read, or still to be written down.
-    NothingUsable,
+pub(crate) enum EvictionResult {
+    /// A block was evicted.
+    Evicted,
+    /// The policy values every evictable block more than the incoming one.
+    AllWorthMore,
+    /// Every block is pinned, being read, or not written yet.
+    NoneEvictable,
 }
 
-/// Tickets of a queue: whoever wants to know when what is queued now is done keeps the number of
-/// what was pushed, and waits until as much is settled.
+/// Progress of a queue. To wait for everything that is queued now, remember `pushed` and wait until
+/// `settled` reaches it.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Tickets {
     pub(crate) pushed: u64,
     pub(crate) settled: u64,
 }
 
-/// Everything that a node decides from.
+/// The state of a store.
 #[derive(Debug)]
 #[expect(clippy::struct_excessive_bools, reason = "facts that do not exclude each other")]
 pub(crate) struct State {
     pub(crate) catalog: Catalog,
     pub(crate) eviction: Eviction,
     pub(crate) counters: Counters,
-    /// What became of blocks that are gone.
+    /// Why recent blocks are no longer in the store.
     pub(crate) history: History,
-    /// Hits and their bytes: DRAM first, then the lower stages.
+    /// Hits and bytes by tier: DRAM first, then the lower stages.
     pub(crate) tier_hits: [(u64, u64); 1 + LOWER_STAGES_MAX],
     /// Requested blocks that were matched, in the same order.
     pub(crate) tier_matches: [u64; 1 + LOWER_STAGES_MAX],
     /// Blocks to be written, by stage.
-    pub(crate) queues: [VecDeque<Pending>; LOWER_STAGES_MAX],
-    pub(crate) blocks_tickets: [Tickets; LOWER_STAGES_MAX],
-    pub(crate) names: [Vec<NameChange>; LOWER_STAGES_MAX],
-    /// Blocks and names that each stage ever failed to take.
-    pub(crate) unwritten: FlushMark,
-    /// How many of these no flush tells of: an erasure made up for them.
-    pub(crate) forgiven: FlushMark,
-    /// How many some flush has told of.
-    pub(crate) told: FlushMark,
-    pub(crate) names_tickets: [Tickets; LOWER_STAGES_MAX],
-    /// Why a stage failed last.
+    pub(crate) queues: [VecDeque<PendingWrite>; LOWER_STAGES_MAX],
+    pub(crate) block_tickets: [Tickets; LOWER_STAGES_MAX],
+    pub(crate) key_changes: [Vec<KeyChange>; LOWER_STAGES_MAX],
+    /// Blocks and key changes that each stage failed to store since the start.
+    pub(crate) write_failures: FlushMark,
+    /// Failures before the last erase: no flush reports these, because the blocks are erased.
+    pub(crate) failures_before_erase: FlushMark,
+    /// Failures that some flush has reported.
+    pub(crate) reported_failures: FlushMark,
+    pub(crate) key_tickets: [Tickets; LOWER_STAGES_MAX],
+    /// The last error of each stage.
     pub(crate) last_errors: [Option<StageError>; LOWER_STAGES_MAX],
-    /// Bytes in the queues or being written, by stage.
+    /// Write backlog by stage: bytes queued or being written.
     pub(crate) pending_bytes: [u64; LOWER_STAGES_MAX],
     pub(crate) breakers: [Breaker; LOWER_STAGES_MAX],
-    /// Bit per lower stage: its circuit for reads is open.
+    /// Bit per lower stage: its read circuit is open.
     pub(crate) shed: u8,
-    /// Bit per lower stage: its circuit for writes is open.
+    /// Bit per lower stage: its write circuit is open.
     pub(crate) write_shed: u8,
-    /// Bit per lower stage: it keeps names, and no bytes.
-    pub(crate) names_only: u8,
-    /// Blocks that a stage failed to take, oldest first: queued again when its breaker closes.
-    pub(crate) lacking: [VecDeque<Pending>; LOWER_STAGES_MAX],
-    /// How many of these are to be queued again now.
-    pub(crate) retries: [usize; LOWER_STAGES_MAX],
-    /// Blocks that prefetch brought up and that eviction spares until their first use, oldest
-    /// first, with their bytes.
+    /// Bit per lower stage: it keeps only keys, no bytes.
+    pub(crate) key_only_stages: u8,
+    /// Blocks that each stage failed to store, oldest first. They are queued again when its write
+    /// circuit closes or a write probe succeeds.
+    pub(crate) unstored: [VecDeque<PendingWrite>; LOWER_STAGES_MAX],
+    /// The number of blocks at the front of `unstored` to queue again now.
+    pub(crate) requeue_counts: [usize; LOWER_STAGES_MAX],
+    /// Prefetched blocks that are protected from eviction until their first use, oldest first, with
+    /// their bytes.
     pub(crate) prefetched: VecDeque<(BlockKey, u64)>,
     pub(crate) prefetched_bytes: u64,
     pub(crate) content_bytes: u64,
     pub(crate) dram_bytes: u64,
-    /// Slabs given to puts and loads that are under way.
-    pub(crate) slabs_out: u64,
-    /// Blocks that are being compared with their checksums.
-    pub(crate) scrubbing: u64,
-    /// The latest time that a request gave; the policy then goes by these.
+    /// Slabs of puts and loads in flight.
+    pub(crate) slabs_in_flight: u64,
+    /// Blocks whose checksums are being compared.
+    pub(crate) blocks_in_scrub: u64,
+    /// The latest time of a request that has one. The policy uses these instead of the clock.
     pub(crate) policy_time: Option<Duration>,
-    /// What the next run finds of the blocks in DRAM, if the pool outlives its process.
+    /// The ledger of a named pool: lets the next process restore the blocks in DRAM.
     pub(crate) ledger: Option<Ledger>,
     pub(crate) has_dram: bool,
-    /// How many tiers stand below DRAM.
+    /// Number of stages below DRAM.
     pub(crate) lower_stages: usize,
-    /// Nothing new is taken any more.
+    /// Puts and deletions are refused; queued blocks are still written.
     pub(crate) is_closing: bool,
-    /// Nothing is taken while everything is erased.
+    /// Puts are refused while the store is erased.
     pub(crate) is_erasing: bool,
+    /// Every call is refused, and the threads end.
     pub(crate) is_closed: bool,
 }
 
@@ -144,26 +147,26 @@ impl State {
             tier_hits: [(0, 0); 1 + LOWER_STAGES_MAX],
             tier_matches: [0; 1 + LOWER_STAGES_MAX],
             queues: Default::default(),
-            blocks_tickets: Default::default(),
-            names: Default::default(),
-            unwritten: FlushMark::default(),
-            forgiven: FlushMark::default(),
-            told: FlushMark::default(),
-            names_tickets: Default::default(),
+            block_tickets: Default::default(),
+            key_changes: Default::default(),
+            write_failures: FlushMark::default(),
+            failures_before_erase: FlushMark::default(),
+            reported_failures: FlushMark::default(),
+            key_tickets: Default::default(),
             last_errors: Default::default(),
             pending_bytes: [0; LOWER_STAGES_MAX],
             breakers: std::array::from_fn(|_| Breaker::new(health, now, now_unix_ms)),
             shed: 0,
             write_shed: 0,
-            names_only: 0,
-            lacking: Default::default(),
-            retries: [0; LOWER_STAGES_MAX],
+            key_only_stages: 0,
+            unstored: Default::default(),
+            requeue_counts: [0; LOWER_STAGES_MAX],
             prefetched: VecDeque::new(),
             prefetched_bytes: 0,
             content_bytes: 0,
             dram_bytes: 0,
-            slabs_out: 0,
-            scrubbing: 0,
+            slabs_in_flight: 0,
+            blocks_in_scrub: 0,
             policy_time: None,
             ledger: None,
             has_dram,
@@ -174,7 +177,7 @@ impl State {
         }
     }
 
-    /// The entry of a key, unless it has expired; an expired one is forgotten on the way.
+    /// The entry of a key that has not expired. Forgets an expired one.
     pub(crate) fn find_live(&mut self, key: &BlockKey, now_unix_ms: u64) -> Option<KeyIndex> {
         let found = self.catalog.find(key)?;
         if self.catalog.entry(found).has_expired(now_unix_ms) {
@@ -184,7 +187,7 @@ impl State {
         Some(found)
     }
 
-    /// Tells the policy that a key's bytes are in DRAM and that it counts for them.
+    /// Gives a key a slot in the eviction policy, because its content is in DRAM.
     pub(crate) fn make_resident(&mut self, key: KeyIndex, now: Duration) {
         if !self.has_dram || self.catalog.entry(key).slot().is_some() {
             return;
@@ -204,14 +207,14 @@ impl State {
         self.catalog.content_mut(content).resident_keys += 1;
     }
 
-    /// A chain lookup found this block, and its caller is about to read it.
-    pub(crate) fn announce(&mut self, key: KeyIndex) {
+    /// Notes that a chain lookup matched this block: its caller will read it.
+    pub(crate) fn expect_read(&mut self, key: KeyIndex) {
         let entry = self.catalog.entry_mut(key);
         let awaited = std::mem::replace(&mut entry.awaits, Awaits::AnnouncedAccess);
         self.counters.prefetched_used += u64::from(awaited == Awaits::FirstUse);
     }
 
-    /// Tells the policy of an access, unless a chain lookup has told it already.
+    /// Reports an access to the policy, unless a chain lookup has reported it already.
     pub(crate) fn touch(&mut self, key: KeyIndex, now: Duration) {
         let entry = self.catalog.entry_mut(key);
         let awaited = std::mem::replace(&mut entry.awaits, Awaits::Nothing);
@@ -223,20 +226,24 @@ impl State {
         }
     }
 
-    /// Evicts one block from DRAM to make room. With an incoming block, nothing is evicted that
-    /// the policy values more than it.
-    pub(crate) fn evict_one(&mut self, now: Duration, incoming: Option<&Incoming>) -> Evicted {
+    /// Evicts one block from DRAM. With an incoming block, evicts only a block that the policy
+    /// values less.
+    pub(crate) fn evict_one(
+        &mut self,
+        now: Duration,
+        incoming: Option<&Incoming>,
+    ) -> EvictionResult {
         let catalog = &self.catalog;
-        let (mut may_any_go, mut is_one_unwritten) = (false, false);
+        let (mut any_evictable, mut any_dirty) = (false, false);
         let mut usable = |owner: u32| {
             let entry = catalog.entry(KeyIndex(owner));
-            is_one_unwritten |= catalog.content(entry.content).dirty > 0;
-            // Ordinary blocks are named first. One that is still to be written down will be free to
-            // go soon: better wait for it than evict a protected one.
-            let is_spared = entry.is_prefix() && is_one_unwritten;
-            let may_go = !is_spared && is_evictable(catalog, KeyIndex(owner));
-            may_any_go |= may_go;
-            may_go
+            any_dirty |= catalog.content(entry.content).dirty > 0;
+            // The policy offers ordinary blocks first. A dirty one becomes evictable as soon as it
+            // is written: wait for it rather than evict a protected block.
+            let waits_for_dirty = entry.is_prefix() && any_dirty;
+            let is_evictable_now = !waits_for_dirty && is_evictable(catalog, KeyIndex(owner));
+            any_evictable |= is_evictable_now;
+            is_evictable_now
         };
         let victim = match incoming {
             None => self.eviction.victim(now, &mut usable),
@@ -246,25 +253,30 @@ impl State {
             },
         };
         let Some(slot) = victim else {
-            return if may_any_go { Evicted::NothingWorthLess } else { Evicted::NothingUsable };
+            return if any_evictable {
+                EvictionResult::AllWorthMore
+            } else {
+                EvictionResult::NoneEvictable
+            };
         };
         let key = KeyIndex(self.eviction.blocks().owner(slot));
         let is_protected = self.eviction.blocks().is_protected(slot);
         self.release_slot(key, Removal::Evicted);
         let content = self.catalog.entry(key).content;
+        // The slab stays while another key of the content has a slot.
         if self.catalog.content(content).resident_keys == 0 {
             self.drop_slab(content);
             let bytes = u64::from(self.catalog.content(content).bytes);
             self.counters.evicted_blocks += 1;
             self.counters.evicted_bytes += bytes;
             self.counters.lost_blocks += u64::from(!self.catalog.content(content).is_anywhere());
-            self.forget_if_nowhere(content, self.why_evicted(content, is_protected));
+            self.forget_if_in_no_tier(content, self.eviction_loss(content, is_protected));
         }
-        Evicted::One
+        EvictionResult::Evicted
     }
 
-    /// Why a content that DRAM lets go would be lost with it.
-    fn why_evicted(&self, content: ContentIndex, is_protected: bool) -> Loss {
+    /// The reason to record if the evicted content is in no other tier.
+    fn eviction_loss(&self, content: ContentIndex, is_protected: bool) -> Loss {
         let content = self.catalog.content(content);
         match content {
             _ if content.was_reclaimed => Loss::EvictedReclaimed,
@@ -275,31 +287,31 @@ impl State {
         }
     }
 
-    /// Takes a content's bytes out of DRAM; views that are held keep theirs.
+    /// Removes the slab of a content from DRAM. Views that are held keep the memory.
     pub(crate) fn drop_slab(&mut self, content: ContentIndex) {
         self.clear_records(content);
-        let was_in_reach = self.is_in_reach(content);
+        let was_readable = self.is_readable(content);
         let entry = self.catalog.content_mut(content);
         if entry.slab.take().is_some() {
             self.dram_bytes -= u64::from(entry.bytes);
         }
-        self.note_reach(content, was_in_reach);
+        self.note_readability(content, was_readable);
     }
 
-    /// The bytes of a content in DRAM are not those that were put. They go; what a tier below has
-    /// is checked when it is read.
+    /// Removes a content from DRAM whose bytes changed since the put. Copies in lower tiers stay;
+    /// their checksums are compared when they are read.
     pub(crate) fn drop_damaged(&mut self, index: ContentIndex) {
         self.counters.damaged_blocks += 1;
         for key in self.catalog.keys_of(index) {
             self.release_slot(key, Removal::Deleted);
         }
-        // Whoever would write it down finds no slab, and takes it for deleted.
+        // Movers that have it queued find no slab, and treat the block as deleted.
         self.catalog.content_mut(index).dirty = 0;
         self.drop_slab(index);
-        self.forget_if_nowhere(index, Loss::Damaged);
+        self.forget_if_in_no_tier(index, Loss::Damaged);
     }
 
-    /// Puts a content's bytes into DRAM; `facts` are those of a put that brought them.
+    /// Places the slab of a content in DRAM. `facts` describe the put that brought it, if any.
     pub(crate) fn put_slab(
         &mut self,
         index: ContentIndex,
@@ -307,12 +319,12 @@ impl State {
         facts: Option<&BlockFacts>,
     ) {
         self.clear_records(index);
-        let was_in_reach = self.is_in_reach(index);
+        let was_readable = self.is_readable(index);
         let content = self.catalog.content_mut(index);
         if content.slab.replace(slab).is_none() {
             self.dram_bytes += u64::from(content.bytes);
         }
-        self.note_reach(index, was_in_reach);
+        self.note_readability(index, was_readable);
         if self.ledger.is_some() {
             let mut next = Some(self.catalog.first_key_of(index));
             while let Some(key) = next {
@@ -323,8 +335,8 @@ impl State {
         }
     }
 
-    /// Enters a key into the ledger if its content is in DRAM. `facts` are those of its put, if it
-    /// is put just now; what the catalog knows will do otherwise.
+    /// Records a key in the ledger if its content is in DRAM. `facts` describe its put if it is
+    /// being put now; otherwise the record is made from the catalog.
     pub(crate) fn record(&mut self, key: KeyIndex, facts: Option<&BlockFacts>) {
         let Some(ledger) = &mut self.ledger else { return };
         let entry = self.catalog.entry(key);
@@ -345,7 +357,8 @@ impl State {
         ledger.record(key, &record, facts.is_some(), slab, addresses);
     }
 
-    /// Before a content's slab goes: from then on its memory may be another's.
+    /// Clears the ledger records of a content. Must come before its slab is dropped: the memory may
+    /// then belong to another content, and a record must not describe it.
     fn clear_records(&mut self, content: ContentIndex) {
         let Some(ledger) = &mut self.ledger else { return };
         let mut next = Some(self.catalog.first_key_of(content));
@@ -355,7 +368,7 @@ impl State {
         }
     }
 
-    /// A stage has a content there now.
+    /// Records the address of a content in a stage.
     pub(crate) fn set_address(&mut self, index: ContentIndex, stage: usize, address: Address) {
         self.catalog.set_address(index, stage, Some(address));
         if let Some(ledger) = &self.ledger {
@@ -367,15 +380,15 @@ impl State {
         }
     }
 
-    /// A stage does not have a content any more.
+    /// Removes the address of a content in a stage.
     pub(crate) fn clear_address(&mut self, index: ContentIndex, stage: usize) {
-        let was_in_reach = self.is_in_reach(index);
+        let was_readable = self.is_readable(index);
         self.catalog.set_address(index, stage, None);
-        self.note_reach(index, was_in_reach);
+        self.note_readability(index, was_readable);
     }
 
-    /// Forgets a content that no tier has any more.
-    pub(crate) fn forget_if_nowhere(&mut self, content: ContentIndex, why: Loss) {
+    /// Forgets a content that is in no tier.
+    pub(crate) fn forget_if_in_no_tier(&mut self, content: ContentIndex, why: Loss) {
         if self.catalog.content(content).is_anywhere() {
             return;
         }
@@ -386,7 +399,7 @@ impl State {
 
     /// Removes every key from every tier.
     pub(crate) fn forget_all(&mut self, why: Loss) {
-        // Told as one change, not as one for each key.
+        // Detaches the change log: this becomes one change, not one for each key.
         let log = self.catalog.changes_mut().take();
         for key in self.catalog.all_keys() {
             self.forget(key, why);
@@ -408,7 +421,7 @@ impl State {
             std::array::from_fn(|stage| self.catalog.content(index).address(stage));
         for (stage, address) in addresses.into_iter().enumerate() {
             if let Some(address) = address {
-                self.push_name(stage, NameChange::Remove(name, address));
+                self.push_key_change(stage, KeyChange::Remove(name, address));
             }
         }
         if let Some(content) = self.catalog.remove(key) {
@@ -418,12 +431,13 @@ impl State {
             }
             return;
         }
-        // Its other keys hold the bytes, but perhaps none of them counts for DRAM.
+        // The content has other keys. If none has a slot, give one to the first, so that the
+        // content stays evictable.
         let content = self.catalog.content(index);
         if self.has_dram && content.resident_keys == 0 && content.slab.is_some() {
-            let heir = self.catalog.first_key_of(index);
-            // The policy takes a time that lies back for the latest that it saw.
-            self.make_resident(heir, Duration::ZERO);
+            let successor = self.catalog.first_key_of(index);
+            // The policy replaces a time in the past by the latest that it saw.
+            self.make_resident(successor, Duration::ZERO);
         }
     }
 
@@ -437,21 +451,21 @@ impl State {
         self.catalog.content_mut(content).resident_keys -= 1;
     }
 
-    /// Queues a name for a stage's mover.
-    pub(crate) fn push_name(&mut self, stage: usize, change: NameChange) {
-        self.bound_names(stage);
-        self.names[stage].push(change);
-        self.names_tickets[stage].pushed += 1;
+    /// Queues a key change for the mover of a stage.
+    pub(crate) fn push_key_change(&mut self, stage: usize, change: KeyChange) {
+        self.limit_key_changes(stage);
+        self.key_changes[stage].push(change);
+        self.key_tickets[stage].pushed += 1;
     }
 
-    /// Queues a content for a stage's mover, which keeps its slab until then; for a stage that is
-    /// shed, only notes that it lacks it.
+    /// Queues a content for the mover of a stage; the content keeps its slab until it is written.
+    /// While the write circuit is open, only lists it as missing in the stage.
     pub(crate) fn push_block(&mut self, stage: usize, facts: BlockFacts, content: ContentIndex) {
-        self.push_again(stage, facts, content, 0);
+        self.push_block_with_tries(stage, facts, content, 0);
     }
 
-    /// As `push_block`, for a block that the stage failed to take so often.
-    pub(crate) fn push_again(
+    /// As `push_block`, for a block that the stage failed to store `tries` times.
+    pub(crate) fn push_block_with_tries(
         &mut self,
         stage: usize,
         facts: BlockFacts,
@@ -463,21 +477,21 @@ impl State {
         let generation = entry.generation;
         if is_shed {
             self.counters.shed_puts += 1;
-            self.unwritten.count(stage, 1);
-            return self.note_lacking(stage, Pending { facts, content, generation, tries });
+            self.write_failures.count(stage, 1);
+            return self.note_unstored(stage, PendingWrite { facts, content, generation, tries });
         }
         entry.dirty |= 1 << stage;
         self.pending_bytes[stage] += u64::from(facts.bytes);
-        self.queues[stage].push_back(Pending { facts, content, generation, tries });
-        self.blocks_tickets[stage].pushed += 1;
+        self.queues[stage].push_back(PendingWrite { facts, content, generation, tries });
+        self.block_tickets[stage].pushed += 1;
     }
 
-    /// Counts what a read requests beyond what lookups requested before it.
+    /// Counts the blocks of a read that no lookup has counted as requested.
     ///
-    /// A block that a lookup matched was requested there: this read is its load, whoever makes it
-    /// and however often. Other blocks that are here are requests that match. Those that are not
-    /// here are requests that miss, unless the read is such a load: then they were evicted since
-    /// its lookup, or that lookup has counted them as missing.
+    /// - A block that a lookup matched was counted by the lookup: this read is its load.
+    /// - Another block in the store counts as requested and matched.
+    /// - A block that is not in the store counts as requested, unless the batch has a block that a
+    ///   lookup matched: then the whole batch is the load of a lookup, which has counted it.
     pub(crate) fn count_direct_requests(
         &mut self,
         found: &[Option<KeyIndex>],
@@ -509,7 +523,7 @@ impl State {
         self.counters.direct_requested += direct + if is_load { 0 } else { absent };
     }
 
-    /// One block's put is over.
+    /// Counts the outcome of one block's put, and records the reason if it was not stored.
     pub(crate) fn count_put(&mut self, key: &BlockKey, outcome: &PutOutcome) {
         self.counters.count_put(outcome);
         match outcome {
@@ -522,17 +536,17 @@ impl State {
         }
     }
 
-    /// A stage failed.
+    /// Records the last error of a stage.
     pub(crate) fn note_error(&mut self, stage: usize, error: StageError) {
-        // That a stage is shed follows from an earlier failure, which says more.
+        // An open circuit is the consequence of an earlier error, which says more.
         if !matches!(error, StageError::Shed) || self.last_errors[stage].is_none() {
             self.last_errors[stage] = Some(error);
         }
     }
 
-    /// A prefetched block is spared until its first use; within a limit, beyond which the oldest
-    /// are spared no longer.
-    pub(crate) fn spare_prefetched(&mut self, key: KeyIndex, bytes_max: u64) {
+    /// Protects a prefetched block from eviction until its first use. Beyond `bytes_max` the oldest
+    /// prefetched blocks lose their protection.
+    pub(crate) fn protect_prefetched(&mut self, key: KeyIndex, bytes_max: u64) {
         let entry = self.catalog.entry_mut(key);
         entry.awaits = Awaits::FirstUse;
         let (name, content) = (entry.key, entry.content);
@@ -552,25 +566,26 @@ impl State {
         }
     }
 
-    /// The mean length of the contents; zero while there is none.
-    pub(crate) fn typical_block_bytes(&self) -> u32 {
+    /// The mean length of the contents; zero if there is none.
+    pub(crate) fn mean_block_bytes(&self) -> u32 {
         let contents = self.catalog.content_count() as u64;
         let mean = self.content_bytes.checked_div(contents).unwrap_or(0);
         u32::try_from(mean).unwrap_or(u32::MAX)
     }
 
-    /// Bytes that wait for lower stages, all together.
+    /// The write backlog of all stages, in bytes.
     pub(crate) fn pending_total(&self) -> u64 {
         self.pending_bytes.iter().sum()
     }
 }
 
-/// Whether a block may leave DRAM now: not pinned, not prefetched for somebody who is still to
-/// come, not being read, and written where it has to be.
+/// Whether a block may be evicted from DRAM: not pinned, not prefetched and unused, no reader holds
+/// its slab, and written to all stages.
 fn is_evictable(catalog: &Catalog, key: KeyIndex) -> bool {
     let entry = catalog.entry(key);
     let content = catalog.content(entry.content);
-    let is_read = content.slab.as_ref().is_some_and(|slab| slab.holders() > 1);
-    let is_spared = entry.awaits == Awaits::FirstUse;
-    entry.pins == 0 && !is_spared && content.dirty == 0 && !is_read
+    // The catalog itself is one holder.
+    let is_held = content.slab.as_ref().is_some_and(|slab| slab.holders() > 1);
+    let is_prefetched = entry.awaits == Awaits::FirstUse;
+    entry.pins == 0 && !is_prefetched && content.dirty == 0 && !is_held
 }

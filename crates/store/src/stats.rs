@@ -1,4 +1,4 @@
-//! What a store counts. Counters are exact: hits and misses add up to gets.
+//! Statistics of a store. Counters are exact: hits, misses and failures add up to gets.
 
 use cascade_memory::PoolStats;
 use serde::{Deserialize, Serialize};
@@ -14,78 +14,77 @@ use crate::{StageHealth, TierName, WarmStats};
 pub struct Counters {
     /// Chain lookups.
     pub requests: u64,
-    /// Blocks that chain lookups asked for.
+    /// Blocks requested by chain lookups.
     pub blocks_requested: u64,
-    /// Leading blocks that chain lookups found.
+    /// Leading blocks matched by chain lookups.
     pub blocks_matched: u64,
-    /// Blocks that get and view asked for without a lookup before.
+    /// Blocks requested by get or view without a preceding lookup.
     pub direct_requested: u64,
-    /// Of these, known in a tier that answers.
+    /// Blocks of `direct_requested` that were in a tier whose read circuit is closed.
     pub direct_matched: u64,
-    /// Blocks asked for by get and view.
+    /// Blocks requested by get and view.
     pub gets: u64,
-    /// Of these, found.
+    /// Gets that found the block.
     pub hits: u64,
-    /// Of these, not found.
+    /// Gets that did not find the block.
     pub misses: u64,
-    /// Misses of blocks that only a stage has which is shed (part of `misses`).
+    /// Misses of blocks that only stages with an open read circuit have (part of `misses`).
     pub shed_gets: u64,
-    /// Of these, failed (deadline, busy, a tier's failure).
+    /// Gets that failed: deadline, back-pressure, or failure of a tier.
     pub get_failures: u64,
-    /// Bytes handed out by get and view.
+    /// Bytes returned by get and view.
     pub bytes_read: u64,
-    /// Blocks given to put.
+    /// Blocks passed to put.
     pub puts: u64,
-    /// Of these, stored.
+    /// Puts that stored the block.
     pub stored: u64,
-    /// Of these, known by their content.
+    /// Puts whose bytes were already present under another key.
     pub deduplicated: u64,
-    /// Of these, there already.
+    /// Puts whose key was already present with the same bytes.
     pub present: u64,
-    /// Of these, refused because the key names other bytes.
+    /// Puts that were refused because the key is present with other bytes.
     pub conflicts: u64,
-    /// Of these, not taken.
+    /// Puts that were declined.
     pub declined: u64,
-    /// Of these, failed.
+    /// Puts that failed.
     pub put_failures: u64,
     /// Bytes copied or sealed into the first tier.
     pub bytes_written: u64,
-    /// Blocks that left DRAM to make room.
+    /// Blocks evicted from DRAM.
     pub evicted_blocks: u64,
-    /// Their bytes.
+    /// Bytes of the evicted blocks.
     pub evicted_bytes: u64,
     /// Evicted blocks that no other tier had.
     pub lost_blocks: u64,
     /// Blocks written to a lower stage.
     pub demoted_blocks: u64,
-    /// Their bytes.
+    /// Bytes of the demoted blocks.
     pub demoted_bytes: u64,
-    /// Blocks brought up from a lower stage.
+    /// Blocks copied to DRAM from a lower stage.
     pub promoted_blocks: u64,
-    /// Their bytes.
+    /// Bytes of the promoted blocks.
     pub promoted_bytes: u64,
-    /// Blocks that a lower stage failed to take.
+    /// Blocks that a lower stage failed to store.
     pub demote_failures: u64,
-    /// Blocks that were not queued for a lower stage because it was shed.
+    /// Blocks that were not queued for a lower stage because its write circuit was open.
     pub shed_puts: u64,
-    /// Blocks that a lower stage never takes, such as empty ones.
+    /// Blocks that a lower stage can never store, such as empty ones.
     pub demote_declines: u64,
-    /// Names that a lower stage could not be told to learn or to forget.
+    /// Key additions and removals that a lower stage failed to record.
     pub name_failures: u64,
     /// Blocks that a lower stage dropped to make room.
     pub reclaimed_blocks: u64,
-    /// Blocks found damaged, answered as misses.
+    /// Blocks that failed their check and count as misses.
     pub damaged_blocks: u64,
-    /// Blocks asked for by prefetch.
+    /// Blocks promoted by prefetch.
     pub prefetched_blocks: u64,
-    /// Of these, read before they were evicted again.
+    /// Prefetched blocks that were read before their eviction.
     pub prefetched_used: u64,
 }
 
 impl Counters {
-    /// Blocks requested, the denominator of the hit rate: those of chain lookups, and those that
-    /// get and view asked for directly. A block that a lookup matched and a get then loads was
-    /// requested once.
+    /// Blocks requested, the denominator of the hit rate: by chain lookups, and by get and view
+    /// without a lookup. A block that a lookup matches and a get then loads counts once.
     pub fn requested(&self) -> u64 {
         self.blocks_requested + self.direct_requested
     }
@@ -95,7 +94,7 @@ impl Counters {
         self.blocks_matched + self.direct_matched
     }
 
-    /// One block's put is over.
+    /// Counts the outcome of one block's put.
     pub(crate) fn count_put(&mut self, outcome: &PutOutcome) {
         self.puts += 1;
         *match outcome {
@@ -109,31 +108,30 @@ impl Counters {
     }
 }
 
-/// One tier's share of the hits.
+/// Hits of one tier.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TierHits {
     /// The tier.
     #[serde(deserialize_with = "tier_name")]
     pub tier: TierName,
-    /// Blocks served from it.
+    /// Blocks served from this tier.
     pub blocks: u64,
-    /// Their bytes.
+    /// Bytes of these blocks.
     pub bytes: u64,
-    /// Requested blocks that were matched in it; over all tiers they add up to
-    /// [`Counters::matched`].
+    /// Requested blocks matched in this tier. The sum over all tiers is [`Counters::matched`].
     pub matched_blocks: u64,
 }
 
-/// What a store holds and did, at one moment.
+/// Statistics of a store at one time.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct Stats {
-    /// Counters since it was opened.
+    /// Counters since the store was opened.
     pub counters: Counters,
-    /// Hits by tier, fast to slow; they add up to `counters.hits`.
+    /// Hits by tier, fast to slow. The sum is `counters.hits`.
     pub hits_by_tier: Vec<TierHits>,
-    /// Keys known in any tier.
+    /// Keys of blocks in any tier.
     pub keys: u64,
-    /// Distinct contents known in any tier.
+    /// Distinct contents in any tier.
     pub contents: u64,
     /// Bytes of the distinct contents, each counted once.
     pub content_bytes: u64,
@@ -143,28 +141,28 @@ pub struct Stats {
     pub dram_bytes: u64,
     /// Protected blocks resident in DRAM.
     pub protected_blocks: u64,
-    /// Blocks that were to be protected since the start, but the quota was full.
+    /// Blocks since the start whose protection was refused because the quota was full.
     pub protection_refused: u64,
-    /// Memory of the catalog and the policy.
+    /// Memory of the catalog and the eviction policy.
     pub catalog_bytes: u64,
     /// Bytes waiting to be written to lower stages.
     pub pending_bytes: u64,
-    /// The pool.
+    /// Statistics of the memory pool.
     pub pool: PoolStats,
-    /// Lower stages, fast to slow.
+    /// Statistics of the lower stages, fast to slow.
     #[serde(deserialize_with = "by_tier")]
     pub stages: Vec<(TierName, StageStats)>,
-    /// Distinct contents in each of them, in the same order.
+    /// Distinct contents in each lower stage, in the same order.
     pub stage_blocks: Vec<u64>,
-    /// Their health, in the same order.
+    /// Health of the lower stages, in the same order.
     #[serde(deserialize_with = "by_tier")]
     pub health: Vec<(TierName, StageHealth)>,
-    /// What other sizes of each bounded tier would give, by tier and size.
+    /// Estimated hit rates of other sizes of each bounded tier, by tier and size.
     pub shadows: Vec<ShadowFigure>,
-    /// Memory of the shadows, of what is known of blocks that are gone, and of hot prefixes.
+    /// Memory of the shadow caches, the eviction history and the hot prefixes.
     pub insight_bytes: u64,
-    /// What an earlier run left, if the pool has a name.
+    /// Statistics of the warm restart, if the pool is named.
     pub warm: Option<WarmStats>,
-    /// What an operator should know, such as a tier that was left out.
+    /// Notes for the operator, such as a tier of the pipeline that was left out.
     pub notes: Vec<String>,
 }

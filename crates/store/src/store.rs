@@ -1,4 +1,4 @@
-//! The store: what callers hold. Batches in, a result per block out, a deadline on every call.
+//! The store's public API: batches in, an outcome for each block out, a deadline on every call.
 
 use std::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -7,7 +7,7 @@ use std::thread::JoinHandle;
 use cascade_block::{BlockKey, Clock, Deadline, Manifest, Namespace, NamespaceId, SystemClock};
 use cascade_memory::SlabMut;
 
-use crate::call::HOLD_KEYS;
+use crate::call_context::KEYS_PER_LOCK;
 use crate::catalog::{Content, KeyIndex};
 use crate::eviction::Asked;
 use crate::history::Loss;
@@ -22,13 +22,13 @@ use crate::{
     StoreError, TierName, ViewOutcome, mover, prober, scrub,
 };
 
-/// Prefetch hints that may wait; more are declined.
+/// Maximum length of the queue of prefetch hints; further hints are declined.
 const PREFETCH_QUEUE: usize = 64;
-/// Threads that follow prefetch hints.
+/// Threads that execute prefetch hints.
 const PREFETCH_THREADS: usize = 2;
 
-/// Keeps blocks in the tiers of a pipeline. Clones are handles on the same store; the last one to
-/// go closes it.
+/// Keeps blocks in the tiers of a pipeline. Clones are handles on the same store; dropping the
+/// last handle closes it.
 ///
 /// ```
 /// use cascade_block::{Manifest, Namespace, TenantSecret};
@@ -47,23 +47,23 @@ const PREFETCH_THREADS: usize = 2;
 /// # Ok::<(), cascade_store::StoreError>(())
 /// ```
 #[derive(Debug, Clone)]
-pub struct Store(Arc<Handle>);
+pub struct Store(Arc<StoreInner>);
 
-/// Owns the node's threads.
+/// Shared by all handles; owns the threads of the store.
 #[derive(Debug)]
-struct Handle {
+struct StoreInner {
     node: Arc<Node>,
     prefetch: Mutex<Option<SyncSender<Vec<BlockKey>>>>,
     threads: Mutex<Vec<JoinHandle<()>>>,
 }
 
 impl Store {
-    /// Opens a store with the stages that come with Cascade, on the machine's clock.
+    /// Opens a store with the built-in stages and the system clock.
     pub fn open(config: StoreConfig) -> Result<Self, StoreError> {
         Self::open_with(config, &Registry::default(), Arc::new(SystemClock))
     }
 
-    /// Opens a store with stages of the caller's and a clock of the caller's.
+    /// Opens a store with the stages of a registry and a given clock.
     pub fn open_with(
         config: StoreConfig,
         registry: &Registry,
@@ -71,46 +71,48 @@ impl Store {
     ) -> Result<Self, StoreError> {
         let node = Arc::new(Node::new(config, registry, clock)?);
         let (sender, receiver) = sync_channel(PREFETCH_QUEUE);
-        let handle = Handle {
+        let inner = StoreInner {
             node: Arc::clone(&node),
             prefetch: Mutex::new(Some(sender)),
             threads: Mutex::new(Vec::new()),
         };
         let threads = start_threads(&node, receiver)
             .map_err(|error| StoreError::Threads { source: Arc::new(error) })?;
-        handle.threads.lock().unwrap_or_else(PoisonError::into_inner).extend(threads);
-        Ok(Self(Arc::new(handle)))
+        inner.threads.lock().unwrap_or_else(PoisonError::into_inner).extend(threads);
+        Ok(Self(Arc::new(inner)))
     }
 
     pub(crate) fn node(&self) -> &Node {
         &self.0.node
     }
 
-    /// The settings it was opened with.
+    /// The configuration of the store.
     pub fn config(&self) -> &StoreConfig {
         &self.node().config
     }
 
-    /// Stores blocks: copies their bytes into the first tier.
+    /// Stores blocks: copies their bytes into the first tier. Waits while the write backlog is at
+    /// its limit.
     pub fn put(&self, batch: &[Put<'_>], options: CallOptions) -> Vec<PutOutcome> {
         self.node().put(batch, options)
     }
 
-    /// A slab to write a block into in place; give it to [`Store::put_slabs`] when it is full. As
-    /// a put, it waits while too much waits to be written down; the put of the slab does not.
+    /// Allocates a slab, to write a block in place. The caller fills the slab and passes it to
+    /// [`Store::put_slabs`]. As a put, this call waits while the write backlog is at its limit;
+    /// the later put of the slab does not wait for it.
     pub fn reserve(&self, bytes: usize, options: CallOptions) -> Result<SlabMut, StoreError> {
         self.node().reserve(bytes, options)
     }
 
-    /// Stores blocks that were written in place: nothing is copied.
+    /// Stores blocks that the caller wrote in place, without a copy.
     pub fn put_slabs(&self, batch: Vec<PutSlab>, options: CallOptions) -> Vec<PutOutcome> {
         self.node().put_slabs(batch, options)
     }
 
-    /// Copies blocks into the caller's buffers, one each. Never writes past a block's length.
+    /// Copies each block into its buffer. Never writes past the length of the block.
     ///
     /// # Panics
-    /// If there are not as many buffers as keys.
+    /// If the numbers of buffers and keys differ.
     pub fn get(
         &self,
         keys: &[BlockKey],
@@ -120,14 +122,15 @@ impl Store {
         self.node().get(keys, buffers, options)
     }
 
-    /// Views on blocks, without a copy. A view's bytes stay as they are while it is held, whatever
-    /// is evicted, deleted or written meanwhile; the memory comes back when the last one goes.
+    /// Views of blocks, without a copy. The bytes of a view never change while it is held, even if
+    /// the block is evicted or deleted; dropping the last view of a block frees its memory.
     pub fn view(&self, keys: &[BlockKey], options: CallOptions) -> Vec<ViewOutcome> {
         self.node().view(keys, options)
     }
 
-    /// How many leading blocks of a chain are here, and where. This is how the policy learns of
-    /// requests: ask with the whole chain, then read what matched and put the rest.
+    /// Matches the leading blocks of a chain, and returns the fastest tier of each. The eviction
+    /// policy learns of requests from this call: look up the whole chain first, then read the
+    /// matched blocks and put the others.
     pub fn lookup_prefix(&self, request: &Request<'_>) -> PrefixMatch {
         let node = self.node();
         let now_unix_ms = node.clock.unix_ms();
@@ -141,6 +144,8 @@ impl Store {
         let mut tiers = Vec::new();
         let mut in_dram = 0;
         let mut is_unbroken = true;
+        // Forgetting an expired block frees its index, which `found` may hold twice: from then on,
+        // each key is looked up again.
         let mut has_forgotten = state.is_closed;
         for (key, mut found) in request.keys.iter().zip(found) {
             let expired = |found| state.catalog.entry(found).has_expired(now_unix_ms);
@@ -148,6 +153,7 @@ impl Store {
                 found = if state.is_closed { None } else { state.find_live(key, now_unix_ms) };
                 has_forgotten = true;
             }
+            // The policy gets the whole chain, the match only the blocks before the first gap.
             let Some(found) = found else {
                 is_unbroken = false;
                 chain.push(Asked { fingerprint: state.catalog.fingerprint(key), resident: None });
@@ -159,7 +165,7 @@ impl Store {
             is_unbroken &= !state.is_out_of_reach(state.catalog.content(content));
             if is_unbroken {
                 if state.has_dram {
-                    state.announce(found);
+                    state.expect_read(found);
                 }
                 state.catalog.entry_mut(found).note_matched();
                 let content = state.catalog.content(content);
@@ -177,8 +183,9 @@ impl Store {
         state.counters.requests += 1;
         state.counters.blocks_requested += request.keys.len() as u64;
         state.counters.blocks_matched += tiers.len() as u64;
-        let block_bytes = state.typical_block_bytes();
-        node.release(state);
+        let block_bytes = state.mean_block_bytes();
+        // The lock of the insight is never taken under the lock of the state.
+        node.unlock(state);
         node.insight().request(&Answered {
             at: now,
             keys: request.keys,
@@ -191,15 +198,15 @@ impl Store {
         PrefixMatch { tiers }
     }
 
-    /// A lookup, and views on the leading blocks that it finds; one fewer round trip where the
-    /// store is another process.
+    /// Looks up a chain and returns views of the matched blocks: one round trip instead of two
+    /// where the store is in another process.
     pub fn acquire(&self, request: &Request<'_>, options: CallOptions) -> Vec<ViewOutcome> {
-        let found = self.lookup_prefix(request).tiers.len();
-        self.view(&request.keys[..found], options)
+        let matched = self.lookup_prefix(request).tiers.len();
+        self.view(&request.keys[..matched], options)
     }
 
-    /// Tells the policy what became known of a chain after its request or ahead of the next: that
-    /// its session ended, that a waiting request will ask for it. Counts as nobody's access.
+    /// Passes hints about a chain to the eviction policy outside a request, such as the end of its
+    /// session or a queued request for it. Does not count as an access.
     pub fn hint(&self, request: &Request<'_>) {
         let node = self.node();
         let mut found = Vec::with_capacity(request.keys.len());
@@ -217,17 +224,17 @@ impl Store {
         node.insight().shadows.hint(now, request.keys, &request.hints);
     }
 
-    /// Whether each block is in any tier. Counts as nobody's access.
+    /// Whether each block can be read from any tier. Does not count as an access.
     pub fn contains(&self, keys: &[BlockKey]) -> Vec<bool> {
-        self.of_each(keys, |state, content| {
+        self.map_contents(keys, |state, content| {
             content.is_some_and(|content| !state.is_out_of_reach(content))
         })
     }
 
-    /// The tiers that have each block, fast to slow. Counts as nobody's access.
+    /// The tiers that have each block, fast to slow. Does not count as an access.
     pub fn locate(&self, keys: &[BlockKey]) -> Vec<Vec<TierName>> {
         let node = self.node();
-        self.of_each(keys, |state, content| {
+        self.map_contents(keys, |state, content| {
             let Some(content) = content else { return Vec::new() };
             let dram = content.slab.is_some().then(|| node.tier_name(0));
             let lower = (0..node.stages.len())
@@ -237,24 +244,28 @@ impl Store {
         })
     }
 
-    /// Those that a lower tier has and DRAM has not.
-    fn only_below(&self, keys: &[BlockKey]) -> Vec<BlockKey> {
+    /// The blocks that a readable lower tier has and DRAM does not have.
+    fn only_in_lower_tiers(&self, keys: &[BlockKey]) -> Vec<BlockKey> {
         let stages = self.node().stages.len();
-        let is_below = self.of_each(keys, |state, content| {
+        let is_below = self.map_contents(keys, |state, content| {
             content.filter(|content| content.slab.is_none()).is_some_and(|content| {
                 (0..stages).any(|at| content.address(at).is_some() && !state.is_shed(at))
             })
         });
-        let asked = keys.iter().zip(is_below);
-        asked.filter(|(_, is_below)| *is_below).map(|(key, _)| *key).collect()
+        let below = keys.iter().zip(is_below);
+        below.filter(|(_, is_below)| *is_below).map(|(key, _)| *key).collect()
     }
 
-    /// Asks about the content of each block, none where it is unknown or has expired.
-    fn of_each<T>(&self, keys: &[BlockKey], of: impl Fn(&State, Option<&Content>) -> T) -> Vec<T> {
+    /// Applies a function to the content of each block: `None` if it is unknown or has expired.
+    fn map_contents<T>(
+        &self,
+        keys: &[BlockKey],
+        map: impl Fn(&State, Option<&Content>) -> T,
+    ) -> Vec<T> {
         let now_unix_ms = self.node().clock.unix_ms();
-        let mut answers = Vec::with_capacity(keys.len());
-        let mut found = Vec::with_capacity(keys.len().min(HOLD_KEYS));
-        for keys in keys.chunks(HOLD_KEYS) {
+        let mut results = Vec::with_capacity(keys.len());
+        let mut found = Vec::with_capacity(keys.len().min(KEYS_PER_LOCK));
+        for keys in keys.chunks(KEYS_PER_LOCK) {
             let state = self.node().lock();
             state.catalog.find_batch(keys, &mut found);
             let content_of = |found| {
@@ -262,19 +273,20 @@ impl Store {
                 let is_known = !state.is_closed && !entry.has_expired(now_unix_ms);
                 is_known.then(|| state.catalog.content(entry.content))
             };
-            let asked = found.drain(..);
-            answers.extend(asked.map(|found: Option<_>| of(&state, found.and_then(content_of))));
+            let found = found.drain(..);
+            results.extend(found.map(|key: Option<_>| map(&state, key.and_then(content_of))));
         }
-        answers
+        results
     }
 
-    /// Keeps blocks from being evicted from DRAM until as many `unpin`s. True for those that are
-    /// here. Pins are counted and do not expire.
+    /// Pins blocks: a pinned block is not evicted from DRAM. Pins are counted and do not expire;
+    /// each needs its own `unpin`. Returns for each block whether it was pinned; false if the store
+    /// does not have it.
     pub fn pin(&self, keys: &[BlockKey]) -> Vec<bool> {
         self.change_pins(keys, |_, pins| pins.checked_add(1))
     }
 
-    /// Pins a block, if it is here and not longer than `bytes_max`. Returns its length.
+    /// Pins a block of at most `bytes_max` bytes. Returns its length if it was pinned.
     pub fn pin_within(&self, key: &BlockKey, bytes_max: u64) -> Option<u32> {
         let mut bytes = None;
         let pinned = self.change_pins(&[*key], |content, pins| {
@@ -285,7 +297,7 @@ impl Store {
         bytes.filter(|_| pinned[0])
     }
 
-    /// Takes back one pin of each block. True for those that had one.
+    /// Removes one pin of each block. Returns for each block whether it had a pin.
     pub fn unpin(&self, keys: &[BlockKey]) -> Vec<bool> {
         self.change_pins(keys, |_, pins| pins.checked_sub(1))
     }
@@ -302,7 +314,8 @@ impl Store {
             let Some(found) = found else { return false };
             let content = state.catalog.entry(found).content;
             if state.catalog.content(content).slab.is_some() {
-                // It may be in DRAM through another of its names, which eviction may take.
+                // The content may be resident under another key only. The policy can evict that
+                // key; with a slot of its own, the pinned key keeps the content in DRAM.
                 state.make_resident(found, now);
             }
             let pins = state.catalog.entry(found).pins;
@@ -312,24 +325,24 @@ impl Store {
             changed.is_some()
         };
         let mut changed = Vec::with_capacity(keys.len());
-        for keys in keys.chunks(HOLD_KEYS) {
+        for keys in keys.chunks(KEYS_PER_LOCK) {
             let mut state = node.lock();
             state.history.tell_time(now_unix_ms);
             let now = node.policy_now(&state);
             changed.extend(keys.iter().map(|key| change_one(&mut state, key, now)));
-            node.release(state);
+            node.unlock(state);
         }
-        node.announce_change();
+        node.notify_changed();
         changed
     }
 
-    /// Removes blocks from every tier, pinned ones too; views that are held keep their bytes.
-    /// True for those that were here. Takes effect at once; a stage that survives restarts has
-    /// written it down by the next flush.
+    /// Removes blocks from every tier, also pinned ones. Views that are held keep their bytes.
+    /// Returns for each block whether the store had it. Takes effect at once; a persistent stage
+    /// has recorded the removal after the next flush.
     pub fn delete(&self, keys: &[BlockKey]) -> Vec<bool> {
         let node = self.node();
         let mut deleted = Vec::with_capacity(keys.len());
-        for keys in keys.chunks(HOLD_KEYS) {
+        for keys in keys.chunks(KEYS_PER_LOCK) {
             let mut state = node.lock();
             if state.is_closing {
                 break;
@@ -339,8 +352,8 @@ impl Store {
                 let found = state.catalog.find(key);
                 found.inspect(|found| state.forget(*found, Loss::Deleted)).is_some()
             }));
-            node.release(state);
-            node.announce_change();
+            node.unlock(state);
+            node.notify_changed();
             node.insight().shadows.remove(keys);
         }
         deleted.resize(keys.len(), false);
@@ -356,19 +369,20 @@ impl Store {
         }
         state.history.tell_time(node.clock.unix_ms());
         state.forget_all(Loss::Cleared);
-        node.release(state);
-        node.announce_change();
+        node.unlock(state);
+        node.notify_changed();
         node.insight().shadows.clear();
     }
 
-    /// Hints that blocks will be read soon: brings them to DRAM in the background. Returns how many
-    /// were accepted: those that are below DRAM, or none while too many hints wait.
+    /// Promotes blocks to DRAM in the background, because they will be read soon. Returns the
+    /// number of blocks accepted: those that only lower tiers have, or zero while the queue is
+    /// full.
     pub fn prefetch(&self, keys: &[BlockKey]) -> usize {
         let node = self.node();
         if !node.pipeline.has_dram || node.stages.is_empty() {
             return 0;
         }
-        let below = self.only_below(keys);
+        let below = self.only_in_lower_tiers(keys);
         if below.is_empty() {
             return 0;
         }
@@ -380,17 +394,17 @@ impl Store {
         }
     }
 
-    /// Keeps a namespace's manifest beside its blocks, so that whoever finds them later can tell
-    /// what they were made for. Do it once, before the first put.
+    /// Stores the manifest of a namespace beside its blocks, so that later readers know what the
+    /// blocks were computed for. Call it once, before the first put.
     pub fn register(&self, namespace: &Namespace, options: CallOptions) -> Result<(), StoreError> {
         let deadline = self.node().call(options).deadline;
         self.node().insight().register(namespace);
         let mut registered = Ok(());
-        // One that fails keeps the others from nothing.
+        // Try every stage and report the first error.
         for stage in &self.node().stages {
-            let kept = stage.register(namespace, deadline);
-            registered =
-                registered.and(kept.map_err(|error| tier_error(stage, "keep a manifest", error)));
+            let stored = stage.register(namespace, deadline);
+            registered = registered
+                .and(stored.map_err(|error| tier_error(stage, "store a manifest", error)));
         }
         registered
     }
@@ -400,8 +414,8 @@ impl Store {
         self.node().insight().knows(namespace)
     }
 
-    /// The manifests whose blocks may be here: to explain a miss, compare them with your own by
-    /// [`Manifest::difference`].
+    /// The manifests of all namespaces that may have blocks here. To explain a miss, compare them
+    /// with the caller's own manifest by [`Manifest::difference`].
     pub fn manifests(
         &self,
         options: CallOptions,
@@ -409,8 +423,8 @@ impl Store {
         let deadline = self.node().call(options).deadline;
         let mut all = Vec::new();
         for stage in &self.node().stages {
-            let kept = stage.manifests(deadline);
-            all.extend(kept.map_err(|e| tier_error(stage, "list its manifests", e))?);
+            let listed = stage.manifests(deadline);
+            all.extend(listed.map_err(|error| tier_error(stage, "list manifests", error))?);
         }
         all.extend(self.node().insight().manifests());
         all.sort_by_key(|(id, _)| *id);
@@ -418,28 +432,30 @@ impl Store {
         Ok(all)
     }
 
-    /// Removes everything from every tier, and zeroes what held it: memory, and files before they
-    /// are removed. Puts fail with [`StoreError::Erasing`] meanwhile and reads are misses;
-    /// afterwards the store is empty and usable. Goes on after a failure: the result says what is
-    /// left.
+    /// Removes every block from every tier and overwrites its bytes: memory is zeroed, files are
+    /// overwritten before they are removed. Meanwhile puts fail with [`StoreError::Erasing`] and
+    /// reads are misses; afterwards the store is empty and usable. Continues after a failure; the
+    /// result lists what was not erased.
     pub fn erase(&self, options: CallOptions) -> Result<Erased, StoreError> {
         self.node().erase(options)
     }
 
-    /// What it holds and did, at this moment.
+    /// The current statistics.
     pub fn stats(&self) -> Stats {
         self.node().stats()
     }
 
-    /// Flushes and stops. Later calls fail with [`StoreError::Closed`]; views that are held stay.
+    /// Flushes and stops. Later calls fail with [`StoreError::Closed`]; views that are held stay
+    /// valid.
     pub fn close(&self) -> Result<(), StoreError> {
         self.0.close()
     }
 }
 
-impl Handle {
-    /// Takes nothing new, writes down what is queued, and stops. What cannot be written by the
-    /// store's timeout is given up: closing ends soon after it, whatever the stages do.
+impl StoreInner {
+    /// Stops accepting blocks, writes the queued blocks, and stops the threads. Blocks that cannot
+    /// be written within the store's timeout are dropped from the queues, so that closing ends
+    /// soon after the timeout even if a stage hangs.
     fn close(&self) -> Result<(), StoreError> {
         let mut threads = self.threads.lock().unwrap_or_else(PoisonError::into_inner);
         if std::mem::replace(&mut self.node.lock().is_closing, true) {
@@ -447,37 +463,39 @@ impl Handle {
         }
         self.prefetch.lock().unwrap_or_else(PoisonError::into_inner).take();
         let flushed = self.node.flush(CallOptions::default());
+        // Under one hold of the lock: a mover or caller that sees `is_closed` also sees empty
+        // queues and settled tickets, and stops waiting.
         let mut state = self.node.lock();
         state.is_closed = true;
         for stage in 0..self.node.stages.len() {
-            mover::give_up_queue(&mut state, stage, &StageError::Timeout);
+            mover::fail_queue(&mut state, stage, &StageError::Timeout);
             self.node.stages[stage].let_go();
-            state.names_tickets[stage].settled += state.names[stage].len() as u64;
-            state.names[stage].clear();
+            state.key_tickets[stage].settled += state.key_changes[stage].len() as u64;
+            state.key_changes[stage].clear();
         }
         drop(state);
-        self.node.announce_work();
-        self.node.announce_change();
-        self.node.announce_look();
+        self.node.notify_movers();
+        self.node.notify_changed();
+        self.node.wake_probers();
         for thread in threads.drain(..) {
-            // A thread that panicked has said so on stderr; closing goes on.
+            // The panic handler has reported a thread that panicked; closing continues.
             drop(thread.join());
         }
-        // As long as a probe gets: who waits for a close wants to go.
+        // Not longer than a probe: the caller of close() should not wait for a stage that hangs.
         let config = &self.node.config;
         let time = config.timeout.min(config.health.probe_timeout);
         let deadline = Deadline::after(&*self.node.clock, time);
         self.node.stages.iter().for_each(|stage| stage.close(deadline));
-        flushed.and(self.node.end_pool())
+        flushed.and(self.node.remove_pool_files())
     }
 }
 
-impl Drop for Handle {
+impl Drop for StoreInner {
     fn drop(&mut self) {
         if self.node.is_broken() {
             return;
         }
-        // Whoever needs to know whether the flush worked calls close().
+        // A caller that needs the result of the flush calls close() itself.
         drop(self.close());
     }
 }
@@ -489,9 +507,9 @@ impl Node {
         let stuck = self.stages.iter().map(|stage| (stage.name(), stage.stuck_calls()));
         let stuck: Vec<_> = stuck.collect();
         let pool = self.pool.stats();
-        // Whoever asks gets an answer that is no older than the last time somebody did.
-        self.announce_look();
-        let (shadows, watching_bytes) = self.insight().figures();
+        // Lets the probers check for hanging calls now, so that the next statistics are current.
+        self.wake_probers();
+        let (shadows, shadow_bytes) = self.insight().figures();
         let state = self.lock();
         let eviction = state.eviction.stats();
         let hits = |(tier, (blocks, bytes)): (usize, &(u64, u64))| TierHits {
@@ -525,7 +543,7 @@ impl Node {
                 .map(|((name, stuck_calls), breaker)| (name, breaker.health(stuck_calls)))
                 .collect(),
             shadows,
-            insight_bytes: (watching_bytes + state.history.memory_bytes()) as u64,
+            insight_bytes: (shadow_bytes + state.history.memory_bytes()) as u64,
             warm: self.warm.as_ref().map(|warm| warm.stats(&state)),
             notes: self.pipeline.notes.iter().chain(self.warm_notes()).cloned().collect(),
         }

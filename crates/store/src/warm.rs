@@ -1,4 +1,4 @@
-//! Warm restart: a new process goes on with the blocks that a dead one had in DRAM.
+//! Warm restart: a new process restores the blocks that a dead process had in DRAM.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -14,23 +14,23 @@ use crate::node::Node;
 use crate::state::State;
 use crate::{KeepPool, Store, StoreConfig, StoreError};
 
-/// What a node keeps of its named pool, besides the ledger in its state.
+/// The named pool of a store, except for its ledger, which is part of the state.
 #[derive(Debug)]
-pub(crate) struct Warm {
+pub(crate) struct NamedPool {
     pub(crate) holders: Arc<Holders>,
     stats: WarmStats,
     pub(crate) notes: Vec<String>,
 }
 
-/// A pool and, if it has a name, what came with it.
+/// A pool, with the ledger and the recovered blocks of a named one.
 pub(crate) struct OpenedPool {
     pub(crate) pool: Pool,
     pub(crate) ledger: Option<Ledger>,
     pub(crate) recovered: Vec<Recovered>,
-    pub(crate) warm: Option<Warm>,
+    pub(crate) warm: Option<NamedPool>,
 }
 
-/// Makes the pool that the settings ask for. What an earlier run left is taken from it already.
+/// Opens the pool of a configuration. The recovered blocks of an earlier run are allocated in it.
 pub(crate) fn open_pool(
     config: &StoreConfig,
     has_dram: bool,
@@ -51,11 +51,11 @@ pub(crate) fn open_pool(
         return Pool::new(&settings).map(bare).map_err(refused);
     }
     let started = clock.monotonic();
-    // Before this pool takes its memory: what killed starts have left may be in its way.
+    // First remove pools of starts that were killed: their memory may be needed for this pool.
     let removed = path.parent().map_or_else(Vec::new, |at| ledger::remove_unused(at, path));
     let mut opened = ledger::open(path, &settings).map_err(refused)?;
     opened.notes.extend(removed);
-    let (intact, damaged) = compare_with_sums(opened.recovered);
+    let (intact, damaged) = compare_checksums(opened.recovered);
     opened.recovered = intact;
     opened.stats.rejected_records += damaged.len() as u64;
     for one in &damaged {
@@ -66,16 +66,16 @@ pub(crate) fn open_pool(
         pool: opened.pool,
         ledger: Some(opened.ledger),
         recovered: opened.recovered,
-        warm: Some(Warm { holders: opened.holders, stats: opened.stats, notes: opened.notes }),
+        warm: Some(NamedPool { holders: opened.holders, stats: opened.stats, notes: opened.notes }),
     })
 }
 
-/// Threads that compare recovered blocks with their checksums; more are slower than the memory.
+/// Maximum number of threads that compare checksums; more would only wait for the memory.
 const COMPARE_THREADS_MAX: usize = 16;
 
-/// Sorts out blocks whose bytes changed since their checksum was taken. Every name of a damaged
-/// piece of memory goes.
-fn compare_with_sums(recovered: Vec<Recovered>) -> (Vec<Recovered>, Vec<Recovered>) {
+/// Separates intact blocks from damaged ones, whose bytes do not match their checksums. If one
+/// block of a piece of memory is damaged, all blocks of that piece are.
+fn compare_checksums(recovered: Vec<Recovered>) -> (Vec<Recovered>, Vec<Recovered>) {
     let threads = thread::available_parallelism().map_or(1, usize::from).min(COMPARE_THREADS_MAX);
     let share = recovered.len().div_ceil(threads).max(1);
     let compare = |part: &[Recovered]| -> Vec<usize> {
@@ -86,7 +86,7 @@ fn compare_with_sums(recovered: Vec<Recovered>) -> (Vec<Recovered>, Vec<Recovere
         let parts = recovered.chunks(share);
         let workers: Vec<_> = parts.map(|part| scope.spawn(move || compare(part))).collect();
         let join = |worker: thread::ScopedJoinHandle<'_, Vec<usize>>| {
-            worker.join().expect("comparing bytes does not panic")
+            worker.join().expect("comparing checksums does not panic")
         };
         workers.into_iter().flat_map(join).collect()
     });
@@ -97,7 +97,7 @@ fn millis(time: Duration) -> u64 {
     u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
 }
 
-impl Warm {
+impl NamedPool {
     pub(crate) fn stats(&self, state: &State) -> WarmStats {
         let mut stats = self.stats;
         if let Some(ledger) = &state.ledger {
@@ -108,12 +108,12 @@ impl Warm {
     }
 }
 
-/// Blocks that came back in DRAM, by key, until the stages have said what they have.
+/// Blocks restored to DRAM, by key, for the comparison with the blocks of the stages.
 #[derive(Debug, Default)]
-pub(crate) struct Revived(HashMap<BlockKey, Recovered>);
+pub(crate) struct RestoredBlocks(HashMap<BlockKey, Recovered>);
 
-impl Revived {
-    /// Whether the bytes that a stage has there are those that are in DRAM under this key.
+impl RestoredBlocks {
+    /// Whether the bytes at this address of a stage are the ones in DRAM under this key.
     pub(crate) fn is_stored_at(
         &self,
         key: &BlockKey,
@@ -125,13 +125,17 @@ impl Revived {
 }
 
 impl Node {
-    /// Enters the blocks of an earlier run into the catalog and the policy, each after its parent,
-    /// so that chains are known as chains. How recently they were used is not known any more.
-    pub(crate) fn revive(&self, state: &mut State, recovered: Vec<Recovered>) -> Revived {
+    /// Adds the blocks of an earlier run to the catalog and the policy, parents first, so that
+    /// chains are linked. The times of their last uses are lost.
+    pub(crate) fn restore_dram(
+        &self,
+        state: &mut State,
+        recovered: Vec<Recovered>,
+    ) -> RestoredBlocks {
         let now_unix_ms = self.clock.unix_ms();
         let now = self.policy_now(state);
         let mut contents = HashMap::new();
-        let recovered = parents_first(recovered);
+        let recovered = sort_parents_first(recovered);
         for one in &recovered {
             let facts = one.facts();
             if facts.expires_unix_ms.is_some_and(|expires| expires <= now_unix_ms) {
@@ -140,17 +144,18 @@ impl Node {
                 }
                 continue;
             }
-            let key = enter(state, one, &mut contents);
+            let key = insert_restored(state, one, &mut contents);
             state.make_resident(key, now);
         }
         let by_key = recovered.into_iter().map(|one| (one.facts().key, one));
-        Revived(by_key.collect())
+        RestoredBlocks(by_key.collect())
     }
 
-    /// Queues what is in DRAM alone because its mover had not come to it. A block that came up
-    /// from a stage which has given it up since stays in DRAM alone, as without a restart.
-    pub(crate) fn requeue(&self, state: &mut State, revived: &Revived) {
-        for (name, recovered) in &revived.0 {
+    /// Queues the restored blocks that the movers of the earlier run had not written yet. A block
+    /// without a namespace in its record was promoted from a stage that has reclaimed it since; as
+    /// without a restart, it is not written again.
+    pub(crate) fn queue_unwritten(&self, state: &mut State, restored: &RestoredBlocks) {
+        for (name, recovered) in &restored.0 {
             let Some(key) = state.catalog.find(name) else { continue };
             let content = state.catalog.entry(key).content;
             for stage in 0..self.stages.len() {
@@ -163,28 +168,28 @@ impl Node {
         }
     }
 
-    /// A stage is about to read into a slab. Where `io_uring` reads, the kernel may go on writing
-    /// there when this process is gone already. A ledger without a place is no reason not to read.
+    /// Records that a stage is about to read into a slab: with `io_uring`, the kernel can still
+    /// write into it after this process has ended. The read proceeds even if the ledger is full.
     pub(crate) fn note_load(&self, slab: &mut SlabMut) {
         if let Some(warm) = &self.warm {
             warm.holders.note_load(slab);
         }
     }
 
-    /// Gives memory back that processes of an earlier run held and that are gone. True if there
-    /// was any.
-    pub(crate) fn sweep_holders(&self) -> bool {
+    /// Frees memory held by processes of an earlier run that have ended. Returns whether there was
+    /// any.
+    pub(crate) fn release_dead_holders(&self) -> bool {
         let now = self.clock.monotonic();
         self.warm.as_ref().is_some_and(|warm| warm.holders.sweep(now))
     }
 
-    /// What an operator should know of the pool that an earlier run left.
+    /// Notes for the operator on the pool of an earlier run.
     pub(crate) fn warm_notes(&self) -> &[String] {
         self.warm.as_ref().map_or(&[], |warm| &warm.notes)
     }
 
-    /// The end of a store that was closed: unless its blocks are to be kept, its files go.
-    pub(crate) fn end_pool(&self) -> Result<(), StoreError> {
+    /// At the end of a clean close: removes the files of the pool, unless its blocks are kept.
+    pub(crate) fn remove_pool_files(&self) -> Result<(), StoreError> {
         match &self.warm {
             Some(warm) if self.config.keep_pool == KeepPool::AfterCrash => {
                 warm.holders.remove_files().map_err(|error| StoreError::Memory(Arc::new(error)))
@@ -193,8 +198,8 @@ impl Node {
         }
     }
 
-    /// Counts what was taken over.
-    pub(crate) fn count_revived(&mut self, started: Duration) {
+    /// Counts the restored blocks.
+    pub(crate) fn count_restored(&mut self, started: Duration) {
         let state = self.lock();
         let (blocks, bytes) = (state.catalog.key_count() as u64, state.dram_bytes);
         drop(state);
@@ -207,8 +212,8 @@ impl Node {
     }
 }
 
-/// Enters one block; blocks of one piece of memory share a content.
-fn enter(
+/// Adds one block to the catalog. Blocks in the same piece of memory share a content.
+fn insert_restored(
     state: &mut State,
     recovered: &Recovered,
     contents: &mut HashMap<usize, ContentIndex>,
@@ -224,7 +229,8 @@ fn enter(
     let key = if let Some(content) = contents.get(&offset) {
         state.catalog.link(&new, *content)
     } else {
-        // Two contents may have one digest, when many keys share it: the first is found by it.
+        // The number of keys per content is limited, so that several contents can have one digest:
+        // lookups by the digest find the first.
         let digest = facts.digest.filter(|digest| state.catalog.find_digest(digest).is_none());
         let (key, content) = state.catalog.insert(&new, facts.bytes, digest);
         state.content_bytes += u64::from(facts.bytes);
@@ -239,8 +245,8 @@ fn enter(
     key
 }
 
-/// The same blocks, each behind its parent if that is among them.
-fn parents_first(mut recovered: Vec<Recovered>) -> Vec<Recovered> {
+/// Sorts blocks so that each comes after its parent, if that is among them.
+fn sort_parents_first(mut recovered: Vec<Recovered>) -> Vec<Recovered> {
     let at: HashMap<BlockKey, usize> =
         recovered.iter().enumerate().map(|(at, one)| (one.facts().key, at)).collect();
     let parent = |one: &Recovered| one.facts().parent.and_then(|parent| at.get(&parent).copied());
@@ -249,7 +255,7 @@ fn parents_first(mut recovered: Vec<Recovered>) -> Vec<Recovered> {
     for start in 0..recovered.len() {
         let mut chain = Vec::new();
         let mut next = Some(start);
-        // A chain that bites its tail ends where it does: it is not longer than all blocks.
+        // A damaged ledger can contain a cycle: stop at the number of all blocks.
         while let Some(one) = next.filter(|one| depths[*one].is_none())
             && chain.len() < recovered.len()
         {
@@ -269,13 +275,14 @@ fn parents_first(mut recovered: Vec<Recovered>) -> Vec<Recovered> {
 }
 
 impl Store {
-    /// Notes that another process may touch pieces of the pool, in case this one dies: the next
-    /// run gives them to nobody while that process lives. All or none: if they are more than the
-    /// process's share of the ledger, do not hand them out. Cheap, and always `Ok` without a
-    /// `pool_file`.
+    /// Records in the ledger that another process may access pieces of the pool. If this process
+    /// dies, the next run does not reuse these pieces while the other process lives. Records all
+    /// pieces or none; on an error, do not pass the pieces to the process. Cheap, and always `Ok`
+    /// without a `pool_file`.
     ///
     /// # Errors
-    /// [`StoreError::Limit`]: the process may hold as many pieces as stay free for the others.
+    /// [`StoreError::Limit`] if the process would exceed its share of the ledger: a process may
+    /// hold as many pieces as remain free for the others.
     pub fn note_held(
         &self,
         pieces: &[HeldPiece],
@@ -289,20 +296,21 @@ impl Store {
         Ok(())
     }
 
-    /// Takes notes back: the process has given the pieces up. To be called before they are free.
+    /// Removes records of [`Store::note_held`], because the process has released the pieces. Must
+    /// be called before the pieces are freed.
     pub fn unhold(&self, ids: impl IntoIterator<Item = HeldId>) {
         if let Some(warm) = &self.node().warm {
             warm.holders.take_back(ids);
         }
     }
 
-    /// A process that held memory of an earlier run's says that it touches none of it any more.
-    /// Returns how many pieces it had. Without this call they come back when it ends.
+    /// Releases all memory of an earlier run that a process holds, because it no longer accesses
+    /// it. Returns the number of pieces. Without this call they are released when the process ends.
     pub fn release_process(&self, pid: u32) -> usize {
         let node = self.node();
         let released = node.warm.as_ref().map_or(0, |warm| warm.holders.release(pid));
         if released > 0 {
-            node.announce_change();
+            node.notify_changed();
         }
         released
     }

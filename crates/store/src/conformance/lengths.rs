@@ -1,4 +1,4 @@
-//! Checks of every call with batches longer than a message between processes.
+//! Checks of every call with batches larger than one message between processes.
 
 use cascade_block::{Manifest, Namespace, TenantSecret};
 
@@ -6,10 +6,10 @@ use super::{NOW, Subject, bytes_of, keys, tier_of};
 use crate::outcome::{Prepared, PutSlab};
 use crate::{GetOutcome, Put, PutOutcome, Request, StoreError, ViewOutcome};
 
-/// More blocks than one message has room for.
+/// More blocks than fit one message.
 const MANY: u64 = 10_000;
 
-/// A served store stopped at 2,048 blocks, as if the others had not been there.
+/// Regression: a served store returned only the first 2,048 blocks.
 pub(super) fn a_chain_of_any_length_is_acquired(subject: &Subject) {
     let all = keys(0..MANY);
     subject.put_new(&all, 512);
@@ -20,13 +20,13 @@ pub(super) fn a_chain_of_any_length_is_acquired(subject: &Subject) {
         assert!(all.iter().zip(views).all(is_right), "{count} blocks");
     }
     let requests = (subject.counters)().requests;
-    assert_eq!(requests, 7, "each call is one request, however long");
+    assert_eq!(requests, 7, "each call is one request, whatever its length");
     subject.store.delete(&all[5000..5001]);
     let views = subject.store.acquire(&Request::new(&all), NOW);
     assert_eq!(views.len(), 5000, "it ends at the first gap");
 }
 
-pub(super) fn every_call_takes_a_batch_of_any_length(subject: &Subject) {
+pub(super) fn every_call_accepts_a_batch_of_any_length(subject: &Subject) {
     let (store, all) = (&subject.store, keys(0..MANY));
     subject.put_new(&all, 512);
     let views = store.view(&all, NOW);
@@ -47,7 +47,7 @@ pub(super) fn every_call_takes_a_batch_of_any_length(subject: &Subject) {
     assert!(store.contains(&all).iter().all(|is_there| !is_there));
 }
 
-pub(super) fn slabs_of_any_number_are_prepared_and_sealed(subject: &Subject) {
+pub(super) fn any_number_of_slabs_is_prepared_and_sealed(subject: &Subject) {
     let (store, all) = (&subject.store, keys(0..MANY));
     let batch: Vec<_> = all.iter().map(|key| Put::new(*key, &[])).collect();
     let prepared = store.prepare(&batch, &vec![512; all.len()], NOW);
@@ -63,11 +63,11 @@ pub(super) fn slabs_of_any_number_are_prepared_and_sealed(subject: &Subject) {
     assert!(subject.has_all(&all));
 }
 
-pub(super) fn what_a_closed_store_answers_to_every_call(subject: &Subject) {
+pub(super) fn every_call_on_a_closed_store_returns(subject: &Subject) {
     let (store, keys) = (&subject.store, keys(0..2));
     subject.put_new(&keys, 4096);
     assert_eq!(store.pin(&keys), [true; 2]);
-    store.close().expect("everything can be written");
+    store.close().expect("every tier can store the blocks");
     assert_eq!(store.contains(&keys), [false; 2]);
     assert_eq!(store.locate(&keys), [[""; 0]; 2]);
     assert_eq!(store.pin(&keys), [false; 2]);
@@ -83,7 +83,7 @@ pub(super) fn what_a_closed_store_answers_to_every_call(subject: &Subject) {
     store.hint(&Request::new(&keys));
     store.clear();
     let namespace = Namespace::new(Manifest::new().with("weights", "w"), &TenantSecret::new("s"));
-    // A closed tier may keep a manifest or not; it says so, and nothing panics.
+    // A closed tier may succeed or fail here, but must not panic.
     drop(store.register(&namespace, NOW));
     drop(store.manifests(NOW));
     drop(store.stats());

@@ -1,10 +1,10 @@
-//! Checks of the put in two phases: slabs first, filled by the caller, sealed later or never.
+//! Checks of the two-phase put: prepare slabs, fill them, then seal or drop them.
 
 use std::time::Duration;
 
 use cascade_block::{BlockKey, Deadline, SystemClock};
 
-use super::{DRAM_BYTES, NOW, PATIENCE, Subject, bytes_of, key, keys};
+use super::{DRAM_BYTES, EVENT_TIMEOUT, NOW, Subject, bytes_of, key, keys};
 use crate::outcome::{Prepared, PutSlab};
 use crate::{CallOptions, DeclineReason, Put, PutOutcome, StoreError};
 
@@ -12,33 +12,33 @@ impl Subject {
     fn prepare(&self, keys: &[BlockKey], length: usize, options: CallOptions) -> Vec<Prepared> {
         let batch: Vec<_> = keys.iter().map(|key| Put::new(*key, &[])).collect();
         let prepared = self.store.prepare(&batch, &vec![length; keys.len()], options);
-        assert_eq!(prepared.len(), keys.len(), "one answer for each block");
+        assert_eq!(prepared.len(), keys.len(), "one outcome for each block");
         prepared
     }
 
-    /// Waits until the slabs of the pool hold, and asked for, so many bytes.
-    fn await_pool(&self, wanted: (u64, u64)) {
-        // What a client drops goes back with its next message, a moment later.
-        let otherwise = || format!("{:?} bytes are held, not {wanted:?}", self.pool());
-        await_so(&|| self.pool() == wanted, &otherwise);
+    /// Waits until the pool has these reserved and requested bytes.
+    fn await_pool(&self, expected: (u64, u64)) {
+        // A client returns dropped slabs with its next message, a moment later.
+        let message = || format!("the pool has {:?} bytes, not {expected:?}", self.pool_bytes());
+        await_condition(&|| self.pool_bytes() == expected, &message);
     }
 
-    /// Bytes that the slabs of the pool hold, and that were asked for.
-    fn pool(&self) -> (u64, u64) {
+    /// Reserved and requested bytes of the pool.
+    fn pool_bytes(&self) -> (u64, u64) {
         let pool = self.store.stats().pool;
         (pool.reserved_bytes as u64, pool.requested_bytes as u64)
     }
 }
 
-fn await_so(is_so: &dyn Fn() -> bool, otherwise: &dyn Fn() -> String) {
-    let deadline = Deadline::after(&SystemClock, PATIENCE);
-    while !is_so() {
-        assert!(!deadline.remaining(&SystemClock).is_zero(), "{}", otherwise());
+fn await_condition(is_met: &dyn Fn() -> bool, message: &dyn Fn() -> String) {
+    let deadline = Deadline::after(&SystemClock, EVENT_TIMEOUT);
+    while !is_met() {
+        assert!(!deadline.remaining(&SystemClock).is_zero(), "{}", message());
         std::thread::yield_now();
     }
 }
 
-/// Fills what was prepared with the bytes of its key, or others.
+/// Fills a prepared slab.
 fn filled(key: &BlockKey, prepared: Prepared, bytes: &[u8]) -> PutSlab {
     let Prepared::Slab(mut slab) = prepared else { panic!("{key}: {prepared:?}") };
     slab.copy_from_slice(bytes);
@@ -58,7 +58,7 @@ fn is_present(prepared: &Prepared) -> bool {
     matches!(prepared, Prepared::Settled(PutOutcome::Present))
 }
 
-pub(super) fn what_was_prepared_is_read_back_once_sealed(subject: &Subject) {
+pub(super) fn a_prepared_block_is_read_back_once_sealed(subject: &Subject) {
     assert!(subject.prepare(&[], 4096, NOW).is_empty());
     let mut first = 0;
     for (count, length) in [(1, 1), (3, 5000), (5000, 512), (4, 1 << 20)] {
@@ -68,7 +68,7 @@ pub(super) fn what_was_prepared_is_read_back_once_sealed(subject: &Subject) {
         assert_eq!(
             subject.store.contains(&keys),
             vec![false; keys.len()],
-            "not before it is sealed"
+            "a block is present only once sealed"
         );
         let outcomes = seal(subject, &keys, prepared);
         let is_stored = |outcome: &PutOutcome| matches!(outcome, PutOutcome::Stored);
@@ -78,30 +78,31 @@ pub(super) fn what_was_prepared_is_read_back_once_sealed(subject: &Subject) {
     }
 }
 
-pub(super) fn what_is_there_is_present_and_counted_once(subject: &Subject) {
+pub(super) fn a_prepared_key_that_is_present_is_counted_once(subject: &Subject) {
     let known = keys(0..2500);
     subject.put_new(&known, 512);
-    let (before, pool) = ((subject.counters)(), subject.pool());
+    let (before, pool) = ((subject.counters)(), subject.pool_bytes());
     let prepared = subject.prepare(&keys(0..2502), 512, NOW);
     let slabs: Vec<usize> = (0..2502).filter(|at| !is_present(&prepared[*at])).collect();
-    assert_eq!(slabs, [2500, 2501], "those that it does not have");
+    assert_eq!(slabs, [2500, 2501], "slabs for the missing blocks only");
     drop(prepared);
     subject.await_pool(pool);
     let settled = || (subject.counters)().present - before.present;
-    await_so(&|| settled() >= 2500, &|| format!("{} are counted as present", settled()));
+    let message = || format!("{} are counted as present", settled());
+    await_condition(&|| settled() >= 2500, &message);
     let after = (subject.counters)();
     assert_eq!([after.puts - before.puts, settled()], [2500, 2500], "{after:?}");
     assert_eq!([after.gets, after.stored], [before.gets, before.stored], "{after:?}");
-    // Another length is another block, which nobody has to look at to say so.
+    // A different length is a conflict, without a comparison of bytes.
     let other = subject.prepare(&known[..1], 513, NOW);
     assert!(matches!(other[..], [Prepared::Settled(PutOutcome::Conflict)]), "{other:?}");
 }
 
-pub(super) fn what_is_prepared_and_dropped_leaves_nothing(subject: &Subject) {
+pub(super) fn dropped_slabs_are_returned_and_not_counted(subject: &Subject) {
     let keys = keys(0..40);
     subject.put_new(&keys[..8], 4096);
-    subject.store.flush(NOW).expect("every tier takes it");
-    let (before, pool) = ((subject.counters)(), subject.pool());
+    subject.store.flush(NOW).expect("every tier can store the blocks");
+    let (before, pool) = ((subject.counters)(), subject.pool_bytes());
     for length in [1, 5000, 1 << 18] {
         let mut prepared = subject.prepare(&keys[8..], length, NOW);
         for one in &mut prepared {
@@ -114,7 +115,7 @@ pub(super) fn what_is_prepared_and_dropped_leaves_nothing(subject: &Subject) {
     assert_eq!(subject.store.contains(&keys[8..]), [false; 32]);
     let after = (subject.counters)();
     assert_eq!([after.puts, after.put_failures], [before.puts, before.put_failures], "{after:?}");
-    // Some are sealed and some dropped, in any order.
+    // Drop some slabs of a batch and seal the others.
     let mut prepared = subject.prepare(&keys[8..], 4096, NOW);
     drop(prepared.split_off(16));
     let outcomes = seal(subject, &keys[8..24], prepared);
@@ -123,12 +124,12 @@ pub(super) fn what_is_prepared_and_dropped_leaves_nothing(subject: &Subject) {
     assert_eq!(subject.store.contains(&keys[24..]), [false; 16]);
 }
 
-pub(super) fn of_two_preparers_the_first_to_seal_stores(subject: &Subject) {
+pub(super) fn the_first_of_two_preparers_to_seal_stores_the_block(subject: &Subject) {
     let both = keys(0..2);
     let [one, other] = [(), ()].map(|()| subject.prepare(&both, 4096, NOW));
     let outcomes = seal(subject, &both, one);
     assert!(matches!(outcomes[..], [PutOutcome::Stored, PutOutcome::Stored]), "{outcomes:?}");
-    subject.store.flush(NOW).expect("every tier takes it");
+    subject.store.flush(NOW).expect("every tier can store the blocks");
     let mut other = other.into_iter();
     let mut late = |key: &BlockKey, bytes: &[u8]| {
         let prepared = other.next().expect("two were prepared");
@@ -141,14 +142,14 @@ pub(super) fn of_two_preparers_the_first_to_seal_stores(subject: &Subject) {
     assert!(subject.has_all(&both), "the first bytes stay");
     subject.store.clear();
     subject.await_pool((0, 0));
-    // A key twice in one batch is two preparers of it.
+    // The same key twice in one batch counts as two preparers.
     let twice = [both[0], both[0]];
     let prepared = subject.prepare(&twice, 4096, NOW);
     let outcomes = seal(subject, &twice, prepared);
     assert!(matches!(outcomes[..], [PutOutcome::Stored, PutOutcome::Present]), "{outcomes:?}");
 }
 
-pub(super) fn what_is_not_taken_gets_no_slab(subject: &Subject) {
+pub(super) fn a_declined_block_gets_no_slab(subject: &Subject) {
     let too_large = usize::try_from(DRAM_BYTES).expect("the pool is small") + 1;
     for length in [too_large, 1 << 32] {
         let prepared = subject.prepare(&[key(1)], length, NOW);
@@ -162,8 +163,8 @@ pub(super) fn what_is_not_taken_gets_no_slab(subject: &Subject) {
     let [Prepared::Settled(PutOutcome::Declined(DeclineReason::Partial))] = prepared[..] else {
         panic!("{prepared:?}");
     };
-    // A batch that holds the whole pool, or all of a client's share, gets no more; it never waits
-    // for itself.
+    // A batch that holds the whole pool, or the whole share of a client, gets no further slabs; it
+    // must not wait for its own slabs.
     let prepared = subject.prepare(&keys(0..96), 1 << 20, NOW);
     let slabs = prepared.iter().filter(|one| matches!(one, Prepared::Slab(_))).count();
     assert!((16..96).contains(&slabs), "{slabs} slabs of a MiB from a pool of 64");
@@ -180,24 +181,24 @@ pub(super) fn what_is_not_taken_gets_no_slab(subject: &Subject) {
     subject.await_pool((0, 0));
 }
 
-pub(super) fn preparing_without_time_harms_nothing(subject: &Subject) {
+pub(super) fn preparing_with_a_zero_timeout_leaks_no_slabs(subject: &Subject) {
     let none = CallOptions { timeout: Some(Duration::ZERO), writer: None };
     let keys = keys(0..50);
     subject.put_new(&keys[..25], 4096);
-    subject.store.flush(NOW).expect("every tier takes it");
-    let pool = subject.pool();
+    subject.store.flush(NOW).expect("every tier can store the blocks");
+    let pool = subject.pool_bytes();
     for _ in 0..20 {
         drop(subject.prepare(&keys, 4096, none));
     }
     subject.await_pool(pool);
-    let deadline = Deadline::after(&SystemClock, PATIENCE);
+    let deadline = Deadline::after(&SystemClock, EVENT_TIMEOUT);
     loop {
         let prepared = subject.prepare(&keys[25..], 4096, NOW);
         if prepared.iter().all(|one| matches!(one, Prepared::Slab(_))) {
             drop(seal(subject, &keys[25..], prepared));
             break;
         }
-        assert!(!deadline.remaining(&SystemClock).is_zero(), "it does not come back");
+        assert!(!deadline.remaining(&SystemClock).is_zero(), "the slabs are not returned");
     }
     assert!(subject.has_all(&keys));
 }
@@ -205,7 +206,7 @@ pub(super) fn preparing_without_time_harms_nothing(subject: &Subject) {
 pub(super) fn a_closed_store_prepares_and_seals_nothing(subject: &Subject) {
     let keys = keys(0..2);
     let prepared = subject.prepare(&keys, 4096, NOW);
-    subject.store.close().expect("everything can be written");
+    subject.store.close().expect("every tier can store the blocks");
     for outcome in seal(subject, &keys, prepared) {
         assert!(matches!(outcome, PutOutcome::Failed(StoreError::Closed)), "{outcome:?}");
     }

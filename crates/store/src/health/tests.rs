@@ -1,8 +1,8 @@
-//! One circuit alone, on a clock that is a number.
+//! Tests of one circuit, with explicit times.
 
 use std::time::Duration;
 
-use super::{Circuit, HealthConfig, HealthState, Turn};
+use super::{Circuit, CircuitChange, HealthConfig, HealthState};
 use crate::stage::StageError;
 
 fn at(seconds: u64) -> Duration {
@@ -13,23 +13,27 @@ fn circuit() -> Circuit {
     Circuit::new(HealthConfig::default(), at(0), 0)
 }
 
-fn fail(circuit: &mut Circuit, seconds: u64) -> Turn {
+fn fail(circuit: &mut Circuit, seconds: u64) -> CircuitChange {
     circuit.fail(StageError::NoAnswer, at(seconds), seconds * 1000)
 }
 
 #[test]
-fn two_failures_among_eight_calls_open_it_and_one_does_not() {
+fn two_failures_among_eight_calls_open_the_circuit() {
     let mut circuit = circuit();
-    assert_eq!(fail(&mut circuit, 1), Turn::None);
+    assert_eq!(fail(&mut circuit, 1), CircuitChange::None);
     for _ in 0..7 {
         circuit.succeed(at(1));
     }
-    assert_eq!(fail(&mut circuit, 2), Turn::None, "the first is the ninth last by now");
+    assert_eq!(
+        fail(&mut circuit, 2),
+        CircuitChange::None,
+        "the first failure is no longer within the window"
+    );
     for _ in 0..6 {
         circuit.succeed(at(2));
     }
-    assert_eq!(fail(&mut circuit, 3), Turn::Opened);
-    assert_eq!(fail(&mut circuit, 3), Turn::None, "it opens once");
+    assert_eq!(fail(&mut circuit, 3), CircuitChange::Opened);
+    assert_eq!(fail(&mut circuit, 3), CircuitChange::None, "an open circuit does not open again");
     let health = circuit.health();
     assert_eq!((health.state, health.opened_count), (HealthState::Open, 1));
     assert_eq!(health.since_unix_ms, 3000);
@@ -37,27 +41,27 @@ fn two_failures_among_eight_calls_open_it_and_one_does_not() {
 }
 
 #[test]
-fn it_closes_after_a_probe_and_not_after_late_successes() {
+fn a_probe_closes_the_circuit_and_a_late_success_does_not() {
     let mut circuit = circuit();
     fail(&mut circuit, 1);
     fail(&mut circuit, 1);
     circuit.succeed(at(2));
     assert!(!circuit.is_healthy());
-    assert!(!circuit.begin_probe(at(5)), "an interval after it opened, not before");
+    assert!(!circuit.begin_probe(at(5)), "the first probe is due one interval after it opened");
     assert!(circuit.begin_probe(at(6)));
     assert_eq!(circuit.health().state, HealthState::Probing);
-    assert!(!circuit.begin_probe(at(60)), "one at a time");
-    assert_eq!(circuit.end_probe(Err(StageError::Timeout), at(9), 9000), Turn::None);
+    assert!(!circuit.begin_probe(at(60)), "only one probe at a time");
+    assert_eq!(circuit.end_probe(Err(StageError::Timeout), at(9), 9000), CircuitChange::None);
     assert_eq!(circuit.health().state, HealthState::Open);
     assert!(!circuit.begin_probe(at(10)));
     assert!(circuit.begin_probe(at(11)));
-    assert_eq!(circuit.end_probe(Ok(()), at(12), 12_000), Turn::Closed);
+    assert_eq!(circuit.end_probe(Ok(()), at(12), 12_000), CircuitChange::Closed);
     assert_eq!(circuit.health().since_unix_ms, 12_000);
-    assert_eq!(fail(&mut circuit, 13), Turn::None, "what was before is forgotten");
+    assert_eq!(fail(&mut circuit, 13), CircuitChange::None, "closing resets the window");
 }
 
 #[test]
-fn a_dead_stage_that_nobody_asks_is_found_within_fifteen_seconds() {
+fn probes_detect_an_idle_failed_stage_within_fifteen_seconds() {
     let mut circuit = circuit();
     let mut now = 0;
     while circuit.is_healthy() {
@@ -71,7 +75,7 @@ fn a_dead_stage_that_nobody_asks_is_found_within_fifteen_seconds() {
 }
 
 #[test]
-fn a_busy_stage_is_not_probed_unless_it_keeps_somebody_waiting() {
+fn a_stage_with_recent_successes_is_not_probed_on_request() {
     let mut circuit = circuit();
     for second in 1..60 {
         circuit.succeed(at(second));
@@ -81,34 +85,37 @@ fn a_busy_stage_is_not_probed_unless_it_keeps_somebody_waiting() {
     circuit.suspect(at(60));
     assert!(circuit.begin_probe(at(60)));
     circuit.suspect(at(60));
-    assert!(!circuit.begin_probe(at(60)), "not at every suspicion");
+    assert!(!circuit.begin_probe(at(60)), "a recent probe suppresses the next request");
 }
 
 #[test]
-fn reads_from_a_cache_do_not_hide_that_writes_fail() {
+fn successful_calls_do_not_hide_failing_probes() {
     let mut circuit = circuit();
-    assert_eq!(fail(&mut circuit, 1), Turn::None);
-    let mut turns = Vec::new();
+    assert_eq!(fail(&mut circuit, 1), CircuitChange::None);
+    let mut changes = Vec::new();
     for _ in 0..2 {
         for _ in 0..100 {
             circuit.succeed(at(1));
         }
-        assert!(circuit.begin_probe(at(1)), "a failure is looked into, whatever succeeds since");
-        turns.push(circuit.end_probe(Err(StageError::NoAnswer), at(1), 1000));
+        assert!(
+            circuit.begin_probe(at(1)),
+            "a failure requests a probe even if later calls succeed"
+        );
+        changes.push(circuit.end_probe(Err(StageError::NoAnswer), at(1), 1000));
     }
-    assert_eq!(turns, [Turn::None, Turn::Opened]);
+    assert_eq!(changes, [CircuitChange::None, CircuitChange::Opened]);
 }
 
 #[test]
-fn a_call_that_hangs_opens_it_whatever_else_succeeds() {
+fn a_hanging_call_opens_the_circuit_despite_successes() {
     let mut circuit = circuit();
     circuit.succeed(at(1));
-    assert_eq!(circuit.hang(at(7), 7000), Turn::Opened);
-    assert_eq!(circuit.hang(at(8), 8000), Turn::None);
+    assert_eq!(circuit.hang(at(7), 7000), CircuitChange::Opened);
+    assert_eq!(circuit.hang(at(8), 8000), CircuitChange::None);
 }
 
 #[test]
-fn settings_that_make_no_sense_are_refused_by_name() {
+fn an_invalid_setting_is_refused_by_name() {
     let good = HealthConfig::default();
     good.check().unwrap();
     for (bad, setting) in [

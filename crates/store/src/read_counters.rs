@@ -1,15 +1,15 @@
-//! What a read counts.
+//! Counters of get and view.
 
 use crate::node::Node;
 use crate::{GetOutcome, ViewOutcome};
 
 impl Node {
-    pub(crate) fn count_gets(&self, gets: usize, served: impl Iterator<Item = Served>) {
+    pub(crate) fn count_gets(&self, gets: usize, results: impl Iterator<Item = ReadResult>) {
         let mut state = self.lock();
         state.counters.gets += gets as u64;
-        for served in served {
-            match served {
-                Served::Hit { tier, bytes } => {
+        for result in results {
+            match result {
+                ReadResult::Hit { tier, bytes } => {
                     let tier = (self.memory_tier()..=self.stages.len())
                         .find(|at| self.tier_name(*at) == tier)
                         .expect("hits come from tiers of this pipeline");
@@ -18,22 +18,22 @@ impl Node {
                     state.tier_hits[tier].0 += 1;
                     state.tier_hits[tier].1 += bytes;
                 }
-                Served::Miss => state.counters.misses += 1,
-                Served::Failed => state.counters.get_failures += 1,
+                ReadResult::Miss => state.counters.misses += 1,
+                ReadResult::Failed => state.counters.get_failures += 1,
             }
         }
     }
 }
 
-/// An outcome as the counters see it.
-pub(crate) enum Served {
+/// The outcome of one read, as the counters need it.
+pub(crate) enum ReadResult {
     Hit { tier: crate::TierName, bytes: u64 },
     Miss,
     Failed,
 }
 
-impl Served {
-    pub(crate) fn of_view(view: &ViewOutcome) -> Self {
+impl ReadResult {
+    pub(crate) fn from_view(view: &ViewOutcome) -> Self {
         match view {
             ViewOutcome::Hit { slab, tier } => Self::Hit { tier, bytes: slab.len() as u64 },
             ViewOutcome::Miss => Self::Miss,
@@ -41,7 +41,7 @@ impl Served {
         }
     }
 
-    pub(crate) fn of_get(outcome: &GetOutcome) -> Self {
+    pub(crate) fn from_get(outcome: &GetOutcome) -> Self {
         match outcome {
             GetOutcome::Hit { bytes, tier } => Self::Hit { tier, bytes: *bytes as u64 },
             GetOutcome::Miss => Self::Miss,

@@ -1,27 +1,29 @@
-//! Write-through: a put that returns only once every tier has its blocks.
+//! Write-through: a put returns only once every tier has its blocks.
 
-use crate::call::Call;
+use crate::call_context::CallContext;
 use crate::node::Node;
 use crate::outcome::PutOutcome;
 use crate::{Put, StoreError};
 
 impl Node {
-    /// Write-through: a block counts once every stage has it. One that is in DRAM alone, because
-    /// an earlier try failed, is tried again.
+    /// Waits until every stage has the block. A block that is only in DRAM, because an earlier
+    /// write failed, is queued once more.
     pub(crate) fn wait_written(
         &self,
         put: &Put<'_>,
         outcome: &PutOutcome,
-        call: Call,
+        call: CallContext,
     ) -> Result<(), StoreError> {
         use PutOutcome::{Deduplicated, Present, Stored};
         if !matches!(outcome, Stored | Deduplicated | Present) {
             return Ok(());
         }
         let mut state = self.lock();
-        let may_try_again = !matches!(outcome, Stored);
+        // A block that was just stored is queued already; only an older one is queued here, once
+        // for each stage.
+        let is_new = matches!(outcome, Stored);
         for stage in 0..self.stages.len() {
-            let mut is_tried = !may_try_again;
+            let mut was_queued = is_new;
             loop {
                 if state.is_closed {
                     return Err(StoreError::Closed);
@@ -35,23 +37,23 @@ impl Node {
                     if entry.address(stage).is_some() {
                         break;
                     }
-                    if is_tried || entry.slab.is_none() || state.is_write_shed(stage) {
+                    if was_queued || entry.slab.is_none() || state.is_write_shed(stage) {
                         return Err(self.stage_error(&state, stage, "write a block"));
                     }
-                    is_tried = true;
+                    was_queued = true;
                     let digest = state.catalog.digest_of(content).copied();
                     state.push_block(stage, self.facts(put, digest), content);
-                    self.announce_work();
+                    self.notify_movers();
                 }
-                state = self.wait_in_time(state, "put", call)?;
+                state = self.wait_or_time_out(state, "put", call)?;
             }
         }
         if matches!(outcome, Deduplicated) {
             if let Some(stage) = (0..self.stages.len()).find(|stage| state.is_write_shed(*stage)) {
-                return Err(self.stage_error(&state, stage, "learn a name"));
+                return Err(self.stage_error(&state, stage, "record a key"));
             }
-            let tickets = state.names_tickets.map(|tickets| tickets.pushed);
-            drop(self.wait_names(state, tickets, "put", call)?);
+            let tickets = state.key_tickets.map(|tickets| tickets.pushed);
+            drop(self.wait_for_key_changes(state, tickets, "put", call)?);
         }
         Ok(())
     }

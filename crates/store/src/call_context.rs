@@ -1,4 +1,4 @@
-//! One call's time: when it gives up, and what it says then.
+//! The deadline of one call, and the error when it passes.
 
 use std::time::Duration;
 
@@ -6,31 +6,30 @@ use cascade_block::{Clock, Deadline};
 
 use crate::{StoreError, Writer};
 
-/// Keys of one batch that are looked at under the lock before others get it, and between two looks
-/// at the deadline.
-pub(crate) const HOLD_KEYS: usize = 512;
+/// Keys of one batch that are processed before the lock is released and the deadline is checked.
+pub(crate) const KEYS_PER_LOCK: usize = 512;
 
-/// The deadline of one call, shared by all its steps.
+/// Deadline and writer of one call, shared by all its steps.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Call {
+pub(crate) struct CallContext {
     pub(crate) deadline: Deadline,
     timeout: Duration,
     pub(crate) writer: Option<Writer>,
 }
 
-impl Call {
+impl CallContext {
     pub(crate) fn new(clock: &dyn Clock, timeout: Duration, writer: Option<Writer>) -> Self {
         Self { deadline: Deadline::after(clock, timeout), timeout, writer }
     }
 
-    /// The same call for a step that may take half of the time that is left.
+    /// The same call for a step that may take half of the remaining time.
     pub(crate) fn half(self, clock: &dyn Clock) -> Self {
         Self { deadline: Deadline::after(clock, self.deadline.remaining(clock) / 2), ..self }
     }
 
-    /// Whether to give up what is left of a batch. Never true of a call without time to wait: it
-    /// does what it can do at once, and its caller bounds the batch.
-    pub(crate) fn is_late(&self, clock: &dyn Clock) -> bool {
+    /// Whether to stop before the rest of a batch. Always false for a timeout of zero: such a call
+    /// does everything that needs no waiting, and its caller limits the batch.
+    pub(crate) fn has_timed_out(&self, clock: &dyn Clock) -> bool {
         !self.timeout.is_zero() && self.deadline.has_passed(clock)
     }
 
