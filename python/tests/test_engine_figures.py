@@ -54,6 +54,10 @@ def test_a_first_run_with_hits_is_invalid():
     assert "not cold" in gain(made).faults[0]
 
 
+def test_a_baseline_has_no_target():
+    assert gain(pairs(is_baseline=True)).verdict == ""
+
+
 def test_different_answers_are_counted():
     made = pairs()
     made.fast[0] = answer(0.5, 3968, tokens=(7, 9))

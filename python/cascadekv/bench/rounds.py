@@ -34,6 +34,8 @@ class RunPairs:
     fast: list[RunResult] = field(default_factory=list[RunResult])
     compares_answers: bool = True
     """Whether both runs had the same prompts."""
+    is_baseline: bool = False
+    """Whether another system was measured: it has no target."""
     faults: list[str] = field(default_factory=list[str])
     facts: dict[str, object] = field(default_factory=dict[str, object])
 
@@ -43,7 +45,8 @@ class RunPairs:
         first = [result.first_token_mean_s for result in self.slow]
         second = [result.first_token_mean_s for result in self.fast]
         faults = [*self.faults, *self._faults()]
-        has_target = self.tokens >= GAIN_TOKENS and not is_short and self.compares_answers
+        is_ours = self.compares_answers and not self.is_baseline
+        has_target = self.tokens >= GAIN_TOKENS and is_ours and not is_short
         return [
             Figure(f"first/{name}", "s", first, measured=measured),
             Figure(f"second/{name}", "s", second, faults=faults, measured=measured),
