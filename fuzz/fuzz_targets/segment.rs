@@ -4,7 +4,7 @@
 #![no_main]
 
 use cascade_disk::format::{
-    Checkpoint, ENTRY_BYTES, Entry, PAGE_BYTES, SegmentHeader, Trailer, decode_entries,
+    Checkpoint, ENTRY_BYTES, RecordEntry, PAGE_BYTES, SegmentHeader, SegmentTrailer, decode_entries,
 };
 use cascade_disk::scan::{ScanOptions, read_segment};
 use libfuzzer_sys::fuzz_target;
@@ -28,13 +28,13 @@ fn check(bytes: &[u8]) {
     if let Ok(checkpoint) = Checkpoint::decode(bytes) {
         assert_eq!(checkpoint.encode().len(), bytes.len());
     }
-    if let Ok(entry) = Entry::decode(bytes) {
+    if let Ok(entry) = RecordEntry::decode(bytes) {
         let mut again = [0; ENTRY_BYTES];
         entry.encode(&mut again);
-        assert_eq!(Entry::decode(&again), Ok(entry));
+        assert_eq!(RecordEntry::decode(&again), Ok(entry));
     }
     drop(SegmentHeader::decode(bytes));
-    drop(Trailer::decode(bytes, bytes.len() as u64));
+    drop(SegmentTrailer::decode(bytes, bytes.len() as u64));
     drop(decode_entries(bytes, 0));
 }
 

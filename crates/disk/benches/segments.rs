@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use cascade_block::{BlockKey, Clock, Deadline, SystemClock};
 use cascade_disk::conformance::{key, meta};
-use cascade_disk::io::Io;
+use cascade_disk::io::FileIo;
 use cascade_disk::{
     Address, BlockFiles, EngineKind, FileTierConfig, ReadOutcome, ReadRequest, Recovery, open,
     open_with,
@@ -134,7 +134,7 @@ fn registered(root: &Path) {
         for _ in 0..ROUNDS {
             for (given, row) in [None, Some(pool)].into_iter().zip(&mut rows) {
                 let clock = Arc::new(SystemClock);
-                let io = Io::system(EngineKind::Uring, true, 8, given, clock).unwrap();
+                let io = FileIo::system(EngineKind::Uring, true, 8, given, clock).unwrap();
                 let config = FileTierConfig {
                     capacity_bytes: 8 << 30,
                     queue_depth: 8,

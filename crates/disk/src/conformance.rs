@@ -17,7 +17,7 @@ pub type Reopen<'a> = dyn FnMut(&Pool) -> (Arc<dyn BlockFiles>, Recovery) + 'a;
 
 /// A block that a check has stored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Stored {
+pub struct StoredBlock {
     /// Which one.
     pub number: u64,
     /// Its length.
@@ -98,12 +98,12 @@ pub fn block(pool: &Pool, number: u64, length: usize) -> (RecordMeta, Slab) {
 ///
 /// # Panics
 /// If one is refused.
-pub fn append(files: &dyn BlockFiles, pool: &Pool, blocks: &[(u64, usize)]) -> Vec<Stored> {
+pub fn append(files: &dyn BlockFiles, pool: &Pool, blocks: &[(u64, usize)]) -> Vec<StoredBlock> {
     let batch = blocks.iter().map(|&(number, length)| block(pool, number, length)).collect();
     let answers = files.append(batch, deadline());
     let stored = blocks.iter().zip(answers).map(|(&(number, length), address)| {
         let address = address.unwrap_or_else(|error| panic!("append block {number}: {error:?}"));
-        Stored { number, length, address }
+        StoredBlock { number, length, address }
     });
     stored.collect()
 }
@@ -115,9 +115,9 @@ pub fn append(files: &dyn BlockFiles, pool: &Pool, blocks: &[(u64, usize)]) -> V
 pub fn read_as(
     files: &dyn BlockFiles,
     pool: &Pool,
-    blocks: &[(BlockKey, Stored)],
+    blocks: &[(BlockKey, StoredBlock)],
 ) -> Vec<ReadOutcome> {
-    let request = |(key, stored): &(BlockKey, Stored)| ReadRequest {
+    let request = |(key, stored): &(BlockKey, StoredBlock)| ReadRequest {
         address: stored.address,
         key: *key,
         slab: pool.allocate(stored.length).expect("the pool has room"),
@@ -129,10 +129,10 @@ pub fn read_as(
 ///
 /// # Panics
 /// If one is missing or wrong.
-pub fn assert_hits(files: &dyn BlockFiles, pool: &Pool, blocks: &[Stored]) {
+pub fn assert_hits(files: &dyn BlockFiles, pool: &Pool, blocks: &[StoredBlock]) {
     for chunk in blocks.chunks(64) {
-        let asked: Vec<_> = chunk.iter().map(|stored| (key(stored.number), *stored)).collect();
-        for (outcome, stored) in read_as(files, pool, &asked).into_iter().zip(chunk) {
+        let requests: Vec<_> = chunk.iter().map(|stored| (key(stored.number), *stored)).collect();
+        for (outcome, stored) in read_as(files, pool, &requests).into_iter().zip(chunk) {
             match outcome {
                 ReadOutcome::Hit(slab) => {
                     assert!(slab[..] == content(stored.number, stored.length), "{stored:?}");
@@ -147,9 +147,9 @@ pub fn assert_hits(files: &dyn BlockFiles, pool: &Pool, blocks: &[Stored]) {
 ///
 /// # Panics
 /// If one is.
-pub fn assert_gone(files: &dyn BlockFiles, pool: &Pool, blocks: &[Stored]) {
-    let asked: Vec<_> = blocks.iter().map(|stored| (key(stored.number), *stored)).collect();
-    for (outcome, stored) in read_as(files, pool, &asked).into_iter().zip(blocks) {
+pub fn assert_gone(files: &dyn BlockFiles, pool: &Pool, blocks: &[StoredBlock]) {
+    let requests: Vec<_> = blocks.iter().map(|stored| (key(stored.number), *stored)).collect();
+    for (outcome, stored) in read_as(files, pool, &requests).into_iter().zip(blocks) {
         assert!(matches!(outcome, ReadOutcome::Gone), "{stored:?}: {outcome:?}");
     }
 }
@@ -158,7 +158,7 @@ pub fn assert_gone(files: &dyn BlockFiles, pool: &Pool, blocks: &[Stored]) {
 ///
 /// # Panics
 /// If it did not.
-pub fn assert_recovered(recovery: &Recovery, blocks: &[Stored]) {
+pub fn assert_recovered(recovery: &Recovery, blocks: &[StoredBlock]) {
     let mut found: Vec<_> = recovery.live.iter().map(|(meta, at)| (meta.key, *at)).collect();
     let mut expected: Vec<_> =
         blocks.iter().map(|stored| (key(stored.number), stored.address)).collect();
@@ -182,7 +182,7 @@ fn numbered(numbers: std::ops::Range<u64>) -> Vec<(u64, usize)> {
 ///
 /// # Panics
 /// If they do not.
-pub fn blocks_come_back(reopen: &mut Reopen<'_>) {
+pub fn blocks_are_read_back(reopen: &mut Reopen<'_>) {
     let pool = pool();
     let (files, recovery) = reopen(&pool);
     assert!(recovery.live.is_empty(), "{recovery:?}");
@@ -205,11 +205,11 @@ pub fn blocks_come_back(reopen: &mut Reopen<'_>) {
 ///
 /// # Panics
 /// If they do not.
-pub fn removals_last(reopen: &mut Reopen<'_>) {
+pub fn removals_persist(reopen: &mut Reopen<'_>) {
     let pool = pool();
     let (files, _) = reopen(&pool);
     let stored = append(files.as_ref(), &pool, &numbered(0..48));
-    let remove = |files: &dyn BlockFiles, gone: &[Stored]| {
+    let remove = |files: &dyn BlockFiles, gone: &[StoredBlock]| {
         let keys: Vec<_> = gone.iter().map(|each| (key(each.number), each.address)).collect();
         files.remove(&keys, deadline()).expect("a removal");
         assert_gone(files, &pool, gone);
@@ -237,7 +237,7 @@ pub fn removals_last(reopen: &mut Reopen<'_>) {
 ///
 /// # Panics
 /// If it does not.
-pub fn aliases_hold_bytes(reopen: &mut Reopen<'_>) {
+pub fn aliases_keep_bytes(reopen: &mut Reopen<'_>) {
     let pool = pool();
     let (files, _) = reopen(&pool);
     let stored = append(files.as_ref(), &pool, &numbered(0..8));
@@ -249,12 +249,12 @@ pub fn aliases_hold_bytes(reopen: &mut Reopen<'_>) {
         .map(|address| address.expect("an alias"))
         .collect();
     let check = |files: &dyn BlockFiles| {
-        let asked: Vec<_> = stored
+        let requests: Vec<_> = stored
             .iter()
             .zip(&addresses)
-            .map(|(each, &address)| (key(each.number + 1000), Stored { address, ..*each }))
+            .map(|(each, &address)| (key(each.number + 1000), StoredBlock { address, ..*each }))
             .collect();
-        for (outcome, each) in read_as(files, &pool, &asked).into_iter().zip(&stored) {
+        for (outcome, each) in read_as(files, &pool, &requests).into_iter().zip(&stored) {
             let ReadOutcome::Hit(slab) = outcome else { panic!("alias of {each:?}: {outcome:?}") };
             assert!(slab[..] == content(each.number, each.length), "alias of {each:?}");
         }
@@ -280,10 +280,10 @@ pub fn aliases_hold_bytes(reopen: &mut Reopen<'_>) {
 ///
 /// # Panics
 /// If more is used than allowed, or something else is lost.
-pub fn capacity_holds(reopen: &mut Reopen<'_>, capacity_bytes: u64) {
+pub fn capacity_is_respected(reopen: &mut Reopen<'_>, capacity_bytes: u64) {
     let pool = pool();
     let (files, _) = reopen(&pool);
-    let mut live: Vec<Stored> = Vec::new();
+    let mut live: Vec<StoredBlock> = Vec::new();
     let mut is_full = false;
     for batch in 0..64 {
         let blocks: Vec<_> = (0..16).map(|at| (batch * 16 + at, 128 << 10)).collect();
@@ -294,7 +294,7 @@ pub fn capacity_holds(reopen: &mut Reopen<'_>, capacity_bytes: u64) {
             let mut refused = Vec::new();
             for (&(number, length), answer) in open.iter().zip(answers) {
                 match answer {
-                    Ok(address) => live.push(Stored { number, length, address }),
+                    Ok(address) => live.push(StoredBlock { number, length, address }),
                     Err(DiskError::Full { .. }) => refused.push((number, length)),
                     Err(error) => panic!("block {number}: {error:?}"),
                 }
@@ -323,13 +323,13 @@ pub fn capacity_holds(reopen: &mut Reopen<'_>, capacity_bytes: u64) {
 ///
 /// # Panics
 /// If a removal or a reclaim is refused, more is used than allowed, or what was removed comes back.
-pub fn restarts_leave_room(reopen: &mut Reopen<'_>, capacity_bytes: u64) {
+pub fn restarts_leave_space_for_reclaim(reopen: &mut Reopen<'_>, capacity_bytes: u64) {
     let pool = pool();
     let (files, _) = reopen(&pool);
-    let mut live: Vec<Stored> = Vec::new();
+    let mut live: Vec<StoredBlock> = Vec::new();
     for number in 0.. {
         match files.append(vec![block(&pool, number, 128 << 10)], deadline()).remove(0) {
-            Ok(address) => live.push(Stored { number, length: 128 << 10, address }),
+            Ok(address) => live.push(StoredBlock { number, length: 128 << 10, address }),
             Err(DiskError::Full { .. }) => break,
             Err(error) => panic!("block {number}: {error:?}"),
         }
@@ -358,7 +358,7 @@ pub fn restarts_leave_room(reopen: &mut Reopen<'_>, capacity_bytes: u64) {
 ///
 /// # Panics
 /// If it is not.
-pub fn reclaim_keeps(reopen: &mut Reopen<'_>) {
+pub fn reclaim_keeps_selected_blocks(reopen: &mut Reopen<'_>) {
     let pool = pool();
     let (files, _) = reopen(&pool);
     let mut live = append(files.as_ref(), &pool, &numbered(0..64));
@@ -385,21 +385,21 @@ pub fn reclaim_keeps(reopen: &mut Reopen<'_>) {
 ///
 /// # Panics
 /// If they do not.
-pub fn wrong_questions(reopen: &mut Reopen<'_>) {
+pub fn invalid_requests_fail_alone(reopen: &mut Reopen<'_>) {
     let pool = pool();
     let (files, _) = reopen(&pool);
     let stored = append(files.as_ref(), &pool, &[(1, 4096), (2, 8192)]);
     let (one, two) = (stored[0], stored[1]);
     let wrong_key = read_as(files.as_ref(), &pool, &[(key(2), one), (key(9), one)]);
     assert!(wrong_key.iter().all(|outcome| matches!(outcome, ReadOutcome::Gone)), "{wrong_key:?}");
-    let wrong_length = Stored { length: 4096, ..two };
+    let wrong_length = StoredBlock { length: 4096, ..two };
     let outcome = read_as(files.as_ref(), &pool, &[(key(2), wrong_length)]).remove(0);
     assert!(
         matches!(outcome, ReadOutcome::Failed(DiskError::LengthMismatch { .. })),
         "{outcome:?}"
     );
-    let nowhere = Stored { address: Address::from_u64(u64::MAX - 12345), ..one };
-    assert_gone(files.as_ref(), &pool, &[Stored { address: nowhere.address, ..one }]);
+    let nowhere = StoredBlock { address: Address::from_u64(u64::MAX - 12345), ..one };
+    assert_gone(files.as_ref(), &pool, &[StoredBlock { address: nowhere.address, ..one }]);
     let (meta_one, slab) = block(&pool, 3, 4096);
     let lying = RecordMeta { payload_bytes: 4095, ..meta_one };
     let refused = files.append(vec![(lying, slab)], deadline()).remove(0);
@@ -414,7 +414,7 @@ pub fn wrong_questions(reopen: &mut Reopen<'_>) {
 ///
 /// # Panics
 /// If they do not.
-pub fn manifests_stand_by(reopen: &mut Reopen<'_>) {
+pub fn manifests_are_kept(reopen: &mut Reopen<'_>) {
     let pool = pool();
     let (files, _) = reopen(&pool);
     let manifest = Manifest::new().with("dtype", "bf16").with("block_tokens", "128");

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use cascade_block::Deadline;
 
 use crate::format::PAGE_BYTES;
-use crate::io::{Buffer, Io, OpenMode, PageBuffer, Transfer, TransferKind};
+use crate::io::{Buffer, FileIo, OpenMode, PageBuffer, Transfer, TransferKind};
 use crate::lock::DirectoryLock;
 use crate::random::random_bytes;
 use crate::{DiskError, FileTierConfig};
@@ -32,7 +32,7 @@ pub(crate) fn probe(
     }
     let (target, lock) = (path.clone(), Arc::clone(lock));
     let file = io.call("open", &path, deadline, move |files| {
-        lock.check_or_take()?;
+        lock.check_or_relock()?;
         match files.open(&target, OpenMode::Write, direct) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => {
                 files.open(&target, OpenMode::Create { allocate_bytes: 0 }, direct)
@@ -79,7 +79,7 @@ pub(crate) fn probe_reads(
     deadline: Deadline,
 ) -> Result<(), DiskError> {
     let place = Arc::clone(lock);
-    io.call_reading("look at", &config.directory, deadline, move |_| place.check_place())?;
+    io.call_reading("look at", &config.directory, deadline, move |_| place.check_directory())?;
     let Some(file) = blocks else { return Ok(()) };
     let page = Buffer::Pages(PageBuffer::zeroed(PAGE_BYTES));
     let transfer = Transfer::new(TransferKind::Read, file, 0, vec![page]);

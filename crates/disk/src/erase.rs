@@ -5,13 +5,13 @@ use std::path::{Path, PathBuf};
 
 use cascade_block::{Deadline, with_causes};
 
-use crate::io::{FileOperations, Io};
+use crate::io::{FileIo, FileOperations};
 use crate::{DiskError, manifests};
 
 /// What an erase did. Overwriting reaches the bytes that the file system shows; an SSD or a file
 /// system that copies on write may keep older ones (`docs/security.md`).
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct ErasedFiles {
+pub struct EraseReport {
     /// Files that were overwritten, synced and removed.
     pub files_removed: u64,
     /// Bytes of them that were overwritten; holes hold nothing and are passed by.
@@ -29,7 +29,7 @@ pub struct FileLeft {
     pub reason: String,
 }
 
-impl ErasedFiles {
+impl EraseReport {
     /// Erases files one by one and returns those that are still there. One that cannot be
     /// overwritten is removed all the same, so that no later opening takes it in; but not while it
     /// may still be overwritten: that could not be told from one that is gone. What has not begun
@@ -50,7 +50,7 @@ impl ErasedFiles {
     }
 
     /// Whether the file is gone.
-    fn erase_one(&mut self, io: &Io, path: &Path, deadline: Deadline) -> bool {
+    fn erase_one(&mut self, io: &FileIo, path: &Path, deadline: Deadline) -> bool {
         let late = || DiskError::Timeout { operation: "overwrite", path: path.to_owned() };
         if deadline.has_passed(io.clock.as_ref()) {
             self.leave(path.to_owned(), "still there", &late());
@@ -104,7 +104,7 @@ impl ErasedFiles {
     }
 
     /// Brings the removals in a directory to stable storage.
-    pub(crate) fn sync(&mut self, io: &Io, directory: &Path, deadline: Deadline) {
+    pub(crate) fn sync(&mut self, io: &FileIo, directory: &Path, deadline: Deadline) {
         let target = directory.to_owned();
         let synced =
             io.call("sync", directory, deadline, move |files| files.sync_directory(&target));

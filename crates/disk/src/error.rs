@@ -53,7 +53,7 @@ pub enum DiskError {
     /// Another process writes here.
     #[error(
         "{} is held by {}; stop that process, or give this store another directory",
-        path.display(), holder(*pid)
+        path.display(), holder_name(*pid)
     )]
     Locked {
         /// The lock file.
@@ -109,7 +109,7 @@ pub enum DiskError {
     },
 }
 
-fn holder(pid: Option<u32>) -> String {
+fn holder_name(pid: Option<u32>) -> String {
     pid.map_or_else(|| "another process".to_owned(), |pid| format!("process {pid}"))
 }
 

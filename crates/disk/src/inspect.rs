@@ -7,12 +7,12 @@ use std::path::{Path, PathBuf};
 
 use cascade_block::{BlockKey, Clock as _, Deadline, SystemClock};
 
-use crate::format::{Checkpoint, Entry, EntryKind, PAGE_BYTES, page_aligned};
-use crate::io::{FileOperations as _, Io, OpenMode, SystemFiles};
+use crate::format::{Checkpoint, EntryKind, PAGE_BYTES, RecordEntry, page_aligned};
+use crate::io::{FileIo, FileOperations as _, OpenMode, SystemFiles};
 use crate::per_block::{address_of, key_of, read_header};
 use crate::scan::{
-    FileSource, ScanError, ScanOptions, SegmentContent, Source, payload_is_right, read_frames,
-    read_segment, segment_name,
+    FileSource, ScanError, ScanOptions, SegmentContent, SegmentSource, payload_is_intact,
+    read_frames, read_segment, segment_name,
 };
 use crate::segments::replay;
 use crate::{Address, DiskError, EngineKind, RecordMeta, StoredManifest, manifests};
@@ -118,7 +118,7 @@ pub fn inspect(
     }
     let clock = std::sync::Arc::new(SystemClock);
     let deadline = Deadline::after(clock.as_ref(), std::time::Duration::from_secs(60));
-    let io = Io::system(EngineKind::Psync, false, 2, None, clock)?;
+    let io = FileIo::system(EngineKind::Psync, false, 2, None, clock)?;
     report.manifests = manifests::load_all(&io, directory, deadline)?;
     Ok(report)
 }
@@ -185,7 +185,7 @@ fn inspect_writer(
                 let is_right = !verify_payload
                     || !is_held
                     || entry.kind == EntryKind::Alias
-                    || payload_is_right(&source, entry, file_report.file_bytes, true)
+                    || payload_is_intact(&source, entry, file_report.file_bytes, true)
                         .unwrap_or(false);
                 let state = file_report.add(entry, is_named, is_held, is_right);
                 visitor(InspectedRecord {
@@ -203,7 +203,7 @@ fn inspect_writer(
 
 impl FileReport {
     /// Counts a block or alias, and says how it stands.
-    fn add(&mut self, entry: &Entry, named: bool, held: bool, right: bool) -> RecordState {
+    fn add(&mut self, entry: &RecordEntry, named: bool, held: bool, right: bool) -> RecordState {
         let bytes = page_aligned(u64::from(entry.meta.payload_bytes));
         if entry.kind == EntryKind::Block {
             let (records, size) = match (held, right) {
@@ -292,7 +292,7 @@ fn inspect_block_file(
     let file_bytes = source.length().map_err(text)?;
     report.file_bytes += file_bytes;
     debug_assert_eq!(entry.address.byte_offset(), PAGE_BYTES as u64);
-    let is_right = payload_is_right(&source, &entry, file_bytes, verify_payload).map_err(text)?;
+    let is_right = payload_is_intact(&source, &entry, file_bytes, verify_payload).map_err(text)?;
     let is_valid = !entry.meta.has_expired(SystemClock.unix_ms());
     let state = report.add(&entry, is_valid, is_valid, is_right);
     let address = address_of(&entry);

@@ -11,7 +11,7 @@ use cascade_block::Deadline;
 use rustix::fs::{FlockOperation, flock};
 use rustix::process::{Pid, test_kill_process};
 
-use crate::io::{FileOperations as _, Io, OpenMode, SystemFiles};
+use crate::io::{FileIo, FileOperations as _, OpenMode, SystemFiles};
 use crate::{DiskError, FileTierConfig, WriterName};
 
 /// After a `kill -9` the kernel may release the lock a moment after the process is gone, while it
@@ -19,33 +19,33 @@ use crate::{DiskError, FileTierConfig, WriterName};
 const DEAD_HOLDER_RETRIES: u32 = 200;
 const DEAD_HOLDER_PAUSE: Duration = Duration::from_millis(10);
 
-/// Held as long as this value lives. The kernel gives it back when the process dies.
+/// LockFile as long as this value lives. The kernel gives it back when the process dies.
 #[derive(Debug)]
 pub(crate) struct DirectoryLock {
     directory: PathBuf,
     writer: WriterName,
     /// Which directory was opened: another one may come to lie under its path.
-    opened: Identity,
+    opened: FileIdentity,
     /// Who may list the directory, as it was found.
     mode: u32,
-    held: Mutex<Held>,
+    lock_file: Mutex<LockFile>,
 }
 
 /// The lock file.
 #[derive(Debug)]
-struct Held {
+struct LockFile {
     _file: File,
-    identity: Identity,
+    identity: FileIdentity,
 }
 
 /// What tells a file from others that come to lie under its path.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Identity {
+struct FileIdentity {
     device: u64,
     inode: u64,
 }
 
-impl Identity {
+impl FileIdentity {
     fn of(found: &Metadata) -> Self {
         Self { device: found.dev(), inode: found.ino() }
     }
@@ -62,9 +62,9 @@ impl DirectoryLock {
         io.call("lock", &config.directory, deadline, move |files| {
             files.make_directory(&directory)?;
             let found = std::fs::metadata(&directory)?;
-            Ok(take(&directory, &writer).map(|held| {
-                let (opened, mode) = (Identity::of(&found), found.mode());
-                Arc::new(Self { directory, writer, opened, mode, held: Mutex::new(held) })
+            Ok(take(&directory, &writer).map(|lock_file| {
+                let (opened, mode) = (FileIdentity::of(&found), found.mode());
+                Arc::new(Self { directory, writer, opened, mode, lock_file: Mutex::new(lock_file) })
             }))
         })?
     }
@@ -77,8 +77,8 @@ impl DirectoryLock {
     }
 
     /// An error if the directory is no longer the one that was opened. May hang.
-    pub(crate) fn check_place(&self) -> io::Result<()> {
-        if Identity::of(&std::fs::metadata(&self.directory)?) == self.opened {
+    pub(crate) fn check_directory(&self) -> io::Result<()> {
+        if FileIdentity::of(&std::fs::metadata(&self.directory)?) == self.opened {
             return Ok(());
         }
         Err(io::Error::other("another directory lies there now: look whether it is still mounted"))
@@ -86,18 +86,18 @@ impl DirectoryLock {
 
     /// As `check_place`, and that the lock is held. A lock file that was removed is made again:
     /// until then another process could take the writer's name.
-    pub(crate) fn check_or_take(&self) -> io::Result<()> {
-        self.check_place()?;
+    pub(crate) fn check_or_relock(&self) -> io::Result<()> {
+        self.check_directory()?;
         let path = lock_path(&self.directory, &self.writer);
-        let mut held = self.held.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut lock_file = self.lock_file.lock().unwrap_or_else(PoisonError::into_inner);
         match std::fs::symlink_metadata(&path) {
-            Ok(found) if Identity::of(&found) == held.identity => Ok(()),
+            Ok(found) if FileIdentity::of(&found) == lock_file.identity => Ok(()),
             Err(error) if error.kind() == io::ErrorKind::NotFound => {
-                *held = take(&self.directory, &self.writer).map_err(io::Error::other)?;
+                *lock_file = take(&self.directory, &self.writer).map_err(io::Error::other)?;
                 Ok(())
             }
             Ok(found) if found.is_dir() => {
-                *held = take(&self.directory, &self.writer).map_err(io::Error::other)?;
+                *lock_file = take(&self.directory, &self.writer).map_err(io::Error::other)?;
                 Ok(())
             }
             Ok(_) => Err(io::Error::other(format!(
@@ -114,7 +114,7 @@ fn lock_path(directory: &Path, writer: &WriterName) -> PathBuf {
 }
 
 /// Takes the lock of a writer, or returns the process that holds it.
-fn take(directory: &Path, writer: &WriterName) -> Result<Held, DiskError> {
+fn take(directory: &Path, writer: &WriterName) -> Result<LockFile, DiskError> {
     let path = lock_path(directory, writer);
     let failed = |source| DiskError::from_io("lock", &path, source);
     let mut options = OpenOptions::new();
@@ -131,7 +131,7 @@ fn take(directory: &Path, writer: &WriterName) -> Result<Held, DiskError> {
         match flock(&file, FlockOperation::NonBlockingLockExclusive) {
             Ok(()) => break,
             Err(rustix::io::Errno::WOULDBLOCK) => {
-                let pid = holder(&mut file);
+                let pid = lock_holder_pid(&mut file);
                 if pid.is_none_or(is_alive) || retries == DEAD_HOLDER_RETRIES {
                     return Err(DiskError::Locked { path, pid });
                 }
@@ -145,12 +145,12 @@ fn take(directory: &Path, writer: &WriterName) -> Result<Held, DiskError> {
         .and_then(|()| file.rewind())
         .and_then(|()| writeln!(file, "{}", std::process::id()))
         .map_err(failed)?;
-    let identity = Identity::of(&file.metadata().map_err(failed)?);
-    Ok(Held { _file: file, identity })
+    let identity = FileIdentity::of(&file.metadata().map_err(failed)?);
+    Ok(LockFile { _file: file, identity })
 }
 
 /// The process that wrote its number into the lock file last.
-fn holder(file: &mut File) -> Option<u32> {
+fn lock_holder_pid(file: &mut File) -> Option<u32> {
     let mut text = String::new();
     file.rewind().ok()?;
     file.read_to_string(&mut text).ok()?;

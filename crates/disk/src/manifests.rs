@@ -7,7 +7,7 @@ use cascade_block::{Deadline, Manifest, Namespace, NamespaceId};
 
 use crate::DiskError;
 use crate::erase::has_extension;
-use crate::io::{Io, OpenMode, make_directory_within};
+use crate::io::{FileIo, OpenMode, make_tier_directory};
 
 /// A manifest that was found, or what is wrong with the file.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -72,7 +72,7 @@ pub(crate) fn register(
     let target = path.clone();
     io.call("write", &path, deadline, move |files| {
         if let Some(parent) = target.parent() {
-            make_directory_within(files, parent)?;
+            make_tier_directory(files, parent)?;
         }
         files.replace(&target, &text)
     })
@@ -113,7 +113,7 @@ pub(crate) fn files(
     Ok(paths)
 }
 
-fn load(io: &Io, path: &Path, deadline: Deadline) -> Result<Option<StoredManifest>, DiskError> {
+fn load(io: &FileIo, path: &Path, deadline: Deadline) -> Result<Option<StoredManifest>, DiskError> {
     let source = path.to_owned();
     let bytes = io.call("read", path, deadline, move |files| {
         let file = match files.open(&source, OpenMode::Read, false) {

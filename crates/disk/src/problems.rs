@@ -8,16 +8,16 @@ const KEPT_MAX: usize = 8;
 
 /// The latest problems, each told once.
 #[derive(Debug, Default)]
-pub(crate) struct Problems(Mutex<VecDeque<String>>);
+pub(crate) struct ProblemLog(Mutex<VecDeque<String>>);
 
-impl Problems {
+impl ProblemLog {
     pub(crate) fn new(found: impl IntoIterator<Item = String>) -> Self {
         let problems = Self::default();
-        found.into_iter().for_each(|problem| problems.note(problem));
+        found.into_iter().for_each(|problem| problems.add(problem));
         problems
     }
 
-    pub(crate) fn note(&self, problem: String) {
+    pub(crate) fn add(&self, problem: String) {
         let mut kept = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if kept.contains(&problem) {
             return;

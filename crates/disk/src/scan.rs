@@ -10,13 +10,13 @@ use std::path::Path;
 use cascade_block::checksum;
 
 use crate::format::{
-    CoveredSegment, ENTRY_BYTES, Entry, EntryKind, FormatError, Frame, PAGE_BYTES, RandomId,
-    SegmentHeader, Trailer, decode_entries, page_aligned, pages_of,
+    CoveredSegment, ENTRY_BYTES, EntryKind, FormatError, PAGE_BYTES, RandomId, RecordEntry,
+    SegmentFrame, SegmentHeader, SegmentTrailer, decode_entries, page_aligned, pages_of,
 };
 use crate::io::{FileOperations, PageBuffer};
 
 /// Where a segment's bytes come from.
-pub trait Source {
+pub trait SegmentSource {
     /// How many there are.
     fn length(&self) -> io::Result<u64>;
 
@@ -45,9 +45,9 @@ pub struct SegmentContent {
     /// Its header, if that is right.
     pub header: Option<SegmentHeader>,
     /// Its trailer, if it was sealed and the footer is right.
-    pub trailer: Option<Trailer>,
+    pub trailer: Option<SegmentTrailer>,
     /// Its entries, in the order of writing; none if a checkpoint covers its whole footer.
-    pub entries: Vec<Entry>,
+    pub entries: Vec<RecordEntry>,
     /// The page behind its last frame.
     pub end_page: u32,
     /// The id of its first frame, where neither header nor trailer names one.
@@ -72,7 +72,12 @@ impl SegmentContent {
     }
 
     /// Reads as far as the device gives its bytes: a bad sector is damage of what lies there.
-    fn read(&mut self, source: &dyn Source, offset: u64, buffer: &mut [u8]) -> io::Result<usize> {
+    fn read(
+        &mut self,
+        source: &dyn SegmentSource,
+        offset: u64,
+        buffer: &mut [u8],
+    ) -> io::Result<usize> {
         match source.read(offset, buffer) {
             Err(error) if error.kind() != io::ErrorKind::TimedOut => {
                 self.unreadable_pages += 1;
@@ -100,7 +105,7 @@ impl From<io::Error> for ScanError {
 
 /// Reads what a segment says. Damage is counted, not an error.
 pub fn read_segment(
-    source: &dyn Source,
+    source: &dyn SegmentSource,
     options: ScanOptions<'_>,
 ) -> Result<SegmentContent, ScanError> {
     let mut content = SegmentContent { end_page: 1, ..SegmentContent::default() };
@@ -146,7 +151,7 @@ pub fn read_segment(
 
 /// Looks for the frames of a segment whose footer is damaged, up to the page where they end.
 pub(crate) fn read_frames(
-    source: &dyn Source,
+    source: &dyn SegmentSource,
     number: u32,
     id: RandomId,
     end_page: u32,
@@ -160,22 +165,22 @@ pub(crate) fn read_frames(
 /// Which id the frames of a segment have that has neither header nor trailer: the one in its first
 /// frame, which a writer always puts behind the header; else the one that the checkpoint knows.
 fn first_frame_id(
-    source: &dyn Source,
+    source: &dyn SegmentSource,
     content: &mut SegmentContent,
     options: ScanOptions<'_>,
 ) -> io::Result<Option<RandomId>> {
     let mut page = PageBuffer::zeroed(PAGE_BYTES);
     let read = content.read(source, PAGE_BYTES as u64, page.bytes_mut())?;
-    let first = Frame::decode_first(&page.bytes()[..read], options.number).ok();
+    let first = SegmentFrame::decode_first(&page.bytes()[..read], options.number).ok();
     let of_frame = first.map(|frame| frame.segment_id);
     Ok(of_frame.or(options.covered.map(|covered| covered.segment_id)))
 }
 
 fn read_trailer(
-    source: &dyn Source,
+    source: &dyn SegmentSource,
     content: &mut SegmentContent,
     number: u32,
-) -> io::Result<Option<Trailer>> {
+) -> io::Result<Option<SegmentTrailer>> {
     let length = content.file_bytes;
     if length < 2 * PAGE_BYTES as u64 || !length.is_multiple_of(PAGE_BYTES as u64) {
         return Ok(None);
@@ -183,9 +188,9 @@ fn read_trailer(
     let mut page = PageBuffer::zeroed(PAGE_BYTES);
     let read = content.read(source, length - PAGE_BYTES as u64, page.bytes_mut())?;
     let bytes = &page.bytes()[..read];
-    let decoded = Trailer::decode(bytes, length);
+    let decoded = SegmentTrailer::decode(bytes, length);
     let header_id = content.header.as_ref().map(|header| header.segment_id);
-    let is_ours = |trailer: &Trailer| {
+    let is_ours = |trailer: &SegmentTrailer| {
         trailer.number == number && header_id.is_none_or(|id| id == trailer.segment_id)
     };
     match decoded {
@@ -201,10 +206,10 @@ fn read_trailer(
 
 /// The entries of a footer, or nothing when they are damaged.
 fn read_footer(
-    source: &dyn Source,
-    trailer: &Trailer,
+    source: &dyn SegmentSource,
+    trailer: &SegmentTrailer,
     content: &mut SegmentContent,
-) -> io::Result<Option<Vec<Entry>>> {
+) -> io::Result<Option<Vec<RecordEntry>>> {
     let bytes = trailer.entry_count as usize * ENTRY_BYTES;
     let mut pages = PageBuffer::zeroed(bytes);
     let offset = u64::from(trailer.entries_page) * PAGE_BYTES as u64;
@@ -214,7 +219,7 @@ fn read_footer(
     }
     let entries = decode_entries(&pages.bytes()[..bytes], trailer.entries_checksum).ok();
     Ok(entries.filter(|entries| {
-        let is_inside = |entry: &Entry| {
+        let is_inside = |entry: &RecordEntry| {
             entry.kind != EntryKind::Block
                 || (entry.address.segment() == trailer.number
                     && entry.address.page() < trailer.entries_page)
@@ -225,7 +230,7 @@ fn read_footer(
 
 /// Looks for frames from the covered end on; what is no frame is passed over.
 fn scan(
-    source: &dyn Source,
+    source: &dyn SegmentSource,
     options: ScanOptions<'_>,
     id: RandomId,
     end_page: u32,
@@ -240,7 +245,7 @@ fn scan(
     while page < end_page {
         let offset = u64::from(page) * PAGE_BYTES as u64;
         let read = content.read(source, offset, buffer.bytes_mut())?;
-        match Frame::decode(&buffer.bytes()[..read], &id, options.number, page) {
+        match SegmentFrame::decode(&buffer.bytes()[..read], &id, options.number, page) {
             Ok(frame) => {
                 let verify = options.verify_scanned && page >= covered_page;
                 page = page.saturating_add(frame.page_count.max(1));
@@ -252,7 +257,7 @@ fn scan(
             Err(error) => {
                 // Behind a frame is the next one, or nothing yet. Elsewhere payloads are passed.
                 let is_blank = buffer.bytes()[..read].iter().all(|byte| *byte == 0);
-                if error != FormatError::NotOurs || (page == behind_frame && !is_blank) {
+                if error != FormatError::NoMagic || (page == behind_frame && !is_blank) {
                     content.damaged_structures += 1;
                 }
                 let Some(next) = source.next_data(offset + PAGE_BYTES as u64)? else { break };
@@ -266,15 +271,15 @@ fn scan(
 
 /// The entries of a frame without those whose payload is cut short or not what it should be.
 fn complete_entries(
-    source: &dyn Source,
-    frame: Frame,
+    source: &dyn SegmentSource,
+    frame: SegmentFrame,
     verify: bool,
     content: &mut SegmentContent,
-) -> io::Result<Vec<Entry>> {
+) -> io::Result<Vec<RecordEntry>> {
     let mut kept = Vec::with_capacity(frame.entries.len());
     for entry in frame.entries {
         let is_complete = entry.kind != EntryKind::Block
-            || match payload_is_right(source, &entry, content.file_bytes, verify) {
+            || match payload_is_intact(source, &entry, content.file_bytes, verify) {
                 Err(error) if error.kind() != io::ErrorKind::TimedOut => {
                     content.unreadable_pages += 1;
                     false
@@ -291,9 +296,9 @@ fn complete_entries(
 }
 
 /// Whether a block's payload lies inside the file and, if asked for, matches its checksum.
-pub(crate) fn payload_is_right(
-    source: &dyn Source,
-    entry: &Entry,
+pub(crate) fn payload_is_intact(
+    source: &dyn SegmentSource,
+    entry: &RecordEntry,
     file_bytes: u64,
     verify: bool,
 ) -> io::Result<bool> {
@@ -313,7 +318,7 @@ pub(crate) fn payload_is_right(
 }
 
 /// A segment whose bytes are in memory.
-impl Source for &[u8] {
+impl SegmentSource for &[u8] {
     fn length(&self) -> io::Result<u64> {
         Ok(self.len() as u64)
     }
@@ -336,7 +341,7 @@ pub(crate) struct FileSource<'a> {
     pub(crate) file: &'a File,
 }
 
-impl Source for FileSource<'_> {
+impl SegmentSource for FileSource<'_> {
     fn length(&self) -> io::Result<u64> {
         self.files.length(self.file)
     }
@@ -352,11 +357,11 @@ impl Source for FileSource<'_> {
 
 /// Serves many small reads, one behind the other, out of few large ones.
 struct ReadAhead<'a> {
-    inner: &'a dyn Source,
-    window: RefCell<Window>,
+    inner: &'a dyn SegmentSource,
+    window: RefCell<ReadAheadWindow>,
 }
 
-struct Window {
+struct ReadAheadWindow {
     offset: u64,
     filled: usize,
     pages: PageBuffer,
@@ -365,13 +370,13 @@ struct Window {
 const WINDOW_BYTES: usize = 1 << 20;
 
 impl<'a> ReadAhead<'a> {
-    fn new(inner: &'a dyn Source) -> Self {
+    fn new(inner: &'a dyn SegmentSource) -> Self {
         let pages = PageBuffer::zeroed(WINDOW_BYTES);
-        Self { inner, window: RefCell::new(Window { offset: 0, filled: 0, pages }) }
+        Self { inner, window: RefCell::new(ReadAheadWindow { offset: 0, filled: 0, pages }) }
     }
 }
 
-impl Source for ReadAhead<'_> {
+impl SegmentSource for ReadAhead<'_> {
     fn length(&self) -> io::Result<u64> {
         self.inner.length()
     }

@@ -6,10 +6,10 @@ use std::sync::Arc;
 use cascade_block::{BlockKey, Clock, Deadline, Namespace};
 use cascade_memory::{Pool, Slab, SlabMut};
 
-use crate::io::Io;
+use crate::io::FileIo;
 use crate::per_block::PerBlockFiles;
 use crate::segments::SegmentFiles;
-use crate::{Address, DiskError, ErasedFiles, FileTierConfig, Layout, RecordMeta, StoredManifest};
+use crate::{Address, DiskError, EraseReport, FileTierConfig, Layout, RecordMeta, StoredManifest};
 
 /// A block to read, and where to.
 #[derive(Debug)]
@@ -28,7 +28,7 @@ pub enum ReadOutcome {
     /// The slab holds the block's bytes, and they match their checksum.
     Hit(SlabMut),
     /// The file does not hold what was written. The block is a miss from now on.
-    Damaged(Damage),
+    Damaged(DamageKind),
     /// The block was removed, or was never here.
     Gone,
     /// Failed. The block may still be there.
@@ -38,7 +38,7 @@ pub enum ReadOutcome {
 /// In which way a file does not hold what was written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
-pub enum Damage {
+pub enum DamageKind {
     /// Bytes changed.
     Checksum,
     /// Bytes are missing at the end.
@@ -49,7 +49,7 @@ pub enum Damage {
 
 /// What a reclaim did. Until the next reclaim, old addresses of moved blocks lead to the new.
 #[derive(Debug, Default)]
-pub struct Reclaimed {
+pub struct ReclaimOutcome {
     /// Blocks that were kept and lie elsewhere now: key, old address, new address.
     pub moved: Vec<(BlockKey, Address, Address)>,
     /// Blocks that are gone, because they were not to be kept, had expired, or were damaged.
@@ -159,10 +159,10 @@ pub trait BlockFiles: Send + Sync + fmt::Debug {
         &self,
         keep: &mut dyn FnMut(&RecordMeta, Address) -> bool,
         deadline: Deadline,
-    ) -> Result<Reclaimed, DiskError>;
+    ) -> Result<ReclaimOutcome, DiskError>;
 
     /// Looks a key up by name, where others may have stored it (file per block only).
-    fn probe(
+    fn lookup(
         &self,
         key: &BlockKey,
         deadline: Deadline,
@@ -194,7 +194,7 @@ pub trait BlockFiles: Send + Sync + fmt::Debug {
 
     /// Overwrites and removes every file of the tier: blocks, checkpoint, manifests. It is empty
     /// and usable afterwards; the result names the files that resisted.
-    fn erase(&self, deadline: Deadline) -> Result<ErasedFiles, DiskError>;
+    fn erase(&self, deadline: Deadline) -> Result<EraseReport, DiskError>;
 
     /// Bytes that the files take on the device.
     fn used_bytes(&self) -> u64;
@@ -212,7 +212,7 @@ pub fn open(
     pool: &Pool,
     deadline: Deadline,
 ) -> Result<(Arc<dyn BlockFiles>, Recovery), DiskError> {
-    let io = Io::system(config.engine, config.direct, config.queue_depth, Some(pool), clock)?;
+    let io = FileIo::system(config.engine, config.direct, config.queue_depth, Some(pool), clock)?;
     open_with(config, io, pool, deadline)
 }
 

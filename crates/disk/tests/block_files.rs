@@ -7,10 +7,10 @@ use std::sync::Arc;
 
 use cascade_block::SystemClock;
 use cascade_disk::conformance::{
-    Stored, append, assert_gone, assert_hits, assert_recovered, block, content, deadline, key,
+    StoredBlock, append, assert_gone, assert_hits, assert_recovered, block, content, deadline, key,
     meta, pool, read_as,
 };
-use cascade_disk::io::Io;
+use cascade_disk::io::FileIo;
 use cascade_disk::io::fault::{Fault, FaultPlan};
 use cascade_disk::{
     Address, BlockFiles, DiskError, EngineKind, FileTierConfig, Layout, ReadOutcome, Recovery,
@@ -44,7 +44,7 @@ fn append_other(files: &dyn BlockFiles, pool: &Pool, body: u64) -> Address {
 }
 
 fn assert_body(files: &dyn BlockFiles, pool: &Pool, address: Address, body: u64) {
-    let stored = Stored { number: 1, length: LENGTH, address };
+    let stored = StoredBlock { number: 1, length: LENGTH, address };
     match read_as(files, pool, &[(key(1), stored)]).remove(0) {
         ReadOutcome::Hit(slab) => assert!(slab[..] == content(body, LENGTH), "{address:?}"),
         other => panic!("{address:?}: {other:?}"),
@@ -53,7 +53,7 @@ fn assert_body(files: &dyn BlockFiles, pool: &Pool, address: Address, body: u64)
 
 /// Nothing that is done with a stale address finds, names or removes what lies there now.
 fn assert_stale(files: &dyn BlockFiles, pool: &Pool, stale: Address) {
-    assert_gone(files, pool, &[Stored { number: 1, length: LENGTH, address: stale }]);
+    assert_gone(files, pool, &[StoredBlock { number: 1, length: LENGTH, address: stale }]);
     let alias = files.alias(&[(meta(2, LENGTH), stale)], deadline()).remove(0);
     assert!(matches!(alias, Err(DiskError::NoTarget)), "{alias:?}");
     files.remove(&[(key(1), stale)], deadline()).unwrap();
@@ -111,7 +111,7 @@ fn a_late_rename_brings_no_wrong_byte() {
 }
 
 fn assert_recovered_body(recovery: &Recovery, address: Address) {
-    assert_recovered(recovery, &[Stored { number: 1, length: LENGTH, address }]);
+    assert_recovered(recovery, &[StoredBlock { number: 1, length: LENGTH, address }]);
 }
 
 #[test]
@@ -127,7 +127,7 @@ fn a_reclaim_leaves_what_others_have_put_there() {
     let reclaimed = ours.reclaim(&mut |_, _| false, deadline()).unwrap();
     assert_eq!(reclaimed.dropped, [(key(1), old)]);
     assert_body(theirs.as_ref(), &pool, new, 77);
-    let probed = ours.probe(&key(1), deadline()).unwrap();
+    let probed = ours.lookup(&key(1), deadline()).unwrap();
     assert_eq!(probed, Some((meta(1, LENGTH), new)));
     assert_body(ours.as_ref(), &pool, new, 77);
     let reclaimed = ours.reclaim(&mut |_, _| false, deadline()).unwrap();
@@ -143,7 +143,7 @@ fn a_failed_removal_hides_the_block() {
     let (files, _) = open_tier(directory.path(), &pool);
     let stored = append(files.as_ref(), &pool, &[(1, LENGTH), (2, LENGTH)]);
     drop(files);
-    let machine = Io::system(EngineKind::Psync, false, 4, None, Arc::new(SystemClock)).unwrap();
+    let machine = FileIo::system(EngineKind::Psync, false, 4, None, Arc::new(SystemClock)).unwrap();
     let counting = FaultPlan::new(Fault::Io, u64::MAX, false);
     let opened = open_with(config(directory.path()), counting.wrap(&machine), &pool, deadline());
     drop(opened.unwrap());

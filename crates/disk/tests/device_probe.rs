@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use cascade_block::{Deadline, SystemClock};
 use cascade_disk::conformance::{append, assert_hits, deadline, pool};
-use cascade_disk::io::Io;
+use cascade_disk::io::FileIo;
 use cascade_disk::io::fault::{Fault, FaultPlan};
 use cascade_disk::{BlockFiles, DiskError, EngineKind, FileTierConfig, Layout, open_with};
 
@@ -15,11 +15,11 @@ fn config(directory: &Path, layout: Layout) -> FileTierConfig {
     FileTierConfig { direct: false, layout, ..FileTierConfig::new(directory) }
 }
 
-fn machine() -> Io {
-    Io::system(EngineKind::Psync, false, 4, None, Arc::new(SystemClock)).unwrap()
+fn machine() -> FileIo {
+    FileIo::system(EngineKind::Psync, false, 4, None, Arc::new(SystemClock)).unwrap()
 }
 
-fn opened(directory: &Path, layout: Layout, io: Io) -> Arc<dyn BlockFiles> {
+fn opened(directory: &Path, layout: Layout, io: FileIo) -> Arc<dyn BlockFiles> {
     open_with(config(directory, layout), io, &pool(), deadline()).unwrap().0
 }
 

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use cascade_block::{Manifest, Namespace, SystemClock, TenantSecret};
 use cascade_disk::conformance::{self, append, content, deadline};
-use cascade_disk::io::Io;
+use cascade_disk::io::FileIo;
 use cascade_disk::io::fault::{Fault, FaultPlan};
 use cascade_disk::{EngineKind, FileTierConfig, Layout, open, open_with};
 
@@ -88,7 +88,7 @@ fn whatever_resists_is_told() {
         let pool = conformance::pool();
         let clock = Arc::new(SystemClock);
         let config = config(directory.path(), Layout::Segments);
-        let io = Io::system(EngineKind::Psync, false, 8, Some(&pool), clock.clone()).unwrap();
+        let io = FileIo::system(EngineKind::Psync, false, 8, Some(&pool), clock.clone()).unwrap();
         let counting = FaultPlan::new(Fault::Io, u64::MAX, false);
         let prepare = |plan: &Arc<FaultPlan>| {
             let (files, _) = open_with(config.clone(), plan.wrap(&io), &pool, deadline()).unwrap();
@@ -127,7 +127,7 @@ fn what_hangs_is_left_alone_told_and_counted() {
         let pool = conformance::pool();
         let config = config(directory.path(), Layout::Segments);
         let clock = Arc::new(SystemClock);
-        let io = Io::system(EngineKind::Psync, false, 8, Some(&pool), clock).unwrap();
+        let io = FileIo::system(EngineKind::Psync, false, 8, Some(&pool), clock).unwrap();
         let prepare = |plan: &Arc<FaultPlan>| {
             let (files, _) = open_with(config.clone(), plan.wrap(&io), &pool, deadline()).unwrap();
             let stored = append(&*files, &pool, &[(1, LENGTH)]);

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use cascade_block::SystemClock;
 use cascade_disk::conformance::{content, deadline, key, meta};
-use cascade_disk::io::Io;
+use cascade_disk::io::FileIo;
 use cascade_disk::io::fault::{Fault, FaultPlan};
 use cascade_disk::{
     Address, BlockFiles, EngineKind, FileTierConfig, Layout, ReadOutcome, ReadRequest, Recovery,
@@ -42,8 +42,8 @@ fn small_pool() -> Pool {
     Pool::new(&config).unwrap()
 }
 
-fn machine() -> Io {
-    Io::system(EngineKind::Psync, false, 4, None, Arc::new(SystemClock)).unwrap()
+fn machine() -> FileIo {
+    FileIo::system(EngineKind::Psync, false, 4, None, Arc::new(SystemClock)).unwrap()
 }
 
 fn length(number: u64) -> usize {

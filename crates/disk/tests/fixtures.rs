@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use cascade_block::{Manifest, Namespace, SystemClock, TenantSecret};
-use cascade_disk::conformance::{Stored, append, content, deadline, key, meta, pool, read_as};
+use cascade_disk::conformance::{StoredBlock, append, content, deadline, key, meta, pool, read_as};
 use cascade_disk::{FileTierConfig, Layout, ReadOutcome, inspect, open};
 
 /// Blocks that the fixture holds: number and length. Block 1 was removed, 7 is an alias of 2.
@@ -80,7 +80,7 @@ fn reads_back(name: &str, layout: Layout, with_checkpoint: bool) {
     for (name, body, length) in HELD {
         let found = recovery.live.iter().find(|(meta, _)| meta.key == key(name)).unwrap();
         assert_eq!(found.0, meta(name, length));
-        let stored = Stored { number: body, length, address: found.1 };
+        let stored = StoredBlock { number: body, length, address: found.1 };
         let outcome = read_as(files.as_ref(), &pool, &[(key(name), stored)]).remove(0);
         let ReadOutcome::Hit(slab) = outcome else { panic!("block {name}: {outcome:?}") };
         assert!(slab[..] == content(body, length));

@@ -6,7 +6,9 @@ mod small_disk;
 use std::sync::Arc;
 
 use cascade_block::SystemClock;
-use cascade_disk::conformance::{Stored, assert_hits, assert_recovered, block, deadline, pool};
+use cascade_disk::conformance::{
+    StoredBlock, assert_hits, assert_recovered, block, deadline, pool,
+};
 use cascade_disk::{DiskError, FileTierConfig, Layout, open};
 use small_disk::SmallDisk;
 
@@ -26,7 +28,7 @@ fn fill(layout: Layout) {
     for number in 0..100 {
         let batch = vec![block(&pool, number, 100_000)];
         match files.append(batch, deadline()).remove(0) {
-            Ok(address) => stored.push(Stored { number, length: 100_000, address }),
+            Ok(address) => stored.push(StoredBlock { number, length: 100_000, address }),
             Err(DiskError::NoSpace { .. }) => is_full = true,
             Err(error) => panic!("{error:?}"),
         }

@@ -10,8 +10,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use cascade_block::{Deadline, SystemClock};
-use cascade_disk::conformance::{Stored, append, assert_hits, deadline, key, pool, read_as};
-use cascade_disk::io::{Buffer, Engine, Finished, Traffic, Transfer, TransferKind, UringEngine};
+use cascade_disk::conformance::{StoredBlock, append, assert_hits, deadline, key, pool, read_as};
+use cascade_disk::io::{
+    Buffer, Engine, Transfer, TransferKind, TransferOutcome, TransferQueue, UringEngine,
+};
 use cascade_disk::{
     Address, DiskError, EngineKind, FileTierConfig, Layout, ReadOutcome, ReadRequest, open,
 };
@@ -60,7 +62,7 @@ fn a_hung_call_releases_its_caller_and_leaves_the_tier_in_order() {
     let ends = both_ends(&hung);
     fs::remove_file(&hung).unwrap();
     drop(ends);
-    let late = Stored { number: 2, length: 5000, address };
+    let late = StoredBlock { number: 2, length: 5000, address };
     let outcome = read_as(files.as_ref(), &pool, &[(key(2), late)]).remove(0);
     assert!(matches!(outcome, ReadOutcome::Gone), "{outcome:?}");
     files.remove(&[(key(1), stored[0].address)], deadline()).unwrap();
@@ -69,15 +71,15 @@ fn a_hung_call_releases_its_caller_and_leaves_the_tier_in_order() {
 /// One transfer, and what became of it.
 struct Single {
     waiting: Option<Transfer>,
-    finished: Option<Finished>,
+    finished: Option<TransferOutcome>,
 }
 
-impl Traffic for Single {
-    fn next(&mut self) -> Option<(usize, Transfer)> {
+impl TransferQueue for Single {
+    fn next_transfer(&mut self) -> Option<(usize, Transfer)> {
         self.waiting.take().map(|transfer| (0, transfer))
     }
 
-    fn end(&mut self, _number: usize, finished: Finished) {
+    fn complete(&mut self, _number: usize, finished: TransferOutcome) {
         self.finished = Some(finished);
     }
 }
@@ -95,9 +97,9 @@ fn a_hung_ring_keeps_its_buffers_until_the_kernel_is_done() {
     let slab = pool.allocate(4096).unwrap();
     let buffers = vec![Buffer::Open(slab, 0..4096)];
     let transfer = Transfer::new(TransferKind::Read, Arc::clone(&ends), 0, buffers);
-    let mut traffic = Single { waiting: Some(transfer), finished: None };
-    engine.carry(&mut traffic, soon());
-    let finished = traffic.finished.expect("it was told of");
+    let mut queue = Single { waiting: Some(transfer), finished: None };
+    engine.run(&mut queue, soon());
+    let finished = queue.finished.expect("it was told of");
     assert_eq!(finished.result.unwrap_err().kind(), ErrorKind::TimedOut);
     assert!(finished.transfer.is_none(), "the kernel still has the buffer");
     assert!(pool.stats().requested_bytes > 0, "and so nobody else gets its memory");

@@ -9,7 +9,7 @@ use std::process::{Command, Stdio};
 use std::sync::Arc;
 
 use cascade_block::SystemClock;
-use cascade_disk::conformance::{Stored, assert_hits, block, deadline, key, pool};
+use cascade_disk::conformance::{StoredBlock, assert_hits, block, deadline, key, pool};
 use cascade_disk::{BlockFiles, DiskError, FileTierConfig, Layout, open};
 use cascade_memory::Pool;
 
@@ -152,12 +152,12 @@ fn rounds(layout: Layout, name: &str, count: usize) {
         kill_after(directory.path(), name, 1 + round * 37 % 400, &mut heard);
         let config = config(directory.path(), layout);
         let (files, recovery) = open(config, Arc::new(SystemClock), &pool, deadline()).unwrap();
-        let live: BTreeMap<u64, Stored> = recovery
+        let live: BTreeMap<u64, StoredBlock> = recovery
             .live
             .iter()
             .map(|(meta, address)| {
                 let number = meta.written_unix_ms;
-                (number, Stored { number, length: length(number), address: *address })
+                (number, StoredBlock { number, length: length(number), address: *address })
             })
             .collect();
         let all: Vec<_> = live.values().copied().collect();

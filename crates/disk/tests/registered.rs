@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use cascade_block::SystemClock;
 use cascade_disk::conformance::{append, assert_hits, deadline, key, read_as};
-use cascade_disk::io::{Io, UringEngine};
-use cascade_disk::{Damage, EngineKind, FileTierConfig, ReadOutcome, open_with};
+use cascade_disk::io::{FileIo, UringEngine};
+use cascade_disk::{DamageKind, EngineKind, FileTierConfig, ReadOutcome, open_with};
 use cascade_memory::{HugePages, Pool, PoolConfig};
 
 /// Blocks of whole pages are one contiguous piece of the pool; the others are not.
@@ -29,7 +29,7 @@ fn blocks_come_back_through_registered_memory() {
         let pool = small_pool(huge_pages, bytes);
         let open = |given: Option<&Pool>| {
             let clock = Arc::new(SystemClock);
-            let io = Io::system(EngineKind::Uring, true, 4, given, clock).unwrap();
+            let io = FileIo::system(EngineKind::Uring, true, 4, given, clock).unwrap();
             open_with(config.clone(), io, &pool, deadline()).unwrap().0
         };
         let plain = open(None);
@@ -43,6 +43,6 @@ fn blocks_come_back_through_registered_memory() {
         let file = directory.path().join("w0-00000000.segment");
         std::fs::OpenOptions::new().write(true).open(file).unwrap().set_len(8192).unwrap();
         let outcome = read_as(files.as_ref(), &pool, &[(key(3), stored[3])]).remove(0);
-        assert!(matches!(outcome, ReadOutcome::Damaged(Damage::Truncated)), "{outcome:?}");
+        assert!(matches!(outcome, ReadOutcome::Damaged(DamageKind::Truncated)), "{outcome:?}");
     }
 }

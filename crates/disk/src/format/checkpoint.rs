@@ -2,8 +2,8 @@
 
 use cascade_block::{Checksum, checksum};
 
-use super::fields::{Reader, Writer, begin_page, finish_page, open_page};
-use super::{ENTRY_BYTES, Entry, FormatError, PAGE_BYTES, RandomId, decode_entries};
+use super::fields::{FieldReader, FieldWriter, begin_page, finish_page, open_page};
+use super::{ENTRY_BYTES, FormatError, PAGE_BYTES, RandomId, RecordEntry, decode_entries};
 
 const MAGIC: [u8; 8] = *b"CSCCHKPT";
 const SEGMENT_BYTES: usize = 24;
@@ -43,7 +43,7 @@ pub struct Checkpoint {
     /// The segments that it speaks for.
     pub segments: Vec<CoveredSegment>,
     /// What was live in them.
-    pub entries: Vec<Entry>,
+    pub entries: Vec<RecordEntry>,
 }
 
 impl CheckpointHead {
@@ -86,7 +86,7 @@ impl Checkpoint {
         for (slot, segment) in
             bytes[PAGE_BYTES..segments_end].chunks_mut(SEGMENT_BYTES).zip(&self.segments)
         {
-            Writer::new(slot)
+            FieldWriter::new(slot)
                 .u32(segment.number)
                 .u32(segment.covered_page)
                 .bytes(&segment.segment_id);
@@ -125,7 +125,7 @@ impl Checkpoint {
         let segments = segments
             .chunks(SEGMENT_BYTES)
             .map(|row| {
-                let mut reader = Reader::new(row);
+                let mut reader = FieldReader::new(row);
                 let (number, covered_page) = (reader.u32(), reader.u32());
                 CoveredSegment { number, covered_page, segment_id: reader.array() }
             })

@@ -3,7 +3,7 @@
 use cascade_block::{BlockKey, Checksum, Digest, NamespaceId};
 
 use super::FormatError;
-use super::fields::{Reader, Writer};
+use super::fields::{FieldReader, FieldWriter};
 use crate::{Address, RecordMeta};
 
 /// Length of an encoded entry.
@@ -27,7 +27,7 @@ pub enum EntryKind {
 
 /// One statement about one key.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Entry {
+pub struct RecordEntry {
     /// What is stated.
     pub kind: EntryKind,
     /// About which block.
@@ -40,7 +40,7 @@ pub struct Entry {
     pub sequence: u64,
 }
 
-impl Entry {
+impl RecordEntry {
     /// Writes the entry into the first 160 bytes of `target`.
     pub fn encode(&self, target: &mut [u8]) {
         let meta = &self.meta;
@@ -54,7 +54,7 @@ impl Entry {
             EntryKind::Alias => 2,
             EntryKind::Tombstone => 3,
         };
-        Writer::new(&mut target[..ENTRY_BYTES])
+        FieldWriter::new(&mut target[..ENTRY_BYTES])
             .bytes(meta.key.as_bytes())
             .bytes(meta.digest.map_or([0; 32], |digest| *digest.as_bytes()).as_slice())
             .bytes(meta.parent.map_or([0; 32], |parent| *parent.as_bytes()).as_slice())
@@ -73,7 +73,7 @@ impl Entry {
     /// Reads an entry from bytes whose checksum was found right.
     pub fn decode(source: &[u8]) -> Result<Self, FormatError> {
         let source = source.get(..ENTRY_BYTES).ok_or(FormatError::Truncated)?;
-        let mut reader = Reader::new(source);
+        let mut reader = FieldReader::new(source);
         let key = BlockKey::from_bytes(reader.array());
         let digest = Digest::from_bytes(reader.array());
         let parent = BlockKey::from_bytes(reader.array());
@@ -88,14 +88,14 @@ impl Entry {
             1 => EntryKind::Block,
             2 => EntryKind::Alias,
             3 => EntryKind::Tombstone,
-            _ => return Err(FormatError::Content("an entry of unknown kind")),
+            _ => return Err(FormatError::Invalid("an entry of unknown kind")),
         };
         let flags = reader.u8();
         if flags & !(HAS_DIGEST | HAS_PARENT | IS_PREFIX | EXPIRES) != 0 {
-            return Err(FormatError::Content("an entry with unknown flags"));
+            return Err(FormatError::Invalid("an entry with unknown flags"));
         }
         if payload_bytes == 0 && kind != EntryKind::Tombstone {
-            return Err(FormatError::Content("an entry without payload"));
+            return Err(FormatError::Invalid("an entry without payload"));
         }
         let has = |bit: u8| flags & bit != 0;
         let meta = RecordMeta {

@@ -11,12 +11,12 @@ const CHECKSUM_AT: usize = PAGE_BYTES - 4;
 const VERSION_AT: usize = 8;
 
 /// Writes fields one after the other; the caller has sized the target.
-pub(super) struct Writer<'a> {
+pub(super) struct FieldWriter<'a> {
     target: &'a mut [u8],
     at: usize,
 }
 
-impl<'a> Writer<'a> {
+impl<'a> FieldWriter<'a> {
     pub(super) fn new(target: &'a mut [u8]) -> Self {
         Self { target, at: 0 }
     }
@@ -45,11 +45,11 @@ impl<'a> Writer<'a> {
 }
 
 /// Reads fields one after the other; the caller has checked the length.
-pub(super) struct Reader<'a> {
+pub(super) struct FieldReader<'a> {
     source: &'a [u8],
 }
 
-impl<'a> Reader<'a> {
+impl<'a> FieldReader<'a> {
     pub(super) fn new(source: &'a [u8]) -> Self {
         Self { source }
     }
@@ -84,9 +84,9 @@ impl<'a> Reader<'a> {
 }
 
 /// Starts a page: magic number, version, six reserved bytes. Fields follow at byte 16.
-pub(super) fn begin_page(page: &mut [u8], magic: [u8; 8]) -> Writer<'_> {
+pub(super) fn begin_page(page: &mut [u8], magic: [u8; 8]) -> FieldWriter<'_> {
     page.fill(0);
-    let mut writer = Writer::new(page);
+    let mut writer = FieldWriter::new(page);
     writer.bytes(&magic).u16(FORMAT_VERSION).bytes(&[0; 6]);
     writer
 }
@@ -106,14 +106,14 @@ pub(super) fn finish_page(page: &mut [u8]) {
 }
 
 /// Checks magic number, version and checksum of a page, and gives its fields from byte 16 on.
-pub(super) fn open_page(page: &[u8], magic: [u8; 8]) -> Result<Reader<'_>, FormatError> {
+pub(super) fn open_page(page: &[u8], magic: [u8; 8]) -> Result<FieldReader<'_>, FormatError> {
     let page = page.get(..PAGE_BYTES).ok_or(FormatError::Truncated)?;
     if page[..8] != magic {
-        return Err(FormatError::NotOurs);
+        return Err(FormatError::NoMagic);
     }
-    let mut reader = Reader::new(&page[VERSION_AT..]);
+    let mut reader = FieldReader::new(&page[VERSION_AT..]);
     let found = reader.u16();
-    let stored = Reader::new(&page[CHECKSUM_AT..]).u32();
+    let stored = FieldReader::new(&page[CHECKSUM_AT..]).u32();
     if found != FORMAT_VERSION {
         return Err(foreign_version(page, found, stored));
     }

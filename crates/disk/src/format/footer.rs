@@ -3,13 +3,13 @@
 use cascade_block::{Checksum, checksum};
 
 use super::fields::{begin_page, finish_page, open_page};
-use super::{ENTRY_BYTES, Entry, FormatError, PAGE_BYTES, RandomId, page_aligned, pages_of};
+use super::{ENTRY_BYTES, FormatError, PAGE_BYTES, RandomId, RecordEntry, page_aligned, pages_of};
 
 const MAGIC: [u8; 8] = *b"CSCFOOTR";
 
 /// The last page of a sealed segment.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Trailer {
+pub struct SegmentTrailer {
     /// The segment that it ends.
     pub segment_id: RandomId,
     /// That segment's number.
@@ -41,7 +41,7 @@ pub fn encode_footer(
     let length = usize::try_from(footer_bytes(count)).expect("a footer fits in memory");
     let mut bytes = vec![0; length];
     bytes[..encoded_entries.len()].copy_from_slice(encoded_entries);
-    let trailer = Trailer {
+    let trailer = SegmentTrailer {
         segment_id,
         number,
         entries_page,
@@ -52,7 +52,7 @@ pub fn encode_footer(
     bytes
 }
 
-impl Trailer {
+impl SegmentTrailer {
     fn encode(&self, page: &mut [u8]) {
         let mut writer = begin_page(&mut page[..PAGE_BYTES], MAGIC);
         writer
@@ -77,14 +77,14 @@ impl Trailer {
         let end = u64::from(trailer.entries_page) * PAGE_BYTES as u64
             + footer_bytes(trailer.entry_count as usize);
         if end != file_bytes || trailer.entries_page < pages_of(1) {
-            return Err(FormatError::Content("a trailer that does not fit its file"));
+            return Err(FormatError::Invalid("a trailer that does not fit its file"));
         }
         Ok(trailer)
     }
 }
 
 /// Encodes entries in a row.
-pub fn encode_entries(entries: &[Entry]) -> Vec<u8> {
+pub fn encode_entries(entries: &[RecordEntry]) -> Vec<u8> {
     let mut encoded = vec![0; entries.len() * ENTRY_BYTES];
     for (slot, entry) in encoded.chunks_mut(ENTRY_BYTES).zip(entries) {
         entry.encode(slot);
@@ -93,9 +93,9 @@ pub fn encode_entries(entries: &[Entry]) -> Vec<u8> {
 }
 
 /// Reads entries that stand in a row and whose checksum is known.
-pub fn decode_entries(bytes: &[u8], sum: Checksum) -> Result<Vec<Entry>, FormatError> {
+pub fn decode_entries(bytes: &[u8], sum: Checksum) -> Result<Vec<RecordEntry>, FormatError> {
     if checksum(bytes) != sum {
         return Err(FormatError::Checksum);
     }
-    bytes.chunks(ENTRY_BYTES).map(Entry::decode).collect()
+    bytes.chunks(ENTRY_BYTES).map(RecordEntry::decode).collect()
 }

@@ -4,7 +4,7 @@
 //! so that neither a stale tail nor a payload that looks like a frame is taken for one.
 
 use super::fields::{begin_page, finish_page, open_page};
-use super::{ENTRY_BYTES, Entry, EntryKind, FormatError, PAGE_BYTES, RandomId, pages_of};
+use super::{ENTRY_BYTES, EntryKind, FormatError, PAGE_BYTES, RandomId, RecordEntry, pages_of};
 
 const MAGIC: [u8; 8] = *b"CSCFRAME";
 const FIELDS_END: usize = 48;
@@ -14,7 +14,7 @@ pub const ENTRIES_PER_FRAME: usize = (PAGE_BYTES - FIELDS_END - 4) / ENTRY_BYTES
 
 /// A frame's header page.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Frame {
+pub struct SegmentFrame {
     /// The segment that it belongs to.
     pub segment_id: RandomId,
     /// The page of the segment at which it starts.
@@ -22,10 +22,10 @@ pub struct Frame {
     /// Its length, header and payloads.
     pub page_count: u32,
     /// What it says, in the order of the payloads.
-    pub entries: Vec<Entry>,
+    pub entries: Vec<RecordEntry>,
 }
 
-impl Frame {
+impl SegmentFrame {
     /// Writes the header page into the first 4 KiB of `page`.
     ///
     /// # Panics
@@ -52,13 +52,13 @@ impl Frame {
         let frame_segment: RandomId = reader.array();
         let (own_page, page_count, count) = (reader.u32(), reader.u32(), reader.u16());
         if &frame_segment != segment_id || own_page != at_page {
-            return Err(FormatError::Content("a frame of another segment or place"));
+            return Err(FormatError::Invalid("a frame of another segment or place"));
         }
         if usize::from(count) > ENTRIES_PER_FRAME {
-            return Err(FormatError::Content("a frame with too many entries"));
+            return Err(FormatError::Invalid("a frame with too many entries"));
         }
         let entries = (0..usize::from(count))
-            .map(|slot| Entry::decode(&page[FIELDS_END + slot * ENTRY_BYTES..]))
+            .map(|slot| RecordEntry::decode(&page[FIELDS_END + slot * ENTRY_BYTES..]))
             .collect::<Result<Vec<_>, _>>()?;
         let frame = Self { segment_id: frame_segment, page: own_page, page_count, entries };
         frame.check_places(number)?;
@@ -77,13 +77,13 @@ impl Frame {
         let mut next = self.page.checked_add(1);
         for entry in self.entries.iter().filter(|entry| entry.kind == EntryKind::Block) {
             if entry.address.segment() != number || Some(entry.address.page()) != next {
-                return Err(FormatError::Content("a payload outside its frame"));
+                return Err(FormatError::Invalid("a payload outside its frame"));
             }
             let pages = pages_of(u64::from(entry.meta.payload_bytes));
             next = next.and_then(|page| page.checked_add(pages));
         }
         if next != self.page.checked_add(self.page_count) {
-            return Err(FormatError::Content("a frame whose length is not that of its payloads"));
+            return Err(FormatError::Invalid("a frame whose length is not that of its payloads"));
         }
         Ok(())
     }

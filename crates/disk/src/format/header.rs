@@ -90,9 +90,9 @@ impl SegmentHeader {
         let writer = std::str::from_utf8(&name[..length])
             .ok()
             .and_then(WriterName::new)
-            .ok_or(FormatError::Content("a writer's name that no writer could have"))?;
+            .ok_or(FormatError::Invalid("a writer's name that no writer could have"))?;
         if number == u32::MAX {
-            return Err(FormatError::Content("a segment number that is never used"));
+            return Err(FormatError::Invalid("a segment number that is never used"));
         }
         Ok(Self { segment_id, store_id, number, writer, capacity_bytes, created_unix_ms })
     }

@@ -13,10 +13,10 @@ mod header;
 use thiserror::Error;
 
 pub use checkpoint::{Checkpoint, CheckpointHead, CoveredSegment};
-pub use entry::{ENTRY_BYTES, Entry, EntryKind};
+pub use entry::{ENTRY_BYTES, EntryKind, RecordEntry};
 pub use fields::page_checksum;
-pub use footer::{Trailer, decode_entries, encode_entries, encode_footer, footer_bytes};
-pub use frame::{ENTRIES_PER_FRAME, Frame};
+pub use footer::{SegmentTrailer, decode_entries, encode_entries, encode_footer, footer_bytes};
+pub use frame::{ENTRIES_PER_FRAME, SegmentFrame};
 pub use header::{SegmentHeader, WriterName};
 
 /// The unit of the format: alignment of records and of `O_DIRECT` transfers.
@@ -34,7 +34,7 @@ pub type RandomId = [u8; 16];
 pub enum FormatError {
     /// Nothing was ever written here, or something else was.
     #[error("no magic number")]
-    NotOurs,
+    NoMagic,
     /// Written by another version.
     #[error("format version {found}, this program knows {FORMAT_VERSION}")]
     Version {
@@ -46,7 +46,7 @@ pub enum FormatError {
     Checksum,
     /// The checksum is right but the content contradicts itself or its place.
     #[error("{0}")]
-    Content(&'static str),
+    Invalid(&'static str),
     /// Fewer bytes than the structure needs.
     #[error("truncated")]
     Truncated,

@@ -142,7 +142,8 @@ impl FileOperations for SystemFiles {
             let mut options = OpenOptions::new();
             options.write(true).create(true).truncate(true).mode(0o600).open(&temporary)
         };
-        let mut file = create().or_else(|error| free_name(*self, &temporary, error, create))?;
+        let mut file =
+            create().or_else(|error| retry_after_set_aside(*self, &temporary, error, create))?;
         file.write_all(bytes)?;
         file.sync_all()?;
         self.rename(&temporary, path)?;
@@ -151,7 +152,7 @@ impl FileOperations for SystemFiles {
 
     fn rename(&self, from: &Path, to: &Path) -> io::Result<()> {
         let rename = || fs::rename(from, to);
-        rename().or_else(|error| free_name(*self, to, error, rename))
+        rename().or_else(|error| retry_after_set_aside(*self, to, error, rename))
     }
 
     fn set_aside(&self, path: &Path) -> io::Result<PathBuf> {
@@ -212,7 +213,7 @@ impl FileOperations for SystemFiles {
 }
 
 /// Tries again once a directory no longer lies where a file belongs.
-fn free_name<T>(
+fn retry_after_set_aside<T>(
     files: SystemFiles,
     path: &Path,
     error: io::Error,
@@ -227,7 +228,7 @@ fn free_name<T>(
 
 /// Makes a directory of the tier's own below its directory. What lies under its name and is no
 /// directory is set aside.
-pub(crate) fn make_directory_within(files: &dyn FileOperations, path: &Path) -> io::Result<()> {
+pub(crate) fn make_tier_directory(files: &dyn FileOperations, path: &Path) -> io::Result<()> {
     match files.make_directory(path) {
         Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
             files.set_aside(path)?;

@@ -9,7 +9,7 @@ use std::slice;
 use cascade_memory::Pool;
 use io_uring::IoUring;
 
-use super::uring::Piece;
+use super::uring::IoVec;
 
 /// The kernel takes no longer buffer.
 const BUFFER_BYTES_MAX: usize = 1 << 30;
@@ -18,7 +18,7 @@ const HUGE_PAGE_BYTES: usize = 2 << 20;
 
 /// The pool's region, registered with a ring that does nothing else; other rings share it.
 pub(super) struct FixedBuffers {
-    root: IoUring,
+    owner_ring: IoUring,
     /// Outlives every ring that uses its region.
     pool: Pool,
 }
@@ -34,35 +34,35 @@ impl FixedBuffers {
         if region.pages().huge_bytes < huge_bytes {
             return None;
         }
-        let pieces: Vec<_> = (0..region.bytes())
+        let io_vecs: Vec<_> = (0..region.bytes())
             .step_by(BUFFER_BYTES_MAX)
-            .map(|offset| Piece {
+            .map(|offset| IoVec {
                 base: region.base().as_ptr().wrapping_add(offset),
                 bytes: BUFFER_BYTES_MAX.min(region.bytes() - offset),
             })
             .collect();
-        let root = IoUring::new(1).ok()?;
-        // SAFETY: `Piece` is laid out as `iovec`; the list lives until the call has returned.
-        let vectors = unsafe { slice::from_raw_parts(pieces.as_ptr().cast(), pieces.len()) };
-        // SAFETY: the pieces lie in the pool's mapping, which `pool`, kept beside every ring that
+        let owner_ring = IoUring::new(1).ok()?;
+        // SAFETY: `IoVec` is laid out as `iovec`; the list lives until the call has returned.
+        let vectors = unsafe { slice::from_raw_parts(io_vecs.as_ptr().cast(), io_vecs.len()) };
+        // SAFETY: the io_vecs lie in the pool's mapping, which `pool`, kept beside every ring that
         // shares them, keeps. The kernel touches only memory that a transfer names, and a flight
         // owns that until the transfer has ended.
-        let registered = unsafe { root.submitter().register_buffers(vectors) };
+        let registered = unsafe { owner_ring.submitter().register_buffers(vectors) };
         // RLIMIT_MEMLOCK, or too many buffers: transfers do without.
         registered.ok()?;
-        Some(Self { root, pool: pool.clone() })
+        Some(Self { owner_ring, pool: pool.clone() })
     }
 
     /// Lets another ring use the buffers too.
     pub(super) fn share_with(&self, ring: &IoUring) -> io::Result<()> {
-        ring.submitter().register_buffers_clone(self.root.as_raw_fd())
+        ring.submitter().register_buffers_clone(self.owner_ring.as_raw_fd())
     }
 
-    /// Which buffer a piece of memory lies in, if it lies in one.
-    pub(super) fn index_of(&self, piece: &Piece) -> Option<u16> {
+    /// Which buffer a io_vec of memory lies in, if it lies in one.
+    pub(super) fn index_of(&self, io_vec: &IoVec) -> Option<u16> {
         let region = self.pool.region();
-        let start = piece.base.addr().checked_sub(region.base().as_ptr().addr())?;
-        let last = start.checked_add(piece.bytes.checked_sub(1)?)?;
+        let start = io_vec.base.addr().checked_sub(region.base().as_ptr().addr())?;
+        let last = start.checked_add(io_vec.bytes.checked_sub(1)?)?;
         let index = start / BUFFER_BYTES_MAX;
         let is_inside = last < region.bytes() && last / BUFFER_BYTES_MAX == index;
         is_inside.then(|| u16::try_from(index).ok()).flatten()

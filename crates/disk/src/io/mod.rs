@@ -18,16 +18,16 @@ use cascade_memory::Pool;
 
 use crate::{DiskError, EngineKind};
 
-pub(crate) use files::make_directory_within;
+pub(crate) use files::make_tier_directory;
 pub use files::{FileOperations, OpenMode, SystemFiles};
 pub use psync::PsyncEngine;
 pub use transfer::{Buffer, PageBuffer, Transfer, TransferKind};
 pub use uring::UringEngine;
-pub use workers::Workers;
+pub use workers::WorkerThreads;
 
 /// What became of a transfer.
 #[derive(Debug)]
-pub struct Finished {
+pub struct TransferOutcome {
     /// The transfer with its buffers; absent while the kernel still has them.
     pub transfer: Option<Transfer>,
     /// Bytes moved by it, or why not. `TimedOut` when the deadline passed first.
@@ -38,13 +38,13 @@ pub struct Finished {
 ///
 /// The engine asks for the next one when it has room, and tells of each as it ends, while others
 /// are under way: checksums are computed then, and cost no time of the disk.
-pub trait Traffic {
+pub trait TransferQueue {
     /// The next transfer and the number that it is told of under; nothing when there is none
     /// now. There may be more after something has ended.
-    fn next(&mut self) -> Option<(usize, Transfer)>;
+    fn next_transfer(&mut self) -> Option<(usize, Transfer)>;
 
     /// A transfer ended.
-    fn end(&mut self, number: usize, finished: Finished);
+    fn complete(&mut self, number: usize, finished: TransferOutcome);
 }
 
 /// Reads and writes files. Buffers go in owned and come back owned.
@@ -67,65 +67,65 @@ pub trait Engine: Send + Sync + fmt::Debug {
     /// Each that was taken is told of once. Buffers of a transfer that the kernel has not
     /// finished at the deadline stay with the engine until it has, and then go back where they
     /// belong. A result may be short, as `preadv`'s may.
-    fn carry(&self, traffic: &mut dyn Traffic, deadline: Deadline);
+    fn run(&self, queue: &mut dyn TransferQueue, deadline: Deadline);
 }
 
 /// A plain list of transfers, and what became of them.
 #[derive(Debug)]
-pub(crate) struct Batch {
+pub(crate) struct TransferBatch {
     waiting: std::vec::IntoIter<Transfer>,
     taken: usize,
-    pub(crate) finished: Vec<Option<Finished>>,
+    pub(crate) finished: Vec<Option<TransferOutcome>>,
 }
 
-impl Batch {
+impl TransferBatch {
     pub(crate) fn new(transfers: Vec<Transfer>) -> Self {
         let finished = transfers.iter().map(|_| None).collect();
         Self { waiting: transfers.into_iter(), taken: 0, finished }
     }
 }
 
-impl Traffic for Batch {
-    fn next(&mut self) -> Option<(usize, Transfer)> {
+impl TransferQueue for TransferBatch {
+    fn next_transfer(&mut self) -> Option<(usize, Transfer)> {
         let transfer = self.waiting.next()?;
         self.taken += 1;
         Some((self.taken - 1, transfer))
     }
 
-    fn end(&mut self, number: usize, finished: Finished) {
+    fn complete(&mut self, number: usize, finished: TransferOutcome) {
         self.finished[number] = Some(finished);
     }
 }
 
 /// Carries each transfer to its end: short ones are continued, interrupted ones repeated.
-struct ToTheEnd<'a> {
-    inner: &'a mut dyn Traffic,
-    again: Vec<(usize, Transfer)>,
+struct ResumingQueue<'a> {
+    inner: &'a mut dyn TransferQueue,
+    resumed: Vec<(usize, Transfer)>,
     deadline: Deadline,
     clock: &'a dyn Clock,
 }
 
-impl Traffic for ToTheEnd<'_> {
-    fn next(&mut self) -> Option<(usize, Transfer)> {
+impl TransferQueue for ResumingQueue<'_> {
+    fn next_transfer(&mut self) -> Option<(usize, Transfer)> {
         if self.deadline.has_passed(self.clock) {
             return None;
         }
-        self.again.pop().or_else(|| self.inner.next())
+        self.resumed.pop().or_else(|| self.inner.next_transfer())
     }
 
-    fn end(&mut self, number: usize, Finished { transfer, result }: Finished) {
+    fn complete(&mut self, number: usize, TransferOutcome { transfer, result }: TransferOutcome) {
         let Some(mut transfer) = transfer else {
-            return self.inner.end(number, Finished { transfer: None, result });
+            return self.inner.complete(number, TransferOutcome { transfer: None, result });
         };
         match transfer.advance(result) {
-            Ok(false) => self.again.push((number, transfer)),
+            Ok(false) => self.resumed.push((number, transfer)),
             Ok(true) => {
                 let result = Ok(transfer.total_bytes());
-                self.inner.end(number, Finished { transfer: Some(transfer), result });
+                self.inner.complete(number, TransferOutcome { transfer: Some(transfer), result });
             }
             Err(error) => {
                 let result = Err(error);
-                self.inner.end(number, Finished { transfer: Some(transfer), result });
+                self.inner.complete(number, TransferOutcome { transfer: Some(transfer), result });
             }
         }
     }
@@ -133,20 +133,20 @@ impl Traffic for ToTheEnd<'_> {
 
 /// Everything that the file tier does with the machine.
 #[derive(Debug, Clone)]
-pub struct Io {
+pub struct FileIo {
     /// Moves payloads.
     pub engine: Arc<dyn Engine>,
     /// Everything else about files.
     pub files: Arc<dyn FileOperations>,
     /// Threads for calls that could hang.
-    pub workers: Arc<Workers>,
+    pub workers: Arc<WorkerThreads>,
     /// Threads for calls that only read: a file system that takes no writes may give what it has.
-    pub readers: Arc<Workers>,
+    pub readers: Arc<WorkerThreads>,
     /// Time.
     pub clock: Arc<dyn Clock>,
 }
 
-impl Io {
+impl FileIo {
     /// The machine's own files, read and written by the engine that was asked for.
     ///
     /// `pool` is the memory that the engine may register with the kernel.
@@ -158,8 +158,8 @@ impl Io {
         clock: Arc<dyn Clock>,
     ) -> Result<Self, DiskError> {
         let threads_max = queue_depth.clamp(2, 16) as usize;
-        let workers = Arc::new(Workers::new(threads_max));
-        let readers = Arc::new(Workers::new(threads_max));
+        let workers = Arc::new(WorkerThreads::new(threads_max));
+        let readers = Arc::new(WorkerThreads::new(threads_max));
         let psync = || {
             let (workers, readers) = (Arc::clone(&workers), Arc::clone(&readers));
             PsyncEngine::new(workers, readers, queue_depth, Arc::clone(&clock))
@@ -217,7 +217,7 @@ impl Io {
 
     fn call_on<T, F>(
         &self,
-        workers: &Workers,
+        workers: &WorkerThreads,
         operation: &'static str,
         path: &Path,
         deadline: Deadline,
@@ -236,14 +236,14 @@ impl Io {
 
     /// Carries every transfer to its end or to the deadline.
     ///
-    /// What the traffic still holds when this returns was not begun.
-    pub(crate) fn carry(&self, traffic: &mut dyn Traffic, deadline: Deadline) {
+    /// What the queue still holds when this returns was not begun.
+    pub(crate) fn run(&self, queue: &mut dyn TransferQueue, deadline: Deadline) {
         let clock = self.clock.as_ref();
-        let mut complete = ToTheEnd { inner: traffic, again: Vec::new(), deadline, clock };
-        self.engine.carry(&mut complete, deadline);
-        for (number, transfer) in std::mem::take(&mut complete.again) {
+        let mut resuming = ResumingQueue { inner: queue, resumed: Vec::new(), deadline, clock };
+        self.engine.run(&mut resuming, deadline);
+        for (number, transfer) in std::mem::take(&mut resuming.resumed) {
             let result = Err(io::ErrorKind::TimedOut.into());
-            complete.inner.end(number, Finished { transfer: Some(transfer), result });
+            resuming.inner.complete(number, TransferOutcome { transfer: Some(transfer), result });
         }
     }
 
@@ -253,11 +253,11 @@ impl Io {
         transfers: Vec<Transfer>,
         deadline: Deadline,
     ) -> Vec<(Option<Transfer>, io::Result<()>)> {
-        let mut batch = Batch::new(transfers);
-        self.carry(&mut batch, deadline);
-        let Batch { mut waiting, finished, .. } = batch;
+        let mut batch = TransferBatch::new(transfers);
+        self.run(&mut batch, deadline);
+        let TransferBatch { mut waiting, finished, .. } = batch;
         let answers = finished.into_iter().map(|finished| match finished {
-            Some(Finished { transfer, result }) => (transfer, result.map(drop)),
+            Some(TransferOutcome { transfer, result }) => (transfer, result.map(drop)),
             None => (waiting.next(), Err(io::ErrorKind::TimedOut.into())),
         });
         answers.collect()

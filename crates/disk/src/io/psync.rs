@@ -8,14 +8,14 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use cascade_block::{Clock, Deadline};
 use rustix::io::{preadv, pwritev};
 
-use super::{Engine, Finished, Traffic, Transfer, TransferKind, Workers};
+use super::{Engine, Transfer, TransferKind, TransferOutcome, TransferQueue, WorkerThreads};
 
 /// Reads and writes with ordinary system calls, several at once on threads of its own.
 #[derive(Debug)]
 pub struct PsyncEngine {
-    workers: Arc<Workers>,
+    workers: Arc<WorkerThreads>,
     /// Reads have threads of their own: writes that hang take none from them.
-    readers: Arc<Workers>,
+    readers: Arc<WorkerThreads>,
     lanes: usize,
     clock: Arc<dyn Clock>,
     /// Transfers that a thread carries out although nobody waits for them.
@@ -31,7 +31,7 @@ struct Returned {
 
 #[derive(Debug, Default)]
 struct Arrivals {
-    list: Vec<(usize, Finished)>,
+    list: Vec<(usize, TransferOutcome)>,
     /// The call's deadline has passed: nobody looks here any more.
     is_over: bool,
 }
@@ -42,8 +42,8 @@ type Handed = Arc<Mutex<Option<Transfer>>>;
 impl PsyncEngine {
     /// At most `queue_depth` transfers at once, as far as there are threads.
     pub fn new(
-        workers: Arc<Workers>,
-        readers: Arc<Workers>,
+        workers: Arc<WorkerThreads>,
+        readers: Arc<WorkerThreads>,
         queue_depth: u32,
         clock: Arc<dyn Clock>,
     ) -> Self {
@@ -65,7 +65,7 @@ impl PsyncEngine {
             let taken = handed.lock().unwrap_or_else(PoisonError::into_inner).take();
             if let Some(mut transfer) = taken {
                 let result = carry_out(&mut transfer);
-                if !returned.put(number, Finished { transfer: Some(transfer), result }) {
+                if !returned.put(number, TransferOutcome { transfer: Some(transfer), result }) {
                     stuck.fetch_sub(1, Ordering::Relaxed);
                 }
             }
@@ -82,17 +82,17 @@ impl Engine for PsyncEngine {
         self.stuck.load(Ordering::Relaxed)
     }
 
-    fn carry(&self, traffic: &mut dyn Traffic, deadline: Deadline) {
+    fn run(&self, queue: &mut dyn TransferQueue, deadline: Deadline) {
         let returned = Arc::new(Returned::default());
         let mut under_way: HashMap<usize, Handed> = HashMap::new();
         loop {
             while under_way.len() < self.lanes {
-                let Some((number, transfer)) = traffic.next() else { break };
+                let Some((number, transfer)) = queue.next_transfer() else { break };
                 let kind = transfer.kind;
                 let handed = Arc::new(Mutex::new(Some(transfer)));
                 match self.hand_over(number, kind, &handed, &returned) {
                     Ok(()) => drop(under_way.insert(number, handed)),
-                    Err(error) => traffic.end(number, taken_back(&handed, error)),
+                    Err(error) => queue.complete(number, taken_back(&handed, error)),
                 }
             }
             if under_way.is_empty() {
@@ -101,7 +101,7 @@ impl Engine for PsyncEngine {
             let Some(finished) = returned.wait(deadline, self.clock.as_ref()) else { break };
             for (number, finished) in finished {
                 under_way.remove(&number);
-                traffic.end(number, finished);
+                queue.complete(number, finished);
             }
         }
         let arrived = returned.end();
@@ -110,19 +110,19 @@ impl Engine for PsyncEngine {
             if finished.transfer.is_none() && !arrived.contains(&number) {
                 self.stuck.fetch_add(1, Ordering::Relaxed);
             }
-            traffic.end(number, finished);
+            queue.complete(number, finished);
         }
     }
 }
 
-fn taken_back(handed: &Handed, error: io::Error) -> Finished {
+fn taken_back(handed: &Handed, error: io::Error) -> TransferOutcome {
     let transfer = handed.lock().unwrap_or_else(PoisonError::into_inner).take();
-    Finished { transfer, result: Err(error) }
+    TransferOutcome { transfer, result: Err(error) }
 }
 
 impl Returned {
     /// False when it comes too late.
-    fn put(&self, number: usize, finished: Finished) -> bool {
+    fn put(&self, number: usize, finished: TransferOutcome) -> bool {
         let mut arrivals = self.finished.lock().unwrap_or_else(PoisonError::into_inner);
         arrivals.list.push((number, finished));
         self.some.notify_one();
@@ -137,7 +137,7 @@ impl Returned {
     }
 
     /// What has come back; nothing if that is nothing until the deadline.
-    fn wait(&self, deadline: Deadline, clock: &dyn Clock) -> Option<Vec<(usize, Finished)>> {
+    fn wait(&self, deadline: Deadline, clock: &dyn Clock) -> Option<Vec<(usize, TransferOutcome)>> {
         let mut finished = self.finished.lock().unwrap_or_else(PoisonError::into_inner);
         while finished.list.is_empty() {
             let left = deadline.remaining(clock);

@@ -9,14 +9,16 @@ use cascade_block::{BlockKey, Checksum, Deadline, checksum};
 use cascade_memory::Slab;
 
 use super::PerBlockFiles;
+use crate::alignment::{read_buffers, slab_from_read, write_buffers};
 use crate::error::is_misplaced;
-use crate::format::{Entry, EntryKind, Frame, PAGE_BYTES, RandomId, page_aligned, pages_of};
-use crate::io::{
-    Buffer, FileOperations, OpenMode, PageBuffer, Transfer, TransferKind, make_directory_within,
+use crate::format::{
+    EntryKind, PAGE_BYTES, RandomId, RecordEntry, SegmentFrame, page_aligned, pages_of,
 };
-use crate::placement::{received_slab, receiving_buffers, sending_buffers};
+use crate::io::{
+    Buffer, FileOperations, OpenMode, PageBuffer, Transfer, TransferKind, make_tier_directory,
+};
 use crate::tier::ReadRequest;
-use crate::{Address, Damage, DiskError, ReadOutcome, Reclaimed, RecordMeta};
+use crate::{Address, DamageKind, DiskError, ReadOutcome, ReclaimOutcome, RecordMeta};
 
 /// A block file's page is the frame at the start of a segment without id and number.
 const NO_SEGMENT: RandomId = [0; 16];
@@ -32,23 +34,23 @@ pub(super) struct BlockImage {
 }
 
 impl BlockImage {
-    pub(super) fn of_slab(
+    pub(super) fn from_slab(
         meta: RecordMeta,
         address: Address,
         checksum: Checksum,
         slab: Slab,
     ) -> Self {
-        Self { meta, address, checksum, buffers: sending_buffers(slab) }
+        Self { meta, address, checksum, buffers: write_buffers(slab) }
     }
 
     /// The same bytes, described otherwise, for another write.
-    pub(super) fn under(self, meta: RecordMeta, address: Address) -> Self {
+    pub(super) fn with_meta(self, meta: RecordMeta, address: Address) -> Self {
         Self { meta, address, ..self }
     }
 
     /// What the file's page says about the block.
-    pub(super) fn entry(&self) -> Entry {
-        Entry {
+    pub(super) fn entry(&self) -> RecordEntry {
+        RecordEntry {
             kind: EntryKind::Block,
             meta: self.meta,
             address: Address::in_segment(0, 1),
@@ -62,7 +64,8 @@ impl BlockImage {
         let mut header = PageBuffer::zeroed(PAGE_BYTES);
         let entry = self.entry();
         let page_count = 1 + pages_of(u64::from(self.meta.payload_bytes));
-        let frame = Frame { segment_id: NO_SEGMENT, page: 0, page_count, entries: vec![entry] };
+        let frame =
+            SegmentFrame { segment_id: NO_SEGMENT, page: 0, page_count, entries: vec![entry] };
         frame.encode(header.bytes_mut());
         let mut buffers = vec![Buffer::Pages(header)];
         buffers.extend(self.buffers);
@@ -76,15 +79,15 @@ pub(super) fn file_bytes(payload_bytes: u32) -> u64 {
 }
 
 /// What a block file's first page says, if it is right and the key's.
-pub(super) fn decode_header(page: &[u8], key: &BlockKey) -> Option<Entry> {
-    let frame = Frame::decode(page, &NO_SEGMENT, 0, 0).ok()?;
+pub(super) fn decode_header(page: &[u8], key: &BlockKey) -> Option<RecordEntry> {
+    let frame = SegmentFrame::decode(page, &NO_SEGMENT, 0, 0).ok()?;
     let [entry] = frame.entries.as_slice() else { return None };
     let is_block = entry.kind == EntryKind::Block && Address::from_u64(entry.sequence).is_write();
     (is_block && entry.meta.key == *key).then_some(*entry)
 }
 
 /// A block's address: the number of the write, which a block file has in place of a sequence.
-pub(crate) fn address_of(entry: &Entry) -> Address {
+pub(crate) fn address_of(entry: &RecordEntry) -> Address {
     Address::from_u64(entry.sequence)
 }
 
@@ -133,8 +136,8 @@ impl PerBlockFiles {
             }
         };
         let is_hidden: Vec<_> = {
-            let known = self.known();
-            batch.iter().map(|request| known.is_hidden(&request.key, request.address)).collect()
+            let table = self.table();
+            batch.iter().map(|request| table.is_hidden(&request.key, request.address)).collect()
         };
         let mut transfers = Vec::with_capacity(batch.len());
         let mut outcomes = Vec::with_capacity(batch.len());
@@ -144,30 +147,30 @@ impl PerBlockFiles {
             outcomes.push(match file {
                 _ if is_hidden => Err(ReadOutcome::Gone),
                 Err(error) if error.kind() == io::ErrorKind::NotFound => Err(ReadOutcome::Gone),
-                Err(error) if is_misplaced(&error) => Err(self.damaged(Damage::Header)),
+                Err(error) if is_misplaced(&error) => Err(self.damaged(DamageKind::Header)),
                 Err(error) => Err(ReadOutcome::Failed(DiskError::from_io("open", path, error))),
                 Ok(file) => {
-                    let asked = (request.key, request.address, request.slab.len());
+                    let requested = (request.key, request.address, request.slab.len());
                     let mut buffers = vec![Buffer::Pages(PageBuffer::zeroed(PAGE_BYTES))];
-                    buffers.extend(receiving_buffers(request.slab));
+                    buffers.extend(read_buffers(request.slab));
                     let file = Arc::new(file);
                     transfers.push(Transfer::new(TransferKind::Read, file, 0, buffers));
-                    Ok(asked)
+                    Ok(requested)
                 }
             });
         }
         let mut answers = self.io.transfer_all(transfers, deadline).into_iter();
-        let concluded = outcomes.into_iter().zip(&paths).map(|(outcome, path)| match outcome {
+        let finished = outcomes.into_iter().zip(&paths).map(|(outcome, path)| match outcome {
             Err(outcome) => outcome,
-            Ok(asked) => {
+            Ok(requested) => {
                 let answer = answers.next().expect("one answer for each transfer");
-                self.conclude(&asked, path, answer)
+                self.finish_read(&requested, path, answer)
             }
         });
-        concluded.collect()
+        finished.collect()
     }
 
-    fn conclude(
+    fn finish_read(
         &self,
         &(ref key, address, slab_bytes): &(BlockKey, Address, usize),
         path: &Path,
@@ -184,7 +187,7 @@ impl PerBlockFiles {
         let mut transfer = transfer.expect("a finished transfer comes back");
         let header = transfer.buffers.remove(0);
         let Some(entry) = decode_header(header.bytes(), key) else {
-            return self.damaged(Damage::Header);
+            return self.damaged(DamageKind::Header);
         };
         if address_of(&entry) != address {
             return ReadOutcome::Gone;
@@ -196,11 +199,11 @@ impl PerBlockFiles {
             });
         }
         if is_short {
-            return self.damaged(Damage::Truncated);
+            return self.damaged(DamageKind::Truncated);
         }
-        let slab = received_slab(transfer, slab_bytes);
+        let slab = slab_from_read(transfer, slab_bytes);
         if checksum(&slab) != entry.payload_checksum {
-            return self.damaged(Damage::Checksum);
+            return self.damaged(DamageKind::Checksum);
         }
         self.count_read(slab_bytes as u64);
         ReadOutcome::Hit(slab)
@@ -211,7 +214,7 @@ impl PerBlockFiles {
         &self,
         key: &BlockKey,
         deadline: Deadline,
-    ) -> Result<Option<Entry>, DiskError> {
+    ) -> Result<Option<RecordEntry>, DiskError> {
         let (path, own) = (self.path(key), *key);
         let source = path.clone();
         self.io.call("read", &path, deadline, move |files| read_header(files, &source, &own))
@@ -250,20 +253,20 @@ impl PerBlockFiles {
         &self,
         keep: &mut dyn FnMut(&RecordMeta, Address) -> bool,
         deadline: Deadline,
-    ) -> Result<Reclaimed, DiskError> {
+    ) -> Result<ReclaimOutcome, DiskError> {
         let damaged_bytes = self.remove_damaged(deadline)?;
         let (mut kept, mut gone) = (Vec::new(), Vec::new());
-        let chosen = self.choose(keep, &mut kept, &mut gone, deadline);
+        let chosen = self.select_victims(keep, &mut kept, &mut gone, deadline);
         let freed = chosen.and_then(|()| self.remove_files(&gone, deadline));
-        let mut known = self.known();
-        known.put_back(kept);
+        let mut table = self.table();
+        table.requeue(kept);
         match freed {
             Ok(freed) => {
                 let bytes_freed = freed + damaged_bytes;
-                Ok(Reclaimed { moved: Vec::new(), dropped: gone, bytes_freed })
+                Ok(ReclaimOutcome { moved: Vec::new(), dropped: gone, bytes_freed })
             }
             Err(error) => {
-                known.put_back(gone.into_iter().map(|(_, address)| address));
+                table.requeue(gone.into_iter().map(|(_, address)| address));
                 Err(error)
             }
         }
@@ -272,32 +275,33 @@ impl PerBlockFiles {
     /// Removes the files that were found damaged at the opening, unless a block was stored in their
     /// place since; how many bytes they took.
     fn remove_damaged(&self, deadline: Deadline) -> Result<u64, DiskError> {
-        let damaged = self.known().take_damaged();
+        let damaged = self.table().take_damaged();
         if damaged.is_empty() {
             return Ok(0);
         }
         let bytes = damaged.iter().map(|file| file.bytes).sum();
         let targets: Vec<_> = damaged.iter().map(|file| (self.path(&file.key), file.key)).collect();
         let directory = self.config.directory.clone();
-        let removed = self.change_names("remove files under", &directory, deadline, move |files| {
-            for (path, key) in &targets {
-                if read_header(files, path, key)?.is_none() {
-                    match files.remove(path) {
-                        Err(error) if !is_misplaced(&error) => return Err(error),
-                        Ok(()) | Err(_) => {}
+        let removed =
+            self.with_rename_lock("remove files under", &directory, deadline, move |files| {
+                for (path, key) in &targets {
+                    if read_header(files, path, key)?.is_none() {
+                        match files.remove(path) {
+                            Err(error) if !is_misplaced(&error) => return Err(error),
+                            Ok(()) | Err(_) => {}
+                        }
                     }
                 }
-            }
-            Ok(())
-        });
+                Ok(())
+            });
         if removed.is_err() {
-            self.known().add_damaged(damaged);
+            self.table().add_damaged(damaged);
         }
         removed.map(|()| bytes)
     }
 
     /// Takes the oldest writes out of the order, and says of each whether it stays.
-    fn choose(
+    fn select_victims(
         &self,
         keep: &mut dyn FnMut(&RecordMeta, Address) -> bool,
         kept: &mut Vec<Address>,
@@ -307,7 +311,7 @@ impl PerBlockFiles {
         let now = self.io.clock.unix_ms();
         let mut seen_bytes = 0;
         while seen_bytes < self.config.segment_bytes {
-            let next = self.known().next_in_order();
+            let next = self.table().pop_oldest();
             let Some((key, address, bytes)) = next else { break };
             seen_bytes += bytes;
             let entry = match self.load_entry(&key, deadline) {
@@ -373,7 +377,7 @@ pub(crate) fn read_header(
     files: &dyn FileOperations,
     path: &Path,
     key: &BlockKey,
-) -> io::Result<Option<Entry>> {
+) -> io::Result<Option<RecordEntry>> {
     Ok(open_block(files, path, key)?.map(|(_file, entry)| entry))
 }
 
@@ -382,7 +386,7 @@ fn open_block(
     files: &dyn FileOperations,
     path: &Path,
     key: &BlockKey,
-) -> io::Result<Option<(File, Entry)>> {
+) -> io::Result<Option<(File, RecordEntry)>> {
     let file = match files.open(path, OpenMode::Read, false) {
         Err(error) if is_misplaced(&error) => return Ok(None),
         other => other?,
@@ -401,7 +405,7 @@ pub(super) fn remove_file(
     key: &BlockKey,
     address: Address,
     is_known: bool,
-) -> io::Result<Option<Entry>> {
+) -> io::Result<Option<RecordEntry>> {
     match read_header(files, path, key) {
         Ok(Some(entry)) if address_of(&entry) != address => return Ok(Some(entry)),
         Ok(Some(_)) => {}
@@ -425,9 +429,9 @@ fn create(files: &dyn FileOperations, path: &Path, direct: bool) -> io::Result<F
     }
     if let Some(directory) = path.parent() {
         if let Some(blocks) = directory.parent().filter(|it| it.ends_with("blocks")) {
-            make_directory_within(files, blocks)?;
+            make_tier_directory(files, blocks)?;
         }
-        make_directory_within(files, directory)?;
+        make_tier_directory(files, directory)?;
     }
     files.open(path, mode, direct)
 }

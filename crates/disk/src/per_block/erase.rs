@@ -3,25 +3,25 @@
 use cascade_block::Deadline;
 
 use super::PerBlockFiles;
-use super::known::Known;
+use super::table::BlockFileTable;
 use crate::DiskError;
-use crate::erase::{ErasedFiles, files_below, has_extension};
+use crate::erase::{EraseReport, files_below, has_extension};
 
 impl PerBlockFiles {
-    pub(super) fn erase_all(&self, deadline: Deadline) -> Result<ErasedFiles, DiskError> {
+    pub(super) fn erase_all(&self, deadline: Deadline) -> Result<EraseReport, DiskError> {
         let late = || DiskError::Timeout {
             operation: "waiting for earlier writes",
             path: self.config.directory.clone(),
         };
         let clock = self.io.clock.as_ref();
-        let _reclaims = self.reclaimer.enter(deadline, clock).ok_or_else(late)?;
-        let _names = self.names.enter(deadline, clock).ok_or_else(late)?;
+        let _reclaims = self.reclaim_lock.lock(deadline, clock).ok_or_else(late)?;
+        let _renames = self.rename_lock.lock(deadline, clock).ok_or_else(late)?;
         let blocks = self.config.directory.join("blocks");
         let found = files_below(&self.io, &blocks, deadline, |path| {
             has_extension(path, &["block", "tmp"])
         })?;
-        *self.known() = Known::default();
-        let mut erased = ErasedFiles::default();
+        *self.table() = BlockFileTable::default();
+        let mut erased = EraseReport::default();
         let mut directories: Vec<_> =
             found.iter().filter_map(|path| path.parent().map(ToOwned::to_owned)).collect();
         let still_there = erased.erase(&self.io, found, deadline);

@@ -7,8 +7,8 @@
 
 mod block_file;
 mod erase;
-mod known;
 mod recovery;
+mod table;
 
 use std::collections::BTreeSet;
 use std::fs::File;
@@ -22,16 +22,16 @@ use cascade_memory::Slab;
 
 use self::block_file::{BlockImage, file_bytes, remove_file};
 pub(crate) use self::block_file::{address_of, key_of, read_header};
-use self::known::Known;
-use crate::format::Entry;
-use crate::gate::Gate;
-use crate::io::{FileOperations, Io, OpenMode, Transfer};
+use self::table::BlockFileTable;
+use crate::format::RecordEntry;
+use crate::io::{FileIo, FileOperations, OpenMode, Transfer};
 use crate::lock::DirectoryLock;
-use crate::problems::Problems;
+use crate::problems::ProblemLog;
 use crate::tier::ReadRequest;
+use crate::timed_mutex::TimedMutex;
 use crate::{
-    Address, BlockFiles, Damage, DiskError, DiskStats, ErasedFiles, FileTierConfig, ReadOutcome,
-    Reclaimed, RecordMeta, StoredManifest, device_probe, manifests,
+    Address, BlockFiles, DamageKind, DiskError, DiskStats, EraseReport, FileTierConfig,
+    ReadOutcome, ReclaimOutcome, RecordMeta, StoredManifest, device_probe, manifests,
 };
 
 /// The file tier with one file a block.
@@ -40,19 +40,19 @@ pub struct PerBlockFiles {
     config: FileTierConfig,
     io: Io,
     is_direct: bool,
-    known: Mutex<Known>,
-    reclaimer: Gate<()>,
+    table: Mutex<BlockFileTable>,
+    reclaim_lock: TimedMutex<()>,
     /// Held by whoever changes which file lies under a name, until that is done.
-    names: Arc<Gate<()>>,
+    rename_lock: Arc<TimedMutex<()>>,
     /// The next write's number: from a random start, so that no other process has the same.
     next_nonce: AtomicU64,
-    counters: Counters,
-    problems: Problems,
-    lock: Arc<DirectoryLock>,
+    counters: BlockFileCounters,
+    problems: ProblemLog,
+    directory_lock: Arc<DirectoryLock>,
 }
 
 #[derive(Debug, Default)]
-struct Counters {
+struct BlockFileCounters {
     records_written: AtomicU64,
     bytes_written: AtomicU64,
     records_read: AtomicU64,
@@ -61,8 +61,8 @@ struct Counters {
 }
 
 impl PerBlockFiles {
-    fn known(&self) -> MutexGuard<'_, Known> {
-        self.known.lock().unwrap_or_else(PoisonError::into_inner)
+    fn table(&self) -> MutexGuard<'_, BlockFileTable> {
+        self.table.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The file of a block; its directory is named by the first digits of its key.
@@ -85,16 +85,16 @@ impl PerBlockFiles {
 
     /// Runs a call that changes which file lies under a name: one at a time, and none that has
     /// not begun by its deadline.
-    fn change_names<T: Send + 'static>(
+    fn with_rename_lock<T: Send + 'static>(
         &self,
         operation: &'static str,
         path: &Path,
         deadline: Deadline,
         work: impl FnOnce(&dyn FileOperations) -> io::Result<T> + Send + 'static,
     ) -> Result<T, DiskError> {
-        let (names, clock) = (Arc::clone(&self.names), Arc::clone(&self.io.clock));
+        let (rename_lock, clock) = (Arc::clone(&self.rename_lock), Arc::clone(&self.io.clock));
         self.io.call(operation, path, deadline, move |files| {
-            let turn = names.enter(deadline, clock.as_ref());
+            let turn = rename_lock.lock(deadline, clock.as_ref());
             let _turn = turn
                 .filter(|_| !deadline.has_passed(clock.as_ref()))
                 .ok_or(io::ErrorKind::TimedOut)?;
@@ -102,7 +102,7 @@ impl PerBlockFiles {
         })
     }
 
-    fn refusal(&self, meta: &RecordMeta, slab: &Slab) -> Option<DiskError> {
+    fn check_block(&self, meta: &RecordMeta, slab: &Slab) -> Option<DiskError> {
         let payload_bytes = u64::from(meta.payload_bytes);
         if slab.len() as u64 != payload_bytes {
             let slab_bytes = slab.len() as u64;
@@ -114,9 +114,9 @@ impl PerBlockFiles {
     }
 
     /// Sets bytes aside for a file, or says that there are none.
-    fn admit(&self, meta: &RecordMeta, under_way: u64) -> Result<u64, DiskError> {
+    fn check_capacity(&self, meta: &RecordMeta, in_flight_bytes: u64) -> Result<u64, DiskError> {
         let needed_bytes = file_bytes(meta.payload_bytes);
-        let used_bytes = self.known().used_bytes() + under_way;
+        let used_bytes = self.table().used_bytes() + in_flight_bytes;
         if used_bytes + needed_bytes > self.config.capacity_bytes {
             let capacity_bytes = self.config.capacity_bytes;
             return Err(DiskError::Full { needed_bytes, used_bytes, capacity_bytes });
@@ -168,7 +168,7 @@ impl PerBlockFiles {
     fn publish(
         &self,
         temporary: PathBuf,
-        entry: &Entry,
+        entry: &RecordEntry,
         written: io::Result<()>,
         deadline: Deadline,
     ) -> Result<Address, DiskError> {
@@ -176,7 +176,7 @@ impl PerBlockFiles {
         let (from, to, durable) = (temporary.clone(), path.clone(), self.config.durable);
         let published =
             written.map_err(|source| DiskError::from_io("write", &path, source)).and_then(|()| {
-                self.change_names("rename", &path, deadline, move |files| {
+                self.with_rename_lock("rename", &path, deadline, move |files| {
                     files.rename(&from, &to)?;
                     match to.parent() {
                         Some(directory) if durable => files.sync_directory(directory),
@@ -191,12 +191,12 @@ impl PerBlockFiles {
             drop(removed);
             return Err(error);
         }
-        let mut known = self.known();
-        known.add(entry);
+        let mut table = self.table();
+        table.add(entry);
         if !self.config.durable {
-            known.unsynced.push(entry.meta.key);
+            table.unsynced.push(entry.meta.key);
         }
-        drop(known);
+        drop(table);
         let payload_bytes = u64::from(entry.meta.payload_bytes);
         self.counters.records_written.fetch_add(1, Ordering::Relaxed);
         self.counters.bytes_written.fetch_add(payload_bytes, Ordering::Relaxed);
@@ -210,16 +210,16 @@ impl PerBlockFiles {
         deadline: Deadline,
     ) -> Result<u64, DiskError> {
         let targets: Vec<_> = {
-            let mut known = self.known();
-            known.hide(blocks);
+            let mut table = self.table();
+            table.hide(blocks);
             let target = |(key, address): &(BlockKey, Address)| {
-                (self.path(key), *key, *address, known.is(key, *address))
+                (self.path(key), *key, *address, table.contains(key, *address))
             };
             blocks.iter().map(target).collect()
         };
         let durable = self.config.durable;
         let directory = self.config.directory.clone();
-        let others = self.change_names("remove files under", &directory, deadline, {
+        let others = self.with_rename_lock("remove files under", &directory, deadline, {
             move |files| {
                 let mut others = Vec::new();
                 let mut directories = BTreeSet::new();
@@ -236,19 +236,19 @@ impl PerBlockFiles {
                 Ok(others)
             }
         })?;
-        let mut known = self.known();
-        known.unhide(blocks);
-        let freed = blocks.iter().map(|(key, address)| known.forget(key, *address)).sum();
+        let mut table = self.table();
+        table.unhide(blocks);
+        let freed = blocks.iter().map(|(key, address)| table.remove(key, *address)).sum();
         // Files of other writes under these names are there, whoever made them.
         for entry in &others {
-            known.add(entry);
+            table.add(entry);
         }
         Ok(freed)
     }
 
     /// A file to probe the device with: one that is known, if it is still there.
-    fn open_any(&self, deadline: Deadline) -> Result<Option<Arc<File>>, DiskError> {
-        let Some(key) = self.known().any_key() else { return Ok(None) };
+    fn open_any_file(&self, deadline: Deadline) -> Result<Option<Arc<File>>, DiskError> {
+        let Some(key) = self.table().any_key() else { return Ok(None) };
         let (path, direct) = (self.path(&key), self.is_direct);
         let opened = path.clone();
         let opened = self.io.call_reading("open", &path, deadline, move |files| {
@@ -260,7 +260,7 @@ impl PerBlockFiles {
         }
     }
 
-    fn damaged(&self, damage: Damage) -> ReadOutcome {
+    fn damaged(&self, damage: DamageKind) -> ReadOutcome {
         self.counters.records_damaged.fetch_add(1, Ordering::Relaxed);
         ReadOutcome::Damaged(damage)
     }
@@ -272,8 +272,8 @@ impl PerBlockFiles {
         deadline: Deadline,
     ) -> Result<Address, DiskError> {
         let source = {
-            let known = self.known();
-            let key = known.key_at(target).filter(|key| !known.is_hidden(key, target));
+            let table = self.table();
+            let key = table.key_at(target).filter(|key| !table.is_hidden(key, target));
             key.ok_or(DiskError::NoTarget)?
         };
         let image = self.load(&source, target, deadline)?.ok_or(DiskError::NoTarget)?;
@@ -283,8 +283,8 @@ impl PerBlockFiles {
                 slab_bytes: u64::from(image.meta.payload_bytes),
             });
         }
-        self.admit(meta, 0)?;
-        self.store(vec![image.under(*meta, self.next_address())], deadline).remove(0)
+        self.check_capacity(meta, 0)?;
+        self.store(vec![image.with_meta(*meta, self.next_address())], deadline).remove(0)
     }
 }
 
@@ -294,18 +294,18 @@ impl BlockFiles for PerBlockFiles {
         batch: Vec<(RecordMeta, Slab)>,
         deadline: Deadline,
     ) -> Vec<Result<Address, DiskError>> {
-        let mut under_way = 0;
+        let mut in_flight_bytes = 0;
         let mut images = Vec::with_capacity(batch.len());
         let mut answers = Vec::with_capacity(batch.len());
         for (meta, slab) in batch {
-            let admitted = match self.refusal(&meta, &slab) {
+            let admitted = match self.check_block(&meta, &slab) {
                 Some(error) => Err(error),
-                None => self.admit(&meta, under_way),
+                None => self.check_capacity(&meta, in_flight_bytes),
             };
             answers.push(admitted.map(|bytes| {
-                under_way += bytes;
+                in_flight_bytes += bytes;
                 let sum = checksum(&slab);
-                images.push(BlockImage::of_slab(meta, self.next_address(), sum, slab));
+                images.push(BlockImage::from_slab(meta, self.next_address(), sum, slab));
             }));
         }
         let mut stored = self.store(images, deadline).into_iter();
@@ -335,8 +335,8 @@ impl BlockFiles for PerBlockFiles {
         &self,
         keep: &mut dyn FnMut(&RecordMeta, Address) -> bool,
         deadline: Deadline,
-    ) -> Result<Reclaimed, DiskError> {
-        let _turn = self.reclaimer.enter(deadline, self.io.clock.as_ref()).ok_or_else(|| {
+    ) -> Result<ReclaimOutcome, DiskError> {
+        let _turn = self.reclaim_lock.lock(deadline, self.io.clock.as_ref()).ok_or_else(|| {
             DiskError::Timeout {
                 operation: "waiting for an earlier reclaim",
                 path: self.config.directory.clone(),
@@ -345,27 +345,27 @@ impl BlockFiles for PerBlockFiles {
         self.reclaim_oldest(keep, deadline)
     }
 
-    fn probe(
+    fn lookup(
         &self,
         key: &BlockKey,
         deadline: Deadline,
     ) -> Result<Option<(RecordMeta, Address)>, DiskError> {
         let Some(entry) = self.load_entry(key, deadline)? else { return Ok(None) };
         let address = address_of(&entry);
-        let mut known = self.known();
-        if known.is_hidden(key, address) {
+        let mut table = self.table();
+        if table.is_hidden(key, address) {
             return Ok(None);
         }
-        known.add(&entry);
+        table.add(&entry);
         Ok(Some((entry.meta, address)))
     }
 
     fn sync(&self, deadline: Deadline) -> Result<(), DiskError> {
-        let unsynced = std::mem::take(&mut self.known().unsynced);
+        let unsynced = std::mem::take(&mut self.table().unsynced);
         let paths: Vec<_> = unsynced.iter().map(|key| self.path(key)).collect();
         let synced = self.sync_files(paths, deadline);
         if synced.is_err() {
-            self.known().unsynced.extend(unsynced);
+            self.table().unsynced.extend(unsynced);
         }
         synced
     }
@@ -387,37 +387,37 @@ impl BlockFiles for PerBlockFiles {
     }
 
     fn probe_device(&self, deadline: Deadline) -> Result<(), DiskError> {
-        device_probe::probe(&self.io, &self.config, &self.lock, self.is_direct, deadline)
+        device_probe::probe(&self.io, &self.config, &self.directory_lock, self.is_direct, deadline)
     }
 
     fn probe_reads(&self, deadline: Deadline) -> Result<(), DiskError> {
-        let blocks = self.open_any(deadline)?;
-        device_probe::probe_reads(&self.io, &self.config, &self.lock, blocks, deadline)
+        let blocks = self.open_any_file(deadline)?;
+        device_probe::probe_reads(&self.io, &self.config, &self.directory_lock, blocks, deadline)
     }
 
     fn problems(&self) -> Vec<String> {
         self.problems.all()
     }
 
-    fn erase(&self, deadline: Deadline) -> Result<ErasedFiles, DiskError> {
+    fn erase(&self, deadline: Deadline) -> Result<EraseReport, DiskError> {
         self.erase_all(deadline)
     }
 
     fn used_bytes(&self) -> u64 {
-        self.known().used_bytes()
+        self.table().used_bytes()
     }
 
     fn stats(&self) -> DiskStats {
         let load = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
-        let known = self.known();
+        let table = self.table();
         DiskStats {
             engine: self.io.engine.name(),
             is_direct: self.is_direct,
             is_registered: self.io.engine.is_registered(),
-            files: known.file_count(),
-            used_bytes: known.used_bytes(),
-            live_bytes: known.used_bytes(),
-            live_records: known.file_count(),
+            files: table.file_count(),
+            used_bytes: table.used_bytes(),
+            live_bytes: table.used_bytes(),
+            live_records: table.file_count(),
             records_written: load(&self.counters.records_written),
             bytes_written: load(&self.counters.bytes_written),
             records_read: load(&self.counters.records_read),

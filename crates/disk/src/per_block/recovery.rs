@@ -8,14 +8,14 @@ use std::sync::{Arc, Mutex};
 use cascade_block::{BlockKey, Deadline};
 
 use super::block_file::{address_of, key_of, read_header};
-use super::known::{DamagedFile, Known};
-use super::{Counters, PerBlockFiles};
-use crate::format::{Entry, FormatError, Frame, PAGE_BYTES};
-use crate::gate::Gate;
-use crate::io::{FileOperations, Io, OpenMode, PageBuffer, make_directory_within};
+use super::table::{BlockFileTable, DamagedFile};
+use super::{BlockFileCounters, PerBlockFiles};
+use crate::format::{FormatError, PAGE_BYTES, RecordEntry, SegmentFrame};
+use crate::io::{FileIo, FileOperations, OpenMode, PageBuffer, make_tier_directory};
 use crate::lock::{DirectoryLock, probe_direct};
-use crate::problems::Problems;
+use crate::problems::ProblemLog;
 use crate::random::random_bytes;
+use crate::timed_mutex::TimedMutex;
 use crate::{DiskError, FileTierConfig, Recovery, StoredManifest, manifests};
 
 /// At most this many problems of an opening are described in the notes.
@@ -36,19 +36,19 @@ impl PerBlockFiles {
         let listed = blocks.clone();
         let top = directory.clone();
         let found = io.call("read", &blocks, deadline, move |files| {
-            make_directory_within(files, &listed)?;
+            make_tier_directory(files, &listed)?;
             Ok(find_blocks(files, &top, &writer))
         })??;
-        let FoundBlocks { mut recovery, mut entries, damaged, problems } = found;
-        let problems = Problems::new(lock.problem().into_iter().chain(problems));
+        let BlockFileScan { mut recovery, mut entries, damaged, problems } = found;
+        let problems = ProblemLog::new(lock.problem().into_iter().chain(problems));
         entries.sort_by_key(|entry| entry.meta.written_unix_ms);
         let now = io.clock.unix_ms();
-        let mut known = Known::default();
+        let mut table = BlockFileTable::default();
         for entry in &entries {
             // Expired files are known too: a reclaim takes them away.
-            known.add(entry);
+            table.add(entry);
         }
-        known.add_damaged(damaged);
+        table.add_damaged(damaged);
         let found = entries.len();
         entries.retain(|entry| !entry.meta.has_expired(now));
         recovery.expired_records = (found - entries.len()) as u64;
@@ -59,7 +59,7 @@ impl PerBlockFiles {
             .collect();
         for each in &recovery.bad_manifests {
             if let StoredManifest::Bad { path, reason } = each {
-                problems.note(format!("{}: {reason}", path.display()));
+                problems.add(format!("{}: {reason}", path.display()));
             }
         }
         let first_nonce = random_bytes()
@@ -68,13 +68,13 @@ impl PerBlockFiles {
             config,
             io,
             is_direct,
-            known: Mutex::new(known),
-            reclaimer: Gate::new(()),
-            names: Arc::new(Gate::new(())),
+            table: Mutex::new(table),
+            reclaim_lock: TimedMutex::new(()),
+            rename_lock: Arc::new(TimedMutex::new(())),
             next_nonce: AtomicU64::new(u64::from_le_bytes(first_nonce)),
-            counters: Counters::default(),
+            counters: BlockFileCounters::default(),
             problems,
-            lock,
+            directory_lock: lock,
         };
         Ok((files, recovery))
     }
@@ -82,9 +82,9 @@ impl PerBlockFiles {
 
 /// What lies below a directory of block files.
 #[derive(Debug, Default)]
-struct FoundBlocks {
+struct BlockFileScan {
     recovery: Recovery,
-    entries: Vec<Entry>,
+    entries: Vec<RecordEntry>,
     damaged: Vec<DamagedFile>,
     problems: Vec<String>,
 }
@@ -95,8 +95,8 @@ fn find_blocks(
     files: &dyn FileOperations,
     directory: &Path,
     writer: &str,
-) -> Result<FoundBlocks, DiskError> {
-    let mut found = FoundBlocks::default();
+) -> Result<BlockFileScan, DiskError> {
+    let mut found = BlockFileScan::default();
     let blocks = directory.join("blocks");
     let mut pending =
         files.list(&blocks).map_err(|error| DiskError::from_io("read", &blocks, error))?;
@@ -105,26 +105,26 @@ fn find_blocks(
             found.recovery.files += 1;
             match read_header(files, &path, &key) {
                 Ok(Some(entry)) => found.entries.push(entry),
-                Ok(None) => found.note_damage(files, &path, key)?,
-                Err(error) => found.note_unread(&path, error)?,
+                Ok(None) => found.report_damaged(files, &path, key)?,
+                Err(error) => found.report_unreadable(&path, error)?,
             }
         } else if is_unfinished(&path, writer) {
             found.recovery.torn_records += 1;
             // What is still there takes space, and is no block to anyone.
-            files.remove(&path).or_else(|error| found.note_unread(&path, error))?;
+            files.remove(&path).or_else(|error| found.report_unreadable(&path, error))?;
         } else if path.extension().is_none() {
             match files.list(&path) {
                 Ok(children) => pending.extend(children),
-                Err(error) => found.note_unread(&path, error)?,
+                Err(error) => found.report_unreadable(&path, error)?,
             }
         }
     }
     Ok(found)
 }
 
-impl FoundBlocks {
+impl BlockFileScan {
     /// Counts a file that holds no block, or refuses one of another version.
-    fn note_damage(
+    fn report_damaged(
         &mut self,
         files: &dyn FileOperations,
         path: &Path,
@@ -138,29 +138,29 @@ impl FoundBlocks {
         };
         let (page, bytes) = match read() {
             Ok(read) => read,
-            Err(error) => return self.note_unread(path, error),
+            Err(error) => return self.report_unreadable(path, error),
         };
-        if let Err(FormatError::Version { found }) = Frame::decode(&page, &[0; 16], 0, 0) {
+        if let Err(FormatError::Version { found }) = SegmentFrame::decode(&page, &[0; 16], 0, 0) {
             return Err(DiskError::UnknownVersion { path: path.to_owned(), found });
         }
         self.recovery.damaged_structures += 1;
         self.damaged.push(DamagedFile { key, bytes });
-        self.problem(format!("{}: its header is damaged or another block's", path.display()));
+        self.add_problem(format!("{}: its header is damaged or another block's", path.display()));
         Ok(())
     }
 
     /// Counts what cannot be read: something that is no file, or a file in a bad place of the
     /// device.
-    fn note_unread(&mut self, path: &Path, error: io::Error) -> Result<(), DiskError> {
+    fn report_unreadable(&mut self, path: &Path, error: io::Error) -> Result<(), DiskError> {
         if error.kind() == io::ErrorKind::TimedOut {
             return Err(DiskError::from_io("read", path, error));
         }
         self.recovery.misplaced_files += 1;
-        self.problem(format!("{}: {error}", path.display()));
+        self.add_problem(format!("{}: {error}", path.display()));
         Ok(())
     }
 
-    fn problem(&mut self, problem: String) {
+    fn add_problem(&mut self, problem: String) {
         if self.problems.len() < PROBLEMS_MAX {
             self.problems.push(problem);
         }

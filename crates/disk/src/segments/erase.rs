@@ -8,13 +8,13 @@ use cascade_block::Deadline;
 use super::SegmentFiles;
 use super::segment::{Segment, SegmentState};
 use crate::DiskError;
-use crate::erase::{ErasedFiles, has_extension};
+use crate::erase::{EraseReport, has_extension};
 use crate::scan::segment_name;
 
 impl SegmentFiles {
-    pub(super) fn erase_all(&self, deadline: Deadline) -> Result<ErasedFiles, DiskError> {
-        let _turn = self.enter(&self.reclaimer, deadline)?;
-        let mut writer = self.enter(&self.writer, deadline)?;
+    pub(super) fn erase_all(&self, deadline: Deadline) -> Result<EraseReport, DiskError> {
+        let _turn = self.lock(&self.reclaim_lock, deadline)?;
+        let mut writer = self.lock(&self.writer, deadline)?;
         let directory = &self.config.directory;
         let found = self.files_beside(deadline)?;
         // From here on reads answer `Gone`, and what fails below is told file by file.
@@ -22,9 +22,9 @@ impl SegmentFiles {
         writer.unsynced.clear();
         let segments =
             std::mem::take(&mut *self.segments.write().unwrap_or_else(PoisonError::into_inner));
-        self.forwards.write().unwrap_or_else(PoisonError::into_inner).clear();
+        self.moved_addresses.write().unwrap_or_else(PoisonError::into_inner).clear();
         self.aliases().clear();
-        let mut erased = ErasedFiles::default();
+        let mut erased = EraseReport::default();
         let (own, others): (Vec<_>, Vec<_>) = found.into_iter().partition(|path| self.owns(path));
         for path in others {
             let why = std::io::Error::other("another writer of this directory made it");

@@ -4,7 +4,7 @@
 //! a slot appears in memory only after all of its frame was written; an address names the same
 //! bytes for as long as it names any.
 
-mod begin;
+mod create;
 mod erase;
 mod read;
 mod reclaim;
@@ -26,14 +26,14 @@ use cascade_memory::Slab;
 pub(crate) use self::replay::replay;
 use self::segment::Segment;
 use self::write::WriterState;
-use crate::gate::{Gate, GateGuard};
-use crate::io::Io;
+use crate::io::FileIo;
 use crate::lock::DirectoryLock;
-use crate::problems::Problems;
+use crate::problems::ProblemLog;
 use crate::tier::ReadRequest;
+use crate::timed_mutex::{TimedMutex, TimedMutexGuard};
 use crate::{
-    Address, BlockFiles, DiskError, DiskStats, ErasedFiles, FileTierConfig, ReadOutcome, Reclaimed,
-    RecordMeta, StoredManifest, device_probe, manifests,
+    Address, BlockFiles, DiskError, DiskStats, EraseReport, FileTierConfig, ReadOutcome,
+    ReclaimOutcome, RecordMeta, StoredManifest, device_probe, manifests,
 };
 
 /// The file tier in segments.
@@ -45,12 +45,12 @@ pub struct SegmentFiles {
     segments: RwLock<BTreeMap<u32, Arc<Segment>>>,
     aliases: Mutex<Aliases>,
     /// Where blocks lie that the last reclaim moved, by their old address.
-    forwards: RwLock<HashMap<Address, Address>>,
-    writer: Gate<WriterState>,
-    reclaimer: Gate<()>,
-    counters: Counters,
-    problems: Problems,
-    lock: Arc<DirectoryLock>,
+    moved_addresses: RwLock<HashMap<Address, Address>>,
+    writer: TimedMutex<WriterState>,
+    reclaim_lock: TimedMutex<()>,
+    counters: SegmentCounters,
+    problems: ProblemLog,
+    directory_lock: Arc<DirectoryLock>,
 }
 
 /// Keys beyond the first of stored bytes, by address.
@@ -64,7 +64,7 @@ pub(super) struct Alias {
 }
 
 #[derive(Debug, Default)]
-struct Counters {
+struct SegmentCounters {
     records_written: AtomicU64,
     bytes_written: AtomicU64,
     records_read: AtomicU64,
@@ -96,16 +96,16 @@ impl SegmentFiles {
 
     /// Where the bytes of an address lie now.
     fn resolve(&self, address: Address) -> Address {
-        let forwards = self.forwards.read().unwrap_or_else(PoisonError::into_inner);
-        forwards.get(&address).copied().unwrap_or(address)
+        let moved_addresses = self.moved_addresses.read().unwrap_or_else(PoisonError::into_inner);
+        moved_addresses.get(&address).copied().unwrap_or(address)
     }
 
-    fn enter<'a, T>(
+    fn lock<'a, T>(
         &self,
-        gate: &'a Gate<T>,
+        mutex: &'a TimedMutex<T>,
         deadline: Deadline,
-    ) -> Result<GateGuard<'a, T>, DiskError> {
-        gate.enter(deadline, self.io.clock.as_ref()).ok_or_else(|| DiskError::Timeout {
+    ) -> Result<TimedMutexGuard<'a, T>, DiskError> {
+        mutex.lock(deadline, self.io.clock.as_ref()).ok_or_else(|| DiskError::Timeout {
             operation: "waiting for earlier writes",
             path: self.config.directory.clone(),
         })
@@ -145,11 +145,11 @@ impl BlockFiles for SegmentFiles {
         &self,
         keep: &mut dyn FnMut(&RecordMeta, Address) -> bool,
         deadline: Deadline,
-    ) -> Result<Reclaimed, DiskError> {
+    ) -> Result<ReclaimOutcome, DiskError> {
         self.reclaim_segment(keep, deadline)
     }
 
-    fn probe(
+    fn lookup(
         &self,
         _key: &BlockKey,
         _deadline: Deadline,
@@ -158,7 +158,7 @@ impl BlockFiles for SegmentFiles {
     }
 
     fn sync(&self, deadline: Deadline) -> Result<(), DiskError> {
-        let mut writer = self.enter(&self.writer, deadline)?;
+        let mut writer = self.lock(&self.writer, deadline)?;
         self.sync_active(&mut writer, deadline)
     }
 
@@ -179,19 +179,19 @@ impl BlockFiles for SegmentFiles {
     }
 
     fn probe_device(&self, deadline: Deadline) -> Result<(), DiskError> {
-        device_probe::probe(&self.io, &self.config, &self.lock, self.is_direct, deadline)
+        device_probe::probe(&self.io, &self.config, &self.directory_lock, self.is_direct, deadline)
     }
 
     fn probe_reads(&self, deadline: Deadline) -> Result<(), DiskError> {
         let newest = self.all_segments().pop().map(|segment| Arc::clone(&segment.file));
-        device_probe::probe_reads(&self.io, &self.config, &self.lock, newest, deadline)
+        device_probe::probe_reads(&self.io, &self.config, &self.directory_lock, newest, deadline)
     }
 
     fn problems(&self) -> Vec<String> {
         self.problems.all()
     }
 
-    fn erase(&self, deadline: Deadline) -> Result<ErasedFiles, DiskError> {
+    fn erase(&self, deadline: Deadline) -> Result<EraseReport, DiskError> {
         self.erase_all(deadline)
     }
 

@@ -5,21 +5,21 @@ use std::sync::{Arc, PoisonError};
 
 use cascade_block::{Deadline, checksum};
 
-use super::run::{Payload, Pending};
-use super::segment::{Segment, Slot};
-use super::write::{Space, WriterState};
+use super::run::{PendingEntry, PendingPayload};
+use super::segment::{BlockSlot, Segment};
+use super::write::{SpaceClass, WriterState};
 use super::{Alias, SegmentFiles, count};
 use crate::error::is_misplaced;
-use crate::format::{Entry, EntryKind, PAGE_BYTES, pages_of};
+use crate::format::{EntryKind, PAGE_BYTES, RecordEntry, pages_of};
 use crate::io::{Buffer, PageBuffer, Transfer, TransferKind};
-use crate::{Address, DiskError, Reclaimed, RecordMeta};
+use crate::{Address, DiskError, ReclaimOutcome, RecordMeta};
 
 /// Most bytes that a reclaim holds in memory at once.
 const MOVE_BYTES_MAX: u64 = 8 << 20;
 
 /// A block that is to be moved, with the keys that stay on it; the first becomes its own.
 #[derive(Debug)]
-struct Move {
+struct BlockMove {
     from: Address,
     keys: Vec<RecordMeta>,
 }
@@ -29,21 +29,23 @@ impl SegmentFiles {
         &self,
         keep: &mut dyn FnMut(&RecordMeta, Address) -> bool,
         deadline: Deadline,
-    ) -> Result<Reclaimed, DiskError> {
+    ) -> Result<ReclaimOutcome, DiskError> {
         use crate::BlockFiles as _;
-        let _turn = self.enter(&self.reclaimer, deadline)?;
+        let _turn = self.lock(&self.reclaim_lock, deadline)?;
         let before = self.used_bytes();
-        let Some(victim) = self.choose_victim(deadline)? else { return Ok(Reclaimed::default()) };
+        let Some(victim) = self.choose_victim(deadline)? else {
+            return Ok(ReclaimOutcome::default());
+        };
         let entries = self.entries_of(&victim, deadline)?;
-        let mut reclaimed = Reclaimed::default();
-        self.drop_unknown(&victim, &entries, &mut reclaimed);
-        let moves = self.ask(&victim, &entries, keep, &mut reclaimed);
-        self.forwards.write().unwrap_or_else(PoisonError::into_inner).clear();
+        let mut reclaimed = ReclaimOutcome::default();
+        self.drop_undescribed(&victim, &entries, &mut reclaimed);
+        let moves = self.select_moves(&victim, &entries, keep, &mut reclaimed);
+        self.moved_addresses.write().unwrap_or_else(PoisonError::into_inner).clear();
         for batch in batches(moves) {
             self.move_blocks(&victim, batch, &mut reclaimed, deadline)?;
         }
-        let mut writer = self.enter(&self.writer, deadline)?;
-        self.carry_statements(&mut writer, &victim, &entries, deadline)?;
+        let mut writer = self.lock(&self.writer, deadline)?;
+        self.rewrite_foreign_entries(&mut writer, &victim, &entries, deadline)?;
         self.sync_active(&mut writer, deadline)?;
         self.remove_segment(&mut writer, &victim, deadline)?;
         reclaimed.bytes_freed = before.saturating_sub(self.used_bytes());
@@ -52,7 +54,7 @@ impl SegmentFiles {
 
     /// An empty segment, else one that is mostly dead, else the oldest.
     fn choose_victim(&self, deadline: Deadline) -> Result<Option<Arc<Segment>>, DiskError> {
-        let mut writer = self.enter(&self.writer, deadline)?;
+        let mut writer = self.lock(&self.writer, deadline)?;
         let mut candidates = self.all_segments();
         let is_active = |segment: &Arc<Segment>, writer: &WriterState| {
             writer.active.as_ref().is_some_and(|active| Arc::ptr_eq(active, segment))
@@ -74,7 +76,12 @@ impl SegmentFiles {
 
     /// Blocks that no entry describes go with their segment. Their keys are known as far as aliases
     /// have them; reads under the others answer `Gone`.
-    fn drop_unknown(&self, victim: &Segment, entries: &[Entry], reclaimed: &mut Reclaimed) {
+    fn drop_undescribed(
+        &self,
+        victim: &Segment,
+        entries: &[RecordEntry],
+        reclaimed: &mut ReclaimOutcome,
+    ) {
         let known: HashSet<u32> = entries
             .iter()
             .filter(|entry| entry.kind == EntryKind::Block)
@@ -91,21 +98,21 @@ impl SegmentFiles {
     }
 
     /// Asks for every live key of a segment whether it stays.
-    fn ask(
+    fn select_moves(
         &self,
         victim: &Segment,
-        entries: &[Entry],
+        entries: &[RecordEntry],
         keep: &mut dyn FnMut(&RecordMeta, Address) -> bool,
-        reclaimed: &mut Reclaimed,
-    ) -> Vec<Move> {
+        reclaimed: &mut ReclaimOutcome,
+    ) -> Vec<BlockMove> {
         let now = self.io.clock.unix_ms();
         let mut moves = Vec::new();
         for entry in entries.iter().filter(|entry| entry.kind == EntryKind::Block) {
             let from = entry.address;
-            let Some(slot) = victim.state().slot(from.page()).filter(Slot::is_live) else {
+            let Some(slot) = victim.state().slot(from.page()).filter(BlockSlot::is_live) else {
                 continue;
             };
-            let own = slot.is_named(&entry.meta.key).then_some(entry.meta);
+            let own = slot.is_first_key(&entry.meta.key).then_some(entry.meta);
             let others: Vec<_> =
                 self.aliases().get(&from).into_iter().flatten().map(|alias| alias.meta).collect();
             let mut keys: Vec<RecordMeta> = own.into_iter().chain(others).collect();
@@ -117,7 +124,7 @@ impl SegmentFiles {
                 stays
             });
             if !keys.is_empty() {
-                moves.push(Move { from, keys });
+                moves.push(BlockMove { from, keys });
             }
         }
         moves
@@ -127,12 +134,12 @@ impl SegmentFiles {
     fn move_blocks(
         &self,
         victim: &Arc<Segment>,
-        moves: Vec<Move>,
-        reclaimed: &mut Reclaimed,
+        moves: Vec<BlockMove>,
+        reclaimed: &mut ReclaimOutcome,
         deadline: Deadline,
     ) -> Result<(), DiskError> {
         let payloads = self.read_payloads(victim, &moves, deadline)?;
-        let mut writer = self.enter(&self.writer, deadline)?;
+        let mut writer = self.lock(&self.writer, deadline)?;
         let mut pending = Vec::new();
         let mut placed = Vec::new();
         for (each, payload) in moves.into_iter().zip(payloads) {
@@ -144,20 +151,20 @@ impl SegmentFiles {
             };
             // A key may have been removed since it was asked about.
             let keys: Vec<_> =
-                each.keys.into_iter().filter(|meta| self.has(&meta.key, each.from)).collect();
+                each.keys.into_iter().filter(|meta| self.has_key(&meta.key, each.from)).collect();
             let Some(&first) = keys.first() else { continue };
             count(&self.counters.bytes_moved, u64::from(first.payload_bytes));
-            pending.push(Pending {
+            pending.push(PendingEntry {
                 kind: EntryKind::Block,
                 meta: first,
                 target: each.from,
                 checksum: sum,
                 sequence: None,
-                payload: Some(Payload::Pages(payload)),
+                payload: Some(PendingPayload::Pages(payload)),
             });
             placed.push((each.from, sum, keys));
         }
-        let written = self.write(&mut writer, pending, Space::Reserve, deadline);
+        let written = self.write(&mut writer, pending, SpaceClass::Reserve, deadline);
         for ((from, sum, keys), to) in placed.into_iter().zip(written) {
             let to = match to {
                 Ok(to) => to,
@@ -171,17 +178,18 @@ impl SegmentFiles {
             self.rewrite_aliases(&mut writer, &keys[1..], to, sum, deadline)?;
             self.aliases().remove(&from);
             reclaimed.moved.extend(keys.iter().map(|meta| (meta.key, from, to)));
-            self.forwards.write().unwrap_or_else(PoisonError::into_inner).insert(from, to);
+            self.moved_addresses.write().unwrap_or_else(PoisonError::into_inner).insert(from, to);
         }
         Ok(())
     }
 
-    fn has(&self, key: &cascade_block::BlockKey, address: Address) -> bool {
+    fn has_key(&self, key: &cascade_block::BlockKey, address: Address) -> bool {
         let Some(segment) = self.segment(address.segment()) else { return false };
         let slot = segment.state().slot(address.page());
         let aliases = self.aliases();
         let mut others = aliases.get(&address).into_iter().flatten();
-        slot.is_some_and(|slot| slot.is_named(key)) || others.any(|alias| alias.meta.key == *key)
+        slot.is_some_and(|slot| slot.is_first_key(key))
+            || others.any(|alias| alias.meta.key == *key)
     }
 
     fn rewrite_aliases(
@@ -193,7 +201,7 @@ impl SegmentFiles {
         deadline: Deadline,
     ) -> Result<(), DiskError> {
         let sequence = writer.next_sequence;
-        let pending = metas.iter().map(|&meta| Pending {
+        let pending = metas.iter().map(|&meta| PendingEntry {
             kind: EntryKind::Alias,
             meta,
             target: to,
@@ -202,7 +210,7 @@ impl SegmentFiles {
             payload: None,
         });
         let pending = pending.collect();
-        let written = self.write(writer, pending, Space::Reserve, deadline);
+        let written = self.write(writer, pending, SpaceClass::Reserve, deadline);
         for ((&meta, result), sequence) in metas.iter().zip(written).zip(sequence..) {
             result?;
             self.aliases().entry(to).or_default().push(Alias { meta, sequence });
@@ -214,7 +222,7 @@ impl SegmentFiles {
     fn read_payloads(
         &self,
         victim: &Arc<Segment>,
-        moves: &[Move],
+        moves: &[BlockMove],
         deadline: Deadline,
     ) -> Result<Vec<Option<(PageBuffer, u32)>>, DiskError> {
         let slots: Vec<_> = moves
@@ -250,17 +258,17 @@ impl SegmentFiles {
     }
 
     /// Writes aliases and tombstones again that stand here and speak of other segments.
-    fn carry_statements(
+    fn rewrite_foreign_entries(
         &self,
         writer: &mut WriterState,
         victim: &Segment,
-        entries: &[Entry],
+        entries: &[RecordEntry],
         deadline: Deadline,
     ) -> Result<(), DiskError> {
         let pending: Vec<_> = entries
             .iter()
-            .filter(|entry| entry.address.segment() != victim.number && self.still_holds(entry))
-            .map(|entry| Pending {
+            .filter(|entry| entry.address.segment() != victim.number && self.is_current(entry))
+            .map(|entry| PendingEntry {
                 kind: entry.kind,
                 meta: entry.meta,
                 target: entry.address,
@@ -269,13 +277,13 @@ impl SegmentFiles {
                 payload: None,
             })
             .collect();
-        self.write(writer, pending, Space::Owed, deadline)
+        self.write(writer, pending, SpaceClass::Overcommit, deadline)
             .into_iter()
             .collect::<Result<Vec<_>, _>>()
             .map(drop)
     }
 
-    fn still_holds(&self, entry: &Entry) -> bool {
+    fn is_current(&self, entry: &RecordEntry) -> bool {
         match entry.kind {
             EntryKind::Block => false,
             EntryKind::Tombstone => self.segment(entry.address.segment()).is_some(),
@@ -309,8 +317,8 @@ impl SegmentFiles {
 }
 
 /// Cuts moves into batches that fit in memory.
-fn batches(moves: Vec<Move>) -> Vec<Vec<Move>> {
-    let mut batches: Vec<Vec<Move>> = Vec::new();
+fn batches(moves: Vec<BlockMove>) -> Vec<Vec<BlockMove>> {
+    let mut batches: Vec<Vec<BlockMove>> = Vec::new();
     let mut bytes = u64::MAX;
     for each in moves {
         let length = u64::from(pages_of(u64::from(each.keys[0].payload_bytes))) * PAGE_BYTES as u64;

@@ -10,31 +10,31 @@ use std::sync::Arc;
 use cascade_block::Deadline;
 
 use super::recovery::load_checkpoint;
-use super::segment::{Index, Segment, Slot, UnknownEntries};
+use super::segment::{BlockSlot, EntriesError, EntryLocation, Segment};
 use super::{SegmentFiles, count};
 use crate::DiskError;
-use crate::format::{Entry, EntryKind, encode_entries};
+use crate::format::{EntryKind, RecordEntry, encode_entries};
 use crate::scan::{FileSource, read_frames};
 
 impl SegmentFiles {
-    /// All entries of a segment that can be had. The caller holds the reclaimer's gate.
+    /// All entries of a segment that can be had. The caller holds the reclaim_lock's mutex.
     pub(super) fn entries_of(
         &self,
         segment: &Arc<Segment>,
         deadline: Deadline,
-    ) -> Result<Vec<Entry>, DiskError> {
+    ) -> Result<Vec<RecordEntry>, DiskError> {
         let why = match segment.entries(&self.io, deadline) {
             Ok(entries) => return Ok(entries),
-            Err(UnknownEntries::Failed(error)) => return Err(error),
-            Err(UnknownEntries::Damaged(why)) => why,
+            Err(EntriesError::Failed(error)) => return Err(error),
+            Err(EntriesError::Damaged(why)) => why,
         };
-        let mut entries = self.scan_frames(segment, deadline)?;
+        let mut entries = self.read_frame_entries(segment, deadline)?;
         let lost = self.add_from_checkpoint(segment, &mut entries, deadline)?;
         entries.sort_by_key(|entry| entry.sequence);
-        segment.state_mut().index = Index::Memory(encode_entries(&entries));
+        segment.state_mut().entry_location = EntryLocation::Memory(encode_entries(&entries));
         count(&self.counters.structures_damaged, 1);
         let path = segment.path.display();
-        self.problems.note(format!(
+        self.problems.add(format!(
             "{path}: its footer is damaged ({why}); its frames give {} entries, {lost} blocks are \
              described nowhere and last until it is reclaimed",
             entries.len()
@@ -42,11 +42,11 @@ impl SegmentFiles {
         Ok(entries)
     }
 
-    fn scan_frames(
+    fn read_frame_entries(
         &self,
         segment: &Arc<Segment>,
         deadline: Deadline,
-    ) -> Result<Vec<Entry>, DiskError> {
+    ) -> Result<Vec<RecordEntry>, DiskError> {
         let (file, number, id) = (Arc::clone(&segment.file), segment.number, segment.id);
         let end_page = segment.state().end_page;
         let content = self.io.call("read", &segment.path, deadline, move |files| {
@@ -60,10 +60,10 @@ impl SegmentFiles {
     fn add_from_checkpoint(
         &self,
         segment: &Segment,
-        entries: &mut Vec<Entry>,
+        entries: &mut Vec<RecordEntry>,
         deadline: Deadline,
     ) -> Result<usize, DiskError> {
-        let mut missing: HashMap<u32, Slot> =
+        let mut missing: HashMap<u32, BlockSlot> =
             segment.state().live_slots().map(|slot| (slot.page(), *slot)).collect();
         for entry in entries.iter().filter(|entry| entry.kind == EntryKind::Block) {
             missing.remove(&entry.address.page());
@@ -75,7 +75,9 @@ impl SegmentFiles {
         for entry in checkpoint.ok().flatten().into_iter().flat_map(|it| it.entries) {
             let is_here = entry.kind == EntryKind::Block
                 && entry.address.segment() == segment.number
-                && missing.get(&entry.address.page()).is_some_and(|slot| slot.is_of(&entry));
+                && missing
+                    .get(&entry.address.page())
+                    .is_some_and(|slot| slot.matches_entry(&entry));
             if is_here {
                 missing.remove(&entry.address.page());
                 entries.push(entry);

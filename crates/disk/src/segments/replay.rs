@@ -5,14 +5,14 @@ use std::collections::HashMap;
 use cascade_block::BlockKey;
 
 use crate::Address;
-use crate::format::{Entry, EntryKind};
+use crate::format::{EntryKind, RecordEntry};
 
 /// Result of replaying all statements in order.
 #[derive(Debug, Default)]
-pub(crate) struct Replay {
-    pub(crate) live: Vec<Entry>,
+pub(crate) struct ReplayResult {
+    pub(crate) live: Vec<RecordEntry>,
     /// The blocks whose bytes live aliases name.
-    pub(crate) bodies: Vec<Entry>,
+    pub(crate) bodies: Vec<RecordEntry>,
     /// Blocks that a newer one of the same key replaced, without a tombstone.
     pub(crate) superseded: Vec<(BlockKey, Address)>,
     pub(crate) expired: u64,
@@ -22,11 +22,11 @@ pub(crate) struct Replay {
 }
 
 /// Takes statements in, oldest first: what names each key in the end.
-pub(crate) fn replay(entries: &[Entry], now_unix_ms: u64) -> Replay {
-    let mut outcome = Replay {
+pub(crate) fn replay(entries: &[RecordEntry], now_unix_ms: u64) -> ReplayResult {
+    let mut outcome = ReplayResult {
         sequence_end: entries.last().map_or(0, |last| last.sequence + 1),
         number_end: entries.iter().map(|each| each.address.segment() + 1).max().unwrap_or(0),
-        ..Replay::default()
+        ..ReplayResult::default()
     };
     let mut blocks: HashMap<Address, usize> = HashMap::with_capacity(entries.len());
     let mut names: HashMap<BlockKey, usize> = HashMap::with_capacity(entries.len());
@@ -46,8 +46,8 @@ pub(crate) fn replay(entries: &[Entry], now_unix_ms: u64) -> Replay {
                 }
             }
             EntryKind::Tombstone => {
-                let holder = names.get(&entry.meta.key);
-                if holder.is_some_and(|holder| entries[*holder].address == entry.address) {
+                let current = names.get(&entry.meta.key);
+                if current.is_some_and(|current| entries[*current].address == entry.address) {
                     names.remove(&entry.meta.key);
                 }
                 continue;

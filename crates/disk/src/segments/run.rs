@@ -4,9 +4,11 @@ use cascade_block::{BlockKey, Checksum, NamespaceId, checksum};
 use cascade_memory::Slab;
 
 use super::segment::Segment;
-use crate::format::{ENTRIES_PER_FRAME, Entry, EntryKind, Frame, PAGE_BYTES, pages_of};
+use crate::alignment::write_buffers;
+use crate::format::{
+    ENTRIES_PER_FRAME, EntryKind, PAGE_BYTES, RecordEntry, SegmentFrame, pages_of,
+};
 use crate::io::{Buffer, PageBuffer};
-use crate::placement::sending_buffers;
 use crate::{Address, RecordMeta};
 
 /// Most bytes and buffers of one write; the kernel takes 1,024 buffers at once.
@@ -15,7 +17,7 @@ const WRITE_BUFFERS_MAX: usize = 1000;
 
 /// A block's bytes on their way into a frame.
 #[derive(Debug)]
-pub(super) enum Payload {
+pub(super) enum PendingPayload {
     Slab(Slab),
     /// Padded to whole pages.
     Pages(PageBuffer),
@@ -23,7 +25,7 @@ pub(super) enum Payload {
 
 /// An entry that is to be written.
 #[derive(Debug)]
-pub(super) struct Pending {
+pub(super) struct PendingEntry {
     pub(super) kind: EntryKind,
     pub(super) meta: RecordMeta,
     /// What an alias or tombstone is about; a block's address is found when it is placed.
@@ -32,19 +34,19 @@ pub(super) struct Pending {
     pub(super) checksum: Checksum,
     /// Its old number when it is only rewritten; otherwise it gets the next.
     pub(super) sequence: Option<u64>,
-    pub(super) payload: Option<Payload>,
+    pub(super) payload: Option<PendingPayload>,
 }
 
 /// Frames that one write brings to a segment.
 #[derive(Debug, Default)]
-pub(super) struct Run {
-    pub(super) frames: Vec<Frame>,
+pub(super) struct WriteRun {
+    pub(super) frames: Vec<SegmentFrame>,
     pub(super) buffers: Vec<Buffer>,
     pub(super) pages: u32,
     pub(super) entries: usize,
 }
 
-impl Run {
+impl WriteRun {
     /// Whether the next entry needs a frame of its own.
     pub(super) fn needs_frame(&self) -> bool {
         self.frames.last().is_none_or(|frame| frame.entries.len() == ENTRIES_PER_FRAME)
@@ -61,11 +63,11 @@ impl Run {
         &mut self,
         segment: &Segment,
         start: u32,
-        pending: Pending,
+        pending: PendingEntry,
         next_sequence: &mut u64,
     ) {
         if self.needs_frame() {
-            self.frames.push(Frame {
+            self.frames.push(SegmentFrame {
                 segment_id: segment.id,
                 page: start + self.pages,
                 page_count: 1,
@@ -84,12 +86,12 @@ impl Run {
         };
         let pages = payload_pages(&pending);
         let payload_checksum = match &pending.payload {
-            Some(Payload::Slab(slab)) => checksum(slab),
-            Some(Payload::Pages(_)) | None => pending.checksum,
+            Some(PendingPayload::Slab(slab)) => checksum(slab),
+            Some(PendingPayload::Pages(_)) | None => pending.checksum,
         };
         let frame = self.frames.last_mut().expect("a frame was made above");
         frame.page_count += pages;
-        frame.entries.push(Entry {
+        frame.entries.push(RecordEntry {
             kind: pending.kind,
             meta: pending.meta,
             address,
@@ -100,8 +102,8 @@ impl Run {
         self.entries += 1;
         match pending.payload {
             None => {}
-            Some(Payload::Pages(pages)) => self.buffers.push(Buffer::Pages(pages)),
-            Some(Payload::Slab(slab)) => self.buffers.extend(sending_buffers(slab)),
+            Some(PendingPayload::Pages(pages)) => self.buffers.push(Buffer::Pages(pages)),
+            Some(PendingPayload::Slab(slab)) => self.buffers.extend(write_buffers(slab)),
         }
     }
 
@@ -125,7 +127,7 @@ impl Run {
 }
 
 /// The removal of a key, as an entry.
-pub(super) fn tombstone(key: &BlockKey, target: Address) -> Pending {
+pub(super) fn tombstone(key: &BlockKey, target: Address) -> PendingEntry {
     let meta = RecordMeta {
         key: *key,
         digest: None,
@@ -137,11 +139,11 @@ pub(super) fn tombstone(key: &BlockKey, target: Address) -> Pending {
         expires_unix_ms: None,
     };
     let kind = EntryKind::Tombstone;
-    Pending { kind, meta, target, checksum: 0, sequence: None, payload: None }
+    PendingEntry { kind, meta, target, checksum: 0, sequence: None, payload: None }
 }
 
 /// Pages that the payload of an entry takes in its segment.
-pub(super) fn payload_pages(pending: &Pending) -> u32 {
+pub(super) fn payload_pages(pending: &PendingEntry) -> u32 {
     match pending.kind {
         EntryKind::Block => pages_of(u64::from(pending.meta.payload_bytes)),
         EntryKind::Alias | EntryKind::Tombstone => 0,

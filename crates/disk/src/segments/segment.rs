@@ -8,9 +8,9 @@ use cascade_block::{BlockKey, Checksum, Deadline};
 
 use crate::DiskError;
 use crate::format::{
-    ENTRY_BYTES, Entry, EntryKind, PAGE_BYTES, RandomId, decode_entries, page_aligned,
+    ENTRY_BYTES, EntryKind, PAGE_BYTES, RandomId, RecordEntry, decode_entries, page_aligned,
 };
-use crate::io::{Io, PageBuffer};
+use crate::io::{FileIo, PageBuffer};
 
 /// A file of blocks.
 #[derive(Debug)]
@@ -26,8 +26,8 @@ pub(super) struct Segment {
 #[derive(Debug)]
 pub(super) struct SegmentState {
     /// In the order of their payloads.
-    slots: Vec<Slot>,
-    pub(super) index: Index,
+    slots: Vec<BlockSlot>,
+    pub(super) entry_location: EntryLocation,
     /// Bytes that the file takes on the device.
     pub(super) file_bytes: u64,
     /// Bytes of live payloads, padded to pages.
@@ -38,7 +38,7 @@ pub(super) struct SegmentState {
 
 /// Where all entries of a segment stand.
 #[derive(Debug, Clone)]
-pub(super) enum Index {
+pub(super) enum EntryLocation {
     /// Here, encoded: the segment has no footer, or not yet.
     Memory(Vec<u8>),
     /// In the footer.
@@ -47,40 +47,40 @@ pub(super) enum Index {
 
 /// One block of a segment.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Slot {
+pub(super) struct BlockSlot {
     fingerprint: [u32; 2],
     page: u32,
     pub(super) payload_bytes: u32,
     pub(super) checksum: Checksum,
     /// Whether the key that it was written under still names it.
-    is_named: bool,
+    has_first_key: bool,
     /// Whether anything names it.
     is_live: bool,
 }
 
-fn halves(key: &BlockKey) -> [u32; 2] {
+fn key_fingerprint(key: &BlockKey) -> [u32; 2] {
     let bytes = key.as_bytes();
     let half =
         |at: usize| u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]]);
     [half(0), half(4)]
 }
 
-impl Slot {
+impl BlockSlot {
     /// The page at which its payload starts.
     pub(super) fn page(&self) -> u32 {
         self.page
     }
 
     /// Whether an entry describes it.
-    pub(super) fn is_of(&self, entry: &Entry) -> bool {
+    pub(super) fn matches_entry(&self, entry: &RecordEntry) -> bool {
         self.payload_bytes == entry.meta.payload_bytes
             && self.checksum == entry.payload_checksum
-            && self.fingerprint == halves(&entry.meta.key)
+            && self.fingerprint == key_fingerprint(&entry.meta.key)
     }
 
     /// Whether the block was written under this key, and still has it.
-    pub(super) fn is_named(&self, key: &BlockKey) -> bool {
-        self.is_named && self.fingerprint == halves(key)
+    pub(super) fn is_first_key(&self, key: &BlockKey) -> bool {
+        self.has_first_key && self.fingerprint == key_fingerprint(key)
     }
 
     pub(super) fn is_live(&self) -> bool {
@@ -116,15 +116,15 @@ impl Segment {
         &self,
         io: &Io,
         deadline: Deadline,
-    ) -> Result<Vec<Entry>, UnknownEntries> {
-        let index = self.state().index.clone();
-        match index {
-            Index::Memory(encoded) => Ok(encoded
+    ) -> Result<Vec<RecordEntry>, EntriesError> {
+        let entry_location = self.state().entry_location.clone();
+        match entry_location {
+            EntryLocation::Memory(encoded) => Ok(encoded
                 .chunks(ENTRY_BYTES)
-                .map(Entry::decode)
+                .map(RecordEntry::decode)
                 .collect::<Result<_, _>>()
                 .expect("entries in memory were encoded here")),
-            Index::Footer { page, count, checksum } => {
+            EntryLocation::Footer { page, count, checksum } => {
                 let file = Arc::clone(&self.file);
                 let bytes = count as usize * ENTRY_BYTES;
                 let footer = io.call("read", &self.path, deadline, move |files| {
@@ -135,11 +135,11 @@ impl Segment {
                 });
                 match footer {
                     Ok(footer) => decode_entries(&footer.bytes()[..bytes], checksum)
-                        .map_err(|error| UnknownEntries::Damaged(error.to_string())),
+                        .map_err(|error| EntriesError::Damaged(error.to_string())),
                     Err(DiskError::Io { source, .. }) => {
-                        Err(UnknownEntries::Damaged(source.to_string()))
+                        Err(EntriesError::Damaged(source.to_string()))
                     }
-                    Err(error) => Err(UnknownEntries::Failed(error)),
+                    Err(error) => Err(EntriesError::Failed(error)),
                 }
             }
         }
@@ -148,7 +148,7 @@ impl Segment {
 
 /// Why the entries of a segment could not be had.
 #[derive(Debug)]
-pub(super) enum UnknownEntries {
+pub(super) enum EntriesError {
     /// Its footer is not what was written, or the device does not give it.
     Damaged(String),
     /// The call failed; the footer may be right.
@@ -160,7 +160,7 @@ impl SegmentState {
     pub(super) fn empty(file_bytes: u64) -> Self {
         Self {
             slots: Vec::new(),
-            index: Index::Memory(Vec::new()),
+            entry_location: EntryLocation::Memory(Vec::new()),
             file_bytes,
             live_bytes: 0,
             end_page: 1,
@@ -168,8 +168,8 @@ impl SegmentState {
     }
 
     /// Takes in an entry that was written behind all others.
-    pub(super) fn record(&mut self, entry: &Entry) {
-        if let Index::Memory(encoded) = &mut self.index {
+    pub(super) fn add_entry(&mut self, entry: &RecordEntry) {
+        if let EntryLocation::Memory(encoded) = &mut self.entry_location {
             let start = encoded.len();
             encoded.resize(start + ENTRY_BYTES, 0);
             entry.encode(&mut encoded[start..]);
@@ -180,15 +180,15 @@ impl SegmentState {
     }
 
     /// Takes in a live block, behind all others.
-    pub(super) fn add_slot(&mut self, entry: &Entry) {
+    pub(super) fn add_slot(&mut self, entry: &RecordEntry) {
         let page = entry.address.page();
         debug_assert!(self.slots.last().is_none_or(|last| last.page < page));
-        let slot = Slot {
-            fingerprint: halves(&entry.meta.key),
+        let slot = BlockSlot {
+            fingerprint: key_fingerprint(&entry.meta.key),
             page,
             payload_bytes: entry.meta.payload_bytes,
             checksum: entry.payload_checksum,
-            is_named: true,
+            has_first_key: true,
             is_live: true,
         };
         self.live_bytes += slot.padded_bytes();
@@ -196,7 +196,7 @@ impl SegmentState {
     }
 
     /// The block whose payload starts at a page.
-    pub(super) fn slot(&self, page: u32) -> Option<Slot> {
+    pub(super) fn slot(&self, page: u32) -> Option<BlockSlot> {
         self.position(page).map(|at| self.slots[at])
     }
 
@@ -205,35 +205,35 @@ impl SegmentState {
     }
 
     /// Takes the first key from a block; it dies unless it has another.
-    pub(super) fn unname(&mut self, page: u32, has_alias: bool) {
+    pub(super) fn remove_first_key(&mut self, page: u32, has_alias: bool) {
         if let Some(at) = self.position(page) {
-            self.slots[at].is_named = false;
+            self.slots[at].has_first_key = false;
         }
         if !has_alias {
-            self.kill(page);
+            self.mark_dead(page);
         }
     }
 
     /// The last alias of a block is gone; it dies unless its first key still names it.
-    pub(super) fn kill_unless_named(&mut self, page: u32) {
-        if self.position(page).is_some_and(|at| !self.slots[at].is_named) {
-            self.kill(page);
+    pub(super) fn mark_dead_if_unkeyed(&mut self, page: u32) {
+        if self.position(page).is_some_and(|at| !self.slots[at].has_first_key) {
+            self.mark_dead(page);
         }
     }
 
     /// Nothing names the block any more.
-    pub(super) fn kill(&mut self, page: u32) {
+    pub(super) fn mark_dead(&mut self, page: u32) {
         let Some(at) = self.position(page) else { return };
         let slot = &mut self.slots[at];
         if slot.is_live {
             slot.is_live = false;
-            slot.is_named = false;
+            slot.has_first_key = false;
             self.live_bytes -= slot.padded_bytes();
         }
     }
 
     /// The blocks that anything names.
-    pub(super) fn live_slots(&self) -> impl Iterator<Item = &Slot> {
+    pub(super) fn live_slots(&self) -> impl Iterator<Item = &BlockSlot> {
         self.slots.iter().filter(|slot| slot.is_live)
     }
 
@@ -242,9 +242,9 @@ impl SegmentState {
     }
 
     pub(super) fn entry_count(&self) -> usize {
-        match &self.index {
-            Index::Memory(encoded) => encoded.len() / ENTRY_BYTES,
-            Index::Footer { count, .. } => *count as usize,
+        match &self.entry_location {
+            EntryLocation::Memory(encoded) => encoded.len() / ENTRY_BYTES,
+            EntryLocation::Footer { count, .. } => *count as usize,
         }
     }
 }

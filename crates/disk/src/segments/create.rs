@@ -16,17 +16,17 @@ use crate::io::{Buffer, OpenMode, PageBuffer, Transfer, TransferKind};
 use crate::random::random_bytes;
 
 /// So many names in a row may be taken when a segment is begun.
-const NAMES_TRIED_MAX: u32 = 64;
+const NAME_TRIES_MAX: u32 = 64;
 
 impl SegmentFiles {
     /// Creates the next segment's file and writes its header.
-    pub(super) fn begin_segment(
+    pub(super) fn create_segment_file(
         &self,
         writer: &mut WriterState,
         allocate_bytes: u64,
         deadline: Deadline,
     ) -> Result<Arc<Segment>, DiskError> {
-        let (number, path, file) = self.create_segment(writer, allocate_bytes, deadline)?;
+        let (number, path, file) = self.create_segment_file(writer, allocate_bytes, deadline)?;
         let file = Arc::new(file);
         let header = SegmentHeader {
             segment_id: random_bytes().map_err(|error| DiskError::from_io("name", &path, error))?,
@@ -56,11 +56,11 @@ impl SegmentFiles {
             .write()
             .unwrap_or_else(std::sync::PoisonError::into_inner)
             .insert(number, Arc::clone(&segment));
-        written.inspect_err(|_| self.fail(writer, &segment)).map(|()| segment)
+        written.inspect_err(|_| self.close_failed(writer, &segment)).map(|()| segment)
     }
 
     /// Creates the file of the next number whose name is free.
-    fn create_segment(
+    fn create_segment_file(
         &self,
         writer: &mut WriterState,
         allocate_bytes: u64,
@@ -79,10 +79,10 @@ impl SegmentFiles {
             match created {
                 Ok(file) => return Ok((number, path, file)),
                 Err(DiskError::Io { source, .. })
-                    if source.kind() == io::ErrorKind::AlreadyExists && tries < NAMES_TRIED_MAX =>
+                    if source.kind() == io::ErrorKind::AlreadyExists && tries < NAME_TRIES_MAX =>
                 {
                     let path = path.display();
-                    self.problems.note(format!("{path}: not made by this writer; left alone"));
+                    self.problems.add(format!("{path}: not made by this writer; left alone"));
                 }
                 Err(error) => return Err(error),
             }

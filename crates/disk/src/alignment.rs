@@ -15,7 +15,7 @@ fn direct_bytes(block: &[u8]) -> usize {
 }
 
 /// A block's bytes, padded with zeroes to whole pages.
-pub(crate) fn sending_buffers(slab: Slab) -> Vec<Buffer> {
+pub(crate) fn write_buffers(slab: Slab) -> Vec<Buffer> {
     let direct = direct_bytes(&slab);
     let rest = (direct < slab.len()).then(|| PageBuffer::copied(&slab[direct..]));
     let straight = (direct > 0).then(|| Buffer::Sealed(slab, 0..direct));
@@ -23,7 +23,7 @@ pub(crate) fn sending_buffers(slab: Slab) -> Vec<Buffer> {
 }
 
 /// Room for a block of exactly the slab's length, padded to whole pages.
-pub(crate) fn receiving_buffers(slab: SlabMut) -> Vec<Buffer> {
+pub(crate) fn read_buffers(slab: SlabMut) -> Vec<Buffer> {
     let (direct, length) = (direct_bytes(&slab), slab.len());
     let mut buffers = vec![Buffer::Open(slab, 0..direct)];
     if direct < length {
@@ -33,7 +33,7 @@ pub(crate) fn receiving_buffers(slab: SlabMut) -> Vec<Buffer> {
 }
 
 /// The slab of a finished read, complete.
-pub(crate) fn received_slab(transfer: Transfer, payload_bytes: usize) -> SlabMut {
+pub(crate) fn slab_from_read(transfer: Transfer, payload_bytes: usize) -> SlabMut {
     let mut slab = None;
     let mut rest = None;
     for buffer in transfer.buffers {

@@ -6,19 +6,19 @@ use cascade_block::BlockKey;
 
 use super::block_file::{address_of, file_bytes};
 use crate::Address;
-use crate::format::Entry;
+use crate::format::RecordEntry;
 
 /// Dead places of the order that are kept before it is swept.
-const DEAD_PLACES_MAX: usize = 64;
+const STALE_ORDER_MAX: usize = 64;
 
 /// The files that this writer knows of. A hint: others add and remove files at any time.
 #[derive(Debug, Default)]
-pub(super) struct Known {
-    files: HashMap<BlockKey, KnownFile>,
+pub(super) struct BlockFileTable {
+    files: HashMap<BlockKey, TableFile>,
     /// The key of every file in `files`, by its write.
     keys: HashMap<Address, BlockKey>,
     /// The order in which files are reclaimed; may name writes that are gone.
-    order: VecDeque<Address>,
+    reclaim_order: VecDeque<Address>,
     used_bytes: u64,
     /// Files whose header is damaged: they cannot be read, and a reclaim removes them first.
     damaged: Vec<DamagedFile>,
@@ -35,33 +35,33 @@ pub(super) struct DamagedFile {
 }
 
 #[derive(Debug, Clone, Copy)]
-struct KnownFile {
+struct TableFile {
     address: Address,
     bytes: u64,
 }
 
-impl Known {
+impl BlockFileTable {
     /// Takes in what a file's header says; another write of the same key is forgotten.
-    pub(super) fn add(&mut self, entry: &Entry) {
+    pub(super) fn add(&mut self, entry: &RecordEntry) {
         let (key, address) = (entry.meta.key, address_of(entry));
-        if self.is(&key, address) {
+        if self.contains(&key, address) {
             return;
         }
         let bytes = file_bytes(entry.meta.payload_bytes);
-        if let Some(before) = self.files.insert(key, KnownFile { address, bytes }) {
+        if let Some(before) = self.files.insert(key, TableFile { address, bytes }) {
             self.keys.remove(&before.address);
             self.used_bytes -= before.bytes;
         }
         self.keys.insert(address, key);
         self.used_bytes += bytes;
-        self.order.push_back(address);
-        if self.order.len() > 2 * self.keys.len() + DEAD_PLACES_MAX {
-            self.order.retain(|each| self.keys.contains_key(each));
+        self.reclaim_order.push_back(address);
+        if self.reclaim_order.len() > 2 * self.keys.len() + STALE_ORDER_MAX {
+            self.reclaim_order.retain(|each| self.keys.contains_key(each));
         }
     }
 
     /// Whether a key's file is that of a write.
-    pub(super) fn is(&self, key: &BlockKey, address: Address) -> bool {
+    pub(super) fn contains(&self, key: &BlockKey, address: Address) -> bool {
         self.files.get(key).is_some_and(|file| file.address == address)
     }
 
@@ -75,8 +75,8 @@ impl Known {
     }
 
     /// Forgets a write; the bytes of its file, or 0 if it was not known.
-    pub(super) fn forget(&mut self, key: &BlockKey, address: Address) -> u64 {
-        if !self.is(key, address) {
+    pub(super) fn remove(&mut self, key: &BlockKey, address: Address) -> u64 {
+        if !self.contains(key, address) {
             return 0;
         }
         self.keys.remove(&address);
@@ -86,8 +86,8 @@ impl Known {
     }
 
     /// Takes the next write to reclaim out of the order: key, address, bytes.
-    pub(super) fn next_in_order(&mut self) -> Option<(BlockKey, Address, u64)> {
-        while let Some(address) = self.order.pop_front() {
+    pub(super) fn pop_oldest(&mut self) -> Option<(BlockKey, Address, u64)> {
+        while let Some(address) = self.reclaim_order.pop_front() {
             if let Some(key) = self.keys.get(&address) {
                 return Some((*key, address, self.files.get(key).map_or(0, |file| file.bytes)));
             }
@@ -108,8 +108,8 @@ impl Known {
     }
 
     /// Puts writes back behind the others.
-    pub(super) fn put_back(&mut self, writes: impl IntoIterator<Item = Address>) {
-        self.order.extend(writes);
+    pub(super) fn requeue(&mut self, writes: impl IntoIterator<Item = Address>) {
+        self.reclaim_order.extend(writes);
     }
 
     /// Reads answer `Gone` from now on, whatever becomes of the files.
