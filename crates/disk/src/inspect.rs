@@ -1,4 +1,4 @@
-//! What lies in a directory, read without a lock and without changing anything.
+//! Reports the contents of a directory. It takes no lock and changes nothing.
 
 use std::collections::{BTreeMap, HashSet};
 use std::fs::File;
@@ -17,70 +17,70 @@ use crate::scan::{
 use crate::segments::replay;
 use crate::{Address, DiskError, EngineKind, RecordMeta, StoredManifest, manifests};
 
-/// How a record stands.
+/// The state of a record.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RecordState {
-    /// Its key finds it.
+    /// A lookup of its key finds it.
     Live,
-    /// Removed, replaced or expired; its space comes back with its segment.
+    /// Removed, replaced or expired. Its space is freed when its segment is reclaimed.
     Dead,
-    /// Its payload is not what was written.
+    /// Its payload does not match its checksum or is truncated.
     Damaged,
 }
 
-/// A record that an inspection came across.
+/// A record that an inspection found.
 #[derive(Debug, Clone, Copy)]
 pub struct InspectedRecord<'a> {
-    /// The file that it stands in.
+    /// The file that contains it.
     pub path: &'a Path,
-    /// What it says about its block.
+    /// The metadata of its block.
     pub meta: &'a RecordMeta,
-    /// Where the block lies.
+    /// The address of the block.
     pub address: Address,
-    /// Whether it gives stored bytes another key.
+    /// Whether it is an alias: another key for stored bytes.
     pub is_alias: bool,
-    /// How it stands.
+    /// Its state.
     pub state: RecordState,
 }
 
-/// One segment, or all files of a file-per-block directory together.
+/// The report on one segment, or on all block files of a directory together.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct FileReport {
     /// The segment, or the directory of the block files.
     pub path: PathBuf,
-    /// Bytes that it takes.
+    /// Size in bytes.
     pub file_bytes: u64,
-    /// Whether it ends with a good footer.
+    /// Whether it ends with an intact footer.
     pub is_sealed: bool,
-    /// Blocks by how they stand; bytes are padded to pages.
+    /// Live blocks. Bytes here and below are padded to pages.
     pub live_records: u64,
     /// Bytes of live payloads.
     pub live_bytes: u64,
-    /// Blocks that nothing names.
+    /// Blocks without a live key.
     pub dead_records: u64,
-    /// Their bytes.
+    /// Bytes of dead payloads.
     pub dead_bytes: u64,
-    /// Blocks whose payload does not match its checksum or is cut short.
+    /// Blocks whose payload does not match its checksum or is truncated.
     pub damaged_records: u64,
-    /// Their bytes, where known.
+    /// Bytes of damaged payloads, if known.
     pub damaged_bytes: u64,
-    /// What is wrong, in words.
+    /// Descriptions of what is wrong.
     pub problems: Vec<String>,
 }
 
-/// What lies in a directory.
+/// The report on a directory.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct InspectReport {
-    /// Every segment, by name; then the block files, if there are any.
+    /// Every segment in the order of names, then the block files if there are any.
     pub files: Vec<FileReport>,
     /// The manifests.
     pub manifests: Vec<StoredManifest>,
-    /// What is wrong with other files.
+    /// Problems of other files.
     pub problems: Vec<String>,
 }
 
 impl InspectReport {
-    /// Whether everything is as it was written.
+    /// Whether no damage was found.
     pub fn is_clean(&self) -> bool {
         let is_bad = |manifest: &StoredManifest| matches!(manifest, StoredManifest::Bad { .. });
         self.problems.is_empty()
@@ -89,10 +89,13 @@ impl InspectReport {
     }
 }
 
-/// Looks through a directory that may be in use or damaged, and tells `visitor` of each record.
+/// Inspects a directory, which may be in use or damaged, and calls `visitor` for each record.
 ///
-/// With `verify_payload` every payload of a live block is read and checked. Files that cannot be
-/// read are problems in the report; an error is only a directory that cannot be listed.
+/// With `verify_payload` the payload of every live block is read and checked. Files that cannot be
+/// read are problems in the report.
+///
+/// # Errors
+/// If the directory cannot be listed.
 pub fn inspect(
     directory: &Path,
     verify_payload: bool,
@@ -140,7 +143,8 @@ fn checkpoint_problem(path: &Path) -> Option<String> {
     }
 }
 
-/// All segments of one writer: what is live follows from all of them together.
+/// Inspects all segments of one writer together: an entry in one segment may replace or remove a
+/// block in another.
 fn inspect_writer(
     segments: &[(u32, PathBuf)],
     verify_payload: bool,
@@ -160,7 +164,7 @@ fn inspect_writer(
                     let count = content.damaged_structures;
                     file_report
                         .problems
-                        .push(format!("{count} headers, frames or footers are damaged"));
+                        .push(format!("{count} damaged headers, frames or footers"));
                 }
                 all.extend_from_slice(&content.entries);
                 found.push((file_report, Some((file, content.entries))));
@@ -202,7 +206,7 @@ fn inspect_writer(
 }
 
 impl FileReport {
-    /// Counts a block or alias, and says how it stands.
+    /// Counts a block or alias and returns its state.
     fn add(&mut self, entry: &RecordEntry, named: bool, held: bool, right: bool) -> RecordState {
         let bytes = page_aligned(u64::from(entry.meta.payload_bytes));
         if entry.kind == EntryKind::Block {
@@ -233,7 +237,8 @@ fn read_file(
     match read_segment(&source, options) {
         Ok(mut content) => {
             if let Some(trailer) = content.trailer.filter(|_| verify_frames) {
-                // The footer repeats what frames say; report a damaged frame before it is needed.
+                // The footer repeats the entries of the frames. Recovery needs the frames only if
+                // the footer is damaged, so report a damaged frame now.
                 let (id, end_page) = (trailer.segment_id, trailer.entries_page);
                 let frames = read_frames(&source, number, id, end_page);
                 let frames = frames.map_err(|error| error.to_string())?;
@@ -244,7 +249,7 @@ fn read_file(
         }
         Err(ScanError::Io(error)) => Err(error.to_string()),
         Err(ScanError::Version(found)) => Err(format!(
-            "format version {found}, this program reads {}",
+            "it has format version {found}, this program reads {}",
             crate::format::FORMAT_VERSION
         )),
     }
@@ -286,7 +291,7 @@ fn inspect_block_file(
     let text = |error: io::Error| error.to_string();
     let entry = read_header(&SystemFiles, path, key)
         .map_err(text)?
-        .ok_or_else(|| "its header is damaged or another block's".to_owned())?;
+        .ok_or_else(|| "its header is damaged or belongs to another block".to_owned())?;
     let file = SystemFiles.open(path, OpenMode::Read, false).map_err(text)?;
     let source = FileSource { files: &SystemFiles, file: &file };
     let file_bytes = source.length().map_err(text)?;

@@ -1,8 +1,9 @@
-//! The file tier's bytes: segments, block files, and the engines that read and write them.
+//! The file tier: segments, block files, and the I/O engines that read and write them.
 //!
-//! Which blocks lie here, and which leave, is decided above. This crate keeps them so that they
-//! come back right or not at all: every payload carries a checksum that a read checks, every call
-//! has a deadline, and a restart finds what was stored. `docs/segment-format.md` draws the bytes.
+//! The store above decides which blocks this tier holds and which it evicts. This crate stores
+//! their bytes: each payload has a checksum that every read verifies, each call has a deadline, and
+//! a restart recovers what was stored. A damaged block is a miss, never wrong bytes.
+//! `docs/segment-format.md` specifies the format.
 
 mod alignment;
 mod config;

@@ -1,19 +1,20 @@
-//! A lock that is waited for no longer than a deadline.
+//! A mutex whose `lock` waits no longer than a deadline.
 
 use std::ops::{Deref, DerefMut};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
 use cascade_block::{Clock, Deadline};
 
-/// Guards a value that is held during I/O, so that a hung disk does not hang the next caller.
+/// Guards a value that is locked during I/O, so that a hung disk does not block later callers
+/// beyond their deadlines.
 #[derive(Debug)]
 pub(crate) struct TimedMutex<T> {
-    is_taken: Mutex<bool>,
-    freed: Condvar,
+    is_locked: Mutex<bool>,
+    unlocked: Condvar,
     value: Mutex<T>,
 }
 
-/// Holds the mutex until dropped.
+/// Unlocks the mutex when dropped.
 #[derive(Debug)]
 pub(crate) struct TimedMutexGuard<'a, T> {
     mutex: &'a TimedMutex<T>,
@@ -22,27 +23,30 @@ pub(crate) struct TimedMutexGuard<'a, T> {
 
 impl<T> TimedMutex<T> {
     pub(crate) fn new(value: T) -> Self {
-        Self { is_taken: Mutex::new(false), freed: Condvar::new(), value: Mutex::new(value) }
+        Self { is_locked: Mutex::new(false), unlocked: Condvar::new(), value: Mutex::new(value) }
     }
 
-    /// Waits for the value; nothing if the deadline passes first.
+    /// Locks the mutex. Returns `None` if the deadline passes first.
     pub(crate) fn lock(
         &self,
         deadline: Deadline,
         clock: &dyn Clock,
     ) -> Option<TimedMutexGuard<'_, T>> {
-        let mut is_taken = self.is_taken.lock().unwrap_or_else(PoisonError::into_inner);
-        while *is_taken {
+        let mut is_locked = self.is_locked.lock().unwrap_or_else(PoisonError::into_inner);
+        while *is_locked {
             let left = deadline.remaining(clock);
             if left.is_zero() {
                 return None;
             }
-            is_taken =
-                self.freed.wait_timeout(is_taken, left).unwrap_or_else(PoisonError::into_inner).0;
+            is_locked = self
+                .unlocked
+                .wait_timeout(is_locked, left)
+                .unwrap_or_else(PoisonError::into_inner)
+                .0;
         }
-        *is_taken = true;
-        drop(is_taken);
-        // Never contended: only who set `is_taken` gets here.
+        *is_locked = true;
+        drop(is_locked);
+        // Never contended: only the thread that set `is_locked` locks `value`.
         let value = self.value.lock().unwrap_or_else(PoisonError::into_inner);
         Some(TimedMutexGuard { mutex: self, value })
     }
@@ -64,7 +68,7 @@ impl<T> DerefMut for TimedMutexGuard<'_, T> {
 
 impl<T> Drop for TimedMutexGuard<'_, T> {
     fn drop(&mut self) {
-        *self.mutex.is_taken.lock().unwrap_or_else(PoisonError::into_inner) = false;
-        self.mutex.freed.notify_one();
+        *self.mutex.is_locked.lock().unwrap_or_else(PoisonError::into_inner) = false;
+        self.mutex.unlocked.notify_one();
     }
 }

@@ -29,7 +29,7 @@ impl PerBlockFiles {
         deadline: Deadline,
     ) -> Result<(Self, Recovery), DiskError> {
         let directory = config.directory.clone();
-        let lock = DirectoryLock::make(&io, &config, deadline)?;
+        let lock = DirectoryLock::acquire(&io, &config, deadline)?;
         let is_direct = config.direct && probe_direct(&io, &config, deadline)?;
         let writer = config.writer.to_string();
         let blocks = directory.join("blocks");

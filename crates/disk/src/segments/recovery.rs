@@ -43,7 +43,7 @@ impl SegmentFiles {
         deadline: Deadline,
     ) -> Result<(Self, Recovery), DiskError> {
         let directory = config.directory.clone();
-        let lock = DirectoryLock::make(&io, &config, deadline)?;
+        let lock = DirectoryLock::acquire(&io, &config, deadline)?;
         let is_direct = config.direct && probe_direct(&io, &config, deadline)?;
         let mut recovery = Recovery::default();
         let problems = ProblemLog::new(lock.problem());
