@@ -1,4 +1,4 @@
-//! An entry: 160 bytes about one block, the same in frames, footers and checkpoints.
+//! An entry: 160 bytes about one block, identical in frames, footers and checkpoints.
 
 use cascade_block::{BlockKey, Checksum, Digest, NamespaceId};
 
@@ -14,34 +14,34 @@ const HAS_PARENT: u8 = 2;
 const IS_PREFIX: u8 = 4;
 const EXPIRES: u8 = 8;
 
-/// What an entry says about its key.
+/// The kind of an entry.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum EntryKind {
-    /// The block's bytes lie at the entry's address.
+    /// The block is stored at the entry's address.
     Block,
-    /// The key names bytes that were stored under another key, at the entry's address.
+    /// The key is another name for the block at the entry's address.
     Alias,
-    /// The key no longer names what lies at the entry's address.
+    /// The key no longer refers to the block at the entry's address.
     Tombstone,
 }
 
-/// One statement about one key.
+/// An entry about one key.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RecordEntry {
-    /// What is stated.
+    /// Its kind.
     pub kind: EntryKind,
-    /// About which block.
+    /// The metadata of the block.
     pub meta: RecordMeta,
-    /// Where the bytes lie that this is about.
+    /// The address of the block.
     pub address: Address,
     /// CRC-32C of the payload; zero in a tombstone.
     pub payload_checksum: Checksum,
-    /// Orders the statements of one writer; of two about a key the higher one holds.
+    /// The order of a writer's entries: of two about the same key the higher number is valid.
     pub sequence: u64,
 }
 
 impl RecordEntry {
-    /// Writes the entry into the first 160 bytes of `target`.
+    /// Encodes the entry into the first 160 bytes of `target`.
     pub fn encode(&self, target: &mut [u8]) {
         let meta = &self.meta;
         let flag = |set: bool, bit: u8| if set { bit } else { 0 };
@@ -70,7 +70,7 @@ impl RecordEntry {
             .bytes(&[0; 6]);
     }
 
-    /// Reads an entry from bytes whose checksum was found right.
+    /// Decodes an entry from bytes whose checksum was verified.
     pub fn decode(source: &[u8]) -> Result<Self, FormatError> {
         let source = source.get(..ENTRY_BYTES).ok_or(FormatError::Truncated)?;
         let mut reader = FieldReader::new(source);

@@ -1,4 +1,4 @@
-//! The end of a sealed segment: all its entries in a row, then a trailer page that finds them.
+//! The footer of a sealed segment: all its entries, then a trailer page with their position.
 
 use cascade_block::{Checksum, checksum};
 
@@ -7,30 +7,30 @@ use super::{ENTRY_BYTES, FormatError, PAGE_BYTES, RandomId, RecordEntry, page_al
 
 const MAGIC: [u8; 8] = *b"CSCFOOTR";
 
-/// The last page of a sealed segment.
+/// The trailer: the last page of a sealed segment.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SegmentTrailer {
-    /// The segment that it ends.
+    /// The segment ID.
     pub segment_id: RandomId,
-    /// That segment's number.
+    /// The segment number.
     pub number: u32,
-    /// The page at which the entries start; frames end there.
+    /// The page at which the entries start and the frames end.
     pub entries_page: u32,
-    /// How many entries there are.
+    /// The number of entries.
     pub entry_count: u32,
     /// CRC-32C of the entries' bytes.
     pub entries_checksum: Checksum,
 }
 
-/// Bytes that a footer with that many entries takes, trailer included.
+/// Size of a footer with this number of entries, including the trailer.
 pub fn footer_bytes(entry_count: usize) -> u64 {
     page_aligned(entry_count as u64 * ENTRY_BYTES as u64) + PAGE_BYTES as u64
 }
 
-/// Builds a footer: entries that are encoded already, padding, trailer.
+/// Builds a footer: the encoded entries, padding, trailer.
 ///
 /// # Panics
-/// With more entries than a segment can hold.
+/// If there are more entries than a segment can hold.
 pub fn encode_footer(
     encoded_entries: &[u8],
     segment_id: RandomId,
@@ -64,7 +64,7 @@ impl SegmentTrailer {
         finish_page(page);
     }
 
-    /// Reads the last page of a file of `file_bytes`.
+    /// Decodes the last page of a file of `file_bytes`.
     pub fn decode(page: &[u8], file_bytes: u64) -> Result<Self, FormatError> {
         let mut reader = open_page(page, MAGIC)?;
         let trailer = Self {
@@ -83,7 +83,7 @@ impl SegmentTrailer {
     }
 }
 
-/// Encodes entries in a row.
+/// Encodes entries without gaps.
 pub fn encode_entries(entries: &[RecordEntry]) -> Vec<u8> {
     let mut encoded = vec![0; entries.len() * ENTRY_BYTES];
     for (slot, entry) in encoded.chunks_mut(ENTRY_BYTES).zip(entries) {
@@ -92,7 +92,7 @@ pub fn encode_entries(entries: &[RecordEntry]) -> Vec<u8> {
     encoded
 }
 
-/// Reads entries that stand in a row and whose checksum is known.
+/// Decodes entries without gaps after checking their checksum.
 pub fn decode_entries(bytes: &[u8], sum: Checksum) -> Result<Vec<RecordEntry>, FormatError> {
     if checksum(bytes) != sum {
         return Err(FormatError::Checksum);
