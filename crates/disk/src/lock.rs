@@ -84,7 +84,7 @@ impl DirectoryLock {
             return Ok(());
         }
         Err(io::Error::other(
-            "this is not the directory that was opened; check that its file system is still mounted",
+            "not the directory that was opened; check that its file system is still mounted",
         ))
     }
 
@@ -105,8 +105,8 @@ impl DirectoryLock {
                 Ok(())
             }
             Ok(_) => Err(io::Error::other(format!(
-                "{} was replaced, so this process no longer holds its lock; another process may write \
-                 to the directory",
+                "{} was replaced, so this process no longer holds the lock; another process may \
+                 write to the directory",
                 path.display()
             ))),
             Err(error) => Err(error),

@@ -46,7 +46,8 @@ impl<T> TimedMutex<T> {
         }
         *is_locked = true;
         drop(is_locked);
-        // Never contended: only the thread that set `is_locked` locks `value`.
+        // Waits at most for the previous guard, which unlocks `value` right after it cleared
+        // `is_locked`.
         let value = self.value.lock().unwrap_or_else(PoisonError::into_inner);
         Some(TimedMutexGuard { mutex: self, value })
     }

@@ -1,4 +1,4 @@
-//! A disk that fails at the k-th call, for tests of everything that stands on files.
+//! Fault injection: a disk that fails at the k-th call, for tests of everything that uses files.
 
 use std::fs::File;
 use std::io;
@@ -14,22 +14,22 @@ use super::{
 };
 use crate::format::PAGE_BYTES;
 
-/// How a call fails.
+/// The kind of a fault.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Fault {
-    /// With an I/O error, nothing done.
+    /// An I/O error; nothing is done.
     Io,
-    /// With a full device, nothing done.
+    /// A full device; nothing is done.
     NoSpace,
-    /// A transfer moves its first page only and says so; other calls fail with an I/O error.
+    /// A transfer moves and reports only its first page. Other calls fail with an I/O error.
     Short,
-    /// A write leaves its second half undone and then fails; other calls fail.
+    /// A write fails after its first half. Other calls fail with an I/O error.
     Torn,
-    /// Not at all: the call answers at its deadline, and its buffers are gone until then.
+    /// The call times out and keeps its buffers until then.
     Hang,
 }
 
-/// Counts calls and makes one of them, and if so wished all later ones, fail.
+/// Counts calls and makes one of them fail, optionally with all later ones.
 #[derive(Debug)]
 pub struct FaultPlan {
     fault: Fault,
@@ -39,12 +39,12 @@ pub struct FaultPlan {
 }
 
 impl FaultPlan {
-    /// Call number `at_call`, counted from zero, fails; with `is_permanent`, all later ones too.
+    /// Call number `at_call`, counted from zero, fails; with `is_permanent` all later ones too.
     pub fn new(fault: Fault, at_call: u64, is_permanent: bool) -> Arc<Self> {
         Arc::new(Self { fault, at_call, is_permanent, calls: AtomicU64::new(0) })
     }
 
-    /// How many calls there were.
+    /// The number of calls so far.
     pub fn calls(&self) -> u64 {
         self.calls.load(Ordering::Relaxed)
     }
@@ -64,7 +64,7 @@ impl FaultPlan {
         }
     }
 
-    /// The same machine, failing by this plan.
+    /// The same I/O with the faults of this plan.
     pub fn wrap(self: &Arc<Self>, io: &FileIo) -> FileIo {
         FileIo {
             engine: Arc::new(FaultyEngine {
@@ -93,10 +93,10 @@ impl FaultyEngine {
     fn run_single(&self, transfer: Transfer, deadline: Deadline) -> TransferOutcome {
         let mut batch = TransferBatch::new(vec![transfer]);
         self.inner.run(&mut batch, deadline);
-        batch.finished.pop().flatten().expect("a transfer that was taken is told of")
+        batch.outcomes.pop().flatten().expect("the engine completes each transfer that it took")
     }
 
-    /// Carries out only the first bytes of a transfer.
+    /// Executes only the first bytes of a write. Returns the number of bytes written.
     fn run_partial(
         &self,
         transfer: &Transfer,
@@ -152,11 +152,11 @@ impl Engine for FaultyEngine {
 
     fn run(&self, queue: &mut dyn TransferQueue, deadline: Deadline) {
         while let Some((number, transfer)) = queue.next_transfer() {
-            let finished = match self.plan.next_fault() {
+            let outcome = match self.plan.next_fault() {
                 None => self.run_single(transfer, deadline),
                 Some(fault) => self.fail(transfer, fault, deadline),
             };
-            queue.complete(number, finished);
+            queue.complete(number, outcome);
         }
     }
 }

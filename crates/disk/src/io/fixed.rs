@@ -1,4 +1,5 @@
-//! The pool's memory as fixed buffers of the rings: pinned once, not once for each transfer.
+//! Registers the pool's memory as fixed buffers of the rings, so that it is pinned once and not for
+//! each transfer.
 #![expect(unsafe_code, reason = "hands the pool's region to the kernel by address")]
 
 use std::fmt;
@@ -11,23 +12,24 @@ use io_uring::IoUring;
 
 use super::uring::IoVec;
 
-/// The kernel takes no longer buffer.
+/// Maximum length of a fixed buffer in the kernel.
 const BUFFER_BYTES_MAX: usize = 1 << 30;
 
 const HUGE_PAGE_BYTES: usize = 2 << 20;
 
-/// The pool's region, registered with a ring that does nothing else; other rings share it.
+/// The pool's region, registered with a ring that has no other use. Other rings share the
+/// registration.
 pub(super) struct FixedBuffers {
     owner_ring: IoUring,
-    /// Outlives every ring that uses its region.
+    /// Keeps the region alive for every ring that uses it.
     pool: Pool,
 }
 
 impl FixedBuffers {
-    /// Pins the pool's region, if it lies in huge pages and the kernel allows it.
+    /// Registers the pool's region if all of it is in huge pages and the kernel allows it.
     ///
-    /// Ordinary pages are pinned one by one, for seconds; and those that were never touched would
-    /// be made for it.
+    /// Ordinary pages are not registered: they are pinned one by one, which takes seconds, and
+    /// pages that were never touched would be allocated.
     pub(super) fn register(pool: &Pool) -> Option<Self> {
         let region = pool.region();
         let huge_bytes = region.bytes() / HUGE_PAGE_BYTES * HUGE_PAGE_BYTES;
@@ -42,23 +44,24 @@ impl FixedBuffers {
             })
             .collect();
         let owner_ring = IoUring::new(1).ok()?;
-        // SAFETY: `IoVec` is laid out as `iovec`; the list lives until the call has returned.
+        // SAFETY: `IoVec` has the layout of `iovec`; the list lives until the call has returned.
         let vectors = unsafe { slice::from_raw_parts(io_vecs.as_ptr().cast(), io_vecs.len()) };
-        // SAFETY: the io_vecs lie in the pool's mapping, which `pool`, kept beside every ring that
-        // shares them, keeps. The kernel touches only memory that a transfer names, and a flight
-        // owns that until the transfer has ended.
+        // SAFETY: the vectors point into the pool's mapping. `pool`, which is stored with every
+        // ring that shares them, keeps it mapped. The kernel accesses only memory that a transfer
+        // names, and an `InFlightTransfer` owns that memory until the transfer has ended.
         let registered = unsafe { owner_ring.submitter().register_buffers(vectors) };
-        // RLIMIT_MEMLOCK, or too many buffers: transfers do without.
+        // `RLIMIT_MEMLOCK` or the maximum number of buffers is exceeded: transfers work without
+        // registration.
         registered.ok()?;
         Some(Self { owner_ring, pool: pool.clone() })
     }
 
-    /// Lets another ring use the buffers too.
+    /// Shares the registered buffers with another ring.
     pub(super) fn share_with(&self, ring: &IoUring) -> io::Result<()> {
         ring.submitter().register_buffers_clone(self.owner_ring.as_raw_fd())
     }
 
-    /// Which buffer a io_vec of memory lies in, if it lies in one.
+    /// The index of the buffer that contains a piece of memory, if one does.
     pub(super) fn index_of(&self, io_vec: &IoVec) -> Option<u16> {
         let region = self.pool.region();
         let start = io_vec.base.addr().checked_sub(region.base().as_ptr().addr())?;

@@ -1,7 +1,7 @@
-//! The fast engine: `io_uring`, driven by the thread that calls, without a hand-off.
+//! The fast I/O engine: `io_uring`, driven by the calling thread without a hand-off.
 //!
-//! A call takes an idle ring, submits, waits with a time limit and puts the ring back. A ring
-//! whose deadline passed with transfers under way goes to a thread that waits for the kernel.
+//! A call takes an idle ring, submits, waits with a time-out and returns the ring. A ring with
+//! transfers in flight after the deadline is passed to a thread that waits for the kernel.
 #![expect(unsafe_code, reason = "hands buffers to the kernel by address")]
 
 use std::fmt;
@@ -22,11 +22,12 @@ use rustix::io::Errno;
 use super::fixed::FixedBuffers;
 use super::{Engine, Transfer, TransferKind, TransferOutcome, TransferQueue};
 
-/// As many transfers keep the disk busy while more are being prepared.
+/// While fewer transfers than this are in the kernel, each is submitted at once: this many keep the
+/// disk busy while the next ones are prepared.
 const EAGER_SUBMIT_MAX: usize = 2;
 
-/// Most rings, each with its thread, that wait for a kernel which hangs. Calls beyond are late at
-/// once.
+/// Maximum number of rings, each with a thread, that wait for a hung kernel. At this limit further
+/// calls time out at once.
 const STUCK_RINGS_MAX: u64 = 32;
 
 /// Reads and writes through `io_uring`.
@@ -35,43 +36,46 @@ pub struct UringEngine {
     clock: Arc<dyn Clock>,
     fixed: Option<Arc<FixedBuffers>>,
     idle: Arc<Mutex<Vec<Ring>>>,
-    /// Rings that wait for the kernel after their caller's deadline.
+    /// Rings that wait for the kernel after the deadline of their call.
     stuck: Arc<AtomicU64>,
 }
 
-/// What the kernel calls `struct iovec`.
+/// The kernel's `struct iovec`.
 #[repr(C)]
 pub(super) struct IoVec {
     pub(super) base: *mut u8,
     pub(super) bytes: usize,
 }
 
-/// A transfer that the kernel works on, and the list of addresses that it reads.
+/// A transfer in flight, with the address list that the kernel reads.
 struct InFlightTransfer {
     number: usize,
     transfer: Transfer,
     io_vecs: Vec<IoVec>,
 }
 
-// SAFETY: the addresses in `io_vecs` are those of buffers that `transfer`, next to them, owns and
-// does not move; all of them may be used from any thread.
+// SAFETY: the addresses in `io_vecs` point into buffers that `transfer` in the same value owns and
+// does not move. The buffers may be used from any thread.
 unsafe impl Send for InFlightTransfer {}
 
-/// One ring and what is under way on it.
+/// A ring and its transfers in flight.
 struct Ring {
     queue: IoUring,
-    /// By the number that the kernel gives back. Not dropped while the kernel may use it.
+    /// By the `user_data` of their completion. Not dropped while the kernel may use the buffers.
     transfers: ManuallyDrop<Vec<Option<InFlightTransfer>>>,
     in_flight_count: usize,
-    /// The pool's memory, where this ring may use it without pinning it anew.
+    /// The registered pool memory, if this ring shares it.
     fixed: Option<Arc<FixedBuffers>>,
 }
 
 impl UringEngine {
-    /// An engine with at most `queue_depth` transfers at once a call, or why the kernel refuses.
+    /// An engine with at most `queue_depth` transfers in flight per call.
     ///
-    /// Transfers from and to slabs of `pool` skip the pinning of pages, if its region can be
-    /// registered with the kernel; [`Engine::is_registered`] says whether.
+    /// Transfers from and to slabs of `pool` save the pinning of pages if its region can be
+    /// registered with the kernel; [`Engine::is_registered`] returns whether it was.
+    ///
+    /// # Errors
+    /// If the kernel does not allow `io_uring`.
     pub fn new(queue_depth: u32, pool: Option<&Pool>, clock: Arc<dyn Clock>) -> io::Result<Self> {
         let depth = queue_depth.max(1);
         let fixed = pool.and_then(FixedBuffers::register).map(Arc::new);
@@ -86,7 +90,7 @@ impl UringEngine {
         idle.map_or_else(|| Ring::new(self.depth, self.fixed.as_ref()), Ok)
     }
 
-    /// Puts a ring back once the kernel is done with it.
+    /// Returns a ring to the idle ones, after the kernel has completed its transfers.
     fn return_ring(&self, mut ring: Ring) {
         if ring.in_flight_count == 0 {
             self.idle.lock().unwrap_or_else(PoisonError::into_inner).push(ring);
@@ -102,11 +106,12 @@ impl UringEngine {
             }
         };
         if thread::Builder::new().name("cascade-late-io".to_owned()).spawn(wait).is_err() {
-            // Dropping the ring with `wait` leaves its buffers to the kernel for good.
+            // Dropping `wait` drops the ring, which leaks its buffers: the kernel may still use
+            // them.
         }
     }
 
-    /// Submits and waits until all is done or the deadline passes.
+    /// Submits and waits until all transfers are complete or the deadline passes.
     fn drive(
         &self,
         ring: &mut Ring,
@@ -119,17 +124,17 @@ impl UringEngine {
                 let Some((number, transfer)) = queue.next_transfer() else { break };
                 ring.push(number, transfer);
                 if ring.submitted() < EAGER_SUBMIT_MAX {
-                    // The disk starts on this one while the next is being prepared.
+                    // The disk starts with this transfer while the next one is prepared.
                     ring.wait(0, Duration::ZERO)?;
                 }
             }
             if !ended.is_empty() {
                 ring.wait(0, Duration::ZERO)?;
-                // What ended may bring more to do: a short transfer goes on.
-                for (number, finished) in ended.drain(..) {
-                    queue.complete(number, finished);
+                // A completion may add transfers: a short one is continued.
+                for (number, outcome) in ended.drain(..) {
+                    queue.complete(number, outcome);
                 }
-                ring.reap(|number, finished| ended.push((number, finished)));
+                ring.reap(|number, outcome| ended.push((number, outcome)));
                 continue;
             }
             if ring.in_flight_count == 0 {
@@ -139,9 +144,10 @@ impl UringEngine {
             if left.is_zero() {
                 return Err(io::ErrorKind::TimedOut.into());
             }
-            // Waking for each one costs more than the disk gains while it has others to do.
+            // A wake-up per completion would cost more than an idle part of the queue while the
+            // disk has others to do.
             ring.wait((ring.in_flight_count / 4).max(1), left)?;
-            ring.reap(|number, finished| ended.push((number, finished)));
+            ring.reap(|number, outcome| ended.push((number, outcome)));
         }
     }
 }
@@ -168,11 +174,11 @@ impl Engine for UringEngine {
             Err(error) => return fail_remaining(queue, &error),
         };
         let driven = self.drive(&mut ring, queue, deadline);
-        let late: Vec<_> =
+        let unfinished: Vec<_> =
             ring.transfers.iter().flatten().map(|in_flight| in_flight.number).collect();
         self.return_ring(ring);
         if let Err(error) = driven {
-            for number in late {
+            for number in unfinished {
                 queue.complete(
                     number,
                     TransferOutcome { transfer: None, result: Err(clone_error(&error)) },
@@ -185,7 +191,7 @@ impl Engine for UringEngine {
     }
 }
 
-/// Ends everything that was not begun.
+/// Completes all transfers that were not started with an error.
 fn fail_remaining(queue: &mut dyn TransferQueue, error: &io::Error) {
     while let Some((number, transfer)) = queue.next_transfer() {
         queue.complete(
@@ -207,25 +213,30 @@ impl Ring {
         Ok(Self { queue, transfers, in_flight_count: 0, fixed })
     }
 
-    /// How many transfers the kernel knows of.
+    /// Number of transfers submitted to the kernel.
     fn submitted(&mut self) -> usize {
         self.in_flight_count - self.queue.submission().len()
     }
 
-    /// Puts a transfer into the submission queue; the caller keeps to the depth.
+    /// Adds a transfer to the submission queue. The caller limits the number to the depth.
     fn push(&mut self, number: usize, transfer: Transfer) {
-        let slot = self.transfers.iter().position(Option::is_none).expect("the caller counts");
+        let slot = self
+            .transfers
+            .iter()
+            .position(Option::is_none)
+            .expect("the caller limits transfers to the depth");
         let mut in_flight = InFlightTransfer { number, transfer, io_vecs: Vec::new() };
         let entry = in_flight.submission(self.fixed.as_deref()).user_data(slot as u64);
         self.transfers[slot] = Some(in_flight);
         self.in_flight_count += 1;
-        // SAFETY: the entry's addresses lie in buffers and a list that the in_flight owns; `transfers`
-        // keeps it until its completion is reaped, and leaks it if the ring is dropped before.
+        // SAFETY: the entry's addresses point into buffers and a list that the `InFlightTransfer`
+        // owns. `transfers` keeps it until its completion is reaped, and leaks it if the ring is
+        // dropped before.
         let pushed = unsafe { self.queue.submission().push(&entry) };
-        pushed.expect("the queue has as many entries as there are transfers");
+        pushed.expect("the submission queue has `depth` entries");
     }
 
-    /// Submits, and waits for that many completions or until the time is over.
+    /// Submits, and waits for this many completions or until the time-out.
     fn wait(&mut self, want: usize, limit: Duration) -> io::Result<()> {
         if want == 0 {
             return match self.queue.submit() {
@@ -245,11 +256,12 @@ impl Ring {
         }
     }
 
-    /// Takes in what the kernel has finished.
+    /// Processes the completions of the kernel.
     fn reap(&mut self, mut finish: impl FnMut(usize, TransferOutcome)) {
         for completion in self.queue.completion() {
-            let slot = usize::try_from(completion.user_data()).expect("it is a slot's number");
-            let in_flight = self.transfers[slot].take().expect("a in_flight completes once");
+            let slot = usize::try_from(completion.user_data())
+                .expect("user data is an index of `transfers`");
+            let in_flight = self.transfers[slot].take().expect("a transfer completes once");
             self.in_flight_count -= 1;
             let result = usize::try_from(completion.result())
                 .map_err(|_| io::Error::from_raw_os_error(-completion.result()));
@@ -260,7 +272,7 @@ impl Ring {
         }
     }
 
-    /// Waits, however long it takes, until the kernel has given every buffer back.
+    /// Waits without a deadline until the kernel has completed every transfer.
     fn drain(&mut self) -> io::Result<()> {
         while self.in_flight_count > 0 {
             self.wait(self.in_flight_count, Duration::from_secs(3600))?;

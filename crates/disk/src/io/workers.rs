@@ -1,4 +1,4 @@
-//! A few threads for calls that may hang, so that nobody who has a deadline makes them.
+//! Worker threads for calls that may hang, so that no thread with a deadline makes them.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -13,7 +13,7 @@ type Job = Box<dyn FnOnce() + Send>;
 
 /// Threads that start when there is work and end when this value is dropped.
 ///
-/// A thread that hangs in the kernel is left behind; it ends when the kernel lets it go.
+/// A thread that hangs in the kernel is detached and ends when its call returns.
 pub struct WorkerThreads {
     shared: Arc<SharedJobs>,
     threads_max: usize,
@@ -23,11 +23,11 @@ pub struct WorkerThreads {
 struct SharedJobs {
     queue: Mutex<JobQueue>,
     wake: Condvar,
-    /// Calls that go on although their caller has given up.
+    /// Running calls whose caller's deadline has passed.
     stuck: AtomicU64,
 }
 
-/// How far a call is: not started, under way, given up by its caller, or over.
+/// States of a call: not started, running, abandoned by its caller after the deadline, complete.
 const QUEUED: u8 = 0;
 const RUNNING: u8 = 1;
 const ABANDONED: u8 = 2;
@@ -42,22 +42,22 @@ struct JobQueue {
 }
 
 impl WorkerThreads {
-    /// At most that many threads, none yet.
+    /// At most `threads_max` threads. None is started yet.
     pub fn new(threads_max: usize) -> Self {
         Self { shared: Arc::default(), threads_max: threads_max.max(1) }
     }
 
-    /// Most threads that there will be.
+    /// The maximum number of threads.
     pub fn threads_max(&self) -> usize {
         self.threads_max
     }
 
-    /// Calls that go on although their caller has given up.
+    /// Running calls whose caller's deadline has passed.
     pub(super) fn stuck_jobs(&self) -> u64 {
         self.shared.stuck.load(Ordering::Relaxed)
     }
 
-    /// Hands a job over; an error when no thread could be started for it.
+    /// Queues a job. Returns an error if no thread could be started for it.
     pub(super) fn submit(&self, job: Job) -> io::Result<()> {
         let mut queue = self.shared.queue.lock().unwrap_or_else(PoisonError::into_inner);
         queue.jobs.push_back(job);
@@ -79,8 +79,8 @@ impl WorkerThreads {
         Ok(())
     }
 
-    /// Runs a call and waits for it until the deadline; `TimedOut` when it is not back by then.
-    /// One that had not started by then never does.
+    /// Runs a call on a worker thread and waits until the deadline. Returns `TimedOut` if it has
+    /// not finished by then; if it has not started by then, it never does.
     pub(super) fn call<T: Send + 'static>(
         &self,
         work: impl FnOnce() -> T + Send + 'static,
@@ -101,7 +101,7 @@ impl WorkerThreads {
                 shared.stuck.fetch_sub(1, Ordering::Relaxed);
             }
             if sender.send(result).is_err() {
-                // The caller's deadline passed; there is nobody to tell.
+                // The caller's deadline passed and nothing waits for the result.
             }
         }))?;
         loop {
@@ -109,6 +109,8 @@ impl WorkerThreads {
                 Ok(result) => return Ok(result),
                 Err(mpsc::RecvTimeoutError::Timeout) if !deadline.has_passed(clock) => {}
                 Err(mpsc::RecvTimeoutError::Timeout) => {
+                    // Counted before the swap: the job subtracts as soon as it sees `ABANDONED`,
+                    // and the counter must not drop below zero.
                     self.shared.stuck.fetch_add(1, Ordering::Relaxed);
                     if progress.swap(ABANDONED, Ordering::AcqRel) != RUNNING {
                         self.shared.stuck.fetch_sub(1, Ordering::Relaxed);
@@ -167,9 +169,9 @@ mod tests {
 
     use super::*;
 
-    /// An erase that was over removed files that had been written since.
+    /// An erase that had timed out removed files that were written later.
     #[test]
-    fn a_call_that_was_given_up_before_it_began_never_begins() {
+    fn a_call_that_times_out_before_it_starts_never_starts() {
         let workers = WorkerThreads::new(1);
         let (release, hold) = mpsc::channel::<()>();
         workers.submit(Box::new(move || hold.recv().unwrap_or(()))).unwrap();
