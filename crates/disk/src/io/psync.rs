@@ -106,8 +106,8 @@ impl Engine for PsyncEngine {
                 queue.complete(number, outcome);
             }
         }
-        // Closed before the transfers are cancelled: whatever completes from now on subtracts
-        // itself from `stuck`, so only transfers that have not completed are added below.
+        // From here on each completion subtracts one from `stuck`. Below, one is added for each
+        // transfer that had not completed by now.
         let completed = completions.close();
         for (number, queued) in in_flight {
             let outcome = cancel(&queued, io::ErrorKind::TimedOut.into());

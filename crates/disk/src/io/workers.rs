@@ -91,6 +91,8 @@ impl WorkerThreads {
         let progress = Arc::new(AtomicU8::new(QUEUED));
         let (shared, job_progress) = (Arc::clone(&self.shared), Arc::clone(&progress));
         self.submit(Box::new(move || {
+            // The start of the job races with the time-out of its caller. If the caller swapped
+            // `ABANDONED` in first, the job must not run: the caller has reported a failure.
             let started =
                 job_progress.compare_exchange(QUEUED, RUNNING, Ordering::AcqRel, Ordering::Acquire);
             if started.is_err() {

@@ -1,4 +1,4 @@
-//! A block's own file: one page that describes it, then its payload.
+//! A block file: one header page, then the payload.
 
 use std::fs::File;
 use std::io;
@@ -20,14 +20,14 @@ use crate::io::{
 use crate::tier::ReadRequest;
 use crate::{Address, DamageKind, DiskError, ReadOutcome, ReclaimOutcome, RecordMeta};
 
-/// A block file's page is the frame at the start of a segment without id and number.
+/// The header page is encoded as the first frame of a segment without ID and number.
 const NO_SEGMENT: RandomId = [0; 16];
 
-/// A block on its way into a file.
+/// A block to write to a file.
 #[derive(Debug)]
 pub(super) struct BlockImage {
     pub(super) meta: RecordMeta,
-    /// The number of the write that is about to happen.
+    /// The number of its write.
     address: Address,
     checksum: Checksum,
     buffers: Vec<Buffer>,
@@ -43,12 +43,12 @@ impl BlockImage {
         Self { meta, address, checksum, buffers: write_buffers(slab) }
     }
 
-    /// The same bytes, described otherwise, for another write.
+    /// The same bytes with other metadata, for another write.
     pub(super) fn with_meta(self, meta: RecordMeta, address: Address) -> Self {
         Self { meta, address, ..self }
     }
 
-    /// What the file's page says about the block.
+    /// The entry in the file's header page.
     pub(super) fn entry(&self) -> RecordEntry {
         RecordEntry {
             kind: EntryKind::Block,
@@ -59,7 +59,7 @@ impl BlockImage {
         }
     }
 
-    /// Everything that is written: the page, then the payload.
+    /// The content of the file: header page, then payload.
     fn into_buffers(self) -> Vec<Buffer> {
         let mut header = PageBuffer::zeroed(PAGE_BYTES);
         let entry = self.entry();
@@ -73,12 +73,12 @@ impl BlockImage {
     }
 }
 
-/// Bytes of the file of a block of that length.
+/// Size of the file of a block with this length.
 pub(super) fn file_bytes(payload_bytes: u32) -> u64 {
     page_aligned(u64::from(payload_bytes)) + PAGE_BYTES as u64
 }
 
-/// What a block file's first page says, if it is right and the key's.
+/// The entry in a block file's header page, if the page is intact and has this key.
 pub(super) fn decode_header(page: &[u8], key: &BlockKey) -> Option<RecordEntry> {
     let frame = SegmentFrame::decode(page, &NO_SEGMENT, 0, 0).ok()?;
     let [entry] = frame.entries.as_slice() else { return None };
@@ -86,13 +86,13 @@ pub(super) fn decode_header(page: &[u8], key: &BlockKey) -> Option<RecordEntry> 
     (is_block && entry.meta.key == *key).then_some(*entry)
 }
 
-/// A block's address: the number of the write, which a block file has in place of a sequence.
+/// A block's address: the number of its write, stored as the sequence number.
 pub(crate) fn address_of(entry: &RecordEntry) -> Address {
     Address::from_u64(entry.sequence)
 }
 
 impl PerBlockFiles {
-    /// Creates a temporary file for each image; what to write to it comes back.
+    /// Creates a temporary file for each image. Returns the transfers that write them.
     pub(super) fn create_all(
         &self,
         images: Vec<BlockImage>,
@@ -184,7 +184,7 @@ impl PerBlockFiles {
                 return ReadOutcome::Failed(DiskError::from_io("read", path, error));
             }
         };
-        let mut transfer = transfer.expect("a finished transfer comes back");
+        let mut transfer = transfer.expect("a completed transfer is returned");
         let header = transfer.buffers.remove(0);
         let Some(entry) = decode_header(header.bytes(), key) else {
             return self.damaged(DamageKind::Header);
@@ -209,7 +209,7 @@ impl PerBlockFiles {
         ReadOutcome::Hit(slab)
     }
 
-    /// The description in a block's file; nothing if there is no file or it is not right.
+    /// The entry in a block's file, or `None` if there is no file or its header is damaged.
     pub(super) fn load_entry(
         &self,
         key: &BlockKey,
@@ -220,7 +220,8 @@ impl PerBlockFiles {
         self.io.call("read", &path, deadline, move |files| read_header(files, &source, &own))
     }
 
-    /// The file of one write as an image, checked; nothing if another file lies there.
+    /// Reads and verifies the file of one write. Returns `None` if it is damaged or belongs to
+    /// another write.
     pub(super) fn load(
         &self,
         key: &BlockKey,
@@ -248,32 +249,32 @@ impl PerBlockFiles {
         })
     }
 
-    /// Asks for the oldest files, about a segment's worth, whether they stay.
+    /// Reclaims the oldest files, about one segment's worth.
     pub(super) fn reclaim_oldest(
         &self,
         keep: &mut dyn FnMut(&RecordMeta, Address) -> bool,
         deadline: Deadline,
     ) -> Result<ReclaimOutcome, DiskError> {
         let damaged_bytes = self.remove_damaged(deadline)?;
-        let (mut kept, mut gone) = (Vec::new(), Vec::new());
-        let chosen = self.select_victims(keep, &mut kept, &mut gone, deadline);
-        let freed = chosen.and_then(|()| self.remove_files(&gone, deadline));
+        let (mut kept, mut dropped) = (Vec::new(), Vec::new());
+        let chosen = self.select_victims(keep, &mut kept, &mut dropped, deadline);
+        let freed = chosen.and_then(|()| self.remove_files(&dropped, deadline));
         let mut table = self.table();
         table.requeue(kept);
         match freed {
             Ok(freed) => {
                 let bytes_freed = freed + damaged_bytes;
-                Ok(ReclaimOutcome { moved: Vec::new(), dropped: gone, bytes_freed })
+                Ok(ReclaimOutcome { moved: Vec::new(), dropped: dropped, bytes_freed })
             }
             Err(error) => {
-                table.requeue(gone.into_iter().map(|(_, address)| address));
+                table.requeue(dropped.into_iter().map(|(_, address)| address));
                 Err(error)
             }
         }
     }
 
-    /// Removes the files that were found damaged at the opening, unless a block was stored in their
-    /// place since; how many bytes they took.
+    /// Removes files found damaged at opening, unless a block was stored in their place since.
+    /// Returns the bytes freed.
     fn remove_damaged(&self, deadline: Deadline) -> Result<u64, DiskError> {
         let damaged = self.table().take_damaged();
         if damaged.is_empty() {
@@ -300,12 +301,13 @@ impl PerBlockFiles {
         removed.map(|()| bytes)
     }
 
-    /// Takes the oldest writes out of the order, and says of each whether it stays.
+    /// Takes the oldest writes out of the reclaim order and divides them into kept and dropped
+    /// ones.
     fn select_victims(
         &self,
         keep: &mut dyn FnMut(&RecordMeta, Address) -> bool,
         kept: &mut Vec<Address>,
-        gone: &mut Vec<(BlockKey, Address)>,
+        dropped: &mut Vec<(BlockKey, Address)>,
         deadline: Deadline,
     ) -> Result<(), DiskError> {
         let now = self.io.clock.unix_ms();
@@ -315,7 +317,7 @@ impl PerBlockFiles {
             let Some((key, address, bytes)) = next else { break };
             seen_bytes += bytes;
             let entry = match self.load_entry(&key, deadline) {
-                // What the device does not give is damaged as well: its place is wanted.
+                // A file that cannot be read is reclaimed like a damaged one.
                 Err(DiskError::Io { .. }) => None,
                 entry => entry.inspect_err(|_| kept.push(address))?,
             };
@@ -324,8 +326,8 @@ impl PerBlockFiles {
                 Some(entry) if !entry.meta.has_expired(now) && keep(&entry.meta, address) => {
                     kept.push(address);
                 }
-                // Its file is removed only if it is still this write's.
-                _ => gone.push((key, address)),
+                // `remove_files` removes the file only if it is still that of this write.
+                _ => dropped.push((key, address)),
             }
         }
         Ok(())
@@ -343,7 +345,7 @@ impl PerBlockFiles {
             for path in &paths {
                 match files.open(path, OpenMode::Read, false) {
                     Ok(file) => file.sync_data()?,
-                    // It was removed, by whomever: there is nothing to sync.
+                    // Another process removed it: there is nothing to sync.
                     Err(error) if is_misplaced(&error) => {}
                     Err(error) => return Err(error),
                 }
@@ -364,7 +366,7 @@ impl PerBlockFiles {
     }
 }
 
-/// The key in the name of a block file.
+/// The key from the name of a block file.
 pub(crate) fn key_of(path: &Path) -> Option<BlockKey> {
     if path.extension()? != "block" {
         return None;
@@ -372,7 +374,7 @@ pub(crate) fn key_of(path: &Path) -> Option<BlockKey> {
     path.file_stem()?.to_str()?.parse().ok()
 }
 
-/// The first page of a block's file, if the file is there and the page right.
+/// The entry in a block's file, if the file exists and its header is intact.
 pub(crate) fn read_header(
     files: &dyn FileOperations,
     path: &Path,
@@ -381,7 +383,7 @@ pub(crate) fn read_header(
     Ok(open_block(files, path, key)?.map(|(_file, entry)| entry))
 }
 
-/// A block's file with what its first page says, if the file is there and the page right.
+/// Opens a block's file and reads its entry, if the file exists and its header is intact.
 fn open_block(
     files: &dyn FileOperations,
     path: &Path,
@@ -396,9 +398,9 @@ fn open_block(
     Ok(decode_header(&page.bytes()[..read], key).map(|entry| (file, entry)))
 }
 
-/// Removes the file of one write; if another's lies there, leaves it and says what it is.
+/// Removes the file of one write. A file of another write is kept and its entry returned.
 ///
-/// A file that cannot be read is removed if it is known to be that write's.
+/// An unreadable file is removed if it is known to be that of this write.
 pub(super) fn remove_file(
     files: &dyn FileOperations,
     path: &Path,
@@ -414,13 +416,13 @@ pub(super) fn remove_file(
         Err(error) => return Err(error),
     }
     match files.remove(path) {
-        // Nothing of this write lies there: its file is gone.
+        // The file of this write no longer exists.
         Err(error) if !is_misplaced(&error) => Err(error),
         Ok(()) | Err(_) => Ok(None),
     }
 }
 
-/// Creates a file, and the directory that it lies in if that is the first.
+/// Creates a file, and its directory if that is missing.
 fn create(files: &dyn FileOperations, path: &Path, direct: bool) -> io::Result<File> {
     let mode = OpenMode::Create { allocate_bytes: 0 };
     match files.open(path, mode, direct) {

@@ -1,4 +1,4 @@
-//! Erasing every block file below the directory, whoever wrote it, and the manifests beside them.
+//! Erases every block file below the directory, of all writers, and the manifests.
 
 use cascade_block::Deadline;
 

@@ -1,9 +1,10 @@
-//! One file a block, named by its key, for file systems that share blocks by name.
+//! One file per block, named by its key, for file systems on which hosts share blocks by name.
 //!
-//! Invariants: a file appears under its name by a rename, once all of it was written. Each write
-//! has a number of its own, in the file's header, which is the block's address: whatever lies
-//! under a name, late or by others, is never taken for what an address was given for. Others may
-//! add and remove files at any time, so what is in memory is a hint: every call asks the disk.
+//! Invariants: a file appears under its name by a rename, after it was written completely. Each
+//! write has its own number, stored in the file's header, which is the block's address. A file that
+//! another process or a late rename put under the name is thus never mistaken for the addressed
+//! one. Other processes may add and remove files at any time, so the table in memory is a hint and
+//! every call checks the disk.
 
 mod block_file;
 mod erase;
@@ -34,7 +35,7 @@ use crate::{
     ReadOutcome, ReclaimOutcome, RecordMeta, StoredManifest, device_probe, manifests,
 };
 
-/// The file tier with one file a block.
+/// The file tier with one file per block.
 #[derive(Debug)]
 pub struct PerBlockFiles {
     config: FileTierConfig,
@@ -42,9 +43,10 @@ pub struct PerBlockFiles {
     is_direct: bool,
     table: Mutex<BlockFileTable>,
     reclaim_lock: TimedMutex<()>,
-    /// Held by whoever changes which file lies under a name, until that is done.
+    /// Locked while the file under a name is changed.
     rename_lock: Arc<TimedMutex<()>>,
-    /// The next write's number: from a random start, so that no other process has the same.
+    /// The number of the next write. It starts at random, so that processes do not use the same
+    /// numbers.
     next_nonce: AtomicU64,
     counters: BlockFileCounters,
     problems: ProblemLog,
@@ -65,26 +67,26 @@ impl PerBlockFiles {
         self.table.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The file of a block; its directory is named by the first digits of its key.
+    /// The path of a block's file. Its directory is named by the first digits of the key.
     fn path(&self, key: &BlockKey) -> PathBuf {
         let name = key.to_string();
         let shard = &name[..usize::from(self.config.shard_digits)];
         self.config.directory.join("blocks").join(shard).join(format!("{name}.block"))
     }
 
-    /// A name in the block's own directory that no reader looks for.
+    /// A name in the block's directory that readers ignore.
     fn temporary_path(&self, key: &BlockKey, address: Address) -> PathBuf {
         let nonce = address.to_u64();
         self.path(key).with_extension(format!("{}.{nonce:016x}.tmp", self.config.writer))
     }
 
-    /// The address of a write that is about to begin.
+    /// A new address for a write.
     fn next_address(&self) -> Address {
         Address::of_write(self.next_nonce.fetch_add(1, Ordering::Relaxed))
     }
 
-    /// Runs a call that changes which file lies under a name: one at a time, and none that has
-    /// not begun by its deadline.
+    /// Runs a call that changes the file under a name. Such calls run one at a time, and none
+    /// starts after its deadline.
     fn with_rename_lock<T: Send + 'static>(
         &self,
         operation: &'static str,
@@ -94,8 +96,8 @@ impl PerBlockFiles {
     ) -> Result<T, DiskError> {
         let (rename_lock, clock) = (Arc::clone(&self.rename_lock), Arc::clone(&self.io.clock));
         self.io.call(operation, path, deadline, move |files| {
-            let turn = rename_lock.lock(deadline, clock.as_ref());
-            let _turn = turn
+            let renames = rename_lock.lock(deadline, clock.as_ref());
+            let _renames = renames
                 .filter(|_| !deadline.has_passed(clock.as_ref()))
                 .ok_or(io::ErrorKind::TimedOut)?;
             work(files)
@@ -113,7 +115,8 @@ impl PerBlockFiles {
             .then_some(DiskError::BadLength { payload_bytes, limit_bytes })
     }
 
-    /// Sets bytes aside for a file, or says that there are none.
+    /// Checks that the file of a block fits into the capacity beside `in_flight_bytes`. Returns its
+    /// size.
     fn check_capacity(&self, meta: &RecordMeta, in_flight_bytes: u64) -> Result<u64, DiskError> {
         let needed_bytes = file_bytes(meta.payload_bytes);
         let used_bytes = self.table().used_bytes() + in_flight_bytes;
@@ -124,7 +127,7 @@ impl PerBlockFiles {
         Ok(needed_bytes)
     }
 
-    /// Writes images under temporary names, together, then renames each that is complete.
+    /// Writes images to temporary files in one batch, then renames each that is complete.
     fn store(
         &self,
         images: Vec<BlockImage>,
@@ -164,7 +167,7 @@ impl PerBlockFiles {
             .collect()
     }
 
-    /// Gives a written file its name, or takes it away if it is not complete.
+    /// Renames a complete file to its name; removes an incomplete one.
     fn publish(
         &self,
         temporary: PathBuf,
@@ -185,7 +188,7 @@ impl PerBlockFiles {
                 })
             });
         if let Err(error) = published {
-            // Best effort: what stays behind is removed at the next opening.
+            // Best effort: the next opening removes a remaining file.
             let removed =
                 self.io.call("remove", &path, deadline, move |files| files.remove(&temporary));
             drop(removed);
@@ -203,7 +206,7 @@ impl PerBlockFiles {
         Ok(address_of(entry))
     }
 
-    /// Removes the files of writes, and no others; by how many bytes the known files shrank.
+    /// Removes the files of these writes and of no others. Returns the bytes freed.
     fn remove_files(
         &self,
         blocks: &[(BlockKey, Address)],
@@ -239,14 +242,14 @@ impl PerBlockFiles {
         let mut table = self.table();
         table.unhide(blocks);
         let freed = blocks.iter().map(|(key, address)| table.remove(key, *address)).sum();
-        // Files of other writes under these names are there, whoever made them.
+        // Files of other writes under these names exist, so the table must count them.
         for entry in &others {
             table.add(entry);
         }
         Ok(freed)
     }
 
-    /// A file to probe the device with: one that is known, if it is still there.
+    /// Opens any file of the table to probe the device with, if it still exists.
     fn open_any_file(&self, deadline: Deadline) -> Result<Option<Arc<File>>, DiskError> {
         let Some(key) = self.table().any_key() else { return Ok(None) };
         let (path, direct) = (self.path(&key), self.is_direct);

@@ -1,4 +1,4 @@
-//! Opening a directory of block files: what is there, oldest first.
+//! Opens a directory of block files and recovers the blocks, oldest first.
 
 use std::io;
 use std::path::Path;
@@ -18,11 +18,11 @@ use crate::random::random_bytes;
 use crate::timed_mutex::TimedMutex;
 use crate::{DiskError, FileTierConfig, Recovery, StoredManifest, manifests};
 
-/// At most this many problems of an opening are described in the notes.
+/// Maximum number of problems of an opening that are described.
 const PROBLEMS_MAX: usize = 8;
 
 impl PerBlockFiles {
-    /// Locks the writer's name and finds the block files that are there, whoever wrote them.
+    /// Locks the writer's name and recovers the block files of all writers.
     pub(crate) fn open(
         config: FileTierConfig,
         io: Io,
@@ -45,7 +45,7 @@ impl PerBlockFiles {
         let now = io.clock.unix_ms();
         let mut table = BlockFileTable::default();
         for entry in &entries {
-            // Expired files are known too: a reclaim takes them away.
+            // Expired files are in the table too: a reclaim removes them.
             table.add(entry);
         }
         table.add_damaged(damaged);
@@ -63,7 +63,7 @@ impl PerBlockFiles {
             }
         }
         let first_nonce = random_bytes()
-            .map_err(|source| DiskError::from_io("number the writes under", &blocks, source))?;
+            .map_err(|source| DiskError::from_io("choose write numbers for", &blocks, source))?;
         let files = Self {
             config,
             io,
@@ -80,7 +80,7 @@ impl PerBlockFiles {
     }
 }
 
-/// What lies below a directory of block files.
+/// The result of scanning a directory of block files.
 #[derive(Debug, Default)]
 struct BlockFileScan {
     recovery: Recovery,
@@ -89,8 +89,8 @@ struct BlockFileScan {
     problems: Vec<String>,
 }
 
-/// Reads the first page of every block file, and removes what this writer left unfinished. What
-/// cannot be read is told and passed: the other files are as good as before.
+/// Reads the header of every block file and removes temporary files of this writer. Unreadable
+/// files are reported and skipped.
 fn find_blocks(
     files: &dyn FileOperations,
     directory: &Path,
@@ -110,7 +110,7 @@ fn find_blocks(
             }
         } else if is_unfinished(&path, writer) {
             found.recovery.torn_records += 1;
-            // What is still there takes space, and is no block to anyone.
+            // If it remains, it uses space but is never read as a block.
             files.remove(&path).or_else(|error| found.report_unreadable(&path, error))?;
         } else if path.extension().is_none() {
             match files.list(&path) {
@@ -123,7 +123,7 @@ fn find_blocks(
 }
 
 impl BlockFileScan {
-    /// Counts a file that holds no block, or refuses one of another version.
+    /// Counts a file with a damaged header. Returns an error for a file of another version.
     fn report_damaged(
         &mut self,
         files: &dyn FileOperations,
@@ -145,12 +145,14 @@ impl BlockFileScan {
         }
         self.recovery.damaged_structures += 1;
         self.damaged.push(DamagedFile { key, bytes });
-        self.add_problem(format!("{}: its header is damaged or another block's", path.display()));
+        self.add_problem(format!(
+            "{}: its header is damaged or belongs to another block",
+            path.display()
+        ));
         Ok(())
     }
 
-    /// Counts what cannot be read: something that is no file, or a file in a bad place of the
-    /// device.
+    /// Counts a path that cannot be read: a directory, or a file in a bad sector of the device.
     fn report_unreadable(&mut self, path: &Path, error: io::Error) -> Result<(), DiskError> {
         if error.kind() == io::ErrorKind::TimedOut {
             return Err(DiskError::from_io("read", path, error));

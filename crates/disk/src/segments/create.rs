@@ -1,4 +1,4 @@
-//! Beginning a segment: its file under the next free number, its header, the sync of its name.
+//! Creates a segment: its file with the next free number, its header, the sync of its name.
 
 use std::fs::File;
 use std::io;
@@ -15,7 +15,7 @@ use crate::format::{PAGE_BYTES, SegmentHeader};
 use crate::io::{Buffer, OpenMode, PageBuffer, Transfer, TransferKind};
 use crate::random::random_bytes;
 
-/// So many names in a row may be taken when a segment is begun.
+/// Maximum number of successive file names tried for a new segment.
 const NAME_TRIES_MAX: u32 = 64;
 
 impl SegmentFiles {
@@ -29,7 +29,8 @@ impl SegmentFiles {
         let (number, path, file) = self.create_segment_file(writer, allocate_bytes, deadline)?;
         let file = Arc::new(file);
         let header = SegmentHeader {
-            segment_id: random_bytes().map_err(|error| DiskError::from_io("name", &path, error))?,
+            segment_id: random_bytes()
+                .map_err(|error| DiskError::from_io("choose a segment ID for", &path, error))?,
             store_id: writer.store_id,
             number,
             writer: self.config.writer.clone(),
@@ -59,7 +60,7 @@ impl SegmentFiles {
         written.inspect_err(|_| self.close_failed(writer, &segment)).map(|()| segment)
     }
 
-    /// Creates the file of the next number whose name is free.
+    /// Creates the file with the next number whose name is free.
     fn create_segment_file(
         &self,
         writer: &mut WriterState,
@@ -82,7 +83,8 @@ impl SegmentFiles {
                     if source.kind() == io::ErrorKind::AlreadyExists && tries < NAME_TRIES_MAX =>
                 {
                     let path = path.display();
-                    self.problems.add(format!("{path}: not made by this writer; left alone"));
+                    self.problems
+                        .add(format!("{path}: not a file of this writer; it is not touched"));
                 }
                 Err(error) => return Err(error),
             }

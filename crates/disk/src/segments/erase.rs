@@ -1,4 +1,4 @@
-//! Erasing all segments of this writer, their checkpoint and the manifests beside them.
+//! Erases all segments of this writer, its checkpoint and the manifests.
 
 use std::path::Path;
 use std::sync::{Arc, PoisonError};
@@ -17,7 +17,7 @@ impl SegmentFiles {
         let mut writer = self.lock(&self.writer, deadline)?;
         let directory = &self.config.directory;
         let found = self.files_beside(deadline)?;
-        // From here on reads answer `Gone`, and what fails below is told file by file.
+        // From here on reads return `Gone`, and failures are reported per file.
         writer.active = None;
         writer.unsynced.clear();
         let segments =
@@ -27,11 +27,12 @@ impl SegmentFiles {
         let mut erased = EraseReport::default();
         let (own, others): (Vec<_>, Vec<_>) = found.into_iter().partition(|path| self.owns(path));
         for path in others {
-            let why = std::io::Error::other("another writer of this directory made it");
+            let why = std::io::Error::other("it belongs to another writer of this directory");
             erased.leave(path, "still there", &why);
         }
         let still_there = erased.erase(&self.io, own, deadline);
-        // What is left takes space until it is reclaimed or erased, and has no block to read.
+        // A file that remains uses space until it is reclaimed or erased. It gets an empty segment,
+        // so that its size counts and no block in it can be read.
         for (number, segment) in segments {
             if still_there.contains(&segment.path) {
                 let state = SegmentState::empty(segment.state().file_bytes);
@@ -45,7 +46,7 @@ impl SegmentFiles {
         Ok(erased)
     }
 
-    /// Files of segments in the directory itself: what lies deeper is somebody else's.
+    /// Lists the tier's files in the directory itself. Subdirectories belong to other stores.
     fn files_beside(&self, deadline: Deadline) -> Result<Vec<std::path::PathBuf>, DiskError> {
         let is_ours = |path: &Path| has_extension(path, &["segment", "checkpoint", "probe", "tmp"]);
         let directory = self.config.directory.clone();

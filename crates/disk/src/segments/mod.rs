@@ -1,8 +1,8 @@
 //! Blocks in append-only segments: one writer, many readers.
 //!
-//! Invariants: a segment is written only behind its end and never again once sealed or failed;
-//! a slot appears in memory only after all of its frame was written; an address names the same
-//! bytes for as long as it names any.
+//! Invariants: a segment is written only after its last frame, and never again once it is sealed or
+//! failed. A slot appears in memory only after its whole frame was written. An address refers to
+//! the same bytes for as long as it is valid.
 
 mod create;
 mod erase;
@@ -36,7 +36,7 @@ use crate::{
     ReclaimOutcome, RecordMeta, StoredManifest, device_probe, manifests,
 };
 
-/// The file tier in segments.
+/// The file tier with segments.
 #[derive(Debug)]
 pub struct SegmentFiles {
     config: FileTierConfig,
@@ -44,7 +44,7 @@ pub struct SegmentFiles {
     is_direct: bool,
     segments: RwLock<BTreeMap<u32, Arc<Segment>>>,
     aliases: Mutex<Aliases>,
-    /// Where blocks lie that the last reclaim moved, by their old address.
+    /// New addresses of blocks that the last reclaim moved, by their old address.
     moved_addresses: RwLock<HashMap<Address, Address>>,
     writer: TimedMutex<WriterState>,
     reclaim_lock: TimedMutex<()>,
@@ -53,10 +53,10 @@ pub struct SegmentFiles {
     directory_lock: Arc<DirectoryLock>,
 }
 
-/// Keys beyond the first of stored bytes, by address.
+/// The aliases of each block, by its address.
 pub(super) type Aliases = HashMap<Address, Vec<Alias>>;
 
-/// Another key for stored bytes.
+/// An additional key of a block.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Alias {
     meta: RecordMeta,
@@ -94,7 +94,7 @@ impl SegmentFiles {
         self.aliases.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Where the bytes of an address lie now.
+    /// The current address of a block that may have moved.
     fn resolve(&self, address: Address) -> Address {
         let moved_addresses = self.moved_addresses.read().unwrap_or_else(PoisonError::into_inner);
         moved_addresses.get(&address).copied().unwrap_or(address)

@@ -1,4 +1,4 @@
-//! ReadQueue: payloads straight into slabs, each checked while the next ones are on their way.
+//! Reads payloads into their slabs and verifies each while later reads are in flight.
 
 use std::io;
 use std::sync::Arc;
@@ -12,7 +12,7 @@ use crate::io::{Transfer, TransferKind, TransferOutcome, TransferQueue};
 use crate::tier::ReadRequest;
 use crate::{Address, DamageKind, DiskError, ReadOutcome};
 
-/// A block that was found, on its way.
+/// A block whose read is in flight.
 #[derive(Debug)]
 struct PendingRead {
     segment: Arc<Segment>,
@@ -20,7 +20,7 @@ struct PendingRead {
     checksum: Checksum,
 }
 
-/// A batch on its way: found, fetched and checked block by block.
+/// The reads of one batch.
 struct ReadQueue<'a> {
     files: &'a SegmentFiles,
     batch: std::vec::IntoIter<ReadRequest>,
@@ -46,7 +46,7 @@ impl TransferQueue for ReadQueue<'_> {
     }
 
     fn complete(&mut self, number: usize, finished: TransferOutcome) {
-        let pending = self.pending_reads[number].take().expect("a transfer ends once");
+        let pending = self.pending_reads[number].take().expect("a transfer completes once");
         self.outcomes[number] = Some(self.files.finish_read(&pending, finished));
     }
 }
@@ -74,7 +74,7 @@ impl SegmentFiles {
         queue.outcomes.into_iter().map(|outcome| outcome.unwrap_or_else(late)).collect()
     }
 
-    /// Finds a block and checks what can be checked before its bytes are here.
+    /// Finds a block and checks everything that can be checked before its bytes are read.
     fn start_read(&self, request: ReadRequest) -> Result<(PendingRead, Transfer), ReadOutcome> {
         let ReadRequest { address, key, slab } = request;
         let address = self.resolve(address);
@@ -103,7 +103,7 @@ impl SegmentFiles {
         (slot.is_first_key(key) || is_alias()).then_some((segment, slot))
     }
 
-    /// Turns what the engine answered into what the caller learns.
+    /// Verifies a completed read.
     fn finish_read(
         &self,
         pending: &PendingRead,
@@ -126,7 +126,7 @@ impl SegmentFiles {
                 ));
             }
         }
-        let transfer = transfer.expect("a finished transfer comes back");
+        let transfer = transfer.expect("a completed transfer is returned");
         let slab = slab_from_read(transfer, pending.payload_bytes);
         if checksum(&slab) != pending.checksum {
             return damaged(DamageKind::Checksum);

@@ -1,4 +1,4 @@
-//! Getting space back: one segment at a time, what is kept moves first.
+//! Reclaims space one segment at a time: blocks to keep are moved, then the segment is removed.
 
 use std::collections::HashSet;
 use std::sync::{Arc, PoisonError};
@@ -14,10 +14,10 @@ use crate::format::{EntryKind, PAGE_BYTES, RecordEntry, pages_of};
 use crate::io::{Buffer, PageBuffer, Transfer, TransferKind};
 use crate::{Address, DiskError, ReclaimOutcome, RecordMeta};
 
-/// Most bytes that a reclaim holds in memory at once.
+/// Maximum number of bytes that a reclaim holds in memory.
 const MOVE_BYTES_MAX: u64 = 8 << 20;
 
-/// A block that is to be moved, with the keys that stay on it; the first becomes its own.
+/// A block to move, with the keys to keep. The first key becomes its own, the others its aliases.
 #[derive(Debug)]
 struct BlockMove {
     from: Address,
@@ -45,6 +45,9 @@ impl SegmentFiles {
             self.move_blocks(&victim, batch, &mut reclaimed, deadline)?;
         }
         let mut writer = self.lock(&self.writer, deadline)?;
+        // The order matters: the victim is removed only after its moved blocks and rewritten
+        // entries are on stable storage. A crash before the removal leaves both copies, which
+        // recovery resolves by their sequence numbers.
         self.rewrite_foreign_entries(&mut writer, &victim, &entries, deadline)?;
         self.sync_active(&mut writer, deadline)?;
         self.remove_segment(&mut writer, &victim, deadline)?;
@@ -52,7 +55,8 @@ impl SegmentFiles {
         Ok(reclaimed)
     }
 
-    /// An empty segment, else one that is mostly dead, else the oldest.
+    /// Selects the segment with the smallest live share if that is below 50 %, otherwise the
+    /// oldest.
     fn choose_victim(&self, deadline: Deadline) -> Result<Option<Arc<Segment>>, DiskError> {
         let mut writer = self.lock(&self.writer, deadline)?;
         let mut candidates = self.all_segments();
@@ -74,8 +78,8 @@ impl SegmentFiles {
         })
     }
 
-    /// Blocks that no entry describes go with their segment. Their keys are known as far as aliases
-    /// have them; reads under the others answer `Gone`.
+    /// Drops live blocks that no entry describes. Only keys of their aliases are known and
+    /// reported; reads with other keys return `Gone`.
     fn drop_undescribed(
         &self,
         victim: &Segment,
@@ -97,7 +101,7 @@ impl SegmentFiles {
         }
     }
 
-    /// Asks for every live key of a segment whether it stays.
+    /// Calls `keep` for every live key of a segment. Returns the blocks to move.
     fn select_moves(
         &self,
         victim: &Segment,
@@ -130,7 +134,7 @@ impl SegmentFiles {
         moves
     }
 
-    /// Copies blocks to the end of the active segment and leads their old addresses there.
+    /// Copies blocks to the end of the active segment and redirects their old addresses.
     fn move_blocks(
         &self,
         victim: &Arc<Segment>,
@@ -145,11 +149,11 @@ impl SegmentFiles {
         for (each, payload) in moves.into_iter().zip(payloads) {
             let Some((payload, sum)) = payload else {
                 count(&self.counters.records_damaged, 1);
-                let lost = each.keys.iter().map(|meta| (meta.key, each.from));
-                reclaimed.dropped.extend(lost);
+                let dropped = each.keys.iter().map(|meta| (meta.key, each.from));
+                reclaimed.dropped.extend(dropped);
                 continue;
             };
-            // A key may have been removed since it was asked about.
+            // A key may have been removed since `keep` was called for it.
             let keys: Vec<_> =
                 each.keys.into_iter().filter(|meta| self.has_key(&meta.key, each.from)).collect();
             let Some(&first) = keys.first() else { continue };
@@ -168,7 +172,7 @@ impl SegmentFiles {
         for ((from, sum, keys), to) in placed.into_iter().zip(written) {
             let to = match to {
                 Ok(to) => to,
-                // A reclaim must come to an end: what finds no place is lost, as in any cache.
+                // A reclaim must finish even without space: blocks that do not fit are dropped.
                 Err(DiskError::Full { .. }) => {
                     reclaimed.dropped.extend(keys.iter().map(|meta| (meta.key, from)));
                     continue;
@@ -218,7 +222,7 @@ impl SegmentFiles {
         Ok(())
     }
 
-    /// Payloads of blocks that are to be moved, with their checksums; nothing for damaged ones.
+    /// Reads the payloads of blocks to move, with their checksums; `None` for damaged ones.
     fn read_payloads(
         &self,
         victim: &Arc<Segment>,
@@ -227,7 +231,7 @@ impl SegmentFiles {
     ) -> Result<Vec<Option<(PageBuffer, u32)>>, DiskError> {
         let slots: Vec<_> = moves
             .iter()
-            .map(|each| victim.state().slot(each.from.page()).expect("slots are never taken out"))
+            .map(|each| victim.state().slot(each.from.page()).expect("slots are never removed"))
             .collect();
         let transfers = moves
             .iter()
@@ -257,7 +261,7 @@ impl SegmentFiles {
         Ok(payloads)
     }
 
-    /// Writes aliases and tombstones again that stand here and speak of other segments.
+    /// Rewrites aliases and tombstones in the victim that refer to other segments.
     fn rewrite_foreign_entries(
         &self,
         writer: &mut WriterState,
@@ -296,7 +300,7 @@ impl SegmentFiles {
         }
     }
 
-    /// Takes a segment out of the catalog of segments and its file out of the directory.
+    /// Removes a segment from memory and its file from the directory.
     fn remove_segment(
         &self,
         writer: &mut WriterState,
@@ -305,7 +309,7 @@ impl SegmentFiles {
     ) -> Result<(), DiskError> {
         let path = victim.path.clone();
         self.io.call("remove", &victim.path, deadline, move |files| match files.remove(&path) {
-            // Its file is gone, and what lies there is none of ours.
+            // The segment's file no longer exists; anything else with its name is not ours.
             Err(error) if is_misplaced(&error) => Ok(()),
             other => other,
         })?;
@@ -316,7 +320,7 @@ impl SegmentFiles {
     }
 }
 
-/// Cuts moves into batches that fit in memory.
+/// Splits moves into batches of at most [`MOVE_BYTES_MAX`].
 fn batches(moves: Vec<BlockMove>) -> Vec<Vec<BlockMove>> {
     let mut batches: Vec<Vec<BlockMove>> = Vec::new();
     let mut bytes = u64::MAX;

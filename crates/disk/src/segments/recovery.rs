@@ -1,4 +1,4 @@
-//! OpenContext: finds segments, takes in footers and checkpoint, scans what was not sealed.
+//! Opens a tier: finds segments, applies checkpoint and footers, scans unsealed segments.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::fs::File;
@@ -25,7 +25,7 @@ use crate::scan::{FileSource, ScanError, ScanOptions, SegmentContent, read_segme
 use crate::timed_mutex::TimedMutex;
 use crate::{Address, DiskError, FileTierConfig, Recovery, StoredManifest, manifests};
 
-/// A segment that was found, and what it says.
+/// A segment found at opening, with its content.
 #[derive(Debug)]
 struct RecoveredSegment {
     number: u32,
@@ -36,7 +36,7 @@ struct RecoveredSegment {
 }
 
 impl SegmentFiles {
-    /// Locks the directory, finds what is stored there and makes it ready to be written.
+    /// Locks the directory, recovers what is stored there and prepares it for writes.
     pub(crate) fn open(
         config: FileTierConfig,
         io: Io,
@@ -50,7 +50,7 @@ impl SegmentFiles {
         let checkpoint = load_checkpoint(&io, &config, deadline)?.unwrap_or_else(|why| {
             recovery.damaged_structures += 1;
             let path = checkpoint_path(&config);
-            problems.add(format!("{}: {why}; the segments were read", path.display()));
+            problems.add(format!("{}: {why}; the segments were read instead", path.display()));
             None
         });
         recovery.used_checkpoint = checkpoint.is_some();
@@ -60,7 +60,7 @@ impl SegmentFiles {
         let replay = replay_recovered(&mut found, checkpoint.as_ref(), io.clock.unix_ms());
         recovery.expired_records = replay.expired;
         let state = next_state(&found, number_end, checkpoint.as_ref(), &replay)
-            .map_err(|source| DiskError::from_io("name", &directory, source))?;
+            .map_err(|source| DiskError::from_io("choose a store ID for", &directory, source))?;
         let unreadable: Vec<u32> = found
             .iter()
             .filter(|each| each.content.unreadable_pages > 0)
@@ -90,7 +90,7 @@ impl SegmentFiles {
         Ok((files, recovery))
     }
 
-    /// Seals what a crash left open, removes what is empty, settles keys that are there twice.
+    /// Seals segments that a crash left open, and writes tombstones for superseded blocks.
     fn finish_recovery(
         &self,
         superseded: &[(BlockKey, Address)],
@@ -99,23 +99,23 @@ impl SegmentFiles {
     ) -> Result<(), DiskError> {
         for segment in self.all_segments() {
             let is_open = matches!(segment.state().entry_location, EntryLocation::Memory(_));
-            // A footer would be written over frames that the device may give another time.
+            // The footer would overwrite frames that the device may be able to read later.
             if is_open && !unreadable.contains(&segment.number) {
-                // Failing that it stays readable, and the next opening scans it again.
+                // If sealing fails, the segment stays readable and the next opening scans it.
                 drop(self.try_seal(&segment, deadline));
             }
         }
         if !superseded.is_empty() {
             let mut writer = self.lock(&self.writer, deadline)?;
             let pending = superseded.iter().map(|(key, at)| tombstone(key, *at)).collect();
-            // Not written, they are found again at the next opening.
+            // If this fails, the next opening finds them again.
             let written = self.write(&mut writer, pending, SpaceClass::Reserve, deadline);
             drop(written);
         }
         Ok(())
     }
 
-    /// Syncs and writes the checkpoint file.
+    /// Syncs the writer's segments and writes the checkpoint file.
     pub(super) fn write_checkpoint(&self, deadline: Deadline) -> Result<(), DiskError> {
         let _turn = self.lock(&self.reclaim_lock, deadline)?;
         let (store_id, next_sequence, next_number, segments) = {
@@ -159,8 +159,7 @@ impl SegmentFiles {
         self.all_segments().into_iter().map(cover).collect()
     }
 
-    /// Adds a block that is still live. One that only aliases name is followed by the removal of
-    /// its first key.
+    /// Adds a live block. A block with aliases only is followed by a tombstone of its first key.
     fn checkpoint_entry(&self, entry: RecordEntry, entries: &mut Vec<RecordEntry>) {
         let Some(segment) = self.segment(entry.address.segment()) else { return };
         let slot = segment.state().slot(entry.address.page());
@@ -171,7 +170,7 @@ impl SegmentFiles {
         }
     }
 
-    /// Adds the aliases. All of each is in memory, so that no damaged frame loses one.
+    /// Adds the aliases. They are completely in memory, so a damaged frame loses none.
     fn checkpoint_aliases(&self, next_sequence: u64, entries: &mut Vec<RecordEntry>) {
         let blocks: HashMap<Address, Checksum> = entries
             .iter()
@@ -205,7 +204,7 @@ fn checkpoint_path(config: &FileTierConfig) -> PathBuf {
     config.directory.join(format!("{}.checkpoint", config.writer))
 }
 
-/// What every step of an opening needs.
+/// The parameters of all steps of an opening.
 struct OpenContext<'a> {
     io: &'a Io,
     config: &'a FileTierConfig,
@@ -215,8 +214,8 @@ struct OpenContext<'a> {
 }
 
 impl OpenContext<'_> {
-    /// Opens and reads every segment of this writer, in the order of their numbers; and the number
-    /// behind all that are taken.
+    /// Opens and reads all segments of this writer in the order of their numbers. Also returns the
+    /// number after the highest one.
     fn find_segments(
         &self,
         checkpoint: Option<&Checkpoint>,
@@ -254,8 +253,8 @@ impl OpenContext<'_> {
                 let (damaged, unread) = (content.damaged_structures, content.unreadable_pages);
                 let path = path.display();
                 self.problems.add(format!(
-                    "{path}: {damaged} headers or footers are damaged, {unread} pages of them \
-                     cannot be read"
+                    "{path}: {damaged} damaged headers, frames or footers, {unread} unreadable \
+                     pages"
                 ));
             }
             if let (Some(checkpoint), Some(covered)) = (checkpoint, covered) {
@@ -267,7 +266,8 @@ impl OpenContext<'_> {
         Ok((found, number_end))
     }
 
-    /// Reads one segment; nothing where something else lies under its name, or nothing any more.
+    /// Reads one segment. Returns `None` if something else has its name or the file no longer
+    /// exists.
     fn read(
         &self,
         number: u32,
@@ -290,7 +290,7 @@ impl OpenContext<'_> {
             }
             Err(error) if error.is_misplaced() => {
                 recovery.misplaced_files += 1;
-                self.problems.add(format!("{}; it is left alone", with_causes(&error)));
+                self.problems.add(format!("{}; it is not touched", with_causes(&error)));
                 Ok(None)
             }
             Err(error) => Err(error),
@@ -298,8 +298,8 @@ impl OpenContext<'_> {
     }
 }
 
-/// Adds to a segment that had to be scanned what the checkpoint says of it: blocks whose frames are
-/// damaged are as readable as the others, and no footer may be written over them.
+/// Adds the checkpoint's blocks to a scanned segment. Blocks whose frames are damaged thus stay
+/// readable, and no footer is written over them.
 fn add_checkpoint_entries(
     content: &mut SegmentContent,
     checkpoint: &Checkpoint,
@@ -329,7 +329,7 @@ fn add_checkpoint_entries(
     }
 }
 
-/// The checkpoint, if there is one; or why it cannot be used.
+/// Loads the checkpoint, if there is one. The inner error is why it cannot be used.
 pub(super) fn load_checkpoint(
     io: &Io,
     config: &FileTierConfig,
@@ -346,7 +346,7 @@ pub(super) fn load_checkpoint(
         };
         let length = files.length(&file)?;
         if length > bytes_max {
-            return Err(io::Error::other("it is longer than a checkpoint can be"));
+            return Err(io::Error::other("the file is longer than a checkpoint can be"));
         }
         let mut bytes = vec![0; usize::try_from(length).map_err(io::Error::other)?];
         let read = files.read(&file, 0, &mut bytes)?;
@@ -355,7 +355,7 @@ pub(super) fn load_checkpoint(
     });
     let bytes = match bytes {
         Ok(bytes) => bytes,
-        // Without it the segments are read, which say the same.
+        // Without a checkpoint the segments are read, which contain the same entries.
         Err(DiskError::Io { source, .. }) => return Ok(Err(source.to_string())),
         Err(error) => return Err(error),
     };
@@ -367,12 +367,13 @@ pub(super) fn load_checkpoint(
     }
 }
 
-/// No checkpoint is taken for too long that is shorter than this.
+/// Lower bound of the size above which a checkpoint is rejected.
 const CHECKPOINT_BYTES_LIMIT_MIN: u64 = 1 << 30;
 
-/// Replays every statement in the order of writing.
+/// Replays all entries in the order of writing.
 ///
-/// What is older than the checkpoint is in it, or was dead when it was written.
+/// Entries of segments older than the checkpoint's next sequence number are skipped: the checkpoint
+/// contains them if they were live.
 fn replay_recovered(
     found: &mut [RecoveredSegment],
     checkpoint: Option<&Checkpoint>,
@@ -399,7 +400,7 @@ fn replay_recovered(
     replay(&entries, now_unix_ms)
 }
 
-/// Where the entries of a segment that was found stand from now on.
+/// The location of a recovered segment's entries.
 fn entry_location_of(content: &SegmentContent) -> EntryLocation {
     match (&content.trailer, content.was_scanned) {
         (Some(trailer), _) => EntryLocation::Footer {
@@ -408,12 +409,12 @@ fn entry_location_of(content: &SegmentContent) -> EntryLocation {
             checksum: trailer.entries_checksum,
         },
         (None, true) => EntryLocation::Memory(encode_entries(&content.entries)),
-        // Nothing names the file; it holds nothing, and a reclaim removes it.
+        // The segment has no ID and thus no readable block. A reclaim removes it.
         (None, false) => EntryLocation::Footer { page: 1, count: 0, checksum: checksum(&[]) },
     }
 }
 
-/// The writer's state behind everything that was found.
+/// The writer's state after everything that was recovered.
 fn next_state(
     found: &[RecoveredSegment],
     number_end: u32,
@@ -431,7 +432,7 @@ fn next_state(
     })
 }
 
-/// Puts segments and aliases into memory. Only what is live gets a slot.
+/// Builds segments and aliases in memory. Only live blocks get a slot.
 fn build_segments(
     found: Vec<RecoveredSegment>,
     replay: &ReplayResult,
@@ -449,6 +450,7 @@ fn build_segments(
             }
         }
     }
+    // A block whose first key was removed still needs a slot for its aliases.
     for body in &replay.bodies {
         slots.entry(body.address).or_insert((*body, false));
     }

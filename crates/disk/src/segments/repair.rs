@@ -1,7 +1,7 @@
-//! What a segment says when its footer is damaged: frames and checkpoint say it again.
+//! Reconstructs the entries of a segment with a damaged footer from its frames and the checkpoint.
 //!
-//! A footer is read when its segment is reclaimed and when a checkpoint is written. One that is
-//! damaged costs a scan, and nothing else: what is live is in memory, each block has its own
+//! A footer is read when its segment is reclaimed and when a checkpoint is written. A damaged
+//! footer costs one scan and no data: the live blocks are known in memory, each block has its own
 //! checksum, and the frames repeat every entry.
 
 use std::collections::HashMap;
@@ -17,7 +17,7 @@ use crate::format::{EntryKind, RecordEntry, encode_entries};
 use crate::scan::{FileSource, read_frames};
 
 impl SegmentFiles {
-    /// All entries of a segment that can be had. The caller holds the reclaim_lock's mutex.
+    /// All entries of a segment that can be read. The caller holds `reclaim_lock`.
     pub(super) fn entries_of(
         &self,
         segment: &Arc<Segment>,
@@ -35,8 +35,8 @@ impl SegmentFiles {
         count(&self.counters.structures_damaged, 1);
         let path = segment.path.display();
         self.problems.add(format!(
-            "{path}: its footer is damaged ({why}); its frames give {} entries, {lost} blocks are \
-             described nowhere and last until it is reclaimed",
+            "{path}: its footer is damaged ({why}); {} entries were read from its frames; {lost} \
+             blocks without an entry will be dropped when it is reclaimed",
             entries.len()
         ));
         Ok(entries)
@@ -55,8 +55,8 @@ impl SegmentFiles {
         Ok(content.entries)
     }
 
-    /// Adds what the last checkpoint says of live blocks whose frames are damaged too; how many
-    /// live blocks are described nowhere.
+    /// Adds entries of the last checkpoint for live blocks whose frames are damaged too. Returns
+    /// the number of live blocks without any entry.
     fn add_from_checkpoint(
         &self,
         segment: &Segment,

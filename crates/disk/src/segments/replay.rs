@@ -1,4 +1,4 @@
-//! From statements in the order of writing to what holds in the end.
+//! Replays entries in the order of writing to determine the live blocks.
 
 use std::collections::HashMap;
 
@@ -7,21 +7,21 @@ use cascade_block::BlockKey;
 use crate::Address;
 use crate::format::{EntryKind, RecordEntry};
 
-/// Result of replaying all statements in order.
+/// The result of replaying all entries in order.
 #[derive(Debug, Default)]
 pub(crate) struct ReplayResult {
     pub(crate) live: Vec<RecordEntry>,
-    /// The blocks whose bytes live aliases name.
+    /// The blocks that live aliases refer to.
     pub(crate) bodies: Vec<RecordEntry>,
-    /// Blocks that a newer one of the same key replaced, without a tombstone.
+    /// Blocks that a newer block of the same key replaced without a tombstone.
     pub(crate) superseded: Vec<(BlockKey, Address)>,
     pub(crate) expired: u64,
-    /// Behind every sequence number and segment number that was seen.
+    /// One more than the highest sequence number and segment number.
     pub(crate) sequence_end: u64,
     pub(crate) number_end: u32,
 }
 
-/// Takes statements in, oldest first: what names each key in the end.
+/// Replays entries, oldest first. The last entry of each key is valid.
 pub(crate) fn replay(entries: &[RecordEntry], now_unix_ms: u64) -> ReplayResult {
     let mut outcome = ReplayResult {
         sequence_end: entries.last().map_or(0, |last| last.sequence + 1),
@@ -36,7 +36,8 @@ pub(crate) fn replay(entries: &[RecordEntry], now_unix_ms: u64) -> ReplayResult 
                 blocks.insert(entry.address, at);
             }
             EntryKind::Alias => {
-                // An address whose segment is gone may be another's by now.
+                // A reclaimed segment may leave an alias of an address that a later block uses.
+                // Length and checksum tell them apart.
                 let is_same = |block: &usize| {
                     entries[*block].payload_checksum == entry.payload_checksum
                         && entries[*block].meta.payload_bytes == entry.meta.payload_bytes

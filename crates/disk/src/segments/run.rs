@@ -1,4 +1,4 @@
-//! A run: entries placed in frames, with the buffers that one write brings to a segment.
+//! A write run: entries placed in frames, with the buffers of one write to a segment.
 
 use cascade_block::{BlockKey, Checksum, NamespaceId, checksum};
 use cascade_memory::Slab;
@@ -11,11 +11,11 @@ use crate::format::{
 use crate::io::{Buffer, PageBuffer};
 use crate::{Address, RecordMeta};
 
-/// Most bytes and buffers of one write; the kernel takes 1,024 buffers at once.
+/// Maximum bytes and buffers of one write. The kernel accepts 1,024 buffers per call.
 const WRITE_BYTES_MAX: u64 = 4 << 20;
 const WRITE_BUFFERS_MAX: usize = 1000;
 
-/// A block's bytes on their way into a frame.
+/// The bytes of a block to write.
 #[derive(Debug)]
 pub(super) enum PendingPayload {
     Slab(Slab),
@@ -23,21 +23,22 @@ pub(super) enum PendingPayload {
     Pages(PageBuffer),
 }
 
-/// An entry that is to be written.
+/// An entry to write.
 #[derive(Debug)]
 pub(super) struct PendingEntry {
     pub(super) kind: EntryKind,
     pub(super) meta: RecordMeta,
-    /// What an alias or tombstone is about; a block's address is found when it is placed.
+    /// The block that an alias or tombstone refers to. The address of a block is assigned when it
+    /// is placed.
     pub(super) target: Address,
-    /// Of the payload; that of a slab is computed when it is placed.
+    /// Checksum of the payload. That of a slab is computed when it is placed.
     pub(super) checksum: Checksum,
-    /// Its old number when it is only rewritten; otherwise it gets the next.
+    /// Its old sequence number if it is rewritten; otherwise the next one is assigned.
     pub(super) sequence: Option<u64>,
     pub(super) payload: Option<PendingPayload>,
 }
 
-/// Frames that one write brings to a segment.
+/// The frames of one write to a segment.
 #[derive(Debug, Default)]
 pub(super) struct WriteRun {
     pub(super) frames: Vec<SegmentFrame>,
@@ -52,13 +53,13 @@ impl WriteRun {
         self.frames.last().is_none_or(|frame| frame.entries.len() == ENTRIES_PER_FRAME)
     }
 
-    /// Whether that many pages more would be too much for one write.
+    /// Whether this many more pages exceed the limits of one write.
     pub(super) fn is_full(&self, pages: u32) -> bool {
         u64::from(self.pages + pages) * PAGE_BYTES as u64 > WRITE_BYTES_MAX
             || self.buffers.len() + 3 > WRITE_BUFFERS_MAX
     }
 
-    /// Places an entry behind the others.
+    /// Places an entry after the others.
     pub(super) fn add(
         &mut self,
         segment: &Segment,
@@ -107,7 +108,7 @@ impl WriteRun {
         }
     }
 
-    /// Fills the header pages in, now that their frames are complete.
+    /// Encodes the header pages, after all frames are complete.
     pub(super) fn finish(&mut self) {
         let mut frames = self.frames.iter();
         let mut next = frames.next();
@@ -126,7 +127,7 @@ impl WriteRun {
     }
 }
 
-/// The removal of a key, as an entry.
+/// The entry for the removal of a key.
 pub(super) fn tombstone(key: &BlockKey, target: Address) -> PendingEntry {
     let meta = RecordMeta {
         key: *key,
@@ -142,7 +143,7 @@ pub(super) fn tombstone(key: &BlockKey, target: Address) -> PendingEntry {
     PendingEntry { kind, meta, target, checksum: 0, sequence: None, payload: None }
 }
 
-/// Pages that the payload of an entry takes in its segment.
+/// Pages of an entry's payload in its segment.
 pub(super) fn payload_pages(pending: &PendingEntry) -> u32 {
     match pending.kind {
         EntryKind::Block => pages_of(u64::from(pending.meta.payload_bytes)),

@@ -1,4 +1,4 @@
-//! One segment in memory: its file, and a slot of 24 bytes for each block in it.
+//! One segment in memory: its file, and a slot of 24 bytes for each block.
 
 use std::fs::File;
 use std::path::PathBuf;
@@ -12,7 +12,7 @@ use crate::format::{
 };
 use crate::io::{FileIo, PageBuffer};
 
-/// A file of blocks.
+/// A segment.
 #[derive(Debug)]
 pub(super) struct Segment {
     pub(super) number: u32,
@@ -22,39 +22,39 @@ pub(super) struct Segment {
     state: RwLock<SegmentState>,
 }
 
-/// What changes about a segment.
+/// The mutable state of a segment.
 #[derive(Debug)]
 pub(super) struct SegmentState {
     /// In the order of their payloads.
     slots: Vec<BlockSlot>,
     pub(super) entry_location: EntryLocation,
-    /// Bytes that the file takes on the device.
+    /// Bytes that the file uses on the device.
     pub(super) file_bytes: u64,
     /// Bytes of live payloads, padded to pages.
     pub(super) live_bytes: u64,
-    /// The page behind the last frame.
+    /// The page after the last frame.
     pub(super) end_page: u32,
 }
 
-/// Where all entries of a segment stand.
+/// Where the entries of a segment are.
 #[derive(Debug, Clone)]
 pub(super) enum EntryLocation {
-    /// Here, encoded: the segment has no footer, or not yet.
+    /// In memory, encoded: the segment has no footer yet.
     Memory(Vec<u8>),
     /// In the footer.
     Footer { page: u32, count: u32, checksum: Checksum },
 }
 
-/// One block of a segment.
+/// A block of a segment.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct BlockSlot {
     fingerprint: [u32; 2],
     page: u32,
     pub(super) payload_bytes: u32,
     pub(super) checksum: Checksum,
-    /// Whether the key that it was written under still names it.
+    /// Whether the key that it was written with is still valid.
     has_first_key: bool,
-    /// Whether anything names it.
+    /// Whether any key is valid.
     is_live: bool,
 }
 
@@ -66,19 +66,19 @@ fn key_fingerprint(key: &BlockKey) -> [u32; 2] {
 }
 
 impl BlockSlot {
-    /// The page at which its payload starts.
+    /// The first page of its payload.
     pub(super) fn page(&self) -> u32 {
         self.page
     }
 
-    /// Whether an entry describes it.
+    /// Whether an entry describes this block.
     pub(super) fn matches_entry(&self, entry: &RecordEntry) -> bool {
         self.payload_bytes == entry.meta.payload_bytes
             && self.checksum == entry.payload_checksum
             && self.fingerprint == key_fingerprint(&entry.meta.key)
     }
 
-    /// Whether the block was written under this key, and still has it.
+    /// Whether the block was written with this key and the key is still valid.
     pub(super) fn is_first_key(&self, key: &BlockKey) -> bool {
         self.has_first_key && self.fingerprint == key_fingerprint(key)
     }
@@ -111,7 +111,7 @@ impl Segment {
         self.state.write().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// All entries that were ever written to it, from memory or from the footer.
+    /// All entries written to the segment, from memory or from the footer.
     pub(super) fn entries(
         &self,
         io: &Io,
@@ -146,17 +146,17 @@ impl Segment {
     }
 }
 
-/// Why the entries of a segment could not be had.
+/// Why the entries of a segment could not be read.
 #[derive(Debug)]
 pub(super) enum EntriesError {
-    /// Its footer is not what was written, or the device does not give it.
+    /// The footer is damaged or cannot be read.
     Damaged(String),
-    /// The call failed; the footer may be right.
+    /// The call failed; the footer may be intact.
     Failed(DiskError),
 }
 
 impl SegmentState {
-    /// An empty segment whose file takes that many bytes.
+    /// An empty segment with a file of `file_bytes`.
     pub(super) fn empty(file_bytes: u64) -> Self {
         Self {
             slots: Vec::new(),
@@ -167,7 +167,7 @@ impl SegmentState {
         }
     }
 
-    /// Takes in an entry that was written behind all others.
+    /// Adds an entry that was written after all others.
     pub(super) fn add_entry(&mut self, entry: &RecordEntry) {
         if let EntryLocation::Memory(encoded) = &mut self.entry_location {
             let start = encoded.len();
@@ -179,7 +179,7 @@ impl SegmentState {
         }
     }
 
-    /// Takes in a live block, behind all others.
+    /// Adds a live block after all others.
     pub(super) fn add_slot(&mut self, entry: &RecordEntry) {
         let page = entry.address.page();
         debug_assert!(self.slots.last().is_none_or(|last| last.page < page));
@@ -195,7 +195,7 @@ impl SegmentState {
         self.slots.push(slot);
     }
 
-    /// The block whose payload starts at a page.
+    /// The block whose payload starts at `page`.
     pub(super) fn slot(&self, page: u32) -> Option<BlockSlot> {
         self.position(page).map(|at| self.slots[at])
     }
@@ -204,7 +204,7 @@ impl SegmentState {
         self.slots.binary_search_by_key(&page, |slot| slot.page).ok()
     }
 
-    /// Takes the first key from a block; it dies unless it has another.
+    /// Removes the first key of a block. The block is dead unless it has an alias.
     pub(super) fn remove_first_key(&mut self, page: u32, has_alias: bool) {
         if let Some(at) = self.position(page) {
             self.slots[at].has_first_key = false;
@@ -214,14 +214,14 @@ impl SegmentState {
         }
     }
 
-    /// The last alias of a block is gone; it dies unless its first key still names it.
+    /// Marks a block without aliases as dead unless its first key is valid.
     pub(super) fn mark_dead_if_unkeyed(&mut self, page: u32) {
         if self.position(page).is_some_and(|at| !self.slots[at].has_first_key) {
             self.mark_dead(page);
         }
     }
 
-    /// Nothing names the block any more.
+    /// Marks a block without any key as dead.
     pub(super) fn mark_dead(&mut self, page: u32) {
         let Some(at) = self.position(page) else { return };
         let slot = &mut self.slots[at];
@@ -232,7 +232,7 @@ impl SegmentState {
         }
     }
 
-    /// The blocks that anything names.
+    /// The live blocks.
     pub(super) fn live_slots(&self) -> impl Iterator<Item = &BlockSlot> {
         self.slots.iter().filter(|slot| slot.is_live)
     }

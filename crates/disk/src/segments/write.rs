@@ -1,4 +1,4 @@
-//! WriteQueue: frames behind the end of the active segment, sealing it, beginning the next.
+//! Writes frames to the end of the active segment, seals it and creates the next.
 
 use std::collections::VecDeque;
 use std::io;
@@ -16,31 +16,31 @@ use crate::format::{
 use crate::io::{Buffer, PageBuffer, Transfer, TransferKind, TransferOutcome, TransferQueue};
 use crate::{Address, DiskError, RecordMeta};
 
-/// Pages of a segment that no payload can use: header, one frame, the smallest footer.
+/// Pages of a segment that cannot hold payload: header, one frame, the smallest footer.
 const OVERHEAD_PAGES: u32 = 4;
 
-/// What only one writer at a time may change.
+/// The writer's state, changed by one thread at a time.
 #[derive(Debug)]
 pub(super) struct WriterState {
     pub(super) store_id: RandomId,
     pub(super) active: Option<Arc<Segment>>,
-    /// Segments that were closed by an error with data that no sync has covered.
+    /// Segments that were closed by an error with data that is not synced yet.
     pub(super) unsynced: Vec<Arc<Segment>>,
     pub(super) next_number: u32,
     pub(super) next_sequence: u64,
 }
 
-/// Whether a write may use the space that is kept free for reclaiming.
+/// The space that a write may use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum SpaceClass {
     Ordinary,
     Reserve,
-    /// As the reserve, and beyond the capacity where that is used up: what is written takes the
-    /// place of a segment that goes at once.
+    /// As `Reserve`, and above the capacity if the reserve is used up. What is written replaces a
+    /// segment that is removed right after.
     Overcommit,
 }
 
-/// Entries on their way into one segment, some of them written while others are prepared.
+/// The writes of entries to one segment; some are in flight while others are prepared.
 struct WriteQueue<'a> {
     segment: &'a Arc<Segment>,
     limit_bytes: u64,
@@ -52,7 +52,7 @@ struct WriteQueue<'a> {
 }
 
 impl WriteQueue<'_> {
-    /// Takes as many entries as fit one write and the segment.
+    /// Takes as many entries as fit into one write and into the segment.
     fn next_run(&mut self) -> Option<WriteRun> {
         let mut run = WriteRun::default();
         while let Some(next) = self.pending.front() {
@@ -62,7 +62,7 @@ impl WriteQueue<'_> {
             if !fits || (run.entries > 0 && run.is_full(pages)) {
                 break;
             }
-            let next = self.pending.pop_front().expect("it was looked at above");
+            let next = self.pending.pop_front().expect("`front` returned it above");
             run.add(self.segment, self.next_page, next, self.next_sequence);
         }
         run.finish();
@@ -94,7 +94,7 @@ impl TransferQueue for WriteQueue<'_> {
     }
 }
 
-/// The result of a run while it is being written, and for good if nothing more is heard of it.
+/// The preliminary result of a run. It becomes the final one if the run is never completed.
 const IN_FLIGHT: &str = "writing";
 
 fn is_in_flight(error: &DiskError) -> bool {
@@ -215,7 +215,7 @@ impl SegmentFiles {
             .map(drop)
     }
 
-    /// Takes a key from its bytes, in memory; whether it was there.
+    /// Removes a key from its block in memory. Returns whether the block had it.
     pub(super) fn remove_from_memory(&self, key: &BlockKey, address: Address) -> bool {
         let Some(segment) = self.segment(address.segment()) else { return false };
         let mut aliases = self.aliases();
@@ -236,7 +236,7 @@ impl SegmentFiles {
         was_there
     }
 
-    /// Writes entries in order, over as many segments as it takes; one answer each.
+    /// Writes entries in order, to as many segments as needed. Returns one result each.
     pub(super) fn write(
         &self,
         writer: &mut WriterState,
@@ -272,7 +272,7 @@ impl SegmentFiles {
         answers
     }
 
-    /// Writes as many runs as fit the segment, several at once.
+    /// Writes as many runs as fit into the segment, several at once.
     fn write_runs(
         &self,
         writer: &mut WriterState,
@@ -292,7 +292,7 @@ impl SegmentFiles {
         self.io.run(&mut queue, deadline);
         let mut runs = queue.runs;
         if self.config.durable {
-            // One that failed leaves the others without their sync.
+            // If one run failed, the others are not synced either and fail with it.
             let failed = runs.iter().find_map(|(_, result)| result.clone().err());
             let error = failed.or_else(|| {
                 let sync = self.run_transfer(Transfer::sync(Arc::clone(&segment.file)), deadline);
@@ -305,7 +305,7 @@ impl SegmentFiles {
         runs
     }
 
-    /// Takes in what was written, in the order of the segment.
+    /// Records written entries in memory, in the order of the segment.
     fn commit(
         &self,
         segment: &Segment,
@@ -331,10 +331,10 @@ impl SegmentFiles {
         answers
     }
 
-    /// The active segment if that many pages fit it, else a new one.
+    /// The active segment if it has room for this many pages, otherwise a new one.
     ///
-    /// Ordinary writes stop while a segment's worth is not free: removals and reclaims need it.
-    /// Of the reserve they take what there is.
+    /// Ordinary writes stop when less than one segment is free: removals and reclaims need that
+    /// reserve. Writes to the reserve use what is left of it.
     fn segment_with_room(
         &self,
         writer: &mut WriterState,
@@ -372,8 +372,8 @@ impl SegmentFiles {
         Ok(segment)
     }
 
-    /// How large a segment in the reserve can be. A process that was killed as it wrote there has
-    /// left less than a whole one.
+    /// The size of a new segment in the reserve. Less than a whole segment is left if a process was
+    /// killed while it wrote there.
     fn reserve_segment_bytes(
         &self,
         freed_bytes: u64,
@@ -397,7 +397,7 @@ impl SegmentFiles {
         }
     }
 
-    /// Whether that many bytes may be added to the files once `freed_bytes` have come back.
+    /// Checks that this many bytes may be added to the files after `freed_bytes` were freed.
     fn check_capacity(
         &self,
         freed_bytes: u64,
@@ -414,23 +414,23 @@ impl SegmentFiles {
         Ok(())
     }
 
-    /// One transfer to its end.
+    /// Runs one transfer to its end.
     pub(super) fn run_transfer(&self, transfer: Transfer, deadline: Deadline) -> io::Result<()> {
         self.io.transfer_all(vec![transfer], deadline).remove(0).1
     }
 
-    /// Nothing is written to the segment any more. What is in it stays readable.
+    /// Closes a segment after a failed write. Its blocks stay readable.
     pub(super) fn close_failed(&self, writer: &mut WriterState, segment: &Arc<Segment>) {
         count(&self.counters.segments_failed, 1);
         writer.active = None;
         writer.unsynced.push(Arc::clone(segment));
     }
 
-    /// Ends the active segment with a footer and gives back what it did not use.
+    /// Seals the active segment with a footer and truncates its file.
     pub(super) fn seal(&self, writer: &mut WriterState, deadline: Deadline) {
         let Some(segment) = writer.active.take() else { return };
         if self.try_seal(&segment, deadline).is_err() {
-            // Its entries stay in memory, and the next opening scans it.
+            // Its entries stay in memory. The next opening scans it.
             self.close_failed(writer, &segment);
         }
     }
@@ -450,6 +450,9 @@ impl SegmentFiles {
         let file = Arc::clone(&segment.file);
         let write = Transfer::new(TransferKind::Write, Arc::clone(&file), offset, buffers);
         let failed = |source| DiskError::from_io("seal", &segment.path, source);
+        // The order matters: `file_bytes` in memory changes only after the footer is written, the
+        // file is truncated to it and both are synced. After a failure before that the entries in
+        // memory stay valid.
         self.run_transfer(write, deadline).map_err(failed)?;
         let truncated = Arc::clone(&file);
         self.io.call("truncate", &segment.path, deadline, move |files| {
@@ -466,7 +469,7 @@ impl SegmentFiles {
         Ok(())
     }
 
-    /// Brings all that was written to stable storage; sealed segments are there already.
+    /// Syncs everything written so far. Sealed segments were synced when they were sealed.
     pub(super) fn sync_active(
         &self,
         writer: &mut WriterState,
@@ -493,12 +496,12 @@ impl SegmentFiles {
     }
 }
 
-/// Whether a segment of that many bytes has room for the pages, the entries and their footer.
+/// Whether a segment of `limit_bytes` has room for the pages and for a footer with the entries.
 fn fits(limit_bytes: u64, end_page: u32, entry_count: usize) -> bool {
     u64::from(end_page) * PAGE_BYTES as u64 + footer_bytes(entry_count) <= limit_bytes
 }
 
-/// Bytes that the active segment's file would give back if it were sealed.
+/// Bytes by which sealing the active segment would shrink its file.
 fn bytes_freed_by_sealing(writer: &WriterState) -> u64 {
     writer.active.as_ref().map_or(0, |active| {
         let state = active.state();
@@ -508,10 +511,10 @@ fn bytes_freed_by_sealing(writer: &WriterState) -> u64 {
     })
 }
 
-type Answers = Vec<Option<Result<Address, DiskError>>>;
+type AppendResults = Vec<Option<Result<Address, DiskError>>>;
 
-/// Sets what can be written apart from what is refused; the places of the former stay open.
-fn split(pending: Vec<Result<PendingEntry, DiskError>>) -> (Vec<PendingEntry>, Answers) {
+/// Separates valid entries from rejected ones. The results of the valid ones are left open.
+fn split(pending: Vec<Result<PendingEntry, DiskError>>) -> (Vec<PendingEntry>, AppendResults) {
     let mut good = Vec::with_capacity(pending.len());
     let answers = pending
         .into_iter()
@@ -526,8 +529,8 @@ fn split(pending: Vec<Result<PendingEntry, DiskError>>) -> (Vec<PendingEntry>, A
     (good, answers)
 }
 
-/// Puts answers into the open places, in order.
-fn fill(answers: &mut Answers, written: Vec<Result<Address, DiskError>>) {
+/// Fills the open results, in order.
+fn fill(answers: &mut AppendResults, written: Vec<Result<Address, DiskError>>) {
     let open = answers.iter_mut().filter(|answer| answer.is_none());
     for (place, answer) in open.zip(written) {
         *place = Some(answer);
