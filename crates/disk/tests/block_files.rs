@@ -1,4 +1,4 @@
-//! A file per block: an address stands for one write, whatever lies under the key's name later.
+//! One file per block: an address refers to one write, whatever file has the key's name later.
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use std::fs;
@@ -51,7 +51,7 @@ fn assert_body(files: &dyn BlockFiles, pool: &Pool, address: Address, body: u64)
     }
 }
 
-/// Nothing that is done with a stale address finds, names or removes what lies there now.
+/// Checks that a stale address does not read, alias or remove the file of a later write.
 fn assert_stale(files: &dyn BlockFiles, pool: &Pool, stale: Address) {
     assert_gone(files, pool, &[StoredBlock { number: 1, length: LENGTH, address: stale }]);
     let alias = files.alias(&[(meta(2, LENGTH), stale)], deadline()).remove(0);
@@ -83,9 +83,9 @@ fn an_address_is_never_used_again() {
     assert!(![old, removed_then_stored, stored_over].contains(&next), "{next:?}");
 }
 
-/// A rename that was given up comes late and puts an old file over a new one.
+/// A rename that had timed out completes late and replaces a new file with an old one.
 #[test]
-fn a_late_rename_brings_no_wrong_byte() {
+fn a_late_rename_never_returns_wrong_bytes() {
     let directory = tempfile::tempdir().unwrap();
     let pool = pool();
     let (files, _) = open_tier(directory.path(), &pool);
@@ -98,7 +98,7 @@ fn a_late_rename_brings_no_wrong_byte() {
     fs::rename(&late, &path).unwrap();
     assert_stale(files.as_ref(), &pool, new);
     assert!(path.exists(), "a stale address removes nothing");
-    assert_eq!(files.stats().files, 1, "what lies there is accounted for");
+    assert_eq!(files.stats().files, 1, "the file under the name is counted");
     let newest = append_other(files.as_ref(), &pool, 78);
     assert_body(files.as_ref(), &pool, newest, 78);
     fs::copy(&path, &late).unwrap();
@@ -115,7 +115,7 @@ fn assert_recovered_body(recovery: &Recovery, address: Address) {
 }
 
 #[test]
-fn a_reclaim_leaves_what_others_have_put_there() {
+fn a_reclaim_keeps_files_of_other_writers() {
     let directory = tempfile::tempdir().unwrap();
     let pool = pool();
     let (ours, _) = open_tier(directory.path(), &pool);
@@ -135,7 +135,8 @@ fn a_reclaim_leaves_what_others_have_put_there() {
     assert!(!file_of(directory.path(), 1).exists());
 }
 
-/// The promise of `remove`: `Gone` from now on, even if the file could not be taken away.
+/// The contract of `remove`: reads return `Gone` from now on, even if the file could not be
+/// removed.
 #[test]
 fn a_failed_removal_hides_the_block() {
     let directory = tempfile::tempdir().unwrap();

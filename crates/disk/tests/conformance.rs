@@ -1,4 +1,5 @@
-//! The conformance suite over both layouts, both engines, durable and not, direct and buffered.
+//! The conformance suite over both layouts and both I/O engines, durable and not, direct and
+//! buffered.
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use std::sync::Arc;

@@ -1,4 +1,4 @@
-//! The probe of a device: right when it works, an error for every way in which it does not.
+//! The device probe succeeds on a working device and fails for each kind of fault.
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use std::path::Path;
@@ -24,7 +24,7 @@ fn opened(directory: &Path, layout: Layout, io: FileIo) -> Arc<dyn BlockFiles> {
 }
 
 #[test]
-fn a_probe_touches_no_block_and_outlives_a_restart() {
+fn a_probe_changes_no_block_and_works_after_a_restart() {
     for layout in [Layout::Segments, Layout::FilePerBlock] {
         let directory = tempfile::tempdir().unwrap();
         let pool = pool();
@@ -43,7 +43,7 @@ fn a_probe_touches_no_block_and_outlives_a_restart() {
     }
 }
 
-/// How many calls to the machine an opening makes, and then a probe.
+/// The number of I/O calls after an opening, and after a probe that follows.
 fn calls(layout: Layout) -> (u64, u64) {
     let directory = tempfile::tempdir().unwrap();
     let plan = FaultPlan::new(Fault::Io, u64::MAX, false);
@@ -54,10 +54,10 @@ fn calls(layout: Layout) -> (u64, u64) {
 }
 
 #[test]
-fn a_probe_fails_as_the_device_does_at_every_step() {
+fn a_probe_returns_the_error_of_each_step() {
     for layout in [Layout::Segments, Layout::FilePerBlock] {
         let (opening, probed) = calls(layout);
-        assert!(probed > opening + 3, "it opens, writes, syncs and reads");
+        assert!(probed > opening + 3, "a probe opens, writes, syncs and reads");
         for fault in [Fault::Io, Fault::NoSpace, Fault::Torn, Fault::Hang] {
             for at in opening..probed {
                 let directory = tempfile::tempdir().unwrap();
@@ -77,7 +77,7 @@ fn a_probe_fails_as_the_device_does_at_every_step() {
 }
 
 #[test]
-fn a_directory_that_another_took_the_place_of_is_not_the_one_that_was_opened() {
+fn a_probe_fails_if_the_directory_was_replaced() {
     let parent = tempfile::tempdir().unwrap();
     let (here, away) = (parent.path().join("here"), parent.path().join("away"));
     let files = opened(&here, Layout::Segments, machine());
@@ -86,7 +86,7 @@ fn a_directory_that_another_took_the_place_of_is_not_the_one_that_was_opened() {
     assert!(matches!(error, DiskError::Io { .. }), "{error:?}");
     let other = opened(&here, Layout::Segments, machine());
     let DiskError::Io { source, .. } = files.probe_device(deadline()).unwrap_err() else {
-        panic!("it is another directory")
+        panic!("the probe must detect another directory")
     };
     assert!(source.to_string().contains("mounted"), "{source}");
     other.probe_device(deadline()).unwrap();

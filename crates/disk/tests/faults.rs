@@ -1,4 +1,4 @@
-//! A disk that fails at the k-th call, for every k: nothing acknowledged is lost or wrong.
+//! A disk that fails at the k-th call, for every k: no acknowledged block is lost or wrong.
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use std::collections::BTreeMap;
@@ -15,12 +15,12 @@ use cascade_disk::{
 };
 use cascade_memory::{HugePages, Pool, PoolConfig};
 
-/// What the tier has promised about a block.
+/// The state that the tier acknowledged for a block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Promise {
     Stored(Address),
     Removed,
-    /// An operation on it failed half-way: it may be there or not, but never wrong.
+    /// An operation on it failed: the block may be stored or not, but is never wrong.
     Unknown,
 }
 
@@ -60,8 +60,8 @@ fn append(files: &dyn BlockFiles, pool: &Pool, numbers: std::ops::Range<u64>, to
     }
 }
 
-/// A life with everything in it; every error is taken as it comes.
-fn live_through(files: &dyn BlockFiles, pool: &Pool, promises: &mut Promises) {
+/// Runs every operation once. Errors are recorded.
+fn run_every_operation(files: &dyn BlockFiles, pool: &Pool, promises: &mut Promises) {
     append(files, pool, 0..8, promises);
     append(files, pool, 8..20, promises);
     for number in [1, 9] {
@@ -77,10 +77,10 @@ fn live_through(files: &dyn BlockFiles, pool: &Pool, promises: &mut Promises) {
     let checkpoint = files.checkpoint(deadline());
     drop(checkpoint);
     append(files, pool, 20..32, promises);
-    let mut asked = Vec::new();
+    let mut offered = Vec::new();
     let reclaimed = files.reclaim(
         &mut |meta, _| {
-            asked.push(meta.key);
+            offered.push(meta.key);
             meta.is_prefix
         },
         deadline(),
@@ -101,7 +101,7 @@ fn live_through(files: &dyn BlockFiles, pool: &Pool, promises: &mut Promises) {
         Err(_failed) => {
             for (number, promise) in promises.iter_mut() {
                 let was_kept = number.is_multiple_of(2);
-                if asked.contains(&key(*number)) && !was_kept {
+                if offered.contains(&key(*number)) && !was_kept {
                     *promise = Promise::Unknown;
                 }
             }
@@ -115,7 +115,7 @@ fn live_through(files: &dyn BlockFiles, pool: &Pool, promises: &mut Promises) {
     }
 }
 
-/// Reads a block: right bytes, or (unless it must be there) anything but wrong ones.
+/// Reads a block. It must have the right bytes or, unless `must_hit`, be a miss or an error.
 fn check(files: &dyn BlockFiles, pool: &Pool, number: u64, address: Address, must_hit: bool) {
     let body = number % 100;
     let slab = pool.allocate(length(body)).unwrap();
@@ -131,20 +131,20 @@ fn verify(files: &dyn BlockFiles, recovery: &Recovery, pool: &Pool, promises: &P
     for (&number, promise) in promises {
         match (promise, found.get(&key(number))) {
             (Promise::Stored(_), Some(&address)) => check(files, pool, number, address, true),
-            (Promise::Stored(_), None) => panic!("block {number} was acknowledged and is lost"),
-            (Promise::Removed, Some(_)) => panic!("block {number} was removed and is back"),
+            (Promise::Stored(_), None) => panic!("block {number} was acknowledged but is lost"),
+            (Promise::Removed, Some(_)) => panic!("block {number} was removed but was recovered"),
             (Promise::Unknown, Some(&address)) => check(files, pool, number, address, false),
             (Promise::Removed | Promise::Unknown, None) => {}
         }
     }
 }
 
-/// Thousands of runs, each with many syncs: in memory where the machine has a place for it.
+/// A directory in memory if the machine has one: there are thousands of runs with many syncs each.
 fn memory_directory() -> tempfile::TempDir {
     tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir()).unwrap()
 }
 
-/// One run; how many calls the disk saw.
+/// One run. Returns the number of I/O calls.
 fn run(layout: Layout, fault: Fault, at_call: u64, is_permanent: bool) -> u64 {
     let directory = memory_directory();
     let pool = small_pool();
@@ -152,13 +152,13 @@ fn run(layout: Layout, fault: Fault, at_call: u64, is_permanent: bool) -> u64 {
     let mut promises = Promises::new();
     let config = config(directory.path(), layout);
     if let Ok((files, _)) = open_with(config.clone(), plan.wrap(&machine()), &pool, deadline()) {
-        live_through(files.as_ref(), &pool, &mut promises);
+        run_every_operation(files.as_ref(), &pool, &mut promises);
     }
     for _ in 0..2 {
         let (files, recovery) = open_with(config.clone(), machine(), &pool, deadline()).unwrap();
         verify(files.as_ref(), &recovery, &pool, &promises);
     }
-    assert_eq!(pool.stats().requested_bytes, 0, "every slab came back");
+    assert_eq!(pool.stats().requested_bytes, 0, "every slab was released");
     plan.calls()
 }
 

@@ -1,4 +1,4 @@
-//! Directories of every format version that was released are read for ever.
+//! Directories of every released format version are readable.
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use std::fs;
@@ -9,7 +9,8 @@ use cascade_block::{Manifest, Namespace, SystemClock, TenantSecret};
 use cascade_disk::conformance::{StoredBlock, append, content, deadline, key, meta, pool, read_as};
 use cascade_disk::{FileTierConfig, Layout, ReadOutcome, inspect, open};
 
-/// Blocks that the fixture holds: number and length. Block 1 was removed, 7 is an alias of 2.
+/// Blocks in the fixture: key number, content number, length. Block 1 was removed, 7 is an alias of
+/// 2.
 const HELD: [(u64, u64, usize); 3] = [(0, 0, 100), (2, 2, 5000), (7, 2, 5000)];
 
 fn fixture(name: &str) -> PathBuf {
@@ -38,7 +39,7 @@ fn copy(from: &Path, to: &Path) {
     }
 }
 
-/// Writes the fixtures. Run by hand, once for each new format version.
+/// Writes the fixtures. Run by hand once for each new format version.
 #[test]
 #[ignore = "writes the files that the other tests read"]
 fn write() {

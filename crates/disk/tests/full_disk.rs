@@ -1,4 +1,4 @@
-//! A file system that is really full: typed errors, and everything acknowledged stays.
+//! A full file system gives typed errors, and every acknowledged block is kept.
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 mod small_disk;
@@ -42,11 +42,11 @@ fn fill(layout: Layout) {
 }
 
 #[test]
-fn segments_on_a_full_disk_keep_what_they_have() {
+fn segments_keep_their_blocks_on_a_full_disk() {
     fill(Layout::Segments);
 }
 
 #[test]
-fn block_files_on_a_full_disk_keep_what_they_have() {
+fn block_files_keep_their_blocks_on_a_full_disk() {
     fill(Layout::FilePerBlock);
 }

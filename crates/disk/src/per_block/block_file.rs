@@ -264,7 +264,7 @@ impl PerBlockFiles {
         match freed {
             Ok(freed) => {
                 let bytes_freed = freed + damaged_bytes;
-                Ok(ReclaimOutcome { moved: Vec::new(), dropped: dropped, bytes_freed })
+                Ok(ReclaimOutcome { moved: Vec::new(), dropped, bytes_freed })
             }
             Err(error) => {
                 table.requeue(dropped.into_iter().map(|(_, address)| address));
