@@ -31,7 +31,7 @@ impl SegmentFiles {
         deadline: Deadline,
     ) -> Result<ReclaimOutcome, DiskError> {
         use crate::BlockFiles as _;
-        let _turn = self.lock(&self.reclaim_lock, deadline)?;
+        let _reclaims = self.lock(&self.reclaim_lock, deadline)?;
         let before = self.used_bytes();
         let Some(victim) = self.choose_victim(deadline)? else {
             return Ok(ReclaimOutcome::default());
@@ -40,6 +40,7 @@ impl SegmentFiles {
         let mut reclaimed = ReclaimOutcome::default();
         self.drop_undescribed(&victim, &entries, &mut reclaimed);
         let moves = self.select_moves(&victim, &entries, keep, &mut reclaimed);
+        // Addresses that the previous reclaim moved are valid until here.
         self.moved_addresses.write().unwrap_or_else(PoisonError::into_inner).clear();
         for batch in batches(moves) {
             self.move_blocks(&victim, batch, &mut reclaimed, deadline)?;
@@ -91,10 +92,14 @@ impl SegmentFiles {
             .filter(|entry| entry.kind == EntryKind::Block)
             .map(|entry| entry.address.page())
             .collect();
+        // Collected first: a removal locks the aliases before the state of a segment, so locking
+        // them here while the state is locked could deadlock.
         let state = victim.state();
-        for slot in state.live_slots().filter(|slot| !known.contains(&slot.page())) {
+        let pages: Vec<u32> = state.live_slots().map(BlockSlot::page).collect();
+        drop(state);
+        for page in pages.into_iter().filter(|page| !known.contains(page)) {
             count(&self.counters.records_damaged, 1);
-            let address = Address::in_segment(victim.number, slot.page());
+            let address = Address::in_segment(victim.number, page);
             let aliases = self.aliases();
             let others = aliases.get(&address).into_iter().flatten();
             reclaimed.dropped.extend(others.map(|alias| (alias.meta.key, address)));
@@ -142,6 +147,7 @@ impl SegmentFiles {
         reclaimed: &mut ReclaimOutcome,
         deadline: Deadline,
     ) -> Result<(), DiskError> {
+        // Read without the writer's lock, so that appends continue meanwhile.
         let payloads = self.read_payloads(victim, &moves, deadline)?;
         let mut writer = self.lock(&self.writer, deadline)?;
         let mut pending = Vec::new();
@@ -156,6 +162,7 @@ impl SegmentFiles {
             // A key may have been removed since `keep` was called for it.
             let keys: Vec<_> =
                 each.keys.into_iter().filter(|meta| self.has_key(&meta.key, each.from)).collect();
+            // The first key is written with the block even if it was an alias before.
             let Some(&first) = keys.first() else { continue };
             count(&self.counters.bytes_moved, u64::from(first.payload_bytes));
             pending.push(PendingEntry {
@@ -243,9 +250,9 @@ impl SegmentFiles {
                 Transfer::new(TransferKind::Read, file, each.from.byte_offset(), buffers)
             })
             .collect();
-        let answers = self.io.transfer_all(transfers, deadline);
+        let results = self.io.transfer_all(transfers, deadline);
         let mut payloads = Vec::with_capacity(moves.len());
-        for (slot, (transfer, result)) in slots.into_iter().zip(answers) {
+        for (slot, (transfer, result)) in slots.into_iter().zip(results) {
             let pages = match (result, transfer.and_then(|mut each| each.buffers.pop())) {
                 (Ok(()), Some(Buffer::Pages(pages))) => Some(pages),
                 (Err(error), _) if error.kind() == std::io::ErrorKind::TimedOut => {
