@@ -61,8 +61,8 @@ fn write_all(files: &dyn BlockFiles, pool: &Pool, length: usize) -> f64 {
     let ((), taken) = seconds(|| {
         for chunk in numbers.chunks((BATCH_BYTES / length).max(1)) {
             let batch = chunk.iter().map(|&number| (meta(number, length), slab.clone())).collect();
-            for answer in files.append(batch, deadline()) {
-                answer.unwrap();
+            for result in files.append(batch, deadline()) {
+                result.unwrap();
             }
         }
         files.sync(deadline()).unwrap();
@@ -244,8 +244,8 @@ fn restart(root: &Path, pool: &Pool, count: u64) {
     let numbers: Vec<u64> = (0..count).collect();
     for chunk in numbers.chunks(4096) {
         let batch = chunk.iter().map(|&number| (meta(number, 64), slab.clone())).collect();
-        for answer in files.append(batch, deadline()) {
-            answer.unwrap();
+        for result in files.append(batch, deadline()) {
+            result.unwrap();
         }
     }
     drop(files);

@@ -100,8 +100,8 @@ pub fn block(pool: &Pool, number: u64, length: usize) -> (RecordMeta, Slab) {
 /// If a block is rejected.
 pub fn append(files: &dyn BlockFiles, pool: &Pool, blocks: &[(u64, usize)]) -> Vec<StoredBlock> {
     let batch = blocks.iter().map(|&(number, length)| block(pool, number, length)).collect();
-    let answers = files.append(batch, deadline());
-    let stored = blocks.iter().zip(answers).map(|(&(number, length), address)| {
+    let results = files.append(batch, deadline());
+    let stored = blocks.iter().zip(results).map(|(&(number, length), address)| {
         let address = address.unwrap_or_else(|error| panic!("append block {number}: {error:?}"));
         StoredBlock { number, length, address }
     });
@@ -291,10 +291,10 @@ pub fn capacity_is_respected(reopen: &mut Reopen<'_>, capacity_bytes: u64) {
         while !unstored.is_empty() {
             let slabs =
                 unstored.iter().map(|&(number, length)| block(&pool, number, length)).collect();
-            let answers = files.append(slabs, deadline());
+            let results = files.append(slabs, deadline());
             let mut rejected = Vec::new();
-            for (&(number, length), answer) in unstored.iter().zip(answers) {
-                match answer {
+            for (&(number, length), result) in unstored.iter().zip(results) {
+                match result {
                     Ok(address) => live.push(StoredBlock { number, length, address }),
                     Err(DiskError::Full { .. }) => rejected.push((number, length)),
                     Err(error) => panic!("block {number}: {error:?}"),

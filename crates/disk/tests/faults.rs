@@ -55,8 +55,8 @@ fn append(files: &dyn BlockFiles, pool: &Pool, numbers: std::ops::Range<u64>, to
         .clone()
         .map(|number| cascade_disk::conformance::block(pool, number, length(number)))
         .collect();
-    for (number, answer) in numbers.zip(files.append(batch, deadline())) {
-        to.insert(number, answer.map_or(Promise::Unknown, Promise::Stored));
+    for (number, result) in numbers.zip(files.append(batch, deadline())) {
+        to.insert(number, result.map_or(Promise::Unknown, Promise::Stored));
     }
 }
 

@@ -64,10 +64,10 @@ fn write_batch(files: &dyn BlockFiles, pool: &Pool, start: u64) {
     let mut open: Vec<u64> = (start..start + 8).collect();
     while !open.is_empty() {
         let batch = open.iter().map(|&number| block(pool, number, length(number))).collect();
-        let answers = files.append(batch, deadline());
+        let results = files.append(batch, deadline());
         let mut refused = Vec::new();
-        for (&number, answer) in open.iter().zip(answers) {
-            match answer {
+        for (&number, result) in open.iter().zip(results) {
+            match result {
                 Ok(address) => {
                     report_event("stored", number);
                     if number.is_multiple_of(7) {

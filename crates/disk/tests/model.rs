@@ -82,9 +82,9 @@ impl ModelRun {
         self.next += lengths.len() as u64;
         let batch =
             (first..).zip(lengths).map(|(number, &length)| block(&self.pool, number, length));
-        let answers = self.files().append(batch.collect(), deadline());
-        for ((number, &length), answer) in (first..).zip(lengths).zip(answers) {
-            match answer {
+        let results = self.files().append(batch.collect(), deadline());
+        for ((number, &length), result) in (first..).zip(lengths).zip(results) {
+            match result {
                 Ok(address) => drop(self.model.insert(key(number), (address, number, length))),
                 Err(DiskError::Full { .. }) => {}
                 Err(error) => panic!("{error:?}"),

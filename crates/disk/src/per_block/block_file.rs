@@ -159,12 +159,12 @@ impl PerBlockFiles {
                 }
             });
         }
-        let mut answers = self.io.transfer_all(transfers, deadline).into_iter();
+        let mut results = self.io.transfer_all(transfers, deadline).into_iter();
         let finished = outcomes.into_iter().zip(&paths).map(|(outcome, path)| match outcome {
             Err(outcome) => outcome,
             Ok(requested) => {
-                let answer = answers.next().expect("one answer for each transfer");
-                self.finish_read(&requested, path, answer)
+                let result = results.next().expect("one result for each transfer");
+                self.finish_read(&requested, path, result)
             }
         });
         finished.collect()

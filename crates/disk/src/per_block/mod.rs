@@ -299,21 +299,21 @@ impl BlockFiles for PerBlockFiles {
     ) -> Vec<Result<Address, DiskError>> {
         let mut in_flight_bytes = 0;
         let mut images = Vec::with_capacity(batch.len());
-        let mut answers = Vec::with_capacity(batch.len());
+        let mut results = Vec::with_capacity(batch.len());
         for (meta, slab) in batch {
             let admitted = match self.check_block(&meta, &slab) {
                 Some(error) => Err(error),
                 None => self.check_capacity(&meta, in_flight_bytes),
             };
-            answers.push(admitted.map(|bytes| {
+            results.push(admitted.map(|bytes| {
                 in_flight_bytes += bytes;
                 let sum = checksum(&slab);
                 images.push(BlockImage::from_slab(meta, self.next_address(), sum, slab));
             }));
         }
         let mut stored = self.store(images, deadline).into_iter();
-        let stored = answers.into_iter().map(|answer| {
-            answer.and_then(|()| stored.next().expect("one answer for each stored image"))
+        let stored = results.into_iter().map(|result| {
+            result.and_then(|()| stored.next().expect("one result for each stored image"))
         });
         stored.collect()
     }
@@ -339,12 +339,13 @@ impl BlockFiles for PerBlockFiles {
         keep: &mut dyn FnMut(&RecordMeta, Address) -> bool,
         deadline: Deadline,
     ) -> Result<ReclaimOutcome, DiskError> {
-        let _turn = self.reclaim_lock.lock(deadline, self.io.clock.as_ref()).ok_or_else(|| {
-            DiskError::Timeout {
-                operation: "waiting for an earlier reclaim",
-                path: self.config.directory.clone(),
-            }
-        })?;
+        let _reclaims =
+            self.reclaim_lock.lock(deadline, self.io.clock.as_ref()).ok_or_else(|| {
+                DiskError::Timeout {
+                    operation: "waiting for an earlier reclaim",
+                    path: self.config.directory.clone(),
+                }
+            })?;
         self.reclaim_oldest(keep, deadline)
     }
 

@@ -13,7 +13,7 @@ use crate::scan::segment_name;
 
 impl SegmentFiles {
     pub(super) fn erase_all(&self, deadline: Deadline) -> Result<EraseReport, DiskError> {
-        let _turn = self.lock(&self.reclaim_lock, deadline)?;
+        let _reclaims = self.lock(&self.reclaim_lock, deadline)?;
         let mut writer = self.lock(&self.writer, deadline)?;
         let directory = &self.config.directory;
         let found = self.files_beside(deadline)?;

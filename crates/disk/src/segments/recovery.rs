@@ -117,7 +117,11 @@ impl SegmentFiles {
 
     /// Syncs the writer's segments and writes the checkpoint file.
     pub(super) fn write_checkpoint(&self, deadline: Deadline) -> Result<(), DiskError> {
-        let _turn = self.lock(&self.reclaim_lock, deadline)?;
+        // A reclaim would move blocks while their entries are collected.
+        let _reclaims = self.lock(&self.reclaim_lock, deadline)?;
+        // The writer is locked only for this snapshot: later entries have sequence numbers from
+        // `next_sequence` on and pages from `covered_page` on, so recovery reads them from the
+        // segments.
         let (store_id, next_sequence, next_number, segments) = {
             let mut writer = self.lock(&self.writer, deadline)?;
             self.sync_active(&mut writer, deadline)?;

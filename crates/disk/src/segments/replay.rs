@@ -29,7 +29,8 @@ pub(crate) fn replay(entries: &[RecordEntry], now_unix_ms: u64) -> ReplayResult 
         ..ReplayResult::default()
     };
     let mut blocks: HashMap<Address, usize> = HashMap::with_capacity(entries.len());
-    let mut names: HashMap<BlockKey, usize> = HashMap::with_capacity(entries.len());
+    // The entry that is valid for each key so far.
+    let mut valid_entries: HashMap<BlockKey, usize> = HashMap::with_capacity(entries.len());
     for (at, entry) in entries.iter().enumerate() {
         match entry.kind {
             EntryKind::Block => {
@@ -47,23 +48,26 @@ pub(crate) fn replay(entries: &[RecordEntry], now_unix_ms: u64) -> ReplayResult 
                 }
             }
             EntryKind::Tombstone => {
-                let current = names.get(&entry.meta.key);
+                // A tombstone removes its key from one address only: a newer block of the key
+                // has another address and stays.
+                let current = valid_entries.get(&entry.meta.key);
                 if current.is_some_and(|current| entries[*current].address == entry.address) {
-                    names.remove(&entry.meta.key);
+                    valid_entries.remove(&entry.meta.key);
                 }
                 continue;
             }
         }
-        if let Some(before) = names.insert(entry.meta.key, at)
+        // An entry that a reclaim rewrote has the same address as the original.
+        if let Some(before) = valid_entries.insert(entry.meta.key, at)
             && entries[before].address != entry.address
         {
             outcome.superseded.push((entry.meta.key, entries[before].address));
         }
     }
-    let mut live: Vec<_> = names.into_values().collect();
+    let mut live: Vec<_> = valid_entries.into_values().collect();
     live.sort_unstable();
-    let valid = live.iter().filter(|at| !entries[**at].meta.has_expired(now_unix_ms));
-    outcome.live = valid.map(|at| entries[*at]).collect();
+    let unexpired = live.iter().filter(|at| !entries[**at].meta.has_expired(now_unix_ms));
+    outcome.live = unexpired.map(|at| entries[*at]).collect();
     outcome.expired = (live.len() - outcome.live.len()) as u64;
     outcome.bodies = outcome
         .live

@@ -72,6 +72,7 @@ impl WriteQueue<'_> {
 
 impl TransferQueue for WriteQueue<'_> {
     fn next_transfer(&mut self) -> Option<(usize, Transfer)> {
+        // After a failed run no other starts on this segment; those in flight are completed.
         if self.runs.iter().any(|(_, result)| matches!(result, Err(error) if !is_in_flight(error)))
         {
             return None;
@@ -83,14 +84,14 @@ impl TransferQueue for WriteQueue<'_> {
         self.next_page += run.pages;
         self.entries += run.entries;
         let path = self.segment.path.clone();
-        let open = Err(DiskError::Timeout { operation: IN_FLIGHT, path });
-        self.runs.push((run.frames, open));
+        let preliminary = Err(DiskError::Timeout { operation: IN_FLIGHT, path });
+        self.runs.push((run.frames, preliminary));
         Some((self.runs.len() - 1, transfer))
     }
 
-    fn complete(&mut self, number: usize, finished: TransferOutcome) {
+    fn complete(&mut self, number: usize, outcome: TransferOutcome) {
         let failed = |source| DiskError::from_io("write", &self.segment.path, source);
-        self.runs[number].1 = finished.result.map(drop).map_err(failed);
+        self.runs[number].1 = outcome.result.map(drop).map_err(failed);
     }
 }
 
@@ -108,10 +109,10 @@ impl SegmentFiles {
         deadline: Deadline,
     ) -> Vec<Result<Address, DiskError>> {
         let mut pending = Vec::with_capacity(batch.len());
-        let mut answers = Vec::with_capacity(batch.len());
+        let mut results = Vec::with_capacity(batch.len());
         for (meta, slab) in batch {
-            answers.push(self.check_block(&meta, &slab).map_or(Ok(()), Err));
-            if matches!(answers.last(), Some(Ok(()))) {
+            results.push(self.check_block(&meta, &slab).map_or(Ok(()), Err));
+            if matches!(results.last(), Some(Ok(()))) {
                 pending.push(PendingEntry {
                     kind: EntryKind::Block,
                     meta,
@@ -127,10 +128,10 @@ impl SegmentFiles {
             Err(error) => pending.iter().map(|_| Err(error.clone())).collect(),
         };
         let mut written = written.into_iter();
-        answers
+        results
             .into_iter()
-            .map(|answer| {
-                answer.and_then(|()| written.next().expect("one answer for each pending block"))
+            .map(|result| {
+                result.and_then(|()| written.next().expect("one result for each pending block"))
             })
             .collect()
     }
@@ -160,7 +161,7 @@ impl SegmentFiles {
             .flat_map(|chunk| {
                 let pending: Vec<_> =
                     chunk.iter().map(|(meta, address)| self.alias_entry(meta, *address)).collect();
-                let (good, mut answers) = split(pending);
+                let (good, mut results) = split(pending);
                 let metas: Vec<_> = good.iter().map(|pending| pending.meta).collect();
                 let sequence = writer.next_sequence;
                 let written = self.write(&mut writer, good, SpaceClass::Ordinary, deadline);
@@ -170,8 +171,8 @@ impl SegmentFiles {
                         self.aliases().entry(*address).or_default().push(alias);
                     }
                 }
-                fill(&mut answers, written);
-                answers.into_iter().flatten().collect::<Vec<_>>()
+                fill(&mut results, written);
+                results.into_iter().flatten().collect::<Vec<_>>()
             })
             .collect()
     }
@@ -206,6 +207,7 @@ impl SegmentFiles {
         let tombstones: Vec<_> = keys
             .iter()
             .map(|(key, address)| (key, self.resolve(*address)))
+            // First in memory, so that reads return `Gone` even if the tombstone is not written.
             .filter(|(key, address)| self.remove_from_memory(key, *address))
             .map(|(key, address)| tombstone(key, address))
             .collect();
@@ -218,6 +220,7 @@ impl SegmentFiles {
     /// Removes a key from its block in memory. Returns whether the block had it.
     pub(super) fn remove_from_memory(&self, key: &BlockKey, address: Address) -> bool {
         let Some(segment) = self.segment(address.segment()) else { return false };
+        // Lock order: aliases, then the state of a segment.
         let mut aliases = self.aliases();
         let mut state = segment.state_mut();
         let Some(slot) = state.slot(address.page()) else { return false };
@@ -246,7 +249,7 @@ impl SegmentFiles {
     ) -> Vec<Result<Address, DiskError>> {
         let total = pending.len();
         let mut pending = VecDeque::from(pending);
-        let mut answers = Vec::with_capacity(total);
+        let mut results = Vec::with_capacity(total);
         let mut failure = None;
         while let Some(first) = pending.front() {
             let pages = 1 + payload_pages(first);
@@ -259,17 +262,19 @@ impl SegmentFiles {
             };
             let runs = self.write_runs(writer, &segment, &mut pending, deadline);
             let failed = runs.iter().find_map(|(_, result)| result.clone().err());
-            answers.extend(self.commit(&segment, runs));
+            results.extend(self.commit(&segment, runs));
             if failed.is_some() {
+                // After a write error the content of the device is unknown, so nothing more is
+                // written to this segment. Entries not written yet fail with the same error.
                 self.close_failed(writer, &segment);
                 failure = failed;
                 break;
             }
         }
         if let Some(error) = failure {
-            answers.resize_with(total, || Err(error.clone()));
+            results.resize_with(total, || Err(error.clone()));
         }
-        answers
+        results
     }
 
     /// Writes as many runs as fit into the segment, several at once.
@@ -312,7 +317,7 @@ impl SegmentFiles {
         runs: Vec<(Vec<SegmentFrame>, Result<(), DiskError>)>,
     ) -> Vec<Result<Address, DiskError>> {
         let mut state = segment.state_mut();
-        let mut answers = Vec::new();
+        let mut results = Vec::new();
         for (frames, result) in runs {
             for entry in frames.iter().flat_map(|frame| &frame.entries) {
                 if result.is_ok() {
@@ -323,12 +328,14 @@ impl SegmentFiles {
                         count(&self.counters.bytes_written, bytes);
                     }
                 }
-                answers.push(result.clone().map(|()| entry.address));
+                results.push(result.clone().map(|()| entry.address));
             }
             let last = frames.last().expect("a run has a frame");
+            // Also after a failed run: the device may hold a part of it, and its pages are never
+            // written again. A scan skips them.
             state.end_page = last.page + last.page_count;
         }
-        answers
+        results
     }
 
     /// The active segment if it has room for this many pages, otherwise a new one.
@@ -355,6 +362,8 @@ impl SegmentFiles {
                 return Ok(Arc::clone(active));
             }
         }
+        // The active segment is sealed only after the capacity check: an append that fails with
+        // `Full` leaves it open for smaller entries.
         let sealed = bytes_freed_by_sealing(writer);
         let allocate_bytes = match space {
             SpaceClass::Ordinary => {
@@ -385,11 +394,11 @@ impl SegmentFiles {
         let left_bytes = self.config.capacity_bytes.saturating_sub(used_bytes);
         let page_bytes = PAGE_BYTES as u64;
         let allocate_bytes = left_bytes.min(self.config.segment_bytes) / page_bytes * page_bytes;
-        let least_bytes = u64::from(OVERHEAD_PAGES - 1 + pages) * page_bytes;
-        if allocate_bytes >= least_bytes {
+        let min_bytes = u64::from(OVERHEAD_PAGES - 1 + pages) * page_bytes;
+        if allocate_bytes >= min_bytes {
             Ok(allocate_bytes)
         } else if space == SpaceClass::Overcommit {
-            Ok(least_bytes)
+            Ok(min_bytes)
         } else {
             let needed_bytes = u64::from(pages) * page_bytes;
             let capacity_bytes = self.config.capacity_bytes;
@@ -516,7 +525,7 @@ type AppendResults = Vec<Option<Result<Address, DiskError>>>;
 /// Separates valid entries from rejected ones. The results of the valid ones are left open.
 fn split(pending: Vec<Result<PendingEntry, DiskError>>) -> (Vec<PendingEntry>, AppendResults) {
     let mut good = Vec::with_capacity(pending.len());
-    let answers = pending
+    let results = pending
         .into_iter()
         .map(|each| match each {
             Ok(pending) => {
@@ -526,13 +535,13 @@ fn split(pending: Vec<Result<PendingEntry, DiskError>>) -> (Vec<PendingEntry>, A
             Err(error) => Some(Err(error)),
         })
         .collect();
-    (good, answers)
+    (good, results)
 }
 
 /// Fills the open results, in order.
-fn fill(answers: &mut AppendResults, written: Vec<Result<Address, DiskError>>) {
-    let open = answers.iter_mut().filter(|answer| answer.is_none());
-    for (place, answer) in open.zip(written) {
-        *place = Some(answer);
+fn fill(results: &mut AppendResults, written: Vec<Result<Address, DiskError>>) {
+    let open = results.iter_mut().filter(|result| result.is_none());
+    for (place, result) in open.zip(written) {
+        *place = Some(result);
     }
 }
