@@ -20,7 +20,7 @@ const STUCK_CALLS_MAX: u64 = 8;
 /// engine that transfers blocks. It takes no lock of the tier, so that it does not wait for block
 /// writes.
 pub(crate) fn probe(
-    io: &Io,
+    io: &FileIo,
     config: &FileTierConfig,
     lock: &Arc<DirectoryLock>,
     direct: bool,
@@ -77,7 +77,7 @@ pub(crate) fn probe(
 /// still the one that was opened. It writes nothing, because a file system that rejects writes may
 /// still be readable.
 pub(crate) fn probe_reads(
-    io: &Io,
+    io: &FileIo,
     config: &FileTierConfig,
     lock: &Arc<DirectoryLock>,
     blocks: Option<Arc<File>>,

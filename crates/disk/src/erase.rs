@@ -38,7 +38,7 @@ impl EraseReport {
     /// after the deadline, because another file may have the name by then.
     pub(crate) fn erase(
         &mut self,
-        io: &Io,
+        io: &FileIo,
         paths: Vec<PathBuf>,
         deadline: Deadline,
     ) -> Vec<PathBuf> {
@@ -88,7 +88,7 @@ impl EraseReport {
     /// block files remain: without its manifest, encrypted data would be taken for plain blocks.
     pub(crate) fn erase_manifests(
         &mut self,
-        io: &Io,
+        io: &FileIo,
         directory: &Path,
         still_there: &[PathBuf],
         deadline: Deadline,
@@ -127,7 +127,7 @@ impl EraseReport {
 
 /// Lists the files below a directory that `is_ours` accepts, including those in subdirectories.
 pub(crate) fn files_below(
-    io: &Io,
+    io: &FileIo,
     directory: &Path,
     deadline: Deadline,
     is_ours: fn(&Path) -> bool,

@@ -186,12 +186,12 @@ fn inspect_writer(
             for entry in entries.iter().filter(|entry| entry.kind != EntryKind::Tombstone) {
                 let is_named = live.contains(&(entry.meta.key, entry.address));
                 let is_held = held.contains(&entry.address);
-                let is_right = !verify_payload
+                let is_intact = !verify_payload
                     || !is_held
                     || entry.kind == EntryKind::Alias
                     || payload_is_intact(&source, entry, file_report.file_bytes, true)
                         .unwrap_or(false);
-                let state = file_report.add(entry, is_named, is_held, is_right);
+                let state = file_report.add(entry, is_named, is_held, is_intact);
                 visitor(InspectedRecord {
                     path: &file_report.path,
                     meta: &entry.meta,
@@ -207,10 +207,10 @@ fn inspect_writer(
 
 impl FileReport {
     /// Counts a block or alias and returns its state.
-    fn add(&mut self, entry: &RecordEntry, named: bool, held: bool, right: bool) -> RecordState {
+    fn add(&mut self, entry: &RecordEntry, named: bool, held: bool, intact: bool) -> RecordState {
         let bytes = page_aligned(u64::from(entry.meta.payload_bytes));
         if entry.kind == EntryKind::Block {
-            let (records, size) = match (held, right) {
+            let (records, size) = match (held, intact) {
                 (_, false) => (&mut self.damaged_records, &mut self.damaged_bytes),
                 (true, true) => (&mut self.live_records, &mut self.live_bytes),
                 (false, true) => (&mut self.dead_records, &mut self.dead_bytes),
@@ -218,7 +218,7 @@ impl FileReport {
             *records += 1;
             *size += bytes;
         }
-        match (named, right) {
+        match (named, intact) {
             (_, false) => RecordState::Damaged,
             (true, true) => RecordState::Live,
             (false, true) => RecordState::Dead,
@@ -297,9 +297,9 @@ fn inspect_block_file(
     let file_bytes = source.length().map_err(text)?;
     report.file_bytes += file_bytes;
     debug_assert_eq!(entry.address.byte_offset(), PAGE_BYTES as u64);
-    let is_right = payload_is_intact(&source, &entry, file_bytes, verify_payload).map_err(text)?;
+    let is_intact = payload_is_intact(&source, &entry, file_bytes, verify_payload).map_err(text)?;
     let is_valid = !entry.meta.has_expired(SystemClock.unix_ms());
-    let state = report.add(&entry, is_valid, is_valid, is_right);
+    let state = report.add(&entry, is_valid, is_valid, is_intact);
     let address = address_of(&entry);
     visitor(InspectedRecord { path, meta: &entry.meta, address, is_alias: false, state });
     Ok(())

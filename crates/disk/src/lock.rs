@@ -56,7 +56,7 @@ impl FileIdentity {
 impl DirectoryLock {
     /// Creates the directory if it is missing and takes the lock of the writer.
     pub(crate) fn acquire(
-        io: &Io,
+        io: &FileIo,
         config: &FileTierConfig,
         deadline: Deadline,
     ) -> Result<Arc<Self>, DiskError> {
@@ -169,7 +169,7 @@ fn is_alive(pid: u32) -> bool {
 
 /// Whether the file system supports `O_DIRECT`.
 pub(crate) fn probe_direct(
-    io: &Io,
+    io: &FileIo,
     config: &FileTierConfig,
     deadline: Deadline,
 ) -> Result<bool, DiskError> {

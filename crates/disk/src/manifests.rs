@@ -48,7 +48,7 @@ const MANIFEST_BYTES_MAX: u64 = 16 << 20;
 /// # Errors
 /// If another manifest is stored there under the same name.
 pub(crate) fn register(
-    io: &Io,
+    io: &FileIo,
     directory: &Path,
     namespace: &Namespace,
     deadline: Deadline,
@@ -81,7 +81,7 @@ pub(crate) fn register(
 
 /// All manifests of a directory, in the order of their names.
 pub(crate) fn load_all(
-    io: &Io,
+    io: &FileIo,
     directory: &Path,
     deadline: Deadline,
 ) -> Result<Vec<StoredManifest>, DiskError> {
@@ -98,7 +98,7 @@ pub(crate) fn load_all(
 
 /// The paths of the manifest files of a directory, in the order of their names.
 pub(crate) fn files(
-    io: &Io,
+    io: &FileIo,
     directory: &Path,
     deadline: Deadline,
 ) -> Result<Vec<PathBuf>, DiskError> {

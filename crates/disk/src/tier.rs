@@ -223,7 +223,7 @@ pub fn open(
 /// Opens a file tier with the caller's I/O, such as one that injects faults.
 pub fn open_with(
     config: FileTierConfig,
-    io: Io,
+    io: FileIo,
     _pool: &Pool,
     deadline: Deadline,
 ) -> Result<(Arc<dyn BlockFiles>, Recovery), DiskError> {

@@ -144,8 +144,8 @@ impl UringEngine {
             if left.is_zero() {
                 return Err(io::ErrorKind::TimedOut.into());
             }
-            // A wake-up per completion would cost more than an idle part of the queue while the
-            // disk has others to do.
+            // Waits for a quarter of the transfers: a wake-up per completion costs more than the
+            // disk gains from a full queue while it still has work.
             ring.wait((ring.in_flight_count / 4).max(1), left)?;
             ring.reap(|number, outcome| ended.push((number, outcome)));
         }

@@ -189,6 +189,7 @@ impl PerBlockFiles {
         let Some(entry) = decode_header(header.bytes(), key) else {
             return self.damaged(DamageKind::Header);
         };
+        // An intact file of another write replaced the requested block.
         if address_of(&entry) != address {
             return ReadOutcome::Gone;
         }
@@ -238,9 +239,9 @@ impl PerBlockFiles {
             let bytes = entry.meta.payload_bytes as usize;
             let mut pages = PageBuffer::zeroed(bytes);
             let read = files.read(&file, PAGE_BYTES as u64, pages.bytes_mut())?;
-            let is_right =
+            let is_intact =
                 read >= bytes && checksum(&pages.bytes()[..bytes]) == entry.payload_checksum;
-            Ok(is_right.then(|| BlockImage {
+            Ok(is_intact.then(|| BlockImage {
                 meta: entry.meta,
                 address,
                 checksum: entry.payload_checksum,
@@ -260,6 +261,7 @@ impl PerBlockFiles {
         let chosen = self.select_victims(keep, &mut kept, &mut dropped, deadline);
         let freed = chosen.and_then(|()| self.remove_files(&dropped, deadline));
         let mut table = self.table();
+        // `select_victims` took all of them out of the order, so the kept ones go to its end.
         table.requeue(kept);
         match freed {
             Ok(freed) => {
@@ -286,6 +288,7 @@ impl PerBlockFiles {
         let removed =
             self.with_rename_lock("remove files under", &directory, deadline, move |files| {
                 for (path, key) in &targets {
+                    // An intact header means that a block was stored under the name since.
                     if read_header(files, path, key)?.is_none() {
                         match files.remove(path) {
                             Err(error) if !is_misplaced(&error) => return Err(error),

@@ -39,7 +39,7 @@ use crate::{
 #[derive(Debug)]
 pub struct PerBlockFiles {
     config: FileTierConfig,
-    io: Io,
+    io: FileIo,
     is_direct: bool,
     table: Mutex<BlockFileTable>,
     reclaim_lock: TimedMutex<()>,
@@ -136,9 +136,9 @@ impl PerBlockFiles {
         let entries: Vec<_> = images.iter().map(BlockImage::entry).collect();
         let created = self.create_all(images, deadline);
         let mut transfers = Vec::with_capacity(created.len());
-        let mut places = Vec::with_capacity(created.len());
+        let mut paths = Vec::with_capacity(created.len());
         for each in created {
-            places.push(each.map(|(path, transfer)| {
+            paths.push(each.map(|(path, transfer)| {
                 transfers.push(transfer);
                 path
             }));
@@ -156,11 +156,11 @@ impl PerBlockFiles {
             }
         }
         let mut results = results.into_iter();
-        places
+        paths
             .into_iter()
             .zip(entries)
-            .map(|(place, entry)| {
-                let path = place?;
+            .map(|(path, entry)| {
+                let path = path?;
                 let written = results.next().expect("one result for each created file");
                 self.publish(path, &entry, written, deadline)
             })
@@ -180,6 +180,7 @@ impl PerBlockFiles {
         let published =
             written.map_err(|source| DiskError::from_io("write", &path, source)).and_then(|()| {
                 self.with_rename_lock("rename", &path, deadline, move |files| {
+                    // The rename publishes the block: before it no reader finds the file.
                     files.rename(&from, &to)?;
                     match to.parent() {
                         Some(directory) if durable => files.sync_directory(directory),
@@ -214,6 +215,8 @@ impl PerBlockFiles {
     ) -> Result<u64, DiskError> {
         let targets: Vec<_> = {
             let mut table = self.table();
+            // Before the files are removed: reads return `Gone` from now on, also if the removal
+            // fails. The blocks stay hidden until a removal succeeds.
             table.hide(blocks);
             let target = |(key, address): &(BlockKey, Address)| {
                 (self.path(key), *key, *address, table.contains(key, *address))

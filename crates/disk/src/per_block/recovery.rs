@@ -25,7 +25,7 @@ impl PerBlockFiles {
     /// Locks the writer's name and recovers the block files of all writers.
     pub(crate) fn open(
         config: FileTierConfig,
-        io: Io,
+        io: FileIo,
         deadline: Deadline,
     ) -> Result<(Self, Recovery), DiskError> {
         let directory = config.directory.clone();

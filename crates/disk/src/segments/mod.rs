@@ -40,7 +40,7 @@ use crate::{
 #[derive(Debug)]
 pub struct SegmentFiles {
     config: FileTierConfig,
-    io: Io,
+    io: FileIo,
     is_direct: bool,
     segments: RwLock<BTreeMap<u32, Arc<Segment>>>,
     aliases: Mutex<Aliases>,

@@ -39,7 +39,7 @@ impl SegmentFiles {
     /// Locks the directory, recovers what is stored there and prepares it for writes.
     pub(crate) fn open(
         config: FileTierConfig,
-        io: Io,
+        io: FileIo,
         deadline: Deadline,
     ) -> Result<(Self, Recovery), DiskError> {
         let directory = config.directory.clone();
@@ -210,7 +210,7 @@ fn checkpoint_path(config: &FileTierConfig) -> PathBuf {
 
 /// The parameters of all steps of an opening.
 struct OpenContext<'a> {
-    io: &'a Io,
+    io: &'a FileIo,
     config: &'a FileTierConfig,
     is_direct: bool,
     problems: &'a ProblemLog,
@@ -335,7 +335,7 @@ fn add_checkpoint_entries(
 
 /// Loads the checkpoint, if there is one. The inner error is why it cannot be used.
 pub(super) fn load_checkpoint(
-    io: &Io,
+    io: &FileIo,
     config: &FileTierConfig,
     deadline: Deadline,
 ) -> Result<Result<Option<Checkpoint>, String>, DiskError> {

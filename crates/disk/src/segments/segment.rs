@@ -114,7 +114,7 @@ impl Segment {
     /// All entries written to the segment, from memory or from the footer.
     pub(super) fn entries(
         &self,
-        io: &Io,
+        io: &FileIo,
         deadline: Deadline,
     ) -> Result<Vec<RecordEntry>, EntriesError> {
         let entry_location = self.state().entry_location.clone();
