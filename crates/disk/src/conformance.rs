@@ -431,7 +431,7 @@ pub fn manifests_are_kept(reopen: &mut Reopen<'_>) {
     }
     drop(files);
     let (files, recovery) = reopen(&pool);
-    assert!(recovery.bad_manifests.is_empty(), "{recovery:?}");
+    assert!(recovery.invalid_manifests.is_empty(), "{recovery:?}");
     let found = files.manifests(deadline()).expect("manifests");
     let expected = crate::StoredManifest::Good {
         namespace: namespace.id(),

@@ -76,7 +76,7 @@ pub struct Recovery {
     /// Whether a checkpoint was used.
     pub used_checkpoint: bool,
     /// Manifest files that are invalid.
-    pub bad_manifests: Vec<StoredManifest>,
+    pub invalid_manifests: Vec<StoredManifest>,
     /// Paths that cannot be used, such as a directory with the name of a file. They are not
     /// touched.
     pub misplaced_files: u64,

@@ -53,11 +53,11 @@ impl PerBlockFiles {
         entries.retain(|entry| !entry.meta.has_expired(now));
         recovery.expired_records = (found - entries.len()) as u64;
         recovery.live = entries.iter().map(|entry| (entry.meta, address_of(entry))).collect();
-        recovery.bad_manifests = manifests::load_all(&io, &directory, deadline)?
+        recovery.invalid_manifests = manifests::load_all(&io, &directory, deadline)?
             .into_iter()
             .filter(|each| matches!(each, StoredManifest::Bad { .. }))
             .collect();
-        for each in &recovery.bad_manifests {
+        for each in &recovery.invalid_manifests {
             if let StoredManifest::Bad { path, reason } = each {
                 problems.add(format!("{}: {reason}", path.display()));
             }

@@ -68,7 +68,7 @@ impl SegmentFiles {
             .collect();
         let (segments, aliases) = build_segments(found, &replay);
         recovery.live = replay.live.iter().map(|entry| (entry.meta, entry.address)).collect();
-        recovery.bad_manifests = manifests::load_all(&io, &directory, deadline)?
+        recovery.invalid_manifests = manifests::load_all(&io, &directory, deadline)?
             .into_iter()
             .filter(|each| matches!(each, StoredManifest::Bad { .. }))
             .collect();
@@ -85,7 +85,7 @@ impl SegmentFiles {
             problems,
             directory_lock: lock,
         };
-        files.report_bad_manifests(&recovery.bad_manifests);
+        files.report_invalid_manifests(&recovery.invalid_manifests);
         files.finish_recovery(&replay.superseded, &unreadable, deadline)?;
         Ok((files, recovery))
     }
@@ -195,7 +195,7 @@ impl SegmentFiles {
         }
     }
 
-    fn report_bad_manifests(&self, bad: &[StoredManifest]) {
+    fn report_invalid_manifests(&self, bad: &[StoredManifest]) {
         for each in bad {
             if let StoredManifest::Bad { path, reason } = each {
                 self.problems.add(format!("{}: {reason}", path.display()));
