@@ -64,7 +64,7 @@ impl DirectoryLock {
         io.call("lock", &config.directory, deadline, move |files| {
             files.make_directory(&directory)?;
             let found = std::fs::metadata(&directory)?;
-            Ok(take(&directory, &writer).map(|lock_file| {
+            Ok(lock_writer(&directory, &writer).map(|lock_file| {
                 let (opened, mode) = (FileIdentity::of(&found), found.mode());
                 Arc::new(Self { directory, writer, opened, mode, lock_file: Mutex::new(lock_file) })
             }))
@@ -97,11 +97,13 @@ impl DirectoryLock {
         match std::fs::symlink_metadata(&path) {
             Ok(found) if FileIdentity::of(&found) == lock_file.identity => Ok(()),
             Err(error) if error.kind() == io::ErrorKind::NotFound => {
-                *lock_file = take(&self.directory, &self.writer).map_err(io::Error::other)?;
+                *lock_file =
+                    lock_writer(&self.directory, &self.writer).map_err(io::Error::other)?;
                 Ok(())
             }
             Ok(found) if found.is_dir() => {
-                *lock_file = take(&self.directory, &self.writer).map_err(io::Error::other)?;
+                *lock_file =
+                    lock_writer(&self.directory, &self.writer).map_err(io::Error::other)?;
                 Ok(())
             }
             Ok(_) => Err(io::Error::other(format!(
@@ -119,7 +121,7 @@ fn lock_path(directory: &Path, writer: &WriterName) -> PathBuf {
 }
 
 /// Takes the lock of a writer. The error names the process that holds it.
-fn take(directory: &Path, writer: &WriterName) -> Result<LockFile, DiskError> {
+fn lock_writer(directory: &Path, writer: &WriterName) -> Result<LockFile, DiskError> {
     let path = lock_path(directory, writer);
     let failed = |source| DiskError::from_io("lock", &path, source);
     let mut options = OpenOptions::new();

@@ -60,7 +60,7 @@ fn assert_stale(files: &dyn BlockFiles, pool: &Pool, stale: Address) {
 }
 
 #[test]
-fn an_address_is_never_used_again() {
+fn an_address_is_never_reused() {
     let directory = tempfile::tempdir().unwrap();
     let pool = pool();
     let (files, _) = open_tier(directory.path(), &pool);
@@ -144,12 +144,12 @@ fn a_failed_removal_hides_the_block() {
     let (files, _) = open_tier(directory.path(), &pool);
     let stored = append(files.as_ref(), &pool, &[(1, LENGTH), (2, LENGTH)]);
     drop(files);
-    let machine = FileIo::system(EngineKind::Psync, false, 4, None, Arc::new(SystemClock)).unwrap();
+    let file_io = FileIo::system(EngineKind::Psync, false, 4, None, Arc::new(SystemClock)).unwrap();
     let counting = FaultPlan::new(Fault::Io, u64::MAX, false);
-    let opened = open_with(config(directory.path()), counting.wrap(&machine), &pool, deadline());
+    let opened = open_with(config(directory.path()), counting.wrap(&file_io), &pool, deadline());
     drop(opened.unwrap());
     let plan = FaultPlan::new(Fault::Io, counting.calls(), true);
-    let opened = open_with(config(directory.path()), plan.wrap(&machine), &pool, deadline());
+    let opened = open_with(config(directory.path()), plan.wrap(&file_io), &pool, deadline());
     let (files, _) = opened.unwrap();
     files.remove(&[(key(1), stored[0].address)], deadline()).unwrap_err();
     assert_gone(files.as_ref(), &pool, &stored[..1]);

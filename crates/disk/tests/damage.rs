@@ -25,7 +25,7 @@ fn config(directory: &Path) -> FileTierConfig {
 }
 
 /// A directory with one sealed segment.
-fn written(pool: &Pool) -> (tempfile::TempDir, PathBuf) {
+fn sealed_segment(pool: &Pool) -> (tempfile::TempDir, PathBuf) {
     let directory = tempfile::tempdir().unwrap();
     let clock = || Arc::new(SystemClock);
     let (files, _) = open(config(directory.path()), clock(), pool, deadline()).unwrap();
@@ -67,7 +67,7 @@ fn read_back(directory: &Path, pool: &Pool) -> usize {
 #[test]
 fn a_flipped_bit_in_any_structure_is_detected() {
     let pool = pool();
-    let (_directory, segment) = written(&pool);
+    let (_directory, segment) = sealed_segment(&pool);
     let good = fs::read(&segment).unwrap();
     let original = scan(&good).unwrap();
     assert_eq!(original.entries.len(), BLOCKS.len());
@@ -90,9 +90,9 @@ fn a_flipped_bit_in_any_structure_is_detected() {
 }
 
 #[test]
-fn flipped_bits_anywhere_never_give_wrong_bytes() {
+fn flipped_bits_never_return_wrong_bytes() {
     let pool = pool();
-    let (directory, segment) = written(&pool);
+    let (directory, segment) = sealed_segment(&pool);
     let good = fs::read(&segment).unwrap();
     for step in 0..250 {
         let at = step * good.len() / 250 + step % 7;
@@ -111,7 +111,7 @@ fn flipped_bits_anywhere_never_give_wrong_bytes() {
 #[test]
 fn truncated_files_return_their_remaining_blocks() {
     let pool = pool();
-    let (directory, segment) = written(&pool);
+    let (directory, segment) = sealed_segment(&pool);
     let good = fs::read(&segment).unwrap();
     let mut hits_before = 0;
     for length in (0..good.len()).step_by(512) {
@@ -124,9 +124,9 @@ fn truncated_files_return_their_remaining_blocks() {
 }
 
 #[test]
-fn frames_of_another_file_are_not_taken_for_our_own() {
+fn frames_of_another_segment_are_ignored() {
     let pool = pool();
-    let (_directory, segment) = written(&pool);
+    let (_directory, segment) = sealed_segment(&pool);
     let mut bytes = fs::read(&segment).unwrap();
     let header = SegmentHeader::decode(&bytes).unwrap();
     // The same disk blocks, now with the header of a newer segment.
@@ -138,7 +138,7 @@ fn frames_of_another_file_are_not_taken_for_our_own() {
 #[test]
 fn another_format_version_is_refused_with_the_file_name() {
     let pool = pool();
-    let (directory, segment) = written(&pool);
+    let (directory, segment) = sealed_segment(&pool);
     let mut bytes = fs::read(&segment).unwrap();
     // As a later version writes it: its version number, and the checksum that all versions have.
     bytes[8..10].copy_from_slice(&(FORMAT_VERSION + 1).to_le_bytes());
@@ -156,9 +156,9 @@ fn another_format_version_is_refused_with_the_file_name() {
 }
 
 #[test]
-fn inspection_finds_the_damaged_block() {
+fn an_inspection_finds_a_damaged_block() {
     let pool = pool();
-    let (directory, segment) = written(&pool);
+    let (directory, segment) = sealed_segment(&pool);
     let clean = inspect(directory.path(), true, &mut |_| {}).unwrap();
     assert!(clean.is_clean(), "{clean:?}");
     assert_eq!(clean.files[0].live_records, 6);

@@ -15,7 +15,7 @@ fn config(directory: &Path, layout: Layout) -> FileTierConfig {
     FileTierConfig { direct: false, layout, ..FileTierConfig::new(directory) }
 }
 
-fn machine() -> FileIo {
+fn file_io() -> FileIo {
     FileIo::system(EngineKind::Psync, false, 4, None, Arc::new(SystemClock)).unwrap()
 }
 
@@ -28,7 +28,7 @@ fn a_probe_changes_no_block_and_works_after_a_restart() {
     for layout in [Layout::Segments, Layout::FilePerBlock] {
         let directory = tempfile::tempdir().unwrap();
         let pool = pool();
-        let files = opened(directory.path(), layout, machine());
+        let files = opened(directory.path(), layout, file_io());
         let stored = append(files.as_ref(), &pool, &[(1, 5000), (2, 9000)]);
         for _ in 0..3 {
             files.probe_device(deadline()).unwrap();
@@ -36,7 +36,7 @@ fn a_probe_changes_no_block_and_works_after_a_restart() {
         assert_hits(files.as_ref(), &pool, &stored);
         files.checkpoint(deadline()).unwrap();
         drop(files);
-        let files = opened(directory.path(), layout, machine());
+        let files = opened(directory.path(), layout, file_io());
         files.probe_device(deadline()).unwrap();
         assert_hits(files.as_ref(), &pool, &stored);
         assert_eq!(files.stats().stuck_calls, 0);
@@ -47,7 +47,7 @@ fn a_probe_changes_no_block_and_works_after_a_restart() {
 fn calls(layout: Layout) -> (u64, u64) {
     let directory = tempfile::tempdir().unwrap();
     let plan = FaultPlan::new(Fault::Io, u64::MAX, false);
-    let files = opened(directory.path(), layout, plan.wrap(&machine()));
+    let files = opened(directory.path(), layout, plan.wrap(&file_io()));
     let opening = plan.calls();
     files.probe_device(deadline()).unwrap();
     (opening, plan.calls())
@@ -62,7 +62,7 @@ fn a_probe_returns_the_error_of_each_step() {
             for at in opening..probed {
                 let directory = tempfile::tempdir().unwrap();
                 let plan = FaultPlan::new(fault, at, true);
-                let files = opened(directory.path(), layout, plan.wrap(&machine()));
+                let files = opened(directory.path(), layout, plan.wrap(&file_io()));
                 let soon = Deadline::after(&SystemClock, Duration::from_secs(30));
                 let result = files.probe_device(soon);
                 let is_right = match fault {
@@ -80,11 +80,11 @@ fn a_probe_returns_the_error_of_each_step() {
 fn a_probe_fails_if_the_directory_was_replaced() {
     let parent = tempfile::tempdir().unwrap();
     let (here, away) = (parent.path().join("here"), parent.path().join("away"));
-    let files = opened(&here, Layout::Segments, machine());
+    let files = opened(&here, Layout::Segments, file_io());
     std::fs::rename(&here, &away).unwrap();
     let error = files.probe_device(deadline()).unwrap_err();
     assert!(matches!(error, DiskError::Io { .. }), "{error:?}");
-    let other = opened(&here, Layout::Segments, machine());
+    let other = opened(&here, Layout::Segments, file_io());
     let DiskError::Io { source, .. } = files.probe_device(deadline()).unwrap_err() else {
         panic!("the probe must detect another directory")
     };

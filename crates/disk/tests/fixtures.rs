@@ -11,7 +11,7 @@ use cascade_disk::{FileTierConfig, Layout, ReadOutcome, inspect, open};
 
 /// Blocks in the fixture: key number, content number, length. Block 1 was removed, 7 is an alias of
 /// 2.
-const HELD: [(u64, u64, usize); 3] = [(0, 0, 100), (2, 2, 5000), (7, 2, 5000)];
+const STORED_BLOCKS: [(u64, u64, usize); 3] = [(0, 0, 100), (2, 2, 5000), (7, 2, 5000)];
 
 fn fixture(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("fixtures/v1").join(name)
@@ -77,8 +77,8 @@ fn reads_back(name: &str, layout: Layout, with_checkpoint: bool) {
     let pool = pool();
     let config = config(directory.path(), layout);
     let (files, recovery) = open(config, Arc::new(SystemClock), &pool, deadline()).unwrap();
-    assert_eq!(recovery.live.len(), HELD.len(), "{recovery:?}");
-    for (name, body, length) in HELD {
+    assert_eq!(recovery.live.len(), STORED_BLOCKS.len(), "{recovery:?}");
+    for (name, body, length) in STORED_BLOCKS {
         let found = recovery.live.iter().find(|(meta, _)| meta.key == key(name)).unwrap();
         assert_eq!(found.0, meta(name, length));
         let stored = StoredBlock { number: body, length, address: found.1 };

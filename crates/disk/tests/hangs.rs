@@ -20,7 +20,7 @@ use cascade_disk::{
 };
 use rustix::fs::{CWD, FileType, Mode, mknodat};
 
-fn soon() -> Deadline {
+fn short_deadline() -> Deadline {
     Deadline::after(&SystemClock, Duration::from_millis(50))
 }
 
@@ -53,10 +53,10 @@ fn a_hung_call_returns_at_its_deadline_and_other_calls_work() {
     let address = Address::from_u64(7);
     let slab = pool.allocate(5000).unwrap();
     let request = ReadRequest { address, key: key(2), slab };
-    let outcome = files.read(vec![request], soon()).remove(0);
+    let outcome = files.read(vec![request], short_deadline()).remove(0);
     let is_late = matches!(outcome, ReadOutcome::Failed(DiskError::Timeout { .. }));
     assert!(is_late, "{outcome:?}");
-    let removed = files.remove(&[(key(2), address)], soon());
+    let removed = files.remove(&[(key(2), address)], short_deadline());
     assert!(matches!(removed, Err(DiskError::Timeout { .. })), "{removed:?}");
     // The hung removal still holds the rename lock, which reads do not need.
     assert_hits(files.as_ref(), &pool, &stored);
@@ -70,12 +70,12 @@ fn a_hung_call_returns_at_its_deadline_and_other_calls_work() {
 }
 
 /// A queue of one transfer.
-struct Single {
+struct SingleTransfer {
     waiting: Option<Transfer>,
     outcome: Option<TransferOutcome>,
 }
 
-impl TransferQueue for Single {
+impl TransferQueue for SingleTransfer {
     fn next_transfer(&mut self) -> Option<(usize, Transfer)> {
         self.waiting.take().map(|transfer| (0, transfer))
     }
@@ -98,8 +98,8 @@ fn a_hung_ring_keeps_its_buffers_until_the_kernel_is_done() {
     let slab = pool.allocate(4096).unwrap();
     let buffers = vec![Buffer::Open(slab, 0..4096)];
     let transfer = Transfer::new(TransferKind::Read, Arc::clone(&ends), 0, buffers);
-    let mut queue = Single { waiting: Some(transfer), outcome: None };
-    engine.run(&mut queue, soon());
+    let mut queue = SingleTransfer { waiting: Some(transfer), outcome: None };
+    engine.run(&mut queue, short_deadline());
     let outcome = queue.outcome.expect("the engine completed it");
     assert_eq!(outcome.result.unwrap_err().kind(), ErrorKind::TimedOut);
     assert!(outcome.transfer.is_none(), "the kernel still uses the buffer");

@@ -42,7 +42,7 @@ fn report_event(word: &str, number: u64) {
 
 /// Not a test: the child process, which runs until it is killed.
 #[test]
-#[ignore = "run by kill_leaves_no_wrong_bytes in a process of its own"]
+#[ignore = "run by no_block_is_lost_or_wrong_after_a_kill in a child process"]
 fn child() {
     let (Some(directory), Some(first)) = (std::env::var_os(DIRECTORY), std::env::var_os(FIRST))
     else {
@@ -177,14 +177,14 @@ fn rounds(layout: Layout, name: &str, count: usize) {
 }
 
 #[test]
-fn kill_leaves_no_wrong_bytes() {
+fn no_block_is_lost_or_wrong_after_a_kill() {
     rounds(Layout::Segments, "segments", 20);
     rounds(Layout::FilePerBlock, "per_block", 10);
 }
 
 #[test]
 #[ignore = "takes minutes; the build server runs it"]
-fn two_hundred_kills_leave_no_wrong_bytes() {
+fn no_block_is_lost_or_wrong_after_two_hundred_kills() {
     rounds(Layout::Segments, "segments", 160);
     rounds(Layout::FilePerBlock, "per_block", 40);
 }

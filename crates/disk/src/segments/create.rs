@@ -20,7 +20,7 @@ const NAME_TRIES_MAX: u32 = 64;
 
 impl SegmentFiles {
     /// Creates the next segment's file and writes its header.
-    pub(super) fn create_segment_file(
+    pub(super) fn create_segment(
         &self,
         writer: &mut WriterState,
         allocate_bytes: u64,
