@@ -33,9 +33,9 @@ impl EraseReport {
     /// Erases files one by one and returns those that still exist. A file that cannot be
     /// overwritten is removed all the same, so that no later opening recovers it.
     ///
-    /// A file whose overwrite timed out is not removed: the write may still be in progress, and the
-    /// file would then be reported as removed although its bytes are still written. No step starts
-    /// after the deadline, because another file may have the name by then.
+    /// A file whose overwrite timed out is not removed: the write may still be in progress, and
+    /// after a removal nothing would show whether it completed. No step starts after the deadline,
+    /// because another file may have the name by then.
     pub(crate) fn erase(
         &mut self,
         io: &FileIo,

@@ -30,7 +30,7 @@ pub enum DiskError {
     NoSpace {
         /// The file that could not grow.
         path: PathBuf,
-        /// What the kernel said.
+        /// The error of the kernel.
         #[source]
         source: Arc<io::Error>,
     },
@@ -50,7 +50,7 @@ pub enum DiskError {
         operation: &'static str,
         /// On which file.
         path: PathBuf,
-        /// What the kernel said.
+        /// The error of the kernel.
         #[source]
         source: Arc<io::Error>,
     },

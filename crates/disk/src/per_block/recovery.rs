@@ -152,7 +152,7 @@ impl BlockFileScan {
         Ok(())
     }
 
-    /// Counts a path that cannot be read: a directory, or a file in a bad sector of the device.
+    /// Counts a path that cannot be read: a directory, or a file on a bad sector of the device.
     fn report_unreadable(&mut self, path: &Path, error: io::Error) -> Result<(), DiskError> {
         if error.kind() == io::ErrorKind::TimedOut {
             return Err(DiskError::from_io("read", path, error));

@@ -8,7 +8,7 @@ use super::block_file::{address_of, file_bytes};
 use crate::Address;
 use crate::format::RecordEntry;
 
-/// Number of stale items in `reclaim_order` above which they are removed.
+/// Stale items tolerated in `reclaim_order` beside one per file.
 const STALE_ORDER_MAX: usize = 64;
 
 /// The block files. A hint: other processes add and remove files at any time.
