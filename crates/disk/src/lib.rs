@@ -17,7 +17,7 @@ pub mod io;
 mod lock;
 mod manifests;
 mod per_block;
-mod problems;
+mod problem_log;
 mod random;
 mod record;
 pub mod scan;

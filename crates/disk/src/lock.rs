@@ -72,7 +72,7 @@ impl DirectoryLock {
     }
 
     /// A problem of the directory's permissions at opening, if there is one.
-    pub(crate) fn problem(&self) -> Option<String> {
+    pub(crate) fn permission_problem(&self) -> Option<String> {
         let (path, mode) = (self.directory.display(), self.mode & 0o777);
         (mode & 0o077 != 0)
             .then(|| format!("{path} is open to other users (mode {mode:04o}); chmod 700 {path}"))

@@ -73,7 +73,7 @@ impl FaultPlan {
             }),
             files: Arc::new(FaultyFiles { inner: Arc::clone(&io.files), plan: Arc::clone(self) }),
             workers: Arc::clone(&io.workers),
-            readers: Arc::clone(&io.readers),
+            read_workers: Arc::clone(&io.read_workers),
             clock: Arc::clone(&io.clock),
         }
     }

@@ -143,7 +143,7 @@ pub struct FileIo {
     /// Threads for calls that may hang.
     pub workers: Arc<WorkerThreads>,
     /// Threads for calls that only read, so that hung writes do not block reads.
-    pub readers: Arc<WorkerThreads>,
+    pub read_workers: Arc<WorkerThreads>,
     /// The clock for deadlines.
     pub clock: Arc<dyn Clock>,
 }
@@ -164,10 +164,10 @@ impl FileIo {
     ) -> Result<Self, DiskError> {
         let threads_max = queue_depth.clamp(2, 16) as usize;
         let workers = Arc::new(WorkerThreads::new(threads_max));
-        let readers = Arc::new(WorkerThreads::new(threads_max));
+        let read_workers = Arc::new(WorkerThreads::new(threads_max));
         let psync = || {
-            let (workers, readers) = (Arc::clone(&workers), Arc::clone(&readers));
-            PsyncEngine::new(workers, readers, queue_depth, Arc::clone(&clock))
+            let (workers, read_workers) = (Arc::clone(&workers), Arc::clone(&read_workers));
+            PsyncEngine::new(workers, read_workers, queue_depth, Arc::clone(&clock))
         };
         let uring = || UringEngine::new(queue_depth, pool, Arc::clone(&clock));
         let engine: Arc<dyn Engine> = match kind {
@@ -182,12 +182,12 @@ impl FileIo {
                 reason: format!("the kernel does not allow io_uring ({source}); use auto or psync"),
             })?),
         };
-        Ok(Self { engine, files: Arc::new(SystemFiles), workers, readers, clock })
+        Ok(Self { engine, files: Arc::new(SystemFiles), workers, read_workers, clock })
     }
 
     /// Calls past their deadline that the kernel has not completed.
     pub(crate) fn stuck_calls(&self) -> u64 {
-        self.workers.stuck_jobs() + self.readers.stuck_jobs() + self.engine.stuck_calls()
+        self.workers.stuck_jobs() + self.read_workers.stuck_jobs() + self.engine.stuck_calls()
     }
 
     /// Runs a file operation on a worker thread, so that a hung file system delays the caller only
@@ -218,7 +218,7 @@ impl FileIo {
         T: Send + 'static,
         F: FnOnce(&dyn FileOperations) -> io::Result<T> + Send + 'static,
     {
-        self.call_on(&self.readers, operation, path, deadline, work)
+        self.call_on(&self.read_workers, operation, path, deadline, work)
     }
 
     fn call_on<T, F>(

@@ -15,7 +15,7 @@ use super::{Engine, Transfer, TransferKind, TransferOutcome, TransferQueue, Work
 pub struct PsyncEngine {
     workers: Arc<WorkerThreads>,
     /// Separate threads for reads, so that hung writes do not block them.
-    readers: Arc<WorkerThreads>,
+    read_workers: Arc<WorkerThreads>,
     in_flight_max: usize,
     clock: Arc<dyn Clock>,
     /// Transfers that a thread still executes after the deadline of their call.
@@ -45,12 +45,12 @@ impl PsyncEngine {
     /// there are threads.
     pub fn new(
         workers: Arc<WorkerThreads>,
-        readers: Arc<WorkerThreads>,
+        read_workers: Arc<WorkerThreads>,
         queue_depth: u32,
         clock: Arc<dyn Clock>,
     ) -> Self {
         let in_flight_max = workers.threads_max().min(queue_depth as usize);
-        Self { workers, readers, in_flight_max, clock, stuck: Arc::default() }
+        Self { workers, read_workers, in_flight_max, clock, stuck: Arc::default() }
     }
 
     fn submit(
@@ -60,7 +60,7 @@ impl PsyncEngine {
         queued: &QueuedTransfer,
         completions: &Arc<Completions>,
     ) -> io::Result<()> {
-        let workers = if kind == TransferKind::Read { &self.readers } else { &self.workers };
+        let workers = if kind == TransferKind::Read { &self.read_workers } else { &self.workers };
         let (queued, completions) = (Arc::clone(queued), Arc::clone(completions));
         let stuck = Arc::clone(&self.stuck);
         workers.submit(Box::new(move || {

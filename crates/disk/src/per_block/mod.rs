@@ -27,7 +27,7 @@ use self::table::BlockFileTable;
 use crate::format::RecordEntry;
 use crate::io::{FileIo, FileOperations, OpenMode, Transfer};
 use crate::lock::DirectoryLock;
-use crate::problems::ProblemLog;
+use crate::problem_log::ProblemLog;
 use crate::tier::ReadRequest;
 use crate::timed_mutex::TimedMutex;
 use crate::{

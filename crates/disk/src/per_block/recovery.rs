@@ -13,7 +13,7 @@ use super::{BlockFileCounters, PerBlockFiles};
 use crate::format::{FormatError, PAGE_BYTES, RecordEntry, SegmentFrame};
 use crate::io::{FileIo, FileOperations, OpenMode, PageBuffer, make_tier_directory};
 use crate::lock::{DirectoryLock, probe_direct};
-use crate::problems::ProblemLog;
+use crate::problem_log::ProblemLog;
 use crate::random::random_bytes;
 use crate::timed_mutex::TimedMutex;
 use crate::{DiskError, FileTierConfig, Recovery, StoredManifest, manifests};
@@ -40,7 +40,7 @@ impl PerBlockFiles {
             Ok(find_blocks(files, &top, &writer))
         })??;
         let BlockFileScan { mut recovery, mut entries, damaged, problems } = found;
-        let problems = ProblemLog::new(lock.problem().into_iter().chain(problems));
+        let problems = ProblemLog::new(lock.permission_problem().into_iter().chain(problems));
         entries.sort_by_key(|entry| entry.meta.written_unix_ms);
         let now = io.clock.unix_ms();
         let mut table = BlockFileTable::default();

@@ -11,9 +11,9 @@ mod reclaim;
 mod recovery;
 mod repair;
 mod replay;
-mod run;
 mod segment;
 mod write;
+mod write_run;
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::PathBuf;
@@ -28,7 +28,7 @@ use self::segment::Segment;
 use self::write::WriterState;
 use crate::io::FileIo;
 use crate::lock::DirectoryLock;
-use crate::problems::ProblemLog;
+use crate::problem_log::ProblemLog;
 use crate::tier::ReadRequest;
 use crate::timed_mutex::{TimedMutex, TimedMutexGuard};
 use crate::{

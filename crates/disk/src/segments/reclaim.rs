@@ -5,9 +5,9 @@ use std::sync::{Arc, PoisonError};
 
 use cascade_block::{Deadline, checksum};
 
-use super::run::{PendingEntry, PendingPayload};
 use super::segment::{BlockSlot, Segment};
 use super::write::{SpaceClass, WriterState};
+use super::write_run::{PendingEntry, PendingPayload};
 use super::{Alias, SegmentFiles, count};
 use crate::error::is_misplaced;
 use crate::format::{EntryKind, PAGE_BYTES, RecordEntry, pages_of};

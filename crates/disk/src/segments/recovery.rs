@@ -9,9 +9,9 @@ use std::sync::{Arc, Mutex, RwLock};
 use cascade_block::{BlockKey, Checksum, Deadline, checksum, with_causes};
 
 use super::replay::{ReplayResult, replay};
-use super::run::tombstone;
 use super::segment::{BlockSlot, EntryLocation, Segment, SegmentState};
 use super::write::{SpaceClass, WriterState};
+use super::write_run::tombstone;
 use super::{Alias, Aliases, SegmentCounters, SegmentFiles};
 use crate::format::{
     Checkpoint, CoveredSegment, EntryKind, FormatError, PAGE_BYTES, RandomId, RecordEntry,
@@ -19,7 +19,7 @@ use crate::format::{
 };
 use crate::io::{FileIo, OpenMode};
 use crate::lock::{DirectoryLock, probe_direct};
-use crate::problems::ProblemLog;
+use crate::problem_log::ProblemLog;
 use crate::random::random_bytes;
 use crate::scan::{FileSource, ScanError, ScanOptions, SegmentContent, read_segment, segment_name};
 use crate::timed_mutex::TimedMutex;
@@ -46,7 +46,7 @@ impl SegmentFiles {
         let lock = DirectoryLock::acquire(&io, &config, deadline)?;
         let is_direct = config.direct && probe_direct(&io, &config, deadline)?;
         let mut recovery = Recovery::default();
-        let problems = ProblemLog::new(lock.problem());
+        let problems = ProblemLog::new(lock.permission_problem());
         let checkpoint = load_checkpoint(&io, &config, deadline)?.unwrap_or_else(|why| {
             recovery.damaged_structures += 1;
             let path = checkpoint_path(&config);
@@ -246,7 +246,8 @@ impl OpenContext<'_> {
         let mut found = Vec::with_capacity(numbered.len());
         for (number, path) in numbered {
             let covered = covered.get(&number).copied();
-            let Some((file, mut content)) = self.read(number, &path, covered, recovery)? else {
+            let Some((file, mut content)) = self.open_segment(number, &path, covered, recovery)?
+            else {
                 continue;
             };
             recovery.files += 1;
@@ -270,9 +271,9 @@ impl OpenContext<'_> {
         Ok((found, number_end))
     }
 
-    /// Reads one segment. Returns `None` if something else has its name or the file no longer
+    /// Opens and reads one segment. Returns `None` if something else has its name or the file no longer
     /// exists.
-    fn read(
+    fn open_segment(
         &self,
         number: u32,
         path: &Path,

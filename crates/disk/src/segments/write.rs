@@ -7,8 +7,8 @@ use std::sync::Arc;
 use cascade_block::{BlockKey, Deadline, checksum};
 use cascade_memory::Slab;
 
-use super::run::{PendingEntry, PendingPayload, WriteRun, payload_pages, tombstone};
 use super::segment::{EntryLocation, Segment};
+use super::write_run::{PendingEntry, PendingPayload, WriteRun, payload_pages, tombstone};
 use super::{Alias, SegmentFiles, count};
 use crate::format::{
     ENTRIES_PER_FRAME, EntryKind, PAGE_BYTES, RandomId, SegmentFrame, encode_footer, footer_bytes,
