@@ -386,6 +386,8 @@ fn replay_recovered(
 ) -> ReplayResult {
     let ids: HashMap<u32, RandomId> =
         found.iter().filter_map(|each| Some((each.number, each.content.segment_id()?))).collect();
+    // An entry of the checkpoint is valid only if its segment is still the same file: after a
+    // reclaim or an erase another file may have the number.
     let covers = |entry: &RecordEntry, covered: &HashMap<u32, RandomId>| {
         let number = entry.address.segment();
         ids.get(&number).is_some_and(|id| covered.get(&number) == Some(id))
@@ -432,6 +434,8 @@ fn next_state(
         store_id: known_id.map_or_else(random_bytes, Ok)?,
         active: None,
         unsynced: Vec::new(),
+        // After every number that a file, the checkpoint or an entry contains: an address in an
+        // old alias or tombstone must not refer to a new block.
         next_number: number_end.max(of_checkpoint).max(replay.number_end),
         next_sequence: replay.sequence_end.max(checkpoint.map_or(0, |each| each.next_sequence)),
     })
