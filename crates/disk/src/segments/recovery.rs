@@ -271,8 +271,8 @@ impl OpenContext<'_> {
         Ok((found, number_end))
     }
 
-    /// Opens and reads one segment. Returns `None` if something else has its name or the file no longer
-    /// exists.
+    /// Opens and reads one segment. Returns `None` if the file no longer exists or something else
+    /// has its name.
     fn open_segment(
         &self,
         number: u32,
