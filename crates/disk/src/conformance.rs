@@ -209,10 +209,10 @@ pub fn removals_persist(reopen: &mut Reopen<'_>) {
     let pool = pool();
     let (files, _) = reopen(&pool);
     let stored = append(files.as_ref(), &pool, &numbered(0..48));
-    let remove = |files: &dyn BlockFiles, gone: &[StoredBlock]| {
-        let keys: Vec<_> = gone.iter().map(|each| (key(each.number), each.address)).collect();
+    let remove = |files: &dyn BlockFiles, removed: &[StoredBlock]| {
+        let keys: Vec<_> = removed.iter().map(|each| (key(each.number), each.address)).collect();
         files.remove(&keys, deadline()).expect("a removal");
-        assert_gone(files, &pool, gone);
+        assert_gone(files, &pool, removed);
     };
     remove(files.as_ref(), &stored[..16]);
     assert_hits(files.as_ref(), &pool, &stored[16..]);
@@ -339,8 +339,8 @@ pub fn restarts_leave_space_for_reclaim(reopen: &mut Reopen<'_>, capacity_bytes:
     drop(files);
     for _ in 0..40 {
         let (files, _) = reopen(&pool);
-        let gone = live.swap_remove(live.len() / 2);
-        files.remove(&[(key(gone.number), gone.address)], deadline()).expect("a removal");
+        let removed = live.swap_remove(live.len() / 2);
+        files.remove(&[(key(removed.number), removed.address)], deadline()).expect("a removal");
         assert!(files.used_bytes() <= capacity_bytes, "{:?}", files.stats());
     }
     let (files, recovery) = reopen(&pool);

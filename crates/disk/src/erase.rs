@@ -42,20 +42,20 @@ impl EraseReport {
         paths: Vec<PathBuf>,
         deadline: Deadline,
     ) -> Vec<PathBuf> {
-        let mut still_there = Vec::new();
+        let mut remaining = Vec::new();
         for path in paths {
             if !self.erase_one(io, &path, deadline) {
-                still_there.push(path);
+                remaining.push(path);
             }
         }
-        still_there
+        remaining
     }
 
     /// Erases one file. Returns whether it no longer exists.
     fn erase_one(&mut self, io: &FileIo, path: &Path, deadline: Deadline) -> bool {
-        let late = || DiskError::Timeout { operation: "overwrite", path: path.to_owned() };
+        let timed_out = || DiskError::Timeout { operation: "overwrite", path: path.to_owned() };
         if deadline.has_passed(io.clock.as_ref()) {
-            self.add_remaining(path.to_owned(), "not removed", &late());
+            self.add_remaining(path.to_owned(), "not removed", &timed_out());
             return false;
         }
         let target = path.to_owned();
@@ -90,10 +90,10 @@ impl EraseReport {
         &mut self,
         io: &FileIo,
         directory: &Path,
-        still_there: &[PathBuf],
+        remaining: &[PathBuf],
         deadline: Deadline,
     ) {
-        if !still_there.is_empty() {
+        if !remaining.is_empty() {
             let why = io::Error::other("block files of their namespaces were not removed");
             self.add_remaining(directory.join("manifests"), "not removed", &why);
             return self.sync(io, directory, deadline);

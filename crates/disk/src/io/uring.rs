@@ -276,7 +276,7 @@ impl Ring {
     fn drain(&mut self) -> io::Result<()> {
         while self.in_flight_count > 0 {
             self.wait(self.in_flight_count, Duration::from_secs(3600))?;
-            self.reap(|_number, late| drop(late));
+            self.reap(|_number, outcome| drop(outcome));
         }
         Ok(())
     }

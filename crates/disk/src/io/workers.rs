@@ -181,8 +181,8 @@ mod tests {
         let starts = Arc::clone(&has_started);
         let soon = Deadline::after(&SystemClock, Duration::from_millis(5));
         let work = move || starts.store(true, Ordering::Release);
-        let late = workers.call(work, soon, &SystemClock).unwrap_err();
-        assert_eq!((late.kind(), workers.stuck_jobs()), (io::ErrorKind::TimedOut, 0));
+        let timed_out = workers.call(work, soon, &SystemClock).unwrap_err();
+        assert_eq!((timed_out.kind(), workers.stuck_jobs()), (io::ErrorKind::TimedOut, 0));
         drop(release);
         let later = Deadline::after(&SystemClock, Duration::from_secs(60));
         workers.call(|| (), later, &SystemClock).unwrap();

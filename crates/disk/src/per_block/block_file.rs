@@ -216,9 +216,9 @@ impl PerBlockFiles {
         key: &BlockKey,
         deadline: Deadline,
     ) -> Result<Option<RecordEntry>, DiskError> {
-        let (path, own) = (self.path(key), *key);
+        let (path, key) = (self.path(key), *key);
         let source = path.clone();
-        self.io.call("read", &path, deadline, move |files| read_header(files, &source, &own))
+        self.io.call("read", &path, deadline, move |files| read_header(files, &source, &key))
     }
 
     /// Reads and verifies the file of one write. Returns `None` if it is damaged or belongs to
@@ -229,10 +229,10 @@ impl PerBlockFiles {
         address: Address,
         deadline: Deadline,
     ) -> Result<Option<BlockImage>, DiskError> {
-        let (path, own) = (self.path(key), *key);
+        let (path, key) = (self.path(key), *key);
         let source = path.clone();
         self.io.call("read", &path, deadline, move |files| {
-            let Some((file, entry)) = open_block(files, &source, &own)? else { return Ok(None) };
+            let Some((file, entry)) = open_block(files, &source, &key)? else { return Ok(None) };
             if address_of(&entry) != address {
                 return Ok(None);
             }
@@ -324,8 +324,8 @@ impl PerBlockFiles {
                 Err(DiskError::Io { .. }) => None,
                 entry => entry.inspect_err(|_| kept.push(address))?,
             };
-            let own = entry.filter(|entry| address_of(entry) == address);
-            match own {
+            let current = entry.filter(|entry| address_of(entry) == address);
+            match current {
                 Some(entry) if !entry.meta.has_expired(now) && keep(&entry.meta, address) => {
                     kept.push(address);
                 }

@@ -9,13 +9,13 @@ use crate::erase::{EraseReport, files_below, has_extension};
 
 impl PerBlockFiles {
     pub(super) fn erase_all(&self, deadline: Deadline) -> Result<EraseReport, DiskError> {
-        let late = || DiskError::Timeout {
+        let timed_out = || DiskError::Timeout {
             operation: "waiting for earlier writes",
             path: self.config.directory.clone(),
         };
         let clock = self.io.clock.as_ref();
-        let _reclaims = self.reclaim_lock.lock(deadline, clock).ok_or_else(late)?;
-        let _renames = self.rename_lock.lock(deadline, clock).ok_or_else(late)?;
+        let _reclaims = self.reclaim_lock.lock(deadline, clock).ok_or_else(timed_out)?;
+        let _renames = self.rename_lock.lock(deadline, clock).ok_or_else(timed_out)?;
         let blocks = self.config.directory.join("blocks");
         let found = files_below(&self.io, &blocks, deadline, |path| {
             has_extension(path, &["block", "tmp"])
@@ -24,14 +24,14 @@ impl PerBlockFiles {
         let mut erased = EraseReport::default();
         let mut directories: Vec<_> =
             found.iter().filter_map(|path| path.parent().map(ToOwned::to_owned)).collect();
-        let still_there = erased.erase(&self.io, found, deadline);
+        let remaining = erased.erase(&self.io, found, deadline);
         directories.sort_unstable();
         directories.dedup();
         for directory in directories {
             erased.sync(&self.io, &directory, deadline);
         }
         let directory = &self.config.directory;
-        erased.erase_manifests(&self.io, directory, &still_there, deadline);
+        erased.erase_manifests(&self.io, directory, &remaining, deadline);
         Ok(erased)
     }
 }

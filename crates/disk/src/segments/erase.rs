@@ -30,11 +30,11 @@ impl SegmentFiles {
             let why = std::io::Error::other("it belongs to another writer of this directory");
             erased.leave(path, "still there", &why);
         }
-        let still_there = erased.erase(&self.io, own, deadline);
+        let remaining = erased.erase(&self.io, own, deadline);
         // A file that remains uses space until it is reclaimed or erased. It gets an empty segment,
         // so that its size counts and no block in it can be read.
         for (number, segment) in segments {
-            if still_there.contains(&segment.path) {
+            if remaining.contains(&segment.path) {
                 let state = SegmentState::empty(segment.state().file_bytes);
                 let (id, path) = (segment.id, segment.path.clone());
                 let left = Segment::new(number, id, path, Arc::clone(&segment.file), state);
@@ -42,7 +42,7 @@ impl SegmentFiles {
                 segments.insert(number, Arc::new(left));
             }
         }
-        erased.erase_manifests(&self.io, directory, &still_there, deadline);
+        erased.erase_manifests(&self.io, directory, &remaining, deadline);
         Ok(erased)
     }
 

@@ -65,13 +65,13 @@ impl SegmentFiles {
             taken: 0,
         };
         self.io.run(&mut queue, deadline);
-        let late = || {
+        let timed_out = || {
             ReadOutcome::Failed(DiskError::Timeout {
                 operation: "read",
                 path: self.config.directory.clone(),
             })
         };
-        queue.outcomes.into_iter().map(|outcome| outcome.unwrap_or_else(late)).collect()
+        queue.outcomes.into_iter().map(|outcome| outcome.unwrap_or_else(timed_out)).collect()
     }
 
     /// Finds a block and checks everything that can be checked before its bytes are read.

@@ -121,16 +121,16 @@ impl SegmentFiles {
             let Some(slot) = victim.state().slot(from.page()).filter(BlockSlot::is_live) else {
                 continue;
             };
-            let own = slot.is_first_key(&entry.meta.key).then_some(entry.meta);
+            let first_key = slot.is_first_key(&entry.meta.key).then_some(entry.meta);
             let others: Vec<_> =
                 self.aliases().get(&from).into_iter().flatten().map(|alias| alias.meta).collect();
-            let mut keys: Vec<RecordMeta> = own.into_iter().chain(others).collect();
+            let mut keys: Vec<RecordMeta> = first_key.into_iter().chain(others).collect();
             keys.retain(|meta| {
-                let stays = !meta.has_expired(now) && keep(meta, from);
-                if !stays {
+                let is_kept = !meta.has_expired(now) && keep(meta, from);
+                if !is_kept {
                     reclaimed.dropped.push((meta.key, from));
                 }
-                stays
+                is_kept
             });
             if !keys.is_empty() {
                 moves.push(BlockMove { from, keys });

@@ -29,14 +29,14 @@ impl SegmentFiles {
             Err(EntriesError::Damaged(why)) => why,
         };
         let mut entries = self.read_frame_entries(segment, deadline)?;
-        let lost = self.add_from_checkpoint(segment, &mut entries, deadline)?;
+        let undescribed = self.add_from_checkpoint(segment, &mut entries, deadline)?;
         entries.sort_by_key(|entry| entry.sequence);
         segment.state_mut().entry_location = EntryLocation::Memory(encode_entries(&entries));
         count(&self.counters.structures_damaged, 1);
         let path = segment.path.display();
         self.problems.add(format!(
-            "{path}: its footer is damaged ({why}); {} entries were read from its frames; {lost} \
-             blocks without an entry will be dropped when it is reclaimed",
+            "{path}: its footer is damaged ({why}); {} entries were read from its frames; \
+             {undescribed} blocks without an entry will be dropped when it is reclaimed",
             entries.len()
         ));
         Ok(entries)
