@@ -11,7 +11,7 @@ use crate::{DiskError, manifests};
 /// The result of an erase. Overwriting replaces the bytes that the file system exposes; an SSD or a
 /// copy-on-write file system may keep older copies (`docs/security.md`).
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct EraseReport {
+pub struct FileEraseReport {
     /// Files that were overwritten, synced and removed.
     pub files_removed: u64,
     /// Bytes that were overwritten. Holes contain no data and are skipped.
@@ -29,7 +29,7 @@ pub struct FileLeft {
     pub reason: String,
 }
 
-impl EraseReport {
+impl FileEraseReport {
     /// Erases files one by one and returns those that still exist. A file that cannot be
     /// overwritten is removed all the same, so that no later opening recovers it.
     ///

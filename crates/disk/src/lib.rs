@@ -26,7 +26,7 @@ mod tier;
 mod timed_mutex;
 
 pub use config::{EngineKind, FileTierConfig, Layout};
-pub use erase::{EraseReport, FileLeft};
+pub use erase::{FileEraseReport, FileLeft};
 pub use error::DiskError;
 pub use format::WriterName;
 pub use inspect::{InspectReport, inspect};

@@ -9,7 +9,9 @@ use cascade_memory::{Pool, Slab, SlabMut};
 use crate::io::FileIo;
 use crate::per_block::PerBlockFiles;
 use crate::segments::SegmentFiles;
-use crate::{Address, DiskError, EraseReport, FileTierConfig, Layout, RecordMeta, StoredManifest};
+use crate::{
+    Address, DiskError, FileEraseReport, FileTierConfig, Layout, RecordMeta, StoredManifest,
+};
 
 /// A block to read and the slab to read it into.
 #[derive(Debug)]
@@ -198,7 +200,7 @@ pub trait BlockFiles: Send + Sync + fmt::Debug {
 
     /// Overwrites and removes every file of the tier: blocks, checkpoint, manifests. The tier is
     /// empty and usable afterwards. The result lists files that could not be erased.
-    fn erase(&self, deadline: Deadline) -> Result<EraseReport, DiskError>;
+    fn erase(&self, deadline: Deadline) -> Result<FileEraseReport, DiskError>;
 
     /// Bytes that the files use on the device.
     fn used_bytes(&self) -> u64;

@@ -5,10 +5,10 @@ use cascade_block::Deadline;
 use super::PerBlockFiles;
 use super::table::BlockFileTable;
 use crate::DiskError;
-use crate::erase::{EraseReport, files_below, has_extension};
+use crate::erase::{FileEraseReport, files_below, has_extension};
 
 impl PerBlockFiles {
-    pub(super) fn erase_all(&self, deadline: Deadline) -> Result<EraseReport, DiskError> {
+    pub(super) fn erase_all(&self, deadline: Deadline) -> Result<FileEraseReport, DiskError> {
         let timed_out = || DiskError::Timeout {
             operation: "waiting for earlier writes",
             path: self.config.directory.clone(),
@@ -21,7 +21,7 @@ impl PerBlockFiles {
             has_extension(path, &["block", "tmp"])
         })?;
         *self.table() = BlockFileTable::default();
-        let mut erased = EraseReport::default();
+        let mut erased = FileEraseReport::default();
         let mut directories: Vec<_> =
             found.iter().filter_map(|path| path.parent().map(ToOwned::to_owned)).collect();
         let remaining = erased.erase(&self.io, found, deadline);

@@ -31,7 +31,7 @@ use crate::problem_log::ProblemLog;
 use crate::tier::ReadRequest;
 use crate::timed_mutex::TimedMutex;
 use crate::{
-    Address, BlockFiles, DamageKind, DiskError, DiskStats, EraseReport, FileTierConfig,
+    Address, BlockFiles, DamageKind, DiskError, DiskStats, FileEraseReport, FileTierConfig,
     ReadOutcome, ReclaimOutcome, RecordMeta, StoredManifest, device_probe, manifests,
 };
 
@@ -406,7 +406,7 @@ impl BlockFiles for PerBlockFiles {
         self.problems.all()
     }
 
-    fn erase(&self, deadline: Deadline) -> Result<EraseReport, DiskError> {
+    fn erase(&self, deadline: Deadline) -> Result<FileEraseReport, DiskError> {
         self.erase_all(deadline)
     }
 

@@ -8,11 +8,11 @@ use cascade_block::Deadline;
 use super::SegmentFiles;
 use super::segment::{Segment, SegmentState};
 use crate::DiskError;
-use crate::erase::{EraseReport, has_extension};
+use crate::erase::{FileEraseReport, has_extension};
 use crate::scan::segment_name;
 
 impl SegmentFiles {
-    pub(super) fn erase_all(&self, deadline: Deadline) -> Result<EraseReport, DiskError> {
+    pub(super) fn erase_all(&self, deadline: Deadline) -> Result<FileEraseReport, DiskError> {
         let _reclaims = self.lock(&self.reclaim_lock, deadline)?;
         let mut writer = self.lock(&self.writer, deadline)?;
         let directory = &self.config.directory;
@@ -24,7 +24,7 @@ impl SegmentFiles {
             std::mem::take(&mut *self.segments.write().unwrap_or_else(PoisonError::into_inner));
         self.moved_addresses.write().unwrap_or_else(PoisonError::into_inner).clear();
         self.aliases().clear();
-        let mut erased = EraseReport::default();
+        let mut erased = FileEraseReport::default();
         let (own, others): (Vec<_>, Vec<_>) = found.into_iter().partition(|path| self.owns(path));
         for path in others {
             let why = std::io::Error::other("it belongs to another writer of this directory");

@@ -32,7 +32,7 @@ use crate::problem_log::ProblemLog;
 use crate::tier::ReadRequest;
 use crate::timed_mutex::{TimedMutex, TimedMutexGuard};
 use crate::{
-    Address, BlockFiles, DiskError, DiskStats, EraseReport, FileTierConfig, ReadOutcome,
+    Address, BlockFiles, DiskError, DiskStats, FileEraseReport, FileTierConfig, ReadOutcome,
     ReclaimOutcome, RecordMeta, StoredManifest, device_probe, manifests,
 };
 
@@ -191,7 +191,7 @@ impl BlockFiles for SegmentFiles {
         self.problems.all()
     }
 
-    fn erase(&self, deadline: Deadline) -> Result<EraseReport, DiskError> {
+    fn erase(&self, deadline: Deadline) -> Result<FileEraseReport, DiskError> {
         self.erase_all(deadline)
     }
 
