@@ -43,7 +43,7 @@ impl SegmentFiles {
         let transfer = Transfer::new(TransferKind::Write, Arc::clone(&file), 0, buffers);
         let directory = self.config.directory.clone();
         let written = self
-            .one(transfer, deadline)
+            .run_transfer(transfer, deadline)
             .map_err(|source| DiskError::from_io("write", &path, source))
             .and_then(|()| {
                 if !self.config.durable {

@@ -28,7 +28,7 @@ impl SegmentFiles {
         let (own, others): (Vec<_>, Vec<_>) = found.into_iter().partition(|path| self.owns(path));
         for path in others {
             let why = std::io::Error::other("it belongs to another writer of this directory");
-            erased.leave(path, "still there", &why);
+            erased.add_remaining(path, "not removed", &why);
         }
         let remaining = erased.erase(&self.io, own, deadline);
         // A file that remains uses space until it is reclaimed or erased. It gets an empty segment,
