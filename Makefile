@@ -1,5 +1,5 @@
-# Everything a person, a hook or CI runs is a target here; `make help` lists them.
-# A machine needs cargo, Python 3.11 or later and a C compiler; the rest installs itself.
+# All commands that developers, hooks and CI run are targets here; `make help` lists them. A machine
+# needs cargo, Python 3.11 or later and a C compiler; the targets install the rest.
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
@@ -10,43 +10,45 @@ MAKEFLAGS += --no-builtin-rules
 CARGO_TARGET_DIR ?= $(CURDIR)/target
 export CARGO_TARGET_DIR
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
-# cargo finds the interpreter that the binding is built for.
+# The interpreter for which cargo builds the Python binding.
 export PYO3_PYTHON := $(CURDIR)/.venv/bin/python
 
 VENV := .venv
 BIN := $(VENV)/bin
 STAMPS := $(VENV)/stamps
 PEERS := .cache/peers
-# Engines and what comes with them, in environments of their own: 6 GB, so kept from build to build.
+# Engines and their dependencies, each in its own environment: 6 GB, so kept between builds.
 VLLM := .cache/vllm
 SGLANG := .cache/sglang
-# Older versions that the connectors work with; the newest is VLLM's.
+# Older versions that the connectors support; the newest is the one in VLLM.
 VLLM_OLDER := 0.29 0.30 0.31
 ENGINE_TESTS := python/tests_engines
-# What depends on vLLM's version; `make test-engines` runs all there is with the newest.
+# Tests that depend on the version of vLLM. `make test-engines` runs all tests with the newest.
 VERSION_TESTS := versions interface scheduler worker layout keys groups metrics events tier
-# No downloads of models, no statistics, little memory for KV, all processors.
+# No model downloads, no usage statistics, little memory for KV, all processors.
 VLLM_ENVIRONMENT := HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 VLLM_CPU_KVCACHE_SPACE=1 \
 	VLLM_CPU_NUM_OF_RESERVED_CPU=0 VLLM_CACHE_ROOT=$(CURDIR)/$(VLLM)/cache
 TRACE := data/traces/mooncake/conversation_trace.jsonl
 LOOM_FLAGS := --cfg loom
 HOST = $(shell rustc -vV | sed -n "s/^host: //p")
-# As a wheel's name has it.
+# The architecture as in a wheel's name.
 ARCHITECTURE = $(firstword $(subst -, ,$(HOST)))
 FUZZ_SECONDS ?= 60
 UV_VERSION := 0.13.9
-# `make PROFILE=dist ...` builds as for a release, with optimisation across crates.
+# `make PROFILE=dist ...` builds like a release, with link-time optimisation.
 PROFILE ?= release
 # Wheels carry no symbols; `make STRIP= ...` keeps them for perf and backtraces.
 STRIP ?= --strip
-# What a release's wheels are for; docs/installation.md has the table.
+# Platforms of a release's wheels; docs/installation.md has the table.
 DIST_TARGETS := x86_64-unknown-linux-gnu aarch64-unknown-linux-gnu
-# Python tests run one a processor; tests of engines by file, so that those of a file share an engine.
+# Python tests run one per processor. Engine tests are distributed by file, so that the tests of a
+# file share an engine.
 PYTEST := -m pytest --quiet -r s --numprocesses $(shell nproc)
-# The Rust tests' build, as Python's module: debug assertions are on, and no release build is needed.
+# The Python module from the Rust tests' build: debug assertions are on, and no release build is
+# needed.
 DEV_PYTHON := PYTHONPATH=$(CURDIR)/python $(BIN)/python
-# Features are those of the whole workspace in every command, or each selection of packages would
-# build its own third-party crates.
+# Every command uses the features of the whole workspace. Other package selections would build their
+# own copies of third-party crates.
 CARGO_TEST := cargo test --locked --workspace
 
 RUST_SOURCES := $(shell find crates -name '*.rs' -o -name '*.toml' 2>/dev/null) Cargo.toml Cargo.lock
@@ -70,8 +72,9 @@ run: build
 		--fresh --json reports/conversation.json --report reports/conversation.html
 	@echo "Report: reports/conversation.html (figures: reports/conversation.json)"
 
-# Side by side: many tests wait for a process or a deadline. The output of each comes as a whole.
-.PHONY: test ## Run every Rust and Python test that takes seconds
+# Rust and Python tests run in parallel, because many wait for a process or a deadline. The output
+# of each is printed as a whole.
+.PHONY: test ## Run all Rust and Python tests except the slow ones
 test: $(STAMPS)/dev $(STAMPS)/test
 	$(MAKE) --no-print-directory --jobs=2 --keep-going --output-sync=target test-rust test-python
 
@@ -87,16 +90,16 @@ test-python: $(STAMPS)/dev $(STAMPS)/test
 test-wheel: $(STAMPS)/build $(STAMPS)/test
 	$(BIN)/python $(PYTEST)
 
-.PHONY: test-machine ## Run the tests that need Prometheus, a browser or root; shows what they skip
+.PHONY: test-machine ## Run the tests that need Prometheus, a browser or root; prints what is skipped
 test-machine: $(STAMPS)/python
 	bash .ci/debian-packages prometheus chromium
 	$(CARGO_TEST) --test http --test doctor --test systemd --test sick_disk -- --nocapture
 
-.PHONY: test-container ## Build the container and run a node in it, where buildah can be had
+.PHONY: test-container ## Build the container and run a node in it; skipped without buildah
 test-container: wheel
 	bash .ci/container dist/cascadekv-*_$(ARCHITECTURE).whl
 
-.PHONY: test-slow ## Run the long tests: kill -9 at random points, a minute of racing threads
+.PHONY: test-slow ## Run the slow tests: kill -9 at random points, one minute of racing threads
 test-slow: test-slow-store test-slow-served test-slow-python
 
 .PHONY: test-slow-store
@@ -112,10 +115,10 @@ test-slow-served: $(STAMPS)/python
 test-slow-python: $(STAMPS)/build $(STAMPS)/test
 	$(BIN)/python -m pytest --quiet -m stress --timeout 600
 
-.PHONY: test-vllm ## Run the tests with real engines: vLLM on CPUs, SGLang's classes (6 GB, once)
+.PHONY: test-vllm ## Run the tests with real engines: vLLM on CPUs, SGLang's classes (installs 6 GB)
 test-vllm: $(STAMPS)/build
 	@if reason=$$(vllm=$(VLLM) sglang=$(SGLANG) bash .ci/engines-missing); then \
-		echo "skipped, nothing was tested: $$reason"; else $(MAKE) test-engines; fi
+		echo "skipped, no test was run: $$reason"; else $(MAKE) test-engines; fi
 
 .PHONY: engines
 engines: $(VLLM)/wheel $(SGLANG)/installed
@@ -132,7 +135,7 @@ test-engines: $(VLLM)/wheel $(SGLANG)/installed $(STAMPS)/check
 	$(VLLM_ENVIRONMENT) $(BIN)/cascade bench vllm --short --python $(VLLM)/bin/python \
 		--directory .cache --json reports/vllm-smoke.json
 
-.PHONY: test-vllm-versions ## Run engine tests with each older vLLM too (0.5 GB each; not in CI)
+.PHONY: test-vllm-versions ## Run the engine tests with each older vLLM (installs 0.5 GB each; not in CI)
 test-vllm-versions: $(VLLM_OLDER:%=test-vllm-%)
 
 .PHONY: $(VLLM_OLDER:%=test-vllm-%)
@@ -142,68 +145,68 @@ $(VLLM_OLDER:%=test-vllm-%): test-vllm-%: .cache/vllm-%/installed $(VLLM)/wheel
 		$(wildcard $(VERSION_TESTS:%=$(ENGINE_TESTS)/test_vllm_%.py)) \
 		$(ENGINE_TESTS)/test_interface.py $(ENGINE_TESTS)/test_equality.py
 
-.PHONY: check ## Format, lints, types, spelling, stubs and source tidiness; changes nothing
+.PHONY: check ## Check format, lints, types, spelling, stubs and source style; changes nothing
 check: check-source check-rust check-python
 
-.PHONY: check-source ## The checks that build nothing: seconds
+.PHONY: check-source ## Run the checks that build nothing (seconds)
 check-source: $(STAMPS)/check
 	cargo fmt --all --check
 	$(BIN)/ruff format --check --quiet
 	$(BIN)/ruff check --quiet
 	$(BIN)/typos
 
-.PHONY: check-rust ## Clippy, and what it does not know of our style
+.PHONY: check-rust ## Run Clippy and the source style tests
 check-rust: $(STAMPS)/python
 	cargo clippy --locked --workspace --all-targets --quiet -- -D warnings
 	$(CARGO_TEST) --test tidy --quiet
 
-.PHONY: check-python ## Python types, and the stubs beside the built module
+.PHONY: check-python ## Check Python types, and the stubs against the built module
 check-python: $(STAMPS)/dev $(STAMPS)/test $(STAMPS)/check
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(DEV_PYTHON) -m mypy.stubtest cascadekv._native --ignore-disjoint-bases \
 		--allowlist python/stubtest-allowlist.txt --ignore-unused-allowlist
 
-.PHONY: format ## Rewrite Rust and Python in the house format
+.PHONY: format ## Format Rust and Python sources
 format: $(STAMPS)/check
 	cargo fmt --all
 	$(BIN)/ruff format --quiet
 	$(BIN)/ruff check --fix --quiet
 
-# What is given away is built as for a release, and figures come from what is given away.
+# Wheels and benchmarks use the profile of a release, so that figures describe what is released.
 wheel bench bench-node bench-peers bench-vllm: PROFILE := dist
 
-.PHONY: bench ## Measure the core and the binding beside the machine's limits: reports/*.json
+.PHONY: bench ## Measure the core and the binding against the machine's limits: reports/*.json
 bench: build $(STAMPS)/test
 	mkdir -p reports .cache
 	$(BIN)/cascade bench core --directory .cache --json reports/core.json
 	$(BIN)/python python/bench/core.py reports/python.json
 
-.PHONY: bench-node ## Measure a served node and its workers beside bare sockets: reports/node.json
+.PHONY: bench-node ## Measure a served node and its workers against bare sockets: reports/node.json
 bench-node: build
 	mkdir -p reports
 	$(BIN)/cascade bench node --trace $(TRACE) --json reports/node.json
 
-.PHONY: bench-peers ## Measure LMCache's CPU backend beside the store (6 GB): reports/peers.json
+.PHONY: bench-peers ## Measure the store against LMCache's CPU backend (installs 6 GB): reports/peers.json
 bench-peers: build $(STAMPS)/peers
 	mkdir -p reports
 	$(PEERS)/bin/python -m pip install --quiet --force-reinstall --no-deps --no-index \
 		$(CARGO_TARGET_DIR)/wheels/cascadekv-*.whl
 	$(PEERS)/bin/python python/bench/peers.py reports/peers.json
 
-.PHONY: bench-vllm ## Measure vLLM with the connector and beside others (half an hour): reports/vllm.json
+.PHONY: bench-vllm ## Measure vLLM with the connector and with others (half an hour): reports/vllm.json
 bench-vllm: build $(VLLM)/wheel
 	mkdir -p reports .cache
 	$(VLLM_ENVIRONMENT) $(BIN)/cascade bench vllm --python $(VLLM)/bin/python --directory .cache \
 		--json reports/vllm.json
 
-.PHONY: wheel ## Build the wheel into dist/ and prove it in an empty environment
+.PHONY: wheel ## Build the wheel into dist/ and test it in an empty environment
 wheel: $(STAMPS)/build
 	mkdir -p dist
 	rm -f dist/cascadekv-*_$(ARCHITECTURE).whl
 	cp $(CARGO_TARGET_DIR)/wheels/cascadekv-*.whl dist/
 	python=$(abspath $(BIN)/python) bash .ci/prove-wheel dist/cascadekv-*_$(ARCHITECTURE).whl
 
-.PHONY: dist ## Build the wheels of a release into dist/: x86-64 and aarch64, glibc 2.28 and later
+.PHONY: dist ## Build the release wheels into dist/: x86-64 and aarch64, glibc 2.28 and later
 dist: $(DIST_TARGETS:%=dist-%)
 
 .PHONY: $(DIST_TARGETS:%=dist-%)
@@ -223,8 +226,9 @@ loom:
 	CARGO_TARGET_DIR=$(CARGO_TARGET_DIR)/loom RUSTFLAGS="$(LOOM_FLAGS)" \
 		cargo test --locked --package cascade-memory --release --lib --quiet loom
 
-# The stable toolchain takes the flag with RUSTC_BOOTSTRAP. ThreadSanitizer needs the sources of std.
-.PHONY: sanitize ## Run the tests of the crates with unsafe code under AddressSanitizer, and a race
+# The stable toolchain accepts the flag with RUSTC_BOOTSTRAP. ThreadSanitizer is not run: it needs
+# the sources of std.
+.PHONY: sanitize ## Run the tests of the crates with unsafe code and the race test under AddressSanitizer
 sanitize: export CARGO_TARGET_DIR := $(CARGO_TARGET_DIR)/asan
 sanitize: export RUSTC_BOOTSTRAP := 1
 sanitize: export RUSTFLAGS := -Zsanitizer=address
@@ -233,16 +237,16 @@ sanitize:
 		--lib --tests
 	cargo test --locked --quiet --target $(HOST) --package cascade-store --test race
 
-.PHONY: fuzz ## Fuzz each target for FUZZ_SECONDS (60)
+.PHONY: fuzz ## Fuzz each target for FUZZ_SECONDS seconds (default: 60)
 fuzz:
 	bash .ci/fuzz $(FUZZ_SECONDS)
 
-.PHONY: clean ## Remove everything that was built or installed here
+.PHONY: clean ## Remove everything that make built or installed here
 clean:
 	rm -rf $(VENV) .cache dist reports python/cascadekv/_native.abi3.so
 	cargo clean
 
-# --- What the targets stand on; each stamp is newer than what it was made from. ---
+# --- Dependencies of the targets. Each stamp is newer than its inputs. ---
 
 $(STAMPS)/python: .ci/find-python
 	python=$$(bash .ci/find-python) && $$python -m venv --clear $(VENV)
@@ -259,7 +263,7 @@ $(STAMPS)/test $(STAMPS)/check $(STAMPS)/dist: $(STAMPS)/%: requirements/%.txt $
 	$(BIN)/python -m pip install --quiet --requirement $<
 	touch $@
 
-# How the installed wheel was built: another choice builds it anew.
+# The build settings of the installed wheel. A change rebuilds it.
 .PHONY: always
 $(STAMPS)/profile: always | $(STAMPS)/python
 	@echo "$(PROFILE) $(STRIP)" | cmp --silent - $@ || echo "$(PROFILE) $(STRIP)" >$@
@@ -283,7 +287,7 @@ $(STAMPS)/peers: requirements/peers.txt $(STAMPS)/python
 	$(PEERS)/bin/uv pip install --quiet --python $(PEERS)/bin/python --requirement $<
 	touch $@
 
-# What the lock files name and nothing else: hashes are required, nothing is resolved.
+# Installs exactly what the lock files list: hashes are required, nothing is resolved.
 $(VLLM)/installed: requirements/vllm.lock | $(STAMPS)/python
 	$(BIN)/python -m venv --clear $(VLLM)
 	$(VLLM)/bin/python -m pip install --quiet uv==$(UV_VERSION)
@@ -296,7 +300,8 @@ $(VLLM)/wheel: $(STAMPS)/build $(VLLM)/installed
 		$(CARGO_TARGET_DIR)/wheels/cascadekv-*.whl
 	touch $@
 
-# An older vLLM stands in front of the newest one's packages, with what it needs otherwise.
+# An older vLLM is installed in its own environment and shares the newest one's other packages
+# through a .pth file.
 $(VLLM_OLDER:%=.cache/vllm-%/installed): .cache/vllm-%/installed: \
 		requirements/vllm-%.lock $(VLLM)/installed
 	$(BIN)/python -m venv --clear $(@D)
@@ -306,8 +311,8 @@ $(VLLM_OLDER:%=.cache/vllm-%/installed): .cache/vllm-%/installed: \
 		> "$$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/vllm.pth"
 	touch $@
 
-# SGLang asks for another torch and for Triton, which would change what vLLM runs: it stands beside
-# vLLM's packages and not among them.
+# SGLang requires another torch and Triton, which would change what vLLM runs. It gets its own
+# environment, which can import vLLM's packages through a .pth file.
 $(SGLANG)/installed: requirements/sglang.lock $(VLLM)/installed
 	$(BIN)/python -m venv --clear $(SGLANG)
 	$(VLLM)/bin/uv pip install --quiet --python $(SGLANG)/bin/python --no-deps --require-hashes \

@@ -1,15 +1,16 @@
-//! Any bytes as a segment, a footer or a checkpoint: never a panic, never an entry from nowhere.
+//! Fuzzes the decoding of segments, footers and checkpoints: no panic, and no more entries than the
+//! bytes can hold.
 //!
-//! Checksums would keep the fuzzer at the door, so half of the inputs get theirs put right.
+//! Most random inputs would fail a checksum, so half of the inputs get correct checksums.
 #![no_main]
 
 use cascade_disk::format::{
-    Checkpoint, ENTRY_BYTES, Entry, PAGE_BYTES, SegmentHeader, Trailer, decode_entries,
+    Checkpoint, ENTRY_BYTES, PAGE_BYTES, RecordEntry, SegmentHeader, SegmentTrailer, decode_entries,
 };
 use cascade_disk::scan::{ScanOptions, read_segment};
 use libfuzzer_sys::fuzz_target;
 
-/// Makes each page's own checksum right, as a malicious writer would.
+/// Corrects the checksum of each page, as an attacker would.
 fn repair_pages(bytes: &mut [u8]) {
     for page in bytes.chunks_exact_mut(PAGE_BYTES) {
         let sum = cascade_disk::format::page_checksum(page);
@@ -28,18 +29,19 @@ fn check(bytes: &[u8]) {
     if let Ok(checkpoint) = Checkpoint::decode(bytes) {
         assert_eq!(checkpoint.encode().len(), bytes.len());
     }
-    if let Ok(entry) = Entry::decode(bytes) {
+    if let Ok(entry) = RecordEntry::decode(bytes) {
         let mut again = [0; ENTRY_BYTES];
         entry.encode(&mut again);
-        assert_eq!(Entry::decode(&again), Ok(entry));
+        assert_eq!(RecordEntry::decode(&again), Ok(entry));
     }
     drop(SegmentHeader::decode(bytes));
-    drop(Trailer::decode(bytes, bytes.len() as u64));
+    drop(SegmentTrailer::decode(bytes, bytes.len() as u64));
     drop(decode_entries(bytes, 0));
 }
 
 fuzz_target!(|input: (bool, u8, Vec<u8>)| {
-    // Inputs are short; pages are long. Spread them over pages that start with the fuzzer's bytes.
+    // Inputs are shorter than a page. Spread them over pages that each start with the fuzzer's
+    // bytes.
     let (repair, spread, seed) = input;
     let chunk = usize::from(spread).max(16);
     let mut bytes = Vec::new();

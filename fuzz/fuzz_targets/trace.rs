@@ -1,6 +1,6 @@
-//! Any bytes as a trace: an error or a trace that keeps its promises, never a panic.
+//! Fuzzes the trace parser: it returns an error or a valid trace and never panics.
 //!
-//! Half of the inputs become one source, half become several that are merged.
+//! Half of the inputs are one source, the others several sources that are merged.
 #![no_main]
 
 use cascade_bench::trace::{REQUEST_BLOCKS_MAX, Source, parse};
@@ -25,5 +25,9 @@ fuzz_target!(|input: (bool, &[u8])| {
         }
     }
     assert!(trace.unique_blocks <= seen, "every block is in a request");
-    assert_eq!(parse("fuzz", &sources).expect("as before"), trace, "a pure function");
+    assert_eq!(
+        parse("fuzz", &sources).expect("parsing succeeds again"),
+        trace,
+        "parsing is deterministic"
+    );
 });

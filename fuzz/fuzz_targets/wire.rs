@@ -1,7 +1,8 @@
-//! Any bytes as frames, calls and answers: never a panic, and what is read is written the same.
+//! Fuzzes the decoding of frames, calls and answers: no panic, and decoded values encode to the
+//! same values.
 //!
-//! A checksum would keep the fuzzer at the door, so every input is also tried as a body in a sound
-//! frame of the kind that its first bytes name.
+//! Most random inputs would fail the checksum of a frame, so every input is also used as the body
+//! of a valid frame whose kind is in its first bytes.
 #![no_main]
 
 use cascade_wire::{Answer, Call, Frame, frame_length};
@@ -13,7 +14,7 @@ fn read(bytes: &[u8]) {
     let Ok(frame) = Frame::read(bytes) else { return };
     if let Ok(call) = Call::read(&frame) {
         let mut again = Vec::new();
-        call.write(&mut again, frame.header.call, frame.trace).expect("it was as short");
+        call.write(&mut again, frame.header.call, frame.trace).expect("the call was as short");
         let frame = Frame::read(&again).expect("it was just written");
         assert_eq!(Call::read(&frame).as_ref(), Ok(&call));
     }

@@ -1,7 +1,7 @@
-//! Throughput of segments beside fio's on the same device, and the time that a restart takes.
+//! Measures the throughput of segments beside fio on the same device, and the time of a restart.
 //!
-//! `cargo bench -p cascade-disk --bench segments -- [DIRECTORY]` takes up to 2 GiB there for a
-//! minute and removes them. Reads pass by the page cache, so they are cold.
+//! `cargo bench -p cascade-disk --bench segments -- [DIRECTORY]` uses up to 2 GiB there for about a
+//! minute and removes its files. Reads bypass the page cache, so they are cold.
 #![expect(clippy::print_stdout, clippy::unwrap_used, reason = "a program that prints a table")]
 
 use std::path::{Path, PathBuf};
@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use cascade_block::{BlockKey, Clock, Deadline, SystemClock};
 use cascade_disk::conformance::{key, meta};
-use cascade_disk::io::Io;
+use cascade_disk::io::FileIo;
 use cascade_disk::{
     Address, BlockFiles, EngineKind, FileTierConfig, ReadOutcome, ReadRequest, Recovery, open,
     open_with,
@@ -47,9 +47,9 @@ fn open_tier(
     open(config, Arc::new(SystemClock), pool, deadline()).unwrap()
 }
 
-fn gigabytes_per_second(bytes: usize, seconds: f64) -> f64 {
-    let mebibytes = u32::try_from(bytes >> 20).expect("a few GiB");
-    f64::from(mebibytes) * f64::from(1 << 20) / seconds / 1e9
+fn gib_per_second(bytes: usize, seconds: f64) -> f64 {
+    let mib = u32::try_from(bytes >> 20).expect("a few GiB");
+    f64::from(mib) / 1024.0 / seconds
 }
 
 fn write_all(files: &dyn BlockFiles, pool: &Pool, length: usize) -> f64 {
@@ -61,13 +61,13 @@ fn write_all(files: &dyn BlockFiles, pool: &Pool, length: usize) -> f64 {
     let ((), taken) = seconds(|| {
         for chunk in numbers.chunks((BATCH_BYTES / length).max(1)) {
             let batch = chunk.iter().map(|&number| (meta(number, length), slab.clone())).collect();
-            for answer in files.append(batch, deadline()) {
-                answer.unwrap();
+            for result in files.append(batch, deadline()) {
+                result.unwrap();
             }
         }
         files.sync(deadline()).unwrap();
     });
-    gigabytes_per_second(count * length, taken)
+    gib_per_second(count * length, taken)
 }
 
 fn read_all(
@@ -88,10 +88,10 @@ fn read_all(
             }
         }
     });
-    gigabytes_per_second(blocks.len() * length, taken)
+    gib_per_second(blocks.len() * length, taken)
 }
 
-/// What fio reaches, in GB/s; nothing where it is not installed.
+/// The throughput of fio in GiB/s, or `None` if fio is not installed.
 fn fio(directory: &Path, operation: &str, length: usize, depth: u32) -> Option<f64> {
     let output = Command::new("fio")
         .args(["--name=limit", "--ioengine=io_uring", "--direct=1", "--output-format=json"])
@@ -105,24 +105,24 @@ fn fio(directory: &Path, operation: &str, length: usize, depth: u32) -> Option<f
         .ok()?;
     let report: serde_json::Value = serde_json::from_slice(&output.stdout).ok()?;
     let side = if operation.contains("write") { "write" } else { "read" };
-    report["jobs"][0][side]["bw_bytes"].as_f64().map(|bytes| bytes / 1e9)
+    report["jobs"][0][side]["bw_bytes"].as_f64().map(|bytes| bytes / f64::from(1 << 30))
 }
 
 fn print(name: &str, ours: f64, limit: Option<f64>) {
     let limit = limit.map_or_else(
         || "fio not installed".to_owned(),
-        |limit| format!("fio {limit:.2} GB/s, share {:.2}", ours / limit),
+        |limit| format!("fio {limit:.2} GiB/s, share {:.2}", ours / limit),
     );
-    println!("{name:44} {ours:6.2} GB/s   {limit}");
+    println!("{name:44} {ours:6.2} GiB/s   {limit}");
 }
 
-/// Processor time that this process has used, in seconds.
-fn processor_seconds() -> f64 {
+/// CPU time of this process in seconds.
+fn cpu_seconds() -> f64 {
     let spent = rustix::time::clock_gettime(rustix::time::ClockId::ProcessCPUTime);
     Duration::try_from(spent).unwrap().as_secs_f64()
 }
 
-/// What registering the pool with the kernel brings: throughput, processor time a block.
+/// The effect of registering the pool with the kernel: throughput and CPU time per block.
 fn registered(root: &Path) {
     for length in [16 << 10, 128 << 10, 1 << 20] {
         let pool = &touched_pool(length);
@@ -134,7 +134,7 @@ fn registered(root: &Path) {
         for _ in 0..ROUNDS {
             for (given, row) in [None, Some(pool)].into_iter().zip(&mut rows) {
                 let clock = Arc::new(SystemClock);
-                let io = Io::system(EngineKind::Uring, true, 8, given, clock).unwrap();
+                let io = FileIo::system(EngineKind::Uring, true, 8, given, clock).unwrap();
                 let config = FileTierConfig {
                     capacity_bytes: 8 << 30,
                     queue_depth: 8,
@@ -144,19 +144,19 @@ fn registered(root: &Path) {
                 assert!(given.is_some() || !files.stats().is_registered);
                 let live = recovery.live.iter().map(|(meta, at)| (meta.key, *at)).collect();
                 let blocks = shuffled(live);
-                let before = processor_seconds();
+                let before = cpu_seconds();
                 let rate = read_all(files.as_ref(), pool, length, &blocks);
                 let blocks_read = u32::try_from(blocks.len()).unwrap();
-                let spent = (processor_seconds() - before) / f64::from(blocks_read);
-                row.push((spent * 1e6, rate, files.stats().is_registered));
+                let cpu = (cpu_seconds() - before) / f64::from(blocks_read);
+                row.push((cpu * 1e6, rate, files.stats().is_registered));
             }
         }
         for mut row in rows {
             row.sort_unstable_by(|a, b| a.0.total_cmp(&b.0));
-            let (spent, rate, is_registered) = row[ROUNDS / 2];
+            let (cpu, rate, is_registered) = row[ROUNDS / 2];
             println!(
-                "read {} KiB, registered {is_registered:5}: {spent:7.1} us of processor, \
-                 {rate:.2} GB/s",
+                "read {} KiB, registered {is_registered:5}: {cpu:7.1} us of CPU per block, \
+                 {rate:.2} GiB/s",
                 length >> 10
             );
         }
@@ -169,7 +169,7 @@ fn shuffled(mut blocks: Vec<(BlockKey, Address)>) -> Vec<(BlockKey, Address)> {
     blocks
 }
 
-/// Medians of alternating rounds, because both sides vary from one second to the next.
+/// Medians of alternating rounds, because both sides vary over time.
 fn alternate(
     mut limit: impl FnMut() -> Option<f64>,
     mut ours: impl FnMut() -> f64,
@@ -184,7 +184,7 @@ fn alternate(
     (figures[ROUNDS / 2], limits.get(ROUNDS / 2).copied())
 }
 
-/// A pool whose slabs of that length were touched: page faults are no property of the disk.
+/// A pool whose slabs of this length were touched, so that page faults are not measured.
 fn touched_pool(length: usize) -> Pool {
     let config =
         PoolConfig { capacity_bytes: 256 << 20, huge_pages: HugePages::Auto, populate: true };
@@ -236,7 +236,7 @@ fn throughput(root: &Path) {
     }
 }
 
-/// Opening with that many blocks: from footers, then from a checkpoint.
+/// Measures opening with this many blocks: by scan, from footers, from a checkpoint.
 fn restart(root: &Path, pool: &Pool, count: u64) {
     let directory = root.join("restart");
     let (files, _) = open_tier(&directory, EngineKind::Auto, 8, pool);
@@ -244,8 +244,8 @@ fn restart(root: &Path, pool: &Pool, count: u64) {
     let numbers: Vec<u64> = (0..count).collect();
     for chunk in numbers.chunks(4096) {
         let batch = chunk.iter().map(|&number| (meta(number, 64), slab.clone())).collect();
-        for answer in files.append(batch, deadline()) {
-            answer.unwrap();
+        for result in files.append(batch, deadline()) {
+            result.unwrap();
         }
     }
     drop(files);

@@ -1,4 +1,4 @@
-//! How to make a file tier: one struct, checked before anything is opened.
+//! The configuration of a file tier: one struct, checked before anything is opened.
 
 use std::path::PathBuf;
 
@@ -7,57 +7,59 @@ use crate::format::{PAGE_BYTES, WriterName};
 
 const MIB: u64 = 1 << 20;
 
-/// What reads and writes the files.
+/// The I/O engine that reads and writes the files.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum EngineKind {
-    /// `io_uring` for direct I/O where the kernel allows it, else `Psync`.
+    /// `io_uring` for direct I/O if the kernel allows it, otherwise `Psync`.
     #[default]
     Auto,
     /// `io_uring`, or an error.
     Uring,
-    /// `preadv` and `pwritev` on a few threads.
+    /// `preadv` and `pwritev` on worker threads.
     Psync,
 }
 
-/// How blocks lie in files.
+/// How blocks are laid out in files.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Layout {
     /// Append-only segments of many blocks.
     #[default]
     Segments,
-    /// One file a block, in sharded directories, for file systems that share blocks by name.
+    /// One file per block in sharded directories, for file systems on which hosts share blocks by
+    /// name.
     FilePerBlock,
 }
 
-/// A file tier.
+/// The settings of a file tier.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct FileTierConfig {
-    /// Where the files lie. Made if it is missing.
+    /// Directory of the files. It is created if it is missing.
     pub directory: PathBuf,
-    /// Which of the writers of this directory this is; each has its own files. Default: `w0`.
+    /// Name of this writer. Each writer of a directory has its own files. Default: `w0`.
     pub writer: WriterName,
-    /// Bytes that this writer's files may take; one segment of it is kept free for reclaiming.
-    /// Default: 4 GiB. Minimum: 1 MiB.
+    /// Capacity of this writer's files. One segment of it is reserved for reclaims. Default: 4 GiB.
+    /// Minimum: 1 MiB.
     pub capacity_bytes: u64,
-    /// Size of a segment; a quarter of the capacity if that is less. Default: 256 MiB.
-    /// Minimum: 64 KiB.
+    /// Size of a segment, at most a quarter of the capacity. Default: 256 MiB. Minimum: 64 KiB.
+    /// Maximum: 1 TiB.
     pub segment_bytes: u64,
-    /// Whether to pass by the page cache where the file system allows it. Default: yes.
+    /// Whether to bypass the page cache if the file system allows it. Default: yes.
     pub direct: bool,
-    /// Default: auto.
+    /// The I/O engine. Default: auto.
     pub engine: EngineKind,
-    /// Whether an append returns only once its blocks are on stable storage. Default: no.
+    /// Whether an append returns only after its blocks are on stable storage. Default: no.
     pub durable: bool,
-    /// Default: segments.
+    /// The layout of the files. Default: segments.
     pub layout: Layout,
-    /// Most transfers under way at once in one call. Default: 32. Minimum: 1. Maximum: 1,024.
+    /// Maximum number of transfers in flight per call. Default: 32. Minimum: 1. Maximum: 1,024.
     pub queue_depth: u32,
-    /// Hexadecimal digits of the key that name a block file's directory. Default: 2. Maximum: 4.
+    /// Number of hexadecimal digits of the key in the name of a block file's directory. Default: 2.
+    /// Maximum: 4.
     pub shard_digits: u8,
 }
 
 impl FileTierConfig {
-    /// The defaults, for a directory.
+    /// The default settings for a directory.
     pub fn new(directory: impl Into<PathBuf>) -> Self {
         Self {
             directory: directory.into(),
@@ -73,7 +75,7 @@ impl FileTierConfig {
         }
     }
 
-    /// Refuses what makes no sense and fits the segment size to the capacity.
+    /// Rejects values out of range and limits the segment size to a quarter of the capacity.
     pub(crate) fn checked(mut self) -> Result<Self, DiskError> {
         let refuse =
             |setting, reason: &str| Err(DiskError::Config { setting, reason: reason.to_owned() });

@@ -1,6 +1,6 @@
-//! What every layout and engine must do, as a library of checks that tests run over each.
+//! The conformance suite: checks that every layout and I/O engine must pass.
 //!
-//! A check panics when an implementation breaks the contract of [`BlockFiles`].
+//! A check panics if an implementation breaks the contract of [`BlockFiles`].
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -12,40 +12,40 @@ use cascade_memory::{HugePages, Pool, PoolConfig, Slab};
 
 use crate::{Address, BlockFiles, DiskError, ReadOutcome, ReadRequest, RecordMeta, Recovery};
 
-/// Opens the same file tier again, after the last handle on it was dropped.
+/// Opens the same file tier again after the last handle to it was dropped.
 pub type Reopen<'a> = dyn FnMut(&Pool) -> (Arc<dyn BlockFiles>, Recovery) + 'a;
 
-/// A block that a check has stored.
+/// A block that a check stored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Stored {
-    /// Which one.
+pub struct StoredBlock {
+    /// Its number; key and content follow from it.
     pub number: u64,
     /// Its length.
     pub length: usize,
-    /// Where it lies.
+    /// Its address.
     pub address: Address,
 }
 
-/// Lengths around every boundary: pages, alignment of slabs, several pages.
+/// Lengths around each boundary: one page, slab alignment, several pages.
 pub const LENGTHS: [usize; 8] =
     [1, 511, 4096, 4097, 16 << 10, 128 << 10, (128 << 10) + 512, (256 << 10) + 5];
 
 /// A pool of 64 MiB.
 ///
 /// # Panics
-/// If the machine has not that much memory.
+/// If the machine does not have 64 MiB of memory.
 pub fn pool() -> Pool {
     let capacity_bytes = 64 << 20;
     let config = PoolConfig { capacity_bytes, huge_pages: HugePages::Never, populate: false };
-    Pool::new(&config).expect("64 MiB of memory")
+    Pool::new(&config).expect("the machine has 64 MiB of memory")
 }
 
-/// A minute from now.
+/// A deadline one minute from now.
 pub fn deadline() -> Deadline {
     Deadline::after(&SystemClock, Duration::from_secs(60))
 }
 
-/// The key of a block of these checks.
+/// The key of the block with this number.
 pub fn key(number: u64) -> BlockKey {
     let mut bytes = [0; 32];
     bytes[..8].copy_from_slice(&number.wrapping_mul(0x9e37_79b9_7f4a_7c15).to_le_bytes());
@@ -53,7 +53,7 @@ pub fn key(number: u64) -> BlockKey {
     BlockKey::from_bytes(bytes)
 }
 
-/// The bytes of a block: different for every number, and of no period.
+/// The content of a block: pseudo-random bytes that differ for every number.
 pub fn content(number: u64, length: usize) -> Vec<u8> {
     let mut state = number.wrapping_add(0x5851_f42d_4c95_7f2d);
     let mut bytes = Vec::with_capacity(length + 8);
@@ -67,7 +67,7 @@ pub fn content(number: u64, length: usize) -> Vec<u8> {
     bytes
 }
 
-/// What a block's record says.
+/// The metadata of the block with this number.
 ///
 /// # Panics
 /// If the block is 4 GiB or longer.
@@ -84,7 +84,7 @@ pub fn meta(number: u64, length: usize) -> RecordMeta {
     }
 }
 
-/// A block, ready to be appended.
+/// A block to append.
 ///
 /// # Panics
 /// If the pool is full.
@@ -94,30 +94,30 @@ pub fn block(pool: &Pool, number: u64, length: usize) -> (RecordMeta, Slab) {
     (meta(number, length), slab.seal())
 }
 
-/// Appends blocks one after the other in a batch.
+/// Appends blocks as one batch.
 ///
 /// # Panics
-/// If one is refused.
-pub fn append(files: &dyn BlockFiles, pool: &Pool, blocks: &[(u64, usize)]) -> Vec<Stored> {
+/// If a block is rejected.
+pub fn append(files: &dyn BlockFiles, pool: &Pool, blocks: &[(u64, usize)]) -> Vec<StoredBlock> {
     let batch = blocks.iter().map(|&(number, length)| block(pool, number, length)).collect();
-    let answers = files.append(batch, deadline());
-    let stored = blocks.iter().zip(answers).map(|(&(number, length), address)| {
+    let results = files.append(batch, deadline());
+    let stored = blocks.iter().zip(results).map(|(&(number, length), address)| {
         let address = address.unwrap_or_else(|error| panic!("append block {number}: {error:?}"));
-        Stored { number, length, address }
+        StoredBlock { number, length, address }
     });
     stored.collect()
 }
 
-/// Reads blocks under a key that each is said to have.
+/// Reads blocks, each under the given key.
 ///
 /// # Panics
 /// If the pool is full.
 pub fn read_as(
     files: &dyn BlockFiles,
     pool: &Pool,
-    blocks: &[(BlockKey, Stored)],
+    blocks: &[(BlockKey, StoredBlock)],
 ) -> Vec<ReadOutcome> {
-    let request = |(key, stored): &(BlockKey, Stored)| ReadRequest {
+    let request = |(key, stored): &(BlockKey, StoredBlock)| ReadRequest {
         address: stored.address,
         key: *key,
         slab: pool.allocate(stored.length).expect("the pool has room"),
@@ -125,14 +125,14 @@ pub fn read_as(
     files.read(blocks.iter().map(request).collect(), deadline())
 }
 
-/// Reads blocks and demands every byte of them.
+/// Reads blocks and compares every byte.
 ///
 /// # Panics
-/// If one is missing or wrong.
-pub fn assert_hits(files: &dyn BlockFiles, pool: &Pool, blocks: &[Stored]) {
+/// If a block is missing or wrong.
+pub fn assert_hits(files: &dyn BlockFiles, pool: &Pool, blocks: &[StoredBlock]) {
     for chunk in blocks.chunks(64) {
-        let asked: Vec<_> = chunk.iter().map(|stored| (key(stored.number), *stored)).collect();
-        for (outcome, stored) in read_as(files, pool, &asked).into_iter().zip(chunk) {
+        let requests: Vec<_> = chunk.iter().map(|stored| (key(stored.number), *stored)).collect();
+        for (outcome, stored) in read_as(files, pool, &requests).into_iter().zip(chunk) {
             match outcome {
                 ReadOutcome::Hit(slab) => {
                     assert!(slab[..] == content(stored.number, stored.length), "{stored:?}");
@@ -143,22 +143,22 @@ pub fn assert_hits(files: &dyn BlockFiles, pool: &Pool, blocks: &[Stored]) {
     }
 }
 
-/// Reads blocks and demands that none is there.
+/// Reads blocks and checks that each is `Gone`.
 ///
 /// # Panics
-/// If one is.
-pub fn assert_gone(files: &dyn BlockFiles, pool: &Pool, blocks: &[Stored]) {
-    let asked: Vec<_> = blocks.iter().map(|stored| (key(stored.number), *stored)).collect();
-    for (outcome, stored) in read_as(files, pool, &asked).into_iter().zip(blocks) {
+/// If a block is found.
+pub fn assert_gone(files: &dyn BlockFiles, pool: &Pool, blocks: &[StoredBlock]) {
+    let requests: Vec<_> = blocks.iter().map(|stored| (key(stored.number), *stored)).collect();
+    for (outcome, stored) in read_as(files, pool, &requests).into_iter().zip(blocks) {
         assert!(matches!(outcome, ReadOutcome::Gone), "{stored:?}: {outcome:?}");
     }
 }
 
-/// Asserts that a recovery found these blocks and no others.
+/// Asserts that a recovery found exactly these blocks.
 ///
 /// # Panics
-/// If it did not.
-pub fn assert_recovered(recovery: &Recovery, blocks: &[Stored]) {
+/// If it found others.
+pub fn assert_recovered(recovery: &Recovery, blocks: &[StoredBlock]) {
     let mut found: Vec<_> = recovery.live.iter().map(|(meta, at)| (meta.key, *at)).collect();
     let mut expected: Vec<_> =
         blocks.iter().map(|stored| (key(stored.number), stored.address)).collect();
@@ -170,7 +170,7 @@ pub fn assert_recovered(recovery: &Recovery, blocks: &[Stored]) {
         let stored = blocks.iter().find(|stored| key(stored.number) == found.key);
         stored.is_some_and(|stored| *found == meta(stored.number, stored.length))
     });
-    assert!(metas_match, "what was stored about the blocks came back");
+    assert!(metas_match, "the metadata of the blocks was recovered");
 }
 
 fn numbered(numbers: std::ops::Range<u64>) -> Vec<(u64, usize)> {
@@ -178,11 +178,11 @@ fn numbered(numbers: std::ops::Range<u64>) -> Vec<(u64, usize)> {
     numbers.map(|number| (number, length(number))).collect()
 }
 
-/// Blocks of every length come back, in this process and after restarts.
+/// Blocks of every length are read back, in the same process and after restarts.
 ///
 /// # Panics
-/// If they do not.
-pub fn blocks_come_back(reopen: &mut Reopen<'_>) {
+/// If they are not.
+pub fn blocks_are_read_back(reopen: &mut Reopen<'_>) {
     let pool = pool();
     let (files, recovery) = reopen(&pool);
     assert!(recovery.live.is_empty(), "{recovery:?}");
@@ -201,18 +201,18 @@ pub fn blocks_come_back(reopen: &mut Reopen<'_>) {
     }
 }
 
-/// Removed blocks stay away, also after restarts with and without a checkpoint.
+/// Removed blocks stay removed after restarts with and without a checkpoint.
 ///
 /// # Panics
-/// If they do not.
-pub fn removals_last(reopen: &mut Reopen<'_>) {
+/// If a removed block comes back.
+pub fn removals_persist(reopen: &mut Reopen<'_>) {
     let pool = pool();
     let (files, _) = reopen(&pool);
     let stored = append(files.as_ref(), &pool, &numbered(0..48));
-    let remove = |files: &dyn BlockFiles, gone: &[Stored]| {
-        let keys: Vec<_> = gone.iter().map(|each| (key(each.number), each.address)).collect();
+    let remove = |files: &dyn BlockFiles, removed: &[StoredBlock]| {
+        let keys: Vec<_> = removed.iter().map(|each| (key(each.number), each.address)).collect();
         files.remove(&keys, deadline()).expect("a removal");
-        assert_gone(files, &pool, gone);
+        assert_gone(files, &pool, removed);
     };
     remove(files.as_ref(), &stored[..16]);
     assert_hits(files.as_ref(), &pool, &stored[16..]);
@@ -233,11 +233,11 @@ pub fn removals_last(reopen: &mut Reopen<'_>) {
     assert_hits(files.as_ref(), &pool, &all);
 }
 
-/// A second key finds the same bytes, and keeps them when the first is removed.
+/// An alias finds the same bytes and keeps them when the first key is removed.
 ///
 /// # Panics
 /// If it does not.
-pub fn aliases_hold_bytes(reopen: &mut Reopen<'_>) {
+pub fn aliases_keep_bytes(reopen: &mut Reopen<'_>) {
     let pool = pool();
     let (files, _) = reopen(&pool);
     let stored = append(files.as_ref(), &pool, &numbered(0..8));
@@ -249,12 +249,12 @@ pub fn aliases_hold_bytes(reopen: &mut Reopen<'_>) {
         .map(|address| address.expect("an alias"))
         .collect();
     let check = |files: &dyn BlockFiles| {
-        let asked: Vec<_> = stored
+        let requests: Vec<_> = stored
             .iter()
             .zip(&addresses)
-            .map(|(each, &address)| (key(each.number + 1000), Stored { address, ..*each }))
+            .map(|(each, &address)| (key(each.number + 1000), StoredBlock { address, ..*each }))
             .collect();
-        for (outcome, each) in read_as(files, &pool, &asked).into_iter().zip(&stored) {
+        for (outcome, each) in read_as(files, &pool, &requests).into_iter().zip(&stored) {
             let ReadOutcome::Hit(slab) = outcome else { panic!("alias of {each:?}: {outcome:?}") };
             assert!(slab[..] == content(each.number, each.length), "alias of {each:?}");
         }
@@ -276,41 +276,42 @@ pub fn aliases_hold_bytes(reopen: &mut Reopen<'_>) {
     assert!(recovery.live.is_empty(), "{recovery:?}");
 }
 
-/// With a capacity of at most 64 MiB, 128 MiB pass through, the oldest leaving first.
+/// Appends 128 MiB to a tier of at most 64 MiB; the oldest blocks are evicted first.
 ///
 /// # Panics
-/// If more is used than allowed, or something else is lost.
-pub fn capacity_holds(reopen: &mut Reopen<'_>, capacity_bytes: u64) {
+/// If more than the capacity is used, or another block is lost.
+pub fn capacity_is_respected(reopen: &mut Reopen<'_>, capacity_bytes: u64) {
     let pool = pool();
     let (files, _) = reopen(&pool);
-    let mut live: Vec<Stored> = Vec::new();
+    let mut live: Vec<StoredBlock> = Vec::new();
     let mut is_full = false;
     for batch in 0..64 {
         let blocks: Vec<_> = (0..16).map(|at| (batch * 16 + at, 128 << 10)).collect();
-        let mut open = blocks.clone();
-        while !open.is_empty() {
-            let slabs = open.iter().map(|&(number, length)| block(&pool, number, length)).collect();
-            let answers = files.append(slabs, deadline());
-            let mut refused = Vec::new();
-            for (&(number, length), answer) in open.iter().zip(answers) {
-                match answer {
-                    Ok(address) => live.push(Stored { number, length, address }),
-                    Err(DiskError::Full { .. }) => refused.push((number, length)),
+        let mut unstored = blocks.clone();
+        while !unstored.is_empty() {
+            let slabs =
+                unstored.iter().map(|&(number, length)| block(&pool, number, length)).collect();
+            let results = files.append(slabs, deadline());
+            let mut rejected = Vec::new();
+            for (&(number, length), result) in unstored.iter().zip(results) {
+                match result {
+                    Ok(address) => live.push(StoredBlock { number, length, address }),
+                    Err(DiskError::Full { .. }) => rejected.push((number, length)),
                     Err(error) => panic!("block {number}: {error:?}"),
                 }
             }
-            if !refused.is_empty() {
+            if !rejected.is_empty() {
                 is_full = true;
                 let reclaimed = files.reclaim(&mut |_, _| false, deadline()).expect("a reclaim");
                 assert!(reclaimed.bytes_freed > 0, "{reclaimed:?}");
                 live.retain(|each| !reclaimed.dropped.contains(&(key(each.number), each.address)));
             }
-            open = refused;
+            unstored = rejected;
             assert!(files.used_bytes() <= capacity_bytes, "{:?}", files.stats());
         }
     }
-    assert!(is_full, "the checks must fill the capacity");
-    assert!(!live.iter().any(|each| each.number == 0), "the oldest is gone");
+    assert!(is_full, "the check fills the capacity");
+    assert!(!live.iter().any(|each| each.number == 0), "the oldest block was evicted");
     assert_hits(files.as_ref(), &pool, &live);
     drop(files);
     let (files, recovery) = reopen(&pool);
@@ -319,17 +320,18 @@ pub fn capacity_holds(reopen: &mut Reopen<'_>, capacity_bytes: u64) {
     assert!(files.used_bytes() <= capacity_bytes, "{:?}", files.stats());
 }
 
-/// Restarts of a full tier, each with a removal, take nothing from what reclaiming needs.
+/// Restarts of a full tier, each with one removal, do not use up the reserve for reclaims.
 ///
 /// # Panics
-/// If a removal or a reclaim is refused, more is used than allowed, or what was removed comes back.
-pub fn restarts_leave_room(reopen: &mut Reopen<'_>, capacity_bytes: u64) {
+/// If a removal or a reclaim fails, more than the capacity is used, or a removed block
+/// comes back.
+pub fn restarts_leave_space_for_reclaim(reopen: &mut Reopen<'_>, capacity_bytes: u64) {
     let pool = pool();
     let (files, _) = reopen(&pool);
-    let mut live: Vec<Stored> = Vec::new();
+    let mut live: Vec<StoredBlock> = Vec::new();
     for number in 0.. {
         match files.append(vec![block(&pool, number, 128 << 10)], deadline()).remove(0) {
-            Ok(address) => live.push(Stored { number, length: 128 << 10, address }),
+            Ok(address) => live.push(StoredBlock { number, length: 128 << 10, address }),
             Err(DiskError::Full { .. }) => break,
             Err(error) => panic!("block {number}: {error:?}"),
         }
@@ -337,8 +339,8 @@ pub fn restarts_leave_room(reopen: &mut Reopen<'_>, capacity_bytes: u64) {
     drop(files);
     for _ in 0..40 {
         let (files, _) = reopen(&pool);
-        let gone = live.swap_remove(live.len() / 2);
-        files.remove(&[(key(gone.number), gone.address)], deadline()).expect("a removal");
+        let removed = live.swap_remove(live.len() / 2);
+        files.remove(&[(key(removed.number), removed.address)], deadline()).expect("a removal");
         assert!(files.used_bytes() <= capacity_bytes, "{:?}", files.stats());
     }
     let (files, recovery) = reopen(&pool);
@@ -354,11 +356,11 @@ pub fn restarts_leave_room(reopen: &mut Reopen<'_>, capacity_bytes: u64) {
     assert_hits(files.as_ref(), &pool, &live);
 }
 
-/// What a reclaim is told to keep is kept, with its aliases and across restarts.
+/// Blocks that `keep` selects survive a reclaim, with their aliases and across restarts.
 ///
 /// # Panics
-/// If it is not.
-pub fn reclaim_keeps(reopen: &mut Reopen<'_>) {
+/// If they do not.
+pub fn reclaim_keeps_selected_blocks(reopen: &mut Reopen<'_>) {
     let pool = pool();
     let (files, _) = reopen(&pool);
     let mut live = append(files.as_ref(), &pool, &numbered(0..64));
@@ -366,9 +368,12 @@ pub fn reclaim_keeps(reopen: &mut Reopen<'_>) {
         let reclaimed =
             files.reclaim(&mut |meta, _| meta.is_prefix, deadline()).expect("a reclaim");
         for (moved, from, to) in &reclaimed.moved {
-            let each = live.iter_mut().find(|each| key(each.number) == *moved).expect("known");
+            let each = live
+                .iter_mut()
+                .find(|each| key(each.number) == *moved)
+                .expect("a moved block was live");
             assert_eq!(each.address, *from);
-            // The old address leads to the new one until the next reclaim.
+            // The old address resolves to the new one until the next reclaim.
             assert_hits(files.as_ref(), &pool, &[*each]);
             each.address = *to;
         }
@@ -381,40 +386,42 @@ pub fn reclaim_keeps(reopen: &mut Reopen<'_>) {
     assert_hits(files.as_ref(), &pool, &live);
 }
 
-/// Wrong questions get the answer that they deserve, and break nothing.
+/// An invalid request fails with its own error and changes no other block.
 ///
 /// # Panics
-/// If they do not.
-pub fn wrong_questions(reopen: &mut Reopen<'_>) {
+/// If it does not.
+pub fn invalid_requests_fail_alone(reopen: &mut Reopen<'_>) {
     let pool = pool();
     let (files, _) = reopen(&pool);
     let stored = append(files.as_ref(), &pool, &[(1, 4096), (2, 8192)]);
     let (one, two) = (stored[0], stored[1]);
     let wrong_key = read_as(files.as_ref(), &pool, &[(key(2), one), (key(9), one)]);
     assert!(wrong_key.iter().all(|outcome| matches!(outcome, ReadOutcome::Gone)), "{wrong_key:?}");
-    let wrong_length = Stored { length: 4096, ..two };
+    let wrong_length = StoredBlock { length: 4096, ..two };
     let outcome = read_as(files.as_ref(), &pool, &[(key(2), wrong_length)]).remove(0);
     assert!(
         matches!(outcome, ReadOutcome::Failed(DiskError::LengthMismatch { .. })),
         "{outcome:?}"
     );
-    let nowhere = Stored { address: Address::from_u64(u64::MAX - 12345), ..one };
-    assert_gone(files.as_ref(), &pool, &[Stored { address: nowhere.address, ..one }]);
+    let nowhere = StoredBlock { address: Address::from_u64(u64::MAX - 12345), ..one };
+    assert_gone(files.as_ref(), &pool, &[StoredBlock { address: nowhere.address, ..one }]);
     let (meta_one, slab) = block(&pool, 3, 4096);
-    let lying = RecordMeta { payload_bytes: 4095, ..meta_one };
-    let refused = files.append(vec![(lying, slab)], deadline()).remove(0);
-    assert!(matches!(refused, Err(DiskError::LengthMismatch { .. })), "{refused:?}");
-    let lost = files.alias(&[(meta(5, 4096), nowhere.address)], deadline()).remove(0);
-    assert!(matches!(lost, Err(DiskError::NoTarget)), "{lost:?}");
-    files.remove(&[(key(1), two.address), (key(77), one.address)], deadline()).expect("skipped");
+    let wrong_meta = RecordMeta { payload_bytes: 4095, ..meta_one };
+    let rejected = files.append(vec![(wrong_meta, slab)], deadline()).remove(0);
+    assert!(matches!(rejected, Err(DiskError::LengthMismatch { .. })), "{rejected:?}");
+    let no_target = files.alias(&[(meta(5, 4096), nowhere.address)], deadline()).remove(0);
+    assert!(matches!(no_target, Err(DiskError::NoTarget)), "{no_target:?}");
+    files
+        .remove(&[(key(1), two.address), (key(77), one.address)], deadline())
+        .expect("unknown pairs are skipped");
     assert_hits(files.as_ref(), &pool, &stored);
 }
 
-/// Manifests stand beside the blocks, and a damaged one is reported.
+/// Manifests are stored beside the blocks and read back after a restart.
 ///
 /// # Panics
-/// If they do not.
-pub fn manifests_stand_by(reopen: &mut Reopen<'_>) {
+/// If they are not.
+pub fn manifests_are_kept(reopen: &mut Reopen<'_>) {
     let pool = pool();
     let (files, _) = reopen(&pool);
     let manifest = Manifest::new().with("dtype", "bf16").with("block_tokens", "128");
@@ -424,7 +431,7 @@ pub fn manifests_stand_by(reopen: &mut Reopen<'_>) {
     }
     drop(files);
     let (files, recovery) = reopen(&pool);
-    assert!(recovery.bad_manifests.is_empty(), "{recovery:?}");
+    assert!(recovery.invalid_manifests.is_empty(), "{recovery:?}");
     let found = files.manifests(deadline()).expect("manifests");
     let expected = crate::StoredManifest::Good {
         namespace: namespace.id(),

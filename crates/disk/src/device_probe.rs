@@ -1,4 +1,4 @@
-//! A probe of the device below a file tier: a page there and back, as blocks go.
+//! The probe of a file tier's device: writes a page and reads it back as blocks are.
 
 use std::fs::File;
 use std::io;
@@ -7,19 +7,20 @@ use std::sync::Arc;
 use cascade_block::Deadline;
 
 use crate::format::PAGE_BYTES;
-use crate::io::{Buffer, Io, OpenMode, PageBuffer, Transfer, TransferKind};
+use crate::io::{Buffer, FileIo, OpenMode, PageBuffer, Transfer, TransferKind};
 use crate::lock::DirectoryLock;
 use crate::random::random_bytes;
 use crate::{DiskError, FileTierConfig};
 
-/// A probe of writes is not begun while so many calls hang in the kernel: each would hang too, and
-/// keep a thread.
+/// A write probe fails at once while this many calls hang in the kernel. Each further probe would
+/// hang too and occupy a thread.
 const STUCK_CALLS_MAX: u64 = 8;
 
-/// Writes a page to a file of its own beside the blocks, syncs it and reads it back, through the
-/// engine that moves blocks. Takes part in no queue of theirs, so that it does not wait for them.
+/// Writes a page to the probe file beside the blocks, syncs it and reads it back, with the I/O
+/// engine that transfers blocks. It takes no lock of the tier, so that it does not wait for block
+/// writes.
 pub(crate) fn probe(
-    io: &Io,
+    io: &FileIo,
     config: &FileTierConfig,
     lock: &Arc<DirectoryLock>,
     direct: bool,
@@ -27,12 +28,12 @@ pub(crate) fn probe(
 ) -> Result<(), DiskError> {
     let path = config.directory.join(format!("{}.probe", config.writer));
     if io.stuck_calls() >= STUCK_CALLS_MAX {
-        // The device has not answered what was asked of it before.
+        // The device has not completed earlier calls.
         return Err(DiskError::Timeout { operation: "probe", path });
     }
     let (target, lock) = (path.clone(), Arc::clone(lock));
     let file = io.call("open", &path, deadline, move |files| {
-        lock.check_or_take()?;
+        lock.check_or_relock()?;
         match files.open(&target, OpenMode::Write, direct) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => {
                 files.open(&target, OpenMode::Create { allocate_bytes: 0 }, direct)
@@ -57,34 +58,38 @@ pub(crate) fn probe(
         ("sync", Transfer::sync(Arc::clone(&file))),
         ("read", page(TransferKind::Read, PageBuffer::zeroed(PAGE_BYTES))),
     ];
-    let mut found = None;
+    let mut last = None;
     for (operation, transfer) in steps {
         let (transfer, result) = io.transfer_all(vec![transfer], deadline).remove(0);
         result.map_err(|source| failed(operation, source))?;
-        found = transfer;
+        last = transfer;
     }
-    let read = found.expect("a finished transfer comes back");
+    let read = last.expect("a completed transfer is returned");
     let is_same = read.buffers[0].bytes().chunks(mark.len()).all(|piece| *piece == mark);
-    if is_same { Ok(()) } else { Err(failed("read", io::Error::other("it holds other bytes"))) }
+    if is_same {
+        Ok(())
+    } else {
+        Err(failed("read", io::Error::other("it returned other bytes than were written")))
+    }
 }
 
-/// Reads a page of a file that holds blocks, if there is one, through the engine that moves blocks;
-/// and looks whether the directory is still the one that was opened. Writes nothing: a file system
-/// that takes no writes may well be read.
+/// Reads a page of a file that holds blocks, if there is one, and checks that the directory is
+/// still the one that was opened. It writes nothing, because a file system that rejects writes may
+/// still be readable.
 pub(crate) fn probe_reads(
-    io: &Io,
+    io: &FileIo,
     config: &FileTierConfig,
     lock: &Arc<DirectoryLock>,
     blocks: Option<Arc<File>>,
     deadline: Deadline,
 ) -> Result<(), DiskError> {
-    let place = Arc::clone(lock);
-    io.call_reading("look at", &config.directory, deadline, move |_| place.check_place())?;
+    let lock = Arc::clone(lock);
+    io.call_reading("check", &config.directory, deadline, move |_| lock.check_directory())?;
     let Some(file) = blocks else { return Ok(()) };
     let page = Buffer::Pages(PageBuffer::zeroed(PAGE_BYTES));
     let transfer = Transfer::new(TransferKind::Read, file, 0, vec![page]);
     match io.transfer_all(vec![transfer], deadline).remove(0).1 {
-        // A file that was cut is damaged; its device gave an answer.
+        // A truncated file is damaged, but its device answers.
         Err(error) if error.kind() != io::ErrorKind::UnexpectedEof => {
             Err(DiskError::from_io("read a page below", &config.directory, error))
         }

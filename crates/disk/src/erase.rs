@@ -1,66 +1,68 @@
-//! Erasing: files are overwritten, synced and removed, and what could not be is told by name.
+//! Erasing: files are overwritten, synced and removed; files that could not be erased are reported.
 
 use std::io;
 use std::path::{Path, PathBuf};
 
 use cascade_block::{Deadline, with_causes};
 
-use crate::io::{FileOperations, Io};
+use crate::io::{FileIo, FileOperations};
 use crate::{DiskError, manifests};
 
-/// What an erase did. Overwriting reaches the bytes that the file system shows; an SSD or a file
-/// system that copies on write may keep older ones (`docs/security.md`).
+/// The result of an erase. Overwriting replaces the bytes that the file system exposes; an SSD or a
+/// copy-on-write file system may keep older copies (`docs/security.md`).
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct ErasedFiles {
+pub struct FileEraseReport {
     /// Files that were overwritten, synced and removed.
     pub files_removed: u64,
-    /// Bytes of them that were overwritten; holes hold nothing and are passed by.
+    /// Bytes that were overwritten. Holes contain no data and are skipped.
     pub overwritten_bytes: u64,
-    /// Files that are still there, or were removed without being overwritten.
+    /// Files that still exist or were removed without being overwritten.
     pub left: Vec<FileLeft>,
 }
 
-/// A file that an erase did not do away with.
+/// A file that was not erased completely.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct FileLeft {
-    /// Which.
+    /// Its path.
     pub path: PathBuf,
-    /// Why, and whether it is still there.
+    /// Why, and whether it still exists.
     pub reason: String,
 }
 
-impl ErasedFiles {
-    /// Erases files one by one and returns those that are still there. One that cannot be
-    /// overwritten is removed all the same, so that no later opening takes it in; but not while it
-    /// may still be overwritten: that could not be told from one that is gone. What has not begun
-    /// at the deadline never does, because the file may be another's by then.
+impl FileEraseReport {
+    /// Erases files one by one and returns those that still exist. A file that cannot be
+    /// overwritten is removed all the same, so that no later opening recovers it.
+    ///
+    /// A file whose overwrite timed out is not removed: the write may still be in progress, and
+    /// after a removal nothing would show whether it completed. No step starts after the deadline,
+    /// because another file may have the name by then.
     pub(crate) fn erase(
         &mut self,
-        io: &Io,
+        io: &FileIo,
         paths: Vec<PathBuf>,
         deadline: Deadline,
     ) -> Vec<PathBuf> {
-        let mut still_there = Vec::new();
+        let mut remaining = Vec::new();
         for path in paths {
             if !self.erase_one(io, &path, deadline) {
-                still_there.push(path);
+                remaining.push(path);
             }
         }
-        still_there
+        remaining
     }
 
-    /// Whether the file is gone.
-    fn erase_one(&mut self, io: &Io, path: &Path, deadline: Deadline) -> bool {
-        let late = || DiskError::Timeout { operation: "overwrite", path: path.to_owned() };
+    /// Erases one file. Returns whether it no longer exists.
+    fn erase_one(&mut self, io: &FileIo, path: &Path, deadline: Deadline) -> bool {
+        let timed_out = || DiskError::Timeout { operation: "overwrite", path: path.to_owned() };
         if deadline.has_passed(io.clock.as_ref()) {
-            self.leave(path.to_owned(), "still there", &late());
+            self.add_remaining(path.to_owned(), "not removed", &timed_out());
             return false;
         }
         let target = path.to_owned();
         let overwritten =
             io.call("overwrite", path, deadline, move |files| files.overwrite(&target));
         if let Err(error @ DiskError::Timeout { .. }) = &overwritten {
-            self.leave(path.to_owned(), "still there", error);
+            self.add_remaining(path.to_owned(), "not removed", error);
             return false;
         }
         let target = path.to_owned();
@@ -75,53 +77,57 @@ impl ErasedFiles {
                 self.files_removed += 1;
                 self.overwritten_bytes += bytes;
             }
-            (Ok(_), Err(error)) => self.leave(path, "overwritten, not removed", &error),
-            (Err(error), Ok(())) => self.leave(path, "removed, not overwritten", &error),
-            (Err(error), Err(_)) => self.leave(path, "still there", &error),
+            (Ok(_), Err(error)) => self.add_remaining(path, "overwritten, not removed", &error),
+            (Err(error), Ok(())) => self.add_remaining(path, "removed, not overwritten", &error),
+            (Err(error), Err(_)) => self.add_remaining(path, "not removed", &error),
         }
         is_gone
     }
 
-    /// Erases the manifests that stand in a directory, and brings its removals to stable storage.
-    /// They stay with files of blocks that do: without them ciphertext would pass for blocks.
+    /// Erases the manifests of a directory and syncs the removals. Manifests are kept as long as
+    /// block files remain: without its manifest, encrypted data would be taken for plain blocks.
     pub(crate) fn erase_manifests(
         &mut self,
-        io: &Io,
+        io: &FileIo,
         directory: &Path,
-        still_there: &[PathBuf],
+        remaining: &[PathBuf],
         deadline: Deadline,
     ) {
-        if !still_there.is_empty() {
-            let why = io::Error::other("files that they describe are still there");
-            self.leave(directory.join("manifests"), "still there", &why);
+        if !remaining.is_empty() {
+            let why = io::Error::other("block files of their namespaces were not removed");
+            self.add_remaining(directory.join("manifests"), "not removed", &why);
             return self.sync(io, directory, deadline);
         }
         match manifests::files(io, directory, deadline) {
             Ok(paths) => drop(self.erase(io, paths, deadline)),
-            Err(error) => self.leave(directory.join("manifests"), "not looked into", &error),
+            Err(error) => self.add_remaining(directory.join("manifests"), "not listed", &error),
         }
         self.sync(io, directory, deadline);
     }
 
-    /// Brings the removals in a directory to stable storage.
-    pub(crate) fn sync(&mut self, io: &Io, directory: &Path, deadline: Deadline) {
+    /// Syncs the directory, so that its removals are on stable storage.
+    pub(crate) fn sync(&mut self, io: &FileIo, directory: &Path, deadline: Deadline) {
         let target = directory.to_owned();
         let synced =
             io.call("sync", directory, deadline, move |files| files.sync_directory(&target));
         if let Err(error) = synced {
-            self.leave(directory.to_owned(), "removals may not be on stable storage", &error);
+            self.add_remaining(
+                directory.to_owned(),
+                "removals may not be on stable storage",
+                &error,
+            );
         }
     }
 
-    pub(crate) fn leave(&mut self, path: PathBuf, what: &str, why: &dyn std::error::Error) {
+    pub(crate) fn add_remaining(&mut self, path: PathBuf, what: &str, why: &dyn std::error::Error) {
         let reason = format!("{what}: {}", with_causes(why));
         self.left.push(FileLeft { path, reason });
     }
 }
 
-/// The files below a directory for which `is_ours` says yes, those of its directories included.
+/// Lists the files below a directory that `is_ours` accepts, including those in subdirectories.
 pub(crate) fn files_below(
-    io: &Io,
+    io: &FileIo,
     directory: &Path,
     deadline: Deadline,
     is_ours: fn(&Path) -> bool,
@@ -141,7 +147,7 @@ pub(crate) fn files_below(
     })
 }
 
-/// What is in a directory; nothing in what is none.
+/// Lists a directory. The list is empty if the path does not exist or is not a directory.
 fn list(files: &dyn FileOperations, path: &Path) -> io::Result<Vec<PathBuf>> {
     match files.list(path) {
         Err(error)
@@ -153,7 +159,7 @@ fn list(files: &dyn FileOperations, path: &Path) -> io::Result<Vec<PathBuf>> {
     }
 }
 
-/// Whether a path ends as one of the files that this tier makes.
+/// Whether the extension of a path is one of `known`.
 pub(crate) fn has_extension(path: &Path, known: &[&str]) -> bool {
     path.extension().and_then(|extension| extension.to_str()).is_some_and(|it| known.contains(&it))
 }

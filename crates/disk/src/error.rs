@@ -1,4 +1,4 @@
-//! What can go wrong with files, by what the caller can do about it.
+//! Errors of the file tier, by what the caller can do about them.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -8,30 +8,34 @@ use thiserror::Error;
 
 use crate::format::FORMAT_VERSION;
 
-/// A failure of the file tier. A block that is not there or damaged is a result, not an error.
+/// A failure of the file tier. A missing or damaged block is a result, not an error.
 #[derive(Debug, Clone, Error)]
 #[non_exhaustive]
 pub enum DiskError {
-    /// The capacity is used up. Call `reclaim`, then try again.
-    #[error("{needed_bytes} bytes do not fit: {used_bytes} of {capacity_bytes} are in use")]
+    /// The capacity is used up. Call `reclaim`, then retry.
+    #[error(
+        "the file tier is full: {used_bytes} of {capacity_bytes} bytes are used, \
+         {needed_bytes} more are needed"
+    )]
     Full {
-        /// Bytes that were to be added.
+        /// Bytes to be added.
         needed_bytes: u64,
-        /// Bytes that the files take.
+        /// Bytes that the files use.
         used_bytes: u64,
-        /// Bytes that they may take.
+        /// The capacity.
         capacity_bytes: u64,
     },
-    /// The file system is full, or a quota or size limit of the machine is reached.
+    /// The file system is full, or a quota or file size limit is reached.
     #[error("no space on the device under {}", path.display())]
     NoSpace {
         /// The file that could not grow.
         path: PathBuf,
-        /// What the kernel said.
+        /// The error of the kernel.
         #[source]
         source: Arc<io::Error>,
     },
-    /// The deadline passed. What was under way may still happen; buffers come back by themselves.
+    /// The deadline passed. The operation may still complete; its buffers are released when it
+    /// does.
     #[error("{operation} on {} did not finish before its deadline", path.display())]
     Timeout {
         /// What was under way.
@@ -46,81 +50,83 @@ pub enum DiskError {
         operation: &'static str,
         /// On which file.
         path: PathBuf,
-        /// What the kernel said.
+        /// The error of the kernel.
         #[source]
         source: Arc<io::Error>,
     },
-    /// Another process writes here.
+    /// Another process holds the lock of this writer.
     #[error(
-        "{} is held by {}; stop that process, or give this store another directory",
-        path.display(), holder(*pid)
+        "{} is locked by {}; stop that process, or give this store another directory",
+        path.display(), holder_name(*pid)
     )]
     Locked {
         /// The lock file.
         path: PathBuf,
-        /// Who holds it, where the file says so.
+        /// The process that holds it, if the lock file names one.
         pid: Option<u32>,
     },
-    /// Files of another version of the format.
+    /// A file has another format version.
     #[error(
         "{} has format version {found}, this program reads {FORMAT_VERSION}; open it with the \
-         version of cascade that wrote it, or name an empty directory", path.display()
+         version of Cascade that wrote it, or choose an empty directory", path.display()
     )]
     UnknownVersion {
         /// The file.
         path: PathBuf,
-        /// The version that it names.
+        /// Its version.
         found: u16,
     },
-    /// A block that no file of this tier can hold.
-    #[error("a block of {payload_bytes} bytes; this tier takes 1 to {limit_bytes}")]
+    /// A block that is empty or longer than a file of this tier can hold.
+    #[error(
+        "a block of {payload_bytes} bytes cannot be stored; valid lengths are 1 to {limit_bytes}"
+    )]
     BadLength {
         /// Its length.
         payload_bytes: u64,
-        /// The longest that would fit.
+        /// The maximum length.
         limit_bytes: u64,
     },
-    /// The slab has not the length that the record's description says.
-    #[error("the record is {payload_bytes} bytes long, the slab {slab_bytes}")]
+    /// The length of the slab differs from the length in the record's metadata.
+    #[error("the block has {payload_bytes} bytes, but its slab has {slab_bytes}")]
     LengthMismatch {
         /// Length of the record.
         payload_bytes: u64,
         /// Length of the slab.
         slab_bytes: u64,
     },
-    /// The bytes that an alias should name are not there.
-    #[error("an alias for bytes that are not stored")]
+    /// The target of an alias is not stored.
+    #[error("the block that the alias refers to is not stored")]
     NoTarget,
-    /// A manifest file that stands in the way.
+    /// A manifest file prevents the operation.
     #[error("{}: {reason}", path.display())]
     Manifest {
         /// The file.
         path: PathBuf,
-        /// What is wrong with it, and what to do.
+        /// What is wrong and what to do.
         reason: String,
     },
-    /// A setting makes no sense.
+    /// A setting is invalid.
     #[error("{setting}: {reason}")]
     Config {
         /// The setting's name.
         setting: &'static str,
-        /// What is wrong and what would be right.
+        /// What is wrong and which values are valid.
         reason: String,
     },
 }
 
-fn holder(pid: Option<u32>) -> String {
+fn holder_name(pid: Option<u32>) -> String {
     pid.map_or_else(|| "another process".to_owned(), |pid| format!("process {pid}"))
 }
 
 impl DiskError {
-    /// Whether something else lies where a file of the tier belongs, or nothing. It concerns this
-    /// file alone, until it is removed or replaced.
+    /// Whether the file is missing or something else has its name. Such an error concerns this file
+    /// alone, not the device.
     pub(crate) fn is_misplaced(&self) -> bool {
         matches!(self, Self::Io { source, .. } if is_misplaced(source))
     }
 
-    /// Sorts an error of the kernel by what the caller can do.
+    /// Classifies an error of the kernel by what the caller can do about it.
     pub(crate) fn from_io(operation: &'static str, path: &Path, source: io::Error) -> Self {
         let path = path.to_owned();
         match source.kind() {
@@ -133,7 +139,7 @@ impl DiskError {
     }
 }
 
-/// As [`DiskError::is_misplaced`].
+/// [`DiskError::is_misplaced`] for an error of the kernel.
 pub(crate) fn is_misplaced(error: &io::Error) -> bool {
     use io::ErrorKind::{IsADirectory, NotADirectory, NotFound};
     let is_loop = error.raw_os_error() == Some(rustix::io::Errno::LOOP.raw_os_error());

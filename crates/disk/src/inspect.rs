@@ -1,4 +1,4 @@
-//! What lies in a directory, read without a lock and without changing anything.
+//! Reports the contents of a directory. It takes no lock and changes nothing.
 
 use std::collections::{BTreeMap, HashSet};
 use std::fs::File;
@@ -7,80 +7,80 @@ use std::path::{Path, PathBuf};
 
 use cascade_block::{BlockKey, Clock as _, Deadline, SystemClock};
 
-use crate::format::{Checkpoint, Entry, EntryKind, PAGE_BYTES, page_aligned};
-use crate::io::{FileOperations as _, Io, OpenMode, SystemFiles};
+use crate::format::{Checkpoint, EntryKind, PAGE_BYTES, RecordEntry, page_aligned};
+use crate::io::{FileIo, FileOperations as _, OpenMode, SystemFiles};
 use crate::per_block::{address_of, key_of, read_header};
 use crate::scan::{
-    FileSource, ScanError, ScanOptions, SegmentContent, Source, payload_is_right, read_frames,
-    read_segment, segment_name,
+    FileSource, ScanError, ScanOptions, SegmentContent, SegmentSource, payload_is_intact,
+    read_frames, read_segment, segment_name,
 };
 use crate::segments::replay;
 use crate::{Address, DiskError, EngineKind, RecordMeta, StoredManifest, manifests};
 
-/// How a record stands.
+/// The state of a record.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RecordState {
-    /// Its key finds it.
+    /// A lookup of its key finds it.
     Live,
-    /// Removed, replaced or expired; its space comes back with its segment.
+    /// Removed, replaced or expired. Its space is freed when its segment is reclaimed.
     Dead,
-    /// Its payload is not what was written.
+    /// Its payload does not match its checksum or is truncated.
     Damaged,
 }
 
-/// A record that an inspection came across.
+/// A record that an inspection found.
 #[derive(Debug, Clone, Copy)]
 pub struct InspectedRecord<'a> {
-    /// The file that it stands in.
+    /// The file that contains it.
     pub path: &'a Path,
-    /// What it says about its block.
+    /// The metadata of its block.
     pub meta: &'a RecordMeta,
-    /// Where the block lies.
+    /// The address of the block.
     pub address: Address,
-    /// Whether it gives stored bytes another key.
+    /// Whether it is an alias: another key for stored bytes.
     pub is_alias: bool,
-    /// How it stands.
+    /// Its state.
     pub state: RecordState,
 }
 
-/// One segment, or all files of a file-per-block directory together.
+/// The report on one segment, or on all block files of a directory together.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct FileReport {
     /// The segment, or the directory of the block files.
     pub path: PathBuf,
-    /// Bytes that it takes.
+    /// Size in bytes.
     pub file_bytes: u64,
-    /// Whether it ends with a good footer.
+    /// Whether it ends with an intact footer.
     pub is_sealed: bool,
-    /// Blocks by how they stand; bytes are padded to pages.
+    /// Live blocks. Bytes here and below are padded to pages.
     pub live_records: u64,
     /// Bytes of live payloads.
     pub live_bytes: u64,
-    /// Blocks that nothing names.
+    /// Blocks without a live key.
     pub dead_records: u64,
-    /// Their bytes.
+    /// Bytes of dead payloads.
     pub dead_bytes: u64,
-    /// Blocks whose payload does not match its checksum or is cut short.
+    /// Blocks whose payload does not match its checksum or is truncated.
     pub damaged_records: u64,
-    /// Their bytes, where known.
+    /// Bytes of damaged payloads, if known.
     pub damaged_bytes: u64,
-    /// What is wrong, in words.
+    /// Descriptions of what is wrong.
     pub problems: Vec<String>,
 }
 
-/// What lies in a directory.
+/// The report on a directory.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct InspectReport {
-    /// Every segment, by name; then the block files, if there are any.
+    /// Every segment in the order of names, then the block files if there are any.
     pub files: Vec<FileReport>,
     /// The manifests.
     pub manifests: Vec<StoredManifest>,
-    /// What is wrong with other files.
+    /// Problems of other files.
     pub problems: Vec<String>,
 }
 
 impl InspectReport {
-    /// Whether everything is as it was written.
+    /// Whether no damage was found.
     pub fn is_clean(&self) -> bool {
         let is_bad = |manifest: &StoredManifest| matches!(manifest, StoredManifest::Bad { .. });
         self.problems.is_empty()
@@ -89,10 +89,13 @@ impl InspectReport {
     }
 }
 
-/// Looks through a directory that may be in use or damaged, and tells `visitor` of each record.
+/// Inspects a directory, which may be in use or damaged, and calls `visitor` for each record.
 ///
-/// With `verify_payload` every payload of a live block is read and checked. Files that cannot be
-/// read are problems in the report; an error is only a directory that cannot be listed.
+/// With `verify_payload` the payload of every live block is read and checked. Files that cannot be
+/// read are problems in the report.
+///
+/// # Errors
+/// If the directory cannot be listed.
 pub fn inspect(
     directory: &Path,
     verify_payload: bool,
@@ -118,7 +121,7 @@ pub fn inspect(
     }
     let clock = std::sync::Arc::new(SystemClock);
     let deadline = Deadline::after(clock.as_ref(), std::time::Duration::from_secs(60));
-    let io = Io::system(EngineKind::Psync, false, 2, None, clock)?;
+    let io = FileIo::system(EngineKind::Psync, false, 2, None, clock)?;
     report.manifests = manifests::load_all(&io, directory, deadline)?;
     Ok(report)
 }
@@ -140,7 +143,8 @@ fn checkpoint_problem(path: &Path) -> Option<String> {
     }
 }
 
-/// All segments of one writer: what is live follows from all of them together.
+/// Inspects all segments of one writer together: an entry in one segment may replace or remove a
+/// block in another.
 fn inspect_writer(
     segments: &[(u32, PathBuf)],
     verify_payload: bool,
@@ -160,7 +164,7 @@ fn inspect_writer(
                     let count = content.damaged_structures;
                     file_report
                         .problems
-                        .push(format!("{count} headers, frames or footers are damaged"));
+                        .push(format!("{count} damaged headers, frames or footers"));
                 }
                 all.extend_from_slice(&content.entries);
                 found.push((file_report, Some((file, content.entries))));
@@ -182,12 +186,12 @@ fn inspect_writer(
             for entry in entries.iter().filter(|entry| entry.kind != EntryKind::Tombstone) {
                 let is_named = live.contains(&(entry.meta.key, entry.address));
                 let is_held = held.contains(&entry.address);
-                let is_right = !verify_payload
+                let is_intact = !verify_payload
                     || !is_held
                     || entry.kind == EntryKind::Alias
-                    || payload_is_right(&source, entry, file_report.file_bytes, true)
+                    || payload_is_intact(&source, entry, file_report.file_bytes, true)
                         .unwrap_or(false);
-                let state = file_report.add(entry, is_named, is_held, is_right);
+                let state = file_report.add(entry, is_named, is_held, is_intact);
                 visitor(InspectedRecord {
                     path: &file_report.path,
                     meta: &entry.meta,
@@ -202,11 +206,11 @@ fn inspect_writer(
 }
 
 impl FileReport {
-    /// Counts a block or alias, and says how it stands.
-    fn add(&mut self, entry: &Entry, named: bool, held: bool, right: bool) -> RecordState {
+    /// Counts a block or alias and returns its state.
+    fn add(&mut self, entry: &RecordEntry, named: bool, held: bool, intact: bool) -> RecordState {
         let bytes = page_aligned(u64::from(entry.meta.payload_bytes));
         if entry.kind == EntryKind::Block {
-            let (records, size) = match (held, right) {
+            let (records, size) = match (held, intact) {
                 (_, false) => (&mut self.damaged_records, &mut self.damaged_bytes),
                 (true, true) => (&mut self.live_records, &mut self.live_bytes),
                 (false, true) => (&mut self.dead_records, &mut self.dead_bytes),
@@ -214,7 +218,7 @@ impl FileReport {
             *records += 1;
             *size += bytes;
         }
-        match (named, right) {
+        match (named, intact) {
             (_, false) => RecordState::Damaged,
             (true, true) => RecordState::Live,
             (false, true) => RecordState::Dead,
@@ -233,7 +237,8 @@ fn read_file(
     match read_segment(&source, options) {
         Ok(mut content) => {
             if let Some(trailer) = content.trailer.filter(|_| verify_frames) {
-                // The footer repeats what frames say; report a damaged frame before it is needed.
+                // The footer repeats the entries of the frames. Recovery needs the frames only if
+                // the footer is damaged, so report a damaged frame now.
                 let (id, end_page) = (trailer.segment_id, trailer.entries_page);
                 let frames = read_frames(&source, number, id, end_page);
                 let frames = frames.map_err(|error| error.to_string())?;
@@ -244,7 +249,7 @@ fn read_file(
         }
         Err(ScanError::Io(error)) => Err(error.to_string()),
         Err(ScanError::Version(found)) => Err(format!(
-            "format version {found}, this program reads {}",
+            "it has format version {found}, this program reads {}",
             crate::format::FORMAT_VERSION
         )),
     }
@@ -286,15 +291,15 @@ fn inspect_block_file(
     let text = |error: io::Error| error.to_string();
     let entry = read_header(&SystemFiles, path, key)
         .map_err(text)?
-        .ok_or_else(|| "its header is damaged or another block's".to_owned())?;
+        .ok_or_else(|| "its header is damaged or belongs to another block".to_owned())?;
     let file = SystemFiles.open(path, OpenMode::Read, false).map_err(text)?;
     let source = FileSource { files: &SystemFiles, file: &file };
     let file_bytes = source.length().map_err(text)?;
     report.file_bytes += file_bytes;
     debug_assert_eq!(entry.address.byte_offset(), PAGE_BYTES as u64);
-    let is_right = payload_is_right(&source, &entry, file_bytes, verify_payload).map_err(text)?;
+    let is_intact = payload_is_intact(&source, &entry, file_bytes, verify_payload).map_err(text)?;
     let is_valid = !entry.meta.has_expired(SystemClock.unix_ms());
-    let state = report.add(&entry, is_valid, is_valid, is_right);
+    let state = report.add(&entry, is_valid, is_valid, is_intact);
     let address = address_of(&entry);
     visitor(InspectedRecord { path, meta: &entry.meta, address, is_alias: false, state });
     Ok(())

@@ -1,4 +1,4 @@
-//! One writer a name: an exclusive lock that ends with the process that holds it.
+//! The lock of a writer's name in a directory: exclusive, and released when its process ends.
 
 use std::fs::{File, Metadata, OpenOptions};
 use std::io::{self, Read as _, Seek as _, Write as _};
@@ -11,50 +11,52 @@ use cascade_block::Deadline;
 use rustix::fs::{FlockOperation, flock};
 use rustix::process::{Pid, test_kill_process};
 
-use crate::io::{FileOperations as _, Io, OpenMode, SystemFiles};
+use crate::io::{FileIo, FileOperations as _, OpenMode, SystemFiles};
 use crate::{DiskError, FileTierConfig, WriterName};
 
-/// After a `kill -9` the kernel may release the lock a moment after the process is gone, while it
-/// ends what `io_uring` had begun. A start waits two seconds for a dead holder's lock.
-const DEAD_HOLDER_RETRIES: u32 = 200;
-const DEAD_HOLDER_PAUSE: Duration = Duration::from_millis(10);
+/// After a `kill -9` the kernel may release the lock only after the process is gone, because it
+/// first completes `io_uring` operations in flight. An opening waits up to two seconds for the lock
+/// of a dead process.
+const DEAD_OWNER_RETRIES: u32 = 200;
+const DEAD_OWNER_PAUSE: Duration = Duration::from_millis(10);
 
-/// Held as long as this value lives. The kernel gives it back when the process dies.
+/// A writer's lock, held as long as this value lives. The kernel releases it when the process dies.
 #[derive(Debug)]
 pub(crate) struct DirectoryLock {
     directory: PathBuf,
     writer: WriterName,
-    /// Which directory was opened: another one may come to lie under its path.
-    opened: Identity,
-    /// Who may list the directory, as it was found.
+    /// Identity of the directory that was opened: another directory may be mounted or renamed over
+    /// its path later.
+    opened: FileIdentity,
+    /// Permissions of the directory at opening.
     mode: u32,
-    held: Mutex<Held>,
+    lock_file: Mutex<LockFile>,
 }
 
-/// The lock file.
+/// The open lock file.
 #[derive(Debug)]
-struct Held {
+struct LockFile {
     _file: File,
-    identity: Identity,
+    identity: FileIdentity,
 }
 
-/// What tells a file from others that come to lie under its path.
+/// Identity of a file, independent of its path.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Identity {
+struct FileIdentity {
     device: u64,
     inode: u64,
 }
 
-impl Identity {
+impl FileIdentity {
     fn of(found: &Metadata) -> Self {
         Self { device: found.dev(), inode: found.ino() }
     }
 }
 
 impl DirectoryLock {
-    /// Makes the directory if it is missing, and takes the lock of its writer.
-    pub(crate) fn make(
-        io: &Io,
+    /// Creates the directory if it is missing and takes the lock of the writer.
+    pub(crate) fn acquire(
+        io: &FileIo,
         config: &FileTierConfig,
         deadline: Deadline,
     ) -> Result<Arc<Self>, DiskError> {
@@ -62,46 +64,51 @@ impl DirectoryLock {
         io.call("lock", &config.directory, deadline, move |files| {
             files.make_directory(&directory)?;
             let found = std::fs::metadata(&directory)?;
-            Ok(take(&directory, &writer).map(|held| {
-                let (opened, mode) = (Identity::of(&found), found.mode());
-                Arc::new(Self { directory, writer, opened, mode, held: Mutex::new(held) })
+            Ok(lock_writer(&directory, &writer).map(|lock_file| {
+                let (opened, mode) = (FileIdentity::of(&found), found.mode());
+                Arc::new(Self { directory, writer, opened, mode, lock_file: Mutex::new(lock_file) })
             }))
         })?
     }
 
-    /// What is wrong with the directory as it was found, if anything.
-    pub(crate) fn problem(&self) -> Option<String> {
+    /// A problem of the directory's permissions at opening, if there is one.
+    pub(crate) fn permission_problem(&self) -> Option<String> {
         let (path, mode) = (self.directory.display(), self.mode & 0o777);
         (mode & 0o077 != 0)
             .then(|| format!("{path} is open to other users (mode {mode:04o}); chmod 700 {path}"))
     }
 
-    /// An error if the directory is no longer the one that was opened. May hang.
-    pub(crate) fn check_place(&self) -> io::Result<()> {
-        if Identity::of(&std::fs::metadata(&self.directory)?) == self.opened {
+    /// Returns an error if the path no longer leads to the directory that was opened. May hang.
+    pub(crate) fn check_directory(&self) -> io::Result<()> {
+        if FileIdentity::of(&std::fs::metadata(&self.directory)?) == self.opened {
             return Ok(());
         }
-        Err(io::Error::other("another directory lies there now: look whether it is still mounted"))
+        Err(io::Error::other(
+            "not the directory that was opened; check that its file system is still mounted",
+        ))
     }
 
-    /// As `check_place`, and that the lock is held. A lock file that was removed is made again:
-    /// until then another process could take the writer's name.
-    pub(crate) fn check_or_take(&self) -> io::Result<()> {
-        self.check_place()?;
+    /// [`Self::check_directory`], and a check that the lock is still held. A removed lock file is
+    /// created and locked again: without it another process could take the writer's name.
+    pub(crate) fn check_or_relock(&self) -> io::Result<()> {
+        self.check_directory()?;
         let path = lock_path(&self.directory, &self.writer);
-        let mut held = self.held.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut lock_file = self.lock_file.lock().unwrap_or_else(PoisonError::into_inner);
         match std::fs::symlink_metadata(&path) {
-            Ok(found) if Identity::of(&found) == held.identity => Ok(()),
+            Ok(found) if FileIdentity::of(&found) == lock_file.identity => Ok(()),
             Err(error) if error.kind() == io::ErrorKind::NotFound => {
-                *held = take(&self.directory, &self.writer).map_err(io::Error::other)?;
+                *lock_file =
+                    lock_writer(&self.directory, &self.writer).map_err(io::Error::other)?;
                 Ok(())
             }
             Ok(found) if found.is_dir() => {
-                *held = take(&self.directory, &self.writer).map_err(io::Error::other)?;
+                *lock_file =
+                    lock_writer(&self.directory, &self.writer).map_err(io::Error::other)?;
                 Ok(())
             }
             Ok(_) => Err(io::Error::other(format!(
-                "{} is not the lock file that this process holds: another process may write here",
+                "{} was replaced, so this process no longer holds the lock; another process may \
+                 write to the directory",
                 path.display()
             ))),
             Err(error) => Err(error),
@@ -113,8 +120,8 @@ fn lock_path(directory: &Path, writer: &WriterName) -> PathBuf {
     directory.join(format!("{writer}.lock"))
 }
 
-/// Takes the lock of a writer, or returns the process that holds it.
-fn take(directory: &Path, writer: &WriterName) -> Result<Held, DiskError> {
+/// Takes the lock of a writer. The error names the process that holds it.
+fn lock_writer(directory: &Path, writer: &WriterName) -> Result<LockFile, DiskError> {
     let path = lock_path(directory, writer);
     let failed = |source| DiskError::from_io("lock", &path, source);
     let mut options = OpenOptions::new();
@@ -131,12 +138,12 @@ fn take(directory: &Path, writer: &WriterName) -> Result<Held, DiskError> {
         match flock(&file, FlockOperation::NonBlockingLockExclusive) {
             Ok(()) => break,
             Err(rustix::io::Errno::WOULDBLOCK) => {
-                let pid = holder(&mut file);
-                if pid.is_none_or(is_alive) || retries == DEAD_HOLDER_RETRIES {
+                let pid = lock_owner_pid(&mut file);
+                if pid.is_none_or(is_alive) || retries == DEAD_OWNER_RETRIES {
                     return Err(DiskError::Locked { path, pid });
                 }
                 retries += 1;
-                std::thread::park_timeout(DEAD_HOLDER_PAUSE);
+                std::thread::park_timeout(DEAD_OWNER_PAUSE);
             }
             Err(error) => return Err(failed(error.into())),
         }
@@ -145,12 +152,12 @@ fn take(directory: &Path, writer: &WriterName) -> Result<Held, DiskError> {
         .and_then(|()| file.rewind())
         .and_then(|()| writeln!(file, "{}", std::process::id()))
         .map_err(failed)?;
-    let identity = Identity::of(&file.metadata().map_err(failed)?);
-    Ok(Held { _file: file, identity })
+    let identity = FileIdentity::of(&file.metadata().map_err(failed)?);
+    Ok(LockFile { _file: file, identity })
 }
 
-/// The process that wrote its number into the lock file last.
-fn holder(file: &mut File) -> Option<u32> {
+/// The process whose ID is in the lock file.
+fn lock_owner_pid(file: &mut File) -> Option<u32> {
     let mut text = String::new();
     file.rewind().ok()?;
     file.read_to_string(&mut text).ok()?;
@@ -162,9 +169,9 @@ fn is_alive(pid: u32) -> bool {
     pid.is_none_or(|pid| test_kill_process(pid) != Err(rustix::io::Errno::SRCH))
 }
 
-/// Whether the file system takes `O_DIRECT`.
+/// Whether the file system supports `O_DIRECT`.
 pub(crate) fn probe_direct(
-    io: &Io,
+    io: &FileIo,
     config: &FileTierConfig,
     deadline: Deadline,
 ) -> Result<bool, DiskError> {
@@ -175,7 +182,7 @@ pub(crate) fn probe_direct(
             Err(error) if error.kind() == io::ErrorKind::IsADirectory => {
                 files.set_aside(&probe)?;
             }
-            // If it could not be removed, creating it again returns the error.
+            // If it could not be removed, the `open` below returns the error.
             Ok(()) | Err(_) => {}
         }
         let opened = files.open(&probe, OpenMode::Create { allocate_bytes: 0 }, true);

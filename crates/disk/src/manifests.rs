@@ -1,4 +1,4 @@
-//! The compatibility manifests of the namespaces whose blocks lie here, one file each.
+//! The compatibility manifests of the namespaces with blocks in a directory, one file each.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -7,30 +7,30 @@ use cascade_block::{Deadline, Manifest, Namespace, NamespaceId};
 
 use crate::DiskError;
 use crate::erase::has_extension;
-use crate::io::{Io, OpenMode, make_directory_within};
+use crate::io::{FileIo, OpenMode, make_tier_directory};
 
-/// A manifest that was found, or what is wrong with the file.
+/// A manifest file: its content, or why it is invalid.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum StoredManifest {
-    /// What the namespace's blocks were made for.
+    /// A valid manifest.
     Good {
         /// The namespace.
         namespace: NamespaceId,
         /// Its manifest.
         manifest: Manifest,
     },
-    /// A file that is not what it should be. Its namespace's blocks are served all the same: their
-    /// keys hold the manifest's hash.
+    /// An invalid file. Blocks of its namespace are served all the same, because their keys include
+    /// the hash of the manifest.
     Bad {
         /// The file.
         path: PathBuf,
-        /// What is wrong with it.
+        /// Why it is invalid.
         reason: String,
     },
 }
 
-/// What a manifest's file holds; the checksum finds a file that was edited or damaged.
+/// The content of a manifest file. The checksum detects a file that was edited or damaged.
 #[derive(Debug, serde::Serialize, serde::Deserialize)]
 struct ManifestFile {
     format_version: u16,
@@ -40,14 +40,15 @@ struct ManifestFile {
 }
 
 const MANIFEST_VERSION: u16 = 1;
-/// Manifests are some fields of text.
+/// Far above the size of a manifest, which is a few fields of text.
 const MANIFEST_BYTES_MAX: u64 = 16 << 20;
 
-/// Writes a namespace's manifest beside its blocks, unless it stands there already.
+/// Writes a namespace's manifest beside its blocks unless it is already there.
 ///
-/// An error if another manifest stands there under the same name.
+/// # Errors
+/// If another manifest is stored there under the same name.
 pub(crate) fn register(
-    io: &Io,
+    io: &FileIo,
     directory: &Path,
     namespace: &Namespace,
     deadline: Deadline,
@@ -57,30 +58,30 @@ pub(crate) fn register(
         if manifest == *namespace.manifest() {
             return Ok(());
         }
-        let reason = "another manifest stands there for the same namespace; remove the file if \
-                      its blocks may be lost";
+        let reason = "it holds another manifest for the same namespace; remove the file if the \
+                      blocks of the namespace may be dropped";
         return Err(DiskError::Manifest { path, reason: reason.to_owned() });
     }
     let file = ManifestFile {
         format_version: MANIFEST_VERSION,
         namespace: namespace.id().to_string(),
         manifest: namespace.manifest().clone(),
-        manifest_crc32c: sum_of(namespace.manifest()),
+        manifest_crc32c: manifest_checksum(namespace.manifest()),
     };
     let text = serde_json::to_vec_pretty(&file)
         .map_err(|error| DiskError::Manifest { path: path.clone(), reason: error.to_string() })?;
     let target = path.clone();
     io.call("write", &path, deadline, move |files| {
         if let Some(parent) = target.parent() {
-            make_directory_within(files, parent)?;
+            make_tier_directory(files, parent)?;
         }
         files.replace(&target, &text)
     })
 }
 
-/// Every manifest that stands in a directory, in the order of the names.
+/// All manifests of a directory, in the order of their names.
 pub(crate) fn load_all(
-    io: &Io,
+    io: &FileIo,
     directory: &Path,
     deadline: Deadline,
 ) -> Result<Vec<StoredManifest>, DiskError> {
@@ -95,9 +96,9 @@ pub(crate) fn load_all(
     loaded.filter_map(Result::transpose).collect()
 }
 
-/// The files of manifests in a directory, in the order of their names.
+/// The paths of the manifest files of a directory, in the order of their names.
 pub(crate) fn files(
-    io: &Io,
+    io: &FileIo,
     directory: &Path,
     deadline: Deadline,
 ) -> Result<Vec<PathBuf>, DiskError> {
@@ -113,7 +114,7 @@ pub(crate) fn files(
     Ok(paths)
 }
 
-fn load(io: &Io, path: &Path, deadline: Deadline) -> Result<Option<StoredManifest>, DiskError> {
+fn load(io: &FileIo, path: &Path, deadline: Deadline) -> Result<Option<StoredManifest>, DiskError> {
     let source = path.to_owned();
     let bytes = io.call("read", path, deadline, move |files| {
         let file = match files.open(&source, OpenMode::Read, false) {
@@ -122,7 +123,7 @@ fn load(io: &Io, path: &Path, deadline: Deadline) -> Result<Option<StoredManifes
         };
         let length = files.length(&file)?;
         if length > MANIFEST_BYTES_MAX {
-            return Err(io::Error::other("it is longer than a manifest can be"));
+            return Err(io::Error::other("the file is longer than a manifest can be"));
         }
         let mut bytes = vec![0; usize::try_from(length).map_err(io::Error::other)?];
         let read = files.read(&file, 0, &mut bytes)?;
@@ -139,31 +140,33 @@ fn load(io: &Io, path: &Path, deadline: Deadline) -> Result<Option<StoredManifes
     Ok(bytes.map(|bytes| parse(path, &bytes)))
 }
 
-/// Reads a manifest file and checks that it is whole and has the right name.
+/// Parses a manifest file and checks its version, name and checksum.
 fn parse(path: &Path, bytes: &[u8]) -> StoredManifest {
     let bad =
         |reason: &str| StoredManifest::Bad { path: path.to_owned(), reason: reason.to_owned() };
     let file: ManifestFile = match serde_json::from_slice(bytes) {
         Ok(file) => file,
-        Err(error) => return bad(&format!("it does not parse: {error}")),
+        Err(error) => return bad(&format!("the file cannot be parsed: {error}")),
     };
     if file.format_version != MANIFEST_VERSION {
         let found = file.format_version;
-        return bad(&format!("it has version {found}, this program reads {MANIFEST_VERSION}"));
+        return bad(&format!(
+            "it has format version {found}, this program reads {MANIFEST_VERSION}"
+        ));
     }
     if path.file_stem().and_then(|stem| stem.to_str()) != Some(&file.namespace) {
-        return bad("its name is not the namespace that it describes");
+        return bad("its name differs from the namespace in it");
     }
     let Some(namespace) = namespace_id(&file.namespace) else {
-        return bad("a namespace is 32 hexadecimal digits");
+        return bad("its namespace is not 32 hexadecimal digits");
     };
-    if sum_of(&file.manifest) != file.manifest_crc32c {
-        return bad("its fields do not match their checksum");
+    if manifest_checksum(&file.manifest) != file.manifest_crc32c {
+        return bad("its manifest does not match its checksum");
     }
     StoredManifest::Good { namespace, manifest: file.manifest }
 }
 
-fn sum_of(manifest: &Manifest) -> u32 {
+fn manifest_checksum(manifest: &Manifest) -> u32 {
     cascade_block::checksum(&manifest.canonical_bytes())
 }
 

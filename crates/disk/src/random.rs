@@ -1,8 +1,8 @@
-//! Names that nobody else has: random bytes from the kernel.
+//! Random bytes from the kernel, for identifiers that must be unique.
 
 use std::io;
 
-/// Random bytes from the kernel.
+/// `N` random bytes from the kernel.
 pub(crate) fn random_bytes<const N: usize>() -> io::Result<[u8; N]> {
     let mut bytes = [0; N];
     let filled = rustix::rand::getrandom(&mut bytes[..], rustix::rand::GetRandomFlags::empty())?;

@@ -1,4 +1,4 @@
-//! What a record says about its block, and where the block lies.
+//! The metadata and the address of a stored block.
 
 use std::fmt;
 
@@ -6,50 +6,51 @@ use cascade_block::{BlockKey, Digest, NamespaceId};
 
 use crate::format::PAGE_BYTES;
 
-/// All that is stored about a block beside its bytes.
+/// The metadata stored with a block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RecordMeta {
-    /// The block's name.
+    /// The block's key.
     pub key: BlockKey,
-    /// The name of its bytes, where content is hashed.
+    /// The digest of its bytes, if content is hashed.
     pub digest: Option<Digest>,
-    /// The block before it in its chain.
+    /// The key of the preceding block of its chain.
     pub parent: Option<BlockKey>,
-    /// The namespace that the key is rooted in.
+    /// The namespace of the key.
     pub namespace: NamespaceId,
-    /// Length of the block; at least one.
+    /// Length of the block, at least 1.
     pub payload_bytes: u32,
     /// Whether it belongs to a protected prefix.
     pub is_prefix: bool,
     /// When it was stored, in milliseconds since 1970 UTC.
     pub written_unix_ms: u64,
-    /// When it stops being valid, in milliseconds since 1970 UTC.
+    /// When it expires, in milliseconds since 1970 UTC.
     pub expires_unix_ms: Option<u64>,
 }
 
 impl RecordMeta {
-    /// Whether the block has stopped being valid.
+    /// Whether the block has expired.
     pub fn has_expired(&self, now_unix_ms: u64) -> bool {
         self.expires_unix_ms.is_some_and(|expires| expires <= now_unix_ms)
     }
 }
 
-/// Where a block's bytes lie in the file tier. Opaque to callers; `u64::MAX` is never used.
+/// Where a block is stored in the file tier. Opaque to callers; `u64::MAX` is never used.
 ///
-/// An address is good until the block is removed or moved; afterwards a read answers `Gone`.
+/// An address is valid until the block is removed or moved. Reads of an invalid address return
+/// `Gone`.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Address(u64);
 
-/// Writes of block files are numbered with 63 bits.
+/// Write numbers of block files have 63 bits.
 const NONCE_MAX: u64 = u64::MAX >> 1;
 
 impl Address {
-    /// The address with that number, as [`Address::to_u64`] gave it.
+    /// The address that [`Address::to_u64`] converted to `number`.
     pub const fn from_u64(number: u64) -> Self {
         Self(number)
     }
 
-    /// The address as a number, to be kept in a catalog.
+    /// The address as a number, to store in a catalog.
     pub const fn to_u64(self) -> u64 {
         self.0
     }
@@ -74,12 +75,12 @@ impl Address {
         self.page() as u64 * PAGE_BYTES as u64
     }
 
-    /// The address of a block that has a file of its own: the number of its write.
+    /// The address of a block with a file of its own: the number of its write.
     pub(crate) const fn of_write(nonce: u64) -> Self {
         Self(nonce & NONCE_MAX)
     }
 
-    /// Whether this can be the number of a write.
+    /// Whether this is a valid write number.
     pub(crate) const fn is_write(self) -> bool {
         self.0 <= NONCE_MAX
     }

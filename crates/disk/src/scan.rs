@@ -1,6 +1,6 @@
-//! From the bytes of a segment to what it says: by its footer, or frame by frame.
+//! Decodes a segment from its footer, or frame by frame.
 //!
-//! Nothing here trusts a byte that has not been checked; the fuzzer feeds it anything.
+//! Nothing here trusts a byte before it was checked; a fuzz target feeds it arbitrary bytes.
 
 use std::cell::RefCell;
 use std::fs::File;
@@ -10,69 +10,76 @@ use std::path::Path;
 use cascade_block::checksum;
 
 use crate::format::{
-    CoveredSegment, ENTRY_BYTES, Entry, EntryKind, FormatError, Frame, PAGE_BYTES, RandomId,
-    SegmentHeader, Trailer, decode_entries, page_aligned, pages_of,
+    CoveredSegment, ENTRY_BYTES, EntryKind, FormatError, PAGE_BYTES, RandomId, RecordEntry,
+    SegmentFrame, SegmentHeader, SegmentTrailer, decode_entries, page_aligned, pages_of,
 };
 use crate::io::{FileOperations, PageBuffer};
 
-/// Where a segment's bytes come from.
-pub trait Source {
-    /// How many there are.
+/// The bytes of a segment.
+pub trait SegmentSource {
+    /// The number of bytes.
     fn length(&self) -> io::Result<u64>;
 
-    /// Reads from a page on, up to the end of the buffer or of the bytes; how many there were.
+    /// Reads from a page boundary up to the end of the buffer or of the bytes. Returns the number
+    /// of bytes read.
     fn read(&self, offset: u64, buffer: &mut [u8]) -> io::Result<usize>;
 
-    /// The first page at or after `offset` that may hold anything but zeroes.
+    /// The first page at or after `offset` that may contain anything but zeroes.
     fn next_data(&self, offset: u64) -> io::Result<Option<u64>>;
 }
 
-/// How to read a segment.
+/// Options for reading a segment.
 #[derive(Debug, Clone, Copy)]
 pub struct ScanOptions<'a> {
-    /// The number in the file's name.
+    /// The segment number in the file's name.
     pub number: u32,
-    /// What a checkpoint says about the segment: a covered footer is not read, and covered
-    /// payloads were synced.
+    /// The part of the segment that a checkpoint covers. A footer that is covered completely is not
+    /// read, and covered payloads are not verified because they were synced.
     pub covered: Option<&'a CoveredSegment>,
-    /// Whether payloads behind scanned frames are checked, so that torn ones are left out.
+    /// Whether payloads of scanned frames are verified, so that torn ones are omitted.
     pub verify_scanned: bool,
 }
 
-/// What a segment says.
+/// The decoded content of a segment.
 #[derive(Debug, Clone, Default)]
 pub struct SegmentContent {
-    /// Its header, if that is right.
+    /// Its header, if it is intact.
     pub header: Option<SegmentHeader>,
-    /// Its trailer, if it was sealed and the footer is right.
-    pub trailer: Option<Trailer>,
-    /// Its entries, in the order of writing; none if a checkpoint covers its whole footer.
-    pub entries: Vec<Entry>,
-    /// The page behind its last frame.
+    /// Its trailer, if the segment is sealed and the footer is intact.
+    pub trailer: Option<SegmentTrailer>,
+    /// Its entries in the order of writing. Empty if a checkpoint covers the whole footer.
+    pub entries: Vec<RecordEntry>,
+    /// The page after its last frame.
     pub end_page: u32,
-    /// The id of its first frame, where neither header nor trailer names one.
+    /// The segment ID from its first frame, if neither header nor trailer gives one.
     pub first_frame_id: Option<RandomId>,
     /// Length of the file.
     pub file_bytes: u64,
-    /// Blocks whose payload is not all there.
+    /// Blocks whose payload is incomplete.
     pub torn_records: u64,
-    /// Headers and footers that are there and wrong.
+    /// Headers, frames and footers that are damaged.
     pub damaged_structures: u64,
-    /// Pages of headers and footers that the device did not give.
+    /// Pages that the device could not read.
     pub unreadable_pages: u64,
-    /// Whether frames were looked for one by one.
+    /// Whether the segment was scanned frame by frame.
     pub was_scanned: bool,
 }
 
 impl SegmentContent {
-    /// The segment's id, if anything names it.
+    /// The segment ID, if any structure contains it.
     pub fn segment_id(&self) -> Option<RandomId> {
         let of_header = self.header.as_ref().map(|header| header.segment_id);
         of_header.or(self.trailer.map(|trailer| trailer.segment_id)).or(self.first_frame_id)
     }
 
-    /// Reads as far as the device gives its bytes: a bad sector is damage of what lies there.
-    fn read(&mut self, source: &dyn Source, offset: u64, buffer: &mut [u8]) -> io::Result<usize> {
+    /// Reads a part of the segment. An unreadable sector counts as damage of that part, not as an
+    /// error.
+    fn read(
+        &mut self,
+        source: &dyn SegmentSource,
+        offset: u64,
+        buffer: &mut [u8],
+    ) -> io::Result<usize> {
         match source.read(offset, buffer) {
             Err(error) if error.kind() != io::ErrorKind::TimedOut => {
                 self.unreadable_pages += 1;
@@ -83,12 +90,12 @@ impl SegmentContent {
     }
 }
 
-/// Why a segment cannot be read at all.
+/// Why a segment cannot be read.
 #[derive(Debug)]
 pub enum ScanError {
-    /// The bytes could not be had.
+    /// Reading the bytes failed.
     Io(io::Error),
-    /// It has another version.
+    /// It has another format version.
     Version(u16),
 }
 
@@ -98,9 +105,9 @@ impl From<io::Error> for ScanError {
     }
 }
 
-/// Reads what a segment says. Damage is counted, not an error.
+/// Decodes a segment. Damage is counted and is not an error.
 pub fn read_segment(
-    source: &dyn Source,
+    source: &dyn SegmentSource,
     options: ScanOptions<'_>,
 ) -> Result<SegmentContent, ScanError> {
     let mut content = SegmentContent { end_page: 1, ..SegmentContent::default() };
@@ -129,7 +136,7 @@ pub fn read_segment(
         }
         content.damaged_structures += 1;
         scan(source, options, trailer.segment_id, trailer.entries_page, &mut content)?;
-        // Frames end where the trailer says, whichever of them are damaged.
+        // The trailer is intact, so it determines where the frames end even if some are damaged.
         content.end_page = trailer.entries_page;
         content.first_frame_id = Some(trailer.segment_id);
         return Ok(content);
@@ -144,9 +151,9 @@ pub fn read_segment(
     Ok(content)
 }
 
-/// Looks for the frames of a segment whose footer is damaged, up to the page where they end.
+/// Scans the frames of a segment whose footer is damaged, up to the page where they end.
 pub(crate) fn read_frames(
-    source: &dyn Source,
+    source: &dyn SegmentSource,
     number: u32,
     id: RandomId,
     end_page: u32,
@@ -157,25 +164,25 @@ pub(crate) fn read_frames(
     Ok(content)
 }
 
-/// Which id the frames of a segment have that has neither header nor trailer: the one in its first
-/// frame, which a writer always puts behind the header; else the one that the checkpoint knows.
+/// The segment ID if both header and trailer are missing: from the first frame, which always
+/// follows the header, otherwise from the checkpoint.
 fn first_frame_id(
-    source: &dyn Source,
+    source: &dyn SegmentSource,
     content: &mut SegmentContent,
     options: ScanOptions<'_>,
 ) -> io::Result<Option<RandomId>> {
     let mut page = PageBuffer::zeroed(PAGE_BYTES);
     let read = content.read(source, PAGE_BYTES as u64, page.bytes_mut())?;
-    let first = Frame::decode_first(&page.bytes()[..read], options.number).ok();
+    let first = SegmentFrame::decode_first(&page.bytes()[..read], options.number).ok();
     let of_frame = first.map(|frame| frame.segment_id);
     Ok(of_frame.or(options.covered.map(|covered| covered.segment_id)))
 }
 
 fn read_trailer(
-    source: &dyn Source,
+    source: &dyn SegmentSource,
     content: &mut SegmentContent,
     number: u32,
-) -> io::Result<Option<Trailer>> {
+) -> io::Result<Option<SegmentTrailer>> {
     let length = content.file_bytes;
     if length < 2 * PAGE_BYTES as u64 || !length.is_multiple_of(PAGE_BYTES as u64) {
         return Ok(None);
@@ -183,14 +190,14 @@ fn read_trailer(
     let mut page = PageBuffer::zeroed(PAGE_BYTES);
     let read = content.read(source, length - PAGE_BYTES as u64, page.bytes_mut())?;
     let bytes = &page.bytes()[..read];
-    let decoded = Trailer::decode(bytes, length);
+    let decoded = SegmentTrailer::decode(bytes, length);
     let header_id = content.header.as_ref().map(|header| header.segment_id);
-    let is_ours = |trailer: &Trailer| {
+    let is_ours = |trailer: &SegmentTrailer| {
         trailer.number == number && header_id.is_none_or(|id| id == trailer.segment_id)
     };
     match decoded {
         Ok(trailer) if is_ours(&trailer) => Ok(Some(trailer)),
-        // An open segment ends with pages that nobody has written yet.
+        // An open segment ends with pages that have not been written yet.
         Err(_) if bytes.iter().all(|byte| *byte == 0) => Ok(None),
         Ok(_) | Err(_) => {
             content.damaged_structures += 1;
@@ -199,12 +206,12 @@ fn read_trailer(
     }
 }
 
-/// The entries of a footer, or nothing when they are damaged.
+/// The entries of a footer, or `None` if they are damaged.
 fn read_footer(
-    source: &dyn Source,
-    trailer: &Trailer,
+    source: &dyn SegmentSource,
+    trailer: &SegmentTrailer,
     content: &mut SegmentContent,
-) -> io::Result<Option<Vec<Entry>>> {
+) -> io::Result<Option<Vec<RecordEntry>>> {
     let bytes = trailer.entry_count as usize * ENTRY_BYTES;
     let mut pages = PageBuffer::zeroed(bytes);
     let offset = u64::from(trailer.entries_page) * PAGE_BYTES as u64;
@@ -214,7 +221,7 @@ fn read_footer(
     }
     let entries = decode_entries(&pages.bytes()[..bytes], trailer.entries_checksum).ok();
     Ok(entries.filter(|entries| {
-        let is_inside = |entry: &Entry| {
+        let is_inside = |entry: &RecordEntry| {
             entry.kind != EntryKind::Block
                 || (entry.address.segment() == trailer.number
                     && entry.address.page() < trailer.entries_page)
@@ -223,9 +230,9 @@ fn read_footer(
     }))
 }
 
-/// Looks for frames from the covered end on; what is no frame is passed over.
+/// Scans for frames and skips pages that are not a frame.
 fn scan(
-    source: &dyn Source,
+    source: &dyn SegmentSource,
     options: ScanOptions<'_>,
     id: RandomId,
     end_page: u32,
@@ -235,24 +242,26 @@ fn scan(
     let source = &ReadAhead::new(source);
     let covered = options.covered.filter(|covered| covered.segment_id == id);
     let covered_page = covered.map_or(0, |covered| covered.covered_page);
-    let (mut page, mut behind_frame) = (1, 1);
+    let (mut page, mut frame_end) = (1, 1);
     let mut buffer = PageBuffer::zeroed(PAGE_BYTES);
     while page < end_page {
         let offset = u64::from(page) * PAGE_BYTES as u64;
         let read = content.read(source, offset, buffer.bytes_mut())?;
-        match Frame::decode(&buffer.bytes()[..read], &id, options.number, page) {
+        match SegmentFrame::decode(&buffer.bytes()[..read], &id, options.number, page) {
             Ok(frame) => {
                 let verify = options.verify_scanned && page >= covered_page;
                 page = page.saturating_add(frame.page_count.max(1));
                 let kept = complete_entries(source, frame, verify, content)?;
                 content.entries.extend(kept);
                 content.end_page = page.min(end_page);
-                behind_frame = page;
+                frame_end = page;
             }
             Err(error) => {
-                // Behind a frame is the next one, or nothing yet. Elsewhere payloads are passed.
+                // A frame is followed by the next one or by unwritten pages: anything else there is
+                // damage. Elsewhere the scan may be inside a payload, and any page without a magic
+                // number is skipped.
                 let is_blank = buffer.bytes()[..read].iter().all(|byte| *byte == 0);
-                if error != FormatError::NotOurs || (page == behind_frame && !is_blank) {
+                if error != FormatError::NoMagic || (page == frame_end && !is_blank) {
                     content.damaged_structures += 1;
                 }
                 let Some(next) = source.next_data(offset + PAGE_BYTES as u64)? else { break };
@@ -264,17 +273,17 @@ fn scan(
     Ok(())
 }
 
-/// The entries of a frame without those whose payload is cut short or not what it should be.
+/// The entries of a frame, without those whose payload is incomplete or damaged.
 fn complete_entries(
-    source: &dyn Source,
-    frame: Frame,
+    source: &dyn SegmentSource,
+    frame: SegmentFrame,
     verify: bool,
     content: &mut SegmentContent,
-) -> io::Result<Vec<Entry>> {
+) -> io::Result<Vec<RecordEntry>> {
     let mut kept = Vec::with_capacity(frame.entries.len());
     for entry in frame.entries {
         let is_complete = entry.kind != EntryKind::Block
-            || match payload_is_right(source, &entry, content.file_bytes, verify) {
+            || match payload_is_intact(source, &entry, content.file_bytes, verify) {
                 Err(error) if error.kind() != io::ErrorKind::TimedOut => {
                     content.unreadable_pages += 1;
                     false
@@ -290,10 +299,10 @@ fn complete_entries(
     Ok(kept)
 }
 
-/// Whether a block's payload lies inside the file and, if asked for, matches its checksum.
-pub(crate) fn payload_is_right(
-    source: &dyn Source,
-    entry: &Entry,
+/// Whether a block's payload is inside the file and, with `verify`, matches its checksum.
+pub(crate) fn payload_is_intact(
+    source: &dyn SegmentSource,
+    entry: &RecordEntry,
     file_bytes: u64,
     verify: bool,
 ) -> io::Result<bool> {
@@ -312,8 +321,8 @@ pub(crate) fn payload_is_right(
     Ok(read >= bytes && checksum(&payload.bytes()[..bytes]) == entry.payload_checksum)
 }
 
-/// A segment whose bytes are in memory.
-impl Source for &[u8] {
+/// A segment in memory.
+impl SegmentSource for &[u8] {
     fn length(&self) -> io::Result<u64> {
         Ok(self.len() as u64)
     }
@@ -330,13 +339,13 @@ impl Source for &[u8] {
     }
 }
 
-/// A file as a source of bytes, through the seam.
+/// A segment in a file, read through [`FileOperations`].
 pub(crate) struct FileSource<'a> {
     pub(crate) files: &'a dyn FileOperations,
     pub(crate) file: &'a File,
 }
 
-impl Source for FileSource<'_> {
+impl SegmentSource for FileSource<'_> {
     fn length(&self) -> io::Result<u64> {
         self.files.length(self.file)
     }
@@ -350,13 +359,13 @@ impl Source for FileSource<'_> {
     }
 }
 
-/// Serves many small reads, one behind the other, out of few large ones.
+/// Serves many small sequential reads from few large ones.
 struct ReadAhead<'a> {
-    inner: &'a dyn Source,
-    window: RefCell<Window>,
+    inner: &'a dyn SegmentSource,
+    window: RefCell<ReadAheadWindow>,
 }
 
-struct Window {
+struct ReadAheadWindow {
     offset: u64,
     filled: usize,
     pages: PageBuffer,
@@ -365,13 +374,13 @@ struct Window {
 const WINDOW_BYTES: usize = 1 << 20;
 
 impl<'a> ReadAhead<'a> {
-    fn new(inner: &'a dyn Source) -> Self {
+    fn new(inner: &'a dyn SegmentSource) -> Self {
         let pages = PageBuffer::zeroed(WINDOW_BYTES);
-        Self { inner, window: RefCell::new(Window { offset: 0, filled: 0, pages }) }
+        Self { inner, window: RefCell::new(ReadAheadWindow { offset: 0, filled: 0, pages }) }
     }
 }
 
-impl Source for ReadAhead<'_> {
+impl SegmentSource for ReadAhead<'_> {
     fn length(&self) -> io::Result<u64> {
         self.inner.length()
     }
@@ -387,7 +396,7 @@ impl Source for ReadAhead<'_> {
             window.filled = 0;
             match self.inner.read(offset, window.pages.bytes_mut()) {
                 Ok(filled) => window.filled = filled,
-                // Some of it can be had: as much as is asked for is tried alone.
+                // A part may be readable: read only what was requested.
                 Err(_) => return self.inner.read(offset, buffer),
             }
         }
@@ -402,7 +411,7 @@ impl Source for ReadAhead<'_> {
     }
 }
 
-/// Writer and number in the name of a segment's file.
+/// The writer and the segment number in the name of a segment file.
 pub(crate) fn segment_name(path: &Path) -> Option<(&str, u32)> {
     let name = path.file_name()?.to_str()?;
     let (writer, number) = name.strip_suffix(".segment")?.rsplit_once('-')?;

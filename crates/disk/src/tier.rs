@@ -1,4 +1,4 @@
-//! The interface of the file tier, whatever its layout.
+//! The interface of the file tier for all layouts.
 
 use std::fmt;
 use std::sync::Arc;
@@ -6,93 +6,97 @@ use std::sync::Arc;
 use cascade_block::{BlockKey, Clock, Deadline, Namespace};
 use cascade_memory::{Pool, Slab, SlabMut};
 
-use crate::io::Io;
+use crate::io::FileIo;
 use crate::per_block::PerBlockFiles;
 use crate::segments::SegmentFiles;
-use crate::{Address, DiskError, ErasedFiles, FileTierConfig, Layout, RecordMeta, StoredManifest};
+use crate::{
+    Address, DiskError, FileEraseReport, FileTierConfig, Layout, RecordMeta, StoredManifest,
+};
 
-/// A block to read, and where to.
+/// A block to read and the slab to read it into.
 #[derive(Debug)]
 pub struct ReadRequest {
-    /// Where the block lies.
+    /// The address of the block.
     pub address: Address,
-    /// Its name, which is checked.
+    /// Its key, which is checked.
     pub key: BlockKey,
-    /// Exactly as long as the block.
+    /// The destination, exactly as long as the block.
     pub slab: SlabMut,
 }
 
-/// What became of one block of a read.
+/// The result of reading one block.
 #[derive(Debug)]
 pub enum ReadOutcome {
-    /// The slab holds the block's bytes, and they match their checksum.
+    /// The slab holds the block's bytes; their checksum was verified.
     Hit(SlabMut),
-    /// The file does not hold what was written. The block is a miss from now on.
-    Damaged(Damage),
-    /// The block was removed, or was never here.
+    /// The block is damaged and a miss from now on.
+    Damaged(DamageKind),
+    /// The block was removed or was never stored here.
     Gone,
-    /// Failed. The block may still be there.
+    /// The read failed. The block may still be stored.
     Failed(DiskError),
 }
 
-/// In which way a file does not hold what was written.
+/// The kind of damage of a block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
-pub enum Damage {
-    /// Bytes changed.
+pub enum DamageKind {
+    /// The bytes do not match their checksum.
     Checksum,
-    /// Bytes are missing at the end.
+    /// The file is truncated.
     Truncated,
-    /// The header of a block file does not parse, or is another block's.
+    /// The header of a block file is invalid or belongs to another block.
     Header,
 }
 
-/// What a reclaim did. Until the next reclaim, old addresses of moved blocks lead to the new.
+/// The result of a reclaim. Old addresses of moved blocks stay readable until the next reclaim.
 #[derive(Debug, Default)]
-pub struct Reclaimed {
-    /// Blocks that were kept and lie elsewhere now: key, old address, new address.
+pub struct ReclaimOutcome {
+    /// Blocks that were kept and moved: key, old address, new address.
     pub moved: Vec<(BlockKey, Address, Address)>,
-    /// Blocks that are gone, because they were not to be kept, had expired, or were damaged.
+    /// Blocks that were dropped because they were not to be kept, had expired or were damaged.
     pub dropped: Vec<(BlockKey, Address)>,
-    /// By how much the files shrank.
+    /// Bytes by which the files shrank.
     pub bytes_freed: u64,
 }
 
-/// What was found at opening.
+/// The result of recovery at opening.
 #[derive(Debug, Default)]
 pub struct Recovery {
-    /// Every live block and alias, oldest first.
+    /// All live blocks and aliases, oldest first.
     pub live: Vec<(RecordMeta, Address)>,
-    /// Blocks whose writing was cut short.
+    /// Blocks whose write was incomplete.
     pub torn_records: u64,
-    /// Headers and footers that were there and do not match their checksum.
+    /// Headers and footers that do not match their checksum.
     pub damaged_structures: u64,
-    /// Blocks left out because they had expired.
+    /// Blocks omitted because they had expired.
     pub expired_records: u64,
-    /// Files that were found.
+    /// Number of files.
     pub files: u64,
-    /// How many of them had to be scanned frame by frame.
+    /// Number of files that were scanned frame by frame.
     pub scanned_files: u64,
     /// Whether a checkpoint was used.
     pub used_checkpoint: bool,
-    /// Manifests that do not parse, or are not what their name says.
-    pub bad_manifests: Vec<StoredManifest>,
-    /// Files that are not what their name says, such as a directory; they are left alone.
+    /// Manifest files that are invalid.
+    pub invalid_manifests: Vec<StoredManifest>,
+    /// Paths that cannot be used, such as a directory with the name of a file. They are not
+    /// touched.
     pub misplaced_files: u64,
 }
 
-/// Counters since the start, and sizes now.
+/// Counters since the opening, and current sizes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct DiskStats {
-    /// Name of the engine.
+    /// Name of the I/O engine.
     pub engine: &'static str,
-    /// Whether the page cache is passed by. False if the file system refused.
+    /// Whether the page cache is bypassed. False if the file system does not support it.
     pub is_direct: bool,
-    /// Whether the pool's memory is registered with the kernel, so that transfers do not pin it.
+    /// Whether the pool's memory is registered with the kernel, which saves pinning it for each
+    /// transfer.
     pub is_registered: bool,
-    /// Files now.
+    /// Number of files.
     pub files: u64,
-    /// Bytes that the files take.
+    /// Bytes that the files use.
     pub used_bytes: u64,
     /// Bytes of live payloads, padded to pages.
     pub live_bytes: u64,
@@ -102,124 +106,126 @@ pub struct DiskStats {
     pub records_written: u64,
     /// Payload bytes written.
     pub bytes_written: u64,
-    /// Blocks read and found right.
+    /// Blocks read whose checksum matched.
     pub records_read: u64,
     /// Their payload bytes.
     pub bytes_read: u64,
     /// Blocks read and found damaged.
     pub records_damaged: u64,
-    /// Footers that were found damaged since the opening.
+    /// Footers found damaged since the opening.
     pub structures_damaged: u64,
     /// Segments closed because a write failed.
     pub segments_failed: u64,
-    /// Bytes that reclaims rewrote.
+    /// Bytes that reclaims moved.
     pub bytes_moved: u64,
-    /// Calls that go on although their deadline passed.
+    /// Calls past their deadline that the kernel has not completed.
     pub stuck_calls: u64,
 }
 
-/// Blocks in files. Implemented once a layout; `conformance` holds the tests for all.
+/// Blocks in files, with one implementation per layout. [`crate::conformance`] holds the checks for
+/// all.
 ///
-/// All calls may be made from any thread. Writers take turns, readers never wait for them.
-/// A call that reaches its deadline returns `Timeout`, and what it began may still happen.
+/// Calls may come from any thread. Writers take turns; readers never wait for them. A call that
+/// reaches its deadline returns `Timeout`, and its operation may still complete.
 pub trait BlockFiles: Send + Sync + fmt::Debug {
-    /// Writes blocks, and returns one answer each: the address once all of the block is written
-    /// (on stable storage, in a durable tier). `Full` asks for a reclaim.
+    /// Writes blocks and returns one result for each: the address once the whole block is written
+    /// (in a durable tier: is on stable storage). On `Full` the caller should reclaim.
     ///
-    /// A block that was here under another address stays there until that is removed.
+    /// If the key already has a block at another address, that block stays until it is removed.
     fn append(
         &self,
         batch: Vec<(RecordMeta, Slab)>,
         deadline: Deadline,
     ) -> Vec<Result<Address, DiskError>>;
 
-    /// Reads blocks straight into their slabs; checks key, length and checksum.
+    /// Reads blocks into their slabs and checks key, length and checksum.
     fn read(&self, batch: Vec<ReadRequest>, deadline: Deadline) -> Vec<ReadOutcome>;
 
-    /// Gives bytes that are stored already another key, and returns where that key finds them.
+    /// Adds another key to stored bytes and returns the address for that key.
     fn alias(
         &self,
         batch: &[(RecordMeta, Address)],
         deadline: Deadline,
     ) -> Vec<Result<Address, DiskError>>;
 
-    /// Removes keys from addresses, also beyond a restart. Pairs that are not here are skipped.
+    /// Removes keys from addresses; the removal lasts across restarts. Unknown pairs are skipped.
     ///
-    /// Reads answer `Gone` from now on even if the removal could not be written down (then an
-    /// error says so, and a restart may bring the key back), except after a `Timeout` while
-    /// earlier writes were waited for: then nothing was done.
+    /// Reads return `Gone` from now on, even if the removal could not be written. In that case an
+    /// error is returned, and a restart may bring the key back. The exception is a `Timeout` while
+    /// waiting for earlier writes: then nothing was removed.
     fn remove(&self, keys: &[(BlockKey, Address)], deadline: Deadline) -> Result<(), DiskError>;
 
-    /// Frees the oldest segment, or the one with least left in it. `keep` is asked for every live
-    /// key in it; what is kept is moved first, as far as the capacity goes. `keep` may read, but
-    /// not write or reclaim.
+    /// Frees one segment: a mostly dead one if there is one, otherwise the oldest. `keep` is called
+    /// for every live key in it; blocks to keep are moved first, as far as the capacity allows.
+    /// `keep` may read, but not write or reclaim.
     ///
-    /// Reads are not held up: those under way finish on the old file.
+    /// Reads do not wait: those in flight complete on the old file.
     fn reclaim(
         &self,
         keep: &mut dyn FnMut(&RecordMeta, Address) -> bool,
         deadline: Deadline,
-    ) -> Result<Reclaimed, DiskError>;
+    ) -> Result<ReclaimOutcome, DiskError>;
 
-    /// Looks a key up by name, where others may have stored it (file per block only).
-    fn probe(
+    /// Looks up a key that another writer may have stored (file per block only).
+    fn lookup(
         &self,
         key: &BlockKey,
         deadline: Deadline,
     ) -> Result<Option<(RecordMeta, Address)>, DiskError>;
 
-    /// Brings everything that was written before to stable storage.
+    /// Syncs everything written so far to stable storage.
     fn sync(&self, deadline: Deadline) -> Result<(), DiskError>;
 
-    /// Syncs, and writes down what is live, so that the next opening is short.
+    /// Syncs, and writes a checkpoint of the live blocks so that the next opening is short.
     fn checkpoint(&self, deadline: Deadline) -> Result<(), DiskError>;
 
-    /// Writes a namespace's compatibility manifest beside its blocks, unless it is there.
+    /// Writes a namespace's compatibility manifest beside its blocks unless it is already there.
     fn register_manifest(&self, namespace: &Namespace, deadline: Deadline)
     -> Result<(), DiskError>;
 
-    /// The manifests beside the blocks, also those that do not parse.
+    /// The manifests beside the blocks, including invalid ones.
     fn manifests(&self, deadline: Deadline) -> Result<Vec<StoredManifest>, DiskError>;
 
-    /// Writes a page beside the blocks, syncs it and reads it back: whether the device answers, and
-    /// the directory is still the one that was opened. `NoSpace` is an answer.
+    /// Checks that the device answers and that the directory is still the one that was opened:
+    /// writes a page beside the blocks, syncs it and reads it back. `NoSpace` means that the device
+    /// answers.
     fn probe_device(&self, deadline: Deadline) -> Result<(), DiskError>;
 
-    /// Reads a page from beside the blocks, past the page cache where that is possible, and looks
-    /// whether the directory is still the one that was opened. Writes nothing.
+    /// Reads a page of a file with blocks, bypassing the page cache if possible, and checks that
+    /// the directory is still the one that was opened. Writes nothing.
     fn probe_reads(&self, deadline: Deadline) -> Result<(), DiskError>;
 
-    /// What was found damaged or out of place, at the opening and since: the latest few, in words.
+    /// Descriptions of the latest problems found at opening and since.
     fn problems(&self) -> Vec<String>;
 
-    /// Overwrites and removes every file of the tier: blocks, checkpoint, manifests. It is empty
-    /// and usable afterwards; the result names the files that resisted.
-    fn erase(&self, deadline: Deadline) -> Result<ErasedFiles, DiskError>;
+    /// Overwrites and removes every file of the tier: blocks, checkpoint, manifests. The tier is
+    /// empty and usable afterwards. The result lists files that could not be erased.
+    fn erase(&self, deadline: Deadline) -> Result<FileEraseReport, DiskError>;
 
-    /// Bytes that the files take on the device.
+    /// Bytes that the files use on the device.
     fn used_bytes(&self) -> u64;
 
     /// Counters and sizes.
     fn stats(&self) -> DiskStats;
 }
 
-/// Opens a file tier with the machine's own files, and finds what is in it.
+/// Opens a file tier on the file systems of this machine and recovers what it holds.
 ///
-/// `pool` is where slabs come from.
+/// `pool` is where slabs come from; `io_uring` may register its memory.
 pub fn open(
     config: FileTierConfig,
     clock: Arc<dyn Clock>,
     pool: &Pool,
     deadline: Deadline,
 ) -> Result<(Arc<dyn BlockFiles>, Recovery), DiskError> {
-    let io = Io::system(config.engine, config.direct, config.queue_depth, Some(pool), clock)?;
+    let io = FileIo::system(config.engine, config.direct, config.queue_depth, Some(pool), clock)?;
     open_with(config, io, pool, deadline)
 }
 
-/// Opens a file tier on a machine of the caller's making.
+/// Opens a file tier with the caller's I/O, such as one that injects faults.
 pub fn open_with(
     config: FileTierConfig,
-    io: Io,
+    io: FileIo,
     _pool: &Pool,
     deadline: Deadline,
 ) -> Result<(Arc<dyn BlockFiles>, Recovery), DiskError> {

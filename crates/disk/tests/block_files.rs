@@ -1,4 +1,4 @@
-//! A file per block: an address stands for one write, whatever lies under the key's name later.
+//! One file per block: an address refers to one write, whatever file has the key's name later.
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use std::fs;
@@ -7,10 +7,10 @@ use std::sync::Arc;
 
 use cascade_block::SystemClock;
 use cascade_disk::conformance::{
-    Stored, append, assert_gone, assert_hits, assert_recovered, block, content, deadline, key,
+    StoredBlock, append, assert_gone, assert_hits, assert_recovered, block, content, deadline, key,
     meta, pool, read_as,
 };
-use cascade_disk::io::Io;
+use cascade_disk::io::FileIo;
 use cascade_disk::io::fault::{Fault, FaultPlan};
 use cascade_disk::{
     Address, BlockFiles, DiskError, EngineKind, FileTierConfig, Layout, ReadOutcome, Recovery,
@@ -44,23 +44,23 @@ fn append_other(files: &dyn BlockFiles, pool: &Pool, body: u64) -> Address {
 }
 
 fn assert_body(files: &dyn BlockFiles, pool: &Pool, address: Address, body: u64) {
-    let stored = Stored { number: 1, length: LENGTH, address };
+    let stored = StoredBlock { number: 1, length: LENGTH, address };
     match read_as(files, pool, &[(key(1), stored)]).remove(0) {
         ReadOutcome::Hit(slab) => assert!(slab[..] == content(body, LENGTH), "{address:?}"),
         other => panic!("{address:?}: {other:?}"),
     }
 }
 
-/// Nothing that is done with a stale address finds, names or removes what lies there now.
+/// Checks that a stale address does not read, alias or remove the file of a later write.
 fn assert_stale(files: &dyn BlockFiles, pool: &Pool, stale: Address) {
-    assert_gone(files, pool, &[Stored { number: 1, length: LENGTH, address: stale }]);
+    assert_gone(files, pool, &[StoredBlock { number: 1, length: LENGTH, address: stale }]);
     let alias = files.alias(&[(meta(2, LENGTH), stale)], deadline()).remove(0);
     assert!(matches!(alias, Err(DiskError::NoTarget)), "{alias:?}");
     files.remove(&[(key(1), stale)], deadline()).unwrap();
 }
 
 #[test]
-fn an_address_is_never_used_again() {
+fn an_address_is_never_reused() {
     let directory = tempfile::tempdir().unwrap();
     let pool = pool();
     let (files, _) = open_tier(directory.path(), &pool);
@@ -83,9 +83,9 @@ fn an_address_is_never_used_again() {
     assert!(![old, removed_then_stored, stored_over].contains(&next), "{next:?}");
 }
 
-/// A rename that was given up comes late and puts an old file over a new one.
+/// A rename that had timed out completes late and replaces a new file with an old one.
 #[test]
-fn a_late_rename_brings_no_wrong_byte() {
+fn a_late_rename_never_returns_wrong_bytes() {
     let directory = tempfile::tempdir().unwrap();
     let pool = pool();
     let (files, _) = open_tier(directory.path(), &pool);
@@ -98,7 +98,7 @@ fn a_late_rename_brings_no_wrong_byte() {
     fs::rename(&late, &path).unwrap();
     assert_stale(files.as_ref(), &pool, new);
     assert!(path.exists(), "a stale address removes nothing");
-    assert_eq!(files.stats().files, 1, "what lies there is accounted for");
+    assert_eq!(files.stats().files, 1, "the file under the name is counted");
     let newest = append_other(files.as_ref(), &pool, 78);
     assert_body(files.as_ref(), &pool, newest, 78);
     fs::copy(&path, &late).unwrap();
@@ -111,11 +111,11 @@ fn a_late_rename_brings_no_wrong_byte() {
 }
 
 fn assert_recovered_body(recovery: &Recovery, address: Address) {
-    assert_recovered(recovery, &[Stored { number: 1, length: LENGTH, address }]);
+    assert_recovered(recovery, &[StoredBlock { number: 1, length: LENGTH, address }]);
 }
 
 #[test]
-fn a_reclaim_leaves_what_others_have_put_there() {
+fn a_reclaim_keeps_files_of_other_writers() {
     let directory = tempfile::tempdir().unwrap();
     let pool = pool();
     let (ours, _) = open_tier(directory.path(), &pool);
@@ -127,7 +127,7 @@ fn a_reclaim_leaves_what_others_have_put_there() {
     let reclaimed = ours.reclaim(&mut |_, _| false, deadline()).unwrap();
     assert_eq!(reclaimed.dropped, [(key(1), old)]);
     assert_body(theirs.as_ref(), &pool, new, 77);
-    let probed = ours.probe(&key(1), deadline()).unwrap();
+    let probed = ours.lookup(&key(1), deadline()).unwrap();
     assert_eq!(probed, Some((meta(1, LENGTH), new)));
     assert_body(ours.as_ref(), &pool, new, 77);
     let reclaimed = ours.reclaim(&mut |_, _| false, deadline()).unwrap();
@@ -135,7 +135,8 @@ fn a_reclaim_leaves_what_others_have_put_there() {
     assert!(!file_of(directory.path(), 1).exists());
 }
 
-/// The promise of `remove`: `Gone` from now on, even if the file could not be taken away.
+/// The contract of `remove`: reads return `Gone` from now on, even if the file could not be
+/// removed.
 #[test]
 fn a_failed_removal_hides_the_block() {
     let directory = tempfile::tempdir().unwrap();
@@ -143,12 +144,12 @@ fn a_failed_removal_hides_the_block() {
     let (files, _) = open_tier(directory.path(), &pool);
     let stored = append(files.as_ref(), &pool, &[(1, LENGTH), (2, LENGTH)]);
     drop(files);
-    let machine = Io::system(EngineKind::Psync, false, 4, None, Arc::new(SystemClock)).unwrap();
+    let file_io = FileIo::system(EngineKind::Psync, false, 4, None, Arc::new(SystemClock)).unwrap();
     let counting = FaultPlan::new(Fault::Io, u64::MAX, false);
-    let opened = open_with(config(directory.path()), counting.wrap(&machine), &pool, deadline());
+    let opened = open_with(config(directory.path()), counting.wrap(&file_io), &pool, deadline());
     drop(opened.unwrap());
     let plan = FaultPlan::new(Fault::Io, counting.calls(), true);
-    let opened = open_with(config(directory.path()), plan.wrap(&machine), &pool, deadline());
+    let opened = open_with(config(directory.path()), plan.wrap(&file_io), &pool, deadline());
     let (files, _) = opened.unwrap();
     files.remove(&[(key(1), stored[0].address)], deadline()).unwrap_err();
     assert_gone(files.as_ref(), &pool, &stored[..1]);

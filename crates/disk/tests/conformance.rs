@@ -1,4 +1,5 @@
-//! The conformance suite over both layouts, both engines, durable and not, direct and buffered.
+//! The conformance suite over both layouts and both I/O engines, durable and not, direct and
+//! buffered.
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use std::sync::Arc;
@@ -40,43 +41,43 @@ macro_rules! suite {
             }
 
             #[test]
-            fn blocks_come_back() {
-                run(conformance::blocks_come_back);
+            fn blocks_are_read_back() {
+                run(conformance::blocks_are_read_back);
             }
 
             #[test]
-            fn removals_last() {
-                run(conformance::removals_last);
+            fn removals_persist() {
+                run(conformance::removals_persist);
             }
 
             #[test]
-            fn aliases_hold_bytes() {
-                run(conformance::aliases_hold_bytes);
+            fn aliases_keep_bytes() {
+                run(conformance::aliases_keep_bytes);
             }
 
             #[test]
-            fn capacity_holds() {
-                run(|reopen| conformance::capacity_holds(reopen, CAPACITY_BYTES));
+            fn capacity_is_respected() {
+                run(|reopen| conformance::capacity_is_respected(reopen, CAPACITY_BYTES));
             }
 
             #[test]
-            fn restarts_leave_room() {
-                run(|reopen| conformance::restarts_leave_room(reopen, CAPACITY_BYTES));
+            fn restarts_leave_space_for_reclaim() {
+                run(|reopen| conformance::restarts_leave_space_for_reclaim(reopen, CAPACITY_BYTES));
             }
 
             #[test]
-            fn reclaim_keeps() {
-                run(conformance::reclaim_keeps);
+            fn reclaim_keeps_selected_blocks() {
+                run(conformance::reclaim_keeps_selected_blocks);
             }
 
             #[test]
-            fn wrong_questions() {
-                run(conformance::wrong_questions);
+            fn invalid_requests_fail_alone() {
+                run(conformance::invalid_requests_fail_alone);
             }
 
             #[test]
-            fn manifests_stand_by() {
-                run(conformance::manifests_stand_by);
+            fn manifests_are_kept() {
+                run(conformance::manifests_are_kept);
             }
         }
     )*};

@@ -1,4 +1,4 @@
-//! Flipped bits and cut files: a miss or damage, never wrong bytes.
+//! Flipped bits and truncated files give a miss or reported damage, never wrong bytes.
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use std::fs;
@@ -25,7 +25,7 @@ fn config(directory: &Path) -> FileTierConfig {
 }
 
 /// A directory with one sealed segment.
-fn written(pool: &Pool) -> (tempfile::TempDir, PathBuf) {
+fn sealed_segment(pool: &Pool) -> (tempfile::TempDir, PathBuf) {
     let directory = tempfile::tempdir().unwrap();
     let clock = || Arc::new(SystemClock);
     let (files, _) = open(config(directory.path()), clock(), pool, deadline()).unwrap();
@@ -42,7 +42,7 @@ fn scan(bytes: &[u8]) -> Option<SegmentContent> {
     read_segment(&bytes, OPTIONS).ok()
 }
 
-/// Opens a directory and reads all that it says it has; how many blocks came back.
+/// Opens a directory and reads all blocks that it lists. Returns how many were read back.
 fn read_back(directory: &Path, pool: &Pool) -> usize {
     let opened = open(config(directory), Arc::new(SystemClock), pool, deadline());
     let (files, recovery) = match opened {
@@ -57,7 +57,7 @@ fn read_back(directory: &Path, pool: &Pool) -> usize {
         let request = ReadRequest { address, key: meta.key, slab };
         if let ReadOutcome::Hit(slab) = files.read(vec![request], deadline()).remove(0) {
             let number = BLOCKS.iter().find(|(number, _)| key(*number) == meta.key).unwrap().0;
-            assert!(slab[..] == content(number, length), "block {number} came back wrong");
+            assert!(slab[..] == content(number, length), "block {number} has wrong bytes");
             hits += 1;
         }
     }
@@ -65,9 +65,9 @@ fn read_back(directory: &Path, pool: &Pool) -> usize {
 }
 
 #[test]
-fn every_flipped_bit_of_the_structures_is_noticed() {
+fn a_flipped_bit_in_any_structure_is_detected() {
     let pool = pool();
-    let (_directory, segment) = written(&pool);
+    let (_directory, segment) = sealed_segment(&pool);
     let good = fs::read(&segment).unwrap();
     let original = scan(&good).unwrap();
     assert_eq!(original.entries.len(), BLOCKS.len());
@@ -79,7 +79,10 @@ fn every_flipped_bit_of_the_structures_is_noticed() {
         bytes[at] ^= 1 << bit;
         if let Some(content) = scan(&bytes) {
             let is_known = |entry| original.entries.contains(entry);
-            assert!(content.entries.iter().all(is_known), "byte {at}: an entry nobody wrote");
+            assert!(
+                content.entries.iter().all(is_known),
+                "byte {at}: an entry that was never written"
+            );
         }
         bytes[at] ^= 1 << bit;
     }
@@ -87,9 +90,9 @@ fn every_flipped_bit_of_the_structures_is_noticed() {
 }
 
 #[test]
-fn flipped_bits_anywhere_never_give_wrong_bytes() {
+fn flipped_bits_never_return_wrong_bytes() {
     let pool = pool();
-    let (directory, segment) = written(&pool);
+    let (directory, segment) = sealed_segment(&pool);
     let good = fs::read(&segment).unwrap();
     for step in 0..250 {
         let at = step * good.len() / 250 + step % 7;
@@ -106,9 +109,9 @@ fn flipped_bits_anywhere_never_give_wrong_bytes() {
 }
 
 #[test]
-fn cut_files_give_what_is_left_of_them() {
+fn truncated_files_return_their_remaining_blocks() {
     let pool = pool();
-    let (directory, segment) = written(&pool);
+    let (directory, segment) = sealed_segment(&pool);
     let good = fs::read(&segment).unwrap();
     let mut hits_before = 0;
     for length in (0..good.len()).step_by(512) {
@@ -121,23 +124,23 @@ fn cut_files_give_what_is_left_of_them() {
 }
 
 #[test]
-fn frames_of_another_file_are_not_taken_for_our_own() {
+fn frames_of_another_segment_are_ignored() {
     let pool = pool();
-    let (_directory, segment) = written(&pool);
+    let (_directory, segment) = sealed_segment(&pool);
     let mut bytes = fs::read(&segment).unwrap();
     let header = SegmentHeader::decode(&bytes).unwrap();
-    // The same blocks of the disk, now with the header of a newer segment in front.
+    // The same disk blocks, now with the header of a newer segment.
     SegmentHeader { segment_id: [9; 16], ..header }.encode(&mut bytes);
     let content = scan(&bytes).unwrap();
     assert!(content.entries.is_empty(), "{content:?}");
 }
 
 #[test]
-fn another_version_is_refused_by_name() {
+fn another_format_version_is_refused_with_the_file_name() {
     let pool = pool();
-    let (directory, segment) = written(&pool);
+    let (directory, segment) = sealed_segment(&pool);
     let mut bytes = fs::read(&segment).unwrap();
-    // As a later version would write it: its number, and the checksum that every version has.
+    // As a later version writes it: its version number, and the checksum that all versions have.
     bytes[8..10].copy_from_slice(&(FORMAT_VERSION + 1).to_le_bytes());
     let sum = page_checksum(&bytes[..PAGE_BYTES]);
     bytes[PAGE_BYTES - 4..PAGE_BYTES].copy_from_slice(&sum.to_le_bytes());
@@ -147,15 +150,15 @@ fn another_version_is_refused_by_name() {
     let text = error.to_string();
     assert!(matches!(error, DiskError::UnknownVersion { found: 2, .. }), "{text}");
     assert!(text.contains("w0-00000000.segment") && text.contains("version 2"), "{text}");
-    assert_eq!(fs::read(&segment).unwrap(), bytes, "nothing was changed");
+    assert_eq!(fs::read(&segment).unwrap(), bytes, "the file is unchanged");
     let report = inspect(directory.path(), true, &mut |_| {}).unwrap();
     assert!(!report.is_clean());
 }
 
 #[test]
-fn inspection_finds_the_damaged_block() {
+fn an_inspection_finds_a_damaged_block() {
     let pool = pool();
-    let (directory, segment) = written(&pool);
+    let (directory, segment) = sealed_segment(&pool);
     let clean = inspect(directory.path(), true, &mut |_| {}).unwrap();
     assert!(clean.is_clean(), "{clean:?}");
     assert_eq!(clean.files[0].live_records, 6);

@@ -1,4 +1,4 @@
-//! The probe of a device: right when it works, an error for every way in which it does not.
+//! The device probe succeeds on a working device and fails for each kind of fault.
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use std::path::Path;
@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use cascade_block::{Deadline, SystemClock};
 use cascade_disk::conformance::{append, assert_hits, deadline, pool};
-use cascade_disk::io::Io;
+use cascade_disk::io::FileIo;
 use cascade_disk::io::fault::{Fault, FaultPlan};
 use cascade_disk::{BlockFiles, DiskError, EngineKind, FileTierConfig, Layout, open_with};
 
@@ -15,20 +15,20 @@ fn config(directory: &Path, layout: Layout) -> FileTierConfig {
     FileTierConfig { direct: false, layout, ..FileTierConfig::new(directory) }
 }
 
-fn machine() -> Io {
-    Io::system(EngineKind::Psync, false, 4, None, Arc::new(SystemClock)).unwrap()
+fn file_io() -> FileIo {
+    FileIo::system(EngineKind::Psync, false, 4, None, Arc::new(SystemClock)).unwrap()
 }
 
-fn opened(directory: &Path, layout: Layout, io: Io) -> Arc<dyn BlockFiles> {
+fn opened(directory: &Path, layout: Layout, io: FileIo) -> Arc<dyn BlockFiles> {
     open_with(config(directory, layout), io, &pool(), deadline()).unwrap().0
 }
 
 #[test]
-fn a_probe_touches_no_block_and_outlives_a_restart() {
+fn a_probe_changes_no_block_and_works_after_a_restart() {
     for layout in [Layout::Segments, Layout::FilePerBlock] {
         let directory = tempfile::tempdir().unwrap();
         let pool = pool();
-        let files = opened(directory.path(), layout, machine());
+        let files = opened(directory.path(), layout, file_io());
         let stored = append(files.as_ref(), &pool, &[(1, 5000), (2, 9000)]);
         for _ in 0..3 {
             files.probe_device(deadline()).unwrap();
@@ -36,33 +36,33 @@ fn a_probe_touches_no_block_and_outlives_a_restart() {
         assert_hits(files.as_ref(), &pool, &stored);
         files.checkpoint(deadline()).unwrap();
         drop(files);
-        let files = opened(directory.path(), layout, machine());
+        let files = opened(directory.path(), layout, file_io());
         files.probe_device(deadline()).unwrap();
         assert_hits(files.as_ref(), &pool, &stored);
         assert_eq!(files.stats().stuck_calls, 0);
     }
 }
 
-/// How many calls to the machine an opening makes, and then a probe.
+/// The number of I/O calls after an opening, and after a probe that follows.
 fn calls(layout: Layout) -> (u64, u64) {
     let directory = tempfile::tempdir().unwrap();
     let plan = FaultPlan::new(Fault::Io, u64::MAX, false);
-    let files = opened(directory.path(), layout, plan.wrap(&machine()));
+    let files = opened(directory.path(), layout, plan.wrap(&file_io()));
     let opening = plan.calls();
     files.probe_device(deadline()).unwrap();
     (opening, plan.calls())
 }
 
 #[test]
-fn a_probe_fails_as_the_device_does_at_every_step() {
+fn a_probe_returns_the_error_of_each_step() {
     for layout in [Layout::Segments, Layout::FilePerBlock] {
         let (opening, probed) = calls(layout);
-        assert!(probed > opening + 3, "it opens, writes, syncs and reads");
+        assert!(probed > opening + 3, "a probe opens, writes, syncs and reads");
         for fault in [Fault::Io, Fault::NoSpace, Fault::Torn, Fault::Hang] {
             for at in opening..probed {
                 let directory = tempfile::tempdir().unwrap();
                 let plan = FaultPlan::new(fault, at, true);
-                let files = opened(directory.path(), layout, plan.wrap(&machine()));
+                let files = opened(directory.path(), layout, plan.wrap(&file_io()));
                 let soon = Deadline::after(&SystemClock, Duration::from_secs(30));
                 let result = files.probe_device(soon);
                 let is_right = match fault {
@@ -77,16 +77,16 @@ fn a_probe_fails_as_the_device_does_at_every_step() {
 }
 
 #[test]
-fn a_directory_that_another_took_the_place_of_is_not_the_one_that_was_opened() {
+fn a_probe_fails_if_the_directory_was_replaced() {
     let parent = tempfile::tempdir().unwrap();
     let (here, away) = (parent.path().join("here"), parent.path().join("away"));
-    let files = opened(&here, Layout::Segments, machine());
+    let files = opened(&here, Layout::Segments, file_io());
     std::fs::rename(&here, &away).unwrap();
     let error = files.probe_device(deadline()).unwrap_err();
     assert!(matches!(error, DiskError::Io { .. }), "{error:?}");
-    let other = opened(&here, Layout::Segments, machine());
+    let other = opened(&here, Layout::Segments, file_io());
     let DiskError::Io { source, .. } = files.probe_device(deadline()).unwrap_err() else {
-        panic!("it is another directory")
+        panic!("the probe must detect another directory")
     };
     assert!(source.to_string().contains("mounted"), "{source}");
     other.probe_device(deadline()).unwrap();

@@ -1,4 +1,4 @@
-//! Erasing a file tier: nothing of it is left in the files, and it can be used again.
+//! Erasing a file tier leaves none of its data in the files, and the tier is usable afterwards.
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use std::fs;
@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use cascade_block::{Manifest, Namespace, SystemClock, TenantSecret};
 use cascade_disk::conformance::{self, append, content, deadline};
-use cascade_disk::io::Io;
+use cascade_disk::io::FileIo;
 use cascade_disk::io::fault::{Fault, FaultPlan};
 use cascade_disk::{EngineKind, FileTierConfig, Layout, open, open_with};
 
@@ -27,7 +27,7 @@ fn files_below(directory: &Path) -> Vec<PathBuf> {
     entries.flat_map(|path| if path.is_dir() { files_below(&path) } else { vec![path] }).collect()
 }
 
-/// Other names for the same files, by which their bytes can be read when they are gone.
+/// Creates hard links to all files, through which their bytes can be read after a removal.
 fn link_all(from: &Path, to: &Path) -> Vec<PathBuf> {
     let linked = files_below(from).into_iter().enumerate().map(|(at, path)| {
         let link = to.join(at.to_string());
@@ -42,7 +42,7 @@ fn holds(path: &Path, bytes: &[u8]) -> bool {
 }
 
 #[test]
-fn nothing_is_left_and_the_tier_is_usable() {
+fn an_erase_overwrites_all_files_and_the_tier_is_usable() {
     for layout in [Layout::Segments, Layout::FilePerBlock] {
         let (directory, links) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
         let pool = conformance::pool();
@@ -56,14 +56,17 @@ fn nothing_is_left_and_the_tier_is_usable() {
         files.checkpoint(deadline()).unwrap();
         let linked = link_all(directory.path(), links.path());
         let mark = &content(7, LENGTH)[100..132];
-        assert!(linked.iter().any(|path| holds(path, mark)), "{layout:?}: the test finds blocks");
+        assert!(
+            linked.iter().any(|path| holds(path, mark)),
+            "{layout:?}: the blocks can be found in the files"
+        );
 
         let erased = files.erase(deadline()).unwrap();
 
         assert_eq!(erased.left, []);
         assert!(erased.overwritten_bytes >= 60 * LENGTH as u64, "{erased:?}");
         let left = files_below(directory.path());
-        assert_eq!(left.len(), 1, "{layout:?}: only the lock's file: {left:?}");
+        assert_eq!(left.len(), 1, "{layout:?}: only the lock file remains: {left:?}");
         for path in &linked {
             let is_lock = fs::read(path).unwrap().len() < 16;
             let is_zero = fs::read(path).unwrap().iter().all(|byte| *byte == 0);
@@ -79,56 +82,57 @@ fn nothing_is_left_and_the_tier_is_usable() {
     }
 }
 
-/// Whichever call fails: the erase fails, or names what resisted, or everything is gone.
+/// Whichever call fails: the erase returns an error, or lists the remaining file, or everything is
+/// erased.
 #[test]
-fn whatever_resists_is_told() {
-    let mut told = 0;
+fn an_erase_reports_files_that_it_could_not_erase() {
+    let mut reported = 0;
     for step in 0..8 {
         let directory = tempfile::tempdir().unwrap();
         let pool = conformance::pool();
         let clock = Arc::new(SystemClock);
         let config = config(directory.path(), Layout::Segments);
-        let io = Io::system(EngineKind::Psync, false, 8, Some(&pool), clock.clone()).unwrap();
+        let io = FileIo::system(EngineKind::Psync, false, 8, Some(&pool), clock.clone()).unwrap();
         let counting = FaultPlan::new(Fault::Io, u64::MAX, false);
-        let prepare = |plan: &Arc<FaultPlan>| {
+        let open_and_fill = |plan: &Arc<FaultPlan>| {
             let (files, _) = open_with(config.clone(), plan.wrap(&io), &pool, deadline()).unwrap();
             append(&*files, &pool, &[(1, LENGTH)]);
             files
         };
-        let files = prepare(&counting);
+        let files = open_and_fill(&counting);
         let calls = counting.calls();
         files.erase(deadline()).unwrap();
         drop(files);
         let plan = FaultPlan::new(Fault::Io, calls + step, false);
-        let erased = prepare(&plan).erase(deadline());
+        let erased = open_and_fill(&plan).erase(deadline());
         let is_gone = !files_below(directory.path())
             .iter()
             .any(|path| path.extension().is_some_and(|extension| extension == "segment"));
         match erased {
             Ok(erased) if erased.left.is_empty() => assert!(is_gone, "step {step}"),
             Ok(erased) => {
-                told += 1;
+                reported += 1;
                 let reason = &erased.left[0].reason;
                 assert!(is_gone || !reason.starts_with("removed"), "step {step}: {erased:?}");
             }
-            Err(_) => told += 1,
+            Err(_) => reported += 1,
         }
     }
-    assert!(told >= 3, "listing, overwriting and removing can fail: {told}");
+    assert!(reported >= 3, "listing, overwriting and removing can fail: {reported}");
 }
 
-/// A file was removed while it might still be overwritten, and one that was left behind took no
-/// part of the capacity any more.
+/// A file was removed while its overwrite was in progress, and a remaining file no longer counted
+/// towards the capacity.
 #[test]
-fn what_hangs_is_left_alone_told_and_counted() {
+fn a_file_whose_erase_hangs_is_kept_reported_and_counted() {
     let mut left = 0;
     for step in 0..8 {
         let directory = tempfile::tempdir().unwrap();
         let pool = conformance::pool();
         let config = config(directory.path(), Layout::Segments);
         let clock = Arc::new(SystemClock);
-        let io = Io::system(EngineKind::Psync, false, 8, Some(&pool), clock).unwrap();
-        let prepare = |plan: &Arc<FaultPlan>| {
+        let io = FileIo::system(EngineKind::Psync, false, 8, Some(&pool), clock).unwrap();
+        let open_and_fill = |plan: &Arc<FaultPlan>| {
             let (files, _) = open_with(config.clone(), plan.wrap(&io), &pool, deadline()).unwrap();
             let stored = append(&*files, &pool, &[(1, LENGTH)]);
             let namespace = Namespace::new(Manifest::new().with("a", "b"), &TenantSecret::new("s"));
@@ -136,12 +140,12 @@ fn what_hangs_is_left_alone_told_and_counted() {
             (files, stored)
         };
         let counting = FaultPlan::new(Fault::Io, u64::MAX, false);
-        let (files, _) = prepare(&counting);
+        let (files, _) = open_and_fill(&counting);
         let calls = counting.calls();
         files.erase(deadline()).unwrap();
         drop(files);
         let plan = FaultPlan::new(Fault::Hang, calls + step, false);
-        let (files, stored) = prepare(&plan);
+        let (files, stored) = open_and_fill(&plan);
         let erased = files.erase(deadline());
         if plan.calls() <= calls + step {
             break;
@@ -158,9 +162,9 @@ fn what_hangs_is_left_alone_told_and_counted() {
         left += u32::from(bytes > 0);
         let has_manifest =
             segments.iter().any(|path| path.extension().is_some_and(|it| it == "json"));
-        assert!(has_manifest || bytes == 0, "step {step}: what marks its blocks stays with them");
+        assert!(has_manifest || bytes == 0, "step {step}: the manifest is kept with its blocks");
         conformance::assert_gone(&*files, &pool, &stored);
-        assert_eq!(files.erase(deadline()).unwrap().left, [], "step {step}: once more");
+        assert_eq!(files.erase(deadline()).unwrap().left, [], "step {step}: a second erase");
         assert_eq!(files.stats().used_bytes, 0);
     }
     assert!(left >= 1, "overwriting or removing a segment can hang");

@@ -1,4 +1,4 @@
-//! A disk that fails at the k-th call, for every k: nothing acknowledged is lost or wrong.
+//! A disk that fails at the k-th call, for every k: no acknowledged block is lost or wrong.
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use std::collections::BTreeMap;
@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use cascade_block::SystemClock;
 use cascade_disk::conformance::{content, deadline, key, meta};
-use cascade_disk::io::Io;
+use cascade_disk::io::FileIo;
 use cascade_disk::io::fault::{Fault, FaultPlan};
 use cascade_disk::{
     Address, BlockFiles, EngineKind, FileTierConfig, Layout, ReadOutcome, ReadRequest, Recovery,
@@ -15,16 +15,16 @@ use cascade_disk::{
 };
 use cascade_memory::{HugePages, Pool, PoolConfig};
 
-/// What the tier has promised about a block.
+/// The state that the tier acknowledged for a block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Promise {
+enum ExpectedState {
     Stored(Address),
     Removed,
-    /// An operation on it failed half-way: it may be there or not, but never wrong.
+    /// An operation on it failed: the block may be stored or not, but is never wrong.
     Unknown,
 }
 
-type Promises = BTreeMap<u64, Promise>;
+type ExpectedStates = BTreeMap<u64, ExpectedState>;
 
 fn config(directory: &Path, layout: Layout) -> FileTierConfig {
     FileTierConfig {
@@ -42,80 +42,88 @@ fn small_pool() -> Pool {
     Pool::new(&config).unwrap()
 }
 
-fn machine() -> Io {
-    Io::system(EngineKind::Psync, false, 4, None, Arc::new(SystemClock)).unwrap()
+fn file_io() -> FileIo {
+    FileIo::system(EngineKind::Psync, false, 4, None, Arc::new(SystemClock)).unwrap()
 }
 
 fn length(number: u64) -> usize {
     [100, 4096, 5000, 12_288][usize::try_from(number % 4).unwrap()]
 }
 
-fn append(files: &dyn BlockFiles, pool: &Pool, numbers: std::ops::Range<u64>, to: &mut Promises) {
+fn append(
+    files: &dyn BlockFiles,
+    pool: &Pool,
+    numbers: std::ops::Range<u64>,
+    to: &mut ExpectedStates,
+) {
     let batch = numbers
         .clone()
         .map(|number| cascade_disk::conformance::block(pool, number, length(number)))
         .collect();
-    for (number, answer) in numbers.zip(files.append(batch, deadline())) {
-        to.insert(number, answer.map_or(Promise::Unknown, Promise::Stored));
+    for (number, result) in numbers.zip(files.append(batch, deadline())) {
+        to.insert(number, result.map_or(ExpectedState::Unknown, ExpectedState::Stored));
     }
 }
 
-/// A life with everything in it; every error is taken as it comes.
-fn live_through(files: &dyn BlockFiles, pool: &Pool, promises: &mut Promises) {
-    append(files, pool, 0..8, promises);
-    append(files, pool, 8..20, promises);
+/// Runs every operation once. Errors are recorded.
+fn run_every_operation(files: &dyn BlockFiles, pool: &Pool, states: &mut ExpectedStates) {
+    append(files, pool, 0..8, states);
+    append(files, pool, 8..20, states);
     for number in [1, 9] {
-        if let Promise::Stored(address) = promises[&number] {
+        if let ExpectedState::Stored(address) = states[&number] {
             let removed = files.remove(&[(key(number), address)], deadline());
-            promises.insert(number, removed.map_or(Promise::Unknown, |()| Promise::Removed));
+            states.insert(
+                number,
+                removed.map_or(ExpectedState::Unknown, |()| ExpectedState::Removed),
+            );
         }
     }
-    if let Promise::Stored(address) = promises[&2] {
+    if let ExpectedState::Stored(address) = states[&2] {
         let alias = files.alias(&[(meta(102, length(2)), address)], deadline()).remove(0);
-        promises.insert(102, alias.map_or(Promise::Unknown, Promise::Stored));
+        states.insert(102, alias.map_or(ExpectedState::Unknown, ExpectedState::Stored));
     }
     let checkpoint = files.checkpoint(deadline());
     drop(checkpoint);
-    append(files, pool, 20..32, promises);
-    let mut asked = Vec::new();
+    append(files, pool, 20..32, states);
+    let mut offered = Vec::new();
     let reclaimed = files.reclaim(
         &mut |meta, _| {
-            asked.push(meta.key);
+            offered.push(meta.key);
             meta.is_prefix
         },
         deadline(),
     );
     match reclaimed {
         Ok(reclaimed) => {
-            for (number, promise) in promises.iter_mut() {
+            for (number, state) in states.iter_mut() {
                 let named = |(key_of, _): &(_, _)| *key_of == key(*number);
                 if reclaimed.dropped.iter().any(named) {
-                    *promise = Promise::Removed;
+                    *state = ExpectedState::Removed;
                 }
                 let moved = reclaimed.moved.iter().find(|(moved, _, _)| *moved == key(*number));
                 if let Some((_, _, to)) = moved {
-                    *promise = Promise::Stored(*to);
+                    *state = ExpectedState::Stored(*to);
                 }
             }
         }
         Err(_failed) => {
-            for (number, promise) in promises.iter_mut() {
+            for (number, state) in states.iter_mut() {
                 let was_kept = number.is_multiple_of(2);
-                if asked.contains(&key(*number)) && !was_kept {
-                    *promise = Promise::Unknown;
+                if offered.contains(&key(*number)) && !was_kept {
+                    *state = ExpectedState::Unknown;
                 }
             }
         }
     }
-    append(files, pool, 32..40, promises);
-    for (number, promise) in promises.iter() {
-        if let Promise::Stored(address) = promise {
+    append(files, pool, 32..40, states);
+    for (number, state) in states.iter() {
+        if let ExpectedState::Stored(address) = state {
             check(files, pool, *number, *address, false);
         }
     }
 }
 
-/// Reads a block: right bytes, or (unless it must be there) anything but wrong ones.
+/// Reads a block. It must have the right bytes or, unless `must_hit`, be a miss or an error.
 fn check(files: &dyn BlockFiles, pool: &Pool, number: u64, address: Address, must_hit: bool) {
     let body = number % 100;
     let slab = pool.allocate(length(body)).unwrap();
@@ -126,39 +134,43 @@ fn check(files: &dyn BlockFiles, pool: &Pool, number: u64, address: Address, mus
     }
 }
 
-fn verify(files: &dyn BlockFiles, recovery: &Recovery, pool: &Pool, promises: &Promises) {
+fn verify(files: &dyn BlockFiles, recovery: &Recovery, pool: &Pool, states: &ExpectedStates) {
     let found: BTreeMap<_, _> = recovery.live.iter().map(|(meta, at)| (meta.key, *at)).collect();
-    for (&number, promise) in promises {
-        match (promise, found.get(&key(number))) {
-            (Promise::Stored(_), Some(&address)) => check(files, pool, number, address, true),
-            (Promise::Stored(_), None) => panic!("block {number} was acknowledged and is lost"),
-            (Promise::Removed, Some(_)) => panic!("block {number} was removed and is back"),
-            (Promise::Unknown, Some(&address)) => check(files, pool, number, address, false),
-            (Promise::Removed | Promise::Unknown, None) => {}
+    for (&number, state) in states {
+        match (state, found.get(&key(number))) {
+            (ExpectedState::Stored(_), Some(&address)) => check(files, pool, number, address, true),
+            (ExpectedState::Stored(_), None) => {
+                panic!("block {number} was acknowledged but is lost")
+            }
+            (ExpectedState::Removed, Some(_)) => {
+                panic!("block {number} was removed but was recovered")
+            }
+            (ExpectedState::Unknown, Some(&address)) => check(files, pool, number, address, false),
+            (ExpectedState::Removed | ExpectedState::Unknown, None) => {}
         }
     }
 }
 
-/// Thousands of runs, each with many syncs: in memory where the machine has a place for it.
+/// A directory in memory if the machine has one: there are thousands of runs with many syncs each.
 fn memory_directory() -> tempfile::TempDir {
     tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir()).unwrap()
 }
 
-/// One run; how many calls the disk saw.
+/// One run. Returns the number of I/O calls.
 fn run(layout: Layout, fault: Fault, at_call: u64, is_permanent: bool) -> u64 {
     let directory = memory_directory();
     let pool = small_pool();
     let plan = FaultPlan::new(fault, at_call, is_permanent);
-    let mut promises = Promises::new();
+    let mut states = ExpectedStates::new();
     let config = config(directory.path(), layout);
-    if let Ok((files, _)) = open_with(config.clone(), plan.wrap(&machine()), &pool, deadline()) {
-        live_through(files.as_ref(), &pool, &mut promises);
+    if let Ok((files, _)) = open_with(config.clone(), plan.wrap(&file_io()), &pool, deadline()) {
+        run_every_operation(files.as_ref(), &pool, &mut states);
     }
     for _ in 0..2 {
-        let (files, recovery) = open_with(config.clone(), machine(), &pool, deadline()).unwrap();
-        verify(files.as_ref(), &recovery, &pool, &promises);
+        let (files, recovery) = open_with(config.clone(), file_io(), &pool, deadline()).unwrap();
+        verify(files.as_ref(), &recovery, &pool, &states);
     }
-    assert_eq!(pool.stats().requested_bytes, 0, "every slab came back");
+    assert_eq!(pool.stats().requested_bytes, 0, "every slab was released");
     plan.calls()
 }
 

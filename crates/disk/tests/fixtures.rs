@@ -1,4 +1,4 @@
-//! Directories of every format version that was released are read for ever.
+//! Directories of every released format version are readable.
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use std::fs;
@@ -6,11 +6,12 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use cascade_block::{Manifest, Namespace, SystemClock, TenantSecret};
-use cascade_disk::conformance::{Stored, append, content, deadline, key, meta, pool, read_as};
+use cascade_disk::conformance::{StoredBlock, append, content, deadline, key, meta, pool, read_as};
 use cascade_disk::{FileTierConfig, Layout, ReadOutcome, inspect, open};
 
-/// Blocks that the fixture holds: number and length. Block 1 was removed, 7 is an alias of 2.
-const HELD: [(u64, u64, usize); 3] = [(0, 0, 100), (2, 2, 5000), (7, 2, 5000)];
+/// Blocks in the fixture: key number, content number, length. Block 1 was removed, 7 is an alias of
+/// 2.
+const STORED_BLOCKS: [(u64, u64, usize); 3] = [(0, 0, 100), (2, 2, 5000), (7, 2, 5000)];
 
 fn fixture(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("fixtures/v1").join(name)
@@ -38,7 +39,7 @@ fn copy(from: &Path, to: &Path) {
     }
 }
 
-/// Writes the fixtures. Run by hand, once for each new format version.
+/// Writes the fixtures. Run by hand once for each new format version.
 #[test]
 #[ignore = "writes the files that the other tests read"]
 fn write() {
@@ -76,11 +77,11 @@ fn reads_back(name: &str, layout: Layout, with_checkpoint: bool) {
     let pool = pool();
     let config = config(directory.path(), layout);
     let (files, recovery) = open(config, Arc::new(SystemClock), &pool, deadline()).unwrap();
-    assert_eq!(recovery.live.len(), HELD.len(), "{recovery:?}");
-    for (name, body, length) in HELD {
+    assert_eq!(recovery.live.len(), STORED_BLOCKS.len(), "{recovery:?}");
+    for (name, body, length) in STORED_BLOCKS {
         let found = recovery.live.iter().find(|(meta, _)| meta.key == key(name)).unwrap();
         assert_eq!(found.0, meta(name, length));
-        let stored = Stored { number: body, length, address: found.1 };
+        let stored = StoredBlock { number: body, length, address: found.1 };
         let outcome = read_as(files.as_ref(), &pool, &[(key(name), stored)]).remove(0);
         let ReadOutcome::Hit(slab) = outcome else { panic!("block {name}: {outcome:?}") };
         assert!(slab[..] == content(body, length));

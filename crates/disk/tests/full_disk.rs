@@ -1,4 +1,4 @@
-//! A file system that is really full: typed errors, and everything acknowledged stays.
+//! A full file system gives typed errors, and every acknowledged block is kept.
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 mod small_disk;
@@ -6,7 +6,9 @@ mod small_disk;
 use std::sync::Arc;
 
 use cascade_block::SystemClock;
-use cascade_disk::conformance::{Stored, assert_hits, assert_recovered, block, deadline, pool};
+use cascade_disk::conformance::{
+    StoredBlock, assert_hits, assert_recovered, block, deadline, pool,
+};
 use cascade_disk::{DiskError, FileTierConfig, Layout, open};
 use small_disk::SmallDisk;
 
@@ -26,7 +28,7 @@ fn fill(layout: Layout) {
     for number in 0..100 {
         let batch = vec![block(&pool, number, 100_000)];
         match files.append(batch, deadline()).remove(0) {
-            Ok(address) => stored.push(Stored { number, length: 100_000, address }),
+            Ok(address) => stored.push(StoredBlock { number, length: 100_000, address }),
             Err(DiskError::NoSpace { .. }) => is_full = true,
             Err(error) => panic!("{error:?}"),
         }
@@ -40,11 +42,11 @@ fn fill(layout: Layout) {
 }
 
 #[test]
-fn segments_on_a_full_disk_keep_what_they_have() {
+fn segments_keep_their_blocks_on_a_full_disk() {
     fill(Layout::Segments);
 }
 
 #[test]
-fn block_files_on_a_full_disk_keep_what_they_have() {
+fn block_files_keep_their_blocks_on_a_full_disk() {
     fill(Layout::FilePerBlock);
 }

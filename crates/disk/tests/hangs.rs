@@ -1,6 +1,7 @@
-//! Files that really hang: a caller is released by its deadline, and the buffers come back later.
+//! Calls that hang in the kernel: the caller returns at its deadline, and the buffers are released
+//! later.
 //!
-//! A named pipe stands in for a dead disk: its opening, and a read of it, block in the kernel.
+//! A named pipe replaces a hung disk: opening it and reading it block in the kernel.
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use std::fs::{self, File, OpenOptions};
@@ -10,14 +11,16 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use cascade_block::{Deadline, SystemClock};
-use cascade_disk::conformance::{Stored, append, assert_hits, deadline, key, pool, read_as};
-use cascade_disk::io::{Buffer, Engine, Finished, Traffic, Transfer, TransferKind, UringEngine};
+use cascade_disk::conformance::{StoredBlock, append, assert_hits, deadline, key, pool, read_as};
+use cascade_disk::io::{
+    Buffer, Engine, Transfer, TransferKind, TransferOutcome, TransferQueue, UringEngine,
+};
 use cascade_disk::{
     Address, DiskError, EngineKind, FileTierConfig, Layout, ReadOutcome, ReadRequest, open,
 };
 use rustix::fs::{CWD, FileType, Mode, mknodat};
 
-fn soon() -> Deadline {
+fn short_deadline() -> Deadline {
     Deadline::after(&SystemClock, Duration::from_millis(50))
 }
 
@@ -25,13 +28,13 @@ fn pipe(path: &Path) {
     mknodat(CWD, path, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).unwrap();
 }
 
-/// Both ends at once, which blocks nobody and lets a blocked opening of either go on.
+/// Opens both ends at once, which does not block and unblocks a pending open of either end.
 fn both_ends(path: &Path) -> File {
     OpenOptions::new().read(true).write(true).open(path).unwrap()
 }
 
 #[test]
-fn a_hung_call_releases_its_caller_and_leaves_the_tier_in_order() {
+fn a_hung_call_returns_at_its_deadline_and_other_calls_work() {
     let directory = tempfile::tempdir().unwrap();
     let pool = pool();
     let config = FileTierConfig {
@@ -50,35 +53,35 @@ fn a_hung_call_releases_its_caller_and_leaves_the_tier_in_order() {
     let address = Address::from_u64(7);
     let slab = pool.allocate(5000).unwrap();
     let request = ReadRequest { address, key: key(2), slab };
-    let outcome = files.read(vec![request], soon()).remove(0);
+    let outcome = files.read(vec![request], short_deadline()).remove(0);
     let is_late = matches!(outcome, ReadOutcome::Failed(DiskError::Timeout { .. }));
     assert!(is_late, "{outcome:?}");
-    let removed = files.remove(&[(key(2), address)], soon());
+    let removed = files.remove(&[(key(2), address)], short_deadline());
     assert!(matches!(removed, Err(DiskError::Timeout { .. })), "{removed:?}");
-    // The removal still hangs with the turn for names; reads do not need it.
+    // The hung removal still holds the rename lock, which reads do not need.
     assert_hits(files.as_ref(), &pool, &stored);
     let ends = both_ends(&hung);
     fs::remove_file(&hung).unwrap();
     drop(ends);
-    let late = Stored { number: 2, length: 5000, address };
+    let late = StoredBlock { number: 2, length: 5000, address };
     let outcome = read_as(files.as_ref(), &pool, &[(key(2), late)]).remove(0);
     assert!(matches!(outcome, ReadOutcome::Gone), "{outcome:?}");
     files.remove(&[(key(1), stored[0].address)], deadline()).unwrap();
 }
 
-/// One transfer, and what became of it.
-struct Single {
+/// A queue of one transfer.
+struct SingleTransfer {
     waiting: Option<Transfer>,
-    finished: Option<Finished>,
+    outcome: Option<TransferOutcome>,
 }
 
-impl Traffic for Single {
-    fn next(&mut self) -> Option<(usize, Transfer)> {
+impl TransferQueue for SingleTransfer {
+    fn next_transfer(&mut self) -> Option<(usize, Transfer)> {
         self.waiting.take().map(|transfer| (0, transfer))
     }
 
-    fn end(&mut self, _number: usize, finished: Finished) {
-        self.finished = Some(finished);
+    fn complete(&mut self, _number: usize, outcome: TransferOutcome) {
+        self.outcome = Some(outcome);
     }
 }
 
@@ -89,22 +92,22 @@ fn a_hung_ring_keeps_its_buffers_until_the_kernel_is_done() {
     pipe(&path);
     let pool = pool();
     let Ok(engine) = UringEngine::new(2, Some(&pool), Arc::new(SystemClock)) else {
-        return; // A kernel without io_uring has no ring that could hang.
+        return; // A kernel without io_uring has no ring.
     };
     let ends = Arc::new(both_ends(&path));
     let slab = pool.allocate(4096).unwrap();
     let buffers = vec![Buffer::Open(slab, 0..4096)];
     let transfer = Transfer::new(TransferKind::Read, Arc::clone(&ends), 0, buffers);
-    let mut traffic = Single { waiting: Some(transfer), finished: None };
-    engine.carry(&mut traffic, soon());
-    let finished = traffic.finished.expect("it was told of");
-    assert_eq!(finished.result.unwrap_err().kind(), ErrorKind::TimedOut);
-    assert!(finished.transfer.is_none(), "the kernel still has the buffer");
-    assert!(pool.stats().requested_bytes > 0, "and so nobody else gets its memory");
+    let mut queue = SingleTransfer { waiting: Some(transfer), outcome: None };
+    engine.run(&mut queue, short_deadline());
+    let outcome = queue.outcome.expect("the engine completed it");
+    assert_eq!(outcome.result.unwrap_err().kind(), ErrorKind::TimedOut);
+    assert!(outcome.transfer.is_none(), "the kernel still uses the buffer");
+    assert!(pool.stats().requested_bytes > 0, "its memory is still allocated");
     std::io::Write::write_all(&mut ends.as_ref(), &[1; 4096]).unwrap();
     let limit = deadline();
     while pool.stats().requested_bytes > 0 {
-        assert!(!limit.has_passed(&SystemClock), "the buffer never came back");
+        assert!(!limit.has_passed(&SystemClock), "the buffer was never released");
         std::thread::yield_now();
     }
 }

@@ -1,6 +1,9 @@
-//! kill -9 of a process that writes: what it was told is stored is there, and right.
+//! After `kill -9` of a writing process every block that it acknowledged is recovered and right.
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
-#![expect(clippy::disallowed_methods, reason = "the child is told its part by its environment")]
+#![expect(
+    clippy::disallowed_methods,
+    reason = "the child reads its parameters from its environment"
+)]
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::{BufRead as _, BufReader, Write as _};
@@ -9,7 +12,7 @@ use std::process::{Command, Stdio};
 use std::sync::Arc;
 
 use cascade_block::SystemClock;
-use cascade_disk::conformance::{Stored, assert_hits, block, deadline, key, pool};
+use cascade_disk::conformance::{StoredBlock, assert_hits, block, deadline, key, pool};
 use cascade_disk::{BlockFiles, DiskError, FileTierConfig, Layout, open};
 use cascade_memory::Pool;
 
@@ -30,16 +33,16 @@ fn length(number: u64) -> usize {
     [300, 4096, 20_000, 65_536, 131_072][usize::try_from(number % 5).unwrap()]
 }
 
-/// Says something to the parent, who must have it before anything else happens.
-fn say(word: &str, number: u64) {
+/// Prints an event for the parent and flushes it before anything else happens.
+fn report_event(word: &str, number: u64) {
     let mut out = std::io::stdout().lock();
     writeln!(out, "\n{word} {number}").unwrap();
     out.flush().unwrap();
 }
 
-/// Not a test: what the child process does until it is killed.
+/// Not a test: the child process, which runs until it is killed.
 #[test]
-#[ignore = "run by kill_leaves_no_wrong_bytes in a process of its own"]
+#[ignore = "run by no_block_is_lost_or_wrong_after_a_kill in a child process"]
 fn child() {
     let (Some(directory), Some(first)) = (std::env::var_os(DIRECTORY), std::env::var_os(FIRST))
     else {
@@ -51,7 +54,7 @@ fn child() {
     let config = config(Path::new(&directory), layout);
     let (files, _) = open(config, Arc::new(SystemClock), &pool, deadline()).unwrap();
     let first: u64 = first.to_str().unwrap().parse().unwrap();
-    say("open", u64::from(std::process::id()));
+    report_event("open", u64::from(std::process::id()));
     for start in (first..).step_by(8) {
         write_batch(files.as_ref(), &pool, start);
     }
@@ -61,16 +64,16 @@ fn write_batch(files: &dyn BlockFiles, pool: &Pool, start: u64) {
     let mut open: Vec<u64> = (start..start + 8).collect();
     while !open.is_empty() {
         let batch = open.iter().map(|&number| block(pool, number, length(number))).collect();
-        let answers = files.append(batch, deadline());
+        let results = files.append(batch, deadline());
         let mut refused = Vec::new();
-        for (&number, answer) in open.iter().zip(answers) {
-            match answer {
+        for (&number, result) in open.iter().zip(results) {
+            match result {
                 Ok(address) => {
-                    say("stored", number);
+                    report_event("stored", number);
                     if number.is_multiple_of(7) {
-                        say("removing", number);
+                        report_event("removing", number);
                         files.remove(&[(key(number), address)], deadline()).unwrap();
-                        say("removed", number);
+                        report_event("removed", number);
                     }
                 }
                 Err(DiskError::Full { .. }) => refused.push(number),
@@ -82,7 +85,7 @@ fn write_batch(files: &dyn BlockFiles, pool: &Pool, start: u64) {
                 if meta.is_prefix && meta.written_unix_ms + 40 > start {
                     return true;
                 }
-                say("removing", meta.written_unix_ms);
+                report_event("removing", meta.written_unix_ms);
                 false
             };
             files.reclaim(keep, deadline()).unwrap();
@@ -94,37 +97,38 @@ fn write_batch(files: &dyn BlockFiles, pool: &Pool, start: u64) {
     }
 }
 
-/// What the parent knows: stored and not since begun to be removed; surely removed.
+/// The events that the parent received: blocks stored whose removal has not begun, and blocks
+/// removed.
 #[derive(Default)]
-struct Heard {
+struct ReceivedEvents {
     stored: BTreeSet<u64>,
     removed: BTreeSet<u64>,
     last: u64,
 }
 
-fn kill_after(directory: &Path, layout: &str, lines: usize, heard: &mut Heard) {
+fn kill_after(directory: &Path, layout: &str, lines: usize, events: &mut ReceivedEvents) {
     let mut child = Command::new(std::env::current_exe().unwrap())
         .args(["--exact", "child", "--ignored", "--nocapture"])
         .env(DIRECTORY, directory)
-        .env(FIRST, (heard.last + 8).next_multiple_of(8).to_string())
+        .env(FIRST, (events.last + 8).next_multiple_of(8).to_string())
         .env(LAYOUT, layout)
         .stdout(Stdio::piped())
         .spawn()
         .unwrap();
     let mut output = BufReader::new(child.stdout.take().unwrap()).lines();
-    let mut said = 0;
+    let mut event_count = 0;
     for line in output.by_ref() {
-        let is_word = hear(&line.unwrap(), heard);
-        said += usize::from(is_word);
-        if said == lines {
+        let is_event = parse_event(&line.unwrap(), events);
+        event_count += usize::from(is_event);
+        if event_count == lines {
             child.kill().unwrap();
         }
     }
     child.wait().unwrap();
-    assert!(said >= lines, "the child ended by itself after {said} lines");
+    assert!(event_count >= lines, "the child ended by itself after {event_count} events");
 }
 
-fn hear(line: &str, heard: &mut Heard) -> bool {
+fn parse_event(line: &str, events: &mut ReceivedEvents) -> bool {
     let Some((word, Ok(number))) =
         line.split_once(' ').map(|(word, number)| (word, number.parse::<u64>()))
     else {
@@ -132,11 +136,11 @@ fn hear(line: &str, heard: &mut Heard) -> bool {
     };
     match word {
         "stored" => {
-            heard.stored.insert(number);
-            heard.last = heard.last.max(number);
+            events.stored.insert(number);
+            events.last = events.last.max(number);
         }
-        "removing" => drop(heard.stored.remove(&number)),
-        "removed" => drop(heard.removed.insert(number)),
+        "removing" => drop(events.stored.remove(&number)),
+        "removed" => drop(events.removed.insert(number)),
         "open" => {}
         _ => return false,
     }
@@ -146,47 +150,47 @@ fn hear(line: &str, heard: &mut Heard) -> bool {
 fn rounds(layout: Layout, name: &str, count: usize) {
     let directory = tempfile::tempdir().unwrap();
     let pool = pool();
-    let mut heard = Heard::default();
+    let mut events = ReceivedEvents::default();
     for round in 0..count {
-        // Between the first words and several turns through the capacity.
-        kill_after(directory.path(), name, 1 + round * 37 % 400, &mut heard);
+        // From the first events to several times the capacity.
+        kill_after(directory.path(), name, 1 + round * 37 % 400, &mut events);
         let config = config(directory.path(), layout);
         let (files, recovery) = open(config, Arc::new(SystemClock), &pool, deadline()).unwrap();
-        let live: BTreeMap<u64, Stored> = recovery
+        let live: BTreeMap<u64, StoredBlock> = recovery
             .live
             .iter()
             .map(|(meta, address)| {
                 let number = meta.written_unix_ms;
-                (number, Stored { number, length: length(number), address: *address })
+                (number, StoredBlock { number, length: length(number), address: *address })
             })
             .collect();
         let all: Vec<_> = live.values().copied().collect();
         assert_hits(files.as_ref(), &pool, &all);
-        let lost: Vec<_> = heard.stored.iter().filter(|each| !live.contains_key(each)).collect();
-        assert!(lost.is_empty(), "round {round}: acknowledged and lost: {lost:?}");
-        let back: Vec<_> = heard.removed.iter().filter(|each| live.contains_key(each)).collect();
-        assert!(back.is_empty(), "round {round}: removed and back: {back:?}");
-        // What was written but not acknowledged counts from now on.
-        heard.stored = live.keys().copied().collect();
-        heard.last = heard.last.max(live.keys().last().copied().unwrap_or(0));
+        let lost: Vec<_> = events.stored.iter().filter(|each| !live.contains_key(each)).collect();
+        assert!(lost.is_empty(), "round {round}: acknowledged but lost: {lost:?}");
+        let back: Vec<_> = events.removed.iter().filter(|each| live.contains_key(each)).collect();
+        assert!(back.is_empty(), "round {round}: removed but recovered: {back:?}");
+        // Blocks that were recovered without acknowledgement must be kept from now on.
+        events.stored = live.keys().copied().collect();
+        events.last = events.last.max(live.keys().last().copied().unwrap_or(0));
     }
 }
 
 #[test]
-fn kill_leaves_no_wrong_bytes() {
+fn no_block_is_lost_or_wrong_after_a_kill() {
     rounds(Layout::Segments, "segments", 20);
     rounds(Layout::FilePerBlock, "per_block", 10);
 }
 
 #[test]
 #[ignore = "takes minutes; the build server runs it"]
-fn two_hundred_kills_leave_no_wrong_bytes() {
+fn no_block_is_lost_or_wrong_after_two_hundred_kills() {
     rounds(Layout::Segments, "segments", 160);
     rounds(Layout::FilePerBlock, "per_block", 40);
 }
 
 #[test]
-fn a_second_writer_is_told_who_the_first_is() {
+fn the_error_for_a_second_writer_names_the_process_of_the_first() {
     let directory = tempfile::tempdir().unwrap();
     let mut child = Command::new(std::env::current_exe().unwrap())
         .args(["--exact", "child", "--ignored", "--nocapture"])

@@ -1,4 +1,4 @@
-//! Random lives of a file tier against a map in memory.
+//! Random operations on a file tier compared with a map in memory.
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use std::collections::BTreeMap;
@@ -34,10 +34,10 @@ fn step() -> impl Strategy<Value = Step> {
     ]
 }
 
-/// What the tier must hold: by key, where, and which bytes.
+/// The expected content of the tier: address, content number and length by key.
 type Model = BTreeMap<BlockKey, (Address, u64, usize)>;
 
-struct Life {
+struct ModelRun {
     config: FileTierConfig,
     pool: Pool,
     files: Option<Arc<dyn BlockFiles>>,
@@ -45,7 +45,7 @@ struct Life {
     next: u64,
 }
 
-impl Life {
+impl ModelRun {
     fn files(&self) -> &dyn BlockFiles {
         self.files.as_deref().unwrap()
     }
@@ -58,7 +58,7 @@ impl Life {
         recovery
     }
 
-    fn take(&mut self, step: Step) {
+    fn run_step(&mut self, step: Step) {
         match step {
             Step::Append(lengths) => self.append(&lengths),
             Step::Alias(which) => self.alias(which),
@@ -82,9 +82,9 @@ impl Life {
         self.next += lengths.len() as u64;
         let batch =
             (first..).zip(lengths).map(|(number, &length)| block(&self.pool, number, length));
-        let answers = self.files().append(batch.collect(), deadline());
-        for ((number, &length), answer) in (first..).zip(lengths).zip(answers) {
-            match answer {
+        let results = self.files().append(batch.collect(), deadline());
+        for ((number, &length), result) in (first..).zip(lengths).zip(results) {
+            match result {
                 Ok(address) => drop(self.model.insert(key(number), (address, number, length))),
                 Err(DiskError::Full { .. }) => {}
                 Err(error) => panic!("{error:?}"),
@@ -140,12 +140,12 @@ impl Life {
         let outcomes = self.files().read(self.model.iter().map(request).collect(), deadline());
         for ((key, (_, number, length)), outcome) in self.model.iter().zip(outcomes) {
             let ReadOutcome::Hit(slab) = outcome else { panic!("{key}: {outcome:?}") };
-            assert!(slab[..] == content(*number, *length), "{key} came back wrong");
+            assert!(slab[..] == content(*number, *length), "{key} has wrong bytes");
         }
     }
 }
 
-fn live(layout: Layout, engine: EngineKind, steps: Vec<Step>) {
+fn run_steps(layout: Layout, engine: EngineKind, steps: Vec<Step>) {
     let directory = tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir()).unwrap();
     let config = FileTierConfig {
         capacity_bytes: 2 << 20,
@@ -154,12 +154,12 @@ fn live(layout: Layout, engine: EngineKind, steps: Vec<Step>) {
         engine,
         ..FileTierConfig::new(directory.path())
     };
-    let mut life = Life { config, pool: pool(), files: None, model: Model::new(), next: 0 };
-    life.reopen();
+    let mut run = ModelRun { config, pool: pool(), files: None, model: Model::new(), next: 0 };
+    run.reopen();
     for step in steps {
-        life.take(step);
+        run.run_step(step);
     }
-    life.take(Step::Reopen);
+    run.run_step(Step::Reopen);
 }
 
 proptest! {
@@ -170,12 +170,12 @@ proptest! {
     })]
 
     #[test]
-    fn segments_are_a_map(steps in prop::collection::vec(step(), 1..40)) {
-        live(Layout::Segments, EngineKind::Auto, steps);
+    fn segments_match_a_map(steps in prop::collection::vec(step(), 1..40)) {
+        run_steps(Layout::Segments, EngineKind::Auto, steps);
     }
 
     #[test]
-    fn block_files_are_a_map(steps in prop::collection::vec(step(), 1..25)) {
-        live(Layout::FilePerBlock, EngineKind::Psync, steps);
+    fn block_files_match_a_map(steps in prop::collection::vec(step(), 1..25)) {
+        run_steps(Layout::FilePerBlock, EngineKind::Psync, steps);
     }
 }

@@ -1,35 +1,35 @@
-//! The pool registered with the kernel: the same bytes as without.
+//! A pool registered with the kernel: reads and writes give the same bytes as without.
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use std::sync::Arc;
 
 use cascade_block::SystemClock;
 use cascade_disk::conformance::{append, assert_hits, deadline, key, read_as};
-use cascade_disk::io::{Io, UringEngine};
-use cascade_disk::{Damage, EngineKind, FileTierConfig, ReadOutcome, open_with};
+use cascade_disk::io::{FileIo, UringEngine};
+use cascade_disk::{DamageKind, EngineKind, FileTierConfig, ReadOutcome, open_with};
 use cascade_memory::{HugePages, Pool, PoolConfig};
 
-/// Blocks of whole pages are one contiguous piece of the pool; the others are not.
+/// Blocks of whole pages are contiguous in the pool; the others use an extra buffer.
 const BLOCKS: [(u64, usize); 4] = [(0, 64 << 10), (1, 4096), (2, 5000), (3, 128 << 10)];
 
-/// A region shorter than a huge page is registered whatever its pages.
+/// A pool. A region shorter than one huge page is registered with ordinary pages too.
 fn small_pool(huge_pages: HugePages, capacity_bytes: usize) -> Pool {
     Pool::new(&PoolConfig { capacity_bytes, huge_pages, populate: true }).unwrap()
 }
 
 #[test]
-fn blocks_come_back_through_registered_memory() {
+fn blocks_are_read_back_through_registered_memory() {
     if UringEngine::new(1, None, Arc::new(SystemClock)).is_err() {
-        return; // A kernel without io_uring has nothing to register with.
+        return; // A kernel without io_uring registers no memory.
     }
     for (huge_pages, bytes) in [(HugePages::Never, 1 << 20), (HugePages::Auto, 8 << 20)] {
         let directory = tempfile::tempdir().unwrap();
         let config =
             FileTierConfig { capacity_bytes: 4 << 20, ..FileTierConfig::new(directory.path()) };
         let pool = small_pool(huge_pages, bytes);
-        let open = |given: Option<&Pool>| {
+        let open = |registered: Option<&Pool>| {
             let clock = Arc::new(SystemClock);
-            let io = Io::system(EngineKind::Uring, true, 4, given, clock).unwrap();
+            let io = FileIo::system(EngineKind::Uring, true, 4, registered, clock).unwrap();
             open_with(config.clone(), io, &pool, deadline()).unwrap().0
         };
         let plain = open(None);
@@ -38,11 +38,11 @@ fn blocks_come_back_through_registered_memory() {
         drop(plain);
         let files = open(Some(&pool));
         assert_hits(files.as_ref(), &pool, &stored);
-        // Slabs of another pool take the ordinary way, beside those that are registered.
+        // Slabs of another pool are transferred without registration.
         assert_hits(files.as_ref(), &small_pool(HugePages::Never, 1 << 20), &stored);
         let file = directory.path().join("w0-00000000.segment");
         std::fs::OpenOptions::new().write(true).open(file).unwrap().set_len(8192).unwrap();
         let outcome = read_as(files.as_ref(), &pool, &[(key(3), stored[3])]).remove(0);
-        assert!(matches!(outcome, ReadOutcome::Damaged(Damage::Truncated)), "{outcome:?}");
+        assert!(matches!(outcome, ReadOutcome::Damaged(DamageKind::Truncated)), "{outcome:?}");
     }
 }

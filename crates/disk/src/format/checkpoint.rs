@@ -1,25 +1,25 @@
-//! A checkpoint: what was live at one moment, so that recovery need not read what it covers.
+//! A checkpoint: the live entries at one moment, so that recovery need not read what it covers.
 
 use cascade_block::{Checksum, checksum};
 
-use super::fields::{Reader, Writer, begin_page, finish_page, open_page};
-use super::{ENTRY_BYTES, Entry, FormatError, PAGE_BYTES, RandomId, decode_entries};
+use super::fields::{FieldReader, FieldWriter, begin_page, finish_page, open_page};
+use super::{ENTRY_BYTES, FormatError, PAGE_BYTES, RandomId, RecordEntry, decode_entries};
 
 const MAGIC: [u8; 8] = *b"CSCCHKPT";
 const SEGMENT_BYTES: usize = 24;
 
-/// A segment that a checkpoint speaks for, up to a page.
+/// A segment that a checkpoint covers up to a page.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct CoveredSegment {
-    /// Its number.
+    /// The segment number.
     pub number: u32,
     /// Frames that start before this page are covered.
     pub covered_page: u32,
-    /// Its id; the checkpoint is silent about another file of that number.
+    /// The segment ID. Another file with the same number is not covered.
     pub segment_id: RandomId,
 }
 
-/// The first page of a checkpoint: how long it is and what it must sum to.
+/// The first page of a checkpoint: lengths and checksums of the rest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct CheckpointHead {
     store_id: RandomId,
@@ -31,23 +31,23 @@ pub struct CheckpointHead {
     entries_checksum: Checksum,
 }
 
-/// Everything that a checkpoint says.
+/// The content of a checkpoint.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Checkpoint {
     /// The store that it belongs to.
     pub store_id: RandomId,
-    /// The next sequence number that the writer would have used.
+    /// The writer's next sequence number.
     pub next_sequence: u64,
-    /// The next segment number that the writer would have used.
+    /// The writer's next segment number.
     pub next_number: u32,
-    /// The segments that it speaks for.
+    /// The segments that it covers.
     pub segments: Vec<CoveredSegment>,
-    /// What was live in them.
-    pub entries: Vec<Entry>,
+    /// The live entries of these segments.
+    pub entries: Vec<RecordEntry>,
 }
 
 impl CheckpointHead {
-    /// Reads the first page.
+    /// Decodes the first page.
     pub fn decode(page: &[u8]) -> Result<Self, FormatError> {
         let mut reader = open_page(page, MAGIC)?;
         Ok(Self {
@@ -76,17 +76,17 @@ impl CheckpointHead {
 }
 
 impl Checkpoint {
-    /// The whole file: head page, segments, entries.
+    /// Encodes the whole file: head page, segments, entries.
     ///
     /// # Panics
-    /// With more segments than there are numbers.
+    /// If there are more segments than segment numbers.
     pub fn encode(&self) -> Vec<u8> {
         let segments_end = PAGE_BYTES + self.segments.len() * SEGMENT_BYTES;
         let mut bytes = vec![0; segments_end + self.entries.len() * ENTRY_BYTES];
         for (slot, segment) in
             bytes[PAGE_BYTES..segments_end].chunks_mut(SEGMENT_BYTES).zip(&self.segments)
         {
-            Writer::new(slot)
+            FieldWriter::new(slot)
                 .u32(segment.number)
                 .u32(segment.covered_page)
                 .bytes(&segment.segment_id);
@@ -99,7 +99,8 @@ impl Checkpoint {
             next_sequence: self.next_sequence,
             entry_count: self.entries.len() as u64,
             next_number: self.next_number,
-            segment_count: u32::try_from(self.segments.len()).expect("numbers are 32 bits"),
+            segment_count: u32::try_from(self.segments.len())
+                .expect("segment numbers have 32 bits"),
             segments_checksum: checksum(&bytes[PAGE_BYTES..segments_end]),
             entries_checksum: checksum(&bytes[segments_end..]),
         };
@@ -107,7 +108,7 @@ impl Checkpoint {
         bytes
     }
 
-    /// Reads a whole file; a checkpoint is right as a whole or not used at all.
+    /// Decodes a whole file. A checkpoint with any damage is not used at all.
     pub fn decode(bytes: &[u8]) -> Result<Self, FormatError> {
         let head = CheckpointHead::decode(bytes)?;
         let body = &bytes[PAGE_BYTES..];
@@ -125,7 +126,7 @@ impl Checkpoint {
         let segments = segments
             .chunks(SEGMENT_BYTES)
             .map(|row| {
-                let mut reader = Reader::new(row);
+                let mut reader = FieldReader::new(row);
                 let (number, covered_page) = (reader.u32(), reader.u32());
                 CoveredSegment { number, covered_page, segment_id: reader.array() }
             })

@@ -1,9 +1,9 @@
-//! An entry: 160 bytes about one block, the same in frames, footers and checkpoints.
+//! An entry: 160 bytes about one block, identical in frames, footers and checkpoints.
 
 use cascade_block::{BlockKey, Checksum, Digest, NamespaceId};
 
 use super::FormatError;
-use super::fields::{Reader, Writer};
+use super::fields::{FieldReader, FieldWriter};
 use crate::{Address, RecordMeta};
 
 /// Length of an encoded entry.
@@ -14,34 +14,34 @@ const HAS_PARENT: u8 = 2;
 const IS_PREFIX: u8 = 4;
 const EXPIRES: u8 = 8;
 
-/// What an entry says about its key.
+/// The kind of an entry.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum EntryKind {
-    /// The block's bytes lie at the entry's address.
+    /// The block is stored at the entry's address.
     Block,
-    /// The key names bytes that were stored under another key, at the entry's address.
+    /// The key is another name for the block at the entry's address.
     Alias,
-    /// The key no longer names what lies at the entry's address.
+    /// The key no longer refers to the block at the entry's address.
     Tombstone,
 }
 
-/// One statement about one key.
+/// An entry about one key.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Entry {
-    /// What is stated.
+pub struct RecordEntry {
+    /// Its kind.
     pub kind: EntryKind,
-    /// About which block.
+    /// The metadata of the block.
     pub meta: RecordMeta,
-    /// Where the bytes lie that this is about.
+    /// The address of the block.
     pub address: Address,
     /// CRC-32C of the payload; zero in a tombstone.
     pub payload_checksum: Checksum,
-    /// Orders the statements of one writer; of two about a key the higher one holds.
+    /// The order of a writer's entries: of two about the same key the higher number is valid.
     pub sequence: u64,
 }
 
-impl Entry {
-    /// Writes the entry into the first 160 bytes of `target`.
+impl RecordEntry {
+    /// Encodes the entry into the first 160 bytes of `target`.
     pub fn encode(&self, target: &mut [u8]) {
         let meta = &self.meta;
         let flag = |set: bool, bit: u8| if set { bit } else { 0 };
@@ -54,7 +54,7 @@ impl Entry {
             EntryKind::Alias => 2,
             EntryKind::Tombstone => 3,
         };
-        Writer::new(&mut target[..ENTRY_BYTES])
+        FieldWriter::new(&mut target[..ENTRY_BYTES])
             .bytes(meta.key.as_bytes())
             .bytes(meta.digest.map_or([0; 32], |digest| *digest.as_bytes()).as_slice())
             .bytes(meta.parent.map_or([0; 32], |parent| *parent.as_bytes()).as_slice())
@@ -70,10 +70,10 @@ impl Entry {
             .bytes(&[0; 6]);
     }
 
-    /// Reads an entry from bytes whose checksum was found right.
+    /// Decodes an entry from bytes whose checksum was verified.
     pub fn decode(source: &[u8]) -> Result<Self, FormatError> {
         let source = source.get(..ENTRY_BYTES).ok_or(FormatError::Truncated)?;
-        let mut reader = Reader::new(source);
+        let mut reader = FieldReader::new(source);
         let key = BlockKey::from_bytes(reader.array());
         let digest = Digest::from_bytes(reader.array());
         let parent = BlockKey::from_bytes(reader.array());
@@ -88,14 +88,14 @@ impl Entry {
             1 => EntryKind::Block,
             2 => EntryKind::Alias,
             3 => EntryKind::Tombstone,
-            _ => return Err(FormatError::Content("an entry of unknown kind")),
+            _ => return Err(FormatError::Invalid("an entry of unknown kind")),
         };
         let flags = reader.u8();
         if flags & !(HAS_DIGEST | HAS_PARENT | IS_PREFIX | EXPIRES) != 0 {
-            return Err(FormatError::Content("an entry with unknown flags"));
+            return Err(FormatError::Invalid("an entry with unknown flags"));
         }
         if payload_bytes == 0 && kind != EntryKind::Tombstone {
-            return Err(FormatError::Content("an entry without payload"));
+            return Err(FormatError::Invalid("an entry without payload"));
         }
         let has = |bit: u8| flags & bit != 0;
         let meta = RecordMeta {

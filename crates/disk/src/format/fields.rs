@@ -1,22 +1,22 @@
-//! Reading and writing integers and byte strings at fixed places, and checksummed pages.
+//! Encodes and decodes fields at fixed positions, and checksummed pages.
 
 use cascade_block::{Checksum, checksum};
 
 use super::{FORMAT_VERSION, FormatError, PAGE_BYTES};
 
-/// Where a page keeps the checksum of all its other bytes.
+/// Position of a page's checksum over all its other bytes.
 const CHECKSUM_AT: usize = PAGE_BYTES - 4;
 
-/// Where a page keeps its format version, in every version.
+/// Position of a page's format version, in every version.
 const VERSION_AT: usize = 8;
 
-/// Writes fields one after the other; the caller has sized the target.
-pub(super) struct Writer<'a> {
+/// Writes fields in order. The caller sized the target.
+pub(super) struct FieldWriter<'a> {
     target: &'a mut [u8],
     at: usize,
 }
 
-impl<'a> Writer<'a> {
+impl<'a> FieldWriter<'a> {
     pub(super) fn new(target: &'a mut [u8]) -> Self {
         Self { target, at: 0 }
     }
@@ -44,12 +44,12 @@ impl<'a> Writer<'a> {
     }
 }
 
-/// Reads fields one after the other; the caller has checked the length.
-pub(super) struct Reader<'a> {
+/// Reads fields in order. The caller checked the length.
+pub(super) struct FieldReader<'a> {
     source: &'a [u8],
 }
 
-impl<'a> Reader<'a> {
+impl<'a> FieldReader<'a> {
     pub(super) fn new(source: &'a [u8]) -> Self {
         Self { source }
     }
@@ -83,15 +83,15 @@ impl<'a> Reader<'a> {
     }
 }
 
-/// Starts a page: magic number, version, six reserved bytes. Fields follow at byte 16.
-pub(super) fn begin_page(page: &mut [u8], magic: [u8; 8]) -> Writer<'_> {
+/// Starts a page with magic number, version and six reserved bytes. Fields follow at byte 16.
+pub(super) fn begin_page(page: &mut [u8], magic: [u8; 8]) -> FieldWriter<'_> {
     page.fill(0);
-    let mut writer = Writer::new(page);
+    let mut writer = FieldWriter::new(page);
     writer.bytes(&magic).u16(FORMAT_VERSION).bytes(&[0; 6]);
     writer
 }
 
-/// The checksum that the last four bytes of a page must hold: CRC-32C of all before.
+/// Computes the checksum for the last four bytes of a page: CRC-32C of all bytes before.
 ///
 /// # Panics
 /// If there are fewer bytes than a page.
@@ -99,23 +99,24 @@ pub fn page_checksum(page: &[u8]) -> Checksum {
     checksum(&page[..CHECKSUM_AT])
 }
 
-/// Ends a page: its last four bytes are the checksum of the others.
+/// Writes the checksum into the last four bytes of a page.
 pub(super) fn finish_page(page: &mut [u8]) {
     let sum = page_checksum(page);
     page[CHECKSUM_AT..PAGE_BYTES].copy_from_slice(&sum.to_le_bytes());
 }
 
-/// Checks magic number, version and checksum of a page, and gives its fields from byte 16 on.
-pub(super) fn open_page(page: &[u8], magic: [u8; 8]) -> Result<Reader<'_>, FormatError> {
+/// Checks magic number, version and checksum of a page. Returns a reader for its fields from byte
+/// 16 on.
+pub(super) fn open_page(page: &[u8], magic: [u8; 8]) -> Result<FieldReader<'_>, FormatError> {
     let page = page.get(..PAGE_BYTES).ok_or(FormatError::Truncated)?;
     if page[..8] != magic {
-        return Err(FormatError::NotOurs);
+        return Err(FormatError::NoMagic);
     }
-    let mut reader = Reader::new(&page[VERSION_AT..]);
+    let mut reader = FieldReader::new(&page[VERSION_AT..]);
     let found = reader.u16();
-    let stored = Reader::new(&page[CHECKSUM_AT..]).u32();
+    let stored = FieldReader::new(&page[CHECKSUM_AT..]).u32();
     if found != FORMAT_VERSION {
-        return Err(foreign_version(page, found, stored));
+        return Err(other_version_error(page, found, stored));
     }
     if page_checksum(page) != stored {
         return Err(FormatError::Checksum);
@@ -124,9 +125,9 @@ pub(super) fn open_page(page: &[u8], magic: [u8; 8]) -> Result<Reader<'_>, Forma
     Ok(reader)
 }
 
-/// Tells a page of another version from one that is damaged: every version ends a page with the
+/// Distinguishes a page of another version from a damaged one: pages of all versions end with the
 /// same checksum.
-fn foreign_version(page: &[u8], found: u16, stored: u32) -> FormatError {
+fn other_version_error(page: &[u8], found: u16, stored: u32) -> FormatError {
     if page_checksum(page) == stored {
         FormatError::Version { found }
     } else {

@@ -1,36 +1,36 @@
-//! The end of a sealed segment: all its entries in a row, then a trailer page that finds them.
+//! The footer of a sealed segment: all its entries, then a trailer page with their position.
 
 use cascade_block::{Checksum, checksum};
 
 use super::fields::{begin_page, finish_page, open_page};
-use super::{ENTRY_BYTES, Entry, FormatError, PAGE_BYTES, RandomId, page_aligned, pages_of};
+use super::{ENTRY_BYTES, FormatError, PAGE_BYTES, RandomId, RecordEntry, page_aligned, pages_of};
 
 const MAGIC: [u8; 8] = *b"CSCFOOTR";
 
-/// The last page of a sealed segment.
+/// The trailer: the last page of a sealed segment.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Trailer {
-    /// The segment that it ends.
+pub struct SegmentTrailer {
+    /// The segment ID.
     pub segment_id: RandomId,
-    /// That segment's number.
+    /// The segment number.
     pub number: u32,
-    /// The page at which the entries start; frames end there.
+    /// The page at which the entries start and the frames end.
     pub entries_page: u32,
-    /// How many entries there are.
+    /// The number of entries.
     pub entry_count: u32,
     /// CRC-32C of the entries' bytes.
     pub entries_checksum: Checksum,
 }
 
-/// Bytes that a footer with that many entries takes, trailer included.
+/// Size of a footer with this number of entries, including the trailer.
 pub fn footer_bytes(entry_count: usize) -> u64 {
     page_aligned(entry_count as u64 * ENTRY_BYTES as u64) + PAGE_BYTES as u64
 }
 
-/// Builds a footer: entries that are encoded already, padding, trailer.
+/// Builds a footer: the encoded entries, padding, trailer.
 ///
 /// # Panics
-/// With more entries than a segment can hold.
+/// If there are more entries than a segment can hold.
 pub fn encode_footer(
     encoded_entries: &[u8],
     segment_id: RandomId,
@@ -41,7 +41,7 @@ pub fn encode_footer(
     let length = usize::try_from(footer_bytes(count)).expect("a footer fits in memory");
     let mut bytes = vec![0; length];
     bytes[..encoded_entries.len()].copy_from_slice(encoded_entries);
-    let trailer = Trailer {
+    let trailer = SegmentTrailer {
         segment_id,
         number,
         entries_page,
@@ -52,7 +52,7 @@ pub fn encode_footer(
     bytes
 }
 
-impl Trailer {
+impl SegmentTrailer {
     fn encode(&self, page: &mut [u8]) {
         let mut writer = begin_page(&mut page[..PAGE_BYTES], MAGIC);
         writer
@@ -64,7 +64,7 @@ impl Trailer {
         finish_page(page);
     }
 
-    /// Reads the last page of a file of `file_bytes`.
+    /// Decodes the last page of a file of `file_bytes`.
     pub fn decode(page: &[u8], file_bytes: u64) -> Result<Self, FormatError> {
         let mut reader = open_page(page, MAGIC)?;
         let trailer = Self {
@@ -77,14 +77,14 @@ impl Trailer {
         let end = u64::from(trailer.entries_page) * PAGE_BYTES as u64
             + footer_bytes(trailer.entry_count as usize);
         if end != file_bytes || trailer.entries_page < pages_of(1) {
-            return Err(FormatError::Content("a trailer that does not fit its file"));
+            return Err(FormatError::Invalid("a trailer that does not fit its file"));
         }
         Ok(trailer)
     }
 }
 
-/// Encodes entries in a row.
-pub fn encode_entries(entries: &[Entry]) -> Vec<u8> {
+/// Encodes entries without gaps.
+pub fn encode_entries(entries: &[RecordEntry]) -> Vec<u8> {
     let mut encoded = vec![0; entries.len() * ENTRY_BYTES];
     for (slot, entry) in encoded.chunks_mut(ENTRY_BYTES).zip(entries) {
         entry.encode(slot);
@@ -92,10 +92,10 @@ pub fn encode_entries(entries: &[Entry]) -> Vec<u8> {
     encoded
 }
 
-/// Reads entries that stand in a row and whose checksum is known.
-pub fn decode_entries(bytes: &[u8], sum: Checksum) -> Result<Vec<Entry>, FormatError> {
+/// Decodes entries without gaps after checking their checksum.
+pub fn decode_entries(bytes: &[u8], sum: Checksum) -> Result<Vec<RecordEntry>, FormatError> {
     if checksum(bytes) != sum {
         return Err(FormatError::Checksum);
     }
-    bytes.chunks(ENTRY_BYTES).map(Entry::decode).collect()
+    bytes.chunks(ENTRY_BYTES).map(RecordEntry::decode).collect()
 }

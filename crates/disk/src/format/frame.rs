@@ -1,32 +1,33 @@
-//! A frame: one page of entries, then the payloads of its blocks, each from a page of its own.
+//! A frame: one page of entries, then the payloads of its blocks, each on its own pages.
 //!
-//! One write makes one or more frames. The page names the segment's random id and its own place,
-//! so that neither a stale tail nor a payload that looks like a frame is taken for one.
+//! One write contains one or more frames. A frame's page contains the random ID of its segment and
+//! its own position, so that neither a stale tail nor a payload that looks like a frame is mistaken
+//! for a frame.
 
 use super::fields::{begin_page, finish_page, open_page};
-use super::{ENTRY_BYTES, Entry, EntryKind, FormatError, PAGE_BYTES, RandomId, pages_of};
+use super::{ENTRY_BYTES, EntryKind, FormatError, PAGE_BYTES, RandomId, RecordEntry, pages_of};
 
 const MAGIC: [u8; 8] = *b"CSCFRAME";
 const FIELDS_END: usize = 48;
 
-/// Most entries in one frame.
+/// Maximum number of entries in a frame.
 pub const ENTRIES_PER_FRAME: usize = (PAGE_BYTES - FIELDS_END - 4) / ENTRY_BYTES;
 
 /// A frame's header page.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Frame {
-    /// The segment that it belongs to.
+pub struct SegmentFrame {
+    /// The segment ID.
     pub segment_id: RandomId,
-    /// The page of the segment at which it starts.
+    /// The page of the segment at which the frame starts.
     pub page: u32,
-    /// Its length, header and payloads.
+    /// Its length in pages, header and payloads.
     pub page_count: u32,
-    /// What it says, in the order of the payloads.
-    pub entries: Vec<Entry>,
+    /// Its entries, in the order of the payloads.
+    pub entries: Vec<RecordEntry>,
 }
 
-impl Frame {
-    /// Writes the header page into the first 4 KiB of `page`.
+impl SegmentFrame {
+    /// Encodes the header page into the first 4 KiB of `page`.
     ///
     /// # Panics
     /// If there are more than [`ENTRIES_PER_FRAME`] entries.
@@ -41,7 +42,7 @@ impl Frame {
         finish_page(page);
     }
 
-    /// Reads a header page that lies at `at_page` of the segment `number` with that id.
+    /// Decodes the header page at `at_page` of the segment with this number and ID.
     pub fn decode(
         page: &[u8],
         segment_id: &RandomId,
@@ -52,38 +53,41 @@ impl Frame {
         let frame_segment: RandomId = reader.array();
         let (own_page, page_count, count) = (reader.u32(), reader.u32(), reader.u16());
         if &frame_segment != segment_id || own_page != at_page {
-            return Err(FormatError::Content("a frame of another segment or place"));
+            return Err(FormatError::Invalid("a frame of another segment or position"));
         }
         if usize::from(count) > ENTRIES_PER_FRAME {
-            return Err(FormatError::Content("a frame with too many entries"));
+            return Err(FormatError::Invalid("a frame with too many entries"));
         }
         let entries = (0..usize::from(count))
-            .map(|slot| Entry::decode(&page[FIELDS_END + slot * ENTRY_BYTES..]))
+            .map(|slot| RecordEntry::decode(&page[FIELDS_END + slot * ENTRY_BYTES..]))
             .collect::<Result<Vec<_>, _>>()?;
         let frame = Self { segment_id: frame_segment, page: own_page, page_count, entries };
-        frame.check_places(number)?;
+        frame.check_payload_pages(number)?;
         Ok(frame)
     }
 
-    /// Reads the header page of a segment's first frame, which lies behind the segment's header,
-    /// where nothing else names the segment's id.
+    /// Decodes the header page of a segment's first frame, for a segment whose other structures do
+    /// not give its ID.
     pub fn decode_first(page: &[u8], number: u32) -> Result<Self, FormatError> {
         let segment_id: RandomId = open_page(page, MAGIC)?.array();
         Self::decode(page, &segment_id, number, 1)
     }
 
-    /// Payloads follow each other from the page after the header; nothing else is in a frame.
-    fn check_places(&self, number: u32) -> Result<(), FormatError> {
+    /// Checks that the payloads follow each other from the page after the header and fill the
+    /// frame.
+    fn check_payload_pages(&self, number: u32) -> Result<(), FormatError> {
         let mut next = self.page.checked_add(1);
         for entry in self.entries.iter().filter(|entry| entry.kind == EntryKind::Block) {
             if entry.address.segment() != number || Some(entry.address.page()) != next {
-                return Err(FormatError::Content("a payload outside its frame"));
+                return Err(FormatError::Invalid("a payload outside its frame"));
             }
             let pages = pages_of(u64::from(entry.meta.payload_bytes));
             next = next.and_then(|page| page.checked_add(pages));
         }
         if next != self.page.checked_add(self.page_count) {
-            return Err(FormatError::Content("a frame whose length is not that of its payloads"));
+            return Err(FormatError::Invalid(
+                "a frame whose length differs from that of its payloads",
+            ));
         }
         Ok(())
     }

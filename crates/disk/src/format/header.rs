@@ -1,4 +1,4 @@
-//! The first page of a segment: which segment of which writer it is.
+//! The header page of a segment: its identity and its writer.
 
 use std::fmt;
 
@@ -8,19 +8,19 @@ use super::{FormatError, PAGE_BYTES, RandomId};
 const MAGIC: [u8; 8] = *b"CSCSEGMT";
 const NAME_BYTES: usize = 32;
 
-/// Names one writer among those that share a directory: 1 to 32 of `a-z`, `0-9`, `_`.
+/// The name of one of the writers of a directory: 1 to 32 of `a-z`, `0-9`, `_`.
 #[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct WriterName(String);
 
 impl WriterName {
-    /// Takes a name, or nothing when it breaks the rule above.
+    /// Returns the name, or `None` if it is invalid.
     pub fn new(name: &str) -> Option<Self> {
         let allowed = |byte: u8| matches!(byte, b'a'..=b'z' | b'0'..=b'9' | b'_');
         let fits = (1..=NAME_BYTES).contains(&name.len()) && name.bytes().all(allowed);
         fits.then(|| Self(name.to_owned()))
     }
 
-    /// The name.
+    /// The name as text.
     pub fn as_str(&self) -> &str {
         &self.0
     }
@@ -47,22 +47,22 @@ impl fmt::Display for WriterName {
 /// The header page of a segment.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SegmentHeader {
-    /// Names this file and nothing else; every frame repeats it.
+    /// The segment ID, unique for this file. Every frame repeats it.
     pub segment_id: RandomId,
-    /// The store that wrote it.
+    /// The ID of the store that wrote it.
     pub store_id: RandomId,
-    /// Its place in the writer's order.
+    /// The segment number: the order of the writer's segments.
     pub number: u32,
-    /// Who wrote it.
+    /// The writer.
     pub writer: WriterName,
-    /// How long it may become.
+    /// The maximum size of the file.
     pub capacity_bytes: u64,
-    /// When it was begun, in milliseconds since 1970 UTC.
+    /// When it was created, in milliseconds since 1970 UTC.
     pub created_unix_ms: u64,
 }
 
 impl SegmentHeader {
-    /// Writes the header into the first 4 KiB of `page`.
+    /// Encodes the header into the first 4 KiB of `page`.
     pub fn encode(&self, page: &mut [u8]) {
         let mut name = [0; NAME_BYTES];
         name[..self.writer.0.len()].copy_from_slice(self.writer.0.as_bytes());
@@ -77,7 +77,7 @@ impl SegmentHeader {
         finish_page(page);
     }
 
-    /// Reads a header page.
+    /// Decodes a header page.
     pub fn decode(page: &[u8]) -> Result<Self, FormatError> {
         let mut reader = open_page(page, MAGIC)?;
         let segment_id = reader.array();
@@ -90,9 +90,9 @@ impl SegmentHeader {
         let writer = std::str::from_utf8(&name[..length])
             .ok()
             .and_then(WriterName::new)
-            .ok_or(FormatError::Content("a writer's name that no writer could have"))?;
+            .ok_or(FormatError::Invalid("an invalid writer name"))?;
         if number == u32::MAX {
-            return Err(FormatError::Content("a segment number that is never used"));
+            return Err(FormatError::Invalid("a reserved segment number"));
         }
         Ok(Self { segment_id, store_id, number, writer, capacity_bytes, created_unix_ms })
     }

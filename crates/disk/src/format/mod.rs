@@ -1,7 +1,7 @@
-//! The bytes of segments, block files and checkpoints: pure functions, no I/O.
+//! The encoding of segments, block files and checkpoints: pure functions, no I/O.
 //!
-//! `docs/segment-format.md` draws what is built here. Everything is little endian. A page of
-//! 4 KiB is the unit of everything: headers fill one, payloads start on one.
+//! `docs/segment-format.md` specifies it. All integers are little endian. The unit is a page of 4
+//! KiB: a header fills one page, and a payload starts on a page boundary.
 
 mod checkpoint;
 mod entry;
@@ -13,51 +13,51 @@ mod header;
 use thiserror::Error;
 
 pub use checkpoint::{Checkpoint, CheckpointHead, CoveredSegment};
-pub use entry::{ENTRY_BYTES, Entry, EntryKind};
+pub use entry::{ENTRY_BYTES, EntryKind, RecordEntry};
 pub use fields::page_checksum;
-pub use footer::{Trailer, decode_entries, encode_entries, encode_footer, footer_bytes};
-pub use frame::{ENTRIES_PER_FRAME, Frame};
+pub use footer::{SegmentTrailer, decode_entries, encode_entries, encode_footer, footer_bytes};
+pub use frame::{ENTRIES_PER_FRAME, SegmentFrame};
 pub use header::{SegmentHeader, WriterName};
 
-/// The unit of the format: alignment of records and of `O_DIRECT` transfers.
+/// The unit of the format: the alignment of records and of `O_DIRECT` transfers.
 pub const PAGE_BYTES: usize = 4096;
 
-/// The version that this code writes; the only one that it reads.
+/// The format version that this code writes and the only one that it reads.
 pub const FORMAT_VERSION: u16 = 1;
 
-/// Sixteen random bytes that name one segment or one store.
+/// Sixteen random bytes that identify one segment or one store.
 pub type RandomId = [u8; 16];
 
-/// Why bytes are not what they should be.
+/// Why bytes cannot be decoded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum FormatError {
-    /// Nothing was ever written here, or something else was.
+    /// The magic number is missing: nothing was written here, or something else.
     #[error("no magic number")]
-    NotOurs,
-    /// Written by another version.
-    #[error("format version {found}, this program knows {FORMAT_VERSION}")]
+    NoMagic,
+    /// The format version is another one.
+    #[error("format version {found}, this program reads {FORMAT_VERSION}")]
     Version {
-        /// The version that the bytes name.
+        /// The version in the bytes.
         found: u16,
     },
     /// The bytes do not match their checksum.
     #[error("checksum mismatch")]
     Checksum,
-    /// The checksum is right but the content contradicts itself or its place.
+    /// The checksum matches, but the content contradicts itself or its location.
     #[error("{0}")]
-    Content(&'static str),
+    Invalid(&'static str),
     /// Fewer bytes than the structure needs.
     #[error("truncated")]
     Truncated,
 }
 
-/// Bytes rounded up to whole pages.
+/// Rounds bytes up to whole pages.
 pub const fn page_aligned(bytes: u64) -> u64 {
     bytes.next_multiple_of(PAGE_BYTES as u64)
 }
 
-/// Pages that bytes fill.
+/// The number of pages that `bytes` occupy.
 ///
 /// # Panics
 /// From 16 TiB on; segments are smaller.

@@ -1,4 +1,4 @@
-//! A disk that fails at the k-th call, for tests of everything that stands on files.
+//! Fault injection: a disk that fails at the k-th call, for tests of everything that uses files.
 
 use std::fs::File;
 use std::io;
@@ -9,26 +9,27 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use cascade_block::Deadline;
 
 use super::{
-    Batch, Engine, FileOperations, Finished, Io, OpenMode, Traffic, Transfer, TransferKind,
+    Engine, FileIo, FileOperations, OpenMode, Transfer, TransferBatch, TransferKind,
+    TransferOutcome, TransferQueue,
 };
 use crate::format::PAGE_BYTES;
 
-/// How a call fails.
+/// The kind of a fault.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Fault {
-    /// With an I/O error, nothing done.
+    /// An I/O error; nothing is done.
     Io,
-    /// With a full device, nothing done.
+    /// A full device; nothing is done.
     NoSpace,
-    /// A transfer moves its first page only and says so; other calls fail with an I/O error.
+    /// A transfer moves and reports only its first page. Other calls fail with an I/O error.
     Short,
-    /// A write leaves its second half undone and then fails; other calls fail.
+    /// A write fails after its first half. Other calls fail with an I/O error.
     Torn,
-    /// Not at all: the call answers at its deadline, and its buffers are gone until then.
+    /// The call times out and keeps its buffers until then.
     Hang,
 }
 
-/// Counts calls and makes one of them, and if so wished all later ones, fail.
+/// Counts calls and makes one of them fail, optionally with all later ones.
 #[derive(Debug)]
 pub struct FaultPlan {
     fault: Fault,
@@ -38,24 +39,24 @@ pub struct FaultPlan {
 }
 
 impl FaultPlan {
-    /// Call number `at_call`, counted from zero, fails; with `is_permanent`, all later ones too.
+    /// Call number `at_call`, counted from zero, fails; with `is_permanent` all later ones too.
     pub fn new(fault: Fault, at_call: u64, is_permanent: bool) -> Arc<Self> {
         Arc::new(Self { fault, at_call, is_permanent, calls: AtomicU64::new(0) })
     }
 
-    /// How many calls there were.
+    /// The number of calls so far.
     pub fn calls(&self) -> u64 {
         self.calls.load(Ordering::Relaxed)
     }
 
-    fn next(&self) -> Option<Fault> {
+    fn next_fault(&self) -> Option<Fault> {
         let call = self.calls.fetch_add(1, Ordering::Relaxed);
         let fails = call == self.at_call || (self.is_permanent && call > self.at_call);
         fails.then_some(self.fault)
     }
 
-    fn operation(&self) -> io::Result<()> {
-        match self.next() {
+    fn check_operation(&self) -> io::Result<()> {
+        match self.next_fault() {
             None => Ok(()),
             Some(Fault::NoSpace) => Err(io::ErrorKind::StorageFull.into()),
             Some(Fault::Hang) => Err(io::ErrorKind::TimedOut.into()),
@@ -63,16 +64,16 @@ impl FaultPlan {
         }
     }
 
-    /// The same machine, failing by this plan.
-    pub fn wrap(self: &Arc<Self>, io: &Io) -> Io {
-        Io {
+    /// The same I/O with the faults of this plan.
+    pub fn wrap(self: &Arc<Self>, io: &FileIo) -> FileIo {
+        FileIo {
             engine: Arc::new(FaultyEngine {
                 inner: Arc::clone(&io.engine),
                 plan: Arc::clone(self),
             }),
             files: Arc::new(FaultyFiles { inner: Arc::clone(&io.files), plan: Arc::clone(self) }),
             workers: Arc::clone(&io.workers),
-            readers: Arc::clone(&io.readers),
+            read_workers: Arc::clone(&io.read_workers),
             clock: Arc::clone(&io.clock),
         }
     }
@@ -89,14 +90,19 @@ struct FaultyEngine {
 }
 
 impl FaultyEngine {
-    fn alone(&self, transfer: Transfer, deadline: Deadline) -> Finished {
-        let mut batch = Batch::new(vec![transfer]);
-        self.inner.carry(&mut batch, deadline);
-        batch.finished.pop().flatten().expect("a transfer that was taken is told of")
+    fn run_single(&self, transfer: Transfer, deadline: Deadline) -> TransferOutcome {
+        let mut batch = TransferBatch::new(vec![transfer]);
+        self.inner.run(&mut batch, deadline);
+        batch.outcomes.pop().flatten().expect("the engine completes each transfer that it took")
     }
 
-    /// Carries out only the first bytes of a transfer.
-    fn partly(&self, transfer: &Transfer, bytes: usize, deadline: Deadline) -> io::Result<usize> {
+    /// Executes only the first bytes of a write. Returns the number of bytes written.
+    fn run_partial(
+        &self,
+        transfer: &Transfer,
+        bytes: usize,
+        deadline: Deadline,
+    ) -> io::Result<usize> {
         if transfer.kind != TransferKind::Write || bytes == 0 {
             return Ok(0);
         }
@@ -109,26 +115,29 @@ impl FaultyEngine {
             transfer.next_offset(),
             vec![super::Buffer::Pages(pages)],
         );
-        self.alone(part, deadline).result
+        self.run_single(part, deadline).result
     }
 
-    fn fail(&self, transfer: Transfer, fault: Fault, deadline: Deadline) -> Finished {
+    fn fail(&self, transfer: Transfer, fault: Fault, deadline: Deadline) -> TransferOutcome {
         let bytes: usize = transfer.slices().iter().map(|slice| slice.len()).sum();
         let result = match fault {
             Fault::Io => Err(io_error()),
             Fault::NoSpace => Err(io::ErrorKind::StorageFull.into()),
             Fault::Short if transfer.kind == TransferKind::Write => {
-                self.partly(&transfer, PAGE_BYTES.min(bytes), deadline)
+                self.run_partial(&transfer, PAGE_BYTES.min(bytes), deadline)
             }
-            Fault::Short => return self.alone(transfer, deadline),
+            Fault::Short => return self.run_single(transfer, deadline),
             Fault::Torn => self
-                .partly(&transfer, bytes / 2 / PAGE_BYTES * PAGE_BYTES, deadline)
+                .run_partial(&transfer, bytes / 2 / PAGE_BYTES * PAGE_BYTES, deadline)
                 .and_then(|_| Err(io_error())),
             Fault::Hang => {
-                return Finished { transfer: None, result: Err(io::ErrorKind::TimedOut.into()) };
+                return TransferOutcome {
+                    transfer: None,
+                    result: Err(io::ErrorKind::TimedOut.into()),
+                };
             }
         };
-        Finished { transfer: Some(transfer), result }
+        TransferOutcome { transfer: Some(transfer), result }
     }
 }
 
@@ -141,13 +150,13 @@ impl Engine for FaultyEngine {
         self.inner.stuck_calls()
     }
 
-    fn carry(&self, traffic: &mut dyn Traffic, deadline: Deadline) {
-        while let Some((number, transfer)) = traffic.next() {
-            let finished = match self.plan.next() {
-                None => self.alone(transfer, deadline),
+    fn run(&self, queue: &mut dyn TransferQueue, deadline: Deadline) {
+        while let Some((number, transfer)) = queue.next_transfer() {
+            let outcome = match self.plan.next_fault() {
+                None => self.run_single(transfer, deadline),
                 Some(fault) => self.fail(transfer, fault, deadline),
             };
-            traffic.end(number, finished);
+            queue.complete(number, outcome);
         }
     }
 }
@@ -160,67 +169,67 @@ struct FaultyFiles {
 
 impl FileOperations for FaultyFiles {
     fn open(&self, path: &Path, mode: OpenMode, direct: bool) -> io::Result<File> {
-        self.plan.operation()?;
+        self.plan.check_operation()?;
         self.inner.open(path, mode, direct)
     }
 
     fn truncate(&self, file: &File, bytes: u64) -> io::Result<()> {
-        self.plan.operation()?;
+        self.plan.check_operation()?;
         self.inner.truncate(file, bytes)
     }
 
     fn length(&self, file: &File) -> io::Result<u64> {
-        self.plan.operation()?;
+        self.plan.check_operation()?;
         self.inner.length(file)
     }
 
     fn read(&self, file: &File, offset: u64, buffer: &mut [u8]) -> io::Result<usize> {
-        self.plan.operation()?;
+        self.plan.check_operation()?;
         self.inner.read(file, offset, buffer)
     }
 
     fn next_data(&self, file: &File, offset: u64) -> io::Result<Option<u64>> {
-        self.plan.operation()?;
+        self.plan.check_operation()?;
         self.inner.next_data(file, offset)
     }
 
     fn replace(&self, path: &Path, bytes: &[u8]) -> io::Result<()> {
-        self.plan.operation()?;
+        self.plan.check_operation()?;
         self.inner.replace(path, bytes)
     }
 
     fn rename(&self, from: &Path, to: &Path) -> io::Result<()> {
-        self.plan.operation()?;
+        self.plan.check_operation()?;
         self.inner.rename(from, to)
     }
 
     fn overwrite(&self, path: &Path) -> io::Result<u64> {
-        self.plan.operation()?;
+        self.plan.check_operation()?;
         self.inner.overwrite(path)
     }
 
     fn set_aside(&self, path: &Path) -> io::Result<PathBuf> {
-        self.plan.operation()?;
+        self.plan.check_operation()?;
         self.inner.set_aside(path)
     }
 
     fn remove(&self, path: &Path) -> io::Result<()> {
-        self.plan.operation()?;
+        self.plan.check_operation()?;
         self.inner.remove(path)
     }
 
     fn make_directory(&self, path: &Path) -> io::Result<()> {
-        self.plan.operation()?;
+        self.plan.check_operation()?;
         self.inner.make_directory(path)
     }
 
     fn sync_directory(&self, path: &Path) -> io::Result<()> {
-        self.plan.operation()?;
+        self.plan.check_operation()?;
         self.inner.sync_directory(path)
     }
 
     fn list(&self, path: &Path) -> io::Result<Vec<PathBuf>> {
-        self.plan.operation()?;
+        self.plan.check_operation()?;
         self.inner.list(path)
     }
 }

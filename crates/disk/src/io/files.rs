@@ -1,4 +1,4 @@
-//! Everything about files that is not a transfer: making, finding, renaming, removing them.
+//! File operations that are not transfers: creating, listing, renaming, removing.
 
 use std::fmt;
 use std::fs::{self, DirBuilder, File, OpenOptions};
@@ -10,69 +10,73 @@ use rustix::fs::{FallocateFlags, OFlags, SeekFrom, fallocate, seek};
 
 use crate::format::PAGE_BYTES;
 
-/// What is overwritten in one call.
+/// Bytes overwritten per call.
 const OVERWRITE_BYTES: usize = 1 << 20;
-/// So many things that lie under one name are kept beside it.
+/// Maximum number of files that are set aside for one name.
 const SET_ASIDE_MAX: u32 = 100;
 
-/// What an opened file is for.
+/// How a file is opened.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum OpenMode {
-    /// To be read.
+    /// For reading.
     Read,
-    /// A new file, to be written and read; an error when it exists.
+    /// A new file, for reading and writing. An error if it exists.
     Create {
-        /// Bytes to set aside at once.
+        /// Bytes to allocate immediately.
         allocate_bytes: u64,
     },
-    /// An existing file, to be written and read.
+    /// An existing file, for reading and writing.
     Write,
 }
 
-/// What the file tier asks of a file system, beside transfers. A fake one makes disks fail.
+/// The file operations that the file tier needs beside transfers. [`super::fault`] replaces them to
+/// inject faults.
 pub trait FileOperations: Send + Sync + fmt::Debug {
-    /// Opens a file; with `direct`, past the page cache, or fails with `InvalidInput`. A
-    /// directory fails with `IsADirectory`.
+    /// Opens a file. With `direct` it bypasses the page cache, and fails with `InvalidInput` if the
+    /// file system does not support that. A directory fails with `IsADirectory`.
     fn open(&self, path: &Path, mode: OpenMode, direct: bool) -> io::Result<File>;
 
-    /// Cuts a file, or makes it longer with zeroes.
+    /// Sets the length of a file; an extension reads as zeroes.
     fn truncate(&self, file: &File, bytes: u64) -> io::Result<()>;
 
-    /// Length of a file.
+    /// Returns the length of a file.
     fn length(&self, file: &File) -> io::Result<u64>;
 
-    /// Reads up to the end of the buffer or of the file; how many bytes there were.
+    /// Reads up to the end of the buffer or of the file. Returns the number of bytes read.
     fn read(&self, file: &File, offset: u64, buffer: &mut [u8]) -> io::Result<usize>;
 
-    /// The first byte at or after `offset` that was ever written, as far as the system knows.
+    /// Returns the first offset at or after `offset` that may contain data, or `None` if only a
+    /// hole follows.
     fn next_data(&self, file: &File, offset: u64) -> io::Result<Option<u64>>;
 
-    /// Writes a file under another name, syncs it, and renames it: there is all of it or nothing.
+    /// Replaces a file atomically: writes a temporary file, syncs it and renames it.
     fn replace(&self, path: &Path, bytes: &[u8]) -> io::Result<()>;
 
-    /// Renames a file within its file system, over an existing one.
+    /// Renames a file within its file system and replaces an existing one.
     fn rename(&self, from: &Path, to: &Path) -> io::Result<()>;
 
-    /// Writes zeroes over all of a file that was ever written, and syncs it; how many bytes.
+    /// Overwrites all data of a file with zeroes and syncs it. Returns the number of bytes
+    /// overwritten.
     fn overwrite(&self, path: &Path) -> io::Result<u64>;
 
-    /// Renames what lies under a name, so that the name is free. Nothing is lost by it.
+    /// Renames whatever has this name to `<name>.set-aside-<n>`, so that the name is free and
+    /// nothing is lost. Returns the new path.
     fn set_aside(&self, path: &Path) -> io::Result<PathBuf>;
 
     /// Removes a file.
     fn remove(&self, path: &Path) -> io::Result<()>;
 
-    /// Makes a directory and those above it, for this user alone; fine when it exists.
+    /// Creates a directory and its parents, accessible to this user alone. Succeeds if it exists.
     fn make_directory(&self, path: &Path) -> io::Result<()>;
 
-    /// Brings creations, renames and removals in a directory to stable storage.
+    /// Syncs creations, renames and removals in a directory to stable storage.
     fn sync_directory(&self, path: &Path) -> io::Result<()>;
 
-    /// What is in a directory.
+    /// Lists a directory.
     fn list(&self, path: &Path) -> io::Result<Vec<PathBuf>>;
 }
 
-/// The machine's file systems.
+/// The file systems of this machine.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct SystemFiles;
 
@@ -89,7 +93,7 @@ impl FileOperations for SystemFiles {
             options.custom_flags(OFlags::DIRECT.bits().cast_signed());
         }
         let file = match options.open(path) {
-            // Directories take no `O_DIRECT` either.
+            // Opening a directory with `O_DIRECT` fails with the same error.
             Err(error) if error.kind() == io::ErrorKind::InvalidInput && path.is_dir() => {
                 return Err(io::ErrorKind::IsADirectory.into());
             }
@@ -142,7 +146,8 @@ impl FileOperations for SystemFiles {
             let mut options = OpenOptions::new();
             options.write(true).create(true).truncate(true).mode(0o600).open(&temporary)
         };
-        let mut file = create().or_else(|error| free_name(*self, &temporary, error, create))?;
+        let mut file =
+            create().or_else(|error| retry_after_set_aside(*self, &temporary, error, create))?;
         file.write_all(bytes)?;
         file.sync_all()?;
         self.rename(&temporary, path)?;
@@ -151,7 +156,7 @@ impl FileOperations for SystemFiles {
 
     fn rename(&self, from: &Path, to: &Path) -> io::Result<()> {
         let rename = || fs::rename(from, to);
-        rename().or_else(|error| free_name(*self, to, error, rename))
+        rename().or_else(|error| retry_after_set_aside(*self, to, error, rename))
     }
 
     fn set_aside(&self, path: &Path) -> io::Result<PathBuf> {
@@ -178,7 +183,7 @@ impl FileOperations for SystemFiles {
         while let Some(start) = self.next_data(&file, at)?.filter(|start| *start < length) {
             let end = match seek(&file, SeekFrom::Hole(start)) {
                 Ok(hole) if hole > start => hole.min(length),
-                // No holes are known of: all of it is data.
+                // The file system does not report holes: everything up to the end is data.
                 Ok(_) | Err(_) => length,
             };
             at = start;
@@ -211,23 +216,24 @@ impl FileOperations for SystemFiles {
     }
 }
 
-/// Tries again once a directory no longer lies where a file belongs.
-fn free_name<T>(
+/// Retries an operation that failed because a directory has the file's name, after setting the
+/// directory aside.
+fn retry_after_set_aside<T>(
     files: SystemFiles,
     path: &Path,
     error: io::Error,
-    again: impl FnOnce() -> io::Result<T>,
+    retry: impl FnOnce() -> io::Result<T>,
 ) -> io::Result<T> {
     if error.kind() != io::ErrorKind::IsADirectory {
         return Err(error);
     }
     files.set_aside(path)?;
-    again()
+    retry()
 }
 
-/// Makes a directory of the tier's own below its directory. What lies under its name and is no
-/// directory is set aside.
-pub(crate) fn make_directory_within(files: &dyn FileOperations, path: &Path) -> io::Result<()> {
+/// Creates a directory of the tier's own below the tier's directory. If a file has its name, the
+/// file is set aside.
+pub(crate) fn make_tier_directory(files: &dyn FileOperations, path: &Path) -> io::Result<()> {
     match files.make_directory(path) {
         Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
             files.set_aside(path)?;
@@ -237,7 +243,8 @@ pub(crate) fn make_directory_within(files: &dyn FileOperations, path: &Path) -> 
     }
 }
 
-/// Sets space aside, so that a full disk shows now and a direct write need not move the end.
+/// Allocates the space of a file now. A full disk is thus detected before blocks are written, and
+/// direct writes need not extend the file.
 fn allocate(path: &Path, file: &File, bytes: u64) -> io::Result<()> {
     if bytes == 0 {
         return Ok(());
@@ -248,7 +255,7 @@ fn allocate(path: &Path, file: &File, bytes: u64) -> io::Result<()> {
         Err(error) => Err(error.into()),
     };
     if allocated.is_err() {
-        // Best effort: an empty file left behind is found and removed at the next open.
+        // Best effort: the next opening finds and removes an empty file.
         let removed = fs::remove_file(path);
         drop(removed);
     }

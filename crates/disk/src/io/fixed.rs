@@ -1,4 +1,5 @@
-//! The pool's memory as fixed buffers of the rings: pinned once, not once for each transfer.
+//! Registers the pool's memory as fixed buffers of the rings, so that it is pinned once and not for
+//! each transfer.
 #![expect(unsafe_code, reason = "hands the pool's region to the kernel by address")]
 
 use std::fmt;
@@ -9,60 +10,62 @@ use std::slice;
 use cascade_memory::Pool;
 use io_uring::IoUring;
 
-use super::uring::Piece;
+use super::uring::IoVec;
 
-/// The kernel takes no longer buffer.
+/// Maximum length of a fixed buffer in the kernel.
 const BUFFER_BYTES_MAX: usize = 1 << 30;
 
 const HUGE_PAGE_BYTES: usize = 2 << 20;
 
-/// The pool's region, registered with a ring that does nothing else; other rings share it.
+/// The pool's region, registered with a ring that has no other use. Other rings share the
+/// registration.
 pub(super) struct FixedBuffers {
-    root: IoUring,
-    /// Outlives every ring that uses its region.
+    owner_ring: IoUring,
+    /// Keeps the region alive for every ring that uses it.
     pool: Pool,
 }
 
 impl FixedBuffers {
-    /// Pins the pool's region, if it lies in huge pages and the kernel allows it.
+    /// Registers the pool's region if all of it is in huge pages and the kernel allows it.
     ///
-    /// Ordinary pages are pinned one by one, for seconds; and those that were never touched would
-    /// be made for it.
+    /// Ordinary pages are not registered: they are pinned one by one, which takes seconds, and
+    /// pages that were never touched would be allocated.
     pub(super) fn register(pool: &Pool) -> Option<Self> {
         let region = pool.region();
         let huge_bytes = region.bytes() / HUGE_PAGE_BYTES * HUGE_PAGE_BYTES;
         if region.pages().huge_bytes < huge_bytes {
             return None;
         }
-        let pieces: Vec<_> = (0..region.bytes())
+        let io_vecs: Vec<_> = (0..region.bytes())
             .step_by(BUFFER_BYTES_MAX)
-            .map(|offset| Piece {
+            .map(|offset| IoVec {
                 base: region.base().as_ptr().wrapping_add(offset),
                 bytes: BUFFER_BYTES_MAX.min(region.bytes() - offset),
             })
             .collect();
-        let root = IoUring::new(1).ok()?;
-        // SAFETY: `Piece` is laid out as `iovec`; the list lives until the call has returned.
-        let vectors = unsafe { slice::from_raw_parts(pieces.as_ptr().cast(), pieces.len()) };
-        // SAFETY: the pieces lie in the pool's mapping, which `pool`, kept beside every ring that
-        // shares them, keeps. The kernel touches only memory that a transfer names, and a flight
-        // owns that until the transfer has ended.
-        let registered = unsafe { root.submitter().register_buffers(vectors) };
-        // RLIMIT_MEMLOCK, or too many buffers: transfers do without.
+        let owner_ring = IoUring::new(1).ok()?;
+        // SAFETY: `IoVec` has the layout of `iovec`; the list lives until the call has returned.
+        let vectors = unsafe { slice::from_raw_parts(io_vecs.as_ptr().cast(), io_vecs.len()) };
+        // SAFETY: the vectors point into the pool's mapping. `pool`, which is stored with every
+        // ring that shares them, keeps it mapped. The kernel accesses only memory that a transfer
+        // names, and an `InFlightTransfer` owns that memory until the transfer has ended.
+        let registered = unsafe { owner_ring.submitter().register_buffers(vectors) };
+        // `RLIMIT_MEMLOCK` or the maximum number of buffers is exceeded: transfers work without
+        // registration.
         registered.ok()?;
-        Some(Self { root, pool: pool.clone() })
+        Some(Self { owner_ring, pool: pool.clone() })
     }
 
-    /// Lets another ring use the buffers too.
+    /// Shares the registered buffers with another ring.
     pub(super) fn share_with(&self, ring: &IoUring) -> io::Result<()> {
-        ring.submitter().register_buffers_clone(self.root.as_raw_fd())
+        ring.submitter().register_buffers_clone(self.owner_ring.as_raw_fd())
     }
 
-    /// Which buffer a piece of memory lies in, if it lies in one.
-    pub(super) fn index_of(&self, piece: &Piece) -> Option<u16> {
+    /// The index of the buffer that contains a piece of memory, if one does.
+    pub(super) fn index_of(&self, io_vec: &IoVec) -> Option<u16> {
         let region = self.pool.region();
-        let start = piece.base.addr().checked_sub(region.base().as_ptr().addr())?;
-        let last = start.checked_add(piece.bytes.checked_sub(1)?)?;
+        let start = io_vec.base.addr().checked_sub(region.base().as_ptr().addr())?;
+        let last = start.checked_add(io_vec.bytes.checked_sub(1)?)?;
         let index = start / BUFFER_BYTES_MAX;
         let is_inside = last < region.bytes() && last / BUFFER_BYTES_MAX == index;
         is_inside.then(|| u16::try_from(index).ok()).flatten()

@@ -1,4 +1,5 @@
-//! The seam between decisions about files and the kernel: transfers, file operations, deadlines.
+//! The I/O layer of the file tier: transfers, file operations, deadlines. Tests replace it to
+//! inject faults.
 
 pub mod fault;
 mod files;
@@ -18,38 +19,38 @@ use cascade_memory::Pool;
 
 use crate::{DiskError, EngineKind};
 
-pub(crate) use files::make_directory_within;
+pub(crate) use files::make_tier_directory;
 pub use files::{FileOperations, OpenMode, SystemFiles};
 pub use psync::PsyncEngine;
 pub use transfer::{Buffer, PageBuffer, Transfer, TransferKind};
 pub use uring::UringEngine;
-pub use workers::Workers;
+pub use workers::WorkerThreads;
 
-/// What became of a transfer.
+/// The result of a transfer.
 #[derive(Debug)]
-pub struct Finished {
-    /// The transfer with its buffers; absent while the kernel still has them.
+pub struct TransferOutcome {
+    /// The transfer with its buffers, or `None` while the kernel still uses them.
     pub transfer: Option<Transfer>,
-    /// Bytes moved by it, or why not. `TimedOut` when the deadline passed first.
+    /// Bytes transferred. `TimedOut` if the deadline passed first.
     pub result: io::Result<usize>,
 }
 
-/// Transfers on their way, as the one who wants them sees it.
+/// The transfers of one call, from the caller to the I/O engine and back.
 ///
-/// The engine asks for the next one when it has room, and tells of each as it ends, while others
-/// are under way: checksums are computed then, and cost no time of the disk.
-pub trait Traffic {
-    /// The next transfer and the number that it is told of under; nothing when there is none
-    /// now. There may be more after something has ended.
-    fn next(&mut self) -> Option<(usize, Transfer)>;
+/// The engine takes the next transfer when it has capacity, and completes each as it ends while
+/// others are in flight. The caller can thus compute checksums while the disk works.
+pub trait TransferQueue {
+    /// Returns the next transfer with its completion number, or `None` if there is none now. There
+    /// may be more after a completion.
+    fn next_transfer(&mut self) -> Option<(usize, Transfer)>;
 
-    /// A transfer ended.
-    fn end(&mut self, number: usize, finished: Finished);
+    /// Reports the end of the transfer with this number.
+    fn complete(&mut self, number: usize, outcome: TransferOutcome);
 }
 
-/// Reads and writes files. Buffers go in owned and come back owned.
+/// An I/O engine. It owns the buffers of a transfer until it completes the transfer.
 pub trait Engine: Send + Sync + fmt::Debug {
-    /// What the engine is called in statistics.
+    /// The name of the engine in statistics.
     fn name(&self) -> &'static str;
 
     /// Whether the pool's memory is registered with the kernel.
@@ -57,99 +58,103 @@ pub trait Engine: Send + Sync + fmt::Debug {
         false
     }
 
-    /// Calls whose deadline passed and that the kernel has not given up.
+    /// Calls past their deadline that the kernel has not completed.
     fn stuck_calls(&self) -> u64 {
         0
     }
 
-    /// Carries out transfers, in any order, until there are none, or until the deadline.
+    /// Executes the transfers of a queue, in any order, until the queue is empty or the deadline
+    /// passes.
     ///
-    /// Each that was taken is told of once. Buffers of a transfer that the kernel has not
-    /// finished at the deadline stay with the engine until it has, and then go back where they
-    /// belong. A result may be short, as `preadv`'s may.
-    fn carry(&self, traffic: &mut dyn Traffic, deadline: Deadline);
+    /// Each transfer that was taken from the queue is completed once. If the kernel has not
+    /// finished a transfer at the deadline, its buffers stay with the engine until the kernel has,
+    /// and are then released. A result may be short, as with `preadv`.
+    fn run(&self, queue: &mut dyn TransferQueue, deadline: Deadline);
 }
 
-/// A plain list of transfers, and what became of them.
+/// A list of transfers and their results.
 #[derive(Debug)]
-pub(crate) struct Batch {
+pub(crate) struct TransferBatch {
     waiting: std::vec::IntoIter<Transfer>,
-    taken: usize,
-    pub(crate) finished: Vec<Option<Finished>>,
+    taken_count: usize,
+    pub(crate) outcomes: Vec<Option<TransferOutcome>>,
 }
 
-impl Batch {
+impl TransferBatch {
     pub(crate) fn new(transfers: Vec<Transfer>) -> Self {
-        let finished = transfers.iter().map(|_| None).collect();
-        Self { waiting: transfers.into_iter(), taken: 0, finished }
+        let outcomes = transfers.iter().map(|_| None).collect();
+        Self { waiting: transfers.into_iter(), taken_count: 0, outcomes }
     }
 }
 
-impl Traffic for Batch {
-    fn next(&mut self) -> Option<(usize, Transfer)> {
+impl TransferQueue for TransferBatch {
+    fn next_transfer(&mut self) -> Option<(usize, Transfer)> {
         let transfer = self.waiting.next()?;
-        self.taken += 1;
-        Some((self.taken - 1, transfer))
+        self.taken_count += 1;
+        Some((self.taken_count - 1, transfer))
     }
 
-    fn end(&mut self, number: usize, finished: Finished) {
-        self.finished[number] = Some(finished);
+    fn complete(&mut self, number: usize, outcome: TransferOutcome) {
+        self.outcomes[number] = Some(outcome);
     }
 }
 
-/// Carries each transfer to its end: short ones are continued, interrupted ones repeated.
-struct ToTheEnd<'a> {
-    inner: &'a mut dyn Traffic,
-    again: Vec<(usize, Transfer)>,
+/// Runs each transfer to its end: continues short transfers and repeats interrupted ones.
+struct ResumingQueue<'a> {
+    inner: &'a mut dyn TransferQueue,
+    resumed: Vec<(usize, Transfer)>,
     deadline: Deadline,
     clock: &'a dyn Clock,
 }
 
-impl Traffic for ToTheEnd<'_> {
-    fn next(&mut self) -> Option<(usize, Transfer)> {
+impl TransferQueue for ResumingQueue<'_> {
+    fn next_transfer(&mut self) -> Option<(usize, Transfer)> {
         if self.deadline.has_passed(self.clock) {
             return None;
         }
-        self.again.pop().or_else(|| self.inner.next())
+        self.resumed.pop().or_else(|| self.inner.next_transfer())
     }
 
-    fn end(&mut self, number: usize, Finished { transfer, result }: Finished) {
+    fn complete(&mut self, number: usize, TransferOutcome { transfer, result }: TransferOutcome) {
         let Some(mut transfer) = transfer else {
-            return self.inner.end(number, Finished { transfer: None, result });
+            return self.inner.complete(number, TransferOutcome { transfer: None, result });
         };
         match transfer.advance(result) {
-            Ok(false) => self.again.push((number, transfer)),
+            Ok(false) => self.resumed.push((number, transfer)),
             Ok(true) => {
                 let result = Ok(transfer.total_bytes());
-                self.inner.end(number, Finished { transfer: Some(transfer), result });
+                self.inner.complete(number, TransferOutcome { transfer: Some(transfer), result });
             }
             Err(error) => {
                 let result = Err(error);
-                self.inner.end(number, Finished { transfer: Some(transfer), result });
+                self.inner.complete(number, TransferOutcome { transfer: Some(transfer), result });
             }
         }
     }
 }
 
-/// Everything that the file tier does with the machine.
+/// The file tier's access to files, threads and time.
 #[derive(Debug, Clone)]
-pub struct Io {
-    /// Moves payloads.
+pub struct FileIo {
+    /// Transfers payloads.
     pub engine: Arc<dyn Engine>,
-    /// Everything else about files.
+    /// All other file operations.
     pub files: Arc<dyn FileOperations>,
-    /// Threads for calls that could hang.
-    pub workers: Arc<Workers>,
-    /// Threads for calls that only read: a file system that takes no writes may give what it has.
-    pub readers: Arc<Workers>,
-    /// Time.
+    /// Threads for calls that may hang.
+    pub workers: Arc<WorkerThreads>,
+    /// Threads for calls that only read, so that hung writes do not block reads.
+    pub read_workers: Arc<WorkerThreads>,
+    /// The clock for deadlines.
     pub clock: Arc<dyn Clock>,
 }
 
-impl Io {
-    /// The machine's own files, read and written by the engine that was asked for.
+impl FileIo {
+    /// Access to the file systems of this machine with an I/O engine of this kind.
     ///
-    /// `pool` is the memory that the engine may register with the kernel.
+    /// The engine may register the memory of `pool` with the kernel.
+    ///
+    /// # Errors
+    /// If the kernel rejects `io_uring` and `kind` requires it.
     pub fn system(
         kind: EngineKind,
         direct: bool,
@@ -158,11 +163,11 @@ impl Io {
         clock: Arc<dyn Clock>,
     ) -> Result<Self, DiskError> {
         let threads_max = queue_depth.clamp(2, 16) as usize;
-        let workers = Arc::new(Workers::new(threads_max));
-        let readers = Arc::new(Workers::new(threads_max));
+        let workers = Arc::new(WorkerThreads::new(threads_max));
+        let read_workers = Arc::new(WorkerThreads::new(threads_max));
         let psync = || {
-            let (workers, readers) = (Arc::clone(&workers), Arc::clone(&readers));
-            PsyncEngine::new(workers, readers, queue_depth, Arc::clone(&clock))
+            let (workers, read_workers) = (Arc::clone(&workers), Arc::clone(&read_workers));
+            PsyncEngine::new(workers, read_workers, queue_depth, Arc::clone(&clock))
         };
         let uring = || UringEngine::new(queue_depth, pool, Arc::clone(&clock));
         let engine: Arc<dyn Engine> = match kind {
@@ -170,22 +175,23 @@ impl Io {
             EngineKind::Auto if !direct => Arc::new(psync()),
             EngineKind::Auto => match uring() {
                 Ok(engine) => Arc::new(engine),
-                Err(_refused) => Arc::new(psync()),
+                Err(_not_allowed) => Arc::new(psync()),
             },
             EngineKind::Uring => Arc::new(uring().map_err(|source| DiskError::Config {
                 setting: "engine",
-                reason: format!("this kernel refuses io_uring ({source}); use auto or psync"),
+                reason: format!("the kernel does not allow io_uring ({source}); use auto or psync"),
             })?),
         };
-        Ok(Self { engine, files: Arc::new(SystemFiles), workers, readers, clock })
+        Ok(Self { engine, files: Arc::new(SystemFiles), workers, read_workers, clock })
     }
 
-    /// Calls whose deadline passed and that go on in the kernel.
+    /// Calls past their deadline that the kernel has not completed.
     pub(crate) fn stuck_calls(&self) -> u64 {
-        self.workers.stuck_jobs() + self.readers.stuck_jobs() + self.engine.stuck_calls()
+        self.workers.stuck_jobs() + self.read_workers.stuck_jobs() + self.engine.stuck_calls()
     }
 
-    /// Runs a file operation on a worker, so that a hung file system costs only the deadline.
+    /// Runs a file operation on a worker thread, so that a hung file system delays the caller only
+    /// until the deadline.
     pub(crate) fn call<T, F>(
         &self,
         operation: &'static str,
@@ -200,7 +206,7 @@ impl Io {
         self.call_on(&self.workers, operation, path, deadline, work)
     }
 
-    /// As `call`, for what only reads.
+    /// As [`Self::call`], for operations that only read.
     pub(crate) fn call_reading<T, F>(
         &self,
         operation: &'static str,
@@ -212,12 +218,12 @@ impl Io {
         T: Send + 'static,
         F: FnOnce(&dyn FileOperations) -> io::Result<T> + Send + 'static,
     {
-        self.call_on(&self.readers, operation, path, deadline, work)
+        self.call_on(&self.read_workers, operation, path, deadline, work)
     }
 
     fn call_on<T, F>(
         &self,
-        workers: &Workers,
+        workers: &WorkerThreads,
         operation: &'static str,
         path: &Path,
         deadline: Deadline,
@@ -234,32 +240,32 @@ impl Io {
             .map_err(|source| DiskError::from_io(operation, path, source))
     }
 
-    /// Carries every transfer to its end or to the deadline.
+    /// Runs every transfer to its end or to the deadline.
     ///
-    /// What the traffic still holds when this returns was not begun.
-    pub(crate) fn carry(&self, traffic: &mut dyn Traffic, deadline: Deadline) {
+    /// Transfers that are still in the queue when this returns were not started.
+    pub(crate) fn run(&self, queue: &mut dyn TransferQueue, deadline: Deadline) {
         let clock = self.clock.as_ref();
-        let mut complete = ToTheEnd { inner: traffic, again: Vec::new(), deadline, clock };
-        self.engine.carry(&mut complete, deadline);
-        for (number, transfer) in std::mem::take(&mut complete.again) {
+        let mut resuming = ResumingQueue { inner: queue, resumed: Vec::new(), deadline, clock };
+        self.engine.run(&mut resuming, deadline);
+        for (number, transfer) in std::mem::take(&mut resuming.resumed) {
             let result = Err(io::ErrorKind::TimedOut.into());
-            complete.inner.end(number, Finished { transfer: Some(transfer), result });
+            resuming.inner.complete(number, TransferOutcome { transfer: Some(transfer), result });
         }
     }
 
-    /// Carries out a list of transfers; one answer each, in their order.
+    /// Runs a list of transfers. Returns one result each, in their order.
     pub(crate) fn transfer_all(
         &self,
         transfers: Vec<Transfer>,
         deadline: Deadline,
     ) -> Vec<(Option<Transfer>, io::Result<()>)> {
-        let mut batch = Batch::new(transfers);
-        self.carry(&mut batch, deadline);
-        let Batch { mut waiting, finished, .. } = batch;
-        let answers = finished.into_iter().map(|finished| match finished {
-            Some(Finished { transfer, result }) => (transfer, result.map(drop)),
+        let mut batch = TransferBatch::new(transfers);
+        self.run(&mut batch, deadline);
+        let TransferBatch { mut waiting, outcomes, .. } = batch;
+        let results = outcomes.into_iter().map(|outcome| match outcome {
+            Some(TransferOutcome { transfer, result }) => (transfer, result.map(drop)),
             None => (waiting.next(), Err(io::ErrorKind::TimedOut.into())),
         });
-        answers.collect()
+        results.collect()
     }
 }

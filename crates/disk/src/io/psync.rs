@@ -1,4 +1,4 @@
-//! The engine that works everywhere: `preadv` and `pwritev` on worker threads.
+//! The portable I/O engine: `preadv` and `pwritev` on worker threads.
 
 use std::collections::HashMap;
 use std::io;
@@ -8,64 +8,66 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use cascade_block::{Clock, Deadline};
 use rustix::io::{preadv, pwritev};
 
-use super::{Engine, Finished, Traffic, Transfer, TransferKind, Workers};
+use super::{Engine, Transfer, TransferKind, TransferOutcome, TransferQueue, WorkerThreads};
 
-/// Reads and writes with ordinary system calls, several at once on threads of its own.
+/// Reads and writes with blocking system calls, several at once on worker threads.
 #[derive(Debug)]
 pub struct PsyncEngine {
-    workers: Arc<Workers>,
-    /// Reads have threads of their own: writes that hang take none from them.
-    readers: Arc<Workers>,
-    lanes: usize,
+    workers: Arc<WorkerThreads>,
+    /// Separate threads for reads, so that hung writes do not block them.
+    read_workers: Arc<WorkerThreads>,
+    in_flight_max: usize,
     clock: Arc<dyn Clock>,
-    /// Transfers that a thread carries out although nobody waits for them.
+    /// Transfers that a thread still executes after the deadline of their call.
     stuck: Arc<AtomicU64>,
 }
 
-/// Where a call's transfers come back to. What comes back too late is dropped with it.
+/// The completions of one call. A late completion is dropped together with this value.
 #[derive(Debug, Default)]
-struct Returned {
-    finished: Mutex<Arrivals>,
-    some: Condvar,
+struct Completions {
+    list: Mutex<CompletionList>,
+    is_added: Condvar,
 }
 
 #[derive(Debug, Default)]
-struct Arrivals {
-    list: Vec<(usize, Finished)>,
-    /// The call's deadline has passed: nobody looks here any more.
-    is_over: bool,
+struct CompletionList {
+    outcomes: Vec<(usize, TransferOutcome)>,
+    /// The call has returned and reads the list no longer.
+    is_closed: bool,
 }
 
-/// A transfer that waits for a worker. The caller takes it back if none has begun in time.
-type Handed = Arc<Mutex<Option<Transfer>>>;
+/// A transfer until a worker starts it. At the deadline the caller takes it back if it is still
+/// here.
+type QueuedTransfer = Arc<Mutex<Option<Transfer>>>;
 
 impl PsyncEngine {
-    /// At most `queue_depth` transfers at once, as far as there are threads.
+    /// An engine with at most `queue_depth` transfers in flight per call, and at most as many as
+    /// there are threads.
     pub fn new(
-        workers: Arc<Workers>,
-        readers: Arc<Workers>,
+        workers: Arc<WorkerThreads>,
+        read_workers: Arc<WorkerThreads>,
         queue_depth: u32,
         clock: Arc<dyn Clock>,
     ) -> Self {
-        let lanes = workers.threads_max().min(queue_depth as usize);
-        Self { workers, readers, lanes, clock, stuck: Arc::default() }
+        let in_flight_max = workers.threads_max().min(queue_depth as usize);
+        Self { workers, read_workers, in_flight_max, clock, stuck: Arc::default() }
     }
 
-    fn hand_over(
+    fn submit(
         &self,
         number: usize,
         kind: TransferKind,
-        handed: &Handed,
-        returned: &Arc<Returned>,
+        queued: &QueuedTransfer,
+        completions: &Arc<Completions>,
     ) -> io::Result<()> {
-        let workers = if kind == TransferKind::Read { &self.readers } else { &self.workers };
-        let (handed, returned) = (Arc::clone(handed), Arc::clone(returned));
+        let workers = if kind == TransferKind::Read { &self.read_workers } else { &self.workers };
+        let (queued, completions) = (Arc::clone(queued), Arc::clone(completions));
         let stuck = Arc::clone(&self.stuck);
         workers.submit(Box::new(move || {
-            let taken = handed.lock().unwrap_or_else(PoisonError::into_inner).take();
+            let taken = queued.lock().unwrap_or_else(PoisonError::into_inner).take();
             if let Some(mut transfer) = taken {
-                let result = carry_out(&mut transfer);
-                if !returned.put(number, Finished { transfer: Some(transfer), result }) {
+                let result = execute(&mut transfer);
+                if !completions.add(number, TransferOutcome { transfer: Some(transfer), result }) {
                     stuck.fetch_sub(1, Ordering::Relaxed);
                 }
             }
@@ -82,77 +84,79 @@ impl Engine for PsyncEngine {
         self.stuck.load(Ordering::Relaxed)
     }
 
-    fn carry(&self, traffic: &mut dyn Traffic, deadline: Deadline) {
-        let returned = Arc::new(Returned::default());
-        let mut under_way: HashMap<usize, Handed> = HashMap::new();
+    fn run(&self, queue: &mut dyn TransferQueue, deadline: Deadline) {
+        let completions = Arc::new(Completions::default());
+        let mut in_flight: HashMap<usize, QueuedTransfer> = HashMap::new();
         loop {
-            while under_way.len() < self.lanes {
-                let Some((number, transfer)) = traffic.next() else { break };
+            while in_flight.len() < self.in_flight_max {
+                let Some((number, transfer)) = queue.next_transfer() else { break };
                 let kind = transfer.kind;
-                let handed = Arc::new(Mutex::new(Some(transfer)));
-                match self.hand_over(number, kind, &handed, &returned) {
-                    Ok(()) => drop(under_way.insert(number, handed)),
-                    Err(error) => traffic.end(number, taken_back(&handed, error)),
+                let queued = Arc::new(Mutex::new(Some(transfer)));
+                match self.submit(number, kind, &queued, &completions) {
+                    Ok(()) => drop(in_flight.insert(number, queued)),
+                    Err(error) => queue.complete(number, cancel(&queued, error)),
                 }
             }
-            if under_way.is_empty() {
+            if in_flight.is_empty() {
                 return;
             }
-            let Some(finished) = returned.wait(deadline, self.clock.as_ref()) else { break };
-            for (number, finished) in finished {
-                under_way.remove(&number);
-                traffic.end(number, finished);
+            let Some(completed) = completions.wait(deadline, self.clock.as_ref()) else { break };
+            for (number, outcome) in completed {
+                in_flight.remove(&number);
+                queue.complete(number, outcome);
             }
         }
-        let arrived = returned.end();
-        for (number, handed) in under_way {
-            let finished = taken_back(&handed, io::ErrorKind::TimedOut.into());
-            if finished.transfer.is_none() && !arrived.contains(&number) {
+        // From here on each completion subtracts one from `stuck`. Below, one is added for each
+        // transfer that had not completed by now.
+        let completed = completions.close();
+        for (number, queued) in in_flight {
+            let outcome = cancel(&queued, io::ErrorKind::TimedOut.into());
+            if outcome.transfer.is_none() && !completed.contains(&number) {
                 self.stuck.fetch_add(1, Ordering::Relaxed);
             }
-            traffic.end(number, finished);
+            queue.complete(number, outcome);
         }
     }
 }
 
-fn taken_back(handed: &Handed, error: io::Error) -> Finished {
-    let transfer = handed.lock().unwrap_or_else(PoisonError::into_inner).take();
-    Finished { transfer, result: Err(error) }
+/// Takes a transfer back unless a worker has started it.
+fn cancel(queued: &QueuedTransfer, error: io::Error) -> TransferOutcome {
+    let transfer = queued.lock().unwrap_or_else(PoisonError::into_inner).take();
+    TransferOutcome { transfer, result: Err(error) }
 }
 
-impl Returned {
-    /// False when it comes too late.
-    fn put(&self, number: usize, finished: Finished) -> bool {
-        let mut arrivals = self.finished.lock().unwrap_or_else(PoisonError::into_inner);
-        arrivals.list.push((number, finished));
-        self.some.notify_one();
-        !arrivals.is_over
+impl Completions {
+    /// Adds a completion. Returns false if the call has already returned.
+    fn add(&self, number: usize, outcome: TransferOutcome) -> bool {
+        let mut list = self.list.lock().unwrap_or_else(PoisonError::into_inner);
+        list.outcomes.push((number, outcome));
+        self.is_added.notify_one();
+        !list.is_closed
     }
 
-    /// Nobody looks any more. The numbers of what has come since somebody looked last.
-    fn end(&self) -> Vec<usize> {
-        let mut arrivals = self.finished.lock().unwrap_or_else(PoisonError::into_inner);
-        arrivals.is_over = true;
-        std::mem::take(&mut arrivals.list).into_iter().map(|(number, _)| number).collect()
+    /// Closes the list. Returns the numbers of the transfers completed since the last `wait`.
+    fn close(&self) -> Vec<usize> {
+        let mut list = self.list.lock().unwrap_or_else(PoisonError::into_inner);
+        list.is_closed = true;
+        std::mem::take(&mut list.outcomes).into_iter().map(|(number, _)| number).collect()
     }
 
-    /// What has come back; nothing if that is nothing until the deadline.
-    fn wait(&self, deadline: Deadline, clock: &dyn Clock) -> Option<Vec<(usize, Finished)>> {
-        let mut finished = self.finished.lock().unwrap_or_else(PoisonError::into_inner);
-        while finished.list.is_empty() {
+    /// Waits for completions. Returns `None` if there is none before the deadline.
+    fn wait(&self, deadline: Deadline, clock: &dyn Clock) -> Option<Vec<(usize, TransferOutcome)>> {
+        let mut list = self.list.lock().unwrap_or_else(PoisonError::into_inner);
+        while list.outcomes.is_empty() {
             let left = deadline.remaining(clock);
             if left.is_zero() {
                 return None;
             }
-            finished =
-                self.some.wait_timeout(finished, left).unwrap_or_else(PoisonError::into_inner).0;
+            list = self.is_added.wait_timeout(list, left).unwrap_or_else(PoisonError::into_inner).0;
         }
-        Some(std::mem::take(&mut finished.list))
+        Some(std::mem::take(&mut list.outcomes))
     }
 }
 
-/// One attempt, in this thread.
-fn carry_out(transfer: &mut Transfer) -> io::Result<usize> {
+/// One attempt, on this thread.
+fn execute(transfer: &mut Transfer) -> io::Result<usize> {
     let file = Arc::clone(&transfer.file);
     let offset = transfer.next_offset();
     match transfer.kind {

@@ -1,4 +1,4 @@
-//! A transfer: owned buffers on their way from or to one place of one file.
+//! A transfer: owned buffers to read from or write to one position of one file.
 
 use std::fs::File;
 use std::io::{self, IoSlice, IoSliceMut};
@@ -9,7 +9,7 @@ use cascade_memory::{Slab, SlabMut};
 
 use crate::format::PAGE_BYTES;
 
-/// Page-aligned memory outside the pool, for headers and for slabs that are not aligned.
+/// Page-aligned memory outside the pool, for headers and for unaligned slabs.
 #[derive(Debug)]
 pub struct PageBuffer {
     memory: Vec<u8>,
@@ -18,7 +18,7 @@ pub struct PageBuffer {
 }
 
 impl PageBuffer {
-    /// Zeroed memory of that many bytes, rounded up to whole pages.
+    /// Zeroed memory of `bytes` rounded up to whole pages.
     pub fn zeroed(bytes: usize) -> Self {
         let bytes = bytes.next_multiple_of(PAGE_BYTES);
         let memory = vec![0; bytes + PAGE_BYTES];
@@ -26,30 +26,30 @@ impl PageBuffer {
         Self { memory, start, bytes }
     }
 
-    /// The bytes, padded with zeroes to whole pages.
+    /// A copy of the bytes, padded with zeroes to whole pages.
     pub fn copied(source: &[u8]) -> Self {
         let mut buffer = Self::zeroed(source.len());
         buffer.bytes_mut()[..source.len()].copy_from_slice(source);
         buffer
     }
 
-    /// The memory.
+    /// The bytes.
     pub fn bytes(&self) -> &[u8] {
         &self.memory[self.start..self.start + self.bytes]
     }
 
-    /// The memory, to be written.
+    /// The bytes, for writing.
     pub fn bytes_mut(&mut self) -> &mut [u8] {
         &mut self.memory[self.start..self.start + self.bytes]
     }
 }
 
-/// Memory that a transfer owns while it is under way.
+/// Memory that a transfer owns while it is in flight.
 #[derive(Debug)]
 pub enum Buffer {
-    /// Part of a sealed slab, to be written to a file.
+    /// Part of a sealed slab, for writes.
     Sealed(Slab, Range<usize>),
-    /// Part of an open slab, to be read into.
+    /// Part of an open slab, for reads.
     Open(SlabMut, Range<usize>),
     /// Memory outside the pool.
     Pages(PageBuffer),
@@ -74,34 +74,34 @@ impl Buffer {
     }
 }
 
-/// What a transfer does.
+/// The kind of a transfer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum TransferKind {
-    /// File to buffers.
+    /// From the file to the buffers.
     Read,
-    /// Buffers to file.
+    /// From the buffers to the file.
     Write,
-    /// Data that was written before to stable storage; has no buffers.
+    /// Syncs data written before; has no buffers.
     Sync,
 }
 
 /// One vectored read or write, or a sync.
 #[derive(Debug)]
 pub struct Transfer {
-    /// What to do.
+    /// What the transfer does.
     pub kind: TransferKind,
-    /// With which file.
+    /// The file.
     pub file: Arc<File>,
-    /// From which byte of it.
+    /// The byte of the file at which it starts.
     pub offset: u64,
-    /// The memory, in the order of the file.
+    /// The buffers, in the order of the file.
     pub buffers: Vec<Buffer>,
-    /// Bytes that earlier attempts have moved.
+    /// Bytes transferred by earlier attempts.
     moved: usize,
 }
 
 impl Transfer {
-    /// A transfer of all the buffers.
+    /// A transfer of all `buffers`.
     pub fn new(kind: TransferKind, file: Arc<File>, offset: u64, buffers: Vec<Buffer>) -> Self {
         Self { kind, file, offset, buffers, moved: 0 }
     }
@@ -111,17 +111,17 @@ impl Transfer {
         Self::new(TransferKind::Sync, file, 0, Vec::new())
     }
 
-    /// Bytes of all its buffers.
+    /// The total length of its buffers.
     pub fn total_bytes(&self) -> usize {
         self.buffers.iter().map(|buffer| buffer.bytes().len()).sum()
     }
 
-    /// Where the next attempt starts in the file.
+    /// The offset in the file at which the next attempt starts.
     pub fn next_offset(&self) -> u64 {
         self.offset + self.moved as u64
     }
 
-    /// What the next attempt writes.
+    /// The bytes that the next attempt writes.
     pub fn slices(&self) -> Vec<IoSlice<'_>> {
         let mut skip = self.moved;
         let mut slices = Vec::with_capacity(self.buffers.len());
@@ -135,7 +135,7 @@ impl Transfer {
         slices
     }
 
-    /// What the next attempt reads into.
+    /// The memory that the next attempt reads into.
     pub fn slices_mut(&mut self) -> Vec<IoSliceMut<'_>> {
         let mut skip = self.moved;
         let mut slices = Vec::with_capacity(self.buffers.len());
@@ -149,9 +149,10 @@ impl Transfer {
         slices
     }
 
-    /// Takes an attempt's result in; whether nothing is left to do.
+    /// Applies the result of an attempt. Returns whether the transfer is complete.
     ///
-    /// Progress counts in whole pages, because direct I/O goes on only from one.
+    /// Progress is counted in whole pages, because direct I/O can continue only from a page
+    /// boundary.
     pub(super) fn advance(&mut self, result: io::Result<usize>) -> io::Result<bool> {
         let left = self.total_bytes() - self.moved;
         let moved = match result {

@@ -1,7 +1,7 @@
-//! The fast engine: `io_uring`, driven by the thread that calls, without a hand-off.
+//! The fast I/O engine: `io_uring`, driven by the calling thread without a hand-off.
 //!
-//! A call takes an idle ring, submits, waits with a time limit and puts the ring back. A ring
-//! whose deadline passed with transfers under way goes to a thread that waits for the kernel.
+//! A call takes an idle ring, submits, waits with a time-out and returns the ring. A ring with
+//! transfers in flight after the deadline is passed to a thread that waits for the kernel.
 #![expect(unsafe_code, reason = "hands buffers to the kernel by address")]
 
 use std::fmt;
@@ -20,13 +20,14 @@ use io_uring::{IoUring, opcode, squeue};
 use rustix::io::Errno;
 
 use super::fixed::FixedBuffers;
-use super::{Engine, Finished, Traffic, Transfer, TransferKind};
+use super::{Engine, Transfer, TransferKind, TransferOutcome, TransferQueue};
 
-/// As many transfers keep the disk busy while more are being prepared.
-const BUSY_TRANSFERS: usize = 2;
+/// While fewer transfers than this are in the kernel, each is submitted at once: this many keep the
+/// disk busy while the next ones are prepared.
+const EAGER_SUBMIT_MAX: usize = 2;
 
-/// Most rings, each with its thread, that wait for a kernel which hangs. Calls beyond are late at
-/// once.
+/// Maximum number of rings, each with a thread, that wait for a hung kernel. At this limit further
+/// calls time out at once.
 const STUCK_RINGS_MAX: u64 = 32;
 
 /// Reads and writes through `io_uring`.
@@ -35,43 +36,46 @@ pub struct UringEngine {
     clock: Arc<dyn Clock>,
     fixed: Option<Arc<FixedBuffers>>,
     idle: Arc<Mutex<Vec<Ring>>>,
-    /// Rings that wait for the kernel after their caller's deadline.
+    /// Rings that wait for the kernel after the deadline of their call.
     stuck: Arc<AtomicU64>,
 }
 
-/// What the kernel calls `struct iovec`.
+/// The kernel's `struct iovec`.
 #[repr(C)]
-pub(super) struct Piece {
+pub(super) struct IoVec {
     pub(super) base: *mut u8,
     pub(super) bytes: usize,
 }
 
-/// A transfer that the kernel works on, and the list of addresses that it reads.
-struct Flight {
+/// A transfer in flight, with the address list that the kernel reads.
+struct InFlightTransfer {
     number: usize,
     transfer: Transfer,
-    pieces: Vec<Piece>,
+    io_vecs: Vec<IoVec>,
 }
 
-// SAFETY: the addresses in `pieces` are those of buffers that `transfer`, next to them, owns and
-// does not move; all of them may be used from any thread.
-unsafe impl Send for Flight {}
+// SAFETY: the addresses in `io_vecs` point into buffers that `transfer` in the same value owns and
+// does not move. The buffers may be used from any thread.
+unsafe impl Send for InFlightTransfer {}
 
-/// One ring and what is under way on it.
+/// A ring and its transfers in flight.
 struct Ring {
     queue: IoUring,
-    /// By the number that the kernel gives back. Not dropped while the kernel may use it.
-    flights: ManuallyDrop<Vec<Option<Flight>>>,
-    in_flight: usize,
-    /// The pool's memory, where this ring may use it without pinning it anew.
+    /// By the `user_data` of their completion. Not dropped while the kernel may use the buffers.
+    transfers: ManuallyDrop<Vec<Option<InFlightTransfer>>>,
+    in_flight_count: usize,
+    /// The registered pool memory, if this ring shares it.
     fixed: Option<Arc<FixedBuffers>>,
 }
 
 impl UringEngine {
-    /// An engine with at most `queue_depth` transfers at once a call, or why the kernel refuses.
+    /// An engine with at most `queue_depth` transfers in flight per call.
     ///
-    /// Transfers from and to slabs of `pool` skip the pinning of pages, if its region can be
-    /// registered with the kernel; [`Engine::is_registered`] says whether.
+    /// Transfers from and to slabs of `pool` save the pinning of pages if its region can be
+    /// registered with the kernel; [`Engine::is_registered`] returns whether it was.
+    ///
+    /// # Errors
+    /// If the kernel does not allow `io_uring`.
     pub fn new(queue_depth: u32, pool: Option<&Pool>, clock: Arc<dyn Clock>) -> io::Result<Self> {
         let depth = queue_depth.max(1);
         let fixed = pool.and_then(FixedBuffers::register).map(Arc::new);
@@ -86,9 +90,9 @@ impl UringEngine {
         idle.map_or_else(|| Ring::new(self.depth, self.fixed.as_ref()), Ok)
     }
 
-    /// Puts a ring back once the kernel is done with it.
-    fn give_back(&self, mut ring: Ring) {
-        if ring.in_flight == 0 {
+    /// Returns a ring to the idle ones, after the kernel has completed its transfers.
+    fn return_ring(&self, mut ring: Ring) {
+        if ring.in_flight_count == 0 {
             self.idle.lock().unwrap_or_else(PoisonError::into_inner).push(ring);
             return;
         }
@@ -102,46 +106,48 @@ impl UringEngine {
             }
         };
         if thread::Builder::new().name("cascade-late-io".to_owned()).spawn(wait).is_err() {
-            // Dropping the ring with `wait` leaves its buffers to the kernel for good.
+            // Dropping `wait` drops the ring, which leaks its buffers: the kernel may still use
+            // them.
         }
     }
 
-    /// Submits and waits until all is done or the deadline passes.
+    /// Submits and waits until all transfers are complete or the deadline passes.
     fn drive(
         &self,
         ring: &mut Ring,
-        traffic: &mut dyn Traffic,
+        queue: &mut dyn TransferQueue,
         deadline: Deadline,
     ) -> io::Result<()> {
         let mut ended = Vec::new();
         loop {
-            while ring.in_flight < self.depth as usize {
-                let Some((number, transfer)) = traffic.next() else { break };
+            while ring.in_flight_count < self.depth as usize {
+                let Some((number, transfer)) = queue.next_transfer() else { break };
                 ring.push(number, transfer);
-                if ring.submitted() < BUSY_TRANSFERS {
-                    // The disk starts on this one while the next is being prepared.
+                if ring.submitted() < EAGER_SUBMIT_MAX {
+                    // The disk starts with this transfer while the next one is prepared.
                     ring.wait(0, Duration::ZERO)?;
                 }
             }
             if !ended.is_empty() {
                 ring.wait(0, Duration::ZERO)?;
-                // What ended may bring more to do: a short transfer goes on.
-                for (number, finished) in ended.drain(..) {
-                    traffic.end(number, finished);
+                // A completion may add transfers: a short one is continued.
+                for (number, outcome) in ended.drain(..) {
+                    queue.complete(number, outcome);
                 }
-                ring.reap(|number, finished| ended.push((number, finished)));
+                ring.reap(|number, outcome| ended.push((number, outcome)));
                 continue;
             }
-            if ring.in_flight == 0 {
+            if ring.in_flight_count == 0 {
                 return Ok(());
             }
             let left = deadline.remaining(self.clock.as_ref());
             if left.is_zero() {
                 return Err(io::ErrorKind::TimedOut.into());
             }
-            // Waking for each one costs more than the disk gains while it has others to do.
-            ring.wait((ring.in_flight / 4).max(1), left)?;
-            ring.reap(|number, finished| ended.push((number, finished)));
+            // Waits for a quarter of the transfers: a wake-up per completion costs more than the
+            // disk gains from a full queue while it still has work.
+            ring.wait((ring.in_flight_count / 4).max(1), left)?;
+            ring.reap(|number, outcome| ended.push((number, outcome)));
         }
     }
 }
@@ -159,66 +165,78 @@ impl Engine for UringEngine {
         self.stuck.load(Ordering::Relaxed)
     }
 
-    fn carry(&self, traffic: &mut dyn Traffic, deadline: Deadline) {
+    fn run(&self, queue: &mut dyn TransferQueue, deadline: Deadline) {
         if self.stuck_calls() >= STUCK_RINGS_MAX {
-            return refuse_all(traffic, &io::ErrorKind::TimedOut.into());
+            return fail_remaining(queue, &io::ErrorKind::TimedOut.into());
         }
         let mut ring = match self.take_ring() {
             Ok(ring) => ring,
-            Err(error) => return refuse_all(traffic, &error),
+            Err(error) => return fail_remaining(queue, &error),
         };
-        let driven = self.drive(&mut ring, traffic, deadline);
-        let late: Vec<_> = ring.flights.iter().flatten().map(|flight| flight.number).collect();
-        self.give_back(ring);
+        let driven = self.drive(&mut ring, queue, deadline);
+        let unfinished: Vec<_> =
+            ring.transfers.iter().flatten().map(|in_flight| in_flight.number).collect();
+        self.return_ring(ring);
         if let Err(error) = driven {
-            for number in late {
-                traffic.end(number, Finished { transfer: None, result: Err(copy_of(&error)) });
+            for number in unfinished {
+                queue.complete(
+                    number,
+                    TransferOutcome { transfer: None, result: Err(clone_error(&error)) },
+                );
             }
             if error.kind() != io::ErrorKind::TimedOut {
-                refuse_all(traffic, &error);
+                fail_remaining(queue, &error);
             }
         }
     }
 }
 
-/// Ends everything that was not begun.
-fn refuse_all(traffic: &mut dyn Traffic, error: &io::Error) {
-    while let Some((number, transfer)) = traffic.next() {
-        traffic.end(number, Finished { transfer: Some(transfer), result: Err(copy_of(error)) });
+/// Completes all transfers that were not started with an error.
+fn fail_remaining(queue: &mut dyn TransferQueue, error: &io::Error) {
+    while let Some((number, transfer)) = queue.next_transfer() {
+        queue.complete(
+            number,
+            TransferOutcome { transfer: Some(transfer), result: Err(clone_error(error)) },
+        );
     }
 }
 
-fn copy_of(error: &io::Error) -> io::Error {
+fn clone_error(error: &io::Error) -> io::Error {
     error.raw_os_error().map_or_else(|| error.kind().into(), io::Error::from_raw_os_error)
 }
 
 impl Ring {
     fn new(depth: u32, fixed: Option<&Arc<FixedBuffers>>) -> io::Result<Self> {
         let queue = IoUring::new(depth.next_power_of_two())?;
-        let flights = ManuallyDrop::new((0..depth).map(|_| None).collect());
+        let transfers = ManuallyDrop::new((0..depth).map(|_| None).collect());
         let fixed = fixed.filter(|fixed| fixed.share_with(&queue).is_ok()).cloned();
-        Ok(Self { queue, flights, in_flight: 0, fixed })
+        Ok(Self { queue, transfers, in_flight_count: 0, fixed })
     }
 
-    /// How many transfers the kernel knows of.
+    /// Number of transfers submitted to the kernel.
     fn submitted(&mut self) -> usize {
-        self.in_flight - self.queue.submission().len()
+        self.in_flight_count - self.queue.submission().len()
     }
 
-    /// Puts a transfer into the submission queue; the caller keeps to the depth.
+    /// Adds a transfer to the submission queue. The caller limits the number to the depth.
     fn push(&mut self, number: usize, transfer: Transfer) {
-        let slot = self.flights.iter().position(Option::is_none).expect("the caller counts");
-        let mut flight = Flight { number, transfer, pieces: Vec::new() };
-        let entry = flight.submission(self.fixed.as_deref()).user_data(slot as u64);
-        self.flights[slot] = Some(flight);
-        self.in_flight += 1;
-        // SAFETY: the entry's addresses lie in buffers and a list that the flight owns; `flights`
-        // keeps it until its completion is reaped, and leaks it if the ring is dropped before.
+        let slot = self
+            .transfers
+            .iter()
+            .position(Option::is_none)
+            .expect("the caller limits transfers to the depth");
+        let mut in_flight = InFlightTransfer { number, transfer, io_vecs: Vec::new() };
+        let entry = in_flight.submission(self.fixed.as_deref()).user_data(slot as u64);
+        self.transfers[slot] = Some(in_flight);
+        self.in_flight_count += 1;
+        // SAFETY: the entry's addresses point into buffers and a list that the `InFlightTransfer`
+        // owns. `transfers` keeps it until its completion is reaped, and leaks it if the ring is
+        // dropped before.
         let pushed = unsafe { self.queue.submission().push(&entry) };
-        pushed.expect("the queue has as many entries as there are flights");
+        pushed.expect("the submission queue has `depth` entries");
     }
 
-    /// Submits, and waits for that many completions or until the time is over.
+    /// Submits, and waits for this many completions or until the time-out.
     fn wait(&mut self, want: usize, limit: Duration) -> io::Result<()> {
         if want == 0 {
             return match self.queue.submit() {
@@ -238,23 +256,27 @@ impl Ring {
         }
     }
 
-    /// Takes in what the kernel has finished.
-    fn reap(&mut self, mut finish: impl FnMut(usize, Finished)) {
+    /// Processes the completions of the kernel.
+    fn reap(&mut self, mut finish: impl FnMut(usize, TransferOutcome)) {
         for completion in self.queue.completion() {
-            let slot = usize::try_from(completion.user_data()).expect("it is a slot's number");
-            let flight = self.flights[slot].take().expect("a flight completes once");
-            self.in_flight -= 1;
+            let slot = usize::try_from(completion.user_data())
+                .expect("user data is an index of `transfers`");
+            let in_flight = self.transfers[slot].take().expect("a transfer completes once");
+            self.in_flight_count -= 1;
             let result = usize::try_from(completion.result())
                 .map_err(|_| io::Error::from_raw_os_error(-completion.result()));
-            finish(flight.number, Finished { transfer: Some(flight.transfer), result });
+            finish(
+                in_flight.number,
+                TransferOutcome { transfer: Some(in_flight.transfer), result },
+            );
         }
     }
 
-    /// Waits, however long it takes, until the kernel has given every buffer back.
+    /// Waits without a deadline until the kernel has completed every transfer.
     fn drain(&mut self) -> io::Result<()> {
-        while self.in_flight > 0 {
-            self.wait(self.in_flight, Duration::from_secs(3600))?;
-            self.reap(|_number, late| drop(late));
+        while self.in_flight_count > 0 {
+            self.wait(self.in_flight_count, Duration::from_secs(3600))?;
+            self.reap(|_number, outcome| drop(outcome));
         }
         Ok(())
     }
@@ -262,52 +284,52 @@ impl Ring {
 
 impl Drop for Ring {
     fn drop(&mut self) {
-        if self.in_flight == 0 {
-            drop(mem::take(&mut *self.flights));
+        if self.in_flight_count == 0 {
+            drop(mem::take(&mut *self.transfers));
         }
     }
 }
 
-impl Flight {
+impl InFlightTransfer {
     fn submission(&mut self, fixed: Option<&FixedBuffers>) -> squeue::Entry {
         let file = Fd(self.transfer.file.as_raw_fd());
         let offset = self.transfer.next_offset();
-        self.pieces = match self.transfer.kind {
+        self.io_vecs = match self.transfer.kind {
             TransferKind::Read => self
                 .transfer
                 .slices_mut()
                 .iter_mut()
-                .map(|slice| Piece { base: slice.as_mut_ptr(), bytes: slice.len() })
+                .map(|slice| IoVec { base: slice.as_mut_ptr(), bytes: slice.len() })
                 .collect(),
             TransferKind::Write => self
                 .transfer
                 .slices()
                 .iter()
-                .map(|slice| Piece { base: slice.as_ptr().cast_mut(), bytes: slice.len() })
+                .map(|slice| IoVec { base: slice.as_ptr().cast_mut(), bytes: slice.len() })
                 .collect(),
             TransferKind::Sync => Vec::new(),
         };
-        if let ([piece], Some(fixed)) = (self.pieces.as_slice(), fixed)
-            && let Some(index) = fixed.index_of(piece)
+        if let ([io_vec], Some(fixed)) = (self.io_vecs.as_slice(), fixed)
+            && let Some(index) = fixed.index_of(io_vec)
         {
-            let bytes = u32::try_from(piece.bytes).expect("a fixed buffer is at most 1 GiB");
+            let bytes = u32::try_from(io_vec.bytes).expect("a fixed buffer is at most 1 GiB");
             return match self.transfer.kind {
                 TransferKind::Read => {
-                    opcode::ReadFixed::new(file, piece.base, bytes, index).offset(offset).build()
+                    opcode::ReadFixed::new(file, io_vec.base, bytes, index).offset(offset).build()
                 }
                 TransferKind::Write | TransferKind::Sync => {
-                    opcode::WriteFixed::new(file, piece.base, bytes, index).offset(offset).build()
+                    opcode::WriteFixed::new(file, io_vec.base, bytes, index).offset(offset).build()
                 }
             };
         }
-        let count = u32::try_from(self.pieces.len()).expect("a transfer has few buffers");
-        let pieces = self.pieces.as_ptr();
+        let count = u32::try_from(self.io_vecs.len()).expect("a transfer has few buffers");
+        let io_vecs = self.io_vecs.as_ptr();
         match self.transfer.kind {
             TransferKind::Read => {
-                opcode::Readv::new(file, pieces.cast(), count).offset(offset).build()
+                opcode::Readv::new(file, io_vecs.cast(), count).offset(offset).build()
             }
             TransferKind::Write => {
-                opcode::Writev::new(file, pieces.cast(), count).offset(offset).build()
+                opcode::Writev::new(file, io_vecs.cast(), count).offset(offset).build()
             }
             TransferKind::Sync => opcode::Fsync::new(file).flags(FsyncFlags::DATASYNC).build(),
         }

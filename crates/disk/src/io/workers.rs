@@ -1,4 +1,4 @@
-//! A few threads for calls that may hang, so that nobody who has a deadline makes them.
+//! Worker threads for calls that may hang, so that no thread with a deadline makes them.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -13,51 +13,51 @@ type Job = Box<dyn FnOnce() + Send>;
 
 /// Threads that start when there is work and end when this value is dropped.
 ///
-/// A thread that hangs in the kernel is left behind; it ends when the kernel lets it go.
-pub struct Workers {
-    shared: Arc<Shared>,
+/// A thread that hangs in the kernel is detached and ends when its call returns.
+pub struct WorkerThreads {
+    shared: Arc<SharedJobs>,
     threads_max: usize,
 }
 
 #[derive(Default)]
-struct Shared {
-    queue: Mutex<Queue>,
+struct SharedJobs {
+    queue: Mutex<JobQueue>,
     wake: Condvar,
-    /// Calls that go on although their caller has given up.
+    /// Running calls whose caller's deadline has passed.
     stuck: AtomicU64,
 }
 
-/// How far a call is: not begun, under way, given up by its caller, or over.
-const WAITING: u8 = 0;
-const BEGUN: u8 = 1;
-const GIVEN_UP: u8 = 2;
-const OVER: u8 = 3;
+/// States of a call: not started, running, abandoned by its caller after the deadline, complete.
+const QUEUED: u8 = 0;
+const RUNNING: u8 = 1;
+const ABANDONED: u8 = 2;
+const DONE: u8 = 3;
 
 #[derive(Default)]
-struct Queue {
+struct JobQueue {
     jobs: VecDeque<Job>,
     threads: usize,
     idle: usize,
     is_closed: bool,
 }
 
-impl Workers {
-    /// At most that many threads, none yet.
+impl WorkerThreads {
+    /// At most `threads_max` threads. None is started yet.
     pub fn new(threads_max: usize) -> Self {
         Self { shared: Arc::default(), threads_max: threads_max.max(1) }
     }
 
-    /// Most threads that there will be.
+    /// The maximum number of threads.
     pub fn threads_max(&self) -> usize {
         self.threads_max
     }
 
-    /// Calls that go on although their caller has given up.
+    /// Running calls whose caller's deadline has passed.
     pub(super) fn stuck_jobs(&self) -> u64 {
         self.shared.stuck.load(Ordering::Relaxed)
     }
 
-    /// Hands a job over; an error when no thread could be started for it.
+    /// Queues a job. Returns an error if no thread could be started for it.
     pub(super) fn submit(&self, job: Job) -> io::Result<()> {
         let mut queue = self.shared.queue.lock().unwrap_or_else(PoisonError::into_inner);
         queue.jobs.push_back(job);
@@ -79,8 +79,8 @@ impl Workers {
         Ok(())
     }
 
-    /// Runs a call and waits for it until the deadline; `TimedOut` when it is not back by then.
-    /// One that had not begun by then never does.
+    /// Runs a call on a worker thread and waits until the deadline. Returns `TimedOut` if it has
+    /// not finished by then; if it has not started by then, it never does.
     pub(super) fn call<T: Send + 'static>(
         &self,
         work: impl FnOnce() -> T + Send + 'static,
@@ -88,20 +88,22 @@ impl Workers {
         clock: &dyn Clock,
     ) -> io::Result<T> {
         let (sender, receiver) = mpsc::sync_channel(1);
-        let stage = Arc::new(AtomicU8::new(WAITING));
-        let (shared, reached) = (Arc::clone(&self.shared), Arc::clone(&stage));
+        let progress = Arc::new(AtomicU8::new(QUEUED));
+        let (shared, job_progress) = (Arc::clone(&self.shared), Arc::clone(&progress));
         self.submit(Box::new(move || {
-            let begun =
-                reached.compare_exchange(WAITING, BEGUN, Ordering::AcqRel, Ordering::Acquire);
-            if begun.is_err() {
+            // The start of the job races with the time-out of its caller. If the caller swapped
+            // `ABANDONED` in first, the job must not run: the caller has reported a failure.
+            let started =
+                job_progress.compare_exchange(QUEUED, RUNNING, Ordering::AcqRel, Ordering::Acquire);
+            if started.is_err() {
                 return;
             }
             let result = work();
-            if reached.swap(OVER, Ordering::AcqRel) == GIVEN_UP {
+            if job_progress.swap(DONE, Ordering::AcqRel) == ABANDONED {
                 shared.stuck.fetch_sub(1, Ordering::Relaxed);
             }
             if sender.send(result).is_err() {
-                // The caller's deadline passed; there is nobody to tell.
+                // The caller's deadline passed and nothing waits for the result.
             }
         }))?;
         loop {
@@ -109,8 +111,10 @@ impl Workers {
                 Ok(result) => return Ok(result),
                 Err(mpsc::RecvTimeoutError::Timeout) if !deadline.has_passed(clock) => {}
                 Err(mpsc::RecvTimeoutError::Timeout) => {
+                    // Counted before the swap: the job subtracts as soon as it sees `ABANDONED`,
+                    // and the counter must not drop below zero.
                     self.shared.stuck.fetch_add(1, Ordering::Relaxed);
-                    if stage.swap(GIVEN_UP, Ordering::AcqRel) != BEGUN {
+                    if progress.swap(ABANDONED, Ordering::AcqRel) != RUNNING {
                         self.shared.stuck.fetch_sub(1, Ordering::Relaxed);
                     }
                     return Err(io::ErrorKind::TimedOut.into());
@@ -123,7 +127,7 @@ impl Workers {
     }
 }
 
-impl Shared {
+impl SharedJobs {
     fn work(&self) {
         let mut queue = self.queue.lock().unwrap_or_else(PoisonError::into_inner);
         loop {
@@ -143,16 +147,18 @@ impl Shared {
     }
 }
 
-impl Drop for Workers {
+impl Drop for WorkerThreads {
     fn drop(&mut self) {
         self.shared.queue.lock().unwrap_or_else(PoisonError::into_inner).is_closed = true;
         self.shared.wake.notify_all();
     }
 }
 
-impl fmt::Debug for Workers {
+impl fmt::Debug for WorkerThreads {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Workers").field("threads_max", &self.threads_max).finish_non_exhaustive()
+        f.debug_struct("WorkerThreads")
+            .field("threads_max", &self.threads_max)
+            .finish_non_exhaustive()
     }
 }
 
@@ -165,21 +171,21 @@ mod tests {
 
     use super::*;
 
-    /// An erase that was over removed files that had been written since.
+    /// An erase that had timed out removed files that were written later.
     #[test]
-    fn a_call_that_was_given_up_before_it_began_never_begins() {
-        let workers = Workers::new(1);
+    fn a_call_that_times_out_before_it_starts_never_starts() {
+        let workers = WorkerThreads::new(1);
         let (release, hold) = mpsc::channel::<()>();
         workers.submit(Box::new(move || hold.recv().unwrap_or(()))).unwrap();
-        let has_begun = Arc::new(AtomicBool::new(false));
-        let begins = Arc::clone(&has_begun);
+        let has_started = Arc::new(AtomicBool::new(false));
+        let starts = Arc::clone(&has_started);
         let soon = Deadline::after(&SystemClock, Duration::from_millis(5));
-        let work = move || begins.store(true, Ordering::Release);
-        let late = workers.call(work, soon, &SystemClock).unwrap_err();
-        assert_eq!((late.kind(), workers.stuck_jobs()), (io::ErrorKind::TimedOut, 0));
+        let work = move || starts.store(true, Ordering::Release);
+        let timed_out = workers.call(work, soon, &SystemClock).unwrap_err();
+        assert_eq!((timed_out.kind(), workers.stuck_jobs()), (io::ErrorKind::TimedOut, 0));
         drop(release);
         let later = Deadline::after(&SystemClock, Duration::from_secs(60));
         workers.call(|| (), later, &SystemClock).unwrap();
-        assert!(!has_begun.load(Ordering::Acquire));
+        assert!(!has_started.load(Ordering::Acquire));
     }
 }

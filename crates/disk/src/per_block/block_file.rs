@@ -1,4 +1,4 @@
-//! A block's own file: one page that describes it, then its payload.
+//! A block file: one header page, then the payload.
 
 use std::fs::File;
 use std::io;
@@ -9,46 +9,48 @@ use cascade_block::{BlockKey, Checksum, Deadline, checksum};
 use cascade_memory::Slab;
 
 use super::PerBlockFiles;
+use crate::alignment::{read_buffers, slab_from_read, write_buffers};
 use crate::error::is_misplaced;
-use crate::format::{Entry, EntryKind, Frame, PAGE_BYTES, RandomId, page_aligned, pages_of};
-use crate::io::{
-    Buffer, FileOperations, OpenMode, PageBuffer, Transfer, TransferKind, make_directory_within,
+use crate::format::{
+    EntryKind, PAGE_BYTES, RandomId, RecordEntry, SegmentFrame, page_aligned, pages_of,
 };
-use crate::placement::{received_slab, receiving_buffers, sending_buffers};
+use crate::io::{
+    Buffer, FileOperations, OpenMode, PageBuffer, Transfer, TransferKind, make_tier_directory,
+};
 use crate::tier::ReadRequest;
-use crate::{Address, Damage, DiskError, ReadOutcome, Reclaimed, RecordMeta};
+use crate::{Address, DamageKind, DiskError, ReadOutcome, ReclaimOutcome, RecordMeta};
 
-/// A block file's page is the frame at the start of a segment without id and number.
+/// The header page is encoded as the first frame of a segment without ID and number.
 const NO_SEGMENT: RandomId = [0; 16];
 
-/// A block on its way into a file.
+/// A block to write to a file.
 #[derive(Debug)]
 pub(super) struct BlockImage {
     pub(super) meta: RecordMeta,
-    /// The number of the write that is about to happen.
+    /// The number of its write.
     address: Address,
     checksum: Checksum,
     buffers: Vec<Buffer>,
 }
 
 impl BlockImage {
-    pub(super) fn of_slab(
+    pub(super) fn from_slab(
         meta: RecordMeta,
         address: Address,
         checksum: Checksum,
         slab: Slab,
     ) -> Self {
-        Self { meta, address, checksum, buffers: sending_buffers(slab) }
+        Self { meta, address, checksum, buffers: write_buffers(slab) }
     }
 
-    /// The same bytes, described otherwise, for another write.
-    pub(super) fn under(self, meta: RecordMeta, address: Address) -> Self {
+    /// The same bytes with other metadata, for another write.
+    pub(super) fn with_meta(self, meta: RecordMeta, address: Address) -> Self {
         Self { meta, address, ..self }
     }
 
-    /// What the file's page says about the block.
-    pub(super) fn entry(&self) -> Entry {
-        Entry {
+    /// The entry in the file's header page.
+    pub(super) fn entry(&self) -> RecordEntry {
+        RecordEntry {
             kind: EntryKind::Block,
             meta: self.meta,
             address: Address::in_segment(0, 1),
@@ -57,12 +59,13 @@ impl BlockImage {
         }
     }
 
-    /// Everything that is written: the page, then the payload.
+    /// The content of the file: header page, then payload.
     fn into_buffers(self) -> Vec<Buffer> {
         let mut header = PageBuffer::zeroed(PAGE_BYTES);
         let entry = self.entry();
         let page_count = 1 + pages_of(u64::from(self.meta.payload_bytes));
-        let frame = Frame { segment_id: NO_SEGMENT, page: 0, page_count, entries: vec![entry] };
+        let frame =
+            SegmentFrame { segment_id: NO_SEGMENT, page: 0, page_count, entries: vec![entry] };
         frame.encode(header.bytes_mut());
         let mut buffers = vec![Buffer::Pages(header)];
         buffers.extend(self.buffers);
@@ -70,26 +73,26 @@ impl BlockImage {
     }
 }
 
-/// Bytes of the file of a block of that length.
+/// Size of the file of a block with this length.
 pub(super) fn file_bytes(payload_bytes: u32) -> u64 {
     page_aligned(u64::from(payload_bytes)) + PAGE_BYTES as u64
 }
 
-/// What a block file's first page says, if it is right and the key's.
-pub(super) fn decode_header(page: &[u8], key: &BlockKey) -> Option<Entry> {
-    let frame = Frame::decode(page, &NO_SEGMENT, 0, 0).ok()?;
+/// The entry in a block file's header page, if the page is intact and has this key.
+pub(super) fn decode_header(page: &[u8], key: &BlockKey) -> Option<RecordEntry> {
+    let frame = SegmentFrame::decode(page, &NO_SEGMENT, 0, 0).ok()?;
     let [entry] = frame.entries.as_slice() else { return None };
     let is_block = entry.kind == EntryKind::Block && Address::from_u64(entry.sequence).is_write();
     (is_block && entry.meta.key == *key).then_some(*entry)
 }
 
-/// A block's address: the number of the write, which a block file has in place of a sequence.
-pub(crate) fn address_of(entry: &Entry) -> Address {
+/// A block's address: the number of its write, stored as the sequence number.
+pub(crate) fn address_of(entry: &RecordEntry) -> Address {
     Address::from_u64(entry.sequence)
 }
 
 impl PerBlockFiles {
-    /// Creates a temporary file for each image; what to write to it comes back.
+    /// Creates a temporary file for each image. Returns the transfers that write them.
     pub(super) fn create_all(
         &self,
         images: Vec<BlockImage>,
@@ -133,8 +136,8 @@ impl PerBlockFiles {
             }
         };
         let is_hidden: Vec<_> = {
-            let known = self.known();
-            batch.iter().map(|request| known.is_hidden(&request.key, request.address)).collect()
+            let table = self.table();
+            batch.iter().map(|request| table.is_hidden(&request.key, request.address)).collect()
         };
         let mut transfers = Vec::with_capacity(batch.len());
         let mut outcomes = Vec::with_capacity(batch.len());
@@ -144,30 +147,30 @@ impl PerBlockFiles {
             outcomes.push(match file {
                 _ if is_hidden => Err(ReadOutcome::Gone),
                 Err(error) if error.kind() == io::ErrorKind::NotFound => Err(ReadOutcome::Gone),
-                Err(error) if is_misplaced(&error) => Err(self.damaged(Damage::Header)),
+                Err(error) if is_misplaced(&error) => Err(self.damaged(DamageKind::Header)),
                 Err(error) => Err(ReadOutcome::Failed(DiskError::from_io("open", path, error))),
                 Ok(file) => {
-                    let asked = (request.key, request.address, request.slab.len());
+                    let requested = (request.key, request.address, request.slab.len());
                     let mut buffers = vec![Buffer::Pages(PageBuffer::zeroed(PAGE_BYTES))];
-                    buffers.extend(receiving_buffers(request.slab));
+                    buffers.extend(read_buffers(request.slab));
                     let file = Arc::new(file);
                     transfers.push(Transfer::new(TransferKind::Read, file, 0, buffers));
-                    Ok(asked)
+                    Ok(requested)
                 }
             });
         }
-        let mut answers = self.io.transfer_all(transfers, deadline).into_iter();
-        let concluded = outcomes.into_iter().zip(&paths).map(|(outcome, path)| match outcome {
+        let mut results = self.io.transfer_all(transfers, deadline).into_iter();
+        let finished = outcomes.into_iter().zip(&paths).map(|(outcome, path)| match outcome {
             Err(outcome) => outcome,
-            Ok(asked) => {
-                let answer = answers.next().expect("one answer for each transfer");
-                self.conclude(&asked, path, answer)
+            Ok(requested) => {
+                let result = results.next().expect("one result for each transfer");
+                self.finish_read(&requested, path, result)
             }
         });
-        concluded.collect()
+        finished.collect()
     }
 
-    fn conclude(
+    fn finish_read(
         &self,
         &(ref key, address, slab_bytes): &(BlockKey, Address, usize),
         path: &Path,
@@ -181,11 +184,12 @@ impl PerBlockFiles {
                 return ReadOutcome::Failed(DiskError::from_io("read", path, error));
             }
         };
-        let mut transfer = transfer.expect("a finished transfer comes back");
+        let mut transfer = transfer.expect("a completed transfer is returned");
         let header = transfer.buffers.remove(0);
         let Some(entry) = decode_header(header.bytes(), key) else {
-            return self.damaged(Damage::Header);
+            return self.damaged(DamageKind::Header);
         };
+        // An intact file of another write replaced the requested block.
         if address_of(&entry) != address {
             return ReadOutcome::Gone;
         }
@@ -196,47 +200,48 @@ impl PerBlockFiles {
             });
         }
         if is_short {
-            return self.damaged(Damage::Truncated);
+            return self.damaged(DamageKind::Truncated);
         }
-        let slab = received_slab(transfer, slab_bytes);
+        let slab = slab_from_read(transfer, slab_bytes);
         if checksum(&slab) != entry.payload_checksum {
-            return self.damaged(Damage::Checksum);
+            return self.damaged(DamageKind::Checksum);
         }
         self.count_read(slab_bytes as u64);
         ReadOutcome::Hit(slab)
     }
 
-    /// The description in a block's file; nothing if there is no file or it is not right.
+    /// The entry in a block's file, or `None` if there is no file or its header is damaged.
     pub(super) fn load_entry(
         &self,
         key: &BlockKey,
         deadline: Deadline,
-    ) -> Result<Option<Entry>, DiskError> {
-        let (path, own) = (self.path(key), *key);
+    ) -> Result<Option<RecordEntry>, DiskError> {
+        let (path, key) = (self.path(key), *key);
         let source = path.clone();
-        self.io.call("read", &path, deadline, move |files| read_header(files, &source, &own))
+        self.io.call("read", &path, deadline, move |files| read_header(files, &source, &key))
     }
 
-    /// The file of one write as an image, checked; nothing if another file lies there.
+    /// Reads and verifies the file of one write. Returns `None` if it is damaged or belongs to
+    /// another write.
     pub(super) fn load(
         &self,
         key: &BlockKey,
         address: Address,
         deadline: Deadline,
     ) -> Result<Option<BlockImage>, DiskError> {
-        let (path, own) = (self.path(key), *key);
+        let (path, key) = (self.path(key), *key);
         let source = path.clone();
         self.io.call("read", &path, deadline, move |files| {
-            let Some((file, entry)) = open_block(files, &source, &own)? else { return Ok(None) };
+            let Some((file, entry)) = open_block(files, &source, &key)? else { return Ok(None) };
             if address_of(&entry) != address {
                 return Ok(None);
             }
             let bytes = entry.meta.payload_bytes as usize;
             let mut pages = PageBuffer::zeroed(bytes);
             let read = files.read(&file, PAGE_BYTES as u64, pages.bytes_mut())?;
-            let is_right =
+            let is_intact =
                 read >= bytes && checksum(&pages.bytes()[..bytes]) == entry.payload_checksum;
-            Ok(is_right.then(|| BlockImage {
+            Ok(is_intact.then(|| BlockImage {
                 meta: entry.meta,
                 address,
                 checksum: entry.payload_checksum,
@@ -245,83 +250,87 @@ impl PerBlockFiles {
         })
     }
 
-    /// Asks for the oldest files, about a segment's worth, whether they stay.
+    /// Reclaims the oldest files, about one segment's worth.
     pub(super) fn reclaim_oldest(
         &self,
         keep: &mut dyn FnMut(&RecordMeta, Address) -> bool,
         deadline: Deadline,
-    ) -> Result<Reclaimed, DiskError> {
+    ) -> Result<ReclaimOutcome, DiskError> {
         let damaged_bytes = self.remove_damaged(deadline)?;
-        let (mut kept, mut gone) = (Vec::new(), Vec::new());
-        let chosen = self.choose(keep, &mut kept, &mut gone, deadline);
-        let freed = chosen.and_then(|()| self.remove_files(&gone, deadline));
-        let mut known = self.known();
-        known.put_back(kept);
+        let (mut kept, mut dropped) = (Vec::new(), Vec::new());
+        let chosen = self.select_victims(keep, &mut kept, &mut dropped, deadline);
+        let freed = chosen.and_then(|()| self.remove_files(&dropped, deadline));
+        let mut table = self.table();
+        // `select_victims` took all of them out of the order, so the kept ones go to its end.
+        table.requeue(kept);
         match freed {
             Ok(freed) => {
                 let bytes_freed = freed + damaged_bytes;
-                Ok(Reclaimed { moved: Vec::new(), dropped: gone, bytes_freed })
+                Ok(ReclaimOutcome { moved: Vec::new(), dropped, bytes_freed })
             }
             Err(error) => {
-                known.put_back(gone.into_iter().map(|(_, address)| address));
+                table.requeue(dropped.into_iter().map(|(_, address)| address));
                 Err(error)
             }
         }
     }
 
-    /// Removes the files that were found damaged at the opening, unless a block was stored in their
-    /// place since; how many bytes they took.
+    /// Removes files found damaged at opening, unless a block was stored in their place since.
+    /// Returns the bytes freed.
     fn remove_damaged(&self, deadline: Deadline) -> Result<u64, DiskError> {
-        let damaged = self.known().take_damaged();
+        let damaged = self.table().take_damaged();
         if damaged.is_empty() {
             return Ok(0);
         }
         let bytes = damaged.iter().map(|file| file.bytes).sum();
         let targets: Vec<_> = damaged.iter().map(|file| (self.path(&file.key), file.key)).collect();
         let directory = self.config.directory.clone();
-        let removed = self.change_names("remove files under", &directory, deadline, move |files| {
-            for (path, key) in &targets {
-                if read_header(files, path, key)?.is_none() {
-                    match files.remove(path) {
-                        Err(error) if !is_misplaced(&error) => return Err(error),
-                        Ok(()) | Err(_) => {}
+        let removed =
+            self.with_rename_lock("remove files under", &directory, deadline, move |files| {
+                for (path, key) in &targets {
+                    // An intact header means that a block was stored under the name since.
+                    if read_header(files, path, key)?.is_none() {
+                        match files.remove(path) {
+                            Err(error) if !is_misplaced(&error) => return Err(error),
+                            Ok(()) | Err(_) => {}
+                        }
                     }
                 }
-            }
-            Ok(())
-        });
+                Ok(())
+            });
         if removed.is_err() {
-            self.known().add_damaged(damaged);
+            self.table().add_damaged(damaged);
         }
         removed.map(|()| bytes)
     }
 
-    /// Takes the oldest writes out of the order, and says of each whether it stays.
-    fn choose(
+    /// Takes the oldest writes out of the reclaim order and divides them into kept and dropped
+    /// ones.
+    fn select_victims(
         &self,
         keep: &mut dyn FnMut(&RecordMeta, Address) -> bool,
         kept: &mut Vec<Address>,
-        gone: &mut Vec<(BlockKey, Address)>,
+        dropped: &mut Vec<(BlockKey, Address)>,
         deadline: Deadline,
     ) -> Result<(), DiskError> {
         let now = self.io.clock.unix_ms();
         let mut seen_bytes = 0;
         while seen_bytes < self.config.segment_bytes {
-            let next = self.known().next_in_order();
+            let next = self.table().pop_oldest();
             let Some((key, address, bytes)) = next else { break };
             seen_bytes += bytes;
             let entry = match self.load_entry(&key, deadline) {
-                // What the device does not give is damaged as well: its place is wanted.
+                // A file that cannot be read is reclaimed like a damaged one.
                 Err(DiskError::Io { .. }) => None,
                 entry => entry.inspect_err(|_| kept.push(address))?,
             };
-            let own = entry.filter(|entry| address_of(entry) == address);
-            match own {
+            let current = entry.filter(|entry| address_of(entry) == address);
+            match current {
                 Some(entry) if !entry.meta.has_expired(now) && keep(&entry.meta, address) => {
                     kept.push(address);
                 }
-                // Its file is removed only if it is still this write's.
-                _ => gone.push((key, address)),
+                // `remove_files` removes the file only if it is still that of this write.
+                _ => dropped.push((key, address)),
             }
         }
         Ok(())
@@ -339,7 +348,7 @@ impl PerBlockFiles {
             for path in &paths {
                 match files.open(path, OpenMode::Read, false) {
                     Ok(file) => file.sync_data()?,
-                    // It was removed, by whomever: there is nothing to sync.
+                    // Another process removed it: there is nothing to sync.
                     Err(error) if is_misplaced(&error) => {}
                     Err(error) => return Err(error),
                 }
@@ -360,7 +369,7 @@ impl PerBlockFiles {
     }
 }
 
-/// The key in the name of a block file.
+/// The key from the name of a block file.
 pub(crate) fn key_of(path: &Path) -> Option<BlockKey> {
     if path.extension()? != "block" {
         return None;
@@ -368,21 +377,21 @@ pub(crate) fn key_of(path: &Path) -> Option<BlockKey> {
     path.file_stem()?.to_str()?.parse().ok()
 }
 
-/// The first page of a block's file, if the file is there and the page right.
+/// The entry in a block's file, if the file exists and its header is intact.
 pub(crate) fn read_header(
     files: &dyn FileOperations,
     path: &Path,
     key: &BlockKey,
-) -> io::Result<Option<Entry>> {
+) -> io::Result<Option<RecordEntry>> {
     Ok(open_block(files, path, key)?.map(|(_file, entry)| entry))
 }
 
-/// A block's file with what its first page says, if the file is there and the page right.
+/// Opens a block's file and reads its entry, if the file exists and its header is intact.
 fn open_block(
     files: &dyn FileOperations,
     path: &Path,
     key: &BlockKey,
-) -> io::Result<Option<(File, Entry)>> {
+) -> io::Result<Option<(File, RecordEntry)>> {
     let file = match files.open(path, OpenMode::Read, false) {
         Err(error) if is_misplaced(&error) => return Ok(None),
         other => other?,
@@ -392,16 +401,16 @@ fn open_block(
     Ok(decode_header(&page.bytes()[..read], key).map(|entry| (file, entry)))
 }
 
-/// Removes the file of one write; if another's lies there, leaves it and says what it is.
+/// Removes the file of one write. A file of another write is kept and its entry returned.
 ///
-/// A file that cannot be read is removed if it is known to be that write's.
+/// An unreadable file is removed if it is known to be that of this write.
 pub(super) fn remove_file(
     files: &dyn FileOperations,
     path: &Path,
     key: &BlockKey,
     address: Address,
     is_known: bool,
-) -> io::Result<Option<Entry>> {
+) -> io::Result<Option<RecordEntry>> {
     match read_header(files, path, key) {
         Ok(Some(entry)) if address_of(&entry) != address => return Ok(Some(entry)),
         Ok(Some(_)) => {}
@@ -410,13 +419,13 @@ pub(super) fn remove_file(
         Err(error) => return Err(error),
     }
     match files.remove(path) {
-        // Nothing of this write lies there: its file is gone.
+        // The file of this write no longer exists.
         Err(error) if !is_misplaced(&error) => Err(error),
         Ok(()) | Err(_) => Ok(None),
     }
 }
 
-/// Creates a file, and the directory that it lies in if that is the first.
+/// Creates a file, and its directory if that is missing.
 fn create(files: &dyn FileOperations, path: &Path, direct: bool) -> io::Result<File> {
     let mode = OpenMode::Create { allocate_bytes: 0 };
     match files.open(path, mode, direct) {
@@ -425,9 +434,9 @@ fn create(files: &dyn FileOperations, path: &Path, direct: bool) -> io::Result<F
     }
     if let Some(directory) = path.parent() {
         if let Some(blocks) = directory.parent().filter(|it| it.ends_with("blocks")) {
-            make_directory_within(files, blocks)?;
+            make_tier_directory(files, blocks)?;
         }
-        make_directory_within(files, directory)?;
+        make_tier_directory(files, directory)?;
     }
     files.open(path, mode, direct)
 }

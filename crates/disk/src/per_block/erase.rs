@@ -1,37 +1,37 @@
-//! Erasing every block file below the directory, whoever wrote it, and the manifests beside them.
+//! Erases every block file below the directory, of all writers, and the manifests.
 
 use cascade_block::Deadline;
 
 use super::PerBlockFiles;
-use super::known::Known;
+use super::table::BlockFileTable;
 use crate::DiskError;
-use crate::erase::{ErasedFiles, files_below, has_extension};
+use crate::erase::{FileEraseReport, files_below, has_extension};
 
 impl PerBlockFiles {
-    pub(super) fn erase_all(&self, deadline: Deadline) -> Result<ErasedFiles, DiskError> {
-        let late = || DiskError::Timeout {
+    pub(super) fn erase_all(&self, deadline: Deadline) -> Result<FileEraseReport, DiskError> {
+        let timed_out = || DiskError::Timeout {
             operation: "waiting for earlier writes",
             path: self.config.directory.clone(),
         };
         let clock = self.io.clock.as_ref();
-        let _reclaims = self.reclaimer.enter(deadline, clock).ok_or_else(late)?;
-        let _names = self.names.enter(deadline, clock).ok_or_else(late)?;
+        let _reclaims = self.reclaim_lock.lock(deadline, clock).ok_or_else(timed_out)?;
+        let _renames = self.rename_lock.lock(deadline, clock).ok_or_else(timed_out)?;
         let blocks = self.config.directory.join("blocks");
         let found = files_below(&self.io, &blocks, deadline, |path| {
             has_extension(path, &["block", "tmp"])
         })?;
-        *self.known() = Known::default();
-        let mut erased = ErasedFiles::default();
+        *self.table() = BlockFileTable::default();
+        let mut erased = FileEraseReport::default();
         let mut directories: Vec<_> =
             found.iter().filter_map(|path| path.parent().map(ToOwned::to_owned)).collect();
-        let still_there = erased.erase(&self.io, found, deadline);
+        let remaining = erased.erase(&self.io, found, deadline);
         directories.sort_unstable();
         directories.dedup();
         for directory in directories {
             erased.sync(&self.io, &directory, deadline);
         }
         let directory = &self.config.directory;
-        erased.erase_manifests(&self.io, directory, &still_there, deadline);
+        erased.erase_manifests(&self.io, directory, &remaining, deadline);
         Ok(erased)
     }
 }

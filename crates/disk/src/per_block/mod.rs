@@ -1,14 +1,15 @@
-//! One file a block, named by its key, for file systems that share blocks by name.
+//! One file per block, named by its key, for file systems on which hosts share blocks by name.
 //!
-//! Invariants: a file appears under its name by a rename, once all of it was written. Each write
-//! has a number of its own, in the file's header, which is the block's address: whatever lies
-//! under a name, late or by others, is never taken for what an address was given for. Others may
-//! add and remove files at any time, so what is in memory is a hint: every call asks the disk.
+//! Invariants: a file appears under its name by a rename, after it was written completely. Each
+//! write has its own number, stored in the file's header, which is the block's address. A file that
+//! another process or a late rename put under the name is thus never mistaken for the addressed
+//! one. Other processes may add and remove files at any time, so the table in memory is a hint and
+//! every call checks the disk.
 
 mod block_file;
 mod erase;
-mod known;
 mod recovery;
+mod table;
 
 use std::collections::BTreeSet;
 use std::fs::File;
@@ -22,37 +23,38 @@ use cascade_memory::Slab;
 
 use self::block_file::{BlockImage, file_bytes, remove_file};
 pub(crate) use self::block_file::{address_of, key_of, read_header};
-use self::known::Known;
-use crate::format::Entry;
-use crate::gate::Gate;
-use crate::io::{FileOperations, Io, OpenMode, Transfer};
+use self::table::BlockFileTable;
+use crate::format::RecordEntry;
+use crate::io::{FileIo, FileOperations, OpenMode, Transfer};
 use crate::lock::DirectoryLock;
-use crate::problems::Problems;
+use crate::problem_log::ProblemLog;
 use crate::tier::ReadRequest;
+use crate::timed_mutex::TimedMutex;
 use crate::{
-    Address, BlockFiles, Damage, DiskError, DiskStats, ErasedFiles, FileTierConfig, ReadOutcome,
-    Reclaimed, RecordMeta, StoredManifest, device_probe, manifests,
+    Address, BlockFiles, DamageKind, DiskError, DiskStats, FileEraseReport, FileTierConfig,
+    ReadOutcome, ReclaimOutcome, RecordMeta, StoredManifest, device_probe, manifests,
 };
 
-/// The file tier with one file a block.
+/// The file tier with one file per block.
 #[derive(Debug)]
 pub struct PerBlockFiles {
     config: FileTierConfig,
-    io: Io,
+    io: FileIo,
     is_direct: bool,
-    known: Mutex<Known>,
-    reclaimer: Gate<()>,
-    /// Held by whoever changes which file lies under a name, until that is done.
-    names: Arc<Gate<()>>,
-    /// The next write's number: from a random start, so that no other process has the same.
+    table: Mutex<BlockFileTable>,
+    reclaim_lock: TimedMutex<()>,
+    /// Locked while the file under a name is changed.
+    rename_lock: Arc<TimedMutex<()>>,
+    /// The number of the next write. It starts at random, so that processes do not use the same
+    /// numbers.
     next_nonce: AtomicU64,
-    counters: Counters,
-    problems: Problems,
-    lock: Arc<DirectoryLock>,
+    counters: BlockFileCounters,
+    problems: ProblemLog,
+    directory_lock: Arc<DirectoryLock>,
 }
 
 #[derive(Debug, Default)]
-struct Counters {
+struct BlockFileCounters {
     records_written: AtomicU64,
     bytes_written: AtomicU64,
     records_read: AtomicU64,
@@ -61,48 +63,48 @@ struct Counters {
 }
 
 impl PerBlockFiles {
-    fn known(&self) -> MutexGuard<'_, Known> {
-        self.known.lock().unwrap_or_else(PoisonError::into_inner)
+    fn table(&self) -> MutexGuard<'_, BlockFileTable> {
+        self.table.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The file of a block; its directory is named by the first digits of its key.
+    /// The path of a block's file. Its directory is named by the first digits of the key.
     fn path(&self, key: &BlockKey) -> PathBuf {
         let name = key.to_string();
         let shard = &name[..usize::from(self.config.shard_digits)];
         self.config.directory.join("blocks").join(shard).join(format!("{name}.block"))
     }
 
-    /// A name in the block's own directory that no reader looks for.
+    /// A name in the block's directory that readers ignore.
     fn temporary_path(&self, key: &BlockKey, address: Address) -> PathBuf {
         let nonce = address.to_u64();
         self.path(key).with_extension(format!("{}.{nonce:016x}.tmp", self.config.writer))
     }
 
-    /// The address of a write that is about to begin.
+    /// A new address for a write.
     fn next_address(&self) -> Address {
         Address::of_write(self.next_nonce.fetch_add(1, Ordering::Relaxed))
     }
 
-    /// Runs a call that changes which file lies under a name: one at a time, and none that has
-    /// not begun by its deadline.
-    fn change_names<T: Send + 'static>(
+    /// Runs a call that changes the file under a name. Such calls run one at a time, and none
+    /// starts after its deadline.
+    fn with_rename_lock<T: Send + 'static>(
         &self,
         operation: &'static str,
         path: &Path,
         deadline: Deadline,
         work: impl FnOnce(&dyn FileOperations) -> io::Result<T> + Send + 'static,
     ) -> Result<T, DiskError> {
-        let (names, clock) = (Arc::clone(&self.names), Arc::clone(&self.io.clock));
+        let (rename_lock, clock) = (Arc::clone(&self.rename_lock), Arc::clone(&self.io.clock));
         self.io.call(operation, path, deadline, move |files| {
-            let turn = names.enter(deadline, clock.as_ref());
-            let _turn = turn
+            let renames = rename_lock.lock(deadline, clock.as_ref());
+            let _renames = renames
                 .filter(|_| !deadline.has_passed(clock.as_ref()))
                 .ok_or(io::ErrorKind::TimedOut)?;
             work(files)
         })
     }
 
-    fn refusal(&self, meta: &RecordMeta, slab: &Slab) -> Option<DiskError> {
+    fn check_block(&self, meta: &RecordMeta, slab: &Slab) -> Option<DiskError> {
         let payload_bytes = u64::from(meta.payload_bytes);
         if slab.len() as u64 != payload_bytes {
             let slab_bytes = slab.len() as u64;
@@ -113,10 +115,11 @@ impl PerBlockFiles {
             .then_some(DiskError::BadLength { payload_bytes, limit_bytes })
     }
 
-    /// Sets bytes aside for a file, or says that there are none.
-    fn admit(&self, meta: &RecordMeta, under_way: u64) -> Result<u64, DiskError> {
+    /// Checks that the file of a block fits into the capacity beside `in_flight_bytes`. Returns its
+    /// size.
+    fn check_capacity(&self, meta: &RecordMeta, in_flight_bytes: u64) -> Result<u64, DiskError> {
         let needed_bytes = file_bytes(meta.payload_bytes);
-        let used_bytes = self.known().used_bytes() + under_way;
+        let used_bytes = self.table().used_bytes() + in_flight_bytes;
         if used_bytes + needed_bytes > self.config.capacity_bytes {
             let capacity_bytes = self.config.capacity_bytes;
             return Err(DiskError::Full { needed_bytes, used_bytes, capacity_bytes });
@@ -124,7 +127,7 @@ impl PerBlockFiles {
         Ok(needed_bytes)
     }
 
-    /// Writes images under temporary names, together, then renames each that is complete.
+    /// Writes images to temporary files in one batch, then renames each that is complete.
     fn store(
         &self,
         images: Vec<BlockImage>,
@@ -133,9 +136,9 @@ impl PerBlockFiles {
         let entries: Vec<_> = images.iter().map(BlockImage::entry).collect();
         let created = self.create_all(images, deadline);
         let mut transfers = Vec::with_capacity(created.len());
-        let mut places = Vec::with_capacity(created.len());
+        let mut paths = Vec::with_capacity(created.len());
         for each in created {
-            places.push(each.map(|(path, transfer)| {
+            paths.push(each.map(|(path, transfer)| {
                 transfers.push(transfer);
                 path
             }));
@@ -153,22 +156,22 @@ impl PerBlockFiles {
             }
         }
         let mut results = results.into_iter();
-        places
+        paths
             .into_iter()
             .zip(entries)
-            .map(|(place, entry)| {
-                let path = place?;
+            .map(|(path, entry)| {
+                let path = path?;
                 let written = results.next().expect("one result for each created file");
                 self.publish(path, &entry, written, deadline)
             })
             .collect()
     }
 
-    /// Gives a written file its name, or takes it away if it is not complete.
+    /// Renames a complete file to its name; removes an incomplete one.
     fn publish(
         &self,
         temporary: PathBuf,
-        entry: &Entry,
+        entry: &RecordEntry,
         written: io::Result<()>,
         deadline: Deadline,
     ) -> Result<Address, DiskError> {
@@ -176,7 +179,8 @@ impl PerBlockFiles {
         let (from, to, durable) = (temporary.clone(), path.clone(), self.config.durable);
         let published =
             written.map_err(|source| DiskError::from_io("write", &path, source)).and_then(|()| {
-                self.change_names("rename", &path, deadline, move |files| {
+                self.with_rename_lock("rename", &path, deadline, move |files| {
+                    // The rename publishes the block: before it no reader finds the file.
                     files.rename(&from, &to)?;
                     match to.parent() {
                         Some(directory) if durable => files.sync_directory(directory),
@@ -185,41 +189,43 @@ impl PerBlockFiles {
                 })
             });
         if let Err(error) = published {
-            // Best effort: what stays behind is removed at the next opening.
+            // Best effort: the next opening removes a remaining file.
             let removed =
                 self.io.call("remove", &path, deadline, move |files| files.remove(&temporary));
             drop(removed);
             return Err(error);
         }
-        let mut known = self.known();
-        known.add(entry);
+        let mut table = self.table();
+        table.add(entry);
         if !self.config.durable {
-            known.unsynced.push(entry.meta.key);
+            table.unsynced.push(entry.meta.key);
         }
-        drop(known);
+        drop(table);
         let payload_bytes = u64::from(entry.meta.payload_bytes);
         self.counters.records_written.fetch_add(1, Ordering::Relaxed);
         self.counters.bytes_written.fetch_add(payload_bytes, Ordering::Relaxed);
         Ok(address_of(entry))
     }
 
-    /// Removes the files of writes, and no others; by how many bytes the known files shrank.
+    /// Removes the files of these writes and of no others. Returns the bytes freed.
     fn remove_files(
         &self,
         blocks: &[(BlockKey, Address)],
         deadline: Deadline,
     ) -> Result<u64, DiskError> {
         let targets: Vec<_> = {
-            let mut known = self.known();
-            known.hide(blocks);
+            let mut table = self.table();
+            // Before the files are removed: reads return `Gone` from now on, also if the removal
+            // fails. The blocks stay hidden until a removal succeeds.
+            table.hide(blocks);
             let target = |(key, address): &(BlockKey, Address)| {
-                (self.path(key), *key, *address, known.is(key, *address))
+                (self.path(key), *key, *address, table.contains(key, *address))
             };
             blocks.iter().map(target).collect()
         };
         let durable = self.config.durable;
         let directory = self.config.directory.clone();
-        let others = self.change_names("remove files under", &directory, deadline, {
+        let others = self.with_rename_lock("remove files under", &directory, deadline, {
             move |files| {
                 let mut others = Vec::new();
                 let mut directories = BTreeSet::new();
@@ -236,19 +242,19 @@ impl PerBlockFiles {
                 Ok(others)
             }
         })?;
-        let mut known = self.known();
-        known.unhide(blocks);
-        let freed = blocks.iter().map(|(key, address)| known.forget(key, *address)).sum();
-        // Files of other writes under these names are there, whoever made them.
+        let mut table = self.table();
+        table.unhide(blocks);
+        let freed = blocks.iter().map(|(key, address)| table.remove(key, *address)).sum();
+        // Files of other writes under these names exist, so the table must count them.
         for entry in &others {
-            known.add(entry);
+            table.add(entry);
         }
         Ok(freed)
     }
 
-    /// A file to probe the device with: one that is known, if it is still there.
-    fn open_any(&self, deadline: Deadline) -> Result<Option<Arc<File>>, DiskError> {
-        let Some(key) = self.known().any_key() else { return Ok(None) };
+    /// Opens any file of the table to probe the device with, if it still exists.
+    fn open_any_file(&self, deadline: Deadline) -> Result<Option<Arc<File>>, DiskError> {
+        let Some(key) = self.table().any_key() else { return Ok(None) };
         let (path, direct) = (self.path(&key), self.is_direct);
         let opened = path.clone();
         let opened = self.io.call_reading("open", &path, deadline, move |files| {
@@ -260,7 +266,7 @@ impl PerBlockFiles {
         }
     }
 
-    fn damaged(&self, damage: Damage) -> ReadOutcome {
+    fn damaged(&self, damage: DamageKind) -> ReadOutcome {
         self.counters.records_damaged.fetch_add(1, Ordering::Relaxed);
         ReadOutcome::Damaged(damage)
     }
@@ -272,8 +278,8 @@ impl PerBlockFiles {
         deadline: Deadline,
     ) -> Result<Address, DiskError> {
         let source = {
-            let known = self.known();
-            let key = known.key_at(target).filter(|key| !known.is_hidden(key, target));
+            let table = self.table();
+            let key = table.key_at(target).filter(|key| !table.is_hidden(key, target));
             key.ok_or(DiskError::NoTarget)?
         };
         let image = self.load(&source, target, deadline)?.ok_or(DiskError::NoTarget)?;
@@ -283,8 +289,8 @@ impl PerBlockFiles {
                 slab_bytes: u64::from(image.meta.payload_bytes),
             });
         }
-        self.admit(meta, 0)?;
-        self.store(vec![image.under(*meta, self.next_address())], deadline).remove(0)
+        self.check_capacity(meta, 0)?;
+        self.store(vec![image.with_meta(*meta, self.next_address())], deadline).remove(0)
     }
 }
 
@@ -294,23 +300,23 @@ impl BlockFiles for PerBlockFiles {
         batch: Vec<(RecordMeta, Slab)>,
         deadline: Deadline,
     ) -> Vec<Result<Address, DiskError>> {
-        let mut under_way = 0;
+        let mut in_flight_bytes = 0;
         let mut images = Vec::with_capacity(batch.len());
-        let mut answers = Vec::with_capacity(batch.len());
+        let mut results = Vec::with_capacity(batch.len());
         for (meta, slab) in batch {
-            let admitted = match self.refusal(&meta, &slab) {
+            let admitted = match self.check_block(&meta, &slab) {
                 Some(error) => Err(error),
-                None => self.admit(&meta, under_way),
+                None => self.check_capacity(&meta, in_flight_bytes),
             };
-            answers.push(admitted.map(|bytes| {
-                under_way += bytes;
+            results.push(admitted.map(|bytes| {
+                in_flight_bytes += bytes;
                 let sum = checksum(&slab);
-                images.push(BlockImage::of_slab(meta, self.next_address(), sum, slab));
+                images.push(BlockImage::from_slab(meta, self.next_address(), sum, slab));
             }));
         }
         let mut stored = self.store(images, deadline).into_iter();
-        let stored = answers.into_iter().map(|answer| {
-            answer.and_then(|()| stored.next().expect("one answer for each stored image"))
+        let stored = results.into_iter().map(|result| {
+            result.and_then(|()| stored.next().expect("one result for each stored image"))
         });
         stored.collect()
     }
@@ -335,37 +341,38 @@ impl BlockFiles for PerBlockFiles {
         &self,
         keep: &mut dyn FnMut(&RecordMeta, Address) -> bool,
         deadline: Deadline,
-    ) -> Result<Reclaimed, DiskError> {
-        let _turn = self.reclaimer.enter(deadline, self.io.clock.as_ref()).ok_or_else(|| {
-            DiskError::Timeout {
-                operation: "waiting for an earlier reclaim",
-                path: self.config.directory.clone(),
-            }
-        })?;
+    ) -> Result<ReclaimOutcome, DiskError> {
+        let _reclaims =
+            self.reclaim_lock.lock(deadline, self.io.clock.as_ref()).ok_or_else(|| {
+                DiskError::Timeout {
+                    operation: "waiting for an earlier reclaim",
+                    path: self.config.directory.clone(),
+                }
+            })?;
         self.reclaim_oldest(keep, deadline)
     }
 
-    fn probe(
+    fn lookup(
         &self,
         key: &BlockKey,
         deadline: Deadline,
     ) -> Result<Option<(RecordMeta, Address)>, DiskError> {
         let Some(entry) = self.load_entry(key, deadline)? else { return Ok(None) };
         let address = address_of(&entry);
-        let mut known = self.known();
-        if known.is_hidden(key, address) {
+        let mut table = self.table();
+        if table.is_hidden(key, address) {
             return Ok(None);
         }
-        known.add(&entry);
+        table.add(&entry);
         Ok(Some((entry.meta, address)))
     }
 
     fn sync(&self, deadline: Deadline) -> Result<(), DiskError> {
-        let unsynced = std::mem::take(&mut self.known().unsynced);
+        let unsynced = std::mem::take(&mut self.table().unsynced);
         let paths: Vec<_> = unsynced.iter().map(|key| self.path(key)).collect();
         let synced = self.sync_files(paths, deadline);
         if synced.is_err() {
-            self.known().unsynced.extend(unsynced);
+            self.table().unsynced.extend(unsynced);
         }
         synced
     }
@@ -387,37 +394,37 @@ impl BlockFiles for PerBlockFiles {
     }
 
     fn probe_device(&self, deadline: Deadline) -> Result<(), DiskError> {
-        device_probe::probe(&self.io, &self.config, &self.lock, self.is_direct, deadline)
+        device_probe::probe(&self.io, &self.config, &self.directory_lock, self.is_direct, deadline)
     }
 
     fn probe_reads(&self, deadline: Deadline) -> Result<(), DiskError> {
-        let blocks = self.open_any(deadline)?;
-        device_probe::probe_reads(&self.io, &self.config, &self.lock, blocks, deadline)
+        let blocks = self.open_any_file(deadline)?;
+        device_probe::probe_reads(&self.io, &self.config, &self.directory_lock, blocks, deadline)
     }
 
     fn problems(&self) -> Vec<String> {
         self.problems.all()
     }
 
-    fn erase(&self, deadline: Deadline) -> Result<ErasedFiles, DiskError> {
+    fn erase(&self, deadline: Deadline) -> Result<FileEraseReport, DiskError> {
         self.erase_all(deadline)
     }
 
     fn used_bytes(&self) -> u64 {
-        self.known().used_bytes()
+        self.table().used_bytes()
     }
 
     fn stats(&self) -> DiskStats {
         let load = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
-        let known = self.known();
+        let table = self.table();
         DiskStats {
             engine: self.io.engine.name(),
             is_direct: self.is_direct,
             is_registered: self.io.engine.is_registered(),
-            files: known.file_count(),
-            used_bytes: known.used_bytes(),
-            live_bytes: known.used_bytes(),
-            live_records: known.file_count(),
+            files: table.file_count(),
+            used_bytes: table.used_bytes(),
+            live_bytes: table.used_bytes(),
+            live_records: table.file_count(),
             records_written: load(&self.counters.records_written),
             bytes_written: load(&self.counters.bytes_written),
             records_read: load(&self.counters.records_read),

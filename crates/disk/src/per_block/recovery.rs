@@ -1,4 +1,4 @@
-//! Opening a directory of block files: what is there, oldest first.
+//! Opens a directory of block files and recovers the blocks, oldest first.
 
 use std::io;
 use std::path::Path;
@@ -8,95 +8,95 @@ use std::sync::{Arc, Mutex};
 use cascade_block::{BlockKey, Deadline};
 
 use super::block_file::{address_of, key_of, read_header};
-use super::known::{DamagedFile, Known};
-use super::{Counters, PerBlockFiles};
-use crate::format::{Entry, FormatError, Frame, PAGE_BYTES};
-use crate::gate::Gate;
-use crate::io::{FileOperations, Io, OpenMode, PageBuffer, make_directory_within};
+use super::table::{BlockFileTable, DamagedFile};
+use super::{BlockFileCounters, PerBlockFiles};
+use crate::format::{FormatError, PAGE_BYTES, RecordEntry, SegmentFrame};
+use crate::io::{FileIo, FileOperations, OpenMode, PageBuffer, make_tier_directory};
 use crate::lock::{DirectoryLock, probe_direct};
-use crate::problems::Problems;
+use crate::problem_log::ProblemLog;
 use crate::random::random_bytes;
+use crate::timed_mutex::TimedMutex;
 use crate::{DiskError, FileTierConfig, Recovery, StoredManifest, manifests};
 
-/// At most this many problems of an opening are described in the notes.
+/// Maximum number of problems of an opening that are described.
 const PROBLEMS_MAX: usize = 8;
 
 impl PerBlockFiles {
-    /// Locks the writer's name and finds the block files that are there, whoever wrote them.
+    /// Locks the writer's name and recovers the block files of all writers.
     pub(crate) fn open(
         config: FileTierConfig,
-        io: Io,
+        io: FileIo,
         deadline: Deadline,
     ) -> Result<(Self, Recovery), DiskError> {
         let directory = config.directory.clone();
-        let lock = DirectoryLock::make(&io, &config, deadline)?;
+        let lock = DirectoryLock::acquire(&io, &config, deadline)?;
         let is_direct = config.direct && probe_direct(&io, &config, deadline)?;
         let writer = config.writer.to_string();
         let blocks = directory.join("blocks");
         let listed = blocks.clone();
         let top = directory.clone();
         let found = io.call("read", &blocks, deadline, move |files| {
-            make_directory_within(files, &listed)?;
+            make_tier_directory(files, &listed)?;
             Ok(find_blocks(files, &top, &writer))
         })??;
-        let FoundBlocks { mut recovery, mut entries, damaged, problems } = found;
-        let problems = Problems::new(lock.problem().into_iter().chain(problems));
+        let BlockFileScan { mut recovery, mut entries, damaged, problems } = found;
+        let problems = ProblemLog::new(lock.permission_problem().into_iter().chain(problems));
         entries.sort_by_key(|entry| entry.meta.written_unix_ms);
         let now = io.clock.unix_ms();
-        let mut known = Known::default();
+        let mut table = BlockFileTable::default();
         for entry in &entries {
-            // Expired files are known too: a reclaim takes them away.
-            known.add(entry);
+            // Expired files are in the table too: a reclaim removes them.
+            table.add(entry);
         }
-        known.add_damaged(damaged);
+        table.add_damaged(damaged);
         let found = entries.len();
         entries.retain(|entry| !entry.meta.has_expired(now));
         recovery.expired_records = (found - entries.len()) as u64;
         recovery.live = entries.iter().map(|entry| (entry.meta, address_of(entry))).collect();
-        recovery.bad_manifests = manifests::load_all(&io, &directory, deadline)?
+        recovery.invalid_manifests = manifests::load_all(&io, &directory, deadline)?
             .into_iter()
             .filter(|each| matches!(each, StoredManifest::Bad { .. }))
             .collect();
-        for each in &recovery.bad_manifests {
+        for each in &recovery.invalid_manifests {
             if let StoredManifest::Bad { path, reason } = each {
-                problems.note(format!("{}: {reason}", path.display()));
+                problems.add(format!("{}: {reason}", path.display()));
             }
         }
         let first_nonce = random_bytes()
-            .map_err(|source| DiskError::from_io("number the writes under", &blocks, source))?;
+            .map_err(|source| DiskError::from_io("choose write numbers for", &blocks, source))?;
         let files = Self {
             config,
             io,
             is_direct,
-            known: Mutex::new(known),
-            reclaimer: Gate::new(()),
-            names: Arc::new(Gate::new(())),
+            table: Mutex::new(table),
+            reclaim_lock: TimedMutex::new(()),
+            rename_lock: Arc::new(TimedMutex::new(())),
             next_nonce: AtomicU64::new(u64::from_le_bytes(first_nonce)),
-            counters: Counters::default(),
+            counters: BlockFileCounters::default(),
             problems,
-            lock,
+            directory_lock: lock,
         };
         Ok((files, recovery))
     }
 }
 
-/// What lies below a directory of block files.
+/// The result of scanning a directory of block files.
 #[derive(Debug, Default)]
-struct FoundBlocks {
+struct BlockFileScan {
     recovery: Recovery,
-    entries: Vec<Entry>,
+    entries: Vec<RecordEntry>,
     damaged: Vec<DamagedFile>,
     problems: Vec<String>,
 }
 
-/// Reads the first page of every block file, and removes what this writer left unfinished. What
-/// cannot be read is told and passed: the other files are as good as before.
+/// Reads the header of every block file and removes temporary files of this writer. Unreadable
+/// files are reported and skipped.
 fn find_blocks(
     files: &dyn FileOperations,
     directory: &Path,
     writer: &str,
-) -> Result<FoundBlocks, DiskError> {
-    let mut found = FoundBlocks::default();
+) -> Result<BlockFileScan, DiskError> {
+    let mut found = BlockFileScan::default();
     let blocks = directory.join("blocks");
     let mut pending =
         files.list(&blocks).map_err(|error| DiskError::from_io("read", &blocks, error))?;
@@ -105,26 +105,26 @@ fn find_blocks(
             found.recovery.files += 1;
             match read_header(files, &path, &key) {
                 Ok(Some(entry)) => found.entries.push(entry),
-                Ok(None) => found.note_damage(files, &path, key)?,
-                Err(error) => found.note_unread(&path, error)?,
+                Ok(None) => found.report_damaged(files, &path, key)?,
+                Err(error) => found.report_unreadable(&path, error)?,
             }
         } else if is_unfinished(&path, writer) {
             found.recovery.torn_records += 1;
-            // What is still there takes space, and is no block to anyone.
-            files.remove(&path).or_else(|error| found.note_unread(&path, error))?;
+            // If it remains, it uses space but is never read as a block.
+            files.remove(&path).or_else(|error| found.report_unreadable(&path, error))?;
         } else if path.extension().is_none() {
             match files.list(&path) {
                 Ok(children) => pending.extend(children),
-                Err(error) => found.note_unread(&path, error)?,
+                Err(error) => found.report_unreadable(&path, error)?,
             }
         }
     }
     Ok(found)
 }
 
-impl FoundBlocks {
-    /// Counts a file that holds no block, or refuses one of another version.
-    fn note_damage(
+impl BlockFileScan {
+    /// Counts a file with a damaged header. Returns an error for a file of another version.
+    fn report_damaged(
         &mut self,
         files: &dyn FileOperations,
         path: &Path,
@@ -138,29 +138,31 @@ impl FoundBlocks {
         };
         let (page, bytes) = match read() {
             Ok(read) => read,
-            Err(error) => return self.note_unread(path, error),
+            Err(error) => return self.report_unreadable(path, error),
         };
-        if let Err(FormatError::Version { found }) = Frame::decode(&page, &[0; 16], 0, 0) {
+        if let Err(FormatError::Version { found }) = SegmentFrame::decode(&page, &[0; 16], 0, 0) {
             return Err(DiskError::UnknownVersion { path: path.to_owned(), found });
         }
         self.recovery.damaged_structures += 1;
         self.damaged.push(DamagedFile { key, bytes });
-        self.problem(format!("{}: its header is damaged or another block's", path.display()));
+        self.add_problem(format!(
+            "{}: its header is damaged or belongs to another block",
+            path.display()
+        ));
         Ok(())
     }
 
-    /// Counts what cannot be read: something that is no file, or a file in a bad place of the
-    /// device.
-    fn note_unread(&mut self, path: &Path, error: io::Error) -> Result<(), DiskError> {
+    /// Counts a path that cannot be read: a directory, or a file on a bad sector of the device.
+    fn report_unreadable(&mut self, path: &Path, error: io::Error) -> Result<(), DiskError> {
         if error.kind() == io::ErrorKind::TimedOut {
             return Err(DiskError::from_io("read", path, error));
         }
         self.recovery.misplaced_files += 1;
-        self.problem(format!("{}: {error}", path.display()));
+        self.add_problem(format!("{}: {error}", path.display()));
         Ok(())
     }
 
-    fn problem(&mut self, problem: String) {
+    fn add_problem(&mut self, problem: String) {
         if self.problems.len() < PROBLEMS_MAX {
             self.problems.push(problem);
         }

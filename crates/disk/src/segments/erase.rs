@@ -1,4 +1,4 @@
-//! Erasing all segments of this writer, their checkpoint and the manifests beside them.
+//! Erases all segments of this writer, its checkpoint and the manifests.
 
 use std::path::Path;
 use std::sync::{Arc, PoisonError};
@@ -8,32 +8,33 @@ use cascade_block::Deadline;
 use super::SegmentFiles;
 use super::segment::{Segment, SegmentState};
 use crate::DiskError;
-use crate::erase::{ErasedFiles, has_extension};
+use crate::erase::{FileEraseReport, has_extension};
 use crate::scan::segment_name;
 
 impl SegmentFiles {
-    pub(super) fn erase_all(&self, deadline: Deadline) -> Result<ErasedFiles, DiskError> {
-        let _turn = self.enter(&self.reclaimer, deadline)?;
-        let mut writer = self.enter(&self.writer, deadline)?;
+    pub(super) fn erase_all(&self, deadline: Deadline) -> Result<FileEraseReport, DiskError> {
+        let _reclaims = self.lock(&self.reclaim_lock, deadline)?;
+        let mut writer = self.lock(&self.writer, deadline)?;
         let directory = &self.config.directory;
         let found = self.files_beside(deadline)?;
-        // From here on reads answer `Gone`, and what fails below is told file by file.
+        // From here on reads return `Gone`, and failures are reported per file.
         writer.active = None;
         writer.unsynced.clear();
         let segments =
             std::mem::take(&mut *self.segments.write().unwrap_or_else(PoisonError::into_inner));
-        self.forwards.write().unwrap_or_else(PoisonError::into_inner).clear();
+        self.moved_addresses.write().unwrap_or_else(PoisonError::into_inner).clear();
         self.aliases().clear();
-        let mut erased = ErasedFiles::default();
+        let mut erased = FileEraseReport::default();
         let (own, others): (Vec<_>, Vec<_>) = found.into_iter().partition(|path| self.owns(path));
         for path in others {
-            let why = std::io::Error::other("another writer of this directory made it");
-            erased.leave(path, "still there", &why);
+            let why = std::io::Error::other("it belongs to another writer of this directory");
+            erased.add_remaining(path, "not removed", &why);
         }
-        let still_there = erased.erase(&self.io, own, deadline);
-        // What is left takes space until it is reclaimed or erased, and has no block to read.
+        let remaining = erased.erase(&self.io, own, deadline);
+        // A file that remains uses space until it is reclaimed or erased. It gets an empty segment,
+        // so that its size counts and no block in it can be read.
         for (number, segment) in segments {
-            if still_there.contains(&segment.path) {
+            if remaining.contains(&segment.path) {
                 let state = SegmentState::empty(segment.state().file_bytes);
                 let (id, path) = (segment.id, segment.path.clone());
                 let left = Segment::new(number, id, path, Arc::clone(&segment.file), state);
@@ -41,11 +42,11 @@ impl SegmentFiles {
                 segments.insert(number, Arc::new(left));
             }
         }
-        erased.erase_manifests(&self.io, directory, &still_there, deadline);
+        erased.erase_manifests(&self.io, directory, &remaining, deadline);
         Ok(erased)
     }
 
-    /// Files of segments in the directory itself: what lies deeper is somebody else's.
+    /// Lists the tier's files in the directory itself. Subdirectories belong to other stores.
     fn files_beside(&self, deadline: Deadline) -> Result<Vec<std::path::PathBuf>, DiskError> {
         let is_ours = |path: &Path| has_extension(path, &["segment", "checkpoint", "probe", "tmp"]);
         let directory = self.config.directory.clone();

@@ -1,19 +1,19 @@
 //! Blocks in append-only segments: one writer, many readers.
 //!
-//! Invariants: a segment is written only behind its end and never again once sealed or failed;
-//! a slot appears in memory only after all of its frame was written; an address names the same
-//! bytes for as long as it names any.
+//! Invariants: a segment is written only after its last frame, and never again once it is sealed or
+//! failed. A slot appears in memory only after its whole frame was written. An address refers to
+//! the same bytes for as long as it is valid.
 
-mod begin;
+mod create;
 mod erase;
 mod read;
 mod reclaim;
 mod recovery;
 mod repair;
 mod replay;
-mod run;
 mod segment;
 mod write;
+mod write_run;
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::PathBuf;
@@ -26,37 +26,37 @@ use cascade_memory::Slab;
 pub(crate) use self::replay::replay;
 use self::segment::Segment;
 use self::write::WriterState;
-use crate::gate::{Gate, GateGuard};
-use crate::io::Io;
+use crate::io::FileIo;
 use crate::lock::DirectoryLock;
-use crate::problems::Problems;
+use crate::problem_log::ProblemLog;
 use crate::tier::ReadRequest;
+use crate::timed_mutex::{TimedMutex, TimedMutexGuard};
 use crate::{
-    Address, BlockFiles, DiskError, DiskStats, ErasedFiles, FileTierConfig, ReadOutcome, Reclaimed,
-    RecordMeta, StoredManifest, device_probe, manifests,
+    Address, BlockFiles, DiskError, DiskStats, FileEraseReport, FileTierConfig, ReadOutcome,
+    ReclaimOutcome, RecordMeta, StoredManifest, device_probe, manifests,
 };
 
-/// The file tier in segments.
+/// The file tier with segments.
 #[derive(Debug)]
 pub struct SegmentFiles {
     config: FileTierConfig,
-    io: Io,
+    io: FileIo,
     is_direct: bool,
     segments: RwLock<BTreeMap<u32, Arc<Segment>>>,
     aliases: Mutex<Aliases>,
-    /// Where blocks lie that the last reclaim moved, by their old address.
-    forwards: RwLock<HashMap<Address, Address>>,
-    writer: Gate<WriterState>,
-    reclaimer: Gate<()>,
-    counters: Counters,
-    problems: Problems,
-    lock: Arc<DirectoryLock>,
+    /// New addresses of blocks that the last reclaim moved, by their old address.
+    moved_addresses: RwLock<HashMap<Address, Address>>,
+    writer: TimedMutex<WriterState>,
+    reclaim_lock: TimedMutex<()>,
+    counters: SegmentCounters,
+    problems: ProblemLog,
+    directory_lock: Arc<DirectoryLock>,
 }
 
-/// Keys beyond the first of stored bytes, by address.
+/// The aliases of each block, by its address.
 pub(super) type Aliases = HashMap<Address, Vec<Alias>>;
 
-/// Another key for stored bytes.
+/// An additional key of a block.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Alias {
     meta: RecordMeta,
@@ -64,7 +64,7 @@ pub(super) struct Alias {
 }
 
 #[derive(Debug, Default)]
-struct Counters {
+struct SegmentCounters {
     records_written: AtomicU64,
     bytes_written: AtomicU64,
     records_read: AtomicU64,
@@ -94,18 +94,18 @@ impl SegmentFiles {
         self.aliases.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Where the bytes of an address lie now.
+    /// The current address of a block that may have moved.
     fn resolve(&self, address: Address) -> Address {
-        let forwards = self.forwards.read().unwrap_or_else(PoisonError::into_inner);
-        forwards.get(&address).copied().unwrap_or(address)
+        let moved_addresses = self.moved_addresses.read().unwrap_or_else(PoisonError::into_inner);
+        moved_addresses.get(&address).copied().unwrap_or(address)
     }
 
-    fn enter<'a, T>(
+    fn lock<'a, T>(
         &self,
-        gate: &'a Gate<T>,
+        mutex: &'a TimedMutex<T>,
         deadline: Deadline,
-    ) -> Result<GateGuard<'a, T>, DiskError> {
-        gate.enter(deadline, self.io.clock.as_ref()).ok_or_else(|| DiskError::Timeout {
+    ) -> Result<TimedMutexGuard<'a, T>, DiskError> {
+        mutex.lock(deadline, self.io.clock.as_ref()).ok_or_else(|| DiskError::Timeout {
             operation: "waiting for earlier writes",
             path: self.config.directory.clone(),
         })
@@ -145,11 +145,11 @@ impl BlockFiles for SegmentFiles {
         &self,
         keep: &mut dyn FnMut(&RecordMeta, Address) -> bool,
         deadline: Deadline,
-    ) -> Result<Reclaimed, DiskError> {
+    ) -> Result<ReclaimOutcome, DiskError> {
         self.reclaim_segment(keep, deadline)
     }
 
-    fn probe(
+    fn lookup(
         &self,
         _key: &BlockKey,
         _deadline: Deadline,
@@ -158,7 +158,7 @@ impl BlockFiles for SegmentFiles {
     }
 
     fn sync(&self, deadline: Deadline) -> Result<(), DiskError> {
-        let mut writer = self.enter(&self.writer, deadline)?;
+        let mut writer = self.lock(&self.writer, deadline)?;
         self.sync_active(&mut writer, deadline)
     }
 
@@ -179,19 +179,19 @@ impl BlockFiles for SegmentFiles {
     }
 
     fn probe_device(&self, deadline: Deadline) -> Result<(), DiskError> {
-        device_probe::probe(&self.io, &self.config, &self.lock, self.is_direct, deadline)
+        device_probe::probe(&self.io, &self.config, &self.directory_lock, self.is_direct, deadline)
     }
 
     fn probe_reads(&self, deadline: Deadline) -> Result<(), DiskError> {
         let newest = self.all_segments().pop().map(|segment| Arc::clone(&segment.file));
-        device_probe::probe_reads(&self.io, &self.config, &self.lock, newest, deadline)
+        device_probe::probe_reads(&self.io, &self.config, &self.directory_lock, newest, deadline)
     }
 
     fn problems(&self) -> Vec<String> {
         self.problems.all()
     }
 
-    fn erase(&self, deadline: Deadline) -> Result<ErasedFiles, DiskError> {
+    fn erase(&self, deadline: Deadline) -> Result<FileEraseReport, DiskError> {
         self.erase_all(deadline)
     }
 

@@ -1,43 +1,43 @@
-//! Reading: payloads straight into slabs, each checked while the next ones are on their way.
+//! Reads payloads into their slabs and verifies each while later reads are in flight.
 
 use std::io;
 use std::sync::Arc;
 
 use cascade_block::{BlockKey, Checksum, Deadline, checksum};
 
-use super::segment::{Segment, Slot};
+use super::segment::{BlockSlot, Segment};
 use super::{SegmentFiles, count};
-use crate::io::{Finished, Traffic, Transfer, TransferKind};
-use crate::placement::{received_slab, receiving_buffers};
+use crate::alignment::{read_buffers, slab_from_read};
+use crate::io::{Transfer, TransferKind, TransferOutcome, TransferQueue};
 use crate::tier::ReadRequest;
-use crate::{Address, Damage, DiskError, ReadOutcome};
+use crate::{Address, DamageKind, DiskError, ReadOutcome};
 
-/// A block that was found, on its way.
+/// A block whose read is in flight.
 #[derive(Debug)]
-struct Fetch {
+struct PendingRead {
     segment: Arc<Segment>,
     payload_bytes: usize,
     checksum: Checksum,
 }
 
-/// A batch on its way: found, fetched and checked block by block.
-struct Reading<'a> {
+/// The reads of one batch.
+struct ReadQueue<'a> {
     files: &'a SegmentFiles,
     batch: std::vec::IntoIter<ReadRequest>,
     taken: usize,
-    fetches: Vec<Option<Fetch>>,
+    pending_reads: Vec<Option<PendingRead>>,
     outcomes: Vec<Option<ReadOutcome>>,
 }
 
-impl Traffic for Reading<'_> {
-    fn next(&mut self) -> Option<(usize, Transfer)> {
+impl TransferQueue for ReadQueue<'_> {
+    fn next_transfer(&mut self) -> Option<(usize, Transfer)> {
         loop {
             let request = self.batch.next()?;
             let number = self.taken;
             self.taken += 1;
-            match self.files.prepare(request) {
-                Ok((fetch, transfer)) => {
-                    self.fetches[number] = Some(fetch);
+            match self.files.start_read(request) {
+                Ok((pending, transfer)) => {
+                    self.pending_reads[number] = Some(pending);
                     return Some((number, transfer));
                 }
                 Err(outcome) => self.outcomes[number] = Some(outcome),
@@ -45,9 +45,9 @@ impl Traffic for Reading<'_> {
         }
     }
 
-    fn end(&mut self, number: usize, finished: Finished) {
-        let fetch = self.fetches[number].take().expect("a transfer ends once");
-        self.outcomes[number] = Some(self.files.conclude(&fetch, finished));
+    fn complete(&mut self, number: usize, finished: TransferOutcome) {
+        let pending = self.pending_reads[number].take().expect("a transfer completes once");
+        self.outcomes[number] = Some(self.files.finish_read(&pending, finished));
     }
 }
 
@@ -57,28 +57,31 @@ impl SegmentFiles {
         batch: Vec<ReadRequest>,
         deadline: Deadline,
     ) -> Vec<ReadOutcome> {
-        let mut reading = Reading {
+        let mut queue = ReadQueue {
             files: self,
             outcomes: batch.iter().map(|_| None).collect(),
-            fetches: batch.iter().map(|_| None).collect(),
+            pending_reads: batch.iter().map(|_| None).collect(),
             batch: batch.into_iter(),
             taken: 0,
         };
-        self.io.carry(&mut reading, deadline);
-        let late = || {
+        self.io.run(&mut queue, deadline);
+        let timed_out = || {
             ReadOutcome::Failed(DiskError::Timeout {
                 operation: "read",
                 path: self.config.directory.clone(),
             })
         };
-        reading.outcomes.into_iter().map(|outcome| outcome.unwrap_or_else(late)).collect()
+        queue.outcomes.into_iter().map(|outcome| outcome.unwrap_or_else(timed_out)).collect()
     }
 
-    /// Finds a block and checks what can be checked before its bytes are here.
-    fn prepare(&self, request: ReadRequest) -> Result<(Fetch, Transfer), ReadOutcome> {
+    /// Finds a block and checks everything that can be checked before its bytes are read.
+    fn start_read(&self, request: ReadRequest) -> Result<(PendingRead, Transfer), ReadOutcome> {
         let ReadRequest { address, key, slab } = request;
+        // The slot is looked up at the current address, which is also where the bytes are read.
+        // A reclaim that removes the segment meanwhile does not affect this read: it keeps the
+        // file open.
         let address = self.resolve(address);
-        let (segment, slot) = self.find(&key, address).ok_or(ReadOutcome::Gone)?;
+        let (segment, slot) = self.find_block(&key, address).ok_or(ReadOutcome::Gone)?;
         let payload_bytes = slot.payload_bytes as usize;
         if slab.len() != payload_bytes {
             return Err(ReadOutcome::Failed(DiskError::LengthMismatch {
@@ -87,24 +90,28 @@ impl SegmentFiles {
             }));
         }
         let file = Arc::clone(&segment.file);
-        let buffers = receiving_buffers(slab);
+        let buffers = read_buffers(slab);
         let transfer = Transfer::new(TransferKind::Read, file, address.byte_offset(), buffers);
-        Ok((Fetch { segment, payload_bytes, checksum: slot.checksum }, transfer))
+        Ok((PendingRead { segment, payload_bytes, checksum: slot.checksum }, transfer))
     }
 
-    fn find(&self, key: &BlockKey, address: Address) -> Option<(Arc<Segment>, Slot)> {
+    fn find_block(&self, key: &BlockKey, address: Address) -> Option<(Arc<Segment>, BlockSlot)> {
         let segment = self.segment(address.segment())?;
-        let slot = segment.state().slot(address.page()).filter(Slot::is_live)?;
+        let slot = segment.state().slot(address.page()).filter(BlockSlot::is_live)?;
         let is_alias = || {
             let aliases = self.aliases();
             let mut others = aliases.get(&address).into_iter().flatten();
             others.any(|alias| alias.meta.key == *key)
         };
-        (slot.is_named(key) || is_alias()).then_some((segment, slot))
+        (slot.is_first_key(key) || is_alias()).then_some((segment, slot))
     }
 
-    /// Turns what the engine answered into what the caller learns.
-    fn conclude(&self, fetch: &Fetch, Finished { transfer, result }: Finished) -> ReadOutcome {
+    /// Verifies a completed read.
+    fn finish_read(
+        &self,
+        pending: &PendingRead,
+        TransferOutcome { transfer, result }: TransferOutcome,
+    ) -> ReadOutcome {
         let damaged = |damage| {
             count(&self.counters.records_damaged, 1);
             ReadOutcome::Damaged(damage)
@@ -112,19 +119,23 @@ impl SegmentFiles {
         match result {
             Ok(_bytes) => {}
             Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => {
-                return damaged(Damage::Truncated);
+                return damaged(DamageKind::Truncated);
             }
             Err(error) => {
-                return ReadOutcome::Failed(DiskError::from_io("read", &fetch.segment.path, error));
+                return ReadOutcome::Failed(DiskError::from_io(
+                    "read",
+                    &pending.segment.path,
+                    error,
+                ));
             }
         }
-        let transfer = transfer.expect("a finished transfer comes back");
-        let slab = received_slab(transfer, fetch.payload_bytes);
-        if checksum(&slab) != fetch.checksum {
-            return damaged(Damage::Checksum);
+        let transfer = transfer.expect("a completed transfer is returned");
+        let slab = slab_from_read(transfer, pending.payload_bytes);
+        if checksum(&slab) != pending.checksum {
+            return damaged(DamageKind::Checksum);
         }
         count(&self.counters.records_read, 1);
-        count(&self.counters.bytes_read, fetch.payload_bytes as u64);
+        count(&self.counters.bytes_read, pending.payload_bytes as u64);
         ReadOutcome::Hit(slab)
     }
 }

@@ -1,25 +1,25 @@
-//! Getting space back: one segment at a time, what is kept moves first.
+//! Reclaims space one segment at a time: blocks to keep are moved, then the segment is removed.
 
 use std::collections::HashSet;
 use std::sync::{Arc, PoisonError};
 
 use cascade_block::{Deadline, checksum};
 
-use super::run::{Payload, Pending};
-use super::segment::{Segment, Slot};
-use super::write::{Space, WriterState};
+use super::segment::{BlockSlot, Segment};
+use super::write::{SpaceClass, WriterState};
+use super::write_run::{PendingEntry, PendingPayload};
 use super::{Alias, SegmentFiles, count};
 use crate::error::is_misplaced;
-use crate::format::{Entry, EntryKind, PAGE_BYTES, pages_of};
+use crate::format::{EntryKind, PAGE_BYTES, RecordEntry, pages_of};
 use crate::io::{Buffer, PageBuffer, Transfer, TransferKind};
-use crate::{Address, DiskError, Reclaimed, RecordMeta};
+use crate::{Address, DiskError, ReclaimOutcome, RecordMeta};
 
-/// Most bytes that a reclaim holds in memory at once.
+/// Maximum number of bytes that a reclaim holds in memory.
 const MOVE_BYTES_MAX: u64 = 8 << 20;
 
-/// A block that is to be moved, with the keys that stay on it; the first becomes its own.
+/// A block to move, with the keys to keep. The first key becomes its own, the others its aliases.
 #[derive(Debug)]
-struct Move {
+struct BlockMove {
     from: Address,
     keys: Vec<RecordMeta>,
 }
@@ -29,30 +29,37 @@ impl SegmentFiles {
         &self,
         keep: &mut dyn FnMut(&RecordMeta, Address) -> bool,
         deadline: Deadline,
-    ) -> Result<Reclaimed, DiskError> {
+    ) -> Result<ReclaimOutcome, DiskError> {
         use crate::BlockFiles as _;
-        let _turn = self.enter(&self.reclaimer, deadline)?;
+        let _reclaims = self.lock(&self.reclaim_lock, deadline)?;
         let before = self.used_bytes();
-        let Some(victim) = self.choose_victim(deadline)? else { return Ok(Reclaimed::default()) };
+        let Some(victim) = self.choose_victim(deadline)? else {
+            return Ok(ReclaimOutcome::default());
+        };
         let entries = self.entries_of(&victim, deadline)?;
-        let mut reclaimed = Reclaimed::default();
-        self.drop_unknown(&victim, &entries, &mut reclaimed);
-        let moves = self.ask(&victim, &entries, keep, &mut reclaimed);
-        self.forwards.write().unwrap_or_else(PoisonError::into_inner).clear();
+        let mut reclaimed = ReclaimOutcome::default();
+        self.drop_undescribed(&victim, &entries, &mut reclaimed);
+        let moves = self.select_moves(&victim, &entries, keep, &mut reclaimed);
+        // Addresses that the previous reclaim moved are valid until here.
+        self.moved_addresses.write().unwrap_or_else(PoisonError::into_inner).clear();
         for batch in batches(moves) {
             self.move_blocks(&victim, batch, &mut reclaimed, deadline)?;
         }
-        let mut writer = self.enter(&self.writer, deadline)?;
-        self.carry_statements(&mut writer, &victim, &entries, deadline)?;
+        let mut writer = self.lock(&self.writer, deadline)?;
+        // The order matters: the victim is removed only after its moved blocks and rewritten
+        // entries are on stable storage. A crash before the removal leaves both copies, which
+        // recovery resolves by their sequence numbers.
+        self.rewrite_foreign_entries(&mut writer, &victim, &entries, deadline)?;
         self.sync_active(&mut writer, deadline)?;
         self.remove_segment(&mut writer, &victim, deadline)?;
         reclaimed.bytes_freed = before.saturating_sub(self.used_bytes());
         Ok(reclaimed)
     }
 
-    /// An empty segment, else one that is mostly dead, else the oldest.
+    /// Selects the segment with the smallest live share if that is below 50 %, otherwise the
+    /// oldest.
     fn choose_victim(&self, deadline: Deadline) -> Result<Option<Arc<Segment>>, DiskError> {
-        let mut writer = self.enter(&self.writer, deadline)?;
+        let mut writer = self.lock(&self.writer, deadline)?;
         let mut candidates = self.all_segments();
         let is_active = |segment: &Arc<Segment>, writer: &WriterState| {
             writer.active.as_ref().is_some_and(|active| Arc::ptr_eq(active, segment))
@@ -72,96 +79,107 @@ impl SegmentFiles {
         })
     }
 
-    /// Blocks that no entry describes go with their segment. Their keys are known as far as aliases
-    /// have them; reads under the others answer `Gone`.
-    fn drop_unknown(&self, victim: &Segment, entries: &[Entry], reclaimed: &mut Reclaimed) {
+    /// Drops live blocks that no entry describes. Only keys of their aliases are known and
+    /// reported; reads with other keys return `Gone`.
+    fn drop_undescribed(
+        &self,
+        victim: &Segment,
+        entries: &[RecordEntry],
+        reclaimed: &mut ReclaimOutcome,
+    ) {
         let known: HashSet<u32> = entries
             .iter()
             .filter(|entry| entry.kind == EntryKind::Block)
             .map(|entry| entry.address.page())
             .collect();
+        // Collected first: a removal locks the aliases before the state of a segment, so locking
+        // them here while the state is locked could deadlock.
         let state = victim.state();
-        for slot in state.live_slots().filter(|slot| !known.contains(&slot.page())) {
+        let pages: Vec<u32> = state.live_slots().map(BlockSlot::page).collect();
+        drop(state);
+        for page in pages.into_iter().filter(|page| !known.contains(page)) {
             count(&self.counters.records_damaged, 1);
-            let address = Address::in_segment(victim.number, slot.page());
+            let address = Address::in_segment(victim.number, page);
             let aliases = self.aliases();
             let others = aliases.get(&address).into_iter().flatten();
             reclaimed.dropped.extend(others.map(|alias| (alias.meta.key, address)));
         }
     }
 
-    /// Asks for every live key of a segment whether it stays.
-    fn ask(
+    /// Calls `keep` for every live key of a segment. Returns the blocks to move.
+    fn select_moves(
         &self,
         victim: &Segment,
-        entries: &[Entry],
+        entries: &[RecordEntry],
         keep: &mut dyn FnMut(&RecordMeta, Address) -> bool,
-        reclaimed: &mut Reclaimed,
-    ) -> Vec<Move> {
+        reclaimed: &mut ReclaimOutcome,
+    ) -> Vec<BlockMove> {
         let now = self.io.clock.unix_ms();
         let mut moves = Vec::new();
         for entry in entries.iter().filter(|entry| entry.kind == EntryKind::Block) {
             let from = entry.address;
-            let Some(slot) = victim.state().slot(from.page()).filter(Slot::is_live) else {
+            let Some(slot) = victim.state().slot(from.page()).filter(BlockSlot::is_live) else {
                 continue;
             };
-            let own = slot.is_named(&entry.meta.key).then_some(entry.meta);
+            let first_key = slot.is_first_key(&entry.meta.key).then_some(entry.meta);
             let others: Vec<_> =
                 self.aliases().get(&from).into_iter().flatten().map(|alias| alias.meta).collect();
-            let mut keys: Vec<RecordMeta> = own.into_iter().chain(others).collect();
+            let mut keys: Vec<RecordMeta> = first_key.into_iter().chain(others).collect();
             keys.retain(|meta| {
-                let stays = !meta.has_expired(now) && keep(meta, from);
-                if !stays {
+                let is_kept = !meta.has_expired(now) && keep(meta, from);
+                if !is_kept {
                     reclaimed.dropped.push((meta.key, from));
                 }
-                stays
+                is_kept
             });
             if !keys.is_empty() {
-                moves.push(Move { from, keys });
+                moves.push(BlockMove { from, keys });
             }
         }
         moves
     }
 
-    /// Copies blocks to the end of the active segment and leads their old addresses there.
+    /// Copies blocks to the end of the active segment and redirects their old addresses.
     fn move_blocks(
         &self,
         victim: &Arc<Segment>,
-        moves: Vec<Move>,
-        reclaimed: &mut Reclaimed,
+        moves: Vec<BlockMove>,
+        reclaimed: &mut ReclaimOutcome,
         deadline: Deadline,
     ) -> Result<(), DiskError> {
+        // Read without the writer's lock, so that appends continue meanwhile.
         let payloads = self.read_payloads(victim, &moves, deadline)?;
-        let mut writer = self.enter(&self.writer, deadline)?;
+        let mut writer = self.lock(&self.writer, deadline)?;
         let mut pending = Vec::new();
         let mut placed = Vec::new();
         for (each, payload) in moves.into_iter().zip(payloads) {
             let Some((payload, sum)) = payload else {
                 count(&self.counters.records_damaged, 1);
-                let lost = each.keys.iter().map(|meta| (meta.key, each.from));
-                reclaimed.dropped.extend(lost);
+                let dropped = each.keys.iter().map(|meta| (meta.key, each.from));
+                reclaimed.dropped.extend(dropped);
                 continue;
             };
-            // A key may have been removed since it was asked about.
+            // A key may have been removed since `keep` was called for it.
             let keys: Vec<_> =
-                each.keys.into_iter().filter(|meta| self.has(&meta.key, each.from)).collect();
+                each.keys.into_iter().filter(|meta| self.has_key(&meta.key, each.from)).collect();
+            // The first key is written with the block even if it was an alias before.
             let Some(&first) = keys.first() else { continue };
             count(&self.counters.bytes_moved, u64::from(first.payload_bytes));
-            pending.push(Pending {
+            pending.push(PendingEntry {
                 kind: EntryKind::Block,
                 meta: first,
                 target: each.from,
                 checksum: sum,
                 sequence: None,
-                payload: Some(Payload::Pages(payload)),
+                payload: Some(PendingPayload::Pages(payload)),
             });
             placed.push((each.from, sum, keys));
         }
-        let written = self.write(&mut writer, pending, Space::Reserve, deadline);
+        let written = self.write(&mut writer, pending, SpaceClass::Reserve, deadline);
         for ((from, sum, keys), to) in placed.into_iter().zip(written) {
             let to = match to {
                 Ok(to) => to,
-                // A reclaim must come to an end: what finds no place is lost, as in any cache.
+                // A reclaim must finish even without space: blocks that do not fit are dropped.
                 Err(DiskError::Full { .. }) => {
                     reclaimed.dropped.extend(keys.iter().map(|meta| (meta.key, from)));
                     continue;
@@ -171,17 +189,18 @@ impl SegmentFiles {
             self.rewrite_aliases(&mut writer, &keys[1..], to, sum, deadline)?;
             self.aliases().remove(&from);
             reclaimed.moved.extend(keys.iter().map(|meta| (meta.key, from, to)));
-            self.forwards.write().unwrap_or_else(PoisonError::into_inner).insert(from, to);
+            self.moved_addresses.write().unwrap_or_else(PoisonError::into_inner).insert(from, to);
         }
         Ok(())
     }
 
-    fn has(&self, key: &cascade_block::BlockKey, address: Address) -> bool {
+    fn has_key(&self, key: &cascade_block::BlockKey, address: Address) -> bool {
         let Some(segment) = self.segment(address.segment()) else { return false };
         let slot = segment.state().slot(address.page());
         let aliases = self.aliases();
         let mut others = aliases.get(&address).into_iter().flatten();
-        slot.is_some_and(|slot| slot.is_named(key)) || others.any(|alias| alias.meta.key == *key)
+        slot.is_some_and(|slot| slot.is_first_key(key))
+            || others.any(|alias| alias.meta.key == *key)
     }
 
     fn rewrite_aliases(
@@ -193,7 +212,7 @@ impl SegmentFiles {
         deadline: Deadline,
     ) -> Result<(), DiskError> {
         let sequence = writer.next_sequence;
-        let pending = metas.iter().map(|&meta| Pending {
+        let pending = metas.iter().map(|&meta| PendingEntry {
             kind: EntryKind::Alias,
             meta,
             target: to,
@@ -202,7 +221,7 @@ impl SegmentFiles {
             payload: None,
         });
         let pending = pending.collect();
-        let written = self.write(writer, pending, Space::Reserve, deadline);
+        let written = self.write(writer, pending, SpaceClass::Reserve, deadline);
         for ((&meta, result), sequence) in metas.iter().zip(written).zip(sequence..) {
             result?;
             self.aliases().entry(to).or_default().push(Alias { meta, sequence });
@@ -210,16 +229,16 @@ impl SegmentFiles {
         Ok(())
     }
 
-    /// Payloads of blocks that are to be moved, with their checksums; nothing for damaged ones.
+    /// Reads the payloads of blocks to move, with their checksums; `None` for damaged ones.
     fn read_payloads(
         &self,
         victim: &Arc<Segment>,
-        moves: &[Move],
+        moves: &[BlockMove],
         deadline: Deadline,
     ) -> Result<Vec<Option<(PageBuffer, u32)>>, DiskError> {
         let slots: Vec<_> = moves
             .iter()
-            .map(|each| victim.state().slot(each.from.page()).expect("slots are never taken out"))
+            .map(|each| victim.state().slot(each.from.page()).expect("slots are never removed"))
             .collect();
         let transfers = moves
             .iter()
@@ -231,9 +250,9 @@ impl SegmentFiles {
                 Transfer::new(TransferKind::Read, file, each.from.byte_offset(), buffers)
             })
             .collect();
-        let answers = self.io.transfer_all(transfers, deadline);
+        let results = self.io.transfer_all(transfers, deadline);
         let mut payloads = Vec::with_capacity(moves.len());
-        for (slot, (transfer, result)) in slots.into_iter().zip(answers) {
+        for (slot, (transfer, result)) in slots.into_iter().zip(results) {
             let pages = match (result, transfer.and_then(|mut each| each.buffers.pop())) {
                 (Ok(()), Some(Buffer::Pages(pages))) => Some(pages),
                 (Err(error), _) if error.kind() == std::io::ErrorKind::TimedOut => {
@@ -249,18 +268,18 @@ impl SegmentFiles {
         Ok(payloads)
     }
 
-    /// Writes aliases and tombstones again that stand here and speak of other segments.
-    fn carry_statements(
+    /// Rewrites aliases and tombstones in the victim that refer to other segments.
+    fn rewrite_foreign_entries(
         &self,
         writer: &mut WriterState,
         victim: &Segment,
-        entries: &[Entry],
+        entries: &[RecordEntry],
         deadline: Deadline,
     ) -> Result<(), DiskError> {
         let pending: Vec<_> = entries
             .iter()
-            .filter(|entry| entry.address.segment() != victim.number && self.still_holds(entry))
-            .map(|entry| Pending {
+            .filter(|entry| entry.address.segment() != victim.number && self.is_current(entry))
+            .map(|entry| PendingEntry {
                 kind: entry.kind,
                 meta: entry.meta,
                 target: entry.address,
@@ -269,13 +288,13 @@ impl SegmentFiles {
                 payload: None,
             })
             .collect();
-        self.write(writer, pending, Space::Owed, deadline)
+        self.write(writer, pending, SpaceClass::Overcommit, deadline)
             .into_iter()
             .collect::<Result<Vec<_>, _>>()
             .map(drop)
     }
 
-    fn still_holds(&self, entry: &Entry) -> bool {
+    fn is_current(&self, entry: &RecordEntry) -> bool {
         match entry.kind {
             EntryKind::Block => false,
             EntryKind::Tombstone => self.segment(entry.address.segment()).is_some(),
@@ -288,7 +307,7 @@ impl SegmentFiles {
         }
     }
 
-    /// Takes a segment out of the catalog of segments and its file out of the directory.
+    /// Removes a segment from memory and its file from the directory.
     fn remove_segment(
         &self,
         writer: &mut WriterState,
@@ -297,7 +316,7 @@ impl SegmentFiles {
     ) -> Result<(), DiskError> {
         let path = victim.path.clone();
         self.io.call("remove", &victim.path, deadline, move |files| match files.remove(&path) {
-            // Its file is gone, and what lies there is none of ours.
+            // The segment's file no longer exists; anything else with its name is not ours.
             Err(error) if is_misplaced(&error) => Ok(()),
             other => other,
         })?;
@@ -308,9 +327,9 @@ impl SegmentFiles {
     }
 }
 
-/// Cuts moves into batches that fit in memory.
-fn batches(moves: Vec<Move>) -> Vec<Vec<Move>> {
-    let mut batches: Vec<Vec<Move>> = Vec::new();
+/// Splits moves into batches of at most [`MOVE_BYTES_MAX`].
+fn batches(moves: Vec<BlockMove>) -> Vec<Vec<BlockMove>> {
+    let mut batches: Vec<Vec<BlockMove>> = Vec::new();
     let mut bytes = u64::MAX;
     for each in moves {
         let length = u64::from(pages_of(u64::from(each.keys[0].payload_bytes))) * PAGE_BYTES as u64;

@@ -1,4 +1,4 @@
-//! Opening: finds segments, takes in footers and checkpoint, scans what was not sealed.
+//! Opens a tier: finds segments, applies checkpoint and footers, scans unsealed segments.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::fs::File;
@@ -8,66 +8,67 @@ use std::sync::{Arc, Mutex, RwLock};
 
 use cascade_block::{BlockKey, Checksum, Deadline, checksum, with_causes};
 
-use super::replay::{Replay, replay};
-use super::run::tombstone;
-use super::segment::{Index, Segment, SegmentState, Slot};
-use super::write::{Space, WriterState};
-use super::{Alias, Aliases, Counters, SegmentFiles};
+use super::replay::{ReplayResult, replay};
+use super::segment::{BlockSlot, EntryLocation, Segment, SegmentState};
+use super::write::{SpaceClass, WriterState};
+use super::write_run::tombstone;
+use super::{Alias, Aliases, SegmentCounters, SegmentFiles};
 use crate::format::{
-    Checkpoint, CoveredSegment, Entry, EntryKind, FormatError, PAGE_BYTES, RandomId, encode_entries,
+    Checkpoint, CoveredSegment, EntryKind, FormatError, PAGE_BYTES, RandomId, RecordEntry,
+    encode_entries,
 };
-use crate::gate::Gate;
-use crate::io::{Io, OpenMode};
+use crate::io::{FileIo, OpenMode};
 use crate::lock::{DirectoryLock, probe_direct};
-use crate::problems::Problems;
+use crate::problem_log::ProblemLog;
 use crate::random::random_bytes;
 use crate::scan::{FileSource, ScanError, ScanOptions, SegmentContent, read_segment, segment_name};
+use crate::timed_mutex::TimedMutex;
 use crate::{Address, DiskError, FileTierConfig, Recovery, StoredManifest, manifests};
 
-/// A segment that was found, and what it says.
+/// A segment found at opening, with its content.
 #[derive(Debug)]
-struct Found {
+struct RecoveredSegment {
     number: u32,
     path: PathBuf,
     file: Arc<File>,
     content: SegmentContent,
-    index: Index,
+    entry_location: EntryLocation,
 }
 
 impl SegmentFiles {
-    /// Locks the directory, finds what is stored there and makes it ready to be written.
+    /// Locks the directory, recovers what is stored there and prepares it for writes.
     pub(crate) fn open(
         config: FileTierConfig,
-        io: Io,
+        io: FileIo,
         deadline: Deadline,
     ) -> Result<(Self, Recovery), DiskError> {
         let directory = config.directory.clone();
-        let lock = DirectoryLock::make(&io, &config, deadline)?;
+        let lock = DirectoryLock::acquire(&io, &config, deadline)?;
         let is_direct = config.direct && probe_direct(&io, &config, deadline)?;
         let mut recovery = Recovery::default();
-        let problems = Problems::new(lock.problem());
+        let problems = ProblemLog::new(lock.permission_problem());
         let checkpoint = load_checkpoint(&io, &config, deadline)?.unwrap_or_else(|why| {
             recovery.damaged_structures += 1;
             let path = checkpoint_path(&config);
-            problems.note(format!("{}: {why}; the segments were read", path.display()));
+            problems.add(format!("{}: {why}; the segments were read instead", path.display()));
             None
         });
         recovery.used_checkpoint = checkpoint.is_some();
-        let opening =
-            Opening { io: &io, config: &config, is_direct, problems: &problems, deadline };
-        let (mut found, behind) = opening.find_segments(checkpoint.as_ref(), &mut recovery)?;
-        let replay = take_in(&mut found, checkpoint.as_ref(), io.clock.unix_ms());
+        let context =
+            OpenContext { io: &io, config: &config, is_direct, problems: &problems, deadline };
+        let (mut found, number_end) = context.find_segments(checkpoint.as_ref(), &mut recovery)?;
+        let replay = replay_recovered(&mut found, checkpoint.as_ref(), io.clock.unix_ms());
         recovery.expired_records = replay.expired;
-        let state = next_state(&found, behind, checkpoint.as_ref(), &replay)
-            .map_err(|source| DiskError::from_io("name", &directory, source))?;
+        let state = next_state(&found, number_end, checkpoint.as_ref(), &replay)
+            .map_err(|source| DiskError::from_io("choose a store ID for", &directory, source))?;
         let unreadable: Vec<u32> = found
             .iter()
             .filter(|each| each.content.unreadable_pages > 0)
             .map(|each| each.number)
             .collect();
-        let (segments, aliases) = build(found, &replay);
+        let (segments, aliases) = build_segments(found, &replay);
         recovery.live = replay.live.iter().map(|entry| (entry.meta, entry.address)).collect();
-        recovery.bad_manifests = manifests::load_all(&io, &directory, deadline)?
+        recovery.invalid_manifests = manifests::load_all(&io, &directory, deadline)?
             .into_iter()
             .filter(|each| matches!(each, StoredManifest::Bad { .. }))
             .collect();
@@ -77,55 +78,59 @@ impl SegmentFiles {
             is_direct,
             segments: RwLock::new(segments),
             aliases: Mutex::new(aliases),
-            forwards: RwLock::default(),
-            writer: Gate::new(state),
-            reclaimer: Gate::new(()),
-            counters: Counters::default(),
+            moved_addresses: RwLock::default(),
+            writer: TimedMutex::new(state),
+            reclaim_lock: TimedMutex::new(()),
+            counters: SegmentCounters::default(),
             problems,
-            lock,
+            directory_lock: lock,
         };
-        files.note_manifests(&recovery.bad_manifests);
-        files.tidy(&replay.superseded, &unreadable, deadline)?;
+        files.report_invalid_manifests(&recovery.invalid_manifests);
+        files.finish_recovery(&replay.superseded, &unreadable, deadline)?;
         Ok((files, recovery))
     }
 
-    /// Seals what a crash left open, removes what is empty, settles keys that are there twice.
-    fn tidy(
+    /// Seals segments that a crash left open, and writes tombstones for superseded blocks.
+    fn finish_recovery(
         &self,
         superseded: &[(BlockKey, Address)],
         unreadable: &[u32],
         deadline: Deadline,
     ) -> Result<(), DiskError> {
         for segment in self.all_segments() {
-            let is_open = matches!(segment.state().index, Index::Memory(_));
-            // A footer would be written over frames that the device may give another time.
+            let is_open = matches!(segment.state().entry_location, EntryLocation::Memory(_));
+            // The footer would overwrite frames that the device may be able to read later.
             if is_open && !unreadable.contains(&segment.number) {
-                // Failing that it stays readable, and the next opening scans it again.
+                // If sealing fails, the segment stays readable and the next opening scans it.
                 drop(self.try_seal(&segment, deadline));
             }
         }
         if !superseded.is_empty() {
-            let mut writer = self.enter(&self.writer, deadline)?;
+            let mut writer = self.lock(&self.writer, deadline)?;
             let pending = superseded.iter().map(|(key, at)| tombstone(key, *at)).collect();
-            // Not written, they are found again at the next opening.
-            let written = self.write(&mut writer, pending, Space::Reserve, deadline);
+            // If this fails, the next opening finds them again.
+            let written = self.write(&mut writer, pending, SpaceClass::Reserve, deadline);
             drop(written);
         }
         Ok(())
     }
 
-    /// Syncs and writes the checkpoint file.
+    /// Syncs the writer's segments and writes the checkpoint file.
     pub(super) fn write_checkpoint(&self, deadline: Deadline) -> Result<(), DiskError> {
-        let _turn = self.enter(&self.reclaimer, deadline)?;
+        // A reclaim would move blocks while their entries are collected.
+        let _reclaims = self.lock(&self.reclaim_lock, deadline)?;
+        // The writer is locked only for this snapshot: later entries have sequence numbers from
+        // `next_sequence` on and pages from `covered_page` on, so recovery reads them from the
+        // segments.
         let (store_id, next_sequence, next_number, segments) = {
-            let mut writer = self.enter(&self.writer, deadline)?;
+            let mut writer = self.lock(&self.writer, deadline)?;
             self.sync_active(&mut writer, deadline)?;
             (writer.store_id, writer.next_sequence, writer.next_number, self.covered())
         };
         let mut entries = Vec::new();
         for (covered, segment) in &segments {
             let all = self.entries_of(segment, deadline)?;
-            let is_covered = |entry: &Entry| {
+            let is_covered = |entry: &RecordEntry| {
                 entry.kind == EntryKind::Block && entry.address.page() < covered.covered_page
             };
             for entry in all.into_iter().filter(is_covered) {
@@ -158,20 +163,19 @@ impl SegmentFiles {
         self.all_segments().into_iter().map(cover).collect()
     }
 
-    /// Adds a block that is still live. One that only aliases name is followed by the removal of
-    /// its first key.
-    fn checkpoint_entry(&self, entry: Entry, entries: &mut Vec<Entry>) {
+    /// Adds a live block. A block with aliases only is followed by a tombstone of its first key.
+    fn checkpoint_entry(&self, entry: RecordEntry, entries: &mut Vec<RecordEntry>) {
         let Some(segment) = self.segment(entry.address.segment()) else { return };
         let slot = segment.state().slot(entry.address.page());
-        let Some(slot) = slot.filter(Slot::is_live) else { return };
+        let Some(slot) = slot.filter(BlockSlot::is_live) else { return };
         entries.push(entry);
-        if !slot.is_named(&entry.meta.key) {
-            entries.push(Entry { kind: EntryKind::Tombstone, ..entry });
+        if !slot.is_first_key(&entry.meta.key) {
+            entries.push(RecordEntry { kind: EntryKind::Tombstone, ..entry });
         }
     }
 
-    /// Adds the aliases. All of each is in memory, so that no damaged frame loses one.
-    fn checkpoint_aliases(&self, next_sequence: u64, entries: &mut Vec<Entry>) {
+    /// Adds the aliases. They are completely in memory, so a damaged frame loses none.
+    fn checkpoint_aliases(&self, next_sequence: u64, entries: &mut Vec<RecordEntry>) {
         let blocks: HashMap<Address, Checksum> = entries
             .iter()
             .filter(|entry| entry.kind == EntryKind::Block)
@@ -180,7 +184,7 @@ impl SegmentFiles {
         for (address, aliases) in &*self.aliases() {
             let Some(sum) = blocks.get(address) else { continue };
             for alias in aliases.iter().filter(|alias| alias.sequence < next_sequence) {
-                entries.push(Entry {
+                entries.push(RecordEntry {
                     kind: EntryKind::Alias,
                     meta: alias.meta,
                     address: *address,
@@ -191,10 +195,10 @@ impl SegmentFiles {
         }
     }
 
-    fn note_manifests(&self, bad: &[StoredManifest]) {
+    fn report_invalid_manifests(&self, bad: &[StoredManifest]) {
         for each in bad {
             if let StoredManifest::Bad { path, reason } = each {
-                self.problems.note(format!("{}: {reason}", path.display()));
+                self.problems.add(format!("{}: {reason}", path.display()));
             }
         }
     }
@@ -204,23 +208,23 @@ fn checkpoint_path(config: &FileTierConfig) -> PathBuf {
     config.directory.join(format!("{}.checkpoint", config.writer))
 }
 
-/// What every step of an opening needs.
-struct Opening<'a> {
-    io: &'a Io,
+/// The parameters of all steps of an opening.
+struct OpenContext<'a> {
+    io: &'a FileIo,
     config: &'a FileTierConfig,
     is_direct: bool,
-    problems: &'a Problems,
+    problems: &'a ProblemLog,
     deadline: Deadline,
 }
 
-impl Opening<'_> {
-    /// Opens and reads every segment of this writer, in the order of their numbers; and the number
-    /// behind all that are taken.
+impl OpenContext<'_> {
+    /// Opens and reads all segments of this writer in the order of their numbers. Also returns the
+    /// number after the highest one.
     fn find_segments(
         &self,
         checkpoint: Option<&Checkpoint>,
         recovery: &mut Recovery,
-    ) -> Result<(Vec<Found>, u32), DiskError> {
+    ) -> Result<(Vec<RecoveredSegment>, u32), DiskError> {
         let directory = self.config.directory.clone();
         let listed = directory.clone();
         let paths =
@@ -233,7 +237,7 @@ impl Opening<'_> {
             })
             .collect();
         numbered.sort_unstable_by_key(|(number, _)| *number);
-        let behind = numbered.last().map_or(0, |(number, _)| number.saturating_add(1));
+        let number_end = numbered.last().map_or(0, |(number, _)| number.saturating_add(1));
         let covered: HashMap<u32, CoveredSegment> = checkpoint
             .into_iter()
             .flat_map(|checkpoint| &checkpoint.segments)
@@ -242,7 +246,8 @@ impl Opening<'_> {
         let mut found = Vec::with_capacity(numbered.len());
         for (number, path) in numbered {
             let covered = covered.get(&number).copied();
-            let Some((file, mut content)) = self.read(number, &path, covered, recovery)? else {
+            let Some((file, mut content)) = self.open_segment(number, &path, covered, recovery)?
+            else {
                 continue;
             };
             recovery.files += 1;
@@ -252,22 +257,23 @@ impl Opening<'_> {
             if content.damaged_structures > 0 || content.unreadable_pages > 0 {
                 let (damaged, unread) = (content.damaged_structures, content.unreadable_pages);
                 let path = path.display();
-                self.problems.note(format!(
-                    "{path}: {damaged} headers or footers are damaged, {unread} pages of them \
-                     cannot be read"
+                self.problems.add(format!(
+                    "{path}: {damaged} damaged headers, frames or footers, {unread} unreadable \
+                     pages"
                 ));
             }
             if let (Some(checkpoint), Some(covered)) = (checkpoint, covered) {
-                complete(&mut content, checkpoint, covered);
+                add_checkpoint_entries(&mut content, checkpoint, covered);
             }
-            let index = index_of(&content);
-            found.push(Found { number, path, file, content, index });
+            let entry_location = entry_location_of(&content);
+            found.push(RecoveredSegment { number, path, file, content, entry_location });
         }
-        Ok((found, behind))
+        Ok((found, number_end))
     }
 
-    /// Reads one segment; nothing where something else lies under its name, or nothing any more.
-    fn read(
+    /// Opens and reads one segment. Returns `None` if the file no longer exists or something else
+    /// has its name.
+    fn open_segment(
         &self,
         number: u32,
         path: &Path,
@@ -289,7 +295,7 @@ impl Opening<'_> {
             }
             Err(error) if error.is_misplaced() => {
                 recovery.misplaced_files += 1;
-                self.problems.note(format!("{}; it is left alone", with_causes(&error)));
+                self.problems.add(format!("{}; it is not touched", with_causes(&error)));
                 Ok(None)
             }
             Err(error) => Err(error),
@@ -297,9 +303,13 @@ impl Opening<'_> {
     }
 }
 
-/// Adds to a segment that had to be scanned what the checkpoint says of it: blocks whose frames are
-/// damaged are as readable as the others, and no footer may be written over them.
-fn complete(content: &mut SegmentContent, checkpoint: &Checkpoint, covered: CoveredSegment) {
+/// Adds the checkpoint's blocks to a scanned segment. Blocks whose frames are damaged thus stay
+/// readable, and no footer is written over them.
+fn add_checkpoint_entries(
+    content: &mut SegmentContent,
+    checkpoint: &Checkpoint,
+    covered: CoveredSegment,
+) {
     if !content.was_scanned || content.segment_id() != Some(covered.segment_id) {
         return;
     }
@@ -309,7 +319,7 @@ fn complete(content: &mut SegmentContent, checkpoint: &Checkpoint, covered: Cove
         .filter(|entry| entry.kind == EntryKind::Block)
         .map(|entry| entry.address)
         .collect();
-    let is_missing = |entry: &&Entry| {
+    let is_missing = |entry: &&RecordEntry| {
         entry.kind == EntryKind::Block
             && entry.address.segment() == covered.number
             && !known.contains(&entry.address)
@@ -324,15 +334,15 @@ fn complete(content: &mut SegmentContent, checkpoint: &Checkpoint, covered: Cove
     }
 }
 
-/// The checkpoint, if there is one; or why it cannot be used.
+/// Loads the checkpoint, if there is one. The inner error is why it cannot be used.
 pub(super) fn load_checkpoint(
-    io: &Io,
+    io: &FileIo,
     config: &FileTierConfig,
     deadline: Deadline,
 ) -> Result<Result<Option<Checkpoint>, String>, DiskError> {
     let path = checkpoint_path(config);
     let source = path.clone();
-    let bytes_max = config.capacity_bytes.max(CHECKPOINT_BYTES_LEAST);
+    let bytes_max = config.capacity_bytes.max(CHECKPOINT_BYTES_LIMIT_MIN);
     let bytes = io.call("read", &path, deadline, move |files| {
         let file = match files.open(&source, OpenMode::Read, false) {
             Ok(file) => file,
@@ -341,7 +351,7 @@ pub(super) fn load_checkpoint(
         };
         let length = files.length(&file)?;
         if length > bytes_max {
-            return Err(io::Error::other("it is longer than a checkpoint can be"));
+            return Err(io::Error::other("the file is longer than a checkpoint can be"));
         }
         let mut bytes = vec![0; usize::try_from(length).map_err(io::Error::other)?];
         let read = files.read(&file, 0, &mut bytes)?;
@@ -350,7 +360,7 @@ pub(super) fn load_checkpoint(
     });
     let bytes = match bytes {
         Ok(bytes) => bytes,
-        // Without it the segments are read, which say the same.
+        // Without a checkpoint the segments are read, which contain the same entries.
         Err(DiskError::Io { source, .. }) => return Ok(Err(source.to_string())),
         Err(error) => return Err(error),
     };
@@ -362,16 +372,23 @@ pub(super) fn load_checkpoint(
     }
 }
 
-/// No checkpoint is taken for too long that is shorter than this.
-const CHECKPOINT_BYTES_LEAST: u64 = 1 << 30;
+/// Lower bound of the size above which a checkpoint is rejected.
+const CHECKPOINT_BYTES_LIMIT_MIN: u64 = 1 << 30;
 
-/// Replays every statement in the order of writing.
+/// Replays all entries in the order of writing.
 ///
-/// What is older than the checkpoint is in it, or was dead when it was written.
-fn take_in(found: &mut [Found], checkpoint: Option<&Checkpoint>, now_unix_ms: u64) -> Replay {
+/// Entries of segments older than the checkpoint's next sequence number are skipped: the checkpoint
+/// contains them if they were live.
+fn replay_recovered(
+    found: &mut [RecoveredSegment],
+    checkpoint: Option<&Checkpoint>,
+    now_unix_ms: u64,
+) -> ReplayResult {
     let ids: HashMap<u32, RandomId> =
         found.iter().filter_map(|each| Some((each.number, each.content.segment_id()?))).collect();
-    let covers = |entry: &Entry, covered: &HashMap<u32, RandomId>| {
+    // An entry of the checkpoint is valid only if its segment is still the same file: after a
+    // reclaim or an erase another file may have the number.
+    let covers = |entry: &RecordEntry, covered: &HashMap<u32, RandomId>| {
         let number = entry.address.segment();
         ids.get(&number).is_some_and(|id| covered.get(&number) == Some(id))
     };
@@ -390,26 +407,26 @@ fn take_in(found: &mut [Found], checkpoint: Option<&Checkpoint>, now_unix_ms: u6
     replay(&entries, now_unix_ms)
 }
 
-/// Where the entries of a segment that was found stand from now on.
-fn index_of(content: &SegmentContent) -> Index {
+/// The location of a recovered segment's entries.
+fn entry_location_of(content: &SegmentContent) -> EntryLocation {
     match (&content.trailer, content.was_scanned) {
-        (Some(trailer), _) => Index::Footer {
+        (Some(trailer), _) => EntryLocation::Footer {
             page: trailer.entries_page,
             count: trailer.entry_count,
             checksum: trailer.entries_checksum,
         },
-        (None, true) => Index::Memory(encode_entries(&content.entries)),
-        // Nothing names the file; it holds nothing, and a reclaim removes it.
-        (None, false) => Index::Footer { page: 1, count: 0, checksum: checksum(&[]) },
+        (None, true) => EntryLocation::Memory(encode_entries(&content.entries)),
+        // The segment has no ID and thus no readable block. A reclaim removes it.
+        (None, false) => EntryLocation::Footer { page: 1, count: 0, checksum: checksum(&[]) },
     }
 }
 
-/// The writer's state behind everything that was found.
+/// The writer's state after everything that was recovered.
 fn next_state(
-    found: &[Found],
-    behind: u32,
+    found: &[RecoveredSegment],
+    number_end: u32,
     checkpoint: Option<&Checkpoint>,
-    replay: &Replay,
+    replay: &ReplayResult,
 ) -> io::Result<WriterState> {
     let of_checkpoint = checkpoint.map_or(0, |checkpoint| checkpoint.next_number);
     let known_id = found.iter().find_map(|each| Some(each.content.header.as_ref()?.store_id));
@@ -417,15 +434,20 @@ fn next_state(
         store_id: known_id.map_or_else(random_bytes, Ok)?,
         active: None,
         unsynced: Vec::new(),
-        next_number: behind.max(of_checkpoint).max(replay.number_end),
+        // After every number that a file, the checkpoint or an entry contains: an address in an
+        // old alias or tombstone must not refer to a new block.
+        next_number: number_end.max(of_checkpoint).max(replay.number_end),
         next_sequence: replay.sequence_end.max(checkpoint.map_or(0, |each| each.next_sequence)),
     })
 }
 
-/// Puts segments and aliases into memory. Only what is live gets a slot.
-fn build(found: Vec<Found>, replay: &Replay) -> (BTreeMap<u32, Arc<Segment>>, Aliases) {
+/// Builds segments and aliases in memory. Only live blocks get a slot.
+fn build_segments(
+    found: Vec<RecoveredSegment>,
+    replay: &ReplayResult,
+) -> (BTreeMap<u32, Arc<Segment>>, Aliases) {
     let mut aliases = Aliases::new();
-    let mut slots: BTreeMap<Address, (Entry, bool)> = BTreeMap::new();
+    let mut slots: BTreeMap<Address, (RecordEntry, bool)> = BTreeMap::new();
     for entry in &replay.live {
         match entry.kind {
             EntryKind::Alias => {
@@ -437,6 +459,7 @@ fn build(found: Vec<Found>, replay: &Replay) -> (BTreeMap<u32, Arc<Segment>>, Al
             }
         }
     }
+    // A block whose first key was removed still needs a slot for its aliases.
     for body in &replay.bodies {
         slots.entry(body.address).or_insert((*body, false));
     }
@@ -444,14 +467,14 @@ fn build(found: Vec<Found>, replay: &Replay) -> (BTreeMap<u32, Arc<Segment>>, Al
         .into_iter()
         .map(|each| {
             let mut state = SegmentState::empty(each.content.file_bytes);
-            state.index = each.index;
+            state.entry_location = each.entry_location;
             state.end_page = each.content.end_page;
             let first = Address::in_segment(each.number, 0);
             let last = Address::in_segment(each.number, u32::MAX);
-            for (address, (entry, is_named)) in slots.range(first..=last) {
+            for (address, (entry, has_first_key)) in slots.range(first..=last) {
                 state.add_slot(entry);
-                if !is_named {
-                    state.unname(address.page(), true);
+                if !has_first_key {
+                    state.remove_first_key(address.page(), true);
                 }
             }
             let id = each.content.segment_id().unwrap_or_default();

@@ -1,7 +1,7 @@
-//! What a segment says when its footer is damaged: frames and checkpoint say it again.
+//! Reconstructs the entries of a segment with a damaged footer from its frames and the checkpoint.
 //!
-//! A footer is read when its segment is reclaimed and when a checkpoint is written. One that is
-//! damaged costs a scan, and nothing else: what is live is in memory, each block has its own
+//! A footer is read when its segment is reclaimed and when a checkpoint is written. A damaged
+//! footer costs one scan and no data: the live blocks are known in memory, each block has its own
 //! checksum, and the frames repeat every entry.
 
 use std::collections::HashMap;
@@ -10,43 +10,43 @@ use std::sync::Arc;
 use cascade_block::Deadline;
 
 use super::recovery::load_checkpoint;
-use super::segment::{Index, Segment, Slot, UnknownEntries};
+use super::segment::{BlockSlot, EntriesError, EntryLocation, Segment};
 use super::{SegmentFiles, count};
 use crate::DiskError;
-use crate::format::{Entry, EntryKind, encode_entries};
+use crate::format::{EntryKind, RecordEntry, encode_entries};
 use crate::scan::{FileSource, read_frames};
 
 impl SegmentFiles {
-    /// All entries of a segment that can be had. The caller holds the reclaimer's gate.
+    /// All entries of a segment that can be read. The caller holds `reclaim_lock`.
     pub(super) fn entries_of(
         &self,
         segment: &Arc<Segment>,
         deadline: Deadline,
-    ) -> Result<Vec<Entry>, DiskError> {
+    ) -> Result<Vec<RecordEntry>, DiskError> {
         let why = match segment.entries(&self.io, deadline) {
             Ok(entries) => return Ok(entries),
-            Err(UnknownEntries::Failed(error)) => return Err(error),
-            Err(UnknownEntries::Damaged(why)) => why,
+            Err(EntriesError::Failed(error)) => return Err(error),
+            Err(EntriesError::Damaged(why)) => why,
         };
-        let mut entries = self.scan_frames(segment, deadline)?;
-        let lost = self.add_from_checkpoint(segment, &mut entries, deadline)?;
+        let mut entries = self.read_frame_entries(segment, deadline)?;
+        let undescribed = self.add_from_checkpoint(segment, &mut entries, deadline)?;
         entries.sort_by_key(|entry| entry.sequence);
-        segment.state_mut().index = Index::Memory(encode_entries(&entries));
+        segment.state_mut().entry_location = EntryLocation::Memory(encode_entries(&entries));
         count(&self.counters.structures_damaged, 1);
         let path = segment.path.display();
-        self.problems.note(format!(
-            "{path}: its footer is damaged ({why}); its frames give {} entries, {lost} blocks are \
-             described nowhere and last until it is reclaimed",
+        self.problems.add(format!(
+            "{path}: its footer is damaged ({why}); {} entries were read from its frames; \
+             {undescribed} blocks without an entry will be dropped when it is reclaimed",
             entries.len()
         ));
         Ok(entries)
     }
 
-    fn scan_frames(
+    fn read_frame_entries(
         &self,
         segment: &Arc<Segment>,
         deadline: Deadline,
-    ) -> Result<Vec<Entry>, DiskError> {
+    ) -> Result<Vec<RecordEntry>, DiskError> {
         let (file, number, id) = (Arc::clone(&segment.file), segment.number, segment.id);
         let end_page = segment.state().end_page;
         let content = self.io.call("read", &segment.path, deadline, move |files| {
@@ -55,15 +55,15 @@ impl SegmentFiles {
         Ok(content.entries)
     }
 
-    /// Adds what the last checkpoint says of live blocks whose frames are damaged too; how many
-    /// live blocks are described nowhere.
+    /// Adds entries of the last checkpoint for live blocks whose frames are damaged too. Returns
+    /// the number of live blocks without any entry.
     fn add_from_checkpoint(
         &self,
         segment: &Segment,
-        entries: &mut Vec<Entry>,
+        entries: &mut Vec<RecordEntry>,
         deadline: Deadline,
     ) -> Result<usize, DiskError> {
-        let mut missing: HashMap<u32, Slot> =
+        let mut missing: HashMap<u32, BlockSlot> =
             segment.state().live_slots().map(|slot| (slot.page(), *slot)).collect();
         for entry in entries.iter().filter(|entry| entry.kind == EntryKind::Block) {
             missing.remove(&entry.address.page());
@@ -75,7 +75,9 @@ impl SegmentFiles {
         for entry in checkpoint.ok().flatten().into_iter().flat_map(|it| it.entries) {
             let is_here = entry.kind == EntryKind::Block
                 && entry.address.segment() == segment.number
-                && missing.get(&entry.address.page()).is_some_and(|slot| slot.is_of(&entry));
+                && missing
+                    .get(&entry.address.page())
+                    .is_some_and(|slot| slot.matches_entry(&entry));
             if is_here {
                 missing.remove(&entry.address.page());
                 entries.push(entry);

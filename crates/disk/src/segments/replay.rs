@@ -1,42 +1,44 @@
-//! From statements in the order of writing to what holds in the end.
+//! Replays entries in the order of writing to determine the live blocks.
 
 use std::collections::HashMap;
 
 use cascade_block::BlockKey;
 
 use crate::Address;
-use crate::format::{Entry, EntryKind};
+use crate::format::{EntryKind, RecordEntry};
 
-/// Result of replaying all statements in order.
+/// The result of replaying all entries in order.
 #[derive(Debug, Default)]
-pub(crate) struct Replay {
-    pub(crate) live: Vec<Entry>,
-    /// The blocks whose bytes live aliases name.
-    pub(crate) bodies: Vec<Entry>,
-    /// Blocks that a newer one of the same key replaced, without a tombstone.
+pub(crate) struct ReplayResult {
+    pub(crate) live: Vec<RecordEntry>,
+    /// The blocks that live aliases refer to.
+    pub(crate) bodies: Vec<RecordEntry>,
+    /// Blocks that a newer block of the same key replaced without a tombstone.
     pub(crate) superseded: Vec<(BlockKey, Address)>,
     pub(crate) expired: u64,
-    /// Behind every sequence number and segment number that was seen.
+    /// One more than the highest sequence number and segment number.
     pub(crate) sequence_end: u64,
     pub(crate) number_end: u32,
 }
 
-/// Takes statements in, oldest first: what names each key in the end.
-pub(crate) fn replay(entries: &[Entry], now_unix_ms: u64) -> Replay {
-    let mut outcome = Replay {
+/// Replays entries, oldest first. The last entry of each key is valid.
+pub(crate) fn replay(entries: &[RecordEntry], now_unix_ms: u64) -> ReplayResult {
+    let mut outcome = ReplayResult {
         sequence_end: entries.last().map_or(0, |last| last.sequence + 1),
         number_end: entries.iter().map(|each| each.address.segment() + 1).max().unwrap_or(0),
-        ..Replay::default()
+        ..ReplayResult::default()
     };
     let mut blocks: HashMap<Address, usize> = HashMap::with_capacity(entries.len());
-    let mut names: HashMap<BlockKey, usize> = HashMap::with_capacity(entries.len());
+    // The entry that is valid for each key so far.
+    let mut valid_entries: HashMap<BlockKey, usize> = HashMap::with_capacity(entries.len());
     for (at, entry) in entries.iter().enumerate() {
         match entry.kind {
             EntryKind::Block => {
                 blocks.insert(entry.address, at);
             }
             EntryKind::Alias => {
-                // An address whose segment is gone may be another's by now.
+                // A reclaimed segment may leave an alias of an address that a later block uses.
+                // Length and checksum tell them apart.
                 let is_same = |block: &usize| {
                     entries[*block].payload_checksum == entry.payload_checksum
                         && entries[*block].meta.payload_bytes == entry.meta.payload_bytes
@@ -46,23 +48,26 @@ pub(crate) fn replay(entries: &[Entry], now_unix_ms: u64) -> Replay {
                 }
             }
             EntryKind::Tombstone => {
-                let holder = names.get(&entry.meta.key);
-                if holder.is_some_and(|holder| entries[*holder].address == entry.address) {
-                    names.remove(&entry.meta.key);
+                // A tombstone removes its key from one address only: a newer block of the key
+                // has another address and stays.
+                let current = valid_entries.get(&entry.meta.key);
+                if current.is_some_and(|current| entries[*current].address == entry.address) {
+                    valid_entries.remove(&entry.meta.key);
                 }
                 continue;
             }
         }
-        if let Some(before) = names.insert(entry.meta.key, at)
+        // An entry that a reclaim rewrote has the same address as the original.
+        if let Some(before) = valid_entries.insert(entry.meta.key, at)
             && entries[before].address != entry.address
         {
             outcome.superseded.push((entry.meta.key, entries[before].address));
         }
     }
-    let mut live: Vec<_> = names.into_values().collect();
+    let mut live: Vec<_> = valid_entries.into_values().collect();
     live.sort_unstable();
-    let valid = live.iter().filter(|at| !entries[**at].meta.has_expired(now_unix_ms));
-    outcome.live = valid.map(|at| entries[*at]).collect();
+    let unexpired = live.iter().filter(|at| !entries[**at].meta.has_expired(now_unix_ms));
+    outcome.live = unexpired.map(|at| entries[*at]).collect();
     outcome.expired = (live.len() - outcome.live.len()) as u64;
     outcome.bodies = outcome
         .live

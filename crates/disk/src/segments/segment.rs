@@ -1,4 +1,4 @@
-//! One segment in memory: its file, and a slot of 24 bytes for each block in it.
+//! One segment in memory: its file, and a slot of 24 bytes for each block.
 
 use std::fs::File;
 use std::path::PathBuf;
@@ -8,11 +8,11 @@ use cascade_block::{BlockKey, Checksum, Deadline};
 
 use crate::DiskError;
 use crate::format::{
-    ENTRY_BYTES, Entry, EntryKind, PAGE_BYTES, RandomId, decode_entries, page_aligned,
+    ENTRY_BYTES, EntryKind, PAGE_BYTES, RandomId, RecordEntry, decode_entries, page_aligned,
 };
-use crate::io::{Io, PageBuffer};
+use crate::io::{FileIo, PageBuffer};
 
-/// A file of blocks.
+/// A segment.
 #[derive(Debug)]
 pub(super) struct Segment {
     pub(super) number: u32,
@@ -22,65 +22,65 @@ pub(super) struct Segment {
     state: RwLock<SegmentState>,
 }
 
-/// What changes about a segment.
+/// The mutable state of a segment.
 #[derive(Debug)]
 pub(super) struct SegmentState {
     /// In the order of their payloads.
-    slots: Vec<Slot>,
-    pub(super) index: Index,
-    /// Bytes that the file takes on the device.
+    slots: Vec<BlockSlot>,
+    pub(super) entry_location: EntryLocation,
+    /// Bytes that the file uses on the device.
     pub(super) file_bytes: u64,
     /// Bytes of live payloads, padded to pages.
     pub(super) live_bytes: u64,
-    /// The page behind the last frame.
+    /// The page after the last frame.
     pub(super) end_page: u32,
 }
 
-/// Where all entries of a segment stand.
+/// Where the entries of a segment are.
 #[derive(Debug, Clone)]
-pub(super) enum Index {
-    /// Here, encoded: the segment has no footer, or not yet.
+pub(super) enum EntryLocation {
+    /// In memory, encoded: the segment has no footer yet.
     Memory(Vec<u8>),
     /// In the footer.
     Footer { page: u32, count: u32, checksum: Checksum },
 }
 
-/// One block of a segment.
+/// A block of a segment.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Slot {
+pub(super) struct BlockSlot {
     fingerprint: [u32; 2],
     page: u32,
     pub(super) payload_bytes: u32,
     pub(super) checksum: Checksum,
-    /// Whether the key that it was written under still names it.
-    is_named: bool,
-    /// Whether anything names it.
+    /// Whether the key that it was written with is still valid.
+    has_first_key: bool,
+    /// Whether any key is valid.
     is_live: bool,
 }
 
-fn halves(key: &BlockKey) -> [u32; 2] {
+fn key_fingerprint(key: &BlockKey) -> [u32; 2] {
     let bytes = key.as_bytes();
     let half =
         |at: usize| u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]]);
     [half(0), half(4)]
 }
 
-impl Slot {
-    /// The page at which its payload starts.
+impl BlockSlot {
+    /// The first page of its payload.
     pub(super) fn page(&self) -> u32 {
         self.page
     }
 
-    /// Whether an entry describes it.
-    pub(super) fn is_of(&self, entry: &Entry) -> bool {
+    /// Whether an entry describes this block.
+    pub(super) fn matches_entry(&self, entry: &RecordEntry) -> bool {
         self.payload_bytes == entry.meta.payload_bytes
             && self.checksum == entry.payload_checksum
-            && self.fingerprint == halves(&entry.meta.key)
+            && self.fingerprint == key_fingerprint(&entry.meta.key)
     }
 
-    /// Whether the block was written under this key, and still has it.
-    pub(super) fn is_named(&self, key: &BlockKey) -> bool {
-        self.is_named && self.fingerprint == halves(key)
+    /// Whether the block was written with this key and the key is still valid.
+    pub(super) fn is_first_key(&self, key: &BlockKey) -> bool {
+        self.has_first_key && self.fingerprint == key_fingerprint(key)
     }
 
     pub(super) fn is_live(&self) -> bool {
@@ -111,20 +111,20 @@ impl Segment {
         self.state.write().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// All entries that were ever written to it, from memory or from the footer.
+    /// All entries written to the segment, from memory or from the footer.
     pub(super) fn entries(
         &self,
-        io: &Io,
+        io: &FileIo,
         deadline: Deadline,
-    ) -> Result<Vec<Entry>, UnknownEntries> {
-        let index = self.state().index.clone();
-        match index {
-            Index::Memory(encoded) => Ok(encoded
+    ) -> Result<Vec<RecordEntry>, EntriesError> {
+        let entry_location = self.state().entry_location.clone();
+        match entry_location {
+            EntryLocation::Memory(encoded) => Ok(encoded
                 .chunks(ENTRY_BYTES)
-                .map(Entry::decode)
+                .map(RecordEntry::decode)
                 .collect::<Result<_, _>>()
                 .expect("entries in memory were encoded here")),
-            Index::Footer { page, count, checksum } => {
+            EntryLocation::Footer { page, count, checksum } => {
                 let file = Arc::clone(&self.file);
                 let bytes = count as usize * ENTRY_BYTES;
                 let footer = io.call("read", &self.path, deadline, move |files| {
@@ -135,41 +135,41 @@ impl Segment {
                 });
                 match footer {
                     Ok(footer) => decode_entries(&footer.bytes()[..bytes], checksum)
-                        .map_err(|error| UnknownEntries::Damaged(error.to_string())),
+                        .map_err(|error| EntriesError::Damaged(error.to_string())),
                     Err(DiskError::Io { source, .. }) => {
-                        Err(UnknownEntries::Damaged(source.to_string()))
+                        Err(EntriesError::Damaged(source.to_string()))
                     }
-                    Err(error) => Err(UnknownEntries::Failed(error)),
+                    Err(error) => Err(EntriesError::Failed(error)),
                 }
             }
         }
     }
 }
 
-/// Why the entries of a segment could not be had.
+/// Why the entries of a segment could not be read.
 #[derive(Debug)]
-pub(super) enum UnknownEntries {
-    /// Its footer is not what was written, or the device does not give it.
+pub(super) enum EntriesError {
+    /// The footer is damaged or cannot be read.
     Damaged(String),
-    /// The call failed; the footer may be right.
+    /// The call failed; the footer may be intact.
     Failed(DiskError),
 }
 
 impl SegmentState {
-    /// An empty segment whose file takes that many bytes.
+    /// An empty segment with a file of `file_bytes`.
     pub(super) fn empty(file_bytes: u64) -> Self {
         Self {
             slots: Vec::new(),
-            index: Index::Memory(Vec::new()),
+            entry_location: EntryLocation::Memory(Vec::new()),
             file_bytes,
             live_bytes: 0,
             end_page: 1,
         }
     }
 
-    /// Takes in an entry that was written behind all others.
-    pub(super) fn record(&mut self, entry: &Entry) {
-        if let Index::Memory(encoded) = &mut self.index {
+    /// Adds an entry that was written after all others.
+    pub(super) fn add_entry(&mut self, entry: &RecordEntry) {
+        if let EntryLocation::Memory(encoded) = &mut self.entry_location {
             let start = encoded.len();
             encoded.resize(start + ENTRY_BYTES, 0);
             entry.encode(&mut encoded[start..]);
@@ -179,24 +179,24 @@ impl SegmentState {
         }
     }
 
-    /// Takes in a live block, behind all others.
-    pub(super) fn add_slot(&mut self, entry: &Entry) {
+    /// Adds a live block after all others.
+    pub(super) fn add_slot(&mut self, entry: &RecordEntry) {
         let page = entry.address.page();
         debug_assert!(self.slots.last().is_none_or(|last| last.page < page));
-        let slot = Slot {
-            fingerprint: halves(&entry.meta.key),
+        let slot = BlockSlot {
+            fingerprint: key_fingerprint(&entry.meta.key),
             page,
             payload_bytes: entry.meta.payload_bytes,
             checksum: entry.payload_checksum,
-            is_named: true,
+            has_first_key: true,
             is_live: true,
         };
         self.live_bytes += slot.padded_bytes();
         self.slots.push(slot);
     }
 
-    /// The block whose payload starts at a page.
-    pub(super) fn slot(&self, page: u32) -> Option<Slot> {
+    /// The block whose payload starts at `page`.
+    pub(super) fn slot(&self, page: u32) -> Option<BlockSlot> {
         self.position(page).map(|at| self.slots[at])
     }
 
@@ -204,36 +204,36 @@ impl SegmentState {
         self.slots.binary_search_by_key(&page, |slot| slot.page).ok()
     }
 
-    /// Takes the first key from a block; it dies unless it has another.
-    pub(super) fn unname(&mut self, page: u32, has_alias: bool) {
+    /// Removes the first key of a block. The block is dead unless it has an alias.
+    pub(super) fn remove_first_key(&mut self, page: u32, has_alias: bool) {
         if let Some(at) = self.position(page) {
-            self.slots[at].is_named = false;
+            self.slots[at].has_first_key = false;
         }
         if !has_alias {
-            self.kill(page);
+            self.mark_dead(page);
         }
     }
 
-    /// The last alias of a block is gone; it dies unless its first key still names it.
-    pub(super) fn kill_unless_named(&mut self, page: u32) {
-        if self.position(page).is_some_and(|at| !self.slots[at].is_named) {
-            self.kill(page);
+    /// Marks a block without aliases as dead unless its first key is valid.
+    pub(super) fn mark_dead_if_unkeyed(&mut self, page: u32) {
+        if self.position(page).is_some_and(|at| !self.slots[at].has_first_key) {
+            self.mark_dead(page);
         }
     }
 
-    /// Nothing names the block any more.
-    pub(super) fn kill(&mut self, page: u32) {
+    /// Marks a block without any key as dead.
+    pub(super) fn mark_dead(&mut self, page: u32) {
         let Some(at) = self.position(page) else { return };
         let slot = &mut self.slots[at];
         if slot.is_live {
             slot.is_live = false;
-            slot.is_named = false;
+            slot.has_first_key = false;
             self.live_bytes -= slot.padded_bytes();
         }
     }
 
-    /// The blocks that anything names.
-    pub(super) fn live_slots(&self) -> impl Iterator<Item = &Slot> {
+    /// The live blocks.
+    pub(super) fn live_slots(&self) -> impl Iterator<Item = &BlockSlot> {
         self.slots.iter().filter(|slot| slot.is_live)
     }
 
@@ -242,9 +242,9 @@ impl SegmentState {
     }
 
     pub(super) fn entry_count(&self) -> usize {
-        match &self.index {
-            Index::Memory(encoded) => encoded.len() / ENTRY_BYTES,
-            Index::Footer { count, .. } => *count as usize,
+        match &self.entry_location {
+            EntryLocation::Memory(encoded) => encoded.len() / ENTRY_BYTES,
+            EntryLocation::Footer { count, .. } => *count as usize,
         }
     }
 }

@@ -1,4 +1,4 @@
-//! Writing: frames behind the end of the active segment, sealing it, beginning the next.
+//! Writes frames to the end of the active segment, seals it and creates the next.
 
 use std::collections::VecDeque;
 use std::io;
@@ -7,54 +7,54 @@ use std::sync::Arc;
 use cascade_block::{BlockKey, Deadline, checksum};
 use cascade_memory::Slab;
 
-use super::run::{Payload, Pending, Run, payload_pages, tombstone};
-use super::segment::{Index, Segment};
+use super::segment::{EntryLocation, Segment};
+use super::write_run::{PendingEntry, PendingPayload, WriteRun, payload_pages, tombstone};
 use super::{Alias, SegmentFiles, count};
 use crate::format::{
-    ENTRIES_PER_FRAME, EntryKind, Frame, PAGE_BYTES, RandomId, encode_footer, footer_bytes,
+    ENTRIES_PER_FRAME, EntryKind, PAGE_BYTES, RandomId, SegmentFrame, encode_footer, footer_bytes,
 };
-use crate::io::{Buffer, Finished, PageBuffer, Traffic, Transfer, TransferKind};
+use crate::io::{Buffer, PageBuffer, Transfer, TransferKind, TransferOutcome, TransferQueue};
 use crate::{Address, DiskError, RecordMeta};
 
-/// Pages of a segment that no payload can use: header, one frame, the smallest footer.
+/// Pages of a segment that cannot hold payload: header, one frame, the smallest footer.
 const OVERHEAD_PAGES: u32 = 4;
 
-/// What only one writer at a time may change.
+/// The writer's state, changed by one thread at a time.
 #[derive(Debug)]
 pub(super) struct WriterState {
     pub(super) store_id: RandomId,
     pub(super) active: Option<Arc<Segment>>,
-    /// Segments that were closed by an error with data that no sync has covered.
+    /// Segments that were closed by an error with data that is not synced yet.
     pub(super) unsynced: Vec<Arc<Segment>>,
     pub(super) next_number: u32,
     pub(super) next_sequence: u64,
 }
 
-/// Whether a write may use the space that is kept free for reclaiming.
+/// The space that a write may use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Space {
+pub(super) enum SpaceClass {
     Ordinary,
     Reserve,
-    /// As the reserve, and beyond the capacity where that is used up: what is written takes the
-    /// place of a segment that goes at once.
-    Owed,
+    /// As `Reserve`, and above the capacity if the reserve is used up. What is written replaces a
+    /// segment that is removed right after.
+    Overcommit,
 }
 
-/// Entries on their way into one segment, some of them written while others are prepared.
-struct Writing<'a> {
+/// The writes of entries to one segment; some are in flight while others are prepared.
+struct WriteQueue<'a> {
     segment: &'a Arc<Segment>,
     limit_bytes: u64,
     next_page: u32,
     entries: usize,
-    pending: &'a mut VecDeque<Pending>,
+    pending: &'a mut VecDeque<PendingEntry>,
     next_sequence: &'a mut u64,
-    runs: Vec<(Vec<Frame>, Result<(), DiskError>)>,
+    runs: Vec<(Vec<SegmentFrame>, Result<(), DiskError>)>,
 }
 
-impl Writing<'_> {
-    /// Takes as many entries as fit one write and the segment.
-    fn gather(&mut self) -> Option<Run> {
-        let mut run = Run::default();
+impl WriteQueue<'_> {
+    /// Takes as many entries as fit into one write and into the segment.
+    fn next_run(&mut self) -> Option<WriteRun> {
+        let mut run = WriteRun::default();
         while let Some(next) = self.pending.front() {
             let pages = payload_pages(next) + u32::from(run.needs_frame());
             let end_page = self.next_page + run.pages + pages;
@@ -62,7 +62,7 @@ impl Writing<'_> {
             if !fits || (run.entries > 0 && run.is_full(pages)) {
                 break;
             }
-            let next = self.pending.pop_front().expect("it was looked at above");
+            let next = self.pending.pop_front().expect("`front` returned it above");
             run.add(self.segment, self.next_page, next, self.next_sequence);
         }
         run.finish();
@@ -70,34 +70,36 @@ impl Writing<'_> {
     }
 }
 
-impl Traffic for Writing<'_> {
-    fn next(&mut self) -> Option<(usize, Transfer)> {
-        if self.runs.iter().any(|(_, result)| matches!(result, Err(error) if !is_open(error))) {
+impl TransferQueue for WriteQueue<'_> {
+    fn next_transfer(&mut self) -> Option<(usize, Transfer)> {
+        // After a failed run no other starts on this segment; those in flight are completed.
+        if self.runs.iter().any(|(_, result)| matches!(result, Err(error) if !is_in_flight(error)))
+        {
             return None;
         }
-        let run = self.gather()?;
+        let run = self.next_run()?;
         let offset = u64::from(self.next_page) * PAGE_BYTES as u64;
         let file = Arc::clone(&self.segment.file);
         let transfer = Transfer::new(TransferKind::Write, file, offset, run.buffers);
         self.next_page += run.pages;
         self.entries += run.entries;
         let path = self.segment.path.clone();
-        let open = Err(DiskError::Timeout { operation: UNDER_WAY, path });
-        self.runs.push((run.frames, open));
+        let preliminary = Err(DiskError::Timeout { operation: IN_FLIGHT, path });
+        self.runs.push((run.frames, preliminary));
         Some((self.runs.len() - 1, transfer))
     }
 
-    fn end(&mut self, number: usize, finished: Finished) {
+    fn complete(&mut self, number: usize, outcome: TransferOutcome) {
         let failed = |source| DiskError::from_io("write", &self.segment.path, source);
-        self.runs[number].1 = finished.result.map(drop).map_err(failed);
+        self.runs[number].1 = outcome.result.map(drop).map_err(failed);
     }
 }
 
-/// The result of a run while it is being written, and for good if nothing more is heard of it.
-const UNDER_WAY: &str = "writing";
+/// The preliminary result of a run. It becomes the final one if the run is never completed.
+const IN_FLIGHT: &str = "writing";
 
-fn is_open(error: &DiskError) -> bool {
-    matches!(error, DiskError::Timeout { operation: UNDER_WAY, .. })
+fn is_in_flight(error: &DiskError) -> bool {
+    matches!(error, DiskError::Timeout { operation: IN_FLIGHT, .. })
 }
 
 impl SegmentFiles {
@@ -107,34 +109,34 @@ impl SegmentFiles {
         deadline: Deadline,
     ) -> Vec<Result<Address, DiskError>> {
         let mut pending = Vec::with_capacity(batch.len());
-        let mut answers = Vec::with_capacity(batch.len());
+        let mut results = Vec::with_capacity(batch.len());
         for (meta, slab) in batch {
-            answers.push(self.refusal(&meta, &slab).map_or(Ok(()), Err));
-            if matches!(answers.last(), Some(Ok(()))) {
-                pending.push(Pending {
+            results.push(self.check_block(&meta, &slab).map_or(Ok(()), Err));
+            if matches!(results.last(), Some(Ok(()))) {
+                pending.push(PendingEntry {
                     kind: EntryKind::Block,
                     meta,
                     target: Address::from_u64(0),
                     checksum: 0,
                     sequence: None,
-                    payload: Some(Payload::Slab(slab)),
+                    payload: Some(PendingPayload::Slab(slab)),
                 });
             }
         }
-        let written = match self.enter(&self.writer, deadline) {
-            Ok(mut writer) => self.write(&mut writer, pending, Space::Ordinary, deadline),
+        let written = match self.lock(&self.writer, deadline) {
+            Ok(mut writer) => self.write(&mut writer, pending, SpaceClass::Ordinary, deadline),
             Err(error) => pending.iter().map(|_| Err(error.clone())).collect(),
         };
         let mut written = written.into_iter();
-        answers
+        results
             .into_iter()
-            .map(|answer| {
-                answer.and_then(|()| written.next().expect("one answer for each pending block"))
+            .map(|result| {
+                result.and_then(|()| written.next().expect("one result for each pending block"))
             })
             .collect()
     }
 
-    fn refusal(&self, meta: &RecordMeta, slab: &Slab) -> Option<DiskError> {
+    fn check_block(&self, meta: &RecordMeta, slab: &Slab) -> Option<DiskError> {
         let payload_bytes = u64::from(meta.payload_bytes);
         let limit_bytes = self.config.segment_bytes - u64::from(OVERHEAD_PAGES) * PAGE_BYTES as u64;
         if payload_bytes == 0 || payload_bytes > limit_bytes {
@@ -150,37 +152,35 @@ impl SegmentFiles {
         batch: &[(RecordMeta, Address)],
         deadline: Deadline,
     ) -> Vec<Result<Address, DiskError>> {
-        let mut writer = match self.enter(&self.writer, deadline) {
+        let mut writer = match self.lock(&self.writer, deadline) {
             Ok(writer) => writer,
             Err(error) => return batch.iter().map(|_| Err(error.clone())).collect(),
         };
         batch
             .chunks(ENTRIES_PER_FRAME)
             .flat_map(|chunk| {
-                let pending: Vec<_> = chunk
-                    .iter()
-                    .map(|(meta, address)| self.pending_alias(meta, *address))
-                    .collect();
-                let (good, mut answers) = split(pending);
+                let pending: Vec<_> =
+                    chunk.iter().map(|(meta, address)| self.alias_entry(meta, *address)).collect();
+                let (good, mut results) = split(pending);
                 let metas: Vec<_> = good.iter().map(|pending| pending.meta).collect();
                 let sequence = writer.next_sequence;
-                let written = self.write(&mut writer, good, Space::Ordinary, deadline);
+                let written = self.write(&mut writer, good, SpaceClass::Ordinary, deadline);
                 for ((meta, result), sequence) in metas.into_iter().zip(&written).zip(sequence..) {
                     if let Ok(address) = result {
                         let alias = Alias { meta, sequence };
                         self.aliases().entry(*address).or_default().push(alias);
                     }
                 }
-                fill(&mut answers, written);
-                answers.into_iter().flatten().collect::<Vec<_>>()
+                fill(&mut results, written);
+                results.into_iter().flatten().collect::<Vec<_>>()
             })
             .collect()
     }
 
-    fn pending_alias(&self, meta: &RecordMeta, address: Address) -> Result<Pending, DiskError> {
+    fn alias_entry(&self, meta: &RecordMeta, address: Address) -> Result<PendingEntry, DiskError> {
         let target = self.resolve(address);
         let segment = self.segment(target.segment()).ok_or(DiskError::NoTarget)?;
-        let slot = segment.state().slot(target.page()).filter(super::segment::Slot::is_live);
+        let slot = segment.state().slot(target.page()).filter(super::segment::BlockSlot::is_live);
         let slot = slot.ok_or(DiskError::NoTarget)?;
         if slot.payload_bytes != meta.payload_bytes {
             return Err(DiskError::LengthMismatch {
@@ -188,7 +188,7 @@ impl SegmentFiles {
                 slab_bytes: u64::from(slot.payload_bytes),
             });
         }
-        Ok(Pending {
+        Ok(PendingEntry {
             kind: EntryKind::Alias,
             meta: *meta,
             target,
@@ -203,27 +203,29 @@ impl SegmentFiles {
         keys: &[(BlockKey, Address)],
         deadline: Deadline,
     ) -> Result<(), DiskError> {
-        let mut writer = self.enter(&self.writer, deadline)?;
+        let mut writer = self.lock(&self.writer, deadline)?;
         let tombstones: Vec<_> = keys
             .iter()
             .map(|(key, address)| (key, self.resolve(*address)))
-            .filter(|(key, address)| self.forget(key, *address))
+            // First in memory, so that reads return `Gone` even if the tombstone is not written.
+            .filter(|(key, address)| self.remove_from_memory(key, *address))
             .map(|(key, address)| tombstone(key, address))
             .collect();
-        self.write(&mut writer, tombstones, Space::Reserve, deadline)
+        self.write(&mut writer, tombstones, SpaceClass::Reserve, deadline)
             .into_iter()
             .collect::<Result<Vec<_>, _>>()
             .map(drop)
     }
 
-    /// Takes a key from its bytes, in memory; whether it was there.
-    pub(super) fn forget(&self, key: &BlockKey, address: Address) -> bool {
+    /// Removes a key from its block in memory. Returns whether the block had it.
+    pub(super) fn remove_from_memory(&self, key: &BlockKey, address: Address) -> bool {
         let Some(segment) = self.segment(address.segment()) else { return false };
+        // Lock order: aliases, then the state of a segment.
         let mut aliases = self.aliases();
         let mut state = segment.state_mut();
         let Some(slot) = state.slot(address.page()) else { return false };
-        if slot.is_named(key) {
-            state.unname(address.page(), aliases.contains_key(&address));
+        if slot.is_first_key(key) {
+            state.remove_first_key(address.page(), aliases.contains_key(&address));
             return true;
         }
         let Some(others) = aliases.get_mut(&address) else { return false };
@@ -232,26 +234,26 @@ impl SegmentFiles {
         let was_there = others.len() < before;
         if others.is_empty() {
             aliases.remove(&address);
-            state.kill_unless_named(address.page());
+            state.mark_dead_if_unkeyed(address.page());
         }
         was_there
     }
 
-    /// Writes entries in order, over as many segments as it takes; one answer each.
+    /// Writes entries in order, to as many segments as needed. Returns one result each.
     pub(super) fn write(
         &self,
         writer: &mut WriterState,
-        pending: Vec<Pending>,
-        space: Space,
+        pending: Vec<PendingEntry>,
+        space: SpaceClass,
         deadline: Deadline,
     ) -> Vec<Result<Address, DiskError>> {
         let total = pending.len();
         let mut pending = VecDeque::from(pending);
-        let mut answers = Vec::with_capacity(total);
+        let mut results = Vec::with_capacity(total);
         let mut failure = None;
         while let Some(first) = pending.front() {
             let pages = 1 + payload_pages(first);
-            let segment = match self.room(writer, pages, space, deadline) {
+            let segment = match self.segment_with_room(writer, pages, space, deadline) {
                 Ok(segment) => segment,
                 Err(error) => {
                     failure = Some(error);
@@ -260,28 +262,30 @@ impl SegmentFiles {
             };
             let runs = self.write_runs(writer, &segment, &mut pending, deadline);
             let failed = runs.iter().find_map(|(_, result)| result.clone().err());
-            answers.extend(self.commit(&segment, runs));
+            results.extend(self.commit(&segment, runs));
             if failed.is_some() {
-                self.fail(writer, &segment);
+                // After a write error the content of the device is unknown, so nothing more is
+                // written to this segment. Entries not written yet fail with the same error.
+                self.close_failed(writer, &segment);
                 failure = failed;
                 break;
             }
         }
         if let Some(error) = failure {
-            answers.resize_with(total, || Err(error.clone()));
+            results.resize_with(total, || Err(error.clone()));
         }
-        answers
+        results
     }
 
-    /// Writes as many runs as fit the segment, several at once.
+    /// Writes as many runs as fit into the segment, several at once.
     fn write_runs(
         &self,
         writer: &mut WriterState,
         segment: &Arc<Segment>,
-        pending: &mut VecDeque<Pending>,
+        pending: &mut VecDeque<PendingEntry>,
         deadline: Deadline,
-    ) -> Vec<(Vec<Frame>, Result<(), DiskError>)> {
-        let mut writing = Writing {
+    ) -> Vec<(Vec<SegmentFrame>, Result<(), DiskError>)> {
+        let mut queue = WriteQueue {
             segment,
             limit_bytes: segment.state().file_bytes,
             next_page: segment.state().end_page,
@@ -290,13 +294,13 @@ impl SegmentFiles {
             next_sequence: &mut writer.next_sequence,
             runs: Vec::new(),
         };
-        self.io.carry(&mut writing, deadline);
-        let mut runs = writing.runs;
+        self.io.run(&mut queue, deadline);
+        let mut runs = queue.runs;
         if self.config.durable {
-            // One that failed leaves the others without their sync.
+            // If one run failed, the others are not synced either and fail with it.
             let failed = runs.iter().find_map(|(_, result)| result.clone().err());
             let error = failed.or_else(|| {
-                let sync = self.one(Transfer::sync(Arc::clone(&segment.file)), deadline);
+                let sync = self.run_transfer(Transfer::sync(Arc::clone(&segment.file)), deadline);
                 sync.err().map(|source| DiskError::from_io("sync", &segment.path, source))
             });
             for (_, result) in &mut runs {
@@ -306,84 +310,95 @@ impl SegmentFiles {
         runs
     }
 
-    /// Takes in what was written, in the order of the segment.
+    /// Records written entries in memory, in the order of the segment.
     fn commit(
         &self,
         segment: &Segment,
-        runs: Vec<(Vec<Frame>, Result<(), DiskError>)>,
+        runs: Vec<(Vec<SegmentFrame>, Result<(), DiskError>)>,
     ) -> Vec<Result<Address, DiskError>> {
         let mut state = segment.state_mut();
-        let mut answers = Vec::new();
+        let mut results = Vec::new();
         for (frames, result) in runs {
             for entry in frames.iter().flat_map(|frame| &frame.entries) {
                 if result.is_ok() {
-                    state.record(entry);
+                    state.add_entry(entry);
                     count(&self.counters.records_written, 1);
                     if entry.kind == EntryKind::Block {
                         let bytes = u64::from(entry.meta.payload_bytes);
                         count(&self.counters.bytes_written, bytes);
                     }
                 }
-                answers.push(result.clone().map(|()| entry.address));
+                results.push(result.clone().map(|()| entry.address));
             }
             let last = frames.last().expect("a run has a frame");
+            // Also after a failed run: the device may hold a part of it, and its pages are never
+            // written again. A scan skips them.
             state.end_page = last.page + last.page_count;
         }
-        answers
+        results
     }
 
-    /// The active segment if that many pages fit it, else a new one.
+    /// The active segment if it has room for this many pages, otherwise a new one.
     ///
-    /// Ordinary writes stop while a segment's worth is not free: removals and reclaims need it.
-    /// Of the reserve they take what there is.
-    fn room(
+    /// Ordinary writes stop when less than one segment is free: removals and reclaims need that
+    /// reserve. Writes to the reserve use what is left of it.
+    fn segment_with_room(
         &self,
         writer: &mut WriterState,
         pages: u32,
-        space: Space,
+        space: SpaceClass,
         deadline: Deadline,
     ) -> Result<Arc<Segment>, DiskError> {
-        let kept_free = if space == Space::Ordinary { self.config.segment_bytes } else { 0 };
+        let kept_free = if space == SpaceClass::Ordinary { self.config.segment_bytes } else { 0 };
         if let Some(active) = &writer.active {
             let state = active.state();
             let (end_page, entries) = (state.end_page + pages, state.entry_count() + 1);
             let fits = fits(state.file_bytes, end_page, entries);
             drop(state);
             if fits {
-                if space != Space::Owed {
+                if space != SpaceClass::Overcommit {
                     self.check_capacity(0, kept_free, pages)?;
                 }
                 return Ok(Arc::clone(active));
             }
         }
-        let sealed = sealing_frees(writer);
+        // The active segment is sealed only after the capacity check: an append that fails with
+        // `Full` leaves it open for smaller entries.
+        let sealed = bytes_freed_by_sealing(writer);
         let allocate_bytes = match space {
-            Space::Ordinary => {
+            SpaceClass::Ordinary => {
                 let segment_bytes = self.config.segment_bytes;
                 self.check_capacity(sealed, segment_bytes + kept_free, pages)?;
                 segment_bytes
             }
-            Space::Reserve | Space::Owed => self.reserve(sealed, pages, space)?,
+            SpaceClass::Reserve | SpaceClass::Overcommit => {
+                self.reserve_segment_bytes(sealed, pages, space)?
+            }
         };
         self.seal(writer, deadline);
-        let segment = self.begin_segment(writer, allocate_bytes, deadline)?;
+        let segment = self.create_segment(writer, allocate_bytes, deadline)?;
         writer.active = Some(Arc::clone(&segment));
         Ok(segment)
     }
 
-    /// How large a segment in the reserve can be. A process that was killed as it wrote there has
-    /// left less than a whole one.
-    fn reserve(&self, freed_bytes: u64, pages: u32, space: Space) -> Result<u64, DiskError> {
+    /// The size of a new segment in the reserve. Less than a whole segment is left if a process was
+    /// killed while it wrote there.
+    fn reserve_segment_bytes(
+        &self,
+        freed_bytes: u64,
+        pages: u32,
+        space: SpaceClass,
+    ) -> Result<u64, DiskError> {
         use crate::BlockFiles as _;
         let used_bytes = self.used_bytes() - freed_bytes;
         let left_bytes = self.config.capacity_bytes.saturating_sub(used_bytes);
         let page_bytes = PAGE_BYTES as u64;
         let allocate_bytes = left_bytes.min(self.config.segment_bytes) / page_bytes * page_bytes;
-        let least_bytes = u64::from(OVERHEAD_PAGES - 1 + pages) * page_bytes;
-        if allocate_bytes >= least_bytes {
+        let min_bytes = u64::from(OVERHEAD_PAGES - 1 + pages) * page_bytes;
+        if allocate_bytes >= min_bytes {
             Ok(allocate_bytes)
-        } else if space == Space::Owed {
-            Ok(least_bytes)
+        } else if space == SpaceClass::Overcommit {
+            Ok(min_bytes)
         } else {
             let needed_bytes = u64::from(pages) * page_bytes;
             let capacity_bytes = self.config.capacity_bytes;
@@ -391,7 +406,7 @@ impl SegmentFiles {
         }
     }
 
-    /// Whether that many bytes may be added to the files once `freed_bytes` have come back.
+    /// Checks that this many bytes may be added to the files after `freed_bytes` were freed.
     fn check_capacity(
         &self,
         freed_bytes: u64,
@@ -408,24 +423,24 @@ impl SegmentFiles {
         Ok(())
     }
 
-    /// One transfer to its end.
-    pub(super) fn one(&self, transfer: Transfer, deadline: Deadline) -> io::Result<()> {
+    /// Runs one transfer to its end.
+    pub(super) fn run_transfer(&self, transfer: Transfer, deadline: Deadline) -> io::Result<()> {
         self.io.transfer_all(vec![transfer], deadline).remove(0).1
     }
 
-    /// Nothing is written to the segment any more. What is in it stays readable.
-    pub(super) fn fail(&self, writer: &mut WriterState, segment: &Arc<Segment>) {
+    /// Closes a segment after a failed write. Its blocks stay readable.
+    pub(super) fn close_failed(&self, writer: &mut WriterState, segment: &Arc<Segment>) {
         count(&self.counters.segments_failed, 1);
         writer.active = None;
         writer.unsynced.push(Arc::clone(segment));
     }
 
-    /// Ends the active segment with a footer and gives back what it did not use.
+    /// Seals the active segment with a footer and truncates its file.
     pub(super) fn seal(&self, writer: &mut WriterState, deadline: Deadline) {
         let Some(segment) = writer.active.take() else { return };
         if self.try_seal(&segment, deadline).is_err() {
-            // Its entries stay in memory, and the next opening scans it.
-            self.fail(writer, &segment);
+            // Its entries stay in memory. The next opening scans it.
+            self.close_failed(writer, &segment);
         }
     }
 
@@ -433,7 +448,7 @@ impl SegmentFiles {
     pub(super) fn try_seal(&self, segment: &Segment, deadline: Deadline) -> Result<(), DiskError> {
         let (end_page, footer) = {
             let state = segment.state();
-            let Index::Memory(entries) = &state.index else { return Ok(()) };
+            let EntryLocation::Memory(entries) = &state.entry_location else { return Ok(()) };
             (state.end_page, encode_footer(entries, segment.id, segment.number, state.end_page))
         };
         let offset = u64::from(end_page) * PAGE_BYTES as u64;
@@ -444,15 +459,18 @@ impl SegmentFiles {
         let file = Arc::clone(&segment.file);
         let write = Transfer::new(TransferKind::Write, Arc::clone(&file), offset, buffers);
         let failed = |source| DiskError::from_io("seal", &segment.path, source);
-        self.one(write, deadline).map_err(failed)?;
+        // The order matters: `file_bytes` in memory changes only after the footer is written, the
+        // file is truncated to it and both are synced. After a failure before that the entries in
+        // memory stay valid.
+        self.run_transfer(write, deadline).map_err(failed)?;
         let truncated = Arc::clone(&file);
         self.io.call("truncate", &segment.path, deadline, move |files| {
             files.truncate(&truncated, file_bytes)
         })?;
-        self.one(Transfer::sync(file), deadline).map_err(failed)?;
+        self.run_transfer(Transfer::sync(file), deadline).map_err(failed)?;
         let mut state = segment.state_mut();
         state.file_bytes = file_bytes;
-        state.index = Index::Footer {
+        state.entry_location = EntryLocation::Footer {
             page: end_page,
             count: u32::try_from(count).expect("a segment holds fewer entries than pages"),
             checksum: entries_checksum,
@@ -460,7 +478,7 @@ impl SegmentFiles {
         Ok(())
     }
 
-    /// Brings all that was written to stable storage; sealed segments are there already.
+    /// Syncs everything written so far. Sealed segments were synced when they were sealed.
     pub(super) fn sync_active(
         &self,
         writer: &mut WriterState,
@@ -470,7 +488,9 @@ impl SegmentFiles {
         segments.extend(writer.active.clone());
         let mut outcome = Ok(());
         for segment in segments {
-            if let Err(source) = self.one(Transfer::sync(Arc::clone(&segment.file)), deadline) {
+            if let Err(source) =
+                self.run_transfer(Transfer::sync(Arc::clone(&segment.file)), deadline)
+            {
                 outcome = Err(DiskError::from_io("sync", &segment.path, source));
                 if writer.active.as_ref().is_some_and(|active| Arc::ptr_eq(active, &segment)) {
                     count(&self.counters.segments_failed, 1);
@@ -485,13 +505,13 @@ impl SegmentFiles {
     }
 }
 
-/// Whether a segment of that many bytes has room for the pages, the entries and their footer.
+/// Whether a segment of `limit_bytes` has room for the pages and for a footer with the entries.
 fn fits(limit_bytes: u64, end_page: u32, entry_count: usize) -> bool {
     u64::from(end_page) * PAGE_BYTES as u64 + footer_bytes(entry_count) <= limit_bytes
 }
 
-/// Bytes that the active segment's file would give back if it were sealed.
-fn sealing_frees(writer: &WriterState) -> u64 {
+/// Bytes by which sealing the active segment would shrink its file.
+fn bytes_freed_by_sealing(writer: &WriterState) -> u64 {
     writer.active.as_ref().map_or(0, |active| {
         let state = active.state();
         let sealed =
@@ -500,12 +520,12 @@ fn sealing_frees(writer: &WriterState) -> u64 {
     })
 }
 
-type Answers = Vec<Option<Result<Address, DiskError>>>;
+type AppendResults = Vec<Option<Result<Address, DiskError>>>;
 
-/// Sets what can be written apart from what is refused; the places of the former stay open.
-fn split(pending: Vec<Result<Pending, DiskError>>) -> (Vec<Pending>, Answers) {
+/// Separates valid entries from rejected ones. The results of the valid ones are left open.
+fn split(pending: Vec<Result<PendingEntry, DiskError>>) -> (Vec<PendingEntry>, AppendResults) {
     let mut good = Vec::with_capacity(pending.len());
-    let answers = pending
+    let results = pending
         .into_iter()
         .map(|each| match each {
             Ok(pending) => {
@@ -515,13 +535,13 @@ fn split(pending: Vec<Result<Pending, DiskError>>) -> (Vec<Pending>, Answers) {
             Err(error) => Some(Err(error)),
         })
         .collect();
-    (good, answers)
+    (good, results)
 }
 
-/// Puts answers into the open places, in order.
-fn fill(answers: &mut Answers, written: Vec<Result<Address, DiskError>>) {
-    let open = answers.iter_mut().filter(|answer| answer.is_none());
-    for (place, answer) in open.zip(written) {
-        *place = Some(answer);
+/// Fills the open results, in order.
+fn fill(results: &mut AppendResults, written: Vec<Result<Address, DiskError>>) {
+    let open = results.iter_mut().filter(|result| result.is_none());
+    for (place, result) in open.zip(written) {
+        *place = Some(result);
     }
 }

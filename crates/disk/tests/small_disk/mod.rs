@@ -1,4 +1,4 @@
-//! A file system in memory that is soon full.
+//! A small file system in memory.
 
 #![expect(clippy::print_stdout, reason = "a test that cannot run says why")]
 
@@ -6,13 +6,13 @@ use std::path::Path;
 use std::process::Command;
 use std::time::Duration;
 
-/// How often it is tried to let go of a disk.
-const TRIES: usize = 200;
+/// Number of attempts to unmount.
+const UNMOUNT_TRIES: usize = 200;
 
 pub(crate) struct SmallDisk(tempfile::TempDir);
 
 impl SmallDisk {
-    /// Says so where this user may not mount one.
+    /// Mounts a tmpfs, or prints why it cannot.
     pub(crate) fn mount(mib: usize) -> Option<Self> {
         let directory = tempfile::tempdir().unwrap();
         let mounted = Command::new("mount")
@@ -32,11 +32,11 @@ impl SmallDisk {
 }
 
 impl Drop for SmallDisk {
-    /// A process that another test is about to start has this one's files until it runs a program
-    /// of its own: the disk is in use for a moment, and not longer.
+    /// Retries because another test may be starting a process, which inherits this test's open
+    /// files until it executes its program. The file system is in use until then.
     #[expect(clippy::disallowed_methods, reason = "waits for another process")]
     fn drop(&mut self) {
-        let is_unmounted = (0..TRIES).any(|number| {
+        let is_unmounted = (0..UNMOUNT_TRIES).any(|number| {
             if number > 0 {
                 std::thread::sleep(Duration::from_millis(50));
             }

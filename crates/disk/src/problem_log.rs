@@ -1,23 +1,23 @@
-//! What was found damaged or out of place while a tier runs, in words, within a bound.
+//! A bounded list of problems found while a tier runs.
 
 use std::collections::VecDeque;
 use std::sync::{Mutex, PoisonError};
 
-/// So many are kept; the oldest go first.
+/// Number of problems kept. The oldest is dropped first.
 const KEPT_MAX: usize = 8;
 
-/// The latest problems, each told once.
+/// The latest problems, each listed once.
 #[derive(Debug, Default)]
-pub(crate) struct Problems(Mutex<VecDeque<String>>);
+pub(crate) struct ProblemLog(Mutex<VecDeque<String>>);
 
-impl Problems {
-    pub(crate) fn new(found: impl IntoIterator<Item = String>) -> Self {
+impl ProblemLog {
+    pub(crate) fn new(initial: impl IntoIterator<Item = String>) -> Self {
         let problems = Self::default();
-        found.into_iter().for_each(|problem| problems.note(problem));
+        initial.into_iter().for_each(|problem| problems.add(problem));
         problems
     }
 
-    pub(crate) fn note(&self, problem: String) {
+    pub(crate) fn add(&self, problem: String) {
         let mut kept = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if kept.contains(&problem) {
             return;

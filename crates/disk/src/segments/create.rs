@@ -1,4 +1,4 @@
-//! Beginning a segment: its file under the next free number, its header, the sync of its name.
+//! Creates a segment: its file with the next free number, its header, the sync of its name.
 
 use std::fs::File;
 use std::io;
@@ -15,21 +15,22 @@ use crate::format::{PAGE_BYTES, SegmentHeader};
 use crate::io::{Buffer, OpenMode, PageBuffer, Transfer, TransferKind};
 use crate::random::random_bytes;
 
-/// So many names in a row may be taken when a segment is begun.
-const NAMES_TRIED_MAX: u32 = 64;
+/// Maximum number of successive file names tried for a new segment.
+const NAME_TRIES_MAX: u32 = 64;
 
 impl SegmentFiles {
     /// Creates the next segment's file and writes its header.
-    pub(super) fn begin_segment(
+    pub(super) fn create_segment(
         &self,
         writer: &mut WriterState,
         allocate_bytes: u64,
         deadline: Deadline,
     ) -> Result<Arc<Segment>, DiskError> {
-        let (number, path, file) = self.create_segment(writer, allocate_bytes, deadline)?;
+        let (number, path, file) = self.create_segment_file(writer, allocate_bytes, deadline)?;
         let file = Arc::new(file);
         let header = SegmentHeader {
-            segment_id: random_bytes().map_err(|error| DiskError::from_io("name", &path, error))?,
+            segment_id: random_bytes()
+                .map_err(|error| DiskError::from_io("choose a segment ID for", &path, error))?,
             store_id: writer.store_id,
             number,
             writer: self.config.writer.clone(),
@@ -42,7 +43,7 @@ impl SegmentFiles {
         let transfer = Transfer::new(TransferKind::Write, Arc::clone(&file), 0, buffers);
         let directory = self.config.directory.clone();
         let written = self
-            .one(transfer, deadline)
+            .run_transfer(transfer, deadline)
             .map_err(|source| DiskError::from_io("write", &path, source))
             .and_then(|()| {
                 if !self.config.durable {
@@ -56,11 +57,11 @@ impl SegmentFiles {
             .write()
             .unwrap_or_else(std::sync::PoisonError::into_inner)
             .insert(number, Arc::clone(&segment));
-        written.inspect_err(|_| self.fail(writer, &segment)).map(|()| segment)
+        written.inspect_err(|_| self.close_failed(writer, &segment)).map(|()| segment)
     }
 
-    /// Creates the file of the next number whose name is free.
-    fn create_segment(
+    /// Creates the file with the next number whose name is free.
+    fn create_segment_file(
         &self,
         writer: &mut WriterState,
         allocate_bytes: u64,
@@ -79,10 +80,11 @@ impl SegmentFiles {
             match created {
                 Ok(file) => return Ok((number, path, file)),
                 Err(DiskError::Io { source, .. })
-                    if source.kind() == io::ErrorKind::AlreadyExists && tries < NAMES_TRIED_MAX =>
+                    if source.kind() == io::ErrorKind::AlreadyExists && tries < NAME_TRIES_MAX =>
                 {
                     let path = path.display();
-                    self.problems.note(format!("{path}: not made by this writer; left alone"));
+                    self.problems
+                        .add(format!("{path}: not a file of this writer; it is not touched"));
                 }
                 Err(error) => return Err(error),
             }

@@ -1,4 +1,4 @@
-//! What a writer knows of the block files: which write each key's file is of, oldest first.
+//! The table of block files in memory: the write of each key's file, oldest first.
 
 use std::collections::{HashMap, HashSet, VecDeque};
 
@@ -6,28 +6,28 @@ use cascade_block::BlockKey;
 
 use super::block_file::{address_of, file_bytes};
 use crate::Address;
-use crate::format::Entry;
+use crate::format::RecordEntry;
 
-/// Dead places of the order that are kept before it is swept.
-const DEAD_PLACES_MAX: usize = 64;
+/// Stale items tolerated in `reclaim_order` beside one per file.
+const STALE_ORDER_MAX: usize = 64;
 
-/// The files that this writer knows of. A hint: others add and remove files at any time.
+/// The block files. A hint: other processes add and remove files at any time.
 #[derive(Debug, Default)]
-pub(super) struct Known {
-    files: HashMap<BlockKey, KnownFile>,
-    /// The key of every file in `files`, by its write.
+pub(super) struct BlockFileTable {
+    files: HashMap<BlockKey, TableFile>,
+    /// The key of every file in `files`, by its address.
     keys: HashMap<Address, BlockKey>,
-    /// The order in which files are reclaimed; may name writes that are gone.
-    order: VecDeque<Address>,
+    /// The order in which files are reclaimed. May contain writes that no longer exist.
+    reclaim_order: VecDeque<Address>,
     used_bytes: u64,
-    /// Files whose header is damaged: they cannot be read, and a reclaim removes them first.
+    /// Files with a damaged header. They cannot be read, and a reclaim removes them first.
     damaged: Vec<DamagedFile>,
-    /// Blocks that are to be gone but whose files may still be there.
+    /// Removed blocks whose files may still exist.
     hidden: HashSet<(BlockKey, Address)>,
     pub(super) unsynced: Vec<BlockKey>,
 }
 
-/// A file under a block's name that holds no block.
+/// A file with a block's name that contains no block.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct DamagedFile {
     pub(super) key: BlockKey,
@@ -35,37 +35,37 @@ pub(super) struct DamagedFile {
 }
 
 #[derive(Debug, Clone, Copy)]
-struct KnownFile {
+struct TableFile {
     address: Address,
     bytes: u64,
 }
 
-impl Known {
-    /// Takes in what a file's header says; another write of the same key is forgotten.
-    pub(super) fn add(&mut self, entry: &Entry) {
+impl BlockFileTable {
+    /// Adds a file from its header's entry and replaces an earlier write of the same key.
+    pub(super) fn add(&mut self, entry: &RecordEntry) {
         let (key, address) = (entry.meta.key, address_of(entry));
-        if self.is(&key, address) {
+        if self.contains(&key, address) {
             return;
         }
         let bytes = file_bytes(entry.meta.payload_bytes);
-        if let Some(before) = self.files.insert(key, KnownFile { address, bytes }) {
+        if let Some(before) = self.files.insert(key, TableFile { address, bytes }) {
             self.keys.remove(&before.address);
             self.used_bytes -= before.bytes;
         }
         self.keys.insert(address, key);
         self.used_bytes += bytes;
-        self.order.push_back(address);
-        if self.order.len() > 2 * self.keys.len() + DEAD_PLACES_MAX {
-            self.order.retain(|each| self.keys.contains_key(each));
+        self.reclaim_order.push_back(address);
+        if self.reclaim_order.len() > 2 * self.keys.len() + STALE_ORDER_MAX {
+            self.reclaim_order.retain(|each| self.keys.contains_key(each));
         }
     }
 
-    /// Whether a key's file is that of a write.
-    pub(super) fn is(&self, key: &BlockKey, address: Address) -> bool {
+    /// Whether the key's file is that of this write.
+    pub(super) fn contains(&self, key: &BlockKey, address: Address) -> bool {
         self.files.get(key).is_some_and(|file| file.address == address)
     }
 
-    /// The key that a write was for.
+    /// The key of a write.
     pub(super) fn key_at(&self, address: Address) -> Option<BlockKey> {
         self.keys.get(&address).copied()
     }
@@ -74,9 +74,9 @@ impl Known {
         self.files.keys().next().copied()
     }
 
-    /// Forgets a write; the bytes of its file, or 0 if it was not known.
-    pub(super) fn forget(&mut self, key: &BlockKey, address: Address) -> u64 {
-        if !self.is(key, address) {
+    /// Removes a write. Returns the bytes of its file, or 0 if it is not in the table.
+    pub(super) fn remove(&mut self, key: &BlockKey, address: Address) -> u64 {
+        if !self.contains(key, address) {
             return 0;
         }
         self.keys.remove(&address);
@@ -85,9 +85,9 @@ impl Known {
         bytes
     }
 
-    /// Takes the next write to reclaim out of the order: key, address, bytes.
-    pub(super) fn next_in_order(&mut self) -> Option<(BlockKey, Address, u64)> {
-        while let Some(address) = self.order.pop_front() {
+    /// Takes the oldest write out of the reclaim order: key, address, bytes.
+    pub(super) fn pop_oldest(&mut self) -> Option<(BlockKey, Address, u64)> {
+        while let Some(address) = self.reclaim_order.pop_front() {
             if let Some(key) = self.keys.get(&address) {
                 return Some((*key, address, self.files.get(key).map_or(0, |file| file.bytes)));
             }
@@ -100,24 +100,24 @@ impl Known {
         self.damaged.extend(files);
     }
 
-    /// Their bytes are counted no longer.
+    /// Takes the damaged files out of the table and no longer counts their bytes.
     pub(super) fn take_damaged(&mut self) -> Vec<DamagedFile> {
         let files = std::mem::take(&mut self.damaged);
         self.used_bytes -= files.iter().map(|file| file.bytes).sum::<u64>();
         files
     }
 
-    /// Puts writes back behind the others.
-    pub(super) fn put_back(&mut self, writes: impl IntoIterator<Item = Address>) {
-        self.order.extend(writes);
+    /// Returns writes to the end of the reclaim order.
+    pub(super) fn requeue(&mut self, writes: impl IntoIterator<Item = Address>) {
+        self.reclaim_order.extend(writes);
     }
 
-    /// Reads answer `Gone` from now on, whatever becomes of the files.
+    /// Reads of these blocks return `Gone` from now on, even if their files remain.
     pub(super) fn hide(&mut self, blocks: &[(BlockKey, Address)]) {
         self.hidden.extend(blocks);
     }
 
-    /// The files of these blocks are gone, or are other blocks'.
+    /// Ends the hiding of blocks whose files no longer exist or belong to other writes.
     pub(super) fn unhide(&mut self, blocks: &[(BlockKey, Address)]) {
         for block in blocks {
             self.hidden.remove(block);

@@ -1,71 +1,74 @@
-//! A run: entries placed in frames, with the buffers that one write brings to a segment.
+//! A write run: entries placed in frames, with the buffers of one write to a segment.
 
 use cascade_block::{BlockKey, Checksum, NamespaceId, checksum};
 use cascade_memory::Slab;
 
 use super::segment::Segment;
-use crate::format::{ENTRIES_PER_FRAME, Entry, EntryKind, Frame, PAGE_BYTES, pages_of};
+use crate::alignment::write_buffers;
+use crate::format::{
+    ENTRIES_PER_FRAME, EntryKind, PAGE_BYTES, RecordEntry, SegmentFrame, pages_of,
+};
 use crate::io::{Buffer, PageBuffer};
-use crate::placement::sending_buffers;
 use crate::{Address, RecordMeta};
 
-/// Most bytes and buffers of one write; the kernel takes 1,024 buffers at once.
+/// Maximum bytes and buffers of one write. The kernel accepts 1,024 buffers per call.
 const WRITE_BYTES_MAX: u64 = 4 << 20;
 const WRITE_BUFFERS_MAX: usize = 1000;
 
-/// A block's bytes on their way into a frame.
+/// The bytes of a block to write.
 #[derive(Debug)]
-pub(super) enum Payload {
+pub(super) enum PendingPayload {
     Slab(Slab),
     /// Padded to whole pages.
     Pages(PageBuffer),
 }
 
-/// An entry that is to be written.
+/// An entry to write.
 #[derive(Debug)]
-pub(super) struct Pending {
+pub(super) struct PendingEntry {
     pub(super) kind: EntryKind,
     pub(super) meta: RecordMeta,
-    /// What an alias or tombstone is about; a block's address is found when it is placed.
+    /// The block that an alias or tombstone refers to. The address of a block is assigned when it
+    /// is placed.
     pub(super) target: Address,
-    /// Of the payload; that of a slab is computed when it is placed.
+    /// Checksum of the payload. That of a slab is computed when it is placed.
     pub(super) checksum: Checksum,
-    /// Its old number when it is only rewritten; otherwise it gets the next.
+    /// Its old sequence number if it is rewritten; otherwise the next one is assigned.
     pub(super) sequence: Option<u64>,
-    pub(super) payload: Option<Payload>,
+    pub(super) payload: Option<PendingPayload>,
 }
 
-/// Frames that one write brings to a segment.
+/// The frames of one write to a segment.
 #[derive(Debug, Default)]
-pub(super) struct Run {
-    pub(super) frames: Vec<Frame>,
+pub(super) struct WriteRun {
+    pub(super) frames: Vec<SegmentFrame>,
     pub(super) buffers: Vec<Buffer>,
     pub(super) pages: u32,
     pub(super) entries: usize,
 }
 
-impl Run {
+impl WriteRun {
     /// Whether the next entry needs a frame of its own.
     pub(super) fn needs_frame(&self) -> bool {
         self.frames.last().is_none_or(|frame| frame.entries.len() == ENTRIES_PER_FRAME)
     }
 
-    /// Whether that many pages more would be too much for one write.
+    /// Whether this many more pages exceed the limits of one write.
     pub(super) fn is_full(&self, pages: u32) -> bool {
         u64::from(self.pages + pages) * PAGE_BYTES as u64 > WRITE_BYTES_MAX
             || self.buffers.len() + 3 > WRITE_BUFFERS_MAX
     }
 
-    /// Places an entry behind the others.
+    /// Places an entry after the others.
     pub(super) fn add(
         &mut self,
         segment: &Segment,
         start: u32,
-        pending: Pending,
+        pending: PendingEntry,
         next_sequence: &mut u64,
     ) {
         if self.needs_frame() {
-            self.frames.push(Frame {
+            self.frames.push(SegmentFrame {
                 segment_id: segment.id,
                 page: start + self.pages,
                 page_count: 1,
@@ -84,12 +87,12 @@ impl Run {
         };
         let pages = payload_pages(&pending);
         let payload_checksum = match &pending.payload {
-            Some(Payload::Slab(slab)) => checksum(slab),
-            Some(Payload::Pages(_)) | None => pending.checksum,
+            Some(PendingPayload::Slab(slab)) => checksum(slab),
+            Some(PendingPayload::Pages(_)) | None => pending.checksum,
         };
         let frame = self.frames.last_mut().expect("a frame was made above");
         frame.page_count += pages;
-        frame.entries.push(Entry {
+        frame.entries.push(RecordEntry {
             kind: pending.kind,
             meta: pending.meta,
             address,
@@ -100,12 +103,12 @@ impl Run {
         self.entries += 1;
         match pending.payload {
             None => {}
-            Some(Payload::Pages(pages)) => self.buffers.push(Buffer::Pages(pages)),
-            Some(Payload::Slab(slab)) => self.buffers.extend(sending_buffers(slab)),
+            Some(PendingPayload::Pages(pages)) => self.buffers.push(Buffer::Pages(pages)),
+            Some(PendingPayload::Slab(slab)) => self.buffers.extend(write_buffers(slab)),
         }
     }
 
-    /// Fills the header pages in, now that their frames are complete.
+    /// Encodes the header pages, after all frames are complete.
     pub(super) fn finish(&mut self) {
         let mut frames = self.frames.iter();
         let mut next = frames.next();
@@ -124,8 +127,8 @@ impl Run {
     }
 }
 
-/// The removal of a key, as an entry.
-pub(super) fn tombstone(key: &BlockKey, target: Address) -> Pending {
+/// The entry for the removal of a key.
+pub(super) fn tombstone(key: &BlockKey, target: Address) -> PendingEntry {
     let meta = RecordMeta {
         key: *key,
         digest: None,
@@ -137,11 +140,11 @@ pub(super) fn tombstone(key: &BlockKey, target: Address) -> Pending {
         expires_unix_ms: None,
     };
     let kind = EntryKind::Tombstone;
-    Pending { kind, meta, target, checksum: 0, sequence: None, payload: None }
+    PendingEntry { kind, meta, target, checksum: 0, sequence: None, payload: None }
 }
 
-/// Pages that the payload of an entry takes in its segment.
-pub(super) fn payload_pages(pending: &Pending) -> u32 {
+/// Pages of an entry's payload in its segment.
+pub(super) fn payload_pages(pending: &PendingEntry) -> u32 {
     match pending.kind {
         EntryKind::Block => pages_of(u64::from(pending.meta.payload_bytes)),
         EntryKind::Alias | EntryKind::Tombstone => 0,

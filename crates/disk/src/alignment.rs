@@ -1,29 +1,30 @@
-//! Which bytes of a slab the kernel touches itself, and which go through a copy.
+//! Which bytes of a slab are transferred directly and which through an aligned copy.
 //!
-//! Direct I/O moves whole pages from and to page boundaries. A slab on a page boundary gives its
-//! whole pages to the kernel; the rest of it, or all of a slab off a page, is copied.
+//! Direct I/O transfers whole pages from and to page boundaries. The whole pages of a slab that
+//! starts on a page boundary are transferred directly. The rest, and all of an unaligned slab, is
+//! copied.
 
 use cascade_memory::{Slab, SlabMut};
 
 use crate::format::PAGE_BYTES;
 use crate::io::{Buffer, PageBuffer, Transfer};
 
-/// How many bytes of a block the kernel may move straight.
+/// Number of leading bytes of a block that can be transferred directly.
 fn direct_bytes(block: &[u8]) -> usize {
     let is_aligned = block.as_ptr().addr().is_multiple_of(PAGE_BYTES);
     if is_aligned { block.len() / PAGE_BYTES * PAGE_BYTES } else { 0 }
 }
 
-/// A block's bytes, padded with zeroes to whole pages.
-pub(crate) fn sending_buffers(slab: Slab) -> Vec<Buffer> {
+/// The buffers to write a block from, padded with zeroes to whole pages.
+pub(crate) fn write_buffers(slab: Slab) -> Vec<Buffer> {
     let direct = direct_bytes(&slab);
     let rest = (direct < slab.len()).then(|| PageBuffer::copied(&slab[direct..]));
-    let straight = (direct > 0).then(|| Buffer::Sealed(slab, 0..direct));
-    straight.into_iter().chain(rest.map(Buffer::Pages)).collect()
+    let aligned = (direct > 0).then(|| Buffer::Sealed(slab, 0..direct));
+    aligned.into_iter().chain(rest.map(Buffer::Pages)).collect()
 }
 
-/// Room for a block of exactly the slab's length, padded to whole pages.
-pub(crate) fn receiving_buffers(slab: SlabMut) -> Vec<Buffer> {
+/// The buffers to read a block of exactly the slab's length into, padded to whole pages.
+pub(crate) fn read_buffers(slab: SlabMut) -> Vec<Buffer> {
     let (direct, length) = (direct_bytes(&slab), slab.len());
     let mut buffers = vec![Buffer::Open(slab, 0..direct)];
     if direct < length {
@@ -32,8 +33,8 @@ pub(crate) fn receiving_buffers(slab: SlabMut) -> Vec<Buffer> {
     buffers
 }
 
-/// The slab of a finished read, complete.
-pub(crate) fn received_slab(transfer: Transfer, payload_bytes: usize) -> SlabMut {
+/// The slab of a completed read, with the copied part filled in.
+pub(crate) fn slab_from_read(transfer: Transfer, payload_bytes: usize) -> SlabMut {
     let mut slab = None;
     let mut rest = None;
     for buffer in transfer.buffers {
@@ -43,7 +44,7 @@ pub(crate) fn received_slab(transfer: Transfer, payload_bytes: usize) -> SlabMut
             Buffer::Sealed(..) => {}
         }
     }
-    let (mut slab, direct) = slab.expect("the transfer was made with an open slab");
+    let (mut slab, direct) = slab.expect("`read_buffers` made the transfer with an open slab");
     if let Some(rest) = rest {
         slab[direct..payload_bytes].copy_from_slice(&rest.bytes()[..payload_bytes - direct]);
     }
