@@ -19,7 +19,7 @@ const EXIT_STATUS: i32 = 74;
 
 const MESSAGE: &str = "cascade: another process truncated the file of the memory pool, so blocks \
                        in it are lost and this process ends. Processes of this user and root can \
-                       do that: find out which one did, and start again. Tiers below DRAM are kept.\n";
+                       do that: find out which one and restart. Tiers below DRAM are kept.\n";
 
 /// Addresses of one mapping. `end` is zero in a free entry.
 struct Range {
