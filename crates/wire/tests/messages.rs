@@ -390,7 +390,11 @@ proptest! {
     }
 
     #[test]
-    fn a_flipped_bit_anywhere_is_detected(index in 0_usize..20, at in 0_usize..200, bit in 0_u8..8) {
+    fn a_flipped_bit_anywhere_is_detected(
+        index in 0_usize..20,
+        at in 0_usize..200,
+        bit in 0_u8..8,
+    ) {
         let mut bytes = Vec::new();
         calls()[index].write(&mut bytes, 3, None).expect("it is short");
         let at = at % bytes.len();
