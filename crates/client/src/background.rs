@@ -156,6 +156,8 @@ fn run(client: &Weak<ClientInner>, tasks: &BackgroundTasks) {
 /// Sends pending releases to the current run of the node, and forgets earlier runs.
 fn send(client: &ClientInner, tasks: &BackgroundTasks) {
     let Some(link) = client.link() else { return };
+    // An earlier run is forgotten only if no session of this process uses it any more; the last
+    // session with it adds its epoch again when it ends.
     let past = std::mem::take(&mut tasks.lock().past_epochs);
     let deadline = Deadline::after(&SystemClock, ATTEMPT_TIMEOUT);
     let session = &link.session;

@@ -64,6 +64,9 @@ impl ClientInner {
                 *outcome = Some(PutOutcome::Declined(DeclineReason::TooLarge));
             }
         }
+        // A pass prepares, copies and seals the undecided blocks, then compares those whose keys
+        // are already stored. A block that is deleted before its comparison stays undecided and
+        // takes another pass. Rounds end: the node decides at least one block of each, or it fails.
         for _ in 0..PASSES_MAX {
             let mut compare = Vec::new();
             let mut is_compared = vec![false; batch.len()];

@@ -309,6 +309,7 @@ impl Session {
                 return Ok(connection);
             }
             if refusal.is_none() && connections.open < CONNECTIONS_MAX {
+                // Counted before the lock is released, so that concurrent calls keep to the limit.
                 connections.open += 1;
                 drop(connections);
                 let joined = self.open_connection(deadline);

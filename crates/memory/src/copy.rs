@@ -80,6 +80,7 @@ mod stream {
     /// AVX-512 was no faster: memory bandwidth is the limit.
     #[target_feature(enable = "avx2")]
     fn copy_avx2(target: &mut [u8], source: &[u8], interleaved: bool) {
+        // Ordinary copies up to the first aligned line of the target and after the last one.
         let head = target.as_ptr().align_offset(LINE).min(target.len());
         let (target_head, target) = target.split_at_mut(head);
         let (source_head, source) = source.split_at(head);
@@ -95,6 +96,7 @@ mod stream {
         let (source_groups, _) = source_grouped.as_chunks::<{ PAGES * PAGE_LINES }>();
         for (target, source) in target_groups.iter_mut().zip(source_groups) {
             for line in 0..PAGE_LINES {
+                // The same line of several pages in turn: one stream of reads per page.
                 for page in 0..PAGES {
                     let at = page * PAGE_LINES + line;
                     copy_line(&mut target[at], &source[at]);

@@ -49,6 +49,7 @@ impl Watch {
             range.end.compare_exchange(0, 1, Ordering::AcqRel, Ordering::Relaxed).is_ok()
         });
         if let Some(place) = place {
+            // `start` before `end`: the range matches no address until `end` is stored.
             RANGES[place].start.store(start, Ordering::Release);
             RANGES[place].end.store(start + bytes, Ordering::Release);
         }

@@ -109,6 +109,8 @@ impl Heap {
 
     /// The smallest free extent that fits, and the piece's offset in it.
     fn find(&self, bytes: usize, align: usize) -> Option<(usize, usize, usize)> {
+        // Best fit first. A tight extent may be too short once its start is aligned; one of
+        // `bytes + align` never is. So at most `TIGHT_FITS_MAX` + 1 extents are tried.
         let tight = self.by_size.range((bytes, 0)..).take(TIGHT_FITS_MAX);
         let ample = self.by_size.range((bytes.checked_add(align)?, 0)..).take(1);
         tight.chain(ample).find_map(|(free_bytes, free_offset)| {
