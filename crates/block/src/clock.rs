@@ -33,7 +33,7 @@ impl Clock for SystemClock {
     }
 }
 
-/// A clock that advances only when told to.
+/// A clock that advances only by its methods.
 #[derive(Debug, Default)]
 pub struct ManualClock {
     now: Mutex<Duration>,

@@ -372,7 +372,7 @@ impl Session {
         (!holds.is_empty()).then_some(Call::Release { holds })
     }
 
-    /// Releases holds that a failed call asked for: the node may have granted them.
+    /// Releases holds that a failed call requested: the node may have granted them.
     pub(crate) fn release_range(&self, first: u64, count: usize) {
         let count = u32::try_from(count).expect("batches are small");
         self.queue_release(HoldRange { first, count });

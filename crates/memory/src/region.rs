@@ -200,7 +200,7 @@ impl Mapping {
         // From here on the reservation is unmapped on every return.
         let mapping = Self { start, reserved_bytes, base, bytes, process: None };
         let flags = MapFlags::SHARED | MapFlags::FIXED;
-        // SAFETY: replaces part of the reservation above, which nobody else knows of.
+        // SAFETY: replaces part of the reservation above, whose address no other code has.
         unsafe { mmap(base.as_ptr().cast(), bytes, prot, flags, file, 0) }?;
         Ok(mapping)
     }
@@ -287,7 +287,7 @@ mod tests {
         let region = region(3 << 20, HugePages::Auto);
         // SAFETY: inside the mapping.
         let at = unsafe { region.base().add(4097) };
-        // SAFETY: inside the mapping, which nobody else accesses.
+        // SAFETY: inside the mapping, which no other code accesses.
         unsafe { at.write(42) };
         let mut byte = [0];
         region.file().read_exact_at(&mut byte, 4097).expect("inside the file");

@@ -112,7 +112,7 @@ impl SlabMut {
     /// The slab including its padding, for reads of whole sectors.
     pub fn padded_mut(&mut self) -> &mut [u8] {
         // SAFETY: the extent is this slab's alone until it is dropped (in a pool of ours by the
-        // heap, in a node's because the node lends it to nobody else), mapped writable and
+        // heap, in a node's because the node lends it only once), mapped writable and
         // initialised (the kernel zeroes it); `&mut self` excludes every other slice of it.
         unsafe { std::slice::from_raw_parts_mut(self.pointer().as_ptr(), self.extent.bytes) }
     }
@@ -144,7 +144,7 @@ impl Deref for SlabMut {
 
     fn deref(&self) -> &[u8] {
         // SAFETY: the extent is this slab's alone until it is dropped, or sealed and then written
-        // by nobody (a node keeps to that for what it lent); it is mapped and initialised (the
+        // by no process (a node guarantees it for what it lent); it is mapped and initialised (the
         // kernel zeroes it), and `len` lies in it; writers need `&mut self`.
         unsafe { std::slice::from_raw_parts(self.pointer().as_ptr(), self.len) }
     }

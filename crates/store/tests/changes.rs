@@ -1,7 +1,7 @@
 //! A follower of a store's changes has the exact set of its blocks, whatever happens to them.
 
 #![expect(clippy::unwrap_used, reason = "in a test, a surprise should panic")]
-#![expect(clippy::print_stdout, reason = "says which failures are injected")]
+#![expect(clippy::print_stdout, reason = "prints which failures are injected")]
 
 mod blocks;
 mod third_party;

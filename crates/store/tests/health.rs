@@ -106,7 +106,7 @@ fn a_stage_whose_writes_fail_is_still_read() {
     store.flush(CallOptions::default()).unwrap_err();
     for _ in 0..8 {
         clock.advance(SECOND);
-        assert!(check(&store, &keys(0..128)).iter().all(Option::is_some), "reads go on");
+        assert!(check(&store, &keys(0..128)).iter().all(Option::is_some), "reads succeed");
     }
     let (reads, writes) = circuits(&store);
     assert_eq!(reads, HealthState::Healthy);

@@ -255,7 +255,7 @@ fn opening_deletes_damaged_and_orphaned_records_and_keeps_foreign_ones() {
         records.get_mut(&name(cut)).unwrap().truncate(170);
         records.get_mut(&name(flipped)).unwrap()[20] ^= 1;
         records.remove(&name(lost));
-        records.insert("somebody else's".to_owned(), vec![1, 2, 3]);
+        records.insert("foreign record".to_owned(), vec![1, 2, 3]);
         records.insert("cascade-1".to_owned(), vec![1, 2, 3]);
     }
     let stage = fixture.open(None);
@@ -263,7 +263,7 @@ fn opening_deletes_damaged_and_orphaned_records_and_keeps_foreign_ones() {
         stage.recover().into_iter().map(|(facts, at)| (facts.key, at)).collect();
     assert_eq!(recovered, [(key(1), kept)]);
     let names: Vec<_> = fixture.records.map().keys().cloned().collect();
-    assert_eq!(names, ["cascade-1".to_owned(), name(kept), "somebody else's".to_owned()]);
+    assert_eq!(names, ["cascade-1".to_owned(), name(kept), "foreign record".to_owned()]);
     assert_eq!(stage.stats().damaged_blocks, 2);
     assert_eq!(stage.stats().notes.len(), 2);
 }
@@ -334,7 +334,7 @@ fn manifests_survive_a_restart_and_can_be_erased() {
         stage.register(&space, deadline()).unwrap();
     }
     fixture.store(&*stage, 1, 100).unwrap();
-    fixture.records.map().insert("somebody else's".to_owned(), vec![1]);
+    fixture.records.map().insert("foreign record".to_owned(), vec![1]);
     let stage = fixture.open(None);
     assert_eq!(stage.manifests(deadline()).unwrap(), [(space.id(), manifest)]);
     assert_eq!(stage.erase(deadline()).unwrap().files_removed, 2);
