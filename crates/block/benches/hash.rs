@@ -1,11 +1,11 @@
-//! What keys, digests and checksums cost, with both hashes where there is a choice.
+//! Benchmarks of keys, digests and checksums, with both hashes where there is a choice.
 
 use std::hint::black_box;
 
 use cascade_block::{BlockKey, ChainTail, Digest, DigestAlgorithm, checksum, extend_chain_keys};
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 
-/// Blocks a chain has here, so that the cost of a call does not count.
+/// Blocks per chain, so that the cost of the call itself is negligible.
 const CHAIN_BLOCKS: usize = 64;
 
 fn chains(criterion: &mut Criterion) {
@@ -29,7 +29,7 @@ fn chains(criterion: &mut Criterion) {
     group.finish();
 }
 
-/// The alternative that was not taken: the same messages, hashed by BLAKE3.
+/// The rejected alternative: the same messages, hashed with BLAKE3.
 fn blake3_chain(root: BlockKey, tokens: &[u32], block_tokens: usize) -> [u8; 32] {
     let mut bytes = vec![0; block_tokens * 4];
     tokens.chunks(block_tokens).fold(*root.as_bytes(), |parent, block| {

@@ -1,7 +1,6 @@
-//! Writes `testdata/key-vectors.json`: what keys and digests are, for every language and version.
+//! Writes `testdata/key-vectors.json`, the test vectors of keys and digests for every language.
 //!
-//! To be run when a vector is added. A vector that is there already never changes: data on disk is
-//! named by it.
+//! Run it when a vector is added. Existing vectors never change: data on disk depends on them.
 
 use std::fmt::Write as _;
 use std::fs;
@@ -51,7 +50,7 @@ fn namespaces() -> Vec<(Manifest, Vec<u8>)> {
         (full_manifest(), Vec::new()),
         (full_manifest(), (0..=255).collect()),
         (full_manifest().dtype("fp8_e4m3", "per-head"), Vec::new()),
-        // Equal when joined without lengths.
+        // Equal if concatenated without lengths.
         (Manifest::new().with("a", "bc"), Vec::new()),
         (Manifest::new().with("ab", "c"), Vec::new()),
         (Manifest::new().with("Gewichte", "größer als ∅"), Vec::new()),
@@ -112,7 +111,7 @@ fn chain_vector(parent: BlockKey, tokens: &[u32], block_tokens: usize, tail: Cha
     })
 }
 
-/// Bytes are given as a pattern and how often it is repeated.
+/// Byte patterns and their repeat counts.
 fn patterns() -> Vec<(Vec<u8>, usize)> {
     let all: Vec<u8> = (0..=255).collect();
     vec![

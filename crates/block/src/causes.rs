@@ -1,8 +1,8 @@
-//! An error and all its causes in one line, for where only text can go: a message, a log, a record.
+//! Formats an error and its causes in one line, for messages, logs and records.
 
 use std::error::Error;
 
-/// The error's message followed by those of its causes.
+/// The error's message followed by the messages of its causes.
 pub fn with_causes(error: &dyn Error) -> String {
     let mut text = error.to_string();
     let mut cause = error.source();
@@ -25,19 +25,22 @@ mod tests {
     use super::*;
 
     #[derive(Debug, Error)]
-    #[error("the disk is gone")]
-    struct Gone;
+    #[error("the disk failed")]
+    struct DiskError;
 
     #[derive(Debug, Error)]
     #[error("cannot read a block")]
-    struct Unread(#[source] Gone);
+    struct ReadError(#[source] DiskError);
 
     #[derive(Debug, Error)]
     #[error(transparent)]
-    struct Passed(Unread);
+    struct TransparentError(ReadError);
 
     #[test]
-    fn every_cause_is_told_once() {
-        assert_eq!(with_causes(&Passed(Unread(Gone))), "cannot read a block: the disk is gone");
+    fn every_cause_is_printed_once() {
+        assert_eq!(
+            with_causes(&TransparentError(ReadError(DiskError))),
+            "cannot read a block: the disk failed"
+        );
     }
 }

@@ -4,13 +4,13 @@ use sha2::{Digest as _, Sha256};
 
 use crate::BlockKey;
 
-/// Tokens that are turned into bytes at a time, on the stack.
+/// Tokens that are encoded at a time, on the stack.
 const TOKENS_PER_UPDATE: usize = 128;
 
-/// What to do with tokens that do not fill the last block.
+/// Treatment of tokens that do not fill the last block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum ChainTail {
-    /// Only full blocks get a key.
+    /// Only full blocks get keys.
     #[default]
     Drop,
     /// The last partial block gets a key too.
@@ -34,9 +34,9 @@ pub fn chain_keys(
     keys
 }
 
-/// As [`chain_keys`], appended to `keys`; returns the last key, or `parent` if there was none.
+/// As [`chain_keys`], but appends to `keys`. Returns the last key, or `parent` if there is none.
 ///
-/// For batches: one list of keys for many requests, and no allocation once it is long enough.
+/// For batches: one list of keys for many requests, without an allocation for each.
 ///
 /// # Panics
 /// If `block_tokens` is zero or does not fit 32 bits.
@@ -61,9 +61,10 @@ pub fn extend_chain_keys(
 
 /// The key of one block below `parent`.
 ///
-/// Hashes a fixed-size head of domain, token count and parent, then the tokens. The count stands
-/// in front, so that a key cannot be extended to that of a longer block by who has not its parent.
-/// It has 32 bits, so that a block of 16 tokens takes two rounds of SHA-256 (125 of 128 bytes).
+/// Hashes a fixed-size prefix of domain, token count and parent, then the tokens. The count comes
+/// first to prevent length extension: the key of a longer block cannot be derived without the
+/// parent. It has 32 bits, so that a block of 16 tokens takes two rounds of SHA-256 (125 of 128
+/// bytes).
 fn chain_key(parent: BlockKey, block: &[u32]) -> BlockKey {
     let count = u32::try_from(block.len()).expect("the caller limits a block to 2^32 tokens");
     let mut hash = Sha256::new()
@@ -87,7 +88,7 @@ mod tests {
     const ROOT: BlockKey = BlockKey::from_bytes([7; 32]);
 
     #[test]
-    fn a_chain_may_be_computed_in_pieces() {
+    fn a_chain_computed_in_pieces_has_the_same_keys() {
         let tokens: Vec<u32> = (0..1000).collect();
         let whole = chain_keys(ROOT, &tokens, 300, ChainTail::Keep);
         let mut pieces = Vec::new();
@@ -98,7 +99,7 @@ mod tests {
     }
 
     #[test]
-    fn a_dropped_tail_has_no_key_and_changes_none() {
+    fn a_dropped_tail_has_no_key() {
         let tokens: Vec<u32> = (0..100).collect();
         let kept = chain_keys(ROOT, &tokens, 64, ChainTail::Keep);
         let dropped = chain_keys(ROOT, &tokens, 64, ChainTail::Drop);
@@ -107,7 +108,7 @@ mod tests {
     }
 
     #[test]
-    fn a_partial_block_is_not_the_full_one_that_it_starts() {
+    fn a_partial_block_and_its_full_block_have_different_keys() {
         let tokens = [1, 2, 0, 0];
         let partial = chain_keys(ROOT, &tokens[..2], 4, ChainTail::Keep);
         let full = chain_keys(ROOT, &tokens, 4, ChainTail::Keep);

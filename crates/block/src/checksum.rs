@@ -1,11 +1,11 @@
-//! The checksum on every byte that leaves DRAM: CRC-32C.
+//! CRC-32C, the checksum of every byte that leaves DRAM.
 
 use crc_fast::CrcAlgorithm::Crc32Iscsi;
 
-/// A CRC-32C (Castagnoli) of some bytes.
+/// A CRC-32C (Castagnoli).
 pub type Checksum = u32;
 
-/// CRC-32C of the bytes, at memory speed.
+/// The CRC-32C of the bytes.
 #[expect(clippy::missing_panics_doc, reason = "a 32-bit CRC fits 32 bits")]
 pub fn checksum(bytes: &[u8]) -> Checksum {
     let crc = crc_fast::checksum(Crc32Iscsi, bytes);

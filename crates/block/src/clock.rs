@@ -1,15 +1,15 @@
-//! Where time comes from, so that tests and the simulator own it.
+//! Clocks: a trait, so that tests and the simulator control time.
 
 use std::fmt;
 use std::sync::Mutex;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-/// A source of time. Everything that waits or stamps takes one.
+/// A source of time. All code that waits or records times takes one.
 pub trait Clock: Send + Sync + fmt::Debug {
     /// Time since an arbitrary fixed point; never goes back.
     fn monotonic(&self) -> Duration;
 
-    /// Milliseconds since 1970 UTC, for stamps that outlive the process.
+    /// Milliseconds since 1970 UTC, for timestamps that outlive the process.
     fn unix_ms(&self) -> u64;
 }
 
@@ -18,7 +18,7 @@ pub trait Clock: Send + Sync + fmt::Debug {
 pub struct SystemClock;
 
 impl Clock for SystemClock {
-    #[expect(clippy::disallowed_methods, reason = "this is the clock that others take")]
+    #[expect(clippy::disallowed_methods, reason = "this is the clock that all other code takes")]
     fn monotonic(&self) -> Duration {
         use std::sync::OnceLock;
         use std::time::Instant;
@@ -26,14 +26,14 @@ impl Clock for SystemClock {
         START.get_or_init(Instant::now).elapsed()
     }
 
-    #[expect(clippy::disallowed_methods, reason = "this is the clock that others take")]
+    #[expect(clippy::disallowed_methods, reason = "this is the clock that all other code takes")]
     fn unix_ms(&self) -> u64 {
         let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         u64::try_from(since.as_millis()).unwrap_or(u64::MAX)
     }
 }
 
-/// A clock that moves only when told to.
+/// A clock that advances only by its methods.
 #[derive(Debug, Default)]
 pub struct ManualClock {
     now: Mutex<Duration>,
@@ -63,22 +63,22 @@ impl Clock for ManualClock {
     }
 }
 
-/// The point on a clock's monotonic scale at which a call gives up.
+/// The monotonic time at which a call times out.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Deadline(Duration);
 
 impl Deadline {
-    /// A deadline that lies `timeout` from now.
+    /// A deadline `timeout` from now.
     pub fn after(clock: &dyn Clock, timeout: Duration) -> Self {
         Self(clock.monotonic().saturating_add(timeout))
     }
 
-    /// What is left of it; zero once it has passed.
+    /// Time until the deadline; zero once it has passed.
     pub fn remaining(&self, clock: &dyn Clock) -> Duration {
         self.0.saturating_sub(clock.monotonic())
     }
 
-    /// Whether it has passed.
+    /// Whether the deadline has passed.
     pub fn has_passed(&self, clock: &dyn Clock) -> bool {
         self.remaining(clock).is_zero()
     }

@@ -1,35 +1,35 @@
-//! Digests: 32-byte names of bytes, used to store equal bytes once.
+//! Digests: 32-byte content hashes, used to store equal bytes once.
 
 use std::fmt;
 
 use sha2::Digest as _;
 
-/// Names a block's bytes. Equal digests mean equal bytes.
+/// A hash of a block's bytes. Equal digests mean equal bytes.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Digest([u8; 32]);
 
 /// Which cryptographic hash makes a digest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum DigestAlgorithm {
-    /// BLAKE3: the faster one from a few KiB on.
+    /// BLAKE3: faster from a few KiB on.
     #[default]
     Blake3,
-    /// SHA-256: what the founding document names.
+    /// SHA-256.
     Sha256,
 }
 
-/// Whether blocks are named by their content, and with which hash.
+/// Whether contents are deduplicated, and with which hash.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum DigestMode {
-    /// Chain keys alone: no content hashing, no deduplication across keys.
+    /// Chain keys only: no content hashing, no deduplication across keys.
     #[default]
     Off,
-    /// Each put hashes its bytes; equal bytes under different keys are stored once.
+    /// Each put hashes its bytes. Equal bytes under different keys are stored once.
     On(DigestAlgorithm),
 }
 
 impl Digest {
-    /// Wraps 32 bytes that some hash of this crate produced.
+    /// Wraps the 32 bytes of an existing digest.
     pub const fn from_bytes(bytes: [u8; 32]) -> Self {
         Self(bytes)
     }

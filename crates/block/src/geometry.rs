@@ -1,17 +1,17 @@
-//! Model geometry: how many bytes of KV a token takes, for models that people run.
+//! Model geometry: bytes of KV per token of common models.
 
 use std::fmt;
 
 use thiserror::Error;
 
-/// What an attention layer keeps of a token.
+/// KV that an attention layer keeps per token.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum KvShape {
     /// A key and a value per KV head (multi-head and grouped-query attention).
     Heads {
         /// KV heads, not query heads.
         kv_heads: u32,
-        /// Elements of one head's key; its value has as many.
+        /// Elements of one head's key; its value has the same number.
         head_dim: u32,
     },
     /// One compressed vector for all heads, its rotary part included (multi-head latent attention).
@@ -21,22 +21,22 @@ pub enum KvShape {
     },
 }
 
-/// What decides the size of a model's KV.
+/// The properties that determine the size of a model's KV.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Geometry {
-    /// Name by which it is looked up.
+    /// Name in the table.
     pub name: &'static str,
     /// Layers that keep KV.
     pub layers: u32,
-    /// What each of them keeps of a token.
+    /// KV that each layer keeps per token.
     pub shape: KvShape,
     /// Bytes of one element: 2 for bf16 and fp16, 1 for fp8.
     pub element_bytes: u32,
 }
 
-/// A model that the table does not have.
+/// A model that is not in the table.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
-#[error("no geometry for the model {name:?}; known are {}", Geometry::names())]
+#[error("unknown model {name:?}; known models: {}", Geometry::names())]
 pub struct UnknownModel {
     name: String,
 }
@@ -63,7 +63,7 @@ const fn latent(name: &'static str, layers: u32, width: u32) -> Geometry {
 }
 
 impl Geometry {
-    /// All models of the table, with 16-bit elements.
+    /// All models in the table, with 16-bit elements.
     pub const fn all() -> &'static [Self] {
         MODELS
     }
@@ -74,13 +74,13 @@ impl Geometry {
         names.join(", ")
     }
 
-    /// The model of that name, in upper or lower case.
+    /// The model of this name, case-insensitive.
     pub fn by_name(name: &str) -> Result<Self, UnknownModel> {
         let found = MODELS.iter().find(|model| model.name.eq_ignore_ascii_case(name));
         found.copied().ok_or_else(|| UnknownModel { name: name.chars().take(80).collect() })
     }
 
-    /// Bytes that all layers together keep of one token.
+    /// Bytes of KV per token, over all layers.
     pub const fn bytes_per_token(&self) -> u64 {
         let elements = match self.shape {
             KvShape::Heads { kv_heads, head_dim } => 2 * kv_heads as u64 * head_dim as u64,
@@ -89,7 +89,7 @@ impl Geometry {
         self.layers as u64 * elements * self.element_bytes as u64
     }
 
-    /// Bytes of a block of that many tokens.
+    /// Bytes of a block of this many tokens.
     pub const fn block_bytes(&self, block_tokens: u64) -> u64 {
         self.bytes_per_token() * block_tokens
     }
@@ -97,7 +97,7 @@ impl Geometry {
 
 impl fmt::Display for Geometry {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} ({} bytes a token)", self.name, self.bytes_per_token())
+        write!(f, "{} ({} bytes per token)", self.name, self.bytes_per_token())
     }
 }
 
@@ -107,7 +107,7 @@ mod tests {
 
     /// The figures that `MLPerf`'s KV cache benchmark and the models' own configurations give.
     #[test]
-    fn bytes_per_token_are_those_of_the_models() {
+    fn bytes_per_token_match_the_published_figures() {
         for (name, bytes) in [
             ("tiny-1b", 24_576),
             ("mistral-7b", 131_072),
@@ -131,7 +131,7 @@ mod tests {
     }
 
     #[test]
-    fn an_unknown_model_is_refused_with_the_known_ones() {
+    fn an_unknown_model_is_refused_with_a_list_of_known_models() {
         let error = Geometry::by_name("gpt-2").expect_err("not in the table").to_string();
         assert!(error.contains("gpt-2") && error.contains("deepseek-v3"), "{error}");
     }

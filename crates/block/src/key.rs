@@ -1,14 +1,14 @@
-//! Block keys: 32-byte names of blocks by what they stand for, not by their bytes.
+//! Block keys: 32-byte names of blocks by the tokens that they cover, not by their bytes.
 
 use std::fmt;
 use std::str::FromStr;
 
 use thiserror::Error;
 
-/// Names a block by what it stands for: all tokens up to its end, in one namespace.
+/// Names a block: stands for all tokens up to its end, in one namespace.
 ///
-/// Keys that this crate makes are outputs of a cryptographic hash. Callers may bring others, so
-/// hash tables take the fingerprints that a [`crate::Seed`] gives.
+/// Keys computed by this crate are outputs of a cryptographic hash. Callers may choose others, so
+/// hash tables use the fingerprints of a [`crate::Seed`].
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct BlockKey([u8; 32]);
 
@@ -21,7 +21,7 @@ pub struct KeyParseError {
 }
 
 impl BlockKey {
-    /// Wraps 32 bytes that some hash of this crate produced.
+    /// Wraps the 32 bytes of an existing key.
     pub const fn from_bytes(bytes: [u8; 32]) -> Self {
         Self(bytes)
     }
@@ -31,7 +31,7 @@ impl BlockKey {
         &self.0
     }
 
-    /// The first eight bytes as an integer. A caller chooses them: not for hash tables.
+    /// The first eight bytes as an integer. Callers can choose them: not for hash tables.
     pub fn fingerprint(&self) -> u64 {
         let mut first = [0; 8];
         first.copy_from_slice(&self.0[..8]);

@@ -1,4 +1,4 @@
-//! The vocabulary of Cascade: keys, digests, manifests, geometry, sizes, durations and clocks.
+//! Basic types of Cascade: keys, digests, manifests, model geometry, sizes, durations and clocks.
 //! No I/O.
 
 mod causes;

@@ -1,17 +1,17 @@
-//! The compatibility manifest: all that must match for one engine's KV to be right in another.
+//! The compatibility manifest: the properties that must match for KV to be reusable.
 
 use std::collections::BTreeMap;
 use std::fmt;
 
 use sha2::{Digest as _, Sha256};
 
-/// Names of the fields that most engines have. Every other name is as good.
+/// Names of common fields. Any other name is allowed.
 pub mod field {
-    /// Which weights: a fingerprint, never a path.
+    /// Fingerprint of the weights, never a path.
     pub const WEIGHTS: &str = "weights";
     /// Element type of the stored KV, such as `bf16` or `fp8_e4m3`.
     pub const DTYPE: &str = "dtype";
-    /// How quantised elements are scaled; `none` when they are not.
+    /// Scaling of quantized elements; `none` without quantization.
     pub const SCALES: &str = "scales";
     /// Tokens in a full block.
     pub const BLOCK_TOKENS: &str = "block_tokens";
@@ -19,26 +19,26 @@ pub mod field {
     pub const LAYERS: &str = "layers";
     /// KV heads of the whole model.
     pub const KV_HEADS: &str = "kv_heads";
-    /// Elements of a head.
+    /// Elements per head.
     pub const HEAD_DIM: &str = "head_dim";
     /// Order of layers, heads and elements in a block's bytes.
     pub const LAYOUT: &str = "layout";
-    /// The engine's own name and version of its KV format.
+    /// Name and version of the engine's KV format.
     pub const ENGINE_FORMAT: &str = "engine_format";
     /// Fingerprint of the adapter (`LoRA`) in use; `none` without one.
     pub const ADAPTER: &str = "adapter";
-    /// Which share of the heads this rank has: `rank/size`.
+    /// This rank's share of the heads: `rank/size`.
     pub const TENSOR_PARALLEL: &str = "tensor_parallel";
 
-    /// Without one of these, wrong KV could pass for right.
+    /// Required fields: without any of them, incompatible KV could be reused.
     pub const REQUIRED: [&str; 8] =
         [WEIGHTS, DTYPE, BLOCK_TOKENS, LAYERS, KV_HEADS, HEAD_DIM, LAYOUT, TENSOR_PARALLEL];
 }
 
-/// All that must match for one engine's KV to be right in another: the compatibility manifest.
+/// The compatibility manifest: the properties that must match for KV to be reusable.
 ///
-/// Fields are names and values in a fixed order of names, so that two writers with the same facts
-/// produce the same bytes. A path is never a fact: name weights by their fingerprint.
+/// Fields are sorted by name, so that equal manifests have equal bytes. Name weights by their
+/// fingerprint, never by a path.
 #[derive(Debug, Clone, PartialEq, Eq, Default, serde::Serialize, serde::Deserialize)]
 #[serde(transparent)]
 pub struct Manifest {
@@ -50,13 +50,13 @@ pub struct Manifest {
 pub struct Difference {
     /// The field's name.
     pub field: String,
-    /// Its value in the manifest that was asked.
+    /// Its value in the first manifest.
     pub ours: Option<String>,
-    /// Its value in the manifest that it was compared with.
+    /// Its value in the other manifest.
     pub theirs: Option<String>,
 }
 
-/// Names weights by what they are, so that the same weights under two paths share their KV.
+/// A fingerprint of weights, so that equal weights under two paths share their KV.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct WeightsFingerprint(String);
 
@@ -73,25 +73,25 @@ impl Manifest {
         self
     }
 
-    /// States which weights made the KV.
+    /// Sets the weights that computed the KV.
     #[must_use]
     pub fn weights(self, fingerprint: &WeightsFingerprint) -> Self {
         self.with(field::WEIGHTS, fingerprint.as_str())
     }
 
-    /// States the element type, such as `bf16`, and how elements are scaled, such as `none`.
+    /// Sets the element type, such as `bf16`, and its scaling, such as `none`.
     #[must_use]
     pub fn dtype(self, dtype: &str, scales: &str) -> Self {
         self.with(field::DTYPE, dtype).with(field::SCALES, scales)
     }
 
-    /// States how many tokens a full block has.
+    /// Sets the number of tokens of a full block.
     #[must_use]
     pub fn block_tokens(self, tokens: u32) -> Self {
         self.with(field::BLOCK_TOKENS, tokens.to_string())
     }
 
-    /// States the whole model's layers, KV heads and elements of a head.
+    /// Sets the whole model's layers, KV heads and elements per head.
     #[must_use]
     pub fn geometry(self, layers: u32, kv_heads: u32, head_dim: u32) -> Self {
         self.with(field::LAYERS, layers.to_string())
@@ -99,25 +99,25 @@ impl Manifest {
             .with(field::HEAD_DIM, head_dim.to_string())
     }
 
-    /// States in which order a block's bytes lie.
+    /// Sets the layout of a block's bytes.
     #[must_use]
     pub fn layout(self, layout: &str) -> Self {
         self.with(field::LAYOUT, layout)
     }
 
-    /// States the engine and the version of its KV format.
+    /// Sets the engine and the version of its KV format.
     #[must_use]
     pub fn engine_format(self, format: &str) -> Self {
         self.with(field::ENGINE_FORMAT, format)
     }
 
-    /// States the fingerprint of the adapter in use.
+    /// Sets the fingerprint of the adapter in use.
     #[must_use]
     pub fn adapter(self, fingerprint: &WeightsFingerprint) -> Self {
         self.with(field::ADAPTER, fingerprint.as_str())
     }
 
-    /// States which of `size` equal shares of the heads this is.
+    /// Sets which of `size` equal shares of the heads this rank has.
     ///
     /// # Panics
     /// If `rank` is not below `size`.
@@ -132,17 +132,17 @@ impl Manifest {
         self.fields.get(name).map(String::as_str)
     }
 
-    /// The fields in the order in which they are hashed.
+    /// The fields in the order of hashing.
     pub fn fields(&self) -> impl Iterator<Item = (&str, &str)> {
         self.fields.iter().map(|(name, value)| (name.as_str(), value.as_str()))
     }
 
-    /// The required fields that are not stated; an engine's connector refuses to start with any.
+    /// The missing required fields. A connector refuses to start if there are any.
     pub fn missing(&self) -> Vec<&'static str> {
         field::REQUIRED.into_iter().filter(|name| !self.fields.contains_key(*name)).collect()
     }
 
-    /// The fields in which the two differ, by name; none when blocks may be reused.
+    /// The fields that differ, sorted by name; empty if blocks may be reused.
     pub fn difference(&self, other: &Self) -> Vec<Difference> {
         let mut names: Vec<&String> = self.fields.keys().chain(other.fields.keys()).collect();
         names.sort_unstable();
@@ -157,7 +157,7 @@ impl Manifest {
             .collect()
     }
 
-    /// The bytes that are hashed: per field, length and bytes of name, length and bytes of value.
+    /// The bytes to hash: for each field, length and bytes of its name, then of its value.
     pub fn canonical_bytes(&self) -> Vec<u8> {
         let mut bytes = Vec::new();
         for text in self.fields().flat_map(|(name, value)| [name, value]) {
@@ -169,13 +169,13 @@ impl Manifest {
 }
 
 impl WeightsFingerprint {
-    /// From the hash that a model hub or checkpoint index already gives, with its algorithm:
+    /// From a hash published by a model hub or checkpoint index, with its algorithm:
     /// `("sha256", "9f86…")`.
     pub fn from_hash(algorithm: &str, hash: &str) -> Self {
         Self(format!("{}:{}", algorithm.to_ascii_lowercase(), hash.to_ascii_lowercase()))
     }
 
-    /// From the bytes of the weights' files, or of their headers and index, in a fixed order.
+    /// From the bytes of the weight files, or of their headers and index, in a fixed order.
     pub fn of_parts<'a>(parts: impl IntoIterator<Item = &'a [u8]>) -> Self {
         let mut all = Sha256::new();
         for part in parts {
@@ -184,7 +184,7 @@ impl WeightsFingerprint {
         Self(format!("parts-sha256:{}", Hex(&all.finalize())))
     }
 
-    /// The text that stands in the manifest.
+    /// The value of the manifest's field.
     pub fn as_str(&self) -> &str {
         &self.0
     }
@@ -220,7 +220,7 @@ mod tests {
     }
 
     #[test]
-    fn a_near_miss_names_the_field() {
+    fn a_difference_names_the_field_and_both_values() {
         let other = complete().dtype("fp8_e4m3", "none").adapter(&WeightsFingerprint::of_parts([]));
         let difference = complete().difference(&other);
         let fields: Vec<&str> = difference.iter().map(|one| one.field.as_str()).collect();
@@ -231,15 +231,15 @@ mod tests {
     }
 
     #[test]
-    fn an_incomplete_manifest_says_what_it_lacks() {
+    fn an_incomplete_manifest_lists_its_missing_fields() {
         assert!(complete().missing().is_empty());
-        let bare = Manifest::new().dtype("bf16", "none");
-        assert!(!bare.missing().contains(&field::DTYPE));
-        assert!(bare.missing().contains(&field::WEIGHTS));
+        let incomplete = Manifest::new().dtype("bf16", "none");
+        assert!(!incomplete.missing().contains(&field::DTYPE));
+        assert!(incomplete.missing().contains(&field::WEIGHTS));
     }
 
     #[test]
-    fn weights_are_named_by_their_bytes_and_their_division() {
+    fn a_weights_fingerprint_depends_on_bytes_and_part_boundaries() {
         let whole = WeightsFingerprint::of_parts([b"ab".as_slice()]);
         assert_eq!(whole, WeightsFingerprint::of_parts([b"ab".as_slice()]));
         assert_ne!(whole, WeightsFingerprint::of_parts([b"a".as_slice(), b"b"]));
@@ -248,7 +248,7 @@ mod tests {
     }
 
     #[test]
-    fn json_gives_back_the_same_manifest() {
+    fn a_manifest_round_trips_through_json() {
         let text = serde_json::to_string(&complete()).expect("strings are JSON");
         assert_eq!(serde_json::from_str::<Manifest>(&text).expect("as written"), complete());
     }

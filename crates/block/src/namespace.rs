@@ -1,4 +1,4 @@
-//! Namespaces: which blocks may be reused for each other, from a manifest and a tenant's secret.
+//! Namespaces: sets of reusable blocks, derived from a manifest and a tenant's secret.
 
 use std::fmt;
 
@@ -7,15 +7,15 @@ use sha2::{Digest as _, Sha256};
 
 use crate::{BlockKey, Manifest};
 
-/// What separates one tenant's keys from another's. Never printed; kept only as a hash.
+/// A secret that separates one tenant's keys from another's. Never printed; stored only as a hash.
 #[derive(Clone)]
 pub struct TenantSecret([u8; 32]);
 
 impl TenantSecret {
-    /// A secret of the caller's; empty for a store with one tenant.
+    /// Hashes a secret; empty for a store with one tenant.
     pub fn new(bytes: impl AsRef<[u8]>) -> Self {
-        // HMAC pads short keys with zeros and hashes long ones, so that different secrets could
-        // act as one; hashed first, they cannot.
+        // HMAC pads short keys with zeros and hashes long ones, so different secrets could be
+        // equivalent. Hashing them first prevents that.
         let hash = Sha256::new().chain_update(b"cascade secret 1\0").chain_update(bytes);
         Self(hash.finalize().into())
     }
@@ -27,7 +27,7 @@ impl fmt::Debug for TenantSecret {
     }
 }
 
-/// Sixteen bytes that name a namespace in records and file names. They reveal no secret.
+/// A 16-byte identifier of a namespace in records and file names. Reveals no secret.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
 pub struct NamespaceId([u8; 16]);
 
@@ -55,7 +55,7 @@ impl fmt::Debug for NamespaceId {
     }
 }
 
-/// One set of blocks that may be reused for each other; the root of every chain in it.
+/// A set of blocks that may be reused for each other, and the root of its chains.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Namespace {
     root: BlockKey,
@@ -90,12 +90,12 @@ impl Namespace {
         self.root
     }
 
-    /// The public name of this namespace.
+    /// The public identifier of this namespace.
     pub fn id(&self) -> NamespaceId {
         self.id
     }
 
-    /// The manifest that it was made from.
+    /// The manifest from which it was derived.
     pub fn manifest(&self) -> &Manifest {
         &self.manifest
     }
@@ -108,7 +108,8 @@ impl Namespace {
 
 /// The key for a caller's own id below a namespace's root.
 ///
-/// The length stands before the id, so that nobody who has seen one key can extend its id.
+/// The length precedes the id to prevent length extension: one key does not reveal that of a longer
+/// id.
 pub fn key_of_id(root: BlockKey, id: &[u8]) -> BlockKey {
     let hash = Sha256::new()
         .chain_update(b"cascade id 1\0")
@@ -124,11 +125,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn secrets_that_hmac_would_pad_alike_differ() {
+    fn secrets_that_hmac_pads_to_equal_keys_differ() {
         let roots = [b"".as_slice(), b"a", b"a\0", &[7; 64], &[7; 65], &Sha256::digest([7; 65])]
             .map(|secret| Namespace::new(Manifest::new(), &TenantSecret::new(secret)).root());
         for (at, root) in roots.iter().enumerate() {
-            assert!(!roots[..at].contains(root), "secret {at} acts as an earlier one");
+            assert!(!roots[..at].contains(root), "secret {at} is equivalent to an earlier one");
         }
     }
 

@@ -1,20 +1,20 @@
-//! A secret of one process that turns keys into fingerprints for its hash tables.
+//! A secret per process that turns keys into fingerprints for hash tables.
 //!
-//! Callers choose keys. Without a secret they could choose many with one fingerprint, and every
-//! search in a table would go through all of them.
+//! Callers choose keys. Without a secret they could choose many keys with one fingerprint, which
+//! makes every table lookup linear (hash flooding).
 
 use crate::{BlockKey, Digest};
 
-/// Turns 32 bytes into a 64-bit hash that only who knows the seed can predict. Not for storage:
-/// another process has another seed.
+/// A keyed hash from 32 bytes to 64 bits, unpredictable without the seed. Not for storage: each
+/// process has its own seed.
 #[derive(Clone, Copy)]
 pub struct Seed([u64; 6]);
 
 impl Seed {
-    /// The seed of that number: draw it from the system's randomness, except in tests and studies
-    /// that have to repeat.
+    /// The seed from this number. Take a random number from the system, except in tests and studies
+    /// that have to be reproducible.
     pub fn new(number: u64) -> Self {
-        // SplitMix64 (Steele, Lea, Flood, 2014): every number gives six words that look random.
+        // SplitMix64 (Steele, Lea, Flood, 2014) expands the number to six words.
         let mut state = number;
         Self(std::array::from_fn(|_| {
             state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
@@ -34,8 +34,8 @@ impl Seed {
         self.hash(digest.as_bytes())
     }
 
-    /// NH of UMAC (Black et al., 1999) in 64-bit words: for two inputs that differ, the sums of
-    /// 128 bits are equal with a chance of 2^-64 over the seeds. A last product folds them.
+    /// NH of UMAC (Black et al., 1999) in 64-bit words: the 128-bit sums of two different inputs
+    /// collide with probability 2^-64 over the seeds. A final product folds the sum to 64 bits.
     fn hash(&self, bytes: &[u8; 32]) -> u64 {
         let (words, _) = bytes.as_chunks::<8>();
         let word = |at: usize| u64::from_le_bytes(words[at]).wrapping_add(self.0[at]);
@@ -63,7 +63,7 @@ mod tests {
 
     use super::*;
 
-    /// Keys that differ in the word at `place` alone.
+    /// Keys that differ only in the word at `place`.
     fn key(number: u64, place: usize) -> BlockKey {
         let mut bytes = [0; 32];
         bytes[place * 8..][..8].copy_from_slice(&number.to_le_bytes());
@@ -71,7 +71,7 @@ mod tests {
     }
 
     #[test]
-    fn keys_that_differ_in_any_word_spread_over_every_bit_range_that_tables_use() {
+    fn fingerprints_are_uniform_in_every_bit_range_that_tables_use() {
         const COUNT: u64 = 1 << 14;
         for place in 0..4 {
             for seed in [0, 1, u64::MAX] {
@@ -93,7 +93,7 @@ mod tests {
     }
 
     #[test]
-    fn another_seed_gives_other_fingerprints_and_the_same_one_the_same() {
+    fn fingerprints_depend_on_the_seed() {
         let key = key(7, 0);
         assert_eq!(Seed::new(1).of_key(&key), Seed::new(1).of_key(&key));
         assert_ne!(Seed::new(1).of_key(&key), Seed::new(2).of_key(&key));

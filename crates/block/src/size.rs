@@ -1,11 +1,11 @@
-//! Sizes in bytes as people write them: `512MiB`, `100MB`, `4096`.
+//! Sizes in bytes with units: `512MiB`, `100MB`, `4096`.
 
 use std::fmt;
 use std::str::FromStr;
 
 use thiserror::Error;
 
-/// A number of bytes that is read from and shown to people.
+/// A number of bytes, parsed from and printed as text.
 ///
 /// `KiB`, `MiB`, `GiB`, `TiB` are powers of 1024; `KB`, `MB`, `GB`, `TB` are powers of 1000; `B`
 /// or nothing is bytes. Upper or lower case, with or without a space before the unit.
@@ -19,17 +19,17 @@ use thiserror::Error;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
 pub struct ByteSize(pub u64);
 
-/// Why a text is no size.
+/// Why a text is not a valid size.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum ByteSizeError {
-    /// No whole number at the start.
+    /// The text does not start with a whole number.
     #[error("{text:?} is not a size; write a whole number and a unit, such as 512MiB or 100MB")]
     Number {
         /// What was given.
         text: String,
     },
-    /// A unit that is not known.
+    /// An unknown unit.
     #[error(
         "{unit:?} in {text:?} is not a unit; write B, KiB, MiB, GiB, TiB (powers of 1024) or \
              KB, MB, GB, TB (powers of 1000)"
@@ -40,7 +40,7 @@ pub enum ByteSizeError {
         /// The part that is not a unit.
         unit: String,
     },
-    /// More than 64 bits of bytes.
+    /// More bytes than fit 64 bits.
     #[error("{text:?} is too large; the largest size is 16777215TiB")]
     TooLarge {
         /// What was given.
@@ -54,7 +54,7 @@ const DECIMAL: [(&str, u64); 4] =
     [("TB", 1_000_000_000_000), ("GB", 1_000_000_000), ("MB", 1_000_000), ("KB", 1_000)];
 
 impl ByteSize {
-    /// The size to one decimal in the largest binary unit that fits: for reading, not for parsing.
+    /// The size to one decimal in the largest binary unit that fits, for display only.
     pub fn rounded(self) -> String {
         match BINARY.iter().find(|(_, unit)| self.0 >= *unit) {
             Some((name, unit)) => {
@@ -67,7 +67,7 @@ impl ByteSize {
 }
 
 impl fmt::Display for ByteSize {
-    /// Exact: parsing what is printed gives the same size.
+    /// Exact: parsing the printed text returns the same size.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let exact = BINARY.iter().find(|(_, unit)| self.0 != 0 && self.0.is_multiple_of(*unit));
         match exact {
@@ -93,7 +93,7 @@ impl FromStr for ByteSize {
             text: quoted(),
             unit: unit.chars().take(80).collect(),
         })?;
-        // Only digits are left, so the one thing that can be wrong with the number is its size.
+        // Only digits remain, so the only possible error is overflow.
         let number = digits.parse::<u64>().ok();
         let bytes = number.and_then(|number| number.checked_mul(factor));
         bytes.map(Self).ok_or_else(|| ByteSizeError::TooLarge { text: quoted() })
@@ -114,7 +114,7 @@ mod tests {
     use proptest::prelude::*;
 
     #[test]
-    fn sizes_that_people_write_are_read() {
+    fn sizes_with_and_without_units_are_parsed() {
         for (text, bytes) in [
             ("0", 0),
             ("4096", 4096),
@@ -131,7 +131,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_size_is_refused_with_what_would_be_right() {
+    fn an_invalid_size_is_refused_with_an_example() {
         for text in ["", "MiB", "-1", "1.5GiB", "1e9"] {
             let error = text.parse::<ByteSize>().expect_err(text).to_string();
             assert!(error.contains("512MiB") || error.contains("KiB, MiB"), "{error}");
@@ -153,7 +153,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_is_printed_parses_to_the_same(bytes: u64, shift in 0_u32..40) {
+        fn a_printed_size_parses_to_the_same_size(bytes: u64, shift in 0_u32..40) {
             let size = ByteSize(bytes >> shift << shift);
             prop_assert_eq!(size.to_string().parse(), Ok(size));
         }

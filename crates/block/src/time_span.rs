@@ -1,4 +1,4 @@
-//! Durations as people write them: `5s`, `250ms`, `1.5s`, `2h`, `30` (seconds).
+//! Durations with units: `5s`, `250ms`, `1.5s`, `2h`, `30` (seconds).
 
 use std::fmt;
 use std::str::FromStr;
@@ -6,9 +6,9 @@ use std::time::Duration;
 
 use thiserror::Error;
 
-/// A duration that is read from and shown to people.
+/// A duration, parsed from and printed as text.
 ///
-/// Units are `ms`, `s`, `min`, `h` and `d`; a number without a unit is seconds. The longest is a
+/// Units are `ms`, `s`, `min`, `h` and `d`; a number without a unit is in seconds. The maximum is a
 /// hundred years, so that a deadline never overflows a clock.
 ///
 /// ```
@@ -21,17 +21,17 @@ use thiserror::Error;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
 pub struct TimeSpan(pub Duration);
 
-/// Why something is no duration.
+/// Why a text or number is not a valid duration.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum TimeSpanError {
-    /// Not a number, or a number below zero, with a unit.
+    /// Not a number, or a negative one.
     #[error("{text:?} is not a duration; write a number from 0 up and a unit, such as 250ms or 5s")]
     Number {
         /// What was given.
         text: String,
     },
-    /// A unit that is not known.
+    /// An unknown unit.
     #[error("{unit:?} in {text:?} is not a unit of time; write ms, s, min, h or d")]
     Unit {
         /// What was given.
@@ -52,13 +52,13 @@ const UNITS: [(&str, u64); 5] =
     [("d", 86_400_000), ("h", 3_600_000), ("min", 60_000), ("s", 1000), ("ms", 1)];
 
 impl TimeSpan {
-    /// The longest: a hundred years.
+    /// The maximum: a hundred years.
     pub const MAX: Self = Self(Duration::from_secs(36_525 * 86_400));
 
-    /// A number of seconds.
+    /// A duration of `seconds`.
     ///
     /// # Errors
-    /// If it is below zero, not a number, or longer than [`TimeSpan::MAX`].
+    /// If it is negative, not a number, or longer than [`TimeSpan::MAX`].
     pub fn from_seconds(seconds: f64) -> Result<Self, TimeSpanError> {
         if seconds.is_nan() || seconds < 0.0 {
             return Err(TimeSpanError::Number { text: seconds.to_string() });
@@ -91,7 +91,7 @@ impl FromStr for TimeSpan {
             }
         };
         let too_long = || TimeSpanError::TooLong { text: quoted() };
-        // Whole numbers are exact; only fractions go through floating point.
+        // Whole numbers stay exact; only fractions are computed in floating point.
         if let Ok(whole) = number.parse::<u64>() {
             let span = whole.checked_mul(unit_ms).map(|ms| Self(Duration::from_millis(ms)));
             return span.filter(|span| *span <= Self::MAX).ok_or_else(too_long);
@@ -104,7 +104,7 @@ impl FromStr for TimeSpan {
 }
 
 impl fmt::Display for TimeSpan {
-    /// Whole milliseconds are exact: parsing what is printed gives the same duration.
+    /// Whole milliseconds are exact: parsing the printed text returns the same duration.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let ms = self.0.as_millis();
         if Duration::from_millis(u64::try_from(ms).unwrap_or(u64::MAX)) != self.0 {
@@ -121,7 +121,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn durations_that_people_write_are_read_and_written_back() {
+    fn durations_are_parsed_and_printed() {
         for (text, ms, back) in [
             ("0", 0, "0ms"),
             ("30", 30_000, "30s"),
@@ -142,7 +142,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_duration_is_refused_with_what_would_be_right() {
+    fn an_invalid_duration_is_refused_with_an_example() {
         for (text, hint) in [
             ("", "5s"),
             ("soon", "5s"),
@@ -156,8 +156,8 @@ mod tests {
             ("99999999999999999999s", "36525d"),
             ("99999999999999999999.5s", "36525d"),
         ] {
-            let said = text.parse::<TimeSpan>().expect_err(text).to_string();
-            assert!(said.contains(hint), "{text}: {said}");
+            let message = text.parse::<TimeSpan>().expect_err(text).to_string();
+            assert!(message.contains(hint), "{text}: {message}");
         }
         for seconds in [-1.0, f64::NAN, f64::INFINITY, 1e300] {
             assert!(TimeSpan::from_seconds(seconds).is_err(), "{seconds}");

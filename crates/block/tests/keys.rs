@@ -1,4 +1,4 @@
-//! Keys are the same everywhere and for ever, and differ whenever what they stand for does.
+//! Keys match the test vectors, and differ whenever their inputs differ.
 
 #![expect(clippy::unwrap_used, reason = "in a test, a surprise should panic")]
 
@@ -40,7 +40,7 @@ fn repeated(vector: &Value) -> Vec<u8> {
 }
 
 #[test]
-fn namespaces_are_those_of_the_vectors() {
+fn namespaces_match_the_vectors() {
     for vector in vectors("namespaces") {
         let manifest: Manifest = serde_json::from_value(vector["manifest"].clone()).unwrap();
         let namespace = Namespace::new(manifest, &TenantSecret::new(bytes(&vector, "secret_hex")));
@@ -50,7 +50,7 @@ fn namespaces_are_those_of_the_vectors() {
 }
 
 #[test]
-fn keys_of_ids_are_those_of_the_vectors() {
+fn keys_of_ids_match_the_vectors() {
     for vector in vectors("ids") {
         let found = cascade_block::key_of_id(key(&vector, "root"), &bytes(&vector, "id_hex"));
         assert_eq!(found, key(&vector, "key"));
@@ -58,7 +58,7 @@ fn keys_of_ids_are_those_of_the_vectors() {
 }
 
 #[test]
-fn chains_are_those_of_the_vectors() {
+fn chains_match_the_vectors() {
     for vector in vectors("chains") {
         let tokens: Vec<u32> = serde_json::from_value(vector["tokens"].clone()).unwrap();
         let block_tokens = vector["block_tokens"].as_u64().unwrap().try_into().unwrap();
@@ -71,7 +71,7 @@ fn chains_are_those_of_the_vectors() {
 }
 
 #[test]
-fn digests_and_checksums_are_those_of_the_vectors() {
+fn digests_and_checksums_match_the_vectors() {
     for vector in vectors("digests") {
         let bytes = repeated(&vector);
         let digest = |algorithm| Digest::of(algorithm, &bytes).to_string();
@@ -81,7 +81,7 @@ fn digests_and_checksums_are_those_of_the_vectors() {
     for vector in vectors("checksums") {
         assert_eq!(u64::from(checksum(&repeated(&vector))), vector["crc32c"].as_u64().unwrap());
     }
-    // The check value that the algorithm's catalogue entry gives.
+    // The check value of the algorithm's catalogue entry.
     assert_eq!(checksum(b"123456789"), 0xe306_9283);
 }
 
@@ -100,7 +100,7 @@ fn root(manifest: Manifest, secret: &[u8]) -> BlockKey {
 
 proptest! {
     #[test]
-    fn every_fact_of_a_manifest_and_the_secret_count_and_their_order_does_not(
+    fn a_root_depends_on_every_field_and_the_secret_but_not_on_field_order(
         fields in fields(),
         secret in prop::collection::vec(any::<u8>(), 0..100),
         at: prop::sample::Index,
@@ -125,7 +125,7 @@ proptest! {
     }
 
     #[test]
-    fn every_token_and_its_place_count_from_its_block_on(
+    fn a_key_depends_on_every_token_up_to_its_block(
         tokens in prop::collection::vec(any::<u32>(), 2..200),
         block_tokens in 1_usize..40,
         at: prop::sample::Index,
@@ -153,9 +153,9 @@ proptest! {
         prop_assert!(elsewhere.iter().all(|key| !original.contains(key)));
     }
 
-    /// Splitting the same tokens otherwise, or cutting them short, gives keys of its own.
+    /// Other block lengths or fewer tokens give other keys.
     #[test]
-    fn blocks_of_other_lengths_have_other_keys(
+    fn blocks_of_different_lengths_have_different_keys(
         tokens in prop::collection::vec(0_u32..3, 2..100),
         cut in 1_usize..99,
     ) {

@@ -1,4 +1,4 @@
-//! An administrator's connection: questions and orders in words, without pool or threads.
+//! An administrator's connection: requests by topic with JSON arguments, without pool or threads.
 
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
@@ -8,63 +8,63 @@ use cascade_block::{Deadline, SystemClock};
 use cascade_wire::{Access, Answer, Call, Hello, VERSION, VERSION_MIN};
 use thiserror::Error;
 
-use crate::client::node_time;
-use crate::line::{Line, LineError};
+use crate::client::node_timeout_ms;
+use crate::connection::{Connection, ConnectionError};
 
-/// Why an administrator has no answer, by what can be done about it.
+/// Why an administrator's request failed, by what can be done about it.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum AskError {
-    /// Nothing serves there.
+    /// No node serves at the socket.
     #[error("no node answers at {}: {reason}", socket.display())]
     Away {
-        /// Where.
+        /// The socket.
         socket: PathBuf,
-        /// What was seen.
+        /// What failed.
         reason: String,
     },
-    /// Something is there, but did not answer in time.
+    /// The node did not answer in time.
     #[error(
-        "the node at {} did not answer within {} s; is it stopped?",
+        "the node at {} did not answer within {} s; check whether it is stopped",
         socket.display(),
         timeout.as_secs_f64()
     )]
     Late {
-        /// Where.
+        /// The socket.
         socket: PathBuf,
-        /// How long it was given.
+        /// The request's timeout.
         timeout: Duration,
     },
-    /// The node does not take this user for an administrator or a tenant.
+    /// This user is neither an administrator nor a tenant of the node.
     #[error("the node at {} refuses this user: {reason}", socket.display())]
     Refused {
-        /// Where.
+        /// The socket.
         socket: PathBuf,
-        /// Why, in the node's words.
+        /// The node's reason.
         reason: String,
     },
-    /// The node understood, and does not do it.
+    /// The node understood the request and declined it.
     #[error("{reason}")]
     Declined {
-        /// Why, in the node's words.
+        /// The node's reason.
         reason: String,
     },
 }
 
-/// A connection for asking a node and for giving it orders. It connects again after a failure.
+/// A connection for administrative requests. It reconnects after a failure.
 #[derive(Debug)]
 pub struct Administrator {
     socket: PathBuf,
     token: Option<Vec<u8>>,
     name: String,
-    line: Mutex<Option<Line>>,
+    connection: Mutex<Option<Connection>>,
 }
 
 impl Administrator {
-    /// Connects to the node at a socket within a time, under a name that its status shows.
+    /// Connects to the node at a socket. The node's status shows `name`.
     ///
     /// # Errors
-    /// Why there is no connection.
+    /// If there is no connection within the timeout.
     pub fn connect(
         socket: impl Into<PathBuf>,
         token: Option<Vec<u8>>,
@@ -72,9 +72,9 @@ impl Administrator {
         timeout: Duration,
     ) -> Result<Self, AskError> {
         let (socket, name) = (socket.into(), name.to_owned());
-        let new = Self { socket, token, name, line: Mutex::new(None) };
-        let line = new.open(Deadline::after(&SystemClock, timeout), timeout)?;
-        *new.line.lock().unwrap_or_else(PoisonError::into_inner) = Some(line);
+        let new = Self { socket, token, name, connection: Mutex::new(None) };
+        let connection = new.open(Deadline::after(&SystemClock, timeout), timeout)?;
+        *new.connection.lock().unwrap_or_else(PoisonError::into_inner) = Some(connection);
         Ok(new)
     }
 
@@ -83,10 +83,10 @@ impl Administrator {
         &self.socket
     }
 
-    /// Whether the node answers.
+    /// Checks that the node answers.
     ///
     /// # Errors
-    /// Why it does not.
+    /// If it does not answer within the timeout.
     pub fn ping(&self, timeout: Duration) -> Result<(), AskError> {
         match self.call(timeout, |_| Call::Ping)? {
             Answer::Done => Ok(()),
@@ -94,10 +94,10 @@ impl Administrator {
         }
     }
 
-    /// A question or an order: a topic, and arguments in JSON. The answer is JSON.
+    /// Sends a request with a topic and JSON arguments. Returns the answer's JSON.
     ///
     /// # Errors
-    /// Why there is no answer.
+    /// If there is no answer, or if the node declines the request.
     pub fn ask(&self, topic: &str, arguments: &str, timeout: Duration) -> Result<String, AskError> {
         let call = |timeout_ms| Call::Admin {
             timeout_ms,
@@ -116,22 +116,22 @@ impl Administrator {
 
     fn call(&self, timeout: Duration, call: impl Fn(u32) -> Call) -> Result<Answer, AskError> {
         let deadline = Deadline::after(&SystemClock, timeout);
-        let mut kept = self.line.lock().unwrap_or_else(PoisonError::into_inner);
-        // A line that failed is out of step; it is closed and the next call opens another.
-        let mut line = match kept.take() {
-            Some(line) => line,
+        let mut kept = self.connection.lock().unwrap_or_else(PoisonError::into_inner);
+        // A connection that failed may still carry a late answer: the next call opens another.
+        let mut connection = match kept.take() {
+            Some(connection) => connection,
             None => self.open(deadline, timeout)?,
         };
         let left = deadline.remaining(&SystemClock);
-        let answer = line.ask(&[], &call(node_time(left)), deadline);
+        let answer = connection.call(&[], &call(node_timeout_ms(left)), deadline);
         let answer = answer.map_err(|error| self.failure(error, timeout))?;
-        *kept = Some(line);
+        *kept = Some(connection);
         Ok(answer)
     }
 
-    fn open(&self, deadline: Deadline, timeout: Duration) -> Result<Line, AskError> {
+    fn open(&self, deadline: Deadline, timeout: Duration) -> Result<Connection, AskError> {
         let failed = |error| self.failure(error, timeout);
-        let mut line = Line::connect(&self.socket, deadline).map_err(failed)?;
+        let mut connection = Connection::connect(&self.socket, deadline).map_err(failed)?;
         let hello = Call::Hello(Hello {
             version_min: VERSION_MIN,
             version_max: VERSION,
@@ -140,8 +140,8 @@ impl Administrator {
             token: self.token.clone(),
             name: self.name.clone(),
         });
-        match line.greet(&hello, deadline).map_err(failed)?.0 {
-            Answer::Welcome(_) => Ok(line),
+        match connection.handshake(&hello, deadline).map_err(failed)?.0 {
+            Answer::Welcome(_) => Ok(connection),
             Answer::Refused { reason } => {
                 Err(AskError::Refused { socket: self.socket.clone(), reason })
             }
@@ -149,19 +149,19 @@ impl Administrator {
         }
     }
 
-    fn failure(&self, error: LineError, timeout: Duration) -> AskError {
+    fn failure(&self, error: ConnectionError, timeout: Duration) -> AskError {
         let socket = self.socket.clone();
         match error {
-            LineError::Late | LineError::NoTime | LineError::Stuck => {
+            ConnectionError::Timeout | ConnectionError::NotSent | ConnectionError::SendBlocked => {
                 AskError::Late { socket, timeout }
             }
-            LineError::TooLong(reason) => AskError::Declined { reason },
-            LineError::Broken(reason) => AskError::Away { socket, reason },
+            ConnectionError::TooLong(reason) => AskError::Declined { reason },
+            ConnectionError::Broken(reason) => AskError::Away { socket, reason },
         }
     }
 
     fn unexpected(&self, answer: &Answer) -> AskError {
-        let reason = format!("it answers something else than was asked: {answer:?}");
+        let reason = format!("the node sent an answer of the wrong kind: {answer:?}");
         AskError::Away { socket: self.socket.clone(), reason }
     }
 }

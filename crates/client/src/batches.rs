@@ -1,4 +1,4 @@
-//! Puts and reads: batches of messages, and copies between the caller's memory and the pool.
+//! Puts and reads: batches of calls, and copies between the caller's memory and the pool.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -13,17 +13,17 @@ use cascade_wire::{
     Answer, AskedBlock, BLOCKS_MAX, Call, Lease, LeasePurpose, PreparedBlock, SealedBlock,
 };
 
-use crate::client::{Inner, node_time};
+use crate::client::{ClientInner, node_timeout_ms};
 use crate::session::Link;
 
-/// How often a put begins anew with blocks that others put and delete under it.
+/// How often a put retries blocks that others put and delete concurrently.
 const PASSES_MAX: u32 = 3;
-/// A copying get holds at most this share of what a client may hold.
-const GET_SHARE: usize = 2;
-/// Between two attempts to lease one block for which the client's share has no room.
+/// A copying get holds at most one half of what a client may hold.
+const GET_SHARE_DIVISOR: usize = 2;
+/// Pause between two attempts to lease one block while the client's share is exhausted.
 const ROOM_PAUSE: Duration = Duration::from_millis(1);
 
-/// One batch under way.
+/// One batch in flight: its link, deadline and timeout.
 pub(crate) struct Batch {
     pub(crate) link: Arc<Link>,
     pub(crate) deadline: Deadline,
@@ -31,25 +31,25 @@ pub(crate) struct Batch {
 }
 
 impl Batch {
-    pub(crate) fn node_time(&self) -> u32 {
-        node_time(self.deadline.remaining(&SystemClock).min(self.time))
+    pub(crate) fn node_timeout_ms(&self) -> u32 {
+        node_timeout_ms(self.deadline.remaining(&SystemClock).min(self.time))
     }
 
-    /// Tells the node what became of puts that were settled here, a message's worth at most.
-    fn tell_settled(&self, present: u32, conflicts: u32, failures: u32) {
+    /// Reports the outcomes of puts that the client decided itself, for the node's counters.
+    fn report_settled(&self, present: u32, conflicts: u32, failures: u32) {
         if (present, conflicts, failures) == (0, 0, 0) {
             return;
         }
         let settled = Call::Settled { present, conflicts, failures };
-        // Only a count is lost with it.
-        drop(self.link.session.tell(vec![settled], self.deadline));
+        // If it fails, only counts are lost.
+        drop(self.link.session.send(vec![settled], self.deadline));
     }
 }
 
-impl Inner {
+impl ClientInner {
     pub(crate) fn begin(&self, options: CallOptions) -> Result<Batch, StoreError> {
         let (deadline, time) = self.deadline(options);
-        let link = self.linked_anew(deadline)?;
+        let link = self.link_or_reconnect(deadline)?;
         Ok(Batch { link, deadline, time })
     }
 
@@ -64,6 +64,9 @@ impl Inner {
                 *outcome = Some(PutOutcome::Declined(DeclineReason::TooLarge));
             }
         }
+        // A pass prepares, copies and seals the undecided blocks, then compares those whose keys
+        // are already stored. A block that is deleted before its comparison stays undecided and
+        // takes another pass. Rounds end: the node decides at least one block of each, or it fails.
         for _ in 0..PASSES_MAX {
             let mut compare = Vec::new();
             let mut is_compared = vec![false; batch.len()];
@@ -92,12 +95,14 @@ impl Inner {
             self.compare(&on, batch, &compare, &mut outcomes);
         }
         let timeout_ms = u64::try_from(on.time.as_millis()).unwrap_or(u64::MAX);
-        let operation = "put a key that others delete";
-        let restless = || PutOutcome::Failed(StoreError::Timeout { operation, timeout_ms });
-        outcomes.into_iter().map(|outcome| outcome.unwrap_or_else(restless)).collect()
+        let operation = "put a block that others keep deleting";
+        let retries_exhausted =
+            || PutOutcome::Failed(StoreError::Timeout { operation, timeout_ms });
+        outcomes.into_iter().map(|outcome| outcome.unwrap_or_else(retries_exhausted)).collect()
     }
 
-    /// Asks where blocks go, copies them there and seals them. Returns those to compare.
+    /// Prepares blocks, copies them into their slabs and seals them. Returns the blocks whose keys
+    /// are present and whose bytes have to be compared.
     fn put_round(
         &self,
         on: &Batch,
@@ -105,8 +110,9 @@ impl Inner {
         round: &[usize],
         outcomes: &mut [Option<PutOutcome>],
     ) -> Result<Vec<usize>, StoreError> {
-        let asked = round.iter().map(|at| asked(&batch[*at], batch[*at].bytes.len())).collect();
-        let prepared = self.ask_where(on, asked)?;
+        let blocks =
+            round.iter().map(|at| prepare_request(&batch[*at], batch[*at].bytes.len())).collect();
+        let prepared = self.prepare_round(on, blocks)?;
         let (mut sealed, mut compare) = (Vec::with_capacity(round.len()), Vec::new());
         let mut placed = Vec::with_capacity(round.len());
         for (at, prepared) in round.iter().zip(prepared) {
@@ -114,7 +120,7 @@ impl Inner {
             match prepared {
                 Prepared::Slab(mut slab) => {
                     copy_in(&mut slab, put.bytes);
-                    let hold = slab.surrender(&on.link.attachment);
+                    let hold = slab.into_hold(&on.link.attachment);
                     sealed.push(seal(put, hold.expect("this node lent it"), put.bytes.len()));
                     placed.push(*at);
                 }
@@ -132,16 +138,20 @@ impl Inner {
         Ok(compare)
     }
 
-    /// One message's worth of blocks: where each goes, if anywhere.
-    fn ask_where(&self, on: &Batch, blocks: Vec<AskedBlock>) -> Result<Vec<Prepared>, StoreError> {
+    /// Prepares the blocks of one message: a slab or an outcome for each.
+    fn prepare_round(
+        &self,
+        on: &Batch,
+        blocks: Vec<AskedBlock>,
+    ) -> Result<Vec<Prepared>, StoreError> {
         let lengths: Vec<usize> = blocks.iter().map(|block| block.bytes as usize).collect();
-        let first_hold = on.link.session.draw_holds(lengths.len());
-        let call = Call::Prepare { timeout_ms: on.node_time(), first_hold, blocks };
-        let answer = self.ask_on(&on.link, "prepare a put", &call, on.deadline, on.time);
+        let first_hold = on.link.session.allocate_holds(lengths.len());
+        let call = Call::Prepare { timeout_ms: on.node_timeout_ms(), first_hold, blocks };
+        let answer = self.call_on(&on.link, "prepare a put", &call, on.deadline, on.time);
         let place = |((block, bytes), hold)| {
             Ok(match block {
                 PreparedBlock::Slab { offset } => {
-                    Prepared::Slab(self.lent(&on.link, hold, offset, bytes)?)
+                    Prepared::Slab(self.lent_slab(&on.link, hold, offset, bytes)?)
                 }
                 PreparedBlock::Settled(outcome) => Prepared::Settled(outcome),
                 PreparedBlock::Compare => Prepared::Compare,
@@ -156,18 +166,18 @@ impl Inner {
                 .zip(first_hold..)
                 .map(place)
                 .collect(),
-            Ok(other) => Err(self.odd(&other)),
+            Ok(other) => Err(self.unexpected_answer(&other)),
             Err(error) => Err(error),
         };
         if prepared.is_err() {
-            // What a failed round may still grant, or has granted, comes back.
-            on.link.session.give_back_range(first_hold, lengths.len());
+            // The node may have granted slabs, or may still grant them: release all of them.
+            on.link.session.release_range(first_hold, lengths.len());
         }
         prepared
     }
 
-    /// Slabs for blocks that the caller fills before it seals any. A key that is there is present,
-    /// whatever its bytes.
+    /// Slabs for blocks that the caller fills before it seals any. A key that is already stored is
+    /// reported as present without comparing bytes.
     pub(crate) fn prepare(
         &self,
         batch: &[Put<'_>],
@@ -191,12 +201,14 @@ impl Inner {
         }
         let mut open: Vec<usize> = (0..batch.len()).filter(|at| all[*at].is_none()).collect();
         while !open.is_empty() {
-            // What is put off, because the slabs of one answer are bounded, opens the next round:
-            // the node decides the first block of each. By the deadline rounds fail.
+            // One answer grants a bounded number of slabs; deferred blocks start the next round.
+            // The node decides at least the first block of each round, and rounds fail at the
+            // deadline, so the loop ends.
             let round = &open[..open.len().min(BLOCKS_MAX)];
-            let blocks = round.iter().map(|at| asked(&batch[*at], lengths[*at])).collect();
+            let blocks =
+                round.iter().map(|at| prepare_request(&batch[*at], lengths[*at])).collect();
             let mut present = 0;
-            match self.ask_where(&on, blocks) {
+            match self.prepare_round(&on, blocks) {
                 Ok(prepared) => {
                     for (at, prepared) in round.iter().zip(prepared) {
                         all[*at] = match prepared {
@@ -215,13 +227,13 @@ impl Inner {
                     }
                 }
             }
-            on.tell_settled(present, 0, 0);
+            on.report_settled(present, 0, 0);
             open.retain(|at| all[*at].is_none());
         }
         all.into_iter().map(|one| one.expect("every block was decided")).collect()
     }
 
-    fn lent(
+    fn lent_slab(
         &self,
         link: &Link,
         hold: u64,
@@ -231,33 +243,33 @@ impl Inner {
         let offset = usize::try_from(offset).ok();
         let slab = offset.and_then(|offset| link.attachment.writable(hold, offset, bytes));
         slab.ok_or_else(|| {
-            let reason = "the node lends memory outside of its pool".to_owned();
-            self.note_odd(reason)
+            let reason = "the node granted memory outside its pool".to_owned();
+            self.unavailable(reason)
         })
     }
 
-    fn note_odd(&self, reason: String) -> StoreError {
+    fn unavailable(&self, reason: String) -> StoreError {
         StoreError::Away { socket: self.socket(), reason }
     }
 
     fn seal(&self, on: &Batch, blocks: Vec<SealedBlock>) -> Vec<PutOutcome> {
         let count = blocks.len();
         let holds: Vec<u64> = blocks.iter().map(|block| block.hold).collect();
-        let call = Call::Seal { timeout_ms: on.node_time(), blocks };
-        let answer = self.ask_on(&on.link, "seal a put", &call, on.deadline, on.time);
+        let call = Call::Seal { timeout_ms: on.node_timeout_ms(), blocks };
+        let answer = self.call_on(&on.link, "seal a put", &call, on.deadline, on.time);
         let error = match answer {
             Ok(Answer::Puts(outcomes)) if outcomes.len() == count => return outcomes,
-            Ok(other) => self.odd(&other),
+            Ok(other) => self.unexpected_answer(&other),
             Err(error) => error,
         };
-        // Those that it did not take come back; of the others it knows nothing any more.
+        // Release what the node did not seal. Releasing a sealed hold has no effect.
         for hold in holds {
-            on.link.session.give_back_range(hold, 1);
+            on.link.session.release_range(hold, 1);
         }
         (0..count).map(|_| PutOutcome::Failed(error.clone())).collect()
     }
 
-    /// Compares blocks that are there with what was to be put. What is gone again stays open.
+    /// Compares stored blocks with the bytes to be put. Blocks deleted meanwhile stay undecided.
     fn compare(
         &self,
         on: &Batch,
@@ -291,8 +303,8 @@ impl Inner {
                     }
                 };
             }
-            // One for each step: the node counts no more of them at a time than a message has.
-            on.tell_settled(present, conflicts, failures);
+            // One report for each step: the node accepts at most the blocks of one message.
+            on.report_settled(present, conflicts, failures);
         }
     }
 
@@ -302,15 +314,15 @@ impl Inner {
         options: CallOptions,
     ) -> Result<SlabMut, StoreError> {
         let on = self.begin(options)?;
-        let hold = on.link.session.draw_holds(1);
-        let call = Call::Reserve { timeout_ms: on.node_time(), hold, bytes: bytes as u64 };
-        let reserved = match self.ask_on(&on.link, "reserve a slab", &call, on.deadline, on.time) {
-            Ok(Answer::Slab { offset }) => self.lent(&on.link, hold, offset, bytes),
-            Ok(other) => Err(self.odd(&other)),
+        let hold = on.link.session.allocate_holds(1);
+        let call = Call::Reserve { timeout_ms: on.node_timeout_ms(), hold, bytes: bytes as u64 };
+        let reserved = match self.call_on(&on.link, "reserve a slab", &call, on.deadline, on.time) {
+            Ok(Answer::Slab { offset }) => self.lent_slab(&on.link, hold, offset, bytes),
+            Ok(other) => Err(self.unexpected_answer(&other)),
             Err(error) => Err(error),
         };
         if reserved.is_err() {
-            on.link.session.give_back_range(hold, 1);
+            on.link.session.release_range(hold, 1);
         }
         reserved
     }
@@ -326,13 +338,15 @@ impl Inner {
             let PutSlab { key, slab, parent, namespace, is_prefix, is_partial, ttl_ms } = put;
             let bytes = slab.len();
             let facts = Put { bytes: &[], key, parent, namespace, is_prefix, is_partial, ttl_ms };
-            if let Ok(hold) = slab.surrender(&on.link.attachment) {
+            if let Ok(hold) = slab.into_hold(&on.link.attachment) {
                 sealed.push(seal(&facts, hold, bytes));
                 placed.push(at);
             } else {
-                // Reserved before the node was started anew, or in another store.
-                let reason = "the slab was reserved from a node that is gone".to_owned();
-                outcomes[at] = Some(PutOutcome::Failed(self.note_odd(reason)));
+                // Its hold belongs to another session: the node has no such hold.
+                let reason =
+                    "the slab was reserved before the node restarted, or from another store"
+                        .to_owned();
+                outcomes[at] = Some(PutOutcome::Failed(self.unavailable(reason)));
             }
         }
         let mut settled = Vec::with_capacity(placed.len());
@@ -397,8 +411,8 @@ impl Inner {
         outcomes
     }
 
-    /// Leases the first of some blocks, at most `step` of them. Other calls of this client may hold
-    /// its share for a moment: then fewer at a time, and again until the deadline.
+    /// Leases the first blocks of `keys`, as many as fit the client's share. While other calls of
+    /// this client use up the share, it retries with half as many until the deadline.
     fn lease_step(&self, on: &Batch, purpose: LeasePurpose, keys: &[BlockKey]) -> Vec<ViewOutcome> {
         let mut step = keys.len();
         loop {
@@ -415,7 +429,7 @@ impl Inner {
             if !has_time || !views.iter().any(is_full) {
                 return views;
             }
-            // What it has goes back first: two calls that each wait for the other get nowhere.
+            // Release before waiting: two calls that wait for each other would deadlock.
             drop(views);
             if step == 1 {
                 std::thread::park_timeout(ROOM_PAUSE);
@@ -430,18 +444,18 @@ impl Inner {
         purpose: LeasePurpose,
         keys: &[BlockKey],
     ) -> Vec<ViewOutcome> {
-        let first_hold = on.link.session.draw_holds(keys.len());
-        let timeout_ms = on.node_time();
+        let first_hold = on.link.session.allocate_holds(keys.len());
+        let timeout_ms = on.node_timeout_ms();
         let call = Call::Lease { timeout_ms, first_hold, purpose, keys: keys.to_vec() };
-        let answer = self.ask_on(&on.link, "read blocks", &call, on.deadline, on.time);
+        let answer = self.call_on(&on.link, "read blocks", &call, on.deadline, on.time);
         let error = match answer {
             Ok(Answer::Leases(leases)) if leases.len() == keys.len() => {
                 return self.views(&on.link, first_hold, leases);
             }
-            Ok(other) => self.odd(&other),
+            Ok(other) => self.unexpected_answer(&other),
             Err(error) => error,
         };
-        on.link.session.give_back_range(first_hold, keys.len());
+        on.link.session.release_range(first_hold, keys.len());
         let one = || match &error {
             StoreError::Away { .. } => ViewOutcome::Miss,
             error => ViewOutcome::Failed(error.clone()),
@@ -463,9 +477,9 @@ impl Inner {
                 if let (Some(slab), Some(tier)) = (slab, link.tiers.get(usize::from(tier))) {
                     ViewOutcome::Hit { slab, tier }
                 } else {
-                    link.session.give_back_range(hold, 1);
-                    let reason = "the node leases memory outside of its pool".to_owned();
-                    ViewOutcome::Failed(self.note_odd(reason))
+                    link.session.release_range(hold, 1);
+                    let reason = "the node leased memory outside its pool".to_owned();
+                    ViewOutcome::Failed(self.unavailable(reason))
                 }
             }
             Lease::Miss => ViewOutcome::Miss,
@@ -476,9 +490,10 @@ impl Inner {
 }
 
 impl Link {
-    /// How many of some blocks can be held at a time, at least one.
+    /// How many of the blocks fit the share of one step, at least one.
     fn step(&self, lengths: impl Iterator<Item = usize>) -> usize {
-        let share = usize::try_from(self.welcome.hold_bytes_max).unwrap_or(usize::MAX) / GET_SHARE;
+        let share =
+            usize::try_from(self.welcome.hold_bytes_max).unwrap_or(usize::MAX) / GET_SHARE_DIVISOR;
         let mut left = share;
         let fits = |bytes: &usize| {
             let fits = *bytes <= left;
@@ -489,7 +504,7 @@ impl Link {
     }
 }
 
-fn asked(put: &Put<'_>, bytes: usize) -> AskedBlock {
+fn prepare_request(put: &Put<'_>, bytes: usize) -> AskedBlock {
     AskedBlock {
         key: put.key,
         parent: put.parent,

@@ -1,4 +1,4 @@
-//! The client: what a worker holds instead of a store.
+//! The client: implements a store's calls over a connection to a node.
 
 use std::path::PathBuf;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -15,21 +15,21 @@ use cascade_wire::{
     Welcome,
 };
 
-use crate::keeper::{self, Chores};
-use crate::session::{CALL_MIN, Identity, Link, NoAnswer};
+use crate::background::{self, BackgroundTasks};
+use crate::session::{CALL_TIMEOUT_MIN, CallError, Identity, Link};
 
-/// How to reach a node, and as whom.
+/// How to connect to a node.
 #[derive(Debug, Clone)]
 pub struct ConnectOptions {
     /// The node's Unix socket.
     pub socket: PathBuf,
     /// What the client does with the pool. Default: write.
     pub access: Access,
-    /// Proves which tenant it is. Default: the user says it.
+    /// Authenticates the tenant. Default: the process's user decides.
     pub token: Option<Vec<u8>>,
-    /// What it calls itself in the node's status. Default: the process number.
+    /// Name in the node's status. Default: the process number.
     pub name: String,
-    /// How long a call may take unless it says otherwise. Default: 5 s.
+    /// Timeout of calls that have none of their own. Default: 5 s.
     pub timeout: Duration,
 }
 
@@ -46,13 +46,13 @@ impl ConnectOptions {
     }
 }
 
-/// A client of a served store. Clones are handles on the same one; the last one to go closes it.
+/// A client of a served store. Clones share one client; dropping the last one closes it.
 #[derive(Debug, Clone)]
 pub struct Client(Arc<Handle>);
 
-/// Ends the keeper.
+/// Closes the client when its last clone is dropped.
 #[derive(Debug)]
-struct Handle(Arc<Inner>);
+struct Handle(Arc<ClientInner>);
 
 impl Drop for Handle {
     fn drop(&mut self) {
@@ -61,79 +61,82 @@ impl Drop for Handle {
 }
 
 #[derive(Debug)]
-pub(crate) struct Inner {
+pub(crate) struct ClientInner {
     identity: Identity,
     timeout: Duration,
-    state: Mutex<State>,
-    /// Whether a call looks for the node now. The others wait for what it finds.
-    is_searching: Mutex<bool>,
-    search_ended: Condvar,
-    chores: Arc<Chores>,
+    state: Mutex<LinkState>,
+    /// Whether a call is reconnecting now. Other calls wait for its result.
+    is_reconnecting: Mutex<bool>,
+    reconnect_ended: Condvar,
+    tasks: Arc<BackgroundTasks>,
     /// The process that connected.
     process: u32,
 }
 
-/// What is said of a node that takes its time.
-pub(crate) const SILENT: &str = "it does not answer; is it stopped?";
-/// What is said of a node that closed its connections.
-const CLOSED: &str = "it closed the connection; was it stopped?";
-/// How long one call may look for a node that was started anew.
-const SEARCH_TIMEOUT: Duration = Duration::from_secs(1);
-/// What is said to a child of the process that connected.
-const INHERITED: &str = "this process was forked after the client had connected; connect in it";
-/// A call that had less time than this and no answer says little about the node.
-pub(crate) const PATIENCE: Duration = Duration::from_millis(200);
+/// Reason while the node does not answer in time.
+pub(crate) const UNRESPONSIVE: &str = "the node does not answer; check whether it is stopped";
+/// Reason after the node closed its connections.
+const CONNECTION_CLOSED: &str = "the node closed the connection; check whether it was stopped";
+/// How long one call may try to reconnect to a restarted node.
+const RECONNECT_TIMEOUT: Duration = Duration::from_secs(1);
+/// Reason in a forked child of the process that connected.
+const FORKED: &str =
+    "this process was forked after the client connected; connect again in this process";
+/// Timeout of a probe. A call with less time that is not answered starts a probe; one with more
+/// marks the node as unavailable.
+pub(crate) const PROBE_TIMEOUT: Duration = Duration::from_millis(200);
 
 #[derive(Debug)]
-enum State {
+enum LinkState {
     Linked(Arc<Link>),
-    /// The node does not answer; the link it had stays for when it does again.
-    Away {
+    /// The node does not answer. The link is kept for when it answers again.
+    Unavailable {
         reason: String,
         link: Arc<Link>,
-        /// Whether its process seems to be gone. Then a new one is looked for by each call: that
-        /// costs one failed `connect`. One that is stopped would cost each call its time.
+        /// Whether its process seems to have ended. Then each call tries to connect, which costs
+        /// one failed `connect`. With a stopped process each try would take the call's whole
+        /// timeout.
         is_gone: bool,
     },
     Closed,
 }
 
 impl Client {
-    /// Connects to a node that is there.
+    /// Connects to a running node.
     pub fn connect(options: ConnectOptions) -> Result<Self, StoreError> {
         let ConnectOptions { socket, access, token, name, timeout } = options;
         if timeout.is_zero() {
-            let reason = "0; every call would fail: give at least 1 ms".to_owned();
+            let reason = "must be at least 1 ms".to_owned();
             return Err(StoreError::Config { setting: "timeout", reason });
         }
         let identity = Identity { socket, access, token, name };
-        let chores = Arc::new(Chores::default());
-        let link = Link::open(&identity, &chores, Deadline::after(&SystemClock, timeout))?;
-        let state = Mutex::new(State::Linked(Arc::new(link)));
+        let tasks = Arc::new(BackgroundTasks::default());
+        let link = Link::open(&identity, &tasks, Deadline::after(&SystemClock, timeout))?;
+        let state = Mutex::new(LinkState::Linked(Arc::new(link)));
         let process = std::process::id();
-        let inner = Arc::new(Inner {
+        let inner = Arc::new(ClientInner {
             identity,
             timeout,
             state,
-            is_searching: Mutex::default(),
-            search_ended: Condvar::new(),
-            chores,
+            is_reconnecting: Mutex::default(),
+            reconnect_ended: Condvar::new(),
+            tasks,
             process,
         });
-        keeper::start(&inner).map_err(|e| StoreError::Threads { source: Arc::new(e) })?;
+        background::start(&inner).map_err(|e| StoreError::Threads { source: Arc::new(e) })?;
         Ok(Self(Arc::new(Handle(inner))))
     }
 
-    pub(crate) fn inner(&self) -> &Inner {
+    pub(crate) fn inner(&self) -> &ClientInner {
         &self.0.0
     }
 
-    /// What the node said of itself and its pool; `None` while it is away.
+    /// The node's answer to the handshake; `None` while the node is unavailable.
     pub fn welcome(&self) -> Option<Welcome> {
         self.inner().link().map(|link| link.welcome.clone())
     }
 
-    /// An administrator's question or order: a topic and arguments in JSON. The answer is JSON.
+    /// Sends an administrator's request with a topic and JSON arguments. Returns the answer's JSON.
     pub fn administer(
         &self,
         topic: &str,
@@ -145,16 +148,16 @@ impl Client {
             topic: topic.to_owned(),
             arguments: arguments.to_owned(),
         };
-        match self.inner().ask_with_time("ask the node", options, call)? {
+        match self.inner().call_with_timeout("send an administrator's request", options, call)? {
             Answer::Text(text) => Ok(text),
-            other => Err(self.inner().odd(&other)),
+            other => Err(self.inner().unexpected_answer(&other)),
         }
     }
 
-    fn ask_flags(&self, question: KeyQuestion, keys: &[BlockKey]) -> Vec<bool> {
+    fn query_flags(&self, question: KeyQuestion, keys: &[BlockKey]) -> Vec<bool> {
         let flags = |keys: &[BlockKey]| {
             let call = Call::Ask { question, keys: keys.to_vec() };
-            match self.inner().ask("ask about blocks", &call, CallOptions::default()) {
+            match self.inner().call("query blocks", &call, CallOptions::default()) {
                 Ok(Answer::Flags(flags)) if flags.len() == keys.len() => flags,
                 _ => vec![false; keys.len()],
             }
@@ -163,16 +166,16 @@ impl Client {
     }
 }
 
-impl Inner {
-    fn state(&self) -> MutexGuard<'_, State> {
+impl ClientInner {
+    fn state(&self) -> MutexGuard<'_, LinkState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub(crate) fn chores(&self) -> &Arc<Chores> {
-        &self.chores
+    pub(crate) fn tasks(&self) -> &Arc<BackgroundTasks> {
+        &self.tasks
     }
 
-    /// The link, unless the node is away.
+    /// The link, unless the node is unavailable.
     pub(crate) fn link(&self) -> Option<Arc<Link>> {
         self.linked().ok()
     }
@@ -180,137 +183,142 @@ impl Inner {
     /// The link, or why there is none.
     pub(crate) fn linked(&self) -> Result<Arc<Link>, StoreError> {
         // Before the lock: another thread may have held it when the process was forked.
-        if self.is_inherited() {
-            return Err(StoreError::Away { socket: self.socket(), reason: INHERITED.to_owned() });
+        if self.is_forked() {
+            return Err(StoreError::Away { socket: self.socket(), reason: FORKED.to_owned() });
         }
         match &*self.state() {
-            State::Linked(link) => Ok(Arc::clone(link)),
-            State::Away { reason, .. } => {
+            LinkState::Linked(link) => Ok(Arc::clone(link)),
+            LinkState::Unavailable { reason, .. } => {
                 Err(StoreError::Away { socket: self.socket(), reason: reason.clone() })
             }
-            State::Closed => Err(StoreError::Closed),
+            LinkState::Closed => Err(StoreError::Closed),
         }
     }
 
-    /// The link for a call that begins. A node that was started anew is found within this call:
-    /// the client may have rested while it was away.
-    pub(crate) fn linked_anew(&self, deadline: Deadline) -> Result<Arc<Link>, StoreError> {
+    /// The link for a new call. If the node was restarted while the client was idle, this call
+    /// reconnects.
+    pub(crate) fn link_or_reconnect(&self, deadline: Deadline) -> Result<Arc<Link>, StoreError> {
         let linked = self.linked();
         if let Ok(link) = &linked {
-            if !link.session.is_found_closed() {
+            if !link.session.is_closed_by_node() {
                 return linked;
             }
-            self.note_away(CLOSED, link, true);
+            self.mark_unavailable(CONNECTION_CLOSED, link, true);
         }
-        if !matches!(&*self.state(), State::Away { is_gone: true, .. }) {
+        if !matches!(&*self.state(), LinkState::Unavailable { is_gone: true, .. }) {
             return self.linked();
         }
-        self.search(deadline);
+        self.reconnect_once(deadline);
         self.linked()
     }
 
-    /// Looks for the node, or waits for the call that does.
-    fn search(&self, deadline: Deadline) {
-        let left = deadline.remaining(&SystemClock).min(SEARCH_TIMEOUT);
-        let searching = || self.is_searching.lock().unwrap_or_else(PoisonError::into_inner);
-        let mut is_searching = searching();
-        if *is_searching {
-            // Found or late, the state says what to do next.
-            drop(self.search_ended.wait_timeout_while(is_searching, left, |busy| *busy));
+    /// Reconnects, or waits for the call that already does.
+    fn reconnect_once(&self, deadline: Deadline) {
+        let left = deadline.remaining(&SystemClock).min(RECONNECT_TIMEOUT);
+        let reconnecting = || self.is_reconnecting.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut is_reconnecting = reconnecting();
+        if *is_reconnecting {
+            // Whether it succeeded or not, the caller reads the state afterwards.
+            drop(self.reconnect_ended.wait_timeout_while(is_reconnecting, left, |busy| *busy));
             return;
         }
-        *is_searching = true;
-        drop(is_searching);
-        self.find_again(Deadline::after(&SystemClock, left));
-        *searching() = false;
-        self.search_ended.notify_all();
+        *is_reconnecting = true;
+        drop(is_reconnecting);
+        self.reconnect(Deadline::after(&SystemClock, left));
+        *reconnecting() = false;
+        self.reconnect_ended.notify_all();
     }
 
     pub(crate) fn deadline(&self, options: CallOptions) -> (Deadline, Duration) {
-        let time = options.timeout.unwrap_or(self.timeout).max(CALL_MIN);
+        let time = options.timeout.unwrap_or(self.timeout).max(CALL_TIMEOUT_MIN);
         (Deadline::after(&SystemClock, time), time)
     }
 
-    /// From now on calls are answered at once, until the node is found again.
-    pub(crate) fn note_away(&self, reason: &str, link: &Arc<Link>, is_gone: bool) {
+    /// Makes calls fail at once until the client has reconnected.
+    pub(crate) fn mark_unavailable(&self, reason: &str, link: &Arc<Link>, is_gone: bool) {
         let mut state = self.state();
-        if matches!(&*state, State::Linked(current) if Arc::ptr_eq(current, link)) {
-            *state = State::Away { reason: reason.to_owned(), link: Arc::clone(link), is_gone };
+        if matches!(&*state, LinkState::Linked(current) if Arc::ptr_eq(current, link)) {
+            *state = LinkState::Unavailable {
+                reason: reason.to_owned(),
+                link: Arc::clone(link),
+                is_gone,
+            };
             drop(state);
-            self.chores.node_is_away();
+            self.tasks.mark_node_unavailable();
         }
     }
 
-    /// Tries to reach the node that was away: the run that it knows, or else a new one.
-    pub(crate) fn find_again(&self, deadline: Deadline) -> bool {
+    /// Tries to reach an unavailable node: first the known session, then a new one.
+    pub(crate) fn reconnect(&self, deadline: Deadline) -> bool {
         let link = match &*self.state() {
-            State::Away { link, .. } => Arc::clone(link),
-            State::Linked(_) | State::Closed => return true,
+            LinkState::Unavailable { link, .. } => Arc::clone(link),
+            LinkState::Linked(_) | LinkState::Closed => return true,
         };
-        let found = match link.session.revive(deadline) {
+        let found = match link.session.reconnect(deadline) {
             Ok(()) => Ok(link),
-            // It does not answer: a new session would not be answered either.
-            Err(NoAnswer::Late | NoAnswer::Crowded | NoAnswer::TooLong(_)) => {
-                self.note_gone(false);
+            // The node does not answer, so it would not answer a new session either.
+            Err(CallError::Timeout | CallError::NoFreeConnection | CallError::TooLong(_)) => {
+                self.set_gone(false);
                 return false;
             }
-            Err(NoAnswer::Broken(_)) => {
-                Link::open(&self.identity, &self.chores, deadline).map(Arc::new)
+            Err(CallError::Broken(_)) => {
+                Link::open(&self.identity, &self.tasks, deadline).map(Arc::new)
             }
         };
         let mut state = self.state();
         match (&mut *state, found) {
-            (State::Away { .. }, Ok(link)) => {
-                let before = std::mem::replace(&mut *state, State::Linked(link));
-                // Outside the lock: the end of a session says goodbye.
+            (LinkState::Unavailable { .. }, Ok(link)) => {
+                let before = std::mem::replace(&mut *state, LinkState::Linked(link));
+                // Outside the lock: ending a session sends its releases.
                 drop(state);
                 drop(before);
                 true
             }
-            (State::Away { reason, is_gone, .. }, Err(error)) => {
-                // Only one that is not there at all costs nothing to look for.
-                *is_gone = matches!(&error, StoreError::Away { reason, .. } if reason != SILENT);
+            (LinkState::Unavailable { reason, is_gone, .. }, Err(error)) => {
+                // Trying to connect is cheap only while no process listens at the socket.
+                *is_gone =
+                    matches!(&error, StoreError::Away { reason, .. } if reason != UNRESPONSIVE);
                 *reason = match error {
                     StoreError::Away { reason, .. } | StoreError::Refused { reason, .. } => reason,
                     other => other.to_string(),
                 };
                 false
             }
-            (State::Linked(_) | State::Closed, _) => true,
+            (LinkState::Linked(_) | LinkState::Closed, _) => true,
         }
     }
 
-    fn note_gone(&self, seems_gone: bool) {
-        if let State::Away { is_gone, .. } = &mut *self.state() {
+    fn set_gone(&self, seems_gone: bool) {
+        if let LinkState::Unavailable { is_gone, .. } = &mut *self.state() {
             *is_gone = seems_gone;
         }
     }
 
-    /// One call and its answer; failures of the node as a whole are errors here.
-    pub(crate) fn ask(
+    /// Sends a call and returns its answer; a failure of the whole call is an error.
+    pub(crate) fn call(
         &self,
         operation: &'static str,
         call: &Call,
         options: CallOptions,
     ) -> Result<Answer, StoreError> {
         let (deadline, time) = self.deadline(options);
-        let link = self.linked_anew(deadline)?;
-        self.ask_on(&link, operation, call, deadline, time)
+        let link = self.link_or_reconnect(deadline)?;
+        self.call_on(&link, operation, call, deadline, time)
     }
 
-    /// As `ask`, for calls that tell the node how long they may take.
-    fn ask_with_time(
+    /// As `call`, for calls that carry their timeout to the node.
+    fn call_with_timeout(
         &self,
         operation: &'static str,
         options: CallOptions,
         call: impl FnOnce(u32) -> Call,
     ) -> Result<Answer, StoreError> {
         let (deadline, time) = self.deadline(options);
-        let link = self.linked_anew(deadline)?;
-        self.ask_on(&link, operation, &call(node_time(time)), deadline, time)
+        let link = self.link_or_reconnect(deadline)?;
+        self.call_on(&link, operation, &call(node_timeout_ms(time)), deadline, time)
     }
 
-    pub(crate) fn ask_on(
+    pub(crate) fn call_on(
         &self,
         link: &Arc<Link>,
         operation: &'static str,
@@ -319,37 +327,38 @@ impl Inner {
         time: Duration,
     ) -> Result<Answer, StoreError> {
         let timeout_ms = u64::try_from(time.as_millis()).unwrap_or(u64::MAX);
-        match link.session.ask(call, deadline) {
+        match link.session.call(call, deadline) {
             Ok(Answer::Failed(error)) => Err(error),
             Ok(Answer::Refused { reason }) => {
                 let socket = self.socket();
                 Err(StoreError::Refused { socket, reason })
             }
             Ok(answer) => Ok(answer),
-            // A living node answers in time whatever its tiers do, if it has the time to.
-            Err(NoAnswer::Late) => {
-                if time < PATIENCE {
-                    self.chores.node_may_be_away();
+            // A running node answers by the deadline whatever its tiers do, unless the deadline is
+            // very short.
+            Err(CallError::Timeout) => {
+                if time < PROBE_TIMEOUT {
+                    self.tasks.mark_node_suspect();
                 } else {
-                    self.note_away(SILENT, link, false);
+                    self.mark_unavailable(UNRESPONSIVE, link, false);
                 }
                 Err(StoreError::Timeout { operation, timeout_ms })
             }
-            Err(NoAnswer::Crowded) => Err(StoreError::Timeout { operation, timeout_ms }),
-            Err(NoAnswer::TooLong(reason)) => {
+            Err(CallError::NoFreeConnection) => Err(StoreError::Timeout { operation, timeout_ms }),
+            Err(CallError::TooLong(reason)) => {
                 Err(StoreError::Config { setting: "request", reason })
             }
-            Err(NoAnswer::Broken(reason)) => {
-                self.note_away(&reason, link, true);
+            Err(CallError::Broken(reason)) => {
+                self.mark_unavailable(&reason, link, true);
                 let socket = self.socket();
                 Err(StoreError::Away { socket, reason })
             }
         }
     }
 
-    /// An answer that does not fit the call.
-    pub(crate) fn odd(&self, answer: &Answer) -> StoreError {
-        let reason = format!("it answers something else than was asked: {answer:?}");
+    /// The error for an answer of the wrong kind.
+    pub(crate) fn unexpected_answer(&self, answer: &Answer) -> StoreError {
+        let reason = format!("the node sent an answer of the wrong kind: {answer:?}");
         StoreError::Away { socket: self.socket(), reason }
     }
 
@@ -357,39 +366,40 @@ impl Inner {
         self.identity.socket.display().to_string()
     }
 
-    fn is_inherited(&self) -> bool {
+    fn is_forked(&self) -> bool {
         std::process::id() != self.process
     }
 
-    /// Makes sure that the node is there after a call that had little time was not answered.
-    pub(crate) fn look_for_node(&self, deadline: Deadline) {
+    /// Probes the node after a call with a short timeout was not answered.
+    pub(crate) fn probe_node(&self, deadline: Deadline) {
         let Some(link) = self.link() else { return };
-        match link.session.ask(&Call::Ping, deadline) {
-            Ok(_) | Err(NoAnswer::Crowded | NoAnswer::TooLong(_)) => {}
-            Err(NoAnswer::Late) => self.note_away(SILENT, &link, false),
-            Err(NoAnswer::Broken(reason)) => self.note_away(&reason, &link, true),
+        match link.session.call(&Call::Ping, deadline) {
+            Ok(_) | Err(CallError::NoFreeConnection | CallError::TooLong(_)) => {}
+            Err(CallError::Timeout) => self.mark_unavailable(UNRESPONSIVE, &link, false),
+            Err(CallError::Broken(reason)) => self.mark_unavailable(&reason, &link, true),
         }
     }
 
     fn close(&self) {
-        if self.is_inherited() {
-            // The client is the parent's; it goes on there.
+        if self.is_forked() {
+            // The parent process still uses the client.
             return;
         }
-        let before = std::mem::replace(&mut *self.state(), State::Closed);
-        self.chores.end();
-        // Outside the lock: the end of a session says goodbye.
+        let before = std::mem::replace(&mut *self.state(), LinkState::Closed);
+        self.tasks.stop();
+        // Outside the lock: ending a session sends its releases.
         drop(before);
     }
 }
 
-/// What the node is told a call may take: a little less, so that its answer comes in time.
-pub(crate) fn node_time(time: Duration) -> u32 {
+/// The timeout that the node gets: a tenth less, at most 100 ms, so that its answer arrives in
+/// time.
+pub(crate) fn node_timeout_ms(time: Duration) -> u32 {
     let most = time.saturating_sub((time / 10).min(Duration::from_millis(100)));
     u32::try_from(most.as_millis()).unwrap_or(u32::MAX)
 }
 
-/// Whether a message has room for a manifest.
+/// Whether a manifest fits a message.
 fn manifest_fits(manifest: &Manifest) -> bool {
     let is_short = |(name, value): (&str, &str)| name.len().max(value.len()) <= TEXT_BYTES_MAX;
     manifest.fields().count() <= MANIFEST_FIELDS_MAX && manifest.fields().all(is_short)
@@ -436,22 +446,22 @@ impl BlockStore for Client {
     fn hint(&self, request: &Request<'_>) {
         let mut request = ChainRequest::of(request);
         request.keys.truncate(KEYS_MAX);
-        // A hint that is lost costs nothing.
-        drop(self.inner().ask("give a hint", &Call::Hint(request), CallOptions::default()));
+        // A lost hint has no effect on results.
+        drop(self.inner().call("send a hint", &Call::Hint(request), CallOptions::default()));
     }
 
     fn contains(&self, keys: &[BlockKey]) -> Vec<bool> {
-        self.ask_flags(KeyQuestion::Contains, keys)
+        self.query_flags(KeyQuestion::Contains, keys)
     }
 
     fn locate(&self, keys: &[BlockKey]) -> Vec<Vec<TierName>> {
         let places = |keys: &[BlockKey]| {
             let call = Call::Ask { question: KeyQuestion::Locate, keys: keys.to_vec() };
             let (deadline, time) = self.inner().deadline(CallOptions::default());
-            let Ok(link) = self.inner().linked_anew(deadline) else {
+            let Ok(link) = self.inner().link_or_reconnect(deadline) else {
                 return vec![Vec::new(); keys.len()];
             };
-            match self.inner().ask_on(&link, "locate blocks", &call, deadline, time) {
+            match self.inner().call_on(&link, "locate blocks", &call, deadline, time) {
                 Ok(Answer::Places(places)) if places.len() == keys.len() => {
                     places.into_iter().map(|bits| link.tiers_of(bits)).collect()
                 }
@@ -462,26 +472,26 @@ impl BlockStore for Client {
     }
 
     fn pin(&self, keys: &[BlockKey]) -> Vec<bool> {
-        self.ask_flags(KeyQuestion::Pin, keys)
+        self.query_flags(KeyQuestion::Pin, keys)
     }
 
     fn unpin(&self, keys: &[BlockKey]) -> Vec<bool> {
-        self.ask_flags(KeyQuestion::Unpin, keys)
+        self.query_flags(KeyQuestion::Unpin, keys)
     }
 
     fn delete(&self, keys: &[BlockKey]) -> Vec<bool> {
-        self.ask_flags(KeyQuestion::Delete, keys)
+        self.query_flags(KeyQuestion::Delete, keys)
     }
 
     fn clear(&self) {
-        // As in an embedded store that is closed, nothing happens while the node is away.
-        drop(self.inner().ask("clear", &Call::Clear, CallOptions::default()));
+        // As with a closed embedded store, nothing happens while the node is unavailable.
+        drop(self.inner().call("clear", &Call::Clear, CallOptions::default()));
     }
 
     fn prefetch(&self, keys: &[BlockKey]) -> usize {
         let accepted = |keys: &[BlockKey]| {
             let call = Call::Ask { question: KeyQuestion::Prefetch, keys: keys.to_vec() };
-            match self.inner().ask("prefetch", &call, CallOptions::default()) {
+            match self.inner().call("prefetch", &call, CallOptions::default()) {
                 Ok(Answer::Count(count)) => usize::try_from(count).unwrap_or(0),
                 _ => 0,
             }
@@ -492,7 +502,7 @@ impl BlockStore for Client {
     fn register(&self, namespace: &Namespace, options: CallOptions) -> Result<(), StoreError> {
         if !manifest_fits(namespace.manifest()) {
             let most = format!("{MANIFEST_FIELDS_MAX} fields of {TEXT_BYTES_MAX} bytes");
-            let reason = format!("a node takes at most {most}; name fewer, or use shorter ones");
+            let reason = format!("a node accepts at most {most}; use fewer or shorter fields");
             return Err(StoreError::Config { setting: "manifest", reason });
         }
         let call = |timeout_ms| Call::Register {
@@ -500,40 +510,40 @@ impl BlockStore for Client {
             root: namespace.root(),
             manifest: namespace.manifest().clone(),
         };
-        self.inner().ask_with_time("keep a manifest", options, call).map(drop)
+        self.inner().call_with_timeout("register a manifest", options, call).map(drop)
     }
 
     fn manifests(&self, options: CallOptions) -> Result<Vec<(NamespaceId, Manifest)>, StoreError> {
         let call = |timeout_ms| Call::Manifests { timeout_ms };
-        match self.inner().ask_with_time("list manifests", options, call)? {
+        match self.inner().call_with_timeout("list manifests", options, call)? {
             Answer::Manifests(all) => Ok(all),
-            other => Err(self.inner().odd(&other)),
+            other => Err(self.inner().unexpected_answer(&other)),
         }
     }
 
     fn flush(&self, options: CallOptions) -> Result<(), StoreError> {
         let call = |timeout_ms| Call::Flush { timeout_ms };
-        self.inner().ask_with_time("flush", options, call).map(drop)
+        self.inner().call_with_timeout("flush", options, call).map(drop)
     }
 
     fn changes(&self, since: Option<ChangeCursor>, max: usize) -> Result<Changes, StoreError> {
         let most = u32::try_from(max.min(KEYS_MAX)).expect("it fits a message");
         let call = Call::Changes { since, most };
-        match self.inner().ask("follow changes", &call, CallOptions::default())? {
+        match self.inner().call("read changes", &call, CallOptions::default())? {
             Answer::Changes(changes) => Ok(changes),
-            other => Err(self.inner().odd(&other)),
+            other => Err(self.inner().unexpected_answer(&other)),
         }
     }
 
     fn stats(&self) -> Stats {
-        let asked = self.administer("stats", "{}", CallOptions::default());
-        let asked = asked.map_err(|error| error.to_string());
-        let read = asked.and_then(|text| {
-            serde_json::from_str(&text).map_err(|error| format!("they make no sense: {error}"))
+        let text = self.administer("stats", "{}", CallOptions::default());
+        let text = text.map_err(|error| error.to_string());
+        let read = text.and_then(|text| {
+            serde_json::from_str(&text).map_err(|error| format!("invalid JSON: {error}"))
         });
-        // Figures of nothing are the answer of a node that is away; they say so.
+        // The trait has no error here: empty statistics carry the reason in their notes.
         read.unwrap_or_else(|reason| Stats {
-            notes: vec![format!("these are no figures of the node: {reason}")],
+            notes: vec![format!("the node sent no statistics: {reason}")],
             ..Stats::default()
         })
     }

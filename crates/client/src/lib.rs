@@ -1,17 +1,17 @@
-//! What a worker process links: maps the node's pool and talks to the node.
+//! The client library of a worker process: maps the node's pool and calls the node.
 //!
 //! A [`Client`] answers the calls of [`cascade_store::BlockStore`] as an embedded store does.
 //! Payload never crosses a socket: it is copied between the caller's memory and the mapped pool.
-//! While the node is away every call is answered at once, by a miss or by
-//! [`cascade_store::StoreError::Away`]; the client connects again by itself.
+//! While the node is unavailable, every call returns at once with a miss or
+//! [`cascade_store::StoreError::Away`]. The client reconnects by itself.
 
 mod administrator;
+mod background;
 mod batches;
 mod chains;
 mod client;
-mod keeper;
-mod line;
-mod living;
+mod connection;
+mod live_sessions;
 mod session;
 mod trace;
 

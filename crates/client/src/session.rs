@@ -1,4 +1,4 @@
-//! A session with one run of a node: its lines, the numbers of its holds, and what goes back.
+//! A session with one run of a node: its connections, hold numbers and pending releases.
 
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -13,18 +13,18 @@ use cascade_wire::{
     Welcome,
 };
 
-use crate::client::SILENT;
-use crate::keeper::Chores;
-use crate::line::{Line, LineError};
-use crate::living::Living;
+use crate::background::BackgroundTasks;
+use crate::client::UNRESPONSIVE;
+use crate::connection::{Connection, ConnectionError};
+use crate::live_sessions::LiveSession;
 
-/// Lines of one session: calls that are under way at a time. Further ones wait for a line.
-const LINES_MAX: usize = 32;
+/// Connections of one session, so calls in flight at a time. Further calls wait.
+const CONNECTIONS_MAX: usize = 32;
 
-/// After so long without a call it is asked whether the node has closed the connection meanwhile.
-const RESTED_MS: u64 = 10;
+/// After so long without a call, the next call first checks whether the node closed the connection.
+const IDLE_CHECK_MS: u64 = 10;
 
-/// Who a client is.
+/// How a client identifies itself to its node.
 #[derive(Debug, Clone)]
 pub(crate) struct Identity {
     pub(crate) socket: PathBuf,
@@ -33,39 +33,39 @@ pub(crate) struct Identity {
     pub(crate) name: String,
 }
 
-/// The lines of a session. Slabs that the node lent hold it, so it lasts as long as they do: the
-/// node takes back what a client holds once its last line is closed.
+/// The connections of a session. Slabs that the node lent keep it alive: the node releases what a
+/// client holds once its last connection is closed.
 #[derive(Debug)]
 pub(crate) struct Session {
     id: SessionId,
     pub(crate) epoch: u64,
     identity: Identity,
-    lines: Mutex<Lines>,
-    line_came_back: Condvar,
+    connections: Mutex<ConnectionPool>,
+    connection_returned: Condvar,
     next_hold: AtomicU64,
-    /// When a call was begun last, in milliseconds of the monotonic clock.
+    /// When the last call began, in milliseconds of the monotonic clock.
     last_used_ms: AtomicU64,
-    returns: Mutex<Vec<HoldRange>>,
-    chores: Arc<Chores>,
-    /// The process that it belongs to; a child that was forked since has copies of it all.
+    releases: Mutex<Vec<HoldRange>>,
+    tasks: Arc<BackgroundTasks>,
+    /// The process that opened it; a forked child has a copy of it.
     process: u32,
-    /// Taken out on drop, before the keeper is told.
-    living: Option<Living>,
+    /// Dropped before the background thread is notified of the session's end.
+    live_session: Option<LiveSession>,
 }
 
 #[derive(Debug, Default)]
-struct Lines {
-    idle: Vec<Line>,
+struct ConnectionPool {
+    idle: Vec<Connection>,
     open: usize,
-    /// Lines that are out of step. They stay open until another one is, so that the session does
-    /// not end while slabs are held.
-    retired: Vec<Line>,
+    /// Connections on which a late answer may still arrive. They stay open until another one is
+    /// open, so that the session does not end while slabs are held.
+    retired: Vec<Connection>,
 }
 
-impl Lines {
-    /// Another line is open: those out of step are closed.
-    fn shut_retired(&mut self) {
-        self.retired.drain(..).for_each(Line::shut);
+impl ConnectionPool {
+    /// Closes the retired connections; another one is open.
+    fn close_retired(&mut self) {
+        self.retired.drain(..).for_each(Connection::shutdown);
     }
 }
 
@@ -78,16 +78,16 @@ pub(crate) struct Link {
     pub(crate) welcome: Welcome,
 }
 
-/// Why a call has no answer.
+/// Why a call has no answer, by what that means for the session.
 #[derive(Debug)]
-pub(crate) enum NoAnswer {
+pub(crate) enum CallError {
     /// The deadline passed.
-    Late,
-    /// The deadline passed before one of the session's lines was free.
-    Crowded,
-    /// The call fits no message.
+    Timeout,
+    /// The deadline passed before one of the session's connections was free.
+    NoFreeConnection,
+    /// The call is longer than a message may be.
     TooLong(String),
-    /// The session is of no use any more.
+    /// The session has failed.
     Broken(String),
 }
 
@@ -95,40 +95,53 @@ impl Link {
     /// Opens a session.
     pub(crate) fn open(
         identity: &Identity,
-        chores: &Arc<Chores>,
+        tasks: &Arc<BackgroundTasks>,
         deadline: Deadline,
     ) -> Result<Self, StoreError> {
         let socket = || identity.socket.display().to_string();
-        let away = |reason: String| StoreError::Away { socket: socket(), reason };
-        let failed = |error: LineError| match error {
-            LineError::Late | LineError::NoTime | LineError::Stuck => away(SILENT.to_owned()),
-            LineError::TooLong(reason) | LineError::Broken(reason) => away(reason),
+        let unavailable = |reason: String| StoreError::Away { socket: socket(), reason };
+        let failed = |error: ConnectionError| match error {
+            ConnectionError::Timeout | ConnectionError::NotSent | ConnectionError::SendBlocked => {
+                unavailable(UNRESPONSIVE.to_owned())
+            }
+            ConnectionError::TooLong(reason) | ConnectionError::Broken(reason) => {
+                unavailable(reason)
+            }
         };
-        let mut line = Line::connect(&identity.socket, deadline).map_err(failed)?;
-        let (answer, pool) = line.greet(&hello(identity, None), deadline).map_err(failed)?;
+        let mut connection = Connection::connect(&identity.socket, deadline).map_err(failed)?;
+        let (answer, pool) =
+            connection.handshake(&hello(identity, None), deadline).map_err(failed)?;
         let welcome = match answer {
             Answer::Welcome(welcome) => welcome,
             Answer::Refused { reason } => {
                 return Err(StoreError::Refused { socket: socket(), reason });
             }
-            other => return Err(away(format!("it answers {other:?} to a hello"))),
+            other => {
+                return Err(unavailable(format!("the node answered the handshake with {other:?}")));
+            }
         };
-        let pool = pool.ok_or_else(|| away("it did not pass its pool on".to_owned()))?;
+        let pool = pool
+            .ok_or_else(|| unavailable("the node did not send its pool's descriptor".to_owned()))?;
         let session = Arc::new(Session {
             id: welcome.session,
             epoch: welcome.epoch,
             identity: identity.clone(),
-            lines: Mutex::new(Lines { idle: vec![line], open: 1, retired: Vec::new() }),
-            line_came_back: Condvar::new(),
+            connections: Mutex::new(ConnectionPool {
+                idle: vec![connection],
+                open: 1,
+                retired: Vec::new(),
+            }),
+            connection_returned: Condvar::new(),
             next_hold: AtomicU64::new(1),
             last_used_ms: AtomicU64::new(0),
-            returns: Mutex::default(),
-            chores: Arc::clone(chores),
+            releases: Mutex::default(),
+            tasks: Arc::clone(tasks),
             process: std::process::id(),
-            living: Some(Living::begin(&welcome.tenant, welcome.epoch)),
+            live_session: Some(LiveSession::register(&welcome.tenant, welcome.epoch)),
         });
-        let bytes = usize::try_from(welcome.pool_bytes)
-            .map_err(|_| away("its pool does not fit this process's addresses".to_owned()))?;
+        let bytes = usize::try_from(welcome.pool_bytes).map_err(|_| {
+            unavailable("the node's pool does not fit this process's address space".to_owned())
+        })?;
         let lender = Arc::clone(&session) as Arc<dyn Lender>;
         let is_writable = identity.access == Access::Write;
         let attachment = Attachment::map(pool, bytes, is_writable, lender)
@@ -150,262 +163,274 @@ fn hello(identity: &Identity, session: Option<SessionId>) -> Call {
 }
 
 impl Session {
-    fn lines(&self) -> MutexGuard<'_, Lines> {
-        self.lines.lock().unwrap_or_else(PoisonError::into_inner)
+    fn connections(&self) -> MutexGuard<'_, ConnectionPool> {
+        self.connections.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn returns(&self) -> MutexGuard<'_, Vec<HoldRange>> {
-        self.returns.lock().unwrap_or_else(PoisonError::into_inner)
+    fn releases(&self) -> MutexGuard<'_, Vec<HoldRange>> {
+        self.releases.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Numbers for holds that were never used before.
-    pub(crate) fn draw_holds(&self, count: usize) -> u64 {
+    /// Numbers for `count` new holds. A number is never used twice.
+    pub(crate) fn allocate_holds(&self, count: usize) -> u64 {
         // Relaxed: the numbers only have to differ.
         self.next_hold.fetch_add(count as u64, Ordering::Relaxed)
     }
 
-    /// Whether this is a child that was forked since. It shares the sockets with its parent: were
-    /// both to use them, each could read the other's answers. The holds are the parent's too.
-    pub(crate) fn is_inherited(&self) -> bool {
+    /// Whether this process is a forked child of the one that opened the session. It shares the
+    /// sockets: if both used them, each could read the other's answers. The holds are the parent's.
+    pub(crate) fn is_forked(&self) -> bool {
         std::process::id() != self.process
     }
 
-    /// One call and its answer.
-    pub(crate) fn ask(&self, call: &Call, deadline: Deadline) -> Result<Answer, NoAnswer> {
-        let mut line = self.take_line(deadline)?;
-        let ahead = self.take_returns();
-        let asked = line.ask(ahead.as_slice(), call, deadline);
-        self.keep_unsent(ahead, asked.is_err());
-        self.settle(line, asked)
+    /// Sends a call with pending releases ahead of it, and waits for its answer.
+    pub(crate) fn call(&self, call: &Call, deadline: Deadline) -> Result<Answer, CallError> {
+        let mut connection = self.acquire_connection(deadline)?;
+        let ahead = self.take_releases();
+        let answer = connection.call(ahead.as_slice(), call, deadline);
+        self.requeue_unsent(ahead, answer.is_err());
+        self.finish_call(connection, answer)
     }
 
-    /// Sends what goes back, if nothing has carried it along meanwhile.
-    pub(crate) fn send_returns(&self, deadline: Deadline) -> Result<(), NoAnswer> {
-        if self.returns().is_empty() { Ok(()) } else { self.tell(Vec::new(), deadline) }
+    /// Sends pending releases, unless a call has carried them along.
+    pub(crate) fn send_releases(&self, deadline: Deadline) -> Result<(), CallError> {
+        if self.releases().is_empty() { Ok(()) } else { self.send(Vec::new(), deadline) }
     }
 
-    /// Calls that have no answer, and what goes back.
-    pub(crate) fn tell(&self, calls: Vec<Call>, deadline: Deadline) -> Result<(), NoAnswer> {
-        let mut line = self.take_line(deadline)?;
-        let ahead = self.take_returns();
+    /// Sends pending releases and calls that have no answer.
+    pub(crate) fn send(&self, calls: Vec<Call>, deadline: Deadline) -> Result<(), CallError> {
+        let mut connection = self.acquire_connection(deadline)?;
+        let ahead = self.take_releases();
         let all: Vec<Call> = ahead.iter().cloned().chain(calls).collect();
-        let told = line.tell(&all, deadline);
-        self.keep_unsent(ahead, told.is_err());
-        self.settle(line, told)
+        let sent = connection.send(&all, deadline);
+        self.requeue_unsent(ahead, sent.is_err());
+        self.finish_call(connection, sent)
     }
 
-    /// What went back along with a call that failed may not have arrived: it goes back again.
-    /// Numbers are never used twice, so once more does no harm.
-    fn keep_unsent(&self, ahead: Option<Call>, has_failed: bool) {
+    /// Queues the releases of a failed call again, since they may not have arrived. Hold numbers
+    /// are never reused, so releasing one twice is harmless.
+    fn requeue_unsent(&self, ahead: Option<Call>, has_failed: bool) {
         if let (Some(Call::Release { holds }), true) = (ahead, has_failed) {
             for range in holds {
-                self.add_return(range);
+                self.queue_release(range);
             }
         }
     }
 
-    /// Whether the node has closed a connection of this session that had rested for a while. A busy
-    /// session is not looked at: a call costs a system call less, and finds out by itself.
-    pub(crate) fn is_found_closed(&self) -> bool {
+    /// Whether the node has closed a connection of this session that was idle. A busy session is
+    /// not checked: that saves a system call, and its next call detects a closed connection.
+    pub(crate) fn is_closed_by_node(&self) -> bool {
         let now = SystemClock.monotonic();
         let now = u64::try_from(now.as_millis()).unwrap_or(u64::MAX);
-        // Relaxed: whether to look at all.
-        let has_rested = now.saturating_sub(self.last_used_ms.load(Ordering::Relaxed)) >= RESTED_MS;
-        if has_rested && self.lines().idle.last().is_some_and(Line::is_closed) {
-            // Calls of other threads look too.
+        // Relaxed: a heuristic that decides only whether to poll.
+        let was_idle =
+            now.saturating_sub(self.last_used_ms.load(Ordering::Relaxed)) >= IDLE_CHECK_MS;
+        if was_idle && self.connections().idle.last().is_some_and(Connection::is_closed) {
+            // The time stays as it is, so that calls of other threads check too.
             return true;
         }
         self.last_used_ms.store(now, Ordering::Relaxed);
         false
     }
 
-    /// Whether the node still knows this session: tried on an idle line, then on a new one.
-    pub(crate) fn revive(&self, deadline: Deadline) -> Result<(), NoAnswer> {
-        let idle = self.lines().idle.pop();
-        if let Some(mut line) = idle {
-            let asked = line.ask(&[], &Call::Ping, deadline);
-            if self.settle(line, asked).is_ok() {
+    /// Tries whether the node still has this session: on an idle connection, then on a new one.
+    pub(crate) fn reconnect(&self, deadline: Deadline) -> Result<(), CallError> {
+        let idle = self.connections().idle.pop();
+        if let Some(mut connection) = idle {
+            let answer = connection.call(&[], &Call::Ping, deadline);
+            if self.finish_call(connection, answer).is_ok() {
                 return Ok(());
             }
         }
-        let line = self.join(deadline)?;
-        let mut lines = self.lines();
-        lines.shut_retired();
-        lines.open += 1;
-        lines.idle.push(line);
+        let connection = self.open_connection(deadline)?;
+        let mut connections = self.connections();
+        connections.close_retired();
+        connections.open += 1;
+        connections.idle.push(connection);
         Ok(())
     }
 
-    fn settle<T>(&self, line: Line, asked: Result<T, LineError>) -> Result<T, NoAnswer> {
-        let mut lines = self.lines();
-        let result = match asked {
+    fn finish_call<T>(
+        &self,
+        connection: Connection,
+        result: Result<T, ConnectionError>,
+    ) -> Result<T, CallError> {
+        let mut connections = self.connections();
+        let result = match result {
             Ok(answer) => {
-                lines.idle.push(line);
+                connections.idle.push(connection);
                 Ok(answer)
             }
-            // Nothing was sent, so the line is in step. Closed now, it would look to the node as if
-            // the answer before had not come: it would take back what that granted.
-            Err(LineError::NoTime) => {
-                lines.idle.push(line);
-                Err(NoAnswer::Crowded)
+            // Nothing was sent, so the connection can be used again. Closing it would make the node
+            // assume that its previous answer was not received, and release what that granted.
+            Err(ConnectionError::NotSent) => {
+                connections.idle.push(connection);
+                Err(CallError::NoFreeConnection)
             }
-            Err(LineError::Stuck) => {
-                lines.idle.push(line);
-                Err(NoAnswer::Late)
+            Err(ConnectionError::SendBlocked) => {
+                connections.idle.push(connection);
+                Err(CallError::Timeout)
             }
-            Err(LineError::TooLong(reason)) => {
-                lines.idle.push(line);
-                Err(NoAnswer::TooLong(reason))
+            Err(ConnectionError::TooLong(reason)) => {
+                connections.idle.push(connection);
+                Err(CallError::TooLong(reason))
             }
-            Err(LineError::Late) => {
-                lines.open -= 1;
-                if lines.open > 0 {
-                    line.shut();
+            Err(ConnectionError::Timeout) => {
+                connections.open -= 1;
+                if connections.open > 0 {
+                    connection.shutdown();
                 } else {
-                    lines.retired.push(line);
+                    connections.retired.push(connection);
                 }
-                Err(NoAnswer::Late)
+                Err(CallError::Timeout)
             }
-            Err(LineError::Broken(reason)) => {
-                lines.open -= 1;
-                Err(NoAnswer::Broken(reason))
+            Err(ConnectionError::Broken(reason)) => {
+                connections.open -= 1;
+                Err(CallError::Broken(reason))
             }
         };
-        let is_last = lines.open == 0;
-        drop(lines);
+        let is_last = connections.open == 0;
+        drop(connections);
         if is_last {
-            self.line_came_back.notify_all();
+            self.connection_returned.notify_all();
         } else {
-            self.line_came_back.notify_one();
+            self.connection_returned.notify_one();
         }
         result
     }
 
-    /// A line, opened if all are busy. A node that refuses one more still serves the others, so
-    /// then a call waits for one of them.
-    fn take_line(&self, deadline: Deadline) -> Result<Line, NoAnswer> {
+    /// An idle connection, or a new one if all are busy. If the node refuses a further connection,
+    /// the call waits for one of the open ones.
+    fn acquire_connection(&self, deadline: Deadline) -> Result<Connection, CallError> {
         let mut refusal = None;
-        let mut lines = self.lines();
+        let mut connections = self.connections();
         loop {
-            if let Some(line) = lines.idle.pop() {
-                return Ok(line);
+            if let Some(connection) = connections.idle.pop() {
+                return Ok(connection);
             }
-            if refusal.is_none() && lines.open < LINES_MAX {
-                lines.open += 1;
-                drop(lines);
-                let joined = self.join(deadline);
-                lines = self.lines();
+            if refusal.is_none() && connections.open < CONNECTIONS_MAX {
+                // Counted before the lock is released, so that concurrent calls keep to the limit.
+                connections.open += 1;
+                drop(connections);
+                let joined = self.open_connection(deadline);
+                connections = self.connections();
                 match joined {
-                    Ok(line) => {
-                        lines.shut_retired();
-                        return Ok(line);
+                    Ok(connection) => {
+                        connections.close_retired();
+                        return Ok(connection);
                     }
                     Err(error) => refusal = Some(error),
                 }
-                lines.open -= 1;
-                self.line_came_back.notify_all();
+                connections.open -= 1;
+                self.connection_returned.notify_all();
                 continue;
             }
             let left = deadline.remaining(&SystemClock);
             match refusal {
-                Some(error) if lines.open == 0 || matches!(error, NoAnswer::Late) => {
+                Some(error) if connections.open == 0 || matches!(error, CallError::Timeout) => {
                     return Err(error);
                 }
-                _ if left.is_zero() => return Err(NoAnswer::Crowded),
+                _ if left.is_zero() => return Err(CallError::NoFreeConnection),
                 _ => {}
             }
-            let waited = self.line_came_back.wait_timeout(lines, left);
-            lines = waited.unwrap_or_else(PoisonError::into_inner).0;
+            let waited = self.connection_returned.wait_timeout(connections, left);
+            connections = waited.unwrap_or_else(PoisonError::into_inner).0;
         }
     }
 
-    fn join(&self, deadline: Deadline) -> Result<Line, NoAnswer> {
+    fn open_connection(&self, deadline: Deadline) -> Result<Connection, CallError> {
         let failed = |error| match error {
-            LineError::Late | LineError::NoTime | LineError::Stuck => NoAnswer::Late,
-            LineError::TooLong(reason) => NoAnswer::TooLong(reason),
-            LineError::Broken(reason) => NoAnswer::Broken(reason),
+            ConnectionError::Timeout | ConnectionError::NotSent | ConnectionError::SendBlocked => {
+                CallError::Timeout
+            }
+            ConnectionError::TooLong(reason) => CallError::TooLong(reason),
+            ConnectionError::Broken(reason) => CallError::Broken(reason),
         };
-        let mut line = Line::connect(&self.identity.socket, deadline).map_err(failed)?;
+        let mut connection =
+            Connection::connect(&self.identity.socket, deadline).map_err(failed)?;
         let hello = hello(&self.identity, Some(self.id));
-        match line.greet(&hello, deadline).map_err(failed)?.0 {
-            Answer::Welcome(welcome) if welcome.epoch == self.epoch => Ok(line),
-            Answer::Welcome(_) => Err(NoAnswer::Broken("the node was started anew".to_owned())),
-            Answer::Refused { reason } => Err(NoAnswer::Broken(reason)),
-            other => Err(NoAnswer::Broken(format!("it answers {other:?} to a hello"))),
+        match connection.handshake(&hello, deadline).map_err(failed)?.0 {
+            Answer::Welcome(welcome) if welcome.epoch == self.epoch => Ok(connection),
+            Answer::Welcome(_) => Err(CallError::Broken("the node was restarted".to_owned())),
+            Answer::Refused { reason } => Err(CallError::Broken(reason)),
+            other => {
+                Err(CallError::Broken(format!("the node answered the handshake with {other:?}")))
+            }
         }
     }
 
-    fn take_returns(&self) -> Option<Call> {
-        let mut returns = self.returns();
-        let kept = returns.len().saturating_sub(BLOCKS_MAX);
-        let holds = returns.split_off(kept);
-        drop(returns);
+    fn take_releases(&self) -> Option<Call> {
+        let mut releases = self.releases();
+        let kept = releases.len().saturating_sub(BLOCKS_MAX);
+        let holds = releases.split_off(kept);
+        drop(releases);
         if kept > 0 {
-            // Those that came before were the keeper's already; nobody else wakes it for the rest.
-            self.chores.returns_wait();
+            // The background thread is woken when the queue becomes non-empty. It is not empty now,
+            // so the rest needs a wake-up of its own.
+            self.tasks.schedule_release();
         }
         (!holds.is_empty()).then_some(Call::Release { holds })
     }
 
-    /// Gives holds back that a call was to bring and that nobody will use.
-    pub(crate) fn give_back_range(&self, first: u64, count: usize) {
+    /// Releases holds that a failed call requested: the node may have granted them.
+    pub(crate) fn release_range(&self, first: u64, count: usize) {
         let count = u32::try_from(count).expect("batches are small");
-        self.add_return(HoldRange { first, count });
+        self.queue_release(HoldRange { first, count });
     }
 
-    fn add_return(&self, range: HoldRange) {
-        let mut returns = self.returns();
-        match returns.last_mut() {
-            // Views are dropped in their order, most often: one range for all of them.
-            Some(last) if follows(*last, range) => last.count += range.count,
-            Some(_) => returns.push(range),
+    fn queue_release(&self, range: HoldRange) {
+        let mut releases = self.releases();
+        match releases.last_mut() {
+            // Views are mostly dropped in order: one range covers all of them.
+            Some(last) if is_adjacent(*last, range) => last.count += range.count,
+            Some(_) => releases.push(range),
             None => {
-                returns.push(range);
-                drop(returns);
-                self.chores.returns_wait();
+                releases.push(range);
+                drop(releases);
+                self.tasks.schedule_release();
             }
         }
     }
 }
 
-/// Whether two ranges can be one in a message.
-fn follows(last: HoldRange, next: HoldRange) -> bool {
+/// Whether `next` continues `last`, and the message format can hold both as one range.
+fn is_adjacent(last: HoldRange, next: HoldRange) -> bool {
     let is_next = last.first + u64::from(last.count) == next.first;
     is_next && (last.count as usize).saturating_add(next.count as usize) <= KEYS_MAX
 }
 
 impl Lender for Session {
-    fn give_back(&self, hold: u64) {
-        if self.is_inherited() {
+    fn release_hold(&self, hold: u64) {
+        if self.is_forked() {
             return;
         }
-        self.add_return(HoldRange { first: hold, count: 1 });
+        self.queue_release(HoldRange { first: hold, count: 1 });
     }
 }
 
 impl Drop for Session {
     fn drop(&mut self) {
-        if self.is_inherited() {
-            // Another thread may have held any lock when the process was forked.
-            let _never_dropped = std::mem::ManuallyDrop::new(self.living.take());
+        if self.is_forked() {
+            // Another thread may have held the lock when the process was forked.
+            let _never_dropped = std::mem::ManuallyDrop::new(self.live_session.take());
             return;
         }
-        // A session with holds outlives its connections, so the node is told of the last ones. If
-        // that fails, it learns it from the process's end.
-        let deadline = Deadline::after(&SystemClock, GOODBYE_TIMEOUT);
-        while !self.returns().is_empty() {
-            if self.tell(Vec::new(), deadline).is_err() {
+        // A session with holds outlives its connections, so the last holds are released here. If
+        // that fails, the node releases them when the process ends.
+        let deadline = Deadline::after(&SystemClock, CLOSE_TIMEOUT);
+        while !self.releases().is_empty() {
+            if self.send(Vec::new(), deadline).is_err() {
                 break;
             }
         }
-        // Everything that this run of the node lent has come back.
-        drop(self.living.take());
-        self.chores.session_over(self.epoch);
+        // Before the notification: the background thread counts the remaining sessions.
+        drop(self.live_session.take());
+        self.tasks.session_ended(self.epoch);
     }
 }
 
-/// How long the end of a session may wait for the node to take what goes back.
-const GOODBYE_TIMEOUT: Duration = Duration::from_millis(200);
+/// How long the end of a session may wait until its releases are sent.
+const CLOSE_TIMEOUT: Duration = Duration::from_millis(200);
 
-/// The shortest time that a call is given.
-pub(crate) const CALL_MIN: Duration = Duration::from_millis(1);
+/// The shortest timeout of a call.
+pub(crate) const CALL_TIMEOUT_MIN: Duration = Duration::from_millis(1);

@@ -1,4 +1,4 @@
-//! Whose work the calls of a thread are part of.
+//! The trace context of a thread's calls.
 
 use std::cell::Cell;
 use std::marker::PhantomData;
@@ -9,32 +9,32 @@ thread_local! {
     static CURRENT: Cell<Option<TraceContext>> = const { Cell::new(None) };
 }
 
-/// Until it ends, the calls that this thread makes of nodes are part of the caller's trace: each
-/// is a span under the caller's there. Scopes end in the reverse of their order.
+/// While it lives, the calls of this thread belong to the caller's trace: each is a child span of
+/// the caller's span. Nested scopes end in reverse order.
 #[derive(Debug)]
 #[must_use = "the scope ends when this is dropped"]
 pub struct TraceScope {
-    before: Option<TraceContext>,
-    /// A thread's own.
-    _here: PhantomData<*const ()>,
+    previous: Option<TraceContext>,
+    /// Keeps the scope on its thread.
+    _not_send: PhantomData<*const ()>,
 }
 
 impl TraceScope {
-    /// Begins one; without a context, calls belong to nobody's trace again.
+    /// Begins a scope. Without a context, calls belong to no trace.
     pub fn enter(context: Option<TraceContext>) -> Self {
-        Self { before: replace(context), _here: PhantomData }
+        Self { previous: replace(context), _not_send: PhantomData }
     }
 }
 
-/// As [`TraceScope::enter`], for callers that cannot hold a scope: gives what was before, which
-/// they have to put back.
+/// As [`TraceScope::enter`], for callers that cannot hold a scope. Returns the previous context,
+/// which the caller has to restore.
 pub fn replace(context: Option<TraceContext>) -> Option<TraceContext> {
     CURRENT.replace(context)
 }
 
 impl Drop for TraceScope {
     fn drop(&mut self) {
-        CURRENT.set(self.before);
+        CURRENT.set(self.previous);
     }
 }
 

@@ -1,4 +1,4 @@
-//! What the pool costs: allocation and release by one and two threads, and copies in and out.
+//! Benchmarks of the pool: allocation and release by one and two threads, and copies in and out.
 //!
 //! The limit of a copy is `memcpy` between the same buffers, measured beside it.
 
@@ -46,21 +46,21 @@ fn copies(criterion: &mut Criterion) {
         let mut slabs: Vec<SlabMut> = std::iter::from_fn(|| pool.allocate(block_bytes)).collect();
         let mut memory = vec![1; block_bytes];
         let mut next = (0..slabs.len()).cycle();
-        let mut turn = || next.next().expect("a cycle has no end");
+        let mut next_index = || next.next().expect("a cycle has no end");
         group.bench_function(BenchmarkId::new("memcpy in", block_bytes), |bencher| {
-            bencher.iter(|| slabs[turn()].copy_from_slice(black_box(&memory)));
+            bencher.iter(|| slabs[next_index()].copy_from_slice(black_box(&memory)));
         });
         group.bench_function(BenchmarkId::new("copy_in", block_bytes), |bencher| {
-            bencher.iter(|| copy_in(&mut slabs[turn()], black_box(&memory)));
+            bencher.iter(|| copy_in(&mut slabs[next_index()], black_box(&memory)));
         });
         group.bench_function(BenchmarkId::new("memcpy out", block_bytes), |bencher| {
-            bencher.iter(|| memory.copy_from_slice(black_box(&slabs[turn()])));
+            bencher.iter(|| memory.copy_from_slice(black_box(&slabs[next_index()])));
         });
         group.bench_function(BenchmarkId::new("copy_out, alone", block_bytes), |bencher| {
-            bencher.iter(|| copy_out(&mut memory, black_box(&slabs[turn()]), block_bytes));
+            bencher.iter(|| copy_out(&mut memory, black_box(&slabs[next_index()]), block_bytes));
         });
         group.bench_function(BenchmarkId::new("copy_out, of many", block_bytes), |bencher| {
-            bencher.iter(|| copy_out(&mut memory, black_box(&slabs[turn()]), usize::MAX));
+            bencher.iter(|| copy_out(&mut memory, black_box(&slabs[next_index()]), usize::MAX));
         });
     }
     group.finish();

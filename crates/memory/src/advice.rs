@@ -1,11 +1,11 @@
-//! Advice to the processor and the kernel. It makes programs faster and never changes what they do.
+//! Prefetch and huge-page hints. They change speed, never results.
 #![expect(unsafe_code, reason = "advice is given on addresses")]
 
 use rustix::mm::{Advice, madvise};
 
 const PAGE_BYTES: usize = 4096;
 
-/// Begins to bring a value into the cache, without waiting for it.
+/// Starts to load a value into the cache, without waiting for it.
 #[inline]
 pub fn prefetch<T>(value: &T) {
     #[cfg(target_arch = "x86_64")]
@@ -19,9 +19,8 @@ pub fn prefetch<T>(value: &T) {
     let _unused = value;
 }
 
-/// Asks for huge pages under what a vector has reserved but perhaps not touched yet: random reads
-/// of a large table wait for page tables as much as for memory. False where the kernel has none:
-/// then nothing changes.
+/// Requests huge pages for a vector's allocation, best before it is filled: random reads of a large
+/// table wait for page tables as much as for memory. False if the kernel refuses.
 pub fn prefer_huge_pages<T>(reserved: &Vec<T>) -> bool {
     let start = reserved.as_ptr().addr().next_multiple_of(PAGE_BYTES);
     let end = (reserved.as_ptr().addr() + reserved.capacity() * size_of::<T>()) / PAGE_BYTES;
@@ -40,7 +39,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn advice_changes_nothing_that_a_program_sees() {
+    fn hints_do_not_change_contents() {
         for capacity in [0, 1, 100, 1 << 20] {
             let mut numbers: Vec<u64> = Vec::with_capacity(capacity);
             prefer_huge_pages(&numbers);

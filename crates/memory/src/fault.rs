@@ -1,9 +1,9 @@
-//! Ends the process with an explanation when the file behind a mapping was cut short.
+//! Ends the process with an explanation when the file behind a mapping is truncated.
 //!
-//! A pool with a name cannot be sealed: whoever may write its file may truncate it, and the next
-//! access to the lost part raises SIGBUS. Nothing can be served from there any more, and a reader
-//! that went on would read zeroes in place of a block, so the process ends; but it says why.
-//! `docs/decisions/0022-a-truncated-pool.md` has what else was considered.
+//! A named pool cannot be sealed: any process that may write its file may truncate it. The next
+//! access to the truncated part raises SIGBUS. A reader that continued would read zeroes in place
+//! of a block, so the process ends with a message. `docs/decisions/0022-a-truncated-pool.md` has
+//! the alternatives.
 #![expect(unsafe_code, reason = "handles a signal")]
 
 use std::io;
@@ -11,17 +11,17 @@ use std::ptr;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// Mappings of one process that are watched; further ones end the process without an explanation.
+/// Maximum number of watched mappings; a fault in a further one ends the process without a message.
 const RANGES_MAX: usize = 64;
 
-/// How the process ends: `EX_IOERR` of `sysexits.h`.
+/// Exit status: `EX_IOERR` of `sysexits.h`.
 const EXIT_STATUS: i32 = 74;
 
 const MESSAGE: &str = "cascade: another process truncated the file of the memory pool, so blocks \
                        in it are lost and this process ends. Processes of this user and root can \
-                       do that: look which one did, and start again. Tiers below DRAM are kept.\n";
+                       do that: find out which one and restart. Tiers below DRAM are kept.\n";
 
-/// Addresses of one mapping; an end of zero is a free place.
+/// Addresses of one mapping. `end` is zero in a free entry.
 struct Range {
     start: AtomicUsize,
     end: AtomicUsize,
@@ -30,25 +30,26 @@ struct Range {
 static RANGES: [Range; RANGES_MAX] =
     [const { Range { start: AtomicUsize::new(0), end: AtomicUsize::new(0) } }; RANGES_MAX];
 
-/// What handled the signal before us; it still does for other addresses.
-static BEFORE: OnceLock<libc::sigaction> = OnceLock::new();
+/// The previous signal handler, used for other addresses.
+static PREVIOUS: OnceLock<libc::sigaction> = OnceLock::new();
 
-/// A mapping is watched while this lives.
+/// Watches a mapping for as long as this value lives.
 #[derive(Debug)]
 pub(crate) struct Watch(Option<usize>);
 
 impl Watch {
-    /// Watches a mapping of a file that others may cut short.
+    /// Watches a mapping of a file that other processes may truncate.
     ///
     /// # Errors
-    /// The kernel takes no signal handler.
+    /// If the signal handler cannot be installed.
     pub(crate) fn over(start: usize, bytes: usize) -> io::Result<Self> {
         install()?;
         let place = RANGES.iter().position(|range| {
-            // 1: taken, and no address lies before it.
+            // 1 marks the entry as taken; no address is below it, so it matches no fault yet.
             range.end.compare_exchange(0, 1, Ordering::AcqRel, Ordering::Relaxed).is_ok()
         });
         if let Some(place) = place {
+            // `start` before `end`: the range matches no address until `end` is stored.
             RANGES[place].start.store(start, Ordering::Release);
             RANGES[place].end.store(start + bytes, Ordering::Release);
         }
@@ -70,13 +71,13 @@ fn install() -> io::Result<()> {
     let failure = INSTALLED.get_or_init(|| {
         // SAFETY: all zeroes are a valid action: the default one.
         let mut before: libc::sigaction = unsafe { std::mem::zeroed() };
-        // SAFETY: asks only; `before` is ours until the call returns.
-        let asked = unsafe { libc::sigaction(libc::SIGBUS, ptr::null(), &raw mut before) };
-        if asked != 0 {
+        // SAFETY: a query; `before` is ours until the call returns.
+        let queried = unsafe { libc::sigaction(libc::SIGBUS, ptr::null(), &raw mut before) };
+        if queried != 0 {
             return io::Error::last_os_error().raw_os_error();
         }
-        // Before the handler can run.
-        BEFORE.get_or_init(|| before);
+        // Stored before the handler is installed, which reads it.
+        PREVIOUS.get_or_init(|| before);
         let handler: extern "C" fn(i32, *mut libc::siginfo_t, *mut libc::c_void) = on_bus_error;
         let mut action = before;
         action.sa_sigaction = handler as usize;
@@ -92,7 +93,7 @@ fn install() -> io::Result<()> {
 extern "C" fn on_bus_error(_: i32, info: *mut libc::siginfo_t, _: *mut libc::c_void) {
     // SAFETY: the kernel passes a valid one to a handler with SA_SIGINFO, until it returns.
     let info = unsafe { &*info };
-    // SAFETY: SIGBUS of a fault has an address; of one that was sent it is meaningless and, below,
+    // SAFETY: SIGBUS of a fault has an address. That of a sent signal is meaningless and is, below,
     // at worst compared with our ranges.
     let address = unsafe { info.si_addr() }.addr();
     let is_ours = RANGES.iter().any(|range| {
@@ -105,8 +106,8 @@ extern "C" fn on_bus_error(_: i32, info: *mut libc::siginfo_t, _: *mut libc::c_v
         // SAFETY: ends the process at once, without running anything of it.
         unsafe { libc::_exit(EXIT_STATUS) };
     }
-    if let Some(before) = BEFORE.get() {
-        // The instruction is repeated on return, and meets whoever handled this before us.
+    if let Some(before) = PREVIOUS.get() {
+        // On return the instruction is repeated, and the previous handler gets the signal.
         // SAFETY: an action that the kernel gave us.
         unsafe { libc::sigaction(libc::SIGBUS, before, ptr::null_mut()) };
     }

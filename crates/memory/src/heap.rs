@@ -5,20 +5,20 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Exclusive right to a piece of the region. Cannot be copied, so cannot be given back twice.
+/// Exclusive ownership of a piece of the region. Cannot be copied, so cannot be freed twice.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Extent {
-    /// Where it starts in the region.
+    /// Start in the region, in bytes.
     pub(crate) offset: usize,
-    /// How long it is.
+    /// Length.
     pub(crate) bytes: usize,
 }
 
-/// Pieces aligned to less than this are cut from the end of a free extent, others from its start,
-/// so that small pieces gather at the top of the region and do not split it for the large.
+/// Pieces with a smaller alignment are cut from the end of a free extent, others from its start.
+/// Small pieces thus collect at the top of the region and do not fragment it for large ones.
 const PAGE: usize = 4096;
 
-/// Candidates that are tried for an aligned fit before one that is large enough for any alignment.
+/// Tight candidates that are tried for an aligned fit, before one that fits at any alignment.
 const TIGHT_FITS_MAX: usize = 8;
 
 #[derive(Debug)]
@@ -66,7 +66,7 @@ impl Heap {
         Some(Extent { offset, bytes })
     }
 
-    /// Takes exactly that piece, if all of it is free.
+    /// Takes exactly this piece, if all of it is free.
     pub(crate) fn take_at(&mut self, offset: usize, bytes: usize) -> Option<Extent> {
         let end = offset.checked_add(bytes).filter(|_| bytes > 0)?;
         let (free_offset, free_bytes) =
@@ -85,9 +85,9 @@ impl Heap {
         Some(Extent { offset, bytes })
     }
 
-    /// Takes an extent back and merges it with its free neighbours.
-    #[expect(clippy::needless_pass_by_value, reason = "giving an extent back ends the right to it")]
-    pub(crate) fn give_back(&mut self, extent: Extent) {
+    /// Frees an extent and merges it with its free neighbours.
+    #[expect(clippy::needless_pass_by_value, reason = "freeing an extent ends its ownership")]
+    pub(crate) fn free(&mut self, extent: Extent) {
         let Extent { mut offset, mut bytes } = extent;
         let end = offset + bytes;
         assert!(end <= self.capacity_bytes, "an extent of another pool");
@@ -107,8 +107,10 @@ impl Heap {
         self.insert(offset, bytes);
     }
 
-    /// The smallest free extent that fits, and where in it the piece goes.
+    /// The smallest free extent that fits, and the piece's offset in it.
     fn find(&self, bytes: usize, align: usize) -> Option<(usize, usize, usize)> {
+        // Best fit first. A tight extent may be too short once its start is aligned; one of
+        // `bytes + align` never is. So at most `TIGHT_FITS_MAX` + 1 extents are tried.
         let tight = self.by_size.range((bytes, 0)..).take(TIGHT_FITS_MAX);
         let ample = self.by_size.range((bytes.checked_add(align)?, 0)..).take(1);
         tight.chain(ample).find_map(|(free_bytes, free_offset)| {
@@ -143,23 +145,23 @@ mod tests {
     use proptest::prelude::*;
 
     #[test]
-    fn what_is_given_back_is_whole_again() {
+    fn freed_neighbours_are_merged() {
         let mut heap = Heap::new(1 << 20);
         let pieces: Vec<Extent> = (0..16).map_while(|_| heap.take(PAGE, PAGE)).collect();
-        let (odd, even): (Vec<_>, Vec<_>) =
+        let (odd_pages, even_pages): (Vec<_>, Vec<_>) =
             pieces.into_iter().partition(|piece| piece.offset / PAGE % 2 == 1);
-        for piece in odd {
-            heap.give_back(piece);
+        for piece in odd_pages {
+            heap.free(piece);
         }
         assert_eq!(heap.by_offset.len(), 8);
-        for piece in even {
-            heap.give_back(piece);
+        for piece in even_pages {
+            heap.free(piece);
         }
         assert_eq!(heap.largest_free_bytes(), 1 << 20);
     }
 
     #[test]
-    fn a_piece_is_taken_where_it_was_only_while_all_of_it_is_free() {
+    fn take_at_succeeds_only_if_all_of_the_piece_is_free() {
         let mut heap = Heap::new(16 * PAGE);
         let middle = heap.take_at(4 * PAGE, 2 * PAGE).expect("all is free");
         for (offset, bytes) in [(4, 2), (3, 2), (5, 2), (0, 16), (15, 2), (16, 1), (2, 0)] {
@@ -170,25 +172,25 @@ mod tests {
         let after = heap.take_at(6 * PAGE, 10 * PAGE).expect("free up to the end");
         assert_eq!(heap.free_bytes(), 3 * PAGE);
         for piece in [middle, before, after] {
-            heap.give_back(piece);
+            heap.free(piece);
         }
         assert_eq!(heap.largest_free_bytes(), 16 * PAGE);
     }
 
     #[test]
     #[should_panic(expected = "freed twice")]
-    fn an_extent_that_is_free_is_not_taken_back() {
+    fn freeing_an_extent_twice_panics() {
         let mut heap = Heap::new(1 << 20);
         let piece = heap.take(PAGE, PAGE).expect("the heap is empty");
         let Extent { offset, bytes } = piece;
-        heap.give_back(piece);
-        heap.give_back(Extent { offset, bytes });
+        heap.free(piece);
+        heap.free(Extent { offset, bytes });
     }
 
     #[derive(Debug, Clone)]
     enum Step {
         Take { bytes: usize, align: usize },
-        GiveBack { index: usize },
+        Free { index: usize },
     }
 
     fn step() -> impl Strategy<Value = Step> {
@@ -197,11 +199,11 @@ mod tests {
                 bytes: units * 64,
                 align: [64, 512, PAGE][align as usize],
             }),
-            (0_usize..1000).prop_map(|index| Step::GiveBack { index }),
+            (0_usize..1000).prop_map(|index| Step::Free { index }),
         ]
     }
 
-    /// A byte map that knows nothing of extents: true where taken.
+    /// Searches a map of 64-byte units, true where taken.
     fn model_fits(taken: &[bool], bytes: usize, align: usize) -> bool {
         let units = bytes / 64;
         (0..taken.len()).step_by(align / 64).any(|start| {
@@ -211,7 +213,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn behaves_as_a_map_of_bytes(steps in prop::collection::vec(step(), 1..400)) {
+        fn behaves_like_a_map_of_units(steps in prop::collection::vec(step(), 1..400)) {
             let mut heap = Heap::new(1 << 17);
             let mut taken = vec![false; (1 << 17) / 64];
             let mut held: Vec<Extent> = Vec::new();
@@ -227,23 +229,24 @@ mod tests {
                             held.push(extent);
                         }
                         None => {
-                            // It may miss a tight aligned fit, but never one with slack.
+                            // It may miss a tight aligned fit, but never one with slack for
+                            // alignment.
                             prop_assert!(!model_fits(&taken, bytes + align, 64));
                         }
                     },
-                    Step::GiveBack { index } if !held.is_empty() => {
+                    Step::Free { index } if !held.is_empty() => {
                         let extent = held.swap_remove(index % held.len());
                         let units = extent.offset / 64..(extent.offset + extent.bytes) / 64;
                         taken[units].fill(false);
-                        heap.give_back(extent);
+                        heap.free(extent);
                     }
-                    Step::GiveBack { .. } => {}
+                    Step::Free { .. } => {}
                 }
                 let free = taken.iter().filter(|unit| !**unit).count() * 64;
                 prop_assert_eq!(heap.free_bytes(), free);
             }
             for extent in held {
-                heap.give_back(extent);
+                heap.free(extent);
             }
             prop_assert_eq!(heap.largest_free_bytes(), 1 << 17);
         }

@@ -1,4 +1,4 @@
-//! A node's pool, mapped in a worker process: slabs there are lent, and go back by a message.
+//! A node's pool, mapped in a worker process. Its slabs are lent; dropping one releases its hold.
 
 use std::fmt;
 use std::fs::File;
@@ -14,10 +14,10 @@ use crate::fault::Watch;
 use crate::region::Mapping;
 use crate::{MemoryError, Slab, SlabMut};
 
-/// Tells the node that a slab is no longer used here. Called from whatever thread drops it.
+/// Releases holds of slabs that are no longer used here. Called from any thread that drops a slab.
 pub trait Lender: Send + Sync + fmt::Debug {
-    /// The node may use the memory of this hold again.
-    fn give_back(&self, hold: u64);
+    /// Releases a hold: the node may use its memory again.
+    fn release_hold(&self, hold: u64);
 }
 
 /// The mapping of a node's pool in this process. Slabs hold it, so it stays while any is in use.
@@ -26,12 +26,12 @@ pub struct Attachment {
     mapping: Mapping,
     is_writable: bool,
     lender: Arc<dyn Lender>,
-    /// A named pool can be cut short by others of its user.
+    /// Other processes of the user may truncate a named pool.
     _watch: Watch,
 }
 
 impl Attachment {
-    /// Maps a pool that a node passed on. Pages are shared with the node, so nothing is populated.
+    /// Maps a pool whose descriptor a node sent. The node has populated its pages already.
     pub fn map(
         file: OwnedFd,
         bytes: usize,
@@ -47,8 +47,8 @@ impl Attachment {
         let write = if is_writable { ProtFlags::WRITE } else { ProtFlags::empty() };
         let mut mapping =
             Mapping::of_file(&file, bytes, ProtFlags::READ | write).map_err(refused)?;
-        // A child that is forked has no holds: the node would fill what it reads with other blocks.
-        mapping.leave_out_of_children().map_err(refused)?;
+        // A forked child has no holds: the node would overwrite what it reads with other blocks.
+        mapping.exclude_from_children().map_err(refused)?;
         let watch = Watch::over(mapping.base().as_ptr().addr(), bytes).map_err(refused)?;
         drop(File::from(file));
         Ok(Arc::new(Self { mapping, is_writable, lender, _watch: watch }))
@@ -59,8 +59,8 @@ impl Attachment {
         self.mapping.bytes()
     }
 
-    /// A slab that the node gave out to be written; `None` if it lies outside the pool or the
-    /// pool is mapped for reading.
+    /// A slab that the node lent for writing; `None` if it is outside the pool, or if the pool is
+    /// mapped read-only.
     pub fn writable(self: &Arc<Self>, hold: u64, offset: usize, len: usize) -> Option<SlabMut> {
         if !self.is_writable {
             return None;
@@ -68,7 +68,7 @@ impl Attachment {
         SlabMut::lent(Arc::clone(self), hold, offset, len)
     }
 
-    /// A block that the node leased; `None` if it lies outside the pool.
+    /// A block that the node leased; `None` if it is outside the pool.
     pub fn sealed(self: &Arc<Self>, hold: u64, offset: usize, len: usize) -> Option<Slab> {
         SlabMut::lent(Arc::clone(self), hold, offset, len).map(SlabMut::seal)
     }
@@ -77,8 +77,8 @@ impl Attachment {
         self.mapping.base()
     }
 
-    pub(crate) fn give_back(&self, hold: u64) {
-        self.lender.give_back(hold);
+    pub(crate) fn release_hold(&self, hold: u64) {
+        self.lender.release_hold(hold);
     }
 }
 
@@ -90,10 +90,10 @@ mod tests {
     use crate::{HugePages, Pool, PoolConfig};
 
     #[derive(Debug, Default)]
-    struct Returned(Mutex<Vec<u64>>);
+    struct RecordedReleases(Mutex<Vec<u64>>);
 
-    impl Lender for Returned {
-        fn give_back(&self, hold: u64) {
+    impl Lender for RecordedReleases {
+        fn release_hold(&self, hold: u64) {
             self.0.lock().expect("not poisoned").push(hold);
         }
     }
@@ -104,29 +104,29 @@ mod tests {
         Pool::new(&config).expect("a MiB is there")
     }
 
-    fn attach(pool: &Pool, is_writable: bool, lender: &Arc<Returned>) -> Arc<Attachment> {
+    fn attach(pool: &Pool, is_writable: bool, lender: &Arc<RecordedReleases>) -> Arc<Attachment> {
         let file = pool.region().file().try_clone().expect("descriptors are left");
         let lender = Arc::clone(lender) as Arc<dyn Lender>;
         Attachment::map(file.into(), 1 << 20, is_writable, lender).expect("it can be mapped")
     }
 
     #[test]
-    fn what_is_written_through_one_mapping_is_read_through_the_other() {
-        let (pool, lender) = (pool(), Arc::new(Returned::default()));
+    fn bytes_written_through_one_mapping_are_read_through_the_other() {
+        let (pool, lender) = (pool(), Arc::new(RecordedReleases::default()));
         let there = pool.allocate(5000).expect("the pool is empty");
         let here = attach(&pool, true, &lender);
         let mut slab = here.writable(7, there.offset(), 5000).expect("it lies in the pool");
         slab.fill(42);
         assert!(there.iter().all(|byte| *byte == 42));
-        assert_eq!(slab.surrender(&here).expect("it was lent by this node"), 7);
-        assert!(lender.0.lock().expect("not poisoned").is_empty(), "a surrendered slab is settled");
+        assert_eq!(slab.into_hold(&here).expect("it was lent by this node"), 7);
+        assert!(lender.0.lock().expect("not poisoned").is_empty(), "into_hold releases nothing");
         drop(here.sealed(8, there.offset(), 5000));
         assert_eq!(*lender.0.lock().expect("not poisoned"), [8]);
     }
 
     #[test]
-    fn nothing_outside_the_pool_or_against_its_protection_is_handed_out() {
-        let (pool, lender) = (pool(), Arc::new(Returned::default()));
+    fn slabs_outside_the_pool_or_writable_in_a_read_only_mapping_are_refused() {
+        let (pool, lender) = (pool(), Arc::new(RecordedReleases::default()));
         let here = attach(&pool, false, &lender);
         assert!(here.sealed(1, 1 << 20, 1).is_none());
         assert!(here.sealed(1, usize::MAX, 2).is_none());
@@ -137,11 +137,11 @@ mod tests {
     }
 
     #[test]
-    fn a_slab_of_another_node_is_not_surrendered_to_this_one() {
-        let (pool, lender) = (pool(), Arc::new(Returned::default()));
+    fn into_hold_returns_a_slab_of_another_node() {
+        let (pool, lender) = (pool(), Arc::new(RecordedReleases::default()));
         let (one, other) = (attach(&pool, true, &lender), attach(&pool, true, &lender));
         let slab = one.writable(1, 0, 64).expect("it lies in the pool");
-        let slab = slab.surrender(&other).expect_err("lent by somebody else");
+        let slab = slab.into_hold(&other).expect_err("lent by another node");
         drop(slab);
         assert_eq!(*lender.0.lock().expect("not poisoned"), [1]);
     }

@@ -1,4 +1,4 @@
-//! The shared-memory pool: one mapping, the slabs cut from it, and who may touch them.
+//! The shared-memory pool: one mapping, the slabs allocated from it, and their access rules.
 
 mod advice;
 mod copy;

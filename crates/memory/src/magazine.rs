@@ -1,8 +1,8 @@
-//! Magazines: free extents of the sizes in use, in front of the heap, without locks.
+//! Magazines: lock-free caches of free extents of the sizes in use, in front of the heap.
 //!
-//! The table of sizes is a hint and may be stale at any moment: an extent carries its own length,
-//! so a magazine that changed its size under a slow thread gives an extent of the wrong length,
-//! which the caller sees and returns to the heap. Ownership passes through the queues alone.
+//! The table of sizes is a hint and may be stale at any moment. An extent carries its own length:
+//! if a magazine changes its size while a thread pops from it, the thread gets an extent of another
+//! length, notices, and frees it to the heap. Ownership passes through the queues alone.
 
 use crate::heap::Extent;
 use crate::sync::{ArrayQueue, AtomicUsize, Ordering};
@@ -18,7 +18,7 @@ const CAPACITY_DIVISOR: usize = 16;
 
 #[derive(Debug)]
 pub(crate) struct Magazines {
-    /// The size each magazine serves; 0 while nobody has claimed it.
+    /// The size that each magazine serves; 0 while unclaimed.
     sizes: [AtomicUsize; MAGAZINES],
     queues: [ArrayQueue<Extent>; MAGAZINES],
     bytes_max: usize,
@@ -33,17 +33,17 @@ impl Magazines {
         }
     }
 
-    /// How many extents of that size may lie in a magazine; none of sizes that are too large.
+    /// How many extents of this size a magazine may hold; 0 for sizes that are too large.
     pub(crate) fn limit(&self, bytes: usize) -> usize {
         (self.bytes_max / bytes).min(EXTENTS_MAX)
     }
 
-    /// A free extent from the magazine of that size. Its length may differ: see above.
+    /// A free extent from the magazine of this size. Its length may differ: see the module.
     pub(crate) fn pop(&self, bytes: usize) -> Option<Extent> {
         self.queue(bytes)?.pop()
     }
 
-    /// Keeps a free extent, or gives it back when its size has no magazine or a full one.
+    /// Caches a free extent, or returns it if its size has no magazine or a full one.
     pub(crate) fn push(&self, extent: Extent) -> Result<(), Extent> {
         match self.queue(extent.bytes) {
             Some(queue) if queue.len() < self.limit(extent.bytes) => queue.push(extent),
@@ -51,9 +51,9 @@ impl Magazines {
         }
     }
 
-    /// Claims a magazine for that size unless it has one; whether it has one now.
+    /// Claims a magazine for this size unless it has one. Returns whether it has one now.
     ///
-    /// For one caller at a time, together with `drain`: the pool calls both under its heap's lock.
+    /// Not concurrently with itself or `drain`: the pool calls both under the heap's lock.
     pub(crate) fn claim(&self, bytes: usize) -> bool {
         if self.limit(bytes) == 0 {
             return false;
@@ -64,7 +64,7 @@ impl Magazines {
             || unclaimed().map(|size| size.store(bytes, Ordering::Relaxed)).is_some()
     }
 
-    /// Empties all magazines and forgets their sizes.
+    /// Empties all magazines and clears their sizes.
     pub(crate) fn drain(&self, mut into: impl FnMut(Extent)) {
         for (size, queue) in self.sizes.iter().zip(&self.queues) {
             size.store(0, Ordering::Relaxed);
@@ -74,7 +74,7 @@ impl Magazines {
         }
     }
 
-    /// Takes half of a full magazine out, so that the next releases find room.
+    /// Removes half of a full magazine, so that the next releases find room.
     pub(crate) fn drain_half(&self, bytes: usize, mut into: impl FnMut(Extent)) {
         let Some(queue) = self.queue(bytes) else { return };
         for extent in std::iter::from_fn(|| queue.pop()).take(self.limit(bytes) / 2) {
@@ -88,7 +88,8 @@ impl Magazines {
     }
 }
 
-/// Every order of two or three threads' steps. Whoever holds the heap's lock is one thread here.
+/// Every interleaving of two or three threads. One of them stands for the holder of the heap's
+/// lock.
 #[cfg(all(test, loom))]
 mod loom_models {
     use std::sync::Arc;
@@ -110,7 +111,7 @@ mod loom_models {
     }
 
     #[test]
-    fn loom_no_extent_is_lost_or_given_twice_while_sizes_change() {
+    fn loom_no_extent_is_lost_or_duplicated_while_sizes_change() {
         loom::model(|| {
             let magazines = Arc::new(Magazines::new(1 << 20));
             assert!(magazines.claim(64));
@@ -122,7 +123,7 @@ mod loom_models {
                     magazines.push(taken).err()
                 })
             };
-            // The heap's holder gives the only magazine to another size.
+            // The holder of the heap's lock assigns the only magazine to another size.
             let mut heap = Vec::new();
             magazines.drain(|extent| heap.push(extent));
             assert!(magazines.claim(128));

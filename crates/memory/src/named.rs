@@ -1,8 +1,8 @@
-//! A pool's files: the pool under a name that outlives the process, and the table beside it.
+//! A pool's files: the pool under a name that outlives the process, and the table of its blocks.
 //!
-//! The table is locked for as long as anything of the pool is in use; it never leaves the process,
-//! so a client that holds the pool's file cannot keep the lock of a store that died. A pool that
-//! cannot be used any more is not emptied but replaced: whoever still maps the old file keeps it.
+//! The table is locked for as long as any slab of the pool is in use. Its descriptor is never sent
+//! to clients, so a client cannot keep the lock of a store that died. A pool that cannot be reused
+//! is replaced, not emptied: processes that still map the old file keep its contents.
 
 use std::ffi::OsString;
 use std::fs::{self, File};
@@ -24,19 +24,19 @@ use rustix::process::geteuid;
 use crate::pages;
 use crate::{MemoryError, SharedWords};
 
-/// How often another opener may remove the files between our looking and our locking.
-const TRIES_MAX: usize = 16;
+/// Maximum number of retries when another process removes a file between our open and our lock.
+const LOCK_TRIES_MAX: usize = 16;
 
-/// How long a lock is waited for: whoever looks through the pools of a directory holds the lock of
-/// each for a moment, and must not make a start fail.
-const LOCK_PATIENCE: Duration = Duration::from_millis(200);
-const LOCK_POLL: Duration = Duration::from_millis(5);
+/// How long to wait for a lock. A process that lists the pools of a directory holds the lock of
+/// each for a moment, which must not make a start fail.
+const LOCK_TIMEOUT: Duration = Duration::from_millis(200);
+const LOCK_POLL_INTERVAL: Duration = Duration::from_millis(5);
 
 /// `TMPFS_MAGIC`: files there are memory.
 const TMPFS: u64 = 0x0102_1994;
 
-/// A file that is locked until this goes. Unlocked by word, not only by closing: a child that is
-/// being started has a copy of the descriptor for a moment.
+/// A file that is locked for as long as this value lives. Unlocked explicitly, not only by closing:
+/// a child has a copy of the descriptor between `fork` and `exec`.
 #[derive(Debug)]
 pub(crate) struct LockedFile(File);
 
@@ -47,7 +47,7 @@ impl Drop for LockedFile {
     }
 }
 
-/// Removes files that were made and that hold nothing worth keeping, unless told to keep them.
+/// Removes newly created files that hold no blocks, unless they are persisted.
 #[derive(Debug)]
 struct RemoveOnDrop {
     pool_path: PathBuf,
@@ -77,22 +77,22 @@ impl RemoveOnDrop {
 
 impl Drop for RemoveOnDrop {
     fn drop(&mut self) {
-        // The directory cannot be written: the error that ended the start says more, and the next
-        // start removes what is left.
+        // Errors are dropped: the error that ended the start is reported, and the next start
+        // removes the remaining files.
         if *self.removes_pool.get_mut() {
-            drop(remove_if_there(&self.pool_path));
+            drop(remove_if_exists(&self.pool_path));
         }
         if *self.removes_table.get_mut() {
-            drop(remove_if_there(&self.table_path));
+            drop(remove_if_exists(&self.table_path));
         }
     }
 }
 
-/// The two files of a pool that outlives its process, opened and locked by this store alone. Files
-/// that were made are removed again when this is dropped before [`PoolFiles::keep`].
+/// The two files of a pool that outlives its process, opened and locked exclusively. New files are
+/// removed if this is dropped before [`PoolFiles::keep`].
 #[derive(Debug)]
 pub struct PoolFiles {
-    /// Before the table, so that the files are locked while they are removed.
+    /// Declared before `table`, so dropped first: the files are locked while they are removed.
     remove_on_drop: RemoveOnDrop,
     pool_path: PathBuf,
     table_path: PathBuf,
@@ -104,45 +104,45 @@ pub struct PoolFiles {
 }
 
 impl PoolFiles {
-    /// Opens both files, or makes them; either way they are reserved in full afterwards, so that a
-    /// full file system is an error here and not a signal later. Sizes are multiples of 4096.
+    /// Opens or creates both files and reserves their full size, so that a full file system is an
+    /// error here and not SIGBUS later. Sizes are multiples of 4096.
     ///
     /// # Errors
-    /// Another store has the files; they belong to another user, can be written by others or are
-    /// no plain files; the memory or the file system has no room for both, or refuses.
+    /// If another store uses the files; if they belong to another user, are accessible to others or
+    /// are not regular files; if the memory or the file system has no room for both.
     pub fn open(path: &Path, pool_bytes: usize, table_bytes: usize) -> Result<Self, MemoryError> {
         let table_path = table_path(path);
         let table = open_locked(&table_path)?;
         let remove_on_drop = RemoveOnDrop::of(path, &table_path);
         let table_size = size_of(&table.0, &table_path)?;
         remove_on_drop.arm(false, table_size == 0);
-        // Before anything is reserved, and before an earlier pool of another size is given up.
+        // Before anything is reserved, and before an earlier pool of another size is removed.
         check_room(path, &table_path, pool_bytes, table_bytes)?;
         let table_fits = table_size == table_bytes as u64;
-        let kept = if table_fits { open_existing(path, pool_bytes)? } else { None };
-        let is_kept = kept.is_some();
+        let existing = if table_fits { open_existing(path, pool_bytes)? } else { None };
+        let is_kept = existing.is_some();
         if !is_kept {
             remove_on_drop.arm(false, true);
-            // Before there is another pool that it does not speak of.
-            reserve_anew(&table.0, &table_path, table_bytes)?;
+            // Clear the table before the new pool exists: its entries describe the old one.
+            clear_and_reserve(&table.0, &table_path, table_bytes)?;
         }
-        let pool = match kept {
+        let pool = match existing {
             Some(pool) => pool,
-            None => make_pool(path, pool_bytes, &remove_on_drop)?,
+            None => create_pool(path, pool_bytes, &remove_on_drop)?,
         };
         let words = map_words(&table.0, &table_path, table_bytes)?;
         let (pool_path, table) = (path.to_owned(), Arc::new(table));
-        let is =
+        let files =
             Self { remove_on_drop, pool_path, table_path, pool, table, words, pool_bytes, is_kept };
-        Ok(is)
+        Ok(files)
     }
 
-    /// From now on the files outlive this value: there is something in them to find.
+    /// From now on the files outlive this value: they hold blocks.
     pub fn keep(&self) {
         self.remove_on_drop.keep();
     }
 
-    /// Whether both files were there, in the sizes that were asked for.
+    /// Whether both files existed in the requested sizes and were reused.
     pub fn is_kept(&self) -> bool {
         self.is_kept
     }
@@ -152,17 +152,17 @@ impl PoolFiles {
         &self.words
     }
 
-    /// Device and inode of the pool's file: a table speaks of one file, not of a name.
+    /// Device and inode of the pool's file: the table describes this file, whatever its name.
     ///
     /// # Errors
-    /// The file system does not say.
+    /// If the file system does not report them.
     pub fn pool_identity(&self) -> Result<[u64; 2], MemoryError> {
-        let failed = |source| named("look at", &self.pool_path, source);
+        let failed = |source| named("read the metadata of", &self.pool_path, source);
         let metadata = self.pool.metadata().map_err(failed)?;
         Ok([metadata.dev(), metadata.ino()])
     }
 
-    /// Discards what is in both files: the table is zero afterwards, the pool another file.
+    /// Discards the contents of both files: zeroes the table and creates a new pool file.
     ///
     /// # Errors
     /// As [`PoolFiles::open`].
@@ -170,11 +170,11 @@ impl PoolFiles {
         self.remove_on_drop.arm(false, true);
         self.words.zero();
         self.is_kept = false;
-        self.pool = make_pool(&self.pool_path, self.pool_bytes, &self.remove_on_drop)?;
+        self.pool = create_pool(&self.pool_path, self.pool_bytes, &self.remove_on_drop)?;
         Ok(())
     }
 
-    /// Removes the files of that name, if they are there and nobody has them.
+    /// Removes the files of this name if they exist and no store uses them.
     ///
     /// # Errors
     /// As [`PoolFiles::open`].
@@ -182,19 +182,19 @@ impl PoolFiles {
         let table_path = table_path(path);
         // Without the lock another store could be opening them.
         let _locked = open_locked(&table_path)?;
-        remove_if_there(path)?;
-        remove_if_there(&table_path)
+        remove_if_exists(path)?;
+        remove_if_exists(&table_path)
     }
 
-    /// Takes the names away. Mappings stay as they are until they go.
+    /// Removes both files. Existing mappings keep their memory.
     ///
     /// # Errors
-    /// The directory cannot be written.
+    /// If the directory cannot be written.
     pub fn remove(&self) -> Result<(), MemoryError> {
-        // The pool first: a table without a pool is discarded, a pool without one leaks nothing
-        // either, but takes the memory until the next start.
+        // The pool first: a table alone is small, a pool alone would occupy its memory until the
+        // next start. Each is discarded without the other.
         for path in [&self.pool_path, &self.table_path] {
-            remove_if_there(path)?;
+            remove_if_exists(path)?;
         }
         Ok(())
     }
@@ -212,7 +212,7 @@ impl PoolFiles {
     }
 }
 
-/// A pool's files while no store has them; nobody else gets them while this lives.
+/// The locked files of a pool that no store uses.
 #[derive(Debug)]
 pub struct IdleFiles {
     pool_path: PathBuf,
@@ -221,11 +221,11 @@ pub struct IdleFiles {
 }
 
 impl IdleFiles {
-    /// The files of every pool in a directory whose names begin and end like this, as the pools'
-    /// paths. Looks at names alone.
+    /// Paths of the pools in a directory whose names have this prefix and suffix. Only the names of
+    /// their tables are read.
     ///
     /// # Errors
-    /// The directory cannot be read.
+    /// If the directory cannot be read.
     pub fn names(directory: &Path, prefix: &str, suffix: &str) -> io::Result<Vec<PathBuf>> {
         let mut found = Vec::new();
         for entry in fs::read_dir(directory)? {
@@ -239,11 +239,11 @@ impl IdleFiles {
         Ok(found)
     }
 
-    /// Locks the files of a pool. Nothing if a store has them, or if there is no table.
+    /// Locks the files of a pool. `None` if a store uses them or if there is no table.
     ///
     /// # Errors
-    /// They belong to another user, can be written by others, are no plain files, or cannot be
-    /// opened.
+    /// If they belong to another user, are accessible to others, are not regular files, or cannot
+    /// be opened.
     pub fn lock(pool_path: &Path) -> Result<Option<Self>, MemoryError> {
         let table_path = table_path(pool_path);
         match try_lock(&table_path, OFlags::empty()) {
@@ -258,10 +258,10 @@ impl IdleFiles {
         }
     }
 
-    /// The first words of the table, zero where it is shorter.
+    /// The first words of the table; zero beyond its end.
     ///
     /// # Errors
-    /// It cannot be read.
+    /// If it cannot be read.
     pub fn first_words<const WORDS: usize>(&self) -> Result<[u64; WORDS], MemoryError> {
         let failed = |source| named("read", &self.table_path, source);
         let mut words = [0; WORDS];
@@ -273,12 +273,12 @@ impl IdleFiles {
         Ok(words)
     }
 
-    /// Whether there is a pool beside the table.
+    /// Whether the pool's file exists.
     pub fn has_pool(&self) -> bool {
         fs::symlink_metadata(&self.pool_path).is_ok()
     }
 
-    /// What both files take.
+    /// Bytes that both files occupy.
     pub fn reserved_bytes(&self) -> u64 {
         reserved(&self.pool_path) + reserved(&self.table_path)
     }
@@ -286,10 +286,10 @@ impl IdleFiles {
     /// Removes both files.
     ///
     /// # Errors
-    /// The directory cannot be written, or what is named like the pool is not ours.
+    /// If the directory cannot be written, or if the pool's path is not a file of this user.
     pub fn remove(self) -> Result<(), MemoryError> {
-        // Memory of the pool is given back when this is closed, after the lock: a store that
-        // starts under this name waits for the lock a moment, and large pools take longer.
+        // Keeps the pool open until after the unlock. Closing frees its memory, which for a large
+        // pool takes longer than a starting store waits for the lock.
         let _pool = match open_file(&self.pool_path, OFlags::empty()) {
             Ok(pool) => {
                 check_ours(&pool, &self.pool_path)?;
@@ -298,8 +298,8 @@ impl IdleFiles {
             Err(error) if error.kind() == io::ErrorKind::NotFound => None,
             Err(error) => return Err(named("open", &self.pool_path, error)),
         };
-        remove_if_there(&self.pool_path)?;
-        remove_if_there(&self.table_path)?;
+        remove_if_exists(&self.pool_path)?;
+        remove_if_exists(&self.table_path)?;
         drop(self.table);
         Ok(())
     }
@@ -313,13 +313,13 @@ fn table_path(pool: &Path) -> PathBuf {
     name.into()
 }
 
-/// What a file takes of its file system; nothing where there is none.
+/// Bytes that a file occupies; 0 if it does not exist.
 fn reserved(path: &Path) -> u64 {
     fs::symlink_metadata(path).map_or(0, |metadata| metadata.blocks().saturating_mul(512))
 }
 
-/// Refuses sizes that cannot fit. What the files of this name take already counts as free: they
-/// are either kept or removed before others are made.
+/// Refuses sizes that cannot fit. Bytes of existing files of this name count as free: the files are
+/// either reused, or removed before new ones are created.
 fn check_room(
     path: &Path,
     table_path: &Path,
@@ -328,7 +328,7 @@ fn check_room(
 ) -> Result<(), MemoryError> {
     let directory = path.parent().filter(|parent| !parent.as_os_str().is_empty());
     let directory = directory.unwrap_or(Path::new("."));
-    let failed = |error: rustix::io::Errno| named("look at", directory, error.into());
+    let failed = |error: rustix::io::Errno| named("read the metadata of", directory, error.into());
     let bytes = pool_bytes.saturating_add(table_bytes);
     let own = reserved(path).saturating_add(reserved(table_path));
     let kind = statfs(directory).map_err(failed)?.f_type;
@@ -341,7 +341,7 @@ fn check_room(
     }
     let room = statvfs(directory).map_err(failed)?;
     let free = room.f_bavail.saturating_mul(room.f_frsize).saturating_add(own);
-    // A file system without a limit of its own says that it has no blocks.
+    // A file system without a limit reports zero blocks.
     if room.f_blocks > 0 && free < bytes as u64 {
         let source = rustix::io::Errno::NOSPC.into();
         return Err(MemoryError::NotReserved { path: path.to_owned(), bytes, source });
@@ -354,20 +354,20 @@ fn named(operation: &'static str, path: &Path, source: io::Error) -> MemoryError
 }
 
 fn size_of(file: &File, path: &Path) -> Result<u64, MemoryError> {
-    Ok(file.metadata().map_err(|source| named("look at", path, source))?.len())
+    Ok(file.metadata().map_err(|source| named("read the metadata of", path, source))?.len())
 }
 
-/// Nobody else may have read or written what we are about to trust.
+/// Checks that other users can neither read nor write a file whose contents are trusted.
 fn check_ours(file: &File, path: &Path) -> Result<(), MemoryError> {
-    let metadata = file.metadata().map_err(|source| named("look at", path, source))?;
+    let metadata = file.metadata().map_err(|source| named("read the metadata of", path, source))?;
     let reason = if !metadata.is_file() {
-        "it is not a plain file"
+        "it is not a regular file"
     } else if metadata.uid() != geteuid().as_raw() {
         "it belongs to another user"
     } else if metadata.mode() & 0o077 != 0 {
-        "others than its owner have rights to it"
+        "users other than its owner have access to it"
     } else if metadata.nlink() > 1 {
-        "it has another name"
+        "it has another hard link"
     } else {
         return Ok(());
     };
@@ -375,28 +375,28 @@ fn check_ours(file: &File, path: &Path) -> Result<(), MemoryError> {
 }
 
 fn open_file(path: &Path, flags: OFlags) -> io::Result<File> {
-    // Without NONBLOCK, opening a pipe that somebody put there would wait for its other end.
+    // Without NONBLOCK, opening a named pipe at this path would block until its other end opens.
     let flags = flags | OFlags::RDWR | OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::NONBLOCK;
     Ok(open(path, flags, Mode::RUSR | Mode::WUSR)?.into())
 }
 
-/// Locks a file, which is made if it is not there.
-#[expect(clippy::disallowed_methods, reason = "a store that starts has no clock of its own yet")]
+/// Locks a file, creating it if it does not exist.
+#[expect(clippy::disallowed_methods, reason = "a starting store has no clock yet")]
 fn open_locked(path: &Path) -> Result<LockedFile, MemoryError> {
-    let polls = LOCK_PATIENCE.as_millis() / LOCK_POLL.as_millis();
+    let polls = LOCK_TIMEOUT.as_millis() / LOCK_POLL_INTERVAL.as_millis();
     for _ in 0..=polls {
         if let Some(file) = try_lock(path, OFlags::CREATE)? {
             return Ok(file);
         }
-        thread::sleep(LOCK_POLL);
+        thread::sleep(LOCK_POLL_INTERVAL);
     }
     Err(MemoryError::InUse { path: path.to_owned() })
 }
 
-/// Nothing if somebody else has the lock. It counts only if the name still means the file that was
-/// locked.
+/// Locks a file; `None` if another process has the lock. Retries if the path names another file
+/// after the lock was taken: its holder may have removed the file meanwhile.
 fn try_lock(path: &Path, flags: OFlags) -> Result<Option<LockedFile>, MemoryError> {
-    for _ in 0..TRIES_MAX {
+    for _ in 0..LOCK_TRIES_MAX {
         let file = open_file(path, flags).map_err(|e| named("open", path, e))?;
         check_ours(&file, path)?;
         match flock(&file, FlockOperation::NonBlockingLockExclusive) {
@@ -405,7 +405,8 @@ fn try_lock(path: &Path, flags: OFlags) -> Result<Option<LockedFile>, MemoryErro
             Err(error) => return Err(named("lock", path, error.into())),
         }
         let file = LockedFile(file);
-        let locked = file.0.metadata().map_err(|source| named("look at", path, source))?;
+        let locked =
+            file.0.metadata().map_err(|source| named("read the metadata of", path, source))?;
         let is_same = |now: fs::Metadata| now.ino() == locked.ino() && now.dev() == locked.dev();
         if fs::symlink_metadata(path).is_ok_and(is_same) {
             return Ok(Some(file));
@@ -414,7 +415,7 @@ fn try_lock(path: &Path, flags: OFlags) -> Result<Option<LockedFile>, MemoryErro
     Ok(None)
 }
 
-/// The pool of an earlier run, if it is there in that size.
+/// The pool of an earlier run, if it exists in this size.
 fn open_existing(path: &Path, bytes: usize) -> Result<Option<File>, MemoryError> {
     let file = match open_file(path, OFlags::empty()) {
         Ok(file) => file,
@@ -425,41 +426,41 @@ fn open_existing(path: &Path, bytes: usize) -> Result<Option<File>, MemoryError>
     if size_of(&file, path)? != bytes as u64 {
         return Ok(None);
     }
-    // It was reserved when it was made; again in case somebody has punched a hole.
+    // It was reserved at creation; a hole may have been punched since.
     reserve(&file, path, bytes)?;
     Ok(Some(file))
 }
 
-fn make_pool(path: &Path, bytes: usize, guard: &RemoveOnDrop) -> Result<File, MemoryError> {
+fn create_pool(path: &Path, bytes: usize, guard: &RemoveOnDrop) -> Result<File, MemoryError> {
     match open_file(path, OFlags::empty()) {
         Ok(file) => check_ours(&file, path)?,
         Err(error) if error.kind() == io::ErrorKind::NotFound => {}
         Err(error) => return Err(named("open", path, error)),
     }
-    remove_if_there(path)?;
+    remove_if_exists(path)?;
     let flags = OFlags::CREATE | OFlags::EXCL;
-    let file = open_file(path, flags).map_err(|source| named("make", path, source))?;
+    let file = open_file(path, flags).map_err(|source| named("create", path, source))?;
     guard.arm(true, false);
-    size(&file, path, bytes)?;
+    set_size(&file, path, bytes)?;
     Ok(file)
 }
 
-/// Gives a new pool its length. Its memory is reserved once it is mapped: huge pages first, which
-/// the kernel would otherwise have to copy together from small ones, at a third of the speed.
-fn size(file: &File, path: &Path, bytes: usize) -> Result<(), MemoryError> {
-    let room = fstatvfs(file).map_err(|error| named("look at", path, error.into()))?;
+/// Sets the length of a new pool. Its memory is reserved after it is mapped, huge pages first:
+/// collapsing pages that are already populated is three times slower.
+fn set_size(file: &File, path: &Path, bytes: usize) -> Result<(), MemoryError> {
+    let room = fstatvfs(file).map_err(|error| named("read the metadata of", path, error.into()))?;
     let free = room.f_bavail.saturating_mul(room.f_frsize);
-    // A file system without a limit of its own says that it has no blocks.
+    // A file system without a limit reports zero blocks.
     if room.f_blocks > 0 && free < bytes as u64 {
         let source = rustix::io::Errno::NOSPC.into();
         return Err(MemoryError::NotReserved { path: path.to_owned(), bytes, source });
     }
-    ftruncate(file, bytes as u64).map_err(|error| named("size", path, error.into()))
+    ftruncate(file, bytes as u64).map_err(|error| named("set the size of", path, error.into()))
 }
 
-fn reserve_anew(file: &File, path: &Path, bytes: usize) -> Result<(), MemoryError> {
-    // Nobody else maps the table, so it may shrink.
-    ftruncate(file, 0).map_err(|error| named("empty", path, error.into()))?;
+fn clear_and_reserve(file: &File, path: &Path, bytes: usize) -> Result<(), MemoryError> {
+    // No other process maps the table, so it may shrink.
+    ftruncate(file, 0).map_err(|error| named("truncate", path, error.into()))?;
     reserve(file, path, bytes)
 }
 
@@ -473,7 +474,7 @@ fn map_words(file: &File, path: &Path, bytes: usize) -> Result<SharedWords, Memo
     SharedWords::map(file, bytes).map_err(|source| named("map", path, source))
 }
 
-fn remove_if_there(path: &Path) -> Result<(), MemoryError> {
+fn remove_if_exists(path: &Path) -> Result<(), MemoryError> {
     match fs::remove_file(path) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => Err(named("remove", path, error)),
         _ => Ok(()),

@@ -1,4 +1,4 @@
-//! Pages behind a region: populates them, asks for huge ones and reports what the kernel gave.
+//! Pages of a region: populates them, requests huge pages and reports what the kernel provided.
 #![expect(unsafe_code, reason = "advises the kernel about a mapping")]
 
 use std::fs;
@@ -10,56 +10,56 @@ use rustix::mm::{Advice, madvise};
 /// A huge page of this architecture, and the unit in which memory is collapsed.
 pub(crate) const HUGE_PAGE: usize = 2 << 20;
 
-/// Whether the pool asks for huge pages.
+/// Whether the pool requests huge pages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum HugePages {
-    /// Use them where the machine gives them.
+    /// Use them where the machine provides them.
     #[default]
     Auto,
     /// Ordinary pages.
     Never,
 }
 
-/// How a region came by its pages.
+/// Which kind of pages backs a region.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PageSource {
-    /// Huge pages that the machine's operator had reserved (`vm.nr_hugepages`).
+    /// Huge pages that the operator reserved (`vm.nr_hugepages`).
     Reserved,
-    /// Ordinary memory that the kernel was asked to collapse into huge pages.
+    /// Ordinary memory that the kernel collapsed into huge pages.
     Collapsed,
     /// Ordinary pages.
     Ordinary,
 }
 
-/// What backs a region, read from the kernel after the fact.
+/// The pages that back a region, as the kernel reports them.
 #[derive(Debug)]
 pub struct PageReport {
-    /// Where the pages are from.
+    /// Kind of pages.
     pub source: PageSource,
     /// Bytes that the kernel reports as mapped by huge pages.
     pub huge_bytes: usize,
-    /// Why there are fewer huge pages than asked for, where the kernel said so.
+    /// The kernel's error, if it provided fewer huge pages than requested.
     pub refusal: Option<io::Error>,
 }
 
-/// Writes to one page of each huge page that a range fills, and so to its first bytes.
+/// Writes to the first page of each whole huge page in a range.
 ///
-/// For [`collapse`], which makes the rest and so clears memory once. Populated first, a range is
-/// cleared page by page and then copied: 0.6 to 0.8 s a GiB instead of 0.13.
+/// [`collapse`] needs one page of each, and clears the rest once. A populated range would be
+/// cleared page by page and then copied: 0.6 to 0.8 s per GiB instead of 0.13.
 ///
 /// # Safety
-/// The range is in a mapping of this process, holds nothing, and nobody else accesses it yet.
+/// The range is in a mapping of this process, holds no data, and no other thread accesses it.
 pub(crate) unsafe fn touch(base: NonNull<u8>, bytes: usize) {
     for offset in (0..bytes / HUGE_PAGE * HUGE_PAGE).step_by(HUGE_PAGE) {
         // SAFETY: the offset lies inside the caller's mapping.
         let first = unsafe { base.add(offset) };
-        // SAFETY: as above, and nobody else accesses it; a write so that the page is there.
+        // SAFETY: as above, and no other thread accesses it; the write populates the page.
         unsafe { first.write_volatile(0) };
     }
 }
 
-/// Asks for huge pages behind a range that starts at one: its last bytes may not fill another.
-/// Each has one page at least; see [`touch`].
+/// Collapses the whole huge pages of a range that starts at a huge-page boundary. Each has at least
+/// one populated page; see [`touch`].
 ///
 /// # Safety
 /// The range is in a mapping of this process.
@@ -83,37 +83,38 @@ pub(crate) unsafe fn populate(base: NonNull<u8>, bytes: usize) -> io::Result<()>
     Ok(())
 }
 
-/// Keeps the mapping out of core dumps: they would hold prompts, and be as large as the pool.
+/// Excludes the mapping from core dumps: they would contain prompts and be as large as the pool.
 ///
 /// # Safety
 /// The range is a mapping of this process.
-pub(crate) unsafe fn leave_out_of_dumps(base: NonNull<u8>, bytes: usize) -> io::Result<()> {
+pub(crate) unsafe fn exclude_from_core_dumps(base: NonNull<u8>, bytes: usize) -> io::Result<()> {
     // SAFETY: the range is the caller's mapping; the advice changes no contents.
     unsafe { madvise(base.as_ptr().cast(), bytes, Advice::LinuxDontDump) }?;
     Ok(())
 }
 
-/// Bytes of the mapping at that address that are mapped by huge pages, from `/proc/self/smaps`.
+/// Bytes of the mapping at this address that are mapped by huge pages, from `/proc/self/smaps`.
 pub(crate) fn huge_bytes(base: NonNull<u8>, bytes: usize) -> io::Result<usize> {
     let start = base.as_ptr().addr();
     Ok(huge_bytes_in(&fs::read_to_string("/proc/self/smaps")?, start, start + bytes))
 }
 
-/// Bytes of huge pages that the operator reserved and nobody uses.
+/// Free bytes of the huge pages that the operator reserved.
 pub(crate) fn reserved_huge_bytes() -> usize {
     let free = fs::read_to_string("/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages");
-    // A kernel without huge pages has no such file, and none to give.
+    // A kernel without huge pages does not have this file.
     let pages = free.ok().and_then(|text| text.trim().parse::<usize>().ok()).unwrap_or(0);
     pages.saturating_mul(HUGE_PAGE)
 }
 
-/// Bytes that the kernel could give without killing a process, if it says so.
+/// Bytes that can be allocated without running out of memory, if the kernel reports them.
 ///
-/// The machine's figure, or the limit of the control group that a container sees as its root.
+/// The smaller of the machine's available memory and the limit of the control group that a
+/// container sees as its root.
 pub(crate) fn available_bytes() -> Option<usize> {
     let text = fs::read_to_string("/proc/meminfo").ok()?;
     let machine = text.lines().find_map(|line| kib(line.strip_prefix("MemAvailable:")?))?;
-    // No file, or the word "max" in it, is no limit.
+    // No file, or "max" in it, means no limit.
     let group = fs::read_to_string("/sys/fs/cgroup/memory.max").ok();
     let group = group.and_then(|text| text.trim().parse::<usize>().ok());
     Some(group.map_or(machine, |limit| limit.min(machine)))
@@ -149,7 +150,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn smaps_are_read_for_one_mapping_alone() {
+    fn smaps_are_summed_over_the_range_only() {
         let smaps = "\
 7f0000000000-7f0000400000 rw-s 00000000 00:01 5 /memfd:cascade-pool (deleted)
 Rss:                4096 kB

@@ -1,4 +1,4 @@
-//! The pool: hands out slabs of one region and takes them back.
+//! The pool: allocates slabs of one region and frees them when they are dropped.
 
 use serde::{Deserialize, Serialize};
 use std::fmt;
@@ -13,79 +13,79 @@ use crate::heap::{Extent, Heap};
 use crate::magazine::Magazines;
 use crate::{HugePages, PoolFiles, Region, SlabMut};
 
-/// Offsets and lengths of slabs that the kernel may read into directly are multiples of this.
+/// Alignment of offset and length of slabs for direct I/O.
 pub const DIRECT_ALIGN: usize = 4096;
 
-/// What is zeroed between two looks at the time.
+/// Bytes zeroed between two checks of whether to continue.
 const WIPE_STEP_BYTES: usize = 16 << 20;
-/// What every slab's offset and length are multiples of.
+/// Alignment of every slab's offset and length.
 const GRANULE_MIN: usize = 64;
 
-/// Misses of the magazines after which their sizes are chosen anew.
+/// Magazine misses after which all magazines are drained and their sizes are chosen again.
 const UNSERVED_MAX: usize = 4096;
 
-/// How to make a pool.
+/// Configuration of a pool.
 #[derive(Debug, Clone)]
 pub struct PoolConfig {
     /// Size of the region. Rounded up to a page. Minimum: one page.
     pub capacity_bytes: usize,
-    /// Whether to ask for huge pages.
+    /// Whether to request huge pages.
     pub huge_pages: HugePages,
-    /// Whether to touch every page now rather than at first use.
+    /// Whether to populate every page now rather than at first use.
     pub populate: bool,
 }
 
-/// What the pool holds. `reserved + magazine + free = capacity` whenever nobody is using it.
+/// Memory use of the pool. `reserved + magazine + free = capacity` while no call is in flight.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct PoolStats {
     /// Size of the region.
     pub capacity_bytes: usize,
-    /// Bytes that slabs asked for.
+    /// Bytes requested by slabs.
     pub requested_bytes: usize,
     /// Bytes that slabs hold, rounding included.
     pub reserved_bytes: usize,
-    /// Free bytes kept ready for the sizes in use; they go back to the heap when it needs them.
+    /// Free bytes cached for the sizes in use; the heap takes them when it runs out.
     pub magazine_bytes: usize,
     /// Free bytes in the heap.
     pub free_bytes: usize,
-    /// The largest piece of the heap that is free in a row.
+    /// The largest contiguous free piece of the heap.
     pub largest_free_bytes: usize,
     /// Bytes backed by huge pages, as the kernel reports it.
     pub huge_bytes: usize,
 }
 
-/// Why a pool could not be made.
+/// Why a pool could not be created.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum MemoryError {
     /// The kernel refused the mapping.
     #[error("cannot map a pool of {bytes} bytes of shared memory")]
     Map {
-        /// Size that was asked for.
+        /// Requested size.
         bytes: usize,
-        /// What the kernel said.
+        /// The kernel's error.
         #[source]
         source: io::Error,
     },
-    /// Populating the pool would get a process killed.
+    /// The pool does not fit the available memory.
     #[error(
         "a pool of {bytes} bytes does not fit: the machine has {available_bytes} bytes of memory \
          available; make the pool smaller or free memory"
     )]
     NotEnough {
-        /// Size that was asked for.
+        /// Requested size.
         bytes: usize,
-        /// What the kernel says is available.
+        /// Available memory, as the kernel reports it.
         available_bytes: usize,
     },
-    /// A pool's file could not be worked with.
+    /// An operation on a pool's file failed.
     #[error("cannot {operation} {path}")]
     Named {
-        /// What was tried.
+        /// The operation.
         operation: &'static str,
         /// The file.
         path: PathBuf,
-        /// What the kernel said.
+        /// The kernel's error.
         #[source]
         source: io::Error,
     },
@@ -96,35 +96,35 @@ pub enum MemoryError {
     NotReserved {
         /// The file.
         path: PathBuf,
-        /// Size that was asked for.
+        /// Requested size.
         bytes: usize,
-        /// What the kernel said.
+        /// The kernel's error.
         #[source]
         source: io::Error,
     },
-    /// Another store has the pool's files.
-    #[error("{path} is in use by another store: stop that one or give this one another name")]
+    /// Another store uses the pool's files.
+    #[error("{path} is in use by another store: stop that store or give this one another name")]
     InUse {
         /// The file that is locked.
         path: PathBuf,
     },
     /// The pool's file cannot be trusted.
-    #[error("{path} is not taken for a pool: {reason}; remove it or give another name")]
+    #[error("{path} cannot be used as a pool: {reason}; remove it or choose another name")]
     NotOurs {
         /// The file.
         path: PathBuf,
         /// What is wrong with it.
         reason: &'static str,
     },
-    /// A pool of nothing.
-    #[error("a pool has at least one page of 4096 bytes")]
+    /// A capacity of zero.
+    #[error("the capacity of a pool is 0; give at least one page of 4096 bytes")]
     Empty,
 }
 
-/// Hands out slabs. Clones share the same memory.
+/// Allocates slabs. Clones share the same memory.
 ///
-/// Sizes are rounded up: below 4 KiB to 64 bytes, below 64 KiB to 512, above to 4 KiB, and a slab
-/// starts at a multiple of what its size is rounded to.
+/// Sizes are rounded up to a granule: 64 bytes below 4 KiB, 512 bytes below 64 KiB, 4 KiB above. A
+/// slab is aligned to its granule.
 #[derive(Debug, Clone)]
 pub struct Pool(pub(crate) Arc<PoolInner>);
 
@@ -132,43 +132,43 @@ pub(crate) struct PoolInner {
     pub(crate) region: Region,
     magazines: Magazines,
     heap: Mutex<Heap>,
-    counters: Counters,
-    /// Raised by every wipe: slabs of an earlier epoch are zeroed when they come back.
+    counters: PoolCounters,
+    /// Incremented by every wipe: slabs of an earlier epoch are zeroed when they are freed.
     epoch: AtomicUsize,
 }
 
-/// What wiping the free memory of a pool came to.
+/// The result of wiping a pool's free memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Wiped {
-    /// Free bytes that hold zeroes now.
+    /// Free bytes that were zeroed.
     pub zeroed_bytes: usize,
-    /// Free bytes that were left as they were because time ran out.
+    /// Free bytes that were not zeroed because time ran out.
     pub left_bytes: usize,
-    /// Bytes in slabs that are held. Those taken before the last [`Pool::begin_wipe`] are zeroed
-    /// when they come back.
+    /// Bytes of slabs in use. Slabs allocated before the last [`Pool::begin_wipe`] are zeroed when
+    /// they are freed.
     pub held_bytes: usize,
 }
 
-/// Written by every call, so kept off the cache lines that every call only reads.
+/// Written by every call, so kept on other cache lines than fields that calls only read.
 #[derive(Debug, Default)]
 #[repr(align(128))]
-struct Counters {
+struct PoolCounters {
     requested: AtomicUsize,
     reserved: AtomicUsize,
-    /// Calls that found no magazine for their size since the magazines were last emptied.
+    /// Calls without a magazine for their size since the magazines were last drained.
     unserved: AtomicUsize,
 }
 
 impl Pool {
-    /// Maps a region and prepares it.
+    /// Maps a region and populates it as configured.
     pub fn new(config: &PoolConfig) -> Result<Self, MemoryError> {
         Region::map(config).map(Self::of_region)
     }
 
-    /// Maps a pool that has a name; its size is the files'.
+    /// Maps a named pool. Its size is that of the file.
     ///
     /// # Errors
-    /// The machine has not the memory, or the kernel refuses.
+    /// If memory is short or the kernel refuses.
     pub fn of_files(config: &PoolConfig, files: &PoolFiles) -> Result<Self, MemoryError> {
         let bytes = files.pool_bytes();
         let refused = |source| MemoryError::Map { bytes, source };
@@ -181,14 +181,14 @@ impl Pool {
             region,
             magazines: Magazines::new(capacity),
             heap: Mutex::new(Heap::new(capacity)),
-            counters: Counters::default(),
+            counters: PoolCounters::default(),
             epoch: AtomicUsize::new(0),
         }))
     }
 
-    /// The slab of `len` bytes that an earlier run of this pool had there, its bytes as they are;
-    /// nothing if that cannot have been one or if part of it is taken. To be called before anything
-    /// is allocated.
+    /// Recovers a slab of `len` bytes that an earlier run of this pool allocated here; its bytes
+    /// are unchanged. `None` if the range is misaligned or partly allocated. Call it before
+    /// anything is allocated.
     pub fn adopt(&self, offset: usize, reserved_bytes: usize, len: usize) -> Option<SlabMut> {
         let is_slab = [offset, reserved_bytes].iter().all(|it| it.is_multiple_of(GRANULE_MIN));
         if len > reserved_bytes || !is_slab {
@@ -202,28 +202,28 @@ impl Pool {
         Some(SlabMut::new(Arc::clone(&self.0), extent, len, epoch))
     }
 
-    /// A slab of that many bytes, or nothing when no free piece is large enough.
+    /// Allocates a slab, or returns `None` if no free piece is large enough.
     ///
-    /// Its bytes are whatever was there before; whoever takes it writes all of them. Takes no lock
-    /// while the magazine of this size has a piece.
+    /// Its bytes are arbitrary: the caller writes all of them. Takes no lock while the magazine of
+    /// this size has a piece.
     pub fn allocate(&self, bytes: usize) -> Option<SlabMut> {
         self.allocate_rounded(bytes, granule(bytes))
     }
 
-    /// A slab that starts at a multiple of [`DIRECT_ALIGN`] and whose rounded length
-    /// ([`SlabMut::padded_mut`]) is one too, so that `O_DIRECT` may read into it.
+    /// Allocates a slab for `O_DIRECT`: its offset and its rounded length ([`SlabMut::padded_mut`])
+    /// are multiples of [`DIRECT_ALIGN`].
     ///
     /// The same as [`Pool::allocate`] for 64 KiB and more.
     pub fn allocate_direct(&self, bytes: usize) -> Option<SlabMut> {
         self.allocate_rounded(bytes, DIRECT_ALIGN)
     }
 
-    /// The region that all slabs lie in, to register it with the kernel.
+    /// The region of all slabs, for registration with the kernel.
     pub fn region(&self) -> &Region {
         &self.0.region
     }
 
-    /// What the pool holds now; while others use it, each figure may be of another moment.
+    /// Current memory use. Not a consistent snapshot while other threads use the pool.
     pub fn stats(&self) -> PoolStats {
         let heap = self.0.lock_heap();
         let capacity_bytes = self.0.region.bytes();
@@ -239,31 +239,32 @@ impl Pool {
         }
     }
 
-    /// Moves all free pieces back to the heap, so that large ones can be cut again.
+    /// Moves all cached free pieces back to the heap, so that they merge into large ones.
     ///
-    /// [`Pool::allocate`] does this itself before it gives up.
+    /// [`Pool::allocate`] does this before it returns `None`.
     pub fn compact(&self) {
         self.0.drain_magazines(&mut self.0.lock_heap());
     }
 
-    /// From now on every slab that was taken before is zeroed when it comes back.
+    /// Every slab that is allocated now is zeroed when it is freed.
     pub fn begin_wipe(&self) {
-        // SeqCst, as where it is read: a slab that comes back after this has returned sees it.
+        // SeqCst, as where it is read: a slab that is freed after this call returns sees it.
         self.0.epoch.fetch_add(1, Ordering::SeqCst);
     }
 
-    /// Zeroes all that is free, until `may_go_on` says no; it is asked every 16 MiB.
+    /// Zeroes all free memory until `may_continue`, called every 16 MiB, returns false.
     ///
-    /// What is being zeroed is not free meanwhile, so [`Pool::allocate`] finds less. Nothing of
-    /// earlier blocks is left in the pool if no bytes are left, and none held, after a
-    /// [`Pool::begin_wipe`].
-    pub fn wipe(&self, may_go_on: &mut dyn FnMut() -> bool) -> Wiped {
-        // Read before the free pieces are taken: a slab is counted as held until it is free.
+    /// Memory that is being zeroed is not free meanwhile, so [`Pool::allocate`] finds less. After a
+    /// [`Pool::begin_wipe`], the pool has no bytes of earlier blocks if the result has neither
+    /// remaining nor held bytes.
+    pub fn wipe(&self, may_continue: &mut dyn FnMut() -> bool) -> Wiped {
+        // Read before the free pieces are taken: a slab freed in between is counted twice rather
+        // than not at all.
         let held_bytes = self.0.counters.reserved.load(Ordering::Acquire);
         let mut wiped = Wiped { held_bytes, ..Wiped::default() };
         for mut piece in self.take_all_free() {
             for step in piece.padded_mut().chunks_mut(WIPE_STEP_BYTES) {
-                if wiped.left_bytes > 0 || !may_go_on() {
+                if wiped.left_bytes > 0 || !may_continue() {
                     wiped.left_bytes += step.len();
                 } else {
                     step.fill(0);
@@ -287,7 +288,8 @@ impl Pool {
     }
 
     fn allocate_rounded(&self, bytes: usize, granule: usize) -> Option<SlabMut> {
-        // Read before the piece is taken: one that a wipe passed by must not count as newer.
+        // Read before the piece is taken: a piece that a concurrent wipe skipped must not get the
+        // wipe's epoch.
         let epoch = self.0.epoch.load(Ordering::SeqCst);
         let reserved = bytes.max(1).checked_next_multiple_of(granule)?;
         let extent = self.0.take(reserved, granule)?;
@@ -304,37 +306,38 @@ impl Pool {
 }
 
 impl PoolInner {
-    /// Takes a slab's piece back; `requested` is what it was counted with.
+    /// Frees a slab's piece; `requested` is the requested length that it was counted with.
     pub(crate) fn release(&self, extent: Extent, requested: usize) {
         let bytes = extent.bytes;
         if let Err(extent) = self.magazines.push(extent) {
             let mut heap = self.lock_heap();
-            self.magazines.drain_half(extent.bytes, |extent| heap.give_back(extent));
-            heap.give_back(extent);
+            self.magazines.drain_half(extent.bytes, |extent| heap.free(extent));
+            heap.free(extent);
         }
         self.counters.requested.fetch_sub(requested, Ordering::Relaxed);
-        // Last, and Release: who sees that nothing is held finds all of it free, and wipes it.
+        // Last, and Release (paired with the Acquire in `wipe`): a wipe that sees zero held bytes
+        // finds every piece free.
         self.counters.reserved.fetch_sub(bytes, Ordering::Release);
     }
 
-    /// Whether a wipe began after a slab of that epoch was taken.
+    /// Whether a wipe began after a slab of this epoch was allocated.
     pub(crate) fn is_wiped_since(&self, epoch: usize) -> bool {
         self.epoch.load(Ordering::SeqCst) != epoch
     }
 
-    /// A slab gave up part of what it had asked for.
+    /// A slab was shortened.
     pub(crate) fn uncount_requested(&self, bytes: usize) {
         self.counters.requested.fetch_sub(bytes, Ordering::Relaxed);
     }
 
     fn take(&self, bytes: usize, align: usize) -> Option<Extent> {
         while let Some(extent) = self.magazines.pop(bytes) {
-            // A magazine is shared by pieces of one length but, between `allocate` and
-            // `allocate_direct`, perhaps of two alignments.
+            // A magazine's pieces have one length but, because `allocate` and `allocate_direct`
+            // share it, possibly two alignments.
             if extent.bytes == bytes && extent.offset.is_multiple_of(align) {
                 return Some(extent);
             }
-            self.lock_heap().give_back(extent);
+            self.lock_heap().free(extent);
         }
         self.take_from_heap(bytes, align)
     }
@@ -348,15 +351,15 @@ impl PoolInner {
             self.refill(&mut heap, bytes, align);
             return Some(extent);
         }
-        // Under the lock, so that two callers who drain at once both see all that was drained.
+        // Under the lock, so that two callers that drain at once both see every drained piece.
         self.drain_magazines(&mut heap);
         heap.take(bytes, align)
     }
 
-    /// Moves more pieces of that size into its magazine while the heap is locked anyway.
+    /// Moves more pieces of this size into its magazine while the heap is locked anyway.
     fn refill(&self, heap: &mut Heap, bytes: usize, align: usize) {
         if !self.magazines.claim(bytes) {
-            // Relaxed: the count only decides when to look for better sizes.
+            // Relaxed: the count only decides when to choose new sizes.
             let unserved = self.counters.unserved.fetch_add(1, Ordering::Relaxed);
             if unserved >= UNSERVED_MAX {
                 self.drain_magazines(heap);
@@ -366,18 +369,18 @@ impl PoolInner {
         for _ in 0..self.magazines.limit(bytes) / 2 {
             let Some(extent) = heap.take(bytes, align) else { return };
             if let Err(extent) = self.magazines.push(extent) {
-                heap.give_back(extent);
+                heap.free(extent);
                 return;
             }
         }
     }
 
     fn drain_magazines(&self, heap: &mut Heap) {
-        self.magazines.drain(|extent| heap.give_back(extent));
+        self.magazines.drain(|extent| heap.free(extent));
         self.counters.unserved.store(0, Ordering::Relaxed);
     }
 
-    /// The heap is changed in steps that do not panic, so a poisoned lock still guards a sound one.
+    /// Changes of the heap do not panic halfway, so it is consistent even behind a poisoned lock.
     fn lock_heap(&self) -> MutexGuard<'_, Heap> {
         self.heap.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -386,9 +389,9 @@ impl PoolInner {
 impl Drop for PoolInner {
     fn drop(&mut self) {
         let heap = self.heap.get_mut().unwrap_or_else(PoisonError::into_inner);
-        self.magazines.drain(|extent| heap.give_back(extent));
+        self.magazines.drain(|extent| heap.free(extent));
         let whole = heap.largest_free_bytes() == self.region.bytes();
-        debug_assert!(whole || std::thread::panicking(), "slabs hold the pool, so all came back");
+        debug_assert!(whole || std::thread::panicking(), "slabs hold the pool, so all are freed");
     }
 }
 
@@ -398,7 +401,7 @@ impl fmt::Debug for PoolInner {
     }
 }
 
-/// What a size is rounded up and aligned to.
+/// Granule to which a size is rounded up and aligned.
 fn granule(bytes: usize) -> usize {
     match bytes {
         0..4096 => GRANULE_MIN,

@@ -1,4 +1,4 @@
-//! One shared mapping, of anonymous memory or of a file in memory, addressed by offset.
+//! One shared mapping of anonymous memory or of an in-memory file, addressed by offset.
 #![expect(unsafe_code, reason = "maps memory and hands out pointers into it")]
 
 use std::fs::File;
@@ -21,10 +21,10 @@ use crate::{HugePages, MemoryError, PageReport, PageSource, PoolConfig, PoolFile
 
 const PAGE: usize = 4096;
 
-/// Threads that ask for huge pages; more are slower than the memory.
+/// Maximum number of threads that collapse huge pages; with more, memory bandwidth is the limit.
 const COLLAPSE_THREADS_MAX: usize = 16;
 
-/// What a thread is worth starting for.
+/// Minimum bytes per thread.
 const COLLAPSE_BYTES_MIN: usize = 256 << 20;
 
 /// A shared mapping that lives as long as this value.
@@ -33,20 +33,20 @@ pub struct Region {
     mapping: Mapping,
     file: File,
     pages: PageReport,
-    /// Of a named pool, whose file others may cut short.
+    /// For a named pool, whose file other processes may truncate.
     _watch: Option<Watch>,
     /// Keeps a named pool locked for as long as a slab of it is held.
     _lock: Option<Arc<LockedFile>>,
 }
 
-/// Address space from `start` on, with the mapping at `base` inside it. Unmapped on drop.
+/// Reserved address space from `start`, with the mapping at `base` inside it. Unmapped on drop.
 #[derive(Debug)]
 pub(crate) struct Mapping {
     start: NonNull<u8>,
     reserved_bytes: usize,
     base: NonNull<u8>,
     bytes: usize,
-    /// The one process that has it, if children have not.
+    /// The process that has the mapping, if forked children do not have it.
     process: Option<u32>,
 }
 
@@ -64,7 +64,7 @@ impl Region {
         let refused = |source| MemoryError::Map { bytes, source };
         let huge = config.huge_pages == HugePages::Auto;
         if huge && pages::reserved_huge_bytes() >= bytes {
-            // Another process may take the reserved pages first; then ordinary memory will do.
+            // Another process may take the reserved pages first; fall back to ordinary memory.
             if let Ok(region) = Self::map_reserved(bytes) {
                 return Ok(region);
             }
@@ -87,13 +87,13 @@ impl Region {
         // SAFETY: the mapping was just made.
         unsafe { pages::populate(mapping.base, bytes) }?;
         // SAFETY: as above.
-        unsafe { pages::leave_out_of_dumps(mapping.base, bytes) }?;
+        unsafe { pages::exclude_from_core_dumps(mapping.base, bytes) }?;
         let huge_bytes = pages::huge_bytes(mapping.base, bytes)?;
         let pages = PageReport { source: PageSource::Reserved, huge_bytes, refusal: None };
         Ok(Self { mapping, file: file.into(), pages, _watch: None, _lock: None })
     }
 
-    /// Maps a pool that has a name. What an earlier run left in it stays as it is.
+    /// Maps a named pool. The contents of an existing file are kept.
     pub(crate) fn of_files(config: &PoolConfig, files: &PoolFiles) -> io::Result<Self> {
         let file = files.pool().try_clone()?;
         let lock = files.lock();
@@ -101,8 +101,10 @@ impl Region {
         let mut mapping = Mapping::of_file(&file, bytes, READ_WRITE)?;
         let watch = Some(Watch::over(mapping.base.as_ptr().addr(), bytes)?);
         // SAFETY: the mapping was just made.
-        unsafe { pages::leave_out_of_dumps(mapping.base, bytes) }?;
+        unsafe { pages::exclude_from_core_dumps(mapping.base, bytes) }?;
         let mut pages = PageReport { source: PageSource::Ordinary, huge_bytes: 0, refusal: None };
+        // An existing pool has data, so it is populated and then collapsed. A new one is collapsed
+        // first and reserved afterwards: collapsing populated pages is several times slower.
         if files.is_kept() {
             // SAFETY: the mapping was just made.
             unsafe { pages::populate(mapping.base, bytes) }?;
@@ -115,7 +117,7 @@ impl Region {
             }
         }
         if !files.is_kept() {
-            // From here on nobody can take the memory away, so that no access ends in SIGBUS.
+            // Reserves the memory, so that a file system that fills up later causes no SIGBUS.
             fallocate(&file, FallocateFlags::empty(), 0, bytes as u64)?;
         }
         if !files.is_kept() && pages.huge_bytes < bytes {
@@ -129,7 +131,7 @@ impl Region {
         let file = create_file(bytes, MemfdFlags::empty())?;
         let mut mapping = Mapping::of_file(&file, bytes, READ_WRITE)?;
         // SAFETY: the mapping was just made.
-        unsafe { pages::leave_out_of_dumps(mapping.base, bytes) }?;
+        unsafe { pages::exclude_from_core_dumps(mapping.base, bytes) }?;
         let mut pages = PageReport { source: PageSource::Ordinary, huge_bytes: 0, refusal: None };
         if collapse {
             pages.refusal = mapping.collapse(true).err();
@@ -145,7 +147,7 @@ impl Region {
         Ok(Self { mapping, file: file.into(), pages, _watch: None, _lock: None })
     }
 
-    /// Where the mapping starts in this process: a multiple of 2 MiB.
+    /// Start of the mapping in this process: a multiple of 2 MiB.
     pub fn base(&self) -> NonNull<u8> {
         self.mapping.base
     }
@@ -155,14 +157,14 @@ impl Region {
         self.mapping.bytes
     }
 
-    /// The memory as a file, to map it in another process. Its length cannot be changed, but for
-    /// that of a pool with a name: only anonymous memory can be sealed, so whoever gets a named
-    /// file with the right to write can shrink it and so kill its other users.
+    /// The memory as a file, to map it in another process. The length of anonymous memory is
+    /// sealed. A named file cannot be sealed: a process that may write it can truncate it, which
+    /// ends all processes that use it.
     pub fn file(&self) -> &File {
         &self.file
     }
 
-    /// Which pages the kernel gave.
+    /// The pages that the kernel provided.
     pub fn pages(&self) -> &PageReport {
         &self.pages
     }
@@ -171,20 +173,21 @@ impl Region {
 fn create_file(bytes: usize, extra: MemfdFlags) -> io::Result<OwnedFd> {
     let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING | extra;
     let file = memfd_create("cascade-pool", flags)?;
-    // Made for everybody; whoever gets it for reading could open it for writing by its /proc name.
+    // Created with mode 0777: a process with a read-only descriptor could reopen it for writing
+    // through /proc.
     fchmod(&file, Mode::RUSR | Mode::WUSR)?;
     ftruncate(&file, bytes as u64)?;
-    // Whoever gets the file cannot shrink it and so kill us with SIGBUS.
+    // A process that gets the descriptor cannot shrink the file, which would cause SIGBUS here.
     fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
     Ok(file)
 }
 
-/// How a node maps its own pool.
+/// Protection of a node's mapping of its own pool.
 pub(crate) const READ_WRITE: ProtFlags = ProtFlags::READ.union(ProtFlags::WRITE);
 
 impl Mapping {
     pub(crate) fn of_file(file: impl AsFd, bytes: usize, prot: ProtFlags) -> io::Result<Self> {
-        // Huge pages need an aligned address, which the kernel gives only to some mappings.
+        // Huge pages need an aligned address, which the kernel chooses only for some mappings.
         let reserved_bytes = bytes.checked_add(HUGE_PAGE).ok_or(io::ErrorKind::OutOfMemory)?;
         let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
         // SAFETY: a new mapping at an address of the kernel's choice overlaps nothing.
@@ -194,16 +197,16 @@ impl Mapping {
         let skip = start.as_ptr().addr().next_multiple_of(HUGE_PAGE) - start.as_ptr().addr();
         // SAFETY: `skip` is below HUGE_PAGE, which the reservation has on top of `bytes`.
         let base = unsafe { start.add(skip) };
-        // From here on the reservation is unmapped on every way out.
+        // From here on the reservation is unmapped on every return.
         let mapping = Self { start, reserved_bytes, base, bytes, process: None };
         let flags = MapFlags::SHARED | MapFlags::FIXED;
-        // SAFETY: replaces part of the reservation above, which nobody else knows of.
+        // SAFETY: replaces part of the reservation above, whose address no other code has.
         unsafe { mmap(base.as_ptr().cast(), bytes, prot, flags, file, 0) }?;
         Ok(mapping)
     }
 
-    /// Children that are forked from here on do not have this mapping.
-    pub(crate) fn leave_out_of_children(&mut self) -> io::Result<()> {
+    /// Excludes this mapping from children that are forked from now on.
+    pub(crate) fn exclude_from_children(&mut self) -> io::Result<()> {
         let start = self.start.as_ptr().cast();
         // SAFETY: the range is the reservation of this mapping; the advice changes no contents.
         unsafe { madvise(start, self.reserved_bytes, Advice::LinuxDontFork) }?;
@@ -221,9 +224,9 @@ impl Mapping {
 }
 
 impl Mapping {
-    /// Asks for huge pages, by several threads at once: one clears no more than 8 GiB a second.
+    /// Collapses huge pages with several threads: one clears at most 8 GiB/s.
     ///
-    /// A fresh mapping holds nothing yet; one that is not is populated and keeps its bytes.
+    /// A fresh mapping holds no data; any other is populated and keeps its contents.
     fn collapse(&mut self, is_fresh: bool) -> io::Result<()> {
         let threads = thread::available_parallelism().map_or(1, usize::from);
         let piece = self.bytes.div_ceil(threads.min(COLLAPSE_THREADS_MAX));
@@ -237,7 +240,7 @@ impl Mapping {
             let results = workers.into_iter().map(|worker| {
                 worker.join().unwrap_or_else(|_| Err(io::Error::other("a worker panicked")))
             });
-            // All are joined; the first error stands for the others.
+            // Joins all threads and returns the first error.
             results.fold(Ok(()), io::Result::and)
         })
     }
@@ -259,7 +262,7 @@ impl Mapping {
 impl Drop for Mapping {
     fn drop(&mut self) {
         if self.process.is_some_and(|process| process != std::process::id()) {
-            // A child never had it; something else may lie at these addresses by now.
+            // The child does not have this mapping; another one may be at these addresses.
             return;
         }
         // SAFETY: the reservation was made in `of_file` and covers the mapping; slabs hold the
@@ -280,11 +283,11 @@ mod tests {
     }
 
     #[test]
-    fn the_file_shows_what_the_mapping_holds_and_keeps_its_length() {
+    fn the_file_has_the_bytes_of_the_mapping_and_cannot_shrink() {
         let region = region(3 << 20, HugePages::Auto);
         // SAFETY: inside the mapping.
         let at = unsafe { region.base().add(4097) };
-        // SAFETY: inside the mapping, which nobody else accesses.
+        // SAFETY: inside the mapping, which no other code accesses.
         unsafe { at.write(42) };
         let mut byte = [0];
         region.file().read_exact_at(&mut byte, 4097).expect("inside the file");
@@ -293,11 +296,11 @@ mod tests {
     }
 
     #[test]
-    fn a_mapping_is_left_out_of_children() {
+    fn a_mapping_is_excluded_from_children() {
         let region = region(1 << 20, HugePages::Never);
         let mapping = Mapping::of_file(region.file(), 1 << 20, ProtFlags::READ);
         let mut mapping = mapping.expect("it can be mapped");
-        mapping.leave_out_of_children().expect("the kernel knows the advice");
+        mapping.exclude_from_children().expect("the kernel knows the advice");
         let smaps = std::fs::read_to_string("/proc/self/smaps").expect("there is /proc");
         let start = format!("{:x}-", mapping.base().as_ptr().addr());
         let ours = smaps.split_once(&start).expect("it is mapped").1;
@@ -306,19 +309,19 @@ mod tests {
     }
 
     #[test]
-    fn what_the_kernel_gave_is_reported() {
+    fn the_page_report_matches_the_mapping() {
         let ordinary = region(8 << 20, HugePages::Never);
         assert_eq!(ordinary.pages().source, PageSource::Ordinary);
         assert_eq!(ordinary.pages().huge_bytes, 0);
-        let asked = region(8 << 20, HugePages::Auto);
-        let huge = asked.pages().huge_bytes;
-        assert!(huge <= asked.bytes() && huge.is_multiple_of(HUGE_PAGE), "{huge}");
-        assert_eq!(huge == 0, asked.pages().source == PageSource::Ordinary);
-        assert!(asked.base().as_ptr().addr().is_multiple_of(HUGE_PAGE));
+        let requested = region(8 << 20, HugePages::Auto);
+        let huge = requested.pages().huge_bytes;
+        assert!(huge <= requested.bytes() && huge.is_multiple_of(HUGE_PAGE), "{huge}");
+        assert_eq!(huge == 0, requested.pages().source == PageSource::Ordinary);
+        assert!(requested.base().as_ptr().addr().is_multiple_of(HUGE_PAGE));
     }
 
     #[test]
-    fn more_than_the_machine_has_is_refused_before_it_is_touched() {
+    fn a_region_larger_than_available_memory_is_refused_before_it_is_populated() {
         let config =
             PoolConfig { capacity_bytes: 1 << 60, huge_pages: HugePages::Auto, populate: true };
         let error = Region::map(&config).expect_err("no machine has an exbibyte");

@@ -1,4 +1,5 @@
-//! Slabs: pieces of the pool. One writer while open, any number of readers once sealed.
+//! Slabs: pieces of the pool, with one writer until they are sealed and any number of readers
+//! after.
 #![expect(unsafe_code, reason = "turns offsets of the region into slices")]
 
 use std::any::Any;
@@ -13,37 +14,36 @@ use crate::heap::Extent;
 use crate::lent::Attachment;
 use crate::pool::{Pool, PoolInner};
 
-/// A piece of the pool with one owner, who may write it. Goes back to the pool when dropped.
+/// A writable piece of the pool with one owner. Freed when dropped.
 ///
-/// Fresh from the pool its bytes are whatever was there before.
+/// Its initial bytes are arbitrary.
 pub struct SlabMut {
-    home: Home,
-    /// Taken out only by `drop`.
+    owner: SlabOwner,
+    /// Freed by `drop`.
     extent: Extent,
-    /// Bytes asked for; the visible length.
+    /// Requested bytes; the visible length.
     len: usize,
-    /// Dropped when nobody writes any more.
-    companion: Option<Box<dyn Any + Send + Sync>>,
-    /// Of the bytes once they are sealed: [`HAS_SUM`] and the checksum, or zero.
+    /// Dropped when writing ends.
+    guard: Option<Box<dyn Any + Send + Sync>>,
+    /// Checksum of the sealed bytes with [`HAS_SUM`] set, or zero.
     sum: AtomicU64,
 }
 
-/// Tells a checksum of zero from none.
+/// Distinguishes a checksum of zero from no checksum.
 const HAS_SUM: u64 = 1 << 32;
 
-/// Where a slab goes back to.
-enum Home {
-    /// A pool of this process, and its epoch when the slab was taken: see
+/// Owner of a slab's memory.
+enum SlabOwner {
+    /// A pool of this process, and its epoch when the slab was allocated: see
     /// [`crate::Pool::begin_wipe`].
     Pool(Arc<PoolInner>, usize),
-    /// A node that lent a piece of its pool; the hold is what it knows the piece by, until it was
-    /// given back.
+    /// A node that lent a piece of its pool, and the hold to release on drop.
     Node(Arc<Attachment>, Option<u64>),
 }
 
-/// A sealed piece of the pool: never changes again, shared by all who hold a clone.
+/// A sealed piece of the pool: immutable and shared by its clones.
 ///
-/// It stays as it is while any clone lives, whatever the store evicts meanwhile.
+/// Its memory is not reused while any clone lives, even if the store evicts the block.
 #[derive(Clone)]
 pub struct Slab(Arc<SlabMut>);
 
@@ -52,10 +52,10 @@ impl SlabMut {
         assert!(len <= extent.bytes, "a slab lies in its extent");
         assert!(extent.offset + extent.bytes <= pool.region.bytes(), "an extent of another pool");
         let sum = AtomicU64::new(0);
-        Self { home: Home::Pool(pool, epoch), extent, len, companion: None, sum }
+        Self { owner: SlabOwner::Pool(pool, epoch), extent, len, guard: None, sum }
     }
 
-    /// A piece of another process's pool; `None` if it does not lie in what is mapped.
+    /// A piece of another process's pool; `None` if it is outside the mapping.
     pub(crate) fn lent(
         from: Arc<Attachment>,
         hold: u64,
@@ -64,45 +64,44 @@ impl SlabMut {
     ) -> Option<Self> {
         let fits = offset.checked_add(len).is_some_and(|end| end <= from.bytes());
         fits.then(|| Self {
-            home: Home::Node(from, Some(hold)),
+            owner: SlabOwner::Node(from, Some(hold)),
             extent: Extent { offset, bytes: len },
             len,
-            companion: None,
+            guard: None,
             sum: AtomicU64::new(0),
         })
     }
 
-    /// The hold under which `node` lent this slab, which is then no longer given back on drop;
-    /// the slab itself when somebody else did.
-    pub fn surrender(mut self, node: &Arc<Attachment>) -> Result<u64, Self> {
-        match &mut self.home {
-            Home::Node(from, hold) if Arc::ptr_eq(from, node) => hold.take().ok_or(self),
-            Home::Node(..) | Home::Pool(..) => Err(self),
+    /// The hold under which `node` lent this slab. The caller then releases it instead of drop.
+    /// Returns the slab if another owner lent it.
+    pub fn into_hold(mut self, node: &Arc<Attachment>) -> Result<u64, Self> {
+        match &mut self.owner {
+            SlabOwner::Node(from, hold) if Arc::ptr_eq(from, node) => hold.take().ok_or(self),
+            SlabOwner::Node(..) | SlabOwner::Pool(..) => Err(self),
         }
     }
 
-    /// Ends writing: from now on the bytes do not change.
+    /// Ends writing: from now on the bytes are immutable.
     pub fn seal(mut self) -> Slab {
-        self.companion = None;
+        self.guard = None;
         Slab(Arc::new(self))
     }
 
-    /// Gives the slab something that lasts for as long as it may be written, whoever has it: it is
-    /// dropped when the slab is sealed or dropped.
-    pub fn accompany(&mut self, companion: Box<dyn Any + Send + Sync>) {
-        self.companion = Some(companion);
+    /// Attaches a guard that is dropped when the slab is sealed or dropped.
+    pub fn accompany(&mut self, guard: Box<dyn Any + Send + Sync>) {
+        self.guard = Some(guard);
     }
 
-    /// Shortens the slab; what it reserved stays the same. Longer lengths change nothing.
+    /// Shortens the visible length; the reserved bytes stay. A longer length changes nothing.
     pub fn truncate(&mut self, len: usize) {
         let cut = self.len.saturating_sub(len);
-        if let Home::Pool(pool, _) = &self.home {
+        if let SlabOwner::Pool(pool, _) = &self.owner {
             pool.uncount_requested(cut);
         }
         self.len -= cut;
     }
 
-    /// Copies a block in, at memory speed.
+    /// Copies a block in.
     ///
     /// # Panics
     /// If the lengths differ.
@@ -110,29 +109,29 @@ impl SlabMut {
         copy_in(self, bytes);
     }
 
-    /// The slab and the bytes that rounding added, for reads of whole sectors.
+    /// The slab including its padding, for reads of whole sectors.
     pub fn padded_mut(&mut self) -> &mut [u8] {
         // SAFETY: the extent is this slab's alone until it is dropped (in a pool of ours by the
-        // heap, in a node's because the node lends it to nobody else), mapped writable and
+        // heap, in a node's because the node lends it only once), mapped writable and
         // initialised (the kernel zeroes it); `&mut self` excludes every other slice of it.
         unsafe { std::slice::from_raw_parts_mut(self.pointer().as_ptr(), self.extent.bytes) }
     }
 
-    /// Where the slab starts in the pool's region, in bytes.
+    /// Offset in the pool's region, in bytes.
     pub fn offset(&self) -> usize {
         self.extent.offset
     }
 
-    /// Bytes that the slab takes from the pool, rounding included.
+    /// Bytes that the slab reserves in the pool, padding included.
     pub fn reserved_bytes(&self) -> usize {
         self.extent.bytes
     }
 
-    /// The first byte, for handing to the kernel; valid as long as the slab is held.
+    /// The first byte, for I/O by the kernel; valid as long as the slab is held.
     pub fn pointer(&self) -> NonNull<u8> {
-        let base = match &self.home {
-            Home::Pool(pool, _) => pool.region.base(),
-            Home::Node(from, _) => from.base(),
+        let base = match &self.owner {
+            SlabOwner::Pool(pool, _) => pool.region.base(),
+            SlabOwner::Node(from, _) => from.base(),
         };
         // SAFETY: `new` and `lent` checked that the extent lies inside the mapping, which the pool
         // or the attachment that this slab holds keeps until it is dropped.
@@ -145,7 +144,7 @@ impl Deref for SlabMut {
 
     fn deref(&self) -> &[u8] {
         // SAFETY: the extent is this slab's alone until it is dropped, or sealed and then written
-        // by nobody (a node keeps to that for what it lent); it is mapped and initialised (the
+        // by no process (a node guarantees it for what it lent); it is mapped and initialised (the
         // kernel zeroes it), and `len` lies in it; writers need `&mut self`.
         unsafe { std::slice::from_raw_parts(self.pointer().as_ptr(), self.len) }
     }
@@ -160,15 +159,15 @@ impl DerefMut for SlabMut {
 
 impl Drop for SlabMut {
     fn drop(&mut self) {
-        if matches!(&self.home, Home::Pool(pool, epoch) if pool.is_wiped_since(*epoch)) {
+        if matches!(&self.owner, SlabOwner::Pool(pool, epoch) if pool.is_wiped_since(*epoch)) {
             self.padded_mut().fill(0);
         }
         let Extent { offset, bytes } = self.extent;
-        match &mut self.home {
-            Home::Pool(pool, _) => pool.release(Extent { offset, bytes }, self.len),
-            Home::Node(from, hold) => {
+        match &mut self.owner {
+            SlabOwner::Pool(pool, _) => pool.release(Extent { offset, bytes }, self.len),
+            SlabOwner::Node(from, hold) => {
                 if let Some(hold) = hold.take() {
-                    from.give_back(hold);
+                    from.release_hold(hold);
                 }
             }
         }
@@ -182,17 +181,17 @@ impl fmt::Debug for SlabMut {
 }
 
 impl Slab {
-    /// Where the slab starts in the pool's region, in bytes.
+    /// Offset in the pool's region, in bytes.
     pub fn offset(&self) -> usize {
         self.0.offset()
     }
 
-    /// The first byte, for handing to the kernel; valid as long as the slab is held.
+    /// The first byte, for I/O by the kernel; valid as long as the slab is held.
     pub fn pointer(&self) -> NonNull<u8> {
         self.0.pointer()
     }
 
-    /// Whether this checksum of the bytes is the one that was given first. The first one is kept.
+    /// Compares a checksum of the bytes with the recorded one. The first call records its checksum.
     pub fn agrees_with(&self, sum: u32) -> bool {
         let sum = HAS_SUM | u64::from(sum);
         // Relaxed: the word orders nothing; it is compared with bytes that do not change.
@@ -200,10 +199,10 @@ impl Slab {
         before.map_or_else(|first| first == sum, |_| true)
     }
 
-    /// The checksum that was given first, if any was.
+    /// The recorded checksum, if any.
     pub fn checksum(&self) -> Option<u32> {
         let sum = self.0.sum.load(Ordering::Relaxed);
-        // Without its mark the word has 32 bits; without the mark there is no sum.
+        // XOR clears the mark, so the rest fits 32 bits; without the mark there is no checksum.
         u32::try_from(sum ^ HAS_SUM).ok().filter(|_| sum & HAS_SUM != 0)
     }
 
@@ -212,22 +211,22 @@ impl Slab {
         Arc::ptr_eq(&self.0, &other.0)
     }
 
-    /// Whether the slab is a piece of that pool.
+    /// Whether the slab is a piece of this pool.
     pub fn is_of(&self, pool: &Pool) -> bool {
-        matches!(&self.0.home, Home::Pool(of, _) if Arc::ptr_eq(of, &pool.0))
+        matches!(&self.0.owner, SlabOwner::Pool(of, _) if Arc::ptr_eq(of, &pool.0))
     }
 
-    /// How many clones of this slab are held, this one included.
+    /// Number of clones of this slab, this one included.
     pub fn holders(&self) -> usize {
         Arc::strong_count(&self.0)
     }
 
-    /// Bytes that the slab takes from the pool, rounding included.
+    /// Bytes that the slab reserves in the pool, padding included.
     pub fn reserved_bytes(&self) -> usize {
         self.0.extent.bytes
     }
 
-    /// Copies the block out, at memory speed; for one of many see [`copy_out`].
+    /// Copies the block out; for one block of a batch see [`copy_out`].
     ///
     /// # Panics
     /// If the lengths differ.

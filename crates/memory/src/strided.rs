@@ -1,31 +1,30 @@
-//! Pages at equal distances, and whether two such runs share a byte: arithmetic, no memory.
+//! Ranges of equally spaced pages, and whether two of them overlap. Arithmetic only.
 
 /// `count` pages of `bytes` bytes, the first at `start`, each `stride` bytes after the one before.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Strided {
-    /// Where the first page begins, in bytes from wherever all runs are counted.
+    /// Start of the first page, in bytes from an origin that all runs share.
     pub start: usize,
     /// Bytes from the start of a page to the start of the next one.
     pub stride: usize,
     /// Bytes of a page.
     pub bytes: usize,
-    /// How many pages there are.
+    /// Number of pages.
     pub count: usize,
 }
 
 impl Strided {
-    /// Bytes from the start of the first page to the end of the last one; `None` if an address
-    /// space has not as many.
+    /// Bytes from the start of the first page to the end of the last one; `None` on overflow.
     pub fn extent(&self) -> Option<usize> {
         let Some(steps) = self.count.checked_sub(1) else { return Some(0) };
         steps.checked_mul(self.stride)?.checked_add(self.bytes)
     }
 
-    /// Whether any page of this run shares a byte with any page of another one. Takes as long as
-    /// Euclid's algorithm on the two strides, however many pages there are.
+    /// Whether any page of this run overlaps any page of another one. Takes logarithmic time in the
+    /// strides, as Euclid's algorithm, independent of the number of pages.
     ///
     /// # Panics
-    /// If a stride is zero, or a run is longer than an address space.
+    /// If a stride is zero, or if a run overflows the address space.
     pub fn shares_bytes_with(&self, other: &Self) -> bool {
         if self.count == 0 || other.count == 0 || self.bytes == 0 || other.bytes == 0 {
             return false;
@@ -36,8 +35,9 @@ impl Strided {
             return false;
         }
         assert!(self.stride > 0 && other.stride > 0, "pages are apart");
-        // A page of this run at x, counted from the other's start, shares bytes with page j there
-        // when x - other.bytes < j * other.stride <= x + bytes - 1: so many multiples lie between.
+        // A page of this run at x, relative to the other's start, overlaps the other's page j if
+        // x - other.bytes < j * other.stride <= x + bytes - 1. The difference of the two sums over
+        // all x counts these pairs.
         let first = self.start as i128 - other.start as i128;
         let up_to = |from: i128| multiples_up_to(from, self, other);
         up_to(first + self.bytes as i128 - 1) > up_to(first - other.bytes as i128)
@@ -49,7 +49,7 @@ impl Strided {
 fn multiples_up_to(from: i128, own: &Strided, other: &Strided) -> i128 {
     let (step, divisor) = (own.stride as i128, other.stride as i128);
     let (count, last) = (own.count as i128, other.count as i128 - 1);
-    // Pages i that come before the point: how many of them there are.
+    // Number of pages i that start before the point.
     let before = |point: i128| {
         let up = (point - from).div_euclid(step) + i128::from((point - from).rem_euclid(step) > 0);
         up.clamp(0, count)
@@ -60,8 +60,8 @@ fn multiples_up_to(from: i128, own: &Strided, other: &Strided) -> i128 {
 }
 
 /// The sum of `(first + i * step) / divisor`, rounded down, for i from 0 to `count` - 1; none of
-/// the numbers is negative. The triangle under the line is cut along the other axis again and
-/// again, as Euclid's algorithm does it.
+/// the numbers is negative. Counts lattice points under a line by swapping the axes repeatedly, as
+/// Euclid's algorithm does.
 fn sum_of_floors(mut count: i128, mut divisor: i128, mut step: i128, mut first: i128) -> i128 {
     let mut sum = 0;
     while count > 0 {
@@ -81,7 +81,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    fn by_looking(one: &Strided, other: &Strided) -> bool {
+    fn overlaps_by_pairs(one: &Strided, other: &Strided) -> bool {
         let starts = |run: &Strided| {
             let run = *run;
             (0..run.count).map(move |at| run.start + at * run.stride)
@@ -98,14 +98,14 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(4000))]
         #[test]
-        fn it_says_what_looking_at_every_pair_says(one in run(), other in run()) {
-            prop_assert_eq!(one.shares_bytes_with(&other), by_looking(&one, &other));
-            prop_assert_eq!(other.shares_bytes_with(&one), by_looking(&one, &other));
+        fn the_result_matches_a_comparison_of_all_pairs(one in run(), other in run()) {
+            prop_assert_eq!(one.shares_bytes_with(&other), overlaps_by_pairs(&one, &other));
+            prop_assert_eq!(other.shares_bytes_with(&one), overlaps_by_pairs(&one, &other));
         }
     }
 
     #[test]
-    fn layers_of_one_storage_are_told_apart() {
+    fn layers_of_one_storage_do_not_overlap() {
         let (layers, pages, bytes) = (64_usize, 1_usize << 20, 64 << 10);
         let block_major = |layer: usize| Strided {
             start: layer * bytes,
@@ -118,7 +118,7 @@ mod tests {
             let shifted = Strided { start: layer * bytes - 1, ..block_major(layer) };
             assert!(block_major(layer - 1).shares_bytes_with(&shifted));
         }
-        // Other strides: they meet at the last page only.
+        // With other strides, an overlap at the last page only.
         let last = Strided { start: (pages - 1) * layers * bytes, stride: 1, bytes: 1, count: 1 };
         assert!(block_major(0).shares_bytes_with(&last));
         assert!(!block_major(1).shares_bytes_with(&last));

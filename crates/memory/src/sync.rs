@@ -1,4 +1,4 @@
-//! What threads share without a lock; loom replaces it when it checks every order of their steps.
+//! Lock-free primitives; loom substitutes its own to check every interleaving.
 
 #[cfg(not(loom))]
 pub(crate) use crossbeam_queue::ArrayQueue;
@@ -15,7 +15,7 @@ mod modelled {
 
     use loom::sync::Mutex;
 
-    /// Stands for crossbeam's queue, which loom cannot look into: what is checked is our use of it.
+    /// Model of crossbeam's queue, which loom cannot instrument: loom checks our use of it.
     #[derive(Debug)]
     pub(crate) struct ArrayQueue<T> {
         items: Mutex<VecDeque<T>>,

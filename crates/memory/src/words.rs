@@ -1,6 +1,7 @@
-//! A file in memory as a row of 64-bit words that outlive the process.
+//! An in-memory file as an array of 64-bit words that outlive the process.
 //!
-//! Every word is an atomic: two threads that write one by mistake mix values, never more.
+//! Every word is an atomic: two threads that write the same word by mistake overwrite a value,
+//! without undefined behaviour.
 #![expect(unsafe_code, reason = "turns a mapping into a slice")]
 
 use std::fs::File;
@@ -17,11 +18,11 @@ use crate::region::{Mapping, READ_WRITE};
 pub struct SharedWords(Mapping);
 
 impl SharedWords {
-    /// Maps a file that is at least so long and that nobody else shortens.
+    /// Maps a file of at least this length that no other process truncates.
     pub(crate) fn map(file: &File, bytes: usize) -> io::Result<Self> {
         let mapping = Mapping::of_file(file, bytes, READ_WRITE)?;
         // SAFETY: the mapping was just made.
-        unsafe { pages::leave_out_of_dumps(mapping.base(), bytes) }?;
+        unsafe { pages::exclude_from_core_dumps(mapping.base(), bytes) }?;
         // SAFETY: as above.
         unsafe { pages::populate(mapping.base(), bytes) }?;
         Ok(Self(mapping))
@@ -40,7 +41,7 @@ impl SharedWords {
 
     /// Sets all words to zero.
     pub(crate) fn zero(&self) {
-        // Relaxed: nobody else looks at a table that is being discarded.
+        // Relaxed: no other thread reads a table that is being discarded.
         self.words().iter().for_each(|word| word.store(0, Ordering::Relaxed));
     }
 }

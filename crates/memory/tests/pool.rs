@@ -1,4 +1,4 @@
-//! The pool against a naive model: no overlap, alignment, bounded waste, nothing leaked.
+//! The pool against a naive model: no overlap, correct alignment, bounded waste, no leak.
 
 #![expect(clippy::unwrap_used, reason = "in a test, a surprise should panic")]
 
@@ -66,7 +66,7 @@ fn a_million_random_calls_waste_less_than_a_tenth_and_leak_nothing() {
 }
 
 #[test]
-fn sizes_that_are_no_longer_used_make_room_for_others() {
+fn memory_of_unused_sizes_is_available_to_other_sizes() {
     let pool = pool(16 << 20);
     for size in [64, 512, 4096, 65_536, 1 << 20, 3 << 20, 4096, 16 << 20] {
         let all: Vec<SlabMut> = std::iter::from_fn(|| pool.allocate(size)).collect();
@@ -76,7 +76,7 @@ fn sizes_that_are_no_longer_used_make_room_for_others() {
 }
 
 #[test]
-fn what_does_not_fit_is_refused() {
+fn allocations_larger_than_the_pool_fail() {
     let pool = pool(1 << 20);
     assert!(pool.allocate((1 << 20) + 1).is_none());
     assert!(pool.allocate(usize::MAX).is_none());
@@ -87,7 +87,7 @@ fn what_does_not_fit_is_refused() {
 #[test]
 fn a_slab_for_direct_reads_is_aligned_at_both_ends() {
     let pool = pool(1 << 20);
-    let _odd = pool.allocate(5000).unwrap();
+    let _misaligning = pool.allocate(5000).unwrap();
     for bytes in [1, 5000, 5120, 70_000] {
         let mut slab = pool.allocate_direct(bytes).unwrap();
         assert!(slab.offset().is_multiple_of(DIRECT_ALIGN));
@@ -97,7 +97,7 @@ fn a_slab_for_direct_reads_is_aligned_at_both_ends() {
 }
 
 #[test]
-fn a_shortened_slab_counts_what_it_shows() {
+fn a_shortened_slab_counts_its_visible_length() {
     let pool = pool(1 << 20);
     let mut slab = pool.allocate(100_000).unwrap();
     slab.truncate(200_000);
@@ -126,7 +126,7 @@ fn a_sealed_slab_outlives_the_pools_own_handle() {
     assert!(format!("{reader:?}").len() < 60, "no bytes in messages");
 }
 
-/// Stamps every slab with a number of its own and checks the stamp before it goes back.
+/// Stamps every slab with a unique number and checks the stamp before the slab is freed.
 #[test]
 fn threads_never_share_a_slab() {
     const SIZES: [usize; 6] = [100, 4096, 20_000, 65_536, 131_072, 300_000];
@@ -180,7 +180,7 @@ fn step() -> impl Strategy<Value = Step> {
     ]
 }
 
-/// What a slab is rounded up and aligned to, as the documentation has it.
+/// Granule of a slab, as documented.
 fn documented_granule(bytes: usize, direct: bool) -> usize {
     match bytes {
         _ if direct => 4096,
@@ -193,7 +193,7 @@ fn documented_granule(bytes: usize, direct: bool) -> usize {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
     #[test]
-    fn behaves_as_a_list_of_ranges(steps in prop::collection::vec(step(), 1..300)) {
+    fn behaves_like_a_list_of_ranges(steps in prop::collection::vec(step(), 1..300)) {
         let pool = pool(4 << 20);
         let mut held: Vec<(SlabMut, usize)> = Vec::new();
         for step in steps {

@@ -1,4 +1,4 @@
-//! Wiping a pool: nothing of what was in it is left, neither in free memory nor in what comes back.
+//! Wiping a pool: free memory is zeroed at once, slabs in use when they are freed.
 
 #![expect(clippy::unwrap_used, reason = "in a test, a surprise should panic")]
 
@@ -33,7 +33,7 @@ fn fill(pool: &Pool) {
 }
 
 #[test]
-fn all_that_was_free_is_zero() {
+fn all_free_memory_is_zeroed() {
     let pool = pool();
     fill(&pool);
     pool.begin_wipe();
@@ -44,7 +44,7 @@ fn all_that_was_free_is_zero() {
 }
 
 #[test]
-fn a_slab_that_is_held_keeps_its_bytes_and_is_zeroed_when_it_comes_back() {
+fn a_held_slab_keeps_its_bytes_and_is_zeroed_when_it_is_freed() {
     let pool = pool();
     let mut slab = pool.allocate(70_000).unwrap();
     slab.padded_mut().fill(0x5a);
@@ -59,7 +59,7 @@ fn a_slab_that_is_held_keeps_its_bytes_and_is_zeroed_when_it_comes_back() {
 }
 
 #[test]
-fn later_slabs_are_not_zeroed_on_their_way_back() {
+fn slabs_allocated_after_a_wipe_are_not_zeroed() {
     let pool = pool();
     pool.begin_wipe();
     let mut slab = pool.allocate(70_000).unwrap();
@@ -69,7 +69,7 @@ fn later_slabs_are_not_zeroed_on_their_way_back() {
 }
 
 #[test]
-fn what_there_was_no_time_for_is_told_and_free_again() {
+fn memory_not_zeroed_in_time_is_reported_and_can_be_allocated() {
     let pool = pool();
     fill(&pool);
     pool.begin_wipe();

@@ -1,4 +1,4 @@
-//! Every sensible pipeline passes the same checks.
+//! Every supported pipeline passes the same checks.
 
 #![expect(clippy::unwrap_used, reason = "in a test, a surprise should panic")]
 
@@ -18,28 +18,29 @@ use third_party::MapStage;
 
 const BLOCK: usize = 64 << 10;
 
-/// What may be expected of a chain.
+/// What a pipeline stores.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Keeps {
-    /// Serves what was put.
+enum Retention {
+    /// Keys and bytes.
     Bytes,
-    /// Says what it would have.
+    /// Keys only.
     Names,
+    /// Nothing.
     Nothing,
 }
 
-const CHAINS: [(&str, Keeps); 11] = [
-    ("Dram", Keeps::Bytes),
-    ("Files", Keeps::Bytes),
-    ("Dram|Files", Keeps::Bytes),
-    ("Cache|Posix", Keeps::Bytes),
-    ("Dram|Map", Keeps::Bytes),
-    ("Dram|Files|Map", Keeps::Bytes),
-    ("Dram|Empty", Keeps::Bytes),
-    ("Hbm|Dram|Peers|Files", Keeps::Bytes),
-    ("Dram|Fake", Keeps::Bytes),
-    ("Fake", Keeps::Names),
-    ("Empty", Keeps::Nothing),
+const PIPELINES: [(&str, Retention); 11] = [
+    ("Dram", Retention::Bytes),
+    ("Files", Retention::Bytes),
+    ("Dram|Files", Retention::Bytes),
+    ("Cache|Posix", Retention::Bytes),
+    ("Dram|Map", Retention::Bytes),
+    ("Dram|Files|Map", Retention::Bytes),
+    ("Dram|Empty", Retention::Bytes),
+    ("Hbm|Dram|Peers|Files", Retention::Bytes),
+    ("Dram|Fake", Retention::Bytes),
+    ("Fake", Retention::Names),
+    ("Empty", Retention::Nothing),
 ];
 
 fn open(pipeline: &str, directory: &Path, write: WritePolicy) -> Store {
@@ -53,33 +54,33 @@ fn open(pipeline: &str, directory: &Path, write: WritePolicy) -> Store {
     Store::open_with(config, &MapStage::new().registry(), Arc::new(SystemClock)).unwrap()
 }
 
-fn conform(store: &Store, keeps: Keeps) {
+fn check_pipeline(store: &Store, keeps: Retention) {
     let outcomes = put(store, &keys(0..20), BLOCK);
     for outcome in &outcomes {
         match outcome {
-            PutOutcome::Stored => assert_ne!(keeps, Keeps::Nothing),
-            PutOutcome::Declined(DeclineReason::Empty) => assert_eq!(keeps, Keeps::Nothing),
+            PutOutcome::Stored => assert_ne!(keeps, Retention::Nothing),
+            PutOutcome::Declined(DeclineReason::Empty) => assert_eq!(keeps, Retention::Nothing),
             other => panic!("{other:?}"),
         }
     }
-    let is_known = keeps != Keeps::Nothing;
+    let has_keys = keeps != Retention::Nothing;
     let served = check(store, &keys(0..20));
-    assert!(served.iter().all(|tier| tier.is_some() == (keeps == Keeps::Bytes)), "{served:?}");
-    assert_eq!(store.contains(&keys(0..20)), [is_known; 20]);
-    // A bitmap of what is there, and the leading blocks of a chain with a hole.
+    assert!(served.iter().all(|tier| tier.is_some() == (keeps == Retention::Bytes)), "{served:?}");
+    assert_eq!(store.contains(&keys(0..20)), [has_keys; 20]);
+    // A bitmap of present blocks, and the leading blocks of a chain with a gap.
     store.delete(&keys(10..11));
     let bitmap = store.contains(&keys(0..30));
     assert!(
         bitmap
             .iter()
             .enumerate()
-            .all(|(at, is_here)| *is_here == (is_known && at < 20 && at != 10))
+            .all(|(at, is_here)| *is_here == (has_keys && at < 20 && at != 10))
     );
     let matched = store.lookup_prefix(&Request::new(&keys(0..30))).tiers;
-    assert_eq!(matched.len(), if is_known { 10 } else { 0 });
+    assert_eq!(matched.len(), if has_keys { 10 } else { 0 });
     assert_eq!(store.lookup_prefix(&Request::new(&keys(10..30))).tiers.len(), 0);
-    // The same key with other bytes never replaces what is there.
-    if keeps == Keeps::Bytes {
+    // Other bytes under a stored key never replace its block.
+    if keeps == Retention::Bytes {
         let wrong = bytes_of(&key(99), BLOCK);
         let outcome = store.put(&[cascade_store::Put::new(key(0), &wrong)], CallOptions::default());
         assert!(matches!(outcome[0], PutOutcome::Conflict), "{outcome:?}");
@@ -103,18 +104,18 @@ fn conform(store: &Store, keeps: Keeps) {
 }
 
 #[test]
-fn every_chain_conforms_when_it_writes_back() {
+fn every_pipeline_conforms_with_write_back() {
     let directory = tempfile::tempdir().unwrap();
-    for (pipeline, keeps) in CHAINS {
-        conform(&open(pipeline, directory.path(), WritePolicy::Back), keeps);
+    for (pipeline, keeps) in PIPELINES {
+        check_pipeline(&open(pipeline, directory.path(), WritePolicy::Back), keeps);
     }
 }
 
 #[test]
-fn every_chain_conforms_when_it_writes_through() {
+fn every_pipeline_conforms_with_write_through() {
     let directory = tempfile::tempdir().unwrap();
-    for (pipeline, keeps) in CHAINS {
-        conform(&open(pipeline, directory.path(), WritePolicy::Through), keeps);
+    for (pipeline, keeps) in PIPELINES {
+        check_pipeline(&open(pipeline, directory.path(), WritePolicy::Through), keeps);
     }
 }
 

@@ -1,7 +1,7 @@
-//! Whoever follows a store's changes knows the exact set of its blocks, whatever happens to them.
+//! A follower of a store's changes has the exact set of its blocks, whatever happens to them.
 
 #![expect(clippy::unwrap_used, reason = "in a test, a surprise should panic")]
-#![expect(clippy::print_stdout, reason = "says which failures are injected")]
+#![expect(clippy::print_stdout, reason = "prints which failures are injected")]
 
 mod blocks;
 mod third_party;
@@ -26,50 +26,50 @@ use third_party::{MapStage, flush, wait_for};
 
 const KEYS: u64 = 40;
 
-/// What a subscriber keeps.
+/// A subscriber: a set of blocks that is updated from the change log.
 #[derive(Default)]
 struct Follower {
-    here: BTreeSet<BlockKey>,
+    blocks: BTreeSet<BlockKey>,
     cursor: Option<ChangeCursor>,
-    lost: usize,
+    resets: usize,
 }
 
 impl Follower {
-    fn apply(&mut self, told: &Changes) {
-        if told.is_lost {
-            self.here.clear();
-            self.lost += 1;
+    fn apply(&mut self, read: &Changes) {
+        if read.is_lost {
+            self.blocks.clear();
+            self.resets += 1;
         }
-        for change in &told.changes {
+        for change in &read.changes {
             match change {
-                Change::Stored(key) => drop(self.here.insert(*key)),
-                Change::Gone(key) => drop(self.here.remove(key)),
-                Change::Cleared => self.here.clear(),
+                Change::Stored(key) => drop(self.blocks.insert(*key)),
+                Change::Gone(key) => drop(self.blocks.remove(key)),
+                Change::Cleared => self.blocks.clear(),
             }
         }
-        self.cursor = Some(told.next);
+        self.cursor = Some(read.next);
     }
 
     fn step(&mut self, store: &Store, max: usize) -> Changes {
-        let told = store.changes(self.cursor, max).unwrap();
-        assert!(told.changes.len() <= max, "{} of {max}", told.changes.len());
-        self.apply(&told);
-        told
+        let read = store.changes(self.cursor, max).unwrap();
+        assert!(read.changes.len() <= max, "{} of {max}", read.changes.len());
+        self.apply(&read);
+        read
     }
 
-    /// Follows until its set is the store's. Returns whether there was anything to follow.
+    /// Reads all changes. Returns whether there were any.
     fn follow(&mut self, store: &Store, max: usize) -> bool {
         let mut has_changed = false;
         loop {
-            let told = self.step(store, max);
-            has_changed |= told.is_lost || !told.changes.is_empty();
-            if told.is_current {
+            let read = self.step(store, max);
+            has_changed |= read.is_lost || !read.changes.is_empty();
+            if read.is_current {
                 return has_changed;
             }
         }
     }
 
-    /// Compares with the store, at a moment at which it does not change by itself.
+    /// Compares with the store at a moment without changes between two reads.
     fn compare(&mut self, store: &Store, all: &[BlockKey], max: usize) {
         let limit = Deadline::after(&SystemClock, Duration::from_secs(60));
         loop {
@@ -78,10 +78,10 @@ impl Follower {
             if !self.follow(store, max) {
                 let here = all.iter().zip(is_here).filter(|(_, is_here)| *is_here);
                 let here: BTreeSet<BlockKey> = here.map(|(key, _)| *key).collect();
-                assert_eq!(self.here, here);
+                assert_eq!(self.blocks, here);
                 return;
             }
-            assert!(!limit.has_passed(&SystemClock), "the store does not come to rest");
+            assert!(!limit.has_passed(&SystemClock), "the store keeps changing");
         }
     }
 }
@@ -96,15 +96,16 @@ enum Operation {
     Clear,
     Erase,
     Flush,
-    /// Time passes.
+    /// Milliseconds of time that pass.
     Pass(u64),
-    /// What is below is damaged, or lost.
+    /// The lower tier damages its blocks, or no longer does.
     Damage,
+    /// The lower tier loses its blocks.
     Lose,
     Restart,
-    /// A follower is told so many changes.
+    /// A follower reads at most this many changes.
     Step(usize),
-    /// It is told all there are, and has the store's blocks then.
+    /// A follower reads all changes and compares its blocks with the store's.
     Compare,
 }
 
@@ -129,26 +130,26 @@ fn operation() -> impl Strategy<Value = Operation> {
     ]
 }
 
-/// A store and what is below it, which outlives it.
-struct Played {
+/// A store and the lower tier, which outlives it.
+struct Scenario {
     config: StoreConfig,
     stage: Arc<MapStage>,
     clock: Arc<ManualClock>,
     store: Option<Store>,
-    /// One that is told little at a time, and one that comes by rarely.
+    /// One reads a few changes at a time, the other reads rarely.
     followers: [Follower; 2],
 }
 
-impl Played {
+impl Scenario {
     fn new(config: StoreConfig) -> Self {
         let (stage, clock) = (MapStage::new(), Arc::new(ManualClock::default()));
         stage.capacity_bytes.store(2 << 20, Relaxed);
         stage.erases.store(true, Relaxed);
         clock.advance(Duration::from_secs(1));
         let followers = Default::default();
-        let mut played = Self { config, stage, clock, store: None, followers };
-        played.open();
-        played
+        let mut scenario = Self { config, stage, clock, store: None, followers };
+        scenario.open();
+        scenario
     }
 
     fn open(&mut self) {
@@ -174,7 +175,7 @@ impl Played {
             Operation::Pin(n) => drop(store.pin(&[key(n)])),
             Operation::Clear => store.clear(),
             Operation::Erase => drop(store.erase(CallOptions::default()).unwrap()),
-            // What could not be written is not what this is about.
+            // Write failures are not checked here.
             Operation::Flush => drop(store.flush(CallOptions::default())),
             Operation::Pass(ms) => self.clock.advance(Duration::from_millis(ms)),
             Operation::Damage => {
@@ -206,7 +207,7 @@ impl Played {
     }
 }
 
-/// Changes a byte here and there of every file below a directory.
+/// Flips a bit every 200,000 bytes of every file below a directory.
 fn flip_bytes(directory: &Path) {
     for entry in std::fs::read_dir(directory).unwrap().map(Result::unwrap) {
         if entry.file_type().unwrap().is_dir() {
@@ -214,7 +215,7 @@ fn flip_bytes(directory: &Path) {
             continue;
         }
         let open = std::fs::OpenOptions::new().read(true).write(true).open(entry.path());
-        // The store may take a file back meanwhile.
+        // The store may remove a file meanwhile.
         let Ok(file) = open else { continue };
         let length = file.metadata().unwrap().len();
         for at in (8192..length).step_by(200_000) {
@@ -230,7 +231,7 @@ fn digest() -> impl Strategy<Value = DigestMode> {
     prop_oneof![Just(DigestMode::Off), Just(DigestMode::On(DigestAlgorithm::Blake3))]
 }
 
-/// How much the log keeps: next to nothing, less than what comes to pass, all.
+/// Capacity of the log: almost nothing, less than the changes, all changes.
 fn changes_max() -> impl Strategy<Value = usize> {
     prop::sample::select(vec![1usize, 2, 20, 1 << 20])
 }
@@ -239,18 +240,18 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
     #[test]
-    fn a_follower_of_one_small_tier_has_its_blocks(
+    fn a_follower_matches_a_store_with_one_small_tier(
         operations in prop::collection::vec(operation(), 1..120),
         digest in digest(),
         changes_max in changes_max(),
     ) {
         let config = StoreConfig { digest, changes_max, dram_blocks: Some(12), ..dram(4) };
-        let mut played = Played::new(config);
-        played.play_all(&operations);
+        let mut scenario = Scenario::new(config);
+        scenario.play_all(&operations);
     }
 
     #[test]
-    fn a_follower_of_two_tiers_has_their_blocks(
+    fn a_follower_matches_a_store_with_two_tiers(
         operations in prop::collection::vec(operation(), 1..120),
         digest in digest(),
         changes_max in changes_max(),
@@ -262,8 +263,8 @@ proptest! {
         let pipeline = pipeline.to_owned();
         let config =
             StoreConfig { pipeline, digest, changes_max, write, dram_blocks: Some(4), ..dram(4) };
-        let mut played = Played::new(config);
-        played.play_all(&operations);
+        let mut scenario = Scenario::new(config);
+        scenario.play_all(&operations);
     }
 }
 
@@ -271,7 +272,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(16))]
 
     #[test]
-    fn a_follower_of_a_file_tier_has_its_blocks(
+    fn a_follower_matches_a_store_with_a_file_tier(
         operations in prop::collection::vec(operation(), 1..80),
         digest in digest(),
         changes_max in changes_max(),
@@ -283,25 +284,25 @@ proptest! {
         let (pipeline, files) = ("Dram|Files".to_owned(), Some(files));
         let config =
             StoreConfig { pipeline, files, digest, changes_max, dram_blocks: Some(4), ..dram(4) };
-        let mut played = Played::new(config);
-        played.play_all(&operations);
+        let mut scenario = Scenario::new(config);
+        scenario.play_all(&operations);
     }
 }
 
 #[test]
-fn changes_are_told_in_their_order() {
+fn changes_are_reported_in_order() {
     let store = Store::open(dram(8)).unwrap();
     put(&store, &keys(0..2), 100);
     let mut follower = Follower::default();
-    let told = follower.step(&store, 100);
-    assert!(told.is_current && !told.is_lost, "{told:?}");
-    assert_eq!(follower.here, keys(0..2).into_iter().collect());
+    let read = follower.step(&store, 100);
+    assert!(read.is_current && !read.is_lost, "{read:?}");
+    assert_eq!(follower.blocks, keys(0..2).into_iter().collect());
     put(&store, &keys(2..3), 100);
     store.delete(&keys(0..1));
     put(&store, &keys(0..1), 100);
     store.clear();
     put(&store, &keys(5..6), 100);
-    let told = follower.step(&store, 100);
+    let read = follower.step(&store, 100);
     let expected = [
         Change::Stored(key(2)),
         Change::Gone(key(0)),
@@ -309,17 +310,17 @@ fn changes_are_told_in_their_order() {
         Change::Cleared,
         Change::Stored(key(5)),
     ];
-    assert_eq!((told.changes.as_slice(), told.is_current), (&expected[..], true));
-    let told = follower.step(&store, 100);
-    assert_eq!((told.changes.len(), told.is_current), (0, true));
-    let kept = ChangeCursor::from_bytes(told.next.to_bytes());
-    assert_eq!(kept, told.next);
+    assert_eq!((read.changes.as_slice(), read.is_current), (&expected[..], true));
+    let read = follower.step(&store, 100);
+    assert_eq!((read.changes.len(), read.is_current), (0, true));
+    let kept = ChangeCursor::from_bytes(read.next.to_bytes());
+    assert_eq!(kept, read.next);
     store.close().unwrap();
     assert!(matches!(store.changes(Some(kept), 1), Err(StoreError::Closed)));
 }
 
 #[test]
-fn a_block_expires_for_a_follower_too() {
+fn expired_blocks_are_reported_to_followers() {
     let clock = Arc::new(ManualClock::default());
     let registry = cascade_store::stage::Registry::default();
     let store = Store::open_with(dram(8), &registry, Arc::clone(&clock) as Arc<dyn Clock>);
@@ -340,17 +341,17 @@ fn a_block_expires_for_a_follower_too() {
             follower = Follower::default();
         }
         follower.compare(&store, &keys(0..9), 10);
-        assert_eq!(follower.here.len(), 3);
+        assert_eq!(follower.blocks.len(), 3);
         clock.advance(Duration::from_millis(10));
         follower.compare(&store, &keys(0..9), 1);
-        assert_eq!(follower.here, keys(2..3).into_iter().collect());
-        assert_eq!(store.stats().keys, 1, "nobody else came across them");
+        assert_eq!(follower.blocks, keys(2..3).into_iter().collect());
+        assert_eq!(store.stats().keys, 1, "no other call has accessed them");
         store.clear();
     }
 }
 
 #[test]
-fn a_store_that_nobody_follows_keeps_no_changes() {
+fn a_store_without_followers_keeps_no_changes() {
     let store = Store::open(StoreConfig { changes_max: 100, ..dram(8) }).unwrap();
     put(&store, &keys(0..300), 100);
     let before = store.stats().catalog_bytes;
@@ -359,27 +360,27 @@ fn a_store_that_nobody_follows_keeps_no_changes() {
     store.delete(&keys(0..99));
     let followed = store.stats().catalog_bytes;
     assert!(followed >= before + 99 * 33, "{followed} {before}");
-    assert!(follower.follow(&store, 1000), "as much as it keeps");
-    assert_eq!(follower.lost, 0);
+    assert!(follower.follow(&store, 1000), "within the capacity of the log");
+    assert_eq!(follower.resets, 0);
     store.delete(&keys(99..250));
     assert!(store.stats().catalog_bytes < followed, "the log has ended");
     follower.compare(&store, &keys(0..300), 1000);
-    assert_eq!((follower.lost, follower.here.len()), (1, 50));
+    assert_eq!((follower.resets, follower.blocks.len()), (1, 50));
     let none = Store::open(StoreConfig { changes_max: 0, ..dram(4) }).unwrap();
     let refused = none.changes(None, 1).unwrap_err();
     assert!(matches!(refused, StoreError::Config { setting: "changes_max", .. }), "{refused}");
 }
 
 #[test]
-fn cursors_that_no_store_gave_are_lost_and_harm_nothing() {
+fn an_invalid_cursor_resets_its_follower() {
     let store = Store::open(dram(8)).unwrap();
     put(&store, &keys(0..3), 100);
     let mut follower = Follower::default();
     follower.follow(&store, 10);
-    let sound = follower.cursor.unwrap().to_bytes();
+    let valid = follower.cursor.unwrap().to_bytes();
     for at in 0..ChangeCursor::BYTES {
         for bit in 0..8 {
-            let mut bytes = sound;
+            let mut bytes = valid;
             bytes[at] ^= 1 << bit;
             follower.cursor = Some(ChangeCursor::from_bytes(bytes));
             follower.compare(&store, &keys(0..9), 10);
@@ -387,9 +388,9 @@ fn cursors_that_no_store_gave_are_lost_and_harm_nothing() {
     }
 }
 
-/// What only a shed stage has is not here for anybody, until the stage is back.
+/// Blocks that only a stage with an open circuit has are removed for followers until it closes.
 #[test]
-fn blocks_of_a_shed_stage_are_gone_for_a_follower_too() {
+fn blocks_behind_an_open_circuit_are_removed_for_followers() {
     let (stage, clock) = (MapStage::new(), Arc::new(ManualClock::default()));
     let config = StoreConfig {
         pipeline: "Dram|Map".to_owned(),
@@ -402,30 +403,30 @@ fn blocks_of_a_shed_stage_are_gone_for_a_follower_too() {
     put(&store, &keys(0..120), length);
     flush(&store);
     follower.compare(&store, &all, 50);
-    assert_eq!(follower.here.len(), 120);
+    assert_eq!(follower.blocks.len(), 120);
     println!("the stage fails");
     stage.fails.store(true, Relaxed);
     pass_until(&store, &clock, false);
     follower.compare(&store, &all, 50);
-    let in_memory = follower.here.len();
+    let in_memory = follower.blocks.len();
     assert!((1..120).contains(&in_memory), "{in_memory}");
-    assert_eq!(follower.lost, 1, "much went at once");
-    // Some that only the stage had come back by a put, and push others out of memory.
+    assert_eq!(follower.resets, 1, "many changes at once");
+    // Some blocks of the stage are put again, and evict others from DRAM.
     put(&store, &keys(0..20), length);
     follower.compare(&store, &all, 50);
     put(&store, &keys(120..150), length);
     follower.compare(&store, &all, 50);
-    assert_eq!(follower.lost, 1, "what comes and goes meanwhile is told one by one");
+    assert_eq!(follower.resets, 1, "changes meanwhile are reported one by one");
     stage.fails.store(false, Relaxed);
     pass_until(&store, &clock, true);
     follower.compare(&store, &all, 50);
-    assert!(follower.here.len() >= 120, "{}", follower.here.len());
+    assert!(follower.blocks.len() >= 120, "{}", follower.blocks.len());
     assert!(check(&store, &keys(30..60)).iter().all(Option::is_some));
     follower.compare(&store, &all, 50);
 }
 
-/// Lets time pass until a stage is used or not.
-#[expect(clippy::disallowed_methods, reason = "gives the prober its turn")]
+/// Advances the clock until a stage's circuit is closed or open.
+#[expect(clippy::disallowed_methods, reason = "lets the prober run")]
 fn pass_until(store: &Store, clock: &ManualClock, is_healthy: bool) {
     let is_healthy_now = || store.stats().health[0].1.state == cascade_store::HealthState::Healthy;
     let limit = Deadline::after(&SystemClock, Duration::from_secs(120));
@@ -436,9 +437,9 @@ fn pass_until(store: &Store, clock: &ManualClock, is_healthy: bool) {
     }
 }
 
-/// Writers, readers and deleters at once, while two follow: one all the time, one now and then.
+/// Concurrent writers, readers and deleters with two followers: one reads continuously, one rarely.
 #[test]
-fn followers_of_a_busy_store_have_its_blocks_when_it_rests() {
+fn followers_of_a_busy_store_match_it_once_it_is_idle() {
     const RACE_KEYS: u64 = 600;
     let stage = MapStage::new();
     stage.capacity_bytes.store(8 << 20, Relaxed);
@@ -491,7 +492,7 @@ fn followers_of_a_busy_store_have_its_blocks_when_it_rests() {
     flush(&store);
     close.compare(&store, &all, 100);
     rare.compare(&store, &all, 100);
-    println!("{rounds:?} rounds; begun anew {} and {} times", close.lost, rare.lost);
+    println!("{rounds:?} rounds; reset {} and {} times", close.resets, rare.resets);
     assert!(rounds.load(Relaxed) > 100, "{rounds:?}");
     wait_for(&store, 0, true);
 }

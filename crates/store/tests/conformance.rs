@@ -1,4 +1,4 @@
-//! The conformance suite over embedded stores; that of the client runs it over served ones.
+//! The conformance suite over embedded stores. The client's tests run it over served stores.
 
 #![expect(clippy::unwrap_used, reason = "in a test, a surprise should panic")]
 
@@ -40,17 +40,17 @@ fn run(config: impl Fn(&std::path::Path) -> StoreConfig) {
 }
 
 #[test]
-fn dram_alone() {
+fn a_store_of_dram_conforms() {
     run(|_| dram());
 }
 
 #[test]
-fn dram_and_files() {
+fn a_store_of_dram_and_files_conforms() {
     run(files);
 }
 
 #[test]
-fn with_digests_and_written_through() {
+fn a_write_through_store_with_digests_conforms() {
     let digest = DigestMode::On(DigestAlgorithm::Blake3);
     run(|directory| StoreConfig { digest, write: WritePolicy::Through, ..files(directory) });
 }

@@ -1,8 +1,9 @@
-//! Every structure of every file is damaged in turn under a running store: what is intact stays
-//! readable, room is made, new blocks are kept, and the damage is told.
+//! Damages every structure of every file in turn, under a running store and before an opening:
+//! intact blocks stay readable, space is reclaimed, new blocks are stored, and the damage is
+//! reported.
 
 #![expect(clippy::unwrap_used, reason = "in a test, a surprise should panic")]
-#![expect(clippy::print_stdout, reason = "the attack says what it did")]
+#![expect(clippy::print_stdout, reason = "prints the counts of the attack")]
 
 mod blocks;
 
@@ -23,7 +24,7 @@ use cascade_store::{
 const BLOCK: usize = 12 << 10;
 /// How long each layout is attacked.
 const ATTACK: Duration = Duration::from_secs(30);
-/// Blocks that are there when something is damaged, in several segments.
+/// Blocks stored before the damage, in several segments.
 const BEFORE: u64 = 64;
 /// Blocks that are put afterwards: several times what fits.
 const AFTER: u64 = 320;
@@ -36,21 +37,21 @@ fn config(directory: &Path, layout: FileLayout, engine: IoEngine) -> StoreConfig
         engine,
         ..FilesConfig::new(directory)
     };
-    // Without DRAM, so that every read is one of files.
+    // Without DRAM, so that every read is from files.
     StoreConfig { pipeline: "Files".to_owned(), files: Some(files), ..dram(8) }
 }
 
-/// What is done to a file.
+/// A way to damage a file.
 #[derive(Debug, Clone, Copy)]
-enum Blow {
+enum Damage {
     Flip(u64),
     Cut(u64),
     Remove,
     Directory,
 }
 
-impl Blow {
-    fn strike(self, path: &Path) {
+impl Damage {
+    fn apply(self, path: &Path) {
         match self {
             Self::Flip(at) => {
                 let file = fs::OpenOptions::new().read(true).write(true).open(path).unwrap();
@@ -73,13 +74,12 @@ impl Blow {
     }
 }
 
-/// A structure of a file and how it is damaged; how many blocks may be lost by that at most, at
-/// once and after a restart.
+/// A file, its damage, and the maximum number of blocks lost at once and after a restart.
 #[derive(Debug)]
 struct Case {
     name: String,
     path: PathBuf,
-    blow: Blow,
+    damage: Damage,
     lost: usize,
     lost_at_restart: usize,
 }
@@ -105,7 +105,7 @@ fn files_below(directory: &Path) -> Vec<PathBuf> {
     found
 }
 
-/// A closed store's directory with blocks, a checkpoint and a manifest.
+/// Creates a closed store's directory with blocks, a checkpoint and a manifest.
 fn template(directory: &Path, layout: FileLayout) {
     let store = Store::open(config(directory, layout, IoEngine::Psync)).unwrap();
     store.register(&blocks::namespace(), CallOptions::default()).unwrap();
@@ -128,7 +128,7 @@ fn content_of(path: &Path) -> SegmentContent {
     read_segment(&bytes.as_slice(), options).unwrap()
 }
 
-/// Every structure of a segment, and its length at every border.
+/// Damage of every structure of a segment, and truncation at every boundary.
 fn cases_of_segment(path: &Path) -> Vec<Case> {
     let content = content_of(path);
     let blocks: Vec<_> =
@@ -138,49 +138,49 @@ fn cases_of_segment(path: &Path) -> Vec<Case> {
     let payloads: Vec<u64> =
         blocks.iter().map(|entry| page((entry.address.to_u64() & 0xffff_ffff) as u32)).collect();
     let mut cases = Vec::new();
-    let mut add = |name: &str, blow, lost, lost_at_restart| {
-        let name = format!("{} {name} {blow:?}", path.file_name().unwrap().display());
-        cases.push(Case { name, path: path.to_owned(), blow, lost, lost_at_restart });
+    let mut add = |name: &str, damage, lost, lost_at_restart| {
+        let name = format!("{} {name} {damage:?}", path.file_name().unwrap().display());
+        cases.push(Case { name, path: path.to_owned(), damage, lost, lost_at_restart });
     };
     for at in [1, 9, 60, 4094] {
-        add("header", Blow::Flip(at), 0, 0);
-        add("trailer", Blow::Flip(content.file_bytes - PAGE_BYTES as u64 + at), 0, 0);
+        add("header", Damage::Flip(at), 0, 0);
+        add("trailer", Damage::Flip(content.file_bytes - PAGE_BYTES as u64 + at), 0, 0);
     }
     for at in [0, 159, 160 * u64::from(trailer.entry_count) - 1] {
-        add("entries", Blow::Flip(page(trailer.entries_page) + at), 0, 0);
+        add("entries", Damage::Flip(page(trailer.entries_page) + at), 0, 0);
     }
     let is_payload =
         |at: u64| payloads.iter().any(|from| (*from..from + BLOCK as u64).contains(&at));
     let frames = (1..trailer.entries_page).map(page).filter(|at| !is_payload(*at));
     for frame in frames {
-        add("frame", Blow::Flip(frame + 3), 0, 0);
-        add("frame", Blow::Flip(frame + 80), 0, 0);
+        add("frame", Damage::Flip(frame + 3), 0, 0);
+        add("frame", Damage::Flip(frame + 80), 0, 0);
     }
     for payload in payloads.iter().step_by(9) {
-        add("payload", Blow::Flip(payload + 77), 1, 1);
+        add("payload", Damage::Flip(payload + 77), 1, 1);
     }
     for length in [0, 100, 4096, 8192, payloads[1], payloads[1] + 5000, page(trailer.entries_page)]
     {
         let lost = payloads.iter().filter(|from| *from + BLOCK as u64 > length).count();
-        add("cut", Blow::Cut(length), lost, lost);
+        add("cut", Damage::Cut(length), lost, lost);
     }
-    add("file", Blow::Remove, 0, blocks.len());
-    add("file", Blow::Directory, 0, blocks.len());
+    add("file", Damage::Remove, 0, blocks.len());
+    add("file", Damage::Directory, 0, blocks.len());
     cases
 }
 
 fn cases_of_small_file(path: &Path, lost: usize) -> Vec<Case> {
     let length = fs::metadata(path).unwrap().len();
     let flips = [0, 1, length / 2, length.saturating_sub(1)];
-    let flips = flips.into_iter().filter(|at| *at < length).map(Blow::Flip);
-    let others = [Blow::Cut(0), Blow::Cut(length / 2), Blow::Remove, Blow::Directory];
+    let flips = flips.into_iter().filter(|at| *at < length).map(Damage::Flip);
+    let others = [Damage::Cut(0), Damage::Cut(length / 2), Damage::Remove, Damage::Directory];
     let name = path.file_name().unwrap().display();
     flips
         .chain(others)
-        .map(|blow| Case {
-            name: format!("{name} {blow:?}"),
+        .map(|damage| Case {
+            name: format!("{name} {damage:?}"),
             path: path.to_owned(),
-            blow,
+            damage,
             lost,
             lost_at_restart: lost,
         })
@@ -207,8 +207,8 @@ fn open(config: &StoreConfig, name: &str) -> Store {
     Store::open(config.clone()).unwrap_or_else(|error| panic!("{name}: {error:?}"))
 }
 
-/// New blocks over the capacity, so that whatever is damaged is reclaimed; all are taken, and as
-/// many of them stay as fit.
+/// Puts more new blocks than fit, so that damaged files are reclaimed. All puts succeed, and as
+/// many blocks as fit are kept.
 fn overflow(store: &Store, name: &str) -> usize {
     let new = keys(1000..1000 + AFTER);
     for some in new.chunks(8) {
@@ -225,7 +225,7 @@ fn flush(store: &Store, name: &str) {
     store.flush(CallOptions::default()).unwrap_or_else(|error| panic!("{name}: {error:?}"));
 }
 
-fn is_well(store: &Store, name: &str) {
+fn assert_healthy(store: &Store, name: &str) {
     let health = &store.stats().health[0].1;
     assert_eq!(
         (health.state, health.opened_count),
@@ -234,34 +234,34 @@ fn is_well(store: &Store, name: &str) {
     );
 }
 
-/// Damage under a running store, then flush, reclaim, close and a new opening.
+/// Damages a file under a running store, then flushes, reclaims, closes and reopens it.
 fn under_a_running_store(case: &Case, config: &StoreConfig) {
     let name = &case.name;
     let old = keys(0..BEFORE);
     let store = open(config, name);
     assert_eq!(hits(&store, &old), old.len(), "{name}");
-    case.blow.strike(&case.path);
+    case.damage.apply(&case.path);
     let found = hits(&store, &old);
     assert!(found + case.lost >= old.len(), "{name}: {found} of {} hits", old.len());
     flush(&store, name);
     let found = hits(&store, &old);
     assert!(found + case.lost >= old.len(), "{name}: {found} of {} hits after it", old.len());
     let kept = overflow(&store, name);
-    is_well(&store, name);
+    assert_healthy(&store, name);
     store.close().unwrap_or_else(|error| panic!("{name}: {error:?}"));
     drop(store);
     let store = open(config, name);
     let found = hits(&store, &keys(1000..1000 + AFTER));
     assert!(found >= kept, "{name}: {found} of {kept} after a restart");
     flush(&store, name);
-    is_well(&store, name);
+    assert_healthy(&store, name);
 }
 
-/// Damage that an opening finds, then flush, another opening, reclaim and close.
+/// Damages a file before an opening, then flushes, reopens, reclaims and closes the store.
 fn before_an_opening(case: &Case, config: &StoreConfig) {
     let name = &case.name;
     let old = keys(0..BEFORE);
-    case.blow.strike(&case.path);
+    case.damage.apply(&case.path);
     for round in 0..2 {
         let store = open(config, name);
         let found = hits(&store, &old);
@@ -275,7 +275,7 @@ fn before_an_opening(case: &Case, config: &StoreConfig) {
     }
     let store = open(config, name);
     overflow(&store, name);
-    is_well(&store, name);
+    assert_healthy(&store, name);
     store.close().unwrap_or_else(|error| panic!("{name}: {error:?}"));
 }
 
@@ -285,7 +285,7 @@ fn every_case(layout: FileLayout, engine: IoEngine, run: fn(&Case, &StoreConfig)
     template(&source, layout);
     let cases = cases_of(&source);
     assert!(cases.len() > 40, "{} cases", cases.len());
-    // Block files are all alike: some of them stand for the rest.
+    // Block files are all alike: a sample is enough.
     let step = if layout == FileLayout::FilePerBlock { 23 } else { 1 };
     for (at, case) in cases.into_iter().enumerate().step_by(step) {
         let directory = parent.path().join(format!("{at}"));
@@ -298,46 +298,47 @@ fn every_case(layout: FileLayout, engine: IoEngine, run: fn(&Case, &StoreConfig)
 }
 
 #[test]
-fn damage_to_segments_under_a_running_store_costs_the_damaged_block_alone() {
+fn damage_to_segments_under_a_running_store_loses_only_the_damaged_blocks() {
     every_case(FileLayout::Segments, IoEngine::Auto, under_a_running_store);
 }
 
 #[test]
-fn damage_to_segments_before_an_opening_costs_the_damaged_block_alone() {
+fn damage_to_segments_before_an_opening_loses_only_the_damaged_blocks() {
     every_case(FileLayout::Segments, IoEngine::Psync, before_an_opening);
 }
 
 #[test]
-fn damage_to_block_files_under_a_running_store_costs_the_damaged_block_alone() {
+fn damage_to_block_files_under_a_running_store_loses_only_the_damaged_blocks() {
     every_case(FileLayout::FilePerBlock, IoEngine::Auto, under_a_running_store);
 }
 
 #[test]
-fn damage_to_block_files_before_an_opening_costs_the_damaged_block_alone() {
+fn damage_to_block_files_before_an_opening_loses_only_the_damaged_blocks() {
     every_case(FileLayout::FilePerBlock, IoEngine::Psync, before_an_opening);
 }
 
 #[test]
-fn damage_is_told_in_notes_and_shown_by_an_inspection() {
+fn damage_is_reported_in_notes_and_by_an_inspection() {
     let parent = tempfile::tempdir().unwrap();
     template(parent.path(), FileLayout::Segments);
     let config = config(parent.path(), FileLayout::Segments, IoEngine::Auto);
     let segment = parent.path().join("w0-00000000.segment");
     let trailer = content_of(&segment).trailer.unwrap();
     let store = open(&config, "flipped footer");
-    Blow::Flip(u64::from(trailer.entries_page) * PAGE_BYTES as u64 + 5).strike(&segment);
+    Damage::Flip(u64::from(trailer.entries_page) * PAGE_BYTES as u64 + 5).apply(&segment);
     flush(&store, "flipped footer");
     let stats = store.stats();
     let notes = &stats.stages[0].1.notes;
-    let is_told = notes.iter().any(|it| it.contains("w0-00000000.segment: its footer is damaged"));
-    assert!(is_told, "{notes:?}");
+    let is_reported =
+        notes.iter().any(|it| it.contains("w0-00000000.segment: its footer is damaged"));
+    assert!(is_reported, "{notes:?}");
     assert!(notes.iter().any(|it| it.contains("found 1 damaged footers")), "{notes:?}");
     let report = cascade_disk::inspect(parent.path(), true, &mut |_| {}).unwrap();
     assert!(!report.is_clean(), "{report:?}");
 }
 
-/// Flips bits anywhere in any file until it is told to end; how many.
-#[expect(clippy::disallowed_methods, reason = "leaves the store some time between two flips")]
+/// Flips random bits of random files until it is stopped. Returns their number.
+#[expect(clippy::disallowed_methods, reason = "gives the store time between two flips")]
 fn flip_at_random(directory: &Path, is_over: &AtomicBool) -> u64 {
     let mut random = 0x9e37_79b9_7f4a_7c15_u64;
     let mut next = |below: u64| {
@@ -348,7 +349,7 @@ fn flip_at_random(directory: &Path, is_over: &AtomicBool) -> u64 {
     while !is_over.load(Ordering::Relaxed) {
         let files = files_below(directory);
         let path = &files[usize::try_from(next(files.len() as u64)).unwrap()];
-        // Files come and go meanwhile.
+        // Files are created and removed meanwhile.
         let opened = fs::OpenOptions::new().read(true).write(true).open(path);
         let length = opened.as_ref().ok().and_then(|file| Some(file.metadata().ok()?.len()));
         if let (Ok(file), Some(length)) = (opened, length.filter(|length| *length > 0)) {
@@ -364,10 +365,10 @@ fn flip_at_random(directory: &Path, is_over: &AtomicBool) -> u64 {
     flips
 }
 
-/// Ends the thread that flips bits, however the attack ends.
-struct Over<'a>(&'a AtomicBool);
+/// Stops the thread that flips bits, also after a panic.
+struct StopOnDrop<'a>(&'a AtomicBool);
 
-impl Drop for Over<'_> {
+impl Drop for StopOnDrop<'_> {
     fn drop(&mut self) {
         self.0.store(true, Ordering::Relaxed);
     }
@@ -379,15 +380,15 @@ fn random_flips_for_a_minute_give_no_wrong_byte_and_no_error() {
     for layout in [FileLayout::Segments, FileLayout::FilePerBlock] {
         let directory = tempfile::tempdir().unwrap();
         let mut config = config(directory.path(), layout, IoEngine::Auto);
-        // The flips go through the page cache: beside direct writes the kernel takes them for a
-        // collision, and fails the next sync.
+        // The flips go through the page cache. Together with direct writes the kernel would treat
+        // them as a conflict and fail the next sync.
         config.files.as_mut().unwrap().direct = false;
         let (limit, is_over) = (Deadline::after(&SystemClock, ATTACK), AtomicBool::new(false));
         let mut store = open(&config, "attack");
-        let (mut at, mut served, mut asked) = (0, 0, 0);
+        let (mut at, mut served, mut requested) = (0, 0, 0);
         let flips = std::thread::scope(|scope| {
             let flipping = scope.spawn(|| flip_at_random(directory.path(), &is_over));
-            let over = Over(&is_over);
+            let over = StopOnDrop(&is_over);
             while !limit.has_passed(&SystemClock) {
                 for _ in 0..8 {
                     let outcomes = put(&store, &keys(at..at + 8), BLOCK);
@@ -398,7 +399,7 @@ fn random_flips_for_a_minute_give_no_wrong_byte_and_no_error() {
                 flush(&store, "attack");
                 let recent = keys(at.saturating_sub(96)..at);
                 served += hits(&store, &recent);
-                asked += recent.len();
+                requested += recent.len();
                 if at.is_multiple_of(1024) {
                     store.close().unwrap();
                     store = open(&config, "attack");
@@ -408,9 +409,11 @@ fn random_flips_for_a_minute_give_no_wrong_byte_and_no_error() {
             flipping.join().unwrap()
         });
         let damaged = &store.stats().stages[0].1;
-        println!("{layout:?}: {flips} flips, {at} puts, {served} of {asked} served, {damaged:?}");
-        assert!(flips > 100 && served * 10 > asked * 3, "{served} of {asked}");
-        is_well(&store, "attack");
+        println!(
+            "{layout:?}: {flips} flips, {at} puts, {served} of {requested} served, {damaged:?}"
+        );
+        assert!(flips > 100 && served * 10 > requested * 3, "{served} of {requested}");
+        assert_healthy(&store, "attack");
         overflow(&store, "after the attack");
     }
 }

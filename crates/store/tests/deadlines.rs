@@ -1,6 +1,6 @@
 //! Batches of many keys end by their deadline, with an outcome for each block.
 //!
-//! A put of 40,000 keys with equal leading bytes and one second took 8.4 s, under one lock.
+//! A put of 40,000 keys with equal leading bytes and a timeout of 1 s took 8.4 s under one lock.
 
 #![expect(clippy::unwrap_used, reason = "in a test, a surprise should panic")]
 
@@ -20,14 +20,14 @@ use cascade_store::{
 
 const BLOCKS: usize = 40_000;
 
-/// A millisecond passes whenever somebody looks at it, once it runs.
+/// A clock that advances by `step` milliseconds with each reading.
 #[derive(Debug, Default)]
-struct Ticking {
+struct SteppingClock {
     now: AtomicU64,
     step: AtomicU64,
 }
 
-impl Clock for Ticking {
+impl Clock for SteppingClock {
     fn monotonic(&self) -> Duration {
         let step = self.step.load(Ordering::SeqCst);
         Duration::from_millis(self.now.fetch_add(step, Ordering::SeqCst))
@@ -38,7 +38,7 @@ impl Clock for Ticking {
     }
 }
 
-/// Keys that nobody could tell apart by their first eight bytes.
+/// Keys with equal first eight bytes.
 fn adversarial() -> Vec<BlockKey> {
     let key = |number: usize| {
         let mut bytes = [0xab; 32];
@@ -48,8 +48,8 @@ fn adversarial() -> Vec<BlockKey> {
     (0..BLOCKS).map(key).collect()
 }
 
-fn open() -> (Store, Arc<Ticking>) {
-    let clock = Arc::new(Ticking::default());
+fn open() -> (Store, Arc<SteppingClock>) {
+    let clock = Arc::new(SteppingClock::default());
     let config = StoreConfig { hash_seed: Some(7), ..dram(16) };
     let store = Store::open_with(config, &Registry::default(), clock.clone()).unwrap();
     (store, clock)
@@ -59,16 +59,20 @@ fn bytes_of(key: &BlockKey) -> [u8; 8] {
     key.as_bytes()[8..16].try_into().unwrap()
 }
 
-/// How many came before the deadline; all after these are late.
-fn in_time<T>(outcomes: &[T], is_done: impl Fn(&T) -> bool, is_late: impl Fn(&T) -> bool) -> usize {
+/// Counts the outcomes before the deadline and checks that all later ones are timeouts.
+fn count_in_time<T>(
+    outcomes: &[T],
+    is_done: impl Fn(&T) -> bool,
+    is_timeout: impl Fn(&T) -> bool,
+) -> usize {
     assert_eq!(outcomes.len(), BLOCKS, "an outcome for each block");
     let done = outcomes.iter().take_while(|it| is_done(it)).count();
-    assert!(outcomes[done..].iter().all(is_late), "the rest is late");
+    assert!(outcomes[done..].iter().all(is_timeout), "the rest timed out");
     assert!(0 < done && done < BLOCKS, "{done}");
     done
 }
 
-fn is_late(error: &StoreError) -> bool {
+fn is_timeout(error: &StoreError) -> bool {
     matches!(error, StoreError::Timeout { .. })
 }
 
@@ -82,26 +86,27 @@ fn every_batch_ends_by_its_deadline() {
         let timeout = Some(Duration::from_millis(time_ms));
         CallOptions { timeout, ..Default::default() }
     };
-    let is_put_late = |outcome: &PutOutcome| matches!(outcome, PutOutcome::Failed(e) if is_late(e));
+    let is_put_timeout =
+        |outcome: &PutOutcome| matches!(outcome, PutOutcome::Failed(e) if is_timeout(e));
 
     clock.step.store(1, Ordering::SeqCst);
     let outcomes = store.put(&puts, within(40));
-    let stored = in_time(&outcomes, |it| matches!(it, PutOutcome::Stored), is_put_late);
+    let stored = count_in_time(&outcomes, |it| matches!(it, PutOutcome::Stored), is_put_timeout);
     assert_eq!(store.stats().counters.put_failures, (BLOCKS - stored) as u64);
 
-    // All of them, so that reads have something to find.
+    // With a stopped clock, so that all blocks are stored for the reads below.
     clock.step.store(0, Ordering::SeqCst);
     store.put(&puts, within(40));
     assert!(store.contains(&keys).iter().all(|is_here| *is_here));
 
     clock.step.store(1, Ordering::SeqCst);
     let present = store.put(&puts, within(200));
-    in_time(&present, |it| matches!(it, PutOutcome::Present), is_put_late);
+    count_in_time(&present, |it| matches!(it, PutOutcome::Present), is_put_timeout);
     let views = store.view(&keys, within(40));
-    in_time(
+    count_in_time(
         &views,
         |it| matches!(it, ViewOutcome::Hit { .. }),
-        |it| matches!(it, ViewOutcome::Failed(error) if is_late(error)),
+        |it| matches!(it, ViewOutcome::Failed(error) if is_timeout(error)),
     );
     for (key, view) in keys.iter().zip(&views) {
         assert!(!matches!(view, ViewOutcome::Hit { slab, .. } if **slab != bytes_of(key)));
@@ -110,20 +115,20 @@ fn every_batch_ends_by_its_deadline() {
     let mut memory = vec![[0_u8; 8]; BLOCKS];
     let mut buffers: Vec<&mut [u8]> = memory.iter_mut().map(|it| &mut it[..]).collect();
     let gets = store.get(&keys, &mut buffers, within(40));
-    in_time(
+    count_in_time(
         &gets,
         |it| matches!(it, GetOutcome::Hit { .. }),
-        |it| matches!(it, GetOutcome::Failed(error) if is_late(error)),
+        |it| matches!(it, GetOutcome::Failed(error) if is_timeout(error)),
     );
 
-    // Without time to wait, what is in memory is told all the same.
+    // Blocks in DRAM are returned even with a timeout of zero.
     let at_once = CallOptions { timeout: Some(Duration::ZERO), ..Default::default() };
     let views = store.view(&keys, at_once);
     assert!(views.iter().all(|view| matches!(view, ViewOutcome::Hit { .. })));
     drop(views);
 
-    // A pin or a deletion that was not told of would be worse than a late one: they take shares of
-    // the lock, and no deadline.
+    // Pins and deletions have no deadline, because a partial result would be worse than a late one.
+    // They release the lock from time to time.
     assert!(store.pin(&keys).iter().all(|is_pinned| *is_pinned));
     assert!(store.unpin(&keys).iter().all(|was_pinned| *was_pinned));
     assert!(store.delete(&keys).iter().all(|is_deleted| *is_deleted));
@@ -131,17 +136,17 @@ fn every_batch_ends_by_its_deadline() {
 }
 
 #[test]
-fn a_batch_that_is_written_in_place_ends_by_its_deadline() {
+fn a_prepared_batch_ends_by_its_deadline() {
     let (store, clock) = open();
     let keys = adversarial();
     let options = CallOptions { timeout: Some(Duration::from_millis(40)), ..Default::default() };
     let puts: Vec<_> = keys.iter().map(|key| Put::new(*key, &[])).collect();
     clock.step.store(1, Ordering::SeqCst);
     let prepared = store.prepare_whole(&puts, &vec![8; BLOCKS], options);
-    in_time(
+    count_in_time(
         &prepared,
         |it| matches!(it, Prepared::Slab(_)),
-        |it| matches!(it, Prepared::Settled(PutOutcome::Failed(error)) if is_late(error)),
+        |it| matches!(it, Prepared::Settled(PutOutcome::Failed(error)) if is_timeout(error)),
     );
     drop(prepared);
 
@@ -152,14 +157,14 @@ fn a_batch_that_is_written_in_place_ends_by_its_deadline() {
     };
     let slabs = keys.iter().map(reserve).collect();
     let outcomes = store.put_slabs(slabs, options);
-    in_time(
+    count_in_time(
         &outcomes,
         |it| matches!(it, PutOutcome::Stored),
-        |it| matches!(it, PutOutcome::Failed(error) if is_late(error)),
+        |it| matches!(it, PutOutcome::Failed(error) if is_timeout(error)),
     );
 }
 
-/// Before fingerprints had a seed, a put of 40,000 such keys took 8.4 s of its one second.
+/// Without a seed for fingerprints, a put of 40,000 such keys took 8.4 s.
 #[test]
 fn keys_with_equal_leading_bytes_are_stored_found_and_deleted_with_a_random_seed() {
     let store = Store::open(dram(16)).unwrap();

@@ -1,4 +1,4 @@
-//! One tier: what put, get, view, pin and delete promise in DRAM alone.
+//! Put, get, view, pin and delete in a store of DRAM alone.
 
 mod blocks;
 
@@ -14,7 +14,7 @@ use cascade_store::{
 const NOW: CallOptions = CallOptions { timeout: Some(Duration::from_secs(5)), writer: None };
 
 #[test]
-fn a_batch_reports_each_block_and_keeps_the_order() {
+fn a_batch_has_an_outcome_for_each_block_in_order() {
     let store = Store::open(dram(64)).unwrap();
     put(&store, &keys(0..990), 1000);
     let wanted = keys(0..1000);
@@ -35,7 +35,7 @@ fn a_batch_reports_each_block_and_keeps_the_order() {
 }
 
 #[test]
-fn a_short_buffer_is_told_what_it_needs_and_left_alone() {
+fn a_short_buffer_is_unchanged_and_gets_the_needed_length() {
     let store = Store::open(dram(8)).unwrap();
     put(&store, &keys(0..1), 5000);
     let mut buffer = [0xEE; 4999];
@@ -45,7 +45,7 @@ fn a_short_buffer_is_told_what_it_needs_and_left_alone() {
 }
 
 #[test]
-fn other_bytes_under_a_key_are_a_conflict_and_the_old_stay() {
+fn other_bytes_under_a_stored_key_are_a_conflict() {
     for digest in [DigestMode::Off, DigestMode::On(DigestAlgorithm::Sha256)] {
         let store = Store::open(StoreConfig { digest, ..dram(8) }).unwrap();
         put(&store, &keys(0..1), 4096);
@@ -60,7 +60,7 @@ fn other_bytes_under_a_key_are_a_conflict_and_the_old_stay() {
 }
 
 #[test]
-fn a_view_stays_right_while_everything_around_it_is_evicted() {
+fn a_view_is_unchanged_while_other_blocks_are_evicted() {
     let store = Store::open(dram(8)).unwrap();
     put(&store, &keys(0..1), 1 << 20);
     let view = store.view(&keys(0..1), NOW).pop().unwrap();
@@ -97,7 +97,7 @@ fn equal_bytes_are_stored_once() {
     assert_eq!(stats.counters.deduplicated, 99 * 20);
     // Bytes moved into the store: the new ones only.
     assert_eq!(stats.counters.bytes_written, (120 * 64) << 10);
-    // One session goes; the shared bytes stay for the others.
+    // Deleting one session keeps the shared contents for the others.
     store.delete(&keys(10_000..10_021));
     assert_eq!(store.stats().content_bytes, (119 * 64) << 10);
     let views = store.view(&keys(10_100..10_120), NOW);
@@ -107,7 +107,7 @@ fn equal_bytes_are_stored_once() {
 }
 
 #[test]
-fn a_pinned_block_outlasts_eviction_until_unpinned() {
+fn a_pinned_block_is_not_evicted_until_it_is_unpinned() {
     let store = Store::open(dram(8)).unwrap();
     put(&store, &keys(0..1), 1 << 20);
     assert_eq!(store.pin(&keys(0..2)), [true, false]);
@@ -158,14 +158,14 @@ fn a_block_written_in_place_is_not_copied() {
 }
 
 #[test]
-fn blocks_of_one_batch_that_are_written_in_place_meet_each_other() {
+fn duplicate_keys_in_a_prepared_batch_are_detected() {
     let store = Store::open(dram(8)).unwrap();
     let put = |number: u64, bytes_of_number: u64| {
         let mut slab = store.reserve(4096, NOW).unwrap();
         slab.copy_from_slice(&bytes_of(&key(bytes_of_number), 4096));
         PutSlab::new(key(number), slab)
     };
-    // More than are published under one lock, then one of them again, right and wrong.
+    // More than are published under one lock, then two duplicates: equal and different bytes.
     let mut batch: Vec<PutSlab> = (0..200).map(|number| put(number, number)).collect();
     batch.extend([put(3, 3), put(150, 151)]);
     let outcomes = store.put_slabs(batch, NOW);
@@ -177,7 +177,7 @@ fn blocks_of_one_batch_that_are_written_in_place_meet_each_other() {
 }
 
 #[test]
-fn a_partial_block_is_declined_unless_wanted() {
+fn a_partial_block_is_declined_unless_admitted() {
     let bytes = bytes_of(&key(0), 100);
     let batch = [Put { is_partial: true, ..Put::new(key(0), &bytes) }];
     let store = Store::open(dram(8)).unwrap();
@@ -188,7 +188,7 @@ fn a_partial_block_is_declined_unless_wanted() {
 }
 
 #[test]
-fn empty_blocks_and_empty_batches_are_ordinary() {
+fn empty_blocks_and_empty_batches_are_accepted() {
     let store = Store::open(dram(8)).unwrap();
     assert!(store.put(&[], NOW).is_empty());
     assert!(matches!(store.put(&[Put::new(key(0), b"")], NOW)[0], PutOutcome::Stored));
@@ -198,7 +198,7 @@ fn empty_blocks_and_empty_batches_are_ordinary() {
 }
 
 #[test]
-fn a_closed_store_says_so() {
+fn calls_of_a_closed_store_fail_with_closed() {
     let store = Store::open(dram(8)).unwrap();
     put(&store, &keys(0..1), 100);
     store.close().unwrap();
@@ -209,9 +209,9 @@ fn a_closed_store_says_so() {
     assert!(matches!(store.reserve(1, NOW), Err(StoreError::Closed)));
 }
 
-/// A round of a put made room for all its blocks before any was in. The later ones were taken for
-/// blocks without a parent, so a chain longer than the tier evicted its own end and kept blocks
-/// that no lookup leads to: on recorded agent sessions LRU lost 3.5 of 37.7 points of hit rate.
+/// A put made room for all blocks of a round before it stored any. Later blocks were treated as
+/// blocks without a parent, so a chain longer than the tier evicted its own blocks and kept blocks
+/// that no lookup can reach: on recorded agent sessions LRU lost 3.5 of 37.7 points of hit rate.
 #[test]
 fn a_chain_longer_than_the_tier_keeps_its_beginning() {
     for policy in [PolicyKind::Lru, PolicyKind::S3Fifo, PolicyKind::PrefixCost] {

@@ -76,7 +76,7 @@ fn notes(store: &Store) -> String {
 }
 
 #[test]
-fn files_hold_no_plaintext_and_give_every_block_back_after_a_restart() {
+fn files_have_no_plaintext_and_every_block_survives_a_restart() {
     for layout in LAYOUTS {
         let directory = tempfile::tempdir().unwrap();
         let config = config(directory.path(), layout, &[1]);
@@ -97,23 +97,27 @@ fn files_hold_no_plaintext_and_give_every_block_back_after_a_restart() {
 }
 
 #[test]
-fn a_wrong_key_is_a_miss_and_is_named_once() {
+fn reads_with_a_wrong_key_are_misses_with_one_note() {
     let directory = tempfile::tempdir().unwrap();
     let right = config(directory.path(), FileLayout::Segments, &[1]);
     fill(&right);
     let wrong = config(directory.path(), FileLayout::Segments, &[2]);
     let store = Store::open(wrong.clone()).unwrap();
     assert_eq!(hits(&store, 0..100), 0);
-    assert_eq!(store.stats().counters.damaged_blocks, 0, "not a hundred damages, but one note");
+    assert_eq!(
+        store.stats().counters.damaged_blocks,
+        0,
+        "one note instead of a hundred damaged blocks"
+    );
     assert!(notes(&store).contains("does not hold"), "{}", notes(&store));
     drop(store);
-    // Nothing was thrown away while the wrong key was in place.
+    // Nothing was deleted under the wrong key.
     let store = Store::open(right).unwrap();
     assert_eq!(hits(&store, 0..100), 100);
 }
 
 #[test]
-fn a_damaged_mark_neither_hides_blocks_nor_passes_ciphertext_for_them() {
+fn a_damaged_encryption_marker_is_restored_and_never_disables_encryption() {
     for layout in LAYOUTS {
         let directory = tempfile::tempdir().unwrap();
         let config = config(directory.path(), layout, &[1]);
@@ -132,7 +136,7 @@ fn a_damaged_mark_neither_hides_blocks_nor_passes_ciphertext_for_them() {
                 let store = Store::open(config.clone()).unwrap();
                 assert_eq!(hits(&store, 0..100), 100, "{layout:?}");
                 drop(store);
-                // Opening with the key has written it again.
+                // Opening with the key has restored the marker.
                 assert_eq!(fs::read(path).unwrap(), good);
             }
         }
@@ -140,7 +144,7 @@ fn a_damaged_mark_neither_hides_blocks_nor_passes_ciphertext_for_them() {
 }
 
 #[test]
-fn a_new_key_writes_while_the_old_one_still_reads() {
+fn after_key_rotation_the_new_key_writes_and_the_old_one_reads() {
     let directory = tempfile::tempdir().unwrap();
     fill(&config(directory.path(), FileLayout::Segments, &[1]));
     let rotated = config(directory.path(), FileLayout::Segments, &[2, 1]);
@@ -149,15 +153,15 @@ fn a_new_key_writes_while_the_old_one_still_reads() {
     put(&store, &keys(200..240), BLOCK);
     drop(store);
     let store = Store::open(config(directory.path(), FileLayout::Segments, &[2])).unwrap();
-    assert_eq!(hits(&store, 0..100), 0, "the old key is gone");
+    assert_eq!(hits(&store, 0..100), 0, "the old key was removed");
     assert_eq!(hits(&store, 200..240), 40);
-    let told = notes(&store);
-    assert!(told.contains("100 reads met a key"), "{told}");
+    let text = notes(&store);
+    assert!(text.contains("100 reads met a key"), "{text}");
 }
 
-/// A stage below that anybody can write to: the checksum of the file tier does not help here.
+/// A stage whose records an attacker can write: checksums do not detect this.
 #[test]
-fn a_stage_that_swaps_records_is_found_out() {
+fn swapped_records_are_detected() {
     let directory = tempfile::tempdir().unwrap();
     let stage = MapStage::new();
     let encryption = EncryptionConfig::new(key_file(directory.path(), "key", &[1]));
@@ -171,7 +175,7 @@ fn a_stage_that_swaps_records_is_found_out() {
 }
 
 #[test]
-fn equal_contents_share_a_record_while_the_store_knows_their_names() {
+fn equal_contents_share_a_record_under_names_that_the_store_knows() {
     for layout in LAYOUTS {
         let directory = tempfile::tempdir().unwrap();
         let digest = DigestMode::On(DigestAlgorithm::Blake3);
@@ -183,7 +187,7 @@ fn equal_contents_share_a_record_while_the_store_knows_their_names() {
             drop(store.put(&[Put::new(*twin, &bytes)], CallOptions::default()));
         }
         store.flush(CallOptions::default()).unwrap();
-        // Others push them out of DRAM.
+        // Other blocks evict them from DRAM.
         put(&store, &keys(100..200), BLOCK);
         let read = |store: &Store| {
             let mut buffer = vec![0; BLOCK];
@@ -202,7 +206,7 @@ fn equal_contents_share_a_record_while_the_store_knows_their_names() {
         assert_eq!(read(&store), 8, "{layout:?}");
         store.close().unwrap();
         drop(store);
-        // After a restart only the first name is believed; putting the others again links them.
+        // After a restart only the first name is trusted; putting the others again links them.
         let store = Store::open(config).unwrap();
         assert!((1..8).contains(&read(&store)), "{layout:?}");
         for twin in &twins {
@@ -213,7 +217,7 @@ fn equal_contents_share_a_record_while_the_store_knows_their_names() {
 }
 
 #[test]
-fn keys_that_others_can_read_or_that_lie_beside_the_blocks_are_refused() {
+fn key_files_readable_by_others_or_inside_the_tier_are_refused() {
     let directory = tempfile::tempdir().unwrap();
     let mut config = config(directory.path(), FileLayout::Segments, &[1]);
     let path = config.encryption.as_ref().unwrap().key_file.clone();
@@ -235,7 +239,7 @@ fn keys_that_others_can_read_or_that_lie_beside_the_blocks_are_refused() {
 }
 
 #[test]
-fn a_tier_is_either_encrypted_or_in_the_clear() {
+fn a_tier_cannot_mix_encrypted_and_plain_blocks() {
     let directory = tempfile::tempdir().unwrap();
     let encrypted = config(directory.path(), FileLayout::Segments, &[1]);
     let plain = StoreConfig { encryption: None, ..encrypted.clone() };
@@ -274,7 +278,7 @@ fn the_encrypted_stage_conforms() {
 }
 
 #[test]
-fn a_full_tier_goes_on_and_larger_blocks_than_the_buffers_pass() {
+fn a_full_encrypted_tier_reclaims_and_stores_blocks_larger_than_its_buffers() {
     let directory = tempfile::tempdir().unwrap();
     let mut config = config(directory.path(), FileLayout::Segments, &[1]);
     config.dram_bytes = 16 * MIB;
@@ -291,13 +295,13 @@ fn a_full_tier_goes_on_and_larger_blocks_than_the_buffers_pass() {
     assert_eq!(hits(&store, 600..602), 2);
 }
 
-/// An erase takes the mark with it. While it could not be made again, ciphertext was written that
-/// an opening without the key would have taken for blocks.
+/// An erase removes the encryption marker. If it could not be restored, ciphertext was written that
+/// an opening without the key would have served as blocks.
 #[test]
-fn nothing_is_written_before_the_tier_is_marked_again() {
+fn nothing_is_written_before_the_encryption_marker_is_restored() {
     let directory = tempfile::tempdir().unwrap();
     let encryption = Some(EncryptionConfig::new(key_file(directory.path(), "key", &[1])));
-    let health = third_party::often();
+    let health = third_party::frequent_probes();
     let (store, stage) = third_party::open(StoreConfig { encryption, health, ..dram(8) });
     stage.erases.store(true, Ordering::Relaxed);
     put(&store, &keys(0..4), BLOCK);
@@ -310,7 +314,7 @@ fn nothing_is_written_before_the_tier_is_marked_again() {
     assert!(store.flush(CallOptions::default()).is_err());
     assert_eq!(stage.block_count(), 0);
     stage.fails_to_register.store(false, Ordering::Relaxed);
-    // Tries that failed may have shed the stage, and a flush says once what it did not take.
+    // Failed attempts may have opened the circuit, and one flush reports the earlier failure.
     while store.flush(CallOptions::default()).is_err() {
         third_party::wait_for(&store, 0, true);
     }

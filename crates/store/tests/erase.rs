@@ -1,4 +1,4 @@
-//! Erasing a store: a search of its memory and files finds none of what was in it.
+//! Erasing a store: neither its memory nor its files contain earlier blocks afterwards.
 
 #![expect(clippy::unwrap_used, reason = "in a test, a surprise should panic")]
 
@@ -34,7 +34,7 @@ fn files_below(directory: &Path) -> Vec<PathBuf> {
 }
 
 #[test]
-fn every_tier_is_empty_and_takes_blocks_again() {
+fn every_tier_is_empty_after_an_erase_and_accepts_new_blocks() {
     for layout in [FileLayout::Segments, FileLayout::FilePerBlock] {
         let directory = tempfile::tempdir().unwrap();
         let store = Store::open(config(directory.path(), layout)).unwrap();
@@ -51,19 +51,22 @@ fn every_tier_is_empty_and_takes_blocks_again() {
         assert_eq!((stats.keys, stats.dram_bytes, stats.pending_bytes), (0, 0, 0));
         assert_eq!(check(&store, &keys(0..200)), vec![None; 200]);
         let left = files_below(directory.path());
-        assert_eq!(left.len(), 1, "{layout:?}: only the lock's file: {left:?}");
+        assert_eq!(left.len(), 1, "{layout:?}: only the lock file: {left:?}");
         put(&store, &keys(100..300), BLOCK);
         store.close().unwrap();
         drop(store);
         let store = Store::open(config(directory.path(), layout)).unwrap();
         let hits = check(&store, &keys(0..300));
-        assert!(hits[..100].iter().all(Option::is_none), "{layout:?}: none comes back");
+        assert!(
+            hits[..100].iter().all(Option::is_none),
+            "{layout:?}: no erased block is recovered"
+        );
         assert!(hits[100..].iter().all(Option::is_some), "{layout:?}");
     }
 }
 
 #[test]
-fn a_view_keeps_its_bytes_and_the_result_says_that_they_are_held() {
+fn a_held_view_is_unchanged_and_reported() {
     let store = Store::open(dram(8)).unwrap();
     put(&store, &keys(0..10), BLOCK);
     let ViewOutcome::Hit { slab, .. } = store.view(&[key(3)], CallOptions::default()).remove(0)
@@ -74,16 +77,15 @@ fn a_view_keeps_its_bytes_and_the_result_says_that_they_are_held() {
     let erased = store.erase(CallOptions { timeout, writer: None }).unwrap();
     assert_eq!(erased.memory.held_bytes, BLOCK);
     assert!(!erased.is_complete() && erased.left[0].why.contains("held"), "{erased:?}");
-    assert!(*slab == *bytes_of(&key(3), BLOCK), "a view outlives even this");
+    assert!(*slab == *bytes_of(&key(3), BLOCK), "a view outlives an erase");
     drop(slab);
     let erased = store.erase(CallOptions::default()).unwrap();
     assert!(erased.is_complete(), "{erased:?}");
 }
 
-/// Writers and readers go on meanwhile: they see refusals and misses, never an old or wrong byte,
-/// and nothing that was there before comes back.
+/// Concurrent writers and readers get refusals and misses, never old or wrong bytes.
 #[test]
-fn callers_are_refused_meanwhile_and_nothing_comes_back() {
+fn calls_during_an_erase_are_refused_and_no_erased_block_is_served() {
     let directory = tempfile::tempdir().unwrap();
     let store = Store::open(config(directory.path(), FileLayout::Segments)).unwrap();
     put(&store, &keys(0..400), BLOCK);
@@ -127,14 +129,14 @@ fn a_stage_that_cannot_erase_is_named() {
     assert_eq!(erased.left.len(), 1);
     assert_eq!(erased.left[0].what, "tier map");
     store.flush(CallOptions::default()).unwrap();
-    assert_eq!(stage.block_count(), 0, "it forgot what it could not erase");
+    assert_eq!(stage.block_count(), 0, "it removed what it could not erase");
     store.close().unwrap();
     let closed = store.erase(CallOptions::default()).unwrap_err();
     assert!(matches!(closed, StoreError::Closed));
 }
 
 #[test]
-fn a_stage_that_is_left_alone_is_erased_all_the_same() {
+fn a_stage_with_an_open_circuit_is_erased() {
     let (store, stage) = third_party::open(dram(8));
     stage.erases.store(true, Ordering::Relaxed);
     put(&store, &keys(0..4), BLOCK);
@@ -151,9 +153,9 @@ fn a_stage_that_is_left_alone_is_erased_all_the_same() {
     assert_eq!(stage.block_count(), 0);
 }
 
-/// An erase that was given up went on by itself, while blocks were stored that it then met.
+/// An erase that had timed out went on in the background and erased blocks that were stored later.
 #[test]
-fn an_erase_that_is_late_meets_no_later_block() {
+fn an_erase_that_timed_out_erases_no_later_block() {
     let (store, stage) = third_party::open(dram(8));
     stage.erases.store(true, Ordering::Relaxed);
     put(&store, &keys(0..4), BLOCK);
@@ -173,9 +175,9 @@ fn an_erase_that_is_late_meets_no_later_block() {
     assert_eq!(stage.block_count(), 4);
 }
 
-/// A write that had run out of time was counted as over, although its bytes still came.
+/// A write that had timed out was counted as finished, although it still wrote its bytes.
 #[test]
-fn a_late_write_is_waited_for_or_told() {
+fn an_erase_waits_for_a_write_in_flight_or_reports_it() {
     let timeout = Duration::from_millis(300);
     let (store, stage) = third_party::open(StoreConfig { timeout, ..dram(8) });
     stage.erases.store(true, Ordering::Relaxed);

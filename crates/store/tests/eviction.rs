@@ -1,4 +1,4 @@
-//! Every policy passes the conformance list; LRU and the mechanism match naive ones.
+//! Every policy passes the conformance checks; LRU and the ghost list match naive models.
 
 #![expect(clippy::unwrap_used, reason = "in a test, a surprise should panic")]
 
@@ -31,7 +31,7 @@ fn arc_conforms() {
 }
 
 #[test]
-fn waterfall_conforms_and_lets_nothing_climb() {
+fn waterfall_conforms_and_promotes_nothing() {
     conformance::check(|| policy(PolicyKind::Waterfall));
     assert!(!policy(PolicyKind::Waterfall).promotes_hits());
     assert!(policy(PolicyKind::Lru).promotes_hits());
@@ -43,14 +43,14 @@ fn prefix_cost_conforms() {
 }
 
 #[test]
-fn partial_blocks_are_refused_unless_asked_for() {
-    let taking = Limits { admit_partial: true, ..LIMITS };
+fn partial_blocks_are_declined_unless_admitted() {
+    let admitting = Limits { admit_partial: true, ..LIMITS };
     assert!(!Eviction::new(policy(PolicyKind::Lru), LIMITS).admits(true));
     assert!(Eviction::new(policy(PolicyKind::Lru), LIMITS).admits(false));
-    assert!(Eviction::new(policy(PolicyKind::Lru), taking).admits(true));
+    assert!(Eviction::new(policy(PolicyKind::Lru), admitting).admits(true));
 }
 
-/// A tier of a few blocks without children, driven by hand.
+/// A simulated tier of a few blocks around the eviction mechanism.
 struct Tier {
     eviction: Eviction,
     slots: Vec<Option<Slot>>,
@@ -62,7 +62,7 @@ impl Tier {
         Self { eviction: Eviction::new(policy(kind), LIMITS), slots: vec![None; 4096], capacity }
     }
 
-    /// Asks for a chain and puts what is missing; returns the hits.
+    /// Requests a chain and puts the missing blocks. Returns the hits.
     fn request(&mut self, seconds: u64, chain: &[usize], hints: &Hints) -> usize {
         let now = Duration::from_secs(seconds);
         let asked: Vec<_> = chain
@@ -93,7 +93,7 @@ impl Tier {
 }
 
 #[test]
-fn the_end_of_a_session_frees_what_it_alone_used() {
+fn blocks_of_an_ended_session_are_evicted_first() {
     let mut tier = Tier::new(PolicyKind::PrefixCost, 4);
     let over = Hints { ends_session: true, ..Hints::default() };
     tier.request(0, &[1, 2], &Hints::default());
@@ -103,7 +103,7 @@ fn the_end_of_a_session_frees_what_it_alone_used() {
 }
 
 #[test]
-fn what_a_waiting_request_wants_stays() {
+fn blocks_expected_by_a_waiting_request_are_kept() {
     for first in [[1, 2], [3, 4]] {
         let mut tier = Tier::new(PolicyKind::PrefixCost, 4);
         tier.request(0, &[1, 2], &Hints::default());
@@ -118,10 +118,10 @@ fn what_a_waiting_request_wants_stays() {
 }
 
 #[test]
-fn stop_reasons_are_told_apart_once_they_mean_something() {
+fn stop_reasons_change_the_order_once_they_predict_reuse() {
     let mut tier = Tier::new(PolicyKind::PrefixCost, 60);
     let stopped = |stop| Hints { stop: Some(stop), ..Hints::default() };
-    // Chains that stop for a tool come back after ten seconds, the others never.
+    // Chains that stop for a tool are reused after ten seconds, the others never.
     for round in 0..400_usize {
         let block = 10 + 4 * round;
         let seconds = 10 * round as u64;
@@ -136,13 +136,13 @@ fn stop_reasons_are_told_apart_once_they_mean_something() {
     let now = Duration::from_secs(4001);
     let mut order = Vec::new();
     tier.eviction.victims(now, 60, &mut |_| true, &mut order);
-    // A block that was not even taken comes before all.
+    // A block that was not admitted sorts before all others.
     let place = |owner| order.iter().position(|other| *other == owner);
     assert!(place(3001).is_some() && place(3002) < place(3001), "{order:?}");
 }
 
 #[test]
-fn memory_per_block_stays_small() {
+fn memory_per_block_is_bounded() {
     let mut eviction = Eviction::new(Box::new(PrefixCost::default()), LIMITS);
     let blocks = 100_000_u32;
     for chain in 0..blocks / 20 {
@@ -161,19 +161,19 @@ fn memory_per_block_stays_small() {
         }
     }
     let each = eviction.memory_bytes() / blocks as usize;
-    assert!(each <= 80, "{each} bytes a resident block");
+    assert!(each <= 80, "{each} bytes per resident block");
 }
 
 proptest! {
-    /// LRU behind the mechanism evicts what a list that is searched would.
+    /// LRU evicts the same blocks as a list with linear search.
     #[test]
-    fn lru_matches_a_searched_list(
+    fn lru_matches_a_naive_list(
         uses in prop::collection::vec((0_usize..30, 0_usize..3), 1..200),
     ) {
         let mut tier = Tier::new(PolicyKind::Lru, 8);
         let mut list: Vec<usize> = Vec::new();
         for (step, (block, extra)) in uses.into_iter().enumerate() {
-            // Roots only, or a root with its one child: the child is the older of the two.
+            // A root, or a root with one child. The child is the older one of the two.
             let chain = if extra == 0 { vec![block, block + 100] } else { vec![block] };
             tier.request(step as u64, &chain, &Hints::default());
             let hits = chain.iter().take_while(|block| list.contains(block)).count();
@@ -198,11 +198,11 @@ proptest! {
         }
     }
 
-    /// The ring of ghosts is a bounded queue with a lookup.
+    /// The ghost list is a bounded queue with a lookup.
     #[test]
     fn ghosts_match_a_queue(steps in prop::collection::vec((0_u64..40, 0_u8..4), 1..300)) {
         let mut ghosts = Ghosts::default();
-        // A hole stays until the ring comes round, so the model keeps it as `None`.
+        // A removed entry occupies its place until the ring wraps, so the model keeps it as `None`.
         let mut queue: VecDeque<Option<(u64, u32)>> = VecDeque::new();
         for (number, (fingerprint, action)) in (0_u32..).zip(steps) {
             let fits = |(key, _): (u64, u32)| key == fingerprint;
@@ -235,7 +235,7 @@ proptest! {
 }
 
 #[test]
-fn lru_is_the_default_of_nothing_but_itself() {
+fn the_default_policy_is_prefix_cost() {
     let eviction = Eviction::new(Box::new(Lru::default()), LIMITS);
     assert_eq!(eviction.policy().name(), "lru");
     assert_eq!(policy(PolicyKind::default()).name(), "prefix-cost");

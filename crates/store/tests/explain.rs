@@ -1,4 +1,4 @@
-//! Scripted histories and exactly what is told of them.
+//! Scripted histories and their exact explanations.
 
 #![expect(clippy::unwrap_used, reason = "in a test, a surprise should panic")]
 
@@ -21,7 +21,7 @@ use third_party::MapStage;
 
 const BLOCK: usize = 4096;
 
-/// A store of so many blocks under plain LRU, on a clock of its own.
+/// A store of this many blocks with LRU and a manual clock.
 fn small(blocks: u64) -> (Store, Arc<ManualClock>) {
     let clock = Arc::new(ManualClock::default());
     let config = StoreConfig { dram_blocks: Some(blocks), policy: PolicyKind::Lru, ..dram(4) };
@@ -29,7 +29,7 @@ fn small(blocks: u64) -> (Store, Arc<ManualClock>) {
     (store, clock)
 }
 
-/// The same over a map stage.
+/// As `small`, over a map stage.
 fn small_over_map(blocks: u64) -> (Store, Arc<MapStage>) {
     let stage = MapStage::new();
     let config = StoreConfig {
@@ -63,7 +63,7 @@ fn why(store: &Store, key: BlockKey) -> Option<Loss> {
     }
 }
 
-/// What is told of a block right after its put.
+/// The explanation of a block right after its put.
 fn fresh() -> BlockHere {
     BlockHere {
         tiers: vec!["dram"],
@@ -83,7 +83,7 @@ fn fresh() -> BlockHere {
 }
 
 #[test]
-fn a_chain_tells_where_it_breaks_and_why() {
+fn an_explanation_names_the_first_missing_block_and_the_reason() {
     let (store, clock) = small(4);
     clock.set(Duration::from_secs(10));
     let writer = Some(Writer(NonZeroU32::new(7).unwrap()));
@@ -128,7 +128,7 @@ fn a_chain_tells_where_it_breaks_and_why() {
 }
 
 #[test]
-fn what_callers_do_is_told() {
+fn deletions_expiry_and_clears_are_explained() {
     let (store, clock) = small(8);
     put_chain(&store, &keys(0..4), CallOptions::default());
     assert_eq!(explain(&store, &[key(9)]).blocks[0].state, BlockState::Unknown);
@@ -144,17 +144,17 @@ fn what_callers_do_is_told() {
     clock.set(Duration::from_secs(60));
     let expired = BlockState::Gone { why: Loss::Expired, since_unix_ms: 6_500 };
     assert_eq!(explain(&store, &[key(4)]).blocks[0].state, expired);
-    // Once somebody met it, it is gone for good, and known as such.
+    // After an access it is removed, and the reason is kept.
     assert_eq!(check(&store, &[key(4)]), [None]);
     assert_eq!(why(&store, key(4)), Some(Loss::Expired));
     store.clear();
     assert_eq!(why(&store, key(0)), Some(Loss::Cleared));
     put_chain(&store, &keys(0..1), CallOptions::default());
-    assert_eq!(why(&store, key(0)), None, "it is here again");
+    assert_eq!(why(&store, key(0)), None, "it is present again");
 }
 
 #[test]
-fn what_was_not_taken_is_told() {
+fn declined_and_failed_puts_are_explained() {
     let (store, _) = small(2);
     let bytes = bytes_of(&key(0), BLOCK);
     let partial = Put { is_partial: true, ..Put::new(key(0), &bytes) };
@@ -177,7 +177,7 @@ fn what_was_not_taken_is_told() {
 }
 
 #[test]
-fn what_eviction_knew_of_a_block_is_told() {
+fn evictions_are_explained_with_earlier_use() {
     let (store, _) = small(3);
     let bytes = bytes_of(&key(0), BLOCK);
     let protected = Put { is_prefix: true, ..Put::new(key(0), &bytes) };
@@ -196,7 +196,7 @@ fn what_eviction_knew_of_a_block_is_told() {
 }
 
 #[test]
-fn what_a_tier_below_did_is_told() {
+fn losses_in_a_lower_tier_are_explained() {
     let (store, stage) = small_over_map(4);
     put_chain(&store, &keys(0..1), CallOptions::default());
     third_party::flush(&store);
@@ -215,7 +215,7 @@ fn what_a_tier_below_did_is_told() {
     assert_eq!(check(&store, &keys(1..2)), [None]);
     assert_eq!(why(&store, key(1)), Some(Loss::Vanished));
 
-    // Its breaker opens: what is put now is written nowhere.
+    // Its circuit opens: blocks that are put now are not written to it.
     stage.fails.store(true, Relaxed);
     put_chain(&store, &keys(10..14), CallOptions::default());
     store.flush(CallOptions::default()).unwrap_err();
@@ -225,7 +225,7 @@ fn what_a_tier_below_did_is_told() {
 }
 
 #[test]
-fn what_a_tier_below_gave_up_for_room_is_told() {
+fn blocks_reclaimed_by_a_lower_tier_are_explained() {
     let directory = tempfile::tempdir().unwrap();
     let files = cascade_store::FilesConfig {
         capacity_bytes: 8 << 20,
@@ -249,7 +249,7 @@ fn what_a_tier_below_gave_up_for_room_is_told() {
 }
 
 #[test]
-fn when_nothing_is_known_the_nearest_namespaces_are_told() {
+fn unknown_chains_are_explained_by_the_nearest_namespaces() {
     let (store, _) = small(8);
     let secret = TenantSecret::new("tenant");
     let manifest = |dtype: &str| Manifest::new().with("weights", "abc").with("dtype", dtype);
@@ -262,7 +262,7 @@ fn when_nothing_is_known_the_nearest_namespaces_are_told() {
     }
     let wanted = [ours.key_of_id(b"a"), ours.key_of_id(b"b")];
     let explain = |namespace| store.explain(&wanted, namespace, CallOptions::default()).unwrap();
-    let told: Vec<_> = explain(Some(&ours))
+    let found: Vec<_> = explain(Some(&ours))
         .namespaces
         .into_iter()
         .map(|other| (other.id, other.fields.into_iter().map(|d| d.field).collect::<Vec<_>>()))
@@ -273,14 +273,14 @@ fn when_nothing_is_known_the_nearest_namespaces_are_told() {
         (near.id(), fields(&["dtype"])),
         (far.id(), fields(&["dtype", "layout"])),
     ];
-    assert_eq!(told, expected);
+    assert_eq!(found, expected);
     assert!(explain(None).namespaces.is_empty());
     put_chain(&store, &wanted[1..], CallOptions::default());
-    assert!(explain(Some(&ours)).namespaces.is_empty(), "something of it is here");
+    assert!(explain(Some(&ours)).namespaces.is_empty(), "a block of it is present");
 }
 
 #[test]
-fn hot_prefixes_tell_their_depth_hits_and_where_they_lie() {
+fn hot_prefixes_have_depth_hits_and_tiers() {
     let (store, _) = small(64);
     let shared = keys(0..3);
     put_chain(&store, &shared, CallOptions::default());

@@ -1,8 +1,8 @@
-//! What a start leaves in the pool's directory when it fails or is killed.
+//! Files in the pool's directory after a start that failed or was killed.
 //!
 //! A start with `dram` larger than the machine left a ledger of 2 GB in `/dev/shm`, and one whose
-//! file tier was in use left its whole pool there. A process that was killed before its first block
-//! left both for good, unless a node with the same socket was started again.
+//! file tier was in use left its whole pool. A process killed before its first block left both,
+//! until a node with the same socket was started.
 
 #![expect(clippy::unwrap_used, reason = "in a test, a surprise should panic")]
 
@@ -24,12 +24,12 @@ const BLOCK: usize = 48 << 10;
 const POOL: &str = "CASCADE_LEFT_POOL";
 const BLOCKS: &str = "CASCADE_LEFT_BLOCKS";
 
-#[expect(clippy::disallowed_methods, reason = "the child is told by variables")]
+#[expect(clippy::disallowed_methods, reason = "the child is configured by variables")]
 fn variable(name: &str) -> Option<String> {
     std::env::var(name).ok()
 }
 
-/// A name as a node of this user gives its pools.
+/// The path that a node of this user gives its pool.
 fn node_pool(directory: &Path, place: &str) -> PathBuf {
     let user = rustix::process::geteuid().as_raw();
     directory.join(format!("cascade-{user}-{place}-default.pool"))
@@ -47,7 +47,7 @@ fn names(directory: &Path) -> Vec<String> {
     names
 }
 
-/// The child: opens a store, puts blocks if it is told to, and waits to be killed.
+/// The child: opens a store, puts the configured number of blocks, and waits to be killed.
 #[test]
 #[ignore = "runs as the child of the tests below"]
 fn open_and_wait() {
@@ -56,7 +56,7 @@ fn open_and_wait() {
     let blocks = variable(BLOCKS).map_or(0, |text| text.parse().unwrap());
     put(&store, &keys(0..blocks), BLOCK);
     writeln!(std::io::stdout(), "\nopened").unwrap();
-    // Ends when the parent does, should that forget to kill it.
+    // Ends with the parent, if that does not kill it.
     drop(std::io::stdin().lock().lines().next());
 }
 
@@ -81,7 +81,7 @@ fn kill(mut child: Child) {
 }
 
 #[test]
-fn a_start_that_fails_behind_its_pool_leaves_nothing() {
+fn a_start_that_fails_after_creating_its_pool_leaves_no_files() {
     let (shared, files) = (directory(), tempfile::tempdir().unwrap());
     let with_files = |keep_pool| {
         let (config, files) = (config(shared.path(), 8), FilesConfig::new(files.path()));
@@ -98,7 +98,7 @@ fn a_start_that_fails_behind_its_pool_leaves_nothing() {
     first.close().unwrap();
     drop(first);
 
-    // What an earlier run left stays, whatever stands in the way of this one.
+    // Files of an earlier run are kept if a start fails.
     let store = Store::open(with_files(KeepPool::Always)).unwrap();
     put(&store, &keys(0..20), BLOCK);
     store.close().unwrap();
@@ -120,8 +120,8 @@ fn a_pool_that_cannot_fit_is_refused_before_anything_is_reserved() {
     assert!(cause.to_string().contains("does not fit"), "{cause}");
     assert_eq!(names(directory.path()), [""; 0]);
 
-    // The ledger fits this disk, the pool does not. An earlier pool of another size is not given
-    // up for one that cannot be had.
+    // The ledger fits this disk, the pool does not. An earlier pool of another size is not removed
+    // for one that cannot be created.
     let Some(disk) = SmallDisk::mount(16) else { return };
     let store = Store::open(config(disk.path(), 8)).unwrap();
     put(&store, &keys(0..20), BLOCK);
@@ -134,7 +134,7 @@ fn a_pool_that_cannot_fit_is_refused_before_anything_is_reserved() {
 }
 
 #[test]
-fn the_next_start_removes_what_a_killed_start_left() {
+fn the_next_start_removes_empty_pools_of_killed_starts() {
     let directory = directory();
     let pool = |place: &str| node_pool(directory.path(), place);
     // Killed before its first block, killed with blocks, still alive without one.
@@ -174,11 +174,14 @@ fn the_next_start_removes_what_a_killed_start_left() {
     let store = Store::open(named(pool("used"))).unwrap();
     assert_eq!(warm(&store).recovered_blocks, 30);
     check(&store, &keys(0..30));
-    assert!(left_pools(directory.path()).unwrap().is_empty(), "the killed one is removed, too");
+    assert!(
+        left_pools(directory.path()).unwrap().is_empty(),
+        "the pool of the killed process is removed, too"
+    );
 }
 
 #[test]
-fn a_start_waits_for_whoever_looks_at_its_files() {
+fn a_start_waits_while_another_process_lists_its_files() {
     let directory = directory();
     let path = node_pool(directory.path(), "watched");
     let stop = std::sync::atomic::AtomicBool::new(false);

@@ -1,4 +1,4 @@
-//! DRAM over real files: restart, damage, full tiers, two stores on one directory.
+//! DRAM over a file tier: restart, damage, full tiers, two stores on one directory.
 
 #![expect(clippy::unwrap_used, reason = "in a test, a surprise should panic")]
 
@@ -26,7 +26,7 @@ fn config(directory: &Path) -> StoreConfig {
     StoreConfig { pipeline: "Dram|Files".to_owned(), files: Some(files), ..dram(4) }
 }
 
-fn every_way(directory: &Path, mut check: impl FnMut(StoreConfig, &str)) {
+fn for_every_layout_and_engine(directory: &Path, mut check: impl FnMut(StoreConfig, &str)) {
     for layout in [FileLayout::Segments, FileLayout::FilePerBlock] {
         for engine in [IoEngine::Uring, IoEngine::Psync] {
             for direct in [true, false] {
@@ -43,7 +43,7 @@ fn every_way(directory: &Path, mut check: impl FnMut(StoreConfig, &str)) {
 #[test]
 fn blocks_survive_a_restart_in_every_layout_and_engine() {
     let directory = tempfile::tempdir().unwrap();
-    every_way(directory.path(), |config, name| {
+    for_every_layout_and_engine(directory.path(), |config, name| {
         let store = Store::open(config.clone()).unwrap();
         let outcomes = [put(&store, &keys(0..200), BLOCK), put(&store, &keys(200..220), 5000)];
         let not_stored = outcomes.iter().flatten().find(|o| !matches!(o, PutOutcome::Stored));
@@ -61,9 +61,9 @@ fn blocks_survive_a_restart_in_every_layout_and_engine() {
 }
 
 #[test]
-fn shared_contents_survive_a_restart_under_all_their_names() {
+fn shared_contents_survive_a_restart_under_every_name() {
     let directory = tempfile::tempdir().unwrap();
-    every_way(directory.path(), |config, name| {
+    for_every_layout_and_engine(directory.path(), |config, name| {
         let digest = DigestMode::On(DigestAlgorithm::Blake3);
         let config = StoreConfig { digest, ..config };
         let bytes = bytes_of(&key(0), BLOCK);
@@ -92,9 +92,9 @@ fn shared_contents_survive_a_restart_under_all_their_names() {
 }
 
 #[test]
-fn a_content_outlives_the_name_it_was_stored_under() {
+fn a_content_outlives_its_first_name() {
     let directory = tempfile::tempdir().unwrap();
-    every_way(directory.path(), |config, name| {
+    for_every_layout_and_engine(directory.path(), |config, name| {
         let digest = DigestMode::On(DigestAlgorithm::Blake3);
         let store = Store::open(StoreConfig { digest, ..config }).unwrap();
         let bytes = bytes_of(&key(0), BLOCK);
@@ -116,7 +116,7 @@ fn a_content_outlives_the_name_it_was_stored_under() {
 }
 
 #[test]
-fn files_stay_within_their_capacity_and_the_newest_blocks_stay() {
+fn files_stay_within_their_capacity_and_keep_the_newest_blocks() {
     let directory = tempfile::tempdir().unwrap();
     let mut config = config(directory.path());
     config.files.as_mut().unwrap().capacity_bytes = 16 * MIB;
@@ -133,20 +133,20 @@ fn files_stay_within_their_capacity_and_the_newest_blocks_stay() {
     let all = keys(0..768);
     let before: Vec<bool> = store.contains(&all);
     assert!(before.iter().filter(|is_here| **is_here).count() > 100);
-    let on_disk: u64 = walk(directory.path());
+    let on_disk: u64 = disk_usage(directory.path());
     assert!(on_disk <= 17 * MIB, "{on_disk} bytes on disk");
     drop(store);
     let store = Store::open(config).unwrap();
     assert!(check(&store, &all).iter().filter(|tier| tier.is_some()).count() > 100);
 }
 
-fn walk(directory: &Path) -> u64 {
+fn disk_usage(directory: &Path) -> u64 {
     use std::os::unix::fs::MetadataExt;
     let entries = std::fs::read_dir(directory).unwrap().map(|entry| entry.unwrap());
     entries
         .map(|entry| {
             let meta = entry.metadata().unwrap();
-            if meta.is_dir() { walk(&entry.path()) } else { meta.blocks() * 512 }
+            if meta.is_dir() { disk_usage(&entry.path()) } else { meta.blocks() * 512 }
         })
         .sum()
 }
@@ -159,7 +159,7 @@ fn a_flipped_bit_in_a_file_is_a_miss() {
     put(&store, &keys(0..100), BLOCK);
     store.close().unwrap();
     drop(store);
-    // The same pseudo-random byte of every page of every file.
+    // One byte every three blocks of every segment.
     let mut flipped = 0;
     for entry in std::fs::read_dir(directory.path()).unwrap() {
         let path = entry.unwrap().path();
@@ -173,7 +173,7 @@ fn a_flipped_bit_in_a_file_is_a_miss() {
         }
         std::fs::write(&path, bytes).unwrap();
     }
-    assert!(flipped > 10, "the test has to hit something: {flipped}");
+    assert!(flipped > 10, "the test flips too few bytes: {flipped}");
     let store = Store::open(config).unwrap();
     let tiers = check(&store, &keys(0..100));
     let misses = tiers.iter().filter(|tier| tier.is_none()).count();
@@ -182,7 +182,7 @@ fn a_flipped_bit_in_a_file_is_a_miss() {
 }
 
 #[test]
-fn two_stores_on_one_directory_are_refused_by_name() {
+fn a_second_store_on_one_directory_is_refused_with_the_process_of_the_first() {
     let directory = tempfile::tempdir().unwrap();
     let first = Store::open(config(directory.path())).unwrap();
     let error = Store::open(config(directory.path())).unwrap_err();
@@ -194,7 +194,7 @@ fn two_stores_on_one_directory_are_refused_by_name() {
 }
 
 #[test]
-fn manifests_stand_beside_their_blocks_and_explain_a_near_miss() {
+fn manifests_are_stored_with_their_blocks_and_explain_a_mismatch() {
     let directory = tempfile::tempdir().unwrap();
     let config = config(directory.path());
     let manifest = |dtype: &str| Manifest::new().with("weights", "abc").with("dtype", dtype);
@@ -234,7 +234,7 @@ fn the_file_stage_conforms() {
     let directory = tempfile::tempdir().unwrap();
     let pool = conformance::pool();
     let clock: Arc<dyn Clock> = Arc::new(SystemClock);
-    every_way(directory.path(), |config, name| {
+    for_every_layout_and_engine(directory.path(), |config, name| {
         let mut fresh = 0;
         conformance::all(&pool, &mut || {
             fresh += 1;

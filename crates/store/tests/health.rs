@@ -1,7 +1,8 @@
-//! A stage that breaks is shed within seconds of the clock, and comes back: nobody waits for it.
+//! The circuit of a failing stage opens within seconds and closes after recovery; calls do not
+//! wait.
 
 #![expect(clippy::unwrap_used, reason = "in a test, a surprise should panic")]
-#![expect(clippy::print_stdout, reason = "says which hangs are injected")]
+#![expect(clippy::print_stdout, reason = "prints which hangs are injected")]
 
 mod blocks;
 mod third_party;
@@ -17,7 +18,7 @@ use cascade_store::{
     CallOptions, HealthState, Put, PutOutcome, Request, Store, StoreConfig, StoreError,
     ViewOutcome, WritePolicy,
 };
-use third_party::{MapStage, flush, often, wait_for};
+use third_party::{MapStage, flush, frequent_probes, wait_for};
 
 const BLOCK: usize = 64 << 10;
 const SECOND: Duration = Duration::from_secs(1);
@@ -33,9 +34,9 @@ fn state(store: &Store, stage: usize) -> HealthState {
     store.stats().health[stage].1.state
 }
 
-/// Lets time pass, a quarter of a second at a time, until a stage is used or not; how long it
-/// took.
-#[expect(clippy::disallowed_methods, reason = "gives the prober its turn")]
+/// Advances the clock in steps of 250 ms until a stage's circuit is closed or open. Returns the
+/// time that it took.
+#[expect(clippy::disallowed_methods, reason = "lets the prober run")]
 fn pass_until(store: &Store, clock: &ManualClock, is_healthy: bool) -> Duration {
     let began = clock.monotonic();
     let limit = Deadline::after(&SystemClock, Duration::from_secs(120));
@@ -47,12 +48,12 @@ fn pass_until(store: &Store, clock: &ManualClock, is_healthy: bool) -> Duration 
     clock.monotonic().saturating_sub(began)
 }
 
-fn no_wait() -> CallOptions {
+fn long_timeout() -> CallOptions {
     CallOptions { timeout: Some(Duration::from_secs(20)), ..CallOptions::default() }
 }
 
 #[test]
-fn a_stage_with_errors_is_shed_after_two_calls_and_is_back_after_one_probe() {
+fn a_circuit_opens_after_two_failed_calls_and_closes_after_one_probe() {
     let (store, stage, clock) = on_clock(dram(4));
     put(&store, &keys(0..128), BLOCK);
     flush(&store);
@@ -60,16 +61,16 @@ fn a_stage_with_errors_is_shed_after_two_calls_and_is_back_after_one_probe() {
     assert_eq!(state(&store, 0), HealthState::Healthy);
     let view = store.view(&keys(0..1), CallOptions::default()).remove(0);
     assert!(matches!(view, ViewOutcome::Failed(StoreError::Tier { .. })), "{view:?}");
-    // The second call is the next reader's, or a probe that the first failure called for.
+    // The second call is the next read, or a probe that the first failure caused.
     drop(store.view(&keys(1..2), CallOptions::default()));
     let shed_before = store.stats().counters.shed_gets;
     let health = store.stats().health.remove(0).1;
     assert_eq!((health.state, health.opened_count), (HealthState::Open, 1));
     let why = health.last_error.unwrap();
-    assert!(why.contains("injected"), "the cause is told too: {why}");
+    assert!(why.contains("injected"), "the cause is included: {why}");
     let loads = stage.loads.load(Relaxed);
     assert_eq!(check(&store, &keys(0..8)), [None; 8], "misses, not failures");
-    assert_eq!(stage.loads.load(Relaxed), loads, "and the stage is not asked");
+    assert_eq!(stage.loads.load(Relaxed), loads, "and the stage is not called");
     assert_eq!(store.stats().counters.shed_gets - shed_before, 8);
     assert_eq!(store.contains(&keys(0..1)), [false]);
     let chain = keys(0..4);
@@ -81,7 +82,7 @@ fn a_stage_with_errors_is_shed_after_two_calls_and_is_back_after_one_probe() {
     stage.fails.store(false, Relaxed);
     let took = pass_until(&store, &clock, true);
     assert!(took <= 15 * SECOND, "{took:?}");
-    assert_eq!(check(&store, &keys(0..8)), [Some("map"); 8], "no address was forgotten");
+    assert_eq!(check(&store, &keys(0..8)), [Some("map"); 8], "every address was kept");
     let stats = store.stats();
     let counters = stats.counters;
     assert_eq!(counters.gets, counters.hits + counters.misses + counters.get_failures);
@@ -94,7 +95,7 @@ fn circuits(store: &Store) -> (HealthState, HealthState) {
 }
 
 #[test]
-fn a_stage_that_takes_no_writes_is_read() {
+fn a_stage_whose_writes_fail_is_still_read() {
     let (store, stage, clock) = on_clock(dram(4));
     put(&store, &keys(0..128), BLOCK);
     flush(&store);
@@ -105,7 +106,7 @@ fn a_stage_that_takes_no_writes_is_read() {
     store.flush(CallOptions::default()).unwrap_err();
     for _ in 0..8 {
         clock.advance(SECOND);
-        assert!(check(&store, &keys(0..128)).iter().all(Option::is_some), "reads go on");
+        assert!(check(&store, &keys(0..128)).iter().all(Option::is_some), "reads succeed");
     }
     let (reads, writes) = circuits(&store);
     assert_eq!(reads, HealthState::Healthy);
@@ -122,7 +123,7 @@ fn a_stage_that_takes_no_writes_is_read() {
 }
 
 #[test]
-fn a_stage_that_cannot_be_read_is_written() {
+fn a_stage_whose_reads_fail_is_still_written() {
     let (store, stage, clock) = on_clock(dram(4));
     put(&store, &keys(0..128), BLOCK);
     flush(&store);
@@ -141,7 +142,7 @@ fn a_stage_that_cannot_be_read_is_written() {
 }
 
 #[test]
-fn a_stage_that_dies_while_idle_is_found_before_anyone_asks_for_it() {
+fn probes_detect_a_stage_that_fails_while_idle() {
     let (store, stage, clock) = on_clock(dram(4));
     stage.fails.store(true, Relaxed);
     let took = pass_until(&store, &clock, false);
@@ -153,7 +154,7 @@ fn a_stage_that_dies_while_idle_is_found_before_anyone_asks_for_it() {
 }
 
 #[test]
-fn what_was_put_while_a_stage_was_shed_is_written_when_it_is_back() {
+fn blocks_put_while_a_circuit_is_open_are_written_when_it_closes() {
     let (store, stage, clock) = on_clock(dram(16));
     stage.fails.store(true, Relaxed);
     put(&store, &keys(0..4), BLOCK);
@@ -178,14 +179,14 @@ fn what_was_put_while_a_stage_was_shed_is_written_when_it_is_back() {
 }
 
 #[test]
-fn one_write_that_failed_is_tried_again_after_a_good_probe() {
+fn a_failed_write_is_retried_after_a_successful_probe() {
     let (store, stage, clock) = on_clock(dram(4));
     stage.fails_stores.store(1, Relaxed);
     put(&store, &keys(0..1), BLOCK);
     store.flush(CallOptions::default()).unwrap_err();
     let limit = Deadline::after(&SystemClock, Duration::from_secs(60));
     while stage.stored.load(Relaxed) == 0 {
-        assert!(!limit.has_passed(&SystemClock), "it is never tried again");
+        assert!(!limit.has_passed(&SystemClock), "it is never retried");
         clock.advance(Duration::from_millis(250));
         std::thread::yield_now();
     }
@@ -195,7 +196,7 @@ fn one_write_that_failed_is_tried_again_after_a_good_probe() {
 }
 
 #[test]
-fn blocks_that_a_shed_stage_lacks_are_lost_and_counted_when_dram_drops_them() {
+fn evicted_blocks_that_no_stage_has_are_counted_as_lost() {
     let (store, stage, clock) = on_clock(dram(4));
     stage.fails.store(true, Relaxed);
     pass_until(&store, &clock, false);
@@ -213,15 +214,15 @@ fn blocks_that_a_shed_stage_lacks_are_lost_and_counted_when_dram_drops_them() {
 }
 
 #[test]
-fn a_block_that_only_a_shed_stage_has_comes_back_if_its_digest_says_it_is_the_same() {
+fn a_block_behind_an_open_circuit_can_be_put_again_if_its_digest_matches() {
     for digest in [DigestMode::Off, DigestMode::On(DigestAlgorithm::Blake3)] {
         let (store, stage, clock) = on_clock(StoreConfig { digest, ..dram(4) });
         put(&store, &keys(0..128), BLOCK);
         flush(&store);
         stage.fails.store(true, Relaxed);
         pass_until(&store, &clock, false);
-        // Other bytes under a key that the stage has would come back as the old ones after a kill.
-        let other = store.put(&[Put::new(key(1), &vec![7; BLOCK])], no_wait()).remove(0);
+        // Other bytes are refused: after a kill the stage would serve its old bytes for the key.
+        let other = store.put(&[Put::new(key(1), &vec![7; BLOCK])], long_timeout()).remove(0);
         assert!(matches!(other, PutOutcome::Failed(StoreError::Tier { .. })), "{other:?}");
         let outcome = put(&store, &keys(0..1), BLOCK).remove(0);
         if digest == DigestMode::Off {
@@ -241,7 +242,7 @@ fn a_block_that_only_a_shed_stage_has_comes_back_if_its_digest_says_it_is_the_sa
 }
 
 #[test]
-fn without_dram_a_put_fails_at_once_while_the_stage_is_shed() {
+fn without_dram_a_put_fails_at_once_while_the_circuit_is_open() {
     let (stage, clock) = (MapStage::new(), Arc::new(ManualClock::default()));
     let config = StoreConfig { pipeline: "Map".to_owned(), ..dram(4) };
     let store = Store::open_with(config, &stage.registry(), Arc::clone(&clock) as _).unwrap();
@@ -257,7 +258,7 @@ fn without_dram_a_put_fails_at_once_while_the_stage_is_shed() {
 }
 
 #[test]
-fn a_write_through_put_does_not_wait_for_a_shed_stage() {
+fn a_write_through_put_does_not_wait_for_an_open_circuit() {
     let config = StoreConfig { write: WritePolicy::Through, ..dram(4) };
     let (store, stage, clock) = on_clock(config);
     stage.fails.store(true, Relaxed);
@@ -270,7 +271,7 @@ fn a_write_through_put_does_not_wait_for_a_shed_stage() {
 }
 
 #[test]
-fn names_deleted_while_a_stage_is_shed_are_gone_there_when_it_is_back() {
+fn names_deleted_while_a_circuit_is_open_are_removed_when_it_closes() {
     let (store, stage, clock) = on_clock(dram(4));
     put(&store, &keys(0..64), BLOCK);
     flush(&store);
@@ -284,7 +285,7 @@ fn names_deleted_while_a_stage_is_shed_are_gone_there_when_it_is_back() {
 }
 
 #[test]
-fn names_that_a_stage_failed_to_forget_are_told_again_when_it_works() {
+fn failed_removals_of_names_are_retried() {
     let (store, stage, clock) = on_clock(dram(4));
     put(&store, &keys(0..64), BLOCK);
     flush(&store);
@@ -298,40 +299,42 @@ fn names_that_a_stage_failed_to_forget_are_told_again_when_it_works() {
     assert_eq!((stats.stages[0].1.used_bytes, stats.counters.name_failures), (0, 0));
 }
 
-/// Two stages: `Map`, which the test breaks, and `Slow` below it, which goes on.
+/// Two stages: `Map`, which fails in the test, and `Slow` below it, which works.
 fn two_stages() -> (Store, Arc<MapStage>, Arc<MapStage>) {
-    let (broken, sound) = (MapStage::new(), MapStage::new());
+    let (broken, working) = (MapStage::new(), MapStage::new());
     let mut registry: Registry = broken.registry();
-    let slow = Arc::clone(&sound);
+    let slow = Arc::clone(&working);
     registry.register("Slow", Arc::new(move |_| Ok(slow.clone())));
     let pipeline = "Dram|Map|Slow".to_owned();
-    let config = StoreConfig { pipeline, health: often(), ..dram(4) };
+    let config = StoreConfig { pipeline, health: frequent_probes(), ..dram(4) };
     let store = Store::open_with(config, &registry, Arc::new(SystemClock)).unwrap();
-    (store, broken, sound)
+    (store, broken, working)
 }
 
 #[test]
-fn one_of_two_stages_breaks_and_the_other_serves_alone() {
-    let (store, broken, sound) = two_stages();
+fn the_second_stage_serves_while_the_first_fails() {
+    let (store, broken, working) = two_stages();
     put(&store, &keys(0..200), BLOCK);
     flush(&store);
     broken.fails.store(true, Relaxed);
     wait_for(&store, 0, false);
     assert_eq!(state(&store, 1), HealthState::Healthy);
     assert!(check(&store, &keys(0..200)).iter().all(Option::is_some), "all from DRAM or below");
-    assert!(sound.loads.load(Relaxed) > 0);
+    assert!(working.loads.load(Relaxed) > 0);
     put(&store, &keys(200..400), BLOCK);
-    assert!(store.flush(CallOptions::default()).is_err(), "one of them lacks blocks");
-    assert_eq!(sound.stored.load(Relaxed), 400);
+    assert!(store.flush(CallOptions::default()).is_err(), "one stage lacks blocks");
+    assert_eq!(working.stored.load(Relaxed), 400);
     let counters = store.stats().counters;
     assert_eq!((counters.shed_gets, counters.lost_blocks), (0, 0));
     assert!(check(&store, &keys(0..400)).iter().all(Option::is_some));
 }
 
-fn a_hung_stage_costs_nobody(write: WritePolicy) {
+fn check_hung_stage(write: WritePolicy) {
     let stage = MapStage::new();
-    let health =
-        cascade_store::HealthConfig { probe_timeout: Duration::from_millis(50), ..often() };
+    let health = cascade_store::HealthConfig {
+        probe_timeout: Duration::from_millis(50),
+        ..frequent_probes()
+    };
     let config = StoreConfig {
         pipeline: "Dram|Map".to_owned(),
         timeout: Duration::from_secs(3600),
@@ -346,7 +349,7 @@ fn a_hung_stage_costs_nobody(write: WritePolicy) {
     println!("the hang is injected: a stage that ignores its deadlines, as a dead mount does");
     let released = stage.hang();
     let hourly = CallOptions { timeout: Some(Duration::from_secs(3600)), ..CallOptions::default() };
-    // Whoever asked it before it is shed is let go when it is: no hour passes in this test.
+    // Calls that wait for the stage return when its circuit opens, long before their hour is over.
     std::thread::scope(|scope| {
         for at in 0..4 {
             let store = &store;
@@ -357,7 +360,7 @@ fn a_hung_stage_costs_nobody(write: WritePolicy) {
         }
     });
     wait_for(&store, 0, false);
-    // Puts go on beyond what may wait to be written, and what is elsewhere is read.
+    // Puts succeed beyond the backlog limit, and blocks in DRAM are read.
     for at in 100..140 {
         let outcomes = put(&store, &keys(at * 8..at * 8 + 8), BLOCK);
         let is_taken = |outcome: &PutOutcome| match write {
@@ -369,30 +372,32 @@ fn a_hung_stage_costs_nobody(write: WritePolicy) {
     }
     let health = store.stats().health.remove(0).1;
     assert!(health.stuck_calls > 0 && health.stuck_calls <= 22, "{health:?}");
-    assert!(store.flush(hourly).is_err(), "a shed stage is not waited for");
+    assert!(store.flush(hourly).is_err(), "a flush does not wait for an open circuit");
     if write == WritePolicy::Back {
         drop(released);
         wait_for(&store, 0, true);
-        assert!(check(&store, &keys(0..300)).iter().all(Option::is_some), "it is all there");
+        assert!(check(&store, &keys(0..300)).iter().all(Option::is_some), "every block is kept");
     }
     drop(store.close());
 }
 
 #[test]
-fn a_stage_that_ignores_its_deadlines_holds_up_nobody() {
-    a_hung_stage_costs_nobody(WritePolicy::Back);
+fn a_stage_that_ignores_deadlines_blocks_no_call() {
+    check_hung_stage(WritePolicy::Back);
 }
 
 #[test]
-fn a_stage_that_ignores_its_deadlines_holds_up_no_write_through_and_no_close() {
-    a_hung_stage_costs_nobody(WritePolicy::Through);
+fn a_stage_that_ignores_deadlines_blocks_neither_write_through_puts_nor_close() {
+    check_hung_stage(WritePolicy::Through);
 }
 
 #[test]
-fn slabs_stay_with_a_call_that_hangs_until_it_ends() {
+fn slabs_of_a_hung_call_are_not_reused_until_it_ends() {
     let stage = MapStage::new();
-    let health =
-        cascade_store::HealthConfig { probe_timeout: Duration::from_millis(50), ..often() };
+    let health = cascade_store::HealthConfig {
+        probe_timeout: Duration::from_millis(50),
+        ..frequent_probes()
+    };
     let pipeline = "Dram|Map".to_owned();
     let config = StoreConfig { pipeline, health, ..dram(4) };
     let store = Store::open_with(config, &stage.registry(), Arc::new(SystemClock)).unwrap();
@@ -403,9 +408,9 @@ fn slabs_stay_with_a_call_that_hangs_until_it_ends() {
     wait_for(&store, 0, false);
     store.clear();
     let held = store.stats().pool.requested_bytes;
-    assert!(held >= 2 * BLOCK, "{held} bytes are with the hung calls");
-    // The rest of DRAM is written anew, several times: were the slabs given out again, the late
-    // calls below would write into blocks of others.
+    assert!(held >= 2 * BLOCK, "{held} bytes are held by the hung calls");
+    // Fills the rest of DRAM several times. If the slabs were reused, the late calls would write
+    // into other blocks.
     for round in 0..8 {
         put(&store, &keys(1000 + round * 100..1100 + round * 100), BLOCK);
     }
@@ -417,7 +422,7 @@ fn slabs_stay_with_a_call_that_hangs_until_it_ends() {
         std::thread::yield_now();
     }
     let found = check(&store, &keys(1000..1800));
-    assert!(found.iter().any(Option::is_some), "and every byte of them is right");
+    assert!(found.iter().any(Option::is_some), "and every byte of them matches");
 }
 
 #[test]
@@ -425,12 +430,12 @@ fn closing_does_not_wait_for_a_stage_that_hangs_in_close() {
     let stage = MapStage::new();
     let timeout = Duration::from_millis(100);
     let pipeline = "Dram|Map".to_owned();
-    let config = StoreConfig { pipeline, timeout, health: often(), ..dram(4) };
+    let config = StoreConfig { pipeline, timeout, health: frequent_probes(), ..dram(4) };
     let store = Store::open_with(config, &stage.registry(), Arc::new(SystemClock)).unwrap();
     put(&store, &keys(0..4), BLOCK);
     flush(&store);
     let _held = stage.hang();
     store.close().unwrap_err();
-    let outcome = store.put(&[Put::new(key(9), b"late")], no_wait()).remove(0);
+    let outcome = store.put(&[Put::new(key(9), b"late")], long_timeout()).remove(0);
     assert!(matches!(outcome, PutOutcome::Failed(StoreError::Closed)), "{outcome:?}");
 }

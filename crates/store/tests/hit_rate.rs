@@ -7,7 +7,7 @@ use cascade_store::{CallOptions, FilesConfig, Request, Store};
 
 const BLOCK: usize = 4 << 10;
 
-/// Requested and matched blocks; what each tier matched has to add up to the second.
+/// Requested and matched blocks. The matched blocks of all tiers have to add up.
 fn rate(store: &Store) -> (u64, u64) {
     let stats = store.stats();
     let by_tier: u64 = stats.hits_by_tier.iter().map(|tier| tier.matched_blocks).sum();
@@ -31,8 +31,8 @@ fn a_block_that_is_looked_up_and_then_loaded_is_requested_once() {
     for _ in 0..3 {
         load(&store, 0..10);
     }
-    assert_eq!(rate(&store), (300, 30), "these are the loads of the lookups");
-    // A caller that loads more than what matched asks for nothing new.
+    assert_eq!(rate(&store), (300, 30), "loads after a lookup are not counted again");
+    // Loading more than what matched is not a new request.
     load(&store, 0..100);
     assert_eq!(rate(&store), (300, 30));
     store.acquire(&Request::new(&keys(0..20)), CallOptions::default());
@@ -40,7 +40,7 @@ fn a_block_that_is_looked_up_and_then_loaded_is_requested_once() {
 }
 
 #[test]
-fn reads_without_a_lookup_are_requests() {
+fn reads_without_a_lookup_count_as_requests() {
     let store = Store::open(dram(16)).unwrap();
     put(&store, &keys(0..10), BLOCK);
     load(&store, 0..40);
@@ -51,7 +51,7 @@ fn reads_without_a_lookup_are_requests() {
     store.get(&keys(0..20), &mut buffers, CallOptions::default());
     assert_eq!(rate(&store), (70, 30));
     store.contains(&keys(0..20));
-    assert_eq!(rate(&store), (70, 30), "a question is no request");
+    assert_eq!(rate(&store), (70, 30), "a query is not a request");
 }
 
 #[test]
@@ -80,10 +80,10 @@ fn matches_and_contents_are_counted_by_tier() {
     assert!(of("dram") > 0 && of("files") > 0, "{:?}", stats.hits_by_tier);
     assert_eq!(stats.stage_blocks, [1536]);
     check(&store, &keys(0..1536));
-    assert_eq!(rate(&store), (1600, 1536), "from below as from above");
+    assert_eq!(rate(&store), (1600, 1536), "reads after the lookup are not counted again");
     store.delete(&keys(0..12));
     assert_eq!(store.stats().stage_blocks, [1524]);
     store.close().unwrap();
     drop(store);
-    assert_eq!(open().stats().stage_blocks, [1524], "counted anew when the store is opened");
+    assert_eq!(open().stats().stage_blocks, [1524], "counted again when the store is opened");
 }

@@ -1,7 +1,7 @@
 //! A writing process killed with SIGKILL at random points, again and again on one directory.
 //!
 //! 20 rounds by default; the slow gate runs 200 with `CASCADE_KILL_ROUNDS=200`. A failure means
-//! that a restart served a byte that nobody wrote, lost what a flush had promised, or hung.
+//! that a restart served a wrong byte, lost a flushed block, or hung.
 
 #![expect(clippy::unwrap_used, reason = "in a test, a surprise should panic")]
 
@@ -19,7 +19,7 @@ const BLOCK: usize = 48 << 10;
 const KEYS: u64 = 400;
 const DIRECTORY: &str = "CASCADE_KILL_DIRECTORY";
 
-#[expect(clippy::disallowed_methods, reason = "the gate and the child are told by variables")]
+#[expect(clippy::disallowed_methods, reason = "the gate and the child are configured by variables")]
 fn variable(name: &str) -> Option<String> {
     std::env::var(name).ok()
 }
@@ -31,7 +31,7 @@ fn open(directory: &Path) -> Store {
     Store::open(config).unwrap()
 }
 
-/// The child: writes, deletes and flushes until it is killed. Says which block a flush covered.
+/// The child: writes, deletes and flushes until it is killed. Reports which block a flush covered.
 #[test]
 #[ignore = "runs as the child of the test below"]
 fn write_until_killed() {
@@ -45,10 +45,10 @@ fn write_until_killed() {
             store.delete(&keys(key..key + 1));
         } else if at % 17 == 0 {
             store.flush(CallOptions::default()).unwrap();
-            // A block from an earlier round may be the next that the full tier gives up; one that
-            // was written now is the last.
+            // A block of an earlier round may be the next that the full tier reclaims; a block of
+            // this round is the last.
             if matches!(outcome, PutOutcome::Stored) {
-                // Straight to the pipe: the parent must not be told before it is true.
+                // Flushed to the pipe at once, and only after the store's flush has returned.
                 report(key);
             }
         }
@@ -73,7 +73,7 @@ fn start(directory: &Path) -> Child {
 
 #[test]
 #[expect(clippy::disallowed_methods, reason = "the kill comes at a random moment of real time")]
-fn a_killed_writer_leaves_only_right_bytes() {
+fn blocks_after_a_kill_have_the_right_bytes_and_flushed_blocks_survive() {
     let rounds = variable("CASCADE_KILL_ROUNDS").map_or(20, |text| text.parse().unwrap());
     let directory = tempfile::tempdir().unwrap();
     let mut random = u64::from(std::process::id());

@@ -12,12 +12,12 @@ use cascade_block::{DigestAlgorithm, DigestMode, SystemClock};
 use cascade_store::{
     CallOptions, Put, PutOutcome, PutSlab, Store, StoreConfig, StoreError, ViewOutcome, WritePolicy,
 };
-use third_party::{MapStage, flush, often, open, wait_for};
+use third_party::{MapStage, flush, frequent_probes, open, wait_for};
 
 const BLOCK: usize = 64 << 10;
 
 #[test]
-fn what_leaves_dram_is_found_below_and_comes_back_up() {
+fn blocks_evicted_from_dram_are_read_from_the_lower_stage_and_promoted() {
     let (store, stage) = open(dram(4));
     put(&store, &keys(0..256), BLOCK);
     flush(&store);
@@ -36,19 +36,19 @@ fn what_leaves_dram_is_found_below_and_comes_back_up() {
 }
 
 #[test]
-fn a_write_through_put_is_below_when_it_returns() {
+fn a_write_through_put_has_written_to_the_lower_stage_when_it_returns() {
     let (store, stage) = open(StoreConfig { write: WritePolicy::Through, ..dram(4) });
     put(&store, &keys(0..8), BLOCK);
     assert_eq!(stage.stored.load(Relaxed), 8);
     stage.fails.store(true, Relaxed);
     let outcomes = put(&store, &keys(8..9), BLOCK);
     assert!(matches!(outcomes[0], PutOutcome::Failed(StoreError::Tier { tier: "map", .. })));
-    // The block itself is in DRAM: failing to write it down does not make it wrong.
+    // The block is in DRAM: a failed write to the lower stage does not invalidate it.
     assert_eq!(check(&store, &keys(8..9)), [Some("dram")]);
 }
 
 #[test]
-fn a_slow_stage_holds_puts_back_instead_of_dropping_blocks() {
+fn a_slow_stage_delays_puts_and_drops_no_blocks() {
     let (store, stage) = open(StoreConfig { dirty_bytes_max: Some(MIB), ..dram(4) });
     stage.delay_ms.store(20, Relaxed);
     for at in 0..32 {
@@ -63,7 +63,7 @@ fn a_slow_stage_holds_puts_back_instead_of_dropping_blocks() {
 }
 
 #[test]
-fn a_stuck_stage_makes_puts_busy_by_their_deadline() {
+fn puts_behind_a_hung_stage_fail_with_busy_by_their_deadline() {
     let (store, stage) = open(StoreConfig { dirty_bytes_max: Some(MIB), ..dram(4) });
     stage.delay_ms.store(2000, Relaxed);
     put(&store, &keys(0..16), BLOCK);
@@ -78,7 +78,7 @@ fn a_stuck_stage_makes_puts_busy_by_their_deadline() {
 }
 
 #[test]
-fn a_block_in_place_is_put_at_once_behind_a_stuck_stage_and_no_slab_is_given_out() {
+fn behind_a_hung_stage_reserved_blocks_are_put_at_once_and_new_slabs_are_refused() {
     let (store, stage) = open(StoreConfig { dirty_bytes_max: Some(MIB), ..dram(4) });
     let slab = store.reserve(BLOCK, CallOptions::default()).unwrap();
     let held = stage.hang();
@@ -93,7 +93,7 @@ fn a_block_in_place_is_put_at_once_behind_a_stuck_stage_and_no_slab_is_given_out
 }
 
 #[test]
-fn a_late_read_is_a_timeout_and_the_block_stays() {
+fn a_slow_read_times_out_and_the_block_is_kept() {
     let (store, stage) = open(dram(4));
     put(&store, &keys(0..256), BLOCK);
     flush(&store);
@@ -106,15 +106,15 @@ fn a_late_read_is_a_timeout_and_the_block_stays() {
 }
 
 #[test]
-fn a_failing_stage_costs_its_blocks_and_nothing_else() {
-    let (store, stage) = open(StoreConfig { health: often(), ..dram(4) });
+fn a_failing_stage_affects_only_its_own_blocks() {
+    let (store, stage) = open(StoreConfig { health: frequent_probes(), ..dram(4) });
     put(&store, &keys(0..256), BLOCK);
     flush(&store);
     stage.fails.store(true, Relaxed);
     let view = store.view(&keys(0..1), CallOptions::default()).pop().unwrap();
     assert!(matches!(view, ViewOutcome::Failed(StoreError::Tier { tier: "map", .. })), "{view:?}");
     assert_eq!(check(&store, &keys(255..256)), [Some("dram")]);
-    // Blocks that cannot be written down live in DRAM for as long as they last there.
+    // Blocks that cannot be written are served from DRAM until they are evicted.
     let outcomes = put(&store, &keys(300..304), BLOCK);
     assert!(outcomes.iter().all(|o| matches!(o, PutOutcome::Stored)));
     assert!(check(&store, &keys(300..304)).iter().all(|tier| *tier == Some("dram")));
@@ -122,34 +122,36 @@ fn a_failing_stage_costs_its_blocks_and_nothing_else() {
     assert!(matches!(error, StoreError::Tier { tier: "map", .. }), "blocks are missing: {error}");
     stage.fails.store(false, Relaxed);
     wait_for(&store, 0, true);
-    store.flush(CallOptions::default()).expect("said once");
+    store.flush(CallOptions::default()).expect("reported once");
     assert_eq!(check(&store, &keys(0..1)), [Some("map")]);
 }
 
-/// One caller's flush hid from all others that their blocks were not written.
+/// One caller's flush hid write failures from all other callers.
 #[test]
-fn every_caller_with_a_mark_of_its_own_is_told_once_what_was_not_written() {
-    let (store, stage) = open(StoreConfig { health: often(), ..dram(4) });
+fn write_failures_are_reported_once_to_every_flush_mark() {
+    let (store, stage) = open(StoreConfig { health: frequent_probes(), ..dram(4) });
     let mut marks = [store.flush_mark(), store.flush_mark()];
     stage.fails.store(true, Relaxed);
     put(&store, &keys(0..4), BLOCK);
     wait_for(&store, 0, false);
-    let mut before_anybody_was_told = store.flush_mark();
+    let mut before_the_first_report = store.flush_mark();
     store.flush(CallOptions::default()).unwrap_err();
     stage.fails.store(false, Relaxed);
     wait_for(&store, 0, true);
-    for mark in marks.iter_mut().chain([&mut before_anybody_was_told]) {
+    for mark in marks.iter_mut().chain([&mut before_the_first_report]) {
         let error = store.flush_since(mark, CallOptions::default()).unwrap_err();
         assert!(matches!(error, StoreError::Tier { tier: "map", .. }), "{error}");
-        store.flush_since(mark, CallOptions::default()).expect("said once");
+        store.flush_since(mark, CallOptions::default()).expect("reported once");
     }
-    store.flush_since(&mut store.flush_mark(), CallOptions::default()).expect("came later");
+    store
+        .flush_since(&mut store.flush_mark(), CallOptions::default())
+        .expect("marked after the failure");
 }
 
-/// A node whose clients all knew what had not been written ended with an error about it.
+/// A node ended with an error about write failures that its clients had already got.
 #[test]
-fn a_store_that_closes_tells_nothing_that_somebody_was_told_before() {
-    let (store, stage) = open(StoreConfig { health: often(), ..dram(4) });
+fn close_does_not_report_a_write_failure_that_was_reported_before() {
+    let (store, stage) = open(StoreConfig { health: frequent_probes(), ..dram(4) });
     let mut mark = store.flush_mark();
     stage.fails.store(true, Relaxed);
     put(&store, &keys(0..4), BLOCK);
@@ -160,17 +162,17 @@ fn a_store_that_closes_tells_nothing_that_somebody_was_told_before() {
 }
 
 #[test]
-fn flushes_at_once_are_all_told_what_was_not_written() {
-    let (store, stage) = open(StoreConfig { health: often(), ..dram(4) });
+fn concurrent_flushes_all_report_a_write_failure() {
+    let (store, stage) = open(StoreConfig { health: frequent_probes(), ..dram(4) });
     stage.fails.store(true, Relaxed);
     stage.delay_ms.store(300, Relaxed);
     put(&store, &keys(0..4), BLOCK);
-    let told = std::thread::scope(|scope| {
+    let failed = std::thread::scope(|scope| {
         let flushes: Vec<_> =
             (0..2).map(|_| scope.spawn(|| store.flush(CallOptions::default()))).collect();
         flushes.into_iter().map(|flush| flush.join().unwrap().is_err()).collect::<Vec<_>>()
     });
-    assert_eq!(told, [true, true]);
+    assert_eq!(failed, [true, true]);
 }
 
 #[test]
@@ -182,14 +184,14 @@ fn a_damaged_block_is_a_miss_and_counted_once() {
     assert_eq!(check(&store, &keys(0..1)), [None]);
     assert_eq!(check(&store, &keys(0..1)), [None]);
     stage.damages.store(false, Relaxed);
-    assert_eq!(check(&store, &keys(0..1)), [None], "a damaged copy is not tried again");
+    assert_eq!(check(&store, &keys(0..1)), [None], "a damaged copy is not read again");
     assert_eq!(store.stats().counters.damaged_blocks, 1);
     put(&store, &keys(0..1), BLOCK);
     assert_eq!(check(&store, &keys(0..1)), [Some("dram")]);
 }
 
 #[test]
-fn a_full_stage_gives_up_its_oldest_blocks_and_keeps_what_was_asked_for() {
+fn a_full_stage_reclaims_its_oldest_blocks() {
     let (store, stage) = open(dram(4));
     stage.capacity_bytes.store(8 * MIB, Relaxed);
     put(&store, &keys(0..100), BLOCK);
@@ -202,9 +204,9 @@ fn a_full_stage_gives_up_its_oldest_blocks_and_keeps_what_was_asked_for() {
     let used = store.stats().stages[0].1.used_bytes;
     assert!(used <= 8 * MIB, "{used}");
     assert_eq!(check(&store, &keys(0..1)).len(), 1);
-    assert_eq!(check(&store, &keys(1..2)), [None], "nobody asked for it");
+    assert_eq!(check(&store, &keys(1..2)), [None], "it was never read");
     assert!(store.stats().counters.reclaimed_blocks > 0);
-    // The catalog agrees with the stage about what is left.
+    // The catalog matches the stage's remaining blocks.
     let all = keys(0..400);
     let located = store.locate(&all);
     let served = check(&store, &all);
@@ -214,7 +216,7 @@ fn a_full_stage_gives_up_its_oldest_blocks_and_keeps_what_was_asked_for() {
 }
 
 #[test]
-fn many_readers_of_one_block_below_cost_one_read() {
+fn concurrent_readers_of_one_block_share_one_read() {
     let (store, stage) = open(dram(4));
     put(&store, &keys(0..256), BLOCK);
     flush(&store);
@@ -233,7 +235,7 @@ fn a_prefetched_block_is_a_hit_in_dram() {
     put(&store, &keys(0..256), BLOCK);
     flush(&store);
     assert_eq!(store.prefetch(&keys(0..16)), 16);
-    assert_eq!(store.prefetch(&keys(250..256)), 0, "they are there already");
+    assert_eq!(store.prefetch(&keys(250..256)), 0, "they are in DRAM already");
     while store.stats().counters.prefetched_blocks < 16 {
         std::thread::yield_now();
     }
@@ -243,7 +245,7 @@ fn a_prefetched_block_is_a_hit_in_dram() {
 }
 
 #[test]
-fn prefetched_blocks_that_nobody_reads_do_not_fill_dram_for_good() {
+fn unread_prefetched_blocks_are_evicted() {
     let (store, _stage) = open(dram(4));
     put(&store, &keys(0..256), BLOCK);
     flush(&store);
@@ -258,7 +260,7 @@ fn prefetched_blocks_that_nobody_reads_do_not_fill_dram_for_good() {
 }
 
 #[test]
-fn a_shared_content_keeps_all_its_names_below() {
+fn a_shared_content_keeps_all_its_names_in_the_lower_stage() {
     let digest = DigestMode::On(DigestAlgorithm::Blake3);
     let (store, _stage) = open(StoreConfig { digest, ..dram(4) });
     let bytes = bytes_of(&key(0), BLOCK);
@@ -283,7 +285,7 @@ fn a_shared_content_keeps_all_its_names_below() {
 }
 
 #[test]
-fn a_block_deleted_on_its_way_down_does_not_stay_below() {
+fn a_block_deleted_during_its_write_is_removed_from_the_lower_stage() {
     let (store, stage) = open(dram(4));
     stage.delay_ms.store(30, Relaxed);
     for round in 0..10 {
@@ -297,7 +299,7 @@ fn a_block_deleted_on_its_way_down_does_not_stay_below() {
 }
 
 #[test]
-fn without_dram_blocks_are_served_from_below_and_none_stays_in_memory() {
+fn without_dram_blocks_are_served_from_the_stage_and_not_kept_in_memory() {
     let stage = MapStage::new();
     let config = StoreConfig { pipeline: "Map".to_owned(), ..dram(4) };
     let store = Store::open_with(config, &stage.registry(), Arc::new(SystemClock)).unwrap();

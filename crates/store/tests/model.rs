@@ -1,4 +1,4 @@
-//! The store against a naive model: a map that forgets nothing it is not told to forget.
+//! The store against a naive model: a map without eviction.
 
 #![expect(clippy::unwrap_used, reason = "in a test, a surprise should panic")]
 
@@ -43,14 +43,14 @@ fn bytes(number: u64, length: usize) -> Vec<u8> {
     bytes_of(&key(1_000_000 + number), length)
 }
 
-struct Played {
+struct ModeledStore {
     store: Store,
     model: HashMap<BlockKey, Vec<u8>>,
-    /// Whether everything put must still be there (nothing may be lost to eviction).
+    /// Whether every block must be kept (eviction loses none).
     keeps_all: bool,
 }
 
-impl Played {
+impl ModeledStore {
     fn put(&mut self, n: u64, number: u64, length: usize) {
         let (key, new) = (key(n), bytes(number, length));
         let outcome = self.store.put(&[Put::new(key, &new)], CallOptions::default()).pop().unwrap();
@@ -119,7 +119,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(48))]
 
     #[test]
-    fn two_tiers_lose_nothing(
+    fn two_tiers_lose_no_block(
         operations in prop::collection::vec(operation(), 1..60),
         digest in digest(),
         is_through in any::<bool>(),
@@ -131,23 +131,23 @@ proptest! {
         };
         let registry = stage.registry();
         let store = Store::open_with(config, &registry, Arc::new(SystemClock)).unwrap();
-        let mut played = Played { store, model: HashMap::new(), keeps_all: true };
-        // Pins could fill four blocks for good; the other test has them.
+        let mut modeled = ModeledStore { store, model: HashMap::new(), keeps_all: true };
+        // Without pins, which could fill the four blocks of DRAM; the other test has them.
         for operation in operations.iter().filter(|o| !matches!(o, Operation::Pin(_))) {
-            played.play(operation);
+            modeled.play(operation);
         }
     }
 
     #[test]
-    fn one_small_tier_may_forget_but_never_lies(
+    fn one_small_tier_may_evict_but_serves_no_wrong_byte(
         operations in prop::collection::vec(operation(), 1..60),
         digest in digest(),
     ) {
         let config = StoreConfig { digest, dram_blocks: Some(3), ..dram(4) };
         let store = Store::open(config).unwrap();
-        let mut played = Played { store, model: HashMap::new(), keeps_all: false };
+        let mut modeled = ModeledStore { store, model: HashMap::new(), keeps_all: false };
         for operation in &operations {
-            played.play(operation);
+            modeled.play(operation);
         }
     }
 }

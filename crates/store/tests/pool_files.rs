@@ -1,5 +1,5 @@
-//! The files of a pool with a name: whose they are, when they are discarded, and that damage to
-//! them costs blocks and never a byte.
+//! The files of a named pool: ownership checks, when they are discarded, and that damage to them
+//! loses blocks but serves no wrong byte.
 
 #![expect(clippy::unwrap_used, reason = "in a test, a surprise should panic")]
 
@@ -20,8 +20,8 @@ use small_disk::SmallDisk;
 
 const BLOCK: usize = 48 << 10;
 
-/// What a store finds after its files were changed by `damage` between two runs.
-fn after(mut damage: impl FnMut(&Path)) -> (WarmStats, Vec<String>) {
+/// Statistics and notes of a store whose files were changed by `damage` between two runs.
+fn reopen_after(mut damage: impl FnMut(&Path)) -> (WarmStats, Vec<String>) {
     let directory = directory();
     let store = Store::open(config(directory.path(), 8)).unwrap();
     put(&store, &keys(0..100), BLOCK);
@@ -29,7 +29,7 @@ fn after(mut damage: impl FnMut(&Path)) -> (WarmStats, Vec<String>) {
     drop(store);
     damage(directory.path());
     let store = Store::open(config(directory.path(), 8)).unwrap();
-    // Whatever was taken over is right, and the store works.
+    // Recovered blocks have the right bytes, and the store works.
     check(&store, &keys(0..100));
     put(&store, &keys(100..300), BLOCK);
     check(&store, &keys(0..300));
@@ -48,11 +48,11 @@ fn cut(path: &Path, bytes: u64) {
 type Damage<'a> = &'a dyn Fn(&Path);
 
 #[test]
-fn files_that_do_not_fit_are_discarded_and_said_to_be() {
+fn mismatched_files_are_discarded_with_a_note() {
     let damages: [(&str, Damage<'_>); 8] = [
         ("a magic number of something else", &|at| overwrite(&ledger(at), 0, b"SOMETHIN")),
         ("another version", &|at| overwrite(&ledger(at), 8, &[77])),
-        ("another start of the machine", &|at| overwrite(&ledger(at), 64, &[7; 8])),
+        ("another boot", &|at| overwrite(&ledger(at), 64, &[7; 8])),
         ("another checksum", &|at| overwrite(&ledger(at), 80, &[7; 8])),
         ("a short ledger", &|at| cut(&ledger(at), 4096)),
         ("no ledger", &|at| std::fs::remove_file(ledger(at)).unwrap()),
@@ -65,18 +65,18 @@ fn files_that_do_not_fit_are_discarded_and_said_to_be() {
         }),
     ];
     for (name, damage) in damages {
-        let (stats, notes) = after(damage);
+        let (stats, notes) = reopen_after(damage);
         assert_eq!((stats.recovered_blocks, stats.runs), (0, 1), "{name}");
         assert!(notes.iter().any(|note| note.contains("discarded")), "{name}: {notes:?}");
     }
-    assert_eq!(after(|_| {}).0.recovered_blocks, 100, "nothing else discards");
+    assert_eq!(reopen_after(|_| {}).0.recovered_blocks, 100, "undamaged files are reused");
 }
 
 #[test]
-fn a_damaged_ledger_costs_blocks_and_no_byte() {
+fn a_damaged_ledger_loses_blocks_and_serves_no_wrong_byte() {
     let mut random = 1_u64;
     for round in 0..20 {
-        let (stats, _) = after(|directory| {
+        let (stats, _) = reopen_after(|directory| {
             for _ in 0..round * 10 {
                 random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
                 // Behind the header, among the first records.
@@ -90,7 +90,7 @@ fn a_damaged_ledger_costs_blocks_and_no_byte() {
 }
 
 #[test]
-fn one_store_at_a_time() {
+fn a_pool_in_use_is_refused() {
     let directory = directory();
     let store = Store::open(config(directory.path(), 4)).unwrap();
     put(&store, &keys(0..10), BLOCK);
@@ -108,7 +108,7 @@ fn one_store_at_a_time() {
 }
 
 #[test]
-fn a_closed_store_takes_its_files_with_it_unless_told_otherwise() {
+fn a_closed_store_removes_its_files_unless_configured_to_keep_them() {
     let directory = directory();
     let open = |keep_pool| {
         let store = Store::open(StoreConfig { keep_pool, ..config(directory.path(), 4) }).unwrap();
@@ -128,7 +128,7 @@ fn a_closed_store_takes_its_files_with_it_unless_told_otherwise() {
 }
 
 #[test]
-fn files_of_others_are_refused() {
+fn files_that_others_could_change_are_refused() {
     for (name, spoil) in [
         ("rights", (|path| set_mode(path, 0o644)) as fn(&Path)),
         ("link", |path| {
@@ -160,7 +160,7 @@ fn set_mode(path: &Path, mode: u32) {
 }
 
 #[test]
-fn the_files_are_their_owners_alone() {
+fn only_the_owner_can_access_the_files() {
     let directory = directory();
     let _store = Store::open(config(directory.path(), 4)).unwrap();
     for path in [pool(directory.path()), ledger(directory.path())] {
@@ -178,19 +178,19 @@ fn a_pipeline_without_dram_has_no_pool_to_keep() {
 }
 
 #[test]
-fn a_file_system_without_room_is_an_error_and_not_a_signal() {
+fn a_full_file_system_is_an_error_and_not_a_signal() {
     let Some(disk) = SmallDisk::mount(8) else { return };
     let error = Store::open(config(disk.path(), 16)).unwrap_err();
     let StoreError::Memory(cause) = &error else { panic!("{error}") };
     assert!(cause.to_string().contains("cannot reserve"), "{cause}");
-    assert!(!pool(disk.path()).exists(), "what could not be reserved is not left behind");
+    assert!(!pool(disk.path()).exists(), "a pool that cannot be reserved is removed");
     let store = Store::open(config(disk.path(), 4)).unwrap();
     put(&store, &keys(0..50), BLOCK);
     store.close().unwrap();
 }
 
 #[test]
-fn an_erased_ledger_names_no_block() {
+fn an_erased_ledger_contains_no_key() {
     let directory = directory();
     let store = Store::open(config(directory.path(), 4)).unwrap();
     put(&store, &keys(0..20), 4096);

@@ -1,4 +1,4 @@
-//! Protected prefixes: last to leave DRAM, within their quota, always readable from below.
+//! Protected prefixes: evicted from DRAM last, within their quota, and always readable.
 
 #![expect(clippy::unwrap_used, reason = "in a test, a surprise should panic")]
 
@@ -30,7 +30,8 @@ fn open(config: StoreConfig) -> Store {
     Store::open_with(config, &MapStage::new().registry(), Arc::new(SystemClock)).unwrap()
 }
 
-/// Ten prefixes and forty fillers of 2 MB in 25 MB of memory.
+/// Puts ten prefixes and forty fillers of 2 MiB into 25 MiB of DRAM. Returns the prefixes still in
+/// DRAM and the readable fillers.
 fn retained(config: StoreConfig) -> (usize, usize) {
     let store = open(config);
     put_all(&store, &keys(0..10), true);
@@ -43,14 +44,14 @@ fn retained(config: StoreConfig) -> (usize, usize) {
 }
 
 #[test]
-fn ten_prefixes_outlast_forty_fillers_and_under_plain_lru_none_does() {
+fn protected_prefixes_stay_in_dram_and_under_lru_none_does() {
     assert_eq!(retained(dram(25)), (10, 40));
     let lru = StoreConfig { policy: PolicyKind::Lru, protected_percent: 0, ..dram(25) };
     assert_eq!(retained(lru), (0, 40));
 }
 
 #[test]
-fn prefixes_beyond_the_quota_are_ordinary_blocks_and_counted() {
+fn prefixes_beyond_the_quota_are_not_protected_and_are_counted() {
     let store = open(dram(25));
     put_all(&store, &keys(0..24), true);
     put_all(&store, &keys(100..104), false);

@@ -1,7 +1,7 @@
 //! Put, view, get, evict, delete and prefetch at once, with every byte checked.
 //!
-//! Two seconds by default; `CASCADE_RACE_SECONDS=60` is what the slow gate runs. A failure means
-//! that a reader met bytes that were not its block's.
+//! Two seconds by default; the slow gate runs 60 with `CASCADE_RACE_SECONDS=60`. A failure means
+//! that a reader got wrong bytes.
 
 #![expect(clippy::unwrap_used, reason = "in a test, a surprise should panic")]
 
@@ -25,28 +25,28 @@ fn seconds() -> u64 {
     std::env::var("CASCADE_RACE_SECONDS").ok().and_then(|text| text.parse().ok()).unwrap_or(2)
 }
 
-/// A small generator of its own for each thread, so that a run is as random as its seed.
-struct Dice(u64);
+/// A pseudo-random generator, one for each thread.
+struct Random(u64);
 
-impl Dice {
-    fn roll(&mut self, sides: u64) -> u64 {
+impl Random {
+    fn below(&mut self, limit: u64) -> u64 {
         self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
-        (self.0 >> 33) % sides
+        (self.0 >> 33) % limit
     }
 }
 
-/// With shared contents there are 64 different ones.
+/// The key whose bytes a block has. With shared contents there are 64 of them.
 fn content_of(key: &BlockKey, is_shared: bool) -> BlockKey {
     let group = u8::try_from(key.fingerprint() % 64).unwrap();
     if is_shared { BlockKey::from_bytes([group; 32]) } else { *key }
 }
 
-/// Lengths differ from block to block, so that slabs are cut and merged all the time.
+/// Lengths differ between blocks, so that slabs are split and merged continuously.
 fn length_of(key: &BlockKey) -> usize {
     BLOCK + usize::try_from(key.fingerprint() % 5).unwrap() * 7000
 }
 
-fn right_bytes(key: &BlockKey, is_shared: bool) -> Vec<u8> {
+fn expected_bytes(key: &BlockKey, is_shared: bool) -> Vec<u8> {
     let content = content_of(key, is_shared);
     bytes_of(&content, length_of(&content))
 }
@@ -62,9 +62,9 @@ fn view_some(store: &Store, keys: &[BlockKey], is_shared: bool, checked: &Atomic
     for (key, view) in keys.iter().zip(store.view(keys, CallOptions::default())) {
         match view {
             ViewOutcome::Hit { slab, tier } => {
-                assert!(*slab == *right_bytes(key, is_shared), "wrong bytes from {tier}");
+                assert!(*slab == *expected_bytes(key, is_shared), "wrong bytes from {tier}");
                 std::thread::yield_now();
-                assert!(*slab == *right_bytes(key, is_shared), "bytes changed under a view");
+                assert!(*slab == *expected_bytes(key, is_shared), "bytes changed under a view");
                 checked.fetch_add(slab.len() as u64, Relaxed);
             }
             ViewOutcome::Miss => {}
@@ -80,7 +80,7 @@ fn get_some(store: &Store, keys: &[BlockKey], is_shared: bool, checked: &AtomicU
     for ((key, buffer), outcome) in keys.iter().zip(&buffers).zip(outcomes) {
         match outcome {
             GetOutcome::Hit { bytes, tier } => {
-                assert!(buffer[..bytes] == *right_bytes(key, is_shared), "wrong from {tier}");
+                assert!(buffer[..bytes] == *expected_bytes(key, is_shared), "wrong from {tier}");
                 checked.fetch_add(bytes as u64, Relaxed);
             }
             GetOutcome::Miss => {}
@@ -92,13 +92,13 @@ fn get_some(store: &Store, keys: &[BlockKey], is_shared: bool, checked: &AtomicU
 
 fn play(store: &Store, seed: u64, is_shared: bool, stop: &AtomicBool, checked: &AtomicU64) {
     let all = keys(0..KEYS);
-    let mut dice = Dice(seed);
+    let mut random = Random(seed);
     while !stop.load(Relaxed) {
-        let start = usize::try_from(dice.roll(KEYS - 8)).unwrap();
-        let some = &all[start..start + 1 + usize::try_from(dice.roll(8)).unwrap()];
-        match dice.roll(10) {
+        let start = usize::try_from(random.below(KEYS - 8)).unwrap();
+        let some = &all[start..start + 1 + usize::try_from(random.below(8)).unwrap()];
+        match random.below(10) {
             0..4 => some.iter().for_each(|key| {
-                let bytes = right_bytes(key, is_shared);
+                let bytes = expected_bytes(key, is_shared);
                 drop(store.put(&[Put::new(*key, &bytes)], CallOptions::default()));
             }),
             4..6 => view_some(store, some, is_shared, checked),
@@ -129,13 +129,13 @@ fn race(digest: DigestMode) {
         wait(Duration::from_secs(seconds()), &stop);
         stop.store(true, Relaxed);
     });
-    assert!(checked.load(Relaxed) > 1 << 20, "the race has to read something");
+    assert!(checked.load(Relaxed) > 1 << 20, "the test read too few bytes");
     store.clear();
     store.flush(CallOptions::default()).unwrap();
     let stats = store.stats();
     assert_eq!((stats.keys, stats.contents, stats.content_bytes), (0, 0, 0));
     assert_eq!((stats.dram_blocks, stats.dram_bytes, stats.pool.requested_bytes), (0, 0, 0));
-    assert_eq!(stats.stages[0].1.used_bytes, 0, "the stage has forgotten everything too");
+    assert_eq!(stats.stages[0].1.used_bytes, 0, "the stage is empty too");
     let counters = stats.counters;
     assert_eq!(counters.gets, counters.hits + counters.misses + counters.get_failures);
 }
@@ -148,7 +148,7 @@ impl Drop for StopOnDrop<'_> {
     }
 }
 
-#[expect(clippy::disallowed_methods, reason = "the race lasts as long as it is told to")]
+#[expect(clippy::disallowed_methods, reason = "the test runs for a configured time")]
 fn wait(time: Duration, stop: &AtomicBool) {
     let start = std::time::Instant::now();
     while start.elapsed() < time && !stop.load(Relaxed) {
@@ -157,11 +157,11 @@ fn wait(time: Duration, stop: &AtomicBool) {
 }
 
 #[test]
-fn no_reader_ever_meets_a_wrong_byte() {
+fn concurrent_readers_get_the_right_bytes() {
     race(DigestMode::Off);
 }
 
 #[test]
-fn no_reader_ever_meets_a_wrong_byte_with_shared_contents() {
+fn concurrent_readers_get_the_right_bytes_with_shared_contents() {
     race(DigestMode::On(DigestAlgorithm::Blake3));
 }

@@ -1,4 +1,4 @@
-//! A stage over records by name: the checks of every stage, restarts, and a keeper that lies.
+//! A stage over named records: conformance, restarts, damaged and swapped records.
 
 #![expect(clippy::unwrap_used, reason = "in a test, a surprise should panic")]
 
@@ -23,7 +23,7 @@ const HEADER_BYTES: u64 = 160;
 struct MapRecords {
     records: Mutex<BTreeMap<String, Vec<u8>>>,
     fails: AtomicBool,
-    /// What it has room for, however much it said; 0 for no limit.
+    /// Actual capacity, whatever the stage was configured with; 0 for no limit.
     device_bytes: AtomicU64,
 }
 
@@ -81,13 +81,13 @@ impl Records for MapRecords {
     }
 }
 
-/// A keeper of records, and the stages that are opened over it, one after the other.
-struct Bench {
+/// A record service, and stages that are opened over it one after the other.
+struct Fixture {
     records: Arc<MapRecords>,
     pool: Pool,
 }
 
-impl Bench {
+impl Fixture {
     fn new() -> Self {
         Self { records: Arc::default(), pool: conformance::pool() }
     }
@@ -149,32 +149,32 @@ fn a_record_stage_conforms() {
 }
 
 #[test]
-fn blocks_and_all_that_is_known_of_them_survive() {
-    let bench = Bench::new();
-    let stage = bench.open(None);
+fn blocks_and_their_metadata_survive_a_restart() {
+    let fixture = Fixture::new();
+    let stage = fixture.open(None);
     let addresses: Vec<_> =
-        (0..40).map(|n| bench.store(&*stage, n, 1000 + usize::from(n)).unwrap()).collect();
+        (0..40).map(|n| fixture.store(&*stage, n, 1000 + usize::from(n)).unwrap()).collect();
     drop(stage);
-    let stage = bench.open(None);
+    let stage = fixture.open(None);
     let mut recovered = stage.recover();
     recovered.sort_by_key(|(facts, _)| facts.key);
     let expected: Vec<_> =
         (0..40).map(|n| (facts(n, 1000 + usize::from(n)), addresses[usize::from(n)])).collect();
     assert_eq!(recovered, expected);
-    assert_eq!(stage.recover(), [], "handed over once");
+    assert_eq!(stage.recover(), [], "returned once");
     for (n, address) in (0..40).zip(&addresses) {
-        bench.assert_hit(&*stage, n, *address, n, 1000 + usize::from(n));
+        fixture.assert_hit(&*stage, n, *address, n, 1000 + usize::from(n));
     }
-    let next = bench.store(&*stage, 50, 10).unwrap();
+    let next = fixture.store(&*stage, 50, 10).unwrap();
     assert!(next > *addresses.iter().max().unwrap(), "no address is given twice");
     assert_eq!(stage.stats().files, 41);
 }
 
 #[test]
-fn names_survive_and_those_that_are_gone_stay_gone() {
-    let bench = Bench::new();
-    let stage = bench.open(None);
-    let address = bench.store(&*stage, 1, 100).unwrap();
+fn names_survive_a_restart_and_removed_names_do_not() {
+    let fixture = Fixture::new();
+    let stage = fixture.open(None);
+    let address = fixture.store(&*stage, 1, 100).unwrap();
     for n in [2, 3] {
         stage.alias(vec![(facts(n, 100), address)], deadline()).unwrap();
     }
@@ -182,164 +182,164 @@ fn names_survive_and_those_that_are_gone_stay_gone() {
     let named = |stage: &Arc<dyn Stage>| -> Vec<_> {
         stage.recover().into_iter().map(|(facts, at)| (facts.key, at)).collect()
     };
-    let stage = bench.open(None);
+    let stage = fixture.open(None);
     assert_eq!(named(&stage), [(key(2), address)]);
-    bench.assert_hit(&*stage, 2, address, 1, 100);
-    assert!(matches!(bench.load(&*stage, 1, address, 100), Loaded::Gone));
-    // Its first name may come back.
+    fixture.assert_hit(&*stage, 2, address, 1, 100);
+    assert!(matches!(fixture.load(&*stage, 1, address, 100), Loaded::Gone));
+    // Its first name can be added again.
     stage.alias(vec![(facts(1, 100), address)], deadline()).unwrap();
-    bench.assert_hit(&*stage, 1, address, 1, 100);
-    let stage = bench.open(None);
+    fixture.assert_hit(&*stage, 1, address, 1, 100);
+    let stage = fixture.open(None);
     assert_eq!(named(&stage).len(), 2);
     stage.remove(&[(key(1), address), (key(2), address)], deadline()).unwrap();
-    assert_eq!(bench.records.map().len(), 0, "nothing is left");
+    assert_eq!(fixture.records.map().len(), 0, "nothing is left");
     assert_eq!(stage.stats().used_bytes, 0);
 }
 
 #[test]
-fn no_damage_is_ever_served() {
-    let bench = Bench::new();
-    let stage = bench.open(None);
-    let address = bench.store(&*stage, 1, 40).unwrap();
-    let whole = bench.records.map().clone();
+fn damaged_records_are_never_served() {
+    let fixture = Fixture::new();
+    let stage = fixture.open(None);
+    let address = fixture.store(&*stage, 1, 40).unwrap();
+    let whole = fixture.records.map().clone();
     let bits = (HEADER_BYTES + 40) * 8;
     for bit in 0..usize::try_from(bits).unwrap() {
-        bench.records.map().values_mut().for_each(|record| record[bit / 8] ^= 1 << (bit % 8));
-        let loaded = bench.load(&*stage, 1, address, 40);
+        fixture.records.map().values_mut().for_each(|record| record[bit / 8] ^= 1 << (bit % 8));
+        let loaded = fixture.load(&*stage, 1, address, 40);
         assert!(matches!(loaded, Loaded::Damaged), "bit {bit}: {loaded:?}");
-        bench.records.map().clone_from(&whole);
+        fixture.records.map().clone_from(&whole);
     }
     for bytes in 0..usize::try_from(HEADER_BYTES + 40).unwrap() {
-        bench.records.map().values_mut().for_each(|record| record.truncate(bytes));
-        let loaded = bench.load(&*stage, 1, address, 40);
+        fixture.records.map().values_mut().for_each(|record| record.truncate(bytes));
+        let loaded = fixture.load(&*stage, 1, address, 40);
         assert!(matches!(loaded, Loaded::Damaged), "{bytes} bytes: {loaded:?}");
-        bench.records.map().clone_from(&whole);
+        fixture.records.map().clone_from(&whole);
     }
-    bench.assert_hit(&*stage, 1, address, 1, 40);
+    fixture.assert_hit(&*stage, 1, address, 1, 40);
     assert_eq!(stage.stats().damaged_blocks, bits + HEADER_BYTES + 40);
-    bench.records.map().clear();
-    assert!(matches!(bench.load(&*stage, 1, address, 40), Loaded::Gone));
-    assert_eq!(stage.stats().used_bytes, 0, "what is gone takes no room");
+    fixture.records.map().clear();
+    assert!(matches!(fixture.load(&*stage, 1, address, 40), Loaded::Gone));
+    assert_eq!(stage.stats().used_bytes, 0, "missing records use no capacity");
 }
 
 #[test]
 fn swapped_and_replayed_records_are_damaged() {
-    let bench = Bench::new();
-    let stage = bench.open(None);
-    let first = bench.store(&*stage, 1, 40).unwrap();
-    let again = bench.store(&*stage, 1, 40).unwrap();
-    let other = bench.store(&*stage, 2, 40).unwrap();
-    let mut records = bench.records.map();
+    let fixture = Fixture::new();
+    let stage = fixture.open(None);
+    let first = fixture.store(&*stage, 1, 40).unwrap();
+    let again = fixture.store(&*stage, 1, 40).unwrap();
+    let other = fixture.store(&*stage, 2, 40).unwrap();
+    let mut records = fixture.records.map();
     let mut all: Vec<Vec<u8>> = records.values().cloned().collect();
     all.rotate_left(1);
     records.values_mut().zip(all).for_each(|(record, bytes)| *record = bytes);
     drop(records);
     for (n, address) in [(1, first), (1, again), (2, other)] {
-        let loaded = bench.load(&*stage, n, address, 40);
+        let loaded = fixture.load(&*stage, n, address, 40);
         assert!(matches!(loaded, Loaded::Damaged), "{n}: {loaded:?}");
     }
 }
 
 #[test]
-fn what_is_damaged_or_for_nothing_at_opening_is_deleted_and_others_things_stay() {
-    let bench = Bench::new();
-    let stage = bench.open(None);
-    let kept = bench.store(&*stage, 1, 40).unwrap();
-    let cut = bench.store(&*stage, 2, 40).unwrap();
-    let flipped = bench.store(&*stage, 3, 40).unwrap();
-    let lost = bench.store(&*stage, 4, 40).unwrap();
+fn opening_deletes_damaged_and_orphaned_records_and_keeps_foreign_ones() {
+    let fixture = Fixture::new();
+    let stage = fixture.open(None);
+    let kept = fixture.store(&*stage, 1, 40).unwrap();
+    let cut = fixture.store(&*stage, 2, 40).unwrap();
+    let flipped = fixture.store(&*stage, 3, 40).unwrap();
+    let lost = fixture.store(&*stage, 4, 40).unwrap();
     stage.alias(vec![(facts(5, 40), lost)], deadline()).unwrap();
     let name = |address: Address| format!("cascade-{:016x}", address.0);
     {
-        let mut records = bench.records.map();
+        let mut records = fixture.records.map();
         records.get_mut(&name(cut)).unwrap().truncate(170);
         records.get_mut(&name(flipped)).unwrap()[20] ^= 1;
         records.remove(&name(lost));
-        records.insert("somebody else's".to_owned(), vec![1, 2, 3]);
+        records.insert("foreign record".to_owned(), vec![1, 2, 3]);
         records.insert("cascade-1".to_owned(), vec![1, 2, 3]);
     }
-    let stage = bench.open(None);
+    let stage = fixture.open(None);
     let recovered: Vec<_> =
         stage.recover().into_iter().map(|(facts, at)| (facts.key, at)).collect();
     assert_eq!(recovered, [(key(1), kept)]);
-    let names: Vec<_> = bench.records.map().keys().cloned().collect();
-    assert_eq!(names, ["cascade-1".to_owned(), name(kept), "somebody else's".to_owned()]);
+    let names: Vec<_> = fixture.records.map().keys().cloned().collect();
+    assert_eq!(names, ["cascade-1".to_owned(), name(kept), "foreign record".to_owned()]);
     assert_eq!(stage.stats().damaged_blocks, 2);
     assert_eq!(stage.stats().notes.len(), 2);
 }
 
 #[test]
-fn room_is_made_oldest_first() {
-    let bench = Bench::new();
-    let stage = bench.open(Some(10 * (HEADER_BYTES + 100)));
-    let addresses: Vec<_> = (0..10).map(|n| bench.store(&*stage, n, 100).unwrap()).collect();
-    assert!(matches!(bench.store(&*stage, 10, 100), Err(StageError::Full)));
+fn the_oldest_records_are_reclaimed_first() {
+    let fixture = Fixture::new();
+    let stage = fixture.open(Some(10 * (HEADER_BYTES + 100)));
+    let addresses: Vec<_> = (0..10).map(|n| fixture.store(&*stage, n, 100).unwrap()).collect();
+    assert!(matches!(fixture.store(&*stage, 10, 100), Err(StageError::Full)));
     let room = stage.make_room(&mut |key, _| *key == self::key(0), deadline()).unwrap();
     assert_eq!(room.dropped, [(key(1), addresses[1])]);
     assert_eq!(room.freed_bytes, HEADER_BYTES + 100);
-    bench.store(&*stage, 10, 100).unwrap();
-    bench.assert_hit(&*stage, 0, addresses[0], 0, 100);
-    let declined = bench.store(&*stage, 11, 5000);
+    fixture.store(&*stage, 10, 100).unwrap();
+    fixture.assert_hit(&*stage, 0, addresses[0], 0, 100);
+    let declined = fixture.store(&*stage, 11, 5000);
     assert!(matches!(declined, Err(StageError::Declined { bytes: 5000 })), "{declined:?}");
     assert_eq!(stage.stats().used_bytes, stage.stats().capacity_bytes);
-    // A tenth of it from now on: one round makes room for what is more, too.
-    let stage = bench.open(Some(HEADER_BYTES + 100));
-    assert!(matches!(bench.store(&*stage, 12, 100), Err(StageError::Full)));
+    // Reopened with a tenth of the capacity: one call frees the excess, too.
+    let stage = fixture.open(Some(HEADER_BYTES + 100));
+    assert!(matches!(fixture.store(&*stage, 12, 100), Err(StageError::Full)));
     stage.make_room(&mut |_, _| false, deadline()).unwrap();
-    bench.store(&*stage, 12, 100).unwrap();
-    assert_eq!(bench.records.map().len(), 1);
+    fixture.store(&*stage, 12, 100).unwrap();
+    assert_eq!(fixture.records.map().len(), 1);
 }
 
 #[test]
-fn a_device_that_says_it_is_full_gets_room() {
-    let bench = Bench::new();
-    bench.records.device_bytes.store(3 * (HEADER_BYTES + 100), Ordering::Relaxed);
-    let stage = bench.open(None);
+fn a_full_device_is_reclaimed_from() {
+    let fixture = Fixture::new();
+    fixture.records.device_bytes.store(3 * (HEADER_BYTES + 100), Ordering::Relaxed);
+    let stage = fixture.open(None);
     for n in 0..3 {
-        bench.store(&*stage, n, 100).unwrap();
+        fixture.store(&*stage, n, 100).unwrap();
     }
-    assert!(matches!(bench.store(&*stage, 3, 100), Err(StageError::Full)));
+    assert!(matches!(fixture.store(&*stage, 3, 100), Err(StageError::Full)));
     stage.probe(deadline()).unwrap();
     assert_eq!(stage.make_room(&mut |_, _| false, deadline()).unwrap().dropped.len(), 1);
-    bench.store(&*stage, 3, 100).unwrap();
+    fixture.store(&*stage, 3, 100).unwrap();
 }
 
 #[test]
-fn a_keeper_that_fails_loses_nothing_and_is_seen_by_the_probe() {
-    let bench = Bench::new();
-    let stage = bench.open(Some(1 << 20));
-    let address = bench.store(&*stage, 1, 100).unwrap();
+fn a_failing_record_service_loses_nothing_and_fails_the_probe() {
+    let fixture = Fixture::new();
+    let stage = fixture.open(Some(1 << 20));
+    let address = fixture.store(&*stage, 1, 100).unwrap();
     let used_bytes = stage.stats().used_bytes;
-    bench.records.fails.store(true, Ordering::Relaxed);
-    assert!(matches!(bench.store(&*stage, 2, 100), Err(StageError::Failed(_))));
-    assert!(matches!(bench.load(&*stage, 1, address, 100), Loaded::Failed(_)));
+    fixture.records.fails.store(true, Ordering::Relaxed);
+    assert!(matches!(fixture.store(&*stage, 2, 100), Err(StageError::Failed(_))));
+    assert!(matches!(fixture.load(&*stage, 1, address, 100), Loaded::Failed(_)));
     stage.alias(vec![(facts(3, 100), address)], deadline()).unwrap_err();
     stage.remove(&[(key(1), address)], deadline()).unwrap_err();
     stage.make_room(&mut |_, _| false, deadline()).unwrap_err();
     stage.probe(deadline()).unwrap_err();
-    bench.records.fails.store(false, Ordering::Relaxed);
+    fixture.records.fails.store(false, Ordering::Relaxed);
     assert_eq!(stage.stats().used_bytes, used_bytes);
-    bench.assert_hit(&*stage, 1, address, 1, 100);
+    fixture.assert_hit(&*stage, 1, address, 1, 100);
     stage.probe(deadline()).unwrap();
-    assert_eq!(bench.records.map().len(), 1, "a probe leaves nothing");
+    assert_eq!(fixture.records.map().len(), 1, "a probe leaves nothing");
 }
 
 #[test]
-fn manifests_survive_and_all_can_be_erased() {
-    let bench = Bench::new();
-    let stage = bench.open(None);
+fn manifests_survive_a_restart_and_can_be_erased() {
+    let fixture = Fixture::new();
+    let stage = fixture.open(None);
     let manifest = Manifest::new().with("weights", "sha256:9f86");
     let space = Namespace::new(manifest.clone(), &TenantSecret::new("secret"));
     for _ in 0..2 {
         stage.register(&space, deadline()).unwrap();
     }
-    bench.store(&*stage, 1, 100).unwrap();
-    bench.records.map().insert("somebody else's".to_owned(), vec![1]);
-    let stage = bench.open(None);
+    fixture.store(&*stage, 1, 100).unwrap();
+    fixture.records.map().insert("foreign record".to_owned(), vec![1]);
+    let stage = fixture.open(None);
     assert_eq!(stage.manifests(deadline()).unwrap(), [(space.id(), manifest)]);
     assert_eq!(stage.erase(deadline()).unwrap().files_removed, 2);
-    assert_eq!(bench.records.map().len(), 1);
+    assert_eq!(fixture.records.map().len(), 1);
     assert_eq!(stage.manifests(deadline()).unwrap(), []);
     assert_eq!(stage.stats().used_bytes, 0);
-    assert_eq!(bench.open(None).recover(), []);
+    assert_eq!(fixture.open(None).recover(), []);
 }

@@ -1,8 +1,7 @@
-//! Bits that flip in DRAM: found by a pass over it, before blocks are written down, and when a pool
-//! is opened again.
+//! Bit flips in DRAM: detected by a scrub, before blocks are demoted, and when a pool is reopened.
 //!
-//! Blocks in DRAM had no checksum: a flipped bit was served, and written down under a checksum of
-//! the wrong bytes.
+//! Without checksums in DRAM a flipped bit was served, and demoted with a checksum of the wrong
+//! bytes.
 
 #![expect(clippy::unwrap_used, reason = "in a test, a surprise should panic")]
 
@@ -23,7 +22,7 @@ fn options() -> CallOptions {
     CallOptions::default()
 }
 
-/// Flips one bit of a block behind the store's back. Returns where.
+/// Flips one bit of a block in the pool's file. Returns its offset.
 fn flip(store: &Store, key: &BlockKey, at: u64) -> u64 {
     let views = store.inspect(&[*key], options());
     let [ViewOutcome::Hit { slab, .. }] = &views[..] else { panic!("{views:?}") };
@@ -35,13 +34,13 @@ fn flip(store: &Store, key: &BlockKey, at: u64) -> u64 {
 }
 
 #[test]
-fn a_bit_that_flips_in_memory_is_a_miss_after_the_next_pass() {
+fn a_block_with_a_flipped_bit_is_a_miss_after_the_next_scrub() {
     let store = Store::open(dram(8)).unwrap();
     put(&store, &keys(0..100), BLOCK);
     let bytes = 100 * BLOCK as u64;
     let clean = Scrubbed { blocks: 100, bytes, damaged: 0, is_whole: true };
-    assert_eq!(store.scrub(options()), clean, "takes checksums");
-    assert_eq!(store.scrub(options()), clean, "compares them");
+    assert_eq!(store.scrub(options()), clean, "records checksums");
+    assert_eq!(store.scrub(options()), clean, "compares checksums");
     store.pin(&keys(7..8));
     for (number, at) in [(7, 0), (31, BLOCK as u64 - 1)] {
         flip(&store, &keys(number..number + 1)[0], at);
@@ -55,7 +54,7 @@ fn a_bit_that_flips_in_memory_is_a_miss_after_the_next_pass() {
     let gone = explained.map(|it| format!("{:?}", it.blocks[0].state)).unwrap();
     assert!(gone.contains(&format!("{:?}", Loss::Damaged)), "{gone}");
 
-    // The store goes on: the key can be put again, and everything evicted.
+    // The key can be put again, and every block can be evicted.
     put(&store, &keys(7..8), BLOCK);
     put(&store, &keys(100..400), BLOCK);
     check(&store, &keys(0..400));
@@ -63,7 +62,7 @@ fn a_bit_that_flips_in_memory_is_a_miss_after_the_next_pass() {
 }
 
 #[test]
-fn what_changed_in_memory_is_not_written_down() {
+fn a_damaged_block_in_dram_is_not_demoted() {
     let directory = tempfile::tempdir().unwrap();
     let files = FilesConfig {
         capacity_bytes: 64 * MIB,
@@ -94,11 +93,11 @@ fn what_changed_in_memory_is_not_written_down() {
     let store = Store::open(config).unwrap();
     let tiers = check(&store, &keys(1..21));
     let missing: Vec<_> = (0..20).filter(|at| tiers[*at].is_none()).collect();
-    assert_eq!(missing, [4], "not even from files");
+    assert_eq!(missing, [4], "not in files either");
 }
 
 #[test]
-fn blocks_of_a_pool_that_was_left_are_compared_before_they_are_served() {
+fn recovered_blocks_are_verified_before_they_are_served() {
     let directory = directory();
     let store = Store::open(config(directory.path(), 8)).unwrap();
     put(&store, &keys(0..100), BLOCK);
@@ -116,7 +115,7 @@ fn blocks_of_a_pool_that_was_left_are_compared_before_they_are_served() {
 }
 
 #[test]
-fn a_pass_keeps_no_put_from_the_memory_that_it_looks_at() {
+fn a_scrub_does_not_block_puts() {
     let rate = NonZeroU64::new(64 << 30);
     let store = Store::open(StoreConfig { scrub_bytes_per_second: rate, ..dram(4) }).unwrap();
     let stop = std::sync::atomic::AtomicBool::new(false);

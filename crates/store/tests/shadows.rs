@@ -1,4 +1,4 @@
-//! Shadow caches see what a tier of another size would do; where nothing is left out, exactly.
+//! Shadow caches predict the hit rate of other tier sizes, exactly while they sample every block.
 
 #![expect(clippy::unwrap_used, reason = "in a test, a surprise should panic")]
 
@@ -19,7 +19,7 @@ fn open(policy: PolicyKind, blocks: u64) -> Store {
     Store::open(StoreConfig { dram_blocks: Some(blocks), policy, ..dram(4) }).unwrap()
 }
 
-/// Asks for a chain, then puts what is missing.
+/// Looks up a chain, then puts the missing blocks.
 fn serve(store: &Store, at: u64, keys: &[BlockKey], length: usize) {
     let at = Some(Duration::from_secs(at));
     let matched = store.lookup_prefix(&Request { at, ..Request::new(keys) }).tiers.len();
@@ -43,27 +43,27 @@ fn chain(name: u64, blocks: u64) -> Vec<BlockKey> {
 }
 
 #[test]
-fn a_loop_that_just_does_not_fit_fits_in_half_as_much_again() {
+fn a_loop_larger_than_the_tier_fits_a_shadow_of_150_percent() {
     let store = open(PolicyKind::Lru, 100);
-    assert!(store.stats().shadows.is_empty(), "nothing is known before the first block");
+    assert!(store.stats().shadows.is_empty(), "no shadows before the first block");
     for at in 0..300 {
         serve(&store, at, &chain(at % 30, 5), BLOCK);
     }
     let stats = store.stats();
     let rates = |percent| figure(&stats, "dram", percent).since_start;
-    let asked = rates(100).blocks_requested;
-    assert_eq!(asked, 299 * 5, "all but the first request, which met an empty store");
+    let requested = rates(100).blocks_requested;
+    assert_eq!(requested, 299 * 5, "all but the first request, which met an empty store");
     assert_eq!((rates(100).blocks_matched, rates(100).blocks_simulated), (0, 0));
-    // Every chain misses once; the first one did before anything was counted.
-    assert_eq!(rates(150).blocks_predicted, asked - 29 * 5);
-    assert_eq!(rates(200).blocks_predicted, asked - 29 * 5);
+    // Every chain misses once; the miss of the first one is not counted.
+    assert_eq!(rates(150).blocks_predicted, requested - 29 * 5);
+    assert_eq!(rates(200).blocks_predicted, requested - 29 * 5);
     assert!((rates(150).predicted_hit_rate() - 270.0 / 299.0).abs() < 1e-9);
     assert_eq!(figure(&stats, "dram", 150).capacity_bytes, 6 << 20);
     assert_eq!(figure(&stats, "dram", 100).sampled_one_in, 1);
 }
 
 #[test]
-fn recent_figures_leave_out_what_was_long_ago() {
+fn recent_figures_exclude_old_requests() {
     let store = open(PolicyKind::Lru, 100);
     for at in 0..30 {
         serve(&store, at, &chain(at, 5), BLOCK);
@@ -77,7 +77,7 @@ fn recent_figures_leave_out_what_was_long_ago() {
 }
 
 #[test]
-fn deleted_blocks_are_gone_from_the_shadows_too() {
+fn deleted_blocks_are_removed_from_the_shadows() {
     let store = open(PolicyKind::PrefixCost, 100);
     let keys = chain(1, 5);
     serve(&store, 0, &keys, BLOCK);
@@ -92,7 +92,7 @@ fn deleted_blocks_are_gone_from_the_shadows_too() {
 }
 
 #[test]
-fn blocks_smaller_than_the_first_do_not_make_the_shadows_grow() {
+fn memory_of_the_shadows_is_bounded_with_smaller_blocks() {
     let store = Store::open(StoreConfig { policy: PolicyKind::Lru, ..dram(16) }).unwrap();
     serve(&store, 0, &chain(0, 1), 256 << 10);
     assert_eq!(figure(&store.stats(), "dram", 100).sampled_one_in, 1);
@@ -103,7 +103,7 @@ fn blocks_smaller_than_the_first_do_not_make_the_shadows_grow() {
     assert!(figure(&stats, "dram", 100).sampled_one_in >= 4);
     assert!(stats.insight_bytes <= 8 << 20, "{} bytes", stats.insight_bytes);
     let rates = figure(&stats, "dram", 200).since_start;
-    assert!(rates.predicted_hit_rate() < 0.02, "nothing is asked for twice: {rates:?}");
+    assert!(rates.predicted_hit_rate() < 0.02, "no block is requested twice: {rates:?}");
 }
 
 #[test]
@@ -122,7 +122,7 @@ fn the_file_tier_has_shadows_of_its_own() {
         ..dram(4)
     };
     let store = Store::open(config).unwrap();
-    // 8 MiB of blocks in turn: more than the files hold, less than half as much again does.
+    // 8 MiB of blocks in turn: more than 6 MiB of files hold, less than 150 % of that.
     for at in 0..128 {
         serve(&store, at, &chain(at % 16, 8), 64 << 10);
         store.flush(CallOptions::default()).unwrap();
@@ -138,9 +138,9 @@ fn the_file_tier_has_shadows_of_its_own() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(24))]
 
-    /// While nothing is left out, the shadow at 100 % is the tier itself.
+    /// While every block is sampled, the shadow at 100 % matches the tier exactly.
     #[test]
-    fn the_calibration_shadow_does_what_the_tier_does(
+    fn the_calibration_shadow_matches_the_tier(
         requests in prop::collection::vec((0_u64..12, 1_u64..8), 1..200),
     ) {
         let store = open(PolicyKind::Lru, 40);

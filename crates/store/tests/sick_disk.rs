@@ -1,9 +1,9 @@
-//! File tiers on file systems that really freeze, fill up or go away: the store goes on.
+//! File tiers on real file systems that freeze, fill up or disappear: the store keeps working.
 //!
-//! Needs root and loop devices; where they are missing a test says so and passes.
+//! Needs root and loop devices; without them a test prints that it is skipped, and passes.
 
 #![expect(clippy::unwrap_used, reason = "in a test, a surprise should panic")]
-#![expect(clippy::print_stdout, reason = "says what could not be tried")]
+#![expect(clippy::print_stdout, reason = "prints what is skipped")]
 
 mod blocks;
 mod third_party;
@@ -25,14 +25,14 @@ const BLOCK: usize = 64 << 10;
 fn run(program: &str, arguments: &[&str]) -> Result<(), String> {
     let output = Command::new(program).args(arguments).output();
     let output = output.map_err(|error| format!("{program}: {error}"))?;
-    let said = String::from_utf8_lossy(&output.stderr).trim().to_owned();
-    if output.status.success() { Ok(()) } else { Err(format!("{program}: {said}")) }
+    let message = String::from_utf8_lossy(&output.stderr).trim().to_owned();
+    if output.status.success() { Ok(()) } else { Err(format!("{program}: {message}")) }
 }
 
-/// A file system of its own, mounted below a temporary directory.
+/// A file system mounted below a temporary directory.
 struct Disk {
     directory: tempfile::TempDir,
-    /// Thaws the file system should this process be killed while it is frozen.
+    /// Thaws the file system if this process is killed while it is frozen.
     thaws: Option<Child>,
 }
 
@@ -44,7 +44,7 @@ impl Disk {
         match prepare(&image, &place) {
             Ok(()) => Some(Self { directory, thaws: None }),
             Err(why) => {
-                println!("skipped: no file system of its own here: {why}");
+                println!("skipped: cannot mount a file system here: {why}");
                 None
             }
         }
@@ -75,7 +75,7 @@ impl Disk {
         self.place().to_str().unwrap().to_owned()
     }
 
-    /// Makes every write to it hang in the kernel, where no signal reaches it.
+    /// Makes every write to it hang uninterruptibly in the kernel.
     fn freeze(&mut self) -> Result<(), String> {
         let path = self.path();
         let later = Command::new("sh").args(["-c", "sleep 120; fsfreeze -u \"$0\"", &path]).spawn();
@@ -95,7 +95,7 @@ impl Disk {
 impl Drop for Disk {
     fn drop(&mut self) {
         self.thaw();
-        // Lazily: a call that was stuck may end after its store did.
+        // Lazily: a hung call may end after its store.
         drop(run("umount", &["-l", &self.path()]));
     }
 }
@@ -118,7 +118,7 @@ fn store(directory: PathBuf, engine: IoEngine, layout: FileLayout) -> Store {
     Store::open(StoreConfig { pipeline, files: Some(files), health, ..dram(16) }).unwrap()
 }
 
-/// Waits until the file tier is not read any more.
+/// Waits until the circuit for reads of the file tier is open.
 #[expect(clippy::disallowed_methods, reason = "waits for another thread of the store")]
 fn wait_until_unread(store: &Store) {
     let limit = Deadline::after(&SystemClock, Duration::from_secs(60));
@@ -128,7 +128,7 @@ fn wait_until_unread(store: &Store) {
     }
 }
 
-fn a_frozen_file_system_holds_up_nobody(engine: IoEngine, layout: FileLayout) {
+fn a_frozen_file_system_blocks_no_call(engine: IoEngine, layout: FileLayout) {
     let Some(mut disk) = Disk::ext4() else { return };
     let store = store(disk.place(), engine, layout);
     put(&store, &keys(0..400), BLOCK);
@@ -146,7 +146,7 @@ fn a_frozen_file_system_holds_up_nobody(engine: IoEngine, layout: FileLayout) {
         assert_eq!(check(&store, &keys(at * 8..at * 8 + 8)), [Some("dram"); 8]);
     }
     assert!(store.flush(CallOptions::default()).is_err());
-    // A frozen file system is read as before.
+    // A frozen file system can still be read.
     assert_eq!(check(&store, &keys(0..400)).iter().flatten().count(), 400);
     let stats = store.stats();
     let health = &stats.health[0].1;
@@ -156,27 +156,27 @@ fn a_frozen_file_system_holds_up_nobody(engine: IoEngine, layout: FileLayout) {
     assert!(stats.counters.shed_puts > 0 && stats.counters.shed_gets == 0, "{stats:?}");
     disk.thaw();
     wait_for(&store, 0, true);
-    assert!(check(&store, &keys(0..400)).iter().all(Option::is_some), "they were there all along");
+    assert!(check(&store, &keys(0..400)).iter().all(Option::is_some), "every block is kept");
     drop(store.close());
 }
 
 #[test]
-fn a_frozen_file_system_holds_up_nobody_with_uring() {
-    a_frozen_file_system_holds_up_nobody(IoEngine::Auto, FileLayout::Segments);
+fn a_frozen_file_system_blocks_no_call_with_uring() {
+    a_frozen_file_system_blocks_no_call(IoEngine::Auto, FileLayout::Segments);
 }
 
 #[test]
-fn a_frozen_file_system_holds_up_nobody_with_psync() {
-    a_frozen_file_system_holds_up_nobody(IoEngine::Psync, FileLayout::Segments);
+fn a_frozen_file_system_blocks_no_call_with_psync() {
+    a_frozen_file_system_blocks_no_call(IoEngine::Psync, FileLayout::Segments);
 }
 
 #[test]
-fn a_frozen_file_system_holds_up_nobody_with_a_file_a_block() {
-    a_frozen_file_system_holds_up_nobody(IoEngine::Psync, FileLayout::FilePerBlock);
+fn a_frozen_file_system_blocks_no_call_with_a_file_a_block() {
+    a_frozen_file_system_blocks_no_call(IoEngine::Psync, FileLayout::FilePerBlock);
 }
 
 #[test]
-fn closing_over_a_frozen_file_system_ends() {
+fn closing_a_store_on_a_frozen_file_system_returns() {
     let Some(mut disk) = Disk::ext4() else { return };
     let store = store(disk.place(), IoEngine::Auto, FileLayout::Segments);
     put(&store, &keys(0..100), BLOCK);
@@ -191,9 +191,9 @@ fn closing_over_a_frozen_file_system_ends() {
     disk.thaw();
 }
 
-/// The circuit for writes opened at the first failed write, and all reads were misses with it: 0 of
-/// 400 blocks were served that the file system could still give.
-fn a_file_system_that_takes_no_writes_is_read(engine: IoEngine, layout: FileLayout) {
+/// The circuit opened for reads, too, at the first failed write: 0 of 400 blocks were served, which
+/// the file system could still read.
+fn a_file_system_whose_writes_fail_is_still_read(engine: IoEngine, layout: FileLayout) {
     let Some(disk) = Disk::ext4() else { return };
     let store = store(disk.place(), engine, layout);
     put(&store, &keys(0..400), BLOCK);
@@ -221,30 +221,30 @@ fn a_file_system_that_takes_no_writes_is_read(engine: IoEngine, layout: FileLayo
     assert_ne!(health.writes.state, HealthState::Healthy, "{health:?}");
     let why = health.last_error.unwrap();
     println!("its circuit for writes is open because {why}");
-    assert!(why.contains("os error"), "the kernel's word is passed on: {why}");
+    assert!(why.contains("os error"), "the kernel's error is included: {why}");
 }
 
 #[test]
-fn a_file_system_that_takes_no_writes_is_read_with_uring() {
-    a_file_system_that_takes_no_writes_is_read(IoEngine::Auto, FileLayout::Segments);
+fn a_file_system_whose_writes_fail_is_still_read_with_uring() {
+    a_file_system_whose_writes_fail_is_still_read(IoEngine::Auto, FileLayout::Segments);
 }
 
 #[test]
-fn a_file_system_that_takes_no_writes_is_read_with_psync() {
-    a_file_system_that_takes_no_writes_is_read(IoEngine::Psync, FileLayout::Segments);
+fn a_file_system_whose_writes_fail_is_still_read_with_psync() {
+    a_file_system_whose_writes_fail_is_still_read(IoEngine::Psync, FileLayout::Segments);
 }
 
 #[test]
-fn a_file_system_that_takes_no_writes_is_read_with_a_file_a_block() {
-    a_file_system_that_takes_no_writes_is_read(IoEngine::Auto, FileLayout::FilePerBlock);
+fn a_file_system_whose_writes_fail_is_still_read_with_a_file_a_block() {
+    a_file_system_whose_writes_fail_is_still_read(IoEngine::Auto, FileLayout::FilePerBlock);
 }
 
 #[test]
-fn a_full_file_system_is_not_a_broken_one() {
+fn a_full_file_system_opens_no_circuit() {
     for layout in [FileLayout::Segments, FileLayout::FilePerBlock] {
         let Some(disk) = Disk::tmpfs("24m") else { return };
         let store = store(disk.place(), IoEngine::Auto, layout);
-        // Four times what fits: the tier gives its oldest blocks up, and its device room with them.
+        // Four times what fits: the tier reclaims its oldest blocks, which frees space.
         for at in 0..192 {
             let outcomes = put(&store, &keys(at * 8..at * 8 + 8), BLOCK);
             assert!(outcomes.iter().all(|o| matches!(o, PutOutcome::Stored)), "{outcomes:?}");
@@ -261,7 +261,7 @@ fn a_full_file_system_is_not_a_broken_one() {
 }
 
 #[test]
-fn a_directory_that_is_unmounted_is_noticed_before_a_request_meets_it() {
+fn probes_detect_an_unmounted_directory() {
     let Some(disk) = Disk::tmpfs("96m") else { return };
     let store = store(disk.place(), IoEngine::Auto, FileLayout::Segments);
     put(&store, &keys(0..100), BLOCK);
@@ -269,12 +269,12 @@ fn a_directory_that_is_unmounted_is_noticed_before_a_request_meets_it() {
     run("umount", &["-l", &disk.path()]).unwrap();
     wait_for(&store, 0, false);
     let why = store.stats().health.remove(0).1.last_error.unwrap();
-    assert!(why.contains("mounted"), "it says what to look for: {why}");
+    assert!(why.contains("mounted"), "the message names the cause: {why}");
     assert!(check(&store, &keys(90..100)).iter().all(|tier| *tier == Some("dram")));
 }
 
 #[test]
-fn a_directory_that_is_moved_away_is_shed_until_it_is_back() {
+fn the_circuit_is_open_while_the_directory_is_moved_away() {
     let parent = tempfile::tempdir().unwrap();
     let (here, away) = (parent.path().join("here"), parent.path().join("away"));
     let store = store(here.clone(), IoEngine::Auto, FileLayout::Segments);

@@ -1,4 +1,4 @@
-//! Every stage, third parties' included, passes the same checks.
+//! Every stage passes the conformance checks, including one of a third party.
 
 mod third_party;
 

@@ -1,4 +1,4 @@
-//! Stages that are late, lie, panic or come back with other bytes: what they cost, and whom.
+//! Stages that are slow, hang, panic or return wrong results: only their own blocks are affected.
 
 mod blocks;
 mod third_party;
@@ -14,12 +14,12 @@ use cascade_store::{
     CallOptions, GetOutcome, HealthConfig, Put, PutOutcome, PutSlab, Store, StoreConfig,
     StoreError, ViewOutcome, WritePolicy,
 };
-use third_party::{MapStage, flush, often, open, wait_for};
+use third_party::{MapStage, flush, frequent_probes, open, wait_for};
 
 const BLOCK: usize = 64 << 10;
 
 #[test]
-fn callers_that_each_want_all_of_dram_do_not_wait_for_each_other() {
+fn concurrent_gets_larger_than_dram_do_not_deadlock() {
     let (store, _stage) = open(dram(4));
     let length = 512 << 10;
     for at in 0..32 {
@@ -47,7 +47,7 @@ fn callers_that_each_want_all_of_dram_do_not_wait_for_each_other() {
 }
 
 #[test]
-fn a_flush_ends_while_others_go_on_putting() {
+fn a_flush_returns_during_continuous_puts() {
     let (store, _stage) = open(dram(4));
     let stop = AtomicBool::new(false);
     std::thread::scope(|scope| {
@@ -67,7 +67,7 @@ fn a_flush_ends_while_others_go_on_putting() {
 }
 
 #[test]
-fn closing_over_a_hung_stage_ends_and_says_what_was_left_behind() {
+fn closing_over_a_hung_stage_returns_an_error() {
     let timeout = Duration::from_millis(100);
     let (store, stage) = open(StoreConfig { timeout, ..dram(16) });
     stage.delay_ms.store(3_600_000, Relaxed);
@@ -80,20 +80,19 @@ fn closing_over_a_hung_stage_ends_and_says_what_was_left_behind() {
     assert_eq!(store.delete(&keys(0..1)), [false]);
 }
 
-/// A flush that a close overtook blamed the stage for failing lately, which sent whoever read that
-/// to look for a broken disk.
+/// The error of a flush during a close wrongly blamed the stage.
 #[test]
-fn a_flush_that_a_close_overtakes_says_that_the_store_is_closed() {
+fn a_flush_during_a_close_fails_with_closed() {
     let timeout = Duration::from_millis(100);
     let (store, _stage) =
         open(StoreConfig { timeout, mover_bytes_per_second: Some(1), ..dram(16) });
-    // The first block is free; from then on the mover has nothing to spend for a day.
+    // The first block is written at once; after that the mover's budget is used up for a day.
     put(&store, &keys(0..1), BLOCK);
     flush(&store);
     put(&store, &keys(1..2), BLOCK);
-    let patient = CallOptions { timeout: Some(Duration::from_secs(60)), ..Default::default() };
+    let long_timeout = CallOptions { timeout: Some(Duration::from_secs(60)), ..Default::default() };
     std::thread::scope(|scope| {
-        let flushing = scope.spawn(|| store.flush(patient));
+        let flushing = scope.spawn(|| store.flush(long_timeout));
         store.close().unwrap_err();
         let flushed = flushing.join().unwrap();
         assert!(matches!(flushed, Err(StoreError::Closed)), "{flushed:?}");
@@ -101,9 +100,9 @@ fn a_flush_that_a_close_overtakes_says_that_the_store_is_closed() {
 }
 
 #[test]
-fn a_stage_that_answers_short_or_panics_costs_its_blocks_and_nothing_else() {
-    // So seldom that no probe finds the fault, and has the stage shed, before the view does.
-    let health = HealthConfig { probe_interval: Duration::from_secs(1), ..often() };
+fn a_stage_that_returns_too_few_results_or_panics_loses_only_its_own_blocks() {
+    // With rare probes, so that the view and not a probe meets the fault first.
+    let health = HealthConfig { probe_interval: Duration::from_secs(1), ..frequent_probes() };
     for is_panic in [false, true] {
         let (store, stage) = open(StoreConfig { health, ..dram(4) });
         put(&store, &keys(0..128), BLOCK);
@@ -116,7 +115,7 @@ fn a_stage_that_answers_short_or_panics_costs_its_blocks_and_nothing_else() {
         assert!(store.flush(CallOptions::default()).is_err(), "not all was written");
         fault.store(false, Relaxed);
         wait_for(&store, 0, true);
-        assert_eq!(check(&store, &keys(0..1)), [Some("map")], "nobody waits for it for ever");
+        assert_eq!(check(&store, &keys(0..1)), [Some("map")], "no caller waits forever");
         assert_eq!(store.stats().pending_bytes, 0);
         put(&store, &keys(300..500), BLOCK);
         flush(&store);
@@ -125,7 +124,7 @@ fn a_stage_that_answers_short_or_panics_costs_its_blocks_and_nothing_else() {
 }
 
 #[test]
-fn a_name_that_the_stage_has_yet_to_learn_costs_no_block() {
+fn a_read_before_the_stage_has_a_new_name_loses_no_block() {
     let digest = DigestMode::On(DigestAlgorithm::Blake3);
     let (store, stage) = open(StoreConfig { digest, ..dram(4) });
     let bytes = bytes_of(&key(0), BLOCK);
@@ -135,7 +134,7 @@ fn a_name_that_the_stage_has_yet_to_learn_costs_no_block() {
     flush(&store);
     stage.name_delay_ms.store(100, Relaxed);
     assert!(matches!(put_as(1), PutOutcome::Deduplicated));
-    // The stage does not know the second name yet; whatever this says, the block stays.
+    // The stage does not have the second name yet. Whatever this returns, the block is kept.
     drop(store.view(&keys(1..2), CallOptions::default()));
     flush(&store);
     for n in 0..2 {
@@ -148,8 +147,8 @@ fn a_name_that_the_stage_has_yet_to_learn_costs_no_block() {
 }
 
 #[test]
-fn a_write_through_put_that_failed_is_written_when_it_is_tried_again() {
-    let config = StoreConfig { write: WritePolicy::Through, health: often(), ..dram(4) };
+fn a_retried_write_through_put_is_written() {
+    let config = StoreConfig { write: WritePolicy::Through, health: frequent_probes(), ..dram(4) };
     let (store, stage) = open(config);
     stage.fails.store(true, Relaxed);
     let outcomes = put(&store, &keys(0..1), BLOCK);
@@ -164,7 +163,7 @@ fn a_write_through_put_that_failed_is_written_when_it_is_tried_again() {
 }
 
 #[test]
-fn a_pin_holds_a_block_that_came_up_under_another_name() {
+fn a_pin_keeps_a_block_that_was_promoted_under_another_name() {
     let digest = DigestMode::On(DigestAlgorithm::Blake3);
     let (store, _stage) = open(StoreConfig { digest, ..dram(4) });
     let bytes = bytes_of(&key(0), BLOCK);
@@ -193,7 +192,7 @@ fn two_stages(
 }
 
 #[test]
-fn an_older_copy_in_a_slower_stage_never_takes_the_place_of_a_newer_one() {
+fn an_older_copy_in_a_slower_stage_never_replaces_a_newer_one() {
     for digest in [DigestMode::Off, DigestMode::On(DigestAlgorithm::Blake3)] {
         let (fast, slow) = (MapStage::new(), MapStage::new());
         let (new, old) = (bytes_of(&key(1), BLOCK), bytes_of(&key(2), BLOCK));
@@ -209,8 +208,8 @@ fn an_older_copy_in_a_slower_stage_never_takes_the_place_of_a_newer_one() {
             is_prefix: false,
             expires_unix_ms: None,
         };
-        fast.keep_from_before(facts(&new), new.clone());
-        slow.keep_from_before(facts(&old), old);
+        fast.add_survivor(facts(&new), new.clone());
+        slow.add_survivor(facts(&old), old);
         let store = two_stages(&fast, &slow, digest).unwrap();
         let view = store.view(&keys(0..1), CallOptions::default()).pop().unwrap();
         assert!(matches!(&view, ViewOutcome::Hit { slab, .. } if **slab == *new), "{view:?}");
@@ -234,7 +233,7 @@ fn a_block_is_read_from_the_next_stage_when_the_first_fails() {
 }
 
 #[test]
-fn blocks_written_in_place_wake_the_mover_that_they_wait_for() {
+fn put_slabs_wakes_the_mover_that_it_waits_for() {
     let timeout = Duration::from_secs(5);
     let (store, _stage) = open(StoreConfig { dirty_bytes_max: Some(MIB), timeout, ..dram(16) });
     let mut batch = Vec::new();
@@ -249,7 +248,7 @@ fn blocks_written_in_place_wake_the_mover_that_they_wait_for() {
 }
 
 #[test]
-fn names_without_bytes_do_not_hide_the_bytes_below_them() {
+fn a_stage_with_names_only_does_not_hide_blocks_in_lower_stages() {
     let stage = MapStage::new();
     let config = StoreConfig { pipeline: "Dram|Fake|Map".to_owned(), ..dram(4) };
     let store = Store::open_with(config, &stage.registry(), Arc::new(SystemClock)).unwrap();

@@ -1,6 +1,6 @@
 //! Another process truncates the file of a pool that is in use.
 //!
-//! The next access to the lost part was a bare SIGBUS: the process was gone without a word.
+//! The next access to the truncated part ended the process by SIGBUS without a message.
 
 #![expect(clippy::unwrap_used, reason = "in a test, a surprise should panic")]
 
@@ -18,16 +18,16 @@ use named_pool::{config, directory, pool, warm};
 const BLOCK: usize = 48 << 10;
 const DIRECTORY: &str = "CASCADE_TRUNCATED_DIRECTORY";
 
-#[expect(clippy::disallowed_methods, reason = "the child is told by variables")]
+#[expect(clippy::disallowed_methods, reason = "the child is configured by variables")]
 fn variable(name: &str) -> Option<String> {
     std::env::var(name).ok()
 }
 
-/// The child: puts and reads until its pool is gone. A wrong byte would be a panic, and another
-/// exit status.
+/// The child: puts and reads until its pool is truncated. A wrong byte would be a panic, with
+/// another exit status.
 #[test]
 #[ignore = "runs as the child of the test below"]
-fn put_and_read_until_the_pool_is_cut() {
+fn put_and_read_until_the_pool_is_truncated() {
     let Some(directory) = variable(DIRECTORY) else { return };
     let store = Store::open(config(Path::new(&directory), 8)).unwrap();
     put(&store, &keys(0..100), BLOCK);
@@ -43,11 +43,16 @@ fn put_and_read_until_the_pool_is_cut() {
 }
 
 #[test]
-fn a_process_whose_pool_is_truncated_ends_and_says_why() {
+fn a_process_whose_pool_is_truncated_ends_with_a_message() {
     for keep_bytes in [0, 1 << 20] {
         let directory = directory();
         let mut child = Command::new(std::env::current_exe().unwrap())
-            .args(["--exact", "put_and_read_until_the_pool_is_cut", "--ignored", "--nocapture"])
+            .args([
+                "--exact",
+                "put_and_read_until_the_pool_is_truncated",
+                "--ignored",
+                "--nocapture",
+            ])
             .env(DIRECTORY, directory.path())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())
@@ -57,11 +62,11 @@ fn a_process_whose_pool_is_truncated_ends_and_says_why() {
         assert!(lines.map_while(Result::ok).any(|line| line == "ready"), "it came up");
         let file = std::fs::File::options().write(true).open(pool(directory.path())).unwrap();
         file.set_len(keep_bytes).unwrap();
-        let mut said = String::new();
-        child.stderr.take().unwrap().read_to_string(&mut said).unwrap();
+        let mut message = String::new();
+        child.stderr.take().unwrap().read_to_string(&mut message).unwrap();
         let status = child.wait().unwrap();
-        assert_eq!(status.code(), Some(74), "{status}: {said}");
-        assert!(said.contains("truncated the file of the memory pool"), "{said}");
+        assert_eq!(status.code(), Some(74), "{status}: {message}");
+        assert!(message.contains("truncated the file of the memory pool"), "{message}");
 
         let store = Store::open(config(directory.path(), 8)).unwrap();
         assert_eq!(warm(&store).recovered_blocks, 0);

@@ -1,8 +1,8 @@
-//! Warm restart: a store whose process is killed leaves its DRAM to the next one.
+//! Warm restart: a store recovers the DRAM of its killed predecessor.
 //!
-//! 100 rounds of kill -9 by default; the slow gate runs more with `CASCADE_KILL_ROUNDS`. A failure
-//! means that a restart served a byte that nobody wrote, lost blocks that were in DRAM, or gave
-//! memory away that another process could still touch.
+//! 100 rounds of SIGKILL by default; the slow gate runs more with `CASCADE_KILL_ROUNDS`. A failure
+//! means that a restart served a wrong byte, lost blocks of DRAM, or reused memory that another
+//! process could still access.
 
 #![expect(clippy::unwrap_used, reason = "in a test, a surprise should panic")]
 
@@ -29,12 +29,12 @@ use third_party::MapStage;
 
 const BLOCK: usize = 48 << 10;
 const KEYS: u64 = 400;
-/// Of 128 KiB: all of a pool of 4 GiB but what its magazines may keep ready.
+/// Blocks of 128 KiB: a pool of 4 GiB less what its magazines may cache.
 const FOUR_GIB_BLOCKS: u64 = 32_700;
 const DIRECTORY: &str = "CASCADE_WARM_DIRECTORY";
 const ROLE: &str = "CASCADE_WARM_ROLE";
 
-#[expect(clippy::disallowed_methods, reason = "the gate and the child are told by variables")]
+#[expect(clippy::disallowed_methods, reason = "the gate and the child are configured by variables")]
 fn variable(name: &str) -> Option<String> {
     std::env::var(name).ok()
 }
@@ -50,7 +50,7 @@ fn with_files(directory: &Path, mib: u64) -> StoreConfig {
     StoreConfig { pipeline, files: Some(files), ..config(directory, mib) }
 }
 
-/// The child: does as its role says until it is killed.
+/// The child: runs its role until it is killed.
 #[test]
 #[ignore = "runs as the child of the tests below"]
 fn child() {
@@ -73,14 +73,14 @@ fn child() {
     }
 }
 
-/// Two sizes, so that pieces of memory come to lie across what other blocks had.
+/// Two sizes, so that reused memory overlaps several earlier blocks.
 fn length(key: u64) -> usize {
     if key.is_multiple_of(3) { 20_000 } else { BLOCK }
 }
 
 fn write_and_delete(store: &Store) {
     let start = u64::from(std::process::id()) * 7919 % KEYS;
-    report("began");
+    report("started");
     for at in start.. {
         let key = at % KEYS;
         put(store, &keys(key..key + 1), length(key));
@@ -88,7 +88,7 @@ fn write_and_delete(store: &Store) {
             store.delete(&keys(key..key + 1));
         }
         if at % 7 == 0 {
-            // The same bytes under a second name: a second record of the same piece.
+            // The same bytes under a second name: a second record of the same slab.
             let twin = bytes_of(&keys(key..key + 1)[0], length(key));
             let name = keys(KEYS + key..KEYS + key + 1)[0];
             store.put(&[Put::new(name, &twin)], CallOptions::default());
@@ -106,7 +106,7 @@ fn fill_and_wait(directory: &Path) {
     wait();
 }
 
-/// Holds a block that is then deleted, and a reservation, in the name of the process it is told.
+/// Holds a block that is then deleted and a reservation, on behalf of the configured process.
 fn hold_and_wait(directory: &Path) {
     let store = Store::open(config(directory, 4)).unwrap();
     let text = std::fs::read_to_string(directory.join("holder")).unwrap();
@@ -163,7 +163,7 @@ fn wait() {
 
 fn report(text: &str) {
     let mut out = std::io::stdout().lock();
-    writeln!(out, "\ntold {text}").and_then(|()| out.flush()).unwrap();
+    writeln!(out, "\nreport {text}").and_then(|()| out.flush()).unwrap();
 }
 
 struct Running {
@@ -185,9 +185,9 @@ impl Running {
         Self { child, lines }
     }
 
-    fn told(&mut self) -> String {
-        let mut told = self.lines.by_ref().map_while(Result::ok);
-        told.find_map(|line| line.strip_prefix("told ").map(str::to_owned)).unwrap()
+    fn report(&mut self) -> String {
+        let mut lines = self.lines.by_ref().map_while(Result::ok);
+        lines.find_map(|line| line.strip_prefix("report ").map(str::to_owned)).unwrap()
     }
 
     fn kill(mut self) {
@@ -196,7 +196,7 @@ impl Running {
     }
 }
 
-/// Every block that is served has the bytes of its key, the second names those of the first.
+/// Checks that every served block has the bytes of its key, or of the first name for second names.
 fn check_all(store: &Store) -> usize {
     let found = check(store, &keys(0..KEYS)).iter().filter(|tier| tier.is_some()).count();
     for (first, second) in keys(0..KEYS).iter().zip(keys(KEYS..2 * KEYS)) {
@@ -215,13 +215,13 @@ fn kill_rounds(role: &str, open: impl Fn(&Path) -> StoreConfig, rounds: u64) {
     let (mut recovered, mut found) = (0, 0);
     for _ in 0..rounds {
         let mut running = Running::start(directory.path(), role);
-        running.told();
+        running.report();
         random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
         std::thread::sleep(Duration::from_micros((random >> 33) % 30_000));
         running.kill();
         let store = Store::open(open(directory.path())).unwrap();
         let stats = warm(&store);
-        assert_eq!(stats.rejected_records, 0, "a kill leaves nothing that has to be rejected");
+        assert_eq!(stats.rejected_records, 0, "a kill leaves no invalid records");
         recovered += stats.recovered_blocks;
         found += check_all(&store);
         store.close().unwrap();
@@ -234,12 +234,12 @@ fn rounds() -> u64 {
 }
 
 #[test]
-fn a_killed_writer_leaves_only_right_bytes_in_dram() {
+fn recovered_blocks_have_the_right_bytes() {
     kill_rounds("write", |directory| config(directory, 8), rounds());
 }
 
 #[test]
-fn a_killed_writer_with_digests_leaves_only_right_bytes() {
+fn recovered_blocks_with_digests_have_the_right_bytes() {
     let digest = DigestMode::On(DigestAlgorithm::Blake3);
     kill_rounds(
         "write-digests",
@@ -249,7 +249,7 @@ fn a_killed_writer_with_digests_leaves_only_right_bytes() {
 }
 
 #[test]
-fn a_killed_writer_with_files_leaves_only_right_bytes_in_both() {
+fn recovered_blocks_over_files_have_the_right_bytes() {
     kill_rounds("write-files", |directory| with_files(directory, 8), rounds() * 3 / 4);
 }
 
@@ -257,7 +257,7 @@ fn a_killed_writer_with_files_leaves_only_right_bytes_in_both() {
 fn every_resident_block_is_hit_in_dram_after_a_kill() {
     let directory = directory();
     let mut running = Running::start(directory.path(), "fill");
-    running.told();
+    running.report();
     running.kill();
     let store = Store::open(config(directory.path(), 64)).unwrap();
     let tiers = check(&store, &keys(0..1000));
@@ -265,20 +265,20 @@ fn every_resident_block_is_hit_in_dram_after_a_kill() {
     let stats = warm(&store);
     assert_eq!((stats.recovered_blocks, stats.rejected_records, stats.runs), (1000, 0, 2));
     assert_eq!(stats.recovered_bytes, 1000 * BLOCK as u64);
-    // The pool is as if the blocks had been put here: they can be evicted and deleted.
+    // Recovered blocks can be evicted and deleted like others.
     put(&store, &keys(1000..3000), BLOCK);
     assert_eq!(store.stats().dram_bytes, store.stats().pool.requested_bytes as u64);
     store.clear();
     assert_eq!(store.stats().pool.reserved_bytes, 0);
 }
 
-/// The promise of `docs/warm-restart.md`; prints how long it took.
+/// The figure in `docs/warm-restart.md`; prints the time.
 #[test]
 #[ignore = "takes 4 GiB of memory"]
-fn four_gibibytes_come_back_after_a_kill() {
+fn four_gibibytes_are_recovered_after_a_kill() {
     let directory = directory();
     let mut running = Running::start(directory.path(), "fill-4gib");
-    running.told();
+    running.report();
     running.kill();
     let began = SystemClock.monotonic();
     let store = Store::open(four_gibibytes(directory.path())).unwrap();
@@ -304,7 +304,7 @@ fn fill_four_gibibytes(directory: &Path) {
 
 #[test]
 #[ignore = "takes 1 GiB of memory"]
-fn a_gibibyte_comes_back() {
+fn one_gibibyte_is_recovered() {
     let directory = directory();
     let config = StoreConfig { huge_pages: true, ..config(directory.path(), 1024) };
     let count = (1000 << 20) / (256 << 10);
@@ -319,10 +319,10 @@ fn a_gibibyte_comes_back() {
 }
 
 #[test]
-fn what_was_not_written_down_yet_is_written_after_a_kill() {
+fn pending_writes_are_completed_after_a_kill() {
     let directory = directory();
     let mut running = Running::start(directory.path(), "dirty");
-    running.told();
+    running.report();
     running.kill();
     let config = with_files(directory.path(), 8);
     let store = Store::open(config.clone()).unwrap();
@@ -337,10 +337,10 @@ fn what_was_not_written_down_yet_is_written_after_a_kill() {
     assert!(tiers.iter().all(|tier| *tier == Some("files")), "{tiers:?}");
 }
 
-/// Without digests the two copies of a block could not be shown to be the same, and each restart
-/// would write all of DRAM down again.
+/// Without digests the copies in DRAM and files could not be matched, and each restart wrote all of
+/// DRAM again.
 #[test]
-fn what_was_written_down_is_not_written_again() {
+fn blocks_already_in_files_are_not_written_again_after_a_restart() {
     let directory = directory();
     let config = with_files(directory.path(), 8);
     let store = Store::open(config.clone()).unwrap();
@@ -355,7 +355,7 @@ fn what_was_written_down_is_not_written_again() {
     assert!(tiers.iter().all(|tiers| *tiers == ["dram", "files"]), "{tiers:?}");
 }
 
-/// Fills a store of one size of block with others, and returns the offsets they came to lie at.
+/// Puts new blocks until the store is full, and returns their offsets.
 fn refill(store: &Store, from: u64) -> Vec<usize> {
     put(store, &keys(from..from + 200), BLOCK);
     let views = store.view(&keys(from..from + 200), CallOptions::default());
@@ -367,25 +367,25 @@ fn refill(store: &Store, from: u64) -> Vec<usize> {
 }
 
 #[test]
-fn memory_that_a_living_process_holds_is_given_to_nobody() {
+fn memory_held_by_a_running_process_is_not_reused() {
     let directory = directory();
     let mut holder = Command::new("sleep").arg("600").spawn().unwrap();
     std::fs::write(directory.path().join("holder"), holder.id().to_string()).unwrap();
     let mut running = Running::start(directory.path(), "hold");
-    let reserved: usize = running.told().parse().unwrap();
+    let reserved: usize = running.report().parse().unwrap();
     running.kill();
-    // Twice, for what is held survives a second death as well.
+    // Twice: holds survive a second restart as well.
     for run in 2..4 {
         let store = Store::open(config(directory.path(), 4)).unwrap();
         let stats = warm(&store);
         assert_eq!((stats.held_by_earlier, stats.rejected_records, stats.runs), (3, 0, run));
         assert!(!refill(&store, 1000 * run).contains(&reserved));
-        // The block that is leased is not evicted, the one that was deleted does not come back.
+        // The leased block is not evicted; the deleted one is not recovered.
         assert_eq!(check(&store, &keys(0..2)), [None, Some("dram")]);
         let mut written = vec![0; BLOCK];
         let file = std::fs::File::open(pool(directory.path())).unwrap();
         file.read_exact_at(&mut written, reserved as u64).unwrap();
-        assert!(written.iter().all(|byte| *byte == 0xA5), "somebody wrote there");
+        assert!(written.iter().all(|byte| *byte == 0xA5), "held memory was overwritten");
         store.close().unwrap();
     }
     holder.kill().unwrap();
@@ -395,12 +395,12 @@ fn memory_that_a_living_process_holds_is_given_to_nobody() {
     assert!(refill(&store, 9000).contains(&reserved));
 }
 
-/// A device that the ring of a dead process still reads from could write over a block.
+/// An I/O request of the dead process's ring could still overwrite a block.
 #[test]
-fn memory_that_the_kernel_may_read_into_is_out_for_one_run() {
+fn slabs_of_reads_in_flight_are_not_reused_for_one_run() {
     let directory = directory();
     let mut running = Running::start(directory.path(), "load");
-    running.told();
+    running.report();
     running.kill();
     for expected in [1, 0] {
         let store = Store::open(config(directory.path(), 4)).unwrap();
@@ -408,27 +408,27 @@ fn memory_that_the_kernel_may_read_into_is_out_for_one_run() {
         assert_eq!((stats.held_by_earlier, stats.rejected_records), (expected, 0));
         store.clear();
         let reserved_bytes = store.stats().pool.reserved_bytes as u64;
-        assert_eq!(reserved_bytes, expected * BLOCK as u64, "its slab stays out, no other");
+        assert_eq!(reserved_bytes, expected * BLOCK as u64, "only its slab is reserved");
     }
 }
 
 #[test]
-fn memory_comes_back_when_its_holder_says_so_or_dies() {
-    for says_so in [true, false] {
+fn held_memory_is_freed_when_its_holder_releases_it_or_ends() {
+    for is_released in [true, false] {
         let directory = directory();
         let mut holder = Command::new("sleep").arg("600").spawn().unwrap();
         std::fs::write(directory.path().join("holder"), holder.id().to_string()).unwrap();
         let mut running = Running::start(directory.path(), "hold");
-        let reserved: usize = running.told().parse().unwrap();
+        let reserved: usize = running.report().parse().unwrap();
         running.kill();
         let store = Store::open(config(directory.path(), 4)).unwrap();
         assert_eq!(warm(&store).held_by_earlier, 3);
-        if says_so {
+        if is_released {
             assert_eq!(store.release_process(holder.id()), 3);
         }
         holder.kill().unwrap();
         holder.wait().unwrap();
-        // A store that needs room looks for it; once a second at most.
+        // A store that needs memory checks the holders, at most once a second.
         while !refill(&store, 1000).contains(&reserved) {
             store.clear();
         }
@@ -437,7 +437,7 @@ fn memory_comes_back_when_its_holder_says_so_or_dies() {
 }
 
 #[test]
-fn notes_that_were_taken_back_hold_nothing() {
+fn released_holds_free_their_ledger_records() {
     let directory = directory();
     let store = Store::open(config(directory.path(), 4)).unwrap();
     let me = Process::of(std::process::id()).unwrap();
@@ -459,9 +459,9 @@ fn notes_that_were_taken_back_hold_nothing() {
     assert_eq!(warm(&store).held_by_earlier, 0);
 }
 
-/// One process took every place of the ledger, and no other client could read or write.
+/// One process filled the ledger, and no other client could read or write.
 #[test]
-fn a_process_leaves_half_of_the_free_ledger_places_to_the_others() {
+fn a_process_leaves_half_of_the_free_ledger_places_to_others() {
     let directory = directory();
     let store = Store::open(config(directory.path(), 4)).unwrap();
     let slab = store.reserve(BLOCK, CallOptions::default()).unwrap();
@@ -478,12 +478,12 @@ fn a_process_leaves_half_of_the_free_ledger_places_to_the_others() {
         assert!(*after > 0 && after.abs_diff(before / 2) <= 1, "{counts:?}");
     }
     store.unhold(all.drain(..).flatten());
-    assert_eq!(take_all(9).len(), counts[0], "all of them came back");
+    assert_eq!(take_all(9).len(), counts[0], "all of them are free again");
     store.close().unwrap();
 }
 
 #[test]
-fn blocks_beyond_the_ledgers_places_are_counted_and_not_kept() {
+fn blocks_beyond_the_ledgers_capacity_are_counted_and_not_recovered() {
     let directory = directory();
     let store = Store::open(config(directory.path(), 8)).unwrap();
     let outcomes = put(&store, &keys(0..1500), 1024);
@@ -498,7 +498,7 @@ fn blocks_beyond_the_ledgers_places_are_counted_and_not_kept() {
 }
 
 #[test]
-fn every_name_of_a_block_comes_back_and_its_bytes_once() {
+fn every_name_of_a_block_is_recovered_and_its_bytes_once() {
     let directory = directory();
     let digest = DigestMode::On(DigestAlgorithm::Blake3);
     let open = || Store::open(StoreConfig { digest, ..config(directory.path(), 4) }).unwrap();
@@ -522,7 +522,7 @@ fn every_name_of_a_block_comes_back_and_its_bytes_once() {
 }
 
 #[test]
-fn chains_and_expiry_come_back() {
+fn chains_and_expiry_times_are_recovered() {
     let directory = directory();
     let store = Store::open(config(directory.path(), 4)).unwrap();
     let chain: Vec<BlockKey> = keys(0..30);
@@ -535,16 +535,16 @@ fn chains_and_expiry_come_back() {
         .collect();
     store.put(&puts, CallOptions::default());
     let short = keys(100..101)[0];
-    let mortal = Put { ttl_ms: Some(1), ..Put::new(short, &bytes[0]) };
-    store.put(&[mortal], CallOptions::default());
+    let expiring = Put { ttl_ms: Some(1), ..Put::new(short, &bytes[0]) };
+    store.put(&[expiring], CallOptions::default());
     store.close().unwrap();
     drop(store);
     let store = Store::open(config(directory.path(), 4)).unwrap();
     assert!(!store.contains(&[short])[0], "it expired meanwhile");
-    // Room is made from the chain's end: a block never outlives the one before it.
+    // Eviction starts at the chain's end: a block never outlives its parent.
     put(&store, &keys(200..300), BLOCK);
     let found = store.contains(&chain);
     let leading = found.iter().take_while(|is_there| **is_there).count();
     assert!(found.iter().skip(leading).all(|is_there| !is_there), "{found:?}");
-    assert!(leading < 30, "some had to go");
+    assert!(leading < 30, "some blocks were evicted");
 }

@@ -1,116 +1,116 @@
-//! Answers: what a node says to a call.
+//! Answers: messages from a node to a worker.
 
 use cascade_block::{Manifest, NamespaceId};
 use cascade_store::{Change, Changes, PutOutcome, StoreError};
 
 use crate::failure::{read_error, read_outcome, write_error, write_outcome};
-use crate::fields::{Reader, Writer};
+use crate::fields::{FieldReader, FieldWriter};
 use crate::frame::Frame;
 use crate::hello::SessionId;
 use crate::{BODY_BYTES_MAX, TEXT_BYTES_MAX, WireError};
 
-/// The answer to a hello. With the first of a session comes the pool's file descriptor.
+/// The answer to a hello. The first one of a session carries the pool's file descriptor.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Welcome {
-    /// The protocol that both speak from here on.
+    /// The protocol version of the connection.
     pub version: u16,
-    /// Names this run of the node: it differs after every start.
+    /// Identifies this run of the node; different after every start.
     pub epoch: u64,
-    /// The session, to join with further connections.
+    /// The session that further connections join.
     pub session: SessionId,
     /// Length of the pool.
     pub pool_bytes: u64,
-    /// Most bytes of the pool that the session may hold at a time.
+    /// Maximum bytes of the pool that the session may hold at a time.
     pub hold_bytes_max: u64,
-    /// How long a call may take unless it says otherwise.
+    /// Timeout of calls that have none of their own.
     pub timeout_ms: u64,
-    /// Whether a put returns only once every tier has the block.
+    /// Whether a put returns only after every tier has the block (write-through).
     pub writes_through: bool,
-    /// The tiers, fast to slow; later messages name them by their place in this list.
+    /// The tiers, fast to slow; later messages contain indexes into this list.
     pub tiers: Vec<String>,
-    /// The tenant that the client is.
+    /// The client's tenant.
     pub tenant: String,
     /// The node's version.
     pub node_version: String,
 }
 
-/// What a node says to a block that a client wants to put.
+/// The answer for one block of a prepare.
 #[derive(Debug)]
 pub enum PreparedBlock {
-    /// Write it there.
+    /// A slab to write the block into.
     Slab {
-        /// Where in the pool.
+        /// Offset in the pool.
         offset: u64,
     },
-    /// Nothing is to be written.
+    /// The final outcome; nothing has to be written.
     Settled(PutOutcome),
-    /// The key is there: lease it and compare.
+    /// The key is already present: lease it and compare.
     Compare,
-    /// Settle the others first, then ask again.
+    /// Deferred: prepare it again after the other blocks.
     Later,
 }
 
-/// What a node says to a block that a client wants to read.
+/// The answer for one block of a lease.
 #[derive(Debug)]
 pub enum Lease {
-    /// It is there, as long as the client holds it.
+    /// Leased for as long as the client holds it.
     Hit {
-        /// Where in the pool.
+        /// Offset in the pool.
         offset: u64,
         /// Its length.
         bytes: u32,
-        /// Where it was found: a place in the list of tiers.
+        /// The tier that had it: an index into the list of tiers.
         tier: u8,
     },
-    /// Not here, or no longer right.
+    /// Not present, or damaged.
     Miss,
     /// Failed.
     Failed(StoreError),
 }
 
-/// What a node says to a call.
+/// A message from a node to a worker.
 #[derive(Debug)]
 pub enum Answer {
     /// To a hello.
     Welcome(Welcome),
-    /// To a hello or an administrator's call: no, and why.
+    /// A hello or an administrator's request was refused.
     Refused {
-        /// Why, for a person.
+        /// The reason.
         reason: String,
     },
-    /// It was done.
+    /// Done.
     Done,
-    /// It failed as a whole.
+    /// The whole call failed.
     Failed(StoreError),
     /// To a prepare.
     Prepared(Vec<PreparedBlock>),
     /// To a reserve.
     Slab {
-        /// Where in the pool.
+        /// Offset in the pool.
         offset: u64,
     },
     /// To a seal.
     Puts(Vec<PutOutcome>),
-    /// To a lease or an acquire, which has as many as were found in a row.
+    /// To a lease, or to an acquire: then one for each leading block that matched.
     Leases(Vec<Lease>),
-    /// To a lookup: the tier of each leading block, as a place in the list of tiers.
+    /// To a lookup: the tier of each leading block, as an index into the list of tiers.
     Matched(Vec<u8>),
-    /// To a question that is answered by yes or no.
+    /// To a query with a yes-or-no result per key.
     Flags(Vec<bool>),
     /// To a locate: one bit for each tier.
     Places(Vec<u8>),
     /// To a prefetch.
     Count(u64),
-    /// To a manifests.
+    /// To a request for manifests.
     Manifests(Vec<(NamespaceId, Manifest)>),
-    /// To an administrator's call: JSON.
+    /// To an administrator's request: JSON.
     Text(String),
-    /// To a changes.
+    /// To a request for changes.
     Changes(Changes),
 }
 
 impl Welcome {
-    fn write(&self, into: &mut Writer<'_>) {
+    fn write(&self, into: &mut FieldWriter<'_>) {
         into.u16(self.version);
         into.u64(self.epoch);
         into.bytes(&self.session);
@@ -126,7 +126,7 @@ impl Welcome {
         into.text(&self.node_version);
     }
 
-    fn read(from: &mut Reader<'_>) -> Result<Self, WireError> {
+    fn read(from: &mut FieldReader<'_>) -> Result<Self, WireError> {
         let version = from.u16("version")?;
         let epoch = from.u64("epoch")?;
         let session = from.array("session")?;
@@ -152,7 +152,7 @@ impl Welcome {
 }
 
 impl PreparedBlock {
-    fn write(&self, into: &mut Writer<'_>) {
+    fn write(&self, into: &mut FieldWriter<'_>) {
         match self {
             Self::Slab { offset } => {
                 into.u8(0);
@@ -167,7 +167,7 @@ impl PreparedBlock {
         }
     }
 
-    fn read(from: &mut Reader<'_>) -> Result<Self, WireError> {
+    fn read(from: &mut FieldReader<'_>) -> Result<Self, WireError> {
         Ok(match from.u8("prepared")? {
             0 => Self::Slab { offset: from.u64("offset")? },
             1 => Self::Settled(read_outcome(from)?),
@@ -179,7 +179,7 @@ impl PreparedBlock {
 }
 
 impl Lease {
-    fn write(&self, into: &mut Writer<'_>) {
+    fn write(&self, into: &mut FieldWriter<'_>) {
         match self {
             Self::Hit { offset, bytes, tier } => {
                 into.u8(0);
@@ -195,7 +195,7 @@ impl Lease {
         }
     }
 
-    fn read(from: &mut Reader<'_>) -> Result<Self, WireError> {
+    fn read(from: &mut FieldReader<'_>) -> Result<Self, WireError> {
         Ok(match from.u8("lease")? {
             0 => Self::Hit {
                 offset: from.u64("offset")?,
@@ -230,26 +230,26 @@ impl Answer {
         }
     }
 
-    /// Appends its frame; that of a failure if it would be longer than a frame may be.
+    /// Appends its frame. If the message is too long, appends a failure instead.
     #[expect(clippy::missing_panics_doc, reason = "a failure is a short message")]
     pub fn write(&self, into: &mut Vec<u8>, call: u32) {
         let write = |answer: &Self, into: &mut Vec<u8>| {
-            let body = |body: &mut Vec<u8>| answer.write_body(&mut Writer(body));
+            let body = |body: &mut Vec<u8>| answer.write_body(&mut FieldWriter(body));
             Frame::write(into, answer.kind(), call, None, body)
         };
-        // Cut text is no JSON.
-        let (is_cut, most) = match self {
+        // Truncated text is not valid JSON.
+        let (is_too_long, most) = match self {
             Self::Text(text) => (text.len() > TEXT_BYTES_MAX, TEXT_BYTES_MAX),
             _ => (false, BODY_BYTES_MAX as usize),
         };
-        if is_cut || write(self, into).is_err() {
-            let reason = format!("{most} bytes are the most; ask for less at once");
+        if is_too_long || write(self, into).is_err() {
+            let reason = format!("longer than the maximum of {most} bytes; ask for less at once");
             let failed = Self::Failed(StoreError::Config { setting: "answer", reason });
             write(&failed, into).expect("a failure is a short message");
         }
     }
 
-    fn write_body(&self, into: &mut Writer<'_>) {
+    fn write_body(&self, into: &mut FieldWriter<'_>) {
         match self {
             Self::Welcome(welcome) => welcome.write(into),
             Self::Refused { reason } => into.text(reason),
@@ -299,7 +299,7 @@ impl Answer {
 
     /// Reads the message of a frame.
     pub fn read(frame: &Frame<'_>) -> Result<Self, WireError> {
-        let mut from = Reader::new(frame.body);
+        let mut from = FieldReader::new(frame.body);
         let answer = match frame.header.kind {
             101 => Self::Welcome(Welcome::read(&mut from)?),
             102 => Self::Refused { reason: from.text("reason")?.to_owned() },
@@ -327,7 +327,7 @@ impl Answer {
     }
 }
 
-fn write_changes(into: &mut Writer<'_>, changes: &Changes) {
+fn write_changes(into: &mut FieldWriter<'_>, changes: &Changes) {
     into.bytes(&changes.next.to_bytes());
     into.u8(u8::from(changes.is_lost));
     into.u8(u8::from(changes.is_current));
@@ -347,7 +347,7 @@ fn write_changes(into: &mut Writer<'_>, changes: &Changes) {
     }
 }
 
-fn read_changes(from: &mut Reader<'_>) -> Result<Changes, WireError> {
+fn read_changes(from: &mut FieldReader<'_>) -> Result<Changes, WireError> {
     Ok(Changes {
         next: from.cursor()?,
         is_lost: from.flag("lost")?,
@@ -364,8 +364,8 @@ fn read_changes(from: &mut Reader<'_>) -> Result<Changes, WireError> {
 }
 
 fn list<'a, T>(
-    from: &mut Reader<'a>,
-    read: impl Fn(&mut Reader<'a>) -> Result<T, WireError>,
+    from: &mut FieldReader<'a>,
+    read: impl Fn(&mut FieldReader<'a>) -> Result<T, WireError>,
 ) -> Result<Vec<T>, WireError> {
     let count = from.count(1, "count")?;
     from.all(count, read)

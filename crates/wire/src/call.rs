@@ -1,10 +1,10 @@
-//! Calls: what a worker asks of its node.
+//! Calls: messages from a worker to its node.
 
 use cascade_block::{BlockKey, Manifest, NamespaceId};
 use cascade_store::ChangeCursor;
 
 use crate::chain::ChainRequest;
-use crate::fields::{Reader, Writer};
+use crate::fields::{FieldReader, FieldWriter};
 use crate::frame::{Frame, TraceContext};
 use crate::hello::Hello;
 use crate::{KEYS_MAX, WireError};
@@ -12,34 +12,34 @@ use crate::{KEYS_MAX, WireError};
 /// A block that a client wants to put.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct AskedBlock {
-    /// Its name.
+    /// Its key.
     pub key: BlockKey,
-    /// The block before it.
+    /// Key of the block before it in the chain.
     pub parent: Option<BlockKey>,
     /// Its length.
     pub bytes: u32,
     /// Whether it belongs to a protected prefix.
     pub is_prefix: bool,
-    /// Whether it is a request's last, partly filled block.
+    /// Whether it is a partial block at the end of a request.
     pub is_partial: bool,
 }
 
 /// A block that a client has written in place.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SealedBlock {
-    /// The hold that it was written into.
+    /// The hold of the slab that it was written into.
     pub hold: u64,
-    /// Its length; at most what was reserved.
+    /// Its length; at most the reserved length.
     pub bytes: u32,
-    /// Its name.
+    /// Its key.
     pub key: BlockKey,
-    /// The block before it.
+    /// Key of the block before it in the chain.
     pub parent: Option<BlockKey>,
-    /// The namespace that the key is rooted in.
+    /// The namespace of its chain.
     pub namespace: NamespaceId,
     /// Whether it belongs to a protected prefix.
     pub is_prefix: bool,
-    /// Whether it is a request's last, partly filled block.
+    /// Whether it is a partial block at the end of a request.
     pub is_partial: bool,
     /// Milliseconds until it expires.
     pub ttl_ms: Option<u64>,
@@ -48,22 +48,22 @@ pub struct SealedBlock {
 /// Holds with consecutive numbers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct HoldRange {
-    /// The first.
+    /// The first number.
     pub first: u64,
-    /// How many.
+    /// The number of holds.
     pub count: u32,
 }
 
-/// Why blocks are leased.
+/// Purpose of a lease.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LeasePurpose {
-    /// Somebody uses the bytes.
+    /// To use the bytes.
     Use,
-    /// A put compares them: counted as nobody's access.
+    /// To compare them in a put: not counted as an access.
     Compare,
 }
 
-/// A question about each of some blocks.
+/// A query or an operation on each of some blocks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum KeyQuestion {
     /// Is it in any tier?
@@ -72,11 +72,11 @@ pub enum KeyQuestion {
     Locate,
     /// Keep it in DRAM.
     Pin,
-    /// Take one pin back.
+    /// Remove one pin.
     Unpin,
-    /// Forget it.
+    /// Delete it.
     Delete,
-    /// Bring it to DRAM.
+    /// Promote it to DRAM.
     Prefetch,
 }
 
@@ -89,130 +89,130 @@ const QUESTIONS: [KeyQuestion; 6] = [
     KeyQuestion::Prefetch,
 ];
 
-/// What a worker asks of its node. `timeout_ms` is what the caller has left; holds are numbered by
-/// the client, which never uses a number twice.
+/// A message from a worker to its node. `timeout_ms` is the time until the caller's deadline. The
+/// client numbers holds and never uses a number twice.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Call {
-    /// Who calls; the first on every connection.
+    /// The client's identity; the first call on every connection.
     Hello(Hello),
-    /// Is anybody there?
+    /// Checks that the node answers.
     Ping,
-    /// Where do these blocks go? The slab of block `i` is hold `first_hold + i`.
+    /// Allocates slabs for blocks to put. The slab of block `i` gets hold `first_hold + i`.
     Prepare {
-        /// What the caller has left.
+        /// Time until the caller's deadline.
         timeout_ms: u32,
-        /// The first block's hold.
+        /// Hold of the first block.
         first_hold: u64,
         /// The blocks.
         blocks: Vec<AskedBlock>,
     },
-    /// A slab outside any batch.
+    /// Allocates a slab outside a batch.
     Reserve {
-        /// What the caller has left.
+        /// Time until the caller's deadline.
         timeout_ms: u32,
-        /// The slab's hold.
+        /// Hold of the slab.
         hold: u64,
         /// Its length.
         bytes: u64,
     },
-    /// Blocks that were written in place.
+    /// Stores blocks that were written in place.
     Seal {
-        /// What the caller has left.
+        /// Time until the caller's deadline.
         timeout_ms: u32,
         /// The blocks.
         blocks: Vec<SealedBlock>,
     },
-    /// Holds that are no longer used. Has no answer.
+    /// Releases holds. Has no answer.
     Release {
         /// The holds.
         holds: Vec<HoldRange>,
     },
-    /// Puts that the client settled itself. Has no answer.
+    /// Outcomes of puts that the client decided itself. Has no answer.
     Settled {
-        /// Blocks that were there with equal bytes.
+        /// Blocks already present with equal bytes.
         present: u32,
-        /// Blocks that were there with other bytes.
+        /// Blocks already present with other bytes.
         conflicts: u32,
         /// Blocks whose comparison failed.
         failures: u32,
     },
-    /// Leases on blocks; that on key `i` is hold `first_hold + i`.
+    /// Leases blocks. The lease of key `i` gets hold `first_hold + i`.
     Lease {
-        /// What the caller has left.
+        /// Time until the caller's deadline.
         timeout_ms: u32,
-        /// The first key's hold.
+        /// Hold of the first key.
         first_hold: u64,
-        /// Why.
+        /// Purpose of the leases.
         purpose: LeasePurpose,
         /// The blocks.
         keys: Vec<BlockKey>,
     },
-    /// A lookup and leases on the leading blocks that it finds.
+    /// Looks up a chain and leases the leading blocks that match.
     Acquire {
-        /// What the caller has left.
+        /// Time until the caller's deadline.
         timeout_ms: u32,
-        /// The first key's hold.
+        /// Hold of the first key.
         first_hold: u64,
         /// The chain.
         request: ChainRequest,
     },
-    /// How many leading blocks of a chain are here, and where?
+    /// Looks up the leading blocks of a chain and their tiers.
     Lookup(ChainRequest),
-    /// What became known of a chain.
+    /// Updates the hints of a chain.
     Hint(ChainRequest),
-    /// One question about each of some blocks.
+    /// One query or operation on each of some blocks.
     Ask {
-        /// The question.
+        /// The query or operation.
         question: KeyQuestion,
         /// The blocks.
         keys: Vec<BlockKey>,
     },
-    /// Forget every block.
+    /// Deletes every block.
     Clear,
-    /// Keep a namespace's manifest.
+    /// Registers a namespace's manifest.
     Register {
-        /// What the caller has left.
+        /// Time until the caller's deadline.
         timeout_ms: u32,
         /// The namespace's root key.
         root: BlockKey,
         /// Its manifest.
         manifest: Manifest,
     },
-    /// Which manifests are kept?
+    /// Lists the registered manifests.
     Manifests {
-        /// What the caller has left.
+        /// Time until the caller's deadline.
         timeout_ms: u32,
     },
-    /// Write everything down.
+    /// Writes all pending blocks to the lower tiers.
     Flush {
-        /// What the caller has left.
+        /// Time until the caller's deadline.
         timeout_ms: u32,
     },
-    /// An administrator's question or order, in words: `topic` says which, `arguments` is JSON.
+    /// An administrator's request.
     Admin {
-        /// What the caller has left.
+        /// Time until the caller's deadline.
         timeout_ms: u32,
-        /// Which.
+        /// The name of the request.
         topic: String,
-        /// Its arguments.
+        /// Its arguments in JSON.
         arguments: String,
     },
-    /// The client holds nothing any more that an earlier node at this place gave it. No answer.
+    /// Releases everything that the client holds of an earlier run of the node. Has no answer.
     Forget {
-        /// The earlier node.
+        /// The earlier run.
         epoch: u64,
     },
-    /// What came and went?
+    /// Reads changes of the set of blocks.
     Changes {
-        /// How far the caller knows it.
+        /// The end of the changes that the caller has read.
         since: Option<ChangeCursor>,
-        /// Most changes to be told.
+        /// Maximum number of changes in the answer.
         most: u32,
     },
 }
 
 impl AskedBlock {
-    fn write(&self, into: &mut Writer<'_>) {
+    fn write(&self, into: &mut FieldWriter<'_>) {
         into.key(&self.key);
         into.u32(self.bytes);
         into.u8(u8::from(self.is_prefix));
@@ -220,7 +220,7 @@ impl AskedBlock {
         into.maybe_key(self.parent.as_ref());
     }
 
-    fn read(from: &mut Reader<'_>) -> Result<Self, WireError> {
+    fn read(from: &mut FieldReader<'_>) -> Result<Self, WireError> {
         Ok(Self {
             key: from.key()?,
             bytes: from.u32("length")?,
@@ -232,7 +232,7 @@ impl AskedBlock {
 }
 
 impl SealedBlock {
-    fn write(&self, into: &mut Writer<'_>) {
+    fn write(&self, into: &mut FieldWriter<'_>) {
         into.u64(self.hold);
         into.u32(self.bytes);
         into.key(&self.key);
@@ -243,7 +243,7 @@ impl SealedBlock {
         into.maybe_key(self.parent.as_ref());
     }
 
-    fn read(from: &mut Reader<'_>) -> Result<Self, WireError> {
+    fn read(from: &mut FieldReader<'_>) -> Result<Self, WireError> {
         Ok(Self {
             hold: from.u64("hold")?,
             bytes: from.u32("length")?,
@@ -258,7 +258,7 @@ impl SealedBlock {
 }
 
 impl HoldRange {
-    fn read(from: &mut Reader<'_>) -> Result<Self, WireError> {
+    fn read(from: &mut FieldReader<'_>) -> Result<Self, WireError> {
         let (first, count) = (from.u64("hold")?, from.u32("count")?);
         let is_small = count as usize <= KEYS_MAX;
         let is_sound = is_small && first.checked_add(u64::from(count)).is_some();
@@ -291,7 +291,7 @@ impl Call {
         }
     }
 
-    /// What it is called in figures and logs.
+    /// Its name in metrics and logs.
     pub fn name(&self) -> &'static str {
         match self {
             Self::Hello(_) => "hello",
@@ -316,17 +316,17 @@ impl Call {
         }
     }
 
-    /// Appends its frame; nothing if it would be longer than a frame may be.
+    /// Appends its frame. Appends nothing if the message is too long.
     pub fn write(
         &self,
         into: &mut Vec<u8>,
         call: u32,
         trace: Option<TraceContext>,
     ) -> Result<(), WireError> {
-        Frame::write(into, self.kind(), call, trace, |body| self.write_body(&mut Writer(body)))
+        Frame::write(into, self.kind(), call, trace, |body| self.write_body(&mut FieldWriter(body)))
     }
 
-    fn write_body(&self, into: &mut Writer<'_>) {
+    fn write_body(&self, into: &mut FieldWriter<'_>) {
         match self {
             Self::Hello(hello) => hello.write(into),
             Self::Ping | Self::Clear => {}
@@ -395,20 +395,20 @@ impl Call {
 
     /// Reads the message of a frame.
     pub fn read(frame: &Frame<'_>) -> Result<Self, WireError> {
-        let mut from = Reader::new(frame.body);
+        let mut from = FieldReader::new(frame.body);
         let call = match frame.header.kind {
             1 => Self::Hello(Hello::read(&mut from)?),
             2 => Self::Ping,
             3 => {
                 let (timeout_ms, first_hold) = (from.u32("timeout")?, from.u64("hold")?);
                 let count = from.count(39, "blocks")?;
-                let first_hold = first_of(first_hold, count)?;
+                let first_hold = check_holds(first_hold, count)?;
                 let blocks = from.all(count, AskedBlock::read)?;
                 Self::Prepare { timeout_ms, first_hold, blocks }
             }
             4 => Self::Reserve {
                 timeout_ms: from.u32("timeout")?,
-                hold: first_of(from.u64("hold")?, 1)?,
+                hold: check_holds(from.u64("hold")?, 1)?,
                 bytes: from.u64("length")?,
             },
             5 => {
@@ -425,7 +425,7 @@ impl Call {
                 conflicts: from.u32("conflicts")?,
                 failures: from.u32("failures")?,
             },
-            8..=12 | 19 => return Self::read_question(frame.header.kind, from),
+            8..=12 | 19 => return Self::read_key_call(frame.header.kind, from),
             13 => Self::Clear,
             14 => Self::Register {
                 timeout_ms: from.u32("timeout")?,
@@ -445,21 +445,21 @@ impl Call {
         from.end(call)
     }
 
-    /// The calls that ask about blocks.
-    fn read_question(kind: u16, mut from: Reader<'_>) -> Result<Self, WireError> {
+    /// Reads the calls on keys and chains.
+    fn read_key_call(kind: u16, mut from: FieldReader<'_>) -> Result<Self, WireError> {
         let call = match kind {
             8 => {
                 let (timeout_ms, first_hold) = (from.u32("timeout")?, from.u64("hold")?);
                 let is_compare = from.flag("purpose")?;
                 let purpose = if is_compare { LeasePurpose::Compare } else { LeasePurpose::Use };
                 let keys = from.keys()?;
-                let first_hold = first_of(first_hold, keys.len())?;
+                let first_hold = check_holds(first_hold, keys.len())?;
                 Self::Lease { timeout_ms, first_hold, purpose, keys }
             }
             9 => {
                 let (timeout_ms, first_hold) = (from.u32("timeout")?, from.u64("hold")?);
                 let request = ChainRequest::read(&mut from)?;
-                let first_hold = first_of(first_hold, request.keys.len())?;
+                let first_hold = check_holds(first_hold, request.keys.len())?;
                 Self::Acquire { timeout_ms, first_hold, request }
             }
             10 => Self::Lookup(ChainRequest::read(&mut from)?),
@@ -476,8 +476,8 @@ impl Call {
     }
 }
 
-/// The first of `count` holds, all of which have a number.
-fn first_of(first: u64, count: usize) -> Result<u64, WireError> {
+/// Checks that the numbers of `count` holds from `first` on do not overflow.
+fn check_holds(first: u64, count: usize) -> Result<u64, WireError> {
     let end = u64::try_from(count).ok().and_then(|count| first.checked_add(count));
     end.map(|_| first).ok_or(WireError::Field("hold"))
 }

@@ -1,4 +1,4 @@
-//! A chain of blocks and what its caller knows about it, as it stands in messages.
+//! Encoding of a chain of blocks and its hints.
 
 use std::time::Duration;
 
@@ -7,23 +7,23 @@ use cascade_store::Request;
 use cascade_store::eviction::{Hints, Priority, StopReason};
 
 use crate::WireError;
-use crate::fields::{Reader, Writer};
+use crate::fields::{FieldReader, FieldWriter};
 
-/// A chain and what its caller knows about it.
+/// A chain and its hints.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ChainRequest {
     /// The prompt's blocks, root first.
     pub keys: Vec<BlockKey>,
-    /// Whether the last key names a partly filled block.
+    /// Whether the last key is of a partial block.
     pub partial_tail: bool,
-    /// What the caller knows of the future.
+    /// Hints for the eviction policy.
     pub hints: Hints,
-    /// When it arrived, on the caller's scale.
+    /// Arrival time, on the caller's clock.
     pub at: Option<Duration>,
 }
 
 impl ChainRequest {
-    /// Copies what a caller asks.
+    /// Copies a store's request.
     pub fn of(request: &Request<'_>) -> Self {
         Self {
             keys: request.keys.to_vec(),
@@ -33,7 +33,7 @@ impl ChainRequest {
         }
     }
 
-    /// As the store takes it.
+    /// Borrows it as a store's request.
     pub fn as_request(&self) -> Request<'_> {
         Request {
             keys: &self.keys,
@@ -43,7 +43,7 @@ impl ChainRequest {
         }
     }
 
-    pub(crate) fn write(&self, into: &mut Writer<'_>) {
+    pub(crate) fn write(&self, into: &mut FieldWriter<'_>) {
         into.keys(&self.keys);
         into.u8(u8::from(self.partial_tail));
         let Hints { ends_session, stop, priority, workload, expected_within } = self.hints;
@@ -65,7 +65,7 @@ impl ChainRequest {
         into.maybe_u64(self.at.map(nanos));
     }
 
-    pub(crate) fn read(from: &mut Reader<'_>) -> Result<Self, WireError> {
+    pub(crate) fn read(from: &mut FieldReader<'_>) -> Result<Self, WireError> {
         let keys = from.keys()?;
         let partial_tail = from.flag("partial tail")?;
         let ends_session = from.flag("ends session")?;

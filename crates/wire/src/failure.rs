@@ -1,4 +1,4 @@
-//! Outcomes and failures of a store, as they stand in messages.
+//! Encoding of a store's outcomes and errors.
 
 use std::sync::Arc;
 
@@ -7,14 +7,14 @@ use cascade_store::{DeclineReason, PutOutcome, StoreError};
 use thiserror::Error;
 
 use crate::WireError;
-use crate::fields::{Reader, Writer, cut};
+use crate::fields::{FieldReader, FieldWriter, cut};
 
-/// What failed in the node, in its own words.
+/// The text of an error in the node.
 #[derive(Debug, Error)]
 #[error("{0}")]
-struct Cause(String);
+struct RemoteCause(String);
 
-/// In the order of their codes.
+/// Index: the reason's code in messages.
 const DECLINE_REASONS: [DeclineReason; 5] = [
     DeclineReason::Partial,
     DeclineReason::TooLarge,
@@ -23,7 +23,7 @@ const DECLINE_REASONS: [DeclineReason; 5] = [
     DeclineReason::Empty,
 ];
 
-pub(crate) fn write_outcome(into: &mut Writer<'_>, outcome: &PutOutcome) {
+pub(crate) fn write_outcome(into: &mut FieldWriter<'_>, outcome: &PutOutcome) {
     match outcome {
         PutOutcome::Stored => into.u8(0),
         PutOutcome::Deduplicated => into.u8(1),
@@ -42,7 +42,7 @@ pub(crate) fn write_outcome(into: &mut Writer<'_>, outcome: &PutOutcome) {
     }
 }
 
-pub(crate) fn read_outcome(from: &mut Reader<'_>) -> Result<PutOutcome, WireError> {
+pub(crate) fn read_outcome(from: &mut FieldReader<'_>) -> Result<PutOutcome, WireError> {
     Ok(match from.u8("outcome")? {
         0 => PutOutcome::Stored,
         1 => PutOutcome::Deduplicated,
@@ -58,7 +58,7 @@ pub(crate) fn read_outcome(from: &mut Reader<'_>) -> Result<PutOutcome, WireErro
     })
 }
 
-pub(crate) fn write_error(into: &mut Writer<'_>, error: &StoreError) {
+pub(crate) fn write_error(into: &mut FieldWriter<'_>, error: &StoreError) {
     match error {
         StoreError::Timeout { operation, timeout_ms } => {
             into.u8(0);
@@ -101,7 +101,7 @@ pub(crate) fn write_error(into: &mut Writer<'_>, error: &StoreError) {
     }
 }
 
-pub(crate) fn read_error(from: &mut Reader<'_>) -> Result<StoreError, WireError> {
+pub(crate) fn read_error(from: &mut FieldReader<'_>) -> Result<StoreError, WireError> {
     Ok(match from.u8("error")? {
         0 => StoreError::Timeout {
             operation: from.name("operation")?,
@@ -115,7 +115,7 @@ pub(crate) fn read_error(from: &mut Reader<'_>) -> Result<StoreError, WireError>
         3 => StoreError::Tier {
             tier: from.name("tier")?,
             operation: from.name("operation")?,
-            source: Arc::new(Cause(from.text("cause")?.to_owned())),
+            source: Arc::new(RemoteCause(from.text("cause")?.to_owned())),
         },
         4 => StoreError::Config {
             setting: from.name("setting")?,
@@ -128,5 +128,5 @@ pub(crate) fn read_error(from: &mut Reader<'_>) -> Result<StoreError, WireError>
     })
 }
 
-/// Longest cause in a message: an answer for many blocks still fits a frame.
+/// Maximum length of a cause, so that an answer for [`crate::BLOCKS_MAX`] blocks fits a frame.
 const CAUSE_BYTES_MAX: usize = 1024;

@@ -1,4 +1,4 @@
-//! Reading and writing the fields of a message.
+//! Encoding and decoding of the fields of a message.
 
 use cascade_block::{BlockKey, Manifest, NamespaceId};
 use cascade_store::{ChangeCursor, TierName};
@@ -6,19 +6,19 @@ use cascade_store::{ChangeCursor, TierName};
 use crate::{KEYS_MAX, TEXT_BYTES_MAX, WireError};
 
 const KEY_BYTES: usize = 32;
-/// Most fields of a manifest in a message.
+/// Maximum number of fields of a manifest in a message.
 pub const MANIFEST_FIELDS_MAX: usize = 256;
 
-/// As much of a text as fits `bytes_max`, ending with a whole character.
+/// The longest prefix of a text that fits `bytes_max`, ending with a whole character.
 pub(crate) fn cut(text: &str, bytes_max: usize) -> &str {
     let end = (0..=bytes_max.min(text.len())).rev().find(|end| text.is_char_boundary(*end));
     &text[..end.unwrap_or(0)]
 }
 
-/// Appends fields one after the other.
-pub(crate) struct Writer<'a>(pub(crate) &'a mut Vec<u8>);
+/// Appends fields to a message.
+pub(crate) struct FieldWriter<'a>(pub(crate) &'a mut Vec<u8>);
 
-impl Writer<'_> {
+impl FieldWriter<'_> {
     pub(crate) fn u8(&mut self, value: u8) {
         self.0.push(value);
     }
@@ -43,7 +43,7 @@ impl Writer<'_> {
         self.bytes(key.as_bytes());
     }
 
-    /// A key that may be absent.
+    /// An optional key.
     pub(crate) fn maybe_key(&mut self, key: Option<&BlockKey>) {
         self.u8(u8::from(key.is_some()));
         if let Some(key) = key {
@@ -65,7 +65,7 @@ impl Writer<'_> {
         }
     }
 
-    /// The count of what follows.
+    /// The number of the items that follow.
     pub(crate) fn count(&mut self, count: usize) {
         self.u32(u32::try_from(count).expect("messages keep to their limits"));
     }
@@ -84,7 +84,7 @@ impl Writer<'_> {
         }
     }
 
-    /// Text, cut at the limit.
+    /// A text, truncated at [`TEXT_BYTES_MAX`].
     pub(crate) fn text(&mut self, text: &str) {
         self.blob(cut(text, TEXT_BYTES_MAX).as_bytes());
     }
@@ -103,15 +103,15 @@ impl Writer<'_> {
     }
 }
 
-/// Takes fields one after the other; what is not there is an error that names it.
-pub(crate) struct Reader<'a>(&'a [u8]);
+/// Reads fields of a message; a missing or invalid field is an error with its name.
+pub(crate) struct FieldReader<'a>(&'a [u8]);
 
-impl<'a> Reader<'a> {
+impl<'a> FieldReader<'a> {
     pub(crate) fn new(body: &'a [u8]) -> Self {
         Self(body)
     }
 
-    /// Nothing may be left.
+    /// Returns the message if no bytes remain.
     pub(crate) fn end<T>(self, message: T) -> Result<T, WireError> {
         if self.0.is_empty() { Ok(message) } else { Err(WireError::Field("end")) }
     }
@@ -171,14 +171,15 @@ impl<'a> Reader<'a> {
         if self.flag(field)? { Ok(Some(self.u64(field)?)) } else { Ok(None) }
     }
 
-    /// A count of things that take `least` bytes each: never more than could follow.
+    /// The number of items of at least `least` bytes each. Refuses more than the rest of the
+    /// message can hold, so that a forged count does not allocate memory.
     pub(crate) fn count(&mut self, least: usize, field: &'static str) -> Result<usize, WireError> {
         let count = self.u32(field)? as usize;
         let fits = count <= KEYS_MAX && count.saturating_mul(least) <= self.0.len();
         if fits { Ok(count) } else { Err(WireError::Field(field)) }
     }
 
-    /// So many things, as `count` allowed them: their memory is taken at once, not by doubling.
+    /// Reads `count` items, a number that `count` has checked: allocates once.
     pub(crate) fn all<T>(
         &mut self,
         count: usize,

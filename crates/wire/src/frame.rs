@@ -1,4 +1,4 @@
-//! Frames: a checked header of fixed length, then the body of one message.
+//! Frames: a header of fixed length with a checksum, then the body of one message.
 
 use std::fmt;
 
@@ -6,15 +6,15 @@ use cascade_block::checksum;
 
 use crate::WireError;
 
-/// The protocol that this build speaks first.
+/// The protocol version of this build.
 pub const VERSION: u16 = 1;
-/// The oldest that it still understands.
+/// The oldest protocol version that this build supports.
 pub const VERSION_MIN: u16 = 1;
-/// Number of the call that a refusal answers where the node has read none. Clients count from 1.
+/// Call number of a refusal that the node sends before it has read a call. Clients count from 1.
 pub const UNREAD: u32 = 0;
 /// Length of a header.
 pub const HEADER_BYTES: usize = 24;
-/// Most bytes after the header.
+/// Maximum length of a body.
 pub const BODY_BYTES_MAX: u32 = 4 << 20;
 
 const MAGIC: [u8; 4] = *b"CSCD";
@@ -25,19 +25,19 @@ const HAS_TRACE: u16 = 1;
 const IS_SAMPLED: u16 = 2;
 const TRACE_BYTES: usize = 24;
 
-/// Whose work a call is part of, as W3C trace context has it.
+/// A W3C trace context: the trace that a call belongs to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TraceContext {
-    /// The whole trace.
+    /// The trace id.
     pub trace: [u8; 16],
-    /// The span that makes the call.
+    /// The caller's span id.
     pub span: [u8; 8],
-    /// Whether the caller records it; if not, nobody else does.
+    /// Whether the trace is recorded, by the caller and the node.
     pub is_sampled: bool,
 }
 
 impl TraceContext {
-    /// Reads a `traceparent` header; none if it is not one, as the standard asks.
+    /// Parses a `traceparent` header; `None` if it is invalid, as the standard requires.
     pub fn parse(traceparent: &str) -> Option<Self> {
         let mut fields = traceparent.trim().split('-');
         let version = hex::<1>(fields.next()?)?[0];
@@ -78,30 +78,31 @@ fn hex<const N: usize>(text: &str) -> Option<[u8; N]> {
     Some(bytes)
 }
 
-/// What a frame says before its body.
+/// The fields before a frame's body.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Header {
-    /// What kind of message the body is.
+    /// The kind of message.
     pub kind: u16,
-    /// Chosen by the caller; its answer carries the same.
+    /// Call number, chosen by the caller and repeated in the answer.
     pub call: u32,
     flags: u16,
     body_bytes: u32,
     checksum: u32,
 }
 
-/// One frame, checked.
+/// One frame with a valid checksum.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Frame<'a> {
     /// Its header.
     pub header: Header,
-    /// Whose work the call is part of.
+    /// The trace that the call belongs to.
     pub trace: Option<TraceContext>,
     /// The message.
     pub body: &'a [u8],
 }
 
-/// Length of the frame that `bytes` begin with, header included, once its header is complete.
+/// Length of the frame at the start of `bytes`, header included; `None` until its header is
+/// complete.
 pub fn frame_length(bytes: &[u8]) -> Result<Option<usize>, WireError> {
     match bytes.first_chunk::<HEADER_BYTES>() {
         Some(header) => Ok(Some(HEADER_BYTES + Header::read(header)?.body_bytes as usize)),
@@ -124,8 +125,8 @@ impl Header {
             return Err(WireError::Version(version));
         }
         let (flags, reserved) = (u16_at(16), u16_at(18));
-        let is_known = matches!(flags, 0 | HAS_TRACE) || flags == HAS_TRACE | IS_SAMPLED;
-        if !is_known || reserved != 0 {
+        let are_flags_valid = matches!(flags, 0 | HAS_TRACE) || flags == HAS_TRACE | IS_SAMPLED;
+        if !are_flags_valid || reserved != 0 {
             return Err(WireError::Field("flags"));
         }
         let body_bytes = u32_at(8);
@@ -143,7 +144,7 @@ impl Header {
 }
 
 impl<'a> Frame<'a> {
-    /// Appends a frame to `into`; `body` appends the message. Nothing is appended if that is
+    /// Appends a frame to `into`; `body` appends the message. Appends nothing if the message is
     /// longer than [`BODY_BYTES_MAX`].
     pub fn write(
         into: &mut Vec<u8>,
@@ -174,19 +175,19 @@ impl<'a> Frame<'a> {
             return Err(WireError::TooLong(length));
         }
         into[start + 8..start + 12].copy_from_slice(&length.to_le_bytes());
-        let sum = Self::sum(&into[start..]);
+        let sum = Self::checksum_of(&into[start..]);
         into[start + CHECKSUM_AT..start + HEADER_BYTES].copy_from_slice(&sum.to_le_bytes());
         Ok(())
     }
 
-    /// Reads the frame that `bytes` hold exactly, as [`frame_length`] measured it.
+    /// Reads a frame of exactly `bytes`, whose length [`frame_length`] has returned.
     pub fn read(bytes: &'a [u8]) -> Result<Self, WireError> {
         let (head, body) = bytes.split_first_chunk().ok_or(WireError::Field("length"))?;
         let header = Header::read(head)?;
         if header.body_bytes as usize != body.len() {
             return Err(WireError::Field("length"));
         }
-        if Self::sum(bytes) != header.checksum {
+        if Self::checksum_of(bytes) != header.checksum {
             return Err(WireError::Checksum);
         }
         if header.flags & HAS_TRACE == 0 {
@@ -202,9 +203,9 @@ impl<'a> Frame<'a> {
         Ok(Self { header, trace: Some(trace), body })
     }
 
-    /// Of the header up to the checksum, and of the body.
-    fn sum(frame: &[u8]) -> u32 {
-        // Two sums instead of one over both parts: the parts do not lie side by side.
+    /// The checksum of the header before its checksum field, and of the body.
+    fn checksum_of(frame: &[u8]) -> u32 {
+        // Two sums, because the parts are not contiguous. The rotation makes their order matter.
         checksum(&frame[..CHECKSUM_AT]) ^ checksum(&frame[HEADER_BYTES..]).rotate_left(1)
     }
 }

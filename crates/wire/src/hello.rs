@@ -1,20 +1,20 @@
-//! The hello: who calls, what it speaks, and what it will do.
+//! The hello: the first call of a connection, with the client's identity, versions and access.
 
 use crate::WireError;
-use crate::fields::{Reader, Writer};
+use crate::fields::{FieldReader, FieldWriter};
 
-/// Names one client in all its connections. Whoever knows it may join the session, so it is drawn
-/// at random and told to the client alone.
+/// Identifies a client on all its connections. Any client that knows it may join the session, so it
+/// is random and sent only to its client.
 pub type SessionId = [u8; 16];
 
-/// What a client does with the pool.
+/// A client's access to the pool.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Access {
-    /// Maps it for reading only; cannot put.
+    /// Maps the pool read-only; cannot put.
     Read,
-    /// Maps it for writing too.
+    /// Maps the pool for reading and writing.
     Write,
-    /// Gets no pool: it only asks and orders as an administrator.
+    /// Gets no pool: only administrative requests.
     Administer,
 }
 
@@ -25,22 +25,22 @@ impl Access {
 /// The first call on every connection.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Hello {
-    /// The oldest protocol that the client speaks.
+    /// The oldest protocol version that the client supports.
     pub version_min: u16,
-    /// The newest.
+    /// The newest protocol version that the client supports.
     pub version_max: u16,
-    /// What it will do with the pool.
+    /// Access to the pool.
     pub access: Access,
     /// The session to join with a further connection.
     pub session: Option<SessionId>,
-    /// Proves which tenant it is.
+    /// Authenticates the tenant.
     pub token: Option<Vec<u8>>,
-    /// What it calls itself in the node's status, such as a program's name.
+    /// The client's name in the node's status, such as a program's name.
     pub name: String,
 }
 
 impl Hello {
-    pub(crate) fn write(&self, into: &mut Writer<'_>) {
+    pub(crate) fn write(&self, into: &mut FieldWriter<'_>) {
         into.u16(self.version_min);
         into.u16(self.version_max);
         into.u8(self.access as u8);
@@ -55,7 +55,7 @@ impl Hello {
         into.text(&self.name);
     }
 
-    pub(crate) fn read(from: &mut Reader<'_>) -> Result<Self, WireError> {
+    pub(crate) fn read(from: &mut FieldReader<'_>) -> Result<Self, WireError> {
         let (version_min, version_max) = (from.u16("version")?, from.u16("version")?);
         let access = Access::ALL.get(usize::from(from.u8("access")?));
         let access = *access.ok_or(WireError::Field("access"))?;

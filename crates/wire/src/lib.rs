@@ -1,4 +1,4 @@
-//! What a worker process and its node say to each other: frames and messages. No I/O, no state.
+//! The protocol between a worker process and its node: frames and messages. No I/O, no state.
 //!
 //! `docs/wire-protocol.md` has every byte. All integers are little endian.
 
@@ -23,33 +23,33 @@ pub use hello::{Access, Hello, SessionId};
 
 use thiserror::Error;
 
-/// Most keys in one message; a longer chain is asked for in pieces.
+/// Maximum number of keys in one message; clients split longer chains.
 pub const KEYS_MAX: usize = 64 << 10;
-/// Most blocks in one message that answers for each at length (prepare, seal, lease, acquire).
+/// Maximum number of blocks in one prepare, seal, lease or acquire, which have an answer per block.
 pub const BLOCKS_MAX: usize = 2048;
-/// Longest text in a message, in bytes.
+/// Maximum length of a text in a message, in bytes.
 pub const TEXT_BYTES_MAX: usize = 1 << 20;
 
-/// Why bytes are no message of this protocol. The connection they came on is closed.
+/// Why bytes are not a valid message. The receiver closes the connection.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum WireError {
-    /// It does not start like a frame.
-    #[error("{0:02x?} does not begin a frame of Cascade's protocol")]
+    /// The magic number is wrong.
+    #[error("{0:02x?} is not the start of a frame of Cascade's protocol")]
     Magic([u8; 4]),
-    /// A version that this build does not speak.
-    #[error("protocol version {0}; this build speaks {VERSION_MIN} to {VERSION}")]
+    /// A protocol version that this build does not support.
+    #[error("unsupported protocol version {0}; this build supports {VERSION_MIN} to {VERSION}")]
     Version(u16),
-    /// Larger than any message is.
-    #[error("a frame of {0} bytes; the most is {BODY_BYTES_MAX}")]
+    /// The body is longer than allowed.
+    #[error("a message of {0} bytes; the maximum is {BODY_BYTES_MAX}")]
     TooLong(u32),
-    /// Bytes changed on the way.
+    /// The frame was corrupted.
     #[error("the frame's checksum is wrong")]
     Checksum,
-    /// A kind of message that this build does not know.
-    #[error("no message has the kind {0}")]
+    /// An unknown kind of message.
+    #[error("unknown message kind {0}")]
     Kind(u16),
-    /// The body ends early, goes on too long, or holds what makes no sense.
-    #[error("the message's {0} is wrong")]
+    /// The body is too short or too long, or a field is invalid.
+    #[error("the message's {0} is invalid")]
     Field(&'static str),
 }

@@ -1,4 +1,4 @@
-//! Every message comes back as it went, and noise is refused without a panic.
+//! Every message is decoded as it was encoded, and invalid bytes are refused without a panic.
 
 use cascade_block::{BlockKey, Manifest, NamespaceId};
 use cascade_store::eviction::{Hints, Priority, StopReason};
@@ -44,7 +44,7 @@ fn hello() -> Hello {
 
 fn calls() -> Vec<Call> {
     let (timeout_ms, first_hold, keys) = (250, 77, vec![key(1), key(2), key(3)]);
-    let asked = AskedBlock {
+    let unwritten = AskedBlock {
         key: key(4),
         parent: Some(key(3)),
         bytes: 131_072,
@@ -64,7 +64,7 @@ fn calls() -> Vec<Call> {
     vec![
         Call::Hello(hello()),
         Call::Ping,
-        Call::Prepare { timeout_ms, first_hold, blocks: vec![asked, asked] },
+        Call::Prepare { timeout_ms, first_hold, blocks: vec![unwritten, unwritten] },
         Call::Reserve { timeout_ms, hold: 1, bytes: 4096 },
         Call::Seal { timeout_ms, blocks: vec![sealed] },
         Call::Release { holds: vec![HoldRange { first: 3, count: 4 }] },
@@ -156,9 +156,9 @@ fn answers() -> Vec<Answer> {
     all
 }
 
-/// Failures that came after the fixture was made.
+/// Failures that the fixture of version 1 does not contain.
 #[test]
-fn later_failures_come_back_as_they_went() {
+fn failures_outside_the_fixture_are_decoded_as_encoded() {
     let all = || [StoreError::Erasing, StoreError::Limit { limit: "pins", most: u64::MAX }];
     let mut bytes = Vec::new();
     Answer::Leases(all().map(Lease::Failed).into()).write(&mut bytes, 1);
@@ -171,7 +171,7 @@ fn later_failures_come_back_as_they_went() {
 }
 
 #[test]
-fn every_call_comes_back_as_it_went() {
+fn every_call_is_decoded_as_encoded() {
     for (number, call) in (0..).zip(calls()) {
         let trace = TraceContext { trace: [1; 16], span: [2; 8], is_sampled: number % 2 == 0 };
         let trace = Some(trace).filter(|_| number % 3 > 0);
@@ -189,7 +189,7 @@ const TRACE: &str = "4bf92f3577b34da6a3ce929d0e0e4736";
 const SPAN: &str = "00f067aa0ba902b7";
 
 #[test]
-fn a_hello_names_one_of_three_kinds_of_access() {
+fn a_hello_has_one_of_three_kinds_of_access() {
     for (code, access) in [(0, Access::Read), (1, Access::Write), (2, Access::Administer)] {
         let call = Call::Hello(Hello { access, ..hello() });
         let mut frame = Vec::new();
@@ -205,20 +205,20 @@ fn a_hello_names_one_of_three_kinds_of_access() {
 }
 
 #[test]
-fn a_traceparent_names_trace_span_and_whether_to_record() {
+fn a_traceparent_is_parsed_and_printed() {
     let context = TraceContext::parse(&format!("00-{TRACE}-{SPAN}-01")).expect("it is one");
     assert_eq!(context.trace[..2], [0x4b, 0xf9]);
     assert_eq!(context.span[6..], [0x02, 0xb7]);
     assert!(context.is_sampled);
     assert_eq!(context.to_string(), format!("00-{TRACE}-{SPAN}-01"));
-    let silent = TraceContext::parse(&format!("00-{TRACE}-{SPAN}-00")).expect("it is one");
-    assert!(!silent.is_sampled);
-    let of_tomorrow = format!("cc-{TRACE}-{SPAN}-01-what-else");
-    assert!(TraceContext::parse(&of_tomorrow).is_some(), "a later version may say more");
+    let unsampled = TraceContext::parse(&format!("00-{TRACE}-{SPAN}-00")).expect("it is one");
+    assert!(!unsampled.is_sampled);
+    let later_version = format!("cc-{TRACE}-{SPAN}-01-what-else");
+    assert!(TraceContext::parse(&later_version).is_some(), "a later version may have more fields");
 }
 
 #[test]
-fn what_is_no_traceparent_is_nobodys() {
+fn an_invalid_traceparent_is_refused() {
     let zero = "0".repeat(32);
     for wrong in [
         String::new(),
@@ -236,7 +236,7 @@ fn what_is_no_traceparent_is_nobodys() {
 }
 
 #[test]
-fn every_answer_comes_back_as_it_went() {
+fn every_answer_is_decoded_as_encoded() {
     for (number, answer) in (0..).zip(answers()) {
         let mut bytes = Vec::new();
         answer.write(&mut bytes, number);
@@ -244,11 +244,11 @@ fn every_answer_comes_back_as_it_went() {
         let back = Answer::read(&frame).expect("it was just written");
         let mut again = Vec::new();
         back.write(&mut again, number);
-        assert_eq!(bytes, again, "{answer:?} came back as {back:?}");
+        assert_eq!(bytes, again, "{answer:?} was decoded as {back:?}");
     }
 }
 
-/// The frames of version 1, one a line in hexadecimal: every call, then every answer.
+/// The frames of version 1, one per line in hexadecimal: every call, then every answer.
 const FIXTURE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../testdata/wire-v1.txt");
 
 fn frames() -> Vec<Vec<u8>> {
@@ -285,13 +285,13 @@ fn write_the_fixture() {
 }
 
 #[test]
-fn frames_of_version_1_are_read_as_they_were_written() {
+fn frames_of_version_1_match_the_fixture() {
     let text = std::fs::read_to_string(FIXTURE).expect("the fixture is there");
     let mut kinds = std::collections::BTreeSet::new();
     let frames = frames();
     assert_eq!(text.lines().count(), frames.len());
     for (line, now) in text.lines().zip(frames) {
-        assert_eq!(line, hexadecimal(&now), "a frame is written otherwise than in version 1");
+        assert_eq!(line, hexadecimal(&now), "a frame differs from version 1");
         let digits = |at: usize| u8::from_str_radix(&line[at..at + 2], 16).expect("hexadecimal");
         let bytes: Vec<u8> = (0..line.len()).step_by(2).map(digits).collect();
         let frame = Frame::read(&bytes).expect("a frame of version 1");
@@ -326,7 +326,7 @@ fn the_longest_answer_about_changes_fits_a_frame() {
     let mut bytes = Vec::new();
     Answer::Changes(all.clone()).write(&mut bytes, 1);
     let frame = Frame::read(&bytes).expect("it was just written");
-    assert!(matches!(Answer::read(&frame), Ok(Answer::Changes(told)) if told == all));
+    assert!(matches!(Answer::read(&frame), Ok(Answer::Changes(read)) if read == all));
 }
 
 #[test]
@@ -341,7 +341,7 @@ fn an_answer_that_is_too_long_becomes_a_failure() {
 }
 
 #[test]
-fn what_is_no_frame_is_refused_by_name() {
+fn an_invalid_frame_is_refused_with_the_field_at_fault() {
     let mut bytes = Vec::new();
     Call::Ping.write(&mut bytes, 1, None).expect("it is short");
     let with = |at: usize, value: u8| {
@@ -358,7 +358,7 @@ fn what_is_no_frame_is_refused_by_name() {
 }
 
 #[test]
-fn a_count_that_cannot_follow_is_refused_before_memory_is_taken() {
+fn a_count_beyond_the_message_is_refused_without_an_allocation() {
     let mut bytes = Vec::new();
     let call = Call::Ask { question: KeyQuestion::Pin, keys: Vec::new() };
     call.write(&mut bytes, 1, None).expect("it is short");
@@ -373,7 +373,7 @@ fn a_count_that_cannot_follow_is_refused_before_memory_is_taken() {
 
 proptest! {
     #[test]
-    fn noise_in_a_body_is_an_error_or_a_message_never_a_panic(
+    fn random_bytes_never_cause_a_panic(
         kind in 0_u16..130,
         body in prop::collection::vec(any::<u8>(), 0..300),
     ) {
@@ -390,7 +390,11 @@ proptest! {
     }
 
     #[test]
-    fn a_flipped_bit_anywhere_is_noticed(index in 0_usize..20, at in 0_usize..200, bit in 0_u8..8) {
+    fn a_flipped_bit_anywhere_is_detected(
+        index in 0_usize..20,
+        at in 0_usize..200,
+        bit in 0_u8..8,
+    ) {
         let mut bytes = Vec::new();
         calls()[index].write(&mut bytes, 3, None).expect("it is short");
         let at = at % bytes.len();
@@ -400,15 +404,15 @@ proptest! {
     }
 }
 
-/// Numbers beyond the last one would overflow in whoever counts through them.
+/// Counting through such hold numbers would overflow.
 #[test]
-fn holds_beyond_the_last_number_are_refused() {
+fn hold_numbers_that_overflow_are_refused() {
     let (timeout_ms, keys, first_hold) = (1, vec![key(1), key(2)], u64::MAX - 1);
-    let asked =
+    let unwritten =
         AskedBlock { key: key(1), parent: None, bytes: 1, is_prefix: false, is_partial: false };
     let purpose = LeasePurpose::Use;
     for call in [
-        Call::Prepare { timeout_ms, first_hold, blocks: vec![asked; 2] },
+        Call::Prepare { timeout_ms, first_hold, blocks: vec![unwritten; 2] },
         Call::Reserve { timeout_ms, hold: u64::MAX, bytes: 1 },
         Call::Lease { timeout_ms, first_hold, purpose, keys },
         Call::Acquire { timeout_ms, first_hold, request: request() },
@@ -422,9 +426,9 @@ fn holds_beyond_the_last_number_are_refused() {
     }
 }
 
-/// A status of many clients came back cut in the middle, and its reader took it for nothing at all.
+/// A truncated status of many clients could not be parsed as JSON.
 #[test]
-fn long_text_is_refused_instead_of_cut() {
+fn long_text_is_refused_instead_of_truncated() {
     let write = |text: String| {
         let mut bytes = Vec::new();
         Answer::Text(text).write(&mut bytes, 1);

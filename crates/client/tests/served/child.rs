@@ -1,4 +1,4 @@
-//! Processes of their own: this test binary run again, as a node or as a client, to be killed.
+//! Child processes: this test binary run again as a node or a client, to be killed.
 
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::UnixListener;
@@ -9,11 +9,14 @@ use cascade_client::{Client, ConnectOptions};
 use cascade_node::{Node, NodeConfig, Server};
 use cascade_store::{BlockStore, PutSlab};
 
-use crate::host::{bytes_of, hits, keys, pause, put, wait_until, within};
+use crate::test_node::{bytes_of, hits, keys, pause, put, wait_until, within};
 
 pub(crate) const SOCKET: &str = "CASCADE_TEST_SOCKET";
 
-#[expect(clippy::disallowed_methods, reason = "children and the slow gate are told by variables")]
+#[expect(
+    clippy::disallowed_methods,
+    reason = "children and the slow gate are configured by variables"
+)]
 pub(crate) fn variable(name: &str) -> Option<String> {
     std::env::var(name).ok()
 }
@@ -30,7 +33,7 @@ impl Process {
         Self::spawn(&mut Command::new(std::env::current_exe().unwrap()), role, socket)
     }
 
-    /// The same as another user, who may not be able to read this binary where it lies.
+    /// As `start`, as another user, who may have no access to this binary's directory.
     pub(crate) fn start_as(user: u32, role: &str, socket: &Path) -> Self {
         use std::os::unix::process::CommandExt;
         let copy = socket.with_file_name("test");
@@ -51,7 +54,7 @@ impl Process {
         Self { child, lines }
     }
 
-    /// Waits until the child says that it is where the test wants it.
+    /// Waits until the child reports that it is ready.
     pub(crate) fn await_ready(&mut self) {
         let mut line = String::new();
         while !line.contains("is ready") {
@@ -60,8 +63,8 @@ impl Process {
         }
     }
 
-    /// Lets the child go on.
-    pub(crate) fn poke(&mut self) {
+    /// Lets the child continue after `await_resume`.
+    pub(crate) fn resume(&mut self) {
         self.child.stdin.as_mut().unwrap().write_all(b"\n").unwrap();
     }
 
@@ -74,18 +77,18 @@ impl Process {
         }
     }
 
-    /// A thread that has not seen the signal yet goes on, and answers.
+    /// A thread that has not received the signal yet would still answer calls.
     fn is_stopped(&self) -> bool {
         let threads = std::fs::read_dir(format!("/proc/{}/task", self.child.id())).unwrap();
         let mut states = threads.map(|thread| {
             let stat = std::fs::read_to_string(thread.unwrap().path().join("stat"));
-            // One that has ended meanwhile does nothing either.
+            // A thread that has ended meanwhile counts as stopped.
             stat.map_or(true, |stat| stat.rsplit(") ").next().unwrap().starts_with('T'))
         });
         states.all(|is_stopped| is_stopped)
     }
 
-    /// Where the kernel lists its open descriptors.
+    /// Directory of its open descriptors.
     pub(crate) fn descriptors(&self) -> String {
         format!("/proc/{}/fd", self.child.id())
     }
@@ -102,12 +105,12 @@ impl Drop for Process {
     }
 }
 
-pub(crate) fn say_ready() {
+pub(crate) fn report_ready() {
     let mut out = std::io::stdout().lock();
     writeln!(out, "\nis ready").and_then(|()| out.flush()).unwrap();
 }
 
-pub(crate) fn await_poke() {
+pub(crate) fn await_resume() {
     std::io::stdin().lock().read_line(&mut String::new()).unwrap();
 }
 
@@ -127,18 +130,18 @@ fn node() {
     config.store.huge_pages = false;
     let node = Node::open(config).unwrap();
     let _server = Server::start(node, UnixListener::bind(&socket).unwrap()).unwrap();
-    say_ready();
+    report_ready();
     loop {
         pause(std::time::Duration::from_secs(1));
     }
 }
 
-/// A client that does a bit of everything until it is killed.
+/// A client that makes all kinds of calls until it is killed.
 #[test]
 #[ignore = "runs as a child"]
-fn restless() {
+fn busy_client() {
     let Some(client) = connect() else { return };
-    say_ready();
+    report_ready();
     let mut views = Vec::new();
     for at in u64::from(std::process::id()).. {
         let first = at * 13 % 400;
@@ -149,7 +152,7 @@ fn restless() {
         views.push(got);
         let mut slab = client.reserve(16 << 10, within(5000));
         if let Ok(slab) = &mut slab {
-            // Half a block is written when the kill comes, now and then.
+            // In two parts, so that a kill can leave a block half written.
             let bytes = bytes_of(&some[3], 16 << 10);
             slab[..8 << 10].copy_from_slice(&bytes[..8 << 10]);
             slab[8 << 10..].copy_from_slice(&bytes[8 << 10..]);
@@ -165,7 +168,7 @@ fn restless() {
     }
 }
 
-/// A client that holds views and a reservation, sleeps, and looks at them again when told.
+/// A client that holds views and a reservation, and checks them again when resumed.
 #[test]
 #[ignore = "runs as a child"]
 fn holder() {
@@ -174,13 +177,13 @@ fn holder() {
     let views = client.view(&some, within(5000));
     assert_eq!(hits(&some, &views), 16);
     let mut slab = client.reserve(8192, within(5000)).unwrap();
-    say_ready();
-    await_poke();
-    assert_eq!(hits(&some, &views), 16, "what it held is as it was");
+    report_ready();
+    await_resume();
+    assert_eq!(hits(&some, &views), 16, "held views are unchanged");
     let key = keys(900..901)[0];
     slab.copy_from_slice(&bytes_of(&key, 8192));
     let outcomes = client.put_slabs(vec![PutSlab::new(key, slab)], within(5000));
     assert!(matches!(outcomes[..], [cascade_store::PutOutcome::Stored]), "{outcomes:?}");
-    say_ready();
-    await_poke();
+    report_ready();
+    await_resume();
 }

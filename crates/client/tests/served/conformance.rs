@@ -1,4 +1,4 @@
-//! The same suite that embedded stores pass, over a served one.
+//! The conformance suite of embedded stores, run over a served store.
 
 use std::sync::Arc;
 
@@ -6,7 +6,7 @@ use cascade_block::{DigestAlgorithm, DigestMode};
 use cascade_store::conformance::{DRAM_BYTES, Subject, all};
 use cascade_store::{FilesConfig, PolicyKind, StoreConfig, WritePolicy};
 
-use crate::host::Host;
+use crate::test_node::TestNode;
 
 fn files(store: &mut StoreConfig, directory: &std::path::Path) {
     "Dram|Files".clone_into(&mut store.pipeline);
@@ -21,7 +21,7 @@ fn run(configure: impl Fn(&mut StoreConfig, &std::path::Path)) {
     let mut hosts = Vec::new();
     all(&mut || {
         let directory = tempfile::tempdir().unwrap();
-        let host = Arc::new(Host::start(|config| {
+        let host = Arc::new(TestNode::start(|config| {
             config.store.dram_bytes = DRAM_BYTES;
             config.store.policy = PolicyKind::Lru;
             configure(&mut config.store, directory.path());
@@ -41,17 +41,17 @@ fn run(configure: impl Fn(&mut StoreConfig, &std::path::Path)) {
 }
 
 #[test]
-fn dram_alone() {
+fn a_served_store_of_dram_conforms() {
     run(|_, _| {});
 }
 
 #[test]
-fn dram_and_files() {
+fn a_served_store_of_dram_and_files_conforms() {
     run(files);
 }
 
 #[test]
-fn with_digests_and_written_through() {
+fn a_served_write_through_store_with_digests_conforms() {
     run(|store, directory| {
         files(store, directory);
         store.digest = DigestMode::On(DigestAlgorithm::Blake3);

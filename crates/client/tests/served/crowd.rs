@@ -1,4 +1,5 @@
-//! Connections that say nothing, of this user and of others; clients whose connections are gone.
+//! Floods of idle and refused connections, leases of clients that lost their connections, and
+//! reconnects.
 
 use std::io::Write;
 use std::os::unix::net::UnixStream;
@@ -6,29 +7,29 @@ use std::os::unix::net::UnixStream;
 use cascade_client::{Client, ConnectOptions};
 use cascade_store::{BlockStore, PutOutcome, StoreError, ViewOutcome};
 
-use crate::child::{Process, SOCKET, await_poke, say_ready, variable};
-use crate::host::{Host, NOW, hits, keys, put, wait_until};
+use crate::child::{Process, SOCKET, await_resume, report_ready, variable};
+use crate::test_node::{NOW, TestNode, hits, keys, put, wait_until};
 
-/// Each of 3,000 idle connections kept its place for half a second: a new client timed out.
+/// Each of 3,000 idle connections was kept for half a second, so a new client timed out.
 #[test]
-fn a_client_gets_in_past_thousands_of_silent_connections() {
-    let host = Host::start(|_| {});
-    let mut crowd = Process::start("crowd::silent", &host.socket);
-    crowd.await_ready();
+fn a_client_connects_despite_thousands_of_unauthenticated_connections() {
+    let host = TestNode::start(|_| {});
+    let mut flood = Process::start("crowd::open_unauthenticated", &host.socket);
+    flood.await_ready();
     for _ in 0..5 {
         let client = host.connect();
         put(&client, &keys(0..4), 4096, NOW);
         assert_eq!(hits(&keys(0..4), &client.view(&keys(0..4), NOW)), 4);
     }
-    crowd.kill();
+    flood.kill();
     host.assert_nothing_leaks();
 }
 
 #[test]
 #[ignore = "runs as a child"]
-fn silent() {
+fn open_unauthenticated() {
     let Some(socket) = variable(SOCKET) else { return };
-    // Hard limits of descriptors differ; most of them let 3,000 be.
+    // The hard limit of descriptors differs between machines; most allow 3,000.
     let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile);
     let most = limit.maximum.unwrap_or(1 << 20);
     let raised = rustix::process::Rlimit { current: Some(most.min(8192)), ..limit };
@@ -38,42 +39,42 @@ fn silent() {
         let Ok(stream) = UnixStream::connect(&socket) else { break };
         streams.push(stream);
         if streams.len() == 2000 {
-            say_ready();
+            report_ready();
         }
     }
-    await_poke();
+    await_resume();
 }
 
-/// A flood of a user who is no tenant was read, answered and logged one by one.
+/// Connections of a user without a tenant were read, answered and logged one by one.
 #[test]
-fn users_who_are_no_tenant_are_refused_and_keep_nobody_out() {
+fn a_flood_of_refused_connections_does_not_block_other_clients() {
     use std::os::unix::fs::PermissionsExt;
     if !rustix::process::geteuid().is_root() {
         return;
     }
-    let host = Host::start(|_| {});
+    let host = TestNode::start(|_| {});
     for path in [host.socket.as_path(), host.socket.parent().unwrap()] {
         std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o777)).unwrap();
     }
-    let mut crowd = Process::start_as(65_534, "crowd::foreign", &host.socket);
-    crowd.await_ready();
+    let mut flood = Process::start_as(65_534, "crowd::flood_without_tenant", &host.socket);
+    flood.await_ready();
     for _ in 0..5 {
         let client = host.connect();
         put(&client, &keys(0..4), 4096, NOW);
         assert_eq!(hits(&keys(0..4), &client.view(&keys(0..4), NOW)), 4);
     }
-    crowd.kill();
+    flood.kill();
     host.assert_nothing_leaks();
 }
 
 #[test]
 #[ignore = "runs as a child"]
-fn foreign() {
+fn flood_without_tenant() {
     let Some(socket) = variable(SOCKET) else { return };
     let error = Client::connect(ConnectOptions::new(&socket)).unwrap_err();
     let StoreError::Refused { reason, .. } = &error else { panic!("{error:?}") };
     assert!(reason.contains("user 65534 is no tenant"), "{reason}");
-    say_ready();
+    report_ready();
     loop {
         drop(UnixStream::connect(&socket));
     }
@@ -81,7 +82,7 @@ fn foreign() {
 
 #[test]
 fn an_empty_token_is_refused() {
-    let host = Host::start(|_| {});
+    let host = TestNode::start(|_| {});
     for token in [Vec::new(), b" \n".to_vec(), b"not a tenant's token".to_vec()] {
         let options = ConnectOptions { token: Some(token), ..ConnectOptions::new(&host.socket) };
         let error = Client::connect(options).unwrap_err();
@@ -89,15 +90,15 @@ fn an_empty_token_is_refused() {
     }
 }
 
-/// They stayed for as long as the process lived, although no connection could release them.
+/// They were kept until the process ended, although no connection could release them.
 #[test]
-fn leases_of_a_process_without_connection_or_mapping_come_back() {
-    let host = Host::start(|_| {});
+fn leases_of_a_process_without_connection_or_mapping_are_released() {
+    let host = TestNode::start(|_| {});
     let witness = host.connect();
     put(&witness, &keys(0..4), 1 << 20, NOW);
-    let mut child = Process::start("crowd::unmapped", &host.socket);
+    let mut child = Process::start("crowd::lease_without_mapping", &host.socket);
     child.await_ready();
-    wait_until("its leases come back while it lives", || host.held_bytes() == 0);
+    wait_until("its leases are released while it runs", || host.held_bytes() == 0);
     let new = keys(100..107);
     let outcomes = put(&witness, &new, 1 << 20, NOW);
     assert!(outcomes.iter().all(|it| matches!(it, PutOutcome::Stored)), "{outcomes:?}");
@@ -106,40 +107,40 @@ fn leases_of_a_process_without_connection_or_mapping_come_back() {
     host.assert_nothing_leaks();
 }
 
-/// Leases blocks by hand, without mapping the pool, and closes its connection.
+/// Leases blocks without mapping the pool, and closes its connection.
 #[test]
 #[ignore = "runs as a child"]
-fn unmapped() {
+fn lease_without_mapping() {
     let Some(socket) = variable(SOCKET) else { return };
     let mut stream = UnixStream::connect(&socket).unwrap();
-    stream.write_all(&crate::lies::hello()).unwrap();
-    stream.write_all(&crate::lies::lease(0..4)).unwrap();
-    stream.write_all(&crate::lies::ping()).unwrap();
-    crate::lies::await_answers(&mut stream, 3);
+    stream.write_all(&crate::raw_client::hello()).unwrap();
+    stream.write_all(&crate::raw_client::lease(0..4)).unwrap();
+    stream.write_all(&crate::raw_client::ping()).unwrap();
+    crate::raw_client::await_answers(&mut stream, 3);
     drop(stream);
-    say_ready();
-    await_poke();
+    report_ready();
+    await_resume();
 }
 
-/// A process that still has the pool mapped reads on in its views, whatever became of its
-/// connections; when it unmaps the pool, they come back.
+/// A process that still has the pool mapped can read its views after its connections are closed.
+/// Its leases are released when it unmaps the pool.
 #[test]
-fn leases_of_a_process_that_has_the_pool_mapped_stay_until_it_unmaps_it() {
-    let host = Host::start(|_| {});
+fn leases_of_a_process_that_has_the_pool_mapped_are_kept_until_it_unmaps_it() {
+    let host = TestNode::start(|_| {});
     let witness = host.connect();
     put(&witness, &keys(0..4), 1 << 20, NOW);
-    let mut child = Process::start("crowd::disconnected", &host.socket);
+    let mut child = Process::start("crowd::read_after_disconnect", &host.socket);
     child.await_ready();
-    wait_until("its connections are gone", || {
+    wait_until("its connections are closed", || {
         host.node.clients().iter().any(|client| client.connections == 0)
     });
     for first in (100..200).step_by(4) {
         put(&witness, &keys(first..first + 4), 1 << 20, NOW);
     }
     assert_eq!(host.held_bytes(), 4 << 20);
-    child.poke();
+    child.resume();
     child.await_ready();
-    wait_until("its leases come back while it lives", || {
+    wait_until("its leases are released while it runs", || {
         drop(host.connect());
         host.held_bytes() == 0
     });
@@ -150,7 +151,7 @@ fn leases_of_a_process_that_has_the_pool_mapped_stay_until_it_unmaps_it() {
 
 #[test]
 #[ignore = "runs as a child"]
-fn disconnected() {
+fn read_after_disconnect() {
     use std::os::fd::AsFd;
 
     use rustix::process::{PidfdFlags, PidfdGetfdFlags};
@@ -161,20 +162,20 @@ fn disconnected() {
     assert_eq!(hits(&keys(0..4), &views), 4);
     client.contains(&keys(0..1));
     for number in sockets().into_iter().filter(|number| !before.contains(number)) {
-        // The kernel reopens no socket by its name, so a process asks for its own descriptor.
+        // A socket cannot be reopened through /proc, so the process duplicates its own descriptor.
         let me = rustix::process::pidfd_open(rustix::process::getpid(), PidfdFlags::empty());
         let socket = rustix::process::pidfd_getfd(me.unwrap(), number, PidfdGetfdFlags::empty());
         let socket = socket.unwrap();
         rustix::net::shutdown(socket.as_fd(), rustix::net::Shutdown::Both).unwrap();
     }
-    say_ready();
-    await_poke();
-    assert_eq!(hits(&keys(0..4), &views), 4, "what it reads stays as it was");
-    // It ends without a message: the node has to detect that.
+    report_ready();
+    await_resume();
+    assert_eq!(hits(&keys(0..4), &views), 4, "its views are unchanged");
+    // The session ends without a message: the node has to detect that.
     drop(client);
     drop(views);
-    say_ready();
-    await_poke();
+    report_ready();
+    await_resume();
 }
 
 /// Descriptors of this process that are sockets.
@@ -188,9 +189,9 @@ fn sockets() -> Vec<i32> {
     .collect()
 }
 
-/// A client that had rested while the node was started anew missed in its first calls.
+/// The first calls of a client that had been idle during a restart of the node were misses.
 #[test]
-fn the_first_call_after_a_rest_finds_the_next_node() {
+fn the_first_call_after_a_restart_reconnects_to_the_new_node() {
     let directory = tempfile::tempdir().unwrap();
     let socket = directory.path().join("cascade.sock");
     let mut node = Process::start("child::node", &socket);
@@ -201,11 +202,11 @@ fn the_first_call_after_a_rest_finds_the_next_node() {
     for round in 0..3 {
         node.kill();
         if round == 2 {
-            // Those that noticed find it as soon as the others.
+            // A client that has noticed reconnects as soon as the others.
             let views = clients[0].view(&keys(0..4), NOW);
             assert!(views.iter().all(|view| matches!(view, ViewOutcome::Miss)), "{views:?}");
         }
-        crate::host::pause(std::time::Duration::from_millis(20));
+        crate::test_node::pause(std::time::Duration::from_millis(20));
         node = Process::start("child::node", &socket);
         node.await_ready();
         let outcomes = put(&clients[0], &keys(0..4), 4096, NOW);

@@ -1,17 +1,17 @@
-//! Calls whose time runs out while the node is at them: nothing that they were granted is lost.
+//! Calls that time out in the node: everything that they were granted is released.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use cascade_store::{BlockStore, PutOutcome, ViewOutcome};
 
-use crate::host::{Host, hits, keys, put, wait_until, within};
+use crate::test_node::{TestNode, hits, keys, put, wait_until, within};
 
-/// A call that timed out gave its holds back through another connection. The node could read that
-/// before the call itself, and then granted what nobody would ever give back. And what had been
-/// given back along with a call that failed was never sent.
+/// A call that timed out released its holds through another connection. The node could read the
+/// release before the call, and then granted holds that were never released. Releases that were
+/// sent along with a failed call were lost.
 #[test]
-fn calls_that_run_out_of_time_leave_nothing_held() {
-    let host = Host::start(|config| config.limits.threads_max = 8);
+fn calls_that_time_out_leave_nothing_held() {
+    let host = TestNode::start(|config| config.limits.threads_max = 8);
     let client = host.connect();
     put(&host.store(), &keys(0..200), 4096, within(10_000));
     let is_over = AtomicBool::new(false);
@@ -19,18 +19,18 @@ fn calls_that_run_out_of_time_leave_nothing_held() {
         let busy = |seed: u64| {
             let (host, is_over) = (&host, &is_over);
             move || {
-                let noise = host.connect();
+                let other = host.connect();
                 while !is_over.load(Ordering::Relaxed) {
                     hits(
                         &keys(seed..seed + 200),
-                        &noise.view(&keys(seed..seed + 200), within(5000)),
+                        &other.view(&keys(seed..seed + 200), within(5000)),
                     );
                 }
             }
         };
         scope.spawn(busy(0));
         scope.spawn(busy(100));
-        let hasty = |seed: u64| {
+        let impatient = |seed: u64| {
             let client = client.clone();
             move || {
                 let mut late = 0;
@@ -47,12 +47,12 @@ fn calls_that_run_out_of_time_leave_nothing_held() {
                 late
             }
         };
-        let hasty: Vec<_> = (0..4).map(|seed| scope.spawn(hasty(seed))).collect();
-        let late: u32 = hasty.into_iter().map(|thread| thread.join().unwrap()).sum();
+        let impatient: Vec<_> = (0..4).map(|seed| scope.spawn(impatient(seed))).collect();
+        let late: u32 = impatient.into_iter().map(|thread| thread.join().unwrap()).sum();
         is_over.store(true, Ordering::Relaxed);
-        assert!(late > 0, "no call ran out of time; the test shows nothing");
+        assert!(late > 0, "no call timed out, so the test proves nothing");
     });
-    // The client stays connected, so nothing but its own giving back can empty its hands.
+    // The client stays connected, so only its own releases can end its holds.
     wait_until("the client holds nothing", || {
         client.contains(&keys(0..1));
         host.held_bytes() == 0

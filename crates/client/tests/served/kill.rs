@@ -1,24 +1,24 @@
-//! Clients killed with SIGKILL at random points: the node goes on, and all comes back.
+//! Clients killed with SIGKILL at random points: the node keeps serving and releases their holds.
 //!
 //! 60 kills by default; the slow gate runs 500 with `CASCADE_KILL_ROUNDS=500`. A failure means
-//! that a dead client keeps memory, or left bytes that are not those of their key.
+//! that a dead client's memory is not released, or that a block has wrong bytes.
 
 use std::time::Duration;
 
 use cascade_store::BlockStore;
 
 use crate::child::{Process, variable};
-use crate::host::{Host, NOW, hits, keys, pause, wait_until};
+use crate::test_node::{NOW, TestNode, hits, keys, pause, wait_until};
 
 #[test]
-fn killed_clients_leave_nothing_and_hurt_nobody() {
+fn holds_of_killed_clients_are_released_and_no_block_is_damaged() {
     let rounds: u64 = variable("CASCADE_KILL_ROUNDS").map_or(60, |text| text.parse().unwrap());
-    let host = Host::start(|_| {});
+    let host = TestNode::start(|_| {});
     let witness = host.connect();
     let mut random = u64::from(std::process::id());
     let mut found = 0;
     for _ in 0..rounds {
-        let mut child = Process::start("child::restless", &host.socket);
+        let mut child = Process::start("child::busy_client", &host.socket);
         child.await_ready();
         random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
         pause(Duration::from_micros((random >> 33) % 60_000));
@@ -28,16 +28,16 @@ fn killed_clients_leave_nothing_and_hurt_nobody() {
             // `hits` compares every byte.
             found += hits(some, &witness.view(some, NOW));
         }
-        wait_until("nobody holds anything", || host.held_bytes() == 0);
+        wait_until("no client holds anything", || host.held_bytes() == 0);
     }
-    assert!(found > 0, "no block was ever found; the test shows nothing");
+    assert!(found > 0, "no block was found, so the test proves nothing");
     drop(witness);
     host.assert_nothing_leaks();
 }
 
-/// Other tests of this process open descriptors too, so the node is a process of its own.
+/// Other tests of this process open descriptors too, so the node runs in a child process.
 #[test]
-fn descriptors_come_back_with_their_clients() {
+fn descriptors_of_killed_clients_are_closed() {
     let directory = tempfile::tempdir().unwrap();
     let socket = directory.path().join("cascade.sock");
     let mut node = Process::start("child::node", &socket);
@@ -45,9 +45,9 @@ fn descriptors_come_back_with_their_clients() {
     let count = || std::fs::read_dir(node.descriptors()).unwrap().count();
     let before = count();
     for _ in 0..10 {
-        let mut child = Process::start("child::restless", &socket);
+        let mut child = Process::start("child::busy_client", &socket);
         child.await_ready();
         child.kill();
     }
-    wait_until("all descriptors come back", || count() == before);
+    wait_until("all descriptors are closed", || count() == before);
 }

@@ -2,15 +2,15 @@
 
 use cascade_store::{BlockStore, PutOutcome, Request};
 
-use crate::host::{Host, NOW, keys, put};
+use crate::test_node::{NOW, TestNode, keys, put};
 
 /// Keys that one message holds.
 const MESSAGE_KEYS: usize = 65_536;
 
 #[test]
 fn a_lookup_of_more_keys_than_a_message_holds_matches_them_all() {
-    let host = Host::start(|config| config.store.dram_bytes = 64 << 20);
-    let client = host.connect();
+    let node = TestNode::start(|config| config.store.dram_bytes = 64 << 20);
+    let client = node.connect();
     let all = keys(0..MESSAGE_KEYS as u64 + 5_000);
     for part in all.chunks(8_192) {
         let outcomes = put(&client, part, 16, NOW);

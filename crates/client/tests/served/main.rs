@@ -1,4 +1,4 @@
-//! A node and its clients: what they do together, and what the one does when the other is gone.
+//! A node and its clients: normal operation, failures of either side, and limits.
 
 #![expect(clippy::unwrap_used, reason = "in a test, a surprise should panic")]
 
@@ -6,15 +6,15 @@ mod child;
 mod conformance;
 mod crowd;
 mod deadlines;
-mod first;
-mod host;
+mod full_disk;
 mod kill;
-mod lies;
 mod long_calls;
+mod put_and_view;
+mod raw_client;
 mod restart;
 mod shares;
 #[path = "../../../disk/tests/small_disk/mod.rs"]
 mod small_disk;
 mod stop;
+mod test_node;
 mod traffic;
-mod trouble;

@@ -1,4 +1,4 @@
-//! A node that is killed, and the next one at the same place.
+//! A killed node and its successor at the same socket.
 
 use std::time::Duration;
 
@@ -6,10 +6,10 @@ use cascade_client::{Client, ConnectOptions};
 use cascade_store::{BlockStore, Prepared, Put, PutOutcome, PutSlab, StoreError, ViewOutcome};
 
 use crate::child::Process;
-use crate::host::{NOW, bytes_of, hits, keys, put, timed, wait_until, within};
+use crate::test_node::{NOW, bytes_of, hits, keys, put, timed, wait_until, within};
 
 #[test]
-fn a_killed_node_is_missed_at_once_and_its_successor_found() {
+fn calls_miss_at_once_after_a_kill_and_the_client_reconnects_to_the_successor() {
     let directory = tempfile::tempdir().unwrap();
     let socket = directory.path().join("cascade.sock");
     let mut node = Process::start("child::node", &socket);
@@ -30,25 +30,29 @@ fn a_killed_node_is_missed_at_once_and_its_successor_found() {
             panic!("{outcomes:?}");
         };
     }
-    assert_eq!(hits(&some, &views), 8, "what it holds stays mapped");
+    assert_eq!(hits(&some, &views), 8, "held views stay mapped");
     let mut next = Process::start("child::node", &socket);
     next.await_ready();
-    wait_until("the new node is found", || client.welcome().is_some_and(|w| w.epoch != epoch));
+    wait_until("the client has reconnected", || client.welcome().is_some_and(|w| w.epoch != epoch));
     assert!(put(&client, &some, 4096, NOW).iter().all(|o| matches!(o, PutOutcome::Stored)));
     let fresh = client.view(&some, NOW);
     assert_eq!((hits(&some, &views), hits(&some, &fresh)), (8, 8));
-    // A slab of the dead node's pool is nothing to the new one.
+    // The new node refuses a slab of the dead node's pool.
     slab.copy_from_slice(&bytes_of(&some[0], 4096));
     let key = keys(50..51)[0];
     let outcomes = client.put_slabs(vec![PutSlab::new(key, slab)], NOW);
     assert!(matches!(outcomes[0], PutOutcome::Failed(_)), "{outcomes:?}");
     assert_eq!(client.contains(&[key]), [false]);
     drop(views);
-    assert_eq!(hits(&some, &client.view(&some, NOW)), 8, "old holds go back to nobody else");
+    assert_eq!(
+        hits(&some, &client.view(&some, NOW)),
+        8,
+        "old holds are not released at the new node"
+    );
 }
 
 #[test]
-fn what_was_prepared_before_a_restart_is_sealed_nowhere_and_harms_nobody() {
+fn slabs_prepared_before_a_restart_cannot_be_sealed_after_it() {
     let directory = tempfile::tempdir().unwrap();
     let socket = directory.path().join("cascade.sock");
     let mut node = Process::start("child::node", &socket);
@@ -62,21 +66,21 @@ fn what_was_prepared_before_a_restart_is_sealed_nowhere_and_harms_nobody() {
     let (prepared, dropped) = (prepare(&some), prepare(&others));
     let epoch = client.welcome().unwrap().epoch;
     node.kill();
-    wait_until("the node is missed", || {
+    wait_until("the client notices", || {
         let [PutOutcome::Failed(_)] = put(&client, &some[..1], 4096, within(60_000))[..] else {
             return false;
         };
         true
     });
-    let (away, took) = timed(|| prepare(&others));
-    let is_away = |one: &Prepared| {
+    let (unavailable, took) = timed(|| prepare(&others));
+    let is_unavailable = |one: &Prepared| {
         matches!(one, Prepared::Settled(PutOutcome::Failed(StoreError::Away { .. })))
     };
-    assert!(away.iter().all(is_away), "{away:?}");
+    assert!(unavailable.iter().all(is_unavailable), "{unavailable:?}");
     assert!(took < Duration::from_secs(5), "a call waits for a dead node: {took:?}");
     let mut next = Process::start("child::node", &socket);
     next.await_ready();
-    wait_until("the new node is found", || client.welcome().is_some_and(|w| w.epoch != epoch));
+    wait_until("the client has reconnected", || client.welcome().is_some_and(|w| w.epoch != epoch));
     assert!(put(&client, &others, 4096, NOW).iter().all(|o| matches!(o, PutOutcome::Stored)));
     let sealed = some.iter().zip(prepared).map(|(key, one)| {
         let Prepared::Slab(mut slab) = one else { panic!("{one:?}") };
@@ -87,5 +91,9 @@ fn what_was_prepared_before_a_restart_is_sealed_nowhere_and_harms_nobody() {
     assert!(outcomes.iter().all(|o| matches!(o, PutOutcome::Failed(_))), "{outcomes:?}");
     drop(dropped);
     assert_eq!(client.contains(&some), [false; 8]);
-    assert_eq!(hits(&others, &client.view(&others, NOW)), 8, "old slabs go back to nobody else");
+    assert_eq!(
+        hits(&others, &client.view(&others, NOW)),
+        8,
+        "old slabs are not released at the new node"
+    );
 }

@@ -1,6 +1,6 @@
-//! One client takes all that it can get of what clients share; the next one goes on as before.
+//! One client exhausts its share of a resource; other clients are not affected.
 //!
-//! The greedy client is a process of its own: a process has its share once, however often it
+//! The greedy client is a child process, because a share belongs to a process, however often it
 //! connects.
 
 use std::io::Write;
@@ -11,21 +11,21 @@ use cascade_client::{Client, ConnectOptions};
 use cascade_store::{BlockStore, FilesConfig, PutOutcome, StoreError, ViewOutcome};
 use cascade_wire::{Call, KeyQuestion};
 
-use crate::child::{Process, SOCKET, await_poke, say_ready, variable};
-use crate::host::{Host, NOW, hits, key, keys, put, wait_until, within};
+use crate::child::{Process, SOCKET, await_resume, report_ready, variable};
+use crate::test_node::{NOW, TestNode, hits, key, keys, put, wait_until, within};
 
 /// Blocks of one byte that the greedy client leases.
 const TINY: std::ops::Range<u64> = 0..40_000;
 
-fn host_with_named_pool() -> Host {
-    Host::start(|config| {
+fn host_with_named_pool() -> TestNode {
+    TestNode::start(|config| {
         config.store.dram_bytes = 64 << 20;
         config.pool_directory = config.socket.parent().map(ToOwned::to_owned);
     })
 }
 
 /// Reads and puts of another client: all 20 of each.
-fn assert_goes_on(client: &Client) {
+fn assert_is_served(client: &Client) {
     let old = keys(1_000_000..1_000_020);
     let views = client.view(&old, NOW);
     assert_eq!(hits(&old, &views), 20, "{views:?}");
@@ -37,22 +37,23 @@ fn assert_goes_on(client: &Client) {
     assert_eq!(client.delete(&new), [true; 20]);
 }
 
-fn victim(host: &Host) -> Client {
+fn victim(host: &TestNode) -> Client {
     let client = host.connect();
     put(&client, &keys(1_000_000..1_000_020), 4096, NOW);
     client
 }
 
-/// Runs the child until it has all that it gets, looks at the others, and lets it end.
-fn with_greedy(role: &str, host: &Host) {
+/// Runs the child until it has exhausted its share, and checks another client before and after the
+/// child is killed.
+fn with_greedy(role: &str, host: &TestNode) {
     let client = victim(host);
     let mut greedy = Process::start(role, &host.socket);
     greedy.await_ready();
-    assert_goes_on(&client);
-    // Killed without a word: all of it comes back.
+    assert_is_served(&client);
+    // Killed, so that the node has to release everything.
     greedy.kill();
-    wait_until("what it held comes back", || host.held_bytes() == 0);
-    assert_goes_on(&client);
+    wait_until("its holds are released", || host.held_bytes() == 0);
+    assert_is_served(&client);
     drop(client);
     host.assert_nothing_leaks();
 }
@@ -61,15 +62,15 @@ fn connect() -> Option<Client> {
     Some(Client::connect(ConnectOptions::new(variable(SOCKET)?)).unwrap())
 }
 
-/// 16,384 leases of one byte each took every place of the ledger: others read and wrote nothing.
+/// 16,384 leases of one byte each filled the ledger: other clients could neither read nor write.
 #[test]
-fn leases_of_one_client_leave_places_in_the_ledger() {
-    with_greedy("shares::leaser", &host_with_named_pool());
+fn leases_of_one_client_leave_ledger_places_to_others() {
+    with_greedy("shares::lease_tiny_blocks", &host_with_named_pool());
 }
 
 #[test]
 #[ignore = "runs as a child"]
-fn leaser() {
+fn lease_tiny_blocks() {
     let Some(client) = connect() else { return };
     let all = keys(TINY);
     for some in all.chunks(2048) {
@@ -83,19 +84,19 @@ fn leaser() {
         panic!("{held} views, then {refused:?}");
     };
     assert!(error.to_string().contains("give some back"), "{error}");
-    say_ready();
-    await_poke();
+    report_ready();
+    await_resume();
 }
 
-/// Of 31 MiB beside 32 MiB of leases one block was stored, and 29 MiB stayed free.
+/// With 32 MiB of leases, a put of 31 MiB stored one block and left 29 MiB free.
 #[test]
-fn a_put_takes_all_the_room_that_leases_leave() {
-    let host = Host::start(|config| config.store.dram_bytes = 64 << 20);
+fn a_put_uses_all_memory_that_is_not_leased() {
+    let host = TestNode::start(|config| config.store.dram_bytes = 64 << 20);
     let client = host.connect();
     for round in 0..3 {
         let old = keys(round * 1000..round * 1000 + 63);
         put(&client, &old, 1 << 20, NOW);
-        let mut holder = Process::start("shares::half", &host.socket);
+        let mut holder = Process::start("shares::lease_share_of_dram", &host.socket);
         holder.await_ready();
         let new = keys(round * 1000 + 500..round * 1000 + 531);
         let outcomes = put(&client, &new, 1 << 20, NOW);
@@ -105,16 +106,16 @@ fn a_put_takes_all_the_room_that_leases_leave() {
         assert_eq!(stored, 31, "round {round}: {outcomes:?}, {pool:?}");
         assert_eq!(hits(&new, &client.view(&new, NOW)), 31);
         holder.kill();
-        wait_until("what it held comes back", || host.held_bytes() == 0);
+        wait_until("its holds are released", || host.held_bytes() == 0);
     }
     drop(client);
     host.assert_nothing_leaks();
 }
 
-/// Leases as much as it may of whatever is there.
+/// Leases as many stored blocks as its share allows.
 #[test]
 #[ignore = "runs as a child"]
-fn half() {
+fn lease_share_of_dram() {
     let Some(client) = connect() else { return };
     let mut views = Vec::new();
     for round in 0..3 {
@@ -126,19 +127,19 @@ fn half() {
         }
     }
     assert!(views.len() >= 30, "{} views", views.len());
-    say_ready();
-    await_poke();
+    report_ready();
+    await_resume();
 }
 
-/// The share was one of each session: two of them were all of the pool.
+/// Shares belonged to sessions: two of them could hold the whole pool.
 #[test]
-fn a_process_that_connects_often_has_its_share_once() {
-    with_greedy("shares::many_sessions", &host_with_named_pool());
+fn a_process_has_one_share_for_all_its_sessions() {
+    with_greedy("shares::reserve_in_many_sessions", &host_with_named_pool());
 }
 
 #[test]
 #[ignore = "runs as a child"]
-fn many_sessions() {
+fn reserve_in_many_sessions() {
     let clients: Vec<_> = (0..4).filter_map(|_| connect()).collect();
     let Some(first) = clients.first() else { return };
     let share = first.welcome().unwrap().hold_bytes_max;
@@ -151,20 +152,22 @@ fn many_sessions() {
     assert_eq!(slabs.len() as u64, share >> 20);
     let error = first.reserve(1 << 20, within(1000)).unwrap_err();
     assert!(matches!(error, StoreError::Limit { most, .. } if most == share), "{error:?}");
-    say_ready();
-    await_poke();
+    report_ready();
+    await_resume();
 }
 
-/// Pins cost nothing: one client pinned every block that the pool had room for, and no other could
-/// put one.
+/// Pins were not counted: one client could pin the whole pool, and no other could put a block.
 #[test]
-fn pins_of_one_client_leave_room() {
-    with_greedy("shares::pinner", &Host::start(|config| config.store.dram_bytes = 64 << 20));
+fn pins_of_one_client_leave_memory_to_others() {
+    with_greedy(
+        "shares::pin_share_of_dram",
+        &TestNode::start(|config| config.store.dram_bytes = 64 << 20),
+    );
 }
 
 #[test]
 #[ignore = "runs as a child"]
-fn pinner() {
+fn pin_share_of_dram() {
     let Some(client) = connect() else { return };
     let share = client.welcome().unwrap().hold_bytes_max;
     let all = keys(0..200);
@@ -173,19 +176,19 @@ fn pinner() {
         client.pin(&[**key])[0]
     });
     assert_eq!(pinned.count() as u64, share >> 20);
-    say_ready();
-    await_poke();
+    report_ready();
+    await_resume();
 }
 
 #[test]
-fn a_pin_that_is_taken_back_counts_no_more() {
-    let host = Host::start(|config| config.store.dram_bytes = 64 << 20);
+fn a_removed_pin_no_longer_counts() {
+    let host = TestNode::start(|config| config.store.dram_bytes = 64 << 20);
     let client = host.connect();
     let all = keys(0..16);
     put(&client, &all, 1 << 20, NOW);
     for round in 0..10 {
         assert_eq!(client.pin(&all), [true; 16], "round {round}");
-        assert_eq!(client.pin(&all), [true; 16], "a second time costs nothing more");
+        assert_eq!(client.pin(&all), [true; 16], "a second pin of a block is free");
         let gone = match round % 3 {
             0 => [client.unpin(&all), client.unpin(&all)].concat(),
             1 => client.delete(&all),
@@ -201,24 +204,24 @@ fn a_pin_that_is_taken_back_counts_no_more() {
     host.assert_nothing_leaks();
 }
 
-/// Every list of a tenant's namespaces is one message: one client could make it too long for all.
+/// A tenant's list of namespaces is one message, which one client could make too long for all.
 #[test]
-fn namespaces_of_one_client_leave_the_others_theirs() {
-    let host = Host::start(|config| config.store.dram_bytes = 64 << 20);
+fn namespaces_of_one_client_leave_room_for_those_of_others() {
+    let host = TestNode::start(|config| config.store.dram_bytes = 64 << 20);
     let client = victim(&host);
-    let mut greedy = Process::start("shares::namer", &host.socket);
+    let mut greedy = Process::start("shares::register_namespaces", &host.socket);
     greedy.await_ready();
     let mine = Namespace::new(Manifest::new().with("weights", "mine"), &TenantSecret::new("s"));
     client.register(&mine, NOW).unwrap();
     client.register(&mine, NOW).unwrap();
     let listed = client.manifests(NOW).unwrap();
     assert!(listed.iter().any(|(id, _)| *id == mine.id()), "{} are listed", listed.len());
-    assert_goes_on(&client);
+    assert_is_served(&client);
 }
 
 #[test]
 #[ignore = "runs as a child"]
-fn namer() {
+fn register_namespaces() {
     let Some(client) = connect() else { return };
     let long = "w".repeat(4000);
     let register = |number: u32| {
@@ -231,19 +234,22 @@ fn namer() {
     let error = register(1 << 20).unwrap_err();
     assert!(matches!(error, StoreError::Limit { .. }), "{error:?}");
     register(0).unwrap();
-    say_ready();
-    await_poke();
+    report_ready();
+    await_resume();
 }
 
-/// Half messages of one process could use up what all connections may have waiting.
+/// Incomplete messages of one process could use up the input buffers of all connections.
 #[test]
-fn unfinished_messages_of_one_client_leave_memory_for_those_of_others() {
-    with_greedy("shares::stutterer", &Host::start(|config| config.store.dram_bytes = 64 << 20));
+fn incomplete_messages_of_one_client_leave_buffers_to_others() {
+    with_greedy(
+        "shares::send_incomplete_messages",
+        &TestNode::start(|config| config.store.dram_bytes = 64 << 20),
+    );
 }
 
 #[test]
 #[ignore = "runs as a child"]
-fn stutterer() {
+fn send_incomplete_messages() {
     let Some(socket) = variable(SOCKET) else { return };
     let mut bytes = Vec::new();
     let call = Call::Ask { question: KeyQuestion::Contains, keys: vec![key(0); 65_000] };
@@ -251,22 +257,22 @@ fn stutterer() {
     let streams: Vec<_> = (0..400)
         .filter_map(|_| {
             let mut stream = UnixStream::connect(&socket).ok()?;
-            stream.write_all(&crate::lies::hello()).ok()?;
-            // Beyond its share the node closes the connection.
+            stream.write_all(&crate::raw_client::hello()).ok()?;
+            // The node closes connections beyond the share.
             drop(stream.write_all(&bytes[..bytes.len() - 1]));
             Some(stream)
         })
         .collect();
-    say_ready();
-    await_poke();
+    report_ready();
+    await_resume();
     drop(streams);
 }
 
-/// Puts that wait for a slow tier, and prefetch without end, from many threads.
+/// Many threads that put to a slow tier and prefetch continuously.
 #[test]
-fn queues_that_one_client_fills_leave_places() {
+fn queues_of_one_client_leave_room_for_other_clients() {
     let directory = tempfile::tempdir().unwrap();
-    let host = Host::start(|config| {
+    let host = TestNode::start(|config| {
         config.store.dram_bytes = 64 << 20;
         config.store.pipeline = "Dram|Files".to_owned();
         config.store.files = Some(FilesConfig {
@@ -276,10 +282,10 @@ fn queues_that_one_client_fills_leave_places() {
         });
     });
     let client = victim(&host);
-    let mut greedy = Process::start("shares::flooder", &host.socket);
+    let mut greedy = Process::start("shares::fill_queues", &host.socket);
     greedy.await_ready();
     for _ in 0..5 {
-        assert_goes_on(&client);
+        assert_is_served(&client);
     }
     greedy.kill();
     drop(client);
@@ -288,7 +294,7 @@ fn queues_that_one_client_fills_leave_places() {
 
 #[test]
 #[ignore = "runs as a child"]
-fn flooder() {
+fn fill_queues() {
     let Some(client) = connect() else { return };
     let flood = |first: u64| {
         for at in (first..).step_by(32) {
@@ -303,6 +309,6 @@ fn flooder() {
         for thread in 0..8 {
             scope.spawn(move || flood(thread * 600));
         }
-        say_ready();
+        report_ready();
     });
 }

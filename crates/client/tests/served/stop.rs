@@ -1,4 +1,4 @@
-//! Processes that are stopped with SIGSTOP and go on later: clients, and the node.
+//! Clients and nodes that are stopped with SIGSTOP and continued later.
 
 use std::time::Duration;
 
@@ -7,18 +7,18 @@ use cascade_store::{BlockStore, PutOutcome, StoreError, ViewOutcome};
 use rustix::process::Signal;
 
 use crate::child::Process;
-use crate::host::{Host, NOW, hits, keys, pause, put, timed, wait_until, within};
+use crate::test_node::{NOW, TestNode, hits, keys, pause, put, timed, wait_until, within};
 
 #[test]
-fn a_stopped_client_keeps_its_share_and_no_more() {
-    let host = Host::start(|_| {});
+fn a_stopped_client_keeps_its_holds_and_blocks_no_other() {
+    let host = TestNode::start(|_| {});
     let witness = host.connect();
     let some = keys(0..16);
     put(&witness, &some, 64 << 10, NOW);
     let mut holder = Process::start("child::holder", &host.socket);
     holder.await_ready();
     holder.signal(Signal::STOP);
-    // Others replace everything that is not held, several times over.
+    // Other clients replace everything that is not held, several times.
     for first in (1000..1600).step_by(8) {
         let others = keys(first..first + 8);
         let outcomes = put(&witness, &others, 256 << 10, NOW);
@@ -28,19 +28,19 @@ fn a_stopped_client_keeps_its_share_and_no_more() {
     let held = (16 * (64 << 10)) + 8192;
     wait_until("only the stopped client holds something", || host.held_bytes() == held);
     holder.signal(Signal::CONT);
-    holder.poke();
-    // It compares the bytes that it holds, and puts what it had reserved.
+    holder.resume();
+    // It compares its views and puts its reservation.
     holder.await_ready();
     assert_eq!(hits(&keys(900..901), &witness.view(&keys(900..901), NOW)), 1);
     holder.signal(Signal::STOP);
     holder.kill();
-    wait_until("what it held comes back", || host.held_bytes() == 0);
+    wait_until("its holds are released", || host.held_bytes() == 0);
     drop(witness);
     host.assert_nothing_leaks();
 }
 
 #[test]
-fn a_stopped_node_costs_a_call_its_deadline_and_the_next_ones_nothing() {
+fn only_the_first_call_to_a_stopped_node_waits_for_its_deadline() {
     let directory = tempfile::tempdir().unwrap();
     let socket = directory.path().join("cascade.sock");
     let mut node = Process::start("child::node", &socket);
@@ -51,28 +51,31 @@ fn a_stopped_node_costs_a_call_its_deadline_and_the_next_ones_nothing() {
     let views = client.view(&some, NOW);
     let session = client.welcome().unwrap().session;
     node.signal(Signal::STOP);
-    let (late, took) = timed(|| client.view(&some, within(1000)));
-    assert!(matches!(late[0], ViewOutcome::Failed(StoreError::Timeout { .. })), "{late:?}");
-    // Alone it takes 1.0 s; among tests that keep every processor busy, somewhat more.
+    let (timed_out, took) = timed(|| client.view(&some, within(1000)));
+    assert!(
+        matches!(timed_out[0], ViewOutcome::Failed(StoreError::Timeout { .. })),
+        "{timed_out:?}"
+    );
+    // It takes 1.0 s; more while other tests keep every processor busy.
     assert!(took < Duration::from_secs(5), "{took:?} of 1 s");
     for _ in 0..100 {
         let (views, took) = timed(|| client.view(&some, within(60_000)));
         assert!(matches!(views[0], ViewOutcome::Miss), "{views:?}");
         let outcomes = put(&client, &some, 4096, within(60_000));
         assert!(matches!(outcomes[0], PutOutcome::Failed(StoreError::Away { .. })), "{outcomes:?}");
-        assert!(took < Duration::from_secs(5), "a call waits for a node that is away: {took:?}");
+        assert!(took < Duration::from_secs(5), "a call waits for an unavailable node: {took:?}");
     }
     assert_eq!(hits(&some, &views), 8, "views need no node");
     node.signal(Signal::CONT);
-    wait_until("the node is found again", || client.welcome().is_some());
+    wait_until("the client has reconnected", || client.welcome().is_some());
     assert_eq!(client.welcome().unwrap().session, session, "it is the same session");
     wait_until("it serves", || hits(&some, &client.view(&some, NOW)) == 8);
     assert_eq!(hits(&some, &views), 8);
 }
 
-/// Connecting to a stopped node whose queue is full waited for as long as it was stopped.
+/// Connecting to a stopped node with a full queue waited until the node continued.
 #[test]
-fn connecting_to_a_stopped_node_ends_by_its_deadline() {
+fn connecting_to_a_stopped_node_times_out() {
     let directory = tempfile::tempdir().unwrap();
     let socket = directory.path().join("cascade.sock");
     let listener = {
@@ -88,7 +91,7 @@ fn connecting_to_a_stopped_node_ends_by_its_deadline() {
         ConnectOptions { timeout: Duration::from_millis(300), ..ConnectOptions::new(&socket) };
     for _ in 0..5 {
         let (connected, took) = timed(|| Client::connect(options.clone()));
-        let error = connected.expect_err("nobody accepts");
+        let error = connected.expect_err("no process accepts");
         assert!(matches!(error, StoreError::Away { .. }), "{error:?}");
         assert!(took < Duration::from_secs(5), "{took:?} of 300 ms");
     }
@@ -96,11 +99,11 @@ fn connecting_to_a_stopped_node_ends_by_its_deadline() {
     drop(listener);
 }
 
-/// What clients held went back to the pool when the node stopped, and what the store did until it
-/// was closed was done over their views.
+/// A stopping node released the holds of its clients, and the store reused their memory until it
+/// was closed.
 #[test]
-fn a_node_that_stops_leaves_views_as_they_are() {
-    let mut host = Host::start(|_| {});
+fn views_are_unchanged_while_a_node_stops() {
+    let mut host = TestNode::start(|_| {});
     let client = host.connect();
     let some = keys(0..16);
     put(&client, &some, 64 << 10, NOW);

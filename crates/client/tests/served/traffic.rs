@@ -1,4 +1,4 @@
-//! What crosses the socket: messages about blocks, never their bytes.
+//! The socket carries messages about blocks, never their bytes; and pins across clients.
 
 use std::io::{IoSlice, IoSliceMut, Read, Write};
 use std::mem::MaybeUninit;
@@ -17,19 +17,19 @@ use rustix::net::{
 };
 
 use crate::child::variable;
-use crate::host::{Host, NOW, bytes_of, hits, keys, put, wait_until};
+use crate::test_node::{NOW, TestNode, bytes_of, hits, keys, put, wait_until};
 
 const BLOCK: usize = 1 << 20;
 
-/// Stands between clients and a node, and counts the bytes that pass in either direction.
-struct Counter {
+/// A proxy between clients and a node that counts the bytes in both directions.
+struct CountingProxy {
     socket: PathBuf,
     bytes: Arc<AtomicU64>,
     _directory: tempfile::TempDir,
 }
 
-impl Counter {
-    fn before(host: &Host) -> Self {
+impl CountingProxy {
+    fn start(host: &TestNode) -> Self {
         let directory = tempfile::tempdir().unwrap();
         let socket = directory.path().join("counter.sock");
         let listener = UnixListener::bind(&socket).unwrap();
@@ -44,7 +44,7 @@ impl Counter {
                 ];
                 for (from, to, brings_pool) in pairs {
                     let counted = Arc::clone(&counted);
-                    std::thread::spawn(move || pass_on(&from, &to, brings_pool, &counted));
+                    std::thread::spawn(move || forward(&from, &to, brings_pool, &counted));
                 }
             }
         });
@@ -52,9 +52,9 @@ impl Counter {
     }
 }
 
-fn pass_on(mut from: &UnixStream, mut to: &UnixStream, brings_pool: bool, counted: &AtomicU64) {
+fn forward(mut from: &UnixStream, mut to: &UnixStream, brings_pool: bool, counted: &AtomicU64) {
     if brings_pool {
-        counted.fetch_add(pass_pool_on(from, to), Ordering::Relaxed);
+        counted.fetch_add(forward_pool(from, to), Ordering::Relaxed);
     }
     let mut buffer = vec![0; 64 << 10];
     while let Ok(count @ 1..) = from.read(&mut buffer) {
@@ -67,7 +67,7 @@ fn pass_on(mut from: &UnixStream, mut to: &UnixStream, brings_pool: bool, counte
 }
 
 /// The node's first message comes with the pool's descriptor.
-fn pass_pool_on(from: &UnixStream, to: &UnixStream) -> u64 {
+fn forward_pool(from: &UnixStream, to: &UnixStream) -> u64 {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
     let mut buffer = vec![0; 64 << 10];
@@ -93,12 +93,12 @@ fn pass_pool_on(from: &UnixStream, to: &UnixStream) -> u64 {
 #[test]
 fn payload_never_crosses_the_socket() {
     let mebibytes: u64 = variable("CASCADE_TRAFFIC_MIB").map_or(64, |text| text.parse().unwrap());
-    let host = Host::start(|_| {});
-    let counter = Counter::before(&host);
-    let client = Client::connect(ConnectOptions::new(&counter.socket)).unwrap();
+    let host = TestNode::start(|_| {});
+    let proxy = CountingProxy::start(&host);
+    let client = Client::connect(ConnectOptions::new(&proxy.socket)).unwrap();
     let some = keys(0..4);
     let mut buffers = vec![vec![0; BLOCK]; 4];
-    let before = counter.bytes.load(Ordering::Relaxed);
+    let before = proxy.bytes.load(Ordering::Relaxed);
     for round in 0..mebibytes / 4 {
         client.clear();
         put(&client, &some, BLOCK, NOW);
@@ -108,18 +108,18 @@ fn payload_never_crosses_the_socket() {
         assert_eq!(hits(&some, &client.view(&some, NOW)), 4);
         buffers[3].fill(0);
     }
-    let crossed = counter.bytes.load(Ordering::Relaxed) - before;
+    let crossed = proxy.bytes.load(Ordering::Relaxed) - before;
     // Put, got and viewed.
     let payload = 3 * mebibytes * BLOCK as u64;
-    assert!(crossed > 0, "nothing was counted; the test shows nothing");
+    assert!(crossed > 0, "nothing was counted, so the test proves nothing");
     assert!(crossed * 1000 < payload, "{crossed} bytes crossed for {payload} of payload");
 }
 
-/// The pin of a client that had it deleted was taken back from whoever pinned the block that was
-/// put under the same name afterwards.
+/// When a client with a pin on a deleted block ended, another client lost its pin on the block that
+/// was put under the same key later.
 #[test]
-fn a_client_that_ends_takes_back_no_pin_of_a_block_put_again() {
-    let host = Host::start(|_| {});
+fn a_client_that_ends_removes_no_pin_of_a_block_that_was_put_again() {
+    let host = TestNode::start(|_| {});
     let (one, other) = (host.connect(), host.connect());
     let some = keys(0..1);
     put(&one, &some, 4096, NOW);
@@ -128,6 +128,6 @@ fn a_client_that_ends_takes_back_no_pin_of_a_block_put_again() {
     put(&other, &some, 4096, NOW);
     assert_eq!(other.pin(&some), [true]);
     drop(one);
-    wait_until("the first client is gone", || host.node.clients().len() == 1);
-    assert_eq!(other.unpin(&some), [true], "its pin is still there");
+    wait_until("the first session ends", || host.node.clients().len() == 1);
+    assert_eq!(other.unpin(&some), [true], "its pin is kept");
 }

@@ -1,4 +1,4 @@
-//! Blocks whose bytes are a function of their key, so that any reader can tell right from wrong.
+//! Blocks whose bytes are a function of their key, so that any reader can verify them.
 
 #![allow(dead_code, reason = "each test file uses its own part of these")]
 
@@ -20,7 +20,7 @@ pub(crate) fn keys(range: std::ops::Range<u64>) -> Vec<BlockKey> {
     range.map(|n| namespace.key_of_id(&n.to_le_bytes())).collect()
 }
 
-/// The only right bytes of a block.
+/// The expected bytes of a block.
 pub(crate) fn bytes_of(key: &BlockKey, length: usize) -> Vec<u8> {
     let mut state = key.fingerprint() | 1;
     let mut bytes = Vec::with_capacity(length + 8);
@@ -49,7 +49,7 @@ pub(crate) fn check(store: &Store, keys: &[BlockKey]) -> Vec<Option<&'static str
         ViewOutcome::Miss => None,
         ViewOutcome::Failed(error) => panic!("{key}: {error:?}"),
     };
-    // A few at a time: views hold their memory.
+    // A few at a time, because views hold memory.
     let views = keys.chunks(4).flat_map(|some| store.view(some, CallOptions::default()));
     keys.iter().zip(views).map(check_one).collect()
 }

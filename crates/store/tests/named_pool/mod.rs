@@ -1,4 +1,4 @@
-//! A pool with a name in a directory of its own, as tests of warm restarts open it.
+//! A named pool in a temporary directory, for tests of warm restarts.
 
 #![allow(dead_code, reason = "each test file uses its own part of these")]
 
@@ -8,7 +8,7 @@ use cascade_store::{KeepPool, Store, StoreConfig, WarmStats};
 
 use crate::blocks::dram;
 
-/// In memory where the machine has such a file system by its usual name.
+/// A temporary directory, in `/dev/shm` if possible.
 pub(crate) fn directory() -> tempfile::TempDir {
     let shared = Path::new("/dev/shm");
     let made = tempfile::Builder::new().prefix("cascade-test").tempdir_in(shared);

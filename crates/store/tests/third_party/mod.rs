@@ -23,8 +23,8 @@ pub(crate) fn open(config: StoreConfig) -> (Store, Arc<MapStage>) {
     (store, stage)
 }
 
-/// Probes that a test can wait for.
-pub(crate) fn often() -> HealthConfig {
+/// A health configuration with frequent probes, so that tests need not wait long.
+pub(crate) fn frequent_probes() -> HealthConfig {
     let probe_interval = Duration::from_millis(20);
     HealthConfig {
         probe_interval,
@@ -33,7 +33,7 @@ pub(crate) fn often() -> HealthConfig {
     }
 }
 
-/// Waits until a stage is used, or not used, any more.
+/// Waits until a stage's circuit is closed or open.
 #[expect(clippy::disallowed_methods, reason = "waits for another thread of the store")]
 pub(crate) fn wait_for(store: &Store, stage: usize, is_healthy: bool) {
     let limit = Deadline::after(&SystemClock, Duration::from_secs(60));
@@ -43,7 +43,7 @@ pub(crate) fn wait_for(store: &Store, stage: usize, is_healthy: bool) {
     }
 }
 
-/// Waits until a stage has a call that nobody waits for any more.
+/// Waits until a stage has a hung call that its caller has abandoned.
 #[expect(clippy::disallowed_methods, reason = "waits for another thread of the store")]
 pub(crate) fn wait_for_stuck(store: &Store, stage: usize) {
     let limit = Deadline::after(&SystemClock, Duration::from_secs(60));
@@ -60,17 +60,17 @@ pub(crate) fn flush(store: &Store) {
 /// Keeps blocks in a map.
 #[derive(Debug, Default)]
 pub(crate) struct MapStage {
-    blocks: Mutex<BTreeMap<u64, Kept>>,
+    blocks: Mutex<BTreeMap<u64, StoredBlock>>,
     next: AtomicU64,
     pub(crate) capacity_bytes: AtomicU64,
     pub(crate) fails: AtomicBool,
-    /// Loads fail, and what else goes up.
+    /// Loads fail, and probes of reads.
     pub(crate) fails_reads: AtomicBool,
     /// Everything but loads fails.
     pub(crate) fails_writes: AtomicBool,
-    /// So many stores fail from now on.
+    /// This many stores fail from now on.
     pub(crate) fails_stores: AtomicU64,
-    /// Forgets no name.
+    /// Removing names fails.
     pub(crate) fails_removes: AtomicBool,
     pub(crate) damages: AtomicBool,
     /// How long each call takes, in milliseconds.
@@ -78,28 +78,28 @@ pub(crate) struct MapStage {
     pub(crate) loads: AtomicU64,
     pub(crate) stored: AtomicU64,
     pub(crate) panics: AtomicBool,
-    /// Answers for all but the last block of a batch.
+    /// Returns one result less than the batch has blocks.
     pub(crate) answers_short: AtomicBool,
-    /// How long it takes to learn a name, in milliseconds.
+    /// How long adding a name takes, in milliseconds.
     pub(crate) name_delay_ms: AtomicU64,
-    hung: Arc<Hung>,
+    hung: Arc<HangSwitch>,
     /// Whether it can erase what it keeps.
     pub(crate) erases: AtomicBool,
     /// Whether it fails to keep manifests.
     pub(crate) fails_to_register: AtomicBool,
-    erase_hung: Arc<Hung>,
-    /// What it says it kept from an earlier run.
+    erase_hung: Arc<HangSwitch>,
+    /// Blocks that it returns as recovered from an earlier run.
     pub(crate) survivors: Mutex<Vec<(BlockFacts, Address)>>,
 }
 
-/// Whether every call hangs, as over a device that is gone.
+/// Whether calls hang, as on a device that does not answer.
 #[derive(Debug, Default)]
-struct Hung {
+struct HangSwitch {
     is_hung: Mutex<bool>,
     released: Condvar,
 }
 
-impl Hung {
+impl HangSwitch {
     fn wait(&self) {
         let is_hung = self.is_hung.lock().unwrap();
         drop(self.released.wait_while(is_hung, |is_hung| *is_hung).unwrap());
@@ -107,9 +107,9 @@ impl Hung {
 }
 
 /// Calls hang until this is dropped.
-pub(crate) struct Hang(Arc<Hung>);
+pub(crate) struct HangGuard(Arc<HangSwitch>);
 
-impl Drop for Hang {
+impl Drop for HangGuard {
     fn drop(&mut self) {
         *self.0.is_hung.lock().unwrap() = false;
         self.0.released.notify_all();
@@ -117,7 +117,7 @@ impl Drop for Hang {
 }
 
 #[derive(Debug)]
-struct Kept {
+struct StoredBlock {
     names: BTreeSet<BlockKey>,
     bytes: Vec<u8>,
 }
@@ -138,35 +138,35 @@ impl MapStage {
     }
 
     /// Makes every call hang, whatever its deadline.
-    pub(crate) fn hang(&self) -> Hang {
+    pub(crate) fn hang(&self) -> HangGuard {
         *self.hung.is_hung.lock().unwrap() = true;
-        Hang(Arc::clone(&self.hung))
+        HangGuard(Arc::clone(&self.hung))
     }
 
     /// Makes erasing hang, and nothing else.
-    pub(crate) fn hang_erase(&self) -> Hang {
+    pub(crate) fn hang_erase(&self) -> HangGuard {
         *self.erase_hung.is_hung.lock().unwrap() = true;
-        Hang(Arc::clone(&self.erase_hung))
+        HangGuard(Arc::clone(&self.erase_hung))
     }
 
-    /// How many blocks it has.
+    /// Number of stored blocks.
     pub(crate) fn block_count(&self) -> usize {
         self.blocks.lock().unwrap().len()
     }
 
-    fn used(blocks: &BTreeMap<u64, Kept>) -> u64 {
+    fn used(blocks: &BTreeMap<u64, StoredBlock>) -> u64 {
         blocks.values().map(|kept| kept.bytes.len() as u64).sum()
     }
 
-    /// Keeps a block as if an earlier run had stored it.
-    pub(crate) fn keep_from_before(&self, facts: BlockFacts, bytes: Vec<u8>) {
+    /// Stores a block as if by an earlier run.
+    pub(crate) fn add_survivor(&self, facts: BlockFacts, bytes: Vec<u8>) {
         let address = self.next.fetch_add(1, Ordering::Relaxed);
         let names = BTreeSet::from([facts.key]);
-        self.blocks.lock().unwrap().insert(address, Kept { names, bytes });
+        self.blocks.lock().unwrap().insert(address, StoredBlock { names, bytes });
         self.survivors.lock().unwrap().push((facts, Address(address)));
     }
 
-    /// Every address comes to hold the bytes of the next one, under the same names.
+    /// Moves the bytes of every address to the previous one, without their names.
     pub(crate) fn swap_all(&self) {
         let mut blocks = self.blocks.lock().unwrap();
         let mut all: Vec<Vec<u8>> = blocks.values().map(|kept| kept.bytes.clone()).collect();
@@ -180,8 +180,8 @@ impl MapStage {
         self.blocks.lock().unwrap().clear();
     }
 
-    /// Sleeps for the delay, or until the deadline; then it is too late.
-    #[expect(clippy::disallowed_methods, reason = "stands for a device that takes real time")]
+    /// Sleeps for the delay, or until the deadline, which is then a timeout.
+    #[expect(clippy::disallowed_methods, reason = "models a device that takes real time")]
     fn work(&self, deadline: Deadline) -> Result<(), StageError> {
         self.hung.wait();
         assert!(!self.panics.load(Ordering::Relaxed), "injected");
@@ -226,7 +226,7 @@ impl Stage for MapStage {
             }
             let address = self.next.fetch_add(1, Ordering::Relaxed);
             let names = BTreeSet::from([facts.key]);
-            blocks.insert(address, Kept { names, bytes: slab.to_vec() });
+            blocks.insert(address, StoredBlock { names, bytes: slab.to_vec() });
             self.stored.fetch_add(1, Ordering::Relaxed);
             Ok(Address(address))
         };
@@ -266,7 +266,7 @@ impl Stage for MapStage {
         results
     }
 
-    #[expect(clippy::disallowed_methods, reason = "stands for a device that takes real time")]
+    #[expect(clippy::disallowed_methods, reason = "models a device that takes real time")]
     fn alias(&self, batch: Vec<(BlockFacts, Address)>, _: Deadline) -> Result<(), StageError> {
         self.hung.wait();
         std::thread::sleep(Duration::from_millis(self.name_delay_ms.load(Ordering::Relaxed)));

@@ -1,4 +1,4 @@
-//! A line: one connection to the node, one call at a time on it.
+//! One connection to the node, with one call in flight at a time.
 
 use std::io::{self, IoSliceMut, Read, Write};
 use std::mem::MaybeUninit;
@@ -18,21 +18,21 @@ use rustix::net::{
 
 use crate::trace;
 
-/// What one read takes at most; longer answers take several.
+/// Maximum bytes of one read; longer answers take several.
 const READ_BYTES: usize = 64 << 10;
-/// What one write takes at most; between two of them the deadline is looked at.
+/// Maximum bytes of one write; the deadline is checked between two writes.
 const WRITE_BYTES: usize = 32 << 10;
 
-/// From here on the node takes longer for a call than a needless wake-up costs; short ones it has
-/// answered by then.
+/// From this length on, a call takes the node longer than a superfluous wake-up costs. The answer
+/// to a shorter call is already there by then.
 const LONG_CALL_BYTES: usize = 4 << 10;
 
 /// A connection.
 #[derive(Debug)]
-pub(crate) struct Line {
+pub(crate) struct Connection {
     stream: UnixStream,
-    /// What was read lies at its start; the rest keeps whatever was there, so that a short answer
-    /// does not cost clearing it.
+    /// The first `read` bytes are the input. The rest is not cleared, so that a short answer does
+    /// not pay for clearing a long buffer.
     input: Vec<u8>,
     read: usize,
     output: Vec<u8>,
@@ -40,43 +40,44 @@ pub(crate) struct Line {
     calls: u32,
 }
 
-/// Why a call has no answer.
+/// Why a call has no answer, by what that means for the connection.
 #[derive(Debug)]
-pub(crate) enum LineError {
-    /// The deadline passed before a byte was sent: the line is in step, and the node knows nothing.
-    NoTime,
-    /// The same, because the node takes nothing from the line.
-    Stuck,
-    /// The call fits no message; nothing was sent.
+pub(crate) enum ConnectionError {
+    /// The deadline passed before a byte was sent. The connection can be used again.
+    NotSent,
+    /// As `NotSent`, because the node does not read the connection.
+    SendBlocked,
+    /// The call is longer than a message may be; nothing was sent.
     TooLong(String),
-    /// The deadline passed; the answer may still come, so the line is out of step.
-    Late,
-    /// The node closed it, or is gone, or speaks another language.
+    /// The deadline passed after the call was sent. A late answer may still arrive, so the
+    /// connection cannot be used again.
+    Timeout,
+    /// The node closed the connection, ended, or sent what is not of the protocol.
     Broken(String),
 }
 
-impl From<io::Error> for LineError {
+impl From<io::Error> for ConnectionError {
     fn from(error: io::Error) -> Self {
         match error.kind() {
-            io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => Self::Late,
+            io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => Self::Timeout,
             _ => Self::Broken(error.to_string()),
         }
     }
 }
 
-impl From<cascade_wire::WireError> for LineError {
+impl From<cascade_wire::WireError> for ConnectionError {
     fn from(error: cascade_wire::WireError) -> Self {
         Self::Broken(error.to_string())
     }
 }
 
-impl Line {
-    /// Connects, by the deadline: connecting to a stopped node waits once its queue is full.
-    pub(crate) fn connect(path: &Path, deadline: Deadline) -> Result<Self, LineError> {
+impl Connection {
+    /// Connects by the deadline. Connecting to a stopped node blocks once its queue is full.
+    pub(crate) fn connect(path: &Path, deadline: Deadline) -> Result<Self, ConnectionError> {
         let address = SocketAddrUnix::new(path).map_err(io::Error::from)?;
         let flags = SocketFlags::CLOEXEC;
         let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None);
-        let mut line = Self {
+        let mut connection = Self {
             stream: UnixStream::from(socket.map_err(io::Error::from)?),
             input: Vec::new(),
             read: 0,
@@ -84,37 +85,40 @@ impl Line {
             timeout: Duration::ZERO,
             calls: 0,
         };
-        line.await_bytes(deadline)?;
-        // The kernel bounds the wait by the socket's timeout for writing.
-        connect(&line.stream, &address).map_err(io::Error::from)?;
-        Ok(line)
+        connection.set_timeouts(deadline)?;
+        // The kernel limits this wait by the socket's send timeout.
+        connect(&connection.stream, &address).map_err(io::Error::from)?;
+        Ok(connection)
     }
 
-    /// One call and its answer. `ahead` is sent before it; those calls have no answers.
-    pub(crate) fn ask(
+    /// Sends a call and waits for its answer. The calls in `ahead` are sent before it and have no
+    /// answers.
+    pub(crate) fn call(
         &mut self,
         ahead: &[Call],
         call: &Call,
         deadline: Deadline,
-    ) -> Result<Answer, LineError> {
-        self.send(ahead, call, deadline)?;
+    ) -> Result<Answer, ConnectionError> {
+        self.send_call(ahead, call, deadline)?;
         self.read = 0;
         if self.output.len() >= LONG_CALL_BYTES {
-            self.await_answer(deadline)?;
+            self.poll_for_answer(deadline)?;
         }
         loop {
             let length = frame_length(&self.input[..self.read])?;
             if length.is_some_and(|length| self.read >= length) {
                 return self.read_answer();
             }
-            self.await_bytes(deadline)?;
+            self.set_timeouts(deadline)?;
             let needed = length.unwrap_or(0).max(READ_BYTES);
             if self.input.len() < needed {
                 self.input.resize(needed, 0);
             }
             match (&self.stream).read(&mut self.input[self.read..]) {
                 Ok(0) => {
-                    return Err(LineError::Broken("the node closed the connection".to_owned()));
+                    return Err(ConnectionError::Broken(
+                        "the node closed the connection".to_owned(),
+                    ));
                 }
                 Ok(count) => self.read += count,
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
@@ -123,18 +127,19 @@ impl Line {
         }
     }
 
-    /// The first call, whose answer brings the pool's descriptor unless the line joins a session.
-    pub(crate) fn greet(
+    /// The first call. Its answer carries the pool's descriptor, unless the connection joins an
+    /// existing session.
+    pub(crate) fn handshake(
         &mut self,
         hello: &Call,
         deadline: Deadline,
-    ) -> Result<(Answer, Option<OwnedFd>), LineError> {
-        match self.send(&[], hello, deadline) {
-            // The node may have said why before it closed the connection.
-            Ok(()) | Err(LineError::Broken(_)) => {}
+    ) -> Result<(Answer, Option<OwnedFd>), ConnectionError> {
+        match self.send_call(&[], hello, deadline) {
+            // The node may have sent the reason before it closed the connection.
+            Ok(()) | Err(ConnectionError::Broken(_)) => {}
             Err(error) => return Err(error),
         }
-        self.await_bytes(deadline)?;
+        self.set_timeouts(deadline)?;
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
         let mut control = RecvAncillaryBuffer::new(&mut space);
         self.input.resize(READ_BYTES, 0);
@@ -147,76 +152,86 @@ impl Line {
             _ => None,
         });
         if count == 0 {
-            let reason = "it closed the connection without an answer; is it of another version?";
-            return Err(LineError::Broken(reason.to_owned()));
+            let reason =
+                "the node closed the connection without an answer; check that its version matches";
+            return Err(ConnectionError::Broken(reason.to_owned()));
         }
         if frame_length(&self.input[..count])? != Some(count) {
-            return Err(LineError::Broken("the node's welcome is cut".to_owned()));
+            return Err(ConnectionError::Broken("the node's first answer is truncated".to_owned()));
         }
         Ok((self.read_answer()?, descriptor))
     }
 
-    /// Calls that have no answer.
-    pub(crate) fn tell(&mut self, calls: &[Call], deadline: Deadline) -> Result<(), LineError> {
+    /// Sends calls that have no answer.
+    pub(crate) fn send(
+        &mut self,
+        calls: &[Call],
+        deadline: Deadline,
+    ) -> Result<(), ConnectionError> {
         self.output.clear();
         for call in calls {
-            self.put_together(call, None)?;
+            self.encode(call, None)?;
         }
         self.write_output(deadline)
     }
 
-    fn put_together(&mut self, call: &Call, of: Option<TraceContext>) -> Result<(), LineError> {
+    fn encode(&mut self, call: &Call, of: Option<TraceContext>) -> Result<(), ConnectionError> {
         let written = call.write(&mut self.output, self.calls, of);
-        written.map_err(|error| LineError::TooLong(error.to_string()))
+        written.map_err(|error| ConnectionError::TooLong(error.to_string()))
     }
 
-    fn send(&mut self, ahead: &[Call], call: &Call, deadline: Deadline) -> Result<(), LineError> {
+    fn send_call(
+        &mut self,
+        ahead: &[Call],
+        call: &Call,
+        deadline: Deadline,
+    ) -> Result<(), ConnectionError> {
         self.calls = self.calls.wrapping_add(1);
         self.output.clear();
-        // What goes ahead ends what others began.
+        // Releases end holds of earlier calls: they belong to no trace.
         for call in ahead {
-            self.put_together(call, None)?;
+            self.encode(call, None)?;
         }
-        self.put_together(call, trace::current())?;
+        self.encode(call, trace::current())?;
         self.write_output(deadline)
     }
 
-    fn write_output(&mut self, deadline: Deadline) -> Result<(), LineError> {
+    fn write_output(&mut self, deadline: Deadline) -> Result<(), ConnectionError> {
         let mut rest = 0;
         while rest < self.output.len() {
             let is_unsent = |error| match error {
-                LineError::Late if rest == 0 => LineError::NoTime,
+                ConnectionError::Timeout if rest == 0 => ConnectionError::NotSent,
                 other => other,
             };
-            self.await_bytes(deadline).map_err(is_unsent)?;
-            // The kernel bounds the wait for each write alone, and only while nothing of it went.
+            self.set_timeouts(deadline).map_err(is_unsent)?;
+            // The kernel limits each write separately, and only while none of its bytes was sent.
+            // Short pieces let the deadline hold for the whole message.
             let piece = &self.output[rest..self.output.len().min(rest + WRITE_BYTES)];
             match (&self.stream).write(piece) {
                 Ok(count) => rest += count,
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) => {
-                    return Err(match LineError::from(error) {
-                        LineError::Late if rest == 0 => LineError::Stuck,
+                    return Err(match ConnectionError::from(error) {
+                        ConnectionError::Timeout if rest == 0 => ConnectionError::SendBlocked,
                         other => other,
                     });
                 }
             }
         }
-        // A line that rests keeps no memory of its longest call.
+        // An idle connection keeps no buffer of its longest call.
         self.output.shrink_to(READ_BYTES);
         Ok(())
     }
 
-    /// Waits until there is something to read. A read that blocks is woken by the kernel also when
-    /// the node takes the call, whose memory is then free for another one; polling for bytes is
-    /// not.
-    fn await_answer(&self, deadline: Deadline) -> Result<(), LineError> {
+    /// Waits until an answer can be read. A blocking read is also woken when the node reads the
+    /// call, because that frees socket memory; a poll for input is not.
+    fn poll_for_answer(&self, deadline: Deadline) -> Result<(), ConnectionError> {
         loop {
             let left = deadline.remaining(&SystemClock);
             if left.is_zero() {
-                return Err(LineError::Late);
+                return Err(ConnectionError::Timeout);
             }
-            // What is too long for the kernel to count is for ever.
+            // A time too long for the kernel's type means no timeout.
             let left = Timespec::try_from(left).ok();
             match poll(&mut [PollFd::new(&self.stream, PollFlags::IN)], left.as_ref()) {
                 Ok(0) | Err(Errno::INTR) => {}
@@ -226,13 +241,13 @@ impl Line {
         }
     }
 
-    /// Sets what the next system call may take.
-    fn await_bytes(&mut self, deadline: Deadline) -> Result<(), LineError> {
+    /// Sets the socket's timeouts for the next system call.
+    fn set_timeouts(&mut self, deadline: Deadline) -> Result<(), ConnectionError> {
         let left = deadline.remaining(&SystemClock);
         if left.is_zero() {
-            return Err(LineError::Late);
+            return Err(ConnectionError::Timeout);
         }
-        // A setting per call is a system call; one that is a little too long does no harm.
+        // Setting them is a system call. A timeout up to 1/16 too long is accepted instead.
         let is_close = self.timeout >= left && self.timeout <= left + left / 16;
         if !is_close {
             self.timeout = left + left / 32;
@@ -242,33 +257,33 @@ impl Line {
         Ok(())
     }
 
-    fn read_answer(&mut self) -> Result<Answer, LineError> {
+    fn read_answer(&mut self) -> Result<Answer, ConnectionError> {
         let frame = Frame::read(&self.input[..self.read])?;
         let answer = Answer::read(&frame)?;
         let is_refused_unread =
             frame.header.call == UNREAD && matches!(answer, Answer::Refused { .. });
         if frame.header.call != self.calls && !is_refused_unread {
-            return Err(LineError::Broken("the node answers another call".to_owned()));
+            return Err(ConnectionError::Broken("the node answered another call".to_owned()));
         }
-        // A line that rests keeps no memory of its longest answer.
+        // An idle connection keeps no buffer of its longest answer.
         self.input.truncate(READ_BYTES);
         self.input.shrink_to(READ_BYTES);
         Ok(answer)
     }
 
-    /// Whether the node has closed the connection. Asks the kernel, and does not wait.
+    /// Whether the node has closed the connection. Polls without waiting.
     pub(crate) fn is_closed(&self) -> bool {
         let now = Timespec { tv_sec: 0, tv_nsec: 0 };
         let mut all = [PollFd::new(&self.stream, PollFlags::RDHUP)];
         let gone = PollFlags::RDHUP | PollFlags::HUP | PollFlags::ERR;
-        // A line that cannot be asked is tried by the next call.
+        // A connection that cannot be polled is tried by the next call.
         matches!(poll(&mut all, Some(&now)), Ok(1..)) && all[0].revents().intersects(gone)
     }
 
-    /// Closes the connection for every process that has it. The node then takes back what the last
-    /// call granted, or would have.
-    pub(crate) fn shut(self) {
-        // At the other end it may be closed already; then that has happened.
+    /// Closes the connection for every process that has it. The node then releases what the last
+    /// call granted or is about to grant.
+    pub(crate) fn shutdown(self) {
+        // An error means that the node has closed it already.
         drop(self.stream.shutdown(std::net::Shutdown::Both));
     }
 }
@@ -280,46 +295,47 @@ mod tests {
 
     use super::*;
 
-    /// Such a line was closed, and the node took back what the call before it had granted.
+    /// Such a connection was closed, and the node released what the previous call had granted.
     #[test]
-    fn a_call_that_was_never_sent_leaves_the_line_in_step() {
+    fn a_connection_stays_usable_after_a_call_that_was_not_sent() {
         let (here, there) = UnixStream::pair().expect("descriptors are left");
         let (input, output) = (Vec::new(), Vec::new());
         let timeout = Duration::ZERO;
-        let mut line = Line { stream: here, input, read: 0, output, timeout, calls: 0 };
+        let mut connection = Connection { stream: here, input, read: 0, output, timeout, calls: 0 };
         let past = Deadline::after(&SystemClock, Duration::ZERO);
-        let asked = line.ask(&[], &Call::Ping, past);
-        assert!(matches!(asked, Err(LineError::NoTime)), "{asked:?}");
+        let answer = connection.call(&[], &Call::Ping, past);
+        assert!(matches!(answer, Err(ConnectionError::NotSent)), "{answer:?}");
         let keys = vec![BlockKey::from_bytes([7; 32]); 200_000];
         let long = Call::Ask { question: KeyQuestion::Contains, keys };
         let soon = Deadline::after(&SystemClock, Duration::from_secs(5));
-        let told = line.tell(&[long], soon);
-        assert!(matches!(told, Err(LineError::TooLong(_))), "{told:?}");
+        let sent = connection.send(&[long], soon);
+        assert!(matches!(sent, Err(ConnectionError::TooLong(_))), "{sent:?}");
         there.set_nonblocking(true).expect("it is a socket");
         let read = (&there).read(&mut [0; 64]).expect_err("nothing was sent");
         assert_eq!(read.kind(), io::ErrorKind::WouldBlock);
     }
 
     #[test]
-    fn a_line_knows_when_the_other_end_is_closed() {
+    fn a_connection_detects_that_the_peer_closed_it() {
         let (here, there) = UnixStream::pair().expect("descriptors are left");
         let (input, output) = (Vec::new(), Vec::new());
-        let line = Line { stream: here, input, read: 0, output, timeout: Duration::ZERO, calls: 0 };
-        assert!(!line.is_closed());
+        let connection =
+            Connection { stream: here, input, read: 0, output, timeout: Duration::ZERO, calls: 0 };
+        assert!(!connection.is_closed());
         drop(there);
-        assert!(line.is_closed());
+        assert!(connection.is_closed());
     }
 
     #[test]
-    fn a_long_call_that_nobody_answers_is_late() {
+    fn a_long_call_without_an_answer_times_out() {
         let (here, _there) = UnixStream::pair().expect("descriptors are left");
         let (input, output) = (Vec::new(), Vec::new());
         let timeout = Duration::ZERO;
-        let mut line = Line { stream: here, input, read: 0, output, timeout, calls: 0 };
+        let mut connection = Connection { stream: here, input, read: 0, output, timeout, calls: 0 };
         let keys = vec![BlockKey::from_bytes([7; 32]); LONG_CALL_BYTES / 32];
         let long = Call::Ask { question: KeyQuestion::Contains, keys };
         let soon = Deadline::after(&SystemClock, Duration::from_millis(20));
-        let asked = line.ask(&[], &long, soon);
-        assert!(matches!(asked, Err(LineError::Late)), "{asked:?}");
+        let answer = connection.call(&[], &long, soon);
+        assert!(matches!(answer, Err(ConnectionError::Timeout)), "{answer:?}");
     }
 }

@@ -1,4 +1,4 @@
-//! A client and a node in one process: the shortest way through all of it.
+//! A client and a node in one process: put, view and release.
 
 use cascade_block::BlockKey;
 use cascade_client::{Client, ConnectOptions};
@@ -31,7 +31,10 @@ fn a_block_that_one_client_puts_is_read_by_another() {
     for (view, bytes) in views.iter().zip(&blocks) {
         assert!(matches!(view, ViewOutcome::Hit { slab, .. } if **slab == **bytes), "{view:?}");
     }
-    assert!(node.clients().iter().any(|client| client.leases == 100), "the reader holds them");
+    assert!(
+        node.clients().iter().any(|client| client.leases == 100),
+        "the reader holds the leases"
+    );
     drop(views);
     drop((writer, reader));
     while !node.clients().is_empty() {

@@ -1,4 +1,4 @@
-//! A node in the test's own process, its figures, and blocks whose bytes are a function of the key.
+//! A node in the test's process, and blocks whose bytes are a function of the key.
 
 use std::os::unix::net::UnixListener;
 use std::path::PathBuf;
@@ -10,18 +10,18 @@ use cascade_node::{Node, NodeConfig, Server};
 use cascade_store::{BlockStore, CallOptions, Put, PutOutcome, Stats, Store, ViewOutcome};
 
 pub(crate) const NOW: CallOptions = CallOptions { timeout: None, writer: None };
-/// How long a test waits for what happens by itself before it says that it never does.
-const PATIENCE: Duration = Duration::from_secs(30);
+/// How long a test waits for a condition.
+const WAIT_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// A node that serves until it is dropped.
-pub(crate) struct Host {
+pub(crate) struct TestNode {
     pub(crate) node: Node,
     pub(crate) socket: PathBuf,
     server: Option<Server>,
     _directory: tempfile::TempDir,
 }
 
-impl Host {
+impl TestNode {
     pub(crate) fn start(configure: impl FnOnce(&mut NodeConfig)) -> Self {
         let directory = tempfile::tempdir().unwrap();
         let socket = directory.path().join("cascade.sock");
@@ -52,12 +52,12 @@ impl Host {
         self.store().stats()
     }
 
-    /// Waits until every client is gone, then clears the store: all of the pool has to be back.
+    /// Waits until every session has ended, then clears the store: the whole pool has to be free.
     pub(crate) fn assert_nothing_leaks(&self) {
         wait_until("the sessions end", || self.node.clients().is_empty());
         self.store().clear();
-        // A call of a client that died may be under way still; it ends by its deadline.
-        wait_until("the slabs come back", || self.stats().pool.reserved_bytes == 0);
+        // A call of a client that died may still be in flight; it ends by its deadline.
+        wait_until("the slabs are freed", || self.stats().pool.reserved_bytes == 0);
         let pool = self.stats().pool;
         assert_eq!((pool.reserved_bytes, pool.requested_bytes), (0, 0));
         assert_eq!(pool.magazine_bytes + pool.free_bytes, pool.capacity_bytes);
@@ -68,7 +68,7 @@ impl Host {
     }
 }
 
-impl Drop for Host {
+impl Drop for TestNode {
     fn drop(&mut self) {
         drop(self.server.take());
     }
@@ -79,16 +79,16 @@ pub(crate) fn pause(time: Duration) {
     std::thread::sleep(time);
 }
 
-/// Waits for what happens by itself.
-pub(crate) fn wait_until(what: &str, is_so: impl Fn() -> bool) {
-    let deadline = Deadline::after(&SystemClock, PATIENCE);
-    while !is_so() {
-        assert!(!deadline.remaining(&SystemClock).is_zero(), "it never happens that {what}");
+/// Waits until a condition holds.
+pub(crate) fn wait_until(what: &str, condition: impl Fn() -> bool) {
+    let deadline = Deadline::after(&SystemClock, WAIT_TIMEOUT);
+    while !condition() {
+        assert!(!deadline.remaining(&SystemClock).is_zero(), "timed out waiting until {what}");
         pause(Duration::from_millis(1));
     }
 }
 
-/// How long something takes.
+/// Runs a call and measures its time.
 pub(crate) fn timed<T>(call: impl FnOnce() -> T) -> (T, Duration) {
     let start = SystemClock.monotonic();
     let result = call();
@@ -110,7 +110,7 @@ pub(crate) fn keys(range: std::ops::Range<u64>) -> Vec<BlockKey> {
     range.map(key).collect()
 }
 
-/// The only right bytes of a block.
+/// The expected bytes of a block.
 pub(crate) fn bytes_of(key: &BlockKey, length: usize) -> Vec<u8> {
     let mut state = key.fingerprint() | 1;
     let mut bytes = Vec::with_capacity(length + 8);
@@ -133,7 +133,7 @@ pub(crate) fn put(
     store.put(&batch, options)
 }
 
-/// How many of some views are hits, each with the bytes of its key.
+/// Counts the hits and checks that each has the bytes of its key.
 pub(crate) fn hits(keys: &[BlockKey], views: &[ViewOutcome]) -> usize {
     let is_hit = |(key, view): &(&BlockKey, &ViewOutcome)| {
         let ViewOutcome::Hit { slab, .. } = view else { return false };

@@ -1,14 +1,14 @@
-//! A file tier in trouble behind a served store: who does not need it does not notice.
+//! A full disk behind a served store: blocks in DRAM are served as before.
 
 use cascade_store::{BlockStore, FilesConfig, PutOutcome};
 
-use crate::host::{Host, NOW, hits, keys, put, within};
 use crate::small_disk::SmallDisk;
+use crate::test_node::{NOW, TestNode, hits, keys, put, within};
 
 #[test]
-fn a_full_disk_costs_what_does_not_fit_and_nobody_a_byte() {
+fn a_full_disk_loses_only_blocks_that_do_not_fit() {
     let Some(disk) = SmallDisk::mount(8) else { return };
-    let host = Host::start(|config| {
+    let host = TestNode::start(|config| {
         config.store.pipeline = "Dram|Files".to_owned();
         config.store.files = Some(FilesConfig {
             capacity_bytes: 64 << 20,
@@ -22,7 +22,7 @@ fn a_full_disk_costs_what_does_not_fit_and_nobody_a_byte() {
     assert_eq!(reader.pin(&hot), [true; 4]);
     for first in (100..400).step_by(4) {
         let some = keys(first..first + 4);
-        // What the disk does not take may fail or wait; what is answered is right.
+        // Puts that do not fit may fail or wait; blocks that are served have the right bytes.
         for outcome in put(&writer, &some, 256 << 10, within(500)) {
             assert!(!matches!(outcome, PutOutcome::Conflict), "{outcome:?}");
         }
@@ -30,7 +30,7 @@ fn a_full_disk_costs_what_does_not_fit_and_nobody_a_byte() {
         let views = reader.view(&hot, NOW);
         assert_eq!(hits(&hot, &views), 4, "blocks in DRAM need no disk: {views:?}");
     }
-    // Each is told that some was not written, not only who asks first.
+    // Each client gets the error, not only the first that flushes.
     writer.flush(within(2000)).expect_err("most did not fit");
     reader.flush(within(2000)).expect_err("most did not fit");
     for some in keys(100..400).chunks(4) {

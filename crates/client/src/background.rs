@@ -1,0 +1,182 @@
+//! A client's background thread. It sends releases that no call carried along and reconnects to an
+//! unavailable node with back-off. It sleeps while there is no work.
+
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::Duration;
+
+use cascade_block::{Deadline, SystemClock};
+use cascade_wire::Call;
+
+use crate::client::{ClientInner, PROBE_TIMEOUT};
+use crate::live_sessions;
+use crate::session::CallError;
+
+/// How long releases wait for a call that carries them along.
+const RELEASE_DELAY: Duration = Duration::from_millis(1);
+/// Pause before the first attempt to reconnect; doubles with each attempt.
+const BACK_OFF_MIN: Duration = Duration::from_millis(20);
+/// The longest pause between two attempts.
+const BACK_OFF_MAX: Duration = Duration::from_secs(2);
+/// Timeout of one attempt.
+const ATTEMPT_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// Work for the background thread. Sessions and the client add it from any thread.
+#[derive(Debug, Default)]
+pub(crate) struct BackgroundTasks {
+    pending: Mutex<PendingTasks>,
+    changed: Condvar,
+}
+
+/// What the client knows about the node.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+enum NodeStatus {
+    /// It answers.
+    #[default]
+    Reachable,
+    /// A call with a short timeout was not answered: a probe decides.
+    Suspect,
+    /// The client has to reconnect.
+    Unavailable,
+}
+
+#[derive(Debug, Default)]
+struct PendingTasks {
+    has_releases: bool,
+    node: NodeStatus,
+    is_stopped: bool,
+    /// Runs of the node with which a session has ended.
+    past_epochs: Vec<u64>,
+}
+
+impl PendingTasks {
+    fn has_work(&self) -> bool {
+        let has_messages = self.has_releases || !self.past_epochs.is_empty();
+        has_messages || self.node != NodeStatus::Reachable || self.is_stopped
+    }
+}
+
+impl BackgroundTasks {
+    fn lock(&self) -> MutexGuard<'_, PendingTasks> {
+        self.pending.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn update(&self, change: impl FnOnce(&mut PendingTasks)) {
+        change(&mut self.lock());
+        self.changed.notify_one();
+    }
+
+    /// Holds wait to be released.
+    pub(crate) fn schedule_release(&self) {
+        let mut pending = self.lock();
+        let was_scheduled = std::mem::replace(&mut pending.has_releases, true);
+        drop(pending);
+        // Waking the thread for every call would cost as much as the call itself.
+        if !was_scheduled {
+            self.changed.notify_one();
+        }
+    }
+
+    /// A session with this run of the node has released everything and ended.
+    pub(crate) fn session_ended(&self, epoch: u64) {
+        self.update(|pending| pending.past_epochs.push(epoch));
+    }
+
+    /// The client has to reconnect.
+    pub(crate) fn mark_node_unavailable(&self) {
+        self.update(|pending| pending.node = NodeStatus::Unavailable);
+    }
+
+    /// A call with a short timeout was not answered.
+    pub(crate) fn mark_node_suspect(&self) {
+        self.update(|pending| {
+            if pending.node == NodeStatus::Reachable {
+                pending.node = NodeStatus::Suspect;
+            }
+        });
+    }
+
+    /// The client is closed.
+    pub(crate) fn stop(&self) {
+        self.update(|pending| pending.is_stopped = true);
+    }
+}
+
+/// Starts the background thread of a client. It ends with the client.
+pub(crate) fn start(client: &Arc<ClientInner>) -> std::io::Result<()> {
+    let (weak, tasks) = (Arc::downgrade(client), Arc::clone(client.tasks()));
+    std::thread::Builder::new()
+        .name("cascade-client".to_owned())
+        .stack_size(128 << 10)
+        .spawn(move || run(&weak, &tasks))
+        .map(drop)
+}
+
+fn run(client: &Weak<ClientInner>, tasks: &BackgroundTasks) {
+    let mut back_off = BACK_OFF_MIN;
+    loop {
+        let mut pending = tasks.lock();
+        while !pending.has_work() {
+            pending = tasks.changed.wait(pending).unwrap_or_else(PoisonError::into_inner);
+        }
+        if pending.is_stopped {
+            return;
+        }
+        let pause = if pending.node == NodeStatus::Unavailable { back_off } else { RELEASE_DELAY };
+        // A call may carry the releases along meanwhile, and a node that just became unavailable
+        // needs time to restart.
+        let waited =
+            tasks.changed.wait_timeout_while(pending, pause, |pending| !pending.is_stopped);
+        let mut pending = waited.unwrap_or_else(PoisonError::into_inner).0;
+        if pending.is_stopped {
+            return;
+        }
+        pending.has_releases = false;
+        // Reset before the attempt: a failure that another thread reports during it is kept.
+        let node = std::mem::take(&mut pending.node);
+        drop(pending);
+        let Some(client) = client.upgrade() else { return };
+        if node == NodeStatus::Unavailable {
+            if client.reconnect(Deadline::after(&SystemClock, ATTEMPT_TIMEOUT)) {
+                // Releases that piled up meanwhile are sent without waiting for a call.
+                tasks.schedule_release();
+                back_off = BACK_OFF_MIN;
+            } else {
+                tasks.mark_node_unavailable();
+                back_off = (back_off * 2).min(BACK_OFF_MAX);
+            }
+            continue;
+        }
+        if node == NodeStatus::Suspect {
+            client.probe_node(Deadline::after(&SystemClock, PROBE_TIMEOUT));
+        }
+        send(&client, tasks);
+    }
+}
+
+/// Sends pending releases to the current run of the node, and forgets earlier runs.
+fn send(client: &ClientInner, tasks: &BackgroundTasks) {
+    let Some(link) = client.link() else { return };
+    // An earlier run is forgotten only if no session of this process uses it any more; the last
+    // session with it adds its epoch again when it ends.
+    let past = std::mem::take(&mut tasks.lock().past_epochs);
+    let deadline = Deadline::after(&SystemClock, ATTEMPT_TIMEOUT);
+    let session = &link.session;
+    let is_only_run = live_sessions::is_only_run(&link.welcome.tenant, session.epoch);
+    let forget = past.into_iter().filter(|epoch| is_only_run && *epoch != session.epoch);
+    let forget: Vec<Call> = forget.map(|epoch| Call::Forget { epoch }).collect();
+    let mut sent = session.send_releases(deadline);
+    if sent.is_ok() && !forget.is_empty() {
+        sent = session.send(forget, deadline);
+    }
+    match sent {
+        Ok(()) => {}
+        // The next call carries the releases along, or the next round of this thread sends them.
+        Err(CallError::NoFreeConnection) => tasks.schedule_release(),
+        Err(CallError::Timeout) => {
+            client.mark_unavailable("the node does not read its connection", &link, false)
+        }
+        Err(CallError::TooLong(reason) | CallError::Broken(reason)) => {
+            client.mark_unavailable(&reason, &link, true);
+        }
+    }
+}
