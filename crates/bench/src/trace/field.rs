@@ -1,23 +1,23 @@
-//! Reads fields out of a JSON object, with errors that say where and what was expected.
+//! Typed access to the fields of a JSON object, with errors that name position and expectation.
 
 use serde_json::Value;
 
 use super::{BlockName, Parser, REQUEST_BLOCKS_MAX, TraceError};
 
-/// One object of a trace file and where it stands.
+/// A JSON object of a trace file and its position.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Object<'a> {
+pub(super) struct TraceObject<'a> {
     pub(super) file: &'a str,
     pub(super) line: usize,
-    /// What stands before a field's name in errors, such as `requests[3].`.
+    /// Prefix of field names in errors, such as `requests[3].`.
     pub(super) prefix: &'a str,
     pub(super) value: &'a Value,
 }
 
-/// A time no trace reaches; it keeps sums of times far from overflow.
+/// Limit of a time (300 years), so that sums of times cannot overflow.
 const SECONDS_MAX: f64 = 1e10;
 
-impl<'a> Object<'a> {
+impl<'a> TraceObject<'a> {
     pub(super) fn wrong(&self, field: &str, expected: &str, found: String) -> TraceError {
         TraceError::Field {
             file: self.file.to_owned(),
@@ -37,7 +37,7 @@ impl<'a> Object<'a> {
         found.ok_or_else(|| self.wrong(field, expected, "nothing".to_owned()))
     }
 
-    /// An integer in `1..=max` or `0..=max`.
+    /// An integer in `min..=max`.
     pub(super) fn integer(&self, field: &str, min: u32, max: u32) -> Result<u32, TraceError> {
         let expected = format!("an integer from {min} to {max}");
         let value = self.required(field, &expected)?;
@@ -46,7 +46,7 @@ impl<'a> Object<'a> {
         inside.ok_or_else(|| self.wrong(field, &expected, shown(value)))
     }
 
-    /// A time that is not negative, in units of which a second has `per_second`.
+    /// A time that is not negative, in units of `1 / per_second` seconds.
     pub(super) fn time(
         &self,
         field: &str,
@@ -71,7 +71,7 @@ impl<'a> Object<'a> {
         Ok(list)
     }
 
-    /// The blocks of a request: integers, or keys in hex.
+    /// The blocks of a request: integers, or keys in hexadecimal.
     pub(super) fn blocks(
         &self,
         parser: &mut Parser,
@@ -94,7 +94,7 @@ impl<'a> Object<'a> {
         Ok(blocks)
     }
 
-    /// Whether the last of `ids` block ids stands for a block that is not full.
+    /// Whether the last of `ids` block ids is a block that is not full.
     pub(super) fn has_partial_tail(
         &self,
         field: &str,
@@ -111,7 +111,7 @@ impl<'a> Object<'a> {
             return Ok(true);
         }
         let expected = format!(
-            "{full} block ids{} for {field} = {input_tokens} at {block_tokens} tokens a block",
+            "{full} block ids{} for {field} = {input_tokens} at {block_tokens} tokens per block",
             if has_rest { " or one more" } else { "" },
         );
         Err(self.wrong("hash_ids", &expected, ids.to_string()))
@@ -131,7 +131,7 @@ fn block_name(value: &Value, source: u32) -> Option<BlockName> {
     Some(BlockName::Global(key))
 }
 
-/// The beginning of a value, for an error.
+/// The first characters of a value, for an error.
 pub(super) fn shown(value: &Value) -> String {
     const CHARS_MAX: usize = 40;
     let text = value.to_string();
