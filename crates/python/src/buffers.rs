@@ -182,7 +182,7 @@ impl Span {
 
 /// A read-only view of a block in the pool. The block stays in memory as long as the view lives.
 ///
-/// It supports the buffer protocol (`memoryview(view)`, `numpy.frombuffer(view, dtype)`) and DLPack.
+/// Supports the buffer protocol (`memoryview(view)`, `numpy.frombuffer(view, dtype)`) and DLPack.
 #[pyclass(name = "View", module = "cascadekv", frozen)]
 pub(crate) struct PyView {
     slab: ProcessBound<Slab>,
@@ -269,7 +269,7 @@ impl PyView {
     }
 }
 
-/// Writable memory of the pool for a block, as a buffer. `Store.put_reserved` stores it under a key.
+/// Writable memory of the pool for a block, as a buffer. `Store.put_reserved` stores it.
 ///
 /// A reservation that is not put returns its memory to the pool when it is released or dropped.
 #[pyclass(name = "Reservation", module = "cascadekv")]

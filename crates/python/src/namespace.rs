@@ -112,7 +112,7 @@ impl PyNamespace {
         Ok(Self(Namespace::new(manifest.get().0.clone(), &secret)))
     }
 
-    /// The root key, from which every chain of this namespace starts. Keep it as secret as `secret`.
+    /// The root key, from which every chain of this namespace starts. It is as secret as `secret`.
     #[getter]
     fn root(&self) -> PyBlockKey {
         PyBlockKey(self.0.root())

@@ -103,8 +103,8 @@ impl<'py> PythonStage<'py> {
             |reason: String| Err(ConfigError::new_err(format!("stages: {name}: {reason}")));
         let class = object.get_type().qualname()?;
         if name.trim() != name || name.is_empty() || name.contains('|') {
-            let reason = "the name of a stage must not be empty, contain \"|\" or start or end with \
-                          a space";
+            let reason =
+                "the name of a stage must not be empty, contain \"|\", or start or end with a space";
             return refuse(reason.to_owned());
         }
         let built_in = registry.names();

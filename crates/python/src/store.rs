@@ -39,8 +39,8 @@ static STORE_CONFIG: PyOnceLock<Py<PyType>> = PyOnceLock::new();
 /// A block store with tiers in memory and files.
 ///
 /// Pass the settings of `StoreConfig` as keywords, or a `StoreConfig`. `stages` is a dict of names
-/// in the pipeline and Python stages (`cascadekv.stages`). Methods take batches, return a result for
-/// each block in order, and can be called from any thread. A context manager.
+/// in the pipeline and Python stages (`cascadekv.stages`). Methods take batches, return a result
+/// for each block in order, and can be called from any thread. A context manager.
 #[pyclass(name = "Store", module = "cascadekv", frozen)]
 #[derive(Debug)]
 pub(crate) struct PyStore {
@@ -123,8 +123,8 @@ impl PyStore {
     ///
     /// `blocks` is a buffer for each key, or one buffer with all blocks in equal pieces. Do not
     /// change them until the call returns. The keys of a call are consecutive blocks of one chain
-    /// after the block `parent`, unless `chain` is false. `ttl` and `timeout` are durations: seconds,
-    /// text such as `"5s"`, or a `timedelta`.
+    /// after the block `parent`, unless `chain` is false. `ttl` and `timeout` are durations:
+    /// seconds, text such as `"5s"`, or a `timedelta`.
     #[pyo3(signature = (
         keys, blocks, *, parent = None, chain = true, is_prefix = false, last_is_partial = false,
         ttl = None, namespace = None, timeout = None
@@ -235,8 +235,8 @@ impl PyStore {
     /// Reserves memory for those blocks of `size` bytes that the store needs. Returns a
     /// `PreparedPut`, to gather the bytes of the needed blocks and then seal them.
     ///
-    /// The keywords are those of `put`. A stored block of the same size counts as present; its bytes
-    /// are not compared.
+    /// The keywords are those of `put`. A stored block of the same size counts as present; its
+    /// bytes are not compared.
     #[pyo3(signature = (
         keys, size, *, parent = None, chain = true, is_prefix = false, last_is_partial = false,
         ttl = None, namespace = None, timeout = None

@@ -18,8 +18,8 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 
 /// The views of one batch, in the order of its keys: a sequence of `View` or `None`.
 ///
-/// All blocks stay in the pool until this object is dropped or `release` is called. A `View` from it
-/// keeps its block as long as the `View` lives.
+/// All blocks stay in the pool until this object is dropped or `release` is called. A `View` from
+/// it keeps its block as long as the `View` lives.
 #[pyclass(name = "Views", module = "cascadekv", sequence)]
 #[derive(Debug)]
 pub(crate) struct PyViews(ProcessBound<Vec<ViewOutcome>>);
