@@ -104,7 +104,7 @@ impl<'py> PythonStage<'py> {
         let class = object.get_type().qualname()?;
         if name.trim() != name || name.is_empty() || name.contains('|') {
             let reason =
-                "the name of a stage must not be empty, contain \"|\", or start or end with a space";
+                "a stage's name must not be empty, contain \"|\", or start or end with a space";
             return refuse(reason.to_owned());
         }
         let built_in = registry.names();

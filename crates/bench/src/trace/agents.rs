@@ -38,7 +38,7 @@ pub(super) fn parse(
         "global" => true,
         other => {
             let expected = "\"local\" or \"global\"";
-            return Err(object.wrong("hash_id_scope", expected, format!("{other:?}")));
+            return Err(object.error("hash_id_scope", expected, format!("{other:?}")));
         }
     };
     let begin = parser.requests.len();
@@ -75,7 +75,7 @@ fn requests(
         let prefix = format!("{}requests[{index}].", parent.prefix);
         let object = TraceObject { prefix: &prefix, value, ..parent };
         if !value.is_object() {
-            return Err(object.wrong("", "a JSON object", shown(value)));
+            return Err(object.error("", "a JSON object", shown(value)));
         }
         let at = begin + object.time("t", 1.0)?;
         if object.text("type", "")? != "subagent" {
@@ -85,7 +85,7 @@ fn requests(
             requests(parser, scope, object, at, depth + 1)?;
         } else {
             let expected = format!("at most {DEPTH_MAX} levels of sub-agents");
-            return Err(object.wrong("type", &expected, "one more".to_owned()));
+            return Err(object.error("type", &expected, "one more".to_owned()));
         }
     }
     Ok(())

@@ -18,7 +18,7 @@ pub(super) struct TraceObject<'a> {
 const SECONDS_MAX: f64 = 1e10;
 
 impl<'a> TraceObject<'a> {
-    pub(super) fn wrong(&self, field: &str, expected: &str, found: String) -> TraceError {
+    pub(super) fn error(&self, field: &str, expected: &str, found: String) -> TraceError {
         TraceError::Field {
             file: self.file.to_owned(),
             line: self.line,
@@ -34,7 +34,7 @@ impl<'a> TraceObject<'a> {
 
     fn required(&self, field: &str, expected: &str) -> Result<&'a Value, TraceError> {
         let found = self.optional(field);
-        found.ok_or_else(|| self.wrong(field, expected, "nothing".to_owned()))
+        found.ok_or_else(|| self.error(field, expected, "nothing".to_owned()))
     }
 
     /// An integer in `min..=max`.
@@ -43,7 +43,7 @@ impl<'a> TraceObject<'a> {
         let value = self.required(field, &expected)?;
         let integer = value.as_u64().and_then(|integer| u32::try_from(integer).ok());
         let inside = integer.filter(|integer| (min..=max).contains(integer));
-        inside.ok_or_else(|| self.wrong(field, &expected, shown(value)))
+        inside.ok_or_else(|| self.error(field, &expected, shown(value)))
     }
 
     /// A time that is not negative, in units of `1 / per_second` seconds.
@@ -56,18 +56,18 @@ impl<'a> TraceObject<'a> {
         let value = self.required(field, expected)?;
         let seconds = value.as_f64().map(|time| time / per_second);
         let inside = seconds.filter(|seconds| (0.0..=SECONDS_MAX).contains(seconds));
-        let seconds = inside.ok_or_else(|| self.wrong(field, expected, shown(value)))?;
+        let seconds = inside.ok_or_else(|| self.error(field, expected, shown(value)))?;
         Ok(std::time::Duration::from_secs_f64(seconds))
     }
 
     pub(super) fn text(&self, field: &str, default: &'a str) -> Result<&'a str, TraceError> {
         let Some(value) = self.optional(field) else { return Ok(default) };
-        value.as_str().ok_or_else(|| self.wrong(field, "a string", shown(value)))
+        value.as_str().ok_or_else(|| self.error(field, "a string", shown(value)))
     }
 
     pub(super) fn list(&self, field: &str, expected: &str) -> Result<&'a [Value], TraceError> {
         let value = self.required(field, expected)?;
-        let list = value.as_array().ok_or_else(|| self.wrong(field, expected, shown(value)))?;
+        let list = value.as_array().ok_or_else(|| self.error(field, expected, shown(value)))?;
         Ok(list)
     }
 
@@ -80,14 +80,14 @@ impl<'a> TraceObject<'a> {
         let list = self.list("hash_ids", "a list of block ids")?;
         if list.len() > REQUEST_BLOCKS_MAX {
             let expected = format!("at most {REQUEST_BLOCKS_MAX} block ids");
-            return Err(self.wrong("hash_ids", &expected, list.len().to_string()));
+            return Err(self.error("hash_ids", &expected, list.len().to_string()));
         }
         let source = if is_global { u32::MAX } else { parser.sources };
         let mut blocks = Vec::with_capacity(list.len());
         for (index, value) in list.iter().enumerate() {
             let name = block_name(value, source).ok_or_else(|| {
                 let expected = "an integer that is not negative, or 2 to 64 hex digits";
-                self.wrong(&format!("hash_ids[{index}]"), expected, shown(value))
+                self.error(&format!("hash_ids[{index}]"), expected, shown(value))
             })?;
             blocks.push(parser.number(name));
         }
@@ -114,7 +114,7 @@ impl<'a> TraceObject<'a> {
             "{full} block ids{} for {field} = {input_tokens} at {block_tokens} tokens per block",
             if has_rest { " or one more" } else { "" },
         );
-        Err(self.wrong("hash_ids", &expected, ids.to_string()))
+        Err(self.error("hash_ids", &expected, ids.to_string()))
     }
 }
 

@@ -37,7 +37,7 @@ fn request(
 ) -> Result<TraceRequest, TraceError> {
     let object = TraceObject { file, line, prefix: "", value };
     if !value.is_object() {
-        return Err(object.wrong("", "a JSON object", shown(value)));
+        return Err(object.error("", "a JSON object", shown(value)));
     }
     let mut block_tokens = BLOCK_TOKENS;
     if object.optional("block_tokens").is_some() {
