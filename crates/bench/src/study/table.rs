@@ -150,8 +150,8 @@ impl StudyTable {
                 &mut text,
                 &format!(
                     "### {trace}\n\n{requests} requests, {blocks_requested} blocks requested, \
-                     {unique_blocks} unique blocks. Hit rate in percent, by capacity in percent of \
-                     the unique blocks:\n"
+                     {unique_blocks} unique. Hit rate in percent of the blocks requested, by \
+                     capacity in percent of the unique blocks:\n"
                 ),
             );
             self.header(&mut text, "policy");
