@@ -185,7 +185,7 @@ pub(super) fn drain(args: &DrainArgs, screen: &mut Screen) -> Result<i32, Failur
     if args.json {
         write_json(Path::new("-"), &drained, screen)?;
     } else if args.cancel {
-        screen.line("the drain has ended; the node serves")?;
+        screen.line("the node accepts clients and blocks again")?;
     } else {
         show_flushed(&drained.tenants, screen)?;
         let clients = format!("{} clients connected", grouped(drained.clients as u64));
