@@ -1,4 +1,4 @@
-//! Tells the program which commit it was built from, so that its figures can be traced.
+//! Passes the commit to the build, so that figures can be traced to the source.
 
 use std::process::Command;
 
@@ -8,9 +8,9 @@ fn main() {
     let mark = if changes.is_empty() { "" } else { " with local changes" };
     println!("cargo::rustc-env=CASCADE_COMMIT={commit}{mark}");
     println!("cargo::rerun-if-changed=build.rs");
-    // All crates: a change to any of them is a local change of this program.
+    // All crates: a change in any of them changes this program.
     println!("cargo::rerun-if-changed=..");
-    // The log of HEAD grows with every commit, wherever this working tree keeps it.
+    // The log of HEAD grows with every commit. In a worktree it lies elsewhere, so git is asked.
     if let Some(log) = git(&["rev-parse", "--git-path", "logs/HEAD"]) {
         println!("cargo::rerun-if-changed={log}");
     }

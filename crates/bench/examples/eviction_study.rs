@@ -1,7 +1,7 @@
-//! Prints the study of all policies over the bundled traces, as `docs/eviction.md` shows it.
-//! Arguments are traces to study instead.
+//! Prints the eviction study of `docs/eviction.md`: all policies over the bundled traces.
+//! Arguments replace the bundled traces.
 
-#![expect(clippy::print_stdout, reason = "an example shows what it found")]
+#![expect(clippy::print_stdout, reason = "an example prints its result")]
 
 use std::path::{Path, PathBuf};
 

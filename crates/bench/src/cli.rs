@@ -1,9 +1,10 @@
-//! The command `cascade`: what it understands, what it answers, and its exit codes.
+//! The command `cascade`: its subcommands, its help and its exit codes.
 
 mod args;
 mod bench;
 mod blocks;
 mod config;
+mod connection;
 mod doctor;
 mod eviction;
 mod explain;
@@ -11,9 +12,8 @@ mod failure;
 mod inspect;
 mod interrupt;
 mod key_flags;
-mod orders;
+mod maintenance;
 mod ping;
-mod reach;
 mod reference;
 mod replay;
 mod screen;
@@ -38,34 +38,36 @@ pub use screen::{Screen, write_file, write_json};
 pub use size::{Count, WarmUp, parse_bytes, parse_time};
 pub use status::render as render_status;
 
-/// Everything went well.
+/// The command succeeded.
 pub const EXIT_OK: i32 = 0;
-/// A byte was wrong, a check failed, or the work could not be done.
+/// A check failed, a block had wrong bytes, or the command could not do its work.
 pub const EXIT_FAILED: i32 = 1;
-/// The command line makes no sense, or names a file that cannot be used.
+/// The command line is not valid, or a file that it names cannot be used.
 pub const EXIT_USAGE: i32 = 2;
-/// Interrupted; what was done until then was reported.
+/// Interrupted; the results up to then were reported.
 pub const EXIT_INTERRUPTED: i32 = 130;
 
-/// Cascade keeps the KV cache of LLM inference in DRAM and on disk, and shows what that is worth.
+/// Keeps the KV cache of LLM inference engines in DRAM and files, and measures what it saves.
 #[derive(Debug, Parser)]
 #[command(name = "cascade", version, propagate_version = true, max_term_width = 100)]
 #[command(arg_required_else_help = true, subcommand_required = true)]
 #[command(after_help = "\
 Examples:
   cascade serve --dram 64GiB --files /var/lib/cascade
-      Share 64 GiB among all workers of this host, with files below.
+      Serve 64 GiB of DRAM to all engine processes on this host, with a file tier.
+  cascade status
+      Show the tiers, hit rate and clients of the running node.
   cascade replay trace.jsonl --dram 256MiB
-      What would a cache of 256 MiB have done for this traffic? Real bytes, each one checked.
+      Replay a trace through a cache of 256 MiB and show its hit rate. Every byte is checked.
   cascade replay trace.jsonl --files /var/tmp/cache --report report.html
-      The same with a file tier below, and a page of plots.
+      The same with a file tier and an HTML report.
   cascade bench core
-      How close does this machine come to memcpy and to its disk?
+      Compare this build with memcpy and with the disk of this machine.
   cascade inspect /var/tmp/cache --verify
-      What does this directory hold, and is all of it intact?
+      Show what the directory of a file tier contains, and check every block.
 
-Exit codes: 0 all is well; 1 a byte was wrong, a check failed or the work could not be done;
-2 the command line or a file that it names makes no sense; 130 interrupted.")]
+Exit codes: 0 success; 1 a check failed, a block had wrong bytes, or the work could not be done;
+2 the command line is not valid, or a file that it names cannot be used; 130 interrupted.")]
 struct Command {
     #[command(subcommand)]
     verb: Verb,
@@ -73,46 +75,46 @@ struct Command {
 
 #[derive(Debug, Subcommand)]
 enum Verb {
-    /// Serve a node: one pool of KV for all processes of this host.
+    /// Run a node: one KV cache for all processes of this host.
     Serve(Box<serve::ServeArgs>),
-    /// Say what is wrong with this machine, and what to do, before a node serves on it.
+    /// Check whether this machine is ready to run a node.
     Doctor(Box<doctor::DoctorArgs>),
-    /// Replay a request trace through a store, check every byte, and show what the cache did.
+    /// Replay a request trace through a store, check every byte, and show the hit rate.
     Replay(Box<ReplayArgs>),
-    /// Measure this machine and this build against the physical limits.
+    /// Measure this build against the limits of this machine.
     #[command(subcommand)]
     Bench(bench::BenchVerb),
-    /// Show what a running node holds and does.
+    /// Show the state of a running node.
     Status(status::StatusArgs),
-    /// Watch a running node, live in the terminal.
+    /// Show the state of a running node, updated live.
     Top(top::TopArgs),
-    /// Ask whether a node answers.
+    /// Check whether a node answers.
     Ping(ping::PingArgs),
     /// Print the versions of this command and of a running node.
     Version(ping::VersionArgs),
-    /// Look at a block of a running node, or write its bytes to a file.
+    /// Show a block of a running node, or write its bytes to a file.
     Get(blocks::GetArgs),
-    /// Put a file's bytes into a running node as a block.
+    /// Store the bytes of a file as a block in a running node.
     Put(blocks::PutArgs),
     /// Delete blocks of a running node.
     Delete(blocks::DeleteArgs),
-    /// Write down what waits for the lower tiers.
-    Flush(orders::FlushArgs),
+    /// Write all pending blocks to the lower tiers.
+    Flush(maintenance::FlushArgs),
     /// Remove every block of a tenant.
-    Clear(orders::ClearArgs),
-    /// Take nothing new and write everything down, so that the node may be stopped.
-    Drain(orders::DrainArgs),
-    /// Make a running node read its configuration again.
-    Reload(orders::ReloadArgs),
+    Clear(maintenance::ClearArgs),
+    /// Refuse new clients and blocks and write all pending blocks, before the node is stopped.
+    Drain(maintenance::DrainArgs),
+    /// Make a running node reload its configuration file.
+    Reload(maintenance::ReloadArgs),
     /// Show or change settings of a running node.
     #[command(subcommand)]
     Config(config::ConfigVerb),
-    /// Tell why a chain of blocks hits as far as it does.
+    /// Explain which blocks of a chain hit, and why the next one misses.
     Explain(explain::ExplainArgs),
-    /// Do something to one tenant's data.
+    /// Manage the data of one tenant.
     #[command(subcommand)]
     Tenant(tenant::TenantVerb),
-    /// Show what a file tier's directory holds, and check it.
+    /// Show what the directory of a file tier contains, and check it.
     Inspect(inspect::InspectArgs),
     /// Print a completion script for a shell.
     #[command(after_help = "\
@@ -121,15 +123,15 @@ Examples:
   cascade completions zsh  > ~/.zfunc/_cascade
   cascade completions fish > ~/.config/fish/completions/cascade.fish")]
     Completions {
-        /// The shell.
+        /// The shell to print the script for.
         shell: Shell,
     },
 }
 
 /// Runs one command line (its first element is the program's name) and returns the exit code.
 ///
-/// `interpreter` is the Python that runs this program, if one does: measurements of an engine
-/// prefer it to others.
+/// `interpreter` is the Python interpreter that runs this program, if any. `cascade bench vllm`
+/// tries it first.
 pub fn main(args: impl Iterator<Item = OsString>, interpreter: Option<PathBuf>) -> i32 {
     let command = match Command::try_parse_from(args) {
         Ok(command) => command,
@@ -144,13 +146,13 @@ pub fn main(args: impl Iterator<Item = OsString>, interpreter: Option<PathBuf>) 
         Ok(code) => code,
         Err(failure) => {
             let code = failure.exit_code();
-            let said = screen.remark(failure.explain());
-            if said.is_ok() { code } else { EXIT_FAILED }
+            let printed = screen.notice(failure.explain());
+            if printed.is_ok() { code } else { EXIT_FAILED }
         }
     }
 }
 
-/// The command line as clap knows it, for the reference page and for completions.
+/// The command line as a clap definition, for the reference page and for completions.
 pub fn definition() -> clap::Command {
     Command::command()
 }
@@ -168,10 +170,10 @@ fn run(verb: Verb, interpreter: Option<PathBuf>, screen: &mut Screen) -> Result<
         Verb::Get(args) => blocks::get(&args, screen),
         Verb::Put(args) => blocks::put(&args, screen),
         Verb::Delete(args) => blocks::delete(&args, screen),
-        Verb::Flush(args) => orders::flush(&args, screen),
-        Verb::Clear(args) => orders::clear(&args, screen),
-        Verb::Drain(args) => orders::drain(&args, screen),
-        Verb::Reload(args) => orders::reload(&args, screen),
+        Verb::Flush(args) => maintenance::flush(&args, screen),
+        Verb::Clear(args) => maintenance::clear(&args, screen),
+        Verb::Drain(args) => maintenance::drain(&args, screen),
+        Verb::Reload(args) => maintenance::reload(&args, screen),
         Verb::Config(verb) => config::run(&verb, screen),
         Verb::Explain(args) => explain::run(&args, screen),
         Verb::Tenant(verb) => tenant::run(&verb, screen),

@@ -1,4 +1,4 @@
-//! What a figure was measured on: processor, memory, kernel, disk, build and command line.
+//! The environment of a measurement: processor, memory, kernel, disk, build and command line.
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
@@ -8,43 +8,43 @@ use std::path::{Path, PathBuf};
 use cascade_block::{ByteSize, Clock, SystemClock};
 use serde::Serialize;
 
-/// The machine and the build, as far as they change figures.
+/// The machine and the build, as far as they affect figures.
 #[derive(Debug, Clone, Serialize)]
 pub struct Environment {
     /// Model of the processor.
     pub cpu: String,
     /// Processors that this process may use.
     pub cpu_count: usize,
-    /// NUMA nodes.
+    /// Number of NUMA nodes.
     pub numa_nodes: usize,
-    /// Frequency governor, where the kernel tells.
+    /// Frequency governor, if the kernel reports it.
     pub governor: Option<String>,
     /// Memory of the machine.
     pub memory_bytes: u64,
-    /// Load averages over 1, 5 and 15 minutes at the start: a busy machine's figures are low.
+    /// Load averages over 1, 5 and 15 minutes at the start. A busy machine gives low figures.
     pub load_average: Option<String>,
-    /// Huge page settings: what and how.
+    /// Settings of transparent huge pages by name.
     pub huge_pages: BTreeMap<String, String>,
     /// Operating system, kernel release and architecture.
     pub kernel: String,
-    /// Where the file tier lies.
+    /// File system of the file tier.
     pub disk: Option<Mount>,
     /// Version of this program.
     pub version: String,
-    /// Commit that it was built from.
+    /// Commit that this program was built from.
     pub commit: String,
     /// `release` or `debug`; figures of a debug build mean nothing.
     pub profile: String,
-    /// When the run began, milliseconds since 1970 UTC.
+    /// Start of the run, in milliseconds since 1970 UTC.
     pub started_unix_ms: u64,
-    /// The command line; of the program that runs it the name alone, which lies anywhere.
+    /// The command line, with the program's name instead of its path.
     pub argv: Vec<String>,
 }
 
-/// The file system that a directory lies on.
+/// The file system of a directory.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Mount {
-    /// Where it is mounted.
+    /// Its mount point.
     pub mount_point: PathBuf,
     /// Its type, such as `ext4`.
     pub file_system: String,
@@ -55,7 +55,7 @@ pub struct Mount {
 }
 
 impl Environment {
-    /// Looks around. Whatever the system does not tell is `unknown` or left out.
+    /// Reads the environment. What the system does not report is `unknown` or left out.
     pub fn capture(directory: Option<&Path>) -> Self {
         let uname = rustix::system::uname();
         let text = |part: &std::ffi::CStr| part.to_string_lossy().into_owned();
@@ -82,7 +82,7 @@ impl Environment {
         }
     }
 
-    /// One line for a person.
+    /// The environment in one line, for a table header.
     pub fn headline(&self) -> String {
         let disk = self
             .disk
@@ -107,7 +107,7 @@ pub fn resident_bytes() -> Option<u64> {
     status_kib("/proc/self/status", "VmRSS:")
 }
 
-/// A result is read elsewhere: where its interpreter lay is of no use there.
+/// The arguments with the program's name instead of its path, which depends on the machine.
 fn argv(arguments: impl Iterator<Item = OsString>) -> Vec<String> {
     let mut shown: Vec<_> =
         arguments.map(|argument| argument.to_string_lossy().into_owned()).collect();
@@ -119,7 +119,7 @@ fn argv(arguments: impl Iterator<Item = OsString>) -> Vec<String> {
     shown
 }
 
-/// The file system that a path lies on, or will lie on once it is made.
+/// The file system of a directory that exists or will be created.
 fn mount_of(directory: &Path) -> Option<Mount> {
     let existing = directory.ancestors().find(|path| path.exists()).filter(|path| *path != "")?;
     let full = existing.canonicalize().ok()?;
@@ -132,14 +132,14 @@ fn mount_of(directory: &Path) -> Option<Mount> {
 
 /// A line of `mountinfo`: `36 35 98:0 /root /point rw,noatime master:1 - ext4 /dev/x rw`.
 fn parse_mount(line: &str) -> Option<Mount> {
-    let (place, kind) = line.split_once(" - ")?;
-    let mut place = place.split(' ').skip(4);
-    let mut kind = kind.split(' ');
+    let (mount, file_system) = line.split_once(" - ")?;
+    let mut mount = mount.split(' ').skip(4);
+    let mut file_system = file_system.split(' ');
     Some(Mount {
-        mount_point: PathBuf::from(place.next()?),
-        options: place.next()?.to_owned(),
-        file_system: kind.next()?.to_owned(),
-        source: kind.next()?.to_owned(),
+        mount_point: PathBuf::from(mount.next()?),
+        options: mount.next()?.to_owned(),
+        file_system: file_system.next()?.to_owned(),
+        source: file_system.next()?.to_owned(),
     })
 }
 
@@ -190,7 +190,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_mountinfo_line_is_understood() {
+    fn a_mountinfo_line_is_parsed() {
         let line = "36 35 98:0 /m /mnt/x rw,noatime master:1 - ext4 /dev/vda rw,discard";
         let mount = parse_mount(line).unwrap();
         assert_eq!(mount.mount_point, Path::new("/mnt/x"));
@@ -202,14 +202,14 @@ mod tests {
     }
 
     #[test]
-    fn a_result_names_the_program_and_not_where_it_lay() {
+    fn the_command_line_has_the_programs_name_without_its_path() {
         let given = ["/home/me/.venv/bin/python", ".venv/bin/cascade", "--json", "/tmp/a.json"];
         let shown = argv(given.map(OsString::from).into_iter());
         assert_eq!(shown, ["python", ".venv/bin/cascade", "--json", "/tmp/a.json"]);
     }
 
     #[test]
-    fn this_machine_is_described() {
+    fn the_environment_of_this_machine_is_captured() {
         let here = Environment::capture(Some(Path::new("no/such/directory")));
         assert!(here.memory_bytes > 0 && here.cpu_count > 0);
         assert!(resident_bytes().is_some_and(|bytes| bytes > 1 << 20));

@@ -1,58 +1,58 @@
-//! Latencies in fixed memory: a histogram that merges, and what is told of it.
+//! Latency histograms of fixed size that can be merged, and their summaries.
 
 use std::time::Duration;
 
 use hdrhistogram::Histogram;
 use serde::Serialize;
 
-/// Longest latency that is told apart: a minute, in nanoseconds.
+/// Upper bound of the histogram: one minute, in nanoseconds. Longer latencies count as this one.
 const CEILING_NS: u64 = 60_000_000_000;
 
-/// A recording of latencies with three significant digits.
+/// A histogram of latencies with three significant digits.
 #[derive(Debug, Clone)]
 pub struct Latencies(Histogram<u64>);
 
-/// What a person or a plot needs of many latencies. Microseconds.
+/// Count, percentiles and buckets of a histogram, in microseconds.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct LatencySummary {
-    /// How many were recorded.
+    /// Number of recorded latencies.
     pub count: u64,
-    /// Half were shorter.
+    /// Median.
     pub us_p50: f64,
-    /// Nine of ten were shorter.
+    /// 90th percentile.
     pub us_p90: f64,
-    /// All but one in a hundred were shorter.
+    /// 99th percentile.
     pub us_p99: f64,
-    /// The longest.
+    /// Maximum.
     pub us_max: f64,
-    /// Pairs of an upper bound in microseconds and the count below it, not cumulative.
+    /// Upper bound of each bucket in microseconds and its count, not cumulative.
     pub buckets: Vec<(f64, u64)>,
 }
 
 impl Latencies {
-    /// An empty recording.
+    /// An empty histogram.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Records one.
+    /// Records one latency.
     pub fn record(&mut self, latency: Duration) {
         let ns = u64::try_from(latency.as_nanos()).unwrap_or(u64::MAX);
         self.0.saturating_record(ns);
     }
 
-    /// Adds another recording to this one.
+    /// Adds another histogram to this one.
     pub fn merge(&mut self, other: &Self) {
         let added = self.0.add(&other.0);
-        debug_assert!(added.is_ok(), "all recordings have the same bounds");
+        debug_assert!(added.is_ok(), "all histograms have the same bounds");
     }
 
-    /// The latency in microseconds that this share of all, 0 to 1, did not pass.
+    /// The latency at a quantile from 0 to 1, in microseconds.
     pub fn us_at(&self, quantile: f64) -> f64 {
         Duration::from_nanos(self.0.value_at_quantile(quantile)).as_secs_f64() * 1e6
     }
 
-    /// What happened, in few numbers.
+    /// The summary of all recorded latencies.
     pub fn summary(&self) -> LatencySummary {
         let us = |ns: u64| Duration::from_nanos(ns).as_secs_f64() * 1e6;
         let steps = self.0.iter_log(1000, std::f64::consts::SQRT_2);
@@ -81,7 +81,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn merged_recordings_tell_of_both() {
+    fn a_merged_histogram_contains_both() {
         let (mut one, mut other) = (Latencies::new(), Latencies::new());
         (0..99).for_each(|_| one.record(Duration::from_micros(10)));
         other.record(Duration::from_millis(5));
@@ -94,7 +94,7 @@ mod tests {
     }
 
     #[test]
-    fn an_absurd_latency_is_the_ceiling_not_a_panic() {
+    fn a_latency_above_the_upper_bound_is_recorded_without_a_panic() {
         let mut latencies = Latencies::new();
         latencies.record(Duration::MAX);
         latencies.record(Duration::ZERO);

@@ -1,11 +1,12 @@
-//! Workloads with known answers, replay of recorded traces, and what they teach about eviction.
-#![expect(clippy::cast_precision_loss, reason = "figures for people need no more than 53 bits")]
+//! The command `cascade`: node operation, replay of traces, benchmarks and eviction studies.
+#![expect(clippy::cast_precision_loss, reason = "53 bits are enough for printed figures")]
 
 pub mod cli;
 pub mod environment;
 pub mod latency;
 pub mod measure;
 pub mod payload;
+mod random;
 pub mod replay;
 pub mod report;
 pub mod study;

@@ -1,4 +1,4 @@
-//! Figures of this machine and this build, each beside a limit measured in the same run.
+//! The benchmarks `core` and `node`: figures of this build with limits measured in the same run.
 
 mod cold;
 mod disk;
@@ -18,15 +18,15 @@ use cascade_store::{CallOptions, Store, StoreConfig, StoreError};
 use crate::cli::Failure;
 pub use figure::{Figure, Target, table_header};
 
-/// What to measure, and where results go.
+/// The options of a benchmark, and where its figures go.
 pub struct Bench<'a> {
-    /// Larger sizes and counts.
+    /// Measure with larger sizes and counts.
     pub is_full: bool,
-    /// Directory on the disk to measure; figures of the file tier make one of their own in it.
+    /// Directory on the disk to measure. Figures of the file tier create a directory in it.
     pub directory: PathBuf,
-    /// Only figures whose name contains this.
+    /// Measure only figures whose name contains this.
     pub only: Option<String>,
-    /// Called with each figure as it is there.
+    /// Called with each figure when it is measured.
     pub deliver: &'a mut dyn FnMut(Figure) -> Result<(), Failure>,
 }
 
@@ -37,9 +37,9 @@ impl std::fmt::Debug for Bench<'_> {
 }
 
 impl Bench<'_> {
-    /// Measures everything that is asked for.
+    /// Measures all selected figures of an embedded store.
     pub fn run(&mut self) -> Result<(), Failure> {
-        // Resident memory first: later figures leave memory behind that would be counted.
+        // Resident memory first: memory that the allocator keeps after other figures would count.
         restart::resident(self)?;
         index::run(self)?;
         memory::run(self)?;
@@ -65,8 +65,9 @@ impl Bench<'_> {
     }
 }
 
-/// For calls that wait until gigabytes are written down.
-const PATIENT: CallOptions = CallOptions { timeout: Some(Duration::from_secs(600)), writer: None };
+/// For flushes, which wait until gigabytes are written.
+const FLUSH_OPTIONS: CallOptions =
+    CallOptions { timeout: Some(Duration::from_secs(600)), writer: None };
 
 /// Opens a store for a measurement.
 fn open(what: &str, config: StoreConfig) -> Result<Store, Failure> {
@@ -78,14 +79,14 @@ fn failed(what: &'static str) -> impl Fn(StoreError) -> Failure {
     move |error| Failure::measure(what, error)
 }
 
-/// Keys of a bench of its own, in order.
+/// Keys `0..count` of the namespace `label`.
 fn keys(label: &str, count: usize) -> Vec<BlockKey> {
     let manifest = Manifest::new().with("workload", "cascade bench").with("label", label);
     let namespace = Namespace::new(manifest, &TenantSecret::new(""));
     (0..count as u64).map(|id| namespace.key_of_id(&id.to_le_bytes())).collect()
 }
 
-/// How long some work takes.
+/// The duration of `work`.
 fn timed(work: impl FnOnce()) -> Duration {
     let began = SystemClock.monotonic();
     work();
@@ -100,7 +101,7 @@ fn gib_per_second(bytes: usize, took: Duration) -> f64 {
     bytes as f64 / took.as_secs_f64().max(1e-9) / GIB
 }
 
-/// A size as it stands in names: `128KiB`.
+/// A size as in names of figures: `128KiB`.
 fn size_name(bytes: usize) -> String {
     cascade_block::ByteSize(bytes as u64).to_string()
 }

@@ -1,29 +1,30 @@
-//! Payloads that are a pure function of the block's key, so that every byte read can be checked.
+//! Block payloads that are a pure function of the key, so that every byte read can be checked.
 
 use cascade_block::BlockKey;
 
-/// An odd constant without structure; successive words differ by it before mixing.
+/// Difference of successive words before mixing: 2^64 over the golden ratio. It is odd, so a block
+/// repeats no word within 2^64 of them.
 const STEP: u64 = 0x9E37_79B9_7F4A_7C15;
 
-/// How many words are compared before the result is looked at; wide enough to vectorise.
+/// Words that are compared without a branch between them, so that the comparison is vectorised.
 const CHECK_WORDS: usize = 512;
 
-/// The first byte of a block that is not what its key says.
+/// The first byte of a block that differs from the payload of its key.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct WrongByte {
-    /// Offset in the block; the block's length if it is too short or too long.
+    /// Offset in the block. For a wrong length, the smaller of both lengths.
     pub offset: usize,
-    /// What should be there; nothing if the block is too long.
+    /// Expected byte; none if the block is too long.
     pub expected: Option<u8>,
-    /// What is there; nothing if the block is too short.
+    /// Actual byte; none if the block is too short.
     pub found: Option<u8>,
 }
 
-/// Writes a key's payload over the whole buffer.
+/// Fills the whole buffer with the payload of a key.
 ///
-/// A block of `n` bytes is the first `n` bytes of an endless stream. No eight-byte word occurs
-/// twice in a block, and two blocks differ in every word, so a shifted, torn, stale or swapped
-/// block is noticed at its first word.
+/// A block of `n` bytes is the first `n` bytes of the key's stream. No eight-byte word occurs twice
+/// in a block, and blocks of different keys differ in every word. So a shifted, torn, stale or
+/// swapped block is detected at its first wrong word.
 pub fn fill(key: &BlockKey, buffer: &mut [u8]) {
     let mut state = key.fingerprint();
     let (words, tail) = buffer.as_chunks_mut::<8>();
@@ -35,12 +36,13 @@ pub fn fill(key: &BlockKey, buffer: &mut [u8]) {
     tail.copy_from_slice(&last[..tail.len()]);
 }
 
-/// Compares a block with its key's payload of `expected_bytes` bytes.
+/// Compares a block with the payload of its key of `expected_bytes` bytes.
 pub fn check(key: &BlockKey, bytes: &[u8], expected_bytes: usize) -> Result<(), WrongByte> {
     let shared = bytes.len().min(expected_bytes);
     let mut state = key.fingerprint();
-    for (at, run) in bytes[..shared].chunks(CHECK_WORDS * 8).enumerate() {
-        let (words, tail) = run.as_chunks::<8>();
+    for (at, chunk) in bytes[..shared].chunks(CHECK_WORDS * 8).enumerate() {
+        let (words, tail) = chunk.as_chunks::<8>();
+        // Differences are collected and tested once per chunk.
         let mut difference = 0;
         for word in words {
             difference |= u64::from_le_bytes(*word) ^ mix(state);
@@ -58,7 +60,7 @@ pub fn check(key: &BlockKey, bytes: &[u8], expected_bytes: usize) -> Result<(), 
     Err(WrongByte { offset: shared, expected, found: bytes.get(shared).copied() })
 }
 
-/// Invertible, so that distinct states give distinct words.
+/// A bijection: distinct states give distinct words.
 fn mix(state: u64) -> u64 {
     state ^ (state >> 29)
 }
@@ -71,7 +73,7 @@ fn byte_at(key: &BlockKey, offset: usize) -> u8 {
 
 fn first_wrong(key: &BlockKey, bytes: &[u8], from: usize) -> WrongByte {
     let wrong = (from..bytes.len()).find(|&offset| bytes[offset] != byte_at(key, offset));
-    let offset = wrong.expect("the run holds a difference");
+    let offset = wrong.expect("the chunk has a difference");
     WrongByte { offset, expected: Some(byte_at(key, offset)), found: Some(bytes[offset]) }
 }
 
@@ -96,7 +98,7 @@ mod tests {
         }
 
         #[test]
-        fn one_flipped_bit_is_found_where_it_is(
+        fn a_flipped_bit_is_reported_at_its_offset(
             seed: u64, bytes in 1_usize..20_000, at: prop::sample::Index, bit in 0_u8..8,
         ) {
             let mut block = vec![0; bytes];
@@ -107,7 +109,7 @@ mod tests {
         }
 
         #[test]
-        fn another_blocks_bytes_are_wrong_from_the_first_word(one: u64, other: u64) {
+        fn the_payload_of_another_key_is_wrong_from_the_first_word(one: u64, other: u64) {
             prop_assume!(one != other);
             let mut block = vec![0; 4096];
             fill(&key(other), &mut block);
@@ -135,7 +137,7 @@ mod tests {
     }
 
     #[test]
-    fn the_stream_does_not_change() {
+    fn the_payload_of_a_key_never_changes() {
         let mut block = [0; 12];
         fill(&key(1), &mut block);
         assert_eq!(block, [1, 0, 0, 0, 0, 0, 0, 0, 0xdd, 0xb1, 0xf1, 0x8e]);

@@ -1,4 +1,4 @@
-//! The page of plots that `cascade replay --report` writes: one file, nothing fetched.
+//! The HTML report of `cascade replay --report`: one self-contained file with plots.
 
 mod captions;
 mod charts;

@@ -1,11 +1,11 @@
-//! What a policy is worth: traces replayed on names alone, beside the best that any could do.
+//! Studies of eviction policies: traces replayed with keys only, compared with the optimum.
 //!
-//! A replay drives the store's own eviction as the store does: a request, then for each block that
-//! was missing, root first, room is made and the block comes in. Hits count while they are unbroken
-//! from the start of the request, and all blocks of a request count as requested.
+//! A replay calls the store's eviction code as the store does: first the request, then for each
+//! missing block, root first, an eviction if the tier is full, and the insertion. Only leading hits
+//! of a request count as hits; all its blocks count as requested.
 
 mod curve;
-mod foresight;
+mod events;
 mod generated;
 mod optimum;
 mod replay;
@@ -15,67 +15,67 @@ mod table;
 use std::path::Path;
 
 pub use curve::{ReuseDistances, reuse_distances};
-pub use foresight::{Foresight, HintSet};
+pub use events::{HintSet, ReplayEvents};
 pub use generated::generated;
 pub use optimum::optimum;
-pub use replay::{replay_metadata, replay_watched};
+pub use replay::{replay_metadata, replay_with_callback};
 pub use shadow::{ShadowCell, ShadowRow, ShadowTier, shadow_markdown, shadow_row};
-pub use table::{Contender, Row, StudyTable, TraceTable, contenders, study_table};
+pub use table::{PolicyRow, StudiedPolicy, StudyTable, TraceTable, studied_policies, study_table};
 
 use crate::trace::{Trace, TraceError};
 
-/// How a replay is run.
+/// The options of a replay.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct StudyOptions {
-    /// Whether last partial blocks come in.
+    /// Whether the last block of a request is admitted when it is not full.
     pub admit_partial: bool,
-    /// What the engine would tell, taken from the rest of the trace.
+    /// Hints that an engine would give, computed from the later requests of the trace.
     pub hints: HintSet,
 }
 
-/// What came of a replay.
+/// The result of a replay.
 #[derive(Debug, Clone, PartialEq, serde::Serialize)]
 pub struct StudyResult {
-    /// The policy's name.
+    /// Name of the policy.
     pub policy: String,
-    /// Blocks that fit.
+    /// Capacity in blocks.
     pub capacity_blocks: u64,
     /// Requests of the trace.
     pub requests: u64,
-    /// Blocks of all requests, partial ones included.
+    /// Blocks of all requests, including partial blocks.
     pub blocks_requested: u64,
-    /// Blocks that were there, leading ones only.
+    /// Leading blocks that were hits.
     pub blocks_hit: u64,
-    /// The same for each request, in order.
+    /// Leading hits of each request, in order.
     #[serde(skip)]
     pub hits_of_requests: Vec<u32>,
-    /// Blocks that came in.
+    /// Blocks inserted.
     pub blocks_inserted: u64,
-    /// Blocks that went to make room.
+    /// Blocks evicted.
     pub blocks_evicted: u64,
-    /// Requests of which at least one block was not taken.
+    /// Requests with at least one declined block.
     pub requests_declined: u64,
-    /// Memory of the table of blocks and the policy at the end.
+    /// Memory of the block table and the policy at the end.
     pub memory_bytes: u64,
 }
 
 impl StudyResult {
-    /// `blocks_hit` over `blocks_requested`; zero when nothing was requested.
+    /// `blocks_hit` over `blocks_requested`; zero if nothing was requested.
     pub fn hit_rate(&self) -> f64 {
         ratio(self.blocks_hit, self.blocks_requested)
     }
 }
 
-/// A quotient of counts; zero when the divisor is.
+/// A quotient of counts; zero if the divisor is zero.
 #[expect(clippy::cast_precision_loss, reason = "counts of blocks stay far below 2^52")]
 fn ratio(count: u64, of: u64) -> f64 {
     if of == 0 { 0.0 } else { count as f64 / of as f64 }
 }
 
-/// Capacities that are studied, in percent of a trace's different blocks.
+/// The studied capacities, in percent of the unique blocks of a trace.
 pub const SIZES_PERCENT: [u64; 6] = [1, 2, 5, 10, 25, 50];
 
-/// The traces that come with the project, from its `data/traces`, and a generated one.
+/// The traces of the project's `data/traces` directory, and a generated one.
 ///
 /// # Errors
 /// As [`Trace::read`].

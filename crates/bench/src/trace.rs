@@ -1,11 +1,10 @@
-//! Request traces: what was asked when, in blocks, read from the formats that are published.
+//! Request traces: the requested blocks with their times, parsed from published formats.
 //!
-//! Two formats are recognised by their content. **Mooncake JSONL** has one request a line
-//! (`timestamp` in milliseconds, `input_length`, `output_length`, `hash_ids`); what connectors
-//! record is the same with keys in hex, milliseconds since 1970 and `block_tokens`.
-//! **Agent sessions** have one JSON object a file, with sub-agents nested inside
-//! (`trace/agents.rs`). Anything damaged is an error that names file, line and field; nothing is
-//! skipped.
+//! Two formats are recognised by their content. **Mooncake JSONL** has one request per line
+//! (`timestamp` in milliseconds, `input_length`, `output_length`, `hash_ids`). Connectors record
+//! the same with keys in hexadecimal, milliseconds since 1970 and `block_tokens`. **Agent
+//! sessions** have one JSON object per file, with nested sub-agents (`trace/agents.rs`). Damage is
+//! an error that names file, line and field; no request is skipped.
 
 mod agents;
 mod field;
@@ -21,39 +20,40 @@ use cascade_store::eviction::StopReason;
 use serde_json::Value;
 use thiserror::Error;
 
-/// Most bytes that one trace file may have.
+/// Limit of the size of one trace file.
 pub const FILE_BYTES_MAX: u64 = 1 << 30;
-/// Most files that one trace may have.
+/// Limit of the number of files of one trace.
 pub const FILES_MAX: usize = 4096;
-/// Most blocks of one request.
+/// Limit of the number of blocks of one request.
 pub const REQUEST_BLOCKS_MAX: usize = 1 << 20;
-/// Most tokens of one block.
+/// Limit of the number of tokens of one block.
 pub const BLOCK_TOKENS_MAX: u32 = 1 << 20;
-/// Sessions that bring only their own clock start within this time of each other.
+/// Sessions with relative times start within this time of each other.
 pub const SESSION_STARTS_WITHIN: Duration = Duration::from_secs(3600);
-/// Times from here on (2001) are dates, as recorders write them, and count from the first one.
-const DATES_BEGIN: Duration = Duration::from_secs(1_000_000_000);
+/// A first request at this time (in 2001) or later has absolute times, as recorders write them.
+/// They are made relative to it.
+const ABSOLUTE_TIMES_FROM: Duration = Duration::from_secs(1_000_000_000);
 
-/// A recorded run of requests, by time.
+/// A recorded sequence of requests, by time.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Trace {
-    /// Its file's or directory's name.
+    /// Name of its file or directory.
     pub name: String,
-    /// Tokens of a whole block.
+    /// Tokens of a full block.
     pub block_tokens: u32,
     /// Requests by time; those at the same time in the order of the input.
     pub requests: Vec<TraceRequest>,
-    /// How many different blocks there are: their numbers are below it.
+    /// Number of unique blocks. Block numbers are below it.
     pub unique_blocks: u64,
 }
 
 /// One request of a trace.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TraceRequest {
-    /// When it came, since the trace began.
+    /// Arrival time since the start of the trace.
     pub at: Duration,
-    /// Its blocks from the root, numbered densely in the order in which the input names them.
-    /// Equal numbers mean equal chains up to and with this block.
+    /// Its blocks from the root, numbered densely in the order of the input. Equal numbers mean
+    /// equal chains up to and including this block.
     pub blocks: Vec<u64>,
     /// Tokens of the prompt.
     pub input_tokens: u32,
@@ -61,94 +61,95 @@ pub struct TraceRequest {
     pub output_tokens: u32,
     /// Whether the last block is not full.
     pub partial_tail: bool,
-    /// The session it belongs to, where the format says so; a sub-agent is one of its own.
+    /// Its session, if the format has sessions. Each sub-agent is a session.
     pub session: Option<u32>,
-    /// How it ended, where the format says so.
+    /// Why it stopped, if the format has stop reasons.
     pub stop: Option<StopReason>,
 }
 
 /// One input of [`parse`].
 #[derive(Debug, Clone, Copy)]
-pub struct Source<'a> {
-    /// How errors call it.
+pub struct TraceSource<'a> {
+    /// Its name in errors.
     pub name: &'a str,
     /// Its bytes.
     pub bytes: &'a [u8],
 }
 
-/// Why a trace could not be read.
+/// An error while reading or parsing a trace.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum TraceError {
-    /// The system refused.
+    /// A file or directory cannot be read.
     #[error("cannot read the trace {path}: {source}")]
     Read {
-        /// What was to be read.
+        /// The file or directory.
         path: PathBuf,
-        /// Why not.
+        /// The cause.
         source: io::Error,
     },
-    /// No request, or no file that could hold one.
-    #[error("{file} holds no request; expected Mooncake JSONL or agent sessions (.json, .jsonl)")]
+    /// There is no request, or no trace file in the directory.
+    #[error("{file} has no request; expected Mooncake JSONL or agent sessions (.json, .jsonl)")]
     Empty {
         /// The file or directory.
         file: String,
     },
-    /// A limit that keeps memory bounded was passed.
+    /// The trace exceeds a limit that bounds memory.
     #[error("{file}: {what} is {found}; the limit is {limit}")]
     TooLarge {
         /// The file or directory.
         file: String,
         /// What is too large.
         what: &'static str,
-        /// How large it is.
+        /// Its size.
         found: u64,
-        /// How large it may be.
+        /// The limit.
         limit: u64,
     },
-    /// Not JSON.
+    /// A line is not JSON.
     #[error("{file}:{line}: not JSON ({reason}); expected one JSON object")]
     Syntax {
         /// The file.
         file: String,
-        /// Line, from 1.
+        /// The line, from 1.
         line: usize,
-        /// What the parser says.
+        /// The error of the JSON parser.
         reason: String,
     },
-    /// JSON, but not what a request looks like.
+    /// A field is missing or has a wrong value.
     #[error("{file}:{line}: field `{field}`: expected {expected}, found {found}")]
     Field {
         /// The file.
         file: String,
-        /// Line, from 1.
+        /// The line, from 1.
         line: usize,
-        /// Where in the object, such as `requests[3].in`.
+        /// Path of the field, such as `requests[3].in`.
         field: String,
-        /// What should stand there.
+        /// The expected value.
         expected: String,
-        /// What stands there.
+        /// The actual value.
         found: String,
     },
-    /// Files that cannot be one trace.
+    /// Files with different block sizes cannot form one trace.
     #[error(
-        "{file} has blocks of {found} tokens, the files before it {expected}; replay them apart"
+        "{file} has blocks of {found} tokens, the files before it {expected}; replay them \
+         separately"
     )]
     MixedBlocks {
         /// The file that differs.
         file: String,
         /// Its block size in tokens.
         found: u32,
-        /// The others'.
+        /// The block size of the files before it.
         expected: u32,
     },
 }
 
 impl Trace {
-    /// Reads a file, or every `.json` and `.jsonl` file right inside a directory, by name.
+    /// Reads a file, or all `.json` and `.jsonl` files directly in a directory, by name.
     ///
     /// # Errors
-    /// Unreadable, too large, damaged, or without a request.
+    /// A file is unreadable, too large, damaged, or without a request.
     pub fn read(path: &Path) -> Result<Self, TraceError> {
         let mut files = vec![path.to_path_buf()];
         if path.is_dir() {
@@ -166,33 +167,32 @@ impl Trace {
         let mut parser = Parser::default();
         for path in files {
             let bytes = read_bounded(path)?;
-            parser.source(Source { name: &path.display().to_string(), bytes: &bytes })?;
+            parser.source(TraceSource { name: &path.display().to_string(), bytes: &bytes })?;
         }
         parser.finish(name)
     }
 
-    /// The same requests, but only those before a time.
+    /// A copy with only the requests before a time.
     pub fn until(&self, end: Duration) -> Self {
         let requests = self.requests.iter().take_while(|request| request.at < end);
         Self { requests: requests.cloned().collect(), ..self.clone() }
     }
 
-    /// Block references of all requests.
+    /// Number of requested blocks, summed over all requests.
     pub fn block_count(&self) -> u64 {
         self.requests.iter().map(|request| request.blocks.len() as u64).sum()
     }
 }
 
-/// Parses sources into one trace; a pure function of its bytes.
+/// Parses sources into one trace. A pure function of the names and bytes of the sources.
 ///
-/// Integer ids mean something only within their source; ids in hex are the same everywhere.
-/// A session that has only its own clock starts at zero when it is alone; beside others it starts
-/// at a moment of the first hour that depends on its name alone, so that adding a session moves no
-/// other.
+/// An integer id is local to its source; a hexadecimal id is global. A session with relative times
+/// starts at zero if it is the only one. Of several sessions, each starts within the first hour, at
+/// a time that depends only on its name, so that adding a session does not move the others.
 ///
 /// # Errors
-/// Too large, damaged, or without a request.
-pub fn parse(name: &str, sources: &[Source<'_>]) -> Result<Trace, TraceError> {
+/// A source is too large, damaged, or without a request.
+pub fn parse(name: &str, sources: &[TraceSource<'_>]) -> Result<Trace, TraceError> {
     limit(name, "the number of files", sources.len(), FILES_MAX)?;
     let mut parser = Parser::default();
     for source in sources {
@@ -201,16 +201,16 @@ pub fn parse(name: &str, sources: &[Source<'_>]) -> Result<Trace, TraceError> {
     parser.finish(name)
 }
 
-/// How a block is called in a trace.
+/// The name of a block in a trace.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 enum BlockName {
-    /// A number, which holds within one source.
+    /// A number that is unique within one source.
     Local { source: u32, id: u64 },
-    /// A key of 32 bytes or fewer, right-aligned, which holds everywhere.
+    /// A key of at most 32 bytes, right-aligned, with one meaning in all sources.
     Global([u8; 32]),
 }
 
-/// What has been read so far.
+/// The requests parsed so far.
 #[derive(Debug, Default)]
 struct Parser {
     block_tokens: Option<u32>,
@@ -218,12 +218,12 @@ struct Parser {
     requests: Vec<TraceRequest>,
     sources: u32,
     sessions: u32,
-    /// Ranges of `requests` that have a clock of their own, with the delay to give them.
-    own_clocks: Vec<(std::ops::Range<usize>, Duration)>,
+    /// Ranges of `requests` with times relative to their session, and the session's start.
+    relative_times: Vec<(std::ops::Range<usize>, Duration)>,
 }
 
 impl Parser {
-    fn source(&mut self, source: Source<'_>) -> Result<(), TraceError> {
+    fn source(&mut self, source: TraceSource<'_>) -> Result<(), TraceError> {
         limit(source.name, "its size in bytes", source.bytes.len(), FILE_BYTES_MAX)?;
         match first_object(source.bytes) {
             Some(session) if session.get("requests").is_some() => {
@@ -240,8 +240,8 @@ impl Parser {
         *self.numbers.entry(name).or_insert(next)
     }
 
-    /// All sources of a trace have one block size.
-    fn agree_on_block(&mut self, file: &str, tokens: u32) -> Result<(), TraceError> {
+    /// Refuses a source whose block size differs from that of the sources before it.
+    fn check_block_tokens(&mut self, file: &str, tokens: u32) -> Result<(), TraceError> {
         let expected = *self.block_tokens.get_or_insert(tokens);
         if expected == tokens {
             return Ok(());
@@ -253,14 +253,14 @@ impl Parser {
         if self.requests.is_empty() {
             return Err(TraceError::Empty { file: name.to_owned() });
         }
-        if self.own_clocks.len() > 1 {
-            for (range, delay) in self.own_clocks {
-                self.requests[range].iter_mut().for_each(|request| request.at += delay);
+        if self.relative_times.len() > 1 {
+            for (range, start) in self.relative_times {
+                self.requests[range].iter_mut().for_each(|request| request.at += start);
             }
         }
         self.requests.sort_by_key(|request| request.at);
         let first = self.requests[0].at;
-        if first >= DATES_BEGIN {
+        if first >= ABSOLUTE_TIMES_FROM {
             self.requests.iter_mut().for_each(|request| request.at -= first);
         }
         Ok(Trace {
@@ -308,7 +308,7 @@ fn trace_files(directory: &Path) -> Result<Vec<PathBuf>, TraceError> {
     Ok(files)
 }
 
-/// Reads a file; one that grows while it is read is refused, not followed.
+/// Reads a file up to the size limit. The limit also holds for a file that grows meanwhile.
 fn read_bounded(path: &Path) -> Result<Vec<u8>, TraceError> {
     let read = |source| TraceError::Read { path: path.to_owned(), source };
     let file = File::open(path).map_err(read)?;

@@ -1,4 +1,4 @@
-//! The reference page in `docs/` is what the program prints.
+//! The reference page `docs/cli.md` equals the output of the program.
 
 use std::fs;
 use std::path::Path;
@@ -12,5 +12,5 @@ fn the_reference_page_is_current() {
     }
     let fresh = Path::new(env!("CARGO_TARGET_TMPDIR")).join("cli.md");
     fs::write(&fresh, expected).unwrap();
-    panic!("docs/cli.md is behind the program; copy {} over it", fresh.display());
+    panic!("docs/cli.md is out of date; replace it with {}", fresh.display());
 }

@@ -1,4 +1,4 @@
-//! The study counts right: known cells of a real trace, a brute-force optimum, and no look-ahead.
+//! The eviction study: known results of a real trace, a brute-force optimum, no use of the future.
 
 #![expect(clippy::unwrap_used, reason = "in a test, a surprise should panic")]
 
@@ -6,8 +6,8 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use cascade_bench::study::{
-    HintSet, ShadowTier, StudyOptions, bundled_traces, contenders, generated, optimum,
-    replay_metadata, reuse_distances, shadow_row, study_table,
+    HintSet, ShadowTier, StudyOptions, bundled_traces, generated, optimum, replay_metadata,
+    reuse_distances, shadow_row, studied_policies, study_table,
 };
 use cascade_bench::trace::{Trace, TraceRequest};
 use cascade_store::PolicyKind;
@@ -26,9 +26,9 @@ fn hits(trace: &Trace, kind: PolicyKind, capacity: u64) -> u64 {
     replay_metadata(trace, policy(kind), capacity, &StudyOptions::default()).blocks_hit
 }
 
-/// Another simulator gave these hit rates, in hundredths of a percent.
+/// The expected hit rates are from another simulator, in hundredths of a percent.
 #[test]
-fn lru_and_the_optimum_reach_the_known_cells_of_the_conversation_trace() {
+fn lru_and_the_optimum_reach_the_known_hit_rates_of_the_conversation_trace() {
     let trace = conversation();
     for (percent, lru, best) in [(1, 528, 2464), (10, 2834, 3664)] {
         let capacity = trace.unique_blocks * percent / 100;
@@ -38,9 +38,9 @@ fn lru_and_the_optimum_reach_the_known_cells_of_the_conversation_trace() {
     }
 }
 
-/// The bar of the project, on one trace: what prefix-cost gains where memory is scarce.
+/// The project's target on one trace: the gain of prefix-cost at small capacities.
 #[test]
-fn prefix_cost_beats_the_others_on_the_conversation_trace() {
+fn prefix_cost_exceeds_the_baselines_on_the_conversation_trace() {
     let trace = conversation();
     for (percent, at_least) in [(2, 110), (10, 102)] {
         let capacity = trace.unique_blocks * percent / 100;
@@ -52,7 +52,7 @@ fn prefix_cost_beats_the_others_on_the_conversation_trace() {
 }
 
 #[test]
-fn hints_help() {
+fn hints_raise_the_hit_rate() {
     let trace = conversation().until(Duration::from_secs(1200));
     let capacity = trace.unique_blocks / 60;
     let with = |hints| {
@@ -60,29 +60,29 @@ fn hints_help() {
         replay_metadata(&trace, policy(PolicyKind::PrefixCost), capacity, &options).blocks_hit
     };
     let none = with(HintSet::default());
-    let over = with(HintSet { session_end_after: Some(Duration::ZERO), ..HintSet::default() });
-    let soon = with(HintSet { look_ahead: Some(Duration::from_secs(30)), ..HintSet::default() });
-    assert!(over > none * 13 / 10, "session ends: {over} against {none}");
-    assert!(soon > none, "look-ahead: {soon} against {none}");
+    let ends = with(HintSet { session_end_after: Some(Duration::ZERO), ..HintSet::default() });
+    let ahead = with(HintSet { lookahead: Some(Duration::from_secs(30)), ..HintSet::default() });
+    assert!(ends > none * 13 / 10, "session ends: {ends} against {none}");
+    assert!(ahead > none, "lookahead: {ahead} against {none}");
 }
 
 #[test]
-fn no_policy_looks_ahead() {
+fn no_policy_uses_future_requests() {
     let whole = generated(7);
     let cut = whole.until(Duration::from_secs(1800));
     assert!(cut.requests.len() < whole.requests.len());
-    for contender in contenders() {
+    for policy in studied_policies() {
         let run = |trace| {
             let options = StudyOptions::default();
-            replay_metadata(trace, (contender.make)(), 900, &options).hits_of_requests
+            replay_metadata(trace, (policy.make)(), 900, &options).hits_of_requests
         };
         let shared = &run(&whole)[..cut.requests.len()];
-        assert_eq!(run(&cut), shared, "{}", contender.name);
+        assert_eq!(run(&cut), shared, "{}", policy.name);
     }
 }
 
-/// The bar of the project: what shadows predict lies within two points of what larger stores then
-/// measure.
+/// The project's target: predictions of shadow caches are within two percentage points of the
+/// measurements of larger stores.
 fn assert_predicted(trace: &Trace, kind: PolicyKind, tier: ShadowTier<'_>, samples: u64) {
     for percent in [5, 10, 25] {
         let row = shadow_row(trace, kind, tier, percent, samples).unwrap();
@@ -94,7 +94,7 @@ fn assert_predicted(trace: &Trace, kind: PolicyKind, tier: ShadowTier<'_>, sampl
 }
 
 #[test]
-fn shadows_predict_what_larger_stores_measure() {
+fn shadow_caches_predict_the_hit_rates_of_larger_stores() {
     let trace = conversation().until(Duration::from_secs(900));
     assert_predicted(&trace, PolicyKind::PrefixCost, ShadowTier::Dram, 1);
     assert_predicted(&trace, PolicyKind::Lru, ShadowTier::Dram, 1);
@@ -102,7 +102,7 @@ fn shadows_predict_what_larger_stores_measure() {
 
 #[test]
 #[ignore = "replays whole traces dozens of times: minutes"]
-fn shadows_predict_what_larger_stores_measure_on_whole_traces() {
+fn shadow_caches_predict_the_hit_rates_of_larger_stores_on_whole_traces() {
     for trace in bundled_traces(&data().join("traces")).unwrap() {
         for kind in [PolicyKind::Lru, PolicyKind::S3Fifo, PolicyKind::Arc, PolicyKind::PrefixCost] {
             assert_predicted(&trace, kind, ShadowTier::Dram, 3);
@@ -114,18 +114,18 @@ fn shadows_predict_what_larger_stores_measure_on_whole_traces() {
 }
 
 #[test]
-fn runs_are_repeatable() {
+fn equal_seeds_give_equal_traces_and_results() {
     let trace = generated(3);
     assert_eq!(trace, generated(3));
     assert_ne!(trace, generated(4));
-    for contender in contenders() {
-        let run = || replay_metadata(&trace, (contender.make)(), 500, &StudyOptions::default());
+    for policy in studied_policies() {
+        let run = || replay_metadata(&trace, (policy.make)(), 500, &StudyOptions::default());
         assert_eq!(run(), run());
     }
 }
 
 #[test]
-fn the_table_shows_every_policy_beside_the_optimum() {
+fn the_table_has_a_row_for_every_policy_and_the_optimum() {
     let trace = generated(5);
     let table = study_table(&[trace], &[5, 50]);
     let text = table.markdown();
@@ -137,7 +137,7 @@ fn the_table_shows_every_policy_beside_the_optimum() {
     assert!(rows.iter().all(|row| row.hit_percent.iter().zip(best).all(|(one, best)| one <= best)));
 }
 
-/// A forest of two roots, three children a block, asked for in any order.
+/// Traces over a binary tree of blocks with two roots, in any order of paths.
 fn small_traces() -> impl Strategy<Value = Trace> {
     prop::collection::vec(prop::collection::vec(0_u64..2, 1..4), 1..9).prop_map(|paths| {
         let request = |(at, path): (usize, Vec<u64>)| {
@@ -161,15 +161,15 @@ fn small_traces() -> impl Strategy<Value = Trace> {
     })
 }
 
-/// The most hits that any choice of what to keep can give.
+/// The maximum of hits over all choices of the blocks to keep.
 fn best_of_all(requests: &[TraceRequest], resident: u16, capacity: u32) -> u64 {
     let Some((request, rest)) = requests.split_first() else { return 0 };
     let bit = |block: &u64| 1_u16 << block;
     let hits = request.blocks.iter().take_while(|block| resident & bit(block) != 0).count() as u64;
-    let here = resident | request.blocks.iter().fold(0, |bits, block| bits | bit(block));
-    // What is kept: subsets of what is here; it never pays to keep fewer than fit.
-    let size = here.count_ones().min(capacity);
-    let mut kept = here;
+    let present = resident | request.blocks.iter().fold(0, |bits, block| bits | bit(block));
+    // All subsets of the present blocks with as many as fit: keeping fewer never gives more hits.
+    let size = present.count_ones().min(capacity);
+    let mut kept = present;
     let mut best = 0;
     loop {
         if kept.count_ones() == size {
@@ -178,7 +178,7 @@ fn best_of_all(requests: &[TraceRequest], resident: u16, capacity: u32) -> u64 {
         if kept == 0 {
             return hits + best;
         }
-        kept = (kept - 1) & here;
+        kept = (kept - 1) & present;
     }
 }
 
@@ -192,9 +192,9 @@ proptest! {
         prop_assert_eq!(optimum(&trace, u64::from(capacity)).blocks_hit, best);
     }
 
-    /// Counting the blocks between two uses gives the same distances.
+    /// The reference is an LRU list, in which the position of a block is its reuse distance.
     #[test]
-    fn reuse_distances_match_a_list(trace in small_traces()) {
+    fn reuse_distances_equal_the_positions_in_an_lru_list(trace in small_traces()) {
         let mut list: Vec<u64> = Vec::new();
         let mut octaves = vec![0_u64; 8];
         for block in trace.requests.iter().flat_map(|request| request.blocks.iter().rev()) {

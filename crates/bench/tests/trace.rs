@@ -1,11 +1,11 @@
-//! Traces are read as published, and damage is named, never skipped.
+//! Published traces are parsed completely, and damage is an error with its position.
 
 #![expect(clippy::unwrap_used, reason = "in a test, a surprise should panic")]
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use cascade_bench::trace::{Source, Trace, TraceError, parse};
+use cascade_bench::trace::{Trace, TraceError, TraceSource, parse};
 use cascade_store::eviction::StopReason;
 use proptest::prelude::*;
 
@@ -14,10 +14,10 @@ fn bundled(name: &str) -> PathBuf {
 }
 
 fn one(text: &str) -> Result<Trace, TraceError> {
-    parse("test", &[Source { name: "test.jsonl", bytes: text.as_bytes() }])
+    parse("test", &[TraceSource { name: "test.jsonl", bytes: text.as_bytes() }])
 }
 
-fn complaint(text: &str) -> String {
+fn error_of(text: &str) -> String {
     one(text).unwrap_err().to_string()
 }
 
@@ -25,7 +25,7 @@ const LINE: &str =
     r#"{"timestamp": 27, "input_length": 1100, "output_length": 5, "hash_ids": [7, 8, 9]}"#;
 
 #[test]
-fn the_conversation_trace_has_the_counts_that_its_authors_give() {
+fn the_conversation_trace_has_the_published_counts() {
     let trace = Trace::read(&bundled("mooncake/conversation_trace.jsonl")).unwrap();
     assert_eq!(trace.requests.len(), 12_031);
     assert_eq!(trace.block_count(), 288_500);
@@ -36,7 +36,7 @@ fn the_conversation_trace_has_the_counts_that_its_authors_give() {
 }
 
 #[test]
-fn agent_sessions_share_nothing_and_sub_agents_count_as_sessions() {
+fn every_agent_session_and_sub_agent_is_one_session() {
     let trace = Trace::read(&bundled("agents")).unwrap();
     assert_eq!(trace.block_tokens, 64);
     assert_eq!(trace.requests.len(), 533);
@@ -48,7 +48,7 @@ fn agent_sessions_share_nothing_and_sub_agents_count_as_sessions() {
 }
 
 #[test]
-fn sub_agents_run_on_the_time_of_their_session() {
+fn times_of_a_sub_agent_count_from_its_start_in_the_session() {
     let text = r#"{"id": "a", "block_size": 2, "hash_id_scope": "local", "requests": [
         {"t": 1.5, "type": "n", "in": 4, "out": 1, "hash_ids": [1, 2], "stop": "tool_use"},
         {"t": 10, "type": "subagent", "requests": [
@@ -63,7 +63,7 @@ fn sub_agents_run_on_the_time_of_their_session() {
 }
 
 #[test]
-fn a_session_keeps_its_start_when_others_join() {
+fn a_session_keeps_its_start_when_others_are_added() {
     let session = |id: &str| {
         format!(
             r#"{{"id": "{id}", "block_size": 2,
@@ -72,7 +72,7 @@ fn a_session_keeps_its_start_when_others_join() {
     };
     let texts = ["a", "b", "c"].map(session);
     let sources: Vec<_> =
-        texts.iter().map(|text| Source { name: "s", bytes: text.as_bytes() }).collect();
+        texts.iter().map(|text| TraceSource { name: "s", bytes: text.as_bytes() }).collect();
     let two = parse("two", &sources[..2]).unwrap();
     let three = parse("three", &sources).unwrap();
     let at = |trace: &Trace, block| {
@@ -83,20 +83,20 @@ fn a_session_keeps_its_start_when_others_join() {
 }
 
 #[test]
-fn hex_ids_are_the_same_block_in_every_file_and_integers_are_not() {
+fn hexadecimal_ids_are_global_and_integer_ids_are_local_to_a_file() {
     let hex = r#"{"timestamp": 0, "input_length": 512, "output_length": 1, "hash_ids": ["00fF"]}"#;
     let integer = r#"{"timestamp": 0, "input_length": 512, "output_length": 1, "hash_ids": [255]}"#;
     let upper = hex.replace("fF", "FF");
     let sources = [hex, integer, integer, hex, &upper]
-        .map(|text| Source { name: "x", bytes: text.as_bytes() });
+        .map(|text| TraceSource { name: "x", bytes: text.as_bytes() });
     let trace = parse("x", &sources).unwrap();
     let blocks: Vec<_> = trace.requests.iter().map(|request| request.blocks[0]).collect();
     assert_eq!(blocks, [0, 1, 2, 0, 0]);
 }
 
-/// What a connector records: dates, keys in hex, its own block size.
+/// The format of connectors: absolute times, hexadecimal keys, a block size in each line.
 #[test]
-fn dates_count_from_the_first_request() {
+fn absolute_times_count_from_the_first_request() {
     let line = |ms: u64, ids: &str, tokens: u32| {
         format!(
             "{{\"timestamp\": {ms}, \"input_length\": {tokens}, \"output_length\": 2, \
@@ -110,7 +110,7 @@ fn dates_count_from_the_first_request() {
     let trace = parse(
         "recorded",
         &[older.as_str(), newer.as_str()]
-            .map(|text| Source { name: "recorded", bytes: text.as_bytes() }),
+            .map(|text| TraceSource { name: "recorded", bytes: text.as_bytes() }),
     )
     .unwrap();
     let at: Vec<_> = trace.requests.iter().map(|request| request.at.as_millis()).collect();
@@ -121,8 +121,8 @@ fn dates_count_from_the_first_request() {
 }
 
 #[test]
-fn damage_is_named_by_file_line_and_field() {
-    let after = |damaged: &str| complaint(&format!("{LINE}\n{damaged}\n"));
+fn an_error_names_file_line_and_field() {
+    let after = |damaged: &str| error_of(&format!("{LINE}\n{damaged}\n"));
     assert!(after(&LINE[..40]).starts_with("test.jsonl:2: not JSON"));
     let missing = after(&LINE.replace("output_length", "output"));
     assert!(
@@ -131,30 +131,30 @@ fn damage_is_named_by_file_line_and_field() {
     );
     let negative = after(&LINE.replace("27", "-1"));
     assert!(negative.contains("`timestamp`: expected a time that is not negative, found -1"));
-    let word = after(&LINE.replace("8,", "\"x\","));
-    assert!(word.contains("`hash_ids[1]`"), "{word}");
+    let text = after(&LINE.replace("8,", "\"x\","));
+    assert!(text.contains("`hash_ids[1]`"), "{text}");
     let short = after(&LINE.replace(", 9]", "]").replace("1100", "2000"));
     assert!(short.contains("3 block ids or one more for input_length = 2000"), "{short}");
     assert!(after("[]").contains("expected a JSON object, found []"));
-    assert!(complaint("\n \n").contains("holds no request"));
-    let glued = format!("{{\"block_size\": 2, \"requests\": []}}{LINE}");
-    assert!(complaint(&glued).contains("not JSON (trailing characters"));
+    assert!(error_of("\n \n").contains("has no request"));
+    let concatenated = format!("{{\"block_size\": 2, \"requests\": []}}{LINE}");
+    assert!(error_of(&concatenated).contains("not JSON (trailing characters"));
     let nested = r#"{"block_size": 2, "requests": [
         {"t": 0, "type": "subagent", "requests": [{"t": 0, "in": -3}]}]}"#;
-    assert!(complaint(nested).contains("`requests[0].requests[0].in`"), "{}", complaint(nested));
+    assert!(error_of(nested).contains("`requests[0].requests[0].in`"), "{}", error_of(nested));
 }
 
 #[test]
 fn a_directory_without_traces_is_an_error() {
     let error = Trace::read(&bundled("..").join("../docs")).unwrap_err();
-    assert!(error.to_string().contains("holds no request"), "{error}");
-    assert!(matches!(Trace::read(Path::new("/nonexistent")), Err(TraceError::Read { .. })));
+    assert!(error.to_string().contains("has no request"), "{error}");
+    assert!(matches!(Trace::read(&bundled("missing.jsonl")), Err(TraceError::Read { .. })));
 }
 
 proptest! {
-    /// Whatever the bytes, the parser answers, and what it accepts is sound.
+    /// The parser accepts or refuses any bytes, and an accepted trace is consistent.
     #[test]
-    fn noise_never_panics(
+    fn random_bytes_never_panic(
         prefix in "[\\PC\n]{0,60}",
         at in 0_usize..90,
         byte in any::<u8>(),
@@ -162,7 +162,7 @@ proptest! {
         let mut bytes = format!("{LINE}\n{prefix}").into_bytes();
         let at = at.min(bytes.len() - 1);
         bytes[at] = byte;
-        if let Ok(trace) = parse("noise", &[Source { name: "noise", bytes: &bytes }]) {
+        if let Ok(trace) = parse("noise", &[TraceSource { name: "noise", bytes: &bytes }]) {
             for request in &trace.requests {
                 prop_assert!(request.blocks.iter().all(|block| *block < trace.unique_blocks));
                 prop_assert!(request.blocks.len() * 512 < request.input_tokens as usize + 512);

@@ -1,5 +1,4 @@
-//! Arguments of Python calls: each is converted by name, and an error says which argument it is,
-//! what was given, and what is right.
+//! Conversion of Python arguments. An error names the argument, the given value and a valid one.
 
 use std::fmt::Display;
 use std::path::PathBuf;
@@ -16,7 +15,7 @@ use crate::errors::ConfigError;
 use crate::namespace::PyNamespace;
 use crate::paged::PyPagedMemory;
 
-/// Most letters or bytes of a value that a message shows.
+/// Limit of the characters or bytes of a value that a message shows.
 const SHOWN_MAX: usize = 60;
 
 const DURATION: &str = "a duration: a number of seconds from 0 up, text such as \"5s\" or \
@@ -24,17 +23,26 @@ const DURATION: &str = "a duration: a number of seconds from 0 up, text such as 
 const SIZE: &str = "a size: a number of bytes from 0 up, or text such as \"512MiB\"";
 const COUNT: &str = "a whole number from 0 up";
 
-/// A `TypeError` that says what an argument should be.
-pub(crate) fn wrong(name: impl Display, given: &Bound<'_, PyAny>, what: impl Display) -> PyErr {
+/// A `TypeError` for an argument, with a description of a valid value.
+pub(crate) fn type_error(
+    name: impl Display,
+    given: &Bound<'_, PyAny>,
+    what: impl Display,
+) -> PyErr {
     PyTypeError::new_err(format!("{name}: {} is not {what}", shown(given)))
 }
 
-/// A `ValueError`, likewise.
-pub(crate) fn bad(name: impl Display, given: &Bound<'_, PyAny>, what: impl Display) -> PyErr {
+/// A `ValueError` for an argument, with a description of a valid value.
+pub(crate) fn value_error(
+    name: impl Display,
+    given: &Bound<'_, PyAny>,
+    what: impl Display,
+) -> PyErr {
     PyValueError::new_err(format!("{name}: {} is not {what}", shown(given)))
 }
 
-/// A value as a message shows it: short, and without calling code of its class.
+/// A value as messages show it: short. Calls `repr` only of built-in types, because code of other
+/// classes may fail or have effects.
 pub(crate) fn shown(given: &Bound<'_, PyAny>) -> String {
     let cut = |text: String| match text.char_indices().nth(SHOWN_MAX) {
         Some((end, _)) => format!("{}...", &text[..end]),
@@ -48,7 +56,7 @@ pub(crate) fn shown(given: &Bound<'_, PyAny>) -> String {
         || given.is_exact_instance_of::<PyInt>()
         || given.is_exact_instance_of::<PyFloat>()
         || given.cast_exact::<PyBytes>().is_ok_and(|bytes| bytes.as_bytes().len() < SHOWN_MAX);
-    // An int of thousands of digits has no text.
+    // Python refuses to print an int of thousands of digits.
     let text = is_plain.then(|| given.repr().ok()).flatten().map(|text| cut(text.to_string()));
     text.unwrap_or_else(|| match given.get_type().name() {
         Ok(kind) => format!("<{kind}>"),
@@ -56,7 +64,7 @@ pub(crate) fn shown(given: &Bound<'_, PyAny>) -> String {
     })
 }
 
-/// An `int` that is no `bool`; any object that counts as one (NumPy's, say).
+/// An integer from an `int` or another integer type, such as NumPy's. None for `bool` and `float`.
 fn integer<'py, T: FromPyObject<'py, 'py>>(given: &'py Bound<'py, PyAny>) -> Option<T> {
     if given.is_instance_of::<PyBool>() || given.is_instance_of::<PyFloat>() {
         return None;
@@ -76,7 +84,7 @@ pub(crate) fn duration(name: &str, given: &Bound<'_, PyAny>) -> PyResult<Duratio
         return span.map(|span| span.0).map_err(|error| refused(error.to_string()));
     }
     if given.is_instance_of::<PyBool>() {
-        return Err(wrong(name, given, DURATION));
+        return Err(type_error(name, given, DURATION));
     }
     if given.is_instance_of::<PyDelta>() {
         let seconds: f64 = given.call_method0("total_seconds")?.extract()?;
@@ -84,18 +92,18 @@ pub(crate) fn duration(name: &str, given: &Bound<'_, PyAny>) -> PyResult<Duratio
     }
     match given.extract::<f64>() {
         Ok(seconds) => in_seconds(seconds).map_err(refused),
-        // An int that no float can hold is a number all the same.
+        // An int outside the range of float is a number with a wrong value, not of a wrong type.
         Err(_) if is_number(given) => Err(refused(format!("{} is not {DURATION}", shown(given)))),
-        Err(_) => Err(wrong(name, given, DURATION)),
+        Err(_) => Err(type_error(name, given, DURATION)),
     }
 }
 
 fn in_seconds(seconds: f64) -> Result<Duration, String> {
-    let wrong = |_| format!("{seconds} is not {DURATION} of at most 36525 days");
-    TimeSpan::from_seconds(seconds).map(|span| span.0).map_err(wrong)
+    let out_of_range = |_| format!("{seconds} is not {DURATION} of at most 36525 days");
+    TimeSpan::from_seconds(seconds).map(|span| span.0).map_err(out_of_range)
 }
 
-/// A duration, or none for `None`.
+/// A duration, or `None`.
 pub(crate) fn optional_duration(
     name: &str,
     given: &Bound<'_, PyAny>,
@@ -103,7 +111,7 @@ pub(crate) fn optional_duration(
     if given.is_none() { Ok(None) } else { duration(name, given).map(Some) }
 }
 
-/// A duration in milliseconds, or none for `None`.
+/// A duration in milliseconds, or `None`.
 fn optional_ms(name: &str, given: &Bound<'_, PyAny>) -> PyResult<Option<u64>> {
     let time = optional_duration(name, given)?;
     Ok(time.map(|time| u64::try_from(time.as_millis()).unwrap_or(u64::MAX)))
@@ -121,22 +129,22 @@ pub(crate) fn size(name: &str, given: &Bound<'_, PyAny>) -> PyResult<u64> {
         None if is_number(given) && !given.is_instance_of::<PyBool>() => {
             Err(ConfigError::new_err(format!("{name}: {} is not {SIZE}", shown(given))))
         }
-        None => Err(wrong(name, given, SIZE)),
+        None => Err(type_error(name, given, SIZE)),
     }
 }
 
-/// A size of something in memory.
+/// A size of memory in bytes.
 fn memory_size(name: &str, given: &Bound<'_, PyAny>) -> PyResult<usize> {
-    usize::try_from(size(name, given)?).map_err(|_| bad(name, given, SIZE))
+    usize::try_from(size(name, given)?).map_err(|_| value_error(name, given, SIZE))
 }
 
-/// A rate in bytes a second: a size, or text such as `"500MiB/s"`.
+/// A rate in bytes per second: a size, or text such as `"500MiB/s"`.
 pub(crate) fn rate(name: &str, given: &Bound<'_, PyAny>) -> PyResult<u64> {
     if let Ok(text) = given.cast::<PyString>() {
         let text = text.to_string_lossy();
         let bytes = text.trim().strip_suffix("/s").unwrap_or(&text).parse::<ByteSize>();
         let refused = |_| {
-            let what = "a rate: bytes a second, or text such as \"500MiB/s\"";
+            let what = "a rate: bytes per second, or text such as \"500MiB/s\"";
             ConfigError::new_err(format!("{name}: {} is not {what}", shown(given)))
         };
         return bytes.map(|size| size.0).map_err(refused);
@@ -151,16 +159,16 @@ pub(crate) fn percent(name: &str, given: &Bound<'_, PyAny>) -> PyResult<u8> {
         Err(_) => integer(given),
     };
     let what = "a share: a whole number of percent from 0 to 100, or text such as \"90%\"";
-    percent.filter(|percent| *percent <= 100).ok_or_else(|| bad(name, given, what))
+    percent.filter(|percent| *percent <= 100).ok_or_else(|| value_error(name, given, what))
 }
 
 /// A count.
 pub(crate) fn count(name: &str, given: &Bound<'_, PyAny>) -> PyResult<usize> {
     integer(given).ok_or_else(|| {
         if is_number(given) && !given.is_instance_of::<PyBool>() {
-            bad(name, given, COUNT)
+            value_error(name, given, COUNT)
         } else {
-            wrong(name, given, COUNT)
+            type_error(name, given, COUNT)
         }
     })
 }
@@ -169,17 +177,17 @@ fn optional_count(name: &str, given: &Bound<'_, PyAny>) -> PyResult<Option<usize
     if given.is_none() { Ok(None) } else { count(name, given).map(Some) }
 }
 
-/// Yes or no.
+/// A `bool`.
 pub(crate) fn flag(name: &str, given: &Bound<'_, PyAny>) -> PyResult<bool> {
-    given.extract().map_err(|_| wrong(name, given, "True or False"))
+    given.extract().map_err(|_| type_error(name, given, "True or False"))
 }
 
-/// Text.
+/// A `str`.
 pub(crate) fn text(name: &str, given: &Bound<'_, PyAny>) -> PyResult<String> {
-    let text = given.cast::<PyString>().map_err(|_| wrong(name, given, "text"))?;
+    let text = given.cast::<PyString>().map_err(|_| type_error(name, given, "text"))?;
     match text.to_str() {
         Ok(text) => Ok(text.to_owned()),
-        Err(_) => Err(bad(name, given, "text that UTF-8 can carry")),
+        Err(_) => Err(value_error(name, given, "text that can be encoded as UTF-8")),
     }
 }
 
@@ -191,32 +199,32 @@ fn optional_text(name: &str, given: &Bound<'_, PyAny>) -> PyResult<Option<String
 pub(crate) fn path(name: &str, given: &Bound<'_, PyAny>) -> PyResult<PathBuf> {
     let what = "a path: text or an os.PathLike";
     let decoded = given.py().import("os")?.call_method1("fsdecode", (given,));
-    let decoded = decoded.map_err(|_| wrong(name, given, what))?;
-    let path: PathBuf = decoded.extract().map_err(|_| wrong(name, given, what))?;
+    let decoded = decoded.map_err(|_| type_error(name, given, what))?;
+    let path: PathBuf = decoded.extract().map_err(|_| type_error(name, given, what))?;
     let bytes = path.as_os_str().as_encoded_bytes();
     if bytes.is_empty() || bytes.contains(&0) {
-        return Err(bad(name, given, "a path; it is not empty and has no NUL"));
+        return Err(value_error(name, given, "a path: it must not be empty or contain NUL"));
     }
     Ok(path)
 }
 
-/// The id of a namespace, or none for `None`.
+/// The id of a namespace, or `None`.
 pub(crate) fn namespace(given: &Bound<'_, PyAny>) -> PyResult<Option<NamespaceId>> {
     if given.is_none() {
         return Ok(None);
     }
     let space = given.cast::<PyNamespace>();
-    let space = space.map_err(|_| wrong("namespace", given, "a Namespace or None"))?;
+    let space = space.map_err(|_| type_error("namespace", given, "a Namespace or None"))?;
     Ok(Some(space.get().0.id()))
 }
 
 /// An engine's memory.
 pub(crate) fn memory<'py>(given: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyPagedMemory>> {
     let memory = given.cast::<PyPagedMemory>();
-    memory.cloned().map_err(|_| wrong("memory", given, "a PagedMemory"))
+    memory.cloned().map_err(|_| type_error("memory", given, "a PagedMemory"))
 }
 
-/// What proves a tenant; none for `None`.
+/// The token of a tenant, or `None`.
 pub(crate) fn token(given: &Bound<'_, PyAny>) -> PyResult<Option<Vec<u8>>> {
     let token = if given.is_none() {
         return Ok(None);
@@ -227,57 +235,59 @@ pub(crate) fn token(given: &Bound<'_, PyAny>) -> PyResult<Option<Vec<u8>>> {
     } else if let Ok(bytes) = given.cast::<PyByteArray>() {
         bytes.to_vec()
     } else {
-        return Err(wrong("token", given, "text or bytes"));
+        return Err(type_error("token", given, "text or bytes"));
     };
-    // The message must not show a token, whatever is wrong with it.
+    // A message must never show a token.
     if token.is_empty() {
-        let told = "token: it is empty; give the tenant's token, or None for the user's own tenant";
-        return Err(ConfigError::new_err(told));
+        let message =
+            "token: it is empty; give the tenant's token, or None for the tenant of this user";
+        return Err(ConfigError::new_err(message));
     }
     Ok(Some(token))
 }
 
-/// The cursor of a follower; none for `None`.
+/// The cursor of a change follower, or `None`.
 pub(crate) fn since(given: &Bound<'_, PyAny>) -> PyResult<Option<Vec<u8>>> {
     if given.is_none() {
         return Ok(None);
     }
     let bytes = given.cast::<PyBytes>();
-    let bytes = bytes.map_err(|_| wrong("since", given, "the bytes that Changes.next gave"))?;
+    let bytes = bytes.map_err(|_| type_error("since", given, "the bytes of Changes.next"))?;
     Ok(Some(bytes.as_bytes().to_vec()))
 }
 
-/// The position that a Python index means, counting from the end where negative.
+/// The position of a Python index; a negative one counts from the end.
 pub(crate) fn position(given: &Bound<'_, PyAny>, count: usize) -> PyResult<usize> {
-    let out = || PyIndexError::new_err(format!("index: {} of {count} blocks", shown(given)));
+    let out_of_range =
+        || PyIndexError::new_err(format!("index: {} of {count} blocks", shown(given)));
     let Some(index) = integer::<isize>(given) else {
         let is_number = given.is_instance_of::<PyInt>() && !given.is_instance_of::<PyBool>();
         let what = "a whole number or a slice";
-        return Err(if is_number { out() } else { wrong("index", given, what) });
+        return Err(if is_number { out_of_range() } else { type_error("index", given, what) });
     };
     let at = if index < 0 {
         count.checked_sub(index.unsigned_abs())
     } else {
         Some(index.unsigned_abs())
     };
-    at.filter(|at| *at < count).ok_or_else(out)
+    at.filter(|at| *at < count).ok_or_else(out_of_range)
 }
 
-/// The positions that a Python slice picks.
-pub(crate) fn picked_by(
+/// The positions that a Python slice selects.
+pub(crate) fn selected_by(
     slice: &Bound<'_, PySlice>,
     count: usize,
 ) -> PyResult<impl Iterator<Item = usize> + use<>> {
     let count = isize::try_from(count).expect("a sequence in memory fits isize");
-    let picked = slice.indices(count)?;
-    let at = move |nth: usize| picked.start + nth.cast_signed() * picked.step;
-    Ok((0..picked.slicelength).map(move |nth| at(nth).cast_unsigned()))
+    let selected = slice.indices(count)?;
+    let at = move |nth: usize| selected.start + nth.cast_signed() * selected.step;
+    Ok((0..selected.slicelength).map(move |nth| at(nth).cast_unsigned()))
 }
 
 /// The names and values of a mapping, as text.
 pub(crate) fn fields(given: &Bound<'_, PyAny>) -> PyResult<Vec<(String, String)>> {
     let what = "a mapping of names to text, such as {\"dtype\": \"bf16\"}";
-    let mapping = given.cast::<PyMapping>().map_err(|_| wrong("fields", given, what))?;
+    let mapping = given.cast::<PyMapping>().map_err(|_| type_error("fields", given, what))?;
     let mut fields = Vec::new();
     for item in mapping.items()?.iter() {
         let (name, value): (Bound<'_, PyAny>, Bound<'_, PyAny>) = item.extract()?;
@@ -288,22 +298,22 @@ pub(crate) fn fields(given: &Bound<'_, PyAny>) -> PyResult<Vec<(String, String)>
             } else {
                 "text".to_owned()
             };
-            return Err(wrong(format!("fields[{name:?}]"), &value, advice));
+            return Err(type_error(format!("fields[{name:?}]"), &value, advice));
         };
         let text = text.to_str().map(str::to_owned);
-        let carried = "text that UTF-8 can carry";
+        let encodable = "text that can be encoded as UTF-8";
         fields.push((
             name.clone(),
-            text.map_err(|_| bad(format!("fields[{name:?}]"), &value, carried))?,
+            text.map_err(|_| value_error(format!("fields[{name:?}]"), &value, encodable))?,
         ));
     }
     Ok(fields)
 }
 
-/// Functions for `from_py_with`, each for the argument of its name.
-macro_rules! named {
+/// Functions for `from_py_with`, each for the argument with its name.
+macro_rules! converters {
     ($($name:ident: $convert:ident -> $kind:ty;)*) => {
-        /// Converters that know the name of their argument.
+        /// Converters of the arguments with these names.
         pub(crate) mod of {
             use super::*;
             $(pub(crate) fn $name(given: &Bound<'_, PyAny>) -> PyResult<$kind> {
@@ -313,7 +323,7 @@ macro_rules! named {
     };
 }
 
-named! {
+converters! {
     at: optional_duration -> Option<Duration>;
     block_tokens: count -> usize;
     chain: flag -> bool;

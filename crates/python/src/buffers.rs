@@ -1,8 +1,7 @@
-//! Memory that crosses between Python and the store. Unsafe in the binding is here and in
-//! `paged.rs` only.
+//! Memory that Python and the store share. Only this file and `paged.rs` of the binding are unsafe.
 //!
-//! Inwards: any object with a C-contiguous buffer (`bytes`, `bytearray`, `memoryview`, NumPy, a
-//! CPU tensor's `numpy()`), read or filled in place. Outwards: a slab as a buffer and as DLPack.
+//! From Python: any object with a C-contiguous buffer (`bytes`, `bytearray`, `memoryview`, NumPy, a
+//! CPU tensor's `numpy()`), read or filled in place. To Python: a slab as a buffer and as DLPack.
 #![expect(unsafe_code, reason = "turns pointers from Python into slices, and slabs into pointers")]
 
 use std::ffi::{CStr, c_int, c_void};
@@ -18,62 +17,62 @@ use pyo3::ffi;
 use pyo3::prelude::*;
 use pyo3::types::PyCapsule;
 
-use crate::arguments::wrong;
-use crate::owned::Owned;
+use crate::arguments::type_error;
+use crate::process_bound::ProcessBound;
 
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<PyView>()?;
     module.add_class::<PyReservation>()
 }
 
-/// What has bytes to read or fill.
+/// Description of a valid buffer in errors.
 const BUFFER: &str = "a buffer: bytes, bytearray, memoryview or a NumPy array";
 
-/// Some bytes of a buffer that is held elsewhere.
+/// A range of bytes of a buffer. Its owner keeps the buffer exported.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Span {
     start: NonNull<u8>,
     bytes: usize,
 }
 
-/// The buffers of one call and the piece of them that belongs to each block.
+/// The buffers of one call, and the span of each block in them.
 struct Spans {
-    /// Keeps the memory where it is: Python refuses to resize or free an exported buffer.
+    /// Keeps the memory in place: Python refuses to resize or free an exported buffer.
     held: Vec<PyUntypedBuffer>,
     spans: Vec<Span>,
 }
 
-/// Blocks to read, one for each key.
+/// The bytes of the blocks of a put, one span for each key.
 pub(crate) struct Sources(Spans);
 
-/// Memory to fill, one piece for each key.
+/// The memory for the blocks of a get, one span for each key.
 pub(crate) struct Targets(Spans);
 
-// SAFETY: the pointers lead into buffers that `held` keeps exported, which is memory without
-// thread affinity; nothing here calls Python but the release of `held`, which attaches itself.
+// SAFETY: the pointers point into buffers that `held` keeps exported, which is memory without
+// thread affinity. Only the release of `held` calls Python, and it attaches the thread itself.
 unsafe impl Send for Spans {}
 // SAFETY: as above; through a shared reference the memory is only read.
 unsafe impl Sync for Spans {}
 
 impl Sources {
-    /// One buffer for each of `count` blocks, or one buffer that holds them all in equal pieces.
+    /// One buffer for each of `count` blocks, or one buffer with all blocks in equal pieces.
     ///
-    /// The caller must not change their contents until the call ends, as with any writer.
+    /// The Python caller must not change their contents until the call ends.
     pub(crate) fn new(blocks: &Bound<'_, PyAny>, count: usize) -> PyResult<Self> {
         Spans::new(blocks, count, "blocks").map(Self)
     }
 
     /// The whole of one buffer.
     pub(crate) fn whole(name: &str, object: &Bound<'_, PyAny>) -> PyResult<Self> {
-        let buffer = PyUntypedBuffer::get(object).map_err(|_| wrong(name, object, BUFFER))?;
+        let buffer = PyUntypedBuffer::get(object).map_err(|_| type_error(name, object, BUFFER))?;
         let whole = Span::of(&buffer, name)?;
         Ok(Self(Spans { held: vec![buffer], spans: vec![whole] }))
     }
 
     pub(crate) fn slices(&self) -> Vec<&[u8]> {
-        // SAFETY: each span lies in a C-contiguous buffer that `self` keeps exported, so it is
-        // mapped and initialised while the slice, which borrows `self`, lives. The caller of the
-        // Python function keeps it unchanged until then, as `new` says.
+        // SAFETY: each span is in a C-contiguous buffer that `self` keeps exported, so it is mapped
+        // and initialised while the slice, which borrows `self`, lives. The Python caller must not
+        // change it until then, as `new` requires.
         let slice = |span: &Span| unsafe { slice::from_raw_parts(span.start.as_ptr(), span.bytes) };
         self.0.spans.iter().map(slice).collect()
     }
@@ -84,16 +83,17 @@ impl Targets {
     pub(crate) fn new(buffers: &Bound<'_, PyAny>, count: usize) -> PyResult<Self> {
         let spans = Spans::new(buffers, count, "buffers")?;
         if let Some(at) = spans.held.iter().position(PyUntypedBuffer::readonly) {
-            let told = format!("buffers[{at}] is read-only; give a writable one (bytearray)");
-            return Err(PyBufferError::new_err(told));
+            let message =
+                format!("buffers[{at}] is read-only; give a writable buffer, such as bytearray");
+            return Err(PyBufferError::new_err(message));
         }
         spans.check_disjoint()?;
         Ok(Self(spans))
     }
 
     pub(crate) fn slices(&mut self) -> Vec<&mut [u8]> {
-        // SAFETY: as in `Sources::slices`; the buffers are writable and the spans disjoint (both
-        // checked in `new`), and `&mut self` excludes other slices, so each is the only one.
+        // SAFETY: as in `Sources::slices`. The buffers are writable and the spans disjoint (both
+        // checked in `new`), and `&mut self` excludes other slices of them.
         let slice =
             |span: &Span| unsafe { slice::from_raw_parts_mut(span.start.as_ptr(), span.bytes) };
         self.0.spans.iter().map(slice).collect()
@@ -106,16 +106,16 @@ impl Spans {
             return Self::split(buffer, count, name);
         }
         let what = "one buffer of all blocks, or an iterable with one for each key";
-        let items = object.try_iter().map_err(|_| wrong(name, object, what))?;
+        let items = object.try_iter().map_err(|_| type_error(name, object, what))?;
         let mut held = Vec::with_capacity(count);
         for (at, item) in items.enumerate() {
             if at == count {
-                let told = format!("{name}: {count} keys but more than {count} {name}");
-                return Err(PyValueError::new_err(told));
+                let message = format!("{name}: {count} keys but more than {count} {name}");
+                return Err(PyValueError::new_err(message));
             }
             let item = item?;
             let buffer = PyUntypedBuffer::get(&item);
-            held.push(buffer.map_err(|_| wrong(format_args!("{name}[{at}]"), &item, BUFFER))?);
+            held.push(buffer.map_err(|_| type_error(format_args!("{name}[{at}]"), &item, BUFFER))?);
         }
         if held.len() != count {
             let got = held.len();
@@ -133,8 +133,8 @@ impl Spans {
         let whole = Span::of(&buffer, name)?;
         if count == 0 || whole.bytes % count != 0 {
             return Err(PyValueError::new_err(format!(
-                "{name}: one buffer of {} bytes, which {count} keys do not divide; pass a list of \
-                 buffers for blocks of different sizes",
+                "{name}: one buffer of {} bytes, which {count} keys do not divide; for blocks of \
+                 different sizes, pass a list of buffers",
                 whole.bytes
             )));
         }
@@ -151,7 +151,7 @@ impl Spans {
         spans.sort_unstable_by_key(|span| span.start);
         for pair in spans.windows(2) {
             if pair[0].start.addr().get() + pair[0].bytes > pair[1].start.addr().get() {
-                return Err(PyValueError::new_err("buffers: two of them share memory"));
+                return Err(PyValueError::new_err("buffers: two buffers share memory"));
             }
         }
         Ok(())
@@ -167,43 +167,43 @@ impl Span {
         self.bytes
     }
 
-    /// The whole of a buffer, if it is contiguous; an error calls it `name`.
+    /// The span of a whole contiguous buffer; `name` is its name in errors.
     pub(crate) fn of(buffer: &PyUntypedBuffer, name: impl Display) -> PyResult<Self> {
         if !buffer.is_c_contiguous() {
             return Err(PyBufferError::new_err(format!(
                 "{name} is not contiguous in memory; pass a contiguous copy"
             )));
         }
-        // An empty buffer may have no address.
+        // The address of an empty buffer may be null.
         let start = NonNull::new(buffer.buf_ptr().cast()).unwrap_or(NonNull::dangling());
         Ok(Self { start, bytes: buffer.len_bytes() })
     }
 }
 
-/// A block in the pool, read in place; the block stays until the last user drops this.
+/// A read-only view of a block in the pool. The block stays in memory as long as the view lives.
 ///
-/// A read-only buffer (`memoryview(view)`, `numpy.frombuffer(view, dtype)`) and a DLPack exporter.
+/// Supports the buffer protocol (`memoryview(view)`, `numpy.frombuffer(view, dtype)`) and DLPack.
 #[pyclass(name = "View", module = "cascadekv", frozen)]
 pub(crate) struct PyView {
-    slab: Owned<Slab>,
+    slab: ProcessBound<Slab>,
     tier: TierName,
 }
 
 impl PyView {
     pub(crate) fn new(slab: Slab, tier: TierName) -> Self {
-        Self { slab: Owned::new(slab), tier }
+        Self { slab: ProcessBound::new(slab), tier }
     }
 }
 
 #[pymethods]
 impl PyView {
-    /// The tier where the block was found.
+    /// The tier that the block was read from.
     #[getter]
     fn tier(&self) -> &str {
         self.tier
     }
 
-    /// Where the block starts in this process's memory.
+    /// The address of the block in this process.
     #[getter]
     fn address(&self) -> PyResult<usize> {
         Ok(self.slab.get("view")?.pointer().addr().get())
@@ -225,7 +225,7 @@ impl PyView {
         DLPACK_DEVICE
     }
 
-    /// A versioned capsule of a read-only array of bytes, for `numpy.from_dlpack` and others.
+    /// A versioned DLPack capsule of a read-only byte array, for `numpy.from_dlpack` and others.
     #[pyo3(signature = (*, stream = None, max_version = None, dl_device = None, copy = None))]
     fn __dlpack__<'py>(
         slf: Bound<'py, Self>,
@@ -235,28 +235,28 @@ impl PyView {
         copy: Option<bool>,
     ) -> PyResult<Bound<'py, PyCapsule>> {
         if stream.is_some() {
-            return Err(PyBufferError::new_err("a view is on the CPU, where streams mean nothing"));
+            return Err(PyBufferError::new_err("a view is on the CPU; pass stream=None"));
         }
         if max_version.is_none_or(|(major, _)| major < DLPACK_MAJOR) {
             return Err(PyBufferError::new_err(
-                "a view is read-only, which only DLPack 1.0 and later can say; the consumer must \
-                 pass max_version=(1, 0) or later",
+                "a view is read-only, which requires DLPack 1.0; the consumer must pass \
+                 max_version=(1, 0) or later",
             ));
         }
         if dl_device.is_some_and(|device| device != DLPACK_DEVICE) {
-            return Err(PyBufferError::new_err("a view is on the CPU, device (1, 0)"));
+            return Err(PyBufferError::new_err("a view is on the CPU; pass dl_device=(1, 0)"));
         }
         if copy == Some(true) {
-            return Err(PyBufferError::new_err("a view makes no copies; use bytes(view)"));
+            return Err(PyBufferError::new_err("a view makes no copies; copy it with bytes(view)"));
         }
         let slab = slf.get().slab.get("view")?;
         let (start, bytes) = (slab.pointer(), slab.len());
-        // SAFETY: a sealed slab stays mapped and unchanged while the view, its owner, holds it.
+        // SAFETY: a sealed slab stays mapped and unchanged while the view, its owner, lives.
         unsafe { dlpack(slf.into_any(), start, bytes) }
     }
 
     /// # Safety
-    /// Python alone calls this, with its own request.
+    /// Only Python may call this, with its own request.
     unsafe fn __getbuffer__(
         slf: Bound<'_, Self>,
         view: *mut ffi::Py_buffer,
@@ -265,38 +265,38 @@ impl PyView {
         let slab = slf.get().slab.get("view")?;
         let memory = (slab.pointer(), slab.len());
         // SAFETY: Python's request; a sealed slab stays mapped and unchanged while its view lives.
-        unsafe { export(slf.as_any(), view, flags, memory, Access::Read) }
+        unsafe { export(slf.as_any(), view, flags, memory, BufferAccess::Read) }
     }
 }
 
-/// Memory of the pool to write a block into, before it has a key: a writable buffer.
+/// Writable memory of the pool for a block, as a buffer. `Store.put_reserved` stores it.
 ///
-/// Goes back to the pool unless `Store.put_reserved` takes it.
+/// A reservation that is not put returns its memory to the pool when it is released or dropped.
 #[pyclass(name = "Reservation", module = "cascadekv")]
 pub(crate) struct PyReservation {
-    slab: Option<Owned<SlabMut>>,
+    slab: Option<ProcessBound<SlabMut>>,
     exports: usize,
 }
 
 impl PyReservation {
     pub(crate) fn new(slab: SlabMut) -> Self {
-        Self { slab: Some(Owned::new(slab)), exports: 0 }
+        Self { slab: Some(ProcessBound::new(slab)), exports: 0 }
     }
 
-    /// Whether the slab could be taken now: it is there, of this process, and nobody can write it.
+    /// Checks that the slab can be taken: it exists, belongs to this process, and is not exported.
     pub(crate) fn check(&self) -> PyResult<()> {
         self.slab()?;
         if self.exports > 0 {
             return Err(PyBufferError::new_err(format!(
-                "{} buffers of this reservation are still in use; release the arrays and \
-                 memoryviews first, so that nobody writes a sealed block",
+                "{} buffers of this reservation are still in use; release its arrays and \
+                 memoryviews first, because a stored block must not change",
                 self.exports
             )));
         }
         Ok(())
     }
 
-    /// Takes the slab, after `check`.
+    /// Takes the slab out, after the same checks.
     pub(crate) fn take(&mut self) -> PyResult<SlabMut> {
         self.check()?;
         self.slab.take().ok_or_else(used_up)?.into_inner("reservation")
@@ -317,7 +317,7 @@ impl PyReservation {
         Ok(self.slab()?.len())
     }
 
-    /// Gives the memory back to the pool unused.
+    /// Returns the memory to the pool.
     fn release(&mut self) -> PyResult<()> {
         self.take().map(drop)
     }
@@ -327,7 +327,7 @@ impl PyReservation {
     }
 
     /// # Safety
-    /// Python alone calls this, with its own request.
+    /// Only Python may call this, with its own request.
     unsafe fn __getbuffer__(
         slf: Bound<'_, Self>,
         view: *mut ffi::Py_buffer,
@@ -336,46 +336,46 @@ impl PyReservation {
         let mut this = slf.try_borrow_mut()?;
         let slab = this.slab()?;
         let memory = (slab.pointer(), slab.len());
-        // SAFETY: Python's request; the slab stays mapped, and this object's alone, while buffers
-        // are out: `take` refuses until `__releasebuffer__` has balanced every export.
-        unsafe { export(slf.as_any(), view, flags, memory, Access::Write) }?;
+        // SAFETY: Python's request; the slab stays mapped and belongs to this object while buffers
+        // are exported: `take` refuses until `__releasebuffer__` was called for every export.
+        unsafe { export(slf.as_any(), view, flags, memory, BufferAccess::Write) }?;
         this.exports += 1;
         Ok(())
     }
 
     /// # Safety
-    /// Python alone calls this, once for each successful `__getbuffer__`.
+    /// Only Python may call this, once for each successful `__getbuffer__`.
     unsafe fn __releasebuffer__(&mut self, _view: *mut ffi::Py_buffer) {
         self.exports -= 1;
     }
 }
 
-/// Who may write through an exported buffer.
+/// The access through an exported buffer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Access {
-    /// Nobody: a sealed block never changes.
+enum BufferAccess {
+    /// Read-only, because a sealed block never changes.
     Read,
-    /// The holder of a reservation.
+    /// Read and write, for a reservation.
     Write,
 }
 
-/// Answers a request for a buffer with the memory at `start`.
+/// Answers a buffer request of Python with the memory at `start`.
 ///
 /// # Safety
-/// `view` is the request that Python passed to `__getbuffer__`; `start` leads to `bytes` bytes
-/// that stay mapped, and for `Access::Read` unchanged, as long as `owner` lives.
+/// `view` is the request that Python passed to `__getbuffer__`. `start` points to `bytes` bytes
+/// that stay mapped, and for `BufferAccess::Read` unchanged, as long as `owner` lives.
 unsafe fn export(
     owner: &Bound<'_, PyAny>,
     view: *mut ffi::Py_buffer,
     flags: c_int,
     (start, bytes): (NonNull<u8>, usize),
-    access: Access,
+    access: BufferAccess,
 ) -> PyResult<()> {
     let length = isize::try_from(bytes).expect("a slab is smaller than the address space");
-    let readonly = c_int::from(access == Access::Read);
+    let readonly = c_int::from(access == BufferAccess::Read);
     let start = start.as_ptr().cast::<c_void>();
-    // SAFETY: the caller passes Python's own request; the call takes a reference to `owner`, which
-    // keeps the memory until the buffer is released. It refuses writers of read-only memory.
+    // SAFETY: the caller passes Python's own request. The call takes a reference to `owner`, which
+    // keeps the memory until the buffer is released, and refuses write access if `readonly` is set.
     let status =
         unsafe { ffi::PyBuffer_FillInfo(view, owner.as_ptr(), start, length, readonly, flags) };
     if status == 0 { Ok(()) } else { Err(PyErr::fetch(owner.py())) }
@@ -387,7 +387,7 @@ const DLPACK_READ_ONLY: u64 = 1;
 /// `kDLCPU`, device 0.
 const DLPACK_DEVICE: (i32, i32) = (1, 0);
 
-/// `DLManagedTensorVersioned` of DLPack 1.0 with one dimension, and what it points to.
+/// `DLManagedTensorVersioned` of DLPack 1.0 with one dimension, followed by the data it points to.
 #[repr(C)]
 struct ManagedTensor {
     major: u32,
@@ -405,16 +405,16 @@ struct ManagedTensor {
     shape: *mut i64,
     strides: *mut i64,
     byte_offset: u64,
-    // Behind the part that DLPack defines: what the pointers above lead to.
+    // After the fields that DLPack defines: the targets of the pointers above.
     extent: i64,
     stride: i64,
     owner: Option<Py<PyAny>>,
 }
 
-/// A capsule with a read-only array of bytes, which keeps `owner` until its consumer is done.
+/// A capsule with a read-only byte array. It keeps `owner` until the consumer deletes the tensor.
 ///
 /// # Safety
-/// `start` leads to `bytes` bytes that stay mapped and unchanged as long as `owner` lives.
+/// `start` points to `bytes` bytes that stay mapped and unchanged as long as `owner` lives.
 unsafe fn dlpack(
     owner: Bound<'_, PyAny>,
     start: NonNull<u8>,
@@ -441,43 +441,44 @@ unsafe fn dlpack(
         stride: 1,
         owner: Some(owner.unbind()),
     }));
-    // SAFETY: `tensor` was just made by Box and nobody else has it.
+    // SAFETY: `tensor` was just allocated by Box and has no other user.
     let shape = unsafe { &raw mut (*tensor).extent };
     // SAFETY: as above.
     let strides = unsafe { &raw mut (*tensor).stride };
-    // SAFETY: as above; the box does not move until `delete_tensor`, so the pointers stay right.
+    // SAFETY: as above; the box does not move until `delete_tensor`, so the pointers stay valid.
     unsafe { (*tensor).shape = shape };
     // SAFETY: as above.
     unsafe { (*tensor).strides = strides };
-    let pointer = NonNull::new(tensor.cast()).expect("Box never gives null");
-    // SAFETY: the pointer is to a live `ManagedTensor`, which the capsule's destructor frees unless
-    // a consumer took it over by renaming the capsule.
-    let made = unsafe {
+    let pointer = NonNull::new(tensor.cast()).expect("Box never returns null");
+    // SAFETY: the pointer is to a live `ManagedTensor`. The capsule's destructor frees it unless a
+    // consumer took ownership by renaming the capsule.
+    let capsule = unsafe {
         PyCapsule::new_with_pointer_and_destructor(py, pointer, DLPACK_NAME, Some(drop_capsule))
     };
-    if made.is_err() {
-        // SAFETY: no capsule was made, so the tensor is still ours alone.
+    if capsule.is_err() {
+        // SAFETY: there is no capsule, so this function still owns the tensor.
         unsafe { delete_tensor(tensor) };
     }
-    made
+    capsule
 }
 
-/// Frees a tensor; its consumer calls it once, from any thread.
+/// Frees a tensor. Its owner calls this once, from any thread.
 unsafe extern "C" fn delete_tensor(tensor: *mut ManagedTensor) {
-    // SAFETY: the pointer came from `Box::into_raw` in `dlpack`; DLPack lets it be deleted once.
+    // SAFETY: the pointer is from `Box::into_raw` in `dlpack`; DLPack calls the deleter only once.
     let mut tensor = unsafe { Box::from_raw(tensor) };
-    // A consumer may call this without the interpreter; at its end there is nothing left to free.
-    let _gone = Python::try_attach(|_| tensor.owner.take());
+    // The caller may not be attached to the interpreter. After the interpreter's end, the owner
+    // cannot be released and is leaked.
+    let _released = Python::try_attach(|_| tensor.owner.take());
 }
 
-/// Frees the tensor of a capsule that nobody consumed.
+/// Frees the tensor of a capsule that has no consumer.
 unsafe extern "C" fn drop_capsule(capsule: *mut ffi::PyObject) {
-    // SAFETY: Python passes the capsule that it is about to free; asking for a name is harmless.
+    // SAFETY: Python passes the capsule that it is about to free; the call only compares its name.
     if unsafe { ffi::PyCapsule_IsValid(capsule, DLPACK_NAME.as_ptr()) } == 0 {
-        return; // A consumer renamed it and owns the tensor now.
+        return; // A consumer renamed it and owns the tensor.
     }
     // SAFETY: the capsule has this name, so its pointer is the tensor of `dlpack`.
     let tensor = unsafe { ffi::PyCapsule_GetPointer(capsule, DLPACK_NAME.as_ptr()) };
-    // SAFETY: nobody consumed the tensor, so this is its only deletion.
+    // SAFETY: the tensor has no consumer, so this is its only deletion.
     unsafe { delete_tensor(tensor.cast()) };
 }

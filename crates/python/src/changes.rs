@@ -1,4 +1,4 @@
-//! What came and went in a store, as a follower is told it.
+//! The changes of a store's set of keys, for a follower.
 
 use cascade_block::BlockKey;
 use cascade_store::{Change, ChangeCursor, Changes};
@@ -15,12 +15,12 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 
 static CHANGE_KIND: PyOnceLock<Py<PyType>> = PyOnceLock::new();
 
-/// The numbers of `ChangeKind`.
+/// The values of `ChangeKind`.
 const STORED: u8 = 0;
 const GONE: u8 = 1;
 const CLEARED: u8 = 2;
 
-/// What a store tells a follower at a time: an iterable of kinds and keys.
+/// A batch of changes in a store: an iterable of pairs of `ChangeKind` and key.
 #[pyclass(name = "Changes", module = "cascadekv", frozen)]
 #[derive(Debug)]
 pub(crate) struct PyChanges {
@@ -32,39 +32,39 @@ pub(crate) struct PyChanges {
 }
 
 impl From<Changes> for PyChanges {
-    fn from(told: Changes) -> Self {
-        let parts = told.changes.into_iter().map(|change| match change {
+    fn from(changes: Changes) -> Self {
+        let Changes { next, is_lost, is_current, changes, .. } = changes;
+        let parts = changes.into_iter().map(|change| match change {
             Change::Stored(key) => (STORED, key),
             Change::Gone(key) => (GONE, key),
             Change::Cleared => (CLEARED, BlockKey::from_bytes([0; 32])),
         });
         let (kinds, keys): (Vec<u8>, Vec<BlockKey>) = parts.unzip();
-        let Changes { next, is_lost, is_current, .. } = told;
         Self { next, is_lost, is_current, kinds, keys: keys.into() }
     }
 }
 
 #[pymethods]
 impl PyChanges {
-    /// What to pass as `since` the next time.
+    /// The cursor to pass as `since` to the next call.
     #[getter]
     fn next(&self) -> [u8; ChangeCursor::BYTES] {
         self.next.to_bytes()
     }
 
-    /// Whether the set begins anew: empty it before these changes are applied.
+    /// Whether changes were lost: empty the set of keys before you apply these changes.
     #[getter]
     fn is_lost(&self) -> bool {
         self.is_lost
     }
 
-    /// Whether the set is exact with these changes. Otherwise ask again at once.
+    /// Whether the set is up to date with these changes. If not, call `changes` again at once.
     #[getter]
     fn is_current(&self) -> bool {
         self.is_current
     }
 
-    /// The `ChangeKind` of each change, one byte each.
+    /// The `ChangeKind` of each change as one byte.
     #[getter]
     fn kinds<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
         PyBytes::new(py, &self.kinds)
@@ -102,12 +102,11 @@ impl PyChanges {
     }
 }
 
-/// The cursor that `Changes.next` gave.
+/// The cursor from the bytes of `Changes.next`.
 pub(crate) fn cursor(bytes: &[u8]) -> PyResult<ChangeCursor> {
-    let wrong = || {
-        let (most, got) = (ChangeCursor::BYTES, bytes.len());
-        let text = format!("since: what Changes.next gave has {most} bytes; got {got}");
-        PyValueError::new_err(text)
-    };
-    bytes.try_into().map(ChangeCursor::from_bytes).map_err(|_| wrong())
+    bytes.try_into().map(ChangeCursor::from_bytes).map_err(|_| {
+        let (expected, got) = (ChangeCursor::BYTES, bytes.len());
+        let message = format!("since: a cursor of Changes.next has {expected} bytes; got {got}");
+        PyValueError::new_err(message)
+    })
 }

@@ -1,4 +1,4 @@
-//! A `cascadekv.StoreConfig` as the store's own configuration.
+//! Conversion of a `cascadekv.StoreConfig` to the configuration of the store.
 
 use cascade_block::{DigestAlgorithm, DigestMode};
 use cascade_store::{FileLayout, FilesConfig, IoEngine, PolicyKind, StoreConfig, WritePolicy};
@@ -27,10 +27,10 @@ const LAYOUTS: [(&str, FileLayout); 2] =
 const ENGINES: [(&str, IoEngine); 3] =
     [("auto", IoEngine::Auto), ("uring", IoEngine::Uring), ("psync", IoEngine::Psync)];
 
-/// Checks a `StoreConfig`. Returns the settings that are written in several ways (sizes, durations,
-/// shares, paths) in one.
+/// Checks a `StoreConfig`. Returns its sizes, durations, shares and paths in one form: bytes,
+/// seconds, percent and paths.
 ///
-/// Raises `ConfigError` when a setting makes no sense, by its name.
+/// Raises `ConfigError` with the name of a setting that is not valid.
 #[pyfunction]
 #[pyo3(signature = (config, /))]
 pub(crate) fn check_config<'py>(config: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyDict>> {
@@ -50,14 +50,14 @@ pub(crate) fn check_config<'py>(config: &Bound<'py, PyAny>) -> PyResult<Bound<'p
     Ok(plain)
 }
 
-/// The store's configuration, checked.
+/// The checked configuration of the store.
 pub(crate) fn store_config(config: &Bound<'_, PyAny>) -> PyResult<StoreConfig> {
     let store = config_error(read(config))?;
     store.check().map_err(|error| errors::to_python(&error))?;
     Ok(store)
 }
 
-/// Whatever is wrong with a setting is a `ConfigError`.
+/// Converts any error in a setting to a `ConfigError`.
 fn config_error<T>(read: PyResult<T>) -> PyResult<T> {
     read.map_err(|error| {
         Python::attach(|py| {
@@ -74,7 +74,7 @@ fn read(config: &Bound<'_, PyAny>) -> PyResult<StoreConfig> {
     let get = |name: &str| config.getattr(name);
     let given = |name: &str| get(name).map(|value| Some(value).filter(|value| !value.is_none()));
     let directory = given("files")?.map(|files| path("files", &files)).transpose()?;
-    // Also read where there is no file tier, so that a mistake is told at once.
+    // Also read without a file tier, so that a wrong value is an error at once.
     let mut files = FilesConfig {
         capacity_bytes: size("files_capacity", &get("files_capacity")?)?,
         layout: chosen("files_layout", &get("files_layout")?, &LAYOUTS)?,
@@ -120,6 +120,6 @@ pub(crate) fn named<T: Copy>(setting: &str, name: &str, known: &[(&str, T)]) -> 
     known.iter().find(|(known, _)| *known == name).map(|(_, value)| *value).ok_or_else(|| {
         let known: Vec<&str> = known.iter().map(|(name, _)| *name).collect();
         let name: String = name.chars().take(60).collect();
-        ConfigError::new_err(format!("{setting}: {name:?} is none of {}", known.join(", ")))
+        ConfigError::new_err(format!("{setting}: {name:?} is not one of {}", known.join(", ")))
     })
 }

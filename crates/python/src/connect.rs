@@ -1,4 +1,4 @@
-//! Connecting to a node: which socket, as whom, with which timeout.
+//! Connections to a node.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -13,21 +13,23 @@ use crate::arguments::{self, of};
 use crate::errors::{AwayError, ConfigError, to_python};
 use crate::store::PyStore;
 
-/// How long a call may take unless it says otherwise.
+/// Default time-out of a call.
 const TIMEOUT: Duration = Duration::from_secs(5);
 
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(connect, module)?)
 }
 
-/// Connects to the node of this host. Returns a `Store`, as an embedded one is.
+/// Connects to the node on this host. Returns a `Store` with the same methods as an embedded one.
 ///
-/// `socket` is the path of the node's Unix socket, or `unix:PATH`; without it the one that
-/// `CASCADE_NODE` names, else the one that `cascade serve` chooses for this user. Raises
-/// `AwayError` when no node answers there and `RefusedError` when the node refuses this client.
-/// Once connected, calls return at once while the node is unavailable: reads miss, puts answer
-/// `failed`; the client reconnects by itself. `access` is "write" or "read"; `token` proves a
-/// tenant; `timeout` is what a call may take unless it says otherwise.
+/// `socket` is the path of the node's Unix socket, or `unix:PATH`. Its default is the value of
+/// `CASCADE_NODE`, else the default of `cascade serve` for this user. `token` is the token of a
+/// tenant. `access` is "write" or "read". `name` is shown in the node's status. `timeout` is the
+/// default time-out of calls.
+///
+/// Raises `AwayError` if no node answers, and `RefusedError` if the node refuses this client. After
+/// that, calls return at once while the node is unavailable: reads miss and puts return `failed`.
+/// The client reconnects by itself.
 #[pyfunction]
 #[pyo3(signature = (
     socket = None, *, token = None, access = Access::Write, name = None, timeout = None
@@ -54,15 +56,15 @@ fn connect(
     let place = options.socket.display().to_string();
     let client = py.detach(|| Client::connect(options)).map_err(|error| match error {
         StoreError::Away { .. } => AwayError::new_err(format!(
-            "{error}; start it with `cascade serve --socket {place}`, or connect to the socket \
-             that the node's line with `ready` names"
+            "{error}; start a node with `cascade serve --socket {place}`, or connect to the socket \
+             that a running node prints in its line with `ready`"
         )),
         _ => to_python(&error),
     })?;
     Ok(PyStore::of_client(Arc::new(client), format!("served at {place}")))
 }
 
-/// The socket where a client looks for a node that nobody named.
+/// The socket that `connect` uses by default.
 #[pyfunction]
 pub(crate) fn default_socket() -> PathBuf {
     Environment::of_process().socket()
@@ -72,11 +74,11 @@ fn access_of(given: &Bound<'_, PyAny>) -> PyResult<Access> {
     match &*arguments::text("access", given)? {
         "write" => Ok(Access::Write),
         "read" => Ok(Access::Read),
-        _ => Err(arguments::bad("access", given, "\"write\" or \"read\"")),
+        _ => Err(arguments::value_error("access", given, "\"write\" or \"read\"")),
     }
 }
 
-/// The path of the socket, after `unix:`; refuses what names another host.
+/// The path of the socket without `unix:`. Refuses network addresses.
 fn socket_path(given: PathBuf) -> PyResult<PathBuf> {
     let Some(text) = given.to_str() else { return Ok(given) };
     if let Some(path) = text.strip_prefix("unix:") {
@@ -86,8 +88,8 @@ fn socket_path(given: PathBuf) -> PyResult<PathBuf> {
     let has_port = text.rsplit_once(':').is_some_and(|(_, port)| is_port(port));
     if text.contains("://") || (has_port && !text.contains('/')) {
         return Err(ConfigError::new_err(format!(
-            "socket: {text:?} is a network address; a client shares memory with a node of its own \
-             host, so give the path of the node's Unix socket, such as {}",
+            "socket: {text:?} is a network address, but a client shares memory with a node on the \
+             same host; give the path of the node's Unix socket, such as {}",
             Environment::of_process().default_socket().display()
         )));
     }
@@ -100,7 +102,7 @@ fn check_length(socket: &Path) -> PyResult<()> {
         return Ok(());
     }
     Err(ConfigError::new_err(format!(
-        "socket: a path of {bytes} bytes; that of a Unix socket has at most \
-         {SOCKET_PATH_BYTES_MAX}: give a shorter one"
+        "socket: a path of {bytes} bytes is too long for a Unix socket; give one of at most \
+         {SOCKET_PATH_BYTES_MAX}"
     )))
 }

@@ -1,4 +1,4 @@
-//! Store errors as Python exceptions: one class for each thing that a caller can do about it.
+//! Store errors as Python exceptions, one class for each reaction of a caller.
 
 use cascade_block::with_causes;
 use cascade_store::StoreError;
@@ -17,7 +17,7 @@ import_exception!(cascadekv.errors, PoolError);
 import_exception!(cascadekv.errors, RefusedError);
 import_exception!(cascadekv.errors, TierError);
 
-/// The exception for an error, its message followed by those of its causes.
+/// The exception for an error. Its message includes those of the causes.
 pub(crate) fn to_python(error: &StoreError) -> PyErr {
     let message = with_causes(error);
     match error {

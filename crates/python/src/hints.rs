@@ -1,4 +1,4 @@
-//! A `cascadekv.Hints` as the store's own.
+//! Conversion of a `cascadekv.Hints` to the hints of the store.
 
 use cascade_store::Hints;
 use cascade_store::eviction::{Priority, StopReason};
@@ -6,7 +6,7 @@ use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::PyType;
 
-use crate::arguments::{bad, count, flag, optional_duration, text, wrong};
+use crate::arguments::{count, flag, optional_duration, text, type_error, value_error};
 use crate::config::named;
 
 static HINTS: PyOnceLock<Py<PyType>> = PyOnceLock::new();
@@ -20,12 +20,12 @@ const STOPS: [(&str, StopReason); 4] = [
 const PRIORITIES: [(&str, Priority); 3] =
     [("low", Priority::Low), ("normal", Priority::Normal), ("high", Priority::High)];
 
-/// The hints of a call; none for `None`.
+/// The hints of a call; the defaults for `None`.
 pub(crate) fn hints(object: Option<&Bound<'_, PyAny>>) -> PyResult<Hints> {
     let Some(object) = object else { return Ok(Hints::default()) };
     let class = HINTS.import(object.py(), "cascadekv.hints", "Hints")?;
     if !object.is_instance(class)? {
-        return Err(wrong("hints", object, "a Hints or None"));
+        return Err(type_error("hints", object, "a Hints or None"));
     }
     let get = |name: &str| object.getattr(name);
     let stop = get("stop")?;
@@ -33,7 +33,8 @@ pub(crate) fn hints(object: Option<&Bound<'_, PyAny>>) -> PyResult<Hints> {
     let workload = get("workload")?;
     let workload = (!workload.is_none()).then(|| {
         let number = count("workload", &workload)?;
-        u8::try_from(number).map_err(|_| bad("workload", &workload, "a number from 0 to 255"))
+        u8::try_from(number)
+            .map_err(|_| value_error("workload", &workload, "a number from 0 to 255"))
     });
     let priority = text("priority", &get("priority")?)?;
     Ok(Hints {

@@ -1,4 +1,4 @@
-//! Block keys in Python: one key, and many keys as one object.
+//! Block keys in Python: a single key, and a sequence of keys as one object.
 
 use std::fmt::Display;
 use std::ops::Deref;
@@ -10,14 +10,14 @@ use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyInt, PyIterator, PyList, PySlice, PyString};
 
-use crate::arguments::{bad, of, picked_by, position, text, wrong};
+use crate::arguments::{of, position, selected_by, text, type_error, value_error};
 use crate::buffers::Sources;
 use crate::namespace::PyNamespace;
 
 const KEY_BYTES: usize = 32;
-/// Most keys that one call takes from an iterable, which may have no end.
+/// Limit of the keys that a call reads from an iterable, which may be infinite.
 const KEYS_MAX: usize = 1 << 22;
-/// Most tokens that one call takes from an iterable.
+/// Limit of the tokens that a call reads from an iterable, which may be infinite.
 const TOKENS_MAX: usize = 1 << 26;
 
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
@@ -28,7 +28,7 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(checksum, module)?)
 }
 
-/// Names a block by what it stands for: all tokens up to its end, in one namespace. 32 bytes.
+/// The key of a block: 32 bytes that identify all tokens up to its end, in one namespace.
 #[pyclass(name = "BlockKey", module = "cascadekv", frozen, eq, ord, hash)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) struct PyBlockKey(pub(crate) BlockKey);
@@ -41,7 +41,7 @@ impl PyBlockKey {
         key_of("key", key).map(Self)
     }
 
-    /// The key that 64 hexadecimal digits stand for.
+    /// The key from its 64 hexadecimal digits.
     #[staticmethod]
     #[pyo3(signature = (text, /))]
     fn from_hex(#[pyo3(from_py_with = of::text)] text: String) -> PyResult<Self> {
@@ -68,7 +68,7 @@ impl PyBlockKey {
     }
 }
 
-/// Keys of consecutive blocks as one object; a sequence of `BlockKey`.
+/// Keys of consecutive blocks: a sequence of `BlockKey` that is stored as one object.
 #[pyclass(name = "BlockKeys", module = "cascadekv", frozen, eq, sequence)]
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct PyBlockKeys(Arc<[BlockKey]>);
@@ -100,8 +100,8 @@ impl PyBlockKeys {
     fn __getitem__<'py>(&self, index: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
         let py = index.py();
         if let Ok(slice) = index.cast::<PySlice>() {
-            let picked = picked_by(slice, self.0.len())?.map(|at| self.0[at]).collect::<Vec<_>>();
-            return Ok(Self::from(picked).into_pyobject(py)?.into_any());
+            let keys = selected_by(slice, self.0.len())?.map(|at| self.0[at]).collect::<Vec<_>>();
+            return Ok(Self::from(keys).into_pyobject(py)?.into_any());
         }
         let at = position(index, self.0.len())?;
         Ok(PyBlockKey(self.0[at]).into_pyobject(py)?.into_any())
@@ -129,17 +129,17 @@ impl PyBlockKeys {
     }
 }
 
-/// The keys of one call: a `BlockKeys`, a `BlockKey`, bytes of n x 32, or a sequence of keys.
+/// The keys of one call: a `BlockKeys`, a `BlockKey`, a multiple of 32 bytes, or an iterable.
 pub(crate) enum Keys {
     Shared(Arc<[BlockKey]>),
-    Own(Vec<BlockKey>),
+    Owned(Vec<BlockKey>),
 }
 
 impl Keys {
     fn into_shared(self) -> Arc<[BlockKey]> {
         match self {
             Self::Shared(keys) => keys,
-            Self::Own(keys) => keys.into(),
+            Self::Owned(keys) => keys.into(),
         }
     }
 
@@ -151,7 +151,7 @@ impl Keys {
             )));
         }
         let keys = bytes.as_chunks::<KEY_BYTES>().0.iter().map(|key| BlockKey::from_bytes(*key));
-        Ok(Self::Own(keys.collect()))
+        Ok(Self::Owned(keys.collect()))
     }
 }
 
@@ -161,7 +161,7 @@ impl Deref for Keys {
     fn deref(&self) -> &[BlockKey] {
         match self {
             Self::Shared(keys) => keys,
-            Self::Own(keys) => keys,
+            Self::Owned(keys) => keys,
         }
     }
 }
@@ -174,30 +174,30 @@ impl<'py> FromPyObject<'_, 'py> for Keys {
             return Ok(Self::Shared(Arc::clone(&keys.get().0)));
         }
         if let Ok(key) = object.cast::<PyBlockKey>() {
-            return Ok(Self::Own(vec![key.get().0]));
+            return Ok(Self::Owned(vec![key.get().0]));
         }
         if let Ok(bytes) = object.cast::<PyBytes>() {
             return Self::from_bytes(bytes.as_bytes());
         }
         if object.is_instance_of::<PyString>() {
             return Err(PyTypeError::new_err(
-                "keys: text is not a key; Namespace.key_of_id makes a key from text",
+                "keys: text is not a key; make a key from text with Namespace.key_of_id",
             ));
         }
         if let Ok(buffer) = Sources::whole("keys", &object) {
             return Self::from_bytes(buffer.slices()[0]);
         }
         let what = "keys: BlockKeys, a BlockKey, or an iterable of BlockKey or 32 bytes each";
-        let items = object.try_iter().map_err(|_| wrong("keys", &object, what))?;
+        let items = object.try_iter().map_err(|_| type_error("keys", &object, what))?;
         let mut keys = Vec::new();
         for item in items {
             if keys.len() == KEYS_MAX {
-                let told = format!("keys: more than {KEYS_MAX}, the most of one call");
-                return Err(PyValueError::new_err(told));
+                let message = format!("keys: more than {KEYS_MAX}, the limit of one call");
+                return Err(PyValueError::new_err(message));
             }
             keys.push(key_of(format_args!("keys[{}]", keys.len()), &item?)?);
         }
-        Ok(Self::Own(keys))
+        Ok(Self::Owned(keys))
     }
 }
 
@@ -207,7 +207,7 @@ pub(crate) fn key_of(name: impl Display, object: &Bound<'_, PyAny>) -> PyResult<
         return Ok(key.get().0);
     }
     let Ok(bytes) = object.cast::<PyBytes>() else {
-        return Err(wrong(name, object, "a key: a BlockKey or 32 bytes"));
+        return Err(type_error(name, object, "a key: a BlockKey or 32 bytes"));
     };
     let bytes = bytes.as_bytes();
     let key = bytes.try_into().map_err(|_| {
@@ -219,8 +219,8 @@ pub(crate) fn key_of(name: impl Display, object: &Bound<'_, PyAny>) -> PyResult<
 
 /// The keys of consecutive blocks of `block_tokens` tokens below `parent`.
 ///
-/// `parent` is a `Namespace`, or the key of the block before the first token. Tokens that do not
-/// fill the last block get no key unless `keep_partial` is true.
+/// `parent` is a `Namespace`, or the key of the block before the first token. A last block that is
+/// not full gets a key only if `keep_partial` is true.
 #[pyfunction]
 #[pyo3(signature = (parent, tokens, block_tokens, *, keep_partial = false))]
 fn chain_keys(
@@ -231,8 +231,8 @@ fn chain_keys(
     #[pyo3(from_py_with = of::keep_partial)] keep_partial: bool,
 ) -> PyResult<PyBlockKeys> {
     if block_tokens == 0 || u32::try_from(block_tokens).is_err() {
-        let told = format!("block_tokens: {block_tokens}; it is from 1 to 2**32 - 1");
-        return Err(PyValueError::new_err(told));
+        let message = format!("block_tokens: {block_tokens}; it is from 1 to 2**32 - 1");
+        return Err(PyValueError::new_err(message));
     }
     let parent = match parent.cast::<PyNamespace>() {
         Ok(namespace) => namespace.get().0.root(),
@@ -256,19 +256,19 @@ fn token_ids(tokens: &Bound<'_, PyAny>) -> PyResult<Vec<u32>> {
         return array.to_vec(tokens.py())?.into_iter().enumerate().map(token_id).collect();
     }
     let what = "token ids: an array of integers or an iterable of int";
-    let items = tokens.try_iter().map_err(|_| wrong("tokens", tokens, what))?;
+    let items = tokens.try_iter().map_err(|_| type_error("tokens", tokens, what))?;
     let mut ids = Vec::new();
     for item in items {
         let (at, item) = (ids.len(), item?);
         if at == TOKENS_MAX {
-            let told = format!("tokens: more than {TOKENS_MAX}, the most of one call");
-            return Err(PyValueError::new_err(told));
+            let message = format!("tokens: more than {TOKENS_MAX}, the limit of one call");
+            return Err(PyValueError::new_err(message));
         }
         let id = item.extract::<u32>();
         let is_integer = item.is_instance_of::<PyInt>();
         ids.push(id.map_err(|_| {
             let (name, what) = (format!("tokens[{at}]"), "a token id: an int from 0 to 2**32 - 1");
-            if is_integer { bad(name, &item, what) } else { wrong(name, &item, what) }
+            if is_integer { value_error(name, &item, what) } else { type_error(name, &item, what) }
         })?);
     }
     Ok(ids)
@@ -281,7 +281,7 @@ fn token_id((at, id): (usize, impl TryInto<u32> + Copy + Display)) -> PyResult<u
     })
 }
 
-/// The 32-byte digest of some bytes: `"blake3"` or `"sha256"`.
+/// The 32-byte digest of a buffer. `algorithm` is `"blake3"` or `"sha256"`.
 #[pyfunction]
 #[pyo3(signature = (data, algorithm = DigestAlgorithm::Blake3))]
 #[pyo3(text_signature = "(data, algorithm='blake3')")]
@@ -298,11 +298,11 @@ fn digest_algorithm(given: &Bound<'_, PyAny>) -> PyResult<DigestAlgorithm> {
     match &*text("algorithm", given)? {
         "blake3" => Ok(DigestAlgorithm::Blake3),
         "sha256" => Ok(DigestAlgorithm::Sha256),
-        _ => Err(bad("algorithm", given, "\"blake3\" or \"sha256\"")),
+        _ => Err(value_error("algorithm", given, "\"blake3\" or \"sha256\"")),
     }
 }
 
-/// The CRC-32C of some bytes: what guards every byte that leaves DRAM.
+/// The CRC-32C of a buffer, which the store computes for every block that leaves DRAM.
 #[pyfunction]
 #[pyo3(signature = (data, /))]
 fn checksum(data: &Bound<'_, PyAny>) -> PyResult<u32> {

@@ -1,6 +1,6 @@
-//! The Python module `cascadekv._native`: converts, calls the store, maps errors, decides nothing.
-#![expect(clippy::needless_pass_by_value, reason = "PyO3 hands arguments over by value")]
-#![expect(clippy::unused_self, reason = "Python's protocols pass self, needed or not")]
+//! The Python module `cascadekv._native`: converts arguments, calls the store and maps errors.
+#![expect(clippy::needless_pass_by_value, reason = "PyO3 passes arguments by value")]
+#![expect(clippy::unused_self, reason = "Python's protocols require self")]
 
 mod arguments;
 mod buffers;
@@ -11,9 +11,9 @@ mod errors;
 mod hints;
 mod keys;
 mod namespace;
-mod owned;
 mod paged;
 mod prepared;
+mod process_bound;
 mod results;
 mod stages;
 mod stats;
@@ -26,7 +26,7 @@ use std::path::PathBuf;
 use cascade_client::TraceContext;
 use pyo3::prelude::*;
 
-/// Keys, results and the store itself; `cascadekv` is what to import.
+/// The native part of `cascadekv`. Import `cascadekv` instead.
 #[pymodule]
 fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
@@ -47,20 +47,19 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(run_command, module)?)
 }
 
-/// Has this thread's calls of nodes be part of the trace that a `traceparent` header names, or of
-/// none. Returns what was before, which the caller has to put back.
+/// Sets the trace of this thread's calls to nodes: a `traceparent` header, or `None`. Returns the
+/// previous value, which the caller must restore.
 #[pyfunction]
 #[pyo3(signature = (traceparent, /))]
 fn replace_trace(
     #[pyo3(from_py_with = arguments::of::traceparent)] traceparent: Option<String>,
 ) -> Option<String> {
     let context = traceparent.as_deref().and_then(TraceContext::parse);
-    cascade_client::replace_trace(context).map(|before| before.to_string())
+    cascade_client::replace_trace(context).map(|previous| previous.to_string())
 }
 
-/// Runs the command `cascade` with these arguments, the program's name first.
-///
-/// What measures an engine runs in this interpreter where it has one. Returns the exit code.
+/// Runs the command `cascade` with these arguments, the program's name first. Returns the exit
+/// code. `cascade bench vllm` uses this interpreter if it has vLLM.
 #[pyfunction]
 #[pyo3(signature = (arguments, /))]
 fn run_command(py: Python<'_>, arguments: Vec<OsString>) -> PyResult<i32> {

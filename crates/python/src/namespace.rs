@@ -1,4 +1,4 @@
-//! Namespaces in Python: which blocks may be reused for each other.
+//! Namespaces in Python: sets of blocks that may be reused for each other.
 
 use std::collections::BTreeMap;
 
@@ -7,7 +7,7 @@ use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyString};
 
-use crate::arguments::{self, wrong};
+use crate::arguments::{self, type_error};
 use crate::buffers::Sources;
 use crate::keys::PyBlockKey;
 
@@ -17,7 +17,8 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(weights_fingerprint, module)?)
 }
 
-/// Names weights by the bytes of their files, or of their headers and index, in a fixed order.
+/// A fingerprint of model weights, from the bytes of their files, or of their headers and index, in
+/// a fixed order.
 #[pyfunction]
 #[pyo3(signature = (*parts))]
 fn weights_fingerprint(parts: Vec<Bound<'_, PyAny>>) -> PyResult<String> {
@@ -27,9 +28,10 @@ fn weights_fingerprint(parts: Vec<Bound<'_, PyAny>>) -> PyResult<String> {
     Ok(WeightsFingerprint::of_parts(parts).as_str().to_owned())
 }
 
-/// All that must match for one engine's KV to be right in another, as names and values.
+/// A compatibility manifest: the names and values of everything that must match before an engine
+/// may use the KV of another.
 ///
-/// Weights are named by a fingerprint, never by a path.
+/// Weights are identified by a fingerprint, never by a path.
 #[pyclass(name = "Manifest", module = "cascadekv", frozen, eq)]
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct PyManifest(Manifest);
@@ -45,26 +47,26 @@ impl PyManifest {
         )
     }
 
-    /// The fields in the order in which they are hashed.
+    /// The fields, in the order of their hash.
     #[getter]
     fn fields(&self) -> BTreeMap<&str, &str> {
         self.0.fields().collect()
     }
 
-    /// The required fields that are not stated: without one, wrong KV could pass for right.
+    /// The required fields that are missing. Without one of them, engines could exchange wrong KV.
     fn missing(&self) -> Vec<&'static str> {
         self.0.missing()
     }
 
-    /// The fields in which the two differ, each as a sentence; none when blocks may be reused.
+    /// A sentence for each field in which the manifests differ. Empty if blocks may be reused.
     #[pyo3(signature = (other, /))]
     fn differences(&self, other: &Bound<'_, PyAny>) -> PyResult<Vec<String>> {
-        let other = other.cast::<Self>().map_err(|_| wrong("other", other, "a Manifest"))?;
+        let other = other.cast::<Self>().map_err(|_| type_error("other", other, "a Manifest"))?;
         let found = self.0.difference(&other.get().0);
         Ok(found.iter().map(ToString::to_string).collect())
     }
 
-    /// The bytes that are hashed.
+    /// The bytes that are hashed for the id of a namespace.
     fn canonical_bytes<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
         PyBytes::new(py, &self.0.canonical_bytes())
     }
@@ -78,9 +80,9 @@ impl PyManifest {
     }
 }
 
-/// One set of blocks that may be reused for each other: a manifest under a tenant's secret.
+/// A set of blocks that may be reused for each other, defined by a manifest and a tenant's secret.
 ///
-/// Without a secret all tenants of a store share their blocks.
+/// Without a secret, all tenants of a store share the blocks.
 #[pyclass(name = "Namespace", module = "cascadekv", frozen, eq)]
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct PyNamespace(pub(crate) Namespace);
@@ -91,16 +93,18 @@ impl PyNamespace {
     #[pyo3(signature = (manifest, secret = None))]
     fn new(manifest: &Bound<'_, PyAny>, secret: Option<&Bound<'_, PyAny>>) -> PyResult<Self> {
         let Ok(manifest) = manifest.cast::<PyManifest>() else {
-            return Err(wrong("manifest", manifest, "a Manifest"));
+            return Err(type_error("manifest", manifest, "a Manifest"));
         };
         let secret = match secret {
-            // A message must not show a secret, so a wrong one is told by its type.
+            // A message must never show a secret, so this one does not contain the value.
             Some(secret) => secret
                 .cast::<PyBytes>()
                 .map(pyo3::types::PyBytesMethods::as_bytes)
                 .map_err(|_| {
-                    let told = "secret: bytes, or None for a namespace that all tenants share";
-                    PyTypeError::new_err(told)
+                    PyTypeError::new_err(
+                        "secret: bytes are required, or None for a namespace that all tenants \
+                         share",
+                    )
                 })?,
             None => &[],
         };
@@ -108,32 +112,33 @@ impl PyNamespace {
         Ok(Self(Namespace::new(manifest.get().0.clone(), &secret)))
     }
 
-    /// The key that every chain of this namespace starts from. As secret as the tenant's secret.
+    /// The root key, from which every chain of this namespace starts. It is as secret as `secret`.
     #[getter]
     fn root(&self) -> PyBlockKey {
         PyBlockKey(self.0.root())
     }
 
-    /// Sixteen bytes that name the namespace in stored records and reveal no secret.
+    /// The 16-byte id of the namespace in stored records. It does not reveal the secret.
     #[getter]
     fn id(&self) -> [u8; 16] {
         *self.0.id().as_bytes()
     }
 
-    /// The manifest that it was made from.
+    /// The manifest of the namespace.
     #[getter]
     fn manifest(&self) -> PyManifest {
         PyManifest(self.0.manifest().clone())
     }
 
-    /// The key for an id of the caller's, such as `"sys_prompt_v1"`; text counts as UTF-8.
+    /// The key for an id that the caller chooses, such as `"sys_prompt_v1"`. Text is encoded as
+    /// UTF-8.
     #[pyo3(signature = (id, /))]
     fn key_of_id(&self, id: &Bound<'_, PyAny>) -> PyResult<PyBlockKey> {
         if id.is_instance_of::<PyString>() {
             let text = arguments::text("id", id)?;
             return Ok(PyBlockKey(self.0.key_of_id(text.as_bytes())));
         }
-        let bytes = id.cast::<PyBytes>().map_err(|_| wrong("id", id, "text or bytes"))?;
+        let bytes = id.cast::<PyBytes>().map_err(|_| type_error("id", id, "text or bytes"))?;
         Ok(PyBlockKey(self.0.key_of_id(bytes.as_bytes())))
     }
 

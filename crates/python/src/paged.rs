@@ -1,6 +1,6 @@
-//! An engine's KV cache as the store sees it: pages of its memory, gathered into blocks and
-//! scattered from them. Holds pointers into Python's buffers, so its copies are unsafe inside.
-#![expect(unsafe_code, reason = "turns places in Python's buffers into slices of one page each")]
+//! The paged KV cache of an engine: copies between its pages and blocks of the store. It keeps
+//! pointers into Python's buffers, so the copies are unsafe code.
+#![expect(unsafe_code, reason = "turns addresses in Python's buffers into slices of one page")]
 
 use std::ops::Range;
 use std::ptr::NonNull;
@@ -11,48 +11,48 @@ use pyo3::buffer::{PyBuffer, PyUntypedBuffer};
 use pyo3::exceptions::{PyBufferError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
 
-use crate::arguments::{of, wrong};
+use crate::arguments::{of, type_error};
 use crate::buffers::Span;
 
-/// Most regions of one memory: layers times a few.
+/// Limit of the regions of one memory; usual are a few per layer.
 const REGIONS_MAX: usize = 1 << 16;
 
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<PyPagedMemory>()
 }
 
-/// An engine's KV cache as the store sees it: `regions` of equally many `pages`.
+/// The paged KV cache of an engine: `regions` with the same number of `pages` each.
 ///
-/// A region is a `(buffer, offset, stride, page_bytes)`: its page i is `page_bytes` bytes at
-/// `offset + i * stride` of a C-contiguous, writable buffer. Block i is page i of each region, one
-/// after the other in the given order. No two pages may share a byte. The buffers stay exported,
-/// hence where they are, as long as this object lives.
+/// A region is a tuple `(buffer, offset, stride, page_bytes)`. Its page i has `page_bytes` bytes at
+/// `offset + i * stride` of a C-contiguous, writable buffer. A block consists of the same page of
+/// all regions, one after the other in the given order. No two pages may share a byte. The buffers
+/// stay exported, so that they cannot move, as long as this object lives.
 ///
-/// While a call copies to or from a page, nobody else may write it, nor read one that is written:
-/// this is the engine's to keep, as for any memory that it hands to another thread.
+/// While a call copies from a page, no other thread may write it. While a call copies to a page, no
+/// other thread may read or write it. The engine must ensure both.
 #[pyclass(name = "PagedMemory", module = "cascadekv", frozen)]
 pub(crate) struct PyPagedMemory {
     regions: Vec<Region>,
     pages: usize,
     block_bytes: usize,
-    /// Keeps the memory where it is: Python refuses to resize or free an exported buffer.
+    /// Keeps the memory in place: Python refuses to resize or free an exported buffer.
     _held: Vec<PyUntypedBuffer>,
 }
 
-/// The pages of one region, and where they lie in a block.
+/// The pages of one region, and their position in a block.
 struct Region {
-    /// The buffer's start plus the region's offset.
+    /// The start of the buffer plus the offset of the region.
     start: NonNull<u8>,
     stride: usize,
     bytes: usize,
     offset_in_block: usize,
 }
 
-// SAFETY: `start` leads into a buffer that the `PyPagedMemory` around it keeps exported, which is
-// memory without thread affinity; a region by itself calls nothing of Python's.
+// SAFETY: `start` points into a buffer that the `PyPagedMemory` around it keeps exported, which is
+// memory without thread affinity. A region does not call Python.
 unsafe impl Send for Region {}
-// SAFETY: as above. Through a shared reference pages are read and written; that no two threads do
-// so at once with one page is what the class asks of its user.
+// SAFETY: as above. Pages are read and written through a shared reference; the class requires that
+// its user never lets two threads do so with the same page at once.
 unsafe impl Sync for Region {}
 
 #[pymethods]
@@ -65,50 +65,50 @@ impl PyPagedMemory {
         if pages == 0 {
             return Err(PyValueError::new_err("pages: 0; a region has at least one page"));
         }
-        let (mut held, mut known, mut block_bytes) = (Vec::new(), Vec::new(), 0_usize);
+        let (mut held, mut checked, mut block_bytes) = (Vec::new(), Vec::new(), 0_usize);
         let what = "an iterable of (buffer, offset, stride, page_bytes)";
-        let items = regions.try_iter().map_err(|_| wrong("regions", regions, what))?;
+        let items = regions.try_iter().map_err(|_| type_error("regions", regions, what))?;
         for (at, item) in items.enumerate() {
             if at == REGIONS_MAX {
-                let told = format!("regions: more than {REGIONS_MAX}, the most of one memory");
-                return Err(PyValueError::new_err(told));
+                let message = format!("regions: more than {REGIONS_MAX}, the limit of one memory");
+                return Err(PyValueError::new_err(message));
             }
             let item = item?;
             let (object, offset, stride, bytes): (Bound<'_, PyAny>, usize, usize, usize) =
                 item.extract().map_err(|_| {
                     let what = "a (buffer, offset, stride, page_bytes) of numbers from 0 up";
-                    wrong(format_args!("regions[{at}]"), &item, what)
+                    type_error(format_args!("regions[{at}]"), &item, what)
                 })?;
             let buffer = PyUntypedBuffer::get(&object);
             let buffer = buffer.map_err(|_| {
-                wrong(format_args!("regions[{at}][0]"), &object, "a writable buffer")
+                type_error(format_args!("regions[{at}][0]"), &object, "a writable buffer")
             })?;
             let place = Strided { start: offset, stride, bytes, count: pages };
-            known.push(Region::new(&buffer, at, place, block_bytes)?);
+            checked.push(Region::new(&buffer, at, place, block_bytes)?);
             held.push(buffer);
             block_bytes = block_bytes.checked_add(bytes).ok_or_else(too_long)?;
         }
-        if known.is_empty() {
+        if checked.is_empty() {
             return Err(PyValueError::new_err("regions: empty; a block has at least one page"));
         }
-        let memory = Self { regions: known, pages, block_bytes, _held: held };
+        let memory = Self { regions: checked, pages, block_bytes, _held: held };
         memory.check_disjoint()?;
         Ok(memory)
     }
 
-    /// Bytes of one block: a page of each region.
+    /// Bytes of a block: the sum of one page of each region.
     #[getter]
     pub(crate) fn block_bytes(&self) -> usize {
         self.block_bytes
     }
 
-    /// Pages of each region.
+    /// Number of pages of each region.
     #[getter]
     fn pages(&self) -> usize {
         self.pages
     }
 
-    /// How many regions there are.
+    /// Number of regions.
     #[getter]
     fn regions(&self) -> usize {
         self.regions.len()
@@ -120,12 +120,12 @@ impl PyPagedMemory {
 
     fn __repr__(&self) -> String {
         let (regions, pages, bytes) = (self.regions.len(), self.pages, self.block_bytes);
-        format!("<PagedMemory of {pages} pages in {regions} regions, {bytes} bytes a block>")
+        format!("<PagedMemory of {pages} pages in {regions} regions, {bytes} bytes per block>")
     }
 }
 
 impl Region {
-    /// `place` counts from the start of the buffer.
+    /// A region of a buffer; `place.start` is its offset in the buffer.
     fn new(
         buffer: &PyUntypedBuffer,
         at: usize,
@@ -135,39 +135,40 @@ impl Region {
         let Strided { start: offset, stride, bytes, .. } = place;
         let span = Span::of(buffer, format_args!("regions[{at}]"))?;
         if buffer.readonly() {
-            return Err(PyBufferError::new_err(format!("regions[{at}] is read-only")));
+            let message = format!("regions[{at}] is read-only; give a writable buffer");
+            return Err(PyBufferError::new_err(message));
         }
         if bytes == 0 || stride < bytes {
             return Err(PyValueError::new_err(format!(
-                "regions[{at}] has pages of {bytes} bytes {stride} bytes apart; a page has at \
-                 least one byte, and the stride is at least as long"
+                "regions[{at}] has pages of {bytes} bytes and a stride of {stride} bytes; a page \
+                 has at least one byte, and the stride must not be smaller than a page"
             )));
         }
         let end = place.extent().and_then(|extent| extent.checked_add(offset));
         if end.is_none_or(|end| end > span.bytes()) {
             return Err(PyValueError::new_err(format!(
-                "regions[{at}] does not fit its buffer of {} bytes: {} pages of {bytes} bytes, \
-                 {stride} apart, from offset {offset}",
+                "regions[{at}] does not fit its buffer of {} bytes: {} pages of {bytes} bytes with \
+                 a stride of {stride}, from offset {offset}",
                 span.bytes(),
                 place.count
             )));
         }
-        // SAFETY: the offset and all pages behind it lie in the buffer, as just checked.
+        // SAFETY: the offset and all pages after it are in the buffer, as just checked.
         let start = unsafe { span.start().add(offset) };
         Ok(Self { start, stride, bytes, offset_in_block })
     }
 
-    /// The page's place in a block.
+    /// The position of a page of this region in a block.
     fn in_block(&self) -> Range<usize> {
         self.offset_in_block..self.offset_in_block + self.bytes
     }
 }
 
 impl PyPagedMemory {
-    /// Refuses pages that share bytes: two blocks could then not both be right.
+    /// Refuses pages that share bytes, because a copy to one would damage the other.
     fn check_disjoint(&self) -> PyResult<()> {
         let place = |region: &Region| Strided {
-            // Buffers may be views of one memory, so only addresses tell.
+            // Two buffers may be views of the same memory, so addresses are compared.
             start: region.start.addr().get(),
             stride: region.stride,
             bytes: region.bytes,
@@ -176,14 +177,14 @@ impl PyPagedMemory {
         for (at, region) in self.regions.iter().enumerate() {
             let shares = |other: &Region| place(region).shares_bytes_with(&place(other));
             if let Some(other) = self.regions[..at].iter().position(shares) {
-                let told = format!("pages of regions[{other}] and regions[{at}] share memory");
-                return Err(PyValueError::new_err(told));
+                let message = format!("pages of regions[{other}] and regions[{at}] share memory");
+                return Err(PyValueError::new_err(message));
             }
         }
         Ok(())
     }
 
-    /// Numbers of pages, one for each of `count` blocks: an array of integers, or any iterable.
+    /// The page number of each of `count` blocks, from an array of integers or any iterable.
     pub(crate) fn page_numbers(
         &self,
         pages: &Bound<'_, PyAny>,
@@ -195,12 +196,13 @@ impl PyPagedMemory {
             array.to_vec(pages.py())?.into_iter().map(i64::from).collect()
         } else {
             let what = "numbers of pages: an array of integers or an iterable of int";
-            let items = pages.try_iter().map_err(|_| wrong("pages", pages, what))?;
-            // One more than there may be shows that there are too many.
+            let items = pages.try_iter().map_err(|_| type_error("pages", pages, what))?;
+            // The iterable may be infinite: one number more than `count` shows that it is too long.
             let numbers = items.take(count.saturating_add(1)).enumerate().map(|(at, item)| {
                 let item = item?;
                 let number = item.extract::<i64>();
-                number.map_err(|_| wrong(format_args!("pages[{at}]"), &item, "a page's number"))
+                number
+                    .map_err(|_| type_error(format_args!("pages[{at}]"), &item, "a page's number"))
             });
             numbers.collect::<PyResult<_>>()?
         };
@@ -214,15 +216,15 @@ impl PyPagedMemory {
         let number = |(at, number): (usize, i64)| {
             usize::try_from(number).ok().filter(|number| *number < self.pages).ok_or_else(|| {
                 let most = self.pages - 1;
-                let told = format!("pages[{at}]: {number}; pages are from 0 to {most}");
-                PyValueError::new_err(told)
+                let message = format!("pages[{at}]: {number}; pages are from 0 to {most}");
+                PyValueError::new_err(message)
             })
         };
         numbers.into_iter().enumerate().map(number).collect()
     }
 
-    /// The regions that a call names by its first one and how many; all from there by default.
-    pub(crate) fn some_regions(
+    /// The range of `count` regions from `first` on; by default all from `first` on.
+    pub(crate) fn region_range(
         &self,
         first: usize,
         count: Option<usize>,
@@ -234,13 +236,13 @@ impl PyPagedMemory {
             _ => {
                 let count = count.map_or_else(|| "all".to_owned(), |count| count.to_string());
                 Err(PyValueError::new_err(format!(
-                    "first, count: regions from {first} on, {count} of them; there are {all}"
+                    "first, count: {count} regions from {first} on; the memory has {all}"
                 )))
             }
         }
     }
 
-    /// Where some regions lie in a block: pages of consecutive regions follow each other.
+    /// The position of a range of regions in a block. Their pages follow each other.
     pub(crate) fn in_block(&self, regions: &Range<usize>) -> Range<usize> {
         let start = |at: usize| {
             self.regions.get(at).map_or(self.block_bytes, |region| region.offset_in_block)
@@ -248,26 +250,26 @@ impl PyPagedMemory {
         start(regions.start)..start(regions.end)
     }
 
-    /// Copies pages of some regions to their places in a block.
+    /// Copies a page of some regions to their positions in a block.
     ///
     /// # Panics
-    /// If there is no such page or region, or the block has another length.
+    /// If the page or a region does not exist, or the block has another length.
     pub(crate) fn gather(&self, block: &mut [u8], page: usize, regions: Range<usize>) {
         assert!(page < self.pages && block.len() == self.block_bytes, "checked by the caller");
         for region in &self.regions[regions] {
-            // SAFETY: `Region::new` checked that all pages lie in the buffer, which `self` keeps
-            // exported, hence mapped and initialised; the engine writes the page only outside of
-            // this call, as the class asks.
+            // SAFETY: `Region::new` checked that all pages are in the buffer, which `self` keeps
+            // exported, so it is mapped and initialised. The class requires that no other thread
+            // writes the page during this call.
             let bytes = unsafe { slice::from_raw_parts(self.page(region, page), region.bytes) };
             copy_in(&mut block[region.in_block()], bytes);
         }
     }
 
-    /// Copies pages of some regions from their places in a block. `batch_bytes` is what the whole
-    /// call copies.
+    /// Copies a page of some regions from their positions in a block. `batch_bytes` is the total of
+    /// the whole call, which decides whether the copies are streamed.
     ///
     /// # Panics
-    /// If there is no such page or region, or the block has another length.
+    /// If the page or a region does not exist, or the block has another length.
     pub(crate) fn scatter(
         &self,
         block: &[u8],
@@ -278,22 +280,22 @@ impl PyPagedMemory {
         assert!(page < self.pages && block.len() == self.block_bytes, "checked by the caller");
         for region in &self.regions[regions] {
             let start = self.page(region, page);
-            // SAFETY: as in `gather`; the buffer is writable, no other page shares the bytes (both
-            // checked in `new`), a call names each page once, and nobody else uses the page during
-            // the call, as the class asks.
+            // SAFETY: as in `gather`. The buffer is writable and no other page shares the bytes
+            // (both checked in `new`), and a call uses each page once. The class requires that no
+            // other thread uses the page during this call.
             let bytes = unsafe { slice::from_raw_parts_mut(start, region.bytes) };
             copy_out(bytes, &block[region.in_block()], batch_bytes);
         }
     }
 
-    /// Where a page of one of the regions starts.
+    /// The address of a page of a region.
     fn page(&self, region: &Region, page: usize) -> *mut u8 {
         debug_assert!(page < self.pages, "checked by the caller");
-        // SAFETY: the page is one of `pages`, all of which lie in the buffer of the region.
+        // SAFETY: all `pages` pages are in the buffer of the region.
         unsafe { region.start.add(page * region.stride) }.as_ptr()
     }
 }
 
 fn too_long() -> PyErr {
-    PyValueError::new_err("a block of these regions is longer than memory")
+    PyValueError::new_err("regions: the pages of a block exceed the address space")
 }

@@ -1,5 +1,5 @@
-//! A put in two phases: the store says which blocks it wants, the caller fills them in, page by
-//! page and layer by layer, and seals all at once.
+//! A put in two phases: `prepare` reserves memory for the blocks that the store needs; the caller
+//! gathers their bytes, page by page and layer by layer, and seals all of them at once.
 
 use std::ops::Range;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -10,8 +10,8 @@ use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 
 use crate::arguments::{self, of};
-use crate::owned::Owned;
 use crate::paged::PyPagedMemory;
+use crate::process_bound::ProcessBound;
 use crate::results::PyPutResult;
 use crate::store::{PyStore, options};
 
@@ -19,56 +19,58 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<PyPreparedPut>()
 }
 
-/// Blocks that the store has memory for, from `Store.prepare`: gather their bytes, then seal.
+/// Reserved memory for blocks, from `Store.prepare`: gather their bytes, then seal.
 ///
-/// What is not sealed goes back to the store with `release`, or with this object. A context
-/// manager. Calls from several threads take turns.
+/// Memory that is not sealed returns to the pool with `release`, or when this object is dropped.
+/// A context manager. Calls from several threads run one after the other.
 #[pyclass(name = "PreparedPut", module = "cascadekv", frozen)]
 pub(crate) struct PyPreparedPut {
     store: Py<PyStore>,
     needed: Vec<usize>,
     block_count: usize,
     block_bytes: usize,
-    /// Nothing once it was sealed or released.
-    open: Owned<Mutex<Option<Open>>>,
+    /// None after it was sealed or released.
+    unsealed: ProcessBound<Mutex<Option<Unsealed>>>,
 }
 
-struct Open {
-    blocks: Vec<Block>,
-    gathered: Pieces,
+/// The blocks before they are sealed.
+struct Unsealed {
+    blocks: Vec<PreparedBlock>,
+    gathered: ByteRanges,
 }
 
-enum Block {
+enum PreparedBlock {
     Needed(PutSlab),
     Settled(PutOutcome),
 }
 
-/// Which bytes of each needed block were gathered: pieces in order that do not touch.
+/// The gathered bytes of each needed block: ranges in order that neither overlap nor touch.
 #[derive(Default)]
-struct Pieces(Vec<Range<usize>>);
+struct ByteRanges(Vec<Range<usize>>);
 
-impl Pieces {
-    fn add(&mut self, mut piece: Range<usize>) {
-        self.0.retain(|known| {
-            let touches = known.start <= piece.end && piece.start <= known.end;
+impl ByteRanges {
+    /// Adds a range, merged with all ranges that it overlaps or touches.
+    fn add(&mut self, mut added: Range<usize>) {
+        self.0.retain(|range| {
+            let touches = range.start <= added.end && added.start <= range.end;
             if touches {
-                piece = known.start.min(piece.start)..known.end.max(piece.end);
+                added = range.start.min(added.start)..range.end.max(added.end);
             }
             !touches
         });
-        let at = self.0.partition_point(|known| known.start < piece.start);
-        self.0.insert(at, piece);
+        let at = self.0.partition_point(|range| range.start < added.start);
+        self.0.insert(at, added);
     }
 
-    /// The first byte of so many that is in no piece.
+    /// The first byte below `bytes` that is in no range.
     fn first_gap(&self, bytes: usize) -> Option<usize> {
-        let reached = self.0.first().filter(|piece| piece.start == 0).map_or(0, |piece| piece.end);
-        (reached < bytes).then_some(reached)
+        let end = self.0.first().filter(|range| range.start == 0).map_or(0, |range| range.end);
+        (end < bytes).then_some(end)
     }
 }
 
 impl PyPreparedPut {
-    /// What the store said to `puts` of `block_bytes` bytes each.
+    /// The answer of the store to the preparation of `puts` of `block_bytes` bytes each.
     pub(crate) fn new(
         store: Py<PyStore>,
         puts: &[Put<'_>],
@@ -81,7 +83,7 @@ impl PyPreparedPut {
             blocks.push(match prepared {
                 Prepared::Slab(slab) => {
                     needed.push(at);
-                    Block::Needed(PutSlab {
+                    PreparedBlock::Needed(PutSlab {
                         key: put.key,
                         slab,
                         parent: put.parent,
@@ -91,24 +93,25 @@ impl PyPreparedPut {
                         ttl_ms: put.ttl_ms,
                     })
                 }
-                Prepared::Settled(outcome) => Block::Settled(outcome),
+                Prepared::Settled(outcome) => PreparedBlock::Settled(outcome),
                 Prepared::Compare | Prepared::Later => unreachable!("a whole batch is decided"),
             });
         }
         let block_count = blocks.len();
-        let open = Open { blocks, gathered: Pieces::default() };
-        let open = Owned::new(Mutex::new(Some(open)));
-        Self { store, needed, block_count, block_bytes, open }
+        let unsealed = Unsealed { blocks, gathered: ByteRanges::default() };
+        let unsealed = ProcessBound::new(Mutex::new(Some(unsealed)));
+        Self { store, needed, block_count, block_bytes, unsealed }
     }
 
-    /// To be locked with the interpreter free: who has it may be copying.
-    fn open(&self) -> PyResult<&Mutex<Option<Open>>> {
-        self.open.get("prepared put")
+    /// The mutex of the blocks. Lock it only while detached from the interpreter: its holder may be
+    /// copying blocks, and other Python threads must run meanwhile.
+    fn unsealed(&self) -> PyResult<&Mutex<Option<Unsealed>>> {
+        self.unsealed.get("prepared put")
     }
 }
 
-fn lock(open: &Mutex<Option<Open>>) -> MutexGuard<'_, Option<Open>> {
-    open.lock().unwrap_or_else(PoisonError::into_inner)
+fn lock(unsealed: &Mutex<Option<Unsealed>>) -> MutexGuard<'_, Option<Unsealed>> {
+    unsealed.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 fn used_up() -> PyErr {
@@ -117,14 +120,14 @@ fn used_up() -> PyErr {
 
 #[pymethods]
 impl PyPreparedPut {
-    /// Positions of the keys whose bytes the store wants.
+    /// Positions of the keys whose bytes the store needs.
     #[getter]
     fn needed(&self) -> Vec<usize> {
         self.needed.clone()
     }
 
     /// Copies `count` regions from `first` on, all by default, of page `pages[i]` into block i, for
-    /// every block that is needed. `pages` names a page for each key.
+    /// every needed block. `pages` has a page number for each key.
     #[pyo3(signature = (memory, pages, *, first = 0, count = None))]
     fn gather(
         &self,
@@ -136,20 +139,20 @@ impl PyPreparedPut {
     ) -> PyResult<()> {
         let memory = memory.get();
         let pages = memory.page_numbers(pages, self.block_count)?;
-        let regions = memory.some_regions(first, count)?;
+        let regions = memory.region_range(first, count)?;
         if memory.block_bytes() != self.block_bytes {
             return Err(PyValueError::new_err(format!(
-                "memory: its blocks have {1} bytes, but blocks of {0} bytes were prepared",
+                "memory: its blocks have {1} bytes, but the prepared blocks have {0}",
                 self.block_bytes,
                 memory.block_bytes()
             )));
         }
-        let open = self.open()?;
+        let unsealed = self.unsealed()?;
         py.detach(|| {
-            let mut open = lock(open);
-            let Open { blocks, gathered } = open.as_mut().ok_or_else(used_up)?;
+            let mut unsealed = lock(unsealed);
+            let Unsealed { blocks, gathered } = unsealed.as_mut().ok_or_else(used_up)?;
             for (block, page) in blocks.iter_mut().zip(pages) {
-                if let Block::Needed(put) = block {
+                if let PreparedBlock::Needed(put) = block {
                     memory.gather(&mut put.slab, page, regions.clone());
                 }
             }
@@ -160,7 +163,7 @@ impl PyPreparedPut {
 
     /// Stores the blocks. Returns a `PutResult` for each key, needed or not.
     ///
-    /// Raises `ValueError`, and changes nothing, while bytes of the needed blocks are missing.
+    /// Raises `ValueError` if bytes of the needed blocks are not gathered; then nothing changes.
     #[pyo3(signature = (*, timeout = None))]
     fn seal(
         &self,
@@ -169,43 +172,47 @@ impl PyPreparedPut {
     ) -> PyResult<Vec<PyPutResult>> {
         let options = options(timeout);
         let store = self.store.get().store()?;
-        let open = self.open()?;
+        let unsealed = self.unsealed()?;
         let outcomes = py.detach(|| {
-            let mut open = lock(open);
-            let known = open.as_ref().ok_or_else(used_up)?;
+            let mut unsealed = lock(unsealed);
+            let current = unsealed.as_ref().ok_or_else(used_up)?;
             if !self.needed.is_empty()
-                && let Some(gap) = known.gathered.first_gap(self.block_bytes)
+                && let Some(gap) = current.gathered.first_gap(self.block_bytes)
             {
                 let bytes = self.block_bytes;
-                let told = format!("byte {gap} of {bytes} of each needed block was not gathered");
-                return Err(PyValueError::new_err(told));
+                let message = format!(
+                    "byte {gap} of {bytes} of each needed block was not gathered; gather all \
+                     regions before seal"
+                );
+                return Err(PyValueError::new_err(message));
             }
-            let Open { blocks, .. } = open.take().ok_or_else(used_up)?;
-            drop(open);
-            let mut sealed = Vec::with_capacity(self.needed.len());
-            let mut known = Vec::with_capacity(blocks.len());
+            let Unsealed { blocks, .. } = unsealed.take().ok_or_else(used_up)?;
+            drop(unsealed);
+            let mut needed = Vec::with_capacity(self.needed.len());
+            // In the order of the keys; none for blocks whose outcome follows from the put below.
+            let mut settled = Vec::with_capacity(blocks.len());
             for block in blocks {
-                known.push(match block {
-                    Block::Needed(put) => {
-                        sealed.push(put);
+                settled.push(match block {
+                    PreparedBlock::Needed(put) => {
+                        needed.push(put);
                         None
                     }
-                    Block::Settled(outcome) => Some(outcome),
+                    PreparedBlock::Settled(outcome) => Some(outcome),
                 });
             }
-            let mut sealed = store.put_slabs(sealed, options).into_iter();
-            let outcome = |known: Option<PutOutcome>| {
-                known.or_else(|| sealed.next()).expect("every sealed block has an outcome")
+            let mut sealed = store.put_slabs(needed, options).into_iter();
+            let outcome = |settled: Option<PutOutcome>| {
+                settled.or_else(|| sealed.next()).expect("every sealed block has an outcome")
             };
-            Ok(known.into_iter().map(outcome).collect::<Vec<_>>())
+            Ok(settled.into_iter().map(outcome).collect::<Vec<_>>())
         })?;
         Ok(outcomes.into_iter().map(PyPutResult::from).collect())
     }
 
-    /// Gives everything back that was not sealed. May be repeated.
+    /// Releases the memory that was not sealed. Further calls do nothing.
     fn release(&self, py: Python<'_>) -> PyResult<()> {
-        let open = self.open()?;
-        py.detach(|| drop(lock(open).take()));
+        let unsealed = self.unsealed()?;
+        py.detach(|| drop(lock(unsealed).take()));
         Ok(())
     }
 
@@ -219,7 +226,7 @@ impl PyPreparedPut {
     }
 
     fn __reduce__(&self) -> PyResult<()> {
-        Err(PyTypeError::new_err("a PreparedPut cannot be pickled"))
+        Err(PyTypeError::new_err("a PreparedPut cannot be pickled; seal it in this process"))
     }
 
     fn __repr__(&self) -> String {

@@ -1,4 +1,4 @@
-//! What became of each block of a call, and of a chain.
+//! The results of calls: the outcome of each block, and the match of a chain.
 
 use cascade_store::{DeclineReason, GetOutcome, PrefixMatch, PutOutcome, StoreError, TierName};
 use pyo3::prelude::*;
@@ -27,7 +27,7 @@ fn member<'py>(
     class.import(py, "cascadekv.results", class_name)?.call1((value,))
 }
 
-/// What became of one block of a put.
+/// The outcome of a put of one block.
 #[pyclass(name = "PutResult", module = "cascadekv", frozen)]
 #[derive(Debug)]
 pub(crate) struct PyPutResult(PutOutcome);
@@ -68,26 +68,26 @@ impl PyPutResult {
 
 #[pymethods]
 impl PyPutResult {
-    /// A member of `PutStatus`.
+    /// The outcome, a member of `PutStatus`.
     #[getter]
     fn status<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         member(py, &PUT_STATUS, "PutStatus", self.status_name())
     }
 
-    /// Whether the store has the block now: stored, deduplicated or present.
+    /// Whether the store has the block: stored, deduplicated or present.
     #[getter]
     fn ok(&self) -> bool {
         matches!(self.0, PutOutcome::Stored | PutOutcome::Deduplicated | PutOutcome::Present)
     }
 
-    /// Why the block was declined; a member of `DeclineReason`.
+    /// The reason of a declined block, a member of `DeclineReason`, else `None`.
     #[getter]
     fn reason<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyAny>>> {
         let name = self.reason_name();
         name.map(|name| member(py, &DECLINE_REASON, "DeclineReason", name)).transpose()
     }
 
-    /// The failure, when there was one.
+    /// The exception of a failed block, else `None`.
     #[getter]
     fn error(&self, py: Python<'_>) -> Option<Py<PyAny>> {
         self.failure().map(|error| errors::to_python(error).into_value(py).into_any())
@@ -102,7 +102,7 @@ impl PyPutResult {
     }
 }
 
-/// What became of one block of a copying get.
+/// The outcome of a copying get of one block.
 #[pyclass(name = "GetResult", module = "cascadekv", frozen)]
 #[derive(Debug)]
 pub(crate) struct PyGetResult(GetOutcome);
@@ -126,7 +126,7 @@ impl PyGetResult {
 
 #[pymethods]
 impl PyGetResult {
-    /// A member of `GetStatus`.
+    /// The outcome, a member of `GetStatus`.
     #[getter]
     fn status<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         member(py, &GET_STATUS, "GetStatus", self.status_name())
@@ -138,25 +138,25 @@ impl PyGetResult {
         matches!(self.0, GetOutcome::Hit { .. })
     }
 
-    /// Bytes written to the start of the buffer.
+    /// Bytes copied to the start of the buffer.
     #[getter]
     fn bytes(&self) -> usize {
         if let GetOutcome::Hit { bytes, .. } = self.0 { bytes } else { 0 }
     }
 
-    /// Bytes that the block needs, when the buffer was too short.
+    /// Size of the block if the buffer was too short, else `None`.
     #[getter]
     fn needed_bytes(&self) -> Option<usize> {
         if let GetOutcome::TooShort { needed_bytes } = self.0 { Some(needed_bytes) } else { None }
     }
 
-    /// The tier where the block was found.
+    /// The tier that the block was read from, or `None` without a hit.
     #[getter]
     fn tier(&self) -> Option<&str> {
         if let GetOutcome::Hit { tier, .. } = &self.0 { Some(tier) } else { None }
     }
 
-    /// The failure, when there was one.
+    /// The exception of a failed block, else `None`.
     #[getter]
     fn error(&self, py: Python<'_>) -> Option<Py<PyAny>> {
         let GetOutcome::Failed(error) = &self.0 else { return None };
@@ -177,7 +177,7 @@ impl PyGetResult {
     }
 }
 
-/// How much of a chain is here.
+/// The leading blocks of a chain that the store has.
 #[pyclass(name = "PrefixMatch", module = "cascadekv", frozen, eq)]
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct PyPrefixMatch(PrefixMatch);
@@ -190,13 +190,13 @@ impl From<PrefixMatch> for PyPrefixMatch {
 
 #[pymethods]
 impl PyPrefixMatch {
-    /// Leading blocks that are available.
+    /// Number of leading blocks that are available.
     #[getter]
     fn blocks(&self) -> usize {
         self.0.tiers.len()
     }
 
-    /// The fastest tier of each of them.
+    /// The fastest tier of each of these blocks.
     #[getter]
     fn tiers<'py>(&self, py: Python<'py>) -> Vec<Bound<'py, PyString>> {
         self.0.tiers.iter().map(|tier| tier_name(py, tier)).collect()
@@ -207,7 +207,7 @@ impl PyPrefixMatch {
     }
 }
 
-/// A tier's name; equal names are one object.
+/// The name of a tier as an interned string.
 pub(crate) fn tier_name<'py>(py: Python<'py>, tier: &TierName) -> Bound<'py, PyString> {
     PyString::intern(py, tier)
 }

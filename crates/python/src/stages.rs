@@ -1,4 +1,4 @@
-//! Stages that are written in Python: what `Store(stages=...)` takes, and the calls to it.
+//! Stages written in Python, as given to `Store(stages=...)`, and the calls to them.
 
 mod calls;
 
@@ -16,11 +16,11 @@ use pyo3::exceptions::{PyAssertionError, PyBufferError, PyRuntimeError, PyTypeEr
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyDict, PyMemoryView, PyTuple};
 
-use self::calls::{Calls, Made, Methods, Taken};
-use crate::arguments::{shown, text, wrong};
+use self::calls::{CallInProgress, CallQueue, Invocation, OptionalMethods};
+use crate::arguments::{shown, text, type_error};
 use crate::buffers::{PyReservation, PyView};
 use crate::errors::{ConfigError, to_python};
-use crate::owned::Owned;
+use crate::process_bound::ProcessBound;
 
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<PyStageCalls>()?;
@@ -29,50 +29,49 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 }
 
 const REQUIRED: [&str; 4] = ["put", "get", "delete", "names"];
-/// Most threads that one stage may ask for: as many as loads that wait for it.
+/// Limit of the threads of one stage. As many loads may wait for it.
 const THREADS_MAX: usize = 16;
 
-/// The stages of one store, before and after it is opened.
+/// The Python stages of one store.
 pub(crate) struct Stages {
     registry: Registry,
     started: Vec<Py<PyStageCalls>>,
 }
 
-/// A stage that was looked at.
-struct Plugin<'py> {
+/// A checked Python stage.
+struct PythonStage<'py> {
     name: String,
     object: Bound<'py, PyAny>,
-    methods: Methods,
+    methods: OptionalMethods,
     capacity_bytes: Option<u64>,
     threads: usize,
 }
 
 impl Stages {
-    /// Looks at what a store was given, and starts its threads.
+    /// Checks the stages of a store and starts their threads.
     pub(crate) fn new(stages: Option<&Bound<'_, PyAny>>, config: &StoreConfig) -> PyResult<Self> {
         let mut this = Self { registry: Registry::default(), started: Vec::new() };
         let Some(stages) = stages else { return Ok(this) };
         let Ok(stages) = stages.cast::<PyDict>() else {
-            return Err(wrong("stages", stages, "a dict of names and stages"));
+            return Err(type_error("stages", stages, "a dict of names and stages"));
         };
-        let plugins = stages
+        let stages = stages
             .iter()
             .map(|(name, object)| {
                 let name = text("stages: a name", &name)?;
-                Plugin::new(name, object, &this.registry)
+                PythonStage::new(name, object, &this.registry)
             })
             .collect::<PyResult<Vec<_>>>()?;
-        let begun = plugins.iter().try_for_each(|plugin| {
-            let calls = plugin.start(&mut this.started)?;
-            let (name, capacity_bytes) =
-                (intern(&plugin.name.to_lowercase()), plugin.capacity_bytes);
+        let started = stages.iter().try_for_each(|stage| {
+            let calls = stage.start(&mut this.started)?;
+            let (name, capacity_bytes) = (intern(&stage.name.to_lowercase()), stage.capacity_bytes);
             let make = move |context: &StageContext<'_>| {
                 RecordStage::open(name, calls.clone(), capacity_bytes, context)
             };
-            this.registry.register(&plugin.name, Arc::new(make));
+            this.registry.register(&stage.name, Arc::new(make));
             Ok(())
         });
-        let checked = begun.and_then(|()| check_pipeline(config, &this.registry, &plugins));
+        let checked = started.and_then(|()| check_pipeline(config, &this.registry, &stages));
         if checked.is_err() {
             this.end();
         }
@@ -83,14 +82,14 @@ impl Stages {
         &self.registry
     }
 
-    /// What is still open when the interpreter ends is closed then, while Python can still run.
-    pub(crate) fn belong_to(&self, store: &Arc<dyn BlockStore>) {
+    /// Lets the stages close the store at the exit of the interpreter, while Python can still run.
+    pub(crate) fn set_store(&self, store: &Arc<dyn BlockStore>) {
         for calls in &self.started {
-            drop(calls.get().store.set(Owned::new(Arc::downgrade(store))));
+            drop(calls.get().store.set(ProcessBound::new(Arc::downgrade(store))));
         }
     }
 
-    /// The store was not opened.
+    /// Ends the threads of the stages, when the store could not be opened.
     pub(crate) fn end(&self) {
         for calls in &self.started {
             drop(calls.get().end());
@@ -98,16 +97,20 @@ impl Stages {
     }
 }
 
-impl<'py> Plugin<'py> {
+impl<'py> PythonStage<'py> {
     fn new(name: String, object: Bound<'py, PyAny>, registry: &Registry) -> PyResult<Self> {
-        let bad = |reason: String| Err(ConfigError::new_err(format!("stages: {name}: {reason}")));
-        let kind = object.get_type().qualname()?;
+        let refuse =
+            |reason: String| Err(ConfigError::new_err(format!("stages: {name}: {reason}")));
+        let class = object.get_type().qualname()?;
         if name.trim() != name || name.is_empty() || name.contains('|') {
-            return bad("a stage's name is a word as it stands in a pipeline".to_owned());
+            let reason =
+                "a stage's name must not be empty, contain \"|\", or start or end with a space";
+            return refuse(reason.to_owned());
         }
-        let own = registry.names();
-        if own.contains(&name.to_lowercase()) || ["hbm", "peers"].contains(&&*name.to_lowercase()) {
-            return bad("that is a stage of Cascade's own; choose another name".to_owned());
+        let built_in = registry.names();
+        let lowercase = name.to_lowercase();
+        if built_in.contains(&lowercase) || ["hbm", "peers"].contains(&&*lowercase) {
+            return refuse("this is the name of a built-in stage; choose another one".to_owned());
         }
         let has = |method: &str| {
             object.getattr_opt(method).map(|found| found.is_some_and(|found| found.is_callable()))
@@ -115,36 +118,38 @@ impl<'py> Plugin<'py> {
         for method in REQUIRED {
             if !has(method)? {
                 let all = REQUIRED.join(", ");
-                return bad(format!("{kind} has no method {method}; a stage has {all}"));
+                return refuse(format!("{class} has no method {method}; a stage has {all}"));
             }
         }
-        let methods = Methods { flush: has("flush")?, probe: has("probe")?, close: has("close")? };
+        let methods =
+            OptionalMethods { flush: has("flush")?, probe: has("probe")?, close: has("close")? };
         let number = |attribute: &str| -> PyResult<Option<u64>> {
             let Some(value) = object.getattr_opt(attribute)?.filter(|value| !value.is_none())
             else {
                 return Ok(None);
             };
-            let told = format!(
-                "stages: {name}: {kind}.{attribute}: {} is not a number from 1 up",
+            let message = format!(
+                "stages: {name}: {class}.{attribute}: {} is not a whole number from 1 up",
                 shown(&value)
             );
             let number = value.extract().ok().filter(|number| *number > 0);
-            number.map(Some).ok_or_else(|| ConfigError::new_err(told))
+            number.map(Some).ok_or_else(|| ConfigError::new_err(message))
         };
         let capacity_bytes = number("capacity_bytes")?;
         let threads = usize::try_from(number("threads")?.unwrap_or(1)).unwrap_or(usize::MAX);
         if threads > THREADS_MAX {
-            return bad(format!("{kind}.threads is {threads}; the most is {THREADS_MAX}"));
+            return refuse(format!("{class}.threads is {threads}; the limit is {THREADS_MAX}"));
         }
         Ok(Self { name, object, methods, capacity_bytes, threads })
     }
 
-    /// Starts its threads; `started` has them even when not all could be.
-    fn start(&self, started: &mut Vec<Py<PyStageCalls>>) -> PyResult<Arc<Calls>> {
+    /// Starts the threads of the stage. `started` gets their handle also if this fails, so that the
+    /// threads that did start can be ended.
+    fn start(&self, started: &mut Vec<Py<PyStageCalls>>) -> PyResult<Arc<CallQueue>> {
         let py = self.object.py();
-        let calls = Arc::new(Calls::new(self.methods));
-        let handle = PyStageCalls { calls: Owned::new(Arc::clone(&calls)), store: OnceLock::new() };
-        let handle = Bound::new(py, handle)?;
+        let calls = Arc::new(CallQueue::new(self.methods));
+        let bound = ProcessBound::new(Arc::clone(&calls));
+        let handle = Bound::new(py, PyStageCalls { calls: bound, store: OnceLock::new() })?;
         started.push(handle.clone().unbind());
         let start = py.import("cascadekv.stages")?.getattr("start_threads")?;
         start.call1((&self.name, &self.object, handle, self.threads))?;
@@ -152,46 +157,44 @@ impl<'py> Plugin<'py> {
     }
 }
 
-/// Every stage that was given stands in the pipeline.
+/// Refuses a stage that is not in the pipeline, because the store would never call it.
 fn check_pipeline(
     config: &StoreConfig,
     registry: &Registry,
-    plugins: &[Plugin<'_>],
+    stages: &[PythonStage<'_>],
 ) -> PyResult<()> {
     let parsed = Pipeline::parse(&config.pipeline, registry);
     let pipeline = parsed.map_err(|error| to_python(&error.into()))?;
-    let absent =
-        plugins.iter().find(|plugin| !pipeline.lower.contains(&plugin.name.to_lowercase()));
-    absent.map_or(Ok(()), |Plugin { name, .. }| {
+    let unused = stages.iter().find(|stage| !pipeline.lower.contains(&stage.name.to_lowercase()));
+    unused.map_or(Ok(()), |PythonStage { name, .. }| {
         Err(ConfigError::new_err(format!(
-            "stages: {name} does not stand in the pipeline {:?}; name it there, such as \
-             \"Dram|{name}\"",
+            "stages: {name} is not in the pipeline {:?}; add it, such as \"Dram|{name}\"",
             config.pipeline
         )))
     })
 }
 
-/// The calls to one stage, for the threads that make them.
+/// The queue of calls to one stage, for the Python threads that execute them.
 #[pyclass(name = "StageCalls", module = "cascadekv._native", frozen)]
 pub(crate) struct PyStageCalls {
-    calls: Owned<Arc<Calls>>,
-    store: OnceLock<Owned<Weak<dyn BlockStore>>>,
+    calls: ProcessBound<Arc<CallQueue>>,
+    store: OnceLock<ProcessBound<Weak<dyn BlockStore>>>,
 }
 
 #[pymethods]
 impl PyStageCalls {
-    /// Waits for the next call; `None` when there will be none any more.
+    /// Waits for the next call. Returns `None` after the stage was closed.
     fn next(&self, py: Python<'_>) -> PyResult<Option<PyStageCall>> {
         let calls = self.calls.get("stage")?;
-        // At the interpreter's end a thread that let go of it could not take it again.
+        // At the exit of the interpreter, a thread that detaches cannot attach again.
         if calls.is_closed() {
             return Ok(None);
         }
         let next = py.detach(|| calls.next());
-        next.map(|(taken, made)| PyStageCall::new(py, taken, made)).transpose()
+        next.map(|(call, invocation)| PyStageCall::new(py, call, invocation)).transpose()
     }
 
-    /// Closes the store that the stage belongs to, if it is still open.
+    /// Closes the store of the stage, if it is still open.
     fn close_store(&self, py: Python<'_>) -> PyResult<()> {
         let Some(store) = self.store.get() else { return Ok(()) };
         let store = store.get("store")?;
@@ -199,96 +202,100 @@ impl PyStageCalls {
         closed.unwrap_or(Ok(())).map_err(|error| to_python(&error))
     }
 
-    /// Ends the threads that wait for calls.
+    /// Ends the threads of the stage.
     fn end(&self) -> PyResult<()> {
         self.calls.get("stage")?.end();
         Ok(())
     }
 }
 
-/// One call to a stage: `method(*arguments)` is to be called, and then one of the others, once.
+/// One call to a stage. Its thread calls `method(*arguments)` and then reports the result with one
+/// call of `answer`, `miss`, `overflow` or `fail`.
 #[pyclass(name = "StageCall", module = "cascadekv._native")]
 pub(crate) struct PyStageCall {
-    taken: Option<Owned<Taken>>,
+    call: Option<ProcessBound<CallInProgress>>,
     method: &'static str,
     arguments: Option<Py<PyTuple>>,
+    /// The memoryview among the arguments.
     view: Option<Py<PyMemoryView>>,
-    room: Option<Py<PyReservation>>,
+    /// The memory that a `get` fills.
+    buffer: Option<Py<PyReservation>>,
 }
 
 #[pymethods]
 impl PyStageCall {
-    /// What to call.
+    /// The name of the method to call.
     #[getter]
     fn method(&self) -> &str {
         self.method
     }
 
-    /// With what. They can be taken once.
+    /// Returns the arguments of the method. May be called once.
     fn take_arguments(&mut self) -> PyResult<Py<PyTuple>> {
-        self.arguments.take().ok_or_else(|| PyRuntimeError::new_err("the arguments were taken"))
+        let arguments = self.arguments.take();
+        arguments.ok_or_else(|| PyRuntimeError::new_err("the arguments were already taken"))
     }
 
-    /// Says what the method returned.
+    /// Reports what the method returned.
     fn answer(&mut self, py: Python<'_>, result: &Bound<'_, PyAny>) -> PyResult<()> {
         let released = self.release(py);
         let answer = match self.method {
             "get" => {
                 let bytes = count(result)?;
                 released?;
-                RecordAnswer::Got { buffer: self.take_room(py)?, bytes }
+                RecordAnswer::Got { buffer: self.take_buffer(py)?, bytes }
             }
             "names" => RecordAnswer::Names(result.extract()?),
-            // Views that are kept of a record that was put show what nobody changes.
+            // A stage may keep views of the record of a put: it is sealed and does not change.
             _ => RecordAnswer::Done,
         };
-        self.give(Ok(answer))
+        self.complete(Ok(answer))
     }
 
-    /// Says that there is no such record.
+    /// Reports that the record does not exist.
     fn miss(&mut self, py: Python<'_>) -> PyResult<()> {
         drop(self.release(py));
-        self.give(Ok(RecordAnswer::Missing))
+        self.complete(Ok(RecordAnswer::Missing))
     }
 
-    /// Says that there is no room for the record.
+    /// Reports that the stage is full.
     fn overflow(&mut self, py: Python<'_>) -> PyResult<()> {
         drop(self.release(py));
-        self.give(Err(StageError::Full))
+        self.complete(Err(StageError::Full))
     }
 
-    /// Says that it failed, and how.
+    /// Reports a failure and its reason.
     fn fail(&mut self, py: Python<'_>, reason: String) -> PyResult<()> {
         drop(self.release(py));
-        self.give(Err(StageError::Failed(Arc::new(std::io::Error::other(reason)))))
+        self.complete(Err(StageError::Failed(Arc::new(std::io::Error::other(reason)))))
     }
 }
 
 impl PyStageCall {
-    fn new(py: Python<'_>, taken: Taken, made: Made) -> PyResult<Self> {
-        let taken = Some(Owned::new(taken));
-        let mut this = Self { taken, method: "", arguments: None, view: None, room: None };
-        let arguments = match made {
-            Made::Put(name, slab) => {
+    fn new(py: Python<'_>, call: CallInProgress, invocation: Invocation) -> PyResult<Self> {
+        let call = Some(ProcessBound::new(call));
+        let mut this = Self { call, method: "", arguments: None, view: None, buffer: None };
+        let arguments = match invocation {
+            Invocation::Put(name, slab) => {
                 this.method = "put";
                 let view =
                     PyMemoryView::from(Bound::new(py, PyView::new(slab, "a record"))?.as_any())?;
                 this.view = Some(view.clone().unbind());
                 (name, view).into_pyobject(py)?
             }
-            Made::Get(name, slab) => {
+            Invocation::Get(name, slab) => {
                 this.method = "get";
-                let room = Bound::new(py, PyReservation::new(slab))?;
-                let view = PyMemoryView::from(room.as_any())?;
+                let buffer = Bound::new(py, PyReservation::new(slab))?;
+                let view = PyMemoryView::from(buffer.as_any())?;
                 this.view = Some(view.clone().unbind());
-                this.room = Some(room.unbind());
+                this.buffer = Some(buffer.unbind());
                 (name, view).into_pyobject(py)?
             }
-            Made::Delete(names) => {
+            Invocation::Delete(names) => {
                 this.method = "delete";
                 (names,).into_pyobject(py)?
             }
-            Made::Bare(method) => {
+            Invocation::WithoutArguments(method) => {
                 this.method = method;
                 PyTuple::empty(py)
             }
@@ -297,48 +304,48 @@ impl PyStageCall {
         Ok(this)
     }
 
-    /// Ends the memoryview that the method got.
+    /// Releases the memoryview that the method got.
     fn release(&mut self, py: Python<'_>) -> PyResult<()> {
         self.arguments = None;
         let Some(view) = self.view.take() else { return Ok(()) };
         view.bind(py).call_method0("release").map(drop)
     }
 
-    /// The memory that was filled, which nobody else can write any more.
-    fn take_room(&mut self, py: Python<'_>) -> PyResult<SlabMut> {
-        let room = self.room.take();
-        let room = room.ok_or_else(|| PyBufferError::new_err("there is no memory to fill"))?;
-        room.bind(py).borrow_mut().take()
+    /// The memory that a `get` filled. Fails while the method keeps a buffer of it.
+    fn take_buffer(&mut self, py: Python<'_>) -> PyResult<SlabMut> {
+        let buffer = self.buffer.take();
+        let buffer = buffer.ok_or_else(|| PyBufferError::new_err("the call has no buffer"))?;
+        buffer.bind(py).borrow_mut().take()
     }
 
-    fn give(&mut self, answer: Result<RecordAnswer, StageError>) -> PyResult<()> {
-        let taken = self.taken.take();
-        let taken = taken.ok_or_else(|| PyRuntimeError::new_err("the call was answered"))?;
-        taken.into_inner("stage")?.give(answer);
+    fn complete(&mut self, answer: Result<RecordAnswer, StageError>) -> PyResult<()> {
+        let call = self.call.take();
+        let call = call.ok_or_else(|| PyRuntimeError::new_err("the call was already answered"))?;
+        call.into_inner("stage")?.complete(answer);
         Ok(())
     }
 }
 
-/// How many bytes a `get` says it copied.
+/// The number of bytes that a `get` returned.
 fn count(result: &Bound<'_, PyAny>) -> PyResult<usize> {
     if !result.is_instance_of::<PyBool>()
         && let Ok(bytes) = result.extract()
     {
         return Ok(bytes);
     }
-    let kind = result.get_type();
-    Err(PyTypeError::new_err(format!("get returns how many bytes it copied, not {kind}")))
+    let class = result.get_type();
+    Err(PyTypeError::new_err(format!("get must return the number of copied bytes, not {class}")))
 }
 
-/// Runs the checks that every stage has to pass over stages that `make` makes.
+/// Runs the conformance checks for stages.
 ///
-/// `make` is called once for each check and gives a stage without records. Raises `AssertionError`
-/// with what went wrong.
+/// `make` is called once for each check and must return a new stage without records. Raises
+/// `AssertionError` with the first violation.
 #[pyfunction]
 #[pyo3(signature = (make, /))]
 fn check_stage(py: Python<'_>, make: &Bound<'_, PyAny>) -> PyResult<()> {
     if !make.is_callable() {
-        return Err(wrong("make", make, "a function that makes a stage"));
+        return Err(type_error("make", make, "a function that makes a stage"));
     }
     let config = StoreConfig { dram_bytes: 32 << 20, ..StoreConfig::default() };
     let pool = conformance::pool();
@@ -349,7 +356,7 @@ fn check_stage(py: Python<'_>, make: &Bound<'_, PyAny>) -> PyResult<()> {
     let checked = py.detach(|| {
         catch_unwind(AssertUnwindSafe(|| {
             conformance::all(&pool, &mut || {
-                // The checks have no way to say that there is no stage.
+                // The checks cannot return an error, so a failure to open is a panic too.
                 open_one(&made, &context, &mut started).expect("a stage that can be opened")
             });
         }))
@@ -358,7 +365,7 @@ fn check_stage(py: Python<'_>, make: &Bound<'_, PyAny>) -> PyResult<()> {
         let calls = started.get().calls.get("stage")?;
         py.detach(|| calls.close());
     }
-    checked.map_err(|panic| PyAssertionError::new_err(words_of(&*panic)))
+    checked.map_err(|panic| PyAssertionError::new_err(panic_message(&*panic)))
 }
 
 fn open_one(
@@ -368,16 +375,16 @@ fn open_one(
 ) -> Result<Arc<dyn Stage>, String> {
     let (calls, capacity_bytes) = Python::attach(|py| {
         let object = make.bind(py).call0()?;
-        let plugin = Plugin::new("checked".to_owned(), object, &Registry::default())?;
-        Ok((plugin.start(started)?, plugin.capacity_bytes))
+        let stage = PythonStage::new("checked".to_owned(), object, &Registry::default())?;
+        Ok((stage.start(started)?, stage.capacity_bytes))
     })
     .map_err(|error: PyErr| error.to_string())?;
     let stage = RecordStage::open("checked", calls, capacity_bytes, context);
     stage.map_err(|error| cascade_block::with_causes(&error))
 }
 
-/// What a panic says.
-fn words_of(panic: &(dyn Any + Send)) -> String {
+/// The message of a panic.
+fn panic_message(panic: &(dyn Any + Send)) -> String {
     let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
     let text = text.or_else(|| panic.downcast_ref::<String>().cloned());
     text.unwrap_or_else(|| "a check failed".to_owned())

@@ -1,4 +1,4 @@
-//! A store's statistics as plain dictionaries, named as in the store.
+//! The statistics of a store as dictionaries with the names of the Rust fields.
 
 use cascade_memory::PoolStats;
 use cascade_store::stage::StageStats;
@@ -8,11 +8,14 @@ use cascade_store::{
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
-/// Takes a struct apart and enters every field under its own name, but for those after `but`.
+/// Sets the listed fields of a struct in a dictionary. Fields after `except` are left out.
 ///
-/// The compiler checks that all are named, so that what the store counts is not forgotten here.
-macro_rules! enter {
-    ($dict:expr, $from:expr, $struct:ident { $($field:ident),+ $(,)? } $(but $($no:ident),+)?) => {
+/// All fields must be listed, so a new field of the struct is a compile error here.
+macro_rules! set_fields {
+    (
+        $dict:expr, $from:expr,
+        $struct:ident { $($field:ident),+ $(,)? } $(except $($no:ident),+)?
+    ) => {
         let $struct { $($field,)+ $($($no: _,)+)? } = $from;
         $($dict.set_item(stringify!($field), $field)?;)+
     };
@@ -21,12 +24,12 @@ macro_rules! enter {
 /// The dictionary that `cascadekv.stats.Stats` describes.
 pub(crate) fn to_dict<'py>(py: Python<'py>, stats: &Stats) -> PyResult<Bound<'py, PyDict>> {
     let dict = PyDict::new(py);
-    enter_counters(&dict, &stats.counters)?;
-    enter!(dict, stats, Stats {
+    set_counters(&dict, &stats.counters)?;
+    set_fields!(dict, stats, Stats {
         keys, contents, content_bytes, dram_blocks, dram_bytes, protected_blocks,
         protection_refused, catalog_bytes, pending_bytes,
         insight_bytes, notes,
-    } but counters, hits_by_tier, pool, stages, stage_blocks, health, shadows, warm);
+    } except counters, hits_by_tier, pool, stages, stage_blocks, health, shadows, warm);
     let by_tier = PyDict::new(py);
     for hits in &stats.hits_by_tier {
         by_tier.set_item(hits.tier, hits_dict(py, hits)?)?;
@@ -40,8 +43,8 @@ pub(crate) fn to_dict<'py>(py: Python<'py>, stats: &Stats) -> PyResult<Bound<'py
     Ok(dict)
 }
 
-fn enter_counters(dict: &Bound<'_, PyDict>, counters: &Counters) -> PyResult<()> {
-    enter!(
+fn set_counters(dict: &Bound<'_, PyDict>, counters: &Counters) -> PyResult<()> {
+    set_fields!(
         dict,
         counters,
         Counters {
@@ -86,12 +89,12 @@ fn enter_counters(dict: &Bound<'_, PyDict>, counters: &Counters) -> PyResult<()>
 
 fn shadow_dict<'py>(py: Python<'py>, figure: &ShadowFigure) -> PyResult<Bound<'py, PyDict>> {
     let dict = PyDict::new(py);
-    enter!(dict, figure, ShadowFigure {
+    set_fields!(dict, figure, ShadowFigure {
         tier, capacity_percent, capacity_bytes, sampled_one_in,
-    } but recent, since_start);
+    } except recent, since_start);
     for (name, rates) in [("recent", &figure.recent), ("since_start", &figure.since_start)] {
         let one = PyDict::new(py);
-        enter!(
+        set_fields!(
             one,
             rates,
             ShadowRates { blocks_requested, blocks_matched, blocks_simulated, blocks_predicted }
@@ -103,13 +106,13 @@ fn shadow_dict<'py>(py: Python<'py>, figure: &ShadowFigure) -> PyResult<Bound<'p
 
 fn hits_dict<'py>(py: Python<'py>, hits: &TierHits) -> PyResult<Bound<'py, PyDict>> {
     let dict = PyDict::new(py);
-    enter!(dict, hits, TierHits { blocks, bytes, matched_blocks } but tier);
+    set_fields!(dict, hits, TierHits { blocks, bytes, matched_blocks } except tier);
     Ok(dict)
 }
 
 fn pool_dict<'py>(py: Python<'py>, pool: &PoolStats) -> PyResult<Bound<'py, PyDict>> {
     let dict = PyDict::new(py);
-    enter!(
+    set_fields!(
         dict,
         pool,
         PoolStats {
@@ -130,7 +133,7 @@ fn stages_dict<'py>(py: Python<'py>, stats: &Stats) -> PyResult<Bound<'py, PyDic
     for ((tier, stage), blocks) in stats.stages.iter().zip(&stats.stage_blocks) {
         let one = PyDict::new(py);
         one.set_item("blocks", blocks)?;
-        enter!(
+        set_fields!(
             one,
             stage,
             StageStats {
@@ -162,9 +165,9 @@ fn health_dict<'py>(
     let dict = PyDict::new(py);
     for (tier, health) in health {
         let one = PyDict::new(py);
-        enter!(one, health, StageHealth {
+        set_fields!(one, health, StageHealth {
             since_unix_ms, opened_count, last_error, stuck_calls,
-        } but state, reads, writes);
+        } except state, reads, writes);
         one.set_item("state", state_name(health.state))?;
         one.set_item("reads", state_name(health.reads.state))?;
         one.set_item("writes", state_name(health.writes.state))?;

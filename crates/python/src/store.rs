@@ -1,4 +1,4 @@
-//! The store in Python: batches in, a result for each block out, the interpreter free meanwhile.
+//! The store in Python: calls with batches, a result for each block, detached while they wait.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -12,7 +12,7 @@ use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyDict, PyString, PyType};
 
-use crate::arguments::{self, of, wrong};
+use crate::arguments::{self, of, type_error};
 use crate::buffers::{PyReservation, Sources, Targets};
 use crate::changes::{PyChanges, cursor};
 use crate::config::store_config;
@@ -20,8 +20,8 @@ use crate::errors::{ConfigError, to_python};
 use crate::hints::hints;
 use crate::keys::{Keys, key_of};
 use crate::namespace::PyNamespace;
-use crate::owned::Owned;
 use crate::prepared::PyPreparedPut;
+use crate::process_bound::ProcessBound;
 use crate::results::{PyGetResult, PyPrefixMatch, PyPutResult, tier_name};
 use crate::stages::Stages;
 use crate::stats;
@@ -31,35 +31,35 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<PyStore>()
 }
 
-/// Most reservations of one call, whose iterable may have no end.
+/// Limit of the reservations that a call reads from an iterable, which may be infinite.
 const RESERVATIONS_MAX: usize = 1 << 20;
 
 static STORE_CONFIG: PyOnceLock<Py<PyType>> = PyOnceLock::new();
 
-/// A block store: tiers of memory and files behind one set of calls.
+/// A block store with tiers in memory and files.
 ///
-/// Settings are those of `StoreConfig`, given as keywords or as one configuration; `stages` are
-/// objects that stand in the pipeline under their names (`cascadekv.stages`). Calls take batches,
-/// answer for each block in order, and are safe from any thread. A context manager.
+/// Pass the settings of `StoreConfig` as keywords, or a `StoreConfig`. `stages` is a dict of names
+/// in the pipeline and Python stages (`cascadekv.stages`). Methods take batches, return a result
+/// for each block in order, and can be called from any thread. A context manager.
 #[pyclass(name = "Store", module = "cascadekv", frozen)]
 #[derive(Debug)]
 pub(crate) struct PyStore {
-    state: Owned<Mutex<Opened>>,
-    /// Of an embedded store; a served one has its node's.
+    state: ProcessBound<Mutex<StoreState>>,
+    /// The configuration of an embedded store; none for a served one.
     config: Option<Py<PyAny>>,
-    /// Where it is: a pipeline, or a node's socket.
+    /// The pipeline of an embedded store, or the socket of a node.
     place: String,
 }
 
-/// A closed store keeps no files open and no memory, only what it counted.
+/// A closed store has no open files and no memory, only its last statistics.
 #[derive(Debug)]
-enum Opened {
-    Yes(Arc<dyn BlockStore>),
-    No(Box<Stats>),
+enum StoreState {
+    Open(Arc<dyn BlockStore>),
+    Closed(Box<Stats>),
 }
 
-/// What the keywords of a put say of its blocks.
-struct Facts {
+/// The keywords that the put methods share.
+struct PutKeywords {
     parents: Vec<Option<BlockKey>>,
     namespace: NamespaceId,
     is_prefix: bool,
@@ -81,14 +81,14 @@ impl PyStore {
         let config = match (config, settings) {
             (Some(_), Some(_)) => {
                 return Err(PyTypeError::new_err(
-                    "pass a StoreConfig or keywords, not both; dataclasses.replace changes a \
-                     configuration",
+                    "pass a StoreConfig or keywords, not both; to change a configuration, use \
+                     dataclasses.replace",
                 ));
             }
             (Some(config), None) if config.is_instance(class)? => config,
             (Some(config), None) => {
-                let what = "a StoreConfig; settings in a dict go in as Store(**settings)";
-                return Err(wrong("config", &config, what));
+                let what = "a StoreConfig; pass a dict of settings as Store(**settings)";
+                return Err(type_error("config", &config, what));
             }
             (None, settings) => {
                 let settings = settings.unwrap_or_else(|| PyDict::new(py));
@@ -96,7 +96,7 @@ impl PyStore {
             }
         };
         let settings = store_config(&config)?;
-        refuse_a_file(&settings)?;
+        refuse_file_as_directory(&settings)?;
         let stages = Stages::new(stages.as_ref(), &settings)?;
         let opened =
             py.detach(|| Store::open_with(settings, stages.registry(), Arc::new(SystemClock)));
@@ -107,13 +107,13 @@ impl PyStore {
                 return Err(to_python(&error));
             }
         };
-        stages.belong_to(&store);
+        stages.set_store(&store);
         let place = config.getattr("pipeline")?.to_string();
-        let state = Owned::new(Mutex::new(Opened::Yes(store)));
+        let state = ProcessBound::new(Mutex::new(StoreState::Open(store)));
         Ok(Self { state, config: Some(config.unbind()), place })
     }
 
-    /// The settings that an embedded store runs with; `None` for a served one.
+    /// The configuration of an embedded store; `None` for a served one.
     #[getter]
     fn config(&self, py: Python<'_>) -> Option<Py<PyAny>> {
         self.config.as_ref().map(|config| config.clone_ref(py))
@@ -121,9 +121,9 @@ impl PyStore {
 
     /// Stores blocks. Returns a `PutResult` for each.
     ///
-    /// `blocks` is a buffer for each key, or one buffer that holds them all in equal pieces; do not
-    /// change them until the call returns. The keys of one call are consecutive blocks of one chain
-    /// that begins below `parent`, unless `chain` is false. `ttl` and `timeout` are durations:
+    /// `blocks` is a buffer for each key, or one buffer with all blocks in equal pieces. Do not
+    /// change them until the call returns. The keys of a call are consecutive blocks of one chain
+    /// after the block `parent`, unless `chain` is false. `ttl` and `timeout` are durations:
     /// seconds, text such as `"5s"`, or a `timedelta`.
     #[pyo3(signature = (
         keys, blocks, *, parent = None, chain = true, is_prefix = false, last_is_partial = false,
@@ -145,7 +145,7 @@ impl PyStore {
     ) -> PyResult<Vec<PyPutResult>> {
         let parents = parents(&keys, parent, chain)?;
         let namespace = namespace.unwrap_or_default();
-        let facts = Facts { parents, namespace, is_prefix, last_is_partial, ttl_ms: ttl };
+        let keywords = PutKeywords { parents, namespace, is_prefix, last_is_partial, ttl_ms: ttl };
         let options = options(timeout);
         let sources = Sources::new(blocks, keys.len())?;
         let store = self.store()?;
@@ -154,14 +154,15 @@ impl PyStore {
                 .slices()
                 .into_iter()
                 .enumerate()
-                .map(|(at, bytes)| facts.put(at, keys[at], bytes, keys.len()))
+                .map(|(at, bytes)| keywords.put(at, keys[at], bytes, keys.len()))
                 .collect();
             store.put(&puts, options)
         });
         Ok(outcomes.into_iter().map(PyPutResult::from).collect())
     }
 
-    /// Memory of the pool for a block of that many bytes, to write in place and then put.
+    /// Reserves memory of the pool for a block of `size` bytes, to write it in place and then put
+    /// it with `put_reserved`.
     #[pyo3(signature = (size, *, timeout = None))]
     fn reserve(
         &self,
@@ -175,9 +176,9 @@ impl PyStore {
         Ok(PyReservation::new(slab))
     }
 
-    /// Stores blocks that were written in place, without a copy. Keywords as for `put`.
+    /// Stores blocks that were written in place, without a copy. The keywords are those of `put`.
     ///
-    /// Every array and memoryview on the reservations must be released before.
+    /// Release all arrays and memoryviews of the reservations first.
     #[pyo3(signature = (
         keys, reservations, *, parent = None, chain = true, is_prefix = false,
         last_is_partial = false, ttl = None, namespace = None, timeout = None
@@ -198,25 +199,25 @@ impl PyStore {
     ) -> PyResult<Vec<PyPutResult>> {
         if reservations.len() != keys.len() {
             let (keys, got) = (keys.len(), reservations.len());
-            return Err(PyValueError::new_err(format!("reservations: {keys} keys but {got}")));
+            let message = format!("reservations: {keys} keys but {got} reservations");
+            return Err(PyValueError::new_err(message));
         }
         let parents = parents(&keys, parent, chain)?;
         let namespace = namespace.unwrap_or_default();
-        let facts = Facts { parents, namespace, is_prefix, last_is_partial, ttl_ms: ttl };
+        let keywords = PutKeywords { parents, namespace, is_prefix, last_is_partial, ttl_ms: ttl };
         let options = options(timeout);
         let store = self.store()?;
-        // All are checked before any is taken, so that an error leaves every one as it was.
+        // All are checked before the first is taken, so that an error changes none of them.
         for (at, reservation) in reservations.iter().enumerate() {
             reservation.borrow().check()?;
             if reservations[..at].iter().any(|earlier| earlier.is(reservation)) {
-                return Err(PyValueError::new_err(format!(
-                    "reservations[{at}]: it is there twice"
-                )));
+                let message = format!("reservations[{at}]: the list contains it twice");
+                return Err(PyValueError::new_err(message));
             }
         }
         let mut puts = Vec::with_capacity(keys.len());
         for (at, reservation) in reservations.iter().enumerate() {
-            let put = facts.put(at, keys[at], &[], keys.len());
+            let put = keywords.put(at, keys[at], &[], keys.len());
             puts.push(PutSlab {
                 key: put.key,
                 slab: reservation.borrow_mut().take()?,
@@ -231,10 +232,11 @@ impl PyStore {
         Ok(outcomes.into_iter().map(PyPutResult::from).collect())
     }
 
-    /// Asks which of some blocks of `size` bytes the store wants, and takes memory for them.
+    /// Reserves memory for those blocks of `size` bytes that the store needs. Returns a
+    /// `PreparedPut`, to gather the bytes of the needed blocks and then seal them.
     ///
-    /// Keywords as for `put`. A key that is there with as many bytes is present, whatever they are.
-    /// Returns a `PreparedPut`, to gather the wanted blocks and then seal.
+    /// The keywords are those of `put`. A stored block of the same size counts as present; its
+    /// bytes are not compared.
     #[pyo3(signature = (
         keys, size, *, parent = None, chain = true, is_prefix = false, last_is_partial = false,
         ttl = None, namespace = None, timeout = None
@@ -254,10 +256,10 @@ impl PyStore {
     ) -> PyResult<PyPreparedPut> {
         let parents = parents(&keys, parent, chain)?;
         let namespace = namespace.unwrap_or_default();
-        let facts = Facts { parents, namespace, is_prefix, last_is_partial, ttl_ms: ttl };
+        let keywords = PutKeywords { parents, namespace, is_prefix, last_is_partial, ttl_ms: ttl };
         let options = options(timeout);
         let store = slf.get().store()?;
-        let put = |(at, key): (usize, &BlockKey)| facts.put(at, *key, &[], keys.len());
+        let put = |(at, key): (usize, &BlockKey)| keywords.put(at, *key, &[], keys.len());
         let puts: Vec<Put<'_>> = keys.iter().enumerate().map(put).collect();
         let prepared = slf.py().detach(|| store.prepare(&puts, &vec![size; puts.len()], options));
         Ok(PyPreparedPut::new(slf.unbind(), &puts, size, prepared))
@@ -265,8 +267,8 @@ impl PyStore {
 
     /// Copies blocks into buffers. Returns a `GetResult` for each.
     ///
-    /// `buffers` is a writable buffer for each key, or one that has room for all in equal pieces.
-    /// A block that does not fit is not copied; its result says how much it needs.
+    /// `buffers` is a writable buffer for each key, or one buffer for all blocks in equal pieces. A
+    /// block that does not fit is not copied; its result has the size that it needs.
     #[pyo3(signature = (keys, buffers, *, timeout = None))]
     fn get(
         &self,
@@ -282,7 +284,8 @@ impl PyStore {
         Ok(outcomes.into_iter().map(PyGetResult::from).collect())
     }
 
-    /// Views on blocks in the pool, without a copy: a sequence of `View`, `None` for a miss.
+    /// Returns views of blocks in the pool, without a copy: a sequence of `View`, or `None` for a
+    /// miss.
     #[pyo3(signature = (keys, *, timeout = None))]
     fn view(
         &self,
@@ -295,10 +298,10 @@ impl PyStore {
         Ok(PyViews::new(py.detach(|| store.view(&keys, options))))
     }
 
-    /// How many leading blocks of a chain are available, and where. Counts as a use of them.
+    /// Returns the leading blocks of a chain that are available, and their tiers. Counts as a use.
     ///
-    /// `at` is the time of the request in seconds, on a scale of the caller's that never goes back;
-    /// the store's clock otherwise.
+    /// `at` is the time of the request in seconds on the caller's clock, which must never go back.
+    /// The default is the store's clock.
     #[pyo3(signature = (keys, *, partial_tail = false, hints = None, at = None))]
     fn lookup_prefix(
         &self,
@@ -314,7 +317,7 @@ impl PyStore {
         Ok(py.detach(|| store.lookup_prefix(&request)).into())
     }
 
-    /// As `lookup_prefix`, and views on the leading blocks that are available, in one call.
+    /// Like `lookup_prefix`, and returns views of the available leading blocks in the same call.
     #[pyo3(signature = (keys, *, partial_tail = false, hints = None, at = None, timeout = None))]
     #[expect(clippy::too_many_arguments, reason = "keywords of a Python call")]
     fn acquire(
@@ -333,7 +336,7 @@ impl PyStore {
         Ok(PyViews::new(py.detach(|| store.acquire(&request, options))))
     }
 
-    /// Says what a caller knows about a chain, without asking for it.
+    /// Gives hints about a chain without a lookup.
     #[pyo3(signature = (keys, *, hints, at = None))]
     fn hint(
         &self,
@@ -349,13 +352,13 @@ impl PyStore {
         Ok(())
     }
 
-    /// Whether each block is in any tier. Counts as no use.
+    /// Returns whether each block is in any tier. Does not count as a use.
     fn contains(&self, py: Python<'_>, keys: Keys) -> PyResult<Vec<bool>> {
         let store = self.store()?;
         Ok(py.detach(|| store.contains(&keys)))
     }
 
-    /// The tiers that have each block, fast to slow.
+    /// Returns the tiers that have each block, from fast to slow.
     fn locate<'py>(&self, py: Python<'py>, keys: Keys) -> PyResult<Vec<Vec<Bound<'py, PyString>>>> {
         let store = self.store()?;
         let tiers = py.detach(|| store.locate(&keys));
@@ -363,32 +366,32 @@ impl PyStore {
         Ok(tiers.into_iter().map(names).collect())
     }
 
-    /// Keeps blocks in memory until `unpin`, counted. Returns whether each is pinned now.
+    /// Keeps blocks in memory until as many calls of `unpin`. Returns whether each is pinned.
     fn pin(&self, py: Python<'_>, keys: Keys) -> PyResult<Vec<bool>> {
         let store = self.store()?;
         Ok(py.detach(|| store.pin(&keys)))
     }
 
-    /// Takes one pin from each block. Returns whether each had one.
+    /// Removes one pin from each block. Returns whether each had one.
     fn unpin(&self, py: Python<'_>, keys: Keys) -> PyResult<Vec<bool>> {
         let store = self.store()?;
         Ok(py.detach(|| store.unpin(&keys)))
     }
 
-    /// Forgets blocks in every tier. Returns whether each was there. Views on them stay right.
+    /// Deletes blocks from all tiers. Returns whether each was stored. Views of them stay valid.
     fn delete(&self, py: Python<'_>, keys: Keys) -> PyResult<Vec<bool>> {
         let store = self.store()?;
         Ok(py.detach(|| store.delete(&keys)))
     }
 
-    /// Asks for blocks to be brought to memory in the background. Returns how many were accepted.
+    /// Loads blocks into memory in the background. Returns the number of accepted blocks.
     fn prefetch(&self, py: Python<'_>, keys: Keys) -> PyResult<usize> {
         let store = self.store()?;
         Ok(py.detach(|| store.prefetch(&keys)))
     }
 
-    /// Keeps a namespace's manifest with the data, so that `cascade explain` can name the field in
-    /// which two namespaces differ.
+    /// Stores the manifest of a namespace, so that `cascade explain` can name the fields in which
+    /// two namespaces differ.
     #[pyo3(signature = (namespace, *, timeout = None))]
     fn register(
         &self,
@@ -398,13 +401,13 @@ impl PyStore {
     ) -> PyResult<()> {
         let options = options(timeout);
         let Ok(space) = namespace.cast::<PyNamespace>() else {
-            return Err(wrong("namespace", namespace, "a Namespace"));
+            return Err(type_error("namespace", namespace, "a Namespace"));
         };
         let (space, store) = (space.get(), self.store()?);
         py.detach(|| store.register(&space.0, options)).map_err(|error| to_python(&error))
     }
 
-    /// Waits until every tier has what was put, and would have it after a restart.
+    /// Waits until every tier has the blocks that were put, also after a restart.
     #[pyo3(signature = (*, timeout = None))]
     fn flush(
         &self,
@@ -416,16 +419,17 @@ impl PyStore {
         py.detach(|| store.flush(options)).map_err(|error| to_python(&error))
     }
 
-    /// Forgets every block in every tier.
+    /// Deletes all blocks from all tiers.
     fn clear(&self, py: Python<'_>) -> PyResult<()> {
         let store = self.store()?;
         py.detach(|| store.clear());
         Ok(())
     }
 
-    /// What came and went since the answer that gave `since`; without it, what is here now.
+    /// Returns the changes since `since`, the `next` of an earlier result. Without it, returns the
+    /// stored keys.
     ///
-    /// At most `limit` changes; a served store tells 65,536 at most.
+    /// Returns at most `limit` changes; a served store returns at most 65,536.
     #[pyo3(signature = (since = None, *, limit = 65_536))]
     fn changes(
         &self,
@@ -435,36 +439,38 @@ impl PyStore {
     ) -> PyResult<PyChanges> {
         let since = since.as_deref().map(cursor).transpose()?;
         let store = self.store()?;
-        let told = py.detach(|| store.changes(since, limit)).map_err(|error| to_python(&error))?;
-        Ok(told.into())
+        let changes = py.detach(|| store.changes(since, limit));
+        changes.map(PyChanges::from).map_err(|error| to_python(&error))
     }
 
-    /// What the store holds and did, as `Stats` describes it. Also after `close`.
+    /// Returns the statistics that `Stats` describes. After `close`, returns the last ones.
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let store = match &*self.lock()? {
-            Opened::Yes(store) => Arc::clone(store),
-            Opened::No(stats) => return stats::to_dict(py, stats),
+            StoreState::Open(store) => Arc::clone(store),
+            StoreState::Closed(stats) => return stats::to_dict(py, stats),
         };
         stats::to_dict(py, &py.detach(|| store.stats()))
     }
 
-    /// Writes down what waits, stops the store's threads and closes its files. May be repeated.
+    /// Writes pending blocks, stops the store's threads and closes its files. Further calls do
+    /// nothing.
     ///
-    /// Raises `DeadlineError` when not all could be written in time; the store is closed anyway.
+    /// Raises `DeadlineError` if some blocks were not written in time. The store is closed anyway.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
         let store = match &*self.lock()? {
-            Opened::Yes(store) => Arc::clone(store),
-            Opened::No(_) => return Ok(()),
+            StoreState::Open(store) => Arc::clone(store),
+            StoreState::Closed(_) => return Ok(()),
         };
-        // An embedded store counts until it is closed; a node can be asked only until then.
+        // The statistics of an embedded store change until it is closed. Those of a node are
+        // requested over the connection, which ends with the close.
         let is_served = self.config.is_none();
-        let (closed, counted) = py.detach(|| {
-            let counted = is_served.then(|| store.stats());
+        let (closed, stats) = py.detach(|| {
+            let stats = is_served.then(|| store.stats());
             let closed = store.close();
-            (closed, counted.unwrap_or_else(|| store.stats()))
+            (closed, stats.unwrap_or_else(|| store.stats()))
         });
-        *self.lock()? = Opened::No(Box::new(counted));
-        // With the last handle go the files' lock and the pool, but for what views hold.
+        *self.lock()? = StoreState::Closed(Box::new(stats));
+        // The last handle releases the lock of the files and the pool, except slabs under views.
         py.detach(|| drop(store));
         closed.map_err(|error| to_python(&error))
     }
@@ -489,36 +495,38 @@ impl PyStore {
 
 impl Drop for PyStore {
     fn drop(&mut self) {
-        // Closing waits for threads that may need the interpreter. A forked child has no store.
-        let Ok(mut opened) = self.lock() else { return };
-        let stats = Opened::No(Box::default());
-        let Opened::Yes(store) = std::mem::replace(&mut *opened, stats) else { return };
-        drop(opened);
+        // In a forked child, `lock` fails and the store is leaked. Otherwise the close waits for
+        // threads that may need the interpreter, so this thread detaches from it.
+        let Ok(mut state) = self.lock() else { return };
+        let closed = StoreState::Closed(Box::default());
+        let StoreState::Open(store) = std::mem::replace(&mut *state, closed) else { return };
+        drop(state);
         let mut store = Some(store);
         Python::try_attach(|py| py.detach(|| drop(store.take())));
     }
 }
 
 impl PyStore {
-    /// A client of a node, `place` being where.
+    /// A store that is a client of the node at `place`.
     pub(crate) fn of_client(client: Arc<dyn BlockStore>, place: String) -> Self {
-        Self { state: Owned::new(Mutex::new(Opened::Yes(client))), config: None, place }
+        let state = ProcessBound::new(Mutex::new(StoreState::Open(client)));
+        Self { state, config: None, place }
     }
 
-    fn lock(&self) -> PyResult<MutexGuard<'_, Opened>> {
+    fn lock(&self) -> PyResult<MutexGuard<'_, StoreState>> {
         Ok(self.state.get("store")?.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// A handle for one call; what it does is refused by the store itself once that is closed.
+    /// A handle for one call. If the store is closed meanwhile, the store refuses the call.
     pub(crate) fn store(&self) -> PyResult<Arc<dyn BlockStore>> {
         match &*self.lock()? {
-            Opened::Yes(store) => Ok(Arc::clone(store)),
-            Opened::No(_) => Err(to_python(&StoreError::Closed)),
+            StoreState::Open(store) => Ok(Arc::clone(store)),
+            StoreState::Closed(_) => Err(to_python(&StoreError::Closed)),
         }
     }
 }
 
-impl Facts {
+impl PutKeywords {
     fn put<'a>(&self, at: usize, key: BlockKey, bytes: &'a [u8], count: usize) -> Put<'a> {
         Put {
             key,
@@ -535,21 +543,21 @@ impl Facts {
 /// The reservations of a call.
 fn reserved<'py>(given: &Bound<'py, PyAny>) -> PyResult<Vec<Bound<'py, PyReservation>>> {
     let what = "a list of reservations, one for each key";
-    let items = given.try_iter().map_err(|_| wrong("reservations", given, what))?;
+    let items = given.try_iter().map_err(|_| type_error("reservations", given, what))?;
     let one = |(at, item): (usize, PyResult<Bound<'py, PyAny>>)| {
         let item = item?;
         let reservation = item.cast::<PyReservation>().cloned();
-        reservation.map_err(|_| wrong(format!("reservations[{at}]"), &item, "a Reservation"))
+        reservation.map_err(|_| type_error(format!("reservations[{at}]"), &item, "a Reservation"))
     };
     items.take(RESERVATIONS_MAX).enumerate().map(one).collect()
 }
 
-/// Refuses a file tier where a file lies, before anything is opened.
-fn refuse_a_file(config: &StoreConfig) -> PyResult<()> {
+/// Refuses a file as the directory of the file tier, before anything is opened.
+fn refuse_file_as_directory(config: &StoreConfig) -> PyResult<()> {
     let directory = config.files.as_ref().map(|files| files.directory.as_path());
     match directory.filter(|path| path.exists() && !path.is_dir()) {
         Some(path) => Err(ConfigError::new_err(format!(
-            "files: {} is not a directory; give one of this store alone",
+            "files: {} is not a directory; give a directory that only this store uses",
             path.display()
         ))),
         None => Ok(()),
@@ -569,7 +577,7 @@ fn parents(
     }
     if first.is_some() {
         return Err(PyValueError::new_err(
-            "parent: it says where a chain begins; leave chain true, or parent out",
+            "parent: it requires a chain; pass chain=True, or leave parent out",
         ));
     }
     Ok(vec![None; keys.len()])

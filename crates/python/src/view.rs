@@ -1,4 +1,4 @@
-//! The views of one batch: a sequence that makes a `View` only of what is looked at.
+//! The views of one batch: a sequence that creates each `View` only when it is accessed.
 
 use cascade_memory::Slab;
 use cascade_store::ViewOutcome;
@@ -6,11 +6,11 @@ use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyIterator, PyList, PySlice};
 
-use crate::arguments::{self, of, picked_by, position};
+use crate::arguments::{self, of, position, selected_by};
 use crate::buffers::PyView;
 use crate::errors;
-use crate::owned::Owned;
 use crate::paged::PyPagedMemory;
+use crate::process_bound::ProcessBound;
 
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<PyViews>()
@@ -18,15 +18,15 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 
 /// The views of one batch, in the order of its keys: a sequence of `View` or `None`.
 ///
-/// All blocks stay in the pool until this object goes or `release` is called; a `View` taken from
-/// it keeps its own block for as long as it lives.
+/// All blocks stay in the pool until this object is dropped or `release` is called. A `View` from
+/// it keeps its block as long as the `View` lives.
 #[pyclass(name = "Views", module = "cascadekv", sequence)]
 #[derive(Debug)]
-pub(crate) struct PyViews(Owned<Vec<ViewOutcome>>);
+pub(crate) struct PyViews(ProcessBound<Vec<ViewOutcome>>);
 
 impl PyViews {
     pub(crate) fn new(outcomes: Vec<ViewOutcome>) -> Self {
-        Self(Owned::new(outcomes))
+        Self(ProcessBound::new(outcomes))
     }
 
     fn outcomes(&self) -> PyResult<&[ViewOutcome]> {
@@ -50,7 +50,7 @@ impl PyViews {
     fn __getitem__<'py>(&self, index: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
         let count = self.outcomes()?.len();
         if let Ok(slice) = index.cast::<PySlice>() {
-            let views = picked_by(slice, count)?.map(|at| self.view(at));
+            let views = selected_by(slice, count)?.map(|at| self.view(at));
             let views = views.collect::<PyResult<Vec<_>>>()?;
             return Ok(PyList::new(index.py(), views)?.into_any());
         }
@@ -63,14 +63,14 @@ impl PyViews {
         PyList::new(py, views.collect::<PyResult<Vec<_>>>()?)?.try_iter()
     }
 
-    /// Blocks that were found.
+    /// Number of blocks that were hits.
     #[getter]
     fn hits(&self) -> PyResult<usize> {
         let is_hit = |outcome: &&ViewOutcome| matches!(outcome, ViewOutcome::Hit { .. });
         Ok(self.outcomes()?.iter().filter(is_hit).count())
     }
 
-    /// Why the block at this position failed; `None` for a hit and for a plain miss.
+    /// The exception of the failed block at this position; `None` for a hit or a miss.
     #[pyo3(signature = (index, /))]
     fn error(&self, py: Python<'_>, index: &Bound<'_, PyAny>) -> PyResult<Option<Py<PyAny>>> {
         let outcomes = self.outcomes()?;
@@ -83,9 +83,8 @@ impl PyViews {
     /// Copies view i to page `pages[i]` of an engine's memory: `count` regions from `first` on, all
     /// by default. Returns whether each block was copied.
     ///
-    /// It is not, in no byte, where the view is a miss or the block has another length than the
-    /// memory's blocks. Threads may scatter at once to different pages; a page twice in one call is
-    /// refused.
+    /// Nothing is copied for a miss, or for a block of another size than the memory's blocks.
+    /// Several threads may scatter to different pages at once. A page may occur once in `pages`.
     #[pyo3(signature = (memory, pages, *, first = 0, count = None))]
     fn scatter(
         &self,
@@ -98,12 +97,12 @@ impl PyViews {
         let outcomes = self.outcomes()?;
         let memory = memory.get();
         let pages = memory.page_numbers(pages, outcomes.len())?;
-        let regions = memory.some_regions(first, count)?;
+        let regions = memory.region_range(first, count)?;
         let mut sorted = pages.clone();
         sorted.sort_unstable();
         if let Some([twice, ..]) = sorted.windows(2).find(|pair| pair[0] == pair[1]) {
-            let told = format!("pages: {twice} is there twice; a page holds one block");
-            return Err(PyValueError::new_err(told));
+            let message = format!("pages: {twice} occurs twice; a page takes one block");
+            return Err(PyValueError::new_err(message));
         }
         Ok(py.detach(|| {
             let blocks: Vec<_> =
@@ -116,7 +115,7 @@ impl PyViews {
         }))
     }
 
-    /// Lets go of every block now; the sequence is empty afterwards.
+    /// Releases all blocks. The sequence is empty afterwards.
     fn release(&mut self) -> PyResult<()> {
         self.0.get_mut("batch of views")?.clear();
         Ok(())
@@ -140,7 +139,7 @@ impl PyViews {
     }
 }
 
-/// The block of a view, if it has that many bytes.
+/// The block of a view, if its size is `bytes`.
 fn block_of(outcome: &ViewOutcome, bytes: usize) -> Option<&Slab> {
     match outcome {
         ViewOutcome::Hit { slab, .. } => Some(slab).filter(|slab| slab.len() == bytes),

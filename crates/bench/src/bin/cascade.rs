@@ -1,4 +1,4 @@
-//! The command `cascade`, for use without Python.
+//! The command `cascade` as a program without Python.
 
 use std::process::ExitCode;
 

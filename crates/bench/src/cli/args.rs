@@ -8,23 +8,23 @@ use clap::{Args, ValueEnum};
 
 use crate::cli::{Count, Failure, WarmUp, parse_bytes};
 
-/// What to replay, through which store, and where to write what happened.
+/// The trace, the store and the outputs of a replay.
 #[derive(Debug, Clone, Args)]
 #[command(after_help = "\
 Examples:
   cascade replay conversation_trace.jsonl --dram 256MiB
-      One tier of DRAM; payload scaled down to 64 KiB a block, which the summary says.
+      One DRAM tier. Blocks are scaled down to 64 KiB; the summary prints the factor.
   cascade replay conversation_trace.jsonl --dram 300MiB --files /var/tmp/c --files-capacity 2GiB \\
       --block-bytes 16KiB --json out.json --report out.html
-      Two tiers, figures for programs and a page of plots.
+      Two tiers, results as JSON and an HTML report with plots.
   cascade replay conversation_trace.jsonl --metadata-only --dram-blocks 9140 --policy lru
-      A policy's hit rate at a capacity in blocks, without payload, in a second.
+      The hit rate of a policy at a capacity in blocks, without payload. Takes about a second.
   cascade replay sessions/*.json --model llama3.1-8b --limit 500 --dram 8GiB
-      Blocks as large as that model makes them.
+      Blocks of the size that this model has.
 
-A block counts as hit only while the hits are unbroken from the start of its request: that is what
-an inference engine can use. Every byte that the store returns is compared with what was stored;
-one wrong byte makes the exit code 1.")]
+A block counts as a hit only if all blocks before it in its request are hits, because an inference
+engine can use nothing else. Every byte that the store returns is compared with what was stored. If
+one is wrong, the exit code is 1.")]
 #[expect(clippy::struct_excessive_bools, reason = "each is a switch of the command line")]
 pub struct ReplayArgs {
     /// Trace files: Mooncake JSONL, or recorded agent sessions (JSON).
@@ -38,84 +38,84 @@ pub struct ReplayArgs {
     #[arg(long, value_name = "SIZE", default_value = "512MiB", value_parser = parse_bytes)]
     #[arg(help_heading = "Store")]
     pub dram: u64,
-    /// Most blocks in DRAM, whatever their size.
+    /// Limit of the number of blocks in DRAM.
     #[arg(long, value_name = "N", help_heading = "Store")]
     pub dram_blocks: Option<Count>,
-    /// Directory of the file tier. What it holds from an earlier run counts; see --fresh.
+    /// Directory of the file tier. Blocks of earlier runs in it can be hits; see --fresh.
     #[arg(long, value_name = "DIR", help_heading = "Store")]
     pub files: Option<PathBuf>,
-    /// Bytes that the file tier may take.
+    /// Capacity of the file tier.
     #[arg(long, value_name = "SIZE", default_value = "4GiB", value_parser = parse_bytes)]
     #[arg(help_heading = "Store")]
     pub files_capacity: u64,
-    /// Size of one segment of the file tier [default: 256MiB, less for a small tier].
+    /// Size of one segment file [default: 256MiB, less for a small tier].
     #[arg(long, value_name = "SIZE", value_parser = parse_bytes, help_heading = "Store")]
     pub segment_size: Option<u64>,
-    /// Drop what the directory holds before starting.
+    /// Remove all blocks from the directory first.
     #[arg(long, requires = "files", help_heading = "Store")]
     pub fresh: bool,
-    /// Which blocks leave DRAM first.
-    #[arg(long, value_enum, default_value_t = Policy::PrefixCost, help_heading = "Store")]
-    pub policy: Policy,
-    /// Whether a put waits for the file tier.
-    #[arg(long, value_enum, default_value_t = Write::Back, help_heading = "Store")]
-    pub write: Write,
-    /// Name blocks by content too, so that equal bytes are stored once.
-    #[arg(long, value_enum, default_value_t = Digest::Off, help_heading = "Store")]
-    pub digest: Digest,
-    /// Take a request's last, partly filled block too.
+    /// Eviction policy of DRAM.
+    #[arg(long, value_enum, default_value_t = PolicyChoice::PrefixCost, help_heading = "Store")]
+    pub policy: PolicyChoice,
+    /// Write-back or write-through to the file tier.
+    #[arg(long, value_enum, default_value_t = WriteChoice::Back, help_heading = "Store")]
+    pub write: WriteChoice,
+    /// Deduplicate blocks by a digest of their bytes.
+    #[arg(long, value_enum, default_value_t = DigestChoice::Off, help_heading = "Store")]
+    pub digest: DigestChoice,
+    /// Also store the last block of a request when it is not full.
     #[arg(long, help_heading = "Store")]
     pub admit_partial: bool,
-    /// How blocks lie in the file tier.
-    #[arg(long, value_enum, default_value_t = Layout::Segments, help_heading = "Store")]
-    pub files_layout: Layout,
-    /// What reads and writes files.
-    #[arg(long, value_enum, default_value_t = Engine::Auto, help_heading = "Store")]
-    pub io_engine: Engine,
-    /// Read and write files through the page cache, not past it.
+    /// Layout of the file tier.
+    #[arg(long, value_enum, default_value_t = LayoutChoice::Segments, help_heading = "Store")]
+    pub files_layout: LayoutChoice,
+    /// I/O engine of the file tier.
+    #[arg(long, value_enum, default_value_t = EngineChoice::Auto, help_heading = "Store")]
+    pub io_engine: EngineChoice,
+    /// Use the page cache for files instead of direct I/O.
     #[arg(long, help_heading = "Store")]
     pub buffered: bool,
-    /// Count a block as stored only once it is on stable storage.
+    /// Sync a block to stable storage before it counts as stored.
     #[arg(long, help_heading = "Store")]
     pub durable: bool,
 
-    /// Bytes a block: the payload is scaled down to this, and the summary says how far.
+    /// Size of a block. Payload is scaled down to it; the summary prints the factor.
     #[arg(long, value_name = "SIZE", default_value = "64KiB", value_parser = parse_bytes)]
     #[arg(help_heading = "Workload", conflicts_with = "model")]
     pub block_bytes: u64,
-    /// Blocks as large as this model makes them (llama3.1-8b, qwen3-32b, ...).
+    /// Use the block size of this model (llama3.1-8b, qwen3-32b, ...).
     #[arg(long, value_name = "NAME", help_heading = "Workload")]
     pub model: Option<String>,
-    /// 0 as fast as possible; 1 in real time; 60 a minute a second.
+    /// Speed: 0 is as fast as possible, 1 is real time, 60 is one minute per second.
     #[arg(long, value_name = "X", default_value_t = 0.0, allow_negative_numbers = true)]
     #[arg(help_heading = "Workload")]
     pub speed: f64,
-    /// Workers that take requests in order of arrival.
+    /// Worker threads; they take requests in order of arrival.
     #[arg(long, value_name = "N", default_value_t = 1, help_heading = "Workload")]
     #[arg(value_parser = clap::value_parser!(u16).range(1..=256))]
     pub threads: u16,
-    /// Requests that fill the cache before anything is counted: 500 or 10%.
+    /// Requests that fill the cache before counting begins: a number (500) or a share (10%).
     #[arg(long, value_name = "N|P%", default_value = "0", value_parser = WarmUp::parse)]
     #[arg(help_heading = "Workload")]
     pub warm_up: WarmUp,
-    /// Only the first requests of the trace.
+    /// Replay only the first N requests of the trace.
     #[arg(long, value_name = "N", help_heading = "Workload")]
     pub limit: Option<Count>,
-    /// Placement without payload: hit rates in a second, no bytes, no times.
+    /// Replay keys only, without payload: prints hit rates in about a second, no times.
     #[arg(long, help_heading = "Workload", conflicts_with_all = ["files", "digest", "threads"])]
     pub metadata_only: bool,
 
-    /// Write the figures as JSON; - is standard output.
+    /// Write the results as JSON to FILE; - is standard output.
     #[arg(long, value_name = "FILE", help_heading = "Output")]
     pub json: Option<PathBuf>,
-    /// Write one self-contained page of plots.
+    /// Write the results with plots as one self-contained HTML file.
     #[arg(long, value_name = "FILE", help_heading = "Output")]
     pub report: Option<PathBuf>,
 }
 
 /// `--policy`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub enum Policy {
+pub enum PolicyChoice {
     Lru,
     S3fifo,
     Arc,
@@ -125,8 +125,8 @@ pub enum Policy {
 
 /// `--write`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub enum Write {
-    /// A put returns from memory, the files follow.
+pub enum WriteChoice {
+    /// A put returns when the block is in memory; it is written to files later.
     Back,
     /// A put returns when every tier has the block.
     Through,
@@ -134,7 +134,7 @@ pub enum Write {
 
 /// `--digest`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub enum Digest {
+pub enum DigestChoice {
     Off,
     Blake3,
     Sha256,
@@ -142,26 +142,26 @@ pub enum Digest {
 
 /// `--files-layout`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub enum Layout {
+pub enum LayoutChoice {
     /// Append-only segments of many blocks.
     Segments,
-    /// One file a block, for shared file systems.
+    /// One file per block, for shared file systems.
     FilePerBlock,
 }
 
 /// `--io-engine`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub enum Engine {
-    /// uring where the kernel allows it, else psync.
+pub enum EngineChoice {
+    /// uring if the kernel allows it, else psync.
     Auto,
-    /// `io_uring`, or an error.
+    /// `io_uring`; fails if the kernel does not allow it.
     Uring,
     /// preadv and pwritev.
     Psync,
 }
 
-impl Policy {
-    /// The store's name for it.
+impl PolicyChoice {
+    /// The policy of the store.
     pub fn kind(self) -> PolicyKind {
         match self {
             Self::Lru => PolicyKind::Lru,
@@ -172,7 +172,7 @@ impl Policy {
         }
     }
 
-    /// As it is written on the command line.
+    /// The policy's name on the command line.
     pub fn name(self) -> String {
         let value = self.to_possible_value().expect("no variant is hidden");
         value.get_name().to_owned()
@@ -180,33 +180,34 @@ impl Policy {
 }
 
 impl ReplayArgs {
-    /// The pipeline, chosen or implied.
+    /// The value of `--pipeline`, or its default.
     pub fn pipeline(&self) -> &str {
-        let implied = if self.files.is_some() { "Dram|Files" } else { "Dram" };
-        self.pipeline.as_deref().unwrap_or(implied)
+        let default = if self.files.is_some() { "Dram|Files" } else { "Dram" };
+        self.pipeline.as_deref().unwrap_or(default)
     }
 
     /// Refuses options that contradict each other.
     pub fn check(&self) -> Result<(), Failure> {
         if !self.speed.is_finite() || self.speed < 0.0 {
             return Err(Failure::usage(
-                format!("--speed {} is no speed", self.speed),
-                "0 replays as fast as possible, 1 in real time, 60 a minute a second",
+                format!("--speed {} is not a speed", self.speed),
+                "give a number from 0 up: 0 is as fast as possible, 1 is real time, 60 is one \
+                 minute per second",
             ));
         }
         let names_files = self.pipeline().split('|').any(|stage| stage.trim() == "Files");
         match (names_files && !self.metadata_only, &self.files) {
             (true, None) => Err(Failure::usage(
-                format!("--pipeline {:?} has a file tier but no directory", self.pipeline()),
-                "add --files DIR, an empty directory of its own",
+                format!("--pipeline {:?} has a file tier without a directory", self.pipeline()),
+                "add --files DIR with a directory that only this replay uses",
             )),
             (false, Some(directory)) => Err(Failure::usage(
                 format!(
-                    "--files {} is given, but --pipeline {:?} has no stage Files",
+                    "--files {} is set, but --pipeline {:?} has no stage Files",
                     directory.display(),
                     self.pipeline()
                 ),
-                "leave one of them out, or write --pipeline 'Dram|Files'",
+                "remove one of them, or use --pipeline 'Dram|Files'",
             )),
             _ => Ok(()),
         }
@@ -217,17 +218,18 @@ impl ReplayArgs {
         let files = self.files.as_ref().map(|directory| {
             let mut files = FilesConfig::new(directory);
             files.capacity_bytes = self.files_capacity;
-            // Enough segments that taking one back does not drop a large share of the tier.
-            let fitting = (self.files_capacity / 16).next_power_of_two().clamp(1 << 20, 256 << 20);
-            files.segment_bytes = self.segment_size.unwrap_or(fitting);
+            // Space is reclaimed segment by segment: with 16 of them, one reclaim drops at most a
+            // sixteenth of the tier.
+            let default = (self.files_capacity / 16).next_power_of_two().clamp(1 << 20, 256 << 20);
+            files.segment_bytes = self.segment_size.unwrap_or(default);
             files.layout = match self.files_layout {
-                Layout::Segments => FileLayout::Segments,
-                Layout::FilePerBlock => FileLayout::FilePerBlock,
+                LayoutChoice::Segments => FileLayout::Segments,
+                LayoutChoice::FilePerBlock => FileLayout::FilePerBlock,
             };
             files.engine = match self.io_engine {
-                Engine::Auto => IoEngine::Auto,
-                Engine::Uring => IoEngine::Uring,
-                Engine::Psync => IoEngine::Psync,
+                EngineChoice::Auto => IoEngine::Auto,
+                EngineChoice::Uring => IoEngine::Uring,
+                EngineChoice::Psync => IoEngine::Psync,
             };
             files.direct = !self.buffered;
             files.durable = self.durable;
@@ -240,13 +242,13 @@ impl ReplayArgs {
             files,
             policy: self.policy.kind(),
             digest: match self.digest {
-                Digest::Off => DigestMode::Off,
-                Digest::Blake3 => DigestMode::On(DigestAlgorithm::Blake3),
-                Digest::Sha256 => DigestMode::On(DigestAlgorithm::Sha256),
+                DigestChoice::Off => DigestMode::Off,
+                DigestChoice::Blake3 => DigestMode::On(DigestAlgorithm::Blake3),
+                DigestChoice::Sha256 => DigestMode::On(DigestAlgorithm::Sha256),
             },
             write: match self.write {
-                Write::Back => WritePolicy::Back,
-                Write::Through => WritePolicy::Through,
+                WriteChoice::Back => WritePolicy::Back,
+                WriteChoice::Through => WritePolicy::Through,
             },
             admit_partial: self.admit_partial,
             ..StoreConfig::default()

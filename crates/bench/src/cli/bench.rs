@@ -15,89 +15,89 @@ use crate::measure::{Bench, Figure, table_header};
 
 #[derive(Debug, Subcommand)]
 pub(super) enum BenchVerb {
-    /// Put, get, view, lookup, restart and disk, each beside its physical limit.
+    /// Measure an embedded store: put, get, view, lookup, restart and disk.
     Core(CoreArgs),
-    /// A served node and its workers: control path, copies, hot reads, idle clients, soak.
+    /// Measure a served node: control path, copies, hot reads, idle clients, soak.
     Node(NodeArgs),
-    /// Replay every eviction policy over traces and capacities, beside Belady's optimum.
+    /// Compare eviction policies and Belady's optimum over traces and capacities.
     Eviction(EvictionArgs),
-    /// Compare what shadow caches predict with what stores of those sizes measure.
+    /// Compare the predictions of shadow caches with stores of those sizes.
     Shadow(ShadowArgs),
-    /// vLLM with the connector: how much faster is a prompt that was seen before?
+    /// Measure vLLM with the connector: time to first token with and without a hit.
     Vllm(Box<VllmArgs>),
-    /// A worker process of `bench node`: orders on standard input, reports on standard output.
+    /// Run as a worker process of `bench node`: commands on stdin, reports on stdout.
     #[command(hide = true)]
     NodeWorker,
 }
 
-/// Which measurements.
+/// The measurements of an embedded store.
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
   cascade bench core
-      About a minute: 1 million keys, half a GiB on disk.
+      1 million keys and half a GiB on disk: about one minute.
   cascade bench core --full --json figures.json
-      About ten minutes: 10 million keys (3 GiB of memory), a restart with a million blocks.
+      10 million keys (3 GiB of memory) and a restart with a million blocks: about ten minutes.
   cascade bench core --only put/
       Only figures whose name contains put/.
 
-Each limit is measured in the same run, in turn with the figure: memcpy between the same kinds of
-memory, fio (or plain O_DIRECT reads where fio is missing) with the same block size and depth, a
-hash table without a store around it. A share of 100 % is all that the machine gives. Run it on a
-quiet machine; the range of samples tells whether it was.")]
+Each limit is measured in the same run and alternates with the figure: memcpy between the same kinds
+of memory, fio (or plain O_DIRECT reads if fio is missing) with the same block size and depth, or a
+plain hash table. A share of 100 % reaches the limit of the machine. Run it on an idle machine; a
+wide range of samples means that it was busy.")]
 pub(super) struct CoreArgs {
     /// Larger sizes and counts.
     #[arg(long)]
     full: bool,
-    /// Write the figures as JSON; - is standard output.
+    /// Write the figures as JSON to FILE; - is standard output.
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
     /// Directory on the disk to measure.
     #[arg(long, value_name = "DIR", default_value = ".")]
     directory: PathBuf,
-    /// Only figures whose name contains this.
+    /// Measure only figures whose name contains TEXT.
     #[arg(long, value_name = "TEXT")]
     only: Option<String>,
 }
 
-/// Which measurements of a served node.
+/// The measurements of a served node.
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
   cascade bench node
-      About three minutes, 1 GiB of memory, up to 9 processes.
+      About three minutes, with 1 GiB of memory and up to 9 processes.
   cascade bench node --short
-      Every figure with little work behind it: does it work? Its values mean nothing.
+      Check that every measurement works, with little work for each. Its values mean nothing.
   cascade bench node --only control/
       Only figures whose name contains control/.
   cascade bench node --only soak/ --soak 3600 --json soak.json
-      An hour of mixed load with workers that are killed; nothing may grow.
+      An hour of mixed load while workers are killed, to find leaks.
   cascade bench node --only replay/ --trace data/traces/mooncake/conversation_trace.jsonl
-      How much of a real replay is copying, and how much round trips?
+      Show how much time of a replay goes into copies and how much into round trips.
 
-The node is a child process (`cascade serve` on a temporary socket), workers are processes too.
-Limits are measured in the same run, in turn with the figure: a bare round trip over a Unix socket,
-memcpy by the same processes in the same pool. Run it on a quiet machine; the range of samples tells
-whether it was.")]
+The node is a child process (`cascade serve` on a temporary socket), and so is each worker. Each
+limit is measured in the same run and alternates with the figure: a bare round trip over a Unix
+socket, or memcpy by the same processes in the same pool. Run it on an idle machine; a wide range of
+samples means that it was busy.")]
 pub(super) struct NodeArgs {
-    /// Write the figures as JSON; - is standard output.
+    /// Write the figures as JSON to FILE; - is standard output.
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
-    /// Only figures whose name contains this.
+    /// Measure only figures whose name contains TEXT.
     #[arg(long, value_name = "TEXT")]
     only: Option<String>,
-    /// Little work for each figure: whether all of it works, not how well.
+    /// Only check that every measurement works, with little work for each.
     #[arg(long)]
     short: bool,
-    /// Replay this trace through a client too.
+    /// Also replay this trace through a client.
     #[arg(long, value_name = "TRACE")]
     trace: Option<PathBuf>,
-    /// Add a mixed load with dying workers that lasts as many seconds.
+    /// Also run a mixed load of this length while workers are killed.
     #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..))]
     soak: Option<u64>,
 }
 
-/// Runs one of the measurements; those of an engine in `interpreter` if it has the engine.
+/// Runs one of the benchmarks. `interpreter` is the first choice for that of vLLM.
 pub(super) fn run(
     args: &BenchVerb,
     interpreter: Option<PathBuf>,
@@ -110,9 +110,9 @@ pub(super) fn run(
         BenchVerb::Shadow(args) => shadow::run(args, screen),
         BenchVerb::Vllm(args) => vllm::run(args, interpreter, screen),
         BenchVerb::NodeWorker => {
-            let orders = std::io::stdin().lock();
-            node::run_worker(orders, std::io::stdout().lock())
-                .map_err(|error| Failure::measure("blocks of a worker", error))?;
+            let commands = std::io::stdin().lock();
+            node::run_worker(commands, std::io::stdout().lock())
+                .map_err(|error| Failure::other("run as a worker process", error))?;
             Ok(EXIT_OK)
         }
     }
@@ -144,18 +144,18 @@ fn node(args: &NodeArgs, screen: &mut Screen) -> Result<i32, Failure> {
     })
 }
 
-/// Where figures go, and which were asked for.
+/// Where figures are written, and which are selected.
 #[derive(Debug, Clone, Copy)]
 struct Output<'a> {
     json: Option<&'a Path>,
     only: Option<&'a str>,
 }
 
-/// Takes a figure as soon as it is there.
+/// Called with each figure when it is measured.
 type Deliver<'d> = &'d mut dyn FnMut(Figure) -> Result<(), Failure>;
 
 impl Output<'_> {
-    /// Measures, shows each figure as it comes, and writes all of them down.
+    /// Measures, prints each figure when it is ready, and writes the JSON at the end.
     fn measure(
         self,
         disk: Option<&Path>,
@@ -165,11 +165,11 @@ impl Output<'_> {
         let environment = Environment::capture(disk);
         let is_json_on_screen = self.json == Some(Path::new("-"));
         if environment.profile == "debug" {
-            screen.remark("note: this is a debug build; its figures mean nothing")?;
+            screen.notice("note: this is a debug build; its figures mean nothing")?;
         }
         if !is_json_on_screen {
-            let about = screen.dim(&environment.headline());
-            screen.line(about)?;
+            let headline = screen.dim(&environment.headline());
+            screen.line(headline)?;
             let header = screen.bold(&table_header());
             screen.line(header)?;
         }
@@ -190,14 +190,14 @@ impl Output<'_> {
             let only = self.only.unwrap_or("");
             return Err(Failure::usage(
                 format!("--only {only:?} matches no figure"),
-                "leave it out to see all names",
+                "run without --only to see all names",
             ));
         }
         self.finish(&figures, &environment, screen)?;
         Ok(EXIT_OK)
     }
 
-    /// Writes the list of figures, and beside it what they were measured on.
+    /// Prints how many targets were met, and writes the figures and the environment as JSON.
     fn finish(
         self,
         figures: &[Figure],
@@ -205,17 +205,19 @@ impl Output<'_> {
         screen: &mut Screen,
     ) -> Result<(), Failure> {
         let missed = figures.iter().filter(|figure| figure.is_reached == Some(false)).count();
-        let asked = figures.iter().filter(|figure| figure.is_reached.is_some()).count();
+        let targets = figures.iter().filter(|figure| figure.is_reached.is_some()).count();
+        let met = targets - missed;
         let Some(path) = self.json else {
-            return screen.line(format!("{} of {asked} targets met", asked - missed));
+            return screen.line(format!("{met} of {targets} targets met"));
         };
         write_json(path, figures, screen)?;
         if path == Path::new("-") {
             return Ok(());
         }
-        let beside = path.with_extension("environment.json");
-        write_json(&beside, environment, screen)?;
-        screen.line(format!("{} of {asked} targets met", asked - missed))?;
-        screen.remark(format!("figures: {}, machine: {}", path.display(), beside.display()))
+        let environment_path = path.with_extension("environment.json");
+        write_json(&environment_path, environment, screen)?;
+        screen.line(format!("{met} of {targets} targets met"))?;
+        let (figures, environment) = (path.display(), environment_path.display());
+        screen.notice(format!("figures: {figures}, environment: {environment}"))
     }
 }

@@ -1,4 +1,4 @@
-//! `cascade get`, `put` and `delete`: single blocks of a running node, for a look.
+//! `cascade get`, `put` and `delete`: single blocks of a running node.
 
 use std::io::Read as _;
 use std::path::{Path, PathBuf};
@@ -11,44 +11,48 @@ use cascade_store::{BlockStore as _, CallOptions, Put, PutOutcome, ViewOutcome};
 use clap::Args;
 use serde_json::json;
 
-use crate::cli::reach::Reach;
+use crate::cli::connection::ConnectionArgs;
 use crate::cli::{EXIT_FAILED, EXIT_OK, Failure, Screen, write_file, write_json};
 
-/// Largest file that becomes a block: the node's own limit is the size of its pool.
+/// Limit of the size of a file that is put. The node's limit is the size of its pool.
 const BLOCK_BYTES_MAX: u64 = 1 << 30;
 
-/// Which block, and where its bytes go.
+/// The block to read and the output.
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
   cascade get 4bf5122f344554c5
-      Length, tier and SHA-256 of the block whose key begins so. Nothing binary on the terminal.
+      Print length, tier and SHA-256 of the block whose key starts with these digits.
   cascade get 4bf5122f344554c5 --output block.bin
-      Its bytes in a file; - is standard output.
+      Also write its bytes to a file.
 
-Counts as a read: the block may come up to DRAM. Exit code 1 if it is not here.")]
+This counts as a read, so the block may be promoted to DRAM. The exit code is 1 if the node does not
+have the block.")]
 pub(super) struct GetArgs {
-    /// The block's key: 64 hexadecimal digits, or the first 8 or more.
+    /// Key of the block: 64 hexadecimal digits, or at least the first 8.
     #[arg(value_name = "KEY")]
     key: String,
-    /// Write the bytes to this file; - is standard output.
+    /// Write the bytes of the block to FILE; - is standard output.
     #[arg(long, short, value_name = "FILE")]
     output: Option<PathBuf>,
     /// Print JSON.
     #[arg(long)]
     json: bool,
     #[command(flatten)]
-    reach: Reach,
+    connection: ConnectionArgs,
 }
 
 pub(super) fn get(args: &GetArgs, screen: &mut Screen) -> Result<i32, Failure> {
     let to_screen = args.output.as_deref() == Some(Path::new("-"));
     if to_screen && args.json {
-        return Err(Failure::usage("--json and --output - would both be printed", "choose one"));
+        return Err(Failure::usage(
+            "--json and --output - both write to standard output",
+            "use one of them, or give --output a file",
+        ));
     }
-    let key = full_key(&args.key, &args.reach)?;
-    let client = args.reach.connect_as_worker(Access::Read)?;
-    let options = CallOptions { timeout: Some(args.reach.timeout), ..CallOptions::default() };
+    let key = full_key(&args.key, &args.connection)?;
+    let client = args.connection.connect_as_worker(Access::Read)?;
+    let options = CallOptions { timeout: Some(args.connection.timeout), ..CallOptions::default() };
     let viewed = client.view(&[key], options).pop();
     let (slab, tier) = match viewed {
         Some(ViewOutcome::Hit { slab, tier }) => (slab, tier),
@@ -89,62 +93,62 @@ fn missing(key: &BlockKey, as_json: bool, screen: &mut Screen) -> Result<i32, Fa
         let answer = json!({ "key": key.to_string(), "is_here": false });
         write_json(Path::new("-"), &answer, screen)?;
     } else {
-        screen.line(format!("{key} is not here; cascade explain {key} says why"))?;
+        screen.line(format!("{key} is not stored; to see why: cascade explain {key}"))?;
     }
     Ok(EXIT_FAILED)
 }
 
-/// The key that some digits stand for, asked of the node if they are not all.
-fn full_key(text: &str, reach: &Reach) -> Result<BlockKey, Failure> {
+/// The key that starts with the given digits. Queries the node unless all 64 are given.
+fn full_key(text: &str, connection: &ConnectionArgs) -> Result<BlockKey, Failure> {
     if let Ok(key) = text.parse() {
         return Ok(key);
     }
-    let found: Found = reach.connect()?.ask("find", &json!({ "digits": text }))?;
+    let found: Found = connection.connect()?.request("find", &json!({ "digits": text }))?;
     match found.keys.as_slice() {
-        [key] => key.parse().map_err(|error| Failure::measure("the node's answer", error)),
-        [] => Err(Failure::Declined(format!("no block here has a key that begins with {text}"))),
+        [key] => key.parse().map_err(|error| Failure::other("read the node's answer", error)),
+        [] => Err(Failure::Declined(format!("no stored block has a key that starts with {text}"))),
         several => Err(Failure::usage(
-            format!("{text} begins the keys of several blocks"),
-            format!("give more digits: {}", several.join(", ")),
+            format!("the keys of several blocks start with {text}"),
+            format!("give more digits of one of them: {}", several.join(", ")),
         )),
     }
 }
 
-/// Which block, and where its bytes come from.
+/// The block to put and the input.
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
   cascade put 4bf5122f344554c53bde2ebb8cd2b7e3d1600ad631c385a5d7cce23c7785459a block.bin
-      A block never changes: other bytes under a key that is here are refused.
+      Put a file. A block never changes: other bytes under a stored key are a conflict.
   head -c 1MiB /dev/urandom | cascade put $(openssl rand -hex 32) -
-      Does a put work? From standard input, under a key of chance.
+      Put random bytes from standard input under a random key, to test that puts work.
 
-Exit code 0 if the block is here now, 1 if not.")]
+The exit code is 0 if the block is stored afterwards, else 1.")]
 pub(super) struct PutArgs {
-    /// The block's key: 64 hexadecimal digits.
+    /// Key of the block: 64 hexadecimal digits.
     #[arg(value_name = "KEY")]
     key: BlockKey,
-    /// A file with its bytes; - is standard input.
+    /// File with the bytes of the block; - is standard input.
     #[arg(value_name = "FILE")]
     file: PathBuf,
     /// Print JSON.
     #[arg(long)]
     json: bool,
     #[command(flatten)]
-    reach: Reach,
+    connection: ConnectionArgs,
 }
 
 pub(super) fn put(args: &PutArgs, screen: &mut Screen) -> Result<i32, Failure> {
     let bytes = read_block(&args.file)?;
-    let client = args.reach.connect_as_worker(Access::Write)?;
-    let options = CallOptions { timeout: Some(args.reach.timeout), ..CallOptions::default() };
+    let client = args.connection.connect_as_worker(Access::Write)?;
+    let options = CallOptions { timeout: Some(args.connection.timeout), ..CallOptions::default() };
     let outcome = client.put(&[Put::new(args.key, &bytes)], options).pop();
     let (word, is_here, reason) = match outcome {
         Some(PutOutcome::Stored) => ("stored", true, None),
         Some(PutOutcome::Deduplicated) => ("deduplicated", true, None),
         Some(PutOutcome::Present) => ("present", true, None),
         Some(PutOutcome::Conflict) => {
-            ("conflict", false, Some("this key is here with other bytes, which stay".to_owned()))
+            ("conflict", false, Some("this key is stored with other bytes; they stay".to_owned()))
         }
         Some(PutOutcome::Declined(reason)) => ("declined", false, Some(format!("{reason:?}"))),
         Some(PutOutcome::Failed(error)) => {
@@ -176,49 +180,52 @@ fn read_block(path: &Path) -> Result<Arc<[u8]>, Failure> {
     };
     read.map_err(|source| Failure::Read {
         path: path.to_owned(),
-        advice: "give a file with the block's bytes, or - for standard input".to_owned(),
+        advice: "give a file with the bytes of the block, or - for standard input".to_owned(),
         source: Box::new(source),
     })?;
     if bytes.is_empty() || bytes.len() as u64 > BLOCK_BYTES_MAX {
         return Err(Failure::usage(
-            format!("{} holds {} bytes", path.display(), bytes.len()),
-            format!("a block has 1 byte to {}", ByteSize(BLOCK_BYTES_MAX)),
+            match bytes.len() {
+                0 => format!("{} is empty", path.display()),
+                _ => format!("{} has more than {}", path.display(), ByteSize(BLOCK_BYTES_MAX)),
+            },
+            format!("give a block of 1 byte to {}", ByteSize(BLOCK_BYTES_MAX)),
         ));
     }
     Ok(bytes.into())
 }
 
-/// Which blocks.
+/// The blocks to delete.
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
   cascade delete 4bf5122f344554c5
-      Says whether the block was here. Its bytes stay readable to those who hold them.
+      Delete a block and print whether it was stored. Views and leases on it stay valid.
   cascade delete --tenant alice KEY KEY --json
-      Blocks of another tenant, as the node's own user or root.")]
+      Delete blocks of another tenant. Requires root or the node's user.")]
 pub(super) struct DeleteArgs {
-    /// Keys of blocks: 64 hexadecimal digits, or the first 8 or more.
+    /// Keys of blocks: 64 hexadecimal digits, or at least the first 8.
     #[arg(value_name = "KEY", required = true)]
     keys: Vec<String>,
-    /// Whose blocks [default: those of the tenant that you are].
+    /// Tenant of the blocks [default: the tenant of the user or token].
     #[arg(long, value_name = "NAME")]
     tenant: Option<String>,
     /// Print JSON.
     #[arg(long)]
     json: bool,
     #[command(flatten)]
-    reach: Reach,
+    connection: ConnectionArgs,
 }
 
 pub(super) fn delete(args: &DeleteArgs, screen: &mut Screen) -> Result<i32, Failure> {
-    let question = json!({ "tenant": args.tenant, "keys": args.keys });
-    let deleted: Deleted = args.reach.connect()?.ask("delete", &question)?;
+    let request = json!({ "tenant": args.tenant, "keys": args.keys });
+    let deleted: Deleted = args.connection.connect()?.request("delete", &request)?;
     if args.json {
         write_json(Path::new("-"), &deleted, screen)?;
         return Ok(EXIT_OK);
     }
     for (key, was_here) in deleted.keys.iter().zip(&deleted.was_here) {
-        screen.line(format!("{key} {}", if *was_here { "deleted" } else { "was not here" }))?;
+        screen.line(format!("{key} {}", if *was_here { "deleted" } else { "was not stored" }))?;
     }
     Ok(EXIT_OK)
 }

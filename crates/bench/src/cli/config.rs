@@ -7,32 +7,32 @@ use cascade_node::config::ShownKey;
 use clap::{Args, Subcommand};
 use serde_json::json;
 
-use crate::cli::reach::Reach;
+use crate::cli::connection::ConnectionArgs;
 use crate::cli::{EXIT_OK, Failure, Screen, write_json};
 
 /// `cascade config`.
 #[derive(Debug, Subcommand)]
 pub(super) enum ConfigVerb {
-    /// Print settings of the running node, with what set each.
+    /// Print settings of the running node and their sources.
     #[command(after_help = "\
 Examples:
   cascade config get
-      All of them. What a node would run with: cascade serve --print-config.
+      Print all settings. To see those of a node before it starts: cascade serve --print-config.
   cascade config get log_filter limits
-      A setting, and a section.")]
+      Print a setting and a section.")]
     Get(GetArgs),
-    /// Change a setting of the running node until it is started or reloaded.
+    /// Change a setting of the running node until its next restart or reload.
     #[command(after_help = "\
 Examples:
   cascade config set log_filter debug
-      Without a restart. To keep it, set it in the configuration file too.
+      Change the log level without a restart. To keep it, also set it in the configuration file.
   cascade config set connections_max 8192
 
-The other settings need a restart; docs/configuration.md marks those that do not.")]
+docs/configuration.md marks the settings that can be changed without a restart.")]
     Set(SetArgs),
 }
 
-/// Which settings.
+/// The settings to print.
 #[derive(Debug, Args)]
 pub(super) struct GetArgs {
     /// Settings or sections, such as dram or advanced [default: all].
@@ -42,23 +42,23 @@ pub(super) struct GetArgs {
     #[arg(long)]
     json: bool,
     #[command(flatten)]
-    reach: Reach,
+    connection: ConnectionArgs,
 }
 
-/// Which setting.
+/// The setting to change.
 #[derive(Debug, Args)]
 pub(super) struct SetArgs {
-    /// The setting, such as `log_filter`.
+    /// Name of the setting, such as `log_filter`.
     #[arg(value_name = "KEY")]
     key: String,
-    /// Its new value, as after a flag or in the environment.
+    /// New value, written as on the command line.
     #[arg(value_name = "VALUE")]
     value: String,
     /// Print JSON.
     #[arg(long)]
     json: bool,
     #[command(flatten)]
-    reach: Reach,
+    connection: ConnectionArgs,
 }
 
 pub(super) fn run(verb: &ConfigVerb, screen: &mut Screen) -> Result<i32, Failure> {
@@ -69,8 +69,8 @@ pub(super) fn run(verb: &ConfigVerb, screen: &mut Screen) -> Result<i32, Failure
 }
 
 fn get(args: &GetArgs, screen: &mut Screen) -> Result<i32, Failure> {
-    let question = json!({ "keys": args.keys });
-    let shown: Vec<ShownKey> = args.reach.connect()?.ask("config", &question)?;
+    let request = json!({ "keys": args.keys });
+    let shown: Vec<ShownKey> = args.connection.connect()?.request("config", &request)?;
     if args.json {
         write_json(Path::new("-"), &shown, screen)?;
         return Ok(EXIT_OK);
@@ -84,8 +84,8 @@ fn get(args: &GetArgs, screen: &mut Screen) -> Result<i32, Failure> {
 }
 
 fn set(args: &SetArgs, screen: &mut Screen) -> Result<i32, Failure> {
-    let order = json!({ "key": args.key, "value": args.value });
-    let changed: Changed = args.reach.connect()?.ask("config-set", &order)?;
+    let request = json!({ "key": args.key, "value": args.value });
+    let changed: Changed = args.connection.connect()?.request("config-set", &request)?;
     if args.json {
         write_json(Path::new("-"), &changed, screen)?;
         return Ok(EXIT_OK);

@@ -1,4 +1,4 @@
-//! `cascade doctor`: what is wrong with this machine, before a node serves on it.
+//! `cascade doctor`: checks whether this machine is ready for a node.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -9,20 +9,20 @@ use clap::Args;
 use crate::cli::key_flags::Settings;
 use crate::cli::{EXIT_FAILED, EXIT_OK, Failure, Screen, write_json};
 
-/// What the machine is to carry.
+/// The configuration to check the machine for.
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
   cascade doctor
-      Could a node with every setting at its default serve here?
+      Check this machine for a node with default settings.
   cascade doctor --dram 64GiB --files /var/lib/cascade --files-capacity 2TiB
-      Is there the memory, the shared memory and the disk for that?
+      Check that memory, shared memory and disk are sufficient for these settings.
   cascade doctor --config /etc/cascade/cascade.toml --json
-      The same for a configuration, for programs.
+      Check this machine for a configuration file, with output as JSON.
 
-It changes nothing but a probe file that it makes and removes where files are to lie. A warning
-costs speed; a failure keeps a node from starting or from doing what it is for, and makes the exit
-code 1. What each check is about: docs/doctor.md.")]
+It creates and removes a probe file in the directories of file tiers and changes nothing else. After
+a warning a node can serve, but slower or with less than it could. After a failure it cannot start
+or does not work as intended, and the exit code is 1. docs/doctor.md describes each check.")]
 pub(super) struct DoctorArgs {
     #[command(flatten)]
     settings: Settings,

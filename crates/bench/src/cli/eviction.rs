@@ -1,4 +1,4 @@
-//! `cascade bench eviction`: every policy over traces and sizes, beside the optimum.
+//! `cascade bench eviction`: every policy over traces and capacities, compared with the optimum.
 
 use std::path::{Path, PathBuf};
 
@@ -8,25 +8,25 @@ use crate::cli::{EXIT_OK, Failure, Screen, write_json};
 use crate::study::{bundled_traces, study_table};
 use crate::trace::Trace;
 
-/// Where the traces lie that come with the source.
+/// Directory of the traces in the source tree.
 const BUNDLED: &str = "data/traces";
 
-/// Which traces and sizes.
+/// The traces and capacities.
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
   cascade bench eviction
-      The tables of the documentation: the traces below data/traces and a generated one.
+      Print the tables of docs/eviction.md: the traces below data/traces and a generated one.
   cascade bench eviction trace.jsonl sessions/ --sizes 1,10 --json study.json
-      Two traces of your own, the second from all files of a directory.
+      Use two other traces; the second one consists of all files of a directory.
 
-Names only, no payload: a hit counts while the hits are unbroken from the start of its request.
-Every policy evicts leaves first and refuses a request's last partial block.")]
+Only keys are replayed, without payload. A block counts as a hit only if all blocks before it in its
+request are hits. Every policy evicts leaves first and declines a request's last partial block.")]
 pub(super) struct EvictionArgs {
-    /// Trace files, or directories whose files are one trace [default: the bundled ones].
+    /// Trace files, or directories whose files form one trace [default: those in data/traces].
     #[arg(value_name = "TRACE")]
     traces: Vec<PathBuf>,
-    /// Capacities in percent of a trace's different blocks.
+    /// Capacities in percent of the unique blocks of a trace.
     #[arg(
         long,
         value_name = "PERCENT,...",
@@ -35,7 +35,7 @@ pub(super) struct EvictionArgs {
     )]
     #[arg(value_parser = clap::value_parser!(u64).range(1..=100))]
     sizes: Vec<u64>,
-    /// Write the figures as JSON; - is standard output.
+    /// Write the results as JSON to FILE; - is standard output.
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
 }
@@ -53,7 +53,7 @@ pub(super) fn run(args: &EvictionArgs, screen: &mut Screen) -> Result<i32, Failu
     Ok(EXIT_OK)
 }
 
-/// The traces that were named, or the bundled ones.
+/// The traces at `paths`, or the bundled ones if there are none.
 pub(super) fn traces(paths: &[PathBuf]) -> Result<Vec<Trace>, Failure> {
     let read = |path: &PathBuf| {
         Trace::read(path).map_err(|error| Failure::Read {
@@ -65,7 +65,7 @@ pub(super) fn traces(paths: &[PathBuf]) -> Result<Vec<Trace>, Failure> {
     if paths.is_empty() {
         bundled_traces(Path::new(BUNDLED)).map_err(|error| Failure::Read {
             path: BUNDLED.into(),
-            advice: "run it in Cascade's source directory, or name traces of your own".to_owned(),
+            advice: "run this in Cascade's source directory, or give trace files".to_owned(),
             source: Box::new(error),
         })
     } else {

@@ -1,4 +1,4 @@
-//! Why a command could not do its work: what, where, and what to do about it.
+//! Why a command failed: what went wrong, where, and what to do.
 
 use std::error::Error;
 use std::io;
@@ -11,98 +11,112 @@ use thiserror::Error;
 
 use crate::cli::{EXIT_FAILED, EXIT_USAGE};
 
-/// A command's failure. Each says what to do next.
+/// The failure of a command. Most messages end with advice in a second line.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum Failure {
-    /// Options that contradict each other or that the store refuses.
+    /// An option is not valid, or two options contradict each other.
     #[error("{what}\n  {advice}")]
     Usage {
-        /// What makes no sense.
+        /// What is wrong.
         what: String,
-        /// What would.
+        /// What to do.
         advice: String,
     },
-    /// A file that was asked for could not be written.
+    /// An output file could not be written.
     #[error(
-        "cannot write {}\n  check that the directory exists, is writable and has space",
+        "cannot write {}\n  check that the directory exists, is writable and has free space",
         path.display()
     )]
     Write {
-        /// Which.
+        /// The file.
         path: PathBuf,
-        /// Why.
+        /// The cause.
         #[source]
         source: io::Error,
     },
-    /// Something that has to be read cannot be.
+    /// An input could not be read.
     #[error("cannot read {}\n  {advice}", path.display())]
     Read {
-        /// Which.
+        /// The file, directory or socket.
         path: PathBuf,
         /// What to do.
         advice: String,
-        /// Why.
+        /// The cause.
         #[source]
         source: Box<dyn Error + Send + Sync>,
     },
-    /// The store did not open or refused to go on.
+    /// A call of the store failed.
     #[error("the store failed while {doing}")]
     Store {
-        /// What was under way.
+        /// The call.
         doing: &'static str,
-        /// Why.
+        /// The cause.
         #[source]
         source: StoreError,
     },
-    /// A node's configuration makes no sense.
-    #[error("the configuration is refused")]
+    /// The configuration of a node is not valid.
+    #[error("the configuration is not valid")]
     Config(#[source] ConfigError),
-    /// A node could not start or go on.
-    #[error("the node ended")]
+    /// A node could not start or continue.
+    #[error("the node stopped")]
     Node(#[source] NodeError),
-    /// No node answers, or it does not take this user.
+    /// No node answers, or the node refuses this user.
     #[error("{what}\n  {advice}")]
     Unreachable {
-        /// What was seen.
+        /// What failed.
         what: String,
         /// What to do.
         advice: String,
     },
-    /// The node understood an order and does not follow it, in its words.
+    /// The node declined a request, for this reason.
     #[error("{0}")]
     Declined(String),
-    /// A measurement could not be made.
+    /// A measurement failed.
     #[error("cannot measure {what}")]
     Measure {
-        /// Which.
+        /// The measurement.
         what: String,
-        /// Why.
+        /// The cause.
         #[source]
         source: Box<dyn Error + Send + Sync>,
     },
-    /// A drawing of the report failed.
+    /// Input, output or a request could not be handled.
+    #[error("cannot {action}")]
+    Other {
+        /// What failed, after "cannot".
+        action: &'static str,
+        /// The cause.
+        #[source]
+        source: Box<dyn Error + Send + Sync>,
+    },
+    /// A plot of the report could not be drawn.
     #[error("cannot draw the plot {plot:?}: {reason}")]
     Plot {
-        /// Which.
+        /// The title of the plot.
         plot: &'static str,
-        /// Why.
+        /// The cause.
         reason: String,
     },
 }
 
 impl Failure {
-    /// Options that make no sense, and what would.
+    /// An option that is not valid, and what to do.
     pub fn usage(what: impl Into<String>, advice: impl Into<String>) -> Self {
         Self::Usage { what: what.into(), advice: advice.into() }
     }
 
-    /// A file that could not be written; `-` is the terminal.
+    /// An output file that could not be written; `-` is standard output.
     pub fn write(path: impl AsRef<Path>, source: io::Error) -> Self {
         Self::Write { path: path.as_ref().to_owned(), source }
     }
 
-    /// A measurement that could not be made.
+    /// Something else that failed: `cannot ACTION`.
+    pub fn other(action: &'static str, source: impl Into<Box<dyn Error + Send + Sync>>) -> Self {
+        Self::Other { action, source: source.into() }
+    }
+
+    /// A measurement that failed.
     pub fn measure(
         what: impl Into<String>,
         source: impl Into<Box<dyn Error + Send + Sync>>,
@@ -110,7 +124,7 @@ impl Failure {
         Self::Measure { what: what.into(), source: source.into() }
     }
 
-    /// The process's exit code for it.
+    /// The exit code of the process after this failure.
     pub fn exit_code(&self) -> i32 {
         match self {
             Self::Usage { .. } | Self::Read { .. } | Self::Config(_) => EXIT_USAGE,
@@ -121,13 +135,13 @@ impl Failure {
         }
     }
 
-    /// The message with all its causes, one a line, each once.
+    /// The message with its causes, one per line, each printed once.
     pub fn explain(&self) -> String {
         let mut text = format!("error: {self}");
         let mut cause = self.source();
         while let Some(error) = cause {
             let next = error.to_string();
-            // A transparent error, or one whose message has its cause's, would repeat it.
+            // A transparent error repeats its cause, and some messages include theirs.
             if !text.contains(&next) {
                 text.push_str("\n  because: ");
                 text.push_str(&next);
@@ -142,7 +156,7 @@ impl Failure {
 mod tests {
     use super::*;
 
-    /// A secret that others can read was reported twice: its error has its cause in the message.
+    /// The cause of an exposed secret was printed twice, because its error's message includes it.
     #[test]
     fn every_cause_is_printed_once() {
         #[derive(Debug, Error)]

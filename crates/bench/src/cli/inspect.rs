@@ -1,4 +1,4 @@
-//! `cascade inspect`: what a file tier's directory holds, and whether it is intact.
+//! `cascade inspect`: what the directory of a file tier contains, and whether it is intact.
 
 use std::path::{Path, PathBuf};
 
@@ -10,22 +10,24 @@ use serde_json::{Value, json};
 use crate::cli::{EXIT_FAILED, EXIT_OK, Failure, Screen, write_json};
 use crate::replay::summary::grouped;
 
-/// Files that are listed one by one; of more, only the sums are told.
+/// Limit of the files that are listed. The sums cover all files.
 const FILES_SHOWN_MAX: usize = 40;
+const ADVICE: &str = "give the directory of a file tier: the value of `files` or --files";
 
-/// A directory to look into.
+/// The directory to inspect.
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
   cascade inspect /var/tmp/cache
-      Segments, what is live in them and what is not. Changes nothing; works beside a running store.
+      List the segments with their live and dead blocks. It changes nothing, and a store may use
+      the directory at the same time.
   cascade inspect /var/tmp/cache --verify
-      Reads every live block and checks its checksum; exit code 1 if anything is damaged.")]
+      Read every live block and check its checksum. The exit code is 1 if anything is damaged.")]
 pub(super) struct InspectArgs {
     /// Directory of a file tier.
     #[arg(value_name = "DIR")]
     directory: PathBuf,
-    /// Read every block and check it.
+    /// Read every live block and check its checksum.
     #[arg(long)]
     verify: bool,
     /// Print JSON.
@@ -37,13 +39,13 @@ pub(super) fn run(args: &InspectArgs, screen: &mut Screen) -> Result<i32, Failur
     let report = inspect(&args.directory, args.verify, &mut |_| ());
     let report = report.map_err(|error| Failure::Read {
         path: args.directory.clone(),
-        advice: "give the directory of a file tier, as --files of a replay".to_owned(),
+        advice: ADVICE.to_owned(),
         source: Box::new(error),
     })?;
     if report.files.is_empty() && report.manifests.is_empty() && report.problems.is_empty() {
         return Err(Failure::usage(
-            format!("{} holds no segment and no block file", args.directory.display()),
-            "give the directory of a file tier, as --files of a replay",
+            format!("{} contains no segment and no block file", args.directory.display()),
+            ADVICE,
         ));
     }
     if args.json {
@@ -127,12 +129,12 @@ fn show(args: &InspectArgs, report: &InspectReport, screen: &mut Screen) -> Resu
     let checked = if args.verify {
         "every live block was read and checked"
     } else {
-        "payload was not read; --verify checks it"
+        "block bytes were not read; --verify checks them"
     };
     let verdict = if report.is_clean() {
         "intact"
     } else {
-        "DAMAGED: damaged blocks count as misses, the rest is served"
+        "DAMAGED: damaged blocks are misses, the others are served"
     };
     let verdict = screen.verdict(report.is_clean(), &format!("  {verdict} ({checked})"));
     screen.line(verdict)

@@ -1,27 +1,27 @@
-//! Control-C: the first asks to stop and report, the second ends the process at once.
+//! Control-C: the first one stops the run and reports, the second ends the process at once.
 
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use crate::cli::{EXIT_INTERRUPTED, Failure};
 
-static IS_ASKED: AtomicBool = AtomicBool::new(false);
+static IS_REQUESTED: AtomicBool = AtomicBool::new(false);
 
-/// Takes over the signal, once a process.
-pub(super) fn watch() -> Result<(), Failure> {
-    static SET: OnceLock<Result<(), String>> = OnceLock::new();
-    let set = SET.get_or_init(|| {
-        let asked = || {
-            if IS_ASKED.swap(true, Ordering::Relaxed) {
+/// Installs the signal handler, once per process.
+pub(super) fn install_handler() -> Result<(), Failure> {
+    static INSTALLED: OnceLock<Result<(), String>> = OnceLock::new();
+    let installed = INSTALLED.get_or_init(|| {
+        let handler = || {
+            if IS_REQUESTED.swap(true, Ordering::Relaxed) {
                 std::process::exit(EXIT_INTERRUPTED);
             }
         };
-        ctrlc::set_handler(asked).map_err(|error| error.to_string())
+        ctrlc::set_handler(handler).map_err(|error| error.to_string())
     });
-    set.clone().map_err(|reason| Failure::measure("with Control-C as a way to stop", reason))
+    installed.clone().map_err(|reason| Failure::other("install a handler for Control-C", reason))
 }
 
-/// Whether someone asked to stop.
-pub(super) fn is_asked() -> bool {
-    IS_ASKED.load(Ordering::Relaxed)
+/// Whether Control-C was pressed.
+pub(super) fn is_requested() -> bool {
+    IS_REQUESTED.load(Ordering::Relaxed)
 }

@@ -1,4 +1,4 @@
-//! Flags that set keys of the node's configuration, made from its table.
+//! The flags of `serve` and `doctor` that set keys of the configuration, made from its key table.
 
 use std::path::Path;
 
@@ -7,10 +7,10 @@ use cascade_node::config::{self, ConfigError, Environment, KEYS, Key, Kind, Sour
 use clap::builder::{PossibleValuesParser, ValueParser};
 use clap::{Arg, ArgMatches, Args, Command, FromArgMatches};
 
-/// The configuration as a command line gives it: a file, and keys that win over it.
+/// The configuration from the command line: a file, and flags that override its keys.
 #[derive(Debug, Clone, Args)]
 pub(super) struct Settings {
-    /// Configuration file (TOML) [default: the one that `CASCADE_CONFIG` names, if any].
+    /// Configuration file (TOML) [default: the value of `CASCADE_CONFIG`, if set].
     #[arg(long, value_name = "FILE", help_heading = "Configuration")]
     config: Option<std::path::PathBuf>,
     #[command(flatten)]
@@ -18,14 +18,14 @@ pub(super) struct Settings {
 }
 
 impl Settings {
-    /// Reads file, environment and flags.
+    /// Loads the configuration from the file, the environment and the flags.
     pub(super) fn load(&self) -> Result<NodeConfig, ConfigError> {
         let sources = Sources { file: self.config.clone(), flags: self.flags.0.clone() };
         config::load(&sources, &Environment::of_process())
     }
 }
 
-/// Keys that were set, each with its text.
+/// The keys that were set by flags, each with its text.
 #[derive(Debug, Clone, Default)]
 struct KeyFlags(Vec<(&'static Key, String)>);
 
@@ -68,12 +68,12 @@ impl Args for KeyFlags {
     }
 }
 
-/// Refuses on the command line what the configuration would refuse.
+/// The parser of a flag: it checks the value as the configuration does.
 fn parser(key: &'static Key) -> ValueParser {
     match key.kind {
         Kind::Choice(words) => PossibleValuesParser::new(words).into(),
         Kind::Path => ValueParser::new(|text: &str| {
-            // A person at a prompt means the directory that the command runs in.
+            // A relative path counts from the working directory of the command, not of the node.
             let path = std::path::absolute(Path::new(text)).map_err(|error| error.to_string())?;
             path.into_os_string().into_string().map_err(|_| "is not UTF-8".to_owned())
         }),

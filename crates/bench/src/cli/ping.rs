@@ -1,4 +1,4 @@
-//! `cascade ping` and `cascade version`: whether a node answers, and which one it is.
+//! `cascade ping` and `cascade version`: whether a node answers, and which version it runs.
 
 use std::path::Path;
 
@@ -7,36 +7,36 @@ use cascade_node::admin::Identity;
 use clap::Args;
 use serde_json::json;
 
-use crate::cli::reach::Reach;
+use crate::cli::connection::ConnectionArgs;
 use crate::cli::{Count, EXIT_OK, Failure, Screen, write_json};
 use crate::replay::summary::duration;
 
-/// How often to ask which node.
+/// The node and the number of pings.
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
   cascade ping
-      Prints the time that the answer took. Exit code 1 if there is none: for scripts and probes.
+      Print the round-trip time. The exit code is 1 if the node does not answer.
   cascade ping --count 5 --timeout 1s
-      Five times, at most a second each.")]
+      Ping five times, with a time-out of one second each.")]
 pub(super) struct PingArgs {
-    /// How often to ask.
+    /// Number of pings.
     #[arg(long, value_name = "N", default_value_t = Count::MIN)]
     count: Count,
     /// Print JSON.
     #[arg(long)]
     json: bool,
     #[command(flatten)]
-    reach: Reach,
+    connection: ConnectionArgs,
 }
 
 pub(super) fn ping(args: &PingArgs, screen: &mut Screen) -> Result<i32, Failure> {
-    let asker = args.reach.connect()?;
-    let socket = asker.socket().display().to_string();
+    let connection = args.connection.connect()?;
+    let socket = connection.socket().display().to_string();
     let mut times_us = Vec::new();
     for _ in 0..args.count.get() {
         let began = SystemClock.monotonic();
-        asker.ping()?;
+        connection.ping()?;
         let took_us = SystemClock.monotonic().saturating_sub(began).as_secs_f64() * 1e6;
         if !args.json {
             screen.line(format!("{socket} answers in {}", duration(took_us)))?;
@@ -49,27 +49,29 @@ pub(super) fn ping(args: &PingArgs, screen: &mut Screen) -> Result<i32, Failure>
     Ok(EXIT_OK)
 }
 
-/// Which node.
+/// The node and the output format.
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
   cascade version
-      This command's version, and that of the node, if one answers.
+      Print the version of this command and, if a node answers, of the node.
   cascade version --json | jq -r .node.version
-      After an upgrade: does the node run it?
+      Check after an upgrade which version the node runs.
 
-cascade --version prints this command's version alone. The exit code is 0 without a node, too.")]
+cascade --version prints only the version of this command. The exit code is 0 even if no node
+answers.")]
 pub(super) struct VersionArgs {
     /// Print JSON.
     #[arg(long)]
     json: bool,
     #[command(flatten)]
-    reach: Reach,
+    connection: ConnectionArgs,
 }
 
 pub(super) fn version(args: &VersionArgs, screen: &mut Screen) -> Result<i32, Failure> {
     let own = env!("CARGO_PKG_VERSION");
-    let node = args.reach.connect().and_then(|it| it.ask::<Identity>("version", &json!({})));
+    let node =
+        args.connection.connect().and_then(|it| it.request::<Identity>("version", &json!({})));
     let node = match node {
         Err(failure @ (Failure::Usage { .. } | Failure::Read { .. })) => return Err(failure),
         Err(failure) => Err(failure.to_string()),

@@ -1,15 +1,15 @@
-//! The reference page of the command, made from the definition that parses it.
+//! The reference page of the command, generated from the clap definition.
 
 use std::fmt::Write as _;
 
 use crate::cli::definition;
 
-/// `docs/cli.md`: every command's help, as the program prints it.
+/// The text of `docs/cli.md`: the help of every command, as the program prints it.
 pub fn reference() -> String {
     let mut page = String::from(
         "# The command `cascade`\n\n\
-         This page is what `--help` prints, for every command. It is generated: a test compares it \
-         with the program\nand writes a new one when they differ.\n",
+         The output of `--help` for every command. This page is generated: a test compares it with \
+         the program and,\nwhen they differ, writes a new page below `target/tmp`.\n",
     );
     let mut command = definition().term_width(100);
     command.build();
@@ -22,10 +22,11 @@ fn append(page: &mut String, command: &mut clap::Command, path: &str, level: usi
     let help: Vec<&str> = help.lines().map(str::trim_end).collect();
     let (mark, help) = ("#".repeat(level), help.join("\n"));
     write!(page, "\n{mark} `{path}`\n\n```text\n{}\n```\n", help.trim_end())
-        .expect("a String takes everything");
-    let is_told = |below: &&mut clap::Command| below.get_name() != "help" && !below.is_hide_set();
-    for below in command.get_subcommands_mut().filter(is_told) {
-        let path = format!("{path} {}", below.get_name());
-        append(page, below, &path, (level + 1).min(4));
+        .expect("writing to a String does not fail");
+    let is_documented =
+        |child: &&mut clap::Command| child.get_name() != "help" && !child.is_hide_set();
+    for child in command.get_subcommands_mut().filter(is_documented) {
+        let path = format!("{path} {}", child.get_name());
+        append(page, child, &path, (level + 1).min(4));
     }
 }

@@ -1,4 +1,4 @@
-//! `cascade replay`: from the command line to a store, a summary, JSON and a page.
+//! `cascade replay`: runs a replay and writes its summary, JSON and HTML report.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -22,16 +22,16 @@ use crate::replay::summary;
 use crate::replay::workload::Workload;
 use crate::report;
 
-/// How often the progress bar moves.
-const FRAME: Duration = Duration::from_millis(100);
-/// How long all may take that waits to be written down at the end.
+/// How often the progress bar is redrawn.
+const PROGRESS_INTERVAL: Duration = Duration::from_millis(100);
+/// Time-out of the last flush, which writes all pending blocks.
 const FLUSH_TIMEOUT: Duration = Duration::from_secs(600);
 
 pub(super) fn run(args: &ReplayArgs, screen: &mut Screen) -> Result<i32, Failure> {
     args.check()?;
     let environment = Environment::capture(args.files.as_deref());
     if environment.profile == "debug" && !args.metadata_only {
-        screen.remark("note: this is a debug build; its times mean nothing")?;
+        screen.notice("note: this is a debug build; its times mean nothing")?;
     }
     let plan = Plan::new(args)?;
     let result = if args.metadata_only {
@@ -40,7 +40,7 @@ pub(super) fn run(args: &ReplayArgs, screen: &mut Screen) -> Result<i32, Failure
         let measured = measure(args, &plan, screen)?;
         plan.result(&measured, environment)
     };
-    deliver(args, &result, screen)?;
+    write_results(args, &result, screen)?;
     Ok(match (result.wrong_blocks, result.run.was_stopped) {
         (0, false) => EXIT_OK,
         (0, true) => EXIT_INTERRUPTED,
@@ -48,8 +48,12 @@ pub(super) fn run(args: &ReplayArgs, screen: &mut Screen) -> Result<i32, Failure
     })
 }
 
-/// Writes what was asked for; the summary goes where it does not disturb JSON on standard output.
-fn deliver(args: &ReplayArgs, result: &ReplayResult, screen: &mut Screen) -> Result<(), Failure> {
+/// Writes the summary, JSON and report. There is no summary if JSON goes to standard output.
+fn write_results(
+    args: &ReplayArgs,
+    result: &ReplayResult,
+    screen: &mut Screen,
+) -> Result<(), Failure> {
     let is_json_on_screen = args.json.as_deref() == Some(Path::new("-"));
     if !is_json_on_screen {
         summary::show(result, screen)?;
@@ -57,20 +61,20 @@ fn deliver(args: &ReplayArgs, result: &ReplayResult, screen: &mut Screen) -> Res
     if let Some(path) = &args.json {
         write_json(path, result, screen)?;
         if !is_json_on_screen {
-            screen.remark(format!("figures: {}", path.display()))?;
+            screen.notice(format!("results: {}", path.display()))?;
         }
     }
     if let Some(path) = &args.report {
         write_file(path, report::page(result)?.as_bytes())?;
-        screen.remark(format!("report:  {}", path.display()))?;
+        screen.notice(format!("report:  {}", path.display()))?;
     }
     Ok(())
 }
 
-/// Opens the store, replays and waits until all is written down.
+/// Opens the store, replays, and waits until all pending blocks are written.
 fn measure(args: &ReplayArgs, plan: &Plan<'_>, screen: &mut Screen) -> Result<Measured, Failure> {
-    let during = |doing| move |source| Failure::Store { doing, source };
-    let store = Store::open(args.store_config()).map_err(during("opening"))?;
+    let failed = |doing| move |source| Failure::Store { doing, source };
+    let store = Store::open(args.store_config()).map_err(failed("opening"))?;
     let mut started_with_blocks = store.stats().keys;
     if args.fresh && started_with_blocks > 0 {
         store.clear();
@@ -83,27 +87,27 @@ fn measure(args: &ReplayArgs, plan: &Plan<'_>, screen: &mut Screen) -> Result<Me
         speed: args.speed,
         dram_bytes: args.dram,
     };
-    interrupt::watch()?;
+    interrupt::install_handler()?;
     let clock: Arc<dyn Clock> = Arc::new(SystemClock);
     if !screen.is_interactive {
         let count = workload.requests.len();
-        screen.remark(format!("replaying {count} requests; Control-C stops and reports"))?;
+        screen.notice(format!("replaying {count} requests; Control-C stops and reports"))?;
     }
-    let outcome = watched(&store, &workload, options, &*clock, screen);
+    let outcome = run_with_progress(&store, &workload, options, &*clock, screen);
     let began = clock.monotonic();
     let flushed = store.flush(CallOptions { timeout: Some(FLUSH_TIMEOUT), writer: None });
     let flush = clock.monotonic().saturating_sub(began);
     let stats = store.stats();
-    store.close().map_err(during("closing"))?;
+    store.close().map_err(failed("closing"))?;
     let mut measured = Measured { outcome, flush, started_with_blocks, stats };
     if let Err(error) = flushed {
-        measured.outcome.tally.count_failure(&error);
+        measured.outcome.counts.count_failure(&error);
     }
     Ok(measured)
 }
 
-/// Replays while a progress bar shows how far it is.
-fn watched(
+/// Replays in a thread while this one updates the progress bar and handles Control-C.
+fn run_with_progress(
     store: &Store,
     workload: &Workload,
     options: RunOptions,
@@ -115,14 +119,14 @@ fn watched(
     let outcome = thread::scope(|scope| {
         let replay = scope.spawn(|| run::run(store, workload, options, &progress, clock));
         while !replay.is_finished() {
-            if interrupt::is_asked() {
+            if interrupt::is_requested() {
                 progress.is_stopped.store(true, Ordering::Relaxed);
             }
             let blocks = progress.blocks.load(Ordering::Relaxed) as f64;
             let hits = progress.hits.load(Ordering::Relaxed) as f64;
             bar.set_position(progress.requests.load(Ordering::Relaxed) as u64);
-            bar.set_message(format!("{:.1} % hits", ratio(hits, blocks) * 100.0));
-            thread::park_timeout(FRAME);
+            bar.set_message(format!("hit rate {:.1} %", ratio(hits, blocks) * 100.0));
+            thread::park_timeout(PROGRESS_INTERVAL);
         }
         replay.join()
     });

@@ -1,4 +1,4 @@
-//! Everything that reaches the person: results to standard output, remarks to standard error.
+//! The output of a command: results to standard output, notices to standard error.
 
 use std::fmt;
 use std::io::{self, IsTerminal, Write};
@@ -6,11 +6,12 @@ use std::path::Path;
 
 use crate::cli::Failure;
 
-/// The only place that writes to the terminal. A closed pipe (`| head`) is not an error.
+/// The standard streams of the process. All output of a command goes through it. A closed pipe
+/// (`| head`) is not an error.
 pub struct Screen {
     results: Box<dyn Write + Send>,
-    remarks: Box<dyn Write + Send>,
-    /// Whether a person watches, so that a progress bar makes sense.
+    notices: Box<dyn Write + Send>,
+    /// Whether standard error is a terminal, where a progress bar can be drawn.
     pub is_interactive: bool,
     /// Whether results may be coloured.
     pub is_coloured: bool,
@@ -25,11 +26,11 @@ impl fmt::Debug for Screen {
 }
 
 impl Screen {
-    /// The process's own streams. Honours `NO_COLOR` and `CLICOLOR`.
+    /// The streams of the process. Respects `NO_COLOR` and `CLICOLOR`.
     pub fn of_process() -> Self {
         Self {
             results: Box::new(io::stdout()),
-            remarks: Box::new(io::stderr()),
+            notices: Box::new(io::stderr()),
             is_interactive: io::stderr().is_terminal(),
             is_coloured: console::colors_enabled(),
         }
@@ -47,23 +48,23 @@ impl Screen {
         written.or_else(ignore_closed_pipe).map_err(|source| Failure::write("-", source))
     }
 
-    /// Writes a remark that is not part of the result.
-    pub fn remark(&mut self, text: impl fmt::Display) -> Result<(), Failure> {
-        let written = writeln!(self.remarks, "{text}");
+    /// Writes a line that is not part of the result, such as progress or an error.
+    pub fn notice(&mut self, text: impl fmt::Display) -> Result<(), Failure> {
+        let written = writeln!(self.notices, "{text}");
         written.or_else(ignore_closed_pipe).map_err(|source| Failure::write("-", source))
     }
 
-    /// Text in bold, where colours are wanted.
+    /// Text in bold, if results are coloured.
     pub fn bold(&self, text: &str) -> String {
         self.style(console::Style::new().bold(), text)
     }
 
-    /// Text in a lighter shade, where colours are wanted.
+    /// Text in a lighter shade, if results are coloured.
     pub fn dim(&self, text: &str) -> String {
         self.style(console::Style::new().dim(), text)
     }
 
-    /// Text in green for good or red for bad, where colours are wanted.
+    /// Text in green for good or red for bad, if results are coloured.
     pub fn verdict(&self, is_good: bool, text: &str) -> String {
         let style = console::Style::new();
         self.style(if is_good { style.green() } else { style.red().bold() }, text)
@@ -78,7 +79,7 @@ fn ignore_closed_pipe(error: io::Error) -> io::Result<()> {
     if error.kind() == io::ErrorKind::BrokenPipe { Ok(()) } else { Err(error) }
 }
 
-/// Writes figures as JSON to a file, or to the screen for `-`.
+/// Writes a value as JSON to a file, or to standard output for `-`.
 pub fn write_json<T>(path: &Path, value: &T, screen: &mut Screen) -> Result<(), Failure>
 where
     T: serde::Serialize + ?Sized,
@@ -88,9 +89,9 @@ where
     if path.as_os_str() == "-" { screen.line(text) } else { write_file(path, text.as_bytes()) }
 }
 
-/// Writes a whole file through a neighbour, so that readers never see half of it.
+/// Writes a file under a temporary name and renames it, so that readers never see half of it.
 ///
-/// Devices and pipes (`/dev/stdout`) are written directly: they must not be replaced.
+/// Devices and pipes (`/dev/stdout`) are written directly, because a rename would replace them.
 pub fn write_file(path: &Path, bytes: &[u8]) -> Result<(), Failure> {
     let write = || -> io::Result<()> {
         let is_special = path.metadata().is_ok_and(|target| !target.is_file());
@@ -100,10 +101,10 @@ pub fn write_file(path: &Path, bytes: &[u8]) -> Result<(), Failure> {
         if let Some(parent) = path.parent().filter(|parent| !parent.as_os_str().is_empty()) {
             std::fs::create_dir_all(parent)?;
         }
-        let mut neighbour = path.as_os_str().to_owned();
-        neighbour.push(".part");
-        std::fs::write(&neighbour, bytes)?;
-        std::fs::rename(&neighbour, path)
+        let mut temporary = path.as_os_str().to_owned();
+        temporary.push(".part");
+        std::fs::write(&temporary, bytes)?;
+        std::fs::rename(&temporary, path)
     };
     write().map_err(|source| Failure::write(path, source))
 }

@@ -1,4 +1,4 @@
-//! `cascade serve`: the node as a process that all workers of this host share.
+//! `cascade serve`: runs a node in this process.
 
 use cascade_node::{config, process};
 use clap::Args;
@@ -6,35 +6,35 @@ use clap::Args;
 use crate::cli::key_flags::Settings;
 use crate::cli::{EXIT_OK, Failure, Screen};
 
-/// What to serve, and where.
+/// The configuration of the node.
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
   cascade serve
-      256 MiB of DRAM for processes of this user, on the default socket; no TCP port.
+      256 MiB of DRAM on the default socket, for processes of this user. No TCP port.
   cascade serve --dram 64GiB --files /var/lib/cascade --files-capacity 2TiB
-      With a file tier below, which a restart finds again.
+      With a file tier, whose blocks are still there after a restart.
   cascade serve --dram 64GiB --listen 127.0.0.1:9000
-      With metrics, health and a status page at http://127.0.0.1:9000/.
+      With metrics, health checks and a status page at http://127.0.0.1:9000/.
   cascade serve --config /etc/cascade/cascade.toml --print-config
-      What would it serve with? Every key, and whether file, environment or flag set it.
+      Print every key with its value and its source: file, environment, flag or default.
   cascade doctor --config /etc/cascade/cascade.toml
-      Can this machine carry that?
+      Check whether this machine is ready for that configuration.
 
-It prints a line with `ready` once it serves. SIGTERM ends it cleanly: calls under way finish, what
-waits for the file tier is written. SIGHUP makes it read its configuration again. Every key of the
-file can also be set in the environment: files_capacity is CASCADE_FILES_CAPACITY. All keys:
-docs/configuration.md.")]
+The node prints a line with `ready` when it serves. SIGTERM stops it: calls in flight finish and
+pending blocks are written to the file tier. SIGHUP reloads the configuration. Every key of the file
+can also be set in the environment: files_capacity is CASCADE_FILES_CAPACITY. docs/configuration.md
+describes all keys.")]
 pub(super) struct ServeArgs {
     #[command(flatten)]
     settings: Settings,
-    /// Print every key as it is set, and what set it, and exit.
+    /// Print every key with its value and its source, and exit.
     #[arg(long)]
     print_config: bool,
-    /// Print the reference page of the configuration.
+    /// Print the reference page of the configuration, and exit.
     #[arg(long, hide = true)]
     print_reference: bool,
-    /// Print a configuration file with every key at its default.
+    /// Print a configuration file with every key at its default, and exit.
     #[arg(long, hide = true)]
     print_example: bool,
 }

@@ -1,23 +1,25 @@
-//! Sizes, durations and counts as people write them: `512MiB`, `5s`, `10%`.
+//! Parsers for the sizes, durations and counts of the command line: `512MiB`, `5s`, `10%`.
 
 use std::num::NonZeroU64;
 use std::time::Duration;
 
 use cascade_block::{ByteSize, TimeSpan};
 
-/// Parses a size such as `512MiB` (binary), `2GB` (decimal) or `4096` (bytes); zero is none.
+/// Parses a size such as `512MiB` (binary), `2GB` (decimal) or `4096` (bytes). Refuses zero.
 pub fn parse_bytes(text: &str) -> Result<u64, String> {
     match text.parse::<ByteSize>() {
-        Ok(ByteSize(0)) => Err("a size is at least one byte".to_owned()),
+        Ok(ByteSize(0)) => Err("give a size of at least one byte".to_owned()),
         Ok(ByteSize(bytes)) => Ok(bytes),
         Err(error) => Err(error.to_string()),
     }
 }
 
-/// Parses a duration such as `5s`, `250ms` or `10` (seconds); zero is none.
+/// Parses a duration such as `5s`, `250ms` or `10` (seconds). Refuses zero.
 pub fn parse_time(text: &str) -> Result<Duration, String> {
     match text.parse::<TimeSpan>() {
-        Ok(TimeSpan(time)) if time.is_zero() => Err("a duration above 0, such as 5s".to_owned()),
+        Ok(TimeSpan(time)) if time.is_zero() => {
+            Err("give a duration above 0, such as 5s".to_owned())
+        }
         Ok(TimeSpan(time)) => Ok(time),
         Err(error) => Err(error.to_string()),
     }
@@ -26,17 +28,17 @@ pub fn parse_time(text: &str) -> Result<Duration, String> {
 /// A count of at least one.
 pub type Count = NonZeroU64;
 
-/// How many requests fill the cache before anything is counted.
+/// How many requests fill the cache before counting begins.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum WarmUp {
-    /// That many requests.
+    /// A number of requests.
     Requests(usize),
-    /// That share of the requests, in percent.
+    /// A share of all requests, in percent.
     Percent(f64),
 }
 
 impl WarmUp {
-    /// The number of requests, of `total`.
+    /// The number of warm-up requests among `total`.
     #[expect(
         clippy::cast_precision_loss,
         clippy::cast_possible_truncation,
@@ -52,9 +54,8 @@ impl WarmUp {
 
     /// Parses `500` or `10%`.
     pub fn parse(text: &str) -> Result<Self, String> {
-        let advice = || {
-            format!("{text:?} is neither a number of requests (500) nor a share below 100 % (10%)")
-        };
+        let advice =
+            || format!("{text:?} is not a number of requests (500) or a share below 100 % (10%)");
         let Some(percent) = text.trim().strip_suffix('%') else {
             return text.trim().parse().map(Self::Requests).map_err(|_| advice());
         };

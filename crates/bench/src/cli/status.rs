@@ -1,4 +1,4 @@
-//! A node's status as text for a terminal: aligned, with units, the unusual in red.
+//! `cascade status`: the status of a node as aligned text, with problems in red.
 
 use std::fmt::Write;
 use std::path::Path;
@@ -9,30 +9,30 @@ use cascade_node::status::{HealthState, NodeState, OperationStatus, Status, Tena
 use clap::Args;
 use serde_json::json;
 
-use crate::cli::reach::Reach;
+use crate::cli::connection::ConnectionArgs;
 use crate::cli::{EXIT_OK, Failure, Screen, write_json};
 use crate::replay::summary::{duration, grouped, percent, span};
 
-/// What to print of which node.
+/// The node and the output format.
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
   cascade status
-      Tiers, hit rates, what moved, clients and what an operator should know.
+      Hit rate, tiers, reads and writes, clients, and notes about problems.
   cascade status --json | jq '.tenants[0].tiers'
-      The same for programs; docs/observability.md has every field.
+      The same status as JSON, as the node serves it at /status.json (docs/observability.md).
   cascade top
-      Live.")]
+      The same, updated live.")]
 pub(super) struct StatusArgs {
     /// Print JSON.
     #[arg(long)]
     json: bool,
     #[command(flatten)]
-    reach: Reach,
+    connection: ConnectionArgs,
 }
 
 pub(super) fn run(args: &StatusArgs, screen: &mut Screen) -> Result<i32, Failure> {
-    let status: Status = args.reach.connect()?.ask("status", &json!({}))?;
+    let status: Status = args.connection.connect()?.request("status", &json!({}))?;
     if args.json {
         write_json(Path::new("-"), &status, screen)?;
     } else {
@@ -41,9 +41,9 @@ pub(super) fn run(args: &StatusArgs, screen: &mut Screen) -> Result<i32, Failure
     Ok(EXIT_OK)
 }
 
-/// The status as it is printed by `cascade status`, without a last newline.
+/// The status as `cascade status` prints it, without the last newline.
 pub fn render(status: &Status, screen: &Screen) -> String {
-    let mut page = Page { text: String::new(), screen };
+    let mut page = StatusPage { text: String::new(), screen };
     page.node(status);
     for tenant in &status.tenants {
         page.tenant(tenant, status.tenants.len() > 1);
@@ -54,24 +54,24 @@ pub fn render(status: &Status, screen: &Screen) -> String {
     page.text.trim_end().to_owned()
 }
 
-struct Page<'a> {
+struct StatusPage<'a> {
     text: String,
     screen: &'a Screen,
 }
 
-/// One row of a table; the first column is on the left, the others on the right.
-type Row = Vec<String>;
+/// The cells of one row of a table. The first column is left-aligned, the others right-aligned.
+type Cells = Vec<String>;
 
-impl Page<'_> {
+impl StatusPage<'_> {
     fn line(&mut self, label: &str, text: &str) {
         self.write(format_args!("  {} {text}\n", self.screen.dim(&format!("{label:<9}"))));
     }
 
     fn write(&mut self, text: std::fmt::Arguments<'_>) {
-        self.text.write_fmt(text).expect("a string takes whatever is written to it");
+        self.text.write_fmt(text).expect("writing to a String does not fail");
     }
 
-    fn table(&mut self, rows: &[Row]) {
+    fn table(&mut self, rows: &[Cells]) {
         let columns = rows.iter().map(Vec::len).max().unwrap_or(0);
         let width = |column: usize| {
             let cells = rows.iter().filter_map(|row| row.get(column));
@@ -102,7 +102,7 @@ impl Page<'_> {
         self.line("port", node.listen.as_deref().unwrap_or("none"));
         let memory = ByteSize(node.memory_bytes).rounded();
         let cpu = duration(node.cpu_s * 1e6);
-        self.line("uses", &format!("{memory}, {} threads, {cpu} of processor", node.threads));
+        self.line("uses", &format!("{memory}, {} threads, {cpu} of CPU time", node.threads));
     }
 
     fn tenant(&mut self, tenant: &TenantStatus, many: bool) {
@@ -157,7 +157,7 @@ impl Page<'_> {
         self.line(
             "moved",
             &format!(
-                "{} down, {} up, {} waiting",
+                "{} demoted, {} promoted, {} pending",
                 ByteSize(mover.demoted_bytes).rounded(),
                 ByteSize(mover.promoted_bytes).rounded(),
                 ByteSize(mover.pending_bytes).rounded(),
@@ -176,7 +176,7 @@ impl Page<'_> {
             let blocks = grouped(warm.recovered_blocks);
             let bytes = ByteSize(warm.recovered_bytes).rounded();
             let took = duration(warm.recover_s * 1e6);
-            self.line("restart", &format!("{blocks} blocks ({bytes}) came back in {took}"));
+            self.line("restart", &format!("{blocks} blocks ({bytes}) recovered in {took}"));
         }
         if tenant.damaged_blocks > 0 {
             let damaged = format!("{} blocks, answered as misses", grouped(tenant.damaged_blocks));
@@ -209,18 +209,18 @@ impl Page<'_> {
             let Some(health) = health.filter(|it| it.state != HealthState::Healthy) else {
                 continue;
             };
-            let error = health.last_error.as_deref().unwrap_or("no error was told");
-            let unused = match (health.reads, health.writes) {
+            let error = health.last_error.as_deref().unwrap_or("no error was reported");
+            let open = match (health.reads, health.writes) {
                 (HealthState::Healthy, HealthState::Open | HealthState::Probing) => {
                     "circuit open for writes"
                 }
                 (HealthState::Open | HealthState::Probing, HealthState::Healthy) => {
                     "circuit open for reads"
                 }
-                // Both, or a node that does not tell them apart.
+                // Both circuits are open, or the node reports only one state for both.
                 _ => "circuit open",
             };
-            let what = format!("{unused} for {}: {error}", span(health.since_s));
+            let what = format!("{open} for {}: {error}", span(health.since_s));
             let what = self.screen.verdict(false, &what);
             self.line(&tier.name, &what);
         }
@@ -231,7 +231,7 @@ impl Page<'_> {
             return;
         }
         let mut rows =
-            vec![["capacity of", "would be", "hit rate of lookups"].map(str::to_owned).to_vec()];
+            vec![["simulated", "capacity", "predicted hit rate"].map(str::to_owned).to_vec()];
         for shadow in &tenant.shadows {
             rows.push(vec![
                 format!("{} at {} %", shadow.tier, shadow.capacity_percent),
@@ -290,14 +290,13 @@ impl Page<'_> {
         let held = ByteSize(clients.leased_bytes).rounded();
         let connected = grouped(clients.connected);
         let oldest = clients.oldest_lease_s;
-        let oldest =
-            oldest.map_or_else(String::new, |age| format!(", the oldest for {}", span(age)));
+        let oldest = oldest.map_or_else(String::new, |age| format!(", oldest lease {}", span(age)));
         let text = format!("{connected} connected, {held} leased{oldest}");
         self.line("clients", &text);
         if clients.stopped + clients.silent > 0 {
-            let stuck = format!("{} stopped, {} silent", clients.stopped, clients.silent);
-            let stuck = self.screen.verdict(false, &stuck);
-            self.line("stuck", &stuck);
+            let idle = format!("{} stopped, {} idle with leases", clients.stopped, clients.silent);
+            let idle = self.screen.verdict(false, &idle);
+            self.line("idle", &idle);
         }
         for client in &clients.list {
             let held = ByteSize(client.leased_bytes).rounded();
@@ -366,7 +365,7 @@ mod tests {
     }
 
     #[test]
-    fn what_an_operator_looks_for_is_there() {
+    fn the_page_shows_the_hit_rate_the_reads_and_the_open_circuit() {
         let text = render(&busy(), &plain());
         for part in [
             "Cascade 1.2.3 serving",
@@ -383,7 +382,7 @@ mod tests {
     }
 
     #[test]
-    fn a_status_survives_its_way_through_json() {
+    fn a_status_is_equal_after_a_round_trip_through_json() {
         let status = busy();
         let json = serde_json::to_string(&status).unwrap();
         assert_eq!(serde_json::from_str::<Status>(&json).unwrap(), status);

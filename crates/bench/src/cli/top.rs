@@ -1,4 +1,4 @@
-//! `cascade top`: a running node, live in the terminal.
+//! `cascade top`: the state of a running node, updated live in the terminal.
 
 use std::collections::VecDeque;
 use std::io::IsTerminal;
@@ -15,81 +15,86 @@ use ratatui::text::Line;
 use ratatui::widgets::{Block, Cell, Gauge, Paragraph, Row, Sparkline, Table};
 use serde_json::json;
 
-use crate::cli::reach::{Asker, Reach};
+use crate::cli::connection::{AdminConnection, ConnectionArgs};
 use crate::cli::{EXIT_OK, Failure, Screen, parse_time};
 use crate::replay::summary::{grouped, percent};
 
-/// Points that the plots of the past keep.
-const PAST_MAX: usize = 240;
-/// A page printed with --once is this wide and high, in characters.
+/// Points that each plot keeps.
+const HISTORY_MAX: usize = 240;
+/// Width and height of the page that --once prints, in characters.
 const PAGE: (u16, u16) = (100, 32);
 
-/// What to watch, and how often.
+/// The node and the refresh interval.
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
   cascade top
-      Tiers, hit rates, flows and clients, once a second. Arrows choose a tenant, q ends it.
+      Show hit rate, throughput, tiers and clients, once a second. The arrow keys select a tenant,
+      q quits.
   cascade top --once
-      One page as text, for a log or a ticket. For programs: cascade status --json.")]
+      Print one page as text, for a log or a ticket. Programs can use cascade status --json.")]
 pub(super) struct TopArgs {
-    /// Time between two looks.
+    /// Refresh interval.
     #[arg(long, value_name = "TIME", default_value = "1s", value_parser = parse_time)]
     every: Duration,
     /// Print one page and exit.
     #[arg(long)]
     once: bool,
     #[command(flatten)]
-    reach: Reach,
+    connection: ConnectionArgs,
 }
 
-/// What is on the screen.
+/// The state of the screen.
 #[derive(Debug, Default)]
-struct View {
+struct TopScreen {
     status: Status,
-    before: Option<Status>,
+    /// The status before, if the same process reported it.
+    previous: Option<Status>,
+    /// Index of the selected tenant.
     tenant: usize,
-    /// Hit rates in per mille, and bytes per second, latest last.
+    /// Hit rates in per mille, latest last.
     hit_rates: VecDeque<u64>,
-    rates: VecDeque<u64>,
-    trouble: Option<String>,
+    /// Bytes read and put per second, latest last.
+    throughputs: VecDeque<u64>,
+    error: Option<String>,
 }
 
 pub(super) fn run(args: &TopArgs, screen: &mut Screen) -> Result<i32, Failure> {
-    let every = args.every;
-    let asker = args.reach.connect()?;
-    let mut view = View::default();
-    view.take(look(&asker)?);
+    let interval = args.every;
+    let connection = args.connection.connect()?;
+    let mut view = TopScreen::default();
+    view.update(fetch(&connection)?);
     if args.once {
         screen.line(page(&view))?;
         return Ok(EXIT_OK);
     }
     if !std::io::stdout().is_terminal() {
         return Err(Failure::usage(
-            "cascade top draws on a terminal, and this is none",
+            "cascade top needs a terminal, but standard output is not one",
             "use cascade top --once, or cascade status --json",
         ));
     }
     let mut terminal = ratatui::try_init().map_err(|source| Failure::write("-", source))?;
-    let watched = watch(&mut terminal, &asker, &mut view, every);
+    let ended = run_loop(&mut terminal, &connection, &mut view, interval);
     ratatui::restore();
-    watched.map(|()| EXIT_OK)
+    ended.map(|()| EXIT_OK)
 }
 
-fn look(asker: &Asker) -> Result<Status, Failure> {
-    asker.ask("status", &json!({}))
+fn fetch(connection: &AdminConnection) -> Result<Status, Failure> {
+    connection.request("status", &json!({}))
 }
 
-fn watch(
+/// Draws, and handles keys or fetches a new status, until the user quits.
+fn run_loop(
     terminal: &mut ratatui::DefaultTerminal,
-    asker: &Asker,
-    view: &mut View,
-    every: Duration,
+    connection: &AdminConnection,
+    view: &mut TopScreen,
+    interval: Duration,
 ) -> Result<(), Failure> {
     let failed = |source| Failure::write("-", source);
     loop {
         terminal.draw(|frame| draw(view, frame)).map_err(failed)?;
-        if event::poll(every).map_err(failed)? {
+        if event::poll(interval).map_err(failed)? {
             if let Event::Key(key) = event::read().map_err(failed)?
                 && key.kind == KeyEventKind::Press
             {
@@ -106,16 +111,16 @@ fn watch(
             }
             continue;
         }
-        match look(asker) {
-            Ok(status) => view.take(status),
-            // It may come back: the last page stays, with a word about it.
-            Err(failure) => view.trouble = Some(failure.explain()),
+        match fetch(connection) {
+            Ok(status) => view.update(status),
+            // The node may come back: the last page stays, with the error in its second line.
+            Err(failure) => view.error = Some(failure.explain()),
         }
     }
 }
 
 /// One page as text.
-fn page(view: &View) -> String {
+fn page(view: &TopScreen) -> String {
     let (width, height) = PAGE;
     let backend = ratatui::backend::TestBackend::new(width, height);
     let Ok(mut terminal) = ratatui::Terminal::new(backend);
@@ -128,34 +133,39 @@ fn page(view: &View) -> String {
     (0..height).map(line).collect::<Vec<_>>().join("\n")
 }
 
-impl View {
-    fn take(&mut self, status: Status) {
-        let before = std::mem::replace(&mut self.status, status);
-        self.before = (before.node.pid == self.status.node.pid).then_some(before);
-        self.trouble = None;
-        let hit_rate = self.lately(|tenant| tenant.hit_rate.matched_blocks)
-            / self.lately(|tenant| tenant.hit_rate.requested_blocks).max(1.0);
-        let bytes = self.lately(|tenant| tenant.gets.bytes + tenant.puts.bytes) / self.seconds();
-        for (past, now) in [(&mut self.hit_rates, hit_rate * 1000.0), (&mut self.rates, bytes)] {
-            past.push_back(whole(now));
-            if past.len() > PAST_MAX {
-                past.pop_front();
+impl TopScreen {
+    fn update(&mut self, status: Status) {
+        let previous = std::mem::replace(&mut self.status, status);
+        // The counters of a restarted node begin at zero again.
+        self.previous = (previous.node.pid == self.status.node.pid).then_some(previous);
+        self.error = None;
+        let matched = self.increase(|tenant| tenant.hit_rate.matched_blocks);
+        let requested = self.increase(|tenant| tenant.hit_rate.requested_blocks);
+        let hit_rate = matched / requested.max(1.0);
+        let bytes = self.increase(|tenant| tenant.gets.bytes + tenant.puts.bytes);
+        let throughput = bytes / self.seconds();
+        for (history, latest) in
+            [(&mut self.hit_rates, hit_rate * 1000.0), (&mut self.throughputs, throughput)]
+        {
+            history.push_back(whole(latest));
+            if history.len() > HISTORY_MAX {
+                history.pop_front();
             }
         }
     }
 
-    /// Seconds that the figures of lately cover.
+    /// Seconds that [`TopScreen::increase`] covers.
     fn seconds(&self) -> f64 {
-        let before = self.before.as_ref().map_or(0.0, |before| before.node.uptime_s);
-        (self.status.node.uptime_s - before).max(1e-3)
+        let previous = self.previous.as_ref().map_or(0.0, |previous| previous.node.uptime_s);
+        (self.status.node.uptime_s - previous).max(1e-3)
     }
 
-    /// How much a counter of all tenants grew since the last look; since the start at first.
+    /// Increase of a counter of all tenants since the previous status, or since the start.
     #[expect(clippy::cast_precision_loss, reason = "shown with three digits")]
-    fn lately(&self, counter: impl Fn(&TenantStatus) -> u64) -> f64 {
+    fn increase(&self, counter: impl Fn(&TenantStatus) -> u64) -> f64 {
         let sum = |status: &Status| status.tenants.iter().map(&counter).sum::<u64>();
-        let before = self.before.as_ref().map_or(0, sum);
-        sum(&self.status).saturating_sub(before) as f64
+        let previous = self.previous.as_ref().map_or(0, sum);
+        sum(&self.status).saturating_sub(previous) as f64
     }
 }
 
@@ -164,7 +174,7 @@ fn whole(value: f64) -> u64 {
     value.max(0.0).round() as u64
 }
 
-fn draw(view: &View, frame: &mut Frame<'_>) {
+fn draw(view: &TopScreen, frame: &mut Frame<'_>) {
     let rows = Layout::vertical([
         Constraint::Length(2),
         Constraint::Length(6),
@@ -182,14 +192,14 @@ fn draw(view: &View, frame: &mut Frame<'_>) {
         Layout::horizontal([Constraint::Percentage(50), Constraint::Percentage(50)]).areas(tables);
     draw_tenant(tenant, frame, left);
     draw_clients(view, frame, right);
-    let keys = "q quits   \u{2190} \u{2192} tenant   figures of the plots: since the last look";
+    let keys = "q quit   \u{2190} \u{2192} tenant   plots: each point covers one refresh interval";
     frame.render_widget(Paragraph::new(keys.dim()), foot);
 }
 
-fn draw_head(view: &View, frame: &mut Frame<'_>, area: Rect) {
+fn draw_head(view: &TopScreen, frame: &mut Frame<'_>, area: Rect) {
     let node = &view.status.node;
     let title = format!(
-        "cascade {} pid {} {}  up {:.0} s  {}  memory {}  CPU {:.1} s",
+        "cascade {}  pid {}  {}  up {:.0} s  {}  memory {}  CPU {:.1} s",
         node.version,
         node.pid,
         node.state.name(),
@@ -198,32 +208,32 @@ fn draw_head(view: &View, frame: &mut Frame<'_>, area: Rect) {
         ByteSize(node.memory_bytes).rounded(),
         node.cpu_s,
     );
-    let second = match &view.trouble {
-        Some(trouble) => Line::from(trouble.replace('\n', " ").red().bold()),
+    let second = match &view.error {
+        Some(error) => Line::from(error.replace('\n', " ").red().bold()),
         None => Line::from(view.status.notes.join("; ").yellow()),
     };
     frame.render_widget(Paragraph::new(vec![Line::from(title.bold()), second]), area);
 }
 
-fn draw_plots(view: &View, frame: &mut Frame<'_>, area: Rect) {
+fn draw_plots(view: &TopScreen, frame: &mut Frame<'_>, area: Rect) {
     let halves = Layout::horizontal([Constraint::Percentage(50), Constraint::Percentage(50)]);
     let [left, right] = halves.areas(area);
-    let latest = |past: &VecDeque<u64>| past.back().copied().unwrap_or(0);
-    let (hits, rate) = (latest(&view.hit_rates), latest(&view.rates));
+    let latest = |history: &VecDeque<u64>| history.back().copied().unwrap_or(0);
+    let (hits, throughput) = (latest(&view.hit_rates), latest(&view.throughputs));
     let hit_title = format!(" hit rate {}.{} % ", hits / 10, hits % 10);
-    let rate_title = format!(" read and put {}/s ", ByteSize(rate).rounded());
-    for (area, title, past, most, colour) in [
+    let throughput_title = format!(" reads and puts {}/s ", ByteSize(throughput).rounded());
+    for (area, title, history, max, colour) in [
         (left, hit_title, &view.hit_rates, Some(1000), Color::Green),
-        (right, rate_title, &view.rates, None, Color::Cyan),
+        (right, throughput_title, &view.throughputs, None, Color::Cyan),
     ] {
-        let room = usize::from(area.width.saturating_sub(2));
-        let shown: Vec<u64> = past.iter().rev().take(room).rev().copied().collect();
+        let width = usize::from(area.width.saturating_sub(2));
+        let shown: Vec<u64> = history.iter().rev().take(width).rev().copied().collect();
         let mut plot = Sparkline::default()
             .data(shown)
             .style(Style::default().fg(colour))
             .block(Block::bordered().title(title));
-        if let Some(most) = most {
-            plot = plot.max(most);
+        if let Some(max) = max {
+            plot = plot.max(max);
         }
         frame.render_widget(plot, area);
     }
@@ -274,7 +284,7 @@ fn draw_tenant(tenant: &TenantStatus, frame: &mut Frame<'_>, area: Rect) {
     let ratio = rate.ratio.map_or_else(|| "-".to_owned(), percent);
     rows.insert(0, row("hit rate", format!("{ratio} of {}", grouped(rate.requested_blocks))));
     rows.extend([
-        row("missed", format!("{missed} (+ {failed} failed)")),
+        row("misses", format!("{missed} (+ {failed} failed)")),
         row("puts", format!("{} stored of {}", grouped(puts.stored), grouped(puts.blocks))),
         row("evicted", ByteSize(tenant.evictions.bytes).rounded()),
         row("demoted", ByteSize(tenant.mover.demoted_bytes).rounded()),
@@ -282,7 +292,7 @@ fn draw_tenant(tenant: &TenantStatus, frame: &mut Frame<'_>, area: Rect) {
         row("pending", ByteSize(tenant.mover.pending_bytes).rounded()),
     ]);
     rows.extend(tenant.shadows.iter().map(|shadow| {
-        let rate = format!("{} hit rate of lookups", percent(shadow.predicted_hit_rate));
+        let rate = format!("{} predicted hit rate", percent(shadow.predicted_hit_rate));
         row(&format!("{} at {} %", shadow.tier, shadow.capacity_percent), rate)
     }));
     let widths = [Constraint::Length(18), Constraint::Min(10)];
@@ -290,17 +300,17 @@ fn draw_tenant(tenant: &TenantStatus, frame: &mut Frame<'_>, area: Rect) {
     frame.render_widget(table, area);
 }
 
-fn draw_clients(view: &View, frame: &mut Frame<'_>, area: Rect) {
+fn draw_clients(view: &TopScreen, frame: &mut Frame<'_>, area: Rect) {
     let clients = &view.status.clients;
     let rows = clients.list.iter().map(|client| {
         let held = ByteSize(client.leased_bytes + client.reserved_bytes).rounded();
-        let silent = format!("{:.0} s", client.silent_s);
+        let idle = format!("{:.0} s", client.silent_s);
         let row = Row::new([
             client.pid.to_string(),
             client.name.clone(),
             held,
             grouped(client.leases),
-            silent,
+            idle,
         ]);
         if client.is_stopped { row.style(Style::default().fg(Color::Red)) } else { row }
     });
@@ -313,7 +323,7 @@ fn draw_clients(view: &View, frame: &mut Frame<'_>, area: Rect) {
     ];
     let title = format!(" {} clients ", grouped(clients.connected));
     let table = Table::new(rows, widths)
-        .header(Row::new(["pid", "name", "holds", "leases", "silent"]).bold())
+        .header(Row::new(["pid", "name", "holds", "leases", "idle"]).bold())
         .block(Block::bordered().title(title));
     frame.render_widget(table, area);
 }
@@ -347,14 +357,14 @@ mod tests {
     }
 
     #[test]
-    fn a_page_shows_tiers_clients_and_the_hit_rate_since_the_last_look() {
-        let mut view = View::default();
-        view.take(status(10.0, 100));
+    fn a_page_shows_tiers_clients_and_the_hit_rate_since_the_last_refresh() {
+        let mut view = TopScreen::default();
+        view.update(status(10.0, 100));
         let mut next = status(11.0, 100);
         next.tenants[0].hit_rate = HitRate::of(300, 100);
-        view.take(next);
+        view.update(next);
         let page = page(&view);
-        // 100 more were asked for, none matched.
+        // 100 more blocks were requested, none matched.
         assert!(page.contains("hit rate 0.0 %"), "{page}");
         assert!(page.contains("512.0 MiB of 1.0 GiB"), "{page}");
         assert!(page.contains("4321") && page.contains("vllm"), "{page}");
@@ -362,12 +372,12 @@ mod tests {
     }
 
     #[test]
-    fn a_node_that_was_started_anew_is_not_compared_with_the_old_one() {
-        let mut view = View::default();
-        view.take(status(1000.0, 100));
+    fn a_restarted_node_is_not_compared_with_the_previous_one() {
+        let mut view = TopScreen::default();
+        view.update(status(1000.0, 100));
         let mut next = status(1.0, 10);
         next.node.pid = 8;
-        view.take(next);
+        view.update(next);
         assert_eq!(view.hit_rates, [500, 500]);
     }
 }

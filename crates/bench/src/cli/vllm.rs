@@ -1,4 +1,4 @@
-//! `cascade bench vllm`: finds a Python that has vLLM and measures there.
+//! `cascade bench vllm`: finds a Python interpreter that has vLLM and runs the benchmark in it.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -10,63 +10,63 @@ use crate::environment::Environment;
 
 /// Where `make bench-vllm` installs vLLM.
 const INSTALLED: &str = ".cache/vllm/bin/python";
-/// What ends well where both packages are.
+/// A Python program that exits with 0 if both packages are installed.
 const PROBE: &str = "import sys; from importlib.util import find_spec; \
     sys.exit(any(find_spec(name) is None for name in ('vllm', 'cascadekv')))";
 
-/// What to measure with vLLM.
+/// The options of the vLLM benchmark.
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
   make bench-vllm
-      Install vLLM's CPU build below .cache and measure all of it: about half an hour, 6 GB.
+      Install vLLM's CPU build below .cache (6 GB) and run the whole benchmark: half an hour.
   cascade bench vllm --models 22m --prompts 4096 --from dram --beside none
-      How many times faster is a prompt of 4,096 tokens the second time? A few minutes.
+      Compare the first and the second run of prompts of 4,096 tokens. A few minutes.
   cascade bench vllm --short
-      Every figure with a tiny model and two rounds: does it work? Its values mean nothing.
+      Check that every measurement works, with a tiny model. Its values mean nothing.
   cascade bench vllm --python ~/venv/bin/python --json vllm.json
-      In an environment of yours that has vllm and cascadekv.
+      Use another environment that has vllm and cascadekv.
 
-Each engine is a process of its own on a model made on the spot, in bfloat16. A round has prompts of
-its own: the first run misses everything, the second hits. gain/ is how many times faster its first
-token comes; a second run that did not hit makes its figures INVALID, however fast it was. From
-files means from another engine, after the page cache was dropped. Run it on a quiet machine: vLLM's
-threads wait for each other, so that one busy processor slows all of them.
+Each engine is a separate process with a generated bfloat16 model. Each round uses new prompts: the
+first run misses every block, the second run hits. gain/ is the time to first token of the first run
+over that of the second. If a second run did not hit, its figures are INVALID. With --from files,
+the second run is in another engine after the page cache was dropped. Run it on an idle machine:
+vLLM's threads wait for each other, so one busy processor slows all of them.
 
-Exit codes: 0 all figures are there; 1 a figure is INVALID; 2 no Python here has vLLM.")]
+Exit codes: 0 all figures were measured; 1 a figure is INVALID; 2 no Python with vLLM was found.")]
 pub(super) struct VllmArgs {
-    /// Write the figures as JSON, and the surroundings beside them.
+    /// Write the figures as JSON to FILE, and the environment to a file beside it.
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
-    /// Interpreter that has vllm and cascadekv [default: the running one, .cache/vllm/bin/python].
+    /// Python with vllm and cascadekv [default: the running one, then .cache/vllm/bin/python].
     #[arg(long, value_name = "PATH")]
     python: Option<PathBuf>,
     /// Models, by their number of parameters.
     #[arg(long, value_enum, value_delimiter = ',', default_value = "22m,91m")]
     models: Vec<Model>,
-    /// Lengths of prompts in tokens.
+    /// Prompt lengths in tokens.
     #[arg(long, value_name = "TOKENS", value_delimiter = ',', default_value = "1024,4096,8192")]
     #[arg(value_parser = clap::value_parser!(u32).range(256..=16_384))]
     prompts: Vec<u32>,
-    /// Rounds that count, after one that warms up.
+    /// Measured rounds, after one warm-up round.
     #[arg(long, value_name = "COUNT", default_value = "5")]
     #[arg(value_parser = clap::value_parser!(u32).range(1..))]
     rounds: u32,
-    /// Where second runs find their blocks.
+    /// Where the second runs find their blocks.
     #[arg(long, value_enum, value_delimiter = ',', default_value = "dram,files,served")]
-    from: Vec<Source>,
-    /// What is measured beside.
+    from: Vec<LoadSource>,
+    /// What to compare with.
     #[arg(long, value_enum, value_delimiter = ',', default_value = "none,example,lmcache")]
-    beside: Vec<Beside>,
-    /// Directory for models and for the file tier.
+    beside: Vec<Baseline>,
+    /// Directory for the models and the file tier.
     #[arg(long, value_name = "DIR", default_value = ".cache")]
     directory: PathBuf,
-    /// A tiny model, prompts of 512 and 1,024 tokens, two rounds: whether all of it works.
+    /// Only check that everything works: a tiny model, prompts of 512 and 1,024 tokens, two rounds.
     #[arg(long, conflicts_with_all = ["models", "prompts", "rounds"])]
     short: bool,
 }
 
-/// A model that is made on the spot.
+/// A generated model.
 #[derive(Debug, Clone, Copy, ValueEnum)]
 enum Model {
     /// 3 million parameters, for tests.
@@ -79,29 +79,29 @@ enum Model {
     Large,
 }
 
-/// Where second runs find their blocks.
+/// Where the second runs find their blocks.
 #[derive(Debug, Clone, Copy, ValueEnum)]
-enum Source {
-    /// In DRAM of the engine's process.
+enum LoadSource {
+    /// DRAM of the engine's process.
     Dram,
-    /// In files that another engine wrote.
+    /// Files that another engine wrote.
     Files,
-    /// In a node's DRAM.
+    /// DRAM of a node.
     Served,
 }
 
 /// What the connector is compared with.
 #[derive(Debug, Clone, Copy, ValueEnum)]
-enum Beside {
-    /// No connector at all.
+enum Baseline {
+    /// vLLM without a connector.
     None,
-    /// The connector that vLLM brings as an example.
+    /// vLLM's `ExampleConnector`.
     Example,
-    /// LMCache, where it is installed.
+    /// LMCache, if it is installed.
     Lmcache,
 }
 
-/// Measures in a Python that has vLLM; its exit code is ours.
+/// Runs the benchmark in a Python that has vLLM and returns its exit code.
 pub(super) fn run(
     args: &VllmArgs,
     interpreter: Option<PathBuf>,
@@ -110,7 +110,7 @@ pub(super) fn run(
     let python = find_python(args.python.as_deref(), interpreter)?;
     let environment = serde_json::to_string(&Environment::capture(Some(&args.directory)))
         .map_err(|error| Failure::measure("vLLM", error))?;
-    screen.remark(format!("measuring with {}", python.display()))?;
+    screen.notice(format!("measuring with {}", python.display()))?;
     let mut command = Command::new(python);
     command.args(["-m", "cascadekv.bench.vllm", "--environment", &environment]);
     command.args(arguments(args));
@@ -119,18 +119,18 @@ pub(super) fn run(
         command.arg("--json").arg(path);
     }
     let status = command.status().map_err(|error| Failure::measure("vLLM", error))?;
-    // Ended by a signal there is no code: it was interrupted.
+    // There is no exit code after a signal, which counts as an interruption.
     Ok(status.code().unwrap_or(crate::cli::EXIT_INTERRUPTED))
 }
 
-/// The flags that say what to measure.
+/// The arguments of the Python benchmark.
 fn arguments(args: &VllmArgs) -> Vec<String> {
     let (models, prompts, rounds) = if args.short {
         ("tiny".to_owned(), "512,1024".to_owned(), 2)
     } else {
         (names(&args.models), joined(args.prompts.iter().map(u32::to_string)), args.rounds)
     };
-    let mut told: Vec<String> = [
+    let mut arguments: Vec<String> = [
         ("--models", models),
         ("--prompts", prompts),
         ("--rounds", rounds.to_string()),
@@ -141,9 +141,9 @@ fn arguments(args: &VllmArgs) -> Vec<String> {
     .flat_map(|(flag, value)| [flag.to_owned(), value])
     .collect();
     if args.short {
-        told.push("--short".to_owned());
+        arguments.push("--short".to_owned());
     }
-    told
+    arguments
 }
 
 fn names<V: ValueEnum>(values: &[V]) -> String {
@@ -155,9 +155,9 @@ fn joined(values: impl Iterator<Item = String>) -> String {
     values.collect::<Vec<_>>().join(",")
 }
 
-/// The interpreter that was asked for, or the first that has what it takes.
-fn find_python(asked: Option<&Path>, interpreter: Option<PathBuf>) -> Result<PathBuf, Failure> {
-    let candidates = match asked {
+/// The requested interpreter, or the first candidate that has both packages.
+fn find_python(requested: Option<&Path>, interpreter: Option<PathBuf>) -> Result<PathBuf, Failure> {
+    let candidates = match requested {
         Some(path) => vec![path.to_owned()],
         None => interpreter.into_iter().chain([PathBuf::from(INSTALLED)]).collect(),
     };
@@ -165,7 +165,7 @@ fn find_python(asked: Option<&Path>, interpreter: Option<PathBuf>) -> Result<Pat
         let tried = joined(candidates.iter().map(|python| python.display().to_string()));
         Failure::usage(
             format!("no Python has both vllm and cascadekv; tried {tried}"),
-            "run make bench-vllm, which installs them below .cache, or name one with --python",
+            "run make bench-vllm, which installs them below .cache, or give one with --python",
         )
     })
 }
@@ -193,25 +193,25 @@ mod tests {
     }
 
     #[test]
-    fn what_was_asked_reaches_the_measurement_by_name() {
+    fn options_are_passed_to_the_python_benchmark() {
         let line = Line::parse_from(["vllm", "--models", "91m", "--from", "files,served"]);
-        let told = arguments(&line.args).join(" ");
+        let passed = arguments(&line.args).join(" ");
         let want = "--models 91m --prompts 1024,4096,8192 --rounds 5 --from files,served \
             --beside none,example,lmcache";
-        assert_eq!(told, want);
+        assert_eq!(passed, want);
         let short = Line::parse_from(["vllm", "--short", "--beside", "none"]);
-        let told = arguments(&short.args).join(" ");
-        assert!(told.starts_with("--models tiny --prompts 512,1024 --rounds 2"), "{told}");
-        assert!(told.ends_with("--beside none --short"), "{told}");
+        let passed = arguments(&short.args).join(" ");
+        assert!(passed.starts_with("--models tiny --prompts 512,1024 --rounds 2"), "{passed}");
+        assert!(passed.ends_with("--beside none --short"), "{passed}");
         assert!(Line::try_parse_from(["vllm", "--prompts", "17"]).is_err(), "less than two blocks");
     }
 
     #[test]
-    fn without_an_engine_it_says_what_to_install() {
+    fn an_interpreter_without_vllm_is_refused_with_the_command_that_installs_it() {
         let missing = Path::new("/nonexistent/python");
         let failure = find_python(Some(missing), None).unwrap_err();
-        let told = failure.explain();
-        assert!(told.contains("/nonexistent/python") && told.contains("make bench-vllm"), "{told}");
+        let text = failure.explain();
+        assert!(text.contains("/nonexistent/python") && text.contains("make bench-vllm"), "{text}");
         assert_eq!(failure.exit_code(), crate::cli::EXIT_USAGE);
     }
 }

@@ -1,4 +1,4 @@
-//! Proof that a file is read from the disk: its pages are not in the page cache.
+//! Drops files from the page cache and counts their cached pages, so that reads come from the disk.
 
 use std::fs::File;
 use std::io;
@@ -19,8 +19,8 @@ pub(super) fn files(directory: &Path) -> io::Result<Vec<PathBuf>> {
     Ok(found)
 }
 
-/// Asks the kernel to forget cached pages of all files below a directory.
-pub(super) fn forget(directory: &Path) -> io::Result<()> {
+/// Asks the kernel to drop the cached pages of all files below a directory.
+pub(super) fn drop_cached_pages(directory: &Path) -> io::Result<()> {
     for path in files(directory)? {
         let file = File::open(path)?;
         file.sync_all()?;
@@ -29,9 +29,9 @@ pub(super) fn forget(directory: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// Bytes of the files below a directory that are in the page cache, by `fincore`.
+/// Bytes of the files below a directory that are in the page cache, counted by `fincore`.
 ///
-/// None where that program is missing: then `O_DIRECT` is all the proof there is.
+/// None if that program is missing or fails. Then only `O_DIRECT` shows that reads are cold.
 pub(super) fn cached_bytes(directory: &Path) -> io::Result<Option<u64>> {
     let files = files(directory)?;
     let listing = Command::new("fincore").args(["-b", "-n", "-o", "RES"]).args(files).output();

@@ -1,4 +1,4 @@
-//! Segment reads (cold, proved) and writes against what the disk gives to fio or to plain preads.
+//! Cold segment reads and segment writes, compared with fio or plain preadv on the same disk.
 
 use std::fs::{self, File, OpenOptions};
 use std::io;
@@ -12,15 +12,16 @@ use cascade_store::{CallOptions, FilesConfig, Put, Store, StoreConfig, ViewOutco
 
 use crate::cli::Failure;
 use crate::measure::{
-    Bench, Figure, PATIENT, Target, cold, failed, gib_per_second, keys, open, size_name, timed,
+    Bench, FLUSH_OPTIONS, Figure, Target, cold, failed, gib_per_second, keys, open, size_name,
+    timed,
 };
 use crate::payload;
 
 const KIB: usize = 1 << 10;
 const MIB: usize = 1 << 20;
-/// Bytes of one read call: the depth that the limit is measured with is this over the block.
+/// Bytes of one call. Over the block size, this is the queue depth of the limit.
 const BATCH_BYTES: usize = 32 * MIB;
-/// Deepest queue for the limit.
+/// Limit of the queue depth.
 const DEPTH_MAX: usize = 32;
 
 pub(super) fn run(bench: &mut Bench<'_>) -> Result<(), Failure> {
@@ -33,10 +34,10 @@ pub(super) fn run(bench: &mut Bench<'_>) -> Result<(), Failure> {
     Ok(())
 }
 
-/// A directory that is gone when this is.
-pub(super) struct Scratch(PathBuf);
+/// A directory that is removed on drop.
+pub(super) struct ScratchDirectory(PathBuf);
 
-impl Scratch {
+impl ScratchDirectory {
     pub(super) fn new(below: &Path) -> Result<Self, Failure> {
         let path = below.join(format!("cascade-bench-{}", std::process::id()));
         let made = fs::create_dir_all(&path);
@@ -51,27 +52,27 @@ impl Scratch {
     }
 }
 
-impl Drop for Scratch {
+impl Drop for ScratchDirectory {
     fn drop(&mut self) {
-        // What stays is named for this process and lies where the caller asked for it.
+        // A directory that cannot be removed has the name of this process, in the chosen place.
         drop(fs::remove_dir_all(&self.0));
     }
 }
 
 fn read_and_write(bench: &mut Bench<'_>, size: usize, names: [String; 2]) -> Result<(), Failure> {
     let disk = |error: io::Error| Failure::measure("the disk", error);
-    let scratch = Scratch::new(&bench.directory)?;
+    let scratch = ScratchDirectory::new(&bench.directory)?;
     let bytes = if bench.is_full { 2048 * MIB } else { 512 * MIB };
     let keys = keys("disk", bytes / size);
     let depth = (BATCH_BYTES / size).clamp(1, DEPTH_MAX);
-    let limit = Limit::new(scratch.path("limit.bin"), bytes, size, depth).map_err(disk)?;
+    let limit = DiskLimit::new(scratch.path("limit.bin"), bytes, size, depth).map_err(disk)?;
     let mut samples: [Vec<f64>; 4] = Default::default();
     let mut cached_most = Some(0);
     for round in 0..bench.rounds() {
         let directory = scratch.path(&format!("store-{round}"));
         samples[0].push(limit.write().map_err(disk)?);
         samples[1].push(write(&directory, &keys, size)?);
-        cold::forget(&scratch.0).map_err(disk)?;
+        cold::drop_cached_pages(&scratch.0).map_err(disk)?;
         samples[2].push(limit.read().map_err(disk)?);
         let before = cold::cached_bytes(&directory).map_err(disk)?;
         samples[3].push(read(&directory, &keys, size)?);
@@ -106,7 +107,7 @@ fn config(directory: &Path, bytes: usize) -> StoreConfig {
     }
 }
 
-/// GiB/s from the first put until all is written down.
+/// GiB/s from the first put until the flush has written all blocks.
 fn write(directory: &Path, keys: &[BlockKey], size: usize) -> Result<f64, Failure> {
     let batch_blocks = BATCH_BYTES / size;
     let mut batch_bytes = vec![0; BATCH_BYTES];
@@ -124,7 +125,7 @@ fn write(directory: &Path, keys: &[BlockKey], size: usize) -> Result<f64, Failur
         });
     }
     let mut flushed = Ok(());
-    took += timed(|| flushed = store.flush(PATIENT));
+    took += timed(|| flushed = store.flush(FLUSH_OPTIONS));
     flushed.map_err(failed("segment writes"))?;
     store.close().map_err(failed("segment writes"))?;
     if !stored {
@@ -133,7 +134,7 @@ fn write(directory: &Path, keys: &[BlockKey], size: usize) -> Result<f64, Failur
     Ok(gib_per_second(keys.len() * size, took))
 }
 
-/// GiB/s of views on a store that was just opened: nothing of it is in DRAM.
+/// GiB/s of views on a store that was just opened, so that no block is in DRAM.
 fn read(directory: &Path, keys: &[BlockKey], size: usize) -> Result<f64, Failure> {
     let store: Store = open("segment reads", config(directory, keys.len() * size))?;
     let mut took = std::time::Duration::ZERO;
@@ -142,11 +143,13 @@ fn read(directory: &Path, keys: &[BlockKey], size: usize) -> Result<f64, Failure
         took += timed(|| outcomes = store.view(batch, CallOptions::default()));
         for (key, outcome) in batch.iter().zip(outcomes) {
             let ViewOutcome::Hit { slab, tier } = outcome else {
-                return Err(Failure::measure("segment reads", format!("a view gave {outcome:?}")));
+                let what = format!("a view returned {outcome:?}");
+                return Err(Failure::measure("segment reads", what));
             };
             let is_right = payload::check(key, &slab, size).is_ok();
             if !is_right || tier != "files" {
-                let what = format!("{key} came from {tier}, right bytes: {is_right}");
+                let bytes = if is_right { "right" } else { "WRONG" };
+                let what = format!("{key} was read from {tier} with {bytes} bytes");
                 return Err(Failure::measure("segment reads", what));
             }
         }
@@ -155,8 +158,8 @@ fn read(directory: &Path, keys: &[BlockKey], size: usize) -> Result<f64, Failure
     Ok(gib_per_second(keys.len() * size, took))
 }
 
-/// What the disk gives without a store.
-struct Limit {
+/// The throughput of the disk without a store.
+struct DiskLimit {
     path: PathBuf,
     bytes: usize,
     block: usize,
@@ -164,7 +167,7 @@ struct Limit {
     has_fio: bool,
 }
 
-impl Limit {
+impl DiskLimit {
     fn new(path: PathBuf, bytes: usize, block: usize, depth: usize) -> io::Result<Self> {
         let has_fio =
             Command::new("fio").arg("--version").output().is_ok_and(|o| o.status.success());
@@ -181,7 +184,7 @@ impl Limit {
         if self.has_fio {
             "fio, io_uring, O_DIRECT"
         } else {
-            "plain preadv and pwritev with O_DIRECT, a thread each (fio is not installed)"
+            "pread and pwrite with O_DIRECT, one thread per request (fio is not installed)"
         }
     }
 
@@ -202,16 +205,16 @@ impl Limit {
             .arg(format!("--size={}", self.bytes))
             .arg(format!("--iodepth={}", self.depth))
             .output()?;
-        let told: serde_json::Value = serde_json::from_slice(&output.stdout)?;
-        let rate = told["jobs"][0][direction]["bw_bytes"].as_f64().filter(|rate| *rate > 0.0);
+        let report: serde_json::Value = serde_json::from_slice(&output.stdout)?;
+        let rate = report["jobs"][0][direction]["bw_bytes"].as_f64().filter(|rate| *rate > 0.0);
         let rate = rate.ok_or_else(|| {
-            let said = String::from_utf8_lossy(&output.stderr);
-            io::Error::other(format!("fio told no rate: {}", said.trim()))
+            let errors = String::from_utf8_lossy(&output.stderr);
+            io::Error::other(format!("fio reported no throughput: {}", errors.trim()))
         })?;
         Ok(rate / crate::measure::GIB)
     }
 
-    /// As many threads as the queue is deep, each with an aligned buffer.
+    /// One thread per request in flight, each with an aligned buffer.
     fn plain(&self, is_write: bool) -> io::Result<f64> {
         let direct = rustix::fs::OFlags::DIRECT.bits().cast_signed();
         let mut options = OpenOptions::new();

@@ -1,37 +1,37 @@
-//! One measured figure: its samples, its limit, the share reached and what was asked of it.
+//! One measured figure: its samples, its limit, the share of the limit, and its target.
 
 use serde::Serialize;
 
-/// A figure as it is written to JSON.
+/// A figure, as in the JSON output.
 #[derive(Debug, Clone, Serialize)]
 pub struct Figure {
-    /// What was measured, such as `put/128KiB/1-thread`.
+    /// Its name, such as `put/128KiB/1-thread`.
     pub name: String,
     /// Median of the samples.
     pub value: f64,
     /// Its unit.
     pub unit: &'static str,
-    /// Median of the limit's samples, in the same unit; none where nothing physical bounds it.
+    /// Median of the limit's samples, in the same unit; none if no physical limit applies.
     pub limit: Option<f64>,
-    /// How much of the limit was reached: 1 is all of it, whichever direction is better.
+    /// The share of the limit that was reached; 1 is the limit, also for costs.
     pub share: Option<f64>,
-    /// One a round.
+    /// The samples, one per round.
     pub samples: Vec<f64>,
-    /// The limit's samples.
+    /// The samples of the limit.
     pub limit_samples: Vec<f64>,
     /// How the limit was measured.
     pub limit_is: String,
-    /// What was asked.
+    /// The target.
     pub target: Target,
-    /// Whether it is reached; none without a target.
+    /// Whether the target was met; none without a target.
     pub is_reached: Option<bool>,
 }
 
-/// What is asked of a figure.
+/// The target of a figure.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Target {
-    /// Nothing: it is told for what it is worth.
+    /// No target.
     None,
     /// At least this share of the limit.
     ShareAtLeast(f64),
@@ -126,7 +126,7 @@ impl Figure {
     }
 }
 
-/// The head of the table of figures.
+/// The header of the table of figures.
 pub fn table_header() -> String {
     format!(
         "{:<34}{:>9} {:<7}{:>9}{:>8}  {:<10}{:<9}{}",
@@ -148,7 +148,7 @@ fn spread(samples: &[f64]) -> (f64, f64) {
     (low, high)
 }
 
-/// The middle of the samples.
+/// The median of the samples.
 pub(super) fn median(samples: &[f64]) -> f64 {
     assert!(!samples.is_empty(), "a figure has samples");
     let mut sorted = samples.to_vec();
@@ -166,7 +166,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_share_says_how_close_to_the_limit_in_either_direction() {
+    fn the_share_of_the_limit_is_computed_for_rates_and_for_costs() {
         let target = Target::ShareAtLeast(0.8);
         let limit = || (vec![10.0, 10.0, 11.0], "memcpy");
         let rate = Figure::rate("r".into(), "GiB/s", vec![9.0, 7.0, 8.0], limit(), target);

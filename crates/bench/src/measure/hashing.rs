@@ -1,4 +1,4 @@
-//! What names and checksums cost, against reading the same bytes once.
+//! The cost of digests, checksums and keys, compared with one read of the same bytes.
 
 use cascade_block::{BlockKey, ChainTail, Digest, DigestAlgorithm, chain_keys, checksum};
 
@@ -12,7 +12,7 @@ pub(super) fn run(bench: &mut Bench<'_>) -> Result<(), Failure> {
     chains(bench)
 }
 
-/// Turns a block into something that depends on all of it.
+/// A function of all bytes of a block.
 type Hash = fn(&[u8]) -> u64;
 
 fn content(bench: &mut Bench<'_>) -> Result<(), Failure> {
@@ -26,13 +26,14 @@ fn content(bench: &mut Bench<'_>) -> Result<(), Failure> {
         return Ok(());
     }
     let data = vec![7_u8; BYTES];
+    // The result of each function is used, so that the compiler cannot remove the work.
     for ((_, function), name) in functions.iter().zip(names) {
         let (mut limit, mut value) = (Vec::new(), Vec::new());
         for _ in 0..bench.rounds() {
             limit.push(gib_per_second(BYTES, over_blocks(&data, read_once)));
             value.push(gib_per_second(BYTES, over_blocks(&data, function)));
         }
-        let limit = (limit, "adding up the same bytes as 64-bit words, one thread");
+        let limit = (limit, "the sum of the same bytes as 64-bit words, one thread");
         bench.deliver(Figure::rate(name, "GiB/s", value, limit, Target::None))?;
     }
     Ok(())
@@ -54,7 +55,7 @@ fn first_byte(digest: &Digest) -> u64 {
     u64::from(digest.as_bytes()[0])
 }
 
-/// Keys of a prompt of 128k tokens.
+/// The keys of a prompt of 128k tokens.
 fn chains(bench: &mut Bench<'_>) -> Result<(), Failure> {
     let tokens: Vec<u32> = (0..131_072).collect();
     for block_tokens in [16_usize, 64, 512] {

@@ -1,4 +1,4 @@
-//! Millions of keys: what a batched lookup costs and what a key takes, everything counted.
+//! Millions of keys: the cost of a batched lookup, and the memory of a key.
 
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};
@@ -10,9 +10,10 @@ use cascade_store::{CallOptions, Put, PutOutcome, Request, Store, StoreConfig};
 use crate::cli::Failure;
 use crate::environment::resident_bytes;
 use crate::measure::{Bench, Figure, Target, open, timed};
+use crate::random::SplitMix64;
 
 const BATCH: usize = 256;
-/// Batches that one percentile is taken of.
+/// Batches of one round, from which the percentiles are computed.
 const BATCHES: usize = 2000;
 
 pub(super) fn run(bench: &mut Bench<'_>) -> Result<(), Failure> {
@@ -28,9 +29,9 @@ pub(super) fn run(bench: &mut Bench<'_>) -> Result<(), Failure> {
     let limit = (vec![32.0], "the 32 bytes of the key itself");
     bench.deliver(Figure::cost(memory, "bytes", per_key, limit, Target::AtMost(200.0)))?;
 
-    let plain: HashMap<u64, u32, BuildHasherDefault<Fingerprint>> =
+    let plain: HashMap<u64, u32, BuildHasherDefault<FingerprintHasher>> =
         (0..count).map(|id| (key(id).fingerprint(), 0)).collect();
-    let mut random = Random(1);
+    let mut random = SplitMix64(1);
     let mut samples: [Vec<f64>; 5] = Default::default();
     for _ in 0..bench.rounds() {
         let (mut limit, mut value, mut cpu) = (Vec::new(), Vec::new(), Vec::new());
@@ -56,16 +57,17 @@ pub(super) fn run(bench: &mut Bench<'_>) -> Result<(), Failure> {
         samples[4].push(at(&cpu, 99));
     }
     let [limit_p50, p50, limit_p99, p99, p99_cpu] = samples;
-    let text = "std HashMap of as many 8-byte fingerprints, as many random keys, same percentile";
+    let text = "std HashMap with the same number of 8-byte fingerprints and keys, same percentile";
     let [name_p50, name_p99, name_cpu] = names;
     bench.deliver(Figure::cost(name_p50, "ns/key", p50, (limit_p50, text), Target::None))?;
     let limit = (limit_p99, text);
     bench.deliver(Figure::cost(name_p99, "ns/key", p99, limit.clone(), Target::AtMost(250.0)))?;
-    // On a busy machine one batch in a hundred is put off the processor; this is the cost without.
+    // On a busy machine, the wall time of 1 % of the batches includes a preemption; CPU time does
+    // not.
     bench.deliver(Figure::cost(name_cpu, "ns/key", p99_cpu, limit, Target::None))
 }
 
-/// A store of that many keys without payload, and by how much it grew resident memory.
+/// A store of `count` keys without payload, and the growth of resident memory.
 fn fill(count: u64) -> Result<(Store, u64), Failure> {
     let resident = || {
         resident_bytes().ok_or_else(|| Failure::measure("resident memory", "no /proc/self/status"))
@@ -81,27 +83,27 @@ fn fill(count: u64) -> Result<(Store, u64), Failure> {
         let batch: Vec<Put<'_>> = keys.iter().map(|key| Put::new(*key, &payload)).collect();
         let outcomes = store.put(&batch, CallOptions::default());
         if let Some(bad) = outcomes.iter().find(|o| !matches!(o, PutOutcome::Stored)) {
-            return Err(Failure::measure("lookups", format!("a put gave {bad:?}")));
+            return Err(Failure::measure("lookups", format!("a put returned {bad:?}")));
         }
     }
     Ok((store, resident()?.saturating_sub(before)))
 }
 
-/// Nanoseconds a key, by the clock and of this thread's processor time.
+/// Nanoseconds per key of one lookup: wall time and CPU time of this thread.
 fn lookup(store: &Store, keys: &[BlockKey]) -> Result<(f64, f64), Failure> {
     let mut found = 0;
-    let cpu_before = processor_time();
+    let cpu_before = cpu_time();
     let took = timed(|| found = store.lookup_prefix(&Request::new(keys)).tiers.len());
-    let cpu = processor_time().saturating_sub(cpu_before);
+    let cpu = cpu_time().saturating_sub(cpu_before);
     if found != keys.len() {
-        let what = format!("{found} of {} keys that were put are found", keys.len());
+        let what = format!("only {found} of {} keys that were put are found", keys.len());
         return Err(Failure::measure("lookups", what));
     }
     Ok((per_block(took), per_block(cpu)))
 }
 
-/// How long this thread has been on a processor.
-fn processor_time() -> Duration {
+/// CPU time of this thread.
+fn cpu_time() -> Duration {
     let time = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
     Duration::try_from(time).unwrap_or_default()
 }
@@ -110,9 +112,9 @@ fn per_block(took: Duration) -> f64 {
     took.as_secs_f64() * 1e9 / BATCH as f64
 }
 
-/// A key that costs nothing to make and is as uniform as a hash.
+/// A key that is cheap to compute and as uniform as a hash.
 fn key(id: u64) -> BlockKey {
-    let mut random = Random(id);
+    let mut random = SplitMix64(id);
     let mut bytes = [0; 32];
     for word in bytes.as_chunks_mut::<8>().0 {
         *word = random.next().to_le_bytes();
@@ -120,24 +122,11 @@ fn key(id: u64) -> BlockKey {
     BlockKey::from_bytes(bytes)
 }
 
-/// `SplitMix64`: enough for picking keys.
-pub(super) struct Random(pub(super) u64);
-
-impl Random {
-    pub(super) fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
-        let mut mixed = self.0;
-        mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-        mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
-        mixed ^ (mixed >> 31)
-    }
-}
-
-/// Fingerprints are hashes already.
+/// Returns the fingerprint itself, which is already uniform.
 #[derive(Debug, Default)]
-struct Fingerprint(u64);
+struct FingerprintHasher(u64);
 
-impl Hasher for Fingerprint {
+impl Hasher for FingerprintHasher {
     fn finish(&self) -> u64 {
         self.0
     }

@@ -1,4 +1,4 @@
-//! Put, copying get and view against memcpy between the same kinds of memory, cold.
+//! Put, copying get and view, compared with memcpy between the same kinds of memory, cold.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Barrier, Mutex, PoisonError};
@@ -15,15 +15,15 @@ use crate::payload;
 
 const KIB: usize = 1 << 10;
 const MIB: usize = 1 << 20;
-/// From this size on, put and get have targets.
-const TARGET_FROM: usize = 128 * KIB;
+/// Put and get have targets for blocks of this size and larger.
+const TARGET_BYTES_MIN: usize = 128 * KIB;
 /// Bytes of one call.
 const BATCH_BYTES: usize = 8 * MIB;
-/// Blocks of one call at most, and of the batch that views are measured with.
+/// Limit of the blocks of one call; also the batch size of views.
 const BATCH_BLOCKS: usize = 256;
 
-const PUT_LIMIT: &str = "memcpy from the same source into slabs of such a pool, same order";
-const GET_LIMIT: &str = "memcpy from slabs of such a pool into the same buffer, same order";
+const PUT_LIMIT: &str = "memcpy from the same source into slabs of an equal pool, same order";
+const GET_LIMIT: &str = "memcpy from slabs of an equal pool into the same buffer, same order";
 
 pub(super) fn run(bench: &mut Bench<'_>) -> Result<(), Failure> {
     let sizes = [4 * KIB, 16 * KIB, 64 * KIB, 128 * KIB, MIB, 2 * MIB, 16 * MIB];
@@ -46,17 +46,17 @@ pub(super) fn run(bench: &mut Bench<'_>) -> Result<(), Failure> {
     if bench.wants("view/128KiB/batch-256") { view(bench) } else { Ok(()) }
 }
 
-/// A share above 1 has a reason, and the reason has a figure.
+/// Describes the limit, with the rate of non-temporal copies, which explains a share above 1.
 fn limit_text(limit: &str, streamed: &[f64]) -> String {
     format!(
-        "{limit}. The store streams past the caches, which memcpy does only for larger pieces; \
+        "{limit}. The store uses non-temporal copies, which memcpy does only for larger blocks; \
          such copies alone reach {:.2} GiB/s",
         median(streamed)
     )
 }
 
-/// Memory and keys of one measurement.
-struct Bed {
+/// The memory, keys and store of one measurement.
+struct MemoryFixture {
     size: usize,
     keys: Vec<BlockKey>,
     source: Vec<u8>,
@@ -73,25 +73,25 @@ fn put_and_get(
     tail: &str,
     digest: DigestMode,
 ) -> Result<(), Failure> {
-    let mut bed = Bed::new(bench.is_full, size, threads, digest)?;
+    let mut fixture = MemoryFixture::new(bench.is_full, size, threads, digest)?;
     let mut samples: [Vec<f64>; 6] = Default::default();
-    // The first round touches memory that no later round finds untouched; it is not counted.
+    // Round 0 touches memory for the first time, which costs page faults. It is not counted.
     for round in 0..=bench.rounds() {
-        let memcpy_in = bed.copy_in(<[u8]>::copy_from_slice);
-        let streamed_in = bed.copy_in(copy_in);
-        let put = bed.put()?;
-        let memcpy_out = bed.copy_out(<[u8]>::copy_from_slice);
-        let streamed_out = bed.copy_out(|to, from| copy_out(to, from, BATCH_BYTES));
-        let seen = [memcpy_in, streamed_in, put, memcpy_out, streamed_out, bed.get()?];
+        let memcpy_in = fixture.copy_in(<[u8]>::copy_from_slice);
+        let streamed_in = fixture.copy_in(copy_in);
+        let put = fixture.put()?;
+        let memcpy_out = fixture.copy_out(<[u8]>::copy_from_slice);
+        let streamed_out = fixture.copy_out(|to, from| copy_out(to, from, BATCH_BYTES));
+        let times = [memcpy_in, streamed_in, put, memcpy_out, streamed_out, fixture.get()?];
         if round > 0 {
-            for (samples, took) in samples.iter_mut().zip(seen) {
-                samples.push(gib_per_second(bed.source.len(), took));
+            for (samples, took) in samples.iter_mut().zip(times) {
+                samples.push(gib_per_second(fixture.source.len(), took));
             }
         }
     }
-    bed.check()?;
+    fixture.check()?;
     let [memcpy_in, streamed_in, put, memcpy_out, streamed_out, get] = samples;
-    let has_target = size >= TARGET_FROM && digest == DigestMode::Off;
+    let has_target = size >= TARGET_BYTES_MIN && digest == DigestMode::Off;
     let target = |share| if has_target { Target::ShareAtLeast(share) } else { Target::None };
     let text = limit_text(PUT_LIMIT, &streamed_in);
     let limit = (memcpy_in, text.as_str());
@@ -104,14 +104,14 @@ fn put_and_get(
     bench.deliver(Figure::rate(format!("get{tail}"), "GiB/s", get, limit, target(0.9)))
 }
 
-impl Bed {
+impl MemoryFixture {
     fn new(
         is_full: bool,
         size: usize,
         threads: usize,
         digest: DigestMode,
     ) -> Result<Self, Failure> {
-        // Far beyond the caches, so that both sides are cold.
+        // Much more than the CPU caches, so that source and target are cold.
         let bytes = if is_full { 512 * MIB } else { 192 * MIB };
         let keys = keys("memory", bytes / size);
         let mut source = vec![0; keys.len() * size];
@@ -178,56 +178,57 @@ impl Bed {
             .zip(self.source.chunks_exact(self.size))
             .map(|(key, bytes)| Put::new(*key, bytes))
             .collect();
-        let wrong = Mutex::new(None);
+        let error = Mutex::new(None);
         let batch_blocks = self.batch_blocks();
         let took = in_parallel(blocks.chunks(self.share()).collect(), |part| {
             for batch in part.chunks(batch_blocks) {
                 let outcomes = self.store.put(batch, CallOptions::default());
                 if let Some(bad) = outcomes.iter().find(|o| !matches!(o, PutOutcome::Stored)) {
-                    note(&wrong, format!("a put gave {bad:?}"));
+                    record_error(&error, format!("a put returned {bad:?}"));
                 }
             }
         });
-        refuse(wrong).map(|()| took)
+        take_error(error).map(|()| took)
     }
 
     fn get(&mut self) -> Result<Duration, Failure> {
         let (share, batch_blocks) = (self.share(), self.batch_blocks());
         let mut buffers: Vec<&mut [u8]> = self.buffer.chunks_exact_mut(self.size).collect();
-        let (store, wrong) = (&self.store, Mutex::new(None));
+        let (store, error) = (&self.store, Mutex::new(None));
         let parts = self.keys.chunks(share).zip(buffers.chunks_mut(share));
         let took = in_parallel(parts.collect(), |(keys, buffers)| {
             for (keys, buffers) in keys.chunks(batch_blocks).zip(buffers.chunks_mut(batch_blocks)) {
                 let outcomes = store.get(keys, buffers, CallOptions::default());
                 let is_hit = |outcome: &&GetOutcome| !matches!(outcome, GetOutcome::Hit { .. });
                 if let Some(bad) = outcomes.iter().find(is_hit) {
-                    note(&wrong, format!("a get gave {bad:?}"));
+                    record_error(&error, format!("a get returned {bad:?}"));
                 }
             }
         });
-        refuse(wrong).map(|()| took)
+        take_error(error).map(|()| took)
     }
 
-    /// What the last get copied has to be what was put.
+    /// Checks that the last get copied the bytes that were put.
     fn check(&self) -> Result<(), Failure> {
         for (key, block) in self.keys.iter().zip(self.buffer.chunks_exact(self.size)) {
             payload::check(key, block, self.size)
-                .map_err(|wrong| Failure::measure("get", format!("WRONG BYTE: {wrong:?}")))?;
+                .map_err(|error| Failure::measure("get", format!("WRONG BYTE: {error:?}")))?;
         }
         Ok(())
     }
 }
 
-fn note(place: &Mutex<Option<String>>, message: String) {
-    place.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(message);
+/// Keeps the first error of all threads.
+fn record_error(first: &Mutex<Option<String>>, message: String) {
+    first.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(message);
 }
 
-fn refuse(place: Mutex<Option<String>>) -> Result<(), Failure> {
-    let message = place.into_inner().unwrap_or_else(PoisonError::into_inner);
+fn take_error(first: Mutex<Option<String>>) -> Result<(), Failure> {
+    let message = first.into_inner().unwrap_or_else(PoisonError::into_inner);
     message.map_or(Ok(()), |message| Err(Failure::measure("put and get", message)))
 }
 
-/// From the moment at which all threads start until the last is done.
+/// The time from the start of the first thread to the end of the last, behind a common barrier.
 fn in_parallel<T: Send>(parts: Vec<T>, work: impl Fn(T) + Sync) -> Duration {
     let barrier = Barrier::new(parts.len());
     let spans = Mutex::new(Vec::with_capacity(parts.len()));
@@ -248,29 +249,30 @@ fn in_parallel<T: Send>(parts: Vec<T>, work: impl Fn(T) + Sync) -> Duration {
     ended.saturating_sub(began)
 }
 
-/// A view copies nothing: its cost is finding the block and holding it.
+/// Views copy nothing: their cost is the lookup and the reference count.
 fn view(bench: &mut Bench<'_>) -> Result<(), Failure> {
     let size = 128 * KIB;
-    let bed = Bed::new(false, size, 1, DigestMode::Off)?;
-    let blocks = bed.keys.iter().zip(bed.source.chunks_exact(size));
+    let fixture = MemoryFixture::new(false, size, 1, DigestMode::Off)?;
+    let blocks = fixture.keys.iter().zip(fixture.source.chunks_exact(size));
     let blocks: Vec<Put<'_>> = blocks.map(|(key, bytes)| Put::new(*key, bytes)).collect();
-    drop(bed.store.put(&blocks, CallOptions::default()));
+    drop(fixture.store.put(&blocks, CallOptions::default()));
     let held: HashMap<BlockKey, Arc<usize>> =
-        bed.keys.iter().enumerate().map(|(at, key)| (*key, Arc::new(at))).collect();
+        fixture.keys.iter().enumerate().map(|(at, key)| (*key, Arc::new(at))).collect();
     let mut samples = (Vec::new(), Vec::new());
     let repeats = 200;
     for _ in 0..bench.rounds() {
         let (mut limit, mut value) = (Duration::ZERO, Duration::ZERO);
         for repeat in 0..repeats {
-            let start = repeat * 131 % (bed.keys.len() - BATCH_BLOCKS);
-            let batch = &bed.keys[start..start + BATCH_BLOCKS];
+            // A prime step, so that successive batches start at scattered keys.
+            let start = repeat * 131 % (fixture.keys.len() - BATCH_BLOCKS);
+            let batch = &fixture.keys[start..start + BATCH_BLOCKS];
             limit += timed(|| {
                 let found: Vec<Option<Arc<usize>>> =
                     batch.iter().map(|key| held.get(key).cloned()).collect();
                 drop(std::hint::black_box(found));
             });
             let mut outcomes = Vec::new();
-            value += timed(|| outcomes = bed.store.view(batch, CallOptions::default()));
+            value += timed(|| outcomes = fixture.store.view(batch, CallOptions::default()));
             if !outcomes.iter().all(|outcome| matches!(outcome, ViewOutcome::Hit { .. })) {
                 return Err(Failure::measure("view", "a resident block was not a hit"));
             }

@@ -1,19 +1,19 @@
-//! Figures of a served node: a process of its own, worker processes, real sockets, one pool.
+//! The benchmark `node`: a node process and worker processes with real sockets and one pool.
 
 mod batch;
 mod control;
 mod copies;
-mod crew;
-mod echo;
+mod echo_process;
 mod hot;
 mod idle;
 mod load;
-mod order;
 mod process;
+mod protocol;
 mod replayed;
 mod served;
 mod soak;
 mod worker;
+mod worker_group;
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -28,21 +28,22 @@ pub use worker::run as run_worker;
 const KIB: usize = 1 << 10;
 const MIB: usize = 1 << 20;
 
-/// How calls wait in measurements: a busy machine is slow, a hang is still an error.
-const PATIENT: CallOptions = CallOptions { timeout: Some(Duration::from_secs(60)), writer: None };
+/// The options of all calls: long enough for a busy machine, but a hang is an error.
+const CALL_OPTIONS: CallOptions =
+    CallOptions { timeout: Some(Duration::from_secs(60)), writer: None };
 
-/// What is measured of a node, beside names and rounds.
+/// The options of the benchmark `node`.
 #[derive(Debug, Clone, Default)]
 pub struct NodeOptions {
-    /// Few repetitions: whether everything works, not how well.
+    /// Few repetitions, which only show that everything works.
     pub is_short: bool,
     /// A trace to replay through a client.
     pub trace: Option<PathBuf>,
-    /// How long a mixed load with dying workers lasts; nothing for none.
+    /// Duration of a mixed load while workers are killed; none to skip it.
     pub soak: Option<Duration>,
 }
 
-/// One measurement of a node under way.
+/// The benchmark with its options.
 struct NodeBench<'b, 'a> {
     bench: &'b mut Bench<'a>,
     options: &'b NodeOptions,
@@ -50,7 +51,7 @@ struct NodeBench<'b, 'a> {
 
 /// Measures a served node.
 pub fn run(bench: &mut Bench<'_>, options: &NodeOptions) -> Result<(), Failure> {
-    process::raise_descriptors()?;
+    process::raise_descriptor_limit()?;
     let mut bench = NodeBench { bench, options };
     control::run(&mut bench)?;
     batch::run(&mut bench)?;
@@ -67,7 +68,7 @@ impl NodeBench<'_, '_> {
         if self.options.is_short { 2 } else { self.bench.rounds() }
     }
 
-    /// A count or size, less where figures are not wanted for their values.
+    /// A count or size; a sixteenth of it in a short run.
     fn scaled(&self, usual: usize) -> usize {
         if self.options.is_short { (usual / 16).max(1) } else { usual }
     }
@@ -81,20 +82,20 @@ impl NodeBench<'_, '_> {
     }
 }
 
-/// Nanoseconds on the clock that all processes of this machine share.
+/// Nanoseconds of `CLOCK_MONOTONIC`, which all processes of this machine share.
 fn machine_ns() -> u64 {
     let time = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
     let time = Duration::try_from(time).unwrap_or_default();
     u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
 }
 
-/// Sleeps for at least that long.
-fn rest(time: Duration) {
+/// Sleeps for at least `time`.
+fn sleep(time: Duration) {
     let until = machine_ns().saturating_add(u64::try_from(time.as_nanos()).unwrap_or(u64::MAX));
-    rest_until(until);
+    sleep_until(until);
 }
 
-fn rest_until(until_ns: u64) {
+fn sleep_until(until_ns: u64) {
     loop {
         let left = until_ns.saturating_sub(machine_ns());
         if left == 0 {
@@ -104,15 +105,15 @@ fn rest_until(until_ns: u64) {
     }
 }
 
-/// Every block of a batch was stored, or the first that was not.
+/// An error with the first outcome other than stored, if any.
 fn all_stored(outcomes: &[PutOutcome]) -> Result<(), String> {
     match outcomes.iter().find(|outcome| !matches!(outcome, PutOutcome::Stored)) {
-        Some(bad) => Err(format!("a put gave {bad:?}")),
+        Some(bad) => Err(format!("a put returned {bad:?}")),
         None => Ok(()),
     }
 }
 
-/// Blocks of equal length, as they are put.
+/// The puts of blocks of equal size that lie one after the other in `bytes`.
 fn puts<'a>(keys: &[cascade_block::BlockKey], bytes: &'a [u8], size: usize) -> Vec<Put<'a>> {
     keys.iter().zip(bytes.chunks_exact(size)).map(|(key, bytes)| Put::new(*key, bytes)).collect()
 }

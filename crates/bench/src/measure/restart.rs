@@ -1,4 +1,4 @@
-//! How long a store takes to open with many blocks, and how much memory it takes under pressure.
+//! The time to open a store with many blocks, and its resident memory when DRAM is oversubscribed.
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -10,8 +10,8 @@ use cascade_store::{
 
 use crate::cli::Failure;
 use crate::environment::resident_bytes;
-use crate::measure::disk::Scratch;
-use crate::measure::{Bench, Figure, PATIENT, Target, failed, keys, open, timed};
+use crate::measure::disk::ScratchDirectory;
+use crate::measure::{Bench, FLUSH_OPTIONS, Figure, Target, failed, keys, open, timed};
 use crate::payload;
 
 const MIB: usize = 1 << 20;
@@ -24,12 +24,12 @@ pub(super) fn run(bench: &mut Bench<'_>) -> Result<(), Failure> {
     if bench.is_full { restart(bench, "restart/1M-blocks", 1_000_000, 10.0) } else { Ok(()) }
 }
 
-/// Opens a directory of many small blocks, then reads some of them.
+/// Opens a file tier with many small blocks, then reads some of them.
 fn restart(bench: &mut Bench<'_>, name: &str, count: usize, most: f64) -> Result<(), Failure> {
     if !bench.wants(name) {
         return Ok(());
     }
-    let scratch = Scratch::new(&bench.directory)?;
+    let scratch = ScratchDirectory::new(&bench.directory)?;
     let mut files = FilesConfig::new(scratch.path("store"));
     files.capacity_bytes = (count * BLOCK * 4).max(1024 * MIB) as u64;
     let config = StoreConfig {
@@ -57,20 +57,21 @@ fn restart(bench: &mut Bench<'_>, name: &str, count: usize, most: f64) -> Result
         check_some(&store, &keys)?;
         store.close().map_err(failed("restart"))?;
     }
-    let limit = (limit, "putting as many keys into a std HashMap");
+    let limit = (limit, "insertion of the same number of keys into a std HashMap");
     bench.deliver(Figure::cost(name.to_owned(), "s", value, limit, Target::AtMost(most)))
 }
 
-/// Opens a pool whose name outlived its store, then reads all of it.
+/// Opens a kept pool after its store was closed, then reads all of its blocks.
 fn warm_restart(bench: &mut Bench<'_>, name: &str, bytes: usize) -> Result<(), Failure> {
     const SIZE: usize = 128 << 10;
-    /// What the pool may keep ready, so that nothing is evicted.
+    /// Space for slabs in the pool's magazines, so that no block is evicted.
     const MAGAZINE_BLOCKS: usize = 128;
     if !bench.wants(name) {
         return Ok(());
     }
     let memory = Path::new("/dev/shm");
-    let scratch = Scratch::new(if memory.is_dir() { memory } else { &bench.directory })?;
+    let parent = if memory.is_dir() { memory } else { &bench.directory };
+    let scratch = ScratchDirectory::new(parent)?;
     let config = StoreConfig {
         dram_bytes: bytes as u64,
         pool_file: Some(scratch.path("pool")),
@@ -91,7 +92,7 @@ fn warm_restart(bench: &mut Bench<'_>, name: &str, bytes: usize) -> Result<(), F
         let empty = StoreConfig { pool_file: None, ..config.clone() };
         limit.push(timed(|| drop(Store::open(empty))).as_secs_f64());
     }
-    let limit = (limit, "opening and closing an empty store of that size");
+    let limit = (limit, "opening and closing an empty store of that capacity");
     let target = Target::AtMost(5.0 * bytes as f64 / (4_u64 << 30) as f64);
     bench.deliver(Figure::cost(name.to_owned(), "s", value, limit, target))
 }
@@ -106,13 +107,13 @@ fn put_all(store: &Store, keys: &[BlockKey], size: usize) -> Result<(), Failure>
         let puts: Vec<Put<'_>> = puts.map(|(key, bytes)| Put::new(*key, bytes)).collect();
         let outcomes = store.put(&puts, CallOptions::default());
         if let Some(bad) = outcomes.iter().find(|o| !matches!(o, PutOutcome::Stored)) {
-            return Err(Failure::measure("a put", format!("it gave {bad:?}")));
+            return Err(Failure::measure("a put", format!("it returned {bad:?}")));
         }
     }
-    store.flush(PATIENT).map_err(failed("a flush"))
+    store.flush(FLUSH_OPTIONS).map_err(failed("a flush"))
 }
 
-/// Every hundredth block has to be there and right.
+/// Reads and checks a hundred blocks, evenly spread.
 fn check_some(store: &Store, keys: &[BlockKey]) -> Result<(), Failure> {
     check_each(store, keys.iter().step_by(keys.len() / 100), BLOCK)
 }
@@ -127,14 +128,14 @@ fn check_each<'a>(
         let outcomes = store.get(&[*key], &mut [&mut buffer], CallOptions::default());
         let is_hit = matches!(outcomes.first(), Some(GetOutcome::Hit { .. }));
         if !is_hit || payload::check(key, &buffer, size).is_err() {
-            let what = format!("{key} came back as {outcomes:?} or with other bytes");
-            return Err(Failure::measure("restart", what));
+            let what = if is_hit { "WRONG BYTES".to_owned() } else { format!("{outcomes:?}") };
+            return Err(Failure::measure("restart", format!("a get of {key} returned {what}")));
         }
     }
     Ok(())
 }
 
-/// Four times as many bytes as DRAM may hold, written through to files.
+/// Puts four times the capacity of DRAM, with a file tier, and measures resident memory.
 pub(super) fn resident(bench: &mut Bench<'_>) -> Result<(), Failure> {
     let name = "memory/resident/4x-oversubscribed";
     if !bench.wants(name) {
@@ -145,7 +146,7 @@ pub(super) fn resident(bench: &mut Bench<'_>) -> Result<(), Failure> {
         bytes.ok_or_else(|| Failure::measure("resident memory", "no /proc/self/status"))
     };
     let budget = if bench.is_full { 1024 } else { 256 } * MIB;
-    let scratch = Scratch::new(&bench.directory)?;
+    let scratch = ScratchDirectory::new(&bench.directory)?;
     let mut files = FilesConfig::new(scratch.path("store"));
     files.capacity_bytes = 8 * budget as u64;
     let config = StoreConfig {
@@ -164,7 +165,7 @@ pub(super) fn resident(bench: &mut Bench<'_>) -> Result<(), Failure> {
     }
     store.close().map_err(failed("resident memory"))?;
     let budget = budget as f64 / MIB as f64;
-    let limit = (vec![budget], "the budget given as dram_bytes");
+    let limit = (vec![budget], "the configured capacity, dram_bytes");
     let target = Target::AtMost(budget * 1.05);
     bench.deliver(Figure::cost(name.to_owned(), "MiB", vec![most], limit, target))
 }

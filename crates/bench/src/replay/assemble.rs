@@ -1,4 +1,4 @@
-//! From options to a plan, and from what was measured to the result.
+//! Assembles the plan of a replay from its options, and the result from the measurements.
 
 use std::collections::{BTreeMap, HashSet};
 use std::time::Duration;
@@ -8,47 +8,48 @@ use cascade_store::Stats;
 
 use crate::cli::{Count, Failure, ReplayArgs};
 use crate::environment::Environment;
-use crate::replay::ceilings::{Study, endless_cache_hits};
+use crate::replay::ceilings::{DramStudy, unbounded_cache_hits};
+use crate::replay::counts::{ReplayCounts, RequestRecord};
 use crate::replay::result::{
     LatencyFacts, PayloadFacts, ReplayResult, RunFacts, StoreSeconds, TimeSlice, TraceFacts, ratio,
 };
 use crate::replay::run::RunOutcome;
-use crate::replay::tally::{RequestRecord, Tally};
+
 use crate::replay::workload::Workload;
 use crate::study::reuse_distances;
 use crate::trace::{Trace, TraceError};
 
-/// The model whose true block size is told when the payload is scaled down.
+/// The model whose block size is reported when the payload is scaled down.
 const REFERENCE_MODEL: &str = "llama3.1-8b";
-/// Parts of the trace's time in the plot of hits.
+/// Time slices in the plot of hits.
 const TIME_SLICES: u32 = 60;
 
-/// What will be replayed and how.
+/// The options of a replay with its trace and sizes.
 #[derive(Debug)]
 pub struct Plan<'a> {
     args: &'a ReplayArgs,
     trace: Trace,
     payload: PayloadFacts,
     block_bytes: usize,
-    /// Requests before counting begins.
+    /// Number of warm-up requests.
     pub warm_up: usize,
 }
 
-/// What a replay through a store gave.
+/// The measurements of a replay through a store.
 #[derive(Debug)]
 pub struct Measured {
     /// Counts and times.
     pub outcome: RunOutcome,
-    /// How long the end waited until all was written down.
+    /// Duration of the last flush.
     pub flush: Duration,
-    /// Blocks that the file tier had before.
+    /// Blocks in the file tier before the replay.
     pub started_with_blocks: u64,
-    /// The store's own counters.
+    /// The store's statistics.
     pub stats: Stats,
 }
 
 impl<'a> Plan<'a> {
-    /// Reads the traces and settles sizes.
+    /// Reads the traces and computes the sizes.
     pub fn new(args: &'a ReplayArgs) -> Result<Self, Failure> {
         let mut trace = read_trace(args)?;
         if let Some(limit) = args.limit {
@@ -57,7 +58,10 @@ impl<'a> Plan<'a> {
         let payload = payload_facts(args, trace.block_tokens)?;
         if !args.metadata_only && args.dram < payload.block_bytes {
             return Err(Failure::usage(
-                format!("--dram {} holds no block of {} bytes", args.dram, payload.block_bytes),
+                format!(
+                    "--dram {} is smaller than one block of {} bytes",
+                    args.dram, payload.block_bytes
+                ),
                 "raise --dram, or lower --block-bytes",
             ));
         }
@@ -66,26 +70,26 @@ impl<'a> Plan<'a> {
         Ok(Self { args, trace, payload, block_bytes, warm_up })
     }
 
-    /// The requests as a store sees them.
+    /// The requests with keys for a store.
     pub fn workload(&self) -> Workload {
         Workload::new(&self.trace, self.block_bytes)
     }
 
     /// The result of a replay through a store.
     pub fn result(&self, measured: &Measured, environment: Environment) -> ReplayResult {
-        let tally = &measured.outcome.tally;
-        let mut result = self.frame(tally, environment);
+        let counts = &measured.outcome.counts;
+        let mut result = self.common_result(counts, environment);
         result.seconds = (measured.outcome.took + measured.flush).as_secs_f64();
         result.store_seconds = StoreSeconds {
-            lookup: tally.time.lookup.as_secs_f64(),
-            read: tally.time.read.as_secs_f64(),
-            put: tally.time.put.as_secs_f64(),
+            lookup: counts.time.lookup.as_secs_f64(),
+            read: counts.time.read.as_secs_f64(),
+            put: counts.time.put.as_secs_f64(),
             flush: measured.flush.as_secs_f64(),
-            checking: tally.checking.as_secs_f64(),
+            checking: counts.checking.as_secs_f64(),
         };
-        let read = tally.read_by_tier.iter();
+        let read = counts.read_by_tier.iter();
         result.latency = Some(LatencyFacts {
-            lookup: tally.lookup.summary(),
+            lookup: counts.lookup.summary(),
             read: read
                 .clone()
                 .map(|(tier, all)| named_pair(tier, all.latencies.summary()))
@@ -95,7 +99,7 @@ impl<'a> Plan<'a> {
                     named_pair(tier, ratio(all.bytes as f64, all.time.as_secs_f64()))
                 })
                 .collect(),
-            put: tally.put.summary(),
+            put: counts.put.summary(),
         });
         result.run.was_stopped = measured.outcome.was_stopped;
         result.run.started_with_blocks = measured.started_with_blocks;
@@ -108,19 +112,19 @@ impl<'a> Plan<'a> {
         result
     }
 
-    /// The result of placement alone.
+    /// The result of a replay of keys only.
     pub fn without_payload(&self, environment: Environment) -> ReplayResult {
         let study = self.study();
-        let mut tally = Tally::default();
+        let mut counts = ReplayCounts::default();
         let outcomes = self.trace.requests.iter().zip(study.hits_by_request());
         for (index, (request, hits)) in outcomes.enumerate().skip(self.warm_up) {
             let blocks = request.blocks.len() as u64;
             let hits = vec![("dram", hits)];
-            tally.blocks_requested += blocks;
-            tally.count_hits(&hits);
-            tally.requests.push(RequestRecord { index, at: request.at, blocks, hits });
+            counts.blocks_requested += blocks;
+            counts.count_hits(&hits);
+            counts.requests.push(RequestRecord { index, at: request.at, blocks, hits });
         }
-        self.frame(&tally, environment)
+        self.common_result(&counts, environment)
     }
 
     /// Blocks that fit into DRAM.
@@ -130,8 +134,8 @@ impl<'a> Plan<'a> {
         if self.args.metadata_only { blocks } else { blocks.min(fitting) }
     }
 
-    fn study(&self) -> Study<'_> {
-        Study {
+    fn study(&self) -> DramStudy<'_> {
+        DramStudy {
             trace: &self.trace,
             policy: self.args.policy.kind(),
             dram_blocks: self.dram_blocks(),
@@ -139,23 +143,24 @@ impl<'a> Plan<'a> {
         }
     }
 
-    /// All that does not depend on a store.
-    fn frame(&self, tally: &Tally, environment: Environment) -> ReplayResult {
+    /// The part of the result that replays with and without a store share.
+    fn common_result(&self, counts: &ReplayCounts, environment: Environment) -> ReplayResult {
         let args = self.args;
-        let endless = endless_cache_hits(&self.trace);
+        let unbounded = unbounded_cache_hits(&self.trace);
         let (mut ceilings, dram_sweep) = self.study().ceilings(self.payload.block_bytes);
-        let counted = || tally.requests.iter().map(|request| endless[request.index]);
-        ceilings.endless = ratio(counted().sum::<u64>() as f64, tally.blocks_requested as f64);
-        let hits = tally.blocks_hit();
+        // Only counted requests, so that this ceiling compares with the hit rate after a warm-up.
+        let hits = counts.requests.iter().map(|request| unbounded[request.index]);
+        ceilings.unbounded = ratio(hits.sum::<u64>() as f64, counts.blocks_requested as f64);
+        let hits = counts.blocks_hit();
         ReplayResult {
-            requests: tally.requests.len() as u64,
-            blocks_requested: tally.blocks_requested,
+            requests: counts.requests.len() as u64,
+            blocks_requested: counts.blocks_requested,
             blocks_hit: hits,
-            hit_rate: ratio(hits as f64, tally.blocks_requested as f64),
-            hits_by_tier: named(&tally.hits_by_tier),
-            bytes_read: tally.bytes_read,
-            bytes_written: tally.bytes_written,
-            wrong_blocks: tally.wrong_blocks,
+            hit_rate: ratio(hits as f64, counts.blocks_requested as f64),
+            hits_by_tier: named(&counts.hits_by_tier),
+            bytes_read: counts.bytes_read,
+            bytes_written: counts.bytes_written,
+            wrong_blocks: counts.wrong_blocks,
             policy: args.policy.name(),
             dram_bytes: args.dram,
             files_bytes: 0,
@@ -175,12 +180,12 @@ impl<'a> Plan<'a> {
             },
             store_seconds: StoreSeconds::default(),
             latency: None,
-            puts: named(&tally.puts),
-            wrong_examples: tally.wrong_examples.iter().map(ToString::to_string).collect(),
-            failures: tally.failures.clone(),
+            puts: named(&counts.puts),
+            wrong_examples: counts.wrong_examples.iter().map(ToString::to_string).collect(),
+            failures: counts.failures.clone(),
             ceilings,
             bytes_written_down: BTreeMap::new(),
-            timeline: timeline(&tally.requests, &endless),
+            timeline: timeline(&counts.requests, &unbounded),
             reuse: reuse_distances(&self.trace),
             dram_sweep,
             store: BTreeMap::new(),
@@ -220,17 +225,17 @@ fn read_trace(args: &ReplayArgs) -> Result<Trace, Failure> {
     })
 }
 
-/// Different blocks among the requests that are left after `--limit`.
+/// Number of unique blocks of the requests after `--limit`.
 fn unique_blocks(trace: &Trace) -> u64 {
     let blocks = trace.requests.iter().flat_map(|request| &request.blocks);
     blocks.collect::<HashSet<_>>().len() as u64
 }
 
-/// How large a block is here, and how large it would be in production.
+/// The block size in this replay and of the model.
 fn payload_facts(args: &ReplayArgs, block_tokens: u32) -> Result<PayloadFacts, Failure> {
     let name = args.model.as_deref().unwrap_or(REFERENCE_MODEL);
     let geometry = Geometry::by_name(name).map_err(|unknown| {
-        Failure::usage(format!("--model {name}: {unknown}"), "name one of them")
+        Failure::usage(format!("--model {name}: {unknown}"), "give one of these names")
     })?;
     let model_block_bytes = geometry.block_bytes(u64::from(block_tokens));
     let block_bytes = if args.model.is_some() { model_block_bytes } else { args.block_bytes };
@@ -250,14 +255,14 @@ fn named(counts: &BTreeMap<&'static str, u64>) -> BTreeMap<String, u64> {
     counts.iter().map(|(name, count)| ((*name).to_owned(), *count)).collect()
 }
 
-/// Hits over the trace's time, in equal parts.
-fn timeline(requests: &[RequestRecord], endless: &[u64]) -> Vec<TimeSlice> {
+/// Hits over the time of the trace, in slices of equal length.
+fn timeline(requests: &[RequestRecord], unbounded: &[u64]) -> Vec<TimeSlice> {
     let (Some(first), Some(last)) = (requests.first(), requests.last()) else { return Vec::new() };
     let length = (last.at.saturating_sub(first.at) / TIME_SLICES).max(Duration::from_millis(1));
     let mut slices: Vec<TimeSlice> = Vec::new();
     for request in requests {
         let since = request.at.saturating_sub(first.at).as_nanos() / length.as_nanos();
-        let at = usize::try_from(since).expect("a part of sixty").min(TIME_SLICES as usize - 1);
+        let at = usize::try_from(since).expect("at most sixty").min(TIME_SLICES as usize - 1);
         while slices.len() <= at {
             let from = first.at + length * u32::try_from(slices.len()).expect("at most sixty");
             slices.push(TimeSlice {
@@ -265,11 +270,11 @@ fn timeline(requests: &[RequestRecord], endless: &[u64]) -> Vec<TimeSlice> {
                 to_seconds: (from + length).as_secs_f64(),
                 blocks: 0,
                 hits: BTreeMap::new(),
-                endless: 0,
+                unbounded: 0,
             });
         }
         slices[at].blocks += request.blocks;
-        slices[at].endless += endless[request.index];
+        slices[at].unbounded += unbounded[request.index];
         for (tier, count) in &request.hits {
             *slices[at].hits.entry((*tier).to_owned()).or_default() += count;
         }

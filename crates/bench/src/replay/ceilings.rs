@@ -1,4 +1,4 @@
-//! What other caches would have hit on the same requests, from metadata alone.
+//! Hit rates of other caches on the same requests, computed from keys only.
 
 use std::collections::HashSet;
 
@@ -6,37 +6,37 @@ use cascade_store::PolicyKind;
 use cascade_store::eviction::policy;
 
 use crate::replay::result::{Ceilings, SweepPoint};
-use crate::study::{StudyOptions, optimum, replay_metadata, replay_watched};
+use crate::study::{StudyOptions, optimum, replay_metadata, replay_with_callback};
 use crate::trace::Trace;
 
-/// Sizes of DRAM that are tried, as powers of two of this run's.
+/// DRAM capacities to simulate: this run's capacity times 2 to these powers.
 const SWEEP: std::ops::RangeInclusive<i32> = -3..=3;
 
-/// A trace, a policy and a size of DRAM.
+/// A trace, a policy and the capacity of DRAM.
 #[derive(Debug)]
-pub struct Study<'a> {
-    /// What is asked.
+pub struct DramStudy<'a> {
+    /// The requests.
     pub trace: &'a Trace,
-    /// What chooses victims.
+    /// The eviction policy.
     pub policy: PolicyKind,
-    /// Blocks that fit.
+    /// Capacity in blocks.
     pub dram_blocks: u64,
-    /// Whether a last partial block is taken.
+    /// Whether the last block of a request is admitted when it is not full.
     pub admits_partial: bool,
 }
 
-impl Study<'_> {
+impl DramStudy<'_> {
     /// Leading hits of each request.
     pub fn hits_by_request(&self) -> Vec<u64> {
         let mut all = vec![0; self.trace.requests.len()];
-        let mut watch = |request: usize, hits: usize| all[request] = hits as u64;
+        let mut record = |request: usize, hits: usize| all[request] = hits as u64;
         let policy = policy(self.policy);
-        replay_watched(self.trace, policy, self.dram_blocks, &self.options(), &mut watch);
+        replay_with_callback(self.trace, policy, self.dram_blocks, &self.options(), &mut record);
         all
     }
 
-    /// Hit rates of other caches, and of this policy at other sizes. Of all requests: a warm-up
-    /// is part of them.
+    /// Hit rates of other caches, and of this policy at other capacities, over all requests
+    /// including the warm-up.
     pub fn ceilings(&self, block_bytes: u64) -> (Ceilings, Vec<SweepPoint>) {
         let mut ceilings = Ceilings::default();
         let mut sweep: Vec<SweepPoint> = Vec::new();
@@ -80,8 +80,8 @@ impl Study<'_> {
     }
 }
 
-/// How many blocks of each request a cache without limit hits, unbroken from the request's start.
-pub fn endless_cache_hits(trace: &Trace) -> Vec<u64> {
+/// Leading hits of each request in an unbounded cache.
+pub fn unbounded_cache_hits(trace: &Trace) -> Vec<u64> {
     let mut seen = HashSet::new();
     let hits = trace.requests.iter().map(|request| {
         let leading = request.blocks.iter().take_while(|block| seen.contains(*block)).count();
@@ -93,18 +93,18 @@ pub fn endless_cache_hits(trace: &Trace) -> Vec<u64> {
 
 #[cfg(test)]
 mod tests {
-    use crate::trace::{Source, parse};
+    use crate::trace::{TraceSource, parse};
 
     use super::*;
 
     #[test]
-    fn an_endless_cache_hits_only_while_unbroken() {
+    fn an_unbounded_cache_counts_leading_hits_only() {
         let line = |ids: [u64; 3]| {
             let lengths = "\"input_length\":1536,\"output_length\":1";
             format!("{{\"timestamp\":0,{lengths},\"hash_ids\":{ids:?}}}")
         };
         let lines = [[0, 1, 9], [0, 2, 1], [3, 0, 1]].map(line).join("\n");
-        let trace = parse("t", &[Source { name: "t", bytes: lines.as_bytes() }]).unwrap();
-        assert_eq!(endless_cache_hits(&trace), [0, 1, 0]);
+        let trace = parse("t", &[TraceSource { name: "t", bytes: lines.as_bytes() }]).unwrap();
+        assert_eq!(unbounded_cache_hits(&trace), [0, 1, 0]);
     }
 }

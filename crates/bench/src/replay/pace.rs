@@ -1,4 +1,4 @@
-//! Holds requests back until their recorded time, sped up; gives way when told to stop.
+//! Delays requests until their recorded time divided by the speed, or until the replay stops.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
@@ -6,10 +6,10 @@ use std::time::Duration;
 
 use cascade_block::Clock;
 
-/// How soon a waiting worker notices that it should stop.
-const NOTICE: Duration = Duration::from_millis(50);
+/// Poll interval of the stop flag while a worker waits.
+const POLL_INTERVAL: Duration = Duration::from_millis(50);
 
-/// When each request may start.
+/// The start time of each request.
 #[derive(Debug)]
 pub struct Pace<'a> {
     clock: &'a dyn Clock,
@@ -18,17 +18,17 @@ pub struct Pace<'a> {
 }
 
 impl<'a> Pace<'a> {
-    /// Starts now. `speed` 0 never waits; 1 is real time; 60 a minute a second.
+    /// Starts now. Speed 0 never waits, 1 is real time, 60 is one minute per second.
     pub fn new(clock: &'a dyn Clock, speed: f64) -> Self {
         Self { clock, began: clock.monotonic(), speed }
     }
 
-    /// Waits for a request's arrival; false if `is_stopped` was set before it came.
+    /// Waits for the arrival of a request. False if `is_stopped` was set before it.
     pub fn wait_until(&self, arrival: Duration, is_stopped: &AtomicBool) -> bool {
         if self.speed <= 0.0 {
             return true;
         }
-        // A speed close to zero puts an arrival beyond what a Duration holds: never, then.
+        // With a speed close to zero, the wait may exceed the range of Duration: wait for ever.
         let wait = Duration::try_from_secs_f64(arrival.as_secs_f64() / self.speed);
         let due = self.began.saturating_add(wait.unwrap_or(Duration::MAX));
         loop {
@@ -39,7 +39,7 @@ impl<'a> Pace<'a> {
             if left.is_zero() {
                 return true;
             }
-            thread::park_timeout(left.min(NOTICE));
+            thread::park_timeout(left.min(POLL_INTERVAL));
         }
     }
 }
@@ -51,14 +51,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_stopped_replay_does_not_wait_for_an_arrival() {
+    fn a_stopped_replay_does_not_wait() {
         let clock = ManualClock::default();
         let pace = Pace::new(&clock, 1.0);
         assert!(!pace.wait_until(Duration::from_secs(3600), &AtomicBool::new(true)));
     }
 
     #[test]
-    fn an_arrival_waits_for_its_time_divided_by_the_speed() {
+    fn a_request_waits_for_its_time_divided_by_the_speed() {
         let pace = Pace::new(&SystemClock, 100.0);
         let began = SystemClock.monotonic();
         assert!(pace.wait_until(Duration::from_secs(2), &AtomicBool::new(false)));

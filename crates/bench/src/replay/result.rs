@@ -1,4 +1,4 @@
-//! The result of a replay as programs read it; the summary and the page are made from it.
+//! The result of a replay: the JSON output. The summary and the report are made from it.
 
 use std::collections::BTreeMap;
 
@@ -8,99 +8,99 @@ use crate::environment::Environment;
 use crate::latency::LatencySummary;
 use crate::study::ReuseDistances;
 
-/// Everything that is known after a replay. Names and units are part of the contract.
+/// The result of a replay. Programs read it, so the names and units of its fields are stable.
 #[derive(Debug, Clone, Serialize)]
 pub struct ReplayResult {
-    /// Requests that were counted.
+    /// Requests after the warm-up.
     pub requests: u64,
-    /// Blocks that they asked for.
+    /// Blocks of these requests.
     pub blocks_requested: u64,
-    /// Blocks that were there, unbroken from the start of the request.
+    /// Leading blocks of these requests that were hits.
     pub blocks_hit: u64,
     /// `blocks_hit` over `blocks_requested`, from 0 to 1.
     pub hit_rate: f64,
-    /// `blocks_hit` by the tier that gave the block.
+    /// `blocks_hit` by the tier of the block.
     pub hits_by_tier: BTreeMap<String, u64>,
-    /// Payload bytes that the store gave.
+    /// Payload bytes read from the store.
     pub bytes_read: u64,
-    /// Payload bytes that the store took.
+    /// Payload bytes that the store accepted.
     pub bytes_written: u64,
-    /// Blocks whose bytes were not what had been stored, in the warm-up too.
+    /// Blocks with wrong bytes, including those of the warm-up.
     pub wrong_blocks: u64,
-    /// What chose the victims.
+    /// Eviction policy.
     pub policy: String,
     /// Capacity of the DRAM tier.
     pub dram_bytes: u64,
     /// Capacity of the file tier; 0 without one.
     pub files_bytes: u64,
-    /// From the first counted request until all is written down.
+    /// Wall time from the first counted request until all pending blocks were written.
     pub seconds: f64,
 
-    /// What was replayed.
+    /// The trace.
     pub trace: TraceFacts,
-    /// What a block's payload was.
+    /// The payload of a block.
     pub payload: PayloadFacts,
-    /// How it was replayed.
+    /// The options of the replay.
     pub run: RunFacts,
-    /// Time inside calls of the store, all workers together; checking bytes is not part of it.
+    /// Time inside calls of the store, summed over all workers, without the check of the bytes.
     pub store_seconds: StoreSeconds,
     /// Latencies by call. None with `--metadata-only`.
     pub latency: Option<LatencyFacts>,
-    /// What became of the blocks that were put.
+    /// Blocks put, by outcome.
     pub puts: BTreeMap<String, u64>,
-    /// The first wrong blocks, described.
+    /// Descriptions of the first wrong blocks.
     pub wrong_examples: Vec<String>,
-    /// Failures of the store by message. Each such block counted as a miss.
+    /// Failures of the store by message. Each failed block counts as a miss.
     pub failures: BTreeMap<String, u64>,
-    /// What other caches would have hit.
+    /// Hit rates of other caches.
     pub ceilings: Ceilings,
-    /// Bytes that each tier below DRAM was given to write.
+    /// Bytes written to each tier below DRAM.
     pub bytes_written_down: BTreeMap<String, u64>,
-    /// Hits over the trace's time.
+    /// Hits over the time of the trace.
     pub timeline: Vec<TimeSlice>,
-    /// How far apart uses of a block lie.
+    /// Reuse distances of the blocks.
     pub reuse: ReuseDistances,
-    /// Hit rates of DRAM alone at several sizes, from metadata.
+    /// Hit rates of DRAM alone at several capacities, from keys only.
     pub dram_sweep: Vec<SweepPoint>,
-    /// The store's own counters.
+    /// The store's counters.
     pub store: BTreeMap<String, u64>,
-    /// What it ran on.
+    /// The machine and the build.
     pub environment: Environment,
 }
 
-/// What was replayed.
+/// The trace of a replay.
 #[derive(Debug, Clone, Serialize)]
 pub struct TraceFacts {
     /// Its name.
     pub name: String,
     /// Its files.
     pub files: Vec<String>,
-    /// Requests of the trace, after `--limit`.
+    /// Requests after `--limit`.
     pub requests: u64,
-    /// Blocks that they ask for.
+    /// Blocks of these requests.
     pub block_references: u64,
-    /// Different blocks.
+    /// Unique blocks of these requests.
     pub unique_blocks: u64,
     /// Tokens of a block.
     pub block_tokens: u32,
-    /// Recorded time from first to last request.
+    /// Recorded time until the last request.
     pub seconds: f64,
 }
 
-/// What a block's payload was.
+/// The payload of a block.
 #[derive(Debug, Clone, Serialize)]
 pub struct PayloadFacts {
-    /// Bytes of a block in this run.
+    /// Bytes of a block in this replay.
     pub block_bytes: u64,
-    /// The model that the true size is told for.
+    /// The model whose block size is the reference.
     pub model: String,
-    /// Bytes that this model's block would have.
+    /// Bytes of a block of this model.
     pub model_block_bytes: u64,
-    /// The latter over the former; 1 is the true size.
+    /// `model_block_bytes` over `block_bytes`; 1 is the true size.
     pub scale: f64,
 }
 
-/// How it was replayed.
+/// The options of a replay.
 #[derive(Debug, Clone, Serialize)]
 pub struct RunFacts {
     /// Tiers from fast to slow.
@@ -109,21 +109,21 @@ pub struct RunFacts {
     pub dram_blocks: u64,
     /// Directory of the file tier.
     pub files: Option<String>,
-    /// Workers.
+    /// Worker threads.
     pub threads: u16,
-    /// 0 as fast as possible, 1 real time.
+    /// Speed: 0 is as fast as possible, 1 is real time.
     pub speed: f64,
-    /// Requests before counting began.
+    /// Requests of the warm-up.
     pub warm_up_requests: u64,
-    /// Whether it was interrupted: everything here is of the part that ran.
+    /// Whether it was interrupted. Then the result covers only the requests until then.
     pub was_stopped: bool,
-    /// Whether no payload was moved.
+    /// Whether only keys were replayed, without payload.
     pub metadata_only: bool,
-    /// Blocks that were in the file tier before.
+    /// Blocks in the file tier before the replay.
     pub started_with_blocks: u64,
 }
 
-/// Time inside the store, and beside it.
+/// Time inside calls of the store, and for the payload.
 #[derive(Debug, Clone, Copy, Default, Serialize)]
 pub struct StoreSeconds {
     /// Lookups.
@@ -132,73 +132,75 @@ pub struct StoreSeconds {
     pub read: f64,
     /// Puts.
     pub put: f64,
-    /// Waiting at the end until all was written down.
+    /// The last flush.
     pub flush: f64,
-    /// Making and checking payload: not the cache's time.
+    /// Making and checking payload, outside the store.
     pub checking: f64,
 }
 
 /// Latencies by call.
 #[derive(Debug, Clone, Serialize)]
 pub struct LatencyFacts {
-    /// One a request.
+    /// Lookups, one per request.
     pub lookup: LatencySummary,
-    /// One a batch of hits, by the slowest tier in it.
+    /// Reads, one per batch of hits, by the slowest tier of the batch.
     pub read: BTreeMap<String, LatencySummary>,
-    /// Bytes a second of those batches. DRAM hands out views, so its figure is not a copy's.
+    /// Bytes per second of these batches. DRAM returns views, so its value is not a copy rate.
     pub read_bytes_per_second: BTreeMap<String, f64>,
-    /// One a batch.
+    /// Puts, one per batch.
     pub put: LatencySummary,
 }
 
 /// Hit rates of other caches on the same requests, from 0 to 1.
 #[derive(Debug, Clone, Copy, Default, Serialize)]
 pub struct Ceilings {
-    /// A cache without limit.
-    pub endless: f64,
-    /// Belady's optimum with DRAM of this size: knows the future.
+    /// An unbounded cache.
+    #[serde(rename = "endless")]
+    pub unbounded: f64,
+    /// Belady's optimum with DRAM of this capacity.
     pub optimum: Option<f64>,
     /// This policy with DRAM alone.
     pub dram_alone: Option<f64>,
-    /// This policy with twice the DRAM, alone.
+    /// This policy with DRAM alone, of twice the capacity.
     pub dram_doubled: Option<f64>,
 }
 
-/// Some part of the trace's time.
+/// A slice of the trace's time.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct TimeSlice {
-    /// Where it begins, in the trace's time.
+    /// Its start, in seconds since the start of the trace.
     pub from_seconds: f64,
-    /// Where it ends.
+    /// Its end.
     pub to_seconds: f64,
-    /// Blocks asked for.
+    /// Blocks requested.
     pub blocks: u64,
     /// Blocks hit, by tier.
     pub hits: BTreeMap<String, u64>,
-    /// Blocks that a cache without limit would have hit.
-    pub endless: u64,
+    /// Blocks that an unbounded cache hits.
+    #[serde(rename = "endless")]
+    pub unbounded: u64,
 }
 
-/// One size of DRAM.
+/// Hit rates at one capacity of DRAM.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct SweepPoint {
-    /// Blocks that fit.
+    /// Capacity in blocks.
     pub dram_blocks: u64,
-    /// Bytes that they take in this run.
+    /// Capacity in bytes, at the block size of this replay.
     pub dram_bytes: u64,
-    /// What this policy hits, from 0 to 1.
+    /// Hit rate of this policy, from 0 to 1.
     pub hit_rate: f64,
-    /// What Belady's optimum hits.
+    /// Hit rate of Belady's optimum.
     pub optimum: f64,
 }
 
 impl ReplayResult {
-    /// Bytes a second that puts took, in time inside the store; 0 without puts.
+    /// Bytes put per second of time inside the store; 0 without puts.
     pub fn write_bytes_per_second(&self) -> f64 {
         ratio(self.bytes_written as f64, self.store_seconds.put)
     }
 
-    /// Tiers that gave hits, and those of the pipeline that gave none, from fast to slow.
+    /// The tiers of the pipeline from fast to slow, then other tiers with hits.
     pub fn tiers(&self) -> Vec<String> {
         let stages = self.run.pipeline.split('|').map(|stage| stage.trim().to_lowercase());
         let mut tiers: Vec<String> =
@@ -212,7 +214,7 @@ impl ReplayResult {
     }
 }
 
-/// A share or rate; 0 of nothing is 0.
+/// `part` over `whole`; 0 if `whole` is 0.
 pub fn ratio(part: f64, whole: f64) -> f64 {
     if whole > 0.0 { part / whole } else { 0.0 }
 }

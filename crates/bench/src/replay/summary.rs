@@ -1,4 +1,4 @@
-//! The result of a replay as a person reads it in a terminal.
+//! The summary of a replay in the terminal, and the formats of numbers that other output shares.
 
 use std::fmt::Write as _;
 
@@ -24,41 +24,41 @@ pub fn show(result: &ReplayResult, screen: &mut Screen) -> Result<(), Failure> {
     show_verdict(result, screen)
 }
 
-/// The sentence that says what happened.
+/// The main result in one sentence.
 pub fn headline(result: &ReplayResult) -> String {
     let mut text = if result.run.was_stopped {
         format!("PARTIAL, interrupted after {} requests: ", grouped(result.requests))
     } else {
         String::new()
     };
-    let reached = ratio(result.hit_rate, result.ceilings.endless);
+    let reached = ratio(result.hit_rate, result.ceilings.unbounded);
     let saved = result.blocks_hit * u64::from(result.trace.block_tokens);
     write!(
         text,
-        "The cache served {} of the blocks, {} of what an endless cache could: {} prompt tokens \
-         need not be computed again.",
+        "The hit rate is {}, which is {} of that of an unbounded cache. It saves the computation \
+         of {} prompt tokens.",
         percent(result.hit_rate),
         percent(reached.min(1.0)),
         short_count(saved),
     )
-    .expect("a String takes everything");
+    .expect("writing to a String does not fail");
     text
 }
 
-/// What a block is here and what it would be in production.
+/// The block size of this replay, compared with that of the model.
 pub fn payload_line(result: &ReplayResult) -> String {
     let payload = &result.payload;
     if result.run.metadata_only {
-        return "placement only: no payload was moved and no time measured".to_owned();
+        return "keys only: no payload was moved, and no times were measured".to_owned();
     }
     let size = ByteSize(payload.block_bytes);
     let tokens = result.trace.block_tokens;
     if (payload.scale - 1.0).abs() < 1e-9 {
-        return format!("payload at true size: {tokens} tokens of {} are {size}", payload.model);
+        return format!("payload at true size: {tokens} tokens of {} take {size}", payload.model);
     }
     format!(
-        "payload scaled 1:{}: a block here is {size}; a block of this trace ({tokens} tokens) is \
-         {} for {}",
+        "payload scaled 1:{}: a block has {size} here; a block of this trace ({tokens} tokens) has \
+         {} with {}",
         scale_text(payload.scale),
         ByteSize(payload.model_block_bytes),
         payload.model,
@@ -72,8 +72,8 @@ fn scale_text(scale: f64) -> String {
 fn show_hits(result: &ReplayResult, screen: &mut Screen) -> Result<(), Failure> {
     let rows = [
         ("requests", grouped(result.requests)),
-        ("blocks asked for", grouped(result.blocks_requested)),
-        ("hit, unbroken from the start", grouped(result.blocks_hit)),
+        ("blocks requested", grouped(result.blocks_requested)),
+        ("blocks hit", grouped(result.blocks_hit)),
     ];
     for (name, value) in rows {
         screen.line(format!("  {name:<30}{value:>12}"))?;
@@ -84,7 +84,7 @@ fn show_hits(result: &ReplayResult, screen: &mut Screen) -> Result<(), Failure> 
         let hits = result.hits_by_tier.get(&tier).copied().unwrap_or(0);
         show_share(result, &tier, hits, screen)?;
     }
-    show_share(result, "computed again", result.blocks_requested - result.blocks_hit, screen)
+    show_share(result, "missed", result.blocks_requested - result.blocks_hit, screen)
 }
 
 fn show_share(
@@ -101,13 +101,13 @@ fn show_share(
 fn show_ceilings(result: &ReplayResult, screen: &mut Screen) -> Result<(), Failure> {
     let ceilings = &result.ceilings;
     screen.line("")?;
-    screen.line("  other caches on the same requests")?;
+    screen.line("  hit rates of other caches on the same requests")?;
     let blocks = grouped(result.run.dram_blocks);
     let rows = [
         (format!("this policy, DRAM alone ({blocks} blocks)"), ceilings.dram_alone),
-        ("twice that DRAM".to_owned(), ceilings.dram_doubled),
-        ("that DRAM, knowing the future (Belady)".to_owned(), ceilings.optimum),
-        ("an endless cache".to_owned(), Some(ceilings.endless)),
+        ("this policy, twice that DRAM".to_owned(), ceilings.dram_doubled),
+        ("Belady's optimum, that DRAM".to_owned(), ceilings.optimum),
+        ("unbounded cache".to_owned(), Some(ceilings.unbounded)),
     ];
     for (name, rate) in rows {
         if let Some(rate) = rate {
@@ -122,13 +122,13 @@ fn show_latencies(result: &ReplayResult, screen: &mut Screen) -> Result<(), Fail
     screen.line("")?;
     screen.line(format!(
         "  {:<30}{:>10}{:>10}{:>10}{:>10}{:>12}",
-        "time of a call", "calls", "p50", "p99", "longest", "rate"
+        "latency of a call", "calls", "p50", "p99", "max", "rate"
     ))?;
     let rate = |rate: f64| format!("{:.2} GiB/s", rate / 1_073_741_824.0);
     let mut rows = vec![("lookup of a request".to_owned(), &latency.lookup, String::new())];
     for tier in result.tiers() {
         let Some(summary) = latency.read.get(&tier) else { continue };
-        // A view of DRAM copies nothing: bytes a second would be a figure without meaning.
+        // A view of DRAM copies nothing, so bytes per second would mean nothing.
         let copied = latency.read_bytes_per_second.get(&tier).filter(|_| tier != "dram");
         let copied = copied.map_or("no copy".to_owned(), |bytes| rate(*bytes));
         rows.push((format!("read of a batch, {tier}"), summary, copied));
@@ -154,27 +154,27 @@ fn show_bytes(result: &ReplayResult, screen: &mut Screen) -> Result<(), Failure>
         ("bytes read".to_owned(), result.bytes_read),
         ("bytes put".to_owned(), result.bytes_written),
     ];
-    let down = result.bytes_written_down.iter();
-    let down = down.map(|(tier, bytes)| (format!("bytes written down to {tier}"), *bytes));
-    for (name, bytes) in rows.into_iter().chain(down) {
+    let written = result.bytes_written_down.iter();
+    let written = written.map(|(tier, bytes)| (format!("bytes written to {tier}"), *bytes));
+    for (name, bytes) in rows.into_iter().chain(written) {
         screen.line(format!("  {name:<30}{:>12}", ByteSize(bytes).rounded()))?;
     }
     let time = result.store_seconds;
     let inside = time.lookup + time.read + time.put + time.flush;
-    screen.line(format!("  {:<30}{:>10.1} s", "time", result.seconds))?;
+    screen.line(format!("  {:<30}{:>10.1} s", "wall time", result.seconds))?;
     let workers = match result.run.threads {
         1 => String::new(),
-        threads => format!("  {threads} workers together"),
+        threads => format!("  sum of {threads} workers"),
     };
     screen.line(format!("    {:<28}{inside:>10.1} s{workers}", "in the store"))?;
-    screen.line(format!("    {:<28}{:>10.1} s", "making and checking bytes", time.checking))
+    screen.line(format!("    {:<28}{:>10.1} s", "making and checking payload", time.checking))
 }
 
 fn show_verdict(result: &ReplayResult, screen: &mut Screen) -> Result<(), Failure> {
     screen.line("")?;
     if result.run.started_with_blocks > 0 {
         screen.line(format!(
-            "  The directory held {} blocks of an earlier run; --fresh starts empty.",
+            "  The directory had {} blocks from earlier runs; --fresh removes them first.",
             grouped(result.run.started_with_blocks)
         ))?;
     }
@@ -191,13 +191,13 @@ fn show_verdict(result: &ReplayResult, screen: &mut Screen) -> Result<(), Failur
         (true, _) => return Ok(()),
         (false, 0) => screen.verdict(
             true,
-            &format!("  0 wrong blocks: each of {} read was checked.", grouped(result.blocks_hit)),
+            &format!("  0 wrong blocks: all {} read were checked.", grouped(result.blocks_hit)),
         ),
         (false, wrong) => screen.verdict(
             false,
             &format!(
-                "  {} WRONG BLOCKS of {} read. This is a bug in Cascade or faulty memory: please \
-                 report it with the JSON.",
+                "  {} WRONG BLOCKS of {} read. The cause is a bug in Cascade or faulty memory: \
+                 please report it with the JSON.",
                 grouped(wrong),
                 grouped(result.blocks_hit)
             ),
@@ -244,7 +244,7 @@ pub fn compact_count(count: u64) -> String {
     }
 }
 
-/// Microseconds in the unit that reads best.
+/// A duration in microseconds, in the unit that fits: `3.2 ms`.
 pub fn duration(us: f64) -> String {
     match us {
         us if us < 1.0 => format!("{:.0} ns", us * 1e3),
@@ -256,7 +256,7 @@ pub fn duration(us: f64) -> String {
     }
 }
 
-/// A span of seconds in the unit that reads best: `59 minutes`.
+/// A duration in seconds, in the unit that fits: `59 minutes`.
 pub fn span(seconds: f64) -> String {
     match seconds {
         seconds if seconds < 120.0 => format!("{seconds:.0} seconds"),
@@ -268,7 +268,7 @@ pub fn span(seconds: f64) -> String {
 #[expect(
     clippy::cast_possible_truncation,
     clippy::cast_sign_loss,
-    reason = "between nothing and the bar's full width"
+    reason = "between zero and the full width of the bar"
 )]
 fn bar(share: f64) -> String {
     const EIGHTHS: [&str; 8] = ["", "▏", "▎", "▍", "▌", "▋", "▊", "▉"];
@@ -281,7 +281,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn numbers_read_well() {
+    fn numbers_are_grouped_and_get_the_unit_that_fits() {
         assert_eq!(grouped(0), "0");
         assert_eq!(grouped(999), "999");
         assert_eq!(grouped(1_234_567), "1,234,567");

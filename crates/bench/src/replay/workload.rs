@@ -1,4 +1,4 @@
-//! A trace turned into what a store is asked: keys, parents and sizes, request by request.
+//! A trace as requests for a store: the keys of each request, the namespace and the block size.
 
 use std::collections::HashMap;
 use std::time::Duration;
@@ -7,7 +7,7 @@ use cascade_block::{BlockKey, Manifest, Namespace, NamespaceId, TenantSecret};
 
 use crate::trace::Trace;
 
-/// The requests of a trace as a store sees them.
+/// The requests of a trace with keys for a store.
 #[derive(Debug, Clone)]
 pub struct Workload {
     /// In order of arrival.
@@ -21,7 +21,7 @@ pub struct Workload {
 /// One request's blocks from the root.
 #[derive(Debug, Clone)]
 pub struct PlannedRequest {
-    /// When it arrives, since the trace began.
+    /// Arrival time since the start of the trace.
     pub at: Duration,
     /// Its blocks.
     pub keys: Vec<BlockKey>,
@@ -30,11 +30,11 @@ pub struct PlannedRequest {
 }
 
 impl Workload {
-    /// Names every block of the trace.
+    /// Derives the keys of all blocks of the trace.
     ///
-    /// Equal block numbers of a trace mean equal chains, so a key is derived from the number.
-    /// The payload's size is part of the namespace: a directory that holds the same trace with
-    /// blocks of another size is another cache.
+    /// Equal block numbers of a trace mean equal chains, so a key is derived from the number. The
+    /// payload size is part of the namespace, so that a directory with blocks of the same trace in
+    /// another size gives no hits.
     pub fn new(trace: &Trace, block_bytes: usize) -> Self {
         let manifest = Manifest::new()
             .with("weights", "none: synthetic payload")

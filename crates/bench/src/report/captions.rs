@@ -1,11 +1,11 @@
-//! The sentence below each plot: what to conclude from it, computed from the result.
+//! The captions of the plots: what to conclude from each, computed from the result.
 
 use cascade_block::ByteSize;
 
 use crate::replay::result::{ReplayResult, ratio};
 use crate::replay::summary::{duration, percent, short_count};
 
-/// Below the hits over time.
+/// Caption of the hits over time.
 pub(super) fn over_time(result: &ReplayResult) -> String {
     let shares = result.tiers().into_iter().map(|tier| {
         let hits = result.hits_by_tier.get(&tier).copied().unwrap_or(0);
@@ -13,33 +13,33 @@ pub(super) fn over_time(result: &ReplayResult) -> String {
     });
     let shares: Vec<String> = shares.collect();
     format!(
-        "Of all blocks asked for, {}; the rest had to be computed. The closer the areas come to \
-         the line, the less there is left to gain.",
+        "Of all requested blocks, {}; the engine had to compute the others. The gap between the \
+         areas and the line is what a larger cache could gain.",
         shares.join(", ")
     )
 }
 
-/// Below the sizes of DRAM.
+/// Caption of the DRAM capacities.
 pub(super) fn dram_sizes(result: &ReplayResult) -> String {
     let ceilings = &result.ceilings;
     let (Some(now), Some(twice)) = (ceilings.dram_alone, ceilings.dram_doubled) else {
-        return "DRAM alone, from metadata.".to_owned();
+        return "DRAM alone, from keys only.".to_owned();
     };
     let gain = (twice - now) * 100.0;
     let advice = if gain < 0.5 {
-        "more DRAM is not what this traffic lacks"
+        "more DRAM does not help this traffic"
     } else {
-        "weigh that against the price of the memory"
+        "compare that with the price of the memory"
     };
     format!(
-        "Twice the DRAM of this run (the upright line) would lift the hit rate of DRAM alone from \
-         {} to {}, {gain:+.1} points: {advice}.",
+        "Twice the DRAM of this run (the vertical line) would raise the hit rate of DRAM alone \
+         from {} to {}, {gain:+.1} points: {advice}.",
         percent(now),
         percent(twice)
     )
 }
 
-/// Below the reuse distances.
+/// Caption of the reuse distances.
 pub(super) fn reuse(result: &ReplayResult) -> String {
     let reuse = &result.reuse;
     let first = percent(ratio(reuse.first_uses as f64, reuse.uses as f64));
@@ -47,15 +47,15 @@ pub(super) fn reuse(result: &ReplayResult) -> String {
     let enough = reuse.hit_rates().into_iter().find(|(_, rate)| *rate > 0.0 && *rate >= most * 0.9);
     match enough {
         Some((bound, _)) => format!(
-            "{first} of all uses are first uses, which no cache can serve. Nine of ten reuses come \
-             within {} other blocks: an LRU of that size would have them.",
+            "{first} of all uses are first uses, which no cache can hit. 90 % of the reuses come \
+             within {} other blocks, so an LRU cache of that size would hit them.",
             short_count(bound)
         ),
-        None => "No block is used twice: a cache gives this traffic nothing.".to_owned(),
+        None => "No block is used twice, so a cache does not help this traffic.".to_owned(),
     }
 }
 
-/// Below the latencies.
+/// Caption of the latencies.
 pub(super) fn latencies(result: &ReplayResult) -> String {
     let Some(latency) = &result.latency else { return String::new() };
     let reads = result.tiers().into_iter().filter_map(|tier| {
@@ -67,18 +67,18 @@ pub(super) fn latencies(result: &ReplayResult) -> String {
         return "Nothing was read.".to_owned();
     }
     format!(
-        "The hits of a request are in memory after a median of {}. A batch counts for the slowest \
-         tier in it; checking its bytes is not included.",
+        "Median time of a read: {}. A batch counts for the slowest tier in it. The check of its \
+         bytes is not included.",
         reads.join(", ")
     )
 }
 
-/// Below the bytes moved.
+/// Caption of the bytes moved.
 pub(super) fn bytes(result: &ReplayResult) -> String {
-    let asked = result.blocks_requested * result.payload.block_bytes;
+    let requested = result.blocks_requested * result.payload.block_bytes;
     format!(
-        "Of {} asked for, {} came from the cache. For {} at true size, multiply by {:.0}.",
-        ByteSize(asked).rounded(),
+        "{} were requested, {} came from the cache. For {} at true size, multiply by {:.0}.",
+        ByteSize(requested).rounded(),
         ByteSize(result.bytes_read).rounded(),
         result.payload.model,
         result.payload.scale,

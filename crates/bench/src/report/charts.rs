@@ -1,4 +1,4 @@
-//! The plots of a replay, each from the result alone.
+//! The plots of a replay, each drawn from its result.
 
 use plotters::prelude::*;
 
@@ -8,10 +8,10 @@ use crate::replay::summary::{compact_count, duration};
 use crate::report::palette::Hue;
 use crate::report::plot::{Axis, HALF, WIDE, failed, svg};
 
-/// Room for labels below a plot.
-const BELOW: u32 = 42;
-/// Room for labels beside a plot.
-const BESIDE: u32 = 48;
+/// Height of the labels below a plot.
+const LABELS_HEIGHT: u32 = 42;
+/// Width of the labels left of a plot.
+const LABELS_WIDTH: u32 = 48;
 
 #[expect(clippy::trivially_copy_pass_by_ref, reason = "the drawing library passes references")]
 fn whole_percent(share: &f64) -> String {
@@ -19,22 +19,23 @@ fn whole_percent(share: &f64) -> String {
 }
 
 fn shares<'a>(most: f64) -> Axis<'a, std::ops::Range<f64>> {
-    Axis { range: 0.0..most, title: "", labels: 6, write: &whole_percent, room: BESIDE }
+    Axis { range: 0.0..most, title: "", labels: 6, write: &whole_percent, room: LABELS_WIDTH }
 }
 
-/// Hits over the trace's time, tiers stacked on each other.
+/// Hit rate over the time of the trace, stacked by tier, with the line of an unbounded cache.
 pub(super) fn hits_over_time(result: &ReplayResult) -> Result<String, Failure> {
     let fail = failed("hits over time");
     let minutes = result.timeline.last().map_or(1.0, |slice| slice.to_seconds / 60.0).max(1e-3);
     let tiers = result.tiers();
     let x = Axis {
         range: 0.0..minutes,
-        title: "minutes since the trace began",
+        title: "minutes since the start of the trace",
         labels: 13,
         write: &|minute: &f64| format!("{minute:.0}"),
-        room: BELOW,
+        room: LABELS_HEIGHT,
     };
-    let best = result.timeline.iter().map(|slice| ratio(slice.endless as f64, slice.blocks as f64));
+    let best =
+        result.timeline.iter().map(|slice| ratio(slice.unbounded as f64, slice.blocks as f64));
     let most = (best.fold(0.1, f64::max) * 1.1).min(1.0);
     svg("hits over time", WIDE, x, shares(most), |chart| {
         // The highest sum is drawn first; each lower one covers its part.
@@ -48,11 +49,11 @@ pub(super) fn hits_over_time(result: &ReplayResult) -> Result<String, Failure> {
             let area = AreaSeries::new(steps, 0.0, hue);
             chart.draw_series(area).map_err(|error| fail(&error))?;
         }
-        let endless = result.timeline.iter().flat_map(|slice| {
-            let share = ratio(slice.endless as f64, slice.blocks as f64);
+        let unbounded = result.timeline.iter().flat_map(|slice| {
+            let share = ratio(slice.unbounded as f64, slice.blocks as f64);
             [(slice.from_seconds / 60.0, share), (slice.to_seconds / 60.0, share)]
         });
-        let line = LineSeries::new(endless, Hue::Best.marker().stroke_width(2));
+        let line = LineSeries::new(unbounded, Hue::Best.marker().stroke_width(2));
         chart.draw_series(line).map_err(|error| fail(&error))?;
         Ok(())
     })
@@ -65,7 +66,7 @@ pub(super) struct LatencyLine<'a> {
     buckets: &'a [(f64, u64)],
 }
 
-/// The calls whose latency is drawn.
+/// The lines of the latency plot.
 pub(super) fn latency_lines(result: &ReplayResult) -> Vec<LatencyLine<'_>> {
     let Some(latency) = &result.latency else { return Vec::new() };
     let line = |name: String, hue, buckets| LatencyLine { name, hue, buckets };
@@ -80,7 +81,7 @@ pub(super) fn latency_lines(result: &ReplayResult) -> Vec<LatencyLine<'_>> {
     lines
 }
 
-/// The share of calls that were done within a time.
+/// Cumulative distribution of latencies by call.
 pub(super) fn latencies(result: &ReplayResult) -> Result<String, Failure> {
     let fail = failed("latencies");
     let lines = latency_lines(result);
@@ -89,10 +90,10 @@ pub(super) fn latencies(result: &ReplayResult) -> Result<String, Failure> {
     let (low, high) = if low < high { (low, high) } else { (1.0, 1e3) };
     let x = Axis {
         range: (low / 1.5..high).log_scale(),
-        title: "time of one call",
+        title: "latency of one call",
         labels: 8,
         write: &|us: &f64| duration(*us),
-        room: BELOW,
+        room: LABELS_HEIGHT,
     };
     svg("latencies", HALF, x, shares(1.0), |chart| {
         for line in &lines {
@@ -109,10 +110,10 @@ pub(super) fn latencies(result: &ReplayResult) -> Result<String, Failure> {
     })
 }
 
-/// Bytes that moved: what they were, their colour, how many.
+/// The bars of the bytes moved: label, colour and bytes.
 fn byte_bars(result: &ReplayResult) -> Vec<(String, Hue, u64)> {
     let block = result.payload.block_bytes;
-    let mut bars = vec![("asked for".to_owned(), Hue::Miss, result.blocks_requested * block)];
+    let mut bars = vec![("requested".to_owned(), Hue::Miss, result.blocks_requested * block)];
     for tier in result.tiers() {
         let hits = result.hits_by_tier.get(&tier).copied().unwrap_or(0);
         bars.push((format!("read, {tier}"), Hue::of_tier(&tier), hits * block));
@@ -124,7 +125,7 @@ fn byte_bars(result: &ReplayResult) -> Vec<(String, Hue, u64)> {
     bars
 }
 
-/// Bytes that moved, as bars.
+/// Bytes moved, as bars.
 pub(super) fn bytes_moved(result: &ReplayResult) -> Result<String, Failure> {
     let fail = failed("bytes moved");
     let bars = byte_bars(result);
@@ -136,7 +137,7 @@ pub(super) fn bytes_moved(result: &ReplayResult) -> Result<String, Failure> {
         title: "GiB",
         labels: 8,
         write: &|gib: &f64| format!("{gib:.1}"),
-        room: BELOW,
+        room: LABELS_HEIGHT,
     };
     let y = Axis { range: 0.0..count, title: "", labels: 1, write: &|_| String::new(), room: 96 };
     svg("bytes moved", HALF, x, y, |chart| {
@@ -157,7 +158,7 @@ pub(super) fn bytes_moved(result: &ReplayResult) -> Result<String, Failure> {
     })
 }
 
-/// How many other blocks are used between two uses of one; marks what DRAM holds.
+/// Distribution of reuse distances, with a line at the capacity of DRAM.
 pub(super) fn reuse_distances(result: &ReplayResult) -> Result<String, Failure> {
     let fail = failed("reuse distances");
     let buckets = &result.reuse.uses_by_octave;
@@ -170,7 +171,7 @@ pub(super) fn reuse_distances(result: &ReplayResult) -> Result<String, Failure> 
         title: "other blocks used in between",
         labels: 10,
         write: &|exponent: &f64| compact_count(power_of_two(*exponent)),
-        room: BELOW,
+        room: LABELS_HEIGHT,
     };
     svg("reuse distances", HALF, x, shares(most), |chart| {
         let capacity = (result.run.dram_blocks.max(1) as f64).log2();
@@ -188,26 +189,26 @@ pub(super) fn reuse_distances(result: &ReplayResult) -> Result<String, Failure> 
     })
 }
 
-/// One of the rates of a point.
+/// One of the hit rates of a point.
 type Rate = fn(&SweepPoint) -> f64;
 
-/// Hit rates of DRAM alone at several sizes.
+/// Hit rates of DRAM alone at several capacities.
 pub(super) fn dram_sizes(result: &ReplayResult) -> Result<String, Failure> {
     let fail = failed("DRAM sizes");
     let points = &result.dram_sweep;
     let size = |point: &SweepPoint| (point.dram_blocks.max(1) as f64).log2();
     let (low, high) = (points.iter().map(size).fold(f64::MAX, f64::min), points.iter().map(size));
     let high = high.fold(low + 1.0, f64::max);
-    let most = (result.ceilings.endless * 1.2).clamp(0.05, 1.0);
+    let most = (result.ceilings.unbounded * 1.2).clamp(0.05, 1.0);
     let x = Axis {
         range: low..high,
         title: "blocks that fit into DRAM",
         labels: 8,
         write: &|exponent: &f64| compact_count(power_of_two(*exponent)),
-        room: BELOW,
+        room: LABELS_HEIGHT,
     };
     svg("DRAM sizes", HALF, x, shares(most), |chart| {
-        let level = result.ceilings.endless;
+        let level = result.ceilings.unbounded;
         let line = LineSeries::new([(low, level), (high, level)], Hue::Soft.marker());
         chart.draw_series(line).map_err(|error| fail(&error))?;
         let rates: [(Hue, Rate); 2] =
@@ -229,7 +230,7 @@ pub(super) fn dram_sizes(result: &ReplayResult) -> Result<String, Failure> {
 #[expect(
     clippy::cast_possible_truncation,
     clippy::cast_sign_loss,
-    reason = "a label; exponents along an axis are between 0 and 64"
+    reason = "a label; exponents on an axis are between 0 and 64"
 )]
 fn power_of_two(exponent: f64) -> u64 {
     exponent.exp2().round() as u64

@@ -1,4 +1,4 @@
-//! The page itself: what happened in one sentence, the figures, the plots, the surroundings.
+//! The HTML page: the main result in one sentence, the figures, the plots, the environment.
 
 use cascade_block::ByteSize;
 use maud::{DOCTYPE, Markup, PreEscaped, html};
@@ -11,7 +11,7 @@ use crate::replay::summary::{
 use crate::report::palette::Hue;
 use crate::report::{captions, charts};
 
-/// The whole page, which needs nothing from elsewhere.
+/// The whole page. It loads nothing from the network.
 pub fn page(result: &ReplayResult) -> Result<String, Failure> {
     let plots = plots(result)?;
     let data = serde_json::to_string(result)
@@ -37,7 +37,7 @@ pub fn page(result: &ReplayResult) -> Result<String, Failure> {
                     (alarms(result))
                     (tiles(result))
                     div.plots { (plots) }
-                    (surroundings(result))
+                    (environment(result))
                 }
                 script type="application/json" id="cascade-replay" { (PreEscaped(data)) }
             }
@@ -68,8 +68,8 @@ fn alarms(result: &ReplayResult) -> Markup {
         @if result.wrong_blocks > 0 {
             p.alarm {
                 b { (grouped(result.wrong_blocks)) " wrong blocks. " }
-                "The cache returned bytes that were never stored under their key. Nothing else on "
-                "this page matters until that is found."
+                "The cache returned bytes that were not stored under their key. Find the cause "
+                "before you use any other figure on this page."
             }
         }
         @if !result.failures.is_empty() {
@@ -86,23 +86,20 @@ fn tile(class: &str, value: &str, what: &str) -> Markup {
 }
 
 fn tiles(result: &ReplayResult) -> Markup {
-    let hit = format!(
-        "of the blocks asked for were hits; an endless cache gives {}",
-        percent(result.ceilings.endless)
-    );
+    let hit =
+        format!("hit rate; an unbounded cache reaches {}", percent(result.ceilings.unbounded));
     let tokens = short_count(result.blocks_hit * u64::from(result.trace.block_tokens));
     let speed = result.latency.as_ref().and_then(|latency| {
         let (tier, reads) = latency.read.iter().max_by_key(|(_, reads)| reads.count)?;
-        let what = format!("for 99 of 100 requests served from {tier} until their hits are there");
-        Some((duration(reads.us_p99), what))
+        Some((duration(reads.us_p99), format!("p99 latency of a read from {tier}")))
     });
     let class = if result.wrong_blocks == 0 { "good" } else { "bad" };
     let checked =
-        format!("wrong blocks among {} read, each byte checked", short_count(result.blocks_hit));
+        format!("wrong blocks of {} read, every byte checked", short_count(result.blocks_hit));
     html! {
         div.tiles {
             (tile("", &percent(result.hit_rate), &hit))
-            (tile("", &tokens, "prompt tokens that need not be computed again"))
+            (tile("", &tokens, "prompt tokens whose computation the cache saves"))
             @if !result.run.metadata_only {
                 @if let Some((value, what)) = &speed { (tile("", value, what)) }
                 (tile(class, &grouped(result.wrong_blocks), &checked))
@@ -111,8 +108,8 @@ fn tiles(result: &ReplayResult) -> Markup {
     }
 }
 
-/// A plot with what it needs around it.
-struct Figure<'a> {
+/// A plot with its title, legend and caption.
+struct PlotFigure<'a> {
     title: &'a str,
     class: &'a str,
     legend: &'a [(String, Hue)],
@@ -120,7 +117,7 @@ struct Figure<'a> {
     caption: String,
 }
 
-fn figure(figure: &Figure<'_>) -> Markup {
+fn figure(figure: &PlotFigure<'_>) -> Markup {
     html! {
         figure class=(figure.class) {
             h2 { (figure.title) }
@@ -139,8 +136,8 @@ fn plots(result: &ReplayResult) -> Result<Markup, Failure> {
     let tiers = result.tiers();
     let mut legend: Vec<(String, Hue)> =
         tiers.iter().map(|tier| (format!("hit in {tier}"), Hue::of_tier(tier))).collect();
-    legend.push(("an endless cache".to_owned(), Hue::Best));
-    let mut figures = vec![figure(&Figure {
+    legend.push(("unbounded cache".to_owned(), Hue::Best));
+    let mut figures = vec![figure(&PlotFigure {
         title: "Hit rate over time, by tier",
         class: "wide",
         legend: &legend,
@@ -148,24 +145,24 @@ fn plots(result: &ReplayResult) -> Result<Markup, Failure> {
         caption: captions::over_time(result),
     })];
     if !result.dram_sweep.is_empty() {
-        figures.push(figure(&Figure {
-            title: "What more DRAM would give",
+        figures.push(figure(&PlotFigure {
+            title: "Hit rate by DRAM capacity",
             class: "",
             legend: &[
                 (format!("policy {}", result.policy), Hue::Dram),
-                ("Belady, knowing the future".to_owned(), Hue::Best),
-                ("endless cache".to_owned(), Hue::Soft),
+                ("Belady's optimum".to_owned(), Hue::Best),
+                ("unbounded cache".to_owned(), Hue::Soft),
             ],
             svg: charts::dram_sizes(result)?,
             caption: captions::dram_sizes(result),
         }));
     }
-    figures.push(figure(&Figure {
-        title: "How far apart the uses of a block lie",
+    figures.push(figure(&PlotFigure {
+        title: "Reuse distance of blocks",
         class: "",
         legend: &[
             ("within this run's DRAM".to_owned(), Hue::Dram),
-            ("beyond it".to_owned(), Hue::Miss),
+            ("larger than that".to_owned(), Hue::Miss),
         ],
         svg: charts::reuse_distances(result)?,
         caption: captions::reuse(result),
@@ -173,14 +170,14 @@ fn plots(result: &ReplayResult) -> Result<Markup, Failure> {
     if result.latency.is_some() {
         let lines = charts::latency_lines(result);
         let legend: Vec<_> = lines.into_iter().map(|line| (line.name, line.hue)).collect();
-        figures.push(figure(&Figure {
-            title: "Share of calls done within a time",
+        figures.push(figure(&PlotFigure {
+            title: "Latency of calls, cumulative",
             class: "",
             legend: &legend,
             svg: charts::latencies(result)?,
             caption: captions::latencies(result),
         }));
-        figures.push(figure(&Figure {
+        figures.push(figure(&PlotFigure {
             title: "Bytes moved",
             class: "",
             legend: &[],
@@ -191,7 +188,7 @@ fn plots(result: &ReplayResult) -> Result<Markup, Failure> {
     Ok(html! { @for figure in figures { (figure) } })
 }
 
-fn surroundings(result: &ReplayResult) -> Markup {
+fn environment(result: &ReplayResult) -> Markup {
     let environment = &result.environment;
     let disk = environment.disk.as_ref();
     let disk =
@@ -201,17 +198,17 @@ fn surroundings(result: &ReplayResult) -> Markup {
         ("processor", format!("{} x {}", environment.cpu_count, environment.cpu)),
         ("memory", ByteSize(environment.memory_bytes).rounded()),
         ("kernel", environment.kernel.clone()),
-        ("file tier on", disk.unwrap_or_else(|| "no file tier".to_owned())),
+        ("disk of the file tier", disk.unwrap_or_else(|| "no file tier".to_owned())),
         ("version", format!("{} ({})", environment.version, environment.profile)),
         ("commit", environment.commit.clone()),
         ("wall time", format!("{:.1} s, {} worker(s)", result.seconds, result.run.threads)),
     ];
     html! {
         details {
-            summary { "What this was measured on" }
+            summary { "Environment of the measurement" }
             table { @for (name, value) in rows { tr { th { (name) } td { (value) } } } }
             p {
-                "All figures are in this page as JSON, in the element "
+                "This page contains all figures as JSON, in the element "
                 code { "cascade-replay" } "."
             }
         }

@@ -1,13 +1,13 @@
-//! Colours by meaning. A drawing carries a marker; the page's style sheet gives it its colour.
+//! Colours by meaning. A plot contains markers, and the style sheet maps each to a colour.
 
 use plotters::style::RGBColor;
 
-/// What a colour stands for, wherever it appears.
+/// The meaning of a colour.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Hue {
     /// Text.
     Ink,
-    /// Axes and remarks.
+    /// Axes and notes.
     Soft,
     /// Grid lines.
     Line,
@@ -17,14 +17,14 @@ pub(super) enum Hue {
     Files,
     /// Any other tier or call.
     Other,
-    /// What would be best possible.
+    /// The upper bound.
     Best,
-    /// Not there.
+    /// Misses.
     Miss,
 }
 
 impl Hue {
-    /// The marker that `style.css` replaces.
+    /// The marker colour that `style.css` replaces.
     pub(super) fn marker(self) -> RGBColor {
         let level = match self {
             Self::Ink => 1,
@@ -66,7 +66,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_style_sheet_knows_every_marker() {
+    fn the_style_sheet_replaces_every_marker() {
         use Hue::{Best, Dram, Files, Ink, Line, Miss, Other, Soft};
         let css = include_str!("style.css");
         for hue in [Ink, Soft, Line, Dram, Files, Other, Best, Miss] {

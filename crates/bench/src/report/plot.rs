@@ -1,4 +1,4 @@
-//! One plot: its frame, axes and series, drawn as SVG with text that stays text.
+//! One plot: its frame, axes and series, drawn as SVG with selectable text.
 
 use plotters::coord::ranged1d::{AsRangedCoord, Ranged, ValueFormatter};
 use plotters::prelude::*;
@@ -13,44 +13,44 @@ pub(super) type CanvasOf<'a, 'b, X, Y> = ChartContext<
     Cartesian2d<<X as AsRangedCoord>::CoordDescType, <Y as AsRangedCoord>::CoordDescType>,
 >;
 
-/// The type of values along an axis.
-type Along<X> = <X as AsRangedCoord>::Value;
+/// The type of the values on an axis.
+type AxisValue<X> = <X as AsRangedCoord>::Value;
 
-/// The size of a drawing in its own units; the page scales it.
+/// The size of a plot in SVG units. The page scales it.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Size {
+pub(super) struct PlotSize {
     width: u32,
     height: u32,
 }
 
-/// A plot that shares a row with another.
-pub(super) const HALF: Size = Size { width: 480, height: 270 };
+/// A plot of half the page's width.
+pub(super) const HALF: PlotSize = PlotSize { width: 480, height: 270 };
 /// A plot as wide as the page.
-pub(super) const WIDE: Size = Size { width: 1000, height: 280 };
+pub(super) const WIDE: PlotSize = PlotSize { width: 1000, height: 280 };
 
-/// What stands along an axis.
+/// The range and labels of an axis.
 pub(super) struct Axis<'a, X: AsRangedCoord> {
-    /// From where to where.
+    /// Range of values.
     pub(super) range: X,
-    /// What it is, with its unit.
+    /// Title with the unit.
     pub(super) title: &'a str,
-    /// Labels at most.
+    /// Limit of the number of labels.
     pub(super) labels: usize,
-    /// How a value is written.
-    pub(super) write: &'a dyn Fn(&Along<X>) -> String,
-    /// Room for the labels beside the plot.
+    /// Formats a value as a label.
+    pub(super) write: &'a dyn Fn(&AxisValue<X>) -> String,
+    /// Space for the labels beside the plot.
     pub(super) room: u32,
 }
 
-/// The failure of drawing one plot.
+/// A failure while drawing a plot.
 pub(super) fn failed(plot: &'static str) -> impl Fn(&dyn std::fmt::Display) -> Failure {
     move |error| Failure::Plot { plot, reason: error.to_string() }
 }
 
-/// Draws a plot, `draw` into the frame that the axes make, as one SVG element.
+/// Draws a frame with axes, lets `draw` add the series, and returns one SVG element.
 pub(super) fn svg<X, Y>(
     name: &'static str,
-    size: Size,
+    size: PlotSize,
     x: Axis<'_, X>,
     y: Axis<'_, Y>,
     draw: impl FnOnce(&mut CanvasOf<'_, '_, X, Y>) -> Result<(), Failure>,
@@ -58,8 +58,8 @@ pub(super) fn svg<X, Y>(
 where
     X: AsRangedCoord,
     Y: AsRangedCoord,
-    X::CoordDescType: Ranged<ValueType = Along<X>> + ValueFormatter<Along<X>>,
-    Y::CoordDescType: Ranged<ValueType = Along<Y>> + ValueFormatter<Along<Y>>,
+    X::CoordDescType: Ranged<ValueType = AxisValue<X>> + ValueFormatter<AxisValue<X>>,
+    Y::CoordDescType: Ranged<ValueType = AxisValue<Y>> + ValueFormatter<AxisValue<Y>>,
 {
     let fail = failed(name);
     let mut text = String::new();

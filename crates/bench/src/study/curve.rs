@@ -1,22 +1,21 @@
-//! How far apart uses of a block are, and what hit rate LRU would reach at every size.
+//! Reuse distances of a trace, and the hit rate of LRU at every capacity.
 
 use super::ratio;
 use crate::trace::Trace;
 
-/// Reuse distances of a trace: how many different blocks were asked for between two uses of one.
+/// The distribution of reuse distances: the number of other unique blocks between two uses of one.
 #[derive(Debug, Clone, PartialEq, serde::Serialize)]
 pub struct ReuseDistances {
-    /// Uses at a distance from `2^(n-1)` to below `2^n`; the first counts distance zero.
+    /// Element `n` counts uses at a distance from `2^(n-1)` to below `2^n`; element 0, distance 0.
     pub uses_by_octave: Vec<u64>,
-    /// First uses of a block, and all behind them in their request.
+    /// Number of first uses of a block.
     pub first_uses: u64,
-    /// All uses.
+    /// Number of all uses.
     pub uses: u64,
 }
 
 impl ReuseDistances {
-    /// The share of uses that LRU would serve with `2^n` blocks, for each `n` from zero: what the
-    /// next doubling of memory gives can be read from it.
+    /// The share of uses that LRU hits with a capacity of `2^n` blocks, for each `n` from zero.
     pub fn hit_rates(&self) -> Vec<(u64, f64)> {
         let mut hits = 0;
         let octaves = self.uses_by_octave.iter().enumerate();
@@ -29,7 +28,10 @@ impl ReuseDistances {
     }
 }
 
-/// Measures all reuse distances in one pass (Mattson's stack, in a Fenwick tree).
+/// Measures all reuse distances in one pass: Mattson's stack algorithm (1970) with a Fenwick tree.
+///
+/// Each use is a time. The tree marks the last use of every block, so the marks after the previous
+/// use of a block count the other blocks used since then.
 ///
 /// # Panics
 /// If the trace's block numbers are not dense.
@@ -42,7 +44,8 @@ pub fn reuse_distances(trace: &Trace) -> ReuseDistances {
         ReuseDistances { uses_by_octave: Vec::new(), first_uses: 0, uses: references as u64 };
     let mut time = 0;
     for request in &trace.requests {
-        // From the end, as LRU orders them: the root is the newest.
+        // From the last block to the root, so that the root counts as used last: LRU then evicts
+        // leaves before their parents.
         for block in request.blocks.iter().rev() {
             let last = &mut last_use[usize::try_from(*block).expect("block numbers are dense")];
             match *last {
@@ -80,7 +83,7 @@ impl Fenwick {
         }
     }
 
-    /// Marks before a time.
+    /// Number of marks before a time.
     fn sum(&self, end: usize) -> u64 {
         let (mut node, mut sum) = (end, 0);
         while node > 0 {

@@ -1,4 +1,4 @@
-//! The best that any policy could do: Belady's rule with bypass.
+//! The optimum over all policies: Belady's algorithm with bypass.
 
 use std::collections::BinaryHeap;
 
@@ -7,17 +7,21 @@ use crate::trace::Trace;
 
 const NEVER: u32 = u32::MAX;
 
-/// Replays a trace knowing its future: what is asked for last goes first, and what would go first
-/// does not come in. A block is asked for whenever one behind it is, so leaves go first by
-/// themselves; of blocks asked for next by the same request, the deeper one goes.
+/// Replays a trace with knowledge of its future.
+///
+/// It evicts the block with the latest next use. A block whose next use is later than that of all
+/// resident blocks bypasses the cache. Every request that uses a block also uses its parents, so
+/// the next use of a parent is never later. Of blocks with the same next use, the deeper one is
+/// evicted, so leaves go first.
 ///
 /// # Panics
 /// If the trace has `u32::MAX` requests or more.
 pub fn optimum(trace: &Trace, capacity_blocks: u64) -> StudyResult {
     let next_uses = next_uses(trace);
     let blocks = usize::try_from(trace.unique_blocks).expect("a trace that fits in memory");
-    // Of each block: the number of its next use if it is resident.
+    // For each resident block, the request of its next use.
     let mut resident: Vec<Option<u32>> = vec![None; blocks];
+    // Next use, depth and block, latest first. Entries with an outdated next use are skipped.
     let mut order: BinaryHeap<(u32, usize, u64)> = BinaryHeap::new();
     let (mut count, mut at) = (0_u64, 0);
     let mut result = StudyResult {
@@ -60,7 +64,7 @@ pub fn optimum(trace: &Trace, capacity_blocks: u64) -> StudyResult {
     result
 }
 
-/// Takes out the resident block that is asked for last, if that is later than `incoming`.
+/// Removes the resident block with the latest next use, if that is later than that of `incoming`.
 fn pop_last(
     order: &mut BinaryHeap<(u32, usize, u64)>,
     resident: &[Option<u32>],
@@ -79,7 +83,7 @@ fn pop_last(
     None
 }
 
-/// For each block of each request, in order: the number of the next request that asks for it.
+/// For each block of each request, in order: the index of the next request that uses it.
 fn next_uses(trace: &Trace) -> Vec<u32> {
     let blocks = usize::try_from(trace.unique_blocks).expect("a trace that fits in memory");
     let mut next = vec![NEVER; blocks];

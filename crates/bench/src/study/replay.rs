@@ -1,25 +1,26 @@
-//! Replays a trace through the store's eviction, without payload.
+//! Replays a trace through the store's eviction code, with keys only.
 
 use cascade_store::eviction::{
     Asked, Eviction, Hints, Incoming, Limits, Policy, Removal, Slot, Verdict,
 };
 
-use super::foresight::{Event, Foresight};
+use super::events::{ReplayEvent, ReplayEvents};
 use super::{StudyOptions, StudyResult};
+use crate::random::mix;
 use crate::trace::{Trace, TraceRequest};
 
-/// A tier that holds names only.
-struct Tier {
+/// A tier that stores keys only.
+struct MetadataTier {
     eviction: Eviction,
     capacity: usize,
-    /// Where each block of the trace is.
+    /// The slot of each resident block of the trace.
     slots: Vec<Option<Slot>>,
-    /// The chain in hand; kept to save allocations.
+    /// The chain of the current request; reused to save allocations.
     chain: Vec<Asked>,
     requests_declined: u64,
 }
 
-/// Replays a trace on a tier of so many blocks.
+/// Replays a trace on a tier of `capacity_blocks` blocks.
 ///
 /// # Panics
 /// If the trace has more than `u32::MAX` different blocks.
@@ -29,19 +30,19 @@ pub fn replay_metadata(
     capacity_blocks: u64,
     options: &StudyOptions,
 ) -> StudyResult {
-    replay_watched(trace, policy, capacity_blocks, options, &mut |_, _| ())
+    replay_with_callback(trace, policy, capacity_blocks, options, &mut |_, _| ())
 }
 
-/// As [`replay_metadata`]; tells `watch` the number of each request and its leading hits.
+/// Like [`replay_metadata`], and calls `on_request` with index and leading hits of each request.
 ///
 /// # Panics
 /// If the trace has more than `u32::MAX` different blocks.
-pub fn replay_watched(
+pub fn replay_with_callback(
     trace: &Trace,
     policy: Box<dyn Policy>,
     capacity_blocks: u64,
     options: &StudyOptions,
-    watch: &mut dyn FnMut(usize, usize),
+    on_request: &mut dyn FnMut(usize, usize),
 ) -> StudyResult {
     let limits = Limits {
         capacity_bytes: capacity_blocks,
@@ -49,7 +50,7 @@ pub fn replay_watched(
         admit_partial: options.admit_partial,
     };
     let unique = usize::try_from(trace.unique_blocks).expect("a trace that fits in memory");
-    let mut tier = Tier {
+    let mut tier = MetadataTier {
         eviction: Eviction::new(policy, limits),
         capacity: usize::try_from(capacity_blocks).unwrap_or(usize::MAX),
         slots: vec![None; unique],
@@ -57,16 +58,16 @@ pub fn replay_watched(
         requests_declined: 0,
     };
     let mut hits_of_requests = Vec::with_capacity(trace.requests.len());
-    for event in Foresight::of(trace, &options.hints).events() {
+    for event in ReplayEvents::of(trace, &options.hints).events() {
         match event {
-            Event::Hint { at, request, hints } => {
+            ReplayEvent::Hint { at, request, hints } => {
                 tier.look_up(&trace.requests[request]);
                 tier.eviction.hint(at, &tier.chain, &hints);
             }
-            Event::Request { request, hints } => {
+            ReplayEvent::Request { request, hints } => {
                 let hits = tier.request(&trace.requests[request], &hints);
                 hits_of_requests.push(u32::try_from(hits).expect("a request has fewer blocks"));
-                watch(request, hits);
+                on_request(request, hits);
             }
         }
     }
@@ -85,7 +86,7 @@ pub fn replay_watched(
     }
 }
 
-impl Tier {
+impl MetadataTier {
     fn look_up(&mut self, request: &TraceRequest) {
         self.chain.clear();
         self.chain.extend(request.blocks.iter().map(|block| Asked {
@@ -107,7 +108,8 @@ impl Tier {
                 parent = Some(slot);
                 continue;
             }
-            let Some(slot) = self.take(request, *block, parent) else {
+            // Without its parent a block could never be a leading hit, so the rest is skipped.
+            let Some(slot) = self.insert(request, *block, parent) else {
                 self.requests_declined += 1;
                 break;
             };
@@ -116,8 +118,8 @@ impl Tier {
         leading
     }
 
-    /// Makes room for a block and takes it in, unless it is worth less than all others.
-    fn take(&mut self, request: &TraceRequest, block: u64, parent: Option<Slot>) -> Option<Slot> {
+    /// Inserts a block and evicts another one if the tier is full. None if the policy declines.
+    fn insert(&mut self, request: &TraceRequest, block: u64, parent: Option<Slot>) -> Option<Slot> {
         let owner = u32::try_from(block).expect("a trace has fewer than 2^32 different blocks");
         let fingerprint = fingerprint(block);
         let incoming = Incoming { owner, fingerprint, parent, bytes: 1, is_protected: false };
@@ -141,9 +143,7 @@ fn index(block: u64) -> usize {
     usize::try_from(block).expect("block numbers are dense")
 }
 
-/// Spreads a block's number over 64 bits, one to one (the finaliser of `SplitMix64`).
+/// A fingerprint of 64 uniform bits, unique for each block number.
 fn fingerprint(block: u64) -> u64 {
-    let mixed = (block ^ (block >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    let mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    mixed ^ (mixed >> 31)
+    mix(block)
 }

@@ -1,6 +1,6 @@
-//! What shadow caches predict, beside what stores of those sizes then measure.
+//! Predictions of shadow caches, compared with measurements of stores of those sizes.
 //!
-//! Every figure comes from a real store with real puts and lookups; only the payload is small.
+//! Every figure comes from a real store with real puts and lookups. Only the payload is small.
 
 use std::fmt::Write as _;
 use std::path::Path;
@@ -14,68 +14,69 @@ use cascade_store::{
 use serde::Serialize;
 
 use super::ratio;
+use crate::random::SplitMix64;
 use crate::trace::{Trace, TraceRequest};
 
-/// Bytes of a block in DRAM: as few as the pool hands out.
+/// Bytes of a block in DRAM: the smallest slab of the pool.
 const DRAM_BLOCK_BYTES: u64 = 64;
-/// Bytes of a block where there is a file tier: one page.
+/// Bytes of a block with a file tier: one page.
 const FILES_BLOCK_BYTES: u64 = 4096;
-/// Blocks of a segment and what stands beside them, in a file tier under study.
+/// Size of a segment of the studied file tier.
 const SEGMENT_BYTES: u64 = 1 << 20;
-/// Share of a trace's different blocks that DRAM holds above a file tier under study.
+/// Capacity of DRAM above the studied file tier, in percent of the trace's unique blocks.
 const DRAM_PERCENT: u64 = 2;
 
-/// One tier of one trace at one size.
+/// The figures of one trace at one capacity of one tier.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct ShadowRow {
-    /// The trace.
+    /// Name of the trace.
     pub trace: String,
-    /// The tier whose size changes.
+    /// The tier whose capacity changes.
     pub tier: TierName,
-    /// Its size in percent of the trace's different blocks.
+    /// Its capacity in percent of the trace's unique blocks.
     pub size_percent: u64,
-    /// One block in so many was followed.
+    /// The shadow caches simulate one block in this many.
     pub sampled_one_in: u64,
-    /// Hit rate at this size, in percent.
+    /// Hit rate at this capacity, in percent.
     pub hit_percent: f64,
-    /// What the shadow of this very size said, in percent; one figure a sample.
+    /// Hit rate of the shadow cache of this capacity, in percent, for each sample.
     pub simulated_percent: Vec<f64>,
-    /// At half as much again, and at twice as much.
+    /// The figures at 1.5 and at 2 times this capacity.
     pub larger: Vec<ShadowCell>,
-    /// Memory of all that watches the store, in bytes; the most of all samples.
+    /// Memory of shadow caches, history and hot prefixes in bytes; the maximum of all samples.
     pub memory_bytes: u64,
 }
 
-/// One larger size.
+/// The figures at one larger capacity.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct ShadowCell {
-    /// In percent of the smaller one.
+    /// The larger capacity in percent of the smaller one.
     pub capacity_percent: u64,
-    /// Hit rate that a store of this size measured, in percent.
+    /// Hit rate of a store of the larger capacity, in percent.
     pub measured_percent: f64,
-    /// What the smaller one predicted, in percent; one figure a sample.
+    /// Hit rate that the smaller store predicted, in percent, for each sample.
     pub predicted_percent: Vec<f64>,
 }
 
 impl ShadowCell {
-    /// The largest distance between predicted and measured, in points.
+    /// The largest difference between predicted and measured hit rate, in percentage points.
     pub fn error_points(&self) -> f64 {
         let errors = self.predicted_percent.iter();
         errors.map(|predicted| (predicted - self.measured_percent).abs()).fold(0.0, f64::max)
     }
 }
 
-/// Which tier is studied.
+/// The studied tier.
 #[derive(Debug, Clone, Copy)]
 pub enum ShadowTier<'a> {
-    /// DRAM with nothing below.
+    /// DRAM alone.
     Dram,
-    /// A file tier below a small DRAM, in this directory's `replay`, which is removed.
+    /// A file tier behind a small DRAM tier. It uses and removes `replay` in this directory.
     Files(&'a Path),
 }
 
-/// Replays a trace at a size and predicts the larger ones from so many samples, then replays it at
-/// these.
+/// Replays a trace at one capacity to predict the hit rates at larger ones, once per sample, and
+/// then replays it at the larger ones.
 ///
 /// # Errors
 /// As [`Store::open`].
@@ -107,9 +108,10 @@ pub fn shadow_row(
     let mut predicted: [Vec<f64>; 2] = Default::default();
     for sample in 0..samples {
         let stats = run(100, sample)?;
-        let mine = stats.shadows.iter().filter(|figure| figure.tier == name);
-        for (at, figure) in mine.enumerate() {
+        let of_tier = stats.shadows.iter().filter(|figure| figure.tier == name);
+        for (at, figure) in of_tier.enumerate() {
             row.sampled_one_in = figure.sampled_one_in;
+            // The first shadow cache has the capacity of the tier itself.
             if at == 0 {
                 row.simulated_percent.push(100.0 * figure.since_start.simulated_hit_rate());
             } else {
@@ -130,7 +132,7 @@ fn hit_percent(stats: &Stats) -> f64 {
     100.0 * ratio(stats.counters.blocks_matched, stats.counters.blocks_requested)
 }
 
-/// A store whose tier under study holds so many hundredths of a percent of a trace's blocks.
+/// A store whose studied tier has a capacity of `hundredths` of a percent of the trace's blocks.
 fn store_config(
     trace: &Trace,
     policy: PolicyKind,
@@ -147,7 +149,7 @@ fn store_config(
         },
         ShadowTier::Files(directory) => StoreConfig {
             pipeline: "Dram|Files".to_owned(),
-            // So that a fast replay and a slow machine measure the same.
+            // With write-back, the hit rate would depend on the speed of the machine.
             write: WritePolicy::Through,
             dram_bytes: (trace.unique_blocks * DRAM_PERCENT / 100 * FILES_BLOCK_BYTES).max(4 << 20),
             files: Some(FilesConfig {
@@ -161,34 +163,34 @@ fn store_config(
     }
 }
 
-/// Replays a whole trace, one request after the other; the sample follows from the keys.
+/// Replays a whole trace, one request after the other. The sample selects the keys.
 fn replay(trace: &Trace, config: StoreConfig, sample: u64) -> Result<Stats, StoreError> {
     let has_files = config.files.is_some();
     let bytes = if has_files { FILES_BLOCK_BYTES } else { DRAM_BLOCK_BYTES };
     let payload = vec![0_u8; usize::try_from(bytes).expect("a page at most")];
     let directory = config.files.as_ref().map(|files| files.directory.clone());
-    directory.as_deref().map_or(Ok(()), discard)?;
+    directory.as_deref().map_or(Ok(()), remove)?;
     let store = Store::open(config)?;
     for request in &trace.requests {
         let keys: Vec<_> = request.blocks.iter().map(|block| key(*block, sample)).collect();
-        let asked = Request {
+        let lookup = Request {
             partial_tail: request.partial_tail,
             at: Some(request.at),
             ..Request::new(&keys)
         };
-        let matched = store.lookup_prefix(&asked).tiers.len();
-        // What matched is read, as an engine would.
+        let matched = store.lookup_prefix(&lookup).tiers.len();
+        // An engine would read the matched blocks.
         drop(store.view(&keys[..matched], CallOptions::default()));
         drop(store.put(&missing(request, &keys, matched, &payload), CallOptions::default()));
     }
     let stats = store.stats();
     drop(store);
-    directory.as_deref().map_or(Ok(()), discard)?;
+    directory.as_deref().map_or(Ok(()), remove)?;
     Ok(stats)
 }
 
-/// Every replay begins with an empty directory.
-fn discard(directory: &Path) -> Result<(), StoreError> {
+/// Removes the directory of a replay, before it and after it.
+fn remove(directory: &Path) -> Result<(), StoreError> {
     match std::fs::remove_dir_all(directory) {
         Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(StoreError::Tier {
             tier: "files",
@@ -213,15 +215,14 @@ fn missing<'a>(
     (matched..keys.len()).map(put).collect()
 }
 
-/// A block's key: as uniform as a hash, and another one for each sample.
+/// The key of a block in a sample, as uniform as a hash. Each sample has other keys, and with them
+/// the shadow caches simulate other blocks.
 fn key(block: u64, sample: u64) -> BlockKey {
     let mut bytes = [0; 32];
-    let mut state = block ^ sample.wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(17);
+    let seed = block ^ sample.wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(17);
+    let mut random = SplitMix64(seed);
     for word in bytes.as_chunks_mut::<8>().0 {
-        state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mixed = (state ^ (state >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        let mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        *word = (mixed ^ (mixed >> 31)).to_le_bytes();
+        *word = random.next().to_le_bytes();
     }
     BlockKey::from_bytes(bytes)
 }
@@ -229,8 +230,8 @@ fn key(block: u64, sample: u64) -> BlockKey {
 /// The rows as a table in Markdown.
 pub fn shadow_markdown(rows: &[ShadowRow]) -> String {
     let mut text = String::from(
-        "| trace | tier | size | one in | hit rate | shadow of it | size | measured | predicted \
-         | error |\n|---|---|---|---|---|---|---|---|---|---|\n",
+        "| trace | tier | capacity | sampled one in | hit rate | simulated | larger by | measured \
+         | predicted | error |\n|---|---|---|---|---|---|---|---|---|---|\n",
     );
     for row in rows {
         for cell in &row.larger {
@@ -248,7 +249,7 @@ pub fn shadow_markdown(rows: &[ShadowRow]) -> String {
                 range(&cell.predicted_percent),
                 cell.error_points(),
             )
-            .expect("a string takes everything");
+            .expect("writing to a String does not fail");
         }
     }
     text

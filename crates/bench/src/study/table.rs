@@ -1,4 +1,4 @@
-//! All policies over all traces and sizes, beside the optimum, as a table and as JSON.
+//! The table of a study: all policies and the optimum over all traces and capacities.
 
 use std::fmt::Write as _;
 use std::time::Duration;
@@ -11,19 +11,22 @@ use crate::trace::Trace;
 
 /// A policy in a study.
 #[derive(Debug, Clone, Copy)]
-pub struct Contender {
-    /// What its row is called.
+pub struct StudiedPolicy {
+    /// Name of its row.
     pub name: &'static str,
-    /// Makes a fresh one.
+    /// Creates the policy.
     pub make: fn() -> Box<dyn Policy>,
-    /// Whether it is one of those that prefix-cost is measured against.
+    /// Whether the gain of prefix-cost is measured against it.
     pub is_baseline: bool,
 }
 
 /// All policies, baselines first.
-pub fn contenders() -> Vec<Contender> {
-    let of =
-        |name, make: fn() -> Box<dyn Policy>, is_baseline| Contender { name, make, is_baseline };
+pub fn studied_policies() -> Vec<StudiedPolicy> {
+    let of = |name, make: fn() -> Box<dyn Policy>, is_baseline| StudiedPolicy {
+        name,
+        make,
+        is_baseline,
+    };
     vec![
         of("lru", || Box::new(Lru::default()), true),
         of("s3fifo", || Box::new(S3Fifo::default()), true),
@@ -34,7 +37,7 @@ pub fn contenders() -> Vec<Contender> {
     ]
 }
 
-/// The hints that prefix-cost is tried with.
+/// The sets of hints that prefix-cost is studied with.
 fn hint_sets() -> Vec<(&'static str, HintSet)> {
     let none = HintSet::default();
     let seconds = |seconds| Some(Duration::from_secs(seconds));
@@ -42,52 +45,52 @@ fn hint_sets() -> Vec<(&'static str, HintSet)> {
         ("no hints", none),
         ("end of session, at once", HintSet { session_end_after: seconds(0), ..none }),
         ("end of session, 60 s late", HintSet { session_end_after: seconds(60), ..none }),
-        ("look-ahead 5 s", HintSet { look_ahead: seconds(5), ..none }),
-        ("look-ahead 30 s", HintSet { look_ahead: seconds(30), ..none }),
+        ("look-ahead 5 s", HintSet { lookahead: seconds(5), ..none }),
+        ("look-ahead 30 s", HintSet { lookahead: seconds(30), ..none }),
         ("stop reason", HintSet { stop: true, ..none }),
     ]
 }
 
-/// Hit rates at each size, in percent.
+/// Hit rates of one policy at each capacity.
 #[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct Row {
-    /// Policy, or hint.
+pub struct PolicyRow {
+    /// Name of the policy or of the hints.
     pub name: String,
-    /// In the order of the sizes.
+    /// Hit rate in percent, for each capacity.
     pub hit_percent: Vec<f64>,
 }
 
-/// One trace.
+/// The results of one trace.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct TraceTable {
-    /// Its name.
+    /// Name of the trace.
     pub trace: String,
     /// Its requests.
     pub requests: u64,
-    /// Block references of all requests.
+    /// Blocks of all requests.
     pub blocks_requested: u64,
-    /// Different blocks, of which the sizes are shares.
+    /// Unique blocks; capacities are shares of them.
     pub unique_blocks: u64,
-    /// One row a policy; the last one is the optimum.
-    pub policies: Vec<Row>,
+    /// One row per policy; the last one is the optimum.
+    pub policies: Vec<PolicyRow>,
     /// Prefix-cost with hints.
-    pub hints: Vec<Row>,
-    /// What prefix-cost gains on the best baseline of each size, in percent of its hit rate.
+    pub hints: Vec<PolicyRow>,
+    /// Gain of prefix-cost over the best baseline at each capacity, in percent of its hit rate.
     pub gain_percent: Vec<f64>,
 }
 
-/// All of a study.
+/// The results of a study.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct StudyTable {
-    /// Capacities in percent of a trace's different blocks.
+    /// Capacities in percent of the unique blocks of a trace.
     pub size_percent: Vec<u64>,
-    /// One table a trace.
+    /// One table per trace.
     pub traces: Vec<TraceTable>,
-    /// The mean of the traces' gains.
+    /// Mean gain over all traces at each capacity.
     pub mean_gain_percent: Vec<f64>,
 }
 
-/// Replays every trace with every policy at every size (percent of the trace's different blocks).
+/// Replays every trace with every policy at every capacity (percent of the trace's unique blocks).
 pub fn study_table(traces: &[Trace], size_percent: &[u64]) -> StudyTable {
     let tables: Vec<_> = traces.iter().map(|trace| trace_table(trace, size_percent)).collect();
     let mean = |size: usize| mean(tables.iter().map(|table| table.gain_percent[size]));
@@ -102,34 +105,35 @@ fn trace_table(trace: &Trace, size_percent: &[u64]) -> TraceTable {
         let options = StudyOptions { hints, ..StudyOptions::default() };
         let percent =
             |capacity: &u64| 100.0 * replay_metadata(trace, make(), *capacity, &options).hit_rate();
-        Row { name: name.to_owned(), hit_percent: capacities.iter().map(percent).collect() }
+        PolicyRow { name: name.to_owned(), hit_percent: capacities.iter().map(percent).collect() }
     };
     let mut policies = Vec::new();
     let mut best = vec![0.0_f64; capacities.len()];
     let mut gain_percent = vec![0.0; capacities.len()];
-    for contender in contenders() {
-        let row = row(contender.name, contender.make, HintSet::default());
+    for policy in studied_policies() {
+        let row = row(policy.name, policy.make, HintSet::default());
+        // Baselines come first, so `best` is complete when prefix-cost is compared with it.
         for (size, hits) in row.hit_percent.iter().enumerate() {
-            if contender.is_baseline {
+            if policy.is_baseline {
                 best[size] = best[size].max(*hits);
-            } else if contender.name == "prefix-cost" && best[size] > 0.0 {
+            } else if policy.name == "prefix-cost" && best[size] > 0.0 {
                 gain_percent[size] = 100.0 * (hits / best[size] - 1.0);
             }
         }
         policies.push(row);
     }
-    let best_possible =
+    let optimum =
         capacities.iter().map(|capacity| 100.0 * optimum(trace, *capacity).hit_rate()).collect();
-    policies.push(Row { name: "optimum (Belady)".to_owned(), hit_percent: best_possible });
+    policies.push(PolicyRow { name: "optimum (Belady)".to_owned(), hit_percent: optimum });
     let has_stops = trace.requests.iter().any(|request| request.stop.is_some());
-    let useful = hint_sets().into_iter().filter(|(_, set)| !set.stop || has_stops);
+    let hint_sets = hint_sets().into_iter().filter(|(_, set)| !set.stop || has_stops);
     TraceTable {
         trace: trace.name.clone(),
         requests: trace.requests.len() as u64,
         blocks_requested: trace.block_count(),
         unique_blocks: trace.unique_blocks,
         policies,
-        hints: useful
+        hints: hint_sets
             .map(|(name, set)| row(name, || Box::new(PrefixCost::default()), set))
             .collect(),
         gain_percent,
@@ -146,8 +150,8 @@ impl StudyTable {
                 &mut text,
                 &format!(
                     "### {trace}\n\n{requests} requests, {blocks_requested} blocks requested, \
-                     {unique_blocks} different ones. Hit rate in percent of the blocks requested, \
-                     by capacity in percent of the different ones:\n"
+                     {unique_blocks} unique. Hit rate in percent of the blocks requested, by \
+                     capacity in percent of the unique blocks:\n"
                 ),
             );
             self.header(&mut text, "policy");
@@ -166,7 +170,7 @@ impl StudyTable {
             table.hints.iter().for_each(|row| push_row(&mut text, &row.name, &row.hit_percent, 2));
             push(&mut text, "");
         }
-        push(&mut text, "### Mean gain of prefix-cost over the best baseline of each cell\n");
+        push(&mut text, "### Mean gain of prefix-cost over the best baseline at each capacity\n");
         self.header(&mut text, "");
         push_row(&mut text, "mean of the traces, %", &self.mean_gain_percent, 1);
         text
@@ -190,7 +194,7 @@ fn push(text: &mut String, line: &str) {
 fn push_row(text: &mut String, name: &str, values: &[f64], digits: usize) {
     let mut line = format!("| {name} |");
     for value in values {
-        write!(line, " {value:.digits$} |").expect("a string takes everything");
+        write!(line, " {value:.digits$} |").expect("writing to a String does not fail");
     }
     push(text, &line);
 }

@@ -1,24 +1,24 @@
-//! Reads fields out of a JSON object, with errors that say where and what was expected.
+//! Typed access to the fields of a JSON object, with errors that name position and expectation.
 
 use serde_json::Value;
 
 use super::{BlockName, Parser, REQUEST_BLOCKS_MAX, TraceError};
 
-/// One object of a trace file and where it stands.
+/// A JSON object of a trace file and its position.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Object<'a> {
+pub(super) struct TraceObject<'a> {
     pub(super) file: &'a str,
     pub(super) line: usize,
-    /// What stands before a field's name in errors, such as `requests[3].`.
+    /// Prefix of field names in errors, such as `requests[3].`.
     pub(super) prefix: &'a str,
     pub(super) value: &'a Value,
 }
 
-/// A time no trace reaches; it keeps sums of times far from overflow.
+/// Limit of a time (300 years), so that sums of times cannot overflow.
 const SECONDS_MAX: f64 = 1e10;
 
-impl<'a> Object<'a> {
-    pub(super) fn wrong(&self, field: &str, expected: &str, found: String) -> TraceError {
+impl<'a> TraceObject<'a> {
+    pub(super) fn error(&self, field: &str, expected: &str, found: String) -> TraceError {
         TraceError::Field {
             file: self.file.to_owned(),
             line: self.line,
@@ -34,19 +34,19 @@ impl<'a> Object<'a> {
 
     fn required(&self, field: &str, expected: &str) -> Result<&'a Value, TraceError> {
         let found = self.optional(field);
-        found.ok_or_else(|| self.wrong(field, expected, "nothing".to_owned()))
+        found.ok_or_else(|| self.error(field, expected, "nothing".to_owned()))
     }
 
-    /// An integer in `1..=max` or `0..=max`.
+    /// An integer in `min..=max`.
     pub(super) fn integer(&self, field: &str, min: u32, max: u32) -> Result<u32, TraceError> {
         let expected = format!("an integer from {min} to {max}");
         let value = self.required(field, &expected)?;
         let integer = value.as_u64().and_then(|integer| u32::try_from(integer).ok());
         let inside = integer.filter(|integer| (min..=max).contains(integer));
-        inside.ok_or_else(|| self.wrong(field, &expected, shown(value)))
+        inside.ok_or_else(|| self.error(field, &expected, shown(value)))
     }
 
-    /// A time that is not negative, in units of which a second has `per_second`.
+    /// A time that is not negative, in units of `1 / per_second` seconds.
     pub(super) fn time(
         &self,
         field: &str,
@@ -56,22 +56,22 @@ impl<'a> Object<'a> {
         let value = self.required(field, expected)?;
         let seconds = value.as_f64().map(|time| time / per_second);
         let inside = seconds.filter(|seconds| (0.0..=SECONDS_MAX).contains(seconds));
-        let seconds = inside.ok_or_else(|| self.wrong(field, expected, shown(value)))?;
+        let seconds = inside.ok_or_else(|| self.error(field, expected, shown(value)))?;
         Ok(std::time::Duration::from_secs_f64(seconds))
     }
 
     pub(super) fn text(&self, field: &str, default: &'a str) -> Result<&'a str, TraceError> {
         let Some(value) = self.optional(field) else { return Ok(default) };
-        value.as_str().ok_or_else(|| self.wrong(field, "a string", shown(value)))
+        value.as_str().ok_or_else(|| self.error(field, "a string", shown(value)))
     }
 
     pub(super) fn list(&self, field: &str, expected: &str) -> Result<&'a [Value], TraceError> {
         let value = self.required(field, expected)?;
-        let list = value.as_array().ok_or_else(|| self.wrong(field, expected, shown(value)))?;
+        let list = value.as_array().ok_or_else(|| self.error(field, expected, shown(value)))?;
         Ok(list)
     }
 
-    /// The blocks of a request: integers, or keys in hex.
+    /// The blocks of a request: integers, or keys in hexadecimal.
     pub(super) fn blocks(
         &self,
         parser: &mut Parser,
@@ -80,21 +80,21 @@ impl<'a> Object<'a> {
         let list = self.list("hash_ids", "a list of block ids")?;
         if list.len() > REQUEST_BLOCKS_MAX {
             let expected = format!("at most {REQUEST_BLOCKS_MAX} block ids");
-            return Err(self.wrong("hash_ids", &expected, list.len().to_string()));
+            return Err(self.error("hash_ids", &expected, list.len().to_string()));
         }
         let source = if is_global { u32::MAX } else { parser.sources };
         let mut blocks = Vec::with_capacity(list.len());
         for (index, value) in list.iter().enumerate() {
             let name = block_name(value, source).ok_or_else(|| {
                 let expected = "an integer that is not negative, or 2 to 64 hex digits";
-                self.wrong(&format!("hash_ids[{index}]"), expected, shown(value))
+                self.error(&format!("hash_ids[{index}]"), expected, shown(value))
             })?;
             blocks.push(parser.number(name));
         }
         Ok(blocks)
     }
 
-    /// Whether the last of `ids` block ids stands for a block that is not full.
+    /// Whether the last of `ids` block ids is a block that is not full.
     pub(super) fn has_partial_tail(
         &self,
         field: &str,
@@ -111,10 +111,10 @@ impl<'a> Object<'a> {
             return Ok(true);
         }
         let expected = format!(
-            "{full} block ids{} for {field} = {input_tokens} at {block_tokens} tokens a block",
+            "{full} block ids{} for {field} = {input_tokens} at {block_tokens} tokens per block",
             if has_rest { " or one more" } else { "" },
         );
-        Err(self.wrong("hash_ids", &expected, ids.to_string()))
+        Err(self.error("hash_ids", &expected, ids.to_string()))
     }
 }
 
@@ -131,7 +131,7 @@ fn block_name(value: &Value, source: u32) -> Option<BlockName> {
     Some(BlockName::Global(key))
 }
 
-/// The beginning of a value, for an error.
+/// The first characters of a value, for an error.
 pub(super) fn shown(value: &Value) -> String {
     const CHARS_MAX: usize = 40;
     let text = value.to_string();

@@ -1,14 +1,14 @@
-//! Mooncake's JSONL: one request a line, blocks of 512 tokens.
+//! Mooncake's JSONL format: one request per line, blocks of 512 tokens.
 
 use serde_json::Value;
 
-use super::field::{Object, shown};
-use super::{BLOCK_TOKENS_MAX, Parser, Source, TraceError, TraceRequest};
+use super::field::{TraceObject, shown};
+use super::{BLOCK_TOKENS_MAX, Parser, TraceError, TraceRequest, TraceSource};
 
-/// Tokens of a block, unless a line says otherwise in `block_tokens`.
+/// Tokens of a block, unless a line has `block_tokens`.
 pub(super) const BLOCK_TOKENS: u32 = 512;
 
-pub(super) fn parse(parser: &mut Parser, source: Source<'_>) -> Result<(), TraceError> {
+pub(super) fn parse(parser: &mut Parser, source: TraceSource<'_>) -> Result<(), TraceError> {
     let before = parser.requests.len();
     for (index, line) in source.bytes.split(|byte| *byte == b'\n').enumerate() {
         if line.trim_ascii().is_empty() {
@@ -35,15 +35,15 @@ fn request(
     line: usize,
     value: &Value,
 ) -> Result<TraceRequest, TraceError> {
-    let object = Object { file, line, prefix: "", value };
+    let object = TraceObject { file, line, prefix: "", value };
     if !value.is_object() {
-        return Err(object.wrong("", "a JSON object", shown(value)));
+        return Err(object.error("", "a JSON object", shown(value)));
     }
     let mut block_tokens = BLOCK_TOKENS;
     if object.optional("block_tokens").is_some() {
         block_tokens = object.integer("block_tokens", 1, BLOCK_TOKENS_MAX)?;
     }
-    parser.agree_on_block(file, block_tokens)?;
+    parser.check_block_tokens(file, block_tokens)?;
     let at = object.time("timestamp", 1000.0)?;
     let input_tokens = object.integer("input_length", 0, u32::MAX)?;
     let output_tokens = object.integer("output_length", 0, u32::MAX)?;

@@ -1,4 +1,4 @@
-//! What an operator does with a node that runs: real nodes, real sockets, other users.
+//! Commands for a running node: real nodes, real sockets, other users.
 
 use std::fs;
 use std::io::{BufRead as _, BufReader};
@@ -16,32 +16,33 @@ use tempfile::TempDir;
 
 use crate::{cascade, stderr};
 
-/// Long enough for a busy machine; a node is ready within a second.
-const PATIENCE: Duration = Duration::from_secs(120);
+/// Long enough for a busy machine; usually a node is ready within a second.
+const READY_TIMEOUT: Duration = Duration::from_secs(120);
 const KEY: &str = "4bf5122f344554c53bde2ebb8cd2b7e3d1600ad631c385a5d7cce23c7785459a";
 const OTHER: &str = "4bf5122f344554c5ffffffff8cd2b7e3d1600ad631c385a5d7cce23c7785459a";
 const ABSENT: &str = "dddddddd344554c5ffffffff8cd2b7e3d1600ad631c385a5d7cce23c7785459a";
 
-/// Users and a group that no machine has.
+/// Ids of users and a group that do not exist.
 const USER: u32 = 4_000_011;
 const GROUP: u32 = 4_000_012;
 const MEMBER: u32 = 4_000_013;
-const STRANGER: u32 = 4_000_014;
+const OTHER_USER: u32 = 4_000_014;
 
-/// A node that serves below a directory of its own.
-pub(crate) struct Served {
+/// A node process that serves in a temporary directory.
+pub(crate) struct ServedNode {
     directory: TempDir,
     pub(crate) child: Child,
 }
 
-impl Drop for Served {
+impl Drop for ServedNode {
     fn drop(&mut self) {
         drop(self.child.kill());
         drop(self.child.wait());
     }
 }
 
-/// Waits for the line with `ready`, then goes on reading, so that the node never waits for a pipe.
+/// Waits for the line with `ready`. A thread keeps reading, so that the node never blocks on a full
+/// pipe.
 fn await_ready(child: &mut Child) {
     let (ready, is_ready) = mpsc::channel();
     let lines = BufReader::new(child.stdout.take().unwrap()).lines();
@@ -53,10 +54,10 @@ fn await_ready(child: &mut Child) {
             }
         }
     });
-    is_ready.recv_timeout(PATIENCE).expect("the node is ready in time");
+    is_ready.recv_timeout(READY_TIMEOUT).expect("the node is ready in time");
 }
 
-impl Served {
+impl ServedNode {
     pub(crate) fn start(toml: &str) -> Self {
         Self::start_as(toml, &mut cascade(), |_| ())
     }
@@ -93,18 +94,18 @@ impl Served {
         self.with(&mut cascade(), args)
     }
 
-    /// Runs a command that succeeds; what it prints.
-    pub(crate) fn said(&self, args: &[&str]) -> String {
+    /// The output of a command that succeeds.
+    pub(crate) fn output(&self, args: &[&str]) -> String {
         let output = self.run(args);
         assert_eq!(output.status.code(), Some(0), "{args:?}: {}", stderr(&output));
         String::from_utf8(output.stdout).unwrap()
     }
 
     fn json(&self, args: &[&str]) -> Value {
-        serde_json::from_str(&self.said(&[args, &["--json"]].concat())).unwrap()
+        serde_json::from_str(&self.output(&[args, &["--json"]].concat())).unwrap()
     }
 
-    /// Runs a command that is refused; its message.
+    /// The error message of a command that fails with this exit code.
     fn refused(&self, code: i32, args: &[&str]) -> String {
         let output = self.run(args);
         assert_eq!(output.status.code(), Some(code), "{args:?}: {}", stderr(&output));
@@ -121,27 +122,27 @@ impl Served {
 }
 
 #[test]
-fn a_node_that_answers_says_which_it_is() {
-    let node = Served::start("");
+fn ping_and_version_report_the_node() {
+    let node = ServedNode::start("");
     let socket = node.path("run/cascade.sock").display().to_string();
-    assert!(node.said(&["ping"]).contains(&socket));
-    assert_eq!(node.said(&["ping", "--count", "3"]).lines().count(), 3);
+    assert!(node.output(&["ping"]).contains(&socket));
+    assert_eq!(node.output(&["ping", "--count", "3"]).lines().count(), 3);
     assert_eq!(node.json(&["ping", "--count", "2"])["times_us"].as_array().unwrap().len(), 2);
     let version = node.json(&["version"]);
     assert_eq!(version["version"], version["node"]["version"]);
     assert_eq!(version["node"]["pid"], node.child.id());
     assert_eq!(version["node"]["is_administrator"], true);
-    assert!(node.said(&["version"]).contains("serving"));
+    assert!(node.output(&["version"]).contains("serving"));
 }
 
 #[test]
-fn a_block_is_put_looked_at_and_deleted() {
-    let node = Served::start("");
+fn a_block_is_put_shown_and_deleted() {
+    let node = ServedNode::start("");
     let bytes: Vec<u8> = KEY.bytes().cycle().take(70_000).collect();
     let (file, back) = (node.path("block.bin"), node.path("back.bin"));
     fs::write(&file, &bytes).unwrap();
     let (file, back) = (file.display().to_string(), back.display().to_string());
-    assert!(node.said(&["put", KEY, &file]).contains("stored"));
+    assert!(node.output(&["put", KEY, &file]).contains("stored"));
     assert_eq!(node.json(&["put", KEY, &file])["outcome"], "present");
     fs::write(node.path("other.bin"), b"other bytes").unwrap();
     let other = node.path("other.bin").display().to_string();
@@ -149,33 +150,33 @@ fn a_block_is_put_looked_at_and_deleted() {
     let answer: Value = serde_json::from_slice(&conflict.stdout).unwrap();
     assert_eq!((conflict.status.code(), &answer["outcome"]), (Some(1), &"conflict".into()));
 
-    let seen = node.json(&["get", KEY]);
-    assert_eq!((&seen["bytes"], &seen["tier"]), (&70_000.into(), &"dram".into()));
-    let said = node.said(&["get", &KEY[..16], "--output", &back]);
-    assert!(said.contains("70000 bytes") && said.contains(seen["sha256"].as_str().unwrap()));
+    let shown = node.json(&["get", KEY]);
+    assert_eq!((&shown["bytes"], &shown["tier"]), (&70_000.into(), &"dram".into()));
+    let text = node.output(&["get", &KEY[..16], "--output", &back]);
+    assert!(text.contains("70000 bytes") && text.contains(shown["sha256"].as_str().unwrap()));
     assert_eq!(fs::read(&back).unwrap(), bytes);
     assert_eq!(node.run(&["get", KEY, "--output", "-"]).stdout, bytes);
     assert_eq!(node.run(&["get", ABSENT]).status.code(), Some(1));
 
-    let deleted = node.said(&["delete", KEY, ABSENT]);
+    let deleted = node.output(&["delete", KEY, ABSENT]);
     assert!(deleted.contains(&format!("{KEY} deleted")), "{deleted}");
-    assert!(deleted.contains(&format!("{ABSENT} was not here")), "{deleted}");
+    assert!(deleted.contains(&format!("{ABSENT} was not stored")), "{deleted}");
     assert_eq!(node.run(&["get", KEY]).status.code(), Some(1));
 }
 
-/// Pages show 16 digits of a key, and `explain` took 64 only.
+/// Status pages show 16 digits of a key, but `explain` accepted only all 64.
 #[test]
-fn the_digits_that_pages_show_stand_for_the_block() {
-    let node = Served::start("");
+fn the_first_digits_of_a_key_select_its_block() {
+    let node = ServedNode::start("");
     fs::write(node.path("block"), b"some bytes").unwrap();
     let file = node.path("block").display().to_string();
-    node.said(&["put", KEY, &file]);
-    let story = node.json(&["explain", &KEY[..16]]);
-    assert_eq!((&story["leading"], &story["blocks"][0]["key"]), (&1.into(), &KEY.into()));
+    node.output(&["put", KEY, &file]);
+    let explained = node.json(&["explain", &KEY[..16]]);
+    assert_eq!((&explained["leading"], &explained["blocks"][0]["key"]), (&1.into(), &KEY.into()));
     assert_eq!(node.json(&["explain", &KEY[..9].to_uppercase()])["leading"], 1);
-    node.said(&["put", OTHER, &file]);
-    let said = node.refused(1, &["explain", &KEY[..16]]);
-    assert!(said.contains(KEY) && said.contains(OTHER), "{said}");
+    node.output(&["put", OTHER, &file]);
+    let message = node.refused(1, &["explain", &KEY[..16]]);
+    assert!(message.contains(KEY) && message.contains(OTHER), "{message}");
     assert!(node.refused(1, &["explain", &ABSENT[..16]]).contains("all 64 digits"));
     assert!(node.refused(2, &["explain", "4bf5"]).contains("first 8"));
     assert!(node.refused(2, &["explain", "no key at all"]).contains("64 hexadecimal"));
@@ -183,22 +184,22 @@ fn the_digits_that_pages_show_stand_for_the_block() {
 }
 
 #[test]
-fn clearing_names_what_goes_and_asks_first() {
-    let node = Served::start("[[tenant]]\nname = \"alice\"\nusers = [4000000001]\n");
+fn clear_shows_what_it_removes_and_requires_confirmation() {
+    let node = ServedNode::start("[[tenant]]\nname = \"alice\"\nusers = [4000000001]\n");
     fs::write(node.path("block"), b"some bytes").unwrap();
-    node.said(&["put", KEY, &node.path("block").display().to_string()]);
-    let said = node.refused(2, &["clear"]);
-    assert!(said.contains("\"default\"") && said.contains("in dram"), "{said}");
-    assert!(said.contains("--yes"), "{said}");
+    node.output(&["put", KEY, &node.path("block").display().to_string()]);
+    let message = node.refused(2, &["clear"]);
+    assert!(message.contains("\"default\"") && message.contains("in dram"), "{message}");
+    assert!(message.contains("--yes"), "{message}");
     assert_eq!(node.json(&["clear", "--yes", "--tenant", "alice"])["blocks"], 0);
-    node.said(&["get", KEY]);
-    assert!(node.said(&["clear", "--yes"]).contains("removed 1 blocks"));
+    node.output(&["get", KEY]);
+    assert!(node.output(&["clear", "--yes"]).contains("removed 1 blocks"));
     assert_eq!(node.run(&["get", KEY]).status.code(), Some(1));
 }
 
 #[test]
-fn an_unknown_tenant_is_called_unknown() {
-    let node = Served::start("[[tenant]]\nname = \"alice\"\nusers = [4000000001]\n");
+fn an_unknown_tenant_is_refused_with_the_known_names() {
+    let node = ServedNode::start("[[tenant]]\nname = \"alice\"\nusers = [4000000001]\n");
     for args in [
         &["tenant", "forget", "bob", "--yes"][..],
         &["clear", "--tenant", "bob", "--yes"],
@@ -206,52 +207,58 @@ fn an_unknown_tenant_is_called_unknown() {
         &["flush", "--tenant", "bob"],
         &["delete", "--tenant", "bob", KEY],
     ] {
-        let said = node.refused(1, args);
-        assert!(said.contains("no tenant \"bob\""), "{args:?}: {said}");
-        assert!(said.contains("default, alice"), "{args:?}: {said}");
-        assert!(!said.contains("cannot read") && !said.contains("--timeout"), "{args:?}: {said}");
+        let message = node.refused(1, args);
+        assert!(message.contains("no tenant \"bob\""), "{args:?}: {message}");
+        assert!(message.contains("default, alice"), "{args:?}: {message}");
+        assert!(
+            !message.contains("cannot read") && !message.contains("--timeout"),
+            "{args:?}: {message}"
+        );
     }
 }
 
 #[test]
-fn a_drained_node_takes_nothing_new_and_may_be_stopped() {
-    let mut node = Served::start("files = \"HERE/files\"\nfiles_capacity = \"64MiB\"\n");
+fn a_drained_node_refuses_puts_and_can_be_stopped() {
+    let mut node = ServedNode::start("files = \"HERE/files\"\nfiles_capacity = \"64MiB\"\n");
     fs::write(node.path("block"), b"some bytes").unwrap();
     let file = node.path("block").display().to_string();
-    node.said(&["put", KEY, &file]);
-    assert!(node.said(&["flush"]).contains("everything is written"));
+    node.output(&["put", KEY, &file]);
+    assert!(node.output(&["flush"]).contains("all blocks are written"));
     let drained = node.json(&["drain"]);
     assert_eq!((&drained["state"], &drained["is_written"]), (&"draining".into(), &true.into()));
     assert_eq!(drained["tenants"][0]["pending_bytes"], 0);
-    let said = node.refused(1, &["put", OTHER, &file]);
-    assert!(said.contains("draining"), "{said}");
+    let message = node.refused(1, &["put", OTHER, &file]);
+    assert!(message.contains("draining"), "{message}");
     assert_eq!(node.json(&["status"])["node"]["state"], "draining");
-    node.said(&["drain", "--cancel"]);
-    node.said(&["put", OTHER, &file]);
-    let said = node.said(&["drain", "--exit", "--timeout", "60"]);
-    assert!(said.contains("has ended"), "{said}");
+    node.output(&["drain", "--cancel"]);
+    node.output(&["put", OTHER, &file]);
+    let message = node.output(&["drain", "--exit", "--timeout", "60"]);
+    assert!(message.contains("has ended"), "{message}");
     assert_eq!(node.child.wait().unwrap().code(), Some(0), "{}", node.log());
 }
 
 #[test]
-fn settings_are_shown_and_changed_without_a_restart() {
-    let node = Served::start("connections_max = 100\n");
-    let said = node.said(&["config", "get", "connections_max"]);
-    assert!(said.contains("connections_max = 100") && said.contains("cascade.toml:3"), "{said}");
+fn settings_are_printed_and_changed_without_a_restart() {
+    let node = ServedNode::start("connections_max = 100\n");
+    let message = node.output(&["config", "get", "connections_max"]);
+    assert!(
+        message.contains("connections_max = 100") && message.contains("cascade.toml:3"),
+        "{message}"
+    );
     let all = node.json(&["config", "get"]);
     assert!(all.as_array().unwrap().len() > 20, "{all}");
 
-    node.said(&["ping"]);
+    node.output(&["ping"]);
     assert!(!node.log().contains("DEBUG"), "{}", node.log());
-    let said = node.said(&["config", "set", "log_filter", "cascade_node=trace"]);
-    assert!(said.contains("was info"), "{said}");
-    node.said(&["config", "set", "log_filter", "warn"]);
+    let message = node.output(&["config", "set", "log_filter", "cascade_node=trace"]);
+    assert!(message.contains("was info"), "{message}");
+    node.output(&["config", "set", "log_filter", "warn"]);
     let lines = node.log().lines().count();
-    // Each of these orders is logged at info.
-    node.said(&["clear", "--yes"]);
+    // Each clear is logged at info.
+    node.output(&["clear", "--yes"]);
     assert_eq!(node.log().lines().count(), lines, "{}", node.log());
-    node.said(&["config", "set", "log_filter", "info"]);
-    node.said(&["clear", "--yes"]);
+    node.output(&["config", "set", "log_filter", "info"]);
+    node.output(&["clear", "--yes"]);
     assert!(node.log().contains("cleared by order"), "{}", node.log());
 
     for (args, hints) in [
@@ -260,19 +267,19 @@ fn settings_are_shown_and_changed_without_a_restart() {
         (&["dram", "1GiB"], &["needs a restart", "log_filter"]),
         (&["conectoins_max", "5"], &["no setting", "connections_max"]),
     ] {
-        let said = node.refused(1, &[&["config", "set"], args].concat());
+        let message = node.refused(1, &[&["config", "set"], args].concat());
         for hint in hints {
-            assert!(said.contains(hint), "{args:?} should name {hint:?}: {said}");
+            assert!(message.contains(hint), "{args:?} should name {hint:?}: {message}");
         }
     }
-    let said = node.refused(1, &["config", "get", "drma"]);
-    assert!(said.contains("dram"), "{said}");
+    let message = node.refused(1, &["config", "get", "drma"]);
+    assert!(message.contains("dram"), "{message}");
 }
 
 #[test]
-fn a_reload_tells_what_changed_and_what_needs_a_restart() {
-    let node = Served::start("connections_max = 100\n");
-    assert_eq!(node.said(&["reload"]).trim(), "nothing changed");
+fn a_reload_reports_changed_settings_and_those_that_need_a_restart() {
+    let node = ServedNode::start("connections_max = 100\n");
+    assert_eq!(node.output(&["reload"]).trim(), "nothing changed");
     let file = node.path("cascade.toml");
     let text = fs::read_to_string(&file).unwrap();
     fs::write(&file, text.replace("100", "200").replace("16MiB", "32MiB")).unwrap();
@@ -280,15 +287,15 @@ fn a_reload_tells_what_changed_and_what_needs_a_restart() {
     assert_eq!(reloaded["changed"], serde_json::json!(["connections_max"]));
     assert_eq!(reloaded["needs_restart"], serde_json::json!(["dram"]));
     let again = node.json(&["reload"]);
-    assert_eq!(again["changed"], serde_json::json!([]), "it is in force already");
-    assert_eq!(again["needs_restart"], serde_json::json!(["dram"]), "it still waits");
+    assert_eq!(again["changed"], serde_json::json!([]), "the change is already in effect");
+    assert_eq!(again["needs_restart"], serde_json::json!(["dram"]), "the restart is still due");
     fs::write(&file, text.replace("connections", "conectoins")).unwrap();
-    let said = node.refused(1, &["reload"]);
-    assert!(said.contains("connections_max"), "{said}");
-    assert!(node.said(&["config", "get", "connections_max"]).contains("= 200"));
+    let message = node.refused(1, &["reload"]);
+    assert!(message.contains("connections_max"), "{message}");
+    assert!(node.output(&["config", "get", "connections_max"]).contains("= 200"));
 }
 
-/// The command, where a user without rights here can run it.
+/// A copy of the command that any user can run.
 fn copy_for_others(directory: &TempDir) -> PathBuf {
     fs::set_permissions(directory.path(), fs::Permissions::from_mode(0o755)).unwrap();
     let copy = directory.path().join("cascade");
@@ -305,40 +312,40 @@ fn root_and_a_group_administer_a_node_of_another_user() {
     let programs = TempDir::new().unwrap();
     let program = copy_for_others(&programs);
     let mut command = Command::new(&program);
-    // Its group is the one that administers, so it may give the socket to it.
+    // The node's group is `admin_group`, so it is allowed to give the socket to this group.
     command.uid(USER).gid(GROUP);
     let node =
-        Served::start_as(&format!("admin_group = \"{GROUP}\"\n"), &mut command, |directory| {
+        ServedNode::start_as(&format!("admin_group = \"{GROUP}\"\n"), &mut command, |directory| {
             let user = Some(USER);
             std::os::unix::fs::chown(directory.path(), user, Some(GROUP)).unwrap();
             fs::set_permissions(directory.path(), fs::Permissions::from_mode(0o755)).unwrap();
         });
-    assert!(node.said(&["status"]).contains("serving"));
+    assert!(node.output(&["status"]).contains("serving"));
     assert_eq!(node.json(&["version"])["node"]["is_administrator"], true);
-    node.said(&["config", "set", "log_filter", "debug"]);
-    // Its blocks stay its users': root may look after the node, and is no tenant of it.
+    node.output(&["config", "set", "log_filter", "debug"]);
+    // Root may administer the node, but it belongs to no tenant and cannot access blocks.
     fs::write(node.path("block"), b"some bytes").unwrap();
-    let said = node.refused(1, &["put", KEY, &node.path("block").display().to_string()]);
-    assert!(said.contains("no tenant") && said.contains("--token-file"), "{said}");
+    let message = node.refused(1, &["put", KEY, &node.path("block").display().to_string()]);
+    assert!(message.contains("no tenant") && message.contains("--token-file"), "{message}");
     let as_user = |user: u32, group: u32, args: &[&str]| {
         node.with(Command::new(&program).uid(user).gid(group), args)
     };
     let output = as_user(MEMBER, GROUP, &["status"]);
     assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
-    let output = as_user(STRANGER, STRANGER, &["status"]);
+    let output = as_user(OTHER_USER, OTHER_USER, &["status"]);
     assert_eq!(output.status.code(), Some(1), "{}", stderr(&output));
     // The node refuses a user that the file permissions admit.
     for path in ["run", "run/cascade.sock"] {
         fs::set_permissions(node.path(path), fs::Permissions::from_mode(0o777)).unwrap();
     }
-    let output = as_user(STRANGER, STRANGER, &["status"]);
-    let said = stderr(&output);
-    assert_eq!(output.status.code(), Some(1), "{said}");
-    assert!(said.contains("admin_group") && said.contains("sudo"), "{said}");
+    let output = as_user(OTHER_USER, OTHER_USER, &["status"]);
+    let message = stderr(&output);
+    assert_eq!(output.status.code(), Some(1), "{message}");
+    assert!(message.contains("admin_group") && message.contains("sudo"), "{message}");
 }
 
-/// Commands that ask a node, with arguments that are right.
-const ASKING: &[&[&str]] = &[
+/// All commands that send requests to a node, with valid arguments.
+const NODE_COMMANDS: &[&[&str]] = &[
     &["ping"],
     &["status"],
     &["top", "--once"],
@@ -356,19 +363,19 @@ const ASKING: &[&[&str]] = &[
 ];
 
 #[test]
-fn every_command_ends_with_an_error_where_no_node_answers() {
+fn every_command_fails_if_no_node_answers() {
     let directory = TempDir::new().unwrap();
     let [missing, file, dead] = ["missing", "file", "dead"].map(|name| directory.path().join(name));
     fs::write(&file, "no socket").unwrap();
     drop(UnixListener::bind(&dead).unwrap());
     for socket in [missing, file, dead] {
-        for args in ASKING {
+        for args in NODE_COMMANDS {
             let output = cascade().args(*args).arg("--socket").arg(&socket).output().unwrap();
-            let said = stderr(&output);
-            assert_eq!(output.status.code(), Some(1), "{args:?}: {said}");
-            assert!(said.contains(&socket.display().to_string()), "{args:?}: {said}");
-            assert!(said.contains("cascade serve"), "{args:?}: {said}");
-            assert!(!said.contains("cannot read"), "{args:?}: {said}");
+            let message = stderr(&output);
+            assert_eq!(output.status.code(), Some(1), "{args:?}: {message}");
+            assert!(message.contains(&socket.display().to_string()), "{args:?}: {message}");
+            assert!(message.contains("cascade serve"), "{args:?}: {message}");
+            assert!(!message.contains("cannot read"), "{args:?}: {message}");
         }
         let output = cascade().arg("version").arg("--socket").arg(&socket).output().unwrap();
         assert_eq!(output.status.code(), Some(0));
@@ -377,24 +384,24 @@ fn every_command_ends_with_an_error_where_no_node_answers() {
 }
 
 #[test]
-fn every_command_ends_with_an_error_where_the_node_is_stopped() {
-    let node = Served::start("");
+fn every_command_fails_if_the_node_is_stopped() {
+    let node = ServedNode::start("");
     kill_process(node.process(), Signal::STOP).unwrap();
-    for args in ASKING {
+    for args in NODE_COMMANDS {
         let output = node.run(&[*args, &["--timeout", "0.3"]].concat());
-        let said = stderr(&output);
-        assert_eq!(output.status.code(), Some(1), "{args:?}: {said}");
-        assert!(said.contains("is it stopped?"), "{args:?}: {said}");
+        let message = stderr(&output);
+        assert_eq!(output.status.code(), Some(1), "{args:?}: {message}");
+        assert!(message.contains("is it stopped?"), "{args:?}: {message}");
     }
     kill_process(node.process(), Signal::CONT).unwrap();
-    node.said(&["ping", "--timeout", "60"]);
+    node.output(&["ping", "--timeout", "60"]);
 }
 
-/// The README's own command had a file tier of 4 GiB, and nothing said so.
+/// The command of the README had a file tier of 4 GiB, and no message reported it.
 #[test]
-fn a_size_that_nobody_chose_is_said_at_start_and_by_the_doctor() {
-    let node = Served::start("files = \"HERE/files\"\n");
-    // On a disk it is a share, in memory or in a container's layer at most 4 GiB.
+fn the_default_capacity_of_the_file_tier_is_reported_at_start_and_by_the_doctor() {
+    let node = ServedNode::start("files = \"HERE/files\"\n");
+    // The default is 80 % of a disk, and at most 4 GiB on a tmpfs or a container layer.
     let is_reason = |text: &str| text.contains("80 % of") || text.contains("no disk's file system");
     let log = node.log();
     assert!(log.contains("files_capacity is not set") && is_reason(&log), "{log}");

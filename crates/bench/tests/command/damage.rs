@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use rustix::process::{Signal, kill_process};
 
-use crate::admin::Served;
+use crate::admin::ServedNode;
 
 const BLOCKS: u64 = 24;
 const BLOCK: usize = 256 << 10;
@@ -32,14 +32,14 @@ fn segments(directory: &Path) -> Vec<PathBuf> {
     found
 }
 
-impl Served {
+impl ServedNode {
     fn put_blocks(&self, numbers: std::ops::Range<u64>) {
         let file = self.path("block");
         for number in numbers {
             fs::write(&file, bytes(number)).unwrap();
-            assert!(self.said(&["put", &key(number), file.to_str().unwrap()]).contains("stored"));
+            assert!(self.output(&["put", &key(number), file.to_str().unwrap()]).contains("stored"));
         }
-        assert!(self.said(&["flush"]).contains("everything is written"));
+        assert!(self.output(&["flush"]).contains("everything is written"));
     }
 
     /// How many blocks the node returns; none with other bytes than it was given.
@@ -62,7 +62,7 @@ impl Served {
 /// One flipped bit in a footer made each flush fail, and the node ended with status 1.
 #[test]
 fn a_node_over_damaged_footers_serves_writes_and_ends_with_status_0() {
-    let mut node = Served::start(
+    let mut node = ServedNode::start(
         "files = \"HERE/files\"\nfiles_capacity = \"16MiB\"\n[advanced]\nsegment_size = \"1MiB\"\n",
     );
     node.put_blocks(0..BLOCKS);

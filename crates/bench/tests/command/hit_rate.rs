@@ -1,4 +1,4 @@
-//! `cascade status` and `cascade top` show the hit rate that the node's pages show.
+//! `cascade status` and `cascade top` show the hit rate of lookups: matched over requested blocks.
 
 use std::os::unix::net::UnixListener;
 use std::process::Command;
@@ -15,7 +15,7 @@ fn key(number: u64) -> BlockKey {
 }
 
 #[test]
-fn requests_that_share_a_twentieth_show_five_percent() {
+fn requests_that_share_5_percent_of_their_blocks_have_a_hit_rate_of_5_percent() {
     let directory = tempfile::tempdir().unwrap();
     let socket = directory.path().join("socket");
     let node = Node::open(NodeConfig::new(socket.clone())).unwrap();

@@ -1,4 +1,4 @@
-//! The command as a person or a script meets it: exit codes, JSON, messages, the page.
+//! The command as users and scripts see it: exit codes, JSON, messages, the report.
 
 #![expect(clippy::unwrap_used, reason = "in a test, a surprise should panic")]
 
@@ -15,7 +15,7 @@ use std::process::{Command, Output};
 
 use serde_json::Value;
 
-/// Requests of the trace that the tests replay: enough for hits in every tier.
+/// Requests that the tests replay: enough for hits in every tier.
 const TRACE_REQUESTS: usize = 400;
 
 /// The program under test.
@@ -36,7 +36,7 @@ fn json(path: &Path) -> Value {
     serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap()
 }
 
-/// The first requests of the conversation trace, in a file of their own.
+/// A file with the first requests of the conversation trace.
 fn conversation_trace(directory: &Path) -> PathBuf {
     let whole = Path::new(env!("CARGO_MANIFEST_DIR"))
         .join("../../data/traces/mooncake/conversation_trace.jsonl");

@@ -1,9 +1,9 @@
-//! `cascade bench node` with little work: real processes, a real socket, figures that add up.
+//! `cascade bench node --short`: real processes, real sockets, and consistent figures.
 
 use crate::{json, run, stderr};
 
 #[test]
-fn every_figure_of_a_served_node_can_be_measured() {
+fn selected_figures_of_a_served_node_are_measured() {
     let directory = tempfile::TempDir::new().unwrap();
     let path = directory.path().join("node.json");
     let path_text = path.display().to_string();
@@ -29,7 +29,7 @@ fn every_figure_of_a_served_node_can_be_measured() {
 }
 
 #[test]
-fn a_short_soak_with_killed_workers_loses_nothing() {
+fn a_short_soak_with_killed_workers_leaks_nothing() {
     let directory = tempfile::TempDir::new().unwrap();
     let path = directory.path().join("soak.json");
     let path_text = path.display().to_string();
@@ -46,7 +46,7 @@ fn a_short_soak_with_killed_workers_loses_nothing() {
 }
 
 #[test]
-fn a_figure_that_does_not_exist_is_refused() {
+fn an_unknown_figure_is_refused() {
     let output = run(&["bench", "node", "--short", "--only", "nothing like that"]);
     assert_eq!(output.status.code(), Some(2));
     assert!(stderr(&output).contains("matches no figure"));
@@ -54,7 +54,7 @@ fn a_figure_that_does_not_exist_is_refused() {
 }
 
 #[test]
-fn a_worker_that_gets_nonsense_ends_with_an_error() {
+fn a_worker_exits_with_an_error_after_an_unknown_command() {
     use std::io::Write as _;
     use std::process::Stdio;
     let mut command = crate::cascade();

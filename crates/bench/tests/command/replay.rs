@@ -28,7 +28,7 @@ impl Replay {
         self.directory.path().join(name)
     }
 
-    /// Runs with some more options; the exit code and the JSON.
+    /// Runs with more options. Returns the exit code and the JSON.
     fn run(&self, options: &[&str]) -> (i32, Value) {
         let out = self.path("out.json");
         let trace = conversation_trace(self.directory.path());
@@ -55,7 +55,7 @@ fn count(result: &Value, name: &str) -> u64 {
 }
 
 #[test]
-fn the_json_has_the_contract_and_adds_up() {
+fn the_json_has_the_documented_fields_and_consistent_values() {
     let (code, result) = Replay::new().run(&["--dram", "64MiB"]);
     assert_eq!(code, 0);
     assert_eq!(count(&result, "requests"), 400);
@@ -67,8 +67,8 @@ fn the_json_has_the_contract_and_adds_up() {
     let sum: u64 = by_tier.values().map(|hits| hits.as_u64().unwrap()).sum();
     assert_eq!(sum, count(&result, "blocks_hit"));
     assert_eq!(count(&result, "bytes_read"), sum * 4096);
-    let asked = result["blocks_requested"].as_f64().unwrap();
-    let rate = result["blocks_hit"].as_f64().unwrap() / asked;
+    let requested = result["blocks_requested"].as_f64().unwrap();
+    let rate = result["blocks_hit"].as_f64().unwrap() / requested;
     assert!((result["hit_rate"].as_f64().unwrap() - rate).abs() < 1e-12);
     assert!(result["seconds"].as_f64().unwrap() > 0.0);
     assert!(count(&result, "bytes_written") > 0);
@@ -76,7 +76,7 @@ fn the_json_has_the_contract_and_adds_up() {
 }
 
 #[test]
-fn a_cache_that_holds_all_hits_what_an_endless_one_does() {
+fn a_cache_that_fits_all_blocks_hits_as_an_unbounded_cache() {
     let (code, result) = Replay::new().run(&["--dram", "256MiB", "--admit-partial"]);
     assert_eq!(code, 0);
     assert!(count(&result, "blocks_hit") > 0);
@@ -84,7 +84,7 @@ fn a_cache_that_holds_all_hits_what_an_endless_one_does() {
 }
 
 #[test]
-fn workers_side_by_side_get_no_wrong_byte() {
+fn concurrent_workers_get_no_wrong_byte() {
     let options = ["--dram", "8MiB", "--threads", "4", "--digest", "blake3"];
     let (code, result) = Replay::new().run(&options);
     assert_eq!((code, count(&result, "wrong_blocks")), (0, 0));
@@ -102,7 +102,7 @@ fn a_warm_up_is_not_counted() {
 }
 
 #[test]
-fn the_file_tier_serves_what_dram_dropped_and_survives_a_restart() {
+fn the_file_tier_serves_evicted_blocks_and_survives_a_restart() {
     let replay = Replay::new();
     let files = replay.files();
     let options = ["--dram", "8MiB", "--files", &files, "--files-capacity", "1GiB"];
@@ -133,7 +133,7 @@ fn damaged_files_are_misses_not_wrong_bytes() {
 }
 
 #[test]
-fn a_wrong_byte_is_found_named_and_fails_the_command() {
+fn a_wrong_byte_is_reported_with_its_key_and_exit_code_1() {
     let replay = Replay::new();
     let trace = conversation_trace(replay.directory.path());
     let workload = Workload::new(&Trace::read(&trace).unwrap(), 4096);
@@ -160,7 +160,7 @@ fn a_wrong_byte_is_found_named_and_fails_the_command() {
     assert!(described.contains(&key.to_string()), "{described}");
 }
 
-/// Turns over a byte in every 64 KiB of every large file.
+/// Flips a byte in every 64 KiB of every large file.
 fn damage(directory: &Path) {
     for entry in fs::read_dir(directory).unwrap() {
         let path = entry.unwrap().path();
@@ -176,7 +176,7 @@ fn damage(directory: &Path) {
 }
 
 #[test]
-fn a_directory_is_inspected_intact_and_damaged() {
+fn inspect_reports_an_intact_and_a_damaged_directory() {
     let replay = Replay::new();
     let files = replay.files();
     let options = ["--dram", "8MiB", "--files", &files, "--files-capacity", "1GiB"];
@@ -196,28 +196,28 @@ fn a_directory_is_inspected_intact_and_damaged() {
 }
 
 #[test]
-fn placement_alone_hits_what_real_blocks_do() {
+fn a_replay_of_keys_only_hits_as_one_with_payload() {
     let replay = Replay::new();
-    let (code, names) = replay.run(&["--metadata-only", "--dram-blocks", "500", "--policy", "lru"]);
+    let (code, keys) = replay.run(&["--metadata-only", "--dram-blocks", "500", "--policy", "lru"]);
     assert_eq!(code, 0);
-    assert_eq!(count(&names, "bytes_read"), 0);
+    assert_eq!(count(&keys, "bytes_read"), 0);
     let (_, bytes) = replay.run(&["--dram", "64MiB", "--dram-blocks", "500", "--policy", "lru"]);
-    let [names, bytes] = [names, bytes].map(|result| count(&result, "blocks_hit"));
-    assert!(names.abs_diff(bytes) * 100 <= names, "{names} and {bytes} differ by more than 1 %");
+    let [keys, bytes] = [keys, bytes].map(|result| count(&result, "blocks_hit"));
+    assert!(keys.abs_diff(bytes) * 100 <= keys, "{keys} and {bytes} differ by more than 1 %");
 }
 
 #[test]
-fn the_page_needs_nothing_from_elsewhere() {
+fn the_report_loads_nothing_from_the_network() {
     let replay = Replay::new();
     let page = replay.path("page.html").display().to_string();
     let (code, _) = replay.run(&["--dram", "64MiB", "--report", &page]);
     assert_eq!(code, 0);
     let html = fs::read_to_string(page).unwrap();
     assert!(html.matches("<svg").count() >= 4, "a plot is missing");
-    assert!(html.contains("<text"), "text has to stay text");
-    let elsewhere = html.replace("http://www.w3.org/2000/svg", "");
-    for sign in ["http://", "https://", "src=", "@import", "url("] {
-        assert!(!elsewhere.contains(sign), "the page fetches something: {sign}");
+    assert!(html.contains("<text"), "labels must be text elements");
+    let without_namespace = html.replace("http://www.w3.org/2000/svg", "");
+    for reference in ["http://", "https://", "src=", "@import", "url("] {
+        assert!(!without_namespace.contains(reference), "the page loads something: {reference}");
     }
     let data = html.split("id=\"cascade-replay\">").nth(1).unwrap();
     let data: Value = serde_json::from_str(data.split("</script>").next().unwrap()).unwrap();
@@ -225,10 +225,10 @@ fn the_page_needs_nothing_from_elsewhere() {
 }
 
 #[test]
-fn an_interrupted_replay_reports_what_it_did() {
+fn an_interrupted_replay_reports_its_partial_result() {
     let replay = Replay::new();
     let out = replay.path("out.json");
-    // In real time this would take an hour.
+    // In real time, the whole replay would take minutes.
     let mut child = cascade()
         .arg("replay")
         .arg(conversation_trace(replay.directory.path()))
@@ -238,8 +238,8 @@ fn an_interrupted_replay_reports_what_it_did() {
         .stderr(Stdio::piped())
         .spawn()
         .unwrap();
-    let mut remarks = BufReader::new(child.stderr.take().unwrap()).lines();
-    while !remarks.next().unwrap().unwrap().starts_with("replaying") {}
+    let mut notices = BufReader::new(child.stderr.take().unwrap()).lines();
+    while !notices.next().unwrap().unwrap().starts_with("replaying") {}
     let process = rustix::process::Pid::from_child(&child);
     rustix::process::kill_process(process, rustix::process::Signal::INT).unwrap();
     assert_eq!(child.wait().unwrap().code(), Some(130));

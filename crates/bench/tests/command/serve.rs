@@ -1,4 +1,4 @@
-//! `cascade serve` and `cascade doctor` as a person meets them, before anything is served.
+//! `cascade serve` and `cascade doctor` before a node serves: configuration and checks.
 
 use std::process::Output;
 
@@ -11,7 +11,7 @@ fn stdout(output: &Output) -> String {
 }
 
 #[test]
-fn the_effective_configuration_is_printed_with_what_set_it() {
+fn the_effective_configuration_is_printed_with_its_sources() {
     let directory = tempfile::TempDir::new().unwrap();
     let file = directory.path().join("cascade.toml");
     std::fs::write(&file, "dram = \"1GiB\"\npolicy = \"arc\"\n").unwrap();
@@ -39,7 +39,7 @@ fn the_effective_configuration_is_printed_with_what_set_it() {
 }
 
 #[test]
-fn what_a_node_would_refuse_is_refused_with_a_hint() {
+fn an_invalid_configuration_is_refused_with_a_hint() {
     let directory = tempfile::TempDir::new().unwrap();
     let file = directory.path().join("cascade.toml");
     std::fs::write(&file, "\n\ndarm = \"1GiB\"\n").unwrap();
@@ -55,30 +55,30 @@ fn what_a_node_would_refuse_is_refused_with_a_hint() {
         (&["--config", "/no/such.toml"], &["/no/such.toml", "No such file"]),
     ] {
         let output = run(&[&["serve"], options].concat());
-        let said = stderr(&output);
-        assert_eq!(output.status.code(), Some(2), "{options:?}: {said}");
+        let message = stderr(&output);
+        assert_eq!(output.status.code(), Some(2), "{options:?}: {message}");
         for hint in hints {
-            assert!(said.contains(hint), "{options:?} should name {hint:?}: {said}");
+            assert!(message.contains(hint), "{options:?} should name {hint:?}: {message}");
         }
     }
 }
 
 #[test]
-fn the_reference_and_the_example_are_printed() {
+fn the_configuration_reference_and_example_equal_the_stored_files() {
     for (flag, file) in [
         ("--print-reference", "docs/configuration.md"),
         ("--print-example", "packaging/cascade.toml"),
     ] {
         let output = run(&["serve", flag]);
-        let kept = format!("{}/../../{file}", env!("CARGO_MANIFEST_DIR"));
-        let kept = std::fs::read_to_string(kept).unwrap();
-        assert_eq!(stdout(&output).trim_end(), kept.trim_end(), "{file}");
+        let stored = format!("{}/../../{file}", env!("CARGO_MANIFEST_DIR"));
+        let stored = std::fs::read_to_string(stored).unwrap();
+        assert_eq!(stdout(&output).trim_end(), stored.trim_end(), "{file}");
     }
 }
 
-/// A real limit, lowered for the child alone.
+/// The limit is lowered in the child process only.
 #[test]
-fn the_doctor_of_a_process_with_few_descriptors_says_so() {
+fn the_doctor_fails_with_too_few_file_descriptors() {
     let directory = tempfile::TempDir::new().unwrap();
     let socket = directory.path().join("cascade.sock");
     let output = std::process::Command::new("sh")
@@ -97,20 +97,20 @@ fn the_doctor_of_a_process_with_few_descriptors_says_so() {
 }
 
 #[test]
-fn the_doctor_tells_a_person_what_to_do() {
+fn the_doctor_prints_the_reason_and_the_remedy_of_a_failure() {
     let directory = tempfile::TempDir::new().unwrap();
     let socket = directory.path().join("cascade.sock");
     std::fs::write(&socket, "").unwrap();
     let output = run(&["doctor", "--socket", &socket.display().to_string()]);
-    let said = stdout(&output);
-    assert_eq!(output.status.code(), Some(1), "{said}");
+    let report = stdout(&output);
+    assert_eq!(output.status.code(), Some(1), "{report}");
     for part in ["socket", "no socket", "why: ", "do:  move", "NOT READY"] {
-        assert!(said.contains(part), "{part}: {said}");
+        assert!(report.contains(part), "{part}: {report}");
     }
 }
 
 #[test]
-fn the_doctor_finds_a_configuration_that_is_refused() {
+fn the_doctor_fails_with_an_invalid_configuration() {
     let output = run(&["doctor", "--json", "--listen", "0.0.0.0:9000"]);
     let report: Value = serde_json::from_slice(&output.stdout).unwrap();
     assert_eq!(output.status.code(), Some(1));

@@ -1,13 +1,13 @@
-//! What is asked wrongly is refused with what, where, and what to do.
+//! Errors in the command line are refused with what is wrong, where, and what to do.
 
 use crate::{conversation_trace, run, stderr};
 
-/// Runs a command line that cannot work; its message.
+/// The error message of a command line with a usage error.
 fn refused(args: &[&str]) -> String {
     let output = run(args);
-    let said = stderr(&output);
-    assert_eq!(output.status.code(), Some(2), "{args:?}: {said}");
-    said
+    let message = stderr(&output);
+    assert_eq!(output.status.code(), Some(2), "{args:?}: {message}");
+    message
 }
 
 fn refused_replay(options: &[&str]) -> String {
@@ -17,7 +17,7 @@ fn refused_replay(options: &[&str]) -> String {
 }
 
 #[test]
-fn bad_options_say_what_would_be_right() {
+fn an_invalid_option_is_refused_with_a_valid_value() {
     for (options, hint) in [
         (&["--dram", "lots"][..], "512MiB"),
         (&["--dram", "0"], "at least one byte"),
@@ -33,8 +33,8 @@ fn bad_options_say_what_would_be_right() {
         (&["--dram", "4KiB", "--block-bytes", "1MiB"], "raise --dram"),
         (&["--fresh"], "--files"),
     ] {
-        let said = refused_replay(options);
-        assert!(said.contains(hint), "{options:?} should name {hint:?}: {said}");
+        let message = refused_replay(options);
+        assert!(message.contains(hint), "{options:?} should name {hint:?}: {message}");
     }
 }
 
@@ -47,18 +47,18 @@ fn a_directory_without_blocks_is_refused() {
 }
 
 #[test]
-fn a_trace_that_is_none_is_named() {
-    let said = refused(&["replay", "no/such/trace.jsonl"]);
-    assert!(said.contains("no/such/trace.jsonl"), "{said}");
+fn an_error_in_a_trace_names_the_file_and_the_line() {
+    let message = refused(&["replay", "no/such/trace.jsonl"]);
+    assert!(message.contains("no/such/trace.jsonl"), "{message}");
     let directory = tempfile::TempDir::new().unwrap();
     let path = directory.path().join("broken.jsonl");
     std::fs::write(&path, "{\"timestamp\": 0, \"hash_ids\": \"none\"}\n").unwrap();
-    let said = refused(&["replay", &path.display().to_string()]);
-    assert!(said.contains("broken.jsonl") && said.contains(":1"), "{said}");
+    let message = refused(&["replay", &path.display().to_string()]);
+    assert!(message.contains("broken.jsonl") && message.contains(":1"), "{message}");
 }
 
 #[test]
-fn a_file_that_cannot_be_written_is_named() {
+fn an_error_names_a_file_that_cannot_be_written() {
     let directory = tempfile::TempDir::new().unwrap();
     let trace = conversation_trace(directory.path()).display().to_string();
     let output =
@@ -68,7 +68,7 @@ fn a_file_that_cannot_be_written_is_named() {
 }
 
 #[test]
-fn completions_know_the_options() {
+fn completion_scripts_contain_the_options() {
     for shell in ["bash", "zsh", "fish"] {
         let output = run(&["completions", shell]);
         assert_eq!(output.status.code(), Some(0));
@@ -78,7 +78,7 @@ fn completions_know_the_options() {
 }
 
 #[test]
-fn help_is_an_answer_not_an_error() {
+fn help_and_version_exit_with_0_and_usage_errors_with_2() {
     assert_eq!(run(&["--help"]).status.code(), Some(0));
     assert_eq!(run(&["replay", "--help"]).status.code(), Some(0));
     assert_eq!(run(&["--version"]).status.code(), Some(0));

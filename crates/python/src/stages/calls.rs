@@ -1,9 +1,8 @@
-//! Calls on their way to a stage in Python: a queue between the store's threads and Python's.
+//! The queue of calls to a stage in Python, between the store's threads and Python's threads.
 //!
-//! No thread of the store ever enters the interpreter: those that do are Python's own, started
-//! there, and take calls from here. So whatever a stage does, and however long somebody holds the
-//! interpreter, the store keeps its deadlines; and a thread that the interpreter ends at its exit
-//! has no frame of ours on it.
+//! The store's threads never attach to the interpreter. Threads that Python started take the calls
+//! from this queue and execute them. So the store keeps its deadlines however long a stage takes or
+//! the interpreter is busy, and threads that the interpreter ends at its exit run no store code.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -14,44 +13,46 @@ use cascade_block::{Deadline, SystemClock};
 use cascade_memory::{Slab, SlabMut};
 use cascade_store::stage::{RecordAnswer, RecordCall, Records, StageError};
 
-/// How long a stage's own `close` is waited for.
+/// Time-out of the stage's `close` method.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(3);
 
 type Answer = Result<RecordAnswer, StageError>;
 
-/// The queue.
+/// The queue of calls to one stage.
 #[derive(Debug)]
-pub(crate) struct Calls {
-    queue: Mutex<Queue>,
+pub(crate) struct CallQueue {
+    queue: Mutex<QueueState>,
+    /// Notified about new jobs and the end.
     work: Condvar,
-    methods: Methods,
+    methods: OptionalMethods,
 }
 
-/// Which of the optional methods the stage has.
+/// The optional methods that the stage has.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Methods {
+pub(crate) struct OptionalMethods {
     pub(crate) flush: bool,
     pub(crate) probe: bool,
     pub(crate) close: bool,
 }
 
 #[derive(Debug, Default)]
-struct Queue {
+struct QueueState {
     jobs: VecDeque<Job>,
-    /// Calls that a thread is at and nobody waits for.
+    /// Calls that a thread still executes after their caller's deadline.
     stuck: u64,
     is_closed: bool,
 }
 
 #[derive(Debug)]
 struct Job {
-    /// Nothing asks the stage to close.
+    /// The call; none for the stage's `close` method.
     call: Option<RecordCall>,
     batch: Arc<Batch>,
+    /// Position of the call in its batch.
     at: usize,
 }
 
-/// The calls of one caller, who waits for them all.
+/// The calls of one caller, which waits for all of them.
 #[derive(Debug)]
 struct Batch {
     answers: Mutex<Answers>,
@@ -60,35 +61,35 @@ struct Batch {
 
 #[derive(Debug)]
 struct Answers {
-    given: Vec<Option<Answer>>,
-    left: usize,
+    received: Vec<Option<Answer>>,
+    missing: usize,
+    /// Whether the caller has stopped waiting.
     is_abandoned: bool,
 }
 
-/// A call that a thread of Python's makes now.
-pub(crate) struct Taken {
-    calls: Arc<Calls>,
+/// A call that a Python thread executes. On drop without an answer, it fails.
+pub(crate) struct CallInProgress {
+    calls: Arc<CallQueue>,
     batch: Option<Arc<Batch>>,
     at: usize,
-    /// Of a put, which is undone when it is late.
+    /// The name of a put record, which is deleted again if the answer is late.
     put_name: Option<String>,
 }
 
-/// What to call, and with what.
-pub(crate) enum Made {
+/// The method to call and its arguments.
+pub(crate) enum Invocation {
     Put(String, Slab),
     Get(String, SlabMut),
     Delete(Vec<String>),
-    /// A method without arguments.
-    Bare(&'static str),
+    WithoutArguments(&'static str),
 }
 
-impl Calls {
-    pub(crate) fn new(methods: Methods) -> Self {
+impl CallQueue {
+    pub(crate) fn new(methods: OptionalMethods) -> Self {
         Self { queue: Mutex::default(), work: Condvar::new(), methods }
     }
 
-    fn lock(&self) -> MutexGuard<'_, Queue> {
+    fn lock(&self) -> MutexGuard<'_, QueueState> {
         self.queue.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -96,9 +97,9 @@ impl Calls {
         self.lock().is_closed
     }
 
-    /// Waits for the next call and makes what it needs. Nothing once all is over. To be called
-    /// without the interpreter.
-    pub(crate) fn next(self: &Arc<Self>) -> Option<(Taken, Made)> {
+    /// Waits for the next call and takes its memory. None after [`CallQueue::end`]. Call it only
+    /// while detached from the interpreter, because it blocks.
+    pub(crate) fn next(self: &Arc<Self>) -> Option<(CallInProgress, Invocation)> {
         loop {
             let mut queue = self.lock();
             let job = loop {
@@ -116,15 +117,16 @@ impl Calls {
                 Some(RecordCall::Put { name, .. }) => Some(name.clone()),
                 _ => None,
             };
-            let taken = Taken { calls: Arc::clone(self), batch: Some(batch), at, put_name };
-            match make(call) {
-                Ok(made) => return Some((taken, made)),
-                Err(error) => taken.give(Err(error)),
+            let in_progress =
+                CallInProgress { calls: Arc::clone(self), batch: Some(batch), at, put_name };
+            match invocation(call) {
+                Ok(invocation) => return Some((in_progress, invocation)),
+                Err(error) => in_progress.complete(Err(error)),
             }
         }
     }
 
-    /// Every caller goes on without an answer, and every thread that asks for a call ends.
+    /// Closes the queue: queued calls fail, and `next` returns None in every thread.
     pub(crate) fn end(&self) {
         let jobs = {
             let mut queue = self.lock();
@@ -133,11 +135,12 @@ impl Calls {
         };
         self.work.notify_all();
         for job in jobs {
-            drop(job.batch.give(job.at, Err(StageError::Closed)));
+            drop(job.batch.set_answer(job.at, Err(StageError::Closed)));
         }
     }
 
-    fn enter(
+    /// Queues calls as one batch. None if the queue is closed.
+    fn enqueue(
         &self,
         calls: impl Iterator<Item = Option<RecordCall>>,
         count: usize,
@@ -155,37 +158,40 @@ impl Calls {
         Some(batch)
     }
 
-    /// Waits for a batch; what has not begun by the deadline never does.
+    /// Waits for the answers of a batch until the deadline. Calls that have not begun by then are
+    /// removed from the queue.
     fn wait(&self, batch: &Arc<Batch>, deadline: Deadline) -> Vec<Answer> {
         let mut answers = batch.lock();
-        while answers.left > 0 {
-            let left = deadline.remaining(&SystemClock);
-            if left.is_zero() {
+        while answers.missing > 0 {
+            let time = deadline.remaining(&SystemClock);
+            if time.is_zero() {
                 break;
             }
-            let waited = batch.ready.wait_timeout(answers, left);
+            let waited = batch.ready.wait_timeout(answers, time);
             answers = waited.unwrap_or_else(PoisonError::into_inner).0;
         }
         drop(answers);
-        // The queue first, as everywhere: a call that is neither queued nor answered is under way.
+        // Lock order: the queue before a batch. With both locked, a call without an answer is
+        // either queued or in progress.
         let mut queue = self.lock();
         let before = queue.jobs.len();
-        let (ours, others) = std::mem::take(&mut queue.jobs)
+        let (own, others) = std::mem::take(&mut queue.jobs)
             .into_iter()
             .partition(|job| Arc::ptr_eq(&job.batch, batch));
         queue.jobs = others;
-        let not_begun = before - queue.jobs.len();
+        let queued = before - queue.jobs.len();
         let mut answers = batch.lock();
         answers.is_abandoned = true;
-        queue.stuck += (answers.left - not_begun) as u64;
-        let given = std::mem::take(&mut answers.given);
+        queue.stuck += (answers.missing - queued) as u64;
+        let received = std::mem::take(&mut answers.received);
         drop((answers, queue));
-        let _never_begun: VecDeque<Job> = ours;
-        given.into_iter().map(|answer| answer.unwrap_or(Err(StageError::Timeout))).collect()
+        // Dropped only now, after the locks are released: a call may own a slab of the pool.
+        let _removed: VecDeque<Job> = own;
+        received.into_iter().map(|answer| answer.unwrap_or(Err(StageError::Timeout))).collect()
     }
 
-    /// What does not need the stage.
-    fn answer_without(&self, call: &RecordCall) -> Option<RecordAnswer> {
+    /// The answer to a call of an optional method that the stage does not have.
+    fn default_answer(&self, call: &RecordCall) -> Option<RecordAnswer> {
         match call {
             RecordCall::Flush if !self.methods.flush => Some(RecordAnswer::Done),
             RecordCall::Probe if !self.methods.probe => Some(RecordAnswer::Missing),
@@ -194,15 +200,15 @@ impl Calls {
     }
 }
 
-impl Records for Calls {
+impl Records for CallQueue {
     fn perform(&self, calls: Vec<RecordCall>, deadline: Deadline) -> Vec<Answer> {
         if let [call] = &calls[..]
-            && let Some(answer) = self.answer_without(call)
+            && let Some(answer) = self.default_answer(call)
         {
             return vec![Ok(answer)];
         }
         let count = calls.len();
-        match self.enter(calls.into_iter().map(Some), count) {
+        match self.enqueue(calls.into_iter().map(Some), count) {
             Some(batch) => self.wait(&batch, deadline),
             None => (0..count).map(|_| Err(StageError::Closed)).collect(),
         }
@@ -214,7 +220,7 @@ impl Records for Calls {
 
     fn close(&self) {
         if self.methods.close
-            && let Some(batch) = self.enter(std::iter::once(None), 1)
+            && let Some(batch) = self.enqueue(std::iter::once(None), 1)
         {
             drop(self.wait(&batch, Deadline::after(&SystemClock, CLOSE_TIMEOUT)));
         }
@@ -222,23 +228,23 @@ impl Records for Calls {
     }
 }
 
-/// Takes the memory that a call needs.
-fn make(call: Option<RecordCall>) -> Result<Made, StageError> {
+/// The invocation of a call, with the memory that it needs.
+fn invocation(call: Option<RecordCall>) -> Result<Invocation, StageError> {
     Ok(match call {
-        Some(RecordCall::Put { name, record }) => Made::Put(name, record.seal()?),
-        Some(RecordCall::Get { name, into }) => Made::Get(name, into.take()?),
-        Some(RecordCall::Delete { names }) => Made::Delete(names),
-        Some(RecordCall::Names) => Made::Bare("names"),
-        Some(RecordCall::Flush) => Made::Bare("flush"),
-        Some(RecordCall::Probe) => Made::Bare("probe"),
-        None => Made::Bare("close"),
+        Some(RecordCall::Put { name, record }) => Invocation::Put(name, record.seal()?),
+        Some(RecordCall::Get { name, into }) => Invocation::Get(name, into.take()?),
+        Some(RecordCall::Delete { names }) => Invocation::Delete(names),
+        Some(RecordCall::Names) => Invocation::WithoutArguments("names"),
+        Some(RecordCall::Flush) => Invocation::WithoutArguments("flush"),
+        Some(RecordCall::Probe) => Invocation::WithoutArguments("probe"),
+        None => Invocation::WithoutArguments("close"),
     })
 }
 
 impl Batch {
     fn new(count: usize) -> Self {
-        let given = (0..count).map(|_| None).collect();
-        let answers = Answers { given, left: count, is_abandoned: false };
+        let received = (0..count).map(|_| None).collect();
+        let answers = Answers { received, missing: count, is_abandoned: false };
         Self { answers: Mutex::new(answers), ready: Condvar::new() }
     }
 
@@ -246,35 +252,36 @@ impl Batch {
         self.answers.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Leaves an answer. Comes back with it when nobody waits.
-    fn give(&self, at: usize, answer: Answer) -> Option<Answer> {
+    /// Stores an answer. Returns it if the caller has stopped waiting.
+    fn set_answer(&self, at: usize, answer: Answer) -> Option<Answer> {
         let mut answers = self.lock();
         if answers.is_abandoned {
             return Some(answer);
         }
-        answers.given[at] = Some(answer);
-        answers.left -= 1;
-        if answers.left == 0 {
+        answers.received[at] = Some(answer);
+        answers.missing -= 1;
+        if answers.missing == 0 {
             self.ready.notify_one();
         }
         None
     }
 }
 
-impl Taken {
-    /// Says what became of the call.
-    pub(crate) fn give(mut self, answer: Answer) {
-        self.give_once(answer);
+impl CallInProgress {
+    /// Reports the answer of the stage.
+    pub(crate) fn complete(mut self, answer: Answer) {
+        self.complete_once(answer);
     }
 
-    fn give_once(&mut self, answer: Answer) {
+    fn complete_once(&mut self, answer: Answer) {
         let Some(batch) = self.batch.take() else { return };
-        let Some(late) = batch.give(self.at, answer) else { return };
+        let Some(late) = batch.set_answer(self.at, answer) else { return };
         let name = self.put_name.take().filter(|_| late.is_ok());
         let mut queue = self.calls.lock();
         queue.stuck -= 1;
         if let Some(name) = name.filter(|_| !queue.is_closed) {
-            // Nobody knows of this record; nobody waits for its end either.
+            // The store got a time-out for this put, so it has no reference to the record and would
+            // never delete it. No caller waits for this delete.
             let call = Some(RecordCall::Delete { names: vec![name] });
             queue.jobs.push_back(Job { call, batch: Arc::new(Batch::new(1)), at: 0 });
         }
@@ -283,15 +290,15 @@ impl Taken {
     }
 }
 
-impl Drop for Taken {
+impl Drop for CallInProgress {
     fn drop(&mut self) {
-        // A thread that died with its call has given no answer.
-        self.give_once(Err(StageError::NoAnswer));
+        // Without an effect after `complete`. A thread that ended during the call gave no answer.
+        self.complete_once(Err(StageError::NoAnswer));
     }
 }
 
-impl fmt::Debug for Taken {
+impl fmt::Debug for CallInProgress {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Taken").field("at", &self.at).finish_non_exhaustive()
+        f.debug_struct("CallInProgress").field("at", &self.at).finish_non_exhaustive()
     }
 }

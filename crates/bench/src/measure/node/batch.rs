@@ -1,14 +1,14 @@
-//! Batches of 256 blocks through one client: what a block costs beside its copy.
+//! Batches of 256 blocks through one client: the cost of a block without its copy.
 
 use cascade_block::BlockKey;
 use cascade_client::Client;
 use cascade_memory::{SlabMut, copy_in};
 use cascade_store::{BlockStore as _, StoreError, ViewOutcome};
 
-use super::echo::{Echo, LIMIT_IS};
+use super::echo_process::{EchoProcess, LIMIT_IS};
 use super::process::Placement;
-use super::served::Served;
-use super::{KIB, MIB, NodeBench, PATIENT, all_stored, puts};
+use super::served::ServedNode;
+use super::{CALL_OPTIONS, KIB, MIB, NodeBench, all_stored, puts};
 use crate::cli::Failure;
 use crate::measure::{Figure, Target, keys, size_name, timed};
 use crate::payload;
@@ -17,7 +17,7 @@ use crate::payload;
 const BLOCKS: usize = 256;
 /// Batches of one sample.
 const BATCHES: usize = 48;
-/// What control may cost, in microseconds a block.
+/// Target of the control cost, in microseconds per block.
 const CONTROL_US_MAX: f64 = 1.0;
 
 pub(super) fn run(bench: &mut NodeBench<'_, '_>) -> Result<(), Failure> {
@@ -30,13 +30,13 @@ pub(super) fn run(bench: &mut NodeBench<'_, '_>) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Of the whole put, of its control alone, and of the lease.
+/// The names of the figures: the whole put, the put without its copy, and the lease.
 fn names(size: usize) -> [String; 3] {
     let size = size_name(size);
     ["put", "put-control", "lease"].map(|what| format!("batch-256/{what}/{size}"))
 }
 
-/// Microseconds a block, one a round.
+/// Microseconds per block, one sample per round.
 #[derive(Debug, Default)]
 struct Samples {
     put: Vec<f64>,
@@ -47,19 +47,19 @@ struct Samples {
 }
 
 fn measure(bench: &mut NodeBench<'_, '_>, size: usize, names: [String; 3]) -> Result<(), Failure> {
-    let placement = Placement::apart()?;
-    let served = placement.elsewhere(|| Served::start(128 * MIB))?;
-    let mut echo = placement.elsewhere(Echo::start)?;
+    let placement = Placement::on_two_processors()?;
+    let served = placement.on_the_other(|| ServedNode::start(128 * MIB))?;
+    let mut echo = placement.on_the_other(EchoProcess::start)?;
     let client = served.connect()?;
-    let mut bed = Bed::new(&client, size)?;
+    let mut fixture = BatchFixture::new(&client, size)?;
     let batches = bench.scaled(BATCHES);
     let mut samples = Samples::default();
     for round in 0..=bench.rounds() {
         let (mut copy, mut put, mut lease, mut bare) = (0.0, 0.0, 0.0, 0.0);
         for _ in 0..batches {
-            copy += bed.copy();
-            put += bed.put(&client)?;
-            lease += bed.lease(&client)?;
+            copy += fixture.copy();
+            put += fixture.put(&client)?;
+            lease += fixture.lease(&client)?;
             for _ in 0..4 {
                 bare += echo.round_trip()?.as_secs_f64() / 4.0;
             }
@@ -79,31 +79,31 @@ fn measure(bench: &mut NodeBench<'_, '_>, size: usize, names: [String; 3]) -> Re
     let twice = |bare: &[f64]| bare.iter().map(|us| us * 2.0).collect::<Vec<_>>();
     let most = Target::AtMost(CONTROL_US_MAX);
     let both = copy.iter().zip(twice(&bare)).map(|(copy, bare)| copy + bare).collect();
-    let text = format!("copying the blocks into slabs of the pool, and two of: {LIMIT_IS}");
+    let text = format!("copies of the blocks into slabs of the pool, and two of: {LIMIT_IS}");
     bench.deliver(Figure::cost(put_name, "us/blk", put, (both, &text), Target::None))?;
-    let text = format!("two a batch of: {LIMIT_IS}");
+    let text = format!("two per batch of: {LIMIT_IS}");
     let limit = (twice(&bare), text.as_str());
     bench.deliver(Figure::cost(control_name, "us/blk", control, limit, most))?;
-    let text = format!("one a batch of: {LIMIT_IS}");
+    let text = format!("one per batch of: {LIMIT_IS}");
     bench.deliver(Figure::cost(lease_name, "us/blk", lease, (bare, &text), most))
 }
 
 /// Blocks of one size and slabs to copy them into.
-struct Bed {
+struct BatchFixture {
     size: usize,
     keys: Vec<BlockKey>,
     source: Vec<u8>,
     slabs: Vec<SlabMut>,
 }
 
-impl Bed {
+impl BatchFixture {
     fn new(client: &Client, size: usize) -> Result<Self, Failure> {
         let keys = keys("batch", BLOCKS);
         let mut source = vec![0; BLOCKS * size];
         let pieces = source.chunks_exact_mut(size);
         keys.iter().zip(pieces).for_each(|(key, block)| payload::fill(key, block));
         let slabs: Result<Vec<SlabMut>, StoreError> =
-            keys.iter().map(|_| client.reserve(size, PATIENT)).collect();
+            keys.iter().map(|_| client.reserve(size, CALL_OPTIONS)).collect();
         let slabs = slabs.map_err(|error| Failure::measure("batches", error))?;
         Ok(Self { size, keys, source, slabs })
     }
@@ -118,22 +118,23 @@ impl Bed {
     fn put(&self, client: &Client) -> Result<f64, Failure> {
         let puts = puts(&self.keys, &self.source, self.size);
         let mut outcomes = Vec::new();
-        let took = timed(|| outcomes = client.put(&puts, PATIENT));
+        let took = timed(|| outcomes = client.put(&puts, CALL_OPTIONS));
         all_stored(&outcomes).map_err(|why| Failure::measure("batches", why))?;
         Ok(took.as_secs_f64())
     }
 
-    /// Views of all, and giving back those of the batch before.
+    /// Views of all blocks and their release, the mean of two batches.
     fn lease(&self, client: &Client) -> Result<f64, Failure> {
         let mut seconds = 0.0;
         for _ in 0..2 {
             let mut views = Vec::new();
-            seconds += timed(|| views = client.view(&self.keys, PATIENT)).as_secs_f64();
+            seconds += timed(|| views = client.view(&self.keys, CALL_OPTIONS)).as_secs_f64();
             for (view, key) in views.iter().zip(&self.keys) {
                 let is_right = matches!(view, ViewOutcome::Hit { slab, .. }
                     if payload::check(key, slab, self.size).is_ok());
                 if !is_right {
-                    return Err(Failure::measure("batches", format!("{key} came as {view:?}")));
+                    let what = format!("a view of {key} returned {view:?} or wrong bytes");
+                    return Err(Failure::measure("batches", what));
                 }
             }
             seconds += timed(|| drop(views)).as_secs_f64();

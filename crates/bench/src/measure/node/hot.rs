@@ -1,22 +1,23 @@
-//! Many processes that read the same blocks: what each gets, against what one alone gets.
+//! Many processes read the same blocks: the rate of each, compared with that of a single reader.
 
 use std::time::Duration;
 
 use cascade_store::BlockStore as _;
 
-use super::crew::Crew;
-use super::order::{Blocks, Order, Work};
-use super::served::Served;
-use super::{KIB, MIB, NodeBench, PATIENT, all_stored, puts};
+use super::protocol::{Work, WorkerBlocks, WorkerCommand};
+use super::served::ServedNode;
+use super::worker_group::WorkerGroup;
+use super::{CALL_OPTIONS, KIB, MIB, NodeBench, all_stored, puts};
 use crate::cli::Failure;
 use crate::measure::{Figure, Target, keys, size_name};
 use crate::payload;
 
-/// Readers of the crowd.
+/// Readers of the group.
 const READERS: usize = 8;
-/// How long one sample reads.
-const LASTING: Duration = Duration::from_millis(400);
-/// What a reader in a crowd has to keep, beyond what memcpy loses there.
+/// Duration of one sample.
+const SAMPLE_DURATION: Duration = Duration::from_millis(400);
+/// The target for a reader of the group, as a share of a single reader, after the loss that memcpy
+/// also has.
 const SHARE_MIN: f64 = 0.9;
 
 pub(super) fn run(bench: &mut NodeBench<'_, '_>) -> Result<(), Failure> {
@@ -35,32 +36,33 @@ fn measure(
     size: usize,
     count: usize,
 ) -> Result<(), Failure> {
-    let served = Served::start(256 * MIB)?;
+    let served = ServedNode::start(256 * MIB)?;
     let client = served.connect()?;
     let keys = keys("hot", count);
     let mut bytes = vec![0; count * size];
     let pieces = bytes.chunks_exact_mut(size);
     keys.iter().zip(pieces).for_each(|(key, block)| payload::fill(key, block));
-    all_stored(&client.put(&puts(&keys, &bytes, size), PATIENT))
+    all_stored(&client.put(&puts(&keys, &bytes, size), CALL_OPTIONS))
         .map_err(|why| Failure::measure("hot reads", why))?;
-    let mut alone = Readers::start(1, &served, size, count)?;
-    let mut crowd = Readers::start(READERS, &served, size, count)?;
-    let lasting = LASTING / if bench.options.is_short { 8 } else { 1 };
+    let mut single = Readers::start(1, &served, size, count)?;
+    let mut group = Readers::start(READERS, &served, size, count)?;
+    let duration = SAMPLE_DURATION / if bench.options.is_short { 8 } else { 1 };
     let (mut value, mut limit) = (Vec::new(), Vec::new());
     for round in 0..=bench.rounds() {
-        let copy_alone = alone.rate(Work::StreamOut, lasting)?;
-        let copy_crowd = crowd.rate(Work::StreamOut, lasting)?;
-        let get_alone = alone.rate(Work::Get, lasting)?;
-        let get_crowd = crowd.rate(Work::Get, lasting)?;
+        let copy_single = single.rate(Work::StreamOut, duration)?;
+        let copy_group = group.rate(Work::StreamOut, duration)?;
+        let get_single = single.rate(Work::Get, duration)?;
+        let get_group = group.rate(Work::Get, duration)?;
         if round > 0 {
-            value.push(get_crowd);
-            limit.push(get_alone * copy_crowd / copy_alone);
+            value.push(get_group);
+            // Readers share processors and memory bandwidth: copies without a node show this loss.
+            limit.push(get_single * copy_group / copy_single);
         }
     }
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let text = format!(
-        "what one reader alone gets through the node, times what {READERS} processes that only \
-         copy the same bytes keep of one's rate on these {cores} processors"
+        "the rate of a single reader through the node, times the rate per process of {READERS} \
+         processes over that of one process that only copies, on these {cores} processors"
     );
     let target = Target::ShareAtLeast(SHARE_MIN);
     bench.deliver(Figure::rate(name, "GiB/s", value, (limit, &text), target))
@@ -68,25 +70,30 @@ fn measure(
 
 /// Processes that read the same blocks.
 struct Readers {
-    crew: Crew,
+    group: WorkerGroup,
     count: usize,
     size: usize,
 }
 
 impl Readers {
-    fn start(readers: usize, served: &Served, size: usize, blocks: usize) -> Result<Self, Failure> {
-        let mut crew = Crew::start(readers, served)?;
+    fn start(
+        readers: usize,
+        served: &ServedNode,
+        size: usize,
+        blocks: usize,
+    ) -> Result<Self, Failure> {
+        let mut group = WorkerGroup::start(readers, served)?;
         let label = "hot".to_owned();
-        let blocks = Blocks { label, first: 0, count: blocks, size, batch: blocks };
-        crew.tell(|_| Order::Blocks(blocks.clone()))?;
-        crew.tell(|_| Order::Hold)?;
-        Ok(Self { crew, count: readers, size })
+        let blocks = WorkerBlocks { label, first: 0, count: blocks, size, batch: blocks };
+        group.run_each(|_| WorkerCommand::Blocks(blocks.clone()))?;
+        group.run_each(|_| WorkerCommand::Hold)?;
+        Ok(Self { group, count: readers, size })
     }
 
-    /// GiB/s of one reader.
-    fn rate(&mut self, work: Work, lasting: Duration) -> Result<f64, Failure> {
-        let done = self.crew.work(work, Some(lasting))?;
-        self.crew.tell(|_| Order::Check)?;
+    /// GiB/s per reader.
+    fn rate(&mut self, work: Work, duration: Duration) -> Result<f64, Failure> {
+        let done = self.group.work(work, Some(duration))?;
+        self.group.run_each(|_| WorkerCommand::Check)?;
         let bytes = done.blocks as f64 * self.size as f64;
         Ok(bytes / done.took.as_secs_f64() / self.count as f64 / crate::measure::GIB)
     }

@@ -1,4 +1,4 @@
-//! Clients that are connected and say nothing: what they cost the node and whether they wake it.
+//! Idle clients: the memory that they cost, and whether they wake the node.
 
 use std::io::{Read as _, Write as _};
 use std::os::unix::net::UnixStream;
@@ -8,18 +8,18 @@ use std::time::Duration;
 use cascade_wire::{Access, Answer, Call, Frame, Hello, VERSION, VERSION_MIN, frame_length};
 
 use super::process::kernel_bytes;
-use super::served::Served;
-use super::{MIB, NodeBench, rest};
+use super::served::ServedNode;
+use super::{MIB, NodeBench, sleep};
 use crate::cli::Failure;
 use crate::measure::{Figure, Target};
 
-/// Clients of the figure.
+/// Number of idle clients.
 const CLIENTS: usize = 2000;
-/// How long nothing happens.
-const QUIET: Duration = Duration::from_secs(10);
-/// What all of them may take, in MiB.
+/// Duration of the idle period.
+const IDLE_TIME: Duration = Duration::from_secs(10);
+/// Target for the memory of all clients, in MiB.
 const MEMORY_MIB_MAX: f64 = 50.0;
-/// Longest welcome that is expected.
+/// Limit of the size of a welcome message.
 const WELCOME_BYTES_MAX: usize = 64 << 10;
 
 pub(super) fn run(bench: &mut NodeBench<'_, '_>) -> Result<(), Failure> {
@@ -30,23 +30,23 @@ pub(super) fn run(bench: &mut NodeBench<'_, '_>) -> Result<(), Failure> {
     if !bench.wants_any(&[memory.clone(), kernel.clone(), wakes.clone()]) {
         return Ok(());
     }
-    let quiet = if bench.options.is_short { QUIET / 10 } else { QUIET };
-    let served = Served::start(64 * MIB)?;
-    // The first brings what every later one finds made.
+    let idle_time = if bench.options.is_short { IDLE_TIME / 10 } else { IDLE_TIME };
+    let served = ServedNode::start(64 * MIB)?;
+    // The first client causes allocations that all clients share; they do not count.
     let first = client(&served.socket())?;
-    rest(Duration::from_secs(1));
-    let alone = switches(&served, quiet)?;
-    let (before, kernel_before) = (served.facts()?, kernel_bytes()?);
+    sleep(Duration::from_secs(1));
+    let with_one = switches(&served, idle_time)?;
+    let (before, kernel_before) = (served.stats()?, kernel_bytes()?);
     let clients: Result<Vec<UnixStream>, Failure> =
         (0..count).map(|_| client(&served.socket())).collect();
     let clients = clients?;
-    rest(Duration::from_secs(1));
-    let (after, kernel_after) = (served.facts()?, kernel_bytes()?);
+    sleep(Duration::from_secs(1));
+    let (after, kernel_after) = (served.stats()?, kernel_bytes()?);
     let mib = |bytes: u64| bytes as f64 / MIB as f64;
     let own = mib(after.own_bytes.saturating_sub(before.own_bytes));
     let kernels = mib(kernel_after.saturating_sub(kernel_before));
     let text = format!(
-        "none; with one client it has {:.1} MiB and {} descriptors, with {} more {} descriptors",
+        "none; with one client the node has {:.1} MiB and {} descriptors, with {} more {}",
         mib(before.own_bytes),
         before.descriptors,
         clients.len(),
@@ -55,29 +55,29 @@ pub(super) fn run(bench: &mut NodeBench<'_, '_>) -> Result<(), Failure> {
     let most = Target::AtMost(MEMORY_MIB_MAX);
     let both = vec![own + kernels];
     bench.deliver(Figure::cost(memory, "MiB", both, (Vec::new(), &text), most))?;
-    let text = "none; unreclaimable slabs, kernel stacks and page tables of the whole machine: \
-                what other programs do meanwhile is in it, and both ends of each socket";
+    let text = "none; unreclaimable slabs, kernel stacks and page tables of the whole machine, \
+                including other programs and both ends of each socket";
     bench.deliver(Figure::cost(kernel, "MiB", vec![kernels], (Vec::new(), text), Target::None))?;
-    let woken = switches(&served, quiet)?;
+    let switched = switches(&served, idle_time)?;
     let text = format!(
-        "none; switches of all threads of the node in {} s; with one client there were {alone}",
-        quiet.as_secs_f64()
+        "none; context switches of all threads of the node in {} s; with one client {with_one}",
+        idle_time.as_secs_f64()
     );
     let none = Target::AtMost(0.0);
-    bench.deliver(Figure::cost(wakes, "times", vec![woken], (Vec::new(), &text), none))?;
+    bench.deliver(Figure::cost(wakes, "times", vec![switched], (Vec::new(), &text), none))?;
     drop((first, clients));
     Ok(())
 }
 
-/// How often the node's threads are switched while nothing is asked of it.
-fn switches(served: &Served, quiet: Duration) -> Result<f64, Failure> {
-    let before = served.facts()?.switches;
-    rest(quiet);
-    Ok(served.facts()?.switches.saturating_sub(before) as f64)
+/// Context switches of the node's threads during an idle period.
+fn switches(served: &ServedNode, idle_time: Duration) -> Result<f64, Failure> {
+    let before = served.stats()?.switches;
+    sleep(idle_time);
+    Ok(served.stats()?.switches.saturating_sub(before) as f64)
 }
 
-/// A connection that said who it is, and that has no more: no mapping, no thread. The pool's
-/// descriptor is not taken, so the kernel closes it.
+/// A connection after its handshake, without a mapping or a thread in this process. The message's
+/// descriptor of the pool is not received, so the kernel closes it.
 fn client(socket: &Path) -> Result<UnixStream, Failure> {
     let failed = |error: std::io::Error| Failure::measure("an idle client", error);
     let mut stream = UnixStream::connect(socket).map_err(failed)?;
@@ -91,8 +91,8 @@ fn client(socket: &Path) -> Result<UnixStream, Failure> {
         name: "idle".to_owned(),
     });
     let mut bytes = Vec::new();
-    let wrong = |error: cascade_wire::WireError| Failure::measure("an idle client", error);
-    hello.write(&mut bytes, 1, None).map_err(wrong)?;
+    let invalid = |error: cascade_wire::WireError| Failure::measure("an idle client", error);
+    hello.write(&mut bytes, 1, None).map_err(invalid)?;
     stream.write_all(&bytes).map_err(failed)?;
     bytes.resize(WELCOME_BYTES_MAX, 0);
     let mut filled = 0;
@@ -102,14 +102,14 @@ fn client(socket: &Path) -> Result<UnixStream, Failure> {
         if count == 0 {
             return Err(Failure::measure("an idle client", "the node closed its connection"));
         }
-        let Some(length) = frame_length(&bytes[..filled]).map_err(wrong)? else { continue };
+        let Some(length) = frame_length(&bytes[..filled]).map_err(invalid)? else { continue };
         if filled >= length {
             break;
         }
     }
     let answer = Frame::read(&bytes[..filled]).and_then(|frame| Answer::read(&frame));
-    match answer.map_err(wrong)? {
+    match answer.map_err(invalid)? {
         Answer::Welcome(_) => Ok(stream),
-        other => Err(Failure::measure("an idle client", format!("the node answers {other:?}"))),
+        other => Err(Failure::measure("an idle client", format!("the node sent {other:?}"))),
     }
 }

@@ -1,4 +1,4 @@
-//! What a node costs a block, and how long calls take while others keep it busy.
+//! The CPU time of a node per block, and the latency of calls under load.
 
 use std::time::Duration;
 
@@ -7,24 +7,24 @@ use cascade_client::Client;
 use cascade_store::{BlockStore as _, GetOutcome, Request};
 
 use super::control::PERCENTILES;
-use super::crew::Crew;
-use super::echo::{Echo, LIMIT_IS};
-use super::order::{Blocks, Order, Work};
-use super::served::Served;
-use super::{KIB, MIB, NodeBench, PATIENT, machine_ns, rest};
+use super::echo_process::{EchoProcess, LIMIT_IS};
+use super::protocol::{Work, WorkerBlocks, WorkerCommand};
+use super::served::ServedNode;
+use super::worker_group::WorkerGroup;
+use super::{CALL_OPTIONS, KIB, MIB, NodeBench, machine_ns, sleep};
 use crate::cli::Failure;
 use crate::latency::Latencies;
 use crate::measure::{Figure, Target, keys, timed};
 use crate::payload;
 
-/// Workers that keep the node busy.
+/// Workers that make the load.
 const WORKERS: usize = 2;
 /// Size of their blocks.
 const SIZE: usize = 128 * KIB;
-/// Blocks that each of them has.
+/// Blocks of each worker.
 const COUNT: usize = 256;
-/// How long one sample lasts: processor time is counted in hundredths of a second.
-const LASTING: Duration = Duration::from_millis(1500);
+/// Duration of one sample. The kernel counts CPU time in hundredths of a second.
+const SAMPLE_DURATION: Duration = Duration::from_millis(1500);
 
 pub(super) fn run(bench: &mut NodeBench<'_, '_>) -> Result<(), Failure> {
     let get = |p: &str| format!("loaded/get-128KiB/{p}");
@@ -32,7 +32,7 @@ pub(super) fn run(bench: &mut NodeBench<'_, '_>) -> Result<(), Failure> {
     for batch in [1, 32] {
         let name = format!("node-cpu/get-128KiB/batch-{batch}");
         if bench.wants_any(std::slice::from_ref(&name)) {
-            processor(bench, name, batch)?;
+            cpu_time(bench, name, batch)?;
         }
     }
     let names = PERCENTILES.iter().flat_map(|(p, _)| [get(p), lookup(p)]);
@@ -48,7 +48,8 @@ pub(super) fn run(bench: &mut NodeBench<'_, '_>) -> Result<(), Failure> {
             Figure::cost(lookup(percentile), "us", lookups[at].clone(), limit, Target::None);
         bench.deliver(figure)?;
         let both = bare[at].iter().zip(&copies[at]).map(|(bare, copy)| bare + copy).collect();
-        let text = format!("memcpy of as many bytes, and a {LIMIT_IS}, each under the same load");
+        let text =
+            format!("memcpy of the same number of bytes, and a {LIMIT_IS}, under the same load");
         let figure =
             Figure::cost(get(percentile), "us", gets[at].clone(), (both, &text), Target::None);
         bench.deliver(figure)?;
@@ -56,99 +57,100 @@ pub(super) fn run(bench: &mut NodeBench<'_, '_>) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Workers with blocks of their own that the node has.
-fn busy(served: &Served, batch: usize) -> Result<Crew, Failure> {
-    let mut crew = Crew::start(WORKERS, served)?;
-    crew.tell(|at| {
+/// Starts workers and puts the blocks of each.
+fn start_load(served: &ServedNode, batch: usize) -> Result<WorkerGroup, Failure> {
+    let mut group = WorkerGroup::start(WORKERS, served)?;
+    group.run_each(|at| {
         let (label, first) = ("load".to_owned(), at * COUNT);
-        Order::Blocks(Blocks { label, first, count: COUNT, size: SIZE, batch })
+        WorkerCommand::Blocks(WorkerBlocks { label, first, count: COUNT, size: SIZE, batch })
     })?;
-    crew.work(Work::Put, None)?;
-    Ok(crew)
+    group.work(Work::Put, None)?;
+    Ok(group)
 }
 
-fn processor(bench: &mut NodeBench<'_, '_>, name: String, batch: usize) -> Result<(), Failure> {
-    let served = Served::start(2 * WORKERS * COUNT * SIZE)?;
-    let (mut crew, mut echo) = (busy(&served, batch)?, Echo::start()?);
-    let lasting = LASTING / if bench.options.is_short { 6 } else { 1 };
+fn cpu_time(bench: &mut NodeBench<'_, '_>, name: String, batch: usize) -> Result<(), Failure> {
+    let served = ServedNode::start(2 * WORKERS * COUNT * SIZE)?;
+    let (mut group, mut echo) = (start_load(&served, batch)?, EchoProcess::start()?);
+    let duration = SAMPLE_DURATION / if bench.options.is_short { 6 } else { 1 };
     let (mut value, mut limit) = (Vec::new(), Vec::new());
     for round in 0..=bench.rounds() {
-        let before = served.facts()?.processor;
-        let done = crew.work(Work::Get, Some(lasting))?;
-        let spent = served.facts()?.processor.saturating_sub(before);
-        let before = echo.facts()?.processor;
+        let before = served.stats()?.cpu_time;
+        let done = group.work(Work::Get, Some(duration))?;
+        let spent = served.stats()?.cpu_time.saturating_sub(before);
+        let before = echo.stats()?.cpu_time;
         let (mut trips, until) = (0_u32, machine_ns() + 500_000_000);
         while machine_ns() < until {
             echo.round_trip()?;
             trips += 1;
         }
-        let bare = echo.facts()?.processor.saturating_sub(before);
+        let bare = echo.stats()?.cpu_time.saturating_sub(before);
         if round > 0 {
             value.push(spent.as_secs_f64() * 1e9 / done.blocks as f64);
             limit.push(bare.as_secs_f64() * 1e9 / f64::from(trips) / batch as f64);
         }
     }
-    crew.tell(|_| Order::Check)?;
-    let text = format!("processor time of the other side of a {LIMIT_IS}, one a call");
+    group.run_each(|_| WorkerCommand::Check)?;
+    let text = format!("CPU time of the other process in a {LIMIT_IS}, one per call");
     bench.deliver(Figure::cost(name, "ns/blk", value, (limit, &text), Target::None))
 }
 
-/// By percentile, one a round: lookups, gets, bare round trips and copies.
+/// Latencies of lookups, gets, bare round trips and copies: by percentile, one sample per round.
 fn latencies(bench: &NodeBench<'_, '_>) -> Result<[[Vec<f64>; 3]; 4], Failure> {
-    let served = Served::start(4 * WORKERS * COUNT * SIZE + 64 * MIB)?;
-    let (mut crew, mut echo) = (busy(&served, 8)?, Echo::start()?);
+    let served = ServedNode::start(4 * WORKERS * COUNT * SIZE + 64 * MIB)?;
+    let (mut group, mut echo) = (start_load(&served, 8)?, EchoProcess::start()?);
     let client = served.connect()?;
     let keys = keys("load", WORKERS * COUNT);
     let mut samples: [[Vec<f64>; 3]; 4] = Default::default();
-    let lasting = LASTING / if bench.options.is_short { 6 } else { 1 };
+    let duration = SAMPLE_DURATION / if bench.options.is_short { 6 } else { 1 };
     for round in 0..=bench.rounds() {
-        let stop_ns = machine_ns() + u64::try_from(lasting.as_nanos()).unwrap_or(0);
-        for worker in crew.workers() {
+        let stop_ns = machine_ns() + u64::try_from(duration.as_nanos()).unwrap_or(0);
+        for worker in group.workers() {
             worker.begin(Work::Get, stop_ns)?;
         }
-        rest(Duration::from_millis(20));
-        let seen = under_load(&client, &mut echo, &keys, stop_ns)?;
-        for worker in crew.workers() {
+        sleep(Duration::from_millis(20));
+        let latencies = under_load(&client, &mut echo, &keys, stop_ns)?;
+        for worker in group.workers() {
             worker.finish(stop_ns)?;
         }
         if round > 0 {
-            for (samples, seen) in samples.iter_mut().zip(&seen) {
+            for (samples, latencies) in samples.iter_mut().zip(&latencies) {
                 for (samples, (_, quantile)) in samples.iter_mut().zip(PERCENTILES) {
-                    samples.push(seen.us_at(quantile));
+                    samples.push(latencies.us_at(quantile));
                 }
             }
         }
     }
-    crew.tell(|_| Order::Check)?;
+    group.run_each(|_| WorkerCommand::Check)?;
     Ok(samples)
 }
 
 fn under_load(
     client: &Client,
-    echo: &mut Echo,
+    echo: &mut EchoProcess,
     keys: &[BlockKey],
     stop_ns: u64,
 ) -> Result<[Latencies; 4], Failure> {
-    let mut seen: [Latencies; 4] = Default::default();
+    let mut latencies: [Latencies; 4] = Default::default();
     let (mut buffer, source) = (vec![0; SIZE], vec![7; SIZE]);
-    let lost = || Failure::measure("calls under load", "a block that was put is not there");
+    let missing = || Failure::measure("calls under load", "a block that was put is missing");
     for key in keys.iter().cycle() {
         if machine_ns() >= stop_ns {
             break;
         }
         let key = std::slice::from_ref(key);
         let mut found = 0;
-        seen[0].record(timed(|| found = client.lookup_prefix(&Request::new(key)).tiers.len()));
+        latencies[0].record(timed(|| found = client.lookup_prefix(&Request::new(key)).tiers.len()));
         let mut got = Vec::new();
-        seen[1].record(timed(|| got = client.get(key, &mut [&mut buffer], PATIENT)));
+        latencies[1].record(timed(|| got = client.get(key, &mut [&mut buffer], CALL_OPTIONS)));
         let is_hit = matches!(got.as_slice(), [GetOutcome::Hit { bytes: SIZE, .. }]);
         if found != 1 || !is_hit {
-            return Err(lost());
+            return Err(missing());
         }
-        payload::check(&key[0], &buffer, SIZE)
-            .map_err(|wrong| Failure::measure("calls under load", format!("{wrong:?}")))?;
-        seen[2].record(echo.round_trip()?);
-        seen[3].record(timed(|| std::hint::black_box(&mut buffer).copy_from_slice(&source)));
+        payload::check(&key[0], &buffer, SIZE).map_err(|wrong| {
+            Failure::measure("calls under load", format!("WRONG BYTE: {wrong:?}"))
+        })?;
+        latencies[2].record(echo.round_trip()?);
+        latencies[3].record(timed(|| std::hint::black_box(&mut buffer).copy_from_slice(&source)));
     }
-    Ok(seen)
+    Ok(latencies)
 }

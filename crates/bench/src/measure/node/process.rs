@@ -1,4 +1,4 @@
-//! What the kernel tells of a process: processor time, memory, wake-ups and descriptors.
+//! Statistics of a process from `/proc`, child processes of this command, and CPU affinity.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -10,37 +10,39 @@ use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
 use crate::cli::Failure;
 
-/// A process at one moment.
+/// Statistics of a process at one moment.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct ProcessFacts {
-    /// Processor time of all its threads so far.
-    pub(super) processor: Duration,
-    /// Resident memory that is its own: without shared memory.
+pub(super) struct ProcessStats {
+    /// CPU time of all its threads so far.
+    pub(super) cpu_time: Duration,
+    /// Resident memory without shared memory.
     pub(super) own_bytes: u64,
-    /// How often its threads were put on or off a processor.
+    /// Context switches of all its threads so far.
     pub(super) switches: u64,
-    /// Open files and sockets.
+    /// Open file descriptors.
     pub(super) descriptors: u64,
 }
 
-impl ProcessFacts {
-    /// Asks the kernel.
+impl ProcessStats {
+    /// Reads `/proc`.
     pub(super) fn of(process: u32) -> Result<Self, Failure> {
         let home = PathBuf::from(format!("/proc/{process}"));
         let text = |name: &str| read(&home.join(name));
         let status = text("status")?;
-        let strange = |what: &str| Failure::measure(what, "the kernel tells it in another way");
-        let kib = |field| field_of(&status, field).ok_or_else(|| strange(field));
+        let unexpected = |what: &str| {
+            Failure::measure(what, format!("/proc/{process} has it in an unexpected format"))
+        };
+        let kib = |field| field_of(&status, field).ok_or_else(|| unexpected(field));
         let descriptors = entries(&home.join("fd"))?.len() as u64;
         let mut switches = 0;
         for task in entries(&home.join("task"))? {
-            // A thread may end meanwhile.
+            // The thread may have ended since the directory was listed.
             let status = fs::read_to_string(task.join("status")).unwrap_or_default();
             let counts = ["voluntary_ctxt_switches:", "nonvoluntary_ctxt_switches:"];
             switches += counts.iter().filter_map(|field| field_of(&status, field)).sum::<u64>();
         }
         Ok(Self {
-            processor: processor_time(&text("stat")?).ok_or_else(|| strange("stat"))?,
+            cpu_time: cpu_time(&text("stat")?).ok_or_else(|| unexpected("stat"))?,
             own_bytes: kib("VmRSS:")?.saturating_sub(kib("RssShmem:")?) * 1024,
             switches,
             descriptors,
@@ -48,51 +50,55 @@ impl ProcessFacts {
     }
 }
 
-/// Memory that the kernel itself takes and cannot give back, in bytes.
+/// Memory of the kernel that it cannot reclaim, in bytes.
 pub(super) fn kernel_bytes() -> Result<u64, Failure> {
     let text = read(Path::new("/proc/meminfo"))?;
     let field = |name| field_of(&text, name).unwrap_or(0) * 1024;
     Ok(field("SUnreclaim:") + field("KernelStack:") + field("PageTables:"))
 }
 
-/// This very command, for a child process. The program may be Python: then the command's script
-/// stands before its arguments, and the name it was called by has to stay, because that is how an
-/// interpreter knows its environment (its file is a link to one that does not).
+/// The command line of this process up to `bench`, for a child process.
+///
+/// The program may be Python. Then its first arguments are the script of the command, and its path
+/// must stay as it was given: a virtual environment's interpreter is a link, and Python finds the
+/// environment by the path of the link.
 pub(super) fn this_command() -> Result<Command, Failure> {
-    let mut before = std::env::args_os().take_while(|argument| argument != "bench");
-    let program = before.next().ok_or_else(|| {
-        Failure::usage("this program has no name", "run it as `cascade bench node`")
+    let mut arguments = std::env::args_os().take_while(|argument| argument != "bench");
+    let program = arguments.next().ok_or_else(|| {
+        Failure::usage("the command line has no program name", "run it as `cascade bench node`")
     })?;
     let mut command = Command::new(program);
-    command.args(before);
+    command.args(arguments);
     Ok(command)
 }
 
-/// A thousand clients are thousands of descriptors; children inherit the limit.
-pub(super) fn raise_descriptors() -> Result<(), Failure> {
+/// Raises the limit of file descriptors, which child processes inherit: each client needs some.
+pub(super) fn raise_descriptor_limit() -> Result<(), Failure> {
     let Rlimit { current, maximum } = getrlimit(Resource::Nofile);
     if current == maximum {
         return Ok(());
     }
     setrlimit(Resource::Nofile, Rlimit { current: maximum, maximum })
-        .map_err(|error| Failure::measure("thousands of clients", error))
+        .map_err(|error| Failure::other("raise the limit of file descriptors", error))
 }
 
-/// Keeps both sides of a socket on a processor each while this lives, the same for every pair of
-/// processes that is compared: waking a neighbour costs several times what waking on the same
-/// processor costs, and the scheduler decides anew in every run.
+/// Keeps the two sides of a socket on two fixed processors until it is dropped.
+///
+/// A wake-up on another processor costs several times one on the same processor, and otherwise the
+/// scheduler would choose anew in every run. All compared pairs of processes use the same pair.
 #[derive(Debug)]
 pub(super) struct Placement {
-    whole: CpuSet,
+    before: CpuSet,
     here: CpuSet,
-    there: CpuSet,
+    other: CpuSet,
 }
 
 impl Placement {
-    /// Nothing on a machine with one processor.
-    pub(super) fn apart() -> Result<Self, Failure> {
-        let whole = sched_getaffinity(None).map_err(misplaced)?;
-        let mut allowed = (0..CpuSet::MAX_CPU).filter(|at| whole.is_set(*at));
+    /// Moves this thread to the first allowed processor. On a machine with one processor, both
+    /// sides use it.
+    pub(super) fn on_two_processors() -> Result<Self, Failure> {
+        let before = sched_getaffinity(None).map_err(affinity_failure)?;
+        let mut allowed = (0..CpuSet::MAX_CPU).filter(|at| before.is_set(*at));
         let first = allowed.next().unwrap_or(0);
         let second = allowed.next().unwrap_or(first);
         let only = |processor| {
@@ -100,36 +106,36 @@ impl Placement {
             set.set(processor);
             set
         };
-        let placement = Self { whole, here: only(first), there: only(second) };
-        go_to(&placement.here)?;
+        let placement = Self { before, here: only(first), other: only(second) };
+        set_affinity(&placement.here)?;
         Ok(placement)
     }
 
-    /// Starts something on the other processor: children stay where they were started.
-    pub(super) fn elsewhere<T>(
+    /// Starts a process on the other processor. It stays there, because it inherits the affinity.
+    pub(super) fn on_the_other<T>(
         &self,
         start: impl FnOnce() -> Result<T, Failure>,
     ) -> Result<T, Failure> {
-        go_to(&self.there)?;
+        set_affinity(&self.other)?;
         let started = start();
-        go_to(&self.here)?;
+        set_affinity(&self.here)?;
         started
     }
 }
 
 impl Drop for Placement {
     fn drop(&mut self) {
-        // It was allowed before.
-        drop(go_to(&self.whole));
+        // This affinity was valid before, so it is valid now.
+        drop(set_affinity(&self.before));
     }
 }
 
-fn go_to(processors: &CpuSet) -> Result<(), Failure> {
-    sched_setaffinity(None, processors).map_err(misplaced)
+fn set_affinity(processors: &CpuSet) -> Result<(), Failure> {
+    sched_setaffinity(None, processors).map_err(affinity_failure)
 }
 
-fn misplaced(error: rustix::io::Errno) -> Failure {
-    Failure::measure("processes on processors of their own", error)
+fn affinity_failure(error: rustix::io::Errno) -> Failure {
+    Failure::other("bind processes to processors", error)
 }
 
 fn read(path: &Path) -> Result<String, Failure> {
@@ -146,8 +152,9 @@ fn field_of(text: &str, field: &str) -> Option<u64> {
     line.split_whitespace().next()?.parse().ok()
 }
 
-/// User and system time of `/proc/PID/stat`. The name in it may hold anything.
-fn processor_time(stat: &str) -> Option<Duration> {
+/// User and system time of `/proc/PID/stat`. The process name in it may contain any characters, so
+/// the fields are counted from its closing parenthesis, the last one of the line.
+fn cpu_time(stat: &str) -> Option<Duration> {
     let (_, fields) = stat.rsplit_once(") ")?;
     let mut fields = fields.split(' ').skip(11);
     let ticks: u64 = fields.next()?.parse::<u64>().ok()? + fields.next()?.parse::<u64>().ok()?;
@@ -160,28 +167,28 @@ mod tests {
     use super::*;
 
     #[test]
-    fn processor_time_is_read_behind_any_name() {
+    fn cpu_time_is_read_after_any_process_name() {
         let tail = "S 1 1 1 0 -1 4194560 1 2 3 4 70 30 0 0 20 0 5 0 100 1 1";
-        let hundred =
+        let hundred_ticks =
             Duration::from_nanos(100 * 1_000_000_000 / rustix::param::clock_ticks_per_second());
-        assert_eq!(processor_time(&format!("7 (cascade) {tail}")), Some(hundred));
-        assert_eq!(processor_time(&format!("7 (a) b) (c) {tail}")), Some(hundred));
-        assert_eq!(processor_time("7 (cascade) S 1"), None);
+        assert_eq!(cpu_time(&format!("7 (cascade) {tail}")), Some(hundred_ticks));
+        assert_eq!(cpu_time(&format!("7 (a) b) (c) {tail}")), Some(hundred_ticks));
+        assert_eq!(cpu_time("7 (cascade) S 1"), None);
     }
 
     #[test]
-    fn this_process_is_described() {
-        let facts = ProcessFacts::of(std::process::id()).unwrap();
-        assert!(facts.own_bytes > 0 && facts.descriptors > 2, "{facts:?}");
+    fn the_statistics_of_this_process_are_read() {
+        let stats = ProcessStats::of(std::process::id()).unwrap();
+        assert!(stats.own_bytes > 0 && stats.descriptors > 2, "{stats:?}");
         assert!(kernel_bytes().unwrap() > 0);
     }
 
     #[test]
-    fn a_placement_ends_where_it_began() {
+    fn a_dropped_placement_restores_the_affinity() {
         let before = sched_getaffinity(None).unwrap();
-        let placement = Placement::apart().unwrap();
-        let there = placement.elsewhere(|| Ok(sched_getaffinity(None).unwrap())).unwrap();
-        assert_eq!((there.count(), sched_getaffinity(None).unwrap().count()), (1, 1));
+        let placement = Placement::on_two_processors().unwrap();
+        let other = placement.on_the_other(|| Ok(sched_getaffinity(None).unwrap())).unwrap();
+        assert_eq!((other.count(), sched_getaffinity(None).unwrap().count()), (1, 1));
         drop(placement);
         assert_eq!(sched_getaffinity(None).unwrap(), before);
     }

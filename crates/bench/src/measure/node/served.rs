@@ -1,4 +1,4 @@
-//! The node under measurement: this very command as a child that serves a temporary socket.
+//! The measured node: a child process of this command that serves on a temporary socket.
 
 use std::fs;
 use std::io::{BufRead as _, BufReader};
@@ -11,25 +11,25 @@ use std::time::Duration;
 use cascade_client::{Client, ConnectOptions};
 use rustix::process::{Pid, Signal, kill_process};
 
-use super::process::{ProcessFacts, this_command};
-use super::{machine_ns, rest};
+use super::process::{ProcessStats, this_command};
+use super::{machine_ns, sleep};
 use crate::cli::Failure;
 
-/// How long a node may take to end on its own.
+/// Time-out of the node's end after SIGTERM.
 const END_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// A node that serves until this is dropped.
+/// A node process that is stopped on drop.
 #[derive(Debug)]
-pub(super) struct Served {
+pub(super) struct ServedNode {
     child: Child,
     directory: PathBuf,
 }
 
-impl Served {
-    /// Starts a node with a DRAM tier alone and waits until it serves.
+impl ServedNode {
+    /// Starts a node with only a DRAM tier and waits until it serves.
     pub(super) fn start(dram_bytes: usize) -> Result<Self, Failure> {
         let failed = |error| Failure::measure("a served node", error);
-        let directory = scratch().map_err(failed)?;
+        let directory = socket_directory().map_err(failed)?;
         let mut command = this_command()?;
         command.arg("serve").arg("--socket").arg(directory.join("s"));
         command.args(["--pipeline", "Dram", "--log-filter", "warn"]);
@@ -40,8 +40,8 @@ impl Served {
     }
 
     fn wait_until_ready(mut self) -> Result<Self, Failure> {
-        let output = self.child.stdout.take().expect("it is piped");
-        // It ends with the node at the latest.
+        let output = self.child.stdout.take().expect("stdout is piped");
+        // The output ends when the node ends, so this does not wait for ever.
         for line in BufReader::new(output).lines() {
             let line = line.map_err(|error| Failure::measure("a served node", error))?;
             if line.contains("ready") {
@@ -51,7 +51,7 @@ impl Served {
         Err(Failure::measure("a served node", "it ended before it was ready; its message is above"))
     }
 
-    /// Where it listens.
+    /// The path of its socket.
     pub(super) fn socket(&self) -> PathBuf {
         self.directory.join("s")
     }
@@ -62,37 +62,38 @@ impl Served {
         Client::connect(options).map_err(|error| Failure::measure("a client", error))
     }
 
-    /// What the kernel tells of it.
-    pub(super) fn facts(&self) -> Result<ProcessFacts, Failure> {
-        ProcessFacts::of(self.child.id())
+    /// The kernel's statistics of the node process.
+    pub(super) fn stats(&self) -> Result<ProcessStats, Failure> {
+        ProcessStats::of(self.child.id())
     }
 
     fn end(&mut self) {
         let process = i32::try_from(self.child.id()).ok().and_then(Pid::from_raw);
-        let asked = process.map(|process| kill_process(process, Signal::TERM));
+        let signalled = process.map(|process| kill_process(process, Signal::TERM));
         let until = machine_ns() + u64::try_from(END_TIMEOUT.as_nanos()).unwrap_or(u64::MAX);
-        while asked == Some(Ok(())) && machine_ns() < until {
+        while signalled == Some(Ok(())) && machine_ns() < until {
             if !matches!(self.child.try_wait(), Ok(None)) {
                 return;
             }
-            rest(Duration::from_millis(5));
+            sleep(Duration::from_millis(5));
         }
-        // Already gone is as good.
+        // The process may have ended meanwhile, which is fine.
         drop(self.child.kill());
         drop(self.child.wait());
     }
 }
 
-impl Drop for Served {
+impl Drop for ServedNode {
     fn drop(&mut self) {
         self.end();
-        // A directory that stays behind holds nothing but a socket.
+        // If this fails, only the file of a socket remains in the temporary directory.
         drop(fs::remove_dir_all(&self.directory));
     }
 }
 
-/// A directory for sockets, with a short name: a socket's address is short.
-pub(super) fn scratch() -> std::io::Result<PathBuf> {
+/// A new directory for sockets. Its path is short, because the path of a socket is limited to 107
+/// bytes.
+pub(super) fn socket_directory() -> std::io::Result<PathBuf> {
     static COUNT: AtomicU32 = AtomicU32::new(0);
     let number = COUNT.fetch_add(1, Ordering::Relaxed);
     let name = format!("cascade-bench-{}-{number}", std::process::id());

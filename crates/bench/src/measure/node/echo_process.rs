@@ -1,44 +1,44 @@
-//! The bare limit of a control path: a round trip of 64 bytes over a Unix socket, and nothing else.
+//! The limit of the control path: a bare round trip of 64 bytes over a Unix socket.
 
 use std::io::{Read as _, Write as _};
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use super::crew::Worker;
-use super::order::Order;
-use super::process::ProcessFacts;
-use super::served::scratch;
+use super::process::ProcessStats;
+use super::protocol::WorkerCommand;
+use super::served::socket_directory;
+use super::worker_group::WorkerProcess;
 use crate::cli::Failure;
 use crate::measure::timed;
 
-/// Bytes that go there and come back.
+/// Bytes of a message, in both directions.
 pub(super) const FRAME_BYTES: usize = 64;
 
-/// How this limit is told.
+/// Description of this limit.
 pub(super) const LIMIT_IS: &str =
     "round trip of 64 bytes over a Unix socket to a process that does nothing else";
 
-/// A process that sends back what it is told.
+/// A worker process that echoes messages.
 #[derive(Debug)]
-pub(super) struct Echo {
+pub(super) struct EchoProcess {
     stream: UnixStream,
-    worker: Worker,
+    worker: WorkerProcess,
     directory: PathBuf,
 }
 
-impl Echo {
+impl EchoProcess {
     pub(super) fn start() -> Result<Self, Failure> {
         let failed = |error| Failure::measure("a bare round trip", error);
-        let directory = scratch().map_err(failed)?;
-        let mut worker = Worker::start()?;
-        worker.tell(&Order::Echo { socket: directory.join("e") })?;
+        let directory = socket_directory().map_err(failed)?;
+        let mut worker = WorkerProcess::start()?;
+        worker.run(&WorkerCommand::Echo { socket: directory.join("e") })?;
         let stream = UnixStream::connect(directory.join("e")).map_err(failed)?;
         stream.set_read_timeout(Some(Duration::from_secs(10))).map_err(failed)?;
         Ok(Self { stream, worker, directory })
     }
 
-    /// One round trip.
+    /// The duration of one round trip.
     pub(super) fn round_trip(&mut self) -> Result<Duration, Failure> {
         let mut frame = [7; FRAME_BYTES];
         let mut done = Ok(());
@@ -48,15 +48,15 @@ impl Echo {
         done.map_err(|error| Failure::measure("a bare round trip", error)).map(|()| took)
     }
 
-    /// What the kernel tells of the other process.
-    pub(super) fn facts(&self) -> Result<ProcessFacts, Failure> {
-        self.worker.facts()
+    /// The kernel's statistics of the worker process.
+    pub(super) fn stats(&self) -> Result<ProcessStats, Failure> {
+        self.worker.stats()
     }
 }
 
-impl Drop for Echo {
+impl Drop for EchoProcess {
     fn drop(&mut self) {
-        // What stays behind is a socket's file.
+        // If this fails, only the file of a socket remains in the temporary directory.
         drop(std::fs::remove_dir_all(&self.directory));
     }
 }

@@ -1,4 +1,4 @@
-//! `cascade flush`, `clear`, `drain` and `reload`: orders to a running node.
+//! `cascade flush`, `clear`, `drain` and `reload`: maintenance of a running node.
 
 use std::io::{BufRead as _, IsTerminal as _};
 use std::os::fd::OwnedFd;
@@ -14,34 +14,36 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use serde_json::json;
 
-use crate::cli::reach::Reach;
+use crate::cli::connection::ConnectionArgs;
 use crate::cli::{EXIT_FAILED, EXIT_OK, Failure, Screen, write_json};
 use crate::replay::summary::grouped;
 
-/// How often a node that ends is looked for.
-const LOOK_INTERVAL: Duration = Duration::from_millis(50);
+/// Poll interval for the removal of a stopping node's socket.
+const POLL_INTERVAL: Duration = Duration::from_millis(50);
 
-/// Whose blocks to write down.
+/// The tenant to flush.
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
   cascade flush --timeout 60s
-      Returns when all that waited has been written to the lower tiers. Exit code 1 if not all was.
-  cascade flush --tenant alice")]
+      Wait until all pending blocks are written to the lower tiers. The exit code is 1 if some are
+      not.
+  cascade flush --tenant alice
+      Flush the blocks of one tenant.")]
 pub(super) struct FlushArgs {
-    /// Whose blocks [default: everybody's, or those of the tenant that you are].
+    /// Tenant to flush [default: all for administrators, else the tenant of the user or token].
     #[arg(long, value_name = "NAME")]
     tenant: Option<String>,
     /// Print JSON.
     #[arg(long)]
     json: bool,
     #[command(flatten)]
-    reach: Reach,
+    connection: ConnectionArgs,
 }
 
 pub(super) fn flush(args: &FlushArgs, screen: &mut Screen) -> Result<i32, Failure> {
-    let question = json!({ "tenant": args.tenant });
-    let flushed: Vec<Flushed> = args.reach.connect()?.ask("flush", &question)?;
+    let request = json!({ "tenant": args.tenant });
+    let flushed: Vec<Flushed> = args.connection.connect()?.request("flush", &request)?;
     if args.json {
         write_json(Path::new("-"), &flushed, screen)?;
     } else {
@@ -56,9 +58,9 @@ fn show_flushed(flushed: &[Flushed], screen: &mut Screen) -> Result<(), Failure>
         let name = &tenant.tenant;
         let pending = ByteSize(tenant.pending_bytes).rounded();
         match &tenant.error {
-            None => screen.line(format!("tenant {name}: everything is written"))?,
+            None => screen.line(format!("tenant {name}: all blocks are written"))?,
             Some(error) => {
-                let text = format!("tenant {name}: NOT written: {error}; {pending} wait");
+                let text = format!("tenant {name}: NOT written: {error}; {pending} pending");
                 let text = screen.verdict(false, &text);
                 screen.line(text)?;
             }
@@ -67,36 +69,37 @@ fn show_flushed(flushed: &[Flushed], screen: &mut Screen) -> Result<(), Failure>
     Ok(())
 }
 
-/// Whose blocks to remove.
+/// The tenant to clear.
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
   cascade clear
-      Says what would be removed, and asks. Without a terminal it takes --yes.
+      Show what would be removed and ask for confirmation. Without a terminal, --yes is required.
   cascade clear --tenant alice --yes --json
+      Remove all blocks of one tenant.
 
-The blocks are gone from every tier; their bytes in files are overwritten by later ones. To
-overwrite them at once, and to get a receipt: cascade tenant forget.")]
+The blocks are removed from every tier. Their bytes stay in files until later blocks overwrite them.
+To overwrite them at once and get a receipt, use cascade tenant forget.")]
 pub(super) struct ClearArgs {
-    /// Whose blocks [default: those of the tenant that you are; `default` for who administers].
+    /// Tenant to clear [default: `default` for administrators, else the one of the user or token].
     #[arg(long, value_name = "NAME")]
     tenant: Option<String>,
-    /// Do not ask.
+    /// Do not ask for confirmation.
     #[arg(long)]
     yes: bool,
     /// Print JSON.
     #[arg(long)]
     json: bool,
     #[command(flatten)]
-    reach: Reach,
+    connection: ConnectionArgs,
 }
 
 pub(super) fn clear(args: &ClearArgs, screen: &mut Screen) -> Result<i32, Failure> {
-    let asker = args.reach.connect()?;
+    let connection = args.connection.connect()?;
     if !args.yes {
-        let identity: Identity = asker.ask("version", &json!({}))?;
+        let identity: Identity = connection.request("version", &json!({}))?;
         let tenant = args.tenant.clone().unwrap_or(identity.tenant);
-        let status: Status = asker.ask("status", &json!({}))?;
+        let status: Status = connection.request("status", &json!({}))?;
         let found = status.tenants.iter().find(|it| it.name == tenant);
         let Some(found) = found else {
             let names: Vec<&str> = status.tenants.iter().map(|it| it.name.as_str()).collect();
@@ -112,22 +115,23 @@ pub(super) fn clear(args: &ClearArgs, screen: &mut Screen) -> Result<i32, Failur
         let tiers: Vec<String> = tiers.collect();
         let what = format!(
             "this removes every block of tenant {tenant:?} at {}: {}",
-            asker.socket().display(),
+            connection.socket().display(),
             tiers.join(", ")
         );
         if !std::io::stdin().is_terminal() {
-            return Err(Failure::usage(what, "add --yes to do it"));
+            return Err(Failure::usage(what, "add --yes to confirm"));
         }
-        screen.remark(format!("{what}\nremove them? [y/N]"))?;
+        screen.notice(format!("{what}\nremove them? [y/N]"))?;
         let mut answer = String::new();
         let read = std::io::stdin().lock().read_line(&mut answer);
-        read.map_err(|error| Failure::measure("the answer", error))?;
+        read.map_err(|error| Failure::other("read the confirmation", error))?;
         if !["y", "yes"].contains(&answer.trim().to_ascii_lowercase().as_str()) {
-            screen.remark("nothing was removed")?;
+            screen.notice("nothing was removed")?;
             return Ok(EXIT_FAILED);
         }
     }
-    let cleared: Cleared = asker.ask("clear", &json!({ "tenant": args.tenant }))?;
+    let request = json!({ "tenant": args.tenant });
+    let cleared: Cleared = connection.request("clear", &request)?;
     if args.json {
         write_json(Path::new("-"), &cleared, screen)?;
     } else {
@@ -141,59 +145,60 @@ pub(super) fn clear(args: &ClearArgs, screen: &mut Screen) -> Result<i32, Failur
     Ok(EXIT_OK)
 }
 
-/// How to drain.
+/// The options of a drain.
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
   cascade drain --timeout 60s
-      From now on no new client and no new block is taken; all that waits is written. Clients that
-      are connected read on, /readyz says `draining`.
+      Refuse new clients and new blocks, and write all pending blocks to the lower tiers. Connected
+      clients can still read. /readyz answers 503 with `draining`.
   cascade drain --exit --timeout 60s
-      And then the node ends, if all was written.
+      Then stop the node, if all blocks were written.
   cascade drain --cancel
-      Serve again.
+      Accept clients and blocks again.
 
-Exit code 1 if not all was written in time: what waits is in DRAM, and the node goes on.")]
+The exit code is 1 if some blocks were not written in time. They stay in DRAM, and the node keeps
+running.")]
 pub(super) struct DrainArgs {
-    /// End the node once all is written, and wait until it has ended.
+    /// Stop the node when all blocks are written, and wait for its end.
     #[arg(long, conflicts_with = "cancel")]
     exit: bool,
-    /// Take new clients and blocks again.
+    /// End the drain: accept new clients and blocks again.
     #[arg(long)]
     cancel: bool,
     /// Print JSON.
     #[arg(long)]
     json: bool,
     #[command(flatten)]
-    reach: Reach,
+    connection: ConnectionArgs,
 }
 
 pub(super) fn drain(args: &DrainArgs, screen: &mut Screen) -> Result<i32, Failure> {
-    let deadline = Deadline::after(&SystemClock, args.reach.timeout);
-    let order = json!({ "exit": args.exit, "cancel": args.cancel });
-    let asker = args.reach.connect()?;
-    // Before the order: afterwards the number may be that of another process.
-    let process = process(&asker.ask("version", &json!({}))?);
-    let drained: Drained = asker.ask("drain", &order)?;
-    let socket = args.reach.socket();
+    let deadline = Deadline::after(&SystemClock, args.connection.timeout);
+    let request = json!({ "exit": args.exit, "cancel": args.cancel });
+    let connection = args.connection.connect()?;
+    // Before the drain: after it, the process may have ended and its id may belong to another one.
+    let process = open_process(&connection.request("version", &json!({}))?);
+    let drained: Drained = connection.request("drain", &request)?;
+    let socket = args.connection.socket();
     let has_ended = drained.is_ending && wait_for_end(process.as_ref(), &socket, deadline);
     if args.json {
         write_json(Path::new("-"), &drained, screen)?;
     } else if args.cancel {
-        screen.line("the node serves again")?;
+        screen.line("the node accepts clients and blocks again")?;
     } else {
         show_flushed(&drained.tenants, screen)?;
         let clients = format!("{} clients connected", grouped(drained.clients as u64));
         screen.line(match (drained.is_written, drained.is_ending, has_ended) {
             (false, ..) => format!(
-                "the node drains ({clients}), but not all is written: it does not end; try again, \
-                 or look at cascade status"
+                "the node is draining ({clients}), but some blocks are not written, so it keeps \
+                 running; try again, or see cascade status"
             ),
             (true, false, _) => {
-                format!("the node is drained ({clients}): it may be stopped without a loss")
+                format!("the node is drained ({clients}): it can be stopped without data loss")
             }
             (true, true, false) => {
-                format!("process {} is told to end, and still runs", drained.pid)
+                format!("process {} is stopping, but still runs; see its log", drained.pid)
             }
             (true, true, true) => format!("process {} has ended", drained.pid),
         })?;
@@ -202,14 +207,15 @@ pub(super) fn drain(args: &DrainArgs, screen: &mut Screen) -> Result<i32, Failur
     Ok(if is_done { EXIT_OK } else { EXIT_FAILED })
 }
 
-/// Something that tells when the node's process has ended; nothing for one that cannot be seen from
-/// here.
-fn process(identity: &Identity) -> Option<OwnedFd> {
+/// A descriptor that becomes readable when the node's process ends. None if the process is not
+/// visible from here, such as in another PID namespace.
+fn open_process(identity: &Identity) -> Option<OwnedFd> {
     let process = Pid::from_raw(i32::try_from(identity.pid).ok()?)?;
     pidfd_open(process, PidfdFlags::empty()).ok()
 }
 
-/// Whether the node's process ends in time; where it cannot be seen, whether its socket goes.
+/// Whether the node's process ends by the deadline. If the process is not visible, whether its
+/// socket is removed.
 fn wait_for_end(process: Option<&OwnedFd>, socket: &Path, deadline: Deadline) -> bool {
     if let Some(process) = process {
         let time = Timespec::try_from(deadline.remaining(&SystemClock)).ok();
@@ -217,28 +223,28 @@ fn wait_for_end(process: Option<&OwnedFd>, socket: &Path, deadline: Deadline) ->
         return polled.is_ok_and(|ready| ready > 0);
     }
     while socket.exists() && !deadline.remaining(&SystemClock).is_zero() {
-        thread::park_timeout(LOOK_INTERVAL);
+        thread::park_timeout(POLL_INTERVAL);
     }
     !socket.exists()
 }
 
-/// Which node.
+/// The node and the output format.
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
   cascade reload
-      The node reads its configuration file again, as on SIGHUP; prints what changed and what needs
-      a restart. A file that is refused changes nothing: exit code 1, and the reason.")]
+      Reload the configuration file, as SIGHUP does, and print which settings changed and which
+      need a restart. If the file is not valid, nothing changes and the exit code is 1.")]
 pub(super) struct ReloadArgs {
     /// Print JSON.
     #[arg(long)]
     json: bool,
     #[command(flatten)]
-    reach: Reach,
+    connection: ConnectionArgs,
 }
 
 pub(super) fn reload(args: &ReloadArgs, screen: &mut Screen) -> Result<i32, Failure> {
-    let reloaded: Reloaded = args.reach.connect()?.ask("reload", &json!({}))?;
+    let reloaded: Reloaded = args.connection.connect()?.request("reload", &json!({}))?;
     if args.json {
         write_json(Path::new("-"), &reloaded, screen)?;
         return Ok(EXIT_OK);
@@ -248,7 +254,7 @@ pub(super) fn reload(args: &ReloadArgs, screen: &mut Screen) -> Result<i32, Fail
         screen.line("nothing changed")?;
     }
     for key in changed {
-        screen.line(format!("changed        {key}"))?;
+        screen.line(format!("changed          {key}"))?;
     }
     for key in needs_restart {
         screen.line(format!("needs a restart  {key}"))?;

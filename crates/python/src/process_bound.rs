@@ -1,7 +1,7 @@
-//! Values that only the process that made them may touch: a forked child gets an error instead.
+//! Values that only the process that created them may use. In a forked child, access is an error.
 //!
-//! A fork copies locks in whatever state they are and no thread but the caller's, so a child that
-//! used a store, or gave a slab back, could wait for ever. The child leaks the value instead.
+//! A fork copies locks in their current state, but only the calling thread. So a child that used a
+//! store or released a slab could wait for a lock for ever. It leaks the value instead.
 
 use std::mem::ManuallyDrop;
 use std::process;
@@ -10,32 +10,32 @@ use pyo3::PyResult;
 
 use crate::errors::ForkError;
 
-/// A value of this process.
+/// A value that belongs to one process.
 #[derive(Debug)]
-pub(crate) struct Owned<T> {
+pub(crate) struct ProcessBound<T> {
     /// Taken only by `into_inner` and on drop.
     value: Option<T>,
     process: u32,
 }
 
-impl<T> Owned<T> {
+impl<T> ProcessBound<T> {
     pub(crate) fn new(value: T) -> Self {
         Self { value: Some(value), process: process::id() }
     }
 
-    /// The value, unless this is a forked child of the process that made it.
+    /// The value. Fails in a forked child; `what` is its name in the error.
     pub(crate) fn get(&self, what: &str) -> PyResult<&T> {
         self.check(what)?;
         Ok(self.value.as_ref().expect("the value is taken only by consuming self"))
     }
 
-    /// The value, to change it.
+    /// The value, mutable.
     pub(crate) fn get_mut(&mut self, what: &str) -> PyResult<&mut T> {
         self.check(what)?;
         Ok(self.value.as_mut().expect("the value is taken only by consuming self"))
     }
 
-    /// The value itself.
+    /// The owned value.
     pub(crate) fn into_inner(mut self, what: &str) -> PyResult<T> {
         self.check(what)?;
         Ok(self.value.take().expect("the value is taken only by consuming self"))
@@ -46,14 +46,14 @@ impl<T> Owned<T> {
             return Ok(());
         }
         Err(ForkError::new_err(format!(
-            "this {what} belongs to process {}, which forked this one; open a store of its own \
-             here (with multiprocessing, use the spawn start method)",
+            "this {what} belongs to process {}, which forked this one; open a new store in this \
+             process (with multiprocessing, use the start method \"spawn\")",
             self.process
         )))
     }
 }
 
-impl<T> Drop for Owned<T> {
+impl<T> Drop for ProcessBound<T> {
     fn drop(&mut self) {
         if self.process != process::id() {
             let _leaked = ManuallyDrop::new(self.value.take());

@@ -1,4 +1,4 @@
-//! Reaching a running node: the socket that a command is given, and the question it asks there.
+//! The connection of a command to a running node: its flags and its requests.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -11,40 +11,39 @@ use serde::de::DeserializeOwned;
 
 use crate::cli::{Failure, parse_time};
 
-/// What the node's status shows for this program.
+/// The client name that the node's status shows.
 const NAME: &str = "cascade (command line)";
-/// Longest file with a token.
+/// Limit of the size of a token file.
 const TOKEN_BYTES_MAX: u64 = 4096;
-const NO_NODE: &str = "start a node with `cascade serve`, or say where it is with --socket";
+const NO_NODE: &str = "start a node with `cascade serve`, or give its socket with --socket";
 
-/// Which node.
+/// The flags that select a node.
 #[derive(Debug, Clone, Args)]
-pub(super) struct Reach {
-    /// The node's Unix socket [default: the one of `CASCADE_NODE`, else the one that
-    /// `cascade serve` would choose].
+pub(super) struct ConnectionArgs {
+    /// Unix socket of the node [default: the value of `CASCADE_NODE`, else the default of
+    /// `cascade serve`].
     #[arg(long, value_name = "PATH", help_heading = "Node")]
     socket: Option<PathBuf>,
-    /// How long to wait for its answer.
+    /// Time-out of each request.
     #[arg(long, value_name = "TIME", default_value = "10s", value_parser = parse_time)]
     #[arg(help_heading = "Node")]
     pub(super) timeout: Duration,
-    /// A file with a tenant's token: ask as that tenant.
+    /// File with the token of a tenant, to act as that tenant.
     #[arg(long, value_name = "PATH", help_heading = "Node")]
     token_file: Option<PathBuf>,
 }
 
-/// A connection for asking.
+/// A connection for administrative requests.
 #[derive(Debug)]
-pub(super) struct Asker {
+pub(super) struct AdminConnection {
     administrator: Administrator,
     timeout: Duration,
 }
 
-impl Reach {
-    /// Where the node should be.
+impl ConnectionArgs {
+    /// The path of the node's socket.
     pub(super) fn socket(&self) -> PathBuf {
-        let given = self.socket.clone();
-        given.unwrap_or_else(|| Environment::of_process().socket())
+        self.socket.clone().unwrap_or_else(|| Environment::of_process().socket())
     }
 
     fn token(&self) -> Result<Option<Vec<u8>>, Failure> {
@@ -52,81 +51,82 @@ impl Reach {
         let token = read_secret(path, TOKEN_BYTES_MAX, Readers::Group);
         let mut token = token.map_err(|source| Failure::Read {
             path: path.clone(),
-            advice: "give a file with a tenant's token, which nobody else can read".to_owned(),
+            advice: "give a file with a tenant's token that other users cannot read".to_owned(),
             source: Box::new(source),
         })?;
         token.truncate(token.trim_ascii_end().len());
         Ok(Some(token))
     }
 
-    /// Connects for questions and orders.
-    pub(super) fn connect(&self) -> Result<Asker, Failure> {
+    /// Connects for administrative requests.
+    pub(super) fn connect(&self) -> Result<AdminConnection, Failure> {
         let timeout = self.timeout;
         let administrator = Administrator::connect(self.socket(), self.token()?, NAME, timeout);
-        Ok(Asker { administrator: administrator.map_err(unanswered)?, timeout })
+        Ok(AdminConnection { administrator: administrator.map_err(request_failure)?, timeout })
     }
 
-    /// Connects as a worker does, to read and write blocks.
+    /// Connects as a worker, to read and write blocks.
     pub(super) fn connect_as_worker(&self, access: Access) -> Result<Client, Failure> {
         let mut options = ConnectOptions::new(self.socket());
         options.access = access;
         options.token = self.token()?;
         NAME.clone_into(&mut options.name);
         options.timeout = self.timeout;
-        Client::connect(options).map_err(|error| no_worker(&error))
+        Client::connect(options).map_err(|error| worker_failure(&error))
     }
 }
 
-impl Asker {
-    /// A question in words, its arguments and its answer in JSON.
-    pub(super) fn ask<T: DeserializeOwned>(
+impl AdminConnection {
+    /// Sends a request with JSON arguments and parses the JSON answer.
+    pub(super) fn request<T: DeserializeOwned>(
         &self,
         topic: &str,
         arguments: &serde_json::Value,
     ) -> Result<T, Failure> {
         let answer = self.administrator.ask(topic, &arguments.to_string(), self.timeout);
-        let text = answer.map_err(unanswered)?;
+        let text = answer.map_err(request_failure)?;
         serde_json::from_str(&text).map_err(|source| Failure::Read {
             path: self.administrator.socket().to_owned(),
-            advice: "the node speaks of things that this command does not know; use the command \
+            advice:
+                "this command does not understand the node's answer; use the `cascade` command \
                      of the node's version"
-                .to_owned(),
+                    .to_owned(),
             source: Box::new(source),
         })
     }
 
-    /// Whether the node answers at all.
+    /// Waits for an empty answer of the node.
     pub(super) fn ping(&self) -> Result<(), Failure> {
-        self.administrator.ping(self.timeout).map_err(unanswered)
+        self.administrator.ping(self.timeout).map_err(request_failure)
     }
 
-    /// Where the node is.
+    /// The path of the node's socket.
     pub(super) fn socket(&self) -> &Path {
         self.administrator.socket()
     }
 }
 
-fn unanswered(error: AskError) -> Failure {
+fn request_failure(error: AskError) -> Failure {
     let what = error.to_string();
     let advice = match error {
         AskError::Declined { reason } => return Failure::Declined(reason),
         AskError::Away { .. } => NO_NODE,
         AskError::Refused { .. } => {
-            "`sudo cascade ...` works, whichever user the node runs as; a tenant may give its \
-             token with --token-file"
+            "use `sudo cascade ...`, which works whichever user the node runs as, or act as a \
+             tenant with --token-file"
         }
-        _ => "look at the node's process and log, or wait longer with --timeout",
+        _ => "check the node's process and its log, or set a longer --timeout",
     };
     Failure::Unreachable { what, advice: advice.to_owned() }
 }
 
-fn no_worker(error: &StoreError) -> Failure {
+fn worker_failure(error: &StoreError) -> Failure {
     let advice = match error {
-        // A worker's client says the same of a node that is stopped.
+        // The worker's client reports a stopped node with the same error.
         StoreError::Away { .. } => NO_NODE,
         StoreError::Refused { .. } => {
-            "blocks are for users of their tenant; one who is none can give its token with \
-             --token-file"
+            "only users of a tenant can access its blocks; to act as a tenant, give its token \
+             with --token-file"
         }
         _ => "try again with a longer --timeout",
     };

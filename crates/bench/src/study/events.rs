@@ -1,4 +1,4 @@
-//! Hints as an engine might give them, made with hindsight from the trace itself.
+//! The events of a replay: requests, and hints that an engine would give, computed from the trace.
 
 use std::time::Duration;
 
@@ -6,45 +6,45 @@ use cascade_store::eviction::Hints;
 
 use crate::trace::Trace;
 
-/// Which hints a replay gives.
+/// The hints of a replay.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct HintSet {
-    /// The end of a session, that late: after the last request whose chain is ever used again.
+    /// Give the end of a session this long after the last request that uses its chain.
     pub session_end_after: Option<Duration>,
-    /// Waiting requests, that long before they come.
-    pub look_ahead: Option<Duration>,
-    /// How requests ended, where the trace says so.
+    /// Announce each request this long before it arrives.
+    pub lookahead: Option<Duration>,
+    /// Give the stop reason of requests, if the trace has it.
     pub stop: bool,
 }
 
-/// Something that happens in a replay.
+/// One event of a replay.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub enum Event {
-    /// A request of the trace, by its number.
+pub enum ReplayEvent {
+    /// A request of the trace.
     Request {
-        /// Its number.
+        /// Its index.
         request: usize,
-        /// What comes with it.
+        /// The hints with the request.
         hints: Hints,
     },
     /// A hint about the chain of a request.
     Hint {
-        /// When it comes.
+        /// Time of the hint.
         at: Duration,
-        /// Whose chain it is about.
+        /// Index of the request.
         request: usize,
-        /// What it says.
+        /// The hints.
         hints: Hints,
     },
 }
 
 /// All events of a replay, by time.
 #[derive(Debug, Clone, Default)]
-pub struct Foresight {
-    events: Vec<(Duration, Event)>,
+pub struct ReplayEvents {
+    events: Vec<(Duration, ReplayEvent)>,
 }
 
-impl Foresight {
+impl ReplayEvents {
     /// The requests of a trace, and the hints about them.
     pub fn of(trace: &Trace, set: &HintSet) -> Self {
         let is_last = last_uses(trace);
@@ -56,16 +56,16 @@ impl Foresight {
             }
             let delay = set.session_end_after.filter(|_| is_last[request]);
             hints.ends_session = delay.is_some_and(|delay| delay.is_zero());
-            if let Some(ahead) = set.look_ahead.filter(|ahead| !ahead.is_zero()) {
+            if let Some(ahead) = set.lookahead.filter(|ahead| !ahead.is_zero()) {
                 let at = traced.at.saturating_sub(ahead);
                 let expected = Hints { expected_within: Some(ahead), ..Hints::default() };
-                events.push((at, Event::Hint { at, request, hints: expected }));
+                events.push((at, ReplayEvent::Hint { at, request, hints: expected }));
             }
-            events.push((traced.at, Event::Request { request, hints }));
+            events.push((traced.at, ReplayEvent::Request { request, hints }));
             if let Some(delay) = delay.filter(|delay| !delay.is_zero()) {
                 let at = traced.at + delay;
-                let over = Hints { ends_session: true, ..Hints::default() };
-                events.push((at, Event::Hint { at, request, hints: over }));
+                let ended = Hints { ends_session: true, ..Hints::default() };
+                events.push((at, ReplayEvent::Hint { at, request, hints: ended }));
             }
         }
         events.sort_by_key(|(at, _)| *at);
@@ -73,12 +73,12 @@ impl Foresight {
     }
 
     /// The events by time.
-    pub fn events(self) -> impl Iterator<Item = Event> {
+    pub fn events(self) -> impl Iterator<Item = ReplayEvent> {
         self.events.into_iter().map(|(_, event)| event)
     }
 }
 
-/// For each request, whether its last full block is never asked for again.
+/// For each request, whether no later request uses its last full block.
 fn last_uses(trace: &Trace) -> Vec<bool> {
     let blocks = usize::try_from(trace.unique_blocks).expect("a trace that fits in memory");
     let mut is_used_later = vec![false; blocks];

@@ -1,4 +1,4 @@
-//! What one worker of a replay saw; the workers' tallies add up to the run's.
+//! Counts and times of a replay. Each worker has its own; they are merged at the end.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -9,50 +9,50 @@ use cascade_store::{PutOutcome, TierName};
 use crate::latency::Latencies;
 use crate::payload::WrongByte;
 
-/// Wrong blocks that are described one by one; more are only counted.
+/// Limit of the wrong blocks that are described. The others are only counted.
 const WRONG_EXAMPLES_MAX: usize = 10;
 
 /// Counts and times of some requests.
 #[derive(Debug, Default)]
-pub struct Tally {
-    /// Per request: when it arrived and what it got.
+pub struct ReplayCounts {
+    /// Arrival and outcome of each request.
     pub requests: Vec<RequestRecord>,
-    /// Blocks asked for.
+    /// Blocks requested.
     pub blocks_requested: u64,
-    /// Leading blocks that were there, by the tier that gave them.
+    /// Leading blocks that were hits, by tier.
     pub hits_by_tier: BTreeMap<TierName, u64>,
-    /// Time of lookups, one a request.
+    /// Latencies of lookups, one per request.
     pub lookup: Latencies,
-    /// Time to have a batch of hits in memory, by the slowest tier in it.
+    /// Reads by the slowest tier of their batch.
     pub read_by_tier: BTreeMap<TierName, TierReads>,
-    /// Time of puts, one a batch.
+    /// Latencies of puts, one per batch.
     pub put: Latencies,
     /// Time in calls of the store.
     pub time: StoreTime,
-    /// Time spent on payload: writing it before puts and checking it after reads.
+    /// Time for payload: filling it before puts and checking it after reads.
     pub checking: Duration,
-    /// Payload bytes that the store gave.
+    /// Payload bytes read from the store.
     pub bytes_read: u64,
-    /// Payload bytes that the store took.
+    /// Payload bytes that the store accepted.
     pub bytes_written: u64,
-    /// What became of blocks that were put.
+    /// Blocks put, by outcome.
     pub puts: BTreeMap<&'static str, u64>,
-    /// Blocks whose bytes were not what had been stored.
+    /// Number of blocks with wrong bytes.
     pub wrong_blocks: u64,
-    /// The first of them.
+    /// The first wrong blocks.
     pub wrong_examples: Vec<WrongBlock>,
     /// Failures of the store by message.
     pub failures: BTreeMap<String, u64>,
 }
 
-/// Reads whose slowest tier was the same.
+/// Reads of batches with the same slowest tier.
 #[derive(Debug, Default)]
 pub struct TierReads {
-    /// One a batch.
+    /// Latencies, one per batch.
     pub latencies: Latencies,
-    /// Payload bytes, those of faster tiers in the same batch included.
+    /// Payload bytes, including those of faster tiers in the same batch.
     pub bytes: u64,
-    /// All batches together.
+    /// Sum of the latencies.
     pub time: Duration,
 }
 
@@ -70,36 +70,36 @@ pub struct StoreTime {
 /// One request's outcome.
 #[derive(Debug, Clone)]
 pub struct RequestRecord {
-    /// Its place in the trace.
+    /// Its index in the trace.
     pub index: usize,
-    /// When it arrived, since the trace began.
+    /// Arrival time since the start of the trace.
     pub at: Duration,
-    /// Blocks it asked for.
+    /// Blocks requested.
     pub blocks: u64,
-    /// Leading blocks that were there, by tier.
+    /// Leading blocks that were hits, by tier.
     pub hits: Vec<(TierName, u64)>,
 }
 
-/// A block that came back with other bytes than it had.
+/// A block that was read with wrong bytes.
 #[derive(Debug, Clone)]
 pub struct WrongBlock {
     /// Its key.
     pub key: BlockKey,
-    /// The tier that gave it.
+    /// The tier that it was read from.
     pub tier: TierName,
     /// The first byte that differs.
     pub first: WrongByte,
 }
 
-impl Tally {
-    /// Counts hits of one tier.
+impl ReplayCounts {
+    /// Counts hits by tier.
     pub fn count_hits(&mut self, hits: &[(TierName, u64)]) {
         for (tier, count) in hits {
             *self.hits_by_tier.entry(tier).or_default() += count;
         }
     }
 
-    /// Records how long a batch of hits took, for its slowest tier.
+    /// Records the read of a batch for its slowest tier.
     pub fn count_read(&mut self, slowest: TierName, bytes: u64, took: Duration) {
         let reads = self.read_by_tier.entry(slowest).or_default();
         reads.latencies.record(took);
@@ -107,7 +107,7 @@ impl Tally {
         reads.time += took;
     }
 
-    /// Counts a wrong block and keeps the first few.
+    /// Counts a wrong block, and keeps it if it is one of the first.
     pub fn count_wrong(&mut self, wrong: WrongBlock) {
         self.wrong_blocks += 1;
         if self.wrong_examples.len() < WRONG_EXAMPLES_MAX {
@@ -115,7 +115,7 @@ impl Tally {
         }
     }
 
-    /// Counts what became of a block that was put.
+    /// Counts the outcome of a put.
     pub fn count_put(&mut self, outcome: &PutOutcome, bytes: usize) {
         let name = match outcome {
             PutOutcome::Stored => "stored",
@@ -134,7 +134,7 @@ impl Tally {
         }
     }
 
-    /// Counts a failure by its message and the causes of it.
+    /// Counts a failure by its message, including its causes.
     pub fn count_failure(&mut self, error: &dyn std::error::Error) {
         *self.failures.entry(with_causes(error)).or_default() += 1;
     }
@@ -144,7 +144,7 @@ impl Tally {
         self.hits_by_tier.values().sum()
     }
 
-    /// Adds another worker's tally to this one.
+    /// Adds the counts of another worker.
     pub fn merge(&mut self, other: Self) {
         self.requests.extend(other.requests);
         self.blocks_requested += other.blocks_requested;
@@ -201,17 +201,17 @@ mod tests {
 
     use super::*;
 
-    /// A full disk was once reported as "failed to write" alone, which tells nobody what to do.
+    /// A full disk was reported only as "failed to write", without the cause.
     #[test]
-    fn a_failure_is_told_with_its_causes() {
+    fn a_failure_is_counted_with_its_causes() {
         let source = Arc::new(io::Error::from(io::ErrorKind::StorageFull));
         let error = StoreError::Tier { tier: "files", operation: "write", source };
-        let mut tally = Tally::default();
-        tally.count_failure(&error);
-        tally.count_failure(&error);
-        let [(text, 2)] = tally.failures.iter().map(|(t, n)| (t, *n)).collect::<Vec<_>>()[..]
+        let mut counts = ReplayCounts::default();
+        counts.count_failure(&error);
+        counts.count_failure(&error);
+        let [(text, 2)] = counts.failures.iter().map(|(t, n)| (t, *n)).collect::<Vec<_>>()[..]
         else {
-            panic!("{:?}", tally.failures)
+            panic!("{:?}", counts.failures)
         };
         assert_eq!(text, "tier files failed to write: no storage space");
     }
