@@ -121,7 +121,7 @@ fn provoke(served: &Served) {
         let put = Put { is_prefix: true, ..Put::new(*key, &bytes) };
         store.put(&[put], options);
     }
-    let other = served.node.tenants().named("memory-alone").unwrap().store();
+    let other = served.node.tenants().by_name("memory-alone").unwrap().store();
     for number in 0..128 {
         other.put(&[Put::new(key(number), &bytes)], options);
     }

@@ -173,7 +173,7 @@ fn the_log_says_at_start_what_was_recovered_and_what_was_discarded() {
         (node, lines.text())
     };
     let (node, said) = run(&config);
-    assert!(!said.contains("blocks of"), "nothing was there: {said}");
+    assert!(!said.contains("recovered blocks"), "there is no earlier run: {said}");
     let bytes = [7; 4096];
     for number in 0..10 {
         node.store().put(&[Put::new(served::key(number), &bytes)], CallOptions::default());
@@ -182,9 +182,9 @@ fn the_log_says_at_start_what_was_recovered_and_what_was_discarded() {
     drop(node);
     let (node, said) = run(&config);
     let line = |part: &str| said.lines().find(|line| line.contains(part)).unwrap_or_default();
-    let memory = line("blocks of the run before are in DRAM again");
+    let memory = line("recovered blocks of the previous run in DRAM");
     assert!(memory.contains("\"blocks\":10") && memory.contains("40.0 KiB"), "{said}");
-    let below = line("blocks of earlier runs were found");
+    let below = line("recovered blocks of earlier runs");
     assert!(below.contains("\"tier\":\"files\"") && below.contains("\"blocks\":10"), "{said}");
     let warm = node.status().tenants[0].warm_restart.clone().unwrap();
     assert_eq!((warm.recovered_blocks, warm.recovered_bytes), (10, 40960));
