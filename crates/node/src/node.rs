@@ -1,4 +1,4 @@
-//! The node: its tenants' stores, client sessions, settings and counters, shared by all its sockets.
+//! The node: its tenants' stores, client sessions, settings and counters, shared by its sockets.
 
 use std::net::SocketAddr;
 use std::path::PathBuf;

@@ -127,7 +127,7 @@ fn close(
     let timeout = node.live_settings().shutdown_timeout;
     runtime.block_on(async {
         tokio::select! {
-            closed = closed => closed.unwrap_or_else(|_| Err(unfinished("closing a store panicked"))),
+            closed = closed => closed.unwrap_or_else(|_| Err(unfinished("a store panicked"))),
             () = tokio::time::sleep(timeout) => Err(unfinished(&format!(
                 "not every block was written within shutdown_timeout ({} s); the others are lost",
                 timeout.as_secs_f64()

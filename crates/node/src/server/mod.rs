@@ -344,7 +344,7 @@ impl Shared {
             match Peer::of(&stream) {
                 Ok(peer) => self.add_connection(stream, peer),
                 Err(error) => {
-                    tracing::warn!(%error, "cannot read the credentials of a client; it is refused");
+                    tracing::warn!(%error, "refused a client: cannot read its credentials");
                 }
             }
             if let Some(pause) = self.refusals.pause_after_accept() {
