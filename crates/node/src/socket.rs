@@ -35,8 +35,8 @@ impl SocketFile {
             move |source| NodeError::Socket { path: path.to_owned(), operation, source }
         };
         let new_directory = path.parent().filter(|directory| !directory.exists());
-        let occupant = socket_place::create_directory_and_examine(path, geteuid().as_raw());
-        let occupant = occupant.map_err(path_error)?;
+        let found = socket_place::create_directory_and_examine(path, geteuid().as_raw());
+        let found = found.map_err(path_error)?;
         let mut lock_path = path.as_os_str().to_owned();
         lock_path.push(".lock");
         let lock_path = PathBuf::from(lock_path);
@@ -45,7 +45,7 @@ impl SocketFile {
         if flock(&lock, FlockOperation::NonBlockingLockExclusive).is_err() {
             return Err(path_error(SocketPlaceError::Taken { path: path.to_owned() }));
         }
-        if occupant == Occupant::Stale {
+        if found == Occupant::Stale {
             fs::remove_file(path).map_err(failed("remove the stale socket"))?;
         }
         // Created for the owner alone, then opened to others: with the final mode set only after

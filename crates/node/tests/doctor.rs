@@ -383,7 +383,6 @@ fn a_configuration_that_does_not_fit_the_machine_is_reported() {
     machine.ring = Err(io::ErrorKind::PermissionDenied);
     let report = diagnose(config, machine);
     assert_reported(&report, "io_uring", State::Failed, "io_engine is uring", "auto");
-
     let mut config = node(directory.path());
     config.listen = Some("0.0.0.0:0".parse().unwrap());
     let report = diagnose(config, FakeMachine::healthy());
@@ -431,17 +430,14 @@ fn served_sockets_stale_sockets_and_unsafe_directories_are_distinguished() {
     let listener = UnixListener::bind(&path).unwrap();
     let report = diagnose(node(directory.path()), FakeMachine::healthy());
     assert_reported(&report, "socket", State::Failed, "another process listens", "ss -xlp");
-
     drop(listener);
     let report = diagnose(node(directory.path()), FakeMachine::healthy());
     let socket = report.checks.iter().find(|check| check.id == "socket").unwrap();
     assert!(socket.state == State::Ok && socket.found.contains("gone"), "{socket:?}");
-
     fs::remove_file(&path).unwrap();
     fs::write(&path, "").unwrap();
     let report = diagnose(node(directory.path()), FakeMachine::healthy());
     assert_reported(&report, "socket", State::Failed, "no socket", "move");
-
     fs::remove_file(&path).unwrap();
     fs::set_permissions(directory.path(), fs::Permissions::from_mode(0o777)).unwrap();
     let report = diagnose(node(directory.path()), FakeMachine::healthy());

@@ -455,7 +455,7 @@ impl Connection {
         let process = Pid::from_raw(self.peer.process)
             .and_then(|pid| pidfd_open(pid, PidfdFlags::empty()).ok());
         // The ledger of a pool that outlives the node names the process of each hold. Without a
-        // visible process, the next run could not tell whether the hold is still in use.
+        // visible process, the next run could not check whether the hold is still in use.
         let holder = u32::try_from(self.peer.process).ok().and_then(|pid| Process::of(pid).ok());
         if holder.is_none() && !is_administrator && tenant.store().config().pool_file.is_some() {
             return Err("the node cannot see the client's process, which its persistent pool \

@@ -14,16 +14,13 @@ use cascade_wire::{
     LeasePurpose, PreparedBlock, SealedBlock,
 };
 
+use super::call_errors::{administer_only, draining, not_held, read_only, too_many_blocks};
 use super::holds::{HeldMemory, LedgerGuard, counted_bytes};
+use super::manifest_limits;
 use super::session::ClientSession;
 use super::wait_permits::{WaitPermit, WaitPermits, WaitPurpose};
 use crate::Node;
 use crate::status::NodeState;
-
-/// Maximum length of the name or value of a manifest's field, in bytes.
-const FIELD_BYTES_MAX: usize = 4 << 10;
-/// Maximum bytes of a manifest's names and values together.
-const MANIFEST_BYTES_MAX: usize = 64 << 10;
 
 /// Options of a store call that must not wait.
 const NO_WAIT: CallOptions = CallOptions { timeout: Some(Duration::ZERO), writer: None };
@@ -75,21 +72,13 @@ impl Dispatch<'_> {
             Call::Acquire { timeout_ms, first_hold, request } => {
                 self.acquire(self.options(timeout_ms), first_hold, &request)
             }
-            Call::Lookup(request) => {
-                let found = self.store().lookup_prefix(&at_node_time(&request));
-                Answer::Matched(found.tiers.iter().map(|tier| self.tier_index(tier)).collect())
-            }
+            Call::Lookup(request) => self.lookup(&request),
             Call::Hint(request) => {
                 self.store().hint(&at_node_time(&request));
                 Answer::Done
             }
             Call::Ask { question, keys } => self.query_keys(question, &keys),
-            Call::Clear if self.session.access == Access::Read => Answer::Failed(read_only()),
-            Call::Clear => {
-                self.node.sessions().drop_pins(&self.session.tenant, None);
-                self.store().clear();
-                Answer::Done
-            }
+            Call::Clear => self.clear(),
             Call::Register { timeout_ms, root, manifest } => {
                 self.register(self.options(timeout_ms), root, manifest)
             }
@@ -170,8 +159,8 @@ impl Dispatch<'_> {
         if self.session.access == Access::Read {
             return Answer::Failed(read_only());
         }
-        if exceeds_limits(&manifest) {
-            return Answer::Failed(manifest_too_long());
+        if let Err(error) = manifest_limits::check(&manifest) {
+            return Answer::Failed(error);
         }
         let namespace = Namespace::from_root(root, manifest);
         if let Err(error) = self.session.reserve_namespace(&namespace) {
@@ -195,9 +184,8 @@ impl Dispatch<'_> {
         };
         let puts: Vec<Put<'_>> = blocks.iter().map(put_request).collect();
         let lengths: Vec<usize> = blocks.iter().map(|block| block.bytes as usize).collect();
-        let share_left = || usize::try_from(self.session.available_bytes()).unwrap_or(usize::MAX);
-        let mut prepared = self.store().prepare(&puts, &lengths, share_left(), NO_WAIT);
-        let bytes_left = share_left();
+        let mut prepared = self.store().prepare(&puts, &lengths, self.share_left(), NO_WAIT);
+        let share_left = self.share_left();
         let mut granted: Vec<(usize, HeldMemory)> = Vec::new();
         let mut answers: Vec<PreparedBlock> = Vec::with_capacity(blocks.len());
         let mut settle = |prepared: Vec<Prepared>, answers: &mut Vec<PreparedBlock>| {
@@ -211,7 +199,7 @@ impl Dispatch<'_> {
                     }
                     // The client's share is used up, not the pool.
                     Prepared::Settled(PutOutcome::Declined(DeclineReason::Full))
-                        if lengths[index] > bytes_left =>
+                        if lengths[index] > share_left =>
                     {
                         let error = self.session.bytes_limit_error();
                         PreparedBlock::Settled(PutOutcome::Failed(error))
@@ -234,12 +222,7 @@ impl Dispatch<'_> {
             let rest = if has_slabs {
                 (at..blocks.len()).map(|_| Prepared::Later).collect()
             } else {
-                match self.acquire_permit() {
-                    Ok(_permit) => {
-                        self.store().prepare(&puts[at..], &lengths[at..], share_left(), options)
-                    }
-                    Err(error) => all_failed(&error, blocks.len() - at),
-                }
+                self.prepare_with_permit(&puts[at..], &lengths[at..], options)
             };
             settle(rest, &mut answers);
         }
@@ -252,6 +235,26 @@ impl Dispatch<'_> {
             self.node.sessions().close_unmapped();
         }
         Answer::Prepared(answers)
+    }
+
+    fn prepare_with_permit(
+        &self,
+        puts: &[Put<'_>],
+        lengths: &[usize],
+        options: CallOptions,
+    ) -> Vec<Prepared> {
+        match self.acquire_permit() {
+            Ok(_permit) => self.store().prepare(puts, lengths, self.share_left(), options),
+            Err(error) => {
+                let failed = || Prepared::Settled(PutOutcome::Failed(error.clone()));
+                std::iter::repeat_with(failed).take(puts.len()).collect()
+            }
+        }
+    }
+
+    /// The bytes of its share that the client may still hold.
+    fn share_left(&self) -> usize {
+        usize::try_from(self.session.available_bytes()).unwrap_or(usize::MAX)
     }
 
     fn reserve(&self, options: CallOptions, hold: u64, bytes: u64) -> Answer {
@@ -342,7 +345,7 @@ impl Dispatch<'_> {
         keys: &[BlockKey],
     ) -> Answer {
         if keys.len() > BLOCKS_MAX {
-            return Answer::Failed(too_many(keys.len()));
+            return Answer::Failed(too_many_blocks(keys.len()));
         }
         let grants = match self.session.begin_grants(first, keys.len()) {
             Ok(grants) => grants,
@@ -408,10 +411,24 @@ impl Dispatch<'_> {
 
     fn acquire(&self, options: CallOptions, first: u64, request: &ChainRequest) -> Answer {
         if request.keys.len() > BLOCKS_MAX {
-            return Answer::Failed(too_many(request.keys.len()));
+            return Answer::Failed(too_many_blocks(request.keys.len()));
         }
         let matched = self.store().lookup_prefix(&at_node_time(request)).tiers.len();
         self.lease(options, first, LeasePurpose::Use, &request.keys[..matched])
+    }
+
+    fn lookup(&self, request: &ChainRequest) -> Answer {
+        let matched = self.store().lookup_prefix(&at_node_time(request));
+        Answer::Matched(matched.tiers.iter().map(|tier| self.tier_index(tier)).collect())
+    }
+
+    fn clear(&self) -> Answer {
+        if self.session.access == Access::Read {
+            return Answer::Failed(read_only());
+        }
+        self.node.sessions().drop_pins(&self.session.tenant, None);
+        self.store().clear();
+        Answer::Done
     }
 
     fn query_keys(&self, question: KeyQuestion, keys: &[BlockKey]) -> Answer {
@@ -459,7 +476,7 @@ impl Dispatch<'_> {
         if self.session.access == Access::Read {
             return Some(Answer::Failed(read_only()));
         }
-        (blocks > BLOCKS_MAX).then(|| Answer::Failed(too_many(blocks)))
+        (blocks > BLOCKS_MAX).then(|| Answer::Failed(too_many_blocks(blocks)))
     }
 }
 
@@ -505,83 +522,4 @@ fn found_no_room(prepared: &PreparedBlock) -> bool {
 fn timed_out(prepared: &Prepared) -> bool {
     let Prepared::Settled(PutOutcome::Failed(error)) = prepared else { return false };
     matches!(error, StoreError::Timeout { .. } | StoreError::Busy { .. })
-}
-
-fn all_failed(error: &StoreError, count: usize) -> Vec<Prepared> {
-    let one = || Prepared::Settled(PutOutcome::Failed(error.clone()));
-    std::iter::repeat_with(one).take(count).collect()
-}
-
-fn not_held() -> StoreError {
-    StoreError::Config {
-        setting: "hold",
-        reason: "the client seals a slab that it does not hold, or more bytes than the slab has"
-            .to_owned(),
-    }
-}
-
-fn read_only() -> StoreError {
-    StoreError::Config {
-        setting: "access",
-        reason: "this client connected read-only; connect with access to write".to_owned(),
-    }
-}
-
-fn administer_only() -> StoreError {
-    StoreError::Config {
-        setting: "access",
-        reason: "this client connected to administer; connect with access to read or write"
-            .to_owned(),
-    }
-}
-
-fn draining() -> StoreError {
-    StoreError::Config {
-        setting: "node",
-        reason: "the node is draining; it accepts no new blocks and serves only present ones"
-            .to_owned(),
-    }
-}
-
-/// Whether a manifest exceeds the limits. Every persistent tier stores manifests with its blocks,
-/// so they have to be short.
-fn exceeds_limits(manifest: &Manifest) -> bool {
-    let lengths = || manifest.fields().flat_map(|(name, value)| [name.len(), value.len()]);
-    lengths().any(|length| length > FIELD_BYTES_MAX)
-        || lengths().sum::<usize>() > MANIFEST_BYTES_MAX
-}
-
-fn manifest_too_long() -> StoreError {
-    StoreError::Config {
-        setting: "manifest",
-        reason: format!(
-            "a name or value has more than {FIELD_BYTES_MAX} bytes, or all together more than \
-             {MANIFEST_BYTES_MAX}; use a hash in place of a long value"
-        ),
-    }
-}
-
-fn too_many(blocks: usize) -> StoreError {
-    StoreError::Config {
-        setting: "batch",
-        reason: format!("{blocks} blocks in one message; the limit is {BLOCKS_MAX}"),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn manifests_have_limits_by_field_and_in_all() {
-        assert!(!exceeds_limits(
-            &Manifest::new().with("weights", "w".repeat(FIELD_BYTES_MAX).as_str())
-        ));
-        let long = "w".repeat(FIELD_BYTES_MAX + 1);
-        assert!(exceeds_limits(&Manifest::new().with("weights", long.as_str())));
-        let many = (0..17).fold(Manifest::new(), |manifest, number| {
-            manifest.with(format!("field {number}"), "w".repeat(FIELD_BYTES_MAX).as_str())
-        });
-        assert!(exceeds_limits(&many));
-    }
 }

@@ -6,12 +6,14 @@
 
 mod accounts;
 mod buffered_bytes;
+mod call_errors;
 mod call_summary;
 mod connection;
 mod connections;
 mod descriptors;
 mod dispatch;
 mod holds;
+mod manifest_limits;
 mod mapped;
 mod refusals;
 mod session;
