@@ -326,7 +326,7 @@ impl Shared {
     }
 
     fn accept_connections(&self) {
-        // Expired connections and sessions matter only to a new connection, so they need no timer.
+        // No timer closes expired connections: the next one that arrives does.
         let expired = lock(&self.connections).unauthenticated_for(HELLO_TIMEOUT);
         for connection in expired {
             self.close_connection(&connection);
