@@ -36,7 +36,7 @@ fn connections_with_slow_requests_are_closed_and_others_are_served() {
             stream
         })
         .collect();
-    assert_eq!(served.get_as_anybody("/healthz").code, 200);
+    assert_eq!(served.get_over_tcp("/healthz").code, 200);
     assert!(slow.into_iter().all(is_closed));
 }
 
@@ -73,7 +73,7 @@ fn at_the_limit_a_new_connection_replaces_the_one_idle_longest() {
     let mut stream = held.pop().unwrap();
     // A connection is replaced only after a short idle time.
     let clock = Instant::now();
-    while served.get_as_anybody("/metrics").code != 200 {
+    while served.get_over_tcp("/metrics").code != 200 {
         assert!(clock.elapsed() < Duration::from_secs(60), "no connection is replaced");
         stream.write_all(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n").unwrap();
         assert_eq!(first_line(&mut stream), "HTTP/1.1 200");
@@ -90,11 +90,11 @@ fn health_is_answered_at_the_connection_limit() {
     });
     let idle: Vec<TcpStream> = (0..200).map(|_| connect(&served)).collect();
     for path in ["/healthz", "/readyz"] {
-        assert_eq!(served.get_as_anybody(path).code, 200, "{path}");
+        assert_eq!(served.get_over_tcp(path).code, 200, "{path}");
         assert_eq!(served.get(path).code, 200, "{path} on the Unix socket");
     }
     for path in ["/", "/live", "/metrics", "/status.json"] {
-        let refused = served.get_as_anybody(path);
+        let refused = served.get_over_tcp(path);
         assert_eq!(refused.code, 503, "{path}");
         assert!(refused.body.contains("ask again"), "{}", refused.body);
     }
@@ -115,8 +115,8 @@ fn health_is_answered_while_many_connections_scrape() {
         let mut checks = 0;
         // So every connection scrapes several times between the health checks.
         while scrapes.load(Relaxed) < 2000 {
-            assert_eq!(served.get_as_anybody("/healthz").code, 200);
-            assert_eq!(served.get_as_anybody("/readyz").code, 200);
+            assert_eq!(served.get_over_tcp("/healthz").code, 200);
+            assert_eq!(served.get_over_tcp("/readyz").code, 200);
             checks += 1;
         }
         is_over.store(true, Relaxed);
@@ -181,14 +181,14 @@ fn malformed_requests_are_refused() {
     let with_body = request(served.address(), "/healthz", &["Content-Length: 999999999999"]);
     let answer = send(served.address(), &with_body);
     assert!(matches!(answer.code, 200 | 400), "the server does not wait for the body");
-    assert_eq!(served.get_as_anybody("/healthz").code, 200);
+    assert_eq!(served.get_over_tcp("/healthz").code, 200);
 }
 
 #[test]
 fn the_port_stops_in_time_despite_an_idle_connection() {
     let served = Served::start();
     let idle = connect(&served);
-    assert_eq!(served.get_as_anybody("/healthz").code, 200);
+    assert_eq!(served.get_over_tcp("/healthz").code, 200);
     let address = served.address();
     served.handle.stop(Duration::from_secs(10));
     assert!(is_closed(idle));

@@ -78,7 +78,7 @@ fn at<'a>(status: &'a Value, path: &str) -> &'a Value {
 fn the_page_shows_the_status_and_its_plots_in_a_browser() {
     let Some(browser) = browser() else { return };
     let served = Served::start();
-    served.get_as_anybody("/status.json");
+    served.get_over_tcp("/status.json");
     served.put(0..180);
     served.read(0..60);
     served.settle();
@@ -87,7 +87,7 @@ fn the_page_shows_the_status_and_its_plots_in_a_browser() {
     let visit = visit(browser, &format!("http://{}/", served.address()), &["--dump-dom"]);
     assert_eq!(visit.console(), [""; 0], "an error in the page");
     assert!(visit.dom.contains("data-refreshed="), "the page refreshed itself");
-    let status: Value = serde_json::from_str(&served.get_as_anybody("/status.json").body).unwrap();
+    let status: Value = serde_json::from_str(&served.get_over_tcp("/status.json").body).unwrap();
     let values = visit.values();
     assert!(values.len() > 20, "{values:?}");
     for (path, shown) in values {
@@ -142,7 +142,7 @@ fn the_picture_of_the_page_shows_a_busy_node() {
     let clock = Instant::now();
     let mut round = 0;
     while clock.elapsed() < Duration::from_secs(75) {
-        served.get_as_anybody("/status.json");
+        served.get_over_tcp("/status.json");
         // New turns of many conversations: mostly known blocks, some of them old.
         let busy = 2 + (round / 12) % 4;
         for part in 0..busy {

@@ -322,9 +322,9 @@ fn every_alert_links_to_its_runbook() {
     for name in names {
         let url = format!("runbook_url: \"http://{{{{ $labels.instance }}}}/runbooks/{name}\"");
         assert!(alerts.contains(&url), "{name} has no runbook_url");
-        let page = served.get_as_anybody(&format!("/runbooks/{name}"));
+        let page = served.get_over_tcp(&format!("/runbooks/{name}"));
         assert_eq!(page.code, 200, "{name}");
         assert!(page.body.starts_with(&format!("# {name}\n")), "{}", page.body);
     }
-    assert_eq!(served.get_as_anybody("/runbooks/NoSuchAlert").code, 404);
+    assert_eq!(served.get_over_tcp("/runbooks/NoSuchAlert").code, 404);
 }

@@ -176,7 +176,7 @@ fn every_metric_of_the_golden_file_and_of_the_panels_has_a_sample() {
     provoke(&served);
     let mut found = samples(&served.get("/metrics").body);
     let full = Served::start_with(SecurityConfig::default(), |config| config.connections_max = 0);
-    assert_eq!(full.get_as_anybody("/healthz").code, 200);
+    assert_eq!(full.get_over_tcp("/healthz").code, 200);
     let turned_away = full.node.traffic().status().http.turned_away;
     *found.get_mut("cascade_http_turned_away_total").unwrap() +=
         f64::from(u32::try_from(turned_away).unwrap());

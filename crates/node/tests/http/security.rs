@@ -35,11 +35,11 @@ fn without_the_token_only_health_and_readiness_are_served() {
     let security = SecurityConfig { token_file: Some(token_file), ..SecurityConfig::default() };
     let served = Served::start_with(security.clone(), |_| {});
     for path in ["/healthz", "/readyz"] {
-        assert_eq!(served.get_as_anybody(path).code, 200, "{path}");
+        assert_eq!(served.get_over_tcp(path).code, 200, "{path}");
     }
     let right = format!("Authorization: Bearer {TOKEN}");
     for path in GUARDED {
-        let refused = served.get_as_anybody(path);
+        let refused = served.get_over_tcp(path);
         assert_eq!(refused.code, 401, "{path}");
         assert!(refused.header("www-authenticate").unwrap().starts_with("Bearer"));
         assert!(!refused.body.contains("cascade_"), "metrics leak: {}", refused.body);
@@ -67,15 +67,15 @@ fn a_foreign_page_in_a_local_browser_cannot_read_the_status() {
         let answer = get(served.address(), path, &["Host: rebound.example"]);
         assert_eq!(answer.code, 421, "{path}");
         assert!(!answer.body.contains("tenant"), "{}", answer.body);
-        assert_eq!(served.get_as_anybody(path).code, 200, "{path}");
+        assert_eq!(served.get_over_tcp(path).code, 200, "{path}");
     }
-    let page = served.get_as_anybody("/");
+    let page = served.get_over_tcp("/");
     let policy = page.header("content-security-policy").unwrap();
     assert!(policy.contains("default-src 'none'") && policy.contains("frame-ancestors 'none'"));
     assert!(!policy.contains("unsafe"), "{policy}");
     assert_ne!(
         policy,
-        served.get_as_anybody("/").header("content-security-policy").unwrap(),
+        served.get_over_tcp("/").header("content-security-policy").unwrap(),
         "each page has a nonce of its own"
     );
     assert!(page.header("access-control-allow-origin").is_none());

@@ -80,7 +80,7 @@ impl Served {
     }
 
     /// A request without a token, over TCP.
-    pub(crate) fn get_as_anybody(&self, path: &str) -> Answer {
+    pub(crate) fn get_over_tcp(&self, path: &str) -> Answer {
         get(self.address(), path, &[])
     }
 

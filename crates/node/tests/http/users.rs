@@ -13,7 +13,7 @@ use rustix::process::Uid;
 use crate::served::{Answer, Served, get, get_as_user};
 
 const BOB: u32 = 4711;
-const STRANGER: u32 = 4712;
+const FOREIGN_USER: u32 = 4712;
 const TOKEN_OF_BOB: &str = "the-token-of-bob-and-nobody-else";
 /// The paths that show data of tenants.
 const PATHS: [&str; 4] = ["/", "/live", "/status.json", "/metrics"];
@@ -97,16 +97,16 @@ fn the_port_shows_only_totals_without_a_token() {
     let served = start(secrets.path());
     for path in PATHS {
         let all = served.get(path);
-        let anybody = served.get_as_anybody(path);
-        assert_eq!((all.code, anybody.code), (200, 200), "{path}");
+        let over_tcp = served.get_over_tcp(path);
+        assert_eq!((all.code, over_tcp.code), (200, 200), "{path}");
         let mut own = vec!["bobs-lab".to_owned(), "tenant=".to_owned()];
         own.extend([digits(0xd1), digits(0xb0)]);
         for part in own {
-            assert!(!anybody.body.contains(&part), "{path} shows {part}: {}", anybody.body);
+            assert!(!over_tcp.body.contains(&part), "{path} shows {part}: {}", over_tcp.body);
         }
         assert!(all.body.contains("bobs-lab"), "{path}: the node's own user sees all tenants");
     }
-    let totals = status(&served.get_as_anybody("/status.json"));
+    let totals = status(&served.get_over_tcp("/status.json"));
     assert_eq!((totals.view.clone(), names(&totals)), (View::Totals, vec![ALL_TENANTS]));
     let all = status(&served.get("/status.json"));
     assert_eq!((all.view.clone(), names(&all)), (View::All, vec!["default", "bobs-lab"]));
@@ -115,7 +115,7 @@ fn the_port_shows_only_totals_without_a_token() {
     assert_eq!(sum, 2 * 20 * 8);
     assert_eq!(totals.tenants[0].hit_rate.matched_blocks, sum);
     assert_eq!(totals.tenants[0].puts.stored, 16);
-    let scrape = served.get_as_anybody("/metrics");
+    let scrape = served.get_over_tcp("/metrics");
     assert_eq!(scrape.metric("cascade_matched_blocks_total", "") as u64, sum);
 }
 
@@ -136,13 +136,13 @@ fn over_the_unix_socket_a_user_sees_its_own_tenant() {
         assert!(of_bob.contains("bobs-lab"), "{path}: {of_bob}");
         assert!(!of_bob.contains(&digits(0xd1)), "{path} shows the default tenant's keys");
         assert!(!of_bob.contains("\"default\""), "{path} shows the default tenant: {of_bob}");
-        let of_stranger = get_as(STRANGER, &served, path).body;
-        let shows = |part: &str| of_stranger.contains(part);
-        assert!(!shows("bobs-lab") && !shows(&digits(0xb0)), "{path}: {of_stranger}");
+        let of_foreign_user = get_as(FOREIGN_USER, &served, path).body;
+        let shows = |part: &str| of_foreign_user.contains(part);
+        assert!(!shows("bobs-lab") && !shows(&digits(0xb0)), "{path}: {of_foreign_user}");
     }
-    assert_eq!(status(&get_as(STRANGER, &served, "/status.json")).view, View::Totals);
+    assert_eq!(status(&get_as(FOREIGN_USER, &served, "/status.json")).view, View::Totals);
     assert_eq!(status(&get_as(0, &served, "/status.json")).view, View::All);
-    assert_eq!(get_as(STRANGER, &served, "/healthz").code, 200);
+    assert_eq!(get_as(FOREIGN_USER, &served, "/healthz").code, 200);
 }
 
 #[test]
@@ -169,7 +169,7 @@ fn a_foreign_user_gets_only_a_share_of_the_connections() {
     let socket = served.socket();
     let idle: Vec<_> = std::thread::scope(|scope| {
         let flood = scope.spawn(|| {
-            let user = Uid::from_raw(STRANGER);
+            let user = Uid::from_raw(FOREIGN_USER);
             rustix::thread::set_thread_res_uid(user, user, user).unwrap();
             (0..900).map(|_| std::os::unix::net::UnixStream::connect(&socket).unwrap()).collect()
         });
