@@ -383,7 +383,7 @@ impl ClientSession {
         self.holds().retain();
     }
 
-    pub(crate) fn facts(&self) -> SessionFacts {
+    pub(crate) fn snapshot(&self) -> SessionFacts {
         let holds = self.holds();
         let totals = holds.totals();
         let now = SystemClock.monotonic();
