@@ -1,7 +1,7 @@
-//! What administrators ask over the Unix socket, in words and JSON.
+//! The admin topics that clients send over the Unix socket; requests and responses are JSON.
 
-mod answers;
-mod orders;
+mod commands;
+mod responses;
 
 use std::time::Duration;
 
@@ -13,48 +13,48 @@ use crate::explain::{ChainStory, Question};
 use crate::status::View;
 use crate::tenants::{DEFAULT, Leftover, Receipt, Tenant};
 
-pub use answers::{Changed, Cleared, Deleted, Drained, Flushed, Found, Identity, Reloaded};
-pub(crate) use orders::reload;
+pub(crate) use commands::reload;
+pub use responses::{Changed, Cleared, Deleted, Drained, Flushed, Found, Identity, Reloaded};
 
-/// Topics that there are.
+/// All topics, for the error message about an unknown one.
 const TOPICS: &str = "status, stats, explain, find, version, flush, delete, clear, forget, config, \
                       config-set, reload, drain";
 
-/// Answers a question. A tenant may ask about itself; the node's own user about all.
+/// Executes an admin request. The default tenant may name every tenant; the others only themselves.
 pub(crate) fn answer(
     node: &Node,
-    asks: &Tenant,
+    caller: &Tenant,
     topic: &str,
     arguments: &str,
     time: Duration,
 ) -> Result<String, String> {
     match topic {
-        "status" => json(&status(node, asks)),
-        "stats" => json(&asks.store().stats()),
+        "status" => json(&status(node, caller)),
+        "stats" => json(&caller.store().stats()),
         "explain" => {
-            let asked: Explain = read(topic, arguments)?;
-            let tenant = asked.tenant.as_deref().unwrap_or(asks.name());
-            let tenant = reach(node, asks, tenant)?;
+            let request: Explain = parse(topic, arguments)?;
+            let tenant = request.tenant.as_deref().unwrap_or(caller.name());
+            let tenant = find_tenant(node, caller, tenant)?;
             let options = CallOptions { timeout: Some(time), ..CallOptions::default() };
-            json(&ChainStory::of(tenant.store(), &asked.question, options)?)
+            json(&ChainStory::of(tenant.store(), &request.question, options)?)
         }
-        "find" => json(&orders::find(node, asks, &read(topic, arguments)?, time)?),
-        "version" => json(&orders::version(node, asks)),
-        "flush" => json(&orders::flush(node, asks, &read(topic, arguments)?, time)?),
-        "delete" => json(&orders::delete(node, asks, &read(topic, arguments)?, time)?),
-        "clear" => json(&orders::clear(node, asks, &read(topic, arguments)?)?),
-        "config" => json(&orders::config(node, asks, &read(topic, arguments)?)?),
-        "config-set" => json(&orders::set(node, asks, &read(topic, arguments)?)?),
+        "find" => json(&commands::find(node, caller, &parse(topic, arguments)?, time)?),
+        "version" => json(&commands::version(node, caller)),
+        "flush" => json(&commands::flush(node, caller, &parse(topic, arguments)?, time)?),
+        "delete" => json(&commands::delete(node, caller, &parse(topic, arguments)?, time)?),
+        "clear" => json(&commands::clear(node, caller, &parse(topic, arguments)?)?),
+        "config" => json(&commands::config(node, caller, &parse(topic, arguments)?)?),
+        "config-set" => json(&commands::set(node, caller, &parse(topic, arguments)?)?),
         "reload" => {
-            require_administrator(asks)?;
+            require_administrator(caller)?;
             json(&reload(node)?)
         }
-        "drain" => json(&orders::drain(node, asks, &read(topic, arguments)?, time)?),
+        "drain" => json(&commands::drain(node, caller, &parse(topic, arguments)?, time)?),
         "forget" => {
-            let Forget { tenant } = read(topic, arguments)?;
-            json(&forget(node, asks, &tenant, time)?)
+            let Forget { tenant } = parse(topic, arguments)?;
+            json(&forget(node, caller, &tenant, time)?)
         }
-        _ => Err(format!("there is no topic {topic:?}; there are {TOPICS}")),
+        _ => Err(format!("unknown admin topic {topic:?}; the topics are {TOPICS}")),
     }
 }
 
@@ -62,43 +62,47 @@ fn json(value: &impl Serialize) -> Result<String, String> {
     serde_json::to_string(value).map_err(|error| error.to_string())
 }
 
-fn read<'a, T: serde::Deserialize<'a>>(topic: &str, arguments: &'a str) -> Result<T, String> {
-    serde_json::from_str(arguments).map_err(|error| format!("{topic}: {error}"))
+fn parse<'a, T: serde::Deserialize<'a>>(topic: &str, arguments: &'a str) -> Result<T, String> {
+    serde_json::from_str(arguments).map_err(|error| format!("arguments of {topic}: {error}"))
 }
 
-/// A tenant by name, if who asks may know of it. Who may not is not told which there are.
-fn reach<'a>(node: &'a Node, asks: &Tenant, name: &str) -> Result<&'a Tenant, String> {
-    let may_ask = asks.name() == name || asks.name() == DEFAULT;
-    let found = node.tenants().named(name).filter(|_| may_ask);
+/// A tenant by name, if the caller has access to it.
+///
+/// A tenant without access gets the same error whether or not `name` exists, so that it cannot
+/// probe for the names of others.
+fn find_tenant<'a>(node: &'a Node, caller: &Tenant, name: &str) -> Result<&'a Tenant, String> {
+    let has_access = caller.name() == name || caller.name() == DEFAULT;
+    let found = node.tenants().by_name(name).filter(|_| has_access);
     found.map(AsRef::as_ref).ok_or_else(|| {
-        if asks.name() == DEFAULT {
+        if caller.name() == DEFAULT {
             let names = node.tenants().all().iter().map(|tenant| tenant.name());
             let names: Vec<&str> = names.collect();
-            return format!("there is no tenant {name:?}; tenants: {}", names.join(", "));
+            return format!("there is no tenant {name:?}; the tenants are {}", names.join(", "));
         }
-        let asks = asks.name();
-        format!("tenant {asks:?} has no say over {name:?}: it is not its own, or there is none")
+        let caller = caller.name();
+        format!("tenant {caller:?} has no access to tenant {name:?}, or there is no such tenant")
     })
 }
 
-/// Refuses what concerns the whole node to tenants other than the node's own.
-fn require_administrator(asks: &Tenant) -> Result<(), String> {
-    if asks.name() == DEFAULT {
+/// Rejects a request about the whole node unless the caller is the default tenant.
+fn require_administrator(caller: &Tenant) -> Result<(), String> {
+    if caller.name() == DEFAULT {
         return Ok(());
     }
     Err(format!(
-        "tenant {:?} does not administer this node; its own user, root and members of \
-         admin_group do",
-        asks.name()
+        "tenant {:?} is no administrator of this node; run the command as the node's own user, as \
+         root or as a member of admin_group",
+        caller.name()
     ))
 }
 
-/// A tenant that is not the node's own sees itself and its own clients alone.
-fn status(node: &Node, asks: &Tenant) -> crate::status::Status {
-    node.status().seen_by(&View::of_tenant(asks), node)
+/// The status as the caller may see it: a tenant other than the default one sees only itself and
+/// its own clients.
+fn status(node: &Node, caller: &Tenant) -> crate::status::Status {
+    node.status().seen_by(&View::of_tenant(caller), node)
 }
 
-/// Which chain to explain, and whose.
+/// Arguments of `explain`.
 #[derive(Debug, serde::Deserialize)]
 struct Explain {
     #[serde(default)]
@@ -107,18 +111,19 @@ struct Explain {
     question: Question,
 }
 
-/// Which tenant to forget.
+/// Arguments of `forget`.
 #[derive(Debug, serde::Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Forget {
     tenant: String,
 }
 
-/// Forgets a tenant: its own people may ask for that, and the node's own user for every tenant.
-fn forget(node: &Node, asks: &Tenant, name: &str, time: Duration) -> Result<Receipt, String> {
-    let tenant = reach(node, asks, name)?;
-    tracing::info!(tenant = name, asked_by = asks.name(), "everything of a tenant is removed");
-    node.sessions().forget_pins(tenant, None);
+/// Erases a tenant's blocks. A tenant may erase itself, the default tenant may erase any.
+fn forget(node: &Node, caller: &Tenant, name: &str, time: Duration) -> Result<Receipt, String> {
+    let tenant = find_tenant(node, caller, name)?;
+    tracing::info!(tenant = name, requested_by = caller.name(), "erasing a tenant's blocks");
+    // The erase removes pinned blocks too: the sessions' records of their pins are void.
+    node.sessions().drop_pins(tenant, None);
     let mut receipt = tenant.forget(time).map_err(|error| error.to_string())?;
     if receipt.memory.held_bytes > 0 {
         let held = |client: &crate::SessionFacts| client.leased_bytes + client.reserved_bytes;
@@ -126,9 +131,9 @@ fn forget(node: &Node, asks: &Tenant, name: &str, time: Duration) -> Result<Rece
         let holders = holders.filter(|client| client.tenant == name && held(client) > 0);
         receipt.left.extend(holders.map(|client| Leftover {
             what: format!("client {:?}, process {}", client.name, client.process),
-            why: format!("holds {} bytes; end it, and they are zeroed", held(&client)),
+            why: format!("holds {} bytes; they are zeroed when it exits", held(&client)),
         }));
     }
-    tracing::info!(tenant = name, complete = receipt.is_complete, "a tenant was forgotten");
+    tracing::info!(tenant = name, complete = receipt.is_complete, "a tenant's blocks were erased");
     Ok(receipt)
 }

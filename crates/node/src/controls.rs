@@ -1,4 +1,4 @@
-//! What an administrator's orders need of the process that a node runs in.
+//! What admin commands need of the process that a node runs in: reload, log filter, stop.
 
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -9,34 +9,33 @@ use crate::NodeConfig;
 use crate::config::ConfigError;
 use crate::telemetry::LogFilter;
 
-type Reload = dyn Fn() -> Result<NodeConfig, ConfigError> + Send;
+type LoadConfig = dyn Fn() -> Result<NodeConfig, ConfigError> + Send;
 
-/// Handles on the process.
-pub(crate) struct Controls {
-    /// Reads the configuration again.
-    reload: Mutex<Box<Reload>>,
+/// Handles on the process; a node embedded in another program has none.
+pub(crate) struct ProcessControls {
+    load: Mutex<Box<LoadConfig>>,
     pub(crate) log: LogFilter,
-    /// Ends the process as SIGTERM does.
+    /// A notification shuts the process down as SIGTERM does.
     pub(crate) stop: Arc<Notify>,
 }
 
-impl Controls {
+impl ProcessControls {
     pub(crate) fn new(
-        reload: impl Fn() -> Result<NodeConfig, ConfigError> + Send + 'static,
+        load: impl Fn() -> Result<NodeConfig, ConfigError> + Send + 'static,
         log: LogFilter,
         stop: &Arc<Notify>,
     ) -> Self {
-        Self { reload: Mutex::new(Box::new(reload)), log, stop: Arc::clone(stop) }
+        Self { load: Mutex::new(Box::new(load)), log, stop: Arc::clone(stop) }
     }
 
-    /// The configuration as its sources have it now.
-    pub(crate) fn read_again(&self) -> Result<NodeConfig, ConfigError> {
-        (self.reload.lock().unwrap_or_else(PoisonError::into_inner))()
+    /// Loads the configuration from its sources as they are now.
+    pub(crate) fn load_config(&self) -> Result<NodeConfig, ConfigError> {
+        (self.load.lock().unwrap_or_else(PoisonError::into_inner))()
     }
 }
 
-impl fmt::Debug for Controls {
+impl fmt::Debug for ProcessControls {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Controls").field("log", &self.log).finish_non_exhaustive()
+        f.debug_struct("ProcessControls").field("log", &self.log).finish_non_exhaustive()
     }
 }

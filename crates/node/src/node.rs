@@ -1,4 +1,4 @@
-//! The node: its tenants' stores and what it knows of its clients, behind every socket it serves.
+//! The node: its tenants' stores, client sessions, settings and counters, shared by its sockets.
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -12,28 +12,28 @@ use thiserror::Error;
 
 use crate::NodeConfig;
 use crate::config::{self, Difference};
-use crate::controls::Controls;
+use crate::controls::ProcessControls;
 use crate::http::HttpError;
-use crate::own_process::OwnProcess;
+use crate::process_stats::ProcessStats;
 use crate::samples::Samples;
-use crate::server::{SessionFacts, Sessions};
+use crate::server::{ClientSessions, SessionFacts};
 use crate::socket_place::SocketPlaceError;
 use crate::status::{ClientsStatus, NodeState, NodeStatus, Status, TenantStatus, View};
 use crate::telemetry::{Spans, TelemetryError};
 use crate::tenants::{Tenant, TenantError, Tenants};
 use crate::traffic::Traffic;
 
-/// Prefixes that a status names.
+/// Maximum number of hot prefixes in a tenant's status.
 const HOT_PREFIXES: usize = 10;
 
-/// Why a node could not start or go on, by what the operator can do.
+/// Why a node could not start or continue, by what the operator can do.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum NodeError {
     /// The tenants cannot be served.
     #[error(transparent)]
     Tenant(#[from] TenantError),
-    /// A tenant's store could not be closed as it should.
+    /// A tenant's store could not be closed cleanly.
     #[error("cannot close the store of tenant {tenant:?}")]
     Store {
         /// The tenant.
@@ -42,32 +42,32 @@ pub enum NodeError {
         #[source]
         source: StoreError,
     },
-    /// A socket could not be made or served.
+    /// A resource of the process could not be created or used.
     #[error("cannot {operation}")]
     Server {
         /// What failed.
         operation: &'static str,
-        /// What the kernel said.
+        /// The error of the operating system.
         #[source]
         source: std::io::Error,
     },
-    /// The Unix socket cannot be there.
+    /// The node must not listen at the configured path.
     #[error("cannot listen at {}", path.display())]
     Place {
-        /// Where.
+        /// The socket's path.
         path: PathBuf,
         /// Why not.
         #[source]
         source: SocketPlaceError,
     },
-    /// The Unix socket cannot be made.
+    /// The Unix socket cannot be created.
     #[error("cannot {operation} at {}", path.display())]
     Socket {
-        /// Where.
+        /// The socket's path.
         path: PathBuf,
         /// What failed.
         operation: &'static str,
-        /// What the kernel said.
+        /// The error of the operating system.
         #[source]
         source: std::io::Error,
     },
@@ -77,26 +77,26 @@ pub enum NodeError {
     /// Logs or traces cannot be written.
     #[error(transparent)]
     Telemetry(#[from] TelemetryError),
-    /// The node stopped, but not all could be written down.
+    /// The node stopped before every block was written.
     #[error("the node stopped, but {unfinished}")]
     Unfinished {
-        /// What is missing.
+        /// What was not finished.
         unfinished: String,
     },
 }
 
-/// What a running node takes from a configuration that was read again.
+/// The settings that a running node can change.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Live {
-    /// Connections at a time.
+pub(crate) struct LiveSettings {
+    /// Connection limit.
     pub(crate) connections_max: usize,
-    /// Share of a tenant's DRAM that a client which connects from now on may hold.
+    /// Share of a tenant's DRAM that one client may hold; applies to new sessions.
     pub(crate) client_share_percent: u8,
-    /// How long a clean shutdown may take.
+    /// Time limit of a clean shutdown.
     pub(crate) shutdown_timeout: Duration,
 }
 
-impl Live {
+impl LiveSettings {
     fn of(config: &NodeConfig) -> Self {
         Self {
             connections_max: config.limits.connections_max,
@@ -106,19 +106,19 @@ impl Live {
     }
 }
 
-/// One node. Clones are handles on it.
+/// One node. A clone is another handle on the same node.
 #[derive(Debug, Clone)]
 pub struct Node(Arc<Inner>);
 
 #[derive(Debug)]
 struct Inner {
     config: NodeConfig,
-    live: RwLock<Live>,
-    /// The configuration with what changed since the start.
+    live: RwLock<LiveSettings>,
+    /// The configuration with the changes since the start.
     current: Mutex<NodeConfig>,
-    controls: OnceLock<Controls>,
+    controls: OnceLock<ProcessControls>,
     tenants: Tenants,
-    sessions: Sessions,
+    sessions: ClientSessions,
     epoch: u64,
     state: AtomicU8,
     started: Duration,
@@ -130,21 +130,21 @@ struct Inner {
 }
 
 impl Node {
-    /// Opens the stores. Serves nothing yet.
+    /// Opens the stores. Serves no socket yet.
     pub fn open(config: NodeConfig) -> Result<Self, NodeError> {
         let tenants = Tenants::open(&config)?;
-        let epoch = random().map_err(|source| NodeError::Server {
-            operation: "draw a random number for the epoch",
+        let epoch = random_bytes().map_err(|source| NodeError::Server {
+            operation: "get random bytes for the epoch",
             source,
         })?;
-        tenants.all().iter().for_each(|tenant| tell_recovered(tenant));
+        tenants.all().iter().for_each(|tenant| log_recovery(tenant));
         Ok(Self(Arc::new(Inner {
-            live: RwLock::new(Live::of(&config)),
+            live: RwLock::new(LiveSettings::of(&config)),
             current: Mutex::new(config.clone()),
             controls: OnceLock::new(),
             config,
             tenants,
-            sessions: Sessions::default(),
+            sessions: ClientSessions::default(),
             epoch: u64::from_le_bytes(epoch),
             state: AtomicU8::new(NodeState::Starting as u8),
             started: SystemClock.monotonic(),
@@ -156,48 +156,52 @@ impl Node {
         })))
     }
 
-    /// The settings it runs with.
+    /// The configuration at the start.
     pub fn config(&self) -> &NodeConfig {
         &self.0.config
     }
 
-    /// Those settings that may change while it runs.
-    pub(crate) fn live(&self) -> Live {
+    /// The settings that can change at run time.
+    pub(crate) fn live_settings(&self) -> LiveSettings {
         *self.0.live.read().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The configuration with what changed since the start.
-    pub(crate) fn current(&self) -> NodeConfig {
+    /// The configuration with the changes since the start.
+    pub(crate) fn current_config(&self) -> NodeConfig {
         self.0.current.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Takes what a running node can take from another configuration, and says what that is and
-    /// what waits for a restart.
+    /// Applies the settings of another configuration that can change at run time. Returns these,
+    /// and the settings that need a restart.
     ///
     /// # Errors
-    /// If the log's filter is none; then nothing changes.
-    pub(crate) fn follow(&self, new: &NodeConfig) -> Result<Difference, TelemetryError> {
+    /// The log filter is invalid; then nothing changes.
+    pub(crate) fn apply_config(&self, new: &NodeConfig) -> Result<Difference, TelemetryError> {
+        // Held to the end: two concurrent changes must not each compare with the other's old state.
         let mut current = self.0.current.lock().unwrap_or_else(PoisonError::into_inner);
+        // The log filter is the only step that can fail, so it goes first.
         if let Some(controls) = self.0.controls.get() {
             controls.log.set(new.log.filter.as_deref().unwrap_or("info"))?;
         }
-        *self.0.live.write().unwrap_or_else(PoisonError::into_inner) = Live::of(new);
+        *self.0.live.write().unwrap_or_else(PoisonError::into_inner) = LiveSettings::of(new);
         let live = config::difference(&current, new).live;
         *current = new.clone();
+        // Live settings are compared with the last change, the others with the start: these stay
+        // different until the node is restarted.
         Ok(Difference { live, restart: config::difference(&self.0.config, new).restart })
     }
 
-    /// Gives the node what acts on its process; the first time counts.
-    pub(crate) fn set_controls(&self, controls: Controls) {
+    /// Sets the handles on the process. Only the first call has an effect.
+    pub(crate) fn set_controls(&self, controls: ProcessControls) {
         self.0.controls.get_or_init(|| controls);
     }
 
-    /// What acts on its process; nothing in a node that is no process of its own.
-    pub(crate) fn controls(&self) -> Option<&Controls> {
+    /// The handles on the process; none in a node that is embedded in another program.
+    pub(crate) fn controls(&self) -> Option<&ProcessControls> {
         self.0.controls.get()
     }
 
-    /// Its tenants.
+    /// The tenants.
     pub fn tenants(&self) -> &Tenants {
         &self.0.tenants
     }
@@ -207,38 +211,38 @@ impl Node {
         self.0.tenants.all()[0].store()
     }
 
-    /// Names this run: it differs after every start.
+    /// A random identifier of this run of the node.
     pub fn epoch(&self) -> u64 {
         self.0.epoch
     }
 
-    /// Where it is in its life.
+    /// Whether the node is starting, serving or draining.
     pub fn state(&self) -> NodeState {
         NodeState::ALL[usize::from(self.0.state.load(Ordering::Acquire))]
     }
 
-    /// Says where it is in its life from now on.
+    /// Sets the state.
     pub fn set_state(&self, state: NodeState) {
         self.0.state.store(state as u8, Ordering::Release);
     }
 
-    /// Where answered requests are counted.
+    /// The counters of answered requests.
     pub fn traffic(&self) -> &Traffic {
         &self.0.traffic
     }
 
-    /// Whether spans of requests go to a collector.
+    /// Whether spans of requests are exported to a collector.
     pub(crate) fn is_tracing(&self) -> bool {
         self.0.is_tracing.load(Ordering::Relaxed)
     }
 
-    /// Says whose spans the status tells of.
+    /// Sets the exporter of spans; requests are traced from now on.
     pub fn set_spans(&self, spans: Spans) {
         self.0.is_tracing.store(true, Ordering::Relaxed);
         *self.0.spans.lock().unwrap_or_else(PoisonError::into_inner) = Some(spans);
     }
 
-    /// Says where the TCP port is; the first time counts.
+    /// Sets the address of the TCP port. Only the first call has an effect.
     pub(crate) fn note_address(&self, address: SocketAddr) {
         self.0.address.get_or_init(|| address);
     }
@@ -251,16 +255,19 @@ impl Node {
         &self.0.samples
     }
 
-    pub(crate) fn sessions(&self) -> &Sessions {
+    pub(crate) fn sessions(&self) -> &ClientSessions {
         &self.0.sessions
     }
 
-    /// Its clients.
+    /// The clients that are connected or hold memory.
     pub fn clients(&self) -> Vec<SessionFacts> {
-        self.0.sessions.all().iter().map(|session| session.facts()).collect()
+        self.0.sessions.all().iter().map(|session| session.snapshot()).collect()
     }
 
-    /// Flushes and closes its stores.
+    /// Flushes and closes every store.
+    ///
+    /// # Errors
+    /// The first store that could not be closed. The others are closed all the same.
     pub fn close(&self) -> Result<(), NodeError> {
         let mut first = Ok(());
         for tenant in self.0.tenants.all() {
@@ -271,10 +278,10 @@ impl Node {
         first
     }
 
-    /// What it holds and does, at this moment.
+    /// The current status of the node, its tenants and its clients.
     pub fn status(&self) -> Status {
         let inner = &self.0;
-        let process = OwnProcess::now();
+        let process = ProcessStats::now();
         let tenants = inner.tenants.all().iter().map(|tenant| {
             let store = tenant.store();
             let hot = store.hot_prefixes(HOT_PREFIXES);
@@ -308,20 +315,20 @@ impl Node {
         }
     }
 
-    /// Answers an administrator. The text is JSON; a refusal is for a person to read.
+    /// Executes an admin request. The response is JSON; an error is a message for a person.
     pub(crate) fn administer(
         &self,
-        asks: &Tenant,
+        caller: &Tenant,
         topic: &str,
         arguments: &str,
         time: Duration,
     ) -> Result<String, String> {
-        crate::admin::answer(self, asks, topic, arguments, time)
+        crate::admin::answer(self, caller, topic, arguments, time)
     }
 }
 
-/// Logs what a store found of an earlier run, and what it could not keep of it.
-fn tell_recovered(tenant: &Tenant) {
+/// Logs the blocks that a store recovered from earlier runs, and its notes about lost ones.
+fn log_recovery(tenant: &Tenant) {
     let stats = tenant.store().stats();
     let tenant = tenant.name();
     if let Some(warm) = stats.warm.filter(|warm| warm.runs > 1) {
@@ -331,13 +338,13 @@ fn tell_recovered(tenant: &Tenant) {
             bytes = %ByteSize(warm.recovered_bytes).rounded(),
             rejected_records = warm.rejected_records,
             took_ms = warm.recover_ms,
-            "blocks of the run before are in DRAM again"
+            "recovered blocks of the previous run in DRAM"
         );
     }
     for ((tier, stage), blocks) in stats.stages.iter().zip(&stats.stage_blocks) {
         if *blocks > 0 {
             let bytes = ByteSize(stage.used_bytes).rounded();
-            tracing::info!(tenant, tier, blocks, %bytes, "blocks of earlier runs were found");
+            tracing::info!(tenant, tier, blocks, %bytes, "recovered blocks of earlier runs");
         }
     }
     for note in &stats.notes {
@@ -345,10 +352,11 @@ fn tell_recovered(tenant: &Tenant) {
     }
 }
 
-/// Bytes that nobody can guess.
-pub(crate) fn random<const N: usize>() -> std::io::Result<[u8; N]> {
+/// Random bytes of the kernel's generator.
+pub(crate) fn random_bytes<const N: usize>() -> std::io::Result<[u8; N]> {
     let mut bytes = [0; N];
     let count = rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty())?;
-    debug_assert_eq!(count, N, "short requests are answered in full");
+    // `getrandom(2)` never returns fewer than 256 requested bytes once the generator is ready.
+    debug_assert_eq!(count, N, "requests of up to 256 bytes are answered in full");
     Ok(bytes)
 }

@@ -1,4 +1,4 @@
-//! Tells a service manager (`sd_notify(3)`) that the node is ready, reloads or stops.
+//! Notifies a service manager (`sd_notify(3)`) that the node is ready, reloading or stopping.
 
 use std::ffi::OsString;
 use std::io;
@@ -8,61 +8,64 @@ use std::os::unix::net::{SocketAddr, UnixDatagram};
 
 use crate::config::Environment;
 
-/// Whoever started the process and waits to hear of it; often nobody.
+/// The service manager that started the process. Without one, notifications do nothing.
 #[derive(Debug)]
-pub struct Supervisor {
-    to: Option<(UnixDatagram, SocketAddr)>,
+pub struct ServiceManager {
+    connection: Option<(UnixDatagram, SocketAddr)>,
 }
 
-impl Supervisor {
-    /// The one that the environment names.
+impl ServiceManager {
+    /// The service manager of the environment's `NOTIFY_SOCKET`.
     ///
     /// # Errors
-    /// The address makes no sense, or no socket could be made.
+    /// The address is invalid, or the socket cannot be created.
     pub fn of(environment: &Environment) -> io::Result<Self> {
-        environment.notify_socket().map_or(Ok(Self { to: None }), |address| Self::at(&address))
+        match environment.notify_socket() {
+            Some(address) => Self::at(&address),
+            None => Ok(Self { connection: None }),
+        }
     }
 
     fn at(address: &OsString) -> io::Result<Self> {
-        // A name that starts with @ lies in the abstract namespace, not among files.
+        // A leading @ stands for the abstract namespace, which has no file.
         let target = match address.as_bytes() {
             [b'@', name @ ..] => SocketAddr::from_abstract_name(name)?,
             _ => SocketAddr::from_pathname(address)?,
         };
         let socket = UnixDatagram::unbound()?;
-        // A manager that does not read must not stop the node.
+        // A manager that does not read its socket must not block the node.
         socket.set_nonblocking(true)?;
-        Ok(Self { to: Some((socket, target)) })
+        Ok(Self { connection: Some((socket, target)) })
     }
 
-    /// The node serves.
+    /// Reports that the node serves requests.
     ///
     /// # Errors
-    /// The manager did not take the message; the node can go on.
+    /// The message could not be sent. The node can continue.
     pub fn ready(&self, status: &str) -> io::Result<()> {
-        self.tell(&format!("READY=1\nSTATUS={}", one_line(status)))
+        self.send(&format!("READY=1\nSTATUS={}", one_line(status)))
     }
 
-    /// The node reads its configuration again; [`Supervisor::ready`] ends it.
+    /// Reports that the node reloads its configuration; [`ServiceManager::ready`] has to follow.
     ///
     /// # Errors
-    /// The manager did not take the message; the node can go on.
+    /// The message could not be sent. The node can continue.
     pub fn reloading(&self) -> io::Result<()> {
         let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
         let microseconds = now.tv_sec * 1_000_000 + now.tv_nsec / 1000;
-        self.tell(&format!("RELOADING=1\nMONOTONIC_USEC={microseconds}"))
+        self.send(&format!("RELOADING=1\nMONOTONIC_USEC={microseconds}"))
     }
 
-    /// The node ends.
+    /// Reports that the node shuts down.
     ///
     /// # Errors
-    /// The manager did not take the message; the node can go on.
+    /// The message could not be sent. The node can continue.
     pub fn stopping(&self) -> io::Result<()> {
-        self.tell("STOPPING=1\nSTATUS=shutting down")
+        self.send("STOPPING=1\nSTATUS=shutting down")
     }
 
-    fn tell(&self, message: &str) -> io::Result<()> {
-        let Some((socket, target)) = &self.to else { return Ok(()) };
+    fn send(&self, message: &str) -> io::Result<()> {
+        let Some((socket, target)) = &self.connection else { return Ok(()) };
         socket.send_to_addr(message.as_bytes(), target).map(drop)
     }
 }
@@ -75,42 +78,42 @@ fn one_line(text: &str) -> String {
 mod tests {
     use super::*;
 
-    fn heard(manager: &UnixDatagram) -> String {
+    fn receive(manager: &UnixDatagram) -> String {
         let mut bytes = [0; 256];
         let length = manager.recv(&mut bytes).unwrap();
         String::from_utf8(bytes[..length].to_vec()).unwrap()
     }
 
-    fn tells(manager: &UnixDatagram, address: &str) {
+    fn assert_notifies(manager: &UnixDatagram, address: &str) {
         let environment = Environment::new([("NOTIFY_SOCKET", address)], 0);
-        let supervisor = Supervisor::of(&environment).unwrap();
-        supervisor.ready("serves on\n/run/cascade.sock").unwrap();
-        assert_eq!(heard(manager), "READY=1\nSTATUS=serves on /run/cascade.sock");
-        supervisor.reloading().unwrap();
-        assert!(heard(manager).starts_with("RELOADING=1\nMONOTONIC_USEC="));
-        supervisor.stopping().unwrap();
-        assert!(heard(manager).starts_with("STOPPING=1\n"));
+        let service_manager = ServiceManager::of(&environment).unwrap();
+        service_manager.ready("serves on\n/run/cascade.sock").unwrap();
+        assert_eq!(receive(manager), "READY=1\nSTATUS=serves on /run/cascade.sock");
+        service_manager.reloading().unwrap();
+        assert!(receive(manager).starts_with("RELOADING=1\nMONOTONIC_USEC="));
+        service_manager.stopping().unwrap();
+        assert!(receive(manager).starts_with("STOPPING=1\n"));
     }
 
     #[test]
-    fn a_manager_with_a_file_hears_each_state() {
+    fn a_manager_at_a_path_is_notified_of_each_state() {
         let directory = tempfile::TempDir::new().unwrap();
         let path = directory.path().join("notify");
         let manager = UnixDatagram::bind(&path).unwrap();
-        tells(&manager, path.to_str().unwrap());
+        assert_notifies(&manager, path.to_str().unwrap());
     }
 
     #[test]
-    fn a_manager_with_an_abstract_address_hears_each_state() {
+    fn a_manager_at_an_abstract_address_is_notified_of_each_state() {
         let name = format!("cascade-notify-test-{}", std::process::id());
         let address = SocketAddr::from_abstract_name(&name).unwrap();
         let manager = UnixDatagram::bind_addr(&address).unwrap();
-        tells(&manager, &format!("@{name}"));
+        assert_notifies(&manager, &format!("@{name}"));
     }
 
     #[test]
-    fn without_a_manager_nothing_is_said() {
-        let supervisor = Supervisor::of(&Environment::new([("A", "")], 0)).unwrap();
-        assert!(supervisor.ready("").is_ok());
+    fn without_a_manager_notifications_do_nothing() {
+        let service_manager = ServiceManager::of(&Environment::new([("A", "")], 0)).unwrap();
+        assert!(service_manager.ready("").is_ok());
     }
 }

@@ -1,4 +1,4 @@
-//! The life of a node's process: start, serve, reload, stop.
+//! The process of `cascade serve`: start, serve, reload, shut down.
 
 use std::io::{self, Write};
 use std::sync::Arc;
@@ -11,52 +11,53 @@ use tokio::sync::Notify;
 
 use crate::admin;
 use crate::config::{ConfigError, Environment};
-use crate::controls::Controls;
+use crate::controls::ProcessControls;
 use crate::doctor::{self, Finding, Machine, State, ThisMachine};
 use crate::http::{self, HttpConfig};
-use crate::notify::Supervisor;
+use crate::notify::ServiceManager;
 use crate::socket::SocketFile;
 use crate::status::NodeState;
 use crate::telemetry::{self, Spans};
 use crate::tier_log::TierLog;
 use crate::{Node, NodeConfig, NodeError, Server};
 
-/// What a signal asks for.
+/// What a signal requests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Order {
+enum ProcessEvent {
     Stop,
     Reload,
 }
 
-/// How long requests of the TCP port and spans under way may take at the end.
+/// Time limit at shutdown for HTTP requests in flight, and again for the export of spans.
 const PORT_STOP_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// How often tiers are looked at for what is to be logged.
+/// Poll interval of the log lines about tiers.
 const TIERS_INTERVAL: Duration = Duration::from_secs(5);
 
-/// Serves until the process is told to end: SIGTERM and SIGINT end it cleanly, a second one at
-/// once; SIGHUP makes it read its configuration anew by `reload`. Prints one line with `ready` to
-/// standard output once it serves.
+/// Serves until the process is stopped.
+///
+/// SIGTERM and SIGINT shut it down cleanly; a second one stops it at once. SIGHUP reloads the
+/// configuration through `reload`. Prints one line with `ready` to standard output once it serves.
 pub fn run(
     config: NodeConfig,
     reload: impl Fn() -> Result<NodeConfig, ConfigError> + Send + 'static,
 ) -> Result<(), NodeError> {
     let failed = |operation| move |source| NodeError::Server { operation, source };
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
-    let runtime = runtime.map_err(failed("start the thread that waits for signals"))?;
-    let orders = runtime.block_on(async { Orders::new() });
-    let mut orders = orders.map_err(failed("wait for signals"))?;
-    let supervisor =
-        Supervisor::of(&Environment::of_process()).map_err(failed("reach the service manager"))?;
-    raise_descriptors();
+    let runtime = runtime.map_err(failed("start the runtime that waits for signals"))?;
+    let signals = runtime.block_on(async { ProcessSignals::new() });
+    let mut signals = signals.map_err(failed("install signal handlers"))?;
+    let service_manager = ServiceManager::of(&Environment::of_process())
+        .map_err(failed("connect to the service manager at NOTIFY_SOCKET"))?;
+    raise_descriptor_limit();
     let spans = config.trace_endpoint.as_deref().map(Spans::open).transpose()?;
     let log = telemetry::start(&config.log, spans.as_ref())?;
-    say_files_capacity(&config);
-    foresee(&config);
+    log_derived_files_capacity(&config);
+    log_failed_checks(&config);
     let group = config.admin_group.as_ref().map(|group| group.number);
     let (listener, file) = SocketFile::listen(&config.socket, config.socket_mode, group)?;
     let node = Node::open(config)?;
-    node.set_controls(Controls::new(reload, log, &orders.stop));
+    node.set_controls(ProcessControls::new(reload, log, &signals.stop));
     if let Some(spans) = &spans {
         node.set_spans(spans.clone());
     }
@@ -68,31 +69,33 @@ pub fn run(
     let line = ready_line(&node);
     let mut output = io::stdout();
     let printed = writeln!(output, "{line}").and_then(|()| output.flush());
-    printed.map_err(failed("print that it is ready"))?;
-    tell(supervisor.ready(&line));
+    printed.map_err(failed("print the ready line to standard output"))?;
+    log_notify_error(service_manager.ready(&line));
     let mut tiers = TierLog::default();
     loop {
-        let order = async { tokio::time::timeout(TIERS_INTERVAL, orders.next()).await };
-        let order = runtime.block_on(order);
-        for line in tiers.news(&node.status()) {
+        let event = async { tokio::time::timeout(TIERS_INTERVAL, signals.next()).await };
+        let event = runtime.block_on(event);
+        for line in tiers.new_lines(&node.status()) {
             tracing::warn!("{line}");
         }
-        match order {
-            Err(_nothing_yet) => continue,
-            Ok(Order::Stop) => break,
-            Ok(Order::Reload) => {}
+        match event {
+            Err(_elapsed) => continue,
+            Ok(ProcessEvent::Stop) => break,
+            Ok(ProcessEvent::Reload) => {}
         }
-        tell(supervisor.reloading());
-        follow(&node);
-        tell(supervisor.ready(&line));
+        log_notify_error(service_manager.reloading());
+        reload_config(&node);
+        log_notify_error(service_manager.ready(&line));
     }
-    tracing::info!("stopping: nothing new is taken, what waits for the tiers is written down");
+    tracing::info!("shutting down: no new requests are accepted, pending blocks are written");
     node.set_state(NodeState::Draining);
-    tell(supervisor.stopping());
+    log_notify_error(service_manager.stopping());
+    // Clients first, then the socket's file and lock, then the stores: a node that starts meanwhile
+    // gets the socket only after this one has stopped serving it.
     server.stop();
     drop(file);
-    let closed = close(&runtime, &mut orders, &node);
-    // Whoever watches sees the node drain until it is over.
+    let closed = close(&runtime, &mut signals, &node);
+    // The TCP port is last, so that monitoring can observe the drain.
     if let Some(port) = port {
         port.stop(PORT_STOP_TIMEOUT);
     }
@@ -102,31 +105,36 @@ pub fn run(
     closed
 }
 
-/// Closes the stores, for as long as the shutdown may take.
+/// Closes the stores within `shutdown_timeout`.
+///
+/// A thread of its own closes them, so that this one can give up at the deadline or at a second
+/// signal. The thread then keeps running until the process exits.
 fn close(
     runtime: &tokio::runtime::Runtime,
-    orders: &mut Orders,
+    signals: &mut ProcessSignals,
     node: &Node,
 ) -> Result<(), NodeError> {
     let (sender, closed) = tokio::sync::oneshot::channel();
     let closing = node.clone();
     let close = move || {
         if sender.send(closing.close()).is_err() {
-            tracing::warn!("the stores closed after the shutdown's deadline");
+            tracing::warn!("the stores closed only after shutdown_timeout");
         }
     };
     let thread = std::thread::Builder::new().name("cascade-close".to_owned()).spawn(close);
     let operation = "start the thread that closes the stores";
     drop(thread.map_err(|source| NodeError::Server { operation, source })?);
-    let most = node.live().shutdown_timeout;
+    let timeout = node.live_settings().shutdown_timeout;
     runtime.block_on(async {
         tokio::select! {
             closed = closed => closed.unwrap_or_else(|_| Err(unfinished("a store panicked"))),
-            () = tokio::time::sleep(most) => Err(unfinished(&format!(
-                "its tiers did not take everything within {} s; what is missing there is lost",
-                most.as_secs_f64()
+            () = tokio::time::sleep(timeout) => Err(unfinished(&format!(
+                "not every block was written within shutdown_timeout ({} s); the others are lost",
+                timeout.as_secs_f64()
             ))),
-            _ = orders.next() => Err(unfinished("it was told to stop at once")),
+            _ = signals.next() => Err(unfinished(
+                "a second signal ended it before every block was written; the others are lost",
+            )),
         }
     })
 }
@@ -135,45 +143,46 @@ fn unfinished(what: &str) -> NodeError {
     NodeError::Unfinished { unfinished: what.to_owned() }
 }
 
-/// Every client is a descriptor or two: as many as the machine lets this user have.
-fn raise_descriptors() {
+/// Raises the soft limit of open files to the hard limit: a client takes two descriptors.
+fn raise_descriptor_limit() {
     let Rlimit { current, maximum } = getrlimit(Resource::Nofile);
     if current == maximum {
         return;
     }
     if let Err(error) = setrlimit(Resource::Nofile, Rlimit { current: maximum, maximum }) {
-        tracing::warn!(%error, ?current, "cannot raise the limit of open files");
+        tracing::warn!(%error, ?current, "cannot raise the limit of open files; see `ulimit -n`");
     }
 }
 
-/// Takes from a configuration that was read again what a running node can take.
-fn follow(node: &Node) {
+/// Reloads the configuration and applies the settings that a running node can change.
+fn reload_config(node: &Node) {
     if let Err(reason) = admin::reload(node) {
-        tracing::error!(%reason, "the configuration is refused; it stays as it was");
+        tracing::error!(%reason, "cannot reload the configuration; the current one stays in force");
     }
 }
 
-/// Logs what the doctor calls failed: who starts a node often has not asked the doctor before.
-fn foresee(config: &NodeConfig) {
+/// Runs the checks of `cascade doctor` and logs those that failed, as operators often start a node
+/// without running the doctor first.
+fn log_failed_checks(config: &NodeConfig) {
     let machine: Arc<dyn Machine> = Arc::new(ThisMachine);
     let report = doctor::examine(Ok(config.clone()), &machine, doctor::TIME_LIMIT);
     for finding in report.checks.iter().filter(|finding| finding.state == State::Failed) {
         let Finding { id: check, found, why, remedy, .. } = finding;
-        tracing::warn!(%check, %found, %why, remedy, "this machine does not carry the node");
+        tracing::warn!(%check, %found, %why, remedy, "a check of this machine failed");
     }
 }
 
-/// Logs a size that nobody chose: an operator who expects another one sees why.
-fn say_files_capacity(config: &NodeConfig) {
+/// Logs a capacity that is a default derived from free space, with the reason for its size.
+fn log_derived_files_capacity(config: &NodeConfig) {
     if let Some((bytes, reason)) = config.settings.derived_files_capacity() {
         let capacity = ByteSize(bytes).rounded();
-        tracing::info!(%capacity, reason, "files_capacity is not set: the file tier takes a share");
+        tracing::info!(%capacity, reason, "files_capacity is not set; using a share of the disk");
     }
 }
 
-fn tell(told: io::Result<()>) {
-    if let Err(error) = told {
-        tracing::warn!(%error, "the service manager was not told");
+fn log_notify_error(sent: io::Result<()>) {
+    if let Err(error) = sent {
+        tracing::warn!(%error, "cannot notify the service manager");
     }
 }
 
@@ -188,16 +197,16 @@ fn ready_line(node: &Node) -> String {
     format!("cascade {version} ready: socket {socket}{port}, pipeline {pipeline}")
 }
 
-/// The signals that a node follows.
-struct Orders {
+/// The signals that the process handles, and the admin command that stops it.
+struct ProcessSignals {
     terminate: tokio::signal::unix::Signal,
     interrupt: tokio::signal::unix::Signal,
     hangup: tokio::signal::unix::Signal,
-    /// An administrator's order to end.
+    /// Notified by `drain` with `exit`.
     stop: Arc<Notify>,
 }
 
-impl Orders {
+impl ProcessSignals {
     fn new() -> io::Result<Self> {
         Ok(Self {
             terminate: signal(SignalKind::terminate())?,
@@ -207,12 +216,12 @@ impl Orders {
         })
     }
 
-    async fn next(&mut self) -> Order {
+    async fn next(&mut self) -> ProcessEvent {
         tokio::select! {
-            _ = self.terminate.recv() => Order::Stop,
-            _ = self.interrupt.recv() => Order::Stop,
-            _ = self.hangup.recv() => Order::Reload,
-            () = self.stop.notified() => Order::Stop,
+            _ = self.terminate.recv() => ProcessEvent::Stop,
+            _ = self.interrupt.recv() => ProcessEvent::Stop,
+            _ = self.hangup.recv() => ProcessEvent::Reload,
+            () = self.stop.notified() => ProcessEvent::Stop,
         }
     }
 }

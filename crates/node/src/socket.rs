@@ -1,4 +1,4 @@
-//! The Unix socket's file: made with its permissions, taken over from a node that died, removed.
+//! The Unix socket's file and lock: created with their permissions, removed when the node stops.
 
 use std::fs::{self, File, OpenOptions};
 use std::io;
@@ -16,7 +16,7 @@ use crate::socket_place::{self, Occupant, SocketPlaceError};
 /// Connections that the kernel holds until the node accepts them; `net.core.somaxconn` caps it.
 const BACKLOG: i32 = 4096;
 
-/// A socket's file, and the lock that says whose it is. Both go when this is dropped.
+/// A socket's file and the lock of the node that serves it. Both files are removed on drop.
 #[derive(Debug)]
 pub(crate) struct SocketFile {
     path: PathBuf,
@@ -25,43 +25,44 @@ pub(crate) struct SocketFile {
 }
 
 impl SocketFile {
-    /// Listens at a path. A file that a dead node left there is taken over; a living node's is
-    /// not.
+    /// Listens at a path. A stale socket file is replaced; that of a running node is an error.
     ///
-    /// A group that may administer can connect, also through a directory that this makes.
+    /// The members of `group` can connect: they get access to the socket, and to its directory if
+    /// this creates it.
     pub(crate) fn listen(
         path: &Path,
         mode: u32,
         group: Option<u32>,
     ) -> Result<(UnixListener, Self), NodeError> {
-        let misplaced = |source| NodeError::Place { path: path.to_owned(), source };
+        let path_error = |source| NodeError::Place { path: path.to_owned(), source };
         let failed = |operation: &'static str| {
             move |source| NodeError::Socket { path: path.to_owned(), operation, source }
         };
-        let directory = path.parent().filter(|directory| !directory.exists());
-        let occupant = socket_place::prepare(path, geteuid().as_raw()).map_err(misplaced)?;
+        let new_directory = path.parent().filter(|directory| !directory.exists());
+        let found = socket_place::create_directory_and_examine(path, geteuid().as_raw());
+        let found = found.map_err(path_error)?;
         let mut lock_path = path.as_os_str().to_owned();
         lock_path.push(".lock");
         let lock_path = PathBuf::from(lock_path);
-        let lock = open_lock(&lock_path).map_err(failed("lock the socket"))?;
-        // Two nodes that start at once may both have found the place free.
+        let lock = open_lock(&lock_path).map_err(failed("open the lock file of the socket"))?;
+        // Two nodes that start at the same time can both find the path free. The lock decides.
         if flock(&lock, FlockOperation::NonBlockingLockExclusive).is_err() {
-            return Err(misplaced(SocketPlaceError::Taken { path: path.to_owned() }));
+            return Err(path_error(SocketPlaceError::Taken { path: path.to_owned() }));
         }
-        if occupant == Occupant::Stale {
-            fs::remove_file(path).map_err(failed("remove a dead node's socket"))?;
+        if found == Occupant::Stale {
+            fs::remove_file(path).map_err(failed("remove the stale socket"))?;
         }
         // Only the owner may connect until the permissions below are set.
-        let listener = bind_private(path).map_err(failed("make the socket"))?;
+        let listener = bind_private(path).map_err(failed("create the socket"))?;
         if let Some(group) = group {
-            let give = |path: &Path, mode| {
+            let grant = |path: &Path, mode| {
                 chown(path, None, Some(group))?;
                 fs::set_permissions(path, fs::Permissions::from_mode(mode))
             };
-            let shown = directory.map_or(Ok(()), |directory| give(directory, 0o710));
-            let given = shown.and_then(|()| give(path, mode | 0o060));
-            given.map_err(failed(
-                "give the socket to admin_group, of which the node's user has to be a member,",
+            let directory = new_directory.map_or(Ok(()), |directory| grant(directory, 0o710));
+            let granted = directory.and_then(|()| grant(path, mode | 0o060));
+            granted.map_err(failed(
+                "give admin_group access to the socket (the node's user must be a member)",
             ))?;
         } else {
             let permissions = fs::Permissions::from_mode(mode);
@@ -96,7 +97,7 @@ impl Drop for SocketFile {
     fn drop(&mut self) {
         for path in [&self.path, &self.lock_path] {
             if let Err(error) = fs::remove_file(path) {
-                tracing::debug!(path = %path.display(), %error, "cannot remove a file of ours");
+                tracing::debug!(path = %path.display(), %error, "cannot remove a socket file");
             }
         }
     }
@@ -107,18 +108,18 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_dead_nodes_socket_is_taken_over_and_a_living_ones_is_not() {
+    fn a_stale_socket_is_replaced_and_a_served_one_is_an_error() {
         let directory = tempfile::tempdir().expect("a temporary directory");
         let path = directory.path().join("deep/cascade.sock");
-        let (listener, file) = SocketFile::listen(&path, 0o600, None).expect("nothing is there");
-        let mode = fs::metadata(&path).expect("it is there").permissions().mode();
+        let (listener, file) = SocketFile::listen(&path, 0o600, None).expect("the path is free");
+        let mode = fs::metadata(&path).expect("the socket exists").permissions().mode();
         assert_eq!(mode & 0o777, 0o600);
         let error = SocketFile::listen(&path, 0o600, None).expect_err("it is served");
         assert!(matches!(error, NodeError::Place { .. }), "{error}");
         drop((listener, file));
         assert!(!path.exists());
-        drop(UnixListener::bind(&path).expect("a dead node's file stays behind"));
-        SocketFile::listen(&path, 0o660, None).expect("nobody serves there");
+        drop(UnixListener::bind(&path).expect("the path is free again"));
+        SocketFile::listen(&path, 0o660, None).expect("the socket is stale");
     }
 
     /// The umask was changed around each bind. Two binds at the same time could leave it at 0177,

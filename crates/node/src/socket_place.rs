@@ -1,4 +1,4 @@
-//! Where the Unix socket lies: whether a node may listen there, and what is there already.
+//! The path of the Unix socket: whether a node may listen there, and whether one already does.
 
 use std::fs::{self, DirBuilder};
 use std::io;
@@ -9,16 +9,17 @@ use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
 use thiserror::Error;
 
-/// Permissions that let others replace what lies in a directory.
+/// Permissions of a directory with which other users can replace files in it.
 const WRITABLE_BY_OTHERS: u32 = 0o022;
+/// With the sticky bit, only a file's owner can replace it.
 const STICKY: u32 = 0o1000;
 
-/// What is at the socket's path now.
+/// What exists at the socket's path.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Occupant {
     /// Nothing.
     Nobody,
-    /// The socket of a node that is gone: it may be removed.
+    /// A socket that no process serves: it may be removed.
     Stale,
 }
 
@@ -26,19 +27,19 @@ pub enum Occupant {
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum SocketPlaceError {
-    /// The directory cannot be made or looked into.
-    #[error("cannot use the directory {}", directory.display())]
+    /// The directory cannot be created or read.
+    #[error("cannot create or read the directory {}", directory.display())]
     Directory {
-        /// Which.
+        /// The directory.
         directory: PathBuf,
-        /// Why.
+        /// The cause.
         #[source]
         source: io::Error,
     },
-    /// Others could put a socket of their own there, and get what clients send.
+    /// Another user could replace the socket, and receive what clients send.
     #[error(
-        "{} belongs to user {owner} and has permissions {mode:04o}: another user could replace \
-         the socket in it",
+        "the directory {} belongs to user {owner} and has permissions {mode:04o}: another user \
+         could replace the socket",
         directory.display()
     )]
     Unsafe {
@@ -49,44 +50,44 @@ pub enum SocketPlaceError {
         /// Its permissions.
         mode: u32,
     },
-    /// A node listens there.
+    /// Another process listens at the path.
     #[error("another process listens at {}", path.display())]
     Taken {
-        /// Where.
+        /// The socket's path.
         path: PathBuf,
     },
-    /// Something that is no socket lies there.
+    /// A file of another kind exists at the path.
     #[error("{} exists and is no socket", path.display())]
     NoSocket {
-        /// Where.
+        /// The socket's path.
         path: PathBuf,
     },
-    /// The path can be neither connected to nor called free.
-    #[error("cannot tell whether a node listens at {}", path.display())]
+    /// The check failed: whether a process listens is unknown.
+    #[error("cannot check whether a process listens at {}", path.display())]
     Unclear {
-        /// Where.
+        /// The socket's path.
         path: PathBuf,
-        /// Why.
+        /// The cause.
         #[source]
         source: io::Error,
     },
 }
 
-/// Makes the socket's directory where it is missing (permissions 0700) and examines the place.
+/// Creates the socket's directory if it is missing (permissions 0700), then checks the path.
 ///
 /// # Errors
 /// Why a node of `user` must not listen there.
-pub fn prepare(path: &Path, user: u32) -> Result<Occupant, SocketPlaceError> {
+pub fn create_directory_and_examine(path: &Path, user: u32) -> Result<Occupant, SocketPlaceError> {
     let directory = directory_of(path);
     let made = DirBuilder::new().recursive(true).mode(0o700).create(directory);
     made.map_err(|source| SocketPlaceError::Directory { directory: directory.into(), source })?;
     examine(path, user)
 }
 
-/// Whether a node of `user` may listen there, and what is there. Changes nothing.
+/// Checks whether a node of `user` may listen at the path. Changes nothing.
 ///
 /// # Errors
-/// Why it must not.
+/// Why the node must not listen there.
 pub fn examine(path: &Path, user: u32) -> Result<Occupant, SocketPlaceError> {
     let directory = directory_of(path);
     let facts = fs::metadata(directory)
@@ -103,7 +104,7 @@ pub fn examine(path: &Path, user: u32) -> Result<Occupant, SocketPlaceError> {
             Err(SocketPlaceError::NoSocket { path: path.into() })
         }
         Ok(_) => match try_connect(path) {
-            // A node that is stopped, or whose queue is full, is there too.
+            // A process that is stopped, or whose accept queue is full, listens as well.
             Ok(()) | Err(Errno::AGAIN | Errno::INPROGRESS) => {
                 Err(SocketPlaceError::Taken { path: path.into() })
             }
@@ -115,7 +116,7 @@ pub fn examine(path: &Path, user: u32) -> Result<Occupant, SocketPlaceError> {
     }
 }
 
-/// Does not wait, whatever is at the other end.
+/// Connects without waiting: the socket is non-blocking.
 fn try_connect(path: &Path) -> rustix::io::Result<()> {
     let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
     let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
@@ -133,35 +134,35 @@ mod tests {
 
     use super::*;
 
-    fn me() -> u32 {
+    fn own_user() -> u32 {
         rustix::process::geteuid().as_raw()
     }
 
     #[test]
-    fn a_missing_directory_is_made_for_its_user_alone() {
+    fn a_missing_directory_is_created_for_its_user_alone() {
         let directory = tempfile::TempDir::new().unwrap();
         let path = directory.path().join("cascade-1/cascade.sock");
-        assert_eq!(prepare(&path, me()).unwrap(), Occupant::Nobody);
+        assert_eq!(create_directory_and_examine(&path, own_user()).unwrap(), Occupant::Nobody);
         let mode = fs::metadata(path.parent().unwrap()).unwrap().permissions().mode();
         assert_eq!(mode & 0o777, 0o700);
     }
 
     #[test]
-    fn what_is_there_is_told_apart() {
+    fn a_served_socket_a_stale_socket_and_a_file_are_distinguished() {
         let directory = tempfile::TempDir::new().unwrap();
         let path = directory.path().join("cascade.sock");
         let listener = UnixListener::bind(&path).unwrap();
-        assert!(matches!(examine(&path, me()), Err(SocketPlaceError::Taken { .. })));
-        // Its queue is full and nobody takes from it: the answer comes all the same.
+        assert!(matches!(examine(&path, own_user()), Err(SocketPlaceError::Taken { .. })));
+        // The check does not block when the accept queue is full.
         rustix::net::listen(&listener, 1).unwrap();
         let answers: Vec<_> = (0..8).map(|_| try_connect(&path)).collect();
         assert!(answers.contains(&Err(Errno::AGAIN)), "{answers:?}");
-        assert!(matches!(examine(&path, me()), Err(SocketPlaceError::Taken { .. })));
+        assert!(matches!(examine(&path, own_user()), Err(SocketPlaceError::Taken { .. })));
         drop(listener);
-        assert_eq!(examine(&path, me()).unwrap(), Occupant::Stale);
+        assert_eq!(examine(&path, own_user()).unwrap(), Occupant::Stale);
         fs::remove_file(&path).unwrap();
         fs::write(&path, "").unwrap();
-        assert!(matches!(examine(&path, me()), Err(SocketPlaceError::NoSocket { .. })));
+        assert!(matches!(examine(&path, own_user()), Err(SocketPlaceError::NoSocket { .. })));
     }
 
     #[test]
@@ -172,17 +173,17 @@ mod tests {
             fs::set_permissions(directory.path(), fs::Permissions::from_mode(mode)).unwrap();
         };
         set(0o777);
-        let error = prepare(&path, me()).unwrap_err().to_string();
+        let error = create_directory_and_examine(&path, own_user()).unwrap_err().to_string();
         assert!(error.contains("0777"), "{error}");
-        // As in /tmp: nobody can remove what belongs to another.
+        // With the sticky bit, as in /tmp, users cannot remove each other's files.
         set(0o1777);
-        assert!(prepare(&path, me()).is_ok());
+        assert!(create_directory_and_examine(&path, own_user()).is_ok());
         set(0o700);
-        if me() != 0 {
+        if own_user() != 0 {
             return;
         }
         std::os::unix::fs::chown(directory.path(), Some(4711), None).unwrap();
-        let error = prepare(&path, 1000).unwrap_err().to_string();
+        let error = create_directory_and_examine(&path, 1000).unwrap_err().to_string();
         assert!(error.contains("user 4711"), "{error}");
     }
 }

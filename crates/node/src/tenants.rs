@@ -1,8 +1,8 @@
-//! Tenants: identities with a store each; a client is bound to exactly one when it connects.
+//! Tenants: identities with a store each. A client belongs to exactly one tenant.
 //!
-//! Who a client is, the kernel says (the user at the other end of the socket) or a token proves.
-//! It gets the descriptor of its tenant's pool and of no other, so what one tenant has cannot be
-//! hit, probed, read or evicted by another, whatever keys and namespaces it makes up.
+//! A client is identified by the user id that the kernel reports for its socket, or by a token. It
+//! receives the descriptor of its tenant's pool only. So one tenant cannot probe, read or evict the
+//! blocks of another, whatever keys and namespaces it sends.
 
 mod identity;
 mod receipt;
@@ -25,8 +25,8 @@ use self::identity::{Token, Tokens};
 use crate::NodeConfig;
 use crate::config::AdminGroup;
 
-/// The user that may do everything on this host anyway.
-const ROOT: u32 = 0;
+/// The user id of root, who may always administer the node.
+const ROOT_USER: u32 = 0;
 
 /// The tenant of the node's own user.
 pub const DEFAULT: &str = "default";
@@ -38,22 +38,22 @@ pub enum TenantError {
     /// A store could not be opened.
     #[error("cannot open the store of tenant {tenant:?}")]
     Store {
-        /// Whose.
+        /// The tenant.
         tenant: String,
-        /// Why.
+        /// The cause.
         #[source]
         source: StoreError,
     },
-    /// A token's file was not taken.
-    #[error("cannot take the token of tenant {tenant:?}")]
+    /// A token file cannot be used.
+    #[error("cannot use the token_file of tenant {tenant:?}")]
     Token {
-        /// Whose.
+        /// The tenant.
         tenant: String,
-        /// Why.
+        /// The cause.
         #[source]
         source: SecretError,
     },
-    /// Who is which tenant is not certain.
+    /// Two tenants share what has to be unique: a name, user, token or directory.
     #[error("tenants {one:?} and {other:?}: {reason}")]
     Ambiguous {
         /// One of them.
@@ -63,38 +63,38 @@ pub enum TenantError {
         /// What they share.
         reason: String,
     },
-    /// Nobody could be this tenant.
-    #[error("nobody can be tenant {tenant:?}; give it users of this host or a token_file")]
+    /// The tenant has neither users nor a token.
+    #[error("no client can belong to tenant {tenant:?}; give it users or a token_file")]
     Nobody {
-        /// Which.
+        /// The tenant.
         tenant: String,
     },
 }
 
-/// Why a client is no tenant. Says the same of every token that is wrong.
+/// Why a client belongs to no tenant. Every wrong token gives the same error.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum Refusal {
     /// No tenant has this token.
-    #[error("the token is no tenant's; check the client's token_file against the node's")]
+    #[error("the token belongs to no tenant; compare the client's token_file with the node's")]
     Token,
-    /// This user may neither administer the node nor is it a tenant's.
+    /// The user may not administer the node and belongs to no tenant.
     #[error(
-        "user {user} may not administer this node: run the command as the node's own user or as \
-         root, or put the user into the group that admin_group names"
+        "user {user} may not administer this node; run the command as the node's own user or as \
+         root, or add the user to the group that admin_group names"
     )]
     Administrator {
-        /// The user's number.
+        /// The user id.
         user: u32,
     },
-    /// No tenant has this user, and there is no token.
+    /// The user belongs to no tenant, and the client sent no token.
     #[error(
-        "user {user} is no tenant of this node; present a tenant's token, or add \
+        "user {user} belongs to no tenant of this node; use a tenant's token, or add \
          `users = [{user}]` to a [[tenant]] of the node's configuration and restart it; to \
-         administer the node, put the user into the group that admin_group names"
+         administer the node, add the user to the group that admin_group names"
     )]
     User {
-        /// The user's number.
+        /// The user id.
         user: u32,
     },
 }
@@ -120,12 +120,13 @@ impl Tenant {
             store.encryption = Some(EncryptionConfig { key_file, scope: name.to_owned() });
         }
         let opened = match Store::open(store.clone()) {
-            Err(StoreError::Memory(error)) if is_placeless(&error) => {
+            Err(StoreError::Memory(error)) if is_pool_file_error(&error) => {
                 let error: &dyn std::error::Error = &*error;
                 tracing::warn!(
                     tenant = name,
                     error,
-                    "the pool has no place of its own: a crash of the node loses what is in DRAM"
+                    "cannot create the pool in pool_directory; blocks in DRAM do not survive a \
+                     crash of the node"
                 );
                 Store::open(StoreConfig { pool_file: None, ..store })
             }
@@ -146,10 +147,10 @@ impl Tenant {
         &self.store
     }
 
-    /// Removes everything that this tenant has, in all tiers, and zeroes what held it. Puts are
-    /// refused meanwhile and reads are misses; it can be used again afterwards.
+    /// Removes all blocks of this tenant from all tiers and zeroes their memory. Meanwhile puts
+    /// fail and reads miss; afterwards the tenant can be used again.
     ///
-    /// Waits up to `time` for what clients hold: a reader that is under way must not find zeroes.
+    /// Waits up to `time` for memory that clients hold: a read in flight must not return zeroes.
     pub fn forget(&self, time: Duration) -> Result<Receipt, StoreError> {
         let began = SystemClock.unix_ms();
         let erased =
@@ -162,16 +163,19 @@ impl Tenant {
 #[derive(Debug)]
 pub struct Tenants {
     all: Vec<Arc<Tenant>>,
-    /// Places in `all`.
+    /// By user id: index into `all`.
     users: BTreeMap<u32, usize>,
     tokens: Tokens,
-    /// Who administers the node beside its own user and root.
+    /// Administrators besides the node's own user and root.
     administrators: Option<AdminGroup>,
 }
 
 impl Tenants {
-    /// Opens a store for the default tenant and one for each that is configured; refuses what
-    /// would leave a doubt who is who before any store is opened.
+    /// Opens the stores of the default tenant and of each configured tenant.
+    ///
+    /// # Errors
+    /// A tenant is ambiguous or invalid (checked before any store is opened), or a store cannot be
+    /// opened.
     pub fn open(config: &NodeConfig) -> Result<Self, TenantError> {
         Self::open_for(config, rustix::process::geteuid().as_raw())
     }
@@ -191,7 +195,7 @@ impl Tenants {
         for (at, tenant) in config.tenants.iter().enumerate() {
             let place = at + 1;
             if let Some(taken) = (0..place).find(|other| name(*other) == tenant.name) {
-                return Err(ambiguous(taken, place, "they have one name"));
+                return Err(ambiguous(taken, place, "they have the same name"));
             }
             if tenant.users.is_empty() && tenant.token_file.is_none() {
                 return Err(TenantError::Nobody { tenant: tenant.name.clone() });
@@ -199,8 +203,8 @@ impl Tenants {
             for user in &tenant.users {
                 if let Some(other) = users.insert(*user, place).filter(|other| *other != place) {
                     let reason = format!(
-                        "user {user} would be both; a user is one tenant (the node's own user is \
-                         {DEFAULT:?}), tell others apart by token_file"
+                        "both have user {user}; a user belongs to one tenant (the node's own user \
+                         to {DEFAULT:?}), use a token_file for the other"
                     );
                     return Err(ambiguous(other, place, &reason));
                 }
@@ -229,37 +233,37 @@ impl Tenants {
         Ok(Self { all, users, tokens, administrators: config.admin_group.clone() })
     }
 
-    /// All of them, the default one first.
+    /// All tenants, the default one first.
     pub fn all(&self) -> &[Arc<Tenant>] {
         &self.all
     }
 
     /// A tenant by its name.
-    pub fn named(&self, name: &str) -> Option<&Arc<Tenant>> {
+    pub fn by_name(&self, name: &str) -> Option<&Arc<Tenant>> {
         self.all.iter().find(|tenant| tenant.name == name)
     }
 
-    /// Whether a user is a tenant without a token.
+    /// Whether a user belongs to a tenant without a token.
     pub(crate) fn has_user(&self, user: u32) -> bool {
         self.users.contains_key(&user)
     }
 
-    /// Whether a peer may administer the whole node: root and the group of `admin_group`. The
-    /// node's own user is the default tenant's.
+    /// Whether a peer may administer the whole node as root or by `admin_group`. The node's own
+    /// user may as well, as it belongs to the default tenant.
     pub(crate) fn is_administrator(&self, user: u32, group: u32) -> bool {
         let is_listed =
-            || self.administrators.as_ref().is_some_and(|known| known.includes(user, group));
-        user == ROOT || is_listed()
+            || self.administrators.as_ref().is_some_and(|admins| admins.includes(user, group));
+        user == ROOT_USER || is_listed()
     }
 
-    /// Whether anybody can be a tenant by a token.
-    pub(crate) fn have_tokens(&self) -> bool {
+    /// Whether any tenant has a token.
+    pub(crate) fn has_tokens(&self) -> bool {
         !self.tokens.is_empty()
     }
 
-    /// For whom a peer that wants to administer asks: for the whole node (as its own tenant) if it
-    /// is root, the node's own user or of `admin_group`; else for the tenant that it is. A
-    /// token is that of its tenant, whoever presents it.
+    /// The tenant for which a peer administers: the default tenant, and with it the whole node, for
+    /// root, the node's own user and members of `admin_group`; otherwise the peer's own tenant. A
+    /// token selects its tenant, whichever user sends it.
     pub fn identify_administrator(
         &self,
         user: u32,
@@ -275,8 +279,8 @@ impl Tenants {
         })
     }
 
-    /// The tenant that a peer is: the one whose token it presents, whoever its user is, else the
-    /// one that its user is. A wrong token is never overlooked. Root is no exception.
+    /// The tenant of a peer: by its token if it sends one, otherwise by its user. A wrong token is
+    /// an error even if the user belongs to a tenant. Root is treated like any other user.
     pub fn identify(&self, user: u32, token: Option<&[u8]>) -> Result<Arc<Tenant>, Refusal> {
         let place = match token {
             Some(token) => self.tokens.find(token).ok_or(Refusal::Token)?,
@@ -286,9 +290,11 @@ impl Tenants {
     }
 }
 
-/// Where a tenant's pool lies: a name of its own for each user, socket and tenant, found again by
-/// the next node at that socket. Only the node's own user has one: a file with a name cannot be
-/// sealed, so whoever else had its descriptor could truncate it and end the node by SIGBUS.
+/// The path of a tenant's pool file. It is unique for each user, socket and tenant, and the next
+/// node at that socket finds it again.
+///
+/// Only the default tenant has one. A file with a name cannot be sealed against truncation: another
+/// user with its descriptor could truncate it and crash the node with SIGBUS.
 pub(crate) fn pool_file(node: &NodeConfig, tenant: &str) -> Option<PathBuf> {
     if tenant != DEFAULT {
         return None;
@@ -296,21 +302,22 @@ pub(crate) fn pool_file(node: &NodeConfig, tenant: &str) -> Option<PathBuf> {
     let directory = node.pool_directory.as_ref()?;
     let socket = std::path::absolute(&node.socket).unwrap_or_else(|_| node.socket.clone());
     let hash = digest(&SHA256, socket.as_os_str().as_bytes());
-    let place = hash
+    let socket_id = hash
         .as_ref()
         .iter()
         .take(6)
         .fold(String::new(), |text, byte| text + &format!("{byte:02x}"));
     let user = rustix::process::geteuid().as_raw();
-    Some(directory.join(format!("cascade-{user}-{place}-{tenant}.pool")))
+    Some(directory.join(format!("cascade-{user}-{socket_id}-{tenant}.pool")))
 }
 
-/// Whether a pool could be made, if it had no name: the directory is missing or too small.
-fn is_placeless(error: &MemoryError) -> bool {
+/// Whether an error concerns the pool's file only (its directory is missing or too small), so that
+/// an anonymous pool may succeed.
+fn is_pool_file_error(error: &MemoryError) -> bool {
     matches!(error, MemoryError::NotReserved { .. } | MemoryError::Named { .. })
 }
 
-/// No two tenants write to one directory.
+/// Rejects two tenants with the same directory.
 fn check_directories(
     config: &NodeConfig,
     ambiguous: &dyn Fn(usize, usize, &str) -> TenantError,
@@ -321,7 +328,7 @@ fn check_directories(
         let Some(files) = &store.files else { continue };
         let directory = files.directory.canonicalize().unwrap_or_else(|_| files.directory.clone());
         if let Some(other) = taken.insert(directory, place) {
-            let reason = format!("both have the directory {}", files.directory.display());
+            let reason = format!("both have the files directory {}", files.directory.display());
             return Err(ambiguous(other, place, &reason));
         }
     }

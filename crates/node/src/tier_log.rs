@@ -1,48 +1,51 @@
-//! Log lines about tiers: what is damaged, what fell back, which direction is not used.
+//! Log lines about tiers: damage, fallbacks, circuits that open or close.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use crate::status::{HealthState, Status};
 
-/// Most notes that are remembered as told; beyond it they are told anew.
-const TOLD_MAX: usize = 1024;
+/// Maximum number of remembered notes. At the limit all are forgotten, and notes are logged again.
+const LOGGED_NOTES_MAX: usize = 1024;
 
-/// What was told of the tiers already.
+/// What was already logged about the tiers.
 #[derive(Debug, Default)]
 pub(crate) struct TierLog {
     notes: BTreeSet<String>,
-    /// By tenant and tier: whether it is read, and whether it is written.
-    used: BTreeMap<(String, String), (bool, bool)>,
+    /// By tenant and tier: whether the circuits for reads and for writes were closed.
+    circuits: BTreeMap<(String, String), (bool, bool)>,
 }
 
 impl TierLog {
-    /// What is new since the last look, a line each.
-    pub(crate) fn news(&mut self, status: &Status) -> Vec<String> {
+    /// One line for each change since the previous call.
+    pub(crate) fn new_lines(&mut self, status: &Status) -> Vec<String> {
         let mut lines = Vec::new();
         for tenant in &status.tenants {
             for tier in &tenant.tiers {
-                let whose = format!("tier {} of tenant {}", tier.name, tenant.name);
+                let subject = format!("tier {} of tenant {}", tier.name, tenant.name);
                 let name = (tenant.name.clone(), tier.name.clone());
                 if let Some(health) = &tier.health {
-                    let is_used = |state| state == HealthState::Healthy;
-                    let used = (is_used(health.reads), is_used(health.writes));
-                    let before = self.used.insert(name, used).unwrap_or((true, true));
-                    let error = health.last_error.as_deref().unwrap_or("no error was told");
-                    for (direction, before, now) in
-                        [("read", before.0, used.0), ("written", before.1, used.1)]
+                    // A circuit that probes counts as open until it closes.
+                    let is_closed = |state| state == HealthState::Healthy;
+                    let closed = (is_closed(health.reads), is_closed(health.writes));
+                    let before = self.circuits.insert(name, closed).unwrap_or((true, true));
+                    let error = health.last_error.as_deref().unwrap_or("the error is unknown");
+                    for (operations, before, now) in
+                        [("reads", before.0, closed.0), ("writes", before.1, closed.1)]
                     {
                         match (before, now) {
-                            (true, false) => {
-                                lines.push(format!("{whose} is not {direction}: {error}"));
-                            }
-                            (false, true) => lines.push(format!("{whose} is {direction} again")),
+                            (true, false) => lines.push(format!(
+                                "{subject}: the circuit for {operations} is open: {error}"
+                            )),
+                            (false, true) => lines.push(format!(
+                                "{subject}: the circuit for {operations} is closed again"
+                            )),
                             _ => {}
                         }
                     }
                 }
                 for note in &tier.notes {
-                    if self.is_new(&whose, note) {
-                        lines.push(format!("{whose}: {note}"));
+                    if self.is_new(&subject, note) {
+                        lines.push(format!("{subject}: {note}"));
                     }
                 }
             }
@@ -50,15 +53,15 @@ impl TierLog {
         lines
     }
 
-    /// A note that differs from another in its figures alone is told once; one about a file is
-    /// told of each file.
-    fn is_new(&mut self, whose: &str, note: &str) -> bool {
-        if self.notes.len() >= TOLD_MAX {
+    /// Whether a note was not logged yet. Notes that differ only in their digits count as one:
+    /// most are counts that grow. In a note with a path the digits count, so each file is logged.
+    fn is_new(&mut self, subject: &str, note: &str) -> bool {
+        if self.notes.len() >= LOGGED_NOTES_MAX {
             self.notes.clear();
         }
-        let is_figure = |letter: &char| !note.contains('/') && letter.is_ascii_digit();
-        let told: String = note.chars().filter(|letter| !is_figure(letter)).collect();
-        self.notes.insert(format!("{whose}: {told}"))
+        let is_dropped = |letter: &char| !note.contains('/') && letter.is_ascii_digit();
+        let text: String = note.chars().filter(|letter| !is_dropped(letter)).collect();
+        self.notes.insert(format!("{subject}: {text}"))
     }
 }
 
@@ -82,19 +85,19 @@ mod tests {
     }
 
     #[test]
-    fn each_change_is_told_once() {
+    fn each_change_is_logged_once() {
         let mut log = TierLog::default();
         let healthy = HealthState::Healthy;
-        assert!(log.news(&status(healthy, &[])).is_empty());
-        let open = log.news(&status(HealthState::Open, &[]));
-        assert_eq!(open, ["tier files of tenant alice is not written: EIO"]);
-        assert!(log.news(&status(HealthState::Probing, &[])).is_empty());
-        let back = log.news(&status(healthy, &["3 reads failed", "/d/a: damaged"]));
+        assert!(log.new_lines(&status(healthy, &[])).is_empty());
+        let open = log.new_lines(&status(HealthState::Open, &[]));
+        assert_eq!(open, ["tier files of tenant alice: the circuit for writes is open: EIO"]);
+        assert!(log.new_lines(&status(HealthState::Probing, &[])).is_empty());
+        let back = log.new_lines(&status(healthy, &["3 reads failed", "/d/a: damaged"]));
         let notes = ["3 reads failed", "/d/a: damaged"]
             .map(|it| format!("tier files of tenant alice: {it}"));
-        assert_eq!(back[0], "tier files of tenant alice is written again");
+        assert_eq!(back[0], "tier files of tenant alice: the circuit for writes is closed again");
         assert_eq!(back[1..], notes);
-        assert!(log.news(&status(healthy, &["4 reads failed", "/d/a: damaged"])).is_empty());
-        assert_eq!(log.news(&status(healthy, &["/d/b: damaged"])).len(), 1);
+        assert!(log.new_lines(&status(healthy, &["4 reads failed", "/d/a: damaged"])).is_empty());
+        assert_eq!(log.new_lines(&status(healthy, &["/d/b: damaged"])).len(), 1);
     }
 }

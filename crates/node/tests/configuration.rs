@@ -1,4 +1,4 @@
-//! The configuration as an operator meets it: sources, messages, the pages made from the table.
+//! The configuration: sources, error messages, and the pages generated from the table of keys.
 
 #![expect(clippy::unwrap_used, reason = "in a test, a surprise should panic")]
 
@@ -16,10 +16,10 @@ use proptest::prelude::*;
 use tempfile::TempDir;
 
 const USER: u32 = 1000;
-/// What every directory's file system has here.
+/// The free space of every directory in these tests.
 const ROOM: Room = Room { file_system: FileSystem(0xef53), free_bytes: 2 << 40, own_bytes: 0 };
 
-/// One configuration file in a directory of its own, which `HERE` stands for in the text.
+/// One configuration file in a directory of its own. `HERE` in the text is replaced by its path.
 struct Case {
     directory: TempDir,
     variables: Vec<(&'static str, String)>,
@@ -72,23 +72,23 @@ fn without_file() -> NodeConfig {
     config::load(&Sources::default(), &Environment::new([("A", "")], USER)).unwrap()
 }
 
-/// Without what set each key, which is no setting itself.
-fn plain(mut config: NodeConfig) -> NodeConfig {
+/// The configuration without the sources of its settings.
+fn without_sources(mut config: NodeConfig) -> NodeConfig {
     config.settings = config::Settings::default();
     config
 }
 
 #[test]
-fn the_tables_defaults_are_the_codes() {
+fn the_defaults_of_the_table_are_those_of_the_code() {
     let mut expected = NodeConfig::new("/tmp/cascade-1000/cascade.sock");
-    // Where the code leaves a choice to its caller, the file says what it is.
+    // The code has no default for these two.
     expected.pool_directory = Some("/dev/shm".into());
     expected.log.filter = Some("info".to_owned());
-    assert_eq!(plain(without_file()), expected);
+    assert_eq!(without_sources(without_file()), expected);
 }
 
 #[test]
-fn later_sources_win_key_by_key() {
+fn later_sources_take_precedence_key_by_key() {
     let text = "dram = \"1GiB\"\npolicy = \"lru\"\n\nconnections_max = 10\n";
     let case = Case::new(text)
         .variable("CASCADE_DRAM", "2GiB")
@@ -113,7 +113,7 @@ fn later_sources_win_key_by_key() {
 }
 
 #[test]
-fn what_is_printed_configures_the_same_node() {
+fn a_printed_configuration_reads_back_as_the_same() {
     let case = Case::new(
         "files = \"/srv/a \\\"b\\\"\"\n[advanced]\nmover_rate = \"5MB/s\"\n\
          [[tenant]]\nname = \"a\"\nusers = [7, \"9\"]\ndram = \"8MiB\"\n",
@@ -137,15 +137,15 @@ fn the_file_may_be_named_by_the_environment() {
 
 fn assert_refused(cases: &[(&str, &[&str])]) {
     for (text, hints) in cases {
-        let said = Case::new(text).refusal();
+        let error = Case::new(text).refusal();
         for hint in *hints {
-            assert!(said.contains(hint), "{text:?} should name {hint:?}: {said}");
+            assert!(error.contains(hint), "{text:?} should name {hint:?}: {error}");
         }
     }
 }
 
 #[test]
-fn what_is_unknown_or_wrong_is_named_with_its_place() {
+fn unknown_keys_and_invalid_values_are_reported_with_their_place() {
     assert_refused(&[
         ("\n\nfiles_capactiy = 1", &["cascade.toml:3", "files_capactiy", "\"files_capacity\""]),
         ("[advancde]\ntimeout = 1", &["cascade.toml:1", "\"advancde\"", "\"advanced\""]),
@@ -167,16 +167,16 @@ fn what_is_unknown_or_wrong_is_named_with_its_place() {
         ("[[tenant]]\nname = \"a\"\nquota = 1", &["cascade.toml:3", "tenant.quota"]),
         ("[[tenant]]\nname = \"a\"\nfiles = \"32MiB\"", &["tenant.files", "absolute path"]),
     ]);
-    let said = Case::new("").variable("CASCADE_DRAMM", "1GiB").refusal();
-    assert!(said.contains("did you mean \"CASCADE_DRAM\""), "{said}");
-    let said = Case::new("").variable("CASCADE_DRAM", "big").refusal();
-    assert!(said.contains("CASCADE_DRAM: dram"), "{said}");
-    let said = Case::new("").flag("dram", "big").refusal();
-    assert!(said.contains("--dram: dram"), "{said}");
+    let error = Case::new("").variable("CASCADE_DRAMM", "1GiB").refusal();
+    assert!(error.contains("did you mean \"CASCADE_DRAM\""), "{error}");
+    let error = Case::new("").variable("CASCADE_DRAM", "big").refusal();
+    assert!(error.contains("CASCADE_DRAM: dram"), "{error}");
+    let error = Case::new("").flag("dram", "big").refusal();
+    assert!(error.contains("--dram: dram"), "{error}");
 }
 
 #[test]
-fn a_name_that_a_setting_had_before_is_refused_with_the_new_one() {
+fn a_former_name_of_a_setting_is_refused_with_the_new_name() {
     assert_refused(&[
         ("[dram]\ncapacity = \"1GiB\"", &[":2", "dram.capacity is now called dram", "top"]),
         ("[files]\ndirectory = \"/a\"", &["files.directory is now called files"]),
@@ -188,12 +188,12 @@ fn a_name_that_a_setting_had_before_is_refused_with_the_new_one() {
             &["tenant.files_directory is now called tenant.files"],
         ),
     ]);
-    let said = Case::new("").variable("CASCADE_DRAM_CAPACITY", "1GiB").refusal();
-    assert!(said.contains("is now called CASCADE_DRAM"), "{said}");
+    let error = Case::new("").variable("CASCADE_DRAM_CAPACITY", "1GiB").refusal();
+    assert!(error.contains("is now called CASCADE_DRAM"), "{error}");
 }
 
 #[test]
-fn durations_sizes_and_shares_take_every_form() {
+fn durations_sizes_and_shares_are_read_in_every_form() {
     let text = "dram = 16777216\n[advanced]\ntimeout = 2.5\nshutdown_timeout = 7\n\
                 probe_interval = \"250ms\"\nprotected_share = 25\nmover_rate = 1048576\n";
     let config = Case::new(text).load().unwrap();
@@ -206,7 +206,7 @@ fn durations_sizes_and_shares_take_every_form() {
 }
 
 #[test]
-fn contradictions_are_named_by_their_keys() {
+fn contradictions_are_reported_with_their_keys() {
     assert_refused(&[
         ("pipeline = \"Dram|Files\"", &["pipeline", "cascade.toml:1", "--files"]),
         ("pipeline = \"Dram\"\nfiles = \"/a\"", &["files (", "Files"]),
@@ -241,7 +241,7 @@ fn contradictions_are_named_by_their_keys() {
 }
 
 #[test]
-fn a_port_beyond_loopback_opens_with_proof() {
+fn a_port_beyond_loopback_needs_a_token() {
     let text = "listen = \"0.0.0.0:9000\"\ntoken_file = \"HERE/token\"\n";
     let config = Case::new(text).secret("token", 0o600).load().unwrap();
     assert_eq!(config.listen.unwrap().port(), 9000);
@@ -254,22 +254,22 @@ fn secrets_that_others_can_use_are_refused() {
     for (head, key) in [("", "token_file"), ("[[tenant]]\nname = \"a\"", "tenant.token_file")] {
         let text = format!("{head}\ntoken_file = \"HERE/token\"\n");
         for mode in [0o644, 0o604, 0o660, 0o620] {
-            let said = Case::new(&text).secret("token", mode).refusal();
-            assert!(said.contains(key) && said.contains("chmod 600"), "{mode:o}: {said}");
+            let error = Case::new(&text).secret("token", mode).refusal();
+            assert!(error.contains(key) && error.contains("chmod 600"), "{mode:o}: {error}");
         }
         for mode in [0o600, 0o400, 0o640] {
             assert!(Case::new(&text).secret("token", mode).load().is_ok(), "{mode:o}");
         }
-        let said = Case::new(&text).refusal();
-        assert!(said.contains("cannot be read"), "{said}");
+        let error = Case::new(&text).refusal();
+        assert!(error.contains("cannot be read"), "{error}");
     }
     let inside = "files = \"HERE\"\nencryption_key_file = \"HERE/key\"\n";
-    let said = Case::new(inside).secret("key", 0o600).refusal();
-    assert!(said.contains("lies among the files"), "{said}");
+    let error = Case::new(inside).secret("key", 0o600).refusal();
+    assert!(error.contains("lies among the files"), "{error}");
 }
 
 #[test]
-fn a_tenant_is_a_store_of_its_own() {
+fn a_tenant_has_a_store_of_its_own() {
     let case = Case::new(
         "dram = \"1GiB\"\npolicy = \"lru\"\nfiles = \"/srv/c\"\n\
          [[tenant]]\nname = \"research\"\nusers = [\"alice\", 1005]\ndram = \"64MiB\"\n\
@@ -288,9 +288,9 @@ fn a_tenant_is_a_store_of_its_own() {
     assert_eq!(config.store.dram_bytes, 1 << 30);
 }
 
-/// The README's own command had a file tier of 4 GiB on a disk of 2 TiB.
+/// The command in the README created a file tier of 4 GiB on a disk of 2 TiB.
 #[test]
-fn a_file_tier_without_a_size_takes_a_share_of_its_disk() {
+fn a_file_tier_without_a_capacity_gets_a_share_of_its_disk() {
     let capacity = |text: &str| {
         let config = Case::new(text).load().unwrap();
         let files = |store: &cascade_store::StoreConfig| store.files.clone().unwrap();
@@ -313,12 +313,12 @@ fn a_file_tier_without_a_size_takes_a_share_of_its_disk() {
     let tenants = "[[tenant]]\nname = \"a\"\nusers = [1]\n[[tenant]]\nname = \"b\"\n\
                    users = [2]\nfiles_capacity = \"638GiB\"\n";
     let (sizes, _) = capacity(&format!("{files}{tenants}"));
-    assert_eq!(sizes, [500, 500, 638], "two share what the third's quota leaves");
+    assert_eq!(sizes, [500, 500, 638], "two tenants share what the third one's capacity leaves");
 }
 
-/// A share of what is free differs with every look.
+/// A capacity derived from free space differs at every reload.
 #[test]
-fn a_size_that_nobody_chose_is_no_change_of_the_configuration() {
+fn a_derived_capacity_is_not_a_change_of_the_configuration() {
     let case = Case::new("files = \"/nvme/cascade\"\n");
     let old = case.load().unwrap();
     let mut environment = Environment::new([("A", "")], USER);
@@ -362,7 +362,8 @@ fn other_value(key: &Key) -> String {
     format!("{text:?}")
 }
 
-/// Loads lines of TOML; `HERE` differs from case to case and is taken out again.
+/// Loads lines of TOML. The returned text has `HERE` in place of the directory, which differs from
+/// case to case.
 fn load_lines(lines: &[(&str, String)]) -> (NodeConfig, String) {
     let mut sections: Vec<&str> = lines.iter().map(|(section, _)| *section).collect();
     sections.sort_unstable();
@@ -377,27 +378,27 @@ fn load_lines(lines: &[(&str, String)]) -> (NodeConfig, String) {
     }
     let case = Case::new(&text).secret("secret", 0o600).secret("other", 0o600);
     let config = case.load().unwrap();
-    let shown = format!("{:?}", plain(config.clone()));
+    let shown = format!("{:?}", without_sources(config.clone()));
     (config, shown.replace(&case.directory.path().display().to_string(), "HERE"))
 }
 
-/// A key that nothing reads would be accepted and do nothing.
+/// A key that the node does not read would be accepted without effect.
 #[test]
 fn every_key_has_an_effect() {
     for key in KEYS {
-        // What other keys need to be accepted.
-        let mut given = vec![
+        // Settings that other keys require.
+        let mut required = vec![
             ("", "files = \"/srv/cascade\""),
             ("", "tls_certificate = \"/srv/certificate\""),
             ("", "tls_private_key = \"HERE/other\""),
         ];
         let before: Vec<_> =
-            given.iter().map(|(section, line)| (*section, (*line).to_owned())).collect();
-        given.retain(|(section, line)| {
+            required.iter().map(|(section, line)| (*section, (*line).to_owned())).collect();
+        required.retain(|(section, line)| {
             *section != key.section() || !line.starts_with(&format!("{} =", key.name()))
         });
         let mut after: Vec<_> =
-            given.iter().map(|(section, line)| (*section, (*line).to_owned())).collect();
+            required.iter().map(|(section, line)| (*section, (*line).to_owned())).collect();
         after.push((key.section(), format!("{} = {}", key.name(), other_value(key))));
         let ((old, old_shown), (new, new_shown)) = (load_lines(&before), load_lines(&after));
         assert_ne!(old_shown, new_shown, "{} changes nothing", key.path);
@@ -409,22 +410,22 @@ fn every_key_has_an_effect() {
 
 #[test]
 fn every_tenant_key_has_an_effect() {
-    let given = [("name", "\"a\"".to_owned()), ("users", "[1]".to_owned())];
+    let required = [("name", "\"a\"".to_owned()), ("users", "[1]".to_owned())];
     let lines = |keys: &[(&'static str, String)]| {
         let mut lines = vec![("", "files = \"/srv/cascade\"".to_owned())];
         lines.extend(keys.iter().map(|(name, value)| ("tenant", format!("{name} = {value}"))));
         load_lines(&lines).1
     };
     for key in TENANT_KEYS {
-        let mut changed = given.to_vec();
+        let mut changed = required.to_vec();
         changed.retain(|(name, _)| *name != key.name());
         changed.push((key.name(), other_value(key)));
-        assert_ne!(lines(&given), lines(&changed), "{} changes nothing", key.path);
+        assert_ne!(lines(&required), lines(&changed), "{} changes nothing", key.path);
     }
 }
 
 #[test]
-fn a_reload_tells_what_it_can_take() {
+fn a_reload_lists_live_changes_and_those_that_need_a_restart() {
     let old = Case::new("connections_max = 10\n[[tenant]]\nname = \"a\"\nusers = [1]\n");
     let new = Case::new(
         "connections_max = 20\ndram = \"1GiB\"\n\
@@ -438,9 +439,8 @@ fn a_reload_tells_what_it_can_take() {
 }
 
 proptest! {
-    /// Whatever a file holds, it is read or refused.
     #[test]
-    fn no_file_is_too_odd(
+    fn any_file_is_read_or_refused(
         section in "[a-z]{0,9}|advanced|files|limits|tenant",
         name in "[a-z_]{0,9}|dram|segment_size|timeout|users",
         value in "\\PC{0,24}|[0-9]{1,25}|\"[0-9]{1,22}[KMGT]i?B\"|\\[[0-9,\"a]{0,9}\\]",
@@ -450,7 +450,7 @@ proptest! {
             format!("[[{section}]]\n{name} = {value}\n"),
             format!("{section} = {value}\n{name}"),
         ] {
-            // What is accepted is printed so that it is accepted again, as the same.
+            // An accepted configuration is printed so that it reads back as the same.
             if let Ok(config) = Case::new(&text).load() {
                 let again = Case::new(&config.settings.print()).load().unwrap();
                 prop_assert_eq!(config, again);
@@ -468,10 +468,10 @@ proptest! {
 }
 
 #[test]
-fn the_example_file_is_the_defaults() {
+fn the_example_file_has_the_defaults() {
     let example = config::example();
     let config = Case::new(&example).load().unwrap();
-    assert_eq!(plain(config), plain(without_file()));
+    assert_eq!(without_sources(config), without_sources(without_file()));
     for key in KEYS.iter().chain(TENANT_KEYS) {
         assert!(example.contains(&format!("{} =", key.name())), "{}", key.path);
     }
@@ -491,5 +491,5 @@ fn assert_current(path: &str, expected: &str) {
     let name = Path::new(path).file_name().unwrap();
     let fresh = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
     fs::write(&fresh, expected).unwrap();
-    panic!("{path} is behind the program; copy {} over it", fresh.display());
+    panic!("{path} is out of date; copy {} over it", fresh.display());
 }

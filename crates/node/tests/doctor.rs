@@ -1,7 +1,7 @@
-//! Each fault of a machine is shown to the doctor once, and named with its remedy.
+//! The doctor reports each fault of a machine with its remedy.
 
 #![expect(clippy::unwrap_used, reason = "in a test, a surprise should panic")]
-#![expect(clippy::print_stderr, reason = "tells why a test was skipped")]
+#![expect(clippy::print_stderr, reason = "prints why a test was skipped")]
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -27,10 +27,10 @@ use tempfile::TempDir;
 const GIB: u64 = 1 << 30;
 const LIMIT: Duration = Duration::from_secs(30);
 
-/// Two checks of one start tried the same name: 4 of 32 starts warned of `direct_io` with "File
-/// exists", where nothing was wrong.
+/// Two concurrent checks used the same file name: 4 of 32 starts reported `direct_io` with "File
+/// exists" on a healthy machine.
 #[test]
-fn many_checks_can_try_one_directory_at_once() {
+fn concurrent_checks_can_probe_one_directory() {
     let directory = TempDir::new().unwrap();
     std::thread::scope(|scope| {
         for _ in 0..16 {
@@ -41,12 +41,12 @@ fn many_checks_can_try_one_directory_at_once() {
             });
         }
     });
-    assert_eq!(fs::read_dir(directory.path()).unwrap().count(), 0, "nothing is left");
+    assert_eq!(fs::read_dir(directory.path()).unwrap().count(), 0, "probe files are removed");
 }
 
-/// A machine without fault, but for what a test changes.
+/// A simulated machine: healthy, except for what a test changes.
 #[derive(Debug)]
-struct Fake {
+struct FakeMachine {
     texts: BTreeMap<String, String>,
     lists: BTreeMap<String, Vec<String>>,
     pool: Space,
@@ -56,11 +56,11 @@ struct Fake {
     ring: Result<bool, io::ErrorKind>,
     unix_seconds: u64,
     left_pools: Vec<LeftPool>,
-    /// The ring's answer comes when the other end is dropped.
+    /// `try_ring` blocks until the sender is dropped.
     hangs_until: Option<Mutex<mpsc::Receiver<()>>>,
 }
 
-impl Fake {
+impl FakeMachine {
     fn healthy() -> Self {
         let texts = [
             ("/proc/sys/kernel/osrelease", "6.12.5-generic\n"),
@@ -103,7 +103,7 @@ impl Fake {
     }
 }
 
-impl Machine for Fake {
+impl Machine for FakeMachine {
     fn read(&self, path: &str) -> io::Result<String> {
         self.texts.get(path).cloned().ok_or_else(|| io::ErrorKind::NotFound.into())
     }
@@ -158,7 +158,7 @@ impl Machine for Fake {
     }
 }
 
-/// A node of 8 GiB with 16 GiB of files, all in a directory of its own.
+/// A node with 8 GiB of DRAM and 16 GiB of files, with all its files in one directory.
 fn node(directory: &Path) -> NodeConfig {
     let mut config = NodeConfig::new(directory.join("cascade.sock"));
     config.listen = Some("127.0.0.1:0".parse().unwrap());
@@ -176,12 +176,12 @@ fn diagnose(config: NodeConfig, machine: impl Machine + 'static) -> Report {
     examine(Ok(config), &machine, LIMIT)
 }
 
-/// The report names exactly this trouble.
+/// Asserts that the report has exactly this warning or failure.
 #[track_caller]
-fn assert_named(report: &Report, id: &str, state: State, found: &str, remedy: &str) {
-    let is_trouble = |state| matches!(state, State::Warning | State::Failed);
-    let troubles: Vec<_> = report.checks.iter().filter(|check| is_trouble(check.state)).collect();
-    let [check] = &troubles[..] else { panic!("one trouble, {id}: {troubles:#?}") };
+fn assert_reported(report: &Report, id: &str, state: State, found: &str, remedy: &str) {
+    let is_problem = |state| matches!(state, State::Warning | State::Failed);
+    let problems: Vec<_> = report.checks.iter().filter(|check| is_problem(check.state)).collect();
+    let [check] = &problems[..] else { panic!("expected one problem, {id}: {problems:#?}") };
     assert_eq!((check.id.as_str(), check.state), (id, state), "{check:?}");
     assert!(check.found.contains(found), "{found}: {check:?}");
     assert!(check.remedy.as_ref().unwrap().contains(remedy), "{remedy}: {check:?}");
@@ -189,9 +189,9 @@ fn assert_named(report: &Report, id: &str, state: State, found: &str, remedy: &s
 }
 
 #[test]
-fn a_healthy_machine_has_no_trouble() {
+fn a_healthy_machine_has_no_problem() {
     let directory = TempDir::new().unwrap();
-    let report = diagnose(node(directory.path()), Fake::healthy());
+    let report = diagnose(node(directory.path()), FakeMachine::healthy());
     let states: Vec<_> = report.checks.iter().map(|check| (&*check.id, check.state)).collect();
     for (id, state) in states {
         let expected = if id == "valkey" { State::Absent } else { State::Ok };
@@ -201,11 +201,11 @@ fn a_healthy_machine_has_no_trouble() {
 }
 
 #[test]
-fn what_is_not_configured_is_not_checked() {
+fn checks_of_unconfigured_features_are_absent() {
     let directory = TempDir::new().unwrap();
     let mut config = NodeConfig::new(directory.path().join("cascade.sock"));
     config.store.huge_pages = false;
-    let mut machine = Fake::healthy();
+    let mut machine = FakeMachine::healthy();
     machine.lists.clear();
     machine.texts.remove("/proc/driver/nvidia/version");
     machine.direct_refusal = Some(io::ErrorKind::InvalidInput);
@@ -216,8 +216,8 @@ fn what_is_not_configured_is_not_checked() {
     assert!(report.is_ready && absent == 13, "{absent}: {:#?}", report.checks);
 }
 
-/// A change of a healthy machine, and the one trouble that it makes.
-type Fault = (fn(&mut Fake), &'static str, State, &'static str, &'static str);
+/// A change of a healthy machine, and the problem that it causes: id, state, text, remedy.
+type Fault = (fn(&mut FakeMachine), &'static str, State, &'static str, &'static str);
 
 const FAULTS: &[Fault] = &[
     (
@@ -364,30 +364,29 @@ const FAULTS: &[Fault] = &[
 ];
 
 #[test]
-fn each_fault_is_named_with_its_remedy() {
+fn each_fault_is_reported_with_its_remedy() {
     let directory = TempDir::new().unwrap();
     for (inject, id, state, found, remedy) in FAULTS {
-        let mut machine = Fake::healthy();
+        let mut machine = FakeMachine::healthy();
         inject(&mut machine);
         let report = diagnose(node(directory.path()), machine);
-        assert_named(&report, id, *state, found, remedy);
+        assert_reported(&report, id, *state, found, remedy);
     }
 }
 
 #[test]
-fn a_fault_that_only_the_configuration_makes_one_is_named() {
+fn a_configuration_that_does_not_fit_the_machine_is_reported() {
     let directory = TempDir::new().unwrap();
     let mut config = node(directory.path());
     config.store.files.as_mut().unwrap().engine = IoEngine::Uring;
-    let mut machine = Fake::healthy();
+    let mut machine = FakeMachine::healthy();
     machine.ring = Err(io::ErrorKind::PermissionDenied);
     let report = diagnose(config, machine);
-    assert_named(&report, "io_uring", State::Failed, "io_engine is uring", "auto");
-
+    assert_reported(&report, "io_uring", State::Failed, "io_engine is uring", "auto");
     let mut config = node(directory.path());
     config.listen = Some("0.0.0.0:0".parse().unwrap());
-    let report = diagnose(config, Fake::healthy());
-    assert_named(&report, "exposure", State::Warning, "without TLS", "tls_certificate");
+    let report = diagnose(config, FakeMachine::healthy());
+    assert_reported(&report, "exposure", State::Warning, "without TLS", "tls_certificate");
 }
 
 #[test]
@@ -397,72 +396,69 @@ fn a_refused_configuration_is_the_only_finding() {
     fs::write(&path, "drma = \"1GiB\"\n").unwrap();
     let sources = Sources { file: Some(path), flags: Vec::new() };
     let config = config::load(&sources, &Environment::new([("A", "")], 0));
-    let machine: Arc<dyn Machine> = Arc::new(Fake::healthy());
+    let machine: Arc<dyn Machine> = Arc::new(FakeMachine::healthy());
     let report = examine(config, &machine, LIMIT);
-    assert_named(&report, "configuration", State::Failed, "dram", "correct it");
+    assert_reported(&report, "configuration", State::Failed, "dram", "correct it");
     assert_eq!(report.checks.len(), 1);
 }
 
 #[test]
-fn a_real_port_that_is_taken_is_named() {
+fn a_port_in_use_is_reported() {
     let directory = TempDir::new().unwrap();
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let mut config = node(directory.path());
     config.listen = Some(listener.local_addr().unwrap());
-    let report = diagnose(config, Fake::healthy());
-    assert_named(&report, "port", State::Failed, "in use", "ss -ltnp");
+    let report = diagnose(config, FakeMachine::healthy());
+    assert_reported(&report, "port", State::Failed, "in use", "ss -ltnp");
 }
 
 #[test]
-fn an_address_of_another_host_is_named() {
+fn an_address_of_another_host_is_reported() {
     let directory = TempDir::new().unwrap();
     let mut config = node(directory.path());
-    // Of a network that is for documentation.
+    // An address of TEST-NET-1, which is reserved for documentation.
     config.listen = Some("192.0.2.1:9000".parse().unwrap());
     config.security.certificate = Some("/certificate".into());
-    let report = diagnose(config, Fake::healthy());
-    assert_named(&report, "port", State::Failed, "192.0.2.1", "ip -brief address");
+    let report = diagnose(config, FakeMachine::healthy());
+    assert_reported(&report, "port", State::Failed, "192.0.2.1", "ip -brief address");
 }
 
 #[test]
-fn real_sockets_are_told_apart() {
+fn served_sockets_stale_sockets_and_unsafe_directories_are_distinguished() {
     let directory = TempDir::new().unwrap();
     let path = directory.path().join("cascade.sock");
     let listener = UnixListener::bind(&path).unwrap();
-    let report = diagnose(node(directory.path()), Fake::healthy());
-    assert_named(&report, "socket", State::Failed, "another process listens", "ss -xlp");
-
+    let report = diagnose(node(directory.path()), FakeMachine::healthy());
+    assert_reported(&report, "socket", State::Failed, "another process listens", "ss -xlp");
     drop(listener);
-    let report = diagnose(node(directory.path()), Fake::healthy());
+    let report = diagnose(node(directory.path()), FakeMachine::healthy());
     let socket = report.checks.iter().find(|check| check.id == "socket").unwrap();
     assert!(socket.state == State::Ok && socket.found.contains("gone"), "{socket:?}");
-
     fs::remove_file(&path).unwrap();
     fs::write(&path, "").unwrap();
-    let report = diagnose(node(directory.path()), Fake::healthy());
-    assert_named(&report, "socket", State::Failed, "no socket", "move");
-
+    let report = diagnose(node(directory.path()), FakeMachine::healthy());
+    assert_reported(&report, "socket", State::Failed, "no socket", "move");
     fs::remove_file(&path).unwrap();
     fs::set_permissions(directory.path(), fs::Permissions::from_mode(0o777)).unwrap();
-    let report = diagnose(node(directory.path()), Fake::healthy());
-    assert_named(&report, "socket", State::Failed, "0777", "chmod go-w");
+    let report = diagnose(node(directory.path()), FakeMachine::healthy());
+    assert_reported(&report, "socket", State::Failed, "0777", "chmod go-w");
 }
 
 #[test]
-fn a_file_where_the_directory_should_be_is_named() {
+fn a_file_in_place_of_the_directory_is_reported() {
     let directory = TempDir::new().unwrap();
     fs::write(directory.path().join("files"), "").unwrap();
-    let report = diagnose(node(directory.path()), Fake::healthy());
-    assert_named(&report, "files_directory", State::Failed, "no directory", "files");
+    let report = diagnose(node(directory.path()), FakeMachine::healthy());
+    assert_reported(&report, "files_directory", State::Failed, "no directory", "files");
 }
 
-/// What one check says of the machine that the test runs on; others differ from host to host.
-fn real(report: &Report, id: &str) -> (State, String, String) {
+/// The result of one check on the machine that runs the test. Other checks differ by host.
+fn result_of(report: &Report, id: &str) -> (State, String, String) {
     let check = report.checks.iter().find(|check| check.id == id).unwrap();
     (check.state, check.found.clone(), check.remedy.clone().unwrap_or_default())
 }
 
-/// A tmpfs of 8 MiB, unmounted on drop; nothing where mounting is not allowed.
+/// A tmpfs of 8 MiB, unmounted on drop. None if mounting is not permitted.
 struct TinyFileSystem(TempDir);
 
 impl TinyFileSystem {
@@ -482,12 +478,12 @@ impl TinyFileSystem {
 impl Drop for TinyFileSystem {
     fn drop(&mut self) {
         let unmounted = Command::new("umount").arg("-l").arg(self.0.path()).status();
-        assert!(unmounted.is_ok_and(|status| status.success()), "unmounting our own mount");
+        assert!(unmounted.is_ok_and(|status| status.success()), "cannot unmount the test's tmpfs");
     }
 }
 
 #[test]
-fn a_real_file_system_that_is_too_small_is_named() {
+fn a_file_system_that_is_too_small_is_reported() {
     let Some(tiny) = TinyFileSystem::mount("mode=0700") else {
         eprintln!("skipped: this user may not mount a tmpfs");
         return;
@@ -495,19 +491,19 @@ fn a_real_file_system_that_is_too_small_is_named() {
     let mut config = node(&tiny.path());
     config.pool_directory = Some(tiny.path());
     let report = diagnose(config, ThisMachine);
-    let (state, found, remedy) = real(&report, "files_space");
+    let (state, found, remedy) = result_of(&report, "files_space");
     assert_eq!(state, State::Failed);
     assert!(found.contains("8.0 MiB free") && remedy.contains("8MiB"), "{found}: {remedy}");
-    let (state, found, remedy) = real(&report, "shared_memory");
+    let (state, found, remedy) = result_of(&report, "shared_memory");
     assert_eq!(state, State::Failed);
     assert!(found.contains("8.0 MiB free") && remedy.contains("size=8192M"), "{found}: {remedy}");
-    assert_eq!(real(&report, "file_system").0, State::Warning);
-    assert_eq!(real(&report, "files_directory").0, State::Ok);
+    assert_eq!(result_of(&report, "file_system").0, State::Warning);
+    assert_eq!(result_of(&report, "files_directory").0, State::Ok);
     assert_eq!(fs::read_dir(tiny.path()).unwrap().count(), 0, "probes are removed");
 }
 
 #[test]
-fn a_real_file_system_that_cannot_be_written_is_named() {
+fn a_read_only_file_system_is_reported() {
     let Some(tiny) = TinyFileSystem::mount("ro") else {
         eprintln!("skipped: this user may not mount a tmpfs");
         return;
@@ -517,7 +513,7 @@ fn a_real_file_system_that_cannot_be_written_is_named() {
     config.socket = tiny.path().join("run/cascade.sock");
     let report = diagnose(config, ThisMachine);
     for id in ["files_directory", "shared_memory", "socket"] {
-        let (state, found, remedy) = real(&report, id);
+        let (state, found, remedy) = result_of(&report, id);
         assert_eq!(state, State::Failed, "{id}: {found}");
         assert!(found.contains("Read-only file system"), "{id}: {found}");
         assert!(!remedy.is_empty(), "{id}");
@@ -525,28 +521,28 @@ fn a_real_file_system_that_cannot_be_written_is_named() {
 }
 
 #[test]
-fn a_pool_directory_that_is_missing_is_named() {
+fn a_missing_pool_directory_is_reported() {
     let directory = TempDir::new().unwrap();
     let mut config = node(directory.path());
     config.pool_directory = Some(directory.path().join("shm"));
-    let (state, _, remedy) = real(&diagnose(config, ThisMachine), "shared_memory");
+    let (state, _, remedy) = result_of(&diagnose(config, ThisMachine), "shared_memory");
     assert!(state == State::Failed && remedy.contains("mount -t tmpfs"), "{remedy}");
 }
 
 #[test]
-fn pools_that_nobody_uses_are_named() {
+fn unused_pool_files_are_reported() {
     let directory = TempDir::new().unwrap();
     let path = Path::new("/dev/shm/cascade-7-ab-default.pool");
-    for (has_blocks, said) in [(true, "with blocks"), (false, "of a start that was killed")] {
-        let mut machine = Fake::healthy();
+    for (has_blocks, found) in [(true, "with blocks"), (false, "of a start that was killed")] {
+        let mut machine = FakeMachine::healthy();
         machine.left_pools = vec![LeftPool { path: path.to_owned(), bytes: 2 * GIB, has_blocks }];
         let report = diagnose(node(directory.path()), machine);
-        assert_named(&report, "left_pools", State::Warning, said, "rm /dev/shm/cascade-7-ab");
+        assert_reported(&report, "left_pools", State::Warning, found, "rm /dev/shm/cascade-7-ab");
     }
 }
 
 #[test]
-fn a_real_pool_that_a_node_left_is_named_once_nobody_has_it() {
+fn the_pool_file_of_a_closed_store_is_reported() {
     let directory = TempDir::new().unwrap();
     let mut config = node(directory.path());
     config.pool_directory = Some(directory.path().to_owned());
@@ -558,18 +554,18 @@ fn a_real_pool_that_a_node_left_is_named_once_nobody_has_it() {
     let key = cascade_block::BlockKey::from_bytes([7; 32]);
     store.put(&[cascade_store::Put::new(key, &[7; 100])], cascade_store::CallOptions::default());
     let report = diagnose(config.clone(), ThisMachine);
-    assert_eq!(real(&report, "left_pools").0, State::Ok, "it is in use");
+    assert_eq!(result_of(&report, "left_pools").0, State::Ok, "it is in use");
     store.close().unwrap();
     drop(store);
     let report = diagnose(config, ThisMachine);
-    let (after, found, _) = real(&report, "left_pools");
+    let (after, found, _) = result_of(&report, "left_pools");
     assert_eq!(after, State::Warning);
     assert!(found.contains("abc-default.pool (6.2 MiB, with blocks)"), "{found}");
 }
 
-/// What a tier has on disk already is part of its capacity, not missing from it.
+/// The existing files of a tier are part of its capacity, so their space counts as available.
 #[test]
-fn the_tiers_own_files_count_as_room() {
+fn the_existing_files_of_a_tier_count_as_room() {
     let directory = TempDir::new().unwrap();
     fs::create_dir_all(directory.path().join("files/sub")).unwrap();
     fs::write(directory.path().join("files/sub/segment"), vec![7; 1 << 20]).unwrap();
@@ -579,14 +575,14 @@ fn the_tiers_own_files_count_as_room() {
 }
 
 #[test]
-fn a_check_that_hangs_keeps_no_other_from_answering() {
+fn a_check_that_hangs_fails_and_the_others_still_answer() {
     let directory = TempDir::new().unwrap();
     let (end, until) = mpsc::channel();
     let machine: Arc<dyn Machine> =
-        Arc::new(Fake { hangs_until: Some(Mutex::new(until)), ..Fake::healthy() });
+        Arc::new(FakeMachine { hangs_until: Some(Mutex::new(until)), ..FakeMachine::healthy() });
     let limit = Duration::from_secs(5);
     let report = examine(Ok(node(directory.path())), &machine, limit);
-    assert_named(&report, "io_uring", State::Failed, "no answer within 5 s", "hangs");
+    assert_reported(&report, "io_uring", State::Failed, "no answer within 5 s", "hangs");
     drop(end);
 }
 

@@ -1,7 +1,7 @@
-//! The systemd unit fits the program: its variables are keys, its limits those of the node.
+//! The systemd unit: its environment variables are settings, its limits fit those of the node.
 
 #![expect(clippy::unwrap_used, reason = "in a test, a surprise should panic")]
-#![expect(clippy::print_stderr, reason = "tells why a test was skipped")]
+#![expect(clippy::print_stderr, reason = "prints why a test was skipped")]
 
 use std::fs;
 use std::io;
@@ -23,7 +23,7 @@ fn values<'a>(unit: &'a str, key: &str) -> Vec<&'a str> {
 }
 
 #[test]
-fn its_environment_is_a_configuration() {
+fn the_environment_of_the_unit_is_a_valid_configuration() {
     let unit = unit();
     let variables = values(&unit, "Environment");
     let variables = variables.iter().map(|pair| pair.split_once('=').unwrap());
@@ -31,14 +31,14 @@ fn its_environment_is_a_configuration() {
     assert_eq!(config.socket, PathBuf::from("/run/cascade/cascade.sock"));
     assert_eq!(config.socket_mode, 0o660);
     let stop: u64 = values(&unit, "TimeoutStopSec")[0].parse().unwrap();
-    assert!(stop > config.shutdown_timeout.as_secs(), "the node ends itself first");
+    assert!(stop > config.shutdown_timeout.as_secs(), "the node stops before systemd kills it");
     let descriptors: usize = values(&unit, "LimitNOFILE")[0].parse().unwrap();
     assert!(descriptors > 2 * config.limits.connections_max);
 }
 
-/// The page that tells how to install it names every path of the unit, so that both stay the same.
+/// The installation page names every path of the unit.
 #[test]
-fn the_installation_page_installs_what_it_runs() {
+fn the_installation_page_has_the_paths_of_the_unit() {
     let page = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/installation.md");
     let page = fs::read_to_string(page).unwrap();
     let unit = unit();
@@ -52,18 +52,18 @@ fn the_installation_page_installs_what_it_runs() {
 }
 
 #[test]
-fn systemd_finds_no_fault_in_it() {
+fn systemd_accepts_the_unit() {
     let directory = tempfile::TempDir::new().unwrap();
     let path = directory.path().join("cascade-under-test.service");
     // The program is not installed where the test runs.
     fs::write(&path, unit().replace("/opt/cascade/bin/cascade", "/bin/true")).unwrap();
     let checked = match Command::new("systemd-analyze").arg("verify").arg(&path).output() {
         Err(error) if error.kind() == io::ErrorKind::NotFound => {
-            eprintln!("skipped: there is no systemd-analyze here");
+            eprintln!("skipped: systemd-analyze is not installed");
             return;
         }
         checked => checked.unwrap(),
     };
-    let said = String::from_utf8_lossy(&checked.stderr).into_owned();
-    assert!(!said.contains("cascade-under-test"), "{said}");
+    let errors = String::from_utf8_lossy(&checked.stderr).into_owned();
+    assert!(!errors.contains("cascade-under-test"), "{errors}");
 }

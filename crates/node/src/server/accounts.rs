@@ -1,6 +1,6 @@
-//! What each client process has of what all clients of a tenant share, in all of its sessions.
+//! Accounts: how much of a tenant's shared resources each client process uses, and its limits.
 //!
-//! A client is a process: one that connects twice has its share once.
+//! A process has one account in a tenant, however many sessions it opens.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -11,123 +11,126 @@ use cascade_store::StoreError;
 use super::lock;
 use super::session::Peer;
 
-/// Most pieces that one client may hold at a time: each costs the node some memory of its own.
-pub(super) const PIECES_MAX: u64 = 256 << 10;
-/// Most distinct blocks that one client may have pinned at a time.
+/// Maximum number of holds (views and slabs) of one client: each takes memory of the node.
+pub(super) const HOLDS_MAX: u64 = 256 << 10;
+/// Maximum number of distinct blocks that one client may pin.
 pub(super) const PINS_MAX: u64 = 64 << 10;
-/// Most namespaces that one client may register.
+/// Maximum number of namespaces that one client may register.
 pub(super) const NAMESPACES_MAX: u64 = 64;
-/// Most bytes of their manifests: every answer that lists a tenant's manifests is one message.
+/// Maximum bytes of their manifests. It bounds the answer that lists a tenant's manifests, which
+/// is a single message.
 pub(super) const MANIFEST_BYTES_MAX: u64 = 256 << 10;
 
 const BYTES: &str = "bytes of its tenant's DRAM in views, slabs and pins (client_share)";
-const PIECES: &str = "pieces of its tenant's DRAM, one for each view and slab";
+const HOLDS: &str = "views and slabs";
 const NAMESPACES: &str = "namespaces";
 const MANIFEST_BYTES: &str = "bytes of manifests";
 
-/// A quantity of which a client has some.
+/// The amount of one resource that a client uses.
 #[derive(Debug, Default)]
-pub(super) struct Amount(AtomicU64);
+pub(super) struct Usage(AtomicU64);
 
-impl Amount {
-    /// Takes some more, unless that is beyond the most.
-    fn take(&self, more: u64, most: u64) -> bool {
-        let sum = |has: u64| has.checked_add(more).filter(|sum| *sum <= most);
+impl Usage {
+    /// Adds to the amount, unless the sum exceeds the limit.
+    fn try_add(&self, added: u64, limit: u64) -> bool {
+        let sum = |used: u64| used.checked_add(added).filter(|sum| *sum <= limit);
         // Relaxed: a sum that guards no other memory.
         self.0.fetch_update(Ordering::Relaxed, Ordering::Relaxed, sum).is_ok()
     }
 
-    fn give_back(&self, less: u64) {
-        let before = self.0.fetch_sub(less, Ordering::Relaxed);
-        debug_assert!(before >= less, "only what was taken is given back");
+    fn subtract(&self, released: u64) {
+        let before = self.0.fetch_sub(released, Ordering::Relaxed);
+        debug_assert!(before >= released, "only what was added is subtracted");
     }
 
-    fn now(&self) -> u64 {
+    fn get(&self) -> u64 {
         self.0.load(Ordering::Relaxed)
     }
 }
 
-/// What one client has.
+/// The resources that one client uses.
 #[derive(Debug, Default)]
 pub(super) struct Account {
-    /// Of the tenant's DRAM: what it reads, writes and has pinned.
-    bytes: Amount,
+    /// Bytes of the tenant's DRAM that it reads, writes and has pinned.
+    bytes: Usage,
     /// Views and slabs.
-    pieces: Amount,
+    holds: Usage,
     /// Distinct blocks that it pinned.
-    pins: Amount,
-    namespaces: Amount,
-    manifest_bytes: Amount,
+    pins: Usage,
+    namespaces: Usage,
+    manifest_bytes: Usage,
 }
 
 impl Account {
-    pub(super) fn take_bytes(&self, bytes: u64, most: u64) -> bool {
-        self.bytes.take(bytes, most)
+    pub(super) fn try_reserve_bytes(&self, bytes: u64, limit: u64) -> bool {
+        self.bytes.try_add(bytes, limit)
     }
 
-    pub(super) fn give_bytes_back(&self, bytes: u64) {
-        self.bytes.give_back(bytes);
+    pub(super) fn release_bytes(&self, bytes: u64) {
+        self.bytes.subtract(bytes);
     }
 
-    /// Bytes that it may still take.
-    pub(super) fn bytes_left(&self, most: u64) -> u64 {
-        most.saturating_sub(self.bytes.now())
+    /// The bytes that are left up to the limit.
+    pub(super) fn available_bytes(&self, limit: u64) -> u64 {
+        limit.saturating_sub(self.bytes.get())
     }
 
-    pub(super) fn take_pieces(&self, count: u64) -> Result<(), StoreError> {
-        let limit = || StoreError::Limit { limit: PIECES, most: PIECES_MAX };
-        self.pieces.take(count, PIECES_MAX).then_some(()).ok_or_else(limit)
+    pub(super) fn reserve_holds(&self, count: u64) -> Result<(), StoreError> {
+        let error = || StoreError::Limit { limit: HOLDS, most: HOLDS_MAX };
+        self.holds.try_add(count, HOLDS_MAX).then_some(()).ok_or_else(error)
     }
 
-    pub(super) fn give_pieces_back(&self, count: u64) {
-        self.pieces.give_back(count);
+    pub(super) fn release_holds(&self, count: u64) {
+        self.holds.subtract(count);
     }
 
-    /// The right to pin one more block.
-    pub(super) fn take_pin(&self) -> bool {
-        self.pins.take(1, PINS_MAX)
+    /// Reserves one pin, without its bytes.
+    pub(super) fn try_reserve_pin(&self) -> bool {
+        self.pins.try_add(1, PINS_MAX)
     }
 
-    /// Blocks are no longer pinned, of so many bytes in all.
-    pub(super) fn give_pins_back(&self, count: u64, bytes: u64) {
-        self.pins.give_back(count);
-        self.bytes.give_back(bytes);
+    /// Releases pins and their bytes.
+    pub(super) fn release_pins(&self, count: u64, bytes: u64) {
+        self.pins.subtract(count);
+        self.bytes.subtract(bytes);
     }
 
-    /// The right to register one more namespace, whose manifest is so long. It is never given back:
-    /// manifests stay as long as the tenant's blocks.
-    pub(super) fn take_namespace(&self, bytes: u64) -> Result<(), StoreError> {
-        if !self.namespaces.take(1, NAMESPACES_MAX) {
+    /// Reserves one namespace with a manifest of `bytes`. It is never released: manifests are kept
+    /// as long as the tenant's blocks.
+    pub(super) fn reserve_namespace(&self, bytes: u64) -> Result<(), StoreError> {
+        if !self.namespaces.try_add(1, NAMESPACES_MAX) {
             return Err(StoreError::Limit { limit: NAMESPACES, most: NAMESPACES_MAX });
         }
-        if !self.manifest_bytes.take(bytes, MANIFEST_BYTES_MAX) {
-            self.namespaces.give_back(1);
+        if !self.manifest_bytes.try_add(bytes, MANIFEST_BYTES_MAX) {
+            self.namespaces.subtract(1);
             return Err(StoreError::Limit { limit: MANIFEST_BYTES, most: MANIFEST_BYTES_MAX });
         }
         Ok(())
     }
 }
 
-/// What a client is told that has all the bytes it may have.
-pub(super) fn bytes_limit(most: u64) -> StoreError {
-    StoreError::Limit { limit: BYTES, most }
+/// The error of a client that reached its limit of bytes.
+pub(super) fn bytes_limit_error(limit: u64) -> StoreError {
+    StoreError::Limit { limit: BYTES, most: limit }
 }
 
-/// The accounts of clients that are here, by tenant and process.
+/// The accounts of connected clients, by tenant and process. The sessions own them.
 #[derive(Debug, Default)]
 pub(super) struct Accounts(Mutex<HashMap<(String, i32), Weak<Account>>>);
 
 impl Accounts {
-    /// The account of a process in a tenant. Processes of other process namespaces have no number
-    /// here that could tell them apart: each session of theirs has an account.
+    /// The account of a process in a tenant.
+    ///
+    /// The kernel reports process id 0 for every process of another process namespace. These cannot
+    /// be distinguished, so each of their sessions has an account of its own.
     pub(super) fn of(&self, tenant: &str, peer: Peer) -> Arc<Account> {
         if peer.process == 0 {
             return Arc::default();
         }
         let mut all = lock(&self.0);
         let key = (tenant.to_owned(), peer.process);
-        if let Some(known) = all.get(&key).and_then(Weak::upgrade) {
-            return known;
+        if let Some(account) = all.get(&key).and_then(Weak::upgrade) {
+            return account;
         }
         all.retain(|_, account| account.strong_count() > 0);
         let account = Arc::default();
@@ -149,24 +152,24 @@ mod tests {
         assert!(!Arc::ptr_eq(&one, &accounts.of("other", peer(7))));
         assert!(!Arc::ptr_eq(&one, &accounts.of("default", peer(8))));
         let (unknown, other) = (accounts.of("default", peer(0)), accounts.of("default", peer(0)));
-        assert!(!Arc::ptr_eq(&unknown, &other), "whose they are is not known");
+        assert!(!Arc::ptr_eq(&unknown, &other), "their processes are unknown");
         drop(one);
-        assert_eq!(accounts.of("default", peer(7)).bytes.now(), 0);
-        assert_eq!(lock(&accounts.0).len(), 1, "nothing is kept of those who are gone");
+        assert_eq!(accounts.of("default", peer(7)).bytes.get(), 0);
+        assert_eq!(lock(&accounts.0).len(), 1, "unused accounts are removed");
     }
 
     #[test]
-    fn nothing_is_taken_beyond_the_most() {
+    fn reservations_beyond_the_limit_fail() {
         let account = Account::default();
-        assert!(account.take_bytes(60, 100));
-        assert!(!account.take_bytes(41, 100));
-        assert_eq!(account.bytes_left(100), 40);
-        assert!(!account.take_bytes(u64::MAX, 100));
-        account.give_bytes_back(60);
-        account.take_pieces(PIECES_MAX).expect("exactly as many as it may");
-        let error = account.take_pieces(1).expect_err("one more");
-        assert!(matches!(error, StoreError::Limit { most: PIECES_MAX, .. }), "{error}");
-        assert!(account.take_namespace(MANIFEST_BYTES_MAX + 1).is_err());
-        assert_eq!(account.namespaces.now(), 0);
+        assert!(account.try_reserve_bytes(60, 100));
+        assert!(!account.try_reserve_bytes(41, 100));
+        assert_eq!(account.available_bytes(100), 40);
+        assert!(!account.try_reserve_bytes(u64::MAX, 100));
+        account.release_bytes(60);
+        account.reserve_holds(HOLDS_MAX).expect("the limit is included");
+        let error = account.reserve_holds(1).expect_err("one over the limit");
+        assert!(matches!(error, StoreError::Limit { most: HOLDS_MAX, .. }), "{error}");
+        assert!(account.reserve_namespace(MANIFEST_BYTES_MAX + 1).is_err());
+        assert_eq!(account.namespaces.get(), 0);
     }
 }

@@ -1,4 +1,4 @@
-//! One connection: bytes in, frames, answers, bytes out; never waiting for the client.
+//! One connection: reads frames, answers calls, writes answers. It never blocks on the client.
 
 use std::io::{self, Read, Write};
 use std::os::fd::{AsFd, BorrowedFd};
@@ -16,99 +16,104 @@ use cascade_wire::{
 use rustix::event::epoll::EventFlags;
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
+use super::buffered_bytes::BufferedBytes;
+use super::call_summary::CallSummary;
 use super::dispatch::Dispatch;
-use super::figures::Asked;
-use super::session::{Peer, Session};
-use super::waiting::Waiting;
+use super::session::{ClientSession, Peer};
 use super::{Shared, descriptors, lock};
 use crate::status::NodeState;
 use crate::telemetry;
 
-/// What a thread reads at a time, and what it keeps for its next answers.
-const SCRATCH_BYTES: usize = 64 << 10;
+/// Maximum bytes of one read, and the capacity that a thread keeps for answers.
+const THREAD_BUFFER_BYTES: usize = 64 << 10;
 
-/// A thread's buffers: connections that rest have none.
+/// The buffers of a thread. It lends them to the connection that it serves, so that an idle
+/// connection needs none.
 #[derive(Debug)]
-pub(super) struct Scratch {
+pub(super) struct ThreadBuffers {
     input: Vec<u8>,
     output: Vec<u8>,
 }
 
-impl Scratch {
+impl ThreadBuffers {
     pub(super) fn new() -> Self {
-        Self { input: vec![0; SCRATCH_BYTES], output: Vec::new() }
+        Self { input: vec![0; THREAD_BUFFER_BYTES], output: Vec::new() }
     }
 }
-/// Longest name of a client, in characters.
-const NAME_MAX: usize = 128;
-/// Longest first message: nobody has said yet who it is.
+
+/// Maximum length of a client's name, in characters.
+const NAME_CHARS_MAX: usize = 128;
+/// Maximum length of the first message, which an unauthenticated client sends.
 const HELLO_BYTES_MAX: usize = 64 << 10;
-/// Answers that may wait for a client to take them before its next call is looked at.
+/// Back-pressure: with more bytes of unread answers, no further call of the client is answered.
 const OUTPUT_BYTES_MAX: usize = 1 << 20;
-/// Reads in a row on one connection before the others have their turn: one longest message.
+/// Consecutive reads on one connection before other connections are served; enough for a message of
+/// maximum length.
 const READS_MAX: usize = 160;
 
-/// What a connection waits for next.
+/// The next event to wait for on a connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Next {
+pub(super) enum NextStep {
     Read,
     Write,
     Close,
 }
 
-/// A client's socket and what was read or is still to be written.
+/// A client's socket with its input and output buffers.
 #[derive(Debug)]
 pub(super) struct Connection {
     pub(super) id: u64,
     stream: UnixStream,
     peer: Peer,
-    since: Duration,
-    state: Mutex<State>,
-    session: Mutex<Option<Arc<Session>>>,
-    /// What the last call may have granted, until a byte of another shows that its answer came.
-    granted: Mutex<Option<HoldRange>>,
-    /// Bytes that wait in the input and output, as they count in the sum of all connections.
-    waiting: AtomicUsize,
-    waiting_of_all: Arc<Waiting>,
+    opened: Duration,
+    buffers: Mutex<ConnectionBuffers>,
+    session: Mutex<Option<Arc<ClientSession>>>,
+    /// The holds that the last call may have granted, until further input proves that the client
+    /// read its answer.
+    unconfirmed_grant: Mutex<Option<HoldRange>>,
+    /// The buffered bytes of this connection as counted in `buffered_of_all`.
+    buffered: AtomicUsize,
+    buffered_of_all: Arc<BufferedBytes>,
 }
 
 impl Drop for Connection {
     fn drop(&mut self) {
-        let waiting = *self.waiting.get_mut();
-        if waiting > 0 {
-            self.waiting_of_all.change(self.peer.process, waiting, 0);
+        let buffered = *self.buffered.get_mut();
+        if buffered > 0 {
+            self.buffered_of_all.update(self.peer.process, buffered, 0);
         }
     }
 }
 
 #[derive(Debug, Default)]
-struct State {
-    /// The beginning of a frame that is not here as a whole.
+struct ConnectionBuffers {
+    /// The beginning of an incomplete frame, or whole frames if `has_more`.
     input: Vec<u8>,
-    /// Answers that the client has not taken yet.
+    /// Answers that the client has not read yet.
     output: Vec<u8>,
+    /// Bytes of `output` that are written.
     written: usize,
-    /// Whole messages are in the input: the client was to take its answers first.
+    /// The input has whole frames that wait until the client reads its answers.
     has_more: bool,
 }
 
-/// Why a connection ends.
-enum End {
-    /// The client closed it, or is gone.
-    Gone,
-    /// It does not keep to the protocol.
-    Wire(WireError),
+/// Why a connection is closed.
+enum CloseReason {
+    /// The client closed it, or its process exited.
+    Disconnected,
+    /// The client violated the protocol.
+    Protocol(WireError),
 }
 
-impl From<WireError> for End {
+impl From<WireError> for CloseReason {
     fn from(error: WireError) -> Self {
-        Self::Wire(error)
+        Self::Protocol(error)
     }
 }
 
-impl From<io::Error> for End {
+impl From<io::Error> for CloseReason {
     fn from(_: io::Error) -> Self {
-        Self::Gone
+        Self::Disconnected
     }
 }
 
@@ -117,21 +122,19 @@ impl Connection {
         id: u64,
         stream: UnixStream,
         peer: Peer,
-        waiting_of_all: &Arc<Waiting>,
+        buffered_of_all: &Arc<BufferedBytes>,
     ) -> io::Result<Self> {
         stream.set_nonblocking(true)?;
-        let session = Mutex::default();
-        let since = SystemClock.monotonic();
         Ok(Self {
             id,
             stream,
             peer,
-            since,
-            state: Mutex::default(),
-            session,
-            granted: Mutex::default(),
-            waiting: AtomicUsize::new(0),
-            waiting_of_all: Arc::clone(waiting_of_all),
+            opened: SystemClock.monotonic(),
+            buffers: Mutex::default(),
+            session: Mutex::default(),
+            unconfirmed_grant: Mutex::default(),
+            buffered: AtomicUsize::new(0),
+            buffered_of_all: Arc::clone(buffered_of_all),
         })
     }
 
@@ -139,23 +142,25 @@ impl Connection {
         self.stream.as_fd()
     }
 
-    pub(super) fn session(&self) -> Option<Arc<Session>> {
+    pub(super) fn session(&self) -> Option<Arc<ClientSession>> {
         lock(&self.session).as_ref().map(Arc::clone)
     }
 
     pub(super) fn age(&self) -> Duration {
-        SystemClock.monotonic().saturating_sub(self.since)
+        SystemClock.monotonic().saturating_sub(self.opened)
     }
 
-    /// What its last call granted and nobody will use, now that it is closed: had the client read
-    /// the answer, another message would have followed, or the session would end.
-    pub(super) fn take_unseen(&self) -> Option<HoldRange> {
-        lock(&self.granted).take()
+    /// The holds of the last call, if it is unknown whether the client read the answer. The caller
+    /// releases them when the client closed the connection: after reading the answer it would have
+    /// sent another message, or ended its session.
+    pub(super) fn take_unconfirmed_grant(&self) -> Option<HoldRange> {
+        lock(&self.unconfirmed_grant).take()
     }
 
-    /// What its last call granted stays so: the node closes it, and the client may read the answer.
-    pub(super) fn keep_unseen(&self) {
-        *lock(&self.granted) = None;
+    /// Keeps the holds of the last call. Used when the node closes the connection: the client can
+    /// still read the answer.
+    pub(super) fn confirm_grant(&self) {
+        *lock(&self.unconfirmed_grant) = None;
     }
 
     pub(super) fn peer(&self) -> Peer {
@@ -164,122 +169,156 @@ impl Connection {
 
     pub(super) fn shut(&self) {
         if let Err(error) = self.stream.shutdown(std::net::Shutdown::Both) {
-            tracing::trace!(%error, "the connection was closed at the other end");
+            tracing::trace!(%error, "the client already closed its connection");
         }
     }
 
-    /// Does what can be done now.
-    pub(super) fn serve(&self, shared: &Shared, flags: EventFlags, scratch: &mut Scratch) -> Next {
+    /// Answers the calls that have arrived, until the connection has to wait.
+    pub(super) fn serve(
+        &self,
+        shared: &Shared,
+        flags: EventFlags,
+        thread: &mut ThreadBuffers,
+    ) -> NextStep {
         if flags.intersects(EventFlags::ERR) {
-            return Next::Close;
+            return NextStep::Close;
         }
-        let mut state = lock(&self.state);
-        let Scratch { input, output } = scratch;
-        if state.output.is_empty() {
-            std::mem::swap(&mut state.output, output);
+        let mut buffers = lock(&self.buffers);
+        let ThreadBuffers { input, output } = thread;
+        // Answers go into the thread's buffer; it stays here only if the client does not read all.
+        if buffers.output.is_empty() {
+            std::mem::swap(&mut buffers.output, output);
         }
-        let turn = self.turn(shared, &mut state, input);
-        if state.output.is_empty() {
-            std::mem::swap(&mut state.output, output);
-            output.shrink_to(SCRATCH_BYTES);
+        let next = self.read_and_answer(shared, &mut buffers, input);
+        if buffers.output.is_empty() {
+            std::mem::swap(&mut buffers.output, output);
+            output.shrink_to(THREAD_BUFFER_BYTES);
         }
-        let waiting = state.input.len() + state.output.len();
-        match turn {
-            Ok(_) if self.is_too_much(waiting) => {
-                let Peer { process, user, .. } = self.peer;
-                tracing::warn!(process, user, waiting, "a connection is closed: too much waits");
-                Next::Close
+        let buffered = buffers.input.len() + buffers.output.len();
+        let Peer { process, user, .. } = self.peer;
+        match next {
+            Ok(_) if self.exceeds_buffer_limit(buffered) => {
+                tracing::warn!(
+                    process,
+                    user,
+                    buffered,
+                    "closing a connection: its process exceeds the limit of buffered bytes"
+                );
+                NextStep::Close
             }
             Ok(next) => next,
-            Err(End::Gone) => Next::Close,
-            Err(End::Wire(error)) => {
-                let Peer { process, user, .. } = self.peer;
-                shared.refusals.log((process, user), &format!("no such protocol: {error}"));
-                Next::Close
+            Err(CloseReason::Disconnected) => NextStep::Close,
+            Err(CloseReason::Protocol(error)) => {
+                shared.refusals.log((process, user), &format!("protocol violation: {error}"));
+                NextStep::Close
             }
         }
     }
 
-    fn turn(&self, shared: &Shared, state: &mut State, scratch: &mut [u8]) -> Result<Next, End> {
-        if !self.flush(state)? {
-            return Ok(Next::Write);
+    fn read_and_answer(
+        &self,
+        shared: &Shared,
+        buffers: &mut ConnectionBuffers,
+        thread_input: &mut [u8],
+    ) -> Result<NextStep, CloseReason> {
+        if !self.flush(buffers)? {
+            return Ok(NextStep::Write);
         }
         for _ in 0..READS_MAX {
-            if std::mem::take(&mut state.has_more) {
-                self.take(shared, state, &[])?;
-                if !self.flush(state)? {
-                    return Ok(Next::Write);
+            // Whole frames wait in the input since the output was full: no read is needed first.
+            if std::mem::take(&mut buffers.has_more) {
+                self.process_input(shared, buffers, &[])?;
+                if !self.flush(buffers)? {
+                    return Ok(NextStep::Write);
                 }
                 continue;
             }
-            let count = match (&self.stream).read(scratch) {
-                Ok(0) => return Err(End::Gone),
+            let count = match (&self.stream).read(thread_input) {
+                Ok(0) => return Err(CloseReason::Disconnected),
                 Ok(count) => count,
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(Next::Read),
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                    return Ok(NextStep::Read);
+                }
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
                 Err(error) => return Err(error.into()),
             };
-            // A byte of a further message: the last answer came, and what it granted is in use.
-            *lock(&self.granted) = None;
-            let is_whole = self.take(shared, state, &scratch[..count])?;
-            if !self.flush(state)? {
-                return Ok(Next::Write);
+            // A client sends the next message only after it read the last answer.
+            *lock(&self.unconfirmed_grant) = None;
+            let is_whole = self.process_input(shared, buffers, &thread_input[..count])?;
+            if !self.flush(buffers)? {
+                return Ok(NextStep::Write);
             }
-            // More of a long message is there already, most likely.
-            if !state.has_more && (is_whole || count < scratch.len()) {
-                return Ok(Next::Read);
+            // After a full read of a long message, more of it has probably arrived: read again.
+            if !buffers.has_more && (is_whole || count < thread_input.len()) {
+                return Ok(NextStep::Read);
             }
         }
-        // The others have their turn; what is left here needs no further byte to go on.
-        Ok(if state.has_more { Next::Write } else { Next::Read })
+        // Other connections are served first. Frames that wait in the input need no further byte,
+        // so this connection waits to be writable, which it is.
+        Ok(if buffers.has_more { NextStep::Write } else { NextStep::Read })
     }
 
-    /// Notes what waits here. True if that is more than its process may have.
-    fn is_too_much(&self, waiting: usize) -> bool {
-        // Relaxed: one thread at a time is here.
-        let before = self.waiting.swap(waiting, Ordering::Relaxed);
-        // Most calls leave nothing, and need no lock for that.
-        let is_same = before == waiting;
+    /// Updates the count of buffered bytes. True if the process exceeds its limit.
+    fn exceeds_buffer_limit(&self, buffered: usize) -> bool {
+        // Relaxed: only one thread at a time serves a connection.
+        let before = self.buffered.swap(buffered, Ordering::Relaxed);
+        // Most calls buffer nothing, and skip the lock.
+        let is_same = before == buffered;
+        // A connection with up to one read of input is kept even if its process is over the limit.
         !is_same
-            && !self.waiting_of_all.change(self.peer.process, before, waiting)
-            && waiting > SCRATCH_BYTES
+            && !self.buffered_of_all.update(self.peer.process, before, buffered)
+            && buffered > THREAD_BUFFER_BYTES
     }
 
-    /// Answers every whole frame of what came. True if nothing is left over.
-    fn take(&self, shared: &Shared, state: &mut State, bytes: &[u8]) -> Result<bool, End> {
-        if state.input.is_empty() {
-            let used = self.answer_all(shared, state, bytes)?;
-            state.input.extend_from_slice(&bytes[used..]);
+    /// Answers every whole frame of the input. True if no input is left.
+    fn process_input(
+        &self,
+        shared: &Shared,
+        buffers: &mut ConnectionBuffers,
+        bytes: &[u8],
+    ) -> Result<bool, CloseReason> {
+        if buffers.input.is_empty() {
+            // The usual case: only an incomplete frame is copied.
+            let used = self.answer_frames(shared, buffers, bytes)?;
+            buffers.input.extend_from_slice(&bytes[used..]);
         } else {
-            state.input.extend_from_slice(bytes);
-            let input = std::mem::take(&mut state.input);
-            let used = self.answer_all(shared, state, &input)?;
+            buffers.input.extend_from_slice(bytes);
+            let input = std::mem::take(&mut buffers.input);
+            let used = self.answer_frames(shared, buffers, &input)?;
             if used < input.len() {
-                state.input = input;
-                state.input.drain(..used);
+                buffers.input = input;
+                buffers.input.drain(..used);
             }
         }
-        Ok(state.input.is_empty())
+        Ok(buffers.input.is_empty())
     }
 
-    fn answer_all(&self, shared: &Shared, state: &mut State, bytes: &[u8]) -> Result<usize, End> {
+    /// Answers the whole frames in `bytes`. Returns the number of bytes used.
+    fn answer_frames(
+        &self,
+        shared: &Shared,
+        buffers: &mut ConnectionBuffers,
+        bytes: &[u8],
+    ) -> Result<usize, CloseReason> {
         let mut used = 0;
         while let Some(length) = frame_length(&bytes[used..])? {
             if length > HELLO_BYTES_MAX && lock(&self.session).is_none() {
                 return Err(WireError::Field("first message").into());
             }
             let Some(frame) = bytes.get(used..used + length) else { break };
-            if state.output.len() > OUTPUT_BYTES_MAX {
-                state.has_more = true;
+            if buffers.output.len() > OUTPUT_BYTES_MAX {
+                buffers.has_more = true;
                 break;
             }
             let frame = Frame::read(frame)?;
             let call = Call::read(&frame)?;
-            *lock(&self.granted) = granted(&call);
-            self.answer(shared, &mut state.output, &frame.header, call, frame.trace)?;
+            // Set before the call is answered: a panic closes the connection, which releases them.
+            *lock(&self.unconfirmed_grant) = grantable_holds(&call);
+            self.answer(shared, &mut buffers.output, &frame.header, call, frame.trace)?;
             used += length;
+            // A pipelined message follows: the client does not depend on this answer.
             if used < bytes.len() {
-                *lock(&self.granted) = None;
+                *lock(&self.unconfirmed_grant) = None;
             }
         }
         Ok(used)
@@ -292,51 +331,53 @@ impl Connection {
         header: &Header,
         call: Call,
         trace: Option<TraceContext>,
-    ) -> Result<(), End> {
+    ) -> Result<(), CloseReason> {
         let Some(session) = self.session() else {
-            return self.greet(shared, header.call, call);
+            return self.handshake(shared, header.call, call);
         };
         let began = SystemClock.monotonic();
-        session.note_call(began);
-        let asked = Asked::of(&call);
-        let span = shared
-            .node
-            .is_tracing()
-            .then(|| telemetry::request_span(asked.operation.name(), session.tenant.name(), trace));
+        session.record_call(began);
+        let summary = CallSummary::of(&call);
+        let span = shared.node.is_tracing().then(|| {
+            telemetry::request_span(summary.operation.name(), session.tenant.name(), trace)
+        });
         let entered = span.as_ref().map(tracing::Span::enter);
-        let dispatch = Dispatch { node: &shared.node, session: &session, waiters: &shared.waiters };
+        let dispatch =
+            Dispatch { node: &shared.node, session: &session, wait_permits: &shared.wait_permits };
         let answer = dispatch.answer(call);
-        let took = SystemClock.monotonic().saturating_sub(began);
-        let answered = asked.answered(answer.as_ref(), took);
+        let duration = SystemClock.monotonic().saturating_sub(began);
+        let record = summary.answered(answer.as_ref(), duration);
         if let Some(span) = &span {
-            span.record("blocks", answered.blocks).record("hit_blocks", answered.hit_blocks);
+            span.record("blocks", record.blocks).record("hit_blocks", record.hit_blocks);
         }
         drop(entered);
-        shared.node.traffic().record(&answered);
+        shared.node.traffic().record(&record);
         if let Some(answer) = answer {
             answer.write(output, header.call);
         }
         Ok(())
     }
 
-    /// The first message: who is it, and what may it do?
-    fn greet(&self, shared: &Shared, number: u32, call: Call) -> Result<(), End> {
+    /// Answers the first message: identifies the client and opens or joins its session.
+    fn handshake(&self, shared: &Shared, number: u32, call: Call) -> Result<(), CloseReason> {
         let Call::Hello(hello) = call else { return Err(WireError::Field("first message").into()) };
         let mut message = Vec::new();
-        match self.admit(shared, &hello) {
+        match self.open_session(shared, &hello) {
             Ok((session, is_new)) => {
-                if !lock(&shared.connections).note_authenticated(self.id) {
-                    // Closed to make room while its hello was read: nobody else ends its session.
-                    shared.leave(self);
-                    return Err(End::Gone);
+                if !lock(&shared.connections).set_authenticated(self.id) {
+                    // The connection was evicted while its hello was processed. Eviction does not
+                    // end a session, so it ends here.
+                    shared.leave_session(self);
+                    return Err(CloseReason::Disconnected);
                 }
                 let store = session.tenant.store();
                 Self::welcome(shared, &session).write(&mut message, number);
                 let file = store.region().file();
+                // An administrator gets no pool; a further connection of a session already has it.
                 if session.access == Access::Administer {
                     (&self.stream).write_all(&message)?;
                 } else if is_new {
-                    let pool = descriptors::for_client(file, session.access)?;
+                    let pool = descriptors::pool_for_client(file, session.access)?;
                     descriptors::send(self.fd(), &message, pool.as_fd())?;
                     shared.watch_process(self, &session);
                 } else {
@@ -347,15 +388,15 @@ impl Connection {
             Err(reason) => {
                 let Peer { process, user, .. } = self.peer;
                 shared.refusals.log((process, user), &reason);
-                shared.refusals.note(user);
+                shared.refusals.record(user);
                 Answer::Refused { reason }.write(&mut message, number);
                 (&self.stream).write_all(&message)?;
-                Err(End::Gone)
+                Err(CloseReason::Disconnected)
             }
         }
     }
 
-    fn welcome(shared: &Shared, session: &Session) -> Answer {
+    fn welcome(shared: &Shared, session: &ClientSession) -> Answer {
         let store = session.tenant.store();
         let timeout = store.config().timeout.as_millis();
         Answer::Welcome(Welcome {
@@ -375,24 +416,28 @@ impl Connection {
         })
     }
 
-    /// The session of a client, new or joined.
-    fn admit(&self, shared: &Shared, hello: &Hello) -> Result<(Arc<Session>, bool), String> {
+    /// Opens a session, or joins that of an earlier connection. Returns whether it is new.
+    fn open_session(
+        &self,
+        shared: &Shared,
+        hello: &Hello,
+    ) -> Result<(Arc<ClientSession>, bool), String> {
         if hello.version_min > VERSION || hello.version_max < VERSION_MIN {
             return Err(format!(
-                "it speaks versions {} to {} of the protocol, this node {VERSION_MIN} to \
+                "the client supports protocol versions {} to {}, this node {VERSION_MIN} to \
                  {VERSION}; upgrade the older of the two",
                 hello.version_min, hello.version_max
             ));
         }
         if let Some(id) = &hello.session {
-            let session = shared.node.sessions().find(id, self.peer);
-            let session = session.ok_or("its session is over; connect anew")?;
+            let session = shared.node.sessions().join(id, self.peer);
+            let session = session.ok_or("the client's session has ended; connect again")?;
             *lock(&self.session) = Some(Arc::clone(&session));
             return Ok((session, false));
         }
         let is_administrator = hello.access == Access::Administer;
         if shared.node.state() == NodeState::Draining && !is_administrator {
-            return Err("it is draining: it takes no new clients".to_owned());
+            return Err("the node is draining and accepts no new clients; retry later".to_owned());
         }
         let (tenants, token) = (shared.node.tenants(), hello.token.as_deref());
         let tenant = if is_administrator {
@@ -401,59 +446,59 @@ impl Connection {
             tenants.identify(self.peer.user, token)
         };
         let tenant = tenant.map_err(|refusal| refusal.to_string())?;
-        let share = u64::from(shared.node.live().client_share_percent);
+        let share = u64::from(shared.node.live_settings().client_share_percent);
         let share = if is_administrator { 0 } else { share };
         let hold_bytes_max = tenant.store().region().bytes() as u64 / 100 * share;
         let account = shared.accounts.of(tenant.name(), self.peer);
-        let id = crate::node::random().map_err(|error| error.to_string())?;
-        let name = hello.name.chars().filter(|c| !c.is_control()).take(NAME_MAX).collect();
+        let id = crate::node::random_bytes().map_err(|error| error.to_string())?;
+        let name = hello.name.chars().filter(|c| !c.is_control()).take(NAME_CHARS_MAX).collect();
         let process = Pid::from_raw(self.peer.process)
             .and_then(|pid| pidfd_open(pid, PidfdFlags::empty()).ok());
+        // The ledger of a pool that outlives the node names the process of each hold. Without a
+        // visible process, the next run could not check whether the hold is still in use.
         let holder = u32::try_from(self.peer.process).ok().and_then(|pid| Process::of(pid).ok());
         if holder.is_none() && !is_administrator && tenant.store().config().pool_file.is_some() {
-            return Err(
-                "this node cannot see the client's process, and its pool outlives the node: \
-                        share the process namespace, or set keep_pool to \"never\""
-                    .to_owned(),
-            );
+            return Err("the node cannot see the client's process, which its persistent pool \
+                        requires; share the process namespace, or set keep_pool to \"never\""
+                .to_owned());
         }
         let (process, facts) = ((process, holder), (name, hello.access));
         let share = (account, hold_bytes_max);
-        let session = Arc::new(Session::new(id, tenant, self.peer, process, facts, share));
+        let session = Arc::new(ClientSession::new(id, tenant, self.peer, process, facts, share));
         shared.node.sessions().add(&session);
         *lock(&self.session) = Some(Arc::clone(&session));
         Ok((session, true))
     }
 
-    /// Writes what the client takes. False if it does not take all now.
-    fn flush(&self, state: &mut State) -> Result<bool, End> {
-        while state.written < state.output.len() {
-            match (&self.stream).write(&state.output[state.written..]) {
-                Ok(count) => state.written += count,
+    /// Writes as much output as the socket accepts. False if some is left.
+    fn flush(&self, buffers: &mut ConnectionBuffers) -> Result<bool, CloseReason> {
+        while buffers.written < buffers.output.len() {
+            match (&self.stream).write(&buffers.output[buffers.written..]) {
+                Ok(count) => buffers.written += count,
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(false),
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) => return Err(error.into()),
             }
         }
-        state.written = 0;
-        state.output.clear();
+        buffers.written = 0;
+        buffers.output.clear();
         Ok(true)
     }
 }
 
-/// Says why a connection is closed before anything of it was read. Who does not listen learns
-/// nothing; a fresh connection has room for it.
-pub(super) fn refuse_unread(stream: &UnixStream, reason: &str) {
+/// Sends the reason for closing a connection before its hello is read. The send buffer of a new
+/// connection has room for the message; an error is ignored.
+pub(super) fn refuse_before_hello(stream: &UnixStream, reason: &str) {
     let mut message = Vec::new();
     Answer::Refused { reason: reason.to_owned() }.write(&mut message, UNREAD);
     let sent = stream.set_nonblocking(true).and_then(|()| (&*stream).write(&message));
     if let Err(error) = sent {
-        tracing::trace!(%error, "a client that is refused is gone");
+        tracing::trace!(%error, "a refused client already closed its connection");
     }
 }
 
-/// What a call may grant.
-fn granted(call: &Call) -> Option<HoldRange> {
+/// The holds that a call may grant.
+fn grantable_holds(call: &Call) -> Option<HoldRange> {
     let (first, count) = match call {
         Call::Prepare { first_hold, blocks, .. } => (*first_hold, blocks.len()),
         Call::Reserve { hold, .. } => (*hold, 1),

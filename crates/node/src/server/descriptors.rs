@@ -1,4 +1,4 @@
-//! Passing the pool on: the welcome and, with it, its file descriptor.
+//! Passing the pool's file descriptor to a client, together with the welcome message.
 
 use std::fs::File;
 use std::io::{self, IoSlice};
@@ -9,8 +9,8 @@ use cascade_wire::Access;
 use rustix::fs::{Mode, OFlags};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 
-/// The pool's descriptor as a client gets it: one that cannot be mapped for writing, if it reads.
-pub(super) fn for_client(pool: &File, access: Access) -> io::Result<OwnedFd> {
+/// The pool's descriptor for a client; that of a reader cannot be mapped for writing.
+pub(super) fn pool_for_client(pool: &File, access: Access) -> io::Result<OwnedFd> {
     match access {
         Access::Write => pool.as_fd().try_clone_to_owned(),
         Access::Read | Access::Administer => {
@@ -20,7 +20,7 @@ pub(super) fn for_client(pool: &File, access: Access) -> io::Result<OwnedFd> {
     }
 }
 
-/// Sends a whole message with a descriptor. A fresh connection has room for it.
+/// Sends a message with a descriptor. The send buffer of a new connection has room for all of it.
 pub(super) fn send(
     socket: BorrowedFd<'_>,
     message: &[u8],
@@ -30,7 +30,7 @@ pub(super) fn send(
     let mut control = SendAncillaryBuffer::new(&mut space);
     let descriptors = [descriptor];
     let fits = control.push(SendAncillaryMessage::ScmRights(&descriptors));
-    debug_assert!(fits, "the space was made for one descriptor");
+    debug_assert!(fits, "the space is that of one descriptor");
     let sent = sendmsg(socket, &[IoSlice::new(message)], &mut control, SendFlags::NOSIGNAL)?;
     if sent == message.len() { Ok(()) } else { Err(io::ErrorKind::WriteZero.into()) }
 }

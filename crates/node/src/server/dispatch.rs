@@ -1,4 +1,4 @@
-//! What the node does for each call of a client.
+//! Executes the calls of clients: translates each call to the tenant's store and back to an answer.
 
 use std::num::NonZeroU32;
 use std::time::Duration;
@@ -14,28 +14,25 @@ use cascade_wire::{
     LeasePurpose, PreparedBlock, SealedBlock,
 };
 
-use super::holds::{Held, Note, counted};
-use super::session::Session;
-use super::waiters::{Purpose, Waiter, Waiters};
+use super::call_errors::{administer_only, draining, not_held, read_only, too_many_blocks};
+use super::holds::{HeldMemory, LedgerGuard, counted_bytes};
+use super::manifest_limits;
+use super::session::ClientSession;
+use super::wait_permits::{WaitPermit, WaitPermits, WaitPurpose};
 use crate::Node;
 use crate::status::NodeState;
 
-/// Longest name or value of a manifest's field, in bytes.
-const FIELD_BYTES_MAX: usize = 4 << 10;
-/// Most bytes of a manifest's names and values together.
-const MANIFEST_BYTES_MAX: usize = 64 << 10;
+/// Options of a store call that must not wait.
+const NO_WAIT: CallOptions = CallOptions { timeout: Some(Duration::ZERO), writer: None };
 
-/// A call that asks without time to wait.
-const AT_ONCE: CallOptions = CallOptions { timeout: Some(Duration::ZERO), writer: None };
-
-/// The least that the node lets calls wait at most, however short its store's own timeout is.
+/// Upper limit of a client's timeout, unless twice the store's own timeout is longer.
 const TIMEOUT_MAX: Duration = Duration::from_secs(60);
 
-/// One call being answered.
+/// Executes the calls of one session.
 pub(super) struct Dispatch<'a> {
     pub(super) node: &'a Node,
-    pub(super) session: &'a Session,
-    pub(super) waiters: &'a Waiters,
+    pub(super) session: &'a ClientSession,
+    pub(super) wait_permits: &'a WaitPermits,
 }
 
 impl Dispatch<'_> {
@@ -43,92 +40,85 @@ impl Dispatch<'_> {
         self.session.tenant.store()
     }
 
-    /// The answer to a call; nothing for calls that have none.
+    /// Executes a call. None for a call without an answer.
     pub(super) fn answer(&self, call: Call) -> Option<Answer> {
         if self.session.access == Access::Administer {
             return self.answer_administrator(call);
         }
         Some(match call {
-            // A connection says hello once; again is harmless.
+            // The connection handles the first hello; a second one has no effect.
             Call::Hello(_) | Call::Ping => Answer::Done,
             Call::Prepare { timeout_ms, first_hold, blocks } => {
-                self.prepare(self.timeout(timeout_ms), first_hold, &blocks)
+                self.prepare(self.options(timeout_ms), first_hold, &blocks)
             }
             Call::Reserve { timeout_ms, hold, bytes } => {
-                self.reserve(self.timeout(timeout_ms), hold, bytes)
+                self.reserve(self.options(timeout_ms), hold, bytes)
             }
             Call::Seal { timeout_ms, blocks } => {
                 let writer = NonZeroU32::new(self.session.peer.process.unsigned_abs()).map(Writer);
-                self.seal(CallOptions { writer, ..self.timeout(timeout_ms) }, &blocks)
+                self.seal(CallOptions { writer, ..self.options(timeout_ms) }, &blocks)
             }
             Call::Release { holds } => {
                 self.session.release(&holds);
                 return None;
             }
             Call::Settled { present, conflicts, failures } => {
-                self.settled(present, conflicts, failures);
+                self.count_settled(present, conflicts, failures);
                 return None;
             }
             Call::Lease { timeout_ms, first_hold, purpose, keys } => {
-                self.lease(self.timeout(timeout_ms), first_hold, purpose, &keys)
+                self.lease(self.options(timeout_ms), first_hold, purpose, &keys)
             }
             Call::Acquire { timeout_ms, first_hold, request } => {
-                self.acquire(self.timeout(timeout_ms), first_hold, &request)
+                self.acquire(self.options(timeout_ms), first_hold, &request)
             }
-            Call::Lookup(request) => {
-                let found = self.store().lookup_prefix(&arriving(&request));
-                Answer::Matched(found.tiers.iter().map(|tier| self.tier(tier)).collect())
-            }
+            Call::Lookup(request) => self.lookup(&request),
             Call::Hint(request) => {
-                self.store().hint(&arriving(&request));
+                self.store().hint(&at_node_time(&request));
                 Answer::Done
             }
-            Call::Ask { question, keys } => self.ask(question, &keys),
-            Call::Clear if self.session.access == Access::Read => Answer::Failed(read_only()),
-            Call::Clear => {
-                self.node.sessions().forget_pins(&self.session.tenant, None);
-                self.store().clear();
-                Answer::Done
-            }
+            Call::Ask { question, keys } => self.query_keys(question, &keys),
+            Call::Clear => self.clear(),
             Call::Register { timeout_ms, root, manifest } => {
-                self.register(self.timeout(timeout_ms), root, manifest)
+                self.register(self.options(timeout_ms), root, manifest)
             }
-            Call::Manifests { timeout_ms } => {
-                self.waiting(|| self.store().manifests(self.timeout(timeout_ms)), Answer::Manifests)
-            }
+            Call::Manifests { timeout_ms } => self.with_permit(
+                || self.store().manifests(self.options(timeout_ms)),
+                Answer::Manifests,
+            ),
             Call::Flush { timeout_ms } => {
-                self.waiting(|| self.session.flush(self.timeout(timeout_ms)), |()| Answer::Done)
+                self.with_permit(|| self.session.flush(self.options(timeout_ms)), |()| Answer::Done)
             }
             Call::Admin { timeout_ms, topic, arguments } => {
-                self.administer(self.time(timeout_ms), &topic, &arguments)
+                self.administer(self.bounded_timeout(timeout_ms), &topic, &arguments)
             }
             Call::Changes { since, most } => {
-                let told = self.store().changes(since, (most as usize).min(KEYS_MAX));
-                told.map_or_else(Answer::Failed, Answer::Changes)
+                let changes = self.store().changes(since, (most as usize).min(KEYS_MAX));
+                changes.map_or_else(Answer::Failed, Answer::Changes)
             }
             Call::Forget { epoch } => {
-                self.session.forget_earlier(epoch);
+                self.session.release_earlier_holds(epoch);
                 return None;
             }
         })
     }
 
-    /// An administrator has no pool and no access to single blocks: one that is not a user of the
-    /// tenant must not take its memory or read its keys.
+    /// Executes a call of an administrator. It has no pool and no access to blocks, because it may
+    /// not be a user of the tenant whose memory and keys these are.
     fn answer_administrator(&self, call: Call) -> Option<Answer> {
         match call {
             Call::Hello(_) | Call::Ping => Some(Answer::Done),
             Call::Admin { timeout_ms, topic, arguments } => {
-                Some(self.administer(self.time(timeout_ms), &topic, &arguments))
+                Some(self.administer(self.bounded_timeout(timeout_ms), &topic, &arguments))
             }
             Call::Release { .. } | Call::Settled { .. } | Call::Forget { .. } => None,
-            _ => Some(Answer::Failed(administers_only())),
+            _ => Some(Answer::Failed(administer_only())),
         }
     }
 
     fn administer(&self, time: Duration, topic: &str, arguments: &str) -> Answer {
-        let _waiter = match self.wait() {
-            Ok(waiter) => waiter,
+        let _permit = match self.acquire_permit() {
+            Ok(permit) => permit,
             Err(error) => return Answer::Failed(error),
         };
         match self.node.administer(&self.session.tenant, topic, arguments, time) {
@@ -137,29 +127,29 @@ impl Dispatch<'_> {
         }
     }
 
-    /// The right to wait, if not too many calls do already.
-    fn wait(&self) -> Result<Waiter<'_>, StoreError> {
-        self.waiters.begin(self.session.account(), Purpose::Other)
+    /// Acquires the permit of a call that may wait.
+    fn acquire_permit(&self) -> Result<WaitPermit<'_>, StoreError> {
+        self.wait_permits.try_acquire(self.session.account(), WaitPurpose::Other)
     }
 
-    /// What the caller has left, but no longer than the node lets anybody wait: a client that died
-    /// meanwhile does not keep a thread for ever.
-    fn time(&self, timeout_ms: u32) -> Duration {
-        let most = (2 * self.store().config().timeout).max(TIMEOUT_MAX);
-        Duration::from_millis(u64::from(timeout_ms)).min(most)
+    /// The client's timeout, but no longer than the node's limit: a call of a client that has
+    /// exited must not keep a thread for long.
+    fn bounded_timeout(&self, timeout_ms: u32) -> Duration {
+        let limit = (2 * self.store().config().timeout).max(TIMEOUT_MAX);
+        Duration::from_millis(u64::from(timeout_ms)).min(limit)
     }
 
-    fn timeout(&self, timeout_ms: u32) -> CallOptions {
-        CallOptions { timeout: Some(self.time(timeout_ms)), ..CallOptions::default() }
+    fn options(&self, timeout_ms: u32) -> CallOptions {
+        CallOptions { timeout: Some(self.bounded_timeout(timeout_ms)), ..CallOptions::default() }
     }
 
-    /// A call that may wait for a tier.
-    fn waiting<T>(
+    /// Executes a store call that may wait for a tier.
+    fn with_permit<T>(
         &self,
         call: impl FnOnce() -> Result<T, StoreError>,
         answer: impl FnOnce(T) -> Answer,
     ) -> Answer {
-        match self.wait().and_then(|_waiter| call()) {
+        match self.acquire_permit().and_then(|_permit| call()) {
             Ok(value) => answer(value),
             Err(error) => Answer::Failed(error),
         }
@@ -169,30 +159,34 @@ impl Dispatch<'_> {
         if self.session.access == Access::Read {
             return Answer::Failed(read_only());
         }
-        if is_too_long(&manifest) {
-            return Answer::Failed(long_manifest());
-        }
-        let namespace = Namespace::from_root(root, manifest);
-        if let Err(error) = self.session.may_register(&namespace) {
+        if let Err(error) = manifest_limits::check(&manifest) {
             return Answer::Failed(error);
         }
-        self.waiting(|| self.store().register(&namespace, options), |()| Answer::Done)
+        let namespace = Namespace::from_root(root, manifest);
+        if let Err(error) = self.session.reserve_namespace(&namespace) {
+            return Answer::Failed(error);
+        }
+        self.with_permit(|| self.store().register(&namespace, options), |()| Answer::Done)
     }
 
+    /// The first phase of a put: for each block a slab to fill, or the outcome.
+    ///
+    /// All blocks are prepared without waiting first. If one would have to wait, it and all after
+    /// it are prepared again with a permit to wait, unless the client got slabs: then it fills and
+    /// seals these first and sends the others again, so that it never waits while holding slabs.
     fn prepare(&self, options: CallOptions, first: u64, blocks: &[AskedBlock]) -> Answer {
-        if let Some(refused) = self.refuses_slabs(blocks.len()) {
+        if let Some(refused) = self.slab_refusal(blocks.len()) {
             return refused;
         }
-        let granting = match self.session.expect(first, blocks.len()) {
-            Ok(granting) => granting,
+        let grants = match self.session.begin_grants(first, blocks.len()) {
+            Ok(grants) => grants,
             Err(error) => return Answer::Failed(error),
         };
-        let puts: Vec<Put<'_>> = blocks.iter().map(put_of).collect();
+        let puts: Vec<Put<'_>> = blocks.iter().map(put_request).collect();
         let lengths: Vec<usize> = blocks.iter().map(|block| block.bytes as usize).collect();
-        let left = || usize::try_from(self.session.bytes_left()).unwrap_or(usize::MAX);
-        let mut prepared = self.store().prepare(&puts, &lengths, left(), AT_ONCE);
-        let bytes_left = left();
-        let mut granted: Vec<(usize, Held)> = Vec::new();
+        let mut prepared = self.store().prepare(&puts, &lengths, self.share_left(), NO_WAIT);
+        let share_left = self.share_left();
+        let mut granted: Vec<(usize, HeldMemory)> = Vec::new();
         let mut answers: Vec<PreparedBlock> = Vec::with_capacity(blocks.len());
         let mut settle = |prepared: Vec<Prepared>, answers: &mut Vec<PreparedBlock>| {
             for prepared in prepared {
@@ -200,14 +194,14 @@ impl Dispatch<'_> {
                 answers.push(match prepared {
                     Prepared::Slab(slab) => {
                         let offset = slab.offset() as u64;
-                        granted.push((index, Held::Slab(slab)));
+                        granted.push((index, HeldMemory::Slab(slab)));
                         PreparedBlock::Slab { offset }
                     }
-                    // It is the client that has no room, not the pool.
+                    // The client's share is used up, not the pool.
                     Prepared::Settled(PutOutcome::Declined(DeclineReason::Full))
-                        if lengths[index] > bytes_left =>
+                        if lengths[index] > share_left =>
                     {
-                        let error = self.session.bytes_limit();
+                        let error = self.session.bytes_limit_error();
                         PreparedBlock::Settled(PutOutcome::Failed(error))
                     }
                     Prepared::Settled(outcome) => PreparedBlock::Settled(outcome),
@@ -216,63 +210,77 @@ impl Dispatch<'_> {
                 });
             }
         };
-        // What would have to wait, and all after it, is asked for again with time to wait, unless
-        // the client has slabs now: it fills these first.
-        let late = prepared.iter().position(is_late);
+        let late = prepared.iter().position(timed_out);
         let rest = late.map(|at| prepared.split_off(at));
         settle(prepared, &mut answers);
         if let Some(rest) = rest {
             let at = answers.len();
             let has_slabs =
                 answers.iter().any(|answer| matches!(answer, PreparedBlock::Slab { .. }));
-            // Slabs after the one that was late go back.
+            // Slabs behind the first block that has to wait return to the pool before the wait.
             drop(rest);
             let rest = if has_slabs {
                 (at..blocks.len()).map(|_| Prepared::Later).collect()
             } else {
-                match self.wait() {
-                    Ok(_waiter) => {
-                        self.store().prepare(&puts[at..], &lengths[at..], left(), options)
-                    }
-                    Err(error) => failed(&error, blocks.len() - at),
-                }
+                self.prepare_with_permit(&puts[at..], &lengths[at..], options)
             };
             settle(rest, &mut answers);
         }
-        for (refused, error) in granting.grant(granted) {
+        for (refused, error) in grants.grant(granted) {
             answers[refused] = PreparedBlock::Settled(PutOutcome::Failed(error));
         }
-        if answers.iter().any(has_no_room) {
-            self.node.sessions().end_unmapped();
+        // Sessions without a connection may hold the room that is missing: it is there for the next
+        // call.
+        if answers.iter().any(found_no_room) {
+            self.node.sessions().close_unmapped();
         }
         Answer::Prepared(answers)
     }
 
+    fn prepare_with_permit(
+        &self,
+        puts: &[Put<'_>],
+        lengths: &[usize],
+        options: CallOptions,
+    ) -> Vec<Prepared> {
+        match self.acquire_permit() {
+            Ok(_permit) => self.store().prepare(puts, lengths, self.share_left(), options),
+            Err(error) => {
+                let failed = || Prepared::Settled(PutOutcome::Failed(error.clone()));
+                std::iter::repeat_with(failed).take(puts.len()).collect()
+            }
+        }
+    }
+
+    /// The bytes of its share that the client may still hold.
+    fn share_left(&self) -> usize {
+        usize::try_from(self.session.available_bytes()).unwrap_or(usize::MAX)
+    }
+
     fn reserve(&self, options: CallOptions, hold: u64, bytes: u64) -> Answer {
-        if let Some(refused) = self.refuses_slabs(1) {
+        if let Some(refused) = self.slab_refusal(1) {
             return refused;
         }
-        let granting = match self.session.expect(hold, 1) {
-            Ok(granting) => granting,
+        let grants = match self.session.begin_grants(hold, 1) {
+            Ok(grants) => grants,
             Err(error) => return Answer::Failed(error),
         };
         let needed_bytes = usize::try_from(bytes).unwrap_or(usize::MAX);
-        // What no pool of this size ever has room for is refused by the store, as an embedded one
-        // refuses it.
+        // A length beyond the whole pool gets the store's error, as in an embedded store.
         let is_possible = needed_bytes <= self.store().region().bytes();
-        if is_possible && counted(needed_bytes) > self.session.bytes_left() {
-            return Answer::Failed(self.session.bytes_limit());
+        if is_possible && counted_bytes(needed_bytes) > self.session.available_bytes() {
+            return Answer::Failed(self.session.bytes_limit_error());
         }
-        let reserved = match self.store().reserve(needed_bytes, AT_ONCE) {
-            Err(StoreError::Timeout { .. } | StoreError::Busy { .. }) => {
-                self.wait().and_then(|_waiter| self.store().reserve(needed_bytes, options))
-            }
+        let reserved = match self.store().reserve(needed_bytes, NO_WAIT) {
+            Err(StoreError::Timeout { .. } | StoreError::Busy { .. }) => self
+                .acquire_permit()
+                .and_then(|_permit| self.store().reserve(needed_bytes, options)),
             reserved => reserved,
         };
         match reserved {
             Ok(slab) => {
                 let offset = slab.offset() as u64;
-                match granting.grant(vec![(0, Held::Slab(slab))]).pop() {
+                match grants.grant(vec![(0, HeldMemory::Slab(slab))]).pop() {
                     None => Answer::Slab { offset },
                     Some((_, error)) => Answer::Failed(error),
                 }
@@ -281,46 +289,50 @@ impl Dispatch<'_> {
         }
     }
 
+    /// The second phase of a put: publishes the slabs that the client has filled.
+    ///
+    /// The blocks are written already, so they are not given up for lack of a permit: the store
+    /// then stores those that need no waiting.
     fn seal(&self, options: CallOptions, blocks: &[SealedBlock]) -> Answer {
-        if let Some(refused) = self.refuses_to_write(blocks.len()) {
+        if let Some(refused) = self.write_refusal(blocks.len()) {
             return refused;
         }
         let mut outcomes: Vec<Option<PutOutcome>> = Vec::with_capacity(blocks.len());
         let mut puts = Vec::with_capacity(blocks.len());
-        let mut notes = Vec::with_capacity(blocks.len());
+        let mut guards = Vec::with_capacity(blocks.len());
         for (block, slab) in blocks.iter().zip(self.session.take_slabs(blocks)) {
             match slab.filter(|(slab, _)| slab.len() >= block.bytes as usize) {
-                Some((slab, note)) => {
-                    notes.extend(note);
-                    puts.push(sealed(block, slab));
+                Some((slab, guard)) => {
+                    guards.extend(guard);
+                    puts.push(sealed_put(block, slab));
                     outcomes.push(None);
                 }
                 None => outcomes.push(Some(PutOutcome::Failed(not_held()))),
             }
         }
         let keys: Vec<BlockKey> = puts.iter().map(|put| put.key).collect();
-        // Hashing, comparing and waiting for tiers are for threads that may.
+        // A permit covers everything that can take long: hashing, comparing, waiting for tiers.
         let writer = options.writer;
-        let settled = if self.store().puts_at_once(&keys) {
+        let stored = if self.store().puts_at_once(&keys) {
             self.store().put_slabs(puts, options)
         } else {
-            match self.waiters.begin(self.session.account(), Purpose::Seal) {
-                Ok(_waiter) => self.store().put_slabs(puts, options),
-                // What is written is taken if that needs no waiting after all: hashing needs none,
-                // nor does a tier that keeps up.
-                Err(_) => self.store().put_slabs(puts, CallOptions { writer, ..AT_ONCE }),
+            match self.wait_permits.try_acquire(self.session.account(), WaitPurpose::Seal) {
+                Ok(_permit) => self.store().put_slabs(puts, options),
+                Err(_) => self.store().put_slabs(puts, CallOptions { writer, ..NO_WAIT }),
             }
         };
-        Note::take_back(notes);
-        let mut settled = settled.into_iter();
+        // Only now are the blocks in the catalog, and the ledger need not protect their slabs.
+        LedgerGuard::release_all(guards);
+        let mut stored = stored.into_iter();
         let outcome = |known: Option<PutOutcome>| {
-            known.or_else(|| settled.next()).unwrap_or(PutOutcome::Failed(not_held()))
+            known.or_else(|| stored.next()).unwrap_or(PutOutcome::Failed(not_held()))
         };
         Answer::Puts(outcomes.into_iter().map(outcome).collect())
     }
 
-    fn settled(&self, present: u32, conflicts: u32, failures: u32) {
-        // The counts come from the client and count only for its own tenant.
+    /// Counts the outcomes that a client determined itself.
+    fn count_settled(&self, present: u32, conflicts: u32, failures: u32) {
+        // The client may send any numbers. They are bounded and affect only its own tenant.
         let bounded = |count: u32| u64::from(count).min(BLOCKS_MAX as u64);
         self.store().count_settled(bounded(present), bounded(conflicts), bounded(failures));
     }
@@ -333,40 +345,40 @@ impl Dispatch<'_> {
         keys: &[BlockKey],
     ) -> Answer {
         if keys.len() > BLOCKS_MAX {
-            return Answer::Failed(too_many(keys.len()));
+            return Answer::Failed(too_many_blocks(keys.len()));
         }
-        let granting = match self.session.expect(first, keys.len()) {
-            Ok(granting) => granting,
+        let grants = match self.session.begin_grants(first, keys.len()) {
+            Ok(grants) => grants,
             Err(error) => return Answer::Failed(error),
         };
         let views = self.read(options, purpose, keys);
-        let mut left = self.session.bytes_left();
+        let mut share_left = self.session.available_bytes();
         let mut granted = Vec::with_capacity(keys.len());
         let mut leases = Vec::with_capacity(keys.len());
         for (index, view) in views.into_iter().enumerate() {
             leases.push(match view {
-                ViewOutcome::Hit { slab, .. } if counted(slab.len()) > left => {
-                    Lease::Failed(self.session.bytes_limit())
+                ViewOutcome::Hit { slab, .. } if counted_bytes(slab.len()) > share_left => {
+                    Lease::Failed(self.session.bytes_limit_error())
                 }
                 ViewOutcome::Hit { slab, tier } => {
-                    left -= counted(slab.len());
+                    share_left -= counted_bytes(slab.len());
                     let bytes = u32::try_from(slab.len()).expect("blocks are shorter than 4 GiB");
                     let offset = slab.offset() as u64;
-                    granted.push((index, Held::Lease(slab)));
-                    Lease::Hit { offset, bytes, tier: self.tier(tier) }
+                    granted.push((index, HeldMemory::Lease(slab)));
+                    Lease::Hit { offset, bytes, tier: self.tier_index(tier) }
                 }
                 ViewOutcome::Miss => Lease::Miss,
                 ViewOutcome::Failed(error) => Lease::Failed(error),
             });
         }
-        for (refused, error) in granting.grant(granted) {
+        for (refused, error) in grants.grant(granted) {
             leases[refused] = Lease::Failed(error);
         }
         Answer::Leases(leases)
     }
 
-    /// Reads without the right to wait what is in memory. What left it meanwhile, and all else, is
-    /// read with that right.
+    /// Reads blocks. If all are in memory, they are read without a permit to wait; those that were
+    /// evicted meanwhile are then read again with a permit.
     fn read(
         &self,
         options: CallOptions,
@@ -377,20 +389,20 @@ impl Dispatch<'_> {
             LeasePurpose::Use => self.store().view(keys, options),
             LeasePurpose::Compare => self.store().inspect(keys, options),
         };
-        let read_in_time = |keys: &[BlockKey]| match self.wait() {
-            Ok(_waiter) => read(keys, options),
+        let read_with_permit = |keys: &[BlockKey]| match self.acquire_permit() {
+            Ok(_permit) => read(keys, options),
             Err(error) => keys.iter().map(|_| ViewOutcome::Failed(error.clone())).collect(),
         };
         if !self.store().reads_at_once(keys) {
-            return read_in_time(keys);
+            return read_with_permit(keys);
         }
-        let mut views = read(keys, AT_ONCE);
-        let is_late =
+        let mut views = read(keys, NO_WAIT);
+        let has_to_wait =
             |view: &ViewOutcome| matches!(view, ViewOutcome::Failed(StoreError::Timeout { .. }));
-        let late: Vec<usize> = (0..views.len()).filter(|at| is_late(&views[*at])).collect();
+        let late: Vec<usize> = (0..views.len()).filter(|at| has_to_wait(&views[*at])).collect();
         if !late.is_empty() {
             let again: Vec<BlockKey> = late.iter().map(|at| keys[*at]).collect();
-            for (at, view) in late.into_iter().zip(read_in_time(&again)) {
+            for (at, view) in late.into_iter().zip(read_with_permit(&again)) {
                 views[at] = view;
             }
         }
@@ -399,13 +411,27 @@ impl Dispatch<'_> {
 
     fn acquire(&self, options: CallOptions, first: u64, request: &ChainRequest) -> Answer {
         if request.keys.len() > BLOCKS_MAX {
-            return Answer::Failed(too_many(request.keys.len()));
+            return Answer::Failed(too_many_blocks(request.keys.len()));
         }
-        let found = self.store().lookup_prefix(&arriving(request)).tiers.len();
-        self.lease(options, first, LeasePurpose::Use, &request.keys[..found])
+        let matched = self.store().lookup_prefix(&at_node_time(request)).tiers.len();
+        self.lease(options, first, LeasePurpose::Use, &request.keys[..matched])
     }
 
-    fn ask(&self, question: KeyQuestion, keys: &[BlockKey]) -> Answer {
+    fn lookup(&self, request: &ChainRequest) -> Answer {
+        let matched = self.store().lookup_prefix(&at_node_time(request));
+        Answer::Matched(matched.tiers.iter().map(|tier| self.tier_index(tier)).collect())
+    }
+
+    fn clear(&self) -> Answer {
+        if self.session.access == Access::Read {
+            return Answer::Failed(read_only());
+        }
+        self.node.sessions().drop_pins(&self.session.tenant, None);
+        self.store().clear();
+        Answer::Done
+    }
+
+    fn query_keys(&self, question: KeyQuestion, keys: &[BlockKey]) -> Answer {
         let store = self.store();
         let changes = !matches!(question, KeyQuestion::Contains | KeyQuestion::Locate);
         if changes && self.session.access == Access::Read && question != KeyQuestion::Prefetch {
@@ -416,43 +442,45 @@ impl Dispatch<'_> {
             KeyQuestion::Pin => Answer::Flags(self.session.pin(keys)),
             KeyQuestion::Unpin => Answer::Flags(self.session.unpin(keys)),
             KeyQuestion::Delete => {
-                self.node.sessions().forget_pins(&self.session.tenant, Some(keys));
+                self.node.sessions().drop_pins(&self.session.tenant, Some(keys));
                 Answer::Flags(store.delete(keys))
             }
             KeyQuestion::Prefetch => Answer::Count(store.prefetch(keys) as u64),
             KeyQuestion::Locate => {
                 let bits = |tiers: Vec<TierName>| {
-                    tiers.into_iter().fold(0, |bits, tier| bits | 1 << self.tier(tier))
+                    tiers.into_iter().fold(0, |bits, tier| bits | 1 << self.tier_index(tier))
                 };
                 Answer::Places(store.locate(keys).into_iter().map(bits).collect())
             }
         }
     }
 
-    /// A tier's place in the list that the client knows.
-    fn tier(&self, tier: TierName) -> u8 {
+    /// The index of a tier in the list of the welcome message.
+    fn tier_index(&self, tier: TierName) -> u8 {
         let names = self.store().tier_names();
         let place = names.iter().position(|name| *name == tier).unwrap_or(0);
         u8::try_from(place).expect("a pipeline has a handful of tiers")
     }
 
-    /// While the node drains, it accepts blocks that have slabs already, and grants no new slabs.
-    fn refuses_slabs(&self, blocks: usize) -> Option<Answer> {
+    /// The refusal of a call for new slabs, if any. While the node drains it grants no new slabs;
+    /// granted ones can still be sealed.
+    fn slab_refusal(&self, blocks: usize) -> Option<Answer> {
         if self.node.state() == NodeState::Draining {
             return Some(Answer::Failed(draining()));
         }
-        self.refuses_to_write(blocks)
+        self.write_refusal(blocks)
     }
 
-    fn refuses_to_write(&self, blocks: usize) -> Option<Answer> {
+    /// The refusal of a call that writes, if any.
+    fn write_refusal(&self, blocks: usize) -> Option<Answer> {
         if self.session.access == Access::Read {
             return Some(Answer::Failed(read_only()));
         }
-        (blocks > BLOCKS_MAX).then(|| Answer::Failed(too_many(blocks)))
+        (blocks > BLOCKS_MAX).then(|| Answer::Failed(too_many_blocks(blocks)))
     }
 }
 
-fn put_of(block: &AskedBlock) -> Put<'static> {
+fn put_request(block: &AskedBlock) -> Put<'static> {
     Put {
         parent: block.parent,
         is_prefix: block.is_prefix,
@@ -461,7 +489,7 @@ fn put_of(block: &AskedBlock) -> Put<'static> {
     }
 }
 
-fn sealed(block: &SealedBlock, mut slab: SlabMut) -> PutSlab {
+fn sealed_put(block: &SealedBlock, mut slab: SlabMut) -> PutSlab {
     slab.truncate(block.bytes as usize);
     PutSlab {
         parent: block.parent,
@@ -473,14 +501,14 @@ fn sealed(block: &SealedBlock, mut slab: SlabMut) -> PutSlab {
     }
 }
 
-/// The request at the node's own time: the store's clock is of all clients, and the time that one
-/// of them gives, which never goes back, would be everybody's from then on.
-fn arriving(request: &ChainRequest) -> Request<'_> {
+/// The request with the node's own time. The store's clock never goes back and serves all clients:
+/// a wrong time of one client would affect every other.
+fn at_node_time(request: &ChainRequest) -> Request<'_> {
     Request { at: None, ..request.as_request() }
 }
 
-/// Whether a block found no room: what a client without a connection holds may be in the way.
-fn has_no_room(prepared: &PreparedBlock) -> bool {
+/// Whether a block found no room in the pool or in the client's share.
+fn found_no_room(prepared: &PreparedBlock) -> bool {
     matches!(
         prepared,
         PreparedBlock::Settled(
@@ -490,85 +518,8 @@ fn has_no_room(prepared: &PreparedBlock) -> bool {
     )
 }
 
-fn is_late(prepared: &Prepared) -> bool {
+/// Whether a block could not be prepared without waiting.
+fn timed_out(prepared: &Prepared) -> bool {
     let Prepared::Settled(PutOutcome::Failed(error)) = prepared else { return false };
     matches!(error, StoreError::Timeout { .. } | StoreError::Busy { .. })
-}
-
-fn failed(error: &StoreError, count: usize) -> Vec<Prepared> {
-    let one = || Prepared::Settled(PutOutcome::Failed(error.clone()));
-    std::iter::repeat_with(one).take(count).collect()
-}
-
-fn not_held() -> StoreError {
-    StoreError::Config {
-        setting: "hold",
-        reason: "the client seals a slab that it does not hold, or more of it than it has"
-            .to_owned(),
-    }
-}
-
-fn read_only() -> StoreError {
-    StoreError::Config {
-        setting: "access",
-        reason: "this client connected for reading; connect with access to write".to_owned(),
-    }
-}
-
-fn administers_only() -> StoreError {
-    StoreError::Config {
-        setting: "access",
-        reason: "this client connected to administer; connect with access to read or write"
-            .to_owned(),
-    }
-}
-
-fn draining() -> StoreError {
-    StoreError::Config {
-        setting: "node",
-        reason: "it is draining: it takes no new blocks, and goes on to serve those it has"
-            .to_owned(),
-    }
-}
-
-/// Every tier that survives restarts keeps a manifest in each place that has blocks of it.
-fn is_too_long(manifest: &Manifest) -> bool {
-    let lengths = || manifest.fields().flat_map(|(name, value)| [name.len(), value.len()]);
-    lengths().any(|length| length > FIELD_BYTES_MAX)
-        || lengths().sum::<usize>() > MANIFEST_BYTES_MAX
-}
-
-fn long_manifest() -> StoreError {
-    StoreError::Config {
-        setting: "manifest",
-        reason: format!(
-            "a node keeps names and values of {FIELD_BYTES_MAX} bytes each and \
-             {MANIFEST_BYTES_MAX} bytes in all at most; name long things by a hash of them"
-        ),
-    }
-}
-
-fn too_many(blocks: usize) -> StoreError {
-    StoreError::Config {
-        setting: "batch",
-        reason: format!("{blocks} blocks in one message; the most is {BLOCKS_MAX}"),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn manifests_are_bounded_by_field_and_in_all() {
-        assert!(!is_too_long(
-            &Manifest::new().with("weights", "w".repeat(FIELD_BYTES_MAX).as_str())
-        ));
-        let long = "w".repeat(FIELD_BYTES_MAX + 1);
-        assert!(is_too_long(&Manifest::new().with("weights", long.as_str())));
-        let many = (0..17).fold(Manifest::new(), |manifest, number| {
-            manifest.with(format!("field {number}"), "w".repeat(FIELD_BYTES_MAX).as_str())
-        });
-        assert!(is_too_long(&many));
-    }
 }

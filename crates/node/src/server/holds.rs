@@ -1,7 +1,7 @@
-//! What one client holds of the pool: slabs it writes and blocks it reads.
+//! The holds of one client: the slabs that it writes and the leases with which it reads.
 //!
-//! A client numbers its holds and says which it no longer needs. It may say so before the node has
-//! granted them: its call ran out of time, and it gives back whatever that call still brings.
+//! The client numbers its holds and releases them by number. It can release a hold before the node
+//! grants it: when a call times out at the client, the client releases all holds of that call.
 
 use std::collections::hash_map::Entry;
 use std::collections::{HashMap, HashSet};
@@ -15,47 +15,47 @@ use foldhash::fast::RandomState;
 
 use crate::tenants::Tenant;
 
-/// Least that a hold counts towards a client's share, in bytes.
-const COUNTED_MIN: usize = 1024;
+/// Minimum number of bytes that a hold counts towards a client's share.
+const COUNTED_BYTES_MIN: usize = 1024;
 
-/// A piece of the pool in a client's hands.
+/// Pool memory that a client holds.
 #[derive(Debug)]
-pub(super) enum Held {
-    /// It writes there.
+pub(super) enum HeldMemory {
+    /// The client writes to it.
     Slab(SlabMut),
-    /// It reads there.
+    /// The client reads from it.
     Lease(Slab),
 }
 
-/// What stands in a tenant's ledger about a piece, so that a node after this one leaves it alone.
-/// Taken back when dropped.
+/// The record of a hold in the tenant's ledger, because of which the next run of the node does not
+/// reuse the memory. The record is removed on drop.
 #[derive(Debug)]
-pub(super) struct Note {
+pub(super) struct LedgerGuard {
     tenant: Arc<Tenant>,
     id: Option<HeldId>,
 }
 
-impl Note {
+impl LedgerGuard {
     pub(super) fn new(tenant: Arc<Tenant>, id: HeldId) -> Self {
         Self { tenant, id: Some(id) }
     }
 
-    /// Takes the notes of one session back, so of one tenant: all at once, where dropping them
-    /// would take the ledger's lock for each.
-    pub(super) fn take_back(notes: impl IntoIterator<Item = Self>) {
+    /// Removes the records of one session, and so of one tenant. Takes the ledger's lock once;
+    /// dropping the guards would take it for each.
+    pub(super) fn release_all(guards: impl IntoIterator<Item = Self>) {
         let mut tenant = None;
-        let mut id_of = |mut note: Self| {
-            tenant.get_or_insert_with(|| Arc::clone(&note.tenant));
-            note.id.take()
+        let mut id_of = |mut guard: Self| {
+            tenant.get_or_insert_with(|| Arc::clone(&guard.tenant));
+            guard.id.take()
         };
-        let ids: Vec<HeldId> = notes.into_iter().filter_map(&mut id_of).collect();
+        let ids: Vec<HeldId> = guards.into_iter().filter_map(&mut id_of).collect();
         if let Some(tenant) = tenant {
             tenant.store().unhold(ids);
         }
     }
 }
 
-impl Drop for Note {
+impl Drop for LedgerGuard {
     fn drop(&mut self) {
         if let Some(id) = self.id.take() {
             self.tenant.store().unhold([id]);
@@ -63,34 +63,35 @@ impl Drop for Note {
     }
 }
 
-/// A piece that was granted. The note goes before the piece: its memory is noted while it is held.
+/// A granted hold. The field order matters: the ledger record is removed before the memory returns
+/// to the pool, where another client could get it.
 #[derive(Debug)]
-pub(super) struct Granted {
-    note: Option<Note>,
-    held: Held,
+pub(super) struct ClientHold {
+    ledger: Option<LedgerGuard>,
+    memory: HeldMemory,
     /// When it was granted.
     since: Duration,
 }
 
-impl Granted {
-    pub(super) fn new(held: Held, note: Option<Note>, since: Duration) -> Self {
-        Self { note, held, since }
+impl ClientHold {
+    pub(super) fn new(memory: HeldMemory, ledger: Option<LedgerGuard>, since: Duration) -> Self {
+        Self { ledger, memory, since }
     }
 
-    /// What it counts towards the client's share.
+    /// The bytes that it counts towards the client's share.
     pub(super) fn bytes(&self) -> u64 {
-        self.held.bytes()
+        self.memory.bytes()
     }
 
-    /// Gives pieces of one session back.
-    pub(super) fn give_back(mut all: Vec<Self>) {
-        Note::take_back(all.iter_mut().filter_map(|granted| granted.note.take()));
+    /// Releases holds of one session: their ledger records first, then their memory.
+    pub(super) fn release_all(mut all: Vec<Self>) {
+        LedgerGuard::release_all(all.iter_mut().filter_map(|hold| hold.ledger.take()));
         drop(all);
     }
 }
 
-impl Held {
-    /// What it is in a ledger.
+impl HeldMemory {
+    /// Its description for the ledger.
     pub(super) fn piece(&self) -> HeldPiece {
         match self {
             Self::Slab(slab) => HeldPiece::reservation(slab),
@@ -98,32 +99,32 @@ impl Held {
         }
     }
 
-    /// What it counts towards the client's share.
+    /// The bytes that it counts towards the client's share.
     pub(super) fn bytes(&self) -> u64 {
-        counted(match self {
+        counted_bytes(match self {
             Self::Slab(slab) => slab.len(),
             Self::Lease(slab) => slab.len(),
         })
     }
 }
 
-/// What a piece of that length counts: the smallest do not count for nothing, so that a client
-/// cannot hold without end.
-pub(super) fn counted(bytes: usize) -> u64 {
-    bytes.max(COUNTED_MIN) as u64
+/// The bytes that a hold of this length counts towards the client's share. The minimum bounds the
+/// number of small holds: each takes more of the pool and of the node's memory than its length.
+pub(super) fn counted_bytes(bytes: usize) -> u64 {
+    bytes.max(COUNTED_BYTES_MIN) as u64
 }
 
-/// A call that will grant holds.
+/// A call in flight that may grant holds.
 #[derive(Debug)]
-struct Coming {
+struct PendingCall {
     range: HoldRange,
-    /// Those of them that the client gave back already, however often it says so.
-    returned: HashSet<u64>,
+    /// The holds that the client released early. A set, because it may release one repeatedly.
+    released: HashSet<u64>,
 }
 
-/// What a client holds, in sums.
+/// The totals of a client's holds.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub(super) struct Sums {
+pub(super) struct HoldTotals {
     pub(super) leases: usize,
     pub(super) leased_bytes: u64,
     pub(super) reservations: usize,
@@ -132,149 +133,154 @@ pub(super) struct Sums {
     pub(super) oldest_lease: Option<Duration>,
 }
 
-/// What a client holds. Each number is hashed four times on its way, so by a hash that is cheap; it
-/// is keyed, because a client chooses its numbers.
+/// The holds of a client by number. Each number is hashed about four times in its life, so the hash
+/// is a cheap one. It is keyed, because the client chooses the numbers.
 #[derive(Debug, Default)]
 pub(super) struct Holds {
-    held: HashMap<u64, Granted, RandomState>,
+    held: HashMap<u64, ClientHold, RandomState>,
     bytes: u64,
-    coming: Vec<Coming>,
-    /// No number from here on was ever used. Clients count up, so most numbers need no look.
-    unused: u64,
-    is_over: bool,
+    pending: Vec<PendingCall>,
+    /// No number from this one on was used yet. Clients count up, so most numbers need no lookup.
+    first_unused: u64,
+    is_closed: bool,
 }
 
 impl Holds {
-    /// Bytes that the client holds.
+    /// The bytes that the client holds, as counted towards its share.
     pub(super) fn bytes(&self) -> u64 {
         self.bytes
     }
 
-    /// What a status says of it.
-    pub(super) fn sums(&self) -> Sums {
-        let mut sums = Sums::default();
-        for Granted { held, since, .. } in self.held.values() {
-            match held {
-                Held::Slab(slab) => {
-                    sums.reservations += 1;
-                    sums.reserved_bytes += slab.len() as u64;
+    pub(super) fn totals(&self) -> HoldTotals {
+        let mut totals = HoldTotals::default();
+        for ClientHold { memory, since, .. } in self.held.values() {
+            match memory {
+                HeldMemory::Slab(slab) => {
+                    totals.reservations += 1;
+                    totals.reserved_bytes += slab.len() as u64;
                 }
-                Held::Lease(slab) => {
-                    sums.leases += 1;
-                    sums.leased_bytes += slab.len() as u64;
-                    let oldest = sums.oldest_lease.get_or_insert(*since);
+                HeldMemory::Lease(slab) => {
+                    totals.leases += 1;
+                    totals.leased_bytes += slab.len() as u64;
+                    let oldest = totals.oldest_lease.get_or_insert(*since);
                     *oldest = (*oldest).min(*since);
                 }
             }
         }
-        sums
+        totals
     }
 
-    /// A call that may grant these numbers begins. Refused if one of them is in use or none at all,
-    /// or if the client is gone.
-    pub(super) fn expect(&mut self, range: HoldRange) -> Result<(), StoreError> {
-        let end = range.first.checked_add(u64::from(range.count)).ok_or_else(numbers_in_use)?;
-        if range.first < self.unused {
-            let is_coming = self.coming.iter().any(|coming| overlap(coming.range, range));
-            if is_coming || numbers(range).any(|hold| self.held.contains_key(&hold)) {
-                return Err(numbers_in_use());
+    /// Registers a call that may grant these numbers.
+    ///
+    /// # Errors
+    /// A number is in use or out of range, or the holds are closed.
+    pub(super) fn begin_grants(&mut self, range: HoldRange) -> Result<(), StoreError> {
+        let end = range.first.checked_add(u64::from(range.count)).ok_or_else(invalid_number)?;
+        if range.first < self.first_unused {
+            let is_pending = self.pending.iter().any(|call| overlap(call.range, range));
+            if is_pending || hold_numbers(range).any(|hold| self.held.contains_key(&hold)) {
+                return Err(invalid_number());
             }
         }
-        if self.is_over {
+        if self.is_closed {
             return Err(StoreError::Closed);
         }
-        self.unused = self.unused.max(end);
-        self.coming.push(Coming { range, returned: HashSet::new() });
+        self.first_unused = self.first_unused.max(end);
+        self.pending.push(PendingCall { range, released: HashSet::new() });
         Ok(())
     }
 
-    /// Grants a hold. Gives it back when the client has returned it meanwhile, or is gone: dropping
-    /// it is the caller's, outside the lock.
-    pub(super) fn grant(&mut self, hold: u64, granted: Granted) -> Option<Granted> {
-        let is_returned = self.coming.iter().any(|coming| coming.returned.contains(&hold));
-        if is_returned || self.is_over {
-            return Some(granted);
+    /// Grants a hold. Returns it if the client released it early or the holds are closed; the
+    /// caller drops it outside the lock.
+    pub(super) fn grant(&mut self, number: u64, hold: ClientHold) -> Option<ClientHold> {
+        let is_released = self.pending.iter().any(|call| call.released.contains(&number));
+        if is_released || self.is_closed {
+            return Some(hold);
         }
-        self.bytes += granted.held.bytes();
-        let earlier = self.held.insert(hold, granted);
-        debug_assert!(earlier.is_none(), "expect() refuses numbers in use");
+        self.bytes += hold.bytes();
+        let earlier = self.held.insert(number, hold);
+        debug_assert!(earlier.is_none(), "begin_grants() refuses numbers in use");
         earlier
     }
 
-    /// The call that was to grant these numbers is over.
-    pub(super) fn expected(&mut self, range: HoldRange) {
-        self.coming.retain(|coming| coming.range != range);
+    /// Removes a call that no longer grants holds.
+    pub(super) fn finish_grants(&mut self, range: HoldRange) {
+        self.pending.retain(|call| call.range != range);
     }
 
-    /// The client no longer needs these. Giving them back is the caller's.
-    pub(super) fn release(&mut self, range: HoldRange) -> Vec<Granted> {
-        for coming in &mut self.coming {
-            let (coming_now, back) = (numbers(coming.range), numbers(range));
-            let both = coming_now.start.max(back.start)..coming_now.end.min(back.end);
-            coming.returned.extend(both);
+    /// Releases holds, and those that calls in flight may still grant. The caller drops the
+    /// returned ones outside the lock.
+    pub(super) fn release(&mut self, range: HoldRange) -> Vec<ClientHold> {
+        for call in &mut self.pending {
+            let (pending, released) = (hold_numbers(call.range), hold_numbers(range));
+            let both = pending.start.max(released.start)..pending.end.min(released.end);
+            call.released.extend(both);
         }
-        let taken: Vec<Granted> = if self.held.len() < range.count as usize {
-            let numbers = numbers(range);
+        // A client may send a range far larger than what it holds: iterate over the smaller one.
+        let released: Vec<ClientHold> = if self.held.len() < range.count as usize {
+            let numbers = hold_numbers(range);
             self.held.extract_if(|hold, _| numbers.contains(hold)).map(|(_, it)| it).collect()
         } else {
-            numbers(range).filter_map(|hold| self.held.remove(&hold)).collect()
+            hold_numbers(range).filter_map(|hold| self.held.remove(&hold)).collect()
         };
-        self.bytes -= taken.iter().map(|it| it.held.bytes()).sum::<u64>();
-        taken
+        self.bytes -= released.iter().map(ClientHold::bytes).sum::<u64>();
+        released
     }
 
-    /// Takes a slab that the client has written. Its note stays until the block is in the catalog.
-    pub(super) fn take_slab(&mut self, hold: u64) -> Option<(SlabMut, Option<Note>)> {
+    /// Takes a slab that the client has written. The caller keeps its ledger record until the block
+    /// is in the catalog.
+    pub(super) fn take_slab(&mut self, hold: u64) -> Option<(SlabMut, Option<LedgerGuard>)> {
         let Entry::Occupied(entry) = self.held.entry(hold) else { return None };
-        if !matches!(entry.get().held, Held::Slab(_)) {
+        if !matches!(entry.get().memory, HeldMemory::Slab(_)) {
             return None;
         }
-        let Granted { note, held, .. } = entry.remove();
-        self.bytes -= held.bytes();
-        match held {
-            Held::Slab(slab) => Some((slab, note)),
-            Held::Lease(_) => None,
+        let ClientHold { ledger, memory, .. } = entry.remove();
+        self.bytes -= memory.bytes();
+        match memory {
+            HeldMemory::Slab(slab) => Some((slab, ledger)),
+            HeldMemory::Lease(_) => None,
         }
     }
 
-    /// Whether the client is gone.
-    pub(super) fn is_over(&self) -> bool {
-        self.is_over
+    /// Whether nothing is granted any more.
+    pub(super) fn is_closed(&self) -> bool {
+        self.is_closed
     }
 
-    /// The node stops: nothing is granted any more. What is held stays, and so do the notes, for
-    /// the run after this one.
-    pub(super) fn keep(&mut self) {
-        self.is_over = true;
-        for granted in self.held.values_mut() {
-            if let Some(mut note) = granted.note.take() {
-                note.id = None;
+    /// Closes the holds when the node stops. The memory stays held, and the ledger records stay for
+    /// the next run.
+    pub(super) fn retain(&mut self) {
+        self.is_closed = true;
+        for hold in self.held.values_mut() {
+            if let Some(mut guard) = hold.ledger.take() {
+                guard.id = None;
             }
         }
     }
 
-    /// The client is gone: all that it held, and nothing is granted any more.
-    pub(super) fn end(&mut self) -> Vec<Granted> {
-        self.is_over = true;
+    /// Closes the holds when the client is gone. Returns all of them.
+    pub(super) fn close(&mut self) -> Vec<ClientHold> {
+        self.is_closed = true;
         self.bytes = 0;
-        self.held.drain().map(|(_, granted)| granted).collect()
+        self.held.drain().map(|(_, hold)| hold).collect()
     }
 }
 
-fn numbers_in_use() -> StoreError {
+fn invalid_number() -> StoreError {
     StoreError::Config {
         setting: "hold",
-        reason: "the client uses a number again that it still holds, or there are no more"
+        reason: "the client reuses the number of a hold that it has not released, or a number is \
+                 out of range"
             .to_owned(),
     }
 }
 
-fn numbers(range: HoldRange) -> std::ops::Range<u64> {
+fn hold_numbers(range: HoldRange) -> std::ops::Range<u64> {
     range.first..range.first.saturating_add(u64::from(range.count))
 }
 
 fn overlap(one: HoldRange, other: HoldRange) -> bool {
-    let (one, other) = (numbers(one), numbers(other));
+    let (one, other) = (hold_numbers(one), hold_numbers(other));
     one.start < other.end && other.start < one.end
 }
 
@@ -287,39 +293,39 @@ mod tests {
     fn pool() -> Pool {
         let config =
             PoolConfig { capacity_bytes: 1 << 20, huge_pages: HugePages::Never, populate: false };
-        Pool::new(&config).expect("a MiB is there")
+        Pool::new(&config).expect("1 MiB can be allocated")
     }
 
-    fn slab(pool: &Pool) -> Granted {
+    fn slab(pool: &Pool) -> ClientHold {
         let slab = pool.allocate(4096).expect("the pool is large enough");
-        Granted::new(Held::Slab(slab), None, Duration::ZERO)
+        ClientHold::new(HeldMemory::Slab(slab), None, Duration::ZERO)
     }
 
     const CALL: HoldRange = HoldRange { first: 10, count: 4 };
 
     #[test]
-    fn what_is_returned_before_it_is_granted_goes_back_at_once() {
+    fn a_hold_that_is_released_early_is_not_granted() {
         let (pool, mut holds) = (pool(), Holds::default());
-        holds.expect(CALL).expect("the numbers are new");
+        holds.begin_grants(CALL).expect("the numbers are new");
         assert!(holds.grant(10, slab(&pool)).is_none());
-        // The client's deadline passes: it returns the whole call through another connection.
+        // The call times out at the client, which releases all its holds on another connection.
         assert_eq!(holds.release(CALL).len(), 1);
-        assert!(holds.grant(11, slab(&pool)).is_some(), "nobody waits for it any more");
-        holds.expected(CALL);
-        assert_eq!((holds.bytes(), holds.sums()), (0, Sums::default()));
+        assert!(holds.grant(11, slab(&pool)).is_some(), "it was released early");
+        holds.finish_grants(CALL);
+        assert_eq!((holds.bytes(), holds.totals()), (0, HoldTotals::default()));
         drop(holds);
         assert_eq!(pool.stats().requested_bytes, 0);
     }
 
     #[test]
-    fn numbers_in_use_are_not_granted_again() {
+    fn numbers_in_use_are_refused() {
         let (pool, mut holds) = (pool(), Holds::default());
-        holds.expect(CALL).expect("the numbers are new");
-        assert!(holds.expect(HoldRange { first: 13, count: 1 }).is_err(), "coming");
+        holds.begin_grants(CALL).expect("the numbers are new");
+        assert!(holds.begin_grants(HoldRange { first: 13, count: 1 }).is_err(), "pending");
         assert!(holds.grant(12, slab(&pool)).is_none());
-        holds.expected(CALL);
-        assert!(holds.expect(HoldRange { first: 12, count: 1 }).is_err(), "held");
-        holds.expect(HoldRange { first: 13, count: 9 }).expect("the call of 13 is over");
+        holds.finish_grants(CALL);
+        assert!(holds.begin_grants(HoldRange { first: 12, count: 1 }).is_err(), "held");
+        holds.begin_grants(HoldRange { first: 13, count: 9 }).expect("13 was not granted");
         assert_eq!(holds.bytes(), 4096);
         assert!(holds.take_slab(13).is_none());
         assert!(holds.take_slab(12).is_some());
@@ -327,48 +333,54 @@ mod tests {
     }
 
     #[test]
-    fn numbers_in_any_order_are_told_from_those_in_use() {
+    fn numbers_need_not_count_up() {
         let (pool, mut holds) = (pool(), Holds::default());
-        holds.expect(CALL).expect("the numbers are new");
+        holds.begin_grants(CALL).expect("the numbers are new");
         assert!(holds.grant(12, slab(&pool)).is_none());
-        holds.expected(CALL);
-        holds.expect(HoldRange { first: 2, count: 8 }).expect("below those before");
-        assert!(holds.expect(HoldRange { first: 5, count: 1 }).is_err(), "coming");
-        assert!(holds.expect(HoldRange { first: 11, count: 9 }).is_err(), "held");
-        assert!(holds.expect(HoldRange { first: u64::MAX, count: 1 }).is_err(), "no such number");
-        holds.expect(HoldRange { first: u64::MAX - 1, count: 1 }).expect("the last one");
+        holds.finish_grants(CALL);
+        holds.begin_grants(HoldRange { first: 2, count: 8 }).expect("lower numbers are free");
+        assert!(holds.begin_grants(HoldRange { first: 5, count: 1 }).is_err(), "pending");
+        assert!(holds.begin_grants(HoldRange { first: 11, count: 9 }).is_err(), "held");
+        let beyond = HoldRange { first: u64::MAX, count: 1 };
+        assert!(holds.begin_grants(beyond).is_err(), "out of range");
+        holds.begin_grants(HoldRange { first: u64::MAX - 1, count: 1 }).expect("the last number");
     }
 
     #[test]
-    fn nothing_is_granted_to_a_client_that_is_gone() {
+    fn closed_holds_grant_nothing() {
         let (pool, mut holds) = (pool(), Holds::default());
-        holds.expect(CALL).expect("the numbers are new");
+        holds.begin_grants(CALL).expect("the numbers are new");
         assert!(holds.grant(10, slab(&pool)).is_none());
-        assert_eq!(holds.end().len(), 1);
+        assert_eq!(holds.close().len(), 1);
         assert!(holds.grant(11, slab(&pool)).is_some());
-        assert!(holds.expect(HoldRange { first: 50, count: 1 }).is_err());
+        assert!(holds.begin_grants(HoldRange { first: 50, count: 1 }).is_err());
     }
 
-    /// A client that gave the same numbers back again and again while a call was under way had the
-    /// node remember each time: its memory grew without bound.
+    /// A client released the same numbers again and again while a call was in flight. The node
+    /// stored every release, and its memory grew without bound.
     #[test]
-    fn giving_back_again_and_again_costs_no_memory() {
+    fn repeated_early_releases_take_no_further_memory() {
         let (pool, mut holds) = (pool(), Holds::default());
-        holds.expect(CALL).expect("the numbers are new");
+        holds.begin_grants(CALL).expect("the numbers are new");
         for _ in 0..1000 {
             assert!(holds.release(HoldRange { first: 0, count: 60_000 }).is_empty());
         }
-        assert_eq!(holds.coming[0].returned.len(), 4);
-        assert!(holds.grant(13, slab(&pool)).is_some(), "it was given back ahead");
+        assert_eq!(holds.pending[0].released.len(), 4);
+        assert!(holds.grant(13, slab(&pool)).is_some(), "it was released early");
     }
 
-    /// A hold of one byte takes 64 of the pool. Counted by length, a client could hold all of it.
+    /// A hold of one byte takes 64 bytes of the pool. Counted by length, a client could hold all of
+    /// the pool.
     #[test]
-    fn a_tiny_block_counts_with_what_it_takes_of_the_pool() {
+    fn a_small_hold_counts_with_the_minimum() {
         let (pool, mut holds) = (pool(), Holds::default());
-        holds.expect(CALL).expect("the numbers are new");
+        holds.begin_grants(CALL).expect("the numbers are new");
         let tiny = pool.allocate(1).expect("the pool is empty");
-        assert!(holds.grant(10, Granted::new(Held::Slab(tiny), None, Duration::ZERO)).is_none());
-        assert_eq!(holds.bytes(), COUNTED_MIN as u64);
+        assert!(
+            holds
+                .grant(10, ClientHold::new(HeldMemory::Slab(tiny), None, Duration::ZERO))
+                .is_none()
+        );
+        assert_eq!(holds.bytes(), COUNTED_BYTES_MIN as u64);
     }
 }

@@ -1,21 +1,21 @@
-//! Whether a process still has a pool mapped: without a mapping it can touch nothing of it.
+//! Whether a process still maps a pool: without a mapping it cannot access the pool's memory.
 
 use std::fs::{self, File};
 use std::os::unix::fs::MetadataExt;
 
-/// Whether a process may touch a pool's memory. It may where the kernel does not say.
-pub(super) fn may_touch(process: i32, pool: &File) -> bool {
+/// Whether a process may still access a pool's memory. True if that is unknown.
+pub(super) fn may_access(process: i32, pool: &File) -> bool {
     let Ok(inode) = pool.metadata().map(|pool| pool.ino()) else { return true };
-    // Some file systems tell a number here that is not the one in the lists. This process has the
-    // pool mapped: if its own list does not say so, another's says nothing either.
-    let is_told = is_listed("self", inode) == Some(true);
-    // Another file of the same number only keeps the memory for longer.
-    !is_told || is_listed(&process.to_string(), inode) != Some(false)
+    // On some file systems the inode number of `stat` differs from that in `/proc/PID/maps`. This
+    // process maps the pool: if its own list lacks the inode, the lists are not usable.
+    let is_reliable = maps_inode("self", inode) == Some(true);
+    // A file with the same inode number on another device only delays the release.
+    !is_reliable || maps_inode(&process.to_string(), inode) != Some(false)
 }
 
-/// Whether a process's list of mappings has a file. None if there is no list: a process that is
-/// ending has an empty one, and its memory for a moment more.
-fn is_listed(process: &str, inode: u64) -> Option<bool> {
+/// Whether `/proc/PID/maps` lists an inode. None without such a list, or with an empty one: an
+/// exiting process has an empty list while its memory still exists.
+fn maps_inode(process: &str, inode: u64) -> Option<bool> {
     let maps = fs::read_to_string(format!("/proc/{process}/maps")).ok()?;
     (!maps.is_empty()).then(|| maps.lines().any(|line| inode_of(line) == Some(inode)))
 }
@@ -32,22 +32,22 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_a_process_that_is_seen_not_to_have_the_pool_mapped_cannot_touch_it() {
+    fn a_process_without_a_mapping_of_the_pool_may_not_access_it() {
         let config =
             PoolConfig { capacity_bytes: 1 << 20, huge_pages: HugePages::Never, populate: false };
         let pool = Pool::new(&config).expect("a MiB is there");
         let me = i32::try_from(std::process::id()).expect("process numbers are small");
         let file = pool.region().file().try_clone().expect("descriptors are left");
-        assert!(may_touch(me, &file));
+        assert!(may_access(me, &file));
         let mut child = std::process::Command::new("sleep").arg("60").spawn().expect("sleep");
         let other = i32::try_from(child.id()).expect("process numbers are small");
-        // Until it runs the program it may be a copy of this process.
-        while may_touch(other, &file) {
+        // Between fork and exec the child is a copy of this process, with its mappings.
+        while may_access(other, &file) {
             std::thread::yield_now();
         }
-        assert!(may_touch(i32::MAX, &file), "nobody says so of an unknown process");
+        assert!(may_access(i32::MAX, &file), "an unknown process has no list");
         drop(pool);
-        assert!(may_touch(other, &file), "the node itself is not seen to have it mapped");
+        assert!(may_access(other, &file), "this process does not map the pool: not reliable");
         child.kill().expect("it is ours");
         child.wait().expect("it is ours");
     }

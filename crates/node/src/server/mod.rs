@@ -1,21 +1,23 @@
-//! The Unix socket: connections of this host's workers, served by a few threads.
+//! The Unix socket server: serves the clients of this host with a pool of threads.
 //!
-//! All threads wait on one epoll instance. Each connection is armed for one event at a time, so
-//! one thread at a time serves it; that thread may wait for a tier while the others go on. A
-//! client that says nothing costs a socket and its session, and wakes nobody.
+//! All threads wait on one epoll instance. Each connection is armed for one event at a time, so one
+//! thread at a time serves it. That thread may block on a tier while the others continue. An idle
+//! client takes a socket and its session, and no CPU time.
 
 mod accounts;
+mod buffered_bytes;
+mod call_errors;
+mod call_summary;
 mod connection;
 mod connections;
 mod descriptors;
 mod dispatch;
-mod figures;
 mod holds;
+mod manifest_limits;
 mod mapped;
 mod refusals;
 mod session;
-mod waiters;
-mod waiting;
+mod wait_permits;
 
 use std::collections::HashMap;
 use std::io;
@@ -30,38 +32,40 @@ use std::time::Duration;
 use rustix::event::{EventfdFlags, epoll, eventfd};
 
 use accounts::Accounts;
-use connection::{Connection, Next, Scratch};
+use buffered_bytes::BufferedBytes;
+use connection::{Connection, NextStep, ThreadBuffers};
 use connections::Connections;
 use refusals::Refusals;
+pub(crate) use session::ClientSessions;
 pub use session::SessionFacts;
-pub(crate) use session::Sessions;
-use session::{Peer, Session};
-use waiters::Waiters;
-use waiting::Waiting;
+use session::{ClientSession, Peer};
+use wait_permits::WaitPermits;
 
 use crate::tenants::Refusal;
 use crate::{Node, NodeError};
 
+/// Epoll tokens of the listener and of the eventfd that wakes all threads.
 const LISTENER: u64 = 0;
 const WAKE: u64 = 1;
-/// Connections are numbered from here on; the lowest bit tells a client's process from its socket.
-const FIRST: u64 = 2;
-const PROCESS: u64 = 1;
+/// The token of the first connection. Connections have even tokens; the pidfd of the client's
+/// process has the same token with `PROCESS_BIT`.
+const FIRST_CONNECTION: u64 = 2;
+const PROCESS_BIT: u64 = 1;
 
-/// Threads at the start; more come while these are busy.
+/// Initial number of threads; more are started while all are busy.
 const THREADS_MIN: usize = 2;
-/// Connections that are accepted in one go.
+/// Maximum number of connections accepted for one event.
 const ACCEPT_MAX: usize = 64;
-/// How long nothing is accepted after that failed: what is missing is not there at once again.
+/// Pause after a failed accept: most likely file descriptors are exhausted.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(10);
-/// How long a connection may take to say hello. It is the first thing that a client does.
+/// Maximum time from connecting to hello, which is the first message of a client.
 const HELLO_TIMEOUT: Duration = Duration::from_secs(5);
-/// How long the server waits for its threads when it stops.
+/// Maximum time to wait for the threads when the server stops.
 const STOP_TIMEOUT: Duration = Duration::from_secs(5);
-/// The process ended because a store is broken: an internal error, as `sysexits.h` has it.
+/// Exit status when a store is broken: `EX_SOFTWARE` of `sysexits.h`.
 const EXIT_BROKEN: i32 = 70;
 
-/// Serves a node's clients until it is stopped.
+/// Serves a node's clients until it is stopped or dropped.
 #[derive(Debug)]
 pub struct Server {
     shared: Arc<Shared>,
@@ -77,33 +81,32 @@ pub(crate) struct Shared {
     refusals: Refusals,
     accounts: Accounts,
     own_user: u32,
-    /// Sessions by the token of their process.
-    processes: Mutex<HashMap<u64, Weak<Session>>>,
-    waiters: Waiters,
-    /// Bytes of unfinished messages and of answers not taken.
-    waiting: Arc<Waiting>,
-    next: AtomicU64,
-    /// Threads that wait for events.
-    idle: AtomicUsize,
+    /// Sessions by the epoll token of their process.
+    processes: Mutex<HashMap<u64, Weak<ClientSession>>>,
+    wait_permits: WaitPermits,
+    buffered: Arc<BufferedBytes>,
+    next_connection: AtomicU64,
+    /// Number of threads that wait for events.
+    idle_threads: AtomicUsize,
     threads: Mutex<Vec<JoinHandle<()>>>,
-    running: Mutex<usize>,
-    /// One of them ended.
-    stopped: Condvar,
+    running_threads: Mutex<usize>,
+    /// Notified when a thread ends.
+    thread_ended: Condvar,
     is_stopping: AtomicBool,
 }
 
 impl Server {
-    /// Begins to serve a socket that listens.
+    /// Starts to serve a listening socket.
     pub fn start(node: Node, listener: UnixListener) -> Result<Self, NodeError> {
         let failed = |source| NodeError::Server { operation: "serve the Unix socket", source };
-        let shared = Self::prepare(node, listener).map_err(failed)?;
+        let shared = Self::create_shared(node, listener).map_err(failed)?;
         for _ in 0..THREADS_MIN {
             shared.spawn().map_err(failed)?;
         }
         Ok(Self { shared })
     }
 
-    fn prepare(node: Node, listener: UnixListener) -> io::Result<Arc<Shared>> {
+    fn create_shared(node: Node, listener: UnixListener) -> io::Result<Arc<Shared>> {
         listener.set_nonblocking(true)?;
         let threads_max = node.config().limits.threads_max.max(2 * THREADS_MIN);
         let shared = Shared {
@@ -116,13 +119,14 @@ impl Server {
             accounts: Accounts::default(),
             own_user: rustix::process::geteuid().as_raw(),
             processes: Mutex::default(),
-            waiters: Waiters::new(threads_max - THREADS_MIN),
-            waiting: Arc::default(),
-            next: AtomicU64::new(FIRST),
-            idle: AtomicUsize::new(0),
+            // At least `THREADS_MIN` threads always serve calls that need not wait.
+            wait_permits: WaitPermits::new(threads_max - THREADS_MIN),
+            buffered: Arc::default(),
+            next_connection: AtomicU64::new(FIRST_CONNECTION),
+            idle_threads: AtomicUsize::new(0),
             threads: Mutex::default(),
-            running: Mutex::new(0),
-            stopped: Condvar::new(),
+            running_threads: Mutex::new(0),
+            thread_ended: Condvar::new(),
             is_stopping: AtomicBool::new(false),
         };
         shared.watch(shared.listener.as_fd(), LISTENER, epoll::EventFlags::IN)?;
@@ -131,42 +135,42 @@ impl Server {
         Ok(Arc::new(shared))
     }
 
-    /// Stops: no further call is taken. What clients hold stays theirs until the node is dropped.
+    /// Stops: no further call is answered. Clients keep their holds until the node is dropped.
     pub fn stop(&self) {
         let shared = &self.shared;
         shared.is_stopping.store(true, Ordering::Release);
-        // The count stays above zero, so every thread sees it.
+        // Nobody reads the eventfd, so its event stays and wakes every thread.
         if let Err(error) = rustix::io::write(&shared.wake, &1_u64.to_le_bytes()) {
             tracing::error!(%error, "cannot wake the server's threads");
         }
-        let running = lock(&shared.running);
-        let is_busy = |running: &mut usize| *running > 0;
-        // Poisoned or late, what is to be done next is the same.
-        drop(shared.stopped.wait_timeout_while(running, STOP_TIMEOUT, is_busy));
+        let running = lock(&shared.running_threads);
+        let is_running = |running: &mut usize| *running > 0;
+        // After a time-out, or with a poisoned lock, the rest is done all the same.
+        drop(shared.thread_ended.wait_timeout_while(running, STOP_TIMEOUT, is_running));
         let threads = std::mem::take(&mut *lock(&shared.threads));
         for thread in threads.into_iter().filter(JoinHandle::is_finished) {
-            // A thread that panicked has said so; stopping goes on.
+            // The panic hook has reported a panic of the thread already.
             drop(thread.join());
         }
         let connections = std::mem::take(&mut *lock(&shared.connections));
         for connection in connections.all() {
             connection.shut();
         }
-        // Clients read on in what they hold: it goes back to no pool, and stays noted for the next
-        // run, which asks the kernel whose process is gone.
+        // Clients can still read their holds. So the memory is not returned to the pool, and its
+        // ledger records stay: the next run releases those of processes that have exited.
         for session in shared.node.sessions().all() {
-            session.keep_held();
+            session.retain_holds();
         }
     }
 }
 
-/// A thread of the server, counted as long as it runs, however it ends.
-struct Running(Arc<Shared>);
+/// Counts a running thread. It is dropped however the thread ends, also by a panic.
+struct ThreadGuard(Arc<Shared>);
 
-impl Drop for Running {
+impl Drop for ThreadGuard {
     fn drop(&mut self) {
-        *lock(&self.0.running) -= 1;
-        self.0.stopped.notify_all();
+        *lock(&self.0.running_threads) -= 1;
+        self.0.thread_ended.notify_all();
     }
 }
 
@@ -176,27 +180,29 @@ impl Drop for Server {
     }
 }
 
+/// Locks a mutex, ignoring poison: the data that these mutexes guard changes in single steps, so a
+/// panic leaves it consistent.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    // What these guard changes in single steps.
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Shared {
     fn spawn(self: &Arc<Self>) -> io::Result<()> {
         let shared = Arc::clone(self);
-        self.idle.fetch_add(1, Ordering::AcqRel);
-        *lock(&self.running) += 1;
-        let serve = move || Running(shared).0.run();
+        // Counted before the thread runs, so that other threads do not start one more meanwhile.
+        self.idle_threads.fetch_add(1, Ordering::AcqRel);
+        *lock(&self.running_threads) += 1;
+        let serve = move || ThreadGuard(shared).0.run();
         let spawned = std::thread::Builder::new().name("cascade-serve".to_owned()).spawn(serve);
         if spawned.is_err() {
-            self.idle.fetch_sub(1, Ordering::AcqRel);
-            *lock(&self.running) -= 1;
+            self.idle_threads.fetch_sub(1, Ordering::AcqRel);
+            *lock(&self.running_threads) -= 1;
         }
         lock(&self.threads).push(spawned?);
         Ok(())
     }
 
-    /// One event for one thread, then not again until it is armed anew.
+    /// Watches a descriptor. One event goes to one thread; the next needs [`Self::arm`].
     fn watch(&self, fd: BorrowedFd<'_>, token: u64, flags: epoll::EventFlags) -> io::Result<()> {
         let flags = flags | epoll::EventFlags::ONESHOT;
         epoll::add(&self.epoll, fd, epoll::EventData::new_u64(token), flags)?;
@@ -209,8 +215,9 @@ impl Shared {
         Ok(())
     }
 
+    /// The loop of a server thread.
     fn run(self: &Arc<Self>) {
-        let mut scratch = Scratch::new();
+        let mut buffers = ThreadBuffers::new();
         let mut events = [epoll::Event {
             flags: epoll::EventFlags::empty(),
             data: epoll::EventData::new_u64(0),
@@ -230,69 +237,69 @@ impl Shared {
             if count == 0 {
                 continue;
             }
-            // Somebody has to wait for the next event while this thread may be held up.
-            if self.idle.fetch_sub(1, Ordering::AcqRel) == 1 {
-                self.grow();
+            // The event may block this thread, so another one has to wait for the next event.
+            if self.idle_threads.fetch_sub(1, Ordering::AcqRel) == 1 {
+                self.add_thread();
             }
             let (token, flags) = (events[0].data.u64(), events[0].flags);
-            // What a call changes is behind locks that are asked below whether they are sound; the
-            // buffers are emptied.
-            let handle = AssertUnwindSafe(|| self.handle(token, flags, &mut scratch));
+            // Unwind safe: `handle_panic` checks whether the stores are broken, and the buffers are
+            // replaced.
+            let handle = AssertUnwindSafe(|| self.handle_event(token, flags, &mut buffers));
             if catch_unwind(handle).is_err() {
-                scratch = Scratch::new();
-                self.after_panic(token);
+                buffers = ThreadBuffers::new();
+                self.handle_panic(token);
             }
-            self.idle.fetch_add(1, Ordering::AcqRel);
+            self.idle_threads.fetch_add(1, Ordering::AcqRel);
         }
     }
 
-    /// A call panicked: its client has no answer to wait for, and the others go on, unless a store
-    /// is no longer sound. Then the process ends, as killed: its supervisor starts another, and a
-    /// pool with a name is found again.
-    fn after_panic(&self, token: u64) {
+    /// After a panic in a call: closes its connection, so that the client does not wait for the
+    /// answer. If a store is broken, exits the process without a clean shutdown: the service
+    /// manager restarts the node, which recovers a pool file.
+    fn handle_panic(&self, token: u64) {
         let tenants = self.node.tenants().all();
         if let Some(broken) = tenants.iter().find(|tenant| tenant.store().is_broken()) {
             tracing::error!(
                 tenant = broken.name(),
-                "the node ends: a thread panicked inside the tenant's store, and nothing can be \
-                 said of its blocks any more; start it again"
+                "the node exits: a thread panicked inside the tenant's store, whose state is \
+                 unknown now; restart the node"
             );
             std::process::exit(EXIT_BROKEN);
         }
-        tracing::error!(token, "a call panicked: its connection is closed, the node goes on");
+        tracing::error!(token, "a call panicked; its connection is closed, the node continues");
         if token == LISTENER {
             self.arm_listener();
         }
         let connection = lock(&self.connections).get(token);
         if let Some(connection) = connection {
-            self.close(&connection);
+            self.close_connection(&connection);
         }
     }
 
     fn arm_listener(&self) {
         if let Err(error) = self.arm(self.listener.as_fd(), LISTENER, epoll::EventFlags::IN) {
-            tracing::error!(%error, "no further connection can be accepted");
+            tracing::error!(%error, "cannot watch the Unix socket; no further client can connect");
         }
     }
 
-    fn grow(self: &Arc<Self>) {
-        let most = self.node.config().limits.threads_max.max(2 * THREADS_MIN);
-        if *lock(&self.running) >= most {
+    fn add_thread(self: &Arc<Self>) {
+        let threads_max = self.node.config().limits.threads_max.max(2 * THREADS_MIN);
+        if *lock(&self.running_threads) >= threads_max {
             return;
         }
         if let Err(error) = self.spawn() {
-            tracing::warn!(%error, "cannot start another server thread; going on with those there");
+            tracing::warn!(%error, "cannot start another server thread; the node continues");
         }
     }
 
-    fn handle(&self, token: u64, flags: epoll::EventFlags, scratch: &mut Scratch) {
+    fn handle_event(&self, token: u64, flags: epoll::EventFlags, buffers: &mut ThreadBuffers) {
         if token == LISTENER {
-            self.accept();
+            self.accept_connections();
             self.arm_listener();
             return;
         }
-        if token & PROCESS != 0 {
-            // The process is gone; children that inherited its sockets do not stand for it.
+        if token & PROCESS_BIT != 0 {
+            // The process exited. Children may have inherited its sockets, so these stay open.
             let session = lock(&self.processes).remove(&token);
             if let Some(session) = session.and_then(|session| session.upgrade()) {
                 self.end_session(&session);
@@ -301,74 +308,78 @@ impl Shared {
         }
         let connection = lock(&self.connections).get(token);
         let Some(connection) = connection else { return };
-        let next = connection.serve(self, flags, scratch);
+        let next = connection.serve(self, flags, buffers);
         let armed = match next {
-            Next::Read => self.arm(connection.fd(), token, epoll::EventFlags::IN),
-            Next::Write => self.arm(connection.fd(), token, epoll::EventFlags::OUT),
-            Next::Close => {
-                self.close(&connection);
+            NextStep::Read => self.arm(connection.fd(), token, epoll::EventFlags::IN),
+            NextStep::Write => self.arm(connection.fd(), token, epoll::EventFlags::OUT),
+            NextStep::Close => {
+                self.close_connection(&connection);
                 return;
             }
         };
         if let Err(error) = armed {
-            tracing::warn!(%error, "a connection is closed: it cannot be watched");
-            // The client reads what was answered, closed or not: that stays granted.
-            connection.keep_unseen();
-            self.close(&connection);
+            tracing::warn!(%error, "cannot watch a connection; it is closed");
+            // The client can read the last answer after the close, so its holds stay granted.
+            connection.confirm_grant();
+            self.close_connection(&connection);
         }
     }
 
-    fn accept(&self) {
-        let silent = lock(&self.connections).silent_for(HELLO_TIMEOUT);
-        for connection in silent {
-            self.close(&connection);
+    fn accept_connections(&self) {
+        // No timer closes expired connections: the next one that arrives does.
+        let expired = lock(&self.connections).unauthenticated_for(HELLO_TIMEOUT);
+        for connection in expired {
+            self.close_connection(&connection);
         }
-        self.node.sessions().end_unmapped();
+        self.node.sessions().close_unmapped();
         for _ in 0..ACCEPT_MAX {
             let stream = match self.listener.accept() {
                 Ok((stream, _)) => stream,
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return,
                 Err(error) => {
-                    // Out of descriptors, most likely: the others are served, this one waits.
-                    tracing::warn!(%error, "cannot accept a connection");
+                    // Most likely descriptors are exhausted. The other threads continue to serve.
+                    tracing::warn!(%error, "cannot accept a connection; retrying");
                     std::thread::park_timeout(ACCEPT_PAUSE);
                     return;
                 }
             };
             match Peer::of(&stream) {
-                Ok(peer) => self.admit(stream, peer),
-                Err(error) => tracing::warn!(%error, "a connection is closed: no credentials"),
+                Ok(peer) => self.add_connection(stream, peer),
+                Err(error) => {
+                    tracing::warn!(%error, "refused a client: cannot read its credentials");
+                }
             }
             if let Some(pause) = self.refusals.pause_after_accept() {
-                // The next ones wait in the socket's queue; clients that are here are served.
+                // Further connections wait in the accept queue. Connected clients are served.
                 std::thread::park_timeout(pause);
                 return;
             }
         }
     }
 
-    /// Takes a connection in, or closes it.
-    fn admit(&self, stream: UnixStream, peer: Peer) {
+    /// Adds a connection, or refuses it and closes it.
+    fn add_connection(&self, stream: UnixStream, peer: Peer) {
         let tenants = self.node.tenants();
         let is_tenants_user = tenants.has_user(peer.user);
         let refuse = |reason: &str| self.refusals.log((peer.process, peer.user), reason);
         if !is_tenants_user && !tenants.is_administrator(peer.user, peer.group) {
-            if !tenants.have_tokens() {
-                connection::refuse_unread(&stream, &Refusal::User { user: peer.user }.to_string());
-                return refuse("its user is no tenant");
+            if !tenants.has_tokens() {
+                let refusal = Refusal::User { user: peer.user }.to_string();
+                connection::refuse_before_hello(&stream, &refusal);
+                return refuse("its user belongs to no tenant");
             }
-            if self.refusals.are_too_many_of(peer.user) {
-                return refuse("too many hellos of its user were just refused");
+            if self.refusals.limit_reached(peer.user) {
+                return refuse("its user reached the limit of refused hellos");
             }
         }
-        let most = self.node.live().connections_max;
-        let full = lock(&self.connections).is_full(peer, self.own_user, most);
-        if let Some(full) = full {
-            connection::refuse_unread(&stream, full.reason());
-            return refuse(full.reason());
+        let connections_max = self.node.live_settings().connections_max;
+        let limit = lock(&self.connections).reached_limit(peer, self.own_user, connections_max);
+        if let Some(limit) = limit {
+            connection::refuse_before_hello(&stream, limit.reason());
+            return refuse(limit.reason());
         }
-        let id = self.next.fetch_add(2, Ordering::Relaxed);
-        let connection = match Connection::new(id, stream, peer, &self.waiting) {
+        let id = self.next_connection.fetch_add(2, Ordering::Relaxed);
+        let connection = match Connection::new(id, stream, peer, &self.buffered) {
             Ok(connection) => Arc::new(connection),
             Err(error) => return refuse(&error.to_string()),
         };
@@ -376,55 +387,56 @@ impl Shared {
         if let Some(evicted) = evicted {
             evicted.shut();
             let peer = evicted.peer();
-            let reason = "it said no hello, and others need its place";
+            let reason = "it sent no hello, and unauthenticated connections are at their limit";
             self.refusals.log((peer.process, peer.user), reason);
         }
         if let Err(error) = self.watch(connection.fd(), id, epoll::EventFlags::IN) {
-            tracing::warn!(%error, "a connection is closed: it cannot be watched");
-            self.close(&connection);
+            tracing::warn!(%error, "cannot watch a connection; it is closed");
+            self.close_connection(&connection);
         }
     }
 
-    /// Watches the process of a new session, which came with this connection.
-    fn watch_process(&self, connection: &Connection, session: &Arc<Session>) {
+    /// Watches the process of a new session, so that the session ends when the process exits.
+    fn watch_process(&self, connection: &Connection, session: &Arc<ClientSession>) {
         let Some(process) = &session.process else { return };
-        let token = connection.id | PROCESS;
+        let token = connection.id | PROCESS_BIT;
         lock(&self.processes).insert(token, Arc::downgrade(session));
         if let Err(error) = self.watch(process.as_fd(), token, epoll::EventFlags::IN) {
-            tracing::debug!(%error, "a client's death will be seen by its socket alone");
+            tracing::debug!(%error, "cannot watch a client's process; its session ends with its \
+                                     last connection");
             return;
         }
-        session.note_watched();
+        session.set_watched();
     }
 
-    fn close(&self, connection: &Connection) {
+    fn close_connection(&self, connection: &Connection) {
         let removed = lock(&self.connections).remove(connection.id);
         if removed.is_some() {
             connection.shut();
-            self.leave(connection);
+            self.leave_session(connection);
         }
     }
 
-    /// Ends the connection's part in its session, and with the last one the session, unless its
-    /// process lives on and holds something.
-    fn leave(&self, connection: &Connection) {
+    /// Removes a closed connection from its session, which ends with its last connection unless its
+    /// process can still access its holds.
+    fn leave_session(&self, connection: &Connection) {
         let Some(session) = connection.session() else { return };
-        if let Some(unseen) = connection.take_unseen() {
-            session.release(&[unseen]);
+        if let Some(unconfirmed) = connection.take_unconfirmed_grant() {
+            session.release(&[unconfirmed]);
         }
         if self.node.sessions().leave(&session) {
-            // Its descriptor goes with it, and with that the kernel's interest in it.
-            lock(&self.processes).retain(|_, known| known.strong_count() > 0);
+            // The session's pidfd is closed with it, which removes it from epoll.
+            lock(&self.processes).retain(|_, session| session.strong_count() > 0);
         }
     }
 
-    /// Ends a session at once, with all its connections.
-    fn end_session(&self, session: &Session) {
+    /// Ends a session and closes all its connections.
+    fn end_session(&self, session: &ClientSession) {
         let all = lock(&self.connections).all();
         self.node.sessions().remove(session);
         for other in all {
             if other.session().is_some_and(|one| one.id == session.id) {
-                self.close(&other);
+                self.close_connection(&other);
             }
         }
     }

@@ -1,4 +1,4 @@
-//! Connections that are refused: cheaply, without a line of log for each, and at a bounded rate.
+//! Rate limits of refused hellos, of log lines about refusals, and of accepted connections.
 
 use std::collections::HashMap;
 use std::sync::Mutex;
@@ -8,26 +8,26 @@ use cascade_block::{Clock, SystemClock};
 
 use super::lock;
 
-/// Hellos of one user that may be refused in a window; then its connections are closed unread.
+/// Refused hellos of one user in a window; beyond that its connections are closed unread.
 const REFUSED_MAX: u32 = 64;
-/// How long a user's refusals are counted together.
+/// Window of refusals, and of the log lines about them.
 const WINDOW: Duration = Duration::from_secs(1);
-/// Users whose refusals are counted at a time.
+/// Maximum number of users with counted refusals.
 const USERS_MAX: usize = 1024;
 
-/// Connections that are accepted in a window before the rest waits for the next one. Accepting
-/// faster would let a flood take a whole processor.
+/// Connections accepted in a window; further ones wait for the next window. Without a limit a flood
+/// of connections would use a whole CPU core.
 const ACCEPTED_MAX: u32 = 1024;
 const ACCEPT_WINDOW: Duration = Duration::from_millis(100);
 
-/// A count that begins anew with each window.
+/// A count in a fixed window, which starts with the first event after the previous window.
 #[derive(Debug, Default, Clone, Copy)]
-struct Count {
+struct WindowCount {
     since: Duration,
     count: u32,
 }
 
-impl Count {
+impl WindowCount {
     fn add(&mut self, now: Duration, window: Duration) -> u32 {
         if now.saturating_sub(self.since) >= window {
             *self = Self { since: now, count: 0 };
@@ -37,44 +37,47 @@ impl Count {
     }
 }
 
-/// What was refused of late.
+/// The counts of recent refusals and accepted connections.
 #[derive(Debug, Default)]
 pub(super) struct Refusals {
-    of_user: Mutex<HashMap<u32, Count>>,
-    logged: Mutex<Count>,
-    accepted: Mutex<Count>,
+    of_user: Mutex<HashMap<u32, WindowCount>>,
+    logged: Mutex<WindowCount>,
+    accepted: Mutex<WindowCount>,
 }
 
 impl Refusals {
-    /// A hello of this user was refused.
-    pub(super) fn note(&self, user: u32) {
+    /// Counts a refused hello of a user.
+    pub(super) fn record(&self, user: u32) {
         let mut users = lock(&self.of_user);
+        // Clearing bounds the memory; it forgets at most one window of counts.
         if users.len() >= USERS_MAX && !users.contains_key(&user) {
             users.clear();
         }
         users.entry(user).or_default().add(SystemClock.monotonic(), WINDOW);
     }
 
-    /// Whether so many hellos of this user were just refused that another one is not read.
-    pub(super) fn are_too_many_of(&self, user: u32) -> bool {
+    /// Whether a user reached the limit of refused hellos in the current window.
+    pub(super) fn limit_reached(&self, user: u32) -> bool {
         let now = SystemClock.monotonic();
-        let is_too_many =
-            |count: &Count| count.count >= REFUSED_MAX && now.saturating_sub(count.since) < WINDOW;
-        lock(&self.of_user).get(&user).is_some_and(is_too_many)
+        let is_over = |count: &WindowCount| {
+            count.count >= REFUSED_MAX && now.saturating_sub(count.since) < WINDOW
+        };
+        lock(&self.of_user).get(&user).is_some_and(is_over)
     }
 
-    /// Says once a second at most that a connection was refused.
+    /// Logs a refused connection, at most once a second.
     pub(super) fn log(&self, (process, user): (i32, u32), reason: &str) {
         let mut logged = lock(&self.logged);
-        let unsaid = logged.count.saturating_sub(1);
+        let suppressed = logged.count.saturating_sub(1);
         let is_first = logged.add(SystemClock.monotonic(), WINDOW) == 1;
         drop(logged);
         if is_first {
-            tracing::warn!(process, user, reason, unsaid, "a connection is refused");
+            tracing::warn!(process, user, reason, suppressed, "refused a connection");
         }
     }
 
-    /// A connection was accepted. How long to wait before the next one, if too many were of late.
+    /// Counts an accepted connection. Returns how long to wait before the next one, if the limit of
+    /// the window is exceeded.
     pub(super) fn pause_after_accept(&self) -> Option<Duration> {
         let now = SystemClock.monotonic();
         let mut accepted = lock(&self.accepted);
@@ -90,22 +93,22 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_user_whose_hellos_are_refused_is_told_from_others() {
+    fn refused_hellos_are_limited_for_each_user() {
         let refusals = Refusals::default();
         for _ in 0..REFUSED_MAX {
-            refusals.note(5);
+            refusals.record(5);
         }
-        assert!(refusals.are_too_many_of(5) && !refusals.are_too_many_of(6));
+        assert!(refusals.limit_reached(5) && !refusals.limit_reached(6));
         for user in 0..2 * u32::try_from(USERS_MAX).expect("it is small") {
-            refusals.note(10_000 + user);
+            refusals.record(10_000 + user);
         }
         assert!(lock(&refusals.of_user).len() <= USERS_MAX);
     }
 
     #[test]
-    fn many_connections_at_once_are_slowed_down() {
+    fn a_flood_of_connections_is_accepted_with_pauses() {
         let refusals = Refusals::default();
         let pauses = (0..10 * ACCEPTED_MAX).filter_map(|_| refusals.pause_after_accept());
-        assert!(pauses.count() > 0, "no pause however many come");
+        assert!(pauses.count() > 0, "no pause after ten times the limit");
     }
 }

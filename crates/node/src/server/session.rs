@@ -1,4 +1,4 @@
-//! A session: one client, in all its connections, and what it holds.
+//! A session: one client with all its connections, holds and pins.
 
 use std::cell::Cell;
 use std::collections::HashMap;
@@ -16,25 +16,25 @@ use cascade_store::{CallOptions, FlushMark, Process, StoreError};
 use cascade_wire::{Access, HoldRange, SealedBlock, SessionId};
 use nix::sys::socket::{getsockopt, sockopt};
 
-use super::accounts::{Account, bytes_limit};
-use super::holds::{Granted, Held, Holds, Note, counted};
+use super::accounts::{Account, bytes_limit_error};
+use super::holds::{ClientHold, HeldMemory, Holds, LedgerGuard, counted_bytes};
 use super::mapped;
 use crate::tenants::Tenant;
 
-/// Who is at the other end of a Unix socket, as the kernel says.
+/// The credentials that the kernel reports for the other end of a Unix socket.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Peer {
-    /// Its process; 0 when it lives in another process namespace.
+    /// The process id; 0 for a process of another process namespace.
     pub(crate) process: i32,
-    /// Its user.
+    /// The user id.
     pub(crate) user: u32,
-    /// Its primary group.
+    /// The id of the primary group.
     pub(crate) group: u32,
 }
 
 impl Peer {
     pub(super) fn of(stream: &UnixStream) -> io::Result<Self> {
-        // Not rustix's: it cannot tell a process of another namespace, whose number here is 0.
+        // Not rustix's: it cannot represent process id 0.
         let credentials = getsockopt(stream, sockopt::PeerCredentials)?;
         let (process, user, group) = (credentials.pid(), credentials.uid(), credentials.gid());
         Ok(Self { process, user, group })
@@ -42,79 +42,79 @@ impl Peer {
 }
 
 /// One client.
-pub(crate) struct Session {
+pub(crate) struct ClientSession {
     pub(crate) id: SessionId,
     pub(crate) tenant: Arc<Tenant>,
     pub(crate) peer: Peer,
     pub(crate) name: String,
     pub(crate) access: Access,
-    /// Most bytes that its process may hold at a time, in all of its sessions.
+    /// Maximum bytes that its process may hold in all its sessions.
     pub(crate) hold_bytes_max: u64,
-    /// What its process has, in all of its sessions.
+    /// The resources that its process uses in all its sessions.
     account: Arc<Account>,
-    /// Readable once the process is gone, however many children inherited its sockets.
+    /// The pidfd of its process: readable once the process has exited, even if children inherited
+    /// its sockets.
     pub(super) process: Option<OwnedFd>,
-    /// The same as a ledger names it; unknown for one of another process namespace.
+    /// The process as identified in the ledger; none for another process namespace.
     holder: Option<Process>,
     started: Duration,
-    /// Milliseconds since `started` of its last call.
+    /// The time of its last call, in milliseconds since `started`.
     last_call_ms: AtomicU64,
     connections: AtomicUsize,
-    /// Its process's end is seen: it may have holds without a connection.
+    /// The pidfd is watched, so the session can outlive its connections.
     is_watched: AtomicBool,
     holds: Mutex<Holds>,
-    /// How often it pinned each block. A pin of a client ends with it: nobody else would know that
-    /// it is to be taken back.
-    pins: Mutex<HashMap<BlockKey, Pinned>>,
-    /// What its flushes told it of.
-    told: Mutex<FlushMark>,
+    /// The pins of this client. They end with the session, as no other client would remove them.
+    pins: Mutex<HashMap<BlockKey, PinnedBlock>>,
+    /// The failures that its flushes have reported.
+    flush_mark: Mutex<FlushMark>,
 }
 
 /// A block that a client pinned.
 #[derive(Debug, Clone, Copy)]
-struct Pinned {
-    /// How often.
+struct PinnedBlock {
+    /// The number of its pins.
     count: u16,
-    /// Its length.
+    /// The length of the block.
     bytes: u32,
 }
 
-impl fmt::Debug for Session {
+impl fmt::Debug for ClientSession {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Session({:?} of {:?})", self.name, self.tenant.name())
+        write!(f, "ClientSession({:?} of {:?})", self.name, self.tenant.name())
     }
 }
 
-/// What a status says of a client.
+/// The state of one client at one moment.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SessionFacts {
-    /// What it calls itself.
+    /// The name in its hello.
     pub name: String,
-    /// Which tenant it is.
+    /// The name of its tenant.
     pub tenant: String,
-    /// Its process.
+    /// Its process id; 0 for a process of another process namespace.
     pub process: i32,
-    /// Its user.
+    /// Its user id.
     pub user: u32,
-    /// Its connections.
+    /// Number of open connections.
     pub connections: usize,
-    /// Blocks that it reads.
+    /// Number of leases.
     pub leases: usize,
-    /// Slabs that it writes.
+    /// Number of slabs that it has reserved and not sealed.
     pub reservations: usize,
-    /// Bytes of the blocks that it reads.
+    /// Bytes of the leased blocks.
     pub leased_bytes: u64,
-    /// Bytes of the slabs that it writes.
+    /// Bytes of the reserved slabs.
     pub reserved_bytes: u64,
-    /// Age of the oldest block that it reads.
+    /// Age of the oldest lease.
     pub oldest_lease: Option<Duration>,
-    /// How long it has been here.
+    /// Time since the session was opened.
     pub age: Duration,
-    /// How long it has said nothing.
+    /// Time since the last call.
     pub silent: Duration,
 }
 
-impl Session {
+impl ClientSession {
     pub(super) fn new(
         id: SessionId,
         tenant: Arc<Tenant>,
@@ -125,7 +125,7 @@ impl Session {
     ) -> Self {
         let ((name, access), (process, holder)) = (hello, process);
         let (account, hold_bytes_max) = share;
-        let told = tenant.store().flush_mark();
+        let flush_mark = tenant.store().flush_mark();
         Self {
             id,
             tenant,
@@ -142,7 +142,7 @@ impl Session {
             is_watched: AtomicBool::new(false),
             holds: Mutex::default(),
             pins: Mutex::default(),
-            told: Mutex::new(told),
+            flush_mark: Mutex::new(flush_mark),
         }
     }
 
@@ -151,14 +151,16 @@ impl Session {
         self.holds.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Flushes its tenant's store. It is told of what was not written since its own last flush,
-    /// whoever else flushes.
+    /// Flushes the tenant's store. Reports every block that could not be written since this
+    /// client's previous flush, even if a flush of another client reported it already.
     pub(super) fn flush(&self, options: CallOptions) -> Result<(), StoreError> {
-        let known = || self.told.lock().unwrap_or_else(PoisonError::into_inner);
-        let mut told = *known();
-        let flushed = self.tenant.store().flush_since(&mut told, options);
-        let mut known = known();
-        *known = known.max(told);
+        let lock_mark = || self.flush_mark.lock().unwrap_or_else(PoisonError::into_inner);
+        // The lock is not held while the flush waits. A concurrent flush of this client may move
+        // the mark further, so the later of the two stays.
+        let mut mark = *lock_mark();
+        let flushed = self.tenant.store().flush_since(&mut mark, options);
+        let mut current = lock_mark();
+        *current = current.max(mark);
         flushed
     }
 
@@ -166,108 +168,122 @@ impl Session {
         SystemClock.monotonic().saturating_sub(self.started)
     }
 
-    pub(super) fn note_call(&self, now: Duration) {
+    pub(super) fn record_call(&self, now: Duration) {
         let since = now.saturating_sub(self.started);
         let now = u64::try_from(since.as_millis()).unwrap_or(u64::MAX);
-        // Relaxed: read for the status alone.
+        // Relaxed: only the status reads it.
         self.last_call_ms.store(now, Ordering::Relaxed);
     }
 
-    /// Bytes that its process may still take.
-    pub(super) fn bytes_left(&self) -> u64 {
-        self.account.bytes_left(self.hold_bytes_max)
+    /// The bytes that its process may still hold.
+    pub(super) fn available_bytes(&self) -> u64 {
+        self.account.available_bytes(self.hold_bytes_max)
     }
 
-    /// What it is told when its process has all that it may have.
-    pub(super) fn bytes_limit(&self) -> StoreError {
-        bytes_limit(self.hold_bytes_max)
+    /// The error when its process has reached the limit of held bytes.
+    pub(super) fn bytes_limit_error(&self) -> StoreError {
+        bytes_limit_error(self.hold_bytes_max)
     }
 
-    /// Whose calls count together.
+    /// The account of its process.
     pub(super) fn account(&self) -> &Arc<Account> {
         &self.account
     }
 
-    /// A call that may grant these numbers, unless one is in use, they are too many, or the client
-    /// is gone. The call is over when the value is dropped.
-    pub(super) fn expect(&self, first: u64, count: usize) -> Result<Granting<'_>, StoreError> {
-        let pieces = count as u64;
+    /// Begins a call that may grant holds; it lasts until the returned value is dropped.
+    ///
+    /// # Errors
+    /// A number is in use, the process reached its limit of holds, or the session is closed.
+    pub(super) fn begin_grants(
+        &self,
+        first: u64,
+        count: usize,
+    ) -> Result<PendingGrants<'_>, StoreError> {
+        let hold_count = count as u64;
         let count = u32::try_from(count).expect("messages keep to their limits");
         let range = HoldRange { first, count };
-        self.account.take_pieces(pieces)?;
-        if let Err(error) = self.holds().expect(range) {
-            self.account.give_pieces_back(pieces);
+        self.account.reserve_holds(hold_count)?;
+        if let Err(error) = self.holds().begin_grants(range) {
+            self.account.release_holds(hold_count);
             return Err(error);
         }
-        Ok(Granting { session: self, range, granted: Cell::new(0) })
+        Ok(PendingGrants { session: self, range, granted: Cell::new(0) })
     }
 
     pub(super) fn release(&self, ranges: &[HoldRange]) {
         for range in ranges {
             let released = self.holds().release(*range);
-            self.no_longer_holds(&released);
-            Granted::give_back(released);
+            self.uncharge(&released);
+            ClientHold::release_all(released);
         }
     }
 
-    fn no_longer_holds(&self, pieces: &[Granted]) {
-        if !pieces.is_empty() {
-            self.account.give_bytes_back(pieces.iter().map(Granted::bytes).sum());
-            self.account.give_pieces_back(pieces.len() as u64);
+    /// Removes released holds from the account.
+    fn uncharge(&self, holds: &[ClientHold]) {
+        if !holds.is_empty() {
+            self.account.release_bytes(holds.iter().map(ClientHold::bytes).sum());
+            self.account.release_holds(holds.len() as u64);
         }
     }
 
-    /// Takes slabs that the client has written; nothing for a number that is none of its slabs.
+    /// Takes the slabs that the client has written; none for a number that is not a slab of it.
     pub(super) fn take_slabs(
         &self,
         blocks: &[SealedBlock],
-    ) -> Vec<Option<(SlabMut, Option<Note>)>> {
+    ) -> Vec<Option<(SlabMut, Option<LedgerGuard>)>> {
         let mut holds = self.holds();
         let slabs: Vec<_> = blocks.iter().map(|block| holds.take_slab(block.hold)).collect();
         drop(holds);
-        let taken = || slabs.iter().flatten().map(|(slab, _)| counted(slab.len()));
-        self.account.give_bytes_back(taken().sum());
-        self.account.give_pieces_back(taken().count() as u64);
+        let taken = || slabs.iter().flatten().map(|(slab, _)| counted_bytes(slab.len()));
+        self.account.release_bytes(taken().sum());
+        self.account.release_holds(taken().count() as u64);
         slabs
     }
 
-    /// The right to register a namespace: one that its tenant knows is free.
-    pub(super) fn may_register(&self, namespace: &Namespace) -> Result<(), StoreError> {
+    /// Reserves a namespace for registration. One that the tenant already has costs nothing.
+    pub(super) fn reserve_namespace(&self, namespace: &Namespace) -> Result<(), StoreError> {
         if self.tenant.store().knows_namespace(&namespace.id()) {
             return Ok(());
         }
         let bytes = namespace.manifest().fields().map(|(name, value)| name.len() + value.len());
-        self.account.take_namespace(bytes.sum::<usize>() as u64)
+        self.account.reserve_namespace(bytes.sum::<usize>() as u64)
     }
 
-    /// The process holds nothing any more that an earlier run of the node gave it.
-    pub(super) fn forget_earlier(&self, epoch: u64) {
+    /// Releases the memory that an earlier run of the node granted to the process.
+    pub(super) fn release_earlier_holds(&self, epoch: u64) {
         if let Some(Process { pid, .. }) = self.holder {
-            let pieces = self.tenant.store().release_process(pid);
-            tracing::debug!(pid, epoch, pieces, "a client let go of an earlier run's memory");
+            let holds = self.tenant.store().release_process(pid);
+            tracing::debug!(pid, epoch, holds, "a client released holds of an earlier run");
         }
     }
 
-    /// Notes in the ledger what is about to be granted; no notes where the pool has no name. An
-    /// error if these are more than its process's share of the ledger.
-    fn note(&self, all: &[(usize, Held)]) -> Result<Vec<Note>, StoreError> {
+    /// Records holds in the ledger before they are granted. Without a pool file there is no ledger.
+    ///
+    /// # Errors
+    /// The process exceeds its share of the ledger.
+    fn record_in_ledger(
+        &self,
+        all: &[(usize, HeldMemory)],
+    ) -> Result<Vec<LedgerGuard>, StoreError> {
         let store = self.tenant.store();
         let Some(holder) = self.holder.filter(|_| store.config().pool_file.is_some()) else {
             return Ok(Vec::new());
         };
-        let pieces: Vec<_> = all.iter().map(|(_, held)| held.piece()).collect();
+        let pieces: Vec<_> = all.iter().map(|(_, memory)| memory.piece()).collect();
         let mut ids = Vec::with_capacity(pieces.len());
         store.note_held(&pieces, holder, &mut ids)?;
-        Ok(ids.into_iter().map(|id| Note::new(Arc::clone(&self.tenant), id)).collect())
+        Ok(ids.into_iter().map(|id| LedgerGuard::new(Arc::clone(&self.tenant), id)).collect())
     }
 
-    /// Pins blocks for this client. True for those that are here, if its share has room for them:
-    /// a pinned block stays in DRAM as one that is read does.
+    /// Pins blocks for this client. True for each block that is present and fits the client's
+    /// share: a pinned block occupies DRAM like a leased one.
     pub(super) fn pin(&self, keys: &[BlockKey]) -> Vec<bool> {
+        // The pins are locked before `is_closed` is read: `close` first closes the holds and then
+        // takes the pins, so no pin is added after it.
         let mut pins = self.pins();
-        let is_over = self.holds().is_over();
+        let is_closed = self.holds().is_closed();
         let mut pin_one = |key: &BlockKey| {
-            if is_over {
+            if is_closed {
                 return false;
             }
             if let Some(pinned) = pins.get_mut(key) {
@@ -276,27 +292,25 @@ impl Session {
                 pinned.count = if is_pinned { count } else { pinned.count };
                 return is_pinned;
             }
-            if !self.account.take_pin() {
+            if !self.account.try_reserve_pin() {
                 return false;
             }
-            let bytes_max = self.bytes_left();
-            let bytes = self.tenant.store().pin_within(key, bytes_max);
-            let taken = bytes.unwrap_or(0);
-            // Another session of the process may have taken the rest meanwhile.
-            if bytes.is_some() && self.account.take_bytes(u64::from(taken), self.hold_bytes_max) {
-                pins.insert(*key, Pinned { count: 1, bytes: taken });
-                return true;
-            }
-            if bytes.is_some() {
+            // The length is known only after pinning, so the bytes are reserved afterwards. Another
+            // session of the process may have used them meanwhile: then the pin is undone.
+            if let Some(bytes) = self.tenant.store().pin_within(key, self.available_bytes()) {
+                if self.account.try_reserve_bytes(u64::from(bytes), self.hold_bytes_max) {
+                    pins.insert(*key, PinnedBlock { count: 1, bytes });
+                    return true;
+                }
                 self.tenant.store().unpin(&[*key]);
             }
-            self.account.give_pins_back(1, 0);
+            self.account.release_pins(1, 0);
             false
         };
         keys.iter().map(&mut pin_one).collect()
     }
 
-    /// Takes back one of this client's pins of each block. True for those that had one.
+    /// Removes one of this client's pins of each block. True for each block that had one.
     pub(super) fn unpin(&self, keys: &[BlockKey]) -> Vec<bool> {
         let mut pins = self.pins();
         let mut unpin_one = |key: &BlockKey| {
@@ -305,72 +319,73 @@ impl Session {
             if pinned.count == 0 {
                 let bytes = u64::from(pinned.bytes);
                 pins.remove(key);
-                self.account.give_pins_back(1, bytes);
+                self.account.release_pins(1, bytes);
             }
             self.tenant.store().unpin(&[*key])[0]
         };
         keys.iter().map(&mut unpin_one).collect()
     }
 
-    /// The blocks are about to be deleted, and their pins with them: a block put again under one
-    /// of these names has none of this client's. All blocks without a list.
-    fn forget_pins(&self, keys: Option<&[BlockKey]>) {
+    /// Removes the records of pins of these blocks (of all blocks without a list). Called before
+    /// the blocks are deleted, which ends their pins in the store: a block that is put again with
+    /// the same key is not pinned.
+    fn drop_pins(&self, keys: Option<&[BlockKey]>) {
         let mut pins = self.pins();
-        let forgotten: Vec<Pinned> = match keys {
+        let dropped: Vec<PinnedBlock> = match keys {
             Some(keys) => keys.iter().filter_map(|key| pins.remove(key)).collect(),
             None => pins.drain().map(|(_, pinned)| pinned).collect(),
         };
-        let bytes = forgotten.iter().map(|pinned| u64::from(pinned.bytes)).sum();
-        self.account.give_pins_back(forgotten.len() as u64, bytes);
+        let bytes = dropped.iter().map(|pinned| u64::from(pinned.bytes)).sum();
+        self.account.release_pins(dropped.len() as u64, bytes);
     }
 
-    fn pins(&self) -> MutexGuard<'_, HashMap<BlockKey, Pinned>> {
-        // Each pin and its count change together, in steps that do not panic.
+    fn pins(&self) -> MutexGuard<'_, HashMap<BlockKey, PinnedBlock>> {
+        // A pin and its count change together, in steps that do not panic.
         self.pins.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The client is gone: what it held goes back to the pool, and its pins are taken back. Whether
-    /// it held anything.
-    pub(super) fn end(&self) -> bool {
-        let held = self.holds().end();
-        let had_some = !held.is_empty();
-        self.no_longer_holds(&held);
-        Granted::give_back(held);
+    /// Closes the session of a client that is gone: returns its holds to the pool and removes its
+    /// pins. True if it held anything.
+    pub(super) fn close(&self) -> bool {
+        let held = self.holds().close();
+        let had_holds = !held.is_empty();
+        self.uncharge(&held);
+        ClientHold::release_all(held);
         for (key, pinned) in std::mem::take(&mut *self.pins()) {
             for _ in 0..pinned.count {
                 self.tenant.store().unpin(&[key]);
             }
-            self.account.give_pins_back(1, u64::from(pinned.bytes));
+            self.account.release_pins(1, u64::from(pinned.bytes));
         }
-        had_some
+        had_holds
     }
 
-    /// Its process's end will be seen.
-    pub(super) fn note_watched(&self) {
+    /// The node watches the pidfd, so it will notice the exit of the process.
+    pub(super) fn set_watched(&self) {
         self.is_watched.store(true, Ordering::Release);
     }
 
-    /// Whether it goes on without a connection: its process lives, and may touch what it holds
-    /// through its mapping of the pool.
+    /// Whether the session stays open without a connection: its process runs, holds memory and may
+    /// access it through its mapping of the pool. The memory must not be reused then.
     fn outlives_connections(&self) -> bool {
-        let may_touch =
-            || mapped::may_touch(self.peer.process, self.tenant.store().region().file());
-        self.is_watched.load(Ordering::Acquire) && self.holds().bytes() > 0 && may_touch()
+        let may_access =
+            || mapped::may_access(self.peer.process, self.tenant.store().region().file());
+        self.is_watched.load(Ordering::Acquire) && self.holds().bytes() > 0 && may_access()
     }
 
-    /// Whether it is no worker but somebody who looks after the node.
+    /// Whether the client connected to administer the node.
     pub(crate) fn is_administrator(&self) -> bool {
         self.access == Access::Administer
     }
 
-    /// The node stops: what the client holds stays where it is, for as long as this process lives.
-    pub(super) fn keep_held(&self) {
-        self.holds().keep();
+    /// Keeps the client's holds when the node stops, so that the client can read on.
+    pub(super) fn retain_holds(&self) {
+        self.holds().retain();
     }
 
-    pub(crate) fn facts(&self) -> SessionFacts {
+    pub(crate) fn snapshot(&self) -> SessionFacts {
         let holds = self.holds();
-        let sums = holds.sums();
+        let totals = holds.totals();
         let now = SystemClock.monotonic();
         let age = self.age();
         let last = Duration::from_millis(self.last_call_ms.load(Ordering::Relaxed));
@@ -380,110 +395,114 @@ impl Session {
             process: self.peer.process,
             user: self.peer.user,
             connections: self.connections.load(Ordering::Relaxed),
-            leases: sums.leases,
-            reservations: sums.reservations,
-            leased_bytes: sums.leased_bytes,
-            reserved_bytes: sums.reserved_bytes,
-            oldest_lease: sums.oldest_lease.map(|granted| now.saturating_sub(granted)),
+            leases: totals.leases,
+            reservations: totals.reservations,
+            leased_bytes: totals.leased_bytes,
+            reserved_bytes: totals.reserved_bytes,
+            oldest_lease: totals.oldest_lease.map(|granted| now.saturating_sub(granted)),
             age,
             silent: age.saturating_sub(last),
         }
     }
 }
 
-/// A call under way that grants holds.
-pub(super) struct Granting<'a> {
-    session: &'a Session,
+/// A call in flight that may grant holds.
+pub(super) struct PendingGrants<'a> {
+    session: &'a ClientSession,
     range: HoldRange,
-    /// How many it has granted.
+    /// The number of holds granted so far.
     granted: Cell<u64>,
 }
 
-impl Granting<'_> {
-    /// Grants holds by their place in the call. Those that nobody waits for any more go back, and
-    /// so do those returned with the reason: all if they are more than the process's share of the
-    /// ledger, else those beyond its share of the pool, which another of its calls may have used
-    /// meanwhile.
-    pub(super) fn grant(&self, all: Vec<(usize, Held)>) -> Vec<(usize, StoreError)> {
+impl PendingGrants<'_> {
+    /// Grants holds by their index in the call. Releases those that the client released early.
+    ///
+    /// Returns the refused ones with their errors: all, if the process exceeds its share of the
+    /// ledger; otherwise those beyond its share of the pool, which a concurrent call of the process
+    /// may have used up.
+    pub(super) fn grant(&self, all: Vec<(usize, HeldMemory)>) -> Vec<(usize, StoreError)> {
         let session = self.session;
-        let notes = match session.note(&all) {
-            Ok(notes) => notes,
+        // The ledger first: memory that a client can access is always recorded.
+        let guards = match session.record_in_ledger(&all) {
+            Ok(guards) => guards,
             Err(error) => return all.iter().map(|(at, _)| (*at, error.clone())).collect(),
         };
-        let mut notes = notes.into_iter();
-        let mut unwanted = Vec::new();
+        let mut guards = guards.into_iter();
+        let mut unused = Vec::new();
         let mut refused = Vec::new();
         let now = SystemClock.monotonic();
         let mut granted_count = 0;
         let mut holds = session.holds();
-        for (index, held) in all {
-            let bytes = held.bytes();
-            let granted = Granted::new(held, notes.next(), now);
-            if !session.account.take_bytes(bytes, session.hold_bytes_max) {
-                refused.push((index, session.bytes_limit()));
-                unwanted.push(granted);
-            } else if let Some(back) = holds.grant(self.range.first + index as u64, granted) {
-                session.account.give_bytes_back(bytes);
-                unwanted.push(back);
+        for (index, memory) in all {
+            let bytes = memory.bytes();
+            let hold = ClientHold::new(memory, guards.next(), now);
+            if !session.account.try_reserve_bytes(bytes, session.hold_bytes_max) {
+                refused.push((index, session.bytes_limit_error()));
+                unused.push(hold);
+            } else if let Some(hold) = holds.grant(self.range.first + index as u64, hold) {
+                session.account.release_bytes(bytes);
+                unused.push(hold);
             } else {
                 granted_count += 1;
             }
         }
+        // Returning memory takes the locks of the ledger and the pool: not under the lock of holds.
         drop(holds);
         self.granted.set(self.granted.get() + granted_count);
-        Granted::give_back(unwanted);
+        ClientHold::release_all(unused);
         refused
     }
 }
 
-impl Drop for Granting<'_> {
+impl Drop for PendingGrants<'_> {
     fn drop(&mut self) {
-        self.session.holds().expected(self.range);
-        let rest = u64::from(self.range.count) - self.granted.get();
-        self.session.account.give_pieces_back(rest);
+        self.session.holds().finish_grants(self.range);
+        // A granted hold leaves the account when it is released; the others leave it now.
+        let not_granted = u64::from(self.range.count) - self.granted.get();
+        self.session.account.release_holds(not_granted);
     }
 }
 
 /// The sessions of a node.
 #[derive(Debug, Default)]
-pub(crate) struct Sessions {
-    all: Mutex<HashMap<SessionId, Arc<Session>>>,
-    /// Those that ended while they held something.
+pub(crate) struct ClientSessions {
+    all: Mutex<HashMap<SessionId, Arc<ClientSession>>>,
+    /// Number of sessions that were closed with holds.
     reaped: AtomicU64,
-    /// Those that have no connection and may still touch what they hold.
+    /// Not zero if there may be sessions without a connection whose process can access its holds.
     unconnected: AtomicUsize,
-    /// When it was looked whether these still may, in milliseconds of the monotonic clock.
-    looked_ms: AtomicU64,
+    /// When these were last checked, in milliseconds of the monotonic clock.
+    last_check_ms: AtomicU64,
 }
 
-impl Sessions {
-    fn lock(&self) -> MutexGuard<'_, HashMap<SessionId, Arc<Session>>> {
+impl ClientSessions {
+    fn lock(&self) -> MutexGuard<'_, HashMap<SessionId, Arc<ClientSession>>> {
         self.all.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub(super) fn add(&self, session: &Arc<Session>) {
+    pub(super) fn add(&self, session: &Arc<ClientSession>) {
         self.lock().insert(session.id, Arc::clone(session));
     }
 
-    /// The session that a further connection of the same process may join.
-    pub(super) fn find(&self, id: &SessionId, peer: Peer) -> Option<Arc<Session>> {
+    /// Adds a further connection of the same process to a session.
+    pub(super) fn join(&self, id: &SessionId, peer: Peer) -> Option<Arc<ClientSession>> {
         let all = self.lock();
-        let found = all.get(id).filter(|session| session.peer == peer)?;
-        // Under the lock, as the last connection's end.
-        found.connections.fetch_add(1, Ordering::AcqRel);
-        Some(Arc::clone(found))
+        let session = all.get(id).filter(|session| session.peer == peer)?;
+        // Under the lock, like the decrement in `leave`: a session is not joined while it closes.
+        session.connections.fetch_add(1, Ordering::AcqRel);
+        Some(Arc::clone(session))
     }
 
-    /// A connection closed. The session ends with its last one, unless its process lives on, holds
-    /// something, and has the pool mapped: that is not given to others under it. True if it ended.
-    pub(super) fn leave(&self, session: &Session) -> bool {
+    /// Removes a connection from a session. With its last connection the session is closed, unless
+    /// its process can still access its holds. True if it was closed.
+    pub(super) fn leave(&self, session: &ClientSession) -> bool {
         let all = self.lock();
         let is_last = session.connections.fetch_sub(1, Ordering::AcqRel) == 1;
         if !is_last {
             return false;
         }
         if session.outlives_connections() {
-            // Relaxed: whether to look at all.
+            // Relaxed: only a hint whether `close_unmapped` has anything to check.
             self.unconnected.store(1, Ordering::Relaxed);
             return false;
         }
@@ -491,20 +510,21 @@ impl Sessions {
         true
     }
 
-    /// Ends sessions without a connection whose processes have unmapped the pool since. Looks ten
-    /// times a second at most.
-    pub(super) fn end_unmapped(&self) {
+    /// Closes the sessions without a connection whose processes no longer map the pool. Checks at
+    /// most ten times a second, because it reads `/proc/PID/maps` of each.
+    pub(super) fn close_unmapped(&self) {
         if self.unconnected.load(Ordering::Relaxed) == 0 {
             return;
         }
         let now = u64::try_from(SystemClock.monotonic().as_millis()).unwrap_or(u64::MAX);
-        let before = self.looked_ms.load(Ordering::Relaxed);
+        let before = self.last_check_ms.load(Ordering::Relaxed);
         if now.saturating_sub(before) < 100 {
             return;
         }
-        self.looked_ms.store(now, Ordering::Relaxed);
+        self.last_check_ms.store(now, Ordering::Relaxed);
         self.unconnected.store(0, Ordering::Relaxed);
         for session in self.all() {
+            // The lock keeps new connections from joining between the check and the removal.
             let all = self.lock();
             if session.connections.load(Ordering::Acquire) > 0 {
                 continue;
@@ -517,38 +537,40 @@ impl Sessions {
         }
     }
 
-    pub(super) fn remove(&self, session: &Session) {
+    pub(super) fn remove(&self, session: &ClientSession) {
         self.remove_from(self.lock(), session);
     }
 
     fn remove_from(
         &self,
-        mut all: MutexGuard<'_, HashMap<SessionId, Arc<Session>>>,
-        session: &Session,
+        mut all: MutexGuard<'_, HashMap<SessionId, Arc<ClientSession>>>,
+        session: &ClientSession,
     ) {
         all.remove(&session.id);
         drop(all);
-        if session.end() {
+        if session.close() {
             self.reaped.fetch_add(1, Ordering::Relaxed);
         }
     }
 
-    /// The blocks are about to be deleted; the clients' pins of them go with them. A block that
-    /// expires keeps them on its clients' lists, which take back a later pin for it then.
-    pub(crate) fn forget_pins(&self, tenant: &Tenant, keys: Option<&[BlockKey]>) {
-        let of_tenant = |session: &&Arc<Session>| session.tenant.name() == tenant.name();
+    /// Removes the clients' records of pins of these blocks, before the blocks are deleted.
+    ///
+    /// A block that expires is not covered: its record stays, and a later unpin or the end of the
+    /// session removes a pin of whatever block has the key then.
+    pub(crate) fn drop_pins(&self, tenant: &Tenant, keys: Option<&[BlockKey]>) {
+        let of_tenant = |session: &&Arc<ClientSession>| session.tenant.name() == tenant.name();
         for session in self.all().iter().filter(of_tenant) {
-            session.forget_pins(keys);
+            session.drop_pins(keys);
         }
     }
 
-    /// How many sessions ended while they held something.
+    /// The number of sessions that were closed with holds.
     pub(crate) fn reaped(&self) -> u64 {
         self.reaped.load(Ordering::Relaxed)
     }
 
-    /// All that are connected or hold something.
-    pub(crate) fn all(&self) -> Vec<Arc<Session>> {
+    /// All sessions that have a connection or holds.
+    pub(crate) fn all(&self) -> Vec<Arc<ClientSession>> {
         self.lock().values().map(Arc::clone).collect()
     }
 }

@@ -1,4 +1,4 @@
-//! Tokens: read from files, kept as tags, compared in the same time right or wrong.
+//! Tokens: read from files, stored as keyed tags, compared in constant time.
 
 use std::fmt;
 use std::path::Path;
@@ -7,12 +7,12 @@ use cascade_store::{Readers, SecretError, read_secret};
 use ring::hmac;
 use ring::rand::SystemRandom;
 
-/// A token shorter than this could be guessed.
+/// Minimum length of a token: a shorter one could be guessed.
 pub(super) const TOKEN_BYTES_MIN: usize = 16;
-/// Longest file with a token.
+/// Maximum length of a token file.
 const FILE_BYTES_MAX: u64 = 4096;
 
-/// A token as it stands in its file, without the line's end.
+/// A token as in its file, without trailing white space.
 pub(super) struct Token(Vec<u8>);
 
 impl Token {
@@ -23,7 +23,7 @@ impl Token {
             return Err(SecretError::Content {
                 path: path.to_owned(),
                 reason: format!(
-                    "a token of {} bytes; the least is {TOKEN_BYTES_MIN}: make one with \
+                    "the token has {} bytes, the minimum is {TOKEN_BYTES_MIN}; create one with \
                      `openssl rand -hex 32`",
                     bytes.len()
                 ),
@@ -37,7 +37,8 @@ impl Token {
     }
 }
 
-/// Whose token is which. Holds tags under a key of this run, never a token.
+/// The tokens of all tenants, as HMAC tags under a random key of this run. The tokens themselves
+/// are not kept in memory.
 pub(super) struct Tokens {
     key: Option<hmac::Key>,
     tags: Vec<(hmac::Tag, usize)>,
@@ -45,7 +46,7 @@ pub(super) struct Tokens {
 
 impl Tokens {
     pub(super) fn new() -> Self {
-        // Without random bytes no token is taken, and the first one that is added says so.
+        // Without random bytes there is no key, and `add` panics for the first token.
         Self {
             key: hmac::Key::generate(hmac::HMAC_SHA256, &SystemRandom::new()).ok(),
             tags: vec![],
@@ -57,12 +58,12 @@ impl Tokens {
     }
 
     pub(super) fn add(&mut self, token: &Token, place: usize) {
-        let key =
-            self.key.as_ref().expect("the kernel gives random bytes to a process that starts");
+        let key = self.key.as_ref().expect("the kernel provides random bytes");
         self.tags.push((hmac::sign(key, token.bytes()), place));
     }
 
-    /// Whose token this is. Looks at every one, so that the time tells nothing.
+    /// The place of the tenant with this token. Compares with every tag, so that the duration does
+    /// not depend on which one matches.
     pub(super) fn find(&self, token: &[u8]) -> Option<usize> {
         let key = self.key.as_ref()?;
         let mut found = None;

@@ -1,60 +1,60 @@
-//! The receipt of a forgotten tenant: what was removed, what was zeroed, and what resisted.
+//! The receipt of a `forget` command: what was removed, what was zeroed, what remains and why.
 
 use cascade_block::{Clock as _, SystemClock};
 use cascade_store::{Erased, Left, TierErased};
 use serde::{Deserialize, Serialize};
 
-/// What forgetting a tenant did.
+/// The result of forgetting a tenant.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Receipt {
-    /// Whose blocks they were.
+    /// The tenant.
     pub tenant: String,
-    /// Whether nothing is left.
+    /// Whether nothing remains.
     pub is_complete: bool,
-    /// When it began, in milliseconds since 1970.
+    /// Start time in milliseconds since 1970.
     pub began_unix_ms: u64,
-    /// When it ended.
+    /// End time in milliseconds since 1970.
     pub ended_unix_ms: u64,
-    /// What each tier had, fast to slow.
+    /// What was removed from each tier, fast to slow.
     pub tiers: Vec<TierReceipt>,
     /// The tenant's pool.
     pub memory: MemoryReceipt,
-    /// What is left, and why.
+    /// What remains, and why.
     pub left: Vec<Leftover>,
 }
 
-/// What one tier had and lost.
+/// What was removed from one tier.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TierReceipt {
     /// The tier.
     pub tier: String,
-    /// Blocks removed from it.
+    /// Removed blocks.
     pub blocks: u64,
-    /// Their bytes, equal contents counted once.
+    /// Their bytes; equal contents count once.
     pub bytes: u64,
     /// Files that were overwritten, synced and removed.
     pub files_removed: u64,
-    /// Bytes of them that were overwritten.
+    /// Overwritten bytes of these files.
     pub overwritten_bytes: u64,
 }
 
-/// What became of the tenant's memory.
+/// The state of the tenant's memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MemoryReceipt {
-    /// Bytes that hold zeroes now.
+    /// Zeroed bytes.
     pub zeroed_bytes: u64,
-    /// Bytes that clients still hold; zeroed when they come back.
+    /// Bytes that clients still hold; they are zeroed when released.
     pub held_bytes: u64,
-    /// Free bytes that there was no time to zero.
+    /// Free bytes that were not zeroed before the time-out.
     pub left_bytes: u64,
 }
 
-/// Something that resisted.
+/// Something that could not be erased.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Leftover {
-    /// What: a file, a tier, memory.
+    /// A file, a tier or memory.
     pub what: String,
-    /// Why, and what becomes of it.
+    /// Why it remains, and what happens to it.
     pub why: String,
 }
 

@@ -1,4 +1,4 @@
-//! Tenants against each other: identity, isolation, quotas, forgetting.
+//! Tests of tenants: identity, isolation, quotas, forgetting.
 
 use std::fs;
 use std::os::unix::fs::{FileExt as _, PermissionsExt as _};
@@ -78,7 +78,7 @@ fn fill(tenant: &Tenant, range: std::ops::Range<u64>) {
     tenant.store().flush(CallOptions::default()).unwrap();
 }
 
-/// How many are hits; checks every byte.
+/// The number of hits. Checks every byte.
 fn hits(tenant: &Tenant, range: std::ops::Range<u64>) -> usize {
     let hit = |key: &BlockKey| match tenant.store().view(&[*key], CallOptions::default()).remove(0)
     {
@@ -91,9 +91,8 @@ fn hits(tenant: &Tenant, range: std::ops::Range<u64>) -> usize {
     keys(range).iter().filter(|key| hit(key)).count()
 }
 
-fn holds(bytes: &[u8], mark: &[u8]) -> bool {
-    // Marks begin with a byte pair that is rare enough to look further.
-    bytes.windows(mark.len()).any(|window| window == mark)
+fn contains(bytes: &[u8], pattern: &[u8]) -> bool {
+    bytes.windows(pattern.len()).any(|window| window == pattern)
 }
 
 fn files_below(directory: &Path) -> Vec<PathBuf> {
@@ -101,34 +100,35 @@ fn files_below(directory: &Path) -> Vec<PathBuf> {
     entries.flat_map(|path| if path.is_dir() { files_below(&path) } else { vec![path] }).collect()
 }
 
-/// Where a search finds a mark: in the pool's mapping, as another process sees it, or in files.
-fn found(tenant: &Tenant, mark: &[u8]) -> Vec<String> {
+/// The places that contain a pattern: `memory` (the pool's file, read as another process would) and
+/// the paths of files.
+fn places_with(tenant: &Tenant, pattern: &[u8]) -> Vec<String> {
     let region = tenant.store().region();
     let mut memory = vec![0; region.bytes()];
     region.file().read_exact_at(&mut memory, 0).unwrap();
-    let in_memory = holds(&memory, mark).then(|| "memory".to_owned());
+    let in_memory = contains(&memory, pattern).then(|| "memory".to_owned());
     let directory = &tenant.store().config().files.as_ref().unwrap().directory;
-    let in_files =
-        files_below(directory).into_iter().filter(|path| holds(&fs::read(path).unwrap(), mark));
+    let has_pattern = |path: &PathBuf| contains(&fs::read(path).unwrap(), pattern);
+    let in_files = files_below(directory).into_iter().filter(has_pattern);
     in_memory.into_iter().chain(in_files.map(|path| path.display().to_string())).collect()
 }
 
-/// A pool with a name cannot be sealed: its descriptor in the hands of another user would end the
-/// node by SIGBUS, once truncated.
+/// A pool file with a name cannot be sealed: another user with its descriptor could truncate it and
+/// crash the node with SIGBUS.
 #[test]
-fn only_the_nodes_own_user_has_a_pool_that_can_be_truncated() {
+fn only_the_default_tenant_has_a_pool_that_can_be_truncated() {
     let directory = tempfile::tempdir().unwrap();
     let mut config = config(directory.path(), vec![tenant(directory.path(), "a", &[1001], None)]);
     config.pool_directory = Some(directory.path().to_owned());
     assert!(pool_file(&config, DEFAULT).is_some());
     let tenants = Tenants::open_for(&config, OWN).unwrap();
-    let foreign = tenants.named("a").unwrap().store();
+    let foreign = tenants.by_name("a").unwrap().store();
     assert_eq!(foreign.config().pool_file, None);
     foreign.region().file().set_len(0).expect_err("the pool is sealed");
 }
 
 #[test]
-fn a_peer_is_the_tenant_of_its_token_or_of_its_user() {
+fn a_peer_is_identified_by_its_token_or_by_its_user() {
     let directory = tempfile::tempdir().unwrap();
     let token = "0123456789abcdef-a";
     let config = config(
@@ -145,19 +145,19 @@ fn a_peer_is_the_tenant_of_its_token_or_of_its_user() {
     assert_eq!(name(OWN, None).unwrap(), DEFAULT);
     assert_eq!(name(1001, None).unwrap(), "a");
     assert_eq!(name(1003, None).unwrap(), "b");
-    assert_eq!(name(OWN, Some(token)).unwrap(), "a", "a token says otherwise");
+    assert_eq!(name(OWN, Some(token)).unwrap(), "a", "the token takes precedence");
     assert_eq!(name(4242, Some(token)).unwrap(), "a");
-    assert_eq!(name(1002, Some("0123456789abcdef-x")), Err(Refusal::Token), "never overlooked");
+    assert_eq!(name(1002, Some("0123456789abcdef-x")), Err(Refusal::Token), "never ignored");
     assert_eq!(name(OWN, Some("")), Err(Refusal::Token));
-    for stranger in [0, 4242] {
-        let refusal = name(stranger, None).unwrap_err().to_string();
-        assert!(refusal.contains(&format!("users = [{stranger}]")), "{refusal}");
+    for user in [0, 4242] {
+        let refusal = name(user, None).unwrap_err().to_string();
+        assert!(refusal.contains(&format!("users = [{user}]")), "{refusal}");
     }
 }
 
 /// `sudo cascade status` was refused by a node of another user.
 #[test]
-fn root_and_the_admin_group_administer_and_others_ask_for_themselves() {
+fn root_and_the_admin_group_administer_the_node_and_others_only_their_tenant() {
     let directory = tempfile::tempdir().unwrap();
     let token = "0123456789abcdef-a";
     let mut config =
@@ -166,22 +166,22 @@ fn root_and_the_admin_group_administer_and_others_ask_for_themselves() {
     let tenants = Tenants::open_for(&config, OWN).unwrap();
     let name = |user, group, token: Option<&str>| {
         let token = token.map(str::as_bytes);
-        let asks = tenants.identify_administrator(user, group, token);
-        asks.map(|tenant| tenant.name().to_owned())
+        let tenant = tenants.identify_administrator(user, group, token);
+        tenant.map(|tenant| tenant.name().to_owned())
     };
     for (user, group) in [(0, 0), (OWN, 100), (1005, 100), (4242, 700), (1001, 700)] {
         assert_eq!(name(user, group, None).unwrap(), DEFAULT, "user {user}, group {group}");
     }
     assert_eq!(name(1001, 100, None).unwrap(), "a");
-    assert_eq!(name(0, 0, Some(token)).unwrap(), "a", "a token says otherwise");
+    assert_eq!(name(0, 0, Some(token)).unwrap(), "a", "the token takes precedence");
     assert_eq!(name(0, 0, Some("0123456789abcdef-x")), Err(Refusal::Token));
     let refusal = name(4242, 100, None).unwrap_err().to_string();
     assert!(refusal.contains("4242") && refusal.contains("admin_group"), "{refusal}");
-    assert!(tenants.identify(0, None).is_err(), "root is no tenant: it reads no blocks");
+    assert!(tenants.identify(0, None).is_err(), "root belongs to no tenant: it reads no blocks");
 }
 
 #[test]
-fn what_leaves_a_doubt_who_is_who_is_refused() {
+fn ambiguous_tenants_are_refused() {
     let directory = tempfile::tempdir().unwrap();
     let at = directory.path();
     let refusal = |tenants| {
@@ -198,16 +198,16 @@ fn what_leaves_a_doubt_who_is_who_is_refused() {
     let text = two(tenant(at, "a", &[], Some(token)), tenant(at, "b", &[], Some(token)));
     assert!(text.contains("same token"), "{text}");
     let text = two(tenant(at, "a", &[7], None), tenant(at, "a", &[8], None));
-    assert!(text.contains("one name"), "{text}");
+    assert!(text.contains("same name"), "{text}");
     let text = refusal(vec![tenant(at, DEFAULT, &[8], None)]);
-    assert!(text.contains("one name"), "{text}");
+    assert!(text.contains("same name"), "{text}");
     let text = refusal(vec![tenant(at, "a", &[], None)]);
-    assert!(text.contains("nobody can be"), "{text}");
+    assert!(text.contains("no client can belong"), "{text}");
     let text = refusal(vec![tenant(at, "a", &[], Some("short"))]);
     assert!(text.contains("openssl rand") && !text.contains("short"), "{text}");
     let same = TenantConfig { store: store(at, DEFAULT), ..tenant(at, "a", &[7], None) };
     let text = refusal(vec![same]);
-    assert!(text.contains("both have the directory"), "{text}");
+    assert!(text.contains("both have the files directory"), "{text}");
     let exposed = tenant(at, "a", &[], Some(token));
     let path = exposed.token_file.clone().unwrap();
     fs::set_permissions(path, fs::Permissions::from_mode(0o644)).unwrap();
@@ -217,30 +217,30 @@ fn what_leaves_a_doubt_who_is_who_is_refused() {
 }
 
 #[test]
-fn equal_keys_of_two_tenants_are_two_blocks_and_a_burst_of_one_evicts_none_of_the_other() {
+fn tenants_share_no_blocks_and_a_burst_of_one_evicts_none_of_the_other() {
     let directory = tempfile::tempdir().unwrap();
     let at = directory.path();
     let config = config(at, vec![tenant(at, "a", &[1001], None), tenant(at, "b", &[1002], None)]);
     let tenants = Tenants::open_for(&config, OWN).unwrap();
-    let (a, b) = (tenants.named("a").unwrap(), tenants.named("b").unwrap());
+    let (a, b) = (tenants.by_name("a").unwrap(), tenants.by_name("b").unwrap());
     fill(b, 0..60);
     let before = b.store().locate(&keys(0..60));
     assert_eq!(a.store().contains(&keys(0..60)), [false; 60]);
     assert_eq!(hits(a, 0..60), 0);
-    // Far more than both of its tiers hold.
+    // Far more than the capacity of both tiers.
     fill(a, 0..800);
     assert!(a.store().stats().counters.evicted_blocks > 0);
     assert!(a.store().stats().counters.reclaimed_blocks > 0);
     assert_eq!(b.store().locate(&keys(0..60)), before);
     assert_eq!(hits(b, 0..60), 60);
     assert!(hits(a, 700..800) > 0);
-    let mark = &bytes_of("b", &keys(3..4)[0])[500..532];
-    assert!(!found(b, mark).is_empty(), "the search finds what is there");
-    assert_eq!(found(a, mark), [""; 0], "no byte of b is in what a can map or open");
+    let pattern = &bytes_of("b", &keys(3..4)[0])[500..532];
+    assert!(!places_with(b, pattern).is_empty(), "the search works");
+    assert_eq!(places_with(a, pattern), [""; 0], "a can map and open no byte of b");
 }
 
 #[test]
-fn after_forgetting_a_search_of_memory_and_files_finds_none_of_its_bytes() {
+fn a_forgotten_tenant_leaves_no_bytes_in_memory_or_files() {
     let directory = tempfile::tempdir().unwrap();
     let at = directory.path();
     let key = secret_file(at, "b.key", &"5a".repeat(32));
@@ -249,23 +249,24 @@ fn after_forgetting_a_search_of_memory_and_files_finds_none_of_its_bytes() {
     let config = config(at, vec![tenant(at, "a", &[1001], None), b]);
     let tenants = Tenants::open_for(&config, OWN).unwrap();
     for name in ["a", "b", DEFAULT] {
-        let (tenant, other) = (tenants.named(name).unwrap(), tenants.named("a").unwrap());
+        let (tenant, other) = (tenants.by_name(name).unwrap(), tenants.by_name("a").unwrap());
         fill(tenant, 0..100);
-        let marks: Vec<_> =
+        let patterns: Vec<_> =
             [1, 50, 98].map(|n| bytes_of(name, &keys(n..n + 1)[0])[64..96].to_vec()).into();
-        assert!(!marks.iter().all(|mark| found(tenant, mark).is_empty()), "{name}");
+        let is_absent = |pattern: &Vec<u8>| places_with(tenant, pattern).is_empty();
+        assert!(!patterns.iter().all(is_absent), "{name}");
         let receipt = tenant.forget(Duration::from_secs(30)).unwrap();
         assert!(receipt.is_complete, "{receipt:?}");
         assert_eq!((receipt.tenant.as_str(), receipt.tiers[1].blocks), (name, 100));
         assert_eq!(receipt.memory.zeroed_bytes, 8 * MIB);
-        for mark in &marks {
-            assert_eq!(found(tenant, mark), [""; 0], "{name}");
+        for pattern in &patterns {
+            assert_eq!(places_with(tenant, pattern), [""; 0], "{name}");
         }
         assert_eq!(hits(tenant, 0..100), 0);
         fill(tenant, 0..20);
-        assert_eq!(hits(tenant, 0..20), 20, "it can be used again");
+        assert_eq!(hits(tenant, 0..20), 20, "the tenant can be used again");
         if name != "a" {
-            assert_eq!(hits(other, 0..20), 20, "the others keep theirs");
+            assert_eq!(hits(other, 0..20), 20, "other tenants keep their blocks");
         }
         let text = serde_json::to_string(&receipt).unwrap();
         assert_eq!(serde_json::from_str::<Receipt>(&text).unwrap(), receipt);
@@ -273,26 +274,24 @@ fn after_forgetting_a_search_of_memory_and_files_finds_none_of_its_bytes() {
 }
 
 #[test]
-fn a_tenant_forgets_itself_and_the_nodes_own_user_any() {
+fn a_tenant_may_forget_itself_and_the_default_tenant_any() {
     let directory = tempfile::tempdir().unwrap();
     let at = directory.path();
-    let strangers = [4_000_000_001, 4_000_000_002];
-    let config = config(
-        at,
-        vec![tenant(at, "a", &strangers[..1], None), tenant(at, "b", &strangers[1..], None)],
-    );
+    let users = [4_000_000_001, 4_000_000_002];
+    let config =
+        config(at, vec![tenant(at, "a", &users[..1], None), tenant(at, "b", &users[1..], None)]);
     let node = crate::Node::open(config).unwrap();
-    let named = |name: &str| Arc::clone(node.tenants().named(name).unwrap());
-    let forget = |asks: &str, name: &str| {
+    let named = |name: &str| Arc::clone(node.tenants().by_name(name).unwrap());
+    let forget = |caller: &str, name: &str| {
         let arguments = format!("{{\"tenant\": {name:?}}}");
-        node.administer(&named(asks), "forget", &arguments, Duration::from_secs(30))
+        node.administer(&named(caller), "forget", &arguments, Duration::from_secs(30))
     };
     fill(&named("b"), 0..10);
     let refusal = forget("a", "b").unwrap_err();
     assert_eq!(refusal.replace("\"b\"", "\"x\""), forget("a", "x").unwrap_err());
     assert_eq!(hits(&named("b"), 0..10), 10);
-    for asks in ["b", DEFAULT] {
-        let receipt: Receipt = serde_json::from_str(&forget(asks, "b").unwrap()).unwrap();
+    for caller in ["b", DEFAULT] {
+        let receipt: Receipt = serde_json::from_str(&forget(caller, "b").unwrap()).unwrap();
         assert!(receipt.is_complete && receipt.tenant == "b", "{receipt:?}");
     }
     assert_eq!(hits(&named("b"), 0..10), 0);
@@ -300,32 +299,31 @@ fn a_tenant_forgets_itself_and_the_nodes_own_user_any() {
 }
 
 #[test]
-fn a_tenant_orders_for_itself_and_not_for_the_node() {
+fn a_tenant_may_run_admin_commands_on_itself_only() {
     let directory = tempfile::tempdir().unwrap();
     let at = directory.path();
-    let strangers = [4_000_000_001, 4_000_000_002];
-    let config = config(
-        at,
-        vec![tenant(at, "a", &strangers[..1], None), tenant(at, "b", &strangers[1..], None)],
-    );
+    let users = [4_000_000_001, 4_000_000_002];
+    let config =
+        config(at, vec![tenant(at, "a", &users[..1], None), tenant(at, "b", &users[1..], None)]);
     let node = crate::Node::open(config).unwrap();
-    let order = |topic: &str, arguments: &str| {
-        let a = Arc::clone(node.tenants().named("a").unwrap());
+    let administer = |topic: &str, arguments: &str| {
+        let a = Arc::clone(node.tenants().by_name("a").unwrap());
         node.administer(&a, topic, arguments, Duration::from_secs(30))
     };
     let set = "{\"key\": \"log_filter\", \"value\": \"debug\"}";
     for (topic, arguments) in
         [("config", "{}"), ("config-set", set), ("reload", "{}"), ("drain", "{}")]
     {
-        let refusal = order(topic, arguments).unwrap_err();
-        assert!(refusal.contains("does not administer"), "{topic}: {refusal}");
+        let refusal = administer(topic, arguments).unwrap_err();
+        assert!(refusal.contains("is no administrator"), "{topic}: {refusal}");
     }
-    fill(node.tenants().named("a").unwrap(), 0..3);
-    fill(node.tenants().named("b").unwrap(), 0..3);
+    fill(node.tenants().by_name("a").unwrap(), 0..3);
+    fill(node.tenants().by_name("b").unwrap(), 0..3);
     for topic in ["flush", "clear"] {
-        assert!(order(topic, "{\"tenant\": \"b\"}").unwrap_err().contains("no say"), "{topic}");
-        order(topic, "{}").unwrap();
+        let refusal = administer(topic, "{\"tenant\": \"b\"}").unwrap_err();
+        assert!(refusal.contains("no access"), "{topic}: {refusal}");
+        administer(topic, "{}").unwrap();
     }
-    assert_eq!(hits(node.tenants().named("a").unwrap(), 0..3), 0);
-    assert_eq!(hits(node.tenants().named("b").unwrap(), 0..3), 3);
+    assert_eq!(hits(node.tenants().by_name("a").unwrap(), 0..3), 0);
+    assert_eq!(hits(node.tenants().by_name("b").unwrap(), 0..3), 3);
 }

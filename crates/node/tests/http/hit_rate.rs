@@ -1,4 +1,4 @@
-//! The hit rate is one figure: the same in JSON, on the page, in metrics, panels and alerts.
+//! The hit rate has one value in JSON, on the status page, in metrics, panels and alerts.
 
 use cascade_block::BlockKey;
 use cascade_node::config::SecurityConfig;
@@ -6,7 +6,7 @@ use cascade_store::{CallOptions, Put, Request};
 
 use crate::served::Served;
 
-/// Blocks of a request, of which one is shared by all requests.
+/// Blocks of a request. One of them is shared by all requests.
 const CHAIN: u64 = 20;
 
 fn chain(request: u64) -> Vec<BlockKey> {
@@ -24,7 +24,7 @@ fn put(served: &Served, keys: &[BlockKey]) {
     served.node.store().put(&puts, CallOptions::default());
 }
 
-/// Requests as an engine makes them: look up, load what matched, put the rest. 5 % is shared.
+/// Makes requests like an engine: look up, load what matched, put the rest. 5 % is shared.
 pub(crate) fn serve(served: &Served, requests: std::ops::Range<u64>) {
     for request in requests {
         let keys = chain(request);
@@ -38,11 +38,11 @@ pub(crate) fn serve(served: &Served, requests: std::ops::Range<u64>) {
     }
 }
 
-/// 200 such requests showed 100 % on the page and in alerts, 5 % in `top`.
+/// The page and the alerts showed 100 % for 200 such requests, `top` showed 5 %.
 #[test]
-fn two_hundred_requests_that_share_a_twentieth_show_five_percent_everywhere() {
+fn a_hit_rate_of_five_percent_is_shown_everywhere() {
     let served = Served::start_of(16 << 20, SecurityConfig::default(), |_| {});
-    // A sample of the time before.
+    // A first sample of the history.
     served.get("/status.json");
     std::thread::park_timeout(std::time::Duration::from_secs(1));
     serve(&served, 0..200);
@@ -58,5 +58,5 @@ fn two_hundred_requests_that_share_a_twentieth_show_five_percent_everywhere() {
     let sum = |name| scrape.metric(name, "tenant=\"default\"") as u64;
     assert_eq!(sum("cascade_requested_blocks_total"), 4000);
     assert_eq!(sum("cascade_matched_blocks_total"), 200);
-    assert_eq!(sum("cascade_hits_total"), 200, "loads of what matched are no requests");
+    assert_eq!(sum("cascade_hits_total"), 200, "loading matched blocks is not a request");
 }

@@ -1,4 +1,4 @@
-//! Callers that are slow, many, long-winded or gone.
+//! Limits of the HTTP port: slow clients, floods of connections, oversized requests.
 
 use std::io::{BufRead as _, BufReader, Read, Write};
 use std::net::TcpStream;
@@ -15,7 +15,7 @@ fn connect(served: &Served) -> TcpStream {
     stream
 }
 
-/// Waits for the other side to close; what it said before does not matter.
+/// Waits until the server closes the connection, and discards what it sent before.
 fn is_closed(mut stream: TcpStream) -> bool {
     let mut rest = Vec::new();
     match stream.read_to_end(&mut rest) {
@@ -25,7 +25,7 @@ fn is_closed(mut stream: TcpStream) -> bool {
 }
 
 #[test]
-fn callers_that_dribble_their_request_are_let_go_and_others_are_served_meanwhile() {
+fn connections_with_slow_requests_are_closed_and_others_are_served() {
     let served = Served::start_with(SecurityConfig::default(), |config| {
         config.head_timeout = Duration::from_millis(500);
     });
@@ -36,11 +36,11 @@ fn callers_that_dribble_their_request_are_let_go_and_others_are_served_meanwhile
             stream
         })
         .collect();
-    assert_eq!(served.get_as_anybody("/healthz").code, 200);
+    assert_eq!(served.get_over_tcp("/healthz").code, 200);
     assert!(slow.into_iter().all(is_closed));
 }
 
-/// Reads the first line of an answer.
+/// Reads the status line of an answer.
 fn first_line(stream: &mut TcpStream) -> String {
     let mut first = [0; 12];
     stream.read_exact(&mut first).unwrap();
@@ -58,7 +58,7 @@ fn drain(stream: &mut TcpStream) {
 }
 
 #[test]
-fn a_newcomer_takes_the_place_of_the_connection_that_is_idle_longest() {
+fn at_the_limit_a_new_connection_replaces_the_one_idle_longest() {
     let served = Served::start_with(SecurityConfig::default(), |config| {
         config.connections_max = 2;
     });
@@ -71,10 +71,10 @@ fn a_newcomer_takes_the_place_of_the_connection_that_is_idle_longest() {
         held.push(stream);
     }
     let mut stream = held.pop().unwrap();
-    // One that was busy just now is left its place; after a moment it is not.
+    // A connection is replaced only after a short idle time.
     let clock = Instant::now();
-    while served.get_as_anybody("/metrics").code != 200 {
-        assert!(clock.elapsed() < Duration::from_secs(60), "no place becomes free");
+    while served.get_over_tcp("/metrics").code != 200 {
+        assert!(clock.elapsed() < Duration::from_secs(60), "no connection is replaced");
         stream.write_all(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n").unwrap();
         assert_eq!(first_line(&mut stream), "HTTP/1.1 200");
         drain(&mut stream);
@@ -84,28 +84,27 @@ fn a_newcomer_takes_the_place_of_the_connection_that_is_idle_longest() {
 }
 
 #[test]
-fn health_has_a_place_when_no_other_is_left() {
+fn health_is_answered_at_the_connection_limit() {
     let served = Served::start_with(SecurityConfig::default(), |config| {
         config.connections_max = 0;
     });
-    let silent: Vec<TcpStream> = (0..200).map(|_| connect(&served)).collect();
+    let idle: Vec<TcpStream> = (0..200).map(|_| connect(&served)).collect();
     for path in ["/healthz", "/readyz"] {
-        assert_eq!(served.get_as_anybody(path).code, 200, "{path}");
+        assert_eq!(served.get_over_tcp(path).code, 200, "{path}");
         assert_eq!(served.get(path).code, 200, "{path} on the Unix socket");
     }
     for path in ["/", "/live", "/metrics", "/status.json"] {
-        let refused = served.get_as_anybody(path);
+        let refused = served.get_over_tcp(path);
         assert_eq!(refused.code, 503, "{path}");
         assert!(refused.body.contains("ask again"), "{}", refused.body);
     }
     assert!(served.node.traffic().status().http.turned_away >= 200);
-    drop(silent);
+    drop(idle);
 }
 
-/// What blocked `/healthz` for 15 s: each connection had its place, and each asked for a scrape as
-/// soon as it had the last one.
+/// `/healthz` was blocked for 15 s while each connection requested a scrape right after the last.
 #[test]
-fn health_is_answered_beside_connections_that_scrape_without_a_pause() {
+fn health_is_answered_while_many_connections_scrape() {
     let served = Served::start();
     served.put(0..180);
     let is_over = AtomicBool::new(false);
@@ -114,10 +113,10 @@ fn health_is_answered_beside_connections_that_scrape_without_a_pause() {
         let flood: Vec<_> =
             (0..300).map(|_| scope.spawn(|| scrape_until(&served, &is_over, &scrapes))).collect();
         let mut checks = 0;
-        // Every connection had its turn several times while health was asked for.
+        // So every connection scrapes several times between the health checks.
         while scrapes.load(Relaxed) < 2000 {
-            assert_eq!(served.get_as_anybody("/healthz").code, 200);
-            assert_eq!(served.get_as_anybody("/readyz").code, 200);
+            assert_eq!(served.get_over_tcp("/healthz").code, 200);
+            assert_eq!(served.get_over_tcp("/readyz").code, 200);
             checks += 1;
         }
         is_over.store(true, Relaxed);
@@ -128,7 +127,7 @@ fn health_is_answered_beside_connections_that_scrape_without_a_pause() {
     });
 }
 
-/// Scrapes on one connection after another, each kept alive for as long as the node keeps it.
+/// Scrapes on keep-alive connections, with a new one whenever the node closes the last.
 fn scrape_until(served: &Served, is_over: &AtomicBool, scrapes: &AtomicU64) {
     while !is_over.load(Relaxed) {
         let mut stream = BufReader::new(connect(served));
@@ -139,8 +138,8 @@ fn scrape_until(served: &Served, is_over: &AtomicBool, scrapes: &AtomicU64) {
 }
 
 fn scrape_once(stream: &mut BufReader<TcpStream>) -> std::io::Result<()> {
-    let asked = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n";
-    stream.get_mut().write_all(asked)?;
+    let request = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n";
+    stream.get_mut().write_all(request)?;
     let mut length = 0;
     loop {
         let mut line = String::new();
@@ -157,7 +156,7 @@ fn scrape_once(stream: &mut BufReader<TcpStream>) -> std::io::Result<()> {
 }
 
 #[test]
-fn a_connection_does_not_last_for_ever() {
+fn a_connection_is_closed_at_its_time_limit() {
     let served = Served::start_with(SecurityConfig::default(), |config| {
         config.connection_timeout = Duration::from_millis(300);
     });
@@ -165,30 +164,31 @@ fn a_connection_does_not_last_for_ever() {
 }
 
 #[test]
-fn requests_that_are_no_requests_are_refused() {
+fn malformed_requests_are_refused() {
     let served = Served::start();
     let long = format!("GET /{} HTTP/1.1\r\nHost: localhost\r\n\r\n", "a".repeat(100_000));
     let many = format!("GET / HTTP/1.1\r\n{}\r\n", "A: b\r\n".repeat(1000));
     let binary = "\u{16}\u{3}\u{1}\r\n\r\n".to_owned();
     for wrong in [long, many, binary, "GET\r\n\r\n".to_owned()] {
         let mut stream = connect(&served);
-        // The other side may have closed before all was sent.
+        // The server may close the connection before it has read everything.
         let sent = stream.write_all(wrong.as_bytes());
         let mut answer = Vec::new();
         let read = stream.read_to_end(&mut answer);
         let is_refused = answer.starts_with(b"HTTP/1.1 4") || sent.is_err() || read.is_err();
         assert!(is_refused, "{:?}", String::from_utf8_lossy(&answer));
     }
-    let asked = request(served.address(), "/healthz", &["Content-Length: 999999999999"]);
-    assert!(matches!(send(served.address(), &asked).code, 200 | 400), "a body nobody waits for");
-    assert_eq!(served.get_as_anybody("/healthz").code, 200);
+    let with_body = request(served.address(), "/healthz", &["Content-Length: 999999999999"]);
+    let answer = send(served.address(), &with_body);
+    assert!(matches!(answer.code, 200 | 400), "the server does not wait for the body");
+    assert_eq!(served.get_over_tcp("/healthz").code, 200);
 }
 
 #[test]
-fn it_stops_in_time_though_a_caller_keeps_its_connection() {
+fn the_port_stops_in_time_despite_an_idle_connection() {
     let served = Served::start();
     let idle = connect(&served);
-    assert_eq!(served.get_as_anybody("/healthz").code, 200);
+    assert_eq!(served.get_over_tcp("/healthz").code, 200);
     let address = served.address();
     served.handle.stop(Duration::from_secs(10));
     assert!(is_closed(idle));

@@ -1,4 +1,4 @@
-//! The TCP port as its callers see it: scrapers, browsers, collectors, and those who may not look.
+//! Tests of the HTTP port: metrics, status page, traces, access and limits.
 
 #![expect(clippy::unwrap_used, reason = "in a test, a surprise should panic")]
 #![expect(clippy::disallowed_methods, reason = "other programs run on the machine's clock")]

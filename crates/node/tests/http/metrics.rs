@@ -1,4 +1,4 @@
-//! What a scrape says: names that stay, figures that add up.
+//! Metrics: stable names, consistent values, both text formats.
 
 use std::fmt::Write;
 use std::fs;
@@ -17,10 +17,10 @@ fn root() -> PathBuf {
 
 const OPEN_METRICS: &str = "Accept: application/openmetrics-text; version=1.0.0";
 
-/// A renamed metric breaks dashboards and alerts that are not ours. After a deliberate change run
-/// this with `CASCADE_GOLDEN=write`.
+/// A renamed metric breaks dashboards and alerts of users. After a deliberate change run this with
+/// `CASCADE_GOLDEN=write`.
 #[test]
-fn names_types_and_help_are_those_of_the_golden_file() {
+fn names_types_and_help_match_the_golden_file() {
     let served = Served::start();
     let scrape = get(served.address(), "/metrics", &[OPEN_METRICS]);
     assert!(scrape.header("content-type").unwrap().starts_with("application/openmetrics-text"));
@@ -32,12 +32,12 @@ fn names_types_and_help_are_those_of_the_golden_file() {
     for family in families() {
         writeln!(described, "# LABELS {} {}", family.name, family.labels.join(" ")).unwrap();
     }
-    holds("testdata/metrics.txt", &described);
+    assert_current("testdata/metrics.txt", &described);
 }
 
-/// The reference that people read is made from the same table.
+/// The table in the documentation is generated from the same source.
 #[test]
-fn the_documents_list_every_metric() {
+fn the_documentation_lists_every_metric() {
     let mut table = "| metric | type | labels | meaning |\n|---|---|---|---|\n".to_owned();
     for family in families() {
         let end = if family.kind.name() == "counter" { "_total" } else { "" };
@@ -51,10 +51,10 @@ fn the_documents_list_every_metric() {
     let (begin, end) = ("<!-- metrics: made by crates/node/tests/http -->\n", "<!-- end -->");
     let (before, rest) = text.split_once(begin).unwrap();
     let (_, after) = rest.split_once(end).unwrap();
-    holds("docs/observability.md", &format!("{before}{begin}{table}{end}{after}"));
+    assert_current("docs/observability.md", &format!("{before}{begin}{table}{end}{after}"));
 }
 
-fn holds(path: &str, text: &str) {
+fn assert_current(path: &str, text: &str) {
     let file = root().join(path);
     if std::env::var_os("CASCADE_GOLDEN").is_some() {
         fs::write(&file, text).unwrap();
@@ -68,10 +68,10 @@ fn names_follow_the_conventions_of_prometheus() {
     let mut seen = std::collections::HashSet::new();
     for family in families() {
         let name = family.name;
-        assert!(seen.insert(name), "{name} is there twice");
-        // `process_` is what every exporter calls figures of its process.
+        assert!(seen.insert(name), "{name} is a duplicate");
+        // `process_` is the standard prefix for metrics of the exporter's process.
         assert!(name.starts_with("cascade_") || name.starts_with("process_"), "{name}");
-        assert!(!name.ends_with("_total"), "{name}: the format adds it");
+        assert!(!name.ends_with("_total"), "{name}: the text format adds it");
         assert!(!family.help.ends_with('.') && !family.help.contains('\n'), "{name}");
         for unit in ["_ms", "_us", "_kib", "_mib", "_percent"] {
             assert!(!name.ends_with(unit), "{name}: base units only");
@@ -80,7 +80,7 @@ fn names_follow_the_conventions_of_prometheus() {
 }
 
 #[test]
-fn the_older_format_says_the_same_with_names_that_old_scrapers_know() {
+fn the_older_text_format_has_the_same_values() {
     let served = Served::start();
     served.put(0..10);
     served.settle();
@@ -96,63 +96,65 @@ fn the_older_format_says_the_same_with_names_that_old_scrapers_know() {
     assert_eq!(stored(&text), 10f64.to_bits());
 }
 
-/// One step of a script.
+/// One operation on the store.
 #[derive(Debug, Clone)]
-enum Step {
+enum StoreOperation {
     Put(u64, u64),
     Read(u64, u64),
     Delete(u64),
 }
 
-fn step() -> impl Strategy<Value = Step> {
-    // 200 blocks of 64 KiB are more than 8 MiB of DRAM hold.
+fn operation() -> impl Strategy<Value = StoreOperation> {
+    // 200 blocks of 64 KiB exceed the 8 MiB of DRAM.
     prop_oneof![
-        (0u64..200, 1u64..30).prop_map(|(at, count)| Step::Put(at, at + count)),
-        (0u64..220, 1u64..30).prop_map(|(at, count)| Step::Read(at, at + count)),
-        (0u64..200).prop_map(Step::Delete),
+        (0u64..200, 1u64..30).prop_map(|(at, count)| StoreOperation::Put(at, at + count)),
+        (0u64..220, 1u64..30).prop_map(|(at, count)| StoreOperation::Read(at, at + count)),
+        (0u64..200).prop_map(StoreOperation::Delete),
     ]
 }
 
-/// R81, R83: what a scraper adds up is what the store counted, whatever was done.
+/// The metrics add up to the counters of the store after any sequence of operations.
 #[test]
 fn hits_by_tier_misses_and_failures_add_up_to_gets_in_every_scrape() {
     let mut runner =
         TestRunner::new(Config { cases: 12, failure_persistence: None, ..Config::default() });
-    let scripts = proptest::collection::vec(step(), 1..25);
+    let sequences = proptest::collection::vec(operation(), 1..25);
     runner
-        .run(&scripts, |script| {
-            play(&script);
+        .run(&sequences, |operations| {
+            run_and_scrape(&operations);
             Ok(())
         })
         .unwrap();
 }
 
-fn play(script: &[Step]) {
+fn run_and_scrape(operations: &[StoreOperation]) {
     let served = Served::start();
-    let (mut asked, mut given) = (0, 0);
-    for step in script {
-        match *step {
-            Step::Put(from, to) => {
+    let (mut requested, mut put) = (0, 0);
+    for operation in operations {
+        match *operation {
+            StoreOperation::Put(from, to) => {
                 served.put(from..to);
-                given += to - from;
+                put += to - from;
             }
-            Step::Read(from, to) => {
+            StoreOperation::Read(from, to) => {
                 served.read(from..to);
-                asked += to - from;
+                requested += to - from;
             }
-            Step::Delete(at) => drop(served.node.store().delete(&[crate::served::key(at)])),
+            StoreOperation::Delete(at) => {
+                drop(served.node.store().delete(&[crate::served::key(at)]));
+            }
         }
         let scrape = served.get("/metrics");
         let sum = |name| scrape.metric(name, "tenant=\"default\"") as u64;
-        assert_eq!(sum("cascade_gets_total"), asked);
+        assert_eq!(sum("cascade_gets_total"), requested);
         let accounted = sum("cascade_hits_total")
             + sum("cascade_misses_total")
             + sum("cascade_get_failures_total");
-        assert_eq!(accounted, asked, "{}", scrape.body);
+        assert_eq!(accounted, requested, "{}", scrape.body);
         assert_eq!(sum("cascade_hit_bytes_total"), sum("cascade_get_bytes_total"));
-        assert_eq!(sum("cascade_puts_total"), given);
+        assert_eq!(sum("cascade_puts_total"), put);
         let viewed = scrape.metric("cascade_request_blocks_sum", "operation=\"view\"");
-        assert_eq!(viewed as u64, asked, "histograms count the same requests");
+        assert_eq!(viewed as u64, requested, "histograms count the same requests");
     }
     let status = served.status();
     let tenant = &status.tenants[0];
@@ -161,7 +163,7 @@ fn play(script: &[Step]) {
 }
 
 #[test]
-fn readiness_follows_the_life_of_the_node_and_health_does_not() {
+fn readiness_follows_the_state_of_the_node_and_health_does_not() {
     let served = Served::start();
     assert_eq!((served.get("/healthz").code, served.get("/readyz").code), (200, 200));
     for (state, reason) in [(NodeState::Starting, "starting"), (NodeState::Draining, "draining")] {
@@ -171,7 +173,7 @@ fn readiness_follows_the_life_of_the_node_and_health_does_not() {
         let body: serde_json::Value = serde_json::from_str(&ready.body).unwrap();
         assert_eq!(body["ready"], false);
         assert_eq!(body["reason"], reason);
-        assert_eq!(served.get("/healthz").code, 200, "the process lives");
+        assert_eq!(served.get("/healthz").code, 200, "the process runs");
         assert_eq!(
             served.get("/metrics").metric("cascade_node_state", reason).to_bits(),
             1f64.to_bits()

@@ -1,4 +1,4 @@
-//! The status page in a real browser, when there is one: it loads, shows the status and lives.
+//! The status page in a real browser, if one is installed: content, refresh, width.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -10,7 +10,7 @@ use serde_json::Value;
 
 use crate::served::Served;
 
-/// Where browsers are called what.
+/// The names of browsers on different systems.
 const BROWSERS: [&str; 3] = ["chromium", "chromium-browser", "google-chrome"];
 
 fn browser() -> Option<&'static str> {
@@ -22,10 +22,10 @@ fn browser() -> Option<&'static str> {
     found
 }
 
-/// What a browser did with the page.
+/// The output of a browser that loaded a page.
 struct Visit {
     dom: String,
-    said: String,
+    log: String,
 }
 
 fn visit(browser: &str, url: &str, extra: &[&str]) -> Visit {
@@ -33,7 +33,7 @@ fn visit(browser: &str, url: &str, extra: &[&str]) -> Visit {
     let output = Command::new(browser)
         .args(["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"])
         .args(["--no-first-run", "--enable-logging=stderr", "--v=0", "--hide-scrollbars"])
-        // Long enough, in the browser's own time, for the page to fetch its middle three times.
+        // In the browser's virtual time: long enough for the page to refresh three times.
         .args(["--virtual-time-budget=4000", "--window-size=1200,1500"])
         .arg(format!("--user-data-dir={}", profile.path().display()))
         .args(extra)
@@ -42,18 +42,18 @@ fn visit(browser: &str, url: &str, extra: &[&str]) -> Visit {
         .output()
         .unwrap();
     let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
-    let visit = Visit { dom: text(&output.stdout), said: text(&output.stderr) };
-    assert!(output.status.success(), "{}: {}", output.status, visit.said);
+    let visit = Visit { dom: text(&output.stdout), log: text(&output.stderr) };
+    assert!(output.status.success(), "{}: {}", output.status, visit.log);
     visit
 }
 
 impl Visit {
-    /// What the page's own console said.
+    /// The messages of the page's console.
     fn console(&self) -> Vec<&str> {
-        self.said.lines().filter(|line| line.contains("CONSOLE")).collect()
+        self.log.lines().filter(|line| line.contains("CONSOLE")).collect()
     }
 
-    /// Values that the page shows, by their path in the status.
+    /// The values on the page with their paths in the status.
     fn values(&self) -> Vec<(&str, &str)> {
         let mut values = Vec::new();
         for rest in self.dom.split("data-path=\"").skip(1) {
@@ -78,7 +78,7 @@ fn at<'a>(status: &'a Value, path: &str) -> &'a Value {
 fn the_page_shows_the_status_and_its_plots_in_a_browser() {
     let Some(browser) = browser() else { return };
     let served = Served::start();
-    served.get_as_anybody("/status.json");
+    served.get_over_tcp("/status.json");
     served.put(0..180);
     served.read(0..60);
     served.settle();
@@ -86,16 +86,16 @@ fn the_page_shows_the_status_and_its_plots_in_a_browser() {
     std::thread::park_timeout(Duration::from_secs(1));
     let visit = visit(browser, &format!("http://{}/", served.address()), &["--dump-dom"]);
     assert_eq!(visit.console(), [""; 0], "an error in the page");
-    assert!(visit.dom.contains("data-refreshed="), "the page fetched its middle again");
-    let status: Value = serde_json::from_str(&served.get_as_anybody("/status.json").body).unwrap();
+    assert!(visit.dom.contains("data-refreshed="), "the page refreshed itself");
+    let status: Value = serde_json::from_str(&served.get_over_tcp("/status.json").body).unwrap();
     let values = visit.values();
     assert!(values.len() > 20, "{values:?}");
     for (path, shown) in values {
-        let told = match at(&status, path) {
+        let expected = match at(&status, path) {
             Value::String(text) => text.clone(),
             other => other.to_string(),
         };
-        assert_eq!(shown, told, "{path}");
+        assert_eq!(shown, expected, "{path}");
     }
     for plot in ["hits", "rates"] {
         let svg = visit.dom.split(&format!("data-plot=\"{plot}\"")).nth(1);
@@ -103,10 +103,10 @@ fn the_page_shows_the_status_and_its_plots_in_a_browser() {
         assert!(svg.matches("<path").count() >= 2 && svg.contains(" d=\"M"), "{plot}: {svg}");
     }
     assert!(visit.dom.contains("class=\"arrow"), "the flows are drawn");
-    assert!(!visit.dom.contains("http://"), "nothing comes from elsewhere");
+    assert!(!visit.dom.contains("http://"), "the page loads no external resource");
 }
 
-/// On a phone the tiles and tables ran out of the page.
+/// The tiles and tables were wider than the screen of a phone.
 #[test]
 fn the_page_is_no_wider_than_a_phone() {
     const WIDTH: u32 = 390;
@@ -116,7 +116,7 @@ fn the_page_is_no_wider_than_a_phone() {
     served.put(0..180);
     served.read(0..60);
     served.settle();
-    // A frame is as narrow as it is told; a window is not.
+    // A headless window has a minimum width; a frame in it has not.
     let page = served.get("/").body.replace('&', "&amp;").replace('"', "&quot;");
     let measure = "document.title = frame.contentDocument.documentElement.scrollWidth";
     let outer = format!(
@@ -133,17 +133,17 @@ fn the_page_is_no_wider_than_a_phone() {
     assert!(wide <= WIDTH, "{wide} pixels");
 }
 
-/// Makes the picture in the documents. Look at it.
+/// Makes the picture in the documentation. Check it by eye.
 #[test]
 #[ignore = "takes a minute: makes docs/images/status-page.png"]
-fn the_picture_of_the_page_is_of_a_busy_node() {
+fn the_picture_of_the_page_shows_a_busy_node() {
     let Some(browser) = browser() else { return };
     let served = Served::start_of(32 << 20, SecurityConfig::default(), |_| {});
     let clock = Instant::now();
     let mut round = 0;
     while clock.elapsed() < Duration::from_secs(75) {
-        served.get_as_anybody("/status.json");
-        // New turns of many conversations: mostly known blocks, some of them long ago.
+        served.get_over_tcp("/status.json");
+        // New turns of many conversations: mostly known blocks, some of them old.
         let busy = 2 + (round / 12) % 4;
         for part in 0..busy {
             let end = 400 + round * 9 + part * 5;

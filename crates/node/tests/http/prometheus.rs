@@ -1,4 +1,4 @@
-//! Dashboard and alerts against a real Prometheus that scrapes a real node, when there is one.
+//! Dashboard and alerts against a real Prometheus that scrapes a node, if one is installed.
 
 use std::collections::BTreeSet;
 use std::fmt::Write as _;
@@ -18,7 +18,7 @@ use crate::hit_rate;
 use crate::provoked::start_with_every_part;
 use crate::served::{Served, get};
 
-/// Stands in for the dashboard's variables.
+/// Values for the dashboard's variables.
 const VARIABLES: [(&str, &str); 3] =
     [("$__rate_interval", "5s"), ("$instance", ".*"), ("$tenant", ".*")];
 
@@ -26,7 +26,7 @@ fn packaging(path: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../packaging").join(path)
 }
 
-/// A panel's title and one of its queries.
+/// The queries of all panels, each with its panel's title.
 pub(crate) fn panel_queries() -> Vec<(String, String)> {
     let text = fs::read_to_string(packaging("grafana/cascade.json")).unwrap();
     let dashboard: Value = serde_json::from_str(&text).unwrap();
@@ -43,16 +43,16 @@ pub(crate) fn panel_queries() -> Vec<(String, String)> {
     queries
 }
 
-/// The metrics that a query names.
+/// The metrics in a query.
 pub(crate) fn metrics_of(query: &str) -> BTreeSet<&str> {
     let words = query.split(|letter: char| !letter.is_ascii_alphanumeric() && letter != '_');
     let is_metric = |word: &&str| word.starts_with("cascade_") || word.starts_with("process_");
     words.filter(is_metric).collect()
 }
 
-/// Runs without Prometheus: no query names what no node says.
+/// Runs without Prometheus.
 #[test]
-fn dashboard_and_alerts_name_only_metrics_that_a_node_has() {
+fn dashboard_and_alerts_use_only_existing_metrics() {
     let mut known = BTreeSet::new();
     for family in families() {
         let ends: &[&str] = match family.kind.name() {
@@ -67,20 +67,20 @@ fn dashboard_and_alerts_name_only_metrics_that_a_node_has() {
     let alerts = fs::read_to_string(packaging("prometheus/alerts.yml")).unwrap();
     for (title, query) in &queries {
         for metric in metrics_of(query) {
-            assert!(known.contains(metric), "panel {title:?} names {metric}");
+            assert!(known.contains(metric), "panel {title:?} uses {metric}");
         }
     }
     for metric in metrics_of(&alerts) {
-        assert!(known.contains(metric), "an alert names {metric}");
+        assert!(known.contains(metric), "an alert uses {metric}");
     }
 }
 
-/// Ends the program with the test.
-struct Running(Child);
+/// Kills the program at the end of the test.
+struct KillOnDrop(Child);
 
-impl Drop for Running {
+impl Drop for KillOnDrop {
     fn drop(&mut self) {
-        // It may have ended by itself; then there is nothing to end.
+        // An error means that the program has already exited.
         if self.0.kill().is_ok() {
             drop(self.0.wait());
         }
@@ -106,18 +106,18 @@ fn promtool(arguments: &[&str], input: &str) {
         .unwrap();
     child.stdin.take().unwrap().write_all(input.as_bytes()).unwrap();
     let output = child.wait_with_output().unwrap();
-    let said = [output.stdout, output.stderr].concat();
-    assert!(output.status.success(), "{arguments:?}: {}", String::from_utf8_lossy(&said));
+    let printed = [output.stdout, output.stderr].concat();
+    assert!(output.status.success(), "{arguments:?}: {}", String::from_utf8_lossy(&printed));
 }
 
-/// Prometheus with our scrape configuration and alerts, pointed at a node that has a token.
-fn start_prometheus(directory: &Path, node: SocketAddr, token: &Path) -> (Running, SocketAddr) {
+/// Prometheus with the packaged scrape configuration and alerts, for a node with a token.
+fn start_prometheus(directory: &Path, node: SocketAddr, token: &Path) -> (KillOnDrop, SocketAddr) {
     let scrape = fs::read_to_string(packaging("prometheus/scrape.yml")).unwrap();
     let authorization = "    # authorization:\n    #   credentials_file: \
                          /etc/prometheus/cascade.token\n";
     assert!(scrape.contains(authorization), "{scrape}");
-    let ours = format!("    authorization:\n      credentials_file: {}\n", token.display());
-    let scrape = scrape.replace(authorization, &ours);
+    let enabled = format!("    authorization:\n      credentials_file: {}\n", token.display());
+    let scrape = scrape.replace(authorization, &enabled);
     assert!(scrape.contains("127.0.0.1:9470") && scrape.contains("scrape_interval: 15s"));
     let scrape = scrape.replace("127.0.0.1:9470", &node.to_string());
     let often = "scrape_interval: 1s\n  evaluation_interval: 1s";
@@ -138,7 +138,7 @@ fn start_prometheus(directory: &Path, node: SocketAddr, token: &Path) -> (Runnin
         .stderr(log)
         .spawn()
         .unwrap();
-    (Running(child), address)
+    (KillOnDrop(child), address)
 }
 
 fn query(prometheus: SocketAddr, query: &str) -> Vec<Value> {
@@ -152,12 +152,12 @@ fn query(prometheus: SocketAddr, query: &str) -> Vec<Value> {
     body["data"]["result"].as_array().unwrap().clone()
 }
 
-/// Does a little work until something is so, or a minute is over.
-fn work_until(served: &Served, what: &str, mut is_so: impl FnMut() -> bool) {
+/// Puts and reads blocks until a condition is true. Panics after a minute.
+fn work_until(served: &Served, what: &str, mut condition: impl FnMut() -> bool) {
     let clock = Instant::now();
     let mut round = 0;
-    while !is_so() {
-        assert!(clock.elapsed() < Duration::from_secs(60), "{what} did not come about");
+    while !condition() {
+        assert!(clock.elapsed() < Duration::from_secs(60), "waited in vain for {what}");
         served.put(round * 5..round * 5 + 20);
         served.read(round * 5..round * 5 + 30);
         round += 1;
@@ -166,7 +166,7 @@ fn work_until(served: &Served, what: &str, mut is_so: impl FnMut() -> bool) {
 }
 
 #[test]
-fn every_panel_and_every_alert_resolves_against_a_real_scrape() {
+fn every_panel_and_every_alert_has_data_from_a_real_scrape() {
     if !is_installed() {
         return;
     }
@@ -195,14 +195,17 @@ fn every_panel_and_every_alert_resolves_against_a_real_scrape() {
         "sum(cascade_hits_total) + sum(cascade_misses_total) + \
                                   sum(cascade_get_failures_total) - sum(cascade_gets_total)",
     );
-    assert_eq!(hits[0]["value"][1], "0", "what is scraped adds up");
+    assert_eq!(hits[0]["value"][1], "0", "hits, misses and failures add up to gets");
 
     let is_evaluated = || {
         let rules: Value =
             serde_json::from_str(&get(prometheus, "/api/v1/rules", &[]).body).unwrap();
         let rules = rules["data"]["groups"][0]["rules"].as_array().unwrap().clone();
         assert!(rules.iter().all(|rule| rule["health"] != "err"), "{rules:?}");
-        assert!(rules.iter().all(|rule| rule["state"] == "inactive"), "an alert on a well node");
+        assert!(
+            rules.iter().all(|rule| rule["state"] == "inactive"),
+            "an alert for a healthy node"
+        );
         rules.iter().all(|rule| rule["health"] == "ok")
     };
     work_until(&served, "an evaluation of the alerts", is_evaluated);
@@ -216,10 +219,10 @@ fn every_panel_and_every_alert_resolves_against_a_real_scrape() {
     });
 }
 
-/// The panel, the alert and `cascade status` show one figure. The panel showed 100 % where 5 % of
-/// what was requested was there, because it divided hits by gets.
+/// The panel, the alert and `cascade status` show one value. The panel showed 100 % for a hit rate
+/// of 5 %, because it divided hits by gets.
 #[test]
-fn the_hit_rate_panel_shows_what_was_matched_of_what_was_requested() {
+fn the_hit_rate_panel_shows_matched_over_requested_blocks() {
     if !is_installed() {
         return;
     }
@@ -255,16 +258,16 @@ fn the_hit_rate_panel_shows_what_was_matched_of_what_was_requested() {
     );
 }
 
-/// Whoever looks up before loading has hits over gets of 100 % whatever happens: the alert could
-/// not fire.
+/// Clients that look up before they load always have 100 % hits over gets: with that ratio the
+/// alert could not fire.
 #[test]
-fn the_alert_of_a_collapsed_hit_rate_fires_for_callers_that_look_up_first() {
+fn the_alert_of_a_collapsed_hit_rate_fires_for_clients_that_look_up_first() {
     if !is_installed() {
         return;
     }
     let directory = tempfile::tempdir().unwrap();
     let rules = packaging("prometheus/alerts.yml").canonicalize().unwrap();
-    // A day of 50 %, then an hour of 5 %; all that matched was loaded.
+    // A day of 50 %, then an hour of 5 %. All matched blocks are loaded.
     let day = |rate: u64, later: u64| format!("'0+{rate}x1440 {}+{later}x60'", rate * 1440);
     let series = |metric: &str, labels: &str, values: String| {
         let labels = format!("instance=\"a\", tenant=\"default\"{labels}");
@@ -308,9 +311,9 @@ fn the_alert_of_a_collapsed_hit_rate_fires_for_callers_that_look_up_first() {
     promtool(&["test", "rules", path.to_str().unwrap()], "");
 }
 
-/// A page for each alert, which the node itself serves.
+/// The node serves the runbook of each alert.
 #[test]
-fn every_alert_leads_to_its_runbook() {
+fn every_alert_links_to_its_runbook() {
     let served = Served::start();
     let alerts = fs::read_to_string(packaging("prometheus/alerts.yml")).unwrap();
     let names: Vec<&str> =
@@ -319,9 +322,9 @@ fn every_alert_leads_to_its_runbook() {
     for name in names {
         let url = format!("runbook_url: \"http://{{{{ $labels.instance }}}}/runbooks/{name}\"");
         assert!(alerts.contains(&url), "{name} has no runbook_url");
-        let page = served.get_as_anybody(&format!("/runbooks/{name}"));
+        let page = served.get_over_tcp(&format!("/runbooks/{name}"));
         assert_eq!(page.code, 200, "{name}");
         assert!(page.body.starts_with(&format!("# {name}\n")), "{}", page.body);
     }
-    assert_eq!(served.get_as_anybody("/runbooks/NoSuchAlert").code, 404);
+    assert_eq!(served.get_over_tcp("/runbooks/NoSuchAlert").code, 404);
 }

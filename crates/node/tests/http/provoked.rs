@@ -1,4 +1,4 @@
-//! Every metric has a sample, and one that is not zero where this test can provoke it.
+//! Every metric has a sample, and a value other than zero where this test can provoke one.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -15,7 +15,7 @@ use cascade_store::{CallOptions, KeepPool, Put, StoreConfig};
 use crate::prometheus::{metrics_of, panel_queries};
 use crate::served::{BLOCK_BYTES, Served, get, key};
 
-/// Metrics that stay zero here, and where or why.
+/// Metrics that stay zero in this test, with the reason or the test that covers them.
 const ZERO_HERE: [(&str, &str); 25] = [
     ("cascade_tier_circuit_open", "needs a tier that fails; the store's tests have one"),
     ("cascade_tier_damaged_structures", "needs a damaged file; the store's tests damage them"),
@@ -44,8 +44,8 @@ const ZERO_HERE: [(&str, &str); 25] = [
     ("cascade_warm_restart_seconds", "a small pool is taken over in less than a millisecond"),
 ];
 
-/// A node with every part that has metrics of its own: it found blocks in its pool again, has a
-/// collector for spans and a second tenant without a file tier.
+/// A node with every part that has metrics of its own: blocks recovered from its pool file, an
+/// exporter of spans, and a second tenant without a file tier.
 pub(crate) fn start_with_every_part(security: SecurityConfig) -> Served {
     let served = Served::start_node(
         security,
@@ -57,25 +57,25 @@ pub(crate) fn start_with_every_part(security: SecurityConfig) -> Served {
             let files = config.store.files.as_mut().unwrap();
             files.capacity_bytes = 32 << 20;
             files.segment_bytes = 4 << 20;
-            let memory_alone =
+            let memory_only =
                 StoreConfig { dram_bytes: 4 << 20, huge_pages: false, ..StoreConfig::default() };
             config.tenants = vec![TenantConfig {
-                name: "memory-alone".to_owned(),
+                name: "memory-only".to_owned(),
                 users: vec![4711],
                 token_file: None,
-                store: memory_alone,
+                store: memory_only,
                 encryption_key_file: None,
             }];
-            leave_blocks_behind(config);
+            run_before(config);
         },
     );
-    // Nobody listens there: the spans are counted all the same.
+    // No collector listens there; the spans are counted all the same.
     served.node.set_spans(Spans::open("http://127.0.0.1:9").unwrap());
     served
 }
 
-/// An earlier run, whose blocks the node finds again.
-fn leave_blocks_behind(config: &NodeConfig) {
+/// An earlier run, whose blocks the node recovers.
+fn run_before(config: &NodeConfig) {
     let node = Node::open(config.clone()).unwrap();
     let bytes = vec![5; BLOCK_BYTES];
     let keys: Vec<BlockKey> = (9000..9010).map(key).collect();
@@ -84,16 +84,16 @@ fn leave_blocks_behind(config: &NodeConfig) {
     node.close().unwrap();
 }
 
-/// Waits until something is so, for a minute at most.
-fn wait_until(what: &str, mut is_so: impl FnMut() -> bool) {
+/// Waits until a condition is true. Panics after a minute.
+fn wait_until(what: &str, mut condition: impl FnMut() -> bool) {
     let clock = Instant::now();
-    while !is_so() {
-        assert!(clock.elapsed() < Duration::from_secs(60), "{what} did not come about");
+    while !condition() {
+        assert!(clock.elapsed() < Duration::from_secs(60), "waited in vain for {what}");
         std::thread::park_timeout(Duration::from_millis(20));
     }
 }
 
-/// Does what makes figures move.
+/// Provokes hits, misses, evictions, failures, prefetches and damage.
 fn provoke(served: &Served) {
     let store = served.node.store();
     let options = CallOptions::default();
@@ -103,25 +103,25 @@ fn provoke(served: &Served) {
         served.settle();
     }
     served.read(700..900);
-    let here = |range: std::ops::Range<u64>| -> Vec<BlockKey> {
+    let present = |range: std::ops::Range<u64>| -> Vec<BlockKey> {
         let keys: Vec<BlockKey> = range.map(key).collect();
-        let is_here = store.contains(&keys);
-        keys.into_iter().zip(is_here).filter_map(|(key, is)| is.then_some(key)).collect()
+        let is_present = store.contains(&keys);
+        keys.into_iter().zip(is_present).filter_map(|(key, is)| is.then_some(key)).collect()
     };
-    let below = here(500..560);
+    let below = present(500..560);
     store.prefetch(&below[..16]);
     let counters = || store.stats().counters;
     wait_until("a prefetch", || counters().prefetched_blocks > 0);
     drop(store.view(&below[..16], options));
-    // Views of more than there is room for fail.
-    drop(store.view(&here(400..768), CallOptions { timeout: Some(Duration::ZERO), ..options }));
+    // Views of more blocks than fit the pool fail.
+    drop(store.view(&present(400..768), CallOptions { timeout: Some(Duration::ZERO), ..options }));
     let protected: Vec<BlockKey> = (5000..5100).map(key).collect();
     let bytes = vec![6; BLOCK_BYTES];
     for key in &protected {
         let put = Put { is_prefix: true, ..Put::new(*key, &bytes) };
         store.put(&[put], options);
     }
-    let other = served.node.tenants().named("memory-alone").unwrap().store();
+    let other = served.node.tenants().by_name("memory-only").unwrap().store();
     for number in 0..128 {
         other.put(&[Put::new(key(number), &bytes)], options);
     }
@@ -135,12 +135,12 @@ fn provoke(served: &Served) {
     };
     served.node.traffic().record(&failed);
     damage(&served.node.config().store.files.as_ref().unwrap().directory);
-    for key in here(0..768) {
+    for key in present(0..768) {
         drop(store.view(&[key], options));
     }
     assert!(counters().damaged_blocks > 0);
-    // Something of the pool is free.
-    store.delete(&here(0..768));
+    // So that a part of the pool is free.
+    store.delete(&present(0..768));
     get(served.address(), "/metrics", &["Authorization: Bearer a-token-of-nobody"]);
 }
 
@@ -176,7 +176,7 @@ fn every_metric_of_the_golden_file_and_of_the_panels_has_a_sample() {
     provoke(&served);
     let mut found = samples(&served.get("/metrics").body);
     let full = Served::start_with(SecurityConfig::default(), |config| config.connections_max = 0);
-    assert_eq!(full.get_as_anybody("/healthz").code, 200);
+    assert_eq!(full.get_over_tcp("/healthz").code, 200);
     let turned_away = full.node.traffic().status().http.turned_away;
     *found.get_mut("cascade_http_turned_away_total").unwrap() +=
         f64::from(u32::try_from(turned_away).unwrap());

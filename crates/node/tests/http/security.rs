@@ -1,4 +1,4 @@
-//! Who may see what, over plain TCP and over TLS with certificates on both sides.
+//! Access to the HTTP port: tokens, plain TCP, TLS with client certificates.
 
 use std::fs;
 use std::io::{Read, Write};
@@ -29,65 +29,65 @@ fn secret(directory: &Path, name: &str, text: &str) -> PathBuf {
 }
 
 #[test]
-fn without_the_token_only_life_and_readiness_can_be_asked() {
+fn without_the_token_only_health_and_readiness_are_served() {
     let directory = tempfile::tempdir().unwrap();
     let token_file = secret(directory.path(), "token", &format!("{TOKEN}\n"));
     let security = SecurityConfig { token_file: Some(token_file), ..SecurityConfig::default() };
     let served = Served::start_with(security.clone(), |_| {});
     for path in ["/healthz", "/readyz"] {
-        assert_eq!(served.get_as_anybody(path).code, 200, "{path}");
+        assert_eq!(served.get_over_tcp(path).code, 200, "{path}");
     }
     let right = format!("Authorization: Bearer {TOKEN}");
     for path in GUARDED {
-        let refused = served.get_as_anybody(path);
+        let refused = served.get_over_tcp(path);
         assert_eq!(refused.code, 401, "{path}");
         assert!(refused.header("www-authenticate").unwrap().starts_with("Bearer"));
-        assert!(!refused.body.contains("cascade_"), "nothing leaks: {}", refused.body);
+        assert!(!refused.body.contains("cascade_"), "metrics leak: {}", refused.body);
         let wrong = get(served.address(), path, &["Authorization: Bearer a-token"]);
         assert_eq!(wrong.code, 401, "{path}");
         assert_eq!(get(served.address(), path, &[&right]).code, 200, "{path}");
     }
     assert_eq!(served.node.traffic().status().http.refused, 8);
-    // A new token takes the old one's place without a restart.
+    // A new token replaces the old one without a restart.
     secret(directory.path(), "token", "another-token-that-is-long-enough");
     served.handle.reload(&security).unwrap();
     assert_eq!(get(served.address(), "/metrics", &[&right]).code, 401);
-    // One that makes no sense leaves everything as it was.
+    // With an invalid token the current one stays in force.
     secret(directory.path(), "token", "short");
-    let said = served.handle.reload(&security).unwrap_err().to_string();
-    assert!(said.contains("16 characters") && !said.contains("short"), "{said}");
+    let error = served.handle.reload(&security).unwrap_err().to_string();
+    assert!(error.contains("16 characters") && !error.contains("short"), "{error}");
     let other = "Authorization: Bearer another-token-that-is-long-enough";
     assert_eq!(get(served.address(), "/metrics", &[other]).code, 200);
 }
 
 #[test]
-fn a_strange_page_in_a_local_browser_learns_nothing() {
+fn a_foreign_page_in_a_local_browser_cannot_read_the_status() {
     let served = Served::start();
     for path in GUARDED {
         let answer = get(served.address(), path, &["Host: rebound.example"]);
         assert_eq!(answer.code, 421, "{path}");
         assert!(!answer.body.contains("tenant"), "{}", answer.body);
-        assert_eq!(served.get_as_anybody(path).code, 200, "{path}");
+        assert_eq!(served.get_over_tcp(path).code, 200, "{path}");
     }
-    let page = served.get_as_anybody("/");
+    let page = served.get_over_tcp("/");
     let policy = page.header("content-security-policy").unwrap();
     assert!(policy.contains("default-src 'none'") && policy.contains("frame-ancestors 'none'"));
     assert!(!policy.contains("unsafe"), "{policy}");
     assert_ne!(
         policy,
-        served.get_as_anybody("/").header("content-security-policy").unwrap(),
-        "a nonce a page"
+        served.get_over_tcp("/").header("content-security-policy").unwrap(),
+        "each page has a nonce of its own"
     );
     assert!(page.header("access-control-allow-origin").is_none());
 }
 
 #[test]
-fn nothing_can_be_changed_from_here() {
+fn methods_that_change_something_are_refused() {
     let served = Served::start();
     for method in ["POST", "PUT", "DELETE", "PATCH"] {
         for path in ["/", "/metrics", "/status.json", "/healthz", "/readyz"] {
-            let asked = request(served.address(), path, &["Content-Length: 0"]);
-            let answer = send(served.address(), &asked.replacen("GET", method, 1));
+            let request = request(served.address(), path, &["Content-Length: 0"]);
+            let answer = send(served.address(), &request.replacen("GET", method, 1));
             assert_eq!(answer.code, 405, "{method} {path}");
         }
     }
@@ -96,12 +96,12 @@ fn nothing_can_be_changed_from_here() {
 }
 
 #[test]
-fn a_port_that_is_open_to_the_network_is_refused_without_a_guard() {
+fn a_port_open_to_the_network_needs_access_control() {
     let directory = tempfile::tempdir().unwrap();
     let node = Node::open(NodeConfig::new(directory.path().join("socket"))).unwrap();
     let open = HttpConfig::new("0.0.0.0:0".parse().unwrap(), SecurityConfig::default());
-    let said = http::serve(&node, open.clone()).unwrap_err().to_string();
-    assert!(said.contains("0.0.0.0:0") && said.contains("token_file"), "{said}");
+    let error = http::serve(&node, open.clone()).unwrap_err().to_string();
+    assert!(error.contains("0.0.0.0:0") && error.contains("token_file"), "{error}");
     let mut guarded = open;
     guarded.security.token_file = Some(secret(directory.path(), "token", TOKEN));
     http::serve(&node, guarded).unwrap().stop(Duration::from_secs(1));
@@ -115,11 +115,11 @@ fn a_token_that_others_can_read_is_refused() {
     let node = Node::open(NodeConfig::new(directory.path().join("socket"))).unwrap();
     let security = SecurityConfig { token_file: Some(path), ..SecurityConfig::default() };
     let config = HttpConfig::new("127.0.0.1:0".parse().unwrap(), security);
-    let said = http::serve(&node, config).unwrap_err().to_string();
-    assert!(said.contains("chmod 600"), "{said}");
+    let error = http::serve(&node, config).unwrap_err().to_string();
+    assert!(error.contains("chmod 600"), "{error}");
 }
 
-/// A certificate authority, with certificates for a node and for a caller.
+/// A certificate authority that issues certificates for a node and for clients.
 struct Authority {
     directory: tempfile::TempDir,
     issuer: Issuer<'static, KeyPair>,
@@ -141,7 +141,7 @@ impl Authority {
         self.directory.path().join(name)
     }
 
-    /// A certificate with its key.
+    /// Issues a certificate with its key.
     fn issue(&self, name: &str) {
         let key = KeyPair::generate().unwrap();
         let params = CertificateParams::new(vec!["localhost".to_owned()]).unwrap();
@@ -159,8 +159,12 @@ impl Authority {
         }
     }
 
-    /// Asks as the holder of a certificate, or as nobody.
-    fn ask(&self, served: &Served, holder: Option<(&Self, &str)>) -> std::io::Result<Answer> {
+    /// Requests the metrics with a client certificate of an authority, or without one.
+    fn request_metrics(
+        &self,
+        served: &Served,
+        certificate: Option<(&Self, &str)>,
+    ) -> std::io::Result<Answer> {
         let mut roots = RootCertStore::empty();
         roots.add(self.root.der().clone()).unwrap();
         let provider = Arc::new(rustls::crypto::ring::default_provider());
@@ -168,7 +172,7 @@ impl Authority {
             .with_safe_default_protocol_versions()
             .unwrap()
             .with_root_certificates(roots);
-        let config = match holder {
+        let config = match certificate {
             None => builder.with_no_client_auth(),
             Some((authority, name)) => {
                 let path = authority.path(&format!("{name}.pem"));
@@ -190,27 +194,27 @@ impl Authority {
 }
 
 #[test]
-fn with_mutual_tls_only_holders_of_a_certificate_get_in() {
+fn with_mutual_tls_only_clients_with_a_certificate_are_served() {
     let ours = Authority::new();
     ours.issue("node");
-    ours.issue("caller");
-    let theirs = Authority::new();
-    theirs.issue("caller");
+    ours.issue("client");
+    let other = Authority::new();
+    other.issue("client");
     let served = Served::start_with(ours.security(), |_| {});
-    let answer = ours.ask(&served, Some((&ours, "caller"))).unwrap();
+    let answer = ours.request_metrics(&served, Some((&ours, "client"))).unwrap();
     assert_eq!(answer.code, 200, "{answer:?}");
     assert!(answer.body.contains("cascade_gets_total"));
-    ours.ask(&served, None).unwrap_err();
-    ours.ask(&served, Some((&theirs, "caller"))).unwrap_err();
+    ours.request_metrics(&served, None).unwrap_err();
+    ours.request_metrics(&served, Some((&other, "client"))).unwrap_err();
     let plain = TcpStream::connect(served.address()).unwrap();
     plain.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
     let unencrypted = exchange(plain, &request(served.address(), "/metrics", &[]));
     assert_ne!(unencrypted.code, 200);
     assert!(!unencrypted.body.contains("cascade_"));
     assert!(served.node.traffic().status().http.handshake_failures >= 2);
-    // New certificates of a new authority take the place of the old without a restart.
-    theirs.issue("node");
-    served.handle.reload(&theirs.security()).unwrap();
-    assert_eq!(theirs.ask(&served, Some((&theirs, "caller"))).unwrap().code, 200);
-    ours.ask(&served, Some((&ours, "caller"))).unwrap_err();
+    // Certificates of a new authority replace the old ones without a restart.
+    other.issue("node");
+    served.handle.reload(&other.security()).unwrap();
+    assert_eq!(other.request_metrics(&served, Some((&other, "client"))).unwrap().code, 200);
+    ours.request_metrics(&served, Some((&ours, "client"))).unwrap_err();
 }

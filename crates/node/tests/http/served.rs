@@ -1,4 +1,4 @@
-//! A node with a little work behind it, and a client that speaks just enough HTTP.
+//! Test fixture: a node that serves HTTP on loopback, and a minimal HTTP client.
 
 use std::fmt::Write as _;
 use std::io::{Read, Write};
@@ -17,7 +17,7 @@ use cascade_store::{CallOptions, FilesConfig, Put, Request, ViewOutcome};
 
 pub(crate) const BLOCK_BYTES: usize = 64 << 10;
 
-/// A node on loopback that takes its port away when it goes.
+/// A node that serves HTTP on loopback until it is dropped.
 pub(crate) struct Served {
     pub(crate) node: Node,
     pub(crate) handle: HttpHandle,
@@ -36,7 +36,7 @@ impl Served {
         Self::start_of(8 << 20, security, adjust)
     }
 
-    /// With so many bytes of DRAM.
+    /// Starts a node with this size of DRAM.
     pub(crate) fn start_of(
         dram_bytes: u64,
         security: SecurityConfig,
@@ -45,7 +45,7 @@ impl Served {
         Self::start_node(security, adjust, |config| config.store.dram_bytes = dram_bytes)
     }
 
-    /// With other settings of the node.
+    /// Starts a node with adjusted settings.
     pub(crate) fn start_node(
         security: SecurityConfig,
         adjust: impl FnOnce(&mut HttpConfig),
@@ -69,18 +69,18 @@ impl Served {
         self.handle.address()
     }
 
-    /// Where HTTP is served by user.
+    /// The Unix socket where HTTP clients are identified by user.
     pub(crate) fn socket(&self) -> PathBuf {
         http::socket_of(&self.node.config().socket)
     }
 
-    /// As the node's own user, over the Unix socket.
+    /// A request as the node's own user, over the Unix socket.
     pub(crate) fn get(&self, path: &str) -> Answer {
         get_as_user(&self.socket(), path, &[])
     }
 
-    /// As anybody, over TCP.
-    pub(crate) fn get_as_anybody(&self, path: &str) -> Answer {
+    /// A request without a token, over TCP.
+    pub(crate) fn get_over_tcp(&self, path: &str) -> Answer {
         get(self.address(), path, &[])
     }
 
@@ -90,7 +90,7 @@ impl Served {
         serde_json::from_str(&answer.body).unwrap()
     }
 
-    /// Puts blocks `range`, more than fit DRAM when there are many.
+    /// Puts the blocks with these numbers.
     pub(crate) fn put(&self, range: std::ops::Range<u64>) {
         for number in range {
             let bytes = bytes_of(number);
@@ -100,7 +100,7 @@ impl Served {
         }
     }
 
-    /// Looks chains up and reads what is there; checks every byte.
+    /// Looks up a chain and reads all its blocks. Checks every byte of the hits.
     pub(crate) fn read(&self, range: std::ops::Range<u64>) {
         let keys: Vec<BlockKey> = range.clone().map(key).collect();
         let began = Instant::now();
@@ -138,7 +138,7 @@ impl Served {
         self.node.traffic().record(&answered);
     }
 
-    /// Waits until all that was put is in the file tier, so that figures stand still.
+    /// Waits until all blocks are in the file tier, so that the counters no longer change.
     pub(crate) fn settle(&self) {
         self.node.store().flush(CallOptions::default()).unwrap();
     }
@@ -178,7 +178,7 @@ impl Answer {
         lines.find(|(at, _)| at.eq_ignore_ascii_case(name)).map(|(_, value)| value)
     }
 
-    /// The sum of a metric's samples whose labels hold a text.
+    /// The sum of a metric's samples whose labels contain a text.
     pub(crate) fn metric(&self, name: &str, labels: &str) -> f64 {
         let is_sample = |rest: &str| rest.starts_with('{') || rest.starts_with(' ');
         let samples = self
@@ -226,19 +226,19 @@ pub(crate) fn exchange(mut stream: impl Read + Write, request: &str) -> Answer {
     answer(&bytes)
 }
 
-/// An answer from its bytes.
+/// Parses an answer.
 pub(crate) fn answer(bytes: &[u8]) -> Answer {
     let text = String::from_utf8_lossy(bytes);
     let (head, body) = text.split_once("\r\n\r\n").unwrap_or((&text, ""));
     let code = head.split(' ').nth(1).and_then(|code| code.parse().ok()).unwrap_or(0);
     let mut answer = Answer { code, head: head.to_owned(), body: body.to_owned() };
     if answer.header("transfer-encoding") == Some("chunked") {
-        answer.body = unchunked(body);
+        answer.body = join_chunks(body);
     }
     answer
 }
 
-fn unchunked(mut body: &str) -> String {
+fn join_chunks(mut body: &str) -> String {
     let mut whole = String::new();
     while let Some((length, rest)) = body.split_once("\r\n") {
         let length = usize::from_str_radix(length, 16).unwrap();

@@ -1,4 +1,4 @@
-//! Logs and traces: what a collector receives, what is lost when it is away, what a line says.
+//! Logs and traces: exported spans, lost spans, log formats, log lines at the start.
 
 use std::io::{self, Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -47,7 +47,7 @@ impl Lines {
     }
 }
 
-/// A collector that takes every batch.
+/// A collector that accepts every batch.
 fn collector() -> (String, Receiver<ExportTraceServiceRequest>) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let endpoint = format!("http://{}", listener.local_addr().unwrap());
@@ -104,7 +104,7 @@ fn a_request_is_a_span_in_its_callers_trace() {
     assert!(attributes.iter().any(|attribute| attribute.key == "service.name"));
     let received = &resource.scope_spans[0].spans;
     let names: Vec<&str> = received.iter().map(|span| span.name.as_str()).collect();
-    assert_eq!(names, ["lookup", "seal"], "whom the caller does not record, we do not");
+    assert_eq!(names, ["lookup", "seal"], "a trace that the client does not sample is skipped");
     let lookup = &received[0];
     assert_eq!(lookup.trace_id[..4], [0x4b, 0xf9, 0x2f, 0x35]);
     assert_eq!(lookup.parent_span_id, [0x00, 0xf0, 0x67, 0xaa, 0x0b, 0xa9, 0x02, 0xb7]);
@@ -115,9 +115,10 @@ fn a_request_is_a_span_in_its_callers_trace() {
 }
 
 #[test]
-fn a_collector_that_is_away_costs_spans_that_are_counted_and_nothing_else() {
-    let nobody = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
-    let spans = Spans::open(&format!("http://{nobody}")).unwrap();
+fn spans_without_a_collector_are_counted_as_lost() {
+    // The listener is dropped at once: its address refuses connections.
+    let address = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+    let spans = Spans::open(&format!("http://{address}")).unwrap();
     let subscriber =
         telemetry::subscriber(&LogConfig::default(), Some(&spans), false, io::sink).unwrap();
     tracing::subscriber::with_default(subscriber, || {
@@ -127,34 +128,34 @@ fn a_collector_that_is_away_costs_spans_that_are_counted_and_nothing_else() {
     });
     spans.close(Duration::from_secs(10));
     let status = spans.status();
-    assert_eq!((status.exported_spans, status.lost_spans), (0, 5000), "each is accounted for");
+    assert_eq!((status.exported_spans, status.lost_spans), (0, 5000), "every span is counted");
 }
 
 #[test]
-fn a_log_is_text_for_people_or_one_json_object_a_line() {
-    let say = |json| {
+fn a_log_is_text_or_one_json_object_a_line() {
+    let log_with = |json| {
         let lines = Lines::default();
         let log = LogConfig { json, filter: Some("info".to_owned()) };
         let subscriber = telemetry::subscriber(&log, None, false, lines.clone()).unwrap();
         tracing::subscriber::with_default(subscriber, || {
             tracing::info!(address = "127.0.0.1:1", "the port is served");
-            tracing::debug!("nobody asked for this");
+            tracing::debug!("below the level of the filter");
         });
         lines.text()
     };
-    let text = say(false);
+    let text = log_with(false);
     assert!(text.contains("INFO") && text.contains("the port is served"), "{text}");
-    assert!(!text.contains('\u{1b}'), "no colours where nobody looks");
-    let json = say(true);
+    assert!(!text.contains('\u{1b}'), "no colours outside a terminal");
+    let json = log_with(true);
     assert_eq!(json.lines().count(), 1, "{json}");
     let object: serde_json::Value = serde_json::from_str(&json).unwrap();
     assert_eq!(object["message"], "the port is served");
     assert_eq!(object["address"], "127.0.0.1:1");
 }
 
-/// The node said nothing of what it found, and nothing of what another size had cost.
+/// The node did not log the recovered blocks, nor those discarded for a changed size of DRAM.
 #[test]
-fn the_log_says_at_start_what_was_recovered_and_what_was_discarded() {
+fn the_log_reports_recovered_and_discarded_blocks_at_the_start() {
     let directory = tempfile::tempdir().unwrap();
     let mut config = NodeConfig::new(directory.path().join("socket"));
     config.store.dram_bytes = 8 << 20;
@@ -172,27 +173,27 @@ fn the_log_says_at_start_what_was_recovered_and_what_was_discarded() {
             tracing::subscriber::with_default(subscriber, || Node::open(config.clone()).unwrap());
         (node, lines.text())
     };
-    let (node, said) = run(&config);
-    assert!(!said.contains("blocks of"), "nothing was there: {said}");
+    let (node, log) = run(&config);
+    assert!(!log.contains("recovered blocks"), "there is no earlier run: {log}");
     let bytes = [7; 4096];
     for number in 0..10 {
         node.store().put(&[Put::new(served::key(number), &bytes)], CallOptions::default());
     }
     node.close().unwrap();
     drop(node);
-    let (node, said) = run(&config);
-    let line = |part: &str| said.lines().find(|line| line.contains(part)).unwrap_or_default();
-    let memory = line("blocks of the run before are in DRAM again");
-    assert!(memory.contains("\"blocks\":10") && memory.contains("40.0 KiB"), "{said}");
-    let below = line("blocks of earlier runs were found");
-    assert!(below.contains("\"tier\":\"files\"") && below.contains("\"blocks\":10"), "{said}");
+    let (node, log) = run(&config);
+    let line = |part: &str| log.lines().find(|line| line.contains(part)).unwrap_or_default();
+    let memory = line("recovered blocks of the previous run in DRAM");
+    assert!(memory.contains("\"blocks\":10") && memory.contains("40.0 KiB"), "{log}");
+    let below = line("recovered blocks of earlier runs");
+    assert!(below.contains("\"tier\":\"files\"") && below.contains("\"blocks\":10"), "{log}");
     let warm = node.status().tenants[0].warm_restart.clone().unwrap();
     assert_eq!((warm.recovered_blocks, warm.recovered_bytes), (10, 40960));
     node.close().unwrap();
     drop(node);
     config.store.dram_bytes = 16 << 20;
-    let (node, said) = run(&config);
-    let lost = said.lines().find(|line| line.contains("WARN")).unwrap_or_default();
-    assert!(lost.contains("DRAM had 8.0 MiB and has 16.0 MiB now"), "{said}");
-    assert_eq!(node.status().tenants[0].tiers[1].blocks, Some(10), "those in files are kept");
+    let (node, log) = run(&config);
+    let lost = log.lines().find(|line| line.contains("WARN")).unwrap_or_default();
+    assert!(lost.contains("DRAM had 8.0 MiB and has 16.0 MiB now"), "{log}");
+    assert_eq!(node.status().tenants[0].tiers[1].blocks, Some(10), "blocks in files are kept");
 }

@@ -1,4 +1,4 @@
-//! Who sees whose figures: by the user that the kernel names, by token, and without either.
+//! Which tenants a client sees: by the user id of its socket, by token, and without either.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -13,9 +13,9 @@ use rustix::process::Uid;
 use crate::served::{Answer, Served, get, get_as_user};
 
 const BOB: u32 = 4711;
-const STRANGER: u32 = 4712;
+const FOREIGN_USER: u32 = 4712;
 const TOKEN_OF_BOB: &str = "the-token-of-bob-and-nobody-else";
-/// What shows figures.
+/// The paths that show data of tenants.
 const PATHS: [&str; 4] = ["/", "/live", "/status.json", "/metrics"];
 
 fn key(tag: u8, number: u64) -> BlockKey {
@@ -24,7 +24,7 @@ fn key(tag: u8, number: u64) -> BlockKey {
     BlockKey::from_bytes(bytes)
 }
 
-/// The hexadecimal digits with which the keys of a tenant begin.
+/// The first hexadecimal digits of a tenant's keys.
 fn digits(tag: u8) -> String {
     format!("{tag:02x}").repeat(8)
 }
@@ -67,16 +67,16 @@ fn start(secrets: &Path) -> Served {
     served
 }
 
-/// Asks in a thread that is another user, as the kernel sees it.
+/// A request of another user: made in a thread with that user id.
 fn get_as(user: u32, served: &Served, path: &str) -> Answer {
     let socket = served.socket();
     std::thread::scope(|scope| {
-        let asking = scope.spawn(|| {
+        let thread = scope.spawn(|| {
             let user = Uid::from_raw(user);
             rustix::thread::set_thread_res_uid(user, user, user).unwrap();
             get_as_user(&socket, path, &[])
         });
-        asking.join().unwrap()
+        thread.join().unwrap()
     })
 }
 
@@ -89,24 +89,24 @@ fn names(status: &Status) -> Vec<&str> {
     status.tenants.iter().map(|tenant| tenant.name.as_str()).collect()
 }
 
-/// The loopback port told every user of the host the other tenants' names, clients and the keys of
-/// their hot prefixes.
+/// The loopback port showed every user of the host the names, clients and hot prefixes of all
+/// tenants.
 #[test]
-fn the_port_tells_anybody_totals_and_nothing_that_belongs_to_somebody() {
+fn the_port_shows_only_totals_without_a_token() {
     let secrets = tempfile::tempdir().unwrap();
     let served = start(secrets.path());
     for path in PATHS {
         let all = served.get(path);
-        let anybody = served.get_as_anybody(path);
-        assert_eq!((all.code, anybody.code), (200, 200), "{path}");
+        let over_tcp = served.get_over_tcp(path);
+        assert_eq!((all.code, over_tcp.code), (200, 200), "{path}");
         let mut own = vec!["bobs-lab".to_owned(), "tenant=".to_owned()];
         own.extend([digits(0xd1), digits(0xb0)]);
         for part in own {
-            assert!(!anybody.body.contains(&part), "{path} tells {part}: {}", anybody.body);
+            assert!(!over_tcp.body.contains(&part), "{path} shows {part}: {}", over_tcp.body);
         }
-        assert!(all.body.contains("bobs-lab"), "{path}: who may see it does");
+        assert!(all.body.contains("bobs-lab"), "{path}: the node's own user sees all tenants");
     }
-    let totals = status(&served.get_as_anybody("/status.json"));
+    let totals = status(&served.get_over_tcp("/status.json"));
     assert_eq!((totals.view.clone(), names(&totals)), (View::Totals, vec![ALL_TENANTS]));
     let all = status(&served.get("/status.json"));
     assert_eq!((all.view.clone(), names(&all)), (View::All, vec!["default", "bobs-lab"]));
@@ -115,14 +115,14 @@ fn the_port_tells_anybody_totals_and_nothing_that_belongs_to_somebody() {
     assert_eq!(sum, 2 * 20 * 8);
     assert_eq!(totals.tenants[0].hit_rate.matched_blocks, sum);
     assert_eq!(totals.tenants[0].puts.stored, 16);
-    let scrape = served.get_as_anybody("/metrics");
+    let scrape = served.get_over_tcp("/metrics");
     assert_eq!(scrape.metric("cascade_matched_blocks_total", "") as u64, sum);
 }
 
 #[test]
 fn over_the_unix_socket_a_user_sees_its_own_tenant() {
     if !rustix::process::geteuid().is_root() {
-        println!("skipped: only root can be other users");
+        println!("skipped: only root can change its user id");
         return;
     }
     let secrets = tempfile::tempdir().unwrap();
@@ -134,15 +134,15 @@ fn over_the_unix_socket_a_user_sees_its_own_tenant() {
     for path in PATHS {
         let of_bob = get_as(BOB, &served, path).body;
         assert!(of_bob.contains("bobs-lab"), "{path}: {of_bob}");
-        assert!(!of_bob.contains(&digits(0xd1)), "{path} tells the default tenant's keys");
-        assert!(!of_bob.contains("\"default\""), "{path} tells the default tenant: {of_bob}");
-        let of_stranger = get_as(STRANGER, &served, path).body;
-        let tells = |part: &str| of_stranger.contains(part);
-        assert!(!tells("bobs-lab") && !tells(&digits(0xb0)), "{path}: {of_stranger}");
+        assert!(!of_bob.contains(&digits(0xd1)), "{path} shows the default tenant's keys");
+        assert!(!of_bob.contains("\"default\""), "{path} shows the default tenant: {of_bob}");
+        let of_foreign_user = get_as(FOREIGN_USER, &served, path).body;
+        let shows = |part: &str| of_foreign_user.contains(part);
+        assert!(!shows("bobs-lab") && !shows(&digits(0xb0)), "{path}: {of_foreign_user}");
     }
-    assert_eq!(status(&get_as(STRANGER, &served, "/status.json")).view, View::Totals);
+    assert_eq!(status(&get_as(FOREIGN_USER, &served, "/status.json")).view, View::Totals);
     assert_eq!(status(&get_as(0, &served, "/status.json")).view, View::All);
-    assert_eq!(get_as(STRANGER, &served, "/healthz").code, 200);
+    assert_eq!(get_as(FOREIGN_USER, &served, "/healthz").code, 200);
 }
 
 #[test]
@@ -155,21 +155,21 @@ fn a_tenants_token_shows_that_tenant_on_the_port() {
     assert_eq!(matched as u64, 160, "{}", scrape.body);
     assert!(!scrape.body.contains("\"default\""), "{}", scrape.body);
     let wrong = get(served.address(), "/metrics", &["Authorization: Bearer the-token-of-nobody"]);
-    assert_eq!(wrong.code, 401, "a wrong token is never overlooked");
+    assert_eq!(wrong.code, 401, "a wrong token is never ignored");
 }
 
 #[test]
-fn a_user_other_than_the_nodes_has_a_share_of_the_connections() {
+fn a_foreign_user_gets_only_a_share_of_the_connections() {
     if !rustix::process::geteuid().is_root() {
-        println!("skipped: only root can be other users");
+        println!("skipped: only root can change its user id");
         return;
     }
     let secrets = tempfile::tempdir().unwrap();
     let served = start(secrets.path());
     let socket = served.socket();
-    let silent: Vec<_> = std::thread::scope(|scope| {
+    let idle: Vec<_> = std::thread::scope(|scope| {
         let flood = scope.spawn(|| {
-            let user = Uid::from_raw(STRANGER);
+            let user = Uid::from_raw(FOREIGN_USER);
             rustix::thread::set_thread_res_uid(user, user, user).unwrap();
             (0..900).map(|_| std::os::unix::net::UnixStream::connect(&socket).unwrap()).collect()
         });
@@ -179,5 +179,5 @@ fn a_user_other_than_the_nodes_has_a_share_of_the_connections() {
     assert_eq!(served.get("/metrics").code, 200);
     assert_eq!(get_as(BOB, &served, "/metrics").code, 200);
     let connections = served.node.traffic().status().http.connections;
-    assert!(connections < 400, "{connections} of {} are open", silent.len());
+    assert!(connections < 400, "{connections} of {} are open", idle.len());
 }

@@ -1,101 +1,101 @@
-//! What orders are answered with, as JSON.
+//! The responses to admin commands, serialized as JSON.
 
 use serde::{Deserialize, Serialize};
 
 use crate::status::NodeState;
 
-/// Who answers, and whom.
+/// Response to `version`: the node, and the caller's identity.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Identity {
     /// The node's version.
     pub version: String,
-    /// Its process.
+    /// The node's process id.
     pub pid: u32,
-    /// Where it is in its life.
+    /// The node's state.
     pub state: NodeState,
-    /// Its socket.
+    /// The path of the node's Unix socket.
     pub socket: String,
-    /// The wire protocol that it speaks.
+    /// The version of the wire protocol.
     pub protocol: u16,
-    /// The tenant for which the caller asks.
+    /// The caller's tenant.
     pub tenant: String,
-    /// Whether the caller administers the node.
+    /// Whether the caller may administer the node.
     pub is_administrator: bool,
 }
 
-/// Keys that begin with some digits.
+/// Response to `find`: the block keys with a given prefix.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Found {
     /// The keys, 64 hexadecimal digits each.
     pub keys: Vec<String>,
 }
 
-/// What a flush did for one tenant.
+/// The result of flushing one tenant.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Flushed {
     /// The tenant.
     pub tenant: String,
-    /// Why not everything was written; nothing if it was.
+    /// Why blocks are not yet written; none if all are.
     pub error: Option<String>,
-    /// Bytes that still wait to be written.
+    /// Bytes that are not yet written.
     pub pending_bytes: u64,
 }
 
-/// Which blocks were deleted.
+/// Response to `delete`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Deleted {
-    /// The tenant whose they were.
+    /// The tenant.
     pub tenant: String,
-    /// Their keys.
+    /// The keys of the request, in full.
     pub keys: Vec<String>,
-    /// For each, whether it was there.
+    /// For each key, whether the block was present.
     pub was_here: Vec<bool>,
 }
 
-/// What was cleared.
+/// Response to `clear`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Cleared {
     /// The tenant.
     pub tenant: String,
-    /// Blocks that it had.
+    /// Number of removed blocks.
     pub blocks: u64,
-    /// Their bytes, equal contents counted once.
+    /// Their bytes; equal contents count once.
     pub bytes: u64,
 }
 
-/// What a configuration that was read again changes.
+/// Response to `reload`: the keys of the settings that differ.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Reloaded {
     /// Settings that changed and are in force.
     pub changed: Vec<String>,
-    /// Settings that differ from those that the node runs with until it is started again.
+    /// Settings that take effect when the node is restarted.
     pub needs_restart: Vec<String>,
 }
 
-/// A setting that changed.
+/// Response to `config-set`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Changed {
-    /// Its key.
+    /// The setting's key.
     pub key: String,
-    /// Its value before.
+    /// Its previous value.
     pub before: Option<String>,
     /// Its value now.
     pub now: Option<String>,
 }
 
-/// How far a node is drained.
+/// Response to `drain`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Drained {
-    /// Where the node is in its life now.
+    /// The node's state now.
     pub state: NodeState,
-    /// Its process.
+    /// The node's process id.
     pub pid: u32,
-    /// Whether everything is written, so that it may be stopped without a loss.
+    /// Whether every block is written: a stop of the node then loses none.
     pub is_written: bool,
-    /// What the flush of each tenant did.
+    /// The result of each tenant's flush.
     pub tenants: Vec<Flushed>,
-    /// Clients that are connected still. They may read.
+    /// Number of clients that are still connected. They can still read.
     pub clients: usize,
-    /// Whether the node was told to end.
+    /// Whether the node is shutting down.
     pub is_ending: bool,
 }

@@ -1,4 +1,4 @@
-//! What an answered call was, for the node's figures.
+//! The summary of an answered call for the node's traffic counters.
 
 use std::time::Duration;
 
@@ -7,15 +7,15 @@ use cascade_wire::{Answer, Call, KeyQuestion, Lease, PreparedBlock};
 
 use crate::traffic::{Answered, Operation};
 
-/// A call as it came: what its answer no longer tells.
+/// The counts of a call. They are taken before it is answered, which consumes the call.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Asked {
+pub(super) struct CallSummary {
     pub(super) operation: Operation,
     blocks: u64,
     bytes: u64,
 }
 
-impl Asked {
+impl CallSummary {
     pub(super) fn of(call: &Call) -> Self {
         let (operation, blocks, bytes) = match call {
             Call::Lookup(request) => (Operation::Lookup, request.keys.len(), 0),
@@ -50,7 +50,7 @@ impl Asked {
         Self { operation, blocks: blocks as u64, bytes }
     }
 
-    /// With what became of it.
+    /// The record of the call with its answer.
     pub(super) fn answered(self, answer: Option<&Answer>, duration: Duration) -> Answered {
         let Self { operation, blocks, mut bytes } = self;
         let mut failed = false;
