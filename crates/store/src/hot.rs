@@ -1,35 +1,35 @@
-//! Hot prefixes: which chains many requests share lately, in a few kilobytes.
+//! Hot prefixes: the chains that many recent requests share, in a few kilobytes.
 //!
-//! Where the blocks that a request found come to an end, it parts from those before it: that block
-//! is watched. Every later request through a watched block counts for it. A new one takes the place
-//! of the least asked for among a few, so what is asked for often stays.
+//! The last matched block of a request is where it diverges from earlier ones; that block is
+//! watched. Every later request that contains a watched block counts as a hit on it. A new watched
+//! block replaces the one with the fewest hits among a few, so frequent ones stay.
 
 use std::collections::HashMap;
 use std::time::Duration;
 
 use cascade_block::{BlockKey, Seed};
 
-/// Prefixes that are watched.
+/// Most watched prefixes.
 const WATCHED_MAX: usize = 192;
-/// Watched prefixes of which the least asked for gives way.
+/// Watched prefixes searched for the one with the fewest hits, which is replaced.
 const SEARCHED: usize = 8;
-/// Half of the window, as for the shadows.
+/// Half of the window, as for the shadow caches.
 const HALF: Duration = Duration::from_secs(15 * 60);
-/// Marks that tell most blocks from watched ones without a search.
+/// Size of the filter that rules out most blocks without a hash lookup.
 const MARKS: usize = 4096;
 
 /// One watched prefix.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Watched {
     pub(crate) key: BlockKey,
-    /// Blocks from the root to it, itself included.
+    /// Blocks from the root to this one, inclusive.
     pub(crate) depth: u32,
     current: u64,
     before: u64,
 }
 
 impl Watched {
-    /// Requests through it of late.
+    /// Requests through it in the window.
     pub(crate) fn hits(&self) -> u64 {
         self.current + self.before
     }
@@ -40,7 +40,7 @@ pub(crate) struct HotPrefixes {
     seed: Seed,
     watched: Vec<Watched>,
     places: HashMap<u64, usize>,
-    /// How many watched blocks have each mark.
+    /// Number of watched blocks per filter mark.
     marks: Box<[u8; MARKS]>,
     hand: usize,
     half_since: Duration,
@@ -58,7 +58,7 @@ impl HotPrefixes {
         }
     }
 
-    /// A chain was looked up, and that many of its leading blocks were found.
+    /// A chain was looked up and its first `matched` blocks were found.
     pub(crate) fn request(&mut self, now: Duration, keys: &[BlockKey], matched: usize) {
         self.advance(now);
         let mut is_end_watched = false;
@@ -76,17 +76,17 @@ impl HotPrefixes {
         }
     }
 
-    /// The prefixes that most requests went through, most first.
+    /// The prefixes with the most hits, most first.
     pub(crate) fn most(&self, count: usize) -> Vec<Watched> {
         let mut all = self.watched.clone();
-        // Of nested prefixes that the same requests went through, the deeper one tells more.
+        // Of nested prefixes with equal hits, the deeper one is more specific.
         all.sort_by_key(|one| (std::cmp::Reverse((one.hits(), one.depth)), one.key));
         all.retain(|one| one.hits() > 0);
         all.truncate(count);
         all
     }
 
-    /// Memory of all that is watched.
+    /// Memory of the watched prefixes.
     pub(crate) fn memory_bytes(&self) -> usize {
         let places = self.places.capacity() * (size_of::<(u64, usize)>() + 1);
         let watched = self.watched.capacity() * size_of::<Watched>();
@@ -103,7 +103,7 @@ impl HotPrefixes {
         let new = Watched { key, depth, current: 1, before: 0 };
         let fingerprint = self.seed.of_key(&key);
         if self.places.contains_key(&fingerprint) {
-            // Another block with the same fingerprint is watched: one of them is enough.
+            // Another block with the same fingerprint is watched; the table holds one of them.
             return;
         }
         let place = if self.watched.len() < WATCHED_MAX {
@@ -159,7 +159,7 @@ mod tests {
     }
 
     #[test]
-    fn a_shared_prefix_rises_above_what_each_session_adds() {
+    fn a_shared_prefix_ranks_above_the_blocks_of_single_sessions() {
         let mut hot = HotPrefixes::new(Seed::new(1));
         let shared = chain(0, 3);
         for session in 1..=200 {
@@ -173,7 +173,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_hot_cools_down() {
+    fn hits_leave_the_window_with_time() {
         let mut hot = HotPrefixes::new(Seed::new(1));
         let keys = chain(1, 2);
         (0..5).for_each(|_| hot.request(Duration::ZERO, &keys, 2));

@@ -1,11 +1,11 @@
-//! Shadow caches: what half as much again, and twice as much, of each tier would give.
+//! Shadow caches: predict the hit rate of each tier at 150 % and 200 % of its size.
 //!
-//! Beside each bounded tier run three models of it on names alone: at its size, at 150 % and at
+//! Beside each bounded tier run three models of it, on names alone: at its size, at 150 % and at
 //! 200 %. They follow a sample of all blocks (`sample.rs`), see the same chain lookups and puts,
-//! and use the store's own rules: the policy for DRAM, segments for the file tier. The one at 100 %
-//! is the calibration: what is predicted is what was measured, plus what the larger one misses
-//! less. Misses are counted, not hits: blocks that everybody asks for never miss, so whether they
-//! are in the sample does not matter.
+//! and use the store's own rules: the policy for DRAM, segments for the file tier. The model at 100
+//! % calibrates: the prediction is the measured rate plus the misses that the larger model saves.
+//! The models count misses, not hits: blocks that every request shares never miss, so the result
+//! does not depend on whether they are in the sample. are in the sample does not matter.
 
 mod cache;
 mod queue;
@@ -27,24 +27,24 @@ use window::{Counts, Window};
 
 /// Sizes of the shadows, in percent of their tier.
 const SIZES: [u64; 3] = [100, 150, 200];
-/// Most blocks in the sample of the shadow that is as large as its tier.
+/// Most sampled blocks in the shadow at 100 %.
 const SAMPLE_BLOCKS: u64 = 2048;
-/// Most blocks of the sample that were asked for and are still to be put.
+/// Most sampled blocks that were requested and not yet put.
 const AWAITED_MAX: usize = 4096;
-/// Blocks lie in whole pages in the file tier.
+/// Blocks take whole pages in the file tier.
 const PAGE_BYTES: u32 = 4096;
 
-/// One shadow's figures.
+/// Results of one shadow.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ShadowFigure {
-    /// The tier; hits count from the start of a request, in this tier and those above it.
+    /// The tier. Hits count from the start of a request, in this tier and those above it.
     #[serde(deserialize_with = "crate::names::tier_name")]
     pub tier: TierName,
     /// The shadow's size in percent of the tier's: 100 is the calibration.
     pub capacity_percent: u64,
-    /// The size that it stands for.
+    /// The tier size that the shadow models.
     pub capacity_bytes: u64,
-    /// One block in so many is followed.
+    /// One block in this many is sampled.
     pub sampled_one_in: u64,
     /// Over the last 15 to 30 minutes of requests.
     pub recent: ShadowRates,
@@ -52,32 +52,32 @@ pub struct ShadowFigure {
     pub since_start: ShadowRates,
 }
 
-/// Blocks of chain lookups: what was, and what would have been.
+/// Block counts of chain lookups, measured and predicted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct ShadowRates {
-    /// Blocks asked for.
+    /// Blocks requested.
     pub blocks_requested: u64,
-    /// Of these, found in the tier as it is, unbroken from the start of their request.
+    /// Blocks matched in the tier as it is, without a gap from the start of their request.
     pub blocks_matched: u64,
-    /// What the shadow alone says of its size.
+    /// Blocks matched by the shadow alone.
     pub blocks_simulated: u64,
-    /// What is expected at the shadow's size: matched, plus what the shadow misses less than the
-    /// one at 100 %.
+    /// Blocks predicted to match at the shadow's size: `blocks_matched`, plus the misses that this
+    /// shadow saves against the one at 100 %.
     pub blocks_predicted: u64,
 }
 
 impl ShadowRates {
-    /// The share of blocks found, as it was.
+    /// The measured hit rate.
     pub fn hit_rate(&self) -> f64 {
         self.rate(self.blocks_matched)
     }
 
-    /// The share of blocks that the shadow's size is expected to find.
+    /// The hit rate predicted for the shadow's size.
     pub fn predicted_hit_rate(&self) -> f64 {
         self.rate(self.blocks_predicted)
     }
 
-    /// What the shadow alone says; at 100 %, its distance to the measured rate is its error.
+    /// The hit rate of the shadow alone. At 100 %, its distance to the measured rate is its error.
     pub fn simulated_hit_rate(&self) -> f64 {
         self.rate(self.blocks_simulated)
     }
@@ -102,7 +102,7 @@ impl ShadowRates {
     }
 }
 
-/// A chain lookup, as the store answered it.
+/// A chain lookup with its result.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Answered<'a> {
     pub(crate) at: Duration,
@@ -113,18 +113,18 @@ pub(crate) struct Answered<'a> {
     pub(crate) in_dram: usize,
     /// Leading blocks in any tier.
     pub(crate) matched: usize,
-    /// Length of the blocks of this store, about; zero while there are none.
+    /// Approximate length of this store's blocks; zero while there are none.
     pub(crate) block_bytes: u32,
 }
 
-/// One tier: its models, smallest first, and what they said.
+/// One tier's sample and its models, smallest first.
 #[derive(Debug)]
 struct Tier<M> {
     sample: Sample,
     models: [M; SIZES.len()],
 }
 
-/// What is known of a tier before its first block.
+/// Settings of a tier, known before its first block.
 #[derive(Debug, Clone, Copy)]
 struct Plan {
     name: TierName,
@@ -145,17 +145,17 @@ pub(crate) struct Shadows {
     files: Option<Tier<Queue>>,
     dram_window: Window,
     files_window: Window,
-    /// Whether a block that comes may be refused: nothing is below DRAM.
+    /// Whether an incoming block may be declined: only with no tier below DRAM.
     may_decline: bool,
-    /// Blocks of DRAM's sample that are still to be put, and the one before each in its chain.
+    /// Sampled blocks that are not yet put, each with its parent in the sample.
     awaited: HashMap<u64, Option<u64>>,
-    /// A request's blocks in the sample, and where they stand in it; kept to save allocations.
+    /// A request's sampled blocks and their positions in it; kept to save allocations.
     chain: Vec<u64>,
     places: Vec<usize>,
 }
 
 impl Shadows {
-    /// Of a store of those settings and tiers, fast to slow.
+    /// The shadows for a store's settings and lower tiers, fast to slow.
     pub(crate) fn new(
         config: &StoreConfig,
         has_dram: bool,
@@ -189,7 +189,7 @@ impl Shadows {
         }
     }
 
-    /// The size of the sample follows from how many blocks a tier can hold, so it waits for one.
+    /// Sizes the sample by the number of blocks that a tier holds, so it waits for the first block.
     fn start(&mut self, block_bytes: u32) {
         if block_bytes == 0 || self.dram.is_some() || self.files.is_some() {
             return;
@@ -207,7 +207,7 @@ impl Shadows {
         }
         if let Some(plan) = self.files_plan {
             let blocks = plan.capacity_bytes / u64::from(in_pages(block_bytes));
-            // Not finer than DRAM's: what the file tier keeps depends on what DRAM has.
+            // At most DRAM's share: the file tier's hits depend on what the DRAM shadow holds.
             let sample = sample.max(Sample::of_at_most(blocks, SAMPLE_BLOCKS));
             let models = SIZES.map(|percent| {
                 let capacity = sample.share(scale(plan.capacity_bytes, percent));
@@ -220,12 +220,12 @@ impl Shadows {
     /// A chain was looked up.
     pub(crate) fn request(&mut self, answered: &Answered<'_>) {
         self.start(answered.block_bytes);
-        // First: what the file tier serves depends on what DRAM had before.
+        // The file tier first: what it serves depends on what DRAM held before this request.
         self.request_files(answered);
         self.request_dram(answered);
     }
 
-    /// Picks the blocks of a sample; whether the last block of the chain is one.
+    /// Selects a request's blocks that are in the sample. Returns whether its last block is.
     fn pick(&mut self, keys: &[BlockKey], sample: Sample) -> bool {
         self.chain.clear();
         self.places.clear();
@@ -253,7 +253,8 @@ impl Shadows {
             let here = if cache.promotes_hits() { answered.matched } else { answered.in_dram };
             for at in leading..self.chain.len() {
                 let parent = at.checked_sub(1).map(|before| self.chain[before]);
-                // What the store has nobody will put: it comes in now. The rest waits for its put.
+                // The store does not put again what it has, so that is inserted now. The rest is
+                // inserted with its put.
                 if self.places[at] < here {
                     cache.take(
                         answered.at,
@@ -284,6 +285,7 @@ impl Shadows {
             let dram = self.dram.as_ref().map(|tier| &tier.models[0]);
             let is_in_dram = |fingerprint: u64| dram.is_some_and(|dram| dram.holds(fingerprint));
             for (queue, missed) in tier.models.iter_mut().zip(&mut counts.missed) {
+                // A block in DRAM is a hit without a read from files, so it gets no reference.
                 let mut leading = 0;
                 for fingerprint in &self.chain {
                     if !is_in_dram(*fingerprint) {
@@ -306,7 +308,7 @@ impl Shadows {
         self.files_window.add(answered.at, &counts);
     }
 
-    /// Something became known about a chain without a request for it.
+    /// Hints for a chain arrived without a request for it.
     pub(crate) fn hint(&mut self, now: Duration, keys: &[BlockKey], hints: &Hints) {
         let Some(sample) = self.dram.as_ref().map(|tier| tier.sample) else { return };
         self.pick(keys, sample);
@@ -317,13 +319,13 @@ impl Shadows {
         }
     }
 
-    /// Blocks were given to the store, and this became of them.
+    /// Blocks were put, with these outcomes.
     pub(crate) fn put(&mut self, now: Duration, batch: &[Put<'_>], outcomes: &[PutOutcome]) {
         use crate::DeclineReason::{Full, WorthLess};
         for (put, outcome) in batch.iter().zip(outcomes) {
             let is_taken = match outcome {
                 PutOutcome::Stored | PutOutcome::Deduplicated | PutOutcome::Present => true,
-                // What a small tier refuses a larger one may take.
+                // A larger tier may store what this one declines.
                 PutOutcome::Declined(reason) => matches!(reason, Full | WorthLess),
                 PutOutcome::Conflict | PutOutcome::Failed(_) => false,
             };
@@ -335,8 +337,8 @@ impl Shadows {
         self.keep_small();
     }
 
-    /// Blocks whose bytes, `lengths` long, are elsewhere were asked about; those that were refused
-    /// for want of room are never put.
+    /// Blocks of these lengths were prepared: the first phase of a put. Blocks declined for lack of
+    /// room are never put, so they are inserted here.
     pub(crate) fn declined(
         &mut self,
         now: Duration,
@@ -395,14 +397,14 @@ impl Shadows {
         }
     }
 
-    /// Every block was deleted: what comes next may be of another length.
+    /// All blocks were deleted; the next ones may have another length.
     pub(crate) fn clear(&mut self) {
         self.dram = None;
         self.files = None;
         self.awaited.clear();
     }
 
-    /// Blocks that are shorter than the first were make the sample larger than it should be.
+    /// Halves the sample when blocks shorter than the first one made it too large.
     fn keep_small(&mut self) {
         let most = 2 * usize::try_from(SAMPLE_BLOCKS).expect("a few thousand");
         if let Some(tier) = self.dram.as_mut().filter(|tier| tier.models[0].len() > most) {
@@ -426,7 +428,7 @@ impl Shadows {
         size_of::<Self>() + dram.chain(files).sum::<usize>() + awaited + chain
     }
 
-    /// What they say, by tier and size; nothing before the first block.
+    /// The results by tier and size; none before the first block.
     pub(crate) fn figures(&self) -> Vec<ShadowFigure> {
         let dram = self.dram.as_ref().map(|tier| tier.sample).zip(self.dram_plan);
         let files = self.files.as_ref().map(|tier| tier.sample).zip(self.files_plan);

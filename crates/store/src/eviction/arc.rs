@@ -1,17 +1,17 @@
-//! ARC: two LRU lists, for blocks used once and more often, whose balance follows what their
-//! ghosts say (Megiddo and Modha, FAST '03).
+//! ARC: two LRU lists, for blocks used once and for blocks used more often; hits on ghosts shift
+//! the balance between them (Megiddo and Modha, FAST '03).
 
 use std::time::Duration;
 
 use super::lru::place;
 use super::{Asked, Blocks, Ghosts, Hints, List, MayGo, Policy, Removal, Slot};
 
-/// State of a block: the top bit says that it was used more than once, the rest is the number of
-/// the request that used it last.
+/// A block's state: the top bit is set once the block was used again; the other bits are the number
+/// of the request that used it last.
 const OFTEN: u32 = 1 << 31;
 
-/// Blocks of the list to shrink that are looked at before the other list has its turn: a list may
-/// consist of blocks whose children are in the other.
+/// Blocks searched in the list to shrink before the other list is searched: a list may consist of
+/// blocks whose children are in the other.
 const SEARCH_BLOCKS: usize = 64;
 
 /// The policy.
@@ -21,10 +21,10 @@ pub struct Arc {
     often: List,
     once_ghosts: Ghosts,
     often_ghosts: Ghosts,
-    /// How many blocks `once` should hold.
+    /// Target length of `once`: `p` of the paper.
     once_target: usize,
     requests: u32,
-    /// The most blocks ever resident, which is what the tier can hold once it is full.
+    /// The largest number of resident blocks so far: the capacity of the tier once it is full.
     capacity: usize,
 }
 
@@ -33,7 +33,8 @@ impl Arc {
         if blocks.state(slot) & OFTEN == 0 { &mut self.once } else { &mut self.often }
     }
 
-    /// Follows a ghost that came back; says whether there was one.
+    /// Adapts the target length to a hit on a ghost, as the paper does. Returns whether there was
+    /// one.
     fn adapt(&mut self, fingerprint: u64) -> bool {
         let (once, often) = (self.once_ghosts.len().max(1), self.often_ghosts.len().max(1));
         if self.once_ghosts.take(fingerprint).is_some() {
@@ -47,7 +48,8 @@ impl Arc {
         false
     }
 
-    /// Keeps the memory of the past at the size that the paper gives it.
+    /// Trims the ghosts to the paper's bounds: `once` with its ghosts has at most `capacity`
+    /// entries, and so have all ghosts together.
     fn forget(&mut self) {
         while !self.once_ghosts.is_empty()
             && self.once.len() + self.once_ghosts.len() > self.capacity
@@ -111,7 +113,7 @@ impl Policy for Arc {
         if why == Removal::Evicted {
             let is_often = blocks.state(slot) & OFTEN != 0;
             let ghosts = if is_often { &mut self.often_ghosts } else { &mut self.once_ghosts };
-            // Twice the room, because ghosts that came back leave holes.
+            // Twice the capacity, because ghosts that were taken out leave holes in the ring.
             ghosts.push(blocks.fingerprint(slot), 0, self.capacity * 2);
             self.forget();
         }

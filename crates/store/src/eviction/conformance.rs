@@ -1,7 +1,7 @@
-//! What every policy must do behind the mechanism: one list of checks, which a new policy runs too.
+//! Conformance checks of eviction policies: one list, which every policy passes.
 //!
-//! The checks drive [`Eviction`] with chains of requests beside a naive model of what is resident,
-//! and panic with a sentence where the two part.
+//! The checks drive [`Eviction`] with chain requests, compare it with a naive model of what is
+//! resident, and panic with a sentence where they differ.
 
 use std::collections::HashMap;
 use std::time::Duration;
@@ -10,13 +10,13 @@ use super::{
     Asked, Eviction, Hints, Incoming, Limits, Policy, Priority, Removal, Slot, StopReason, Verdict,
 };
 
-/// Makes a fresh policy.
+/// Makes a new policy.
 pub type MakePolicy = fn() -> Box<dyn Policy>;
 
 /// Runs all checks on a policy.
 ///
 /// # Panics
-/// If the policy breaks one of them.
+/// If the policy fails one of them.
 pub fn check(make: MakePolicy) {
     for seed in 0..4 {
         requests_keep_the_tables_right(make, seed);
@@ -28,7 +28,7 @@ pub fn check(make: MakePolicy) {
     odd_callers_do_no_harm(make);
 }
 
-/// A naive model: which blocks of a small forest are resident, and where.
+/// A naive model: which blocks of a small forest are resident, and in which slots.
 #[derive(Debug)]
 struct Model {
     eviction: Eviction,
@@ -58,7 +58,7 @@ impl Model {
         (self.random >> 33) % limit
     }
 
-    /// A path in a forest of four trees with three children a block.
+    /// A random path in a forest of four trees with three children a block.
     fn chain(&mut self) -> Vec<u64> {
         let mut block = 1 + self.below(4);
         let mut chain = vec![block];
@@ -128,7 +128,7 @@ impl Model {
         }
     }
 
-    /// Evicts until nothing may go.
+    /// Evicts until no candidate is left.
     fn drain(&mut self, now: Duration) {
         while let Some(victim) = self.eviction.victim(now, &mut |_| true) {
             self.evict(victim);
@@ -180,7 +180,7 @@ fn equal_runs_choose_equal_victims(make: MakePolicy, seed: u64) {
 
 fn leaves_go_first_and_everything_can_go(make: MakePolicy) {
     let mut model = Model::new(make, 100, 1);
-    // Children that are put and touched before their parents are known to the policy.
+    // Children that are put and touched before the policy knows their parents.
     for block in 1..=50 {
         let parent = (block > 1).then_some(block / 2);
         assert!(model.take(Duration::from_secs(block), block, parent, false), "there is room");
@@ -229,7 +229,7 @@ fn protected_blocks_go_last_within_their_quota(make: MakePolicy) {
     assert_eq!(model.eviction.stats().protected_bytes, 0, "and give their quota back");
 }
 
-/// Chains that contradict each other, blocks that are put twice or deleted under their children.
+/// Contradictory chains, blocks put twice, and blocks deleted before their children.
 fn odd_callers_do_no_harm(make: MakePolicy) {
     let mut model = Model::new(make, 30, 9);
     let now = Duration::from_secs(1);

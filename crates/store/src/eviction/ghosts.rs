@@ -1,4 +1,4 @@
-//! What is remembered of blocks that are not resident: a fingerprint and a number each.
+//! Ghosts: a fingerprint and a number for each remembered block that is not resident.
 
 const NONE: u32 = u32::MAX;
 
@@ -10,9 +10,9 @@ struct Entry {
     next: u32,
 }
 
-/// A ring of ghosts with a hash index: the oldest is forgotten first. 20 to 24 bytes an entry.
+/// A ring of ghosts with a hash index; the oldest is forgotten first. 20 to 24 bytes an entry.
 ///
-/// A ghost that is taken out leaves a hole, which is reused when the ring comes round.
+/// A ghost that is taken out leaves a hole, which is reused when the ring wraps round.
 #[derive(Debug, Default)]
 pub struct Ghosts {
     /// Entries from `oldest` on, wrapping round at `entries.len()`.
@@ -25,12 +25,12 @@ pub struct Ghosts {
 }
 
 impl Ghosts {
-    /// How many ghosts are remembered.
+    /// Number of ghosts.
     pub fn len(&self) -> usize {
         self.live
     }
 
-    /// Whether none is.
+    /// Whether there are no ghosts.
     pub fn is_empty(&self) -> bool {
         self.live == 0
     }
@@ -40,8 +40,8 @@ impl Ghosts {
         self.entries.capacity() * size_of::<Entry>() + self.buckets.capacity() * size_of::<u32>()
     }
 
-    /// Remembers a block as the newest ghost in a ring of at most `slots` entries (at least one,
-    /// and fewer than 2^32). Returns what was forgotten for it.
+    /// Adds the newest ghost to a ring of at most `slots` entries (at least one, fewer than 2^32).
+    /// Returns the ghost that was forgotten to make room.
     pub fn push(&mut self, fingerprint: u64, value: u32, slots: usize) -> Option<(u64, u32)> {
         let slots = slots.clamp(1, NONE as usize - 1);
         let mut forgotten = None;
@@ -86,7 +86,7 @@ impl Ghosts {
         found.inspect(|index| self.entries[*index].value = value).is_some()
     }
 
-    /// Takes a ghost out.
+    /// Removes a ghost and returns its number.
     pub fn take(&mut self, fingerprint: u64) -> Option<u32> {
         let index = self.find(fingerprint)?;
         let value = self.entries[index].value;
@@ -148,7 +148,7 @@ impl Ghosts {
         self.live -= 1;
     }
 
-    /// Moves everything into a larger ring, without the holes.
+    /// Moves all ghosts into a larger ring, without the holes.
     fn resize(&mut self, slots: usize) {
         let hole = |index: usize| Entry { fingerprint: 0, value: 0, next: narrow(index) };
         let old = std::mem::take(&mut self.entries);

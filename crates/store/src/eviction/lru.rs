@@ -1,15 +1,15 @@
-//! Least recently used, aware of chains: what one request touched goes from its end.
+//! Least recently used, aware of chains: the blocks of one request are evicted from its end.
 
 use std::time::Duration;
 
 use super::{Asked, Blocks, Hints, List, MayGo, Policy, Removal, Slot};
 
-/// A parent that was used within so many requests counts as used by the same one: puts come after
-/// the request, and others may come between.
+/// A parent that was used at most this many requests ago counts as used by the same request: puts
+/// come after their request, and other requests may come in between.
 const SAME_USE_REQUESTS: u32 = 8;
 
-/// Puts a block into a list whose blocks hold the number of their last use as state: right before
-/// its parent if both belong to one use, else as the newest.
+/// Puts a block into a list whose blocks hold the number of their last request as state: right
+/// before its parent if the same request used both, else as the newest.
 pub(super) fn place(list: &mut List, blocks: &mut Blocks, slot: Slot, parent: Option<Slot>) {
     let request = blocks.state(slot);
     let same_use = |parent: &Slot| request.wrapping_sub(blocks.state(*parent)) <= SAME_USE_REQUESTS;
@@ -19,7 +19,7 @@ pub(super) fn place(list: &mut List, blocks: &mut Blocks, slot: Slot, parent: Op
     }
 }
 
-/// The policy. State of a block: the number of the request that used it last.
+/// The policy. A block's state is the number of the request that used it last.
 #[derive(Debug, Default)]
 pub struct Lru {
     list: List,

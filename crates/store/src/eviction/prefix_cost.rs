@@ -1,10 +1,10 @@
-//! Prefix-cost: keeps what is likely to be asked for again soon, per second of holding it, and
-//! learns online how likely that is. The idea and the figures are in `docs/eviction.md`.
+//! Prefix-cost: keeps the blocks that are likely to be requested again soon, per second of holding
+//! them, and learns online how likely that is. `docs/eviction.md` has the idea and the results.
 //!
-//! Blocks that one request used last form a unit (`units.rs`). Units that look alike form a cell
-//! (`cells.rs`), which counts reuse and exposure by age. From the counts come rates per class
-//! (`hazard.rs`), from these a worth per age (`index.rs`). The deepest block of the unit that is
-//! worth least goes first; a block that comes and is worth less than all others is not taken.
+//! Blocks last used by one request form a unit (`units.rs`). Units with equal features form a cell
+//! (`cells.rs`), which counts reuse and exposure by age. The counts give hazard rates per class
+//! (`hazard.rs`), and these give a worth per age (`index.rs`). The deepest block of the unit with
+//! the lowest worth is evicted first; an incoming block of lower worth than all others is declined.
 
 mod age;
 mod cells;
@@ -27,41 +27,41 @@ use super::{Asked, Blocks, Ghosts, Hints, Incoming, MayGo, Policy, Priority, Rem
 const REFRESH_REQUESTS_MAX: u64 = 50;
 /// Ghosts for each block that the tier can hold.
 const GHOSTS_PER_BLOCK: usize = 8;
-/// Blocks that were asked for and have not come yet: at least and at most so many are kept apart.
+/// Bounds of the number of blocks that were requested and not yet inserted.
 const PENDING_MIN: usize = 1024;
 const PENDING_MAX: usize = 1 << 16;
 
-/// The policy. State of a block: its `Mark`.
+/// The policy. A block's state is its `Mark`.
 #[derive(Debug, Default)]
 pub struct PrefixCost {
     units: Units,
     cells: Cells,
     hazard: Hazard,
     index: Index,
-    /// Asked for, not resident yet.
+    /// Requested, not resident yet.
     pending: Ghosts,
-    /// Evicted or never taken.
+    /// Evicted or never inserted.
     ghosts: Ghosts,
-    /// The most blocks ever resident, which is what the tier can hold once it is full.
+    /// The largest number of resident blocks so far: the capacity of the tier once it is full.
     capacity: usize,
     requests: u64,
-    /// The request with which the rates are learnt anew: often at first, when each one tells much.
+    /// The request at which the rates are refreshed: often at first, when each request adds much.
     refresh_at: u64,
     now: f64,
-    /// The unit that gave the last victim of this request.
+    /// The unit of the last victim since the latest request. Its blocks are evicted together.
     giving: Option<u32>,
-    /// Marks of the leading blocks of a chain that are known; kept to save allocations.
+    /// Marks of the leading known blocks of a chain; kept to save allocations.
     known: Vec<Mark>,
-    /// Units that were passed over in a search; kept to save allocations.
+    /// Units skipped in a search; kept to save allocations.
     passed: Vec<u32>,
 }
 
-/// What one request tells about the units that it makes.
+/// Properties of a request that become features of its units.
 #[derive(Debug, Clone, Copy)]
 struct Shape {
     turn: u8,
     gap_seconds: Option<f64>,
-    /// Whether the chain parts from one that is known.
+    /// Whether the chain diverges from a known one.
     parts: bool,
     blocks: usize,
     known: usize,
@@ -69,13 +69,13 @@ struct Shape {
 }
 
 impl PrefixCost {
-    /// With fewer counts (about a kilobyte each) than the 4096 of the default: what comes after
-    /// them is told apart less finely.
+    /// A policy with at most `most` cells (about a kilobyte each) instead of the default 4096. New
+    /// cells beyond that use coarser features.
     pub fn with_counts(most: usize) -> Self {
         Self { cells: Cells::at_most(most), ..Self::default() }
     }
 
-    /// Units that are remembered now.
+    /// Number of units.
     pub fn units(&self) -> usize {
         self.units.len()
     }
@@ -111,14 +111,15 @@ impl PrefixCost {
         cell
     }
 
-    /// Reads which leading blocks are known, and takes those that are not resident out of the
-    /// ghosts: they are about to come.
+    /// Collects the marks of the leading known blocks. Takes those that are not resident out of the
+    /// ghosts, because they are about to be inserted.
     fn recognise(&mut self, blocks: &Blocks, chain: &[Asked], leading: usize) {
         self.known.clear();
         for (at, asked) in chain.iter().enumerate() {
             let mark = match asked.resident {
                 Some(slot) if at < leading => Some(blocks.state(slot)),
-                // Resident behind a gap: its chain does not lead to it, so it is left alone.
+                // Resident after a gap: not reachable through its chain, so its unit stays as it
+                // is.
                 Some(_) => None,
                 None => self.take_ghost(asked.fingerprint),
             };
@@ -152,8 +153,8 @@ impl PrefixCost {
         shape
     }
 
-    /// The known blocks leave their units, which counts as reuse; what is left of these units is
-    /// superseded.
+    /// Removes the known blocks from their units and counts that as reuse. The rest of such a unit
+    /// is superseded: the conversation took another path.
     fn leave_units(&mut self, blocks: &mut Blocks, chain: &[Asked]) {
         let known = std::mem::take(&mut self.known);
         for (asked, mark) in chain.iter().zip(&known) {
@@ -180,7 +181,8 @@ impl PrefixCost {
         self.known = known;
     }
 
-    /// Makes the units of a request, one for each stretch of blocks that are shared alike.
+    /// Makes the units of a request: one for each run of blocks with the same bucket of
+    /// divergences.
     fn enter_units(&mut self, blocks: &mut Blocks, chain: &[Asked], shape: &Shape) {
         let mut begin = 0;
         while begin < chain.len() {
@@ -233,7 +235,7 @@ impl PrefixCost {
         if shape.parts && at < shape.known { (fan + 1).min(FAN_MAX) } else { fan }
     }
 
-    /// A resident block joins the unit in its mark as the deepest.
+    /// Adds a resident block to the unit in its mark, as the deepest.
     fn take_in(&mut self, blocks: &mut Blocks, slot: Slot) {
         if !blocks.is_protected(slot) {
             let unit = Mark::from_raw(blocks.state(slot)).unit();
@@ -260,7 +262,7 @@ impl PrefixCost {
         self.units.lose(&mut self.cells, Mark::from_raw(raw).unit(), 1, self.now);
     }
 
-    /// A chain of one block is used, or comes, on its own.
+    /// Makes a unit for a single block that is used or inserted outside a chain request.
     fn enter_alone(&mut self, blocks: &mut Blocks, slot: Slot, turn: u8, gap: Option<f64>) {
         let fan = Mark::from_raw(blocks.state(slot)).fan();
         let known = usize::from(gap.is_some());
@@ -274,7 +276,7 @@ impl PrefixCost {
         self.relist(unit);
     }
 
-    /// The listed unit that is worth least now.
+    /// The listed unit of the lowest worth now.
     fn lowest(&mut self) -> Option<u32> {
         if let Some(unit) = self.giving.filter(|unit| self.units[*unit].is_listed) {
             return Some(unit);
@@ -286,7 +288,8 @@ impl PrefixCost {
             while occupied != 0 {
                 let bin = occupied.trailing_zeros() as usize;
                 occupied &= occupied - 1;
-                // Worth is linear in age within a bin: one of the ends is lowest.
+                // Worth is linear in age within a bin, so the minimum is at the oldest or newest
+                // unit.
                 let (oldest, newest) = cell.lists[bin];
                 for unit in [oldest, newest] {
                     let worth = self.index.worth(cell.table, bin, self.now - self.units[unit].at);
@@ -310,7 +313,7 @@ impl PrefixCost {
         self.units[unit].expected_until > self.now
     }
 
-    /// Among units that a waiting request wants: the one that is wanted last.
+    /// Of the units that a queued request expects, the one expected last.
     fn least_urgent(&self, blocks: &Blocks, may_go: &mut MayGo<'_>) -> Option<u32> {
         let expected = self.passed.iter().copied().filter(|unit| self.is_expected(*unit));
         let giving = expected.filter(|unit| {
@@ -452,7 +455,7 @@ impl Policy for PrefixCost {
         while let Some(unit) = self.lowest() {
             let deepest = self.units[unit].blocks.oldest();
             if deepest.is_none_or(|slot| !blocks.is_leaf(slot)) {
-                // It is listed again when the last child of its deepest block goes.
+                // It is listed again once the last child of its deepest block is removed.
                 self.units.unlist(&mut self.cells, unit);
             } else if !self.is_expected(unit) && deepest.is_some_and(|slot| may_go(blocks, slot)) {
                 chosen = Some(unit);
@@ -492,7 +495,7 @@ impl Policy for PrefixCost {
     }
 }
 
-/// Whether a request makes a block its own: all but residents that its chain does not lead to.
+/// Whether a block joins a unit of the request: all but resident blocks after a gap in the chain.
 fn belongs(chain: &[Asked], at: usize, known: usize) -> bool {
     at < known || chain[at].resident.is_none()
 }
@@ -524,7 +527,7 @@ fn features(shape: &Shape, fan: u8) -> Features {
     Features { kind, stop, workload, priority }
 }
 
-/// Features after a hint that came later; none if it changes nothing.
+/// The features after a later hint; none if the hint changes nothing.
 fn told(before: Features, hints: &Hints) -> Option<Features> {
     let mut after = before;
     if matches!(before.kind, Kind::Private { .. }) {
@@ -545,7 +548,7 @@ fn fan_bucket(fan: u8) -> u8 {
     bucket(&[1, 2, 4, 11, FAN_MAX.into()], fan.into())
 }
 
-/// How many of the rising `edges` a number reaches.
+/// The number of ascending `edges` that a number reaches.
 fn bucket(edges: &[usize], number: usize) -> u8 {
     let reached = edges.iter().take_while(|edge| number >= **edge).count();
     u8::try_from(reached).expect("a few edges")

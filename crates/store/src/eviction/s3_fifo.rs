@@ -1,22 +1,22 @@
-//! S3-FIFO: a small queue for what is new, a main queue for what was used again, and a memory of
-//! what left the small one (Yang et al., SOSP '23).
+//! S3-FIFO: a small queue for new blocks, a main queue for blocks that were used again, and ghosts
+//! of blocks evicted from the small queue (Yang et al., SOSP '23).
 
 use std::time::Duration;
 
 use super::{Asked, Blocks, Ghosts, Hints, List, MayGo, Policy, Removal, Slot};
 
-/// Share of the blocks that the small queue may hold before it gives up its own.
+/// Share of the blocks that the small queue may hold before its own blocks are evicted.
 const SMALL_PERCENT: usize = 10;
 const USES_MAX: u32 = 3;
-/// Requests between two blocks that count as put together.
+/// Blocks inserted at most this many requests apart count as put together.
 const SAME_PUT_REQUESTS: u32 = 8;
 
-/// Blocks of one queue that are looked at before the other has its turn: a queue may consist of
-/// blocks whose children are in the other.
+/// Blocks searched in one queue before the other queue is searched: a queue may consist of blocks
+/// whose children are in the other.
 const SEARCH_BLOCKS: usize = 256;
 
-/// State of a block: bit 0 its queue, bits 1 and 2 its uses, above them the number of the request
-/// it came with.
+/// A block's state: bit 0 is its queue, bits 1 and 2 its uses, the others the number of the request
+/// that inserted it.
 #[derive(Debug, Clone, Copy)]
 struct State(u32);
 
@@ -37,7 +37,7 @@ impl State {
         Self(self.0 & !(USES_MAX << 1) | uses.min(USES_MAX) << 1)
     }
 
-    /// Requests from the other's coming to its own.
+    /// Number of requests between the other block's insertion and this one's.
     fn since(self, other: Self) -> u32 {
         (self.0 >> 3).wrapping_sub(other.0 >> 3) & (u32::MAX >> 3)
     }
@@ -50,7 +50,7 @@ pub struct S3Fifo {
     main: List,
     ghosts: Ghosts,
     requests: u32,
-    /// Uses that bring a block from the small queue to the main one.
+    /// Uses after which a block moves from the small queue to the main one.
     promote_at: u32,
 }
 
@@ -61,7 +61,7 @@ impl Default for S3Fifo {
 }
 
 impl S3Fifo {
-    /// With the number of uses (1 to 3) that bring a block to the main queue; 2 is the paper's.
+    /// A policy that moves blocks to the main queue after `uses` uses (1 to 3); the paper has 2.
     pub fn promoting_at(uses: u32) -> Self {
         Self {
             small: List::default(),
@@ -100,7 +100,7 @@ impl S3Fifo {
         may_go: &mut MayGo<'_>,
         among: usize,
     ) -> Option<Slot> {
-        // Each pass takes one use off a block, so the last one meets only blocks without.
+        // Each pass reduces a block's uses by one, so the last pass meets only blocks with none.
         let passes = self.main.len() * (USES_MAX as usize + 1);
         for _ in 0..passes.min(among) {
             let slot = self.main.oldest()?;
@@ -177,6 +177,8 @@ impl Policy for S3Fifo {
     }
 
     fn victim(&mut self, blocks: &mut Blocks, _: Duration, may_go: &mut MayGo<'_>) -> Option<Slot> {
+        // The first search is bounded: the queue may hold only blocks whose children are in the
+        // other. The last one is not, so that a block that may go is always found.
         let small_is_full = self.small.len() * 100 >= blocks.len() * SMALL_PERCENT;
         if small_is_full {
             self.victim_of_small(blocks, may_go, SEARCH_BLOCKS)

@@ -1,11 +1,11 @@
-//! The waterfall of `MLPerf`'s storage benchmark: new data goes to the fastest tier, the least
-//! recently used falls to the next one, and nothing climbs back.
+//! The waterfall of `MLPerf`'s storage benchmark: new data enters the fastest tier, the least
+//! recently used is demoted to the next one, and nothing is promoted.
 
 use std::time::Duration;
 
 use super::{Asked, Blocks, Hints, Lru, MayGo, Policy, Removal, Slot};
 
-/// The policy: the order is LRU's, but a hit below does not bring a block up.
+/// The policy: LRU without promotion on hits.
 #[derive(Debug, Default)]
 pub struct Waterfall {
     order: Lru,

@@ -1,5 +1,5 @@
-//! What a new process makes of a dead one's ledger: which blocks are right, and what memory other
-//! processes may still touch. Nothing in a record is trusted beyond its own checksum.
+//! Recovery of a dead process's ledger: which blocks are valid, and which memory other processes
+//! may still access. Only the checksum of a record is trusted; everything else is checked.
 
 use std::collections::HashMap;
 
@@ -10,7 +10,7 @@ use super::process::Process;
 use super::record::{BlockRecord, Found, HeldRecord, Piece};
 use super::{EARLIER_LOAD, Kept, LOAD, Table};
 
-/// A block whose memory was taken over.
+/// A recovered block.
 #[derive(Debug)]
 pub(crate) struct Recovered {
     pub(super) place: u32,
@@ -18,7 +18,7 @@ pub(crate) struct Recovered {
     pub(super) slab: Slab,
 }
 
-/// All that a ledger gave.
+/// Everything recovered from a ledger.
 #[derive(Debug, Default)]
 pub(super) struct Harvest {
     pub(super) blocks: Vec<Recovered>,
@@ -26,7 +26,7 @@ pub(super) struct Harvest {
     pub(super) rejected: u64,
 }
 
-/// Records that name one piece of the pool as one content.
+/// Records of one piece of the pool: keys of one content.
 #[derive(Debug)]
 struct Group {
     piece: Piece,
@@ -34,8 +34,8 @@ struct Group {
     is_rejected: bool,
 }
 
-/// Reads the tables and takes the memory from the pool, before anything else does. Places that
-/// hold nothing of use are free afterwards.
+/// Reads the tables and reserves the memory in the pool, before any allocation. Clears the places
+/// of invalid records.
 pub(super) fn harvest(table: &Table, pool: &Pool) -> Harvest {
     let mut harvest = Harvest::default();
     let held = read_held(table, pool, &mut harvest);
@@ -53,7 +53,7 @@ pub(super) fn harvest(table: &Table, pool: &Pool) -> Harvest {
     let mut by_offset: Vec<_> = slabs.into_iter().collect();
     by_offset.sort_unstable_by_key(|(piece, _)| *piece);
     for (place, record) in held {
-        // It lies in one that was adopted: as a block's own piece or as part of a stray one.
+        // A held piece lies in an adopted slab: it is a block's piece, or part of a stray one.
         let at = by_offset.partition_point(|(piece, _)| piece.offset <= record.piece.offset);
         let around = at.checked_sub(1).map(|at| &by_offset[at]);
         if let Some((_, slab)) = around.filter(|(piece, _)| end(*piece) >= end(record.piece)) {
@@ -67,7 +67,7 @@ pub(super) fn harvest(table: &Table, pool: &Pool) -> Harvest {
     harvest
 }
 
-/// Records of memory whose holders live, with the places they stand in.
+/// Held records whose processes are alive, with their places.
 fn read_held(table: &Table, pool: &Pool, harvest: &mut Harvest) -> Vec<(u32, HeldRecord)> {
     let mut alive: HashMap<Process, bool> = HashMap::new();
     let mut held = Vec::new();
@@ -97,8 +97,8 @@ fn read_held(table: &Table, pool: &Pool, harvest: &mut Harvest) -> Vec<(u32, Hel
     held
 }
 
-/// Blocks by piece, in the order of their offsets; pieces that overlap are rejected, all of them,
-/// for nothing tells which is right.
+/// Blocks by piece, in the order of offsets. Overlapping pieces are all rejected, because it is
+/// unknown which is right.
 fn read_groups(table: &Table, pool: &Pool, harvest: &mut Harvest) -> Vec<Group> {
     let mut found: Vec<(u32, BlockRecord)> = Vec::new();
     for place in 0..table.block_count {
@@ -116,12 +116,14 @@ fn read_groups(table: &Table, pool: &Pool, harvest: &mut Harvest) -> Vec<Group> 
             }
         }
     }
+    // Two records of one key contradict each other: it is unknown which is right.
     let mut names: HashMap<BlockKey, u32> = HashMap::with_capacity(found.len());
     for (_, record) in &found {
         *names.entry(record.facts.key).or_default() += 1;
     }
     found.sort_unstable_by_key(|(_, record)| record.piece);
     let mut groups: Vec<Group> = Vec::with_capacity(found.len());
+    // The group with the largest end so far: one long piece may overlap several later ones.
     let mut furthest = 0;
     for (place, record) in found {
         let is_named_twice = names[&record.facts.key] > 1;
@@ -152,9 +154,11 @@ fn read_groups(table: &Table, pool: &Pool, harvest: &mut Harvest) -> Vec<Group> 
     groups
 }
 
-/// A holder has either exactly a block's piece, and the block is as good as before, or memory that
-/// is no block's. Blocks that such memory touches are rejected. Returns the memory that is no
-/// block's.
+/// Rejects blocks that overlap held memory, and returns the held memory that is no block's.
+///
+/// A held piece that is exactly a block's piece is a lease: the block is valid. Any other held
+/// memory may be written by its holder, so the blocks that it overlaps are rejected. A rejected
+/// block's lease then becomes such memory in turn: repeats until nothing changes.
 fn reject_touched(groups: &mut [Group], held: &[(u32, HeldRecord)]) -> Vec<Piece> {
     let mut strays: Vec<Piece> = Vec::new();
     let mut left: Vec<Piece> = held.iter().map(|(_, record)| record.piece).collect();
@@ -169,7 +173,7 @@ fn reject_touched(groups: &mut [Group], held: &[(u32, HeldRecord)]) -> Vec<Piece
         }
         left = blocks;
         for piece in &new {
-            // Pieces that overlap are rejected already; the others' ends are in order, too.
+            // Overlapping groups are rejected already, so the ends of the others ascend, too.
             let from = groups.partition_point(|group| group.piece.offset < piece.offset);
             let before = groups[..from].iter_mut().rev().find(|group| !group.is_rejected);
             if let Some(group) = before.filter(|group| end(group.piece) > piece.offset) {
@@ -214,7 +218,7 @@ fn adopt(pool: &Pool, piece: Piece, length: u64) -> Option<Slab> {
     Some(slab.seal())
 }
 
-/// The same memory as pieces that do not overlap.
+/// The union of the pieces, as pieces that do not overlap.
 fn merged(mut pieces: Vec<Piece>) -> Vec<Piece> {
     pieces.sort_unstable();
     let mut merged: Vec<Piece> = Vec::new();
@@ -234,7 +238,7 @@ fn is_inside(pool: &Pool, piece: Piece) -> bool {
     piece.bytes > 0 && end.is_some_and(|end| end <= pool.region().bytes() as u64)
 }
 
-/// Of a piece that lies inside the pool, so it cannot overflow.
+/// End of a piece inside the pool, so it cannot overflow.
 fn end(piece: Piece) -> u64 {
     piece.offset + piece.bytes
 }
@@ -272,8 +276,8 @@ mod tests {
         HeldRecord { piece, process, kind: HeldKind::Lease as u32 }
     }
 
-    /// Opens a pool whose ledger holds these records: names of blocks, rejected records, what is
-    /// free.
+    /// Opens a pool whose ledger holds these records. Returns the names of the recovered blocks,
+    /// the number of rejected records, the free units, and the pool.
     fn found(blocks: &[BlockRecord], holders: &[HeldRecord]) -> (Vec<u8>, u64, u64, WarmPool) {
         let directory = tempfile::tempdir().expect("a directory");
         let path = directory.path().join("pool");
@@ -299,7 +303,7 @@ mod tests {
     }
 
     #[test]
-    fn of_pieces_that_overlap_none_is_taken() {
+    fn overlapping_pieces_are_all_rejected() {
         let blocks = [
             block(1, piece(0, 2)),
             block(2, piece(2, 12)),
@@ -314,7 +318,7 @@ mod tests {
     }
 
     #[test]
-    fn records_that_contradict_each_other_all_go() {
+    fn contradictory_records_are_all_rejected() {
         let mut other_digest = block(3, piece(2, 3));
         other_digest.facts.digest = Some(Digest::from_bytes([9; 32]));
         let mut other_length = block(5, piece(4, 5));
@@ -336,18 +340,18 @@ mod tests {
             block(11, Piece { offset: 20 * UNIT + 1, bytes: UNIT }),
         ];
         let (names, rejected, free, _) = found(&blocks, &[]);
-        assert_eq!((names, rejected, free), (vec![6, 7], 10, 255), "two names of one piece are");
+        assert_eq!((names, rejected, free), (vec![6, 7], 10, 255), "two keys may share a piece");
     }
 
     #[test]
-    fn what_is_held_is_out_whatever_else_is_there() {
+    fn held_memory_is_never_free_and_blocks_overlapping_it_are_rejected() {
         let blocks = [
             block(1, piece(0, 2)),
             block(2, piece(2, 4)),
             block(3, piece(4, 6)),
             block(4, piece(6, 8)),
         ];
-        // One holds a block, two hold memory that two blocks and then a third were said to have.
+        // One holds a block; two hold memory across blocks 2 and 3; one holds free memory.
         let holders =
             [held(piece(0, 2)), held(piece(3, 5)), held(piece(4, 6)), held(piece(20, 21))];
         let (names, rejected, free, opened) = found(&blocks, &holders);

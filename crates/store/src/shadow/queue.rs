@@ -1,18 +1,18 @@
-//! A shadow of the file tier: a queue that gives space back a segment at a time, oldest first, and
-//! keeps what is in use (`docs/decisions/0006-file-tier-eviction.md`), on the names of a sample.
+//! A shadow of the file tier: a queue over a sample's names, reclaimed a segment at a time, oldest
+//! first, that keeps blocks in use (`docs/decisions/0006-file-tier-eviction.md`).
 
 use std::collections::{HashMap, VecDeque};
 
 use super::Sample;
 
-/// Rounds of one giving-back that keep what is in use; after them room comes first.
+/// Rounds of one reclaim that keep blocks in use; after them, room has priority.
 const ROUNDS_KEEPING: u32 = 4;
 
 #[derive(Debug, Clone, Copy)]
 struct Entry {
     fingerprint: u64,
     bytes: u32,
-    /// Tells an entry from later ones of the same block.
+    /// Distinguishes an entry from later ones of the same block.
     stamp: u32,
 }
 
@@ -34,7 +34,7 @@ pub(super) struct Queue {
 }
 
 impl Queue {
-    /// Of a tier of so many bytes of which one segment is kept free.
+    /// A shadow of a tier of `capacity_bytes`, of which one segment is kept free.
     pub(super) fn new(capacity_bytes: u64, segment_bytes: u64) -> Self {
         Self {
             entries: VecDeque::new(),
@@ -55,7 +55,7 @@ impl Queue {
     }
 
     pub(super) fn memory_bytes(&self) -> usize {
-        /// What a hash map of `std` spends on an entry beside it.
+        /// Overhead per entry of a `std` hash map.
         const CONTROL_BYTES: usize = 1;
         self.entries.capacity() * size_of::<Entry>()
             + self.facts.capacity() * (size_of::<(u64, Facts)>() + CONTROL_BYTES)
@@ -68,7 +68,7 @@ impl Queue {
         }
     }
 
-    /// Takes a block in, unless it is here.
+    /// Inserts a block, unless it is present.
     pub(super) fn take(
         &mut self,
         fingerprint: u64,
@@ -91,7 +91,7 @@ impl Queue {
         self.push(Entry { fingerprint, bytes, stamp: self.stamp });
     }
 
-    /// Forgets a block; its place comes back with its segment.
+    /// Forgets a block; its bytes are freed with its segment.
     pub(super) fn remove(&mut self, fingerprint: u64) {
         self.facts.remove(&fingerprint);
     }
@@ -123,7 +123,7 @@ impl Queue {
         }
     }
 
-    /// Becomes the shadow of a smaller sample.
+    /// Drops blocks outside a sample half as large, and halves the capacity.
     pub(super) fn thin(&mut self, sample: Sample) {
         self.entries.retain(|entry| sample.holds(entry.fingerprint));
         self.facts.retain(|fingerprint, _| sample.holds(*fingerprint));
@@ -142,18 +142,18 @@ mod tests {
     }
 
     #[test]
-    fn the_oldest_segment_goes_and_what_was_read_stays_once() {
+    fn reclaim_drops_the_oldest_segment_and_keeps_a_read_block_once() {
         let mut queue = Queue::new(8 + 2, 2);
         (0..8).for_each(|block| queue.take(block, 1, false, &nowhere));
         queue.refer(0);
         queue.take(8, 1, false, &nowhere);
         assert!(queue.holds(0) && !queue.holds(1) && queue.holds(2) && queue.holds(8));
         (9..17).for_each(|block| queue.take(block, 1, false, &nowhere));
-        assert!(!queue.holds(0), "its mark was good for one round");
+        assert!(!queue.holds(0), "a reference keeps a block for one round");
     }
 
     #[test]
-    fn what_dram_has_stays_but_never_for_ever() {
+    fn a_block_in_dram_is_kept_for_a_bounded_number_of_rounds() {
         let mut queue = Queue::new(4 + 1, 1);
         (0..4).for_each(|block| queue.take(block, 1, false, &nowhere));
         queue.take(4, 1, false, &|block| block == 0);
@@ -163,13 +163,13 @@ mod tests {
     }
 
     #[test]
-    fn a_deleted_block_may_come_again() {
+    fn a_deleted_block_can_be_put_again() {
         let mut queue = Queue::new(4 + 1, 1);
         queue.take(7, 1, false, &nowhere);
         queue.remove(7);
         assert!(!queue.holds(7));
         (0..3).for_each(|block| queue.take(block, 1, false, &nowhere));
         queue.take(7, 1, false, &nowhere);
-        assert!(queue.holds(7) && queue.len() == 4, "the place of the first is given back");
+        assert!(queue.holds(7) && queue.len() == 4, "the bytes of the first are freed");
     }
 }

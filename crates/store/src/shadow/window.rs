@@ -1,19 +1,19 @@
-//! Counts since the start and of late: a window that moves in halves.
+//! Counts since the start and over a recent window that moves in halves.
 
 use std::time::Duration;
 
 use super::SIZES;
 
-/// Half of the window: what is called recent covers the last 15 to 30 minutes. Long enough that a
-/// busy minute does not decide, short enough that yesterday's traffic does not either.
+/// Half of the window: recent counts cover the last 15 to 30 minutes. That is long enough to smooth
+/// a busy minute and short enough to exclude yesterday's traffic.
 const HALF: Duration = Duration::from_secs(15 * 60);
 
-/// What requests asked for, what the tier had, and what its shadows missed.
+/// Blocks requested, blocks matched in the tier, and blocks missed by its shadows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(super) struct Counts {
     pub(super) requested: u64,
     pub(super) matched: u64,
-    /// By size, each block of the sample counted for all that it stands for.
+    /// By size; each sampled block counts for all blocks that it represents.
     pub(super) missed: [u64; SIZES.len()],
 }
 
@@ -27,7 +27,7 @@ impl Counts {
     }
 }
 
-/// Counts of two half windows and of all time.
+/// Counts of two half windows and since the start.
 #[derive(Debug, Default)]
 pub(super) struct Window {
     all: Counts,
@@ -64,7 +64,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn recent_counts_forget_and_the_others_do_not() {
+    fn recent_counts_expire_and_total_counts_do_not() {
         let mut window = Window::default();
         let one = Counts { requested: 1, matched: 1, missed: [0, 1, 2] };
         let minutes = |minutes: u64| Duration::from_secs(60 * minutes);

@@ -1,7 +1,7 @@
-//! Threads for calls that may never come back, so that nobody who has a deadline makes them.
+//! Threads for stage calls that may never return, so that callers can keep their deadlines.
 //!
-//! A call that is late is left with its thread and all that was given to it, buffers above all,
-//! until it ends; how many there are is bounded.
+//! A late call keeps its thread and everything that was passed to it, buffers above all, until it
+//! ends. The number of calls is bounded.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -14,27 +14,27 @@ use cascade_block::{Clock, Deadline};
 
 use super::StageError;
 
-/// How often a wait looks whether it should end for a reason that nobody announces.
+/// Poll interval for conditions without a notification.
 const RECHECK: Duration = Duration::from_millis(20);
-/// What a stage gets beyond the deadline to say itself what was late.
+/// Time after the deadline in which a stage can still report a time-out itself.
 const GRACE: Duration = Duration::from_millis(20);
 
 type Job = Box<dyn FnOnce() + Send>;
 
-/// At most so many calls at once, each on a thread that is started when it is first needed.
+/// At most `calls_max` concurrent calls, each on a thread that is started when first needed.
 pub(crate) struct CallThreads {
     shared: Arc<Shared>,
     calls_max: usize,
     clock: Arc<dyn Clock>,
 }
 
-/// How long a call is waited for.
+/// When to stop waiting for a call.
 #[derive(Clone, Copy)]
 pub(crate) struct Patience<'a> {
     pub(crate) deadline: Deadline,
-    /// Set when nobody waits any longer, whatever the deadline says.
+    /// Set to end the wait before the deadline.
     pub(crate) is_over: &'a AtomicBool,
-    /// Whether the stage is shed when the call takes too long.
+    /// Whether a call that takes too long opens the circuit.
     pub(crate) is_watched: bool,
 }
 
@@ -55,18 +55,18 @@ struct Queue {
     is_closed: bool,
 }
 
-/// A call that has not ended.
+/// A call in flight.
 struct Running {
     number: u64,
     began: Duration,
     is_watched: bool,
-    /// Its caller has given up.
+    /// Its caller has stopped waiting.
     is_stuck: bool,
-    /// It was told of as hanging.
+    /// It was reported as hung.
     is_told: bool,
 }
 
-/// Where a call's result is left for its caller.
+/// Passes a call's result to its caller.
 struct Answer<T> {
     result: Mutex<Given<T>>,
     ready: Condvar,
@@ -76,7 +76,7 @@ enum Given<T> {
     NotYet,
     Here(T),
     Panicked,
-    /// The caller does not wait any longer.
+    /// The caller has stopped waiting.
     Abandoned,
 }
 
@@ -85,8 +85,8 @@ impl CallThreads {
         Self { shared: Arc::default(), calls_max, clock }
     }
 
-    /// Makes a call and waits for its result. One that comes later goes to `late`. A call whose
-    /// patience is over before it begins is not made at all: nobody would know what it did.
+    /// Makes a call and waits for its result. A late result goes to `late`. If the wait is over
+    /// before the call begins, the call is not made: its effect would be unknown.
     pub(crate) fn call<T: Send + 'static>(
         &self,
         patience: Patience<'_>,
@@ -98,14 +98,13 @@ impl CallThreads {
         let number = queue.next_number;
         let (shared, given) = (Arc::clone(&self.shared), Arc::clone(&answer));
         queue.jobs.push_back(Box::new(move || {
-            // What unwinds is the stage's own affair: the store shares nothing with it that could
-            // be torn.
+            // The store shares no state with the stage that a panic could leave inconsistent.
             let result = catch_unwind(AssertUnwindSafe(work)).ok();
-            // Before its caller goes on: it may want the thread again.
+            // Before the caller continues: it may need the thread again.
             shared.end(number);
             given.give(result, late);
         }));
-        // With as many threads as calls, one of them is done with its call and comes for this one.
+        // With `calls_max` threads, one of them will finish its call and take this job.
         let needs_thread = queue.idle < queue.jobs.len() && queue.threads < self.calls_max;
         if needs_thread && let Err(error) = self.start_thread(&mut queue) {
             queue.jobs.pop_back();
@@ -124,7 +123,7 @@ impl CallThreads {
         self.wait(&answer, number, patience)
     }
 
-    /// Waits until a thread is free for one more call. When all are stuck, that is not soon.
+    /// Waits for a free thread. Fails at once when all calls are stuck.
     fn wait_for_thread(&self, patience: Patience<'_>) -> Result<MutexGuard<'_, Queue>, StageError> {
         let mut queue = self.shared.lock();
         loop {
@@ -149,7 +148,7 @@ impl CallThreads {
     fn start_thread(&self, queue: &mut Queue) -> std::io::Result<()> {
         let shared = Arc::clone(&self.shared);
         let builder = std::thread::Builder::new().name("cascade-stage".to_owned());
-        // Detached: one that is stuck is waited for by nobody.
+        // Detached: nothing waits for a stuck thread.
         drop(builder.spawn(move || shared.work())?);
         queue.threads += 1;
         Ok(())
@@ -184,12 +183,12 @@ impl CallThreads {
         }
     }
 
-    /// Calls that go on although nobody waits for them.
+    /// Number of calls still running after their callers stopped waiting.
     pub(crate) fn stuck_calls(&self) -> u64 {
         self.shared.lock().running.iter().filter(|call| call.is_stuck).count() as u64
     }
 
-    /// Whether a watched call has come to last as long as `patience`; of each it is said once.
+    /// Whether a watched call has lasted as long as `patience`; each call is reported once.
     pub(crate) fn has_hung(&self, patience: Duration) -> bool {
         let now = self.clock.monotonic();
         let mut has_hung = false;
@@ -242,7 +241,8 @@ impl<T> Answer<T> {
         self.result.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Leaves a result, nothing for a panic; when nobody waits, it goes to `late`.
+    /// Passes a result to the caller, none for a panic; if the caller has stopped waiting, to
+    /// `late`.
     fn give(&self, result: Option<T>, late: impl FnOnce(T)) {
         let mut given = self.lock();
         if matches!(*given, Given::Abandoned) {
@@ -252,7 +252,7 @@ impl<T> Answer<T> {
             }
             return;
         }
-        // Before its caller goes on: a store that it closes is not to live on in here.
+        // Before the caller continues: `late` may hold the store alive, which the caller may close.
         drop(late);
         *given = result.map_or(Given::Panicked, Given::Here);
         self.ready.notify_one();

@@ -1,7 +1,7 @@
-//! What every stage has to do: checks to run over an implementation, ours or a third party's.
+//! Conformance checks of stages, for the built-in ones and for third parties'.
 //!
-//! Each check takes a function that makes a fresh stage, and panics with what went wrong. Call
-//! [`all`] from a test of your own.
+//! Each check takes a new stage and panics with a description of the failure. Call [`all`] from a
+//! test.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -11,26 +11,26 @@ use cascade_memory::{HugePages, Pool, PoolConfig, Slab};
 
 use super::{Address, BlockFacts, Load, Loaded, Stage};
 
-/// What a check runs against.
+/// The stage and the pool of one check.
 #[derive(Debug)]
 pub struct Bench<'a> {
-    /// The stage, fresh.
+    /// A new stage.
     pub stage: Arc<dyn Stage>,
-    /// Where slabs come from; the one that the stage was made with.
+    /// The pool for slabs, which the stage was made with.
     pub pool: &'a Pool,
 }
 
 /// A pool for the checks, as a store would make it.
 ///
 /// # Panics
-/// If the machine has not 32 MiB of memory left.
+/// If 32 MiB of memory cannot be allocated.
 pub fn pool() -> Pool {
     let config =
         PoolConfig { capacity_bytes: 32 << 20, huge_pages: HugePages::Never, populate: false };
     Pool::new(&config).expect("32 MiB of shared memory for a test")
 }
 
-/// Runs every check, each on a fresh stage.
+/// Runs every check, each on a new stage.
 pub fn all(pool: &Pool, make: &mut dyn FnMut() -> Arc<dyn Stage>) {
     let checks: [fn(&Bench<'_>); 7] = [
         a_fresh_stage_has_nothing,
@@ -101,7 +101,7 @@ fn facts(key: BlockKey, bytes: usize) -> BlockFacts {
     }
 }
 
-/// Block `n`: a key and bytes that no other block has.
+/// Block `n`: a unique key and unique bytes.
 fn block(n: u8, bytes: usize) -> (BlockKey, Vec<u8>) {
     let period: Vec<u8> = (0..251).map(|at| n ^ at).collect();
     let pattern = period.into_iter().cycle().take(bytes).collect();

@@ -16,10 +16,10 @@ use super::{
 };
 use crate::{FileLayout, FilesConfig, IoEngine, StoreError, TierName};
 
-/// Keeps blocks in files.
+/// Stores blocks in files.
 #[derive(Debug)]
 pub struct FilesStage {
-    /// Nothing once it is closed: closing gives the directory free for others.
+    /// None once it is closed: closing releases the directory's lock.
     files: RwLock<Option<Arc<dyn BlockFiles>>>,
     clock: Arc<dyn Clock>,
     capacity_bytes: u64,
@@ -30,16 +30,16 @@ pub struct FilesStage {
     elsewhere: Mutex<HashMap<BlockKey, Elsewhere>>,
 }
 
-/// A name whose bytes lie elsewhere than those of the content it shares: a block file has one name.
+/// An alias whose bytes are not at the content's address: a block file has one name.
 #[derive(Debug, Clone, Copy)]
 struct Elsewhere {
-    /// The address that the store knows for the content.
+    /// The address that the store has for the content.
     shared: cascade_disk::Address,
-    /// Where this name's bytes are.
+    /// The address of this alias's own bytes.
     place: cascade_disk::Address,
 }
 
-/// What was found at opening, for the notes.
+/// Damage found at opening, for the notes.
 #[derive(Debug, Clone, Copy)]
 struct Found {
     torn_records: u64,
@@ -47,14 +47,14 @@ struct Found {
 }
 
 impl FilesStage {
-    /// Opens the file tier that a store's settings describe; a layout given here overrules theirs.
+    /// Opens the file tier of a store's settings; `layout` overrides theirs.
     pub fn open(
         context: &StageContext<'_>,
         layout: Option<FileLayout>,
     ) -> Result<Arc<dyn Stage>, StoreError> {
         let config = context.config.files.as_ref().ok_or_else(|| StoreError::Config {
             setting: "files",
-            reason: "the pipeline has a file tier; name a directory for it".to_owned(),
+            reason: "the pipeline has a file tier: set its directory".to_owned(),
         })?;
         let layout = layout.unwrap_or(config.layout);
         let deadline = Deadline::after(&**context.clock, OPENING_TIMEOUT);
@@ -124,7 +124,7 @@ impl FilesStage {
     }
 }
 
-/// Opening scans what an earlier run left; a million records take seconds.
+/// Time-out of opening, which scans all records; a million take seconds.
 const OPENING_TIMEOUT: std::time::Duration = std::time::Duration::from_secs(300);
 
 fn tier_config(config: &FilesConfig, layout: FileLayout) -> FileTierConfig {
@@ -156,7 +156,7 @@ fn theirs(address: Address) -> cascade_disk::Address {
 
 fn stage_error(error: DiskError) -> StageError {
     match error {
-        // Room that the tier gives back is room on the device too.
+        // Space freed by reclaim is also free on the device.
         DiskError::Full { .. } | DiskError::NoSpace { .. } => StageError::Full,
         DiskError::Timeout { .. } => StageError::Timeout,
         DiskError::BadLength { payload_bytes, .. } => {
@@ -231,7 +231,7 @@ impl Stage for FilesStage {
         let mut failure = Ok(());
         for ((meta, shared), result) in metas.iter().zip(files.alias(&metas, deadline)) {
             let result = match result {
-                // The name it was stored under is gone; another name may have the bytes still.
+                // The content's first name was removed; an alias may still have the bytes.
                 Err(DiskError::NoTarget) => self.alias_of_another(&*files, meta, *shared, deadline),
                 result => result,
             };
@@ -322,7 +322,7 @@ impl Stage for FilesStage {
         let stored = self.files()?.manifests(deadline).map_err(stage_error)?;
         let good = |stored| match stored {
             StoredManifest::Good { namespace, manifest } => Some((namespace, manifest)),
-            // A damaged one explains nothing; `cascade inspect` reports it.
+            // `cascade inspect` reports damaged ones.
             _ => None,
         };
         Ok(stored.into_iter().filter_map(good).collect())
@@ -330,7 +330,7 @@ impl Stage for FilesStage {
 
     fn probe(&self, deadline: Deadline) -> Result<(), StageError> {
         match self.files()?.probe_device(deadline).map_err(stage_error) {
-            // A device that says so answers: what is there can be read.
+            // A full device responds, and its blocks can be read.
             Err(StageError::Full) => Ok(()),
             result => result,
         }
@@ -370,7 +370,7 @@ impl Stage for FilesStage {
         let stats = files.stats();
         let mut notes = vec![format!("engine {}", stats.engine)];
         if self.wants_direct && !stats.is_direct {
-            notes.push("the file system refuses O_DIRECT: using the page cache".to_owned());
+            notes.push("the file system has no O_DIRECT: the page cache is used".to_owned());
         }
         if self.found.torn_records > 0 {
             notes.push(format!("skipped {} torn records at opening", self.found.torn_records));

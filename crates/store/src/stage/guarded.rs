@@ -1,8 +1,8 @@
-//! A stage as the store calls it: guarded against whatever the stage does.
+//! The guard around a stage, which bounds the damage that a faulty stage can do.
 //!
-//! One that panics, hangs past its deadline, or answers too little or with the wrong length costs
-//! its blocks and nothing else. What may hang is called on a thread of its own; what was given to
-//! a call that is late, slabs above all, stays with it until it ends.
+//! A stage that panics, exceeds its deadline, or returns too few results or slabs of the wrong
+//! length loses its blocks, and nothing else. Calls that may hang run on their own threads. What
+//! was passed to a late call, slabs above all, stays with that call until it ends.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -17,20 +17,20 @@ use super::{Address, BlockFacts, Load, Loaded, Room, Stage, StageErased, StageEr
 use crate::TierName;
 use crate::health::Direction;
 
-/// Most loads at once, of a stage that cannot be trusted to come back.
+/// Most concurrent loads of a stage that may exceed its deadlines.
 const LOADS_MAX: usize = 16;
-/// Most calls at once that neither load nor change blocks.
+/// Most concurrent calls that neither load nor change blocks.
 const ERRANDS_MAX: usize = 4;
-/// How long statistics are waited for.
+/// Time-out of statistics.
 const STATS_TIMEOUT: Duration = Duration::from_secs(1);
 
 const READS: Direction = Direction::Reads;
 const WRITES: Direction = Direction::Writes;
 
-/// Decides which blocks survive when room is made.
+/// Decides which blocks are kept when room is made.
 pub(crate) type Keep = Box<dyn FnMut(&BlockKey, Address) -> bool + Send>;
 
-/// A stage behind its guard.
+/// A stage with its guard.
 #[derive(Debug)]
 pub(crate) struct Guarded {
     stage: Arc<dyn Stage>,
@@ -38,13 +38,13 @@ pub(crate) struct Guarded {
     keeps_names_only: bool,
     keeps_deadlines: bool,
     loads: CallThreads,
-    /// One at a time, so that they happen in their order.
+    /// One at a time, so that changes happen in order.
     changes: CallThreads,
     errands: CallThreads,
     probes: CallThreads,
     read_probes: CallThreads,
     clock: Arc<dyn Clock>,
-    /// The circuit is open: whoever waits for an answer goes on without.
+    /// The circuit is open: callers stop waiting for results.
     reads_shed: AtomicBool,
     writes_shed: AtomicBool,
     is_closed: AtomicBool,
@@ -92,12 +92,12 @@ impl Guarded {
         }
     }
 
-    /// As [`Stage::recover`].
+    /// See [`Stage::recover`].
     pub(crate) fn recover(&self) -> Vec<(BlockFacts, Address)> {
         self.stage.recover()
     }
 
-    /// As [`Stage::store`], with exactly one result for each block. Addresses that come after the
+    /// [`Stage::store`] with exactly one result for each block. Addresses returned after the
     /// deadline go to `late`.
     pub(crate) fn store(
         &self,
@@ -119,7 +119,7 @@ impl Guarded {
         results
     }
 
-    /// As [`Stage::load`], with exactly one result for each block, each of the right length.
+    /// [`Stage::load`] with exactly one result for each block, each slab of the right length.
     pub(crate) fn load(&self, batch: Vec<Load>, deadline: Deadline) -> Vec<Loaded> {
         let lengths: Vec<usize> = batch.iter().map(|load| load.slab.len()).collect();
         let count = lengths.len();
@@ -143,7 +143,7 @@ impl Guarded {
         results
     }
 
-    /// As [`Stage::alias`].
+    /// See [`Stage::alias`].
     pub(crate) fn alias(
         &self,
         batch: Vec<(BlockFacts, Address)>,
@@ -152,7 +152,7 @@ impl Guarded {
         self.run(&self.changes, WRITES, deadline, true, move |stage| stage.alias(batch, deadline))
     }
 
-    /// As [`Stage::remove`].
+    /// See [`Stage::remove`].
     pub(crate) fn remove(
         &self,
         batch: Vec<(BlockKey, Address)>,
@@ -161,7 +161,7 @@ impl Guarded {
         self.run(&self.changes, WRITES, deadline, true, move |stage| stage.remove(&batch, deadline))
     }
 
-    /// As [`Stage::make_room`]. Room that comes after the deadline goes to `late`.
+    /// [`Stage::make_room`]; room made after the deadline goes to `late`.
     pub(crate) fn make_room(
         &self,
         mut keep: Keep,
@@ -170,25 +170,25 @@ impl Guarded {
     ) -> Result<Room, StageError> {
         let stage = Arc::clone(&self.stage);
         let late = move |room: Result<Room, StageError>| room.map_or_else(drop, late);
-        // Moving what is kept takes longer than a call may that stores a batch.
+        // Not watched for hanging: moving kept blocks may take longer than storing a batch.
         let patience = self.patience(WRITES, deadline, false);
         self.changes.call(patience, move || stage.make_room(&mut keep, deadline), late)?
     }
 
-    /// As [`Stage::flush`].
+    /// See [`Stage::flush`].
     pub(crate) fn flush(&self, deadline: Deadline) -> Result<(), StageError> {
         self.run(&self.errands, WRITES, deadline, false, move |stage| stage.flush(deadline))
     }
 
-    /// As [`Stage::erase`]; also while a circuit is open. It takes its turn among the changes:
-    /// one that is late keeps that turn until it ends, and never meets a block stored after it.
+    /// [`Stage::erase`], even while a circuit is open. It runs in turn with the changes: a late
+    /// erase blocks later changes until it ends, so it never meets a block stored after it.
     pub(crate) fn erase(&self, deadline: Deadline) -> Result<StageErased, StageError> {
         let stage = Arc::clone(&self.stage);
         let patience = Patience { deadline, is_over: &self.is_closed, is_watched: false };
         self.changes.call(patience, move || stage.erase(deadline), drop)?
     }
 
-    /// As [`Stage::register`].
+    /// See [`Stage::register`].
     pub(crate) fn register(
         &self,
         namespace: &Namespace,
@@ -199,7 +199,7 @@ impl Guarded {
         self.run(&self.errands, WRITES, deadline, false, work)
     }
 
-    /// As [`Stage::manifests`].
+    /// See [`Stage::manifests`].
     pub(crate) fn manifests(
         &self,
         deadline: Deadline,
@@ -207,8 +207,8 @@ impl Guarded {
         self.run(&self.errands, READS, deadline, false, move |stage| stage.manifests(deadline))
     }
 
-    /// As [`Stage::probe`] or [`Stage::probe_reads`]; also while the circuit is open. Each
-    /// direction has its thread: a write that hangs says nothing of reads.
+    /// [`Stage::probe`] or [`Stage::probe_reads`], even while the circuit is open. Each direction
+    /// has its own thread: a hung write shows nothing about reads.
     pub(crate) fn probe(&self, direction: Direction, deadline: Deadline) -> Result<(), StageError> {
         let stage = Arc::clone(&self.stage);
         let patience = Patience { deadline, is_over: &self.is_closed, is_watched: false };
@@ -217,13 +217,13 @@ impl Guarded {
             READS => self.read_probes.call(patience, move || stage.probe_reads(deadline), drop),
         };
         match probed {
-            // The last one is still stuck.
+            // The previous probe is still stuck.
             Err(StageError::Shed) => Err(StageError::Timeout),
             result => result?,
         }
     }
 
-    /// As [`Stage::close`]; nobody waits for an answer from now on.
+    /// See [`Stage::close`].
     pub(crate) fn close(&self, deadline: Deadline) {
         let stage = Arc::clone(&self.stage);
         let closed = self.errands.call(
@@ -231,18 +231,18 @@ impl Guarded {
             move || stage.close(),
             drop,
         );
-        // One that hangs ends when it ends: the store has let go of it.
+        // A late close keeps running on its thread; the store does not wait for it.
         drop(closed);
     }
 
-    /// Lets go of everyone who waits, for good.
+    /// Ends all waits for this stage, for good.
     pub(crate) fn let_go(&self) {
         self.is_closed.store(true, Ordering::Release);
         self.reads_shed.store(true, Ordering::Release);
         self.writes_shed.store(true, Ordering::Release);
     }
 
-    /// As [`Stage::stats`]; what it said last, while it does not answer.
+    /// [`Stage::stats`], or the latest earlier ones while the stage does not respond.
     pub(crate) fn stats(&self) -> StageStats {
         let current = if self.keeps_deadlines {
             caught(|| self.stage.stats())
@@ -259,7 +259,7 @@ impl Guarded {
         last.clone()
     }
 
-    /// Calls that go on although nobody waits for them.
+    /// Number of calls still running after their callers stopped waiting.
     pub(crate) fn stuck_calls(&self) -> u64 {
         let (probes, read_probes) = (&self.probes, &self.read_probes);
         let threads = [&self.loads, &self.changes, &self.errands, probes, read_probes];
@@ -267,8 +267,8 @@ impl Guarded {
         ours + caught(|| self.stage.stuck_calls()).unwrap_or(0)
     }
 
-    /// The directions in which a call has come to last as long as `patience`; said once of each
-    /// call. A stage that keeps its deadlines knows itself what is slow: its probe tells.
+    /// The directions with a call that has lasted as long as `patience`; each call is reported
+    /// once. Stages that keep their deadlines are left out: their probe finds out what is slow.
     pub(crate) fn hung(&self, patience: Duration) -> Vec<Direction> {
         if self.keeps_deadlines {
             return Vec::new();
@@ -282,7 +282,7 @@ impl Guarded {
         Patience { deadline, is_over: self.shed(direction), is_watched }
     }
 
-    /// Any other call that succeeds or fails.
+    /// Makes a call that needs no handling of late results.
     fn run<T: Send + 'static>(
         &self,
         threads: &CallThreads,
@@ -296,7 +296,7 @@ impl Guarded {
     }
 }
 
-/// What unwinds is the stage's own affair: the store shares nothing with it that could be torn.
+/// Catches a panic: the store shares no state with the stage that could be left inconsistent.
 fn caught<T>(call: impl FnOnce() -> T) -> Option<T> {
     catch_unwind(AssertUnwindSafe(call)).ok()
 }

@@ -1,7 +1,7 @@
-//! A stage over anything that keeps records by name, such as an object store or a table.
+//! A stage over any store of named records, such as an object store or a table.
 //!
-//! [`Records`] is all that such a thing has to do. Whatever it does, a block is a hit only if every
-//! bit of its record is as it was written, under the name and the key that it was written under.
+//! [`Records`] is the interface to that store. Whatever its faults, a block is a hit only if every
+//! bit of its record is as it was written, under the name and key that it was written with.
 
 mod buffers;
 mod index;
@@ -24,27 +24,27 @@ use super::{
 };
 use crate::{StoreError, TierName};
 
-/// Making room frees at least this share of what the stage may use, so that it is rare.
+/// Making room frees at least this share of the capacity, so that it is rare.
 const ROOM_SHARE: u64 = 64;
-/// So many blocks are looked at in one go.
+/// Blocks examined per lock of the index.
 const LOOK_BLOCKS: usize = 64;
 
-/// What keeps records by name: opaque bytes under names of 24 letters, digits and dashes.
+/// A store of records: opaque bytes under names of 24 letters, digits and dashes.
 ///
-/// Calls come from several threads; each is done by its deadline, or fails with
-/// [`StageError::Timeout`] by then. A put that succeeds after that is undone by a delete.
+/// Calls come from several threads. Each finishes by its deadline, or fails with
+/// [`StageError::Timeout`] by then. A put that succeeds later is undone by a delete.
 pub trait Records: Send + Sync + fmt::Debug {
-    /// Does all of these, in any order; a result for each, in order.
+    /// Performs the calls in any order; one result for each, in the order of the calls.
     fn perform(
         &self,
         calls: Vec<RecordCall>,
         deadline: Deadline,
     ) -> Vec<Result<RecordAnswer, StageError>>;
 
-    /// Lets go of everything. Later calls fail.
+    /// Releases all resources. Later calls fail.
     fn close(&self) {}
 
-    /// Calls that go on although their deadline passed.
+    /// Number of calls still running after their deadline.
     fn stuck_calls(&self) -> u64 {
         0
     }
@@ -53,40 +53,40 @@ pub trait Records: Send + Sync + fmt::Debug {
 /// One call to [`Records`].
 #[derive(Debug)]
 pub enum RecordCall {
-    /// Keep a record under a name that had none. [`RecordAnswer::Done`], or [`StageError::Full`].
+    /// Store a record under a new name. [`RecordAnswer::Done`], or [`StageError::Full`].
     Put {
         /// The name.
         name: String,
-        /// What to keep.
+        /// The record.
         record: UnsealedRecord,
     },
     /// Read the first bytes of a record. [`RecordAnswer::Got`], or `Missing`.
     Get {
         /// The name.
         name: String,
-        /// Where to.
+        /// The target buffer.
         into: RecordBuffer,
     },
-    /// Forget records. Names of none are ordinary. [`RecordAnswer::Done`].
+    /// Delete records; missing ones are no error. [`RecordAnswer::Done`].
     Delete {
         /// The names.
         names: Vec<String>,
     },
-    /// Tell the names of all records, and their lengths. [`RecordAnswer::Names`].
+    /// List the names and lengths of all records. [`RecordAnswer::Names`].
     Names,
-    /// Return once all records would survive a restart. [`RecordAnswer::Done`].
+    /// Return once all records are durable. [`RecordAnswer::Done`].
     Flush,
-    /// See whether it works. [`RecordAnswer::Done`], or `Missing` where a put, a get and a delete
-    /// of a small record are as good.
+    /// Check that the store works. [`RecordAnswer::Done`]; `Missing` if it has no such check, and a
+    /// put, a get and a delete of a small record serve as the probe.
     Probe,
 }
 
-/// What a call gave.
+/// The result of a call.
 #[derive(Debug)]
 pub enum RecordAnswer {
-    /// It is done.
+    /// The call succeeded.
     Done,
-    /// There is no such record, or no such call.
+    /// There is no such record, or the call is not supported.
     Missing,
     /// The beginning of a record.
     Got {
@@ -99,7 +99,7 @@ pub enum RecordAnswer {
     Names(Vec<(String, u64)>),
 }
 
-/// A record that takes memory only when it is made.
+/// A record whose memory is allocated when it is sealed.
 #[derive(Debug)]
 pub struct UnsealedRecord {
     header: HeaderOf,
@@ -107,7 +107,7 @@ pub struct UnsealedRecord {
     buffers: Arc<Buffers>,
 }
 
-/// Everything of a header that is known before the payload is read.
+/// The fields of a header that are known before the payload is read.
 #[derive(Debug)]
 struct HeaderOf {
     kind: Kind,
@@ -122,7 +122,7 @@ enum Payload {
     Bytes(Vec<u8>),
 }
 
-/// Memory for a read that is taken only when it begins.
+/// A buffer for a read, allocated when it begins.
 #[derive(Debug)]
 pub struct RecordBuffer {
     bytes: usize,
@@ -144,13 +144,13 @@ impl UnsealedRecord {
 }
 
 impl RecordBuffer {
-    /// The memory; what is in it means nothing.
+    /// Allocates the buffer; its content is undefined.
     pub fn take(self) -> Result<SlabMut, StageError> {
         self.buffers.take(self.bytes)
     }
 }
 
-/// Keeps blocks as records.
+/// Stores blocks as records.
 #[derive(Debug)]
 pub struct RecordStage {
     name: TierName,
@@ -159,7 +159,7 @@ pub struct RecordStage {
     capacity_bytes: u64,
     index: Mutex<Index>,
     next_address: AtomicU64,
-    /// What did not fit lately.
+    /// Bytes that did not fit since room was last made.
     wanted_bytes: AtomicU64,
     damaged: AtomicU64,
     recovered: Mutex<Vec<(BlockFacts, Address)>>,
@@ -168,7 +168,7 @@ pub struct RecordStage {
 }
 
 impl RecordStage {
-    /// A stage over `records` that uses `capacity_bytes` at most, with what is there already.
+    /// Opens a stage over `records` with at most `capacity_bytes`, and recovers its blocks.
     pub fn open(
         name: TierName,
         records: Arc<dyn Records>,
@@ -180,7 +180,7 @@ impl RecordStage {
         let found = opening::read_all(&*records, &buffers, &**context.clock, timeout);
         let found = found.map_err(|error| StoreError::Tier {
             tier: name,
-            operation: "read what it has",
+            operation: "read the headers of its records",
             source: Arc::new(error),
         })?;
         Ok(Arc::new(Self {
@@ -206,7 +206,7 @@ impl RecordStage {
         self.manifests.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A put of a new record, and its address.
+    /// Makes the put of a new record, and its address.
     fn put(
         &self,
         kind: Kind,
@@ -229,7 +229,7 @@ impl RecordStage {
         self.records.perform(vec![call], deadline).pop().unwrap_or(Err(StageError::NoAnswer))
     }
 
-    /// Deletes records; none is a call less.
+    /// Deletes records; makes no call if there are none.
     fn delete(&self, names: Vec<String>, deadline: Deadline) -> Result<(), StageError> {
         if names.is_empty() {
             return Ok(());
@@ -237,7 +237,7 @@ impl RecordStage {
         self.one(RecordCall::Delete { names }, deadline).map(drop)
     }
 
-    /// What a record that was read is.
+    /// Checks a record that was read against the block expected.
     fn judge(
         &self,
         load: Load,
@@ -266,7 +266,7 @@ impl RecordStage {
             && bytes == buffer.len()
         {
             slab.fill_from(&buffer[HEADER_BYTES..]);
-            // Of the copy: nobody else can write that.
+            // The copy is checked, because the implementation may still write to the buffer.
             if header.fits(&slab) {
                 return Loaded::Hit(slab);
             }
@@ -290,7 +290,7 @@ impl RecordStage {
             RecordAnswer::Got { buffer, bytes: HEADER_BYTES }
                 if Header::read(&buffer).is_some_and(|header| header.address == address)
         );
-        let told = "a record that was put comes back otherwise";
+        let told = "the probe's record was read back with different content";
         if is_right {
             Ok(())
         } else {
@@ -299,7 +299,7 @@ impl RecordStage {
     }
 }
 
-/// The facts of what is no block.
+/// Facts for a record that is no block.
 fn nothing() -> BlockFacts {
     BlockFacts {
         key: BlockKey::from_bytes([0; 32]),
@@ -403,7 +403,7 @@ impl Stage for RecordStage {
         let batch: Vec<_> = batch.iter().map(|(key, address)| (*key, address.0)).collect();
         let removal = self.index().plan_removal(&batch);
         for (target, key) in removal.nameless {
-            // However full it is: a name that is gone may not come back.
+            // Without a limit: if there were no room, a removed name would return after a restart.
             self.index().reserve(HEADER_BYTES as u64, u64::MAX);
             self.put_about(Kind::NoName, target, BlockFacts { key, ..nothing() }, deadline)?;
         }
@@ -419,7 +419,7 @@ impl Stage for RecordStage {
     ) -> Result<Room, StageError> {
         let is_bounded = self.capacity_bytes < u64::MAX;
         let share = if is_bounded { self.capacity_bytes / ROOM_SHARE } else { 1 };
-        // It may have been given less than it holds.
+        // The capacity may have been reduced below what is stored.
         let excess_bytes = self.index().used_bytes().saturating_sub(self.capacity_bytes);
         let wanted_bytes = self.wanted_bytes.swap(0, Ordering::Relaxed).max(share) + excess_bytes;
         let (mut last, mut found_bytes, mut chosen) = (None, 0, Vec::new());
@@ -427,7 +427,7 @@ impl Stage for RecordStage {
             let some = |(address, entry): (u64, &index::Entry)| {
                 (address, entry.room(), entry.keys().collect::<Vec<_>>())
             };
-            // Nobody is asked while the index is locked.
+            // `keep` is called without the lock of the index.
             let blocks: Vec<_> = self.index().after(last, LOOK_BLOCKS).map(some).collect();
             let Some((youngest, ..)) = blocks.last() else { break };
             last = Some(*youngest);
@@ -483,7 +483,7 @@ impl Stage for RecordStage {
     }
 
     fn probe_reads(&self, deadline: Deadline) -> Result<(), StageError> {
-        // No record has this name: whoever says so was asked, and answered.
+        // No record has this name: a reply that it is missing shows that the store responds.
         self.one(self.get(u64::MAX, HEADER_BYTES), deadline).map(drop)
     }
 
@@ -523,7 +523,7 @@ impl Stage for RecordStage {
 }
 
 impl RecordStage {
-    /// Writes a record about a block's name, for which room was taken, and enters it.
+    /// Writes a record about a block's name, whose room is reserved, and applies it.
     fn put_about(
         &self,
         kind: Kind,

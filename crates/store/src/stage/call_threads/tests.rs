@@ -1,4 +1,4 @@
-//! Calls that end in time, late, or never; on a clock that the test moves.
+//! Tests of calls that end in time, late, or never, some on a manual clock.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, mpsc};
@@ -23,7 +23,7 @@ fn threads(calls_max: usize) -> CallThreads {
 }
 
 #[test]
-fn a_call_that_hangs_is_left_behind_and_its_result_is_told_when_it_comes() {
+fn a_hung_call_times_out_and_its_late_result_is_delivered() {
     let (threads, never) = (threads(1), never());
     let (release, hold) = mpsc::channel::<u32>();
     let (tell, told) = mpsc::channel();
@@ -39,10 +39,10 @@ fn a_call_that_hangs_is_left_behind_and_its_result_is_told_when_it_comes() {
     assert_eq!(threads.stuck_calls(), 0);
 }
 
-/// What stood by for a late result lived on for a moment after the call, and with it a store that
-/// was closed by then: opening it anew found its memory in use.
+/// The handler for late results outlived its call for a moment, and kept a closed store alive:
+/// opening it again found its memory in use.
 #[test]
-fn nothing_that_was_given_to_a_call_outlives_it() {
+fn everything_passed_to_a_call_is_dropped_before_it_returns() {
     struct Given(Arc<AtomicBool>);
     impl Drop for Given {
         fn drop(&mut self) {
@@ -59,7 +59,7 @@ fn nothing_that_was_given_to_a_call_outlives_it() {
 }
 
 #[test]
-fn a_wait_ends_at_once_when_nobody_wants_the_answer_any_more() {
+fn a_wait_ends_at_once_when_it_is_cancelled() {
     let (threads, is_over) = (threads(1), AtomicBool::new(false));
     let (_release, hold) = mpsc::channel::<u32>();
     std::thread::scope(|scope| {
@@ -71,9 +71,9 @@ fn a_wait_ends_at_once_when_nobody_wants_the_answer_any_more() {
     });
 }
 
-/// An erase that was refused while the breaker was open went on by itself, and met new blocks.
+/// An erase that was refused while the circuit was open was executed later, and erased new blocks.
 #[test]
-fn a_call_that_is_refused_is_not_made() {
+fn a_refused_call_is_never_executed() {
     let (threads, is_over) = (threads(1), AtomicBool::new(true));
     let is_made = Arc::new(AtomicBool::new(false));
     let made = Arc::clone(&is_made);
@@ -86,7 +86,7 @@ fn a_call_that_is_refused_is_not_made() {
 }
 
 #[test]
-fn a_panic_is_no_answer_and_the_thread_serves_the_next_call() {
+fn a_panic_is_an_error_and_its_thread_serves_the_next_call() {
     let (threads, never) = (threads(1), never());
     let result = threads.call(patience(60_000, &never), || panic!("injected"), |(): ()| ());
     assert!(matches!(result, Err(StageError::NoAnswer)), "{result:?}");
@@ -94,7 +94,7 @@ fn a_panic_is_no_answer_and_the_thread_serves_the_next_call() {
 }
 
 #[test]
-fn callers_take_turns_when_there_are_more_than_threads() {
+fn more_callers_than_threads_take_turns() {
     let (threads, never) = (threads(2), never());
     std::thread::scope(|scope| {
         for number in 0..8 {
@@ -111,7 +111,7 @@ fn callers_take_turns_when_there_are_more_than_threads() {
 }
 
 #[test]
-fn a_call_that_lasts_too_long_is_told_of_once() {
+fn a_call_that_lasts_too_long_is_reported_once() {
     let clock = Arc::new(ManualClock::default());
     let threads = CallThreads::new(1, Arc::clone(&clock) as _);
     let (is_over, limit) = (AtomicBool::new(false), Duration::from_secs(3));
@@ -127,7 +127,7 @@ fn a_call_that_lasts_too_long_is_told_of_once() {
         assert!(!threads.has_hung(limit));
         clock.advance(Duration::from_secs(4));
         assert!(threads.has_hung(limit));
-        assert!(!threads.has_hung(limit), "one call opens a breaker once");
+        assert!(!threads.has_hung(limit), "one call opens the circuit once");
         clock.advance(Duration::from_secs(30));
         assert!(matches!(waiting.join().unwrap(), Err(StageError::Timeout)));
     });

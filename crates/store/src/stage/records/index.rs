@@ -1,4 +1,4 @@
-//! Which blocks a record stage has, under which names, and how much room they take.
+//! The index of a record stage: its blocks, their names, and the room that they take.
 
 use std::collections::BTreeMap;
 use std::ops::Bound;
@@ -8,7 +8,7 @@ use cascade_block::BlockKey;
 use super::record::{HEADER_BYTES, Header, Kind, name_of};
 use crate::stage::BlockFacts;
 
-/// By address: the oldest block first.
+/// Blocks by address, so the oldest comes first.
 #[derive(Debug, Default)]
 pub(super) struct Index {
     entries: BTreeMap<u64, Entry>,
@@ -18,7 +18,7 @@ pub(super) struct Index {
 /// One block.
 #[derive(Debug)]
 pub(super) struct Entry {
-    /// The name in the block's own record.
+    /// The first name, which is in the block's own record.
     pub(super) origin: BlockKey,
     bytes: u32,
     names: Vec<Name>,
@@ -28,16 +28,16 @@ pub(super) struct Entry {
 #[derive(Debug)]
 struct Name {
     key: BlockKey,
-    /// Its own record; the first name has none.
+    /// The name's own record; the first name has none.
     record: Option<u64>,
 }
 
-/// What the end of some names asks for.
+/// What has to be written and deleted to remove names.
 #[derive(Debug, Default)]
 pub(super) struct Removal {
-    /// Records that go.
+    /// Records to delete.
     pub(super) records: Vec<String>,
-    /// Blocks that keep other names while their first one goes.
+    /// Blocks that lose their first name and keep others.
     pub(super) nameless: Vec<(u64, BlockKey)>,
 }
 
@@ -51,7 +51,7 @@ impl Entry {
         self.bytes
     }
 
-    /// The record which says that the first name is no longer one.
+    /// The record that revokes the first name.
     pub(super) fn no_name(&self) -> Option<u64> {
         self.no_name
     }
@@ -60,7 +60,7 @@ impl Entry {
         self.names.iter().map(|name| name.key)
     }
 
-    /// What its records take.
+    /// Bytes of all its records.
     pub(super) fn room(&self) -> u64 {
         let records = 1
             + self.names.iter().filter(|name| name.record.is_some()).count()
@@ -84,7 +84,7 @@ impl Index {
         self.used_bytes
     }
 
-    /// Takes room before a record is written; false when there is none.
+    /// Reserves room before a record is written; false when there is none.
     pub(super) fn reserve(&mut self, bytes: u64, capacity_bytes: u64) -> bool {
         let used_bytes = self.used_bytes.saturating_add(bytes);
         let fits = used_bytes <= capacity_bytes;
@@ -94,12 +94,12 @@ impl Index {
         fits
     }
 
-    /// Gives back room for a record that was not written.
+    /// Releases the room of a record that was not written.
     pub(super) fn give_back(&mut self, bytes: u64) {
         self.used_bytes -= bytes;
     }
 
-    /// Enters a block for whose record room was taken.
+    /// Adds a block; the room of its record is already reserved.
     pub(super) fn insert(&mut self, address: u64, facts: &BlockFacts) {
         let names = vec![Name { key: facts.key, record: None }];
         let entry = Entry { origin: facts.key, bytes: facts.bytes, names, no_name: None };
@@ -111,8 +111,8 @@ impl Index {
         self.entries.get(&address)
     }
 
-    /// Enters what a record says about the block at another address, for which room was taken.
-    /// False if it is for nothing, and its room is given back.
+    /// Applies a record about the block at another address; its room is already reserved. Returns
+    /// false if it has no effect; then its room is released.
     pub(super) fn apply(&mut self, header: &Header) -> bool {
         let (key, record) = (header.facts.key, header.address);
         let Some(entry) = self.entries.get_mut(&header.target) else {
@@ -135,7 +135,7 @@ impl Index {
         is_news
     }
 
-    /// The first name of a block is one again; the record that said otherwise is gone.
+    /// Restores the first name of a block; the record that revoked it is deleted.
     pub(super) fn restore_origin(&mut self, address: u64) {
         let Some(entry) = self.entries.get_mut(&address) else { return };
         if entry.no_name.take().is_some() {
@@ -144,7 +144,7 @@ impl Index {
         }
     }
 
-    /// What has to happen before some names can be forgotten.
+    /// The writes and deletes needed before names can be forgotten.
     pub(super) fn plan_removal(&self, batch: &[(BlockKey, u64)]) -> Removal {
         let mut by_address: BTreeMap<u64, Vec<BlockKey>> = BTreeMap::new();
         for (key, address) in batch {
@@ -168,7 +168,7 @@ impl Index {
         removal
     }
 
-    /// Forgets names; a block goes with its last one.
+    /// Forgets names; a block is removed with its last one.
     pub(super) fn forget(&mut self, batch: &[(BlockKey, u64)]) {
         for (key, address) in batch {
             let Some(entry) = self.entries.get_mut(address) else { continue };
@@ -183,7 +183,7 @@ impl Index {
         }
     }
 
-    /// Forgets a block whose record is not there any more, or is about to go. What it was.
+    /// Forgets a block whose record is missing or about to be deleted, and returns it.
     pub(super) fn drop_block(&mut self, address: u64) -> Option<Entry> {
         let entry = self.entries.remove(&address)?;
         self.used_bytes -= entry.room();
@@ -195,7 +195,7 @@ impl Index {
         self.entries.get(&address).map(|entry| entry.records(address).collect()).unwrap_or_default()
     }
 
-    /// Up to `count` blocks that are younger than one, the oldest first.
+    /// Up to `count` blocks after an address, the oldest first.
     pub(super) fn after(
         &self,
         address: Option<u64>,

@@ -1,4 +1,4 @@
-//! What is there when a record stage opens: the header of every record is read, no block is.
+//! Opening of a record stage: reads the header of every record, and no block.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -11,16 +11,16 @@ use super::record::{HEADER_BYTES, Header, Kind, address_of, manifest_of, name_of
 use super::{RecordAnswer, RecordBuffer, RecordCall, Records};
 use crate::stage::{Address, BlockFacts, StageError};
 
-/// Headers that are asked for at once.
+/// Headers requested at once.
 const BATCH: usize = 256;
-/// Addresses begin with the time, so that no name is ever given twice: so many a millisecond.
+/// Addresses per millisecond: they begin with the time, so that no name is used twice.
 const ADDRESSES_PER_MS: u64 = 1 << 20;
 
-/// What was found.
+/// The records found at opening.
 #[derive(Debug, Default)]
 pub(super) struct Found {
     pub(super) index: Index,
-    /// The youngest first: of two under one key the later one is believed.
+    /// The youngest first: of two blocks with one key the later one is used.
     pub(super) blocks: Vec<(BlockFacts, Address)>,
     pub(super) manifests: Vec<(NamespaceId, Manifest)>,
     pub(super) next_address: u64,
@@ -28,10 +28,10 @@ pub(super) struct Found {
     pub(super) notes: Vec<String>,
 }
 
-/// One record by its name, and what was read of it.
+/// A record's address and length, and its header if that is valid.
 struct Read {
     address: u64,
-    /// By the word of who keeps it.
+    /// As reported by the implementation of [`Records`].
     bytes: u64,
     header: Option<Header>,
 }
@@ -66,16 +66,16 @@ pub(super) fn read_all(
     }
     found.blocks.reverse();
     if strange > 0 {
-        found.notes.push(format!("{strange} names there are not of Cascade's records: left alone"));
+        found.notes.push(format!("{strange} names are not Cascade's: not touched"));
     }
     if found.damaged > 0 {
         let damaged = found.damaged;
-        found.notes.push(format!("{damaged} damaged records were there at opening, and deleted"));
+        found.notes.push(format!("{damaged} damaged records were deleted at opening"));
     }
     Ok(found)
 }
 
-/// Whom to ask.
+/// Reads records with a deadline for each batch.
 struct Reader<'a> {
     records: &'a dyn Records,
     buffers: &'a Arc<Buffers>,

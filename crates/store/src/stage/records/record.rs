@@ -1,4 +1,4 @@
-//! One record as it leaves the store: a header that says what it is, then the payload.
+//! The format of a record: a header, then the payload.
 //!
 //! Version 1, little endian, 160 bytes: magic 8, version 2, kind 1, flags 1, length of the payload
 //! 4, own address 8, address that it speaks of 8, expiry 8, key 32, digest 32, parent 32,
@@ -10,7 +10,7 @@ use crate::stage::BlockFacts;
 
 /// Length of a header.
 pub(super) const HEADER_BYTES: usize = 160;
-/// All names of records begin with this, so that nobody else's are taken for ours.
+/// Prefix of all names of records, which distinguishes them from others' names.
 const NAME_PREFIX: &str = "cascade-";
 
 const MAGIC: [u8; 8] = *b"CSCDRECD";
@@ -20,30 +20,30 @@ const HAS_DIGEST: u8 = 2;
 const HAS_PARENT: u8 = 4;
 const EXPIRES: u8 = 8;
 
-/// What a record is.
+/// The kind of a record.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Kind {
     /// A block under its first name.
     Block = 1,
-    /// A further name for the block at an address.
+    /// An alias for the block at an address.
     Name = 2,
-    /// The first name of the block at an address is no longer one.
+    /// Revokes the first name of the block at an address.
     NoName = 3,
     /// A namespace's manifest.
     Manifest = 4,
-    /// Written to see whether anything can be.
+    /// Written by a probe.
     Probe = 5,
 }
 
-/// What a record says of itself.
+/// The header of a record.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Header {
     pub(super) kind: Kind,
-    /// Where it lies; its name says the same.
+    /// Its address, which its name also contains.
     pub(super) address: u64,
-    /// Of a name: the address that it is for.
+    /// The address that an alias or a revocation is about.
     pub(super) target: u64,
-    /// Of a block or a name; `bytes` is the length of the block.
+    /// The facts of a block or an alias; `bytes` is the length of the block.
     pub(super) facts: BlockFacts,
     pub(super) payload_bytes: u32,
     payload_checksum: u32,
@@ -90,7 +90,7 @@ impl Header {
             (facts.expires_unix_ms.is_some(), EXPIRES),
         ];
         let flags: u8 = flags.iter().filter(|(is_so, _)| *is_so).map(|(_, flag)| flag).sum();
-        // The length of a block that is only named lies where a block's own does.
+        // An alias has no payload: the field holds its block's length instead.
         let bytes = if self.kind == Kind::Name { facts.bytes } else { self.payload_bytes };
         let parts: [&[u8]; 12] = [
             &MAGIC,
@@ -117,7 +117,7 @@ impl Header {
         head
     }
 
-    /// The header at the beginning of some bytes, if every bit of it is as it was written.
+    /// The header at the start of a record, if its checksum is right.
     pub(super) fn read(record: &[u8]) -> Option<Self> {
         let head = record.first_chunk::<HEADER_BYTES>()?;
         let (said, sum) = head.split_last_chunk::<4>()?;
@@ -160,7 +160,7 @@ impl Header {
         })
     }
 
-    /// Whether these are the bytes that the header was made for.
+    /// Whether the payload matches the header's length and checksum.
     pub(super) fn fits(&self, payload: &[u8]) -> bool {
         payload.len() == self.payload_bytes as usize && checksum(payload) == self.payload_checksum
     }
@@ -178,7 +178,7 @@ impl Kind {
     }
 }
 
-/// The manifest that [`Manifest::canonical_bytes`] gave these bytes for.
+/// Parses a manifest from its [`Manifest::canonical_bytes`].
 pub(super) fn manifest_of(mut bytes: &[u8]) -> Option<Manifest> {
     let mut texts = Vec::new();
     while let Some((length, rest)) = bytes.split_first_chunk::<8>() {
@@ -219,7 +219,7 @@ mod tests {
 
     #[test]
     fn a_record_of_version_1_reads_as_it_was_written() {
-        // As docs/python.md draws it; a later version still reads these bytes.
+        // The layout in docs/python.md. Later versions must still read these bytes.
         let mut stored = b"CSCDRECD\x01\x00\x01\x0f\x05\x00\x00\x00".to_vec();
         for number in [7_u64, 8, 6] {
             stored.extend(number.to_le_bytes());
@@ -234,7 +234,7 @@ mod tests {
     }
 
     #[test]
-    fn a_flipped_bit_anywhere_is_seen() {
+    fn a_flipped_bit_is_detected_in_every_position() {
         let whole = record(b"some bytes of a block");
         for bit in 0..whole.len() * 8 {
             let mut flipped = whole.clone();
@@ -251,7 +251,7 @@ mod tests {
     }
 
     #[test]
-    fn a_further_name_says_how_long_its_block_is() {
+    fn an_alias_record_has_the_length_of_its_block() {
         let name = header(Kind::Name, b"");
         let mut bytes = vec![0; HEADER_BYTES];
         name.write(b"", &mut bytes);
@@ -261,7 +261,7 @@ mod tests {
     }
 
     #[test]
-    fn names_are_only_ours() {
+    fn only_names_of_records_have_an_address() {
         assert_eq!(address_of(&name_of(0xabc)), Some(0xabc));
         for name in ["cascade-1", "cascade-0000000000000ABC", "other", "cascade-000000000000000g"] {
             assert_eq!(address_of(name), None, "{name}");
@@ -269,7 +269,7 @@ mod tests {
     }
 
     #[test]
-    fn a_manifest_comes_back() {
+    fn a_manifest_reads_back_as_written() {
         let manifest = Manifest::new().with("weights", "sha256:9f86").with("empty", "");
         assert_eq!(manifest_of(&manifest.canonical_bytes()), Some(manifest.clone()));
         assert_eq!(manifest_of(&manifest.canonical_bytes()[1..]), None);
