@@ -426,7 +426,7 @@ impl Catalog {
             return None;
         }
         if let Some(digest) = self.digests.try_remove(entry.content.0) {
-            self.by_digest.remove_if_there(self.seed.of_digest(&digest), entry.content.0);
+            self.by_digest.remove_if_present(self.seed.of_digest(&digest), entry.content.0);
         }
         let content = self.contents.remove(entry.content.0);
         for (stage, count) in self.stage_blocks.iter_mut().enumerate() {

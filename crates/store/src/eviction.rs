@@ -59,7 +59,7 @@ pub enum Verdict {
 }
 
 /// Whether a block may be evicted: it is a leaf, and neither pinned nor in use.
-pub type MayGo<'a> = dyn FnMut(&Blocks, Slot) -> bool + 'a;
+pub type EvictionFilter<'a> = dyn FnMut(&Blocks, Slot) -> bool + 'a;
 
 /// Decides the order of eviction. The mechanism calls it; each method says when.
 ///
@@ -93,18 +93,24 @@ pub trait Policy: fmt::Debug + Send {
     fn remove(&mut self, blocks: &mut Blocks, slot: Slot, why: Removal);
 
     /// The last resident child of a block was removed: the block is a leaf now.
-    fn bared(&mut self, _: &mut Blocks, _: Slot) {}
+    fn became_leaf(&mut self, _: &mut Blocks, _: Slot) {}
 
     /// The first eviction candidate that `may_go` allows. It stays until [`Policy::remove`].
     fn victim(
         &mut self,
         blocks: &mut Blocks,
         now: Duration,
-        may_go: &mut MayGo<'_>,
+        may_go: &mut EvictionFilter<'_>,
     ) -> Option<Slot>;
 
     /// Whether `victim`, which this policy has just returned, is worth less than `incoming`.
-    fn yields(&mut self, _: &Blocks, _: Duration, _victim: Slot, _incoming: &Incoming) -> bool {
+    fn should_evict_for(
+        &mut self,
+        _: &Blocks,
+        _: Duration,
+        _victim: Slot,
+        _incoming: &Incoming,
+    ) -> bool {
         true
     }
 
@@ -228,9 +234,9 @@ impl Eviction {
         let (chain, leading) = self.leading(chain);
         let is_cut = partial_tail && !self.limits.admit_partial;
         let full = chain.len() - usize::from(is_cut && !chain.is_empty());
-        for asked in chain[..leading].iter().rev() {
-            let slot = asked.resident.filter(|slot| self.blocks.is_protected(*slot));
-            slot.inspect(|slot| self.protected.renew(&mut self.blocks, *slot));
+        for requested in chain[..leading].iter().rev() {
+            let slot = requested.resident.filter(|slot| self.blocks.is_protected(*slot));
+            slot.inspect(|slot| self.protected.move_to_newest(&mut self.blocks, *slot));
         }
         let leading_full = leading.min(full);
         self.policy.request(&mut self.blocks, self.now, &chain[..full], leading_full, hints);
@@ -247,7 +253,7 @@ impl Eviction {
     pub fn touch(&mut self, now: Duration, slot: Slot) {
         self.advance(now);
         if self.blocks.is_protected(slot) {
-            self.protected.renew(&mut self.blocks, slot);
+            self.protected.move_to_newest(&mut self.blocks, slot);
         }
         self.policy.touch(&mut self.blocks, self.now, slot);
     }
@@ -285,8 +291,8 @@ impl Eviction {
             Removal::Deleted => self.stats.deleted += 1,
         }
         self.policy.remove(&mut self.blocks, slot, why);
-        if let Some(bare) = self.blocks.remove(slot) {
-            self.policy.bared(&mut self.blocks, bare);
+        if let Some(leaf) = self.blocks.remove(slot) {
+            self.policy.became_leaf(&mut self.blocks, leaf);
         }
     }
 
@@ -309,7 +315,7 @@ impl Eviction {
         self.advance(now);
         let victim = self.choose(incoming.parent, usable).filter(|victim| {
             let is_protected = incoming.is_protected || self.blocks.is_protected(*victim);
-            is_protected || self.policy.yields(&self.blocks, self.now, *victim, incoming)
+            is_protected || self.policy.should_evict_for(&self.blocks, self.now, *victim, incoming)
         });
         self.stats.declined += u64::from(victim.is_none());
         victim.map_or(Verdict::Decline, Verdict::Evict)
@@ -343,14 +349,20 @@ impl Eviction {
     /// no block occurs twice among the leading ones.
     fn leading<'a>(&mut self, chain: &'a [Asked]) -> (&'a [Asked], usize) {
         let mut before = None;
-        for (at, asked) in chain.iter().enumerate() {
-            let resident = asked.resident.filter(|slot| self.blocks.is_resident(*slot));
+        for (at, requested) in chain.iter().enumerate() {
+            let resident = requested.resident.filter(|slot| self.blocks.is_resident(*slot));
             let Some(slot) = resident else { return (chain, at) };
-            assert_eq!(self.blocks.fingerprint(slot), asked.fingerprint, "a slot of another block");
+            assert_eq!(
+                self.blocks.fingerprint(slot),
+                requested.fingerprint,
+                "a slot of another block"
+            );
             if let Some(parent) = before {
                 match self.blocks.adopt(slot, parent) {
                     Adoption::Settled(None) => {}
-                    Adoption::Settled(Some(bare)) => self.policy.bared(&mut self.blocks, bare),
+                    Adoption::Settled(Some(leaf)) => {
+                        self.policy.became_leaf(&mut self.blocks, leaf);
+                    }
                     Adoption::Contradiction => return (&chain[..at], at),
                 }
             }
@@ -375,6 +387,6 @@ impl Eviction {
         };
         // Protected blocks are in no policy's list: they are candidates only when nothing else is.
         let chosen = self.policy.victim(&mut self.blocks, self.now, &mut may_go);
-        chosen.or_else(|| self.protected.oldest_that(&mut self.blocks, &mut may_go, usize::MAX))
+        chosen.or_else(|| self.protected.oldest_allowed(&mut self.blocks, &mut may_go, usize::MAX))
     }
 }

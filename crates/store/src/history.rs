@@ -122,7 +122,7 @@ const _: () = assert!(LOSSES.len() <= 1 << LOSS_BITS, "every loss has a number")
 #[derive(Debug)]
 pub(crate) struct History {
     /// Loss and time, in one number each.
-    ends: Ghosts,
+    losses: Ghosts,
     seed: Seed,
     opened_unix_ms: u64,
     /// The latest time set, in seconds since the store was opened.
@@ -131,7 +131,7 @@ pub(crate) struct History {
 
 impl History {
     pub(crate) fn new(opened_unix_ms: u64, seed: Seed) -> Self {
-        Self { ends: Ghosts::default(), seed, opened_unix_ms, now: 0 }
+        Self { losses: Ghosts::default(), seed, opened_unix_ms, now: 0 }
     }
 
     /// Sets the time of the losses recorded next. Called once after the state's lock is taken:
@@ -145,18 +145,18 @@ impl History {
         let seconds = self.now.min(SECONDS_MAX);
         let number = u32::try_from(seconds << LOSS_BITS).expect("within the maximum");
         let fingerprint = self.seed.of_key(key);
-        self.ends.take(fingerprint);
-        self.ends.push(fingerprint, number | why.number(), EVENTS_MAX);
+        self.losses.take(fingerprint);
+        self.losses.push(fingerprint, number | why.number(), EVENTS_MAX);
     }
 
     /// Forgets the loss of a block that is stored again.
     pub(crate) fn forget(&mut self, key: &BlockKey) {
-        self.ends.take(self.seed.of_key(key));
+        self.losses.take(self.seed.of_key(key));
     }
 
     /// Why a block is absent, and since when (milliseconds since 1970, to the second).
     pub(crate) fn end_of(&self, key: &BlockKey) -> Option<(Loss, u64)> {
-        let number = self.ends.get(self.seed.of_key(key))?;
+        let number = self.losses.get(self.seed.of_key(key))?;
         let (why, _) = LOSSES[(number & ((1 << LOSS_BITS) - 1)) as usize];
         let seconds = u64::from(number >> LOSS_BITS);
         Some((why, self.opened_unix_ms + seconds * 1000))
@@ -174,7 +174,7 @@ impl History {
     }
 
     pub(crate) fn memory_bytes(&self) -> usize {
-        self.ends.memory_bytes()
+        self.losses.memory_bytes()
     }
 }
 
@@ -217,7 +217,7 @@ mod tests {
         let mut history = History::new(0, Seed::new(1));
         history.tell_time((SECONDS_MAX + 77) * 1000);
         history.note(&key(1), Loss::Expired);
-        let (why, at) = history.end_of(&key(1)).expect("it was noted");
+        let (why, at) = history.end_of(&key(1)).expect("it was recorded");
         assert_eq!((why, at / 1000), (Loss::Expired, SECONDS_MAX));
         assert_eq!(history.unix_ms_of(0), None);
     }

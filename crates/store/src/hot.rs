@@ -20,7 +20,7 @@ const MARKS: usize = 4096;
 
 /// One watched prefix.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Watched {
+pub(crate) struct WatchedPrefix {
     pub(crate) key: BlockKey,
     /// Blocks from the root to this one, inclusive.
     pub(crate) depth: u32,
@@ -28,7 +28,7 @@ pub(crate) struct Watched {
     before: u64,
 }
 
-impl Watched {
+impl WatchedPrefix {
     /// Requests through it in the window.
     pub(crate) fn hits(&self) -> u64 {
         self.current + self.before
@@ -38,11 +38,11 @@ impl Watched {
 #[derive(Debug)]
 pub(crate) struct HotPrefixes {
     seed: Seed,
-    watched: Vec<Watched>,
+    watched: Vec<WatchedPrefix>,
     places: HashMap<u64, usize>,
     /// Number of watched blocks per filter mark.
     marks: Box<[u8; MARKS]>,
-    hand: usize,
+    search_start: usize,
     half_since: Duration,
 }
 
@@ -53,7 +53,7 @@ impl HotPrefixes {
             watched: Vec::new(),
             places: HashMap::new(),
             marks: Box::new([0; MARKS]),
-            hand: 0,
+            search_start: 0,
             half_since: Duration::ZERO,
         }
     }
@@ -77,7 +77,7 @@ impl HotPrefixes {
     }
 
     /// The prefixes with the most hits, most first.
-    pub(crate) fn most(&self, count: usize) -> Vec<Watched> {
+    pub(crate) fn top(&self, count: usize) -> Vec<WatchedPrefix> {
         let mut all = self.watched.clone();
         // Of nested prefixes with equal hits, the deeper one is more specific.
         all.sort_by_key(|one| (std::cmp::Reverse((one.hits(), one.depth)), one.key));
@@ -89,7 +89,7 @@ impl HotPrefixes {
     /// Memory of the watched prefixes.
     pub(crate) fn memory_bytes(&self) -> usize {
         let places = self.places.capacity() * (size_of::<(u64, usize)>() + 1);
-        let watched = self.watched.capacity() * size_of::<Watched>();
+        let watched = self.watched.capacity() * size_of::<WatchedPrefix>();
         size_of::<Self>() + watched + places + MARKS
     }
 
@@ -100,7 +100,7 @@ impl HotPrefixes {
 
     fn watch(&mut self, key: BlockKey, depth: usize) {
         let depth = u32::try_from(depth).unwrap_or(u32::MAX);
-        let new = Watched { key, depth, current: 1, before: 0 };
+        let new = WatchedPrefix { key, depth, current: 1, before: 0 };
         let fingerprint = self.seed.of_key(&key);
         if self.places.contains_key(&fingerprint) {
             // Another block with the same fingerprint is watched; the table holds one of them.
@@ -110,10 +110,11 @@ impl HotPrefixes {
             self.watched.push(new);
             self.watched.len() - 1
         } else {
-            let searched = (self.hand..self.hand + SEARCHED).map(|at| at % WATCHED_MAX);
-            self.hand = (self.hand + SEARCHED) % WATCHED_MAX;
+            let searched =
+                (self.search_start..self.search_start + SEARCHED).map(|at| at % WATCHED_MAX);
+            self.search_start = (self.search_start + SEARCHED) % WATCHED_MAX;
             let least = searched.min_by_key(|at| self.watched[*at].hits());
-            let place = least.expect("several were looked at");
+            let place = least.expect("several were searched");
             let old = std::mem::replace(&mut self.watched[place], new);
             self.places.remove(&self.seed.of_key(&old.key));
             let mark = self.mark(&old.key);
@@ -167,9 +168,9 @@ mod tests {
             hot.request(Duration::ZERO, &keys, 3);
             hot.request(Duration::ZERO, &keys, 7);
         }
-        let most = hot.most(2);
-        assert_eq!((most[0].key, most[0].depth, most[0].hits()), (shared[2], 3, 400));
-        assert!(most[1].hits() < 3, "{most:?}");
+        let top = hot.top(2);
+        assert_eq!((top[0].key, top[0].depth, top[0].hits()), (shared[2], 3, 400));
+        assert!(top[1].hits() < 3, "{top:?}");
     }
 
     #[test]
@@ -177,10 +178,10 @@ mod tests {
         let mut hot = HotPrefixes::new(Seed::new(1));
         let keys = chain(1, 2);
         (0..5).for_each(|_| hot.request(Duration::ZERO, &keys, 2));
-        assert_eq!(hot.most(9)[0].hits(), 5);
+        assert_eq!(hot.top(9)[0].hits(), 5);
         hot.request(Duration::from_secs(16 * 60), &keys, 2);
-        assert_eq!(hot.most(9)[0].hits(), 6);
+        assert_eq!(hot.top(9)[0].hits(), 6);
         hot.request(Duration::from_secs(120 * 60), &keys, 1);
-        assert_eq!(hot.most(9).iter().map(Watched::hits).sum::<u64>(), 1);
+        assert_eq!(hot.top(9).iter().map(WatchedPrefix::hits).sum::<u64>(), 1);
     }
 }

@@ -100,9 +100,9 @@ impl Store {
     /// hits are a lower bound.
     pub fn hot_prefixes(&self, count: usize) -> Vec<HotPrefix> {
         let node = self.node();
-        let watched = node.insight().hot.most(count);
+        let watched = node.insight().hot.top(count);
         let state = node.lock();
-        let describe = |watched: crate::hot::Watched| HotPrefix {
+        let describe = |watched: crate::hot::WatchedPrefix| HotPrefix {
             key: watched.key,
             depth_blocks: watched.depth,
             hits: watched.hits(),

@@ -20,7 +20,7 @@ pub(crate) enum Known {
 impl Node {
     /// Checks everything that can refuse a new block: the store's state first, then the block's own
     /// properties.
-    fn refused(&self, state: &State, put: &Put<'_>, bytes: usize) -> Known {
+    fn check_admission(&self, state: &State, put: &Put<'_>, bytes: usize) -> Known {
         let declined = |reason| Known::Settled(PutOutcome::Declined(reason));
         if state.is_closing {
             return Known::Settled(PutOutcome::Failed(StoreError::Closed));
@@ -71,7 +71,7 @@ impl Node {
                 return Known::Settled(PutOutcome::Conflict);
             }
             if state.is_out_of_reach(content) {
-                return self.known_by_digest(state, put, index, digest);
+                return self.check_put_by_digest(state, put, index, digest);
             }
             let keeps_bytes = |stage: usize| !self.stages[stage].keeps_names_only();
             let has_bytes = (0..self.stages.len())
@@ -86,7 +86,7 @@ impl Node {
                 Known::Compare
             };
         }
-        if let Known::Settled(outcome) = self.refused(state, put, bytes) {
+        if let Known::Settled(outcome) = self.check_admission(state, put, bytes) {
             return Known::Settled(outcome);
         }
         match digest.and_then(|digest| state.catalog.find_digest(&digest)) {
@@ -101,7 +101,7 @@ impl Node {
     /// compared. Bytes with an equal digest are stored in DRAM again. Others are refused: if the
     /// process ended before a stage forgot the old bytes, they would be served under this key after
     /// a restart.
-    fn known_by_digest(
+    fn check_put_by_digest(
         &self,
         state: &State,
         put: &Put<'_>,
@@ -115,7 +115,7 @@ impl Node {
             None => known.is_some() && self.config.digest != DigestMode::Off,
         };
         if is_same {
-            return self.refused(state, put, state.catalog.content(index).bytes as usize);
+            return self.check_admission(state, put, state.catalog.content(index).bytes as usize);
         }
         let content = state.catalog.content(index);
         let has_it = |stage: &usize| content.address(*stage).is_some() && state.is_shed(*stage);

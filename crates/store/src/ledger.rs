@@ -7,7 +7,7 @@
 //! killed process had stored, so neither bytes nor records are flushed or protected against torn
 //! writes; checksums detect damage, and a reboot invalidates all records.
 
-mod left;
+mod leftover;
 mod opening;
 mod process;
 mod record;
@@ -25,8 +25,8 @@ use cascade_memory::{MemoryError, Pool, PoolFiles, Slab, SlabMut};
 use crate::StoreError;
 use crate::catalog::{Address, KeyIndex, LOWER_STAGES_MAX};
 use crate::stage::BlockFacts;
-pub(crate) use left::remove_unused;
-pub use left::{LeftPool, left_pools};
+pub(crate) use leftover::remove_unused;
+pub use leftover::{LeftPool, left_pools};
 pub(crate) use opening::{open, remove};
 pub use process::Process;
 use record::{BLOCK_WORDS, BlockRecord, HELD_WORDS, HeldRecord, Piece};
@@ -131,11 +131,11 @@ pub struct HeldId(u32);
 const HELD_PLACES: &str = "pieces of a persistent pool (each view and each reserved slab is one)";
 
 /// Identifies a held piece without a record.
-const NOT_KEPT: u32 = u32::MAX;
+const NO_RECORD: u32 = u32::MAX;
 
 /// Memory that a process of an earlier run may still access: not reused until that process ends.
 #[derive(Debug)]
-struct Kept {
+struct HeldSlab {
     place: u32,
     /// None: the kernel, for a process that has ended.
     process: Option<Process>,
@@ -144,13 +144,13 @@ struct Kept {
 
 /// The mapped table and its parts.
 #[derive(Debug)]
-struct Table {
+struct LedgerTable {
     files: PoolFiles,
     block_count: u32,
     held_count: u32,
 }
 
-impl Table {
+impl LedgerTable {
     fn block(&self, place: u32) -> &[AtomicU64] {
         let start = HEADER_WORDS + place as usize * BLOCK_WORDS;
         &self.files.words().words()[start..start + BLOCK_WORDS]
@@ -181,7 +181,7 @@ impl Table {
 /// Records of the blocks in DRAM. Part of the store's state and under its lock.
 #[derive(Debug)]
 pub(crate) struct Ledger {
-    table: Arc<Table>,
+    table: Arc<LedgerTable>,
     pool: Pool,
     free: Vec<u32>,
     /// The place of each key's record, by the key's index.
@@ -325,7 +325,7 @@ fn stored(address: Option<Address>) -> u64 {
 /// Processes that hold memory. It has its own lock, because leases change without the state's lock.
 #[derive(Debug)]
 pub(crate) struct Holders {
-    table: Arc<Table>,
+    table: Arc<LedgerTable>,
     state: Mutex<HoldersState>,
 }
 
@@ -334,7 +334,7 @@ struct HoldersState {
     free: Vec<u32>,
     /// Number of places per process, which limits each process's share.
     of_process: HashMap<Process, usize>,
-    kept: Vec<Kept>,
+    kept: Vec<HeldSlab>,
     checked_at: Duration,
 }
 
@@ -358,12 +358,12 @@ impl HoldersState {
 
 /// Keeps the record of a load for as long as a stage may read into its slab.
 #[derive(Debug)]
-struct LoadNote {
+struct LoadRecord {
     holders: Arc<Holders>,
     id: HeldId,
 }
 
-impl Drop for LoadNote {
+impl Drop for LoadRecord {
     fn drop(&mut self) {
         self.holders.take_back([std::mem::replace(&mut self.id, HeldId::not_kept())]);
     }
@@ -410,13 +410,13 @@ impl Holders {
         // The process is irrelevant: the record is read only after this one has ended.
         let process = Process { pid: 0, start_time: 0 };
         HeldRecord { piece, process, kind: LOAD }.write(self.table.held(place));
-        slab.accompany(Box::new(LoadNote { holders: Arc::clone(self), id: HeldId(place) }));
+        slab.accompany(Box::new(LoadRecord { holders: Arc::clone(self), id: HeldId(place) }));
     }
 
     pub(crate) fn take_back(&self, ids: impl IntoIterator<Item = HeldId>) {
         let mut state = self.lock();
         for HeldId(place) in ids {
-            if place != NOT_KEPT {
+            if place != NO_RECORD {
                 // Only the record has the process.
                 state.count_down(HeldRecord::process_of(self.table.held(place)));
                 self.table.clear_held(place);
@@ -494,8 +494,8 @@ pub(crate) struct WarmPool {
 }
 
 impl WarmPool {
-    fn new(table: Table, pool: Pool, is_used: bool) -> Self {
-        let harvest = recovery::harvest(&table, &pool);
+    fn new(table: LedgerTable, pool: Pool, is_used: bool) -> Self {
+        let recovered = recovery::recover(&table, &pool);
         let free = |count: u32, is_free: &dyn Fn(u32) -> bool| {
             // The lowest places are used first: their cache lines are warm.
             (0..count).rev().filter(|place| is_free(*place)).collect::<Vec<_>>()
@@ -507,10 +507,10 @@ impl WarmPool {
         let state = HoldersState {
             free: free_held,
             of_process: HashMap::new(),
-            kept: harvest.kept,
+            kept: recovered.kept,
             checked_at: Duration::ZERO,
         };
-        let stats = WarmStats { rejected_records: harvest.rejected, ..WarmStats::default() };
+        let stats = WarmStats { rejected_records: recovered.rejected, ..WarmStats::default() };
         Self {
             ledger: Ledger {
                 table: Arc::clone(&table),
@@ -522,7 +522,7 @@ impl WarmPool {
             },
             holders: Arc::new(Holders { table, state: Mutex::new(state) }),
             pool,
-            recovered: harvest.blocks,
+            recovered: recovered.blocks,
             stats,
             notes: Vec::new(),
         }
@@ -539,7 +539,7 @@ impl Holders {
 impl HeldId {
     /// For a store whose pool ends with its process: nothing is recorded.
     pub(crate) fn not_kept() -> Self {
-        Self(NOT_KEPT)
+        Self(NO_RECORD)
     }
 }
 

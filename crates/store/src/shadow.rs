@@ -20,17 +20,17 @@ use cascade_block::{BlockKey, Seed};
 
 use crate::eviction::{Hints, Limits};
 use crate::{PolicyKind, Prepared, Put, PutOutcome, StoreConfig, TierName};
-use cache::{Arrival, Cache};
-use queue::Queue;
+use cache::{Arrival, DramShadow};
+use queue::FilesShadow;
 use sample::Sample;
-use window::{Counts, Window};
+use window::{Window, WindowCounts};
 
 /// Sizes of the shadows, in percent of their tier.
 const SIZES: [u64; 3] = [100, 150, 200];
 /// Most sampled blocks in the shadow at 100 %.
 const SAMPLE_BLOCKS: u64 = 2048;
 /// Most sampled blocks that were requested and not yet put.
-const AWAITED_MAX: usize = 4096;
+const PENDING_PUTS_MAX: usize = 4096;
 /// Blocks take whole pages in the file tier.
 const PAGE_BYTES: u32 = 4096;
 
@@ -90,8 +90,8 @@ impl ShadowRates {
         blocks as f64 / self.blocks_requested as f64
     }
 
-    fn of(counts: &Counts, size: usize) -> Self {
-        let Counts { requested, matched, missed } = *counts;
+    fn of(counts: &WindowCounts, size: usize) -> Self {
+        let WindowCounts { requested, matched, missed } = *counts;
         let expected = (matched + missed[0]).saturating_sub(missed[size]);
         Self {
             blocks_requested: requested,
@@ -119,14 +119,14 @@ pub(crate) struct Answered<'a> {
 
 /// One tier's sample and its models, smallest first.
 #[derive(Debug)]
-struct Tier<M> {
+struct TierModels<M> {
     sample: Sample,
     models: [M; SIZES.len()],
 }
 
 /// Settings of a tier, known before its first block.
 #[derive(Debug, Clone, Copy)]
-struct Plan {
+struct TierPlan {
     name: TierName,
     capacity_bytes: u64,
 }
@@ -139,16 +139,16 @@ pub(crate) struct Shadows {
     limits: Limits,
     dram_blocks: u64,
     segment_bytes: u64,
-    dram_plan: Option<Plan>,
-    files_plan: Option<Plan>,
-    dram: Option<Tier<Cache>>,
-    files: Option<Tier<Queue>>,
+    dram_plan: Option<TierPlan>,
+    files_plan: Option<TierPlan>,
+    dram: Option<TierModels<DramShadow>>,
+    files: Option<TierModels<FilesShadow>>,
     dram_window: Window,
     files_window: Window,
     /// Whether an incoming block may be declined: only with no tier below DRAM.
     may_decline: bool,
     /// Sampled blocks that are not yet put, each with its parent in the sample.
-    awaited: HashMap<u64, Option<u64>>,
+    pending_puts: HashMap<u64, Option<u64>>,
     /// A request's sampled blocks and their positions in it; kept to save allocations.
     chain: Vec<u64>,
     places: Vec<usize>,
@@ -162,7 +162,7 @@ impl Shadows {
         lower: &[TierName],
         seed: Seed,
     ) -> Self {
-        let plan = |name, capacity_bytes| Plan { name, capacity_bytes };
+        let plan = |name, capacity_bytes| TierPlan { name, capacity_bytes };
         let files = config.files.as_ref().filter(|_| lower.contains(&"files"));
         let is_segmented =
             |files: &&crate::FilesConfig| files.layout == crate::FileLayout::Segments;
@@ -183,7 +183,7 @@ impl Shadows {
             dram_window: Window::default(),
             files_window: Window::default(),
             may_decline: lower.is_empty(),
-            awaited: HashMap::new(),
+            pending_puts: HashMap::new(),
             chain: Vec::new(),
             places: Vec::new(),
         }
@@ -201,9 +201,9 @@ impl Shadows {
             let models = SIZES.map(|percent| {
                 let of = |whole: u64| sample.share(scale(whole, percent));
                 let limits = Limits { capacity_bytes: of(plan.capacity_bytes), ..self.limits };
-                Cache::new(self.policy, limits, of(self.dram_blocks))
+                DramShadow::new(self.policy, limits, of(self.dram_blocks))
             });
-            self.dram = Some(Tier { sample, models });
+            self.dram = Some(TierModels { sample, models });
         }
         if let Some(plan) = self.files_plan {
             let blocks = plan.capacity_bytes / u64::from(in_pages(block_bytes));
@@ -211,9 +211,9 @@ impl Shadows {
             let sample = sample.max(Sample::of_at_most(blocks, SAMPLE_BLOCKS));
             let models = SIZES.map(|percent| {
                 let capacity = sample.share(scale(plan.capacity_bytes, percent));
-                Queue::new(capacity, sample.share(self.segment_bytes))
+                FilesShadow::new(capacity, sample.share(self.segment_bytes))
             });
-            self.files = Some(Tier { sample, models });
+            self.files = Some(TierModels { sample, models });
         }
     }
 
@@ -226,7 +226,7 @@ impl Shadows {
     }
 
     /// Selects a request's blocks that are in the sample. Returns whether its last block is.
-    fn pick(&mut self, keys: &[BlockKey], sample: Sample) -> bool {
+    fn select_sampled(&mut self, keys: &[BlockKey], sample: Sample) -> bool {
         self.chain.clear();
         self.places.clear();
         for (place, key) in keys.iter().enumerate() {
@@ -241,8 +241,8 @@ impl Shadows {
 
     fn request_dram(&mut self, answered: &Answered<'_>) {
         let Some(sample) = self.dram.as_ref().map(|tier| tier.sample) else { return };
-        let has_tail = self.pick(answered.keys, sample);
-        let mut counts = Counts::asked(answered.keys.len(), answered.in_dram);
+        let has_tail = self.select_sampled(answered.keys, sample);
+        let mut counts = WindowCounts::of_request(answered.keys.len(), answered.in_dram);
         let Some(tier) = self.dram.as_mut().filter(|_| !self.chain.is_empty()) else {
             return self.dram_window.add(answered.at, &counts);
         };
@@ -256,7 +256,7 @@ impl Shadows {
                 // The store does not put again what it has, so that is inserted now. The rest is
                 // inserted with its put.
                 if self.places[at] < here {
-                    cache.take(
+                    cache.insert(
                         answered.at,
                         &Arrival {
                             fingerprint: self.chain[at],
@@ -267,10 +267,10 @@ impl Shadows {
                         },
                     );
                 } else if !(partial_tail && at + 1 == self.chain.len()) {
-                    if self.awaited.len() >= AWAITED_MAX {
-                        self.awaited.clear();
+                    if self.pending_puts.len() >= PENDING_PUTS_MAX {
+                        self.pending_puts.clear();
                     }
-                    self.awaited.insert(self.chain[at], parent);
+                    self.pending_puts.insert(self.chain[at], parent);
                 }
             }
         }
@@ -279,8 +279,8 @@ impl Shadows {
 
     fn request_files(&mut self, answered: &Answered<'_>) {
         let Some(sample) = self.files.as_ref().map(|tier| tier.sample) else { return };
-        self.pick(answered.keys, sample);
-        let mut counts = Counts::asked(answered.keys.len(), answered.matched);
+        self.select_sampled(answered.keys, sample);
+        let mut counts = WindowCounts::of_request(answered.keys.len(), answered.matched);
         if let Some(tier) = self.files.as_mut() {
             let dram = self.dram.as_ref().map(|tier| &tier.models[0]);
             let is_in_dram = |fingerprint: u64| dram.is_some_and(|dram| dram.holds(fingerprint));
@@ -292,7 +292,7 @@ impl Shadows {
                         if !queue.holds(*fingerprint) {
                             break;
                         }
-                        queue.refer(*fingerprint);
+                        queue.mark_referenced(*fingerprint);
                     }
                     leading += 1;
                 }
@@ -300,7 +300,7 @@ impl Shadows {
                 for at in leading..self.chain.len() {
                     if self.places[at] < answered.matched {
                         let bytes = in_pages(answered.block_bytes);
-                        queue.take(self.chain[at], bytes, false, &is_in_dram);
+                        queue.insert(self.chain[at], bytes, false, &is_in_dram);
                     }
                 }
             }
@@ -311,7 +311,7 @@ impl Shadows {
     /// Hints for a chain arrived without a request for it.
     pub(crate) fn hint(&mut self, now: Duration, keys: &[BlockKey], hints: &Hints) {
         let Some(sample) = self.dram.as_ref().map(|tier| tier.sample) else { return };
-        self.pick(keys, sample);
+        self.select_sampled(keys, sample);
         if let Some(tier) = self.dram.as_mut().filter(|_| !self.chain.is_empty()) {
             for cache in &mut tier.models {
                 cache.hint(now, &self.chain, hints);
@@ -331,10 +331,10 @@ impl Shadows {
             };
             if let Some(bytes) = u32::try_from(put.bytes.len()).ok().filter(|_| is_taken) {
                 self.start(bytes);
-                self.take(now, put, bytes);
+                self.insert_put(now, put, bytes);
             }
         }
-        self.keep_small();
+        self.limit_sample();
     }
 
     /// Blocks of these lengths were prepared: the first phase of a put. Blocks declined for lack of
@@ -353,33 +353,33 @@ impl Shadows {
             };
             if let Ok(bytes) = u32::try_from(*bytes) {
                 self.start(bytes);
-                self.take(now, put, bytes);
+                self.insert_put(now, put, bytes);
             }
         }
-        self.keep_small();
+        self.limit_sample();
     }
 
-    fn take(&mut self, now: Duration, put: &Put<'_>, bytes: u32) {
+    fn insert_put(&mut self, now: Duration, put: &Put<'_>, bytes: u32) {
         let seed = self.seed;
         let fingerprint = seed.of_key(&put.key);
         if let Some(tier) = self.dram.as_mut().filter(|tier| tier.sample.holds(fingerprint)) {
-            let beside = put.parent.map(|parent| seed.of_key(&parent));
-            let beside = beside.filter(|parent| tier.sample.holds(*parent));
+            let put_parent = put.parent.map(|parent| seed.of_key(&parent));
+            let put_parent = put_parent.filter(|parent| tier.sample.holds(*parent));
             let arrival = Arrival {
                 fingerprint,
-                parent: self.awaited.remove(&fingerprint).flatten().or(beside),
+                parent: self.pending_puts.remove(&fingerprint).flatten().or(put_parent),
                 bytes,
                 is_protected: put.is_prefix,
                 may_decline: self.may_decline,
             };
-            tier.models.iter_mut().for_each(|cache| cache.take(now, &arrival));
+            tier.models.iter_mut().for_each(|cache| cache.insert(now, &arrival));
         }
         let Some(tier) = self.files.as_mut() else { return };
         if tier.sample.holds(fingerprint) {
             let dram = self.dram.as_ref().map(|tier| &tier.models[0]);
             let is_in_dram = |fingerprint: u64| dram.is_some_and(|dram| dram.holds(fingerprint));
             for queue in &mut tier.models {
-                queue.take(fingerprint, in_pages(bytes), put.is_prefix, &is_in_dram);
+                queue.insert(fingerprint, in_pages(bytes), put.is_prefix, &is_in_dram);
             }
         }
     }
@@ -401,11 +401,11 @@ impl Shadows {
     pub(crate) fn clear(&mut self) {
         self.dram = None;
         self.files = None;
-        self.awaited.clear();
+        self.pending_puts.clear();
     }
 
     /// Halves the sample when blocks shorter than the first one made it too large.
-    fn keep_small(&mut self) {
+    fn limit_sample(&mut self) {
         let most = 2 * usize::try_from(SAMPLE_BLOCKS).expect("a few thousand");
         if let Some(tier) = self.dram.as_mut().filter(|tier| tier.models[0].len() > most) {
             tier.sample = tier.sample.halved();
@@ -421,11 +421,11 @@ impl Shadows {
 
     /// Memory of all shadows.
     pub(crate) fn memory_bytes(&self) -> usize {
-        let dram = self.dram.iter().flat_map(|tier| &tier.models).map(Cache::memory_bytes);
-        let files = self.files.iter().flat_map(|tier| &tier.models).map(Queue::memory_bytes);
-        let awaited = self.awaited.capacity() * (size_of::<(u64, Option<u64>)>() + 1);
+        let dram = self.dram.iter().flat_map(|tier| &tier.models).map(DramShadow::memory_bytes);
+        let files = self.files.iter().flat_map(|tier| &tier.models).map(FilesShadow::memory_bytes);
+        let pending_puts = self.pending_puts.capacity() * (size_of::<(u64, Option<u64>)>() + 1);
         let chain = self.chain.capacity() * size_of::<(u64, usize)>();
-        size_of::<Self>() + dram.chain(files).sum::<usize>() + awaited + chain
+        size_of::<Self>() + dram.chain(files).sum::<usize>() + pending_puts + chain
     }
 
     /// The results by tier and size; none before the first block.
@@ -449,8 +449,8 @@ impl Shadows {
     }
 }
 
-impl Counts {
-    fn asked(requested: usize, matched: usize) -> Self {
+impl WindowCounts {
+    fn of_request(requested: usize, matched: usize) -> Self {
         Self { requested: requested as u64, matched: matched as u64, ..Self::default() }
     }
 }

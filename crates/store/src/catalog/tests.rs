@@ -34,7 +34,7 @@ proptest! {
                 table.insert(print, index);
                 model.insert((print, index));
             } else if !is_insert {
-                prop_assert_eq!(table.remove_if_there(print, index), is_there);
+                prop_assert_eq!(table.remove_if_present(print, index), is_there);
                 model.remove(&(print, index));
             }
         }

@@ -4,7 +4,7 @@
 use std::time::Duration;
 
 use super::lru::place;
-use super::{Asked, Blocks, Ghosts, Hints, List, MayGo, Policy, Removal, Slot};
+use super::{Asked, Blocks, EvictionFilter, Ghosts, Hints, List, Policy, Removal, Slot};
 
 /// A block's state: the top bit is set once the block was used again; the other bits are the number
 /// of the request that used it last.
@@ -78,7 +78,7 @@ impl Policy for Arc {
         _: &Hints,
     ) {
         self.requests = self.requests.wrapping_add(1) & !OFTEN;
-        for slot in chain[..leading].iter().rev().filter_map(|asked| asked.resident) {
+        for slot in chain[..leading].iter().rev().filter_map(|requested| requested.resident) {
             self.touch(blocks, now, slot);
         }
     }
@@ -119,16 +119,21 @@ impl Policy for Arc {
         }
     }
 
-    fn victim(&mut self, blocks: &mut Blocks, _: Duration, may_go: &mut MayGo<'_>) -> Option<Slot> {
+    fn victim(
+        &mut self,
+        blocks: &mut Blocks,
+        _: Duration,
+        may_go: &mut EvictionFilter<'_>,
+    ) -> Option<Slot> {
         let (first, second) = if self.once.len() > self.once_target {
             (&mut self.once, &mut self.often)
         } else {
             (&mut self.often, &mut self.once)
         };
         first
-            .oldest_that(blocks, may_go, SEARCH_BLOCKS)
-            .or_else(|| second.oldest_that(blocks, may_go, usize::MAX))
-            .or_else(|| first.oldest_that(blocks, may_go, usize::MAX))
+            .oldest_allowed(blocks, may_go, SEARCH_BLOCKS)
+            .or_else(|| second.oldest_allowed(blocks, may_go, usize::MAX))
+            .or_else(|| first.oldest_allowed(blocks, may_go, usize::MAX))
     }
 
     fn memory_bytes(&self) -> usize {

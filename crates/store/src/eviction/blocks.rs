@@ -36,11 +36,11 @@ struct Block {
     older: u32,
     newer: u32,
     state: u32,
-    status: Status,
+    status: SlotStatus,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Status {
+enum SlotStatus {
     Free,
     Ordinary,
     Protected,
@@ -118,7 +118,7 @@ impl Blocks {
     /// Whether a slot holds a block.
     pub fn is_resident(&self, slot: Slot) -> bool {
         let status = self.table.get(slot.index()).map(|block| block.status);
-        matches!(status, Some(Status::Ordinary | Status::Protected))
+        matches!(status, Some(SlotStatus::Ordinary | SlotStatus::Protected))
     }
 
     /// Whether no resident block follows it in a chain: only leaves may be evicted.
@@ -128,7 +128,7 @@ impl Blocks {
 
     /// Whether the block is protected: evicted last, and in no policy's list.
     pub fn is_protected(&self, slot: Slot) -> bool {
-        self.table[slot.index()].status == Status::Protected
+        self.table[slot.index()].status == SlotStatus::Protected
     }
 
     /// The policy's number for a block; initially zero.
@@ -157,7 +157,7 @@ impl Blocks {
             older: NONE,
             newer: NONE,
             state: 0,
-            status: if is_protected { Status::Protected } else { Status::Ordinary },
+            status: if is_protected { SlotStatus::Protected } else { SlotStatus::Ordinary },
         };
         if let Some(parent) = parent {
             self.table[parent.index()].children += 1;
@@ -181,7 +181,7 @@ impl Blocks {
         if self.is_leaf(slot) {
             return self.release(slot);
         }
-        self.table[slot.index()].status = Status::Orphaning;
+        self.table[slot.index()].status = SlotStatus::Orphaning;
         None
     }
 
@@ -196,7 +196,7 @@ impl Blocks {
         }
         self.table[parent.index()].children += 1;
         self.table[child.index()].parent = parent.0;
-        Adoption::Settled(before.and_then(|before| self.lose_child(before)))
+        Adoption::Settled(before.and_then(|before| self.remove_child(before)))
     }
 
     /// Guards against callers whose chains contradict each other: parents must not form a cycle.
@@ -212,24 +212,24 @@ impl Blocks {
 
     fn release(&mut self, slot: Slot) -> Option<Slot> {
         let parent = Slot::some(self.table[slot.index()].parent);
-        self.table[slot.index()].status = Status::Free;
+        self.table[slot.index()].status = SlotStatus::Free;
         self.free.push(slot.0);
-        parent.and_then(|parent| self.lose_child(parent))
+        parent.and_then(|parent| self.remove_child(parent))
     }
 
     /// Counts one child less. Frees deleted parents that waited for their last child, up the chain.
     /// Returns the first resident parent that became a leaf.
-    fn lose_child(&mut self, mut parent: Slot) -> Option<Slot> {
+    fn remove_child(&mut self, mut parent: Slot) -> Option<Slot> {
         loop {
             let block = &mut self.table[parent.index()];
             block.children -= 1;
             if block.children > 0 {
                 return None;
             }
-            if block.status != Status::Orphaning {
+            if block.status != SlotStatus::Orphaning {
                 return Some(parent);
             }
-            block.status = Status::Free;
+            block.status = SlotStatus::Free;
             self.free.push(parent.0);
             parent = Slot::some(block.parent)?;
         }
@@ -319,7 +319,7 @@ impl List {
     }
 
     /// Moves a block of this list to its newest end.
-    pub fn renew(&mut self, blocks: &mut Blocks, slot: Slot) {
+    pub fn move_to_newest(&mut self, blocks: &mut Blocks, slot: Slot) {
         if self.newest != slot.0 {
             self.remove(blocks, slot);
             self.push_newest(blocks, slot);
@@ -329,10 +329,10 @@ impl List {
     /// The oldest block that `may_go` allows, among the `among` oldest. Blocks before it are
     /// pinned, new or have children: they move to the newest end, so that no search visits them
     /// twice.
-    pub fn oldest_that(
+    pub fn oldest_allowed(
         &mut self,
         blocks: &mut Blocks,
-        may_go: &mut super::MayGo<'_>,
+        may_go: &mut super::EvictionFilter<'_>,
         among: usize,
     ) -> Option<Slot> {
         for _ in 0..self.len.min(among) {
@@ -340,7 +340,7 @@ impl List {
             if may_go(blocks, slot) {
                 return Some(slot);
             }
-            self.renew(blocks, slot);
+            self.move_to_newest(blocks, slot);
         }
         None
     }

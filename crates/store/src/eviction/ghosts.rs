@@ -3,7 +3,7 @@
 const NONE: u32 = u32::MAX;
 
 #[derive(Debug, Clone, Copy)]
-struct Entry {
+struct GhostEntry {
     fingerprint: u64,
     value: u32,
     /// The next entry of the same bucket, or the entry itself for a hole.
@@ -16,7 +16,7 @@ struct Entry {
 #[derive(Debug, Default)]
 pub struct Ghosts {
     /// Entries from `oldest` on, wrapping round at `entries.len()`.
-    entries: Vec<Entry>,
+    entries: Vec<GhostEntry>,
     buckets: Vec<u32>,
     oldest: usize,
     /// Entries between the oldest and the newest, holes included.
@@ -37,7 +37,8 @@ impl Ghosts {
 
     /// Memory of ring and index.
     pub fn memory_bytes(&self) -> usize {
-        self.entries.capacity() * size_of::<Entry>() + self.buckets.capacity() * size_of::<u32>()
+        self.entries.capacity() * size_of::<GhostEntry>()
+            + self.buckets.capacity() * size_of::<u32>()
     }
 
     /// Adds the newest ghost to a ring of at most `slots` entries (at least one, fewer than 2^32).
@@ -56,7 +57,7 @@ impl Ghosts {
         let index = self.wrap(self.oldest + self.span);
         let bucket = self.bucket(fingerprint);
         let next = self.buckets[bucket];
-        self.entries[index] = Entry { fingerprint, value, next };
+        self.entries[index] = GhostEntry { fingerprint, value, next };
         self.buckets[bucket] = narrow(index);
         self.span += 1;
         self.live += 1;
@@ -69,7 +70,7 @@ impl Ghosts {
         if self.live == 0 {
             return None;
         }
-        let Entry { fingerprint, value, .. } = self.entries[self.oldest];
+        let GhostEntry { fingerprint, value, .. } = self.entries[self.oldest];
         self.unlink(self.oldest);
         self.drop_holes();
         Some((fingerprint, value))
@@ -150,7 +151,7 @@ impl Ghosts {
 
     /// Moves all ghosts into a larger ring, without the holes.
     fn resize(&mut self, slots: usize) {
-        let hole = |index: usize| Entry { fingerprint: 0, value: 0, next: narrow(index) };
+        let hole = |index: usize| GhostEntry { fingerprint: 0, value: 0, next: narrow(index) };
         let old = std::mem::take(&mut self.entries);
         let (oldest, span) = (self.oldest, self.span);
         self.entries = (0..slots).map(hole).collect();

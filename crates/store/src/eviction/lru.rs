@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use super::{Asked, Blocks, Hints, List, MayGo, Policy, Removal, Slot};
+use super::{Asked, Blocks, EvictionFilter, Hints, List, Policy, Removal, Slot};
 
 /// A parent that was used at most this many requests ago counts as used by the same request: puts
 /// come after their request, and other requests may come in between.
@@ -41,7 +41,7 @@ impl Policy for Lru {
     ) {
         self.requests = self.requests.wrapping_add(1);
         // From the end, so that the root is the newest.
-        for slot in chain[..leading].iter().rev().filter_map(|asked| asked.resident) {
+        for slot in chain[..leading].iter().rev().filter_map(|requested| requested.resident) {
             self.touch(blocks, now, slot);
         }
     }
@@ -49,7 +49,7 @@ impl Policy for Lru {
     fn touch(&mut self, blocks: &mut Blocks, _: Duration, slot: Slot) {
         if !blocks.is_protected(slot) {
             blocks.set_state(slot, self.requests);
-            self.list.renew(blocks, slot);
+            self.list.move_to_newest(blocks, slot);
         }
     }
 
@@ -67,8 +67,13 @@ impl Policy for Lru {
         }
     }
 
-    fn victim(&mut self, blocks: &mut Blocks, _: Duration, may_go: &mut MayGo<'_>) -> Option<Slot> {
-        self.list.oldest_that(blocks, may_go, usize::MAX)
+    fn victim(
+        &mut self,
+        blocks: &mut Blocks,
+        _: Duration,
+        may_go: &mut EvictionFilter<'_>,
+    ) -> Option<Slot> {
+        self.list.oldest_allowed(blocks, may_go, usize::MAX)
     }
 
     fn memory_bytes(&self) -> usize {

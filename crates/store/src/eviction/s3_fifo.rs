@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use super::{Asked, Blocks, Ghosts, Hints, List, MayGo, Policy, Removal, Slot};
+use super::{Asked, Blocks, EvictionFilter, Ghosts, Hints, List, Policy, Removal, Slot};
 
 /// Share of the blocks that the small queue may hold before its own blocks are evicted.
 const SMALL_PERCENT: usize = 10;
@@ -18,9 +18,9 @@ const SEARCH_BLOCKS: usize = 256;
 /// A block's state: bit 0 is its queue, bits 1 and 2 its uses, the others the number of the request
 /// that inserted it.
 #[derive(Debug, Clone, Copy)]
-struct State(u32);
+struct S3FifoState(u32);
 
-impl State {
+impl S3FifoState {
     fn new(is_main: bool, request: u32) -> Self {
         Self(u32::from(is_main) | request << 3)
     }
@@ -75,12 +75,12 @@ impl S3Fifo {
     fn victim_of_small(
         &mut self,
         blocks: &mut Blocks,
-        may_go: &mut MayGo<'_>,
+        may_go: &mut EvictionFilter<'_>,
         among: usize,
     ) -> Option<Slot> {
         for _ in 0..self.small.len().min(among) {
             let slot = self.small.oldest()?;
-            let state = State(blocks.state(slot));
+            let state = S3FifoState(blocks.state(slot));
             if state.uses() >= self.promote_at {
                 self.small.remove(blocks, slot);
                 blocks.set_state(slot, state.with_uses(0).0 | 1);
@@ -88,7 +88,7 @@ impl S3Fifo {
             } else if may_go(blocks, slot) {
                 return Some(slot);
             } else {
-                self.small.renew(blocks, slot);
+                self.small.move_to_newest(blocks, slot);
             }
         }
         None
@@ -97,19 +97,19 @@ impl S3Fifo {
     fn victim_of_main(
         &mut self,
         blocks: &mut Blocks,
-        may_go: &mut MayGo<'_>,
+        may_go: &mut EvictionFilter<'_>,
         among: usize,
     ) -> Option<Slot> {
         // Each pass reduces a block's uses by one, so the last pass meets only blocks with none.
         let passes = self.main.len() * (USES_MAX as usize + 1);
         for _ in 0..passes.min(among) {
             let slot = self.main.oldest()?;
-            let state = State(blocks.state(slot));
+            let state = S3FifoState(blocks.state(slot));
             if state.uses() == 0 && may_go(blocks, slot) {
                 return Some(slot);
             }
             blocks.set_state(slot, state.with_uses(state.uses().saturating_sub(1)).0);
-            self.main.renew(blocks, slot);
+            self.main.move_to_newest(blocks, slot);
         }
         None
     }
@@ -129,14 +129,14 @@ impl Policy for S3Fifo {
         _: &Hints,
     ) {
         self.requests = self.requests.wrapping_add(1);
-        for slot in chain[..leading].iter().filter_map(|asked| asked.resident) {
+        for slot in chain[..leading].iter().filter_map(|requested| requested.resident) {
             self.touch(blocks, now, slot);
         }
     }
 
     fn touch(&mut self, blocks: &mut Blocks, _: Duration, slot: Slot) {
         if !blocks.is_protected(slot) {
-            let state = State(blocks.state(slot));
+            let state = S3FifoState(blocks.state(slot));
             blocks.set_state(slot, state.with_uses(state.uses() + 1).0);
         }
     }
@@ -146,11 +146,11 @@ impl Policy for S3Fifo {
             return;
         }
         let is_main = self.ghosts.take(blocks.fingerprint(slot)).is_some();
-        let state = State::new(is_main, self.requests);
+        let state = S3FifoState::new(is_main, self.requests);
         blocks.set_state(slot, state.0);
         let list = if is_main { &mut self.main } else { &mut self.small };
         let beside = blocks.parent(slot).filter(|parent| {
-            let other = State(blocks.state(*parent));
+            let other = S3FifoState(blocks.state(*parent));
             !blocks.is_protected(*parent)
                 && other.is_main() == is_main
                 && state.since(other) <= SAME_PUT_REQUESTS
@@ -165,7 +165,7 @@ impl Policy for S3Fifo {
         if blocks.is_protected(slot) {
             return;
         }
-        if State(blocks.state(slot)).is_main() {
+        if S3FifoState(blocks.state(slot)).is_main() {
             self.main.remove(blocks, slot);
         } else {
             self.small.remove(blocks, slot);
@@ -176,7 +176,12 @@ impl Policy for S3Fifo {
         }
     }
 
-    fn victim(&mut self, blocks: &mut Blocks, _: Duration, may_go: &mut MayGo<'_>) -> Option<Slot> {
+    fn victim(
+        &mut self,
+        blocks: &mut Blocks,
+        _: Duration,
+        may_go: &mut EvictionFilter<'_>,
+    ) -> Option<Slot> {
         // The first search is bounded: the queue may hold only blocks whose children are in the
         // other. The last one is not, so that a block that may go is always found.
         let small_is_full = self.small.len() * 100 >= blocks.len() * SMALL_PERCENT;

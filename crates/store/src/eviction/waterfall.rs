@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use super::{Asked, Blocks, Hints, Lru, MayGo, Policy, Removal, Slot};
+use super::{Asked, Blocks, EvictionFilter, Hints, Lru, Policy, Removal, Slot};
 
 /// The policy: LRU without promotion on hits.
 #[derive(Debug, Default)]
@@ -43,7 +43,7 @@ impl Policy for Waterfall {
         &mut self,
         blocks: &mut Blocks,
         now: Duration,
-        may_go: &mut MayGo<'_>,
+        may_go: &mut EvictionFilter<'_>,
     ) -> Option<Slot> {
         self.order.victim(blocks, now, may_go)
     }

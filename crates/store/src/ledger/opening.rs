@@ -9,8 +9,8 @@ use cascade_memory::{MemoryError, Pool, PoolConfig, PoolFiles};
 
 use super::record::{BLOCK_WORDS, HELD_WORDS};
 use super::{
-    HEADER_FIELDS, HEADER_WORDS, HELD_MAX, HELD_MIN, MAGIC, PAGE, POOL_BYTES_PER_HELD,
-    POOL_BYTES_PER_RECORD, RECORDS_MIN, RUNS_WORD, Table, USED, USED_WORD, VERSION, WarmPool,
+    HEADER_FIELDS, HEADER_WORDS, HELD_MAX, HELD_MIN, LedgerTable, MAGIC, PAGE, POOL_BYTES_PER_HELD,
+    POOL_BYTES_PER_RECORD, RECORDS_MIN, RUNS_WORD, USED, USED_WORD, VERSION, WarmPool,
 };
 
 /// Removes the files of an earlier run, unless a store uses them.
@@ -47,7 +47,8 @@ pub(crate) fn open(path: &Path, config: &PoolConfig) -> Result<WarmPool, MemoryE
     let runs = runs.fetch_add(1, Ordering::Relaxed) + 1;
     let pool = Pool::of_files(config, &files)?;
     let count = |count: usize| u32::try_from(count).map_err(|_| MemoryError::Empty);
-    let table = Table { files, block_count: count(block_count)?, held_count: count(held_count)? };
+    let table =
+        LedgerTable { files, block_count: count(block_count)?, held_count: count(held_count)? };
     let mut opened = WarmPool::new(table, pool, is_used);
     opened.stats.runs = runs;
     opened.notes = notes;

@@ -18,7 +18,7 @@ impl Process {
     /// # Errors
     /// There is none, or `/proc` cannot be read.
     pub fn of(pid: u32) -> io::Result<Self> {
-        match look_up(pid)? {
+        match start_time_of(pid)? {
             Some(start_time) => Ok(Self { pid, start_time }),
             None => Err(io::ErrorKind::NotFound.into()),
         }
@@ -26,13 +26,13 @@ impl Process {
 
     /// Whether it may still access memory; true if the kernel does not say.
     pub fn is_alive(&self) -> bool {
-        look_up(self.pid).map_or(true, |found| found == Some(self.start_time))
+        start_time_of(self.pid).map_or(true, |found| found == Some(self.start_time))
     }
 }
 
 /// When the process of that number started; none if it does not exist or is a zombie, whose memory
 /// is already released.
-fn look_up(pid: u32) -> io::Result<Option<u64>> {
+fn start_time_of(pid: u32) -> io::Result<Option<u64>> {
     let text = match fs::read_to_string(format!("/proc/{pid}/stat")) {
         Ok(text) => text,
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),

@@ -59,7 +59,7 @@ pub(super) struct HeldRecord {
 
 /// Content of a record's place.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Found<T> {
+pub(super) enum PlaceContent<T> {
     /// Nothing.
     Free,
     /// A valid record.
@@ -102,13 +102,13 @@ pub(super) fn wipe(place: &[AtomicU64]) {
     }
 }
 
-fn find<const FIELDS: usize>(place: &[AtomicU64]) -> Found<[u64; FIELDS]> {
+fn read_fields<const FIELDS: usize>(place: &[AtomicU64]) -> PlaceContent<[u64; FIELDS]> {
     let state = place[0].load(Ordering::Acquire);
     if state == 0 {
-        return Found::Free;
+        return PlaceContent::Free;
     }
     let fields = std::array::from_fn(|at| place[1 + at].load(Ordering::Relaxed));
-    if seal(&fields) == state { Found::Record(fields) } else { Found::Damaged }
+    if seal(&fields) == state { PlaceContent::Record(fields) } else { PlaceContent::Damaged }
 }
 
 impl BlockRecord {
@@ -135,12 +135,12 @@ impl BlockRecord {
         publish(place, &fields);
     }
 
-    pub(super) fn read(place: &[AtomicU64]) -> Found<Self> {
+    pub(super) fn read(place: &[AtomicU64]) -> PlaceContent<Self> {
         let sum = place[SUM_WORD].load(Ordering::Relaxed);
-        let fields = match find::<BLOCK_FIELDS>(place) {
-            Found::Free => return Found::Free,
-            Found::Damaged => return Found::Damaged,
-            Found::Record(fields) => fields,
+        let fields = match read_fields::<BLOCK_FIELDS>(place) {
+            PlaceContent::Free => return PlaceContent::Free,
+            PlaceContent::Damaged => return PlaceContent::Damaged,
+            PlaceContent::Record(fields) => fields,
         };
         let has = |flag: u64| fields[2] & flag != 0;
         let facts = BlockFacts {
@@ -152,7 +152,7 @@ impl BlockRecord {
             is_prefix: has(IS_PREFIX),
             expires_unix_ms: (fields[17] != 0).then_some(fields[17]),
         };
-        Found::Record(Self {
+        PlaceContent::Record(Self {
             piece: Piece { offset: fields[0], bytes: fields[1] },
             facts,
             has_namespace: has(HAS_NAMESPACE),
@@ -189,11 +189,11 @@ impl HeldRecord {
         publish(place, &fields);
     }
 
-    pub(super) fn read(place: &[AtomicU64]) -> Found<Self> {
-        match find::<HELD_FIELDS>(place) {
-            Found::Free => Found::Free,
-            Found::Damaged => Found::Damaged,
-            Found::Record([offset, bytes, who, start_time]) => Found::Record(Self {
+    pub(super) fn read(place: &[AtomicU64]) -> PlaceContent<Self> {
+        match read_fields::<HELD_FIELDS>(place) {
+            PlaceContent::Free => PlaceContent::Free,
+            PlaceContent::Damaged => PlaceContent::Damaged,
+            PlaceContent::Record([offset, bytes, who, start_time]) => PlaceContent::Record(Self {
                 piece: Piece { offset, bytes },
                 process: Process { pid: low(who), start_time },
                 kind: low(who >> 32),
@@ -247,9 +247,9 @@ mod tests {
     #[test]
     fn a_record_reads_back_as_written() {
         let place = place(BLOCK_WORDS);
-        assert_eq!(BlockRecord::read(&place), Found::Free);
+        assert_eq!(BlockRecord::read(&place), PlaceContent::Free);
         record().write(&place);
-        assert_eq!(BlockRecord::read(&place), Found::Record(record()));
+        assert_eq!(BlockRecord::read(&place), PlaceContent::Record(record()));
         let mut bare = record();
         bare.facts.digest = None;
         bare.sum = None;
@@ -257,9 +257,9 @@ mod tests {
         bare.facts.expires_unix_ms = None;
         clear(&place);
         bare.write(&place);
-        assert_eq!(BlockRecord::read(&place), Found::Record(bare));
+        assert_eq!(BlockRecord::read(&place), PlaceContent::Record(bare));
         clear(&place);
-        assert_eq!(BlockRecord::read(&place), Found::Free);
+        assert_eq!(BlockRecord::read(&place), PlaceContent::Free);
     }
 
     #[test]
@@ -269,7 +269,11 @@ mod tests {
         for (at, word) in place.iter().enumerate().take(1 + BLOCK_FIELDS) {
             for bit in 0..64 {
                 word.fetch_xor(1 << bit, Ordering::Relaxed);
-                assert_eq!(BlockRecord::read(&place), Found::Damaged, "bit {bit} of word {at}");
+                assert_eq!(
+                    BlockRecord::read(&place),
+                    PlaceContent::Damaged,
+                    "bit {bit} of word {at}"
+                );
                 word.fetch_xor(1 << bit, Ordering::Relaxed);
             }
         }
@@ -281,6 +285,6 @@ mod tests {
         let process = Process { pid: u32::MAX, start_time: u64::MAX };
         let held = HeldRecord { piece: Piece { offset: 1, bytes: 2 }, process, kind: 1 };
         held.write(&place);
-        assert_eq!(HeldRecord::read(&place), Found::Record(held));
+        assert_eq!(HeldRecord::read(&place), PlaceContent::Record(held));
     }
 }

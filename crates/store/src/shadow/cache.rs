@@ -26,7 +26,7 @@ pub(super) struct Arrival {
 }
 
 #[derive(Debug)]
-pub(super) struct Cache {
+pub(super) struct DramShadow {
     eviction: Eviction,
     table: KeyTable,
     capacity_bytes: u64,
@@ -35,7 +35,7 @@ pub(super) struct Cache {
     chain: Vec<Asked>,
 }
 
-impl Cache {
+impl DramShadow {
     pub(super) fn new(kind: PolicyKind, limits: Limits, capacity_blocks: u64) -> Self {
         let policy: Box<dyn Policy> = match kind {
             PolicyKind::PrefixCost => Box::new(PrefixCost::with_counts(COUNTS_MAX)),
@@ -95,18 +95,18 @@ impl Cache {
 
     /// Hints for a chain arrived.
     pub(super) fn hint(&mut self, now: Duration, fingerprints: &[u64], hints: &Hints) {
-        let asked = fingerprints
+        let requested = fingerprints
             .iter()
             .map(|fingerprint| Asked {
                 fingerprint: *fingerprint,
                 resident: self.find(*fingerprint),
             })
             .collect::<Vec<_>>();
-        self.eviction.hint(now, &asked, hints);
+        self.eviction.hint(now, &requested, hints);
     }
 
     /// Inserts a block, unless it is present or the policy declines it.
-    pub(super) fn take(&mut self, now: Duration, arrival: &Arrival) {
+    pub(super) fn insert(&mut self, now: Duration, arrival: &Arrival) {
         let fingerprint = arrival.fingerprint;
         if let Some(slot) = self.find(fingerprint) {
             let is_settled = !arrival.is_protected || self.eviction.blocks().is_protected(slot);

@@ -9,7 +9,7 @@ use super::Sample;
 const ROUNDS_KEEPING: u32 = 4;
 
 #[derive(Debug, Clone, Copy)]
-struct Entry {
+struct QueueEntry {
     fingerprint: u64,
     bytes: u32,
     /// Distinguishes an entry from later ones of the same block.
@@ -17,23 +17,23 @@ struct Entry {
 }
 
 #[derive(Debug, Clone, Copy)]
-struct Facts {
+struct QueuedBlock {
     stamp: u32,
     is_referenced: bool,
     is_protected: bool,
 }
 
 #[derive(Debug)]
-pub(super) struct Queue {
-    entries: VecDeque<Entry>,
-    facts: HashMap<u64, Facts>,
+pub(super) struct FilesShadow {
+    entries: VecDeque<QueueEntry>,
+    facts: HashMap<u64, QueuedBlock>,
     used_bytes: u64,
     capacity_bytes: u64,
     segment_bytes: u64,
     stamp: u32,
 }
 
-impl Queue {
+impl FilesShadow {
     /// A shadow of a tier of `capacity_bytes`, of which one segment is kept free.
     pub(super) fn new(capacity_bytes: u64, segment_bytes: u64) -> Self {
         Self {
@@ -57,19 +57,19 @@ impl Queue {
     pub(super) fn memory_bytes(&self) -> usize {
         /// Overhead per entry of a `std` hash map.
         const CONTROL_BYTES: usize = 1;
-        self.entries.capacity() * size_of::<Entry>()
-            + self.facts.capacity() * (size_of::<(u64, Facts)>() + CONTROL_BYTES)
+        self.entries.capacity() * size_of::<QueueEntry>()
+            + self.facts.capacity() * (size_of::<(u64, QueuedBlock)>() + CONTROL_BYTES)
     }
 
     /// A block was read from here.
-    pub(super) fn refer(&mut self, fingerprint: u64) {
+    pub(super) fn mark_referenced(&mut self, fingerprint: u64) {
         if let Some(facts) = self.facts.get_mut(&fingerprint) {
             facts.is_referenced = true;
         }
     }
 
     /// Inserts a block, unless it is present.
-    pub(super) fn take(
+    pub(super) fn insert(
         &mut self,
         fingerprint: u64,
         bytes: u32,
@@ -82,13 +82,13 @@ impl Queue {
         }
         let mut rounds = 0;
         while self.used_bytes + u64::from(bytes) > self.capacity_bytes && !self.entries.is_empty() {
-            self.give_back(rounds < ROUNDS_KEEPING, is_in_dram);
+            self.reclaim_segment(rounds < ROUNDS_KEEPING, is_in_dram);
             rounds += 1;
         }
         self.stamp = self.stamp.wrapping_add(1);
-        let facts = Facts { stamp: self.stamp, is_referenced: false, is_protected };
+        let facts = QueuedBlock { stamp: self.stamp, is_referenced: false, is_protected };
         self.facts.insert(fingerprint, facts);
-        self.push(Entry { fingerprint, bytes, stamp: self.stamp });
+        self.push(QueueEntry { fingerprint, bytes, stamp: self.stamp });
     }
 
     /// Forgets a block; its bytes are freed with its segment.
@@ -96,12 +96,12 @@ impl Queue {
         self.facts.remove(&fingerprint);
     }
 
-    fn push(&mut self, entry: Entry) {
+    fn push(&mut self, entry: QueueEntry) {
         self.used_bytes += u64::from(entry.bytes);
         self.entries.push_back(entry);
     }
 
-    fn give_back(&mut self, may_keep: bool, is_in_dram: &dyn Fn(u64) -> bool) {
+    fn reclaim_segment(&mut self, may_keep: bool, is_in_dram: &dyn Fn(u64) -> bool) {
         let mut taken = 0;
         let mut kept = Vec::new();
         while taken < self.segment_bytes
@@ -143,33 +143,33 @@ mod tests {
 
     #[test]
     fn reclaim_drops_the_oldest_segment_and_keeps_a_read_block_once() {
-        let mut queue = Queue::new(8 + 2, 2);
-        (0..8).for_each(|block| queue.take(block, 1, false, &nowhere));
-        queue.refer(0);
-        queue.take(8, 1, false, &nowhere);
+        let mut queue = FilesShadow::new(8 + 2, 2);
+        (0..8).for_each(|block| queue.insert(block, 1, false, &nowhere));
+        queue.mark_referenced(0);
+        queue.insert(8, 1, false, &nowhere);
         assert!(queue.holds(0) && !queue.holds(1) && queue.holds(2) && queue.holds(8));
-        (9..17).for_each(|block| queue.take(block, 1, false, &nowhere));
+        (9..17).for_each(|block| queue.insert(block, 1, false, &nowhere));
         assert!(!queue.holds(0), "a reference keeps a block for one round");
     }
 
     #[test]
     fn a_block_in_dram_is_kept_for_a_bounded_number_of_rounds() {
-        let mut queue = Queue::new(4 + 1, 1);
-        (0..4).for_each(|block| queue.take(block, 1, false, &nowhere));
-        queue.take(4, 1, false, &|block| block == 0);
+        let mut queue = FilesShadow::new(4 + 1, 1);
+        (0..4).for_each(|block| queue.insert(block, 1, false, &nowhere));
+        queue.insert(4, 1, false, &|block| block == 0);
         assert!(queue.holds(0) && !queue.holds(1));
-        queue.take(5, 1, false, &|_| true);
+        queue.insert(5, 1, false, &|_| true);
         assert!(queue.holds(5) && queue.len() == 4);
     }
 
     #[test]
     fn a_deleted_block_can_be_put_again() {
-        let mut queue = Queue::new(4 + 1, 1);
-        queue.take(7, 1, false, &nowhere);
+        let mut queue = FilesShadow::new(4 + 1, 1);
+        queue.insert(7, 1, false, &nowhere);
         queue.remove(7);
         assert!(!queue.holds(7));
-        (0..3).for_each(|block| queue.take(block, 1, false, &nowhere));
-        queue.take(7, 1, false, &nowhere);
+        (0..3).for_each(|block| queue.insert(block, 1, false, &nowhere));
+        queue.insert(7, 1, false, &nowhere);
         assert!(queue.holds(7) && queue.len() == 4, "the bytes of the first are freed");
     }
 }

@@ -10,14 +10,14 @@ const HALF: Duration = Duration::from_secs(15 * 60);
 
 /// Blocks requested, blocks matched in the tier, and blocks missed by its shadows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub(super) struct Counts {
+pub(super) struct WindowCounts {
     pub(super) requested: u64,
     pub(super) matched: u64,
     /// By size; each sampled block counts for all blocks that it represents.
     pub(super) missed: [u64; SIZES.len()],
 }
 
-impl Counts {
+impl WindowCounts {
     fn add(&mut self, other: &Self) {
         self.requested += other.requested;
         self.matched += other.matched;
@@ -30,29 +30,29 @@ impl Counts {
 /// Counts of two half windows and since the start.
 #[derive(Debug, Default)]
 pub(super) struct Window {
-    all: Counts,
-    current: Counts,
-    before: Counts,
+    all: WindowCounts,
+    current: WindowCounts,
+    before: WindowCounts,
     current_since: Duration,
 }
 
 impl Window {
-    pub(super) fn add(&mut self, now: Duration, counts: &Counts) {
+    pub(super) fn add(&mut self, now: Duration, counts: &WindowCounts) {
         let age = now.saturating_sub(self.current_since);
         if age >= HALF {
-            self.before = if age < 2 * HALF { self.current } else { Counts::default() };
-            self.current = Counts::default();
+            self.before = if age < 2 * HALF { self.current } else { WindowCounts::default() };
+            self.current = WindowCounts::default();
             self.current_since = now;
         }
         self.current.add(counts);
         self.all.add(counts);
     }
 
-    pub(super) fn all(&self) -> Counts {
+    pub(super) fn all(&self) -> WindowCounts {
         self.all
     }
 
-    pub(super) fn recent(&self) -> Counts {
+    pub(super) fn recent(&self) -> WindowCounts {
         let mut recent = self.before;
         recent.add(&self.current);
         recent
@@ -66,7 +66,7 @@ mod tests {
     #[test]
     fn recent_counts_expire_and_total_counts_do_not() {
         let mut window = Window::default();
-        let one = Counts { requested: 1, matched: 1, missed: [0, 1, 2] };
+        let one = WindowCounts { requested: 1, matched: 1, missed: [0, 1, 2] };
         let minutes = |minutes: u64| Duration::from_secs(60 * minutes);
         window.add(minutes(1), &one);
         window.add(minutes(16), &one);

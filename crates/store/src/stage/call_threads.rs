@@ -30,25 +30,25 @@ pub(crate) struct CallThreads {
 
 /// When to stop waiting for a call.
 #[derive(Clone, Copy)]
-pub(crate) struct Patience<'a> {
+pub(crate) struct WaitLimit<'a> {
     pub(crate) deadline: Deadline,
     /// Set to end the wait before the deadline.
-    pub(crate) is_over: &'a AtomicBool,
+    pub(crate) is_cancelled: &'a AtomicBool,
     /// Whether a call that takes too long opens the circuit.
     pub(crate) is_watched: bool,
 }
 
 #[derive(Default)]
 struct Shared {
-    queue: Mutex<Queue>,
+    queue: Mutex<CallQueue>,
     wake: Condvar,
     freed: Condvar,
 }
 
 #[derive(Default)]
-struct Queue {
+struct CallQueue {
     jobs: VecDeque<Job>,
-    running: Vec<Running>,
+    running: Vec<RunningCall>,
     next_number: u64,
     threads: usize,
     idle: usize,
@@ -56,25 +56,25 @@ struct Queue {
 }
 
 /// A call in flight.
-struct Running {
+struct RunningCall {
     number: u64,
     began: Duration,
     is_watched: bool,
     /// Its caller has stopped waiting.
     is_stuck: bool,
     /// It was reported as hung.
-    is_told: bool,
+    is_reported: bool,
 }
 
 /// Passes a call's result to its caller.
-struct Answer<T> {
-    result: Mutex<Given<T>>,
+struct ResultSlot<T> {
+    result: Mutex<SlotState<T>>,
     ready: Condvar,
 }
 
-enum Given<T> {
-    NotYet,
-    Here(T),
+enum SlotState<T> {
+    Pending,
+    Ready(T),
     Panicked,
     /// The caller has stopped waiting.
     Abandoned,
@@ -89,20 +89,21 @@ impl CallThreads {
     /// before the call begins, the call is not made: its effect would be unknown.
     pub(crate) fn call<T: Send + 'static>(
         &self,
-        patience: Patience<'_>,
+        wait_limit: WaitLimit<'_>,
         work: impl FnOnce() -> T + Send + 'static,
         late: impl FnOnce(T) + Send + 'static,
     ) -> Result<T, StageError> {
-        let mut queue = self.wait_for_thread(patience)?;
-        let answer = Arc::new(Answer { result: Mutex::new(Given::NotYet), ready: Condvar::new() });
+        let mut queue = self.wait_for_thread(wait_limit)?;
+        let slot =
+            Arc::new(ResultSlot { result: Mutex::new(SlotState::Pending), ready: Condvar::new() });
         let number = queue.next_number;
-        let (shared, given) = (Arc::clone(&self.shared), Arc::clone(&answer));
+        let (shared, filled) = (Arc::clone(&self.shared), Arc::clone(&slot));
         queue.jobs.push_back(Box::new(move || {
             // The store shares no state with the stage that a panic could leave inconsistent.
             let result = catch_unwind(AssertUnwindSafe(work)).ok();
             // Before the caller continues: it may need the thread again.
             shared.end(number);
-            given.give(result, late);
+            filled.deliver(result, late);
         }));
         // With `calls_max` threads, one of them will finish its call and take this job.
         let needs_thread = queue.idle < queue.jobs.len() && queue.threads < self.calls_max;
@@ -111,23 +112,26 @@ impl CallThreads {
             return Err(StageError::Failed(Arc::new(error)));
         }
         queue.next_number += 1;
-        queue.running.push(Running {
+        queue.running.push(RunningCall {
             number,
             began: self.clock.monotonic(),
-            is_watched: patience.is_watched,
+            is_watched: wait_limit.is_watched,
             is_stuck: false,
-            is_told: false,
+            is_reported: false,
         });
         drop(queue);
         self.shared.wake.notify_one();
-        self.wait(&answer, number, patience)
+        self.wait(&slot, number, wait_limit)
     }
 
     /// Waits for a free thread. Fails at once when all calls are stuck.
-    fn wait_for_thread(&self, patience: Patience<'_>) -> Result<MutexGuard<'_, Queue>, StageError> {
+    fn wait_for_thread(
+        &self,
+        wait_limit: WaitLimit<'_>,
+    ) -> Result<MutexGuard<'_, CallQueue>, StageError> {
         let mut queue = self.shared.lock();
         loop {
-            if patience.is_over.load(Ordering::Acquire) {
+            if wait_limit.is_cancelled.load(Ordering::Acquire) {
                 return Err(StageError::Shed);
             }
             if queue.running.len() < self.calls_max {
@@ -136,7 +140,7 @@ impl CallThreads {
             if queue.running.iter().all(|call| call.is_stuck) {
                 return Err(StageError::Shed);
             }
-            let left = patience.deadline.remaining(&*self.clock);
+            let left = wait_limit.deadline.remaining(&*self.clock);
             if left.is_zero() {
                 return Err(StageError::Timeout);
             }
@@ -145,7 +149,7 @@ impl CallThreads {
         }
     }
 
-    fn start_thread(&self, queue: &mut Queue) -> std::io::Result<()> {
+    fn start_thread(&self, queue: &mut CallQueue) -> std::io::Result<()> {
         let shared = Arc::clone(&self.shared);
         let builder = std::thread::Builder::new().name("cascade-stage".to_owned());
         // Detached: nothing waits for a stuck thread.
@@ -156,29 +160,29 @@ impl CallThreads {
 
     fn wait<T>(
         &self,
-        answer: &Answer<T>,
+        slot: &ResultSlot<T>,
         number: u64,
-        patience: Patience<'_>,
+        wait_limit: WaitLimit<'_>,
     ) -> Result<T, StageError> {
-        let mut result = answer.lock();
+        let mut result = slot.lock();
         let mut is_late = false;
         loop {
-            match std::mem::replace(&mut *result, Given::NotYet) {
-                Given::Here(value) => return Ok(value),
-                Given::Panicked => return Err(StageError::NoAnswer),
-                Given::NotYet | Given::Abandoned => {}
+            match std::mem::replace(&mut *result, SlotState::Pending) {
+                SlotState::Ready(value) => return Ok(value),
+                SlotState::Panicked => return Err(StageError::NoAnswer),
+                SlotState::Pending | SlotState::Abandoned => {}
             }
-            let is_over = patience.is_over.load(Ordering::Acquire);
-            if is_late || is_over {
-                *result = Given::Abandoned;
+            let is_cancelled = wait_limit.is_cancelled.load(Ordering::Acquire);
+            if is_late || is_cancelled {
+                *result = SlotState::Abandoned;
                 drop(result);
                 self.shared.mark_stuck(number);
-                return Err(if is_over { StageError::Shed } else { StageError::Timeout });
+                return Err(if is_cancelled { StageError::Shed } else { StageError::Timeout });
             }
-            let left = patience.deadline.remaining(&*self.clock);
+            let left = wait_limit.deadline.remaining(&*self.clock);
             is_late = left.is_zero();
             let time = if is_late { GRACE } else { left.min(RECHECK) };
-            let waited = answer.ready.wait_timeout(result, time);
+            let waited = slot.ready.wait_timeout(result, time);
             result = waited.unwrap_or_else(PoisonError::into_inner).0;
         }
     }
@@ -188,21 +192,21 @@ impl CallThreads {
         self.shared.lock().running.iter().filter(|call| call.is_stuck).count() as u64
     }
 
-    /// Whether a watched call has lasted as long as `patience`; each call is reported once.
-    pub(crate) fn has_hung(&self, patience: Duration) -> bool {
+    /// Whether a watched call has lasted as long as `limit`; each call is reported once.
+    pub(crate) fn has_hung(&self, limit: Duration) -> bool {
         let now = self.clock.monotonic();
         let mut has_hung = false;
         for call in self.shared.lock().running.iter_mut().filter(|call| call.is_watched) {
-            let hangs = now.saturating_sub(call.began) >= patience;
-            has_hung |= hangs && !call.is_told;
-            call.is_told |= hangs;
+            let hangs = now.saturating_sub(call.began) >= limit;
+            has_hung |= hangs && !call.is_reported;
+            call.is_reported |= hangs;
         }
         has_hung
     }
 }
 
 impl Shared {
-    fn lock(&self) -> MutexGuard<'_, Queue> {
+    fn lock(&self) -> MutexGuard<'_, CallQueue> {
         self.queue.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -236,16 +240,16 @@ impl Shared {
     }
 }
 
-impl<T> Answer<T> {
-    fn lock(&self) -> MutexGuard<'_, Given<T>> {
+impl<T> ResultSlot<T> {
+    fn lock(&self) -> MutexGuard<'_, SlotState<T>> {
         self.result.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Passes a result to the caller, none for a panic; if the caller has stopped waiting, to
     /// `late`.
-    fn give(&self, result: Option<T>, late: impl FnOnce(T)) {
+    fn deliver(&self, result: Option<T>, late: impl FnOnce(T)) {
         let mut given = self.lock();
-        if matches!(*given, Given::Abandoned) {
+        if matches!(*given, SlotState::Abandoned) {
             drop(given);
             if let Some(result) = result {
                 late(result);
@@ -254,7 +258,7 @@ impl<T> Answer<T> {
         }
         // Before the caller continues: `late` may hold the store alive, which the caller may close.
         drop(late);
-        *given = result.map_or(Given::Panicked, Given::Here);
+        *given = result.map_or(SlotState::Panicked, SlotState::Ready);
         self.ready.notify_one();
     }
 }

@@ -53,13 +53,13 @@ pub struct EncryptedStage {
     waiting: Mutex<()>,
     clock: Arc<dyn Clock>,
     recovered: Mutex<Vec<(BlockFacts, Address)>>,
-    aliases: Mutex<HashMap<BlockKey, Trusted>>,
-    counters: Counters,
+    aliases: Mutex<HashMap<BlockKey, TrustedName>>,
+    counters: EncryptionCounters,
     notes: Vec<String>,
 }
 
 #[derive(Debug, Default)]
-struct Counters {
+struct EncryptionCounters {
     damaged: AtomicU64,
     other_key: AtomicU64,
     other_name: AtomicU64,
@@ -67,7 +67,7 @@ struct Counters {
 
 /// What the store said of an alias, by which a record under another key is accepted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Trusted {
+enum TrustedName {
     /// Its bytes have this digest.
     Content(Digest),
     /// Its bytes are those of this block.
@@ -122,18 +122,19 @@ impl EncryptedStage {
         let bounce = bounce_pool(bytes.clamp(BOUNCE_BYTES_MIN, BOUNCE_BYTES_MAX))
             .map_err(|error| StoreError::Memory(Arc::new(error)))?;
         let mut notes = vec![format!("AES-256-GCM, writes with key {}", keys.writing_id())];
-        let strange: Vec<_> = marks.iter().filter(|id| !is_known(&keys, id)).cloned().collect();
-        if !strange.is_empty() {
+        let unknown_keys: Vec<_> =
+            marks.iter().filter(|id| !is_known(&keys, id)).cloned().collect();
+        if !unknown_keys.is_empty() {
             notes.push(format!(
                 "has blocks of key {}, which {} does not hold: they are misses; add it there as a \
                  further line to read them",
-                strange.join(", "),
+                unknown_keys.join(", "),
                 config.key_file.display()
             ));
         }
         // Without any of its keys no block can be read. The blocks stay until their space is
         // needed, in case the key file is the wrong one.
-        let is_readable = strange.len() < marks.len();
+        let is_readable = unknown_keys.len() < marks.len();
         let stage = Self {
             inner,
             keys,
@@ -144,7 +145,7 @@ impl EncryptedStage {
             clock: Arc::clone(context.clock),
             recovered: Mutex::new(if is_readable { recovered } else { Vec::new() }),
             aliases: Mutex::default(),
-            counters: Counters::default(),
+            counters: EncryptionCounters::default(),
             notes,
         };
         let deadline = Deadline::after(&**context.clock, OPENING_TIMEOUT);
@@ -175,7 +176,7 @@ impl EncryptedStage {
         Ok(())
     }
 
-    fn aliases(&self) -> MutexGuard<'_, HashMap<BlockKey, Trusted>> {
+    fn aliases(&self) -> MutexGuard<'_, HashMap<BlockKey, TrustedName>> {
         self.aliases.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -245,7 +246,7 @@ impl EncryptedStage {
                 self.counters.other_name.fetch_add(1, Ordering::Relaxed);
                 return Loaded::Gone;
             };
-            if !self.is_right(&trailer, &trusted) {
+            if !self.is_trusted(&trailer, &trusted) {
                 return self.damaged();
             }
         }
@@ -258,10 +259,10 @@ impl EncryptedStage {
         }
     }
 
-    fn is_right(&self, trailer: &Trailer, trusted: &Trusted) -> bool {
+    fn is_trusted(&self, trailer: &Trailer, trusted: &TrustedName) -> bool {
         match trusted {
-            Trusted::Origin(origin) => trailer.origin == *origin,
-            Trusted::Content(digest) => {
+            TrustedName::Origin(origin) => trailer.origin == *origin,
+            TrustedName::Content(digest) => {
                 self.keys.content_tag(trailer.key_id, digest) == Some(trailer.content)
             }
         }
@@ -465,18 +466,18 @@ impl Stage for EncryptedStage {
     ) -> Result<(), StageError> {
         for (facts, _) in &batch {
             if let Some(digest) = facts.digest {
-                self.aliases().insert(facts.key, Trusted::Content(digest));
+                self.aliases().insert(facts.key, TrustedName::Content(digest));
             }
         }
         let sealed = batch.iter().map(|(facts, address)| (sealed_facts(facts), *address));
-        let told = self.inner.alias(sealed.collect(), deadline);
+        let result = self.inner.alias(sealed.collect(), deadline);
         // The store gives a digest with every alias; other callers may not.
         for (facts, address) in batch.iter().filter(|(facts, _)| facts.digest.is_none()) {
             if let Some(origin) = self.origin(facts, *address, deadline)? {
-                self.aliases().insert(facts.key, Trusted::Origin(origin));
+                self.aliases().insert(facts.key, TrustedName::Origin(origin));
             }
         }
-        told
+        result
     }
 
     fn remove(&self, batch: &[(BlockKey, Address)], deadline: Deadline) -> Result<(), StageError> {

@@ -12,7 +12,7 @@ use std::time::Duration;
 use cascade_block::{BlockKey, Clock, Deadline, Manifest, Namespace, NamespaceId};
 use cascade_memory::Slab;
 
-use super::call_threads::{CallThreads, Patience};
+use super::call_threads::{CallThreads, WaitLimit};
 use super::{Address, BlockFacts, Load, Loaded, Room, Stage, StageErased, StageError, StageStats};
 use crate::TierName;
 use crate::health::Direction;
@@ -20,7 +20,7 @@ use crate::health::Direction;
 /// Most concurrent loads of a stage that may exceed its deadlines.
 const LOADS_MAX: usize = 16;
 /// Most concurrent calls that neither load nor change blocks.
-const ERRANDS_MAX: usize = 4;
+const OTHER_CALLS_MAX: usize = 4;
 /// Time-out of statistics.
 const STATS_TIMEOUT: Duration = Duration::from_secs(1);
 
@@ -40,13 +40,13 @@ pub(crate) struct Guarded {
     loads: CallThreads,
     /// One at a time, so that changes happen in order.
     changes: CallThreads,
-    errands: CallThreads,
+    other_calls: CallThreads,
     probes: CallThreads,
     read_probes: CallThreads,
     clock: Arc<dyn Clock>,
     /// The circuit is open: callers stop waiting for results.
-    reads_shed: AtomicBool,
-    writes_shed: AtomicBool,
+    is_read_circuit_open: AtomicBool,
+    is_write_circuit_open: AtomicBool,
     is_closed: AtomicBool,
     stats: Mutex<StageStats>,
 }
@@ -61,12 +61,12 @@ impl Guarded {
             stage,
             loads: threads(LOADS_MAX),
             changes: threads(1),
-            errands: threads(ERRANDS_MAX),
+            other_calls: threads(OTHER_CALLS_MAX),
             probes: threads(1),
             read_probes: threads(1),
             clock: Arc::clone(clock),
-            reads_shed: AtomicBool::new(false),
-            writes_shed: AtomicBool::new(false),
+            is_read_circuit_open: AtomicBool::new(false),
+            is_write_circuit_open: AtomicBool::new(false),
             is_closed: AtomicBool::new(false),
             stats: Mutex::default(),
         }
@@ -80,15 +80,15 @@ impl Guarded {
         self.keeps_names_only
     }
 
-    /// Lets go of everyone who waits for one kind of call, or lets callers in again.
-    pub(crate) fn set_shed(&self, direction: Direction, is_shed: bool) {
-        self.shed(direction).store(is_shed, Ordering::Release);
+    /// Opens or closes the circuit of one direction. Opening it ends all waits for its calls.
+    pub(crate) fn set_shed(&self, direction: Direction, is_open: bool) {
+        self.circuit_open(direction).store(is_open, Ordering::Release);
     }
 
-    fn shed(&self, direction: Direction) -> &AtomicBool {
+    fn circuit_open(&self, direction: Direction) -> &AtomicBool {
         match direction {
-            Direction::Reads => &self.reads_shed,
-            Direction::Writes => &self.writes_shed,
+            Direction::Reads => &self.is_read_circuit_open,
+            Direction::Writes => &self.is_write_circuit_open,
         }
     }
 
@@ -113,7 +113,7 @@ impl Guarded {
             late(stored.filter_map(|(key, result)| Some((key, result.ok()?))).collect());
         };
         let work = move || stage.store(batch, deadline);
-        let stored = self.changes.call(self.patience(WRITES, deadline, true), work, late);
+        let stored = self.changes.call(self.wait_limit(WRITES, deadline, true), work, late);
         let mut results = stored.unwrap_or_else(|error| vec![Err(error); count]);
         results.resize_with(count, || Err(StageError::NoAnswer));
         results
@@ -127,11 +127,11 @@ impl Guarded {
             (0..count).map(|_| Loaded::Failed(error.clone())).collect()
         };
         let mut results = if self.keeps_deadlines {
-            caught(|| self.stage.load(batch, deadline)).unwrap_or_default()
+            catch(|| self.stage.load(batch, deadline)).unwrap_or_default()
         } else {
             let stage = Arc::clone(&self.stage);
             let work = move || stage.load(batch, deadline);
-            let loaded = self.loads.call(self.patience(READS, deadline, true), work, drop);
+            let loaded = self.loads.call(self.wait_limit(READS, deadline, true), work, drop);
             loaded.unwrap_or_else(failed)
         };
         results.resize_with(count, || Loaded::Failed(StageError::NoAnswer));
@@ -171,21 +171,21 @@ impl Guarded {
         let stage = Arc::clone(&self.stage);
         let late = move |room: Result<Room, StageError>| room.map_or_else(drop, late);
         // Not watched for hanging: moving kept blocks may take longer than storing a batch.
-        let patience = self.patience(WRITES, deadline, false);
-        self.changes.call(patience, move || stage.make_room(&mut keep, deadline), late)?
+        let wait_limit = self.wait_limit(WRITES, deadline, false);
+        self.changes.call(wait_limit, move || stage.make_room(&mut keep, deadline), late)?
     }
 
     /// See [`Stage::flush`].
     pub(crate) fn flush(&self, deadline: Deadline) -> Result<(), StageError> {
-        self.run(&self.errands, WRITES, deadline, false, move |stage| stage.flush(deadline))
+        self.run(&self.other_calls, WRITES, deadline, false, move |stage| stage.flush(deadline))
     }
 
     /// [`Stage::erase`], even while a circuit is open. It runs in turn with the changes: a late
     /// erase blocks later changes until it ends, so it never meets a block stored after it.
     pub(crate) fn erase(&self, deadline: Deadline) -> Result<StageErased, StageError> {
         let stage = Arc::clone(&self.stage);
-        let patience = Patience { deadline, is_over: &self.is_closed, is_watched: false };
-        self.changes.call(patience, move || stage.erase(deadline), drop)?
+        let wait_limit = WaitLimit { deadline, is_cancelled: &self.is_closed, is_watched: false };
+        self.changes.call(wait_limit, move || stage.erase(deadline), drop)?
     }
 
     /// See [`Stage::register`].
@@ -196,7 +196,7 @@ impl Guarded {
     ) -> Result<(), StageError> {
         let namespace = namespace.clone();
         let work = move |stage: &dyn Stage| stage.register(&namespace, deadline);
-        self.run(&self.errands, WRITES, deadline, false, work)
+        self.run(&self.other_calls, WRITES, deadline, false, work)
     }
 
     /// See [`Stage::manifests`].
@@ -204,17 +204,17 @@ impl Guarded {
         &self,
         deadline: Deadline,
     ) -> Result<Vec<(NamespaceId, Manifest)>, StageError> {
-        self.run(&self.errands, READS, deadline, false, move |stage| stage.manifests(deadline))
+        self.run(&self.other_calls, READS, deadline, false, move |stage| stage.manifests(deadline))
     }
 
     /// [`Stage::probe`] or [`Stage::probe_reads`], even while the circuit is open. Each direction
     /// has its own thread: a hung write shows nothing about reads.
     pub(crate) fn probe(&self, direction: Direction, deadline: Deadline) -> Result<(), StageError> {
         let stage = Arc::clone(&self.stage);
-        let patience = Patience { deadline, is_over: &self.is_closed, is_watched: false };
+        let wait_limit = WaitLimit { deadline, is_cancelled: &self.is_closed, is_watched: false };
         let probed = match direction {
-            WRITES => self.probes.call(patience, move || stage.probe(deadline), drop),
-            READS => self.read_probes.call(patience, move || stage.probe_reads(deadline), drop),
+            WRITES => self.probes.call(wait_limit, move || stage.probe(deadline), drop),
+            READS => self.read_probes.call(wait_limit, move || stage.probe_reads(deadline), drop),
         };
         match probed {
             // The previous probe is still stuck.
@@ -226,8 +226,8 @@ impl Guarded {
     /// See [`Stage::close`].
     pub(crate) fn close(&self, deadline: Deadline) {
         let stage = Arc::clone(&self.stage);
-        let closed = self.errands.call(
-            Patience { deadline, is_over: &AtomicBool::new(false), is_watched: false },
+        let closed = self.other_calls.call(
+            WaitLimit { deadline, is_cancelled: &AtomicBool::new(false), is_watched: false },
             move || stage.close(),
             drop,
         );
@@ -238,19 +238,20 @@ impl Guarded {
     /// Ends all waits for this stage, for good.
     pub(crate) fn let_go(&self) {
         self.is_closed.store(true, Ordering::Release);
-        self.reads_shed.store(true, Ordering::Release);
-        self.writes_shed.store(true, Ordering::Release);
+        self.is_read_circuit_open.store(true, Ordering::Release);
+        self.is_write_circuit_open.store(true, Ordering::Release);
     }
 
     /// [`Stage::stats`], or the latest earlier ones while the stage does not respond.
     pub(crate) fn stats(&self) -> StageStats {
         let current = if self.keeps_deadlines {
-            caught(|| self.stage.stats())
+            catch(|| self.stage.stats())
         } else {
             let stage = Arc::clone(&self.stage);
             let deadline = Deadline::after(&*self.clock, STATS_TIMEOUT);
-            let patience = Patience { deadline, is_over: &self.reads_shed, is_watched: false };
-            self.errands.call(patience, move || stage.stats(), drop).ok()
+            let wait_limit =
+                WaitLimit { deadline, is_cancelled: &self.is_read_circuit_open, is_watched: false };
+            self.other_calls.call(wait_limit, move || stage.stats(), drop).ok()
         };
         let mut last = self.stats.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(current) = current {
@@ -262,24 +263,29 @@ impl Guarded {
     /// Number of calls still running after their callers stopped waiting.
     pub(crate) fn stuck_calls(&self) -> u64 {
         let (probes, read_probes) = (&self.probes, &self.read_probes);
-        let threads = [&self.loads, &self.changes, &self.errands, probes, read_probes];
+        let threads = [&self.loads, &self.changes, &self.other_calls, probes, read_probes];
         let ours: u64 = threads.iter().map(|threads| threads.stuck_calls()).sum();
-        ours + caught(|| self.stage.stuck_calls()).unwrap_or(0)
+        ours + catch(|| self.stage.stuck_calls()).unwrap_or(0)
     }
 
-    /// The directions with a call that has lasted as long as `patience`; each call is reported
+    /// The directions with a call that has lasted as long as `limit`; each call is reported
     /// once. Stages that keep their deadlines are left out: their probe finds out what is slow.
-    pub(crate) fn hung(&self, patience: Duration) -> Vec<Direction> {
+    pub(crate) fn hung(&self, limit: Duration) -> Vec<Direction> {
         if self.keeps_deadlines {
             return Vec::new();
         }
         let threads = [(READS, &self.loads), (WRITES, &self.changes)];
-        let hung = threads.into_iter().filter(|(_, threads)| threads.has_hung(patience));
+        let hung = threads.into_iter().filter(|(_, threads)| threads.has_hung(limit));
         hung.map(|(direction, _)| direction).collect()
     }
 
-    fn patience(&self, direction: Direction, deadline: Deadline, is_watched: bool) -> Patience<'_> {
-        Patience { deadline, is_over: self.shed(direction), is_watched }
+    fn wait_limit(
+        &self,
+        direction: Direction,
+        deadline: Deadline,
+        is_watched: bool,
+    ) -> WaitLimit<'_> {
+        WaitLimit { deadline, is_cancelled: self.circuit_open(direction), is_watched }
     }
 
     /// Makes a call that needs no handling of late results.
@@ -292,11 +298,15 @@ impl Guarded {
         work: impl FnOnce(&dyn Stage) -> Result<T, StageError> + Send + 'static,
     ) -> Result<T, StageError> {
         let stage = Arc::clone(&self.stage);
-        threads.call(self.patience(direction, deadline, is_watched), move || work(&*stage), drop)?
+        threads.call(
+            self.wait_limit(direction, deadline, is_watched),
+            move || work(&*stage),
+            drop,
+        )?
     }
 }
 
 /// Catches a panic: the store shares no state with the stage that could be left inconsistent.
-fn caught<T>(call: impl FnOnce() -> T) -> Option<T> {
+fn catch<T>(call: impl FnOnce() -> T) -> Option<T> {
     catch_unwind(AssertUnwindSafe(call)).ok()
 }

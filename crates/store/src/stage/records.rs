@@ -15,9 +15,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use cascade_block::{BlockKey, Deadline, Manifest, Namespace, NamespaceId};
 use cascade_memory::{Slab, SlabMut};
 
-use self::buffers::Buffers;
-use self::index::Index;
-use self::record::{HEADER_BYTES, Header, Kind, name_of};
+use self::buffers::RecordBuffers;
+use self::index::RecordIndex;
+use self::record::{HEADER_BYTES, RecordHeader, RecordKind, name_of};
 use super::{
     Address, BlockFacts, Load, Loaded, Room, Stage, StageContext, StageErased, StageError,
     StageStats,
@@ -27,7 +27,7 @@ use crate::{StoreError, TierName};
 /// Making room frees at least this share of the capacity, so that it is rare.
 const ROOM_SHARE: u64 = 64;
 /// Blocks examined per lock of the index.
-const LOOK_BLOCKS: usize = 64;
+const SCAN_BLOCKS: usize = 64;
 
 /// A store of records: opaque bytes under names of 24 letters, digits and dashes.
 ///
@@ -102,15 +102,15 @@ pub enum RecordAnswer {
 /// A record whose memory is allocated when it is sealed.
 #[derive(Debug)]
 pub struct UnsealedRecord {
-    header: HeaderOf,
+    header: PendingHeader,
     payload: Payload,
-    buffers: Arc<Buffers>,
+    buffers: Arc<RecordBuffers>,
 }
 
 /// The fields of a header that are known before the payload is read.
 #[derive(Debug)]
-struct HeaderOf {
-    kind: Kind,
+struct PendingHeader {
+    kind: RecordKind,
     address: u64,
     target: u64,
     facts: BlockFacts,
@@ -126,7 +126,7 @@ enum Payload {
 #[derive(Debug)]
 pub struct RecordBuffer {
     bytes: usize,
-    buffers: Arc<Buffers>,
+    buffers: Arc<RecordBuffers>,
 }
 
 impl UnsealedRecord {
@@ -136,9 +136,9 @@ impl UnsealedRecord {
             Payload::Block(slab) => slab,
             Payload::Bytes(bytes) => bytes,
         };
-        let HeaderOf { kind, address, target, facts } = self.header;
+        let PendingHeader { kind, address, target, facts } = self.header;
         let mut record = self.buffers.take(HEADER_BYTES + payload.len())?;
-        Header::new(kind, address, target, facts, payload).write(payload, &mut record);
+        RecordHeader::new(kind, address, target, facts, payload).write(payload, &mut record);
         Ok(record.seal())
     }
 }
@@ -155,9 +155,9 @@ impl RecordBuffer {
 pub struct RecordStage {
     name: TierName,
     records: Arc<dyn Records>,
-    buffers: Arc<Buffers>,
+    buffers: Arc<RecordBuffers>,
     capacity_bytes: u64,
-    index: Mutex<Index>,
+    index: Mutex<RecordIndex>,
     next_address: AtomicU64,
     /// Bytes that did not fit since room was last made.
     wanted_bytes: AtomicU64,
@@ -175,7 +175,7 @@ impl RecordStage {
         capacity_bytes: Option<u64>,
         context: &StageContext<'_>,
     ) -> Result<Arc<dyn Stage>, StoreError> {
-        let buffers = Arc::new(Buffers::new(context.config.dram_bytes)?);
+        let buffers = Arc::new(RecordBuffers::new(context.config.dram_bytes)?);
         let timeout = context.config.timeout;
         let found = opening::read_all(&*records, &buffers, &**context.clock, timeout);
         let found = found.map_err(|error| StoreError::Tier {
@@ -198,7 +198,7 @@ impl RecordStage {
         }))
     }
 
-    fn index(&self) -> MutexGuard<'_, Index> {
+    fn index(&self) -> MutexGuard<'_, RecordIndex> {
         self.index.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -209,13 +209,13 @@ impl RecordStage {
     /// Makes the put of a new record, and its address.
     fn put(
         &self,
-        kind: Kind,
+        kind: RecordKind,
         target: u64,
         facts: BlockFacts,
         payload: Payload,
     ) -> (u64, RecordCall) {
         let address = self.next_address.fetch_add(1, Ordering::Relaxed);
-        let header = HeaderOf { kind, address, target, facts };
+        let header = PendingHeader { kind, address, target, facts };
         let record = UnsealedRecord { header, payload, buffers: Arc::clone(&self.buffers) };
         (address, RecordCall::Put { name: name_of(address), record })
     }
@@ -225,7 +225,11 @@ impl RecordStage {
         RecordCall::Get { name: name_of(address), into }
     }
 
-    fn one(&self, call: RecordCall, deadline: Deadline) -> Result<RecordAnswer, StageError> {
+    fn perform_one(
+        &self,
+        call: RecordCall,
+        deadline: Deadline,
+    ) -> Result<RecordAnswer, StageError> {
         self.records.perform(vec![call], deadline).pop().unwrap_or(Err(StageError::NoAnswer))
     }
 
@@ -234,11 +238,11 @@ impl RecordStage {
         if names.is_empty() {
             return Ok(());
         }
-        self.one(RecordCall::Delete { names }, deadline).map(drop)
+        self.perform_one(RecordCall::Delete { names }, deadline).map(drop)
     }
 
     /// Checks a record that was read against the block expected.
-    fn judge(
+    fn check_loaded(
         &self,
         load: Load,
         origin: &BlockKey,
@@ -256,8 +260,8 @@ impl RecordStage {
             }
             Err(error) => return Loaded::Failed(error),
         };
-        let header = Header::read(&buffer).filter(|header| {
-            header.kind == Kind::Block
+        let header = RecordHeader::read(&buffer).filter(|header| {
+            header.kind == RecordKind::Block
                 && header.address == address
                 && header.facts.key == *origin
                 && header.payload_bytes as usize == slab.len()
@@ -277,30 +281,30 @@ impl RecordStage {
 
     /// Writes a small record, reads it and deletes it.
     fn probe_with_record(&self, deadline: Deadline) -> Result<(), StageError> {
-        let (address, put) = self.put(Kind::Probe, 0, nothing(), Payload::Bytes(Vec::new()));
-        match self.one(put, deadline) {
+        let (address, put) = self.put(RecordKind::Probe, 0, no_facts(), Payload::Bytes(Vec::new()));
+        match self.perform_one(put, deadline) {
             Ok(_) => {}
             Err(StageError::Full) => return Ok(()),
             Err(error) => return Err(error),
         }
-        let read = self.one(self.get(address, HEADER_BYTES), deadline);
+        let read = self.perform_one(self.get(address, HEADER_BYTES), deadline);
         self.delete(vec![name_of(address)], deadline)?;
         let is_right = matches!(
             read?,
             RecordAnswer::Got { buffer, bytes: HEADER_BYTES }
-                if Header::read(&buffer).is_some_and(|header| header.address == address)
+                if RecordHeader::read(&buffer).is_some_and(|header| header.address == address)
         );
-        let told = "the probe's record was read back with different content";
+        let reason = "the probe's record was read back with different content";
         if is_right {
             Ok(())
         } else {
-            Err(StageError::Failed(Arc::new(std::io::Error::other(told))))
+            Err(StageError::Failed(Arc::new(std::io::Error::other(reason))))
         }
     }
 }
 
 /// Facts for a record that is no block.
-fn nothing() -> BlockFacts {
+fn no_facts() -> BlockFacts {
     BlockFacts {
         key: BlockKey::from_bytes([0; 32]),
         digest: None,
@@ -329,7 +333,7 @@ impl Stage for RecordStage {
             results.push(if room > self.capacity_bytes {
                 Err(StageError::Declined { bytes: facts.bytes })
             } else if self.index().reserve(room, self.capacity_bytes) {
-                let (address, call) = self.put(Kind::Block, 0, facts, Payload::Block(slab));
+                let (address, call) = self.put(RecordKind::Block, 0, facts, Payload::Block(slab));
                 calls.push(call);
                 sent.push((results.len(), facts, room));
                 Ok(Address(address))
@@ -346,7 +350,7 @@ impl Stage for RecordStage {
                 (answer, _) => {
                     let error = answer.err().unwrap_or(StageError::NoAnswer);
                     wanted_bytes += if matches!(error, StageError::Full) { room } else { 0 };
-                    self.index().give_back(room);
+                    self.index().release(room);
                     results[at] = Err(error);
                 }
             }
@@ -369,7 +373,7 @@ impl Stage for RecordStage {
         let mut answers = self.records.perform(calls, deadline).into_iter();
         for (at, origin, load) in sent {
             let answer = answers.next().unwrap_or(Err(StageError::NoAnswer));
-            results[at] = self.judge(load, &origin, answer);
+            results[at] = self.check_loaded(load, &origin, answer);
         }
         results
     }
@@ -385,7 +389,7 @@ impl Stage for RecordStage {
                 continue;
             };
             if entry.origin == facts.key {
-                let record = entry.no_name();
+                let record = entry.revocation();
                 drop(index);
                 self.delete(record.map(name_of).into_iter().collect(), deadline)?;
                 self.index().restore_origin(target);
@@ -394,7 +398,7 @@ impl Stage for RecordStage {
             let facts = BlockFacts { bytes: entry.bytes(), ..facts };
             index.reserve(HEADER_BYTES as u64, u64::MAX);
             drop(index);
-            self.put_about(Kind::Name, target, facts, deadline)?;
+            self.put_name_record(RecordKind::Alias, target, facts, deadline)?;
         }
         Ok(())
     }
@@ -402,10 +406,15 @@ impl Stage for RecordStage {
     fn remove(&self, batch: &[(BlockKey, Address)], deadline: Deadline) -> Result<(), StageError> {
         let batch: Vec<_> = batch.iter().map(|(key, address)| (*key, address.0)).collect();
         let removal = self.index().plan_removal(&batch);
-        for (target, key) in removal.nameless {
+        for (target, key) in removal.revoked {
             // Without a limit: if there were no room, a removed name would return after a restart.
             self.index().reserve(HEADER_BYTES as u64, u64::MAX);
-            self.put_about(Kind::NoName, target, BlockFacts { key, ..nothing() }, deadline)?;
+            self.put_name_record(
+                RecordKind::Revocation,
+                target,
+                BlockFacts { key, ..no_facts() },
+                deadline,
+            )?;
         }
         self.delete(removal.records, deadline)?;
         self.index().forget(&batch);
@@ -424,11 +433,11 @@ impl Stage for RecordStage {
         let wanted_bytes = self.wanted_bytes.swap(0, Ordering::Relaxed).max(share) + excess_bytes;
         let (mut last, mut found_bytes, mut chosen) = (None, 0, Vec::new());
         while found_bytes < wanted_bytes {
-            let some = |(address, entry): (u64, &index::Entry)| {
+            let some = |(address, entry): (u64, &index::IndexedBlock)| {
                 (address, entry.room(), entry.keys().collect::<Vec<_>>())
             };
             // `keep` is called without the lock of the index.
-            let blocks: Vec<_> = self.index().after(last, LOOK_BLOCKS).map(some).collect();
+            let blocks: Vec<_> = self.index().after(last, SCAN_BLOCKS).map(some).collect();
             let Some((youngest, ..)) = blocks.last() else { break };
             last = Some(*youngest);
             for (address, room, keys) in blocks {
@@ -456,7 +465,7 @@ impl Stage for RecordStage {
     }
 
     fn flush(&self, deadline: Deadline) -> Result<(), StageError> {
-        self.one(RecordCall::Flush, deadline).map(drop)
+        self.perform_one(RecordCall::Flush, deadline).map(drop)
     }
 
     fn register(&self, namespace: &Namespace, deadline: Deadline) -> Result<(), StageError> {
@@ -464,9 +473,9 @@ impl Stage for RecordStage {
         if self.manifests().iter().any(|(known, _)| *known == id) {
             return Ok(());
         }
-        let facts = BlockFacts { namespace: id, ..nothing() };
+        let facts = BlockFacts { namespace: id, ..no_facts() };
         let payload = Payload::Bytes(namespace.manifest().canonical_bytes());
-        self.one(self.put(Kind::Manifest, 0, facts, payload).1, deadline)?;
+        self.perform_one(self.put(RecordKind::Manifest, 0, facts, payload).1, deadline)?;
         self.manifests().push((id, namespace.manifest().clone()));
         Ok(())
     }
@@ -476,7 +485,7 @@ impl Stage for RecordStage {
     }
 
     fn probe(&self, deadline: Deadline) -> Result<(), StageError> {
-        match self.one(RecordCall::Probe, deadline)? {
+        match self.perform_one(RecordCall::Probe, deadline)? {
             RecordAnswer::Missing => self.probe_with_record(deadline),
             _ => Ok(()),
         }
@@ -484,7 +493,7 @@ impl Stage for RecordStage {
 
     fn probe_reads(&self, deadline: Deadline) -> Result<(), StageError> {
         // No record has this name: a reply that it is missing shows that the store responds.
-        self.one(self.get(u64::MAX, HEADER_BYTES), deadline).map(drop)
+        self.perform_one(self.get(u64::MAX, HEADER_BYTES), deadline).map(drop)
     }
 
     fn stuck_calls(&self) -> u64 {
@@ -492,7 +501,7 @@ impl Stage for RecordStage {
     }
 
     fn erase(&self, deadline: Deadline) -> Result<StageErased, StageError> {
-        let names = match self.one(RecordCall::Names, deadline)? {
+        let names = match self.perform_one(RecordCall::Names, deadline)? {
             RecordAnswer::Names(names) => names.into_iter().map(|(name, _)| name),
             _ => return Err(StageError::NoAnswer),
         };
@@ -500,7 +509,7 @@ impl Stage for RecordStage {
         let files_removed = ours.len() as u64;
         self.delete(ours, deadline)?;
         self.flush(deadline)?;
-        *self.index() = Index::default();
+        *self.index() = RecordIndex::default();
         self.manifests().clear();
         Ok(StageErased { files_removed, ..StageErased::default() })
     }
@@ -524,19 +533,19 @@ impl Stage for RecordStage {
 
 impl RecordStage {
     /// Writes a record about a block's name, whose room is reserved, and applies it.
-    fn put_about(
+    fn put_name_record(
         &self,
-        kind: Kind,
+        kind: RecordKind,
         target: u64,
         facts: BlockFacts,
         deadline: Deadline,
     ) -> Result<(), StageError> {
         let (address, put) = self.put(kind, target, facts, Payload::Bytes(Vec::new()));
-        if let Err(error) = self.one(put, deadline) {
-            self.index().give_back(HEADER_BYTES as u64);
+        if let Err(error) = self.perform_one(put, deadline) {
+            self.index().release(HEADER_BYTES as u64);
             return Err(error);
         }
-        let is_news = self.index().apply(&Header::new(kind, address, target, facts, &[]));
-        if is_news { Ok(()) } else { self.delete(vec![name_of(address)], deadline) }
+        let has_effect = self.index().apply(&RecordHeader::new(kind, address, target, facts, &[]));
+        if has_effect { Ok(()) } else { self.delete(vec![name_of(address)], deadline) }
     }
 }

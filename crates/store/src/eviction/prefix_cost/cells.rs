@@ -21,7 +21,7 @@ const WORKLOADS_MAX: u8 = 16;
 
 /// The kind of the request that used a unit last.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(super) enum Kind {
+pub(super) enum UnitKind {
     /// Only one conversation uses these blocks.
     Private {
         /// Turns before it, in buckets.
@@ -46,7 +46,7 @@ pub(super) enum Kind {
 /// Features of a unit; units with equal features share a cell.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) struct Features {
-    pub(super) kind: Kind,
+    pub(super) kind: UnitKind,
     pub(super) stop: Option<StopReason>,
     pub(super) workload: Option<u8>,
     pub(super) priority: Priority,
@@ -55,7 +55,7 @@ pub(super) struct Features {
 impl Features {
     /// Drops hints without effect and bounds the number of labels.
     pub(super) fn normal(mut self) -> Self {
-        if !matches!(self.kind, Kind::Private { .. }) {
+        if !matches!(self.kind, UnitKind::Private { .. }) {
             self.stop = None;
         }
         self.workload = self.workload.map(|label| label % WORKLOADS_MAX);
@@ -64,7 +64,7 @@ impl Features {
 
     /// Without the octaves, which only the factors use.
     fn coarse(mut self) -> Self {
-        if let Kind::Private { gap_octave, length_octave, added_octave, .. } = &mut self.kind {
+        if let UnitKind::Private { gap_octave, length_octave, added_octave, .. } = &mut self.kind {
             (*gap_octave, *length_octave, *added_octave) =
                 (UNKNOWN_OCTAVE, UNKNOWN_OCTAVE, UNKNOWN_OCTAVE);
         }
@@ -78,7 +78,7 @@ pub(super) struct Cell {
     pub(super) features: Features,
     /// Its class in [`super::hazard::Hazard`].
     pub(super) class: u16,
-    /// Its table in [`super::index::Index`].
+    /// Its table in [`super::index::WorthTables`].
     pub(super) table: u32,
     pub(super) reused: PerBin,
     exposure: PerBin,

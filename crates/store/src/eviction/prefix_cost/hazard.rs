@@ -7,7 +7,7 @@
 //! rate.
 
 use super::age::{BINS, EDGES, PerBin, width};
-use super::cells::{Cell, Cells, Features, Kind};
+use super::cells::{Cell, Cells, Features, UnitKind};
 use crate::eviction::StopReason;
 
 /// Weight of the parent's rate, as exposure: `K`.
@@ -30,7 +30,7 @@ const OCTAVES: usize = 24;
 
 /// What identifies a class of units.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Name {
+enum ClassName {
     Root,
     Work(Option<u8>),
     Stop(Option<u8>, Option<StopReason>),
@@ -41,14 +41,14 @@ enum Name {
     Ended(Option<u8>),
 }
 
-impl Name {
+impl ClassName {
     fn of(features: &Features) -> Self {
         let work = features.workload;
         match features.kind {
-            Kind::Private { turn, added, .. } => Self::Added(work, features.stop, turn, added),
-            Kind::Shared { fan } => Self::Shared(work, fan),
-            Kind::Superseded => Self::Superseded(work),
-            Kind::Ended => Self::Ended(work),
+            UnitKind::Private { turn, added, .. } => Self::Added(work, features.stop, turn, added),
+            UnitKind::Shared { fan } => Self::Shared(work, fan),
+            UnitKind::Superseded => Self::Superseded(work),
+            UnitKind::Ended => Self::Ended(work),
         }
     }
 
@@ -69,7 +69,7 @@ impl Name {
 
 #[derive(Debug)]
 struct Class {
-    name: Name,
+    name: ClassName,
     parent: Option<u16>,
     reused: PerBin,
     exposure: PerBin,
@@ -92,7 +92,7 @@ impl Default for Hazard {
             *weight = (-f64::from(distance * distance) / 16.0).exp();
         }
         let mut hazard = Self { classes: Vec::new(), factors: [[1.0; OCTAVES]; FACTORS], kernel };
-        hazard.class(Name::Root);
+        hazard.class(ClassName::Root);
         hazard
     }
 }
@@ -100,7 +100,7 @@ impl Default for Hazard {
 impl Hazard {
     /// The class of units with these features.
     pub(super) fn class_of(&mut self, features: &Features) -> u16 {
-        self.class(Name::of(features))
+        self.class(ClassName::of(features))
     }
 
     pub(super) fn classes(&self) -> usize {
@@ -141,7 +141,7 @@ impl Hazard {
         self.classes.capacity() * size_of::<Class>()
     }
 
-    fn class(&mut self, name: Name) -> u16 {
+    fn class(&mut self, name: ClassName) -> u16 {
         if let Some(index) = self.classes.iter().position(|class| class.name == name) {
             return u16::try_from(index).expect("classes are few");
         }
@@ -174,7 +174,8 @@ impl Hazard {
         let mut rate = [0.0; BINS];
         let class = &self.classes[index];
         let parent = class.parent.map(|parent| self.classes[usize::from(parent)].rate);
-        let ratio_before = if matches!(class.name, Name::Ended(_)) { ENDED_RATIO } else { 1.0 };
+        let ratio_before =
+            if matches!(class.name, ClassName::Ended(_)) { ENDED_RATIO } else { 1.0 };
         for bin in 0..BINS {
             let expected = match &parent {
                 Some(parent) => self.ratio(class, parent, bin, ratio_before) * parent[bin],
@@ -232,7 +233,7 @@ impl Hazard {
 
 fn octaves(features: &Features) -> Option<[usize; FACTORS]> {
     match features.kind {
-        Kind::Private { gap_octave, length_octave, added_octave, .. } => Some(
+        UnitKind::Private { gap_octave, length_octave, added_octave, .. } => Some(
             [gap_octave, length_octave, added_octave]
                 .map(|octave| usize::from(octave).min(OCTAVES - 1)),
         ),

@@ -12,7 +12,7 @@ const STEPS: i32 = 24;
 const LEVELS: usize = 2 * STEPS as usize + 1;
 
 #[derive(Debug, Clone)]
-struct Table {
+struct WorthTable {
     /// The refresh that it was computed for.
     refresh: u32,
     /// Worth at the beginning of each bin, and at the end of the last.
@@ -21,12 +21,12 @@ struct Table {
 
 /// The tables; each is computed at its first use after a refresh.
 #[derive(Debug, Default)]
-pub(super) struct Index {
-    tables: Vec<Table>,
+pub(super) struct WorthTables {
+    tables: Vec<WorthTable>,
     refresh: u32,
 }
 
-impl Index {
+impl WorthTables {
     /// The number of the table of a class at a factor.
     pub(super) fn table(class: u16, factor: f64) -> u32 {
         #[expect(clippy::cast_possible_truncation, reason = "clamped to the levels before")]
@@ -42,12 +42,12 @@ impl Index {
 
     /// Adds tables for up to `classes` classes.
     pub(super) fn grow(&mut self, classes: usize) {
-        let table = Table { refresh: self.refresh.wrapping_sub(1), worth: [0.0; BINS + 1] };
+        let table = WorthTable { refresh: self.refresh.wrapping_sub(1), worth: [0.0; BINS + 1] };
         self.tables.resize(classes * LEVELS, table);
     }
 
     /// Computes a table from the rates of its class, if it is outdated.
-    pub(super) fn prepare(&mut self, table: u32, rates: &PerBin) {
+    pub(super) fn update(&mut self, table: u32, rates: &PerBin) {
         let level = i32::try_from(table as usize % LEVELS).expect("a small constant");
         let table = &mut self.tables[table as usize];
         if table.refresh != self.refresh {
@@ -65,18 +65,18 @@ impl Index {
     }
 
     pub(super) fn memory_bytes(&self) -> usize {
-        self.tables.capacity() * size_of::<Table>()
+        self.tables.capacity() * size_of::<WorthTable>()
     }
 }
 
 fn worth(rates: &PerBin, factor: f64) -> [f32; BINS + 1] {
     // Within a bin the hazard is constant at `rate` per bin, so survival decays exponentially and
     // the expected time held is the integral of survival: width * (1 - exp(-rate)) / rate.
-    let mut survives = [0.0; BINS];
+    let mut survival = [0.0; BINS];
     let mut held = [0.0; BINS];
     for bin in 0..BINS {
         let rate = (rates[bin] * factor).max(1e-12);
-        survives[bin] = (-rate).exp();
+        survival[bin] = (-rate).exp();
         held[bin] = width(bin) * -(-rate).exp_m1() / rate;
     }
     let mut worth = [0.0; BINS + 1];
@@ -85,7 +85,7 @@ fn worth(rates: &PerBin, factor: f64) -> [f32; BINS + 1] {
         let (mut alive, mut time, mut best) = (1.0, 0.0, 0.0_f64);
         for bin in from..BINS {
             time += alive * held[bin];
-            alive *= survives[bin];
+            alive *= survival[bin];
             best = best.max((1.0 - alive) / time);
         }
         *worth = best;

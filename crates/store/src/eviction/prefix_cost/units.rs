@@ -150,7 +150,7 @@ impl Units {
     }
 
     /// Removes blocks from a unit: reused or forgotten. Frees the unit when none is left.
-    pub(super) fn lose(&mut self, cells: &mut Cells, index: u32, blocks: u32, now: f64) {
+    pub(super) fn remove_blocks(&mut self, cells: &mut Cells, index: u32, blocks: u32, now: f64) {
         let unit = &mut self[index];
         let share = f64::from(blocks) / f64::from(unit.initial);
         unit.live -= blocks;

@@ -6,16 +6,16 @@ use std::time::Duration;
 
 use cascade_block::{Deadline, ManualClock, SystemClock};
 
-use super::{CallThreads, Patience};
+use super::{CallThreads, WaitLimit};
 use crate::stage::StageError;
 
 fn never() -> AtomicBool {
     AtomicBool::new(false)
 }
 
-fn patience(milliseconds: u64, is_over: &AtomicBool) -> Patience<'_> {
+fn wait_limit(milliseconds: u64, is_cancelled: &AtomicBool) -> WaitLimit<'_> {
     let deadline = Deadline::after(&SystemClock, Duration::from_millis(milliseconds));
-    Patience { deadline, is_over, is_watched: true }
+    WaitLimit { deadline, is_cancelled, is_watched: true }
 }
 
 fn threads(calls_max: usize) -> CallThreads {
@@ -28,14 +28,14 @@ fn a_hung_call_times_out_and_its_late_result_is_delivered() {
     let (release, hold) = mpsc::channel::<u32>();
     let (tell, told) = mpsc::channel();
     let late = move |value| tell.send(value).unwrap();
-    let result = threads.call(patience(10, &never), move || hold.recv().unwrap(), late);
+    let result = threads.call(wait_limit(10, &never), move || hold.recv().unwrap(), late);
     assert!(matches!(result, Err(StageError::Timeout)), "{result:?}");
     assert_eq!(threads.stuck_calls(), 1);
-    let refused = threads.call(patience(60_000, &never), || 1, drop);
+    let refused = threads.call(wait_limit(60_000, &never), || 1, drop);
     assert!(matches!(refused, Err(StageError::Shed)), "at once, as no thread is left: {refused:?}");
     release.send(7).unwrap();
     assert_eq!(told.recv().unwrap(), 7);
-    assert_eq!(threads.call(patience(60_000, &never), || 8, drop).unwrap(), 8);
+    assert_eq!(threads.call(wait_limit(60_000, &never), || 8, drop).unwrap(), 8);
     assert_eq!(threads.stuck_calls(), 0);
 }
 
@@ -43,8 +43,8 @@ fn a_hung_call_times_out_and_its_late_result_is_delivered() {
 /// opening it again found its memory in use.
 #[test]
 fn everything_passed_to_a_call_is_dropped_before_it_returns() {
-    struct Given(Arc<AtomicBool>);
-    impl Drop for Given {
+    struct DropFlag(Arc<AtomicBool>);
+    impl Drop for DropFlag {
         fn drop(&mut self) {
             std::thread::park_timeout(Duration::from_millis(50));
             self.0.store(true, Ordering::Release);
@@ -52,20 +52,20 @@ fn everything_passed_to_a_call_is_dropped_before_it_returns() {
     }
     let (threads, never) = (threads(1), never());
     let is_gone: [Arc<AtomicBool>; 2] = Default::default();
-    let [worked, stood_by] = is_gone.clone().map(Given);
+    let [worked, stood_by] = is_gone.clone().map(DropFlag);
     let work = move || drop(worked);
-    threads.call(patience(60_000, &never), work, move |()| drop(stood_by)).unwrap();
+    threads.call(wait_limit(60_000, &never), work, move |()| drop(stood_by)).unwrap();
     assert!(is_gone.iter().all(|is_gone| is_gone.load(Ordering::Acquire)));
 }
 
 #[test]
 fn a_wait_ends_at_once_when_it_is_cancelled() {
-    let (threads, is_over) = (threads(1), AtomicBool::new(false));
+    let (threads, is_cancelled) = (threads(1), AtomicBool::new(false));
     let (_release, hold) = mpsc::channel::<u32>();
     std::thread::scope(|scope| {
-        let waiting =
-            scope.spawn(|| threads.call(patience(600_000, &is_over), move || hold.recv(), drop));
-        is_over.store(true, Ordering::Release);
+        let waiting = scope
+            .spawn(|| threads.call(wait_limit(600_000, &is_cancelled), move || hold.recv(), drop));
+        is_cancelled.store(true, Ordering::Release);
         let result = waiting.join().unwrap();
         assert!(matches!(result, Err(StageError::Shed)), "{result:?}");
     });
@@ -74,23 +74,23 @@ fn a_wait_ends_at_once_when_it_is_cancelled() {
 /// An erase that was refused while the circuit was open was executed later, and erased new blocks.
 #[test]
 fn a_refused_call_is_never_executed() {
-    let (threads, is_over) = (threads(1), AtomicBool::new(true));
+    let (threads, is_cancelled) = (threads(1), AtomicBool::new(true));
     let is_made = Arc::new(AtomicBool::new(false));
     let made = Arc::clone(&is_made);
     let work = move || made.store(true, Ordering::Release);
-    let refused = threads.call(patience(600_000, &is_over), work, drop);
+    let refused = threads.call(wait_limit(600_000, &is_cancelled), work, drop);
     assert!(matches!(refused, Err(StageError::Shed)), "{refused:?}");
-    is_over.store(false, Ordering::Release);
-    threads.call(patience(600_000, &is_over), || (), drop).unwrap();
+    is_cancelled.store(false, Ordering::Release);
+    threads.call(wait_limit(600_000, &is_cancelled), || (), drop).unwrap();
     assert!(!is_made.load(Ordering::Acquire));
 }
 
 #[test]
 fn a_panic_is_an_error_and_its_thread_serves_the_next_call() {
     let (threads, never) = (threads(1), never());
-    let result = threads.call(patience(60_000, &never), || panic!("injected"), |(): ()| ());
+    let result = threads.call(wait_limit(60_000, &never), || panic!("injected"), |(): ()| ());
     assert!(matches!(result, Err(StageError::NoAnswer)), "{result:?}");
-    assert_eq!(threads.call(patience(60_000, &never), || 1, drop).unwrap(), 1);
+    assert_eq!(threads.call(wait_limit(60_000, &never), || 1, drop).unwrap(), 1);
 }
 
 #[test]
@@ -101,7 +101,7 @@ fn more_callers_than_threads_take_turns() {
             let (threads, never) = (&threads, &never);
             scope.spawn(move || {
                 for _ in 0..50 {
-                    let result = threads.call(patience(60_000, never), move || number, drop);
+                    let result = threads.call(wait_limit(60_000, never), move || number, drop);
                     assert_eq!(result.unwrap(), number);
                 }
             });
@@ -114,13 +114,13 @@ fn more_callers_than_threads_take_turns() {
 fn a_call_that_lasts_too_long_is_reported_once() {
     let clock = Arc::new(ManualClock::default());
     let threads = CallThreads::new(1, Arc::clone(&clock) as _);
-    let (is_over, limit) = (AtomicBool::new(false), Duration::from_secs(3));
+    let (is_cancelled, limit) = (AtomicBool::new(false), Duration::from_secs(3));
     let (_release, hold) = mpsc::channel::<u32>();
     std::thread::scope(|scope| {
         let deadline = Deadline::after(&*clock, Duration::from_secs(30));
-        let patience = Patience { deadline, is_over: &is_over, is_watched: true };
-        let asked = &threads;
-        let waiting = scope.spawn(move || asked.call(patience, move || hold.recv(), drop));
+        let wait_limit = WaitLimit { deadline, is_cancelled: &is_cancelled, is_watched: true };
+        let caller = &threads;
+        let waiting = scope.spawn(move || caller.call(wait_limit, move || hold.recv(), drop));
         while threads.shared.lock().running.is_empty() {
             std::thread::yield_now();
         }

@@ -38,7 +38,7 @@ pub(super) type SessionId = [u8; 16];
 /// All keys of a tier, the one that writes first.
 pub(super) struct KeyRing {
     keys: Vec<TierKey>,
-    writer: Mutex<Writer>,
+    writer: Mutex<WriteSession>,
     sessions: RwLock<HashMap<(KeyId, SessionId), Arc<LessSafeKey>>>,
 }
 
@@ -50,7 +50,7 @@ struct TierKey {
 }
 
 /// The session that new records are written in.
-struct Writer {
+struct WriteSession {
     session: SessionId,
     key: Arc<LessSafeKey>,
     next: u64,
@@ -58,7 +58,7 @@ struct Writer {
 }
 
 /// Key and nonce of one record. Each is used once.
-pub(super) struct Seal {
+pub(super) struct RecordSeal {
     pub(super) key_id: KeyId,
     pub(super) session: SessionId,
     pub(super) nonce: [u8; NONCE_LEN],
@@ -80,7 +80,7 @@ impl KeyRing {
         let keys = parse(&text)
             .map_err(|reason| bad(format!("{}: {reason}", config.key_file.display())))?;
         let keys: Vec<_> = keys.iter().map(|key| TierKey::derive(key, &scope)).collect();
-        let writer = Writer::begin(&keys[0]).map_err(|error| bad(error.to_string()))?;
+        let writer = WriteSession::begin(&keys[0]).map_err(|error| bad(error.to_string()))?;
         Ok(Self { keys, writer: Mutex::new(writer), sessions: RwLock::default() })
     }
 
@@ -98,17 +98,17 @@ impl KeyRing {
     }
 
     /// An unused nonce of the writing session, with the session's key.
-    pub(super) fn next_seal(&self, bytes: u64) -> Result<Seal, NoRandomness> {
+    pub(super) fn next_seal(&self, bytes: u64) -> Result<RecordSeal, NoRandomness> {
         let mut writer = self.writer.lock().unwrap_or_else(PoisonError::into_inner);
         if writer.bytes.saturating_add(bytes) > SESSION_BYTES_MAX {
-            *writer = Writer::begin(&self.keys[0])?;
+            *writer = WriteSession::begin(&self.keys[0])?;
         }
         let mut nonce = [0; NONCE_LEN];
         nonce[..8].copy_from_slice(&writer.next.to_le_bytes());
         writer.next += 1;
         writer.bytes += bytes;
         let (session, key) = (writer.session, Arc::clone(&writer.key));
-        Ok(Seal { key_id: self.keys[0].id, session, nonce, key })
+        Ok(RecordSeal { key_id: self.keys[0].id, session, nonce, key })
     }
 
     /// The key of a session, from the cache or derived.
@@ -141,7 +141,7 @@ impl TierKey {
         let mut id = [0; 8];
         let scoped = [b"id\0".as_slice(), scope.as_bytes()];
         secret
-            .expand(&scoped, Bytes(id.len()))
+            .expand(&scoped, OutputBytes(id.len()))
             .and_then(|okm| okm.fill(&mut id))
             .expect("eight bytes are fewer than HKDF gives");
         let contents = secret
@@ -162,7 +162,7 @@ impl TierKey {
     }
 }
 
-impl Writer {
+impl WriteSession {
     fn begin(key: &TierKey) -> Result<Self, NoRandomness> {
         let mut session = [0; 16];
         SystemRandom::new().fill(&mut session).map_err(|_| NoRandomness)?;
@@ -170,9 +170,9 @@ impl Writer {
     }
 }
 
-struct Bytes(usize);
+struct OutputBytes(usize);
 
-impl hkdf::KeyType for Bytes {
+impl hkdf::KeyType for OutputBytes {
     fn len(&self) -> usize {
         self.0
     }

@@ -17,7 +17,7 @@
 use cascade_block::BlockKey;
 use ring::aead::{Aad, NONCE_LEN, Nonce};
 
-use super::keys::{KeyId, KeyRing, NoRandomness, Seal, SessionId};
+use super::keys::{KeyId, KeyRing, NoRandomness, RecordSeal, SessionId};
 
 /// Bytes of a record in addition to its block.
 pub(super) const OVERHEAD: usize = TAG + FIELDS;
@@ -88,7 +88,7 @@ pub(super) fn seal(
     content: Option<&cascade_block::Digest>,
 ) -> Result<(), NoRandomness> {
     let bytes = record.len() - OVERHEAD;
-    let Seal { key_id, session, nonce, key } = keys.next_seal(bytes as u64)?;
+    let RecordSeal { key_id, session, nonce, key } = keys.next_seal(bytes as u64)?;
     let trailer = Trailer {
         key_id,
         session,

@@ -14,9 +14,9 @@ const BYTES_MAX: usize = 64 << 20;
 
 /// Reusable buffers.
 #[derive(Debug)]
-pub(super) struct Buffers(Pool);
+pub(super) struct RecordBuffers(Pool);
 
-impl Buffers {
+impl RecordBuffers {
     pub(super) fn new(dram_bytes: u64) -> Result<Self, StoreError> {
         let bytes = usize::try_from(dram_bytes / SHARE).unwrap_or(usize::MAX);
         let pool = pool(bytes.clamp(BYTES_MIN, BYTES_MAX));

@@ -22,13 +22,13 @@ const EXPIRES: u8 = 8;
 
 /// The kind of a record.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Kind {
+pub(super) enum RecordKind {
     /// A block under its first name.
     Block = 1,
     /// An alias for the block at an address.
-    Name = 2,
+    Alias = 2,
     /// Revokes the first name of the block at an address.
-    NoName = 3,
+    Revocation = 3,
     /// A namespace's manifest.
     Manifest = 4,
     /// Written by a probe.
@@ -37,8 +37,8 @@ pub(super) enum Kind {
 
 /// The header of a record.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Header {
-    pub(super) kind: Kind,
+pub(super) struct RecordHeader {
+    pub(super) kind: RecordKind,
     /// Its address, which its name also contains.
     pub(super) address: u64,
     /// The address that an alias or a revocation is about.
@@ -61,9 +61,9 @@ pub(super) fn address_of(name: &str) -> Option<u64> {
     (name_of(address) == name).then_some(address)
 }
 
-impl Header {
+impl RecordHeader {
     pub(super) fn new(
-        kind: Kind,
+        kind: RecordKind,
         address: u64,
         target: u64,
         facts: BlockFacts,
@@ -91,7 +91,7 @@ impl Header {
         ];
         let flags: u8 = flags.iter().filter(|(is_so, _)| *is_so).map(|(_, flag)| flag).sum();
         // An alias has no payload: the field holds its block's length instead.
-        let bytes = if self.kind == Kind::Name { facts.bytes } else { self.payload_bytes };
+        let bytes = if self.kind == RecordKind::Alias { facts.bytes } else { self.payload_bytes };
         let parts: [&[u8]; 12] = [
             &MAGIC,
             &VERSION.to_le_bytes(),
@@ -120,11 +120,11 @@ impl Header {
     /// The header at the start of a record, if its checksum is right.
     pub(super) fn read(record: &[u8]) -> Option<Self> {
         let head = record.first_chunk::<HEADER_BYTES>()?;
-        let (said, sum) = head.split_last_chunk::<4>()?;
-        if checksum(said) != u32::from_le_bytes(*sum) {
+        let (covered, sum) = head.split_last_chunk::<4>()?;
+        if checksum(covered) != u32::from_le_bytes(*sum) {
             return None;
         }
-        let (magic, rest) = said.split_first_chunk::<8>()?;
+        let (magic, rest) = covered.split_first_chunk::<8>()?;
         let (version, rest) = rest.split_first_chunk::<2>()?;
         let ([kind, flags], rest) = rest.split_first_chunk::<2>()?;
         let (bytes, rest) = rest.split_first_chunk::<4>()?;
@@ -138,7 +138,7 @@ impl Header {
         if *magic != MAGIC || u16::from_le_bytes(*version) != VERSION {
             return None;
         }
-        let kind = Kind::of(*kind)?;
+        let kind = RecordKind::of(*kind)?;
         let has = |flag: u8| flags & flag != 0;
         let bytes = u32::from_le_bytes(*bytes);
         let facts = BlockFacts {
@@ -155,7 +155,7 @@ impl Header {
             address: u64::from_le_bytes(*address),
             target: u64::from_le_bytes(*target),
             facts,
-            payload_bytes: if kind == Kind::Name { 0 } else { bytes },
+            payload_bytes: if kind == RecordKind::Alias { 0 } else { bytes },
             payload_checksum: u32::from_le_bytes(*rest.first_chunk::<4>()?),
         })
     }
@@ -171,9 +171,9 @@ impl Header {
     }
 }
 
-impl Kind {
+impl RecordKind {
     fn of(byte: u8) -> Option<Self> {
-        let all = [Self::Block, Self::Name, Self::NoName, Self::Manifest, Self::Probe];
+        let all = [Self::Block, Self::Alias, Self::Revocation, Self::Manifest, Self::Probe];
         all.into_iter().find(|kind| *kind as u8 == byte)
     }
 }
@@ -198,7 +198,7 @@ pub(super) fn manifest_of(mut bytes: &[u8]) -> Option<Manifest> {
 mod tests {
     use super::*;
 
-    fn header(kind: Kind, payload: &[u8]) -> Header {
+    fn header(kind: RecordKind, payload: &[u8]) -> RecordHeader {
         let facts = BlockFacts {
             key: BlockKey::from_bytes([1; 32]),
             digest: Some(Digest::from_bytes([2; 32])),
@@ -208,12 +208,12 @@ mod tests {
             is_prefix: true,
             expires_unix_ms: Some(6),
         };
-        Header::new(kind, 7, 8, facts, payload)
+        RecordHeader::new(kind, 7, 8, facts, payload)
     }
 
     fn record(payload: &[u8]) -> Vec<u8> {
         let mut record = vec![0; HEADER_BYTES + payload.len()];
-        header(Kind::Block, payload).write(payload, &mut record);
+        header(RecordKind::Block, payload).write(payload, &mut record);
         record
     }
 
@@ -230,7 +230,7 @@ mod tests {
         stored.extend(checksum(&stored).to_le_bytes());
         stored.extend(b"bytes");
         assert_eq!(record(b"bytes"), stored);
-        assert_eq!(Header::read(&stored), Some(header(Kind::Block, b"bytes")));
+        assert_eq!(RecordHeader::read(&stored), Some(header(RecordKind::Block, b"bytes")));
     }
 
     #[test]
@@ -239,23 +239,23 @@ mod tests {
         for bit in 0..whole.len() * 8 {
             let mut flipped = whole.clone();
             flipped[bit / 8] ^= 1 << (bit % 8);
-            let header = Header::read(&flipped);
+            let header = RecordHeader::read(&flipped);
             let is_whole = header.is_some_and(|header| header.fits(&flipped[HEADER_BYTES..]));
             assert!(!is_whole, "bit {bit}");
         }
         for bytes in 0..whole.len() {
             let cut = &whole[..bytes];
-            let header = Header::read(cut);
+            let header = RecordHeader::read(cut);
             assert!(!header.is_some_and(|header| header.fits(&cut[HEADER_BYTES..])), "{bytes}");
         }
     }
 
     #[test]
     fn an_alias_record_has_the_length_of_its_block() {
-        let name = header(Kind::Name, b"");
+        let name = header(RecordKind::Alias, b"");
         let mut bytes = vec![0; HEADER_BYTES];
         name.write(b"", &mut bytes);
-        let read = Header::read(&bytes).unwrap();
+        let read = RecordHeader::read(&bytes).unwrap();
         assert_eq!((read.facts.bytes, read.record_bytes()), (5, HEADER_BYTES as u64));
         assert_eq!(read, name);
     }
