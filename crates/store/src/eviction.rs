@@ -19,7 +19,7 @@ use std::fmt;
 use std::time::Duration;
 
 pub use arc::Arc;
-pub use blocks::{BLOCKS_MAX, Blocks, Incoming, List, Slot};
+pub use blocks::{BLOCKS_MAX, BlockList, BlockTable, Incoming, Slot};
 pub use ghosts::Ghosts;
 pub use hints::{Hints, Priority, StopReason};
 pub use lru::Lru;
@@ -59,12 +59,12 @@ pub enum Verdict {
 }
 
 /// Whether a block may be evicted: it is a leaf, and neither pinned nor in use.
-pub type EvictionFilter<'a> = dyn FnMut(&Blocks, Slot) -> bool + 'a;
+pub type EvictionFilter<'a> = dyn FnMut(&BlockTable, Slot) -> bool + 'a;
 
 /// Decides the order of eviction. The mechanism calls it; each method says when.
 ///
 /// Protected blocks are reported like all others, but a policy must neither link them into a list
-/// nor return them as victims: [`Blocks::is_protected`] identifies them.
+/// nor return them as victims: [`BlockTable::is_protected`] identifies them.
 pub trait Policy: fmt::Debug + Send {
     /// The name of the policy on the command line.
     fn name(&self) -> &'static str;
@@ -73,7 +73,7 @@ pub trait Policy: fmt::Debug + Send {
     /// admitted is already cut off.
     fn request(
         &mut self,
-        blocks: &mut Blocks,
+        blocks: &mut BlockTable,
         now: Duration,
         chain: &[Asked],
         leading: usize,
@@ -81,24 +81,24 @@ pub trait Policy: fmt::Debug + Send {
     );
 
     /// Hints for a chain arrived without a request for it.
-    fn hint(&mut self, _: &mut Blocks, _: Duration, _: &[Asked], _: &Hints) {}
+    fn hint(&mut self, _: &mut BlockTable, _: Duration, _: &[Asked], _: &Hints) {}
 
     /// One block was read outside a chain request.
-    fn touch(&mut self, blocks: &mut Blocks, now: Duration, slot: Slot);
+    fn touch(&mut self, blocks: &mut BlockTable, now: Duration, slot: Slot);
 
     /// A block was inserted.
-    fn insert(&mut self, blocks: &mut Blocks, now: Duration, slot: Slot);
+    fn insert(&mut self, blocks: &mut BlockTable, now: Duration, slot: Slot);
 
     /// A block is about to be removed; it is still in the table.
-    fn remove(&mut self, blocks: &mut Blocks, slot: Slot, why: Removal);
+    fn remove(&mut self, blocks: &mut BlockTable, slot: Slot, why: Removal);
 
     /// The last resident child of a block was removed: the block is a leaf now.
-    fn became_leaf(&mut self, _: &mut Blocks, _: Slot) {}
+    fn became_leaf(&mut self, _: &mut BlockTable, _: Slot) {}
 
     /// The first eviction candidate that `may_go` allows. It stays until [`Policy::remove`].
     fn victim(
         &mut self,
-        blocks: &mut Blocks,
+        blocks: &mut BlockTable,
         now: Duration,
         may_go: &mut EvictionFilter<'_>,
     ) -> Option<Slot>;
@@ -106,7 +106,7 @@ pub trait Policy: fmt::Debug + Send {
     /// Whether `victim`, which this policy has just returned, is worth less than `incoming`.
     fn should_evict_for(
         &mut self,
-        _: &Blocks,
+        _: &BlockTable,
         _: Duration,
         _victim: Slot,
         _incoming: &Incoming,
@@ -158,10 +158,10 @@ pub struct EvictionStats {
 /// One tier's eviction: the mechanism around a policy.
 #[derive(Debug)]
 pub struct Eviction {
-    blocks: Blocks,
+    blocks: BlockTable,
     policy: Box<dyn Policy>,
     /// Protected blocks by last use.
-    protected: List,
+    protected: BlockList,
     limits: Limits,
     stats: EvictionStats,
     now: Duration,
@@ -182,9 +182,9 @@ impl Eviction {
     /// An empty tier.
     pub fn new(policy: Box<dyn Policy>, limits: Limits) -> Self {
         Self {
-            blocks: Blocks::default(),
+            blocks: BlockTable::default(),
             policy,
-            protected: List::default(),
+            protected: BlockList::default(),
             limits,
             stats: EvictionStats::default(),
             now: Duration::ZERO,
@@ -192,7 +192,7 @@ impl Eviction {
     }
 
     /// The resident blocks.
-    pub fn blocks(&self) -> &Blocks {
+    pub fn blocks(&self) -> &BlockTable {
         &self.blocks
     }
 
@@ -382,7 +382,7 @@ impl Eviction {
         parent: Option<Slot>,
         usable: &mut dyn FnMut(u32) -> bool,
     ) -> Option<Slot> {
-        let mut may_go = |blocks: &Blocks, slot: Slot| {
+        let mut may_go = |blocks: &BlockTable, slot: Slot| {
             blocks.is_leaf(slot) && Some(slot) != parent && usable(blocks.owner(slot))
         };
         // Protected blocks are in no policy's list: they are candidates only when nothing else is.

@@ -65,9 +65,9 @@ impl Insight {
     }
 
     /// A chain was looked up.
-    pub(crate) fn request(&mut self, answered: &Answered<'_>) {
-        self.shadows.request(answered);
-        self.hot.request(answered.at, answered.keys, answered.matched);
+    pub(crate) fn request(&mut self, lookup: &Answered<'_>) {
+        self.shadows.request(lookup);
+        self.hot.request(lookup.at, lookup.keys, lookup.matched);
     }
 
     /// Registers a namespace before its first use.

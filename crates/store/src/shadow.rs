@@ -218,11 +218,11 @@ impl Shadows {
     }
 
     /// A chain was looked up.
-    pub(crate) fn request(&mut self, answered: &Answered<'_>) {
-        self.start(answered.block_bytes);
+    pub(crate) fn request(&mut self, lookup: &Answered<'_>) {
+        self.start(lookup.block_bytes);
         // The file tier first: what it serves depends on what DRAM held before this request.
-        self.request_files(answered);
-        self.request_dram(answered);
+        self.request_files(lookup);
+        self.request_dram(lookup);
     }
 
     /// Selects a request's blocks that are in the sample. Returns whether its last block is.
@@ -239,29 +239,29 @@ impl Shadows {
         self.places.last().is_some_and(|last| last + 1 == keys.len())
     }
 
-    fn request_dram(&mut self, answered: &Answered<'_>) {
+    fn request_dram(&mut self, lookup: &Answered<'_>) {
         let Some(sample) = self.dram.as_ref().map(|tier| tier.sample) else { return };
-        let has_tail = self.select_sampled(answered.keys, sample);
-        let mut counts = WindowCounts::of_request(answered.keys.len(), answered.in_dram);
+        let has_tail = self.select_sampled(lookup.keys, sample);
+        let mut counts = WindowCounts::of_request(lookup.keys.len(), lookup.in_dram);
         let Some(tier) = self.dram.as_mut().filter(|_| !self.chain.is_empty()) else {
-            return self.dram_window.add(answered.at, &counts);
+            return self.dram_window.add(lookup.at, &counts);
         };
-        let partial_tail = answered.partial_tail && has_tail;
+        let partial_tail = lookup.partial_tail && has_tail;
         for (cache, missed) in tier.models.iter_mut().zip(&mut counts.missed) {
-            let leading = cache.request(answered.at, &self.chain, partial_tail, answered.hints);
+            let leading = cache.request(lookup.at, &self.chain, partial_tail, lookup.hints);
             *missed = (self.chain.len() - leading) as u64 * sample.weight();
-            let here = if cache.promotes_hits() { answered.matched } else { answered.in_dram };
+            let here = if cache.promotes_hits() { lookup.matched } else { lookup.in_dram };
             for at in leading..self.chain.len() {
                 let parent = at.checked_sub(1).map(|before| self.chain[before]);
                 // The store does not put again what it has, so that is inserted now. The rest is
                 // inserted with its put.
                 if self.places[at] < here {
                     cache.insert(
-                        answered.at,
+                        lookup.at,
                         &Arrival {
                             fingerprint: self.chain[at],
                             parent,
-                            bytes: answered.block_bytes,
+                            bytes: lookup.block_bytes,
                             is_protected: false,
                             may_decline: self.may_decline,
                         },
@@ -274,13 +274,13 @@ impl Shadows {
                 }
             }
         }
-        self.dram_window.add(answered.at, &counts);
+        self.dram_window.add(lookup.at, &counts);
     }
 
-    fn request_files(&mut self, answered: &Answered<'_>) {
+    fn request_files(&mut self, lookup: &Answered<'_>) {
         let Some(sample) = self.files.as_ref().map(|tier| tier.sample) else { return };
-        self.select_sampled(answered.keys, sample);
-        let mut counts = WindowCounts::of_request(answered.keys.len(), answered.matched);
+        self.select_sampled(lookup.keys, sample);
+        let mut counts = WindowCounts::of_request(lookup.keys.len(), lookup.matched);
         if let Some(tier) = self.files.as_mut() {
             let dram = self.dram.as_ref().map(|tier| &tier.models[0]);
             let is_in_dram = |fingerprint: u64| dram.is_some_and(|dram| dram.holds(fingerprint));
@@ -298,14 +298,14 @@ impl Shadows {
                 }
                 *missed = (self.chain.len() - leading) as u64 * sample.weight();
                 for at in leading..self.chain.len() {
-                    if self.places[at] < answered.matched {
-                        let bytes = in_pages(answered.block_bytes);
+                    if self.places[at] < lookup.matched {
+                        let bytes = in_pages(lookup.block_bytes);
                         queue.insert(self.chain[at], bytes, false, &is_in_dram);
                     }
                 }
             }
         }
-        self.files_window.add(answered.at, &counts);
+        self.files_window.add(lookup.at, &counts);
     }
 
     /// Hints for a chain arrived without a request for it.

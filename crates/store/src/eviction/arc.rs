@@ -4,7 +4,7 @@
 use std::time::Duration;
 
 use super::lru::place;
-use super::{Asked, Blocks, EvictionFilter, Ghosts, Hints, List, Policy, Removal, Slot};
+use super::{Asked, BlockList, BlockTable, EvictionFilter, Ghosts, Hints, Policy, Removal, Slot};
 
 /// A block's state: the top bit is set once the block was used again; the other bits are the number
 /// of the request that used it last.
@@ -17,8 +17,8 @@ const SEARCH_BLOCKS: usize = 64;
 /// The policy.
 #[derive(Debug, Default)]
 pub struct Arc {
-    once: List,
-    often: List,
+    once: BlockList,
+    often: BlockList,
     once_ghosts: Ghosts,
     often_ghosts: Ghosts,
     /// Target length of `once`: `p` of the paper.
@@ -29,7 +29,7 @@ pub struct Arc {
 }
 
 impl Arc {
-    fn list(&mut self, blocks: &Blocks, slot: Slot) -> &mut List {
+    fn list(&mut self, blocks: &BlockTable, slot: Slot) -> &mut BlockList {
         if blocks.state(slot) & OFTEN == 0 { &mut self.once } else { &mut self.often }
     }
 
@@ -71,7 +71,7 @@ impl Policy for Arc {
 
     fn request(
         &mut self,
-        blocks: &mut Blocks,
+        blocks: &mut BlockTable,
         now: Duration,
         chain: &[Asked],
         leading: usize,
@@ -83,7 +83,7 @@ impl Policy for Arc {
         }
     }
 
-    fn touch(&mut self, blocks: &mut Blocks, _: Duration, slot: Slot) {
+    fn touch(&mut self, blocks: &mut BlockTable, _: Duration, slot: Slot) {
         if !blocks.is_protected(slot) {
             self.list(blocks, slot).remove(blocks, slot);
             blocks.set_state(slot, self.requests | OFTEN);
@@ -91,7 +91,7 @@ impl Policy for Arc {
         }
     }
 
-    fn insert(&mut self, blocks: &mut Blocks, _: Duration, slot: Slot) {
+    fn insert(&mut self, blocks: &mut BlockTable, _: Duration, slot: Slot) {
         if blocks.is_protected(slot) {
             return;
         }
@@ -105,7 +105,7 @@ impl Policy for Arc {
         self.forget();
     }
 
-    fn remove(&mut self, blocks: &mut Blocks, slot: Slot, why: Removal) {
+    fn remove(&mut self, blocks: &mut BlockTable, slot: Slot, why: Removal) {
         if blocks.is_protected(slot) {
             return;
         }
@@ -121,7 +121,7 @@ impl Policy for Arc {
 
     fn victim(
         &mut self,
-        blocks: &mut Blocks,
+        blocks: &mut BlockTable,
         _: Duration,
         may_go: &mut EvictionFilter<'_>,
     ) -> Option<Slot> {

@@ -65,16 +65,16 @@ pub struct Incoming {
 }
 
 /// All resident blocks. Policies read the table, keep a number per block in it, and link blocks
-/// into their [`List`]s through it.
+/// into their [`BlockList`]s through it.
 #[derive(Debug, Default)]
-pub struct Blocks {
+pub struct BlockTable {
     table: Vec<Block>,
     free: Vec<u32>,
     resident: usize,
     bytes: u64,
 }
 
-impl Blocks {
+impl BlockTable {
     /// Number of resident blocks.
     pub fn len(&self) -> usize {
         self.resident
@@ -247,19 +247,19 @@ pub(super) enum Adoption {
 
 /// An ordered list of blocks, linked through the table. A block is in at most one list.
 #[derive(Debug, Clone, Copy)]
-pub struct List {
+pub struct BlockList {
     oldest: u32,
     newest: u32,
     len: usize,
 }
 
-impl Default for List {
+impl Default for BlockList {
     fn default() -> Self {
         Self { oldest: NONE, newest: NONE, len: 0 }
     }
 }
 
-impl List {
+impl BlockList {
     /// Number of blocks.
     pub fn len(&self) -> usize {
         self.len
@@ -281,28 +281,28 @@ impl List {
     }
 
     /// The next one toward the newest.
-    pub fn newer(blocks: &Blocks, slot: Slot) -> Option<Slot> {
+    pub fn newer(blocks: &BlockTable, slot: Slot) -> Option<Slot> {
         Slot::some(blocks.table[slot.index()].newer)
     }
 
     /// Adds a block at the newest end.
-    pub fn push_newest(&mut self, blocks: &mut Blocks, slot: Slot) {
+    pub fn push_newest(&mut self, blocks: &mut BlockTable, slot: Slot) {
         self.link(blocks, slot, self.newest, NONE);
     }
 
     /// Adds a block at the oldest end.
-    pub fn push_oldest(&mut self, blocks: &mut Blocks, slot: Slot) {
+    pub fn push_oldest(&mut self, blocks: &mut BlockTable, slot: Slot) {
         self.link(blocks, slot, NONE, self.oldest);
     }
 
     /// Adds a block right before `anchor`, which is in this list.
-    pub fn push_before(&mut self, blocks: &mut Blocks, slot: Slot, anchor: Slot) {
+    pub fn push_before(&mut self, blocks: &mut BlockTable, slot: Slot, anchor: Slot) {
         let older = blocks.table[anchor.index()].older;
         self.link(blocks, slot, older, anchor.0);
     }
 
     /// Removes a block, which is in this list.
-    pub fn remove(&mut self, blocks: &mut Blocks, slot: Slot) {
+    pub fn remove(&mut self, blocks: &mut BlockTable, slot: Slot) {
         let block = &mut blocks.table[slot.index()];
         let (older, newer) = (block.older, block.newer);
         block.older = NONE;
@@ -319,7 +319,7 @@ impl List {
     }
 
     /// Moves a block of this list to its newest end.
-    pub fn move_to_newest(&mut self, blocks: &mut Blocks, slot: Slot) {
+    pub fn move_to_newest(&mut self, blocks: &mut BlockTable, slot: Slot) {
         if self.newest != slot.0 {
             self.remove(blocks, slot);
             self.push_newest(blocks, slot);
@@ -331,7 +331,7 @@ impl List {
     /// twice.
     pub fn oldest_allowed(
         &mut self,
-        blocks: &mut Blocks,
+        blocks: &mut BlockTable,
         may_go: &mut super::EvictionFilter<'_>,
         among: usize,
     ) -> Option<Slot> {
@@ -345,7 +345,7 @@ impl List {
         None
     }
 
-    fn link(&mut self, blocks: &mut Blocks, slot: Slot, older: u32, newer: u32) {
+    fn link(&mut self, blocks: &mut BlockTable, slot: Slot, older: u32, newer: u32) {
         let block = &mut blocks.table[slot.index()];
         block.older = older;
         block.newer = newer;

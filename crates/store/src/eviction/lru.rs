@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use super::{Asked, Blocks, EvictionFilter, Hints, List, Policy, Removal, Slot};
+use super::{Asked, BlockList, BlockTable, EvictionFilter, Hints, Policy, Removal, Slot};
 
 /// A parent that was used at most this many requests ago counts as used by the same request: puts
 /// come after their request, and other requests may come in between.
@@ -10,7 +10,12 @@ const SAME_USE_REQUESTS: u32 = 8;
 
 /// Puts a block into a list whose blocks hold the number of their last request as state: right
 /// before its parent if the same request used both, else as the newest.
-pub(super) fn place(list: &mut List, blocks: &mut Blocks, slot: Slot, parent: Option<Slot>) {
+pub(super) fn place(
+    list: &mut BlockList,
+    blocks: &mut BlockTable,
+    slot: Slot,
+    parent: Option<Slot>,
+) {
     let request = blocks.state(slot);
     let same_use = |parent: &Slot| request.wrapping_sub(blocks.state(*parent)) <= SAME_USE_REQUESTS;
     match parent.filter(same_use) {
@@ -22,7 +27,7 @@ pub(super) fn place(list: &mut List, blocks: &mut Blocks, slot: Slot, parent: Op
 /// The policy. A block's state is the number of the request that used it last.
 #[derive(Debug, Default)]
 pub struct Lru {
-    list: List,
+    list: BlockList,
     requests: u32,
 }
 
@@ -33,7 +38,7 @@ impl Policy for Lru {
 
     fn request(
         &mut self,
-        blocks: &mut Blocks,
+        blocks: &mut BlockTable,
         now: Duration,
         chain: &[Asked],
         leading: usize,
@@ -46,14 +51,14 @@ impl Policy for Lru {
         }
     }
 
-    fn touch(&mut self, blocks: &mut Blocks, _: Duration, slot: Slot) {
+    fn touch(&mut self, blocks: &mut BlockTable, _: Duration, slot: Slot) {
         if !blocks.is_protected(slot) {
             blocks.set_state(slot, self.requests);
             self.list.move_to_newest(blocks, slot);
         }
     }
 
-    fn insert(&mut self, blocks: &mut Blocks, _: Duration, slot: Slot) {
+    fn insert(&mut self, blocks: &mut BlockTable, _: Duration, slot: Slot) {
         if !blocks.is_protected(slot) {
             blocks.set_state(slot, self.requests);
             let parent = blocks.parent(slot).filter(|parent| !blocks.is_protected(*parent));
@@ -61,7 +66,7 @@ impl Policy for Lru {
         }
     }
 
-    fn remove(&mut self, blocks: &mut Blocks, slot: Slot, _: Removal) {
+    fn remove(&mut self, blocks: &mut BlockTable, slot: Slot, _: Removal) {
         if !blocks.is_protected(slot) {
             self.list.remove(blocks, slot);
         }
@@ -69,7 +74,7 @@ impl Policy for Lru {
 
     fn victim(
         &mut self,
-        blocks: &mut Blocks,
+        blocks: &mut BlockTable,
         _: Duration,
         may_go: &mut EvictionFilter<'_>,
     ) -> Option<Slot> {

@@ -22,7 +22,7 @@ use mark::{FAN_MAX, Mark};
 use units::Units;
 
 use super::{
-    Asked, Blocks, EvictionFilter, Ghosts, Hints, Incoming, Policy, Priority, Removal, Slot,
+    Asked, BlockTable, EvictionFilter, Ghosts, Hints, Incoming, Policy, Priority, Removal, Slot,
 };
 
 /// Most requests between two refreshes of the rates.
@@ -115,7 +115,7 @@ impl PrefixCost {
 
     /// Collects the marks of the leading known blocks. Takes those that are not resident out of the
     /// ghosts, because they are about to be inserted.
-    fn collect_known(&mut self, blocks: &Blocks, chain: &[Asked], leading: usize) {
+    fn collect_known(&mut self, blocks: &BlockTable, chain: &[Asked], leading: usize) {
         self.known.clear();
         for (at, requested) in chain.iter().enumerate() {
             let mark = match requested.resident {
@@ -163,7 +163,7 @@ impl PrefixCost {
 
     /// Removes the known blocks from their units and counts that as reuse. The rest of such a unit
     /// is superseded: the conversation took another path.
-    fn leave_units(&mut self, blocks: &mut Blocks, chain: &[Asked]) {
+    fn leave_units(&mut self, blocks: &mut BlockTable, chain: &[Asked]) {
         let known = std::mem::take(&mut self.known);
         for (requested, mark) in chain.iter().zip(&known) {
             let unit = mark.unit();
@@ -191,7 +191,7 @@ impl PrefixCost {
 
     /// Makes the units of a request: one for each run of blocks with the same bucket of
     /// divergences.
-    fn enter_units(&mut self, blocks: &mut Blocks, chain: &[Asked], shape: &RequestShape) {
+    fn enter_units(&mut self, blocks: &mut BlockTable, chain: &[Asked], shape: &RequestShape) {
         let mut begin = 0;
         while begin < chain.len() {
             let fan = self.fan(begin, shape);
@@ -219,7 +219,7 @@ impl PrefixCost {
 
     fn join(
         &mut self,
-        blocks: &mut Blocks,
+        blocks: &mut BlockTable,
         chain: &[Asked],
         at: usize,
         unit: u32,
@@ -251,7 +251,7 @@ impl PrefixCost {
     }
 
     /// Adds a resident block to the unit in its mark, as the deepest.
-    fn add_resident(&mut self, blocks: &mut Blocks, slot: Slot) {
+    fn add_resident(&mut self, blocks: &mut BlockTable, slot: Slot) {
         if !blocks.is_protected(slot) {
             let unit = Mark::from_raw(blocks.state(slot)).unit();
             self.units[unit].blocks.push_oldest(blocks, slot);
@@ -278,7 +278,7 @@ impl PrefixCost {
     }
 
     /// Makes a unit for a single block that is used or inserted outside a chain request.
-    fn enter_single(&mut self, blocks: &mut Blocks, slot: Slot, turn: u8, gap: Option<f64>) {
+    fn enter_single(&mut self, blocks: &mut BlockTable, slot: Slot, turn: u8, gap: Option<f64>) {
         let fan = Mark::from_raw(blocks.state(slot)).fan();
         let known = usize::from(gap.is_some());
         let hints = Hints::default();
@@ -330,7 +330,7 @@ impl PrefixCost {
     }
 
     /// Of the units that a queued request expects, the one expected last.
-    fn least_urgent(&self, blocks: &Blocks, may_go: &mut EvictionFilter<'_>) -> Option<u32> {
+    fn least_urgent(&self, blocks: &BlockTable, may_go: &mut EvictionFilter<'_>) -> Option<u32> {
         let expected = self.skipped.iter().copied().filter(|unit| self.is_expected(*unit));
         let evictable = expected.filter(|unit| {
             let deepest = self.units[*unit].blocks.oldest();
@@ -349,7 +349,7 @@ impl Policy for PrefixCost {
 
     fn request(
         &mut self,
-        blocks: &mut Blocks,
+        blocks: &mut BlockTable,
         now: Duration,
         chain: &[Asked],
         leading: usize,
@@ -376,7 +376,7 @@ impl Policy for PrefixCost {
         }
     }
 
-    fn hint(&mut self, blocks: &mut Blocks, now: Duration, chain: &[Asked], hints: &Hints) {
+    fn hint(&mut self, blocks: &mut BlockTable, now: Duration, chain: &[Asked], hints: &Hints) {
         self.advance(now);
         self.known.clear();
         for requested in chain {
@@ -410,7 +410,7 @@ impl Policy for PrefixCost {
         self.known = known;
     }
 
-    fn touch(&mut self, blocks: &mut Blocks, now: Duration, slot: Slot) {
+    fn touch(&mut self, blocks: &mut BlockTable, now: Duration, slot: Slot) {
         self.advance(now);
         let mark = Mark::from_raw(blocks.state(slot));
         let (turn, gap) = {
@@ -424,7 +424,7 @@ impl Policy for PrefixCost {
         self.enter_single(blocks, slot, turn, Some(gap));
     }
 
-    fn insert(&mut self, blocks: &mut Blocks, now: Duration, slot: Slot) {
+    fn insert(&mut self, blocks: &mut BlockTable, now: Duration, slot: Slot) {
         self.advance(now);
         self.capacity = self.capacity.max(blocks.len());
         if let Some(parent) = blocks.parent(slot) {
@@ -440,7 +440,7 @@ impl Policy for PrefixCost {
         }
     }
 
-    fn remove(&mut self, blocks: &mut Blocks, slot: Slot, why: Removal) {
+    fn remove(&mut self, blocks: &mut BlockTable, slot: Slot, why: Removal) {
         let raw = blocks.state(slot);
         let unit = Mark::from_raw(raw).unit();
         if !blocks.is_protected(slot) {
@@ -455,13 +455,13 @@ impl Policy for PrefixCost {
         }
     }
 
-    fn became_leaf(&mut self, blocks: &mut Blocks, slot: Slot) {
+    fn became_leaf(&mut self, blocks: &mut BlockTable, slot: Slot) {
         self.relist(Mark::from_raw(blocks.state(slot)).unit());
     }
 
     fn victim(
         &mut self,
-        blocks: &mut Blocks,
+        blocks: &mut BlockTable,
         now: Duration,
         may_go: &mut EvictionFilter<'_>,
     ) -> Option<Slot> {
@@ -491,7 +491,7 @@ impl Policy for PrefixCost {
 
     fn should_evict_for(
         &mut self,
-        blocks: &Blocks,
+        blocks: &BlockTable,
         _: Duration,
         victim: Slot,
         incoming: &Incoming,

@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use super::{Asked, Blocks, EvictionFilter, Ghosts, Hints, List, Policy, Removal, Slot};
+use super::{Asked, BlockList, BlockTable, EvictionFilter, Ghosts, Hints, Policy, Removal, Slot};
 
 /// Share of the blocks that the small queue may hold before its own blocks are evicted.
 const SMALL_PERCENT: usize = 10;
@@ -46,8 +46,8 @@ impl S3FifoState {
 /// The policy.
 #[derive(Debug)]
 pub struct S3Fifo {
-    small: List,
-    main: List,
+    small: BlockList,
+    main: BlockList,
     ghosts: Ghosts,
     requests: u32,
     /// Uses after which a block moves from the small queue to the main one.
@@ -64,8 +64,8 @@ impl S3Fifo {
     /// A policy that moves blocks to the main queue after `uses` uses (1 to 3); the paper has 2.
     pub fn promoting_at(uses: u32) -> Self {
         Self {
-            small: List::default(),
-            main: List::default(),
+            small: BlockList::default(),
+            main: BlockList::default(),
             ghosts: Ghosts::default(),
             requests: 0,
             promote_at: uses.clamp(1, USES_MAX),
@@ -74,7 +74,7 @@ impl S3Fifo {
 
     fn victim_of_small(
         &mut self,
-        blocks: &mut Blocks,
+        blocks: &mut BlockTable,
         may_go: &mut EvictionFilter<'_>,
         among: usize,
     ) -> Option<Slot> {
@@ -96,7 +96,7 @@ impl S3Fifo {
 
     fn victim_of_main(
         &mut self,
-        blocks: &mut Blocks,
+        blocks: &mut BlockTable,
         may_go: &mut EvictionFilter<'_>,
         among: usize,
     ) -> Option<Slot> {
@@ -122,7 +122,7 @@ impl Policy for S3Fifo {
 
     fn request(
         &mut self,
-        blocks: &mut Blocks,
+        blocks: &mut BlockTable,
         now: Duration,
         chain: &[Asked],
         leading: usize,
@@ -134,14 +134,14 @@ impl Policy for S3Fifo {
         }
     }
 
-    fn touch(&mut self, blocks: &mut Blocks, _: Duration, slot: Slot) {
+    fn touch(&mut self, blocks: &mut BlockTable, _: Duration, slot: Slot) {
         if !blocks.is_protected(slot) {
             let state = S3FifoState(blocks.state(slot));
             blocks.set_state(slot, state.with_uses(state.uses() + 1).0);
         }
     }
 
-    fn insert(&mut self, blocks: &mut Blocks, _: Duration, slot: Slot) {
+    fn insert(&mut self, blocks: &mut BlockTable, _: Duration, slot: Slot) {
         if blocks.is_protected(slot) {
             return;
         }
@@ -161,7 +161,7 @@ impl Policy for S3Fifo {
         }
     }
 
-    fn remove(&mut self, blocks: &mut Blocks, slot: Slot, why: Removal) {
+    fn remove(&mut self, blocks: &mut BlockTable, slot: Slot, why: Removal) {
         if blocks.is_protected(slot) {
             return;
         }
@@ -178,7 +178,7 @@ impl Policy for S3Fifo {
 
     fn victim(
         &mut self,
-        blocks: &mut Blocks,
+        blocks: &mut BlockTable,
         _: Duration,
         may_go: &mut EvictionFilter<'_>,
     ) -> Option<Slot> {

@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use super::{Asked, Blocks, EvictionFilter, Hints, Lru, Policy, Removal, Slot};
+use super::{Asked, BlockTable, EvictionFilter, Hints, Lru, Policy, Removal, Slot};
 
 /// The policy: LRU without promotion on hits.
 #[derive(Debug, Default)]
@@ -18,7 +18,7 @@ impl Policy for Waterfall {
 
     fn request(
         &mut self,
-        blocks: &mut Blocks,
+        blocks: &mut BlockTable,
         now: Duration,
         chain: &[Asked],
         leading: usize,
@@ -27,21 +27,21 @@ impl Policy for Waterfall {
         self.order.request(blocks, now, chain, leading, hints);
     }
 
-    fn touch(&mut self, blocks: &mut Blocks, now: Duration, slot: Slot) {
+    fn touch(&mut self, blocks: &mut BlockTable, now: Duration, slot: Slot) {
         self.order.touch(blocks, now, slot);
     }
 
-    fn insert(&mut self, blocks: &mut Blocks, now: Duration, slot: Slot) {
+    fn insert(&mut self, blocks: &mut BlockTable, now: Duration, slot: Slot) {
         self.order.insert(blocks, now, slot);
     }
 
-    fn remove(&mut self, blocks: &mut Blocks, slot: Slot, why: Removal) {
+    fn remove(&mut self, blocks: &mut BlockTable, slot: Slot, why: Removal) {
         self.order.remove(blocks, slot, why);
     }
 
     fn victim(
         &mut self,
-        blocks: &mut Blocks,
+        blocks: &mut BlockTable,
         now: Duration,
         may_go: &mut EvictionFilter<'_>,
     ) -> Option<Slot> {

@@ -26,7 +26,7 @@ struct QueuedBlock {
 #[derive(Debug)]
 pub(super) struct FilesShadow {
     entries: VecDeque<QueueEntry>,
-    facts: HashMap<u64, QueuedBlock>,
+    blocks: HashMap<u64, QueuedBlock>,
     used_bytes: u64,
     capacity_bytes: u64,
     segment_bytes: u64,
@@ -38,7 +38,7 @@ impl FilesShadow {
     pub(super) fn new(capacity_bytes: u64, segment_bytes: u64) -> Self {
         Self {
             entries: VecDeque::new(),
-            facts: HashMap::new(),
+            blocks: HashMap::new(),
             used_bytes: 0,
             capacity_bytes: capacity_bytes.saturating_sub(segment_bytes).max(1),
             segment_bytes: segment_bytes.max(1),
@@ -47,24 +47,24 @@ impl FilesShadow {
     }
 
     pub(super) fn holds(&self, fingerprint: u64) -> bool {
-        self.facts.contains_key(&fingerprint)
+        self.blocks.contains_key(&fingerprint)
     }
 
     pub(super) fn len(&self) -> usize {
-        self.facts.len()
+        self.blocks.len()
     }
 
     pub(super) fn memory_bytes(&self) -> usize {
         /// Overhead per entry of a `std` hash map.
         const CONTROL_BYTES: usize = 1;
         self.entries.capacity() * size_of::<QueueEntry>()
-            + self.facts.capacity() * (size_of::<(u64, QueuedBlock)>() + CONTROL_BYTES)
+            + self.blocks.capacity() * (size_of::<(u64, QueuedBlock)>() + CONTROL_BYTES)
     }
 
     /// A block was read from here.
     pub(super) fn mark_referenced(&mut self, fingerprint: u64) {
-        if let Some(facts) = self.facts.get_mut(&fingerprint) {
-            facts.is_referenced = true;
+        if let Some(block) = self.blocks.get_mut(&fingerprint) {
+            block.is_referenced = true;
         }
     }
 
@@ -76,8 +76,8 @@ impl FilesShadow {
         is_protected: bool,
         is_in_dram: &dyn Fn(u64) -> bool,
     ) {
-        if let Some(facts) = self.facts.get_mut(&fingerprint) {
-            facts.is_protected |= is_protected;
+        if let Some(block) = self.blocks.get_mut(&fingerprint) {
+            block.is_protected |= is_protected;
             return;
         }
         let mut rounds = 0;
@@ -86,14 +86,14 @@ impl FilesShadow {
             rounds += 1;
         }
         self.stamp = self.stamp.wrapping_add(1);
-        let facts = QueuedBlock { stamp: self.stamp, is_referenced: false, is_protected };
-        self.facts.insert(fingerprint, facts);
+        let block = QueuedBlock { stamp: self.stamp, is_referenced: false, is_protected };
+        self.blocks.insert(fingerprint, block);
         self.push(QueueEntry { fingerprint, bytes, stamp: self.stamp });
     }
 
     /// Forgets a block; its bytes are freed with its segment.
     pub(super) fn remove(&mut self, fingerprint: u64) {
-        self.facts.remove(&fingerprint);
+        self.blocks.remove(&fingerprint);
     }
 
     fn push(&mut self, entry: QueueEntry) {
@@ -108,13 +108,15 @@ impl FilesShadow {
             && let Some(entry) = self.entries.pop_front()
         {
             taken += u64::from(entry.bytes);
-            let facts = self.facts.get_mut(&entry.fingerprint);
-            let Some(facts) = facts.filter(|facts| facts.stamp == entry.stamp) else { continue };
-            let is_used = std::mem::take(&mut facts.is_referenced) || facts.is_protected;
+            let block = self.blocks.get_mut(&entry.fingerprint);
+            let Some(block) = block.filter(|block| block.stamp == entry.stamp) else {
+                continue;
+            };
+            let is_used = std::mem::take(&mut block.is_referenced) || block.is_protected;
             if may_keep && (is_used || is_in_dram(entry.fingerprint)) {
                 kept.push(entry);
             } else {
-                self.facts.remove(&entry.fingerprint);
+                self.blocks.remove(&entry.fingerprint);
             }
         }
         self.used_bytes -= taken;
@@ -126,7 +128,7 @@ impl FilesShadow {
     /// Drops blocks outside a sample half as large, and halves the capacity.
     pub(super) fn thin(&mut self, sample: Sample) {
         self.entries.retain(|entry| sample.holds(entry.fingerprint));
-        self.facts.retain(|fingerprint, _| sample.holds(*fingerprint));
+        self.blocks.retain(|fingerprint, _| sample.holds(*fingerprint));
         self.used_bytes = self.entries.iter().map(|entry| u64::from(entry.bytes)).sum();
         self.capacity_bytes = (self.capacity_bytes / 2).max(1);
         self.segment_bytes = (self.segment_bytes / 2).max(1);

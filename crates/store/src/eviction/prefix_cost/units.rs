@@ -2,7 +2,7 @@
 
 use super::age::{BINS, EDGES};
 use super::cells::Cells;
-use crate::eviction::List;
+use crate::eviction::BlockList;
 
 /// No unit: the end of a list.
 pub(super) const NONE: u32 = u32::MAX;
@@ -26,7 +26,7 @@ pub(super) struct Unit {
     /// A queued request uses it by then; zero without such a hint.
     pub(super) expected_until: f64,
     /// Its resident blocks that may be evicted, deepest first.
-    pub(super) blocks: List,
+    pub(super) blocks: BlockList,
     /// Blocks that are remembered, resident or not.
     pub(super) live: u32,
     /// Blocks when it was made.
@@ -91,7 +91,7 @@ impl Units {
         let unit = Unit {
             at,
             expected_until: 0.0,
-            blocks: List::default(),
+            blocks: BlockList::default(),
             live: blocks,
             initial: blocks,
             request_blocks,
