@@ -26,8 +26,8 @@ impl Node {
             return Known::Settled(PutOutcome::Failed(StoreError::Closed));
         }
         if self.takes_nothing(state) {
-            let shed = state.write_shed.trailing_zeros() as usize;
-            let error = self.stage_error(state, shed, "take a block");
+            let circuit = state.write_shed.trailing_zeros() as usize;
+            let error = self.stage_error(state, circuit, "store a block");
             return Known::Settled(PutOutcome::Failed(error));
         }
         if state.is_erasing {

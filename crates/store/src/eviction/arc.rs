@@ -98,10 +98,10 @@ impl Policy for Arc {
         self.capacity = self.capacity.max(blocks.len());
         let often = if self.adapt(blocks.fingerprint(slot)) { OFTEN } else { 0 };
         blocks.set_state(slot, self.requests | often);
-        let beside = blocks.parent(slot).filter(|parent| {
+        let parent_in_list = blocks.parent(slot).filter(|parent| {
             !blocks.is_protected(*parent) && blocks.state(*parent) & OFTEN == often
         });
-        place(self.list(blocks, slot), blocks, slot, beside);
+        place(self.list(blocks, slot), blocks, slot, parent_in_list);
         self.forget();
     }
 

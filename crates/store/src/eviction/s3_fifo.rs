@@ -149,13 +149,13 @@ impl Policy for S3Fifo {
         let state = S3FifoState::new(is_main, self.requests);
         blocks.set_state(slot, state.0);
         let list = if is_main { &mut self.main } else { &mut self.small };
-        let beside = blocks.parent(slot).filter(|parent| {
+        let parent_in_list = blocks.parent(slot).filter(|parent| {
             let other = S3FifoState(blocks.state(*parent));
             !blocks.is_protected(*parent)
                 && other.is_main() == is_main
                 && state.since(other) <= SAME_PUT_REQUESTS
         });
-        match beside {
+        match parent_in_list {
             Some(parent) => list.push_before(blocks, slot, parent),
             None => list.push_newest(blocks, slot),
         }

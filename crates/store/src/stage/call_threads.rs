@@ -248,9 +248,9 @@ impl<T> ResultSlot<T> {
     /// Passes a result to the caller, none for a panic; if the caller has stopped waiting, to
     /// `late`.
     fn deliver(&self, result: Option<T>, late: impl FnOnce(T)) {
-        let mut given = self.lock();
-        if matches!(*given, SlotState::Abandoned) {
-            drop(given);
+        let mut state = self.lock();
+        if matches!(*state, SlotState::Abandoned) {
+            drop(state);
             if let Some(result) = result {
                 late(result);
             }
@@ -258,7 +258,7 @@ impl<T> ResultSlot<T> {
         }
         // Before the caller continues: `late` may hold the store alive, which the caller may close.
         drop(late);
-        *given = result.map_or(SlotState::Panicked, SlotState::Ready);
+        *state = result.map_or(SlotState::Panicked, SlotState::Ready);
         self.ready.notify_one();
     }
 }

@@ -26,15 +26,15 @@ fn threads(calls_max: usize) -> CallThreads {
 fn a_hung_call_times_out_and_its_late_result_is_delivered() {
     let (threads, never) = (threads(1), never());
     let (release, hold) = mpsc::channel::<u32>();
-    let (tell, told) = mpsc::channel();
-    let late = move |value| tell.send(value).unwrap();
+    let (sender, receiver) = mpsc::channel();
+    let late = move |value| sender.send(value).unwrap();
     let result = threads.call(wait_limit(10, &never), move || hold.recv().unwrap(), late);
     assert!(matches!(result, Err(StageError::Timeout)), "{result:?}");
     assert_eq!(threads.stuck_calls(), 1);
     let refused = threads.call(wait_limit(60_000, &never), || 1, drop);
     assert!(matches!(refused, Err(StageError::Shed)), "at once, as no thread is left: {refused:?}");
     release.send(7).unwrap();
-    assert_eq!(told.recv().unwrap(), 7);
+    assert_eq!(receiver.recv().unwrap(), 7);
     assert_eq!(threads.call(wait_limit(60_000, &never), || 8, drop).unwrap(), 8);
     assert_eq!(threads.stuck_calls(), 0);
 }

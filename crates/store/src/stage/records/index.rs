@@ -153,12 +153,12 @@ impl RecordIndex {
         let mut removal = RemovalPlan::default();
         for (address, keys) in by_address {
             let Some(entry) = self.entries.get(&address) else { continue };
-            let goes = |name: &&BlockName| keys.contains(&name.key);
-            if entry.names.iter().all(|name| goes(&name)) {
+            let is_removed = |name: &&BlockName| keys.contains(&name.key);
+            if entry.names.iter().all(|name| is_removed(&name)) {
                 removal.records.extend(entry.records(address));
                 continue;
             }
-            for name in entry.names.iter().filter(goes) {
+            for name in entry.names.iter().filter(is_removed) {
                 match name.record {
                     Some(record) => removal.records.push(name_of(record)),
                     None => removal.revoked.push((address, name.key)),
