@@ -1,7 +1,8 @@
 //! The catalog: block key to content, content to residences, with reference counts.
 //!
-//! Two layers, because a lookup happens before the bytes exist (it needs keys) and equal bytes are
-//! stored once (which needs contents). Without content hashing each key has a content of its own.
+//! It has two layers: a lookup needs keys, because it happens before the bytes exist, and equal
+//! bytes are stored once, which needs contents. Without content hashing each key has its own
+//! content.
 
 mod arena;
 mod table;
@@ -22,8 +23,8 @@ pub struct Address(pub u64);
 /// Most stages below DRAM in one pipeline.
 pub(crate) const LOWER_STAGES_MAX: usize = 2;
 
-/// Most keys that share a content: going through them stays short. A content that more keys share
-/// is stored once for every so many.
+/// Most keys that share a content, which bounds walks over its keys. Equal bytes with more keys are
+/// stored once per this many keys.
 const KEYS_PER_CONTENT_MAX: u32 = 1024;
 
 /// Stands for "no entry" where an index is stored.
@@ -38,18 +39,18 @@ pub(crate) struct KeyIndex(pub(crate) u32);
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct ContentIndex(pub(crate) u32);
 
-/// Which access to a block is expected, because something was done ahead for it.
+/// The access that is expected for a block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Awaits {
     /// None.
     Nothing,
-    /// A chain lookup told the policy of an access that is about to come.
+    /// A chain lookup has reported the coming access to the policy.
     AnnouncedAccess,
-    /// Prefetch brought it up and nobody has asked for it since.
+    /// Prefetch promoted the block and it has not been requested since.
     FirstUse,
 }
 
-/// One key: what it names, and what eviction and callers know of it. One cache line.
+/// One key: its content, and its state in eviction and for callers. One cache line.
 #[derive(Debug)]
 #[repr(align(64))]
 pub(crate) struct KeyEntry {
@@ -68,13 +69,13 @@ pub(crate) struct KeyEntry {
 
 /// Flag of a key: its block is protected as part of a prefix.
 const IS_PREFIX: u8 = 1;
-/// Flag of a key: a chain lookup matched it since it is known.
+/// Flag of a key: a chain lookup has matched it since it was added.
 const WAS_MATCHED: u8 = 2;
 
 const _: () = assert!(size_of::<Option<KeyEntry>>() == 64, "a key entry fits a cache line");
 
 /// One content: where its bytes are and which keys name it. One cache line, like a key's entry: a
-/// lookup waits for memory three times, for slot, key and content, and never for a fourth.
+/// lookup has three memory accesses (slot, key, content), never a fourth.
 #[derive(Debug)]
 #[repr(align(64))]
 pub(crate) struct Content {
@@ -82,26 +83,26 @@ pub(crate) struct Content {
     addresses: [u64; LOWER_STAGES_MAX],
     first_key: u32,
     pub(crate) key_count: u32,
-    /// Keys of this content that the policy holds as resident in DRAM.
+    /// Keys of this content that the policy counts as resident in DRAM.
     pub(crate) resident_keys: u32,
     pub(crate) bytes: u32,
-    /// Tells this content from earlier ones at the same index.
+    /// Distinguishes this content from earlier ones at the same index.
     pub(crate) generation: u32,
-    /// Bit per lower stage: queued there, not yet written.
+    /// Bit per lower stage: write-back is queued or in flight.
     pub(crate) dirty: u8,
-    /// Some caller is reading it from below.
+    /// A caller is reading it from a lower stage.
     pub(crate) is_loading: bool,
-    /// Bit per lower stage: asked for since it was written there.
+    /// Bit per lower stage: requested since it was written there.
     pub(crate) referenced: u8,
-    /// Whether a tier below gave up its copy to make room.
+    /// Whether a lower tier has reclaimed its copy to make room.
     pub(crate) was_reclaimed: bool,
-    /// Reads since it was put or recovered, as far as they can be counted.
+    /// Reads since it was put or recovered; saturates.
     pub(crate) uses: u16,
-    /// When it was put, as the history keeps moments; zero if it was recovered.
+    /// When it was put, as a stamp of the history; zero if it was recovered.
     pub(crate) put_stamp: u32,
-    /// When it was read last, likewise; zero for never.
+    /// When it was last read, as a stamp; zero for never.
     pub(crate) used_stamp: u32,
-    /// Who put it; zero if nobody said.
+    /// The writer that put it; zero if not given.
     pub(crate) writer: u32,
 }
 
@@ -120,7 +121,7 @@ impl KeyEntry {
         self.flags & IS_PREFIX != 0
     }
 
-    /// Whether reads of it are the loads of lookups, which are counted already.
+    /// Whether reads of it follow a lookup that has counted them already.
     pub(crate) fn was_matched(&self) -> bool {
         self.flags & WAS_MATCHED != 0
     }
@@ -149,13 +150,13 @@ impl Content {
         self.fastest_lower_but(0)
     }
 
-    /// The fastest lower stage that has it, but for those whose bit is set.
+    /// The fastest lower stage that has it, except those whose bit is set in `avoid`.
     pub(crate) fn fastest_lower_but(&self, avoid: u8) -> Option<(usize, Address)> {
         let mut stages = (0..LOWER_STAGES_MAX).filter(|stage| avoid & (1 << stage) == 0);
         stages.find_map(|stage| Some((stage, self.address(stage)?)))
     }
 
-    /// A caller was given its bytes.
+    /// Counts a read of its bytes.
     pub(crate) fn note_use(&mut self, stamp: u32) {
         self.uses = self.uses.saturating_add(1);
         self.used_stamp = stamp;
@@ -167,7 +168,7 @@ impl Content {
     }
 }
 
-/// What a new key entry starts with.
+/// Initial values of a key entry.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct NewKey {
     pub(crate) key: BlockKey,
@@ -187,9 +188,9 @@ pub(crate) struct Catalog {
     digests: Arena<Digest>,
     by_digest: KeyTable,
     generation: u32,
-    /// Contents that have an address in each lower stage.
+    /// Number of contents with an address in each lower stage.
     stage_blocks: [u64; LOWER_STAGES_MAX],
-    /// The keys that came and went, while somebody follows them.
+    /// The keys added and removed, while a subscriber follows them.
     changes: Option<Box<ChangeLog>>,
 }
 
@@ -223,7 +224,7 @@ impl Catalog {
         self.stage_blocks[stage]
     }
 
-    /// Says where a content is in a lower stage. The only way to say so: it keeps the count.
+    /// Sets a content's address in a lower stage. The only place to do so: it keeps the count.
     pub(crate) fn set_address(
         &mut self,
         content: ContentIndex,
@@ -248,7 +249,7 @@ impl Catalog {
         &mut self.changes
     }
 
-    /// Tells those who follow the store, if anybody does.
+    /// Reports a change to subscribers, if there are any.
     pub(crate) fn note(&mut self, change: Change) {
         if let Some(log) = &mut self.changes
             && !log.push(change)
@@ -271,10 +272,10 @@ impl Catalog {
         self.seed.of_key(key)
     }
 
-    /// Finds a batch. Asks for a row of slots, then of keys, then of contents before it needs
-    /// them, so that the waits for memory overlap instead of adding up.
+    /// Finds a batch. Prefetches a row of slots, then of keys, then of contents before they are
+    /// used, so that the memory accesses overlap instead of adding up.
     pub(crate) fn find_batch(&self, keys: &[BlockKey], found: &mut Vec<Option<KeyIndex>>) {
-        /// As many rows of three cache lines stay in the first cache.
+        /// This many keys with three cache lines each stay in the L1 cache.
         const ROW: usize = 64;
         let mut prints = [0; ROW];
         for row in keys.chunks(ROW) {
@@ -311,7 +312,7 @@ impl Catalog {
         self.contents.get_mut(content.0)
     }
 
-    /// The content at that index, if it is still the one of that generation.
+    /// The content at an index, if its generation is still the same.
     pub(crate) fn live_content(&mut self, of: (ContentIndex, u32)) -> Option<&mut Content> {
         let content = self.contents.try_get_mut(of.0.0)?;
         (content.generation == of.1).then_some(content)
@@ -326,11 +327,11 @@ impl Catalog {
         self.digests.try_get(content.0)
     }
 
-    /// The entry of the block before this one, while it is known.
+    /// The entry of the previous block of the chain, while it is known.
     pub(crate) fn parent_of(&self, key: KeyIndex) -> Option<KeyIndex> {
         let entry = self.entry(key);
         let parent = self.keys.try_get(entry.parent)?;
-        // The index may have been given to another key since; its tag tells.
+        // The index may have been reused for another key; then its tag differs.
         (self.tag_of(&parent.key) == entry.parent_tag).then_some(KeyIndex(entry.parent))
     }
 
@@ -374,7 +375,7 @@ impl Catalog {
         (self.link(new, content), content)
     }
 
-    /// Adds a key that names bytes which are known already.
+    /// Adds a key for bytes that are known already.
     pub(crate) fn link(&mut self, new: &NewKey, content: ContentIndex) -> KeyIndex {
         debug_assert!(self.find(&new.key).is_none(), "a key has one entry");
         let next_of_content = self.content(content).first_key;
@@ -397,7 +398,7 @@ impl Catalog {
         content.key_count += 1;
         let is_full = content.key_count == KEYS_PER_CONTENT_MAX;
         if is_full && let Some(digest) = self.digests.try_get(at.0) {
-            // Further equal bytes become a content of their own.
+            // Further puts of equal bytes make a new content.
             self.by_digest.remove(self.seed.of_digest(digest), at.0);
         }
         if let Some(parent) = &new.parent {
@@ -410,7 +411,7 @@ impl Catalog {
         KeyIndex(key)
     }
 
-    /// Forgets a key. Returns its content's entry when this was the last key that named it.
+    /// Removes a key. Returns its content's entry when this was the last key that named it.
     pub(crate) fn remove(&mut self, key: KeyIndex) -> Option<Content> {
         let entry = self.keys.remove(key.0);
         self.table.remove(self.fingerprint(&entry.key), key.0);
@@ -425,7 +426,7 @@ impl Catalog {
             return None;
         }
         if let Some(digest) = self.digests.try_remove(entry.content.0) {
-            self.by_digest.remove_if_there(self.seed.of_digest(&digest), entry.content.0);
+            self.by_digest.remove_if_present(self.seed.of_digest(&digest), entry.content.0);
         }
         let content = self.contents.remove(entry.content.0);
         for (stage, count) in self.stage_blocks.iter_mut().enumerate() {
@@ -435,6 +436,7 @@ impl Catalog {
     }
 
     fn unlink(&mut self, entry: &KeyEntry, key: KeyIndex) {
+        // A singly linked list: at most `KEYS_PER_CONTENT_MAX` steps.
         let first = self.content(entry.content).first_key;
         if first == key.0 {
             self.content_mut(entry.content).first_key = entry.next_of_content;
@@ -452,7 +454,7 @@ impl Catalog {
         KeyIndex(self.content(content).first_key)
     }
 
-    /// The next of the keys that name the same content, in no order that means anything.
+    /// The next key that names the same content, in no particular order.
     pub(crate) fn next_key_of(&self, key: KeyIndex) -> Option<KeyIndex> {
         let next = self.entry(key).next_of_content;
         (next != NONE).then_some(KeyIndex(next))
@@ -469,7 +471,7 @@ impl Catalog {
         keys
     }
 
-    /// The keys at these indices, as far as there are any.
+    /// The keys at these indices, skipping free ones.
     pub(crate) fn keys_at(
         &self,
         indices: std::ops::Range<u32>,
@@ -477,17 +479,17 @@ impl Catalog {
         indices.filter(|index| self.keys.try_get(*index).is_some()).map(KeyIndex)
     }
 
-    /// Keys are at indices below this one.
+    /// The exclusive upper bound of key indices.
     pub(crate) fn key_indices_end(&self) -> u32 {
         self.keys.end()
     }
 
-    /// Tells a parent from another key at its index.
+    /// Distinguishes a parent from a later key at its index.
     fn tag_of(&self, key: &BlockKey) -> u32 {
         (self.fingerprint(key) >> 32) as u32
     }
 
-    /// Every key there is.
+    /// All keys.
     pub(crate) fn all_keys(&self) -> Vec<KeyIndex> {
         self.keys.indices().map(KeyIndex).collect()
     }

@@ -1,9 +1,9 @@
 //! Eviction: which blocks leave a tier first.
 //!
-//! The mechanism ([`Eviction`]) knows chains: a block goes only after all that follow it, a
-//! request's last partial block is not taken, and protected prefixes go last, within a quota. What
-//! is left to decide is a [`Policy`]'s; each one runs behind the same mechanism and passes
-//! [`conformance`]. How they compare on real traces is in `docs/eviction.md`.
+//! The mechanism ([`Eviction`]) enforces the rules of chains: a block is evicted only after all
+//! blocks that follow it, a request's last partial block is not admitted, and protected prefixes
+//! are evicted last, within a quota. A [`Policy`] decides the rest. Every policy runs behind the
+//! same mechanism and passes [`conformance`]. `docs/eviction.md` compares them on real traces.
 
 mod arc;
 mod blocks;
@@ -19,7 +19,7 @@ use std::fmt;
 use std::time::Duration;
 
 pub use arc::Arc;
-pub use blocks::{BLOCKS_MAX, Blocks, Incoming, List, Slot};
+pub use blocks::{BLOCKS_MAX, BlockList, BlockTable, Incoming, Slot};
 pub use ghosts::Ghosts;
 pub use hints::{Hints, Priority, StopReason};
 pub use lru::Lru;
@@ -31,100 +31,106 @@ use blocks::Adoption;
 
 use crate::PolicyKind;
 
-/// One block of a chain that somebody asks for.
+/// One block of a requested chain.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Asked {
     /// Eight bytes of its key.
     pub fingerprint: u64,
-    /// Where it is, if it is resident.
+    /// Its slot, if it is resident.
     pub resident: Option<Slot>,
 }
 
-/// Why a block left.
+/// Why a block was removed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Removal {
-    /// To make room: a policy may remember it.
+    /// Evicted to make room: a policy may remember it.
     Evicted,
-    /// Because somebody said so, or because it expired: it is forgotten.
+    /// Deleted by a caller or expired: a policy forgets it.
     Deleted,
 }
 
-/// What to do with a block that needs room.
+/// What to do for a block that needs room.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Verdict {
-    /// This block goes for it.
+    /// Evict this block.
     Evict(Slot),
-    /// Nothing that may go is worth less than the block that wants to come.
+    /// Do not admit the block: every eviction candidate is worth more.
     Decline,
 }
 
-/// Whether the mechanism lets a block go: a leaf that nobody holds.
-pub type MayGo<'a> = dyn FnMut(&Blocks, Slot) -> bool + 'a;
+/// Whether a block may be evicted: it is a leaf, and neither pinned nor in use.
+pub type EvictionFilter<'a> = dyn FnMut(&BlockTable, Slot) -> bool + 'a;
 
-/// Decides the order in which blocks go. The mechanism calls it; see each method for when.
+/// Decides the order of eviction. The mechanism calls it; each method says when.
 ///
-/// Protected blocks come by like all others, but a policy must not link them into a list nor
-/// name them as victims: [`Blocks::is_protected`] tells.
+/// Protected blocks are reported like all others, but a policy must neither link them into a list
+/// nor return them as victims: [`BlockTable::is_protected`] identifies them.
 pub trait Policy: fmt::Debug + Send {
-    /// What it is called on the command line.
+    /// The name of the policy on the command line.
     fn name(&self) -> &'static str;
 
-    /// A chain was asked for; its first `leading` blocks are resident. Its partial tail is left
-    /// out.
+    /// A chain was requested; its first `leading` blocks are resident. A partial tail that is not
+    /// admitted is already cut off.
     fn request(
         &mut self,
-        blocks: &mut Blocks,
+        blocks: &mut BlockTable,
         now: Duration,
         chain: &[Asked],
         leading: usize,
         hints: &Hints,
     );
 
-    /// Something became known about a chain without a request for it.
-    fn hint(&mut self, _: &mut Blocks, _: Duration, _: &[Asked], _: &Hints) {}
+    /// Hints for a chain arrived without a request for it.
+    fn hint(&mut self, _: &mut BlockTable, _: Duration, _: &[Asked], _: &Hints) {}
 
-    /// One block was read without its chain.
-    fn touch(&mut self, blocks: &mut Blocks, now: Duration, slot: Slot);
+    /// One block was read outside a chain request.
+    fn touch(&mut self, blocks: &mut BlockTable, now: Duration, slot: Slot);
 
-    /// A block came in.
-    fn insert(&mut self, blocks: &mut Blocks, now: Duration, slot: Slot);
+    /// A block was inserted.
+    fn insert(&mut self, blocks: &mut BlockTable, now: Duration, slot: Slot);
 
-    /// A block is about to go; it is still in the table.
-    fn remove(&mut self, blocks: &mut Blocks, slot: Slot, why: Removal);
+    /// A block is about to be removed; it is still in the table.
+    fn remove(&mut self, blocks: &mut BlockTable, slot: Slot, why: Removal);
 
-    /// The last resident child of a block has gone: it is a leaf now.
-    fn bared(&mut self, _: &mut Blocks, _: Slot) {}
+    /// The last resident child of a block was removed: the block is a leaf now.
+    fn became_leaf(&mut self, _: &mut BlockTable, _: Slot) {}
 
-    /// The block that should go first among those that may. It stays until [`Policy::remove`].
+    /// The first eviction candidate that `may_go` allows. It stays until [`Policy::remove`].
     fn victim(
         &mut self,
-        blocks: &mut Blocks,
+        blocks: &mut BlockTable,
         now: Duration,
-        may_go: &mut MayGo<'_>,
+        may_go: &mut EvictionFilter<'_>,
     ) -> Option<Slot>;
 
-    /// Whether `victim`, which it has just named, should go for `incoming`.
-    fn yields(&mut self, _: &Blocks, _: Duration, _victim: Slot, _incoming: &Incoming) -> bool {
+    /// Whether `victim`, which this policy has just returned, is worth less than `incoming`.
+    fn should_evict_for(
+        &mut self,
+        _: &BlockTable,
+        _: Duration,
+        _victim: Slot,
+        _incoming: &Incoming,
+    ) -> bool {
         true
     }
 
-    /// Whether a hit in a lower tier brings the block up.
+    /// Whether a hit in a lower tier promotes the block.
     fn promotes_hits(&self) -> bool {
         true
     }
 
-    /// Memory beyond the table of blocks.
+    /// Memory of the policy, without the table of blocks.
     fn memory_bytes(&self) -> usize;
 }
 
-/// What the mechanism is told at the start.
+/// Settings of one tier's eviction.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Limits {
     /// Size of the tier; the quota is a share of it.
     pub capacity_bytes: u64,
     /// Share of the tier that protected prefixes may hold, in percent.
     pub protected_percent: u8,
-    /// Whether a request's last partial block is taken.
+    /// Whether a request's last partial block is admitted.
     pub admit_partial: bool,
 }
 
@@ -133,29 +139,29 @@ pub struct Limits {
 pub struct EvictionStats {
     /// Requests seen.
     pub requests: u64,
-    /// Blocks that came in.
+    /// Blocks inserted.
     pub inserted: u64,
-    /// Blocks that went to make room.
+    /// Blocks evicted to make room.
     pub evicted: u64,
-    /// Blocks that were deleted.
+    /// Blocks deleted or expired.
     pub deleted: u64,
-    /// Blocks that wanted to come and were worth less than all that may go.
+    /// Blocks not admitted, because every eviction candidate was worth more.
     pub declined: u64,
     /// Protected blocks now.
     pub protected_blocks: u64,
     /// Their bytes.
     pub protected_bytes: u64,
-    /// Blocks that were to be protected, but the quota was full: they are ordinary.
+    /// Blocks that exceeded the quota of protected blocks and are treated as ordinary ones.
     pub protection_refused: u64,
 }
 
 /// One tier's eviction: the mechanism around a policy.
 #[derive(Debug)]
 pub struct Eviction {
-    blocks: Blocks,
+    blocks: BlockTable,
     policy: Box<dyn Policy>,
     /// Protected blocks by last use.
-    protected: List,
+    protected: BlockList,
     limits: Limits,
     stats: EvictionStats,
     now: Duration,
@@ -176,9 +182,9 @@ impl Eviction {
     /// An empty tier.
     pub fn new(policy: Box<dyn Policy>, limits: Limits) -> Self {
         Self {
-            blocks: Blocks::default(),
+            blocks: BlockTable::default(),
             policy,
-            protected: List::default(),
+            protected: BlockList::default(),
             limits,
             stats: EvictionStats::default(),
             now: Duration::ZERO,
@@ -186,7 +192,7 @@ impl Eviction {
     }
 
     /// The resident blocks.
-    pub fn blocks(&self) -> &Blocks {
+    pub fn blocks(&self) -> &BlockTable {
         &self.blocks
     }
 
@@ -205,15 +211,15 @@ impl Eviction {
         self.blocks.memory_bytes() + self.policy.memory_bytes()
     }
 
-    /// Whether a block may come in at all: a request's last partial block is almost never asked
-    /// for again, and would take the place of one that is.
+    /// Whether a block may be admitted at all. A request's last partial block is almost never
+    /// requested again, and would displace one that is.
     pub fn admits(&self, is_partial: bool) -> bool {
         self.limits.admit_partial || !is_partial
     }
 
-    /// A chain is asked for, root first; called once per lookup, before what is missing comes in.
-    /// `partial_tail` says that its last block is not full. Returns how many leading blocks are
-    /// resident. Times that go back count as the latest one seen.
+    /// A chain is requested, root first. Called once per lookup, before the missing blocks are
+    /// inserted. `partial_tail` says that the last block is not full. Returns the number of leading
+    /// resident blocks. A time that goes backwards counts as the latest one seen.
     pub fn request(
         &mut self,
         now: Duration,
@@ -223,34 +229,36 @@ impl Eviction {
     ) -> usize {
         self.advance(now);
         self.stats.requests += 1;
+        // Recency is updated from the leaf to the root, so that the root is the newest and is
+        // evicted last. The partial tail takes part in neither: it will not be inserted.
         let (chain, leading) = self.leading(chain);
         let is_cut = partial_tail && !self.limits.admit_partial;
         let full = chain.len() - usize::from(is_cut && !chain.is_empty());
-        for asked in chain[..leading].iter().rev() {
-            let slot = asked.resident.filter(|slot| self.blocks.is_protected(*slot));
-            slot.inspect(|slot| self.protected.renew(&mut self.blocks, *slot));
+        for requested in chain[..leading].iter().rev() {
+            let slot = requested.resident.filter(|slot| self.blocks.is_protected(*slot));
+            slot.inspect(|slot| self.protected.move_to_newest(&mut self.blocks, *slot));
         }
         let leading_full = leading.min(full);
         self.policy.request(&mut self.blocks, self.now, &chain[..full], leading_full, hints);
         leading
     }
 
-    /// Something becomes known about a chain after its request, or before the next one.
+    /// Hints for a chain, after its request or before the next one.
     pub fn hint(&mut self, now: Duration, chain: &[Asked], hints: &Hints) {
         self.advance(now);
         self.policy.hint(&mut self.blocks, self.now, chain, hints);
     }
 
-    /// One block is read without its chain.
+    /// One block is read outside a chain request.
     pub fn touch(&mut self, now: Duration, slot: Slot) {
         self.advance(now);
         if self.blocks.is_protected(slot) {
-            self.protected.renew(&mut self.blocks, slot);
+            self.protected.move_to_newest(&mut self.blocks, slot);
         }
         self.policy.touch(&mut self.blocks, self.now, slot);
     }
 
-    /// A block comes in; room was made before. Blocks of one request come root first.
+    /// Inserts a block; the caller has made room. Blocks of one request are inserted root first.
     pub fn insert(&mut self, now: Duration, incoming: &Incoming) -> Slot {
         self.advance(now);
         let is_protected = incoming.is_protected && self.has_quota_for(incoming.bytes);
@@ -267,10 +275,10 @@ impl Eviction {
         slot
     }
 
-    /// A block goes.
+    /// Removes a block.
     ///
     /// # Panics
-    /// If the slot holds none.
+    /// If the slot holds no block.
     pub fn remove(&mut self, slot: Slot, why: Removal) {
         assert!(self.blocks.is_resident(slot), "a block leaves once: slot {}", slot.index());
         if self.blocks.is_protected(slot) {
@@ -283,21 +291,21 @@ impl Eviction {
             Removal::Deleted => self.stats.deleted += 1,
         }
         self.policy.remove(&mut self.blocks, slot, why);
-        if let Some(bare) = self.blocks.remove(slot) {
-            self.policy.bared(&mut self.blocks, bare);
+        if let Some(leaf) = self.blocks.remove(slot) {
+            self.policy.became_leaf(&mut self.blocks, leaf);
         }
     }
 
-    /// The block that should go first, among leaves whose owner is usable: neither pinned nor
-    /// still to be written down. It stays until it is removed.
+    /// The first eviction candidate among the leaves for whose owner `usable` returns true: neither
+    /// pinned nor waiting for write-back. It stays until it is removed.
     pub fn victim(&mut self, now: Duration, usable: &mut dyn FnMut(u32) -> bool) -> Option<Slot> {
         self.advance(now);
         self.choose(None, usable)
     }
 
-    /// What should go for a block that wants to come: never its own parent, and nothing at all if
-    /// the policy values the block less than everything that may go. Protected blocks are always
-    /// worth more.
+    /// The victim to evict for an incoming block: never the block's own parent, and none if the
+    /// policy values the incoming block less than every candidate. A protected block, incoming or
+    /// victim, skips that comparison.
     pub fn victim_for(
         &mut self,
         now: Duration,
@@ -307,14 +315,14 @@ impl Eviction {
         self.advance(now);
         let victim = self.choose(incoming.parent, usable).filter(|victim| {
             let is_protected = incoming.is_protected || self.blocks.is_protected(*victim);
-            is_protected || self.policy.yields(&self.blocks, self.now, *victim, incoming)
+            is_protected || self.policy.should_evict_for(&self.blocks, self.now, *victim, incoming)
         });
         self.stats.declined += u64::from(victim.is_none());
         victim.map_or(Verdict::Decline, Verdict::Evict)
     }
 
-    /// Evicts until that many bytes are gone or nothing more may go; appends the owners of what
-    /// went, and returns how many bytes it was.
+    /// Evicts until `bytes_needed` bytes are freed or no candidate is left. Appends the owners of
+    /// the evicted blocks and returns the number of bytes freed.
     pub fn victims(
         &mut self,
         now: Duration,
@@ -336,19 +344,25 @@ impl Eviction {
         self.now = self.now.max(now);
     }
 
-    /// How many leading blocks are resident. Repairs parents on the way (a parent may have been
-    /// deleted and put again), and cuts the chain where it contradicts what is known: so no block
-    /// comes twice among the leading ones.
+    /// The number of leading resident blocks. Corrects parents on the way, because a parent may
+    /// have been deleted and put again. Cuts the chain where it contradicts the known parents, so
+    /// no block occurs twice among the leading ones.
     fn leading<'a>(&mut self, chain: &'a [Asked]) -> (&'a [Asked], usize) {
         let mut before = None;
-        for (at, asked) in chain.iter().enumerate() {
-            let resident = asked.resident.filter(|slot| self.blocks.is_resident(*slot));
+        for (at, requested) in chain.iter().enumerate() {
+            let resident = requested.resident.filter(|slot| self.blocks.is_resident(*slot));
             let Some(slot) = resident else { return (chain, at) };
-            assert_eq!(self.blocks.fingerprint(slot), asked.fingerprint, "a slot of another block");
+            assert_eq!(
+                self.blocks.fingerprint(slot),
+                requested.fingerprint,
+                "a slot of another block"
+            );
             if let Some(parent) = before {
                 match self.blocks.adopt(slot, parent) {
                     Adoption::Settled(None) => {}
-                    Adoption::Settled(Some(bare)) => self.policy.bared(&mut self.blocks, bare),
+                    Adoption::Settled(Some(leaf)) => {
+                        self.policy.became_leaf(&mut self.blocks, leaf);
+                    }
                     Adoption::Contradiction => return (&chain[..at], at),
                 }
             }
@@ -368,10 +382,11 @@ impl Eviction {
         parent: Option<Slot>,
         usable: &mut dyn FnMut(u32) -> bool,
     ) -> Option<Slot> {
-        let mut may_go = |blocks: &Blocks, slot: Slot| {
+        let mut may_go = |blocks: &BlockTable, slot: Slot| {
             blocks.is_leaf(slot) && Some(slot) != parent && usable(blocks.owner(slot))
         };
+        // Protected blocks are in no policy's list: they are candidates only when nothing else is.
         let chosen = self.policy.victim(&mut self.blocks, self.now, &mut may_go);
-        chosen.or_else(|| self.protected.oldest_that(&mut self.blocks, &mut may_go, usize::MAX))
+        chosen.or_else(|| self.protected.oldest_allowed(&mut self.blocks, &mut may_go, usize::MAX))
     }
 }

@@ -1,4 +1,4 @@
-//! What became of blocks that are not here: the latest events, in a fixed amount of memory.
+//! The history of lost blocks: why each latest one is absent, in bounded memory.
 
 use std::fmt;
 
@@ -7,75 +7,75 @@ use cascade_block::{BlockKey, Seed};
 use crate::DeclineReason;
 use crate::eviction::{Ghosts, Removal};
 
-/// Blocks whose end is remembered, the latest ones: a megabyte and a half at most.
+/// Most losses remembered, the latest ones: 1.5 MiB.
 const EVENTS_MAX: usize = 64 << 10;
 
-/// Why a block is not here.
+/// Why a block is absent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Loss {
-    /// DRAM needed room, no tier is below, and it had not been read since it was put.
+    /// Evicted from DRAM with no tier below, and not read since its put.
     EvictedUnread,
-    /// DRAM needed room and no tier is below; it had been read.
+    /// Evicted from DRAM with no tier below, after at least one read.
     EvictedRead,
-    /// DRAM needed room and no tier is below; it was protected, but nothing else could go.
+    /// Evicted from DRAM with no tier below; protected, but there was no other candidate.
     EvictedProtected,
-    /// DRAM needed room, and no tier below had taken it.
+    /// Evicted from DRAM before a lower tier had written it.
     EvictedUnwritten,
-    /// DRAM needed room, and the tier below had given up its copy before.
+    /// Evicted from DRAM after the lower tier had reclaimed its copy.
     EvictedReclaimed,
-    /// The tier below needed room, and DRAM had let it go before.
+    /// Reclaimed by the lower tier after DRAM had evicted it.
     Reclaimed,
-    /// The only tier that could have kept it did not take it.
+    /// Not written by the only tier that could have kept it.
     Unwritten,
-    /// Its bytes failed their check when they were read back.
+    /// Its bytes failed their checksum when they were read.
     Damaged,
-    /// The tier that had it no longer knew it.
+    /// The tier that had it no longer has it.
     Vanished,
-    /// Somebody deleted it.
+    /// Deleted by a caller.
     Deleted,
-    /// Somebody cleared the store.
+    /// Deleted when a caller cleared the store.
     Cleared,
-    /// Its time was over.
+    /// Its expiry time passed.
     Expired,
-    /// It was offered and not taken: a request's last partial block.
+    /// Declined: a request's last partial block.
     DeclinedPartial,
-    /// It was offered and not taken: larger than a tier can hold.
+    /// Declined: larger than a tier can hold.
     DeclinedTooLarge,
-    /// It was offered and not taken: all of DRAM was pinned or held by views.
+    /// Declined: all of DRAM was pinned or held by views.
     DeclinedFull,
-    /// It was offered and not taken: everything resident was worth more, and no tier is below.
+    /// Declined: every resident block was worth more, and no tier is below.
     DeclinedWorthLess,
-    /// It was offered and not taken: the pipeline keeps nothing.
+    /// Declined: the pipeline keeps nothing.
     DeclinedEmpty,
-    /// It was offered, and the put failed.
+    /// Its put failed.
     PutFailed,
 }
 
-/// Every loss with what is said of it; the place in the list is its number.
+/// Every loss with its description; the index in the list is its number.
 const LOSSES: [(Loss, &str); 18] = [
     (Loss::EvictedUnread, "evicted from DRAM for room; it had not been read since it was put"),
     (Loss::EvictedRead, "evicted from DRAM for room; it had been read since it was put"),
-    (Loss::EvictedProtected, "evicted from DRAM for room; protected, but nothing else could go"),
-    (Loss::EvictedUnwritten, "evicted from DRAM for room; no tier below had taken it"),
-    (Loss::EvictedReclaimed, "evicted from DRAM for room; the tier below had given it up before"),
-    (Loss::Reclaimed, "given up by the tier below for room; DRAM had evicted it before"),
-    (Loss::Unwritten, "not taken by the only tier that could have kept it"),
-    (Loss::Damaged, "dropped: its bytes failed their check"),
-    (Loss::Vanished, "gone from the tier that had it"),
+    (Loss::EvictedProtected, "evicted from DRAM for room; protected, but no other block could go"),
+    (Loss::EvictedUnwritten, "evicted from DRAM for room; no tier below had written it"),
+    (Loss::EvictedReclaimed, "evicted from DRAM for room; the tier below had reclaimed its copy"),
+    (Loss::Reclaimed, "reclaimed by the tier below for room; DRAM had evicted it before"),
+    (Loss::Unwritten, "not written by the only tier that could have kept it"),
+    (Loss::Damaged, "dropped: its bytes failed their checksum"),
+    (Loss::Vanished, "missing from the tier that had it"),
     (Loss::Deleted, "deleted by a caller"),
     (Loss::Cleared, "deleted when the store was cleared"),
     (Loss::Expired, "expired"),
-    (Loss::DeclinedPartial, "not taken: a request's last partial block"),
-    (Loss::DeclinedTooLarge, "not taken: larger than a tier can hold"),
-    (Loss::DeclinedFull, "not taken: all of DRAM was pinned or held by views"),
-    (Loss::DeclinedWorthLess, "not taken: everything resident was worth more"),
-    (Loss::DeclinedEmpty, "not taken: the pipeline keeps nothing"),
+    (Loss::DeclinedPartial, "declined: a request's last partial block"),
+    (Loss::DeclinedTooLarge, "declined: larger than a tier can hold"),
+    (Loss::DeclinedFull, "declined: all of DRAM was pinned or held by views"),
+    (Loss::DeclinedWorthLess, "declined: every resident block was worth more"),
+    (Loss::DeclinedEmpty, "declined: the pipeline keeps nothing"),
     (Loss::PutFailed, "its put failed"),
 ];
 
 impl Loss {
-    /// What the policy is told.
+    /// The reason that is passed to the eviction policy.
     pub(crate) fn removal(self) -> Removal {
         match self {
             Self::EvictedUnread
@@ -113,68 +113,68 @@ impl From<DeclineReason> for Loss {
     }
 }
 
-/// Bits of an event's number that say why; the others count seconds since the store was opened.
+/// Bits of a number that encode the loss; the others count seconds since the store was opened.
 const LOSS_BITS: u32 = 5;
 const SECONDS_MAX: u64 = (1 << (u32::BITS - LOSS_BITS)) - 1;
 const _: () = assert!(LOSSES.len() <= 1 << LOSS_BITS, "every loss has a number");
 
-/// The latest ends of blocks, by key.
+/// The latest losses, by key.
 #[derive(Debug)]
 pub(crate) struct History {
-    /// Why and when, in one number each.
-    ends: Ghosts,
+    /// Loss and time, in one number each.
+    losses: Ghosts,
     seed: Seed,
     opened_unix_ms: u64,
-    /// The latest moment that it was told, in seconds since the store was opened.
+    /// The latest time set, in seconds since the store was opened.
     now: u64,
 }
 
 impl History {
     pub(crate) fn new(opened_unix_ms: u64, seed: Seed) -> Self {
-        Self { ends: Ghosts::default(), seed, opened_unix_ms, now: 0 }
+        Self { losses: Ghosts::default(), seed, opened_unix_ms, now: 0 }
     }
 
-    /// Whoever takes the state's lock and may note something tells the time first: asking a clock
-    /// for every block would cost more than noting it.
+    /// Sets the time of the losses recorded next. Called once after the state's lock is taken:
+    /// reading the clock for every block would cost more than recording it.
     pub(crate) fn tell_time(&mut self, unix_ms: u64) {
         self.now = unix_ms.saturating_sub(self.opened_unix_ms) / 1000;
     }
 
-    /// A block has gone, or did not come.
+    /// Records that a block was lost or not stored.
     pub(crate) fn note(&mut self, key: &BlockKey, why: Loss) {
         let seconds = self.now.min(SECONDS_MAX);
         let number = u32::try_from(seconds << LOSS_BITS).expect("within the maximum");
         let fingerprint = self.seed.of_key(key);
-        self.ends.take(fingerprint);
-        self.ends.push(fingerprint, number | why.number(), EVENTS_MAX);
+        self.losses.take(fingerprint);
+        self.losses.push(fingerprint, number | why.number(), EVENTS_MAX);
     }
 
-    /// A block has come.
+    /// Forgets the loss of a block that is stored again.
     pub(crate) fn forget(&mut self, key: &BlockKey) {
-        self.ends.take(self.seed.of_key(key));
+        self.losses.take(self.seed.of_key(key));
     }
 
-    /// Why a block is not here, and since when (milliseconds since 1970, to the second).
+    /// Why a block is absent, and since when (milliseconds since 1970, to the second).
     pub(crate) fn end_of(&self, key: &BlockKey) -> Option<(Loss, u64)> {
-        let number = self.ends.get(self.seed.of_key(key))?;
+        let number = self.losses.get(self.seed.of_key(key))?;
         let (why, _) = LOSSES[(number & ((1 << LOSS_BITS) - 1)) as usize];
         let seconds = u64::from(number >> LOSS_BITS);
         Some((why, self.opened_unix_ms + seconds * 1000))
     }
 
-    /// This moment as blocks keep it: seconds since the store was opened, plus one; zero is never.
+    /// The time set last, as blocks keep it: seconds since opening plus one; zero is never.
     pub(crate) fn stamp(&self) -> u32 {
         u32::try_from(self.now + 1).unwrap_or(u32::MAX)
     }
 
-    /// The moment of a stamp, in milliseconds since 1970.
+    /// The time of a stamp, in milliseconds since 1970.
     pub(crate) fn unix_ms_of(&self, stamp: u32) -> Option<u64> {
         let seconds = u64::from(stamp.checked_sub(1)?);
         Some(self.opened_unix_ms + seconds * 1000)
     }
 
     pub(crate) fn memory_bytes(&self) -> usize {
-        self.ends.memory_bytes()
+        self.losses.memory_bytes()
     }
 }
 
@@ -189,7 +189,7 @@ mod tests {
     }
 
     #[test]
-    fn the_latest_end_of_a_block_is_told_and_a_new_beginning_ends_it() {
+    fn the_latest_loss_of_a_block_is_reported_until_it_is_stored_again() {
         let opened = 5_000;
         let mut history = History::new(opened, Seed::new(1));
         for (seconds, (why, text)) in (1..).zip(LOSSES) {
@@ -203,7 +203,7 @@ mod tests {
     }
 
     #[test]
-    fn the_oldest_ends_are_forgotten_first() {
+    fn the_oldest_losses_are_forgotten_first() {
         let mut history = History::new(0, Seed::new(1));
         let count = EVENTS_MAX as u64 + 10;
         (0..count).for_each(|number| history.note(&key(number), Loss::Deleted));
@@ -213,11 +213,11 @@ mod tests {
     }
 
     #[test]
-    fn a_store_of_many_years_does_not_wrap() {
+    fn the_time_of_a_loss_saturates_after_many_years() {
         let mut history = History::new(0, Seed::new(1));
         history.tell_time((SECONDS_MAX + 77) * 1000);
         history.note(&key(1), Loss::Expired);
-        let (why, at) = history.end_of(&key(1)).expect("it was noted");
+        let (why, at) = history.end_of(&key(1)).expect("it was recorded");
         assert_eq!((why, at / 1000), (Loss::Expired, SECONDS_MAX));
         assert_eq!(history.unix_ms_of(0), None);
     }

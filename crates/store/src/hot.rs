@@ -1,35 +1,35 @@
-//! Hot prefixes: which chains many requests share lately, in a few kilobytes.
+//! Hot prefixes: the chains that many recent requests share, in a few kilobytes.
 //!
-//! Where the blocks that a request found come to an end, it parts from those before it: that block
-//! is watched. Every later request through a watched block counts for it. A new one takes the place
-//! of the least asked for among a few, so what is asked for often stays.
+//! The last matched block of a request is where it diverges from earlier ones; that block is
+//! watched. Every later request that contains a watched block counts as a hit on it. A new watched
+//! block replaces the one with the fewest hits among a few, so frequent ones stay.
 
 use std::collections::HashMap;
 use std::time::Duration;
 
 use cascade_block::{BlockKey, Seed};
 
-/// Prefixes that are watched.
+/// Most watched prefixes.
 const WATCHED_MAX: usize = 192;
-/// Watched prefixes of which the least asked for gives way.
+/// Watched prefixes searched for the one with the fewest hits, which is replaced.
 const SEARCHED: usize = 8;
-/// Half of the window, as for the shadows.
+/// Half of the window, as for the shadow caches.
 const HALF: Duration = Duration::from_secs(15 * 60);
-/// Marks that tell most blocks from watched ones without a search.
+/// Size of the filter that rules out most blocks without a hash lookup.
 const MARKS: usize = 4096;
 
 /// One watched prefix.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Watched {
+pub(crate) struct WatchedPrefix {
     pub(crate) key: BlockKey,
-    /// Blocks from the root to it, itself included.
+    /// Blocks from the root to this one, inclusive.
     pub(crate) depth: u32,
     current: u64,
     before: u64,
 }
 
-impl Watched {
-    /// Requests through it of late.
+impl WatchedPrefix {
+    /// Requests through it in the window.
     pub(crate) fn hits(&self) -> u64 {
         self.current + self.before
     }
@@ -38,11 +38,11 @@ impl Watched {
 #[derive(Debug)]
 pub(crate) struct HotPrefixes {
     seed: Seed,
-    watched: Vec<Watched>,
+    watched: Vec<WatchedPrefix>,
     places: HashMap<u64, usize>,
-    /// How many watched blocks have each mark.
+    /// Number of watched blocks per filter mark.
     marks: Box<[u8; MARKS]>,
-    hand: usize,
+    search_start: usize,
     half_since: Duration,
 }
 
@@ -53,12 +53,12 @@ impl HotPrefixes {
             watched: Vec::new(),
             places: HashMap::new(),
             marks: Box::new([0; MARKS]),
-            hand: 0,
+            search_start: 0,
             half_since: Duration::ZERO,
         }
     }
 
-    /// A chain was looked up, and that many of its leading blocks were found.
+    /// A chain was looked up and its first `matched` blocks were found.
     pub(crate) fn request(&mut self, now: Duration, keys: &[BlockKey], matched: usize) {
         self.advance(now);
         let mut is_end_watched = false;
@@ -76,20 +76,20 @@ impl HotPrefixes {
         }
     }
 
-    /// The prefixes that most requests went through, most first.
-    pub(crate) fn most(&self, count: usize) -> Vec<Watched> {
+    /// The prefixes with the most hits, most first.
+    pub(crate) fn top(&self, count: usize) -> Vec<WatchedPrefix> {
         let mut all = self.watched.clone();
-        // Of nested prefixes that the same requests went through, the deeper one tells more.
+        // Of nested prefixes with equal hits, the deeper one is more specific.
         all.sort_by_key(|one| (std::cmp::Reverse((one.hits(), one.depth)), one.key));
         all.retain(|one| one.hits() > 0);
         all.truncate(count);
         all
     }
 
-    /// Memory of all that is watched.
+    /// Memory of the watched prefixes.
     pub(crate) fn memory_bytes(&self) -> usize {
         let places = self.places.capacity() * (size_of::<(u64, usize)>() + 1);
-        let watched = self.watched.capacity() * size_of::<Watched>();
+        let watched = self.watched.capacity() * size_of::<WatchedPrefix>();
         size_of::<Self>() + watched + places + MARKS
     }
 
@@ -100,20 +100,21 @@ impl HotPrefixes {
 
     fn watch(&mut self, key: BlockKey, depth: usize) {
         let depth = u32::try_from(depth).unwrap_or(u32::MAX);
-        let new = Watched { key, depth, current: 1, before: 0 };
+        let new = WatchedPrefix { key, depth, current: 1, before: 0 };
         let fingerprint = self.seed.of_key(&key);
         if self.places.contains_key(&fingerprint) {
-            // Another block with the same fingerprint is watched: one of them is enough.
+            // Another block with the same fingerprint is watched; the table holds one of them.
             return;
         }
         let place = if self.watched.len() < WATCHED_MAX {
             self.watched.push(new);
             self.watched.len() - 1
         } else {
-            let searched = (self.hand..self.hand + SEARCHED).map(|at| at % WATCHED_MAX);
-            self.hand = (self.hand + SEARCHED) % WATCHED_MAX;
+            let searched =
+                (self.search_start..self.search_start + SEARCHED).map(|at| at % WATCHED_MAX);
+            self.search_start = (self.search_start + SEARCHED) % WATCHED_MAX;
             let least = searched.min_by_key(|at| self.watched[*at].hits());
-            let place = least.expect("several were looked at");
+            let place = least.expect("several were searched");
             let old = std::mem::replace(&mut self.watched[place], new);
             self.places.remove(&self.seed.of_key(&old.key));
             let mark = self.mark(&old.key);
@@ -159,7 +160,7 @@ mod tests {
     }
 
     #[test]
-    fn a_shared_prefix_rises_above_what_each_session_adds() {
+    fn a_shared_prefix_ranks_above_the_blocks_of_single_sessions() {
         let mut hot = HotPrefixes::new(Seed::new(1));
         let shared = chain(0, 3);
         for session in 1..=200 {
@@ -167,20 +168,20 @@ mod tests {
             hot.request(Duration::ZERO, &keys, 3);
             hot.request(Duration::ZERO, &keys, 7);
         }
-        let most = hot.most(2);
-        assert_eq!((most[0].key, most[0].depth, most[0].hits()), (shared[2], 3, 400));
-        assert!(most[1].hits() < 3, "{most:?}");
+        let top = hot.top(2);
+        assert_eq!((top[0].key, top[0].depth, top[0].hits()), (shared[2], 3, 400));
+        assert!(top[1].hits() < 3, "{top:?}");
     }
 
     #[test]
-    fn what_was_hot_cools_down() {
+    fn hits_leave_the_window_with_time() {
         let mut hot = HotPrefixes::new(Seed::new(1));
         let keys = chain(1, 2);
         (0..5).for_each(|_| hot.request(Duration::ZERO, &keys, 2));
-        assert_eq!(hot.most(9)[0].hits(), 5);
+        assert_eq!(hot.top(9)[0].hits(), 5);
         hot.request(Duration::from_secs(16 * 60), &keys, 2);
-        assert_eq!(hot.most(9)[0].hits(), 6);
+        assert_eq!(hot.top(9)[0].hits(), 6);
         hot.request(Duration::from_secs(120 * 60), &keys, 1);
-        assert_eq!(hot.most(9).iter().map(Watched::hits).sum::<u64>(), 1);
+        assert_eq!(hot.top(9).iter().map(WatchedPrefix::hits).sum::<u64>(), 1);
     }
 }

@@ -1,7 +1,7 @@
-//! What watches a store's traffic beside its decisions: shadows, hot prefixes, known namespaces.
+//! Insight: traffic statistics of a store: shadow caches, hot prefixes, registered namespaces.
 //!
-//! It has a lock of its own, taken after the state's is free again, so that watching never keeps
-//! the state's. Two requests may come in the other order here; the figures do not mind.
+//! It has its own lock, taken after the state's lock is released, so that statistics never hold the
+//! state's lock. Two requests may arrive here in the other order; the statistics tolerate that.
 
 use std::collections::BTreeMap;
 use std::sync::{MutexGuard, PoisonError};
@@ -15,7 +15,7 @@ use crate::shadow::{Answered, ShadowFigure, Shadows};
 use crate::state::State;
 use crate::{Store, StoreConfig, TierName};
 
-/// Namespaces whose manifests are remembered; stages keep the others.
+/// Most namespaces whose manifests are kept in memory; stages keep the others.
 const NAMESPACES_MAX: usize = 1024;
 
 /// A prefix that many requests share.
@@ -23,15 +23,15 @@ const NAMESPACES_MAX: usize = 1024;
 pub struct HotPrefix {
     /// Its last block.
     pub key: BlockKey,
-    /// Blocks from the root to it, itself included.
+    /// Blocks from the root to this one, inclusive.
     pub depth_blocks: u32,
-    /// Requests that found it whole over the last 15 to 30 minutes, since it is watched.
+    /// Requests that matched all of it in the last 15 to 30 minutes, since it is watched.
     pub hits: u64,
-    /// Its blocks in each tier, fast to slow, as far as its chain is known.
+    /// Its blocks in each tier, fast to slow, as far as the chain is known.
     pub tiers: Vec<TierBytes>,
 }
 
-/// What a tier has of a chain.
+/// A chain's blocks in one tier.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TierBytes {
     /// The tier.
@@ -42,7 +42,7 @@ pub struct TierBytes {
     pub bytes: u64,
 }
 
-/// Everything that watches.
+/// All traffic statistics.
 #[derive(Debug)]
 pub(crate) struct Insight {
     pub(crate) shadows: Shadows,
@@ -65,12 +65,12 @@ impl Insight {
     }
 
     /// A chain was looked up.
-    pub(crate) fn request(&mut self, answered: &Answered<'_>) {
-        self.shadows.request(answered);
-        self.hot.request(answered.at, answered.keys, answered.matched);
+    pub(crate) fn request(&mut self, lookup: &Answered<'_>) {
+        self.shadows.request(lookup);
+        self.hot.request(lookup.at, lookup.keys, lookup.matched);
     }
 
-    /// A namespace is about to be used.
+    /// Registers a namespace before its first use.
     pub(crate) fn register(&mut self, namespace: &Namespace) {
         if self.registered.len() < NAMESPACES_MAX {
             self.registered.insert(namespace.id(), namespace.manifest().clone());
@@ -87,7 +87,7 @@ impl Insight {
         self.registered.iter().map(|(id, manifest)| (*id, manifest.clone()))
     }
 
-    /// What the shadows say, and the memory of all that watches.
+    /// The results of the shadows, and the memory of all statistics.
     pub(crate) fn figures(&self) -> (Vec<ShadowFigure>, usize) {
         let bytes = self.shadows.memory_bytes() + self.hot.memory_bytes();
         (self.shadows.figures(), bytes)
@@ -95,14 +95,14 @@ impl Insight {
 }
 
 impl Store {
-    /// The prefixes that most requests went through of late, most first. Nested ones are listed
-    /// each. A prefix counts from when it was first seen to be shared, so its hits are never more
-    /// than they were.
+    /// The prefixes with the most requests in the last 15 to 30 minutes, most first. Nested ones
+    /// are listed separately. A prefix is counted from when it was first seen to be shared, so its
+    /// hits are a lower bound.
     pub fn hot_prefixes(&self, count: usize) -> Vec<HotPrefix> {
         let node = self.node();
-        let watched = node.insight().hot.most(count);
+        let watched = node.insight().hot.top(count);
         let state = node.lock();
-        let describe = |watched: crate::hot::Watched| HotPrefix {
+        let describe = |watched: crate::hot::WatchedPrefix| HotPrefix {
             key: watched.key,
             depth_blocks: watched.depth,
             hits: watched.hits(),
@@ -113,18 +113,19 @@ impl Store {
 }
 
 impl Node {
-    /// Begins to watch anew: nothing is known of what was asked for before.
+    /// Discards all statistics, as after an erase.
     pub(crate) fn forget_watched(&self) {
         let lower = &self.tier_names()[1..];
         *self.insight() = Insight::new(&self.config, self.pipeline.has_dram, lower, self.seed);
     }
 
     pub(crate) fn insight(&self) -> MutexGuard<'_, Insight> {
-        // Figures that a panic left half counted are still only figures.
+        // After a panic the counts may be incomplete, but they are still valid statistics.
         self.insight.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The tiers that have the bytes of a content and are used, by their numbers, fast to slow.
+    /// The numbers of the tiers, fast to slow, that have a content's bytes and a closed read
+    /// circuit.
     pub(crate) fn tiers_with(&self, state: &State, key: KeyIndex) -> Vec<usize> {
         let content = state.catalog.content(state.catalog.entry(key).content);
         let memory = content.slab.is_some().then_some(0);

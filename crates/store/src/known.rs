@@ -1,4 +1,4 @@
-//! What the catalog says about a block before its bytes are copied.
+//! Checks a put against the catalog before its bytes are copied.
 
 use cascade_block::{Digest, DigestMode};
 
@@ -7,25 +7,27 @@ use crate::node::{Moment, Node};
 use crate::state::State;
 use crate::{DeclineReason, Put, PutOutcome, StoreError};
 
-/// What the catalog says about a block before its bytes are copied.
+/// Result of checking a put against the catalog.
 pub(crate) enum Known {
-    /// Nothing: it needs a slab.
+    /// The block is not present: it needs a slab.
     New,
-    /// The outcome is certain.
+    /// The outcome is known without its bytes.
     Settled(PutOutcome),
-    /// The key is there; its bytes have to be compared.
+    /// The key is present; the bytes have to be compared.
     Compare,
 }
 
 impl Node {
-    fn refused(&self, state: &State, put: &Put<'_>, bytes: usize) -> Known {
+    /// Checks everything that can refuse a new block: the store's state first, then the block's own
+    /// properties.
+    fn check_admission(&self, state: &State, put: &Put<'_>, bytes: usize) -> Known {
         let declined = |reason| Known::Settled(PutOutcome::Declined(reason));
         if state.is_closing {
             return Known::Settled(PutOutcome::Failed(StoreError::Closed));
         }
         if self.takes_nothing(state) {
-            let shed = state.write_shed.trailing_zeros() as usize;
-            let error = self.stage_error(state, shed, "take a block");
+            let circuit = state.write_shed.trailing_zeros() as usize;
+            let error = self.stage_error(state, circuit, "store a block");
             return Known::Settled(PutOutcome::Failed(error));
         }
         if state.is_erasing {
@@ -53,7 +55,7 @@ impl Node {
         self.known_by_length(state, put, put.bytes.len(), digest, now)
     }
 
-    /// As `known`, for a block whose bytes may be elsewhere still.
+    /// As `known`, for a block whose bytes may not be at hand yet.
     pub(crate) fn known_by_length(
         &self,
         state: &mut State,
@@ -69,21 +71,22 @@ impl Node {
                 return Known::Settled(PutOutcome::Conflict);
             }
             if state.is_out_of_reach(content) {
-                return self.known_by_digest(state, put, index, digest);
+                return self.check_put_by_digest(state, put, index, digest);
             }
             let keeps_bytes = |stage: usize| !self.stages[stage].keeps_names_only();
             let has_bytes = (0..self.stages.len())
                 .any(|stage| content.address(stage).is_some() && keeps_bytes(stage));
             let is_same = digest.is_some() && digest.as_ref() == state.catalog.digest_of(index);
-            // Digests that differ may be of two algorithms, the catalog's from an earlier run: only
-            // bytes decide that. Where a stage keeps names, the name is all there is to compare.
+            // Different digests may come from two algorithms, the catalog's from an earlier run:
+            // only the bytes decide. Where a stage keeps only names, the name is all there is to
+            // compare.
             return if is_same || (content.slab.is_none() && !has_bytes) {
                 Known::Settled(PutOutcome::Present)
             } else {
                 Known::Compare
             };
         }
-        if let Known::Settled(outcome) = self.refused(state, put, bytes) {
+        if let Known::Settled(outcome) = self.check_admission(state, put, bytes) {
             return Known::Settled(outcome);
         }
         match digest.and_then(|digest| state.catalog.find_digest(&digest)) {
@@ -94,10 +97,11 @@ impl Node {
         }
     }
 
-    /// A put of a key whose bytes only shed stages have, so that nobody can compare them. Bytes
-    /// that a digest shows to be the same come back into DRAM; others are refused, because the old
-    /// ones would be back under this key if the process ended before a stage forgot them.
-    fn known_by_digest(
+    /// A put of a key whose bytes are only in stages with an open circuit, so they cannot be
+    /// compared. Bytes with an equal digest are stored in DRAM again. Others are refused: if the
+    /// process ended before a stage forgot the old bytes, they would be served under this key after
+    /// a restart.
+    fn check_put_by_digest(
         &self,
         state: &State,
         put: &Put<'_>,
@@ -107,11 +111,11 @@ impl Node {
         let known = state.catalog.digest_of(index);
         let is_same = match digest {
             Some(digest) => known == Some(&digest),
-            // Its bytes are elsewhere still: they are asked about once they are here.
+            // Its bytes are not at hand yet: they are compared once they are.
             None => known.is_some() && self.config.digest != DigestMode::Off,
         };
         if is_same {
-            return self.refused(state, put, state.catalog.content(index).bytes as usize);
+            return self.check_admission(state, put, state.catalog.content(index).bytes as usize);
         }
         let content = state.catalog.content(index);
         let has_it = |stage: &usize| content.address(*stage).is_some() && state.is_shed(*stage);

@@ -1,13 +1,13 @@
-//! The ledger: which blocks lie where in a pool that outlives its process, and who holds memory.
+//! The ledger: which blocks lie where in a pool that outlives its process, and which processes hold
+//! memory of it.
 //!
-//! A table in a mapped file. Every change is made under the lock of what it describes, and in an
-//! order that is right whenever the process dies: a record is published after its block's bytes are
-//! complete and cleared before their memory can be given to anybody else. The kernel keeps what a
-//! killed process had stored, so neither bytes nor records are flushed or checksummed against
-//! tearing; the checksums here find damage, and a machine that was started anew makes every record
-//! void.
+//! A table in a mapped file. Every change is made under the lock of the state that it describes, in
+//! an order that is valid whenever the process is killed: a record is published after its block's
+//! bytes are complete, and cleared before their memory can be reused. The kernel keeps what a
+//! killed process had stored, so neither bytes nor records are flushed or protected against torn
+//! writes; checksums detect damage, and a reboot invalidates all records.
 
-mod left;
+mod leftover;
 mod opening;
 mod process;
 mod record;
@@ -25,8 +25,8 @@ use cascade_memory::{MemoryError, Pool, PoolFiles, Slab, SlabMut};
 use crate::StoreError;
 use crate::catalog::{Address, KeyIndex, LOWER_STAGES_MAX};
 use crate::stage::BlockFacts;
-pub(crate) use left::remove_unused;
-pub use left::{LeftPool, left_pools};
+pub(crate) use leftover::remove_unused;
+pub use leftover::{LeftPool, left_pools};
 pub(crate) use opening::{open, remove};
 pub use process::Process;
 use record::{BLOCK_WORDS, BlockRecord, HELD_WORDS, HeldRecord, Piece};
@@ -37,56 +37,56 @@ const MAGIC: u64 = u64::from_le_bytes(*b"CASCWARM");
 const VERSION: u64 = 2;
 /// The header takes a page, so that records start at cache lines.
 const HEADER_WORDS: usize = 512;
-/// Words of the header that its checksum covers; the checksum follows, then the count of runs, then
-/// whether the files ever held a block.
+/// Words of the header under its checksum. The checksum follows, then the number of runs, then
+/// whether the files have ever held a block.
 const HEADER_FIELDS: usize = 10;
 const RUNS_WORD: usize = HEADER_FIELDS + 1;
 const USED_WORD: usize = RUNS_WORD + 1;
-/// In `USED_WORD` from the first block on. Until then there is nothing in the files to find.
+/// Value of `USED_WORD` from the first block on. Until then the files hold nothing to recover.
 const USED: u64 = 1;
 
-/// One record for so many bytes of the pool: blocks that are smaller may find no place.
+/// Bytes of the pool per record: smaller blocks may fill the ledger before the pool.
 const POOL_BYTES_PER_RECORD: usize = 32 << 10;
 const RECORDS_MIN: usize = 1024;
-/// One place for a piece that a process holds for so many bytes of the pool. Several processes may
-/// hold one block, and blocks may be small.
+/// Bytes of the pool per place for a held piece. Several processes may hold one block, and blocks
+/// may be small.
 const POOL_BYTES_PER_HELD: usize = 4 << 10;
-/// Small pools have more: 2 MiB of ledger, so that one client may hold 16,000 small blocks.
+/// Minimum for small pools: 2 MiB of ledger, so that one client may hold 16,000 small blocks.
 const HELD_MIN: usize = 32 << 10;
-/// Large pools have fewer: 128 MiB of ledger at most.
+/// Maximum for large pools: 128 MiB of ledger.
 const HELD_MAX: usize = 2 << 20;
-/// Places that clients leave to the node itself, for slabs that a stage reads into.
+/// Places reserved for the node's own loads, into slabs that a stage fills.
 const HELD_FOR_LOADS: usize = 1024;
 
-/// How often it is looked whether holders of memory from an earlier run still live.
+/// Interval of the check whether holders of memory from an earlier run are alive.
 const HOLDERS_RECHECK: Duration = Duration::from_secs(1);
 
 const PAGE: usize = 4096;
 
-/// What became of the blocks of an earlier run, and how full the ledger is.
+/// How many blocks of an earlier run were recovered, and how full the ledger is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize, serde::Deserialize)]
 pub struct WarmStats {
-    /// Keys that were in DRAM when the process before this one ended, and are again.
+    /// Keys that were in DRAM when the previous process ended and are in DRAM again.
     pub recovered_blocks: u64,
     /// Bytes of their contents, each counted once.
     pub recovered_bytes: u64,
-    /// Records that were damaged, contradicted each other or had no memory.
+    /// Records that were damaged, contradicted each other or described memory outside the pool.
     pub rejected_records: u64,
-    /// How long it took to open the pool and take its blocks over.
+    /// Time to open the pool and recover its blocks.
     pub recover_ms: u64,
-    /// How often a store has opened these files, this time included.
+    /// How often a store has opened these files, including this time.
     pub runs: u64,
     /// Places for keys in the ledger.
     pub ledger_capacity: u64,
-    /// Of these, taken.
+    /// Places in use.
     pub ledger_records: u64,
-    /// Keys that came to DRAM while the ledger was full: a restart will not find them there.
+    /// Keys stored in DRAM while the ledger was full: a restart does not recover them.
     pub ledger_full_drops: u64,
-    /// Memory that processes of an earlier run may still touch, as pieces.
+    /// Pieces of memory that processes of an earlier run may still access.
     pub held_by_earlier: u64,
 }
 
-/// What another process may do with a piece of the pool.
+/// How another process may access a piece of the pool.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u32)]
 pub enum HeldKind {
@@ -96,9 +96,10 @@ pub enum HeldKind {
     Reservation = 2,
 }
 
-/// As a `HeldKind`: the kernel reads into it for this process.
+/// Beside the kinds of `HeldKind`: the kernel reads into the piece for this process.
 const LOAD: u32 = 3;
-/// The same of the run before: nobody can tell when the kernel is done, but a run is long.
+/// A `LOAD` of the previous run. It cannot be known when the kernel is done, so the piece stays out
+/// of use for this whole run.
 const EARLIER_LOAD: u32 = 4;
 
 /// A piece of the pool that another process holds.
@@ -110,46 +111,46 @@ pub struct HeldPiece {
 }
 
 impl HeldPiece {
-    /// A block that is read.
+    /// A block that a process reads.
     pub fn lease(slab: &Slab) -> Self {
         Self { offset: slab.offset(), bytes: slab.reserved_bytes(), kind: HeldKind::Lease }
     }
 
-    /// A slab that is written.
+    /// A slab that a process writes.
     pub fn reservation(slab: &SlabMut) -> Self {
         let (offset, bytes) = (slab.offset(), slab.reserved_bytes());
         Self { offset, bytes, kind: HeldKind::Reservation }
     }
 }
 
-/// Names a note about held memory, to take it back.
+/// Identifies the record of a held piece, to release it.
 #[derive(Debug, PartialEq, Eq)]
 pub struct HeldId(u32);
 
-/// What a process is told that it has too much of.
-const HELD_PLACES: &str = "pieces of the pool that outlives its node, one for each view and slab";
+/// The exceeded limit, as it is named in the error.
+const HELD_PLACES: &str = "pieces of a persistent pool (each view and each reserved slab is one)";
 
-/// Stands for a note that no ledger keeps.
-const NOT_KEPT: u32 = u32::MAX;
+/// Identifies a held piece without a record.
+const NO_RECORD: u32 = u32::MAX;
 
-/// Memory that a process of an earlier run may still touch: out of circulation until it is gone.
+/// Memory that a process of an earlier run may still access: not reused until that process ends.
 #[derive(Debug)]
-struct Kept {
+struct HeldSlab {
     place: u32,
-    /// None: the kernel, for a process that is gone.
+    /// None: the kernel, for a process that has ended.
     process: Option<Process>,
     slab: Slab,
 }
 
 /// The mapped table and its parts.
 #[derive(Debug)]
-struct Table {
+struct LedgerTable {
     files: PoolFiles,
     block_count: u32,
     held_count: u32,
 }
 
-impl Table {
+impl LedgerTable {
     fn block(&self, place: u32) -> &[AtomicU64] {
         let start = HEADER_WORDS + place as usize * BLOCK_WORDS;
         &self.files.words().words()[start..start + BLOCK_WORDS]
@@ -169,17 +170,18 @@ impl Table {
         record::clear(self.held(place));
     }
 
-    /// From now on the files hold something, so they outlive this store unless it removes them.
+    /// Marks the files as holding blocks: from now on they outlive this store unless it removes
+    /// them.
     fn note_used(&self) {
         self.files.keep();
         self.files.words().words()[USED_WORD].store(USED, Ordering::Release);
     }
 }
 
-/// Which keys' blocks lie where. Belongs to the node's state and its lock.
+/// Records of the blocks in DRAM. Part of the store's state and under its lock.
 #[derive(Debug)]
 pub(crate) struct Ledger {
-    table: Arc<Table>,
+    table: Arc<LedgerTable>,
     pool: Pool,
     free: Vec<u32>,
     /// The place of each key's record, by the key's index.
@@ -192,8 +194,8 @@ pub(crate) struct Ledger {
 const NO_PLACE: u32 = u32::MAX;
 
 impl Ledger {
-    /// Enters that a key's content lies in a slab. `facts` are those it was put with, if it was
-    /// put just now. A full ledger counts what it does not take.
+    /// Records that a key's content lies in a slab. `has_namespace` says whether `facts` has the
+    /// namespace. A full ledger counts the keys that it cannot record.
     pub(crate) fn record(
         &mut self,
         key: KeyIndex,
@@ -203,7 +205,7 @@ impl Ledger {
         addresses: [Option<Address>; LOWER_STAGES_MAX],
     ) {
         self.clear(key);
-        // A slab of another pool means nothing to whoever opens this one.
+        // A slab of another pool cannot be found by the process that opens this one.
         if !slab.is_of(&self.pool) || slab.len() != facts.bytes as usize {
             return;
         }
@@ -218,6 +220,8 @@ impl Ledger {
             stored: addresses.map(stored),
             sum: slab.checksum(),
         };
+        // The files are marked before the first record: a record in unmarked files would be removed
+        // with them.
         if !std::mem::replace(&mut self.is_used, true) {
             self.table.note_used();
         }
@@ -225,7 +229,7 @@ impl Ledger {
         self.set_place(key, place);
     }
 
-    /// Takes a key's record out, before its slab can go or mean something else.
+    /// Clears a key's record. Called before its slab can be freed or reused.
     pub(crate) fn clear(&mut self, key: KeyIndex) {
         let Some(place) = self.place_of.get_mut(key.0 as usize) else { return };
         let place = std::mem::replace(place, NO_PLACE);
@@ -235,7 +239,7 @@ impl Ledger {
         }
     }
 
-    /// A stage has a key's block there.
+    /// Records the address of a key's block in a stage.
     pub(crate) fn note_stored(&self, key: KeyIndex, stage: usize, address: Address) {
         let place = self.place_of.get(key.0 as usize).filter(|place| **place != NO_PLACE);
         if let Some(place) = place {
@@ -243,7 +247,7 @@ impl Ledger {
         }
     }
 
-    /// The checksum of a key's bytes became known.
+    /// Records the checksum of a key's bytes.
     pub(crate) fn note_sum(&self, key: KeyIndex, sum: u32) {
         let place = self.place_of.get(key.0 as usize).filter(|place| **place != NO_PLACE);
         if let Some(place) = place {
@@ -251,25 +255,25 @@ impl Ledger {
         }
     }
 
-    /// Zeroes what cleared records have left: the names and digests of blocks.
+    /// Overwrites cleared records with zeroes: names and digests of blocks.
     pub(crate) fn wipe_free(&self) {
         for place in &self.free {
             record::wipe(self.table.block(*place));
         }
     }
 
-    /// A recovered key keeps the record that it was found by.
+    /// Assigns a recovered record to its key.
     pub(crate) fn keep(&mut self, key: KeyIndex, recovered: &Recovered) {
         self.set_place(key, recovered.place);
     }
 
-    /// A recovered record is of no use after all, such as an expired block's.
+    /// Clears a recovered record that is not used, such as an expired block's.
     pub(crate) fn discard(&mut self, recovered: &Recovered) {
         self.table.clear_block(recovered.place);
         self.free.push(recovered.place);
     }
 
-    /// Adds what this part knows to the figures.
+    /// Adds the ledger's counts to the statistics.
     pub(crate) fn add_to(&self, stats: &mut WarmStats) {
         stats.ledger_capacity = u64::from(self.table.block_count);
         stats.ledger_records = stats.ledger_capacity - self.free.len() as u64;
@@ -286,12 +290,12 @@ impl Ledger {
 }
 
 impl Recovered {
-    /// What the block was put with.
+    /// The facts that the block was put with.
     pub(crate) fn facts(&self) -> &BlockFacts {
         &self.record.facts
     }
 
-    /// Whether `facts` has the namespace, without which it cannot be written down.
+    /// Whether `facts` has the namespace, without which it cannot be written to a lower tier.
     pub(crate) fn has_namespace(&self) -> bool {
         self.record.has_namespace
     }
@@ -300,15 +304,15 @@ impl Recovered {
         &self.slab
     }
 
-    /// Whether the bytes are those that the record has the checksum of. Without one they are taken
-    /// as they are, and their checksum is taken with the next pass over DRAM.
+    /// Whether the bytes match the record's checksum. Without one they are accepted as they are,
+    /// and the next scrub of DRAM computes their checksum.
     pub(crate) fn is_intact(&self) -> bool {
         self.record.sum.is_none_or(|sum| {
             self.slab.agrees_with(sum) && self.slab.agrees_with(checksum(&self.slab))
         })
     }
 
-    /// Whether a stage had taken these very bytes under this address.
+    /// Whether a stage had stored these bytes at this address.
     pub(crate) fn is_stored_at(&self, stage: usize, address: Address) -> bool {
         self.record.stored[stage] == stored(Some(address))
     }
@@ -318,25 +322,25 @@ fn stored(address: Option<Address>) -> u64 {
     address.map_or(0, |address| address.0.wrapping_add(1))
 }
 
-/// Who holds memory. Has a lock of its own: leases come and go beside the blocks.
+/// Processes that hold memory. It has its own lock, because leases change without the state's lock.
 #[derive(Debug)]
 pub(crate) struct Holders {
-    table: Arc<Table>,
+    table: Arc<LedgerTable>,
     state: Mutex<HoldersState>,
 }
 
 #[derive(Debug)]
 struct HoldersState {
     free: Vec<u32>,
-    /// How many places each process has, so that none takes those of the others.
+    /// Number of places per process, which limits each process's share.
     of_process: HashMap<Process, usize>,
-    kept: Vec<Kept>,
+    kept: Vec<HeldSlab>,
     checked_at: Duration,
 }
 
 impl HoldersState {
-    /// How many places a process may have in all: as many as stay free for the others. So one alone
-    /// gets half of the table, and the next one half of what that left: whoever comes finds some.
+    /// Most places of a process in all: as many as remain free for the others. So the first process
+    /// gets at most half of the table, the next one half of the rest, and each new one finds some.
     fn most_of(&self, process: Process) -> usize {
         let has = self.of_process.get(&process).map_or(0, |count| *count);
         usize::midpoint(has, self.free.len().saturating_sub(HELD_FOR_LOADS))
@@ -352,21 +356,21 @@ impl HoldersState {
     }
 }
 
-/// A note that lasts as long as a stage may read into its slab.
+/// Keeps the record of a load for as long as a stage may read into its slab.
 #[derive(Debug)]
-struct LoadNote {
+struct LoadRecord {
     holders: Arc<Holders>,
     id: HeldId,
 }
 
-impl Drop for LoadNote {
+impl Drop for LoadRecord {
     fn drop(&mut self) {
         self.holders.take_back([std::mem::replace(&mut self.id, HeldId::not_kept())]);
     }
 }
 
 impl Holders {
-    /// Notes pieces that a process holds; all or none, if they are more than its share.
+    /// Records pieces that a process holds: all, or none if they exceed its share.
     pub(crate) fn note(
         &self,
         pieces: &[HeldPiece],
@@ -396,23 +400,24 @@ impl Holders {
         Ok(())
     }
 
-    /// Notes that a stage reads into a slab, if there is a place for it. The note goes with the
-    /// slab, also one that a stage gives back late, and ends when that is sealed or dropped.
+    /// Records that a stage reads into a slab, if a place is free. The record is attached to the
+    /// slab, so it also covers a stage that returns late, and ends when the slab is sealed or
+    /// dropped.
     pub(crate) fn note_load(self: &Arc<Self>, slab: &mut SlabMut) {
         let Some(place) = self.lock().free.pop() else { return };
         let HeldPiece { offset, bytes, .. } = HeldPiece::reservation(slab);
         let piece = Piece { offset: offset as u64, bytes: bytes as u64 };
-        // Whose it is does not matter: it counts when this process is gone.
+        // The process is irrelevant: the record is read only after this one has ended.
         let process = Process { pid: 0, start_time: 0 };
         HeldRecord { piece, process, kind: LOAD }.write(self.table.held(place));
-        slab.accompany(Box::new(LoadNote { holders: Arc::clone(self), id: HeldId(place) }));
+        slab.accompany(Box::new(LoadRecord { holders: Arc::clone(self), id: HeldId(place) }));
     }
 
     pub(crate) fn take_back(&self, ids: impl IntoIterator<Item = HeldId>) {
         let mut state = self.lock();
         for HeldId(place) in ids {
-            if place != NOT_KEPT {
-                // Whose it was stands in the record alone.
+            if place != NO_RECORD {
+                // Only the record has the process.
                 state.count_down(HeldRecord::process_of(self.table.held(place)));
                 self.table.clear_held(place);
                 state.free.push(place);
@@ -420,13 +425,13 @@ impl Holders {
         }
     }
 
-    /// Gives back what a process of an earlier run held. Returns how many pieces.
+    /// Releases what a process of an earlier run held. Returns the number of pieces.
     pub(crate) fn release(&self, pid: u32) -> usize {
         self.release_where(&mut self.lock(), |process| process.is_some_and(|it| it.pid == pid))
     }
 
-    /// Gives back what processes held that are gone; looks no more than once a second. True if
-    /// there was any.
+    /// Releases the memory of ended processes; checks at most once a second. Returns whether any
+    /// was released.
     pub(crate) fn sweep(&self, now: Duration) -> bool {
         let mut state = self.lock();
         if state.kept.is_empty() || now.saturating_sub(state.checked_at) < HOLDERS_RECHECK {
@@ -444,7 +449,7 @@ impl Holders {
         self.release_where(&mut state, is_gone) > 0
     }
 
-    /// Bytes that the kernel may still write for an earlier run: they come back with the next one.
+    /// Bytes that the kernel may still write for an earlier run; the next run can use them again.
     pub(crate) fn kernel_bytes(&self) -> usize {
         let state = self.lock();
         let slabs = state.kept.iter().filter(|kept| kept.process.is_none()).map(|kept| &kept.slab);
@@ -471,13 +476,13 @@ impl Holders {
         released.len()
     }
 
-    /// Changed in steps that do not panic, so a poisoned lock still guards a sound list.
+    /// The guarded state is changed in steps that do not panic, so it is valid in a poisoned lock.
     fn lock(&self) -> MutexGuard<'_, HoldersState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// A pool with a name, and what an earlier run left in it.
+/// A named pool with its ledger and the recovered blocks of an earlier run.
 #[derive(Debug)]
 pub(crate) struct WarmPool {
     pub(crate) pool: Pool,
@@ -489,10 +494,10 @@ pub(crate) struct WarmPool {
 }
 
 impl WarmPool {
-    fn new(table: Table, pool: Pool, is_used: bool) -> Self {
-        let harvest = recovery::harvest(&table, &pool);
+    fn new(table: LedgerTable, pool: Pool, is_used: bool) -> Self {
+        let recovered = recovery::recover(&table, &pool);
         let free = |count: u32, is_free: &dyn Fn(u32) -> bool| {
-            // The lowest are taken first: they are the ones whose cache lines are warm.
+            // The lowest places are used first: their cache lines are warm.
             (0..count).rev().filter(|place| is_free(*place)).collect::<Vec<_>>()
         };
         let is_zero = |place: &[AtomicU64]| place[0].load(Ordering::Relaxed) == 0;
@@ -502,10 +507,10 @@ impl WarmPool {
         let state = HoldersState {
             free: free_held,
             of_process: HashMap::new(),
-            kept: harvest.kept,
+            kept: recovered.kept,
             checked_at: Duration::ZERO,
         };
-        let stats = WarmStats { rejected_records: harvest.rejected, ..WarmStats::default() };
+        let stats = WarmStats { rejected_records: recovered.rejected, ..WarmStats::default() };
         Self {
             ledger: Ledger {
                 table: Arc::clone(&table),
@@ -517,7 +522,7 @@ impl WarmPool {
             },
             holders: Arc::new(Holders { table, state: Mutex::new(state) }),
             pool,
-            recovered: harvest.blocks,
+            recovered: recovered.blocks,
             stats,
             notes: Vec::new(),
         }
@@ -525,20 +530,20 @@ impl WarmPool {
 }
 
 impl Holders {
-    /// Takes the files' names away: the next start finds nothing.
+    /// Unlinks the files: the next start finds nothing.
     pub(crate) fn remove_files(&self) -> Result<(), MemoryError> {
         self.table.files.remove()
     }
 }
 
 impl HeldId {
-    /// For a store whose pool ends with it: there is nothing to note.
+    /// For a store whose pool ends with its process: nothing is recorded.
     pub(crate) fn not_kept() -> Self {
-        Self(NOT_KEPT)
+        Self(NO_RECORD)
     }
 }
 
-/// What a record has for the namespace of a block whose put is not at hand.
+/// The namespace in the record of a block that was not put in this run.
 pub(crate) fn unknown_namespace() -> NamespaceId {
     NamespaceId::default()
 }

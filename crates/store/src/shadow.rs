@@ -1,11 +1,11 @@
-//! Shadow caches: what half as much again, and twice as much, of each tier would give.
+//! Shadow caches: predict the hit rate of each tier at 150 % and 200 % of its size.
 //!
-//! Beside each bounded tier run three models of it on names alone: at its size, at 150 % and at
+//! Beside each bounded tier run three models of it, on names alone: at its size, at 150 % and at
 //! 200 %. They follow a sample of all blocks (`sample.rs`), see the same chain lookups and puts,
-//! and use the store's own rules: the policy for DRAM, segments for the file tier. The one at 100 %
-//! is the calibration: what is predicted is what was measured, plus what the larger one misses
-//! less. Misses are counted, not hits: blocks that everybody asks for never miss, so whether they
-//! are in the sample does not matter.
+//! and use the store's own rules: the policy for DRAM, segments for the file tier. The model at 100
+//! % calibrates: the prediction is the measured rate plus the misses that the larger model saves.
+//! The models count misses, not hits: blocks that every request shares never miss, so the result
+//! does not depend on whether they are in the sample. are in the sample does not matter.
 
 mod cache;
 mod queue;
@@ -20,31 +20,31 @@ use cascade_block::{BlockKey, Seed};
 
 use crate::eviction::{Hints, Limits};
 use crate::{PolicyKind, Prepared, Put, PutOutcome, StoreConfig, TierName};
-use cache::{Arrival, Cache};
-use queue::Queue;
+use cache::{Arrival, DramShadow};
+use queue::FilesShadow;
 use sample::Sample;
-use window::{Counts, Window};
+use window::{Window, WindowCounts};
 
 /// Sizes of the shadows, in percent of their tier.
 const SIZES: [u64; 3] = [100, 150, 200];
-/// Most blocks in the sample of the shadow that is as large as its tier.
+/// Most sampled blocks in the shadow at 100 %.
 const SAMPLE_BLOCKS: u64 = 2048;
-/// Most blocks of the sample that were asked for and are still to be put.
-const AWAITED_MAX: usize = 4096;
-/// Blocks lie in whole pages in the file tier.
+/// Most sampled blocks that were requested and not yet put.
+const PENDING_PUTS_MAX: usize = 4096;
+/// Blocks take whole pages in the file tier.
 const PAGE_BYTES: u32 = 4096;
 
-/// One shadow's figures.
+/// Results of one shadow.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ShadowFigure {
-    /// The tier; hits count from the start of a request, in this tier and those above it.
+    /// The tier. Hits count from the start of a request, in this tier and those above it.
     #[serde(deserialize_with = "crate::names::tier_name")]
     pub tier: TierName,
     /// The shadow's size in percent of the tier's: 100 is the calibration.
     pub capacity_percent: u64,
-    /// The size that it stands for.
+    /// The tier size that the shadow models.
     pub capacity_bytes: u64,
-    /// One block in so many is followed.
+    /// One block in this many is sampled.
     pub sampled_one_in: u64,
     /// Over the last 15 to 30 minutes of requests.
     pub recent: ShadowRates,
@@ -52,32 +52,32 @@ pub struct ShadowFigure {
     pub since_start: ShadowRates,
 }
 
-/// Blocks of chain lookups: what was, and what would have been.
+/// Block counts of chain lookups, measured and predicted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct ShadowRates {
-    /// Blocks asked for.
+    /// Blocks requested.
     pub blocks_requested: u64,
-    /// Of these, found in the tier as it is, unbroken from the start of their request.
+    /// Blocks matched in the tier as it is, without a gap from the start of their request.
     pub blocks_matched: u64,
-    /// What the shadow alone says of its size.
+    /// Blocks matched by the shadow alone.
     pub blocks_simulated: u64,
-    /// What is expected at the shadow's size: matched, plus what the shadow misses less than the
-    /// one at 100 %.
+    /// Blocks predicted to match at the shadow's size: `blocks_matched`, plus the misses that this
+    /// shadow saves against the one at 100 %.
     pub blocks_predicted: u64,
 }
 
 impl ShadowRates {
-    /// The share of blocks found, as it was.
+    /// The measured hit rate.
     pub fn hit_rate(&self) -> f64 {
         self.rate(self.blocks_matched)
     }
 
-    /// The share of blocks that the shadow's size is expected to find.
+    /// The hit rate predicted for the shadow's size.
     pub fn predicted_hit_rate(&self) -> f64 {
         self.rate(self.blocks_predicted)
     }
 
-    /// What the shadow alone says; at 100 %, its distance to the measured rate is its error.
+    /// The hit rate of the shadow alone. At 100 %, its distance to the measured rate is its error.
     pub fn simulated_hit_rate(&self) -> f64 {
         self.rate(self.blocks_simulated)
     }
@@ -90,8 +90,8 @@ impl ShadowRates {
         blocks as f64 / self.blocks_requested as f64
     }
 
-    fn of(counts: &Counts, size: usize) -> Self {
-        let Counts { requested, matched, missed } = *counts;
+    fn of(counts: &WindowCounts, size: usize) -> Self {
+        let WindowCounts { requested, matched, missed } = *counts;
         let expected = (matched + missed[0]).saturating_sub(missed[size]);
         Self {
             blocks_requested: requested,
@@ -102,7 +102,7 @@ impl ShadowRates {
     }
 }
 
-/// A chain lookup, as the store answered it.
+/// A chain lookup with its result.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Answered<'a> {
     pub(crate) at: Duration,
@@ -113,20 +113,20 @@ pub(crate) struct Answered<'a> {
     pub(crate) in_dram: usize,
     /// Leading blocks in any tier.
     pub(crate) matched: usize,
-    /// Length of the blocks of this store, about; zero while there are none.
+    /// Approximate length of this store's blocks; zero while there are none.
     pub(crate) block_bytes: u32,
 }
 
-/// One tier: its models, smallest first, and what they said.
+/// One tier's sample and its models, smallest first.
 #[derive(Debug)]
-struct Tier<M> {
+struct TierModels<M> {
     sample: Sample,
     models: [M; SIZES.len()],
 }
 
-/// What is known of a tier before its first block.
+/// Settings of a tier, known before its first block.
 #[derive(Debug, Clone, Copy)]
-struct Plan {
+struct TierPlan {
     name: TierName,
     capacity_bytes: u64,
 }
@@ -139,30 +139,30 @@ pub(crate) struct Shadows {
     limits: Limits,
     dram_blocks: u64,
     segment_bytes: u64,
-    dram_plan: Option<Plan>,
-    files_plan: Option<Plan>,
-    dram: Option<Tier<Cache>>,
-    files: Option<Tier<Queue>>,
+    dram_plan: Option<TierPlan>,
+    files_plan: Option<TierPlan>,
+    dram: Option<TierModels<DramShadow>>,
+    files: Option<TierModels<FilesShadow>>,
     dram_window: Window,
     files_window: Window,
-    /// Whether a block that comes may be refused: nothing is below DRAM.
+    /// Whether an incoming block may be declined: only with no tier below DRAM.
     may_decline: bool,
-    /// Blocks of DRAM's sample that are still to be put, and the one before each in its chain.
-    awaited: HashMap<u64, Option<u64>>,
-    /// A request's blocks in the sample, and where they stand in it; kept to save allocations.
+    /// Sampled blocks that are not yet put, each with its parent in the sample.
+    pending_puts: HashMap<u64, Option<u64>>,
+    /// A request's sampled blocks and their positions in it; kept to save allocations.
     chain: Vec<u64>,
     places: Vec<usize>,
 }
 
 impl Shadows {
-    /// Of a store of those settings and tiers, fast to slow.
+    /// The shadows for a store's settings and lower tiers, fast to slow.
     pub(crate) fn new(
         config: &StoreConfig,
         has_dram: bool,
         lower: &[TierName],
         seed: Seed,
     ) -> Self {
-        let plan = |name, capacity_bytes| Plan { name, capacity_bytes };
+        let plan = |name, capacity_bytes| TierPlan { name, capacity_bytes };
         let files = config.files.as_ref().filter(|_| lower.contains(&"files"));
         let is_segmented =
             |files: &&crate::FilesConfig| files.layout == crate::FileLayout::Segments;
@@ -183,13 +183,13 @@ impl Shadows {
             dram_window: Window::default(),
             files_window: Window::default(),
             may_decline: lower.is_empty(),
-            awaited: HashMap::new(),
+            pending_puts: HashMap::new(),
             chain: Vec::new(),
             places: Vec::new(),
         }
     }
 
-    /// The size of the sample follows from how many blocks a tier can hold, so it waits for one.
+    /// Sizes the sample by the number of blocks that a tier holds, so it waits for the first block.
     fn start(&mut self, block_bytes: u32) {
         if block_bytes == 0 || self.dram.is_some() || self.files.is_some() {
             return;
@@ -201,32 +201,32 @@ impl Shadows {
             let models = SIZES.map(|percent| {
                 let of = |whole: u64| sample.share(scale(whole, percent));
                 let limits = Limits { capacity_bytes: of(plan.capacity_bytes), ..self.limits };
-                Cache::new(self.policy, limits, of(self.dram_blocks))
+                DramShadow::new(self.policy, limits, of(self.dram_blocks))
             });
-            self.dram = Some(Tier { sample, models });
+            self.dram = Some(TierModels { sample, models });
         }
         if let Some(plan) = self.files_plan {
             let blocks = plan.capacity_bytes / u64::from(in_pages(block_bytes));
-            // Not finer than DRAM's: what the file tier keeps depends on what DRAM has.
+            // At most DRAM's share: the file tier's hits depend on what the DRAM shadow holds.
             let sample = sample.max(Sample::of_at_most(blocks, SAMPLE_BLOCKS));
             let models = SIZES.map(|percent| {
                 let capacity = sample.share(scale(plan.capacity_bytes, percent));
-                Queue::new(capacity, sample.share(self.segment_bytes))
+                FilesShadow::new(capacity, sample.share(self.segment_bytes))
             });
-            self.files = Some(Tier { sample, models });
+            self.files = Some(TierModels { sample, models });
         }
     }
 
     /// A chain was looked up.
-    pub(crate) fn request(&mut self, answered: &Answered<'_>) {
-        self.start(answered.block_bytes);
-        // First: what the file tier serves depends on what DRAM had before.
-        self.request_files(answered);
-        self.request_dram(answered);
+    pub(crate) fn request(&mut self, lookup: &Answered<'_>) {
+        self.start(lookup.block_bytes);
+        // The file tier first: what it serves depends on what DRAM held before this request.
+        self.request_files(lookup);
+        self.request_dram(lookup);
     }
 
-    /// Picks the blocks of a sample; whether the last block of the chain is one.
-    fn pick(&mut self, keys: &[BlockKey], sample: Sample) -> bool {
+    /// Selects a request's blocks that are in the sample. Returns whether its last block is.
+    fn select_sampled(&mut self, keys: &[BlockKey], sample: Sample) -> bool {
         self.chain.clear();
         self.places.clear();
         for (place, key) in keys.iter().enumerate() {
@@ -239,77 +239,79 @@ impl Shadows {
         self.places.last().is_some_and(|last| last + 1 == keys.len())
     }
 
-    fn request_dram(&mut self, answered: &Answered<'_>) {
+    fn request_dram(&mut self, lookup: &Answered<'_>) {
         let Some(sample) = self.dram.as_ref().map(|tier| tier.sample) else { return };
-        let has_tail = self.pick(answered.keys, sample);
-        let mut counts = Counts::asked(answered.keys.len(), answered.in_dram);
+        let has_tail = self.select_sampled(lookup.keys, sample);
+        let mut counts = WindowCounts::of_request(lookup.keys.len(), lookup.in_dram);
         let Some(tier) = self.dram.as_mut().filter(|_| !self.chain.is_empty()) else {
-            return self.dram_window.add(answered.at, &counts);
+            return self.dram_window.add(lookup.at, &counts);
         };
-        let partial_tail = answered.partial_tail && has_tail;
+        let partial_tail = lookup.partial_tail && has_tail;
         for (cache, missed) in tier.models.iter_mut().zip(&mut counts.missed) {
-            let leading = cache.request(answered.at, &self.chain, partial_tail, answered.hints);
+            let leading = cache.request(lookup.at, &self.chain, partial_tail, lookup.hints);
             *missed = (self.chain.len() - leading) as u64 * sample.weight();
-            let here = if cache.promotes_hits() { answered.matched } else { answered.in_dram };
+            let here = if cache.promotes_hits() { lookup.matched } else { lookup.in_dram };
             for at in leading..self.chain.len() {
                 let parent = at.checked_sub(1).map(|before| self.chain[before]);
-                // What the store has nobody will put: it comes in now. The rest waits for its put.
+                // The store does not put again what it has, so that is inserted now. The rest is
+                // inserted with its put.
                 if self.places[at] < here {
-                    cache.take(
-                        answered.at,
+                    cache.insert(
+                        lookup.at,
                         &Arrival {
                             fingerprint: self.chain[at],
                             parent,
-                            bytes: answered.block_bytes,
+                            bytes: lookup.block_bytes,
                             is_protected: false,
                             may_decline: self.may_decline,
                         },
                     );
                 } else if !(partial_tail && at + 1 == self.chain.len()) {
-                    if self.awaited.len() >= AWAITED_MAX {
-                        self.awaited.clear();
+                    if self.pending_puts.len() >= PENDING_PUTS_MAX {
+                        self.pending_puts.clear();
                     }
-                    self.awaited.insert(self.chain[at], parent);
+                    self.pending_puts.insert(self.chain[at], parent);
                 }
             }
         }
-        self.dram_window.add(answered.at, &counts);
+        self.dram_window.add(lookup.at, &counts);
     }
 
-    fn request_files(&mut self, answered: &Answered<'_>) {
+    fn request_files(&mut self, lookup: &Answered<'_>) {
         let Some(sample) = self.files.as_ref().map(|tier| tier.sample) else { return };
-        self.pick(answered.keys, sample);
-        let mut counts = Counts::asked(answered.keys.len(), answered.matched);
+        self.select_sampled(lookup.keys, sample);
+        let mut counts = WindowCounts::of_request(lookup.keys.len(), lookup.matched);
         if let Some(tier) = self.files.as_mut() {
             let dram = self.dram.as_ref().map(|tier| &tier.models[0]);
             let is_in_dram = |fingerprint: u64| dram.is_some_and(|dram| dram.holds(fingerprint));
             for (queue, missed) in tier.models.iter_mut().zip(&mut counts.missed) {
+                // A block in DRAM is a hit without a read from files, so it gets no reference.
                 let mut leading = 0;
                 for fingerprint in &self.chain {
                     if !is_in_dram(*fingerprint) {
                         if !queue.holds(*fingerprint) {
                             break;
                         }
-                        queue.refer(*fingerprint);
+                        queue.mark_referenced(*fingerprint);
                     }
                     leading += 1;
                 }
                 *missed = (self.chain.len() - leading) as u64 * sample.weight();
                 for at in leading..self.chain.len() {
-                    if self.places[at] < answered.matched {
-                        let bytes = in_pages(answered.block_bytes);
-                        queue.take(self.chain[at], bytes, false, &is_in_dram);
+                    if self.places[at] < lookup.matched {
+                        let bytes = in_pages(lookup.block_bytes);
+                        queue.insert(self.chain[at], bytes, false, &is_in_dram);
                     }
                 }
             }
         }
-        self.files_window.add(answered.at, &counts);
+        self.files_window.add(lookup.at, &counts);
     }
 
-    /// Something became known about a chain without a request for it.
+    /// Hints for a chain arrived without a request for it.
     pub(crate) fn hint(&mut self, now: Duration, keys: &[BlockKey], hints: &Hints) {
         let Some(sample) = self.dram.as_ref().map(|tier| tier.sample) else { return };
-        self.pick(keys, sample);
+        self.select_sampled(keys, sample);
         if let Some(tier) = self.dram.as_mut().filter(|_| !self.chain.is_empty()) {
             for cache in &mut tier.models {
                 cache.hint(now, &self.chain, hints);
@@ -317,26 +319,26 @@ impl Shadows {
         }
     }
 
-    /// Blocks were given to the store, and this became of them.
+    /// Blocks were put, with these outcomes.
     pub(crate) fn put(&mut self, now: Duration, batch: &[Put<'_>], outcomes: &[PutOutcome]) {
         use crate::DeclineReason::{Full, WorthLess};
         for (put, outcome) in batch.iter().zip(outcomes) {
             let is_taken = match outcome {
                 PutOutcome::Stored | PutOutcome::Deduplicated | PutOutcome::Present => true,
-                // What a small tier refuses a larger one may take.
+                // A larger tier may store what this one declines.
                 PutOutcome::Declined(reason) => matches!(reason, Full | WorthLess),
                 PutOutcome::Conflict | PutOutcome::Failed(_) => false,
             };
             if let Some(bytes) = u32::try_from(put.bytes.len()).ok().filter(|_| is_taken) {
                 self.start(bytes);
-                self.take(now, put, bytes);
+                self.insert_put(now, put, bytes);
             }
         }
-        self.keep_small();
+        self.limit_sample();
     }
 
-    /// Blocks whose bytes, `lengths` long, are elsewhere were asked about; those that were refused
-    /// for want of room are never put.
+    /// Blocks of these lengths were prepared: the first phase of a put. Blocks declined for lack of
+    /// room are never put, so they are inserted here.
     pub(crate) fn declined(
         &mut self,
         now: Duration,
@@ -351,33 +353,33 @@ impl Shadows {
             };
             if let Ok(bytes) = u32::try_from(*bytes) {
                 self.start(bytes);
-                self.take(now, put, bytes);
+                self.insert_put(now, put, bytes);
             }
         }
-        self.keep_small();
+        self.limit_sample();
     }
 
-    fn take(&mut self, now: Duration, put: &Put<'_>, bytes: u32) {
+    fn insert_put(&mut self, now: Duration, put: &Put<'_>, bytes: u32) {
         let seed = self.seed;
         let fingerprint = seed.of_key(&put.key);
         if let Some(tier) = self.dram.as_mut().filter(|tier| tier.sample.holds(fingerprint)) {
-            let beside = put.parent.map(|parent| seed.of_key(&parent));
-            let beside = beside.filter(|parent| tier.sample.holds(*parent));
+            let put_parent = put.parent.map(|parent| seed.of_key(&parent));
+            let put_parent = put_parent.filter(|parent| tier.sample.holds(*parent));
             let arrival = Arrival {
                 fingerprint,
-                parent: self.awaited.remove(&fingerprint).flatten().or(beside),
+                parent: self.pending_puts.remove(&fingerprint).flatten().or(put_parent),
                 bytes,
                 is_protected: put.is_prefix,
                 may_decline: self.may_decline,
             };
-            tier.models.iter_mut().for_each(|cache| cache.take(now, &arrival));
+            tier.models.iter_mut().for_each(|cache| cache.insert(now, &arrival));
         }
         let Some(tier) = self.files.as_mut() else { return };
         if tier.sample.holds(fingerprint) {
             let dram = self.dram.as_ref().map(|tier| &tier.models[0]);
             let is_in_dram = |fingerprint: u64| dram.is_some_and(|dram| dram.holds(fingerprint));
             for queue in &mut tier.models {
-                queue.take(fingerprint, in_pages(bytes), put.is_prefix, &is_in_dram);
+                queue.insert(fingerprint, in_pages(bytes), put.is_prefix, &is_in_dram);
             }
         }
     }
@@ -395,15 +397,15 @@ impl Shadows {
         }
     }
 
-    /// Every block was deleted: what comes next may be of another length.
+    /// All blocks were deleted; the next ones may have another length.
     pub(crate) fn clear(&mut self) {
         self.dram = None;
         self.files = None;
-        self.awaited.clear();
+        self.pending_puts.clear();
     }
 
-    /// Blocks that are shorter than the first were make the sample larger than it should be.
-    fn keep_small(&mut self) {
+    /// Halves the sample when blocks shorter than the first one made it too large.
+    fn limit_sample(&mut self) {
         let most = 2 * usize::try_from(SAMPLE_BLOCKS).expect("a few thousand");
         if let Some(tier) = self.dram.as_mut().filter(|tier| tier.models[0].len() > most) {
             tier.sample = tier.sample.halved();
@@ -419,14 +421,14 @@ impl Shadows {
 
     /// Memory of all shadows.
     pub(crate) fn memory_bytes(&self) -> usize {
-        let dram = self.dram.iter().flat_map(|tier| &tier.models).map(Cache::memory_bytes);
-        let files = self.files.iter().flat_map(|tier| &tier.models).map(Queue::memory_bytes);
-        let awaited = self.awaited.capacity() * (size_of::<(u64, Option<u64>)>() + 1);
+        let dram = self.dram.iter().flat_map(|tier| &tier.models).map(DramShadow::memory_bytes);
+        let files = self.files.iter().flat_map(|tier| &tier.models).map(FilesShadow::memory_bytes);
+        let pending_puts = self.pending_puts.capacity() * (size_of::<(u64, Option<u64>)>() + 1);
         let chain = self.chain.capacity() * size_of::<(u64, usize)>();
-        size_of::<Self>() + dram.chain(files).sum::<usize>() + awaited + chain
+        size_of::<Self>() + dram.chain(files).sum::<usize>() + pending_puts + chain
     }
 
-    /// What they say, by tier and size; nothing before the first block.
+    /// The results by tier and size; none before the first block.
     pub(crate) fn figures(&self) -> Vec<ShadowFigure> {
         let dram = self.dram.as_ref().map(|tier| tier.sample).zip(self.dram_plan);
         let files = self.files.as_ref().map(|tier| tier.sample).zip(self.files_plan);
@@ -447,8 +449,8 @@ impl Shadows {
     }
 }
 
-impl Counts {
-    fn asked(requested: usize, matched: usize) -> Self {
+impl WindowCounts {
+    fn of_request(requested: usize, matched: usize) -> Self {
         Self { requested: requested as u64, matched: matched as u64, ..Self::default() }
     }
 }

@@ -1,8 +1,8 @@
-//! Stages: what stands below DRAM in a pipeline, behind one small trait.
+//! Stages: the tiers below DRAM in a pipeline, behind one small trait.
 //!
-//! A stage keeps bytes at addresses of its own and answers in batches. It decides nothing: which
-//! blocks come, stay and go is the store's business. Anyone can add one: implement [`Stage`],
-//! run [`conformance`] over it, register it in a [`Registry`].
+//! A stage keeps bytes at its own addresses and answers in batches. The store decides which blocks
+//! are stored, kept and removed. To add a stage: implement [`Stage`], run [`conformance`] over it,
+//! register it in a [`Registry`].
 
 mod call_threads;
 pub mod conformance;
@@ -31,14 +31,14 @@ pub use files::FilesStage;
 pub use records::{RecordAnswer, RecordBuffer, RecordCall, RecordStage, Records, UnsealedRecord};
 pub use registry::{Registry, StageContext, StageFactory};
 
-/// What a stage is told of a block besides its bytes, and tells back after a restart.
+/// A block's properties besides its bytes; a persistent stage returns them after a restart.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BlockFacts {
-    /// Its name.
+    /// Its key.
     pub key: BlockKey,
-    /// The name of its bytes, when content hashing is on.
+    /// The digest of its bytes, when content hashing is on.
     pub digest: Option<Digest>,
-    /// The block before it in its chain.
+    /// The previous block of its chain.
     pub parent: Option<BlockKey>,
     /// The namespace that its key is rooted in.
     pub namespace: NamespaceId,
@@ -53,45 +53,45 @@ pub struct BlockFacts {
 /// One block to read, and the slab to read it into.
 #[derive(Debug)]
 pub struct Load {
-    /// What the store believes is at the address; the stage checks it.
+    /// The block that the store expects at the address; the stage checks it.
     pub key: BlockKey,
-    /// Where.
+    /// Where it is stored.
     pub address: Address,
-    /// As long as the block.
+    /// Where to read it to; as long as the block.
     pub slab: SlabMut,
 }
 
-/// What became of one block of a load.
+/// Result of loading one block.
 #[derive(Debug)]
 pub enum Loaded {
     /// The slab holds the block's bytes, checked.
     Hit(SlabMut),
-    /// It is no longer there (reclaimed, or only its name was kept).
+    /// The stage no longer has it: reclaimed, or it keeps only names.
     Gone,
-    /// It is there, but damaged; the store forgets the address and counts it.
+    /// The block is damaged: the store forgets the address and counts it.
     Damaged,
-    /// The stage failed; the block may still be there.
+    /// The stage failed; it may still have the block.
     Failed(StageError),
 }
 
-/// A stage's failure, by what the store does about it.
+/// An error of a stage, by what the store does about it.
 #[derive(Debug, Clone, Error)]
 #[non_exhaustive]
 pub enum StageError {
-    /// No room: the store makes room and tries again.
+    /// No room: the store makes room and retries.
     #[error("the stage is full")]
     Full,
-    /// This block can never be kept here.
-    #[error("the stage does not take a block of {bytes} bytes")]
+    /// The stage can never store this block.
+    #[error("the stage does not accept a block of {bytes} bytes")]
     Declined {
         /// Length of the block.
         bytes: u32,
     },
-    /// The stage panicked, or did not say what became of the block.
-    #[error("the stage gave no answer")]
+    /// The stage panicked, or returned no result for the block.
+    #[error("the stage returned no result")]
     NoAnswer,
-    /// The stage has no way to erase what it keeps.
-    #[error("the stage cannot erase what it keeps")]
+    /// The stage does not support erasing.
+    #[error("the stage cannot erase its blocks")]
     CannotErase,
     /// The stage was closed.
     #[error("the stage is closed")]
@@ -99,147 +99,147 @@ pub enum StageError {
     /// The deadline passed.
     #[error("the stage did not answer in time")]
     Timeout,
-    /// It failed lately, or all its calls hang, and it is left alone until it answers a probe.
-    #[error("the stage is left alone until it answers a probe, because it failed lately")]
+    /// The circuit is open after errors or hung calls, until a probe succeeds.
+    #[error("the stage's circuit is open after errors; it closes when a probe succeeds")]
     Shed,
-    /// Anything else.
+    /// Any other error.
     #[error("the stage failed")]
     Failed(#[source] Arc<dyn Error + Send + Sync>),
 }
 
-/// What making room did.
+/// Result of making room.
 #[derive(Debug, Clone, Default)]
 pub struct Room {
-    /// Blocks that were kept but moved: key, old address, new address.
+    /// Blocks that were kept and moved: key, old address, new address.
     pub moved: Vec<(BlockKey, Address, Address)>,
-    /// Blocks that are gone.
+    /// Blocks that were dropped.
     pub dropped: Vec<(BlockKey, Address)>,
-    /// Bytes that can be used again.
+    /// Bytes freed.
     pub freed_bytes: u64,
 }
 
-/// What a stage holds and did.
+/// Statistics of a stage.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StageStats {
     /// Bytes in use.
     pub used_bytes: u64,
-    /// Bytes it may use.
+    /// Most bytes that it may use.
     pub capacity_bytes: u64,
-    /// Files or other containers now.
+    /// Number of files or other containers.
     pub files: u64,
-    /// Blocks that were found damaged.
+    /// Damaged blocks found.
     pub damaged_blocks: u64,
-    /// Headers, footers and other structures of files that were found damaged.
+    /// Damaged headers, footers and other structures of files found.
     #[serde(default)]
     pub damaged_structures: u64,
-    /// What an operator should know, such as a fallback that was taken.
+    /// Notes for operators, such as a fallback in use.
     pub notes: Vec<String>,
 }
 
-/// What erasing a stage did.
+/// Result of erasing a stage.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct StageErased {
-    /// Files or other containers that are gone.
+    /// Files or other containers removed.
     pub files_removed: u64,
-    /// Bytes of them that were overwritten.
+    /// Bytes overwritten in them.
     pub overwritten_bytes: u64,
-    /// What resisted.
+    /// What could not be erased.
     pub left: Vec<Left>,
 }
 
 /// A place below DRAM that keeps blocks.
 ///
-/// Calls come from several threads. Every call returns by its deadline; what is unfinished then
-/// fails with [`StageError::Timeout`], and slabs still in flight stay with the stage until free.
-/// A stage that does not keep to that costs the store a thread for each call that hangs, up to a
-/// bound, and nobody waits for it beyond the deadline.
+/// Calls come from several threads. Every call returns by its deadline: unfinished work then fails
+/// with [`StageError::Timeout`], and slabs still in flight stay with the stage until they are free.
+/// A stage that exceeds its deadlines costs the store a thread for each hung call, up to a limit;
+/// callers of the store do not wait beyond the deadline.
 pub trait Stage: Send + Sync + fmt::Debug {
     /// The tier's name in results and statistics.
     fn name(&self) -> TierName;
 
-    /// Whether it keeps names without bytes, so that a load never finds anything.
+    /// Whether it keeps names without bytes, so that a load never finds a block.
     fn keeps_names_only(&self) -> bool {
         false
     }
 
-    /// Whether a load returns by its deadline even while the device below hangs in the kernel. The
-    /// store then loads in the caller's thread, which saves two wake-ups a call; a stage that says
-    /// yes and hangs takes its callers with it.
+    /// Whether a load returns by its deadline even while the device hangs in the kernel. The store
+    /// then loads in the caller's thread, which saves two thread wake-ups per call; if such a stage
+    /// hangs, its callers hang, too.
     fn keeps_deadlines(&self) -> bool {
         false
     }
 
-    /// Keeps blocks; one result for each, in order. An address is returned only when all of a
-    /// block's bytes are where they belong.
+    /// Stores blocks; one result for each, in order. Returns an address only when all of a block's
+    /// bytes are written.
     fn store(
         &self,
         batch: Vec<(BlockFacts, Slab)>,
         deadline: Deadline,
     ) -> Vec<Result<Address, StageError>>;
 
-    /// Reads blocks; one result for each, in order.
+    /// Loads blocks; one result for each, in order.
     fn load(&self, batch: Vec<Load>, deadline: Deadline) -> Vec<Loaded>;
 
-    /// Keeps another name for bytes that it has, over restarts too where it survives them.
+    /// Adds another name for stored bytes, kept over restarts if the stage is persistent.
     fn alias(
         &self,
         batch: Vec<(BlockFacts, Address)>,
         deadline: Deadline,
     ) -> Result<(), StageError>;
 
-    /// Forgets names; the bytes go with their last name.
+    /// Removes names; the bytes are removed with their last name.
     fn remove(&self, batch: &[(BlockKey, Address)], deadline: Deadline) -> Result<(), StageError>;
 
-    /// Gives space back, oldest first. Blocks for which `keep` says yes stay, if they can.
+    /// Frees space, oldest blocks first. Keeps blocks for which `keep` returns true, if possible.
     fn make_room(
         &self,
         keep: &mut dyn FnMut(&BlockKey, Address) -> bool,
         deadline: Deadline,
     ) -> Result<Room, StageError>;
 
-    /// Hands over what survived from an earlier run, once.
+    /// Returns the blocks of earlier runs, once.
     fn recover(&self) -> Vec<(BlockFacts, Address)>;
 
-    /// Returns once all that was stored would survive a restart, where the stage survives them.
+    /// Returns once all stored blocks would survive a restart, if the stage is persistent.
     fn flush(&self, deadline: Deadline) -> Result<(), StageError>;
 
-    /// Keeps a namespace's manifest beside its blocks, where the stage survives restarts.
+    /// Stores a namespace's manifest beside its blocks, if the stage is persistent.
     fn register(&self, _namespace: &Namespace, _deadline: Deadline) -> Result<(), StageError> {
         Ok(())
     }
 
-    /// The manifests that are kept there.
+    /// The stored manifests.
     fn manifests(&self, _deadline: Deadline) -> Result<Vec<(NamespaceId, Manifest)>, StageError> {
         Ok(Vec::new())
     }
 
-    /// Goes to the device and back, as a store and a load would, without changing any block. Asked
-    /// while the stage is idle, and while its circuit for writes is open: when this succeeds,
-    /// blocks are stored there again. A device that is full answers, and so is not broken.
+    /// Accesses the device as a store and a load would, without changing any block. Called while
+    /// the stage is idle, and while its write circuit is open: success closes the circuit. A full
+    /// device responds, so it passes the probe.
     fn probe(&self, _deadline: Deadline) -> Result<(), StageError> {
         Ok(())
     }
 
-    /// As `probe`, as a load alone would: asked while the circuit for reads is open. A stage that
-    /// can tell keeps its blocks readable while it takes no writes.
+    /// As `probe`, with reads only: called while the read circuit is open. Stages with separate
+    /// probes stay readable while they cannot write.
     fn probe_reads(&self, deadline: Deadline) -> Result<(), StageError> {
         self.probe(deadline)
     }
 
-    /// Calls of its own that go on although their deadline passed.
+    /// Number of its own calls still running after their deadline.
     fn stuck_calls(&self) -> u64 {
         0
     }
 
-    /// Does away with everything that is kept, bytes and names and manifests, and is empty and
-    /// usable afterwards. No other call is under way.
+    /// Erases everything stored: bytes, names and manifests. The stage is empty and usable
+    /// afterwards. No other call is in flight.
     fn erase(&self, _deadline: Deadline) -> Result<StageErased, StageError> {
         Err(StageError::CannotErase)
     }
 
-    /// Lets go of what others may want, such as a directory. Later calls fail.
+    /// Releases resources, such as a directory's lock. Later calls fail.
     fn close(&self) {}
 
-    /// What it holds and did.
+    /// Its statistics.
     fn stats(&self) -> StageStats;
 }

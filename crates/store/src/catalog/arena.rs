@@ -1,11 +1,11 @@
-//! An arena of entries at stable indices that grows without moving what it holds.
+//! An arena of entries at stable indices, which grows without moving entries.
 
 use cascade_memory::{prefer_huge_pages, prefetch};
 
 const CHUNK_BITS: u32 = 16;
 const CHUNK: usize = 1 << CHUNK_BITS;
 
-/// Entries by index. Growth adds a chunk, so no insert ever copies the others; a chunk's memory is
+/// Entries by index. Growth adds a chunk, so no insert copies existing entries. A chunk's memory is
 /// touched only as it fills.
 #[derive(Debug)]
 pub(super) struct Arena<T> {
@@ -24,7 +24,7 @@ impl<T> Arena<T> {
         self.len
     }
 
-    /// What the entries so far take; a chunk's untouched rest takes nothing.
+    /// Memory of the entries so far; the untouched rest of a chunk takes none.
     pub(super) fn memory_bytes(&self) -> usize {
         let entries: usize = self.chunks.iter().map(Vec::len).sum();
         entries * size_of::<Option<T>>() + self.free.capacity() * size_of::<u32>()
@@ -38,7 +38,7 @@ impl<T> Arena<T> {
         self.try_get_mut(index).expect("an index is used only while its entry lives")
     }
 
-    /// Begins to bring an entry into the cache.
+    /// Prefetches an entry into the CPU cache.
     pub(super) fn prefetch(&self, index: u32) {
         let (chunk, within) = split(index);
         if let Some(entry) = self.chunks.get(chunk).and_then(|chunk| chunk.get(within)) {
@@ -66,7 +66,7 @@ impl<T> Arena<T> {
         index
     }
 
-    /// Puts an entry at an index of the caller's choice; such an arena is not used with `insert`.
+    /// Inserts an entry at a given index; an arena uses either this or `insert`.
     pub(super) fn insert_at(&mut self, index: u32, entry: T) {
         self.place(index, entry);
     }
@@ -77,7 +77,7 @@ impl<T> Arena<T> {
         entry
     }
 
-    /// Takes out an entry that `insert_at` may have put there.
+    /// Removes an entry that `insert_at` may have added.
     pub(super) fn try_remove(&mut self, index: u32) -> Option<T> {
         let (chunk, within) = split(index);
         let entry = self.chunks.get_mut(chunk)?.get_mut(within)?.take()?;
@@ -85,7 +85,7 @@ impl<T> Arena<T> {
         Some(entry)
     }
 
-    /// One more than the highest index that was ever given.
+    /// One more than the highest index in use so far.
     pub(super) fn end(&self) -> u32 {
         self.next
     }

@@ -1,8 +1,8 @@
 //! A hash table from 64-bit fingerprints to 32-bit indices, in 256 shards that grow one by one.
 //!
-//! Not a general map: the key stays in the caller's entry, so a slot costs eight bytes, and a
-//! lookup is two waits for memory (slot, entry) that a batch can overlap. Growing one shard of 256
-//! keeps the pause at ten million keys under a millisecond. Linear probing; removal shifts back.
+//! The key stays in the caller's entry, so a slot costs eight bytes, and a lookup is two memory
+//! accesses (slot, entry) that a batch can overlap. Growing one shard of 256 keeps the pause at ten
+//! million keys under a millisecond. Linear probing; removal shifts later slots back.
 
 use cascade_memory::prefetch;
 
@@ -49,7 +49,7 @@ impl KeyTable {
         }
     }
 
-    /// Begins to bring the slot where a fingerprint's search starts into the cache.
+    /// Prefetches the slot where the search for a fingerprint starts.
     pub(crate) fn prefetch(&self, fingerprint: u64) {
         let shard = &self.shards[shard_of(fingerprint)];
         if let Some(home) = shard.home(tag_of(fingerprint)) {
@@ -57,14 +57,14 @@ impl KeyTable {
         }
     }
 
-    /// The first index whose tag fits: almost always the right one, found with one read.
+    /// The index in the home slot, if its tag matches: almost always the right one, with one read.
     pub(crate) fn candidate(&self, fingerprint: u64) -> Option<u32> {
         let shard = &self.shards[shard_of(fingerprint)];
         let slot = shard.slots[shard.home(tag_of(fingerprint))?];
         (slot != 0 && tag_in(slot) == tag_of(fingerprint)).then(|| index_in(slot))
     }
 
-    /// Adds an index; the caller knows that it is not there.
+    /// Adds an index, which must not be present.
     pub(crate) fn insert(&mut self, fingerprint: u64, index: u32) {
         let shard = &mut self.shards[shard_of(fingerprint)];
         if (shard.len + 1) * 8 > shard.slots.len() * 7 {
@@ -74,14 +74,14 @@ impl KeyTable {
         shard.len += 1;
     }
 
-    /// Removes an index that is there.
+    /// Removes an index, which must be present.
     pub(crate) fn remove(&mut self, fingerprint: u64, index: u32) {
-        let was_there = self.remove_if_there(fingerprint, index);
-        assert!(was_there, "what is removed is there");
+        let was_present = self.remove_if_present(fingerprint, index);
+        assert!(was_present, "a removed index is present");
     }
 
-    /// Removes an index if it is there; whether it was.
-    pub(crate) fn remove_if_there(&mut self, fingerprint: u64, index: u32) -> bool {
+    /// Removes an index if it is present; returns whether it was.
+    pub(crate) fn remove_if_present(&mut self, fingerprint: u64, index: u32) -> bool {
         let shard = &mut self.shards[shard_of(fingerprint)];
         let wanted = pack(tag_of(fingerprint), index);
         let Some(mut at) = shard.home(tag_of(fingerprint)) else { return false };
@@ -120,11 +120,13 @@ impl Shard {
         old.into_iter().filter(|slot| *slot != 0).for_each(|slot| self.place(slot));
     }
 
-    /// Moves later slots of the run back, so that no probe ends early at the gap.
+    /// Moves later slots of the run back, so that no search ends early at the gap.
     fn close_gap(&mut self, mut gap: usize) {
         let mask = self.slots.len() - 1;
         let mut at = self.after(gap);
         while self.slots[at] != 0 {
+            // A slot may move into the gap only if that is not before its home. Distances are
+            // modulo the length, because a run may wrap round.
             let home = tag_in(self.slots[at]) as usize & mask;
             let from_home = at.wrapping_sub(home) & mask;
             let from_gap = at.wrapping_sub(gap) & mask;

@@ -1,4 +1,4 @@
-//! The catalog against a naive map, with colliding fingerprints.
+//! Tests of the catalog against a naive map, with colliding fingerprints.
 
 use std::collections::HashMap;
 
@@ -19,7 +19,7 @@ fn new_key(key: BlockKey) -> NewKey {
 
 proptest! {
     #[test]
-    fn a_table_finds_among_equal_tags(
+    fn a_table_finds_each_index_among_equal_tags(
         operations in prop::collection::vec((0u64..12, 0u32..3, any::<bool>()), 1..400),
     ) {
         let mut table = KeyTable::new();
@@ -34,7 +34,7 @@ proptest! {
                 table.insert(print, index);
                 model.insert((print, index));
             } else if !is_insert {
-                prop_assert_eq!(table.remove_if_there(print, index), is_there);
+                prop_assert_eq!(table.remove_if_present(print, index), is_there);
                 model.remove(&(print, index));
             }
         }
@@ -44,7 +44,7 @@ proptest! {
     }
 
     #[test]
-    fn it_finds_what_a_map_finds(
+    fn a_catalog_finds_the_same_keys_as_a_map(
         operations in prop::collection::vec((0u64..12, 0u8..3, any::<bool>()), 1..400),
     ) {
         let mut catalog = Catalog::new(Seed::new(1));
@@ -72,7 +72,7 @@ proptest! {
 }
 
 #[test]
-fn a_batch_finds_what_single_lookups_find() {
+fn a_batch_finds_the_same_keys_as_single_lookups() {
     let mut catalog = Catalog::new(Seed::new(1));
     let keys: Vec<_> =
         (0..5000u64).map(|n| key(n.wrapping_mul(0x9E37_79B9_7F4A_7C15), 1)).collect();
@@ -87,7 +87,7 @@ fn a_batch_finds_what_single_lookups_find() {
 }
 
 #[test]
-fn a_content_goes_with_its_last_key() {
+fn a_content_is_removed_with_its_last_key() {
     let mut catalog = Catalog::new(Seed::new(1));
     let digest = Digest::of(DigestAlgorithm::Blake3, b"bytes");
     let (first, content) = catalog.insert(&new_key(key(1, 0)), 5, Some(digest));
@@ -113,15 +113,15 @@ fn a_reused_index_is_not_taken_for_the_parent() {
     assert_eq!(catalog.parent_of(child), Some(parent));
     catalog.remove(parent);
     assert_eq!(catalog.parent_of(child), None);
-    let (stranger, _) = catalog.insert(&new_key(key(3 << 40, 0)), 1, None);
-    assert_eq!(stranger, parent, "the index is given out again");
+    let (other, _) = catalog.insert(&new_key(key(3 << 40, 0)), 1, None);
+    assert_eq!(other, parent, "the index is reused");
     assert_eq!(catalog.parent_of(child), None);
 }
 
-/// A caller that gave 40,000 keys with equal leading bytes had every search go through all of them:
-/// a put of 40,000 blocks took 8.4 s of a deadline of one.
+/// With 40,000 keys of equal leading bytes every search visited all of them: a put of 40,000 blocks
+/// with a deadline of one second took 8.4 s.
 #[test]
-fn keys_with_equal_leading_bytes_are_found_among_few_others() {
+fn keys_with_equal_leading_bytes_do_not_slow_down_lookups() {
     for shared in [8, 16, 24] {
         let mut catalog = Catalog::new(Seed::new(1));
         let key = |number: u32| {

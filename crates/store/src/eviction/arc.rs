@@ -1,39 +1,40 @@
-//! ARC: two LRU lists, for blocks used once and more often, whose balance follows what their
-//! ghosts say (Megiddo and Modha, FAST '03).
+//! ARC: two LRU lists, for blocks used once and for blocks used more often; hits on ghosts shift
+//! the balance between them (Megiddo and Modha, FAST '03).
 
 use std::time::Duration;
 
 use super::lru::place;
-use super::{Asked, Blocks, Ghosts, Hints, List, MayGo, Policy, Removal, Slot};
+use super::{Asked, BlockList, BlockTable, EvictionFilter, Ghosts, Hints, Policy, Removal, Slot};
 
-/// State of a block: the top bit says that it was used more than once, the rest is the number of
-/// the request that used it last.
+/// A block's state: the top bit is set once the block was used again; the other bits are the number
+/// of the request that used it last.
 const OFTEN: u32 = 1 << 31;
 
-/// Blocks of the list to shrink that are looked at before the other list has its turn: a list may
-/// consist of blocks whose children are in the other.
+/// Blocks searched in the list to shrink before the other list is searched: a list may consist of
+/// blocks whose children are in the other.
 const SEARCH_BLOCKS: usize = 64;
 
 /// The policy.
 #[derive(Debug, Default)]
 pub struct Arc {
-    once: List,
-    often: List,
+    once: BlockList,
+    often: BlockList,
     once_ghosts: Ghosts,
     often_ghosts: Ghosts,
-    /// How many blocks `once` should hold.
+    /// Target length of `once`: `p` of the paper.
     once_target: usize,
     requests: u32,
-    /// The most blocks ever resident, which is what the tier can hold once it is full.
+    /// The largest number of resident blocks so far: the capacity of the tier once it is full.
     capacity: usize,
 }
 
 impl Arc {
-    fn list(&mut self, blocks: &Blocks, slot: Slot) -> &mut List {
+    fn list(&mut self, blocks: &BlockTable, slot: Slot) -> &mut BlockList {
         if blocks.state(slot) & OFTEN == 0 { &mut self.once } else { &mut self.often }
     }
 
-    /// Follows a ghost that came back; says whether there was one.
+    /// Adapts the target length to a hit on a ghost, as the paper does. Returns whether there was
+    /// one.
     fn adapt(&mut self, fingerprint: u64) -> bool {
         let (once, often) = (self.once_ghosts.len().max(1), self.often_ghosts.len().max(1));
         if self.once_ghosts.take(fingerprint).is_some() {
@@ -47,7 +48,8 @@ impl Arc {
         false
     }
 
-    /// Keeps the memory of the past at the size that the paper gives it.
+    /// Trims the ghosts to the paper's bounds: `once` with its ghosts has at most `capacity`
+    /// entries, and so have all ghosts together.
     fn forget(&mut self) {
         while !self.once_ghosts.is_empty()
             && self.once.len() + self.once_ghosts.len() > self.capacity
@@ -69,19 +71,19 @@ impl Policy for Arc {
 
     fn request(
         &mut self,
-        blocks: &mut Blocks,
+        blocks: &mut BlockTable,
         now: Duration,
         chain: &[Asked],
         leading: usize,
         _: &Hints,
     ) {
         self.requests = self.requests.wrapping_add(1) & !OFTEN;
-        for slot in chain[..leading].iter().rev().filter_map(|asked| asked.resident) {
+        for slot in chain[..leading].iter().rev().filter_map(|requested| requested.resident) {
             self.touch(blocks, now, slot);
         }
     }
 
-    fn touch(&mut self, blocks: &mut Blocks, _: Duration, slot: Slot) {
+    fn touch(&mut self, blocks: &mut BlockTable, _: Duration, slot: Slot) {
         if !blocks.is_protected(slot) {
             self.list(blocks, slot).remove(blocks, slot);
             blocks.set_state(slot, self.requests | OFTEN);
@@ -89,21 +91,21 @@ impl Policy for Arc {
         }
     }
 
-    fn insert(&mut self, blocks: &mut Blocks, _: Duration, slot: Slot) {
+    fn insert(&mut self, blocks: &mut BlockTable, _: Duration, slot: Slot) {
         if blocks.is_protected(slot) {
             return;
         }
         self.capacity = self.capacity.max(blocks.len());
         let often = if self.adapt(blocks.fingerprint(slot)) { OFTEN } else { 0 };
         blocks.set_state(slot, self.requests | often);
-        let beside = blocks.parent(slot).filter(|parent| {
+        let parent_in_list = blocks.parent(slot).filter(|parent| {
             !blocks.is_protected(*parent) && blocks.state(*parent) & OFTEN == often
         });
-        place(self.list(blocks, slot), blocks, slot, beside);
+        place(self.list(blocks, slot), blocks, slot, parent_in_list);
         self.forget();
     }
 
-    fn remove(&mut self, blocks: &mut Blocks, slot: Slot, why: Removal) {
+    fn remove(&mut self, blocks: &mut BlockTable, slot: Slot, why: Removal) {
         if blocks.is_protected(slot) {
             return;
         }
@@ -111,22 +113,27 @@ impl Policy for Arc {
         if why == Removal::Evicted {
             let is_often = blocks.state(slot) & OFTEN != 0;
             let ghosts = if is_often { &mut self.often_ghosts } else { &mut self.once_ghosts };
-            // Twice the room, because ghosts that came back leave holes.
+            // Twice the capacity, because ghosts that were taken out leave holes in the ring.
             ghosts.push(blocks.fingerprint(slot), 0, self.capacity * 2);
             self.forget();
         }
     }
 
-    fn victim(&mut self, blocks: &mut Blocks, _: Duration, may_go: &mut MayGo<'_>) -> Option<Slot> {
+    fn victim(
+        &mut self,
+        blocks: &mut BlockTable,
+        _: Duration,
+        may_go: &mut EvictionFilter<'_>,
+    ) -> Option<Slot> {
         let (first, second) = if self.once.len() > self.once_target {
             (&mut self.once, &mut self.often)
         } else {
             (&mut self.often, &mut self.once)
         };
         first
-            .oldest_that(blocks, may_go, SEARCH_BLOCKS)
-            .or_else(|| second.oldest_that(blocks, may_go, usize::MAX))
-            .or_else(|| first.oldest_that(blocks, may_go, usize::MAX))
+            .oldest_allowed(blocks, may_go, SEARCH_BLOCKS)
+            .or_else(|| second.oldest_allowed(blocks, may_go, usize::MAX))
+            .or_else(|| first.oldest_allowed(blocks, may_go, usize::MAX))
     }
 
     fn memory_bytes(&self) -> usize {

@@ -1,6 +1,6 @@
-//! The table of resident blocks: what the mechanism and every policy share about them.
+//! The table of resident blocks, which the mechanism shares with every policy.
 
-/// Where a resident block stands in the table; reused once the block is gone.
+/// The place of a resident block in the table; reused once the block is removed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Slot(u32);
 
@@ -11,7 +11,7 @@ const NONE: u32 = u32::MAX;
 pub const BLOCKS_MAX: usize = (NONE - 1) as usize;
 
 impl Slot {
-    /// Its number; numbers are dense, so that a policy may index by them.
+    /// Its number. Numbers are dense, so that a policy may index by them.
     pub const fn index(self) -> usize {
         self.0 as usize
     }
@@ -36,27 +36,27 @@ struct Block {
     older: u32,
     newer: u32,
     state: u32,
-    status: Status,
+    status: SlotStatus,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Status {
+enum SlotStatus {
     Free,
     Ordinary,
     Protected,
-    /// Deleted while children were resident: keeps its place until they are gone, so that their
-    /// parent never becomes another block.
+    /// Deleted while children were resident: the slot stays in use until they are removed, so that
+    /// their parent slot never holds another block.
     Orphaning,
 }
 
-/// What the mechanism is told about a block that comes in.
+/// Describes a block to insert.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Incoming {
-    /// The caller's number for it, given back when a victim is chosen.
+    /// The caller's number for it, returned when it is chosen as a victim.
     pub owner: u32,
     /// Eight bytes of its key.
     pub fingerprint: u64,
-    /// The block before it in its chain, if that is resident.
+    /// The previous block of its chain, if that is resident.
     pub parent: Option<Slot>,
     /// Its size.
     pub bytes: u32,
@@ -64,23 +64,23 @@ pub struct Incoming {
     pub is_protected: bool,
 }
 
-/// All resident blocks. Policies read it, keep a number per block in it, and link blocks into
-/// their [`List`]s through it.
+/// All resident blocks. Policies read the table, keep a number per block in it, and link blocks
+/// into their [`BlockList`]s through it.
 #[derive(Debug, Default)]
-pub struct Blocks {
+pub struct BlockTable {
     table: Vec<Block>,
     free: Vec<u32>,
     resident: usize,
     bytes: u64,
 }
 
-impl Blocks {
-    /// How many blocks are resident.
+impl BlockTable {
+    /// Number of resident blocks.
     pub fn len(&self) -> usize {
         self.resident
     }
 
-    /// Whether none is.
+    /// Whether no block is resident.
     pub fn is_empty(&self) -> bool {
         self.resident == 0
     }
@@ -90,7 +90,7 @@ impl Blocks {
         self.bytes
     }
 
-    /// Slots that were ever used: every [`Slot::index`] is below it.
+    /// Number of slots ever used: every [`Slot::index`] is below it.
     pub fn slots(&self) -> usize {
         self.table.len()
     }
@@ -110,7 +110,7 @@ impl Blocks {
         self.table[slot.index()].bytes
     }
 
-    /// The block before it in its chain, if it is resident.
+    /// The previous block of its chain, if that is resident.
     pub fn parent(&self, slot: Slot) -> Option<Slot> {
         Slot::some(self.table[slot.index()].parent).filter(|parent| self.is_resident(*parent))
     }
@@ -118,20 +118,20 @@ impl Blocks {
     /// Whether a slot holds a block.
     pub fn is_resident(&self, slot: Slot) -> bool {
         let status = self.table.get(slot.index()).map(|block| block.status);
-        matches!(status, Some(Status::Ordinary | Status::Protected))
+        matches!(status, Some(SlotStatus::Ordinary | SlotStatus::Protected))
     }
 
-    /// Whether no resident block follows it in a chain: only such blocks may go.
+    /// Whether no resident block follows it in a chain: only leaves may be evicted.
     pub fn is_leaf(&self, slot: Slot) -> bool {
         self.table[slot.index()].children == 0
     }
 
-    /// Whether the mechanism keeps it for last; then it is in no policy's list.
+    /// Whether the block is protected: evicted last, and in no policy's list.
     pub fn is_protected(&self, slot: Slot) -> bool {
-        self.table[slot.index()].status == Status::Protected
+        self.table[slot.index()].status == SlotStatus::Protected
     }
 
-    /// The policy's number for a block; zero at first.
+    /// The policy's number for a block; initially zero.
     pub fn state(&self, slot: Slot) -> u32 {
         self.table[slot.index()].state
     }
@@ -141,7 +141,7 @@ impl Blocks {
         self.table[slot.index()].state = state;
     }
 
-    /// Memory of the table, its spare room included.
+    /// Memory of the table, including spare capacity.
     pub fn memory_bytes(&self) -> usize {
         self.table.capacity() * size_of::<Block>() + self.free.capacity() * size_of::<u32>()
     }
@@ -157,7 +157,7 @@ impl Blocks {
             older: NONE,
             newer: NONE,
             state: 0,
-            status: if is_protected { Status::Protected } else { Status::Ordinary },
+            status: if is_protected { SlotStatus::Protected } else { SlotStatus::Ordinary },
         };
         if let Some(parent) = parent {
             self.table[parent.index()].children += 1;
@@ -173,19 +173,19 @@ impl Blocks {
         Slot(u32::try_from(self.table.len() - 1).expect("BLOCKS_MAX is below u32::MAX"))
     }
 
-    /// Takes a block out; it must be in no list. Returns the resident block that is a leaf now and
-    /// was none before.
+    /// Removes a block, which must be in no list. Returns the resident parent that became a leaf by
+    /// this, if any.
     pub(super) fn remove(&mut self, slot: Slot) -> Option<Slot> {
         self.resident -= 1;
         self.bytes -= u64::from(self.bytes_of(slot));
         if self.is_leaf(slot) {
             return self.release(slot);
         }
-        self.table[slot.index()].status = Status::Orphaning;
+        self.table[slot.index()].status = SlotStatus::Orphaning;
         None
     }
 
-    /// Corrects a block's parent, when it was put while the parent was away.
+    /// Corrects the parent of a block that was put while its parent was not resident.
     pub(super) fn adopt(&mut self, child: Slot, parent: Slot) -> Adoption {
         let before = Slot::some(self.table[child.index()].parent);
         if before == Some(parent) {
@@ -196,10 +196,10 @@ impl Blocks {
         }
         self.table[parent.index()].children += 1;
         self.table[child.index()].parent = parent.0;
-        Adoption::Settled(before.and_then(|before| self.lose_child(before)))
+        Adoption::Settled(before.and_then(|before| self.remove_child(before)))
     }
 
-    /// Guards against callers whose chains contradict each other: parents must not form a ring.
+    /// Guards against callers whose chains contradict each other: parents must not form a cycle.
     fn descends_from(&self, mut slot: Slot, ancestor: Slot) -> bool {
         loop {
             if slot == ancestor {
@@ -212,95 +212,97 @@ impl Blocks {
 
     fn release(&mut self, slot: Slot) -> Option<Slot> {
         let parent = Slot::some(self.table[slot.index()].parent);
-        self.table[slot.index()].status = Status::Free;
+        self.table[slot.index()].status = SlotStatus::Free;
         self.free.push(slot.0);
-        parent.and_then(|parent| self.lose_child(parent))
+        parent.and_then(|parent| self.remove_child(parent))
     }
 
-    fn lose_child(&mut self, mut parent: Slot) -> Option<Slot> {
+    /// Counts one child less. Frees deleted parents that waited for their last child, up the chain.
+    /// Returns the first resident parent that became a leaf.
+    fn remove_child(&mut self, mut parent: Slot) -> Option<Slot> {
         loop {
             let block = &mut self.table[parent.index()];
             block.children -= 1;
             if block.children > 0 {
                 return None;
             }
-            if block.status != Status::Orphaning {
+            if block.status != SlotStatus::Orphaning {
                 return Some(parent);
             }
-            block.status = Status::Free;
+            block.status = SlotStatus::Free;
             self.free.push(parent.0);
             parent = Slot::some(block.parent)?;
         }
     }
 }
 
-/// What came of correcting a parent.
+/// Result of correcting a parent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Adoption {
-    /// The parent is right; a block that lost its last child by it is named.
+    /// The parent is correct; names the former parent if it became a leaf.
     Settled(Option<Slot>),
-    /// The parent follows the child: the caller's chains contradict each other.
+    /// The parent is a descendant of the child: the caller's chains contradict each other.
     Contradiction,
 }
 
-/// Blocks in an order, linked through the table. A block is in one list at most.
+/// An ordered list of blocks, linked through the table. A block is in at most one list.
 #[derive(Debug, Clone, Copy)]
-pub struct List {
+pub struct BlockList {
     oldest: u32,
     newest: u32,
     len: usize,
 }
 
-impl Default for List {
+impl Default for BlockList {
     fn default() -> Self {
         Self { oldest: NONE, newest: NONE, len: 0 }
     }
 }
 
-impl List {
-    /// How many blocks it holds.
+impl BlockList {
+    /// Number of blocks.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether it holds none.
+    /// Whether it is empty.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// The first to go.
+    /// The oldest block, the first candidate.
     pub fn oldest(&self) -> Option<Slot> {
         Slot::some(self.oldest)
     }
 
-    /// The last to go.
+    /// The newest block, the last candidate.
     pub fn newest(&self) -> Option<Slot> {
         Slot::some(self.newest)
     }
 
     /// The next one toward the newest.
-    pub fn newer(blocks: &Blocks, slot: Slot) -> Option<Slot> {
+    pub fn newer(blocks: &BlockTable, slot: Slot) -> Option<Slot> {
         Slot::some(blocks.table[slot.index()].newer)
     }
 
     /// Adds a block at the newest end.
-    pub fn push_newest(&mut self, blocks: &mut Blocks, slot: Slot) {
+    pub fn push_newest(&mut self, blocks: &mut BlockTable, slot: Slot) {
         self.link(blocks, slot, self.newest, NONE);
     }
 
     /// Adds a block at the oldest end.
-    pub fn push_oldest(&mut self, blocks: &mut Blocks, slot: Slot) {
+    pub fn push_oldest(&mut self, blocks: &mut BlockTable, slot: Slot) {
         self.link(blocks, slot, NONE, self.oldest);
     }
 
-    /// Adds a block so that it goes right before `anchor`, which is in this list.
-    pub fn push_before(&mut self, blocks: &mut Blocks, slot: Slot, anchor: Slot) {
+    /// Adds a block right before `anchor`, which is in this list.
+    pub fn push_before(&mut self, blocks: &mut BlockTable, slot: Slot, anchor: Slot) {
         let older = blocks.table[anchor.index()].older;
         self.link(blocks, slot, older, anchor.0);
     }
 
-    /// Takes a block out, which is in this list.
-    pub fn remove(&mut self, blocks: &mut Blocks, slot: Slot) {
+    /// Removes a block, which is in this list.
+    pub fn remove(&mut self, blocks: &mut BlockTable, slot: Slot) {
         let block = &mut blocks.table[slot.index()];
         let (older, newer) = (block.older, block.newer);
         block.older = NONE;
@@ -317,19 +319,20 @@ impl List {
     }
 
     /// Moves a block of this list to its newest end.
-    pub fn renew(&mut self, blocks: &mut Blocks, slot: Slot) {
+    pub fn move_to_newest(&mut self, blocks: &mut BlockTable, slot: Slot) {
         if self.newest != slot.0 {
             self.remove(blocks, slot);
             self.push_newest(blocks, slot);
         }
     }
 
-    /// The oldest block that may go, among so many of the oldest. Those before it that may not are
-    /// used, new, or hold others: they move to the newest end, so that no search passes them twice.
-    pub fn oldest_that(
+    /// The oldest block that `may_go` allows, among the `among` oldest. Blocks before it are
+    /// pinned, new or have children: they move to the newest end, so that no search visits them
+    /// twice.
+    pub fn oldest_allowed(
         &mut self,
-        blocks: &mut Blocks,
-        may_go: &mut super::MayGo<'_>,
+        blocks: &mut BlockTable,
+        may_go: &mut super::EvictionFilter<'_>,
         among: usize,
     ) -> Option<Slot> {
         for _ in 0..self.len.min(among) {
@@ -337,12 +340,12 @@ impl List {
             if may_go(blocks, slot) {
                 return Some(slot);
             }
-            self.renew(blocks, slot);
+            self.move_to_newest(blocks, slot);
         }
         None
     }
 
-    fn link(&mut self, blocks: &mut Blocks, slot: Slot, older: u32, newer: u32) {
+    fn link(&mut self, blocks: &mut BlockTable, slot: Slot, older: u32, newer: u32) {
         let block = &mut blocks.table[slot.index()];
         block.older = older;
         block.newer = newer;

@@ -1,7 +1,7 @@
-//! What every policy must do behind the mechanism: one list of checks, which a new policy runs too.
+//! Conformance checks of eviction policies: one list, which every policy passes.
 //!
-//! The checks drive [`Eviction`] with chains of requests beside a naive model of what is resident,
-//! and panic with a sentence where the two part.
+//! The checks drive [`Eviction`] with chain requests, compare it with a naive model of what is
+//! resident, and panic with a sentence where they differ.
 
 use std::collections::HashMap;
 use std::time::Duration;
@@ -10,25 +10,25 @@ use super::{
     Asked, Eviction, Hints, Incoming, Limits, Policy, Priority, Removal, Slot, StopReason, Verdict,
 };
 
-/// Makes a fresh policy.
+/// Makes a new policy.
 pub type MakePolicy = fn() -> Box<dyn Policy>;
 
 /// Runs all checks on a policy.
 ///
 /// # Panics
-/// If the policy breaks one of them.
+/// If the policy fails one of them.
 pub fn check(make: MakePolicy) {
     for seed in 0..4 {
-        requests_keep_the_tables_right(make, seed);
+        requests_keep_the_tables_consistent(make, seed);
         equal_runs_choose_equal_victims(make, seed);
     }
-    leaves_go_first_and_everything_can_go(make);
-    the_unusable_stay(make);
-    protected_blocks_go_last_within_their_quota(make);
-    odd_callers_do_no_harm(make);
+    leaves_are_evicted_first_and_all_blocks_can_be(make);
+    unusable_blocks_are_never_victims(make);
+    protected_blocks_are_evicted_last_within_their_quota(make);
+    contradictory_calls_keep_the_tables_consistent(make);
 }
 
-/// A naive model: which blocks of a small forest are resident, and where.
+/// A naive model: which blocks of a small forest are resident, and in which slots.
 #[derive(Debug)]
 struct Model {
     eviction: Eviction,
@@ -58,7 +58,7 @@ impl Model {
         (self.random >> 33) % limit
     }
 
-    /// A path in a forest of four trees with three children a block.
+    /// A random path in a forest of four trees with three children a block.
     fn chain(&mut self) -> Vec<u64> {
         let mut block = 1 + self.below(4);
         let mut chain = vec![block];
@@ -69,28 +69,28 @@ impl Model {
         chain
     }
 
-    fn asked(&self, chain: &[u64]) -> Vec<Asked> {
-        let asked =
+    fn requested(&self, chain: &[u64]) -> Vec<Asked> {
+        let requested =
             |block: &u64| Asked { fingerprint: *block, resident: self.slots.get(block).copied() };
-        chain.iter().map(asked).collect()
+        chain.iter().map(requested).collect()
     }
 
     fn request(&mut self, now: Duration, chain: &[u64], partial_tail: bool, hints: &Hints) {
-        let asked = self.asked(chain);
-        let leading = asked.iter().take_while(|asked| asked.resident.is_some()).count();
-        let found = self.eviction.request(now, &asked, partial_tail, hints);
+        let requested = self.requested(chain);
+        let leading = requested.iter().take_while(|requested| requested.resident.is_some()).count();
+        let found = self.eviction.request(now, &requested, partial_tail, hints);
         assert_eq!(found, leading, "hits are the leading residents");
         let full = chain.len() - usize::from(partial_tail);
         let mut parent = leading.checked_sub(1).map(|last| chain[last]);
         for block in chain[..full].iter().skip(leading) {
-            if !self.slots.contains_key(block) && !self.take(now, *block, parent, false) {
+            if !self.slots.contains_key(block) && !self.put(now, *block, parent, false) {
                 break;
             }
             parent = Some(*block);
         }
     }
 
-    fn take(&mut self, now: Duration, block: u64, parent: Option<u64>, is_protected: bool) -> bool {
+    fn put(&mut self, now: Duration, block: u64, parent: Option<u64>, is_protected: bool) -> bool {
         let owner = u32::try_from(block % u64::from(u32::MAX)).expect("below u32::MAX");
         let slot = parent.map(|parent| self.slots[&parent]);
         let incoming = Incoming { owner, fingerprint: block, parent: slot, bytes: 1, is_protected };
@@ -112,7 +112,7 @@ impl Model {
         let block = self.eviction.blocks().fingerprint(victim);
         let has_children =
             self.slots.keys().any(|child| self.parents[child] == Some(block) && *child != block);
-        assert!(!has_children, "block {block} went before its children");
+        assert!(!has_children, "block {block} was evicted before its children");
         assert_eq!(self.slots.remove(&block), Some(victim), "block {block} was resident");
         self.victims.push(block);
         self.eviction.remove(victim, Removal::Evicted);
@@ -128,12 +128,12 @@ impl Model {
         }
     }
 
-    /// Evicts until nothing may go.
+    /// Evicts until no candidate is left.
     fn drain(&mut self, now: Duration) {
         while let Some(victim) = self.eviction.victim(now, &mut |_| true) {
             self.evict(victim);
         }
-        assert!(self.slots.is_empty(), "{} blocks can never go", self.slots.len());
+        assert!(self.slots.is_empty(), "{} blocks can never be evicted", self.slots.len());
     }
 }
 
@@ -153,8 +153,8 @@ fn run(make: MakePolicy, seed: u64) -> Model {
         };
         model.request(now, &chain, partial_tail, &hints);
         if step % 7 == 0 {
-            let asked = model.asked(&chain);
-            model.eviction.hint(now, &asked, &hints);
+            let requested = model.requested(&chain);
+            model.eviction.hint(now, &requested, &hints);
         }
         if step % 5 == 0
             && let Some(slot) = model.slots.get(&chain[0]).copied()
@@ -167,10 +167,10 @@ fn run(make: MakePolicy, seed: u64) -> Model {
     model
 }
 
-fn requests_keep_the_tables_right(make: MakePolicy, seed: u64) {
+fn requests_keep_the_tables_consistent(make: MakePolicy, seed: u64) {
     let model = run(make, seed);
     let stats = model.eviction.stats();
-    assert_eq!(stats.inserted, stats.evicted, "what came in went out");
+    assert_eq!(stats.inserted, stats.evicted, "every inserted block was evicted");
     assert_eq!(stats.requests, 600, "each request counts once");
 }
 
@@ -178,12 +178,12 @@ fn equal_runs_choose_equal_victims(make: MakePolicy, seed: u64) {
     assert_eq!(run(make, seed).victims, run(make, seed).victims, "runs are repeatable");
 }
 
-fn leaves_go_first_and_everything_can_go(make: MakePolicy) {
+fn leaves_are_evicted_first_and_all_blocks_can_be(make: MakePolicy) {
     let mut model = Model::new(make, 100, 1);
-    // Children that are put and touched before their parents are known to the policy.
+    // Children that are put and touched before the policy knows their parents.
     for block in 1..=50 {
         let parent = (block > 1).then_some(block / 2);
-        assert!(model.take(Duration::from_secs(block), block, parent, false), "there is room");
+        assert!(model.put(Duration::from_secs(block), block, parent, false), "there is room");
     }
     for block in [1, 2, 4, 50, 1] {
         model.eviction.touch(Duration::from_secs(100 + block), model.slots[&block]);
@@ -191,10 +191,10 @@ fn leaves_go_first_and_everything_can_go(make: MakePolicy) {
     model.drain(Duration::from_secs(1000));
 }
 
-fn the_unusable_stay(make: MakePolicy) {
+fn unusable_blocks_are_never_victims(make: MakePolicy) {
     let mut model = Model::new(make, 10, 1);
     for block in 1..=10 {
-        model.take(Duration::ZERO, block, None, false);
+        model.put(Duration::ZERO, block, None, false);
     }
     let now = Duration::from_secs(5);
     let none = model.eviction.victim(now, &mut |_| false);
@@ -205,18 +205,18 @@ fn the_unusable_stay(make: MakePolicy) {
     }
     let mut owners = Vec::new();
     let bytes = model.eviction.victims(now, 100, &mut |owner| owner != 7, &mut owners);
-    assert_eq!((bytes, owners.len()), (9, 9), "a batch takes all that it may, once each");
-    assert!(!owners.contains(&7), "and leaves the rest");
+    assert_eq!((bytes, owners.len()), (9, 9), "a batch evicts every usable block once");
+    assert!(!owners.contains(&7), "the unusable block stays");
 }
 
-fn protected_blocks_go_last_within_their_quota(make: MakePolicy) {
+fn protected_blocks_are_evicted_last_within_their_quota(make: MakePolicy) {
     let mut model = Model::new(make, 20, 1);
     for block in 1..=12 {
-        model.take(Duration::ZERO, block, None, true);
+        model.put(Duration::ZERO, block, None, true);
     }
     let stats = model.eviction.stats();
     assert_eq!(stats.protected_blocks, 10, "half of the tier may be protected");
-    assert_eq!(stats.protection_refused, 2, "what is beyond is counted");
+    assert_eq!(stats.protection_refused, 2, "blocks beyond the quota are counted");
     for block in 100..400 {
         let now = Duration::from_secs(block);
         model.request(now, &[block], false, &Hints::default());
@@ -225,37 +225,45 @@ fn protected_blocks_go_last_within_their_quota(make: MakePolicy) {
     assert_eq!(kept, 10, "fillers do not displace protected blocks");
     model.drain(Duration::from_secs(1000));
     let last: Vec<_> = model.victims.iter().rev().take(10).rev().copied().collect();
-    assert_eq!(last, (1..=10).collect::<Vec<_>>(), "they go last, the least recently used first");
-    assert_eq!(model.eviction.stats().protected_bytes, 0, "and give their quota back");
+    assert_eq!(
+        last,
+        (1..=10).collect::<Vec<_>>(),
+        "they are evicted last, the least recently used first"
+    );
+    assert_eq!(model.eviction.stats().protected_bytes, 0, "their quota is free again");
 }
 
-/// Chains that contradict each other, blocks that are put twice or deleted under their children.
-fn odd_callers_do_no_harm(make: MakePolicy) {
+/// Contradictory chains, blocks put twice, and blocks deleted before their children.
+fn contradictory_calls_keep_the_tables_consistent(make: MakePolicy) {
     let mut model = Model::new(make, 30, 9);
     let now = Duration::from_secs(1);
     let hints = Hints::default();
     for chain in [&[1, 2, 3][..], &[3, 2, 1], &[9, 9, 9], &[1, 1], &[2, 1, 2, 3]] {
-        let asked = model.asked(chain);
-        model.eviction.request(now, &asked, false, &hints);
+        let requested = model.requested(chain);
+        model.eviction.request(now, &requested, false, &hints);
         for block in chain {
             if !model.slots.contains_key(block) {
-                model.take(now, *block, None, false);
+                model.put(now, *block, None, false);
             }
         }
     }
-    assert_eq!(model.eviction.request(now, &[], true, &hints), 0, "nothing asked, nothing hit");
+    assert_eq!(model.eviction.request(now, &[], true, &hints), 0, "nothing requested, nothing hit");
     for block in [1, 9, 3, 2] {
         let slot = model.slots.remove(&block).expect("it was put");
         model.eviction.remove(slot, Removal::Deleted);
         model.compare();
     }
     for (block, parent) in [(4, None), (5, Some(4)), (6, Some(5))] {
-        model.take(now, block, parent, false);
+        model.put(now, block, parent, false);
     }
     let root = model.slots.remove(&4).expect("it was put");
     model.eviction.remove(root, Removal::Deleted);
-    model.take(now, 4, None, false);
-    let asked = model.asked(&[4, 5, 6]);
-    assert_eq!(model.eviction.request(now, &asked, false, &hints), 3, "the parent is found again");
+    model.put(now, 4, None, false);
+    let requested = model.requested(&[4, 5, 6]);
+    assert_eq!(
+        model.eviction.request(now, &requested, false, &hints),
+        3,
+        "the parent is found again"
+    );
     model.drain(now);
 }

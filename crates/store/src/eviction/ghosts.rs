@@ -1,22 +1,22 @@
-//! What is remembered of blocks that are not resident: a fingerprint and a number each.
+//! Ghosts: a fingerprint and a number for each remembered block that is not resident.
 
 const NONE: u32 = u32::MAX;
 
 #[derive(Debug, Clone, Copy)]
-struct Entry {
+struct GhostEntry {
     fingerprint: u64,
     value: u32,
     /// The next entry of the same bucket, or the entry itself for a hole.
     next: u32,
 }
 
-/// A ring of ghosts with a hash index: the oldest is forgotten first. 20 to 24 bytes an entry.
+/// A ring of ghosts with a hash index; the oldest is forgotten first. 20 to 24 bytes an entry.
 ///
-/// A ghost that is taken out leaves a hole, which is reused when the ring comes round.
+/// A ghost that is taken out leaves a hole, which is reused when the ring wraps round.
 #[derive(Debug, Default)]
 pub struct Ghosts {
     /// Entries from `oldest` on, wrapping round at `entries.len()`.
-    entries: Vec<Entry>,
+    entries: Vec<GhostEntry>,
     buckets: Vec<u32>,
     oldest: usize,
     /// Entries between the oldest and the newest, holes included.
@@ -25,23 +25,24 @@ pub struct Ghosts {
 }
 
 impl Ghosts {
-    /// How many ghosts are remembered.
+    /// Number of ghosts.
     pub fn len(&self) -> usize {
         self.live
     }
 
-    /// Whether none is.
+    /// Whether there are no ghosts.
     pub fn is_empty(&self) -> bool {
         self.live == 0
     }
 
     /// Memory of ring and index.
     pub fn memory_bytes(&self) -> usize {
-        self.entries.capacity() * size_of::<Entry>() + self.buckets.capacity() * size_of::<u32>()
+        self.entries.capacity() * size_of::<GhostEntry>()
+            + self.buckets.capacity() * size_of::<u32>()
     }
 
-    /// Remembers a block as the newest ghost in a ring of at most `slots` entries (at least one,
-    /// and fewer than 2^32). Returns what was forgotten for it.
+    /// Adds the newest ghost to a ring of at most `slots` entries (at least one, fewer than 2^32).
+    /// Returns the ghost that was forgotten to make room.
     pub fn push(&mut self, fingerprint: u64, value: u32, slots: usize) -> Option<(u64, u32)> {
         let slots = slots.clamp(1, NONE as usize - 1);
         let mut forgotten = None;
@@ -56,7 +57,7 @@ impl Ghosts {
         let index = self.wrap(self.oldest + self.span);
         let bucket = self.bucket(fingerprint);
         let next = self.buckets[bucket];
-        self.entries[index] = Entry { fingerprint, value, next };
+        self.entries[index] = GhostEntry { fingerprint, value, next };
         self.buckets[bucket] = narrow(index);
         self.span += 1;
         self.live += 1;
@@ -69,7 +70,7 @@ impl Ghosts {
         if self.live == 0 {
             return None;
         }
-        let Entry { fingerprint, value, .. } = self.entries[self.oldest];
+        let GhostEntry { fingerprint, value, .. } = self.entries[self.oldest];
         self.unlink(self.oldest);
         self.drop_holes();
         Some((fingerprint, value))
@@ -86,7 +87,7 @@ impl Ghosts {
         found.inspect(|index| self.entries[*index].value = value).is_some()
     }
 
-    /// Takes a ghost out.
+    /// Removes a ghost and returns its number.
     pub fn take(&mut self, fingerprint: u64) -> Option<u32> {
         let index = self.find(fingerprint)?;
         let value = self.entries[index].value;
@@ -148,9 +149,9 @@ impl Ghosts {
         self.live -= 1;
     }
 
-    /// Moves everything into a larger ring, without the holes.
+    /// Moves all ghosts into a larger ring, without the holes.
     fn resize(&mut self, slots: usize) {
-        let hole = |index: usize| Entry { fingerprint: 0, value: 0, next: narrow(index) };
+        let hole = |index: usize| GhostEntry { fingerprint: 0, value: 0, next: narrow(index) };
         let old = std::mem::take(&mut self.entries);
         let (oldest, span) = (self.oldest, self.span);
         self.entries = (0..slots).map(hole).collect();

@@ -1,47 +1,47 @@
-//! What a caller may know about the future of its blocks. Every hint is optional.
+//! Hints: what a caller may know about the future use of its blocks. Every hint is optional.
 
 use std::time::Duration;
 
 /// Why the engine stopped generating.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum StopReason {
-    /// The model called a tool: the same chain usually comes back within seconds.
+    /// The model called a tool: the same chain is usually requested again within seconds.
     ToolUse,
-    /// The model ended its turn: whether the chain comes back is up to a person.
+    /// The model ended its turn: a person decides whether the chain is requested again.
     EndTurn,
     /// The output reached its limit.
     Length,
-    /// The caller went away before the end.
+    /// The caller cancelled the request.
     Cancelled,
 }
 
-/// How much the caller cares about a chain.
+/// How valuable a chain is to the caller.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
 pub enum Priority {
-    /// Worth less than the others.
+    /// Less valuable than the others.
     Low,
     /// The default.
     #[default]
     Normal,
-    /// Worth more than the others.
+    /// More valuable than the others.
     High,
 }
 
-/// What a caller knows about one chain beyond its blocks.
+/// What a caller knows about one chain besides its blocks.
 ///
-/// Hints come with a request, or later through [`super::Eviction::hint`]: an engine learns how a
-/// request ended, or that its session is over, only after it asked.
+/// Hints come with a request, or later through [`super::Eviction::hint`]: an engine learns only
+/// after the request how it ended or that its session is over.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Hints {
-    /// The session ends with this request: what it alone used will not be asked for again.
+    /// The session ends with this request: blocks that it alone used will not be requested again.
     pub ends_session: bool,
     /// How the request ended.
     pub stop: Option<StopReason>,
-    /// How much the caller cares.
+    /// How valuable the chain is.
     pub priority: Priority,
     /// A number for the kind of work, such as chat or batch; requests with equal numbers are
     /// expected to behave alike.
     pub workload: Option<u8>,
-    /// A waiting request will ask for this chain within that time (look-ahead).
+    /// A queued request will use this chain within that time (lookahead).
     pub expected_within: Option<Duration>,
 }

@@ -1,16 +1,21 @@
-//! Least recently used, aware of chains: what one request touched goes from its end.
+//! Least recently used, aware of chains: the blocks of one request are evicted from its end.
 
 use std::time::Duration;
 
-use super::{Asked, Blocks, Hints, List, MayGo, Policy, Removal, Slot};
+use super::{Asked, BlockList, BlockTable, EvictionFilter, Hints, Policy, Removal, Slot};
 
-/// A parent that was used within so many requests counts as used by the same one: puts come after
-/// the request, and others may come between.
+/// A parent that was used at most this many requests ago counts as used by the same request: puts
+/// come after their request, and other requests may come in between.
 const SAME_USE_REQUESTS: u32 = 8;
 
-/// Puts a block into a list whose blocks hold the number of their last use as state: right before
-/// its parent if both belong to one use, else as the newest.
-pub(super) fn place(list: &mut List, blocks: &mut Blocks, slot: Slot, parent: Option<Slot>) {
+/// Puts a block into a list whose blocks hold the number of their last request as state: right
+/// before its parent if the same request used both, else as the newest.
+pub(super) fn place(
+    list: &mut BlockList,
+    blocks: &mut BlockTable,
+    slot: Slot,
+    parent: Option<Slot>,
+) {
     let request = blocks.state(slot);
     let same_use = |parent: &Slot| request.wrapping_sub(blocks.state(*parent)) <= SAME_USE_REQUESTS;
     match parent.filter(same_use) {
@@ -19,10 +24,10 @@ pub(super) fn place(list: &mut List, blocks: &mut Blocks, slot: Slot, parent: Op
     }
 }
 
-/// The policy. State of a block: the number of the request that used it last.
+/// The policy. A block's state is the number of the request that used it last.
 #[derive(Debug, Default)]
 pub struct Lru {
-    list: List,
+    list: BlockList,
     requests: u32,
 }
 
@@ -33,7 +38,7 @@ impl Policy for Lru {
 
     fn request(
         &mut self,
-        blocks: &mut Blocks,
+        blocks: &mut BlockTable,
         now: Duration,
         chain: &[Asked],
         leading: usize,
@@ -41,19 +46,19 @@ impl Policy for Lru {
     ) {
         self.requests = self.requests.wrapping_add(1);
         // From the end, so that the root is the newest.
-        for slot in chain[..leading].iter().rev().filter_map(|asked| asked.resident) {
+        for slot in chain[..leading].iter().rev().filter_map(|requested| requested.resident) {
             self.touch(blocks, now, slot);
         }
     }
 
-    fn touch(&mut self, blocks: &mut Blocks, _: Duration, slot: Slot) {
+    fn touch(&mut self, blocks: &mut BlockTable, _: Duration, slot: Slot) {
         if !blocks.is_protected(slot) {
             blocks.set_state(slot, self.requests);
-            self.list.renew(blocks, slot);
+            self.list.move_to_newest(blocks, slot);
         }
     }
 
-    fn insert(&mut self, blocks: &mut Blocks, _: Duration, slot: Slot) {
+    fn insert(&mut self, blocks: &mut BlockTable, _: Duration, slot: Slot) {
         if !blocks.is_protected(slot) {
             blocks.set_state(slot, self.requests);
             let parent = blocks.parent(slot).filter(|parent| !blocks.is_protected(*parent));
@@ -61,14 +66,19 @@ impl Policy for Lru {
         }
     }
 
-    fn remove(&mut self, blocks: &mut Blocks, slot: Slot, _: Removal) {
+    fn remove(&mut self, blocks: &mut BlockTable, slot: Slot, _: Removal) {
         if !blocks.is_protected(slot) {
             self.list.remove(blocks, slot);
         }
     }
 
-    fn victim(&mut self, blocks: &mut Blocks, _: Duration, may_go: &mut MayGo<'_>) -> Option<Slot> {
-        self.list.oldest_that(blocks, may_go, usize::MAX)
+    fn victim(
+        &mut self,
+        blocks: &mut BlockTable,
+        _: Duration,
+        may_go: &mut EvictionFilter<'_>,
+    ) -> Option<Slot> {
+        self.list.oldest_allowed(blocks, may_go, usize::MAX)
     }
 
     fn memory_bytes(&self) -> usize {

@@ -1,10 +1,10 @@
-//! Prefix-cost: keeps what is likely to be asked for again soon, per second of holding it, and
-//! learns online how likely that is. The idea and the figures are in `docs/eviction.md`.
+//! Prefix-cost: keeps the blocks that are likely to be requested again soon, per second of holding
+//! them, and learns online how likely that is. `docs/eviction.md` has the idea and the results.
 //!
-//! Blocks that one request used last form a unit (`units.rs`). Units that look alike form a cell
-//! (`cells.rs`), which counts reuse and exposure by age. From the counts come rates per class
-//! (`hazard.rs`), from these a worth per age (`index.rs`). The deepest block of the unit that is
-//! worth least goes first; a block that comes and is worth less than all others is not taken.
+//! Blocks last used by one request form a unit (`units.rs`). Units with equal features form a cell
+//! (`cells.rs`), which counts reuse and exposure by age. The counts give hazard rates per class
+//! (`hazard.rs`), and these give a worth per age (`index.rs`). The deepest block of the unit with
+//! the lowest worth is evicted first; an incoming block of lower worth than all others is declined.
 
 mod age;
 mod cells;
@@ -15,67 +15,69 @@ mod units;
 
 use std::time::Duration;
 
-use cells::{Cells, Features, Kind};
+use cells::{Cells, Features, UnitKind};
 use hazard::Hazard;
-use index::Index;
+use index::WorthTables;
 use mark::{FAN_MAX, Mark};
 use units::Units;
 
-use super::{Asked, Blocks, Ghosts, Hints, Incoming, MayGo, Policy, Priority, Removal, Slot};
+use super::{
+    Asked, BlockTable, EvictionFilter, Ghosts, Hints, Incoming, Policy, Priority, Removal, Slot,
+};
 
 /// Most requests between two refreshes of the rates.
 const REFRESH_REQUESTS_MAX: u64 = 50;
 /// Ghosts for each block that the tier can hold.
 const GHOSTS_PER_BLOCK: usize = 8;
-/// Blocks that were asked for and have not come yet: at least and at most so many are kept apart.
+/// Bounds of the number of blocks that were requested and not yet inserted.
 const PENDING_MIN: usize = 1024;
 const PENDING_MAX: usize = 1 << 16;
 
-/// The policy. State of a block: its `Mark`.
+/// The policy. A block's state is its `Mark`.
 #[derive(Debug, Default)]
 pub struct PrefixCost {
     units: Units,
     cells: Cells,
     hazard: Hazard,
-    index: Index,
-    /// Asked for, not resident yet.
+    index: WorthTables,
+    /// Requested, not resident yet.
     pending: Ghosts,
-    /// Evicted or never taken.
+    /// Evicted or never inserted.
     ghosts: Ghosts,
-    /// The most blocks ever resident, which is what the tier can hold once it is full.
+    /// The largest number of resident blocks so far: the capacity of the tier once it is full.
     capacity: usize,
     requests: u64,
-    /// The request with which the rates are learnt anew: often at first, when each one tells much.
+    /// The request at which the rates are refreshed: often at first, when each request adds much.
     refresh_at: u64,
     now: f64,
-    /// The unit that gave the last victim of this request.
-    giving: Option<u32>,
-    /// Marks of the leading blocks of a chain that are known; kept to save allocations.
+    /// The unit of the last victim since the latest request. Its blocks are evicted together.
+    victim_unit: Option<u32>,
+    /// Marks of the leading known blocks of a chain; kept to save allocations.
     known: Vec<Mark>,
-    /// Units that were passed over in a search; kept to save allocations.
-    passed: Vec<u32>,
+    /// Units skipped in a search; kept to save allocations.
+    skipped: Vec<u32>,
 }
 
-/// What one request tells about the units that it makes.
+/// Properties of a request that become features of its units.
 #[derive(Debug, Clone, Copy)]
-struct Shape {
+struct RequestShape {
     turn: u8,
     gap_seconds: Option<f64>,
-    /// Whether the chain parts from one that is known.
-    parts: bool,
+    /// Whether the chain diverges from a known one.
+    diverges: bool,
     blocks: usize,
     known: usize,
     hints: Hints,
 }
 
 impl PrefixCost {
-    /// With fewer counts (about a kilobyte each) than the 4096 of the default: what comes after
-    /// them is told apart less finely.
+    /// A policy with at most `most` cells (about a kilobyte each) instead of the default 4096. New
+    /// cells beyond that use coarser features.
     pub fn with_counts(most: usize) -> Self {
         Self { cells: Cells::at_most(most), ..Self::default() }
     }
 
-    /// Units that are remembered now.
+    /// Number of units.
     pub fn units(&self) -> usize {
         self.units.len()
     }
@@ -90,7 +92,7 @@ impl PrefixCost {
         self.index.outdate();
         for cell in &mut self.cells.cells {
             let factor = self.hazard.factor(&cell.features) * boost(cell.features.priority);
-            cell.table = Index::table(cell.class, factor);
+            cell.table = WorthTables::table(cell.class, factor);
         }
     }
 
@@ -107,20 +109,21 @@ impl PrefixCost {
         self.index.grow(self.hazard.classes());
         let cell = self.cells.add(features, class, self.now);
         let factor = self.hazard.factor(&features) * boost(features.priority);
-        self.cells.cells[usize::from(cell)].table = Index::table(class, factor);
+        self.cells.cells[usize::from(cell)].table = WorthTables::table(class, factor);
         cell
     }
 
-    /// Reads which leading blocks are known, and takes those that are not resident out of the
-    /// ghosts: they are about to come.
-    fn recognise(&mut self, blocks: &Blocks, chain: &[Asked], leading: usize) {
+    /// Collects the marks of the leading known blocks. Takes those that are not resident out of the
+    /// ghosts, because they are about to be inserted.
+    fn collect_known(&mut self, blocks: &BlockTable, chain: &[Asked], leading: usize) {
         self.known.clear();
-        for (at, asked) in chain.iter().enumerate() {
-            let mark = match asked.resident {
+        for (at, requested) in chain.iter().enumerate() {
+            let mark = match requested.resident {
                 Some(slot) if at < leading => Some(blocks.state(slot)),
-                // Resident behind a gap: its chain does not lead to it, so it is left alone.
+                // Resident after a gap: not reachable through its chain, so its unit stays as it
+                // is.
                 Some(_) => None,
-                None => self.take_ghost(asked.fingerprint),
+                None => self.take_ghost(requested.fingerprint),
             };
             let Some(mark) = mark else { break };
             self.known.push(Mark::from_raw(mark));
@@ -136,29 +139,35 @@ impl PrefixCost {
         raw.map(Mark::from_raw)
     }
 
-    fn shape(&self, blocks: usize, hints: &Hints) -> Shape {
+    fn shape(&self, blocks: usize, hints: &Hints) -> RequestShape {
         let known = self.known.len();
-        let mut shape =
-            Shape { turn: 0, gap_seconds: None, parts: false, blocks, known, hints: *hints };
+        let mut shape = RequestShape {
+            turn: 0,
+            gap_seconds: None,
+            diverges: false,
+            blocks,
+            known,
+            hints: *hints,
+        };
         let Some(last) = self.known.last() else { return shape };
         let before = &self.units[last.unit()];
-        shape.parts = known < blocks && last.has_child();
+        shape.diverges = known < blocks && last.has_child();
         if before.request_blocks as usize == known {
             shape.turn = before.turn.saturating_add(1);
             shape.gap_seconds = Some(self.now - before.at);
-        } else if shape.parts && last.fan() == 0 {
+        } else if shape.diverges && last.fan() == 0 {
             shape.gap_seconds = Some(self.now - before.at);
         }
         shape
     }
 
-    /// The known blocks leave their units, which counts as reuse; what is left of these units is
-    /// superseded.
-    fn leave_units(&mut self, blocks: &mut Blocks, chain: &[Asked]) {
+    /// Removes the known blocks from their units and counts that as reuse. The rest of such a unit
+    /// is superseded: the conversation took another path.
+    fn leave_units(&mut self, blocks: &mut BlockTable, chain: &[Asked]) {
         let known = std::mem::take(&mut self.known);
-        for (asked, mark) in chain.iter().zip(&known) {
+        for (requested, mark) in chain.iter().zip(&known) {
             let unit = mark.unit();
-            if let Some(slot) = asked.resident.filter(|slot| !blocks.is_protected(*slot)) {
+            if let Some(slot) = requested.resident.filter(|slot| !blocks.is_protected(*slot)) {
                 self.units[unit].blocks.remove(blocks, slot);
             }
         }
@@ -170,9 +179,9 @@ impl PrefixCost {
             let features = self.cells.cells[usize::from(unit.cell)].features;
             self.cells.cells[usize::from(unit.cell)].reused[usize::from(unit.bin)] += share;
             let is_used_up = unit.live == count;
-            self.units.lose(&mut self.cells, index, count, self.now);
+            self.units.remove_blocks(&mut self.cells, index, count, self.now);
             if !is_used_up {
-                let superseded = self.cell(Features { kind: Kind::Superseded, ..features });
+                let superseded = self.cell(Features { kind: UnitKind::Superseded, ..features });
                 self.units.change_cell(&mut self.cells, index, superseded, self.now);
                 self.relist(index);
             }
@@ -180,14 +189,15 @@ impl PrefixCost {
         self.known = known;
     }
 
-    /// Makes the units of a request, one for each stretch of blocks that are shared alike.
-    fn enter_units(&mut self, blocks: &mut Blocks, chain: &[Asked], shape: &Shape) {
+    /// Makes the units of a request: one for each run of blocks with the same bucket of
+    /// divergences.
+    fn enter_units(&mut self, blocks: &mut BlockTable, chain: &[Asked], shape: &RequestShape) {
         let mut begin = 0;
         while begin < chain.len() {
             let fan = self.fan(begin, shape);
             let alike = |at: &usize| fan_bucket(self.fan(*at, shape)) == fan_bucket(fan);
             let end = (begin..chain.len()).take_while(alike).last().map_or(begin, |at| at) + 1;
-            let members = (begin..end).filter(|at| belongs(chain, *at, shape.known)).count();
+            let members = (begin..end).filter(|at| joins_unit(chain, *at, shape.known)).count();
             if members > 0 {
                 let cell = self.cell(features(shape, fan));
                 let unit = self.add_unit(cell, members, shape);
@@ -200,15 +210,22 @@ impl PrefixCost {
         }
     }
 
-    fn add_unit(&mut self, cell: u16, members: usize, shape: &Shape) -> u32 {
+    fn add_unit(&mut self, cell: u16, members: usize, shape: &RequestShape) -> u32 {
         let members = u32::try_from(members).expect("a request has fewer blocks");
         let blocks = u32::try_from(shape.blocks).expect("a request has fewer blocks");
-        self.giving = None;
+        self.victim_unit = None;
         self.units.add(&mut self.cells, self.now, cell, members, (shape.turn, blocks))
     }
 
-    fn join(&mut self, blocks: &mut Blocks, chain: &[Asked], at: usize, unit: u32, shape: &Shape) {
-        if !belongs(chain, at, shape.known) {
+    fn join(
+        &mut self,
+        blocks: &mut BlockTable,
+        chain: &[Asked],
+        at: usize,
+        unit: u32,
+        shape: &RequestShape,
+    ) {
+        if !joins_unit(chain, at, shape.known) {
             return;
         }
         let had_child = self.known.get(at).is_some_and(|mark| mark.has_child());
@@ -216,7 +233,7 @@ impl PrefixCost {
         let Asked { fingerprint, resident } = chain[at];
         if let Some(slot) = resident {
             blocks.set_state(slot, mark.raw());
-            self.take_in(blocks, slot);
+            self.add_resident(blocks, slot);
             return;
         }
         if let Some(stale) = self.take_ghost(fingerprint) {
@@ -228,13 +245,13 @@ impl PrefixCost {
         }
     }
 
-    fn fan(&self, at: usize, shape: &Shape) -> u8 {
+    fn fan(&self, at: usize, shape: &RequestShape) -> u8 {
         let fan = self.known.get(at).map_or(0, |mark| mark.fan());
-        if shape.parts && at < shape.known { (fan + 1).min(FAN_MAX) } else { fan }
+        if shape.diverges && at < shape.known { (fan + 1).min(FAN_MAX) } else { fan }
     }
 
-    /// A resident block joins the unit in its mark as the deepest.
-    fn take_in(&mut self, blocks: &mut Blocks, slot: Slot) {
+    /// Adds a resident block to the unit in its mark, as the deepest.
+    fn add_resident(&mut self, blocks: &mut BlockTable, slot: Slot) {
         if !blocks.is_protected(slot) {
             let unit = Mark::from_raw(blocks.state(slot)).unit();
             self.units[unit].blocks.push_oldest(blocks, slot);
@@ -257,36 +274,38 @@ impl PrefixCost {
     }
 
     fn forget(&mut self, raw: u32) {
-        self.units.lose(&mut self.cells, Mark::from_raw(raw).unit(), 1, self.now);
+        self.units.remove_blocks(&mut self.cells, Mark::from_raw(raw).unit(), 1, self.now);
     }
 
-    /// A chain of one block is used, or comes, on its own.
-    fn enter_alone(&mut self, blocks: &mut Blocks, slot: Slot, turn: u8, gap: Option<f64>) {
+    /// Makes a unit for a single block that is used or inserted outside a chain request.
+    fn enter_single(&mut self, blocks: &mut BlockTable, slot: Slot, turn: u8, gap: Option<f64>) {
         let fan = Mark::from_raw(blocks.state(slot)).fan();
         let known = usize::from(gap.is_some());
         let hints = Hints::default();
-        let shape = Shape { turn, gap_seconds: gap, parts: false, blocks: 1, known, hints };
+        let shape =
+            RequestShape { turn, gap_seconds: gap, diverges: false, blocks: 1, known, hints };
         let cell = self.cell(features(&shape, fan));
         let unit = self.add_unit(cell, 1, &shape);
         let has_child = Mark::from_raw(blocks.state(slot)).has_child();
         blocks.set_state(slot, Mark::new(unit, has_child, fan).raw());
-        self.take_in(blocks, slot);
+        self.add_resident(blocks, slot);
         self.relist(unit);
     }
 
-    /// The listed unit that is worth least now.
-    fn lowest(&mut self) -> Option<u32> {
-        if let Some(unit) = self.giving.filter(|unit| self.units[*unit].is_listed) {
+    /// The listed unit of the lowest worth now.
+    fn lowest_worth(&mut self) -> Option<u32> {
+        if let Some(unit) = self.victim_unit.filter(|unit| self.units[*unit].is_listed) {
             return Some(unit);
         }
         let mut best = (f32::INFINITY, None);
         for cell in self.cells.cells.iter().filter(|cell| cell.occupied != 0) {
-            self.index.prepare(cell.table, self.hazard.rate(cell.class));
+            self.index.update(cell.table, self.hazard.rate(cell.class));
             let mut occupied = cell.occupied;
             while occupied != 0 {
                 let bin = occupied.trailing_zeros() as usize;
                 occupied &= occupied - 1;
-                // Worth is linear in age within a bin: one of the ends is lowest.
+                // Worth is linear in age within a bin, so the minimum is at the oldest or newest
+                // unit.
                 let (oldest, newest) = cell.lists[bin];
                 for unit in [oldest, newest] {
                     let worth = self.index.worth(cell.table, bin, self.now - self.units[unit].at);
@@ -302,7 +321,7 @@ impl PrefixCost {
     fn worth(&mut self, unit: u32) -> f32 {
         let unit = &self.units[unit];
         let cell = &self.cells.cells[usize::from(unit.cell)];
-        self.index.prepare(cell.table, self.hazard.rate(cell.class));
+        self.index.update(cell.table, self.hazard.rate(cell.class));
         self.index.worth(cell.table, usize::from(unit.bin), self.now - unit.at)
     }
 
@@ -310,14 +329,14 @@ impl PrefixCost {
         self.units[unit].expected_until > self.now
     }
 
-    /// Among units that a waiting request wants: the one that is wanted last.
-    fn least_urgent(&self, blocks: &Blocks, may_go: &mut MayGo<'_>) -> Option<u32> {
-        let expected = self.passed.iter().copied().filter(|unit| self.is_expected(*unit));
-        let giving = expected.filter(|unit| {
+    /// Of the units that a queued request expects, the one expected last.
+    fn least_urgent(&self, blocks: &BlockTable, may_go: &mut EvictionFilter<'_>) -> Option<u32> {
+        let expected = self.skipped.iter().copied().filter(|unit| self.is_expected(*unit));
+        let evictable = expected.filter(|unit| {
             let deepest = self.units[*unit].blocks.oldest();
             deepest.is_some_and(|slot| may_go(blocks, slot))
         });
-        giving.max_by(|one, other| {
+        evictable.max_by(|one, other| {
             self.units[*one].expected_until.total_cmp(&self.units[*other].expected_until)
         })
     }
@@ -330,20 +349,20 @@ impl Policy for PrefixCost {
 
     fn request(
         &mut self,
-        blocks: &mut Blocks,
+        blocks: &mut BlockTable,
         now: Duration,
         chain: &[Asked],
         leading: usize,
         hints: &Hints,
     ) {
         self.advance(now);
-        self.giving = None;
+        self.victim_unit = None;
         self.requests += 1;
         if self.requests >= self.refresh_at {
             self.refresh_at = self.requests + (self.requests / 16).clamp(1, REFRESH_REQUESTS_MAX);
             self.refresh();
         }
-        self.recognise(blocks, chain, leading);
+        self.collect_known(blocks, chain, leading);
         let shape = self.shape(chain.len(), hints);
         self.leave_units(blocks, chain);
         self.enter_units(blocks, chain, &shape);
@@ -357,13 +376,13 @@ impl Policy for PrefixCost {
         }
     }
 
-    fn hint(&mut self, blocks: &mut Blocks, now: Duration, chain: &[Asked], hints: &Hints) {
+    fn hint(&mut self, blocks: &mut BlockTable, now: Duration, chain: &[Asked], hints: &Hints) {
         self.advance(now);
         self.known.clear();
-        for asked in chain {
-            let mark = match asked.resident {
+        for requested in chain {
+            let mark = match requested.resident {
                 Some(slot) => Some(Mark::from_raw(blocks.state(slot))),
-                None => self.ghost(asked.fingerprint),
+                None => self.ghost(requested.fingerprint),
             };
             let Some(mark) = mark else { break };
             self.known.push(mark);
@@ -383,7 +402,7 @@ impl Policy for PrefixCost {
             #[expect(clippy::float_cmp, reason = "units of one request hold the same number")]
             let is_latest = unit.at == at && unit.request_blocks == request_blocks;
             let before = self.cells.cells[usize::from(unit.cell)].features;
-            if let Some(features) = told(before, hints).filter(|_| is_latest) {
+            if let Some(features) = apply_hints(before, hints).filter(|_| is_latest) {
                 let cell = self.cell(features);
                 self.units.change_cell(&mut self.cells, index, cell, self.now);
             }
@@ -391,7 +410,7 @@ impl Policy for PrefixCost {
         self.known = known;
     }
 
-    fn touch(&mut self, blocks: &mut Blocks, now: Duration, slot: Slot) {
+    fn touch(&mut self, blocks: &mut BlockTable, now: Duration, slot: Slot) {
         self.advance(now);
         let mark = Mark::from_raw(blocks.state(slot));
         let (turn, gap) = {
@@ -402,10 +421,10 @@ impl Policy for PrefixCost {
         self.known.push(mark);
         let fingerprint = blocks.fingerprint(slot);
         self.leave_units(blocks, &[Asked { fingerprint, resident: Some(slot) }]);
-        self.enter_alone(blocks, slot, turn, Some(gap));
+        self.enter_single(blocks, slot, turn, Some(gap));
     }
 
-    fn insert(&mut self, blocks: &mut Blocks, now: Duration, slot: Slot) {
+    fn insert(&mut self, blocks: &mut BlockTable, now: Duration, slot: Slot) {
         self.advance(now);
         self.capacity = self.capacity.max(blocks.len());
         if let Some(parent) = blocks.parent(slot) {
@@ -414,14 +433,14 @@ impl Policy for PrefixCost {
         match self.take_ghost(blocks.fingerprint(slot)) {
             Some(raw) => {
                 blocks.set_state(slot, raw);
-                self.take_in(blocks, slot);
+                self.add_resident(blocks, slot);
                 self.relist(Mark::from_raw(raw).unit());
             }
-            None => self.enter_alone(blocks, slot, 0, None),
+            None => self.enter_single(blocks, slot, 0, None),
         }
     }
 
-    fn remove(&mut self, blocks: &mut Blocks, slot: Slot, why: Removal) {
+    fn remove(&mut self, blocks: &mut BlockTable, slot: Slot, why: Removal) {
         let raw = blocks.state(slot);
         let unit = Mark::from_raw(raw).unit();
         if !blocks.is_protected(slot) {
@@ -436,41 +455,47 @@ impl Policy for PrefixCost {
         }
     }
 
-    fn bared(&mut self, blocks: &mut Blocks, slot: Slot) {
+    fn became_leaf(&mut self, blocks: &mut BlockTable, slot: Slot) {
         self.relist(Mark::from_raw(blocks.state(slot)).unit());
     }
 
     fn victim(
         &mut self,
-        blocks: &mut Blocks,
+        blocks: &mut BlockTable,
         now: Duration,
-        may_go: &mut MayGo<'_>,
+        may_go: &mut EvictionFilter<'_>,
     ) -> Option<Slot> {
         self.advance(now);
-        self.passed.clear();
+        self.skipped.clear();
         let mut chosen = None;
-        while let Some(unit) = self.lowest() {
+        while let Some(unit) = self.lowest_worth() {
             let deepest = self.units[unit].blocks.oldest();
             if deepest.is_none_or(|slot| !blocks.is_leaf(slot)) {
-                // It is listed again when the last child of its deepest block goes.
+                // It is listed again once the last child of its deepest block is removed.
                 self.units.unlist(&mut self.cells, unit);
             } else if !self.is_expected(unit) && deepest.is_some_and(|slot| may_go(blocks, slot)) {
                 chosen = Some(unit);
                 break;
             } else {
                 self.units.unlist(&mut self.cells, unit);
-                self.passed.push(unit);
+                self.skipped.push(unit);
             }
         }
-        self.giving = chosen;
+        self.victim_unit = chosen;
         let chosen = chosen.or_else(|| self.least_urgent(blocks, may_go));
-        while let Some(unit) = self.passed.pop() {
+        while let Some(unit) = self.skipped.pop() {
             self.units.list(&mut self.cells, unit);
         }
         chosen.and_then(|unit| self.units[unit].blocks.oldest())
     }
 
-    fn yields(&mut self, blocks: &Blocks, _: Duration, victim: Slot, incoming: &Incoming) -> bool {
+    fn should_evict_for(
+        &mut self,
+        blocks: &BlockTable,
+        _: Duration,
+        victim: Slot,
+        incoming: &Incoming,
+    ) -> bool {
         let Some(unit) = self.ghost(incoming.fingerprint).map(Mark::unit) else { return true };
         let victim = Mark::from_raw(blocks.state(victim)).unit();
         if self.is_expected(victim) || self.is_expected(unit) {
@@ -488,12 +513,12 @@ impl Policy for PrefixCost {
             + self.pending.memory_bytes()
             + self.ghosts.memory_bytes()
             + self.known.capacity() * size_of::<Mark>()
-            + self.passed.capacity() * size_of::<u32>()
+            + self.skipped.capacity() * size_of::<u32>()
     }
 }
 
-/// Whether a request makes a block its own: all but residents that its chain does not lead to.
-fn belongs(chain: &[Asked], at: usize, known: usize) -> bool {
+/// Whether a block joins a unit of the request: all but resident blocks after a gap in the chain.
+fn joins_unit(chain: &[Asked], at: usize, known: usize) -> bool {
     at < known || chain[at].resident.is_none()
 }
 
@@ -505,15 +530,15 @@ fn boost(priority: Priority) -> f64 {
     }
 }
 
-fn features(shape: &Shape, fan: u8) -> Features {
+fn features(shape: &RequestShape, fan: u8) -> Features {
     let Hints { stop, workload, priority, .. } = shape.hints;
     let added = shape.blocks - shape.known;
     let kind = if fan > 0 {
-        Kind::Shared { fan: fan_bucket(fan) }
+        UnitKind::Shared { fan: fan_bucket(fan) }
     } else if shape.hints.ends_session {
-        Kind::Ended
+        UnitKind::Ended
     } else {
-        Kind::Private {
+        UnitKind::Private {
             turn: bucket(&[1, 2, 3, 4, 6, 9], usize::from(shape.turn)),
             added: bucket(&[5, 11, 21, 41], added),
             gap_octave: shape.gap_seconds.map_or(0, |gap| octave(gap + 1.0)),
@@ -524,12 +549,12 @@ fn features(shape: &Shape, fan: u8) -> Features {
     Features { kind, stop, workload, priority }
 }
 
-/// Features after a hint that came later; none if it changes nothing.
-fn told(before: Features, hints: &Hints) -> Option<Features> {
+/// The features after a later hint; none if the hint changes nothing.
+fn apply_hints(before: Features, hints: &Hints) -> Option<Features> {
     let mut after = before;
-    if matches!(before.kind, Kind::Private { .. }) {
+    if matches!(before.kind, UnitKind::Private { .. }) {
         if hints.ends_session {
-            after.kind = Kind::Ended;
+            after.kind = UnitKind::Ended;
         }
         after.stop = hints.stop.or(before.stop);
     }
@@ -545,7 +570,7 @@ fn fan_bucket(fan: u8) -> u8 {
     bucket(&[1, 2, 4, 11, FAN_MAX.into()], fan.into())
 }
 
-/// How many of the rising `edges` a number reaches.
+/// The number of ascending `edges` that a number reaches.
 fn bucket(edges: &[usize], number: usize) -> u8 {
     let reached = edges.iter().take_while(|edge| number >= **edge).count();
     u8::try_from(reached).expect("a few edges")

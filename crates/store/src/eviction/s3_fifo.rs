@@ -1,26 +1,26 @@
-//! S3-FIFO: a small queue for what is new, a main queue for what was used again, and a memory of
-//! what left the small one (Yang et al., SOSP '23).
+//! S3-FIFO: a small queue for new blocks, a main queue for blocks that were used again, and ghosts
+//! of blocks evicted from the small queue (Yang et al., SOSP '23).
 
 use std::time::Duration;
 
-use super::{Asked, Blocks, Ghosts, Hints, List, MayGo, Policy, Removal, Slot};
+use super::{Asked, BlockList, BlockTable, EvictionFilter, Ghosts, Hints, Policy, Removal, Slot};
 
-/// Share of the blocks that the small queue may hold before it gives up its own.
+/// Share of the blocks that the small queue may hold before its own blocks are evicted.
 const SMALL_PERCENT: usize = 10;
 const USES_MAX: u32 = 3;
-/// Requests between two blocks that count as put together.
+/// Blocks inserted at most this many requests apart count as put together.
 const SAME_PUT_REQUESTS: u32 = 8;
 
-/// Blocks of one queue that are looked at before the other has its turn: a queue may consist of
-/// blocks whose children are in the other.
+/// Blocks searched in one queue before the other queue is searched: a queue may consist of blocks
+/// whose children are in the other.
 const SEARCH_BLOCKS: usize = 256;
 
-/// State of a block: bit 0 its queue, bits 1 and 2 its uses, above them the number of the request
-/// it came with.
+/// A block's state: bit 0 is its queue, bits 1 and 2 its uses, the others the number of the request
+/// that inserted it.
 #[derive(Debug, Clone, Copy)]
-struct State(u32);
+struct S3FifoState(u32);
 
-impl State {
+impl S3FifoState {
     fn new(is_main: bool, request: u32) -> Self {
         Self(u32::from(is_main) | request << 3)
     }
@@ -37,7 +37,7 @@ impl State {
         Self(self.0 & !(USES_MAX << 1) | uses.min(USES_MAX) << 1)
     }
 
-    /// Requests from the other's coming to its own.
+    /// Number of requests between the other block's insertion and this one's.
     fn since(self, other: Self) -> u32 {
         (self.0 >> 3).wrapping_sub(other.0 >> 3) & (u32::MAX >> 3)
     }
@@ -46,11 +46,11 @@ impl State {
 /// The policy.
 #[derive(Debug)]
 pub struct S3Fifo {
-    small: List,
-    main: List,
+    small: BlockList,
+    main: BlockList,
     ghosts: Ghosts,
     requests: u32,
-    /// Uses that bring a block from the small queue to the main one.
+    /// Uses after which a block moves from the small queue to the main one.
     promote_at: u32,
 }
 
@@ -61,11 +61,11 @@ impl Default for S3Fifo {
 }
 
 impl S3Fifo {
-    /// With the number of uses (1 to 3) that bring a block to the main queue; 2 is the paper's.
+    /// A policy that moves blocks to the main queue after `uses` uses (1 to 3); the paper has 2.
     pub fn promoting_at(uses: u32) -> Self {
         Self {
-            small: List::default(),
-            main: List::default(),
+            small: BlockList::default(),
+            main: BlockList::default(),
             ghosts: Ghosts::default(),
             requests: 0,
             promote_at: uses.clamp(1, USES_MAX),
@@ -74,13 +74,13 @@ impl S3Fifo {
 
     fn victim_of_small(
         &mut self,
-        blocks: &mut Blocks,
-        may_go: &mut MayGo<'_>,
+        blocks: &mut BlockTable,
+        may_go: &mut EvictionFilter<'_>,
         among: usize,
     ) -> Option<Slot> {
         for _ in 0..self.small.len().min(among) {
             let slot = self.small.oldest()?;
-            let state = State(blocks.state(slot));
+            let state = S3FifoState(blocks.state(slot));
             if state.uses() >= self.promote_at {
                 self.small.remove(blocks, slot);
                 blocks.set_state(slot, state.with_uses(0).0 | 1);
@@ -88,7 +88,7 @@ impl S3Fifo {
             } else if may_go(blocks, slot) {
                 return Some(slot);
             } else {
-                self.small.renew(blocks, slot);
+                self.small.move_to_newest(blocks, slot);
             }
         }
         None
@@ -96,20 +96,20 @@ impl S3Fifo {
 
     fn victim_of_main(
         &mut self,
-        blocks: &mut Blocks,
-        may_go: &mut MayGo<'_>,
+        blocks: &mut BlockTable,
+        may_go: &mut EvictionFilter<'_>,
         among: usize,
     ) -> Option<Slot> {
-        // Each pass takes one use off a block, so the last one meets only blocks without.
+        // Each pass reduces a block's uses by one, so the last pass meets only blocks with none.
         let passes = self.main.len() * (USES_MAX as usize + 1);
         for _ in 0..passes.min(among) {
             let slot = self.main.oldest()?;
-            let state = State(blocks.state(slot));
+            let state = S3FifoState(blocks.state(slot));
             if state.uses() == 0 && may_go(blocks, slot) {
                 return Some(slot);
             }
             blocks.set_state(slot, state.with_uses(state.uses().saturating_sub(1)).0);
-            self.main.renew(blocks, slot);
+            self.main.move_to_newest(blocks, slot);
         }
         None
     }
@@ -122,50 +122,50 @@ impl Policy for S3Fifo {
 
     fn request(
         &mut self,
-        blocks: &mut Blocks,
+        blocks: &mut BlockTable,
         now: Duration,
         chain: &[Asked],
         leading: usize,
         _: &Hints,
     ) {
         self.requests = self.requests.wrapping_add(1);
-        for slot in chain[..leading].iter().filter_map(|asked| asked.resident) {
+        for slot in chain[..leading].iter().filter_map(|requested| requested.resident) {
             self.touch(blocks, now, slot);
         }
     }
 
-    fn touch(&mut self, blocks: &mut Blocks, _: Duration, slot: Slot) {
+    fn touch(&mut self, blocks: &mut BlockTable, _: Duration, slot: Slot) {
         if !blocks.is_protected(slot) {
-            let state = State(blocks.state(slot));
+            let state = S3FifoState(blocks.state(slot));
             blocks.set_state(slot, state.with_uses(state.uses() + 1).0);
         }
     }
 
-    fn insert(&mut self, blocks: &mut Blocks, _: Duration, slot: Slot) {
+    fn insert(&mut self, blocks: &mut BlockTable, _: Duration, slot: Slot) {
         if blocks.is_protected(slot) {
             return;
         }
         let is_main = self.ghosts.take(blocks.fingerprint(slot)).is_some();
-        let state = State::new(is_main, self.requests);
+        let state = S3FifoState::new(is_main, self.requests);
         blocks.set_state(slot, state.0);
         let list = if is_main { &mut self.main } else { &mut self.small };
-        let beside = blocks.parent(slot).filter(|parent| {
-            let other = State(blocks.state(*parent));
+        let parent_in_list = blocks.parent(slot).filter(|parent| {
+            let other = S3FifoState(blocks.state(*parent));
             !blocks.is_protected(*parent)
                 && other.is_main() == is_main
                 && state.since(other) <= SAME_PUT_REQUESTS
         });
-        match beside {
+        match parent_in_list {
             Some(parent) => list.push_before(blocks, slot, parent),
             None => list.push_newest(blocks, slot),
         }
     }
 
-    fn remove(&mut self, blocks: &mut Blocks, slot: Slot, why: Removal) {
+    fn remove(&mut self, blocks: &mut BlockTable, slot: Slot, why: Removal) {
         if blocks.is_protected(slot) {
             return;
         }
-        if State(blocks.state(slot)).is_main() {
+        if S3FifoState(blocks.state(slot)).is_main() {
             self.main.remove(blocks, slot);
         } else {
             self.small.remove(blocks, slot);
@@ -176,7 +176,14 @@ impl Policy for S3Fifo {
         }
     }
 
-    fn victim(&mut self, blocks: &mut Blocks, _: Duration, may_go: &mut MayGo<'_>) -> Option<Slot> {
+    fn victim(
+        &mut self,
+        blocks: &mut BlockTable,
+        _: Duration,
+        may_go: &mut EvictionFilter<'_>,
+    ) -> Option<Slot> {
+        // The first search is bounded: the queue may hold only blocks whose children are in the
+        // other. The last one is not, so that a block that may go is always found.
         let small_is_full = self.small.len() * 100 >= blocks.len() * SMALL_PERCENT;
         if small_is_full {
             self.victim_of_small(blocks, may_go, SEARCH_BLOCKS)

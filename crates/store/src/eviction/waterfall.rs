@@ -1,11 +1,11 @@
-//! The waterfall of `MLPerf`'s storage benchmark: new data goes to the fastest tier, the least
-//! recently used falls to the next one, and nothing climbs back.
+//! The waterfall of `MLPerf`'s storage benchmark: new data enters the fastest tier, the least
+//! recently used is demoted to the next one, and nothing is promoted.
 
 use std::time::Duration;
 
-use super::{Asked, Blocks, Hints, Lru, MayGo, Policy, Removal, Slot};
+use super::{Asked, BlockTable, EvictionFilter, Hints, Lru, Policy, Removal, Slot};
 
-/// The policy: the order is LRU's, but a hit below does not bring a block up.
+/// The policy: LRU without promotion on hits.
 #[derive(Debug, Default)]
 pub struct Waterfall {
     order: Lru,
@@ -18,7 +18,7 @@ impl Policy for Waterfall {
 
     fn request(
         &mut self,
-        blocks: &mut Blocks,
+        blocks: &mut BlockTable,
         now: Duration,
         chain: &[Asked],
         leading: usize,
@@ -27,23 +27,23 @@ impl Policy for Waterfall {
         self.order.request(blocks, now, chain, leading, hints);
     }
 
-    fn touch(&mut self, blocks: &mut Blocks, now: Duration, slot: Slot) {
+    fn touch(&mut self, blocks: &mut BlockTable, now: Duration, slot: Slot) {
         self.order.touch(blocks, now, slot);
     }
 
-    fn insert(&mut self, blocks: &mut Blocks, now: Duration, slot: Slot) {
+    fn insert(&mut self, blocks: &mut BlockTable, now: Duration, slot: Slot) {
         self.order.insert(blocks, now, slot);
     }
 
-    fn remove(&mut self, blocks: &mut Blocks, slot: Slot, why: Removal) {
+    fn remove(&mut self, blocks: &mut BlockTable, slot: Slot, why: Removal) {
         self.order.remove(blocks, slot, why);
     }
 
     fn victim(
         &mut self,
-        blocks: &mut Blocks,
+        blocks: &mut BlockTable,
         now: Duration,
-        may_go: &mut MayGo<'_>,
+        may_go: &mut EvictionFilter<'_>,
     ) -> Option<Slot> {
         self.order.victim(blocks, now, may_go)
     }

@@ -1,4 +1,4 @@
-//! Opens a pool with its ledger: checks the header, or writes a new one.
+//! Opening of a pool with its ledger: checks the header, or writes a new one.
 
 use std::fs;
 use std::path::Path;
@@ -9,16 +9,16 @@ use cascade_memory::{MemoryError, Pool, PoolConfig, PoolFiles};
 
 use super::record::{BLOCK_WORDS, HELD_WORDS};
 use super::{
-    HEADER_FIELDS, HEADER_WORDS, HELD_MAX, HELD_MIN, MAGIC, PAGE, POOL_BYTES_PER_HELD,
-    POOL_BYTES_PER_RECORD, RECORDS_MIN, RUNS_WORD, Table, USED, USED_WORD, VERSION, WarmPool,
+    HEADER_FIELDS, HEADER_WORDS, HELD_MAX, HELD_MIN, LedgerTable, MAGIC, PAGE, POOL_BYTES_PER_HELD,
+    POOL_BYTES_PER_RECORD, RECORDS_MIN, RUNS_WORD, USED, USED_WORD, VERSION, WarmPool,
 };
 
-/// Removes what an earlier run left, unless a store has it.
+/// Removes the files of an earlier run, unless a store uses them.
 pub(crate) fn remove(path: &Path) -> Result<(), MemoryError> {
     PoolFiles::discard(path)
 }
 
-/// Opens the files, or makes them, and takes over the memory of what they say is there.
+/// Opens or makes the files, and recovers the blocks that the ledger describes.
 pub(crate) fn open(path: &Path, config: &PoolConfig) -> Result<WarmPool, MemoryError> {
     let pool_bytes = config.capacity_bytes.next_multiple_of(PAGE);
     let block_count = (pool_bytes / POOL_BYTES_PER_RECORD).max(RECORDS_MIN);
@@ -34,7 +34,7 @@ pub(crate) fn open(path: &Path, config: &PoolConfig) -> Result<WarmPool, MemoryE
     if is_used {
         files.keep();
     } else {
-        // A start that did not come to its first block leaves nothing to take over.
+        // A start that was killed before its first block left nothing to recover.
         if let Some(bytes) = bytes_before.filter(|_| !is_known) {
             notes.push(discarded(path, bytes, pool_bytes as u64));
         }
@@ -47,18 +47,21 @@ pub(crate) fn open(path: &Path, config: &PoolConfig) -> Result<WarmPool, MemoryE
     let runs = runs.fetch_add(1, Ordering::Relaxed) + 1;
     let pool = Pool::of_files(config, &files)?;
     let count = |count: usize| u32::try_from(count).map_err(|_| MemoryError::Empty);
-    let table = Table { files, block_count: count(block_count)?, held_count: count(held_count)? };
+    let table =
+        LedgerTable { files, block_count: count(block_count)?, held_count: count(held_count)? };
     let mut opened = WarmPool::new(table, pool, is_used);
     opened.stats.runs = runs;
     opened.notes = notes;
     Ok(opened)
 }
 
-/// What an operator is told when an earlier pool could not be taken over.
+/// The note for operators when an earlier pool cannot be used.
 fn discarded(path: &Path, bytes_before: u64, pool_bytes: u64) -> String {
     let path = path.display();
     if bytes_before == pool_bytes {
-        return format!("the blocks in {path} were discarded: another version, or a reboot");
+        return format!(
+            "the blocks in {path} were discarded: written by another version, or before a reboot"
+        );
     }
     let [before, now] = [bytes_before, pool_bytes].map(|bytes| ByteSize(bytes).rounded());
     format!(
@@ -67,7 +70,7 @@ fn discarded(path: &Path, bytes_before: u64, pool_bytes: u64) -> String {
     )
 }
 
-/// What the header says of this pool, on this machine, since it was started.
+/// The expected header: this version, this pool's sizes and file, this boot.
 fn header(files: &PoolFiles, sizes: [u64; 3]) -> Result<[u64; HEADER_FIELDS], MemoryError> {
     let [pool_bytes, block_count, held_count] = sizes;
     let [device, inode] = files.pool_identity()?;
@@ -100,8 +103,8 @@ pub(super) fn header_sum(header: &[u64; HEADER_FIELDS]) -> u64 {
     u64::from(checksum(&bytes))
 }
 
-/// Names this start of the machine: after another one a file on a disk may hold older bytes than
-/// its table says. Zero where the kernel does not tell; then nothing is ever taken over.
+/// Identifies the boot: after another one, a file on a disk may hold older bytes than its table
+/// says. Zero where the kernel does not provide it; then no pool is ever recovered.
 pub(super) fn boot_id() -> [u64; 2] {
     let text = fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
     let digits: String = text.chars().filter(char::is_ascii_hexdigit).collect();

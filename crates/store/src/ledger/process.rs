@@ -1,14 +1,14 @@
-//! Processes as the kernel tells them apart: by number and the time of their start.
+//! Processes, identified by number and start time.
 
 use std::fs;
 use std::io;
 
-/// A process that may hold memory of the pool. A number is given again, a start time is not.
+/// A process that may hold memory of the pool. Numbers are reused; a start time makes them unique.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Process {
     /// Its number, as this process sees it.
     pub pid: u32,
-    /// When it started, in clock ticks since the machine did (`/proc/<pid>/stat`, field 22).
+    /// When it started, in clock ticks since boot (`/proc/<pid>/stat`, field 22).
     pub start_time: u64,
 }
 
@@ -16,27 +16,27 @@ impl Process {
     /// The process that has this number now.
     ///
     /// # Errors
-    /// There is none, or `/proc` does not say.
+    /// There is none, or `/proc` cannot be read.
     pub fn of(pid: u32) -> io::Result<Self> {
-        match look_up(pid)? {
+        match start_time_of(pid)? {
             Some(start_time) => Ok(Self { pid, start_time }),
             None => Err(io::ErrorKind::NotFound.into()),
         }
     }
 
-    /// Whether it may still touch memory. If the kernel does not say, it may.
+    /// Whether it may still access memory; true if the kernel does not say.
     pub fn is_alive(&self) -> bool {
-        look_up(self.pid).map_or(true, |found| found == Some(self.start_time))
+        start_time_of(self.pid).map_or(true, |found| found == Some(self.start_time))
     }
 }
 
-/// When the process of that number started; nothing if there is none or it is only left to be
-/// waited for: then its memory is gone.
-fn look_up(pid: u32) -> io::Result<Option<u64>> {
+/// When the process of that number started; none if it does not exist or is a zombie, whose memory
+/// is already released.
+fn start_time_of(pid: u32) -> io::Result<Option<u64>> {
     let text = match fs::read_to_string(format!("/proc/{pid}/stat")) {
         Ok(text) => text,
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
-        // It ended while we read.
+        // It ended during the read.
         Err(error) if error.raw_os_error() == Some(ESRCH) => return Ok(None),
         Err(error) => return Err(error),
     };
@@ -48,9 +48,9 @@ fn look_up(pid: u32) -> io::Result<Option<u64>> {
 
 const ESRCH: i32 = 3;
 
-/// The start time, and whether the process has memory still.
+/// The start time, and whether the process still has memory.
 fn parse(stat: &str) -> Option<(u64, bool)> {
-    // The name, field 2, may hold blanks and brackets; the last bracket ends it.
+    // The name, field 2, may contain blanks and parentheses; the last parenthesis ends it.
     let mut fields = stat.rsplit_once(')')?.1.split_ascii_whitespace();
     let state = fields.next()?;
     let start_time = fields.nth(18)?.parse().ok()?;
@@ -62,7 +62,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_process_is_alive_until_it_ends_and_never_under_another_start_time() {
+    fn a_process_is_alive_until_it_ends_and_only_with_its_start_time() {
         let me = Process::of(std::process::id()).expect("this process is there");
         assert!(me.is_alive());
         assert!(!Process { start_time: me.start_time + 1, ..me }.is_alive());
@@ -70,7 +70,7 @@ mod tests {
         let it = Process::of(child.id()).expect("the child is there");
         assert!(it.is_alive());
         child.kill().expect("it is ours");
-        // Not yet waited for, it has a number but no memory.
+        // Until it is waited for it is a zombie: it has a number but no memory.
         while it.is_alive() {
             std::thread::yield_now();
         }
@@ -79,7 +79,7 @@ mod tests {
     }
 
     #[test]
-    fn a_name_cannot_pass_for_other_fields() {
+    fn a_process_name_is_not_parsed_as_other_fields() {
         let tail = "R 1 1 1 0 -1 0 0 0 0 0 0 0 0 0 20 0 1 0 777 0 0";
         assert_eq!(parse(&format!("42 (a) Z 1) {tail}")), Some((777, true)));
         assert_eq!(parse("42 (cat)"), None);

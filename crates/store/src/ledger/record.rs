@@ -1,4 +1,4 @@
-//! Records of the ledger, word by word. `docs/warm-restart.md` has the layout.
+//! Encoding of the ledger's records. `docs/warm-restart.md` has the layout.
 
 use std::sync::atomic::{AtomicU64, Ordering, compiler_fence};
 
@@ -10,18 +10,18 @@ use crate::stage::BlockFacts;
 
 /// Words of a block's record: three cache lines.
 pub(super) const BLOCK_WORDS: usize = 24;
-/// Of these, fields under the checksum: all between the state and the addresses.
+/// Words under the checksum: all between the state and the addresses.
 const BLOCK_FIELDS: usize = 18;
-/// Where a record says which lower stages have the block.
+/// First word of the addresses in lower stages.
 const ADDRESS_WORD: usize = 20;
-/// Where a record has the checksum of the block's bytes: a mark in the upper half, CRC-32C in the
-/// lower; zero while it is not known.
+/// Word with the checksum of the block's bytes: `LIVE` in the upper half, CRC-32C in the lower;
+/// zero while it is not known.
 const SUM_WORD: usize = 22;
 /// Words of a record of held memory: one cache line.
 pub(super) const HELD_WORDS: usize = 8;
 const HELD_FIELDS: usize = 4;
 
-/// In the upper half of a record's first word; its checksum is in the lower.
+/// Flag in a record's first word; the lower half has the record's checksum.
 const LIVE: u64 = 1 << 32;
 
 const IS_PREFIX: u64 = 1 << 32;
@@ -29,7 +29,7 @@ const HAS_PARENT: u64 = 1 << 33;
 const HAS_DIGEST: u64 = 1 << 34;
 const HAS_NAMESPACE: u64 = 1 << 35;
 
-/// A piece of the pool, as records name it.
+/// A piece of the pool.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(super) struct Piece {
     pub(super) offset: u64,
@@ -41,15 +41,15 @@ pub(super) struct Piece {
 pub(super) struct BlockRecord {
     pub(super) piece: Piece,
     pub(super) facts: BlockFacts,
-    /// Whether `facts` has the namespace: of a block that came up from a stage it is not known.
+    /// Whether `facts` has the namespace: it is unknown for a block promoted from a stage.
     pub(super) has_namespace: bool,
-    /// Addresses in the lower stages plus one; zero where it has none.
+    /// Addresses in the lower stages, plus one; zero where there is none.
     pub(super) stored: [u64; LOWER_STAGES_MAX],
     /// Checksum of the block's bytes, once it is known.
     pub(super) sum: Option<u32>,
 }
 
-/// Memory that another process may touch.
+/// Memory that another process may access.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct HeldRecord {
     pub(super) piece: Piece,
@@ -57,14 +57,14 @@ pub(super) struct HeldRecord {
     pub(super) kind: u32,
 }
 
-/// What a place for a record holds.
+/// Content of a record's place.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Found<T> {
+pub(super) enum PlaceContent<T> {
     /// Nothing.
     Free,
-    /// What was written there.
+    /// A valid record.
     Record(T),
-    /// What nobody wrote.
+    /// A record with a wrong checksum.
     Damaged,
 }
 
@@ -77,8 +77,8 @@ fn seal(fields: &[u64]) -> u64 {
     LIVE | u64::from(checksum(&bytes[..fields.len() * 8]))
 }
 
-/// Fields first, then the word that makes them valid: a process that dies in between leaves the
-/// place free, as it was.
+/// Writes the fields first, then the word that makes them valid: a process killed in between leaves
+/// the place free, as it was.
 fn publish(place: &[AtomicU64], fields: &[u64]) {
     for (word, field) in place[1..].iter().zip(fields) {
         word.store(*field, Ordering::Relaxed);
@@ -86,9 +86,9 @@ fn publish(place: &[AtomicU64], fields: &[u64]) {
     place[0].store(seal(fields), Ordering::Release);
 }
 
-/// Frees a place. What follows in the program happens after it, also in the eyes of whoever finds
-/// the memory when this process was killed: the kernel kills between two instructions, so only the
-/// compiler could turn them round.
+/// Frees a place. Later stores must not come before it, also as seen by the process that recovers
+/// the memory after this one is killed. The kernel kills between two instructions, so only the
+/// compiler could reorder them; hence the compiler fence, and no fence for other CPUs.
 pub(super) fn clear(place: &[AtomicU64]) {
     place[0].store(0, Ordering::Release);
     compiler_fence(Ordering::SeqCst);
@@ -102,13 +102,13 @@ pub(super) fn wipe(place: &[AtomicU64]) {
     }
 }
 
-fn find<const FIELDS: usize>(place: &[AtomicU64]) -> Found<[u64; FIELDS]> {
+fn read_fields<const FIELDS: usize>(place: &[AtomicU64]) -> PlaceContent<[u64; FIELDS]> {
     let state = place[0].load(Ordering::Acquire);
     if state == 0 {
-        return Found::Free;
+        return PlaceContent::Free;
     }
     let fields = std::array::from_fn(|at| place[1 + at].load(Ordering::Relaxed));
-    if seal(&fields) == state { Found::Record(fields) } else { Found::Damaged }
+    if seal(&fields) == state { PlaceContent::Record(fields) } else { PlaceContent::Damaged }
 }
 
 impl BlockRecord {
@@ -135,12 +135,12 @@ impl BlockRecord {
         publish(place, &fields);
     }
 
-    pub(super) fn read(place: &[AtomicU64]) -> Found<Self> {
+    pub(super) fn read(place: &[AtomicU64]) -> PlaceContent<Self> {
         let sum = place[SUM_WORD].load(Ordering::Relaxed);
-        let fields = match find::<BLOCK_FIELDS>(place) {
-            Found::Free => return Found::Free,
-            Found::Damaged => return Found::Damaged,
-            Found::Record(fields) => fields,
+        let fields = match read_fields::<BLOCK_FIELDS>(place) {
+            PlaceContent::Free => return PlaceContent::Free,
+            PlaceContent::Damaged => return PlaceContent::Damaged,
+            PlaceContent::Record(fields) => fields,
         };
         let has = |flag: u64| fields[2] & flag != 0;
         let facts = BlockFacts {
@@ -152,7 +152,7 @@ impl BlockRecord {
             is_prefix: has(IS_PREFIX),
             expires_unix_ms: (fields[17] != 0).then_some(fields[17]),
         };
-        Found::Record(Self {
+        PlaceContent::Record(Self {
             piece: Piece { offset: fields[0], bytes: fields[1] },
             facts,
             has_namespace: has(HAS_NAMESPACE),
@@ -166,18 +166,18 @@ fn marked(sum: Option<u32>) -> u64 {
     sum.map_or(0, |sum| LIVE | u64::from(sum))
 }
 
-/// The checksum of the block's bytes became known.
+/// Records the checksum of the block's bytes.
 pub(super) fn note_sum(place: &[AtomicU64], sum: u32) {
     place[SUM_WORD].store(marked(Some(sum)), Ordering::Release);
 }
 
-/// A stage has the block there now. One word, so it is there or not.
+/// Records the block's address in a stage. One word, so it is either there or not.
 pub(super) fn note_stored(place: &[AtomicU64], stage: usize, stored: u64) {
     place[ADDRESS_WORD + stage].store(stored, Ordering::Release);
 }
 
 impl HeldRecord {
-    /// The process in a record that this run wrote: its checksum needs no look.
+    /// The process in a record of this run, whose checksum needs no check.
     pub(super) fn process_of(place: &[AtomicU64]) -> Process {
         let [who, start_time] = [3, 4].map(|at: usize| place[at].load(Ordering::Relaxed));
         Process { pid: low(who), start_time }
@@ -189,11 +189,11 @@ impl HeldRecord {
         publish(place, &fields);
     }
 
-    pub(super) fn read(place: &[AtomicU64]) -> Found<Self> {
-        match find::<HELD_FIELDS>(place) {
-            Found::Free => Found::Free,
-            Found::Damaged => Found::Damaged,
-            Found::Record([offset, bytes, who, start_time]) => Found::Record(Self {
+    pub(super) fn read(place: &[AtomicU64]) -> PlaceContent<Self> {
+        match read_fields::<HELD_FIELDS>(place) {
+            PlaceContent::Free => PlaceContent::Free,
+            PlaceContent::Damaged => PlaceContent::Damaged,
+            PlaceContent::Record([offset, bytes, who, start_time]) => PlaceContent::Record(Self {
                 piece: Piece { offset, bytes },
                 process: Process { pid: low(who), start_time },
                 kind: low(who >> 32),
@@ -245,11 +245,11 @@ mod tests {
     }
 
     #[test]
-    fn a_record_comes_back_as_it_was_written() {
+    fn a_record_reads_back_as_written() {
         let place = place(BLOCK_WORDS);
-        assert_eq!(BlockRecord::read(&place), Found::Free);
+        assert_eq!(BlockRecord::read(&place), PlaceContent::Free);
         record().write(&place);
-        assert_eq!(BlockRecord::read(&place), Found::Record(record()));
+        assert_eq!(BlockRecord::read(&place), PlaceContent::Record(record()));
         let mut bare = record();
         bare.facts.digest = None;
         bare.sum = None;
@@ -257,30 +257,34 @@ mod tests {
         bare.facts.expires_unix_ms = None;
         clear(&place);
         bare.write(&place);
-        assert_eq!(BlockRecord::read(&place), Found::Record(bare));
+        assert_eq!(BlockRecord::read(&place), PlaceContent::Record(bare));
         clear(&place);
-        assert_eq!(BlockRecord::read(&place), Found::Free);
+        assert_eq!(BlockRecord::read(&place), PlaceContent::Free);
     }
 
     #[test]
-    fn a_changed_bit_is_found_wherever_it_is() {
+    fn a_flipped_bit_is_detected_in_every_position() {
         let place = place(BLOCK_WORDS);
         record().write(&place);
         for (at, word) in place.iter().enumerate().take(1 + BLOCK_FIELDS) {
             for bit in 0..64 {
                 word.fetch_xor(1 << bit, Ordering::Relaxed);
-                assert_eq!(BlockRecord::read(&place), Found::Damaged, "bit {bit} of word {at}");
+                assert_eq!(
+                    BlockRecord::read(&place),
+                    PlaceContent::Damaged,
+                    "bit {bit} of word {at}"
+                );
                 word.fetch_xor(1 << bit, Ordering::Relaxed);
             }
         }
     }
 
     #[test]
-    fn held_memory_comes_back_as_it_was_written() {
+    fn a_held_record_reads_back_as_written() {
         let place = place(HELD_WORDS);
         let process = Process { pid: u32::MAX, start_time: u64::MAX };
         let held = HeldRecord { piece: Piece { offset: 1, bytes: 2 }, process, kind: 1 };
         held.write(&place);
-        assert_eq!(HeldRecord::read(&place), Found::Record(held));
+        assert_eq!(HeldRecord::read(&place), PlaceContent::Record(held));
     }
 }

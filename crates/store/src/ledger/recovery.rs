@@ -1,5 +1,5 @@
-//! What a new process makes of a dead one's ledger: which blocks are right, and what memory other
-//! processes may still touch. Nothing in a record is trusted beyond its own checksum.
+//! Recovery of a dead process's ledger: which blocks are valid, and which memory other processes
+//! may still access. Only the checksum of a record is trusted; everything else is checked.
 
 use std::collections::HashMap;
 
@@ -7,10 +7,10 @@ use cascade_block::BlockKey;
 use cascade_memory::{Pool, Slab};
 
 use super::process::Process;
-use super::record::{BlockRecord, Found, HeldRecord, Piece};
-use super::{EARLIER_LOAD, Kept, LOAD, Table};
+use super::record::{BlockRecord, HeldRecord, Piece, PlaceContent};
+use super::{EARLIER_LOAD, HeldSlab, LOAD, LedgerTable};
 
-/// A block whose memory was taken over.
+/// A recovered block.
 #[derive(Debug)]
 pub(crate) struct Recovered {
     pub(super) place: u32,
@@ -18,32 +18,32 @@ pub(crate) struct Recovered {
     pub(super) slab: Slab,
 }
 
-/// All that a ledger gave.
+/// Everything recovered from a ledger.
 #[derive(Debug, Default)]
-pub(super) struct Harvest {
+pub(super) struct RecoveredLedger {
     pub(super) blocks: Vec<Recovered>,
-    pub(super) kept: Vec<Kept>,
+    pub(super) kept: Vec<HeldSlab>,
     pub(super) rejected: u64,
 }
 
-/// Records that name one piece of the pool as one content.
+/// Records of one piece of the pool: keys of one content.
 #[derive(Debug)]
-struct Group {
+struct PieceGroup {
     piece: Piece,
     members: Vec<(u32, BlockRecord)>,
     is_rejected: bool,
 }
 
-/// Reads the tables and takes the memory from the pool, before anything else does. Places that
-/// hold nothing of use are free afterwards.
-pub(super) fn harvest(table: &Table, pool: &Pool) -> Harvest {
-    let mut harvest = Harvest::default();
-    let held = read_held(table, pool, &mut harvest);
-    let mut groups = read_groups(table, pool, &mut harvest);
+/// Reads the tables and reserves the memory in the pool, before any allocation. Clears the places
+/// of invalid records.
+pub(super) fn recover(table: &LedgerTable, pool: &Pool) -> RecoveredLedger {
+    let mut recovered = RecoveredLedger::default();
+    let held = read_held(table, pool, &mut recovered);
+    let mut groups = read_groups(table, pool, &mut recovered);
     let strays = reject_touched(&mut groups, &held);
     let mut slabs = HashMap::new();
     for group in groups {
-        adopt_group(table, pool, group, &mut slabs, &mut harvest);
+        adopt_group(table, pool, group, &mut slabs, &mut recovered);
     }
     for stray in merged(strays) {
         if let Some(slab) = adopt(pool, stray, stray.bytes) {
@@ -53,75 +53,87 @@ pub(super) fn harvest(table: &Table, pool: &Pool) -> Harvest {
     let mut by_offset: Vec<_> = slabs.into_iter().collect();
     by_offset.sort_unstable_by_key(|(piece, _)| *piece);
     for (place, record) in held {
-        // It lies in one that was adopted: as a block's own piece or as part of a stray one.
+        // A held piece lies in an adopted slab: it is a block's piece, or part of a stray one.
         let at = by_offset.partition_point(|(piece, _)| piece.offset <= record.piece.offset);
         let around = at.checked_sub(1).map(|at| &by_offset[at]);
         if let Some((_, slab)) = around.filter(|(piece, _)| end(*piece) >= end(record.piece)) {
             let process = (record.kind != EARLIER_LOAD).then_some(record.process);
-            harvest.kept.push(Kept { place, process, slab: slab.clone() });
+            recovered.kept.push(HeldSlab { place, process, slab: slab.clone() });
         } else {
             table.clear_held(place);
-            harvest.rejected += 1;
+            recovered.rejected += 1;
         }
     }
-    harvest
+    recovered
 }
 
-/// Records of memory whose holders live, with the places they stand in.
-fn read_held(table: &Table, pool: &Pool, harvest: &mut Harvest) -> Vec<(u32, HeldRecord)> {
+/// Held records whose processes are alive, with their places.
+fn read_held(
+    table: &LedgerTable,
+    pool: &Pool,
+    recovered: &mut RecoveredLedger,
+) -> Vec<(u32, HeldRecord)> {
     let mut alive: HashMap<Process, bool> = HashMap::new();
     let mut held = Vec::new();
     for place in 0..table.held_count {
         match HeldRecord::read(table.held(place)) {
-            Found::Free => continue,
-            Found::Record(record) if record.kind == EARLIER_LOAD => {}
-            Found::Record(record) if !is_inside(pool, record.piece) => harvest.rejected += 1,
-            Found::Record(record) if record.kind == LOAD => {
+            PlaceContent::Free => continue,
+            PlaceContent::Record(record) if record.kind == EARLIER_LOAD => {}
+            PlaceContent::Record(record) if !is_inside(pool, record.piece) => {
+                recovered.rejected += 1;
+            }
+            PlaceContent::Record(record) if record.kind == LOAD => {
                 table.clear_held(place);
                 let record = HeldRecord { kind: EARLIER_LOAD, ..record };
                 record.write(table.held(place));
                 held.push((place, record));
                 continue;
             }
-            Found::Record(record) => {
+            PlaceContent::Record(record) => {
                 let is_alive = alive.entry(record.process);
                 if *is_alive.or_insert_with(|| record.process.is_alive()) {
                     held.push((place, record));
                     continue;
                 }
             }
-            Found::Damaged => harvest.rejected += 1,
+            PlaceContent::Damaged => recovered.rejected += 1,
         }
         table.clear_held(place);
     }
     held
 }
 
-/// Blocks by piece, in the order of their offsets; pieces that overlap are rejected, all of them,
-/// for nothing tells which is right.
-fn read_groups(table: &Table, pool: &Pool, harvest: &mut Harvest) -> Vec<Group> {
+/// Blocks by piece, in the order of offsets. Overlapping pieces are all rejected, because it is
+/// unknown which is right.
+fn read_groups(
+    table: &LedgerTable,
+    pool: &Pool,
+    recovered: &mut RecoveredLedger,
+) -> Vec<PieceGroup> {
     let mut found: Vec<(u32, BlockRecord)> = Vec::new();
     for place in 0..table.block_count {
         match BlockRecord::read(table.block(place)) {
-            Found::Free => {}
-            Found::Record(record)
+            PlaceContent::Free => {}
+            PlaceContent::Record(record)
                 if is_inside(pool, record.piece)
                     && u64::from(record.facts.bytes) <= record.piece.bytes =>
             {
                 found.push((place, record));
             }
-            Found::Record(_) | Found::Damaged => {
+            PlaceContent::Record(_) | PlaceContent::Damaged => {
                 table.clear_block(place);
-                harvest.rejected += 1;
+                recovered.rejected += 1;
             }
         }
     }
+    // Two records of one key contradict each other: it is unknown which is right.
     let mut names: HashMap<BlockKey, u32> = HashMap::with_capacity(found.len());
     for (_, record) in &found {
         *names.entry(record.facts.key).or_default() += 1;
     }
     found.sort_unstable_by_key(|(_, record)| record.piece);
-    let mut groups: Vec<Group> = Vec::with_capacity(found.len());
+    let mut groups: Vec<PieceGroup> = Vec::with_capacity(found.len());
+    // The group with the largest end so far: one long piece may overlap several later ones.
     let mut furthest = 0;
     for (place, record) in found {
         let is_named_twice = names[&record.facts.key] > 1;
@@ -138,13 +150,13 @@ fn read_groups(table: &Table, pool: &Pool, harvest: &mut Harvest) -> Vec<Group> 
         }
         let overlaps = groups
             .get(furthest)
-            .is_some_and(|group: &Group| end(group.piece) > record.piece.offset);
+            .is_some_and(|group: &PieceGroup| end(group.piece) > record.piece.offset);
         if overlaps {
             groups[furthest].is_rejected = true;
         }
         let is_rejected = is_named_twice || overlaps;
         let piece = record.piece;
-        groups.push(Group { piece, members: vec![(place, record)], is_rejected });
+        groups.push(PieceGroup { piece, members: vec![(place, record)], is_rejected });
         if end(piece) > end(groups[furthest].piece) {
             furthest = groups.len() - 1;
         }
@@ -152,10 +164,12 @@ fn read_groups(table: &Table, pool: &Pool, harvest: &mut Harvest) -> Vec<Group> 
     groups
 }
 
-/// A holder has either exactly a block's piece, and the block is as good as before, or memory that
-/// is no block's. Blocks that such memory touches are rejected. Returns the memory that is no
-/// block's.
-fn reject_touched(groups: &mut [Group], held: &[(u32, HeldRecord)]) -> Vec<Piece> {
+/// Rejects blocks that overlap held memory, and returns the held memory that is no block's.
+///
+/// A held piece that is exactly a block's piece is a lease: the block is valid. Any other held
+/// memory may be written by its holder, so the blocks that it overlaps are rejected. A rejected
+/// block's lease then becomes such memory in turn: repeats until nothing changes.
+fn reject_touched(groups: &mut [PieceGroup], held: &[(u32, HeldRecord)]) -> Vec<Piece> {
     let mut strays: Vec<Piece> = Vec::new();
     let mut left: Vec<Piece> = held.iter().map(|(_, record)| record.piece).collect();
     loop {
@@ -169,7 +183,7 @@ fn reject_touched(groups: &mut [Group], held: &[(u32, HeldRecord)]) -> Vec<Piece
         }
         left = blocks;
         for piece in &new {
-            // Pieces that overlap are rejected already; the others' ends are in order, too.
+            // Overlapping groups are rejected already, so the ends of the others ascend, too.
             let from = groups.partition_point(|group| group.piece.offset < piece.offset);
             let before = groups[..from].iter_mut().rev().find(|group| !group.is_rejected);
             if let Some(group) = before.filter(|group| end(group.piece) > piece.offset) {
@@ -187,11 +201,11 @@ fn reject_touched(groups: &mut [Group], held: &[(u32, HeldRecord)]) -> Vec<Piece
 }
 
 fn adopt_group(
-    table: &Table,
+    table: &LedgerTable,
     pool: &Pool,
-    group: Group,
+    group: PieceGroup,
     slabs: &mut HashMap<Piece, Slab>,
-    harvest: &mut Harvest,
+    recovered: &mut RecoveredLedger,
 ) {
     let length = u64::from(group.members[0].1.facts.bytes);
     let slab = if group.is_rejected { None } else { adopt(pool, group.piece, length) };
@@ -199,11 +213,11 @@ fn adopt_group(
         for (place, _) in &group.members {
             table.clear_block(*place);
         }
-        harvest.rejected += group.members.len() as u64;
+        recovered.rejected += group.members.len() as u64;
         return;
     };
     for (place, record) in group.members {
-        harvest.blocks.push(Recovered { place, record, slab: slab.clone() });
+        recovered.blocks.push(Recovered { place, record, slab: slab.clone() });
     }
     slabs.insert(group.piece, slab);
 }
@@ -214,7 +228,7 @@ fn adopt(pool: &Pool, piece: Piece, length: u64) -> Option<Slab> {
     Some(slab.seal())
 }
 
-/// The same memory as pieces that do not overlap.
+/// The union of the pieces, as pieces that do not overlap.
 fn merged(mut pieces: Vec<Piece>) -> Vec<Piece> {
     pieces.sort_unstable();
     let mut merged: Vec<Piece> = Vec::new();
@@ -234,7 +248,7 @@ fn is_inside(pool: &Pool, piece: Piece) -> bool {
     piece.bytes > 0 && end.is_some_and(|end| end <= pool.region().bytes() as u64)
 }
 
-/// Of a piece that lies inside the pool, so it cannot overflow.
+/// End of a piece inside the pool, so it cannot overflow.
 fn end(piece: Piece) -> u64 {
     piece.offset + piece.bytes
 }
@@ -272,9 +286,12 @@ mod tests {
         HeldRecord { piece, process, kind: HeldKind::Lease as u32 }
     }
 
-    /// Opens a pool whose ledger holds these records: names of blocks, rejected records, what is
-    /// free.
-    fn found(blocks: &[BlockRecord], holders: &[HeldRecord]) -> (Vec<u8>, u64, u64, WarmPool) {
+    /// Opens a pool whose ledger holds these records. Returns the names of the recovered blocks,
+    /// the number of rejected records, the free units, and the pool.
+    fn reopen_with(
+        blocks: &[BlockRecord],
+        holders: &[HeldRecord],
+    ) -> (Vec<u8>, u64, u64, WarmPool) {
         let directory = tempfile::tempdir().expect("a directory");
         let path = directory.path().join("pool");
         let capacity_bytes = 1 << 20;
@@ -299,7 +316,7 @@ mod tests {
     }
 
     #[test]
-    fn of_pieces_that_overlap_none_is_taken() {
+    fn overlapping_pieces_are_all_rejected() {
         let blocks = [
             block(1, piece(0, 2)),
             block(2, piece(2, 12)),
@@ -308,13 +325,13 @@ mod tests {
             block(5, piece(11, 13)),
             block(6, piece(13, 14)),
         ];
-        let (names, rejected, free, opened) = found(&blocks, &[]);
+        let (names, rejected, free, opened) = reopen_with(&blocks, &[]);
         assert_eq!((names, rejected, free), (vec![1, 6], 4, 256 - 3));
         assert_eq!(opened.ledger.free.len(), 1024 - 2, "their places are free again");
     }
 
     #[test]
-    fn records_that_contradict_each_other_all_go() {
+    fn contradictory_records_are_all_rejected() {
         let mut other_digest = block(3, piece(2, 3));
         other_digest.facts.digest = Some(Digest::from_bytes([9; 32]));
         let mut other_length = block(5, piece(4, 5));
@@ -335,22 +352,22 @@ mod tests {
             block(10, Piece { offset: u64::MAX - 63, bytes: UNIT }),
             block(11, Piece { offset: 20 * UNIT + 1, bytes: UNIT }),
         ];
-        let (names, rejected, free, _) = found(&blocks, &[]);
-        assert_eq!((names, rejected, free), (vec![6, 7], 10, 255), "two names of one piece are");
+        let (names, rejected, free, _) = reopen_with(&blocks, &[]);
+        assert_eq!((names, rejected, free), (vec![6, 7], 10, 255), "two keys may share a piece");
     }
 
     #[test]
-    fn what_is_held_is_out_whatever_else_is_there() {
+    fn held_memory_is_never_free_and_blocks_overlapping_it_are_rejected() {
         let blocks = [
             block(1, piece(0, 2)),
             block(2, piece(2, 4)),
             block(3, piece(4, 6)),
             block(4, piece(6, 8)),
         ];
-        // One holds a block, two hold memory that two blocks and then a third were said to have.
+        // One holds a block; two hold memory across blocks 2 and 3; one holds free memory.
         let holders =
             [held(piece(0, 2)), held(piece(3, 5)), held(piece(4, 6)), held(piece(20, 21))];
-        let (names, rejected, free, opened) = found(&blocks, &holders);
+        let (names, rejected, free, opened) = reopen_with(&blocks, &holders);
         assert_eq!((names, rejected), (vec![1, 4], 2));
         assert_eq!(free, 256 - 2 - 2 - 3 - 1);
         assert_eq!(opened.holders.lock().kept.len(), 4);

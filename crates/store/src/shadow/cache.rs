@@ -1,4 +1,4 @@
-//! A shadow of DRAM: the store's own eviction on the names of a sample, at another size.
+//! A shadow of DRAM: the store's own eviction over a sample's names, at another size.
 
 use std::time::Duration;
 
@@ -10,32 +10,32 @@ use crate::eviction::{
 
 use super::Sample;
 
-/// Counts of prefix-cost in a shadow: a quarter of a megabyte instead of four.
+/// Cells of prefix-cost in a shadow: a quarter of a megabyte instead of four.
 const COUNTS_MAX: usize = 256;
 
-/// What is known of a block that comes in.
+/// Describes an incoming block.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Arrival {
     pub(super) fingerprint: u64,
-    /// The block of the sample before it in its chain.
+    /// The previous block of its chain in the sample.
     pub(super) parent: Option<u64>,
     pub(super) bytes: u32,
     pub(super) is_protected: bool,
-    /// Whether the policy may refuse it: there is no tier below that it has to pass through to.
+    /// Whether the policy may decline it: only without a lower tier that it must be written to.
     pub(super) may_decline: bool,
 }
 
 #[derive(Debug)]
-pub(super) struct Cache {
+pub(super) struct DramShadow {
     eviction: Eviction,
     table: KeyTable,
     capacity_bytes: u64,
     capacity_blocks: u64,
-    /// The chain in hand; kept to save allocations.
+    /// The current request's chain; kept to save allocations.
     chain: Vec<Asked>,
 }
 
-impl Cache {
+impl DramShadow {
     pub(super) fn new(kind: PolicyKind, limits: Limits, capacity_blocks: u64) -> Self {
         let policy: Box<dyn Policy> = match kind {
             PolicyKind::PrefixCost => Box::new(PrefixCost::with_counts(COUNTS_MAX)),
@@ -74,7 +74,7 @@ impl Cache {
         self.eviction.memory_bytes() + self.table.memory_bytes() + chain
     }
 
-    /// A chain is asked for; returns how many of its leading blocks are here.
+    /// A chain is requested; returns the number of leading blocks held.
     pub(super) fn request(
         &mut self,
         now: Duration,
@@ -93,20 +93,20 @@ impl Cache {
         leading
     }
 
-    /// Something became known about a chain.
+    /// Hints for a chain arrived.
     pub(super) fn hint(&mut self, now: Duration, fingerprints: &[u64], hints: &Hints) {
-        let asked = fingerprints
+        let requested = fingerprints
             .iter()
             .map(|fingerprint| Asked {
                 fingerprint: *fingerprint,
                 resident: self.find(*fingerprint),
             })
             .collect::<Vec<_>>();
-        self.eviction.hint(now, &asked, hints);
+        self.eviction.hint(now, &requested, hints);
     }
 
-    /// Takes a block in, unless it is here or the policy refuses it.
-    pub(super) fn take(&mut self, now: Duration, arrival: &Arrival) {
+    /// Inserts a block, unless it is present or the policy declines it.
+    pub(super) fn insert(&mut self, now: Duration, arrival: &Arrival) {
         let fingerprint = arrival.fingerprint;
         if let Some(slot) = self.find(fingerprint) {
             let is_settled = !arrival.is_protected || self.eviction.blocks().is_protected(slot);
@@ -116,7 +116,7 @@ impl Cache {
             self.remove(fingerprint);
         }
         let parent = arrival.parent.and_then(|parent| self.find(parent));
-        // What was refused is not followed by its children, as in the store.
+        // As in the store, children of a declined block are not admitted.
         let lacks_parent = arrival.parent.is_some() && parent.is_none();
         if u64::from(arrival.bytes) > self.capacity_bytes || (lacks_parent && arrival.may_decline) {
             return;
@@ -140,7 +140,7 @@ impl Cache {
             let Some(victim) = victim else { return };
             self.drop_slot(victim, Removal::Evicted);
         }
-        // Making room may have taken the parent.
+        // Making room may have evicted the parent.
         let parent = parent.filter(|slot| self.eviction.blocks().is_resident(*slot));
         let slot = self.eviction.insert(now, &Incoming { parent, ..incoming });
         self.table.insert(fingerprint, Slot::raw(Some(slot)));
@@ -164,7 +164,7 @@ impl Cache {
         self.eviction.remove(slot, why);
     }
 
-    /// Becomes the shadow of a smaller sample.
+    /// Drops blocks outside a sample half as large, and halves the capacity.
     pub(super) fn thin(&mut self, sample: Sample) {
         let blocks = self.eviction.blocks();
         let resident = (0..blocks.slots()).filter_map(|at| Slot::some(u32::try_from(at).ok()?));

@@ -1,44 +1,44 @@
-//! A shadow of the file tier: a queue that gives space back a segment at a time, oldest first, and
-//! keeps what is in use (`docs/decisions/0006-file-tier-eviction.md`), on the names of a sample.
+//! A shadow of the file tier: a queue over a sample's names, reclaimed a segment at a time, oldest
+//! first, that keeps blocks in use (`docs/decisions/0006-file-tier-eviction.md`).
 
 use std::collections::{HashMap, VecDeque};
 
 use super::Sample;
 
-/// Rounds of one giving-back that keep what is in use; after them room comes first.
+/// Rounds of one reclaim that keep blocks in use; after them, room has priority.
 const ROUNDS_KEEPING: u32 = 4;
 
 #[derive(Debug, Clone, Copy)]
-struct Entry {
+struct QueueEntry {
     fingerprint: u64,
     bytes: u32,
-    /// Tells an entry from later ones of the same block.
+    /// Distinguishes an entry from later ones of the same block.
     stamp: u32,
 }
 
 #[derive(Debug, Clone, Copy)]
-struct Facts {
+struct QueuedBlock {
     stamp: u32,
     is_referenced: bool,
     is_protected: bool,
 }
 
 #[derive(Debug)]
-pub(super) struct Queue {
-    entries: VecDeque<Entry>,
-    facts: HashMap<u64, Facts>,
+pub(super) struct FilesShadow {
+    entries: VecDeque<QueueEntry>,
+    blocks: HashMap<u64, QueuedBlock>,
     used_bytes: u64,
     capacity_bytes: u64,
     segment_bytes: u64,
     stamp: u32,
 }
 
-impl Queue {
-    /// Of a tier of so many bytes of which one segment is kept free.
+impl FilesShadow {
+    /// A shadow of a tier of `capacity_bytes`, of which one segment is kept free.
     pub(super) fn new(capacity_bytes: u64, segment_bytes: u64) -> Self {
         Self {
             entries: VecDeque::new(),
-            facts: HashMap::new(),
+            blocks: HashMap::new(),
             used_bytes: 0,
             capacity_bytes: capacity_bytes.saturating_sub(segment_bytes).max(1),
             segment_bytes: segment_bytes.max(1),
@@ -47,74 +47,76 @@ impl Queue {
     }
 
     pub(super) fn holds(&self, fingerprint: u64) -> bool {
-        self.facts.contains_key(&fingerprint)
+        self.blocks.contains_key(&fingerprint)
     }
 
     pub(super) fn len(&self) -> usize {
-        self.facts.len()
+        self.blocks.len()
     }
 
     pub(super) fn memory_bytes(&self) -> usize {
-        /// What a hash map of `std` spends on an entry beside it.
+        /// Overhead per entry of a `std` hash map.
         const CONTROL_BYTES: usize = 1;
-        self.entries.capacity() * size_of::<Entry>()
-            + self.facts.capacity() * (size_of::<(u64, Facts)>() + CONTROL_BYTES)
+        self.entries.capacity() * size_of::<QueueEntry>()
+            + self.blocks.capacity() * (size_of::<(u64, QueuedBlock)>() + CONTROL_BYTES)
     }
 
     /// A block was read from here.
-    pub(super) fn refer(&mut self, fingerprint: u64) {
-        if let Some(facts) = self.facts.get_mut(&fingerprint) {
-            facts.is_referenced = true;
+    pub(super) fn mark_referenced(&mut self, fingerprint: u64) {
+        if let Some(block) = self.blocks.get_mut(&fingerprint) {
+            block.is_referenced = true;
         }
     }
 
-    /// Takes a block in, unless it is here.
-    pub(super) fn take(
+    /// Inserts a block, unless it is present.
+    pub(super) fn insert(
         &mut self,
         fingerprint: u64,
         bytes: u32,
         is_protected: bool,
         is_in_dram: &dyn Fn(u64) -> bool,
     ) {
-        if let Some(facts) = self.facts.get_mut(&fingerprint) {
-            facts.is_protected |= is_protected;
+        if let Some(block) = self.blocks.get_mut(&fingerprint) {
+            block.is_protected |= is_protected;
             return;
         }
         let mut rounds = 0;
         while self.used_bytes + u64::from(bytes) > self.capacity_bytes && !self.entries.is_empty() {
-            self.give_back(rounds < ROUNDS_KEEPING, is_in_dram);
+            self.reclaim_segment(rounds < ROUNDS_KEEPING, is_in_dram);
             rounds += 1;
         }
         self.stamp = self.stamp.wrapping_add(1);
-        let facts = Facts { stamp: self.stamp, is_referenced: false, is_protected };
-        self.facts.insert(fingerprint, facts);
-        self.push(Entry { fingerprint, bytes, stamp: self.stamp });
+        let block = QueuedBlock { stamp: self.stamp, is_referenced: false, is_protected };
+        self.blocks.insert(fingerprint, block);
+        self.push(QueueEntry { fingerprint, bytes, stamp: self.stamp });
     }
 
-    /// Forgets a block; its place comes back with its segment.
+    /// Forgets a block; its bytes are freed with its segment.
     pub(super) fn remove(&mut self, fingerprint: u64) {
-        self.facts.remove(&fingerprint);
+        self.blocks.remove(&fingerprint);
     }
 
-    fn push(&mut self, entry: Entry) {
+    fn push(&mut self, entry: QueueEntry) {
         self.used_bytes += u64::from(entry.bytes);
         self.entries.push_back(entry);
     }
 
-    fn give_back(&mut self, may_keep: bool, is_in_dram: &dyn Fn(u64) -> bool) {
+    fn reclaim_segment(&mut self, may_keep: bool, is_in_dram: &dyn Fn(u64) -> bool) {
         let mut taken = 0;
         let mut kept = Vec::new();
         while taken < self.segment_bytes
             && let Some(entry) = self.entries.pop_front()
         {
             taken += u64::from(entry.bytes);
-            let facts = self.facts.get_mut(&entry.fingerprint);
-            let Some(facts) = facts.filter(|facts| facts.stamp == entry.stamp) else { continue };
-            let is_used = std::mem::take(&mut facts.is_referenced) || facts.is_protected;
+            let block = self.blocks.get_mut(&entry.fingerprint);
+            let Some(block) = block.filter(|block| block.stamp == entry.stamp) else {
+                continue;
+            };
+            let is_used = std::mem::take(&mut block.is_referenced) || block.is_protected;
             if may_keep && (is_used || is_in_dram(entry.fingerprint)) {
                 kept.push(entry);
             } else {
-                self.facts.remove(&entry.fingerprint);
+                self.blocks.remove(&entry.fingerprint);
             }
         }
         self.used_bytes -= taken;
@@ -123,10 +125,10 @@ impl Queue {
         }
     }
 
-    /// Becomes the shadow of a smaller sample.
+    /// Drops blocks outside a sample half as large, and halves the capacity.
     pub(super) fn thin(&mut self, sample: Sample) {
         self.entries.retain(|entry| sample.holds(entry.fingerprint));
-        self.facts.retain(|fingerprint, _| sample.holds(*fingerprint));
+        self.blocks.retain(|fingerprint, _| sample.holds(*fingerprint));
         self.used_bytes = self.entries.iter().map(|entry| u64::from(entry.bytes)).sum();
         self.capacity_bytes = (self.capacity_bytes / 2).max(1);
         self.segment_bytes = (self.segment_bytes / 2).max(1);
@@ -142,34 +144,34 @@ mod tests {
     }
 
     #[test]
-    fn the_oldest_segment_goes_and_what_was_read_stays_once() {
-        let mut queue = Queue::new(8 + 2, 2);
-        (0..8).for_each(|block| queue.take(block, 1, false, &nowhere));
-        queue.refer(0);
-        queue.take(8, 1, false, &nowhere);
+    fn reclaim_drops_the_oldest_segment_and_keeps_a_read_block_once() {
+        let mut queue = FilesShadow::new(8 + 2, 2);
+        (0..8).for_each(|block| queue.insert(block, 1, false, &nowhere));
+        queue.mark_referenced(0);
+        queue.insert(8, 1, false, &nowhere);
         assert!(queue.holds(0) && !queue.holds(1) && queue.holds(2) && queue.holds(8));
-        (9..17).for_each(|block| queue.take(block, 1, false, &nowhere));
-        assert!(!queue.holds(0), "its mark was good for one round");
+        (9..17).for_each(|block| queue.insert(block, 1, false, &nowhere));
+        assert!(!queue.holds(0), "a reference keeps a block for one round");
     }
 
     #[test]
-    fn what_dram_has_stays_but_never_for_ever() {
-        let mut queue = Queue::new(4 + 1, 1);
-        (0..4).for_each(|block| queue.take(block, 1, false, &nowhere));
-        queue.take(4, 1, false, &|block| block == 0);
+    fn a_block_in_dram_is_kept_for_a_bounded_number_of_rounds() {
+        let mut queue = FilesShadow::new(4 + 1, 1);
+        (0..4).for_each(|block| queue.insert(block, 1, false, &nowhere));
+        queue.insert(4, 1, false, &|block| block == 0);
         assert!(queue.holds(0) && !queue.holds(1));
-        queue.take(5, 1, false, &|_| true);
+        queue.insert(5, 1, false, &|_| true);
         assert!(queue.holds(5) && queue.len() == 4);
     }
 
     #[test]
-    fn a_deleted_block_may_come_again() {
-        let mut queue = Queue::new(4 + 1, 1);
-        queue.take(7, 1, false, &nowhere);
+    fn a_deleted_block_can_be_put_again() {
+        let mut queue = FilesShadow::new(4 + 1, 1);
+        queue.insert(7, 1, false, &nowhere);
         queue.remove(7);
         assert!(!queue.holds(7));
-        (0..3).for_each(|block| queue.take(block, 1, false, &nowhere));
-        queue.take(7, 1, false, &nowhere);
-        assert!(queue.holds(7) && queue.len() == 4, "the place of the first is given back");
+        (0..3).for_each(|block| queue.insert(block, 1, false, &nowhere));
+        queue.insert(7, 1, false, &nowhere);
+        assert!(queue.holds(7) && queue.len() == 4, "the bytes of the first are freed");
     }
 }

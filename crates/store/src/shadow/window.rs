@@ -1,23 +1,23 @@
-//! Counts since the start and of late: a window that moves in halves.
+//! Counts since the start and over a recent window that moves in halves.
 
 use std::time::Duration;
 
 use super::SIZES;
 
-/// Half of the window: what is called recent covers the last 15 to 30 minutes. Long enough that a
-/// busy minute does not decide, short enough that yesterday's traffic does not either.
+/// Half of the window: recent counts cover the last 15 to 30 minutes. That is long enough to smooth
+/// a busy minute and short enough to exclude yesterday's traffic.
 const HALF: Duration = Duration::from_secs(15 * 60);
 
-/// What requests asked for, what the tier had, and what its shadows missed.
+/// Blocks requested, blocks matched in the tier, and blocks missed by its shadows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub(super) struct Counts {
+pub(super) struct WindowCounts {
     pub(super) requested: u64,
     pub(super) matched: u64,
-    /// By size, each block of the sample counted for all that it stands for.
+    /// By size; each sampled block counts for all blocks that it represents.
     pub(super) missed: [u64; SIZES.len()],
 }
 
-impl Counts {
+impl WindowCounts {
     fn add(&mut self, other: &Self) {
         self.requested += other.requested;
         self.matched += other.matched;
@@ -27,32 +27,32 @@ impl Counts {
     }
 }
 
-/// Counts of two half windows and of all time.
+/// Counts of two half windows and since the start.
 #[derive(Debug, Default)]
 pub(super) struct Window {
-    all: Counts,
-    current: Counts,
-    before: Counts,
+    all: WindowCounts,
+    current: WindowCounts,
+    before: WindowCounts,
     current_since: Duration,
 }
 
 impl Window {
-    pub(super) fn add(&mut self, now: Duration, counts: &Counts) {
+    pub(super) fn add(&mut self, now: Duration, counts: &WindowCounts) {
         let age = now.saturating_sub(self.current_since);
         if age >= HALF {
-            self.before = if age < 2 * HALF { self.current } else { Counts::default() };
-            self.current = Counts::default();
+            self.before = if age < 2 * HALF { self.current } else { WindowCounts::default() };
+            self.current = WindowCounts::default();
             self.current_since = now;
         }
         self.current.add(counts);
         self.all.add(counts);
     }
 
-    pub(super) fn all(&self) -> Counts {
+    pub(super) fn all(&self) -> WindowCounts {
         self.all
     }
 
-    pub(super) fn recent(&self) -> Counts {
+    pub(super) fn recent(&self) -> WindowCounts {
         let mut recent = self.before;
         recent.add(&self.current);
         recent
@@ -64,9 +64,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn recent_counts_forget_and_the_others_do_not() {
+    fn recent_counts_expire_and_total_counts_do_not() {
         let mut window = Window::default();
-        let one = Counts { requested: 1, matched: 1, missed: [0, 1, 2] };
+        let one = WindowCounts { requested: 1, matched: 1, missed: [0, 1, 2] };
         let minutes = |minutes: u64| Duration::from_secs(60 * minutes);
         window.add(minutes(1), &one);
         window.add(minutes(16), &one);

@@ -1,7 +1,7 @@
-//! Threads for calls that may never come back, so that nobody who has a deadline makes them.
+//! Threads for stage calls that may never return, so that callers can keep their deadlines.
 //!
-//! A call that is late is left with its thread and all that was given to it, buffers above all,
-//! until it ends; how many there are is bounded.
+//! A late call keeps its thread and everything that was passed to it, buffers above all, until it
+//! ends. The number of calls is bounded.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -14,69 +14,69 @@ use cascade_block::{Clock, Deadline};
 
 use super::StageError;
 
-/// How often a wait looks whether it should end for a reason that nobody announces.
+/// Poll interval for conditions without a notification.
 const RECHECK: Duration = Duration::from_millis(20);
-/// What a stage gets beyond the deadline to say itself what was late.
+/// Time after the deadline in which a stage can still report a time-out itself.
 const GRACE: Duration = Duration::from_millis(20);
 
 type Job = Box<dyn FnOnce() + Send>;
 
-/// At most so many calls at once, each on a thread that is started when it is first needed.
+/// At most `calls_max` concurrent calls, each on a thread that is started when first needed.
 pub(crate) struct CallThreads {
     shared: Arc<Shared>,
     calls_max: usize,
     clock: Arc<dyn Clock>,
 }
 
-/// How long a call is waited for.
+/// When to stop waiting for a call.
 #[derive(Clone, Copy)]
-pub(crate) struct Patience<'a> {
+pub(crate) struct WaitLimit<'a> {
     pub(crate) deadline: Deadline,
-    /// Set when nobody waits any longer, whatever the deadline says.
-    pub(crate) is_over: &'a AtomicBool,
-    /// Whether the stage is shed when the call takes too long.
+    /// Set to end the wait before the deadline.
+    pub(crate) is_cancelled: &'a AtomicBool,
+    /// Whether a call that takes too long opens the circuit.
     pub(crate) is_watched: bool,
 }
 
 #[derive(Default)]
 struct Shared {
-    queue: Mutex<Queue>,
+    queue: Mutex<CallQueue>,
     wake: Condvar,
     freed: Condvar,
 }
 
 #[derive(Default)]
-struct Queue {
+struct CallQueue {
     jobs: VecDeque<Job>,
-    running: Vec<Running>,
+    running: Vec<RunningCall>,
     next_number: u64,
     threads: usize,
     idle: usize,
     is_closed: bool,
 }
 
-/// A call that has not ended.
-struct Running {
+/// A call in flight.
+struct RunningCall {
     number: u64,
     began: Duration,
     is_watched: bool,
-    /// Its caller has given up.
+    /// Its caller has stopped waiting.
     is_stuck: bool,
-    /// It was told of as hanging.
-    is_told: bool,
+    /// It was reported as hung.
+    is_reported: bool,
 }
 
-/// Where a call's result is left for its caller.
-struct Answer<T> {
-    result: Mutex<Given<T>>,
+/// Passes a call's result to its caller.
+struct ResultSlot<T> {
+    result: Mutex<SlotState<T>>,
     ready: Condvar,
 }
 
-enum Given<T> {
-    NotYet,
-    Here(T),
+enum SlotState<T> {
+    Pending,
+    Ready(T),
     Panicked,
-    /// The caller does not wait any longer.
+    /// The caller has stopped waiting.
     Abandoned,
 }
 
@@ -85,50 +85,53 @@ impl CallThreads {
         Self { shared: Arc::default(), calls_max, clock }
     }
 
-    /// Makes a call and waits for its result. One that comes later goes to `late`. A call whose
-    /// patience is over before it begins is not made at all: nobody would know what it did.
+    /// Makes a call and waits for its result. A late result goes to `late`. If the wait is over
+    /// before the call begins, the call is not made: its effect would be unknown.
     pub(crate) fn call<T: Send + 'static>(
         &self,
-        patience: Patience<'_>,
+        wait_limit: WaitLimit<'_>,
         work: impl FnOnce() -> T + Send + 'static,
         late: impl FnOnce(T) + Send + 'static,
     ) -> Result<T, StageError> {
-        let mut queue = self.wait_for_thread(patience)?;
-        let answer = Arc::new(Answer { result: Mutex::new(Given::NotYet), ready: Condvar::new() });
+        let mut queue = self.wait_for_thread(wait_limit)?;
+        let slot =
+            Arc::new(ResultSlot { result: Mutex::new(SlotState::Pending), ready: Condvar::new() });
         let number = queue.next_number;
-        let (shared, given) = (Arc::clone(&self.shared), Arc::clone(&answer));
+        let (shared, filled) = (Arc::clone(&self.shared), Arc::clone(&slot));
         queue.jobs.push_back(Box::new(move || {
-            // What unwinds is the stage's own affair: the store shares nothing with it that could
-            // be torn.
+            // The store shares no state with the stage that a panic could leave inconsistent.
             let result = catch_unwind(AssertUnwindSafe(work)).ok();
-            // Before its caller goes on: it may want the thread again.
+            // Before the caller continues: it may need the thread again.
             shared.end(number);
-            given.give(result, late);
+            filled.deliver(result, late);
         }));
-        // With as many threads as calls, one of them is done with its call and comes for this one.
+        // With `calls_max` threads, one of them will finish its call and take this job.
         let needs_thread = queue.idle < queue.jobs.len() && queue.threads < self.calls_max;
         if needs_thread && let Err(error) = self.start_thread(&mut queue) {
             queue.jobs.pop_back();
             return Err(StageError::Failed(Arc::new(error)));
         }
         queue.next_number += 1;
-        queue.running.push(Running {
+        queue.running.push(RunningCall {
             number,
             began: self.clock.monotonic(),
-            is_watched: patience.is_watched,
+            is_watched: wait_limit.is_watched,
             is_stuck: false,
-            is_told: false,
+            is_reported: false,
         });
         drop(queue);
         self.shared.wake.notify_one();
-        self.wait(&answer, number, patience)
+        self.wait(&slot, number, wait_limit)
     }
 
-    /// Waits until a thread is free for one more call. When all are stuck, that is not soon.
-    fn wait_for_thread(&self, patience: Patience<'_>) -> Result<MutexGuard<'_, Queue>, StageError> {
+    /// Waits for a free thread. Fails at once when all calls are stuck.
+    fn wait_for_thread(
+        &self,
+        wait_limit: WaitLimit<'_>,
+    ) -> Result<MutexGuard<'_, CallQueue>, StageError> {
         let mut queue = self.shared.lock();
         loop {
-            if patience.is_over.load(Ordering::Acquire) {
+            if wait_limit.is_cancelled.load(Ordering::Acquire) {
                 return Err(StageError::Shed);
             }
             if queue.running.len() < self.calls_max {
@@ -137,7 +140,7 @@ impl CallThreads {
             if queue.running.iter().all(|call| call.is_stuck) {
                 return Err(StageError::Shed);
             }
-            let left = patience.deadline.remaining(&*self.clock);
+            let left = wait_limit.deadline.remaining(&*self.clock);
             if left.is_zero() {
                 return Err(StageError::Timeout);
             }
@@ -146,10 +149,10 @@ impl CallThreads {
         }
     }
 
-    fn start_thread(&self, queue: &mut Queue) -> std::io::Result<()> {
+    fn start_thread(&self, queue: &mut CallQueue) -> std::io::Result<()> {
         let shared = Arc::clone(&self.shared);
         let builder = std::thread::Builder::new().name("cascade-stage".to_owned());
-        // Detached: one that is stuck is waited for by nobody.
+        // Detached: nothing waits for a stuck thread.
         drop(builder.spawn(move || shared.work())?);
         queue.threads += 1;
         Ok(())
@@ -157,53 +160,53 @@ impl CallThreads {
 
     fn wait<T>(
         &self,
-        answer: &Answer<T>,
+        slot: &ResultSlot<T>,
         number: u64,
-        patience: Patience<'_>,
+        wait_limit: WaitLimit<'_>,
     ) -> Result<T, StageError> {
-        let mut result = answer.lock();
+        let mut result = slot.lock();
         let mut is_late = false;
         loop {
-            match std::mem::replace(&mut *result, Given::NotYet) {
-                Given::Here(value) => return Ok(value),
-                Given::Panicked => return Err(StageError::NoAnswer),
-                Given::NotYet | Given::Abandoned => {}
+            match std::mem::replace(&mut *result, SlotState::Pending) {
+                SlotState::Ready(value) => return Ok(value),
+                SlotState::Panicked => return Err(StageError::NoAnswer),
+                SlotState::Pending | SlotState::Abandoned => {}
             }
-            let is_over = patience.is_over.load(Ordering::Acquire);
-            if is_late || is_over {
-                *result = Given::Abandoned;
+            let is_cancelled = wait_limit.is_cancelled.load(Ordering::Acquire);
+            if is_late || is_cancelled {
+                *result = SlotState::Abandoned;
                 drop(result);
                 self.shared.mark_stuck(number);
-                return Err(if is_over { StageError::Shed } else { StageError::Timeout });
+                return Err(if is_cancelled { StageError::Shed } else { StageError::Timeout });
             }
-            let left = patience.deadline.remaining(&*self.clock);
+            let left = wait_limit.deadline.remaining(&*self.clock);
             is_late = left.is_zero();
             let time = if is_late { GRACE } else { left.min(RECHECK) };
-            let waited = answer.ready.wait_timeout(result, time);
+            let waited = slot.ready.wait_timeout(result, time);
             result = waited.unwrap_or_else(PoisonError::into_inner).0;
         }
     }
 
-    /// Calls that go on although nobody waits for them.
+    /// Number of calls still running after their callers stopped waiting.
     pub(crate) fn stuck_calls(&self) -> u64 {
         self.shared.lock().running.iter().filter(|call| call.is_stuck).count() as u64
     }
 
-    /// Whether a watched call has come to last as long as `patience`; of each it is said once.
-    pub(crate) fn has_hung(&self, patience: Duration) -> bool {
+    /// Whether a watched call has lasted as long as `limit`; each call is reported once.
+    pub(crate) fn has_hung(&self, limit: Duration) -> bool {
         let now = self.clock.monotonic();
         let mut has_hung = false;
         for call in self.shared.lock().running.iter_mut().filter(|call| call.is_watched) {
-            let hangs = now.saturating_sub(call.began) >= patience;
-            has_hung |= hangs && !call.is_told;
-            call.is_told |= hangs;
+            let hangs = now.saturating_sub(call.began) >= limit;
+            has_hung |= hangs && !call.is_reported;
+            call.is_reported |= hangs;
         }
         has_hung
     }
 }
 
 impl Shared {
-    fn lock(&self) -> MutexGuard<'_, Queue> {
+    fn lock(&self) -> MutexGuard<'_, CallQueue> {
         self.queue.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -237,24 +240,25 @@ impl Shared {
     }
 }
 
-impl<T> Answer<T> {
-    fn lock(&self) -> MutexGuard<'_, Given<T>> {
+impl<T> ResultSlot<T> {
+    fn lock(&self) -> MutexGuard<'_, SlotState<T>> {
         self.result.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Leaves a result, nothing for a panic; when nobody waits, it goes to `late`.
-    fn give(&self, result: Option<T>, late: impl FnOnce(T)) {
-        let mut given = self.lock();
-        if matches!(*given, Given::Abandoned) {
-            drop(given);
+    /// Passes a result to the caller, none for a panic; if the caller has stopped waiting, to
+    /// `late`.
+    fn deliver(&self, result: Option<T>, late: impl FnOnce(T)) {
+        let mut state = self.lock();
+        if matches!(*state, SlotState::Abandoned) {
+            drop(state);
             if let Some(result) = result {
                 late(result);
             }
             return;
         }
-        // Before its caller goes on: a store that it closes is not to live on in here.
+        // Before the caller continues: `late` may hold the store alive, which the caller may close.
         drop(late);
-        *given = result.map_or(Given::Panicked, Given::Here);
+        *state = result.map_or(SlotState::Panicked, SlotState::Ready);
         self.ready.notify_one();
     }
 }

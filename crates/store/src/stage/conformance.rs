@@ -1,7 +1,7 @@
-//! What every stage has to do: checks to run over an implementation, ours or a third party's.
+//! Conformance checks of stages, for the built-in ones and for third parties'.
 //!
-//! Each check takes a function that makes a fresh stage, and panics with what went wrong. Call
-//! [`all`] from a test of your own.
+//! Each check takes a new stage and panics with a description of the failure. Call [`all`] from a
+//! test.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -11,42 +11,42 @@ use cascade_memory::{HugePages, Pool, PoolConfig, Slab};
 
 use super::{Address, BlockFacts, Load, Loaded, Stage};
 
-/// What a check runs against.
+/// The stage and the pool of one check.
 #[derive(Debug)]
-pub struct Bench<'a> {
-    /// The stage, fresh.
+pub struct StageFixture<'a> {
+    /// A new stage.
     pub stage: Arc<dyn Stage>,
-    /// Where slabs come from; the one that the stage was made with.
+    /// The pool for slabs, which the stage was made with.
     pub pool: &'a Pool,
 }
 
 /// A pool for the checks, as a store would make it.
 ///
 /// # Panics
-/// If the machine has not 32 MiB of memory left.
+/// If 32 MiB of memory cannot be allocated.
 pub fn pool() -> Pool {
     let config =
         PoolConfig { capacity_bytes: 32 << 20, huge_pages: HugePages::Never, populate: false };
     Pool::new(&config).expect("32 MiB of shared memory for a test")
 }
 
-/// Runs every check, each on a fresh stage.
+/// Runs every check, each on a new stage.
 pub fn all(pool: &Pool, make: &mut dyn FnMut() -> Arc<dyn Stage>) {
-    let checks: [fn(&Bench<'_>); 7] = [
-        a_fresh_stage_has_nothing,
-        what_was_stored_comes_back,
-        sizes_need_not_be_round,
-        an_empty_batch_is_ordinary,
+    let checks: [fn(&StageFixture<'_>); 7] = [
+        a_new_stage_is_empty,
+        a_stored_block_loads_back,
+        blocks_of_any_size_load_back,
+        an_empty_batch_succeeds,
         a_removed_block_is_gone,
-        a_wrong_key_is_never_served,
-        bytes_go_with_their_last_name,
+        a_wrong_key_is_never_a_hit,
+        bytes_are_removed_with_their_last_name,
     ];
     for check in checks {
-        check(&Bench { stage: make(), pool });
+        check(&StageFixture { stage: make(), pool });
     }
 }
 
-impl Bench<'_> {
+impl StageFixture<'_> {
     fn store(&self, blocks: &[(BlockKey, Vec<u8>)]) -> Vec<Address> {
         let batch: Vec<_> = blocks
             .iter()
@@ -101,73 +101,73 @@ fn facts(key: BlockKey, bytes: usize) -> BlockFacts {
     }
 }
 
-/// Block `n`: a key and bytes that no other block has.
+/// Block `n`: a unique key and unique bytes.
 fn block(n: u8, bytes: usize) -> (BlockKey, Vec<u8>) {
     let period: Vec<u8> = (0..251).map(|at| n ^ at).collect();
     let pattern = period.into_iter().cycle().take(bytes).collect();
     (BlockKey::from_bytes([n; 32]), pattern)
 }
 
-fn a_fresh_stage_has_nothing(bench: &Bench<'_>) {
-    assert_eq!(bench.stage.recover(), []);
-    assert_eq!(bench.stage.stats().damaged_blocks, 0);
+fn a_new_stage_is_empty(fixture: &StageFixture<'_>) {
+    assert_eq!(fixture.stage.recover(), []);
+    assert_eq!(fixture.stage.stats().damaged_blocks, 0);
 }
 
-fn what_was_stored_comes_back(bench: &Bench<'_>) {
+fn a_stored_block_loads_back(fixture: &StageFixture<'_>) {
     let blocks: Vec<_> = (0..40).map(|n| block(n, 64 << 10)).collect();
-    let addresses = bench.store(&blocks);
+    let addresses = fixture.store(&blocks);
     for ((key, bytes), address) in blocks.iter().zip(&addresses).rev() {
-        bench.assert_served(*key, *address, bytes);
+        fixture.assert_served(*key, *address, bytes);
     }
-    bench.stage.flush(deadline()).expect("a stage that works flushes");
+    fixture.stage.flush(deadline()).expect("a stage that works flushes");
     for ((key, bytes), address) in blocks.iter().zip(&addresses) {
-        bench.assert_served(*key, *address, bytes);
+        fixture.assert_served(*key, *address, bytes);
     }
 }
 
-fn sizes_need_not_be_round(bench: &Bench<'_>) {
+fn blocks_of_any_size_load_back(fixture: &StageFixture<'_>) {
     let sizes = [1, 2, 511, 512, 513, 4095, 4096, 4097, 65_535, 65_537, 1_000_003];
     let blocks: Vec<_> = (0u8..).zip(sizes).map(|(n, size)| block(n, size)).collect();
-    let addresses = bench.store(&blocks);
+    let addresses = fixture.store(&blocks);
     for ((key, bytes), address) in blocks.iter().zip(&addresses) {
-        bench.assert_served(*key, *address, bytes);
+        fixture.assert_served(*key, *address, bytes);
     }
 }
 
-fn an_empty_batch_is_ordinary(bench: &Bench<'_>) {
-    assert!(bench.stage.store(Vec::new(), deadline()).is_empty());
-    assert!(bench.stage.load(Vec::new(), deadline()).is_empty());
-    bench.stage.remove(&[], deadline()).expect("nothing to forget");
-    bench.stage.alias(Vec::new(), deadline()).expect("nothing to name");
+fn an_empty_batch_succeeds(fixture: &StageFixture<'_>) {
+    assert!(fixture.stage.store(Vec::new(), deadline()).is_empty());
+    assert!(fixture.stage.load(Vec::new(), deadline()).is_empty());
+    fixture.stage.remove(&[], deadline()).expect("nothing to forget");
+    fixture.stage.alias(Vec::new(), deadline()).expect("nothing to name");
 }
 
-fn a_removed_block_is_gone(bench: &Bench<'_>) {
+fn a_removed_block_is_gone(fixture: &StageFixture<'_>) {
     let blocks = [block(1, 5000), block(2, 5000)];
-    let addresses = bench.store(&blocks);
-    bench.stage.remove(&[(blocks[0].0, addresses[0])], deadline()).expect("it is there");
-    bench.assert_gone(blocks[0].0, addresses[0], 5000);
-    bench.assert_served(blocks[1].0, addresses[1], &blocks[1].1);
+    let addresses = fixture.store(&blocks);
+    fixture.stage.remove(&[(blocks[0].0, addresses[0])], deadline()).expect("it is there");
+    fixture.assert_gone(blocks[0].0, addresses[0], 5000);
+    fixture.assert_served(blocks[1].0, addresses[1], &blocks[1].1);
 }
 
-fn a_wrong_key_is_never_served(bench: &Bench<'_>) {
+fn a_wrong_key_is_never_a_hit(fixture: &StageFixture<'_>) {
     let blocks = [block(1, 5000)];
-    let addresses = bench.store(&blocks);
-    let loaded = bench.load(BlockKey::from_bytes([9; 32]), addresses[0], 5000);
+    let addresses = fixture.store(&blocks);
+    let loaded = fixture.load(BlockKey::from_bytes([9; 32]), addresses[0], 5000);
     let is_refused = matches!(loaded, Loaded::Gone | Loaded::Damaged);
     assert!(is_refused, "a key that was never stored is {loaded:?}");
-    let loaded = bench.load(blocks[0].0, Address(u64::MAX - 1), 5000);
+    let loaded = fixture.load(blocks[0].0, Address(u64::MAX - 1), 5000);
     assert!(!matches!(loaded, Loaded::Hit(_)), "an address that was never given out is a hit");
 }
 
-fn bytes_go_with_their_last_name(bench: &Bench<'_>) {
+fn bytes_are_removed_with_their_last_name(fixture: &StageFixture<'_>) {
     let blocks = [block(1, 5000)];
-    let addresses = bench.store(&blocks);
+    let addresses = fixture.store(&blocks);
     let other = BlockKey::from_bytes([7; 32]);
     let alias = vec![(facts(other, 5000), addresses[0])];
-    bench.stage.alias(alias, deadline()).expect("the bytes are there");
-    bench.assert_served(other, addresses[0], &blocks[0].1);
-    bench.stage.remove(&[(blocks[0].0, addresses[0])], deadline()).expect("it is there");
-    bench.assert_served(other, addresses[0], &blocks[0].1);
-    bench.stage.remove(&[(other, addresses[0])], deadline()).expect("it is there");
-    bench.assert_gone(other, addresses[0], 5000);
+    fixture.stage.alias(alias, deadline()).expect("the bytes are there");
+    fixture.assert_served(other, addresses[0], &blocks[0].1);
+    fixture.stage.remove(&[(blocks[0].0, addresses[0])], deadline()).expect("it is there");
+    fixture.assert_served(other, addresses[0], &blocks[0].1);
+    fixture.stage.remove(&[(other, addresses[0])], deadline()).expect("it is there");
+    fixture.assert_gone(other, addresses[0], 5000);
 }

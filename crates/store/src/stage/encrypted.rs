@@ -1,8 +1,8 @@
-//! Encryption at rest: a filter around a lower stage, which then holds no byte of any block.
+//! Encryption at rest: a filter around a lower stage, which then stores only sealed records.
 //!
-//! What the stage below sees are sealed records (`record.rs` draws them) under the blocks' own
-//! keys. A record opens only under the key that it was first written under, or under one that the
-//! store named for the same content in this run; so whoever swaps records on disk gets misses.
+//! The inner stage stores sealed records (`record.rs` has the layout) under the blocks' own keys. A
+//! record opens only under the key that it was first written with, or under one that the store
+//! named for the same content in this run. So records swapped on disk are misses.
 
 mod keys;
 mod record;
@@ -25,56 +25,56 @@ use super::{
 };
 use crate::{EncryptionConfig, StoreConfig, StoreError, TierName};
 
-/// Memory for records on their way: a share of DRAM within these bounds.
+/// Memory for records in flight: a share of DRAM within these bounds.
 const BOUNCE_SHARE: u64 = 8;
 const BOUNCE_BYTES_MIN: usize = 8 << 20;
 const BOUNCE_BYTES_MAX: usize = 64 << 20;
-/// One batch takes this share of it, so that readers and the mover do not wait for each other.
+/// A batch's share of that memory, so that readers and the mover do not wait for each other.
 const BATCH_SHARE: usize = 4;
-/// How often a wait looks again for memory that the stage below gave back.
+/// Poll interval for memory that the inner stage returns without a notification.
 const RECHECK: Duration = Duration::from_millis(1);
-/// Opening asks the stage below what it holds.
+/// Time-out of opening, which lists the inner stage's blocks.
 const OPENING_TIMEOUT: Duration = Duration::from_secs(300);
 /// The field of a manifest that marks a tier as encrypted; its value names the cipher.
 const MARK: &str = "cascade_encryption";
 const MARK_KEY: &str = "key_id";
 const MARK_COPY: &str = "copy";
 
-/// Seals blocks on their way down and opens them on their way up.
+/// Encrypts blocks when they are stored and decrypts them when they are loaded.
 #[derive(Debug)]
 pub struct EncryptedStage {
     inner: Arc<dyn Stage>,
     keys: KeyRing,
-    /// Whether the stage below says that it is encrypted. Held while that is written down.
+    /// Whether the inner stage has the marks of encryption. Held while they are written.
     is_marked: Mutex<bool>,
     bounce: Pool,
-    /// Wakes those who wait for a bounce buffer; some are given back without a word.
+    /// Notifies waiters for a bounce buffer; some buffers are returned without a notification.
     returned: Condvar,
     waiting: Mutex<()>,
     clock: Arc<dyn Clock>,
     recovered: Mutex<Vec<(BlockFacts, Address)>>,
-    aliases: Mutex<HashMap<BlockKey, Trusted>>,
-    counters: Counters,
+    aliases: Mutex<HashMap<BlockKey, TrustedName>>,
+    counters: EncryptionCounters,
     notes: Vec<String>,
 }
 
 #[derive(Debug, Default)]
-struct Counters {
+struct EncryptionCounters {
     damaged: AtomicU64,
     other_key: AtomicU64,
     other_name: AtomicU64,
 }
 
-/// What the store said of a further name, by which a record under another name is believed.
+/// What the store said of an alias, by which a record under another key is accepted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Trusted {
+enum TrustedName {
     /// Its bytes have this digest.
     Content(Digest),
     /// Its bytes are those of this block.
     Origin(BlockKey),
 }
 
-/// Wraps a stage in encryption if the settings say so; if not, refuses one that is encrypted.
+/// Wraps a stage if encryption is configured; otherwise refuses a stage with encrypted blocks.
 pub(crate) fn protect(
     stage: Arc<dyn Stage>,
     context: &StageContext<'_>,
@@ -88,8 +88,8 @@ pub(crate) fn protect(
         None => Err(StoreError::Config {
             setting: "encryption",
             reason: format!(
-                "tier {} holds encrypted blocks and no key file is named; name it, or empty the \
-                 directory",
+                "tier {} holds encrypted blocks and no key file is configured; configure it, or \
+                 empty the directory",
                 stage.name()
             ),
         }),
@@ -97,8 +97,8 @@ pub(crate) fn protect(
 }
 
 impl EncryptedStage {
-    /// Wraps a stage. Refuses keys that others may read or that lie beside what they protect, and
-    /// a stage that holds blocks in the clear.
+    /// Wraps a stage. Refuses a key file that others may read or that lies in the directory that it
+    /// protects, and a stage with unencrypted blocks.
     pub fn open(
         inner: Arc<dyn Stage>,
         config: &EncryptionConfig,
@@ -112,8 +112,7 @@ impl EncryptedStage {
             return Err(StoreError::Config {
                 setting: "encryption",
                 reason: format!(
-                    "tier {} holds {} blocks in the clear from before; empty its directory, or \
-                     name another one",
+                    "tier {} holds {} unencrypted blocks; empty its directory or use another one",
                     inner.name(),
                     recovered.len()
                 ),
@@ -123,18 +122,19 @@ impl EncryptedStage {
         let bounce = bounce_pool(bytes.clamp(BOUNCE_BYTES_MIN, BOUNCE_BYTES_MAX))
             .map_err(|error| StoreError::Memory(Arc::new(error)))?;
         let mut notes = vec![format!("AES-256-GCM, writes with key {}", keys.writing_id())];
-        let strange: Vec<_> = marks.iter().filter(|id| !is_known(&keys, id)).cloned().collect();
-        if !strange.is_empty() {
+        let unknown_keys: Vec<_> =
+            marks.iter().filter(|id| !is_known(&keys, id)).cloned().collect();
+        if !unknown_keys.is_empty() {
             notes.push(format!(
                 "has blocks of key {}, which {} does not hold: they are misses; add it there as a \
                  further line to read them",
-                strange.join(", "),
+                unknown_keys.join(", "),
                 config.key_file.display()
             ));
         }
-        // With none of its keys nothing can be read. What is there stays, in case the key file is
-        // the wrong one, until its space is needed.
-        let is_readable = strange.len() < marks.len();
+        // Without any of its keys no block can be read. The blocks stay until their space is
+        // needed, in case the key file is the wrong one.
+        let is_readable = unknown_keys.len() < marks.len();
         let stage = Self {
             inner,
             keys,
@@ -145,24 +145,24 @@ impl EncryptedStage {
             clock: Arc::clone(context.clock),
             recovered: Mutex::new(if is_readable { recovered } else { Vec::new() }),
             aliases: Mutex::default(),
-            counters: Counters::default(),
+            counters: EncryptionCounters::default(),
             notes,
         };
         let deadline = Deadline::after(&**context.clock, OPENING_TIMEOUT);
         stage.mark(deadline).map_err(|error| StoreError::Tier {
             tier: stage.name(),
-            operation: "note which key it is encrypted with",
+            operation: "store the identifier of its encryption key",
             source: Arc::new(error),
         })?;
         Ok(stage)
     }
 
-    /// Writes down which key is in use, unless that stands there: before any block that needs it,
-    /// or else an opening without the key would take ciphertext for blocks.
+    /// Stores the identifier of the key in use, once. This happens before any block is stored:
+    /// otherwise an opening without the key would accept ciphertext as blocks.
     fn mark(&self, deadline: Deadline) -> Result<(), StageError> {
         let mut is_marked = self.is_marked.lock().unwrap_or_else(PoisonError::into_inner);
         if !*is_marked {
-            // In two files: without a mark that can be read, ciphertext would pass for blocks.
+            // In two files: if the only mark were damaged, ciphertext would be accepted as blocks.
             for copy in ["1", "2"] {
                 let manifest = Manifest::new()
                     .with(MARK, "aes-256-gcm 1")
@@ -176,11 +176,11 @@ impl EncryptedStage {
         Ok(())
     }
 
-    fn aliases(&self) -> MutexGuard<'_, HashMap<BlockKey, Trusted>> {
+    fn aliases(&self) -> MutexGuard<'_, HashMap<BlockKey, TrustedName>> {
         self.aliases.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The length of a block's record, if a stage can be asked to keep it.
+    /// The length of a block's record, if it fits 32 bits.
     fn record_bytes(bytes: u32) -> Option<usize> {
         let overhead = u32::try_from(OVERHEAD).ok()?;
         usize::try_from(bytes.checked_add(overhead)?).ok()
@@ -194,8 +194,8 @@ impl EncryptedStage {
         deadline: Deadline,
     ) -> Result<Option<SlabMut>, StageError> {
         if bytes > self.bounce.region().bytes() / BATCH_SHARE {
-            // Memory of its own: there are never more of these than blocks of their length in
-            // DRAM, since each stands beside one.
+            // A separate pool. There are never more of these than blocks of their length in DRAM,
+            // because each stands beside one.
             let pool = bounce_pool(bytes).map_err(|error| StageError::Failed(Arc::new(error)))?;
             return Ok(pool.allocate_direct(bytes));
         }
@@ -215,7 +215,7 @@ impl EncryptedStage {
         }
     }
 
-    /// Whether a batch that holds so much should go before it takes more.
+    /// Whether a batch of this size has to be sent before it takes more buffers.
     fn is_full(&self, held_bytes: usize) -> bool {
         held_bytes >= self.bounce.region().bytes() / BATCH_SHARE
     }
@@ -226,14 +226,14 @@ impl EncryptedStage {
         slab: &Slab,
         mut buffer: SlabMut,
     ) -> Result<(BlockFacts, Slab), StageError> {
-        // Not streamed past the caches: sealing reads it at once.
+        // Not a non-temporal copy: sealing reads the bytes at once.
         buffer[..slab.len()].copy_from_slice(slab);
         record::seal(&self.keys, &mut buffer, facts.key, facts.digest.as_ref())
             .map_err(|error| StageError::Failed(Arc::new(error)))?;
         Ok((sealed_facts(facts), buffer.seal()))
     }
 
-    /// Opens what came from below, or says why it is no hit.
+    /// Decrypts a record of the inner stage, or returns why it is no hit.
     fn unseal(&self, key: &BlockKey, mut buffer: SlabMut, mut slab: SlabMut) -> Loaded {
         let Some(trailer) = Trailer::read(&buffer) else { return self.damaged() };
         if !self.keys.knows(trailer.key_id) {
@@ -246,7 +246,7 @@ impl EncryptedStage {
                 self.counters.other_name.fetch_add(1, Ordering::Relaxed);
                 return Loaded::Gone;
             };
-            if !self.is_right(&trailer, &trusted) {
+            if !self.is_trusted(&trailer, &trusted) {
                 return self.damaged();
             }
         }
@@ -259,10 +259,10 @@ impl EncryptedStage {
         }
     }
 
-    fn is_right(&self, trailer: &Trailer, trusted: &Trusted) -> bool {
+    fn is_trusted(&self, trailer: &Trailer, trusted: &TrustedName) -> bool {
         match trusted {
-            Trusted::Origin(origin) => trailer.origin == *origin,
-            Trusted::Content(digest) => {
+            TrustedName::Origin(origin) => trailer.origin == *origin,
+            TrustedName::Content(digest) => {
                 self.keys.content_tag(trailer.key_id, digest) == Some(trailer.content)
             }
         }
@@ -273,7 +273,7 @@ impl EncryptedStage {
         Loaded::Damaged
     }
 
-    /// The key that the record at an address was first written under, by its own word.
+    /// The key that the record at an address was first written under, if the record is authentic.
     fn origin(
         &self,
         facts: &BlockFacts,
@@ -295,7 +295,7 @@ impl EncryptedStage {
 
 fn sealed_facts(facts: &BlockFacts) -> BlockFacts {
     let overhead = u32::try_from(OVERHEAD).expect("a small number");
-    // A digest in the clear would let anyone check a guess at the block's bytes.
+    // An unencrypted digest would let anyone verify a guess of the block's bytes.
     BlockFacts { digest: None, bytes: facts.bytes.saturating_add(overhead), ..*facts }
 }
 
@@ -304,7 +304,7 @@ fn bounce_pool(bytes: usize) -> Result<Pool, cascade_memory::MemoryError> {
     Pool::new(&PoolConfig { capacity_bytes, huge_pages: HugePages::Never, populate: false })
 }
 
-/// Identifiers of the keys that a stage was ever written with.
+/// Identifiers of all keys that a stage was written with.
 fn marks(stage: &dyn Stage, context: &StageContext<'_>) -> Result<Vec<String>, StoreError> {
     let deadline = Deadline::after(&**context.clock, OPENING_TIMEOUT);
     let manifests = stage.manifests(deadline).map_err(|error| StoreError::Tier {
@@ -332,7 +332,7 @@ fn is_known(keys: &KeyRing, id: &str) -> bool {
     keys.knows(KeyId(bytes))
 }
 
-/// A key that lies where the blocks lie is stolen and thrown away together with them.
+/// A key beside its blocks would be stolen, and thrown away, together with them.
 fn refuse_key_beside_blocks(
     config: &EncryptionConfig,
     store: &StoreConfig,
@@ -343,7 +343,7 @@ fn refuse_key_beside_blocks(
         return Ok(());
     }
     let reason = format!(
-        "{} lies in the directory {} that it protects; keep it elsewhere",
+        "{} lies in the directory {} that it protects; move it elsewhere",
         config.key_file.display(),
         files.directory.display()
     );
@@ -387,7 +387,7 @@ impl Stage for EncryptedStage {
             };
             let mut buffer = self.buffer(bytes, sealed.is_empty(), deadline);
             if matches!(buffer, Ok(None)) {
-                // What this batch holds may be all that there is.
+                // This batch may hold all buffers: send it first.
                 send(&mut sealed, &mut results);
                 held_bytes = 0;
                 buffer = self.buffer(bytes, true, deadline);
@@ -424,7 +424,7 @@ impl Stage for EncryptedStage {
                         loads.push(Load { key, address, slab });
                         targets.push((key, target));
                     }
-                    // Even the first got none: memory of its own has run out.
+                    // Not even the first block got a buffer: its separate pool is exhausted.
                     Ok(None) if loads.is_empty() => {
                         failure = Some(StageError::Timeout);
                         break;
@@ -466,18 +466,18 @@ impl Stage for EncryptedStage {
     ) -> Result<(), StageError> {
         for (facts, _) in &batch {
             if let Some(digest) = facts.digest {
-                self.aliases().insert(facts.key, Trusted::Content(digest));
+                self.aliases().insert(facts.key, TrustedName::Content(digest));
             }
         }
         let sealed = batch.iter().map(|(facts, address)| (sealed_facts(facts), *address));
-        let told = self.inner.alias(sealed.collect(), deadline);
-        // The store names a digest whenever it names a second name; others may not.
+        let result = self.inner.alias(sealed.collect(), deadline);
+        // The store gives a digest with every alias; other callers may not.
         for (facts, address) in batch.iter().filter(|(facts, _)| facts.digest.is_none()) {
             if let Some(origin) = self.origin(facts, *address, deadline)? {
-                self.aliases().insert(facts.key, Trusted::Origin(origin));
+                self.aliases().insert(facts.key, TrustedName::Origin(origin));
             }
         }
-        told
+        result
     }
 
     fn remove(&self, batch: &[(BlockKey, Address)], deadline: Deadline) -> Result<(), StageError> {
@@ -546,10 +546,10 @@ impl Stage for EncryptedStage {
 
     fn erase(&self, deadline: Deadline) -> Result<StageErased, StageError> {
         self.aliases().clear();
-        // The mark goes with the manifests, however far this comes; the next store makes it again.
+        // Even a partial erase may remove the marks; the next store writes them again.
         *self.is_marked.lock().unwrap_or_else(PoisonError::into_inner) = false;
         let erased = self.inner.erase(deadline)?;
-        // Blocks that were read lie in these buffers in the clear.
+        // These buffers contain decrypted blocks.
         self.bounce.begin_wipe();
         self.bounce.wipe(&mut || !deadline.has_passed(&*self.clock));
         Ok(erased)
@@ -567,14 +567,12 @@ impl Stage for EncryptedStage {
         let (other_key, other_name) =
             (load(&self.counters.other_key), load(&self.counters.other_name));
         if other_key > 0 {
-            stats
-                .notes
-                .push(format!("{other_key} reads met a key that the key file does not hold"));
+            stats.notes.push(format!("{other_key} reads met a key that is not in the key file"));
         }
         if other_name > 0 {
             stats.notes.push(format!(
-                "{other_name} reads by a second name from an earlier run were misses: only a \
-                 block's first name survives restarts in an encrypted tier"
+                "{other_name} reads by an alias of an earlier run were misses: only a block's \
+                 first name survives restarts in an encrypted tier"
             ));
         }
         stats

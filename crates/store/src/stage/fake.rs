@@ -1,4 +1,4 @@
-//! The Fake stage: keeps names, never bytes. For hit-rate studies and ceilings.
+//! The Fake stage: keeps names without bytes. For hit-rate studies and upper bounds.
 
 use std::collections::HashMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -9,7 +9,7 @@ use cascade_memory::Slab;
 use super::{Address, BlockFacts, Load, Loaded, Room, Stage, StageErased, StageError, StageStats};
 use crate::TierName;
 
-/// Knows which blocks it would have. A load finds nothing, because there are no bytes to serve.
+/// Counts the blocks that it would have. A load finds nothing, because it stores no bytes.
 #[derive(Debug, Default)]
 pub struct FakeStage {
     state: Mutex<Names>,
@@ -114,7 +114,7 @@ impl Stage for FakeStage {
 
     fn stats(&self) -> StageStats {
         let used_bytes = self.state().bytes;
-        let notes = vec!["keeps names only: nothing is served from here".to_owned()];
+        let notes = vec!["keeps names only: every load is a miss".to_owned()];
         StageStats { used_bytes, capacity_bytes: u64::MAX, notes, ..StageStats::default() }
     }
 }

@@ -16,45 +16,45 @@ use super::{
 };
 use crate::{FileLayout, FilesConfig, IoEngine, StoreError, TierName};
 
-/// Keeps blocks in files.
+/// Stores blocks in files.
 #[derive(Debug)]
 pub struct FilesStage {
-    /// Nothing once it is closed: closing gives the directory free for others.
+    /// None once it is closed: closing releases the directory's lock.
     files: RwLock<Option<Arc<dyn BlockFiles>>>,
     clock: Arc<dyn Clock>,
     capacity_bytes: u64,
     name: TierName,
     wants_direct: bool,
     recovery: Mutex<Recovery>,
-    found: Found,
-    elsewhere: Mutex<HashMap<BlockKey, Elsewhere>>,
+    opening_damage: OpeningDamage,
+    alias_locations: Mutex<HashMap<BlockKey, AliasLocation>>,
 }
 
-/// A name whose bytes lie elsewhere than those of the content it shares: a block file has one name.
+/// An alias whose bytes are not at the content's address: a block file has one name.
 #[derive(Debug, Clone, Copy)]
-struct Elsewhere {
-    /// The address that the store knows for the content.
+struct AliasLocation {
+    /// The address that the store has for the content.
     shared: cascade_disk::Address,
-    /// Where this name's bytes are.
+    /// The address of this alias's own bytes.
     place: cascade_disk::Address,
 }
 
-/// What was found at opening, for the notes.
+/// Damage found at opening, for the notes.
 #[derive(Debug, Clone, Copy)]
-struct Found {
+struct OpeningDamage {
     torn_records: u64,
     damaged_structures: u64,
 }
 
 impl FilesStage {
-    /// Opens the file tier that a store's settings describe; a layout given here overrules theirs.
+    /// Opens the file tier of a store's settings; `layout` overrides theirs.
     pub fn open(
         context: &StageContext<'_>,
         layout: Option<FileLayout>,
     ) -> Result<Arc<dyn Stage>, StoreError> {
         let config = context.config.files.as_ref().ok_or_else(|| StoreError::Config {
             setting: "files",
-            reason: "the pipeline has a file tier; name a directory for it".to_owned(),
+            reason: "the pipeline has a file tier: set its directory".to_owned(),
         })?;
         let layout = layout.unwrap_or(config.layout);
         let deadline = Deadline::after(&**context.clock, OPENING_TIMEOUT);
@@ -66,7 +66,7 @@ impl FilesStage {
                     operation: "open its directory",
                     source: Arc::new(error),
                 })?;
-        let found = Found {
+        let opening_damage = OpeningDamage {
             torn_records: recovery.torn_records,
             damaged_structures: recovery.damaged_structures,
         };
@@ -77,8 +77,8 @@ impl FilesStage {
             name: "files",
             wants_direct: config.direct,
             recovery: Mutex::new(recovery),
-            found,
-            elsewhere: Mutex::default(),
+            opening_damage,
+            alias_locations: Mutex::default(),
         }))
     }
 
@@ -87,8 +87,8 @@ impl FilesStage {
         files.clone().ok_or(StageError::Closed)
     }
 
-    fn elsewhere(&self) -> MutexGuard<'_, HashMap<BlockKey, Elsewhere>> {
-        self.elsewhere.lock().unwrap_or_else(PoisonError::into_inner)
+    fn alias_locations(&self) -> MutexGuard<'_, HashMap<BlockKey, AliasLocation>> {
+        self.alias_locations.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn alias_of_another(
@@ -98,8 +98,12 @@ impl FilesStage {
         shared: cascade_disk::Address,
         deadline: Deadline,
     ) -> Result<cascade_disk::Address, DiskError> {
-        let others: Vec<_> =
-            self.elsewhere().values().filter(|other| other.shared == shared).copied().collect();
+        let others: Vec<_> = self
+            .alias_locations()
+            .values()
+            .filter(|other| other.shared == shared)
+            .copied()
+            .collect();
         let mut result = Err(DiskError::NoTarget);
         for other in others {
             result = files.alias(&[(*meta, other.place)], deadline).remove(0);
@@ -124,7 +128,7 @@ impl FilesStage {
     }
 }
 
-/// Opening scans what an earlier run left; a million records take seconds.
+/// Time-out of opening, which scans all records; a million take seconds.
 const OPENING_TIMEOUT: std::time::Duration = std::time::Duration::from_secs(300);
 
 fn tier_config(config: &FilesConfig, layout: FileLayout) -> FileTierConfig {
@@ -146,17 +150,17 @@ fn tier_config(config: &FilesConfig, layout: FileLayout) -> FileTierConfig {
     }
 }
 
-fn ours(address: cascade_disk::Address) -> Address {
+fn stage_address(address: cascade_disk::Address) -> Address {
     Address(address.to_u64())
 }
 
-fn theirs(address: Address) -> cascade_disk::Address {
+fn file_address(address: Address) -> cascade_disk::Address {
     cascade_disk::Address::from_u64(address.0)
 }
 
 fn stage_error(error: DiskError) -> StageError {
     match error {
-        // Room that the tier gives back is room on the device too.
+        // Space freed by reclaim is also free on the device.
         DiskError::Full { .. } | DiskError::NoSpace { .. } => StageError::Full,
         DiskError::Timeout { .. } => StageError::Timeout,
         DiskError::BadLength { payload_bytes, .. } => {
@@ -185,14 +189,14 @@ impl Stage for FilesStage {
             Err(error) => return batch.iter().map(|_| Err(error.clone())).collect(),
         };
         {
-            let mut elsewhere = self.elsewhere();
+            let mut alias_locations = self.alias_locations();
             for (facts, _) in &batch {
-                elsewhere.remove(&facts.key);
+                alias_locations.remove(&facts.key);
             }
         }
         let batch = batch.into_iter().map(|(facts, slab)| (self.meta(&facts), slab)).collect();
         let results = files.append(batch, deadline).into_iter();
-        results.map(|result| result.map(ours).map_err(stage_error)).collect()
+        results.map(|result| result.map(stage_address).map_err(stage_error)).collect()
     }
 
     fn load(&self, batch: Vec<Load>, deadline: Deadline) -> Vec<Loaded> {
@@ -201,9 +205,11 @@ impl Stage for FilesStage {
             Err(error) => return batch.iter().map(|_| Loaded::Failed(error.clone())).collect(),
         };
         let requests = {
-            let elsewhere = self.elsewhere();
+            let alias_locations = self.alias_locations();
             let place = |load: Load| ReadRequest {
-                address: elsewhere.get(&load.key).map_or(theirs(load.address), |other| other.place),
+                address: alias_locations
+                    .get(&load.key)
+                    .map_or(file_address(load.address), |other| other.place),
                 key: load.key,
                 slab: load.slab,
             };
@@ -226,18 +232,21 @@ impl Stage for FilesStage {
         deadline: Deadline,
     ) -> Result<(), StageError> {
         let files = self.files()?;
-        let metas: Vec<_> =
-            batch.iter().map(|(facts, address)| (self.meta(facts), theirs(*address))).collect();
+        let metas: Vec<_> = batch
+            .iter()
+            .map(|(facts, address)| (self.meta(facts), file_address(*address)))
+            .collect();
         let mut failure = Ok(());
         for ((meta, shared), result) in metas.iter().zip(files.alias(&metas, deadline)) {
             let result = match result {
-                // The name it was stored under is gone; another name may have the bytes still.
+                // The content's first name was removed; an alias may still have the bytes.
                 Err(DiskError::NoTarget) => self.alias_of_another(&*files, meta, *shared, deadline),
                 result => result,
             };
             match result {
                 Ok(place) if place != *shared => {
-                    self.elsewhere().insert(meta.key, Elsewhere { shared: *shared, place });
+                    self.alias_locations()
+                        .insert(meta.key, AliasLocation { shared: *shared, place });
                 }
                 Ok(_) => {}
                 Err(error) => failure = Err(stage_error(error)),
@@ -248,9 +257,12 @@ impl Stage for FilesStage {
 
     fn remove(&self, batch: &[(BlockKey, Address)], deadline: Deadline) -> Result<(), StageError> {
         let places: Vec<_> = {
-            let mut elsewhere = self.elsewhere();
+            let mut alias_locations = self.alias_locations();
             let mut place = |key: &BlockKey, address| {
-                (*key, elsewhere.remove(key).map_or(theirs(address), |other| other.place))
+                (
+                    *key,
+                    alias_locations.remove(key).map_or(file_address(address), |other| other.place),
+                )
             };
             batch.iter().map(|(key, address)| place(key, *address)).collect()
         };
@@ -262,24 +274,26 @@ impl Stage for FilesStage {
         keep: &mut dyn FnMut(&BlockKey, Address) -> bool,
         deadline: Deadline,
     ) -> Result<Room, StageError> {
-        let mut keeps = |meta: &RecordMeta, address| keep(&meta.key, ours(address));
+        let mut keeps = |meta: &RecordMeta, address| keep(&meta.key, stage_address(address));
         let reclaimed = self.files()?.reclaim(&mut keeps, deadline).map_err(stage_error)?;
-        let mut elsewhere = self.elsewhere();
+        let mut alias_locations = self.alias_locations();
         for (key, old, new) in &reclaimed.moved {
-            if let Some(other) = elsewhere.get_mut(key).filter(|other| other.place == *old) {
+            if let Some(other) = alias_locations.get_mut(key).filter(|other| other.place == *old) {
                 other.place = *new;
             }
         }
         for (key, address) in &reclaimed.dropped {
-            if elsewhere.get(key).is_some_and(|other| other.place == *address) {
-                elsewhere.remove(key);
+            if alias_locations.get(key).is_some_and(|other| other.place == *address) {
+                alias_locations.remove(key);
             }
         }
         let moved = reclaimed.moved.into_iter();
         let dropped = reclaimed.dropped.into_iter();
         Ok(Room {
-            moved: moved.map(|(key, old, new)| (key, ours(old), ours(new))).collect(),
-            dropped: dropped.map(|(key, address)| (key, ours(address))).collect(),
+            moved: moved
+                .map(|(key, old, new)| (key, stage_address(old), stage_address(new)))
+                .collect(),
+            dropped: dropped.map(|(key, address)| (key, stage_address(address))).collect(),
             freed_bytes: reclaimed.bytes_freed,
         })
     }
@@ -287,13 +301,13 @@ impl Stage for FilesStage {
     fn recover(&self) -> Vec<(BlockFacts, Address)> {
         let mut recovery = self.recovery.lock().unwrap_or_else(PoisonError::into_inner);
         let live = std::mem::take(&mut recovery.live);
-        let mut elsewhere = self.elsewhere();
+        let mut alias_locations = self.alias_locations();
         let mut first_place = HashMap::new();
         let mut enter = |meta: RecordMeta, place: cascade_disk::Address| {
             if let Some(digest) = meta.digest {
                 let shared = *first_place.entry(digest).or_insert(place);
                 if shared != place {
-                    elsewhere.insert(meta.key, Elsewhere { shared, place });
+                    alias_locations.insert(meta.key, AliasLocation { shared, place });
                 }
             }
             let facts = BlockFacts {
@@ -305,7 +319,7 @@ impl Stage for FilesStage {
                 is_prefix: meta.is_prefix,
                 expires_unix_ms: meta.expires_unix_ms,
             };
-            (facts, ours(place))
+            (facts, stage_address(place))
         };
         live.into_iter().map(|(meta, place)| enter(meta, place)).collect()
     }
@@ -322,7 +336,7 @@ impl Stage for FilesStage {
         let stored = self.files()?.manifests(deadline).map_err(stage_error)?;
         let good = |stored| match stored {
             StoredManifest::Good { namespace, manifest } => Some((namespace, manifest)),
-            // A damaged one explains nothing; `cascade inspect` reports it.
+            // `cascade inspect` reports damaged ones.
             _ => None,
         };
         Ok(stored.into_iter().filter_map(good).collect())
@@ -330,7 +344,7 @@ impl Stage for FilesStage {
 
     fn probe(&self, deadline: Deadline) -> Result<(), StageError> {
         match self.files()?.probe_device(deadline).map_err(stage_error) {
-            // A device that says so answers: what is there can be read.
+            // A full device responds, and its blocks can be read.
             Err(StageError::Full) => Ok(()),
             result => result,
         }
@@ -345,7 +359,7 @@ impl Stage for FilesStage {
     }
 
     fn erase(&self, deadline: Deadline) -> Result<StageErased, StageError> {
-        self.elsewhere().clear();
+        self.alias_locations().clear();
         let erased = self.files()?.erase(deadline).map_err(stage_error)?;
         let left = |file: cascade_disk::FileLeft| Left {
             what: file.path.display().to_string(),
@@ -370,13 +384,16 @@ impl Stage for FilesStage {
         let stats = files.stats();
         let mut notes = vec![format!("engine {}", stats.engine)];
         if self.wants_direct && !stats.is_direct {
-            notes.push("the file system refuses O_DIRECT: using the page cache".to_owned());
+            notes.push("the file system has no O_DIRECT: the page cache is used".to_owned());
         }
-        if self.found.torn_records > 0 {
-            notes.push(format!("skipped {} torn records at opening", self.found.torn_records));
+        if self.opening_damage.torn_records > 0 {
+            notes.push(format!(
+                "skipped {} torn records at opening",
+                self.opening_damage.torn_records
+            ));
         }
-        if self.found.damaged_structures > 0 {
-            let damaged = self.found.damaged_structures;
+        if self.opening_damage.damaged_structures > 0 {
+            let damaged = self.opening_damage.damaged_structures;
             notes.push(format!("skipped {damaged} damaged headers or footers at opening"));
         }
         if stats.structures_damaged > 0 {
@@ -389,7 +406,7 @@ impl Stage for FilesStage {
             capacity_bytes: self.capacity_bytes,
             files: stats.files,
             damaged_blocks: stats.records_damaged,
-            damaged_structures: self.found.damaged_structures + stats.structures_damaged,
+            damaged_structures: self.opening_damage.damaged_structures + stats.structures_damaged,
             notes,
         }
     }

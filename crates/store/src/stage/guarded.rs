@@ -1,8 +1,8 @@
-//! A stage as the store calls it: guarded against whatever the stage does.
+//! The guard around a stage, which bounds the damage that a faulty stage can do.
 //!
-//! One that panics, hangs past its deadline, or answers too little or with the wrong length costs
-//! its blocks and nothing else. What may hang is called on a thread of its own; what was given to
-//! a call that is late, slabs above all, stays with it until it ends.
+//! A stage that panics, exceeds its deadline, or returns too few results or slabs of the wrong
+//! length loses its blocks, and nothing else. Calls that may hang run on their own threads. What
+//! was passed to a late call, slabs above all, stays with that call until it ends.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -12,25 +12,25 @@ use std::time::Duration;
 use cascade_block::{BlockKey, Clock, Deadline, Manifest, Namespace, NamespaceId};
 use cascade_memory::Slab;
 
-use super::call_threads::{CallThreads, Patience};
+use super::call_threads::{CallThreads, WaitLimit};
 use super::{Address, BlockFacts, Load, Loaded, Room, Stage, StageErased, StageError, StageStats};
 use crate::TierName;
 use crate::health::Direction;
 
-/// Most loads at once, of a stage that cannot be trusted to come back.
+/// Most concurrent loads of a stage that may exceed its deadlines.
 const LOADS_MAX: usize = 16;
-/// Most calls at once that neither load nor change blocks.
-const ERRANDS_MAX: usize = 4;
-/// How long statistics are waited for.
+/// Most concurrent calls that neither load nor change blocks.
+const OTHER_CALLS_MAX: usize = 4;
+/// Time-out of statistics.
 const STATS_TIMEOUT: Duration = Duration::from_secs(1);
 
 const READS: Direction = Direction::Reads;
 const WRITES: Direction = Direction::Writes;
 
-/// Decides which blocks survive when room is made.
+/// Decides which blocks are kept when room is made.
 pub(crate) type Keep = Box<dyn FnMut(&BlockKey, Address) -> bool + Send>;
 
-/// A stage behind its guard.
+/// A stage with its guard.
 #[derive(Debug)]
 pub(crate) struct Guarded {
     stage: Arc<dyn Stage>,
@@ -38,15 +38,15 @@ pub(crate) struct Guarded {
     keeps_names_only: bool,
     keeps_deadlines: bool,
     loads: CallThreads,
-    /// One at a time, so that they happen in their order.
+    /// One at a time, so that changes happen in order.
     changes: CallThreads,
-    errands: CallThreads,
+    other_calls: CallThreads,
     probes: CallThreads,
     read_probes: CallThreads,
     clock: Arc<dyn Clock>,
-    /// The circuit is open: whoever waits for an answer goes on without.
-    reads_shed: AtomicBool,
-    writes_shed: AtomicBool,
+    /// The circuit is open: callers stop waiting for results.
+    is_read_circuit_open: AtomicBool,
+    is_write_circuit_open: AtomicBool,
     is_closed: AtomicBool,
     stats: Mutex<StageStats>,
 }
@@ -61,12 +61,12 @@ impl Guarded {
             stage,
             loads: threads(LOADS_MAX),
             changes: threads(1),
-            errands: threads(ERRANDS_MAX),
+            other_calls: threads(OTHER_CALLS_MAX),
             probes: threads(1),
             read_probes: threads(1),
             clock: Arc::clone(clock),
-            reads_shed: AtomicBool::new(false),
-            writes_shed: AtomicBool::new(false),
+            is_read_circuit_open: AtomicBool::new(false),
+            is_write_circuit_open: AtomicBool::new(false),
             is_closed: AtomicBool::new(false),
             stats: Mutex::default(),
         }
@@ -80,24 +80,24 @@ impl Guarded {
         self.keeps_names_only
     }
 
-    /// Lets go of everyone who waits for one kind of call, or lets callers in again.
-    pub(crate) fn set_shed(&self, direction: Direction, is_shed: bool) {
-        self.shed(direction).store(is_shed, Ordering::Release);
+    /// Opens or closes the circuit of one direction. Opening it ends all waits for its calls.
+    pub(crate) fn set_shed(&self, direction: Direction, is_open: bool) {
+        self.circuit_open(direction).store(is_open, Ordering::Release);
     }
 
-    fn shed(&self, direction: Direction) -> &AtomicBool {
+    fn circuit_open(&self, direction: Direction) -> &AtomicBool {
         match direction {
-            Direction::Reads => &self.reads_shed,
-            Direction::Writes => &self.writes_shed,
+            Direction::Reads => &self.is_read_circuit_open,
+            Direction::Writes => &self.is_write_circuit_open,
         }
     }
 
-    /// As [`Stage::recover`].
+    /// See [`Stage::recover`].
     pub(crate) fn recover(&self) -> Vec<(BlockFacts, Address)> {
         self.stage.recover()
     }
 
-    /// As [`Stage::store`], with exactly one result for each block. Addresses that come after the
+    /// [`Stage::store`] with exactly one result for each block. Addresses returned after the
     /// deadline go to `late`.
     pub(crate) fn store(
         &self,
@@ -113,13 +113,13 @@ impl Guarded {
             late(stored.filter_map(|(key, result)| Some((key, result.ok()?))).collect());
         };
         let work = move || stage.store(batch, deadline);
-        let stored = self.changes.call(self.patience(WRITES, deadline, true), work, late);
+        let stored = self.changes.call(self.wait_limit(WRITES, deadline, true), work, late);
         let mut results = stored.unwrap_or_else(|error| vec![Err(error); count]);
         results.resize_with(count, || Err(StageError::NoAnswer));
         results
     }
 
-    /// As [`Stage::load`], with exactly one result for each block, each of the right length.
+    /// [`Stage::load`] with exactly one result for each block, each slab of the right length.
     pub(crate) fn load(&self, batch: Vec<Load>, deadline: Deadline) -> Vec<Loaded> {
         let lengths: Vec<usize> = batch.iter().map(|load| load.slab.len()).collect();
         let count = lengths.len();
@@ -127,11 +127,11 @@ impl Guarded {
             (0..count).map(|_| Loaded::Failed(error.clone())).collect()
         };
         let mut results = if self.keeps_deadlines {
-            caught(|| self.stage.load(batch, deadline)).unwrap_or_default()
+            catch(|| self.stage.load(batch, deadline)).unwrap_or_default()
         } else {
             let stage = Arc::clone(&self.stage);
             let work = move || stage.load(batch, deadline);
-            let loaded = self.loads.call(self.patience(READS, deadline, true), work, drop);
+            let loaded = self.loads.call(self.wait_limit(READS, deadline, true), work, drop);
             loaded.unwrap_or_else(failed)
         };
         results.resize_with(count, || Loaded::Failed(StageError::NoAnswer));
@@ -143,7 +143,7 @@ impl Guarded {
         results
     }
 
-    /// As [`Stage::alias`].
+    /// See [`Stage::alias`].
     pub(crate) fn alias(
         &self,
         batch: Vec<(BlockFacts, Address)>,
@@ -152,7 +152,7 @@ impl Guarded {
         self.run(&self.changes, WRITES, deadline, true, move |stage| stage.alias(batch, deadline))
     }
 
-    /// As [`Stage::remove`].
+    /// See [`Stage::remove`].
     pub(crate) fn remove(
         &self,
         batch: Vec<(BlockKey, Address)>,
@@ -161,7 +161,7 @@ impl Guarded {
         self.run(&self.changes, WRITES, deadline, true, move |stage| stage.remove(&batch, deadline))
     }
 
-    /// As [`Stage::make_room`]. Room that comes after the deadline goes to `late`.
+    /// [`Stage::make_room`]; room made after the deadline goes to `late`.
     pub(crate) fn make_room(
         &self,
         mut keep: Keep,
@@ -170,25 +170,25 @@ impl Guarded {
     ) -> Result<Room, StageError> {
         let stage = Arc::clone(&self.stage);
         let late = move |room: Result<Room, StageError>| room.map_or_else(drop, late);
-        // Moving what is kept takes longer than a call may that stores a batch.
-        let patience = self.patience(WRITES, deadline, false);
-        self.changes.call(patience, move || stage.make_room(&mut keep, deadline), late)?
+        // Not watched for hanging: moving kept blocks may take longer than storing a batch.
+        let wait_limit = self.wait_limit(WRITES, deadline, false);
+        self.changes.call(wait_limit, move || stage.make_room(&mut keep, deadline), late)?
     }
 
-    /// As [`Stage::flush`].
+    /// See [`Stage::flush`].
     pub(crate) fn flush(&self, deadline: Deadline) -> Result<(), StageError> {
-        self.run(&self.errands, WRITES, deadline, false, move |stage| stage.flush(deadline))
+        self.run(&self.other_calls, WRITES, deadline, false, move |stage| stage.flush(deadline))
     }
 
-    /// As [`Stage::erase`]; also while a circuit is open. It takes its turn among the changes:
-    /// one that is late keeps that turn until it ends, and never meets a block stored after it.
+    /// [`Stage::erase`], even while a circuit is open. It runs in turn with the changes: a late
+    /// erase blocks later changes until it ends, so it never meets a block stored after it.
     pub(crate) fn erase(&self, deadline: Deadline) -> Result<StageErased, StageError> {
         let stage = Arc::clone(&self.stage);
-        let patience = Patience { deadline, is_over: &self.is_closed, is_watched: false };
-        self.changes.call(patience, move || stage.erase(deadline), drop)?
+        let wait_limit = WaitLimit { deadline, is_cancelled: &self.is_closed, is_watched: false };
+        self.changes.call(wait_limit, move || stage.erase(deadline), drop)?
     }
 
-    /// As [`Stage::register`].
+    /// See [`Stage::register`].
     pub(crate) fn register(
         &self,
         namespace: &Namespace,
@@ -196,61 +196,62 @@ impl Guarded {
     ) -> Result<(), StageError> {
         let namespace = namespace.clone();
         let work = move |stage: &dyn Stage| stage.register(&namespace, deadline);
-        self.run(&self.errands, WRITES, deadline, false, work)
+        self.run(&self.other_calls, WRITES, deadline, false, work)
     }
 
-    /// As [`Stage::manifests`].
+    /// See [`Stage::manifests`].
     pub(crate) fn manifests(
         &self,
         deadline: Deadline,
     ) -> Result<Vec<(NamespaceId, Manifest)>, StageError> {
-        self.run(&self.errands, READS, deadline, false, move |stage| stage.manifests(deadline))
+        self.run(&self.other_calls, READS, deadline, false, move |stage| stage.manifests(deadline))
     }
 
-    /// As [`Stage::probe`] or [`Stage::probe_reads`]; also while the circuit is open. Each
-    /// direction has its thread: a write that hangs says nothing of reads.
+    /// [`Stage::probe`] or [`Stage::probe_reads`], even while the circuit is open. Each direction
+    /// has its own thread: a hung write shows nothing about reads.
     pub(crate) fn probe(&self, direction: Direction, deadline: Deadline) -> Result<(), StageError> {
         let stage = Arc::clone(&self.stage);
-        let patience = Patience { deadline, is_over: &self.is_closed, is_watched: false };
+        let wait_limit = WaitLimit { deadline, is_cancelled: &self.is_closed, is_watched: false };
         let probed = match direction {
-            WRITES => self.probes.call(patience, move || stage.probe(deadline), drop),
-            READS => self.read_probes.call(patience, move || stage.probe_reads(deadline), drop),
+            WRITES => self.probes.call(wait_limit, move || stage.probe(deadline), drop),
+            READS => self.read_probes.call(wait_limit, move || stage.probe_reads(deadline), drop),
         };
         match probed {
-            // The last one is still stuck.
+            // The previous probe is still stuck.
             Err(StageError::Shed) => Err(StageError::Timeout),
             result => result?,
         }
     }
 
-    /// As [`Stage::close`]; nobody waits for an answer from now on.
+    /// See [`Stage::close`].
     pub(crate) fn close(&self, deadline: Deadline) {
         let stage = Arc::clone(&self.stage);
-        let closed = self.errands.call(
-            Patience { deadline, is_over: &AtomicBool::new(false), is_watched: false },
+        let closed = self.other_calls.call(
+            WaitLimit { deadline, is_cancelled: &AtomicBool::new(false), is_watched: false },
             move || stage.close(),
             drop,
         );
-        // One that hangs ends when it ends: the store has let go of it.
+        // A late close keeps running on its thread; the store does not wait for it.
         drop(closed);
     }
 
-    /// Lets go of everyone who waits, for good.
+    /// Ends all waits for this stage, for good.
     pub(crate) fn let_go(&self) {
         self.is_closed.store(true, Ordering::Release);
-        self.reads_shed.store(true, Ordering::Release);
-        self.writes_shed.store(true, Ordering::Release);
+        self.is_read_circuit_open.store(true, Ordering::Release);
+        self.is_write_circuit_open.store(true, Ordering::Release);
     }
 
-    /// As [`Stage::stats`]; what it said last, while it does not answer.
+    /// [`Stage::stats`], or the latest earlier ones while the stage does not respond.
     pub(crate) fn stats(&self) -> StageStats {
         let current = if self.keeps_deadlines {
-            caught(|| self.stage.stats())
+            catch(|| self.stage.stats())
         } else {
             let stage = Arc::clone(&self.stage);
             let deadline = Deadline::after(&*self.clock, STATS_TIMEOUT);
-            let patience = Patience { deadline, is_over: &self.reads_shed, is_watched: false };
-            self.errands.call(patience, move || stage.stats(), drop).ok()
+            let wait_limit =
+                WaitLimit { deadline, is_cancelled: &self.is_read_circuit_open, is_watched: false };
+            self.other_calls.call(wait_limit, move || stage.stats(), drop).ok()
         };
         let mut last = self.stats.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(current) = current {
@@ -259,30 +260,35 @@ impl Guarded {
         last.clone()
     }
 
-    /// Calls that go on although nobody waits for them.
+    /// Number of calls still running after their callers stopped waiting.
     pub(crate) fn stuck_calls(&self) -> u64 {
         let (probes, read_probes) = (&self.probes, &self.read_probes);
-        let threads = [&self.loads, &self.changes, &self.errands, probes, read_probes];
+        let threads = [&self.loads, &self.changes, &self.other_calls, probes, read_probes];
         let ours: u64 = threads.iter().map(|threads| threads.stuck_calls()).sum();
-        ours + caught(|| self.stage.stuck_calls()).unwrap_or(0)
+        ours + catch(|| self.stage.stuck_calls()).unwrap_or(0)
     }
 
-    /// The directions in which a call has come to last as long as `patience`; said once of each
-    /// call. A stage that keeps its deadlines knows itself what is slow: its probe tells.
-    pub(crate) fn hung(&self, patience: Duration) -> Vec<Direction> {
+    /// The directions with a call that has lasted as long as `limit`; each call is reported
+    /// once. Stages that keep their deadlines are left out: their probe finds out what is slow.
+    pub(crate) fn hung(&self, limit: Duration) -> Vec<Direction> {
         if self.keeps_deadlines {
             return Vec::new();
         }
         let threads = [(READS, &self.loads), (WRITES, &self.changes)];
-        let hung = threads.into_iter().filter(|(_, threads)| threads.has_hung(patience));
+        let hung = threads.into_iter().filter(|(_, threads)| threads.has_hung(limit));
         hung.map(|(direction, _)| direction).collect()
     }
 
-    fn patience(&self, direction: Direction, deadline: Deadline, is_watched: bool) -> Patience<'_> {
-        Patience { deadline, is_over: self.shed(direction), is_watched }
+    fn wait_limit(
+        &self,
+        direction: Direction,
+        deadline: Deadline,
+        is_watched: bool,
+    ) -> WaitLimit<'_> {
+        WaitLimit { deadline, is_cancelled: self.circuit_open(direction), is_watched }
     }
 
-    /// Any other call that succeeds or fails.
+    /// Makes a call that needs no handling of late results.
     fn run<T: Send + 'static>(
         &self,
         threads: &CallThreads,
@@ -292,11 +298,15 @@ impl Guarded {
         work: impl FnOnce(&dyn Stage) -> Result<T, StageError> + Send + 'static,
     ) -> Result<T, StageError> {
         let stage = Arc::clone(&self.stage);
-        threads.call(self.patience(direction, deadline, is_watched), move || work(&*stage), drop)?
+        threads.call(
+            self.wait_limit(direction, deadline, is_watched),
+            move || work(&*stage),
+            drop,
+        )?
     }
 }
 
-/// What unwinds is the stage's own affair: the store shares nothing with it that could be torn.
-fn caught<T>(call: impl FnOnce() -> T) -> Option<T> {
+/// Catches a panic: the store shares no state with the stage that could be left inconsistent.
+fn catch<T>(call: impl FnOnce() -> T) -> Option<T> {
     catch_unwind(AssertUnwindSafe(call)).ok()
 }

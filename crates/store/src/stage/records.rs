@@ -1,7 +1,7 @@
-//! A stage over anything that keeps records by name, such as an object store or a table.
+//! A stage over any store of named records, such as an object store or a table.
 //!
-//! [`Records`] is all that such a thing has to do. Whatever it does, a block is a hit only if every
-//! bit of its record is as it was written, under the name and the key that it was written under.
+//! [`Records`] is the interface to that store. Whatever its faults, a block is a hit only if every
+//! bit of its record is as it was written, under the name and key that it was written with.
 
 mod buffers;
 mod index;
@@ -15,36 +15,36 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use cascade_block::{BlockKey, Deadline, Manifest, Namespace, NamespaceId};
 use cascade_memory::{Slab, SlabMut};
 
-use self::buffers::Buffers;
-use self::index::Index;
-use self::record::{HEADER_BYTES, Header, Kind, name_of};
+use self::buffers::RecordBuffers;
+use self::index::RecordIndex;
+use self::record::{HEADER_BYTES, RecordHeader, RecordKind, name_of};
 use super::{
     Address, BlockFacts, Load, Loaded, Room, Stage, StageContext, StageErased, StageError,
     StageStats,
 };
 use crate::{StoreError, TierName};
 
-/// Making room frees at least this share of what the stage may use, so that it is rare.
+/// Making room frees at least this share of the capacity, so that it is rare.
 const ROOM_SHARE: u64 = 64;
-/// So many blocks are looked at in one go.
-const LOOK_BLOCKS: usize = 64;
+/// Blocks examined per lock of the index.
+const SCAN_BLOCKS: usize = 64;
 
-/// What keeps records by name: opaque bytes under names of 24 letters, digits and dashes.
+/// A store of records: opaque bytes under names of 24 letters, digits and dashes.
 ///
-/// Calls come from several threads; each is done by its deadline, or fails with
-/// [`StageError::Timeout`] by then. A put that succeeds after that is undone by a delete.
+/// Calls come from several threads. Each finishes by its deadline, or fails with
+/// [`StageError::Timeout`] by then. A put that succeeds later is undone by a delete.
 pub trait Records: Send + Sync + fmt::Debug {
-    /// Does all of these, in any order; a result for each, in order.
+    /// Performs the calls in any order; one result for each, in the order of the calls.
     fn perform(
         &self,
         calls: Vec<RecordCall>,
         deadline: Deadline,
     ) -> Vec<Result<RecordAnswer, StageError>>;
 
-    /// Lets go of everything. Later calls fail.
+    /// Releases all resources. Later calls fail.
     fn close(&self) {}
 
-    /// Calls that go on although their deadline passed.
+    /// Number of calls still running after their deadline.
     fn stuck_calls(&self) -> u64 {
         0
     }
@@ -53,40 +53,40 @@ pub trait Records: Send + Sync + fmt::Debug {
 /// One call to [`Records`].
 #[derive(Debug)]
 pub enum RecordCall {
-    /// Keep a record under a name that had none. [`RecordAnswer::Done`], or [`StageError::Full`].
+    /// Store a record under a new name. [`RecordAnswer::Done`], or [`StageError::Full`].
     Put {
         /// The name.
         name: String,
-        /// What to keep.
+        /// The record.
         record: UnsealedRecord,
     },
     /// Read the first bytes of a record. [`RecordAnswer::Got`], or `Missing`.
     Get {
         /// The name.
         name: String,
-        /// Where to.
+        /// The target buffer.
         into: RecordBuffer,
     },
-    /// Forget records. Names of none are ordinary. [`RecordAnswer::Done`].
+    /// Delete records; missing ones are no error. [`RecordAnswer::Done`].
     Delete {
         /// The names.
         names: Vec<String>,
     },
-    /// Tell the names of all records, and their lengths. [`RecordAnswer::Names`].
+    /// List the names and lengths of all records. [`RecordAnswer::Names`].
     Names,
-    /// Return once all records would survive a restart. [`RecordAnswer::Done`].
+    /// Return once all records are durable. [`RecordAnswer::Done`].
     Flush,
-    /// See whether it works. [`RecordAnswer::Done`], or `Missing` where a put, a get and a delete
-    /// of a small record are as good.
+    /// Check that the store works. [`RecordAnswer::Done`]; `Missing` if it has no such check, and a
+    /// put, a get and a delete of a small record serve as the probe.
     Probe,
 }
 
-/// What a call gave.
+/// The result of a call.
 #[derive(Debug)]
 pub enum RecordAnswer {
-    /// It is done.
+    /// The call succeeded.
     Done,
-    /// There is no such record, or no such call.
+    /// There is no such record, or the call is not supported.
     Missing,
     /// The beginning of a record.
     Got {
@@ -99,18 +99,18 @@ pub enum RecordAnswer {
     Names(Vec<(String, u64)>),
 }
 
-/// A record that takes memory only when it is made.
+/// A record whose memory is allocated when it is sealed.
 #[derive(Debug)]
 pub struct UnsealedRecord {
-    header: HeaderOf,
+    header: PendingHeader,
     payload: Payload,
-    buffers: Arc<Buffers>,
+    buffers: Arc<RecordBuffers>,
 }
 
-/// Everything of a header that is known before the payload is read.
+/// The fields of a header that are known before the payload is read.
 #[derive(Debug)]
-struct HeaderOf {
-    kind: Kind,
+struct PendingHeader {
+    kind: RecordKind,
     address: u64,
     target: u64,
     facts: BlockFacts,
@@ -122,11 +122,11 @@ enum Payload {
     Bytes(Vec<u8>),
 }
 
-/// Memory for a read that is taken only when it begins.
+/// A buffer for a read, allocated when it begins.
 #[derive(Debug)]
 pub struct RecordBuffer {
     bytes: usize,
-    buffers: Arc<Buffers>,
+    buffers: Arc<RecordBuffers>,
 }
 
 impl UnsealedRecord {
@@ -136,30 +136,30 @@ impl UnsealedRecord {
             Payload::Block(slab) => slab,
             Payload::Bytes(bytes) => bytes,
         };
-        let HeaderOf { kind, address, target, facts } = self.header;
+        let PendingHeader { kind, address, target, facts } = self.header;
         let mut record = self.buffers.take(HEADER_BYTES + payload.len())?;
-        Header::new(kind, address, target, facts, payload).write(payload, &mut record);
+        RecordHeader::new(kind, address, target, facts, payload).write(payload, &mut record);
         Ok(record.seal())
     }
 }
 
 impl RecordBuffer {
-    /// The memory; what is in it means nothing.
+    /// Allocates the buffer; its content is undefined.
     pub fn take(self) -> Result<SlabMut, StageError> {
         self.buffers.take(self.bytes)
     }
 }
 
-/// Keeps blocks as records.
+/// Stores blocks as records.
 #[derive(Debug)]
 pub struct RecordStage {
     name: TierName,
     records: Arc<dyn Records>,
-    buffers: Arc<Buffers>,
+    buffers: Arc<RecordBuffers>,
     capacity_bytes: u64,
-    index: Mutex<Index>,
+    index: Mutex<RecordIndex>,
     next_address: AtomicU64,
-    /// What did not fit lately.
+    /// Bytes that did not fit since room was last made.
     wanted_bytes: AtomicU64,
     damaged: AtomicU64,
     recovered: Mutex<Vec<(BlockFacts, Address)>>,
@@ -168,19 +168,19 @@ pub struct RecordStage {
 }
 
 impl RecordStage {
-    /// A stage over `records` that uses `capacity_bytes` at most, with what is there already.
+    /// Opens a stage over `records` with at most `capacity_bytes`, and recovers its blocks.
     pub fn open(
         name: TierName,
         records: Arc<dyn Records>,
         capacity_bytes: Option<u64>,
         context: &StageContext<'_>,
     ) -> Result<Arc<dyn Stage>, StoreError> {
-        let buffers = Arc::new(Buffers::new(context.config.dram_bytes)?);
+        let buffers = Arc::new(RecordBuffers::new(context.config.dram_bytes)?);
         let timeout = context.config.timeout;
         let found = opening::read_all(&*records, &buffers, &**context.clock, timeout);
         let found = found.map_err(|error| StoreError::Tier {
             tier: name,
-            operation: "read what it has",
+            operation: "read the headers of its records",
             source: Arc::new(error),
         })?;
         Ok(Arc::new(Self {
@@ -198,7 +198,7 @@ impl RecordStage {
         }))
     }
 
-    fn index(&self) -> MutexGuard<'_, Index> {
+    fn index(&self) -> MutexGuard<'_, RecordIndex> {
         self.index.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -206,16 +206,16 @@ impl RecordStage {
         self.manifests.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A put of a new record, and its address.
+    /// Makes the put of a new record, and its address.
     fn put(
         &self,
-        kind: Kind,
+        kind: RecordKind,
         target: u64,
         facts: BlockFacts,
         payload: Payload,
     ) -> (u64, RecordCall) {
         let address = self.next_address.fetch_add(1, Ordering::Relaxed);
-        let header = HeaderOf { kind, address, target, facts };
+        let header = PendingHeader { kind, address, target, facts };
         let record = UnsealedRecord { header, payload, buffers: Arc::clone(&self.buffers) };
         (address, RecordCall::Put { name: name_of(address), record })
     }
@@ -225,20 +225,24 @@ impl RecordStage {
         RecordCall::Get { name: name_of(address), into }
     }
 
-    fn one(&self, call: RecordCall, deadline: Deadline) -> Result<RecordAnswer, StageError> {
+    fn perform_one(
+        &self,
+        call: RecordCall,
+        deadline: Deadline,
+    ) -> Result<RecordAnswer, StageError> {
         self.records.perform(vec![call], deadline).pop().unwrap_or(Err(StageError::NoAnswer))
     }
 
-    /// Deletes records; none is a call less.
+    /// Deletes records; makes no call if there are none.
     fn delete(&self, names: Vec<String>, deadline: Deadline) -> Result<(), StageError> {
         if names.is_empty() {
             return Ok(());
         }
-        self.one(RecordCall::Delete { names }, deadline).map(drop)
+        self.perform_one(RecordCall::Delete { names }, deadline).map(drop)
     }
 
-    /// What a record that was read is.
-    fn judge(
+    /// Checks a record that was read against the block expected.
+    fn check_loaded(
         &self,
         load: Load,
         origin: &BlockKey,
@@ -256,8 +260,8 @@ impl RecordStage {
             }
             Err(error) => return Loaded::Failed(error),
         };
-        let header = Header::read(&buffer).filter(|header| {
-            header.kind == Kind::Block
+        let header = RecordHeader::read(&buffer).filter(|header| {
+            header.kind == RecordKind::Block
                 && header.address == address
                 && header.facts.key == *origin
                 && header.payload_bytes as usize == slab.len()
@@ -266,7 +270,7 @@ impl RecordStage {
             && bytes == buffer.len()
         {
             slab.fill_from(&buffer[HEADER_BYTES..]);
-            // Of the copy: nobody else can write that.
+            // The copy is checked, because the implementation may still write to the buffer.
             if header.fits(&slab) {
                 return Loaded::Hit(slab);
             }
@@ -277,30 +281,30 @@ impl RecordStage {
 
     /// Writes a small record, reads it and deletes it.
     fn probe_with_record(&self, deadline: Deadline) -> Result<(), StageError> {
-        let (address, put) = self.put(Kind::Probe, 0, nothing(), Payload::Bytes(Vec::new()));
-        match self.one(put, deadline) {
+        let (address, put) = self.put(RecordKind::Probe, 0, no_facts(), Payload::Bytes(Vec::new()));
+        match self.perform_one(put, deadline) {
             Ok(_) => {}
             Err(StageError::Full) => return Ok(()),
             Err(error) => return Err(error),
         }
-        let read = self.one(self.get(address, HEADER_BYTES), deadline);
+        let read = self.perform_one(self.get(address, HEADER_BYTES), deadline);
         self.delete(vec![name_of(address)], deadline)?;
         let is_right = matches!(
             read?,
             RecordAnswer::Got { buffer, bytes: HEADER_BYTES }
-                if Header::read(&buffer).is_some_and(|header| header.address == address)
+                if RecordHeader::read(&buffer).is_some_and(|header| header.address == address)
         );
-        let told = "a record that was put comes back otherwise";
+        let reason = "the probe's record was read back with different content";
         if is_right {
             Ok(())
         } else {
-            Err(StageError::Failed(Arc::new(std::io::Error::other(told))))
+            Err(StageError::Failed(Arc::new(std::io::Error::other(reason))))
         }
     }
 }
 
-/// The facts of what is no block.
-fn nothing() -> BlockFacts {
+/// Facts for a record that is no block.
+fn no_facts() -> BlockFacts {
     BlockFacts {
         key: BlockKey::from_bytes([0; 32]),
         digest: None,
@@ -329,7 +333,7 @@ impl Stage for RecordStage {
             results.push(if room > self.capacity_bytes {
                 Err(StageError::Declined { bytes: facts.bytes })
             } else if self.index().reserve(room, self.capacity_bytes) {
-                let (address, call) = self.put(Kind::Block, 0, facts, Payload::Block(slab));
+                let (address, call) = self.put(RecordKind::Block, 0, facts, Payload::Block(slab));
                 calls.push(call);
                 sent.push((results.len(), facts, room));
                 Ok(Address(address))
@@ -346,7 +350,7 @@ impl Stage for RecordStage {
                 (answer, _) => {
                     let error = answer.err().unwrap_or(StageError::NoAnswer);
                     wanted_bytes += if matches!(error, StageError::Full) { room } else { 0 };
-                    self.index().give_back(room);
+                    self.index().release(room);
                     results[at] = Err(error);
                 }
             }
@@ -369,7 +373,7 @@ impl Stage for RecordStage {
         let mut answers = self.records.perform(calls, deadline).into_iter();
         for (at, origin, load) in sent {
             let answer = answers.next().unwrap_or(Err(StageError::NoAnswer));
-            results[at] = self.judge(load, &origin, answer);
+            results[at] = self.check_loaded(load, &origin, answer);
         }
         results
     }
@@ -385,7 +389,7 @@ impl Stage for RecordStage {
                 continue;
             };
             if entry.origin == facts.key {
-                let record = entry.no_name();
+                let record = entry.revocation();
                 drop(index);
                 self.delete(record.map(name_of).into_iter().collect(), deadline)?;
                 self.index().restore_origin(target);
@@ -394,7 +398,7 @@ impl Stage for RecordStage {
             let facts = BlockFacts { bytes: entry.bytes(), ..facts };
             index.reserve(HEADER_BYTES as u64, u64::MAX);
             drop(index);
-            self.put_about(Kind::Name, target, facts, deadline)?;
+            self.put_name_record(RecordKind::Alias, target, facts, deadline)?;
         }
         Ok(())
     }
@@ -402,10 +406,15 @@ impl Stage for RecordStage {
     fn remove(&self, batch: &[(BlockKey, Address)], deadline: Deadline) -> Result<(), StageError> {
         let batch: Vec<_> = batch.iter().map(|(key, address)| (*key, address.0)).collect();
         let removal = self.index().plan_removal(&batch);
-        for (target, key) in removal.nameless {
-            // However full it is: a name that is gone may not come back.
+        for (target, key) in removal.revoked {
+            // Without a limit: if there were no room, a removed name would return after a restart.
             self.index().reserve(HEADER_BYTES as u64, u64::MAX);
-            self.put_about(Kind::NoName, target, BlockFacts { key, ..nothing() }, deadline)?;
+            self.put_name_record(
+                RecordKind::Revocation,
+                target,
+                BlockFacts { key, ..no_facts() },
+                deadline,
+            )?;
         }
         self.delete(removal.records, deadline)?;
         self.index().forget(&batch);
@@ -419,16 +428,16 @@ impl Stage for RecordStage {
     ) -> Result<Room, StageError> {
         let is_bounded = self.capacity_bytes < u64::MAX;
         let share = if is_bounded { self.capacity_bytes / ROOM_SHARE } else { 1 };
-        // It may have been given less than it holds.
+        // The capacity may have been reduced below what is stored.
         let excess_bytes = self.index().used_bytes().saturating_sub(self.capacity_bytes);
         let wanted_bytes = self.wanted_bytes.swap(0, Ordering::Relaxed).max(share) + excess_bytes;
         let (mut last, mut found_bytes, mut chosen) = (None, 0, Vec::new());
         while found_bytes < wanted_bytes {
-            let some = |(address, entry): (u64, &index::Entry)| {
+            let some = |(address, entry): (u64, &index::IndexedBlock)| {
                 (address, entry.room(), entry.keys().collect::<Vec<_>>())
             };
-            // Nobody is asked while the index is locked.
-            let blocks: Vec<_> = self.index().after(last, LOOK_BLOCKS).map(some).collect();
+            // `keep` is called without the lock of the index.
+            let blocks: Vec<_> = self.index().after(last, SCAN_BLOCKS).map(some).collect();
             let Some((youngest, ..)) = blocks.last() else { break };
             last = Some(*youngest);
             for (address, room, keys) in blocks {
@@ -456,7 +465,7 @@ impl Stage for RecordStage {
     }
 
     fn flush(&self, deadline: Deadline) -> Result<(), StageError> {
-        self.one(RecordCall::Flush, deadline).map(drop)
+        self.perform_one(RecordCall::Flush, deadline).map(drop)
     }
 
     fn register(&self, namespace: &Namespace, deadline: Deadline) -> Result<(), StageError> {
@@ -464,9 +473,9 @@ impl Stage for RecordStage {
         if self.manifests().iter().any(|(known, _)| *known == id) {
             return Ok(());
         }
-        let facts = BlockFacts { namespace: id, ..nothing() };
+        let facts = BlockFacts { namespace: id, ..no_facts() };
         let payload = Payload::Bytes(namespace.manifest().canonical_bytes());
-        self.one(self.put(Kind::Manifest, 0, facts, payload).1, deadline)?;
+        self.perform_one(self.put(RecordKind::Manifest, 0, facts, payload).1, deadline)?;
         self.manifests().push((id, namespace.manifest().clone()));
         Ok(())
     }
@@ -476,15 +485,15 @@ impl Stage for RecordStage {
     }
 
     fn probe(&self, deadline: Deadline) -> Result<(), StageError> {
-        match self.one(RecordCall::Probe, deadline)? {
+        match self.perform_one(RecordCall::Probe, deadline)? {
             RecordAnswer::Missing => self.probe_with_record(deadline),
             _ => Ok(()),
         }
     }
 
     fn probe_reads(&self, deadline: Deadline) -> Result<(), StageError> {
-        // No record has this name: whoever says so was asked, and answered.
-        self.one(self.get(u64::MAX, HEADER_BYTES), deadline).map(drop)
+        // No record has this name: a reply that it is missing shows that the store responds.
+        self.perform_one(self.get(u64::MAX, HEADER_BYTES), deadline).map(drop)
     }
 
     fn stuck_calls(&self) -> u64 {
@@ -492,7 +501,7 @@ impl Stage for RecordStage {
     }
 
     fn erase(&self, deadline: Deadline) -> Result<StageErased, StageError> {
-        let names = match self.one(RecordCall::Names, deadline)? {
+        let names = match self.perform_one(RecordCall::Names, deadline)? {
             RecordAnswer::Names(names) => names.into_iter().map(|(name, _)| name),
             _ => return Err(StageError::NoAnswer),
         };
@@ -500,7 +509,7 @@ impl Stage for RecordStage {
         let files_removed = ours.len() as u64;
         self.delete(ours, deadline)?;
         self.flush(deadline)?;
-        *self.index() = Index::default();
+        *self.index() = RecordIndex::default();
         self.manifests().clear();
         Ok(StageErased { files_removed, ..StageErased::default() })
     }
@@ -523,20 +532,20 @@ impl Stage for RecordStage {
 }
 
 impl RecordStage {
-    /// Writes a record about a block's name, for which room was taken, and enters it.
-    fn put_about(
+    /// Writes a record about a block's name, whose room is reserved, and applies it.
+    fn put_name_record(
         &self,
-        kind: Kind,
+        kind: RecordKind,
         target: u64,
         facts: BlockFacts,
         deadline: Deadline,
     ) -> Result<(), StageError> {
         let (address, put) = self.put(kind, target, facts, Payload::Bytes(Vec::new()));
-        if let Err(error) = self.one(put, deadline) {
-            self.index().give_back(HEADER_BYTES as u64);
+        if let Err(error) = self.perform_one(put, deadline) {
+            self.index().release(HEADER_BYTES as u64);
             return Err(error);
         }
-        let is_news = self.index().apply(&Header::new(kind, address, target, facts, &[]));
-        if is_news { Ok(()) } else { self.delete(vec![name_of(address)], deadline) }
+        let has_effect = self.index().apply(&RecordHeader::new(kind, address, target, facts, &[]));
+        if has_effect { Ok(()) } else { self.delete(vec![name_of(address)], deadline) }
     }
 }

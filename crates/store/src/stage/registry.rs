@@ -1,4 +1,4 @@
-//! The registry: which stages a pipeline may name, third parties' included.
+//! The registry of the stages that a pipeline may name, including third parties'.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -10,12 +10,12 @@ use cascade_memory::Pool;
 use super::{FakeStage, FilesStage, Stage};
 use crate::{FileLayout, StoreConfig, StoreError};
 
-/// What a factory may use to make its stage.
+/// What a factory gets to make its stage.
 #[derive(Debug, Clone, Copy)]
 pub struct StageContext<'a> {
     /// The store's settings.
     pub config: &'a StoreConfig,
-    /// The pool that slabs come from, to register it with the kernel.
+    /// The pool of all slabs, which a stage may register with the kernel.
     pub pool: &'a Pool,
     /// The store's clock.
     pub clock: &'a Arc<dyn Clock>,
@@ -25,24 +25,24 @@ pub struct StageContext<'a> {
 pub type StageFactory =
     Arc<dyn Fn(&StageContext<'_>) -> Result<Arc<dyn Stage>, StoreError> + Send + Sync>;
 
-/// Stages by name. The default one knows `Files`, `Posix` and `Fake`.
+/// Stages by name. The default registry has `Files`, `Posix` and `Fake`.
 #[derive(Clone)]
 pub struct Registry {
     factories: BTreeMap<String, StageFactory>,
 }
 
 impl Registry {
-    /// Adds a stage, or replaces one, under a name that pipelines then use in any case.
+    /// Adds or replaces a stage. Pipelines may write its name in any case.
     pub fn register(&mut self, name: &str, factory: StageFactory) {
         self.factories.insert(name.to_lowercase(), factory);
     }
 
-    /// Whether a pipeline may name it.
+    /// Whether a stage has this name.
     pub fn knows(&self, name: &str) -> bool {
         self.factories.contains_key(&name.to_lowercase())
     }
 
-    /// All names a pipeline may use.
+    /// All names that a pipeline may use.
     pub fn names(&self) -> Vec<String> {
         let own = ["dram", "cache", "empty"].map(str::to_owned);
         own.into_iter().chain(self.factories.keys().cloned()).collect()

@@ -1,6 +1,6 @@
-//! Age bins: time since the last use, in steps that grow.
+//! Age bins: time since the last use, in intervals of growing length.
 
-/// How many bins there are; the last one has no end.
+/// Number of bins; the last one is unbounded.
 pub(super) const BINS: usize = 26;
 
 /// Where bins begin, in seconds; the last value is the nominal end of the last bin.
@@ -26,7 +26,7 @@ pub(super) fn width(bin: usize) -> f64 {
     EDGES[bin + 1] - EDGES[bin]
 }
 
-/// How far through a bin an age is, from 0 to 1.
+/// The position of an age within a bin, from 0 to 1.
 pub(super) fn fraction(bin: usize, age: f64) -> f64 {
     ((age - EDGES[bin]) / width(bin)).clamp(0.0, 1.0)
 }

@@ -1,8 +1,8 @@
-//! Cells: units that look alike, and what was observed of them.
+//! Cells: units with equal features, and their counts.
 //!
-//! A cell counts, per age bin, how much of its units was asked for again (`reused`) and how long
-//! they were there to be asked for (`exposure`, in units times bins). Exposure is an exact integral
-//! over time: a survivor counts while it survives, not when its bin ends.
+//! A cell counts, per age bin, how much of its units was reused (`reused`) and how long they could
+//! have been (`exposure`, in units times bins). Exposure is an exact integral over time: a unit
+//! counts for as long as it survives, not from the end of its bin.
 
 use std::collections::HashMap;
 
@@ -12,59 +12,59 @@ use super::age::{BINS, PerBin, width};
 use super::units::NONE;
 use crate::eviction::{Priority, StopReason};
 
-/// Cells beyond which new ones forget their finer features, unless told otherwise.
+/// Default number of cells beyond which new ones use coarser features.
 const CELLS_MAX: usize = 4096;
-/// Stands for an octave that was not looked at; no real one reaches it.
+/// Stands for an octave that a coarse cell does not distinguish; real ones are smaller.
 const UNKNOWN_OCTAVE: u8 = 23;
-/// Kinds of work that are told apart.
+/// Distinct workload labels.
 const WORKLOADS_MAX: u8 = 16;
 
-/// What is known about the request that used a unit last.
+/// The kind of the request that used a unit last.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(super) enum Kind {
-    /// Only one conversation goes through these blocks.
+pub(super) enum UnitKind {
+    /// Only one conversation uses these blocks.
     Private {
         /// Turns before it, in buckets.
         turn: u8,
         /// Blocks that it added, in coarse buckets.
         added: u8,
-        /// Octave of the time since the turn before, 0 for none.
+        /// Octave of the time since the previous turn, 0 for none.
         gap_octave: u8,
         /// Octave of its length in blocks.
         length_octave: u8,
         /// Octave of the blocks that it added.
         added_octave: u8,
     },
-    /// Conversations part below these blocks; how often, in buckets.
+    /// Conversations diverge below these blocks; how often, in buckets.
     Shared { fan: u8 },
-    /// What a conversation left behind when it came back and went another way.
+    /// The rest of a unit after its conversation took another path.
     Superseded,
     /// The caller said that the session is over.
     Ended,
 }
 
-/// What makes units alike.
+/// Features of a unit; units with equal features share a cell.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) struct Features {
-    pub(super) kind: Kind,
+    pub(super) kind: UnitKind,
     pub(super) stop: Option<StopReason>,
     pub(super) workload: Option<u8>,
     pub(super) priority: Priority,
 }
 
 impl Features {
-    /// Hints that cannot matter are dropped, and labels kept few.
+    /// Drops hints without effect and bounds the number of labels.
     pub(super) fn normal(mut self) -> Self {
-        if !matches!(self.kind, Kind::Private { .. }) {
+        if !matches!(self.kind, UnitKind::Private { .. }) {
             self.stop = None;
         }
         self.workload = self.workload.map(|label| label % WORKLOADS_MAX);
         self
     }
 
-    /// Without what the factors are for.
+    /// Without the octaves, which only the factors use.
     fn coarse(mut self) -> Self {
-        if let Kind::Private { gap_octave, length_octave, added_octave, .. } = &mut self.kind {
+        if let UnitKind::Private { gap_octave, length_octave, added_octave, .. } = &mut self.kind {
             (*gap_octave, *length_octave, *added_octave) =
                 (UNKNOWN_OCTAVE, UNKNOWN_OCTAVE, UNKNOWN_OCTAVE);
         }
@@ -72,21 +72,21 @@ impl Features {
     }
 }
 
-/// Units that look alike.
+/// Units with equal features, and their counts.
 #[derive(Debug)]
 pub(super) struct Cell {
     pub(super) features: Features,
     /// Its class in [`super::hazard::Hazard`].
     pub(super) class: u16,
-    /// Its table in [`super::index::Index`].
+    /// Its table in [`super::index::WorthTables`].
     pub(super) table: u32,
     pub(super) reused: PerBin,
     exposure: PerBin,
     /// Weight of the units that are in each bin now.
     at_risk: PerBin,
-    /// When `exposure` was last brought up to date.
+    /// The time up to which `exposure` is integrated.
     counted_until: PerBin,
-    /// Ends of the lists of units that have a block to give: oldest, newest.
+    /// Ends of the lists of units with an eviction candidate: oldest, newest.
     pub(super) lists: [(u32, u32); BINS],
     /// Bit per bin whose list is not empty.
     pub(super) occupied: u32,
@@ -113,7 +113,7 @@ impl Cell {
         self.counted_until[bin] = now;
     }
 
-    /// Changes the weight in a bin, as of `since`, which is not after `now`.
+    /// Changes the weight in a bin, effective from `since`, which is not after `now`.
     pub(super) fn weigh(&mut self, bin: usize, change: f64, since: f64, now: f64) {
         self.count_until(bin, now);
         self.at_risk[bin] += change;
@@ -132,9 +132,9 @@ impl Cell {
 #[expect(clippy::struct_field_names, reason = "they are the cells")]
 pub(super) struct Cells {
     pub(super) cells: Vec<Cell>,
-    /// Asked for every block that is put, so by a hash that is cheap.
+    /// Looked up for every block that is put, so with a cheap hash.
     by_features: HashMap<Features, u16, RandomState>,
-    /// Cells beyond which new ones forget their finer features.
+    /// Number of cells beyond which new ones use coarser features.
     most: usize,
 }
 
@@ -153,7 +153,7 @@ impl Cells {
         self.by_features.get(&features).copied()
     }
 
-    /// The features that a new cell for `features` has: coarser ones once there are many.
+    /// The features of a new cell for `features`: coarser ones once there are `most` cells.
     pub(super) fn affordable(&self, features: Features) -> Features {
         if self.cells.len() < self.most { features } else { features.coarse() }
     }

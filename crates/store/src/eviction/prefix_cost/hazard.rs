@@ -1,35 +1,36 @@
-//! How likely units are asked for again, per class and age: learnt from what the cells observed.
+//! Hazard rates: how likely units are reused, per class and age, estimated from the cells' counts
+//! (`docs/eviction.md` has the model).
 //!
-//! A class with little to go by leans on its parent: its rate is `(reused + K r parent) /
+//! A class with few observations is shrunk toward its parent: its rate is `(reused + K r parent) /
 //! (exposure + K)`, where `r` is the class's smoothed ratio to the parent. Finer features of
-//! private units (time since the turn before, length, blocks added) act as factors on their
-//! class's rate.
+//! private units (time since the previous turn, length, blocks added) are factors on their class's
+//! rate.
 
 use super::age::{BINS, EDGES, PerBin, width};
-use super::cells::{Cell, Cells, Features, Kind};
+use super::cells::{Cell, Cells, Features, UnitKind};
 use crate::eviction::StopReason;
 
-/// Exposure that the parent's rate counts for.
+/// Weight of the parent's rate, as exposure: `K`.
 const PARENT_WEIGHT: f64 = 50.0;
-/// Reuses that "like the parent" counts for.
+/// Weight of the prior ratio to the parent, as expected reuses.
 const RATIO_WEIGHT: f64 = 2.5;
 /// Bins on each side over which the ratio is smoothed.
 const SMOOTH_BINS: usize = 6;
-/// Reuses that "no effect" counts for in a factor.
+/// Weight of the prior factor of one, as expected reuses.
 const FACTOR_WEIGHT: f64 = 10.0;
 const FACTORS_MAX: f64 = 16.0;
-/// How a session whose end was announced compares with others until something is observed.
+/// Prior ratio of ended sessions to others, until reuse is observed.
 const ENDED_RATIO: f64 = 0.01;
 
-/// How far a factor moves toward what was observed, as a power of the ratio.
+/// Step of a factor toward the observed one, as an exponent of their ratio.
 const DAMP: f64 = 0.5;
 
 const FACTORS: usize = 3;
 const OCTAVES: usize = 24;
 
-/// A class of units, by what it is called.
+/// What identifies a class of units.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Name {
+enum ClassName {
     Root,
     Work(Option<u8>),
     Stop(Option<u8>, Option<StopReason>),
@@ -40,14 +41,14 @@ enum Name {
     Ended(Option<u8>),
 }
 
-impl Name {
+impl ClassName {
     fn of(features: &Features) -> Self {
         let work = features.workload;
         match features.kind {
-            Kind::Private { turn, added, .. } => Self::Added(work, features.stop, turn, added),
-            Kind::Shared { fan } => Self::Shared(work, fan),
-            Kind::Superseded => Self::Superseded(work),
-            Kind::Ended => Self::Ended(work),
+            UnitKind::Private { turn, added, .. } => Self::Added(work, features.stop, turn, added),
+            UnitKind::Shared { fan } => Self::Shared(work, fan),
+            UnitKind::Superseded => Self::Superseded(work),
+            UnitKind::Ended => Self::Ended(work),
         }
     }
 
@@ -68,7 +69,7 @@ impl Name {
 
 #[derive(Debug)]
 struct Class {
-    name: Name,
+    name: ClassName,
     parent: Option<u16>,
     reused: PerBin,
     exposure: PerBin,
@@ -91,7 +92,7 @@ impl Default for Hazard {
             *weight = (-f64::from(distance * distance) / 16.0).exp();
         }
         let mut hazard = Self { classes: Vec::new(), factors: [[1.0; OCTAVES]; FACTORS], kernel };
-        hazard.class(Name::Root);
+        hazard.class(ClassName::Root);
         hazard
     }
 }
@@ -99,7 +100,7 @@ impl Default for Hazard {
 impl Hazard {
     /// The class of units with these features.
     pub(super) fn class_of(&mut self, features: &Features) -> u16 {
-        self.class(Name::of(features))
+        self.class(ClassName::of(features))
     }
 
     pub(super) fn classes(&self) -> usize {
@@ -119,7 +120,7 @@ impl Hazard {
         product.clamp(1.0 / FACTORS_MAX, FACTORS_MAX)
     }
 
-    /// Learns from everything observed until now.
+    /// Re-estimates all rates and factors from the counts until now.
     pub(super) fn refresh(&mut self, cells: &mut Cells, now: f64) {
         for class in &mut self.classes {
             class.reused = [0.0; BINS];
@@ -129,7 +130,7 @@ impl Hazard {
             let factor = self.factor(&cell.features);
             self.collect(cell, factor, now);
         }
-        // A parent stands before its children.
+        // A parent has a lower index than its children, so its rate is current when they use it.
         for index in 0..self.classes.len() {
             self.estimate(index);
         }
@@ -140,7 +141,7 @@ impl Hazard {
         self.classes.capacity() * size_of::<Class>()
     }
 
-    fn class(&mut self, name: Name) -> u16 {
+    fn class(&mut self, name: ClassName) -> u16 {
         if let Some(index) = self.classes.iter().position(|class| class.name == name) {
             return u16::try_from(index).expect("classes are few");
         }
@@ -152,6 +153,8 @@ impl Hazard {
     }
 
     fn collect(&mut self, cell: &mut Cell, factor: f64, now: f64) {
+        // Each count goes to the class and to all its ancestors. Exposure is scaled by the cell's
+        // factor, so that the class's rate is the one at a factor of one.
         let mut next = Some(cell.class);
         let mut exposure = [0.0; BINS];
         for (bin, exposure) in exposure.iter_mut().enumerate() {
@@ -171,10 +174,12 @@ impl Hazard {
         let mut rate = [0.0; BINS];
         let class = &self.classes[index];
         let parent = class.parent.map(|parent| self.classes[usize::from(parent)].rate);
-        let ratio_before = if matches!(class.name, Name::Ended(_)) { ENDED_RATIO } else { 1.0 };
+        let ratio_before =
+            if matches!(class.name, ClassName::Ended(_)) { ENDED_RATIO } else { 1.0 };
         for bin in 0..BINS {
             let expected = match &parent {
                 Some(parent) => self.ratio(class, parent, bin, ratio_before) * parent[bin],
+                // The root's prior: a hazard that falls with age as 0.3 / (age + 60 s).
                 None => 0.3 * width(bin) / (EDGES[bin] + 60.0),
             };
             rate[bin] = (class.reused[bin] + PARENT_WEIGHT * expected)
@@ -183,7 +188,7 @@ impl Hazard {
         self.classes[index].rate = rate;
     }
 
-    /// How the class compares with its parent around a bin.
+    /// The class's ratio to its parent around a bin, smoothed with a Gaussian kernel over bins.
     fn ratio(&self, class: &Class, parent: &PerBin, bin: usize, before: f64) -> f64 {
         let (mut reused, mut expected) = (RATIO_WEIGHT * before, RATIO_WEIGHT);
         let last = (bin + SMOOTH_BINS).min(BINS - 1);
@@ -197,6 +202,8 @@ impl Hazard {
     }
 
     fn refresh_factors(&mut self, cells: &mut Cells, now: f64) {
+        // Expected reuse per octave leaves out this factor itself, so the quotient is its new
+        // value.
         let mut observed = [[FACTOR_WEIGHT; OCTAVES]; FACTORS];
         let mut expected = observed;
         for cell in &mut cells.cells {
@@ -213,7 +220,7 @@ impl Hazard {
                 expected[factor][octave] += cell_expected / self.factors[factor][octave];
             }
         }
-        // All factors move at once and explain the same reuse, so each goes only part of the way.
+        // All factors move at once and explain the same reuse, so each moves only part of the way.
         for factor in 0..FACTORS {
             for octave in 0..OCTAVES {
                 let target = observed[factor][octave] / expected[factor][octave];
@@ -226,7 +233,7 @@ impl Hazard {
 
 fn octaves(features: &Features) -> Option<[usize; FACTORS]> {
     match features.kind {
-        Kind::Private { gap_octave, length_octave, added_octave, .. } => Some(
+        UnitKind::Private { gap_octave, length_octave, added_octave, .. } => Some(
             [gap_octave, length_octave, added_octave]
                 .map(|octave| usize::from(octave).min(OCTAVES - 1)),
         ),

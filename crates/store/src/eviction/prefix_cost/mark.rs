@@ -1,12 +1,12 @@
-//! What is kept of every known block in four bytes: its unit, and where it stands in its tree.
+//! The four bytes kept for every known block: its unit and its position in its tree.
 
-/// Divergences are counted up to here.
+/// Largest count of divergences.
 pub(super) const FAN_MAX: u8 = 40;
 
 const FAN_BITS: u32 = 6;
 const HAS_CHILD: u32 = 1 << FAN_BITS;
 
-/// Four bytes: unit (25 bits), whether a block follows, and how often chains part below.
+/// Four bytes: unit (25 bits), whether a block follows, number of divergences below (6 bits).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Mark(u32);
 

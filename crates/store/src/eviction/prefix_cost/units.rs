@@ -1,12 +1,12 @@
-//! Units: blocks that the same request used last, which live and die together.
+//! Units: blocks last used by the same request, which are counted and evicted as one.
 
 use super::age::{BINS, EDGES};
 use super::cells::Cells;
-use crate::eviction::List;
+use crate::eviction::BlockList;
 
 /// No unit: the end of a list.
 pub(super) const NONE: u32 = u32::MAX;
-/// Most units: what fits beside the rest in a [`super::mark::Mark`].
+/// Most units: a [`super::mark::Mark`] has 25 bits for the number.
 pub(super) const UNITS_MAX: usize = 1 << 25;
 
 /// Links of one of the two lists that a unit is in.
@@ -18,26 +18,26 @@ struct Links {
 
 const UNLINKED: Links = Links { older: NONE, newer: NONE };
 
-/// Blocks that the same request used last.
+/// Blocks last used by the same request.
 #[derive(Debug, Clone)]
 pub(super) struct Unit {
-    /// When that was, in seconds.
+    /// The time of that request, in seconds.
     pub(super) at: f64,
-    /// When a waiting request wants it, at the latest; zero when nobody said so.
+    /// A queued request uses it by then; zero without such a hint.
     pub(super) expected_until: f64,
-    /// Its resident blocks that may be evicted; the deepest goes first.
-    pub(super) blocks: List,
+    /// Its resident blocks that may be evicted, deepest first.
+    pub(super) blocks: BlockList,
     /// Blocks that are remembered, resident or not.
     pub(super) live: u32,
-    /// Blocks at its birth.
+    /// Blocks when it was made.
     pub(super) initial: u32,
     /// Full blocks of the whole request.
     pub(super) request_blocks: u32,
     pub(super) cell: u16,
     pub(super) bin: u8,
-    /// Turns of its conversation before that request.
+    /// Turns of the conversation before that request.
     pub(super) turn: u8,
-    /// Whether it is in its cell's list of units that have a block to give.
+    /// Whether it is in its cell's list of units with an eviction candidate.
     pub(super) is_listed: bool,
     in_bin: Links,
     in_cell: Links,
@@ -79,7 +79,7 @@ impl std::ops::IndexMut<u32> for Units {
 }
 
 impl Units {
-    /// A unit that was used at `at`, the latest time so far, with nothing resident yet.
+    /// Adds a unit used at `at`, the latest time so far, with no resident block yet.
     pub(super) fn add(
         &mut self,
         cells: &mut Cells,
@@ -91,7 +91,7 @@ impl Units {
         let unit = Unit {
             at,
             expected_until: 0.0,
-            blocks: List::default(),
+            blocks: BlockList::default(),
             live: blocks,
             initial: blocks,
             request_blocks,
@@ -113,12 +113,12 @@ impl Units {
         index
     }
 
-    /// How many units are remembered.
+    /// Number of units.
     pub(super) fn len(&self) -> usize {
         self.table.len() - self.free.len()
     }
 
-    /// Ages units: each bin's oldest move on when their time has come.
+    /// Moves units to the next bin once they are old enough; each bin's list is in order of age.
     pub(super) fn age(&mut self, cells: &mut Cells, now: f64) {
         for bin in 0..BINS - 1 {
             loop {
@@ -134,6 +134,8 @@ impl Units {
     fn cross(&mut self, cells: &mut Cells, index: u32, now: f64) {
         let unit = &self[index];
         let (bin, weight) = (usize::from(unit.bin), unit.weight());
+        // The change is effective from when the unit reached the edge, not from now, so that
+        // exposure does not depend on how often units are aged.
         let (crossed_at, was_listed) = (unit.at + EDGES[bin + 1], unit.is_listed);
         let cell = &mut cells.cells[usize::from(unit.cell)];
         cell.weigh(bin, -weight, crossed_at, now);
@@ -147,8 +149,8 @@ impl Units {
         }
     }
 
-    /// Part of a unit is gone: used again, or forgotten. Frees the unit when nothing is left.
-    pub(super) fn lose(&mut self, cells: &mut Cells, index: u32, blocks: u32, now: f64) {
+    /// Removes blocks from a unit: reused or forgotten. Frees the unit when none is left.
+    pub(super) fn remove_blocks(&mut self, cells: &mut Cells, index: u32, blocks: u32, now: f64) {
         let unit = &mut self[index];
         let share = f64::from(blocks) / f64::from(unit.initial);
         unit.live -= blocks;
@@ -177,7 +179,7 @@ impl Units {
         }
     }
 
-    /// Enters a unit in its cell's list as the newest.
+    /// Adds a unit to its cell's list as the newest.
     pub(super) fn list(&mut self, cells: &mut Cells, index: u32) {
         let unit = &self[index];
         if unit.is_listed {
@@ -199,7 +201,7 @@ impl Units {
         unit.is_listed = true;
     }
 
-    /// Takes a unit out of its cell's list, if it is there.
+    /// Removes a unit from its cell's list, if it is there.
     pub(super) fn unlist(&mut self, cells: &mut Cells, index: u32) {
         let unit = &mut self[index];
         if !unit.is_listed {

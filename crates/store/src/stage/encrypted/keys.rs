@@ -1,9 +1,9 @@
-//! The keys of an encrypted tier: read from a file, and never used for anything but deriving.
+//! The keys of an encrypted tier, derived from the keys in a file.
 //!
-//! From each key of the file come, by HKDF-SHA-256 over the tenant's and the tier's name, an
-//! identifier that may be shown, a key that tags contents, and the keys of sessions. Every opening
-//! of a tier draws a session at random and counts its nonces up from zero, so that no nonce is used
-//! twice under one key; `docs/decisions/0016-encryption.md` has the bounds.
+//! HKDF-SHA-256 derives from each key of the file, over the tenant's and the tier's name: an
+//! identifier that may be shown, a key that authenticates contents, and session keys. Each opening
+//! of a tier draws a random session and counts its nonces up from zero, so no nonce is used twice
+//! with one key; `docs/decisions/0016-encryption.md` has the bounds.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -19,26 +19,26 @@ use crate::{EncryptionConfig, StoreError};
 
 /// Bytes of a key.
 const KEY_BYTES: usize = 32;
-/// Keys that a file may hold: one that writes, and those from before.
+/// Most keys in a file: one that writes, and earlier ones.
 const KEYS_MAX: usize = 64;
 /// Longest file with keys.
 const FILE_BYTES_MAX: u64 = 16 << 10;
-/// Bytes that one session's key encrypts: 2^36 cipher blocks, far below where their birthdays tell.
+/// Most bytes encrypted with one session key: 2^36 cipher blocks, far below the birthday bound.
 const SESSION_BYTES_MAX: u64 = 1 << 40;
-/// Sessions of earlier openings whose keys are kept derived.
+/// Most cached keys of earlier sessions.
 const SESSIONS_KEPT_MAX: usize = 256;
 
-/// Names a key without saying anything of it.
+/// Identifies a key and reveals nothing about it.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) struct KeyId(pub(super) [u8; 8]);
 
-/// Names a session: drawn at random.
+/// Identifies a session; drawn at random.
 pub(super) type SessionId = [u8; 16];
 
 /// All keys of a tier, the one that writes first.
 pub(super) struct KeyRing {
     keys: Vec<TierKey>,
-    writer: Mutex<Writer>,
+    writer: Mutex<WriteSession>,
     sessions: RwLock<HashMap<(KeyId, SessionId), Arc<LessSafeKey>>>,
 }
 
@@ -50,24 +50,24 @@ struct TierKey {
 }
 
 /// The session that new records are written in.
-struct Writer {
+struct WriteSession {
     session: SessionId,
     key: Arc<LessSafeKey>,
     next: u64,
     bytes: u64,
 }
 
-/// What one record is sealed with. Handed out once.
-pub(super) struct Seal {
+/// Key and nonce of one record. Each is used once.
+pub(super) struct RecordSeal {
     pub(super) key_id: KeyId,
     pub(super) session: SessionId,
     pub(super) nonce: [u8; NONCE_LEN],
     pub(super) key: Arc<LessSafeKey>,
 }
 
-/// The kernel gave no random bytes.
+/// The kernel's random number generator failed.
 #[derive(Debug, thiserror::Error)]
-#[error("the kernel gave no random bytes")]
+#[error("the kernel's random number generator failed")]
 pub(super) struct NoRandomness;
 
 impl KeyRing {
@@ -80,7 +80,7 @@ impl KeyRing {
         let keys = parse(&text)
             .map_err(|reason| bad(format!("{}: {reason}", config.key_file.display())))?;
         let keys: Vec<_> = keys.iter().map(|key| TierKey::derive(key, &scope)).collect();
-        let writer = Writer::begin(&keys[0]).map_err(|error| bad(error.to_string()))?;
+        let writer = WriteSession::begin(&keys[0]).map_err(|error| bad(error.to_string()))?;
         Ok(Self { keys, writer: Mutex::new(writer), sessions: RwLock::default() })
     }
 
@@ -97,21 +97,21 @@ impl KeyRing {
         self.keys.iter().find(|key| key.id == id)
     }
 
-    /// A nonce of the writing session that nobody has had, with the session's key.
-    pub(super) fn next_seal(&self, bytes: u64) -> Result<Seal, NoRandomness> {
+    /// An unused nonce of the writing session, with the session's key.
+    pub(super) fn next_seal(&self, bytes: u64) -> Result<RecordSeal, NoRandomness> {
         let mut writer = self.writer.lock().unwrap_or_else(PoisonError::into_inner);
         if writer.bytes.saturating_add(bytes) > SESSION_BYTES_MAX {
-            *writer = Writer::begin(&self.keys[0])?;
+            *writer = WriteSession::begin(&self.keys[0])?;
         }
         let mut nonce = [0; NONCE_LEN];
         nonce[..8].copy_from_slice(&writer.next.to_le_bytes());
         writer.next += 1;
         writer.bytes += bytes;
         let (session, key) = (writer.session, Arc::clone(&writer.key));
-        Ok(Seal { key_id: self.keys[0].id, session, nonce, key })
+        Ok(RecordSeal { key_id: self.keys[0].id, session, nonce, key })
     }
 
-    /// The key of a session, derived anew unless it is kept.
+    /// The key of a session, from the cache or derived.
     pub(super) fn session(&self, id: KeyId, session: SessionId) -> Option<Arc<LessSafeKey>> {
         let key = self.find(id)?;
         let kept = self.sessions.read().unwrap_or_else(PoisonError::into_inner);
@@ -128,7 +128,7 @@ impl KeyRing {
         Some(derived)
     }
 
-    /// What a record says of its content: a digest that only holders of the key can tell.
+    /// The keyed tag of a content's digest, which only holders of the key can verify.
     pub(super) fn content_tag(&self, id: KeyId, digest: &Digest) -> Option<[u8; 32]> {
         let tag = hmac::sign(&self.find(id)?.contents, digest.as_bytes());
         tag.as_ref().try_into().ok()
@@ -141,7 +141,7 @@ impl TierKey {
         let mut id = [0; 8];
         let scoped = [b"id\0".as_slice(), scope.as_bytes()];
         secret
-            .expand(&scoped, Bytes(id.len()))
+            .expand(&scoped, OutputBytes(id.len()))
             .and_then(|okm| okm.fill(&mut id))
             .expect("eight bytes are fewer than HKDF gives");
         let contents = secret
@@ -162,7 +162,7 @@ impl TierKey {
     }
 }
 
-impl Writer {
+impl WriteSession {
     fn begin(key: &TierKey) -> Result<Self, NoRandomness> {
         let mut session = [0; 16];
         SystemRandom::new().fill(&mut session).map_err(|_| NoRandomness)?;
@@ -170,30 +170,30 @@ impl Writer {
     }
 }
 
-struct Bytes(usize);
+struct OutputBytes(usize);
 
-impl hkdf::KeyType for Bytes {
+impl hkdf::KeyType for OutputBytes {
     fn len(&self) -> usize {
         self.0
     }
 }
 
-/// Keys in a file: 32 raw bytes, or lines of 64 hexadecimal digits. The reason never quotes it.
+/// Parses a key file: 32 raw bytes, or lines of 64 hexadecimal digits. Errors never quote it.
 fn parse(text: &[u8]) -> Result<Vec<[u8; KEY_BYTES]>, String> {
     if let Ok(raw) = text.try_into() {
         return Ok(vec![raw]);
     }
     let wanted = "a key is 32 raw bytes, or a line of 64 hexadecimal digits; the first line \
-                  writes, further ones read what was written before";
+                  writes, further lines read older blocks";
     let text = str::from_utf8(text).map_err(|_| wanted.to_owned())?;
     let lines = text.lines().map(str::trim).enumerate().filter(|(_, line)| !line.is_empty());
     let keys = lines
         .map(|(at, line)| hex(line).ok_or_else(|| format!("line {}: {wanted}", at + 1)))
         .collect::<Result<Vec<_>, _>>()?;
     match keys.len() {
-        0 => Err(format!("it is empty; {wanted}")),
+        0 => Err(format!("the file is empty; {wanted}")),
         1..=KEYS_MAX => Ok(keys),
-        count => Err(format!("{count} keys; the most is {KEYS_MAX}")),
+        count => Err(format!("the file has {count} keys; at most {KEYS_MAX} are allowed")),
     }
 }
 
@@ -251,7 +251,7 @@ mod tests {
     }
 
     #[test]
-    fn tenants_and_tiers_have_keys_of_their_own() {
+    fn each_tenant_and_tier_has_its_own_keys() {
         let id = |scope: &str| TierKey::derive(&[7; 32], scope).id;
         assert_eq!(id("a\0files"), id("a\0files"));
         assert_ne!(id("a\0files"), id("b\0files"));

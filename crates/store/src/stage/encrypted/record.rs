@@ -1,4 +1,4 @@
-//! A sealed record: the block's ciphertext, then a trailer that says how to open it.
+//! A sealed record: the block's ciphertext, then a trailer with everything needed to open it.
 //!
 //! | bytes | what |
 //! |---|---|
@@ -12,21 +12,21 @@
 //! | 32 | key of the block that it was first written under |
 //! | 32 | tag of its content: HMAC-SHA-256 of its digest; zeroes without one |
 //!
-//! Everything behind the tag is authenticated, not secret.
+//! Everything after the tag is authenticated, not secret.
 
 use cascade_block::BlockKey;
 use ring::aead::{Aad, NONCE_LEN, Nonce};
 
-use super::keys::{KeyId, KeyRing, NoRandomness, Seal, SessionId};
+use super::keys::{KeyId, KeyRing, NoRandomness, RecordSeal, SessionId};
 
-/// Bytes that a record is longer than its block.
+/// Bytes of a record in addition to its block.
 pub(super) const OVERHEAD: usize = TAG + FIELDS;
 
 const TAG: usize = 16;
 const FIELDS: usize = 112;
 const MAGIC: [u8; 8] = *b"CASCENC\x01";
 
-/// What a record says of itself. To be believed only once the record was opened.
+/// The fields of a trailer. Trusted only once the record was opened.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Trailer {
     pub(super) key_id: KeyId,
@@ -38,7 +38,7 @@ pub(super) struct Trailer {
 }
 
 impl Trailer {
-    /// What the end of a record says, if it is one and as long as it says.
+    /// The trailer of a record, if it is one and the lengths agree.
     pub(super) fn read(record: &[u8]) -> Option<Self> {
         let bytes = record.len().checked_sub(OVERHEAD)?;
         let fields = record.last_chunk::<FIELDS>()?;
@@ -88,7 +88,7 @@ pub(super) fn seal(
     content: Option<&cascade_block::Digest>,
 ) -> Result<(), NoRandomness> {
     let bytes = record.len() - OVERHEAD;
-    let Seal { key_id, session, nonce, key } = keys.next_seal(bytes as u64)?;
+    let RecordSeal { key_id, session, nonce, key } = keys.next_seal(bytes as u64)?;
     let trailer = Trailer {
         key_id,
         session,
@@ -108,7 +108,7 @@ pub(super) fn seal(
     Ok(())
 }
 
-/// Opens a record in place; the block, or nothing if a bit of it is not as it was sealed.
+/// Decrypts a record in place. Returns the block, or none if any bit of the record has changed.
 pub(super) fn open<'a>(
     keys: &KeyRing,
     record: &'a mut [u8],
@@ -148,7 +148,7 @@ mod tests {
     }
 
     #[test]
-    fn a_record_holds_nothing_of_its_block_and_gives_it_back() {
+    fn a_record_contains_no_plaintext_and_opens_to_its_block() {
         let keys = keys(&[7; 32], "a");
         for length in [0, 1, 16, 4096, 70_001] {
             let block: Vec<u8> = (0..=250).cycle().take(length).collect();
@@ -159,7 +159,7 @@ mod tests {
     }
 
     #[test]
-    fn a_flipped_bit_anywhere_opens_nothing() {
+    fn a_record_with_a_flipped_bit_does_not_open() {
         let keys = keys(&[7; 32], "a");
         let record = sealed(&keys, b"keys and values of a block");
         for bit in 0..record.len() * 8 {
@@ -173,14 +173,14 @@ mod tests {
     }
 
     #[test]
-    fn equal_blocks_have_no_byte_of_ciphertext_in_common_by_rule() {
+    fn equal_blocks_have_different_ciphertexts() {
         let keys = keys(&[7; 32], "a");
         let (one, two) = (sealed(&keys, &[9; 64]), sealed(&keys, &[9; 64]));
         assert_ne!(one[..64], two[..64]);
     }
 
     #[test]
-    fn other_keys_and_other_tenants_open_nothing() {
+    fn a_record_does_not_open_with_another_key_or_tenant() {
         let record = sealed(&keys(&[7; 32], "a"), b"a block");
         assert_eq!(opened(&keys(&[8; 32], "a"), &record), None);
         assert_eq!(opened(&keys(&[7; 32], "b"), &record), None);
@@ -188,7 +188,7 @@ mod tests {
         assert_eq!(opened(&keys(both.as_bytes(), "a"), &record).unwrap(), b"a block");
     }
 
-    /// Version 1 as it was first written: whoever changes the layout changes the version.
+    /// A record of version 1 as first released: a change of the layout needs a new version.
     #[test]
     fn a_stored_record_of_version_1_still_opens() {
         let record = include_bytes!("../../../../../testdata/encrypted-1.record");

@@ -1,4 +1,4 @@
-//! Memory for records on their way: a block and its header have to lie side by side.
+//! Memory for records in flight: a block and its header have to be contiguous.
 
 use std::sync::Arc;
 
@@ -7,23 +7,23 @@ use cascade_memory::{DIRECT_ALIGN, HugePages, MemoryError, Pool, PoolConfig, Sla
 use crate::StoreError;
 use crate::stage::StageError;
 
-/// A share of DRAM within these bounds; it takes memory as it is used.
+/// A share of DRAM within these bounds; memory is committed as it is used.
 const SHARE: u64 = 8;
 const BYTES_MIN: usize = 8 << 20;
 const BYTES_MAX: usize = 64 << 20;
 
-/// Buffers that are used again.
+/// Reusable buffers.
 #[derive(Debug)]
-pub(super) struct Buffers(Pool);
+pub(super) struct RecordBuffers(Pool);
 
-impl Buffers {
+impl RecordBuffers {
     pub(super) fn new(dram_bytes: u64) -> Result<Self, StoreError> {
         let bytes = usize::try_from(dram_bytes / SHARE).unwrap_or(usize::MAX);
         let pool = pool(bytes.clamp(BYTES_MIN, BYTES_MAX));
         pool.map(Self).map_err(|error| StoreError::Memory(Arc::new(error)))
     }
 
-    /// A buffer; one of its own for what is too large, or when others hold all there is.
+    /// A buffer; from a separate pool if it is too large or all buffers are in use.
     pub(super) fn take(&self, bytes: usize) -> Result<SlabMut, StageError> {
         if let Some(buffer) = self.0.allocate(bytes) {
             return Ok(buffer);

@@ -1,47 +1,47 @@
-//! Which blocks a record stage has, under which names, and how much room they take.
+//! The index of a record stage: its blocks, their names, and the room that they take.
 
 use std::collections::BTreeMap;
 use std::ops::Bound;
 
 use cascade_block::BlockKey;
 
-use super::record::{HEADER_BYTES, Header, Kind, name_of};
+use super::record::{HEADER_BYTES, RecordHeader, RecordKind, name_of};
 use crate::stage::BlockFacts;
 
-/// By address: the oldest block first.
+/// Blocks by address, so the oldest comes first.
 #[derive(Debug, Default)]
-pub(super) struct Index {
-    entries: BTreeMap<u64, Entry>,
+pub(super) struct RecordIndex {
+    entries: BTreeMap<u64, IndexedBlock>,
     used_bytes: u64,
 }
 
 /// One block.
 #[derive(Debug)]
-pub(super) struct Entry {
-    /// The name in the block's own record.
+pub(super) struct IndexedBlock {
+    /// The first name, which is in the block's own record.
     pub(super) origin: BlockKey,
     bytes: u32,
-    names: Vec<Name>,
-    no_name: Option<u64>,
+    names: Vec<BlockName>,
+    revocation: Option<u64>,
 }
 
 #[derive(Debug)]
-struct Name {
+struct BlockName {
     key: BlockKey,
-    /// Its own record; the first name has none.
+    /// The name's own record; the first name has none.
     record: Option<u64>,
 }
 
-/// What the end of some names asks for.
+/// What has to be written and deleted to remove names.
 #[derive(Debug, Default)]
-pub(super) struct Removal {
-    /// Records that go.
+pub(super) struct RemovalPlan {
+    /// Records to delete.
     pub(super) records: Vec<String>,
-    /// Blocks that keep other names while their first one goes.
-    pub(super) nameless: Vec<(u64, BlockKey)>,
+    /// Blocks that lose their first name and keep others.
+    pub(super) revoked: Vec<(u64, BlockKey)>,
 }
 
-impl Entry {
+impl IndexedBlock {
     pub(super) fn has(&self, key: &BlockKey) -> bool {
         self.names.iter().any(|name| name.key == *key)
     }
@@ -51,31 +51,31 @@ impl Entry {
         self.bytes
     }
 
-    /// The record which says that the first name is no longer one.
-    pub(super) fn no_name(&self) -> Option<u64> {
-        self.no_name
+    /// The record that revokes the first name.
+    pub(super) fn revocation(&self) -> Option<u64> {
+        self.revocation
     }
 
     pub(super) fn keys(&self) -> impl Iterator<Item = BlockKey> + '_ {
         self.names.iter().map(|name| name.key)
     }
 
-    /// What its records take.
+    /// Bytes of all its records.
     pub(super) fn room(&self) -> u64 {
         let records = 1
             + self.names.iter().filter(|name| name.record.is_some()).count()
-            + usize::from(self.no_name.is_some());
+            + usize::from(self.revocation.is_some());
         u64::from(self.bytes) + (records * HEADER_BYTES) as u64
     }
 
     /// The names of all its records.
     fn records(&self, address: u64) -> impl Iterator<Item = String> + '_ {
         let names = self.names.iter().filter_map(|name| name.record);
-        std::iter::once(address).chain(names).chain(self.no_name).map(name_of)
+        std::iter::once(address).chain(names).chain(self.revocation).map(name_of)
     }
 }
 
-impl Index {
+impl RecordIndex {
     pub(super) fn len(&self) -> usize {
         self.entries.len()
     }
@@ -84,7 +84,7 @@ impl Index {
         self.used_bytes
     }
 
-    /// Takes room before a record is written; false when there is none.
+    /// Reserves room before a record is written; false when there is none.
     pub(super) fn reserve(&mut self, bytes: u64, capacity_bytes: u64) -> bool {
         let used_bytes = self.used_bytes.saturating_add(bytes);
         let fits = used_bytes <= capacity_bytes;
@@ -94,81 +94,81 @@ impl Index {
         fits
     }
 
-    /// Gives back room for a record that was not written.
-    pub(super) fn give_back(&mut self, bytes: u64) {
+    /// Releases the room of a record that was not written.
+    pub(super) fn release(&mut self, bytes: u64) {
         self.used_bytes -= bytes;
     }
 
-    /// Enters a block for whose record room was taken.
+    /// Adds a block; the room of its record is already reserved.
     pub(super) fn insert(&mut self, address: u64, facts: &BlockFacts) {
-        let names = vec![Name { key: facts.key, record: None }];
-        let entry = Entry { origin: facts.key, bytes: facts.bytes, names, no_name: None };
+        let names = vec![BlockName { key: facts.key, record: None }];
+        let entry = IndexedBlock { origin: facts.key, bytes: facts.bytes, names, revocation: None };
         let before = self.entries.insert(address, entry);
         assert!(before.is_none(), "an address is given out once");
     }
 
-    pub(super) fn get(&self, address: u64) -> Option<&Entry> {
+    pub(super) fn get(&self, address: u64) -> Option<&IndexedBlock> {
         self.entries.get(&address)
     }
 
-    /// Enters what a record says about the block at another address, for which room was taken.
-    /// False if it is for nothing, and its room is given back.
-    pub(super) fn apply(&mut self, header: &Header) -> bool {
+    /// Applies a record about the block at another address; its room is already reserved. Returns
+    /// false if it has no effect; then its room is released.
+    pub(super) fn apply(&mut self, header: &RecordHeader) -> bool {
         let (key, record) = (header.facts.key, header.address);
         let Some(entry) = self.entries.get_mut(&header.target) else {
-            self.give_back(HEADER_BYTES as u64);
+            self.release(HEADER_BYTES as u64);
             return false;
         };
         let is_first = entry.origin == key;
-        let is_news = match header.kind {
-            Kind::Name => !is_first && entry.bytes == header.facts.bytes && !entry.has(&key),
-            _ => is_first && entry.no_name.is_none(),
+        let has_effect = match header.kind {
+            RecordKind::Alias => !is_first && entry.bytes == header.facts.bytes && !entry.has(&key),
+            _ => is_first && entry.revocation.is_none(),
         };
-        if !is_news {
-            self.give_back(HEADER_BYTES as u64);
-        } else if header.kind == Kind::Name {
-            entry.names.push(Name { key, record: Some(record) });
+        if !has_effect {
+            self.release(HEADER_BYTES as u64);
+        } else if header.kind == RecordKind::Alias {
+            entry.names.push(BlockName { key, record: Some(record) });
         } else {
-            entry.no_name = Some(record);
+            entry.revocation = Some(record);
             entry.names.retain(|name| name.key != key);
         }
-        is_news
+        has_effect
     }
 
-    /// The first name of a block is one again; the record that said otherwise is gone.
+    /// Restores the first name of a block; the record that revoked it is deleted.
     pub(super) fn restore_origin(&mut self, address: u64) {
         let Some(entry) = self.entries.get_mut(&address) else { return };
-        if entry.no_name.take().is_some() {
-            entry.names.push(Name { key: entry.origin, record: None });
+        if entry.revocation.take().is_some() {
+            entry.names.push(BlockName { key: entry.origin, record: None });
             self.used_bytes -= HEADER_BYTES as u64;
         }
     }
 
-    /// What has to happen before some names can be forgotten.
-    pub(super) fn plan_removal(&self, batch: &[(BlockKey, u64)]) -> Removal {
+    /// The writes and deletes needed before names can be forgotten.
+    pub(super) fn plan_removal(&self, batch: &[(BlockKey, u64)]) -> RemovalPlan {
         let mut by_address: BTreeMap<u64, Vec<BlockKey>> = BTreeMap::new();
         for (key, address) in batch {
             by_address.entry(*address).or_default().push(*key);
         }
-        let mut removal = Removal::default();
+        let mut removal = RemovalPlan::default();
         for (address, keys) in by_address {
             let Some(entry) = self.entries.get(&address) else { continue };
-            let goes = |name: &&Name| keys.contains(&name.key);
-            if entry.names.iter().all(|name| goes(&name)) {
+            let is_removed = |name: &&BlockName| keys.contains(&name.key);
+            if entry.names.iter().all(|name| is_removed(&name)) {
                 removal.records.extend(entry.records(address));
                 continue;
             }
-            for name in entry.names.iter().filter(goes) {
+            for name in entry.names.iter().filter(is_removed) {
                 match name.record {
                     Some(record) => removal.records.push(name_of(record)),
-                    None => removal.nameless.push((address, name.key)),
+                    None => removal.revoked.push((address, name.key)),
                 }
             }
         }
         removal
     }
 
-    /// Forgets names; a block goes with its last one.
+    /// Forgets names; a block is removed with its last one.
     pub(super) fn forget(&mut self, batch: &[(BlockKey, u64)]) {
         for (key, address) in batch {
             let Some(entry) = self.entries.get_mut(address) else { continue };
@@ -183,8 +183,8 @@ impl Index {
         }
     }
 
-    /// Forgets a block whose record is not there any more, or is about to go. What it was.
-    pub(super) fn drop_block(&mut self, address: u64) -> Option<Entry> {
+    /// Forgets a block whose record is missing or about to be deleted, and returns it.
+    pub(super) fn drop_block(&mut self, address: u64) -> Option<IndexedBlock> {
         let entry = self.entries.remove(&address)?;
         self.used_bytes -= entry.room();
         Some(entry)
@@ -195,12 +195,12 @@ impl Index {
         self.entries.get(&address).map(|entry| entry.records(address).collect()).unwrap_or_default()
     }
 
-    /// Up to `count` blocks that are younger than one, the oldest first.
+    /// Up to `count` blocks after an address, the oldest first.
     pub(super) fn after(
         &self,
         address: Option<u64>,
         count: usize,
-    ) -> impl Iterator<Item = (u64, &Entry)> {
+    ) -> impl Iterator<Item = (u64, &IndexedBlock)> {
         let from = address.map_or(Bound::Unbounded, Bound::Excluded);
         let younger = self.entries.range((from, Bound::Unbounded));
         younger.take(count).map(|(address, entry)| (*address, entry))

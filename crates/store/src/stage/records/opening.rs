@@ -1,26 +1,26 @@
-//! What is there when a record stage opens: the header of every record is read, no block is.
+//! Opening of a record stage: reads the header of every record, and no block.
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use cascade_block::{Clock, Deadline, Manifest, NamespaceId};
 
-use super::buffers::Buffers;
-use super::index::Index;
-use super::record::{HEADER_BYTES, Header, Kind, address_of, manifest_of, name_of};
+use super::buffers::RecordBuffers;
+use super::index::RecordIndex;
+use super::record::{HEADER_BYTES, RecordHeader, RecordKind, address_of, manifest_of, name_of};
 use super::{RecordAnswer, RecordBuffer, RecordCall, Records};
 use crate::stage::{Address, BlockFacts, StageError};
 
-/// Headers that are asked for at once.
+/// Headers requested at once.
 const BATCH: usize = 256;
-/// Addresses begin with the time, so that no name is ever given twice: so many a millisecond.
+/// Addresses per millisecond: they begin with the time, so that no name is used twice.
 const ADDRESSES_PER_MS: u64 = 1 << 20;
 
-/// What was found.
+/// The records found at opening.
 #[derive(Debug, Default)]
-pub(super) struct Found {
-    pub(super) index: Index,
-    /// The youngest first: of two under one key the later one is believed.
+pub(super) struct OpenedRecords {
+    pub(super) index: RecordIndex,
+    /// The youngest first: of two blocks with one key the later one is used.
     pub(super) blocks: Vec<(BlockFacts, Address)>,
     pub(super) manifests: Vec<(NamespaceId, Manifest)>,
     pub(super) next_address: u64,
@@ -28,62 +28,62 @@ pub(super) struct Found {
     pub(super) notes: Vec<String>,
 }
 
-/// One record by its name, and what was read of it.
-struct Read {
+/// A record's address and length, and its header if that is valid.
+struct HeaderRead {
     address: u64,
-    /// By the word of who keeps it.
+    /// As reported by the implementation of [`Records`].
     bytes: u64,
-    header: Option<Header>,
+    header: Option<RecordHeader>,
 }
 
 /// Reads all headers. Each batch gets `timeout`.
 pub(super) fn read_all(
     records: &dyn Records,
-    buffers: &Arc<Buffers>,
+    buffers: &Arc<RecordBuffers>,
     clock: &dyn Clock,
     timeout: Duration,
-) -> Result<Found, StageError> {
-    let reader = Reader { records, buffers, clock, timeout };
+) -> Result<OpenedRecords, StageError> {
+    let reader = RecordReader { records, buffers, clock, timeout };
     let answer = reader.perform(vec![RecordCall::Names])?.pop();
     let Some(RecordAnswer::Names(names)) = answer else { return Err(StageError::NoAnswer) };
     let count = names.len();
     let mut ours: Vec<_> =
         names.into_iter().filter_map(|(name, bytes)| Some((address_of(&name)?, bytes))).collect();
     ours.sort_unstable();
-    let strange = count - ours.len();
-    let mut found = Found::default();
+    let unknown = count - ours.len();
+    let mut found = OpenedRecords::default();
     let first = clock.unix_ms().saturating_mul(ADDRESSES_PER_MS);
     found.next_address = ours.last().map_or(0, |(last, _)| last.saturating_add(1)).max(first);
-    let (mut useless, mut about_names) = (Vec::new(), Vec::new());
+    let (mut obsolete, mut name_records) = (Vec::new(), Vec::new());
     for batch in ours.chunks(BATCH) {
         for read in reader.headers(batch)? {
-            found.enter(&reader, read, &mut useless, &mut about_names)?;
+            found.enter(&reader, read, &mut obsolete, &mut name_records)?;
         }
     }
-    found.enter_names(&about_names, &mut useless);
-    for names in useless.chunks(BATCH) {
+    found.enter_names(&name_records, &mut obsolete);
+    for names in obsolete.chunks(BATCH) {
         reader.perform(vec![RecordCall::Delete { names: names.to_vec() }])?;
     }
     found.blocks.reverse();
-    if strange > 0 {
-        found.notes.push(format!("{strange} names there are not of Cascade's records: left alone"));
+    if unknown > 0 {
+        found.notes.push(format!("{unknown} names are not Cascade's: not touched"));
     }
     if found.damaged > 0 {
         let damaged = found.damaged;
-        found.notes.push(format!("{damaged} damaged records were there at opening, and deleted"));
+        found.notes.push(format!("{damaged} damaged records were deleted at opening"));
     }
     Ok(found)
 }
 
-/// Whom to ask.
-struct Reader<'a> {
+/// Reads records with a deadline for each batch.
+struct RecordReader<'a> {
     records: &'a dyn Records,
-    buffers: &'a Arc<Buffers>,
+    buffers: &'a Arc<RecordBuffers>,
     clock: &'a dyn Clock,
     timeout: Duration,
 }
 
-impl Reader<'_> {
+impl RecordReader<'_> {
     fn perform(&self, calls: Vec<RecordCall>) -> Result<Vec<RecordAnswer>, StageError> {
         let deadline = Deadline::after(self.clock, self.timeout);
         self.records.perform(calls, deadline).into_iter().collect()
@@ -94,20 +94,20 @@ impl Reader<'_> {
         RecordCall::Get { name: name_of(address), into }
     }
 
-    fn headers(&self, batch: &[(u64, u64)]) -> Result<Vec<Read>, StageError> {
+    fn headers(&self, batch: &[(u64, u64)]) -> Result<Vec<HeaderRead>, StageError> {
         let calls = batch.iter().map(|(address, _)| self.get(*address, HEADER_BYTES)).collect();
         let answers = self.perform(calls)?;
         let read = |((address, bytes), answer): (&(u64, u64), RecordAnswer)| {
             let header = match answer {
-                RecordAnswer::Got { buffer, bytes: HEADER_BYTES } => Header::read(&buffer),
+                RecordAnswer::Got { buffer, bytes: HEADER_BYTES } => RecordHeader::read(&buffer),
                 _ => None,
             };
-            Read { address: *address, bytes: *bytes, header }
+            HeaderRead { address: *address, bytes: *bytes, header }
         };
         Ok(batch.iter().zip(answers).map(read).collect())
     }
 
-    fn manifest(&self, header: &Header) -> Result<Option<Manifest>, StageError> {
+    fn manifest(&self, header: &RecordHeader) -> Result<Option<Manifest>, StageError> {
         let bytes = HEADER_BYTES + header.payload_bytes as usize;
         let answer = self.perform(vec![self.get(header.address, bytes)])?.pop();
         let Some(RecordAnswer::Got { buffer, bytes: got }) = answer else { return Ok(None) };
@@ -116,13 +116,13 @@ impl Reader<'_> {
     }
 }
 
-impl Found {
+impl OpenedRecords {
     fn enter(
         &mut self,
-        reader: &Reader<'_>,
-        read: Read,
-        useless: &mut Vec<String>,
-        about_names: &mut Vec<Header>,
+        reader: &RecordReader<'_>,
+        read: HeaderRead,
+        obsolete: &mut Vec<String>,
+        name_records: &mut Vec<RecordHeader>,
     ) -> Result<(), StageError> {
         let name = name_of(read.address);
         let header = read
@@ -130,35 +130,35 @@ impl Found {
             .filter(|header| header.address == read.address && header.record_bytes() == read.bytes);
         let Some(header) = header else {
             self.damaged += 1;
-            useless.push(name);
+            obsolete.push(name);
             return Ok(());
         };
         match header.kind {
-            Kind::Block => {
+            RecordKind::Block => {
                 self.index.reserve(header.record_bytes(), u64::MAX);
                 self.index.insert(header.address, &header.facts);
                 self.blocks.push((header.facts, Address(header.address)));
             }
-            Kind::Name | Kind::NoName => about_names.push(header),
-            Kind::Manifest => {
+            RecordKind::Alias | RecordKind::Revocation => name_records.push(header),
+            RecordKind::Manifest => {
                 if let Some(manifest) = reader.manifest(&header)? {
                     self.manifests.push((header.facts.namespace, manifest));
                 } else {
                     self.damaged += 1;
-                    useless.push(name);
+                    obsolete.push(name);
                 }
             }
-            Kind::Probe => useless.push(name),
+            RecordKind::Probe => obsolete.push(name),
         }
         Ok(())
     }
 
-    fn enter_names(&mut self, about_names: &[Header], useless: &mut Vec<String>) {
-        for header in about_names {
+    fn enter_names(&mut self, name_records: &[RecordHeader], obsolete: &mut Vec<String>) {
+        for header in name_records {
             self.index.reserve(HEADER_BYTES as u64, u64::MAX);
             if !self.index.apply(header) {
-                useless.push(name_of(header.address));
-            } else if header.kind == Kind::Name {
+                obsolete.push(name_of(header.address));
+            } else if header.kind == RecordKind::Alias {
                 self.blocks.push((header.facts, Address(header.target)));
             }
         }

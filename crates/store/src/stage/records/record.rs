@@ -1,4 +1,4 @@
-//! One record as it leaves the store: a header that says what it is, then the payload.
+//! The format of a record: a header, then the payload.
 //!
 //! Version 1, little endian, 160 bytes: magic 8, version 2, kind 1, flags 1, length of the payload
 //! 4, own address 8, address that it speaks of 8, expiry 8, key 32, digest 32, parent 32,
@@ -10,7 +10,7 @@ use crate::stage::BlockFacts;
 
 /// Length of a header.
 pub(super) const HEADER_BYTES: usize = 160;
-/// All names of records begin with this, so that nobody else's are taken for ours.
+/// Prefix of all names of records, which distinguishes them from others' names.
 const NAME_PREFIX: &str = "cascade-";
 
 const MAGIC: [u8; 8] = *b"CSCDRECD";
@@ -20,30 +20,30 @@ const HAS_DIGEST: u8 = 2;
 const HAS_PARENT: u8 = 4;
 const EXPIRES: u8 = 8;
 
-/// What a record is.
+/// The kind of a record.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Kind {
+pub(super) enum RecordKind {
     /// A block under its first name.
     Block = 1,
-    /// A further name for the block at an address.
-    Name = 2,
-    /// The first name of the block at an address is no longer one.
-    NoName = 3,
+    /// An alias for the block at an address.
+    Alias = 2,
+    /// Revokes the first name of the block at an address.
+    Revocation = 3,
     /// A namespace's manifest.
     Manifest = 4,
-    /// Written to see whether anything can be.
+    /// Written by a probe.
     Probe = 5,
 }
 
-/// What a record says of itself.
+/// The header of a record.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Header {
-    pub(super) kind: Kind,
-    /// Where it lies; its name says the same.
+pub(super) struct RecordHeader {
+    pub(super) kind: RecordKind,
+    /// Its address, which its name also contains.
     pub(super) address: u64,
-    /// Of a name: the address that it is for.
+    /// The address that an alias or a revocation is about.
     pub(super) target: u64,
-    /// Of a block or a name; `bytes` is the length of the block.
+    /// The facts of a block or an alias; `bytes` is the length of the block.
     pub(super) facts: BlockFacts,
     pub(super) payload_bytes: u32,
     payload_checksum: u32,
@@ -61,9 +61,9 @@ pub(super) fn address_of(name: &str) -> Option<u64> {
     (name_of(address) == name).then_some(address)
 }
 
-impl Header {
+impl RecordHeader {
     pub(super) fn new(
-        kind: Kind,
+        kind: RecordKind,
         address: u64,
         target: u64,
         facts: BlockFacts,
@@ -90,8 +90,8 @@ impl Header {
             (facts.expires_unix_ms.is_some(), EXPIRES),
         ];
         let flags: u8 = flags.iter().filter(|(is_so, _)| *is_so).map(|(_, flag)| flag).sum();
-        // The length of a block that is only named lies where a block's own does.
-        let bytes = if self.kind == Kind::Name { facts.bytes } else { self.payload_bytes };
+        // An alias has no payload: the field holds its block's length instead.
+        let bytes = if self.kind == RecordKind::Alias { facts.bytes } else { self.payload_bytes };
         let parts: [&[u8]; 12] = [
             &MAGIC,
             &VERSION.to_le_bytes(),
@@ -117,14 +117,14 @@ impl Header {
         head
     }
 
-    /// The header at the beginning of some bytes, if every bit of it is as it was written.
+    /// The header at the start of a record, if its checksum is right.
     pub(super) fn read(record: &[u8]) -> Option<Self> {
         let head = record.first_chunk::<HEADER_BYTES>()?;
-        let (said, sum) = head.split_last_chunk::<4>()?;
-        if checksum(said) != u32::from_le_bytes(*sum) {
+        let (covered, sum) = head.split_last_chunk::<4>()?;
+        if checksum(covered) != u32::from_le_bytes(*sum) {
             return None;
         }
-        let (magic, rest) = said.split_first_chunk::<8>()?;
+        let (magic, rest) = covered.split_first_chunk::<8>()?;
         let (version, rest) = rest.split_first_chunk::<2>()?;
         let ([kind, flags], rest) = rest.split_first_chunk::<2>()?;
         let (bytes, rest) = rest.split_first_chunk::<4>()?;
@@ -138,7 +138,7 @@ impl Header {
         if *magic != MAGIC || u16::from_le_bytes(*version) != VERSION {
             return None;
         }
-        let kind = Kind::of(*kind)?;
+        let kind = RecordKind::of(*kind)?;
         let has = |flag: u8| flags & flag != 0;
         let bytes = u32::from_le_bytes(*bytes);
         let facts = BlockFacts {
@@ -155,12 +155,12 @@ impl Header {
             address: u64::from_le_bytes(*address),
             target: u64::from_le_bytes(*target),
             facts,
-            payload_bytes: if kind == Kind::Name { 0 } else { bytes },
+            payload_bytes: if kind == RecordKind::Alias { 0 } else { bytes },
             payload_checksum: u32::from_le_bytes(*rest.first_chunk::<4>()?),
         })
     }
 
-    /// Whether these are the bytes that the header was made for.
+    /// Whether the payload matches the header's length and checksum.
     pub(super) fn fits(&self, payload: &[u8]) -> bool {
         payload.len() == self.payload_bytes as usize && checksum(payload) == self.payload_checksum
     }
@@ -171,14 +171,14 @@ impl Header {
     }
 }
 
-impl Kind {
+impl RecordKind {
     fn of(byte: u8) -> Option<Self> {
-        let all = [Self::Block, Self::Name, Self::NoName, Self::Manifest, Self::Probe];
+        let all = [Self::Block, Self::Alias, Self::Revocation, Self::Manifest, Self::Probe];
         all.into_iter().find(|kind| *kind as u8 == byte)
     }
 }
 
-/// The manifest that [`Manifest::canonical_bytes`] gave these bytes for.
+/// Parses a manifest from its [`Manifest::canonical_bytes`].
 pub(super) fn manifest_of(mut bytes: &[u8]) -> Option<Manifest> {
     let mut texts = Vec::new();
     while let Some((length, rest)) = bytes.split_first_chunk::<8>() {
@@ -198,7 +198,7 @@ pub(super) fn manifest_of(mut bytes: &[u8]) -> Option<Manifest> {
 mod tests {
     use super::*;
 
-    fn header(kind: Kind, payload: &[u8]) -> Header {
+    fn header(kind: RecordKind, payload: &[u8]) -> RecordHeader {
         let facts = BlockFacts {
             key: BlockKey::from_bytes([1; 32]),
             digest: Some(Digest::from_bytes([2; 32])),
@@ -208,18 +208,18 @@ mod tests {
             is_prefix: true,
             expires_unix_ms: Some(6),
         };
-        Header::new(kind, 7, 8, facts, payload)
+        RecordHeader::new(kind, 7, 8, facts, payload)
     }
 
     fn record(payload: &[u8]) -> Vec<u8> {
         let mut record = vec![0; HEADER_BYTES + payload.len()];
-        header(Kind::Block, payload).write(payload, &mut record);
+        header(RecordKind::Block, payload).write(payload, &mut record);
         record
     }
 
     #[test]
     fn a_record_of_version_1_reads_as_it_was_written() {
-        // As docs/python.md draws it; a later version still reads these bytes.
+        // The layout in docs/python.md. Later versions must still read these bytes.
         let mut stored = b"CSCDRECD\x01\x00\x01\x0f\x05\x00\x00\x00".to_vec();
         for number in [7_u64, 8, 6] {
             stored.extend(number.to_le_bytes());
@@ -230,38 +230,38 @@ mod tests {
         stored.extend(checksum(&stored).to_le_bytes());
         stored.extend(b"bytes");
         assert_eq!(record(b"bytes"), stored);
-        assert_eq!(Header::read(&stored), Some(header(Kind::Block, b"bytes")));
+        assert_eq!(RecordHeader::read(&stored), Some(header(RecordKind::Block, b"bytes")));
     }
 
     #[test]
-    fn a_flipped_bit_anywhere_is_seen() {
+    fn a_flipped_bit_is_detected_in_every_position() {
         let whole = record(b"some bytes of a block");
         for bit in 0..whole.len() * 8 {
             let mut flipped = whole.clone();
             flipped[bit / 8] ^= 1 << (bit % 8);
-            let header = Header::read(&flipped);
+            let header = RecordHeader::read(&flipped);
             let is_whole = header.is_some_and(|header| header.fits(&flipped[HEADER_BYTES..]));
             assert!(!is_whole, "bit {bit}");
         }
         for bytes in 0..whole.len() {
             let cut = &whole[..bytes];
-            let header = Header::read(cut);
+            let header = RecordHeader::read(cut);
             assert!(!header.is_some_and(|header| header.fits(&cut[HEADER_BYTES..])), "{bytes}");
         }
     }
 
     #[test]
-    fn a_further_name_says_how_long_its_block_is() {
-        let name = header(Kind::Name, b"");
+    fn an_alias_record_has_the_length_of_its_block() {
+        let name = header(RecordKind::Alias, b"");
         let mut bytes = vec![0; HEADER_BYTES];
         name.write(b"", &mut bytes);
-        let read = Header::read(&bytes).unwrap();
+        let read = RecordHeader::read(&bytes).unwrap();
         assert_eq!((read.facts.bytes, read.record_bytes()), (5, HEADER_BYTES as u64));
         assert_eq!(read, name);
     }
 
     #[test]
-    fn names_are_only_ours() {
+    fn only_names_of_records_have_an_address() {
         assert_eq!(address_of(&name_of(0xabc)), Some(0xabc));
         for name in ["cascade-1", "cascade-0000000000000ABC", "other", "cascade-000000000000000g"] {
             assert_eq!(address_of(name), None, "{name}");
@@ -269,7 +269,7 @@ mod tests {
     }
 
     #[test]
-    fn a_manifest_comes_back() {
+    fn a_manifest_reads_back_as_written() {
         let manifest = Manifest::new().with("weights", "sha256:9f86").with("empty", "");
         assert_eq!(manifest_of(&manifest.canonical_bytes()), Some(manifest.clone()));
         assert_eq!(manifest_of(&manifest.canonical_bytes()[1..]), None);
