@@ -1,4 +1,4 @@
-//! What each key is set to and by what, before and after it became a [`NodeConfig`].
+//! The value and the source of each key, from which the [`NodeConfig`] is built.
 //!
 //! [`NodeConfig`]: super::NodeConfig
 
@@ -13,12 +13,12 @@ use super::key::Key;
 use super::keys::{KEYS, SECTIONS, TENANT_KEYS, key};
 use super::value::Value;
 
-/// What gave a value.
+/// Where the value of a key comes from.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Source {
-    /// Nobody: it is the built-in value.
+    /// The built-in default.
     Default,
-    /// Nobody: it was worked out from the machine, for this reason.
+    /// A default that was computed from the host, with an explanation.
     Derived(String),
     /// A line of the configuration file, from 1.
     File {
@@ -29,9 +29,9 @@ pub enum Source {
     },
     /// An environment variable.
     Environment(String),
-    /// A flag of the command line.
+    /// A command-line flag.
     Flag(&'static str),
-    /// `cascade config set`, while the node runs.
+    /// `cascade config set` on the running node.
     Administrator,
 }
 
@@ -48,16 +48,16 @@ impl fmt::Display for Source {
     }
 }
 
-/// A value and what gave it.
+/// A value and its source.
 #[derive(Debug, Clone)]
 pub struct Setting {
     /// The value.
     pub value: Value,
-    /// What gave it.
+    /// Where it comes from.
     pub source: Source,
 }
 
-/// Two settings are equal when their values are: where they come from changes no behaviour.
+/// Only values are compared, because the source does not change behaviour.
 impl PartialEq for Setting {
     fn eq(&self, other: &Self) -> bool {
         self.value == other.value
@@ -70,7 +70,7 @@ impl Eq for Setting {}
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(super) struct Values(BTreeMap<&'static str, Setting>);
 
-/// What every key is set to.
+/// The settings of a node and its tenants.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Settings {
     pub(super) node: Values,
@@ -78,19 +78,19 @@ pub struct Settings {
 }
 
 impl Settings {
-    /// The built-in values of all keys that have one.
+    /// The built-in defaults of all keys that have one.
     pub(super) fn built_in() -> Self {
         let mut node = Values::default();
         for key in KEYS {
             if let Some(text) = key.default {
-                let value = key.parse(text).expect("a test reads all defaults");
+                let value = key.parse(text).expect("a test parses all defaults");
                 node.set(key, value, Source::Default);
             }
         }
         Self { node, tenants: Vec::new() }
     }
 
-    /// What the file tier may take, and why, where nobody said how much.
+    /// The computed size of the file tier and its explanation, if `files_capacity` is not set.
     pub fn derived_files_capacity(&self) -> Option<(u64, &str)> {
         let setting = self.node.get("files_capacity")?;
         let (Value::Size(bytes), Source::Derived(reason)) = (&setting.value, &setting.source)
@@ -100,12 +100,12 @@ impl Settings {
         Some((*bytes, reason))
     }
 
-    /// A TOML file that sets every key as it is set now; each line says what set it.
+    /// A TOML file with the current value of every key, and its source as a comment.
     pub fn print(&self) -> String {
         let mut out = String::new();
         for (section, _) in SECTIONS.iter().filter(|(section, _)| *section != "tenant") {
             if !section.is_empty() {
-                writeln!(out, "[{section}]").expect("a String takes everything");
+                writeln!(out, "[{section}]").expect("writing to a String cannot fail");
             }
             self.node.print(KEYS.iter().filter(|key| key.section() == *section), &mut out);
             out.push('\n');
@@ -125,18 +125,18 @@ impl Values {
         self.0.insert(key.path, Setting { value, source });
     }
 
-    /// Sets what nobody gave.
-    pub(super) fn imply(&mut self, path: &str, value: Value) {
-        self.imply_from(path, value, Source::Default);
+    /// Sets the value of a key that is not set.
+    pub(super) fn set_default(&mut self, path: &str, value: Value) {
+        self.set_default_from(path, value, Source::Default);
     }
 
-    pub(super) fn imply_from(&mut self, path: &str, value: Value, source: Source) {
+    pub(super) fn set_default_from(&mut self, path: &str, value: Value, source: Source) {
         let path = key(path).path;
         self.0.entry(path).or_insert(Setting { value, source });
     }
 
     pub(super) fn get(&self, path: &str) -> Option<&Setting> {
-        assert_eq!(key(path).path, path, "only paths of the table are asked for");
+        assert_eq!(key(path).path, path, "the path of a key");
         self.0.get(path)
     }
 
@@ -148,7 +148,7 @@ impl Values {
         self.get(path).map_or(Source::Default, |setting| setting.source.clone())
     }
 
-    /// Whether somebody gave it.
+    /// Whether a file, a variable, a flag or a command set the key.
     pub(super) fn is_given(&self, path: &str) -> bool {
         !matches!(self.source(path), Source::Default | Source::Derived(_))
     }
@@ -215,7 +215,7 @@ impl Values {
                 }
                 None => format!("{:<48} # {}", format!("# {} =", key.name()), key.default_text()),
             };
-            writeln!(out, "{line}").expect("a String takes everything");
+            writeln!(out, "{line}").expect("writing to a String cannot fail");
         }
     }
 }

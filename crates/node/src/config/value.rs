@@ -1,4 +1,4 @@
-//! What a key may hold, read from text with its unit and written back so that it reads the same.
+//! Values of keys: parsed from text with a unit, and formatted so that they parse back the same.
 
 use std::fmt::Write as _;
 use std::net::SocketAddr;
@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use cascade_block::{ByteSize, TimeSpan};
 
-/// What kind of value a key takes.
+/// The kind of value that a key accepts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
     /// Any text.
@@ -16,21 +16,21 @@ pub enum Kind {
     Path,
     /// Bytes.
     Size,
-    /// Bytes a second.
+    /// Bytes per second.
     Rate,
-    /// A time span.
+    /// A duration.
     Duration,
-    /// A share.
+    /// A share in percent.
     Percent,
     /// A whole number.
     Count,
     /// Permissions of a file.
     Mode,
-    /// Yes or no.
+    /// `true` or `false`.
     Switch,
     /// An IP address and a TCP port.
     Address,
-    /// The address of an HTTP service.
+    /// The URL of an HTTP service.
     Url,
     /// One of these words.
     Choice(&'static [&'static str]),
@@ -38,7 +38,7 @@ pub enum Kind {
     List,
 }
 
-/// A value that was read.
+/// A parsed value.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd)]
 pub enum Value {
     /// Of [`Kind::Text`] and [`Kind::Url`].
@@ -47,7 +47,7 @@ pub enum Value {
     Path(PathBuf),
     /// Of [`Kind::Size`], in bytes.
     Size(u64),
-    /// Of [`Kind::Rate`], in bytes a second.
+    /// Of [`Kind::Rate`], in bytes per second.
     Rate(u64),
     /// Of [`Kind::Duration`].
     Duration(Duration),
@@ -68,7 +68,10 @@ pub enum Value {
 }
 
 impl Kind {
-    /// Reads a value, or says what would be right.
+    /// Parses a value.
+    ///
+    /// # Errors
+    /// What is wrong, and the expected form.
     pub fn parse(self, text: &str) -> Result<Value, String> {
         let trimmed = text.trim();
         let wrong = || format!("{trimmed:?} is not {}", self.description());
@@ -118,7 +121,7 @@ impl Kind {
         }
     }
 
-    /// What a value of this kind is, with an example.
+    /// Description of a value of this kind, with an example.
     pub fn description(self) -> String {
         match self {
             Self::Text => "text".to_owned(),
@@ -131,13 +134,13 @@ impl Kind {
             Self::Mode => "permissions in octal digits, such as 0600".to_owned(),
             Self::Switch => "true or false".to_owned(),
             Self::Address => "an IP address and a port, such as 127.0.0.1:9000".to_owned(),
-            Self::Url => "an address such as http://localhost:4318".to_owned(),
+            Self::Url => "a URL, such as http://localhost:4318".to_owned(),
             Self::Choice(words) => format!("one of {}", words.join(", ")),
             Self::List => "a list of texts".to_owned(),
         }
     }
 
-    /// What stands for a value in a command line.
+    /// Placeholder for a value in command-line help.
     pub fn placeholder(self) -> &'static str {
         match self {
             Self::Text => "TEXT",
@@ -156,14 +159,14 @@ impl Kind {
         }
     }
 
-    /// Whether a TOML file has to quote it, so that `socket = true` is a mistake.
+    /// Whether the value must be a TOML string, so that `socket = true` is an error.
     pub(super) fn is_quoted(self) -> bool {
         matches!(self, Self::Text | Self::Path | Self::Address | Self::Url | Self::Choice(_))
     }
 }
 
 impl Value {
-    /// As it is written in a TOML file; a file that holds it gives the same value.
+    /// The value in TOML. Parsing it gives the same value.
     pub fn toml(&self) -> String {
         match self {
             Self::Count(count) => count.to_string(),
@@ -176,7 +179,7 @@ impl Value {
         }
     }
 
-    /// As it is written in the environment or after a flag.
+    /// The value as text, for a variable or a flag.
     pub fn text(&self) -> String {
         match self {
             Self::Text(text) => text.clone(),
@@ -195,14 +198,15 @@ impl Value {
     }
 }
 
-/// A basic string of TOML.
+/// A basic string in TOML.
 pub(super) fn quoted(text: &str) -> String {
     let mut out = String::from("\"");
     for letter in text.chars() {
         match letter {
             '"' | '\\' => out.extend(['\\', letter]),
             control if control.is_control() => {
-                write!(out, "\\u{:04X}", u32::from(control)).expect("a String takes everything");
+                write!(out, "\\u{:04X}", u32::from(control))
+                    .expect("writing to a String cannot fail");
             }
             plain => out.push(plain),
         }
@@ -216,7 +220,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn values_that_people_write_are_read_and_written_back() {
+    fn values_are_parsed_and_formatted_back() {
         for (kind, text, value, back) in [
             (Kind::Size, "1GiB", Value::Size(1 << 30), "\"1GiB\""),
             (Kind::Size, "4096", Value::Size(4096), "\"4KiB\""),
@@ -243,7 +247,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_value_says_what_would_be() {
+    fn the_error_of_an_invalid_value_names_the_expected_form() {
         for (kind, text, hint) in [
             (Kind::Size, "lots", "512MiB"),
             (Kind::Rate, "fast", "500MiB/s"),
@@ -262,8 +266,8 @@ mod tests {
             (Kind::Count, "-1", "whole number"),
             (Kind::Choice(&["lru", "arc"]), "clock", "lru, arc"),
         ] {
-            let said = kind.parse(text).unwrap_err();
-            assert!(said.contains(hint), "{text}: {said}");
+            let message = kind.parse(text).unwrap_err();
+            assert!(message.contains(hint), "{text}: {message}");
         }
     }
 }
