@@ -11,7 +11,7 @@ const OPENING: &str = "\
 This page is generated from the table of keys in the program, and a test compares the two.
 `cascade serve --print-reference` prints it.
 
-A node needs no configuration, because every key has a default. Later sources override earlier ones:
+A node needs no configuration: every key has a default. Later sources override earlier ones:
 
 1. built-in defaults
 2. one TOML file: `--config FILE`, else the file that the variable `CASCADE_CONFIG` names
