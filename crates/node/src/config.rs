@@ -11,6 +11,7 @@ mod admin_group;
 mod build;
 mod change;
 mod check;
+mod default_capacity;
 mod difference;
 mod environment;
 mod error;
@@ -19,22 +20,21 @@ mod key;
 mod keys;
 mod reference;
 mod renamed;
-mod room;
 mod settings;
 mod value;
 
 pub use admin_group::AdminGroup;
 pub use change::{ShownKey, shown, with_value};
 pub use check::SOCKET_PATH_BYTES_MAX;
+pub use default_capacity::Room;
 pub use difference::{Difference, difference};
 pub use environment::Environment;
 pub use error::ConfigError;
 pub use key::Key;
 pub use keys::{KEYS, SECTIONS, TENANT_KEYS};
 pub use reference::{example, reference};
-pub use room::Room;
-pub use settings::{Setting, Settings, Source};
-pub use value::{Kind, Value};
+pub use settings::{Setting, SettingSource, Settings};
+pub use value::{Kind, SettingValue};
 
 /// A node's settings.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -171,7 +171,7 @@ pub fn load(sources: &Sources, environment: &Environment) -> Result<NodeConfig, 
     }
     environment.apply(&mut settings)?;
     for (key, text) in &sources.flags {
-        let place = Source::Flag(key.flag.unwrap_or(key.path));
+        let place = SettingSource::Flag(key.flag.unwrap_or(key.path));
         let value = key.parse(text).map_err(|reason| {
             let place = place.clone();
             ConfigError::Value { key: key.path.to_owned(), reason, place }

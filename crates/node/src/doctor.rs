@@ -83,13 +83,13 @@ pub struct Report {
 
 /// The outcome of a check, without its name and reason.
 #[derive(Debug, Clone, PartialEq, Eq)]
-struct Outcome {
+struct CheckOutcome {
     state: State,
     found: String,
     remedy: Option<String>,
 }
 
-impl Outcome {
+impl CheckOutcome {
     fn ok(found: impl Into<String>) -> Self {
         Self { state: State::Ok, found: found.into(), remedy: None }
     }
@@ -111,7 +111,7 @@ impl Outcome {
 struct Check {
     id: &'static str,
     why: &'static str,
-    run: fn(&NodeConfig, &dyn Machine) -> Outcome,
+    run: fn(&NodeConfig, &dyn Machine) -> CheckOutcome,
 }
 
 const CONFIGURATION: Check = Check {
@@ -120,7 +120,7 @@ const CONFIGURATION: Check = Check {
     run: |config, _| {
         let names = config.tenants.iter().map(|tenant| tenant.name.as_str());
         let names: Vec<&str> = std::iter::once("default").chain(names).collect();
-        Outcome::ok(format!("accepted; tenants: {}", names.join(", ")))
+        CheckOutcome::ok(format!("accepted; tenants: {}", names.join(", ")))
     },
 };
 
@@ -166,7 +166,7 @@ pub fn examine(
         Ok(config) => run_all(&Arc::new(config), machine, time_limit),
         Err(error) => {
             let remedy = "correct the configuration; `cascade serve --print-config` prints it";
-            vec![finding(&CONFIGURATION, Outcome::failed(with_causes(&error), remedy))]
+            vec![finding(&CONFIGURATION, CheckOutcome::failed(with_causes(&error), remedy))]
         }
     };
     let is_ready = checks.iter().all(|finding| finding.state != State::Failed);
@@ -195,20 +195,20 @@ fn run_all(
     let findings = started.into_iter().map(|(check, answer)| {
         let outcome = match answer {
             Ok(answer) => answer.recv_timeout(deadline.remaining(&SystemClock)).ok(),
-            Err(error) => Some(Outcome::failed(format!("cannot start a thread ({error})"), {
+            Err(error) => Some(CheckOutcome::failed(format!("cannot start a thread ({error})"), {
                 "raise the limit on processes: ulimit -u"
             })),
         };
         let outcome = outcome.unwrap_or_else(|| {
             let found = format!("no answer within {} s", time_limit.as_secs_f64());
-            Outcome::failed(found, "look for a mount or device that hangs: dmesg, mount")
+            CheckOutcome::failed(found, "look for a mount or device that hangs: dmesg, mount")
         });
         finding(check, outcome)
     });
     findings.collect()
 }
 
-fn finding(check: &Check, outcome: Outcome) -> Finding {
+fn finding(check: &Check, outcome: CheckOutcome) -> Finding {
     Finding {
         id: check.id.to_owned(),
         state: outcome.state,

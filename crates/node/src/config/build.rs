@@ -8,11 +8,11 @@ use cascade_store::{
 };
 
 use super::admin_group::{AdminGroup, user_id};
+use super::default_capacity;
 use super::environment::Environment;
 use super::error::ConfigError;
-use super::room;
-use super::settings::{Settings, Source, Values};
-use super::value::Value;
+use super::settings::{SettingSource, Settings, Values};
+use super::value::SettingValue;
 use super::{KeepPool, LimitsConfig, LogConfig, NodeConfig, SecurityConfig, TenantConfig};
 
 const MIB: u64 = 1 << 20;
@@ -89,12 +89,12 @@ fn admin_group(
 
 /// Sets defaults that depend on other settings, where the key is not set.
 fn set_derived_defaults(values: &mut Values, environment: &Environment) {
-    values.set_default("socket", Value::Path(environment.default_socket()));
+    values.set_default("socket", SettingValue::Path(environment.default_socket()));
     let has_files = values.path("files").is_some();
     let pipeline = if has_files { "Dram|Files" } else { "Dram" };
-    values.set_default("pipeline", Value::Text(pipeline.to_owned()));
+    values.set_default("pipeline", SettingValue::Text(pipeline.to_owned()));
     let capacity = values.bytes("files_capacity").unwrap_or_default();
-    values.set_default("segment_size", Value::Size(default_segment_bytes(capacity)));
+    values.set_default("segment_size", SettingValue::Size(default_segment_bytes(capacity)));
 }
 
 /// Without `files_capacity`, the file tier takes a share of the space on its file system. Tenants
@@ -111,9 +111,9 @@ fn derive_files_capacity(settings: &mut Settings, environment: &Environment) {
     let reserved = quotas.iter().flatten().fold(0, |sum: u64, bytes| sum.saturating_add(*bytes));
     let shares = 1 + quotas.iter().filter(|quota| quota.is_none()).count() as u64;
     let room = (environment.room_of)(&directory);
-    let (bytes, reason) = room::capacity(&directory, room, reserved, shares);
-    let source = Source::Derived(reason);
-    settings.node.set_default_from("files_capacity", Value::Size(bytes), source);
+    let (bytes, reason) = default_capacity::capacity(&directory, room, reserved, shares);
+    let source = SettingSource::Derived(reason);
+    settings.node.set_default_from("files_capacity", SettingValue::Size(bytes), source);
 }
 
 /// A sixteenth of the tier: reclaim drops one segment at a time, so each drops at most that share.

@@ -6,7 +6,7 @@ use super::build;
 use super::environment::Environment;
 use super::error::ConfigError;
 use super::keys::{KEYS, nearest};
-use super::settings::Source;
+use super::settings::SettingSource;
 use super::{Key, NodeConfig};
 
 /// One setting, as `cascade config get` shows it.
@@ -61,7 +61,7 @@ pub fn with_value(config: &NodeConfig, path: &str, text: &str) -> Result<NodeCon
         ));
     }
     let mut settings = config.settings.clone();
-    settings.node.set(key, value, Source::Administrator);
+    settings.node.set(key, value, SettingSource::Administrator);
     let message = |error: ConfigError| error.to_string();
     let new = build::node_config(settings, &Environment::of_process()).map_err(message)?;
     new.check().map_err(message)?;

@@ -8,7 +8,7 @@ use cascade_store::stage::Registry;
 use cascade_store::{Pipeline, Readers, StoreConfig, StoreError, read_secret};
 
 use super::error::ConfigError;
-use super::settings::Source;
+use super::settings::SettingSource;
 use super::{NodeConfig, SecurityConfig, TenantConfig};
 
 /// The longest path of a Unix socket: `sun_path` without the terminating zero.
@@ -37,7 +37,7 @@ impl NodeConfig {
     /// The keys, separated by commas, each with its source if it was set.
     fn with_sources(&self, paths: &[&str]) -> String {
         let keys = paths.iter().map(|path| match self.settings.node.source(path) {
-            Source::Default | Source::Derived(_) => (*path).to_owned(),
+            SettingSource::Default | SettingSource::Derived(_) => (*path).to_owned(),
             source => format!("{path} ({source})"),
         });
         keys.collect::<Vec<_>>().join(", ")

@@ -5,11 +5,11 @@ use std::ffi::OsString;
 use std::io;
 use std::path::{Path, PathBuf};
 
+use super::default_capacity::Room;
 use super::error::ConfigError;
 use super::keys::{KEYS, edit_distance, nearest_name};
 use super::renamed::new_name_of_variable;
-use super::room::Room;
-use super::settings::{Settings, Source};
+use super::settings::{SettingSource, Settings};
 
 const CONFIG: &str = "CASCADE_CONFIG";
 const NODE: &str = "CASCADE_NODE";
@@ -93,7 +93,7 @@ impl Environment {
     pub(super) fn apply(&self, settings: &mut Settings) -> Result<(), ConfigError> {
         for (name, value) in &self.variables {
             let Some(tail) = name.strip_prefix("CASCADE_") else { continue };
-            let place = Source::Environment(name.clone());
+            let place = SettingSource::Environment(name.clone());
             let Some(key) = KEYS.iter().find(|key| key.environment() == *name) else {
                 check_unknown(tail, place)?;
                 continue;
@@ -114,7 +114,7 @@ impl Environment {
 ///
 /// Other unknown names are accepted: clients and tools have their own variables, and Kubernetes
 /// sets some for a service that is named `cascade`.
-fn check_unknown(tail: &str, place: Source) -> Result<(), ConfigError> {
+fn check_unknown(tail: &str, place: SettingSource) -> Result<(), ConfigError> {
     let name = format!("CASCADE_{tail}");
     if OTHERS.contains(&&*name)
         || tail.contains("_SERVICE_")
@@ -167,7 +167,7 @@ mod tests {
             "CASCADE_TOKEN",
         ] {
             let tail = name.strip_prefix("CASCADE_").unwrap();
-            check_unknown(tail, Source::Default).unwrap();
+            check_unknown(tail, SettingSource::Default).unwrap();
         }
         for (name, hint) in [
             ("CASCADE_FILES_CAPACTIY", "did you mean \"CASCADE_FILES_CAPACITY\""),
@@ -176,7 +176,7 @@ mod tests {
             ("CASCADE_DIRTY_BYTES_MAX", "is now called CASCADE_DIRTY_MAX"),
         ] {
             let tail = name.strip_prefix("CASCADE_").unwrap();
-            let message = check_unknown(tail, Source::Default).unwrap_err().to_string();
+            let message = check_unknown(tail, SettingSource::Default).unwrap_err().to_string();
             assert!(message.contains(hint), "{name}: {message}");
         }
     }

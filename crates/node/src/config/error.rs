@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use cascade_store::SecretError;
 use thiserror::Error;
 
-use super::settings::Source;
+use super::settings::SettingSource;
 
 /// Why a configuration was refused.
 #[derive(Debug, Error)]
@@ -41,7 +41,7 @@ pub enum ConfigError {
         /// The nearest existing name, if one is close.
         nearest: Option<String>,
         /// Where the name is set.
-        place: Source,
+        place: SettingSource,
     },
     /// The old name of a key.
     #[error("{place}: {old} is now called {new}{advice}")]
@@ -53,7 +53,7 @@ pub enum ConfigError {
         /// The new place in the file, if it changed.
         advice: &'static str,
         /// Where the name is set.
-        place: Source,
+        place: SettingSource,
     },
     /// A value that its key does not accept.
     #[error("{place}: {key}: {reason}")]
@@ -63,7 +63,7 @@ pub enum ConfigError {
         /// What is wrong, and the expected value.
         reason: String,
         /// Where the key is set.
-        place: Source,
+        place: SettingSource,
     },
     /// Keys that contradict each other, or a key without another that it needs.
     #[error("{keys}: {reason}; {advice}")]

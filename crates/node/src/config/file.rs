@@ -13,8 +13,8 @@ use super::error::ConfigError;
 use super::key::Key;
 use super::keys::{ADVANCED, KEYS, SECTIONS, TENANT_KEYS, nearest_name};
 use super::renamed::{is_old_section, new_name_of};
-use super::settings::{Settings, Source, Values};
-use super::value::{Kind, Value};
+use super::settings::{SettingSource, Settings, Values};
+use super::value::{Kind, SettingValue};
 
 /// Size limit. A configuration is short, so a larger file was named by mistake.
 const FILE_BYTES_MAX: u64 = 1 << 20;
@@ -55,8 +55,8 @@ impl Document<'_> {
         1 + before.filter(|byte| **byte == b'\n').count()
     }
 
-    fn place(&self, span: &Range<usize>) -> Source {
-        Source::File { path: self.path.to_owned(), line: self.line(span) }
+    fn place(&self, span: &Range<usize>) -> SettingSource {
+        SettingSource::File { path: self.path.to_owned(), line: self.line(span) }
     }
 
     /// Reads one name at the top level of the file: a key, or a table.
@@ -188,12 +188,12 @@ fn expected_place(section: &str) -> String {
     }
 }
 
-fn read_value(key: &Key, value: &DeValue<'_>) -> Result<Value, String> {
+fn read_value(key: &Key, value: &DeValue<'_>) -> Result<SettingValue, String> {
     let wrong = || format!("{} is not {}", value.type_str(), key.kind.description());
     match value {
         DeValue::Array(parts) if key.kind == Kind::List => {
             let texts = parts.iter().map(|part| scalar(part.get_ref()).ok_or_else(wrong));
-            texts.collect::<Result<_, _>>().map(Value::List)
+            texts.collect::<Result<_, _>>().map(SettingValue::List)
         }
         DeValue::String(text) if key.kind != Kind::List => key.parse(text),
         DeValue::Float(number) if !key.kind.is_quoted() || key.kind == Kind::Duration => {

@@ -1,7 +1,7 @@
 //! A key of the configuration: one declaration, used for reading, checks and documentation.
 
 use super::keys::ADVANCED;
-use super::value::{Kind, Value};
+use super::value::{Kind, SettingValue};
 
 /// A key of the configuration.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -115,7 +115,7 @@ impl Key {
     ///
     /// # Errors
     /// What is wrong, and the expected value.
-    pub fn parse(&self, text: &str) -> Result<Value, String> {
+    pub fn parse(&self, text: &str) -> Result<SettingValue, String> {
         let value = self.kind.parse(text)?;
         // A test parses all bounds of the table.
         let bound = |text: &str| self.kind.parse(text).ok();

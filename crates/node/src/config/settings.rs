@@ -11,11 +11,11 @@ use std::time::Duration;
 
 use super::key::Key;
 use super::keys::{KEYS, SECTIONS, TENANT_KEYS, key};
-use super::value::Value;
+use super::value::SettingValue;
 
 /// Where the value of a key comes from.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Source {
+pub enum SettingSource {
     /// The built-in default.
     Default,
     /// A default that was computed from the host, with an explanation.
@@ -35,7 +35,7 @@ pub enum Source {
     Administrator,
 }
 
-impl fmt::Display for Source {
+impl fmt::Display for SettingSource {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Default => f.write_str("default"),
@@ -52,9 +52,9 @@ impl fmt::Display for Source {
 #[derive(Debug, Clone)]
 pub struct Setting {
     /// The value.
-    pub value: Value,
+    pub value: SettingValue,
     /// Where it comes from.
-    pub source: Source,
+    pub source: SettingSource,
 }
 
 /// Only values are compared, because the source does not change behaviour.
@@ -84,7 +84,7 @@ impl Settings {
         for key in KEYS {
             if let Some(text) = key.default {
                 let value = key.parse(text).expect("a test parses all defaults");
-                node.set(key, value, Source::Default);
+                node.set(key, value, SettingSource::Default);
             }
         }
         Self { node, tenants: Vec::new() }
@@ -93,7 +93,8 @@ impl Settings {
     /// The computed size of the file tier and its explanation, if `files_capacity` is not set.
     pub fn derived_files_capacity(&self) -> Option<(u64, &str)> {
         let setting = self.node.get("files_capacity")?;
-        let (Value::Size(bytes), Source::Derived(reason)) = (&setting.value, &setting.source)
+        let (SettingValue::Size(bytes), SettingSource::Derived(reason)) =
+            (&setting.value, &setting.source)
         else {
             return None;
         };
@@ -121,16 +122,21 @@ impl Settings {
 }
 
 impl Values {
-    pub(super) fn set(&mut self, key: &Key, value: Value, source: Source) {
+    pub(super) fn set(&mut self, key: &Key, value: SettingValue, source: SettingSource) {
         self.0.insert(key.path, Setting { value, source });
     }
 
     /// Sets the value of a key that is not set.
-    pub(super) fn set_default(&mut self, path: &str, value: Value) {
-        self.set_default_from(path, value, Source::Default);
+    pub(super) fn set_default(&mut self, path: &str, value: SettingValue) {
+        self.set_default_from(path, value, SettingSource::Default);
     }
 
-    pub(super) fn set_default_from(&mut self, path: &str, value: Value, source: Source) {
+    pub(super) fn set_default_from(
+        &mut self,
+        path: &str,
+        value: SettingValue,
+        source: SettingSource,
+    ) {
         let path = key(path).path;
         self.0.entry(path).or_insert(Setting { value, source });
     }
@@ -140,69 +146,71 @@ impl Values {
         self.0.get(path)
     }
 
-    fn value(&self, path: &str) -> Option<&Value> {
+    fn value(&self, path: &str) -> Option<&SettingValue> {
         self.get(path).map(|setting| &setting.value)
     }
 
-    pub(super) fn source(&self, path: &str) -> Source {
-        self.get(path).map_or(Source::Default, |setting| setting.source.clone())
+    pub(super) fn source(&self, path: &str) -> SettingSource {
+        self.get(path).map_or(SettingSource::Default, |setting| setting.source.clone())
     }
 
     /// Whether a file, a variable, a flag or a command set the key.
     pub(super) fn is_given(&self, path: &str) -> bool {
-        !matches!(self.source(path), Source::Default | Source::Derived(_))
+        !matches!(self.source(path), SettingSource::Default | SettingSource::Derived(_))
     }
 
     pub(super) fn text(&self, path: &str) -> Option<String> {
-        self.value(path).map(Value::text)
+        self.value(path).map(SettingValue::text)
     }
 
     pub(super) fn path(&self, path: &str) -> Option<PathBuf> {
-        let Some(Value::Path(path)) = self.value(path) else { return None };
+        let Some(SettingValue::Path(path)) = self.value(path) else { return None };
         Some(Path::to_owned(path))
     }
 
     pub(super) fn bytes(&self, path: &str) -> Option<u64> {
-        let Some(Value::Size(bytes) | Value::Rate(bytes)) = self.value(path) else { return None };
+        let Some(SettingValue::Size(bytes) | SettingValue::Rate(bytes)) = self.value(path) else {
+            return None;
+        };
         Some(*bytes)
     }
 
     pub(super) fn duration(&self, path: &str) -> Option<Duration> {
-        let Some(Value::Duration(time)) = self.value(path) else { return None };
+        let Some(SettingValue::Duration(time)) = self.value(path) else { return None };
         Some(*time)
     }
 
     pub(super) fn percent(&self, path: &str) -> Option<u8> {
-        let Some(Value::Percent(percent)) = self.value(path) else { return None };
+        let Some(SettingValue::Percent(percent)) = self.value(path) else { return None };
         Some(*percent)
     }
 
     pub(super) fn count(&self, path: &str) -> Option<usize> {
-        let Some(Value::Count(count)) = self.value(path) else { return None };
+        let Some(SettingValue::Count(count)) = self.value(path) else { return None };
         Some(*count)
     }
 
     pub(super) fn mode(&self, path: &str) -> Option<u32> {
-        let Some(Value::Mode(mode)) = self.value(path) else { return None };
+        let Some(SettingValue::Mode(mode)) = self.value(path) else { return None };
         Some(*mode)
     }
 
     pub(super) fn is_on(&self, path: &str) -> bool {
-        matches!(self.value(path), Some(Value::Switch(true)))
+        matches!(self.value(path), Some(SettingValue::Switch(true)))
     }
 
     pub(super) fn address(&self, path: &str) -> Option<SocketAddr> {
-        let Some(Value::Address(address)) = self.value(path) else { return None };
+        let Some(SettingValue::Address(address)) = self.value(path) else { return None };
         Some(*address)
     }
 
     pub(super) fn choice(&self, path: &str) -> &'static str {
-        let Some(Value::Choice(word)) = self.value(path) else { return "" };
+        let Some(SettingValue::Choice(word)) = self.value(path) else { return "" };
         word
     }
 
     pub(super) fn list(&self, path: &str) -> &[String] {
-        let Some(Value::List(parts)) = self.value(path) else { return &[] };
+        let Some(SettingValue::List(parts)) = self.value(path) else { return &[] };
         parts
     }
 

@@ -40,7 +40,7 @@ pub enum Kind {
 
 /// A parsed value.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd)]
-pub enum Value {
+pub enum SettingValue {
     /// Of [`Kind::Text`] and [`Kind::Url`].
     Text(String),
     /// Of [`Kind::Path`].
@@ -72,51 +72,51 @@ impl Kind {
     ///
     /// # Errors
     /// What is wrong, and the expected form.
-    pub fn parse(self, text: &str) -> Result<Value, String> {
+    pub fn parse(self, text: &str) -> Result<SettingValue, String> {
         let trimmed = text.trim();
         let wrong = || format!("{trimmed:?} is not {}", self.description());
         let size = |text: &str| text.parse::<ByteSize>().map(|size| size.0);
         match self {
             Self::Text if trimmed.is_empty() => Err(wrong()),
-            Self::Text => Ok(Value::Text(trimmed.to_owned())),
+            Self::Text => Ok(SettingValue::Text(trimmed.to_owned())),
             Self::Url => {
                 let is_url = ["http://", "https://"].iter().any(|scheme| {
                     trimmed.strip_prefix(scheme).is_some_and(|rest| !rest.is_empty())
                 });
-                is_url.then(|| Value::Text(trimmed.to_owned())).ok_or_else(wrong)
+                is_url.then(|| SettingValue::Text(trimmed.to_owned())).ok_or_else(wrong)
             }
             Self::Path => {
                 let path = Path::new(text);
-                path.is_absolute().then(|| Value::Path(path.to_owned())).ok_or_else(wrong)
+                path.is_absolute().then(|| SettingValue::Path(path.to_owned())).ok_or_else(wrong)
             }
-            Self::Size => size(trimmed).map(Value::Size).map_err(|error| error.to_string()),
+            Self::Size => size(trimmed).map(SettingValue::Size).map_err(|error| error.to_string()),
             Self::Rate => {
                 let bytes = trimmed.strip_suffix("/s").unwrap_or(trimmed);
-                size(bytes).map(Value::Rate).map_err(|_| wrong())
+                size(bytes).map(SettingValue::Rate).map_err(|_| wrong())
             }
             Self::Duration => {
-                let span = trimmed.parse().map(|TimeSpan(time)| Value::Duration(time));
+                let span = trimmed.parse().map(|TimeSpan(time)| SettingValue::Duration(time));
                 span.map_err(|error| error.to_string())
             }
             Self::Percent => {
                 let number = trimmed.strip_suffix('%').unwrap_or(trimmed).trim_end();
-                number.parse().map(Value::Percent).map_err(|_| wrong())
+                number.parse().map(SettingValue::Percent).map_err(|_| wrong())
             }
-            Self::Count => trimmed.parse().map(Value::Count).map_err(|_| wrong()),
+            Self::Count => trimmed.parse().map(SettingValue::Count).map_err(|_| wrong()),
             Self::Mode => {
                 let digits = trimmed.strip_prefix("0o").unwrap_or(trimmed);
                 let mode = u32::from_str_radix(digits, 8).ok().filter(|mode| *mode <= 0o777);
-                mode.filter(|_| digits.len() >= 3).map(Value::Mode).ok_or_else(wrong)
+                mode.filter(|_| digits.len() >= 3).map(SettingValue::Mode).ok_or_else(wrong)
             }
-            Self::Switch => trimmed.parse().map(Value::Switch).map_err(|_| wrong()),
-            Self::Address => trimmed.parse().map(Value::Address).map_err(|_| wrong()),
+            Self::Switch => trimmed.parse().map(SettingValue::Switch).map_err(|_| wrong()),
+            Self::Address => trimmed.parse().map(SettingValue::Address).map_err(|_| wrong()),
             Self::Choice(words) => {
                 let word = words.iter().find(|word| word.eq_ignore_ascii_case(trimmed));
-                word.map(|word| Value::Choice(word)).ok_or_else(wrong)
+                word.map(|word| SettingValue::Choice(word)).ok_or_else(wrong)
             }
             Self::List => {
                 let parts = trimmed.split(',').map(str::trim).filter(|part| !part.is_empty());
-                Ok(Value::List(parts.map(str::to_owned).collect()))
+                Ok(SettingValue::List(parts.map(str::to_owned).collect()))
             }
         }
     }
@@ -165,7 +165,7 @@ impl Kind {
     }
 }
 
-impl Value {
+impl SettingValue {
     /// The value in TOML. Parsing it gives the same value.
     pub fn toml(&self) -> String {
         match self {
@@ -222,23 +222,28 @@ mod tests {
     #[test]
     fn values_are_parsed_and_formatted_back() {
         for (kind, text, value, back) in [
-            (Kind::Size, "1GiB", Value::Size(1 << 30), "\"1GiB\""),
-            (Kind::Size, "4096", Value::Size(4096), "\"4KiB\""),
-            (Kind::Rate, "500MiB/s", Value::Rate(500 << 20), "\"500MiB/s\""),
-            (Kind::Duration, "90s", Value::Duration(Duration::from_secs(90)), "\"90s\""),
-            (Kind::Duration, "5 min", Value::Duration(Duration::from_secs(300)), "\"5min\""),
-            (Kind::Duration, "0ms", Value::Duration(Duration::ZERO), "\"0ms\""),
-            (Kind::Duration, "30", Value::Duration(Duration::from_secs(30)), "\"30s\""),
-            (Kind::Duration, "0.5", Value::Duration(Duration::from_millis(500)), "\"500ms\""),
-            (Kind::Rate, "1024", Value::Rate(1024), "\"1KiB/s\""),
-            (Kind::Percent, "25%", Value::Percent(25), "\"25%\""),
-            (Kind::Percent, "25", Value::Percent(25), "\"25%\""),
-            (Kind::Mode, "0660", Value::Mode(0o660), "\"0660\""),
-            (Kind::Mode, "0o600", Value::Mode(0o600), "\"0600\""),
-            (Kind::Switch, "false", Value::Switch(false), "false"),
-            (Kind::Count, "64", Value::Count(64), "64"),
-            (Kind::Text, "a \"b\"", Value::Text("a \"b\"".to_owned()), r#""a \"b\"""#),
-            (Kind::Choice(&["lru", "arc"]), "LRU", Value::Choice("lru"), "\"lru\""),
+            (Kind::Size, "1GiB", SettingValue::Size(1 << 30), "\"1GiB\""),
+            (Kind::Size, "4096", SettingValue::Size(4096), "\"4KiB\""),
+            (Kind::Rate, "500MiB/s", SettingValue::Rate(500 << 20), "\"500MiB/s\""),
+            (Kind::Duration, "90s", SettingValue::Duration(Duration::from_secs(90)), "\"90s\""),
+            (Kind::Duration, "5 min", SettingValue::Duration(Duration::from_secs(300)), "\"5min\""),
+            (Kind::Duration, "0ms", SettingValue::Duration(Duration::ZERO), "\"0ms\""),
+            (Kind::Duration, "30", SettingValue::Duration(Duration::from_secs(30)), "\"30s\""),
+            (
+                Kind::Duration,
+                "0.5",
+                SettingValue::Duration(Duration::from_millis(500)),
+                "\"500ms\"",
+            ),
+            (Kind::Rate, "1024", SettingValue::Rate(1024), "\"1KiB/s\""),
+            (Kind::Percent, "25%", SettingValue::Percent(25), "\"25%\""),
+            (Kind::Percent, "25", SettingValue::Percent(25), "\"25%\""),
+            (Kind::Mode, "0660", SettingValue::Mode(0o660), "\"0660\""),
+            (Kind::Mode, "0o600", SettingValue::Mode(0o600), "\"0600\""),
+            (Kind::Switch, "false", SettingValue::Switch(false), "false"),
+            (Kind::Count, "64", SettingValue::Count(64), "64"),
+            (Kind::Text, "a \"b\"", SettingValue::Text("a \"b\"".to_owned()), r#""a \"b\"""#),
+            (Kind::Choice(&["lru", "arc"]), "LRU", SettingValue::Choice("lru"), "\"lru\""),
         ] {
             let read = kind.parse(text).unwrap();
             assert_eq!((&read, read.toml().as_str()), (&value, back), "{text}");

@@ -1,6 +1,6 @@
 //! Checks of the kernel, clocks and devices.
 
-use super::{Check, Machine, Outcome};
+use super::{Check, CheckOutcome, Machine};
 
 /// The first second of 2024. An earlier time means that the clock was never set.
 const CLOCK_MIN: u64 = 1_704_067_200;
@@ -32,16 +32,19 @@ pub(super) const KERNEL: Check = Check {
         let found = format!("Linux {release}; cascade {}", env!("CARGO_PKG_VERSION"));
         let mut parts = release.split(|letter: char| !letter.is_ascii_digit()).map(str::parse);
         let (Some(Ok(major)), Some(Ok(minor))) = (parts.next(), parts.next()) else {
-            return Outcome::warning(found, "mount /proc: it contains the version");
+            return CheckOutcome::warning(found, "mount /proc: it contains the version");
         };
         let version: (u32, u32) = (major, minor);
         if version < (5, 14) {
-            return Outcome::failed(found, "install Linux 5.14 or later, preferably 6.1 or later");
+            return CheckOutcome::failed(
+                found,
+                "install Linux 5.14 or later, preferably 6.1 or later",
+            );
         }
         if version < (6, 1) {
-            return Outcome::warning(found, "install Linux 6.1 or later for huge pages");
+            return CheckOutcome::warning(found, "install Linux 6.1 or later for huge pages");
         }
-        Outcome::ok(found)
+        CheckOutcome::ok(found)
     },
 };
 
@@ -52,15 +55,15 @@ pub(super) const CLOCK: Check = Check {
         let now = machine.unix_seconds();
         if !(CLOCK_MIN..CLOCK_MAX).contains(&now) {
             let found = format!("not set: {now} s since 1970");
-            return Outcome::failed(found, "sudo timedatectl set-ntp true");
+            return CheckOutcome::failed(found, "sudo timedatectl set-ntp true");
         }
         let path = "/sys/devices/system/clocksource/clocksource0/current_clocksource";
-        let Ok(source) = machine.read(path) else { return Outcome::ok("set") };
+        let Ok(source) = machine.read(path) else { return CheckOutcome::ok("set") };
         let source = source.trim();
         if FAST_CLOCKS.contains(&source) {
-            return Outcome::ok(format!("set; source {source}"));
+            return CheckOutcome::ok(format!("set; source {source}"));
         }
-        Outcome::warning(
+        CheckOutcome::warning(
             format!("set; reading the source {source} takes microseconds"),
             format!("choose a faster source from {}: echo tsc | sudo tee {path}", {
                 path.replace("current", "available")
@@ -74,15 +77,15 @@ pub(super) const CUDA: Check = Check {
     why: "blocks are copied to and from GPUs through the driver's library",
     run: |_, machine| {
         let Ok(version) = machine.read("/proc/driver/nvidia/version") else {
-            return Outcome::absent("no NVIDIA driver");
+            return CheckOutcome::absent("no NVIDIA driver");
         };
         let version = version.lines().next().unwrap_or_default().to_owned();
         let has_library = |directory: &&&str| {
             machine.list(directory).is_ok_and(|names| names.iter().any(|name| name == CUDA_LIBRARY))
         };
         match LIBRARY_DIRECTORIES.iter().find(has_library) {
-            Some(directory) => Outcome::ok(format!("{version}; {directory}/{CUDA_LIBRARY}")),
-            None => Outcome::warning(
+            Some(directory) => CheckOutcome::ok(format!("{version}; {directory}/{CUDA_LIBRARY}")),
+            None => CheckOutcome::warning(
                 format!("{version}, but no {CUDA_LIBRARY}"),
                 "install the driver's library (Debian: apt-get install libcuda1), or run the \
                  container with --gpus all",
@@ -97,12 +100,12 @@ pub(super) const RDMA: Check = Check {
     run: |_, machine| {
         let names = machine.list(INFINIBAND).unwrap_or_default();
         if names.is_empty() {
-            return Outcome::absent("no RDMA device");
+            return CheckOutcome::absent("no RDMA device");
         }
         let active: Vec<&str> =
             names.iter().map(String::as_str).filter(|name| is_active(machine, name)).collect();
         if active.is_empty() {
-            return Outcome::warning(
+            return CheckOutcome::warning(
                 format!("{}: no port is active", names.join(", ")),
                 "run `rdma link` for the state of each port; sudo ip link set DEVICE up",
             );
@@ -111,12 +114,12 @@ pub(super) const RDMA: Check = Check {
             .list("/dev/infiniband")
             .is_ok_and(|names| names.iter().any(|name| name.starts_with("uverbs")));
         if !has_verbs {
-            return Outcome::warning(
+            return CheckOutcome::warning(
                 format!("{}: no /dev/infiniband/uverbs*", active.join(", ")),
                 "sudo modprobe ib_uverbs; Docker: --device /dev/infiniband",
             );
         }
-        Outcome::ok(active.join(", "))
+        CheckOutcome::ok(active.join(", "))
     },
 };
 
@@ -134,5 +137,5 @@ fn is_active(machine: &dyn Machine, device: &str) -> bool {
 pub(super) const VALKEY: Check = Check {
     id: "valkey",
     why: "it is the directory of nodes and blocks of a cluster",
-    run: |_, _| Outcome::absent("no cluster is configured"),
+    run: |_, _| CheckOutcome::absent("no cluster is configured"),
 };

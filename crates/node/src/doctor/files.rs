@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use cascade_block::ByteSize;
 use cascade_store::{FilesConfig, IoEngine};
 
-use super::{Check, FileSystem, Machine, Outcome};
+use super::{Check, CheckOutcome, FileSystem, Machine};
 use crate::NodeConfig;
 
 const NO_FILES: &str = "no file tier (files is not set)";
@@ -17,17 +17,17 @@ pub(super) const DIRECTORY: Check = Check {
     run: |config, machine| {
         let directories = directories(config);
         if directories.is_empty() {
-            return Outcome::absent(NO_FILES);
+            return CheckOutcome::absent(NO_FILES);
         }
         for directory in &directories {
             let at = directory.display();
             let existing = existing(directory);
             if !existing.is_dir() {
                 let found = format!("{} is not a directory", existing.display());
-                return Outcome::failed(found, "set files (--files) to another path");
+                return CheckOutcome::failed(found, "set files (--files) to another path");
             }
             if let Err(error) = machine.try_file(existing) {
-                return Outcome::failed(
+                return CheckOutcome::failed(
                     format!("cannot create a file in {} ({error})", existing.display()),
                     format!("sudo install -d -m 0700 -o \"$USER\" {at}; or set files"),
                 );
@@ -38,13 +38,13 @@ pub(super) const DIRECTORY: Check = Check {
             (mode & 0o077 != 0).then_some((directory.display(), mode))
         });
         if let Some((at, mode)) = exposed {
-            return Outcome::warning(
+            return CheckOutcome::warning(
                 format!("{at} is open to other users (mode {mode:04o})"),
                 format!("chmod 700 {at}"),
             );
         }
         let names = directories.iter().map(|directory| directory.display().to_string());
-        Outcome::ok(names.collect::<Vec<_>>().join(", "))
+        CheckOutcome::ok(names.collect::<Vec<_>>().join(", "))
     },
 };
 
@@ -52,7 +52,7 @@ pub(super) const SPACE: Check = Check {
     id: "files_space",
     why: "writes fail if the file system is full before the tier reaches its capacity",
     run: |config, machine| {
-        let Some(files) = &config.store.files else { return Outcome::absent(NO_FILES) };
+        let Some(files) = &config.store.files else { return CheckOutcome::absent(NO_FILES) };
         let tenants = config.tenants.iter().filter_map(|tenant| tenant.store.files.as_ref());
         let below = tenants.filter(|other| other.directory.starts_with(&files.directory));
         let below = below.map(|other| other.capacity_bytes);
@@ -73,13 +73,13 @@ pub(super) const SPACE: Check = Check {
                 };
                 let found = format!("{needed} {origin}, {free} free, {own} used by the tier");
                 if available >= capacity {
-                    return Outcome::ok(found);
+                    return CheckOutcome::ok(found);
                 }
                 let remedy = match available >> 20 {
                     0 => "free some space, or set files to another file system".to_owned(),
                     mib => format!("lower files_capacity (--files-capacity) to {mib}MiB"),
                 };
-                Outcome::failed(found, remedy)
+                CheckOutcome::failed(found, remedy)
             }
         }
     },
@@ -89,22 +89,22 @@ pub(super) const FILE_SYSTEM: Check = Check {
     id: "file_system",
     why: "blocks in files should survive a reboot, and be read at the speed of a local disk",
     run: |config, machine| {
-        let Some(files) = &config.store.files else { return Outcome::absent(NO_FILES) };
+        let Some(files) = &config.store.files else { return CheckOutcome::absent(NO_FILES) };
         match space(files, machine) {
             Err(outcome) => outcome,
-            Ok((_, space)) if space.file_system.is_memory() => Outcome::warning(
+            Ok((_, space)) if space.file_system.is_memory() => CheckOutcome::warning(
                 format!("{}: memory, which is lost on reboot", space.file_system),
                 "set files to a file system on a disk (df -hT lists them)",
             ),
-            Ok((_, space)) if space.file_system == FileSystem::OVERLAY => Outcome::warning(
+            Ok((_, space)) if space.file_system == FileSystem::OVERLAY => CheckOutcome::warning(
                 "overlay: the container layer, which is deleted with the container",
                 "mount a volume and set files to it: docker run -v /srv/cascade:/cache",
             ),
-            Ok((_, space)) if space.file_system == FileSystem::NFS => Outcome::warning(
+            Ok((_, space)) if space.file_system == FileSystem::NFS => CheckOutcome::warning(
                 "nfs: reads depend on the network, and hang if the server is unavailable",
                 "set files to a local disk; use NFS only with files_layout = file-per-block",
             ),
-            Ok((_, space)) => Outcome::ok(space.file_system.to_string()),
+            Ok((_, space)) => CheckOutcome::ok(space.file_system.to_string()),
         }
     },
 };
@@ -113,19 +113,19 @@ pub(super) const DIRECT_IO: Check = Check {
     id: "direct_io",
     why: "direct I/O bypasses the page cache: no second copy of a block, no extra memory",
     run: |config, machine| {
-        let Some(files) = &config.store.files else { return Outcome::absent(NO_FILES) };
+        let Some(files) = &config.store.files else { return CheckOutcome::absent(NO_FILES) };
         if !files.direct {
-            return Outcome::absent("direct_io is false");
+            return CheckOutcome::absent("direct_io is false");
         }
         match machine.try_file(existing(&files.directory)) {
             Ok(probe) => match probe.direct_refusal {
-                None => Outcome::ok("O_DIRECT works"),
-                Some(error) => Outcome::warning(
+                None => CheckOutcome::ok("O_DIRECT works"),
+                Some(error) => CheckOutcome::warning(
                     format!("the file system refuses O_DIRECT ({error}); the page cache is used"),
                     "use ext4 or xfs; or set direct_io = false to accept this",
                 ),
             },
-            Err(error) => Outcome::failed(
+            Err(error) => CheckOutcome::failed(
                 format!("cannot create a file in {} ({error})", files.directory.display()),
                 "see files_directory",
             ),
@@ -137,21 +137,21 @@ pub(super) const IO_URING: Check = Check {
     id: "io_uring",
     why: "one system call submits a whole batch of reads; without it a few threads do them",
     run: |config, machine| {
-        let Some(files) = &config.store.files else { return Outcome::absent(NO_FILES) };
+        let Some(files) = &config.store.files else { return CheckOutcome::absent(NO_FILES) };
         let allow = "sudo sysctl kernel.io_uring_disabled=0; Docker: use a seccomp profile that \
                      allows io_uring_setup, io_uring_enter and io_uring_register";
         match (files.engine, machine.try_ring()) {
-            (IoEngine::Psync, _) => Outcome::absent("io_engine is psync"),
-            (_, Ok(true)) => Outcome::ok("allowed, with registered memory"),
-            (_, Ok(false)) => Outcome::warning(
+            (IoEngine::Psync, _) => CheckOutcome::absent("io_engine is psync"),
+            (_, Ok(true)) => CheckOutcome::ok("allowed, with registered memory"),
+            (_, Ok(false)) => CheckOutcome::warning(
                 "allowed, but memory cannot be registered",
                 "see huge_pages and memlock; rings can share registered buffers from Linux 6.12 on",
             ),
-            (IoEngine::Uring, Err(error)) => Outcome::failed(
+            (IoEngine::Uring, Err(error)) => CheckOutcome::failed(
                 format!("the kernel refuses io_uring ({error}), and io_engine is uring"),
                 format!("{allow}; or set io_engine = auto"),
             ),
-            (IoEngine::Auto, Err(error)) => Outcome::warning(
+            (IoEngine::Auto, Err(error)) => CheckOutcome::warning(
                 format!("the kernel refuses io_uring ({error}); psync is used"),
                 allow,
             ),
@@ -174,9 +174,9 @@ fn existing(directory: &Path) -> &Path {
 fn space<'a>(
     files: &'a FilesConfig,
     machine: &dyn Machine,
-) -> Result<(&'a Path, super::Space), Outcome> {
+) -> Result<(&'a Path, super::Space), CheckOutcome> {
     let at = existing(&files.directory);
     machine.space(at).map(|space| (at, space)).map_err(|error| {
-        Outcome::failed(format!("{}: {error}", at.display()), "see files_directory")
+        CheckOutcome::failed(format!("{}: {error}", at.display()), "see files_directory")
     })
 }

@@ -3,7 +3,7 @@
 use cascade_block::{ByteSize, with_causes};
 use cascade_memory::PageSource;
 
-use super::{Check, FileSystem, Machine, Outcome};
+use super::{Check, CheckOutcome, FileSystem, Machine};
 use crate::NodeConfig;
 
 /// Names of pool files and of their ledgers begin with this.
@@ -18,17 +18,18 @@ pub(super) const MEMORY: Check = Check {
     run: |config, machine| {
         let needed = dram_bytes(config);
         let Some(available) = available_bytes(machine) else {
-            return Outcome::warning("available memory is unknown: cannot read /proc/meminfo", {
-                "mount /proc in this container"
-            });
+            return CheckOutcome::warning(
+                "available memory is unknown: cannot read /proc/meminfo",
+                { "mount /proc in this container" },
+            );
         };
         let (needed_text, text) = (ByteSize(needed).rounded(), ByteSize(available).rounded());
         let found = format!("{needed_text} configured, {text} available");
         if needed > available {
             let remedy = format!("lower dram (--dram) below {text}, or free memory");
-            return Outcome::failed(found, remedy);
+            return CheckOutcome::failed(found, remedy);
         }
-        Outcome::ok(found)
+        CheckOutcome::ok(found)
     },
 };
 
@@ -39,18 +40,18 @@ pub(super) const MEMLOCK: Check = Check {
     run: |config, machine| {
         let needed = dram_bytes(config);
         let Some((soft, _)) = limit(machine, "Max locked memory") else {
-            return Outcome::warning("the limit is unknown: cannot read /proc/self/limits", {
+            return CheckOutcome::warning("the limit is unknown: cannot read /proc/self/limits", {
                 "mount /proc in this container"
             });
         };
         if soft >= needed {
             let text = if soft == u64::MAX { "unlimited".into() } else { ByteSize(soft).rounded() };
-            return Outcome::ok(text);
+            return CheckOutcome::ok(text);
         }
         if is_privileged(machine) {
-            return Outcome::ok(format!("{} and CAP_IPC_LOCK", ByteSize(soft).rounded()));
+            return CheckOutcome::ok(format!("{} and CAP_IPC_LOCK", ByteSize(soft).rounded()));
         }
-        Outcome::warning(
+        CheckOutcome::warning(
             format!(
                 "limit {}, but DRAM has {}",
                 ByteSize(soft).rounded(),
@@ -66,21 +67,21 @@ pub(super) const HUGE_PAGES: Check = Check {
     why: "pages of 2 MiB make copies faster, and registering the pool cheaper",
     run: |config, machine| {
         if !config.store.huge_pages {
-            return Outcome::absent("huge_pages is false");
+            return CheckOutcome::absent("huge_pages is false");
         }
         let remedy = "Linux 6.1 or later: echo madvise | sudo tee \
                       /sys/kernel/mm/transparent_hugepage/enabled; or reserve huge pages: sudo \
                       sysctl vm.nr_hugepages=N";
         match machine.try_huge_pages() {
-            Ok(report) if report.huge_bytes > 0 => Outcome::ok(match report.source {
+            Ok(report) if report.huge_bytes > 0 => CheckOutcome::ok(match report.source {
                 PageSource::Reserved => "reserved huge pages are free",
                 _ => "transparent huge pages work",
             }),
             Ok(report) => {
                 let reason = report.refusal.map_or_else(String::new, |error| format!(" ({error})"));
-                Outcome::warning(format!("the kernel provided none{reason}"), remedy)
+                CheckOutcome::warning(format!("the kernel provided none{reason}"), remedy)
             }
-            Err(error) => Outcome::warning(with_causes(&error), remedy),
+            Err(error) => CheckOutcome::warning(with_causes(&error), remedy),
         }
     },
 };
@@ -90,19 +91,19 @@ pub(super) const SHARED_MEMORY: Check = Check {
     why: "the pool is a file in this directory: all of it must fit, and only a tmpfs is memory",
     run: |config, machine| {
         let Some(directory) = &config.pool_directory else {
-            return Outcome::absent("keep_pool is never: the pool has no file");
+            return CheckOutcome::absent("keep_pool is never: the pool has no file");
         };
         let (needed, at) = (dram_bytes(config), directory.display());
         let space = match machine.space(directory) {
             Ok(space) => space,
             Err(error) => {
                 let remedy = format!("sudo mount -t tmpfs tmpfs {at}; or set pool_directory");
-                return Outcome::failed(format!("{at}: {error}"), remedy);
+                return CheckOutcome::failed(format!("{at}: {error}"), remedy);
             }
         };
         if let Err(error) = machine.may_write(directory) {
             let remedy = format!("sudo chmod 1777 {at}; or set pool_directory");
-            return Outcome::failed(format!("{at} is not writable ({error})"), remedy);
+            return CheckOutcome::failed(format!("{at} is not writable ({error})"), remedy);
         }
         let free = ByteSize(space.free_bytes).rounded();
         let found = format!("{at}: {}, {free} free", space.file_system);
@@ -111,20 +112,20 @@ pub(super) const SHARED_MEMORY: Check = Check {
         if needed > space.free_bytes.saturating_add(own_bytes) {
             let short = needed - space.free_bytes.saturating_add(own_bytes);
             let size = format!("{}M", space.total_bytes.saturating_add(short).div_ceil(1 << 20));
-            return Outcome::failed(
+            return CheckOutcome::failed(
                 format!("{found}; {} configured", ByteSize(needed).rounded()),
                 format!("sudo mount -o remount,size={size} {at}; Docker: --shm-size={size}"),
             );
         }
         if !space.file_system.is_memory() {
-            return Outcome::warning(found, "set pool_directory to a tmpfs such as /dev/shm");
+            return CheckOutcome::warning(found, "set pool_directory to a tmpfs such as /dev/shm");
         }
         if space.file_system == FileSystem::HUGETLBFS {
-            return Outcome::warning(found, {
+            return CheckOutcome::warning(found, {
                 "use a tmpfs: the size of the pool is not a multiple of 2 MiB"
             });
         }
-        Outcome::ok(found)
+        CheckOutcome::ok(found)
     },
 };
 

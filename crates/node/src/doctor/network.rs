@@ -4,7 +4,7 @@ use std::io;
 
 use cascade_block::with_causes;
 
-use super::{Check, Outcome};
+use super::{Check, CheckOutcome};
 use crate::socket_place::{Occupant, SocketPlaceError};
 
 /// Descriptors of a node, in addition to those of clients and segments.
@@ -26,7 +26,7 @@ pub(super) const OPEN_FILES: Check = Check {
         let segments = files.map(|files| files.capacity_bytes / files.segment_bytes.max(1));
         let needed = segments.fold(clients + OWN_DESCRIPTORS, u64::saturating_add);
         let Some((soft, hard)) = super::memory::limit(machine, "Max open files") else {
-            return Outcome::warning("the limit is unknown: cannot read /proc/self/limits", {
+            return CheckOutcome::warning("the limit is unknown: cannot read /proc/self/limits", {
                 "mount /proc in this container"
             });
         };
@@ -34,11 +34,11 @@ pub(super) const OPEN_FILES: Check = Check {
         let remedy =
             format!("ulimit -n {needed}; systemd: LimitNOFILE={needed}; or lower connections_max");
         match needed {
-            needed if needed <= soft => Outcome::ok(found),
+            needed if needed <= soft => CheckOutcome::ok(found),
             needed if needed <= hard => {
-                Outcome::ok(format!("{found}; the node raises its soft limit"))
+                CheckOutcome::ok(format!("{found}; the node raises its soft limit"))
             }
-            _ => Outcome::failed(found, remedy),
+            _ => CheckOutcome::failed(found, remedy),
         }
     },
 };
@@ -49,9 +49,9 @@ pub(super) const SOCKET: Check = Check {
     run: |config, machine| {
         let (path, at) = (&config.socket, config.socket.display());
         match machine.socket(path) {
-            Ok(Occupant::Nobody) => Outcome::ok(format!("{at} is free")),
+            Ok(Occupant::Nobody) => CheckOutcome::ok(format!("{at} is free")),
             Ok(Occupant::Stale) => {
-                Outcome::ok(format!("{at} is stale; the node removes it at start"))
+                CheckOutcome::ok(format!("{at} is stale; the node removes it at start"))
             }
             Err(SocketPlaceError::Directory { directory, source })
                 if source.kind() == io::ErrorKind::NotFound =>
@@ -59,10 +59,12 @@ pub(super) const SOCKET: Check = Check {
                 let mut above = directory.ancestors();
                 let existing = above.find(|path| path.exists()).unwrap_or(&directory);
                 match machine.may_write(existing) {
-                    Ok(()) => Outcome::ok(format!("{at} is free; the node creates its directory")),
+                    Ok(()) => {
+                        CheckOutcome::ok(format!("{at} is free; the node creates its directory"))
+                    }
                     Err(error) => {
                         let directory = directory.display();
-                        Outcome::failed(
+                        CheckOutcome::failed(
                             format!("cannot create {directory} ({error})"),
                             format!(
                                 "sudo install -d -m 0700 -o \"$USER\" {directory}; or set \
@@ -86,7 +88,7 @@ pub(super) const SOCKET: Check = Check {
                     }
                     _ => "set socket (--socket) to another path".to_owned(),
                 };
-                Outcome::failed(with_causes(&error), remedy)
+                CheckOutcome::failed(with_causes(&error), remedy)
             }
         }
     },
@@ -97,10 +99,10 @@ pub(super) const PORT: Check = Check {
     why: "the node serves metrics, health and the status page there",
     run: |config, machine| {
         let Some(address) = config.listen else {
-            return Outcome::absent(NO_PORT);
+            return CheckOutcome::absent(NO_PORT);
         };
         let Err(error) = machine.try_listen(address) else {
-            return Outcome::ok(format!("{address} is free"));
+            return CheckOutcome::ok(format!("{address} is free"));
         };
         let port = address.port();
         let remedy = match error.kind() {
@@ -113,7 +115,7 @@ pub(super) const PORT: Check = Check {
             }
             _ => "set listen (--listen) to another address".to_owned(),
         };
-        Outcome::failed(format!("cannot listen on {address} ({error})"), remedy)
+        CheckOutcome::failed(format!("cannot listen on {address} ({error})"), remedy)
     },
 };
 
@@ -122,16 +124,16 @@ pub(super) const EXPOSURE: Check = Check {
     why: "others on the network can read and use a token that is sent unencrypted",
     run: |config, _| {
         let Some(address) = config.listen else {
-            return Outcome::absent(NO_PORT);
+            return CheckOutcome::absent(NO_PORT);
         };
         let is_local = address.ip().to_canonical().is_loopback();
         match (&config.security.certificate, is_local) {
-            (None, false) => Outcome::warning(
+            (None, false) => CheckOutcome::warning(
                 format!("{address} accepts connections from other hosts, without TLS"),
                 "set tls_certificate and tls_private_key",
             ),
-            (None, true) => Outcome::ok("only this host can connect"),
-            (Some(_), _) => Outcome::ok("TLS"),
+            (None, true) => CheckOutcome::ok("only this host can connect"),
+            (Some(_), _) => CheckOutcome::ok("TLS"),
         }
     },
 };

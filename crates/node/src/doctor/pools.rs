@@ -3,7 +3,7 @@
 use cascade_block::ByteSize;
 use cascade_store::LeftPool;
 
-use super::{Check, Outcome};
+use super::{Check, CheckOutcome};
 use crate::tenants::{DEFAULT, pool_file};
 
 pub(super) const LEFT_POOLS: Check = Check {
@@ -11,17 +11,17 @@ pub(super) const LEFT_POOLS: Check = Check {
     why: "an unused pool takes memory until a node takes it over or it is removed",
     run: |config, machine| {
         let Some(directory) = &config.pool_directory else {
-            return Outcome::absent("keep_pool is never: the pool has no file");
+            return CheckOutcome::absent("keep_pool is never: the pool has no file");
         };
         let left = match machine.left_pools(directory) {
             Ok(left) => left,
-            Err(error) => return Outcome::absent(format!("{}: {error}", directory.display())),
+            Err(error) => return CheckOutcome::absent(format!("{}: {error}", directory.display())),
         };
         let own = pool_file(config, DEFAULT);
         let (own, others): (Vec<_>, Vec<_>) =
             left.into_iter().partition(|pool| own.as_ref() == Some(&pool.path));
         if others.is_empty() {
-            return Outcome::ok(match &own[..] {
+            return CheckOutcome::ok(match &own[..] {
                 [] => "none".to_owned(),
                 own => format!("{}: the next start takes it over", list(own)),
             });
@@ -29,7 +29,7 @@ pub(super) const LEFT_POOLS: Check = Check {
         let found = format!("{} of nodes that are not running", list(&others));
         let paths: Vec<_> =
             others.iter().map(|pool| format!("{0} {0}.ledger", pool.path.display())).collect();
-        Outcome::warning(
+        CheckOutcome::warning(
             found,
             format!("start the node that created it, or remove it: rm {}", paths.join(" ")),
         )
