@@ -105,7 +105,7 @@ pub struct TenantConfig {
 pub struct LimitsConfig {
     /// Connection limit. Default: 4096.
     pub connections_max: usize,
-    /// Share of a tenant's DRAM that one client may hold leased or reserved, in percent.
+    /// Share of a tenant's DRAM that one client may hold under lease or reserved, in percent.
     /// Default: 50.
     pub client_share_percent: u8,
     /// Threads that serve requests. Default: 64.

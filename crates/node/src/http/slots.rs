@@ -7,7 +7,7 @@ use std::time::Duration;
 use tokio::sync::oneshot;
 use tokio::time::Instant;
 
-/// A user other than root and the node's own may have one in so many slots of a Unix socket.
+/// One user, except root and the node's own, may take one in so many slots of a Unix socket.
 const USER_SHARE: usize = 4;
 
 /// A bounded set of connections.
