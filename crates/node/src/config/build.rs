@@ -22,6 +22,7 @@ pub(super) fn node_config(
     mut settings: Settings,
     environment: &Environment,
 ) -> Result<NodeConfig, ConfigError> {
+    // In this order: the default of `segment_size` depends on `files_capacity`.
     derive_files_capacity(&mut settings, environment);
     set_derived_defaults(&mut settings.node, environment);
     let values = &settings.node;
