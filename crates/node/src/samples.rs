@@ -36,7 +36,7 @@ struct Sample {
 /// A flow of bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Flow {
-    Got,
+    Read,
     Put,
     Demoted,
     Promoted,
@@ -45,7 +45,7 @@ pub(crate) enum Flow {
 
 impl Flow {
     pub(crate) const ALL: [Self; 5] =
-        [Self::Got, Self::Put, Self::Demoted, Self::Promoted, Self::Evicted];
+        [Self::Read, Self::Put, Self::Demoted, Self::Promoted, Self::Evicted];
 }
 
 /// The history in time slices of equal length, up to the last sample.
@@ -153,7 +153,7 @@ impl Sample {
         }
         let sum = |of: fn(&crate::status::TenantStatus) -> u64| status.tenants.iter().map(of).sum();
         let flow = |flow| match flow {
-            Flow::Got => sum(|tenant| tenant.gets.bytes),
+            Flow::Read => sum(|tenant| tenant.gets.bytes),
             Flow::Put => sum(|tenant| tenant.puts.bytes),
             Flow::Demoted => sum(|tenant| tenant.mover.demoted_bytes),
             Flow::Promoted => sum(|tenant| tenant.mover.promoted_bytes),
@@ -206,10 +206,10 @@ mod tests {
         assert_eq!(series.span_s.to_bits(), 60f64.to_bits());
         assert_eq!(total(&series), (100.0, 50.0));
         let last = &series.slices[SLICE_COUNT - 1];
-        assert_eq!(last.rate(Flow::Got), Some(0.0), "sampled, without reads");
-        let busy = series.slices[SLICE_COUNT - 15].rate(Flow::Got).unwrap();
+        assert_eq!(last.rate(Flow::Read), Some(0.0), "sampled, without reads");
+        let busy = series.slices[SLICE_COUNT - 15].rate(Flow::Read).unwrap();
         assert!((busy - 100.0).abs() < 1e-6, "1000 bytes in 10 s: {busy}");
-        assert_eq!(series.slices[0].rate(Flow::Got), None, "not sampled");
+        assert_eq!(series.slices[0].rate(Flow::Read), None, "not sampled");
     }
 
     #[test]

@@ -10,7 +10,7 @@ use crate::http::plot;
 use crate::samples::{Flow, Series};
 use crate::status::{ALL_TENANTS, HealthState, HitRate, NodeState, Status, View};
 
-pub(super) use format::tier_hue;
+pub(super) use format::tier_class;
 use format::{bytes, count, percent, rate, time};
 
 /// The whole page.
@@ -64,7 +64,7 @@ pub(super) fn body(status: &Status, series: &Series) -> Markup {
                 h2 { "Bytes per second" }
                 ul.legend {
                     @for (flow, name) in plot::LINES {
-                        li { i class=(plot::hue(*flow)) {} (name) }
+                        li { i class=(plot::flow_class(*flow)) {} (name) }
                     }
                 }
                 (plot::rates(series))
@@ -173,7 +173,7 @@ fn tiles(status: &Status, series: &Series) -> Markup {
     html! {
         div.tiles {
             (tile(&hit_rate, &label))
-            (tile(&rate(series, Flow::Got), "read by clients"))
+            (tile(&rate(series, Flow::Read), "read by clients"))
             (tile(&rate(series, Flow::Put), "put by clients"))
             @if let Some(load) = load { (tile(&time(load), "load latency, p99")) }
             (tile(&bytes(used), &format!("of {} DRAM used", bytes(pools))))
@@ -188,7 +188,7 @@ fn tiles(status: &Status, series: &Series) -> Markup {
 fn hit_legend(series: &Series) -> Markup {
     html! {
         ul.legend {
-            @for tier in &series.tiers { li { i class=(tier_hue(tier)) {} (tier) } }
+            @for tier in &series.tiers { li { i class=(tier_class(tier)) {} (tier) } }
             li { i.c-miss {} "missed" }
         }
     }

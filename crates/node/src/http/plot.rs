@@ -5,7 +5,7 @@ use std::fmt::Write;
 use cascade_block::ByteSize;
 use maud::{Markup, html};
 
-use crate::http::page::tier_hue;
+use crate::http::page::tier_class;
 use crate::samples::{Flow, SLICE_COUNT, Series, TimeSlice};
 
 const WIDTH: f64 = 480.0;
@@ -17,16 +17,16 @@ const BOTTOM: f64 = 28.0;
 
 /// The flows that are drawn as lines, with their labels.
 pub(super) const LINES: &[(Flow, &str)] = &[
-    (Flow::Got, "read"),
+    (Flow::Read, "read"),
     (Flow::Put, "put"),
     (Flow::Demoted, "demoted"),
     (Flow::Promoted, "promoted"),
 ];
 
 /// The CSS class with the colour of a flow.
-pub(super) fn hue(flow: Flow) -> &'static str {
+pub(super) fn flow_class(flow: Flow) -> &'static str {
     match flow {
-        Flow::Got => "c-got",
+        Flow::Read => "c-got",
         Flow::Put => "c-put",
         Flow::Demoted => "c-demoted",
         Flow::Promoted => "c-promoted",
@@ -40,7 +40,7 @@ pub(super) fn hits(series: &Series) -> Markup {
     let mut base = vec![0.0; series.slices.len()];
     for (at, tier) in series.tiers.iter().enumerate() {
         let path = stack(series, &mut base, |slice| slice.matched[at]);
-        areas.push((tier_hue(tier), path));
+        areas.push((tier_class(tier), path));
     }
     let missed = |slice: &TimeSlice| slice.requested - slice.matched.iter().sum::<f64>();
     areas.push(("c-miss", stack(series, &mut base, missed)));
@@ -87,7 +87,7 @@ pub(super) fn rates(series: &Series) -> Markup {
             aria-label="Bytes per second read, put, demoted and promoted, over time" {
             (axes(series, &ticks))
             @for (flow, _) in LINES {
-                path class={ "line " (hue(*flow)) } d=(line(series, *flow, top)) {}
+                path class={ "line " (flow_class(*flow)) } d=(line(series, *flow, top)) {}
             }
             @if maximum <= 0.0 { (empty_label("no data flow in this period")) }
         }

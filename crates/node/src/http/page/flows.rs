@@ -2,7 +2,7 @@
 
 use maud::{Markup, html};
 
-use crate::http::page::format::{bytes, count, current_rate, per_second, percent, tier_hue};
+use crate::http::page::format::{bytes, count, current_rate, per_second, percent, tier_class};
 use crate::samples::{Flow, Series};
 use crate::status::{HealthState, Status};
 
@@ -50,7 +50,7 @@ pub(super) fn drawing(status: &Status, series: &Series) -> Markup {
 
 /// The flows between a tier and the box to its left: down to the tier, and up from it.
 fn flows_of(at: usize) -> (Flow, Flow) {
-    if at == 0 { (Flow::Put, Flow::Got) } else { (Flow::Demoted, Flow::Promoted) }
+    if at == 0 { (Flow::Put, Flow::Read) } else { (Flow::Demoted, Flow::Promoted) }
 }
 
 fn tier_sums(status: &Status) -> Vec<TierSum> {
@@ -97,7 +97,7 @@ fn tier_box(tier: &TierSum, left: usize, width: usize) -> Markup {
         text.name x=(text) y="50" { (tier.name) }
         text.soft x=(left + width - 16) y="50" text-anchor="end" { (percent(share)) }
         rect.groove x=(text) y="62" width=(bar_width) height="14" rx="3" {}
-        rect class=(tier_hue(&tier.name)) x=(text) y="62" width=(bar) height="14" rx="3" {}
+        rect class=(tier_class(&tier.name)) x=(text) y="62" width=(bar) height="14" rx="3" {}
         text.soft x=(text) y="102" {
             (bytes(tier.used_bytes)) " of " (bytes(tier.capacity_bytes))
         }
@@ -117,7 +117,7 @@ fn arrow(
     is_down: bool,
 ) -> Markup {
     let name = match flow {
-        Flow::Got => "read",
+        Flow::Read => "read",
         Flow::Put => "put",
         Flow::Demoted => "demoted",
         Flow::Promoted => "promoted",

@@ -70,7 +70,7 @@ pub(super) fn current_rate(series: &Series, flow: Flow) -> Option<f64> {
 }
 
 /// The CSS class with the colour of a tier.
-pub(in crate::http) fn tier_hue(tier: &str) -> &'static str {
+pub(in crate::http) fn tier_class(tier: &str) -> &'static str {
     match tier {
         "dram" => "c-dram",
         "files" => "c-files",

@@ -3,7 +3,7 @@
 
 use maud::{Markup, html};
 
-use crate::http::page::format::{bytes, count, percent, tier_hue, time};
+use crate::http::page::format::{bytes, count, percent, tier_class, time};
 use crate::status::{HealthState, Status, TenantStatus, TierStatus};
 
 pub(super) fn all(status: &Status) -> Markup {
@@ -65,7 +65,7 @@ fn tier_row(path: &str, tier: &TierStatus) -> Markup {
     };
     let field = |name: &str| format!("{path}.{name}");
     html! {
-        td { i class=(tier_hue(&tier.name)) {} (tier.name) }
+        td { i class=(tier_class(&tier.name)) {} (tier.name) }
         td class=(class) { (state) }
         (cell(&field("used_bytes"), tier.used_bytes, &bytes(tier.used_bytes)))
         (cell(&field("capacity_bytes"), tier.capacity_bytes, &bytes(tier.capacity_bytes)))
@@ -167,7 +167,7 @@ fn shadows(status: &Status) -> Markup {
                 @for shadow in &tenant.shadows {
                     tr {
                         td { (tenant.name) }
-                        td { i class=(tier_hue(&shadow.tier)) {} (shadow.tier) }
+                        td { i class=(tier_class(&shadow.tier)) {} (shadow.tier) }
                         td.number { (shadow.capacity_percent) " %" }
                         td.number { (bytes(shadow.capacity_bytes)) }
                         td.number { (percent(shadow.predicted_hit_rate)) }
