@@ -35,7 +35,7 @@ to change, and each one says why. `cascade serve -h` lists the first table, `--h
 |---|---|---|
 | size | `\"512MiB\"`, `\"100MB\"`, `4096` | KiB is 1024, KB is 1000; without a unit: bytes |
 | rate | `\"500MiB/s\"`, `1048576` | without a unit: bytes per second |
-| duration | `\"250ms\"`, `\"30s\"`, `\"5min\"`, `\"1h\"`, `\"7d\"`, `2.5` | without a unit: seconds |
+| duration | `\"250ms\"`, `\"30s\"`, `\"5min\"`, `\"1h\"`, `2.5` | without a unit: seconds |
 | share | `\"25%\"`, `25` | whole percent |
 | permissions | `\"0600\"` | octal digits |
 | path | `\"/var/lib/cascade\"` | absolute; a flag may be relative to the working directory |
