@@ -33,9 +33,9 @@ to change, and each one says why. `cascade serve -h` lists the first table, `--h
 
 | kind | examples | notes |
 |---|---|---|
-| size | `\"512MiB\"`, `\"100MB\"`, `4096` | KiB is 1024, KB is 1000; without a unit: bytes |
-| rate | `\"500MiB/s\"`, `1048576` | without a unit: bytes per second |
-| duration | `\"250ms\"`, `\"30s\"`, `\"5min\"`, `\"1h\"`, `2.5` | without a unit: seconds |
+| size | `\"512MiB\"`, `\"100MB\"`, `4096` | KiB is 1024, KB is 1000; no unit: bytes |
+| rate | `\"500MiB/s\"`, `1048576` | no unit: bytes per second |
+| duration | `\"250ms\"`, `\"30s\"`, `\"5min\"`, `\"1h\"`, `\"7d\"`, `2.5` | no unit: seconds |
 | share | `\"25%\"`, `25` | whole percent |
 | permissions | `\"0600\"` | octal digits |
 | path | `\"/var/lib/cascade\"` | absolute; a flag may be relative to the working directory |
