@@ -38,7 +38,7 @@ pub struct BlockStory {
     /// The key in hexadecimal digits.
     pub key: String,
     /// Its location and use, if it is present.
-    pub here: Option<PresentBlock>,
+    pub here: Option<ResidentBlock>,
     /// The reason, if it is missing.
     pub missing: Option<String>,
     /// Seconds since it was removed, if known.
@@ -47,7 +47,7 @@ pub struct BlockStory {
 
 /// A block that is present.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct PresentBlock {
+pub struct ResidentBlock {
     /// The tiers that have it, fast to slow.
     pub tiers: Vec<String>,
     /// Tiers to which it is waiting to be written.
@@ -197,7 +197,7 @@ impl BlockStory {
             },
             BlockState::Here(here) => Self {
                 key,
-                here: Some(PresentBlock {
+                here: Some(ResidentBlock {
                     tiers: here.tiers.iter().map(ToString::to_string).collect(),
                     queued_for: here.queued_for.iter().map(ToString::to_string).collect(),
                     bytes: here.bytes,
