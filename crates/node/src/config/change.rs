@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 use super::build;
 use super::environment::Environment;
 use super::error::ConfigError;
-use super::keys::{KEYS, nearest};
+use super::keys::{KEYS, nearest_name};
 use super::settings::SettingSource;
 use super::{Key, NodeConfig};
 
@@ -70,7 +70,7 @@ pub fn with_value(config: &NodeConfig, path: &str, text: &str) -> Result<NodeCon
 
 fn unknown_setting(name: &str) -> String {
     let sections = KEYS.iter().map(super::key::Key::section);
-    let hint = nearest(name, KEYS.iter().map(|key| key.path).chain(sections));
+    let hint = nearest_name(name, KEYS.iter().map(|key| key.path).chain(sections));
     let hint = hint.map_or_else(
         || "`cascade config get` lists all settings".to_owned(),
         |nearest| format!("did you mean {nearest:?}?"),

@@ -20,7 +20,7 @@ pub(super) const MEMORY: Check = Check {
         let Some(available) = available_bytes(machine) else {
             return CheckOutcome::warning(
                 "available memory is unknown: cannot read /proc/meminfo",
-                { "mount /proc in this container" },
+                "mount /proc in this container",
             );
         };
         let (needed_text, text) = (ByteSize(needed).rounded(), ByteSize(available).rounded());
