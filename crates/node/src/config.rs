@@ -1,4 +1,4 @@
-//! Everything that a node needs to know, in one typed value that was checked.
+//! The node's configuration: one typed value, loaded from all sources and checked.
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -11,6 +11,7 @@ mod admin_group;
 mod build;
 mod change;
 mod check;
+mod default_capacity;
 mod difference;
 mod environment;
 mod error;
@@ -19,63 +20,62 @@ mod key;
 mod keys;
 mod reference;
 mod renamed;
-mod room;
 mod settings;
 mod value;
 
 pub use admin_group::AdminGroup;
 pub use change::{ShownKey, shown, with_value};
 pub use check::SOCKET_PATH_BYTES_MAX;
+pub use default_capacity::Room;
 pub use difference::{Difference, difference};
 pub use environment::Environment;
 pub use error::ConfigError;
 pub use key::Key;
 pub use keys::{KEYS, SECTIONS, TENANT_KEYS};
 pub use reference::{example, reference};
-pub use room::Room;
-pub use settings::{Setting, Settings, Source};
-pub use value::{Kind, Value};
+pub use settings::{Setting, SettingSource, Settings};
+pub use value::{Kind, SettingValue};
 
 /// A node's settings.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct NodeConfig {
-    /// The Unix socket for workers on this host.
+    /// Path of the Unix socket for processes on this host.
     pub socket: PathBuf,
-    /// Permissions of the socket's file. Default: 0600.
+    /// Permissions of the socket file. Default: 0600.
     pub socket_mode: u32,
-    /// Users that may administer the node beside its own user and root.
+    /// Group whose members may administer the node, in addition to its own user and root.
     pub admin_group: Option<AdminGroup>,
-    /// The TCP port for everything remote; nothing listens there without it.
+    /// TCP address for HTTP. Default: none, and no port is opened.
     pub listen: Option<SocketAddr>,
-    /// Who may use the TCP port.
+    /// Authentication and TLS of the TCP port.
     pub security: SecurityConfig,
     /// The store of the default tenant.
     pub store: StoreConfig,
-    /// Tenants beside the default one, each with a store of its own.
+    /// All tenants except the default one, each with its own store.
     pub tenants: Vec<TenantConfig>,
-    /// A file with the key that the default tenant's file tier is encrypted with.
+    /// File with the encryption key of the default tenant's file tier.
     pub encryption_key_file: Option<PathBuf>,
-    /// What clients may take.
+    /// Limits for clients.
     pub limits: LimitsConfig,
-    /// Where the pool survives a crash of the node; without it the pool has no name. Default of
-    /// the configuration file: `/dev/shm`.
+    /// Directory of the pool file, which survives a crash of the node. Without it the pool is
+    /// anonymous. The configuration file's default is `/dev/shm`.
     pub pool_directory: Option<PathBuf>,
-    /// When the next node finds this one's blocks in DRAM.
+    /// When the next start recovers blocks from the pool.
     pub keep_pool: KeepPool,
-    /// How long a clean shutdown may take. Default: 30 s.
+    /// Time limit of a clean shutdown. Default: 30 s.
     pub shutdown_timeout: Duration,
-    /// What is written to standard error.
+    /// Format and filter of the log, which goes to standard error.
     pub log: LogConfig,
-    /// Where traces go (an OTLP endpoint over HTTP). Default: nowhere.
+    /// OTLP endpoint for traces, over HTTP. Default: none, and no traces are sent.
     pub trace_endpoint: Option<String>,
-    /// What set each key; empty in a configuration that was not loaded.
+    /// The value and origin of each key. Empty in a configuration that was not loaded.
     pub settings: Settings,
 }
 
-/// Who may use the TCP port, and how the bytes travel.
+/// Authentication and TLS of the TCP port.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct SecurityConfig {
-    /// A file with the token that callers present.
+    /// File with the token that clients of the port must present.
     pub token_file: Option<PathBuf>,
     /// The node's certificate chain, PEM.
     pub certificate: Option<PathBuf>,
@@ -85,37 +85,37 @@ pub struct SecurityConfig {
     pub client_authority: Option<PathBuf>,
 }
 
-/// One tenant: an identity with a store of its own.
+/// One tenant: an identity with its own store.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TenantConfig {
-    /// Its name in metrics and admin calls.
+    /// Name in metrics and admin commands.
     pub name: String,
-    /// Users of this host that are this tenant.
+    /// UIDs of this host that belong to this tenant.
     pub users: Vec<u32>,
-    /// A file with the token that proves this tenant.
+    /// File with the token that authenticates this tenant.
     pub token_file: Option<PathBuf>,
-    /// Its store: quotas are its tiers' capacities.
+    /// The tenant's store. The capacities of its tiers are the tenant's quotas.
     pub store: StoreConfig,
-    /// A file with the key that its file tier is encrypted with.
+    /// File with the encryption key of the tenant's file tier.
     pub encryption_key_file: Option<PathBuf>,
 }
 
-/// Bounds of what clients may take.
+/// Limits for clients.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LimitsConfig {
-    /// Connections at a time. Default: 4096.
+    /// Connection limit. Default: 4096.
     pub connections_max: usize,
-    /// Share of a tenant's DRAM that one client may hold leased or reserved, in percent.
+    /// Share of a tenant's DRAM that one client may hold under lease or reserved, in percent.
     /// Default: 50.
     pub client_share_percent: u8,
     /// Threads that serve requests. Default: 64.
     pub threads_max: usize,
 }
 
-/// What is written to standard error.
+/// Format and filter of the log.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct LogConfig {
-    /// One JSON object a line rather than text.
+    /// Whether to write one JSON object per line instead of text.
     pub json: bool,
     /// A filter such as `info` or `cascade_node=debug`. Default: `info`.
     pub filter: Option<String>,
@@ -128,7 +128,7 @@ impl Default for LimitsConfig {
 }
 
 impl NodeConfig {
-    /// The defaults, for a socket.
+    /// The defaults, for a socket path.
     pub fn new(socket: impl Into<PathBuf>) -> Self {
         Self {
             socket: socket.into(),
@@ -150,19 +150,20 @@ impl NodeConfig {
     }
 }
 
-/// Where settings come from beside the built-in values and the environment.
+/// Sources of settings, in addition to the built-in defaults and the environment.
 #[derive(Debug, Clone, Default)]
 pub struct Sources {
-    /// The configuration file; else the one that `CASCADE_CONFIG` names.
+    /// The configuration file. Without it, the file that `CASCADE_CONFIG` names is read.
     pub file: Option<PathBuf>,
-    /// Keys that the command line sets, each with its text.
+    /// Keys set on the command line, each with its value as text.
     pub flags: Vec<(&'static Key, String)>,
 }
 
-/// Reads all sources, the later winning: built-in values, file, environment, flags; and checks.
+/// Reads all sources and checks the result. Later sources override earlier ones: built-in
+/// defaults, file, environment, flags.
 ///
 /// # Errors
-/// What is wrong, where, and what would be right.
+/// The first setting that is wrong, with its place and the expected value.
 pub fn load(sources: &Sources, environment: &Environment) -> Result<NodeConfig, ConfigError> {
     let mut settings = Settings::built_in();
     if let Some(path) = sources.file.clone().or_else(|| environment.config_file()) {
@@ -170,7 +171,7 @@ pub fn load(sources: &Sources, environment: &Environment) -> Result<NodeConfig, 
     }
     environment.apply(&mut settings)?;
     for (key, text) in &sources.flags {
-        let place = Source::Flag(key.flag.unwrap_or(key.path));
+        let place = SettingSource::Flag(key.flag.unwrap_or(key.path));
         let value = key.parse(text).map_err(|reason| {
             let place = place.clone();
             ConfigError::Value { key: key.path.to_owned(), reason, place }

@@ -1,7 +1,7 @@
-//! `cascade doctor`: what is wrong with this machine, before a node serves on it.
+//! `cascade doctor`: checks whether this host can run a node with a configuration.
 //!
-//! Each check says what it found, why that matters and what to do. Checks look at the machine
-//! through [`Machine`], so that a test can show them any fault.
+//! Each check reports what it found, why that matters and what to do. Checks access the host
+//! through the trait [`Machine`], so that a test can inject any fault.
 
 mod devices;
 mod files;
@@ -26,20 +26,21 @@ use cascade_block::with_causes;
 pub use machine::{Machine, ProbeFile, ThisMachine};
 pub use space::{FileSystem, Space};
 
-/// How long all checks should be given; one that hangs longer (a dead mount) has failed.
+/// The usual time limit for all checks together. A check that takes longer (a dead mount) has
+/// failed.
 pub const TIME_LIMIT: Duration = Duration::from_secs(10);
 
-/// How a check came out.
+/// The result of a check.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum State {
-    /// All is well.
+    /// No problem.
     Ok,
-    /// A node serves, but slower or with less than it could.
+    /// A node works, but is slower or keeps less than it could.
     Warning,
-    /// A node does not start, or loses what it is for.
+    /// A node does not start, or does not work as intended.
     Failed,
-    /// There is nothing to check: not configured, or the machine has no such device.
+    /// Not configured, or the host has no such device.
     Absent,
 }
 
@@ -54,41 +55,41 @@ impl fmt::Display for State {
     }
 }
 
-/// One check's answer.
+/// The finding of one check.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Finding {
     /// The check, such as `shared_memory`.
     pub id: String,
-    /// How it came out.
+    /// The result.
     pub state: State,
-    /// What the machine showed.
+    /// What was found on the host.
     pub found: String,
-    /// Why a node cares.
+    /// Why it matters.
     pub why: String,
-    /// What to do, a command where there is one.
+    /// What to do, as a command if there is one.
     pub remedy: Option<String>,
 }
 
-/// All answers.
+/// The findings of all checks.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Report {
-    /// This program's version.
+    /// Version of this program.
     pub version: String,
     /// Whether no check failed.
     pub is_ready: bool,
-    /// The answers, in the order of the documentation.
+    /// The findings, in the order of the documentation.
     pub checks: Vec<Finding>,
 }
 
-/// What a check found.
+/// The outcome of a check, without its name and reason.
 #[derive(Debug, Clone, PartialEq, Eq)]
-struct Outcome {
+struct CheckOutcome {
     state: State,
     found: String,
     remedy: Option<String>,
 }
 
-impl Outcome {
+impl CheckOutcome {
     fn ok(found: impl Into<String>) -> Self {
         Self { state: State::Ok, found: found.into(), remedy: None }
     }
@@ -106,24 +107,24 @@ impl Outcome {
     }
 }
 
-/// A check: its name, why it is made, and how.
+/// A check: its name, why it matters, and its code.
 struct Check {
     id: &'static str,
     why: &'static str,
-    run: fn(&NodeConfig, &dyn Machine) -> Outcome,
+    run: fn(&NodeConfig, &dyn Machine) -> CheckOutcome,
 }
 
 const CONFIGURATION: Check = Check {
     id: "configuration",
-    why: "a node starts only with a configuration that makes sense and is safe",
+    why: "a node refuses to start with a configuration that is contradictory or unsafe",
     run: |config, _| {
         let names = config.tenants.iter().map(|tenant| tenant.name.as_str());
         let names: Vec<&str> = std::iter::once("default").chain(names).collect();
-        Outcome::ok(format!("accepted; tenants: {}", names.join(", ")))
+        CheckOutcome::ok(format!("accepted; tenants: {}", names.join(", ")))
     },
 };
 
-/// All checks, in the order in which they are shown.
+/// All checks, in the order of the report.
 const CHECKS: &[Check] = &[
     CONFIGURATION,
     devices::KERNEL,
@@ -152,10 +153,10 @@ pub fn check_ids() -> impl Iterator<Item = &'static str> {
     CHECKS.iter().map(|check| check.id)
 }
 
-/// Checks the machine against a configuration, within a time limit.
+/// Checks the host against a configuration, within a time limit.
 ///
-/// A configuration that is refused is a finding, and then the only one: what to check the machine
-/// against is not known.
+/// If the configuration was refused, that is the only finding, because the other checks depend on
+/// the configuration.
 pub fn examine(
     config: Result<NodeConfig, ConfigError>,
     machine: &Arc<dyn Machine>,
@@ -164,15 +165,15 @@ pub fn examine(
     let checks = match config {
         Ok(config) => run_all(&Arc::new(config), machine, time_limit),
         Err(error) => {
-            let remedy = "correct it; cascade serve --print-config then shows what is set";
-            vec![finding(&CONFIGURATION, Outcome::failed(with_causes(&error), remedy))]
+            let remedy = "correct the configuration; `cascade serve --print-config` prints it";
+            vec![finding(&CONFIGURATION, CheckOutcome::failed(with_causes(&error), remedy))]
         }
     };
     let is_ready = checks.iter().all(|finding| finding.state != State::Failed);
     Report { version: env!("CARGO_PKG_VERSION").to_owned(), is_ready, checks }
 }
 
-/// All at once, each on a thread of its own: one that hangs keeps no other from answering.
+/// Runs all checks in parallel, each on its own thread, so that one that hangs delays no other.
 fn run_all(
     config: &Arc<NodeConfig>,
     machine: &Arc<dyn Machine>,
@@ -185,7 +186,7 @@ fn run_all(
         let run = check.run;
         let thread = thread::Builder::new().name(format!("doctor-{}", check.id));
         let spawned = thread.spawn(move || {
-            // The receiver is gone when the time was up; then nobody wants the answer.
+            // Sending fails if the time limit has passed.
             drop(sender.send(run(&config, machine.as_ref())));
         });
         (check, spawned.map(|_| answer))
@@ -194,20 +195,20 @@ fn run_all(
     let findings = started.into_iter().map(|(check, answer)| {
         let outcome = match answer {
             Ok(answer) => answer.recv_timeout(deadline.remaining(&SystemClock)).ok(),
-            Err(error) => Some(Outcome::failed(format!("no thread could be started ({error})"), {
+            Err(error) => Some(CheckOutcome::failed(format!("cannot start a thread ({error})"), {
                 "raise the limit on processes: ulimit -u"
             })),
         };
         let outcome = outcome.unwrap_or_else(|| {
             let found = format!("no answer within {} s", time_limit.as_secs_f64());
-            Outcome::failed(found, "look for a mount or device that hangs: dmesg, mount")
+            CheckOutcome::failed(found, "look for a mount or device that hangs: dmesg, mount")
         });
         finding(check, outcome)
     });
     findings.collect()
 }
 
-fn finding(check: &Check, outcome: Outcome) -> Finding {
+fn finding(check: &Check, outcome: CheckOutcome) -> Finding {
     Finding {
         id: check.id.to_owned(),
         state: outcome.state,

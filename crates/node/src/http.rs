@@ -1,14 +1,15 @@
-//! HTTP: metrics, health, status and the page, on a TCP port and a Unix socket beside the node's.
+//! The HTTP server for metrics, health, status and the status page, on a TCP port and a Unix
+//! socket next to the node's own.
 
 mod access;
-mod answers;
 mod connections;
 mod page;
-mod places;
 mod plot;
+mod responses;
 mod routes;
 mod runbooks;
 mod security;
+mod slots;
 
 use std::net::{SocketAddr, TcpListener};
 use std::path::{Path, PathBuf};
@@ -24,22 +25,22 @@ use crate::config::{ConfigError, SecurityConfig};
 use crate::node::{Node, NodeError};
 use crate::socket::SocketFile;
 
-use access::Access;
+use access::HttpAccess;
 use security::Secrets;
 
-/// Connections that the kernel keeps until they are accepted.
+/// Length of the kernel's queue of connections that are not accepted yet.
 const BACKLOG: i32 = 4096;
-/// How long an answer under way may keep the end of the thread.
+/// How long a response in progress may delay the end of the thread.
 const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// The Unix socket for HTTP of a node that listens at a path.
+/// Path of the Unix socket for HTTP, by the path of the node's own socket.
 pub fn socket_of(node_socket: &Path) -> PathBuf {
     let mut path = node_socket.as_os_str().to_owned();
     path.push(".http");
     path.into()
 }
 
-/// Where requests come in.
+/// The listening sockets.
 #[derive(Debug)]
 struct Listeners {
     tcp: TcpListener,
@@ -47,20 +48,20 @@ struct Listeners {
     file: Option<SocketFile>,
 }
 
-/// How the TCP port is served.
+/// Configuration of the HTTP server.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct HttpConfig {
-    /// Where it listens; port 0 takes a free one.
+    /// The TCP address. Port 0 chooses a free port.
     pub listen: SocketAddr,
-    /// Who may use it.
+    /// Authentication and TLS of the TCP port.
     pub security: SecurityConfig,
-    /// Connections at a time, on the port and on the Unix socket each; one more takes the place of
-    /// the one that has been idle longest, or gets health alone. Default: 256.
+    /// Connection limit of the port, and of the Unix socket. At the limit, a new connection
+    /// replaces the one that has been idle longest, or is limited to health checks. Default: 256.
     pub connections_max: usize,
-    /// How long a request's head, a TLS handshake or the wait for a next request may take.
+    /// Time limit of a request head, a TLS handshake, and the wait for the next request.
     /// Default: 10 s.
     pub head_timeout: Duration,
-    /// How long a connection may last in all, so that no slow reader holds one. Default: 60 s.
+    /// Time limit of a connection, so that a slow reader cannot hold one. Default: 60 s.
     pub connection_timeout: Duration,
 }
 
@@ -77,145 +78,148 @@ impl HttpConfig {
     }
 }
 
-/// Why the TCP port cannot be served, by what the operator can change.
+/// Why the HTTP server cannot start, by what the operator can change.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum HttpError {
-    /// The address cannot be had.
-    #[error("cannot listen on {address}; is another program there, or is it not this host's?")]
+    /// Listening on the address failed.
+    #[error("cannot listen on {address}; check that it is an address of this host and not in use")]
     Bind {
         /// The address.
         address: SocketAddr,
-        /// What the kernel said.
+        /// The error of the kernel.
         #[source]
         source: std::io::Error,
     },
-    /// The security settings contradict each other, or leave the port open to strangers.
+    /// The security settings contradict each other, or the port needs authentication.
     #[error(transparent)]
     Settings(#[from] ConfigError),
-    /// A file with a secret cannot be read, or others can.
-    #[error("security.{setting}: {source}")]
+    /// A file with a secret cannot be read, or others can read it.
+    #[error("{setting}: {source}")]
     Secret {
         /// The setting.
         setting: &'static str,
-        /// What is wrong, and what would be right.
+        /// What is wrong, and what to do.
         source: SecretError,
     },
-    /// A file that a setting names is of no use.
-    #[error("security.{setting}: {path:?} {reason}")]
+    /// A file that a setting names is not valid.
+    #[error("{setting}: {path:?} {reason}")]
     File {
         /// The setting.
         setting: &'static str,
         /// The file.
         path: PathBuf,
-        /// What is wrong, and what would be right.
+        /// What is wrong, and what to do.
         reason: &'static str,
-        /// The cause, when there is one.
+        /// The cause, if there is one.
         #[source]
         source: Option<Box<dyn std::error::Error + Send + Sync>>,
     },
     /// A thread could not be started.
-    #[error("cannot start the thread of the TCP port")]
+    #[error("cannot start the thread of the HTTP server")]
     Thread(#[source] std::io::Error),
 }
 
-/// A TCP port that is served, until this goes.
+/// The running HTTP server. Dropping it stops the server.
 #[derive(Debug)]
 pub struct HttpHandle {
     address: SocketAddr,
-    access: Arc<RwLock<Arc<Access>>>,
+    access: Arc<RwLock<Arc<HttpAccess>>>,
     stop: watch::Sender<Option<Duration>>,
     thread: Option<JoinHandle<()>>,
 }
 
-/// Serves a node's TCP port, and a Unix socket beside the node's.
+/// Starts the HTTP server of a node, on a TCP port and on a Unix socket next to the node's own.
 ///
 /// # Errors
-/// If the address cannot be had, another node has the Unix socket, or the security settings make
-/// no sense.
+/// If listening fails, another node uses the Unix socket, or the security settings are invalid.
 pub fn serve(node: &Node, config: HttpConfig) -> Result<HttpHandle, NodeError> {
     config.security.check(Some(config.listen)).map_err(HttpError::Settings)?;
     let secrets = Secrets::read(&config.security)?;
     let bind = |source| HttpError::Bind { address: config.listen, source };
     let listener = TcpListener::bind(config.listen).map_err(bind)?;
     listener.set_nonblocking(true).map_err(bind)?;
-    // Again, because the standard library's queue of 128 makes whoever comes after a flood wait
-    // for the second try of its kernel, which is a second later.
+    // The standard library sets a backlog of 128. During a flood of connections it overflows, and
+    // a client's kernel retries only after a second. Listening again sets a longer one.
     rustix::net::listen(&listener, BACKLOG).map_err(|error| bind(error.into()))?;
     let address = listener.local_addr().map_err(bind)?;
     node.note_address(address);
-    let access = Arc::new(RwLock::new(Arc::new(Access::new(address, secrets))));
+    let access = Arc::new(RwLock::new(Arc::new(HttpAccess::new(address, secrets))));
     let (stop, stopped) = watch::channel(None);
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_io()
         .enable_time()
-        // One for figures, one for readiness of each router.
+        // One thread for status responses, and one for readiness of each of the two routers.
         .max_blocking_threads(3)
         .build()
         .map_err(HttpError::Thread)?;
     if security::is_token_in_the_clear(&config.security, address) {
-        tracing::warn!(%address, "the token travels unencrypted; add tls_certificate");
+        tracing::warn!(%address, "clients send the token unencrypted; set tls_certificate");
     }
-    let (unix, file) = listen_beside(node)?;
+    let (unix, file) = listen_unix(node)?;
     let listeners = Listeners { tcp: listener, unix, file };
-    let served = (node.clone(), Arc::clone(&access));
+    let shared = (node.clone(), Arc::clone(&access));
     let thread = std::thread::Builder::new()
         .name("cascade-http".to_owned())
         .spawn(move || {
-            let (node, access) = served;
+            let (node, access) = shared;
             runtime.block_on(connections::run(listeners, node, access, config, stopped));
             runtime.shutdown_timeout(SHUTDOWN_TIMEOUT);
         })
         .map_err(HttpError::Thread)?;
-    tracing::info!(%address, "the TCP port is served");
+    tracing::info!(%address, "serving HTTP on a TCP port");
     Ok(HttpHandle { address, access, stop, thread: Some(thread) })
 }
 
-type BesideNode = (Option<std::os::unix::net::UnixListener>, Option<SocketFile>);
+type UnixSocket = (Option<std::os::unix::net::UnixListener>, Option<SocketFile>);
 
-/// The Unix socket for HTTP, with the permissions of the node's own. A path that is too long for
-/// one leaves it out: everything that it tells, `cascade status` tells too.
-fn listen_beside(node: &Node) -> Result<BesideNode, NodeError> {
+/// Listens on the Unix socket for HTTP, which has the permissions of the node's own socket.
+///
+/// If its path would be too long, there is no such socket: `cascade status` shows the same.
+fn listen_unix(node: &Node) -> Result<UnixSocket, NodeError> {
     let path = socket_of(&node.config().socket);
     let group = node.config().admin_group.as_ref().map(|group| group.number);
     if rustix::net::SocketAddrUnix::new(&path).is_err() {
-        tracing::warn!(path = %path.display(), "no Unix socket for HTTP: its path is too long");
+        tracing::warn!(
+            path = %path.display(),
+            "no Unix socket for HTTP: the path is too long; use a shorter path for socket"
+        );
         return Ok((None, None));
     }
     let (listener, file) = SocketFile::listen(&path, node.config().socket_mode, group)?;
     let operation = "serve the Unix socket for HTTP";
     listener.set_nonblocking(true).map_err(|source| NodeError::Server { operation, source })?;
-    tracing::info!(path = %path.display(), "HTTP is served on a Unix socket, by user");
+    tracing::info!(path = %path.display(), "serving HTTP on a Unix socket");
     Ok((Some(listener), Some(file)))
 }
 
 impl HttpHandle {
-    /// Where it listens.
+    /// The TCP address.
     pub fn address(&self) -> SocketAddr {
         self.address
     }
 
-    /// Reads the token and the certificates again. Connections that are open keep theirs.
+    /// Reads the token and the certificates again. Open connections keep their certificate.
     ///
     /// # Errors
-    /// If the new ones make no sense; then the old ones stay.
+    /// If the new ones are invalid. The old ones then stay in use.
     pub fn reload(&self, security: &SecurityConfig) -> Result<(), HttpError> {
         security.check(Some(self.address))?;
-        let access = Arc::new(Access::new(self.address, Secrets::read(security)?));
+        let access = Arc::new(HttpAccess::new(self.address, Secrets::read(security)?));
         *self.access.write().unwrap_or_else(PoisonError::into_inner) = access;
-        tracing::info!(address = %self.address, "token and certificates were read again");
+        tracing::info!(address = %self.address, "token and certificates reloaded");
         Ok(())
     }
 
-    /// Takes no more connections, lets requests that are under way end, and returns by then.
+    /// Stops accepting connections, and waits up to `timeout` for requests in progress.
     pub fn stop(mut self, timeout: Duration) {
-        self.end(timeout);
+        self.stop_and_join(timeout);
     }
 
-    fn end(&mut self, timeout: Duration) {
+    fn stop_and_join(&mut self, timeout: Duration) {
         self.stop.send_replace(Some(timeout));
         if self.thread.take().is_some_and(|thread| thread.join().is_err()) {
-            tracing::error!("the thread of the TCP port panicked");
+            tracing::error!("the thread of the HTTP server panicked");
         }
     }
 }
@@ -223,7 +227,7 @@ impl HttpHandle {
 impl Drop for HttpHandle {
     fn drop(&mut self) {
         if self.thread.is_some() {
-            self.end(Duration::ZERO);
+            self.stop_and_join(Duration::ZERO);
         }
     }
 }

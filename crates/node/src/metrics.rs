@@ -1,4 +1,4 @@
-//! Metrics for Prometheus: a status, family by family, in the text formats it reads.
+//! Metrics for Prometheus: formats a status as metric families.
 
 mod of_node;
 mod of_store;
@@ -14,37 +14,37 @@ use prometheus_client::registry::Registry;
 use crate::status::{Histogram, Status, View};
 
 /// Every family, in the order of a scrape.
-pub fn families() -> impl Iterator<Item = &'static Family> + Clone {
+pub fn families() -> impl Iterator<Item = &'static MetricFamily> + Clone {
     of_node::FAMILIES.iter().chain(of_store::FAMILIES)
 }
 
-/// One metric family: a name with its unit, what it means, and where its values come from.
+/// One metric family: its name with the unit, its description, and how to read its values.
 #[derive(Debug, Clone, Copy)]
-pub struct Family {
-    /// Its name, without the `_total` that a counter's samples end in.
+pub struct MetricFamily {
+    /// The name, without the suffix `_total` of counters.
     pub name: &'static str,
-    /// What kind of figure it is.
-    pub kind: Kind,
-    /// What it means, without a full stop.
+    /// The type of the metric.
+    pub kind: MetricKind,
+    /// The description, without a full stop.
     pub help: &'static str,
-    /// Its labels, in order.
+    /// The label names, in order.
     pub labels: &'static [&'static str],
-    read: fn(&Status, &mut Samples),
+    read: fn(&Status, &mut FamilySamples),
 }
 
-/// What kind of figure a metric is.
+/// The type of a metric.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Kind {
-    /// It only grows until the node ends.
+pub enum MetricKind {
+    /// Only increases, from 0 at the start of the process.
     Counter,
-    /// It goes up and down.
+    /// Goes up and down.
     Gauge,
-    /// How often values fell between bounds.
+    /// Counts of values by bucket.
     Histogram,
 }
 
-impl Kind {
-    /// Its name in the formats of Prometheus.
+impl MetricKind {
+    /// The name of the type in the formats of Prometheus.
     pub fn name(self) -> &'static str {
         match self {
             Self::Counter => "counter",
@@ -54,52 +54,52 @@ impl Kind {
     }
 }
 
-/// The values of one family.
+/// The values of one family, each with its label values.
 #[derive(Debug, Default)]
-struct Samples(Vec<(Vec<String>, Value)>);
+struct FamilySamples(Vec<(Vec<String>, SampleValue)>);
 
 #[derive(Debug)]
-enum Value {
-    Whole(u64),
-    Real(f64),
-    Spread(Histogram),
+enum SampleValue {
+    Integer(u64),
+    Float(f64),
+    Histogram(Histogram),
 }
 
-impl Samples {
+impl FamilySamples {
     fn add(&mut self, labels: &[&str], value: u64) {
-        self.push(labels, Value::Whole(value));
+        self.push(labels, SampleValue::Integer(value));
     }
 
-    fn add_real(&mut self, labels: &[&str], value: f64) {
-        self.push(labels, Value::Real(value));
+    fn add_float(&mut self, labels: &[&str], value: f64) {
+        self.push(labels, SampleValue::Float(value));
     }
 
     fn add_histogram(&mut self, labels: &[&str], histogram: &Histogram) {
-        self.push(labels, Value::Spread(histogram.clone()));
+        self.push(labels, SampleValue::Histogram(histogram.clone()));
     }
 
-    fn push(&mut self, labels: &[&str], value: Value) {
+    fn push(&mut self, labels: &[&str], value: SampleValue) {
         self.0.push((labels.iter().map(|label| (*label).to_owned()).collect(), value));
     }
 }
 
-/// The two text formats that scrapers ask for.
+/// A text format of metrics.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Format {
-    /// `OpenMetrics` 1.0, which Prometheus asks for.
+pub enum MetricsFormat {
+    /// `OpenMetrics` 1.0, which Prometheus requests.
     OpenMetrics,
-    /// The older text format, which everything reads.
+    /// The Prometheus text format 0.0.4, which every scraper reads.
     Text,
 }
 
-impl Format {
-    /// The format that an `Accept` header asks for.
+impl MetricsFormat {
+    /// The format that an `Accept` header requests.
     pub fn accepted(accept: Option<&str>) -> Self {
         let open = accept.is_some_and(|accept| accept.contains("application/openmetrics-text"));
         if open { Self::OpenMetrics } else { Self::Text }
     }
 
-    /// Its `Content-Type`.
+    /// The `Content-Type` of the format.
     pub fn content_type(self) -> &'static str {
         match self {
             Self::OpenMetrics => "application/openmetrics-text; version=1.0.0; charset=utf-8",
@@ -108,32 +108,34 @@ impl Format {
     }
 }
 
-/// A status as metrics.
+/// Formats a status as metrics.
 ///
 /// # Panics
-/// Never: a string takes whatever is written to it.
-pub fn encode(status: Status, format: Format) -> String {
+/// Never: writing to a `String` cannot fail.
+pub fn encode(status: Status, format: MetricsFormat) -> String {
     let mut registry = Registry::default();
-    registry.register_collector(Box::new(OfStatus(Arc::new(status))));
-    let mut open = String::new();
-    text::encode(&mut open, &registry).expect("a string takes whatever is written to it");
+    registry.register_collector(Box::new(StatusCollector(Arc::new(status))));
+    let mut open_metrics = String::new();
+    text::encode(&mut open_metrics, &registry).expect("writing to a String cannot fail");
     match format {
-        Format::OpenMetrics => open,
-        Format::Text => older(&open),
+        MetricsFormat::OpenMetrics => open_metrics,
+        MetricsFormat::Text => prometheus_text(&open_metrics),
     }
 }
 
-/// The older format differs in the names that describe counters and in what follows the samples.
-fn older(open: &str) -> String {
-    let is_counter =
-        |name: &str| families().any(|family| family.name == name && family.kind == Kind::Counter);
-    let mut text = String::with_capacity(open.len());
-    for line in open.lines().filter(|line| *line != "# EOF") {
+/// Converts `OpenMetrics` to the older text format. There, `HELP` and `TYPE` lines of counters have
+/// the suffix `_total`, and there is no end marker.
+fn prometheus_text(open_metrics: &str) -> String {
+    let is_counter = |name: &str| {
+        families().any(|family| family.name == name && family.kind == MetricKind::Counter)
+    };
+    let mut text = String::with_capacity(open_metrics.len());
+    for line in open_metrics.lines().filter(|line| *line != "# EOF") {
         let mut words = line.splitn(4, ' ');
         match (words.next(), words.next(), words.next(), words.next()) {
-            (Some("#"), Some(what), Some(name), Some(rest)) if is_counter(name) => {
-                writeln!(text, "# {what} {name}_total {rest}")
-                    .expect("a string takes whatever is written to it");
+            (Some("#"), Some(keyword), Some(name), Some(rest)) if is_counter(name) => {
+                writeln!(text, "# {keyword} {name}_total {rest}")
+                    .expect("writing to a String cannot fail");
             }
             _ => {
                 text.push_str(line);
@@ -145,18 +147,18 @@ fn older(open: &str) -> String {
 }
 
 #[derive(Debug)]
-struct OfStatus(Arc<Status>);
+struct StatusCollector(Arc<Status>);
 
-impl Collector for OfStatus {
+impl Collector for StatusCollector {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Result<(), fmt::Error> {
         for family in families() {
             let kind = match family.kind {
-                Kind::Counter => MetricType::Counter,
-                Kind::Gauge => MetricType::Gauge,
-                Kind::Histogram => MetricType::Histogram,
+                MetricKind::Counter => MetricType::Counter,
+                MetricKind::Gauge => MetricType::Gauge,
+                MetricKind::Histogram => MetricType::Histogram,
             };
             let metric = encoder.encode_descriptor(family.name, family.help, None, kind)?;
-            let mut samples = Samples::default();
+            let mut samples = FamilySamples::default();
             (family.read)(&self.0, &mut samples);
             write_samples(family, &samples, self.0.view == View::Totals, metric)?;
         }
@@ -165,15 +167,15 @@ impl Collector for OfStatus {
 }
 
 fn write_samples(
-    family: &Family,
-    samples: &Samples,
+    family: &MetricFamily,
+    samples: &FamilySamples,
     are_totals: bool,
     mut metric: MetricEncoder<'_>,
 ) -> Result<(), fmt::Error> {
     for (labels, value) in &samples.0 {
         assert_eq!(labels.len(), family.labels.len(), "{}: a value for each label", family.name);
         let labels = family.labels.iter().copied().zip(labels.iter().map(String::as_str));
-        // Sums over all tenants belong to none of them.
+        // Totals are sums over all tenants, so they have no label `tenant`.
         let labels = labels.filter(|(name, _)| !(are_totals && *name == "tenant"));
         let labels: Vec<(&str, &str)> = labels.collect();
         if labels.is_empty() {
@@ -186,25 +188,26 @@ fn write_samples(
 }
 
 fn write_value(
-    family: &Family,
-    value: &Value,
+    family: &MetricFamily,
+    value: &SampleValue,
     metric: &mut MetricEncoder<'_>,
 ) -> Result<(), fmt::Error> {
     match (family.kind, value) {
-        (Kind::Counter, Value::Whole(count)) => {
+        (MetricKind::Counter, SampleValue::Integer(count)) => {
             metric.encode_counter::<NoLabelSet, _, u64>(count, None)
         }
-        (Kind::Counter, Value::Real(count)) => {
+        (MetricKind::Counter, SampleValue::Float(count)) => {
             metric.encode_counter::<NoLabelSet, _, u64>(count, None)
         }
-        (Kind::Gauge, Value::Whole(level)) => metric.encode_gauge(level),
-        (Kind::Gauge, Value::Real(level)) => metric.encode_gauge(level),
-        (Kind::Histogram, Value::Spread(spread)) => {
-            let bounds = spread.bounds.iter().copied().chain([f64::INFINITY]);
-            let counts = spread.counts.iter().copied().chain([0]);
+        (MetricKind::Gauge, SampleValue::Integer(level)) => metric.encode_gauge(level),
+        (MetricKind::Gauge, SampleValue::Float(level)) => metric.encode_gauge(level),
+        (MetricKind::Histogram, SampleValue::Histogram(histogram)) => {
+            // A default histogram has no buckets, but the format requires the infinite one.
+            let bounds = histogram.bounds.iter().copied().chain([f64::INFINITY]);
+            let counts = histogram.counts.iter().copied().chain([0]);
             let buckets: Vec<(f64, u64)> = bounds.zip(counts).collect();
-            metric.encode_histogram::<NoLabelSet>(spread.sum, spread.count(), &buckets, None)
+            metric.encode_histogram::<NoLabelSet>(histogram.sum, histogram.count(), &buckets, None)
         }
-        (kind, value) => unreachable!("{}: {value:?} is no {}", family.name, kind.name()),
+        (kind, value) => unreachable!("{}: {value:?} is not a {}", family.name, kind.name()),
     }
 }

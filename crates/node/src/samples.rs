@@ -1,25 +1,25 @@
-//! The last ten minutes, kept while somebody looks.
+//! History of the last ten minutes, for the plots of the status page.
 //!
-//! There is no timer: whoever asks for a status leaves a sample behind, at most one a second. A
-//! page that is open fills it, a scraper fills it coarsely, and an idle node is not woken.
+//! There is no timer, so that an idle node is not woken. Each request for a status adds a sample,
+//! at most one per second. An open page samples every second, a scraper at its own interval.
 
-#![expect(clippy::cast_precision_loss, reason = "figures for plots")]
+#![expect(clippy::cast_precision_loss, reason = "values for plots")]
 
 use std::collections::VecDeque;
 use std::sync::{Mutex, PoisonError};
 
 use crate::status::Status;
 
-/// What is older is forgotten.
+/// Older samples are dropped.
 const SPAN_MS: u64 = 600_000;
-/// Samples closer than this are one.
+/// A sample is ignored if it is closer than this to the one before.
 const INTERVAL_MS: u64 = 900;
-/// The shortest time that a plot shows.
+/// The shortest period of a plot.
 const PLOT_MS_MIN: u64 = 60_000;
-/// Pieces that a plot is made of.
-pub(crate) const PIECES: usize = 60;
+/// Time slices of a plot.
+pub(crate) const SLICE_COUNT: usize = 60;
 
-/// A bounded memory of samples.
+/// A bounded history of samples.
 #[derive(Debug, Default)]
 pub(crate) struct Samples(Mutex<VecDeque<Sample>>);
 
@@ -29,14 +29,14 @@ struct Sample {
     at_ms: u64,
     tier_matches: Vec<(String, u64)>,
     requested: u64,
-    /// Bytes: got, put, demoted, promoted, evicted.
-    moved: [u64; Flow::ALL.len()],
+    /// Bytes by flow, in the order of [`Flow::ALL`].
+    flow_bytes: [u64; Flow::ALL.len()],
 }
 
-/// A stream of bytes.
+/// A flow of bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Flow {
-    Got,
+    Read,
     Put,
     Demoted,
     Promoted,
@@ -45,60 +45,62 @@ pub(crate) enum Flow {
 
 impl Flow {
     pub(crate) const ALL: [Self; 5] =
-        [Self::Got, Self::Put, Self::Demoted, Self::Promoted, Self::Evicted];
+        [Self::Read, Self::Put, Self::Demoted, Self::Promoted, Self::Evicted];
 }
 
-/// What happened in equal pieces of time up to now.
+/// The history in time slices of equal length, up to the last sample.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub(crate) struct Series {
-    /// How much time it covers.
+    /// Length of the period.
     pub(crate) span_s: f64,
     /// Tiers, fast to slow.
     pub(crate) tiers: Vec<String>,
-    /// The pieces, old to new.
-    pub(crate) pieces: Vec<Piece>,
+    /// The slices, old to new.
+    pub(crate) slices: Vec<TimeSlice>,
 }
 
-/// What happened in one piece of time.
+/// The counts in one time slice.
 #[derive(Debug, Clone, Default, PartialEq)]
-pub(crate) struct Piece {
-    /// Seconds of it that samples cover.
-    pub(crate) known_s: f64,
+pub(crate) struct TimeSlice {
+    /// Seconds of the slice that lie between samples.
+    pub(crate) sampled_s: f64,
     /// Blocks requested.
     pub(crate) requested: f64,
-    /// Of these, matched, by tier.
+    /// Of these, blocks matched, by tier.
     pub(crate) matched: Vec<f64>,
     /// Bytes by flow.
-    pub(crate) moved: [f64; Flow::ALL.len()],
+    pub(crate) flow_bytes: [f64; Flow::ALL.len()],
 }
 
-impl Piece {
-    /// Bytes a second of a flow; none where nothing was sampled.
+impl TimeSlice {
+    /// Rate of a flow in bytes per second. `None` without samples.
     pub(crate) fn rate(&self, flow: Flow) -> Option<f64> {
-        (self.known_s > 0.0).then(|| self.moved[flow as usize] / self.known_s)
+        (self.sampled_s > 0.0).then(|| self.flow_bytes[flow as usize] / self.sampled_s)
     }
 }
 
 impl Samples {
-    /// Remembers a status, unless one was remembered just now.
-    pub(crate) fn note(&self, status: &Status) {
+    /// Adds a sample of a status, unless the last one is too recent.
+    pub(crate) fn record(&self, status: &Status) {
         let at_ms = status.node.at_unix_ms;
         let mut samples = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let last_ms = samples.back().map(|sample| sample.at_ms);
-        // A clock that was set back starts anew: times have to rise.
+        // Times must increase, so the history is dropped if the clock was set back.
         if last_ms.is_some_and(|last_ms| at_ms < last_ms) {
             samples.clear();
         } else if last_ms.is_some_and(|last_ms| at_ms - last_ms < INTERVAL_MS) {
             return;
         }
         samples.push_back(Sample::of(status));
-        // One sample from before the span stays: it is where the first piece begins.
+        // One sample from before the span stays, because the first slice begins after it.
         while samples.get(1).is_some_and(|second| second.at_ms + SPAN_MS < at_ms) {
             samples.pop_front();
         }
     }
 
-    /// What the samples say of the time up to the last of them.
+    /// The history up to the last sample.
+    ///
+    /// Counts between two samples are spread evenly over the time between them.
     pub(crate) fn series(&self) -> Series {
         let samples = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let (Some(first), Some(last)) = (samples.front(), samples.back()) else {
@@ -106,35 +108,36 @@ impl Samples {
         };
         let span_ms = (last.at_ms - first.at_ms).clamp(PLOT_MS_MIN, SPAN_MS);
         let tiers: Vec<String> = last.tier_matches.iter().map(|(name, _)| name.clone()).collect();
-        let piece = || Piece { matched: vec![0.0; tiers.len()], ..Piece::default() };
-        let mut pieces: Vec<Piece> = (0..PIECES).map(|_| piece()).collect();
+        let slice = || TimeSlice { matched: vec![0.0; tiers.len()], ..TimeSlice::default() };
+        let mut slices: Vec<TimeSlice> = (0..SLICE_COUNT).map(|_| slice()).collect();
         let begin_ms = last.at_ms as f64 - span_ms as f64;
-        let piece_ms = span_ms as f64 / PIECES as f64;
+        let slice_ms = span_ms as f64 / SLICE_COUNT as f64;
         for (old, new) in samples.iter().zip(samples.iter().skip(1)) {
             let (from, to) = (old.at_ms as f64 - begin_ms, new.at_ms as f64 - begin_ms);
-            for (at, piece) in pieces.iter_mut().enumerate() {
-                let low = (at as f64 * piece_ms).max(from);
-                let high = ((at + 1) as f64 * piece_ms).min(to);
+            for (at, slice) in slices.iter_mut().enumerate() {
+                // The overlap of the slice with the time between the samples.
+                let low = (at as f64 * slice_ms).max(from);
+                let high = ((at + 1) as f64 * slice_ms).min(to);
                 if high > low {
-                    piece.add(old, new, &tiers, (high - low) / (to - from), (high - low) / 1e3);
+                    slice.add(old, new, &tiers, (high - low) / (to - from), (high - low) / 1e3);
                 }
             }
         }
-        Series { span_s: span_ms as f64 / 1e3, tiers, pieces }
+        Series { span_s: span_ms as f64 / 1e3, tiers, slices }
     }
 }
 
-impl Piece {
-    /// Adds the share of what happened between two samples that falls into this piece.
-    fn add(&mut self, old: &Sample, new: &Sample, tiers: &[String], share: f64, known_s: f64) {
+impl TimeSlice {
+    /// Adds a share of the counts between two samples, for the seconds that overlap this slice.
+    fn add(&mut self, old: &Sample, new: &Sample, tiers: &[String], share: f64, sampled_s: f64) {
         let part = |old: u64, new: u64| new.saturating_sub(old) as f64 * share;
-        self.known_s += known_s;
+        self.sampled_s += sampled_s;
         self.requested += part(old.requested, new.requested);
         for (matched, tier) in self.matched.iter_mut().zip(tiers) {
             *matched += part(old.matched(tier), new.matched(tier));
         }
-        for (at, moved) in self.moved.iter_mut().enumerate() {
-            *moved += part(old.moved[at], new.moved[at]);
+        for (at, bytes) in self.flow_bytes.iter_mut().enumerate() {
+            *bytes += part(old.flow_bytes[at], new.flow_bytes[at]);
         }
     }
 }
@@ -150,7 +153,7 @@ impl Sample {
         }
         let sum = |of: fn(&crate::status::TenantStatus) -> u64| status.tenants.iter().map(of).sum();
         let flow = |flow| match flow {
-            Flow::Got => sum(|tenant| tenant.gets.bytes),
+            Flow::Read => sum(|tenant| tenant.gets.bytes),
             Flow::Put => sum(|tenant| tenant.puts.bytes),
             Flow::Demoted => sum(|tenant| tenant.mover.demoted_bytes),
             Flow::Promoted => sum(|tenant| tenant.mover.promoted_bytes),
@@ -160,7 +163,7 @@ impl Sample {
             at_ms: status.node.at_unix_ms,
             tier_matches,
             requested: sum(|tenant| tenant.hit_rate.requested_blocks),
-            moved: Flow::ALL.map(flow),
+            flow_bytes: Flow::ALL.map(flow),
         }
     }
 
@@ -188,33 +191,33 @@ mod tests {
     }
 
     fn total(series: &Series) -> (f64, f64) {
-        let requested: f64 = series.pieces.iter().map(|piece| piece.requested).sum();
-        let matched: f64 = series.pieces.iter().map(|piece| piece.matched[0]).sum();
+        let requested: f64 = series.slices.iter().map(|slice| slice.requested).sum();
+        let matched: f64 = series.slices.iter().map(|slice| slice.matched[0]).sum();
         (requested.round(), matched.round())
     }
 
     #[test]
-    fn what_happened_between_samples_is_spread_over_the_time_between_them() {
+    fn counts_between_samples_are_spread_over_the_time_between_them() {
         let samples = Samples::default();
-        samples.note(&status(100, 0, 0, 0));
-        samples.note(&status(110, 100, 50, 1000));
-        samples.note(&status(120, 100, 50, 1000));
+        samples.record(&status(100, 0, 0, 0));
+        samples.record(&status(110, 100, 50, 1000));
+        samples.record(&status(120, 100, 50, 1000));
         let series = samples.series();
         assert_eq!(series.span_s.to_bits(), 60f64.to_bits());
         assert_eq!(total(&series), (100.0, 50.0));
-        let last = &series.pieces[PIECES - 1];
-        assert_eq!(last.rate(Flow::Got), Some(0.0), "sampled, and nothing happened");
-        let busy = series.pieces[PIECES - 15].rate(Flow::Got).unwrap();
+        let last = &series.slices[SLICE_COUNT - 1];
+        assert_eq!(last.rate(Flow::Read), Some(0.0), "sampled, without reads");
+        let busy = series.slices[SLICE_COUNT - 15].rate(Flow::Read).unwrap();
         assert!((busy - 100.0).abs() < 1e-6, "1000 bytes in 10 s: {busy}");
-        assert_eq!(series.pieces[0].rate(Flow::Got), None, "nobody looked then");
+        assert_eq!(series.slices[0].rate(Flow::Read), None, "not sampled");
     }
 
     #[test]
-    fn it_is_bounded_and_forgets_what_is_older_than_its_span() {
+    fn samples_older_than_the_span_are_dropped() {
         let samples = Samples::default();
         for at_s in 0..5000 {
-            samples.note(&status(1000 + at_s, at_s, 0, 0));
-            samples.note(&status(1000 + at_s, at_s, 0, 0));
+            samples.record(&status(1000 + at_s, at_s, 0, 0));
+            samples.record(&status(1000 + at_s, at_s, 0, 0));
         }
         assert_eq!(samples.0.lock().unwrap().len(), 602);
         let series = samples.series();
@@ -222,11 +225,11 @@ mod tests {
     }
 
     #[test]
-    fn a_clock_that_is_set_back_starts_anew() {
+    fn setting_the_clock_back_drops_the_history() {
         let samples = Samples::default();
-        samples.note(&status(1000, 10, 0, 0));
-        samples.note(&status(10, 20, 0, 0));
-        samples.note(&status(12, 30, 0, 0));
+        samples.record(&status(1000, 10, 0, 0));
+        samples.record(&status(10, 20, 0, 0));
+        samples.record(&status(12, 30, 0, 0));
         assert_eq!(total(&samples.series()).0.to_bits(), 10f64.to_bits());
     }
 }

@@ -1,4 +1,4 @@
-//! A node's status: one value behind `cascade status`, the metrics and the status page.
+//! A node's status: the source of `cascade status`, the metrics and the status page.
 
 mod gather;
 mod histogram;
@@ -9,43 +9,43 @@ use serde::{Deserialize, Serialize};
 pub use histogram::Histogram;
 pub use view::{ALL_TENANTS, View};
 
-/// What a node holds and does, at one moment.
+/// The status of a node at one moment.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Status {
-    /// How much of the node this shows: what its reader may see.
+    /// The part of the node that this status covers.
     pub view: View,
     /// The process.
     pub node: NodeStatus,
-    /// Each tenant's store, `default` first.
+    /// The stores of the tenants, `default` first.
     pub tenants: Vec<TenantStatus>,
-    /// Who uses the Unix socket.
+    /// Clients of the Unix socket.
     pub clients: ClientsStatus,
-    /// What the node did for them, and what that cost.
+    /// Requests and connections.
     pub server: ServerStatus,
-    /// Spans sent to a collector, when traces are on.
+    /// Spans sent to a collector, if traces are on.
     pub traces: Option<TraceStatus>,
-    /// What an operator should know about the node as a whole.
+    /// Notes for the operator about the node.
     pub notes: Vec<String>,
 }
 
-/// Where a node is in its life.
+/// The phase of a node's life.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum NodeState {
-    /// It opens its stores.
+    /// Opens its stores.
     #[default]
     Starting,
-    /// It serves.
+    /// Serves requests.
     Serving,
-    /// It takes nothing new and writes down what it has.
+    /// Refuses new blocks and writes pending ones to lower tiers.
     Draining,
 }
 
 impl NodeState {
-    /// Every state, in the order of a life.
+    /// All states, in chronological order.
     pub const ALL: [Self; 3] = [Self::Starting, Self::Serving, Self::Draining];
 
-    /// Its name in metrics and JSON.
+    /// The name in metrics and JSON.
     pub fn name(self) -> &'static str {
         match self {
             Self::Starting => "starting",
@@ -58,82 +58,82 @@ impl NodeState {
 /// The process.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct NodeStatus {
-    /// Cascade's version.
+    /// Version of Cascade.
     pub version: String,
-    /// Its process id.
+    /// Process ID.
     pub pid: u32,
-    /// Where it is in its life.
+    /// The phase of its life.
     pub state: NodeState,
-    /// Milliseconds since 1970 UTC when this was taken.
+    /// Time of this status, in milliseconds since 1970 UTC.
     pub at_unix_ms: u64,
-    /// Seconds since it started.
+    /// Seconds since the start.
     pub uptime_s: f64,
-    /// The Unix socket.
+    /// Path of the Unix socket.
     pub socket: String,
-    /// The TCP address, when there is one.
+    /// The TCP address, if there is one.
     pub listen: Option<String>,
     /// Threads of the process.
     pub threads: u64,
-    /// Seconds of processor time, user and system.
+    /// CPU time in seconds, user and system.
     pub cpu_s: f64,
-    /// Memory that the process holds, the pools' touched pages included.
+    /// Resident memory, including touched pages of the pools.
     pub memory_bytes: u64,
-    /// Address space of the process.
+    /// Virtual memory.
     pub virtual_memory_bytes: u64,
-    /// Descriptors that are open.
+    /// Open descriptors.
     pub open_files: u64,
-    /// Descriptors that may be open.
+    /// Limit of open descriptors.
     pub open_files_max: u64,
-    /// Seconds since 1970 UTC when the process started.
+    /// Start time of the process, in seconds since 1970 UTC.
     pub started_unix_s: f64,
 }
 
-/// One tenant's store.
+/// The store of a tenant.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct TenantStatus {
-    /// The tenant.
+    /// Name of the tenant.
     pub name: String,
-    /// How much of what was requested was there.
+    /// The hit rate.
     pub hit_rate: HitRate,
     /// Lookups of chains.
     pub lookups: LookupStatus,
     /// Blocks read by get and view.
     pub gets: GetStatus,
-    /// Blocks given to put.
+    /// Blocks put.
     pub puts: PutStatus,
-    /// Places that blocks are in, fast to slow.
+    /// The tiers, fast to slow.
     pub tiers: Vec<TierStatus>,
-    /// What moved between tiers.
+    /// Copies between tiers.
     pub mover: MoverStatus,
-    /// What left DRAM or the lower tiers.
+    /// Blocks dropped to free space.
     pub evictions: EvictionStatus,
-    /// Blocks found damaged, answered as misses.
+    /// Blocks that failed their checksum and were answered as misses.
     pub damaged_blocks: u64,
-    /// What is known of blocks.
+    /// The catalog of blocks.
     pub catalog: CatalogStatus,
-    /// The memory behind the DRAM tier.
+    /// The memory of the DRAM tier.
     pub pool: PoolStatus,
-    /// What more capacity would give.
+    /// Predicted hit rates at other capacities.
     pub shadows: Vec<ShadowStatus>,
-    /// Prefixes that are asked for most.
+    /// The most requested prefixes.
     pub hot_prefixes: Vec<HotPrefix>,
-    /// What came back from before the last restart, when the pool is kept.
+    /// What the last restart recovered, if the pool is kept.
     pub warm_restart: Option<WarmRestartStatus>,
-    /// What an operator should know, such as a tier that was left out.
+    /// Notes for the operator, such as a tier that was left out.
     pub notes: Vec<String>,
 }
 
 /// The hit rate: blocks matched over blocks requested, each request counted once.
 ///
-/// Requested are the blocks of lookups, and those that get and view read without a lookup before.
-/// Every page, metric and command shows this figure and no other as the hit rate.
+/// Blocks of lookups are requested, and so are blocks that get and view read without a lookup. All
+/// pages, metrics and commands show this figure as the hit rate.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 pub struct HitRate {
     /// Blocks requested.
     pub requested_blocks: u64,
-    /// Of these, known in a tier that answers.
+    /// Of these, blocks in an available tier.
     pub matched_blocks: u64,
-    /// Matched over requested, 0 to 1; none before the first request.
+    /// Matched over requested, 0 to 1. `None` before the first request.
     pub ratio: Option<f64>,
 }
 
@@ -144,13 +144,13 @@ pub struct LookupStatus {
     pub requests: u64,
     /// Blocks that they requested.
     pub requested_blocks: u64,
-    /// Leading blocks that were there.
+    /// Leading blocks that matched.
     pub matched_blocks: u64,
 }
 
-/// Blocks read by get and view: hits, misses and failures add up to them.
+/// Blocks read by get and view. Hits, misses and failures add up to `blocks`.
 ///
-/// Loads of what a lookup matched are among them, so their share of hits is not the hit rate.
+/// They include loads after a lookup, so hits over blocks is not the hit rate.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GetStatus {
     /// Blocks read.
@@ -161,81 +161,81 @@ pub struct GetStatus {
     pub misses: u64,
     /// Of these, failed.
     pub failures: u64,
-    /// Of the misses, those in a tier whose breaker was open.
+    /// Of the misses, blocks in a tier whose circuit was open.
     pub shed: u64,
-    /// Bytes handed out.
+    /// Bytes returned.
     pub bytes: u64,
 }
 
-/// Blocks given to put, by what became of them; the outcomes add up to `blocks`.
+/// Blocks put, by outcome. The outcomes add up to `blocks`.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PutStatus {
-    /// Blocks given.
+    /// Blocks put.
     pub blocks: u64,
     /// Of these, stored.
     pub stored: u64,
-    /// Of these, known by their content.
+    /// Of these, deduplicated: another key has the same bytes.
     pub deduplicated: u64,
-    /// Of these, there already.
+    /// Of these, already present under the key.
     pub present: u64,
-    /// Of these, refused because the key names other bytes.
+    /// Of these, refused because the key has other bytes.
     pub conflicts: u64,
-    /// Of these, not taken.
+    /// Of these, not admitted.
     pub declined: u64,
     /// Of these, failed.
     pub failures: u64,
-    /// Bytes written into the first tier.
+    /// Bytes written to the first tier.
     pub bytes: u64,
 }
 
 /// One tier.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct TierStatus {
-    /// Its name, such as `dram` or `files`.
+    /// The name, such as `dram` or `files`.
     pub name: String,
-    /// Bytes it may use.
+    /// Capacity.
     pub capacity_bytes: u64,
     /// Bytes in use.
     pub used_bytes: u64,
-    /// Blocks in it, where that is counted.
+    /// Blocks in the tier, if it counts them.
     pub blocks: Option<u64>,
-    /// Files or other containers, where it has any.
+    /// Files of the tier, if it has any.
     pub files: Option<u64>,
-    /// Blocks served from it.
+    /// Blocks that reads got from this tier.
     pub hits: u64,
     /// Their bytes.
     pub hit_bytes: u64,
-    /// Requested blocks that were matched in it.
+    /// Requested blocks that matched in this tier.
     pub matched_blocks: u64,
-    /// Blocks found damaged in it.
+    /// Blocks that failed their checksum.
     pub damaged_blocks: u64,
-    /// Headers, footers and other structures of its files that were found damaged.
+    /// Damaged headers, footers and other structures of its files.
     #[serde(default)]
     pub damaged_structures: u64,
-    /// Whether it serves, where that is watched.
+    /// Health of the tier, if it has a circuit breaker.
     pub health: Option<HealthStatus>,
-    /// What an operator should know, such as a fallback that was taken.
+    /// Notes for the operator, such as a fallback in use.
     pub notes: Vec<String>,
 }
 
-/// Whether a tier is used.
+/// State of a circuit breaker.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum HealthState {
-    /// It is used.
+    /// The circuit is closed: the tier is used.
     #[default]
     Healthy,
-    /// Its breaker is open: it is passed over.
+    /// The circuit is open: the tier is not used.
     Open,
-    /// Its breaker is open, and a probe is under way.
+    /// The circuit is open, and a probe is in flight.
     Probing,
 }
 
 impl HealthState {
-    /// Every state.
+    /// All states.
     pub const ALL: [Self; 3] = [Self::Healthy, Self::Open, Self::Probing];
 
-    /// Its name in metrics and JSON.
+    /// The name in metrics and JSON.
     pub fn name(self) -> &'static str {
         match self {
             Self::Healthy => "healthy",
@@ -245,177 +245,177 @@ impl HealthState {
     }
 }
 
-/// A tier's health.
+/// Health of a tier.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct HealthStatus {
-    /// Whether it is used.
+    /// State of the tier.
     pub state: HealthState,
     /// Seconds in this state.
     pub since_s: f64,
-    /// Times that its breaker opened.
+    /// Times that the circuit opened.
     pub opened: u64,
-    /// Calls that have not come back long after their deadline.
+    /// Calls that have not returned long after their deadline.
     pub stuck_calls: u64,
-    /// What failed last.
+    /// The last error.
     pub last_error: Option<String>,
-    /// Whether it is read; while it is not, it counts as having no block.
+    /// State for reads. While the circuit is open, blocks of the tier are misses.
     #[serde(default)]
     pub reads: HealthState,
-    /// Whether it is written; while it is not, new blocks are kept above it alone.
+    /// State for writes. While the circuit is open, new blocks stay in the tiers above.
     #[serde(default)]
     pub writes: HealthState,
 }
 
-/// What moved between tiers.
+/// Copies between tiers.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MoverStatus {
     /// Blocks written to a lower tier.
     pub demoted_blocks: u64,
     /// Their bytes.
     pub demoted_bytes: u64,
-    /// Blocks brought up from a lower tier.
+    /// Blocks copied up from a lower tier.
     pub promoted_blocks: u64,
     /// Their bytes.
     pub promoted_bytes: u64,
-    /// Bytes that wait to be written to lower tiers.
+    /// Bytes waiting to be written to lower tiers.
     pub pending_bytes: u64,
-    /// Blocks that a lower tier failed to take.
+    /// Blocks that could not be written to a lower tier.
     pub demote_failures: u64,
-    /// Blocks that a lower tier never takes.
+    /// Blocks that a lower tier does not accept.
     pub demote_declines: u64,
-    /// Names that a lower tier could not be told to learn or to forget.
+    /// Keys that could not be added to or removed from a lower tier.
     pub name_failures: u64,
-    /// Blocks asked for by prefetch.
+    /// Blocks requested by prefetch.
     pub prefetched_blocks: u64,
-    /// Of these, read before they were evicted again.
+    /// Of these, read before they were evicted.
     pub prefetched_used_blocks: u64,
 }
 
-/// What left the tiers to make room.
+/// Blocks dropped to free space.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct EvictionStatus {
-    /// Blocks that left DRAM.
+    /// Blocks evicted from DRAM.
     pub blocks: u64,
     /// Their bytes.
     pub bytes: u64,
-    /// Of these, blocks that no other tier had.
+    /// Of these, blocks that were in no other tier.
     pub lost_blocks: u64,
-    /// Blocks that a lower tier dropped.
+    /// Blocks dropped by a lower tier.
     pub reclaimed_blocks: u64,
 }
 
-/// What is known of blocks.
+/// The catalog of blocks.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CatalogStatus {
-    /// Keys known in any tier.
+    /// Keys, in any tier.
     pub keys: u64,
-    /// Distinct contents known in any tier.
+    /// Distinct contents, in any tier.
     pub contents: u64,
-    /// Bytes of the distinct contents, each counted once.
+    /// Bytes of distinct contents, each counted once.
     pub content_bytes: u64,
-    /// Memory of the catalog and the policy.
+    /// Memory of the catalog and the eviction policy.
     pub memory_bytes: u64,
     /// Protected blocks in DRAM.
     pub protected_blocks: u64,
-    /// Blocks that were to be protected, but the quota was full.
+    /// Blocks not protected because the protected share was full.
     pub protection_refused: u64,
 }
 
-/// The memory behind the DRAM tier.
+/// The memory of the DRAM tier.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PoolStatus {
-    /// Its size.
+    /// Size of the pool.
     pub capacity_bytes: u64,
-    /// Bytes that slabs hold, rounding included.
+    /// Bytes in slabs, including rounding.
     pub reserved_bytes: u64,
-    /// Bytes that slabs asked for.
+    /// Bytes in slabs, without rounding.
     pub requested_bytes: u64,
-    /// Free bytes, those kept ready for the sizes in use included.
+    /// Free bytes, including those cached for slabs of common sizes.
     pub free_bytes: u64,
-    /// The largest piece that is free in a row.
+    /// The largest contiguous free range.
     pub largest_free_bytes: u64,
     /// Bytes on huge pages.
     pub huge_bytes: u64,
 }
 
-/// What another capacity of a tier would give.
+/// Predicted hit rate of a tier at another capacity.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct ShadowStatus {
     /// The tier.
     pub tier: String,
-    /// The capacity, in percent of the one it has.
+    /// The capacity, in percent of the present one.
     pub capacity_percent: u32,
-    /// The same in bytes.
+    /// The capacity in bytes.
     pub capacity_bytes: u64,
     /// Share of the blocks requested by lookups that would match, 0 to 1.
     pub predicted_hit_rate: f64,
 }
 
-/// A prefix that is asked for often.
+/// A frequently requested prefix.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct HotPrefix {
     /// The key of its last block, in hexadecimal digits.
     pub key: String,
     /// Its length in blocks.
     pub depth_blocks: u64,
-    /// Requests that asked for it lately.
+    /// Recent requests for it.
     pub requests: u64,
-    /// Bytes of it that are in a tier.
+    /// Bytes of its blocks in the fastest tier that has any of them.
     pub resident_bytes: u64,
-    /// Tiers that have some of it, fast to slow.
+    /// Tiers that have blocks of it, fast to slow.
     pub tiers: Vec<String>,
 }
 
-/// What came back from before the last restart.
+/// What the last restart recovered.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct WarmRestartStatus {
-    /// Blocks found in the pool again.
+    /// Blocks recovered from the pool.
     pub recovered_blocks: u64,
     /// Their bytes.
     pub recovered_bytes: u64,
-    /// Records that were not trusted.
+    /// Records that were rejected.
     pub rejected_records: u64,
-    /// How long it took.
+    /// Duration of the recovery.
     pub recover_s: f64,
 }
 
-/// Who uses the Unix socket.
+/// Clients of the Unix socket.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct ClientsStatus {
-    /// Clients connected.
+    /// Connected clients.
     pub connected: u64,
     /// Of these, stopped by a signal.
     pub stopped: u64,
-    /// Of these, holding leases without a word for a minute.
+    /// Of these, clients that hold leases and have been idle for a minute.
     pub silent: u64,
     /// Blocks under lease.
     pub leases: u64,
     /// Their bytes.
     pub leased_bytes: u64,
-    /// Bytes that clients are filling.
+    /// Bytes reserved by clients and not sealed yet.
     pub reserved_bytes: u64,
     /// Age of the oldest lease.
     pub oldest_lease_s: Option<f64>,
-    /// Clients that were cut off or died while they held something.
+    /// Clients that disconnected or died while they held leases or reservations.
     pub reaped: u64,
-    /// The clients that hold most.
+    /// The clients that hold most memory.
     pub list: Vec<ClientStatus>,
 }
 
 /// One client.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct ClientStatus {
-    /// Its process id.
+    /// Process ID.
     pub pid: u32,
-    /// Its program's name.
+    /// Name of the program.
     pub name: String,
-    /// The tenant it is.
+    /// Its tenant.
     pub tenant: String,
-    /// Blocks it has leased.
+    /// Blocks under lease.
     pub leases: u64,
     /// Their bytes.
     pub leased_bytes: u64,
-    /// Bytes it is filling.
+    /// Bytes reserved and not sealed yet.
     pub reserved_bytes: u64,
     /// Age of its oldest lease.
     pub oldest_lease_s: Option<f64>,
@@ -425,56 +425,56 @@ pub struct ClientStatus {
     pub is_stopped: bool,
 }
 
-/// What the node did for its clients.
+/// Requests and connections.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct ServerStatus {
-    /// Requests over the Unix socket, by operation.
+    /// Requests on the Unix socket, by operation.
     pub operations: Vec<OperationStatus>,
-    /// Blocks found by each lookup.
+    /// Leading blocks that each lookup matched.
     pub lookup_hit_blocks: Histogram,
-    /// Share of each lookup's blocks that were found, 0 to 1.
+    /// Share of the blocks of each lookup that matched, 0 to 1.
     pub lookup_hit_ratio: Histogram,
-    /// Connections over HTTP.
+    /// HTTP connections and requests.
     pub http: HttpStatus,
 }
 
-/// Requests of one kind.
+/// Requests of one operation.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct OperationStatus {
     /// The operation.
     pub operation: String,
     /// Requests that failed as a whole.
     pub failures: u64,
-    /// Seconds from a request's arrival to its answer.
+    /// Duration of a request in seconds.
     pub duration_s: Histogram,
-    /// Blocks in a request.
+    /// Blocks per request.
     pub blocks: Histogram,
-    /// Bytes of the blocks in a request.
+    /// Bytes of the blocks that a request copied or leased.
     pub bytes: Histogram,
-    /// Bytes a second of a request that moved bytes.
+    /// Throughput of a request that copied or leased blocks.
     pub bytes_per_second: Histogram,
 }
 
-/// Connections over HTTP.
+/// HTTP connections and requests.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct HttpStatus {
-    /// Connections now.
+    /// Open connections.
     pub connections: u64,
-    /// Requests answered.
+    /// Requests.
     pub requests: u64,
-    /// Of these, refused for want of a token or of a name that is ours.
+    /// Of these, refused for a missing or wrong token, or a wrong `Host` header.
     pub refused: u64,
-    /// Connections turned away because there were too many.
+    /// Connections that reached the limit, and were limited to health checks or closed.
     pub turned_away: u64,
     /// TLS handshakes that failed.
     pub handshake_failures: u64,
 }
 
-/// Spans sent to a collector.
+/// Spans sent to the trace collector.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TraceStatus {
-    /// Spans that the collector took.
+    /// Spans that the collector accepted.
     pub exported_spans: u64,
-    /// Spans that were dropped because the collector was slow, away or refused them.
+    /// Spans dropped because the collector was slow, unavailable or refused them.
     pub lost_spans: u64,
 }

@@ -1,4 +1,4 @@
-//! What a node says of itself while it runs: log lines to standard error, spans to a collector.
+//! Telemetry of a node: log lines on standard error, and spans to a trace collector.
 
 mod context;
 mod export;
@@ -28,56 +28,54 @@ pub use cascade_wire::TraceContext;
 pub use context::request_span;
 
 use context::SPAN_TARGET;
-use export::{Bounded, Counted, SpanCounts};
+use export::{BoundedProcessor, CountingExporter, SpanCounts};
 
-/// Spans that may wait for the collector; one more is lost and counted.
+/// Limit of spans that wait for the collector. Further ones are dropped and counted.
 const SPANS_MAX: usize = 2048;
-/// How long the collector may take for a batch.
+/// Time limit of the collector for one batch.
 const EXPORT_TIMEOUT: Duration = Duration::from_secs(5);
-/// How long a span waits for company.
+/// How long a span waits for others of its batch.
 const EXPORT_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Why logs or traces cannot be written, by what the operator can change.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum TelemetryError {
-    /// The filter makes no sense.
-    #[error(
-        "log_filter {filter:?} is no filter; write a level such as info, or module=level pairs"
-    )]
+    /// The filter is invalid.
+    #[error("log_filter {filter:?} is not valid; use a level such as info, or module=level pairs")]
     Filter {
-        /// What was given.
+        /// The filter.
         filter: String,
         /// What is wrong with it.
         #[source]
         source: tracing_subscriber::filter::ParseError,
     },
-    /// The collector's address makes no sense.
+    /// The endpoint of the collector is invalid.
     #[error("traces_endpoint {endpoint:?}: {reason}")]
     Endpoint {
-        /// What was given.
+        /// The endpoint.
         endpoint: String,
-        /// What is wrong and what would be right.
+        /// What is wrong, and the expected form.
         reason: &'static str,
     },
-    /// The exporter could not be made.
+    /// The exporter could not be created.
     #[error("cannot send traces to {endpoint:?}")]
     Exporter {
-        /// Where to.
+        /// The endpoint.
         endpoint: String,
-        /// Why.
+        /// The cause.
         #[source]
         source: opentelemetry_otlp::ExporterBuildError,
     },
-    /// The log is no longer written.
-    #[error("the log's filter cannot be changed")]
-    Gone(#[source] reload::Error),
-    /// Somebody else in this process writes the logs already.
-    #[error("this process has a log already")]
-    Taken(#[source] tracing::subscriber::SetGlobalDefaultError),
+    /// The log is closed.
+    #[error("cannot change the log filter")]
+    LogClosed(#[source] reload::Error),
+    /// Another part of this process has set up logging.
+    #[error("logging is already set up in this process")]
+    AlreadyStarted(#[source] tracing::subscriber::SetGlobalDefaultError),
 }
 
-/// Spans on their way to a collector. Clones are handles on the same.
+/// The export of spans to a collector. Clones share it.
 #[derive(Debug, Clone)]
 pub struct Spans {
     provider: SdkTracerProvider,
@@ -85,9 +83,10 @@ pub struct Spans {
 }
 
 impl Spans {
-    /// Starts sending spans to an OTLP collector over HTTP, such as `http://127.0.0.1:4318`.
+    /// Starts the export to an OTLP collector over HTTP, such as `http://127.0.0.1:4318`.
     ///
-    /// Serving never waits for the collector: what it does not take in time is lost and counted.
+    /// Requests never wait for the collector: spans that it does not accept in time are dropped
+    /// and counted.
     pub fn open(endpoint: &str) -> Result<Self, TelemetryError> {
         let endpoint = traces_url(endpoint)?;
         let exporter = SpanExporter::builder()
@@ -97,13 +96,14 @@ impl Spans {
             .build()
             .map_err(|source| TelemetryError::Exporter { endpoint, source })?;
         let counts = Arc::new(SpanCounts::default());
-        // The queue holds every span that `Bounded` lets in, so that none is dropped uncounted.
+        // As long as the limit of `BoundedProcessor`, so that this queue never drops a span, which
+        // would not be counted.
         let batch = BatchConfigBuilder::default()
             .with_max_queue_size(SPANS_MAX)
             .with_max_export_batch_size(SPANS_MAX / 4)
             .with_scheduled_delay(EXPORT_INTERVAL)
             .build();
-        let exporter = Counted::new(exporter, Arc::clone(&counts));
+        let exporter = CountingExporter::new(exporter, Arc::clone(&counts));
         let processor = BatchSpanProcessor::builder(exporter).with_batch_config(batch).build();
         let resource = Resource::builder_empty()
             .with_attribute(KeyValue::new("service.name", "cascade"))
@@ -113,20 +113,21 @@ impl Spans {
         let provider = SdkTracerProvider::builder()
             .with_sampler(Sampler::ParentBased(Box::new(Sampler::AlwaysOn)))
             .with_resource(resource)
-            .with_span_processor(Bounded::new(processor, Arc::clone(&counts), SPANS_MAX))
+            .with_span_processor(BoundedProcessor::new(processor, Arc::clone(&counts), SPANS_MAX))
             .build();
         Ok(Self { provider, counts })
     }
 
-    /// What became of the spans so far.
+    /// The counts of exported and dropped spans.
     pub fn status(&self) -> TraceStatus {
         self.counts.status()
     }
 
-    /// Sends what waits and stops. What the collector does not take in this time is lost.
+    /// Sends waiting spans and stops. Spans that the collector does not accept within `timeout`
+    /// are dropped.
     pub fn close(&self, timeout: Duration) {
         if let Err(error) = self.provider.shutdown_with_timeout(timeout) {
-            tracing::warn!(%error, lost_spans = self.status().lost_spans, "some spans were lost");
+            tracing::warn!(%error, lost_spans = self.status().lost_spans, "spans were dropped");
         }
     }
 
@@ -135,35 +136,35 @@ impl Spans {
         S: Subscriber + for<'span> LookupSpan<'span>,
     {
         let tracer: SdkTracer = self.provider.tracer("cascade");
-        let of_requests = tracing_subscriber::filter::filter_fn(|metadata| {
+        let only_requests = tracing_subscriber::filter::filter_fn(|metadata| {
             metadata.is_span() && metadata.target() == SPAN_TARGET
         });
-        tracing_opentelemetry::layer().with_tracer(tracer).with_filter(of_requests)
+        tracing_opentelemetry::layer().with_tracer(tracer).with_filter(only_requests)
     }
 }
 
 /// Starts writing logs to standard error and spans to `spans`, for the whole process.
 ///
 /// # Errors
-/// If the filter makes no sense, or the process has a log already.
+/// If the filter is invalid, or logging is already set up in this process.
 pub fn start(log: &LogConfig, spans: Option<&Spans>) -> Result<LogFilter, TelemetryError> {
     let colour = io::stderr().is_terminal();
-    let (subscriber, filter) = changeable(log, spans, colour, io::stderr)?;
-    tracing::subscriber::set_global_default(subscriber).map_err(TelemetryError::Taken)?;
+    let (subscriber, filter) = subscriber_with_filter(log, spans, colour, io::stderr)?;
+    tracing::subscriber::set_global_default(subscriber).map_err(TelemetryError::AlreadyStarted)?;
     Ok(filter)
 }
 
-/// What decides which lines are logged. It can change while the process runs.
+/// The log filter, which can change while the process runs.
 #[derive(Debug, Clone)]
 pub struct LogFilter(reload::Handle<EnvFilter, Registry>);
 
 impl LogFilter {
-    /// Logs by another filter from now on.
+    /// Replaces the filter.
     ///
     /// # Errors
-    /// If it is no filter; then the one before stays.
+    /// If the new filter is invalid. The old one then stays in use.
     pub fn set(&self, filter: &str) -> Result<(), TelemetryError> {
-        self.0.reload(parse_filter(filter)?).map_err(TelemetryError::Gone)
+        self.0.reload(parse_filter(filter)?).map_err(TelemetryError::LogClosed)
     }
 }
 
@@ -173,10 +174,10 @@ fn parse_filter(filter: &str) -> Result<EnvFilter, TelemetryError> {
         .map_err(|source| TelemetryError::Filter { filter: filter.to_owned(), source })
 }
 
-/// What [`start`] installs, writing to a place of the caller's.
+/// The subscriber that [`start`] installs, with another writer.
 ///
 /// # Errors
-/// If the filter makes no sense.
+/// If the filter is invalid.
 pub fn subscriber<W>(
     log: &LogConfig,
     spans: Option<&Spans>,
@@ -186,10 +187,10 @@ pub fn subscriber<W>(
 where
     W: for<'a> MakeWriter<'a> + Send + Sync + 'static,
 {
-    changeable(log, spans, colour, writer).map(|(subscriber, _)| subscriber)
+    subscriber_with_filter(log, spans, colour, writer).map(|(subscriber, _)| subscriber)
 }
 
-fn changeable<W>(
+fn subscriber_with_filter<W>(
     log: &LogConfig,
     spans: Option<&Spans>,
     colour: bool,
@@ -210,16 +211,18 @@ where
     Ok((tracing_subscriber::registry().with(lines).with(spans), LogFilter(handle)))
 }
 
-/// The collector's address with the path that traces go to.
+/// The URL for traces: the endpoint, with the default path if it has none.
 fn traces_url(endpoint: &str) -> Result<String, TelemetryError> {
-    let bad = |reason| TelemetryError::Endpoint { endpoint: endpoint.to_owned(), reason };
+    let invalid = |reason| TelemetryError::Endpoint { endpoint: endpoint.to_owned(), reason };
     let rest = endpoint.strip_prefix("http://").ok_or_else(|| {
-        bad("write http://HOST:PORT of a collector on this host or in this network; for one \
-             behind TLS, run a collector beside the node")
+        invalid(
+            "use http://HOST:PORT; TLS is not supported, so send to a collector on this host \
+             that forwards over TLS",
+        )
     })?;
     let (host, path) = rest.split_once('/').unwrap_or((rest, ""));
     if host.is_empty() || host.contains(char::is_whitespace) {
-        return Err(bad("the host is missing; write http://HOST:PORT"));
+        return Err(invalid("the host is missing; use http://HOST:PORT"));
     }
     let path = if path.is_empty() { "v1/traces" } else { path };
     Ok(format!("http://{host}/{path}"))
@@ -230,7 +233,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_collector_is_named_by_host_and_port_or_in_full() {
+    fn an_endpoint_without_a_path_gets_the_default_path() {
         let url = |endpoint| traces_url(endpoint).unwrap();
         assert_eq!(url("http://127.0.0.1:4318"), "http://127.0.0.1:4318/v1/traces");
         assert_eq!(url("http://collector:4318/"), "http://collector:4318/v1/traces");
@@ -242,7 +245,7 @@ mod tests {
     }
 
     #[test]
-    fn a_filter_that_is_none_is_refused_by_name() {
+    fn an_invalid_log_filter_is_refused_by_name() {
         let log = LogConfig { json: false, filter: Some("cascade=loud".to_owned()) };
         let error = subscriber(&log, None, false, io::sink).err().unwrap().to_string();
         assert!(error.contains("log_filter") && error.contains("cascade=loud"), "{error}");

@@ -1,33 +1,33 @@
-//! Requests as they are answered: one update of a few atomic counters each, and no lock.
+//! Counts requests. Each request updates a few atomic counters and takes no lock.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
 use crate::status::{Histogram, HttpStatus, OperationStatus, ServerStatus};
 
-/// What a client asked for.
+/// The kind of a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Operation {
-    /// How much of a chain is here.
+    /// A lookup of a chain.
     Lookup,
-    /// Leases on blocks: a load.
+    /// Leases on blocks, to load them.
     View,
-    /// Leases given back.
+    /// Release of leases.
     Release,
-    /// Slabs to fill.
+    /// Reservation of slabs, to save blocks.
     Reserve,
-    /// Slabs that are full: a save.
+    /// Publication of filled slabs: the end of a save.
     Seal,
-    /// Questions that move nothing: contains, locate, explain, statistics.
+    /// Queries: contains, locate, explain and statistics.
     Query,
     /// Pins, hints, prefetches and deletions.
     Advise,
-    /// Connecting, namespaces, flushes and what an administrator does.
+    /// Connection setup, namespaces, flushes and administration.
     Control,
 }
 
 impl Operation {
-    /// Every operation.
+    /// All operations.
     pub const ALL: [Self; 8] = [
         Self::Lookup,
         Self::View,
@@ -39,7 +39,7 @@ impl Operation {
         Self::Control,
     ];
 
-    /// Its name in metrics, spans and JSON.
+    /// The name in metrics, spans and JSON.
     pub fn name(self) -> &'static str {
         match self {
             Self::Lookup => "lookup",
@@ -53,39 +53,39 @@ impl Operation {
         }
     }
 
-    /// Whether its blocks and bytes are worth a histogram.
-    fn carries_blocks(self) -> bool {
+    /// Whether there is a histogram of its blocks.
+    fn has_block_histogram(self) -> bool {
         matches!(self, Self::Lookup | Self::View | Self::Reserve | Self::Seal)
     }
 }
 
-/// One request that was answered.
+/// The figures of one completed request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Answered {
-    /// What it asked for.
+    /// The kind of request.
     pub operation: Operation,
-    /// From its arrival to its answer.
+    /// Time from the request to the response.
     pub duration: Duration,
-    /// Blocks in it.
+    /// Blocks in the request.
     pub blocks: u64,
     /// Of these, found.
     pub hit_blocks: u64,
-    /// Bytes of the blocks that it moved or leased.
+    /// Bytes of the blocks that it copied or leased.
     pub bytes: u64,
-    /// Whether it failed as a whole.
+    /// Whether the request failed as a whole.
     pub failed: bool,
 }
 
-/// What a node answered since it started.
+/// Counters of all requests since the start of the node.
 #[derive(Debug)]
 pub struct Traffic {
-    operations: [Counted; Operation::ALL.len()],
+    operations: [OperationCounters; Operation::ALL.len()],
     lookup_hit_blocks: Buckets,
     lookup_hit_percent: Buckets,
     pub(crate) http: HttpCounters,
 }
 
-/// What the HTTP server counts.
+/// Counters of the HTTP server.
 #[derive(Debug, Default)]
 pub(crate) struct HttpCounters {
     pub(crate) connections: AtomicU64,
@@ -96,7 +96,7 @@ pub(crate) struct HttpCounters {
 }
 
 #[derive(Debug)]
-struct Counted {
+struct OperationCounters {
     failures: AtomicU64,
     duration_us: Buckets,
     blocks: Buckets,
@@ -104,20 +104,20 @@ struct Counted {
     bytes_per_second: Buckets,
 }
 
-/// Microseconds: 1 to 2^24 (17 s) in steps of two.
+/// Bounds in microseconds: powers of two from 1 to 2^24 (17 s).
 const DURATION_US: Scale = Scale { first: 1, step_bits: 1, count: 25 };
-/// Blocks: 1 to 4096 in steps of four.
+/// Bounds in blocks: powers of four from 1 to 4096.
 const BLOCKS: Scale = Scale { first: 1, step_bits: 2, count: 7 };
-/// Bytes: 4 KiB to 16 GiB in steps of four.
+/// Bounds in bytes: 4 KiB to 16 GiB, each four times the one before.
 const BYTES: Scale = Scale { first: 4096, step_bits: 2, count: 12 };
-/// Bytes a second: 1 MiB/s to 1 TiB/s in steps of four.
+/// Bounds in bytes per second: 1 MiB/s to 1 TiB/s, each four times the one before.
 const SPEED: Scale = Scale { first: 1 << 20, step_bits: 2, count: 11 };
-/// Percent, in tens.
+/// Bounds in percent: 0, 10, ..., 100.
 const PERCENT_COUNT: usize = 11;
 
 impl Default for Traffic {
     fn default() -> Self {
-        let counted = || Counted {
+        let counters = || OperationCounters {
             failures: AtomicU64::new(0),
             duration_us: Buckets::of(DURATION_US.bounds()),
             blocks: Buckets::of(BLOCKS.bounds()),
@@ -125,7 +125,7 @@ impl Default for Traffic {
             bytes_per_second: Buckets::of(SPEED.bounds()),
         };
         Self {
-            operations: std::array::from_fn(|_| counted()),
+            operations: std::array::from_fn(|_| counters()),
             lookup_hit_blocks: Buckets::of([0].into_iter().chain(BLOCKS.bounds())),
             lookup_hit_percent: Buckets::of((0..PERCENT_COUNT as u64).map(|tens| tens * 10)),
             http: HttpCounters::default(),
@@ -135,38 +135,37 @@ impl Default for Traffic {
 
 impl Traffic {
     /// Counts a request.
-    pub fn record(&self, answered: &Answered) {
-        let counted = &self.operations[answered.operation as usize];
-        if answered.failed {
-            counted.failures.fetch_add(1, Relaxed);
+    pub fn record(&self, request: &Answered) {
+        let counters = &self.operations[request.operation as usize];
+        if request.failed {
+            counters.failures.fetch_add(1, Relaxed);
         }
-        let duration_us = u64::try_from(answered.duration.as_micros()).unwrap_or(u64::MAX);
-        counted.duration_us.add(duration_us);
-        if answered.operation.carries_blocks() {
-            counted.blocks.add(answered.blocks);
+        let duration_us = u64::try_from(request.duration.as_micros()).unwrap_or(u64::MAX);
+        counters.duration_us.add(duration_us);
+        if request.operation.has_block_histogram() {
+            counters.blocks.add(request.blocks);
         }
-        if answered.bytes > 0 {
-            counted.bytes.add(answered.bytes);
-            let per_second =
-                u128::from(answered.bytes) * 1_000_000 / u128::from(duration_us.max(1));
-            counted.bytes_per_second.add(u64::try_from(per_second).unwrap_or(u64::MAX));
+        if request.bytes > 0 {
+            counters.bytes.add(request.bytes);
+            let per_second = u128::from(request.bytes) * 1_000_000 / u128::from(duration_us.max(1));
+            counters.bytes_per_second.add(u64::try_from(per_second).unwrap_or(u64::MAX));
         }
-        if answered.operation == Operation::Lookup && answered.blocks > 0 {
-            self.lookup_hit_blocks.add(answered.hit_blocks);
-            self.lookup_hit_percent.add(answered.hit_blocks * 100 / answered.blocks);
+        if request.operation == Operation::Lookup && request.blocks > 0 {
+            self.lookup_hit_blocks.add(request.hit_blocks);
+            self.lookup_hit_percent.add(request.hit_blocks * 100 / request.blocks);
         }
     }
 
-    /// What was counted.
+    /// The present values of all counters.
     pub fn status(&self) -> ServerStatus {
         let operations = Operation::ALL.iter().zip(&self.operations);
-        let operations = operations.map(|(operation, counted)| OperationStatus {
+        let operations = operations.map(|(operation, counters)| OperationStatus {
             operation: operation.name().to_owned(),
-            failures: counted.failures.load(Relaxed),
-            duration_s: counted.duration_us.histogram(1e6),
-            blocks: counted.blocks.histogram(1.0),
-            bytes: counted.bytes.histogram(1.0),
-            bytes_per_second: counted.bytes_per_second.histogram(1.0),
+            failures: counters.failures.load(Relaxed),
+            duration_s: counters.duration_us.histogram(1e6),
+            blocks: counters.blocks.histogram(1.0),
+            bytes: counters.bytes.histogram(1.0),
+            bytes_per_second: counters.bytes_per_second.histogram(1.0),
         });
         ServerStatus {
             operations: operations.collect(),
@@ -183,7 +182,7 @@ impl Traffic {
     }
 }
 
-/// Bounds that grow by a power of two.
+/// Bounds of a histogram, each larger than the one before by the same power of two.
 struct Scale {
     first: u64,
     step_bits: u32,
@@ -197,6 +196,7 @@ impl Scale {
     }
 }
 
+/// A histogram of atomic counters.
 #[derive(Debug)]
 struct Buckets {
     bounds: Box<[u64]>,
@@ -211,15 +211,17 @@ impl Buckets {
         Self { bounds, counts, sum: AtomicU64::new(0) }
     }
 
-    /// Relaxed: each is a figure of its own, and nothing is read because of it.
+    /// Relaxed ordering is enough: no other memory is published through these counters. A status
+    /// that is taken meanwhile may contain the count without the sum.
     fn add(&self, value: u64) {
         let at = self.bounds.partition_point(|bound| *bound < value);
         self.counts[at].fetch_add(1, Relaxed);
         self.sum.fetch_add(value, Relaxed);
     }
 
-    /// Divides by how many of what was counted make one of what is told, so that bounds stay round.
-    #[expect(clippy::cast_precision_loss, reason = "a bound or a sum for people")]
+    /// The histogram in a unit that is `divisor` times the counted one, such as seconds for
+    /// microseconds. Converting only here keeps the counters integers.
+    #[expect(clippy::cast_precision_loss, reason = "bounds and a sum for display")]
     fn histogram(&self, divisor: f64) -> Histogram {
         Histogram {
             bounds: self.bounds.iter().map(|bound| *bound as f64 / divisor).collect(),
@@ -233,32 +235,32 @@ impl Buckets {
 mod tests {
     use super::*;
 
-    fn answered(operation: Operation, blocks: u64, hit_blocks: u64) -> Answered {
+    fn request(operation: Operation, blocks: u64, hit_blocks: u64) -> Answered {
         let duration = Duration::from_micros(100);
         Answered { operation, duration, blocks, hit_blocks, bytes: 0, failed: false }
     }
 
     #[test]
-    fn a_lookup_is_told_by_its_time_its_blocks_and_its_hits() {
+    fn a_lookup_is_counted_with_its_duration_blocks_and_hits() {
         let traffic = Traffic::default();
-        traffic.record(&answered(Operation::Lookup, 10, 7));
-        traffic.record(&answered(Operation::Lookup, 10, 0));
+        traffic.record(&request(Operation::Lookup, 10, 7));
+        traffic.record(&request(Operation::Lookup, 10, 0));
         let status = traffic.status();
         let lookup = &status.operations[Operation::Lookup as usize];
         assert_eq!(lookup.operation, "lookup");
         assert_eq!(lookup.duration_s.count(), 2);
         assert_eq!(lookup.duration_s.quantile(0.5), Some(128e-6), "the bound above 100 us");
         assert_eq!((lookup.blocks.count(), lookup.blocks.mean()), (2, Some(10.0)));
-        assert_eq!(lookup.bytes.count(), 0, "a lookup moves nothing");
+        assert_eq!(lookup.bytes.count(), 0, "a lookup copies no blocks");
         assert_eq!(status.lookup_hit_blocks.sum.to_bits(), 7f64.to_bits());
         assert_eq!(status.lookup_hit_ratio.quantile(0.5), Some(0.0));
         assert_eq!(status.lookup_hit_ratio.quantile(1.0), Some(0.7));
     }
 
     #[test]
-    fn a_load_is_told_by_its_bytes_and_its_speed() {
+    fn a_load_is_counted_with_its_bytes_and_throughput() {
         let traffic = Traffic::default();
-        let mut load = answered(Operation::View, 2, 2);
+        let mut load = request(Operation::View, 2, 2);
         load.bytes = 4 << 20;
         traffic.record(&load);
         load.failed = true;
@@ -272,9 +274,9 @@ mod tests {
     }
 
     #[test]
-    fn the_longest_request_is_counted_too() {
+    fn a_duration_above_the_last_bound_is_counted() {
         let traffic = Traffic::default();
-        let mut request = answered(Operation::Control, 0, 0);
+        let mut request = request(Operation::Control, 0, 0);
         request.duration = Duration::MAX;
         traffic.record(&request);
         let control = &traffic.status().operations[Operation::Control as usize];
@@ -282,7 +284,7 @@ mod tests {
     }
 
     #[test]
-    fn operations_stand_where_their_number_says() {
+    fn the_discriminant_of_an_operation_is_its_index() {
         for (at, operation) in Operation::ALL.into_iter().enumerate() {
             assert_eq!(operation as usize, at, "{}", operation.name());
         }

@@ -3,47 +3,48 @@
 use std::fs;
 use std::path::Path;
 
-/// A group of this host, as it was when the configuration was read.
+/// A group of this host, read together with the configuration.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct AdminGroup {
-    /// Its number. It owns the socket's file.
+    /// The GID. This group owns the socket file.
     pub number: u32,
-    /// Users that the group's database lists as members.
+    /// UIDs of the members that the group database lists. It does not list users whose primary
+    /// group this is.
     pub members: Vec<u32>,
 }
 
 impl AdminGroup {
-    /// Whether a process of this user and group belongs to it. The kernel tells both of the process
-    /// at the other end of a socket.
+    /// Whether the group includes a process with this UID and GID, which the kernel reports for
+    /// the peer of a Unix socket. The GID of a process is normally its user's primary group.
     pub fn includes(&self, user: u32, group: u32) -> bool {
         group == self.number || self.members.contains(&user)
     }
 
-    /// The group with this name or number, from files such as `/etc/group` and `/etc/passwd`.
+    /// Finds a group by name or GID in files such as `/etc/group` and `/etc/passwd`.
     pub(super) fn find(name: &str, groups: &Path, passwd: &Path) -> Option<Self> {
         let text = fs::read_to_string(groups).unwrap_or_default();
         let found = text.lines().find_map(|line| {
             let fields: Vec<&str> = line.split(':').collect();
             let [group, _, number, members] = fields[..] else { return None };
-            let is_it = group == name || number == name;
+            let is_match = group == name || number == name;
             let names = members.split(',').filter(|user| !user.is_empty());
-            let users = names.filter_map(|user| user_number(user, passwd)).collect();
-            Some(Self { number: number.parse().ok()?, members: users }).filter(|_| is_it)
+            let users = names.filter_map(|user| user_id(user, passwd)).collect();
+            Some(Self { number: number.parse().ok()?, members: users }).filter(|_| is_match)
         });
-        // A group of a directory service has no line there: its number is enough, and then those
-        // of its members count whose process has it as its group.
+        // A group of a directory service is not in the file. Its GID is accepted as it is; only
+        // processes that run with this GID are then members.
         found.or_else(|| Some(Self { number: name.parse().ok()?, members: Vec::new() }))
     }
 }
 
-/// The number of a user that is given by number or name.
-pub(super) fn user_number(user: &str, passwd: &Path) -> Option<u32> {
+/// The UID of a user that is given by UID or name.
+pub(super) fn user_id(user: &str, passwd: &Path) -> Option<u32> {
     user.parse().ok().or_else(|| {
         let text = fs::read_to_string(passwd).ok()?;
         text.lines().find_map(|line| {
             let mut fields = line.split(':');
-            let is_it = fields.next() == Some(user);
-            fields.nth(1).filter(|_| is_it)?.parse().ok()
+            let is_match = fields.next() == Some(user);
+            fields.nth(1).filter(|_| is_match)?.parse().ok()
         })
     })
 }
@@ -53,10 +54,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_group_is_found_by_name_or_number_with_its_members() {
+    fn a_group_is_found_by_name_or_gid_with_its_members() {
         let directory = tempfile::tempdir().unwrap();
         let (groups, passwd) = (directory.path().join("group"), directory.path().join("passwd"));
-        fs::write(&groups, "root:x:0:\nops:x:700:alice,gone\nodd line\n").unwrap();
+        fs::write(&groups, "root:x:0:\nops:x:700:alice,deleted\nmalformed line\n").unwrap();
         fs::write(&passwd, "alice:x:1001:100::/:\nbob:x:1002:700::/:\n").unwrap();
         let expected = AdminGroup { number: 700, members: vec![1001] };
         for name in ["ops", "700"] {
@@ -64,8 +65,8 @@ mod tests {
         }
         assert!(expected.includes(1001, 100) && expected.includes(1002, 700));
         assert!(!expected.includes(1002, 100));
-        let elsewhere = AdminGroup { number: 70_000, members: vec![] };
-        assert_eq!(AdminGroup::find("70000", &groups, &passwd), Some(elsewhere));
-        assert_eq!(AdminGroup::find("nobody-here", &groups, &passwd), None);
+        let unlisted = AdminGroup { number: 70_000, members: vec![] };
+        assert_eq!(AdminGroup::find("70000", &groups, &passwd), Some(unlisted));
+        assert_eq!(AdminGroup::find("unknown", &groups, &passwd), None);
     }
 }

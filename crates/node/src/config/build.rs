@@ -1,4 +1,4 @@
-//! From settings to the typed configuration; what depends on other keys is worked out here.
+//! Builds the typed configuration from settings, and derives defaults that depend on other keys.
 
 use std::path::Path;
 
@@ -7,23 +7,24 @@ use cascade_store::{
     FileLayout, FilesConfig, HealthConfig, IoEngine, PolicyKind, StoreConfig, WritePolicy,
 };
 
-use super::admin_group::{AdminGroup, user_number};
+use super::admin_group::{AdminGroup, user_id};
+use super::default_capacity;
 use super::environment::Environment;
 use super::error::ConfigError;
-use super::room;
-use super::settings::{Settings, Source, Values};
-use super::value::Value;
+use super::settings::{SettingSource, Settings, Values};
+use super::value::SettingValue;
 use super::{KeepPool, LimitsConfig, LogConfig, NodeConfig, SecurityConfig, TenantConfig};
 
 const MIB: u64 = 1 << 20;
 
-/// The configuration that the settings describe, contradictions and all.
+/// The configuration that the settings describe. Contradictions are checked separately.
 pub(super) fn node_config(
     mut settings: Settings,
     environment: &Environment,
 ) -> Result<NodeConfig, ConfigError> {
-    imply_files_capacity(&mut settings, environment);
-    imply(&mut settings.node, environment);
+    // In this order: the default of `segment_size` depends on `files_capacity`.
+    derive_files_capacity(&mut settings, environment);
+    set_derived_defaults(&mut settings.node, environment);
     let values = &settings.node;
     let store = store_config(values);
     let tenants = settings.tenants.iter().map(|tenant| tenant_config(tenant, &store, environment));
@@ -79,44 +80,45 @@ fn admin_group(
     found.map(Some).ok_or_else(|| ConfigError::Value {
         key: "admin_group".to_owned(),
         reason: format!(
-            "{} has no group {name:?}; write a name that it has, or a number (getent group)",
+            "{} has no group {name:?}; use a group name from it, or a GID (`getent group` lists \
+             both)",
             environment.groups.display()
         ),
         place: values.source("admin_group"),
     })
 }
 
-/// Sets what follows from other settings.
-fn imply(values: &mut Values, environment: &Environment) {
-    values.imply("socket", Value::Path(environment.default_socket()));
+/// Sets defaults that depend on other settings, where the key is not set.
+fn set_derived_defaults(values: &mut Values, environment: &Environment) {
+    values.set_default("socket", SettingValue::Path(environment.default_socket()));
     let has_files = values.path("files").is_some();
     let pipeline = if has_files { "Dram|Files" } else { "Dram" };
-    values.imply("pipeline", Value::Text(pipeline.to_owned()));
+    values.set_default("pipeline", SettingValue::Text(pipeline.to_owned()));
     let capacity = values.bytes("files_capacity").unwrap_or_default();
-    values.imply("segment_size", Value::Size(fitting_segment(capacity)));
+    values.set_default("segment_size", SettingValue::Size(default_segment_bytes(capacity)));
 }
 
-/// A file tier whose size nobody gave takes a share of the room on its file system, in equal parts
-/// with tenants that have no quota of their own.
-fn imply_files_capacity(settings: &mut Settings, environment: &Environment) {
+/// Without `files_capacity`, the file tier takes a share of the space on its file system. Tenants
+/// without a quota get equal parts of this share.
+fn derive_files_capacity(settings: &mut Settings, environment: &Environment) {
     let Some(directory) = settings.node.path("files") else { return };
     if settings.node.bytes("files_capacity").is_some() {
         return;
     }
-    // Tenants with a directory of their own lie elsewhere, most likely on another disk.
+    // A tenant with its own directory is probably on another disk, so it takes no part.
     let below = settings.tenants.iter().filter(|it| it.path("tenant.files").is_none());
     let quotas: Vec<Option<u64>> =
         below.map(|tenant| tenant.bytes("tenant.files_capacity")).collect();
     let reserved = quotas.iter().flatten().fold(0, |sum: u64, bytes| sum.saturating_add(*bytes));
     let shares = 1 + quotas.iter().filter(|quota| quota.is_none()).count() as u64;
     let room = (environment.room_of)(&directory);
-    let (bytes, reason) = room::capacity(&directory, room, reserved, shares);
-    let source = Source::Derived(reason);
-    settings.node.imply_from("files_capacity", Value::Size(bytes), source);
+    let (bytes, reason) = default_capacity::capacity(&directory, room, reserved, shares);
+    let source = SettingSource::Derived(reason);
+    settings.node.set_default_from("files_capacity", SettingValue::Size(bytes), source);
 }
 
-/// Enough segments that taking one back does not drop a large share of the tier.
-fn fitting_segment(capacity_bytes: u64) -> u64 {
+/// A sixteenth of the tier: reclaim drops one segment at a time, so each drops at most that share.
+fn default_segment_bytes(capacity_bytes: u64) -> u64 {
     (capacity_bytes / 16).clamp(MIB, 256 * MIB).next_power_of_two()
 }
 
@@ -185,7 +187,7 @@ fn files_config(directory: &Path, values: &Values) -> FilesConfig {
     }
 }
 
-/// A tenant's store is the default one's, with quotas and a directory of its own.
+/// A tenant's store has the default tenant's settings, with its own quotas and directory.
 fn tenant_config(
     values: &Values,
     default: &StoreConfig,
@@ -202,14 +204,14 @@ fn tenant_config(
         files.directory = values.path("tenant.files").unwrap_or_else(below);
         if let Some(bytes) = values.bytes("tenant.files_capacity") {
             files.capacity_bytes = bytes;
-            files.segment_bytes = files.segment_bytes.min(fitting_segment(bytes));
+            files.segment_bytes = files.segment_bytes.min(default_segment_bytes(bytes));
         }
     }
     let users = values.list("tenant.users").iter().map(|user| {
-        user_number(user, &environment.passwd).ok_or_else(|| ConfigError::Value {
+        user_id(user, &environment.passwd).ok_or_else(|| ConfigError::Value {
             key: format!("tenant.users of {name:?}"),
             reason: format!(
-                "{} does not know the user {user:?}; write its number (id -u {user})",
+                "{} has no user {user:?}; use the UID instead (`id -u {user}` prints it)",
                 environment.passwd.display()
             ),
             place: values.source("tenant.users"),

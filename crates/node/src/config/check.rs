@@ -1,4 +1,4 @@
-//! What makes no sense together, or is not safe, is refused by name before anything starts.
+//! Checks a configuration for contradictions and unsafe settings before the node starts.
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
@@ -8,23 +8,23 @@ use cascade_store::stage::Registry;
 use cascade_store::{Pipeline, Readers, StoreConfig, StoreError, read_secret};
 
 use super::error::ConfigError;
-use super::settings::Source;
+use super::settings::SettingSource;
 use super::{NodeConfig, SecurityConfig, TenantConfig};
 
-/// The longest path that a Unix socket can have (`sun_path` without its end).
+/// The longest path of a Unix socket: `sun_path` without the terminating zero.
 pub const SOCKET_PATH_BYTES_MAX: usize = 107;
 
-/// A tenant's longest name: it is a directory's name and a label of metrics.
+/// The longest tenant name. It is used as a directory name and as a metric label.
 const TENANT_NAME_BYTES_MAX: usize = 64;
 
-/// No token, key or certificate is longer.
+/// Size limit of a file with a token, key or certificate.
 const SECRET_BYTES_MAX: u64 = 1 << 20;
 
 impl NodeConfig {
-    /// Refuses what contradicts itself or is not safe, by the names of its keys.
+    /// Refuses contradictory or unsafe settings.
     ///
     /// # Errors
-    /// The first [`ConfigError`] that is found.
+    /// The first problem, with the names of the keys.
     pub fn check(&self) -> Result<(), ConfigError> {
         self.check_socket()?;
         self.security.check(self.listen)?;
@@ -34,13 +34,13 @@ impl NodeConfig {
         self.check_secrets()
     }
 
-    /// Keys, each with where it was given.
-    fn named(&self, paths: &[&str]) -> String {
-        let named = paths.iter().map(|path| match self.settings.node.source(path) {
-            Source::Default | Source::Derived(_) => (*path).to_owned(),
+    /// The keys, separated by commas, each with its source if it was set.
+    fn with_sources(&self, paths: &[&str]) -> String {
+        let keys = paths.iter().map(|path| match self.settings.node.source(path) {
+            SettingSource::Default | SettingSource::Derived(_) => (*path).to_owned(),
             source => format!("{path} ({source})"),
         });
-        named.collect::<Vec<_>>().join(", ")
+        keys.collect::<Vec<_>>().join(", ")
     }
 
     fn refuse(
@@ -49,7 +49,7 @@ impl NodeConfig {
         reason: impl Into<String>,
         advice: impl Into<String>,
     ) -> Result<(), ConfigError> {
-        Err(ConfigError::contradiction(self.named(paths), reason, advice))
+        Err(ConfigError::contradiction(self.with_sources(paths), reason, advice))
     }
 
     fn check_socket(&self) -> Result<(), ConfigError> {
@@ -57,13 +57,13 @@ impl NodeConfig {
         if bytes > SOCKET_PATH_BYTES_MAX {
             return self.refuse(
                 &["socket"],
-                format!("a path of {bytes} bytes; a Unix socket's has at most 107"),
-                "give a shorter path",
+                format!("the path has {bytes} bytes; a Unix socket allows {SOCKET_PATH_BYTES_MAX}"),
+                "use a shorter path",
             );
         }
         if self.socket.file_name().is_none() {
-            let reason = format!("{} is no file", self.socket.display());
-            return self.refuse(&["socket"], reason, "give the path of a file");
+            let reason = format!("{} is a directory, not a file", self.socket.display());
+            return self.refuse(&["socket"], reason, "use the path of a file");
         }
         Ok(())
     }
@@ -71,37 +71,39 @@ impl NodeConfig {
     fn check_store(&self, store: &StoreConfig) -> Result<(), ConfigError> {
         let pipeline = Pipeline::parse(&store.pipeline, &Registry::default());
         let pipeline = pipeline.map_err(|error| {
-            let known = "join stages with |, such as Dram|Files";
-            ConfigError::contradiction(self.named(&["pipeline"]), error.to_string(), known)
+            let advice = "join stages with |, such as Dram|Files";
+            ConfigError::contradiction(self.with_sources(&["pipeline"]), error.to_string(), advice)
         })?;
         let stage = pipeline.lower.iter().find(|stage| ["files", "posix"].contains(&&***stage));
         match (stage, &store.files) {
             (Some(stage), None) => self.refuse(
                 &["pipeline", "files"],
-                format!("{:?} has the stage {stage:?}, which has no directory", store.pipeline),
-                "set files (--files DIR), a directory of its own",
+                format!("{:?} has the stage {stage:?}, but no directory is set", store.pipeline),
+                "set files (--files DIR) to a directory that nothing else uses",
             )?,
             (None, Some(files)) => self.refuse(
                 &["pipeline", "files"],
-                format!("{} is given, but {:?} has no stage Files", files.directory.display(), {
+                format!("files is {}, but {:?} has no stage Files", files.directory.display(), {
                     &store.pipeline
                 }),
-                "leave one of them out, or write pipeline = \"Dram|Files\"",
+                "remove one of them, or set pipeline = \"Dram|Files\"",
             )?,
             _ => {}
         }
         if store.dirty_bytes_max.is_some_and(|dirty| dirty > store.dram_bytes) {
             self.refuse(
                 &["dirty_max", "dram"],
-                "more would wait to be written than DRAM holds",
-                "lower dirty_max, or leave it out",
+                "the limit on pending writes is larger than DRAM",
+                "lower dirty_max, or remove it",
             )?;
         }
         store.check().map_err(|error| match error {
             StoreError::Config { setting, reason } => {
                 ConfigError::contradiction(setting, reason, "see docs/configuration.md")
             }
-            other => ConfigError::contradiction("store", other.to_string(), "change the settings"),
+            other => {
+                ConfigError::contradiction("store", other.to_string(), "see docs/configuration.md")
+            }
         })
     }
 
@@ -110,8 +112,8 @@ impl NodeConfig {
         if files.segment_bytes > files.capacity_bytes / 2 && self.settings.node.is_given(SEGMENT) {
             return self.refuse(
                 &[SEGMENT, "files_capacity"],
-                "a tier has at least two segments",
-                "raise files_capacity, or leave segment_size out",
+                "the tier has room for fewer than two segments",
+                "raise files_capacity, or remove segment_size",
             );
         }
         Ok(())
@@ -120,8 +122,8 @@ impl NodeConfig {
     fn check_tenants(&self) -> Result<(), ConfigError> {
         let mut users = BTreeMap::new();
         let mut directories: BTreeMap<PathBuf, &str> = BTreeMap::new();
-        let own = self.store.files.as_ref().map(|files| (files.directory.clone(), "default"));
-        directories.extend(own);
+        let default = self.store.files.as_ref().map(|files| (files.directory.clone(), "default"));
+        directories.extend(default);
         let mut names = vec!["default"];
         for tenant in &self.tenants {
             check_tenant(tenant, &names)?;
@@ -131,8 +133,8 @@ impl NodeConfig {
                 if let Some(other) = users.insert(*user, &tenant.name) {
                     return Err(ConfigError::contradiction(
                         "tenant.users",
-                        format!("user {user} is of both {other:?} and {:?}", tenant.name),
-                        "a user of this host is one tenant; tell others by tenant.token_file",
+                        format!("user {user} belongs to both {other:?} and {:?}", tenant.name),
+                        "list each user in one tenant; use tenant.token_file for the other",
                     ));
                 }
             }
@@ -145,7 +147,7 @@ impl NodeConfig {
                 return Err(ConfigError::contradiction(
                     "tenant.files",
                     format!("{path} is the directory of both {other:?} and {:?}", tenant.name),
-                    "give each tenant a directory of its own",
+                    "set a different directory for each tenant",
                 ));
             }
         }
@@ -160,7 +162,7 @@ impl NodeConfig {
         ];
         for (key, path, readers) in own {
             if let Some(path) = path {
-                check_secret(&self.named(&[key]), path, readers)?;
+                check_secret(&self.with_sources(&[key]), path, readers)?;
             }
         }
         for tenant in &self.tenants {
@@ -176,7 +178,7 @@ impl NodeConfig {
         }
         let stores = self.tenants.iter().map(|tenant| (&tenant.store, &tenant.encryption_key_file));
         for (store, key) in stores.chain([(&self.store, &self.encryption_key_file)]) {
-            check_key_is_apart(store, key.as_deref())?;
+            check_encryption_key(store, key.as_deref())?;
         }
         Ok(())
     }
@@ -185,7 +187,8 @@ impl NodeConfig {
 const SEGMENT: &str = "segment_size";
 
 impl SecurityConfig {
-    /// Refuses half of a pair, and a port that strangers reach without proof of who they are.
+    /// Refuses an incomplete pair of keys, and a port that other hosts reach without
+    /// authentication.
     ///
     /// # Errors
     /// [`ConfigError::Contradiction`] with the keys.
@@ -196,25 +199,25 @@ impl SecurityConfig {
         if self.certificate.is_some() != self.private_key.is_some() {
             return refuse(
                 "tls_certificate, tls_private_key",
-                "one is given without the other",
-                "TLS needs both; give both or neither",
+                "one is set without the other",
+                "TLS needs both: set both or neither",
             );
         }
         if self.client_authority.is_some() && self.certificate.is_none() {
             return refuse(
                 "tls_client_ca",
-                "callers' certificates can be checked only where the node has its own",
+                "client certificates need TLS, and the node has no certificate",
                 "set tls_certificate and tls_private_key too",
             );
         }
-        let beyond = listen.filter(|address| !address.ip().to_canonical().is_loopback());
-        let is_proved = self.token_file.is_some() || self.client_authority.is_some();
-        match beyond {
-            Some(address) if !is_proved => refuse(
+        let exposed = listen.filter(|address| !address.ip().to_canonical().is_loopback());
+        let is_authenticated = self.token_file.is_some() || self.client_authority.is_some();
+        match exposed {
+            Some(address) if !is_authenticated => refuse(
                 "listen",
-                &format!("{address} is reached from other hosts, and anyone may call"),
-                "set token_file, or tls_client_ca with a certificate \
-                 (mutual TLS); or listen on 127.0.0.1",
+                &format!("{address} accepts connections from other hosts without authentication"),
+                "set token_file, or set tls_client_ca with a certificate (mutual TLS), or listen \
+                 on 127.0.0.1",
             ),
             _ => Ok(()),
         }
@@ -232,26 +235,26 @@ fn check_tenant(tenant: &TenantConfig, taken: &[&str]) -> Result<(), ConfigError
     if name.is_empty() || name.len() > TENANT_NAME_BYTES_MAX || !name.chars().all(is_plain) {
         return refuse(
             "tenant.name",
-            format!("{name:?} is no name"),
-            "give 1 to 64 lower-case letters, digits, - and _",
+            format!("{name:?} is not a valid name"),
+            "use 1 to 64 lower-case letters, digits, - and _",
         );
     }
     if taken.contains(&&**name) {
         return refuse("tenant.name", format!("there are two tenants {name:?}"), {
-            "give each a name of its own; the node's own tenant is \"default\""
+            "use a different name for each; \"default\" is the node's own tenant"
         });
     }
     if tenant.users.is_empty() && tenant.token_file.is_none() {
         return refuse(
             "tenant.users, tenant.token_file",
-            format!("nobody can be tenant {name:?}"),
-            "give users of this host, or a file with a token, or both",
+            format!("no client can authenticate as tenant {name:?}"),
+            "set users of this host, or a file with a token, or both",
         );
     }
     Ok(())
 }
 
-/// Refuses a secret that is missing, is no file, or that others can use.
+/// Refuses a file with a secret that is missing, is not a regular file, or is open to others.
 fn check_secret(key: &str, path: &Path, readers: Readers) -> Result<(), ConfigError> {
     match read_secret(path, SECRET_BYTES_MAX, readers) {
         Ok(_) => Ok(()),
@@ -259,21 +262,22 @@ fn check_secret(key: &str, path: &Path, readers: Readers) -> Result<(), ConfigEr
     }
 }
 
-/// A key beside what it protects protects nothing.
-fn check_key_is_apart(store: &StoreConfig, key: Option<&Path>) -> Result<(), ConfigError> {
+/// Refuses a key inside the directory that it encrypts: whoever copies the directory would have
+/// the key too. Refuses a key without a file tier.
+fn check_encryption_key(store: &StoreConfig, key: Option<&Path>) -> Result<(), ConfigError> {
     let files = store.files.as_ref();
     match (files, key) {
         (Some(files), Some(key)) if key.starts_with(&files.directory) => {
             Err(ConfigError::contradiction(
                 "encryption_key_file, files",
-                format!("{} lies among the files that it encrypts", key.display()),
-                "keep the key in another directory, best on another disk",
+                format!("{} is inside the directory that it encrypts", key.display()),
+                "move the key to another directory, best on another disk",
             ))
         }
         (None, Some(key)) => Err(ConfigError::contradiction(
             "encryption_key_file",
-            format!("{} encrypts a file tier, and there is none", key.display()),
-            "set files, or leave the key out",
+            format!("{} is set, but there is no file tier to encrypt", key.display()),
+            "set files, or remove encryption_key_file",
         )),
         _ => Ok(()),
     }
@@ -283,7 +287,7 @@ fn check_key_is_apart(store: &StoreConfig, key: Option<&Path>) -> Result<(), Con
 mod tests {
     use super::*;
 
-    fn with(names: &[&str]) -> SecurityConfig {
+    fn security_with(names: &[&str]) -> SecurityConfig {
         let file = |name: &str| names.contains(&name).then(|| format!("/{name}").into());
         SecurityConfig {
             token_file: file("token"),
@@ -294,31 +298,32 @@ mod tests {
     }
 
     #[test]
-    fn beyond_loopback_the_port_needs_a_token_or_certificates_on_both_sides() {
-        let inside = ["127.0.0.1:0", "127.9.9.9:80", "[::1]:9"];
-        let outside = ["0.0.0.0:0", "[::]:0", "192.0.2.1:80"];
-        let check = |names: &[&str], at: &str| with(names).check(Some(at.parse().unwrap()));
-        for at in inside {
+    fn an_address_that_is_not_loopback_needs_a_token_or_mutual_tls() {
+        let loopback = ["127.0.0.1:0", "127.9.9.9:80", "[::1]:9"];
+        let exposed = ["0.0.0.0:0", "[::]:0", "192.0.2.1:80"];
+        let check =
+            |names: &[&str], at: &str| security_with(names).check(Some(at.parse().unwrap()));
+        for at in loopback {
             check(&[], at).unwrap();
         }
-        for at in outside {
-            let said = check(&[], at).unwrap_err().to_string();
-            assert!(said.contains(at) && said.contains("token_file"), "{said}");
+        for at in exposed {
+            let message = check(&[], at).unwrap_err().to_string();
+            assert!(message.contains(at) && message.contains("token_file"), "{message}");
             let one_sided = check(&["certificate", "key"], at).unwrap_err().to_string();
-            assert!(one_sided.contains("listen"), "encrypted is not guarded: {one_sided}");
+            assert!(one_sided.contains("listen"), "TLS alone authenticates no client: {one_sided}");
             check(&["token"], at).unwrap();
             check(&["certificate", "key", "authority"], at).unwrap();
         }
     }
 
     #[test]
-    fn half_of_a_pair_is_refused_by_name() {
+    fn an_incomplete_pair_of_keys_is_refused_by_name() {
         let at = "127.0.0.1:0".parse().unwrap();
         for (names, missing) in
             [(["certificate"], "private_key"), (["key"], "certificate"), (["authority"], "certif")]
         {
-            let said = with(&names).check(Some(at)).unwrap_err().to_string();
-            assert!(said.contains(missing), "{said}");
+            let message = security_with(&names).check(Some(at)).unwrap_err().to_string();
+            assert!(message.contains(missing), "{message}");
         }
     }
 }

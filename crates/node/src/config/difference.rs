@@ -1,4 +1,4 @@
-//! What changed between two configurations, and which of it a running node can take.
+//! Compares two configurations: which keys differ, and which changes a running node can apply.
 
 use super::NodeConfig;
 use super::key::Key;
@@ -7,17 +7,19 @@ use super::keys::{KEYS, TENANT_KEYS};
 /// Names of keys that differ.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Difference {
-    /// A running node takes these.
+    /// A running node applies these.
     pub live: Vec<String>,
-    /// These wait for a restart.
+    /// These need a restart.
     pub restart: Vec<String>,
 }
 
-/// Compares by key. What nobody gave is no difference: a share of the free room changes all the
-/// time, and what follows from another key is named by that key. A file that is named and whose
-/// contents changed is no difference.
+/// Compares two configurations key by key.
 ///
-/// Only configurations that were loaded ([`super::load`]) know their keys.
+/// A key that neither configuration sets is never a difference. Its derived value may change by
+/// itself, such as a share of the free space, or follows from another key, which is reported. A
+/// change of the contents of a file that a key names is not a difference.
+///
+/// Works only for configurations that were loaded ([`super::load`]): others have no settings.
 pub fn difference(old: &NodeConfig, new: &NodeConfig) -> Difference {
     let mut found = Difference::default();
     let (old, new) = (&old.settings, &new.settings);
@@ -39,10 +41,10 @@ pub fn difference(old: &NodeConfig, new: &NodeConfig) -> Difference {
             None => found.restart.push(format!("tenant {:?} (new)", name(tenant))),
         }
     }
-    let is_gone = |tenant: &&super::settings::Values| {
+    let is_removed = |tenant: &&super::settings::Values| {
         !new.tenants.iter().any(|other| name(other) == name(tenant))
     };
-    let gone = old.tenants.iter().filter(is_gone);
-    found.restart.extend(gone.map(|tenant| format!("tenant {:?} (removed)", name(tenant))));
+    let removed = old.tenants.iter().filter(is_removed);
+    found.restart.extend(removed.map(|tenant| format!("tenant {:?} (removed)", name(tenant))));
     found
 }

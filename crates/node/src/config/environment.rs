@@ -1,58 +1,57 @@
-//! What the process's environment says: the one place that reads it.
+//! The process's environment: the only module that reads environment variables.
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
 use std::io;
 use std::path::{Path, PathBuf};
 
+use super::default_capacity::Room;
 use super::error::ConfigError;
-use super::keys::{KEYS, edits, nearest};
-use super::renamed::renamed_variable;
-use super::room::Room;
-use super::settings::{Settings, Source};
+use super::keys::{KEYS, edit_distance, nearest_name};
+use super::renamed::new_name_of_variable;
+use super::settings::{SettingSource, Settings};
 
-/// Variables beside those of keys that mean something to a node.
 const CONFIG: &str = "CASCADE_CONFIG";
 const NODE: &str = "CASCADE_NODE";
-/// Variables that look like a key's and are none.
+/// Known variables that set no key.
 const OTHERS: [&str; 2] = [CONFIG, NODE];
 const RUNTIME_DIRECTORY: &str = "XDG_RUNTIME_DIR";
 const NOTIFY_SOCKET: &str = "NOTIFY_SOCKET";
 
-/// The variables that concern a node, and who runs it.
+/// The variables that a node reads, and the user and host files that settings depend on.
 #[derive(Debug, Clone)]
 pub struct Environment {
     variables: BTreeMap<String, OsString>,
-    /// Number of the user who runs the process.
+    /// Effective UID of the process.
     pub user: u32,
-    /// Where users' names are looked up.
+    /// File in which user names are looked up.
     pub passwd: PathBuf,
-    /// Where groups' names are looked up.
+    /// File in which group names are looked up.
     pub groups: PathBuf,
-    /// What tells the room that a file system has for a directory.
+    /// Measures the space that a file system has for a directory.
     pub room_of: fn(&Path) -> io::Result<Room>,
 }
 
 impl Environment {
-    /// This process's.
+    /// The environment of this process.
     pub fn of_process() -> Self {
         Self::new(std::env::vars_os(), rustix::process::geteuid().as_raw())
     }
 
-    /// One of these variables alone, for a user.
+    /// An environment of these variables only, for a user. An empty variable counts as not set.
     pub fn new(
         variables: impl IntoIterator<Item = (impl Into<OsString>, impl Into<OsString>)>,
         user: u32,
     ) -> Self {
-        let concerns = |name: &String| {
+        let is_relevant = |name: &String| {
             name.starts_with("CASCADE_") || [RUNTIME_DIRECTORY, NOTIFY_SOCKET].contains(&&**name)
         };
-        let named = variables.into_iter().filter_map(|(name, value)| {
-            let name = name.into().into_string().ok().filter(concerns)?;
+        let relevant = variables.into_iter().filter_map(|(name, value)| {
+            let name = name.into().into_string().ok().filter(is_relevant)?;
             Some((name, value.into())).filter(|(_, value)| !value.is_empty())
         });
         Self {
-            variables: named.collect(),
+            variables: relevant.collect(),
             user,
             passwd: "/etc/passwd".into(),
             groups: "/etc/group".into(),
@@ -65,12 +64,12 @@ impl Environment {
         self.variables.get(CONFIG).map(PathBuf::from)
     }
 
-    /// Where a supervisor such as systemd wants to hear of the node's state.
+    /// The socket on which a service manager such as systemd expects state notifications.
     pub fn notify_socket(&self) -> Option<OsString> {
         self.variables.get(NOTIFY_SOCKET).cloned()
     }
 
-    /// Where a node listens, and a client looks for it, when nobody says.
+    /// The default Unix socket, for nodes and clients.
     pub fn default_socket(&self) -> PathBuf {
         let runtime = self.variables.get(RUNTIME_DIRECTORY).map(PathBuf::from);
         match runtime.filter(|directory| directory.is_absolute()) {
@@ -80,23 +79,23 @@ impl Environment {
         }
     }
 
-    /// Where a client finds the node when nobody says: the socket that `CASCADE_NODE` names, as a
-    /// path or `unix:PATH`, else `CASCADE_SOCKET`, which a node reads too, else the default one.
+    /// The socket that a client uses when its caller names none: `CASCADE_NODE` (a path or
+    /// `unix:PATH`), else `CASCADE_SOCKET`, which nodes read too, else the default.
     pub fn socket(&self) -> PathBuf {
-        let given = |name| self.variables.get(name).map(PathBuf::from);
-        let node = given(NODE).map(|place| match place.to_str() {
+        let path_in = |name| self.variables.get(name).map(PathBuf::from);
+        let node = path_in(NODE).map(|path| match path.to_str() {
             Some(text) => PathBuf::from(text.strip_prefix("unix:").unwrap_or(text)),
-            None => place,
+            None => path,
         });
-        node.or_else(|| given("CASCADE_SOCKET")).unwrap_or_else(|| self.default_socket())
+        node.or_else(|| path_in("CASCADE_SOCKET")).unwrap_or_else(|| self.default_socket())
     }
 
     pub(super) fn apply(&self, settings: &mut Settings) -> Result<(), ConfigError> {
         for (name, value) in &self.variables {
             let Some(tail) = name.strip_prefix("CASCADE_") else { continue };
-            let place = Source::Environment(name.clone());
+            let place = SettingSource::Environment(name.clone());
             let Some(key) = KEYS.iter().find(|key| key.environment() == *name) else {
-                refuse_unknown(tail, place)?;
+                check_unknown(tail, place)?;
                 continue;
             };
             let wrong = |reason| {
@@ -111,9 +110,11 @@ impl Environment {
     }
 }
 
-/// Refuses an old name, and one that is almost a key's. Clients and tools have variables of their
-/// own, and Kubernetes makes some for a service with this name.
-fn refuse_unknown(tail: &str, place: Source) -> Result<(), ConfigError> {
+/// Refuses the variable `CASCADE_tail` if it is an old name, or close to the variable of a key.
+///
+/// Other unknown names are accepted: clients and tools have their own variables, and Kubernetes
+/// sets some for a service that is named `cascade`.
+fn check_unknown(tail: &str, place: SettingSource) -> Result<(), ConfigError> {
     let name = format!("CASCADE_{tail}");
     if OTHERS.contains(&&*name)
         || tail.contains("_SERVICE_")
@@ -122,13 +123,14 @@ fn refuse_unknown(tail: &str, place: Source) -> Result<(), ConfigError> {
     {
         return Ok(());
     }
-    if let Some(new) = renamed_variable(tail) {
+    if let Some(new) = new_name_of_variable(tail) {
         let new = format!("CASCADE_{}", new.to_uppercase());
         return Err(ConfigError::Renamed { old: name, new, advice: "", place });
     }
     let names: Vec<String> = KEYS.iter().map(|key| key.path.to_uppercase()).collect();
-    let is_close = |found: &&str| edits(tail, found) <= 1 + found.len() / 6;
-    match nearest(tail, names.iter().map(String::as_str)).filter(is_close) {
+    // One typing error, and one more for each six letters.
+    let is_close = |found: &&str| edit_distance(tail, found) <= 1 + found.len() / 6;
+    match nearest_name(tail, names.iter().map(String::as_str)).filter(is_close) {
         Some(found) => {
             let nearest = Some(format!("CASCADE_{found}"));
             Err(ConfigError::Unknown { what: "key", name, nearest, place })
@@ -142,19 +144,19 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_socket_is_where_only_its_user_may_write() {
+    fn the_default_socket_is_in_a_directory_of_its_user() {
         let none = [("HOME", "/root")];
         let socket = |user| Environment::new(none, user).default_socket();
         assert_eq!(socket(0), PathBuf::from("/run/cascade/cascade.sock"));
         assert_eq!(socket(1000), PathBuf::from("/tmp/cascade-1000/cascade.sock"));
         let login = Environment::new([("XDG_RUNTIME_DIR", "/run/user/1000")], 1000);
         assert_eq!(login.default_socket(), PathBuf::from("/run/user/1000/cascade.sock"));
-        let odd = Environment::new([("XDG_RUNTIME_DIR", "run")], 1000);
-        assert_eq!(odd.default_socket(), PathBuf::from("/tmp/cascade-1000/cascade.sock"));
+        let relative = Environment::new([("XDG_RUNTIME_DIR", "run")], 1000);
+        assert_eq!(relative.default_socket(), PathBuf::from("/tmp/cascade-1000/cascade.sock"));
     }
 
     #[test]
-    fn variables_of_others_are_left_alone() {
+    fn only_misspelled_and_old_variables_are_refused() {
         for name in [
             "CASCADE_NODE",
             "CASCADE_CONFIG",
@@ -165,7 +167,7 @@ mod tests {
             "CASCADE_TOKEN",
         ] {
             let tail = name.strip_prefix("CASCADE_").unwrap();
-            refuse_unknown(tail, Source::Default).unwrap();
+            check_unknown(tail, SettingSource::Default).unwrap();
         }
         for (name, hint) in [
             ("CASCADE_FILES_CAPACTIY", "did you mean \"CASCADE_FILES_CAPACITY\""),
@@ -174,13 +176,13 @@ mod tests {
             ("CASCADE_DIRTY_BYTES_MAX", "is now called CASCADE_DIRTY_MAX"),
         ] {
             let tail = name.strip_prefix("CASCADE_").unwrap();
-            let said = refuse_unknown(tail, Source::Default).unwrap_err().to_string();
-            assert!(said.contains(hint), "{name}: {said}");
+            let message = check_unknown(tail, SettingSource::Default).unwrap_err().to_string();
+            assert!(message.contains(hint), "{name}: {message}");
         }
     }
 
     #[test]
-    fn a_client_looks_where_it_is_told_and_else_where_the_node_is() {
+    fn a_client_uses_the_socket_that_is_set_or_else_the_default() {
         let socket = |variables: &[(&str, &str)]| {
             let variables = variables.iter().map(|(name, value)| (*name, *value));
             Environment::new(variables, 0).socket()

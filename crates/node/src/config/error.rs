@@ -1,4 +1,4 @@
-//! Why a configuration is refused: which key, where it was given, and what would be right.
+//! Errors of loading a configuration: the key, its place, and the expected value.
 
 use std::io;
 use std::path::PathBuf;
@@ -6,27 +6,27 @@ use std::path::PathBuf;
 use cascade_store::SecretError;
 use thiserror::Error;
 
-use super::settings::Source;
+use super::settings::SettingSource;
 
-/// A configuration that a node will not start with.
+/// Why a configuration was refused.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum ConfigError {
     /// The file cannot be read.
     #[error("cannot read the configuration file {}", path.display())]
     Read {
-        /// Which.
+        /// The file.
         path: PathBuf,
-        /// Why.
+        /// The cause.
         #[source]
         source: io::Error,
     },
-    /// The file is no TOML.
+    /// The file is not valid TOML.
     #[error("{}:{line}: {reason}", path.display())]
     Syntax {
-        /// Which.
+        /// The file.
         path: PathBuf,
-        /// Where, from 1.
+        /// The line, from 1.
         line: usize,
         /// What is wrong.
         reason: String,
@@ -34,60 +34,60 @@ pub enum ConfigError {
     /// A key or section that does not exist.
     #[error("{place}: there is no {what} {name:?}{}", hint(nearest.as_deref()))]
     Unknown {
-        /// `key` or `section`.
+        /// `key` or `table`.
         what: &'static str,
-        /// What was given.
+        /// The unknown name.
         name: String,
-        /// What was probably meant.
+        /// The nearest existing name, if one is close.
         nearest: Option<String>,
-        /// Where.
-        place: Source,
+        /// Where the name is set.
+        place: SettingSource,
     },
-    /// A name that a key had before.
+    /// The old name of a key.
     #[error("{place}: {old} is now called {new}{advice}")]
     Renamed {
-        /// The name that was given.
+        /// The old name.
         old: String,
-        /// The name of the key.
+        /// The new name.
         new: String,
-        /// Where it belongs, if that changed too.
+        /// The new place in the file, if it changed.
         advice: &'static str,
-        /// Where.
-        place: Source,
+        /// Where the name is set.
+        place: SettingSource,
     },
-    /// A value that its key does not take.
+    /// A value that its key does not accept.
     #[error("{place}: {key}: {reason}")]
     Value {
         /// The key.
         key: String,
-        /// What is wrong, and what would be right.
+        /// What is wrong, and the expected value.
         reason: String,
-        /// Where it was given.
-        place: Source,
+        /// Where the key is set.
+        place: SettingSource,
     },
-    /// Keys that contradict each other, or a key without the one that it needs.
+    /// Keys that contradict each other, or a key without another that it needs.
     #[error("{keys}: {reason}; {advice}")]
     Contradiction {
         /// The keys, separated by commas.
         keys: String,
-        /// Why they do not go together.
+        /// The contradiction.
         reason: String,
         /// What to do.
         advice: String,
     },
-    /// A file with a secret that cannot be read, or that others can.
+    /// A file with a secret that cannot be read, or that others can read.
     #[error("{key}: {source}")]
     Secret {
-        /// The key that names it.
+        /// The key that names the file.
         key: String,
-        /// What is wrong, and what would be right.
+        /// What is wrong, and what to do.
         source: SecretError,
     },
 }
 
 fn hint(nearest: Option<&str>) -> String {
     nearest.map_or_else(
-        || "; `cascade serve --print-config` shows all that there are".to_owned(),
+        || "; `cascade serve --print-config` lists all keys".to_owned(),
         |nearest| format!("; did you mean {nearest:?}?"),
     )
 }

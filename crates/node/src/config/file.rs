@@ -1,4 +1,4 @@
-//! The configuration file: TOML, in which each key knows its line.
+//! Reads the configuration file, which is TOML. Each value keeps its line number for messages.
 
 use std::borrow::Cow;
 use std::fs;
@@ -11,17 +11,18 @@ use toml::de::{DeTable, DeValue};
 
 use super::error::ConfigError;
 use super::key::Key;
-use super::keys::{ADVANCED, KEYS, SECTIONS, TENANT_KEYS, nearest};
-use super::renamed::{renamed, was_section};
-use super::settings::{Settings, Source, Values};
-use super::value::{Kind, Value};
+use super::keys::{ADVANCED, KEYS, SECTIONS, TENANT_KEYS, nearest_name};
+use super::renamed::{is_old_section, new_name_of};
+use super::settings::{SettingSource, Settings, Values};
+use super::value::{Kind, SettingValue};
 
-/// A file of settings is short; a larger one was given by mistake.
+/// Size limit. A configuration is short, so a larger file was named by mistake.
 const FILE_BYTES_MAX: u64 = 1 << 20;
 
-/// Sets what the file gives.
+/// Sets all keys of the file.
 pub(super) fn read(path: &Path, settings: &mut Settings) -> Result<(), ConfigError> {
-    let text = text(path).map_err(|source| ConfigError::Read { path: path.to_owned(), source })?;
+    let text =
+        read_text(path).map_err(|source| ConfigError::Read { path: path.to_owned(), source })?;
     let document = Document { path, text: &text };
     let table = DeTable::parse(&text).map_err(|error| ConfigError::Syntax {
         path: path.to_owned(),
@@ -29,20 +30,20 @@ pub(super) fn read(path: &Path, settings: &mut Settings) -> Result<(), ConfigErr
         reason: error.message().to_owned(),
     })?;
     for (name, value) in table.get_ref() {
-        document.entry(name, value, settings)?;
+        document.read_top_level(name, value, settings)?;
     }
     Ok(())
 }
 
-fn text(path: &Path) -> io::Result<String> {
+fn read_text(path: &Path) -> io::Result<String> {
     if fs::metadata(path)?.len() > FILE_BYTES_MAX {
-        let reason = format!("it is larger than {FILE_BYTES_MAX} bytes");
+        let reason = format!("the file is larger than {FILE_BYTES_MAX} bytes");
         return Err(io::Error::new(io::ErrorKind::FileTooLarge, reason));
     }
     fs::read_to_string(path)
 }
 
-/// A file that is being read.
+/// The file during reading.
 struct Document<'a> {
     path: &'a Path,
     text: &'a str,
@@ -54,12 +55,12 @@ impl Document<'_> {
         1 + before.filter(|byte| **byte == b'\n').count()
     }
 
-    fn place(&self, span: &Range<usize>) -> Source {
-        Source::File { path: self.path.to_owned(), line: self.line(span) }
+    fn place(&self, span: &Range<usize>) -> SettingSource {
+        SettingSource::File { path: self.path.to_owned(), line: self.line(span) }
     }
 
-    /// Reads one name at the top of the file: a key, or the header of a table.
-    fn entry(
+    /// Reads one name at the top level of the file: a key, or a table.
+    fn read_top_level(
         &self,
         name: &Spanned<Cow<'_, str>>,
         value: &Spanned<DeValue<'_>>,
@@ -76,27 +77,31 @@ impl Document<'_> {
                         return misplaced("a tenant is a table; write [[tenant]]".to_owned());
                     };
                     let mut values = Values::default();
-                    self.keys(name, table, &mut values)?;
+                    self.read_keys(name, table, &mut values)?;
                     settings.tenants.push(values);
                 }
                 Ok(())
             }
-            _ if name == "tenant" => misplaced("write [[tenant]], one for each tenant".to_owned()),
-            DeValue::Table(table) if name == ADVANCED => self.keys(name, table, &mut settings.node),
-            _ if name == ADVANCED => {
-                misplaced("is a table; write [advanced] and its keys below".to_owned())
+            _ if name == "tenant" => misplaced("write one [[tenant]] for each tenant".to_owned()),
+            DeValue::Table(table) if name == ADVANCED => {
+                self.read_keys(name, table, &mut settings.node)
             }
-            DeValue::Table(table) if was_section(name) => self.old_section(name, &span, table),
+            _ if name == ADVANCED => {
+                misplaced("is a table; write [advanced] with its keys below".to_owned())
+            }
+            DeValue::Table(table) if is_old_section(name) => {
+                self.refuse_old_section(name, &span, table)
+            }
             DeValue::Table(_) if !KEYS.iter().any(|key| key.path == name) => {
                 let sections = SECTIONS.iter().map(|(section, _)| *section);
-                Err(self.unknown("table", name, nearest(name, sections), &span))
+                Err(self.unknown("table", name, nearest_name(name, sections), &span))
             }
-            _ => self.key("", name, &span, value, &mut settings.node),
+            _ => self.read_key("", name, &span, value, &mut settings.node),
         }
     }
 
-    /// Refuses a table that there was once, by the new name of its first key.
-    fn old_section(
+    /// Refuses a table of earlier versions, by the new name of its first key.
+    fn refuse_old_section(
         &self,
         section: &str,
         span: &Range<usize>,
@@ -106,25 +111,25 @@ impl Document<'_> {
             let path = format!("{section}.{}", name.get_ref());
             self.refuse_renamed(&path, &name.span())?;
         }
-        let reason = "is no table; keys stand at the top of the file or below [advanced]";
+        let reason = "is not a table; keys belong at the top of the file or below [advanced]";
         let (key, reason) = (section.to_owned(), reason.to_owned());
         Err(ConfigError::Value { key, reason, place: self.place(span) })
     }
 
-    fn keys(
+    fn read_keys(
         &self,
         section: &str,
         table: &DeTable<'_>,
         values: &mut Values,
     ) -> Result<(), ConfigError> {
         for (name, value) in table {
-            self.key(section, name.get_ref(), &name.span(), value, values)?;
+            self.read_key(section, name.get_ref(), &name.span(), value, values)?;
         }
         Ok(())
     }
 
-    /// Reads one key below the header `section`.
-    fn key(
+    /// Reads one key of the table `section`, or of the top level if it is empty.
+    fn read_key(
         &self,
         section: &str,
         name: &str,
@@ -138,13 +143,13 @@ impl Document<'_> {
         };
         let Some(key) = keys.iter().find(|key| key.path == path) else {
             self.refuse_renamed(&path, span)?;
-            let found = nearest(&path, keys.iter().map(|key| key.path));
+            let found = nearest_name(&path, keys.iter().map(|key| key.path));
             return Err(self.unknown("key", &path, found, span));
         };
         let place = self.place(&value.span());
         let wrong = |reason| ConfigError::Value { key: path.clone(), reason, place: place.clone() };
         if key.section() != section {
-            return Err(wrong(belongs(key.section())));
+            return Err(wrong(expected_place(key.section())));
         }
         let value = read_value(key, value.get_ref()).map_err(wrong)?;
         values.set(key, value, place);
@@ -152,7 +157,7 @@ impl Document<'_> {
     }
 
     fn refuse_renamed(&self, old: &str, span: &Range<usize>) -> Result<(), ConfigError> {
-        let Some(new) = renamed(old) else { return Ok(()) };
+        let Some(new) = new_name_of(old) else { return Ok(()) };
         let is_advanced = KEYS.iter().any(|key| key.path == new && key.is_advanced());
         let advice = match is_advanced {
             true => ", below [advanced]",
@@ -175,20 +180,20 @@ impl Document<'_> {
     }
 }
 
-/// Where a key that stands below the wrong header has to stand.
-fn belongs(section: &str) -> String {
+/// The right place for a key that is in the wrong table.
+fn expected_place(section: &str) -> String {
     match section {
-        "" => "stands at the top of the file, above any header".to_owned(),
-        section => format!("stands below [{section}]"),
+        "" => "belongs at the top of the file, above all tables".to_owned(),
+        section => format!("belongs below [{section}]"),
     }
 }
 
-fn read_value(key: &Key, value: &DeValue<'_>) -> Result<Value, String> {
+fn read_value(key: &Key, value: &DeValue<'_>) -> Result<SettingValue, String> {
     let wrong = || format!("{} is not {}", value.type_str(), key.kind.description());
     match value {
         DeValue::Array(parts) if key.kind == Kind::List => {
             let texts = parts.iter().map(|part| scalar(part.get_ref()).ok_or_else(wrong));
-            texts.collect::<Result<_, _>>().map(Value::List)
+            texts.collect::<Result<_, _>>().map(SettingValue::List)
         }
         DeValue::String(text) if key.kind != Kind::List => key.parse(text),
         DeValue::Float(number) if !key.kind.is_quoted() || key.kind == Kind::Duration => {
@@ -196,14 +201,14 @@ fn read_value(key: &Key, value: &DeValue<'_>) -> Result<Value, String> {
         }
         DeValue::Integer(number) if key.kind == Kind::Mode => match number.radix() {
             8 => key.parse(number.as_str()),
-            _ => Err(format!("write it in quotes and octal digits: \"0{}\"", number.as_str())),
+            _ => Err(format!("write octal digits in quotes: \"0{}\"", number.as_str())),
         },
         _ if key.kind.is_quoted() => Err(wrong()),
         _ => key.parse(&scalar(value).ok_or_else(wrong)?),
     }
 }
 
-/// A text, whole number or truth value as text.
+/// A string, integer or boolean as text.
 fn scalar(value: &DeValue<'_>) -> Option<String> {
     match value {
         DeValue::String(text) => Some(text.to_string()),

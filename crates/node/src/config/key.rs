@@ -1,32 +1,32 @@
-//! A key of the configuration: one declaration from which reading, checks and documents come.
+//! A key of the configuration: one declaration, used for reading, checks and documentation.
 
 use super::keys::ADVANCED;
-use super::value::{Kind, Value};
+use super::value::{Kind, SettingValue};
 
-/// A key.
+/// A key of the configuration.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Key {
-    /// Its name, such as `files_capacity`; of a tenant's, `tenant.files_capacity`.
+    /// The name, such as `files_capacity`, or `tenant.files_capacity` for a key of a tenant.
     pub path: &'static str,
-    /// What it takes.
+    /// The kind of its values.
     pub kind: Kind,
-    /// What it is, in a sentence.
+    /// Description, in sentences.
     pub meaning: &'static str,
-    /// The value where nobody gives one, as text.
+    /// The default, as text.
     pub default: Option<&'static str>,
-    /// In words, where the default depends on something.
+    /// Description of a default that depends on other settings or on the host.
     pub default_rule: Option<&'static str>,
-    /// The least value, as text.
+    /// The smallest value, as text.
     pub minimum: Option<&'static str>,
     /// The largest value, as text.
     pub maximum: Option<&'static str>,
-    /// The flag of `cascade serve`, without its dashes.
+    /// The flag of `cascade serve`, without dashes.
     pub flag: Option<&'static str>,
-    /// Whether a running node takes a change of it on reload.
+    /// Whether a reload applies a change of it to a running node.
     pub is_live: bool,
-    /// Whether it names a file that holds a secret.
+    /// Whether it names a file with a secret.
     pub is_secret: bool,
-    /// Why nobody has to know it; it stands below `[advanced]` then.
+    /// For an advanced key, why it rarely needs to change.
     pub reason: Option<&'static str>,
 }
 
@@ -87,12 +87,12 @@ impl Key {
         self
     }
 
-    /// Whether it stands below `[advanced]`.
+    /// Whether the key belongs below `[advanced]`.
     pub fn is_advanced(&self) -> bool {
         self.reason.is_some()
     }
 
-    /// The header that it stands below in the file; empty for the top of the file.
+    /// The table in the file that it belongs to. Empty for the top of the file.
     pub fn section(&self) -> &'static str {
         match self.path.split_once('.') {
             Some((section, _)) => section,
@@ -101,7 +101,7 @@ impl Key {
         }
     }
 
-    /// Its name below the header.
+    /// The name within its table.
     pub fn name(&self) -> &'static str {
         self.path.split_once('.').map_or(self.path, |(_, name)| name)
     }
@@ -111,22 +111,26 @@ impl Key {
         format!("CASCADE_{}", self.path.replace('.', "_").to_uppercase())
     }
 
-    /// Reads a value and holds it against the bounds; else says what would be right.
-    pub fn parse(&self, text: &str) -> Result<Value, String> {
+    /// Parses a value and checks its bounds.
+    ///
+    /// # Errors
+    /// What is wrong, and the expected value.
+    pub fn parse(&self, text: &str) -> Result<SettingValue, String> {
         let value = self.kind.parse(text)?;
-        // A test reads all bounds of the table.
+        // A test parses all bounds of the table.
         let bound = |text: &str| self.kind.parse(text).ok();
-        if let Some(least) = self.minimum.filter(|least| bound(least) > Some(value.clone())) {
-            return Err(format!("{} is too little; the least is {least}", text.trim()));
+        let is_too_small = |minimum: &&str| bound(minimum) > Some(value.clone());
+        if let Some(minimum) = self.minimum.filter(is_too_small) {
+            return Err(format!("{} is too small; the minimum is {minimum}", text.trim()));
         }
-        let is_over = |most: &&str| bound(most).is_some_and(|most| value > most);
-        if let Some(most) = self.maximum.filter(is_over) {
-            return Err(format!("{} is too much; the most is {most}", text.trim()));
+        let is_too_large = |maximum: &&str| bound(maximum).is_some_and(|maximum| value > maximum);
+        if let Some(maximum) = self.maximum.filter(is_too_large) {
+            return Err(format!("{} is too large; the maximum is {maximum}", text.trim()));
         }
         Ok(value)
     }
 
-    /// What it is where nobody says, in words.
+    /// Description of the default.
     pub fn default_text(&self) -> &'static str {
         self.default_rule.or(self.default).unwrap_or("not set")
     }

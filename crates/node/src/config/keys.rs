@@ -1,128 +1,127 @@
-//! All keys, in the order in which the documents show them. A new key is one entry here and one
-//! line in `build.rs`.
+//! All keys, in the order of the documentation. A new key is one entry here and one line in
+//! `build.rs`.
 //!
 //! A setting has one name: `files_capacity` in the file, `--files-capacity` as a flag,
-//! `CASCADE_FILES_CAPACITY` in the environment, and `files_capacity` in Python where an embedded
-//! store has it.
+//! `CASCADE_FILES_CAPACITY` in the environment, and `files_capacity` in Python, for settings of
+//! embedded stores.
 
 use super::key::Key;
 use super::value::Kind;
 
-/// The table of settings that an operator does not have to know.
+/// The table of keys that an operator rarely needs.
 pub(super) const ADVANCED: &str = "advanced";
 
-/// Parts of the file, each with a sentence. The first one has no header.
+/// Tables of the file, each with a description. The first one is the top level.
 pub const SECTIONS: &[(&str, &str)] = &[
-    ("", "What an operator chooses. These keys stand at the top of the file, above any header."),
+    ("", "The settings of a normal setup. They belong at the top of the file, above all tables."),
     (
         ADVANCED,
-        "What hardly anybody has a reason to change. Each key says why; change one only after a \
-         measurement.",
+        "Settings that rarely need to change. Each one says why. Measure before you change one.",
     ),
     (
         "tenant",
-        "One tenant beside the default one, with a store of its own; `[[tenant]]` may be repeated. \
-         What a tenant does not give is as for the default one.",
+        "One tenant with its own store, in addition to the default tenant. Repeat `[[tenant]]` for \
+         more. A key that is not set here has the value of the default tenant.",
     ),
 ];
 
-/// All keys but those of tenants: first the operator's, then the advanced ones.
+/// All keys except those of tenants: first the ordinary keys, then the advanced ones.
 pub const KEYS: &[Key] = &[
-    Key::new("dram", Kind::Size, "Size of the DRAM tier; taken from the machine at start.")
+    Key::new("dram", Kind::Size, "Size of the DRAM tier. All of it is allocated at start.")
         .default("256MiB")
         .minimum("4MiB")
         .flag("dram"),
     Key::new(
         "files",
         Kind::Path,
-        "Directory of the file tier; no other node may use it. There is no file tier without it.",
+        "Directory of the file tier. Only one node may use it. Without it there is no file tier.",
     )
     .flag("files"),
-    Key::new("files_capacity", Kind::Size, "Bytes that the file tier may take.")
-        .default_rule("80 % of what is free; 4GiB at most on a tmpfs or a container's layer")
+    Key::new("files_capacity", Kind::Size, "Size limit of the file tier.")
+        .default_rule("80 % of the free space; at most 4GiB on a tmpfs or a container layer")
         .minimum("1MiB")
         .flag("files-capacity"),
     Key::new("pipeline", Kind::Text, "Tiers from fast to slow.")
         .default_rule("`Dram|Files` with `files`, else `Dram`")
         .flag("pipeline"),
-    Key::new("policy", Kind::Choice(POLICIES), "Which blocks leave DRAM first.")
+    Key::new("policy", Kind::Choice(POLICIES), "Eviction policy of DRAM.")
         .default("prefix-cost")
         .flag("policy"),
     Key::new(
         "write",
         Kind::Choice(&["back", "through"]),
-        "Whether a put returns from memory (`back`) or waits for every tier (`through`).",
+        "When a put returns: once the block is in DRAM (`back`), or in every tier (`through`).",
     )
     .default("back")
     .flag("write"),
     Key::new(
         "durable",
         Kind::Switch,
-        "Whether a block counts as stored only once it is on stable storage.",
+        "Whether a block counts as stored only after it was synced to stable storage.",
     )
     .default("false")
     .flag("durable"),
     Key::new(
         "digest",
         Kind::Choice(&["off", "blake3", "sha256"]),
-        "Name blocks by content too, so that equal bytes are stored once.",
+        "Hash for deduplication: blocks with equal bytes are stored once.",
     )
     .default("off")
     .flag("digest"),
     Key::new(
         "keep_pool",
         Kind::Choice(KEEP_POOL),
-        "When the next node finds the pool's blocks again: after a crash, also after a clean \
-         shutdown (always), or never; then the pool has no name.",
+        "When the next start recovers the blocks in the pool: after a crash, after a crash or a \
+         clean shutdown (`always`), or never. With `never` the pool has no file.",
     )
     .default("after-crash")
     .flag("keep-pool"),
-    Key::new("socket", Kind::Path, "The Unix socket for processes of this host.")
+    Key::new("socket", Kind::Path, "Path of the Unix socket for processes on this host.")
         .default_rule(
             "`$XDG_RUNTIME_DIR/cascade.sock`; without it `/run/cascade/cascade.sock` for root and \
              `/tmp/cascade-UID/cascade.sock` for others",
         )
         .flag("socket"),
-    Key::new("socket_mode", Kind::Mode, "Permissions of the socket's file.")
+    Key::new("socket_mode", Kind::Mode, "Permissions of the socket file.")
         .default("0600")
         .flag("socket-mode"),
     Key::new(
         "admin_group",
         Kind::Text,
-        "A group of this host whose members may administer the node, as its own user and root may. \
-         The socket belongs to it.",
+        "Group of this host whose members may administer the node, like its own user and root. \
+         The group owns the socket file.",
     )
     .default_rule("none")
     .flag("admin-group"),
     Key::new(
         "listen",
         Kind::Address,
-        "The TCP port for everything remote: metrics, health, the status page. No port is opened \
-         without it; port 0 lets the system choose.",
+        "TCP address for HTTP: metrics, health and the status page. Without it no port is opened. \
+         Port 0 chooses a free port.",
     )
     .flag("listen"),
     Key::new(
         "token_file",
         Kind::Path,
-        "A file with the token that callers of the TCP port present.",
+        "File with the token that clients of the TCP port must present.",
     )
     .secret()
     .flag("token-file"),
-    Key::new("tls_certificate", Kind::Path, "The node's certificate chain (PEM).")
+    Key::new("tls_certificate", Kind::Path, "Certificate chain of the node (PEM).")
         .flag("tls-certificate"),
-    Key::new("tls_private_key", Kind::Path, "The certificate's private key (PEM).")
+    Key::new("tls_private_key", Kind::Path, "Private key of the certificate (PEM).")
         .secret()
         .flag("tls-private-key"),
     Key::new(
         "tls_client_ca",
         Kind::Path,
-        "The CA certificate for client authentication (PEM): with it, TLS is mutual.",
+        "CA certificate for client authentication (PEM). With it, TLS is mutual.",
     )
     .flag("tls-client-ca"),
     Key::new(
         "encryption_key_file",
         Kind::Path,
-        "A file with the key that the default tenant's file tier is encrypted with.",
+        "File with the encryption key of the default tenant's file tier.",
     )
     .secret()
     .flag("encryption-key-file"),
@@ -135,125 +134,129 @@ pub const KEYS: &[Key] = &[
     Key::new(
         "client_share",
         Kind::Percent,
-        "Share of a tenant's DRAM that one client may hold leased or reserved.",
+        "Share of a tenant's DRAM that one client may hold under lease or reserved.",
     )
     .default("50%")
     .minimum("1%")
     .maximum("100%")
     .live()
     .flag("client-share"),
-    Key::new("log_format", Kind::Choice(&["text", "json"]), "Text, or one JSON object a line.")
-        .default("text")
-        .flag("log-format"),
-    Key::new("log_filter", Kind::Text, "What is logged, such as `info` or `cascade_node=debug`.")
+    Key::new(
+        "log_format",
+        Kind::Choice(&["text", "json"]),
+        "Format of the log: text, or one JSON object per line.",
+    )
+    .default("text")
+    .flag("log-format"),
+    Key::new("log_filter", Kind::Text, "Log filter, such as `info` or `cascade_node=debug`.")
         .default("info")
         .live()
         .flag("log-filter"),
     Key::new(
         "traces_endpoint",
         Kind::Url,
-        "Where traces go: OTLP over HTTP, such as `http://localhost:4318`.",
+        "OTLP endpoint for traces, over HTTP, such as `http://localhost:4318`.",
     )
     .default_rule("no traces")
     .flag("traces-endpoint"),
-    Key::new("huge_pages", Kind::Switch, "Whether to ask for huge pages.")
+    Key::new("huge_pages", Kind::Switch, "Whether to request huge pages for the pool.")
         .default("true")
         .flag("huge-pages")
-        .advanced("The kernel gives ordinary pages where it has no huge ones."),
+        .advanced("Without free huge pages, the kernel uses ordinary ones."),
     Key::new(
         "protected_share",
         Kind::Percent,
-        "Share of DRAM that protected prefixes may hold; beyond it further ones are ordinary.",
+        "Share of DRAM that protected prefixes may hold. Above it, prefixes are not protected.",
     )
     .default("90%")
     .maximum("100%")
     .flag("protected-share")
-    .advanced("Only stops protected prefixes from filling DRAM; few prefixes are protected."),
+    .advanced("It only keeps protected prefixes from filling DRAM, and few are protected."),
     Key::new(
         "pool_directory",
         Kind::Path,
-        "Where the pool lies, so that it survives a crash of the node: a tmpfs.",
+        "Directory of the pool file, which survives a crash of the node. Use a tmpfs.",
     )
     .default("/dev/shm")
     .flag("pool-directory")
     .advanced("Every Linux system has this tmpfs."),
-    Key::new("files_layout", Kind::Choice(LAYOUTS), "How blocks lie in files.")
+    Key::new("files_layout", Kind::Choice(LAYOUTS), "Layout of blocks in files.")
         .default("segments")
         .flag("files-layout")
-        .advanced("`file-per-block` is for file systems that hosts share by name; it is slower."),
-    Key::new("segment_size", Kind::Size, "Size of a segment; space is reclaimed by segments.")
+        .advanced("`file-per-block` is slower, and only for file systems that hosts share."),
+    Key::new("segment_size", Kind::Size, "Size of a segment, the unit of reclaim.")
         .default_rule("a sixteenth of `files_capacity`, 1MiB to 256MiB")
         .minimum("1MiB")
         .maximum("1TiB")
         .flag("segment-size")
-        .advanced("The default keeps what a reclaim drops below a sixteenth of the tier."),
+        .advanced("With the default, a reclaim drops at most a sixteenth of the tier."),
     Key::new(
         "io_engine",
         Kind::Choice(ENGINES),
-        "What reads and writes: `auto` is `uring` where the kernel allows it, else `psync`.",
+        "I/O engine of the file tier. `auto` is `uring` if the kernel allows it, else `psync`.",
     )
     .default("auto")
     .flag("io-engine")
-    .advanced("`auto` tries the ring at start and falls back by itself."),
+    .advanced("`auto` tests `io_uring` at start, and falls back to `psync`."),
     Key::new(
         "direct_io",
         Kind::Switch,
-        "Whether to bypass the page cache, where the file system allows it.",
+        "Whether to bypass the page cache, if the file system allows it.",
     )
     .default("true")
     .flag("direct-io")
-    .advanced("The page cache would keep a second copy of what DRAM keeps."),
+    .advanced("The page cache would keep a second copy of blocks that are in DRAM."),
     Key::new(
         "admit_partial",
         Kind::Switch,
-        "Whether a request's last, partly filled block is taken.",
+        "Whether to admit the last block of a request when it is only partly filled.",
     )
     .default("false")
     .flag("admit-partial")
-    .advanced("A partly filled block is replaced when it fills up: it is rarely hit."),
-    Key::new("timeout", Kind::Duration, "How long a call may take unless it says otherwise.")
+    .advanced("A partly filled block is replaced once it is full, so it is rarely hit."),
+    Key::new("timeout", Kind::Duration, "Time limit of a call that has none of its own.")
         .default("30s")
         .minimum("1ms")
         .flag("timeout")
-        .advanced("Clients send a timeout with each call; this one is for the node's own calls."),
-    Key::new("shutdown_timeout", Kind::Duration, "How long a clean shutdown may take.")
+        .advanced("Clients send a time limit with each call. This one is for internal calls."),
+    Key::new("shutdown_timeout", Kind::Duration, "Time limit of a clean shutdown.")
         .default("30s")
         .minimum("1s")
         .live()
         .flag("shutdown-timeout")
-        .advanced("Shorter than the 90 s after which systemd kills a service."),
+        .advanced("The default is below the 90 s after which systemd kills a service."),
     Key::new(
         "dirty_max",
         Kind::Size,
-        "Bytes that may wait to be written down before puts wait too.",
+        "Limit of the bytes that wait to be written to lower tiers. At the limit, puts wait.",
     )
     .default_rule("a quarter of `dram`")
     .minimum("1B")
     .flag("dirty-max")
-    .advanced("More would pin DRAM for a slow disk; less would make bursts wait."),
+    .advanced("A higher limit pins more DRAM for a slow disk, a lower one delays bursts."),
     Key::new(
         "mover_rate",
         Kind::Rate,
-        "Bytes a second that may be written to each lower tier, and brought up by prefetch.",
+        "Limit of the write rate to each lower tier, and of the read rate of prefetch.",
     )
     .default_rule("no limit")
     .minimum("1B/s")
     .flag("mover-rate")
-    .advanced("A limit helps only where the disk is shared with other programs."),
+    .advanced("A limit helps only if other programs use the same disk."),
     Key::new(
         "changes_max",
         Kind::Count,
-        "Changes of what a store has that are kept, while somebody follows them, in 33 bytes each; \
-         0 lets nobody follow.",
+        "Length of the change log that followers of a store read, at 33 bytes per change. It is \
+         kept only while there is a follower. With 0 there are no followers.",
     )
     .default("1048576")
     .maximum("268435456")
     .flag("changes-max")
-    .advanced("A follower that falls behind by more reads the whole set again."),
+    .advanced("A follower with a longer backlog reads the whole set of keys again."),
     Key::new(
         "probe_interval",
         Kind::Duration,
-        "Time between two probes of a tier whose circuit is open, or that is idle.",
+        "Time between two probes of a tier that is idle or whose circuit is open.",
     )
     .default("5s")
     .minimum("1ms")
@@ -262,34 +265,34 @@ pub const KEYS: &[Key] = &[
     Key::new(
         "probe_timeout",
         Kind::Duration,
-        "How long a probe may take; a call that lasts as long counts as a failure.",
+        "Time limit of a probe. A call that takes longer counts as a failure.",
     )
     .default("3s")
     .minimum("1ms")
     .flag("probe-timeout")
-    .advanced("Far above what a working disk needs."),
-    Key::new("failure_window", Kind::Count, "How many of the last calls of a tier count.")
+    .advanced("The default is far above the latency of a working disk."),
+    Key::new("failure_window", Kind::Count, "Number of recent calls to a tier that are counted.")
         .default("8")
         .minimum("1")
         .maximum("64")
         .flag("failure-window")
-        .advanced("Belongs to `failure_threshold`."),
+        .advanced("It only matters together with `failure_threshold`."),
     Key::new(
         "failure_threshold",
         Kind::Count,
-        "So many failures in the window, and the tier's circuit opens; at most the window.",
+        "Failures within the window that open the tier's circuit. At most `failure_window`.",
     )
     .default("2")
     .minimum("1")
     .maximum("64")
     .flag("failure-threshold")
-    .advanced("One failure may be chance, two within a few calls are a fault."),
-    Key::new("threads_max", Kind::Count, "Threads that serve requests.")
+    .advanced("One failure may be chance. Two within a few calls are a fault."),
+    Key::new("threads_max", Kind::Count, "Limit of the threads that serve requests.")
         .default("64")
         .minimum("1")
         .maximum("4096")
         .flag("threads-max")
-        .advanced("Threads start only when calls wait for a slow tier."),
+        .advanced("Threads are started only when calls wait for a slow tier."),
 ];
 
 /// Keys of one tenant.
@@ -297,29 +300,33 @@ pub const TENANT_KEYS: &[Key] = &[
     Key::new(
         "tenant.name",
         Kind::Text,
-        "Its name in metrics and admin calls: lower-case letters, digits, `-` and `_`.",
+        "Name in metrics and admin commands: lower-case letters, digits, `-` and `_`.",
     )
     .default_rule("required"),
     Key::new(
         "tenant.users",
         Kind::List,
-        "Users of this host, names or numbers, that are this tenant.",
+        "Users of this host that belong to this tenant, by name or UID.",
     )
     .default_rule("none"),
-    Key::new("tenant.token_file", Kind::Path, "A file with the token that proves this tenant.")
-        .secret(),
+    Key::new(
+        "tenant.token_file",
+        Kind::Path,
+        "File with the token that authenticates clients as this tenant.",
+    )
+    .secret(),
     Key::new(
         "tenant.encryption_key_file",
         Kind::Path,
-        "A file with the key that its file tier is encrypted with.",
+        "File with the encryption key of the tenant's file tier.",
     )
     .secret(),
-    Key::new("tenant.dram", Kind::Size, "Its quota of DRAM, a pool of its own.")
+    Key::new("tenant.dram", Kind::Size, "DRAM quota, which is the size of the tenant's own pool.")
         .default_rule("`dram`")
         .minimum("4MiB"),
-    Key::new("tenant.files", Kind::Path, "Directory of its file tier.")
+    Key::new("tenant.files", Kind::Path, "Directory of the tenant's file tier.")
         .default_rule("`tenants/NAME` below `files`"),
-    Key::new("tenant.files_capacity", Kind::Size, "Its quota of the file tier.")
+    Key::new("tenant.files_capacity", Kind::Size, "File tier quota.")
         .default_rule("`files_capacity`")
         .minimum("1MiB"),
 ];
@@ -329,14 +336,14 @@ const KEEP_POOL: &[&str] = &["after-crash", "always", "never"];
 const LAYOUTS: &[&str] = &["segments", "file-per-block"];
 const ENGINES: &[&str] = &["auto", "uring", "psync"];
 
-/// The key of a path; the path is one of the table's.
+/// The key with this path, which must be in one of the tables.
 pub(super) fn key(path: &str) -> &'static Key {
     let mut all = KEYS.iter().chain(TENANT_KEYS);
     all.find(|key| key.path == path).expect("the table has this path")
 }
 
-/// The known name that an unknown one was probably meant to be.
-pub(super) fn nearest<'a>(
+/// The known name nearest to an unknown one, if at most a third of the letters differ.
+pub(super) fn nearest_name<'a>(
     unknown: &str,
     known: impl IntoIterator<Item = &'a str>,
 ) -> Option<&'a str> {
@@ -344,14 +351,14 @@ pub(super) fn nearest<'a>(
     let ranked = known.into_iter().map(|name| {
         // The right name in the wrong section is nearer than any misspelling.
         let is_same_name = unknown.contains('.') && last(name) == last(unknown);
-        (if is_same_name { 0 } else { edits(unknown, name) }, name)
+        (if is_same_name { 0 } else { edit_distance(unknown, name) }, name)
     });
     let best = ranked.min_by_key(|(distance, _)| *distance)?;
     (best.0 <= unknown.chars().count().div_ceil(3)).then_some(best.1)
 }
 
-/// Letters to insert, drop or change to make one text the other.
-pub(super) fn edits(source: &str, target: &str) -> usize {
+/// The Levenshtein distance: letters to insert, remove or replace to turn one text into the other.
+pub(super) fn edit_distance(source: &str, target: &str) -> usize {
     let target: Vec<char> = target.chars().collect();
     let mut row: Vec<usize> = (0..=target.len()).collect();
     for (at, letter) in source.chars().enumerate() {
@@ -373,10 +380,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_table_is_consistent() {
+    fn the_tables_of_keys_are_consistent() {
         let mut seen = BTreeSet::new();
         for key in KEYS.iter().chain(TENANT_KEYS) {
-            assert!(seen.insert(key.path), "{} stands twice", key.path);
+            assert!(seen.insert(key.path), "{} is listed twice", key.path);
             let is_tenant = TENANT_KEYS.contains(key);
             assert_eq!(key.section() == "tenant", is_tenant, "{}", key.path);
             let flag = (!is_tenant).then(|| key.path.replace('_', "-"));
@@ -392,21 +399,21 @@ mod tests {
     }
 
     #[test]
-    fn an_operator_has_at_most_thirty_settings_to_know() {
+    fn at_most_thirty_settings_are_not_advanced() {
         let tenants = TENANT_KEYS.iter().map(Key::name);
         let names: BTreeSet<&str> =
             KEYS.iter().filter(|key| !key.is_advanced()).map(Key::name).chain(tenants).collect();
         assert!(names.len() <= 30, "{}: {names:?}", names.len());
         let advanced_last = KEYS.is_sorted_by_key(Key::is_advanced);
-        assert!(advanced_last, "the operator's keys come first");
+        assert!(advanced_last, "advanced keys come last");
     }
 
     #[test]
     fn the_nearest_name_is_found() {
         let paths = || KEYS.iter().map(|key| key.path);
-        assert_eq!(nearest("files_capactiy", paths()), Some("files_capacity"));
-        assert_eq!(nearest("node.pipeline", paths()), Some("pipeline"));
-        assert_eq!(nearest("zzzzzzzzzz", paths()), None);
-        assert_eq!(edits("kitten", "sitting"), 3);
+        assert_eq!(nearest_name("files_capactiy", paths()), Some("files_capacity"));
+        assert_eq!(nearest_name("node.pipeline", paths()), Some("pipeline"));
+        assert_eq!(nearest_name("zzzzzzzzzz", paths()), None);
+        assert_eq!(edit_distance("kitten", "sitting"), 3);
     }
 }

@@ -1,4 +1,4 @@
-//! The reference page and the example file, made from the table of keys.
+//! Generates the reference page and the example file from the table of keys.
 
 use std::fmt::Write as _;
 
@@ -8,68 +8,74 @@ use super::keys::{ADVANCED, KEYS, SECTIONS, TENANT_KEYS};
 const OPENING: &str = "\
 # Configuration
 
-This page is generated from the table that the program reads its configuration by; a test compares
-the two. `cascade serve --print-reference` prints it.
+This page is generated from the table of keys in the program, and a test compares the two.
+`cascade serve --print-reference` prints it.
 
-A node starts without a configuration: every key has a default. What is given later in this list
-wins: built-in defaults, one TOML file (`--config FILE`, else the variable `CASCADE_CONFIG`), the
-environment, flags of `cascade serve`.
+A node needs no configuration: every key has a default. Later sources override earlier ones:
+
+1. built-in defaults
+2. one TOML file: `--config FILE`, else the file that the variable `CASCADE_CONFIG` names
+3. environment variables
+4. flags of `cascade serve`
 
 A setting has **one name everywhere**: `files_capacity` in the file, `CASCADE_FILES_CAPACITY` in
-the environment, `--files-capacity` as a flag, and `files_capacity` in Python where an embedded
-store has it. An operator has to know only the first table. The keys in `[advanced]` are for
-measurements; each says why it is rarely changed. `cascade serve -h` lists the first table, `--help`
-both.
+the environment, `--files-capacity` as a flag, and `files_capacity` in Python, for settings of
+embedded stores. A normal setup needs only the first table below. Keys in `[advanced]` rarely need
+to change, and each one says why. `cascade serve -h` lists the first table, `--help` both.
 
-- `cascade serve --print-config` prints every key as it is set, and what set it, and exits.
-- `packaging/cascade.toml` is a file with every key at its default.
-- A key that does not exist is refused by name, with the nearest that does. So is a variable
-  `CASCADE_...` that is almost a key's.
-- `cascade doctor --config FILE` says whether this machine can carry what the file asks for.
+- `cascade serve --print-config` prints the value and the source of every key, and exits.
+- `packaging/cascade.toml` is an example file with every key at its default.
+- Unknown keys are refused, with the nearest existing name. So are variables `CASCADE_...` that are
+  close to the variable of a key.
+- `cascade doctor --config FILE` checks whether this host supports the configuration.
 
 ## Values
 
-| kind | written | notes |
+| kind | examples | notes |
 |---|---|---|
-| size | `\"512MiB\"`, `\"100MB\"`, `4096` | KiB is 1024, KB 1000; bytes without a unit |
-| rate | `\"500MiB/s\"`, `1048576` | bytes a second |
+| size | `\"512MiB\"`, `\"100MB\"`, `4096` | KiB is 1024, KB is 1000; no unit: bytes |
+| rate | `\"500MiB/s\"`, `1048576` | no unit: bytes per second |
 | duration | `\"250ms\"`, `\"30s\"`, `\"5min\"`, `\"1h\"`, `\"7d\"`, `2.5` | no unit: seconds |
 | share | `\"25%\"`, `25` | whole percent |
 | permissions | `\"0600\"` | octal digits |
-| path | `\"/var/lib/cascade\"` | absolute; a flag may be relative to where the command runs |
-| list | `[\"alice\", 1005]` | in the file alone |
+| path | `\"/var/lib/cascade\"` | absolute; a flag may be relative to the working directory |
+| list | `[\"alice\", 1005]` | only in the file |
 
-The same forms are taken in the file, in the environment, after flags, and in Python, where a
-duration may also be a `datetime.timedelta`.
+The file, the environment, flags and Python accept the same forms. In Python a duration may also be
+a `datetime.timedelta`.
 
 ## Reload
 
-`SIGHUP` (`systemctl reload cascade`) makes a node read its file again. Keys with `yes` under
-*reload* change at once. A change of another key is logged by name and waits for a restart. A file
-that is refused changes nothing.
+On `SIGHUP` (`systemctl reload cascade`) a node reads its file again. Keys with `yes` under *reload*
+change at once. A change of another key needs a restart, and the log names the key. If the file is
+refused, the settings stay as they are.
 ";
 
 const SOCKET: &str = "
-### Where the socket is
+### Default socket
 
-`$XDG_RUNTIME_DIR` is a directory of one user alone that ends with the login: the right place where
-there is one. Root has `/run/cascade`. Others get `/tmp/cascade-UID`: `/tmp` is shared, so the node
-makes the directory with permissions 0700 and refuses one that belongs to someone else. A node and
-its clients agree on the socket without a setting when they run as the same user with the same
-`XDG_RUNTIME_DIR`; a service manager or a container often sets none, so name the socket there.
+The default is in `$XDG_RUNTIME_DIR`, the directory of a login session that only its user can
+access. Without it, root uses `/run/cascade` and other users `/tmp/cascade-UID`. `/tmp` is shared,
+so the node creates the directory with permissions 0700, and refuses one that belongs to another
+user.
 
-Clients (`cascadekv.connect()` and the commands that ask a node) take the socket that they are
-given, else the one of `CASCADE_NODE`, else the one of `CASCADE_SOCKET`, else the default.
+A node and its clients find each other without a setting if they run as the same user with the same
+`XDG_RUNTIME_DIR`. Service managers and containers often do not set this variable: set `socket`
+there.
+
+Clients (`cascadekv.connect()` and the commands that connect to a node) use the first of: their
+argument, `CASCADE_NODE`, `CASCADE_SOCKET`, the default.
 ";
 
 const SECRETS: &str = "
 ### What is refused
 
-- An address beyond loopback without `token_file` or mutual TLS (`tls_client_ca`). A token without
-  a certificate travels unencrypted.
-- A certificate without its private key, and the other way round.
-- A file with a secret (token, private key, encryption key) that others than its owner and group
-  can read, or that its group can write.
+- A `listen` address that is not loopback, without `token_file` or mutual TLS (`tls_client_ca`). A
+  token is sent unencrypted unless `tls_certificate` is set.
+- A certificate without its private key, or a private key without its certificate.
+- A token file that its group can write, or that other users can access. Its group may read it, as
+  with permissions 0640.
+- A private key or encryption key that any user except its owner can access. Use permissions 0600.
 - An encryption key inside the directory that it encrypts.
 ";
 
@@ -78,7 +84,7 @@ pub fn reference() -> String {
     let mut page = OPENING.to_owned();
     for (section, meaning) in SECTIONS {
         let title = match *section {
-            "" => "Settings of an operator".to_owned(),
+            "" => "Settings".to_owned(),
             "tenant" => "`[[tenant]]`".to_owned(),
             other => format!("`[{other}]`"),
         };
@@ -86,10 +92,10 @@ pub fn reference() -> String {
         let line = if why.is_empty() { "" } else { "---|" };
         write!(
             page,
-            "\n## {title}\n\n{meaning}\n\n| key | what it is | default | bounds | reload |{why}\n\
+            "\n## {title}\n\n{meaning}\n\n| key | description | default | bounds | reload |{why}\n\
              |---|---|---|---|---|{line}\n"
         )
-        .expect("a String takes everything");
+        .expect("writing to a String cannot fail");
         for key in KEYS.iter().chain(TENANT_KEYS).filter(|key| key.section() == *section) {
             append_row(&mut page, key);
         }
@@ -126,14 +132,15 @@ fn append_row(page: &mut String, key: &Key) {
         words(key.meaning),
         words(&default),
     )
-    .expect("a String takes everything");
+    .expect("writing to a String cannot fail");
 }
 
-/// `packaging/cascade.toml`: every key at its default; keys without one are commented out.
+/// `packaging/cascade.toml`: every key at its default. Keys without a fixed default are commented
+/// out.
 pub fn example() -> String {
     let mut file = String::from(
-        "# A configuration of Cascade with every key at its default.\n\
-         # Generated: `cascade serve --print-example`. Reference: docs/configuration.md\n",
+        "# Example configuration of Cascade: every key at its default.\n\
+         # Generated by `cascade serve --print-example`. Reference: docs/configuration.md\n",
     );
     for (section, meaning) in SECTIONS {
         let is_tenant = *section == "tenant";
@@ -142,7 +149,7 @@ pub fn example() -> String {
         match *section {
             "" => file.push('\n'),
             _ if is_tenant => file.push_str("# [[tenant]]\n"),
-            _ => writeln!(file, "[{section}]").expect("a String takes everything"),
+            _ => writeln!(file, "[{section}]").expect("writing to a String cannot fail"),
         }
         for key in KEYS.iter().chain(TENANT_KEYS).filter(|key| key.section() == *section) {
             append_comment(&mut file, key.meaning);
@@ -153,13 +160,13 @@ pub fn example() -> String {
                 Some(value) => format!("{} = {}", key.name(), value.toml()),
                 None => format!("# {} =    (default: {})", key.name(), key.default_text()),
             };
-            writeln!(file, "{line}").expect("a String takes everything");
+            writeln!(file, "{line}").expect("writing to a String cannot fail");
         }
     }
     file
 }
 
-/// A comment of at most a hundred columns a line.
+/// Appends a comment, wrapped so that no line has more than 98 columns.
 fn append_comment(file: &mut String, text: &str) {
     let mut line = String::from("#");
     for word in text.split_whitespace() {

@@ -1,8 +1,8 @@
-//! Names that settings had before, so that a file or a variable with one says what it is now.
+//! Old names of settings, so that the error for an old name can say the new one.
 
 use super::keys::KEYS;
 
-/// Old name, new name. An old name with a dot was a key below a header.
+/// Old name, new name. An old name with a dot was a key in a table.
 const RENAMED: &[(&str, &str)] = &[
     ("node.socket", "socket"),
     ("node.socket_mode", "socket_mode"),
@@ -52,21 +52,21 @@ const RENAMED: &[(&str, &str)] = &[
     ("engine", "io_engine"),
 ];
 
-/// What the setting with this old name is called now.
-pub(super) fn renamed(old: &str) -> Option<&'static str> {
+/// The new name of a setting, by its old one.
+pub(super) fn new_name_of(old: &str) -> Option<&'static str> {
     RENAMED.iter().find(|(known, _)| *known == old).map(|(_, new)| *new)
 }
 
-/// What the setting of this old variable is called now, for `DRAM_CAPACITY` of
+/// The new name of a setting, by the end of its old variable, such as `DRAM_CAPACITY` of
 /// `CASCADE_DRAM_CAPACITY`.
-pub(super) fn renamed_variable(tail: &str) -> Option<&'static str> {
-    let is_it = |old: &str| old.replace('.', "_").eq_ignore_ascii_case(tail);
-    let found = RENAMED.iter().find(|(old, _)| is_it(old)).map(|(_, new)| *new);
+pub(super) fn new_name_of_variable(tail: &str) -> Option<&'static str> {
+    let is_match = |old: &str| old.replace('.', "_").eq_ignore_ascii_case(tail);
+    let found = RENAMED.iter().find(|(old, _)| is_match(old)).map(|(_, new)| *new);
     found.filter(|new| KEYS.iter().any(|key| key.path == *new))
 }
 
-/// Whether a header of this name held settings.
-pub(super) fn was_section(name: &str) -> bool {
+/// Whether a table of this name held settings in earlier versions.
+pub(super) fn is_old_section(name: &str) -> bool {
     RENAMED.iter().any(|(old, _)| old.split_once('.').is_some_and(|(section, _)| section == name))
         && name != "tenant"
 }
@@ -88,8 +88,8 @@ mod tests {
         }
     }
 
-    /// Texts of the program: what Rust source has in quotes, and all of other files.
-    fn texts(path: &Path) -> String {
+    /// The text that users may read: string literals of Rust sources, and other files whole.
+    fn user_visible_text(path: &Path) -> String {
         let all = fs::read_to_string(path).unwrap();
         if path.extension().is_none_or(|kind| kind != "rs") {
             return all;
@@ -112,10 +112,10 @@ mod tests {
         }
     }
 
-    /// An error told people to "give this one a writer name of its own", and there was no such
-    /// setting. A text that names a setting by a name that it no longer has is the same mistake.
+    /// An error said "give this one a writer name of its own", and there was no such setting. A
+    /// text with the old name of a setting is the same mistake.
     #[test]
-    fn no_text_gives_advice_by_an_old_name() {
+    fn no_text_uses_the_old_name_of_a_setting() {
         let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
         let mut paths = Vec::new();
         for below in ["docs", "packaging", "python/cascadekv", "examples"] {
@@ -124,32 +124,32 @@ mod tests {
         for member in ["bench", "block", "client", "disk", "memory", "node", "python", "store"] {
             files_below(&root.join("crates").join(member).join("src"), &mut paths);
         }
-        // The first is this table, and the second tests it; the others read fields of the status,
-        // which are no settings.
-        let others =
+        // The first is this table, and the second tests it. The others contain names of fields of
+        // the status, which are not settings.
+        let exceptions =
             ["config/renamed.rs", "config/environment.rs", "config/file.rs", "http/page.rs"];
-        paths.retain(|path| !others.iter().any(|other| path.ends_with(other)));
-        let is_apart = |letter: Option<char>| {
+        paths.retain(|path| !exceptions.iter().any(|exception| path.ends_with(exception)));
+        let is_boundary = |letter: Option<char>| {
             letter.is_none_or(|letter| !letter.is_alphanumeric() && !"_./{(".contains(letter))
         };
         let mut stale = Vec::new();
         for path in paths {
-            let text = texts(&path);
+            let text = user_visible_text(&path);
             for (old, new) in RENAMED.iter().filter(|(old, _)| old.contains('.')) {
                 let is_named = text.match_indices(old).any(|(at, _)| {
                     let (before, after) = (&text[..at], &text[at + old.len()..]);
-                    let before_is_apart = before
+                    let begins = before
                         .chars()
                         .next_back()
-                        .is_none_or(|letter| letter == '(' || is_apart(Some(letter)));
-                    before_is_apart && (is_apart(after.chars().next()) || after.starts_with(". "))
+                        .is_none_or(|letter| letter == '(' || is_boundary(Some(letter)));
+                    begins && (is_boundary(after.chars().next()) || after.starts_with(". "))
                 });
                 let variable = format!("CASCADE_{}", old.replace('.', "_").to_uppercase());
                 // `files.capacity` and `files_capacity` have one variable.
                 let is_variable = variable != format!("CASCADE_{}", new.to_uppercase())
                     && text
                         .match_indices(&variable)
-                        .any(|(at, _)| is_apart(text[at + variable.len()..].chars().next()));
+                        .any(|(at, _)| is_boundary(text[at + variable.len()..].chars().next()));
                 if is_named || is_variable {
                     stale.push(format!("{}: {old} is now {new}", path.display()));
                 }

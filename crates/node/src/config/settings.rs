@@ -1,4 +1,4 @@
-//! What each key is set to and by what, before and after it became a [`NodeConfig`].
+//! The value and the source of each key, from which the [`NodeConfig`] is built.
 //!
 //! [`NodeConfig`]: super::NodeConfig
 
@@ -11,14 +11,14 @@ use std::time::Duration;
 
 use super::key::Key;
 use super::keys::{KEYS, SECTIONS, TENANT_KEYS, key};
-use super::value::Value;
+use super::value::SettingValue;
 
-/// What gave a value.
+/// Where the value of a key comes from.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Source {
-    /// Nobody: it is the built-in value.
+pub enum SettingSource {
+    /// The built-in default.
     Default,
-    /// Nobody: it was worked out from the machine, for this reason.
+    /// A default that was computed from the host, with an explanation.
     Derived(String),
     /// A line of the configuration file, from 1.
     File {
@@ -29,13 +29,13 @@ pub enum Source {
     },
     /// An environment variable.
     Environment(String),
-    /// A flag of the command line.
+    /// A command-line flag.
     Flag(&'static str),
-    /// `cascade config set`, while the node runs.
+    /// `cascade config set` on the running node.
     Administrator,
 }
 
-impl fmt::Display for Source {
+impl fmt::Display for SettingSource {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Default => f.write_str("default"),
@@ -48,16 +48,16 @@ impl fmt::Display for Source {
     }
 }
 
-/// A value and what gave it.
+/// A value and its source.
 #[derive(Debug, Clone)]
 pub struct Setting {
     /// The value.
-    pub value: Value,
-    /// What gave it.
-    pub source: Source,
+    pub value: SettingValue,
+    /// Where it comes from.
+    pub source: SettingSource,
 }
 
-/// Two settings are equal when their values are: where they come from changes no behaviour.
+/// Only values are compared, because the source does not change behaviour.
 impl PartialEq for Setting {
     fn eq(&self, other: &Self) -> bool {
         self.value == other.value
@@ -70,7 +70,7 @@ impl Eq for Setting {}
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(super) struct Values(BTreeMap<&'static str, Setting>);
 
-/// What every key is set to.
+/// The settings of a node and its tenants.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Settings {
     pub(super) node: Values,
@@ -78,34 +78,35 @@ pub struct Settings {
 }
 
 impl Settings {
-    /// The built-in values of all keys that have one.
+    /// The built-in defaults of all keys that have one.
     pub(super) fn built_in() -> Self {
         let mut node = Values::default();
         for key in KEYS {
             if let Some(text) = key.default {
-                let value = key.parse(text).expect("a test reads all defaults");
-                node.set(key, value, Source::Default);
+                let value = key.parse(text).expect("a test parses all defaults");
+                node.set(key, value, SettingSource::Default);
             }
         }
         Self { node, tenants: Vec::new() }
     }
 
-    /// What the file tier may take, and why, where nobody said how much.
+    /// The computed size of the file tier and its explanation, if `files_capacity` is not set.
     pub fn derived_files_capacity(&self) -> Option<(u64, &str)> {
         let setting = self.node.get("files_capacity")?;
-        let (Value::Size(bytes), Source::Derived(reason)) = (&setting.value, &setting.source)
+        let (SettingValue::Size(bytes), SettingSource::Derived(reason)) =
+            (&setting.value, &setting.source)
         else {
             return None;
         };
         Some((*bytes, reason))
     }
 
-    /// A TOML file that sets every key as it is set now; each line says what set it.
+    /// A TOML file with the current value of every key, and its source as a comment.
     pub fn print(&self) -> String {
         let mut out = String::new();
         for (section, _) in SECTIONS.iter().filter(|(section, _)| *section != "tenant") {
             if !section.is_empty() {
-                writeln!(out, "[{section}]").expect("a String takes everything");
+                writeln!(out, "[{section}]").expect("writing to a String cannot fail");
             }
             self.node.print(KEYS.iter().filter(|key| key.section() == *section), &mut out);
             out.push('\n');
@@ -121,88 +122,95 @@ impl Settings {
 }
 
 impl Values {
-    pub(super) fn set(&mut self, key: &Key, value: Value, source: Source) {
+    pub(super) fn set(&mut self, key: &Key, value: SettingValue, source: SettingSource) {
         self.0.insert(key.path, Setting { value, source });
     }
 
-    /// Sets what nobody gave.
-    pub(super) fn imply(&mut self, path: &str, value: Value) {
-        self.imply_from(path, value, Source::Default);
+    /// Sets the value of a key that is not set.
+    pub(super) fn set_default(&mut self, path: &str, value: SettingValue) {
+        self.set_default_from(path, value, SettingSource::Default);
     }
 
-    pub(super) fn imply_from(&mut self, path: &str, value: Value, source: Source) {
+    pub(super) fn set_default_from(
+        &mut self,
+        path: &str,
+        value: SettingValue,
+        source: SettingSource,
+    ) {
         let path = key(path).path;
         self.0.entry(path).or_insert(Setting { value, source });
     }
 
     pub(super) fn get(&self, path: &str) -> Option<&Setting> {
-        assert_eq!(key(path).path, path, "only paths of the table are asked for");
+        assert_eq!(key(path).path, path, "the path of a key");
         self.0.get(path)
     }
 
-    fn value(&self, path: &str) -> Option<&Value> {
+    fn value(&self, path: &str) -> Option<&SettingValue> {
         self.get(path).map(|setting| &setting.value)
     }
 
-    pub(super) fn source(&self, path: &str) -> Source {
-        self.get(path).map_or(Source::Default, |setting| setting.source.clone())
+    pub(super) fn source(&self, path: &str) -> SettingSource {
+        self.get(path).map_or(SettingSource::Default, |setting| setting.source.clone())
     }
 
-    /// Whether somebody gave it.
+    /// Whether a file, a variable, a flag or a command set the key.
     pub(super) fn is_given(&self, path: &str) -> bool {
-        !matches!(self.source(path), Source::Default | Source::Derived(_))
+        !matches!(self.source(path), SettingSource::Default | SettingSource::Derived(_))
     }
 
     pub(super) fn text(&self, path: &str) -> Option<String> {
-        self.value(path).map(Value::text)
+        self.value(path).map(SettingValue::text)
     }
 
     pub(super) fn path(&self, path: &str) -> Option<PathBuf> {
-        let Some(Value::Path(path)) = self.value(path) else { return None };
+        let Some(SettingValue::Path(path)) = self.value(path) else { return None };
         Some(Path::to_owned(path))
     }
 
     pub(super) fn bytes(&self, path: &str) -> Option<u64> {
-        let Some(Value::Size(bytes) | Value::Rate(bytes)) = self.value(path) else { return None };
+        let Some(SettingValue::Size(bytes) | SettingValue::Rate(bytes)) = self.value(path) else {
+            return None;
+        };
         Some(*bytes)
     }
 
     pub(super) fn duration(&self, path: &str) -> Option<Duration> {
-        let Some(Value::Duration(time)) = self.value(path) else { return None };
+        let Some(SettingValue::Duration(time)) = self.value(path) else { return None };
         Some(*time)
     }
 
     pub(super) fn percent(&self, path: &str) -> Option<u8> {
-        let Some(Value::Percent(percent)) = self.value(path) else { return None };
+        let Some(SettingValue::Percent(percent)) = self.value(path) else { return None };
         Some(*percent)
     }
 
     pub(super) fn count(&self, path: &str) -> Option<usize> {
-        let Some(Value::Count(count)) = self.value(path) else { return None };
+        let Some(SettingValue::Count(count)) = self.value(path) else { return None };
         Some(*count)
     }
 
     pub(super) fn mode(&self, path: &str) -> Option<u32> {
-        let Some(Value::Mode(mode)) = self.value(path) else { return None };
+        let Some(SettingValue::Mode(mode)) = self.value(path) else { return None };
         Some(*mode)
     }
 
     pub(super) fn is_on(&self, path: &str) -> bool {
-        matches!(self.value(path), Some(Value::Switch(true)))
+        matches!(self.value(path), Some(SettingValue::Switch(true)))
     }
 
     pub(super) fn address(&self, path: &str) -> Option<SocketAddr> {
-        let Some(Value::Address(address)) = self.value(path) else { return None };
+        let Some(SettingValue::Address(address)) = self.value(path) else { return None };
         Some(*address)
     }
 
     pub(super) fn choice(&self, path: &str) -> &'static str {
-        let Some(Value::Choice(word)) = self.value(path) else { return "" };
+        let Some(SettingValue::Choice(word)) = self.value(path) else { return "" };
         word
     }
 
     pub(super) fn list(&self, path: &str) -> &[String] {
-        let Some(Value::List(parts)) = self.value(path) else { return &[] };
+        let Some(SettingValue::List(parts)) = self.value(path) else { return &[] };
         parts
     }
 
@@ -215,7 +223,7 @@ impl Values {
                 }
                 None => format!("{:<48} # {}", format!("# {} =", key.name()), key.default_text()),
             };
-            writeln!(out, "{line}").expect("a String takes everything");
+            writeln!(out, "{line}").expect("writing to a String cannot fail");
         }
     }
 }

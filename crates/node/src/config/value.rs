@@ -1,4 +1,4 @@
-//! What a key may hold, read from text with its unit and written back so that it reads the same.
+//! Values of keys: parsed from text with a unit, and formatted so that they parse back the same.
 
 use std::fmt::Write as _;
 use std::net::SocketAddr;
@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use cascade_block::{ByteSize, TimeSpan};
 
-/// What kind of value a key takes.
+/// The kind of value that a key accepts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
     /// Any text.
@@ -16,21 +16,21 @@ pub enum Kind {
     Path,
     /// Bytes.
     Size,
-    /// Bytes a second.
+    /// Bytes per second.
     Rate,
-    /// A time span.
+    /// A duration.
     Duration,
-    /// A share.
+    /// A share in percent.
     Percent,
     /// A whole number.
     Count,
     /// Permissions of a file.
     Mode,
-    /// Yes or no.
+    /// `true` or `false`.
     Switch,
     /// An IP address and a TCP port.
     Address,
-    /// The address of an HTTP service.
+    /// The URL of an HTTP service.
     Url,
     /// One of these words.
     Choice(&'static [&'static str]),
@@ -38,16 +38,16 @@ pub enum Kind {
     List,
 }
 
-/// A value that was read.
+/// A parsed value.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd)]
-pub enum Value {
+pub enum SettingValue {
     /// Of [`Kind::Text`] and [`Kind::Url`].
     Text(String),
     /// Of [`Kind::Path`].
     Path(PathBuf),
     /// Of [`Kind::Size`], in bytes.
     Size(u64),
-    /// Of [`Kind::Rate`], in bytes a second.
+    /// Of [`Kind::Rate`], in bytes per second.
     Rate(u64),
     /// Of [`Kind::Duration`].
     Duration(Duration),
@@ -68,57 +68,60 @@ pub enum Value {
 }
 
 impl Kind {
-    /// Reads a value, or says what would be right.
-    pub fn parse(self, text: &str) -> Result<Value, String> {
+    /// Parses a value.
+    ///
+    /// # Errors
+    /// What is wrong, and the expected form.
+    pub fn parse(self, text: &str) -> Result<SettingValue, String> {
         let trimmed = text.trim();
         let wrong = || format!("{trimmed:?} is not {}", self.description());
         let size = |text: &str| text.parse::<ByteSize>().map(|size| size.0);
         match self {
             Self::Text if trimmed.is_empty() => Err(wrong()),
-            Self::Text => Ok(Value::Text(trimmed.to_owned())),
+            Self::Text => Ok(SettingValue::Text(trimmed.to_owned())),
             Self::Url => {
                 let is_url = ["http://", "https://"].iter().any(|scheme| {
                     trimmed.strip_prefix(scheme).is_some_and(|rest| !rest.is_empty())
                 });
-                is_url.then(|| Value::Text(trimmed.to_owned())).ok_or_else(wrong)
+                is_url.then(|| SettingValue::Text(trimmed.to_owned())).ok_or_else(wrong)
             }
             Self::Path => {
                 let path = Path::new(text);
-                path.is_absolute().then(|| Value::Path(path.to_owned())).ok_or_else(wrong)
+                path.is_absolute().then(|| SettingValue::Path(path.to_owned())).ok_or_else(wrong)
             }
-            Self::Size => size(trimmed).map(Value::Size).map_err(|error| error.to_string()),
+            Self::Size => size(trimmed).map(SettingValue::Size).map_err(|error| error.to_string()),
             Self::Rate => {
                 let bytes = trimmed.strip_suffix("/s").unwrap_or(trimmed);
-                size(bytes).map(Value::Rate).map_err(|_| wrong())
+                size(bytes).map(SettingValue::Rate).map_err(|_| wrong())
             }
             Self::Duration => {
-                let span = trimmed.parse().map(|TimeSpan(time)| Value::Duration(time));
+                let span = trimmed.parse().map(|TimeSpan(time)| SettingValue::Duration(time));
                 span.map_err(|error| error.to_string())
             }
             Self::Percent => {
                 let number = trimmed.strip_suffix('%').unwrap_or(trimmed).trim_end();
-                number.parse().map(Value::Percent).map_err(|_| wrong())
+                number.parse().map(SettingValue::Percent).map_err(|_| wrong())
             }
-            Self::Count => trimmed.parse().map(Value::Count).map_err(|_| wrong()),
+            Self::Count => trimmed.parse().map(SettingValue::Count).map_err(|_| wrong()),
             Self::Mode => {
                 let digits = trimmed.strip_prefix("0o").unwrap_or(trimmed);
                 let mode = u32::from_str_radix(digits, 8).ok().filter(|mode| *mode <= 0o777);
-                mode.filter(|_| digits.len() >= 3).map(Value::Mode).ok_or_else(wrong)
+                mode.filter(|_| digits.len() >= 3).map(SettingValue::Mode).ok_or_else(wrong)
             }
-            Self::Switch => trimmed.parse().map(Value::Switch).map_err(|_| wrong()),
-            Self::Address => trimmed.parse().map(Value::Address).map_err(|_| wrong()),
+            Self::Switch => trimmed.parse().map(SettingValue::Switch).map_err(|_| wrong()),
+            Self::Address => trimmed.parse().map(SettingValue::Address).map_err(|_| wrong()),
             Self::Choice(words) => {
                 let word = words.iter().find(|word| word.eq_ignore_ascii_case(trimmed));
-                word.map(|word| Value::Choice(word)).ok_or_else(wrong)
+                word.map(|word| SettingValue::Choice(word)).ok_or_else(wrong)
             }
             Self::List => {
                 let parts = trimmed.split(',').map(str::trim).filter(|part| !part.is_empty());
-                Ok(Value::List(parts.map(str::to_owned).collect()))
+                Ok(SettingValue::List(parts.map(str::to_owned).collect()))
             }
         }
     }
 
-    /// What a value of this kind is, with an example.
+    /// Description of a value of this kind, with an example.
     pub fn description(self) -> String {
         match self {
             Self::Text => "text".to_owned(),
@@ -131,13 +134,13 @@ impl Kind {
             Self::Mode => "permissions in octal digits, such as 0600".to_owned(),
             Self::Switch => "true or false".to_owned(),
             Self::Address => "an IP address and a port, such as 127.0.0.1:9000".to_owned(),
-            Self::Url => "an address such as http://localhost:4318".to_owned(),
+            Self::Url => "a URL, such as http://localhost:4318".to_owned(),
             Self::Choice(words) => format!("one of {}", words.join(", ")),
             Self::List => "a list of texts".to_owned(),
         }
     }
 
-    /// What stands for a value in a command line.
+    /// Placeholder for a value in command-line help.
     pub fn placeholder(self) -> &'static str {
         match self {
             Self::Text => "TEXT",
@@ -156,14 +159,14 @@ impl Kind {
         }
     }
 
-    /// Whether a TOML file has to quote it, so that `socket = true` is a mistake.
+    /// Whether the value must be a TOML string, so that `socket = true` is an error.
     pub(super) fn is_quoted(self) -> bool {
         matches!(self, Self::Text | Self::Path | Self::Address | Self::Url | Self::Choice(_))
     }
 }
 
-impl Value {
-    /// As it is written in a TOML file; a file that holds it gives the same value.
+impl SettingValue {
+    /// The value in TOML. Parsing it gives the same value.
     pub fn toml(&self) -> String {
         match self {
             Self::Count(count) => count.to_string(),
@@ -176,7 +179,7 @@ impl Value {
         }
     }
 
-    /// As it is written in the environment or after a flag.
+    /// The value as text, for a variable or a flag.
     pub fn text(&self) -> String {
         match self {
             Self::Text(text) => text.clone(),
@@ -195,14 +198,15 @@ impl Value {
     }
 }
 
-/// A basic string of TOML.
+/// A basic string in TOML.
 pub(super) fn quoted(text: &str) -> String {
     let mut out = String::from("\"");
     for letter in text.chars() {
         match letter {
             '"' | '\\' => out.extend(['\\', letter]),
             control if control.is_control() => {
-                write!(out, "\\u{:04X}", u32::from(control)).expect("a String takes everything");
+                write!(out, "\\u{:04X}", u32::from(control))
+                    .expect("writing to a String cannot fail");
             }
             plain => out.push(plain),
         }
@@ -216,25 +220,30 @@ mod tests {
     use super::*;
 
     #[test]
-    fn values_that_people_write_are_read_and_written_back() {
+    fn values_are_parsed_and_formatted_back() {
         for (kind, text, value, back) in [
-            (Kind::Size, "1GiB", Value::Size(1 << 30), "\"1GiB\""),
-            (Kind::Size, "4096", Value::Size(4096), "\"4KiB\""),
-            (Kind::Rate, "500MiB/s", Value::Rate(500 << 20), "\"500MiB/s\""),
-            (Kind::Duration, "90s", Value::Duration(Duration::from_secs(90)), "\"90s\""),
-            (Kind::Duration, "5 min", Value::Duration(Duration::from_secs(300)), "\"5min\""),
-            (Kind::Duration, "0ms", Value::Duration(Duration::ZERO), "\"0ms\""),
-            (Kind::Duration, "30", Value::Duration(Duration::from_secs(30)), "\"30s\""),
-            (Kind::Duration, "0.5", Value::Duration(Duration::from_millis(500)), "\"500ms\""),
-            (Kind::Rate, "1024", Value::Rate(1024), "\"1KiB/s\""),
-            (Kind::Percent, "25%", Value::Percent(25), "\"25%\""),
-            (Kind::Percent, "25", Value::Percent(25), "\"25%\""),
-            (Kind::Mode, "0660", Value::Mode(0o660), "\"0660\""),
-            (Kind::Mode, "0o600", Value::Mode(0o600), "\"0600\""),
-            (Kind::Switch, "false", Value::Switch(false), "false"),
-            (Kind::Count, "64", Value::Count(64), "64"),
-            (Kind::Text, "a \"b\"", Value::Text("a \"b\"".to_owned()), r#""a \"b\"""#),
-            (Kind::Choice(&["lru", "arc"]), "LRU", Value::Choice("lru"), "\"lru\""),
+            (Kind::Size, "1GiB", SettingValue::Size(1 << 30), "\"1GiB\""),
+            (Kind::Size, "4096", SettingValue::Size(4096), "\"4KiB\""),
+            (Kind::Rate, "500MiB/s", SettingValue::Rate(500 << 20), "\"500MiB/s\""),
+            (Kind::Duration, "90s", SettingValue::Duration(Duration::from_secs(90)), "\"90s\""),
+            (Kind::Duration, "5 min", SettingValue::Duration(Duration::from_secs(300)), "\"5min\""),
+            (Kind::Duration, "0ms", SettingValue::Duration(Duration::ZERO), "\"0ms\""),
+            (Kind::Duration, "30", SettingValue::Duration(Duration::from_secs(30)), "\"30s\""),
+            (
+                Kind::Duration,
+                "0.5",
+                SettingValue::Duration(Duration::from_millis(500)),
+                "\"500ms\"",
+            ),
+            (Kind::Rate, "1024", SettingValue::Rate(1024), "\"1KiB/s\""),
+            (Kind::Percent, "25%", SettingValue::Percent(25), "\"25%\""),
+            (Kind::Percent, "25", SettingValue::Percent(25), "\"25%\""),
+            (Kind::Mode, "0660", SettingValue::Mode(0o660), "\"0660\""),
+            (Kind::Mode, "0o600", SettingValue::Mode(0o600), "\"0600\""),
+            (Kind::Switch, "false", SettingValue::Switch(false), "false"),
+            (Kind::Count, "64", SettingValue::Count(64), "64"),
+            (Kind::Text, "a \"b\"", SettingValue::Text("a \"b\"".to_owned()), r#""a \"b\"""#),
+            (Kind::Choice(&["lru", "arc"]), "LRU", SettingValue::Choice("lru"), "\"lru\""),
         ] {
             let read = kind.parse(text).unwrap();
             assert_eq!((&read, read.toml().as_str()), (&value, back), "{text}");
@@ -243,7 +252,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_value_says_what_would_be() {
+    fn the_error_of_an_invalid_value_names_the_expected_form() {
         for (kind, text, hint) in [
             (Kind::Size, "lots", "512MiB"),
             (Kind::Rate, "fast", "500MiB/s"),
@@ -262,8 +271,8 @@ mod tests {
             (Kind::Count, "-1", "whole number"),
             (Kind::Choice(&["lru", "arc"]), "clock", "lru, arc"),
         ] {
-            let said = kind.parse(text).unwrap_err();
-            assert!(said.contains(hint), "{text}: {said}");
+            let message = kind.parse(text).unwrap_err();
+            assert!(message.contains(hint), "{text}: {message}");
         }
     }
 }

@@ -1,4 +1,4 @@
-//! Checks of the file tier: its directory, its room, and how it can be read and written.
+//! Checks of the file tier: directory, free space, file system, direct I/O and `io_uring`.
 
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
@@ -6,53 +6,53 @@ use std::path::{Path, PathBuf};
 use cascade_block::ByteSize;
 use cascade_store::{FilesConfig, IoEngine};
 
-use super::{Check, FileSystem, Machine, Outcome};
+use super::{Check, CheckOutcome, FileSystem, Machine};
 use crate::NodeConfig;
 
-const NO_FILES: &str = "no file tier is configured (files)";
+const NO_FILES: &str = "no file tier (files is not set)";
 
 pub(super) const DIRECTORY: Check = Check {
     id: "files_directory",
-    why: "the file tier keeps blocks there",
+    why: "the file tier stores blocks there",
     run: |config, machine| {
         let directories = directories(config);
         if directories.is_empty() {
-            return Outcome::absent(NO_FILES);
+            return CheckOutcome::absent(NO_FILES);
         }
         for directory in &directories {
             let at = directory.display();
             let existing = existing(directory);
             if !existing.is_dir() {
-                let found = format!("{} is no directory", existing.display());
-                return Outcome::failed(found, "set files (--files) to another path");
+                let found = format!("{} is not a directory", existing.display());
+                return CheckOutcome::failed(found, "set files (--files) to another path");
             }
             if let Err(error) = machine.try_file(existing) {
-                return Outcome::failed(
-                    format!("no file can be made in {} ({error})", existing.display()),
+                return CheckOutcome::failed(
+                    format!("cannot create a file in {} ({error})", existing.display()),
                     format!("sudo install -d -m 0700 -o \"$USER\" {at}; or set files"),
                 );
             }
         }
-        let wide = directories.iter().find_map(|directory| {
+        let exposed = directories.iter().find_map(|directory| {
             let mode = std::fs::metadata(directory).ok()?.permissions().mode() & 0o777;
             (mode & 0o077 != 0).then_some((directory.display(), mode))
         });
-        if let Some((at, mode)) = wide {
-            return Outcome::warning(
+        if let Some((at, mode)) = exposed {
+            return CheckOutcome::warning(
                 format!("{at} is open to other users (mode {mode:04o})"),
                 format!("chmod 700 {at}"),
             );
         }
         let names = directories.iter().map(|directory| directory.display().to_string());
-        Outcome::ok(names.collect::<Vec<_>>().join(", "))
+        CheckOutcome::ok(names.collect::<Vec<_>>().join(", "))
     },
 };
 
 pub(super) const SPACE: Check = Check {
     id: "files_space",
-    why: "a file system that fills up before the tier reaches its capacity ends writing early",
+    why: "writes fail if the file system is full before the tier reaches its capacity",
     run: |config, machine| {
-        let Some(files) = &config.store.files else { return Outcome::absent(NO_FILES) };
+        let Some(files) = &config.store.files else { return CheckOutcome::absent(NO_FILES) };
         let tenants = config.tenants.iter().filter_map(|tenant| tenant.store.files.as_ref());
         let below = tenants.filter(|other| other.directory.starts_with(&files.directory));
         let below = below.map(|other| other.capacity_bytes);
@@ -60,26 +60,26 @@ pub(super) const SPACE: Check = Check {
         match space(files, machine) {
             Err(outcome) => outcome,
             Ok((at, space)) => {
-                // What lies in the directory already is the tier's own, and is counted in it. A
-                // directory above, where this one is missing, is somebody else's.
+                // Files in the directory belong to the tier and count toward its capacity. If the
+                // directory is missing, files in its parent do not.
                 let is_own = at == files.directory;
                 let own = if is_own { machine.used_bytes(at, "").unwrap_or(0) } else { 0 };
-                let room = space.free_bytes.saturating_add(own);
-                let [free, own, wanted] =
+                let available = space.free_bytes.saturating_add(own);
+                let [free, own, needed] =
                     [space.free_bytes, own, capacity].map(|bytes| ByteSize(bytes).rounded());
-                let choice = match config.settings.derived_files_capacity() {
-                    Some((_, reason)) => format!("wanted by default ({reason})"),
+                let origin = match config.settings.derived_files_capacity() {
+                    Some((_, reason)) => format!("by default ({reason})"),
                     None => "configured".to_owned(),
                 };
-                let found = format!("{wanted} {choice}, {free} free, {own} taken by the tier");
-                if room >= capacity {
-                    return Outcome::ok(found);
+                let found = format!("{needed} {origin}, {free} free, {own} used by the tier");
+                if available >= capacity {
+                    return CheckOutcome::ok(found);
                 }
-                let remedy = match room >> 20 {
-                    0 => "free space, or set files to another file system".to_owned(),
+                let remedy = match available >> 20 {
+                    0 => "free some space, or set files to another file system".to_owned(),
                     mib => format!("lower files_capacity (--files-capacity) to {mib}MiB"),
                 };
-                Outcome::failed(found, remedy)
+                CheckOutcome::failed(found, remedy)
             }
         }
     },
@@ -87,46 +87,46 @@ pub(super) const SPACE: Check = Check {
 
 pub(super) const FILE_SYSTEM: Check = Check {
     id: "file_system",
-    why: "blocks in files are to outlive the machine's restart, at the speed of the disk",
+    why: "blocks in files should survive a reboot, and be read at the speed of a local disk",
     run: |config, machine| {
-        let Some(files) = &config.store.files else { return Outcome::absent(NO_FILES) };
+        let Some(files) = &config.store.files else { return CheckOutcome::absent(NO_FILES) };
         match space(files, machine) {
             Err(outcome) => outcome,
-            Ok((_, space)) if space.file_system.is_memory() => Outcome::warning(
-                format!("{}: memory, gone with the machine's restart", space.file_system),
-                "set files to a disk's file system (df -hT lists them)",
+            Ok((_, space)) if space.file_system.is_memory() => CheckOutcome::warning(
+                format!("{}: memory, which is lost on reboot", space.file_system),
+                "set files to a file system on a disk (df -hT lists them)",
             ),
-            Ok((_, space)) if space.file_system == FileSystem::OVERLAY => Outcome::warning(
-                "overlay: the container's own layer, gone with it",
+            Ok((_, space)) if space.file_system == FileSystem::OVERLAY => CheckOutcome::warning(
+                "overlay: the container layer, which is deleted with the container",
                 "mount a volume and set files to it: docker run -v /srv/cascade:/cache",
             ),
-            Ok((_, space)) if space.file_system == FileSystem::NFS => Outcome::warning(
-                "nfs: reads wait for the network, and a server that is away makes them hang",
-                "set files to a local disk; keep NFS for files_layout = file-per-block",
+            Ok((_, space)) if space.file_system == FileSystem::NFS => CheckOutcome::warning(
+                "nfs: reads depend on the network, and hang if the server is unavailable",
+                "set files to a local disk; use NFS only with files_layout = file-per-block",
             ),
-            Ok((_, space)) => Outcome::ok(space.file_system.to_string()),
+            Ok((_, space)) => CheckOutcome::ok(space.file_system.to_string()),
         }
     },
 };
 
 pub(super) const DIRECT_IO: Check = Check {
     id: "direct_io",
-    why: "past the page cache a block costs no second copy and no memory of the machine",
+    why: "direct I/O bypasses the page cache: no second copy of a block, no extra memory",
     run: |config, machine| {
-        let Some(files) = &config.store.files else { return Outcome::absent(NO_FILES) };
+        let Some(files) = &config.store.files else { return CheckOutcome::absent(NO_FILES) };
         if !files.direct {
-            return Outcome::absent("direct_io is false");
+            return CheckOutcome::absent("direct_io is false");
         }
         match machine.try_file(existing(&files.directory)) {
             Ok(probe) => match probe.direct_refusal {
-                None => Outcome::ok("O_DIRECT works"),
-                Some(error) => Outcome::warning(
-                    format!("the file system refuses O_DIRECT ({error}): the page cache is used"),
-                    "use ext4 or xfs; or set direct_io = false to accept it",
+                None => CheckOutcome::ok("O_DIRECT works"),
+                Some(error) => CheckOutcome::warning(
+                    format!("the file system refuses O_DIRECT ({error}); the page cache is used"),
+                    "use ext4 or xfs; or set direct_io = false to accept this",
                 ),
             },
-            Err(error) => Outcome::failed(
-                format!("no file can be made in {} ({error})", files.directory.display()),
+            Err(error) => CheckOutcome::failed(
+                format!("cannot create a file in {} ({error})", files.directory.display()),
                 "see files_directory",
             ),
         }
@@ -135,37 +135,38 @@ pub(super) const DIRECT_IO: Check = Check {
 
 pub(super) const IO_URING: Check = Check {
     id: "io_uring",
-    why: "one system call carries a whole batch of reads; without it a few threads share them",
+    why: "one system call submits a whole batch of reads; without it a few threads do them",
     run: |config, machine| {
-        let Some(files) = &config.store.files else { return Outcome::absent(NO_FILES) };
-        let allow = "sudo sysctl kernel.io_uring_disabled=0; Docker: a seccomp profile that \
+        let Some(files) = &config.store.files else { return CheckOutcome::absent(NO_FILES) };
+        let allow = "sudo sysctl kernel.io_uring_disabled=0; Docker: use a seccomp profile that \
                      allows io_uring_setup, io_uring_enter and io_uring_register";
         match (files.engine, machine.try_ring()) {
-            (IoEngine::Psync, _) => Outcome::absent("io_engine is psync"),
-            (_, Ok(true)) => Outcome::ok("allowed, with registered memory"),
-            (_, Ok(false)) => Outcome::warning(
+            (IoEngine::Psync, _) => CheckOutcome::absent("io_engine is psync"),
+            (_, Ok(true)) => CheckOutcome::ok("allowed, with registered memory"),
+            (_, Ok(false)) => CheckOutcome::warning(
                 "allowed, but memory cannot be registered",
-                "see huge_pages and memlock; buffers are shared between rings from Linux 6.12 on",
+                "see huge_pages and memlock; rings can share registered buffers from Linux 6.12 on",
             ),
-            (IoEngine::Uring, Err(error)) => Outcome::failed(
-                format!("the kernel refuses it ({error}), and io_engine is uring"),
+            (IoEngine::Uring, Err(error)) => CheckOutcome::failed(
+                format!("the kernel refuses io_uring ({error}), and io_engine is uring"),
                 format!("{allow}; or set io_engine = auto"),
             ),
-            (IoEngine::Auto, Err(error)) => {
-                Outcome::warning(format!("the kernel refuses it ({error}): psync is used"), allow)
-            }
+            (IoEngine::Auto, Err(error)) => CheckOutcome::warning(
+                format!("the kernel refuses io_uring ({error}); psync is used"),
+                allow,
+            ),
         }
     },
 };
 
-/// Directories of all tenants.
+/// The directories of all file tiers.
 fn directories(config: &NodeConfig) -> Vec<PathBuf> {
     let tenants = config.tenants.iter().map(|tenant| &tenant.store);
     let stores = std::iter::once(&config.store).chain(tenants);
     stores.filter_map(|store| Some(store.files.as_ref()?.directory.clone())).collect()
 }
 
-/// The directory, or what is there of the path to it; the node makes the rest.
+/// The directory, or its nearest parent that exists. The node creates the rest.
 fn existing(directory: &Path) -> &Path {
     directory.ancestors().find(|path| path.exists()).unwrap_or(Path::new("/"))
 }
@@ -173,9 +174,9 @@ fn existing(directory: &Path) -> &Path {
 fn space<'a>(
     files: &'a FilesConfig,
     machine: &dyn Machine,
-) -> Result<(&'a Path, super::Space), Outcome> {
+) -> Result<(&'a Path, super::Space), CheckOutcome> {
     let at = existing(&files.directory);
     machine.space(at).map(|space| (at, space)).map_err(|error| {
-        Outcome::failed(format!("{}: {error}", at.display()), "see files_directory")
+        CheckOutcome::failed(format!("{}: {error}", at.display()), "see files_directory")
     })
 }

@@ -1,4 +1,4 @@
-//! The machine as the checks see it: what they read and try, and nothing else.
+//! Access of the checks to the host: all that they read and try.
 
 use std::fmt;
 use std::fs::{self, File, OpenOptions};
@@ -18,60 +18,60 @@ use rustix::fs::{Access, OFlags, access, statfs};
 use super::{FileSystem, Space};
 use crate::socket_place::{self, Occupant, SocketPlaceError};
 
-/// Two huge pages: what a trial of them takes.
+/// Size of the pool for a trial: two huge pages.
 const TRIAL_BYTES: usize = 4 << 20;
 
-/// Files that are looked at for the space that a directory takes.
+/// Limit of the files that are counted for the size of a directory.
 const FILES_MAX: usize = 1 << 20;
 
-/// Whether a file can be made in a directory, and read and written past the page cache.
+/// The result of creating a probe file in a directory.
 #[derive(Debug)]
 pub struct ProbeFile {
     /// Why the file could not be opened with `O_DIRECT`.
     pub direct_refusal: Option<io::Error>,
 }
 
-/// What checks ask a machine. A test's machine lies about one thing.
+/// The operations of the checks on a host. Tests implement it with one fault.
 pub trait Machine: Send + Sync + fmt::Debug {
-    /// A small text file of `/proc` or `/sys`.
+    /// Reads a small text file in `/proc` or `/sys`.
     fn read(&self, path: &str) -> io::Result<String>;
 
-    /// Names in a directory of `/proc`, `/sys` or `/dev`.
+    /// Lists the names in a directory in `/proc`, `/sys` or `/dev`.
     fn list(&self, path: &str) -> io::Result<Vec<String>>;
 
-    /// Room in a directory that exists.
+    /// The space of the file system of an existing directory.
     fn space(&self, directory: &Path) -> io::Result<Space>;
 
-    /// Bytes that files take in a directory that exists and below it, of those entries in it
-    /// whose names begin with `prefix`.
+    /// Disk usage of the entries of an existing directory whose names begin with `prefix`, with
+    /// all files below them.
     fn used_bytes(&self, directory: &Path, prefix: &str) -> io::Result<u64>;
 
-    /// Makes a file in a directory that exists, and removes it.
+    /// Creates a file in an existing directory, opens it with `O_DIRECT`, and removes it.
     fn try_file(&self, directory: &Path) -> io::Result<ProbeFile>;
 
-    /// Whether this user could make something in a directory that exists.
+    /// Succeeds if this user may create files in an existing directory.
     fn may_write(&self, directory: &Path) -> io::Result<()>;
 
     /// What is at the path of a socket.
     fn socket(&self, path: &Path) -> Result<Occupant, SocketPlaceError>;
 
-    /// Listens at an address for a moment.
+    /// Listens on an address, and closes the port again.
     fn try_listen(&self, address: SocketAddr) -> io::Result<()>;
 
-    /// Maps a little memory and asks for huge pages.
+    /// Maps a small pool with huge pages.
     fn try_huge_pages(&self) -> Result<PageReport, MemoryError>;
 
-    /// Makes a ring of `io_uring`; whether memory could be registered with it.
+    /// Creates an `io_uring` instance. Returns whether it could register memory.
     fn try_ring(&self) -> io::Result<bool>;
 
-    /// Pools of this user's nodes in a directory that no running process has.
+    /// Pool files in a directory that belong to this user and to no running process.
     fn left_pools(&self, directory: &Path) -> io::Result<Vec<LeftPool>>;
 
-    /// Seconds since 1970 by the machine's clock.
+    /// Seconds since 1970 by the host's clock.
     fn unix_seconds(&self) -> u64;
 }
 
-/// The machine that this process runs on.
+/// The host that this process runs on.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct ThisMachine;
 
@@ -86,12 +86,13 @@ impl Machine for ThisMachine {
     }
 
     fn space(&self, directory: &Path) -> io::Result<Space> {
-        let facts = statfs(directory)?;
-        let block_bytes = u64::try_from(facts.f_bsize).unwrap_or_default();
+        let stat = statfs(directory)?;
+        let block_bytes = u64::try_from(stat.f_bsize).unwrap_or_default();
         Ok(Space {
-            file_system: FileSystem(facts.f_type.cast_unsigned() & 0xffff_ffff),
-            free_bytes: facts.f_bavail.saturating_mul(block_bytes),
-            total_bytes: facts.f_blocks.saturating_mul(block_bytes),
+            // Magic numbers have 32 bits, whatever the width of the field.
+            file_system: FileSystem(stat.f_type.cast_unsigned() & 0xffff_ffff),
+            free_bytes: stat.f_bavail.saturating_mul(block_bytes),
+            total_bytes: stat.f_blocks.saturating_mul(block_bytes),
         })
     }
 
@@ -100,18 +101,19 @@ impl Machine for ThisMachine {
     }
 
     fn try_file(&self, directory: &Path) -> io::Result<ProbeFile> {
-        // Several checks try one directory at the same time, and so may several machines.
-        static TRIED: AtomicU64 = AtomicU64::new(0);
-        let (path, made) = loop {
-            let number = TRIED.fetch_add(1, Ordering::Relaxed);
+        // Several checks probe the same directory in parallel, and on a shared file system so may
+        // several hosts with equal process IDs.
+        static PROBES: AtomicU64 = AtomicU64::new(0);
+        let (path, created) = loop {
+            let number = PROBES.fetch_add(1, Ordering::Relaxed);
             let name = format!(".cascade-doctor-{}-{number}", std::process::id());
             let path = directory.join(name);
             match OpenOptions::new().write(true).create_new(true).mode(0o600).open(&path) {
                 Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
-                made => break (path, made?),
+                created => break (path, created?),
             }
         };
-        drop(made);
+        drop(created);
         let direct = open_direct(&path);
         fs::remove_file(&path)?;
         Ok(ProbeFile { direct_refusal: direct.err() })
@@ -163,30 +165,31 @@ fn open_direct(path: &Path) -> io::Result<File> {
     OpenOptions::new().read(true).write(true).custom_flags(direct).open(path)
 }
 
-/// What files take; links are not followed.
+/// Disk usage of files. Links are not followed. Stops counting at [`FILES_MAX`] files.
 fn used_bytes(directory: &Path, prefix: &str) -> io::Result<u64> {
     let mut pending: Vec<PathBuf> = vec![directory.to_owned()];
     let (mut bytes, mut files) = (0, 0);
     while let Some(current) = pending.pop() {
         for entry in fs::read_dir(&current)? {
             let entry = entry?;
-            let is_meant = entry.file_name().to_string_lossy().starts_with(prefix);
-            if current == directory && !is_meant {
+            let has_prefix = entry.file_name().to_string_lossy().starts_with(prefix);
+            if current == directory && !has_prefix {
                 continue;
             }
-            let facts = match entry.metadata() {
-                // A node that serves removes files while they are counted.
+            let metadata = match entry.metadata() {
+                // A running node may remove a file during the count.
                 Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
-                facts => facts?,
+                metadata => metadata?,
             };
             files += 1;
             if files > FILES_MAX {
                 return Ok(bytes);
             }
-            if facts.is_dir() {
+            if metadata.is_dir() {
                 pending.push(entry.path());
             } else {
-                bytes += facts.blocks() * 512;
+                // The kernel counts in units of 512 bytes, whatever the file system's block size.
+                bytes += metadata.blocks() * 512;
             }
         }
     }

@@ -1,55 +1,62 @@
-//! Checks of memory: is there enough, may it be locked, does it come in huge pages.
+//! Checks of memory: its size, the limit on locked memory, huge pages, and the pool's directory.
 
 use cascade_block::{ByteSize, with_causes};
 use cascade_memory::PageSource;
 
-use super::{Check, FileSystem, Machine, Outcome};
+use super::{Check, CheckOutcome, FileSystem, Machine};
 use crate::NodeConfig;
 
-/// What names of pools and what lies beside them begin with.
+/// Names of pool files and of their ledgers begin with this.
 const POOL_PREFIX: &str = "cascade";
 
-/// `CAP_IPC_LOCK` in the set of capabilities: its owner may lock any amount.
+/// `CAP_IPC_LOCK` in the set of capabilities: the process may lock any amount of memory.
 const CAPABILITY_IPC_LOCK: u64 = 1 << 14;
 
 pub(super) const MEMORY: Check = Check {
     id: "memory",
-    why: "all of the pools is taken at start, so that the machine never runs out while it serves",
+    why: "a node allocates all pools at start, so that memory cannot run out later",
     run: |config, machine| {
         let needed = dram_bytes(config);
         let Some(available) = available_bytes(machine) else {
-            return Outcome::warning("/proc/meminfo does not say what is available", {
-                "mount /proc in this container"
-            });
+            return CheckOutcome::warning(
+                "available memory is unknown: cannot read /proc/meminfo",
+                "mount /proc in this container",
+            );
         };
         let (needed_text, text) = (ByteSize(needed).rounded(), ByteSize(available).rounded());
         let found = format!("{needed_text} configured, {text} available");
         if needed > available {
             let remedy = format!("lower dram (--dram) below {text}, or free memory");
-            return Outcome::failed(found, remedy);
+            return CheckOutcome::failed(found, remedy);
         }
-        Outcome::ok(found)
+        CheckOutcome::ok(found)
     },
 };
 
 pub(super) const MEMLOCK: Check = Check {
     id: "memlock",
-    why: "memory that may be locked can be registered with io_uring (and RDMA): no copy, no \
-          pinning of pages at each transfer",
+    why: "only locked memory can be registered with io_uring and RDMA, which avoids copies and \
+          pinning of pages for each transfer",
     run: |config, machine| {
         let needed = dram_bytes(config);
         let Some((soft, _)) = limit(machine, "Max locked memory") else {
-            return Outcome::warning("/proc/self/limits does not say", "mount /proc");
+            return CheckOutcome::warning("the limit is unknown: cannot read /proc/self/limits", {
+                "mount /proc in this container"
+            });
         };
         if soft >= needed {
             let text = if soft == u64::MAX { "unlimited".into() } else { ByteSize(soft).rounded() };
-            return Outcome::ok(text);
+            return CheckOutcome::ok(text);
         }
         if is_privileged(machine) {
-            return Outcome::ok(format!("{} and CAP_IPC_LOCK", ByteSize(soft).rounded()));
+            return CheckOutcome::ok(format!("{} and CAP_IPC_LOCK", ByteSize(soft).rounded()));
         }
-        Outcome::warning(
-            format!("{} for {} of DRAM", ByteSize(soft).rounded(), ByteSize(needed).rounded()),
+        CheckOutcome::warning(
+            format!(
+                "limit {}, but DRAM has {}",
+                ByteSize(soft).rounded(),
+                ByteSize(needed).rounded()
+            ),
             "ulimit -l unlimited; systemd: LimitMEMLOCK=infinity; Docker: --ulimit memlock=-1",
         )
     },
@@ -57,88 +64,91 @@ pub(super) const MEMLOCK: Check = Check {
 
 pub(super) const HUGE_PAGES: Check = Check {
     id: "huge_pages",
-    why: "with 2 MiB pages copies are faster and registering the pool takes less memory and time",
+    why: "pages of 2 MiB make copies faster, and registering the pool cheaper",
     run: |config, machine| {
         if !config.store.huge_pages {
-            return Outcome::absent("huge_pages is false");
+            return CheckOutcome::absent("huge_pages is false");
         }
-        let remedy = "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled, on \
-                      Linux 6.1 or later; or reserve some: sudo sysctl vm.nr_hugepages=N";
+        let remedy = "Linux 6.1 or later: echo madvise | sudo tee \
+                      /sys/kernel/mm/transparent_hugepage/enabled; or reserve huge pages: sudo \
+                      sysctl vm.nr_hugepages=N";
         match machine.try_huge_pages() {
-            Ok(report) if report.huge_bytes > 0 => Outcome::ok(match report.source {
-                PageSource::Reserved => "reserved ones are free",
-                _ => "the kernel makes them",
+            Ok(report) if report.huge_bytes > 0 => CheckOutcome::ok(match report.source {
+                PageSource::Reserved => "reserved huge pages are free",
+                _ => "transparent huge pages work",
             }),
             Ok(report) => {
                 let reason = report.refusal.map_or_else(String::new, |error| format!(" ({error})"));
-                Outcome::warning(format!("the kernel gave none{reason}"), remedy)
+                CheckOutcome::warning(format!("the kernel provided none{reason}"), remedy)
             }
-            Err(error) => Outcome::warning(with_causes(&error), remedy),
+            Err(error) => CheckOutcome::warning(with_causes(&error), remedy),
         }
     },
 };
 
 pub(super) const SHARED_MEMORY: Check = Check {
     id: "shared_memory",
-    why: "the pool is a file of this directory: all of it must fit, and on a tmpfs it is memory",
+    why: "the pool is a file in this directory: all of it must fit, and only a tmpfs is memory",
     run: |config, machine| {
         let Some(directory) = &config.pool_directory else {
-            return Outcome::absent("keep_pool is never: the pool has no name");
+            return CheckOutcome::absent("keep_pool is never: the pool has no file");
         };
         let (needed, at) = (dram_bytes(config), directory.display());
         let space = match machine.space(directory) {
             Ok(space) => space,
             Err(error) => {
                 let remedy = format!("sudo mount -t tmpfs tmpfs {at}; or set pool_directory");
-                return Outcome::failed(format!("{at}: {error}"), remedy);
+                return CheckOutcome::failed(format!("{at}: {error}"), remedy);
             }
         };
         if let Err(error) = machine.may_write(directory) {
             let remedy = format!("sudo chmod 1777 {at}; or set pool_directory");
-            return Outcome::failed(format!("{at} cannot be written ({error})"), remedy);
+            return CheckOutcome::failed(format!("{at} is not writable ({error})"), remedy);
         }
         let free = ByteSize(space.free_bytes).rounded();
         let found = format!("{at}: {}, {free} free", space.file_system);
-        // A pool that a crashed node left is taken over, not made anew.
+        // The next start takes over the pool of a crashed node, so its space counts as available.
         let own_bytes = machine.used_bytes(directory, POOL_PREFIX).unwrap_or(0);
         if needed > space.free_bytes.saturating_add(own_bytes) {
             let short = needed - space.free_bytes.saturating_add(own_bytes);
             let size = format!("{}M", space.total_bytes.saturating_add(short).div_ceil(1 << 20));
-            return Outcome::failed(
+            return CheckOutcome::failed(
                 format!("{found}; {} configured", ByteSize(needed).rounded()),
                 format!("sudo mount -o remount,size={size} {at}; Docker: --shm-size={size}"),
             );
         }
         if !space.file_system.is_memory() {
-            return Outcome::warning(found, "set pool_directory to a tmpfs such as /dev/shm");
+            return CheckOutcome::warning(found, "set pool_directory to a tmpfs such as /dev/shm");
         }
         if space.file_system == FileSystem::HUGETLBFS {
-            return Outcome::warning(found, "use a tmpfs: the pool's size is no multiple of 2 MiB");
+            return CheckOutcome::warning(found, {
+                "use a tmpfs: the size of the pool is not a multiple of 2 MiB"
+            });
         }
-        Outcome::ok(found)
+        CheckOutcome::ok(found)
     },
 };
 
-/// What the pools of all tenants take.
+/// The size of all tenants' pools.
 fn dram_bytes(config: &NodeConfig) -> u64 {
     let tenants = config.tenants.iter().map(|tenant| tenant.store.dram_bytes);
     tenants.fold(config.store.dram_bytes, u64::saturating_add)
 }
 
-/// What the machine could give, or the control group that a container sees as its root.
+/// Available memory of the host, or of the container's control group if that is less.
 fn available_bytes(machine: &dyn Machine) -> Option<u64> {
     let text = machine.read("/proc/meminfo").ok()?;
     let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
     let kib = line.trim().strip_suffix(" kB")?.parse::<u64>().ok()?;
     let number = |path: &str| machine.read(path).ok()?.trim().parse::<u64>().ok();
-    // No file, or the word "max" in it, is no limit.
+    // A missing file or the word "max" means no limit.
     let limit = number("/sys/fs/cgroup/memory.max");
     let used = number("/sys/fs/cgroup/memory.current").unwrap_or(0);
     let group = limit.map_or(u64::MAX, |limit| limit.saturating_sub(used));
     Some(kib.saturating_mul(1024).min(group))
 }
 
-/// A resource limit of this process, soft and hard; no limit is the largest number.
+/// A resource limit of this process, soft and hard. `u64::MAX` means unlimited.
 pub(super) fn limit(machine: &dyn Machine, name: &str) -> Option<(u64, u64)> {
     let text = machine.read("/proc/self/limits").ok()?;
     let rest = text.lines().find_map(|line| line.strip_prefix(name))?;

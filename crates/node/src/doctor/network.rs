@@ -1,22 +1,24 @@
-//! Checks of how a node is reached: descriptors, the Unix socket, the TCP port.
+//! Checks of the network: descriptors for connections, the Unix socket and the TCP port.
 
 use std::io;
 
 use cascade_block::with_causes;
 
-use super::{Check, Outcome};
+use super::{Check, CheckOutcome};
 use crate::socket_place::{Occupant, SocketPlaceError};
 
-/// Descriptors that a node has open besides those of clients and files.
+/// Descriptors of a node, in addition to those of clients and segments.
 const OWN_DESCRIPTORS: u64 = 256;
 
-/// A client costs its connection and a descriptor by which its death is noticed.
+/// Descriptors of a client: its connection, and a pidfd that reports the end of its process.
 const DESCRIPTORS_PER_CLIENT: u64 = 2;
+
+const NO_PORT: &str = "no TCP port (listen is not set)";
 
 pub(super) const OPEN_FILES: Check = Check {
     id: "open_files",
-    why: "each client takes two descriptors and each segment one; beyond the limit clients are \
-          refused",
+    why: "each client needs two descriptors and each segment one; at the limit the node refuses \
+          clients",
     run: |config, machine| {
         let clients = config.limits.connections_max as u64 * DESCRIPTORS_PER_CLIENT;
         let tenants = config.tenants.iter().filter_map(|tenant| tenant.store.files.as_ref());
@@ -24,28 +26,32 @@ pub(super) const OPEN_FILES: Check = Check {
         let segments = files.map(|files| files.capacity_bytes / files.segment_bytes.max(1));
         let needed = segments.fold(clients + OWN_DESCRIPTORS, u64::saturating_add);
         let Some((soft, hard)) = super::memory::limit(machine, "Max open files") else {
-            return Outcome::warning("/proc/self/limits does not say", "mount /proc");
+            return CheckOutcome::warning("the limit is unknown: cannot read /proc/self/limits", {
+                "mount /proc in this container"
+            });
         };
-        let found = format!("{soft} (at most {hard}); {needed} can be needed");
+        let found = format!("soft limit {soft}, hard limit {hard}; up to {needed} needed");
         let remedy =
             format!("ulimit -n {needed}; systemd: LimitNOFILE={needed}; or lower connections_max");
         match needed {
-            needed if needed <= soft => Outcome::ok(found),
-            needed if needed <= hard => Outcome::ok(format!("{found}; the node raises it")),
-            _ => Outcome::failed(found, remedy),
+            needed if needed <= soft => CheckOutcome::ok(found),
+            needed if needed <= hard => {
+                CheckOutcome::ok(format!("{found}; the node raises its soft limit"))
+            }
+            _ => CheckOutcome::failed(found, remedy),
         }
     },
 };
 
 pub(super) const SOCKET: Check = Check {
     id: "socket",
-    why: "processes of this host reach the node by it; who can replace it gets what they send",
+    why: "processes on this host connect to it; a user who can replace it receives their data",
     run: |config, machine| {
         let (path, at) = (&config.socket, config.socket.display());
         match machine.socket(path) {
-            Ok(Occupant::Nobody) => Outcome::ok(format!("{at} is free")),
+            Ok(Occupant::Nobody) => CheckOutcome::ok(format!("{at} is free")),
             Ok(Occupant::Stale) => {
-                Outcome::ok(format!("{at} was left by a node that is gone; the next removes it"))
+                CheckOutcome::ok(format!("{at} is stale; the node removes it at start"))
             }
             Err(SocketPlaceError::Directory { directory, source })
                 if source.kind() == io::ErrorKind::NotFound =>
@@ -53,11 +59,13 @@ pub(super) const SOCKET: Check = Check {
                 let mut above = directory.ancestors();
                 let existing = above.find(|path| path.exists()).unwrap_or(&directory);
                 match machine.may_write(existing) {
-                    Ok(()) => Outcome::ok(format!("{at} is free; the node makes its directory")),
+                    Ok(()) => {
+                        CheckOutcome::ok(format!("{at} is free; the node creates its directory"))
+                    }
                     Err(error) => {
                         let directory = directory.display();
-                        Outcome::failed(
-                            format!("{directory} cannot be made ({error})"),
+                        CheckOutcome::failed(
+                            format!("cannot create {directory} ({error})"),
                             format!(
                                 "sudo install -d -m 0700 -o \"$USER\" {directory}; or set \
                                  socket (--socket)"
@@ -73,14 +81,14 @@ pub(super) const SOCKET: Check = Check {
                     }
                     SocketPlaceError::Taken { path } => {
                         let path = path.display();
-                        format!("ss -xlp | grep {path} shows whose; stop it or set socket")
+                        format!("ss -xlp | grep {path} shows the process; stop it, or set socket")
                     }
                     SocketPlaceError::NoSocket { path } => {
-                        format!("move {} away, or set socket", path.display())
+                        format!("move {} elsewhere, or set socket", path.display())
                     }
                     _ => "set socket (--socket) to another path".to_owned(),
                 };
-                Outcome::failed(with_causes(&error), remedy)
+                CheckOutcome::failed(with_causes(&error), remedy)
             }
         }
     },
@@ -88,44 +96,44 @@ pub(super) const SOCKET: Check = Check {
 
 pub(super) const PORT: Check = Check {
     id: "port",
-    why: "metrics, health and the status page are served there",
+    why: "the node serves metrics, health and the status page there",
     run: |config, machine| {
         let Some(address) = config.listen else {
-            return Outcome::absent("no TCP port is configured (listen)");
+            return CheckOutcome::absent(NO_PORT);
         };
         let Err(error) = machine.try_listen(address) else {
-            return Outcome::ok(format!("{address} is free"));
+            return CheckOutcome::ok(format!("{address} is free"));
         };
         let port = address.port();
         let remedy = match error.kind() {
             io::ErrorKind::AddrInUse => {
-                format!("ss -ltnp 'sport = :{port}' shows whose; or set listen to another")
+                format!("ss -ltnp 'sport = :{port}' shows the process; stop it, or set listen")
             }
-            io::ErrorKind::PermissionDenied => "set listen to a port of 1024 or above".to_owned(),
+            io::ErrorKind::PermissionDenied => "set listen to port 1024 or above".to_owned(),
             io::ErrorKind::AddrNotAvailable => {
-                "ip -brief address lists the addresses of this host; set listen".to_owned()
+                "set listen to an address of this host (ip -brief address lists them)".to_owned()
             }
             _ => "set listen (--listen) to another address".to_owned(),
         };
-        Outcome::failed(format!("cannot listen on {address} ({error})"), remedy)
+        CheckOutcome::failed(format!("cannot listen on {address} ({error})"), remedy)
     },
 };
 
 pub(super) const EXPOSURE: Check = Check {
     id: "exposure",
-    why: "a token that travels unencrypted can be read on the way and used by others",
+    why: "others on the network can read and use a token that is sent unencrypted",
     run: |config, _| {
         let Some(address) = config.listen else {
-            return Outcome::absent("no TCP port is configured (listen)");
+            return CheckOutcome::absent(NO_PORT);
         };
         let is_local = address.ip().to_canonical().is_loopback();
         match (&config.security.certificate, is_local) {
-            (None, false) => Outcome::warning(
-                format!("{address} is reached from other hosts, without TLS"),
+            (None, false) => CheckOutcome::warning(
+                format!("{address} accepts connections from other hosts, without TLS"),
                 "set tls_certificate and tls_private_key",
             ),
-            (None, true) => Outcome::ok("this host alone reaches the port"),
-            (Some(_), _) => Outcome::ok("TLS"),
+            (None, true) => CheckOutcome::ok("only this host can connect"),
+            (Some(_), _) => CheckOutcome::ok("TLS"),
         }
     },
 };

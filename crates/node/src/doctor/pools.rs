@@ -1,44 +1,44 @@
-//! Checks the pools that nodes of this user left and that no running process has.
+//! Check for pool files of this user that belong to no running process.
 
 use cascade_block::ByteSize;
 use cascade_store::LeftPool;
 
-use super::{Check, Outcome};
+use super::{Check, CheckOutcome};
 use crate::tenants::{DEFAULT, pool_file};
 
 pub(super) const LEFT_POOLS: Check = Check {
     id: "left_pools",
-    why: "a pool that nobody uses takes memory until it is taken over or removed",
+    why: "an unused pool takes memory until a node takes it over or it is removed",
     run: |config, machine| {
         let Some(directory) = &config.pool_directory else {
-            return Outcome::absent("keep_pool is never: the pool has no name");
+            return CheckOutcome::absent("keep_pool is never: the pool has no file");
         };
         let left = match machine.left_pools(directory) {
             Ok(left) => left,
-            Err(error) => return Outcome::absent(format!("{}: {error}", directory.display())),
+            Err(error) => return CheckOutcome::absent(format!("{}: {error}", directory.display())),
         };
         let own = pool_file(config, DEFAULT);
         let (own, others): (Vec<_>, Vec<_>) =
             left.into_iter().partition(|pool| own.as_ref() == Some(&pool.path));
         if others.is_empty() {
-            return Outcome::ok(match &own[..] {
+            return CheckOutcome::ok(match &own[..] {
                 [] => "none".to_owned(),
                 own => format!("{}: the next start takes it over", list(own)),
             });
         }
-        let found = format!("{} of nodes that do not run", list(&others));
+        let found = format!("{} of nodes that are not running", list(&others));
         let paths: Vec<_> =
             others.iter().map(|pool| format!("{0} {0}.ledger", pool.path.display())).collect();
-        Outcome::warning(
+        CheckOutcome::warning(
             found,
-            format!("start the node that made it, or remove it: rm {}", paths.join(" ")),
+            format!("start the node that created it, or remove it: rm {}", paths.join(" ")),
         )
     },
 };
 
 fn list(pools: &[LeftPool]) -> String {
     let describe = |pool: &LeftPool| {
-        let blocks = if pool.has_blocks { "with blocks" } else { "of a start that was killed" };
+        let blocks = if pool.has_blocks { "with blocks" } else { "of an interrupted start" };
         format!("{} ({}, {blocks})", pool.path.display(), ByteSize(pool.bytes).rounded())
     };
     pools.iter().map(describe).collect::<Vec<_>>().join(", ")

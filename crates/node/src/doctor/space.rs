@@ -1,19 +1,19 @@
-//! Room in a file system, and which kind it is.
+//! The kind and the free space of a file system.
 
 use std::fmt;
 
-/// What a directory's file system is and has.
+/// The kind and the space of a directory's file system.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Space {
-    /// Which kind.
+    /// The kind of file system.
     pub file_system: FileSystem,
-    /// Bytes that this user may still take.
+    /// Bytes that are free for this user.
     pub free_bytes: u64,
-    /// Bytes that it has in all.
+    /// Size of the file system.
     pub total_bytes: u64,
 }
 
-/// A kind of file system, by the number that the kernel gives it.
+/// A kind of file system, by its magic number (`statfs(2)`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct FileSystem(pub u64);
 
@@ -50,7 +50,7 @@ impl FileSystem {
         (0xfe53_4d42, "smb"),
     ];
 
-    /// Whether what lies in it is gone after a restart of the machine.
+    /// Whether its files are in memory, and lost on reboot.
     pub fn is_memory(self) -> bool {
         [Self::TMPFS, Self::RAMFS, Self::HUGETLBFS].contains(&self)
     }

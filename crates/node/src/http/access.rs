@@ -1,5 +1,4 @@
-//! Who may see what: a token, the user at the other end of a Unix socket, and the name that a
-//! browser believes to talk to.
+//! Access control of HTTP: by token, by the peer of a Unix socket, and by the `Host` header.
 
 use std::fmt;
 use std::net::{IpAddr, SocketAddr};
@@ -12,34 +11,36 @@ use rustls::ServerConfig;
 use crate::http::security::{Secrets, token_hash};
 use crate::status::View;
 
-/// No credentials are longer.
+/// Size limit of an `Authorization` header.
 const AUTHORIZATION_BYTES_MAX: usize = 4096;
 
-/// Where a request came from.
+/// The origin of a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Caller {
-    /// Over TCP: anybody who reaches the port.
+    /// TCP, without a known user.
     Tcp,
-    /// Over the Unix socket: the kernel says which user.
+    /// The Unix socket, with the peer that the kernel reports.
     Unix {
-        /// Its number.
+        /// UID of the peer.
         user: u32,
+        /// GID of the peer.
+        group: u32,
     },
 }
 
-/// What a caller has to show.
-pub(super) struct Access {
+/// The access rules of a port.
+pub(super) struct HttpAccess {
     address: SocketAddr,
     secrets: Secrets,
 }
 
-impl fmt::Debug for Access {
+impl fmt::Debug for HttpAccess {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Access").field("address", &self.address).finish_non_exhaustive()
+        f.debug_struct("HttpAccess").field("address", &self.address).finish_non_exhaustive()
     }
 }
 
-impl Access {
+impl HttpAccess {
     pub(super) fn new(address: SocketAddr, secrets: Secrets) -> Self {
         Self { address, secrets }
     }
@@ -48,29 +49,30 @@ impl Access {
         self.secrets.tls.clone()
     }
 
-    /// How much of the node a request may see.
+    /// The part of the status that a request may see, or the code of the refusal.
     ///
-    /// A token says more than where the request came from, and a wrong one is never overlooked.
-    /// Without one the kernel says who a user of the Unix socket is. The port without a token and
-    /// without client certificates is on loopback, where every local program may ask: it gets
-    /// totals. A browser is such a program and does what strange pages tell it: one that was led
-    /// here under another name (DNS rebinding) is refused by that name.
+    /// 1. A token decides, also on the Unix socket. A wrong token is refused, not ignored.
+    /// 2. On the Unix socket without a token, the peer's user and group decide.
+    /// 3. On the TCP port, a token or client certificate is required if one is configured.
+    /// 4. A port with neither is on loopback, where every local program can connect: it gets
+    ///    totals. A browser is such a program, and a web page can make it send requests here under
+    ///    the page's own name (DNS rebinding). Such a `Host` is refused.
     pub(super) fn check(
         &self,
         caller: Caller,
         headers: &HeaderMap,
-        of_token: impl FnOnce(&[u8]) -> Option<View>,
-        of_user: impl FnOnce(u32) -> View,
+        view_of_token: impl FnOnce(&[u8]) -> Option<View>,
+        view_of_peer: impl FnOnce(u32, u32) -> View,
     ) -> Result<View, StatusCode> {
-        if let Some(shown) = headers.get(AUTHORIZATION).map(HeaderValue::as_bytes) {
-            let token = token_of(shown).ok_or(StatusCode::UNAUTHORIZED)?;
-            let is_ours =
-                self.secrets.token.is_some_and(|ours| is_equal(&token_hash(&token), &ours));
-            let view = if is_ours { Some(View::All) } else { of_token(&token) };
+        if let Some(credentials) = headers.get(AUTHORIZATION).map(HeaderValue::as_bytes) {
+            let token = token_of(credentials).ok_or(StatusCode::UNAUTHORIZED)?;
+            let is_node_token =
+                self.secrets.token.is_some_and(|own| is_equal(&token_hash(&token), &own));
+            let view = if is_node_token { Some(View::All) } else { view_of_token(&token) };
             return view.ok_or(StatusCode::UNAUTHORIZED);
         }
-        if let Caller::Unix { user } = caller {
-            return Ok(of_user(user));
+        if let Caller::Unix { user, group } = caller {
+            return Ok(view_of_peer(user, group));
         }
         if self.secrets.token.is_some() {
             return Err(StatusCode::UNAUTHORIZED);
@@ -80,12 +82,13 @@ impl Access {
         }
         match headers.get(HOST).map(|host| host.to_str()) {
             None => Ok(View::Totals),
-            Some(Ok(host)) if self.is_our_name(host) => Ok(View::Totals),
+            Some(Ok(host)) if self.is_own_host(host) => Ok(View::Totals),
             Some(_) => Err(StatusCode::MISDIRECTED_REQUEST),
         }
     }
 
-    fn is_our_name(&self, host: &str) -> bool {
+    /// Whether a `Host` header names this port: `localhost`, a loopback address or its own address.
+    fn is_own_host(&self, host: &str) -> bool {
         let name = match host.rsplit_once(':') {
             Some((name, port)) if port.bytes().all(|digit| digit.is_ascii_digit()) => name,
             _ => host,
@@ -96,7 +99,7 @@ impl Access {
     }
 }
 
-/// The token in `Bearer TOKEN`, or in the password of `Basic`, which browsers ask for.
+/// The token of `Bearer TOKEN`, or the password of `Basic`, which browsers can prompt for.
 fn token_of(authorization: &[u8]) -> Option<Vec<u8>> {
     if authorization.len() > AUTHORIZATION_BYTES_MAX {
         return None;
@@ -114,7 +117,7 @@ fn token_of(authorization: &[u8]) -> Option<Vec<u8>> {
     None
 }
 
-/// Compares all bytes whatever they are.
+/// Compares in constant time, so that the duration does not reveal a matching prefix.
 fn is_equal(one: &[u8; 32], other: &[u8; 32]) -> bool {
     one.iter().zip(other).fold(0, |differing, (a, b)| differing | (a ^ b)) == 0
 }
@@ -122,7 +125,7 @@ fn is_equal(one: &[u8; 32], other: &[u8; 32]) -> bool {
 /// Decodes base64 with or without padding.
 fn base64(text: &[u8]) -> Option<Vec<u8>> {
     let end = text.iter().rposition(|digit| *digit != b'=').map_or(0, |at| at + 1);
-    let (mut bits, mut held) = (0u32, 0);
+    let (mut bits, mut bit_count) = (0u32, 0);
     let mut bytes = Vec::with_capacity(end * 3 / 4);
     for digit in &text[..end] {
         let value = match digit {
@@ -134,10 +137,10 @@ fn base64(text: &[u8]) -> Option<Vec<u8>> {
             _ => return None,
         };
         bits = (bits << 6) | u32::from(value);
-        held += 6;
-        if held >= 8 {
-            held -= 8;
-            bytes.push(((bits >> held) & 0xff) as u8);
+        bit_count += 6;
+        if bit_count >= 8 {
+            bit_count -= 8;
+            bytes.push(((bits >> bit_count) & 0xff) as u8);
         }
     }
     Some(bytes)
@@ -147,33 +150,34 @@ fn base64(text: &[u8]) -> Option<Vec<u8>> {
 mod tests {
     use super::*;
 
-    fn access(token: Option<&str>) -> Access {
+    fn access(token: Option<&str>) -> HttpAccess {
         let token = token.map(|token| token_hash(token.as_bytes()));
         let secrets = Secrets { token, tls: None, is_mutual: false };
-        Access::new("127.0.0.1:8080".parse().unwrap(), secrets)
+        HttpAccess::new("127.0.0.1:8080".parse().unwrap(), secrets)
     }
 
     fn headers(name: axum::http::HeaderName, value: &str) -> HeaderMap {
         HeaderMap::from_iter([(name, value.parse().unwrap())])
     }
 
-    /// Over TCP, with one tenant that has a token.
-    fn check(access: &Access, headers: &HeaderMap) -> Result<View, StatusCode> {
-        let of_token =
+    /// Checks a request over TCP, with one tenant that has a token.
+    fn check(access: &HttpAccess, headers: &HeaderMap) -> Result<View, StatusCode> {
+        let view_of_token =
             |token: &[u8]| (token == b"a-token-of-bob's").then(|| View::Tenant("bob".to_owned()));
-        access.check(Caller::Tcp, headers, of_token, |_| panic!("no user is known over TCP"))
+        access.check(Caller::Tcp, headers, view_of_token, |_, _| panic!("TCP has no peer user"))
     }
 
     #[test]
-    fn a_token_is_taken_as_bearer_or_as_a_password() {
+    fn a_token_is_accepted_as_bearer_or_as_a_password() {
         let access = access(Some("a-token-of-our-own"));
-        for right in [
+        for accepted in [
             "Bearer a-token-of-our-own",
             "bearer  a-token-of-our-own",
             "Basic YTphLXRva2VuLW9mLW91ci1vd24=",
             "Basic YTphLXRva2VuLW9mLW91ci1vd24",
         ] {
-            assert_eq!(check(&access, &headers(AUTHORIZATION, right)), Ok(View::All), "{right}");
+            let view = check(&access, &headers(AUTHORIZATION, accepted));
+            assert_eq!(view, Ok(View::All), "{accepted}");
         }
         let of_tenant = check(&access, &headers(AUTHORIZATION, "Bearer a-token-of-bob's"));
         assert_eq!(of_tenant, Ok(View::Tenant("bob".to_owned())));
@@ -195,33 +199,34 @@ mod tests {
     }
 
     #[test]
-    fn a_browser_that_was_led_here_under_another_name_is_refused() {
+    fn a_request_for_another_host_is_refused() {
         let access = access(None);
-        for ours in ["127.0.0.1:8080", "localhost:9", "LocalHost", "[::1]:80", "127.0.0.1"] {
-            assert_eq!(check(&access, &headers(HOST, ours)), Ok(View::Totals), "{ours}");
+        for own in ["127.0.0.1:8080", "localhost:9", "LocalHost", "[::1]:80", "127.0.0.1"] {
+            assert_eq!(check(&access, &headers(HOST, own)), Ok(View::Totals), "{own}");
         }
         for other in ["evil.example", "evil.example:8080", "192.0.2.1", "localhost.evil.example"] {
             let refused = check(&access, &headers(HOST, other));
             assert_eq!(refused, Err(StatusCode::MISDIRECTED_REQUEST), "{other}");
         }
-        let nameless = check(&access, &HeaderMap::new());
-        assert_eq!(nameless, Ok(View::Totals), "no browser leaves it out");
+        let without_host = check(&access, &HeaderMap::new());
+        assert_eq!(without_host, Ok(View::Totals), "browsers always send a Host header");
     }
 
     #[test]
-    fn over_the_unix_socket_the_user_decides_unless_a_token_does() {
+    fn on_the_unix_socket_the_peer_decides_if_there_is_no_token() {
         for access in [access(None), access(Some("a-token-of-our-own"))] {
-            let ask = |headers: &HeaderMap| {
-                let of_user = |user| View::Tenant(format!("user {user}"));
-                access.check(Caller::Unix { user: 7 }, headers, |_| None, of_user)
+            let check = |headers: &HeaderMap| {
+                let view_of_peer = |user, group| View::Tenant(format!("{user} in {group}"));
+                let caller = Caller::Unix { user: 7, group: 8 };
+                access.check(caller, headers, |_| None, view_of_peer)
             };
-            assert_eq!(ask(&HeaderMap::new()), Ok(View::Tenant("user 7".to_owned())));
-            assert_eq!(ask(&headers(AUTHORIZATION, "Bearer x")), Err(StatusCode::UNAUTHORIZED));
+            assert_eq!(check(&HeaderMap::new()), Ok(View::Tenant("7 in 8".to_owned())));
+            assert_eq!(check(&headers(AUTHORIZATION, "Bearer x")), Err(StatusCode::UNAUTHORIZED));
         }
     }
 
     #[test]
-    fn base64_is_read_as_others_write_it() {
+    fn base64_is_decoded_with_and_without_padding() {
         for (text, bytes) in [("", ""), ("Zg==", "f"), ("Zm8", "fo"), ("Zm9vYmFy", "foobar")] {
             assert_eq!(base64(text.as_bytes()).unwrap(), bytes.as_bytes());
         }

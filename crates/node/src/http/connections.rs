@@ -1,5 +1,5 @@
-//! Connections to the TCP port and to the Unix socket for HTTP: so many at a time, each with a
-//! limit on all that it may wait for.
+//! HTTP connections on the TCP port and on the Unix socket, with a connection limit and a time-out
+//! for each step.
 
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -18,35 +18,38 @@ use tokio::time::{Instant, sleep, timeout};
 use tokio_rustls::TlsAcceptor;
 use tower::ServiceExt as _;
 
-use crate::http::access::{Access, Caller};
-use crate::http::places::{Ended, Place, Places};
+use crate::http::access::{Caller, HttpAccess};
+use crate::http::slots::{ConnectionSlot, ConnectionSlots, SlotTaken};
 use crate::http::{HttpConfig, Listeners, routes};
 use crate::node::Node;
 
-/// How long to wait when the kernel has no descriptor left for a connection.
+/// Pause after a failed accept, such as when the process has no descriptor left.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
-/// Connections that are accepted before those that are there are looked after.
+/// Connections accepted in a row before the open ones are served.
 const ACCEPT_MAX: usize = 16;
-/// How long an answer that is under way may take once its connection's time is over.
-const LAST_ANSWER: Duration = Duration::from_secs(2);
-/// The longest head of a request, and what is buffered of a body that nobody reads.
+/// How long a response in progress may take after the time-out of its connection.
+const LAST_RESPONSE_TIMEOUT: Duration = Duration::from_secs(2);
+/// Size limit of a request head. Also the buffer for a body, which is not read.
 const BUFFER_BYTES: usize = 16 << 10;
-/// One line about refused connections in so much time.
-const REMARK_INTERVAL: Duration = Duration::from_secs(10);
-/// Places for health checks alone, when all others are busy. The newest always gets one.
-const HEALTH_PLACES: usize = 256;
-/// How long a connection is idle before a newcomer may have its place.
-const PATIENCE: Duration = Duration::from_millis(250);
-/// How long a connection in one of them may last.
+/// Minimum time between two log lines about refused connections.
+const LOG_INTERVAL: Duration = Duration::from_secs(10);
+/// Reserve slots for health checks while all others are busy. A new connection replaces the one
+/// that has been idle longest there, whatever its idle time.
+const HEALTH_SLOTS: usize = 256;
+/// How long a connection must be idle before a new one may take its slot.
+const IDLE_MIN: Duration = Duration::from_millis(250);
+/// Time limit of a connection in a reserve slot.
 const HEALTH_TIMEOUT: Duration = Duration::from_secs(2);
 
+/// A value that a reload replaces.
 type Current<T> = Arc<RwLock<Arc<T>>>;
+/// `Some` with the time limit once the server stops.
 type Stop = watch::Receiver<Option<Duration>>;
 
 pub(super) async fn run(
     listeners: Listeners,
     node: Node,
-    access: Current<Access>,
+    access: Current<HttpAccess>,
     config: HttpConfig,
     mut stop: Stop,
 ) {
@@ -54,34 +57,34 @@ pub(super) async fn run(
     let server = Arc::new(Server {
         app: routes::router(&node, &access),
         health: routes::health_router(&node),
-        // Who floods the port does not keep users of the socket out.
-        tcp_places: Places::new(config.connections_max, PATIENCE),
-        unix_places: Places::new(config.connections_max, PATIENCE),
-        health_places: Places::new(HEALTH_PLACES, Duration::ZERO),
-        next: AtomicU64::new(0),
+        // Separate limits: a flood on the port must not lock out users of the Unix socket.
+        tcp_slots: ConnectionSlots::new(config.connections_max, IDLE_MIN),
+        unix_slots: ConnectionSlots::new(config.connections_max, IDLE_MIN),
+        health_slots: ConnectionSlots::new(HEALTH_SLOTS, Duration::ZERO),
+        next_id: AtomicU64::new(0),
         node,
         access,
         config,
         stop: stop.clone(),
-        remarks: Remarks::default(),
+        log: ThrottledLog::default(),
     });
     let tcp = async {
         match TcpListener::from_std(tcp) {
             Ok(listener) => server.accept_tcp(listener).await,
-            Err(error) => tracing::error!(%error, "the TCP port cannot be served"),
+            Err(error) => tracing::error!(%error, "cannot serve HTTP on the TCP port"),
         }
     };
     let unix = async {
         match unix.map(UnixListener::from_std).transpose() {
             Ok(Some(listener)) => server.accept_unix(listener).await,
             Ok(None) => {}
-            Err(error) => tracing::error!(%error, "the Unix socket for HTTP cannot be served"),
+            Err(error) => tracing::error!(%error, "cannot serve HTTP on the Unix socket"),
         }
     };
     tokio::join!(tcp, unix);
-    // Both ended because they were told to, or cannot be served at all.
+    // If both listeners failed, this still waits for the stop, so that the socket file stays.
     if stop.wait_for(Option::is_some).await.is_err() {
-        tracing::debug!("the node is gone");
+        tracing::debug!("the HTTP server was dropped");
     }
     drop(file);
 }
@@ -89,23 +92,23 @@ pub(super) async fn run(
 struct Server {
     app: Router,
     health: Router,
-    tcp_places: Arc<Places>,
-    unix_places: Arc<Places>,
-    health_places: Arc<Places>,
-    next: AtomicU64,
+    tcp_slots: Arc<ConnectionSlots>,
+    unix_slots: Arc<ConnectionSlots>,
+    health_slots: Arc<ConnectionSlots>,
+    next_id: AtomicU64,
     node: Node,
-    access: Current<Access>,
+    access: Current<HttpAccess>,
     config: HttpConfig,
     stop: Stop,
-    remarks: Remarks,
+    log: ThrottledLog,
 }
 
-/// What a connection was given.
-struct Seat {
+/// A connection's slot and the routes that it may use.
+struct Admission {
     app: Router,
-    place: Arc<Place>,
-    ended: Ended,
-    is_health_alone: bool,
+    slot: Arc<ConnectionSlot>,
+    taken: SlotTaken,
+    is_health_only: bool,
 }
 
 impl Server {
@@ -113,9 +116,9 @@ impl Server {
         self.accept(
             async || listener.accept().await,
             |connections, (stream, peer)| {
-                let seat = self.seat(&self.tcp_places, None);
+                let admission = self.admit(&self.tcp_slots, None);
                 let server = Arc::clone(self);
-                connections.spawn(async move { server.serve_tcp(stream, peer, seat).await });
+                connections.spawn(async move { server.serve_tcp(stream, peer, admission).await });
             },
         )
         .await;
@@ -125,28 +128,30 @@ impl Server {
         self.accept(
             async || listener.accept().await,
             |connections, (stream, _)| {
-                let user = match stream.peer_cred() {
-                    Ok(credentials) => credentials.uid(),
+                let (user, group) = match stream.peer_cred() {
+                    Ok(credentials) => (credentials.uid(), credentials.gid()),
                     Err(error) => {
-                        tracing::warn!(%error, "a connection is closed: it has no credentials");
+                        tracing::warn!(%error, "connection closed: cannot read its credentials");
                         return;
                     }
                 };
-                let own = rustix::process::geteuid().as_raw();
-                let seat = self
-                    .seat(&self.unix_places, Some(user).filter(|user| *user != 0 && *user != own));
+                let own_user = rustix::process::geteuid().as_raw();
+                let limited_user = Some(user).filter(|user| *user != 0 && *user != own_user);
+                let admission = self.admit(&self.unix_slots, limited_user);
+                let caller = Caller::Unix { user, group };
                 let server = Arc::clone(self);
-                connections.spawn(async move { server.serve_unix(stream, user, seat).await });
+                connections
+                    .spawn(async move { server.serve_unix(stream, caller, admission).await });
             },
         )
         .await;
     }
 
-    /// Takes connections until the node stops, then lets those end that are under way.
+    /// Accepts connections until the server stops, then waits for open ones up to the time limit.
     async fn accept<T>(
         &self,
         mut next: impl AsyncFnMut() -> std::io::Result<T>,
-        mut admit: impl FnMut(&mut JoinSet<()>, T),
+        mut start: impl FnMut(&mut JoinSet<()>, T),
     ) {
         let mut stopped = self.stop.clone();
         let mut connections = JoinSet::new();
@@ -157,7 +162,7 @@ impl Server {
                 _ = stopped.wait_for(Option::is_some) => break,
                 accepted = next() => match accepted {
                     Ok(accepted) => {
-                        admit(&mut connections, accepted);
+                        start(&mut connections, accepted);
                         in_a_row += 1;
                         if in_a_row == ACCEPT_MAX {
                             in_a_row = 0;
@@ -165,153 +170,162 @@ impl Server {
                         }
                     }
                     Err(error) => {
-                        self.remarks.say(|times| {
-                            tracing::warn!(%error, times, "a connection could not be accepted");
+                        self.log.log(|count| {
+                            tracing::warn!(%error, count, "cannot accept a connection");
                         });
                         sleep(ACCEPT_PAUSE).await;
                     }
                 },
-                // Only so that what has ended is not kept.
+                // Removes tasks of connections that have ended.
                 _ = connections.join_next(), if !connections.is_empty() => {}
             }
         }
-        let patience = self.stop.borrow().unwrap_or_default();
+        let time_limit = self.stop.borrow().unwrap_or_default();
         let drained = async { while connections.join_next().await.is_some() {} };
-        if timeout(patience, drained).await.is_err() {
-            tracing::debug!(left = connections.len(), "requests were cut off by the shutdown");
+        if timeout(time_limit, drained).await.is_err() {
+            tracing::debug!(count = connections.len(), "connections closed by the shutdown");
         }
     }
 
-    /// A place among all, or one for health checks alone.
-    fn seat(&self, places: &Arc<Places>, user: Option<u32>) -> Option<Seat> {
-        let id = self.next.fetch_add(1, Relaxed);
-        if let Some((place, ended)) = places.take(id, user) {
-            let (app, place) = (self.app.clone(), Arc::new(place));
-            return Some(Seat { app, place, ended, is_health_alone: false });
+    /// Takes a slot for a connection, or else a reserve slot for health checks.
+    fn admit(&self, slots: &Arc<ConnectionSlots>, user: Option<u32>) -> Option<Admission> {
+        let id = self.next_id.fetch_add(1, Relaxed);
+        if let Some((slot, taken)) = slots.take(id, user) {
+            let (app, slot) = (self.app.clone(), Arc::new(slot));
+            return Some(Admission { app, slot, taken, is_health_only: false });
         }
         self.node.traffic().http.turned_away.fetch_add(1, Relaxed);
-        self.remarks.say(|times| {
-            tracing::warn!(times, "all connections are busy: another one gets health alone");
+        self.log.log(|count| {
+            tracing::warn!(
+                count,
+                "HTTP connection limit reached: new connections are limited to health checks"
+            );
         });
-        let (place, ended) = self.health_places.take(id, None)?;
-        let (app, place) = (self.health.clone(), Arc::new(place));
-        Some(Seat { app, place, ended, is_health_alone: true })
+        let (slot, taken) = self.health_slots.take(id, None)?;
+        let (app, slot) = (self.health.clone(), Arc::new(slot));
+        Some(Admission { app, slot, taken, is_health_only: true })
     }
 
-    async fn serve_tcp(&self, stream: TcpStream, peer: SocketAddr, seat: Option<Seat>) {
-        let Some(mut seat) = seat else { return };
-        let _open = Open::count(&self.node);
+    async fn serve_tcp(&self, stream: TcpStream, peer: SocketAddr, admission: Option<Admission>) {
+        let Some(mut admission) = admission else { return };
+        let _counted = CountedConnection::new(&self.node);
         let tls = self.access.read().unwrap_or_else(PoisonError::into_inner).tls();
-        let Some(tls) = tls else { return self.answer(stream, Caller::Tcp, seat).await };
-        let handshake = timeout(self.head_timeout(&seat), TlsAcceptor::from(tls).accept(stream));
+        let Some(tls) = tls else { return self.serve(stream, Caller::Tcp, admission).await };
+        let handshake =
+            timeout(self.head_timeout(&admission), TlsAcceptor::from(tls).accept(stream));
         let handshake = tokio::select! {
             handshake = handshake => handshake,
-            _ = &mut seat.ended => return,
+            _ = &mut admission.taken => return,
         };
-        let failed = match handshake {
-            Ok(Ok(stream)) => return self.answer(stream, Caller::Tcp, seat).await,
+        let reason = match handshake {
+            Ok(Ok(stream)) => return self.serve(stream, Caller::Tcp, admission).await,
             Ok(Err(error)) => error.to_string(),
-            Err(_) => "it took too long".to_owned(),
+            Err(_) => "time-out".to_owned(),
         };
         self.node.traffic().http.handshake_failures.fetch_add(1, Relaxed);
-        self.remarks.say(|times| {
-            tracing::warn!(%peer, times, reason = %failed, "a TLS handshake failed");
+        self.log.log(|count| {
+            tracing::warn!(%peer, count, %reason, "TLS handshake failed");
         });
     }
 
-    async fn serve_unix(&self, stream: UnixStream, user: u32, seat: Option<Seat>) {
-        let Some(seat) = seat else { return };
-        let _open = Open::count(&self.node);
-        self.answer(stream, Caller::Unix { user }, seat).await;
+    async fn serve_unix(&self, stream: UnixStream, caller: Caller, admission: Option<Admission>) {
+        let Some(admission) = admission else { return };
+        let _counted = CountedConnection::new(&self.node);
+        self.serve(stream, caller, admission).await;
     }
 
-    fn head_timeout(&self, seat: &Seat) -> Duration {
-        let most = self.config.head_timeout;
-        if seat.is_health_alone { most.min(HEALTH_TIMEOUT) } else { most }
+    fn head_timeout(&self, admission: &Admission) -> Duration {
+        let limit = self.config.head_timeout;
+        if admission.is_health_only { limit.min(HEALTH_TIMEOUT) } else { limit }
     }
 
-    async fn answer<S>(&self, stream: S, caller: Caller, seat: Seat)
+    /// Serves requests until the connection ends, its slot is taken, its time is over or the
+    /// server stops. In the last two cases a response in progress is completed.
+    async fn serve<S>(&self, stream: S, caller: Caller, admission: Admission)
     where
         S: AsyncRead + AsyncWrite + Unpin,
     {
-        let head_timeout = self.head_timeout(&seat);
-        let Seat { app, place, mut ended, is_health_alone } = seat;
+        let head_timeout = self.head_timeout(&admission);
+        let Admission { app, slot, mut taken, is_health_only } = admission;
         let service = service_fn(|mut request: hyper::Request<hyper::body::Incoming>| {
             request.extensions_mut().insert(caller);
-            let (app, place) = (app.clone(), Arc::clone(&place));
+            let (app, slot) = (app.clone(), Arc::clone(&slot));
             async move {
-                // Health checks are quick; the next one may always have their place.
-                if !is_health_alone {
-                    place.note_busy();
+                // A reserve slot stays marked as idle, so that a new health check can always
+                // take it.
+                if !is_health_only {
+                    slot.set_busy();
                 }
                 let response = app.oneshot(request).await;
-                place.note_idle();
+                slot.set_idle();
                 response
             }
         });
         let connection = http1::Builder::new()
             .timer(TokioTimer::new())
-            .keep_alive(!is_health_alone)
+            .keep_alive(!is_health_only)
             .header_read_timeout(head_timeout)
             .max_buf_size(BUFFER_BYTES)
             .max_headers(64)
             .serve_connection(TokioIo::new(stream), service);
         let mut connection = std::pin::pin!(connection);
         let mut stop = self.stop.clone();
-        let most = self.config.connection_timeout;
-        let most = if is_health_alone { most.min(HEALTH_TIMEOUT) } else { most };
-        let over = tokio::select! {
-            over = &mut connection => Some(over),
-            // A newcomer has its place.
-            _ = &mut ended => return,
+        let limit = self.config.connection_timeout;
+        let limit = if is_health_only { limit.min(HEALTH_TIMEOUT) } else { limit };
+        let result = tokio::select! {
+            result = &mut connection => Some(result),
+            // A new connection has taken the slot.
+            _ = &mut taken => return,
             _ = stop.wait_for(Option::is_some) => None,
-            () = sleep(most) => None,
+            () = sleep(limit) => None,
         };
-        let over = if let Some(over) = over {
-            over
+        let result = if let Some(result) = result {
+            result
         } else {
             connection.as_mut().graceful_shutdown();
-            // A reader that does not take its answer is let go.
-            timeout(LAST_ANSWER, connection).await.unwrap_or(Ok(()))
+            // A client that does not read its response is disconnected.
+            timeout(LAST_RESPONSE_TIMEOUT, connection).await.unwrap_or(Ok(()))
         };
-        if let Err(error) = over {
-            tracing::debug!(%error, "a connection broke");
+        if let Err(error) = result {
+            tracing::debug!(%error, "connection failed");
         }
     }
 }
-/// One connection in the count, until it ends, however it ends.
-struct Open(Node);
 
-impl Open {
-    fn count(node: &Node) -> Self {
+/// Counts a connection as open until it is dropped.
+struct CountedConnection(Node);
+
+impl CountedConnection {
+    fn new(node: &Node) -> Self {
         node.traffic().http.connections.fetch_add(1, Relaxed);
         Self(node.clone())
     }
 }
 
-impl Drop for Open {
+impl Drop for CountedConnection {
     fn drop(&mut self) {
         self.0.traffic().http.connections.fetch_sub(1, Relaxed);
     }
 }
 
-/// Keeps a flood of refusals from becoming a flood of lines.
+/// Limits the rate of log lines, so that a flood of refusals does not flood the log.
 #[derive(Default)]
-struct Remarks {
-    unsaid: AtomicU64,
+struct ThrottledLog {
+    pending: AtomicU64,
     last: std::sync::Mutex<Option<Instant>>,
 }
 
-impl Remarks {
-    /// Says a line with how many it stands for, or keeps count for the next.
-    fn say(&self, line: impl FnOnce(u64)) {
-        let times = self.unsaid.fetch_add(1, Relaxed) + 1;
+impl ThrottledLog {
+    /// Writes a line with the number of events since the last one, at most once in
+    /// [`LOG_INTERVAL`].
+    fn log(&self, write: impl FnOnce(u64)) {
+        let count = self.pending.fetch_add(1, Relaxed) + 1;
         let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
-        if last.is_none_or(|last| last.elapsed() >= REMARK_INTERVAL) {
+        if last.is_none_or(|last| last.elapsed() >= LOG_INTERVAL) {
             *last = Some(Instant::now());
-            self.unsaid.store(0, Relaxed);
+            self.pending.store(0, Relaxed);
             drop(last);
-            line(times);
+            write(count);
         }
     }
 }

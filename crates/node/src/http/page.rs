@@ -1,7 +1,7 @@
-//! The status page: one page without anything from elsewhere, whose middle is fetched anew.
+//! The status page: one page without external resources. Its script reloads the main part.
 
 mod flows;
-mod shown;
+mod format;
 mod tables;
 
 use maud::{DOCTYPE, Markup, PreEscaped, html};
@@ -10,8 +10,8 @@ use crate::http::plot;
 use crate::samples::{Flow, Series};
 use crate::status::{ALL_TENANTS, HealthState, HitRate, NodeState, Status, View};
 
-pub(super) use shown::tier_hue;
-use shown::{bytes, count, percent, rate, time};
+pub(super) use format::tier_class;
+use format::{bytes, count, percent, rate, time};
 
 /// The whole page.
 pub(super) fn page(status: &Status, series: &Series, nonce: &str) -> Markup {
@@ -27,13 +27,15 @@ pub(super) fn page(status: &Status, series: &Series, nonce: &str) -> Markup {
                 noscript { meta http-equiv="refresh" content="5"; }
             }
             body {
-                main id="live" { (live(status, series)) }
+                main id="live" { (body(status, series)) }
                 footer {
                     a href="status.json" { "status.json" }
                     a href="metrics" { "metrics" }
                     a href="healthz" { "healthz" }
                     a href="readyz" { "readyz" }
-                    span id="lost" hidden { "The node does not answer; these are its last words." }
+                    span id="lost" hidden {
+                        "The node does not respond. This is its last known status."
+                    }
                 }
                 script nonce=(nonce) { (PreEscaped(include_str!("page/page.js"))) }
             }
@@ -41,15 +43,15 @@ pub(super) fn page(status: &Status, series: &Series, nonce: &str) -> Markup {
     }
 }
 
-/// What changes.
-pub(super) fn live(status: &Status, series: &Series) -> Markup {
+/// The part of the page that changes.
+pub(super) fn body(status: &Status, series: &Series) -> Markup {
     html! {
         (head(status))
         (scope(status))
         (alarms(status))
         (tiles(status, series))
         figure.wide {
-            h2 { "Where blocks are, and what moves" }
+            h2 { "Tiers and data flow" }
             div.flows-scroll { (flows::drawing(status, series)) }
         }
         div.plots {
@@ -62,7 +64,7 @@ pub(super) fn live(status: &Status, series: &Series) -> Markup {
                 h2 { "Bytes per second" }
                 ul.legend {
                     @for (flow, name) in plot::LINES {
-                        li { i class=(plot::hue(*flow)) {} (name) }
+                        li { i class=(plot::flow_class(*flow)) {} (name) }
                     }
                 }
                 (plot::rates(series))
@@ -94,7 +96,7 @@ fn head(status: &Status) -> Markup {
     }
 }
 
-/// Whose figures these are, when they are not all of the node.
+/// The scope of the page, if it is not the whole node.
 fn scope(status: &Status) -> Markup {
     html! {
         @match &status.view {
@@ -102,8 +104,8 @@ fn scope(status: &Status) -> Markup {
             View::Tenant(name) => { p.scope { "Tenant " b { (name) } "." } }
             View::Totals => {
                 p.scope {
-                    "Totals of all tenants. Figures by tenant, client and prefix need a token, or \
-                     the Unix socket: " code { "cascade status" } " or "
+                    "Totals of all tenants. For tenants, clients and prefixes, use a token or the \
+                     Unix socket: " code { "cascade status" } " or "
                     code {
                         "curl --unix-socket " (status.node.socket) ".http localhost/status.json"
                     }
@@ -122,45 +124,46 @@ fn alarms(status: &Status) -> Markup {
             @if health.state != HealthState::Healthy {
                 p.alarm {
                     b { "The circuit of tier " (tier.name) " of " (owner(&tenant.name)) " is open" }
-                    " for " (time(health.since_s)) "; its blocks are misses until it answers. "
-                    @if let Some(error) = &health.last_error { (error) }
+                    " for " (time(health.since_s)) ". Its blocks are misses until a probe \
+                    succeeds. "
+                    @if let Some(error) = &health.last_error { "Last error: " (error) }
                 }
             }
         }
         @for tenant in status.tenants.iter().filter(|tenant| tenant.damaged_blocks > 0) {
             p.alarm {
                 b { (count(tenant.damaged_blocks)) " damaged blocks" } " of " (owner(&tenant.name))
-                " were found and answered as misses. Look at the disk below the file tier."
+                " were answered as misses. Check the disk of the file tier."
             }
         }
         @if status.clients.stopped + status.clients.silent > 0 {
             p.alarm {
-                b { (status.clients.stopped) " stopped and " (status.clients.silent) " silent" }
-                " clients hold memory. See the clients below."
+                b { (status.clients.stopped) " stopped and " (status.clients.silent) " idle" }
+                " clients hold memory. See the list of clients."
             }
         }
     }
 }
 
-/// `tenant NAME`, or all of them.
+/// `tenant NAME`, or `all tenants`.
 fn owner(tenant: &str) -> String {
     if tenant == ALL_TENANTS { tenant.to_owned() } else { format!("tenant {tenant}") }
 }
 
-/// One figure that stands out.
-fn tile(value: &str, what: &str) -> Markup {
-    html! { div.tile { b { (value) } span { (what) } } }
+/// A tile with one important figure.
+fn tile(value: &str, label: &str) -> Markup {
+    html! { div.tile { b { (value) } span { (label) } } }
 }
 
 fn tiles(status: &Status, series: &Series) -> Markup {
-    let requested: f64 = series.pieces.iter().map(|piece| piece.requested).sum();
-    let matched: f64 = series.pieces.iter().flat_map(|piece| &piece.matched).sum();
+    let requested: f64 = series.slices.iter().map(|slice| slice.requested).sum();
+    let matched: f64 = series.slices.iter().flat_map(|slice| &slice.matched).sum();
     let since_start = HitRate::sum(status.tenants.iter().map(|tenant| &tenant.hit_rate)).ratio;
-    let lately = (requested >= 1.0).then(|| matched / requested);
-    let (hit_rate, when) = match (lately, since_start) {
-        (Some(lately), _) => (percent(lately), format!("hit rate, last {}", time(series.span_s))),
-        (None, Some(rate)) => (percent(rate), "hit rate since the start".to_owned()),
-        (None, None) => ("–".to_owned(), "hit rate: no block was requested yet".to_owned()),
+    let recent = (requested >= 1.0).then(|| matched / requested);
+    let (hit_rate, label) = match (recent, since_start) {
+        (Some(recent), _) => (percent(recent), format!("hit rate, last {}", time(series.span_s))),
+        (None, Some(rate)) => (percent(rate), "hit rate since start".to_owned()),
+        (None, None) => ("–".to_owned(), "hit rate (no requests yet)".to_owned()),
     };
     let load = status.server.operations.iter().find(|operation| operation.operation == "view");
     let load = load.and_then(|load| load.duration_s.quantile(0.99));
@@ -169,14 +172,14 @@ fn tiles(status: &Status, series: &Series) -> Markup {
     let clients = &status.clients;
     html! {
         div.tiles {
-            (tile(&hit_rate, &when))
-            (tile(&rate(series, Flow::Got), "read by clients"))
+            (tile(&hit_rate, &label))
+            (tile(&rate(series, Flow::Read), "read by clients"))
             (tile(&rate(series, Flow::Put), "put by clients"))
-            @if let Some(load) = load { (tile(&time(load), "p99 of loads")) }
-            (tile(&bytes(used), &format!("of {} of memory in use", bytes(pools))))
+            @if let Some(load) = load { (tile(&time(load), "load latency, p99")) }
+            (tile(&bytes(used), &format!("of {} DRAM used", bytes(pools))))
             (tile(
                 &count(clients.connected),
-                &format!("clients, {} under lease", bytes(clients.leased_bytes)),
+                &format!("clients, {} leased", bytes(clients.leased_bytes)),
             ))
         }
     }
@@ -185,7 +188,7 @@ fn tiles(status: &Status, series: &Series) -> Markup {
 fn hit_legend(series: &Series) -> Markup {
     html! {
         ul.legend {
-            @for tier in &series.tiers { li { i class=(tier_hue(tier)) {} (tier) } }
+            @for tier in &series.tiers { li { i class=(tier_class(tier)) {} (tier) } }
             li { i.c-miss {} "missed" }
         }
     }
@@ -198,8 +201,8 @@ mod tests {
         ClientStatus, HealthStatus, HotPrefix, ShadowStatus, TenantStatus, TierStatus,
     };
 
-    /// A status with something in every part of it.
-    fn full() -> Status {
+    /// A status with values in every part.
+    fn full_status() -> Status {
         let mut status = Status::default();
         let mut tenant = TenantStatus { name: "research".to_owned(), ..TenantStatus::default() };
         tenant.tiers = vec![TierStatus {
@@ -238,21 +241,21 @@ mod tests {
     }
 
     #[test]
-    fn each_part_of_a_status_has_its_place() {
-        let page = page(&full(), &Series::default(), "0").into_string();
+    fn the_page_shows_each_part_of_a_status() {
+        let page = page(&full_status(), &Series::default(), "0").into_string();
         for part in [
-            "What more capacity would give",
+            "Predicted hit rate at other capacities",
             "150 %",
             "62.5 %",
             "Hot prefixes",
             "abababababababab",
             "420",
-            "Clients that hold most",
+            "Clients by memory held",
             "4711",
             "The circuit of tier files of tenant research is open",
             "input/output error",
             "3 damaged blocks",
-            "1 stopped and 0 silent",
+            "1 stopped and 0 idle",
             "node: a note &amp; more",
             "research",
         ] {
@@ -261,8 +264,8 @@ mod tests {
     }
 
     #[test]
-    fn what_a_client_calls_itself_cannot_become_part_of_the_page() {
-        let page = page(&full(), &Series::default(), "0").into_string();
+    fn html_in_the_name_of_a_client_is_escaped() {
+        let page = page(&full_status(), &Series::default(), "0").into_string();
         assert!(page.contains("&lt;script&gt;alert(1)"));
         assert!(!page.contains("<script>"));
     }

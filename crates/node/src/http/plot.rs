@@ -1,12 +1,12 @@
-//! The plots of the page, drawn as SVG whose colours the page's style sheet decides.
+//! The plots of the page, as SVG. Colours come from the style sheet of the page.
 
 use std::fmt::Write;
 
 use cascade_block::ByteSize;
 use maud::{Markup, html};
 
-use crate::http::page::tier_hue;
-use crate::samples::{Flow, PIECES, Piece, Series};
+use crate::http::page::tier_class;
+use crate::samples::{Flow, SLICE_COUNT, Series, TimeSlice};
 
 const WIDTH: f64 = 480.0;
 const HEIGHT: f64 = 220.0;
@@ -15,18 +15,18 @@ const RIGHT: f64 = 12.0;
 const TOP: f64 = 10.0;
 const BOTTOM: f64 = 28.0;
 
-/// The flows that are drawn as lines, and what they are called.
+/// The flows that are drawn as lines, with their labels.
 pub(super) const LINES: &[(Flow, &str)] = &[
-    (Flow::Got, "read"),
+    (Flow::Read, "read"),
     (Flow::Put, "put"),
     (Flow::Demoted, "demoted"),
     (Flow::Promoted, "promoted"),
 ];
 
-/// The class that gives a flow its colour.
-pub(super) fn hue(flow: Flow) -> &'static str {
+/// The CSS class with the colour of a flow.
+pub(super) fn flow_class(flow: Flow) -> &'static str {
     match flow {
-        Flow::Got => "c-got",
+        Flow::Read => "c-got",
         Flow::Put => "c-put",
         Flow::Demoted => "c-demoted",
         Flow::Promoted => "c-promoted",
@@ -34,39 +34,39 @@ pub(super) fn hue(flow: Flow) -> &'static str {
     }
 }
 
-/// The hit rate, stacked by the tier that matched, over time.
+/// The plot of the hit rate over time, stacked by the tier that matched.
 pub(super) fn hits(series: &Series) -> Markup {
     let mut areas: Vec<(&str, String)> = Vec::new();
-    let mut base = vec![0.0; series.pieces.len()];
+    let mut base = vec![0.0; series.slices.len()];
     for (at, tier) in series.tiers.iter().enumerate() {
-        let path = stack(series, &mut base, |piece| piece.matched[at]);
-        areas.push((tier_hue(tier), path));
+        let path = stack(series, &mut base, |slice| slice.matched[at]);
+        areas.push((tier_class(tier), path));
     }
-    let missed = |piece: &Piece| piece.requested - piece.matched.iter().sum::<f64>();
+    let missed = |slice: &TimeSlice| slice.requested - slice.matched.iter().sum::<f64>();
     areas.push(("c-miss", stack(series, &mut base, missed)));
     let ticks = [0.0, 0.25, 0.5, 0.75, 1.0].map(|share| (share, format!("{:.0} %", share * 100.0)));
-    let is_quiet = series.pieces.iter().all(|piece| piece.requested <= 0.0);
+    let is_empty = series.slices.iter().all(|slice| slice.requested <= 0.0);
     html! {
         svg.plot viewBox={ "0 0 " (WIDTH) " " (HEIGHT) } role="img" data-plot="hits"
             aria-label="Hit rate by tier, over time" {
             (axes(series, &ticks))
             @for (class, path) in &areas { path class={ "area " (class) } d=(path) {} }
-            @if is_quiet { (quiet("no block was requested in this time")) }
+            @if is_empty { (empty_label("no requests in this period")) }
         }
     }
 }
 
-/// One layer of a stack: a step for each piece, on top of what is there.
-fn stack(series: &Series, base: &mut [f64], amount: impl Fn(&Piece) -> f64) -> String {
+/// One layer of a stack: a bar for each time slice, on top of the layers below (`base`).
+fn stack(series: &Series, base: &mut [f64], amount: impl Fn(&TimeSlice) -> f64) -> String {
     let mut path = String::new();
-    for (at, (piece, base)) in series.pieces.iter().zip(base).enumerate() {
-        if piece.requested <= 0.0 {
+    for (at, (slice, base)) in series.slices.iter().zip(base).enumerate() {
+        if slice.requested <= 0.0 {
             continue;
         }
-        let share = (amount(piece) / piece.requested).clamp(0.0, 1.0 - *base);
+        let share = (amount(slice) / slice.requested).clamp(0.0, 1.0 - *base);
         if share > 0.0 {
-            let (left, right) = (across(at), across(at + 1));
-            let (low, high) = (up(*base), up(*base + share));
+            let (left, right) = (x(at), x(at + 1));
+            let (low, high) = (y(*base), y(*base + share));
             draw(&mut path, format_args!("M{left:.1} {low:.1}H{right:.1}V{high:.1}H{left:.1}Z"));
             *base += share;
         }
@@ -74,22 +74,22 @@ fn stack(series: &Series, base: &mut [f64], amount: impl Fn(&Piece) -> f64) -> S
     path
 }
 
-/// Bytes a second of the flows, over time.
+/// The plot of the flows in bytes per second, over time.
 pub(super) fn rates(series: &Series) -> Markup {
     let all = LINES
         .iter()
-        .flat_map(|(flow, _)| series.pieces.iter().filter_map(move |piece| piece.rate(*flow)));
-    let most = all.fold(0.0, f64::max);
-    let top = round_up(most);
+        .flat_map(|(flow, _)| series.slices.iter().filter_map(move |slice| slice.rate(*flow)));
+    let maximum = all.fold(0.0, f64::max);
+    let top = axis_top(maximum);
     let ticks = [0.0, 0.25, 0.5, 0.75, 1.0].map(|share| (share, size(share * top)));
     html! {
         svg.plot viewBox={ "0 0 " (WIDTH) " " (HEIGHT) } role="img" data-plot="rates"
             aria-label="Bytes per second read, put, demoted and promoted, over time" {
             (axes(series, &ticks))
             @for (flow, _) in LINES {
-                path class={ "line " (hue(*flow)) } d=(line(series, *flow, top)) {}
+                path class={ "line " (flow_class(*flow)) } d=(line(series, *flow, top)) {}
             }
-            @if most <= 0.0 { (quiet("nothing moved in this time")) }
+            @if maximum <= 0.0 { (empty_label("no data flow in this period")) }
         }
     }
 }
@@ -97,12 +97,13 @@ pub(super) fn rates(series: &Series) -> Markup {
 fn line(series: &Series, flow: Flow, top: f64) -> String {
     let mut path = String::new();
     let mut is_drawing = false;
-    for (at, piece) in series.pieces.iter().enumerate() {
-        let Some(rate) = piece.rate(flow) else {
+    for (at, slice) in series.slices.iter().enumerate() {
+        // A slice without samples is a gap in the line.
+        let Some(rate) = slice.rate(flow) else {
             is_drawing = false;
             continue;
         };
-        let (from, to, height) = (across(at), across(at + 1), up(rate / top));
+        let (from, to, height) = (x(at), x(at + 1), y(rate / top));
         let pen = if is_drawing { 'L' } else { 'M' };
         draw(&mut path, format_args!("{pen}{from:.1} {height:.1}H{to:.1}"));
         is_drawing = true;
@@ -116,8 +117,8 @@ fn axes(series: &Series, ticks: &[(f64, String)]) -> Markup {
     let right = WIDTH - RIGHT;
     html! {
         @for (share, label) in ticks {
-            line.grid x1=(LEFT) x2=(right) y1=(up(*share)) y2=(up(*share)) {}
-            text.tick x=(LEFT - 6.0) y=(up(*share) + 4.0) text-anchor="end" { (label) }
+            line.grid x1=(LEFT) x2=(right) y1=(y(*share)) y2=(y(*share)) {}
+            text.tick x=(LEFT - 6.0) y=(y(*share) + 4.0) text-anchor="end" { (label) }
         }
         @for (share, ago) in times {
             @let anchor = if share > 0.9 { "end" } else { "middle" };
@@ -130,34 +131,36 @@ fn axes(series: &Series, ticks: &[(f64, String)]) -> Markup {
     }
 }
 
-fn quiet(reason: &str) -> Markup {
+/// The label of a plot without data.
+fn empty_label(reason: &str) -> Markup {
     html! {
         text.quiet x=((LEFT + WIDTH - RIGHT) / 2.0) y=((TOP + HEIGHT - BOTTOM) / 2.0)
             text-anchor="middle" { (reason) }
     }
 }
 
-/// Where a piece begins.
-#[expect(clippy::cast_precision_loss, reason = "a place among sixty")]
-fn across(at: usize) -> f64 {
-    LEFT + (WIDTH - LEFT - RIGHT) * at as f64 / PIECES as f64
+/// Horizontal position of the start of a time slice.
+#[expect(clippy::cast_precision_loss, reason = "an index below sixty")]
+fn x(at: usize) -> f64 {
+    LEFT + (WIDTH - LEFT - RIGHT) * at as f64 / SLICE_COUNT as f64
 }
 
-/// How high a share of the axis is.
-fn up(share: f64) -> f64 {
+/// Vertical position of a share of the axis.
+fn y(share: f64) -> f64 {
     HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * share.clamp(0.0, 1.0)
 }
 
-/// The next power of two, so that the axis rarely changes and its quarters are round.
-fn round_up(most: f64) -> f64 {
-    if most < 4096.0 { 4096.0 } else { most.log2().ceil().exp2() }
+/// The top of the axis: the next power of two, so that it rarely changes and its quarters are
+/// round.
+fn axis_top(maximum: f64) -> f64 {
+    if maximum < 4096.0 { 4096.0 } else { maximum.log2().ceil().exp2() }
 }
 
-#[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "bytes for people")]
+#[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "bytes for display")]
 fn size(bytes: f64) -> String {
     if bytes <= 0.0 { "0".to_owned() } else { ByteSize(bytes.round() as u64).to_string() }
 }
 
 fn draw(path: &mut String, step: std::fmt::Arguments<'_>) {
-    path.write_fmt(step).expect("a string takes whatever is written to it");
+    path.write_fmt(step).expect("writing to a String cannot fail");
 }

@@ -1,4 +1,4 @@
-//! What can be asked over HTTP. Nothing here changes anything: that is on the node's own socket.
+//! The routes of the HTTP server. All are read-only: commands go through the node's own socket.
 
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, PoisonError, RwLock};
@@ -18,10 +18,10 @@ use ring::rand::{SecureRandom, SystemRandom};
 use serde_json::json;
 use tracing::Instrument;
 
-use crate::http::access::{Access, Caller};
-use crate::http::answers::{Answers, Wish};
+use crate::http::access::{Caller, HttpAccess};
+use crate::http::responses::{ResponseKind, ResponseQueue};
 use crate::http::runbooks::runbook;
-use crate::metrics::Format;
+use crate::metrics::MetricsFormat;
 use crate::node::Node;
 use crate::status::View;
 use crate::telemetry::{TraceContext, request_span};
@@ -30,38 +30,39 @@ type Current<T> = Arc<RwLock<Arc<T>>>;
 
 const HTML: &str = "text/html; charset=utf-8";
 
-/// Everything.
-pub(super) fn router(node: &Node, access: &Current<Access>) -> Router {
+/// All routes.
+pub(super) fn router(node: &Node, access: &Current<HttpAccess>) -> Router {
     let guarded = Router::new()
         .route("/", get(status_page))
-        .route("/live", get(live))
+        .route("/live", get(page_body))
         .route("/status.json", get(status_json))
         .route("/metrics", get(scrape))
         .layer(from_fn_with_state((node.clone(), Arc::clone(access)), guard))
-        .with_state(Answers::new(node));
+        .with_state(ResponseQueue::new(node));
     let runbooks = Router::new().route("/runbooks/{alert}", get(runbook));
     health(node).merge(runbooks).merge(guarded).layer(from_fn_with_state(node.clone(), observe))
 }
 
-/// Health alone, for connections beyond those that there are places for.
+/// Only the health checks, for connections above the limit.
 pub(super) fn health_router(node: &Node) -> Router {
     let observe = from_fn_with_state(node.clone(), observe);
-    health(node).fallback(too_many).layer(observe)
+    health(node).fallback(connection_limit_reached).layer(observe)
 }
 
 fn health(node: &Node) -> Router {
-    // Answers of its own: it does not wait for a status that is being taken.
-    let readiness = Router::new().route("/readyz", get(readyz)).with_state(Answers::new(node));
+    // A separate queue, so that readiness does not wait for a status that is being taken.
+    let readiness =
+        Router::new().route("/readyz", get(readyz)).with_state(ResponseQueue::new(node));
     Router::new().route("/healthz", get(healthz)).merge(readiness)
 }
 
-async fn too_many() -> Response {
-    let reason =
-        "all connections are busy, and this one gets /healthz and /readyz alone; ask again";
+async fn connection_limit_reached() -> Response {
+    let reason = "connection limit reached: this connection serves only /healthz and /readyz; \
+                  retry";
     (StatusCode::SERVICE_UNAVAILABLE, Json(json!({"error": reason}))).into_response()
 }
 
-/// Counts a request, gives it a span, and says what holds for every answer.
+/// Counts a request, traces it, and sets the headers that all responses have.
 async fn observe(State(node): State<Node>, request: Request, next: Next) -> Response {
     let parent = request.headers().get("traceparent").and_then(|header| header.to_str().ok());
     let operation = match request.uri().path() {
@@ -78,21 +79,21 @@ async fn observe(State(node): State<Node>, request: Request, next: Next) -> Resp
     response
 }
 
-/// Finds out how much the caller may see, or refuses.
+/// Determines what the caller may see, or refuses the request.
 async fn guard(
-    State((node, access)): State<(Node, Current<Access>)>,
+    State((node, access)): State<(Node, Current<HttpAccess>)>,
     mut request: Request,
     next: Next,
 ) -> Response {
     let access = Arc::clone(&access.read().unwrap_or_else(PoisonError::into_inner));
     let caller = request.extensions().get().copied().unwrap_or(Caller::Tcp);
-    let of_token = |token: &[u8]| {
-        // The token decides, whoever the user is.
+    let view_of_token = |token: &[u8]| {
+        // With a token, the user does not matter.
         let tenant = node.tenants().identify(u32::MAX, Some(token)).ok()?;
         Some(View::of_tenant(&tenant))
     };
-    let of_user = |user| View::of_user(&node, user);
-    let status = match access.check(caller, request.headers(), of_token, of_user) {
+    let view_of_peer = |user, group| View::of_peer(&node, user, group);
+    let status = match access.check(caller, request.headers(), view_of_token, view_of_peer) {
         Ok(view) => {
             request.extensions_mut().insert(view);
             return next.run(request).await;
@@ -101,68 +102,72 @@ async fn guard(
     };
     node.traffic().http.refused.fetch_add(1, Relaxed);
     if status == StatusCode::UNAUTHORIZED {
-        let reason = json!({"error": "this needs a token, as `Authorization: Bearer TOKEN`"});
+        let reason = json!({"error": "token required, as `Authorization: Bearer TOKEN`"});
         let mut response = (status, Json(reason)).into_response();
         let headers = response.headers_mut();
         headers.append(WWW_AUTHENTICATE, HeaderValue::from_static("Bearer realm=\"cascade\""));
-        // For people: a browser asks for the token as the password of any user.
+        // Makes a browser prompt for the token, as the password of any user name.
         headers.append(WWW_AUTHENTICATE, HeaderValue::from_static("Basic realm=\"cascade\""));
         return response;
     }
-    let reason = json!({"error": "ask by address or as localhost, not by another name"});
+    let reason = json!({"error": "wrong Host header: use the IP address or localhost in the URL"});
     (status, Json(reason)).into_response()
 }
 
-/// The process lives: it answers.
+/// Liveness: succeeds while the process responds.
 async fn healthz() -> Json<serde_json::Value> {
     Json(json!({"healthy": true}))
 }
 
-/// The node serves, or why it does not.
-async fn readyz(State(answers): State<Arc<Answers>>) -> Response {
-    let reason = match answers.ask(View::Totals, Wish::Unready).await {
+/// Readiness, with the reason if the node is not ready.
+async fn readyz(State(responses): State<Arc<ResponseQueue>>) -> Response {
+    let reason = match responses.request(View::Totals, ResponseKind::Readiness).await {
         Some(reason) if reason.is_empty() => return Json(json!({"ready": true})).into_response(),
         Some(reason) => String::from_utf8_lossy(&reason).into_owned(),
-        None => "the store does not answer".to_owned(),
+        None => "the store does not respond".to_owned(),
     };
     let body = json!({"ready": false, "reason": reason});
     (StatusCode::SERVICE_UNAVAILABLE, Json(body)).into_response()
 }
 
-/// An answer with its type, or that there is none in time.
-fn typed(content_type: &'static str, answer: Option<Bytes>) -> Response {
-    if let Some(text) = answer {
+/// A response with its content type, or the error of a time-out.
+fn with_type(content_type: &'static str, response: Option<Bytes>) -> Response {
+    if let Some(text) = response {
         ([(CONTENT_TYPE, content_type)], text).into_response()
     } else {
-        let reason = json!({"error": "the node's figures could not be had; see its log"});
+        let reason = json!({"error": "the status is not available in time; see the node's log"});
         (StatusCode::SERVICE_UNAVAILABLE, Json(reason)).into_response()
     }
 }
 
 async fn status_json(
-    State(answers): State<Arc<Answers>>,
+    State(responses): State<Arc<ResponseQueue>>,
     Extension(view): Extension<View>,
 ) -> Response {
-    typed("application/json", answers.ask(view, Wish::Json).await)
+    with_type("application/json", responses.request(view, ResponseKind::Json).await)
 }
 
 async fn scrape(
-    State(answers): State<Arc<Answers>>,
+    State(responses): State<Arc<ResponseQueue>>,
     Extension(view): Extension<View>,
     headers: HeaderMap,
 ) -> Response {
     let accept = headers.get(ACCEPT).and_then(|accept| accept.to_str().ok());
-    let format = Format::accepted(accept);
-    typed(format.content_type(), answers.ask(view, Wish::Metrics(format)).await)
+    let format = MetricsFormat::accepted(accept);
+    let response = responses.request(view, ResponseKind::Metrics(format)).await;
+    with_type(format.content_type(), response)
 }
 
 /// The part of the page that changes.
-async fn live(State(answers): State<Arc<Answers>>, Extension(view): Extension<View>) -> Response {
-    typed(HTML, answers.ask(view, Wish::Live).await)
+async fn page_body(
+    State(responses): State<Arc<ResponseQueue>>,
+    Extension(view): Extension<View>,
+) -> Response {
+    with_type(HTML, responses.request(view, ResponseKind::PageBody).await)
 }
 
 async fn status_page(
-    State(answers): State<Arc<Answers>>,
+    State(responses): State<Arc<ResponseQueue>>,
     Extension(view): Extension<View>,
 ) -> Response {
     let mut nonce = [0; 16];
@@ -176,6 +181,6 @@ async fn status_page(
          frame-ancestors 'none'"
     );
     let headers = [(CONTENT_SECURITY_POLICY, policy), (REFERRER_POLICY, "no-referrer".to_owned())];
-    let page = typed(HTML, answers.ask(view, Wish::Page { nonce }).await);
+    let page = with_type(HTML, responses.request(view, ResponseKind::Page { nonce }).await);
     (headers, page).into_response()
 }

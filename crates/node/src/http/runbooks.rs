@@ -1,11 +1,11 @@
-//! What to do about each alert: the pages that `runbook_url` of an alert leads to.
+//! Serves the runbooks: the pages that the `runbook_url` of an alert links to.
 
 use axum::extract::Path;
 use axum::http::StatusCode;
 use axum::http::header::CONTENT_TYPE;
 use axum::response::{IntoResponse, Response};
 
-/// Each alert of `packaging/prometheus/alerts.yml` and its page.
+/// The alerts in `packaging/prometheus/alerts.yml` and their runbooks.
 const RUNBOOKS: &[(&str, &str)] = &[
     ("CascadeNotReady", include_str!("runbooks/CascadeNotReady.md")),
     ("CascadeTierOpen", include_str!("runbooks/CascadeTierOpen.md")),
@@ -16,7 +16,7 @@ const RUNBOOKS: &[(&str, &str)] = &[
     ("CascadePutsFail", include_str!("runbooks/CascadePutsFail.md")),
 ];
 
-/// The page of an alert, as text.
+/// The runbook of an alert, as text.
 pub(super) async fn runbook(Path(alert): Path<String>) -> Response {
     let found = RUNBOOKS.iter().find(|(name, _)| *name == alert);
     let Some((_, page)) = found else { return StatusCode::NOT_FOUND.into_response() };

@@ -1,23 +1,23 @@
-//! Metric families of the process, its clients and its ports.
+//! Metric families of the process, its clients, HTTP and traces.
 
-use crate::metrics::{Family, Kind};
+use crate::metrics::{MetricFamily, MetricKind};
 use crate::status::NodeState;
 
-/// These families, in the order of a scrape.
-pub(super) const FAMILIES: &[Family] = &[
-    Family {
+/// The families, in the order of a scrape.
+pub(super) const FAMILIES: &[MetricFamily] = &[
+    MetricFamily {
         name: "cascade_build_info",
-        kind: Kind::Gauge,
-        help: "1, labelled with the version that runs",
+        kind: MetricKind::Gauge,
+        help: "Always 1, with the version as a label",
         labels: &["version"],
         read: |status, samples| {
             samples.add(&[&status.node.version], 1);
         },
     },
-    Family {
+    MetricFamily {
         name: "cascade_node_state",
-        kind: Kind::Gauge,
-        help: "1 for the state that the node is in, 0 for the others",
+        kind: MetricKind::Gauge,
+        help: "1 for the current state of the node, 0 for the others",
         labels: &["state"],
         read: |status, samples| {
             for state in NodeState::ALL {
@@ -25,154 +25,154 @@ pub(super) const FAMILIES: &[Family] = &[
             }
         },
     },
-    Family {
+    MetricFamily {
         name: "cascade_uptime_seconds",
-        kind: Kind::Gauge,
+        kind: MetricKind::Gauge,
         help: "Time since the node started",
         labels: &[],
         read: |status, samples| {
-            samples.add_real(&[], status.node.uptime_s);
+            samples.add_float(&[], status.node.uptime_s);
         },
     },
-    Family {
+    MetricFamily {
         name: "process_cpu_seconds",
-        kind: Kind::Counter,
+        kind: MetricKind::Counter,
         help: "Total user and system CPU time spent in seconds",
         labels: &[],
         read: |status, samples| {
-            samples.add_real(&[], status.node.cpu_s);
+            samples.add_float(&[], status.node.cpu_s);
         },
     },
-    Family {
+    MetricFamily {
         name: "process_resident_memory_bytes",
-        kind: Kind::Gauge,
-        help: "Resident memory size in bytes, touched pages of the pools included",
+        kind: MetricKind::Gauge,
+        help: "Resident memory size in bytes, including touched pages of the pools",
         labels: &[],
         read: |status, samples| {
             samples.add(&[], status.node.memory_bytes);
         },
     },
-    Family {
+    MetricFamily {
         name: "process_virtual_memory_bytes",
-        kind: Kind::Gauge,
+        kind: MetricKind::Gauge,
         help: "Virtual memory size in bytes",
         labels: &[],
         read: |status, samples| {
             samples.add(&[], status.node.virtual_memory_bytes);
         },
     },
-    Family {
+    MetricFamily {
         name: "process_open_fds",
-        kind: Kind::Gauge,
+        kind: MetricKind::Gauge,
         help: "Number of open file descriptors",
         labels: &[],
         read: |status, samples| {
             samples.add(&[], status.node.open_files);
         },
     },
-    Family {
+    MetricFamily {
         name: "process_max_fds",
-        kind: Kind::Gauge,
+        kind: MetricKind::Gauge,
         help: "Maximum number of open file descriptors",
         labels: &[],
         read: |status, samples| {
             samples.add(&[], status.node.open_files_max);
         },
     },
-    Family {
+    MetricFamily {
         name: "process_start_time_seconds",
-        kind: Kind::Gauge,
+        kind: MetricKind::Gauge,
         help: "Start time of the process since unix epoch in seconds",
         labels: &[],
         read: |status, samples| {
-            samples.add_real(&[], status.node.started_unix_s);
+            samples.add_float(&[], status.node.started_unix_s);
         },
     },
-    Family {
+    MetricFamily {
         name: "process_threads",
-        kind: Kind::Gauge,
+        kind: MetricKind::Gauge,
         help: "Number of OS threads in the process",
         labels: &[],
         read: |status, samples| {
             samples.add(&[], status.node.threads);
         },
     },
-    Family {
+    MetricFamily {
         name: "cascade_clients",
-        kind: Kind::Gauge,
+        kind: MetricKind::Gauge,
         help: "Clients connected to the Unix socket",
         labels: &[],
         read: |status, samples| {
             samples.add(&[], status.clients.connected);
         },
     },
-    Family {
+    MetricFamily {
         name: "cascade_stopped_clients",
-        kind: Kind::Gauge,
-        help: "Clients that a signal stopped",
+        kind: MetricKind::Gauge,
+        help: "Clients stopped by a signal",
         labels: &[],
         read: |status, samples| {
             samples.add(&[], status.clients.stopped);
         },
     },
-    Family {
+    MetricFamily {
         name: "cascade_silent_clients",
-        kind: Kind::Gauge,
-        help: "Clients that hold leases without a word for a minute",
+        kind: MetricKind::Gauge,
+        help: "Clients that hold leases and have been idle for a minute",
         labels: &[],
         read: |status, samples| {
             samples.add(&[], status.clients.silent);
         },
     },
-    Family {
+    MetricFamily {
         name: "cascade_reaped_clients",
-        kind: Kind::Counter,
-        help: "Clients that were cut off or died while they held something",
+        kind: MetricKind::Counter,
+        help: "Clients that disconnected or died while they held leases or reservations",
         labels: &[],
         read: |status, samples| {
             samples.add(&[], status.clients.reaped);
         },
     },
-    Family {
+    MetricFamily {
         name: "cascade_leases",
-        kind: Kind::Gauge,
+        kind: MetricKind::Gauge,
         help: "Blocks under lease",
         labels: &[],
         read: |status, samples| {
             samples.add(&[], status.clients.leases);
         },
     },
-    Family {
+    MetricFamily {
         name: "cascade_leased_bytes",
-        kind: Kind::Gauge,
+        kind: MetricKind::Gauge,
         help: "Bytes under lease",
         labels: &[],
         read: |status, samples| {
             samples.add(&[], status.clients.leased_bytes);
         },
     },
-    Family {
+    MetricFamily {
         name: "cascade_filling_bytes",
-        kind: Kind::Gauge,
-        help: "Bytes that clients reserved and are filling",
+        kind: MetricKind::Gauge,
+        help: "Bytes reserved by clients and not sealed yet",
         labels: &[],
         read: |status, samples| {
             samples.add(&[], status.clients.reserved_bytes);
         },
     },
-    Family {
+    MetricFamily {
         name: "cascade_oldest_lease_seconds",
-        kind: Kind::Gauge,
-        help: "Age of the oldest lease, 0 without any",
+        kind: MetricKind::Gauge,
+        help: "Age of the oldest lease, 0 if there is none",
         labels: &[],
         read: |status, samples| {
-            samples.add_real(&[], status.clients.oldest_lease_s.unwrap_or(0.0));
+            samples.add_float(&[], status.clients.oldest_lease_s.unwrap_or(0.0));
         },
     },
-    Family {
+    MetricFamily {
         name: "cascade_request_duration_seconds",
-        kind: Kind::Histogram,
-        help: "Time from a request on the Unix socket to its answer",
+        kind: MetricKind::Histogram,
+        help: "Duration of a request on the Unix socket",
         labels: &["operation"],
         read: |status, samples| {
             for op in &status.server.operations {
@@ -180,9 +180,9 @@ pub(super) const FAMILIES: &[Family] = &[
             }
         },
     },
-    Family {
+    MetricFamily {
         name: "cascade_request_failures",
-        kind: Kind::Counter,
+        kind: MetricKind::Counter,
         help: "Requests on the Unix socket that failed as a whole",
         labels: &["operation"],
         read: |status, samples| {
@@ -191,10 +191,10 @@ pub(super) const FAMILIES: &[Family] = &[
             }
         },
     },
-    Family {
+    MetricFamily {
         name: "cascade_request_blocks",
-        kind: Kind::Histogram,
-        help: "Blocks in a request",
+        kind: MetricKind::Histogram,
+        help: "Blocks per request",
         labels: &["operation"],
         read: |status, samples| {
             for op in &status.server.operations {
@@ -202,10 +202,10 @@ pub(super) const FAMILIES: &[Family] = &[
             }
         },
     },
-    Family {
+    MetricFamily {
         name: "cascade_request_bytes",
-        kind: Kind::Histogram,
-        help: "Bytes of the blocks that a request moved or leased",
+        kind: MetricKind::Histogram,
+        help: "Bytes of the blocks that a request copied or leased",
         labels: &["operation"],
         read: |status, samples| {
             for op in &status.server.operations {
@@ -213,10 +213,10 @@ pub(super) const FAMILIES: &[Family] = &[
             }
         },
     },
-    Family {
+    MetricFamily {
         name: "cascade_request_speed_bytes_per_second",
-        kind: Kind::Histogram,
-        help: "Bytes a second of a request that moved or leased bytes",
+        kind: MetricKind::Histogram,
+        help: "Throughput of requests that copied or leased blocks",
         labels: &["operation"],
         read: |status, samples| {
             for op in &status.server.operations {
@@ -224,73 +224,73 @@ pub(super) const FAMILIES: &[Family] = &[
             }
         },
     },
-    Family {
+    MetricFamily {
         name: "cascade_lookup_hit_blocks",
-        kind: Kind::Histogram,
-        help: "Leading blocks that a lookup found",
+        kind: MetricKind::Histogram,
+        help: "Leading blocks that a lookup matched",
         labels: &[],
         read: |status, samples| {
             samples.add_histogram(&[], &status.server.lookup_hit_blocks);
         },
     },
-    Family {
+    MetricFamily {
         name: "cascade_lookup_hit_ratio",
-        kind: Kind::Histogram,
-        help: "Share of a lookup's blocks that were found, 0 to 1",
+        kind: MetricKind::Histogram,
+        help: "Share of the blocks of a lookup that matched, 0 to 1",
         labels: &[],
         read: |status, samples| {
             samples.add_histogram(&[], &status.server.lookup_hit_ratio);
         },
     },
-    Family {
+    MetricFamily {
         name: "cascade_http_connections",
-        kind: Kind::Gauge,
-        help: "Connections to the TCP port",
+        kind: MetricKind::Gauge,
+        help: "Open HTTP connections",
         labels: &[],
         read: |status, samples| {
             samples.add(&[], status.server.http.connections);
         },
     },
-    Family {
+    MetricFamily {
         name: "cascade_http_requests",
-        kind: Kind::Counter,
-        help: "Requests on the TCP port",
+        kind: MetricKind::Counter,
+        help: "HTTP requests",
         labels: &[],
         read: |status, samples| {
             samples.add(&[], status.server.http.requests);
         },
     },
-    Family {
+    MetricFamily {
         name: "cascade_http_refused",
-        kind: Kind::Counter,
-        help: "Requests on the TCP port without a right to what they asked for",
+        kind: MetricKind::Counter,
+        help: "HTTP requests refused for a missing or wrong token, or a wrong Host header",
         labels: &[],
         read: |status, samples| {
             samples.add(&[], status.server.http.refused);
         },
     },
-    Family {
+    MetricFamily {
         name: "cascade_http_turned_away",
-        kind: Kind::Counter,
-        help: "Connections to the TCP port that were one too many",
+        kind: MetricKind::Counter,
+        help: "HTTP connections limited to health checks or refused at the connection limit",
         labels: &[],
         read: |status, samples| {
             samples.add(&[], status.server.http.turned_away);
         },
     },
-    Family {
+    MetricFamily {
         name: "cascade_http_handshake_failures",
-        kind: Kind::Counter,
-        help: "TLS handshakes on the TCP port that failed",
+        kind: MetricKind::Counter,
+        help: "TLS handshakes that failed",
         labels: &[],
         read: |status, samples| {
             samples.add(&[], status.server.http.handshake_failures);
         },
     },
-    Family {
+    MetricFamily {
         name: "cascade_exported_spans",
-        kind: Kind::Counter,
-        help: "Spans that the trace collector took",
+        kind: MetricKind::Counter,
+        help: "Spans accepted by the trace collector",
         labels: &[],
         read: |status, samples| {
             if let Some(traces) = &status.traces {
@@ -298,10 +298,10 @@ pub(super) const FAMILIES: &[Family] = &[
             }
         },
     },
-    Family {
+    MetricFamily {
         name: "cascade_lost_spans",
-        kind: Kind::Counter,
-        help: "Spans lost because the trace collector was slow, away or refused them",
+        kind: MetricKind::Counter,
+        help: "Spans dropped because the trace collector was slow, unavailable or refused them",
         labels: &[],
         read: |status, samples| {
             if let Some(traces) = &status.traces {

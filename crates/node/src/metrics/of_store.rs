@@ -1,122 +1,122 @@
 //! Metric families of the tenants' stores.
 
-use crate::metrics::{Family, Kind};
+use crate::metrics::{MetricFamily, MetricKind};
 use crate::status::{HealthState, HealthStatus, Status, TenantStatus, TierStatus};
 
-/// These families, in the order of a scrape.
-pub(super) const FAMILIES: &[Family] = &[
-    Family {
+/// The families, in the order of a scrape.
+pub(super) const FAMILIES: &[MetricFamily] = &[
+    MetricFamily {
         name: "cascade_requested_blocks",
-        kind: Kind::Counter,
-        help: "Blocks requested: by lookups, and by reads without one before",
+        kind: MetricKind::Counter,
+        help: "Blocks requested: by lookups, and by reads without a lookup",
         labels: &["tenant"],
         read: |status, samples| {
             each_tenant(status, |t| samples.add(&[&t.name], t.hit_rate.requested_blocks));
         },
     },
-    Family {
+    MetricFamily {
         name: "cascade_matched_blocks",
-        kind: Kind::Counter,
-        help: "Requested blocks that were there, by the fastest tier that had them",
+        kind: MetricKind::Counter,
+        help: "Requested blocks that matched, by the fastest tier that had them",
         labels: &["tenant", "tier"],
         read: |status, samples| {
             each_tier(status, |t, tier| samples.add(&[&t.name, &tier.name], tier.matched_blocks));
         },
     },
-    Family {
+    MetricFamily {
         name: "cascade_lookups",
-        kind: Kind::Counter,
-        help: "Lookups of chains of blocks",
+        kind: MetricKind::Counter,
+        help: "Lookups",
         labels: &["tenant"],
         read: |status, samples| {
             each_tenant(status, |t| samples.add(&[&t.name], t.lookups.requests));
         },
     },
-    Family {
+    MetricFamily {
         name: "cascade_lookup_requested_blocks",
-        kind: Kind::Counter,
-        help: "Blocks that lookups requested",
+        kind: MetricKind::Counter,
+        help: "Blocks requested by lookups",
         labels: &["tenant"],
         read: |status, samples| {
             each_tenant(status, |t| samples.add(&[&t.name], t.lookups.requested_blocks));
         },
     },
-    Family {
+    MetricFamily {
         name: "cascade_lookup_matched_blocks",
-        kind: Kind::Counter,
-        help: "Leading blocks that lookups found",
+        kind: MetricKind::Counter,
+        help: "Leading blocks matched by lookups",
         labels: &["tenant"],
         read: |status, samples| {
             each_tenant(status, |t| samples.add(&[&t.name], t.lookups.matched_blocks));
         },
     },
-    Family {
+    MetricFamily {
         name: "cascade_gets",
-        kind: Kind::Counter,
-        help: "Blocks read by get and view: hits, misses and failures add up to it",
+        kind: MetricKind::Counter,
+        help: "Blocks read by get and view; the sum of hits, misses and failures",
         labels: &["tenant"],
         read: |status, samples| {
             each_tenant(status, |t| samples.add(&[&t.name], t.gets.blocks));
         },
     },
-    Family {
+    MetricFamily {
         name: "cascade_hits",
-        kind: Kind::Counter,
-        help: "Blocks served, by the tier that had them",
+        kind: MetricKind::Counter,
+        help: "Blocks read, by the tier that served them",
         labels: &["tenant", "tier"],
         read: |status, samples| {
             each_tier(status, |t, tier| samples.add(&[&t.name, &tier.name], tier.hits));
         },
     },
-    Family {
+    MetricFamily {
         name: "cascade_hit_bytes",
-        kind: Kind::Counter,
-        help: "Bytes of the blocks served, by the tier that had them",
+        kind: MetricKind::Counter,
+        help: "Bytes of the blocks read, by the tier that served them",
         labels: &["tenant", "tier"],
         read: |status, samples| {
             each_tier(status, |t, tier| samples.add(&[&t.name, &tier.name], tier.hit_bytes));
         },
     },
-    Family {
+    MetricFamily {
         name: "cascade_misses",
-        kind: Kind::Counter,
-        help: "Blocks read that were not there",
+        kind: MetricKind::Counter,
+        help: "Blocks that reads did not find",
         labels: &["tenant"],
         read: |status, samples| {
             each_tenant(status, |t| samples.add(&[&t.name], t.gets.misses));
         },
     },
-    Family {
+    MetricFamily {
         name: "cascade_shed_gets",
-        kind: Kind::Counter,
-        help: "Misses of blocks in a tier whose breaker was open",
+        kind: MetricKind::Counter,
+        help: "Misses of blocks in a tier whose circuit was open",
         labels: &["tenant"],
         read: |status, samples| {
             each_tenant(status, |t| samples.add(&[&t.name], t.gets.shed));
         },
     },
-    Family {
+    MetricFamily {
         name: "cascade_get_failures",
-        kind: Kind::Counter,
-        help: "Blocks whose read failed: deadline, no room, or a tier that failed",
+        kind: MetricKind::Counter,
+        help: "Blocks whose read failed: deadline, no free memory, or a failed tier",
         labels: &["tenant"],
         read: |status, samples| {
             each_tenant(status, |t| samples.add(&[&t.name], t.gets.failures));
         },
     },
-    Family {
+    MetricFamily {
         name: "cascade_get_bytes",
-        kind: Kind::Counter,
-        help: "Bytes handed out by get and view",
+        kind: MetricKind::Counter,
+        help: "Bytes returned by get and view",
         labels: &["tenant"],
         read: |status, samples| {
             each_tenant(status, |t| samples.add(&[&t.name], t.gets.bytes));
         },
     },
-    Family {
+    MetricFamily {
         name: "cascade_puts",
-        kind: Kind::Counter,
-        help: "Blocks given to put, by what became of them",
+        kind: MetricKind::Counter,
+        help: "Blocks put, by outcome",
         labels: &["tenant", "outcome"],
         read: |status, samples| {
             each_tenant(status, |t| {
@@ -134,37 +134,37 @@ pub(super) const FAMILIES: &[Family] = &[
             });
         },
     },
-    Family {
+    MetricFamily {
         name: "cascade_put_bytes",
-        kind: Kind::Counter,
-        help: "Bytes written into the first tier",
+        kind: MetricKind::Counter,
+        help: "Bytes written to the first tier by puts",
         labels: &["tenant"],
         read: |status, samples| {
             each_tenant(status, |t| samples.add(&[&t.name], t.puts.bytes));
         },
     },
-    Family {
+    MetricFamily {
         name: "cascade_tier_capacity_bytes",
-        kind: Kind::Gauge,
-        help: "Bytes that the tier may use",
+        kind: MetricKind::Gauge,
+        help: "Capacity of the tier",
         labels: &["tenant", "tier"],
         read: |status, samples| {
             each_tier(status, |t, tier| samples.add(&[&t.name, &tier.name], tier.capacity_bytes));
         },
     },
-    Family {
+    MetricFamily {
         name: "cascade_tier_used_bytes",
-        kind: Kind::Gauge,
-        help: "Bytes that the tier uses",
+        kind: MetricKind::Gauge,
+        help: "Bytes used in the tier",
         labels: &["tenant", "tier"],
         read: |status, samples| {
             each_tier(status, |t, tier| samples.add(&[&t.name, &tier.name], tier.used_bytes));
         },
     },
-    Family {
+    MetricFamily {
         name: "cascade_tier_blocks",
-        kind: Kind::Gauge,
-        help: "Blocks in the tier, where that is counted",
+        kind: MetricKind::Gauge,
+        help: "Blocks in the tier, if it counts them",
         labels: &["tenant", "tier"],
         read: |status, samples| {
             each_tier(status, |t, tier| {
@@ -174,10 +174,10 @@ pub(super) const FAMILIES: &[Family] = &[
             });
         },
     },
-    Family {
+    MetricFamily {
         name: "cascade_tier_files",
-        kind: Kind::Gauge,
-        help: "Files that the tier has, where it has any",
+        kind: MetricKind::Gauge,
+        help: "Files of the tier, if it has any",
         labels: &["tenant", "tier"],
         read: |status, samples| {
             each_tier(status, |t, tier| {
@@ -187,19 +187,19 @@ pub(super) const FAMILIES: &[Family] = &[
             });
         },
     },
-    Family {
+    MetricFamily {
         name: "cascade_tier_damaged_blocks",
-        kind: Kind::Counter,
-        help: "Blocks that the tier found damaged",
+        kind: MetricKind::Counter,
+        help: "Blocks in the tier that failed their checksum",
         labels: &["tenant", "tier"],
         read: |status, samples| {
             each_tier(status, |t, tier| samples.add(&[&t.name, &tier.name], tier.damaged_blocks));
         },
     },
-    Family {
+    MetricFamily {
         name: "cascade_tier_damaged_structures",
-        kind: Kind::Counter,
-        help: "Headers, footers and other structures of files that the tier found damaged",
+        kind: MetricKind::Counter,
+        help: "Headers, footers and other file structures of the tier that were damaged",
         labels: &["tenant", "tier"],
         read: |status, samples| {
             each_tier(status, |t, tier| {
@@ -207,10 +207,10 @@ pub(super) const FAMILIES: &[Family] = &[
             });
         },
     },
-    Family {
+    MetricFamily {
         name: "cascade_tier_health",
-        kind: Kind::Gauge,
-        help: "1 for the state that the tier is in, 0 for the others",
+        kind: MetricKind::Gauge,
+        help: "1 for the current state of the tier, 0 for the others",
         labels: &["tenant", "tier", "state"],
         read: |status, samples| {
             each_health(status, |t, tier, health| {
@@ -223,10 +223,10 @@ pub(super) const FAMILIES: &[Family] = &[
             });
         },
     },
-    Family {
+    MetricFamily {
         name: "cascade_tier_circuit_open",
-        kind: Kind::Gauge,
-        help: "1 while the tier is not used in this direction because it failed, else 0",
+        kind: MetricKind::Gauge,
+        help: "1 while the circuit of the tier is open for reads or writes, else 0",
         labels: &["tenant", "tier", "direction"],
         read: |status, samples| {
             each_health(status, |t, tier, health| {
@@ -237,10 +237,10 @@ pub(super) const FAMILIES: &[Family] = &[
             });
         },
     },
-    Family {
+    MetricFamily {
         name: "cascade_tier_breaker_openings",
-        kind: Kind::Counter,
-        help: "Times that the tier's breaker opened",
+        kind: MetricKind::Counter,
+        help: "Times that the tier's circuit opened",
         labels: &["tenant", "tier"],
         read: |status, samples| {
             each_health(status, |t, tier, health| {
@@ -248,10 +248,10 @@ pub(super) const FAMILIES: &[Family] = &[
             });
         },
     },
-    Family {
+    MetricFamily {
         name: "cascade_tier_stuck_calls",
-        kind: Kind::Gauge,
-        help: "Calls to the tier that are far past their deadline",
+        kind: MetricKind::Gauge,
+        help: "Calls to the tier that are long past their deadline",
         labels: &["tenant", "tier"],
         read: |status, samples| {
             each_health(status, |t, tier, health| {
@@ -259,268 +259,268 @@ pub(super) const FAMILIES: &[Family] = &[
             });
         },
     },
-    Family {
+    MetricFamily {
         name: "cascade_damaged_blocks",
-        kind: Kind::Counter,
-        help: "Blocks found damaged and answered as misses",
+        kind: MetricKind::Counter,
+        help: "Blocks that failed their checksum and were answered as misses",
         labels: &["tenant"],
         read: |status, samples| {
             each_tenant(status, |t| samples.add(&[&t.name], t.damaged_blocks));
         },
     },
-    Family {
+    MetricFamily {
         name: "cascade_demoted_blocks",
-        kind: Kind::Counter,
+        kind: MetricKind::Counter,
         help: "Blocks written to a lower tier",
         labels: &["tenant"],
         read: |status, samples| {
             each_tenant(status, |t| samples.add(&[&t.name], t.mover.demoted_blocks));
         },
     },
-    Family {
+    MetricFamily {
         name: "cascade_demoted_bytes",
-        kind: Kind::Counter,
+        kind: MetricKind::Counter,
         help: "Bytes written to a lower tier",
         labels: &["tenant"],
         read: |status, samples| {
             each_tenant(status, |t| samples.add(&[&t.name], t.mover.demoted_bytes));
         },
     },
-    Family {
+    MetricFamily {
         name: "cascade_promoted_blocks",
-        kind: Kind::Counter,
-        help: "Blocks brought up from a lower tier",
+        kind: MetricKind::Counter,
+        help: "Blocks copied up from a lower tier",
         labels: &["tenant"],
         read: |status, samples| {
             each_tenant(status, |t| samples.add(&[&t.name], t.mover.promoted_blocks));
         },
     },
-    Family {
+    MetricFamily {
         name: "cascade_promoted_bytes",
-        kind: Kind::Counter,
-        help: "Bytes brought up from a lower tier",
+        kind: MetricKind::Counter,
+        help: "Bytes copied up from a lower tier",
         labels: &["tenant"],
         read: |status, samples| {
             each_tenant(status, |t| samples.add(&[&t.name], t.mover.promoted_bytes));
         },
     },
-    Family {
+    MetricFamily {
         name: "cascade_pending_bytes",
-        kind: Kind::Gauge,
-        help: "Bytes that wait to be written to lower tiers",
+        kind: MetricKind::Gauge,
+        help: "Bytes waiting to be written to lower tiers",
         labels: &["tenant"],
         read: |status, samples| {
             each_tenant(status, |t| samples.add(&[&t.name], t.mover.pending_bytes));
         },
     },
-    Family {
+    MetricFamily {
         name: "cascade_demote_failures",
-        kind: Kind::Counter,
-        help: "Blocks that a lower tier failed to take",
+        kind: MetricKind::Counter,
+        help: "Blocks that could not be written to a lower tier",
         labels: &["tenant"],
         read: |status, samples| {
             each_tenant(status, |t| samples.add(&[&t.name], t.mover.demote_failures));
         },
     },
-    Family {
+    MetricFamily {
         name: "cascade_demote_declines",
-        kind: Kind::Counter,
-        help: "Blocks that a lower tier never takes",
+        kind: MetricKind::Counter,
+        help: "Blocks that a lower tier does not accept",
         labels: &["tenant"],
         read: |status, samples| {
             each_tenant(status, |t| samples.add(&[&t.name], t.mover.demote_declines));
         },
     },
-    Family {
+    MetricFamily {
         name: "cascade_name_failures",
-        kind: Kind::Counter,
-        help: "Names that a lower tier could not be told to learn or to forget",
+        kind: MetricKind::Counter,
+        help: "Keys that could not be added to or removed from a lower tier",
         labels: &["tenant"],
         read: |status, samples| {
             each_tenant(status, |t| samples.add(&[&t.name], t.mover.name_failures));
         },
     },
-    Family {
+    MetricFamily {
         name: "cascade_prefetched_blocks",
-        kind: Kind::Counter,
-        help: "Blocks asked for by prefetch",
+        kind: MetricKind::Counter,
+        help: "Blocks requested by prefetch",
         labels: &["tenant"],
         read: |status, samples| {
             each_tenant(status, |t| samples.add(&[&t.name], t.mover.prefetched_blocks));
         },
     },
-    Family {
+    MetricFamily {
         name: "cascade_prefetched_used_blocks",
-        kind: Kind::Counter,
-        help: "Prefetched blocks that were read before they were evicted again",
+        kind: MetricKind::Counter,
+        help: "Prefetched blocks that were read before they were evicted",
         labels: &["tenant"],
         read: |status, samples| {
             each_tenant(status, |t| samples.add(&[&t.name], t.mover.prefetched_used_blocks));
         },
     },
-    Family {
+    MetricFamily {
         name: "cascade_evicted_blocks",
-        kind: Kind::Counter,
-        help: "Blocks that left DRAM to make room",
+        kind: MetricKind::Counter,
+        help: "Blocks evicted from DRAM",
         labels: &["tenant"],
         read: |status, samples| {
             each_tenant(status, |t| samples.add(&[&t.name], t.evictions.blocks));
         },
     },
-    Family {
+    MetricFamily {
         name: "cascade_evicted_bytes",
-        kind: Kind::Counter,
-        help: "Bytes that left DRAM to make room",
+        kind: MetricKind::Counter,
+        help: "Bytes evicted from DRAM",
         labels: &["tenant"],
         read: |status, samples| {
             each_tenant(status, |t| samples.add(&[&t.name], t.evictions.bytes));
         },
     },
-    Family {
+    MetricFamily {
         name: "cascade_lost_blocks",
-        kind: Kind::Counter,
-        help: "Evicted blocks that no other tier had",
+        kind: MetricKind::Counter,
+        help: "Evicted blocks that were in no other tier",
         labels: &["tenant"],
         read: |status, samples| {
             each_tenant(status, |t| samples.add(&[&t.name], t.evictions.lost_blocks));
         },
     },
-    Family {
+    MetricFamily {
         name: "cascade_reclaimed_blocks",
-        kind: Kind::Counter,
-        help: "Blocks that a lower tier dropped to make room",
+        kind: MetricKind::Counter,
+        help: "Blocks dropped by a lower tier to free space",
         labels: &["tenant"],
         read: |status, samples| {
             each_tenant(status, |t| samples.add(&[&t.name], t.evictions.reclaimed_blocks));
         },
     },
-    Family {
+    MetricFamily {
         name: "cascade_keys",
-        kind: Kind::Gauge,
-        help: "Keys known in any tier",
+        kind: MetricKind::Gauge,
+        help: "Keys in the catalog, in any tier",
         labels: &["tenant"],
         read: |status, samples| {
             each_tenant(status, |t| samples.add(&[&t.name], t.catalog.keys));
         },
     },
-    Family {
+    MetricFamily {
         name: "cascade_contents",
-        kind: Kind::Gauge,
-        help: "Distinct contents known in any tier",
+        kind: MetricKind::Gauge,
+        help: "Distinct contents in the catalog, in any tier",
         labels: &["tenant"],
         read: |status, samples| {
             each_tenant(status, |t| samples.add(&[&t.name], t.catalog.contents));
         },
     },
-    Family {
+    MetricFamily {
         name: "cascade_content_bytes",
-        kind: Kind::Gauge,
-        help: "Bytes of the distinct contents, each counted once",
+        kind: MetricKind::Gauge,
+        help: "Bytes of distinct contents, each counted once",
         labels: &["tenant"],
         read: |status, samples| {
             each_tenant(status, |t| samples.add(&[&t.name], t.catalog.content_bytes));
         },
     },
-    Family {
+    MetricFamily {
         name: "cascade_catalog_memory_bytes",
-        kind: Kind::Gauge,
-        help: "Memory of the catalog and the policy",
+        kind: MetricKind::Gauge,
+        help: "Memory of the catalog and the eviction policy",
         labels: &["tenant"],
         read: |status, samples| {
             each_tenant(status, |t| samples.add(&[&t.name], t.catalog.memory_bytes));
         },
     },
-    Family {
+    MetricFamily {
         name: "cascade_protected_blocks",
-        kind: Kind::Gauge,
+        kind: MetricKind::Gauge,
         help: "Protected blocks in DRAM",
         labels: &["tenant"],
         read: |status, samples| {
             each_tenant(status, |t| samples.add(&[&t.name], t.catalog.protected_blocks));
         },
     },
-    Family {
+    MetricFamily {
         name: "cascade_protection_refused",
-        kind: Kind::Counter,
-        help: "Blocks that were to be protected, but the quota was full",
+        kind: MetricKind::Counter,
+        help: "Blocks not protected because the protected share was full",
         labels: &["tenant"],
         read: |status, samples| {
             each_tenant(status, |t| samples.add(&[&t.name], t.catalog.protection_refused));
         },
     },
-    Family {
+    MetricFamily {
         name: "cascade_pool_capacity_bytes",
-        kind: Kind::Gauge,
+        kind: MetricKind::Gauge,
         help: "Size of the shared-memory pool",
         labels: &["tenant"],
         read: |status, samples| {
             each_tenant(status, |t| samples.add(&[&t.name], t.pool.capacity_bytes));
         },
     },
-    Family {
+    MetricFamily {
         name: "cascade_pool_reserved_bytes",
-        kind: Kind::Gauge,
-        help: "Bytes of the pool that slabs hold, rounding included",
+        kind: MetricKind::Gauge,
+        help: "Bytes of the pool in slabs, including rounding",
         labels: &["tenant"],
         read: |status, samples| {
             each_tenant(status, |t| samples.add(&[&t.name], t.pool.reserved_bytes));
         },
     },
-    Family {
+    MetricFamily {
         name: "cascade_pool_requested_bytes",
-        kind: Kind::Gauge,
-        help: "Bytes of the pool that slabs asked for",
+        kind: MetricKind::Gauge,
+        help: "Bytes of the pool in slabs, without rounding",
         labels: &["tenant"],
         read: |status, samples| {
             each_tenant(status, |t| samples.add(&[&t.name], t.pool.requested_bytes));
         },
     },
-    Family {
+    MetricFamily {
         name: "cascade_pool_free_bytes",
-        kind: Kind::Gauge,
+        kind: MetricKind::Gauge,
         help: "Free bytes of the pool",
         labels: &["tenant"],
         read: |status, samples| {
             each_tenant(status, |t| samples.add(&[&t.name], t.pool.free_bytes));
         },
     },
-    Family {
+    MetricFamily {
         name: "cascade_pool_largest_free_bytes",
-        kind: Kind::Gauge,
-        help: "The largest piece of the pool that is free in a row",
+        kind: MetricKind::Gauge,
+        help: "Largest contiguous free range of the pool",
         labels: &["tenant"],
         read: |status, samples| {
             each_tenant(status, |t| samples.add(&[&t.name], t.pool.largest_free_bytes));
         },
     },
-    Family {
+    MetricFamily {
         name: "cascade_pool_huge_page_bytes",
-        kind: Kind::Gauge,
+        kind: MetricKind::Gauge,
         help: "Bytes of the pool on huge pages",
         labels: &["tenant"],
         read: |status, samples| {
             each_tenant(status, |t| samples.add(&[&t.name], t.pool.huge_bytes));
         },
     },
-    Family {
+    MetricFamily {
         name: "cascade_shadow_hit_ratio",
-        kind: Kind::Gauge,
-        help: "Share of the blocks of lookups that would match at this capacity, 0 to 1",
+        kind: MetricKind::Gauge,
+        help: "Predicted share of lookup blocks that would match at this capacity, 0 to 1",
         labels: &["tenant", "tier", "capacity_percent"],
         read: |status, samples| {
             each_tenant(status, |t| {
                 for shadow in &t.shadows {
                     let percent = shadow.capacity_percent.to_string();
                     let labels = [t.name.as_str(), &shadow.tier, &percent];
-                    samples.add_real(&labels, shadow.predicted_hit_rate);
+                    samples.add_float(&labels, shadow.predicted_hit_rate);
                 }
             });
         },
     },
-    Family {
+    MetricFamily {
         name: "cascade_warm_restart_blocks",
-        kind: Kind::Gauge,
-        help: "Blocks that came back from before the last restart",
+        kind: MetricKind::Gauge,
+        help: "Blocks recovered by the last restart",
         labels: &["tenant"],
         read: |status, samples| {
             each_tenant(status, |t| {
@@ -530,10 +530,10 @@ pub(super) const FAMILIES: &[Family] = &[
             });
         },
     },
-    Family {
+    MetricFamily {
         name: "cascade_warm_restart_bytes",
-        kind: Kind::Gauge,
-        help: "Bytes that came back from before the last restart",
+        kind: MetricKind::Gauge,
+        help: "Bytes recovered by the last restart",
         labels: &["tenant"],
         read: |status, samples| {
             each_tenant(status, |t| {
@@ -543,10 +543,10 @@ pub(super) const FAMILIES: &[Family] = &[
             });
         },
     },
-    Family {
+    MetricFamily {
         name: "cascade_warm_restart_rejected_records",
-        kind: Kind::Gauge,
-        help: "Records from before the last restart that were not trusted",
+        kind: MetricKind::Gauge,
+        help: "Records rejected by the last restart",
         labels: &["tenant"],
         read: |status, samples| {
             each_tenant(status, |t| {
@@ -556,15 +556,15 @@ pub(super) const FAMILIES: &[Family] = &[
             });
         },
     },
-    Family {
+    MetricFamily {
         name: "cascade_warm_restart_seconds",
-        kind: Kind::Gauge,
-        help: "How long it took to take the old pool over",
+        kind: MetricKind::Gauge,
+        help: "Duration of the recovery at the last restart",
         labels: &["tenant"],
         read: |status, samples| {
             each_tenant(status, |t| {
                 if let Some(warm) = &t.warm_restart {
-                    samples.add_real(&[&t.name], warm.recover_s);
+                    samples.add_float(&[&t.name], warm.recover_s);
                 }
             });
         },

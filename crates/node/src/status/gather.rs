@@ -1,4 +1,4 @@
-//! How a status is made from what a store and the kernel say.
+//! Builds a status from the statistics of stores and sessions.
 
 use cascade_store::{Counters, HealthState as StoreHealth, ShadowFigure, Stats};
 
@@ -9,11 +9,11 @@ use crate::status::{
     ShadowStatus, TenantStatus, TierStatus, WarmRestartStatus,
 };
 
-/// The name of the tier that the pool is.
+/// The name of the tier in the pool.
 const DRAM: &str = "dram";
 
 impl TenantStatus {
-    /// A tenant's status from its store's statistics.
+    /// A tenant's status from the statistics of its store.
     pub fn of(name: &str, stats: &Stats, now_unix_ms: u64) -> Self {
         let counters = &stats.counters;
         Self {
@@ -70,7 +70,7 @@ impl TenantStatus {
         }
     }
 
-    /// With the prefixes that are asked for most.
+    /// Adds the most requested prefixes.
     pub fn with_hot(mut self, hot: &[cascade_store::HotPrefix]) -> Self {
         self.hot_prefixes = hot
             .iter()
@@ -87,15 +87,15 @@ impl TenantStatus {
 }
 
 impl HitRate {
-    /// From its two counts.
-    #[expect(clippy::cast_precision_loss, reason = "a share for people")]
+    /// The hit rate of these counts.
+    #[expect(clippy::cast_precision_loss, reason = "a ratio for display")]
     pub fn of(requested_blocks: u64, matched_blocks: u64) -> Self {
         let ratio = || matched_blocks as f64 / requested_blocks as f64;
         let ratio = (requested_blocks > 0).then(ratio);
         Self { requested_blocks, matched_blocks, ratio }
     }
 
-    /// Of several stores together.
+    /// The hit rate of several stores together.
     pub fn sum<'a>(rates: impl IntoIterator<Item = &'a Self>) -> Self {
         let add = |(requested, matched): (u64, u64), one: &Self| {
             (requested + one.requested_blocks, matched + one.matched_blocks)
@@ -104,7 +104,7 @@ impl HitRate {
         Self::of(requested, matched)
     }
 
-    /// What was requested and matched since an earlier moment.
+    /// The hit rate since an earlier status.
     pub fn since(&self, before: &Self) -> Self {
         Self::of(
             self.requested_blocks.saturating_sub(before.requested_blocks),
@@ -150,7 +150,7 @@ fn health_state(state: StoreHealth) -> HealthState {
     }
 }
 
-/// DRAM and the stages below it, and whatever else hits came from: hits by tier add up to hits.
+/// DRAM, the stages below it, and all other sources of hits, so that hits by tier add up to hits.
 fn tiers(stats: &Stats, now_unix_ms: u64) -> Vec<TierStatus> {
     let mut tiers = vec![TierStatus {
         name: DRAM.to_owned(),
@@ -184,20 +184,20 @@ fn tiers(stats: &Stats, now_unix_ms: u64) -> Vec<TierStatus> {
             });
         }
     }
-    for served in &stats.hits_by_tier {
-        let known = tiers.iter().position(|tier| tier.name == served.tier);
-        let at = known.unwrap_or_else(|| {
-            tiers.push(TierStatus { name: served.tier.to_owned(), ..TierStatus::default() });
+    for source in &stats.hits_by_tier {
+        let existing = tiers.iter().position(|tier| tier.name == source.tier);
+        let at = existing.unwrap_or_else(|| {
+            tiers.push(TierStatus { name: source.tier.to_owned(), ..TierStatus::default() });
             tiers.len() - 1
         });
-        tiers[at].hits += served.blocks;
-        tiers[at].hit_bytes += served.bytes;
-        tiers[at].matched_blocks += served.matched_blocks;
+        tiers[at].hits += source.blocks;
+        tiers[at].hit_bytes += source.bytes;
+        tiers[at].matched_blocks += source.matched_blocks;
     }
     tiers
 }
 
-#[expect(clippy::cast_precision_loss, reason = "seconds for people")]
+#[expect(clippy::cast_precision_loss, reason = "seconds for display")]
 fn seconds(milliseconds: u64) -> f64 {
     milliseconds as f64 / 1000.0
 }
@@ -211,15 +211,16 @@ fn shadow(figure: &ShadowFigure) -> ShadowStatus {
     }
 }
 
-/// Clients that a status names; of more, those that hold most.
+/// Limit of the clients in the list. Those that hold most memory come first.
 const CLIENTS_MAX: usize = 50;
-/// How long a client that holds leases may say nothing before it is pointed out.
-const SILENT: std::time::Duration = std::time::Duration::from_secs(60);
+/// After this time without a request, a client with leases counts as idle.
+const IDLE_TIME: std::time::Duration = std::time::Duration::from_secs(60);
 
 impl ClientsStatus {
-    /// The clients' status from what their sessions say; `reaped` ended while they held something.
+    /// The status of these sessions. `reaped` is the number of clients that ended while they held
+    /// leases or reservations.
     pub fn of(clients: &[SessionFacts], reaped: u64) -> Self {
-        let is_silent = |client: &&SessionFacts| client.leases > 0 && client.silent > SILENT;
+        let is_idle = |client: &&SessionFacts| client.leases > 0 && client.silent > IDLE_TIME;
         let mut list: Vec<_> = clients.iter().map(ClientStatus::of).collect();
         list.sort_by_key(|client| {
             (std::cmp::Reverse(client.leased_bytes + client.reserved_bytes), client.pid)
@@ -228,7 +229,7 @@ impl ClientsStatus {
         let mut status = Self {
             connected: clients.len() as u64,
             stopped: list.iter().filter(|client| client.is_stopped).count() as u64,
-            silent: clients.iter().filter(is_silent).count() as u64,
+            silent: clients.iter().filter(is_idle).count() as u64,
             leases: list.iter().map(|client| client.leases).sum(),
             leased_bytes: list.iter().map(|client| client.leased_bytes).sum(),
             reserved_bytes: list.iter().map(|client| client.reserved_bytes).sum(),
@@ -243,7 +244,7 @@ impl ClientsStatus {
 
 impl ClientStatus {
     fn of(client: &SessionFacts) -> Self {
-        let holds_some = client.leases + client.reservations > 0;
+        let holds_memory = client.leases + client.reservations > 0;
         Self {
             pid: u32::try_from(client.process).unwrap_or(0),
             name: client.name.clone(),
@@ -253,16 +254,17 @@ impl ClientStatus {
             reserved_bytes: client.reserved_bytes,
             oldest_lease_s: client.oldest_lease.map(|age| age.as_secs_f64()),
             silent_s: client.silent.as_secs_f64(),
-            // Only of those that keep memory from others, so that a status stays cheap.
-            is_stopped: holds_some && is_stopped(client.process),
+            // Checked only for clients that hold memory: it reads a file in `/proc` for each.
+            is_stopped: holds_memory && is_stopped(client.process),
         }
     }
 }
 
-/// Whether a signal stopped a process, as the kernel says.
+/// Whether a signal stopped a process.
 fn is_stopped(process: i32) -> bool {
     let stat = std::fs::read_to_string(format!("/proc/{process}/stat")).unwrap_or_default();
-    // The state follows the name, which may hold anything but ends with the last parenthesis.
+    // The state follows the name in parentheses. The name may contain parentheses itself, so the
+    // last one counts.
     let state = stat.rsplit_once(") ").and_then(|(_, rest)| rest.chars().next());
     matches!(state, Some('T' | 't'))
 }

@@ -1,38 +1,38 @@
-//! A histogram as it is told: bounds, counts and a sum.
+//! A histogram of a status: bounds, counts and a sum.
 
 use serde::{Deserialize, Serialize};
 
-/// How often values fell between bounds.
+/// Counts of values by bucket.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Histogram {
-    /// Upper bounds, each included, rising.
+    /// Inclusive upper bounds, in ascending order.
     pub bounds: Vec<f64>,
-    /// Values at or below each bound and above the one before; the last is for what is above all.
+    /// Number of values in each bucket. The last bucket is for values above the last bound.
     pub counts: Vec<u64>,
-    /// All values added up.
+    /// Sum of all values.
     pub sum: f64,
 }
 
 impl Histogram {
-    /// How many values there were.
+    /// Number of values.
     pub fn count(&self) -> u64 {
         self.counts.iter().sum()
     }
 
-    /// The mean, or none without values.
-    #[expect(clippy::cast_precision_loss, reason = "a mean of so many values is no more exact")]
+    /// The mean, or `None` without values.
+    #[expect(clippy::cast_precision_loss, reason = "an approximate mean is enough")]
     pub fn mean(&self) -> Option<f64> {
         let count = self.count();
         (count > 0).then(|| self.sum / count as f64)
     }
 
-    /// The bound that this share of the values (0 to 1) does not exceed; infinite above the last
-    /// bound, none without values.
+    /// The upper bound of the bucket with this quantile (0 to 1). Infinite above the last bound,
+    /// `None` without values.
     #[expect(
         clippy::cast_precision_loss,
         clippy::cast_possible_truncation,
         clippy::cast_sign_loss,
-        reason = "a rank among values that were counted"
+        reason = "a rank up to the number of values"
     )]
     pub fn quantile(&self, share: f64) -> Option<f64> {
         let count = self.count();
@@ -56,7 +56,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_quantile_is_the_bound_that_covers_it() {
+    fn a_quantile_is_the_upper_bound_of_its_bucket() {
         let histogram =
             Histogram { bounds: vec![1.0, 2.0, 4.0], counts: vec![50, 49, 0, 1], sum: 200.0 };
         assert_eq!(histogram.quantile(0.5), Some(1.0));

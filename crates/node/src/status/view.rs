@@ -1,4 +1,4 @@
-//! Who sees what of a status: all of it, one tenant's part, or totals that belong to nobody.
+//! Limits a status to what its reader may see: everything, one tenant, or totals.
 
 use serde::{Deserialize, Serialize};
 
@@ -9,28 +9,25 @@ use crate::status::{
 };
 use crate::tenants::{DEFAULT, Tenant};
 
-/// The name under which totals show what belongs to all tenants together.
+/// The tenant name in totals.
 pub const ALL_TENANTS: &str = "all tenants";
 
-/// How much of a node its caller may see.
+/// The part of a node's status that its reader may see.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum View {
-    /// Everything: the node's own user, root, members of `admin_group`, and callers with the node's
-    /// token or certificate.
+    /// Everything: for the node's own user, root, members of `admin_group`, and clients with the
+    /// node's token or a certificate.
     #[default]
     All,
     /// One tenant's store and clients.
     Tenant(String),
-    /// Sums over the whole process, without a name of a tenant, a client or a key: anybody.
+    /// Sums over the process, without names of tenants and clients and without keys: for all.
     Totals,
 }
 
-/// Not a group: HTTP knows its caller's user alone, so the members that the group lists count.
-const NO_GROUP: u32 = u32::MAX;
-
 impl View {
-    /// What a tenant may see; the node's own one sees everything.
+    /// What a tenant may see. The default tenant sees everything.
     pub fn of_tenant(tenant: &Tenant) -> Self {
         match tenant.name() {
             DEFAULT => Self::All,
@@ -38,10 +35,10 @@ impl View {
         }
     }
 
-    /// What a user of this host may see, whom the kernel named at the other end of a socket.
-    pub fn of_user(node: &Node, user: u32) -> Self {
-        let is_own = user == rustix::process::geteuid().as_raw();
-        if is_own || node.tenants().is_administrator(user, NO_GROUP) {
+    /// What the peer of a Unix socket may see. The kernel reports its UID and GID.
+    pub fn of_peer(node: &Node, user: u32, group: u32) -> Self {
+        let is_own_user = user == rustix::process::geteuid().as_raw();
+        if is_own_user || node.tenants().is_administrator(user, group) {
             return Self::All;
         }
         let tenant = node.tenants().identify(user, None);
@@ -50,7 +47,7 @@ impl View {
 }
 
 impl Status {
-    /// This status of the node as it may be seen.
+    /// This status of `node`, limited to a view.
     pub(crate) fn seen_by(mut self, view: &View, node: &Node) -> Self {
         match view {
             View::All => {}
@@ -59,7 +56,7 @@ impl Status {
                 clients.retain(|client| client.tenant == *name);
                 self.tenants.retain(|tenant| tenant.name == *name);
                 self.clients = ClientsStatus::of(&clients, 0);
-                // What others ask of the node, and how fast, is theirs.
+                // These counters cover the requests of all tenants.
                 self.server = crate::traffic::Traffic::default().status();
                 self.traces = None;
                 self.notes.clear();
@@ -75,7 +72,8 @@ impl Status {
     }
 }
 
-/// Adds every field of a struct of counts. The compiler checks that none is forgotten.
+/// Adds every field of a struct of counts. The pattern must name all fields, so the compiler
+/// reports a missing one.
 macro_rules! add_fields {
     ($into:expr, $from:expr, $struct:ident { $($field:ident),+ $(,)? }) => {{
         let $struct { $($field),+ } = $from;
@@ -84,7 +82,7 @@ macro_rules! add_fields {
 }
 
 impl TenantStatus {
-    /// All tenants together, without what names a tenant, a client, a key or a place on a disk.
+    /// The sum of all tenants, without names, keys and paths.
     fn total(tenants: &[Self]) -> Self {
         let mut total = Self { name: ALL_TENANTS.to_owned(), ..Self::default() };
         for tenant in tenants {
@@ -108,7 +106,7 @@ impl TenantStatus {
             damaged_blocks,
             catalog,
             pool,
-            // Another size of one tenant's tier says nothing of all tenants together.
+            // Predictions for one tenant's tier cannot be added to those of another.
             shadows: _,
             hot_prefixes: _,
             warm_restart,
@@ -223,8 +221,8 @@ impl TenantStatus {
         let sum = &mut self.tiers[at];
         sum.capacity_bytes += tier.capacity_bytes;
         sum.used_bytes += tier.used_bytes;
-        sum.blocks = add_known(sum.blocks, tier.blocks);
-        sum.files = add_known(sum.files, tier.files);
+        sum.blocks = add_optional(sum.blocks, tier.blocks);
+        sum.files = add_optional(sum.files, tier.files);
         sum.hits += tier.hits;
         sum.hit_bytes += tier.hit_bytes;
         sum.matched_blocks += tier.matched_blocks;
@@ -232,7 +230,7 @@ impl TenantStatus {
         if let Some(health) = &tier.health {
             let worst = sum.health.get_or_insert_default();
             if worst.state == HealthState::Healthy {
-                // An error may name a tenant's directory.
+                // The last error is left out: it may contain a tenant's directory.
                 (worst.state, worst.since_s) = (health.state, health.since_s);
             }
             worst.opened += health.opened;
@@ -241,6 +239,28 @@ impl TenantStatus {
     }
 }
 
-fn add_known(sum: Option<u64>, one: Option<u64>) -> Option<u64> {
-    one.map(|one| sum.unwrap_or(0) + one).or(sum)
+fn add_optional(sum: Option<u64>, value: Option<u64>) -> Option<u64> {
+    value.map(|value| sum.unwrap_or(0) + value).or(sum)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::NodeConfig;
+    use crate::config::AdminGroup;
+
+    /// HTTP counted only users that `/etc/group` lists as members, and showed totals to a user
+    /// whose primary group is `admin_group`.
+    #[test]
+    fn a_user_whose_primary_group_is_the_admin_group_sees_everything() {
+        let directory = tempfile::tempdir().unwrap();
+        let mut config = NodeConfig::new(directory.path().join("cascade.sock"));
+        config.store.dram_bytes = 4 << 20;
+        config.store.huge_pages = false;
+        config.admin_group = Some(AdminGroup { number: 700, members: vec![4710] });
+        let node = Node::open(config).unwrap();
+        assert_eq!(View::of_peer(&node, 4711, 700), View::All, "primary group");
+        assert_eq!(View::of_peer(&node, 4710, 100), View::All, "listed member");
+        assert_eq!(View::of_peer(&node, 4711, 100), View::Totals);
+    }
 }

@@ -1,4 +1,4 @@
-//! Between a span's end and the collector: a bound on what waits, and a count of what was lost.
+//! Limits the spans that wait for the collector, and counts exported and dropped ones.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -11,9 +11,10 @@ use opentelemetry_sdk::trace::{Span, SpanData, SpanExporter, SpanProcessor};
 
 use crate::status::TraceStatus;
 
-/// Spans by what became of them.
+/// Counts of spans by state.
 #[derive(Debug, Default)]
 pub(super) struct SpanCounts {
+    /// Ended, and neither exported nor dropped yet.
     waiting: AtomicU64,
     exported: AtomicU64,
     lost: AtomicU64,
@@ -28,21 +29,21 @@ impl SpanCounts {
     }
 }
 
-/// Lets so many spans wait and no more.
+/// Passes spans to another processor, and drops those above a limit.
 #[derive(Debug)]
-pub(super) struct Bounded<P> {
+pub(super) struct BoundedProcessor<P> {
     inner: P,
     counts: Arc<SpanCounts>,
     waiting_max: u64,
 }
 
-impl<P> Bounded<P> {
+impl<P> BoundedProcessor<P> {
     pub(super) fn new(inner: P, counts: Arc<SpanCounts>, waiting_max: usize) -> Self {
         Self { inner, counts, waiting_max: waiting_max as u64 }
     }
 }
 
-impl<P: SpanProcessor> SpanProcessor for Bounded<P> {
+impl<P: SpanProcessor> SpanProcessor for BoundedProcessor<P> {
     fn on_start(&self, span: &mut Span, context: &Context) {
         self.inner.on_start(span, context);
     }
@@ -65,8 +66,9 @@ impl<P: SpanProcessor> SpanProcessor for Bounded<P> {
 
     fn shutdown_with_timeout(&self, timeout: Duration) -> OTelSdkResult {
         let result = self.inner.shutdown_with_timeout(timeout);
-        let left = self.counts.waiting.swap(0, Relaxed);
-        self.counts.lost.fetch_add(left, Relaxed);
+        // The inner processor exports no more after this, so spans that still wait are lost.
+        let dropped = self.counts.waiting.swap(0, Relaxed);
+        self.counts.lost.fetch_add(dropped, Relaxed);
         result
     }
 
@@ -75,20 +77,20 @@ impl<P: SpanProcessor> SpanProcessor for Bounded<P> {
     }
 }
 
-/// Counts what the collector took and what it did not.
+/// Passes batches to another exporter, and counts their spans by outcome.
 #[derive(Debug)]
-pub(super) struct Counted<E> {
+pub(super) struct CountingExporter<E> {
     inner: E,
     counts: Arc<SpanCounts>,
 }
 
-impl<E> Counted<E> {
+impl<E> CountingExporter<E> {
     pub(super) fn new(inner: E, counts: Arc<SpanCounts>) -> Self {
         Self { inner, counts }
     }
 }
 
-impl<E: SpanExporter> SpanExporter for Counted<E> {
+impl<E: SpanExporter> SpanExporter for CountingExporter<E> {
     async fn export(&self, batch: Vec<SpanData>) -> OTelSdkResult {
         let spans = batch.len() as u64;
         let result = self.inner.export(batch).await;

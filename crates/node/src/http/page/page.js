@@ -1,5 +1,6 @@
 "use strict";
-// Fetches the changing part each second while somebody looks; says so when the node is away.
+// Reloads the changing part every second while the page is visible and no text is selected.
+// Shows a notice while the node does not respond.
 const live = document.getElementById("live");
 const lost = document.getElementById("lost");
 async function refresh() {

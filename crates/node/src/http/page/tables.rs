@@ -1,8 +1,9 @@
-//! The tables of the page. Where a cell carries `data-path`, it shows that value of the status.
+//! The tables of the page. The attribute `data-path` of a cell is the path of its value in the
+//! status.
 
 use maud::{Markup, html};
 
-use crate::http::page::shown::{bytes, count, percent, tier_hue, time};
+use crate::http::page::format::{bytes, count, percent, tier_class, time};
 use crate::status::{HealthState, Status, TenantStatus, TierStatus};
 
 pub(super) fn all(status: &Status) -> Markup {
@@ -16,9 +17,9 @@ pub(super) fn all(status: &Status) -> Markup {
     }
 }
 
-/// A cell whose figure is that of the status.
-fn cell(path: &str, value: u64, shown: &str) -> Markup {
-    html! { td.number data-path=(path) data-value=(value) { (shown) } }
+/// A cell with a value of the status and its text.
+fn cell(path: &str, value: u64, text: &str) -> Markup {
+    html! { td.number data-path=(path) data-value=(value) { (text) } }
 }
 
 fn section(title: &str, body: &Markup) -> Markup {
@@ -30,11 +31,11 @@ fn tiers(status: &Status) -> Markup {
     let head = html! {
         tr {
             @if many { th { "tenant" } }
-            th { "tier" } th { "state" } th.number { "used" } th.number { "of" }
-            th.number { "full" }
-            th.number { "blocks" } th.number { "matched" } th.number { "read" }
+            th { "tier" } th { "state" } th.number { "used" } th.number { "capacity" }
+            th.number { "used %" }
+            th.number { "blocks" } th.number { "blocks matched" } th.number { "blocks read" }
             th.number { "bytes read" }
-            th.number { "damaged" }
+            th.number { "blocks damaged" }
         }
     };
     let body = html! {
@@ -54,21 +55,21 @@ fn tiers(status: &Status) -> Markup {
     section("Tiers", &body)
 }
 
-#[expect(clippy::cast_precision_loss, reason = "a share for people")]
+#[expect(clippy::cast_precision_loss, reason = "a share for display")]
 fn tier_row(path: &str, tier: &TierStatus) -> Markup {
-    let full = tier.used_bytes as f64 / tier.capacity_bytes.max(1) as f64;
+    let used_share = tier.used_bytes as f64 / tier.capacity_bytes.max(1) as f64;
     let (class, state) = match tier.health.as_ref().map(|health| health.state) {
         None | Some(HealthState::Healthy) => ("good", "healthy"),
-        Some(HealthState::Open) => ("bad", "open"),
+        Some(HealthState::Open) => ("bad", "circuit open"),
         Some(HealthState::Probing) => ("wait", "probing"),
     };
     let field = |name: &str| format!("{path}.{name}");
     html! {
-        td { i class=(tier_hue(&tier.name)) {} (tier.name) }
+        td { i class=(tier_class(&tier.name)) {} (tier.name) }
         td class=(class) { (state) }
         (cell(&field("used_bytes"), tier.used_bytes, &bytes(tier.used_bytes)))
         (cell(&field("capacity_bytes"), tier.capacity_bytes, &bytes(tier.capacity_bytes)))
-        td.number { (percent(full)) }
+        td.number { (percent(used_share)) }
         @match tier.blocks {
             Some(blocks) => (cell(&field("blocks"), blocks, &count(blocks))),
             None => td.number { "–" },
@@ -80,13 +81,13 @@ fn tier_row(path: &str, tier: &TierStatus) -> Markup {
     }
 }
 
-/// One line of sums a tenant: what was requested and what became of it.
+/// One line for each tenant: the counts of its requests by outcome.
 fn sums(at: usize, tenant: &TenantStatus, many: bool) -> Markup {
-    let part = |field: &str, value: u64, what: &str| {
+    let part = |field: &str, value: u64, label: &str| {
         html! {
             span.part {
                 b data-path={ "tenants." (at) "." (field) } data-value=(value) { (count(value)) }
-                " " (what)
+                " " (label)
             }
         }
     };
@@ -104,13 +105,13 @@ fn sums(at: usize, tenant: &TenantStatus, many: bool) -> Markup {
             (part("hit_rate.requested_blocks", hit_rate.requested_blocks, "blocks requested"))
             (part("hit_rate.matched_blocks", hit_rate.matched_blocks, "matched"))
             (part("gets.blocks", gets.blocks, "read"))
-            (part("gets.misses", gets.misses, "of these missed"))
-            (part("gets.failures", gets.failures, "failed"))
+            (part("gets.misses", gets.misses, "read misses"))
+            (part("gets.failures", gets.failures, "read failures"))
             (part("puts.blocks", puts.blocks, "put"))
-            (part("puts.stored", puts.stored, "of these stored"))
+            (part("puts.stored", puts.stored, "stored"))
             (part("puts.deduplicated", puts.deduplicated, "deduplicated"))
             (part("evictions.blocks", tenant.evictions.blocks, "evicted"))
-            (part("evictions.lost_blocks", tenant.evictions.lost_blocks, "of these lost"))
+            (part("evictions.lost_blocks", tenant.evictions.lost_blocks, "lost"))
             @if let Some(warm) = &tenant.warm_restart {
                 (part("warm_restart.recovered_blocks", warm.recovered_blocks, "recovered at start"))
             }
@@ -119,8 +120,8 @@ fn sums(at: usize, tenant: &TenantStatus, many: bool) -> Markup {
 }
 
 fn requests(status: &Status) -> Markup {
-    let seen = |operation: &&crate::status::OperationStatus| operation.duration_s.count() > 0;
-    let mut operations = status.server.operations.iter().filter(seen).peekable();
+    let was_used = |operation: &&crate::status::OperationStatus| operation.duration_s.count() > 0;
+    let mut operations = status.server.operations.iter().filter(was_used).peekable();
     if operations.peek().is_none() {
         return html! {};
     }
@@ -159,14 +160,14 @@ fn shadows(status: &Status) -> Markup {
     let body = html! {
         table {
             tr {
-                th { "tenant" } th { "tier" } th.number { "capacity" } th.number { "would be" }
+                th { "tenant" } th { "tier" } th.number { "of capacity" } th.number { "size" }
                 th.number { "hit rate of lookups" }
             }
             @for tenant in &status.tenants {
                 @for shadow in &tenant.shadows {
                     tr {
                         td { (tenant.name) }
-                        td { i class=(tier_hue(&shadow.tier)) {} (shadow.tier) }
+                        td { i class=(tier_class(&shadow.tier)) {} (shadow.tier) }
                         td.number { (shadow.capacity_percent) " %" }
                         td.number { (bytes(shadow.capacity_bytes)) }
                         td.number { (percent(shadow.predicted_hit_rate)) }
@@ -175,7 +176,7 @@ fn shadows(status: &Status) -> Markup {
             }
         }
     };
-    section("What more capacity would give", &body)
+    section("Predicted hit rate at other capacities", &body)
 }
 
 fn hot_prefixes(status: &Status) -> Markup {
@@ -186,7 +187,7 @@ fn hot_prefixes(status: &Status) -> Markup {
         table {
             tr {
                 th { "tenant" } th { "last block" } th.number { "blocks" }
-                th.number { "requests lately" } th.number { "resident" } th { "tiers" }
+                th.number { "recent requests" } th.number { "resident" } th { "tiers" }
             }
             @for tenant in &status.tenants {
                 @for prefix in &tenant.hot_prefixes {
@@ -214,8 +215,8 @@ fn clients(status: &Status) -> Markup {
         table {
             tr {
                 th { "process" } th { "program" } th { "tenant" } th.number { "leases" }
-                th.number { "leased" } th.number { "filling" } th.number { "oldest lease" }
-                th.number { "silent for" } th { "state" }
+                th.number { "leased" } th.number { "reserved" } th.number { "oldest lease" }
+                th.number { "idle for" } th { "state" }
             }
             @for client in &status.clients.list {
                 tr {
@@ -232,7 +233,7 @@ fn clients(status: &Status) -> Markup {
             }
         }
     };
-    section("Clients that hold most", &body)
+    section("Clients by memory held", &body)
 }
 
 fn notes(status: &Status) -> Markup {
@@ -241,12 +242,12 @@ fn notes(status: &Status) -> Markup {
     for tenant in &status.tenants {
         notes.extend(tenant.notes.iter().map(|note| (format!("tenant {}", tenant.name), note)));
         for tier in &tenant.tiers {
-            let whose = format!("{} of tenant {}", tier.name, tenant.name);
-            notes.extend(tier.notes.iter().map(|note| (whose.clone(), note)));
+            let owner = format!("{} of tenant {}", tier.name, tenant.name);
+            notes.extend(tier.notes.iter().map(|note| (owner.clone(), note)));
         }
     }
     if notes.is_empty() {
         return html! {};
     }
-    section("Notes", &html! { ul { @for (whose, note) in notes { li { (whose) ": " (note) } } } })
+    section("Notes", &html! { ul { @for (owner, note) in notes { li { (owner) ": " (note) } } } })
 }

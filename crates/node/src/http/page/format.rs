@@ -1,11 +1,11 @@
-//! Figures as people read them.
+//! Formats figures for display.
 
 use cascade_block::ByteSize;
 
 use crate::samples::{Flow, Series};
 
-/// Pieces of time that a rate "now" is a mean of.
-const NOW_PIECES: usize = 3;
+/// The current rate is the mean over so many sampled time slices.
+const CURRENT_SLICES: usize = 3;
 
 /// `12,345`.
 pub(super) fn count(value: u64) -> String {
@@ -25,15 +25,16 @@ pub(super) fn bytes(value: u64) -> String {
     ByteSize(value).rounded()
 }
 
-/// `87.5 %`, of a share between 0 and 1.
+/// `87.5 %`, from a share between 0 and 1.
 pub(super) fn percent(share: f64) -> String {
     format!("{:.1} %", share * 100.0)
 }
 
 /// `12 µs`, `3.4 ms`, `7 s`, `2 h 5 min`.
-#[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a time for people")]
+#[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a time for display")]
 pub(super) fn time(seconds: f64) -> String {
     match seconds {
+        // A quantile above the last bound of the histogram of durations, which is 2^24 us.
         s if s.is_infinite() => "over 17 s".to_owned(),
         s if s < 1e-3 => format!("{:.0} µs", s * 1e6),
         s if s < 1.0 => format!("{:.1} ms", s * 1e3),
@@ -48,27 +49,28 @@ pub(super) fn time(seconds: f64) -> String {
 }
 
 /// `1.5 GiB/s`.
-#[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "bytes for people")]
+#[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "bytes for display")]
 pub(super) fn per_second(bytes_per_second: f64) -> String {
     format!("{}/s", bytes(bytes_per_second.round() as u64))
 }
 
-/// How much flows now: the mean of the last few seconds that were watched.
+/// The current rate of a flow: `1.5 GiB/s`, or a dash without samples.
 pub(super) fn rate(series: &Series, flow: Flow) -> String {
-    rate_now(series, flow).map_or_else(|| "–".to_owned(), per_second)
+    current_rate(series, flow).map_or_else(|| "–".to_owned(), per_second)
 }
 
-/// The same as a number.
-pub(super) fn rate_now(series: &Series, flow: Flow) -> Option<f64> {
-    let known = series.pieces.iter().rev().filter(|piece| piece.known_s > 0.0).take(NOW_PIECES);
-    let (moved, seconds) = known.fold((0.0, 0.0), |(moved, seconds), piece| {
-        (moved + piece.moved[flow as usize], seconds + piece.known_s)
+/// The current rate of a flow in bytes per second: the mean over the last sampled time slices.
+pub(super) fn current_rate(series: &Series, flow: Flow) -> Option<f64> {
+    let sampled =
+        series.slices.iter().rev().filter(|slice| slice.sampled_s > 0.0).take(CURRENT_SLICES);
+    let (bytes, seconds) = sampled.fold((0.0, 0.0), |(bytes, seconds), slice| {
+        (bytes + slice.flow_bytes[flow as usize], seconds + slice.sampled_s)
     });
-    (seconds > 0.0).then(|| moved / seconds)
+    (seconds > 0.0).then(|| bytes / seconds)
 }
 
-/// The class that gives a tier its colour.
-pub(in crate::http) fn tier_hue(tier: &str) -> &'static str {
+/// The CSS class with the colour of a tier.
+pub(in crate::http) fn tier_class(tier: &str) -> &'static str {
     match tier {
         "dram" => "c-dram",
         "files" => "c-files",
@@ -81,7 +83,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn figures_read_well() {
+    fn figures_are_formatted_with_units() {
         assert_eq!(count(1_234_567), "1,234,567");
         assert_eq!(count(12), "12");
         assert_eq!(percent(0.875), "87.5 %");
